@@ -1,0 +1,48 @@
+"""Default training settings per model and per optimizer. Plain data: nothing is imported, nothing is computed.
+
+A command-line option or a line of the configuration file replaces one value; the rest stays. When the optimizer is
+replaced, the learning rate, momentum and weight decay come from `OPTIMIZERS`: those of the recipe belong to another.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+RECIPES: dict[str, dict[str, Any]] = {
+    "lenet5": {
+        "epochs": 8,
+        "optimizer": "sgd",
+        "lr": 0.1,
+        "momentum": 0.9,
+        "weight_decay": 0.0,
+        "schedule": "cosine",
+        "warmup_steps": 100,
+    },
+    "mlp": {
+        "epochs": 5,
+        "optimizer": "adam",
+        "lr": 1e-3,
+        "momentum": 0.0,
+        "weight_decay": 0.0,
+        "schedule": "cosine",
+        "warmup_steps": 100,
+    },
+    "convnet": {
+        "epochs": 2,
+        "optimizer": "adam",
+        "lr": 1e-3,
+        "momentum": 0.0,
+        "weight_decay": 0.0,
+        "schedule": "cosine",
+        "warmup_steps": 100,
+    },
+}
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "sgd": {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.0},
+    "adam": {"lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0},
+    "adamw": {"lr": 1e-3, "momentum": 0.0, "weight_decay": 0.01},
+}
+
+SCHEDULES: tuple[str, ...] = ("constant", "step", "cosine", "linear-warmup")
+DATASETS: tuple[str, ...] = ("mnist", "fashion-mnist", "cifar10")
