@@ -1,0 +1,390 @@
+"""Two-dimensional convolution over lanes (see lanes.mojo for the layout and the letters).
+
+Forward, gradient of the weights and gradient of the input. The input comes padded (`pad_forward` in layout.mojo), so
+no kernel here knows about borders. `*_naive` are the definitions; the fast forms are checked against them.
+"""
+
+from .lanes import F32, LANES, REGISTERS, Ptr, Vec, load, splat, store
+
+# --- register tiles -----------------------------------------------------------
+# A tile keeps KB x QB sums in registers and needs QB loads and KB broadcasts for KB * QB FMAs.
+# 4 x 6 (24 sums + 6 + 1 = 31 of 32 registers): 24 FMAs take 12 cycles, 10 loads take 5.
+comptime KB = 4 if REGISTERS == 32 else 2
+comptime QB = 6 if REGISTERS == 32 else (3 if REGISTERS == 8 else 1)
+
+
+@always_inline
+def _forward_tile[
+    kb: Int, qb: Int, relu: Bool
+](
+    y: Ptr,
+    x: Ptr,
+    w: Ptr,
+    b: Ptr,
+    C: Int,
+    R: Int,
+    T: Int,
+    S: Int,
+    x_channel: Int,
+    x_row: Int,
+    y_channel: Int,
+):
+    """One row piece: kb output channels, qb neighbouring pixels."""
+    var acc = Array[Vec, kb * qb](fill=Vec(0))
+    comptime for k in range(kb):
+        var bias = splat(b, k)
+        comptime for q in range(qb):
+            acc[k * qb + q] = bias
+    var taps = C * R * T
+    var wi = 0
+    for c in range(C):
+        for r in range(R):
+            var xp = x.unsafe_offset(c * x_channel + r * x_row)
+            for _ in range(T):
+                var v = Array[Vec, qb](fill=Vec(0))
+                comptime for q in range(qb):
+                    v[q] = load(xp, q * S * LANES)
+                comptime for k in range(kb):
+                    var wk = splat(w, k * taps + wi)
+                    comptime for q in range(qb):
+                        acc[k * qb + q] = v[q].fma(wk, acc[k * qb + q])
+                wi += 1
+                xp = xp.unsafe_offset(LANES)
+    comptime for k in range(kb):
+        comptime for q in range(qb):
+            var s = acc[k * qb + q]
+            comptime if relu:
+                s = s.lt(0).select(Vec(0), s)
+            store(y, k * y_channel + q * LANES, s)
+
+
+def conv2d_forward[
+    relu: Bool
+](
+    y: Ptr,  # (G, K, P, Q, L)
+    x: Ptr,  # (G, C, H, W, L)
+    w: Ptr,  # (K, C, R, T)
+    b: Ptr,  # (K)
+    G: Int,
+    C: Int,
+    H: Int,
+    W: Int,
+    K: Int,
+    R: Int,
+    T: Int,
+    S: Int,
+):
+    """Computes y = x * w + b (cross-correlation), then max(y, 0) if `relu`."""
+    var P = (H - R) // S + 1
+    var Q = (W - T) // S + 1
+    var taps = C * R * T
+    for g in range(G):
+        for p in range(P):
+            var xr = x.unsafe_offset(((g * C) * H + p * S) * W * LANES)
+
+            @always_inline
+            def row[kb: Int](k: Int) {imm}:
+                var yr = y.unsafe_offset(((g * K + k) * P + p) * Q * LANES)
+                var q = 0
+
+                @always_inline
+                def piece[qb: Int]() {mut q, imm}:
+                    _forward_tile[kb, qb, relu](
+                        yr.unsafe_offset(q * LANES),
+                        xr.unsafe_offset(q * S * LANES),
+                        w.unsafe_offset(k * taps),
+                        b.unsafe_offset(k),
+                        C, R, T, S,
+                        H * W * LANES, W * LANES, P * Q * LANES,
+                    )
+                    q += qb
+
+                while q + QB <= Q:
+                    piece[QB]()
+                comptime for n in range(1, QB):
+                    if Q - q == n:
+                        piece[n]()
+
+            var k = 0
+            while k + KB <= K:
+                row[KB](k)
+                k += KB
+            comptime for n in range(1, KB):
+                if K - k == n:
+                    row[n](k)
+
+
+# --- gradient of the weights ---------------------------------------------------
+# A tap is one (c, r, t). A tile sums KB x TB weights over all pixels and samples: 4 x 5 sums + 4 + 1 registers,
+# 9 loads for 20 FMAs. Lanes are added up once, at the end of a tile.
+comptime TB = 5 if REGISTERS == 32 else (2 if REGISTERS == 8 else 1)
+
+
+@always_inline
+def _weight_tile[
+    kb: Int, tb: Int
+](
+    dw: Ptr,
+    dy: Ptr,
+    x: Ptr,
+    tap: Int,
+    taps: Int,
+    G: Int,
+    C: Int,
+    H: Int,
+    W: Int,
+    K: Int,
+    R: Int,
+    T: Int,
+    S: Int,
+    P: Int,
+    Q: Int,
+):
+    var offset = Array[Int, tb](fill=0)
+    comptime for j in range(tb):
+        var c = (tap + j) // (R * T)
+        var r = (tap + j) // T % R
+        offset[j] = ((c * H + r) * W + (tap + j) % T) * LANES
+    var acc = Array[Vec, kb * tb](fill=Vec(0))
+    for g in range(G):
+        for p in range(P):
+            var dyp = dy.unsafe_offset((g * K * P + p) * Q * LANES)
+            var xp = x.unsafe_offset((g * C * H + p * S) * W * LANES)
+            for _ in range(Q):
+                var d = Array[Vec, kb](fill=Vec(0))
+                comptime for k in range(kb):
+                    d[k] = load(dyp, k * P * Q * LANES)
+                comptime for j in range(tb):
+                    var v = load(xp, offset[j])
+                    comptime for k in range(kb):
+                        acc[k * tb + j] = v.fma(d[k], acc[k * tb + j])
+                dyp = dyp.unsafe_offset(LANES)
+                xp = xp.unsafe_offset(S * LANES)
+    comptime for k in range(kb):
+        comptime for j in range(tb):
+            dw[unsafe_offset=k * taps + j] += acc[k * tb + j].reduce_add()
+
+
+def conv2d_backward_weight(
+    dw: Ptr,  # (K, C, R, T), added to
+    db: Ptr,  # (K), added to
+    dy: Ptr,  # (G, K, P, Q, L)
+    x: Ptr,  # (G, C, H, W, L)
+    G: Int,
+    C: Int,
+    H: Int,
+    W: Int,
+    K: Int,
+    R: Int,
+    T: Int,
+    S: Int,
+):
+    """Adds the gradients of weights and bias, summed over samples and pixels.
+    """
+    var P = (H - R) // S + 1
+    var Q = (W - T) // S + 1
+    var taps = C * R * T
+
+    @always_inline
+    def channels[kb: Int](k: Int) {imm}:
+        @always_inline
+        def tile[tb: Int](tap: Int) {imm}:
+            _weight_tile[kb, tb](
+                dw.unsafe_offset(k * taps + tap),
+                dy.unsafe_offset(k * P * Q * LANES),
+                x,
+                tap, taps, G, C, H, W, K, R, T, S, P, Q,
+            )
+
+        var tap = 0
+        while tap + TB <= taps:
+            tile[TB](tap)
+            tap += TB
+        comptime for n in range(1, TB):
+            if taps - tap == n:
+                tile[n](tap)
+
+    var k = 0
+    while k + KB <= K:
+        channels[KB](k)
+        k += KB
+    comptime for n in range(1, KB):
+        if K - k == n:
+            channels[n](k)
+
+    for kk in range(K):
+        var s = Vec(0)
+        for g in range(G):
+            var d = dy.unsafe_offset((g * K + kk) * P * Q * LANES)
+            for i in range(P * Q):
+                s += load(d, i * LANES)
+        db[unsafe_offset=kk] += s.reduce_add()
+
+
+# --- gradient of the input -----------------------------------------------------
+# Stride 1, T known at compile time: a piece of qb pixels of one row of dy is spread over qb + T - 1 pixels of dx, held
+# in registers over all k and r, so no multiplication meets a border zero (padding dy instead costs up to twice the
+# work for LeNet's second layer). qb + T - 1 sums + qb pixels + 1 weight must fit the registers.
+comptime PIECES: List[Int] = [12, 10, 8, 6, 4, 2, 1]
+
+
+@always_inline
+def _spread_piece[
+    T: Int, qb: Int
+](dx: Ptr, dy: Ptr, w: Ptr, K: Int, r0: Int, r1: Int, dy_channel: Int, dy_row: Int, w_channel: Int):
+    """Adds rows r0..r1 of the kernel; dy points at the row that meets r = 0."""
+    comptime n = qb + T - 1
+    var acc = Array[Vec, n](fill=Vec(0))
+    comptime for i in range(n):
+        acc[i] = load(dx, i * LANES)
+    for k in range(K):
+        for r in range(r0, r1):
+            var d = dy.unsafe_offset(k * dy_channel - r * dy_row)
+            var wr = w.unsafe_offset(k * w_channel + r * T)
+            var v = Array[Vec, qb](fill=Vec(0))
+            comptime for q in range(qb):
+                v[q] = load(d, q * LANES)
+            comptime for t in range(T):
+                var wt = splat(wr, t)
+                comptime for q in range(qb):
+                    acc[q + t] = v[q].fma(wt, acc[q + t])
+    comptime for i in range(n):
+        store(dx, i * LANES, acc[i])
+
+
+def _backward_input_spread[
+    T: Int
+](dx: Ptr, dy: Ptr, w: Ptr, G: Int, C: Int, H: Int, W: Int, K: Int, R: Int):
+    var P = H - R + 1
+    var Q = W - T + 1
+    for g in range(G):
+        for h in range(H):
+            var r0 = max(0, h - P + 1)
+            var r1 = min(R, h + 1)
+            for c in range(C):
+                var row = dx.unsafe_offset(((g * C + c) * H + h) * W * LANES)
+                for i in range(W):
+                    store(row, i * LANES, Vec(0))
+                var q = 0
+                comptime for i in range(len(PIECES)):
+                    comptime qb = materialize[PIECES]()[i]
+                    comptime if 2 * qb + T <= REGISTERS or qb == 1:
+                        while q + qb <= Q:
+                            _spread_piece[T, qb](
+                                row.unsafe_offset(q * LANES),
+                                dy.unsafe_offset(
+                                    ((g * K * P + h) * Q + q) * LANES
+                                ),
+                                w.unsafe_offset(c * R * T),
+                                K, r0, r1,
+                                P * Q * LANES, Q * LANES, C * R * T,
+                            )
+                            q += qb
+
+
+def conv2d_backward_input_any(
+    dx: Ptr,
+    dy: Ptr,
+    w: Ptr,
+    G: Int,
+    C: Int,
+    H: Int,
+    W: Int,
+    K: Int,
+    R: Int,
+    T: Int,
+    S: Int,
+):
+    """Any stride and kernel: each input pixel gathers the taps that used it."""
+    var P = (H - R) // S + 1
+    var Q = (W - T) // S + 1
+    for g in range(G):
+        for c in range(C):
+            for h in range(H):
+                for i in range(W):
+                    var acc = Vec(0)
+                    for r in range(h % S, R, S):
+                        var p = (h - r) // S
+                        if h < r or p >= P:
+                            continue
+                        for t in range(i % S, T, S):
+                            var q = (i - t) // S
+                            if i < t or q >= Q:
+                                continue
+                            for k in range(K):
+                                acc = load(
+                                    dy, (((g * K + k) * P + p) * Q + q) * LANES
+                                ).fma(splat(w, ((k * C + c) * R + r) * T + t), acc)
+                    store(dx, (((g * C + c) * H + h) * W + i) * LANES, acc)
+
+
+def conv2d_backward_input(
+    dx: Ptr,  # (G, C, H, W, L)
+    dy: Ptr,  # (G, K, P, Q, L)
+    w: Ptr,  # (K, C, R, T)
+    G: Int,
+    C: Int,
+    H: Int,
+    W: Int,
+    K: Int,
+    R: Int,
+    T: Int,
+    S: Int,
+):
+    """Writes the gradient of the (padded) input."""
+    if S == 1 and T == 5:
+        _backward_input_spread[5](dx, dy, w, G, C, H, W, K, R)
+    elif S == 1 and T == 3:
+        _backward_input_spread[3](dx, dy, w, G, C, H, W, K, R)
+    elif S == 1 and T == 1:
+        _backward_input_spread[1](dx, dy, w, G, C, H, W, K, R)
+    else:
+        conv2d_backward_input_any(dx, dy, w, G, C, H, W, K, R, T, S)
+
+
+# --- the definitions -------------------------------------------------------------
+
+
+def conv2d_forward_naive(
+    y: Ptr, x: Ptr, w: Ptr, b: Ptr, G: Int, C: Int, H: Int, W: Int, K: Int, R: Int, T: Int, S: Int
+):
+    """The sum as it is written in a textbook, one float at a time."""
+    var P = (H - R) // S + 1
+    var Q = (W - T) // S + 1
+    for g in range(G):
+        for k in range(K):
+            for p in range(P):
+                for q in range(Q):
+                    for l in range(LANES):
+                        var s = b[unsafe_offset=k]
+                        for c in range(C):
+                            for r in range(R):
+                                for t in range(T):
+                                    s += (
+                                        w[unsafe_offset=((k * C + c) * R + r) * T + t]
+                                        * x[unsafe_offset=(((g * C + c) * H + p * S + r) * W + q * S + t) * LANES + l]
+                                    )
+                        y[unsafe_offset=(((g * K + k) * P + p) * Q + q) * LANES + l] = s
+
+
+def conv2d_backward_naive(
+    dx: Ptr, dw: Ptr, db: Ptr, dy: Ptr, x: Ptr, w: Ptr,
+    G: Int, C: Int, H: Int, W: Int, K: Int, R: Int, T: Int, S: Int,
+):
+    """Every product of the forward sum hands dy to both its factors. Adds to dx, too."""
+    var P = (H - R) // S + 1
+    var Q = (W - T) // S + 1
+    for g in range(G):
+        for k in range(K):
+            for p in range(P):
+                for q in range(Q):
+                    for l in range(LANES):
+                        var d = dy[unsafe_offset=(((g * K + k) * P + p) * Q + q) * LANES + l]
+                        db[unsafe_offset=k] += d
+                        for c in range(C):
+                            for r in range(R):
+                                for t in range(T):
+                                    var wi = ((k * C + c) * R + r) * T + t
+                                    var xi = (((g * C + c) * H + p * S + r) * W + q * S + t) * LANES + l
+                                    dw[unsafe_offset=wi] += d * x[unsafe_offset=xi]
+                                    dx[unsafe_offset=xi] += d * w[unsafe_offset=wi]

@@ -1,0 +1,56 @@
+"""The layout all activations have, and the few names every kernel file uses.
+
+An activation of N samples is stored in groups of LANES samples, one sample per vector lane:
+
+    (G, features..., LANES)      G = ceil(N / LANES)
+
+so a kernel never shuffles: a vector holds one feature of sixteen samples, weights are broadcast, and a tensor of any
+spatial size vectorises without a tail. Lanes beyond N hold finite numbers whose gradients are zero. Parameters stay
+row-major, as Python shows them. LANES is the same on every instruction set; on a narrower one a vector is two or four
+registers.
+
+Letters, in all kernel files:
+
+    G  groups of samples            L  LANES
+    C  input channels, H W their height and width (padding included)
+    K  output channels, P Q their height and width       (P = (H - R) / S + 1)
+    R  kernel height, T kernel width, S stride
+    I  input features of a linear layer, O output features
+    F  features of a tensor whose shape does not matter
+
+Arguments come in the order outputs, inputs, saved values, sizes. Gradients of parameters are added to (+=), so that
+several uses of one parameter sum up; gradients of activations are written (=).
+"""
+
+from std.sys import CompilationTarget
+
+comptime F32 = DType.float32
+comptime LANES = 16
+comptime Vec = SIMD[F32, LANES]
+comptime Ptr = Pointer[Float32, MutUntrackedOrigin]
+comptime BytePtr = Pointer[UInt8, MutUntrackedOrigin]
+comptime IntPtr = Pointer[Int32, MutUntrackedOrigin]
+
+# How many vectors of 16 floats the register file holds: the register tiles of conv2d and linear are cut to this.
+# AVX-512: 32 registers of 16 floats. AVX2: 16 of 8, so 8 vectors. NEON: 32 of 4, so 8. SSE: 16 of 4, so 4.
+comptime REGISTERS = 32 if CompilationTarget.has_avx512f() else (
+    4 if CompilationTarget.is_x86() and not CompilationTarget.has_avx2() else 8
+)
+
+
+@always_inline
+def load(p: Ptr, i: Int) -> Vec:
+    """Loads the LANES floats at element offset `i`."""
+    return p.unsafe_offset(i).unsafe_load[width=LANES]()
+
+
+@always_inline
+def store(p: Ptr, i: Int, v: Vec):
+    """Stores LANES floats at element offset `i`."""
+    p.unsafe_store(i, v)
+
+
+@always_inline
+def splat(p: Ptr, i: Int) -> Vec:
+    """One float at element offset `i`, in every lane."""
+    return Vec(p[unsafe_offset=i])

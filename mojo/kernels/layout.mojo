@@ -1,0 +1,176 @@
+"""Into lanes and out of them: samples in rows, as Python holds them, against samples in lanes (lanes.mojo).
+
+Also padding, which is a copy here so that convolution never meets a border.
+"""
+
+from std.math import ceildiv, iota
+from std.sys import masked_load, masked_store
+
+from .lanes import F32, LANES, BytePtr, IntPtr, Ptr, Vec, load, store
+
+comptime LongPtr = Pointer[Int64, MutUntrackedOrigin]
+
+
+@always_inline
+def _transpose[dtype: DType](mut a: Array[SIMD[dtype, LANES], LANES]):
+    """Transposes 16 x 16: four rounds of a perfect shuffle (one permutation per vector and round).
+    """
+    comptime for _ in range(4):
+        var b = a.copy()
+        comptime for i in range(LANES // 2):
+            var z = b[i].interleave(b[i + LANES // 2])
+            a[2 * i] = z.slice[LANES, offset=0]()
+            a[2 * i + 1] = z.slice[LANES, offset=LANES]()
+
+
+def gather_rows[
+    dtype: DType
+](
+    y: Ptr,  # (G, F, L)
+    x: Pointer[Scalar[dtype], MutUntrackedOrigin],  # (samples, F)
+    rows: LongPtr,  # (N) which samples
+    scale: Ptr,  # (C)
+    shift: Ptr,  # (C)
+    N: Int,
+    G: Int,
+    F: Int,
+    C: Int,
+):
+    """Lane n of y becomes x[rows[n]] * scale + shift, per channel (F / C features each); lanes from N on become 0.
+    """
+    var plane = F // C
+    for g in range(G):
+        var valid = min(max(N - g * LANES, 0), LANES)
+        var live = iota[F32, LANES]().lt(Float32(valid))
+        var f = 0
+        while f < F:
+            var n = min(LANES, F - f)
+            var a = Array[SIMD[dtype, LANES], LANES](fill=0)
+            comptime for l in range(LANES):
+                if l < valid:
+                    var row = x.unsafe_offset(
+                        Int(rows[unsafe_offset=g * LANES + l]) * F + f
+                    )
+                    if n == LANES:
+                        a[l] = row.unsafe_load[width=LANES]()
+                    else:
+                        for i in range(n):
+                            a[l][i] = row[unsafe_offset=i]
+            _transpose(a)
+            for i in range(n):
+                var c = (f + i) // plane
+                var v = a[i].cast[F32]() * scale[unsafe_offset=c]
+                v += shift[unsafe_offset=c]
+                store(y, (g * F + f + i) * LANES, live.select(v, Vec(0)))
+            f += LANES
+
+
+def gather_labels(
+    y: IntPtr,  # (G * L)
+    labels: IntPtr,  # (samples)
+    rows: LongPtr,  # (N)
+    N: Int,
+    G: Int,
+):
+    """Label of each lane; -1, which every loss ignores, from N on."""
+    for n in range(G * LANES):
+        y[unsafe_offset=n] = (
+            labels[unsafe_offset=Int(rows[unsafe_offset=n])] if n < N else -1
+        )
+
+
+def pack_rows(y: Ptr, x: Ptr, N: Int, F: Int):
+    """Writes rows x (N, F) into lanes y (G, F, L); lanes from N on become 0."""
+    for g in range(ceildiv(N, LANES)):
+        var valid = min(N - g * LANES, LANES)
+        var f = 0
+        while f < F:
+            var n = min(LANES, F - f)
+            var a = Array[Vec, LANES](fill=0)
+            comptime for l in range(LANES):
+                if l < valid:
+                    a[l] = _load_part(x, (g * LANES + l) * F + f, n)
+            _transpose(a)
+            for i in range(n):
+                store(y, (g * F + f + i) * LANES, a[i])
+            f += LANES
+
+
+def unpack_rows(y: Ptr, x: Ptr, N: Int, F: Int):
+    """Writes the first N lanes of x (G, F, L) into rows y (N, F)."""
+    for g in range(ceildiv(N, LANES)):
+        var valid = min(N - g * LANES, LANES)
+        var f = 0
+        while f < F:
+            var n = min(LANES, F - f)
+            var a = Array[Vec, LANES](fill=0)
+            comptime for i in range(LANES):
+                if i < n:
+                    a[i] = load(x, (g * F + f + i) * LANES)
+            _transpose(a)
+            comptime for l in range(LANES):
+                if l < valid:
+                    var at = (g * LANES + l) * F + f
+                    if n == LANES:
+                        store(y, at, a[l])
+                    else:
+                        masked_store[LANES](
+                            a[l],
+                            y.unsafe_offset(at),
+                            iota[F32, LANES]().lt(Float32(n)),
+                        )
+            f += LANES
+
+
+@always_inline
+def _load_part(x: Ptr, at: Int, n: Int) -> Vec:
+    if n == LANES:
+        return load(x, at)
+    return masked_load[LANES](
+        x.unsafe_offset(at), iota[F32, LANES]().lt(Float32(n)), Vec(0)
+    )
+
+
+def pad_forward(
+    y: Ptr,  # (G, C, H + 2 ph, W + 2 pw, L)
+    x: Ptr,  # (G, C, H, W, L)
+    planes: Int,  # G * C
+    H: Int,
+    W: Int,
+    ph: Int,
+    pw: Int,
+):
+    """Copies x into a frame of zeros."""
+    var wide = W + 2 * pw
+    var at = 0
+    for plane in range(planes):
+        for _ in range(ph * wide):
+            store(y, at, Vec(0))
+            at += LANES
+        for h in range(H):
+            for _ in range(pw):
+                store(y, at, Vec(0))
+                at += LANES
+            for i in range(W):
+                store(y, at, load(x, ((plane * H + h) * W + i) * LANES))
+                at += LANES
+            for _ in range(pw):
+                store(y, at, Vec(0))
+                at += LANES
+        for _ in range(ph * wide):
+            store(y, at, Vec(0))
+            at += LANES
+
+
+def pad_backward(dx: Ptr, dy: Ptr, planes: Int, H: Int, W: Int, ph: Int, pw: Int):
+    """Copies the inside of the frame dy (G, C, H + 2 ph, W + 2 pw, L) to dx (G, C, H, W, L).
+    """
+    var wide = W + 2 * pw
+    for plane in range(planes):
+        for h in range(H):
+            for i in range(W):
+                store(
+                    dx,
+                    ((plane * H + h) * W + i) * LANES,
+                    load(dy, ((plane * (H + 2 * ph) + h + ph) * wide + i + pw) * LANES),
+                )
