@@ -1,0 +1,609 @@
+"""The command line: `odyssey train` and `odyssey build`.
+
+What it is: options and a configuration file become checked `Settings`; those become calls of the library; an error
+becomes one line and an exit code. What it is not: a place for training logic. Anything a command does can be done from
+Python with the same objects. Heavy imports stand inside the commands: `--help` and a mistyped option answer at once.
+
+Exit codes: 0, 64 usage, 65 data, 69 unavailable, 70 defect, 73 output, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import click
+
+from odyssey.errors import ConfigError, DataError, OdysseyError, OutputError
+from odyssey.recipes import DATASETS, OPTIMIZERS, RECIPES, SCHEDULES
+
+USAGE, DEFECT, INTERRUPTED, BROKEN_PIPE = 64, 70, 130, 141
+
+_world: Any = None  # the communicator once there is one: an error must then end the other ranks as well
+
+
+# -- settings: what was asked for, complete and checked ---------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One training run. `None` stands for "whatever the machine or the data set gives"."""
+
+    model: str
+    dataset: str
+    data_dir: Path | None
+    epochs: int | None  # None: as many as `steps` needs
+    steps: int | None
+    global_batch_size: int
+    shard_size: int
+    lr: float
+    momentum: float
+    nesterov: bool
+    weight_decay: float
+    optimizer: str
+    schedule: str
+    warmup_steps: int | None  # None: the recipe's, shortened for a short run
+    seed: int
+    num_gpus: int | None
+    device: str
+    threads: int | None
+    reduction: str
+    execution: str
+    evaluate: bool
+    save_weights: Path | None
+    json: Path | None
+    progress: bool
+
+    @property
+    def shards(self) -> int:
+        """How many shards a full global batch has."""
+        return -(-self.global_batch_size // self.shard_size)
+
+    def length(self, steps_per_epoch: int) -> tuple[int, int]:
+        """Epochs, and optimizer steps altogether, for a data set of so many steps."""
+        epochs = self.epochs
+        if epochs is None:
+            epochs = -(-(self.steps or 1) // steps_per_epoch)
+        total = epochs * steps_per_epoch
+        return epochs, total if self.steps is None else min(self.steps, total)
+
+    def warmup(self, total_steps: int) -> int:
+        """Warm-up steps of a run of `total_steps`: the recipe's take no more than a fifth of it."""
+        if self.warmup_steps is None:
+            return min(RECIPES[self.model]["warmup_steps"], total_steps // 5)
+        if self.warmup_steps > total_steps:
+            raise ConfigError(
+                f"[train] {self.warmup_steps} warm-up steps but {total_steps} steps altogether; "
+                "lower --warmup-steps, or raise --epochs or --steps"
+            )
+        return self.warmup_steps
+
+
+def settings(given: dict[str, Any]) -> Settings:
+    """Fill what was not given (None) from the model's recipe and check every value; pure."""
+    values = dict(given)
+    recipe = RECIPES[values["model"]]
+    changed = values["optimizer"] not in (None, recipe["optimizer"])
+    values["optimizer"] = values["optimizer"] or recipe["optimizer"]
+    origin = OPTIMIZERS[values["optimizer"]] if changed else recipe
+    sgd = values["optimizer"] == "sgd"
+    if values["momentum"] is not None and not sgd:
+        raise ConfigError(f"[train] --momentum is given, but --optimizer {values['optimizer']} has none; leave it out")
+    if values["nesterov"] and not sgd:
+        raise ConfigError(f"[train] --nesterov is given, but --optimizer {values['optimizer']} has no momentum")
+    for name in ("lr", "momentum", "weight_decay"):
+        values[name] = origin[name] if values[name] is None else values[name]
+    values["schedule"] = values["schedule"] or recipe["schedule"]
+    if values["epochs"] is None and values["steps"] is None:
+        values["epochs"] = recipe["epochs"]
+    made = Settings(**values)
+    _check(made)
+    return made
+
+
+def _check(made: Settings) -> None:
+    for name in ("epochs", "steps", "global_batch_size", "shard_size", "num_gpus", "threads"):
+        value = getattr(made, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"[train] {_option(name)} is {value}; 1 or more is allowed")
+    if not (math.isfinite(made.lr) and made.lr > 0):
+        raise ConfigError(f"[train] --lr is {made.lr}; a finite number above 0 is allowed")
+    if not 0 <= made.momentum < 1:
+        raise ConfigError(f"[train] --momentum is {made.momentum}; 0 up to, not including, 1 is allowed")
+    if made.nesterov and made.momentum == 0:
+        raise ConfigError("[train] --nesterov is given, but --momentum is 0; raise --momentum or leave --nesterov out")
+    if not (math.isfinite(made.weight_decay) and made.weight_decay >= 0):
+        raise ConfigError(f"[train] --weight-decay is {made.weight_decay}; a finite number from 0 is allowed")
+    if made.warmup_steps is not None and made.warmup_steps < 0:
+        raise ConfigError(f"[train] --warmup-steps is {made.warmup_steps}; 0 or more is allowed")
+    if not 0 <= made.seed < 2**64:
+        raise ConfigError(f"[train] --seed is {made.seed}; 0 to 2**64-1 is allowed")
+    if made.json and made.save_weights and os.path.realpath(made.json) == os.path.realpath(made.save_weights):
+        raise ConfigError(f"[train] --json and --save-weights both name {made.json}; give two files")
+    check_workers(made, made.num_gpus or 1)
+
+
+def check_workers(made: Settings, workers: int) -> None:
+    """Every worker needs a shard of its own."""
+    if workers > made.shards:
+        raise ConfigError(
+            f"[train] {workers} workers but {made.shards} shard{'s' * (made.shards > 1)} (global batch "
+            f"{made.global_batch_size} / shard size {made.shard_size}); lower --num-gpus, or --shard-size, "
+            "or raise --global-batch-size"
+        )
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+# -- the configuration file -------------------------------------------------------------------------------------------
+
+
+def read_config(path: Path, parameters: Sequence[click.Parameter]) -> dict[str, Any]:
+    """The values of a TOML file whose keys are option names, by the names that click uses."""
+    try:
+        text = path.read_bytes().decode()
+    except (OSError, UnicodeDecodeError) as problem:
+        reason = getattr(problem, "strerror", None) or "it is not UTF-8 text"
+        raise DataError(f"[config] {path} cannot be read: {reason}; give --config a TOML file") from problem
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    try:
+        content = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as problem:
+        raise ConfigError(f"[config] {path} is not TOML: {problem}") from problem
+    known = _config_keys(parameters)
+    values: dict[str, Any] = {}
+    for key, value in content.items():
+        name = key.replace("_", "-")
+        if name not in known:
+            import difflib
+
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean '{near[0]}'?" if near else f"known are {', '.join(sorted(known))}"
+            raise ConfigError(f"[config] {path}: unknown key '{key}'; {hint}")
+        parameter, inverted = known[name]
+        if parameter.name in values:
+            raise ConfigError(f"[config] {path}: '{key}' is given twice, in two spellings; leave one out")
+        values[str(parameter.name)] = _config_value(path, key, value, parameter, inverted)
+    return values
+
+
+def _config_keys(parameters: Sequence[click.Parameter]) -> dict[str, tuple[click.Option, bool]]:
+    """Key -> its option, and whether the key means the opposite (`no-eval`)."""
+    known = {}
+    for option in parameters:
+        if not isinstance(option, click.Option) or option.name in ("config", "help"):
+            continue
+        for spelled in option.opts:
+            if spelled.startswith("--"):
+                known[spelled[2:]] = (option, False)
+        for spelled in option.secondary_opts:
+            known[spelled[2:]] = (option, True)
+    return known
+
+
+def _config_value(path: Path, key: str, value: Any, option: click.Option, inverted: bool) -> Any:
+    """The value with the type of its option; click would turn 1.5 epochs into 1 and `true` into 1."""
+    if option.is_flag:
+        wanted, fits = "true or false", isinstance(value, bool)
+    elif option.type is click.INT:
+        wanted, fits = "an integer", isinstance(value, int) and not isinstance(value, bool)
+    elif option.type is click.FLOAT:
+        wanted, fits = "a number", isinstance(value, (int, float)) and not isinstance(value, bool)
+    else:
+        wanted, fits = "a text in quotes", isinstance(value, str)
+    if not fits:
+        raise ConfigError(f"[config] {path}: {key} = {json.dumps(value, default=str)}; {wanted} is allowed")
+    return not value if inverted else value
+
+
+def _load_config(context: click.Context, _: click.Parameter, path: Path | None) -> None:
+    if path is not None:
+        context.default_map = read_config(path, context.command.params)
+
+
+# -- files that a run leaves ------------------------------------------------------------------------------------------
+
+
+def check_output(path: Path, option: str) -> None:
+    """OutputError now if the file could not be written after hours of training."""
+    target = Path(os.path.realpath(path))
+    try:
+        if target.is_dir():
+            raise OutputError(f"[output] {option} {path} is a directory; name a file in it")
+        if not target.parent.is_dir():
+            raise OutputError(f"[output] {option} {path}: {target.parent} is not a directory; create it first")
+        if target.exists() and not os.access(target, os.W_OK):
+            raise OutputError(f"[output] {option} {path} is there and write-protected; name another file")
+        if target.exists() and not target.is_file():
+            return  # a pipe or a device: written in place
+        aside = _aside(target)
+        with open(aside, "xb"):
+            pass
+        aside.unlink()
+    except OSError as problem:
+        raise OutputError(f"[output] {option} {path} cannot be written: {problem.strerror}") from problem
+
+
+def write_output(path: Path, option: str, write: Callable[[Path], None]) -> None:
+    """Let `write` make the file aside, then rename it: the file is there whole or not at all."""
+    target = Path(os.path.realpath(path))
+    try:
+        if target.exists() and not target.is_file():
+            write(target)
+            return
+        aside = _aside(target)
+        try:
+            write(aside)
+            with open(aside, "rb") as file:
+                os.fsync(file.fileno())
+            os.replace(aside, target)
+        finally:
+            aside.unlink(missing_ok=True)
+    except OSError as problem:
+        raise OutputError(f"[output] {option} {path} cannot be written: {problem.strerror or problem}") from problem
+
+
+def _aside(target: Path) -> Path:
+    return target.with_name(f".odyssey-{os.getpid()}{target.suffix[:20]}")
+
+
+def _finite(value: Any) -> Any:
+    """The same with null for what JSON has no number for."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    if hasattr(value, "item"):
+        value = value.item()
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def version() -> str:
+    """The installed version."""
+    from importlib import metadata
+
+    try:
+        return metadata.version("odyssey")
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+# -- a training run ---------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _on_all_ranks() -> Iterator[None]:
+    """Errors from here come on every rank alike, so one rank prints them."""
+    try:
+        yield
+    except OdysseyError as error:
+        error.everywhere = True  # type: ignore[attr-defined]
+        raise
+
+
+def run(made: Settings) -> None:
+    """Train as the settings say: print one summary line and write the files that were asked for."""
+    global _world
+    from odyssey import comm
+
+    _world = world = comm.world(backend="auto")
+    first = world.rank == 0
+    with _on_all_ranks():
+        check_workers(made, max(made.num_gpus or 1, world.size))
+    if first:
+        for path, option in ((made.save_weights, "--save-weights"), (made.json, "--json")):
+            if path is not None:
+                check_output(path, option)
+
+    from odyssey import data, nn, optim
+    from odyssey.progress import make
+    from odyssey.trainer import DistributedTrainer
+
+    train_set = data.load(made.dataset, train=True, data_dir=made.data_dir)
+    loader = data.DataLoader(train_set, batch_size=made.global_batch_size, shuffle=True, seed=made.seed)
+    validation = None
+    if made.evaluate:
+        test_set = data.load(made.dataset, train=False, data_dir=made.data_dir)
+        validation = data.DataLoader(test_set, batch_size=1024)
+    with _on_all_ranks():
+        epochs, total = made.length(len(loader))
+        schedule = optim.schedule(made.schedule, total_steps=total, warmup_steps=made.warmup(total))
+        model = nn.models.build(
+            made.model, sample_shape=train_set.sample_shape, classes=train_set.classes, seed=made.seed
+        )
+        if made.optimizer == "sgd":
+            optimizer = optim.SGD(
+                lr=made.lr, momentum=made.momentum, nesterov=made.nesterov, weight_decay=made.weight_decay
+            )
+        else:
+            kind = optim.Adam if made.optimizer == "adam" else optim.AdamW
+            optimizer = kind(lr=made.lr, weight_decay=made.weight_decay)
+    progress = make(not made.progress, sys.stderr) if first else None
+    trainer = DistributedTrainer(
+        model=model,
+        optimizer=optimizer,
+        num_gpus=made.num_gpus,
+        device=made.device,
+        backend="auto",
+        comm=world,
+        shard_size=made.shard_size,
+        threads=made.threads,
+        reduction=made.reduction,
+        execution=made.execution,
+        seed=made.seed,
+        schedule=schedule,
+        progress=progress,
+    )
+    if first and trainer.notice:
+        print(f"odyssey: {trainer.notice}", file=sys.stderr, flush=True)
+    try:
+        history = trainer.fit(loader, validation, epochs=epochs, steps=made.steps)
+    finally:
+        if progress is not None:
+            progress.end()
+    weights = trainer.weights_sha256()
+    if first:
+        if made.save_weights is not None:
+            write_output(made.save_weights, "--save-weights", trainer.save_weights)
+        if made.json is not None:
+            text = json.dumps(_report(made, world, trainer, history, weights), indent=1, allow_nan=False) + "\n"
+            write_output(made.json, "--json", lambda path: _write_text(path, text))
+        print(summary(history, weights), flush=True)
+
+
+def _write_text(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+
+
+def _report(made: Settings, world: Any, trainer: Any, history: Any, weights: str) -> dict[str, Any]:
+    """What `--json` writes."""
+    return _finite(
+        {
+            "test_accuracy": history.test_accuracy if made.evaluate else None,
+            "test_loss": history.test_loss if made.evaluate else None,
+            "train_loss": history.train_loss,
+            "steps": history.steps,
+            "epochs": len(history.records),
+            "samples_per_second": history.samples_per_second,
+            "seconds": history.seconds,
+            "world_size": world.size,
+            "workers": trainer.workers,
+            "threads": trainer.threads,
+            "weights_sha256": weights,
+            "model": made.model,
+            "dataset": made.dataset,
+            "global_batch_size": made.global_batch_size,
+            "shard_size": made.shard_size,
+            "seed": made.seed,
+            "device": trainer.device,
+            "reduction": made.reduction,
+            "execution": made.execution,
+            "version": version(),
+            "history": history.records,
+        }
+    )
+
+
+def summary(history: Any, weights: str) -> str:
+    """The last line of a run."""
+    parts = [f"train loss {history.train_loss:.4f}", f"{history.steps} steps"]
+    if history.test_accuracy is not None:
+        parts.insert(0, f"test accuracy {100 * history.test_accuracy:.2f} %")
+    parts += [f"{history.samples_per_second:,.0f} samples/s", f"{history.seconds:.1f} s", f"weights {weights[:16]}"]
+    return "  ".join(parts)
+
+
+# -- commands ---------------------------------------------------------------------------------------------------------
+
+
+def _recipes(key: str) -> str:
+    """The default of a recipe's value, for help texts."""
+    values = {model: recipe[key] for model, recipe in RECIPES.items()}
+    if len(set(values.values())) == 1:
+        return f"default: {next(iter(values.values()))}"
+    return "default: " + ", ".join(
+        f"{value:g} {model}" if isinstance(value, (int, float)) else f"{value} {model}"
+        for model, value in values.items()
+    )
+
+
+def _print_version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
+    if wanted and not context.resilient_parsing:
+        click.echo(f"odyssey {version()}")
+        context.exit()
+
+
+_HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
+_FILE = click.Path(path_type=Path)
+
+
+@click.group(context_settings=_HELP, invoke_without_command=True)
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_print_version,
+    help="Print the version and exit.",
+)
+@click.pass_context
+def group(context: click.Context) -> None:
+    """Train neural nets: Mojo kernels, Python, MPI. The same bits on any number of workers."""
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
+
+
+@group.command("train", context_settings=_HELP)
+@click.option(
+    "--config",
+    type=_FILE,
+    is_eager=True,
+    expose_value=False,
+    callback=_load_config,
+    metavar="FILE.toml",
+    help="Read options from a TOML file; the command line goes before it. (default: none)",
+)
+@click.option("--model", type=click.Choice(list(RECIPES)), default="lenet5", help="The network. (default: lenet5)")
+@click.option("--dataset", type=click.Choice(DATASETS), default="mnist", help="The data set. (default: mnist)")
+@click.option(
+    "--data-dir",
+    type=_FILE,
+    metavar="DIR",
+    help="Where the data set's files are. (default: the MNIST that comes with odyssey)",
+)
+@click.option("--epochs", type=int, help=f"Passes over the training set. ({_recipes('epochs')})")
+@click.option("--steps", type=int, help="Stop after so many optimizer steps. (default: at the end of the last epoch)")
+@click.option(
+    "--global-batch-size", type=int, default=128, help="Samples per optimizer step, over all workers. (default: 128)"
+)
+@click.option(
+    "--shard-size", type=int, default=32, help="Samples per shard; a worker has one shard or more. (default: 32)"
+)
+@click.option("--optimizer", type=click.Choice(list(OPTIMIZERS)), help=f"({_recipes('optimizer')})")
+@click.option("--lr", type=float, help=f"Peak learning rate. ({_recipes('lr')})")
+@click.option("--momentum", type=float, help=f"Momentum of sgd. (default: {OPTIMIZERS['sgd']['momentum']})")
+@click.option("--nesterov", is_flag=True, help="Nesterov momentum with sgd. (default: off)")
+@click.option("--weight-decay", type=float, help=f"({_recipes('weight_decay')}; 0.01 with adamw)")
+@click.option("--schedule", type=click.Choice(SCHEDULES), help=f"Learning rate over time. ({_recipes('schedule')})")
+@click.option(
+    "--warmup-steps",
+    type=int,
+    help=f"Steps in which the learning rate rises. ({_recipes('warmup_steps')}, at most a fifth of the run)",
+)
+@click.option("--seed", type=int, default=0, help="Of the weights and the data order. (default: 0)")
+@click.option(
+    "--num-gpus",
+    "-n",
+    type=int,
+    help="Workers of this process; CPU workers where there is no GPU. (default: one, or one per GPU)",
+)
+@click.option(
+    "--device", type=click.Choice(["auto", "cpu", "gpu"]), default="auto", help="What the workers are. (default: auto)"
+)
+@click.option(
+    "--threads",
+    type=int,
+    help="CPU threads of a process. (default: the cores, divided by the processes on this machine)",
+)
+@click.option(
+    "--reduction",
+    type=click.Choice(["tree", "mpi"]),
+    default="tree",
+    help="Order of the gradient sum: tree gives the same bits on any number of workers. (default: tree)",
+)
+@click.option(
+    "--execution",
+    type=click.Choice(["replay", "eager"]),
+    default="replay",
+    help="Replay a recorded step, or call each kernel from Python; the same bits. (default: replay)",
+)
+@click.option("--eval/--no-eval", "evaluate", default=True, help="Test after each epoch. (default: --eval)")
+@click.option(
+    "--save-weights",
+    type=_FILE,
+    metavar="FILE.safetensors",
+    help="Write the weights at the end. (default: not written)",
+)
+@click.option("--json", type=_FILE, metavar="FILE", help="Write the results at the end. (default: not written)")
+@click.option("--no-progress", is_flag=True, help="Print the summary line only. (default: progress is shown)")
+def train(no_progress: bool, **given: Any) -> None:
+    """Train a network and print one line of results.
+
+    Under mpirun or srun every process is a worker: mpirun -n 4 odyssey train
+    """
+    with _on_all_ranks():
+        made = settings({**given, "progress": not no_progress})
+    run(made)
+
+
+@group.command("build", context_settings=_HELP)
+@click.option("--target-cpu", metavar="CPU", help="Compile for this CPU. (default: the features of this machine's)")
+@click.option(
+    "--output",
+    type=_FILE,
+    metavar="DIR",
+    help="Put the library here as well, with the run-time libraries: ODYSSEY_KERNELS=DIR then uses it "
+    "without a compiler. (default: into the cache only)",
+)
+@click.option("--check-targets", is_flag=True, help="Compile for every supported CPU, keep nothing. (default: off)")
+def build_command(target_cpu: str | None, output: Path | None, check_targets: bool) -> None:
+    """Compile the kernels now, instead of at first use, and print where the library is."""
+    from odyssey import build
+
+    if check_targets:
+        if target_cpu is not None or output is not None:
+            raise ConfigError("[build] --check-targets keeps nothing; leave --target-cpu and --output out")
+        failures = build.check_targets(lambda line: click.echo(line))
+        if failures:
+            from odyssey.errors import BuildError
+
+            raise BuildError(f"[build] {failures} of {len(build.TARGETS)} targets do not compile; see above")
+        return
+    click.echo(build.build(output=output, target_cpu=target_cpu))
+
+
+# -- the way out ------------------------------------------------------------------------------------------------------
+
+
+def main(
+    arguments: Sequence[str] | None = None, prog_name: str = "odyssey", command: click.Command = group
+) -> NoReturn:
+    """Run a command and end the process with its exit code."""
+    sys.exit(_run_command(command, arguments, prog_name))
+
+
+def _run_command(command: click.Command, arguments: Sequence[str] | None, prog_name: str) -> int:
+    try:
+        code = command.main(arguments, prog_name=prog_name, standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except OdysseyError as error:
+        return _end(error.exit_code, f"error: {error}", everywhere=getattr(error, "everywhere", False))
+    except click.ClickException as error:
+        text = " ".join(error.format_message().split()).rstrip(".")
+        context = getattr(error, "ctx", None)
+        name = context.command_path if context else prog_name
+        return _end(USAGE, f"error: {text} (see `{name} --help`)", everywhere=True)
+    except (click.Abort, KeyboardInterrupt):
+        return _end(INTERRUPTED, "interrupted", everywhere=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit would fail again
+        return _end(BROKEN_PIPE, None, everywhere=False)
+    except Exception as error:
+        import traceback
+
+        traceback.print_exc()
+        return _end(DEFECT, f"defect: {type(error).__name__}: {error}", everywhere=False)
+
+
+def _end(code: int, line: str | None, *, everywhere: bool) -> int:
+    """Print the line once, or for this rank, and take the other ranks along: they may be waiting for this one."""
+    from odyssey.build import launcher_rank
+
+    world = _world
+    rank = world.rank if world is not None else launcher_rank() or 0
+    alone = world is None or world.size == 1
+    if everywhere and rank:
+        time.sleep(0.2)  # rank 0 has the same line; an earlier end of this rank could take it away before it prints
+    elif line is not None:
+        with contextlib.suppress(OSError):
+            print(f"odyssey: {'' if alone or everywhere else f'[rank {rank}] '}{line}", file=sys.stderr, flush=True)
+    if not alone:
+        world.abort(code)
+    return code
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,16 @@
+"""`python -m odyssey.train`: the same command as `odyssey train`, for launchers that start a module; nothing more."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from odyssey import cli
+
+
+def main() -> NoReturn:
+    """Run `odyssey train` with this process's arguments."""
+    cli.main(prog_name="python -m odyssey.train", command=cli.train)
+
+
+if __name__ == "__main__":
+    main()
