@@ -1,0 +1,42 @@
+"""Dropout over lanes with random numbers that depend on the sample, never on where it is computed (random.mojo).
+
+The mask is not stored: backward draws the same numbers again.
+"""
+
+from std.math import iota
+
+from .lanes import F32, LANES, Ptr, Vec, load, store
+from .random import U32, philox, unit
+
+
+def dropout(
+    y: Ptr,  # (G, F, L)
+    x: Ptr,  # (G, F, L)
+    G: Int,
+    F: Int,
+    p: Float32,
+    seed: UInt64,
+    step: UInt32,
+    first: UInt32,
+    layer: UInt32,
+):
+    """Computes y = x / (1 - p) where a number in [0, 1) is at least p, else 0. Its own backward: dx = dropout(dy).
+
+    The number of element f of a sample is word f % 4 of the counter (f / 4, sample, step, layer), sample = first +
+    position in this tensor = position in the global batch. p must be in [0, 1).
+    """
+    var keep = Float32(1) / (1 - p)
+    for g in range(G):
+        var sample = iota[U32, LANES](first + UInt32(g * LANES))
+        for block in range((F + 3) // 4):
+            var r = philox[LANES](
+                SIMD[U32, LANES](UInt32(block)),
+                sample,
+                SIMD[U32, LANES](step),
+                SIMD[U32, LANES](layer),
+                seed,
+            )
+            for j in range(min(4, F - 4 * block)):
+                var i = (g * F + 4 * block + j) * LANES
+                var kept = unit[LANES](r[j]).ge(p)
+                store(y, i, kept.select(load(x, i) * keep, Vec(0)))

@@ -1,0 +1,51 @@
+"""Random numbers without a state: Philox4x32-10 (Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3",
+SC 2011). A number is a function of a key (the seed) and a counter (what it is for), so no generator knows a rank.
+"""
+
+from .lanes import F32, LANES, Ptr, store
+
+comptime U32 = DType.uint32
+comptime U64 = DType.uint64
+
+
+@always_inline
+def philox[
+    w: Int
+](
+    c0: SIMD[U32, w], c1: SIMD[U32, w], c2: SIMD[U32, w], c3: SIMD[U32, w], seed: UInt64
+) -> Array[SIMD[U32, w], 4]:
+    """Four random words for each of w counters (c0, c1, c2, c3) under the key `seed`."""
+    var a = c0
+    var b = c1
+    var c = c2
+    var d = c3
+    var k0 = UInt32(seed & 0xFFFFFFFF)
+    var k1 = UInt32(seed >> 32)
+    comptime for _ in range(10):
+        var m0 = a.cast[U64]() * 0xD2511F53
+        var m1 = c.cast[U64]() * 0xCD9E8D57
+        a = (m1 >> 32).cast[U32]() ^ b ^ SIMD[U32, w](k0)
+        c = (m0 >> 32).cast[U32]() ^ d ^ SIMD[U32, w](k1)
+        b = m1.cast[U32]()
+        d = m0.cast[U32]()
+        k0 += 0x9E3779B9
+        k1 += 0xBB67AE85
+    return [a, b, c, d]
+
+
+@always_inline
+def unit[w: Int](bits: SIMD[U32, w]) -> SIMD[F32, w]:
+    """A float in [0, 1) from the upper 24 bits."""
+    return (bits >> 8).cast[F32]() * Float32(2.0**-24)
+
+
+def uniform(y: Ptr, n: Int, seed: UInt64, stream: UInt32, low: Float32, high: Float32):
+    """Fills y with numbers from [low, high): element i is word i % 4 of counter (i / 4, 0, stream, "init").
+
+    n must be below 2^34.
+    """
+    var span = high - low
+    for block in range((n + 3) // 4):
+        var r = philox[1](UInt32(block), 0, stream, 0x74696E69, seed)
+        for j in range(min(4, n - 4 * block)):
+            y[unsafe_offset=4 * block + j] = unit[1](r[j]) * span + low
