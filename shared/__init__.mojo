@@ -1,0 +1,1 @@
+"""What both front ends, Mojo and Python, share."""

@@ -1,0 +1,96 @@
+"""Replays programs: one thread through a program, several threads through the shards of a step.
+
+The executor decides nothing. Which thread computes which shard into which buffer, and which buffers are added in which
+order, comes as lists of actions from a plan (python/odyssey/parallel/plan.py); the result does not depend on how
+many threads there are because the plan follows the tree of docs/determinism.md.
+"""
+
+from max.algorithm import parallelize
+from std.memory import unsafe_memset_zero
+
+from kernels.elementwise import add
+from kernels.lanes import Ptr
+from kernels.layout import LongPtr
+
+from .ops import ABSOLUTE, Context, ContextPtr, GRADS, PARAMS, RECORD, Record, SPACES, WORK, execute
+
+# An action is three numbers: kind, a, b.
+comptime RUN = 0  # compute shard a into buffer b
+comptime ADD = 1  # buffer a += buffer b
+
+
+def run_program(program: LongPtr, records: Int, bases: LongPtr, ctx: Context) -> Int:
+    """Runs all records in order. Returns -1, or the record at which a check stopped the program."""
+    for i in range(records):
+        if not execute(Record(program.unsafe_offset(i * RECORD), bases), ctx):
+            return i
+    return -1
+
+
+@fieldwise_init
+struct Step(TrivialRegisterPassable):
+    """The forward and backward passes of one process in one step, as both front ends describe them."""
+
+    var program: LongPtr
+    var records: Int64
+    var threads: Int64
+    var actions: LongPtr  # addresses of the threads' action lists, then of the final one
+    var counts: LongPtr  # their lengths
+    var params: Int64  # address of the arena
+    var work: Int64  # address of the threads' workspaces
+    var work_bytes: Int64  # of one thread
+    var buffers: Int64  # address of the gradient buffers
+    var buffer_floats: Int64  # of one buffer, a multiple of LANES
+    var shard_size: Int64
+    var samples: Int64  # of the global batch
+    var rows: LongPtr  # samples of the global batch, int64
+    var context: Context  # first, valid and rows are set per shard
+
+
+comptime StepPtr = Pointer[Step, MutUntrackedOrigin]
+
+
+def run_step(s: Step):
+    """Runs all shards of this process, on `threads` threads, then the final additions."""
+
+    def work(t: Int) {imm s}:
+        _run_actions(s, t)
+
+    parallelize(work, Int(s.threads), Int(s.threads))
+    _run_actions(s, Int(s.threads))
+
+
+def _run_actions(s: Step, t: Int):
+    var actions = LongPtr(unsafe_from_address=Int(s.actions[unsafe_offset=t]))
+    var n = Int(s.buffer_floats)
+
+    @always_inline
+    def buffer(i: Int64) {imm} -> Ptr:
+        return Ptr(unsafe_from_address=Int(s.buffers) + Int(i) * n * 4)
+
+    for i in range(Int(s.counts[unsafe_offset=t])):
+        var a = actions[unsafe_offset=3 * i + 1]
+        var b = actions[unsafe_offset=3 * i + 2]
+        if actions[unsafe_offset=3 * i] == RUN:
+            unsafe_memset_zero(buffer(b), n)
+            _run_shard(s, t, Int(a), buffer(b))
+        else:
+            add(buffer(a), buffer(a), buffer(b), n)
+
+
+def _run_shard(s: Step, t: Int, shard: Int, grads: Ptr):
+    var bases = Array[Int64, SPACES](fill=0)
+    bases[PARAMS] = s.params
+    bases[GRADS] = Int64(Int(grads))
+    bases[WORK] = s.work + Int64(t) * s.work_bytes
+    var ctx = s.context
+    ctx.first = Int64(shard) * s.shard_size
+    ctx.valid = min(s.shard_size, s.samples - ctx.first)
+    ctx.rows = Int64(Int(s.rows.unsafe_offset(Int(ctx.first))))
+    _ = run_program(
+        s.program,
+        Int(s.records),
+        bases.unsafe_ptr().unsafe_origin_cast[MutUntrackedOrigin](),
+        ctx,
+    )
+    _ = bases^

@@ -1,0 +1,416 @@
+"""The op table: what a record of a program means, and the one place where an op's name meets its kernel.
+
+A record is RECORD int64 numbers: an op code and its arguments. An argument is a size, a float (its 32 bits) or an
+operand: a byte offset in the low 56 bits and a space in the high 8. A space is an entry of the table of base addresses
+that comes with a run, so one program serves every shard, thread and process:
+
+    ABSOLUTE   base 0: the offset is an address (how Python runs a single op)
+    PARAMS     the arena of parameters
+    GRADS      the gradient buffer of this shard: the arena's layout, then STATS floats (loss, samples, correct, -)
+    WORK       the workspace of this thread
+
+What changes from shard to shard without being an address is in the context (`Context`). Both front ends read NAMES, so
+a code is written nowhere.
+"""
+
+from std.memory import bitcast
+
+from kernels.conv2d import (
+    conv2d_backward_input,
+    conv2d_backward_weight,
+    conv2d_forward,
+)
+from kernels.dropout import dropout
+from kernels.elementwise import (
+    add,
+    axpy,
+    fill,
+    multiply,
+    relu_backward,
+    relu_forward,
+    scale,
+    sigmoid_backward,
+    sigmoid_forward,
+    tanh_backward,
+    tanh_forward,
+)
+from kernels.lanes import BytePtr, IntPtr, Ptr
+from kernels.layout import (
+    LongPtr,
+    gather_labels,
+    gather_rows,
+    pack_rows,
+    pad_backward,
+    pad_forward,
+    unpack_rows,
+)
+from kernels.linear import (
+    linear_backward_input,
+    linear_backward_weight,
+    linear_forward,
+)
+from kernels.optimizer import adam, sgd
+from kernels.pool import (
+    avgpool_backward,
+    avgpool_forward,
+    maxpool_backward,
+    maxpool_forward,
+)
+from kernels.random import uniform
+from kernels.reduce import (
+    is_finite,
+    squared_norm,
+    sum_lanes,
+    sum_lanes_backward,
+    tree_sum,
+)
+from kernels.softmax import (
+    cross_entropy_backward,
+    cross_entropy_forward,
+    log_softmax_backward,
+    log_softmax_forward,
+    nll_backward,
+    nll_forward,
+    softmax_backward,
+    softmax_forward,
+)
+
+comptime RECORD = 24
+comptime ABSOLUTE = 0
+comptime PARAMS = 1
+comptime GRADS = 2
+comptime WORK = 3
+comptime SPACES = 4
+comptime STATS = 16  # floats behind a gradient buffer, one vector
+comptime OFFSET = (1 << 56) - 1
+
+comptime NAMES: List[StaticString] = [
+    "input",
+    "pack_rows",
+    "unpack_rows",
+    "pad_forward",
+    "pad_backward",
+    "conv2d_forward",
+    "conv2d_backward_weight",
+    "conv2d_backward_input",
+    "maxpool_forward",
+    "maxpool_backward",
+    "avgpool_forward",
+    "avgpool_backward",
+    "linear_forward",
+    "linear_backward_weight",
+    "linear_backward_input",
+    "relu_forward",
+    "relu_backward",
+    "tanh_forward",
+    "tanh_backward",
+    "sigmoid_forward",
+    "sigmoid_backward",
+    "dropout",
+    "softmax_forward",
+    "softmax_backward",
+    "log_softmax_forward",
+    "log_softmax_backward",
+    "cross_entropy_forward",
+    "cross_entropy_backward",
+    "nll_forward",
+    "nll_backward",
+    "stats",
+    "sum_lanes",
+    "sum_lanes_backward",
+    "add",
+    "multiply",
+    "axpy",
+    "scale",
+    "fill",
+    "uniform",
+    "tree_sum",
+    "squared_norm",
+    "finite",
+    "sgd",
+    "adam",
+]
+
+
+def code(name: StaticString) -> Int:
+    """The op code of a name; -1 if there is none."""
+    var names = materialize[NAMES]()
+    for i in range(len(names)):
+        if names[i] == name:
+            return i
+    return -1
+
+
+@fieldwise_init
+struct Context(TrivialRegisterPassable):
+    """What a run of a program needs besides addresses."""
+
+    var seed: UInt64
+    var step: Int64  # number of the optimizer step
+    var first: Int64  # position of the shard's first sample in the global batch
+    var valid: Int64  # samples of this shard that exist
+    var images: Int64  # address of the data set, (samples, F)
+    var bytes: Int64  # 1 if it is uint8, 0 if float32
+    var labels: Int64  # address, int32 (samples)
+    var rows: Int64  # address, int64: which samples the shard has
+    var scale: Int64  # address, float32 (C)
+    var shift: Int64  # address, float32 (C)
+
+
+comptime ContextPtr = Pointer[Context, MutUntrackedOrigin]
+
+
+@fieldwise_init
+struct Record(TrivialRegisterPassable):
+    """One op with its arguments, as a kernel call reads them."""
+
+    var at: LongPtr
+    var bases: LongPtr
+
+    @always_inline
+    def int(self, i: Int) -> Int:
+        """Argument i as a size."""
+        return Int(self.at[unsafe_offset=i])
+
+    @always_inline
+    def float(self, i: Int) -> Float32:
+        """Argument i as a float."""
+        return bitcast[DType.float32](
+            UInt32(self.at[unsafe_offset=i] & 0xFFFFFFFF)
+        )
+
+    @always_inline
+    def address(self, i: Int) -> Int:
+        """Argument i as an operand."""
+        var v = Int(self.at[unsafe_offset=i])
+        return Int(self.bases[unsafe_offset = v >> 56]) + (v & OFFSET)
+
+    @always_inline
+    def ptr(self, i: Int) -> Ptr:
+        """Argument i as floats."""
+        return Ptr(unsafe_from_address=self.address(i))
+
+    @always_inline
+    def ints(self, i: Int) -> IntPtr:
+        """Argument i as int32."""
+        return IntPtr(unsafe_from_address=self.address(i))
+
+    @always_inline
+    def bytes(self, i: Int) -> BytePtr:
+        """Argument i as bytes."""
+        return BytePtr(unsafe_from_address=self.address(i))
+
+
+def execute(r: Record, ctx: Context) -> Bool:
+    """Runs one record. False stops the program: a check failed."""
+    var op = r.int(0)
+
+    if op == comptime (code("input")):  # y, labels; G, F, C
+        if ctx.bytes:
+            _gather[DType.uint8](r, ctx)
+        else:
+            _gather[DType.float32](r, ctx)
+        gather_labels(
+            r.ints(2),
+            IntPtr(unsafe_from_address=Int(ctx.labels)),
+            LongPtr(unsafe_from_address=Int(ctx.rows)),
+            Int(ctx.valid),
+            r.int(3),
+        )
+    elif op == comptime (code("pack_rows")):  # y; x; N, F
+        pack_rows(r.ptr(1), r.ptr(2), r.int(3), r.int(4))
+    elif op == comptime (code("unpack_rows")):  # y; x; N, F
+        unpack_rows(r.ptr(1), r.ptr(2), r.int(3), r.int(4))
+    elif op == comptime (code("pad_forward")):  # y; x; planes, H, W, ph, pw
+        pad_forward(
+            r.ptr(1), r.ptr(2), r.int(3), r.int(4), r.int(5), r.int(6), r.int(7)
+        )
+    elif op == comptime (code("pad_backward")):  # dx; dy; planes, H, W, ph, pw
+        pad_backward(
+            r.ptr(1), r.ptr(2), r.int(3), r.int(4), r.int(5), r.int(6), r.int(7)
+        )
+    elif op == comptime (code("conv2d_forward")):
+        # y; x, w, b; G, C, H, W, K, R, T, S; relu
+        if r.int(13):
+            _conv2d_forward[True](r)
+        else:
+            _conv2d_forward[False](r)
+    elif op == comptime (code("conv2d_backward_weight")):
+        # dw, db; dy, x; G, C, H, W, K, R, T, S
+        conv2d_backward_weight(
+            r.ptr(1), r.ptr(2), r.ptr(3), r.ptr(4), r.int(5), r.int(6),
+            r.int(7), r.int(8), r.int(9), r.int(10), r.int(11), r.int(12),
+        )
+    elif op == comptime (code("conv2d_backward_input")):
+        # dx; dy, w; G, C, H, W, K, R, T, S
+        conv2d_backward_input(
+            r.ptr(1), r.ptr(2), r.ptr(3), r.int(4), r.int(5), r.int(6),
+            r.int(7), r.int(8), r.int(9), r.int(10), r.int(11),
+        )
+    elif op == comptime (code("maxpool_forward")):
+        # y, argmax; x; planes, H, W, R, T, S
+        maxpool_forward(
+            r.ptr(1), r.bytes(2), r.ptr(3), r.int(4), r.int(5), r.int(6),
+            r.int(7), r.int(8), r.int(9),
+        )
+    elif op == comptime (code("maxpool_backward")):
+        # dx; dy; argmax, y; planes, H, W, R, T, S; relu
+        if r.int(11):
+            _maxpool_backward[True](r)
+        else:
+            _maxpool_backward[False](r)
+    elif op == comptime (code("avgpool_forward")):  # y; x; planes, H, W, R, T, S
+        avgpool_forward(
+            r.ptr(1), r.ptr(2), r.int(3), r.int(4), r.int(5), r.int(6),
+            r.int(7), r.int(8),
+        )
+    elif op == comptime (code("avgpool_backward")):  # dx; dy; planes, H, W, R, T, S
+        avgpool_backward(
+            r.ptr(1), r.ptr(2), r.int(3), r.int(4), r.int(5), r.int(6),
+            r.int(7), r.int(8),
+        )
+    elif op == comptime (code("linear_forward")):  # y; x, w, b; G, I, O; relu
+        if r.int(8):
+            linear_forward[True](
+                r.ptr(1), r.ptr(2), r.ptr(3), r.ptr(4), r.int(5), r.int(6),
+                r.int(7),
+            )
+        else:
+            linear_forward[False](
+                r.ptr(1), r.ptr(2), r.ptr(3), r.ptr(4), r.int(5), r.int(6),
+                r.int(7),
+            )
+    elif op == comptime (code("linear_backward_weight")):
+        # dw, db; dy, x; scratch; G, I, O
+        linear_backward_weight(
+            r.ptr(1), r.ptr(2), r.ptr(3), r.ptr(4), r.ptr(5), r.int(6),
+            r.int(7), r.int(8),
+        )
+    elif op == comptime (code("linear_backward_input")):  # dx; dy, w; G, I, O
+        linear_backward_input(
+            r.ptr(1), r.ptr(2), r.ptr(3), r.int(4), r.int(5), r.int(6)
+        )
+    elif op == comptime (code("relu_forward")):  # y; x; n
+        relu_forward(r.ptr(1), r.ptr(2), r.int(3))
+    elif op == comptime (code("relu_backward")):  # dx; dy; y; n
+        relu_backward(r.ptr(1), r.ptr(2), r.ptr(3), r.int(4))
+    elif op == comptime (code("tanh_forward")):
+        tanh_forward(r.ptr(1), r.ptr(2), r.int(3))
+    elif op == comptime (code("tanh_backward")):
+        tanh_backward(r.ptr(1), r.ptr(2), r.ptr(3), r.int(4))
+    elif op == comptime (code("sigmoid_forward")):
+        sigmoid_forward(r.ptr(1), r.ptr(2), r.int(3))
+    elif op == comptime (code("sigmoid_backward")):
+        sigmoid_backward(r.ptr(1), r.ptr(2), r.ptr(3), r.int(4))
+    elif op == comptime (code("dropout")):  # y; x; G, F; p, layer
+        dropout(
+            r.ptr(1), r.ptr(2), r.int(3), r.int(4), r.float(5), ctx.seed,
+            UInt32(ctx.step), UInt32(ctx.first), UInt32(r.int(6)),
+        )
+    elif op == comptime (code("softmax_forward")):  # y; x; G, F
+        softmax_forward(r.ptr(1), r.ptr(2), r.int(3), r.int(4))
+    elif op == comptime (code("softmax_backward")):  # dx; dy; y; G, F
+        softmax_backward(r.ptr(1), r.ptr(2), r.ptr(3), r.int(4), r.int(5))
+    elif op == comptime (code("log_softmax_forward")):
+        log_softmax_forward(r.ptr(1), r.ptr(2), r.int(3), r.int(4))
+    elif op == comptime (code("log_softmax_backward")):
+        log_softmax_backward(r.ptr(1), r.ptr(2), r.ptr(3), r.int(4), r.int(5))
+    elif op == comptime (code("cross_entropy_forward")):  # stats, p; x, labels; G, F
+        cross_entropy_forward(
+            r.ptr(1), r.ptr(2), r.ptr(3), r.ints(4), r.int(5), r.int(6)
+        )
+    elif op == comptime (code("cross_entropy_backward")):
+        # dx; dloss; p, labels; G, F
+        cross_entropy_backward(
+            r.ptr(1), r.ptr(2), r.ptr(3), r.ints(4), r.int(5), r.int(6)
+        )
+    elif op == comptime (code("nll_forward")):  # stats; x, labels; G, F
+        nll_forward(r.ptr(1), r.ptr(2), r.ints(3), r.int(4), r.int(5))
+    elif op == comptime (code("nll_backward")):  # dx; dloss; labels; G, F
+        nll_backward(r.ptr(1), r.ptr(2), r.ints(3), r.int(4), r.int(5))
+    elif op == comptime (code("stats")):  # totals; loss, stats of a loss op
+        var total = r.ptr(1)
+        total[unsafe_offset=0] += r.ptr(2)[]
+        total[unsafe_offset=1] += Float32(ctx.valid)
+        total[unsafe_offset=2] += r.ptr(3)[unsafe_offset=2]
+    elif op == comptime (code("sum_lanes")):  # y; x; N or -1, G, F
+        sum_lanes(r.ptr(1), r.ptr(2), _samples(r, 3, ctx), r.int(4), r.int(5))
+    elif op == comptime (code("sum_lanes_backward")):  # dx; dy; N or -1, G, F
+        sum_lanes_backward(
+            r.ptr(1), r.ptr(2), _samples(r, 3, ctx), r.int(4), r.int(5)
+        )
+    elif op == comptime (code("add")):  # y; a, b; n
+        add(r.ptr(1), r.ptr(2), r.ptr(3), r.int(4))
+    elif op == comptime (code("multiply")):  # y; a, b; n
+        multiply(r.ptr(1), r.ptr(2), r.ptr(3), r.int(4))
+    elif op == comptime (code("axpy")):  # y; x; a, n
+        axpy(r.ptr(1), r.ptr(2), r.float(3), r.int(4))
+    elif op == comptime (code("scale")):  # y; x; a, n
+        scale(r.ptr(1), r.ptr(2), r.float(3), r.int(4))
+    elif op == comptime (code("fill")):  # y; a, n
+        fill(r.ptr(1), r.float(2), r.int(3))
+    elif op == comptime (code("uniform")):  # y; n, seed, stream, low, high
+        uniform(
+            r.ptr(1), r.int(2), UInt64(r.int(3)), UInt32(r.int(4)), r.float(5),
+            r.float(6),
+        )
+    elif op == comptime (code("tree_sum")):  # y; addresses; n, size
+        tree_sum(
+            r.ptr(1), LongPtr(unsafe_from_address=r.address(2)), r.int(3),
+            r.int(4),
+        )
+    elif op == comptime (code("squared_norm")):  # y; x; n
+        squared_norm(r.ptr(1), r.ptr(2), r.int(3))
+    elif op == comptime (code("finite")):  # x; n. Stops the program if not
+        return is_finite(r.ptr(1), r.int(2))
+    elif op == comptime (code("sgd")):
+        # w, v; g, samples; n; lr, momentum, weight decay, nesterov
+        sgd(
+            r.ptr(1), r.ptr(2), r.ptr(3), r.int(5), 1 / r.ptr(4)[], r.float(6),
+            r.float(7), r.float(8), r.int(9) != 0,
+        )
+    elif op == comptime (code("adam")):
+        # w, m, v; g, samples; n; lr, beta1, beta2, eps, weight decay, decoupled, corrections
+        adam(
+            r.ptr(1), r.ptr(2), r.ptr(3), r.ptr(4), r.int(6), 1 / r.ptr(5)[],
+            r.float(7), r.float(8), r.float(9), r.float(10), r.float(11),
+            r.int(12) != 0, r.float(13), r.float(14),
+        )
+    else:
+        return False
+    return True
+
+
+@always_inline
+def _samples(r: Record, i: Int, ctx: Context) -> Int:
+    return r.int(i) if r.int(i) >= 0 else Int(ctx.valid)
+
+
+def _gather[dtype: DType](r: Record, ctx: Context):
+    gather_rows[dtype](
+        r.ptr(1),
+        Pointer[Scalar[dtype], MutUntrackedOrigin](
+            unsafe_from_address=Int(ctx.images)
+        ),
+        LongPtr(unsafe_from_address=Int(ctx.rows)),
+        Ptr(unsafe_from_address=Int(ctx.scale)),
+        Ptr(unsafe_from_address=Int(ctx.shift)),
+        Int(ctx.valid),
+        r.int(3),
+        r.int(4),
+        r.int(5),
+    )
+
+
+def _conv2d_forward[relu: Bool](r: Record):
+    conv2d_forward[relu](
+        r.ptr(1), r.ptr(2), r.ptr(3), r.ptr(4), r.int(5), r.int(6), r.int(7),
+        r.int(8), r.int(9), r.int(10), r.int(11), r.int(12),
+    )
+
+
+def _maxpool_backward[relu: Bool](r: Record):
+    maxpool_backward[relu](
+        r.ptr(1), r.ptr(2), r.bytes(3), r.ptr(4), r.int(5), r.int(6), r.int(7),
+        r.int(8), r.int(9), r.int(10),
+    )
