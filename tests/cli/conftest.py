@@ -1,0 +1,113 @@
+"""A trainer that trains nothing, in place of the real one: these tests are about the command line alone."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+
+import odyssey
+from odyssey import cli
+
+
+class World:
+    """A communicator of one process, or one that pretends to be of several."""
+
+    def __init__(self, rank=0, size=1):
+        self.rank, self.size, self.aborted = rank, size, []
+
+    def abort(self, code):
+        self.aborted.append(code)
+
+
+class Record:
+    """Everything the command line asked the library for."""
+
+    def __init__(self):
+        self.calls = {}
+        self.world = World()
+        self.error = None
+        self.save_error = None
+        self.notice = None
+
+    def call(self, name, result=None):
+        def called(*args, **kwargs):
+            self.calls[name] = (args, kwargs)
+            return result
+
+        return called
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """The library's parts that a training run uses, recorded."""
+    record = Record()
+    history = types.SimpleNamespace(
+        records=[{"epoch": 0, "train_loss": 0.5, "test_accuracy": 0.9}],
+        train_loss=0.0123,
+        test_accuracy=0.9905,
+        test_loss=float("nan"),
+        steps=3752,
+        samples_per_second=61234.4,
+        seconds=7.71,
+    )
+
+    class Trainer:
+        workers, threads, device = 4, 2, "cpu"
+
+        def __init__(self, **kwargs):
+            record.calls["trainer"] = kwargs
+            self.notice = record.notice
+
+        def fit(self, loader, validation, epochs, steps):
+            record.calls["fit"] = {"validation": validation, "epochs": epochs, "steps": steps}
+            if record.error is not None:
+                raise record.error
+            if validation is None:
+                history.test_accuracy = history.test_loss = None
+            return history
+
+        def weights_sha256(self):
+            return "3f2a" * 16
+
+        def save_weights(self, path):
+            path.write_bytes(b"half")
+            if record.save_error is not None:
+                raise record.save_error
+            path.write_bytes(b"weights")
+
+    class Set:
+        sample_shape, classes = (1, 28, 28), 10
+
+    modules = {
+        "comm": types.SimpleNamespace(world=lambda backend: record.world),
+        "nn": types.SimpleNamespace(models=types.SimpleNamespace(build=record.call("model", "model"))),
+        "optim": types.SimpleNamespace(
+            SGD=record.call("SGD", "sgd"),
+            Adam=record.call("Adam", "adam"),
+            AdamW=record.call("AdamW", "adamw"),
+            schedule=record.call("schedule", "schedule"),
+        ),
+        "data": types.SimpleNamespace(load=record.call("load", Set()), DataLoader=lambda *a, **k: range(469)),
+        "trainer": types.SimpleNamespace(DistributedTrainer=Trainer),
+    }
+    for name, module in modules.items():
+        monkeypatch.setitem(__import__("sys").modules, f"odyssey.{name}", module)
+        monkeypatch.setattr(odyssey, name, module, raising=False)
+    monkeypatch.setattr(cli, "_world", None)
+    for name in ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    return record
+
+
+@pytest.fixture
+def odyssey_command(fake, capfd):
+    """Run a command line; gives its exit code and what it printed."""
+
+    def run(*arguments):
+        with pytest.raises(SystemExit) as caught:
+            cli.main([str(argument) for argument in arguments])
+        out, err = capfd.readouterr()
+        return types.SimpleNamespace(code=caught.value.code, out=out, err=err)
+
+    return run

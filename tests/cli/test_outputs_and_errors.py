@@ -1,0 +1,234 @@
+"""`odyssey train`: the files it leaves, how it ends, what is shown on the way."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+
+import pytest
+
+from odyssey import build, cli, progress
+from odyssey.errors import BuildError, ConfigError, NumericsError
+
+
+def test_json(odyssey_command, fake, tmp_path):
+    path = tmp_path / "out.json"
+    assert odyssey_command("train", "--json", path, "--seed", "3").code == 0
+    report = json.loads(path.read_text())
+    assert report == {
+        "test_accuracy": 0.9905,
+        "test_loss": None,  # not a number: JSON has none
+        "train_loss": 0.0123,
+        "steps": 3752,
+        "epochs": 1,
+        "samples_per_second": 61234.4,
+        "seconds": 7.71,
+        "world_size": 1,
+        "workers": 4,
+        "threads": 2,
+        "weights_sha256": "3f2a" * 16,
+        "model": "lenet5",
+        "dataset": "mnist",
+        "global_batch_size": 128,
+        "shard_size": 32,
+        "seed": 3,
+        "device": "cpu",
+        "reduction": "tree",
+        "execution": "replay",
+        "version": cli.version(),
+        "history": [{"epoch": 0, "train_loss": 0.5, "test_accuracy": 0.9}],
+    }
+    assert os.listdir(tmp_path) == ["out.json"]
+
+
+def test_json_without_eval(odyssey_command, tmp_path):
+    odyssey_command("train", "--json", tmp_path / "out.json", "--no-eval")
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert report["test_accuracy"] is None and report["test_loss"] is None
+
+
+def test_weights_replace_the_old_file(odyssey_command, tmp_path):
+    path = tmp_path / "w.safetensors"
+    path.write_bytes(b"old")
+    assert odyssey_command("train", "--save-weights", path).code == 0
+    assert path.read_bytes() == b"weights"
+    assert os.listdir(tmp_path) == ["w.safetensors"]
+
+
+def test_only_rank_0_writes_and_prints(odyssey_command, fake, tmp_path):
+    fake.world.rank, fake.world.size = 1, 2
+    done = odyssey_command("train", "--json", tmp_path / "a", "--save-weights", tmp_path / "b")
+    assert (done.code, done.out, done.err) == (0, "", "")
+    assert os.listdir(tmp_path) == []
+    assert fake.calls["trainer"]["progress"] is None
+
+
+@pytest.mark.parametrize("option", ["--json", "--save-weights"])
+@pytest.mark.parametrize("name", ["", "none/out", "file/out"])
+def test_output_that_cannot_be_written_stops_before_training(odyssey_command, fake, tmp_path, option, name):
+    (tmp_path / "file").touch()
+    done = odyssey_command("train", option, tmp_path / name)
+    assert done.code == 73
+    assert option in done.err and done.err.count("\n") == 1
+    assert "trainer" not in fake.calls
+
+
+def test_failed_run_leaves_the_old_files(odyssey_command, fake, tmp_path):
+    fake.error = NumericsError("[train] the loss is NaN in step 7; lower --lr")
+    (tmp_path / "out.json").write_text("old")
+    done = odyssey_command("train", "--json", tmp_path / "out.json", "--save-weights", tmp_path / "w")
+    assert done.code == 65
+    assert done.err.splitlines()[-1] == "odyssey: error: [train] the loss is NaN in step 7; lower --lr"
+    assert os.listdir(tmp_path) == ["out.json"]
+    assert (tmp_path / "out.json").read_text() == "old"
+
+
+def test_disk_full_at_the_end(odyssey_command, fake, tmp_path):
+    fake.save_error = OSError(28, "No space left on device")
+    done = odyssey_command("train", "--save-weights", tmp_path / "w", "--json", tmp_path / "j")
+    assert done.code == 73
+    assert "No space left on device" in done.err
+    assert os.listdir(tmp_path) == []
+
+
+def test_json_to_a_device(odyssey_command):
+    assert odyssey_command("train", "--json", "/dev/null").code == 0
+    assert not os.path.isfile("/dev/null")
+
+
+# -- errors -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("error", "code"), [(BuildError("b"), 69), (ConfigError("c"), 64)])
+def test_exit_codes(odyssey_command, fake, error, code):
+    fake.error = error
+    done = odyssey_command("train", "--no-progress")
+    assert done.code == code
+    assert done.err.count("\n") == 1 and done.err.startswith("odyssey: ")
+    assert fake.world.aborted == []
+
+
+def test_interrupt_is_no_traceback(odyssey_command, fake, tmp_path):
+    fake.error = KeyboardInterrupt()
+    done = odyssey_command("train", "--no-progress", "--json", tmp_path / "out.json")
+    assert done.code == 130
+    assert done.err.strip() == "odyssey: interrupted"
+    assert os.listdir(tmp_path) == []
+
+
+def test_defect_shows_a_traceback(odyssey_command, fake):
+    fake.error = ZeroDivisionError("x")
+    done = odyssey_command("train", "--no-progress")
+    assert done.code == 70
+    assert "Traceback" in done.err
+    assert done.err.splitlines()[-1] == "odyssey: defect: ZeroDivisionError: x"
+
+
+def test_error_of_one_rank_names_it_and_ends_all(odyssey_command, fake):
+    fake.world.rank, fake.world.size = 2, 4
+    fake.error = BuildError("no library")
+    done = odyssey_command("train")
+    assert done.err == "odyssey: [rank 2] error: no library\n"
+    assert fake.world.aborted == [69]
+
+
+@pytest.mark.parametrize(("rank", "line"), [(0, "odyssey: error: all\n"), (3, "")])
+def test_error_of_all_ranks_is_printed_by_the_first(odyssey_command, fake, rank, line):
+    fake.world.rank, fake.world.size = rank, 4
+    fake.error = ConfigError("all")
+    fake.error.everywhere = True
+    done = odyssey_command("train", "--no-progress")
+    assert done.err == line
+    assert fake.world.aborted == [64]
+
+
+def test_usage_error_under_a_launcher_is_printed_by_the_first(odyssey_command, monkeypatch):
+    monkeypatch.setenv("PMI_RANK", "1")
+    assert odyssey_command("train", "--lr", "-1").err == ""
+    monkeypatch.setenv("PMI_RANK", "0")
+    assert odyssey_command("train", "--lr", "-1").err.count("\n") == 1
+
+
+def test_notice_is_printed_once(odyssey_command, fake):
+    fake.notice = "no GPU found: 4 CPU workers are used"
+    assert odyssey_command("train", "--no-progress").err == "odyssey: no GPU found: 4 CPU workers are used\n"
+
+
+# -- `odyssey build` --------------------------------------------------------------------------------------------------
+
+
+def test_build_prints_the_path(odyssey_command, monkeypatch, tmp_path):
+    seen = []
+    monkeypatch.setattr(build, "build", lambda **kwargs: seen.append(kwargs) or tmp_path / "libodyssey.so")
+    done = odyssey_command("build", "--target-cpu", "x86-64", "--output", tmp_path)
+    assert (done.code, done.out) == (0, f"{tmp_path / 'libodyssey.so'}\n")
+    assert seen == [{"output": tmp_path, "target_cpu": "x86-64"}]
+
+
+@pytest.mark.parametrize(("failures", "code"), [(0, 0), (1, 69)])
+def test_build_check_targets(odyssey_command, monkeypatch, failures, code):
+    monkeypatch.setattr(build, "check_targets", lambda report: report("x86-64 1 s") or failures)
+    done = odyssey_command("build", "--check-targets")
+    assert (done.code, done.out) == (code, "x86-64 1 s\n")
+
+
+def test_build_check_targets_stands_alone(odyssey_command):
+    assert odyssey_command("build", "--check-targets", "--target-cpu", "x86-64").code == 64
+
+
+# -- progress ---------------------------------------------------------------------------------------------------------
+
+RECORD = {
+    "epoch": 1,
+    "train_loss": 0.05,
+    "train_accuracy": 0.98,
+    "test_loss": 0.04,
+    "test_accuracy": 0.9905,
+    "samples_per_second": 61234.0,
+    "seconds": 0.98,
+}
+
+
+def drive(shown):
+    shown.begin(2, 469, 128)
+    shown.step(0, 10, 1.5, 60000.0)
+    shown.epoch({**RECORD, "epoch": 0})
+    shown.step(1, 469, 0.05, 60000.0)
+    shown.epoch(RECORD)
+    shown.end()
+
+
+def test_piped_progress_is_one_plain_line_per_epoch():
+    stream = io.StringIO()
+    drive(progress.make(False, stream))
+    lines = stream.getvalue().splitlines()
+    assert lines[1] == (
+        "epoch 2/2  train loss 0.0500  train accuracy 98.00 %  test loss 0.0400  test accuracy 99.05 %  "
+        "61,234 samples/s  1.0 s"
+    )
+    assert len(lines) == 2
+    assert stream.getvalue().replace("\n", "").isprintable()
+
+
+def test_piped_progress_without_a_test_set():
+    assert progress.epoch_line({"epoch": 0, "train_loss": 1.0, "test_loss": None}, 1) == "epoch 1/1  train loss 1.0000"
+
+
+def test_terminal_progress_is_one_live_line(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    stream = Terminal()
+    shown = progress.make(False, stream)
+    assert isinstance(shown, progress.RichProgress)
+    drive(shown)
+    assert "\x1b[" in stream.getvalue()
+    assert "test accuracy 99.05 %" in stream.getvalue()
+
+
+def test_no_progress():
+    assert progress.make(True, io.StringIO()) is None

@@ -1,0 +1,97 @@
+"""The command line as processes: start-up, `python -m`, and how several ranks end together."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from odyssey import cli
+
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1])}
+
+
+def run(*command, **environment):
+    return subprocess.run(
+        [str(part) for part in command],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**ENVIRONMENT, **environment},
+    )
+
+
+@pytest.mark.parametrize("module", [("odyssey.train",), ("odyssey", "train"), ("odyssey.cli", "train")])
+def test_the_same_command_in_every_way(module):
+    done = run(sys.executable, "-m", *module, "--num-gpus", "5")
+    assert done.returncode == 64
+    assert done.stderr.startswith("odyssey: error: [train] 5 workers but 4 shards")
+    assert done.stderr.count("\n") == 1
+    assert run(sys.executable, "-m", *module, "--help").returncode == 0
+
+
+def test_a_mistyped_option_answers_at_once_and_imports_nothing_heavy():
+    code = (
+        "import sys\nfrom odyssey import cli\nprint([m for m in ('mpi4py', 'rich', 'max', 'mojo') if m in sys.modules])"
+    )
+    assert run(sys.executable, "-c", code).stdout == "[]\n"
+    times = []
+    for _ in range(3):
+        begin = time.perf_counter()
+        run(sys.executable, "-m", "odyssey.train", "--zork")
+        times.append(time.perf_counter() - begin)
+    assert min(times) < 1.0
+
+
+def test_closed_pipe_is_no_traceback():
+    done = run("bash", "-c", f"set -o pipefail; '{sys.executable}' -m odyssey train --help | head -c 0")
+    assert "Traceback" not in done.stderr
+
+
+def mpiexec():
+    beside = Path(sys.executable).parent / "mpiexec"
+    found = str(beside) if beside.exists() else shutil.which("mpiexec")
+    assert found, "mpiexec comes with the package mpich"
+    return found
+
+
+def test_the_same_mistake_on_three_ranks_is_one_line():
+    done = run(mpiexec(), "-n", "3", sys.executable, "-m", "odyssey.train", "--lr", "nan")
+    assert done.returncode != 0
+    assert done.stderr.count("--lr is nan") == 1
+    assert "Traceback" not in done.stderr
+
+
+ONE_RANK_FAILS = """
+import types
+from mpi4py import MPI
+from odyssey import cli
+from odyssey.errors import DataError
+world = MPI.COMM_WORLD
+def run(settings):
+    cli._world = types.SimpleNamespace(rank=world.rank, size=world.size, abort=world.Abort)
+    world.barrier()
+    if world.rank == 1:
+        raise ERROR
+    world.barrier()
+cli.run = run
+cli.main(["train"])
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        ("DataError('it is torn')", 65, "odyssey: [rank 1] error: it is torn"),
+        ("ZeroDivisionError('x')", 70, "odyssey: [rank 1] defect: ZeroDivisionError: x"),
+    ],
+)
+def test_an_error_on_one_rank_hangs_nobody(error, code, line):
+    done = run(mpiexec(), "-n", "3", sys.executable, "-c", ONE_RANK_FAILS.replace("ERROR", error))
+    assert done.returncode == code
+    assert line in done.stderr.splitlines()

@@ -1,0 +1,215 @@
+"""`odyssey train`: from the command line and the configuration file to the calls of the library."""
+
+from __future__ import annotations
+
+import pytest
+
+from odyssey import cli
+from odyssey.recipes import OPTIMIZERS, RECIPES, SCHEDULES
+
+
+def test_defaults_are_the_recipe(odyssey_command, fake):
+    done = odyssey_command("train", "--no-progress")
+    assert (done.code, done.err) == (0, "")
+    recipe = RECIPES["lenet5"]
+    assert fake.calls["SGD"][1] == {
+        "lr": recipe["lr"],
+        "momentum": recipe["momentum"],
+        "nesterov": False,
+        "weight_decay": recipe["weight_decay"],
+    }
+    assert fake.calls["fit"]["epochs"] == recipe["epochs"]
+    assert fake.calls["fit"]["steps"] is None
+    assert fake.calls["schedule"] == (
+        (recipe["schedule"],),
+        {"total_steps": 469 * recipe["epochs"], "warmup_steps": recipe["warmup_steps"]},
+    )
+    assert fake.calls["model"] == (("lenet5",), {"sample_shape": (1, 28, 28), "classes": 10, "seed": 0})
+    made = fake.calls["trainer"]
+    assert (made["shard_size"], made["threads"], made["num_gpus"], made["device"]) == (32, None, None, "auto")
+    assert (made["reduction"], made["execution"], made["progress"]) == ("tree", "replay", None)
+    assert made["comm"] is fake.world
+
+
+def test_summary_line(odyssey_command):
+    assert odyssey_command("train", "--no-progress").out == (
+        "test accuracy 99.05 %  train loss 0.0123  3752 steps  61,234 samples/s  7.7 s  weights 3f2a3f2a3f2a3f2a\n"
+    )
+
+
+def test_no_eval_loads_no_test_set(odyssey_command, fake):
+    done = odyssey_command("train", "--no-eval", "--no-progress")
+    assert fake.calls["fit"]["validation"] is None
+    assert done.out.startswith("train loss")
+
+
+def test_options_reach_the_trainer(odyssey_command, fake):
+    done = odyssey_command(
+        *"train --model mlp -n 2 --threads 3 --reduction mpi --execution eager --device cpu --shard-size 16".split(),
+        *"--seed 7 --optimizer adamw --lr 0.002 --schedule constant --warmup-steps 5 --no-progress".split(),
+    )
+    assert done.code == 0
+    made = fake.calls["trainer"]
+    assert (made["num_gpus"], made["threads"], made["reduction"], made["execution"]) == (2, 3, "mpi", "eager")
+    assert (made["device"], made["shard_size"], made["seed"]) == ("cpu", 16, 7)
+    assert fake.calls["AdamW"][1] == {"lr": 0.002, "weight_decay": OPTIMIZERS["adamw"]["weight_decay"]}
+    assert fake.calls["schedule"][1]["warmup_steps"] == 5
+
+
+def test_another_optimizer_brings_its_own_learning_rate(odyssey_command, fake):
+    odyssey_command("train", "--optimizer", "adam")
+    assert fake.calls["Adam"][1] == {"lr": 1e-3, "weight_decay": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("given", "epochs", "total", "warmup"),
+    [
+        ([], 8, 8 * 469, 100),
+        (["--steps", "1"], 1, 1, 0),
+        (["--steps", "100"], 1, 100, 20),
+        (["--steps", "470"], 2, 470, 94),
+        (["--steps", "9999", "--epochs", "2"], 2, 938, 100),
+    ],
+)
+def test_length_of_a_run(odyssey_command, fake, given, epochs, total, warmup):
+    assert odyssey_command("train", *given).code == 0
+    assert fake.calls["fit"]["epochs"] == epochs
+    assert fake.calls["schedule"][1] == {"total_steps": total, "warmup_steps": warmup}
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["--epochs", "0"], "--epochs is 0; 1 or more is allowed"),
+        (["--steps", "-1"], "--steps is -1"),
+        (["--global-batch-size", "0"], "--global-batch-size is 0"),
+        (["--shard-size", "0"], "--shard-size is 0"),
+        (["--num-gpus", "0"], "--num-gpus is 0"),
+        (["--threads", "0"], "--threads is 0"),
+        (["--lr", "0"], "--lr is 0.0; a finite number above 0 is allowed"),
+        (["--lr", "nan"], "--lr is nan"),
+        (["--lr", "inf"], "--lr is inf"),
+        (["--momentum", "1"], "--momentum is 1.0"),
+        (["--momentum", "nan"], "--momentum is nan"),
+        (["--momentum", "0", "--nesterov"], "--nesterov is given, but --momentum is 0"),
+        (["--optimizer", "adam", "--momentum", "0.9"], "--optimizer adam has none"),
+        (["--optimizer", "adam", "--nesterov"], "--optimizer adam has no momentum"),
+        (["--weight-decay", "-1"], "--weight-decay is -1.0"),
+        (["--warmup-steps", "-1"], "--warmup-steps is -1"),
+        (["--warmup-steps", "50", "--steps", "10"], "50 warm-up steps but 10 steps altogether"),
+        (["--seed", "-1"], "--seed is -1"),
+        (["--json", "a", "--save-weights", "./a"], "both name a"),
+        (
+            ["--num-gpus", "5"],
+            "[train] 5 workers but 4 shards (global batch 128 / shard size 32); "
+            "lower --num-gpus, or --shard-size, or raise --global-batch-size",
+        ),
+        (["--num-gpus", "2", "--global-batch-size", "16"], "2 workers but 1 shard (global batch 16 / shard size 32)"),
+        (["--model", "resnet"], "'resnet' is not one of 'lenet5', 'mlp', 'convnet'"),
+        (["--epoch", "1"], "--epochs"),
+        (["--epochs", "many"], "'many' is not a valid integer"),
+        (["--epochs"], "requires an argument"),
+        (["extra"], "unexpected extra argument"),
+    ],
+)
+def test_wrong_value_is_one_line_and_64(odyssey_command, fake, given, says):
+    done = odyssey_command("train", *given)
+    assert done.code == 64
+    assert done.out == ""
+    assert done.err.startswith("odyssey: error: ") and done.err.count("\n") == 1
+    assert says in done.err
+    assert "trainer" not in fake.calls
+
+
+def test_more_ranks_than_shards(odyssey_command, fake):
+    fake.world.size = 8
+    done = odyssey_command("train")
+    assert done.code == 64
+    assert "8 workers but 4 shards" in done.err
+    assert fake.world.aborted == [64]
+
+
+def test_every_recipe_is_complete_and_allowed():
+    for recipe in RECIPES.values():
+        assert set(recipe) == set(RECIPES["lenet5"])
+        assert recipe["optimizer"] in OPTIMIZERS
+        assert recipe["schedule"] in SCHEDULES
+
+
+def test_every_help_text_states_its_default():
+    for option in cli.train.params:
+        assert "default: " in option.help, option.name
+
+
+def test_help_and_version(odyssey_command):
+    assert odyssey_command("train", "--help").code == 0
+    done = odyssey_command()
+    assert done.code == 0 and "Commands:" in done.out
+    done = odyssey_command("--version")
+    assert done.code == 0 and done.out.startswith("odyssey ")
+    done = odyssey_command("trian")
+    assert done.code == 64 and done.err.count("\n") == 1
+
+
+# -- the configuration file -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def config(tmp_path):
+    def write(text):
+        path = tmp_path / "run.toml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def test_config_gives_values_and_the_command_line_goes_before(odyssey_command, fake, config):
+    path = config('model = "mlp"\nglobal-batch-size = 256\nshard_size = 16\neval = false\nno-progress = true\nlr = 1\n')
+    done = odyssey_command("train", "--shard-size", "64", "--config", path)
+    assert done.code == 0
+    assert fake.calls["model"][0] == ("mlp",)
+    assert fake.calls["trainer"]["shard_size"] == 64
+    assert fake.calls["trainer"]["progress"] is None
+    assert fake.calls["fit"]["validation"] is None
+    assert fake.calls["Adam"][1]["lr"] == 1.0
+
+
+def test_config_no_eval_and_the_command_line_turns_it_on_again(odyssey_command, fake, config):
+    path = config("no-eval = true\n")
+    odyssey_command("train", "--config", path)
+    assert fake.calls["fit"]["validation"] is None
+    odyssey_command("train", "--config", path, "--eval")
+    assert fake.calls["fit"]["validation"] is not None
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("epoch = 3\n", "unknown key 'epoch'; did you mean 'epochs'?"),
+        ("zzzzzz = 3\n", "unknown key 'zzzzzz'; known are data-dir"),
+        ("config = 'x'\n", "unknown key 'config'"),
+        ("epochs = 1.5\n", "epochs = 1.5; an integer is allowed"),
+        ("epochs = true\n", "epochs = true; an integer is allowed"),
+        ("lr = 'fast'\n", 'lr = "fast"; a number is allowed'),
+        ("eval = 1\n", "eval = 1; true or false is allowed"),
+        ("model = 5\n", "model = 5; a text in quotes is allowed"),
+        ("model = 'resnet'\n", "'resnet' is not one of"),
+        ("epochs = 0\n", "--epochs is 0"),
+        ("[train]\nepochs = 1\n", "unknown key 'train'"),
+        ("shard-size = 1\nshard_size = 2\n", "given twice"),
+        ("eval = true\nno-eval = true\n", "given twice"),
+        ("epochs =\n", "is not TOML"),
+    ],
+)
+def test_wrong_config_is_one_line_and_64(odyssey_command, config, text, says):
+    done = odyssey_command("train", "--config", config(text))
+    assert done.code == 64
+    assert done.err.startswith("odyssey: error: ") and done.err.count("\n") == 1
+    assert says in done.err
+
+
+def test_missing_config(odyssey_command, tmp_path):
+    done = odyssey_command("train", "--config", tmp_path / "none.toml")
+    assert done.code == 65
+    assert done.err.count("\n") == 1
