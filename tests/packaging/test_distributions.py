@@ -1,4 +1,4 @@
-"""What a wheel, an editable install and an sdist carry. Built without a network, with the hatchling of the test extra."""
+"""What a wheel, an editable install and an sdist carry. They are built by the installed hatchling: no network."""
 
 from __future__ import annotations
 
