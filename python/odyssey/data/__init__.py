@@ -1,0 +1,21 @@
+"""Data: files, data sets in memory, the order of samples, batches. Importing it costs NumPy and nothing else.
+
+It does not train, split batches over workers or use a device.
+"""
+
+from odyssey.data.datasets import DATASETS, ArrayDataset, arrays, load
+from odyssey.data.idx import read_idx
+from odyssey.data.loader import Batch, DataLoader
+from odyssey.data.sampler import DistributedSampler, permutation
+
+__all__ = [
+    "DATASETS",
+    "ArrayDataset",
+    "Batch",
+    "DataLoader",
+    "DistributedSampler",
+    "arrays",
+    "load",
+    "permutation",
+    "read_idx",
+]

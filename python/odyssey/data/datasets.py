@@ -1,0 +1,391 @@
+"""Data sets that fit in memory: the checked array pair, and MNIST, Fashion-MNIST and CIFAR-10 read from their files.
+
+Images keep the dtype of the file (uint8) and carry the two numbers per channel that normalise them; normalising happens
+where a batch is gathered. Nothing here downloads, augments, shuffles or batches.
+
+MNIST comes with the package: Yann LeCun, Corinna Cortes, Christopher Burges; licence CC BY-SA 3.0 (mnist/LICENSE.txt).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from odyssey.data.idx import read_idx
+from odyssey.data.sampler import check_integer
+from odyssey.errors import ConfigError, DataError
+
+_SHIPPED = Path(__file__).parent / "mnist"
+
+# SHA-256 of the uncompressed files as Yann LeCun published them, and their counts.
+_MNIST_SHA256 = {
+    "train-images-idx3-ubyte": "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
+    "train-labels-idx1-ubyte": "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
+    "t10k-images-idx3-ubyte": "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
+    "t10k-labels-idx1-ubyte": "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
+}
+_MNIST_COUNT = {True: 60000, False: 10000}
+_CIFAR_RECORD = 1 + 3 * 32 * 32
+
+
+@dataclass(frozen=True, eq=False)
+class ArrayDataset:
+    """Images and labels in memory. Made by `arrays` or `load`; whatever makes it, its parts fit each other.
+
+    images: (N, C, H, W) or (N, F), uint8 or float32, C-contiguous, N >= 1.
+    labels: (N,) int32, 0 <= label < classes.
+    classes: number of classes, at least 1.
+    scale, shift: (C,) float32, (1,) for (N, F); a pixel p of channel c stands for the value p * scale[c] + shift[c].
+    name: what error messages call it.
+    Raises DataError where one of these does not hold.
+    """
+
+    images: np.ndarray
+    labels: np.ndarray
+    classes: int
+    scale: np.ndarray
+    shift: np.ndarray
+    name: str
+
+    def __post_init__(self) -> None:
+        _check_images(self.images, self.name)
+        _check_labels(self.labels, len(self.images), self.classes, self.name)
+        if self.labels.dtype != np.int32 or not self.labels.flags.c_contiguous:
+            raise DataError(f"{self.name}: labels are {self.labels.dtype}; C-contiguous int32 expected; use arrays()")
+        for field, values in (("scale", self.scale), ("shift", self.shift)):
+            if values.dtype != np.float32 or values.shape != (self._channels,):
+                raise DataError(
+                    f"{self.name}: {field} is {values.dtype} {values.shape}; float32 ({self._channels},) expected"
+                )
+
+    @property
+    def _channels(self) -> int:
+        return self.images.shape[1] if self.images.ndim == 4 else 1
+
+    @property
+    def sample_shape(self) -> tuple[int, ...]:
+        """Shape of one sample: (C, H, W) or (F,)."""
+        return self.images.shape[1:]
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def gather(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The samples at `indices` (B,), in that order: images float32 (B, *sample_shape) and labels int32 (B,).
+
+        The images are normalised. Both are new arrays. Raises DataError for an index outside 0..N-1 (a negative one
+        does not count from the end).
+        """
+        indices = np.asarray(indices, dtype=np.int64)
+        if indices.size and not (indices.min() >= 0 and indices.max() < len(self)):
+            wrong = indices[(indices < 0) | (indices >= len(self))][0]
+            raise DataError(f"{self.name}: index {wrong} is not a sample; 0 to {len(self) - 1} are allowed")
+        per_channel = (-1,) + (1,) * (self.images.ndim - 2)
+        images = self.images[indices] * self.scale.reshape(per_channel)
+        images += self.shift.reshape(per_channel)
+        return images, self.labels[indices]
+
+    def take(self, n: int) -> ArrayDataset:
+        """The first n samples as a data set that shares this one's memory; ConfigError unless 1 <= n <= N."""
+        n = check_integer(f"the number of samples to take from {self.name}", n, 1, len(self))
+        return dataclasses.replace(self, images=self.images[:n], labels=self.labels[:n])
+
+
+def arrays(
+    images: np.ndarray,
+    labels: np.ndarray,
+    *,
+    classes: int | None = None,
+    scale: float | np.ndarray = 1.0,
+    shift: float | np.ndarray = 0.0,
+    name: str = "arrays",
+) -> ArrayDataset:
+    """Make a checked data set of your own arrays.
+
+    images: (N, C, H, W), (N, H, W) which becomes (N, 1, H, W), or (N, F). uint8 stays uint8; float16 and float64 become
+        float32. A C-contiguous uint8 or float32 array is not copied: leave it unchanged while the data set is in use.
+    labels: (N,) of any integer type, copied to int32.
+    classes: number of classes; the largest label plus one if None.
+    scale, shift: one number, or one per channel; a pixel p stands for the value p * scale + shift. To have
+        (p / 255 - mean) / std of uint8 images, give 1 / (255 * std) and -mean / std.
+    Returns an ArrayDataset whose arrays are read-only views.
+    Raises DataError for another dtype or shape, different lengths, no sample, NaN or infinity in float images, a label
+    below 0 or not below `classes`; ConfigError for a wrong `classes`, `scale` or `shift`.
+    """
+    images = _as_images(np.asarray(images), name)
+    labels = _as_labels(np.asarray(labels), name)
+    if classes is not None:
+        classes = check_integer(f"{name}: classes", classes, 1, 2**31 - 1)
+    else:
+        classes = min(max(int(labels.max(initial=0)), 0) + 1, 2**31 - 1)
+    _check_images(images, name)
+    _check_labels(labels, len(images), classes, name)
+    channels = images.shape[1] if images.ndim == 4 else 1
+    return ArrayDataset(
+        images=_read_only(images),
+        labels=_read_only(labels.astype(np.int32)),
+        classes=classes,
+        scale=_per_channel(scale, channels, "scale", name),
+        shift=_per_channel(shift, channels, "shift", name),
+        name=name,
+    )
+
+
+@dataclass(frozen=True)
+class DatasetInfo:
+    """What is known of a data set before its files are read.
+
+    shape: (C, H, W) of one sample. classes: number of classes. mean, std: per channel, of pixels divided by 255.
+    train_files, test_files: file names; for IDX the images, then the labels, each also allowed with .gz.
+    folders: where under a data folder the files may be, the most telling place first.
+    """
+
+    shape: tuple[int, int, int]
+    classes: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    train_files: tuple[str, ...]
+    test_files: tuple[str, ...]
+    folders: tuple[str, ...]
+
+
+_IDX_TRAIN = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte")
+_IDX_TEST = ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
+
+DATASETS: dict[str, DatasetInfo] = {
+    "mnist": DatasetInfo((1, 28, 28), 10, (0.1307,), (0.3081,), _IDX_TRAIN, _IDX_TEST, ("mnist", "MNIST/raw", ".")),
+    "fashion-mnist": DatasetInfo(
+        (1, 28, 28), 10, (0.2860,), (0.3530,), _IDX_TRAIN, _IDX_TEST, ("fashion-mnist", "FashionMNIST/raw", ".")
+    ),
+    "cifar10": DatasetInfo(
+        (3, 32, 32),
+        10,
+        (0.4914, 0.4822, 0.4465),
+        (0.2470, 0.2435, 0.2616),
+        tuple(f"data_batch_{number}.bin" for number in range(1, 6)),
+        ("test_batch.bin",),
+        ("cifar10/cifar-10-batches-bin", "cifar10", "cifar-10-batches-bin", "."),
+    ),
+}
+
+
+def load(name: str, *, train: bool, data_dir: Path | None = None) -> ArrayDataset:
+    """Read the training or the test part of a known data set.
+
+    name: "mnist", "fashion-mnist" or "cifar10" (the keys of DATASETS).
+    train: True for the training part, False for the test part.
+    data_dir: folder with the original files, or with a subfolder that has them. None reads the MNIST that comes with
+        the package, whose content is verified by SHA-256; your own folder may hold other data in the same format.
+    Returns uint8 images (N, C, H, W) with the scale and shift that give (pixel / 255 - mean) / std.
+    Raises ConfigError for an unknown name; DataError for missing, damaged, altered or mismatched files.
+    """
+    if name not in DATASETS:
+        raise ConfigError(f"[data] dataset is {name!r}; allowed are {', '.join(DATASETS)}")
+    info = DATASETS[name]
+    files = _find(name, train, data_dir)
+    if name == "cifar10":
+        images, labels = _read_cifar(files)
+    else:
+        images, labels = _read_idx_pair(name, train, files)
+    mean, std = np.array(info.mean, np.float64), np.array(info.std, np.float64)
+    return arrays(images, labels, classes=info.classes, scale=1.0 / (255.0 * std), shift=-mean / std, name=name)
+
+
+def _find(name: str, train: bool, data_dir: Path | None) -> list[Path]:
+    """The files of one part, all in one folder; DataError that names the missing ones if no folder has them all."""
+    info = DATASETS[name]
+    wanted = info.train_files if train else info.test_files
+    if data_dir is None:
+        return _find_shipped(name, wanted)
+    root = Path(data_dir)
+    if not root.is_dir():
+        raise DataError(f"--data-dir {root} is not a folder; give one that holds the files of {name}")
+    best: list[Path | None] = [None] * len(wanted)
+    for folder in info.folders:
+        found = [_in_folder(root / folder, file) for file in wanted]
+        if None not in found:
+            return [path for path in found if path is not None]
+        if found.count(None) < best.count(None):
+            best = found
+    missing = ", ".join(file for file, path in zip(wanted, best, strict=True) if path is None)
+    hint = "the binary version of CIFAR-10" if name == "cifar10" else "plain or .gz"
+    raise DataError(
+        f"{name}: {missing} not found in {root} nor in its folders "
+        f"{', '.join(folder for folder in info.folders if folder != '.')}; put the files there ({hint}) "
+        "or give another --data-dir"
+    )
+
+
+def _find_shipped(name: str, wanted: tuple[str, ...]) -> list[Path]:
+    if name != "mnist":
+        raise DataError(
+            f"{name} does not come with odyssey; get {', '.join(wanted)} and give their folder with --data-dir"
+        )
+    found = [_in_folder(_SHIPPED, file) for file in wanted]
+    if None in found:
+        raise DataError(
+            f"{_SHIPPED / wanted[found.index(None)]}.gz is missing from the installation; install odyssey again "
+            "or give --data-dir"
+        )
+    return [path for path in found if path is not None]
+
+
+def _in_folder(folder: Path, file: str) -> Path | None:
+    for candidate in (folder / file, folder / f"{file}.gz"):
+        if candidate.is_file():
+            return candidate
+    return None
+
+
+def _read_idx_pair(name: str, train: bool, files: list[Path]) -> tuple[np.ndarray, np.ndarray]:
+    shipped = name == "mnist" and all(path.parent.resolve() == _SHIPPED.resolve() for path in files)
+    pins = [_MNIST_SHA256[path.name.removesuffix(".gz")] if shipped else None for path in files]
+    images = read_idx(files[0], ndim=3, sha256=pins[0])
+    labels = read_idx(files[1], ndim=1, sha256=pins[1])
+    shape = DATASETS[name].shape[1:]
+    if images.shape[1:] != shape:
+        raise DataError(
+            f"{files[0]} has images of {images.shape[1]} x {images.shape[2]}; {name} has {shape[0]} x {shape[1]}; "
+            "check that it is the right file"
+        )
+    if len(images) != len(labels):
+        raise DataError(
+            f"{files[0]} has {len(images)} images but {files[1]} has {len(labels)} labels; "
+            "the two files must belong together"
+        )
+    if shipped and len(images) != _MNIST_COUNT[train]:
+        raise DataError(f"{files[0]} has {len(images)} images; {_MNIST_COUNT[train]} expected; install odyssey again")
+    _check_file_labels(labels, files[1], DATASETS[name].classes)
+    if name == "fashion-mnist":
+        _refuse_mnist(files[1], labels)
+    return images, labels
+
+
+def _refuse_mnist(path: Path, labels: np.ndarray) -> None:
+    """The two data sets have the same file names; a swapped folder would train and look right."""
+    header = b"\x00\x00\x08\x01" + len(labels).to_bytes(4, "big")
+    if hashlib.sha256(header + labels.tobytes()).hexdigest() in _MNIST_SHA256.values():
+        raise DataError(f"{path} is of MNIST, not of fashion-mnist; give another --data-dir or use mnist")
+
+
+def _read_cifar(files: list[Path]) -> tuple[np.ndarray, np.ndarray]:
+    parts = [_read_records(path) for path in files]
+    records = parts[0] if len(parts) == 1 else np.concatenate(parts)
+    return np.ascontiguousarray(records[:, 1:]).reshape(-1, 3, 32, 32), np.ascontiguousarray(records[:, 0])
+
+
+def _read_records(path: Path) -> np.ndarray:
+    """One CIFAR-10 binary file as uint8 (records, 3073): the label, then 1024 bytes each of red, green and blue."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror}); check the path") from None
+    if not content or len(content) % _CIFAR_RECORD:
+        raise DataError(
+            f"{path} holds {len(content)} bytes; a non-zero multiple of {_CIFAR_RECORD} expected; get the file again"
+        )
+    records = np.frombuffer(content, np.uint8).reshape(-1, _CIFAR_RECORD)
+    wrong = np.flatnonzero(records[:, 0] >= DATASETS["cifar10"].classes)
+    if wrong.size:
+        raise DataError(
+            f"{path}: record {wrong[0]} has the label {records[wrong[0], 0]}; 0 to 9 are allowed; "
+            "check that it is the binary version of CIFAR-10"
+        )
+    return records
+
+
+def _check_file_labels(labels: np.ndarray, path: Path, classes: int) -> None:
+    wrong = np.flatnonzero(labels >= classes)
+    if wrong.size:
+        raise DataError(
+            f"{path}: label {labels[wrong[0]]} at index {wrong[0]}; 0 to {classes - 1} are allowed; "
+            "check that it is the right file"
+        )
+
+
+def _as_images(images: np.ndarray, name: str) -> np.ndarray:
+    if images.ndim == 3:
+        images = images[:, None]
+    if images.dtype.kind == "f":
+        # A double too large for float32 becomes infinity, which the check below reports with its index.
+        with np.errstate(over="ignore"):
+            images = images.astype(np.float32, copy=False)
+    elif images.dtype != np.uint8:
+        raise DataError(
+            f"{name}: images are {images.dtype}; uint8, float32 and float64 are allowed; "
+            "convert with images.astype(np.uint8) if they are 0 to 255, else images.astype(np.float32)"
+        )
+    images = np.ascontiguousarray(images)
+    if images.dtype == np.float32:
+        _check_finite(images, name)
+    return images
+
+
+def _as_labels(labels: np.ndarray, name: str) -> np.ndarray:
+    if labels.dtype.kind not in "iu":
+        raise DataError(
+            f"{name}: labels are {labels.dtype}; an integer type is allowed; convert with labels.astype(np.int32)"
+        )
+    return labels
+
+
+def _check_finite(images: np.ndarray, name: str) -> None:
+    # The sum is NaN or infinite exactly if a value is (float64 has the range), and needs no array of flags.
+    with np.errstate(invalid="ignore"):
+        if np.isfinite(images.sum(dtype=np.float64)):
+            return
+    wrong = np.flatnonzero(~np.isfinite(images))[0]
+    at = tuple(int(axis) for axis in np.unravel_index(wrong, images.shape))
+    raise DataError(
+        f"{name}: image {at[0]} holds {images[at]} at index {at}; finite float32 values are allowed; "
+        "clean the images with np.nan_to_num or leave the sample out"
+    )
+
+
+def _check_images(images: np.ndarray, name: str) -> None:
+    if images.ndim not in (2, 4):
+        raise DataError(f"{name}: images have the shape {images.shape}; (N, C, H, W), (N, H, W) or (N, F) are allowed")
+    if 0 in images.shape:
+        raise DataError(f"{name}: images have the shape {images.shape}; at least one sample of one pixel is needed")
+    if images.dtype not in (np.uint8, np.float32) or not images.flags.c_contiguous:
+        raise DataError(
+            f"{name}: images are {images.dtype}, strides {images.strides}; C-contiguous uint8 or float32 expected; "
+            "use odyssey.data.arrays, which converts"
+        )
+
+
+def _check_labels(labels: np.ndarray, count: int, classes: int, name: str) -> None:
+    if labels.shape != (count,):
+        raise DataError(f"{name}: {count} images but labels of the shape {labels.shape}; ({count},) expected")
+    low, high = labels.min(), labels.max()
+    if low < 0 or high >= classes:
+        wrong = int(np.flatnonzero((labels < 0) | (labels >= classes))[0])
+        raise DataError(
+            f"{name}: label {labels[wrong]} at index {wrong}; 0 to {classes - 1} are allowed; "
+            "correct the labels or the number of classes"
+        )
+
+
+def _per_channel(value: float | np.ndarray, channels: int, field: str, name: str) -> np.ndarray:
+    try:
+        with np.errstate(over="ignore"):
+            numbers = np.asarray(value, np.float64).astype(np.float32)
+    except (TypeError, ValueError):
+        raise ConfigError(f"{name}: {field} is {value!r}; one number, or one per channel, is allowed") from None
+    if numbers.ndim == 0:
+        numbers = np.full(channels, numbers)
+    if numbers.shape != (channels,) or not np.isfinite(numbers).all():
+        raise ConfigError(
+            f"{name}: {field} is {value!r}; one finite number, or one for each of {channels} channels, is allowed"
+        )
+    return _read_only(numbers)
+
+
+def _read_only(array: np.ndarray) -> np.ndarray:
+    view = array.view()
+    view.flags.writeable = False
+    return view

@@ -1,0 +1,145 @@
+"""Strict reader for IDX files, the format of MNIST: a magic number, big-endian sizes, then the values.
+
+It reads unsigned bytes only (type 0x08), plain or gzip, and gives the whole array or an error; it never gives part of a
+file. It does not know any particular data set (see `datasets`), does not download and does not write.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import hashlib
+import io
+import math
+import os
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+from odyssey.errors import DataError
+
+_UINT8 = 0x08
+_GZIP_MAGIC = b"\x1f\x8b"
+_MAX_NDIM = 8
+# Deflate cannot do better than 1032:1, so a header that claims more than this is wrong whatever follows it.
+_MAX_INFLATION = 1032
+_CHUNK = 1 << 20
+
+
+def read_idx(path: Path, *, ndim: int | None = None, sha256: str | None = None) -> np.ndarray:
+    """Read one IDX file of unsigned bytes.
+
+    path: the file, plain or gzip (told apart by its first bytes, not by its name).
+    ndim: how many dimensions it must have; None accepts 1 to 8.
+    sha256: hex digest the uncompressed file (header included) must have; None skips the check.
+
+    Returns a read-only, C-contiguous uint8 array of the header's shape.
+    Raises DataError if the file is missing, unreadable, a damaged gzip, of another type or number of dimensions, not
+    exactly as long as its header says, or altered. Nothing is allocated for sizes that the file cannot hold.
+    """
+    path = Path(path)
+    try:
+        with path.open("rb") as file:
+            packed = file.read(len(_GZIP_MAGIC)) == _GZIP_MAGIC
+            file.seek(0)
+            held = os.fstat(file.fileno()).st_size
+            with gzip.GzipFile(fileobj=file) if packed else contextlib.nullcontext(file) as stream:
+                return _read(stream, path, packed, held, ndim, sha256)
+    except FileNotFoundError:
+        raise DataError(f"{path} does not exist; give the path of an IDX file, plain or .gz") from None
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(f"{path} is a damaged gzip file ({_one_line(error)}); get the file again") from None
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror or _one_line(error)}); check the path") from None
+
+
+def _read(
+    stream: io.BufferedIOBase, path: Path, packed: bool, held: int, ndim: int | None, sha256: str | None
+) -> np.ndarray:
+    header, shape = _read_header(stream, path, ndim)
+    count = math.prod(shape)
+    expected = len(header) + count
+    if not packed and held != expected:
+        raise _wrong_length(path, shape, expected, held)
+    if packed and expected > held * _MAX_INFLATION:
+        raise DataError(
+            f"{path}: the header claims {_by(shape)} = {expected} bytes, more than {held} bytes of gzip can hold; "
+            "get the file again"
+        )
+    values = np.empty(count, np.uint8)
+    found = len(header) + _fill(stream, values)
+    # Reading on to the end is also what makes gzip verify its checksum.
+    while extra := stream.read(_CHUNK):
+        found += len(extra)
+    if found != expected:
+        raise _wrong_length(path, shape, expected, found)
+    if sha256 is not None:
+        _check_digest(path, header, values, sha256)
+    values.flags.writeable = False
+    return values.reshape(shape)
+
+
+def _read_header(stream: io.BufferedIOBase, path: Path, ndim: int | None) -> tuple[bytes, tuple[int, ...]]:
+    magic = stream.read(4)
+    if len(magic) < 4:
+        raise DataError(
+            f"{path} holds {len(magic)} bytes; an IDX file starts with a magic number of 4; get the file again"
+        )
+    if magic[:2] != b"\x00\x00" or magic[2] != _UINT8:
+        raise DataError(
+            f"{path} has the magic number 0x{magic.hex()}; only 0x000008NN (IDX of unsigned bytes) is read; "
+            "check that it is the right file"
+        )
+    allowed = range(1, _MAX_NDIM + 1) if ndim is None else (ndim,)
+    if magic[3] not in allowed:
+        wanted = f"1 to {_MAX_NDIM}" if ndim is None else str(ndim)
+        raise DataError(
+            f"{path} has {magic[3]} dimensions; {wanted} expected; check that images and labels are not swapped"
+        )
+    sizes = stream.read(4 * magic[3])
+    if len(sizes) < 4 * magic[3]:
+        raise DataError(
+            f"{path} ends inside its header; {4 + 4 * magic[3]} bytes expected, {4 + len(sizes)} found; "
+            "get the file again"
+        )
+    shape = tuple(int.from_bytes(sizes[at : at + 4], "big") for at in range(0, len(sizes), 4))
+    if 0 in shape:
+        raise DataError(f"{path} has the size {_by(shape)}; every dimension must be at least 1; get the file again")
+    return magic + sizes, shape
+
+
+def _fill(stream: io.BufferedIOBase, values: np.ndarray) -> int:
+    """Read into `values` until it is full or the stream ends; returns the bytes read."""
+    view, at = memoryview(values), 0
+    while at < len(view):
+        got = stream.readinto(view[at : at + _CHUNK])
+        if not got:
+            break
+        at += got
+    return at
+
+
+def _check_digest(path: Path, header: bytes, values: np.ndarray, sha256: str) -> None:
+    digest = hashlib.sha256(header)
+    digest.update(values)
+    if digest.hexdigest() != sha256.lower():
+        raise DataError(
+            f"{path} was altered: its SHA-256 starts with {digest.hexdigest()[:12]}, expected {sha256.lower()[:12]}; "
+            "get the file again"
+        )
+
+
+def _wrong_length(path: Path, shape: tuple[int, ...], expected: int, found: int) -> DataError:
+    return DataError(
+        f"{path} is not as long as its header says ({_by(shape)}): {expected} bytes expected, {found} found; "
+        "get the file again"
+    )
+
+
+def _by(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape))
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
