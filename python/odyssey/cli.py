@@ -592,15 +592,23 @@ def _end(code: int, line: str | None, *, everywhere: bool) -> int:
     """Print the line once, or for this rank, and take the other ranks along: they may be waiting for this one."""
     from odyssey.build import launcher_rank
 
-    world = _world
-    rank = world.rank if world is not None else launcher_rank() or 0
-    alone = world is None or world.size == 1
+    launched = launcher_rank()
+    rank = _world.rank if _world is not None else launched or 0
+    several = _world.size > 1 if _world is not None else launched is not None
     if everywhere and rank:
         time.sleep(0.2)  # rank 0 has the same line; an earlier end of this rank could take it away before it prints
     elif line is not None:
+        name = f"[rank {rank}] " if several and not everywhere else ""
         with contextlib.suppress(OSError):
-            print(f"odyssey: {'' if alone or everywhere else f'[rank {rank}] '}{line}", file=sys.stderr, flush=True)
-    if not alone:
+            print(f"odyssey: {name}{line}", file=sys.stderr, flush=True)
+    world = _world
+    if world is None and several and not everywhere:
+        # The others start MPI and would wait there for this rank: only from inside can it end them.
+        with contextlib.suppress(Exception):
+            from odyssey import comm
+
+            world = comm.world(backend="auto")
+    if world is not None and world.size > 1:
         world.abort(code)
     return code
 

@@ -150,6 +150,14 @@ def test_usage_error_under_a_launcher_is_printed_by_the_first(odyssey_command, m
     assert odyssey_command("train", "--lr", "-1").err.count("\n") == 1
 
 
+def test_error_of_one_rank_before_mpi_ends_all(odyssey_command, fake, monkeypatch, tmp_path):
+    monkeypatch.setenv("PMI_RANK", "1")
+    fake.world.rank, fake.world.size = 1, 2
+    done = odyssey_command("train", "--config", tmp_path / "only-on-the-other-machine.toml")
+    assert done.err.startswith("odyssey: [rank 1] error: [config]")
+    assert fake.world.aborted == [65]
+
+
 def test_notice_is_printed_once(odyssey_command, fake):
     fake.notice = "no GPU found: 4 CPU workers are used"
     assert odyssey_command("train", "--no-progress").err == "odyssey: no GPU found: 4 CPU workers are used\n"
