@@ -1,0 +1,79 @@
+"""One flat buffer for all parameters and one of the same layout for their gradients.
+
+A parameter is a named range of it. An optimizer is then one kernel over the whole arena, a bucket or a checkpoint piece
+is a range, and the SHA-256 of the training is that of one buffer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+import numpy as np
+
+from . import native
+from .errors import ConfigError
+from .program import Range
+from .tensor import Parameter
+
+ALIGN = 16  # floats; every parameter starts on a vector
+
+
+class Arena:
+    """Parameters and gradients of `named`, moved here in order; each parameter's memory becomes a range.
+
+    `params` (size,) and `grads` (size + STATS,) are float32; STATS floats behind the gradients hold the step's loss
+    sum, samples and correct predictions.
+    """
+
+    def __init__(self, named: Iterable[tuple[str, Parameter]]) -> None:
+        self.named = list(named)
+        if not self.named:
+            raise ConfigError("[arena] the model has no parameters; give it at least one layer that has some")
+        self.offsets: dict[str, int] = {}  # in floats
+        size = 0
+        for name, p in self.named:
+            self.offsets[name] = size
+            size += -(-p.size // ALIGN) * ALIGN
+        self.size = size
+        self.params = native.aligned(size)
+        self.grads = native.aligned(size + native.library().stats)
+        self._addresses = {native.PARAMS: self.params.ctypes.data, native.GRADS: self.grads.ctypes.data}
+        for name, p in self.named:
+            at = 4 * self.offsets[name]
+            before = p.data.copy()
+            p.place(Range(self, native.PARAMS, at), Range(self, native.GRADS, at))
+            p.data[...] = before
+
+    @classmethod
+    def of(cls, named: Iterable[tuple[str, Parameter]]) -> Arena:
+        """The arena these parameters already fill, or a new one."""
+        named = list(named)
+        if named and isinstance(named[0][1].memory, Range):
+            arena = named[0][1].memory.arena
+            if [id(p) for _, p in arena.named] == [id(p) for _, p in named]:
+                return arena
+            raise ConfigError(
+                "[arena] these parameters belong to another optimizer or trainer together with others; "
+                "give both the same model"
+            )
+        return cls(named)
+
+    def address(self, space: int) -> int:
+        """Where the parameters (native.PARAMS) or the gradients (native.GRADS) start."""
+        return self._addresses[space]
+
+    def view(self, flat: np.ndarray, name: str) -> np.ndarray:
+        """The piece of an array of the arena's layout that belongs to one parameter, in its shape."""
+        p = dict(self.named)[name]
+        at = self.offsets[name]
+        return flat[at : at + p.size].reshape(p.shape)
+
+    def sha256(self) -> str:
+        """SHA-256 over the bytes of the parameters."""
+        return hashlib.sha256(self.params.tobytes()).hexdigest()
+
+    def layout_hash(self) -> int:
+        """64 bits of a hash over names, shapes and offsets; equal on ranks that can train together."""
+        text = repr([(name, p.shape, self.offsets[name]) for name, p in self.named])
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)

@@ -1,0 +1,120 @@
+"""The compiled kernel library: the only file that loads it and knows its C interface (mojo/capi.mojo).
+
+A program is an int64 array (records, RECORD); what its numbers mean is said in shared/training/ops.mojo. ctypes releases
+the GIL during every call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import struct
+
+import numpy as np
+
+from . import build
+
+# Threads of the pool wait this long (microseconds) for work before they sleep. Waking a sleeping one costs about
+# 200 us, a fifth of a LeNet-5 step at batch 64. Read by the runtime when it starts; the user's own value is kept.
+BUSY_WAIT_US = "2000"
+
+# Spaces of an operand: (space << 56) | byte offset.
+ABSOLUTE, PARAMS, GRADS, WORK = range(4)
+ALIGNMENT = 64  # bytes; one vector of 16 floats
+
+
+class Context(ctypes.Structure):
+    """Mirrors `Context` in shared/training/ops.mojo."""
+
+    _fields_ = [
+        ("seed", ctypes.c_uint64),
+        ("step", ctypes.c_int64),
+        ("first", ctypes.c_int64),
+        ("valid", ctypes.c_int64),
+        ("images", ctypes.c_int64),
+        ("bytes", ctypes.c_int64),
+        ("labels", ctypes.c_int64),
+        ("rows", ctypes.c_int64),
+        ("scale", ctypes.c_int64),
+        ("shift", ctypes.c_int64),
+    ]
+
+
+class Step(ctypes.Structure):
+    """Mirrors `Step` in shared/training/executor.mojo."""
+
+    _fields_ = [
+        ("program", ctypes.c_int64),
+        ("records", ctypes.c_int64),
+        ("threads", ctypes.c_int64),
+        ("actions", ctypes.c_int64),
+        ("counts", ctypes.c_int64),
+        ("params", ctypes.c_int64),
+        ("work", ctypes.c_int64),
+        ("work_bytes", ctypes.c_int64),
+        ("buffers", ctypes.c_int64),
+        ("buffer_floats", ctypes.c_int64),
+        ("shard_size", ctypes.c_int64),
+        ("samples", ctypes.c_int64),
+        ("rows", ctypes.c_int64),
+        ("context", Context),
+    ]
+
+
+class Library:
+    """The loaded library: its constants, the codes of its ops, and the two ways to run a program."""
+
+    def __init__(self, path: str, runtime: list[str]) -> None:
+        for name in runtime:
+            ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL)
+        self.path = path
+        lib = ctypes.CDLL(path)
+        lib.odyssey_init()
+        lib.odyssey_constant.restype = ctypes.c_ssize_t
+        lib.odyssey_constant.argtypes = [ctypes.c_ssize_t]
+        self.lanes, self.record, self.stats, n_ops = (lib.odyssey_constant(i) for i in range(4))
+        lib.odyssey_op_name.restype = ctypes.c_ssize_t
+        lib.odyssey_op_name.argtypes = [ctypes.c_ssize_t, ctypes.c_char_p, ctypes.c_ssize_t]
+        text = ctypes.create_string_buffer(64)
+        self.codes: dict[str, int] = {}
+        for op in range(n_ops):
+            length = lib.odyssey_op_name(op, text, len(text))
+            self.codes[text.raw[:length].decode()] = op
+        self._run = lib.odyssey_run
+        self._run.restype = ctypes.c_ssize_t
+        self._run.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_void_p, ctypes.POINTER(Context)]
+        self._step = lib.odyssey_step
+        self._step.restype = None
+        self._step.argtypes = [ctypes.POINTER(Step)]
+        self._bases = np.zeros(4, np.int64)
+        self._bases_address = self._bases.ctypes.data
+
+    def run(self, program: int, records: int, context: Context) -> int:
+        """Runs `records` records at address `program`, all operands absolute. Returns -1, or the record that stopped it."""
+        return self._run(program, records, self._bases_address, context)
+
+    def step(self, step: Step) -> None:
+        """Runs all shards of a step of this process."""
+        self._step(step)
+
+
+@functools.cache
+def library() -> Library:
+    """The library, compiled on first use on this machine. Raises BuildError."""
+    os.environ.setdefault("MODULAR_THREAD_BUSY_WAIT_US", BUSY_WAIT_US)
+    path = build.library_path()
+    return Library(str(path), [str(p) for p in build.runtime_libraries()])
+
+
+def float_bits(x: float) -> int:
+    """The 32 bits of a float, as a record holds it."""
+    return struct.unpack("<I", struct.pack("<f", x))[0]
+
+
+def aligned(shape: int | tuple[int, ...], dtype: type = np.float32, *, zero: bool = True) -> np.ndarray:
+    """A C-contiguous array that starts on a vector boundary."""
+    count = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    raw = (np.zeros if zero else np.empty)(count + ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT
+    return raw[start : start + count].view(dtype).reshape(shape)

@@ -1,0 +1,43 @@
+"""Layers, losses and models. A model is a `Module` with `forward`; nobody writes a backward pass."""
+
+from . import models
+from .layers import (
+    AvgPool2d,
+    Conv2d,
+    Dropout,
+    Flatten,
+    Linear,
+    LogSoftmax,
+    MaxPool2d,
+    ReLU,
+    Sigmoid,
+    Softmax,
+    Tanh,
+)
+from .losses import CrossEntropyLoss, NLLLoss
+from .models import MLP, ConvNet, LeNet5
+from .module import Module, Parameter, Sequential, manual_seed
+
+__all__ = [
+    "MLP",
+    "AvgPool2d",
+    "Conv2d",
+    "ConvNet",
+    "CrossEntropyLoss",
+    "Dropout",
+    "Flatten",
+    "LeNet5",
+    "Linear",
+    "LogSoftmax",
+    "MaxPool2d",
+    "Module",
+    "NLLLoss",
+    "Parameter",
+    "ReLU",
+    "Sequential",
+    "Sigmoid",
+    "Softmax",
+    "Tanh",
+    "manual_seed",
+    "models",
+]

@@ -1,0 +1,83 @@
+"""The models that `odyssey train --model` knows. Each takes samples of (C, H, W) and has `loss`, what it is trained with."""
+
+from __future__ import annotations
+
+from .. import functional as F
+from ..errors import ConfigError
+from ..tensor import Tensor
+from .layers import Conv2d, Dropout, Linear
+from .losses import CrossEntropyLoss, NLLLoss
+from .module import Module, manual_seed
+
+Shape = tuple[int, int, int]
+
+
+class LeNet5(Module):
+    """LeNet-5 (LeCun et al. 1998) with ReLU and max-pooling; 61,706 parameters on 28 x 28 grey images.
+
+    A 28 x 28 image is padded to 32 x 32; larger ones are taken as they are.
+    """
+
+    def __init__(self, sample_shape: Shape = (1, 28, 28), classes: int = 10) -> None:
+        super().__init__()
+        c, h, w = sample_shape
+        padding = 2 if min(h, w) < 32 else 0
+        self.conv1 = Conv2d(c, 6, 5, padding=padding)
+        self.conv2 = Conv2d(6, 16, 5)
+        p, q = (((size + 2 * padding - 4) // 2 - 4) // 2 for size in (h, w))
+        self.fc1 = Linear(16 * p * q, 120)
+        self.fc2 = Linear(120, 84)
+        self.fc3 = Linear(84, classes)
+        self.loss = CrossEntropyLoss()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.max_pool2d(F.relu(self.conv1(x)), 2)
+        x = F.max_pool2d(F.relu(self.conv2(x)), 2)
+        x = F.relu(self.fc1(F.flatten(x)))
+        return self.fc3(F.relu(self.fc2(x)))
+
+
+class MLP(Module):
+    """784-512-10 with ReLU (the input size follows the images)."""
+
+    def __init__(self, sample_shape: Shape = (1, 28, 28), classes: int = 10, hidden: int = 512) -> None:
+        super().__init__()
+        c, h, w = sample_shape
+        self.fc1 = Linear(c * h * w, hidden)
+        self.fc2 = Linear(hidden, classes)
+        self.loss = CrossEntropyLoss()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(F.relu(self.fc1(F.flatten(x))))
+
+
+class ConvNet(Module):
+    """Conv 32 and 64 of 3 x 3, max-pool, dropout, 128, dropout, log-softmax; trained with NLLLoss."""
+
+    def __init__(self, sample_shape: Shape = (1, 28, 28), classes: int = 10) -> None:
+        super().__init__()
+        c, h, w = sample_shape
+        self.conv1 = Conv2d(c, 32, 3)
+        self.conv2 = Conv2d(32, 64, 3)
+        self.dropout1 = Dropout(0.25)
+        self.fc1 = Linear(64 * ((h - 4) // 2) * ((w - 4) // 2), 128)
+        self.dropout2 = Dropout(0.5)
+        self.fc2 = Linear(128, classes)
+        self.loss = NLLLoss()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.conv2(F.relu(self.conv1(x))))
+        x = F.flatten(self.dropout1(F.max_pool2d(x, 2)))
+        x = self.dropout2(F.relu(self.fc1(x)))
+        return F.log_softmax(self.fc2(x))
+
+
+MODELS = {"lenet5": LeNet5, "mlp": MLP, "convnet": ConvNet}
+
+
+def build(name: str, sample_shape: Shape = (1, 28, 28), classes: int = 10, seed: int = 0) -> Module:
+    """A model by name, with initial weights that depend on the seed alone. Raises ConfigError for an unknown name."""
+    if name not in MODELS:
+        raise ConfigError(f"[model] {name!r} is unknown; choose from {', '.join(MODELS)}")
+    manual_seed(seed)
+    return MODELS[name](sample_shape, classes)

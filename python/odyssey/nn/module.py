@@ -1,0 +1,161 @@
+"""Module: parameters and sub-modules by name. It knows nothing of ranks, devices or optimizers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from ..errors import ConfigError, ShapeError
+from ..program import Eager, current
+from ..tensor import Parameter, Tensor
+
+# --- initial values -------------------------------------------------------------------------
+
+
+class _Init(threading.local):
+    seed = 0
+    stream = 0
+
+
+_init = _Init()
+
+
+def manual_seed(seed: int) -> None:
+    """Sets the seed of initial parameters and starts counting them again; also that of dropout outside a trainer.
+
+    The k-th parameter made after this call holds numbers that are a function of (seed, k) alone.
+    """
+    if not 0 <= seed < 2**63:
+        raise ConfigError(f"[seed] {seed} is not allowed; give an integer from 0 to 2^63 - 1")
+    _init.seed, _init.stream = seed, 0
+    executor = current()
+    if isinstance(executor, Eager):
+        executor.context.seed = seed
+
+
+def uniform(shape: tuple[int, ...], bound: float) -> Parameter:
+    """A parameter with numbers from [-bound, bound)."""
+    p = Parameter(np.zeros(shape, np.float32))
+    Eager().emit("uniform", p.memory, p.size, _init.seed, _init.stream, -float(bound), float(bound))
+    _init.stream += 1
+    return p
+
+
+# --- modules -----------------------------------------------------------------------------------
+
+
+class Module:
+    """Base of layers and models: assign parameters and modules as attributes, write `forward`."""
+
+    def __init__(self) -> None:
+        self.training = True
+
+    def forward(self, *args: Any) -> Any:
+        """What the module computes; every subclass has its own."""
+        raise TypeError(f"{type(self).__name__} has no forward(); write one")
+
+    def __call__(self, *args: Any) -> Any:
+        return self.forward(*args)
+
+    def children(self) -> Iterator[tuple[str, Module]]:
+        """Sub-modules with their names, in the order they were assigned."""
+        for name, value in vars(self).items():
+            if isinstance(value, Module):
+                yield name, value
+
+    def modules(self) -> Iterator[Module]:
+        """This module and all below it."""
+        yield self
+        for _, child in self.children():
+            yield from child.modules()
+
+    def named_parameters(self, prefix: str = "") -> Iterator[tuple[str, Parameter]]:
+        """Parameters with dotted names, each once, in the order they were assigned."""
+        seen: set[int] = set()
+        for name, p in self._named(prefix):
+            if id(p) not in seen:
+                seen.add(id(p))
+                yield name, p
+
+    def _named(self, prefix: str) -> Iterator[tuple[str, Parameter]]:
+        for name, value in vars(self).items():
+            if isinstance(value, Parameter):
+                yield prefix + name, value
+            elif isinstance(value, Module):
+                yield from value._named(f"{prefix}{name}.")
+
+    def parameters(self) -> Iterator[Parameter]:
+        """All parameters, each once."""
+        for _, p in self.named_parameters():
+            yield p
+
+    def train(self, mode: bool = True) -> Module:
+        """Switches dropout and the like on (or off)."""
+        for m in self.modules():
+            m.training = mode
+        return self
+
+    def eval(self) -> Module:
+        """Switches dropout and the like off."""
+        return self.train(False)
+
+    def zero_grad(self) -> None:
+        """Sets all gradients to zero."""
+        for p in self.parameters():
+            p.zero_grad()
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """The parameters by name, as copies."""
+        return {name: p.data.copy() for name, p in self.named_parameters()}
+
+    def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
+        """Copies values in. Nothing is changed unless all names and shapes fit.
+
+        Raises:
+            ShapeError: a name is missing or unknown, or a shape differs.
+        """
+        own = dict(self.named_parameters())
+        missing, unknown = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
+        if missing or unknown:
+            raise ShapeError(f"[load_state_dict] missing: {missing or 'none'}; unknown: {unknown or 'none'}")
+        for name, p in own.items():
+            if tuple(state[name].shape) != p.shape:
+                raise ShapeError(f"[load_state_dict] {name} has shape {tuple(state[name].shape)}, not {p.shape}")
+        for name, p in own.items():
+            p.data[...] = state[name]
+
+    def __repr__(self) -> str:
+        inner = ", ".join(f"{n}={c!r}" for n, c in self.children())
+        return f"{type(self).__name__}({inner or self.extra_repr()})"
+
+    def extra_repr(self) -> str:
+        """What stands between the brackets of a layer's repr."""
+        return ""
+
+
+class Sequential(Module):
+    """Modules one after the other; their names are 0, 1, 2, ..."""
+
+    def __init__(self, *layers: Module) -> None:
+        super().__init__()
+        for i, layer in enumerate(layers):
+            if not isinstance(layer, Module):
+                raise ConfigError(f"[Sequential] argument {i} is a {type(layer).__name__}; give modules")
+            setattr(self, str(i), layer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _, layer in self.children():
+            x = layer(x)
+        return x
+
+    def __len__(self) -> int:
+        return len(list(self.children()))
+
+    def __getitem__(self, i: int) -> Module:
+        return list(self.children())[i][1]
+
+
+__all__ = ["Module", "Parameter", "Sequential", "manual_seed", "uniform"]

@@ -1,0 +1,265 @@
+"""Optimizers over an arena, and learning-rate schedules.
+
+An optimizer is one kernel over all parameters (mojo/kernels/optimizer.mojo); this file holds its settings and state.
+`step()` is for a loop of one's own; a trainer calls `apply()` with the summed gradients of the whole global batch. Both
+check first that the gradients are finite and change nothing if they are not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from . import native
+from .arena import Arena
+from .errors import ConfigError, NumericsError
+from .tensor import Parameter
+
+
+def _number(owner: str, name: str, value: float, low: float, high: float, *, open_low: bool = False) -> float:
+    ok = (value > low if open_low else value >= low) and value < high
+    if not ok:
+        raise ConfigError(
+            f"[{owner}] {name} is {value}; it must be {'above' if open_low else 'at least'} {low:g} "
+            f"and {'finite' if high == math.inf else f'below {high:g}'}"
+        )
+    return float(value)
+
+
+class Optimizer:
+    """Base: binds to an arena, keeps state of the arena's layout, runs one record.
+
+    Args:
+        params: `model.parameters()` or `model.named_parameters()`; may be left out when a trainer binds the model.
+        lr: learning rate; change the attribute to change it.
+    """
+
+    states: tuple[str, ...] = ()  # names of the state arrays
+
+    def __init__(self, params: Iterable[Any] | None, lr: float) -> None:
+        self.lr = _number(type(self).__name__, "lr", lr, 0, math.inf, open_low=True)
+        self.steps = 0
+        self.arena: Arena | None = None
+        self.state: dict[str, np.ndarray] = {}
+        if params is not None:
+            named = [p if isinstance(p, tuple) else (str(i), p) for i, p in enumerate(params)]
+            if any(not isinstance(p, Parameter) for _, p in named):
+                raise ConfigError(f"[{type(self).__name__}] params must be parameters; give model.parameters()")
+            self.bind(Arena.of(named))
+
+    def bind(self, arena: Arena) -> None:
+        """Attaches the optimizer to the parameters it updates; its state starts at zero."""
+        if self.arena is arena:
+            return
+        if self.arena is not None:
+            raise ConfigError(f"[{type(self).__name__}] already updates another model; make a second optimizer")
+        self.arena = arena
+        self.state = {name: native.aligned(arena.size) for name in self.states}
+        self._records = np.zeros((2, native.library().record), np.int64)
+        self._context = native.Context()
+
+    def apply(self, grads: int, samples: int, n_grads: int, lr: float) -> bool:
+        """Updates all parameters if the gradients are finite; returns whether they were.
+
+        Args:
+            grads: address of the gradients, summed over samples, in the arena's layout.
+            samples: address of the number of samples (float32) they are divided by.
+            n_grads: floats at `grads` that must be finite.
+            lr: learning rate of this step.
+        """
+        lib = native.library()
+        self._records[0, :3] = (lib.codes["finite"], grads, n_grads)
+        self.steps += 1
+        record = self._record(lib, grads, samples, lr)
+        self._records[1, : len(record)] = record
+        ok = lib.run(self._records.ctypes.data, 2, self._context) < 0
+        if not ok:
+            self.steps -= 1
+        return ok
+
+    def _record(self, lib: native.Library, grads: int, samples: int, lr: float) -> list[int]:
+        """The update as a record of ops.mojo."""
+        raise TypeError(f"{type(self).__name__} has no update rule; write _record()")
+
+    def step(self) -> None:
+        """Updates the parameters from their `grad`.
+
+        Raises:
+            NumericsError: a gradient is NaN or infinite; nothing was changed.
+        """
+        arena = self._bound()
+        one = np.ones(1, np.float32)
+        if not self.apply(arena.address(native.GRADS), one.ctypes.data, arena.size, self.lr):
+            raise NumericsError("[optimizer] a gradient is NaN or infinite; nothing was changed. Lower the rate")
+
+    def zero_grad(self) -> None:
+        """Sets all gradients to zero."""
+        self._bound().grads[:] = 0
+
+    def _bound(self) -> Arena:
+        if self.arena is None:
+            raise ConfigError(f"[{type(self).__name__}] has no parameters; give model.parameters() or use a trainer")
+        return self.arena
+
+    def state_dict(self) -> dict[str, Any]:
+        """Step count, rate and copies of the state arrays."""
+        return {"steps": self.steps, "lr": self.lr, **{k: v.copy() for k, v in self.state.items()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes back what state_dict() gave; the optimizer must be bound to a model of the same layout."""
+        self._bound()
+        for k, v in self.state.items():
+            if k not in state or state[k].shape != v.shape:
+                raise ConfigError(f"[{type(self).__name__}] the state has no {k} of {v.size} numbers")
+        for k, v in self.state.items():
+            v[...] = state[k]
+        self.steps, self.lr = int(state["steps"]), float(state["lr"])
+
+
+class SGD(Optimizer):
+    """Stochastic gradient descent with momentum, Nesterov momentum and weight decay, in PyTorch's form."""
+
+    states = ("momentum",)
+
+    def __init__(
+        self,
+        params: Iterable[Any] | None = None,
+        lr: float = 0.01,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+    ) -> None:
+        self.momentum = _number("SGD", "momentum", momentum, 0, 1)
+        self.weight_decay = _number("SGD", "weight_decay", weight_decay, 0, math.inf)
+        if nesterov and momentum == 0:
+            raise ConfigError("[SGD] nesterov needs a momentum above 0")
+        self.nesterov = nesterov
+        super().__init__(params, lr)
+
+    def _record(self, lib: native.Library, grads: int, samples: int, lr: float) -> list[int]:
+        arena, bits = self._bound(), native.float_bits
+        return [
+            lib.codes["sgd"],
+            arena.address(native.PARAMS),
+            self.state["momentum"].ctypes.data,
+            grads,
+            samples,
+            arena.size,
+            bits(lr),
+            bits(self.momentum),
+            bits(self.weight_decay),
+            int(self.nesterov),
+        ]
+
+
+class Adam(Optimizer):
+    """Adam (Kingma and Ba 2015); weight decay is added to the gradient."""
+
+    states = ("m", "v")
+    decoupled = False
+
+    def __init__(
+        self,
+        params: Iterable[Any] | None = None,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        owner = type(self).__name__
+        self.betas = (_number(owner, "beta1", betas[0], 0, 1), _number(owner, "beta2", betas[1], 0, 1))
+        self.eps = _number(owner, "eps", eps, 0, math.inf, open_low=True)
+        self.weight_decay = _number(owner, "weight_decay", weight_decay, 0, math.inf)
+        super().__init__(params, lr)
+
+    def _record(self, lib: native.Library, grads: int, samples: int, lr: float) -> list[int]:
+        arena, bits, (b1, b2) = self._bound(), native.float_bits, self.betas
+        return [
+            lib.codes["adam"],
+            arena.address(native.PARAMS),
+            self.state["m"].ctypes.data,
+            self.state["v"].ctypes.data,
+            grads,
+            samples,
+            arena.size,
+            bits(lr),
+            bits(b1),
+            bits(b2),
+            bits(self.eps),
+            bits(self.weight_decay),
+            int(self.decoupled),
+            bits(1 - b1**self.steps),
+            bits(1 - b2**self.steps),
+        ]
+
+
+class AdamW(Adam):
+    """Adam with decoupled weight decay (Loshchilov and Hutter 2019)."""
+
+    decoupled = True
+
+    def __init__(
+        self,
+        params: Iterable[Any] | None = None,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+    ) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay)
+
+
+# --- schedules -----------------------------------------------------------------------------------
+
+Schedule = Callable[[int], float]
+
+
+def constant() -> Schedule:
+    """Always 1."""
+    return lambda step: 1.0
+
+
+def step_decay(every: int, gamma: float = 0.1) -> Schedule:
+    """gamma to the power of (step // every)."""
+    return lambda step: gamma ** (step // every)
+
+
+def cosine(total_steps: int, floor: float = 0.0) -> Schedule:
+    """Half a cosine from 1 to `floor` over total_steps (Loshchilov and Hutter 2017, without restarts)."""
+
+    def factor(step: int) -> float:
+        return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(step / max(total_steps, 1), 1.0)))
+
+    return factor
+
+
+def linear_warmup(warmup_steps: int, after: Schedule | None = None) -> Schedule:
+    """A straight line from 1 / warmup_steps to 1, then `after` (counted from the end of the warm-up), else 1."""
+
+    def factor(step: int) -> float:
+        if step < warmup_steps:
+            return (step + 1) / warmup_steps
+        return after(step - warmup_steps) if after else 1.0
+
+    return factor
+
+
+SCHEDULES = ("constant", "step", "cosine", "linear-warmup")
+
+
+def schedule(name: str, total_steps: int, warmup_steps: int = 0) -> Schedule:
+    """A schedule by name: a factor on the learning rate as a function of the step, after `warmup_steps` of warm-up.
+
+    "step" divides by 10 at one and two thirds of the way; "linear-warmup" is a constant after its warm-up (a tenth of
+    the way unless given).
+    """
+    if name == "linear-warmup":
+        return linear_warmup(warmup_steps or max(total_steps // 10, 1))
+    rest = max(total_steps - warmup_steps, 1)
+    bodies = {"constant": constant(), "step": step_decay(max(-(-rest // 3), 1)), "cosine": cosine(rest)}
+    if name not in bodies:
+        raise ConfigError(f"[schedule] {name!r} is unknown; choose from {', '.join(SCHEDULES)}")
+    return linear_warmup(warmup_steps, bodies[name]) if warmup_steps else bodies[name]

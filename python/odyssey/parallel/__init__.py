@@ -1,0 +1,1 @@
+"""Which bytes are added when: `plan` decides (pure functions), `reduction` does (a short loop over the plan)."""

@@ -1,0 +1,291 @@
+"""Who runs an op: at once (`Eager`), at once for one shard of a batch (`ShardEager`), or later (`Recorder`).
+
+Every op of tensor.py and functional.py asks the current executor for memory and hands it records; it does not know
+which one it is talking to. That is why eager and replayed training have the same bits: they are the same records.
+
+A recorder computes nothing. `finish()` fuses what can be fused without changing a bit, lays the memory of one shard out
+in a workspace, and returns a `Program`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from . import native
+from .errors import ConfigError
+
+if TYPE_CHECKING:
+    from .arena import Arena
+
+# --- memory ------------------------------------------------------------------------------
+
+
+class Block:
+    """Memory of its own, allocated now."""
+
+    __slots__ = ("array", "address")
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array  # kept alive; C-contiguous
+        self.address: int = array.ctypes.data
+
+
+class Range:
+    """A piece of an arena's parameters or gradients."""
+
+    __slots__ = ("arena", "space", "offset")
+
+    def __init__(self, arena: Arena, space: int, offset: int) -> None:
+        self.arena, self.space, self.offset = arena, space, offset  # offset in bytes
+
+    @property
+    def address(self) -> int:
+        return self.arena.address(self.space) + self.offset
+
+
+class Slot:
+    """Memory of a recorded program; it gets its place in the workspace when the recording is finished."""
+
+    __slots__ = ("nbytes", "first", "last", "offset")
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.first = self.last = self.offset = -1  # first and last record that uses it; offset in bytes
+
+    @property
+    def address(self) -> int:
+        raise ConfigError(
+            "[replay] a value was read while the step was being recorded; a forward() that looks at values "
+            "(print, if, .numpy()) needs execution='eager'"
+        )
+
+
+Memory = Block | Range | Slot
+
+
+# --- executors ---------------------------------------------------------------------------
+
+
+class Eager:
+    """Runs each op when it is called, on memory that Python owns."""
+
+    shard = False  # True inside a trainer: a loss is then a sum, see functional.mean_over_samples
+
+    def __init__(self) -> None:
+        self.context = native.Context()
+        self._record: np.ndarray | None = None
+        self._layer = 0
+
+    def alloc(self, nbytes: int) -> Memory:
+        return Block(native.aligned(nbytes, np.uint8, zero=False))
+
+    def operand(self, memory: Memory) -> int:
+        return memory.address
+
+    def next_layer(self) -> int:
+        """Number of the next dropout, so that no two draw the same mask."""
+        self._layer = (self._layer + 1) % 2**32
+        return self._layer - 1
+
+    def emit(self, op: str, *args: Any) -> None:
+        """Runs one op. Arguments: memory, sizes (int) and numbers (float), in the order of ops.mojo."""
+        lib = native.library()
+        if self._record is None:
+            self._record = np.zeros(lib.record, np.int64)
+        self._record[: len(args) + 1] = encode(lib, op, args, self.operand)
+        lib.run(self._record.ctypes.data, 1, self.context)
+
+
+class ShardEager(Eager):
+    """Runs one shard of a trainer's step op by op, its parameter gradients going into the shard's buffer."""
+
+    shard = True
+
+    def __init__(self, context: native.Context, grads_address: int, stats_offset: int) -> None:
+        super().__init__()
+        self.context = context
+        self._grads = grads_address
+        self.stats = Block.__new__(Block)
+        self.stats.address = grads_address + stats_offset
+        self.first_stats: Memory | None = None
+
+    def operand(self, memory: Memory) -> int:
+        if isinstance(memory, Range) and memory.space == native.GRADS:
+            return self._grads + memory.offset
+        return memory.address
+
+
+@dataclasses.dataclass
+class Record:
+    """One call: the op's name, and its arguments as they were given to emit()."""
+
+    op: str
+    args: list[Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A recorded pass over one shard: the encoded records and the bytes of workspace one thread needs."""
+
+    records: np.ndarray  # (n, RECORD) int64
+    work_bytes: int
+    text: tuple[str, ...]  # the ops by name, for people
+    keep: tuple[Memory, ...]  # constants that the records name by address
+
+
+class Recorder:
+    """Writes down the ops of one shard instead of running them."""
+
+    shard = True
+
+    def __init__(self, arena: Arena, stats_offset: int) -> None:
+        self.arena = arena
+        self.records: list[Record] = []
+        self.stats: Memory = Range(arena, native.GRADS, stats_offset)
+        self.first_stats: Memory | None = None
+        self._layer = 0
+
+    def alloc(self, nbytes: int) -> Memory:
+        return Slot(nbytes)
+
+    def next_layer(self) -> int:
+        self._layer += 1
+        return self._layer - 1
+
+    def emit(self, op: str, *args: Any) -> None:
+        self.records.append(Record(op, list(args)))
+
+    def finish(self, *, fuse: bool = True) -> Program:
+        """Fuses, plans the workspace and encodes."""
+        lib = native.library()
+        records = fused(self.records) if fuse else self.records
+        work_bytes = place(records)
+        keep: list[Memory] = []
+
+        def operand(memory: Memory) -> int:
+            if isinstance(memory, Slot):
+                return native.WORK << 56 | memory.offset
+            if isinstance(memory, Range) and memory.arena is self.arena:
+                return memory.space << 56 | memory.offset
+            keep.append(memory)
+            return memory.address
+
+        table = np.zeros((len(records), lib.record), np.int64)
+        for row, r in zip(table, records, strict=True):
+            row[: len(r.args) + 1] = encode(lib, r.op, r.args, operand)
+        return Program(table, work_bytes, tuple(r.op for r in records), tuple(keep))
+
+
+def encode(lib: native.Library, op: str, args: Any, operand: Any) -> list[int]:
+    """The numbers of one record."""
+    out = [lib.codes[op]]
+    for a in args:
+        if isinstance(a, float):
+            out.append(native.float_bits(a))
+        elif isinstance(a, int):
+            out.append(a)
+        else:
+            out.append(operand(a))
+    return out
+
+
+# --- the workspace -------------------------------------------------------------------------
+
+
+def place(records: list[Record]) -> int:
+    """Gives every slot an offset so that slots in use at the same time do not overlap; returns the bytes needed.
+
+    First fit over the intervals between a slot's first and last record, largest slots first.
+    """
+    slots: dict[int, Slot] = {}
+    for i, r in enumerate(records):
+        for a in r.args:
+            if isinstance(a, Slot):
+                if id(a) not in slots:
+                    slots[id(a)] = a
+                    a.first = i
+                a.last = i
+    placed: list[Slot] = []
+    total = 0
+    for s in sorted(slots.values(), key=lambda s: (-s.nbytes, s.first)):
+        at = 0
+        for p in placed:  # in order of offset
+            if p.first <= s.last and s.first <= p.last:
+                if at + s.nbytes <= p.offset:
+                    break
+                at = max(at, -(-(p.offset + p.nbytes) // native.ALIGNMENT) * native.ALIGNMENT)
+        s.offset = at
+        total = max(total, at + s.nbytes)
+        placed.append(s)
+        placed.sort(key=lambda p: p.offset)
+    return -(-total // 4096) * 4096
+
+
+# --- fusion ----------------------------------------------------------------------------------
+
+
+def fused(records: list[Record]) -> list[Record]:
+    """The same program with pairs of ops made one where not a bit changes (tests/python/test_replay.py).
+
+    A ReLU becomes the epilogue of the convolution or linear layer before it; the backward of a ReLU whose output went
+    only into a max-pool becomes part of the pool's backward.
+    """
+    users: dict[int, list[int]] = {}
+    for i, r in enumerate(records):
+        for a in r.args:
+            if isinstance(a, Slot):
+                users.setdefault(id(a), []).append(i)
+    out: list[Record | None] = [Record(r.op, list(r.args)) for r in records]
+    pooled = {id(r.args[2]): r for r in records if r.op == "maxpool_forward"}  # by input
+    for i, r in enumerate(records):
+        if r.op == "relu_forward":
+            y, x = r.args[0], r.args[1]
+            before = users.get(id(x), [])
+            if len(before) == 2 and before[1] == i:
+                maker = out[before[0]]
+                if maker is not None and maker.op in ("conv2d_forward", "linear_forward") and maker.args[0] is x:
+                    maker.args[0] = y
+                    maker.args[-1] = 1
+                    out[i] = None
+        elif r.op == "relu_backward":
+            dx, dy, y = r.args[:3]
+            before = users.get(id(dy), [])
+            if len(before) == 2 and before[1] == i and id(y) in pooled:
+                maker, pool = out[before[0]], pooled[id(y)]
+                if maker is not None and maker.op == "maxpool_backward" and maker.args[2] is pool.args[1]:
+                    maker.args[0] = dx
+                    maker.args[-1] = 1
+                    out[i] = None
+    return [r for r in out if r is not None]
+
+
+# --- the current one -----------------------------------------------------------------------
+
+
+class _State(threading.local):
+    def __init__(self) -> None:
+        self.executor: Eager | Recorder = Eager()
+
+
+_state = _State()
+
+
+def current() -> Eager | Recorder:
+    """The executor that ops of this thread go to."""
+    return _state.executor
+
+
+@contextmanager
+def using(executor: Eager | Recorder) -> Iterator[None]:
+    """Sends the ops of this thread to another executor for a while."""
+    before, _state.executor = _state.executor, executor
+    try:
+        yield
+    finally:
+        _state.executor = before

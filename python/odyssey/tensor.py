@@ -1,0 +1,335 @@
+"""Tensors and the tape: values that remember how they were made, and the walk back from a loss.
+
+A tensor is float32 (labels: int32) in one of two layouts. `rows` is NumPy's: C-contiguous, as arrays come in and as
+parameters and their gradients are kept; it shares memory with NumPy both ways. `lanes` is what the kernels compute on
+(mojo/kernels/lanes.mojo: groups of 16 samples, one per vector lane); ops make it by themselves, with the first
+axis as the batch, and `numpy()` of such a tensor is a copy in rows.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from . import native, program
+from .errors import ShapeError
+from .program import Block, Memory, Range, Slot
+
+Shape = tuple[int, ...]
+Backward = Callable[["Tensor"], tuple["Tensor | None", ...]]
+_sequence = itertools.count()
+
+
+class _Tape(threading.local):
+    enabled = True
+
+
+_tape = _Tape()
+
+
+class Node:
+    """One op on the tape: what went in, and how to take a gradient back."""
+
+    __slots__ = ("order", "inputs", "backward")
+
+    def __init__(self, inputs: tuple[Tensor, ...], backward: Backward) -> None:
+        self.order = next(_sequence)
+        self.inputs = inputs
+        self.backward = backward
+
+
+class Tensor:
+    """An n-dimensional float32 array that can be differentiated.
+
+    Args:
+        data: anything NumPy can read. A C-contiguous float32 array is used as it is, without a copy; other
+            floats and integers are converted.
+        requires_grad: whether `backward()` should fill `grad`.
+    """
+
+    __slots__ = ("memory", "shape", "layout", "dtype", "requires_grad", "grad", "node", "__weakref__")
+
+    def __init__(self, data: Any, requires_grad: bool = False) -> None:
+        if isinstance(data, Tensor):
+            data = data.numpy()
+        array = np.asarray(data)
+        if array.dtype.kind not in "fiub":
+            raise ShapeError(f"[tensor] dtype {array.dtype} is not a number; give floats or integers")
+        array = np.ascontiguousarray(array, np.float32).reshape(array.shape)
+        self._set(Block(array), array.shape, "rows", np.float32)
+        self.requires_grad = requires_grad
+
+    def _set(self, memory: Memory, shape: Shape, layout: str, dtype: Any) -> None:
+        self.memory, self.shape, self.layout, self.dtype = memory, tuple(shape), layout, dtype
+        self.requires_grad = False
+        self.grad: Tensor | None = None
+        self.node: Node | None = None
+
+    # --- shape ---
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def features(self) -> int:
+        """Numbers per sample: the product of all axes but the first."""
+        return math.prod(self.shape[1:])
+
+    @property
+    def groups(self) -> int:
+        """Groups of lanes that hold the samples."""
+        return -(-self.shape[0] // native.library().lanes)
+
+    @property
+    def floats(self) -> int:
+        """Numbers in memory, unused lanes included."""
+        return self.size if self.layout == "rows" else self.groups * self.features * native.library().lanes
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("a tensor of no axes has no length")
+        return self.shape[0]
+
+    # --- NumPy ---
+
+    @property
+    def data(self) -> np.ndarray:
+        """The values as a NumPy array: the memory itself for rows, a copy for lanes."""
+        if isinstance(self.memory, Slot):
+            _ = self.memory.address  # raises: there are no values yet
+        if self.layout == "rows":
+            return _view(self.memory, self.shape, self.dtype)
+        from .functional import to_rows
+
+        with no_grad():
+            return to_rows(self).data
+
+    def numpy(self) -> np.ndarray:
+        """Same as `data`."""
+        return self.data
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        a = self.data
+        if dtype is not None and a.dtype != dtype:
+            return a.astype(dtype)
+        return a.copy() if copy else a
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        return self.data.__dlpack__(**kwargs)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (1, 0)
+
+    def item(self) -> float:
+        """The one value of a tensor of one element."""
+        if self.size != 1:
+            raise ShapeError(f"[tensor] item() needs one element, this tensor has shape {self.shape}")
+        return float(self.data.reshape(-1)[0])
+
+    def tolist(self) -> Any:
+        return self.data.tolist()
+
+    def __repr__(self) -> str:
+        if isinstance(self.memory, Slot):
+            return f"Tensor(shape={self.shape}, being recorded)"
+        body = np.array2string(self.data, prefix="Tensor(", threshold=64)
+        return f"Tensor({body}{', requires_grad=True' if self.requires_grad else ''})"
+
+    # --- arithmetic (functional.py) ---
+
+    def __add__(self, other: Tensor | float) -> Tensor:
+        from . import functional as F
+
+        return F.add(self, other)
+
+    __radd__ = __add__
+
+    def __mul__(self, other: Tensor | float) -> Tensor:
+        from . import functional as F
+
+        return F.multiply(self, other)
+
+    __rmul__ = __mul__
+
+    def __neg__(self) -> Tensor:
+        return self * -1.0
+
+    def __sub__(self, other: Tensor | float) -> Tensor:
+        return self + (-other)
+
+    def __rsub__(self, other: float) -> Tensor:
+        return (-self) + other
+
+    def __truediv__(self, other: float) -> Tensor:
+        return self * (1.0 / other)
+
+    def sum(self) -> Tensor:
+        from . import functional as F
+
+        return F.sum(self)
+
+    def mean(self) -> Tensor:
+        from . import functional as F
+
+        return F.mean(self)
+
+    def reshape(self, *shape: int) -> Tensor:
+        from . import functional as F
+
+        return F.reshape(self, *shape)
+
+    def flatten(self) -> Tensor:
+        from . import functional as F
+
+        return F.flatten(self)
+
+    # --- gradients ---
+
+    def detach(self) -> Tensor:
+        """The same values, cut from the tape."""
+        t = new_like(self, self.memory)
+        return t
+
+    def backward(self, gradient: Any = None) -> None:
+        """Walks the tape from here and adds to `grad` of every leaf that requires it.
+
+        Args:
+            gradient: dL/d(self), of this tensor's shape; 1 for a tensor of one element.
+
+        Raises:
+            ShapeError: no gradient was given for a tensor of several elements, or nothing here requires one.
+        """
+        if self.node is None and not self.requires_grad:
+            raise ShapeError("[tensor] backward() on a value that depends on nothing with requires_grad=True")
+        if gradient is None:
+            if self.size != 1:
+                raise ShapeError(f"[tensor] backward() of shape {self.shape} needs a gradient of that shape")
+            seed = empty(self.shape)
+            program.current().emit("fill", seed.memory, 1.0, 1)
+        else:
+            seed = gradient if isinstance(gradient, Tensor) else Tensor(gradient)
+            if seed.shape != self.shape:
+                raise ShapeError(f"[tensor] the gradient has shape {seed.shape}, the tensor {self.shape}")
+        with no_grad():
+            _walk(self, _as_layout(seed, self.layout))
+
+    def zero_grad(self) -> None:
+        """Sets `grad` to zero, if there is one."""
+        if self.grad is not None:
+            self.grad.data[...] = 0
+
+
+class Parameter(Tensor):
+    """A tensor that a module trains. Its gradient exists from the start and is added to by every backward pass."""
+
+    __slots__ = ()
+
+    def __init__(self, data: Any) -> None:
+        super().__init__(data, requires_grad=True)
+        own = native.aligned(self.shape)
+        own[...] = self.data
+        self.place(Block(own), Block(native.aligned(self.shape)))
+
+    def place(self, memory: Memory, grad: Memory) -> None:
+        """Moves the parameter to other memory (an arena's); the caller copies the values."""
+        self.memory = memory
+        self.grad = make(grad, self.shape)
+
+
+def make(memory: Memory, shape: Shape, layout: str = "rows", dtype: Any = np.float32) -> Tensor:
+    """A tensor over memory that exists."""
+    t = Tensor.__new__(Tensor)
+    t._set(memory, shape, layout, dtype)
+    return t
+
+
+def new_like(t: Tensor, memory: Memory) -> Tensor:
+    """Another tensor of the same shape, layout and dtype."""
+    return make(memory, t.shape, t.layout, t.dtype)
+
+
+def empty(shape: Shape, layout: str = "rows") -> Tensor:
+    """An uninitialised tensor from the current executor."""
+    t = make(None, shape, layout)  # type: ignore[arg-type]
+    t.memory = program.current().alloc(max(4 * t.floats, 16))
+    return t
+
+
+def from_dlpack(x: Any) -> Tensor:
+    """A tensor over the memory of any CPU array that speaks DLPack (NumPy, PyTorch, JAX, ...)."""
+    return Tensor(np.from_dlpack(x))
+
+
+@contextmanager
+def no_grad() -> Iterator[None]:
+    """Ops inside leave no tape."""
+    before, _tape.enabled = _tape.enabled, False
+    try:
+        yield
+    finally:
+        _tape.enabled = before
+
+
+def attach(out: Tensor, inputs: tuple[Tensor, ...], backward: Backward) -> Tensor:
+    """Puts an op on the tape if one of its inputs wants a gradient."""
+    if _tape.enabled and any(t.requires_grad for t in inputs):
+        out.requires_grad = True
+        out.node = Node(inputs, backward)
+    return out
+
+
+def _walk(root: Tensor, seed: Tensor) -> None:
+    """Takes the gradient back through the tape, the newest op first, so each op is met once with its whole gradient."""
+    from . import functional as F
+
+    pending: dict[int, tuple[Tensor, Tensor]] = {id(root): (root, seed)}
+    while pending:
+        key = max(pending, key=lambda k: pending[k][0].node.order if pending[k][0].node else -1)
+        t, grad = pending.pop(key)
+        if t.node is None:
+            _accumulate(t, grad)
+            continue
+        for source, g in zip(t.node.inputs, t.node.backward(grad), strict=True):
+            if g is None or not source.requires_grad:
+                continue
+            have = pending.get(id(source))
+            pending[id(source)] = (source, g if have is None else F.add(have[1], g))
+
+
+def _accumulate(leaf: Tensor, grad: Tensor) -> None:
+    grad = _as_layout(grad, leaf.layout)
+    if leaf.grad is None:
+        leaf.grad = empty(leaf.shape, leaf.layout)
+        program.current().emit("fill", leaf.grad.memory, 0.0, leaf.floats)
+    program.current().emit("add", leaf.grad.memory, leaf.grad.memory, grad.memory, leaf.floats)
+
+
+def _as_layout(t: Tensor, layout: str) -> Tensor:
+    from . import functional as F
+
+    if t.layout == layout:
+        return t
+    return F.to_rows(t) if layout == "rows" else F.to_lanes(t)
+
+
+def _view(memory: Memory, shape: Shape, dtype: Any) -> np.ndarray:
+    """The memory of a tensor in rows as an array that keeps it alive."""
+    n = math.prod(shape)
+    if isinstance(memory, Range):
+        flat = memory.arena.params if memory.space == native.PARAMS else memory.arena.grads
+        return flat[memory.offset // 4 : memory.offset // 4 + n].reshape(shape)
+    array = memory.array  # type: ignore[union-attr]
+    if array.dtype == dtype and array.shape == shape:
+        return array
+    return array.reshape(-1).view(np.uint8)[: 4 * n].view(dtype).reshape(shape)
