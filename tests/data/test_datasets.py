@@ -430,8 +430,6 @@ def test_datasets_table_agrees_with_what_is_loaded() -> None:
 
 
 def test_importing_costs_numpy_only() -> None:
-    code = (
-        "import sys, odyssey.data; print([m for m in ('mpi4py', 'max', 'torch') if m in sys.modules])"
-    )
+    code = "import sys, odyssey.data; print([m for m in ('mpi4py', 'max', 'torch') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
