@@ -392,7 +392,7 @@ def _build(root: Path, what: Plan, kernels: Path) -> Path:
     entry = kernels / what.key
     try:
         os.chmod(directory, 0o777 & ~_umask())
-        _say(f"compiling the kernels for {what.cpu}, once (about a minute) ...")
+        _say(f"compiling the kernels for {what.cpu}, once (up to a minute) ...")
         start = time.perf_counter()
         _compile(root, directory / LIBRARY, what.cpu)
         seconds = time.perf_counter() - start
