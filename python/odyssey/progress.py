@@ -16,7 +16,7 @@ class Progress(Protocol):
         """The run starts: so many epochs of so many steps of `batch` samples."""
 
     def step(self, epoch: int, step_in_epoch: int, loss: float, samples_per_second: float) -> None:
-        """A step is done. Epochs count from 0; `step_in_epoch` is the number of steps done in this one."""
+        """A step is done. Epochs count from 0 here (from 1 in records); `step_in_epoch` is the number of steps done in this one."""
 
     def epoch(self, record: dict[str, Any]) -> None:
         """An epoch is done: its record as in the history."""
@@ -34,7 +34,7 @@ def make(no_progress: bool, stream: TextIO) -> Progress | None:
 
 def epoch_line(record: dict[str, Any], epochs: int) -> str:
     """One line about one epoch; `epochs` 0 when unknown."""
-    number = int(record["epoch"]) + 1
+    number = int(record["epoch"])
     parts = [f"epoch {number}/{epochs}" if epochs else f"epoch {number}"]
     for key, name, scale, unit in (
         ("train_loss", "train loss", 1, ""),

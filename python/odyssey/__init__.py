@@ -1,0 +1,60 @@
+"""odyssey: the same training, to the last bit, on any number of ranks.
+
+Names are loaded when they are first used, so that importing the package costs little.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "DistributedTrainer": "trainer",
+    "History": "trainer",
+    "Tensor": "tensor",
+    "no_grad": "tensor",
+    "from_dlpack": "tensor",
+    "manual_seed": "nn",
+    "OdysseyError": "errors",
+}
+_MODULES = ("comm", "data", "errors", "functional", "nn", "optim", "parallel", "tensor", "trainer")
+
+if TYPE_CHECKING:
+    from . import comm, data, errors, functional, nn, optim, parallel, tensor, trainer
+    from .errors import OdysseyError
+    from .nn import manual_seed
+    from .tensor import Tensor, from_dlpack, no_grad
+    from .trainer import DistributedTrainer, History
+
+__all__ = [
+    "DistributedTrainer",
+    "History",
+    "OdysseyError",
+    "Tensor",
+    "comm",
+    "data",
+    "errors",
+    "from_dlpack",
+    "functional",
+    "manual_seed",
+    "nn",
+    "no_grad",
+    "optim",
+    "parallel",
+    "tensor",
+    "trainer",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+    if name in _MODULES:
+        return importlib.import_module(f".{name}", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

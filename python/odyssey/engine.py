@@ -1,0 +1,191 @@
+"""Runs the shards of a batch: one recorded program, a workspace per thread, a plan, and a reduction.
+
+The trainer says which batch; this file makes sure that the sums of loss, samples, correct predictions and gradients
+come out, the same bits whatever the layout. It is used twice: for training steps (with a backward pass) and for
+evaluation (without).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from . import native
+from .arena import Arena
+from .comm import Communicator
+from .data import Batch
+from .errors import ConfigError
+from .nn import Module
+from .parallel import plan as planning
+from .parallel.reduction import Reduction
+from .program import Block, Program, Recorder, ShardEager, using
+from .tensor import empty, make, no_grad
+
+EXECUTIONS = ("replay", "eager")
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Where the shards of a step are computed: everything that must not change the result."""
+
+    comm: Communicator
+    workers: int  # of this process
+    threads: int  # of this process
+    shard_size: int
+    reduction: str
+    execution: str
+
+    def __post_init__(self) -> None:
+        for name in ("workers", "threads", "shard_size"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ConfigError(f"[train] {name} is {value!r}; it must be an integer of at least 1")
+        if self.execution not in EXECUTIONS:
+            raise ConfigError(f"[train] execution is {self.execution!r}; choose from {', '.join(EXECUTIONS)}")
+
+
+@dataclasses.dataclass
+class _Prepared:
+    """What a batch size needs: its plan as numbers, its buffers, its reduction."""
+
+    plan: planning.Plan
+    buffers: np.ndarray  # (plan.buffers, floats)
+    reduce: Reduction
+    work: np.ndarray  # (threads, bytes)
+    step: native.Step
+    keep: list[Any]
+
+
+class Engine:
+    """Sums over a global batch: gradients (if `train`), then STATS floats (loss, samples, correct predictions).
+
+    Args:
+        model, loss: called as loss(model(x), labels) for each shard.
+        arena: the model's parameters.
+        train: whether to run a backward pass.
+    """
+
+    def __init__(self, model: Module, loss: Any, arena: Arena, layout: Layout, *, train: bool, seed: int) -> None:
+        self.model, self.loss, self.arena, self.layout, self.train = model, loss, arena, layout, train
+        self.seed = seed
+        lib = native.library()
+        self.floats = (arena.size if train else 0) + lib.stats
+        self.stats_at = self.floats - lib.stats
+        self._programs: dict[tuple[int, ...], Program] = {}
+        self._prepared: dict[tuple[Any, ...], _Prepared] = {}
+
+    def run(self, batch: Batch, step: int) -> np.ndarray:
+        """The sums over all shards of all ranks (floats,) float32; valid until the next call."""
+        data = batch.dataset
+        samples = len(batch.indices)
+        key = (samples, id(data))
+        ready = self._prepared.get(key)
+        if ready is None:
+            ready = self._prepared[key] = self._prepare(samples, data)
+        s = ready.step
+        s.rows = batch.indices.ctypes.data
+        s.context.step = step
+        if self.layout.execution == "replay":
+            native.library().step(s)
+        else:
+            self._run_eager(ready, s, data.sample_shape)
+        return ready.reduce()
+
+    # --- recording ---
+
+    def _pass(self, executor: Recorder | ShardEager, sample_shape: tuple[int, ...]) -> None:
+        """Forward and backward of one shard, through whatever executor is current."""
+        n = self.layout.shard_size
+        x = empty((n, *sample_shape), "lanes")
+        labels = make(executor.alloc(4 * x.groups * native.library().lanes), (n,), "lanes", np.int32)
+        channels = sample_shape[0] if len(sample_shape) > 1 else 1
+        executor.emit("input", x.memory, labels.memory, x.groups, x.features, channels)
+        loss = self.loss(self.model(x), labels)
+        if loss.shape != ():
+            raise ConfigError(f"[train] the loss has shape {loss.shape}; it must be one number, a sum or mean over samples")
+        stats = executor.first_stats or loss.memory
+        executor.emit("stats", executor.stats, loss.memory, stats)
+        if self.train:
+            loss.backward()
+
+    def _record(self, sample_shape: tuple[int, ...]) -> Program:
+        if sample_shape not in self._programs:
+            recorder = Recorder(self.arena, 4 * self.stats_at)
+            self._traced(recorder, sample_shape)
+            self._programs[sample_shape] = recorder.finish()
+        return self._programs[sample_shape]
+
+    def _traced(self, executor: Recorder | ShardEager, sample_shape: tuple[int, ...]) -> None:
+        self.model.train(self.train)
+        with using(executor):
+            if self.train:
+                self._pass(executor, sample_shape)
+            else:
+                with no_grad():
+                    self._pass(executor, sample_shape)
+
+    # --- plans as numbers ---
+
+    def _prepare(self, samples: int, data: Any) -> _Prepared:
+        lay = self.layout
+        planning.check_workers(lay.comm.size * lay.workers, samples, lay.shard_size) if self.train else None
+        shards = planning.shard_count(samples, lay.shard_size)
+        ranks = lay.comm.size
+        p = planning.make(shards, lay.comm.rank, ranks, lay.workers, lay.threads)
+        buffers = native.aligned((p.buffers, self.floats))
+        lists = [self._numbers(a) for a in (*p.threads, p.final)]
+        starts = np.array([a.ctypes.data for a in lists], np.int64)
+        counts = np.array([len(a) for a in lists], np.int64)
+        keep: list[Any] = [lists, starts, counts, data]
+        step = native.Step(
+            threads=len(p.threads),
+            actions=starts.ctypes.data,
+            counts=counts.ctypes.data,
+            params=self.arena.address(native.PARAMS),
+            buffers=buffers.ctypes.data,
+            buffer_floats=self.floats,
+            shard_size=lay.shard_size,
+            samples=samples,
+        )
+        c = step.context
+        c.seed = self.seed
+        c.images, c.bytes = data.images.ctypes.data, int(data.images.dtype == np.uint8)
+        c.labels, c.scale, c.shift = data.labels.ctypes.data, data.scale.ctypes.data, data.shift.ctypes.data
+        work = np.zeros(0, np.uint8)
+        if lay.execution == "replay":
+            program = self._record(data.sample_shape)
+            work = native.aligned((len(p.threads), program.work_bytes), np.uint8)
+            step.program, step.records = program.records.ctypes.data, len(program.records)
+            step.work, step.work_bytes = work.ctypes.data, program.work_bytes
+            keep.append(program)
+        reduce = Reduction(lay.reduction, lay.comm, p, buffers, lay.workers)
+        return _Prepared(p, buffers, reduce, work, step, keep)
+
+    @staticmethod
+    def _numbers(actions: tuple[planning.Action, ...]) -> np.ndarray:
+        return np.array([(0 if a.kind == "run" else 1, a.a, a.b) for a in actions], np.int64).reshape(-1, 3)
+
+    # --- op by op ---
+
+    def _run_eager(self, ready: _Prepared, s: native.Step, sample_shape: tuple[int, ...]) -> None:
+        """The same plan, each shard through Python, one after the other."""
+        for actions in (*ready.plan.threads, ready.plan.final):
+            for a in actions:
+                if a.kind == "add":
+                    executor = ShardEager(s.context, 0, 0)
+                    rows = [Block(ready.buffers[i]) for i in (a.a, a.b)]
+                    executor.emit("add", rows[0], rows[0], rows[1], self.floats)
+                    continue
+                buffer = ready.buffers[a.b]
+                buffer[:] = 0
+                c = native.Context.from_buffer_copy(s.context)
+                c.first = a.a * self.layout.shard_size
+                c.valid = min(self.layout.shard_size, s.samples - c.first)
+                c.rows = s.rows + 8 * c.first
+                self._traced(ShardEager(c, buffer.ctypes.data, 4 * self.stats_at), sample_shape)
+
+
+
+

@@ -1,0 +1,349 @@
+"""DistributedTrainer: epochs over batches, a step that all ranks take or none, evaluation, history.
+
+It decides nothing about where shards are computed (engine.py) or how sums travel (parallel/); a group of one rank and
+one worker is the ordinary case.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from . import comm as communication
+from . import data as datasets
+from .arena import Arena
+from .engine import Engine, Layout
+from .errors import ConfigError, DeviceError, NumericsError
+from .nn import CrossEntropyLoss, Module
+from .optim import Optimizer, Schedule
+
+DEVICES = ("auto", "cpu", "gpu")
+
+
+@dataclasses.dataclass
+class History:
+    """What a training did. `records` has one dict per epoch; the last epoch's figures are attributes too."""
+
+    records: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    steps: int = 0
+    samples: int = 0
+    seconds: float = 0.0  # in training steps, without evaluation
+    total_time: float = 0.0  # with it
+
+    def _last(self, key: str) -> Any:
+        return self.records[-1].get(key) if self.records else None
+
+    @property
+    def train_loss(self) -> float | None:
+        """Mean training loss over the samples of the last epoch."""
+        return self._last("train_loss")
+
+    @property
+    def test_loss(self) -> float | None:
+        """Mean loss on the validation set after the last epoch."""
+        return self._last("test_loss")
+
+    @property
+    def test_accuracy(self) -> float | None:
+        """Share of the validation set that is right after the last epoch."""
+        return self._last("test_accuracy")
+
+    @property
+    def best_accuracy(self) -> float | None:
+        """The best test_accuracy of all epochs."""
+        return max((r["test_accuracy"] for r in self.records if r.get("test_accuracy") is not None), default=None)
+
+    @property
+    def samples_per_second(self) -> float:
+        """Training samples of all ranks per second of training."""
+        return self.samples / self.seconds if self.seconds else 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """Means over a data set."""
+
+    loss: float
+    accuracy: float
+    samples: int
+
+
+class DistributedTrainer:
+    """Trains a model on all workers of all ranks, with the same bits whatever their number.
+
+    Args:
+        model: any Module.
+        optimizer: SGD(lr=0.01), Adam(...), ...; bound to the model here unless it already is.
+        num_gpus: workers of this process (default 1). On a machine without a GPU they are CPU workers.
+        backend: transport: "auto", "mpi" or "local".
+        loss: called as loss(model(x), labels); default the model's own `loss`, else CrossEntropyLoss.
+        device: "auto" or "cpu"; "gpu" needs one.
+        shard_size: samples per shard. It is part of what is computed; the number of workers is not.
+        threads: threads of this process; default its cores divided by the ranks on this machine.
+        reduction: "tree" (same bits on any number of ranks) or "mpi" (the library's own order).
+        execution: "replay" (recorded once, run without Python) or "eager" (op by op). Same bits.
+        schedule: factor on the learning rate as a function of the step (optim.schedule).
+        seed: seed of dropout.
+        progress: an object with begin, step, epoch and end (progress.py); called on rank 0.
+        comm: the communicator, if not comm.world(backend).
+
+    Raises:
+        ConfigError: a setting is not allowed, or the ranks' models differ.
+        DeviceError: a GPU was asked for and there is none.
+    """
+
+    def __init__(
+        self,
+        model: Module,
+        optimizer: Optimizer,
+        num_gpus: int | None = None,
+        backend: str = "auto",
+        *,
+        loss: Any = None,
+        device: str = "auto",
+        shard_size: int = 32,
+        threads: int | None = None,
+        reduction: str = "tree",
+        execution: str = "replay",
+        schedule: Schedule | None = None,
+        seed: int = 0,
+        progress: Any = None,
+        comm: communication.Communicator | None = None,
+    ) -> None:
+        if device not in DEVICES:
+            raise ConfigError(f"[train] device is {device!r}; choose from {', '.join(DEVICES)}")
+        if not 0 <= seed < 2**63:
+            raise ConfigError(f"[train] seed is {seed}; it must be from 0 to 2^63 - 1")
+        self.comm = comm or communication.world(backend)
+        self.notice = choose_device(device, num_gpus)
+        self.device = "cpu"
+        workers = 1 if num_gpus is None else num_gpus
+        if threads is None:
+            threads = max(1, cores() // self.comm.local_size)
+        self.layout = Layout(self.comm, workers, threads, shard_size, reduction, execution)
+        self.workers = workers * self.comm.size
+        self.threads = threads
+        self.model, self.optimizer = model, optimizer
+        self.schedule = schedule or (lambda step: 1.0)
+        self.progress = progress if self.comm.rank == 0 else None
+        self.seed = seed
+        self.steps = 0
+        self.arena = Arena.of(model.named_parameters())
+        optimizer.bind(self.arena)
+        self._same_everywhere()
+        loss = loss or getattr(model, "loss", None) or CrossEntropyLoss()
+        self._train = Engine(model, loss, self.arena, self.layout, train=True, seed=seed)
+        self._eval = Engine(model, loss, self.arena, self.layout, train=False, seed=seed)
+
+    def _same_everywhere(self) -> None:
+        """Compares the layouts of all ranks, then gives all of them rank 0's parameters."""
+        if self.comm.size == 1:
+            return
+        lay = self.layout
+        mine = np.array(
+            [self.arena.layout_hash(), lay.workers, lay.shard_size, ("tree", "mpi").index(lay.reduction) if
+             lay.reduction in ("tree", "mpi") else -1, self.seed], np.int64
+        )
+        everyone = self.comm.all_gather(mine)
+        names = ("model", "number of workers", "shard size", "reduction", "seed")
+        for name, column in zip(names, everyone.T, strict=True):
+            different = np.flatnonzero(column != column[0])
+            if len(different):
+                raise ConfigError(
+                    f"[train] the {name} of rank {different[0]} differs from that of rank 0; start all ranks alike"
+                )
+        self.comm.broadcast(self.arena.params)
+
+    # --- steps ---
+
+    def train_step(self, batch: datasets.Batch) -> tuple[float, float]:
+        """One optimizer step over a global batch; returns (sum of losses, correct predictions) over its samples.
+
+        Every rank is given the same batch and computes its own shards of it.
+
+        Raises:
+            NumericsError: the loss or a gradient is NaN or infinite; nothing was changed, on no rank.
+        """
+        sums = self._train.run(batch, self.steps)
+        at = self._train.stats_at
+        lr = self.optimizer.lr * self.schedule(self.steps)
+        address = sums.ctypes.data
+        if not self.optimizer.apply(address, address + 4 * (at + 1), self._train.floats, lr):
+            what = "loss" if not math.isfinite(sums[at]) else "gradient"
+            error = NumericsError(
+                f"[train] the {what} is not finite at step {self.steps + 1} (rate {lr:g}); the step was not taken. "
+                "Lower --lr, or warm up"
+            )
+            error.everywhere = True  # all ranks hold the same sums
+            raise error
+        self.steps += 1
+        return float(sums[at]), float(sums[at + 2])
+
+    def evaluate(self, loader: Any) -> Evaluation:
+        """Mean loss and accuracy over a data set or loader, dropout off."""
+        loss = correct = count = 0.0
+        for batch in _whole(loader):
+            sums = self._eval.run(batch, 0)
+            loss, count, correct = loss + float(sums[0]), count + float(sums[1]), correct + float(sums[2])
+        if not count:
+            raise ConfigError("[evaluate] the data set is empty; give at least one sample")
+        return Evaluation(loss / count, correct / count, int(count))
+
+    # --- epochs ---
+
+    def fit(
+        self, train_loader: Any, val_loader: Any = None, epochs: int = 1, steps: int | None = None
+    ) -> History:
+        """Trains for `epochs` epochs, or until `steps` optimizer steps have been taken.
+
+        Args:
+            train_loader: a data.DataLoader (its batch_size is the global batch), or any iterable of (x, y) arrays
+                that is the same on all ranks.
+            val_loader: evaluated after each epoch, if given.
+
+        Returns:
+            A History.
+        """
+        if epochs < 1:
+            raise ConfigError(f"[train] epochs is {epochs}; it must be at least 1")
+        if steps is not None and steps < 1:
+            raise ConfigError(f"[train] steps is {steps}; it must be at least 1")
+        history = History()
+        started = time.perf_counter()
+        size = getattr(train_loader, "batch_size", 0)
+        if size:
+            from .parallel.plan import check_workers
+
+            check_workers(self.workers, min(size, len(train_loader.dataset)), self.layout.shard_size)
+        if self.progress:
+            per_epoch = len(train_loader) if hasattr(train_loader, "__len__") else 0
+            self.progress.begin(epochs, per_epoch, size)
+        try:
+            for epoch in range(epochs):
+                self._epoch(train_loader, val_loader, epoch, steps, history)
+                if steps is not None and history.steps >= steps:
+                    break
+        finally:
+            if self.progress:
+                self.progress.end()
+        history.total_time = time.perf_counter() - started
+        return history
+
+    train = fit
+
+    def _epoch(self, train_loader: Any, val_loader: Any, epoch: int, steps: int | None, history: History) -> None:
+        t0 = time.perf_counter()
+        shown = t0
+        loss = correct = samples = 0.0
+        for i, batch in enumerate(_batches(train_loader)):
+            a, b = self.train_step(batch)
+            loss, correct, samples = loss + a, correct + b, samples + len(batch.indices)
+            history.steps += 1
+            if self.progress:
+                now = time.perf_counter()
+                if now - shown > 0.1:
+                    shown = now
+                    self.progress.step(epoch, i + 1, a / len(batch.indices), samples / (now - t0))
+            if steps is not None and history.steps >= steps:
+                break
+        seconds = time.perf_counter() - t0
+        if not samples:
+            raise ConfigError("[train] the loader gave no batch; give it data, or a smaller batch size")
+        history.seconds += seconds
+        history.samples += int(samples)
+        record: dict[str, Any] = {
+            "epoch": epoch + 1,
+            "train_loss": loss / samples,
+            "train_accuracy": correct / samples,
+            "samples_per_second": samples / seconds,
+            "seconds": seconds,
+            "test_loss": None,
+            "test_accuracy": None,
+        }
+        if val_loader is not None:
+            result = self.evaluate(val_loader)
+            record.update(test_loss=result.loss, test_accuracy=result.accuracy)
+        history.records.append(record)
+        if self.progress:
+            self.progress.epoch(record)
+
+    # --- results ---
+
+    def weights_sha256(self) -> str:
+        """SHA-256 over the bytes of the arena: one value for one training, on any layout."""
+        return self.arena.sha256()
+
+    def save_weights(self, path: str | Path) -> None:
+        """Writes the parameters as safetensors, whole or not at all. Only rank 0 writes."""
+        if self.comm.rank == 0:
+            from safetensors.numpy import save_file
+
+            path = Path(path)
+            aside = path.with_name(f".{path.name}.{os.getpid()}")
+            try:
+                save_file(self.model.state_dict(), str(aside))
+                os.replace(aside, path)
+            finally:
+                aside.unlink(missing_ok=True)
+
+
+def cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def gpus() -> int:
+    """GPUs of this machine, without loading a driver."""
+    devices = Path("/dev")
+    return len([p for p in devices.glob("nvidia[0-9]*") if p.name[6:].isdigit()])
+
+
+def choose_device(device: str, num_gpus: int | None) -> str | None:
+    """What the user should know about the device, in one line, or None.
+
+    Raises:
+        DeviceError: GPUs were asked for that are not there, or that this version cannot use.
+    """
+    found = gpus()
+    if num_gpus is not None and num_gpus < 1:
+        raise ConfigError(f"[train] num_gpus is {num_gpus}; it must be at least 1")
+    if device == "gpu":
+        if not found:
+            raise DeviceError("[train] device is 'gpu' but this machine has none; use --device cpu or auto")
+        raise DeviceError("[train] this version has no GPU kernels yet; use --device cpu")
+    if device == "cpu" or num_gpus is None:
+        return None
+    if not found:
+        return f"no GPU found: {num_gpus} CPU workers are used"
+    if found < num_gpus:
+        raise DeviceError(
+            f"[train] {num_gpus} GPUs were asked for and {found} found; use --num-gpus {found}, or --device cpu"
+        )
+    return f"{found} GPUs found, but this version has no GPU kernels yet: {num_gpus} CPU workers are used"
+
+
+def _batches(loader: Any) -> Iterable[datasets.Batch]:
+    """The loader's batches; pairs of arrays become batches of their own."""
+    for item in loader:
+        if isinstance(item, datasets.Batch):
+            yield item
+        else:
+            x, y = item
+            data = datasets.arrays(np.asarray(x), np.asarray(y))
+            yield datasets.Batch(data, np.arange(len(data)), 0, 0)
+
+
+def _whole(loader: Any) -> Iterable[datasets.Batch]:
+    """A data set or loader as batches for evaluation."""
+    if isinstance(loader, datasets.ArrayDataset):
+        loader = datasets.DataLoader(loader, batch_size=8192)
+    return _batches(loader)
+
+
