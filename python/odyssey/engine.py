@@ -130,7 +130,6 @@ class Engine:
 
     def _prepare(self, samples: int, data: Any) -> _Prepared:
         lay = self.layout
-        planning.check_workers(lay.comm.size * lay.workers, samples, lay.shard_size) if self.train else None
         shards = planning.shard_count(samples, lay.shard_size)
         ranks = lay.comm.size
         p = planning.make(shards, lay.comm.rank, ranks, lay.workers, lay.threads)

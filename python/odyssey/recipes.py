@@ -12,9 +12,9 @@ RECIPES: dict[str, dict[str, Any]] = {
     "lenet5": {
         "epochs": 8,
         "optimizer": "sgd",
-        "lr": 0.1,
+        "lr": 0.05,
         "momentum": 0.9,
-        "weight_decay": 0.0,
+        "weight_decay": 5e-4,
         "schedule": "cosine",
         "warmup_steps": 100,
     },
@@ -39,7 +39,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 }
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "sgd": {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.0},
+    "sgd": {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.0},
     "adam": {"lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0},
     "adamw": {"lr": 1e-3, "momentum": 0.0, "weight_decay": 0.01},
 }

@@ -43,7 +43,7 @@ def fake(monkeypatch):
     """The library's parts that a training run uses, recorded."""
     record = Record()
     history = types.SimpleNamespace(
-        records=[{"epoch": 0, "train_loss": 0.5, "test_accuracy": 0.9}],
+        records=[{"epoch": 1, "train_loss": 0.5, "test_accuracy": 0.9}],
         train_loss=0.0123,
         test_accuracy=0.9905,
         test_loss=float("nan"),

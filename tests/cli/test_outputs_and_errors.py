@@ -37,7 +37,7 @@ def test_json(odyssey_command, fake, tmp_path):
         "reduction": "tree",
         "execution": "replay",
         "version": cli.version(),
-        "history": [{"epoch": 0, "train_loss": 0.5, "test_accuracy": 0.9}],
+        "history": [{"epoch": 1, "train_loss": 0.5, "test_accuracy": 0.9}],
     }
     assert os.listdir(tmp_path) == ["out.json"]
 
@@ -188,7 +188,7 @@ def test_build_check_targets_stands_alone(odyssey_command):
 # -- progress ---------------------------------------------------------------------------------------------------------
 
 RECORD = {
-    "epoch": 1,
+    "epoch": 2,
     "train_loss": 0.05,
     "train_accuracy": 0.98,
     "test_loss": 0.04,
@@ -201,7 +201,7 @@ RECORD = {
 def drive(shown):
     shown.begin(2, 469, 128)
     shown.step(0, 10, 1.5, 60000.0)
-    shown.epoch({**RECORD, "epoch": 0})
+    shown.epoch({**RECORD, "epoch": 1})
     shown.step(1, 469, 0.05, 60000.0)
     shown.epoch(RECORD)
     shown.end()
@@ -220,7 +220,7 @@ def test_piped_progress_is_one_plain_line_per_epoch():
 
 
 def test_piped_progress_without_a_test_set():
-    assert progress.epoch_line({"epoch": 0, "train_loss": 1.0, "test_loss": None}, 1) == "epoch 1/1  train loss 1.0000"
+    assert progress.epoch_line({"epoch": 1, "train_loss": 1.0, "test_loss": None}, 1) == "epoch 1/1  train loss 1.0000"
 
 
 def test_terminal_progress_is_one_live_line(monkeypatch):

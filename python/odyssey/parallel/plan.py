@@ -87,7 +87,8 @@ def check_workers(workers: int, samples: int, shard_size: int) -> None:
 def make(shards: int, rank: int, ranks: int, workers: int, threads: int) -> Plan:
     """The plan of process `rank` of `ranks`, each with `workers` workers whose shards `threads` threads compute.
 
-    Worker w of all ranks * workers owns run w. Threads take whole workers, or share one if there are more threads.
+    Worker w of all ranks * workers owns run w, which is empty for some if a last batch has fewer shards than workers.
+    Threads take whole workers, or share one if there are more threads.
     """
     runs = [share(shards, ranks * workers, rank * workers + w) for w in range(workers)]
     own = (runs[0][0], runs[-1][1])

@@ -37,11 +37,11 @@ class Reduction:
         self.comm, self.plan, self.buffers = comm, plan, buffers
         self._alone = comm.size == 1
         self._tree = kind == "tree"
-        self.result = buffers[plan.partial[0][1]]
         if self._alone:
+            self.result = buffers[plan.partial[0][1]]
             return
+        self.result = native.aligned(buffers.shape[1])
         if not self._tree:
-            self.result = native.aligned(buffers.shape[1])
             return
         x = exchange(plan.shards, comm.size, workers, buffers.shape[1])
         self._ranges = x.ranges
@@ -51,7 +51,6 @@ class Reduction:
         self._send_counts = [mine * (b - a) for a, b in x.ranges]
         self._receive_counts = [len(ns) * (hi - lo) for ns in x.nodes]
         self._receive = native.aligned(int(np.sum(self._receive_counts)))
-        self.result = native.aligned(buffers.shape[1])
         lib = native.library()
         pieces = [Block(self._receive[i * (hi - lo) :]) for i in range(sum(len(ns) for ns in x.nodes))] if hi > lo else []
         self._adds = np.zeros((len(x.adds) if pieces else 0, lib.record), np.int64)
@@ -65,8 +64,8 @@ class Reduction:
         if self._alone:
             return self.result
         if not self._tree:
-            np.copyto(self.result, self.buffers[self.plan.partial[0][1]])
-            for _, b in self.plan.partial[1:]:
+            self.result[:] = 0
+            for _, b in self.plan.partial:
                 self.result += self.buffers[b]
             return self.comm.all_reduce(self.result)
         at = 0
