@@ -8,7 +8,7 @@ from std.runtime import initialize_runtime
 from kernels.lanes import BytePtr, LANES
 from kernels.layout import LongPtr
 from shared.training.executor import StepPtr, run_program, run_step
-from shared.training.ops import ContextPtr, NAMES, RECORD, STATS
+from shared.training.ops import ContextPtr, NAMES, RECORD, ROWS, STATS
 
 
 @export
@@ -19,13 +19,15 @@ def odyssey_init() abi("C"):
 
 @export
 def odyssey_constant(which: Int) abi("C") -> Int:
-    """LANES (0), RECORD (1), STATS (2), the number of ops (3)."""
+    """LANES (0), RECORD (1), STATS (2), ROWS (3), the number of ops (4)."""
     if which == 0:
         return LANES
     elif which == 1:
         return RECORD
     elif which == 2:
         return STATS
+    elif which == 3:
+        return ROWS
     return len(materialize[NAMES]())
 
 

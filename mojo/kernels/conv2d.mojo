@@ -282,7 +282,9 @@ def _backward_input_spread[
                             q += qb
 
 
-def conv2d_backward_input_any(
+def conv2d_backward_input_any[
+    L: Int
+](
     dx: Ptr,
     dy: Ptr,
     w: Ptr,
@@ -302,7 +304,7 @@ def conv2d_backward_input_any(
         for c in range(C):
             for h in range(H):
                 for i in range(W):
-                    var acc = Vec(0)
+                    var acc = SIMD[F32, L](0)
                     for r in range(h % S, R, S):
                         var p = (h - r) // S
                         if h < r or p >= P:
@@ -312,10 +314,10 @@ def conv2d_backward_input_any(
                             if i < t or q >= Q:
                                 continue
                             for k in range(K):
-                                acc = load(
-                                    dy, (((g * K + k) * P + p) * Q + q) * LANES
-                                ).fma(splat(w, ((k * C + c) * R + r) * T + t), acc)
-                    store(dx, (((g * C + c) * H + h) * W + i) * LANES, acc)
+                                acc = load[L](
+                                    dy, (((g * K + k) * P + p) * Q + q) * L
+                                ).fma(SIMD[F32, L](w[unsafe_offset=((k * C + c) * R + r) * T + t]), acc)
+                    store[L](dx, (((g * C + c) * H + h) * W + i) * L, acc)
 
 
 def conv2d_backward_input(
@@ -339,13 +341,15 @@ def conv2d_backward_input(
     elif S == 1 and T == 1:
         _backward_input_spread[1](dx, dy, w, G, C, H, W, K, R)
     else:
-        conv2d_backward_input_any(dx, dy, w, G, C, H, W, K, R, T, S)
+        conv2d_backward_input_any[LANES](dx, dy, w, G, C, H, W, K, R, T, S)
 
 
 # --- the definitions -------------------------------------------------------------
 
 
-def conv2d_forward_naive(
+def conv2d_forward_naive[
+    L: Int = LANES
+](
     y: Ptr, x: Ptr, w: Ptr, b: Ptr, G: Int, C: Int, H: Int, W: Int, K: Int, R: Int, T: Int, S: Int
 ):
     """The sum as it is written in a textbook, one float at a time."""
@@ -355,19 +359,21 @@ def conv2d_forward_naive(
         for k in range(K):
             for p in range(P):
                 for q in range(Q):
-                    for l in range(LANES):
+                    for l in range(L):
                         var s = b[unsafe_offset=k]
                         for c in range(C):
                             for r in range(R):
                                 for t in range(T):
                                     s += (
                                         w[unsafe_offset=((k * C + c) * R + r) * T + t]
-                                        * x[unsafe_offset=(((g * C + c) * H + p * S + r) * W + q * S + t) * LANES + l]
+                                        * x[unsafe_offset=(((g * C + c) * H + p * S + r) * W + q * S + t) * L + l]
                                     )
-                        y[unsafe_offset=(((g * K + k) * P + p) * Q + q) * LANES + l] = s
+                        y[unsafe_offset=(((g * K + k) * P + p) * Q + q) * L + l] = s
 
 
-def conv2d_backward_naive(
+def conv2d_backward_naive[
+    L: Int = LANES
+](
     dx: Ptr, dw: Ptr, db: Ptr, dy: Ptr, x: Ptr, w: Ptr,
     G: Int, C: Int, H: Int, W: Int, K: Int, R: Int, T: Int, S: Int,
 ):
@@ -378,13 +384,13 @@ def conv2d_backward_naive(
         for k in range(K):
             for p in range(P):
                 for q in range(Q):
-                    for l in range(LANES):
-                        var d = dy[unsafe_offset=(((g * K + k) * P + p) * Q + q) * LANES + l]
+                    for l in range(L):
+                        var d = dy[unsafe_offset=(((g * K + k) * P + p) * Q + q) * L + l]
                         db[unsafe_offset=k] += d
                         for c in range(C):
                             for r in range(R):
                                 for t in range(T):
                                     var wi = ((k * C + c) * R + r) * T + t
-                                    var xi = (((g * C + c) * H + p * S + r) * W + q * S + t) * LANES + l
+                                    var xi = (((g * C + c) * H + p * S + r) * W + q * S + t) * L + l
                                     dw[unsafe_offset=wi] += d * x[unsafe_offset=xi]
                                     dx[unsafe_offset=xi] += d * w[unsafe_offset=wi]

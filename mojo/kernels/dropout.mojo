@@ -5,11 +5,11 @@ The mask is not stored: backward draws the same numbers again.
 
 from std.math import iota
 
-from .lanes import F32, LANES, Ptr, Vec, load, store
+from .lanes import F32, Ptr, load, store
 from .random import U32, philox, unit
 
 
-def dropout(
+def dropout[L: Int](
     y: Ptr,  # (G, F, L)
     x: Ptr,  # (G, F, L)
     G: Int,
@@ -27,16 +27,16 @@ def dropout(
     """
     var keep = Float32(1) / (1 - p)
     for g in range(G):
-        var sample = iota[U32, LANES](first + UInt32(g * LANES))
+        var sample = iota[U32, L](first + UInt32(g * L))
         for block in range((F + 3) // 4):
-            var r = philox[LANES](
-                SIMD[U32, LANES](UInt32(block)),
+            var r = philox[L](
+                SIMD[U32, L](UInt32(block)),
                 sample,
-                SIMD[U32, LANES](step),
-                SIMD[U32, LANES](layer),
+                SIMD[U32, L](step),
+                SIMD[U32, L](layer),
                 seed,
             )
             for j in range(min(4, F - 4 * block)):
-                var i = (g * F + 4 * block + j) * LANES
-                var kept = unit[LANES](r[j]).ge(p)
-                store(y, i, kept.select(load(x, i) * keep, Vec(0)))
+                var i = (g * F + 4 * block + j) * L
+                var kept = unit[L](r[j]).ge(p)
+                store[L](y, i, kept.select(load[L](x, i) * keep, SIMD[F32, L](0)))

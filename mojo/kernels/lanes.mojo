@@ -9,9 +9,13 @@ spatial size vectorises without a tail. Lanes beyond N hold finite numbers whose
 row-major, as Python shows them. LANES is the same on every instruction set; on a narrower one a vector is two or four
 registers.
 
+A batch of a few samples would leave most lanes empty. It is kept in rows (N, features...), which is the same
+layout with one lane: G = N, L = 1. Kernels that only walk over features are written once for any L; convolution and
+linear layers have a second form that vectorises along the row (conv2d_rows.mojo, linear_rows.mojo).
+
 Letters, in all kernel files:
 
-    G  groups of samples            L  LANES
+    G  groups of samples            L  samples per group: LANES, or 1 for rows
     C  input channels, H W their height and width (padding included)
     K  output channels, P Q their height and width       (P = (H - R) / S + 1)
     R  kernel height, T kernel width, S stride
@@ -22,7 +26,8 @@ Arguments come in the order outputs, inputs, saved values, sizes. Gradients of p
 several uses of one parameter sum up; gradients of activations are written (=).
 """
 
-from std.sys import CompilationTarget
+from std.math import iota
+from std.sys import CompilationTarget, masked_load, masked_store
 
 comptime F32 = DType.float32
 comptime LANES = 16
@@ -39,15 +44,33 @@ comptime REGISTERS = 32 if CompilationTarget.has_avx512f() else (
 
 
 @always_inline
-def load(p: Ptr, i: Int) -> Vec:
-    """Loads the LANES floats at element offset `i`."""
-    return p.unsafe_offset(i).unsafe_load[width=LANES]()
+def load[L: Int = LANES](p: Ptr, i: Int) -> SIMD[F32, L]:
+    """Loads the L floats at element offset `i`."""
+    return p.unsafe_offset(i).unsafe_load[width=L]()
 
 
 @always_inline
-def store(p: Ptr, i: Int, v: Vec):
-    """Stores LANES floats at element offset `i`."""
+def store[L: Int = LANES](p: Ptr, i: Int, v: SIMD[F32, L]):
+    """Stores L floats at element offset `i`."""
     p.unsafe_store(i, v)
+
+
+@always_inline
+def first[L: Int = LANES](n: Int) -> SIMD[DType.bool, L]:
+    """True in the first n lanes (all for n >= L, none for n <= 0)."""
+    return iota[F32, L]().lt(Float32(n))
+
+
+@always_inline
+def load_first(p: Ptr, i: Int, n: Int) -> Vec:
+    """Loads the first n of LANES floats; the others are 0 and their memory is not touched."""
+    return masked_load[LANES](p.unsafe_offset(i), first(n), Vec(0))
+
+
+@always_inline
+def store_first(p: Ptr, i: Int, v: Vec, n: Int):
+    """Stores the first n of LANES floats."""
+    masked_store[LANES](v, p.unsafe_offset(i), first(n))
 
 
 @always_inline

@@ -65,7 +65,41 @@ def gather_rows[
             f += LANES
 
 
-def gather_labels(
+def gather_rows_in_rows[
+    dtype: DType
+](
+    y: Ptr,  # (G, F)
+    x: Pointer[Scalar[dtype], MutUntrackedOrigin],  # (samples, F)
+    rows: LongPtr,  # (N)
+    scale: Ptr,  # (C)
+    shift: Ptr,  # (C)
+    N: Int,
+    G: Int,
+    F: Int,
+    C: Int,
+):
+    """Same as gather_rows, for a y in rows."""
+    var plane = F // C
+    for n in range(G):
+        for c in range(C):
+            var a = scale[unsafe_offset=c] if n < N else 0
+            var b = shift[unsafe_offset=c] if n < N else 0
+            var at = c * plane
+            var from_ = Int(rows[unsafe_offset=n]) * F + at if n < N else 0
+            var i = 0
+            while i + LANES <= plane:
+                var v = x.unsafe_offset(from_ + i).unsafe_load[width=LANES]().cast[F32]()
+                store(y, n * F + at + i, v * a + b)
+                i += LANES
+            while i < plane:
+                var v = x[unsafe_offset = from_ + i].cast[F32]()
+                y[unsafe_offset = n * F + at + i] = v * a + b
+                i += 1
+
+
+def gather_labels[
+    L: Int
+](
     y: IntPtr,  # (G * L)
     labels: IntPtr,  # (samples)
     rows: LongPtr,  # (N)
@@ -73,7 +107,7 @@ def gather_labels(
     G: Int,
 ):
     """Label of each lane; -1, which every loss ignores, from N on."""
-    for n in range(G * LANES):
+    for n in range(G * L):
         y[unsafe_offset=n] = (
             labels[unsafe_offset=Int(rows[unsafe_offset=n])] if n < N else -1
         )
@@ -131,7 +165,7 @@ def _load_part(x: Ptr, at: Int, n: Int) -> Vec:
     )
 
 
-def pad_forward(
+def pad_forward[L: Int](
     y: Ptr,  # (G, C, H + 2 ph, W + 2 pw, L)
     x: Ptr,  # (G, C, H, W, L)
     planes: Int,  # G * C
@@ -145,32 +179,32 @@ def pad_forward(
     var at = 0
     for plane in range(planes):
         for _ in range(ph * wide):
-            store(y, at, Vec(0))
-            at += LANES
+            store[L](y, at, SIMD[F32, L](0))
+            at += L
         for h in range(H):
             for _ in range(pw):
-                store(y, at, Vec(0))
-                at += LANES
+                store[L](y, at, SIMD[F32, L](0))
+                at += L
             for i in range(W):
-                store(y, at, load(x, ((plane * H + h) * W + i) * LANES))
-                at += LANES
+                store[L](y, at, load[L](x, ((plane * H + h) * W + i) * L))
+                at += L
             for _ in range(pw):
-                store(y, at, Vec(0))
-                at += LANES
+                store[L](y, at, SIMD[F32, L](0))
+                at += L
         for _ in range(ph * wide):
-            store(y, at, Vec(0))
-            at += LANES
+            store[L](y, at, SIMD[F32, L](0))
+            at += L
 
 
-def pad_backward(dx: Ptr, dy: Ptr, planes: Int, H: Int, W: Int, ph: Int, pw: Int):
+def pad_backward[L: Int](dx: Ptr, dy: Ptr, planes: Int, H: Int, W: Int, ph: Int, pw: Int):
     """Copies the inside of the frame dy (G, C, H + 2 ph, W + 2 pw, L) to dx (G, C, H, W, L).
     """
     var wide = W + 2 * pw
     for plane in range(planes):
         for h in range(H):
             for i in range(W):
-                store(
+                store[L](
                     dx,
-                    ((plane * H + h) * W + i) * LANES,
-                    load(dy, ((plane * (H + 2 * ph) + h + ph) * wide + i + pw) * LANES),
+                    ((plane * H + h) * W + i) * L,
+                    load[L](dy, ((plane * (H + 2 * ph) + h + ph) * wide + i + pw) * L),
                 )

@@ -5,12 +5,9 @@ R x T is the window, S the stride; P = (H - R) / S + 1 as for a convolution.
 
 from std.memory import unsafe_memset_zero
 
-from .lanes import F32, LANES, BytePtr, Ptr, Vec, load, store
+from .lanes import F32, BytePtr, Ptr, load, store
 
-comptime Where = SIMD[DType.uint8, LANES]
-
-
-def maxpool_forward(
+def maxpool_forward[L: Int](
     y: Ptr,  # (planes, P, Q, L)
     argmax: BytePtr,  # (planes, P, Q, L): which place of the window, r * T + t
     x: Ptr,  # (planes, H, W, L)
@@ -26,13 +23,14 @@ def maxpool_forward(
     R * T must be at most 256.
     """
     if R == 2 and T == 2 and S == 2:
-        _maxpool_forward[2](y, argmax, x, planes, H, W, R, T, S)
+        _maxpool_forward[L, 2](y, argmax, x, planes, H, W, R, T, S)
     else:
-        _maxpool_forward[0](y, argmax, x, planes, H, W, R, T, S)
+        _maxpool_forward[L, 0](y, argmax, x, planes, H, W, R, T, S)
 
 
 @always_inline
 def _maxpool_forward[
+    L: Int,
     known: Int  # window and stride if they are equal and known at compile time, else 0
 ](y: Ptr, argmax: BytePtr, x: Ptr, planes: Int, H: Int, W: Int, R_: Int, T_: Int, S_: Int):
     var R = known if known else R_
@@ -43,17 +41,17 @@ def _maxpool_forward[
     var out = 0
     for plane in range(planes):
         for p in range(P):
-            var row = x.unsafe_offset((plane * H + p * S) * W * LANES)
+            var row = x.unsafe_offset((plane * H + p * S) * W * L)
             for _ in range(Q):
-                var best = load(row, 0)
-                var at = SIMD[DType.int32, LANES](0)
+                var best = load[L](row, 0)
+                var at = SIMD[DType.int32, L](0)
 
                 @always_inline
                 def look(r: Int, t: Int) {mut best, mut at, imm}:
-                    var v = load(row, (r * W + t) * LANES)
+                    var v = load[L](row, (r * W + t) * L)
                     var better = v.gt(best) | v.ne(v)
                     best = better.select(v, best)
-                    at = better.select(SIMD[DType.int32, LANES](Int32(r * T + t)), at)
+                    at = better.select(SIMD[DType.int32, L](Int32(r * T + t)), at)
 
                 comptime if known:
                     comptime for j in range(1, known * known):
@@ -61,14 +59,14 @@ def _maxpool_forward[
                 else:
                     for j in range(1, R * T):
                         look(j // T, j % T)
-                store(y, out, best)
+                store[L](y, out, best)
                 argmax.unsafe_store(out, at.cast[DType.uint8]())
-                out += LANES
-                row = row.unsafe_offset(S * LANES)
+                out += L
+                row = row.unsafe_offset(S * L)
 
 
 def maxpool_backward[
-    relu: Bool
+    L: Int, relu: Bool
 ](
     dx: Ptr,  # (planes, H, W, L)
     dy: Ptr,  # (planes, P, Q, L)
@@ -85,54 +83,54 @@ def maxpool_backward[
     same pass: where the winner is 0 nothing passes.
     """
     if R == 2 and T == 2 and S == 2 and H % 2 == 0 and W % 2 == 0:
-        _maxpool_backward_2x2[relu](dx, dy, argmax, y, planes, H, W)
+        _maxpool_backward_2x2[L, relu](dx, dy, argmax, y, planes, H, W)
         return
     var P = (H - R) // S + 1
     var Q = (W - T) // S + 1
-    unsafe_memset_zero(dx, planes * H * W * LANES)
+    unsafe_memset_zero(dx, planes * H * W * L)
     var out = 0
     for plane in range(planes):
         for p in range(P):
             for q in range(Q):
-                var d = _passing[relu](dy, y, out)
-                var at = argmax.unsafe_offset(out).unsafe_load[width=LANES]()
+                var d = _passing[L, relu](dy, y, out)
+                var at = argmax.unsafe_offset(out).unsafe_load[width=L]()
                 for r in range(R):
                     for t in range(T):
-                        var i = ((plane * H + p * S + r) * W + q * S + t) * LANES
+                        var i = ((plane * H + p * S + r) * W + q * S + t) * L
                         var won = at.eq(UInt8(r * T + t))
-                        store(dx, i, load(dx, i) + won.select(d, Vec(0)))
-                out += LANES
+                        store[L](dx, i, load[L](dx, i) + won.select(d, SIMD[F32, L](0)))
+                out += L
 
 
 @always_inline
-def _passing[relu: Bool](dy: Ptr, y: Ptr, i: Int) -> Vec:
+def _passing[L: Int, relu: Bool](dy: Ptr, y: Ptr, i: Int) -> SIMD[F32, L]:
     comptime if relu:
-        return load(y, i).gt(0).select(load(dy, i), Vec(0))
+        return load[L](y, i).gt(0).select(load[L](dy, i), SIMD[F32, L](0))
     else:
-        return load(dy, i)
+        return load[L](dy, i)
 
 
 @always_inline
 def _maxpool_backward_2x2[
-    relu: Bool
+    L: Int, relu: Bool
 ](dx: Ptr, dy: Ptr, argmax: BytePtr, y: Ptr, planes: Int, H: Int, W: Int):
     """Windows that tile the plane: every element is written once, none is read."""
     var out = 0
     for row in range(planes * H // 2):
-        var top = dx.unsafe_offset(row * 2 * W * LANES)
+        var top = dx.unsafe_offset(row * 2 * W * L)
         for q in range(W // 2):
-            var d = _passing[relu](dy, y, out)
-            var at = argmax.unsafe_offset(out).unsafe_load[width=LANES]()
+            var d = _passing[L, relu](dy, y, out)
+            var at = argmax.unsafe_offset(out).unsafe_load[width=L]()
             comptime for j in range(4):
-                store(
+                store[L](
                     top,
-                    ((j // 2) * W + 2 * q + j % 2) * LANES,
-                    at.eq(UInt8(j)).select(d, Vec(0)),
+                    ((j // 2) * W + 2 * q + j % 2) * L,
+                    at.eq(UInt8(j)).select(d, SIMD[F32, L](0)),
                 )
-            out += LANES
+            out += L
 
 
-def avgpool_forward(y: Ptr, x: Ptr, planes: Int, H: Int, W: Int, R: Int, T: Int, S: Int):
+def avgpool_forward[L: Int](y: Ptr, x: Ptr, planes: Int, H: Int, W: Int, R: Int, T: Int, S: Int):
     """Mean of each window. Shapes as for maxpool_forward."""
     var P = (H - R) // S + 1
     var Q = (W - T) // S + 1
@@ -141,27 +139,27 @@ def avgpool_forward(y: Ptr, x: Ptr, planes: Int, H: Int, W: Int, R: Int, T: Int,
     for plane in range(planes):
         for p in range(P):
             for q in range(Q):
-                var s = Vec(0)
+                var s = SIMD[F32, L](0)
                 for r in range(R):
                     for t in range(T):
-                        s += load(x, ((plane * H + p * S + r) * W + q * S + t) * LANES)
-                store(y, out, s * scale)
-                out += LANES
+                        s += load[L](x, ((plane * H + p * S + r) * W + q * S + t) * L)
+                store[L](y, out, s * scale)
+                out += L
 
 
-def avgpool_backward(dx: Ptr, dy: Ptr, planes: Int, H: Int, W: Int, R: Int, T: Int, S: Int):
+def avgpool_backward[L: Int](dx: Ptr, dy: Ptr, planes: Int, H: Int, W: Int, R: Int, T: Int, S: Int):
     """Spreads each gradient evenly over its window. Shapes as for maxpool_backward."""
     var P = (H - R) // S + 1
     var Q = (W - T) // S + 1
     var scale = Float32(1) / Float32(R * T)
-    unsafe_memset_zero(dx, planes * H * W * LANES)
+    unsafe_memset_zero(dx, planes * H * W * L)
     var out = 0
     for plane in range(planes):
         for p in range(P):
             for q in range(Q):
-                var d = load(dy, out) * scale
+                var d = load[L](dy, out) * scale
                 for r in range(R):
                     for t in range(T):
-                        var i = ((plane * H + p * S + r) * W + q * S + t) * LANES
-                        store(dx, i, load(dx, i) + d)
-                out += LANES
+                        var i = ((plane * H + p * S + r) * W + q * S + t) * L
+                        store[L](dx, i, load[L](dx, i) + d)
+                out += L

@@ -5,7 +5,7 @@ than n. It is the tree of recursive halving when n is a power of two, and a work
 owns a subtree.
 """
 
-from .lanes import F32, LANES, Ptr, Vec, load, store
+from .lanes import F32, LANES, Ptr, Vec, first, load, store
 
 # Blocks of the squared norm: 4096 floats are summed in lanes of float64, the block sums one after the other.
 comptime BLOCK = 4096
@@ -77,26 +77,22 @@ def is_finite(x: Ptr, n: Int) -> Bool:
     return s == 0
 
 
-def sum_lanes(y: Ptr, x: Ptr, N: Int, G: Int, F: Int):
+def sum_lanes[L: Int](y: Ptr, x: Ptr, N: Int, G: Int, F: Int):
     """Writes the sum over all features of the first N lanes of x (G, F, L)."""
-    from std.math import iota
-
-    var s = Vec(0)
+    var s = SIMD[F32, L](0)
     for g in range(G):
-        var live = iota[F32, LANES]().lt(Float32(min(max(N - g * LANES, 0), LANES)))
-        var t = Vec(0)
+        var live = first[L](N - g * L)
+        var t = SIMD[F32, L](0)
         for f in range(F):
-            t += load(x, (g * F + f) * LANES)
-        s += live.select(t, Vec(0))
+            t += load[L](x, (g * F + f) * L)
+        s += live.select(t, SIMD[F32, L](0))
     y[] = s.reduce_add()
 
 
-def sum_lanes_backward(dx: Ptr, dy: Ptr, N: Int, G: Int, F: Int):
+def sum_lanes_backward[L: Int](dx: Ptr, dy: Ptr, N: Int, G: Int, F: Int):
     """Writes dy into the first N lanes of dx (G, F, L), 0 into the rest."""
-    from std.math import iota
-
     for g in range(G):
-        var live = iota[F32, LANES]().lt(Float32(min(max(N - g * LANES, 0), LANES)))
-        var d = live.select(Vec(dy[]), Vec(0))
+        var live = first[L](N - g * L)
+        var d = live.select(SIMD[F32, L](dy[]), SIMD[F32, L](0))
         for f in range(F):
-            store(dx, (g * F + f) * LANES, d)
+            store[L](dx, (g * F + f) * L, d)

@@ -21,7 +21,7 @@ from .nn import Module
 from .parallel import plan as planning
 from .parallel.reduction import Reduction
 from .program import Block, Program, Recorder, ShardEager, using
-from .tensor import empty, make, no_grad
+from .tensor import empty, layout_of, make, no_grad
 
 EXECUTIONS = ("replay", "eager")
 
@@ -44,6 +44,14 @@ class Layout:
                 raise ConfigError(f"[train] {name} is {value!r}; it must be an integer of at least 1")
         if self.execution not in EXECUTIONS:
             raise ConfigError(f"[train] execution is {self.execution!r}; choose from {', '.join(EXECUTIONS)}")
+
+
+def effective_shard_size(samples: int, shard_size: int) -> int:
+    """The shard size of a batch; one smaller than a shard gets no more groups of lanes than it fills."""
+    if samples >= shard_size:
+        return shard_size
+    lanes = native.library().lanes
+    return samples if layout_of(samples) == "rows" else min(shard_size, -(-samples // lanes) * lanes)
 
 
 @dataclasses.dataclass
@@ -95,13 +103,13 @@ class Engine:
 
     # --- recording ---
 
-    def _pass(self, executor: Recorder | ShardEager, sample_shape: tuple[int, ...]) -> None:
-        """Forward and backward of one shard, through whatever executor is current."""
-        n = self.layout.shard_size
-        x = empty((n, *sample_shape), "lanes")
-        labels = make(executor.alloc(4 * x.groups * native.library().lanes), (n,), "lanes", np.int32)
+    def _pass(self, executor: Recorder | ShardEager, n: int, sample_shape: tuple[int, ...]) -> None:
+        """Forward and backward of one shard of n samples, through whatever executor is current."""
+        layout = layout_of(n)
+        x = empty((n, *sample_shape), layout)
+        labels = make(executor.alloc(4 * x.groups * native.library().lanes), (n,), layout, np.int32)
         channels = sample_shape[0] if len(sample_shape) > 1 else 1
-        executor.emit("input", x.memory, labels.memory, x.groups, x.features, channels)
+        executor.emit("input", x.memory, labels.memory, x.groups, x.features, channels, layout=layout)
         loss = self.loss(self.model(x), labels)
         if loss.shape != ():
             raise ConfigError(f"[train] the loss has shape {loss.shape}; it must be one number, a sum or mean over samples")
@@ -110,27 +118,29 @@ class Engine:
         if self.train:
             loss.backward()
 
-    def _record(self, sample_shape: tuple[int, ...]) -> Program:
-        if sample_shape not in self._programs:
+    def _record(self, n: int, sample_shape: tuple[int, ...]) -> Program:
+        key = (n, *sample_shape)
+        if key not in self._programs:
             recorder = Recorder(self.arena, 4 * self.stats_at)
-            self._traced(recorder, sample_shape)
-            self._programs[sample_shape] = recorder.finish()
-        return self._programs[sample_shape]
+            self._traced(recorder, n, sample_shape)
+            self._programs[key] = recorder.finish()
+        return self._programs[key]
 
-    def _traced(self, executor: Recorder | ShardEager, sample_shape: tuple[int, ...]) -> None:
+    def _traced(self, executor: Recorder | ShardEager, n: int, sample_shape: tuple[int, ...]) -> None:
         self.model.train(self.train)
         with using(executor):
             if self.train:
-                self._pass(executor, sample_shape)
+                self._pass(executor, n, sample_shape)
             else:
                 with no_grad():
-                    self._pass(executor, sample_shape)
+                    self._pass(executor, n, sample_shape)
 
     # --- plans as numbers ---
 
     def _prepare(self, samples: int, data: Any) -> _Prepared:
         lay = self.layout
-        shards = planning.shard_count(samples, lay.shard_size)
+        shard_size = effective_shard_size(samples, lay.shard_size)
+        shards = planning.shard_count(samples, shard_size)
         ranks = lay.comm.size
         p = planning.make(shards, lay.comm.rank, ranks, lay.workers, lay.threads)
         buffers = native.aligned((p.buffers, self.floats))
@@ -145,7 +155,7 @@ class Engine:
             params=self.arena.address(native.PARAMS),
             buffers=buffers.ctypes.data,
             buffer_floats=self.floats,
-            shard_size=lay.shard_size,
+            shard_size=shard_size,
             samples=samples,
         )
         c = step.context
@@ -154,7 +164,7 @@ class Engine:
         c.labels, c.scale, c.shift = data.labels.ctypes.data, data.scale.ctypes.data, data.shift.ctypes.data
         work = np.zeros(0, np.uint8)
         if lay.execution == "replay":
-            program = self._record(data.sample_shape)
+            program = self._record(shard_size, data.sample_shape)
             work = native.aligned((len(p.threads), program.work_bytes), np.uint8)
             step.program, step.records = program.records.ctypes.data, len(program.records)
             step.work, step.work_bytes = work.ctypes.data, program.work_bytes
@@ -180,10 +190,10 @@ class Engine:
                 buffer = ready.buffers[a.b]
                 buffer[:] = 0
                 c = native.Context.from_buffer_copy(s.context)
-                c.first = a.a * self.layout.shard_size
-                c.valid = min(self.layout.shard_size, s.samples - c.first)
+                c.first = a.a * s.shard_size
+                c.valid = min(s.shard_size, s.samples - c.first)
                 c.rows = s.rows + 8 * c.first
-                self._traced(ShardEager(c, buffer.ctypes.data, 4 * self.stats_at), sample_shape)
+                self._traced(ShardEager(c, buffer.ctypes.data, 4 * self.stats_at), s.shard_size, sample_shape)
 
 
 

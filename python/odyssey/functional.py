@@ -16,7 +16,7 @@ import numpy as np
 from . import native
 from .errors import ShapeError
 from .program import Block, Memory, Recorder, ShardEager, current
-from .tensor import Tensor, attach, empty, make, new_like
+from .tensor import Tensor, attach, empty, layout_of, make, new_like
 
 # --- layouts -----------------------------------------------------------------------------
 
@@ -30,6 +30,11 @@ def to_lanes(x: Tensor) -> Tensor:
     y = empty(x.shape, "lanes")
     current().emit("pack_rows", y.memory, x.memory, x.shape[0], x.features)
     return attach(y, (x,), lambda dy: (to_rows(dy),))
+
+
+def batched(x: Tensor) -> Tensor:
+    """The same samples in the layout that a batch of this size is computed in."""
+    return to_lanes(x) if x.ndim < 1 or layout_of(x.shape[0]) == "lanes" else x
 
 
 def to_rows(x: Tensor) -> Tensor:
@@ -63,7 +68,7 @@ def flatten(x: Tensor) -> Tensor:
 def _same(name: str, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     if a.shape != b.shape:
         raise ShapeError(f"[{name}] shapes {a.shape} and {b.shape} differ; they must be equal (nothing is broadcast)")
-    return (a, b) if a.layout == b.layout else (to_lanes(a), to_lanes(b))
+    return (a, b) if a.layout == b.layout else (batched(a), batched(b))
 
 
 def add(a: Tensor, b: Tensor | float) -> Tensor:
@@ -96,14 +101,14 @@ def scale(x: Tensor, factor: float) -> Tensor:
 
 def sum(x: Tensor) -> Tensor:
     """The sum of all elements, of shape ()."""
-    x = to_lanes(x)
+    x = batched(x)
     n = -1 if current().shard else x.shape[0]  # -1: the samples that the shard really has
     y = empty(())
-    current().emit("sum_lanes", y.memory, x.memory, n, x.groups, x.features)
+    current().emit("sum_lanes", y.memory, x.memory, n, x.groups, x.features, layout=x.layout)
 
     def backward(dy: Tensor) -> tuple[Tensor]:
         dx = new_like(x, empty(x.shape, x.layout).memory)
-        current().emit("sum_lanes_backward", dx.memory, dy.memory, n, x.groups, x.features)
+        current().emit("sum_lanes_backward", dx.memory, dy.memory, n, x.groups, x.features, layout=x.layout)
         return (dx,)
 
     return attach(y, (x,), backward)
@@ -148,14 +153,14 @@ def pad2d(x: Tensor, padding: int | tuple[int, int]) -> Tensor:
     ph, pw = _pair(padding)
     if ph == pw == 0:
         return x
-    x = to_lanes(x)
+    x = batched(x)
     n, c, h, w = x.shape
-    y = empty((n, c, h + 2 * ph, w + 2 * pw), "lanes")
-    current().emit("pad_forward", y.memory, x.memory, x.groups * c, h, w, ph, pw)
+    y = empty((n, c, h + 2 * ph, w + 2 * pw), x.layout)
+    current().emit("pad_forward", y.memory, x.memory, x.groups * c, h, w, ph, pw, layout=x.layout)
 
     def backward(dy: Tensor) -> tuple[Tensor]:
-        dx = empty(x.shape, "lanes")
-        current().emit("pad_backward", dx.memory, dy.memory, x.groups * c, h, w, ph, pw)
+        dx = empty(x.shape, x.layout)
+        current().emit("pad_backward", dx.memory, dy.memory, x.groups * c, h, w, ph, pw, layout=x.layout)
         return (dx,)
 
     return attach(y, (x,), backward)
@@ -177,25 +182,25 @@ def conv2d(
             f"[conv2d] input {x.shape} and weight {weight.shape}; they must be (N, C, H, W) and (K, C, R, T) "
             "with the same C"
         )
-    x = to_lanes(pad2d(x, padding))
+    x = batched(pad2d(x, padding))
     n, c, h, w = x.shape
     k, _, r, t = weight.shape
     if r > h or t > w:
         raise ShapeError(f"[conv2d] a kernel of {r} x {t} does not fit an input of {h} x {w}; add padding")
-    y = empty((n, k, (h - r) // stride + 1, (w - t) // stride + 1), "lanes")
+    y = empty((n, k, (h - r) // stride + 1, (w - t) // stride + 1), x.layout)
     sizes = (x.groups, c, h, w, k, r, t, stride)
-    current().emit("conv2d_forward", y.memory, x.memory, weight.memory, _bias(bias, k), *sizes, 0)
+    current().emit("conv2d_forward", y.memory, x.memory, weight.memory, _bias(bias, k), *sizes, 0, layout=x.layout)
 
     def backward(dy: Tensor) -> tuple[Tensor | None, ...]:
         if weight.requires_grad:
             db = current().alloc(4 * k) if bias is None else _grad_memory("conv2d", bias)
             current().emit(
-                "conv2d_backward_weight", _grad_memory("conv2d", weight), db, dy.memory, x.memory, *sizes
+                "conv2d_backward_weight", _grad_memory("conv2d", weight), db, dy.memory, x.memory, *sizes, layout=x.layout
             )
         if not x.requires_grad:
             return (None, None, None)
-        dx = empty(x.shape, "lanes")
-        current().emit("conv2d_backward_input", dx.memory, dy.memory, weight.memory, *sizes)
+        dx = empty(x.shape, x.layout)
+        current().emit("conv2d_backward_input", dx.memory, dy.memory, weight.memory, *sizes, layout=x.layout)
         return (dx, None, None)
 
     return attach(y, (x, weight, weight if bias is None else bias), backward)
@@ -207,22 +212,22 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         raise ShapeError(
             f"[linear] input {x.shape} and weight {weight.shape}; they must be (N, I) and (O, I) with the same I"
         )
-    x = to_lanes(x)
+    x = batched(x)
     (o, i), g = weight.shape, x.groups
-    y = empty((x.shape[0], o), "lanes")
-    current().emit("linear_forward", y.memory, x.memory, weight.memory, _bias(bias, o), g, i, o, 0)
+    y = empty((x.shape[0], o), x.layout)
+    current().emit("linear_forward", y.memory, x.memory, weight.memory, _bias(bias, o), g, i, o, 0, layout=x.layout)
 
     def backward(dy: Tensor) -> tuple[Tensor | None, ...]:
         if weight.requires_grad:
             db = current().alloc(4 * o) if bias is None else _grad_memory("linear", bias)
             scratch = current().alloc(4 * x.floats)
             current().emit(
-                "linear_backward_weight", _grad_memory("linear", weight), db, dy.memory, x.memory, scratch, g, i, o
+                "linear_backward_weight", _grad_memory("linear", weight), db, dy.memory, x.memory, scratch, g, i, o, layout=x.layout
             )
         if not x.requires_grad:
             return (None, None, None)
-        dx = empty(x.shape, "lanes")
-        current().emit("linear_backward_input", dx.memory, dy.memory, weight.memory, g, i, o)
+        dx = empty(x.shape, x.layout)
+        current().emit("linear_backward_input", dx.memory, dy.memory, weight.memory, g, i, o, layout=x.layout)
         return (dx, None, None)
 
     return attach(y, (x, weight, weight if bias is None else bias), backward)
@@ -240,19 +245,19 @@ def _pool_sizes(name: str, x: Tensor, kernel: Any, stride: int | None) -> tuple[
 
 def max_pool2d(x: Tensor, kernel_size: int | tuple[int, int], stride: int | None = None) -> Tensor:
     """Largest value of each window of x (N, C, H, W); stride = kernel_size unless given. At most 256 places a window."""
-    x = to_lanes(x)
+    x = batched(x)
     sizes = _pool_sizes("max_pool2d", x, kernel_size, stride)
     h, w, r, t, s = sizes
     if r * t > 256:
         raise ShapeError(f"[max_pool2d] a window of {r} x {t} has {r * t} places; at most 256 are supported")
-    y = empty((*x.shape[:2], (h - r) // s + 1, (w - t) // s + 1), "lanes")
+    y = empty((*x.shape[:2], (h - r) // s + 1, (w - t) // s + 1), x.layout)
     argmax = current().alloc(y.floats)
     planes = x.groups * x.shape[1]
-    current().emit("maxpool_forward", y.memory, argmax, x.memory, planes, *sizes)
+    current().emit("maxpool_forward", y.memory, argmax, x.memory, planes, *sizes, layout=x.layout)
 
     def backward(dy: Tensor) -> tuple[Tensor]:
-        dx = empty(x.shape, "lanes")
-        current().emit("maxpool_backward", dx.memory, dy.memory, argmax, y.memory, planes, *sizes, 0)
+        dx = empty(x.shape, x.layout)
+        current().emit("maxpool_backward", dx.memory, dy.memory, argmax, y.memory, planes, *sizes, 0, layout=x.layout)
         return (dx,)
 
     return attach(y, (x,), backward)
@@ -260,16 +265,16 @@ def max_pool2d(x: Tensor, kernel_size: int | tuple[int, int], stride: int | None
 
 def avg_pool2d(x: Tensor, kernel_size: int | tuple[int, int], stride: int | None = None) -> Tensor:
     """Mean of each window of x (N, C, H, W); stride = kernel_size unless given."""
-    x = to_lanes(x)
+    x = batched(x)
     sizes = _pool_sizes("avg_pool2d", x, kernel_size, stride)
     h, w, r, t, s = sizes
-    y = empty((*x.shape[:2], (h - r) // s + 1, (w - t) // s + 1), "lanes")
+    y = empty((*x.shape[:2], (h - r) // s + 1, (w - t) // s + 1), x.layout)
     planes = x.groups * x.shape[1]
-    current().emit("avgpool_forward", y.memory, x.memory, planes, *sizes)
+    current().emit("avgpool_forward", y.memory, x.memory, planes, *sizes, layout=x.layout)
 
     def backward(dy: Tensor) -> tuple[Tensor]:
-        dx = empty(x.shape, "lanes")
-        current().emit("avgpool_backward", dx.memory, dy.memory, planes, *sizes)
+        dx = empty(x.shape, x.layout)
+        current().emit("avgpool_backward", dx.memory, dy.memory, planes, *sizes, layout=x.layout)
         return (dx,)
 
     return attach(y, (x,), backward)
@@ -280,11 +285,11 @@ def avg_pool2d(x: Tensor, kernel_size: int | tuple[int, int], stride: int | None
 
 def _activation(name: str, x: Tensor) -> Tensor:
     y = empty(x.shape, x.layout)
-    current().emit(f"{name}_forward", y.memory, x.memory, y.floats)
+    current().emit(f"{name}_forward", y.memory, x.memory, y.floats, layout=x.layout)
 
     def backward(dy: Tensor) -> tuple[Tensor]:
         dx = empty(x.shape, x.layout)
-        current().emit(f"{name}_backward", dx.memory, dy.memory, y.memory, y.floats)
+        current().emit(f"{name}_backward", dx.memory, dy.memory, y.memory, y.floats, layout=x.layout)
         return (dx,)
 
     return attach(y, (x,), backward)
@@ -315,12 +320,12 @@ def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
         raise ShapeError(f"[dropout] p is {p}; it must be at least 0 and below 1")
     if not training or p == 0:
         return x
-    x = to_lanes(x)
+    x = batched(x)
     layer = current().next_layer()
 
     def apply(v: Tensor) -> Tensor:
-        y = empty(x.shape, "lanes")
-        current().emit("dropout", y.memory, v.memory, x.groups, x.features, float(p), layer)
+        y = empty(x.shape, x.layout)
+        current().emit("dropout", y.memory, v.memory, x.groups, x.features, float(p), layer, layout=x.layout)
         return y
 
     return attach(apply(x), (x,), lambda dy: (apply(dy),))
@@ -329,13 +334,13 @@ def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
 def _over_classes(name: str, x: Tensor) -> Tensor:
     if x.ndim != 2:
         raise ShapeError(f"[{name}] input of shape {x.shape}; it must be (N, classes)")
-    x = to_lanes(x)
-    y = empty(x.shape, "lanes")
-    current().emit(f"{name}_forward", y.memory, x.memory, x.groups, x.features)
+    x = batched(x)
+    y = empty(x.shape, x.layout)
+    current().emit(f"{name}_forward", y.memory, x.memory, x.groups, x.features, layout=x.layout)
 
     def backward(dy: Tensor) -> tuple[Tensor]:
-        dx = empty(x.shape, "lanes")
-        current().emit(f"{name}_backward", dx.memory, dy.memory, y.memory, x.groups, x.features)
+        dx = empty(x.shape, x.layout)
+        current().emit(f"{name}_backward", dx.memory, dy.memory, y.memory, x.groups, x.features, layout=x.layout)
         return (dx,)
 
     return attach(y, (x,), backward)
@@ -379,21 +384,21 @@ def _loss(name: str, x: Tensor, target: Any, reduction: str) -> Tensor:
         raise ShapeError(f"[{name}] input of shape {x.shape}; it must be (N, classes)")
     if reduction not in ("mean", "sum"):
         raise ShapeError(f"[{name}] reduction {reduction!r}; it must be 'mean' or 'sum'")
-    x = to_lanes(x)
+    x = batched(x)
     labels = labels_of(target, x.shape[0], x.features)
     size = (x.groups, x.features)
     total = empty(())
     saved: tuple[Memory, ...] = ()
     if name == "cross_entropy":
         saved = (current().alloc(4 * x.floats),)
-    current().emit(f"{name}_forward", total.memory, *saved, x.memory, labels, *size)
+    current().emit(f"{name}_forward", total.memory, *saved, x.memory, labels, *size, layout=x.layout)
     executor = current()
     if isinstance(executor, (Recorder, ShardEager)) and executor.first_stats is None:
         executor.first_stats = total.memory
 
     def backward(dloss: Tensor) -> tuple[Tensor]:
-        dx = empty(x.shape, "lanes")
-        current().emit(f"{name}_backward", dx.memory, dloss.memory, *saved, labels, *size)
+        dx = empty(x.shape, x.layout)
+        current().emit(f"{name}_backward", dx.memory, dloss.memory, *saved, labels, *size, layout=x.layout)
         return (dx,)
 
     attach(total, (x,), backward)

@@ -73,7 +73,7 @@ class Library:
         lib.odyssey_init()
         lib.odyssey_constant.restype = ctypes.c_ssize_t
         lib.odyssey_constant.argtypes = [ctypes.c_ssize_t]
-        self.lanes, self.record, self.stats, n_ops = (lib.odyssey_constant(i) for i in range(4))
+        self.lanes, self.record, self.stats, self.rows, n_ops = (lib.odyssey_constant(i) for i in range(5))
         lib.odyssey_op_name.restype = ctypes.c_ssize_t
         lib.odyssey_op_name.argtypes = [ctypes.c_ssize_t, ctypes.c_char_p, ctypes.c_ssize_t]
         text = ctypes.create_string_buffer(64)

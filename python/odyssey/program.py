@@ -93,12 +93,15 @@ class Eager:
         self._layer = (self._layer + 1) % 2**32
         return self._layer - 1
 
-    def emit(self, op: str, *args: Any) -> None:
-        """Runs one op. Arguments: memory, sizes (int) and numbers (float), in the order of ops.mojo."""
+    def emit(self, op: str, *args: Any, layout: str = "lanes") -> None:
+        """Runs one op. Arguments: memory, sizes (int) and numbers (float), in the order of ops.mojo.
+
+        `layout` is that of the activations, for ops to which it matters.
+        """
         lib = native.library()
         if self._record is None:
             self._record = np.zeros(lib.record, np.int64)
-        self._record[: len(args) + 1] = encode(lib, op, args, self.operand)
+        self._record[: len(args) + 1] = encode(lib, op, args, self.operand, layout)
         lib.run(self._record.ctypes.data, 1, self.context)
 
 
@@ -127,6 +130,7 @@ class Record:
 
     op: str
     args: list[Any]
+    layout: str = "lanes"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,8 +162,8 @@ class Recorder:
         self._layer += 1
         return self._layer - 1
 
-    def emit(self, op: str, *args: Any) -> None:
-        self.records.append(Record(op, list(args)))
+    def emit(self, op: str, *args: Any, layout: str = "lanes") -> None:
+        self.records.append(Record(op, list(args), layout))
 
     def finish(self, *, fuse: bool = True) -> Program:
         """Fuses, plans the workspace and encodes."""
@@ -178,13 +182,13 @@ class Recorder:
 
         table = np.zeros((len(records), lib.record), np.int64)
         for row, r in zip(table, records, strict=True):
-            row[: len(r.args) + 1] = encode(lib, r.op, r.args, operand)
+            row[: len(r.args) + 1] = encode(lib, r.op, r.args, operand, r.layout)
         return Program(table, work_bytes, tuple(r.op for r in records), tuple(keep))
 
 
-def encode(lib: native.Library, op: str, args: Any, operand: Any) -> list[int]:
+def encode(lib: native.Library, op: str, args: Any, operand: Any, layout: str = "lanes") -> list[int]:
     """The numbers of one record."""
-    out = [lib.codes[op]]
+    out = [lib.codes[op] + (lib.rows if layout == "rows" else 0)]
     for a in args:
         if isinstance(a, float):
             out.append(native.float_bits(a))
@@ -241,7 +245,7 @@ def fused(records: list[Record]) -> list[Record]:
         for a in r.args:
             if isinstance(a, Slot):
                 users.setdefault(id(a), []).append(i)
-    out: list[Record | None] = [Record(r.op, list(r.args)) for r in records]
+    out: list[Record | None] = [Record(r.op, list(r.args), r.layout) for r in records]
     pooled = {id(r.args[2]): r for r in records if r.op == "maxpool_forward"}  # by input
     for i, r in enumerate(records):
         if r.op == "relu_forward":

@@ -3,7 +3,8 @@
 A tensor is float32 (labels: int32) in one of two layouts. `rows` is NumPy's: C-contiguous, as arrays come in and as
 parameters and their gradients are kept; it shares memory with NumPy both ways. `lanes` is what the kernels compute on
 (mojo/kernels/lanes.mojo: groups of 16 samples, one per vector lane); ops make it by themselves, with the first
-axis as the batch, and `numpy()` of such a tensor is a copy in rows.
+axis as the batch, and `numpy()` of such a tensor is a copy in rows. A batch of at most SMALL_BATCH samples stays in
+rows: most lanes would be empty.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ import numpy as np
 from . import native, program
 from .errors import ShapeError
 from .program import Block, Memory, Range, Slot
+
+# LeNet-5 on one core, forward and backward: 33 us for one sample in rows, 58 for two, 172 for 1 to 16 in lanes.
+SMALL_BATCH = 4
 
 Shape = tuple[int, ...]
 Backward = Callable[["Tensor"], tuple["Tensor | None", ...]]
@@ -88,8 +92,8 @@ class Tensor:
 
     @property
     def groups(self) -> int:
-        """Groups of lanes that hold the samples."""
-        return -(-self.shape[0] // native.library().lanes)
+        """Groups of samples in the layout the tensor has: one per 16, or one each in rows."""
+        return self.shape[0] if self.layout == "rows" else -(-self.shape[0] // native.library().lanes)
 
     @property
     def floats(self) -> int:
@@ -321,6 +325,11 @@ def _as_layout(t: Tensor, layout: str) -> Tensor:
     if t.layout == layout:
         return t
     return F.to_rows(t) if layout == "rows" else F.to_lanes(t)
+
+
+def layout_of(samples: int) -> str:
+    """The layout in which a batch of so many samples is computed."""
+    return "rows" if samples <= SMALL_BATCH else "lanes"
 
 
 def _view(memory: Memory, shape: Shape, dtype: Any) -> np.ndarray:

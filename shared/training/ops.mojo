@@ -1,6 +1,7 @@
 """The op table: what a record of a program means, and the one place where an op's name meets its kernel.
 
-A record is RECORD int64 numbers: an op code and its arguments. An argument is a size, a float (its 32 bits) or an
+A record is RECORD int64 numbers: an op code, plus ROWS if its activations are in rows instead of lanes
+(kernels/lanes.mojo), and its arguments. An argument is a size, a float (its 32 bits) or an
 operand: a byte offset in the low 56 bits and a space in the high 8. A space is an entry of the table of base addresses
 that comes with a run, so one program serves every shard, thread and process:
 
@@ -17,8 +18,14 @@ from std.memory import bitcast
 
 from kernels.conv2d import (
     conv2d_backward_input,
+    conv2d_backward_input_any,
     conv2d_backward_weight,
     conv2d_forward,
+)
+from kernels.conv2d_rows import (
+    conv2d_backward_input_rows,
+    conv2d_backward_weight_rows,
+    conv2d_forward_rows,
 )
 from kernels.dropout import dropout
 from kernels.elementwise import (
@@ -34,11 +41,12 @@ from kernels.elementwise import (
     tanh_backward,
     tanh_forward,
 )
-from kernels.lanes import BytePtr, IntPtr, Ptr
+from kernels.lanes import BytePtr, IntPtr, LANES, Ptr
 from kernels.layout import (
     LongPtr,
     gather_labels,
     gather_rows,
+    gather_rows_in_rows,
     pack_rows,
     pad_backward,
     pad_forward,
@@ -48,6 +56,11 @@ from kernels.linear import (
     linear_backward_input,
     linear_backward_weight,
     linear_forward,
+)
+from kernels.linear_rows import (
+    linear_backward_input_rows,
+    linear_backward_weight_rows,
+    linear_forward_rows,
 )
 from kernels.optimizer import adam, sgd
 from kernels.pool import (
@@ -76,6 +89,7 @@ from kernels.softmax import (
 )
 
 comptime RECORD = 24
+comptime ROWS = 1 << 16  # added to an op code
 comptime ABSOLUTE = 0
 comptime PARAMS = 1
 comptime GRADS = 2
@@ -203,14 +217,20 @@ struct Record(TrivialRegisterPassable):
 
 def execute(r: Record, ctx: Context) -> Bool:
     """Runs one record. False stops the program: a check failed."""
-    var op = r.int(0)
+    if r.int(0) < ROWS:
+        return _execute[LANES](r.int(0), r, ctx)
+    return _execute[1](r.int(0) - ROWS, r, ctx)
+
+
+def _execute[L: Int](op: Int, r: Record, ctx: Context) -> Bool:
+    """L is the number of samples per group: LANES or, in rows, 1."""
 
     if op == comptime (code("input")):  # y, labels; G, F, C
         if ctx.bytes:
-            _gather[DType.uint8](r, ctx)
+            _gather[L, DType.uint8](r, ctx)
         else:
-            _gather[DType.float32](r, ctx)
-        gather_labels(
+            _gather[L, DType.float32](r, ctx)
+        gather_labels[L](
             r.ints(2),
             IntPtr(unsafe_from_address=Int(ctx.labels)),
             LongPtr(unsafe_from_address=Int(ctx.rows)),
@@ -222,74 +242,57 @@ def execute(r: Record, ctx: Context) -> Bool:
     elif op == comptime (code("unpack_rows")):  # y; x; N, F
         unpack_rows(r.ptr(1), r.ptr(2), r.int(3), r.int(4))
     elif op == comptime (code("pad_forward")):  # y; x; planes, H, W, ph, pw
-        pad_forward(
+        pad_forward[L](
             r.ptr(1), r.ptr(2), r.int(3), r.int(4), r.int(5), r.int(6), r.int(7)
         )
     elif op == comptime (code("pad_backward")):  # dx; dy; planes, H, W, ph, pw
-        pad_backward(
+        pad_backward[L](
             r.ptr(1), r.ptr(2), r.int(3), r.int(4), r.int(5), r.int(6), r.int(7)
         )
     elif op == comptime (code("conv2d_forward")):
         # y; x, w, b; G, C, H, W, K, R, T, S; relu
         if r.int(13):
-            _conv2d_forward[True](r)
+            _conv2d_forward[L, True](r)
         else:
-            _conv2d_forward[False](r)
+            _conv2d_forward[L, False](r)
     elif op == comptime (code("conv2d_backward_weight")):
         # dw, db; dy, x; G, C, H, W, K, R, T, S
-        conv2d_backward_weight(
-            r.ptr(1), r.ptr(2), r.ptr(3), r.ptr(4), r.int(5), r.int(6),
-            r.int(7), r.int(8), r.int(9), r.int(10), r.int(11), r.int(12),
-        )
+        _conv2d_backward_weight[L](r)
     elif op == comptime (code("conv2d_backward_input")):
         # dx; dy, w; G, C, H, W, K, R, T, S
-        conv2d_backward_input(
-            r.ptr(1), r.ptr(2), r.ptr(3), r.int(4), r.int(5), r.int(6),
-            r.int(7), r.int(8), r.int(9), r.int(10), r.int(11),
-        )
+        _conv2d_backward_input[L](r)
     elif op == comptime (code("maxpool_forward")):
         # y, argmax; x; planes, H, W, R, T, S
-        maxpool_forward(
+        maxpool_forward[L](
             r.ptr(1), r.bytes(2), r.ptr(3), r.int(4), r.int(5), r.int(6),
             r.int(7), r.int(8), r.int(9),
         )
     elif op == comptime (code("maxpool_backward")):
         # dx; dy; argmax, y; planes, H, W, R, T, S; relu
         if r.int(11):
-            _maxpool_backward[True](r)
+            _maxpool_backward[L, True](r)
         else:
-            _maxpool_backward[False](r)
+            _maxpool_backward[L, False](r)
     elif op == comptime (code("avgpool_forward")):  # y; x; planes, H, W, R, T, S
-        avgpool_forward(
+        avgpool_forward[L](
             r.ptr(1), r.ptr(2), r.int(3), r.int(4), r.int(5), r.int(6),
             r.int(7), r.int(8),
         )
     elif op == comptime (code("avgpool_backward")):  # dx; dy; planes, H, W, R, T, S
-        avgpool_backward(
+        avgpool_backward[L](
             r.ptr(1), r.ptr(2), r.int(3), r.int(4), r.int(5), r.int(6),
             r.int(7), r.int(8),
         )
     elif op == comptime (code("linear_forward")):  # y; x, w, b; G, I, O; relu
         if r.int(8):
-            linear_forward[True](
-                r.ptr(1), r.ptr(2), r.ptr(3), r.ptr(4), r.int(5), r.int(6),
-                r.int(7),
-            )
+            _linear_forward[L, True](r)
         else:
-            linear_forward[False](
-                r.ptr(1), r.ptr(2), r.ptr(3), r.ptr(4), r.int(5), r.int(6),
-                r.int(7),
-            )
+            _linear_forward[L, False](r)
     elif op == comptime (code("linear_backward_weight")):
         # dw, db; dy, x; scratch; G, I, O
-        linear_backward_weight(
-            r.ptr(1), r.ptr(2), r.ptr(3), r.ptr(4), r.ptr(5), r.int(6),
-            r.int(7), r.int(8),
-        )
+        _linear_backward_weight[L](r)
     elif op == comptime (code("linear_backward_input")):  # dx; dy, w; G, I, O
-        linear_backward_input(
-            r.ptr(1), r.ptr(2), r.ptr(3), r.int(4), r.int(5), r.int(6)
-        )
+        _linear_backward_input[L](r)
     elif op == comptime (code("relu_forward")):  # y; x; n
         relu_forward(r.ptr(1), r.ptr(2), r.int(3))
     elif op == comptime (code("relu_backward")):  # dx; dy; y; n
@@ -303,40 +306,40 @@ def execute(r: Record, ctx: Context) -> Bool:
     elif op == comptime (code("sigmoid_backward")):
         sigmoid_backward(r.ptr(1), r.ptr(2), r.ptr(3), r.int(4))
     elif op == comptime (code("dropout")):  # y; x; G, F; p, layer
-        dropout(
+        dropout[L](
             r.ptr(1), r.ptr(2), r.int(3), r.int(4), r.float(5), ctx.seed,
             UInt32(ctx.step), UInt32(ctx.first), UInt32(r.int(6)),
         )
     elif op == comptime (code("softmax_forward")):  # y; x; G, F
-        softmax_forward(r.ptr(1), r.ptr(2), r.int(3), r.int(4))
+        softmax_forward[L](r.ptr(1), r.ptr(2), r.int(3), r.int(4))
     elif op == comptime (code("softmax_backward")):  # dx; dy; y; G, F
-        softmax_backward(r.ptr(1), r.ptr(2), r.ptr(3), r.int(4), r.int(5))
+        softmax_backward[L](r.ptr(1), r.ptr(2), r.ptr(3), r.int(4), r.int(5))
     elif op == comptime (code("log_softmax_forward")):
-        log_softmax_forward(r.ptr(1), r.ptr(2), r.int(3), r.int(4))
+        log_softmax_forward[L](r.ptr(1), r.ptr(2), r.int(3), r.int(4))
     elif op == comptime (code("log_softmax_backward")):
-        log_softmax_backward(r.ptr(1), r.ptr(2), r.ptr(3), r.int(4), r.int(5))
+        log_softmax_backward[L](r.ptr(1), r.ptr(2), r.ptr(3), r.int(4), r.int(5))
     elif op == comptime (code("cross_entropy_forward")):  # stats, p; x, labels; G, F
-        cross_entropy_forward(
+        cross_entropy_forward[L](
             r.ptr(1), r.ptr(2), r.ptr(3), r.ints(4), r.int(5), r.int(6)
         )
     elif op == comptime (code("cross_entropy_backward")):
         # dx; dloss; p, labels; G, F
-        cross_entropy_backward(
+        cross_entropy_backward[L](
             r.ptr(1), r.ptr(2), r.ptr(3), r.ints(4), r.int(5), r.int(6)
         )
     elif op == comptime (code("nll_forward")):  # stats; x, labels; G, F
-        nll_forward(r.ptr(1), r.ptr(2), r.ints(3), r.int(4), r.int(5))
+        nll_forward[L](r.ptr(1), r.ptr(2), r.ints(3), r.int(4), r.int(5))
     elif op == comptime (code("nll_backward")):  # dx; dloss; labels; G, F
-        nll_backward(r.ptr(1), r.ptr(2), r.ints(3), r.int(4), r.int(5))
+        nll_backward[L](r.ptr(1), r.ptr(2), r.ints(3), r.int(4), r.int(5))
     elif op == comptime (code("stats")):  # totals; loss, stats of a loss op
         var total = r.ptr(1)
         total[unsafe_offset=0] += r.ptr(2)[]
         total[unsafe_offset=1] += Float32(ctx.valid)
         total[unsafe_offset=2] += r.ptr(3)[unsafe_offset=2]
     elif op == comptime (code("sum_lanes")):  # y; x; N or -1, G, F
-        sum_lanes(r.ptr(1), r.ptr(2), _samples(r, 3, ctx), r.int(4), r.int(5))
+        sum_lanes[L](r.ptr(1), r.ptr(2), _samples(r, 3, ctx), r.int(4), r.int(5))
     elif op == comptime (code("sum_lanes_backward")):  # dx; dy; N or -1, G, F
-        sum_lanes_backward(
+        sum_lanes_backward[L](
             r.ptr(1), r.ptr(2), _samples(r, 3, ctx), r.int(4), r.int(5)
         )
     elif op == comptime (code("add")):  # y; a, b; n
@@ -381,36 +384,89 @@ def execute(r: Record, ctx: Context) -> Bool:
     return True
 
 
-@always_inline
-def _samples(r: Record, i: Int, ctx: Context) -> Int:
-    return r.int(i) if r.int(i) >= 0 else Int(ctx.valid)
+# --- kernels that have one form for lanes and one for rows ---------------------------
 
 
-def _gather[dtype: DType](r: Record, ctx: Context):
-    gather_rows[dtype](
-        r.ptr(1),
-        Pointer[Scalar[dtype], MutUntrackedOrigin](
-            unsafe_from_address=Int(ctx.images)
-        ),
-        LongPtr(unsafe_from_address=Int(ctx.rows)),
-        Ptr(unsafe_from_address=Int(ctx.scale)),
-        Ptr(unsafe_from_address=Int(ctx.shift)),
-        Int(ctx.valid),
-        r.int(3),
-        r.int(4),
-        r.int(5),
+def _gather[L: Int, dtype: DType](r: Record, ctx: Context):
+    var images = Pointer[Scalar[dtype], MutUntrackedOrigin](
+        unsafe_from_address=Int(ctx.images)
+    )
+    var rows = LongPtr(unsafe_from_address=Int(ctx.rows))
+    var scale = Ptr(unsafe_from_address=Int(ctx.scale))
+    var shift = Ptr(unsafe_from_address=Int(ctx.shift))
+    comptime kernel = gather_rows_in_rows[dtype] if L == 1 else gather_rows[dtype]
+    kernel(
+        r.ptr(1), images, rows, scale, shift, Int(ctx.valid), r.int(3),
+        r.int(4), r.int(5),
     )
 
 
-def _conv2d_forward[relu: Bool](r: Record):
-    conv2d_forward[relu](
+def _conv2d_forward[L: Int, relu: Bool](r: Record):
+    comptime kernel = conv2d_forward_rows[relu] if L == 1 else conv2d_forward[relu]
+    kernel(
         r.ptr(1), r.ptr(2), r.ptr(3), r.ptr(4), r.int(5), r.int(6), r.int(7),
         r.int(8), r.int(9), r.int(10), r.int(11), r.int(12),
     )
 
 
-def _maxpool_backward[relu: Bool](r: Record):
-    maxpool_backward[relu](
+def _conv2d_backward_weight[L: Int](r: Record):
+    comptime kernel = conv2d_backward_weight_rows if L == 1 else conv2d_backward_weight
+    kernel(
+        r.ptr(1), r.ptr(2), r.ptr(3), r.ptr(4), r.int(5), r.int(6), r.int(7),
+        r.int(8), r.int(9), r.int(10), r.int(11), r.int(12),
+    )
+
+
+def _conv2d_backward_input[L: Int](r: Record):
+    comptime if L == 1:
+        if r.int(11) == 1:
+            conv2d_backward_input_rows(
+                r.ptr(1), r.ptr(2), r.ptr(3), r.int(4), r.int(5), r.int(6),
+                r.int(7), r.int(8), r.int(9), r.int(10), r.int(11),
+            )
+        else:
+            conv2d_backward_input_any[L](
+                r.ptr(1), r.ptr(2), r.ptr(3), r.int(4), r.int(5), r.int(6),
+                r.int(7), r.int(8), r.int(9), r.int(10), r.int(11),
+            )
+    else:
+        conv2d_backward_input(
+            r.ptr(1), r.ptr(2), r.ptr(3), r.int(4), r.int(5), r.int(6),
+            r.int(7), r.int(8), r.int(9), r.int(10), r.int(11),
+        )
+
+
+def _linear_forward[L: Int, relu: Bool](r: Record):
+    comptime kernel = linear_forward_rows[relu] if L == 1 else linear_forward[relu]
+    kernel(
+        r.ptr(1), r.ptr(2), r.ptr(3), r.ptr(4), r.int(5), r.int(6), r.int(7)
+    )
+
+
+def _linear_backward_weight[L: Int](r: Record):
+    comptime if L == 1:
+        linear_backward_weight_rows(
+            r.ptr(1), r.ptr(2), r.ptr(3), r.ptr(4), r.int(6), r.int(7), r.int(8)
+        )
+    else:
+        linear_backward_weight(
+            r.ptr(1), r.ptr(2), r.ptr(3), r.ptr(4), r.ptr(5), r.int(6),
+            r.int(7), r.int(8),
+        )
+
+
+def _linear_backward_input[L: Int](r: Record):
+    comptime kernel = linear_backward_input_rows if L == 1 else linear_backward_input
+    kernel(r.ptr(1), r.ptr(2), r.ptr(3), r.int(4), r.int(5), r.int(6))
+
+
+def _maxpool_backward[L: Int, relu: Bool](r: Record):
+    maxpool_backward[L, relu](
         r.ptr(1), r.ptr(2), r.bytes(3), r.ptr(4), r.int(5), r.int(6), r.int(7),
         r.int(8), r.int(9), r.int(10),
     )
+
+
+@always_inline
+def _samples(r: Record, i: Int, ctx: Context) -> Int:
+    return r.int(i) if r.int(i) >= 0 else Int(ctx.valid)

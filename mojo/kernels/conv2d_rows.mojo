@@ -1,0 +1,220 @@
+"""Two-dimensional convolution for a few samples, in rows (N, C, H, W): vectors run along the width.
+
+The same functions as conv2d.mojo with the same letters and arguments; there are no groups: G counts samples. The last
+vector of a row is masked. Strides other than 1 are computed one float at a time: they do not fit vectors along a row.
+"""
+
+from std.math import iota
+from std.sys import masked_load
+
+from .conv2d import conv2d_forward_naive
+from .lanes import F32, LANES, REGISTERS, Ptr, Vec, load_first, splat, store_first
+
+# --- register tiles: kb channels x pb rows of one vector each; 6 x 4 sums + 4 + 1 registers ------
+comptime CHANNELS: List[Int] = [6, 4, 2, 1]
+comptime ROWS: List[Int] = [4, 2, 1]
+
+
+@always_inline
+def _forward_tile[
+    kb: Int, pb: Int, relu: Bool
+](y: Ptr, x: Ptr, w: Ptr, b: Ptr, C: Int, R: Int, T: Int, H: Int, W: Int, Q: Int, PQ: Int, n: Int):
+    """Kb channels of pb rows, n <= LANES pixels wide."""
+    var acc = Array[Vec, kb * pb](fill=Vec(0))
+    comptime for k in range(kb):
+        comptime for p in range(pb):
+            acc[k * pb + p] = splat(b, k)
+    var taps = C * R * T
+    var i = 0
+    for c in range(C):
+        for r in range(R):
+            for t in range(T):
+                var v = Array[Vec, pb](fill=Vec(0))
+                comptime for p in range(pb):
+                    v[p] = load_first(x, (c * H + r + p) * W + t, n)
+                comptime for k in range(kb):
+                    var wk = splat(w, k * taps + i)
+                    comptime for p in range(pb):
+                        acc[k * pb + p] = v[p].fma(wk, acc[k * pb + p])
+                i += 1
+    comptime for k in range(kb):
+        comptime for p in range(pb):
+            var s = acc[k * pb + p]
+            comptime if relu:
+                s = s.lt(0).select(Vec(0), s)
+            store_first(y, k * PQ + p * Q, s, n)
+
+
+def conv2d_forward_rows[
+    relu: Bool
+](y: Ptr, x: Ptr, w: Ptr, b: Ptr, G: Int, C: Int, H: Int, W: Int, K: Int, R: Int, T: Int, S: Int):
+    """Computes y = x * w + b, then max(y, 0) if `relu`. Shapes as for conv2d_forward with L = 1."""
+    var P = (H - R) // S + 1
+    var Q = (W - T) // S + 1
+    if S != 1:
+        conv2d_forward_naive[1](y, x, w, b, G, C, H, W, K, R, T, S)
+        comptime if relu:
+            for i in range(G * K * P * Q):
+                if y[unsafe_offset=i] < 0:
+                    y[unsafe_offset=i] = 0
+        return
+    for s in range(G):
+        var k = 0
+        comptime for ki in range(len(CHANNELS)):
+            comptime kb = materialize[CHANNELS]()[ki] if REGISTERS == 32 else 1
+            while k + kb <= K:
+                var p = 0
+                comptime for pi in range(len(ROWS)):
+                    comptime pb = materialize[ROWS]()[pi]
+                    comptime if kb * pb + pb + 1 < REGISTERS or pb == 1:
+                        while p + pb <= P:
+                            for q in range(0, Q, LANES):
+                                _forward_tile[kb, pb, relu](
+                                    y.unsafe_offset(((s * K + k) * P + p) * Q + q),
+                                    x.unsafe_offset((s * C * H + p) * W + q),
+                                    w.unsafe_offset(k * C * R * T),
+                                    b.unsafe_offset(k),
+                                    C, R, T, H, W, Q, P * Q, min(Q - q, LANES),
+                                )
+                            p += pb
+                k += kb
+
+
+# --- gradient of the weights ---------------------------------------------------------------
+comptime KB = 4 if REGISTERS == 32 else 2
+comptime TB = 5 if REGISTERS == 32 else (2 if REGISTERS == 8 else 1)
+
+
+@always_inline
+def _weight_tile[
+    kb: Int, tb: Int
+](dw: Ptr, dy: Ptr, x: Ptr, tap: Int, G: Int, C: Int, H: Int, W: Int, K: Int, R: Int, T: Int, P: Int, Q: Int):
+    var offset = Array[Int, tb](fill=0)
+    comptime for j in range(tb):
+        var c = (tap + j) // (R * T)
+        var r = (tap + j) // T % R
+        offset[j] = (c * H + r) * W + (tap + j) % T
+    var acc = Array[Vec, kb * tb](fill=Vec(0))
+    for s in range(G):
+        for p in range(P):
+            for q in range(0, Q, LANES):
+                var n = min(Q - q, LANES)
+                var dyp = dy.unsafe_offset((s * K * P + p) * Q + q)
+                var xp = x.unsafe_offset((s * C * H + p) * W + q)
+                var d = Array[Vec, kb](fill=Vec(0))
+                comptime for k in range(kb):
+                    d[k] = load_first(dyp, k * P * Q, n)
+                comptime for j in range(tb):
+                    var v = load_first(xp, offset[j], n)
+                    comptime for k in range(kb):
+                        acc[k * tb + j] = v.fma(d[k], acc[k * tb + j])
+    comptime for k in range(kb):
+        comptime for j in range(tb):
+            dw[unsafe_offset=k * C * R * T + j] += acc[k * tb + j].reduce_add()
+
+
+def conv2d_backward_weight_rows(
+    dw: Ptr, db: Ptr, dy: Ptr, x: Ptr, G: Int, C: Int, H: Int, W: Int, K: Int, R: Int, T: Int, S: Int
+):
+    """Adds the gradients of weights and bias. Shapes as for conv2d_backward_weight with L = 1."""
+    var P = (H - R) // S + 1
+    var Q = (W - T) // S + 1
+    var taps = C * R * T
+    if S != 1:
+        for k in range(K):
+            for i in range(taps):
+                var sum: Float32 = 0
+                for s in range(G):
+                    for p in range(P):
+                        for q in range(Q):
+                            sum += (
+                                dy[unsafe_offset=((s * K + k) * P + p) * Q + q]
+                                * x[unsafe_offset=((s * C + i // (R * T)) * H + p * S + i // T % R) * W + q * S + i % T]
+                            )
+                dw[unsafe_offset=k * taps + i] += sum
+    else:
+
+        @always_inline
+        def channels[kb: Int](k: Int) {imm}:
+            @always_inline
+            def tile[tb: Int](tap: Int) {imm}:
+                _weight_tile[kb, tb](
+                    dw.unsafe_offset(k * taps + tap), dy.unsafe_offset(k * P * Q), x,
+                    tap, G, C, H, W, K, R, T, P, Q,
+                )
+
+            var tap = 0
+            while tap + TB <= taps:
+                tile[TB](tap)
+                tap += TB
+            comptime for n in range(1, TB):
+                if taps - tap == n:
+                    tile[n](tap)
+
+        var k = 0
+        while k + KB <= K:
+            channels[KB](k)
+            k += KB
+        comptime for n in range(1, KB):
+            if K - k == n:
+                channels[n](k)
+
+    for k in range(K):
+        var sum = Vec(0)
+        for s in range(G):
+            var plane = dy.unsafe_offset((s * K + k) * P * Q)
+            for i in range(0, P * Q, LANES):
+                sum += load_first(plane, i, P * Q - i)
+        db[unsafe_offset=k] += sum.reduce_add()
+
+
+# --- gradient of the input -------------------------------------------------------------------
+
+
+@always_inline
+def _input_tile[
+    cb: Int
+](dx: Ptr, dy: Ptr, w: Ptr, C: Int, H: Int, W: Int, K: Int, R: Int, T: Int, P: Int, Q: Int, h: Int, i0: Int):
+    """Cb channels of one row, one vector from column i0 on; masks stand for the zeros around dy."""
+    var acc = Array[Vec, cb](fill=Vec(0))
+    for k in range(K):
+        for r in range(max(0, h - P + 1), min(R, h + 1)):
+            var row = dy.unsafe_offset((k * P + h - r) * Q)
+            for t in range(T):
+                var column = i0 - t
+                var live = first_between(-column, Q - column)
+                var v = masked_load[LANES](row.unsafe_offset(column), live, Vec(0))
+                comptime for c in range(cb):
+                    acc[c] = v.fma(splat(w, ((k * C + c) * R + r) * T + t), acc[c])
+    comptime for c in range(cb):
+        store_first(dx, c * H * W, acc[c], W - i0)
+
+
+@always_inline
+def first_between(lo: Int, hi: Int) -> SIMD[DType.bool, LANES]:
+    """True in lanes lo <= l < hi."""
+    var l = iota[F32, LANES]()
+    return l.ge(Float32(lo)) & l.lt(Float32(hi))
+
+
+def conv2d_backward_input_rows(
+    dx: Ptr, dy: Ptr, w: Ptr, G: Int, C: Int, H: Int, W: Int, K: Int, R: Int, T: Int, S: Int
+):
+    """Writes the gradient of the (padded) input at stride 1. Shapes as for conv2d_backward_input with L = 1."""
+    var P = H - R + 1
+    var Q = W - T + 1
+    for s in range(G):
+        for h in range(H):
+            var c = 0
+            comptime for i in range(len(CHANNELS)):
+                comptime cb = materialize[CHANNELS]()[i]
+                comptime if cb + 3 < REGISTERS or cb == 1:
+                    while c + cb <= C:
+                        for i0 in range(0, W, LANES):
+                            _input_tile[cb](
+                                dx.unsafe_offset(((s * C + c) * H + h) * W + i0),
+                                dy.unsafe_offset(s * K * P * Q),
+                                w.unsafe_offset(c * R * T),
+                                C, H, W, K, R, T, P, Q, h, i0,
+                            )
+                        c += cb
