@@ -42,7 +42,9 @@ def odyssey_op_name(op: Int, text: BytePtr, size: Int) abi("C") -> Int:
 
 
 @export
-def odyssey_run(program: LongPtr, records: Int, bases: LongPtr, ctx: ContextPtr) abi("C") -> Int:
+def odyssey_run(
+    program: LongPtr, records: Int, bases: LongPtr, ctx: ContextPtr
+) abi("C") -> Int:
     """Runs a program (executor.run_program)."""
     return run_program(program, records, bases, ctx[])
 

@@ -94,8 +94,13 @@ def conv2d_forward[
                         xr.unsafe_offset(q * S * LANES),
                         w.unsafe_offset(k * taps),
                         b.unsafe_offset(k),
-                        C, R, T, S,
-                        H * W * LANES, W * LANES, P * Q * LANES,
+                        C,
+                        R,
+                        T,
+                        S,
+                        H * W * LANES,
+                        W * LANES,
+                        P * Q * LANES,
                     )
                     q += qb
 
@@ -193,7 +198,18 @@ def conv2d_backward_weight(
                 dw.unsafe_offset(k * taps + tap),
                 dy.unsafe_offset(k * P * Q * LANES),
                 x,
-                tap, taps, G, C, H, W, K, R, T, S, P, Q,
+                tap,
+                taps,
+                G,
+                C,
+                H,
+                W,
+                K,
+                R,
+                T,
+                S,
+                P,
+                Q,
             )
 
         var tap = 0
@@ -231,7 +247,17 @@ comptime PIECES: List[Int] = [12, 10, 8, 6, 4, 2, 1]
 @always_inline
 def _spread_piece[
     T: Int, qb: Int
-](dx: Ptr, dy: Ptr, w: Ptr, K: Int, r0: Int, r1: Int, dy_channel: Int, dy_row: Int, w_channel: Int):
+](
+    dx: Ptr,
+    dy: Ptr,
+    w: Ptr,
+    K: Int,
+    r0: Int,
+    r1: Int,
+    dy_channel: Int,
+    dy_row: Int,
+    w_channel: Int,
+):
     """Adds rows r0..r1 of the kernel; dy points at the row that meets r = 0."""
     comptime n = qb + T - 1
     var acc = Array[Vec, n](fill=Vec(0))
@@ -276,8 +302,12 @@ def _backward_input_spread[
                                     ((g * K * P + h) * Q + q) * LANES
                                 ),
                                 w.unsafe_offset(c * R * T),
-                                K, r0, r1,
-                                P * Q * LANES, Q * LANES, C * R * T,
+                                K,
+                                r0,
+                                r1,
+                                P * Q * LANES,
+                                Q * LANES,
+                                C * R * T,
                             )
                             q += qb
 
@@ -316,7 +346,16 @@ def conv2d_backward_input_any[
                             for k in range(K):
                                 acc = load[L](
                                     dy, (((g * K + k) * P + p) * Q + q) * L
-                                ).fma(SIMD[F32, L](w[unsafe_offset=((k * C + c) * R + r) * T + t]), acc)
+                                ).fma(
+                                    SIMD[F32, L](
+                                        w[
+                                            unsafe_offset=((k * C + c) * R + r)
+                                            * T
+                                            + t
+                                        ]
+                                    ),
+                                    acc,
+                                )
                     store[L](dx, (((g * C + c) * H + h) * W + i) * L, acc)
 
 
@@ -350,7 +389,18 @@ def conv2d_backward_input(
 def conv2d_forward_naive[
     L: Int = LANES
 ](
-    y: Ptr, x: Ptr, w: Ptr, b: Ptr, G: Int, C: Int, H: Int, W: Int, K: Int, R: Int, T: Int, S: Int
+    y: Ptr,
+    x: Ptr,
+    w: Ptr,
+    b: Ptr,
+    G: Int,
+    C: Int,
+    H: Int,
+    W: Int,
+    K: Int,
+    R: Int,
+    T: Int,
+    S: Int,
 ):
     """The sum as it is written in a textbook, one float at a time."""
     var P = (H - R) // S + 1
@@ -365,19 +415,48 @@ def conv2d_forward_naive[
                             for r in range(R):
                                 for t in range(T):
                                     s += (
-                                        w[unsafe_offset=((k * C + c) * R + r) * T + t]
-                                        * x[unsafe_offset=(((g * C + c) * H + p * S + r) * W + q * S + t) * L + l]
+                                        w[
+                                            unsafe_offset=((k * C + c) * R + r)
+                                            * T
+                                            + t
+                                        ]
+                                        * x[
+                                            unsafe_offset=(
+                                                ((g * C + c) * H + p * S + r)
+                                                * W
+                                                + q * S
+                                                + t
+                                            )
+                                            * L
+                                            + l
+                                        ]
                                     )
-                        y[unsafe_offset=(((g * K + k) * P + p) * Q + q) * L + l] = s
+                        y[
+                            unsafe_offset=(((g * K + k) * P + p) * Q + q) * L
+                            + l
+                        ] = s
 
 
 def conv2d_backward_naive[
     L: Int = LANES
 ](
-    dx: Ptr, dw: Ptr, db: Ptr, dy: Ptr, x: Ptr, w: Ptr,
-    G: Int, C: Int, H: Int, W: Int, K: Int, R: Int, T: Int, S: Int,
+    dx: Ptr,
+    dw: Ptr,
+    db: Ptr,
+    dy: Ptr,
+    x: Ptr,
+    w: Ptr,
+    G: Int,
+    C: Int,
+    H: Int,
+    W: Int,
+    K: Int,
+    R: Int,
+    T: Int,
+    S: Int,
 ):
-    """Every product of the forward sum hands dy to both its factors. Adds to dx, too."""
+    """Every product of the forward sum hands dy to both its factors. Adds to dx, too.
+    """
     var P = (H - R) // S + 1
     var Q = (W - T) // S + 1
     for g in range(G):
@@ -385,12 +464,23 @@ def conv2d_backward_naive[
             for p in range(P):
                 for q in range(Q):
                     for l in range(L):
-                        var d = dy[unsafe_offset=(((g * K + k) * P + p) * Q + q) * L + l]
+                        var d = dy[
+                            unsafe_offset=(((g * K + k) * P + p) * Q + q) * L
+                            + l
+                        ]
                         db[unsafe_offset=k] += d
                         for c in range(C):
                             for r in range(R):
                                 for t in range(T):
                                     var wi = ((k * C + c) * R + r) * T + t
-                                    var xi = (((g * C + c) * H + p * S + r) * W + q * S + t) * L + l
-                                    dw[unsafe_offset=wi] += d * x[unsafe_offset=xi]
-                                    dx[unsafe_offset=xi] += d * w[unsafe_offset=wi]
+                                    var xi = (
+                                        ((g * C + c) * H + p * S + r) * W
+                                        + q * S
+                                        + t
+                                    ) * L + l
+                                    dw[unsafe_offset=wi] += (
+                                        d * x[unsafe_offset=xi]
+                                    )
+                                    dx[unsafe_offset=xi] += (
+                                        d * w[unsafe_offset=wi]
+                                    )

@@ -8,7 +8,16 @@ from std.math import iota
 from std.sys import masked_load
 
 from .conv2d import conv2d_forward_naive
-from .lanes import F32, LANES, REGISTERS, Ptr, Vec, load_first, splat, store_first
+from .lanes import (
+    F32,
+    LANES,
+    REGISTERS,
+    Ptr,
+    Vec,
+    load_first,
+    splat,
+    store_first,
+)
 
 # --- register tiles: kb channels x pb rows of one vector each; 6 x 4 sums + 4 + 1 registers ------
 comptime CHANNELS: List[Int] = [6, 4, 2, 1]
@@ -18,7 +27,20 @@ comptime ROWS: List[Int] = [4, 2, 1]
 @always_inline
 def _forward_tile[
     kb: Int, pb: Int, relu: Bool
-](y: Ptr, x: Ptr, w: Ptr, b: Ptr, C: Int, R: Int, T: Int, H: Int, W: Int, Q: Int, PQ: Int, n: Int):
+](
+    y: Ptr,
+    x: Ptr,
+    w: Ptr,
+    b: Ptr,
+    C: Int,
+    R: Int,
+    T: Int,
+    H: Int,
+    W: Int,
+    Q: Int,
+    PQ: Int,
+    n: Int,
+):
     """Kb channels of pb rows, n <= LANES pixels wide."""
     var acc = Array[Vec, kb * pb](fill=Vec(0))
     comptime for k in range(kb):
@@ -47,8 +69,22 @@ def _forward_tile[
 
 def conv2d_forward_rows[
     relu: Bool
-](y: Ptr, x: Ptr, w: Ptr, b: Ptr, G: Int, C: Int, H: Int, W: Int, K: Int, R: Int, T: Int, S: Int):
-    """Computes y = x * w + b, then max(y, 0) if `relu`. Shapes as for conv2d_forward with L = 1."""
+](
+    y: Ptr,
+    x: Ptr,
+    w: Ptr,
+    b: Ptr,
+    G: Int,
+    C: Int,
+    H: Int,
+    W: Int,
+    K: Int,
+    R: Int,
+    T: Int,
+    S: Int,
+):
+    """Computes y = x * w + b, then max(y, 0) if `relu`. Shapes as for conv2d_forward with L = 1.
+    """
     var P = (H - R) // S + 1
     var Q = (W - T) // S + 1
     if S != 1:
@@ -70,11 +106,20 @@ def conv2d_forward_rows[
                         while p + pb <= P:
                             for q in range(0, Q, LANES):
                                 _forward_tile[kb, pb, relu](
-                                    y.unsafe_offset(((s * K + k) * P + p) * Q + q),
+                                    y.unsafe_offset(
+                                        ((s * K + k) * P + p) * Q + q
+                                    ),
                                     x.unsafe_offset((s * C * H + p) * W + q),
                                     w.unsafe_offset(k * C * R * T),
                                     b.unsafe_offset(k),
-                                    C, R, T, H, W, Q, P * Q, min(Q - q, LANES),
+                                    C,
+                                    R,
+                                    T,
+                                    H,
+                                    W,
+                                    Q,
+                                    P * Q,
+                                    min(Q - q, LANES),
                                 )
                             p += pb
                 k += kb
@@ -88,7 +133,21 @@ comptime TB = 5 if REGISTERS == 32 else (2 if REGISTERS == 8 else 1)
 @always_inline
 def _weight_tile[
     kb: Int, tb: Int
-](dw: Ptr, dy: Ptr, x: Ptr, tap: Int, G: Int, C: Int, H: Int, W: Int, K: Int, R: Int, T: Int, P: Int, Q: Int):
+](
+    dw: Ptr,
+    dy: Ptr,
+    x: Ptr,
+    tap: Int,
+    G: Int,
+    C: Int,
+    H: Int,
+    W: Int,
+    K: Int,
+    R: Int,
+    T: Int,
+    P: Int,
+    Q: Int,
+):
     var offset = Array[Int, tb](fill=0)
     comptime for j in range(tb):
         var c = (tap + j) // (R * T)
@@ -114,9 +173,21 @@ def _weight_tile[
 
 
 def conv2d_backward_weight_rows(
-    dw: Ptr, db: Ptr, dy: Ptr, x: Ptr, G: Int, C: Int, H: Int, W: Int, K: Int, R: Int, T: Int, S: Int
+    dw: Ptr,
+    db: Ptr,
+    dy: Ptr,
+    x: Ptr,
+    G: Int,
+    C: Int,
+    H: Int,
+    W: Int,
+    K: Int,
+    R: Int,
+    T: Int,
+    S: Int,
 ):
-    """Adds the gradients of weights and bias. Shapes as for conv2d_backward_weight with L = 1."""
+    """Adds the gradients of weights and bias. Shapes as for conv2d_backward_weight with L = 1.
+    """
     var P = (H - R) // S + 1
     var Q = (W - T) // S + 1
     var taps = C * R * T
@@ -129,7 +200,16 @@ def conv2d_backward_weight_rows(
                         for q in range(Q):
                             sum += (
                                 dy[unsafe_offset=((s * K + k) * P + p) * Q + q]
-                                * x[unsafe_offset=((s * C + i // (R * T)) * H + p * S + i // T % R) * W + q * S + i % T]
+                                * x[
+                                    unsafe_offset=(
+                                        (s * C + i // (R * T)) * H
+                                        + p * S
+                                        + i // T % R
+                                    )
+                                    * W
+                                    + q * S
+                                    + i % T
+                                ]
                             )
                 dw[unsafe_offset=k * taps + i] += sum
     else:
@@ -139,8 +219,19 @@ def conv2d_backward_weight_rows(
             @always_inline
             def tile[tb: Int](tap: Int) {imm}:
                 _weight_tile[kb, tb](
-                    dw.unsafe_offset(k * taps + tap), dy.unsafe_offset(k * P * Q), x,
-                    tap, G, C, H, W, K, R, T, P, Q,
+                    dw.unsafe_offset(k * taps + tap),
+                    dy.unsafe_offset(k * P * Q),
+                    x,
+                    tap,
+                    G,
+                    C,
+                    H,
+                    W,
+                    K,
+                    R,
+                    T,
+                    P,
+                    Q,
                 )
 
             var tap = 0
@@ -174,8 +265,23 @@ def conv2d_backward_weight_rows(
 @always_inline
 def _input_tile[
     cb: Int
-](dx: Ptr, dy: Ptr, w: Ptr, C: Int, H: Int, W: Int, K: Int, R: Int, T: Int, P: Int, Q: Int, h: Int, i0: Int):
-    """Cb channels of one row, one vector from column i0 on; masks stand for the zeros around dy."""
+](
+    dx: Ptr,
+    dy: Ptr,
+    w: Ptr,
+    C: Int,
+    H: Int,
+    W: Int,
+    K: Int,
+    R: Int,
+    T: Int,
+    P: Int,
+    Q: Int,
+    h: Int,
+    i0: Int,
+):
+    """Cb channels of one row, one vector from column i0 on; masks stand for the zeros around dy.
+    """
     var acc = Array[Vec, cb](fill=Vec(0))
     for k in range(K):
         for r in range(max(0, h - P + 1), min(R, h + 1)):
@@ -183,9 +289,13 @@ def _input_tile[
             for t in range(T):
                 var column = i0 - t
                 var live = first_between(-column, Q - column)
-                var v = masked_load[LANES](row.unsafe_offset(column), live, Vec(0))
+                var v = masked_load[LANES](
+                    row.unsafe_offset(column), live, Vec(0)
+                )
                 comptime for c in range(cb):
-                    acc[c] = v.fma(splat(w, ((k * C + c) * R + r) * T + t), acc[c])
+                    acc[c] = v.fma(
+                        splat(w, ((k * C + c) * R + r) * T + t), acc[c]
+                    )
     comptime for c in range(cb):
         store_first(dx, c * H * W, acc[c], W - i0)
 
@@ -198,9 +308,20 @@ def first_between(lo: Int, hi: Int) -> SIMD[DType.bool, LANES]:
 
 
 def conv2d_backward_input_rows(
-    dx: Ptr, dy: Ptr, w: Ptr, G: Int, C: Int, H: Int, W: Int, K: Int, R: Int, T: Int, S: Int
+    dx: Ptr,
+    dy: Ptr,
+    w: Ptr,
+    G: Int,
+    C: Int,
+    H: Int,
+    W: Int,
+    K: Int,
+    R: Int,
+    T: Int,
+    S: Int,
 ):
-    """Writes the gradient of the (padded) input at stride 1. Shapes as for conv2d_backward_input with L = 1."""
+    """Writes the gradient of the (padded) input at stride 1. Shapes as for conv2d_backward_input with L = 1.
+    """
     var P = H - R + 1
     var Q = W - T + 1
     for s in range(G):
@@ -212,9 +333,20 @@ def conv2d_backward_input_rows(
                     while c + cb <= C:
                         for i0 in range(0, W, LANES):
                             _input_tile[cb](
-                                dx.unsafe_offset(((s * C + c) * H + h) * W + i0),
+                                dx.unsafe_offset(
+                                    ((s * C + c) * H + h) * W + i0
+                                ),
                                 dy.unsafe_offset(s * K * P * Q),
                                 w.unsafe_offset(c * R * T),
-                                C, H, W, K, R, T, P, Q, h, i0,
+                                C,
+                                H,
+                                W,
+                                K,
+                                R,
+                                T,
+                                P,
+                                Q,
+                                h,
+                                i0,
                             )
                         c += cb

@@ -9,7 +9,9 @@ from .lanes import F32, Ptr, load, store
 from .random import U32, philox, unit
 
 
-def dropout[L: Int](
+def dropout[
+    L: Int
+](
     y: Ptr,  # (G, F, L)
     x: Ptr,  # (G, F, L)
     G: Int,
@@ -39,4 +41,6 @@ def dropout[L: Int](
             for j in range(min(4, F - 4 * block)):
                 var i = (g * F + 4 * block + j) * L
                 var kept = unit[L](r[j]).ge(p)
-                store[L](y, i, kept.select(load[L](x, i) * keep, SIMD[F32, L](0)))
+                store[L](
+                    y, i, kept.select(load[L](x, i) * keep, SIMD[F32, L](0))
+                )

@@ -18,7 +18,8 @@ def relu[w: Int](x: SIMD[F32, w]) -> SIMD[F32, w]:
 
 @always_inline
 def sigmoid[w: Int](x: SIMD[F32, w]) -> SIMD[F32, w]:
-    """One over one plus e to the minus |x|, mirrored for negative x, so that nothing overflows."""
+    """One over one plus e to the minus |x|, mirrored for negative x, so that nothing overflows.
+    """
     var e = exp(-abs(x))
     return x.lt(0).select(e, SIMD[F32, w](1)) / (1 + e)
 

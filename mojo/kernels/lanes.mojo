@@ -63,7 +63,8 @@ def first[L: Int = LANES](n: Int) -> SIMD[DType.bool, L]:
 
 @always_inline
 def load_first(p: Ptr, i: Int, n: Int) -> Vec:
-    """Loads the first n of LANES floats; the others are 0 and their memory is not touched."""
+    """Loads the first n of LANES floats; the others are 0 and their memory is not touched.
+    """
     return masked_load[LANES](p.unsafe_offset(i), first(n), Vec(0))
 
 

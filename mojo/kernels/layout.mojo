@@ -88,12 +88,16 @@ def gather_rows_in_rows[
             var from_ = Int(rows[unsafe_offset=n]) * F + at if n < N else 0
             var i = 0
             while i + LANES <= plane:
-                var v = x.unsafe_offset(from_ + i).unsafe_load[width=LANES]().cast[F32]()
+                var v = (
+                    x.unsafe_offset(from_ + i)
+                    .unsafe_load[width=LANES]()
+                    .cast[F32]()
+                )
                 store(y, n * F + at + i, v * a + b)
                 i += LANES
             while i < plane:
-                var v = x[unsafe_offset = from_ + i].cast[F32]()
-                y[unsafe_offset = n * F + at + i] = v * a + b
+                var v = x[unsafe_offset=from_ + i].cast[F32]()
+                y[unsafe_offset=n * F + at + i] = v * a + b
                 i += 1
 
 
@@ -165,7 +169,9 @@ def _load_part(x: Ptr, at: Int, n: Int) -> Vec:
     )
 
 
-def pad_forward[L: Int](
+def pad_forward[
+    L: Int
+](
     y: Ptr,  # (G, C, H + 2 ph, W + 2 pw, L)
     x: Ptr,  # (G, C, H, W, L)
     planes: Int,  # G * C
@@ -196,7 +202,9 @@ def pad_forward[L: Int](
             at += L
 
 
-def pad_backward[L: Int](dx: Ptr, dy: Ptr, planes: Int, H: Int, W: Int, ph: Int, pw: Int):
+def pad_backward[
+    L: Int
+](dx: Ptr, dy: Ptr, planes: Int, H: Int, W: Int, ph: Int, pw: Int):
     """Copies the inside of the frame dy (G, C, H + 2 ph, W + 2 pw, L) to dx (G, C, H, W, L).
     """
     var wide = W + 2 * pw
@@ -206,5 +214,8 @@ def pad_backward[L: Int](dx: Ptr, dy: Ptr, planes: Int, H: Int, W: Int, ph: Int,
                 store[L](
                     dx,
                     ((plane * H + h) * W + i) * L,
-                    load[L](dy, ((plane * (H + 2 * ph) + h + ph) * wide + i + pw) * L),
+                    load[L](
+                        dy,
+                        ((plane * (H + 2 * ph) + h + ph) * wide + i + pw) * L,
+                    ),
                 )

@@ -82,7 +82,12 @@ def _product[
                         y.unsafe_offset((g * outputs + n) * LANES),
                         x.unsafe_offset(g * inputs * LANES),
                         w.unsafe_offset(n * w_out),
-                        bias, inputs, w_out, w_in, inputs * LANES, outputs * LANES,
+                        bias,
+                        inputs,
+                        w_out,
+                        w_in,
+                        inputs * LANES,
+                        outputs * LANES,
                     )
                     n += nb
 
@@ -183,7 +188,10 @@ def linear_backward_weight(
                 dw.unsafe_offset(o * I + i * LANES),
                 dy.unsafe_offset(o * LANES),
                 xt.unsafe_offset(i * LANES),
-                G, I, O, I - i * LANES,
+                G,
+                I,
+                O,
+                I - i * LANES,
             )
 
         var i = 0
@@ -215,21 +223,27 @@ def linear_backward_weight(
 # --- the definitions -------------------------------------------------------------
 
 
-def linear_forward_naive(y: Ptr, x: Ptr, w: Ptr, b: Ptr, G: Int, I: Int, O: Int):
+def linear_forward_naive(
+    y: Ptr, x: Ptr, w: Ptr, b: Ptr, G: Int, I: Int, O: Int
+):
     """The sum as it is written in a textbook, one float at a time."""
     for g in range(G):
         for o in range(O):
             for l in range(LANES):
                 var s = b[unsafe_offset=o]
                 for i in range(I):
-                    s += w[unsafe_offset=o * I + i] * x[unsafe_offset=(g * I + i) * LANES + l]
+                    s += (
+                        w[unsafe_offset=o * I + i]
+                        * x[unsafe_offset=(g * I + i) * LANES + l]
+                    )
                 y[unsafe_offset=(g * O + o) * LANES + l] = s
 
 
 def linear_backward_naive(
     dx: Ptr, dw: Ptr, db: Ptr, dy: Ptr, x: Ptr, w: Ptr, G: Int, I: Int, O: Int
 ):
-    """Every product of the forward sum hands dy to both its factors. Adds to dx, too."""
+    """Every product of the forward sum hands dy to both its factors. Adds to dx, too.
+    """
     for g in range(G):
         for o in range(O):
             for l in range(LANES):

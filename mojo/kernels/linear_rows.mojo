@@ -4,7 +4,18 @@ The same functions as linear.mojo with the same letters and arguments; G counts 
 so each pass over them does all it can.
 """
 
-from .lanes import F32, LANES, REGISTERS, Ptr, Vec, load, load_first, splat, store, store_first
+from .lanes import (
+    F32,
+    LANES,
+    REGISTERS,
+    Ptr,
+    Vec,
+    load,
+    load_first,
+    splat,
+    store,
+    store_first,
+)
 
 comptime WIDE = 8 if REGISTERS == 32 else 2  # outputs (forward) or vectors of inputs (backward) at once
 
@@ -12,7 +23,8 @@ comptime WIDE = 8 if REGISTERS == 32 else 2  # outputs (forward) or vectors of i
 def linear_forward_rows[
     relu: Bool
 ](y: Ptr, x: Ptr, w: Ptr, b: Ptr, G: Int, I: Int, O: Int):
-    """Computes y = W x + b, then max(y, 0) if `relu`. Shapes as for linear_forward with L = 1."""
+    """Computes y = W x + b, then max(y, 0) if `relu`. Shapes as for linear_forward with L = 1.
+    """
 
     @always_inline
     def tile[ob: Int](n: Int, o: Int) {imm}:
@@ -46,7 +58,9 @@ def linear_forward_rows[
             o += 1
 
 
-def linear_backward_input_rows(dx: Ptr, dy: Ptr, w: Ptr, G: Int, I: Int, O: Int):
+def linear_backward_input_rows(
+    dx: Ptr, dy: Ptr, w: Ptr, G: Int, I: Int, O: Int
+):
     """Computes dx = W^T dy. Shapes as for linear_backward_input with L = 1."""
     for n in range(G):
         var i = 0
@@ -62,13 +76,18 @@ def linear_backward_input_rows(dx: Ptr, dy: Ptr, w: Ptr, G: Int, I: Int, O: Int)
         while i < I:
             var acc = Vec(0)
             for o in range(O):
-                acc = load_first(w, o * I + i, I - i).fma(splat(dy, n * O + o), acc)
+                acc = load_first(w, o * I + i, I - i).fma(
+                    splat(dy, n * O + o), acc
+                )
             store_first(dx, n * I + i, acc, I - i)
             i += LANES
 
 
-def linear_backward_weight_rows(dw: Ptr, db: Ptr, dy: Ptr, x: Ptr, G: Int, I: Int, O: Int):
-    """Adds dW += dy x^T and db += dy, summed over samples. Shapes as for linear_backward_weight with L = 1."""
+def linear_backward_weight_rows(
+    dw: Ptr, db: Ptr, dy: Ptr, x: Ptr, G: Int, I: Int, O: Int
+):
+    """Adds dW += dy x^T and db += dy, summed over samples. Shapes as for linear_backward_weight with L = 1.
+    """
     for o in range(O):
         var row = dw.unsafe_offset(o * I)
         for n in range(G):
@@ -79,5 +98,10 @@ def linear_backward_weight_rows(dw: Ptr, db: Ptr, dy: Ptr, x: Ptr, G: Int, I: In
                 store(row, i, load(xn, i).fma(d, load(row, i)))
                 i += LANES
             if i < I:
-                store_first(row, i, load_first(xn, i, I - i).fma(d, load_first(row, i, I - i)), I - i)
+                store_first(
+                    row,
+                    i,
+                    load_first(xn, i, I - i).fma(d, load_first(row, i, I - i)),
+                    I - i,
+                )
             db[unsafe_offset=o] += dy[unsafe_offset=n * O + o]

@@ -7,7 +7,10 @@ from std.memory import unsafe_memset_zero
 
 from .lanes import F32, BytePtr, Ptr, load, store
 
-def maxpool_forward[L: Int](
+
+def maxpool_forward[
+    L: Int
+](
     y: Ptr,  # (planes, P, Q, L)
     argmax: BytePtr,  # (planes, P, Q, L): which place of the window, r * T + t
     x: Ptr,  # (planes, H, W, L)
@@ -31,8 +34,18 @@ def maxpool_forward[L: Int](
 @always_inline
 def _maxpool_forward[
     L: Int,
-    known: Int  # window and stride if they are equal and known at compile time, else 0
-](y: Ptr, argmax: BytePtr, x: Ptr, planes: Int, H: Int, W: Int, R_: Int, T_: Int, S_: Int):
+    known: Int,  # window and stride if they are equal and known at compile time, else 0
+](
+    y: Ptr,
+    argmax: BytePtr,
+    x: Ptr,
+    planes: Int,
+    H: Int,
+    W: Int,
+    R_: Int,
+    T_: Int,
+    S_: Int,
+):
     var R = known if known else R_
     var T = known if known else T_
     var S = known if known else S_
@@ -51,7 +64,9 @@ def _maxpool_forward[
                     var v = load[L](row, (r * W + t) * L)
                     var better = v.gt(best) | v.ne(v)
                     best = better.select(v, best)
-                    at = better.select(SIMD[DType.int32, L](Int32(r * T + t)), at)
+                    at = better.select(
+                        SIMD[DType.int32, L](Int32(r * T + t)), at
+                    )
 
                 comptime if known:
                     comptime for j in range(1, known * known):
@@ -98,7 +113,11 @@ def maxpool_backward[
                     for t in range(T):
                         var i = ((plane * H + p * S + r) * W + q * S + t) * L
                         var won = at.eq(UInt8(r * T + t))
-                        store[L](dx, i, load[L](dx, i) + won.select(d, SIMD[F32, L](0)))
+                        store[L](
+                            dx,
+                            i,
+                            load[L](dx, i) + won.select(d, SIMD[F32, L](0)),
+                        )
                 out += L
 
 
@@ -114,7 +133,8 @@ def _passing[L: Int, relu: Bool](dy: Ptr, y: Ptr, i: Int) -> SIMD[F32, L]:
 def _maxpool_backward_2x2[
     L: Int, relu: Bool
 ](dx: Ptr, dy: Ptr, argmax: BytePtr, y: Ptr, planes: Int, H: Int, W: Int):
-    """Windows that tile the plane: every element is written once, none is read."""
+    """Windows that tile the plane: every element is written once, none is read.
+    """
     var out = 0
     for row in range(planes * H // 2):
         var top = dx.unsafe_offset(row * 2 * W * L)
@@ -130,7 +150,9 @@ def _maxpool_backward_2x2[
             out += L
 
 
-def avgpool_forward[L: Int](y: Ptr, x: Ptr, planes: Int, H: Int, W: Int, R: Int, T: Int, S: Int):
+def avgpool_forward[
+    L: Int
+](y: Ptr, x: Ptr, planes: Int, H: Int, W: Int, R: Int, T: Int, S: Int):
     """Mean of each window. Shapes as for maxpool_forward."""
     var P = (H - R) // S + 1
     var Q = (W - T) // S + 1
@@ -142,13 +164,18 @@ def avgpool_forward[L: Int](y: Ptr, x: Ptr, planes: Int, H: Int, W: Int, R: Int,
                 var s = SIMD[F32, L](0)
                 for r in range(R):
                     for t in range(T):
-                        s += load[L](x, ((plane * H + p * S + r) * W + q * S + t) * L)
+                        s += load[L](
+                            x, ((plane * H + p * S + r) * W + q * S + t) * L
+                        )
                 store[L](y, out, s * scale)
                 out += L
 
 
-def avgpool_backward[L: Int](dx: Ptr, dy: Ptr, planes: Int, H: Int, W: Int, R: Int, T: Int, S: Int):
-    """Spreads each gradient evenly over its window. Shapes as for maxpool_backward."""
+def avgpool_backward[
+    L: Int
+](dx: Ptr, dy: Ptr, planes: Int, H: Int, W: Int, R: Int, T: Int, S: Int):
+    """Spreads each gradient evenly over its window. Shapes as for maxpool_backward.
+    """
     var P = (H - R) // S + 1
     var Q = (W - T) // S + 1
     var scale = Float32(1) / Float32(R * T)

@@ -12,9 +12,14 @@ comptime U64 = DType.uint64
 def philox[
     w: Int
 ](
-    c0: SIMD[U32, w], c1: SIMD[U32, w], c2: SIMD[U32, w], c3: SIMD[U32, w], seed: UInt64
+    c0: SIMD[U32, w],
+    c1: SIMD[U32, w],
+    c2: SIMD[U32, w],
+    c3: SIMD[U32, w],
+    seed: UInt64,
 ) -> Array[SIMD[U32, w], 4]:
-    """Four random words for each of w counters (c0, c1, c2, c3) under the key `seed`."""
+    """Four random words for each of w counters (c0, c1, c2, c3) under the key `seed`.
+    """
     var a = c0
     var b = c1
     var c = c2
@@ -39,7 +44,9 @@ def unit[w: Int](bits: SIMD[U32, w]) -> SIMD[F32, w]:
     return (bits >> 8).cast[F32]() * Float32(2.0**-24)
 
 
-def uniform(y: Ptr, n: Int, seed: UInt64, stream: UInt32, low: Float32, high: Float32):
+def uniform(
+    y: Ptr, n: Int, seed: UInt64, stream: UInt32, low: Float32, high: Float32
+):
     """Fills y with numbers from [low, high): element i is word i % 4 of counter (i / 4, 0, stream, "init").
 
     n must be below 2^34.

@@ -20,20 +20,26 @@ def split(n: Int) -> Int:
 
 
 @always_inline
-def _tree(buffers: Pointer[Int64, MutUntrackedOrigin], lo: Int, n: Int, i: Int) -> Vec:
+def _tree(
+    buffers: Pointer[Int64, MutUntrackedOrigin], lo: Int, n: Int, i: Int
+) -> Vec:
     if n == 1:
         return load(Ptr(unsafe_from_address=Int(buffers[unsafe_offset=lo])), i)
     return _tree_node(buffers, lo, n, i)
 
 
-def _tree_node(buffers: Pointer[Int64, MutUntrackedOrigin], lo: Int, n: Int, i: Int) -> Vec:
+def _tree_node(
+    buffers: Pointer[Int64, MutUntrackedOrigin], lo: Int, n: Int, i: Int
+) -> Vec:
     var left = split(n)
     return _tree(buffers, lo, left, i) + _tree(buffers, lo + left, n - left, i)
 
 
 def tree_sum(
     y: Ptr,
-    buffers: Pointer[Int64, MutUntrackedOrigin],  # addresses of n buffers of `size` floats
+    buffers: Pointer[
+        Int64, MutUntrackedOrigin
+    ],  # addresses of n buffers of `size` floats
     n: Int,
     size: Int,  # a multiple of LANES
 ):
@@ -43,7 +49,8 @@ def tree_sum(
 
 
 def squared_norm(y: Ptr, x: Ptr, n: Int):
-    """Writes the sum of squares of n floats, in an order that depends on n only."""
+    """Writes the sum of squares of n floats, in an order that depends on n only.
+    """
     var total: Float64 = 0
     for start in range(0, n, BLOCK):
         var end = min(start + BLOCK, n)
@@ -63,7 +70,8 @@ def squared_norm(y: Ptr, x: Ptr, n: Int):
 
 
 def is_finite(x: Ptr, n: Int) -> Bool:
-    """True if none of n floats is NaN or infinite (x - x is 0 for finite x, NaN for the others)."""
+    """True if none of n floats is NaN or infinite (x - x is 0 for finite x, NaN for the others).
+    """
     var acc = Vec(0)
     var i = 0
     while i + LANES <= n:

@@ -20,7 +20,9 @@ def _max[L: Int](x: Ptr, F: Int) -> SIMD[F32, L]:
 def softmax_forward[L: Int](y: Ptr, x: Ptr, G: Int, F: Int):
     """Computes y = exp(x - max x) / sum exp(x - max x), x and y (G, F, L)."""
     for g in range(G):
-        _ = _softmax[L](y.unsafe_offset(g * F * L), x.unsafe_offset(g * F * L), F)
+        _ = _softmax[L](
+            y.unsafe_offset(g * F * L), x.unsafe_offset(g * F * L), F
+        )
 
 
 @always_inline
@@ -81,9 +83,11 @@ def log_softmax_backward[L: Int](dx: Ptr, dy: Ptr, y: Ptr, G: Int, F: Int):
 
 
 @always_inline
-def _count[L: Int](
-    x: Ptr, labels: IntPtr, F: Int, mut stats: SIMD[F32, 4]
-) -> SIMD[DType.int32, L]:
+def _count[
+    L: Int
+](x: Ptr, labels: IntPtr, F: Int, mut stats: SIMD[F32, 4]) -> SIMD[
+    DType.int32, L
+]:
     """Counts samples and correct predictions (the first largest of x) of one group; returns its labels.
     """
     var label = labels.unsafe_load[width=L]()
@@ -100,7 +104,9 @@ def _count[L: Int](
 
 
 @always_inline
-def _at_label[L: Int](x: Ptr, label: SIMD[DType.int32, L], F: Int) -> SIMD[F32, L]:
+def _at_label[
+    L: Int
+](x: Ptr, label: SIMD[DType.int32, L], F: Int) -> SIMD[F32, L]:
     """x[label] of each lane, 0 for lanes without a sample."""
     var v = SIMD[F32, L](0)
     for f in range(F):
@@ -108,7 +114,9 @@ def _at_label[L: Int](x: Ptr, label: SIMD[DType.int32, L], F: Int) -> SIMD[F32, 
     return v
 
 
-def cross_entropy_forward[L: Int](
+def cross_entropy_forward[
+    L: Int
+](
     stats: Ptr,  # (4)
     p: Ptr,  # (G, F, L): softmax(x), saved for backward
     x: Ptr,  # (G, F, L)
@@ -123,11 +131,17 @@ def cross_entropy_forward[L: Int](
         var xg = x.unsafe_offset(at)
         var label = _count[L](xg, labels.unsafe_offset(g * L), F, s)
         var lse = _softmax[L](p.unsafe_offset(at), xg, F)
-        s[0] += label.ge(0).select(lse - _at_label[L](xg, label, F), SIMD[F32, L](0)).reduce_add()
+        s[0] += (
+            label.ge(0)
+            .select(lse - _at_label[L](xg, label, F), SIMD[F32, L](0))
+            .reduce_add()
+        )
     stats.unsafe_store(0, s)
 
 
-def cross_entropy_backward[L: Int](dx: Ptr, dloss: Ptr, p: Ptr, labels: IntPtr, G: Int, F: Int):
+def cross_entropy_backward[
+    L: Int
+](dx: Ptr, dloss: Ptr, p: Ptr, labels: IntPtr, G: Int, F: Int):
     """Computes dx = (p - onehot(label)) dloss, 0 in lanes without a sample."""
     var d = SIMD[F32, L](dloss[])
     for g in range(G):
@@ -139,7 +153,8 @@ def cross_entropy_backward[L: Int](dx: Ptr, dloss: Ptr, p: Ptr, labels: IntPtr, 
 
 
 def nll_forward[L: Int](stats: Ptr, x: Ptr, labels: IntPtr, G: Int, F: Int):
-    """Writes stats; the loss of a sample is -x[label], x being log-probabilities (G, F, L)."""
+    """Writes stats; the loss of a sample is -x[label], x being log-probabilities (G, F, L).
+    """
     var s = SIMD[F32, 4](0)
     for g in range(G):
         var xg = x.unsafe_offset(g * F * L)
@@ -154,4 +169,8 @@ def nll_backward[L: Int](dx: Ptr, dloss: Ptr, labels: IntPtr, G: Int, F: Int):
     for g in range(G):
         var label = labels.unsafe_offset(g * L).unsafe_load[width=L]()
         for f in range(F):
-            store[L](dx, (g * F + f) * L, label.eq(Int32(f)).select(d, SIMD[F32, L](0)))
+            store[L](
+                dx,
+                (g * F + f) * L,
+                label.eq(Int32(f)).select(d, SIMD[F32, L](0)),
+            )

@@ -144,7 +144,9 @@ def world(backend: str = "auto") -> Communicator:
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as e:
-        raise ConfigError(f"[comm] MPI cannot be loaded ({e}); pip install mpi4py mpich, or load your site's MPI") from e
+        raise ConfigError(
+            f"[comm] MPI cannot be loaded ({e}); pip install mpi4py mpich, or load your site's MPI"
+        ) from e
     comm = MPICommunicator(MPI, MPI.COMM_WORLD)
     if found is not None and found[1] > 1 and comm.size == 1:
         raise ConfigError(

@@ -112,7 +112,9 @@ class Engine:
         executor.emit("input", x.memory, labels.memory, x.groups, x.features, channels, layout=layout)
         loss = self.loss(self.model(x), labels)
         if loss.shape != ():
-            raise ConfigError(f"[train] the loss has shape {loss.shape}; it must be one number, a sum or mean over samples")
+            raise ConfigError(
+                f"[train] the loss has shape {loss.shape}; it must be one number, a sum or mean over samples"
+            )
         stats = executor.first_stats or loss.memory
         executor.emit("stats", executor.stats, loss.memory, stats)
         if self.train:
@@ -194,7 +196,3 @@ class Engine:
                 c.valid = min(s.shard_size, s.samples - c.first)
                 c.rows = s.rows + 8 * c.first
                 self._traced(ShardEager(c, buffer.ctypes.data, 4 * self.stats_at), s.shard_size, sample_shape)
-
-
-
-

@@ -1,7 +1,7 @@
 """The errors a user can meet, and the exit code each one ends a command with.
 
 An error says who, what was given, what is allowed and what to do next, in one line. The command line prints that line
-and exits with the code; the library raises it. Anything that is not an `OdysseyError` is a defect and shows a traceback.
+and exits with the code; the library raises it. Anything that is not an `OdysseyError` is a defect with a traceback.
 """
 
 from __future__ import annotations

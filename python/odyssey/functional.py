@@ -195,7 +195,13 @@ def conv2d(
         if weight.requires_grad:
             db = current().alloc(4 * k) if bias is None else _grad_memory("conv2d", bias)
             current().emit(
-                "conv2d_backward_weight", _grad_memory("conv2d", weight), db, dy.memory, x.memory, *sizes, layout=x.layout
+                "conv2d_backward_weight",
+                _grad_memory("conv2d", weight),
+                db,
+                dy.memory,
+                x.memory,
+                *sizes,
+                layout=x.layout,
             )
         if not x.requires_grad:
             return (None, None, None)
@@ -222,7 +228,16 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
             db = current().alloc(4 * o) if bias is None else _grad_memory("linear", bias)
             scratch = current().alloc(4 * x.floats)
             current().emit(
-                "linear_backward_weight", _grad_memory("linear", weight), db, dy.memory, x.memory, scratch, g, i, o, layout=x.layout
+                "linear_backward_weight",
+                _grad_memory("linear", weight),
+                db,
+                dy.memory,
+                x.memory,
+                scratch,
+                g,
+                i,
+                o,
+                layout=x.layout,
             )
         if not x.requires_grad:
             return (None, None, None)
@@ -244,7 +259,7 @@ def _pool_sizes(name: str, x: Tensor, kernel: Any, stride: int | None) -> tuple[
 
 
 def max_pool2d(x: Tensor, kernel_size: int | tuple[int, int], stride: int | None = None) -> Tensor:
-    """Largest value of each window of x (N, C, H, W); stride = kernel_size unless given. At most 256 places a window."""
+    """Largest value of each window of x (N, C, H, W), of at most 256 places; stride = kernel_size unless given."""
     x = batched(x)
     sizes = _pool_sizes("max_pool2d", x, kernel_size, stride)
     h, w, r, t, s = sizes
@@ -418,5 +433,3 @@ def nll_loss(x: Tensor, target: Any, reduction: str = "mean") -> Tensor:
 def accuracy(x: Tensor, target: Any) -> float:
     """The share of samples whose largest entry of x (N, classes) is at the target."""
     return float(np.mean(np.argmax(x.data, axis=1) == np.asarray(target)))
-
-

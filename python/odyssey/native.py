@@ -1,7 +1,7 @@
 """The compiled kernel library: the only file that loads it and knows its C interface (mojo/capi.mojo).
 
-A program is an int64 array (records, RECORD); what its numbers mean is said in shared/training/ops.mojo. ctypes releases
-the GIL during every call.
+A program is an int64 array (records, RECORD); what its numbers mean is said in shared/training/ops.mojo. ctypes lets
+the GIL go during every call.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Library:
         self._bases_address = self._bases.ctypes.data
 
     def run(self, program: int, records: int, context: Context) -> int:
-        """Runs `records` records at address `program`, all operands absolute. Returns -1, or the record that stopped it."""
+        """Runs records at address `program`, all operands absolute. Returns -1, or the record that stopped it."""
         return self._run(program, records, self._bases_address, context)
 
     def step(self, step: Step) -> None:

@@ -16,7 +16,7 @@ class Progress(Protocol):
         """The run starts: so many epochs of so many steps of `batch` samples."""
 
     def step(self, epoch: int, step_in_epoch: int, loss: float, samples_per_second: float) -> None:
-        """A step is done. Epochs count from 0 here (from 1 in records); `step_in_epoch` is the number of steps done in this one."""
+        """A step is done. Epochs count from 0 here (from 1 in records); `step_in_epoch` steps of it are done."""
 
     def epoch(self, record: dict[str, Any]) -> None:
         """An epoch is done: its record as in the history."""

@@ -148,8 +148,14 @@ class DistributedTrainer:
             return
         lay = self.layout
         mine = np.array(
-            [self.arena.layout_hash(), lay.workers, lay.shard_size, ("tree", "mpi").index(lay.reduction) if
-             lay.reduction in ("tree", "mpi") else -1, self.seed], np.int64
+            [
+                self.arena.layout_hash(),
+                lay.workers,
+                lay.shard_size,
+                ("tree", "mpi").index(lay.reduction) if lay.reduction in ("tree", "mpi") else -1,
+                self.seed,
+            ],
+            np.int64,
         )
         everyone = self.comm.all_gather(mine)
         names = ("model", "number of workers", "shard size", "reduction", "seed")
@@ -198,9 +204,7 @@ class DistributedTrainer:
 
     # --- epochs ---
 
-    def fit(
-        self, train_loader: Any, val_loader: Any = None, epochs: int = 1, steps: int | None = None
-    ) -> History:
+    def fit(self, train_loader: Any, val_loader: Any = None, epochs: int = 1, steps: int | None = None) -> History:
         """Trains for `epochs` epochs, or until `steps` optimizer steps have been taken.
 
         Args:
@@ -345,5 +349,3 @@ def _whole(loader: Any) -> Iterable[datasets.Batch]:
     if isinstance(loader, datasets.ArrayDataset):
         loader = datasets.DataLoader(loader, batch_size=8192)
     return _batches(loader)
-
-

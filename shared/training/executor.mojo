@@ -12,15 +12,29 @@ from kernels.elementwise import add
 from kernels.lanes import Ptr
 from kernels.layout import LongPtr
 
-from .ops import ABSOLUTE, Context, ContextPtr, GRADS, PARAMS, RECORD, Record, SPACES, WORK, execute
+from .ops import (
+    ABSOLUTE,
+    Context,
+    ContextPtr,
+    GRADS,
+    PARAMS,
+    RECORD,
+    Record,
+    SPACES,
+    WORK,
+    execute,
+)
 
 # An action is three numbers: kind, a, b.
 comptime RUN = 0  # compute shard a into buffer b
 comptime ADD = 1  # buffer a += buffer b
 
 
-def run_program(program: LongPtr, records: Int, bases: LongPtr, ctx: Context) -> Int:
-    """Runs all records in order. Returns -1, or the record at which a check stopped the program."""
+def run_program(
+    program: LongPtr, records: Int, bases: LongPtr, ctx: Context
+) -> Int:
+    """Runs all records in order. Returns -1, or the record at which a check stopped the program.
+    """
     for i in range(records):
         if not execute(Record(program.unsafe_offset(i * RECORD), bases), ctx):
             return i
@@ -29,7 +43,8 @@ def run_program(program: LongPtr, records: Int, bases: LongPtr, ctx: Context) ->
 
 @fieldwise_init
 struct Step(TrivialRegisterPassable):
-    """The forward and backward passes of one process in one step, as both front ends describe them."""
+    """The forward and backward passes of one process in one step, as both front ends describe them.
+    """
 
     var program: LongPtr
     var records: Int64
@@ -51,7 +66,8 @@ comptime StepPtr = Pointer[Step, MutUntrackedOrigin]
 
 
 def run_step(s: Step):
-    """Runs all shards of this process, on `threads` threads, then the final additions."""
+    """Runs all shards of this process, on `threads` threads, then the final additions.
+    """
 
     def work(t: Int) {imm s}:
         _run_actions(s, t)

@@ -197,7 +197,7 @@ struct Record(TrivialRegisterPassable):
     def address(self, i: Int) -> Int:
         """Argument i as an operand."""
         var v = Int(self.at[unsafe_offset=i])
-        return Int(self.bases[unsafe_offset = v >> 56]) + (v & OFFSET)
+        return Int(self.bases[unsafe_offset=v >> 56]) + (v & OFFSET)
 
     @always_inline
     def ptr(self, i: Int) -> Ptr:
@@ -264,8 +264,15 @@ def _execute[L: Int](op: Int, r: Record, ctx: Context) -> Bool:
     elif op == comptime (code("maxpool_forward")):
         # y, argmax; x; planes, H, W, R, T, S
         maxpool_forward[L](
-            r.ptr(1), r.bytes(2), r.ptr(3), r.int(4), r.int(5), r.int(6),
-            r.int(7), r.int(8), r.int(9),
+            r.ptr(1),
+            r.bytes(2),
+            r.ptr(3),
+            r.int(4),
+            r.int(5),
+            r.int(6),
+            r.int(7),
+            r.int(8),
+            r.int(9),
         )
     elif op == comptime (code("maxpool_backward")):
         # dx; dy; argmax, y; planes, H, W, R, T, S; relu
@@ -273,15 +280,31 @@ def _execute[L: Int](op: Int, r: Record, ctx: Context) -> Bool:
             _maxpool_backward[L, True](r)
         else:
             _maxpool_backward[L, False](r)
-    elif op == comptime (code("avgpool_forward")):  # y; x; planes, H, W, R, T, S
+    elif op == comptime (
+        code("avgpool_forward")
+    ):  # y; x; planes, H, W, R, T, S
         avgpool_forward[L](
-            r.ptr(1), r.ptr(2), r.int(3), r.int(4), r.int(5), r.int(6),
-            r.int(7), r.int(8),
+            r.ptr(1),
+            r.ptr(2),
+            r.int(3),
+            r.int(4),
+            r.int(5),
+            r.int(6),
+            r.int(7),
+            r.int(8),
         )
-    elif op == comptime (code("avgpool_backward")):  # dx; dy; planes, H, W, R, T, S
+    elif op == comptime (
+        code("avgpool_backward")
+    ):  # dx; dy; planes, H, W, R, T, S
         avgpool_backward[L](
-            r.ptr(1), r.ptr(2), r.int(3), r.int(4), r.int(5), r.int(6),
-            r.int(7), r.int(8),
+            r.ptr(1),
+            r.ptr(2),
+            r.int(3),
+            r.int(4),
+            r.int(5),
+            r.int(6),
+            r.int(7),
+            r.int(8),
         )
     elif op == comptime (code("linear_forward")):  # y; x, w, b; G, I, O; relu
         if r.int(8):
@@ -307,8 +330,15 @@ def _execute[L: Int](op: Int, r: Record, ctx: Context) -> Bool:
         sigmoid_backward(r.ptr(1), r.ptr(2), r.ptr(3), r.int(4))
     elif op == comptime (code("dropout")):  # y; x; G, F; p, layer
         dropout[L](
-            r.ptr(1), r.ptr(2), r.int(3), r.int(4), r.float(5), ctx.seed,
-            UInt32(ctx.step), UInt32(ctx.first), UInt32(r.int(6)),
+            r.ptr(1),
+            r.ptr(2),
+            r.int(3),
+            r.int(4),
+            r.float(5),
+            ctx.seed,
+            UInt32(ctx.step),
+            UInt32(ctx.first),
+            UInt32(r.int(6)),
         )
     elif op == comptime (code("softmax_forward")):  # y; x; G, F
         softmax_forward[L](r.ptr(1), r.ptr(2), r.int(3), r.int(4))
@@ -317,8 +347,12 @@ def _execute[L: Int](op: Int, r: Record, ctx: Context) -> Bool:
     elif op == comptime (code("log_softmax_forward")):
         log_softmax_forward[L](r.ptr(1), r.ptr(2), r.int(3), r.int(4))
     elif op == comptime (code("log_softmax_backward")):
-        log_softmax_backward[L](r.ptr(1), r.ptr(2), r.ptr(3), r.int(4), r.int(5))
-    elif op == comptime (code("cross_entropy_forward")):  # stats, p; x, labels; G, F
+        log_softmax_backward[L](
+            r.ptr(1), r.ptr(2), r.ptr(3), r.int(4), r.int(5)
+        )
+    elif op == comptime (
+        code("cross_entropy_forward")
+    ):  # stats, p; x, labels; G, F
         cross_entropy_forward[L](
             r.ptr(1), r.ptr(2), r.ptr(3), r.ints(4), r.int(5), r.int(6)
         )
@@ -337,7 +371,9 @@ def _execute[L: Int](op: Int, r: Record, ctx: Context) -> Bool:
         total[unsafe_offset=1] += Float32(ctx.valid)
         total[unsafe_offset=2] += r.ptr(3)[unsafe_offset=2]
     elif op == comptime (code("sum_lanes")):  # y; x; N or -1, G, F
-        sum_lanes[L](r.ptr(1), r.ptr(2), _samples(r, 3, ctx), r.int(4), r.int(5))
+        sum_lanes[L](
+            r.ptr(1), r.ptr(2), _samples(r, 3, ctx), r.int(4), r.int(5)
+        )
     elif op == comptime (code("sum_lanes_backward")):  # dx; dy; N or -1, G, F
         sum_lanes_backward[L](
             r.ptr(1), r.ptr(2), _samples(r, 3, ctx), r.int(4), r.int(5)
@@ -354,12 +390,18 @@ def _execute[L: Int](op: Int, r: Record, ctx: Context) -> Bool:
         fill(r.ptr(1), r.float(2), r.int(3))
     elif op == comptime (code("uniform")):  # y; n, seed, stream, low, high
         uniform(
-            r.ptr(1), r.int(2), UInt64(r.int(3)), UInt32(r.int(4)), r.float(5),
+            r.ptr(1),
+            r.int(2),
+            UInt64(r.int(3)),
+            UInt32(r.int(4)),
+            r.float(5),
             r.float(6),
         )
     elif op == comptime (code("tree_sum")):  # y; addresses; n, size
         tree_sum(
-            r.ptr(1), LongPtr(unsafe_from_address=r.address(2)), r.int(3),
+            r.ptr(1),
+            LongPtr(unsafe_from_address=r.address(2)),
+            r.int(3),
             r.int(4),
         )
     elif op == comptime (code("squared_norm")):  # y; x; n
@@ -369,15 +411,33 @@ def _execute[L: Int](op: Int, r: Record, ctx: Context) -> Bool:
     elif op == comptime (code("sgd")):
         # w, v; g, samples; n; lr, momentum, weight decay, nesterov
         sgd(
-            r.ptr(1), r.ptr(2), r.ptr(3), r.int(5), 1 / r.ptr(4)[], r.float(6),
-            r.float(7), r.float(8), r.int(9) != 0,
+            r.ptr(1),
+            r.ptr(2),
+            r.ptr(3),
+            r.int(5),
+            1 / r.ptr(4)[],
+            r.float(6),
+            r.float(7),
+            r.float(8),
+            r.int(9) != 0,
         )
     elif op == comptime (code("adam")):
         # w, m, v; g, samples; n; lr, beta1, beta2, eps, weight decay, decoupled, corrections
         adam(
-            r.ptr(1), r.ptr(2), r.ptr(3), r.ptr(4), r.int(6), 1 / r.ptr(5)[],
-            r.float(7), r.float(8), r.float(9), r.float(10), r.float(11),
-            r.int(12) != 0, r.float(13), r.float(14),
+            r.ptr(1),
+            r.ptr(2),
+            r.ptr(3),
+            r.ptr(4),
+            r.int(6),
+            1 / r.ptr(5)[],
+            r.float(7),
+            r.float(8),
+            r.float(9),
+            r.float(10),
+            r.float(11),
+            r.int(12) != 0,
+            r.float(13),
+            r.float(14),
         )
     else:
         return False
@@ -394,26 +454,57 @@ def _gather[L: Int, dtype: DType](r: Record, ctx: Context):
     var rows = LongPtr(unsafe_from_address=Int(ctx.rows))
     var scale = Ptr(unsafe_from_address=Int(ctx.scale))
     var shift = Ptr(unsafe_from_address=Int(ctx.shift))
-    comptime kernel = gather_rows_in_rows[dtype] if L == 1 else gather_rows[dtype]
+    comptime kernel = gather_rows_in_rows[dtype] if L == 1 else gather_rows[
+        dtype
+    ]
     kernel(
-        r.ptr(1), images, rows, scale, shift, Int(ctx.valid), r.int(3),
-        r.int(4), r.int(5),
+        r.ptr(1),
+        images,
+        rows,
+        scale,
+        shift,
+        Int(ctx.valid),
+        r.int(3),
+        r.int(4),
+        r.int(5),
     )
 
 
 def _conv2d_forward[L: Int, relu: Bool](r: Record):
-    comptime kernel = conv2d_forward_rows[relu] if L == 1 else conv2d_forward[relu]
+    comptime kernel = conv2d_forward_rows[relu] if L == 1 else conv2d_forward[
+        relu
+    ]
     kernel(
-        r.ptr(1), r.ptr(2), r.ptr(3), r.ptr(4), r.int(5), r.int(6), r.int(7),
-        r.int(8), r.int(9), r.int(10), r.int(11), r.int(12),
+        r.ptr(1),
+        r.ptr(2),
+        r.ptr(3),
+        r.ptr(4),
+        r.int(5),
+        r.int(6),
+        r.int(7),
+        r.int(8),
+        r.int(9),
+        r.int(10),
+        r.int(11),
+        r.int(12),
     )
 
 
 def _conv2d_backward_weight[L: Int](r: Record):
     comptime kernel = conv2d_backward_weight_rows if L == 1 else conv2d_backward_weight
     kernel(
-        r.ptr(1), r.ptr(2), r.ptr(3), r.ptr(4), r.int(5), r.int(6), r.int(7),
-        r.int(8), r.int(9), r.int(10), r.int(11), r.int(12),
+        r.ptr(1),
+        r.ptr(2),
+        r.ptr(3),
+        r.ptr(4),
+        r.int(5),
+        r.int(6),
+        r.int(7),
+        r.int(8),
+        r.int(9),
+        r.int(10),
+        r.int(11),
+        r.int(12),
     )
 
 
@@ -421,26 +512,53 @@ def _conv2d_backward_input[L: Int](r: Record):
     comptime if L == 1:
         if r.int(11) == 1:
             conv2d_backward_input_rows(
-                r.ptr(1), r.ptr(2), r.ptr(3), r.int(4), r.int(5), r.int(6),
-                r.int(7), r.int(8), r.int(9), r.int(10), r.int(11),
+                r.ptr(1),
+                r.ptr(2),
+                r.ptr(3),
+                r.int(4),
+                r.int(5),
+                r.int(6),
+                r.int(7),
+                r.int(8),
+                r.int(9),
+                r.int(10),
+                r.int(11),
             )
         else:
             conv2d_backward_input_any[L](
-                r.ptr(1), r.ptr(2), r.ptr(3), r.int(4), r.int(5), r.int(6),
-                r.int(7), r.int(8), r.int(9), r.int(10), r.int(11),
+                r.ptr(1),
+                r.ptr(2),
+                r.ptr(3),
+                r.int(4),
+                r.int(5),
+                r.int(6),
+                r.int(7),
+                r.int(8),
+                r.int(9),
+                r.int(10),
+                r.int(11),
             )
     else:
         conv2d_backward_input(
-            r.ptr(1), r.ptr(2), r.ptr(3), r.int(4), r.int(5), r.int(6),
-            r.int(7), r.int(8), r.int(9), r.int(10), r.int(11),
+            r.ptr(1),
+            r.ptr(2),
+            r.ptr(3),
+            r.int(4),
+            r.int(5),
+            r.int(6),
+            r.int(7),
+            r.int(8),
+            r.int(9),
+            r.int(10),
+            r.int(11),
         )
 
 
 def _linear_forward[L: Int, relu: Bool](r: Record):
-    comptime kernel = linear_forward_rows[relu] if L == 1 else linear_forward[relu]
-    kernel(
-        r.ptr(1), r.ptr(2), r.ptr(3), r.ptr(4), r.int(5), r.int(6), r.int(7)
-    )
+    comptime kernel = linear_forward_rows[relu] if L == 1 else linear_forward[
+        relu
+    ]
+    kernel(r.ptr(1), r.ptr(2), r.ptr(3), r.ptr(4), r.int(5), r.int(6), r.int(7))
 
 
 def _linear_backward_weight[L: Int](r: Record):
@@ -450,8 +568,14 @@ def _linear_backward_weight[L: Int](r: Record):
         )
     else:
         linear_backward_weight(
-            r.ptr(1), r.ptr(2), r.ptr(3), r.ptr(4), r.ptr(5), r.int(6),
-            r.int(7), r.int(8),
+            r.ptr(1),
+            r.ptr(2),
+            r.ptr(3),
+            r.ptr(4),
+            r.ptr(5),
+            r.int(6),
+            r.int(7),
+            r.int(8),
         )
 
 
@@ -462,8 +586,16 @@ def _linear_backward_input[L: Int](r: Record):
 
 def _maxpool_backward[L: Int, relu: Bool](r: Record):
     maxpool_backward[L, relu](
-        r.ptr(1), r.ptr(2), r.bytes(3), r.ptr(4), r.int(5), r.int(6), r.int(7),
-        r.int(8), r.int(9), r.int(10),
+        r.ptr(1),
+        r.ptr(2),
+        r.bytes(3),
+        r.ptr(4),
+        r.int(5),
+        r.int(6),
+        r.int(7),
+        r.int(8),
+        r.int(9),
+        r.int(10),
     )
 
 

@@ -1,4 +1,4 @@
-"""The models that `odyssey train --model` knows. Each takes samples of (C, H, W) and has `loss`, what it is trained with."""
+"""The models that `odyssey train --model` knows. Each takes samples of (C, H, W) and has `loss`, its training loss."""
 
 from __future__ import annotations
 

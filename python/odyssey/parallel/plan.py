@@ -32,8 +32,8 @@ class Action:
 class Plan:
     """What one process does in one step.
 
-    `threads` are the lists of actions that run side by side, `final` what follows when all have ended. `partial` are the
-    nodes of the tree that are then complete, in order, with the buffers they are in; `buffers` is how many are needed.
+    `threads` are the lists of actions that run side by side, `final` what follows when all have ended. `partial` are
+    the nodes of the tree that are complete then, in order, with the buffers they are in; `buffers` counts those.
     """
 
     shards: int
@@ -93,9 +93,7 @@ def make(shards: int, rank: int, ranks: int, workers: int, threads: int) -> Plan
     runs = [share(shards, ranks * workers, rank * workers + w) for w in range(workers)]
     own = (runs[0][0], runs[-1][1])
     pieces = max(1, threads // workers)
-    cut = [
-        (lo + a, lo + b) for lo, hi in runs for a, b in (share(hi - lo, pieces, i) for i in range(pieces)) if b > a
-    ]
+    cut = [(lo + a, lo + b) for lo, hi in runs for a, b in (share(hi - lo, pieces, i) for i in range(pieces)) if b > a]
     threads = max(1, min(threads, len(cut)))
     free: list[int] = []
     count = 0
@@ -165,7 +163,10 @@ def exchange(shards: int, ranks: int, workers: int, floats: int, align: int = 16
     per_rank = tuple(
         tuple(
             nodes(
-                (share(shards, ranks * workers, r * workers)[0], share(shards, ranks * workers, (r + 1) * workers - 1)[1]),
+                (
+                    share(shards, ranks * workers, r * workers)[0],
+                    share(shards, ranks * workers, (r + 1) * workers - 1)[1],
+                ),
                 shards,
             )
         )

@@ -2,10 +2,10 @@
 
 `tree` completes the tree of plan.py: range p of the arena goes to rank p from everyone (one all-to-all), is added there
 in the tree's order by a kernel, and comes back to everyone (one all-gather). With a power of two of shards and ranks
-that is the volume of a reduce-scatter and an all-gather: 2 (R - 1) / R times the arena. Same bits on any number of ranks.
+that is the volume of a reduce-scatter and an all-gather: 2 (R - 1) / R times the arena. Same bits on any world.
 
-`mpi` adds a process's own nodes and calls the library's all-reduce. Its order of additions depends on the library and on
-the number of ranks, so the bits do too.
+`mpi` adds a process's own nodes and calls the library's all-reduce. Its order of additions depends on the library and
+on the number of ranks, so the bits do too.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ class Reduction:
         self._receive_counts = [len(ns) * (hi - lo) for ns in x.nodes]
         self._receive = native.aligned(int(np.sum(self._receive_counts)))
         lib = native.library()
-        pieces = [Block(self._receive[i * (hi - lo) :]) for i in range(sum(len(ns) for ns in x.nodes))] if hi > lo else []
+        pieces = (
+            [Block(self._receive[i * (hi - lo) :]) for i in range(sum(len(ns) for ns in x.nodes))] if hi > lo else []
+        )
         self._adds = np.zeros((len(x.adds) if pieces else 0, lib.record), np.int64)
         for row, action in zip(self._adds, x.adds, strict=False):
             a, b = pieces[action.a], pieces[action.b]
