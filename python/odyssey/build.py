@@ -236,7 +236,8 @@ def _mojo_command() -> list[str]:
     return [found]
 
 
-def _run_mojo(arguments: list[str], cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+def run_mojo(arguments: list[str], cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Runs the Mojo compiler with these arguments and captures what it prints. Raises BuildError if there is none."""
     quiet = {"MODULAR_CRASH_REPORTING_ENABLED": "false", "MODULAR_TELEMETRY_ENABLED": "false"}
     return subprocess.run(
         [*_mojo_command(), *arguments],
@@ -259,7 +260,7 @@ def _compile(root: Path, output: Path, cpu: str, emit: str = "shared-lib", tripl
         )
     command = ["build", "--emit", emit, str(root / ROOT_SOURCE), "-I", str(root / "mojo"), "-I", str(root)]
     command += ["--target-cpu", cpu, *(["--target-triple", triple] if triple else []), *FLAGS, "-o", str(output)]
-    done = _run_mojo(command, cwd=output.parent)
+    done = run_mojo(command, cwd=output.parent)
     if done.returncode == 0 and output.is_file():
         return
     said = done.stderr.strip() or done.stdout.strip() or f"nothing, exit code {done.returncode}"
@@ -284,7 +285,7 @@ def _unknown_cpu(cpu: str, triple: str | None) -> str:
     import difflib
 
     native = "arm64-apple-darwin" if sys.platform == "darwin" else f"{platform.machine()}-unknown-linux-gnu"
-    listed = _run_mojo(["build", "--print-supported-cpus", "--target-triple", triple or native])
+    listed = run_mojo(["build", "--print-supported-cpus", "--target-triple", triple or native])
     names = [line.strip() for line in listed.stdout.splitlines() if line.startswith("  ")]
     near = difflib.get_close_matches(cpu, names, 3, 0.5)
     hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(names[:12])}, ..."

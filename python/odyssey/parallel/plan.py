@@ -33,7 +33,7 @@ class Plan:
     """What one process does in one step.
 
     `threads` are the lists of actions that run side by side, `final` what follows when all have ended. `partial` are
-    the nodes of the tree that are complete then, in order, with the buffers they are in; `buffers` counts those.
+    the nodes of the tree that are complete then, in order, with the buffers they are in. It needs `buffers` buffers.
     """
 
     shards: int

@@ -1,0 +1,57 @@
+"""Writing a program in Mojo: records with symbolic operands, and workspace that is handed out as it is asked for.
+
+The Python recorder (python/odyssey/program.py) writes the same records from a model's forward().
+"""
+
+from std.memory import bitcast
+
+from kernels.layout import LongPtr
+
+from .ops import GRADS, PARAMS, RECORD, WORK
+
+comptime ALIGNMENT = 64  # bytes
+
+
+def operand(space: Int, offset: Int) -> Int:
+    """A place as a record holds it; offset in bytes."""
+    return space << 56 | offset
+
+
+def float_bits(x: Float32) -> Int:
+    """A float as a record holds it."""
+    return Int(bitcast[DType.uint32](x))
+
+
+struct Program(Movable, Sized):
+    """The recorded list of kernel calls of one pass over one shard."""
+
+    var records: List[Int64]
+    var work_bytes: Int  # workspace that one thread needs
+
+    def __init__(out self):
+        """An empty program."""
+        self.records = List[Int64]()
+        self.work_bytes = 0
+
+    def __len__(self) -> Int:
+        return len(self.records) // RECORD
+
+    def emit(mut self, op: Int, *args: Int):
+        """Appends one record: an op code (ops.code) and its arguments in the order of ops.mojo.
+        """
+        self.records.append(Int64(op))
+        for a in args:
+            self.records.append(Int64(a))
+        for _ in range(RECORD - 1 - len(args)):
+            self.records.append(0)
+
+    def workspace(mut self, floats: Int) -> Int:
+        """A new piece of workspace, as an operand."""
+        var at = self.work_bytes
+        self.work_bytes += (4 * floats + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+        return operand(WORK, at)
+
+    def address(ref self) -> LongPtr:
+        """Where the records are; valid until the next emit and while the program lives.
+        """
+        return LongPtr(unsafe_from_address=Int(self.records.unsafe_ptr()))
