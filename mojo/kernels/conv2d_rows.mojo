@@ -9,6 +9,7 @@ from std.sys import masked_load
 
 from .conv2d import conv2d_forward_naive
 from .lanes import (
+    madd,
     F32,
     LANES,
     REGISTERS,
@@ -57,7 +58,7 @@ def _forward_tile[
                 comptime for k in range(kb):
                     var wk = splat(w, k * taps + i)
                     comptime for p in range(pb):
-                        acc[k * pb + p] = v[p].fma(wk, acc[k * pb + p])
+                        acc[k * pb + p] = madd(v[p], wk, acc[k * pb + p])
                 i += 1
     comptime for k in range(kb):
         comptime for p in range(pb):
@@ -166,7 +167,7 @@ def _weight_tile[
                 comptime for j in range(tb):
                     var v = load_first(xp, offset[j], n)
                     comptime for k in range(kb):
-                        acc[k * tb + j] = v.fma(d[k], acc[k * tb + j])
+                        acc[k * tb + j] = madd(v, d[k], acc[k * tb + j])
     comptime for k in range(kb):
         comptime for j in range(tb):
             dw[unsafe_offset=k * C * R * T + j] += acc[k * tb + j].reduce_add()
@@ -293,8 +294,8 @@ def _input_tile[
                     row.unsafe_offset(column), live, Vec(0)
                 )
                 comptime for c in range(cb):
-                    acc[c] = v.fma(
-                        splat(w, ((k * C + c) * R + r) * T + t), acc[c]
+                    acc[c] = madd(
+                        v, splat(w, ((k * C + c) * R + r) * T + t), acc[c]
                     )
     comptime for c in range(cb):
         store_first(dx, c * H * W, acc[c], W - i0)

@@ -5,7 +5,7 @@ Each activation is one function of a vector and one for its gradient in terms of
 
 from std.math import exp, tanh
 
-from .lanes import F32, LANES, Ptr, Vec, load, store
+from .lanes import F32, LANES, Ptr, Vec, load, store, madd
 
 # --- the functions ---------------------------------------------------------------
 
@@ -137,7 +137,7 @@ def axpy(y: Ptr, x: Ptr, a: Float32, n: Int):
     """Computes y += a x."""
 
     def f[w: Int](u: SIMD[F32, w], v: SIMD[F32, w]) {imm a} -> SIMD[F32, w]:
-        return v.fma(SIMD[F32, w](a), u)
+        return madd(v, SIMD[F32, w](a), u)
 
     _map2(f, y, y, x, n)
 

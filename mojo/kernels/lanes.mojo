@@ -56,6 +56,18 @@ def store[L: Int = LANES](p: Ptr, i: Int, v: SIMD[F32, L]):
 
 
 @always_inline
+def madd[
+    dtype: DType, w: SIMDLength, //
+](a: SIMD[dtype, w], b: SIMD[dtype, w], c: SIMD[dtype, w]) -> SIMD[dtype, w]:
+    """a b + c, rounded once where the processor can; without FMA instructions that would be a library call per float.
+    """
+    comptime if CompilationTarget.is_x86() and not CompilationTarget.has_fma():
+        return a * b + c
+    else:
+        return a.fma(b, c)
+
+
+@always_inline
 def first[L: Int = LANES](n: Int) -> SIMD[DType.bool, L]:
     """True in the first n lanes (all for n >= L, none for n <= 0)."""
     return iota[F32, L]().lt(Float32(n))

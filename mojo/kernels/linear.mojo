@@ -7,7 +7,7 @@ weights is a sum over samples, so there the samples must leave the lanes: x is t
 from std.sys import masked_load, masked_store
 from std.math import iota
 
-from .lanes import F32, LANES, REGISTERS, Ptr, Vec, load, splat, store
+from .lanes import F32, LANES, REGISTERS, Ptr, Vec, load, splat, store, madd
 from .layout import unpack_rows
 
 # --- register tiles -----------------------------------------------------------
@@ -45,7 +45,7 @@ def _tile[
         comptime for n in range(nb):
             var s = splat(wi, n * w_out)
             comptime for g in range(gb):
-                acc[n * gb + g] = v[g].fma(s, acc[n * gb + g])
+                acc[n * gb + g] = madd(v[g], s, acc[n * gb + g])
     comptime for n in range(nb):
         comptime for g in range(gb):
             var s = acc[n * gb + g]
@@ -154,7 +154,7 @@ def _weight_tile[
             comptime for o in range(ob):
                 var s = splat(dy, (g * O + o) * LANES + l)
                 comptime for i in range(ib):
-                    acc[o * ib + i] = v[i].fma(s, acc[o * ib + i])
+                    acc[o * ib + i] = madd(v[i], s, acc[o * ib + i])
     comptime for o in range(ob):
         comptime for i in range(ib):
             var p = dw.unsafe_offset(o * I + i * LANES)

@@ -5,6 +5,7 @@ so each pass over them does all it can.
 """
 
 from .lanes import (
+    madd,
     F32,
     LANES,
     REGISTERS,
@@ -35,12 +36,12 @@ def linear_forward_rows[
         while i + LANES <= I:
             var v = load(xn, i)
             comptime for j in range(ob):
-                acc[j] = load(wo, j * I + i).fma(v, acc[j])
+                acc[j] = madd(load(wo, j * I + i), v, acc[j])
             i += LANES
         if i < I:
             var v = load_first(xn, i, I - i)
             comptime for j in range(ob):
-                acc[j] = load_first(wo, j * I + i, I - i).fma(v, acc[j])
+                acc[j] = madd(load_first(wo, j * I + i, I - i), v, acc[j])
         comptime for j in range(ob):
             var s = acc[j].reduce_add() + b[unsafe_offset=o + j]
             comptime if relu:
@@ -69,15 +70,15 @@ def linear_backward_input_rows(
             for o in range(O):
                 var d = splat(dy, n * O + o)
                 comptime for j in range(WIDE):
-                    acc[j] = load(w, o * I + i + j * LANES).fma(d, acc[j])
+                    acc[j] = madd(load(w, o * I + i + j * LANES), d, acc[j])
             comptime for j in range(WIDE):
                 store(dx, n * I + i + j * LANES, acc[j])
             i += WIDE * LANES
         while i < I:
             var acc = Vec(0)
             for o in range(O):
-                acc = load_first(w, o * I + i, I - i).fma(
-                    splat(dy, n * O + o), acc
+                acc = madd(
+                    load_first(w, o * I + i, I - i), splat(dy, n * O + o), acc
                 )
             store_first(dx, n * I + i, acc, I - i)
             i += LANES
@@ -95,13 +96,15 @@ def linear_backward_weight_rows(
             var xn = x.unsafe_offset(n * I)
             var i = 0
             while i + LANES <= I:
-                store(row, i, load(xn, i).fma(d, load(row, i)))
+                store(row, i, madd(load(xn, i), d, load(row, i)))
                 i += LANES
             if i < I:
                 store_first(
                     row,
                     i,
-                    load_first(xn, i, I - i).fma(d, load_first(row, i, I - i)),
+                    madd(
+                        load_first(xn, i, I - i), d, load_first(row, i, I - i)
+                    ),
                     I - i,
                 )
             db[unsafe_offset=o] += dy[unsafe_offset=n * O + o]

@@ -5,7 +5,7 @@ g is a sum over samples; `mean` = 1 / (number of samples) makes it the mean, onc
 
 from std.math import sqrt
 
-from .lanes import F32, LANES, Ptr, Vec, load, store
+from .lanes import F32, LANES, Ptr, Vec, load, store, madd
 
 
 def sgd(
@@ -25,12 +25,12 @@ def sgd(
     for i in range(0, n, LANES):
         var wi = load(w, i)
         var d = load(g, i) * mean
-        d = wi.fma(Vec(weight_decay), d)
+        d = madd(wi, Vec(weight_decay), d)
         if momentum != 0:
-            var vi = load(v, i).fma(Vec(momentum), d)
+            var vi = madd(load(v, i), Vec(momentum), d)
             store(v, i, vi)
-            d = vi.fma(Vec(momentum), d) if nesterov else vi
-        store(w, i, d.fma(Vec(-lr), wi))
+            d = madd(vi, Vec(momentum), d) if nesterov else vi
+        store(w, i, madd(d, Vec(-lr), wi))
 
 
 def adam(
@@ -60,10 +60,10 @@ def adam(
         if decoupled:
             wi = wi * (1 - lr * weight_decay)
         else:
-            d = wi.fma(Vec(weight_decay), d)
+            d = madd(wi, Vec(weight_decay), d)
         var mi = load(m, i) * beta1 + d * (1 - beta1)
         var vi = load(v, i) * beta2 + d * d * (1 - beta2)
         store(m, i, mi)
         store(v, i, vi)
         var step = (mi / correction1) / (sqrt(vi / correction2) + eps)
-        store(w, i, step.fma(Vec(-lr), wi))
+        store(w, i, madd(step, Vec(-lr), wi))

@@ -5,7 +5,7 @@ than n. It is the tree of recursive halving when n is a power of two, and a work
 owns a subtree.
 """
 
-from .lanes import F32, LANES, Ptr, Vec, first, load, store
+from .lanes import F32, LANES, Ptr, Vec, first, load, store, madd
 
 # Blocks of the squared norm: 4096 floats are summed in lanes of float64, the block sums one after the other.
 comptime BLOCK = 4096
@@ -58,7 +58,7 @@ def squared_norm(y: Ptr, x: Ptr, n: Int):
         var i = start
         while i + LANES <= end:
             var v = load(x, i).cast[DType.float64]()
-            acc = v.fma(v, acc)
+            acc = madd(v, v, acc)
             i += LANES
         var s = acc.reduce_add()
         while i < end:

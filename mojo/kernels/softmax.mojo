@@ -6,7 +6,7 @@ without a sample; it counts nowhere and its gradient is 0.
 
 from std.math import exp, log
 
-from .lanes import F32, IntPtr, Ptr, load, store
+from .lanes import F32, IntPtr, Ptr, load, store, madd
 
 
 @always_inline
@@ -46,7 +46,7 @@ def softmax_backward[L: Int](dx: Ptr, dy: Ptr, y: Ptr, G: Int, F: Int):
         var at = g * F * L
         var s = SIMD[F32, L](0)
         for f in range(F):
-            s = load[L](dy, at + f * L).fma(load[L](y, at + f * L), s)
+            s = madd(load[L](dy, at + f * L), load[L](y, at + f * L), s)
         for f in range(F):
             var i = at + f * L
             store[L](dx, i, load[L](y, i) * (load[L](dy, i) - s))

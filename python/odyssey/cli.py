@@ -124,8 +124,8 @@ def _check(made: Settings) -> None:
         raise ConfigError(f"[train] --weight-decay is {made.weight_decay}; a finite number from 0 is allowed")
     if made.warmup_steps is not None and made.warmup_steps < 0:
         raise ConfigError(f"[train] --warmup-steps is {made.warmup_steps}; 0 or more is allowed")
-    if not 0 <= made.seed < 2**64:
-        raise ConfigError(f"[train] --seed is {made.seed}; 0 to 2**64-1 is allowed")
+    if not 0 <= made.seed < 2**63:
+        raise ConfigError(f"[train] --seed is {made.seed}; 0 to 2**63-1 is allowed")
     if made.json and made.save_weights and os.path.realpath(made.json) == os.path.realpath(made.save_weights):
         raise ConfigError(f"[train] --json and --save-weights both name {made.json}; give two files")
     check_workers(made, made.num_gpus or 1)
