@@ -3,11 +3,26 @@
 Each activation is one function of a vector and one for its gradient in terms of y, so that nothing but y is saved.
 """
 
-from std.math import exp, tanh
+from std.math import exp as _exp
+from std.math import tanh as _tanh
+from std.utils.numerics import isnan
 
 from .lanes import F32, LANES, Ptr, Vec, load, store, madd
 
 # --- the functions ---------------------------------------------------------------
+
+
+@always_inline
+def exp[w: SIMDLength, //](x: SIMD[F32, w]) -> SIMD[F32, w]:
+    """The library's exp, which turns NaN into a number, with NaN kept: a training that left the numbers must show it.
+    """
+    return isnan(x).select(x, _exp(x))
+
+
+@always_inline
+def tanh[w: SIMDLength, //](x: SIMD[F32, w]) -> SIMD[F32, w]:
+    """The library's tanh with NaN kept, as for exp."""
+    return isnan(x).select(x, _tanh(x))
 
 
 @always_inline

@@ -4,6 +4,7 @@ R x T is the window, S the stride; P = (H - R) / S + 1 as for a convolution.
 """
 
 from std.memory import unsafe_memset_zero
+from std.utils.numerics import isnan
 
 from .lanes import F32, BytePtr, Ptr, load, store
 
@@ -62,7 +63,7 @@ def _maxpool_forward[
                 @always_inline
                 def look(r: Int, t: Int) {mut best, mut at, imm}:
                     var v = load[L](row, (r * W + t) * L)
-                    var better = v.gt(best) | v.ne(v)
+                    var better = v.gt(best) | isnan(v)
                     best = better.select(v, best)
                     at = better.select(
                         SIMD[DType.int32, L](Int32(r * T + t)), at

@@ -4,8 +4,9 @@ A loss is a sum and a count, never a mean: means are taken once, over the whole 
 without a sample; it counts nowhere and its gradient is 0.
 """
 
-from std.math import exp, log
+from std.math import log
 
+from .elementwise import exp
 from .lanes import F32, IntPtr, Ptr, load, store, madd
 
 
