@@ -1,0 +1,269 @@
+"""What the benchmarks share: facts about the machine, medians, tables, JSON files, the FMA peak, child processes.
+
+Nothing here measures a training step, imports PyTorch or loads the kernels: `--help` of every benchmark answers at once,
+and without the optional packages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import hashlib
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+MISSING_TORCH = "PyTorch is not installed: rows without it. For the comparison: pip install 'odyssey[bench]'"
+
+
+# --- command line ----------------------------------------------------------------------------------
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser with what every benchmark has."""
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    made.add_argument("--json", type=Path, metavar="FILE", help="write all figures here as well")
+    return made
+
+
+def have_torch() -> bool:
+    """Whether PyTorch is installed; says so on stderr if it is not."""
+    if importlib.util.find_spec("torch") is not None:
+        return True
+    print(MISSING_TORCH, file=sys.stderr)
+    return False
+
+
+# --- the machine -----------------------------------------------------------------------------------
+
+
+def cores() -> list[int]:
+    """The cores this process may use; empty where the system does not say."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+
+
+def pin(core: int | None = None) -> int | None:
+    """Binds this process, and the threads it will start, to one core (the last one unless given)."""
+    allowed = cores()
+    if not allowed:
+        return None
+    chosen = allowed[-1] if core is None else core
+    os.sched_setaffinity(0, {chosen})
+    return chosen
+
+
+def machine() -> dict[str, Any]:
+    """Facts that a figure means nothing without."""
+    from odyssey import build
+
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "cpu": _cpu_model(),
+        "cores": os.cpu_count(),
+        "level": build.host_cpu(),
+        "load": round(os.getloadavg()[0], 2),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "numpy": _version("numpy"),
+        "torch": _version("torch"),
+        "odyssey": _version("odyssey"),
+        "mojo": build.compiler_version(),
+        "commit": _commit(),
+    }
+
+
+def machine_line(facts: Mapping[str, Any]) -> str:
+    """The facts in one line."""
+    return (
+        f"{facts['cpu']}, {facts['cores']} cores, {facts['level']}, load {facts['load']}; odyssey {facts['odyssey']} "
+        f"({facts['commit'] or 'no commit'}), mojo {facts['mojo']}, python {facts['python']}, numpy {facts['numpy']}, "
+        f"torch {facts['torch'] or 'not installed'}"
+    )
+
+
+def _cpu_model() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return platform.processor() or platform.machine()
+    fields = dict(
+        (key.strip(), value.strip()) for key, _, value in (line.partition(":") for line in text.splitlines()) if value
+    )
+    name = fields.get("model name", platform.machine())
+    if "cpu family" in fields:
+        name += f" (family {fields['cpu family']}, model {fields.get('model', '?')})"
+    return name
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """The commit of the checkout, with + if tracked files outside benchmarks/ and docs/ differ from it."""
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(HERE), "rev-parse", "--short=9", "HEAD"], capture_output=True, text=True
+        )
+        changed = subprocess.run(
+            ["git", "-C", str(HERE.parent), "diff", "--quiet", "HEAD", "--", "python", "mojo", "shared"]
+        )
+    except OSError:
+        return None
+    return done.stdout.strip() + "+" * (changed.returncode == 1) if done.returncode == 0 else None
+
+
+# --- numbers ---------------------------------------------------------------------------------------
+
+
+def quantile(values: Sequence[float], q: float) -> float:
+    """The q-quantile (0 to 1), linear between neighbours."""
+    ordered = sorted(values)
+    at = q * (len(ordered) - 1)
+    low = int(at)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (at - low) * (ordered[high] - ordered[low])
+
+
+def median(values: Sequence[float]) -> float:
+    """The middle one."""
+    return quantile(values, 0.5)
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median, tenth and ninetieth percentile and the number of values."""
+    return {"median": median(values), "p10": quantile(values, 0.1), "p90": quantile(values, 0.9), "n": len(values)}
+
+
+def table(headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Aligned columns: the first to the left, the others to the right; None is a dash."""
+    cells = [list(headers), *(["-" if cell is None else str(cell) for cell in row] for row in rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(headers))]
+    lines = []
+    for row in cells:
+        padded = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+        padded[0] = row[0].ljust(widths[0])
+        lines.append("  ".join(padded).rstrip())
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(lines)
+
+
+def number(value: float | None, digits: int = 0, unit: str = "") -> str | None:
+    """With thousands separators; None stays None."""
+    return None if value is None else f"{value:,.{digits}f}{unit}"
+
+
+def write_json(path: Path | None, benchmark: str, facts: Mapping[str, Any], **content: Any) -> None:
+    """Writes the result whole or not at all; nothing if there is no path."""
+    if path is None:
+        return
+    text = json.dumps({"benchmark": benchmark, "machine": facts, **content}, indent=1, allow_nan=False) + "\n"
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    aside.write_text(text, encoding="utf-8")
+    os.replace(aside, path)
+
+
+# --- the peak --------------------------------------------------------------------------------------
+
+
+def peak_program() -> Path:
+    """peak.mojo, compiled for this machine into the cache of the kernels. Raises odyssey's BuildError."""
+    from odyssey import build
+    from odyssey.errors import BuildError
+
+    source = HERE / "peak.mojo"
+    key = hashlib.sha256(source.read_bytes() + f"{build.host_cpu()} {build.compiler_version()}".encode()).hexdigest()
+    target = build.cache_dir() / "benchmarks" / f"peak-{key[:16]}"
+    if target.is_file():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    aside = target.with_name(f".{target.name}.{os.getpid()}")
+    done = build.run_mojo(["build", "--target-cpu", build.host_cpu(), str(source), "-o", str(aside)])
+    if done.returncode:
+        raise BuildError(f"[build] {source} did not compile:\n{done.stderr.strip()}")
+    os.replace(aside, target)
+    return target
+
+
+def peak(core: int | None) -> dict[str, float]:
+    """Best and median GFLOP/s of independent FMAs on one core, now."""
+    command = [str(peak_program())]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, preexec_fn=_pinned(core))
+    best, middle, lanes = done.stdout.split()
+    return {"best": float(best), "median": float(middle), "lanes": int(lanes)}
+
+
+def _pinned(core: int | None) -> Any:
+    return None if core is None or not cores() else lambda: os.sched_setaffinity(0, {core})
+
+
+# --- child processes -------------------------------------------------------------------------------
+
+
+def mpirun(ranks: int) -> list[str]:
+    """The launcher of this Python environment, else the one on PATH; SystemExit if there is none."""
+    beside = Path(sys.executable).parent / "mpirun"
+    found = str(beside) if beside.is_file() else shutil.which("mpirun")
+    if found is None:
+        raise SystemExit("mpirun is not installed; pip install mpich, or load your site's MPI")
+    return [found, "-n", str(ranks)]
+
+
+@contextmanager
+def scratch() -> Iterator[Path]:
+    """A directory that goes away again."""
+    with tempfile.TemporaryDirectory(prefix="odyssey-bench-") as name:
+        yield Path(name)
+
+
+def child(command: Sequence[str], core: int | None = None, **environment: str) -> dict[str, float]:
+    """Runs a command to its end; seconds of wall time and MiB of the largest resident set of its processes.
+
+    Raises SystemExit with what it said when it fails.
+    """
+    with tempfile.TemporaryFile() as said:
+        start = time.perf_counter()
+        process = subprocess.Popen(
+            list(command),
+            stdin=subprocess.DEVNULL,
+            stdout=said,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **environment},
+            preexec_fn=_pinned(core),
+        )
+        try:
+            _, status, usage = os.wait4(process.pid, 0)
+        except BaseException:
+            process.kill()
+            process.wait()
+            raise
+        seconds = time.perf_counter() - start
+        process.returncode = os.waitstatus_to_exitcode(status)
+        if process.returncode:
+            said.seek(0)
+            text = said.read().decode(errors="replace").strip()
+            raise SystemExit(f"exit code {process.returncode} of: {' '.join(command)}\n{text}")
+    scale = 2**20 if sys.platform == "darwin" else 2**10
+    return {"seconds": seconds, "mib": usage.ru_maxrss / scale}
+
+
+def train_command(*options: str, ranks: int = 0, json_file: Path | None = None) -> list[str]:
+    """`python -m odyssey.train` with these options, under mpirun if ranks are given."""
+    launcher = mpirun(ranks) if ranks else []
+    written = ["--json", str(json_file)] if json_file else []
+    return [*launcher, sys.executable, "-m", "odyssey.train", "--no-progress", *options, *written]

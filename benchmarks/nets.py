@@ -1,0 +1,73 @@
+"""The models of odyssey.nn.models once more: in PyTorch, and as a count of operations.
+
+The PyTorch modules have the parameter names and shapes of odyssey's, so weights go from one to the other by
+load_state_dict. PyTorch is imported inside the functions that need it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+MODELS = ("lenet5", "mlp", "convnet")
+
+# Output pixels of the convolutions on a 28 x 28 image; a linear layer has one position.
+POSITIONS = {
+    "lenet5": {"conv1": 28 * 28, "conv2": 10 * 10},
+    "mlp": {},
+    "convnet": {"conv1": 26 * 26, "conv2": 24 * 24},
+}
+
+
+def flops(name: str, model: Any) -> int:
+    """Float operations of one sample, forward and backward, in convolutions and linear layers alone.
+
+    A multiply-add is two. Every layer has as many for its weights' gradient as for its output, and again as many for
+    the gradient of its input, which the first layer does not compute.
+    """
+    weights = [(key[: -len(".weight")], p.size) for key, p in model.named_parameters() if key.endswith(".weight")]
+    forward = [2 * size * POSITIONS[name].get(layer, 1) for layer, size in weights]
+    return 3 * sum(forward) - forward[0]
+
+
+def torch_model(name: str) -> Any:
+    """The same architecture in PyTorch, on images of (1, 28, 28)."""
+    from torch import nn
+
+    if name not in MODELS:
+        raise ValueError(f"{name!r} is none of {', '.join(MODELS)}")
+
+    class LeNet5(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv1, self.conv2 = nn.Conv2d(1, 6, 5, padding=2), nn.Conv2d(6, 16, 5)
+            self.fc1, self.fc2, self.fc3 = nn.Linear(400, 120), nn.Linear(120, 84), nn.Linear(84, 10)
+            self.loss = nn.CrossEntropyLoss()
+
+        def forward(self, x: Any) -> Any:
+            x = nn.functional.max_pool2d(self.conv1(x).relu(), 2)
+            x = nn.functional.max_pool2d(self.conv2(x).relu(), 2)
+            return self.fc3(self.fc2(self.fc1(x.flatten(1)).relu()).relu())
+
+    class MLP(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc1, self.fc2 = nn.Linear(784, 512), nn.Linear(512, 10)
+            self.loss = nn.CrossEntropyLoss()
+
+        def forward(self, x: Any) -> Any:
+            return self.fc2(self.fc1(x.flatten(1)).relu())
+
+    class ConvNet(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv1, self.conv2 = nn.Conv2d(1, 32, 3), nn.Conv2d(32, 64, 3)
+            self.dropout1, self.dropout2 = nn.Dropout(0.25), nn.Dropout(0.5)
+            self.fc1, self.fc2 = nn.Linear(9216, 128), nn.Linear(128, 10)
+            self.loss = nn.NLLLoss()
+
+        def forward(self, x: Any) -> Any:
+            x = self.conv2(self.conv1(x).relu()).relu()
+            x = self.dropout1(nn.functional.max_pool2d(x, 2)).flatten(1)
+            return self.fc2(self.dropout2(self.fc1(x).relu())).log_softmax(1)
+
+    return {"lenet5": LeNet5, "mlp": MLP, "convnet": ConvNet}[name]()
