@@ -1,7 +1,7 @@
 """What the benchmarks share: facts about the machine, medians, tables, JSON files, the FMA peak, child processes.
 
-Nothing here measures a training step, imports PyTorch or loads the kernels: `--help` of every benchmark answers at once,
-and without the optional packages.
+Nothing here measures a training step, imports PyTorch or loads the kernels: `--help` of every benchmark answers at
+once, and without the optional packages.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from typing import Any
 import common
 import nets
 
-RATE, MOMENTUM = 0.01, 0.9
+RATE, MOMENTUM = 0.001, 0.9  # a rate at which batches of one sample do not diverge
 TOLERANCE = 1e-5  # of --check, relative to the largest element of a tensor
 
 Step = Callable[[], object]
@@ -298,7 +298,7 @@ def main() -> int:
     print(show(rows, peak, kinds))
     if kinds:
         print(
-            "ratio: time of PyTorch / ours. PyTorch's input is already float32; ours is gathered from uint8 in the step."
+            "ratio: time of PyTorch / ours. PyTorch's input is ready float32; ours is gathered from uint8 in the step."
         )
     settings = {k: getattr(options, k) for k in ("model", "threads", "rounds", "seconds", "steps")}
     common.write_json(
