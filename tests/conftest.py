@@ -1,0 +1,59 @@
+"""Commands as a user starts them: this environment's interpreter and launcher, one process or several."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import odyssey
+
+
+class Launch:
+    """Runs commands and gives back what they printed; `train` is `python -m odyssey.train` on `ranks` processes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        beside = Path(sys.executable).parent
+        self.environment = {
+            **os.environ,
+            "PATH": f"{beside}{os.pathsep}{os.environ.get('PATH', '')}",
+            "PYTHONPATH": str(Path(odyssey.__file__).parents[1]),
+            "MODULAR_CRASH_REPORTING_ENABLED": "false",
+            "MODULAR_TELEMETRY_ENABLED": "false",
+        }
+
+    def __call__(self, *command: object, ranks: int = 0, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+        """`ranks` 0 is without a launcher."""
+        words = [str(word) for word in command]
+        if ranks:
+            mpirun = shutil.which("mpirun", path=self.environment["PATH"])
+            assert mpirun, "mpirun comes with the package mpich"
+            words = [mpirun, "-n", str(ranks), *words]
+        return subprocess.run(
+            words, capture_output=True, text=True, timeout=timeout, env=self.environment, cwd=self.folder
+        )
+
+    def python(self, *arguments: object, **settings) -> subprocess.CompletedProcess[str]:
+        return self(sys.executable, *arguments, **settings)
+
+    def train(self, *options: object, **settings) -> subprocess.CompletedProcess[str]:
+        return self.python("-m", "odyssey.train", *options, **settings)
+
+    def result(self, *options: object, **settings) -> dict:
+        """The figures of a run that must succeed, as --json writes them."""
+        path = self.folder / "result.json"
+        path.unlink(missing_ok=True)
+        done = self.train(*options, "--json", path, **settings)
+        assert done.returncode == 0, done.stderr
+        return json.loads(path.read_text())
+
+
+@pytest.fixture
+def launch(tmp_path) -> Launch:
+    return Launch(tmp_path)

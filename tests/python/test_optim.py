@@ -1,0 +1,205 @@
+"""Optimizers around their kernels, and schedules: settings, state, one arena per model. The formulas are tested in
+tests/kernels/test_optimizers.py."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from odyssey import nn, optim
+from odyssey.errors import ConfigError
+
+
+def trained(optimizer, model, steps, start=0):
+    for step in range(start, start + steps):
+        optimizer.zero_grad()
+        for i, p in enumerate(model.parameters()):
+            p.grad.numpy()[...] = np.random.default_rng([step, i]).standard_normal(p.shape)
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: optim.SGD(p, lr=0.1, momentum=0.9),
+        lambda p: optim.Adam(p, lr=0.01),
+        lambda p: optim.AdamW(p, lr=0.01),
+    ],
+)
+def test_state_goes_on_where_it_was(make):
+    nn.manual_seed(0)
+    model, other = nn.Linear(5, 3), nn.Linear(5, 3)
+    optimizer = make(model.parameters())
+    trained(optimizer, model, 3)
+    second = make(other.named_parameters())
+    second.lr = 77.0
+    other.load_state_dict(model.state_dict())
+    second.load_state_dict(optimizer.state_dict())
+    assert (second.steps, second.lr) == (3, optimizer.lr)
+    trained(optimizer, model, 2, 3)
+    trained(second, other, 2, 3)
+    assert np.array_equal(model.weight.numpy(), other.weight.numpy())
+    assert np.array_equal(model.bias.numpy(), other.bias.numpy())
+
+
+def test_state_dict_is_a_copy():
+    model = nn.Linear(2, 2)
+    optimizer = optim.Adam(model.parameters())
+    state = optimizer.state_dict()
+    trained(optimizer, model, 1)
+    assert not state["m"].any()
+
+
+def test_state_of_another_model_is_refused():
+    small, large = optim.Adam(nn.Linear(2, 2).parameters()), optim.Adam(nn.Linear(20, 20).parameters())
+    with pytest.raises(ConfigError, match="the state has no m of"):
+        large.load_state_dict(small.state_dict())
+    with pytest.raises(ConfigError, match="the state has no m of"):
+        small.load_state_dict(optim.SGD(nn.Linear(2, 2).parameters()).state_dict())
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: optim.SGD(lr=0), "lr is 0"),
+        (lambda: optim.SGD(lr=math.nan), "lr is nan"),
+        (lambda: optim.SGD(lr=math.inf), "lr is inf"),
+        (lambda: optim.SGD(momentum=1.0), "momentum is 1.0"),
+        (lambda: optim.SGD(momentum=-0.1), "momentum is -0.1"),
+        (lambda: optim.SGD(nesterov=True), "nesterov"),
+        (lambda: optim.SGD(weight_decay=-1), "weight_decay is -1"),
+        (lambda: optim.Adam(betas=(0.9, 1.0)), "beta2 is 1.0"),
+        (lambda: optim.AdamW(eps=0), "AdamW] eps is 0"),
+        (lambda: optim.SGD(["weight"]), "model.parameters()"),
+        (lambda: optim.SGD([]), "no parameters"),
+        (lambda: optim.SGD().step(), "no parameters"),
+        (lambda: optim.SGD().zero_grad(), "no parameters"),
+    ],
+)
+def test_settings_that_are_refused(make, says):
+    with pytest.raises(ConfigError) as caught:
+        make()
+    assert says in str(caught.value)
+
+
+# --- arena ---
+
+
+def test_arena_layout():
+    model = nn.LeNet5()
+    before = model.state_dict()
+    arena = optim.SGD(model.parameters()).arena
+    assert arena.params.ctypes.data % 64 == 0 and arena.grads.ctypes.data % 64 == 0
+    end = 0
+    for p in model.parameters():
+        at = p.numpy().ctypes.data - arena.params.ctypes.data
+        assert at % 64 == 0 and at >= end, "every parameter starts on a vector, after the one before"
+        assert p.grad.numpy().ctypes.data - arena.grads.ctypes.data == at, "gradients have the same layout"
+        end = at + 4 * p.size
+    assert end <= 4 * arena.size == arena.params.nbytes
+    assert arena.size % 16 == 0
+    for name, value in model.state_dict().items():
+        assert np.array_equal(value, before[name]), "values move along"
+
+
+def test_zero_grad_and_views():
+    model = nn.Linear(3, 2)
+    optimizer = optim.SGD(model.parameters())
+    model.bias.grad.numpy()[...] = 4
+    assert np.count_nonzero(optimizer.arena.grads) == 2
+    optimizer.zero_grad()
+    assert not model.bias.grad.numpy().any()
+
+
+def test_one_model_has_one_arena():
+    model = nn.Linear(3, 2)
+    assert optim.SGD(model.parameters()).arena is optim.Adam(model.parameters()).arena
+
+
+def test_parameters_of_two_arenas_are_refused():
+    one, two = nn.Linear(3, 2), nn.Linear(3, 2)
+    optim.SGD(one.parameters())
+    with pytest.raises(ConfigError, match="belong to another optimizer"):
+        optim.SGD([*one.parameters(), *two.parameters()])
+    with pytest.raises(ConfigError, match="belong to another optimizer"):
+        optim.SGD([one.weight])
+
+
+def test_parameters_of_another_arena_are_refused_wherever_they_stand():
+    """A fresh parameter in front of one that already belongs elsewhere."""
+    one, two = nn.Linear(3, 2), nn.Linear(3, 2)
+    first = optim.SGD(one.parameters(), lr=1.0)
+    with pytest.raises(ConfigError, match="belong to another optimizer"):
+        optim.SGD([*two.parameters(), *one.parameters()])
+    one.bias.grad.numpy()[...] = 1
+    before = one.bias.numpy().copy()
+    first.step()
+    assert np.array_equal(one.bias.numpy(), before - 1), "the first optimizer still has its parameters"
+
+
+def test_an_optimizer_has_one_model():
+    optimizer = optim.SGD(nn.Linear(3, 2).parameters())
+    other = optim.SGD(nn.Linear(3, 2).parameters())
+    with pytest.raises(ConfigError, match="already updates another model"):
+        optimizer.bind(other.arena)
+
+
+def test_hash_follows_the_values_and_the_layout_hash_the_names():
+    nn.manual_seed(0)
+    a = optim.SGD(nn.Linear(3, 2).named_parameters()).arena
+    nn.manual_seed(0)
+    b = optim.SGD(nn.Linear(3, 2).named_parameters()).arena
+    c = optim.SGD(nn.Linear(2, 3).named_parameters()).arena
+    assert a.sha256() == b.sha256()
+    assert a.layout_hash() == b.layout_hash() != c.layout_hash()
+    b.params[0] = np.nextafter(b.params[0], np.float32(9))
+    assert a.sha256() != b.sha256()
+
+
+# --- schedules ---
+
+
+def test_cosine_ends_and_middle():
+    factor = optim.cosine(100, floor=0.1)
+    assert factor(0) == 1
+    assert factor(50) == pytest.approx(0.55)
+    assert factor(100) == factor(1000) == pytest.approx(0.1)
+    values = [factor(i) for i in range(101)]
+    assert values == sorted(values, reverse=True)
+    assert optim.cosine(0)(0) == 1
+
+
+def test_step_decay():
+    factor = optim.step_decay(3, 0.5)
+    assert [factor(i) for i in range(7)] == [1, 1, 1, 0.5, 0.5, 0.5, 0.25]
+
+
+def test_warmup_is_a_line_from_the_first_step_and_then_what_follows_starts_at_its_beginning():
+    factor = optim.linear_warmup(4, optim.cosine(10))
+    assert [factor(i) for i in range(5)] == [0.25, 0.5, 0.75, 1, 1]
+    assert factor(14) == pytest.approx(0, abs=1e-12)
+    assert [optim.linear_warmup(2)(i) for i in (0, 1, 2, 99)] == [0.5, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "total", "warmup", "at", "wanted"),
+    [
+        ("constant", 10, 0, (0, 9), (1, 1)),
+        ("constant", 10, 2, (0, 1, 2), (0.5, 1, 1)),
+        ("step", 9, 0, (2, 3, 5, 6, 8), (1, 0.1, 0.1, 0.01, 0.01)),
+        ("cosine", 10, 0, (0, 5, 10), (1, 0.5, 0)),
+        ("cosine", 12, 2, (0, 1, 2, 7, 12), (0.5, 1, 1, 0.5, 0)),
+        ("linear-warmup", 50, 0, (0, 4, 5, 49), (0.2, 1, 1, 1)),
+        ("linear-warmup", 50, 2, (0, 1, 2), (0.5, 1, 1)),
+    ],
+)
+def test_schedules_by_name(name, total, warmup, at, wanted):
+    factor = optim.schedule(name, total, warmup)
+    assert [factor(i) for i in at] == pytest.approx(list(wanted))
+
+
+def test_unknown_schedule():
+    with pytest.raises(ConfigError, match="'square'.*constant, step, cosine, linear-warmup"):
+        optim.schedule("square", 10)

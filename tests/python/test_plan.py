@@ -1,0 +1,154 @@
+"""Plans: whoever computes the shards, the additions are those of one fixed tree. Simulated with nested pairs of shard
+numbers in place of gradients, so that an addition out of order is another value."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import pytest
+
+from odyssey.errors import ConfigError
+from odyssey.parallel import plan as planning
+
+SHARDS = range(1, 41)
+RANKS = range(1, 6)
+
+
+@functools.cache
+def tree(lo: int, n: int):
+    """The definition: a node over n shards splits after the largest power of two smaller than n."""
+    if n == 1:
+        return lo
+    left = max(2**i for i in range(10) if 2**i < n)
+    return (tree(lo, left), tree(lo + left, n - left))
+
+
+def run(plan: planning.Plan) -> tuple[dict, list[int]]:
+    """What is in the buffers at the end, and which shards were computed."""
+    buffers: dict[int, object] = {}
+    computed = []
+    for action in itertools.chain(*plan.threads, plan.final):
+        if action.kind == "run":
+            buffers[action.b] = action.a
+            computed.append(action.a)
+        else:
+            buffers[action.a] = (buffers[action.a], buffers.pop(action.b))
+    return buffers, computed
+
+
+@pytest.mark.parametrize("shards", SHARDS)
+def test_every_plan_computes_the_tree(shards):
+    for ranks, workers, threads in itertools.product(RANKS, (1, 2, 3), (1, 2, 3, 4)):
+        everywhere, parts = [], {}
+        for rank in range(ranks):
+            plan = planning.make(shards, rank, ranks, workers, threads)
+            buffers, computed = run(plan)
+            assert sorted(computed) == list(range(*plan.run))
+            everywhere += computed
+            assert [node for node, _ in plan.partial] == planning.nodes(plan.run, shards)
+            for (lo, n), buffer in plan.partial:
+                assert buffers[buffer] == tree(lo, n)
+                parts[lo, n] = buffers[buffer]
+            assert max(buffers, default=0) < plan.buffers
+        assert sorted(everywhere) == list(range(shards)), "every shard once, over all ranks"
+
+        exchange = planning.exchange(shards, ranks, workers, 1000)
+        assert [n for ns in exchange.nodes for n in ns] == list(parts), "what is sent is what is expected"
+        received = list(parts.values())
+        for action in exchange.adds:
+            assert action.kind == "add"
+            received[action.a] = (received[action.a], received[action.b])
+        assert received[0] == tree(0, shards)
+
+
+@pytest.mark.parametrize("shards", SHARDS)
+def test_threads_share_no_buffer_and_there_are_no_more_than_asked_for(shards):
+    for ranks, workers, threads in itertools.product((1, 2, 3), (1, 2, 3), (1, 2, 3, 4)):
+        for rank in range(ranks):
+            plan = planning.make(shards, rank, ranks, workers, threads)
+            used = [
+                {b for a in actions for b in ((a.b,) if a.kind == "run" else (a.a, a.b))} for actions in plan.threads
+            ]
+            assert 1 <= len(used) <= threads
+            for one, other in itertools.combinations(used, 2):
+                assert not one & other
+            assert set().union(*used) <= set(range(plan.buffers))
+
+
+@pytest.mark.parametrize("shards", [1, 8, 13, 40, 512])
+def test_one_thread_needs_a_buffer_per_level_of_the_tree(shards):
+    assert planning.make(shards, 0, 1, 1, 1).buffers <= shards.bit_length() + 1
+
+
+@pytest.mark.parametrize("shards", [7, 8, 31, 40])
+def test_threads_have_their_part(shards):
+    """Workers or not, no thread has more than its share of the shards and one."""
+    for workers, threads in ((1, 4), (2, 4), (4, 4), (3, 2), (5, 3)):
+        plan = planning.make(shards, 0, 1, workers, threads)
+        runs = [sum(a.kind == "run" for a in actions) for actions in plan.threads]
+        assert max(runs) <= -(-shards // workers) * -(-workers // threads)
+        assert len(runs) == threads
+
+
+@pytest.mark.parametrize(("n", "parts"), [(0, 3), (1, 1), (7, 3), (8, 4), (3, 5), (61706, 7)])
+def test_share_cuts_into_equal_runs(n, parts):
+    runs = [planning.share(n, parts, i) for i in range(parts)]
+    assert [x for lo, hi in runs for x in range(lo, hi)] == list(range(n))
+    lengths = [hi - lo for lo, hi in runs]
+    assert max(lengths) - min(lengths) <= 1
+
+
+def test_split():
+    assert [planning.split(n) for n in range(2, 18)] == [1, 2, 2, 4, 4, 4, 4, 8, 8, 8, 8, 8, 8, 8, 8, 16]
+
+
+@pytest.mark.parametrize("shards", [1, 2, 5, 8, 13, 32])
+def test_nodes_are_the_largest_inside_a_run(shards):
+    every = set()
+
+    def collect(lo, n):
+        every.add((lo, n))
+        if n > 1:
+            left = planning.split(n)
+            collect(lo, left)
+            collect(lo + left, n - left)
+
+    collect(0, shards)
+    for lo, hi in itertools.combinations(range(shards + 1), 2):
+        inside = {(a, n) for a, n in every if lo <= a and a + n <= hi}
+        largest = [
+            (a, n) for a, n in inside if not any((b, m) != (a, n) and b <= a and a + n <= b + m for b, m in inside)
+        ]
+        assert planning.nodes((lo, hi), shards) == sorted(largest)
+    assert planning.nodes((0, 0), shards) == []
+
+
+@pytest.mark.parametrize("floats", [16, 61_744 + 16, 1000, 15, 5])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
+def test_exchange_ranges_partition_the_floats(floats, ranks):
+    ranges = planning.exchange(8, ranks, 1, floats).ranges
+    assert len(ranges) == ranks
+    assert [i for a, b in ranges for i in range(a, b)] == list(range(floats))
+    assert all(a % 16 == 0 or a == floats for a, _ in ranges)
+
+
+def test_shard_count():
+    assert [planning.shard_count(n, 32) for n in (1, 31, 32, 33, 250, 256)] == [1, 1, 1, 2, 8, 8]
+
+
+def test_a_plan_can_be_read():
+    plan = planning.make(3, 0, 1, 1, 1)
+    assert [str(a) for a in plan.threads[0]] == [
+        "b0 = shard 0",
+        "b1 = shard 1",
+        "b0 += b1",
+        "b1 = shard 2",
+        "b0 += b1",
+    ]
+
+
+def test_more_workers_than_shards():
+    planning.check_workers(4, 100, 32)
+    with pytest.raises(ConfigError, match="5 workers but 4 shards .global batch 100 / shard size 32."):
+        planning.check_workers(5, 100, 32)

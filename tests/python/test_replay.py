@@ -1,0 +1,266 @@
+"""Replayed training against eager training: the same bits, whatever the model, the batch and the fusion; and the
+workspace of a recorded step, in which no two values that live at the same time may overlap."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from odyssey import data, nn, optim, program
+from odyssey import functional as F
+from odyssey.arena import Arena
+from odyssey.comm import Communicator
+from odyssey.engine import Engine, Layout
+from odyssey.errors import ConfigError
+from odyssey.program import Recorder, Slot
+from odyssey.tensor import Tensor
+from odyssey.trainer import DistributedTrainer
+
+
+class Residual(nn.Module):
+    """Ops that the models of odyssey do not use, a value that goes two ways, and a loss of several ops."""
+
+    def __init__(self, sample_shape=(1, 28, 28), classes=10) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 5, 5, stride=3)
+        self.conv2 = nn.Conv2d(5, 5, 3, padding=1, bias=False)
+        self.drop = nn.Dropout(0.3)
+        self.fc = nn.Linear(5 * 4 * 4, 10)
+
+    def forward(self, x):
+        x = F.tanh(self.conv1(x))
+        x = F.avg_pool2d(x + F.sigmoid(self.conv2(x)) * x, 2)
+        x = self.drop(F.relu(x - 0.1))
+        return F.log_softmax(self.fc(F.flatten(x)))
+
+    def loss(self, y, labels):
+        return F.nll_loss(y, labels) + F.mean(y * y) * 0.01
+
+
+class Tied(nn.Module):
+    """One weight twice; one ReLU whose output goes two ways, which must not be fused away."""
+
+    def __init__(self, sample_shape=(1, 28, 28), classes=10) -> None:
+        super().__init__()
+        self.first = nn.Linear(784, 12)
+        self.again = nn.Linear(12, 12)
+        self.last = nn.Linear(12, 10)
+
+    def forward(self, x):
+        a = self.first(F.flatten(x))
+        x = F.relu(a) + a
+        x = F.relu(self.again(self.again(x)))
+        return self.last(x + F.relu(x))
+
+
+MODELS = {**nn.models.MODELS, "residual": Residual, "tied": Tied}
+
+
+def images(n, seed=0):
+    rng = np.random.default_rng(seed)
+    return data.arrays(
+        rng.integers(0, 256, (n, 1, 28, 28), np.uint8), rng.integers(0, 10, n), classes=10, scale=1 / 255, shift=-0.3
+    )
+
+
+def made(name):
+    nn.manual_seed(1)
+    return MODELS[name]((1, 28, 28), 10)
+
+
+def sums(name, samples, *, train=True, step=3, **layout) -> bytes:
+    """Gradients, loss and counts of one batch."""
+    model = made(name)
+    settings = {"workers": 1, "threads": 1, "shard_size": 32, "reduction": "tree", "execution": "replay", **layout}
+    engine = Engine(
+        model,
+        getattr(model, "loss", None) or nn.CrossEntropyLoss(),
+        Arena.of(model.named_parameters()),
+        Layout(Communicator(), **settings),
+        train=train,
+        seed=7,
+    )
+    return engine.run(data.Batch(images(samples), np.arange(samples)[::-1].copy(), 0, 0), step).tobytes()
+
+
+# --- the same bits ---
+
+
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("name", MODELS)
+def test_eager_is_replay(name, train):
+    sizes = (1, 3, 20, 70) if name != "convnet" else (2, 40)
+    for samples in sizes:
+        replayed = sums(name, samples, train=train)
+        assert sums(name, samples, train=train, execution="eager") == replayed, f"{samples} samples"
+        assert np.isfinite(np.frombuffer(replayed, np.float32)).all()
+        assert np.frombuffer(replayed, np.float32)[-15] == samples
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_workers_and_threads_change_no_bit(name):
+    samples, size = (150, 16) if name != "convnet" else (40, 8)
+    one = sums(name, samples, shard_size=size)
+    for workers, threads in ((1, 2), (2, 1), (3, 2), (5, 4)):
+        assert sums(name, samples, shard_size=size, workers=workers, threads=threads) == one
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_fusion_changes_no_bit(name, monkeypatch):
+    lengths = []
+    finish = Recorder.finish
+
+    def noted(self, fuse):
+        done = finish(self, fuse=fuse)
+        lengths.append((len(done.text), sum(op == "relu_forward" for op in done.text)))
+        return done
+
+    for samples in (2, 24):
+        results = []
+        for fuse in (True, False):
+            monkeypatch.setattr(Recorder, "finish", lambda self, fuse=fuse: noted(self, fuse))
+            results.append(sums(name, samples))
+        assert results[0] == results[1]
+        (fused, left), (plain, relus) = lengths[-2:]
+        if name in ("lenet5", "mlp", "convnet"):
+            assert fused < plain and left == 0 < relus, "these models have something to fuse"
+
+
+def test_several_steps_of_a_trainer():
+    """Steps of different size one after the other, with the optimizer in between."""
+    hashes = set()
+    for execution, threads, workers in (("replay", 1, 1), ("eager", 1, 1), ("replay", 2, 3)):
+        trainer = DistributedTrainer(
+            made("residual"),
+            optim.AdamW(lr=0.01),
+            execution=execution,
+            threads=threads,
+            num_gpus=workers,
+            device="cpu",
+            seed=5,
+        )
+        trainer.fit(data.DataLoader(images(250), batch_size=100, shuffle=True), epochs=2)
+        hashes.add(trainer.weights_sha256())
+    assert len(hashes) == 1
+
+
+def test_dropout_depends_on_seed_and_step():
+    model = made("residual")
+    layout = Layout(Communicator(), 1, 1, 32, "tree", "replay")
+    batch = data.Batch(images(20), np.arange(20), 0, 0)
+    seen = set()
+    for seed in (1, 2):
+        engine = Engine(model, model.loss, Arena.of(model.named_parameters()), layout, train=True, seed=seed)
+        for step in (0, 1, 0):
+            seen.add(engine.run(batch, step).tobytes())
+    assert len(seen) == 4
+
+
+def test_the_gradient_is_that_of_the_tape():
+    """The engine's sums over shards against one plain backward pass over the whole batch."""
+    model = made("lenet5")
+    dataset = images(70)
+    x, labels = dataset.gather(np.arange(70))
+    loss = F.cross_entropy(model(Tensor(x)), labels, "sum")
+    loss.backward()
+    got = np.frombuffer(sums("lenet5", 70), np.float32)
+    arena = Arena.of(model.named_parameters())
+    np.testing.assert_allclose(got[: arena.size], arena.grads[: arena.size], atol=1e-5 * np.abs(got[:-16]).max())
+    assert got[-16] == pytest.approx(loss.item(), rel=1e-5)
+    assert got[-14] == F.accuracy(model(Tensor(x)), labels) * 70
+
+
+# --- the workspace ---
+
+
+@pytest.mark.parametrize("samples", [2, 20])
+@pytest.mark.parametrize("name", MODELS)
+def test_values_that_live_at_the_same_time_do_not_overlap(name, samples, monkeypatch):
+    seen = []
+    place = program.place
+
+    def spy(records):
+        seen.append((records, place(records)))
+        return seen[-1][1]
+
+    monkeypatch.setattr(program, "place", spy)
+    sums(name, samples)
+    ((records, total),) = seen
+    lives: dict[int, list] = {}
+    for i, record in enumerate(records):
+        for a in record.args:
+            if isinstance(a, Slot):
+                lives.setdefault(id(a), [a, i, i])[2] = i
+    slots = list(lives.values())
+    assert len(slots) > 5
+    for slot, _, _ in slots:
+        assert slot.offset % 64 == 0
+        assert 0 <= slot.offset and slot.offset + slot.nbytes <= total
+    for i, (one, first, last) in enumerate(slots):
+        for other, begin, end in slots[:i]:
+            if first <= end and begin <= last:
+                assert one.offset + one.nbytes <= other.offset or other.offset + other.nbytes <= one.offset
+    assert total < sum(slot.nbytes for slot, _, _ in slots), "memory is used again"
+
+
+# --- models that cannot be recorded ---
+
+
+class Looks(nn.Module):
+    def __init__(self, how) -> None:
+        super().__init__()
+        self.fc = nn.Linear(784, 10)
+        self.how = how
+
+    def forward(self, x):
+        y = self.fc(F.flatten(x))
+        self.how(y)
+        return y
+
+
+LOOKS = {
+    "numpy": lambda y: y.numpy(),
+    "item": lambda y: y.sum().item(),
+    "asarray": np.asarray,
+    "dlpack": np.from_dlpack,
+    "tolist": lambda y: y.tolist(),
+}
+
+
+@pytest.mark.parametrize("how", LOOKS)
+def test_a_forward_that_reads_values_is_told_so_in_one_line(how):
+    batch = next(iter(data.DataLoader(images(20), batch_size=20)))
+    with pytest.raises(ConfigError) as caught:
+        DistributedTrainer(Looks(LOOKS[how]), optim.SGD()).train_step(batch)
+    assert "needs execution='eager'" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    DistributedTrainer(Looks(LOOKS[how]), optim.SGD(), execution="eager").train_step(batch)
+
+
+def test_a_forward_may_print_what_it_is_given():
+    batch = next(iter(data.DataLoader(images(20), batch_size=20)))
+    seen = []
+    DistributedTrainer(Looks(lambda y: seen.append(repr(y))), optim.SGD()).train_step(batch)
+    assert seen == ["Tensor(shape=(20, 10), being recorded)"]
+
+
+@pytest.mark.parametrize("execution", ["replay", "eager"])
+def test_a_loss_per_sample_is_refused(execution):
+    trainer = DistributedTrainer(made("mlp"), optim.SGD(), loss=lambda y, labels: y, execution=execution)
+    with pytest.raises(ConfigError, match="the loss has shape .20, 10.; it must be one number"):
+        trainer.train_step(next(iter(data.DataLoader(images(20), batch_size=20))))
+
+
+@pytest.mark.parametrize("execution", ["replay", "eager"])
+def test_a_sum_over_something_else_than_the_samples_is_refused(execution):
+    """A penalty on the weights inside the loss: added once per shard and cut to the shard's samples, it would be
+    neither what is written nor the same for every shard size."""
+    model = made("mlp")
+    trainer = DistributedTrainer(
+        model,
+        optim.SGD(),
+        loss=lambda y, labels: F.cross_entropy(y, labels) + (model.fc1.weight * model.fc1.weight).sum() * 1e-4,
+        execution=execution,
+    )
+    with pytest.raises(ConfigError, match="weight_decay|samples"):
+        trainer.train_step(next(iter(data.DataLoader(images(20), batch_size=20))))
