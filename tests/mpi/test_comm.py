@@ -1,0 +1,103 @@
+"""The communicator under mpirun and without it; ranks that were not started alike."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from odyssey import comm, nn, optim
+from odyssey.comm import Communicator
+from odyssey.errors import ConfigError
+
+HERE = Path(__file__).parent
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_every_method(launch, ranks):
+    done = launch.python(HERE / "communicate.py", ranks=ranks)
+    assert done.returncode == 0, done.stderr
+    for rank in range(ranks):
+        assert done.stdout.count(f"rank {rank} of {ranks}: all as expected") == 1
+
+
+def test_a_world_of_one_does_nothing_and_copies_what_is_moved():
+    world = Communicator()
+    a = np.arange(4, dtype=np.float32)
+    assert world.broadcast(a) is a and world.all_reduce(a, "max") is a
+    assert np.array_equal(world.all_gather(a), [[0, 1, 2, 3]])
+    b = np.zeros(4, np.float32)
+    world.all_to_all(a, [3], b, [3])
+    assert np.array_equal(b, [0, 1, 2, 0])
+    world.all_gather_pieces(a, [(0, 4)])
+    world.barrier()
+    with pytest.raises(ConfigError, match="'mean'.*sum, max, min"):
+        world.all_reduce(a, "mean")
+    with pytest.raises(ConfigError, match="'nccl'.*auto, mpi, local"):
+        comm.world("nccl")
+
+
+@pytest.mark.parametrize("ranks", [0, 1])
+def test_one_process_imports_no_mpi(launch, ranks):
+    code = "import sys\nfrom odyssey import comm\nw = comm.world()\nprint(w.name, w.size, 'mpi4py' in sys.modules)"
+    assert launch.python("-c", code, ranks=ranks).stdout == "local 1 False\n"
+
+
+def test_mpi_of_one_process_if_asked_for(launch):
+    code = "from odyssey import comm\nw = comm.world('mpi')\nprint(w.name, w.rank, w.size)"
+    assert launch.python("-c", code).stdout == "mpi 0 1\n"
+
+
+@pytest.mark.parametrize(
+    ("environment", "wanted"),
+    [
+        ({}, None),
+        ({"PMI_RANK": "3", "PMI_SIZE": "8", "MPI_LOCALNRANKS": "4"}, (3, 8, 4)),
+        ({"PMI_RANK": "3", "PMI_SIZE": "8"}, (3, 8, 8)),
+        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, (1, 2, 2)),
+        ({"PMIX_RANK": "1", "SLURM_NTASKS": "6", "SLURM_NTASKS_PER_NODE": "3"}, (1, 6, 3)),
+        ({"SLURM_NTASKS": "6"}, None),
+    ],
+)
+def test_what_launchers_say(environment, wanted, monkeypatch):
+    for names in comm._LAUNCHERS:
+        for name in names:
+            monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert comm.launched() == wanted
+
+
+def test_a_launcher_that_mpi_knows_nothing_of(launch):
+    """The mpirun of one MPI with the library of another: two worlds of one, which would train apart."""
+    launch.environment |= {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
+    done = launch.train("--steps", 1)
+    assert done.returncode == 64
+    assert "Traceback" not in done.stderr
+    assert "started 2 processes but each sees a world of one" in done.stderr.splitlines()[-1]  # mpi4py warns before
+
+
+@pytest.mark.parametrize(
+    ("which", "name"),
+    [
+        ("model", "model"),
+        ("workers", "number of workers"),
+        ("shard", "shard size"),
+        ("reduction", "reduction"),
+        ("seed", "seed"),
+    ],
+)
+def test_ranks_that_differ_are_refused_by_name(launch, which, name):
+    done = launch.python(HERE / "different.py", which, ranks=3)
+    assert done.returncode == 0, done.stderr
+    text = f"[train] the {name} of rank 1 differs from that of rank 0; start all ranks alike"
+    for rank in range(3):
+        assert done.stdout.count(f"rank {rank}: {text}") == 1
+
+
+def test_all_ranks_start_with_the_weights_of_the_first(launch):
+    done = launch.python(HERE / "start_values.py", ranks=3)
+    nn.manual_seed(0)
+    wanted = optim.SGD(nn.Linear(4, 3).parameters()).arena.sha256()
+    assert "".join(done.stdout.split()) == wanted * 3
