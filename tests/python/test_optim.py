@@ -104,6 +104,16 @@ def test_arena_layout():
         assert np.array_equal(value, before[name]), "values move along"
 
 
+def test_gradients_move_along():
+    """An optimizer made after the first backward() still sees it."""
+    model = nn.Linear(3, 2)
+    model.bias.grad.numpy()[...] = 4
+    optimizer = optim.SGD(model.parameters(), lr=0.5)
+    before = model.bias.numpy().copy()
+    optimizer.step()
+    assert np.array_equal(model.bias.numpy(), before - 2)
+
+
 def test_zero_grad_and_views():
     model = nn.Linear(3, 2)
     optimizer = optim.SGD(model.parameters())
