@@ -136,7 +136,7 @@ def test_data_that_is_broken(launch, how, ranks):
         (("--model", "resnet"), 64, "resnet"),
         (("--optimizer", "lion"), 64, "lion"),
         (("--execution", "lazy"), 64, "lazy"),
-        (("--device", "gpu", "--num-gpus", 64, "--global-batch-size", 4096), 69, "--device"),
+        (("--device", "gpu", "--num-gpus", 64, "--global-batch-size", 8192), 69, "--device"),
         (("--save-weights", "nowhere/weights.safetensors"), 73, "nowhere"),
         (("--json", "."), 73, "--json"),
     ],
