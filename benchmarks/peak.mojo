@@ -20,7 +20,8 @@ comptime REPETITIONS = 300
 
 @always_inline
 def madd(a: Vec, c: Vec) -> Vec:
-    """Returns a c + a, as the kernels do it: an x86 processor without FMA instructions multiplies and adds."""
+    """Returns a c + a, as the kernels do it: an x86 processor without FMA instructions multiplies and adds.
+    """
     comptime if CompilationTarget.is_x86() and not CompilationTarget.has_fma():
         return a * c + a
     else:

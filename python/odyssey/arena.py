@@ -41,16 +41,17 @@ class Arena:
         self._addresses = {native.PARAMS: self.params.ctypes.data, native.GRADS: self.grads.ctypes.data}
         for name, p in self.named:
             at = 4 * self.offsets[name]
-            before = p.data.copy()
+            values, gradient = p.data.copy(), p.grad.data.copy()
             p.place(Range(self, native.PARAMS, at), Range(self, native.GRADS, at))
-            p.data[...] = before
+            p.data[...], p.grad.data[...] = values, gradient
 
     @classmethod
     def of(cls, named: Iterable[tuple[str, Parameter]]) -> Arena:
         """The arena these parameters already fill, or a new one."""
         named = list(named)
-        if named and isinstance(named[0][1].memory, Range):
-            arena = named[0][1].memory.arena
+        placed = [p.memory.arena for _, p in named if isinstance(p.memory, Range)]
+        if placed:
+            arena = placed[0]
             if [id(p) for _, p in arena.named] == [id(p) for _, p in named]:
                 return arena
             raise ConfigError(

@@ -302,7 +302,7 @@ def run(made: Settings) -> None:
     _world = world = comm.world(backend="auto")
     first = world.rank == 0
     with _on_all_ranks():
-        check_workers(made, max(made.num_gpus or 1, world.size))
+        check_workers(made, (made.num_gpus or 1) * world.size)
     if first:
         for path, option in ((made.save_weights, "--save-weights"), (made.json, "--json")):
             if path is not None:
@@ -391,6 +391,12 @@ def _report(made: Settings, world: Any, trainer: Any, history: Any, weights: str
             "device": trainer.device,
             "reduction": made.reduction,
             "execution": made.execution,
+            "optimizer": made.optimizer,
+            "lr": made.lr,
+            "momentum": made.momentum,
+            "nesterov": made.nesterov,
+            "weight_decay": made.weight_decay,
+            "schedule": made.schedule,
             "version": version(),
             "history": history.records,
         }
@@ -483,12 +489,12 @@ def group(context: click.Context) -> None:
     type=int,
     help=f"Steps in which the learning rate rises. ({_recipes('warmup_steps')}, at most a fifth of the run)",
 )
-@click.option("--seed", type=int, default=0, help="Of the weights and the data order. (default: 0)")
+@click.option("--seed", type=int, default=0, help="Of the weights, the data order and dropout. (default: 0)")
 @click.option(
     "--num-gpus",
     "-n",
     type=int,
-    help="Workers of this process; CPU workers where there is no GPU. (default: one, or one per GPU)",
+    help="Workers of this process (of each, under mpirun); CPU workers where there is no GPU. (default: one)",
 )
 @click.option(
     "--device", type=click.Choice(["auto", "cpu", "gpu"]), default="auto", help="What the workers are. (default: auto)"

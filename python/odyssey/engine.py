@@ -7,6 +7,7 @@ evaluation (without).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -15,11 +16,11 @@ import numpy as np
 from . import native
 from .arena import Arena
 from .comm import Communicator
-from .data import Batch
+from .data import ArrayDataset, Batch
 from .errors import ConfigError
 from .nn import Module
 from .parallel import plan as planning
-from .parallel.reduction import Reduction
+from .parallel.reduction import REDUCTIONS, Reduction
 from .program import Block, Program, Recorder, ShardEager, using
 from .tensor import empty, layout_of, make, no_grad
 
@@ -42,6 +43,8 @@ class Layout:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ConfigError(f"[train] {name} is {value!r}; it must be an integer of at least 1")
+        if self.reduction not in REDUCTIONS:
+            raise ConfigError(f"[train] reduction is {self.reduction!r}; choose from {', '.join(REDUCTIONS)}")
         if self.execution not in EXECUTIONS:
             raise ConfigError(f"[train] execution is {self.execution!r}; choose from {', '.join(EXECUTIONS)}")
 
@@ -64,6 +67,7 @@ class _Prepared:
     work: np.ndarray  # (threads, bytes)
     step: native.Step
     keep: list[Any]
+    data: ArrayDataset | None = None  # whose arrays the step points at
 
 
 class Engine:
@@ -81,6 +85,7 @@ class Engine:
         lib = native.library()
         self.floats = (arena.size if train else 0) + lib.stats
         self.stats_at = self.floats - lib.stats
+        self._outputs: int | None = None  # of the model, as the loss saw them
         self._programs: dict[tuple[int, ...], Program] = {}
         self._prepared: dict[tuple[Any, ...], _Prepared] = {}
 
@@ -88,18 +93,37 @@ class Engine:
         """The sums over all shards of all ranks (floats,) float32; valid until the next call."""
         data = batch.dataset
         samples = len(batch.indices)
-        key = (samples, id(data))
+        key = (samples, *data.sample_shape)
         ready = self._prepared.get(key)
         if ready is None:
-            ready = self._prepared[key] = self._prepare(samples, data)
+            ready = self._prepared[key] = self._prepare(samples, data.sample_shape)
         s = ready.step
+        if ready.data is not data:
+            self._use(ready, data)
         s.rows = batch.indices.ctypes.data
         s.context.step = step
         if self.layout.execution == "replay":
             native.library().step(s)
         else:
             self._run_eager(ready, s, data.sample_shape)
+            self._check_labels(data)
         return ready.reduce()
+
+    def _use(self, ready: _Prepared, data: ArrayDataset) -> None:
+        """Points a step at the arrays of a data set."""
+        if self.layout.execution == "replay":
+            self._check_labels(data)
+        c = ready.step.context
+        c.images, c.bytes = data.images.ctypes.data, int(data.images.dtype == np.uint8)
+        c.labels, c.scale, c.shift = data.labels.ctypes.data, data.scale.ctypes.data, data.shift.ctypes.data
+        ready.data = data
+
+    def _check_labels(self, data: ArrayDataset) -> None:
+        if self._outputs is not None and data.classes > self._outputs:
+            raise ConfigError(
+                f"[train] the data set {data.name} has {data.classes} classes and the model {self._outputs} outputs; "
+                "give the model an output for each class"
+            )
 
     # --- recording ---
 
@@ -123,23 +147,25 @@ class Engine:
     def _record(self, n: int, sample_shape: tuple[int, ...]) -> Program:
         key = (n, *sample_shape)
         if key not in self._programs:
-            recorder = Recorder(self.arena, 4 * self.stats_at)
+            recorder = Recorder(self.arena, 4 * self.stats_at, n)
             self._traced(recorder, n, sample_shape)
             self._programs[key] = recorder.finish()
         return self._programs[key]
 
     def _traced(self, executor: Recorder | ShardEager, n: int, sample_shape: tuple[int, ...]) -> None:
+        before = [(m, m.training) for m in self.model.modules()]
         self.model.train(self.train)
-        with using(executor):
-            if self.train:
+        try:
+            with using(executor), contextlib.nullcontext() if self.train else no_grad():
                 self._pass(executor, n, sample_shape)
-            else:
-                with no_grad():
-                    self._pass(executor, n, sample_shape)
+        finally:
+            for m, training in before:
+                m.training = training
+        self._outputs = executor.outputs
 
     # --- plans as numbers ---
 
-    def _prepare(self, samples: int, data: Any) -> _Prepared:
+    def _prepare(self, samples: int, sample_shape: tuple[int, ...]) -> _Prepared:
         lay = self.layout
         shard_size = effective_shard_size(samples, lay.shard_size)
         shards = planning.shard_count(samples, shard_size)
@@ -149,7 +175,7 @@ class Engine:
         lists = [self._numbers(a) for a in (*p.threads, p.final)]
         starts = np.array([a.ctypes.data for a in lists], np.int64)
         counts = np.array([len(a) for a in lists], np.int64)
-        keep: list[Any] = [lists, starts, counts, data]
+        keep: list[Any] = [lists, starts, counts]
         step = native.Step(
             threads=len(p.threads),
             actions=starts.ctypes.data,
@@ -160,13 +186,10 @@ class Engine:
             shard_size=shard_size,
             samples=samples,
         )
-        c = step.context
-        c.seed = self.seed
-        c.images, c.bytes = data.images.ctypes.data, int(data.images.dtype == np.uint8)
-        c.labels, c.scale, c.shift = data.labels.ctypes.data, data.scale.ctypes.data, data.shift.ctypes.data
+        step.context.seed = self.seed
         work = np.zeros(0, np.uint8)
         if lay.execution == "replay":
-            program = self._record(shard_size, data.sample_shape)
+            program = self._record(shard_size, sample_shape)
             work = native.aligned((len(p.threads), program.work_bytes), np.uint8)
             step.program, step.records = program.records.ctypes.data, len(program.records)
             step.work, step.work_bytes = work.ctypes.data, program.work_bytes
@@ -185,7 +208,7 @@ class Engine:
         for actions in (*ready.plan.threads, ready.plan.final):
             for a in actions:
                 if a.kind == "add":
-                    executor = ShardEager(s.context, 0, 0)
+                    executor = ShardEager(s.context, 0, 0, 0)
                     rows = [Block(ready.buffers[i]) for i in (a.a, a.b)]
                     executor.emit("add", rows[0], rows[0], rows[1], self.floats)
                     continue
@@ -195,4 +218,5 @@ class Engine:
                 c.first = a.a * s.shard_size
                 c.valid = min(s.shard_size, s.samples - c.first)
                 c.rows = s.rows + 8 * c.first
-                self._traced(ShardEager(c, buffer.ctypes.data, 4 * self.stats_at), s.shard_size, sample_shape)
+                executor = ShardEager(c, buffer.ctypes.data, 4 * self.stats_at, s.shard_size)
+                self._traced(executor, s.shard_size, sample_shape)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from . import native
-from .errors import ShapeError
+from .errors import ConfigError, ShapeError
 from .program import Block, Memory, Recorder, ShardEager, current
 from .tensor import Tensor, attach, empty, layout_of, make, new_like
 
@@ -33,7 +33,9 @@ def to_lanes(x: Tensor) -> Tensor:
 
 
 def batched(x: Tensor) -> Tensor:
-    """The same samples in the layout that a batch of this size is computed in."""
+    """The same samples in the layout that a batch of this size is computed in. Raises ShapeError for an empty batch."""
+    if x.size == 0:
+        raise ShapeError(f"[tensor] shape {x.shape} has no samples; the first axis is the batch and must not be empty")
     return to_lanes(x) if x.ndim < 1 or layout_of(x.shape[0]) == "lanes" else x
 
 
@@ -51,7 +53,7 @@ def reshape(x: Tensor, *shape: int) -> Tensor:
     given = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
     known = math.prod(s for s in given if s != -1)
     new = tuple(x.size // max(known, 1) if s == -1 else s for s in given)
-    if math.prod(new) != x.size or (x.layout == "lanes" and new[0] != x.shape[0]):
+    if min(new, default=1) < 0 or math.prod(new) != x.size or (x.layout == "lanes" and new[0] != x.shape[0]):
         raise ShapeError(f"[reshape] {x.shape} cannot become {given}")
     y = make(x.memory, new, x.layout, x.dtype)
     return attach(y, (x,), lambda dy: (make(dy.memory, x.shape, dy.layout),))
@@ -68,7 +70,7 @@ def flatten(x: Tensor) -> Tensor:
 def _same(name: str, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     if a.shape != b.shape:
         raise ShapeError(f"[{name}] shapes {a.shape} and {b.shape} differ; they must be equal (nothing is broadcast)")
-    return (a, b) if a.layout == b.layout else (batched(a), batched(b))
+    return (a, b) if a.layout == b.layout else (to_lanes(a), to_lanes(b))
 
 
 def add(a: Tensor, b: Tensor | float) -> Tensor:
@@ -101,8 +103,14 @@ def scale(x: Tensor, factor: float) -> Tensor:
 
 def sum(x: Tensor) -> Tensor:
     """The sum of all elements, of shape ()."""
+    executor = current()
+    if isinstance(executor, (Recorder, ShardEager)) and (x.ndim < 1 or x.shape[0] != executor.samples):
+        raise ConfigError(
+            f"[sum] in a trainer only values of samples can be summed, of shape ({executor.samples}, ...), "
+            f"not {x.shape}; for a penalty on weights use the optimizer's weight_decay"
+        )
     x = batched(x)
-    n = -1 if current().shard else x.shape[0]  # -1: the samples that the shard really has
+    n = -1 if executor.shard else x.shape[0]  # -1: the samples that the shard really has
     y = empty(())
     current().emit("sum_lanes", y.memory, x.memory, n, x.groups, x.features, layout=x.layout)
 
@@ -131,13 +139,20 @@ def mean_over_samples(total: Tensor, samples: int) -> Tensor:
 # --- layers -----------------------------------------------------------------------------------
 
 
-def _grad_memory(name: str, p: Tensor) -> Memory:
-    """Where the kernel adds the gradient of a weight."""
+def _grad_memory(name: str, p: Tensor | None, size: int = 0) -> Memory:
+    """Where the kernel adds the gradient of a weight or bias; scratch memory if nobody wants it."""
+    if p is None or not p.requires_grad:
+        return current().alloc(4 * (size if p is None else p.size))
     if p.node is not None:
         raise ShapeError(f"[{name}] the weight is the result of another op; it must be a parameter")
     if p.grad is None:
         p.grad = make(Block(native.aligned(p.shape)), p.shape)
     return p.grad.memory
+
+
+def _check_bias(name: str, b: Tensor | None, weight: Tensor) -> None:
+    if b is not None and b.shape != weight.shape[:1]:
+        raise ShapeError(f"[{name}] bias of shape {b.shape} for weight {weight.shape}; it must be {weight.shape[:1]}")
 
 
 def _bias(b: Tensor | None, size: int) -> Memory:
@@ -151,6 +166,8 @@ def _pair(v: int | tuple[int, int]) -> tuple[int, int]:
 def pad2d(x: Tensor, padding: int | tuple[int, int]) -> Tensor:
     """(N, C, H, W) in a frame of zeros, `padding` high and wide."""
     ph, pw = _pair(padding)
+    if ph < 0 or pw < 0 or x.ndim != 4:
+        raise ShapeError(f"[pad2d] padding {padding} of shape {x.shape}; give 0 or more, and a tensor of (N, C, H, W)")
     if ph == pw == 0:
         return x
     x = batched(x)
@@ -182,6 +199,9 @@ def conv2d(
             f"[conv2d] input {x.shape} and weight {weight.shape}; they must be (N, C, H, W) and (K, C, R, T) "
             "with the same C"
         )
+    if stride < 1:
+        raise ShapeError(f"[conv2d] stride is {stride}; it must be at least 1")
+    _check_bias("conv2d", bias, weight)
     x = batched(pad2d(x, padding))
     n, c, h, w = x.shape
     k, _, r, t = weight.shape
@@ -192,8 +212,8 @@ def conv2d(
     current().emit("conv2d_forward", y.memory, x.memory, weight.memory, _bias(bias, k), *sizes, 0, layout=x.layout)
 
     def backward(dy: Tensor) -> tuple[Tensor | None, ...]:
-        if weight.requires_grad:
-            db = current().alloc(4 * k) if bias is None else _grad_memory("conv2d", bias)
+        if weight.requires_grad or (bias is not None and bias.requires_grad):
+            db = _grad_memory("conv2d", bias, k)
             current().emit(
                 "conv2d_backward_weight",
                 _grad_memory("conv2d", weight),
@@ -218,14 +238,15 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         raise ShapeError(
             f"[linear] input {x.shape} and weight {weight.shape}; they must be (N, I) and (O, I) with the same I"
         )
+    _check_bias("linear", bias, weight)
     x = batched(x)
     (o, i), g = weight.shape, x.groups
     y = empty((x.shape[0], o), x.layout)
     current().emit("linear_forward", y.memory, x.memory, weight.memory, _bias(bias, o), g, i, o, 0, layout=x.layout)
 
     def backward(dy: Tensor) -> tuple[Tensor | None, ...]:
-        if weight.requires_grad:
-            db = current().alloc(4 * o) if bias is None else _grad_memory("linear", bias)
+        if weight.requires_grad or (bias is not None and bias.requires_grad):
+            db = _grad_memory("linear", bias, o)
             scratch = current().alloc(4 * x.floats)
             current().emit(
                 "linear_backward_weight",
@@ -250,7 +271,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def _pool_sizes(name: str, x: Tensor, kernel: Any, stride: int | None) -> tuple[int, ...]:
     r, t = _pair(kernel)
-    s = stride or r
+    s = r if stride is None else stride
+    if r < 1 or t < 1 or s < 1:
+        raise ShapeError(f"[{name}] a window of {r} x {t} at stride {s}; all must be at least 1")
     if x.ndim != 4 or r > x.shape[2] or t > x.shape[3]:
         raise ShapeError(f"[{name}] a window of {r} x {t} does not fit an input of shape {x.shape}, (N, C, H, W)")
     if stride is None and r != t:
@@ -409,7 +432,7 @@ def _loss(name: str, x: Tensor, target: Any, reduction: str) -> Tensor:
     current().emit(f"{name}_forward", total.memory, *saved, x.memory, labels, *size, layout=x.layout)
     executor = current()
     if isinstance(executor, (Recorder, ShardEager)) and executor.first_stats is None:
-        executor.first_stats = total.memory
+        executor.first_stats, executor.outputs = total.memory, x.features
 
     def backward(dloss: Tensor) -> tuple[Tensor]:
         dx = empty(x.shape, x.layout)

@@ -110,9 +110,11 @@ class ShardEager(Eager):
 
     shard = True
 
-    def __init__(self, context: native.Context, grads_address: int, stats_offset: int) -> None:
+    def __init__(self, context: native.Context, grads_address: int, stats_offset: int, samples: int) -> None:
         super().__init__()
         self.context = context
+        self.samples = samples
+        self.outputs: int | None = None  # classes that the loss saw
         self._grads = grads_address
         self.stats = Block.__new__(Block)
         self.stats.address = grads_address + stats_offset
@@ -148,8 +150,10 @@ class Recorder:
 
     shard = True
 
-    def __init__(self, arena: Arena, stats_offset: int) -> None:
+    def __init__(self, arena: Arena, stats_offset: int, samples: int) -> None:
         self.arena = arena
+        self.samples = samples  # of the shard
+        self.outputs: int | None = None  # classes that the loss saw
         self.records: list[Record] = []
         self.stats: Memory = Range(arena, native.GRADS, stats_offset)
         self.first_stats: Memory | None = None

@@ -304,7 +304,7 @@ def _walk(root: Tensor, seed: Tensor) -> None:
         if t.node is None:
             _accumulate(t, grad)
             continue
-        for source, g in zip(t.node.inputs, t.node.backward(grad), strict=True):
+        for source, g in zip(t.node.inputs, t.node.backward(_as_layout(grad, t.layout)), strict=True):
             if g is None or not source.requires_grad:
                 continue
             have = pending.get(id(source))

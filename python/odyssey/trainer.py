@@ -7,6 +7,7 @@ one worker is the ordinary case.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 import os
 import time
@@ -23,6 +24,7 @@ from .engine import Engine, Layout
 from .errors import ConfigError, DeviceError, NumericsError
 from .nn import CrossEntropyLoss, Module
 from .optim import Optimizer, Schedule
+from .parallel.plan import check_workers
 
 DEVICES = ("auto", "cpu", "gpu")
 
@@ -147,25 +149,33 @@ class DistributedTrainer:
         if self.comm.size == 1:
             return
         lay = self.layout
-        mine = np.array(
-            [
-                self.arena.layout_hash(),
-                lay.workers,
-                lay.shard_size,
-                ("tree", "mpi").index(lay.reduction) if lay.reduction in ("tree", "mpi") else -1,
-                self.seed,
-            ],
-            np.int64,
+        settings = {k: v for k, v in vars(self.optimizer).items() if isinstance(v, (int, float, tuple))}
+        self._compare(
+            {
+                "model": self.arena.layout_hash(),
+                "number of workers": lay.workers,
+                "shard size": lay.shard_size,
+                "reduction": lay.reduction,
+                "seed": self.seed,
+                "optimizer": (type(self.optimizer).__name__, sorted(settings.items())),
+                "schedule": [self.schedule(step) for step in (0, 1, 10, 100, 1000)],
+            }
         )
-        everyone = self.comm.all_gather(mine)
-        names = ("model", "number of workers", "shard size", "reduction", "seed")
-        for name, column in zip(names, everyone.T, strict=True):
+        self.comm.broadcast(self.arena.params)
+
+    def _compare(self, settings: dict[str, Any]) -> None:
+        """Raises ConfigError, on all ranks, if one rank's settings are not those of rank 0."""
+        if self.comm.size == 1:
+            return
+        everyone = self.comm.all_gather(np.array([fingerprint(v) for v in settings.values()], np.int64))
+        for name, column in zip(settings, everyone.T, strict=True):
             different = np.flatnonzero(column != column[0])
             if len(different):
-                raise ConfigError(
+                error = ConfigError(
                     f"[train] the {name} of rank {different[0]} differs from that of rank 0; start all ranks alike"
                 )
-        self.comm.broadcast(self.arena.params)
+                error.everywhere = True
+                raise error
 
     # --- steps ---
 
@@ -222,10 +232,16 @@ class DistributedTrainer:
         history = History()
         started = time.perf_counter()
         size = getattr(train_loader, "batch_size", 0)
-        if size:
-            from .parallel.plan import check_workers
-
-            check_workers(self.workers, min(size, len(train_loader.dataset)), self.layout.shard_size)
+        if isinstance(train_loader, datasets.DataLoader):
+            n, sampler = len(train_loader.dataset), train_loader.sampler
+            if getattr(sampler, "num_replicas", 1) > 1:
+                raise ConfigError(
+                    "[train] the loader's DistributedSampler gives each rank other samples, but the trainer shares "
+                    "every global batch out itself; leave the sampler out and use shuffle=True"
+                )
+            check_workers(self.workers, min(size, n), self.layout.shard_size)
+            order = (train_loader.seed, train_loader.shuffle, len(train_loader))
+            self._compare({"batch size": size, "data set": n, "data order": order, "length": (epochs, steps)})
         if self.progress:
             per_epoch = len(train_loader) if hasattr(train_loader, "__len__") else 0
             self.progress.begin(epochs, per_epoch, size)
@@ -298,6 +314,11 @@ class DistributedTrainer:
                 aside.unlink(missing_ok=True)
 
 
+def fingerprint(value: Any) -> int:
+    """63 bits of a hash over a value's repr."""
+    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:8], "little") >> 1
+
+
 def cores() -> int:
     """Cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -316,8 +337,8 @@ def choose_device(device: str, num_gpus: int | None) -> str | None:
         DeviceError: GPUs were asked for that are not there, or that this version cannot use.
     """
     found = gpus()
-    if num_gpus is not None and num_gpus < 1:
-        raise ConfigError(f"[train] num_gpus is {num_gpus}; it must be at least 1")
+    if num_gpus is not None and (not isinstance(num_gpus, int) or num_gpus < 1):
+        raise ConfigError(f"[train] num_gpus is {num_gpus!r}; it must be an integer of at least 1")
     if device == "gpu":
         if not found:
             raise DeviceError("[train] device is 'gpu' but this machine has none; use --device cpu or auto")
@@ -335,6 +356,10 @@ def choose_device(device: str, num_gpus: int | None) -> str | None:
 
 def _batches(loader: Any) -> Iterable[datasets.Batch]:
     """The loader's batches; pairs of arrays become batches of their own."""
+    if not isinstance(loader, Iterable) or isinstance(loader, tuple):
+        raise ConfigError(
+            f"[train] a {type(loader).__name__} is no loader; give a data.DataLoader, or a list of (x, y) batches"
+        )
     for item in loader:
         if isinstance(item, datasets.Batch):
             yield item

@@ -36,6 +36,12 @@ def test_json(odyssey_command, fake, tmp_path):
         "device": "cpu",
         "reduction": "tree",
         "execution": "replay",
+        "optimizer": "sgd",
+        "lr": 0.05,
+        "momentum": 0.9,
+        "nesterov": False,
+        "weight_decay": 5e-4,
+        "schedule": "cosine",
         "version": cli.version(),
         "history": [{"epoch": 1, "train_loss": 0.5, "test_accuracy": 0.9}],
     }

@@ -79,12 +79,12 @@ class DataLoader:
         self._dataset = dataset
         self._classes = _class_count(dataset)
         self._batch_size = check_integer("[data] batch_size", batch_size, 1)
-        self._seed = check_integer("[data] seed", seed, 0, (1 << 64) - 1)
+        self.seed = check_integer("[data] seed", seed, 0, (1 << 64) - 1)
         self._prefetch = check_integer("[data] prefetch", prefetch, 0)
         if sampler is not None and shuffle:
             raise ConfigError("DataLoader: shuffle is True and a sampler is given; one is allowed; leave the other out")
-        self._shuffle = bool(shuffle)
-        self._sampler = sampler
+        self.shuffle = bool(shuffle)
+        self.sampler = sampler
         self._drop_last = bool(drop_last)
         self._next_epoch = int(getattr(sampler, "epoch", 0))
         self._ahead: _OrderAhead | None = None
@@ -107,12 +107,12 @@ class DataLoader:
     def set_epoch(self, epoch: int) -> None:
         """Make `epoch` (0 to 2**64 - 1) the epoch of the next iteration; ConfigError if it is out of range."""
         self._next_epoch = check_integer("epoch", epoch, 0, (1 << 64) - 1)
-        if hasattr(self._sampler, "set_epoch"):
-            self._sampler.set_epoch(self._next_epoch)
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(self._next_epoch)
 
     def __len__(self) -> int:
         """Number of batches in an epoch."""
-        samples = len(self._dataset if self._sampler is None else self._sampler)  # type: ignore[arg-type]
+        samples = len(self._dataset if self.sampler is None else self.sampler)  # type: ignore[arg-type]
         return samples // self._batch_size if self._drop_last else -(-samples // self._batch_size)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -125,7 +125,7 @@ class DataLoader:
         return _prefetched(self._dataset, self._classes, self._cut(order), epoch, self._prefetch)
 
     def _begin_epoch(self) -> int:
-        sampler = self._sampler
+        sampler = self.sampler
         if getattr(sampler, "epoch_was_set", False):
             self._next_epoch = int(sampler.epoch)  # type: ignore[union-attr]
         epoch = self._next_epoch
@@ -139,9 +139,9 @@ class DataLoader:
     def _order(self, epoch: int) -> np.ndarray:
         """The indices of the epoch, int64, read-only: batches are views of it."""
         count = len(self._dataset)
-        if self._sampler is not None:
-            order = _sampled(self._sampler, count)
-        elif self._shuffle:
+        if self.sampler is not None:
+            order = _sampled(self.sampler, count)
+        elif self.shuffle:
             order = self._shuffled(count, epoch)
         else:
             order = np.arange(count, dtype=np.int64)
@@ -152,9 +152,9 @@ class DataLoader:
         ahead, self._ahead = self._ahead, None
         order = ahead.take(epoch) if ahead is not None else None
         if order is None:
-            order = permutation(count, self._seed, epoch)
+            order = permutation(count, self.seed, epoch)
         if self._prefetch:
-            self._ahead = _OrderAhead(count, self._seed, epoch + 1)
+            self._ahead = _OrderAhead(count, self.seed, epoch + 1)
         return order
 
     def _cut(self, order: np.ndarray) -> Iterator[np.ndarray]:

@@ -50,8 +50,7 @@ def uniform(shape: tuple[int, ...], bound: float) -> Parameter:
 class Module:
     """Base of layers and models: assign parameters and modules as attributes, write `forward`."""
 
-    def __init__(self) -> None:
-        self.training = True
+    training = True
 
     def forward(self, *args: Any) -> Any:
         """What the module computes; every subclass has its own."""

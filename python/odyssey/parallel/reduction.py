@@ -2,7 +2,8 @@
 
 `tree` completes the tree of plan.py: range p of the arena goes to rank p from everyone (one all-to-all), is added there
 in the tree's order by a kernel, and comes back to everyone (one all-gather). With a power of two of shards and ranks
-that is the volume of a reduce-scatter and an all-gather: 2 (R - 1) / R times the arena. Same bits on any world.
+that is the volume of a reduce-scatter and an all-gather: 2 (n - 1) / n times the arena for n ranks.
+Same bits on any world.
 
 `mpi` adds a process's own nodes and calls the library's all-reduce. Its order of additions depends on the library and
 on the number of ranks, so the bits do too.
@@ -14,7 +15,6 @@ import numpy as np
 
 from .. import native
 from ..comm import Communicator
-from ..errors import ConfigError
 from ..program import Block, encode
 from .plan import Plan, exchange
 
@@ -32,8 +32,6 @@ class Reduction:
     """
 
     def __init__(self, kind: str, comm: Communicator, plan: Plan, buffers: np.ndarray, workers: int) -> None:
-        if kind not in REDUCTIONS:
-            raise ConfigError(f"[reduction] {kind!r} is unknown; choose from {', '.join(REDUCTIONS)}")
         self.comm, self.plan, self.buffers = comm, plan, buffers
         self._alone = comm.size == 1
         self._tree = kind == "tree"
