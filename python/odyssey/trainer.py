@@ -303,12 +303,12 @@ class DistributedTrainer:
     def save_weights(self, path: str | Path) -> None:
         """Writes the parameters as safetensors, whole or not at all. Only rank 0 writes."""
         if self.comm.rank == 0:
-            from safetensors.numpy import save_file
+            from safetensors.numpy import save
 
             path = Path(path)
             aside = path.with_name(f".{path.name}.{os.getpid()}")
             try:
-                save_file(self.model.state_dict(), str(aside))
+                aside.write_bytes(save(self.model.state_dict()))
                 os.replace(aside, path)
             finally:
                 aside.unlink(missing_ok=True)

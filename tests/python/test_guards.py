@@ -1,0 +1,78 @@
+"""What a trainer refuses because it would train on, wrongly; and what it must not keep."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from odyssey import data, nn, optim
+from odyssey.errors import ConfigError
+from odyssey.trainer import DistributedTrainer
+
+
+def images(n: int, classes: int = 10) -> data.ArrayDataset:
+    rng = np.random.default_rng(n)
+    pixels = rng.integers(0, 255, (n, 1, 28, 28), dtype=np.uint8)
+    return data.arrays(pixels, np.arange(n) % classes, classes=classes, scale=1 / 255)
+
+
+def trainer(execution: str = "replay", classes: int = 10, **options: object) -> DistributedTrainer:
+    model = nn.MLP(classes=classes, hidden=16)
+    return DistributedTrainer(model, optim.SGD(lr=0.01), threads=1, execution=execution, **options)
+
+
+@pytest.mark.parametrize("execution", ["replay", "eager"])
+def test_labels_need_an_output_each(execution: str) -> None:
+    t = trainer(execution, classes=3)
+    before = t.weights_sha256()
+    with pytest.raises(ConfigError, match="10 classes and the model 3 outputs"):
+        t.fit(data.DataLoader(images(64), batch_size=64))
+    assert t.weights_sha256() == before
+    t.fit(data.DataLoader(images(64, classes=3), batch_size=64))
+    assert t.weights_sha256() != before
+
+
+def test_many_small_data_sets_share_one_plan() -> None:
+    """Pairs of arrays become a data set each; nothing is kept of them, and each is trained on its own samples."""
+    dataset = images(160)
+    loader = data.DataLoader(dataset, batch_size=32)
+    pairs = [(dataset.gather(b.indices)[0], dataset.labels[b.indices]) for b in loader]
+    a, b = trainer(), trainer()
+    b.arena.params[:] = a.arena.params
+    a.fit(loader)
+    b.fit(pairs)
+    assert len(b._train._prepared) == 1
+    assert a.weights_sha256() == b.weights_sha256()
+
+
+def test_training_mode_is_left_as_it_was() -> None:
+    t = trainer()
+    t.model.train()
+    t.fit(data.DataLoader(images(64), batch_size=64), images(32))
+    assert all(m.training for m in t.model.modules())
+    t.model.eval()
+    t.fit(data.DataLoader(images(64), batch_size=64))
+    assert not any(m.training for m in t.model.modules())
+
+
+def test_a_sampler_that_splits_is_refused() -> None:
+    dataset = images(64)
+    loader = data.DataLoader(dataset, batch_size=32, sampler=data.DistributedSampler(dataset, 2, 0))
+    with pytest.raises(ConfigError, match="DistributedSampler"):
+        trainer().fit(loader)
+
+
+def test_unknown_reduction_is_refused_at_once() -> None:
+    with pytest.raises(ConfigError, match="'ring'; choose from tree, mpi"):
+        trainer(reduction="ring")
+
+
+@pytest.mark.parametrize("loader", [(np.zeros((4, 1, 28, 28)), np.zeros(4, int)), 3])
+def test_what_is_no_loader_is_refused(loader: object) -> None:
+    with pytest.raises(ConfigError, match="is no loader"):
+        trainer().fit(loader)
+
+
+def test_num_gpus_must_be_an_integer() -> None:
+    with pytest.raises(ConfigError, match="num_gpus is '4'"):
+        trainer(num_gpus="4")
