@@ -141,6 +141,11 @@ class DistributedTrainer:
         optimizer.bind(self.arena)
         self._same_everywhere()
         loss = loss or getattr(model, "loss", None) or CrossEntropyLoss()
+        if getattr(loss, "reduction", "mean") != "mean":
+            raise ConfigError(
+                "[train] the loss has reduction='sum', but a trainer divides by the samples of the global batch; "
+                "use 'mean'"
+            )
         self._train = Engine(model, loss, self.arena, self.layout, train=True, seed=seed)
         self._eval = Engine(model, loss, self.arena, self.layout, train=False, seed=seed)
 

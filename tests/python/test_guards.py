@@ -76,3 +76,8 @@ def test_what_is_no_loader_is_refused(loader: object) -> None:
 def test_num_gpus_must_be_an_integer() -> None:
     with pytest.raises(ConfigError, match="num_gpus is '4'"):
         trainer(num_gpus="4")
+
+
+def test_a_summed_loss_is_refused() -> None:
+    with pytest.raises(ConfigError, match="reduction='sum'"):
+        trainer(loss=nn.CrossEntropyLoss("sum"))
