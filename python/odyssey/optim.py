@@ -111,6 +111,9 @@ class Optimizer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes back what state_dict() gave; the optimizer must be bound to a model of the same layout."""
         self._bound()
+        missing = sorted({"steps", "lr"} - state.keys())
+        if missing:
+            raise ConfigError(f"[{type(self).__name__}] the state has no {' and no '.join(missing)}")
         for k, v in self.state.items():
             if k not in state or state[k].shape != v.shape:
                 raise ConfigError(f"[{type(self).__name__}] the state has no {k} of {v.size} numbers")

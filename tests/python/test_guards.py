@@ -81,3 +81,11 @@ def test_num_gpus_must_be_an_integer() -> None:
 def test_a_summed_loss_is_refused() -> None:
     with pytest.raises(ConfigError, match="reduction='sum'"):
         trainer(loss=nn.CrossEntropyLoss("sum"))
+
+
+def test_an_optimizer_state_without_its_numbers_is_refused() -> None:
+    optimizer = optim.SGD(nn.Linear(3, 2).parameters())
+    state = optimizer.state_dict()
+    del state["steps"]
+    with pytest.raises(ConfigError, match="no steps"):
+        optimizer.load_state_dict(state)
