@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 
-from odyssey import comm, nn, optim
+import numpy as np
+
+from odyssey import comm, data, nn, optim
 from odyssey.errors import ConfigError
 from odyssey.trainer import DistributedTrainer
 
@@ -16,7 +18,17 @@ settings = {
     "reduction": {"reduction": "mpi"},
     "seed": {"seed": 1},
 }
+model = nn.Linear(4, 3 if which == "model" else 2)
+optimizer = optim.SGD(lr=0.02 if which == "rate" else 0.01)
+schedule = optim.cosine(5) if which == "schedule" else None
+loader = data.DataLoader(
+    data.arrays(np.zeros((256, 4), np.float32), np.arange(256) % 2),
+    batch_size=192 if which == "batch" else 128,
+    shuffle=True,
+    seed=1 if which == "order" else 0,
+)
 try:
-    DistributedTrainer(nn.Linear(4, 3 if which == "model" else 2), optim.SGD(), **settings.get(which, {}))
+    trainer = DistributedTrainer(model, optimizer, schedule=schedule, **settings.get(which, {}))
+    trainer.fit(loader, epochs=2 if which == "length" else 1)
 except ConfigError as error:
     print(f"rank {world.rank}: {error}", flush=True)

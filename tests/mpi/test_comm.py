@@ -86,6 +86,11 @@ def test_a_launcher_that_mpi_knows_nothing_of(launch):
         ("shard", "shard size"),
         ("reduction", "reduction"),
         ("seed", "seed"),
+        ("rate", "optimizer"),
+        ("schedule", "schedule"),
+        ("batch", "batch size"),
+        ("order", "data order"),
+        ("length", "length"),
     ],
 )
 def test_ranks_that_differ_are_refused_by_name(launch, which, name):
