@@ -193,7 +193,7 @@ def peak_program() -> Path:
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     aside = target.with_name(f".{target.name}.{os.getpid()}")
-    done = build.run_mojo(["build", "--target-cpu", build.host_cpu(), str(source), "-o", str(aside)])
+    done = build.run_mojo(["build", *build.target_options(build.host_cpu()), str(source), "-o", str(aside)])
     if done.returncode:
         raise BuildError(f"[build] {source} did not compile:\n{done.stderr.strip()}")
     os.replace(aside, target)
@@ -201,11 +201,11 @@ def peak_program() -> Path:
 
 
 def peak(core: int | None) -> dict[str, float]:
-    """Best and median GFLOP/s of independent FMAs on one core, now."""
+    """Best and median GFLOP/s of independent FMAs on one core, now; `bf16_*` of bf16 products, 0 without them."""
     command = [str(peak_program())]
     done = subprocess.run(command, capture_output=True, text=True, check=True, preexec_fn=_pinned(core))
-    best, middle, lanes = done.stdout.split()
-    return {"best": float(best), "median": float(middle), "lanes": int(lanes)}
+    best, middle, lanes, bf16_best, bf16_middle = (float(word) for word in done.stdout.split())
+    return {"best": best, "median": middle, "lanes": int(lanes), "bf16_best": bf16_best, "bf16_median": bf16_middle}
 
 
 def _pinned(core: int | None) -> Any:

@@ -1,19 +1,23 @@
-"""How many float operations per second one core can do at best: independent fused multiply-adds in registers.
+"""How many float operations per second one core can do at best: independent fused multiply-adds in registers, and
+the same with products of bf16 pairs (`vdpbf16ps`) where the target has them.
 
 A program of its own, compiled and run by common.py for the "% of peak" columns. It touches no memory; it is no part of
 the library and says nothing about how fast a kernel with loads and stores can be.
 
-Prints one line: best and median GFLOP/s of all repetitions, and the lanes of one vector.
+Prints one line: best and median GFLOP/s of all repetitions, the lanes of one vector, and best and median GFLOP/s with
+bf16 products (0 0 without the instruction). The two kinds take turns.
 """
 
 from std.benchmark import keep
-from std.sys import CompilationTarget, simd_width_of
+from std.sys import CompilationTarget, llvm_intrinsic, simd_width_of
 from std.time import perf_counter_ns
 
 comptime LANES = simd_width_of[DType.float32]()
 comptime Vec = SIMD[DType.float32, LANES]
 # More than latency times units; with `a`, they fit the registers: 32 of AVX-512 and NEON, 16 of AVX2.
 comptime ACCUMULATORS = 12 if LANES == 8 else 16
+comptime BF16 = DType.bfloat16
+comptime HAS_BF16 = CompilationTarget._has_feature["avx512bf16"]()
 comptime ROUNDS = 200_000
 comptime REPETITIONS = 300
 
@@ -43,12 +47,42 @@ def once(a: Vec) -> Float64:
     return Float64(2 * LANES * ACCUMULATORS * ROUNDS) / Float64(end - start)
 
 
+def once_bf16(a: SIMD[BF16, 32]) -> Float64:
+    """GFLOP/s of one repetition with bf16 products: 32 multiplications and 32 additions per instruction.
+    """
+    var acc = Array[SIMD[DType.float32, 16], ACCUMULATORS](fill=0)
+    var start = perf_counter_ns()
+    for _ in range(ROUNDS):
+        comptime for k in range(ACCUMULATORS):
+            acc[k] = llvm_intrinsic[
+                "llvm.x86.avx512bf16.dpbf16ps.512",
+                SIMD[DType.float32, 16],
+                has_side_effect=False,
+            ](acc[k], a, a)
+    var end = perf_counter_ns()
+    var total = SIMD[DType.float32, 16](0)
+    comptime for k in range(ACCUMULATORS):
+        total += acc[k]
+    keep(total)
+    return Float64(64 * ACCUMULATORS * ROUNDS) / Float64(end - start)
+
+
 def main():
     var a = Vec(0.5)
     keep(a)
     var rates = List[Float64]()
+    var bf16 = List[Float64]()
     _ = once(a)
     for _ in range(REPETITIONS):
         rates.append(once(a))
+        comptime if HAS_BF16:
+            var b = SIMD[BF16, 32](0.5)
+            keep(b)
+            bf16.append(once_bf16(b))
+        else:
+            bf16.append(0)
     sort(rates)
-    print(rates[len(rates) - 1], rates[len(rates) // 2], LANES)
+    sort(bf16)
+    var last = REPETITIONS - 1
+    var middle = REPETITIONS // 2
+    print(rates[last], rates[middle], LANES, bf16[last], bf16[middle])

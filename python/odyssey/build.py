@@ -50,6 +50,7 @@ TARGETS: tuple[tuple[str, str], ...] = (
     ("x86_64-unknown-linux-gnu", "x86-64"),
     ("x86_64-unknown-linux-gnu", "x86-64-v3"),
     ("x86_64-unknown-linux-gnu", "x86-64-v4"),
+    ("x86_64-unknown-linux-gnu", "x86-64-v4+avx512bf16"),
     ("aarch64-unknown-linux-gnu", "generic"),
 )
 
@@ -156,8 +157,9 @@ _V4 = _V3 | frozenset("avx512f avx512bw avx512cd avx512dq avx512vl".split())
 
 
 def host_cpu() -> str:
-    """The `--target-cpu` for this machine, from what the CPU can do. The compiler guesses from the model number
-    instead, which is wrong on virtual machines."""
+    """The target for this machine, from what the CPU can do. The compiler guesses from the model number instead,
+    which is wrong on virtual machines. A target is a CPU of the compiler, and single features after it: `x86-64-v4`
+    alone has no bf16 instructions."""
     machine = platform.machine().lower()
     if machine in ("x86_64", "amd64"):
         return x86_level(_cpuinfo_flags())
@@ -165,12 +167,19 @@ def host_cpu() -> str:
 
 
 def x86_level(features: frozenset[str]) -> str:
-    """The highest x86-64 level whose features are all there."""
+    """The highest x86-64 level whose features are all there, and the bf16 products if they are."""
     if features >= _V4:
-        return "x86-64-v4"
+        return "x86-64-v4+avx512bf16" if "avx512_bf16" in features else "x86-64-v4"
     if features >= _V3:
         return "x86-64-v3"
     return "x86-64"
+
+
+def target_options(target: str) -> list[str]:
+    """The compiler's options for a target such as "x86-64-v4+avx512bf16"."""
+    cpu, *features = target.split("+")
+    options = ["--target-cpu", cpu]
+    return [*options, "--target-features", ",".join(f"+{name}" for name in features)] if features else options
 
 
 def _cpuinfo_flags() -> frozenset[str]:
@@ -259,7 +268,7 @@ def _compile(root: Path, output: Path, cpu: str, emit: str = "shared-lib", tripl
             "or name a prebuilt library with ODYSSEY_KERNELS"
         )
     command = ["build", "--emit", emit, str(root / ROOT_SOURCE), "-I", str(root / "mojo"), "-I", str(root)]
-    command += ["--target-cpu", cpu, *(["--target-triple", triple] if triple else []), *FLAGS, "-o", str(output)]
+    command += [*target_options(cpu), *(["--target-triple", triple] if triple else []), *FLAGS, "-o", str(output)]
     done = run_mojo(command, cwd=output.parent)
     if done.returncode == 0 and output.is_file():
         return
@@ -532,10 +541,10 @@ def check_targets(report: Callable[[str], None]) -> int:
                 _compile(root, output, cpu, emit="object", triple=triple)
             except BuildError as error:
                 failures += 1
-                report(f"{name:<16} failed: {error}")
+                report(f"{name:<22} failed: {error}")
             else:
                 seconds, size = time.perf_counter() - start, output.stat().st_size
-                report(f"{name:<16} {seconds:6.1f} s  {size / 1024:8.0f} KiB")
+                report(f"{name:<22} {seconds:6.1f} s  {size / 1024:8.0f} KiB")
     return failures
 
 

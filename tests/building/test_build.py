@@ -267,7 +267,8 @@ def test_runtime_libraries_missing(monkeypatch):
 def test_check_targets(tree, entries):
     lines = []
     assert build.check_targets(lines.append) == 0
-    assert [line.split("  ")[0] for line in lines] == ["x86-64", "x86-64-v3", "x86-64-v4", "aarch64 generic"]
+    names = [line.split("  ")[0] for line in lines]
+    assert names == ["x86-64", "x86-64-v3", "x86-64-v4", "x86-64-v4+avx512bf16", "aarch64 generic"]
     assert entries() == []
 
 
@@ -290,6 +291,8 @@ AVX512 = AVX2 | set("avx512f avx512bw avx512cd avx512dq avx512vl".split())
     [
         (AVX512, "x86-64-v4"),
         (AVX512 | {"amx_tile", "avx512_fp16"}, "x86-64-v4"),
+        (AVX512 | {"avx512_bf16"}, "x86-64-v4+avx512bf16"),
+        (AVX2 | {"avx512_bf16"}, "x86-64-v3"),
         (AVX512 - {"avx512vl"}, "x86-64-v3"),
         (AVX2, "x86-64-v3"),
         (AVX2 - {"fma"}, "x86-64"),
@@ -298,6 +301,16 @@ AVX512 = AVX2 | set("avx512f avx512bw avx512cd avx512dq avx512vl".split())
 )
 def test_x86_level(features, level):
     assert build.x86_level(frozenset(features)) == level
+
+
+def test_target_options():
+    assert build.target_options("x86-64-v3") == ["--target-cpu", "x86-64-v3"]
+    assert build.target_options("x86-64-v4+avx512bf16") == [
+        "--target-cpu",
+        "x86-64-v4",
+        "--target-features",
+        "+avx512bf16",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = build.source_root()
     out = tmp_path_factory.mktemp("mojo") / "train_lenet5"
     source = [str(HERE / "train_lenet5.mojo"), "-I", str(root / "mojo"), "-I", str(root)]
-    done = build.run_mojo(["build", *source, "--target-cpu", build.host_cpu(), "-o", str(out)])
+    done = build.run_mojo(["build", *source, *build.target_options(build.host_cpu()), "-o", str(out)])
     assert done.returncode == 0, done.stderr
     return out
 

@@ -8,7 +8,7 @@ import pytest
 
 from odyssey import build
 
-LEVELS = ["x86-64", "x86-64-v3", "x86-64-v4"]
+LEVELS = ["x86-64", "x86-64-v3", "x86-64-v4", "x86-64-v4+avx512bf16"]
 HOST = build.host_cpu()
 
 
