@@ -16,25 +16,30 @@ _HOME = {
     "Tensor": "tensor",
     "no_grad": "tensor",
     "from_dlpack": "tensor",
+    "Device": "placement",
+    "device": "placement",
     "manual_seed": "nn",
     "OdysseyError": "errors",
 }
-_MODULES = ("comm", "data", "errors", "functional", "nn", "optim", "parallel", "tensor", "trainer")
+_MODULES = ("comm", "data", "errors", "functional", "nn", "optim", "parallel", "placement", "tensor", "trainer")
 
 if TYPE_CHECKING:
-    from . import comm, data, errors, functional, nn, optim, parallel, tensor, trainer
+    from . import comm, data, errors, functional, nn, optim, parallel, placement, tensor, trainer
     from .errors import OdysseyError
     from .nn import manual_seed
+    from .placement import Device, device
     from .tensor import Tensor, from_dlpack, no_grad
     from .trainer import DistributedTrainer, History
 
 __all__ = [
+    "Device",
     "DistributedTrainer",
     "History",
     "OdysseyError",
     "Tensor",
     "comm",
     "data",
+    "device",
     "errors",
     "from_dlpack",
     "functional",
@@ -43,6 +48,7 @@ __all__ = [
     "no_grad",
     "optim",
     "parallel",
+    "placement",
     "tensor",
     "trainer",
 ]

@@ -43,6 +43,7 @@ class Arena:
             at = 4 * self.offsets[name]
             values, gradient = p.data.copy(), p.grad.data.copy()
             p.place(Range(self, native.PARAMS, at), Range(self, native.GRADS, at))
+            p.name = name
             p.data[...], p.grad.data[...] = values, gradient
 
     @classmethod

@@ -21,8 +21,9 @@ from .errors import ConfigError
 from .nn import Module
 from .parallel import plan as planning
 from .parallel.reduction import REDUCTIONS, Reduction
+from .placement import FIRST
 from .program import Block, Program, Recorder, ShardEager, using
-from .tensor import empty, layout_of, make, no_grad
+from .tensor import Tensor, empty, layout_of, make, no_grad
 
 EXECUTIONS = ("replay", "eager")
 
@@ -131,16 +132,22 @@ class Engine:
         """Forward and backward of one shard of n samples, through whatever executor is current."""
         layout = layout_of(n)
         x = empty((n, *sample_shape), layout)
-        labels = make(executor.alloc(4 * x.groups * native.library().lanes), (n,), layout, np.int32)
         channels = sample_shape[0] if len(sample_shape) > 1 else 1
-        executor.emit("input", x.memory, labels.memory, x.groups, x.features, channels, layout=layout)
-        loss = self.loss(self.model(x), labels)
+        executor.emit("input", x.memory, x.groups, x.features, channels, layout=layout)
+        executor.close(x.device)
+        y = self.model(x)
+        labels = make(executor.alloc(4 * x.groups * native.library().lanes), (n,), layout, np.int32)
+        labels.device = next((t.device for t in (y if isinstance(y, tuple) else (y,)) if isinstance(t, Tensor)), FIRST)
+        executor.emit("labels", labels.memory, x.groups, layout=layout)  # fetched where the loss is computed
+        executor.close(labels.device)
+        loss = self.loss(y, labels)
         if loss.shape != ():
             raise ConfigError(
                 f"[train] the loss has shape {loss.shape}; it must be one number, a sum or mean over samples"
             )
         stats = executor.first_stats or loss.memory
         executor.emit("stats", executor.stats, loss.memory, stats)
+        executor.close(loss.device)
         if self.train:
             loss.backward()
 

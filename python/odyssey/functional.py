@@ -14,9 +14,11 @@ from typing import Any
 import numpy as np
 
 from . import native
-from .errors import ConfigError, ShapeError
+from .errors import ConfigError, DeviceError, ShapeError
+from .placement import Device
+from .placement import device as place_of
 from .program import Block, Memory, Recorder, ShardEager, current
-from .tensor import Tensor, attach, empty, layout_of, make, new_like
+from .tensor import Tensor, apart, attach, empty, layout_of, make, new_like
 
 # --- layouts -----------------------------------------------------------------------------
 
@@ -64,6 +66,20 @@ def flatten(x: Tensor) -> Tensor:
     return reshape(x, x.shape[0], x.features)
 
 
+def to(x: Tensor, device: int | str | Device) -> Tensor:
+    """The same values on another place (placement.device); x itself if it is there. The gradient goes the way back."""
+    where = place_of(device)
+    if where == x.device:
+        return x
+
+    def moved(v: Tensor) -> Tensor:
+        y = make(current().alloc(max(4 * v.floats, 16)), v.shape, v.layout, v.dtype)
+        current().emit("copy", y.memory, v.memory, v.floats)
+        return y
+
+    return attach(moved(x), (x,), lambda dy: (moved(dy),), where)
+
+
 # --- arithmetic -----------------------------------------------------------------------------
 
 
@@ -77,6 +93,7 @@ def add(a: Tensor, b: Tensor | float) -> Tensor:
     """a + b, of equal shapes, or with a number."""
     if not isinstance(b, Tensor):
         value, b = float(b), empty(a.shape, a.layout)
+        b.device = a.device
         current().emit("fill", b.memory, value, b.floats)
     a, b = _same("add", a, b)
     y = empty(a.shape, a.layout)
@@ -423,6 +440,8 @@ def _loss(name: str, x: Tensor, target: Any, reduction: str) -> Tensor:
     if reduction not in ("mean", "sum"):
         raise ShapeError(f"[{name}] reduction {reduction!r}; it must be 'mean' or 'sum'")
     x = batched(x)
+    if isinstance(target, Tensor) and target.device != x.device:
+        raise DeviceError(apart(name, target, x))
     labels = labels_of(target, x.shape[0], x.features)
     size = (x.groups, x.features)
     total = empty(())

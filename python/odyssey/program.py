@@ -19,6 +19,7 @@ import numpy as np
 
 from . import native
 from .errors import ConfigError
+from .placement import FIRST, Device
 
 if TYPE_CHECKING:
     from .arena import Arena
@@ -72,26 +73,63 @@ Memory = Block | Range | Slot
 # --- executors ---------------------------------------------------------------------------
 
 
-class Eager:
+@dataclasses.dataclass(slots=True)
+class Scope:
+    """Which forward op the records being made belong to, and where they run.
+
+    In the forward pass an op's number and place are known when it is complete (`close`), in the backward pass before it
+    starts (`enter`).
+    """
+
+    phase: str = "forward"
+    tag: int | None = None  # of the op whose backward is running; None: close() will say
+    device: Device = FIRST  # of new tensors
+    ops: int = 0  # number of the next forward op
+
+
+class Executor:
+    """What all executors share: the numbering of ops and of dropouts."""
+
+    def __init__(self) -> None:
+        self.scope = Scope()
+        self.layer = 0  # number of the next dropout
+
+    def next_layer(self) -> int:
+        """Number of the next dropout, so that no two draw the same mask."""
+        self.layer = (self.layer + 1) % 2**32
+        return (self.layer - 1) % 2**32
+
+    def close(self, device: Device) -> int:
+        """An op is complete: what was emitted since the last one belongs to it, on `device`. Returns its number."""
+        if self.scope.tag is not None:
+            return self.scope.tag
+        self.scope.ops += 1
+        return self.scope.ops - 1
+
+    def enter(self, number: int, device: Device) -> None:
+        """From here on records belong to the backward of forward op `number`, on `device`."""
+        self.scope.tag, self.scope.device, self.scope.phase = number, device, "backward"
+
+    def leave(self) -> None:
+        """The backward pass is over."""
+        self.scope.tag, self.scope.device, self.scope.phase = None, FIRST, "forward"
+
+
+class Eager(Executor):
     """Runs each op when it is called, on memory that Python owns."""
 
     shard = False  # True inside a trainer: a loss is then a sum, see functional.mean_over_samples
 
     def __init__(self) -> None:
+        super().__init__()
         self.context = native.Context()
         self._record: np.ndarray | None = None
-        self._layer = 0
 
     def alloc(self, nbytes: int) -> Memory:
         return Block(native.aligned(nbytes, np.uint8, zero=False))
 
     def operand(self, memory: Memory) -> int:
         return memory.address
-
-    def next_layer(self) -> int:
-        """Number of the next dropout, so that no two draw the same mask."""
-        self._layer = (self._layer + 1) % 2**32
-        return self._layer - 1
 
     def emit(self, op: str, *args: Any, layout: str = "lanes") -> None:
         """Runs one op. Arguments: memory, sizes (int) and numbers (float), in the order of ops.mojo.
@@ -128,11 +166,18 @@ class ShardEager(Eager):
 
 @dataclasses.dataclass
 class Record:
-    """One call: the op's name, and its arguments as they were given to emit()."""
+    """One call: the op's name, its arguments as they were given to emit(), and what it belongs to.
+
+    A program is cut into stages by `device`. A "copy" between two places is the destination's in the forward pass and
+    the source's in the backward pass: whoever reads it there needs what the other has made.
+    """
 
     op: str
     args: list[Any]
     layout: str = "lanes"
+    device: int = 0  # slot that runs it
+    tag: int = -1  # number of the forward op it belongs to, the same in both phases
+    phase: str = "forward"  # or "backward"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,29 +190,36 @@ class Program:
     keep: tuple[Memory, ...]  # constants that the records name by address
 
 
-class Recorder:
+class Recorder(Executor):
     """Writes down the ops of one shard instead of running them."""
 
     shard = True
 
     def __init__(self, arena: Arena, stats_offset: int, samples: int) -> None:
+        super().__init__()
         self.arena = arena
         self.samples = samples  # of the shard
         self.outputs: int | None = None  # classes that the loss saw
         self.records: list[Record] = []
         self.stats: Memory = Range(arena, native.GRADS, stats_offset)
         self.first_stats: Memory | None = None
-        self._layer = 0
+        self._closed = 0  # records whose op is complete
 
     def alloc(self, nbytes: int) -> Memory:
         return Slot(nbytes)
 
-    def next_layer(self) -> int:
-        self._layer += 1
-        return self._layer - 1
-
     def emit(self, op: str, *args: Any, layout: str = "lanes") -> None:
-        self.records.append(Record(op, list(args), layout))
+        scope = self.scope
+        tag = -1 if scope.tag is None else scope.tag
+        self.records.append(Record(op, list(args), layout, scope.device.slot, tag, scope.phase))
+
+    def close(self, device: Device) -> int:
+        number = super().close(device)
+        if self.scope.tag is None:
+            for r in self.records[self._closed :]:
+                r.device, r.tag = device.slot, number
+        self._closed = len(self.records)
+        return number
 
     def finish(self, *, fuse: bool = True) -> Program:
         """Fuses, plans the workspace and encodes."""
@@ -249,7 +301,7 @@ def fused(records: list[Record]) -> list[Record]:
         for a in r.args:
             if isinstance(a, Slot):
                 users.setdefault(id(a), []).append(i)
-    out: list[Record | None] = [Record(r.op, list(r.args), r.layout) for r in records]
+    out: list[Record | None] = [dataclasses.replace(r, args=list(r.args)) for r in records]
     pooled = {id(r.args[2]): r for r in records if r.op == "maxpool_forward"}  # by input
     for i, r in enumerate(records):
         if r.op == "relu_forward":

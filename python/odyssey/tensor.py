@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 
 from . import native, program
-from .errors import ShapeError
+from .errors import DeviceError, ShapeError
+from .placement import FIRST, Device
 from .program import Block, Memory, Range, Slot
 
 # LeNet-5 on one core, forward and backward: 33 us for one sample in rows, 58 for two, 172 for 1 to 16 in lanes.
@@ -38,14 +39,15 @@ _tape = _Tape()
 
 
 class Node:
-    """One op on the tape: what went in, and how to take a gradient back."""
+    """One op on the tape: what went in, how to take a gradient back, and the op's number in a recording."""
 
-    __slots__ = ("order", "inputs", "backward")
+    __slots__ = ("order", "inputs", "backward", "number")
 
-    def __init__(self, inputs: tuple[Tensor, ...], backward: Backward) -> None:
+    def __init__(self, inputs: tuple[Tensor, ...], backward: Backward, number: int) -> None:
         self.order = next(_sequence)
         self.inputs = inputs
         self.backward = backward
+        self.number = number
 
 
 class Tensor:
@@ -55,9 +57,11 @@ class Tensor:
         data: anything NumPy can read. A C-contiguous float32 array is used as it is, without a copy; other
             floats and integers are converted.
         requires_grad: whether `backward()` should fill `grad`.
+
+    `device` is the place it is on (placement.py): that of its inputs, and device(0) for what was made from an array.
     """
 
-    __slots__ = ("memory", "shape", "layout", "dtype", "requires_grad", "grad", "node", "__weakref__")
+    __slots__ = ("memory", "shape", "layout", "dtype", "requires_grad", "grad", "node", "device", "__weakref__")
 
     def __init__(self, data: Any, requires_grad: bool = False) -> None:
         if isinstance(data, Tensor):
@@ -74,6 +78,7 @@ class Tensor:
         self.requires_grad = False
         self.grad: Tensor | None = None
         self.node: Node | None = None
+        self.device: Device = FIRST
 
     # --- shape ---
 
@@ -198,6 +203,14 @@ class Tensor:
 
         return F.flatten(self)
 
+    # --- places ---
+
+    def to(self, device: int | str | Device) -> Tensor:
+        """The same values on another place; the gradient goes the way back. The tensor itself if it is there."""
+        from . import functional as F
+
+        return F.to(self, device)
+
     # --- gradients ---
 
     def detach(self) -> Tensor:
@@ -219,14 +232,22 @@ class Tensor:
         if gradient is None:
             if self.size != 1:
                 raise ShapeError(f"[tensor] backward() of shape {self.shape} needs a gradient of that shape")
-            seed = empty(self.shape)
-            program.current().emit("fill", seed.memory, 1.0, 1)
+            seed = None
         else:
-            seed = gradient if isinstance(gradient, Tensor) else Tensor(gradient)
+            seed = Tensor(gradient) if not isinstance(gradient, Tensor) else new_like(gradient, gradient.memory)
+            seed.device = self.device
             if seed.shape != self.shape:
                 raise ShapeError(f"[tensor] the gradient has shape {seed.shape}, the tensor {self.shape}")
+        executor = program.current()
         with no_grad():
-            _walk(self, _as_layout(seed, self.layout))
+            try:
+                executor.enter(self.node.number if self.node else -1, self.device)
+                if seed is None:
+                    seed = empty(self.shape)
+                    executor.emit("fill", seed.memory, 1.0, 1)
+                _walk(self, _as_layout(seed, self.layout))
+            finally:
+                executor.leave()
 
     def zero_grad(self) -> None:
         """Sets `grad` to zero, if there is one."""
@@ -235,12 +256,16 @@ class Tensor:
 
 
 class Parameter(Tensor):
-    """A tensor that a module trains. Its gradient exists from the start and is added to by every backward pass."""
+    """A tensor that a module trains. Its gradient exists from the start and is added to by every backward pass.
 
-    __slots__ = ()
+    `name` is its name in the model, once an optimizer or trainer has it; for messages.
+    """
+
+    __slots__ = ("name",)
 
     def __init__(self, data: Any) -> None:
         super().__init__(data, requires_grad=True)
+        self.name = ""
         own = native.aligned(self.shape)
         own[...] = self.data
         self.place(Block(own), Block(native.aligned(self.shape)))
@@ -249,6 +274,13 @@ class Parameter(Tensor):
         """Moves the parameter to other memory (an arena's); the caller copies the values."""
         self.memory = memory
         self.grad = make(grad, self.shape)
+        self.grad.device = self.device
+
+    def put(self, device: Device) -> None:
+        """Says which place computes with the parameter, and so with its gradient."""
+        self.device = device
+        if self.grad is not None:
+            self.grad.device = device
 
 
 def make(memory: Memory, shape: Shape, layout: str = "rows", dtype: Any = np.float32) -> Tensor:
@@ -259,14 +291,17 @@ def make(memory: Memory, shape: Shape, layout: str = "rows", dtype: Any = np.flo
 
 
 def new_like(t: Tensor, memory: Memory) -> Tensor:
-    """Another tensor of the same shape, layout and dtype."""
-    return make(memory, t.shape, t.layout, t.dtype)
+    """Another tensor of the same shape, layout, dtype and place."""
+    new = make(memory, t.shape, t.layout, t.dtype)
+    new.device = t.device
+    return new
 
 
 def empty(shape: Shape, layout: str = "rows") -> Tensor:
     """An uninitialised tensor from the current executor."""
+    executor = program.current()
     t = make(None, shape, layout)  # type: ignore[arg-type]
-    t.memory = program.current().alloc(max(4 * t.floats, 16))
+    t.memory, t.device = executor.alloc(max(4 * t.floats, 16)), executor.scope.device
     return t
 
 
@@ -285,30 +320,69 @@ def no_grad() -> Iterator[None]:
         _tape.enabled = before
 
 
-def attach(out: Tensor, inputs: tuple[Tensor, ...], backward: Backward) -> Tensor:
-    """Puts an op on the tape if one of its inputs wants a gradient."""
+def attach(out: Tensor, inputs: tuple[Tensor, ...], backward: Backward, device: Device | None = None) -> Tensor:
+    """Completes an op: its place, and the tape if one of its inputs wants a gradient.
+
+    Args:
+        device: where the op runs and its output is, if that is not where its inputs are.
+
+    Raises:
+        DeviceError: the inputs are on different places.
+    """
+    where = inputs[0].device
+    for t in inputs[1:]:
+        if t.device.slot != where.slot:
+            raise DeviceError(apart(backward.__qualname__.split(".")[0].lstrip("_"), inputs[0], t))
+    out.device = where if device is None else device
+    number = program.current().close(out.device)
     if _tape.enabled and any(t.requires_grad for t in inputs):
         out.requires_grad = True
-        out.node = Node(inputs, backward)
+        out.node = Node(inputs, backward, number)
     return out
+
+
+def apart(op: str, a: Tensor, b: Tensor) -> str:
+    """What to say about two inputs of an op that are on different places."""
+
+    def named(t: Tensor) -> str:
+        if isinstance(t, Parameter):
+            return f"the {'bias' if t.ndim == 1 else 'weight'} {t.name or t.shape}"
+        return "the label tensor" if t.dtype == np.int32 else "the input"
+
+    if isinstance(a, Parameter) and not isinstance(b, Parameter):
+        a, b = b, a
+    move = named(a) if not isinstance(a, Parameter) else "the layer"
+    one, other = named(a), named(b)
+    if one == other:
+        one, other, move = "one input", "another", "one"
+    return f"[{op}] {one} is on {a.device}, {other} on {b.device}; move {move} with .to({b.device})"
 
 
 def _walk(root: Tensor, seed: Tensor) -> None:
     """Takes the gradient back through the tape, the newest op first, so each op is met once with its whole gradient."""
     from . import functional as F
 
-    pending: dict[int, tuple[Tensor, Tensor]] = {id(root): (root, seed)}
+    executor = program.current()
+    # the tensor, its gradient so far, and the number of the op that gave it last
+    pending: dict[int, tuple[Tensor, Tensor, int]] = {id(root): (root, seed, executor.scope.tag)}
     while pending:
         key = max(pending, key=lambda k: pending[k][0].node.order if pending[k][0].node else -1)
-        t, grad = pending.pop(key)
+        t, grad, giver = pending.pop(key)
         if t.node is None:
+            executor.enter(giver, t.device)
             _accumulate(t, grad)
             continue
-        for source, g in zip(t.node.inputs, t.node.backward(_as_layout(grad, t.layout)), strict=True):
+        number, place = t.node.number, t.node.inputs[0].device
+        executor.enter(number, t.device)
+        grad = _as_layout(grad, t.layout)
+        executor.enter(number, place)  # where the gradients are wanted
+        for source, g in zip(t.node.inputs, t.node.backward(grad), strict=True):
             if g is None or not source.requires_grad:
                 continue
+            executor.enter(number, place)  # a backward may have walked a tape of its own
+            g.device = source.device
             have = pending.get(id(source))
-            pending[id(source)] = (source, g if have is None else F.add(have[1], g))
+            pending[id(source)] = (source, g if have is None else F.add(have[1], g), number)
 
 
 def _accumulate(leaf: Tensor, grad: Tensor) -> None:

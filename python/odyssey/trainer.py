@@ -25,6 +25,7 @@ from .errors import ConfigError, DeviceError, NumericsError
 from .nn import CrossEntropyLoss, Module
 from .optim import Optimizer, Schedule
 from .parallel.plan import check_workers
+from .placement import gpus
 
 DEVICES = ("auto", "cpu", "gpu")
 
@@ -327,12 +328,6 @@ def fingerprint(value: Any) -> int:
 def cores() -> int:
     """Cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def gpus() -> int:
-    """GPUs of this machine, without loading a driver."""
-    devices = Path("/dev")
-    return len([p for p in devices.glob("nvidia[0-9]*") if p.name[6:].isdigit()])
 
 
 def choose_device(device: str, num_gpus: int | None) -> str | None:

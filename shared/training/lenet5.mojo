@@ -63,8 +63,7 @@ struct LeNet5(Movable):
 
         # --- forward ---
         var image = p.workspace(G * 784 * LANES)
-        var labels = p.workspace(G * LANES)
-        p.emit(comptime (code("input")), image, labels, G, 784, 1)
+        p.emit(comptime (code("input")), image, G, 784, 1)
         var x = p.workspace(G * 1024 * LANES)
         p.emit(comptime (code("pad_forward")), x, image, G, 28, 28, 2, 2)
         var y1 = p.workspace(G * 6 * 784 * LANES)
@@ -146,6 +145,8 @@ struct LeNet5(Movable):
                 fc[0],
                 1 if i < 2 else 0,
             )
+        var labels = p.workspace(G * LANES)
+        p.emit(comptime (code("labels")), labels, G)
         var stats = p.workspace(4)
         var probabilities = p.workspace(G * CLASSES * LANES)
         p.emit(

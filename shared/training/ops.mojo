@@ -14,7 +14,7 @@ What changes from shard to shard without being an address is in the context (`Co
 a code is written nowhere.
 """
 
-from std.memory import bitcast
+from std.memory import bitcast, unsafe_memcpy
 
 from kernels.conv2d import (
     conv2d_backward_input,
@@ -100,6 +100,7 @@ comptime OFFSET = (1 << 56) - 1
 
 comptime NAMES: List[StaticString] = [
     "input",
+    "labels",
     "pack_rows",
     "unpack_rows",
     "pad_forward",
@@ -136,6 +137,7 @@ comptime NAMES: List[StaticString] = [
     "multiply",
     "axpy",
     "scale",
+    "copy",
     "fill",
     "uniform",
     "tree_sum",
@@ -225,17 +227,18 @@ def execute(r: Record, ctx: Context) -> Bool:
 def _execute[L: Int](op: Int, r: Record, ctx: Context) -> Bool:
     """L is the number of samples per group: LANES or, in rows, 1."""
 
-    if op == comptime (code("input")):  # y, labels; G, F, C
+    if op == comptime (code("input")):  # y; G, F, C
         if ctx.bytes:
             _gather[L, DType.uint8](r, ctx)
         else:
             _gather[L, DType.float32](r, ctx)
+    elif op == comptime (code("labels")):  # labels; G
         gather_labels[L](
-            r.ints(2),
+            r.ints(1),
             IntPtr(unsafe_from_address=Int(ctx.labels)),
             LongPtr(unsafe_from_address=Int(ctx.rows)),
             Int(ctx.valid),
-            r.int(3),
+            r.int(2),
         )
     elif op == comptime (code("pack_rows")):  # y; x; N, F
         pack_rows(r.ptr(1), r.ptr(2), r.int(3), r.int(4))
@@ -386,6 +389,8 @@ def _execute[L: Int](op: Int, r: Record, ctx: Context) -> Bool:
         axpy(r.ptr(1), r.ptr(2), r.float(3), r.int(4))
     elif op == comptime (code("scale")):  # y; x; a, n
         scale(r.ptr(1), r.ptr(2), r.float(3), r.int(4))
+    elif op == comptime (code("copy")):  # y; x; n
+        unsafe_memcpy(dest=r.ptr(1), src=r.ptr(2), count=r.int(3))
     elif op == comptime (code("fill")):  # y; a, n
         fill(r.ptr(1), r.float(2), r.int(3))
     elif op == comptime (code("uniform")):  # y; n, seed, stream, low, high
@@ -464,9 +469,9 @@ def _gather[L: Int, dtype: DType](r: Record, ctx: Context):
         scale,
         shift,
         Int(ctx.valid),
+        r.int(2),
         r.int(3),
         r.int(4),
-        r.int(5),
     )
 
 

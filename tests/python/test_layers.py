@@ -91,6 +91,7 @@ def test_nothing_is_pickled():
         ("functional.py", ["comm", "trainer", "engine", "parallel", "nn", "optim"]),
         ("program.py", ["comm", "trainer", "engine", "parallel", "nn", "optim", "functional"]),
         ("native.py", ["comm", "trainer", "engine", "parallel", "nn", "optim", "functional", "program", "tensor"]),
+        ("placement.py", ["comm", "trainer", "engine", "parallel", "nn", "optim", "native", "tensor", "program"]),
         ("parallel/plan.py", ["comm", "native", "program", "tensor", "engine", "trainer"]),
         ("comm.py", ["trainer", "engine", "parallel", "nn", "optim", "native", "tensor"]),
         ("optim.py", ["comm", "trainer", "engine", "parallel", "nn"]),

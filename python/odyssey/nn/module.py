@@ -1,4 +1,4 @@
-"""Module: parameters and sub-modules by name. It knows nothing of ranks, devices or optimizers."""
+"""Module: parameters and sub-modules by name, and the places they are put on. It knows nothing of ranks or optimizers."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import ConfigError, ShapeError
+from ..placement import Device
+from ..placement import device as place_of
 from ..program import Eager, current
 from ..tensor import Parameter, Tensor
 
@@ -90,6 +92,17 @@ class Module:
         """All parameters, each once."""
         for _, p in self.named_parameters():
             yield p
+
+    def to(self, device: int | str | Device) -> Module:
+        """Places the parameters of this module and all below it (placement.device), and returns the module."""
+        where = place_of(device)
+        for p in self.parameters():
+            p.put(where)
+        return self
+
+    def __matmul__(self, device: int | str | Device) -> Module:
+        """`Linear(784, 512) @ device(1)`: same as `to`."""
+        return self.to(device)
 
     def train(self, mode: bool = True) -> Module:
         """Switches dropout and the like on (or off)."""

@@ -1,0 +1,72 @@
+"""Places: which slot of the mesh's model axis computes a layer.
+
+A slot is a number, not hardware: another rank under MPI, another worker of one process, the same CPU when alone. So a
+script that places its layers is the same everywhere. This file knows nothing of ranks; who fills a slot is decided
+where the mesh is made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+from .errors import ConfigError, DeviceError
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved")  # orders in which a pipeline runs its micro-batches; parallel/schedule.py
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """Slot `slot` of the model axis. `kind` is "cpu" or "gpu" if the user asked for one, else None: whatever drives it.
+
+    Two devices are equal if their slots are: a slot is driven by one piece of hardware.
+    """
+
+    slot: int = 0
+    kind: str | None = dataclasses.field(default=None, compare=False)
+
+    def __repr__(self) -> str:
+        return f"device({self.slot})"
+
+
+FIRST = Device()  # where the samples arrive, and where everything is that nobody placed
+
+
+def device(where: int | str | Device = 0) -> Device:
+    """A place for layers and activations.
+
+    Args:
+        where: a slot, 0 or more; or "cpu", "cpu:1", "gpu:1" (also written "cuda:1"): the slot of that number, on a CPU
+            or a GPU. A `Device` is given back as it is.
+
+    Raises:
+        ConfigError: no such form.
+        DeviceError: a GPU on a machine without one, or that this version cannot use.
+    """
+    if isinstance(where, Device):
+        return where
+    if isinstance(where, int) and not isinstance(where, bool) and where >= 0:
+        return Device(where) if where else FIRST
+    if isinstance(where, str):
+        form = re.fullmatch(r"(cpu|gpu|cuda)(?::(\d+))?", where)
+        if form:
+            kind, slot = form[1], int(form[2] or 0)
+            if kind == "cpu":
+                return Device(slot, "cpu")
+            found = gpus()
+            if slot >= found:
+                raise DeviceError(
+                    f"[device] {where!r} needs {slot + 1} GPUs and this machine has {found or 'none'}; "
+                    f"use device({slot}) or 'cpu'"
+                )
+            raise DeviceError(f"[device] {where!r}: this version has no GPU kernels yet; use device({slot}) or 'cpu'")
+        if where.isdigit():
+            return device(int(where))
+    raise ConfigError(f"[device] {where!r} is no place; give a slot from 0, or 'cpu', 'cpu:1', 'gpu:1'")
+
+
+def gpus() -> int:
+    """GPUs of this machine, without loading a driver."""
+    devices = Path("/dev")
+    return len([p for p in devices.glob("nvidia[0-9]*") if p.name[6:].isdigit()])
