@@ -1,4 +1,4 @@
-"""Module: parameters and sub-modules by name, and the places they are put on. It knows nothing of ranks or optimizers."""
+"""Module: parameters and sub-modules by name, and where they are placed. It knows nothing of ranks or optimizers."""
 
 from __future__ import annotations
 
