@@ -19,6 +19,7 @@ _HOME = {
     "Device": "placement",
     "device": "placement",
     "manual_seed": "nn",
+    "checkpoint": "nn",
     "OdysseyError": "errors",
 }
 _MODULES = ("comm", "data", "errors", "functional", "nn", "optim", "parallel", "placement", "tensor", "trainer")
@@ -26,7 +27,7 @@ _MODULES = ("comm", "data", "errors", "functional", "nn", "optim", "parallel", "
 if TYPE_CHECKING:
     from . import comm, data, errors, functional, nn, optim, parallel, placement, tensor, trainer
     from .errors import OdysseyError
-    from .nn import manual_seed
+    from .nn import checkpoint, manual_seed
     from .placement import Device, device
     from .tensor import Tensor, from_dlpack, no_grad
     from .trainer import DistributedTrainer, History
@@ -37,6 +38,7 @@ __all__ = [
     "History",
     "OdysseyError",
     "Tensor",
+    "checkpoint",
     "comm",
     "data",
     "device",

@@ -18,7 +18,7 @@ from .errors import ConfigError, DeviceError, ShapeError
 from .placement import Device
 from .placement import device as place_of
 from .program import Block, Memory, Recorder, ShardEager, current
-from .tensor import Tensor, apart, attach, empty, layout_of, make, new_like
+from .tensor import Tensor, apart, attach, empty, in_checkpoint, layout_of, make, new_like
 
 # --- layouts -----------------------------------------------------------------------------
 
@@ -71,6 +71,10 @@ def to(x: Tensor, device: int | str | Device) -> Tensor:
     where = place_of(device)
     if where == x.device:
         return x
+    if in_checkpoint():
+        raise DeviceError(
+            f"[to] a checkpoint goes from {x.device} to {where}; it must stay on one place: end it before .to({where})"
+        )
 
     def moved(v: Tensor) -> Tensor:
         y = make(current().alloc(max(4 * v.floats, 16)), v.shape, v.layout, v.dtype)
@@ -306,13 +310,13 @@ def max_pool2d(x: Tensor, kernel_size: int | tuple[int, int], stride: int | None
     if r * t > 256:
         raise ShapeError(f"[max_pool2d] a window of {r} x {t} has {r * t} places; at most 256 are supported")
     y = empty((*x.shape[:2], (h - r) // s + 1, (w - t) // s + 1), x.layout)
-    argmax = current().alloc(y.floats)
+    argmax, saved = current().alloc(y.floats), y.memory
     planes = x.groups * x.shape[1]
     current().emit("maxpool_forward", y.memory, argmax, x.memory, planes, *sizes, layout=x.layout)
 
     def backward(dy: Tensor) -> tuple[Tensor]:
         dx = empty(x.shape, x.layout)
-        current().emit("maxpool_backward", dx.memory, dy.memory, argmax, y.memory, planes, *sizes, 0, layout=x.layout)
+        current().emit("maxpool_backward", dx.memory, dy.memory, argmax, saved, planes, *sizes, 0, layout=x.layout)
         return (dx,)
 
     return attach(y, (x,), backward)
@@ -340,11 +344,12 @@ def avg_pool2d(x: Tensor, kernel_size: int | tuple[int, int], stride: int | None
 
 def _activation(name: str, x: Tensor) -> Tensor:
     y = empty(x.shape, x.layout)
-    current().emit(f"{name}_forward", y.memory, x.memory, y.floats, layout=x.layout)
+    saved, n = y.memory, y.floats  # not y: its node would hold it, and it its node
+    current().emit(f"{name}_forward", saved, x.memory, n, layout=x.layout)
 
     def backward(dy: Tensor) -> tuple[Tensor]:
         dx = empty(x.shape, x.layout)
-        current().emit(f"{name}_backward", dx.memory, dy.memory, y.memory, y.floats, layout=x.layout)
+        current().emit(f"{name}_backward", dx.memory, dy.memory, saved, n, layout=x.layout)
         return (dx,)
 
     return attach(y, (x,), backward)
@@ -391,11 +396,12 @@ def _over_classes(name: str, x: Tensor) -> Tensor:
         raise ShapeError(f"[{name}] input of shape {x.shape}; it must be (N, classes)")
     x = batched(x)
     y = empty(x.shape, x.layout)
-    current().emit(f"{name}_forward", y.memory, x.memory, x.groups, x.features, layout=x.layout)
+    saved = y.memory
+    current().emit(f"{name}_forward", saved, x.memory, x.groups, x.features, layout=x.layout)
 
     def backward(dy: Tensor) -> tuple[Tensor]:
         dx = empty(x.shape, x.layout)
-        current().emit(f"{name}_backward", dx.memory, dy.memory, y.memory, x.groups, x.features, layout=x.layout)
+        current().emit(f"{name}_backward", dx.memory, dy.memory, saved, x.groups, x.features, layout=x.layout)
         return (dx,)
 
     return attach(y, (x,), backward)

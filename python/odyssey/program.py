@@ -85,6 +85,7 @@ class Scope:
     tag: int | None = None  # of the op whose backward is running; None: close() will say
     device: Device = FIRST  # of new tensors
     ops: int = 0  # number of the next forward op
+    again: bool = False  # forward ops are being repeated, for their backward
 
 
 class Executor:
@@ -113,6 +114,17 @@ class Executor:
     def leave(self) -> None:
         """The backward pass is over."""
         self.scope.tag, self.scope.device, self.scope.phase = None, FIRST, "forward"
+
+    @contextmanager
+    def repeat(self, ops: int, layer: int) -> Iterator[None]:
+        """Forward ops inside are those from number `ops` on once more, in a backward pass: the same numbers, and the
+        same dropouts from number `layer` on."""
+        before = self.scope, self.layer
+        self.scope, self.layer = Scope("backward", ops=ops, again=True), layer
+        try:
+            yield
+        finally:
+            self.scope, self.layer = before
 
 
 class Eager(Executor):
@@ -178,6 +190,7 @@ class Record:
     device: int = 0  # slot that runs it
     tag: int = -1  # number of the forward op it belongs to, the same in both phases
     phase: str = "forward"  # or "backward"
+    again: bool = False  # a forward op of a checkpoint, repeated in the backward phase
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,7 +224,9 @@ class Recorder(Executor):
     def emit(self, op: str, *args: Any, layout: str = "lanes") -> None:
         scope = self.scope
         tag = -1 if scope.tag is None else scope.tag
-        self.records.append(Record(op, list(args), layout, scope.device.slot, tag, scope.phase))
+        self.records.append(Record(op, list(args), layout, scope.device.slot, tag, scope.phase, scope.again))
+        if tag >= 0:
+            self._closed = len(self.records)
 
     def close(self, device: Device) -> int:
         number = super().close(device)
@@ -220,6 +235,11 @@ class Recorder(Executor):
                 r.device, r.tag = device.slot, number
         self._closed = len(self.records)
         return number
+
+    def leave(self) -> None:
+        super().leave()
+        self.records[:] = needed(self.records)
+        self._closed = len(self.records)
 
     def finish(self, *, fuse: bool = True) -> Program:
         """Fuses, plans the workspace and encodes."""
@@ -285,6 +305,28 @@ def place(records: list[Record]) -> int:
         placed.append(s)
         placed.sort(key=lambda p: p.offset)
     return -(-total // 4096) * 4096
+
+
+# --- what need not be repeated ---------------------------------------------------------------
+
+
+def needed(records: list[Record]) -> list[Record]:
+    """Without the repeated ops whose results nobody reads, as the last one of a checkpoint often is."""
+    read: set[int] = set()
+    kept: list[Record] = []
+    first: dict[int, int] = {}
+    for i, r in enumerate(records):
+        for a in r.args:
+            if isinstance(a, Slot):
+                first.setdefault(id(a), i)
+    for i in reversed(range(len(records))):
+        r = records[i]
+        slots = [id(a) for a in r.args if isinstance(a, Slot)]
+        if r.again and not any(first[s] == i and s in read for s in slots):  # a forward op writes only new memory
+            continue
+        read.update(slots)
+        kept.append(r)
+    return kept[::-1]
 
 
 # --- fusion ----------------------------------------------------------------------------------

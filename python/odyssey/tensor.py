@@ -33,21 +33,32 @@ _sequence = itertools.count()
 
 class _Tape(threading.local):
     enabled = True
+    checkpoints = 0  # how many are being computed, one inside the other
 
 
 _tape = _Tape()
 
 
 class Node:
-    """One op on the tape: what went in, how to take a gradient back, and the op's number in a recording."""
+    """One op on the tape: what went in, how to take a gradient back, and the op's number in a recording.
 
-    __slots__ = ("order", "inputs", "backward", "number")
+    With `repeat` it stands for several: repeat() computes the same output again, with a tape of its own.
+    """
 
-    def __init__(self, inputs: tuple[Tensor, ...], backward: Backward, number: int) -> None:
+    __slots__ = ("order", "inputs", "backward", "number", "repeat")
+
+    def __init__(
+        self,
+        inputs: tuple[Tensor, ...],
+        backward: Backward | None,
+        number: int,
+        repeat: Callable[[], Tensor] | None = None,
+    ) -> None:
         self.order = next(_sequence)
         self.inputs = inputs
         self.backward = backward
         self.number = number
+        self.repeat = repeat
 
 
 class Tensor:
@@ -341,6 +352,49 @@ def attach(out: Tensor, inputs: tuple[Tensor, ...], backward: Backward, device: 
     return out
 
 
+def checkpointed(fn: Callable[..., Tensor], args: tuple[Any, ...]) -> Tensor:
+    """fn(*args) with one node on the tape instead of one per op; nn/checkpoint.py says what for.
+
+    The walk back repeats fn and goes on through the tape that this leaves, so every gradient is made and added in the
+    order it would have been without.
+    """
+    if not _tape.enabled:
+        return fn(*args)
+    executor = program.current()
+    ops, layer, started = executor.scope.ops, executor.layer, next(_sequence)
+
+    def run() -> Tensor:
+        _tape.checkpoints += 1
+        try:
+            y = fn(*args)
+        finally:
+            _tape.checkpoints -= 1
+        if not isinstance(y, Tensor):
+            raise ShapeError(f"[checkpoint] the function returned a {type(y).__name__}; it must return one tensor")
+        return y
+
+    def repeat() -> Tensor:
+        _tape.enabled = True
+        try:
+            with program.current().repeat(ops, layer):
+                return run()
+        finally:
+            _tape.enabled = False
+
+    y = run()
+    if y.node is None or y.node.order < started:  # nothing was computed that wants a gradient
+        return y
+    out = new_like(y, y.memory)
+    out.requires_grad = True
+    out.node = Node((), None, y.node.number, repeat)
+    return out
+
+
+def in_checkpoint() -> bool:
+    """Whether the function of a checkpoint is being computed."""
+    return _tape.checkpoints > 0
+
+
 def apart(op: str, a: Tensor, b: Tensor) -> str:
     """What to say about two inputs of an op that are on different places."""
 
@@ -371,6 +425,11 @@ def _walk(root: Tensor, seed: Tensor) -> None:
         if t.node is None:
             executor.enter(giver, t.device)
             _accumulate(t, grad)
+            continue
+        if t.node.repeat is not None:
+            # Its ops are the newest of the tape now, so they come next, as if they had been there all the time.
+            again = t.node.repeat()
+            pending[id(again)] = (again, grad, giver)
             continue
         number, place = t.node.number, t.node.inputs[0].device
         executor.enter(number, t.device)

@@ -225,3 +225,51 @@ def test_parameters_of_one_model_differ():
     nn.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
     assert not np.array_equal(model[0].weight.numpy(), model[1].weight.numpy())
+
+
+# --- lists ---
+
+
+def test_a_module_list_is_found():
+    layers = nn.ModuleList([nn.Linear(2, 3)])
+    layers.append(nn.ReLU()).extend([nn.Dropout(), nn.Linear(3, 1, bias=False)])
+    assert [name for name, _ in layers.named_parameters()] == ["0.weight", "0.bias", "3.weight"]
+    assert len(layers) == 4 and layers[-1] is list(layers)[3] and len(layers[1:3]) == 2
+    layers[-1] = nn.Linear(3, 2)
+    assert layers[3].weight.shape == (2, 3) and len(layers) == 4
+    assert not any(m.training for m in layers.eval())
+    for wrong in (lambda: layers.append(F.relu), lambda: layers.__setitem__(0, None)):
+        with pytest.raises(ConfigError, match="give modules"):
+            wrong()
+    with pytest.raises(IndexError):
+        layers[4]
+    with pytest.raises(TypeError, match=r"ModuleList has no forward\(\); write one"):
+        layers(Tensor([1.0]))
+
+
+class Holder(nn.Module):
+    def __init__(self, value, known=None) -> None:
+        super().__init__()
+        self.known = known
+        self.layers = value
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        lambda: [nn.Linear(2, 2)],
+        lambda: (1, {"a": [nn.Linear(2, 2)]}),
+        lambda: [nn.Dropout()],
+        lambda: {"w": nn.Parameter(np.ones(2))},
+    ],
+)
+def test_a_plain_list_of_modules_is_refused(value):
+    with pytest.raises(ConfigError, match=r"\[Holder\] layers is a (list|tuple|dict) with a .*use nn.ModuleList"):
+        list(nn.Sequential(Holder(value()), nn.Linear(2, 2)).named_parameters())
+
+
+def test_a_plain_list_of_what_is_found_anyway_is_not_refused():
+    fc = nn.Linear(2, 2)
+    held = Holder([fc, (fc.weight, 3)], known=fc)
+    assert [name for name, _ in held.named_parameters()] == ["known.weight", "known.bias"]
+    assert len(list(Holder([1, "a", F.relu, np.ones(3)]).parameters())) == 0

@@ -1,6 +1,7 @@
 """Layers, losses and models. A model is a `Module` with `forward`; nobody writes a backward pass."""
 
 from . import models
+from .checkpoint import Checkpoint, checkpoint
 from .layers import (
     AvgPool2d,
     Conv2d,
@@ -16,11 +17,12 @@ from .layers import (
 )
 from .losses import CrossEntropyLoss, NLLLoss
 from .models import MLP, ConvNet, LeNet5
-from .module import Module, Parameter, Sequential, manual_seed
+from .module import Module, ModuleList, Parameter, Sequential, manual_seed
 
 __all__ = [
     "MLP",
     "AvgPool2d",
+    "Checkpoint",
     "Conv2d",
     "ConvNet",
     "CrossEntropyLoss",
@@ -31,6 +33,7 @@ __all__ = [
     "LogSoftmax",
     "MaxPool2d",
     "Module",
+    "ModuleList",
     "NLLLoss",
     "Parameter",
     "ReLU",
@@ -38,6 +41,7 @@ __all__ = [
     "Sigmoid",
     "Softmax",
     "Tanh",
+    "checkpoint",
     "manual_seed",
     "models",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -74,12 +74,30 @@ class Module:
             yield from child.modules()
 
     def named_parameters(self, prefix: str = "") -> Iterator[tuple[str, Parameter]]:
-        """Parameters with dotted names, each once, in the order they were assigned."""
+        """Parameters with dotted names, each once, in the order they were assigned.
+
+        Raises:
+            ConfigError: a list, tuple or dictionary holds a module or parameter that would not be found.
+        """
+        self._refuse_lists()
         seen: set[int] = set()
         for name, p in self._named(prefix):
             if id(p) not in seen:
                 seen.add(id(p))
                 yield name, p
+
+    def _refuse_lists(self) -> None:
+        """A module in a plain list would not be trained, nor hear of train() and eval()."""
+        modules = list(self.modules())
+        known = {id(m) for m in modules} | {id(p) for _, p in self._named("")}
+        for m in modules:
+            for name, value in vars(m).items():
+                for v in _inside(value):
+                    if id(v) not in known:
+                        raise ConfigError(
+                            f"[{type(m).__name__}] {name} is a {type(value).__name__} with a {type(v).__name__} in it, "
+                            "which is not found there; use nn.ModuleList, or an attribute for each"
+                        )
 
     def _named(self, prefix: str) -> Iterator[tuple[str, Parameter]]:
         for name, value in vars(self).items():
@@ -148,6 +166,52 @@ class Module:
         return ""
 
 
+def _inside(value: Any) -> Iterator[Module | Parameter]:
+    """Modules and parameters in a plain list, tuple, set or dictionary, and in those it holds."""
+    if isinstance(value, (list, tuple, set, frozenset, dict)):
+        for v in value.values() if isinstance(value, dict) else value:
+            if isinstance(v, (Module, Parameter)):
+                yield v
+            else:
+                yield from _inside(v)
+
+
+class ModuleList(Module):
+    """A list of modules that are found: their names are 0, 1, 2, ... It has no forward; its owner calls them."""
+
+    def __init__(self, modules: Iterable[Module] = ()) -> None:
+        super().__init__()
+        self.extend(modules)
+
+    def append(self, module: Module) -> ModuleList:
+        """Adds a module at the end."""
+        if not isinstance(module, Module):
+            raise ConfigError(f"[ModuleList] a {type(module).__name__} was given; give modules")
+        setattr(self, str(len(self)), module)
+        return self
+
+    def extend(self, modules: Iterable[Module]) -> ModuleList:
+        """Adds modules at the end."""
+        for module in modules:
+            self.append(module)
+        return self
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self.children())
+
+    def __iter__(self) -> Iterator[Module]:
+        return (m for _, m in self.children())
+
+    def __getitem__(self, i: int | slice) -> Any:
+        found = list(self)[i]
+        return ModuleList(found) if isinstance(i, slice) else found
+
+    def __setitem__(self, i: int, module: Module) -> None:
+        if not isinstance(module, Module):
+            raise ConfigError(f"[ModuleList] a {type(module).__name__} was given; give modules")
+        setattr(self, str(range(len(self))[i]), module)
+
+
 class Sequential(Module):
     """Modules one after the other; their names are 0, 1, 2, ..."""
 
@@ -170,4 +234,4 @@ class Sequential(Module):
         return list(self.children())[i][1]
 
 
-__all__ = ["Module", "Parameter", "Sequential", "manual_seed", "uniform"]
+__all__ = ["Module", "ModuleList", "Parameter", "Sequential", "manual_seed", "uniform"]
