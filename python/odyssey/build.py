@@ -33,6 +33,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from odyssey import launcher
 from odyssey.errors import BuildError, OutputError
 
 LIBRARY = "libodyssey.so"
@@ -457,7 +458,7 @@ def _locked(path: Path) -> Iterator[tuple[int, bool]]:
             if not said and time.monotonic() - start > _WAIT_NOTICE_S:
                 said = True
                 owner = _read_lock(lock)
-                if launcher_rank() in (None, 0):
+                if launcher.rank() in (None, 0):
                     _say(f"waiting for process {owner.get('pid', '?')} to compile the kernels")
             time.sleep(0.05)
         yield lock, waited
@@ -477,17 +478,6 @@ def _write_lock(lock: int, record: dict[str, object]) -> None:
     data = json.dumps(record).encode()
     os.ftruncate(lock, 0)
     os.pwrite(lock, data[: 1 << 16], 0)
-
-
-def launcher_rank() -> int | None:
-    """The rank that an MPI launcher gave this process through its environment; None where there is no launcher.
-
-    Only for deciding who speaks: the rank that counts comes from `odyssey.comm`.
-    """
-    for name in ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK", "SLURM_PROCID"):
-        with contextlib.suppress(KeyError, ValueError):
-            return int(os.environ[name])
-    return None
 
 
 # -- prebuilt libraries and `odyssey build` ---------------------------------------------------------------------------

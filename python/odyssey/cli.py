@@ -596,9 +596,9 @@ def _run_command(command: click.Command, arguments: Sequence[str] | None, prog_n
 
 def _end(code: int, line: str | None, *, everywhere: bool) -> int:
     """Print the line once, or for this rank, and take the other ranks along: they may be waiting for this one."""
-    from odyssey.build import launcher_rank
+    from odyssey import launcher
 
-    launched = launcher_rank()
+    launched = launcher.rank()
     rank = _world.rank if _world is not None else launched or 0
     several = _world.size > 1 if _world is not None else launched is not None
     if everywhere and rank:

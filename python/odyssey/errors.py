@@ -10,7 +10,8 @@ from __future__ import annotations
 class OdysseyError(Exception):
     """Base of every error that is about the user's input or machine, not about a defect.
 
-    `exit_code` is what a command ends with (sysexits-like: 64 usage, 65 data, 69 unavailable, 70 internal, 73 output).
+    `exit_code` is what a command ends with (sysexits-like: 64 usage, 65 data, 69 unavailable, 70 internal, 73 output,
+    76 protocol).
     """
 
     exit_code = 64
@@ -56,3 +57,10 @@ class OutputError(OdysseyError):
     """A file that was asked for cannot be written."""
 
     exit_code = 73
+
+
+class CollectiveError(OdysseyError):
+    """The ranks did not do the same: a collective call, or a message, that differs between them, or a rank that did
+    not come. No wrong number was used."""
+
+    exit_code = 76

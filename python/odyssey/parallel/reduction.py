@@ -67,16 +67,16 @@ class Reduction:
             self.result[:] = 0
             for _, b in self.plan.partial:
                 self.result += self.buffers[b]
-            return self.comm.all_reduce(self.result)
+            return self.comm.all_reduce(self.result, out=self.result)
         at = 0
         for a, b in self._ranges:
             for _, buffer in self.plan.partial:
                 self._send[at : at + b - a] = self.buffers[buffer, a:b]
                 at += b - a
-        self.comm.all_to_all(self._send, self._send_counts, self._receive, self._receive_counts)
+        self.comm.all_to_all_v(self._send, self._send_counts, self._receive, self._receive_counts)
         if len(self._adds):
             native.library().run(self._adds.ctypes.data, len(self._adds), self._context)
         a, b = self._ranges[self.comm.rank]
         self.result[a:b] = self._receive[: b - a]
-        self.comm.all_gather_pieces(self.result, self._ranges)
+        self.comm.all_gather_v(self.result, self._ranges)
         return self.result

@@ -1,0 +1,100 @@
+"""How bytes move between processes: one contract (`Communicator`), several backends, and who picks which.
+
+| backend | file | ranks are |
+|---|---|---|
+| local | base.py | this process alone |
+| mpi | mpi.py | processes under an MPI launcher |
+| shm | shm.py | the same, on one machine, through shared memory |
+| gloo | gloo.py | processes with the variables of env://, through PyTorch's Gloo |
+| mock | mock.py | threads of this process, for tests: `mock.run(ranks, function)` |
+
+What it is not: who sends which bytes when; that is `odyssey.parallel`. docs/communication.md explains the contract.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+
+from .. import launcher
+from ..errors import ConfigError
+from . import base
+from .base import DTYPES, Communicator, ReduceOp, Request, bfloat16
+
+__all__ = ["BACKENDS", "DTYPES", "Communicator", "ReduceOp", "Request", "bfloat16", "launched", "world"]
+
+BACKENDS = ("auto", "mpi", "shm", "local", "gloo")
+
+# Modules of this package with a function `connect() -> Communicator`, all processes of the run.
+_MODULES = {"mpi": ".mpi", "shm": ".shm", "gloo": ".gloo"}
+
+_worlds: dict[str, Communicator] = {}
+
+
+def launched() -> launcher.Launched | None:
+    """What an MPI launcher announced in the environment (rank, size, ...), or None."""
+    return launcher.launched()
+
+
+def world(backend: str = "auto") -> Communicator:
+    """All processes of this run; the same object whenever it is asked for again.
+
+    Args:
+        backend: "local" for this process alone, "mpi", "shm" or "gloo" for that, or "auto": MPI if a launcher (mpirun,
+            srun) started several processes; Gloo if RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say that there are
+            several; else local. `why` of the result says what was picked. In a thread of `mock.run`, "auto" is its rank.
+
+    Raises:
+        ConfigError: unknown backend, one that is not installed, or a launcher started several processes and MPI sees
+            only one.
+    """
+    if backend not in BACKENDS:
+        raise ConfigError(f"[comm] backend {backend!r} is unknown; choose from {', '.join(BACKENDS)}")
+    if backend == "auto":
+        mocked = getattr(base.here, "world", None)
+        if mocked is not None:
+            return mocked
+        if "auto" not in _worlds:
+            picked, why = _pick()
+            _worlds["auto"] = world(picked)
+            _worlds["auto"].why += f"; {why}"
+        return _worlds["auto"]
+    if backend not in _worlds:
+        _worlds[backend] = Communicator() if backend == "local" else _connect(backend)
+    return _worlds[backend]
+
+
+def _pick() -> tuple[str, str]:
+    """(backend, why) that "auto" stands for here."""
+    found = launcher.launched()
+    if found is not None and found.size > 1:
+        return "mpi", f"{found.launcher} started {found.size} processes"
+    met = launcher.rendezvous()
+    if found is None and met is not None and met.size > 1:
+        return "gloo", f"WORLD_SIZE is {met.size} and there is no MPI launcher"
+    return "local", "no launcher" if found is None else f"{found.launcher} started one"
+
+
+def _connect(backend: str) -> Communicator:
+    if importlib.util.find_spec(_MODULES[backend], __name__) is None:
+        raise ConfigError(f"[comm] backend {backend!r} is not part of this installation; use auto")
+    if backend != "gloo":
+        try:
+            importlib.import_module(".mpi", __name__)
+        except (ImportError, RuntimeError) as e:
+            raise ConfigError(
+                f"[comm] MPI cannot be loaded ({e}); pip install mpi4py mpich, or load your site's MPI"
+            ) from e
+    comm = importlib.import_module(_MODULES[backend], __name__).connect()
+    found = launcher.launched()
+    if backend != "gloo" and found is not None and found.size > 1 and comm.size == 1:
+        how = (
+            "the mpirun in use and the MPI library of mpi4py are different; use the mpirun of this environment"
+            if found.mpi
+            else "srun offers no PMI that MPI understands; use srun --mpi=pmi2 (MPICH) or --mpi=pmix (Open MPI), or "
+            "mpirun inside the job (and for one process alone, unset SLURM_NTASKS)"
+        )
+        raise ConfigError(
+            f"[comm] the launcher started {found.size} processes but each sees a world of one: {how}"
+        )
+    return comm

@@ -1,0 +1,304 @@
+"""Ranks connected by MPI. The only file that imports mpi4py; buffer calls only, nothing is pickled.
+
+Each group has two MPI communicators of its own, one for headers and one for data, so that neither meets calls that a
+program makes on COMM_WORLD. A header goes to every other rank of the group by a persistent send (docs/communication.md
+has what it costs); when all have come and agree, the data follow by the library's own collective.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import struct
+import sys
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from ..errors import CollectiveError
+from .base import PREFIX, TEXT, Call, Header, ReduceOp, Staged, Waiting, check_letter, cores, header_bytes, pack, unpack
+
+_OPS = {ReduceOp.SUM: MPI.SUM, ReduceOp.MAX: MPI.MAX, ReduceOp.MIN: MPI.MIN, ReduceOp.PROD: MPI.PROD}
+_NUMBERS = {
+    np.dtype(name): getattr(MPI, mpi)
+    for name, mpi in {
+        "float32": "FLOAT",
+        "float64": "DOUBLE",
+        **{f"{sign}int{bits}": f"{sign}int{bits}_t".upper() for sign in ("", "u") for bits in (8, 16, 32, 64)},
+    }.items()
+}
+_WORDS = {1: MPI.UINT8_T, 2: MPI.UINT16_T, 4: MPI.UINT32_T, 8: MPI.UINT64_T}  # for what is only moved
+_LETTER = struct.Struct(f"<qq{TEXT}s")
+
+# Where ranks outnumber cores and all of them wait for the data, MPI's blocking calls beat its non-blocking ones up to
+# this size (docs/log.md).
+_BLOCKING_BYTES = 1 << 16
+
+
+class _Slot:
+    """A header of mine and those of the others, with the persistent requests that exchange them."""
+
+    def __init__(self, comm: Any, rank: int, size: int) -> None:
+        self.heads = np.zeros((size, header_bytes(size)), np.uint8)
+        self.mine = self.heads[rank]
+        others = [p for p in range(size) if p != rank]
+        self.receives = {p: comm.Recv_init([self.heads[p], MPI.BYTE], p, 0) for p in others}
+        self.requests = [*self.receives.values(), *(comm.Send_init([self.mine, MPI.BYTE], p, 0) for p in others)]
+        self.prefix = memoryview(self.mine)[:PREFIX]
+        self.prefixes = [memoryview(self.heads[p])[:PREFIX] for p in others]
+
+
+class MPICommunicator(Staged):
+    """A communicator over an mpi4py one, which it owns. Sums are added in the order of the library.
+
+    Args:
+        comm: an intra-communicator of mpi4py that nothing else uses.
+        of: the communicator it is a part of; None for the world.
+    """
+
+    name = "mpi"
+
+    def __init__(self, comm: Any, of: MPICommunicator | None = None) -> None:
+        super().__init__()
+        self._data, self._head = comm, comm.Dup()
+        self.rank, self.size = comm.Get_rank(), comm.Get_size()
+        node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+        self.local_rank, self.local_size = node.Get_rank(), node.Get_size()
+        node.Free()
+        self._slots: list[_Slot] = []
+        self._receives: dict[tuple[int, int], deque[_Received]] = {}
+        if of is None:
+            self.ranks = tuple(range(self.size))
+            self.why = f"mpi: {self.size} ranks, {MPI.Get_library_version().splitlines()[0].split(',')[0].strip()}"
+            self._exits = _Exits(self)
+            self._crowded = self.local_size > cores()
+        else:
+            theirs = comm.Get_group().Translate_ranks(range(self.size), of._data.Get_group())
+            self.ranks = tuple(of.ranks[p] for p in theirs)
+            self.why, self._exits, self._crowded = of.why, of._exits, of._crowded
+        self._world_size = self._exits.size
+        self._exits.communicators.add(self)
+
+    # --- headers ---
+
+    def _send_header(self, header: Header) -> _Slot:
+        slot = self._slots.pop() if self._slots else _Slot(self._head, self.rank, self.size)
+        pack(header, slot.mine)
+        MPI.Prequest.Startall(slot.requests)
+        return slot
+
+    def _headers(self, slot: _Slot, mine: Header) -> list[Header] | None:
+        if not MPI.Request.Testall(slot.requests):
+            return None
+        self._slots.append(slot)
+        if not mine.tail and all(prefix == slot.prefix for prefix in slot.prefixes):
+            return []
+        return [unpack(head, mine) for head in slot.heads]
+
+    def _missing(self, slot: _Slot) -> list[int]:
+        return [p for p, request in slot.receives.items() if not request.Test()]
+
+    def _gone(self, ranks: Sequence[int]) -> list[int]:
+        return [p for p in ranks if self._exits.ended(self.ranks[p])]
+
+    # --- data ---
+
+    def _post(self, call: Call, blocking: bool) -> Any:
+        kind, send, out, data = call.kind, call.send, call.out, self._data
+        if kind in ("barrier", "group"):
+            return None  # that all headers came is all there is to it
+        bulk = send if send is not None else out
+        direct = blocking and self._crowded and bulk.nbytes <= _BLOCKING_BYTES
+        if call.op is not None:
+            mpi, op = _NUMBERS[bulk.dtype], _OPS[call.op]
+            sent = MPI.IN_PLACE if send is out else [send, mpi]
+            if kind == "all_reduce":
+                return (data.Allreduce if direct else data.Iallreduce)(sent, [out, mpi], op)
+            if kind == "reduce":
+                received = None if out is None else [out, mpi]
+                return (data.Reduce if direct else data.Ireduce)(sent, received, op, call.root)
+            return (data.Reduce_scatter_block if direct else data.Ireduce_scatter_block)(sent, [out, mpi], op)
+        mpi = _WORDS[bulk.dtype.itemsize]
+        if kind == "broadcast":
+            return (data.Bcast if direct else data.Ibcast)([out, mpi], call.root)
+        if kind == "scatter":
+            return data.Iscatter(None if send is None else [send, mpi], [out, mpi], call.root)
+        if kind == "gather":
+            return data.Igather([send, mpi], None if out is None else [out, mpi], call.root)
+        if kind == "all_gather":
+            return (data.Allgather if direct else data.Iallgather)([send, mpi], [out, mpi])
+        if kind == "all_to_all":
+            return (data.Alltoall if direct else data.Ialltoall)([send, mpi], [out, mpi])
+        if kind == "all_to_all_v":
+            return data.Ialltoallv([send, list(call.send_counts), mpi], [out, list(call.receive_counts), mpi])
+        counts, starts = [b - a for a, b in call.ranges], [a for a, _ in call.ranges]
+        return data.Iallgatherv(MPI.IN_PLACE, [out, counts, starts, mpi])
+
+    def _posted(self, request: Any) -> bool:
+        return request is None or request.Test()
+
+    # --- one to one: a letter that says what follows, then the data, on tags 2t + 1 and 2t ---
+
+    def _send(self, array: np.ndarray, dest: int, tag: int, letter: Header) -> _Sent:
+        return _Sent(self, array, dest, tag, letter)
+
+    def _recv(self, out: np.ndarray, source: int, tag: int, letter: Header) -> _Received:
+        return _Received(self, out, source, tag, letter)
+
+    # --- groups and ends ---
+
+    def _sub(self, members: tuple[int, ...]) -> MPICommunicator:
+        group = self._data.Get_group()
+        part = group.Incl(members)
+        comm = self._data.Create_group(part)
+        part.Free()
+        group.Free()
+        return MPICommunicator(comm, self)
+
+    def close(self) -> None:
+        if self._exits.owner() is self:
+            return  # the world ends with the process
+        for slot in self._slots:
+            for request in slot.requests:
+                request.Free()
+        self._slots.clear()
+        self._head.Free()
+        self._data.Free()
+
+    def abort(self, code: int) -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        MPI.COMM_WORLD.Abort(code)
+
+
+class _Sent(Waiting):
+    __slots__ = ("_array", "_letter", "_requests", "_text", "_dest")
+
+    def __init__(self, comm: MPICommunicator, array: np.ndarray, dest: int, tag: int, letter: Header) -> None:
+        super().__init__(comm)
+        self._array, self._text, self._dest = array, letter.text, comm.ranks[dest]
+        self._letter = np.frombuffer(_LETTER.pack(*letter.tail, letter.text.encode()[:TEXT]), np.uint8)
+        self._requests = [
+            comm._data.Isend([self._letter, MPI.BYTE], dest, 2 * tag + 1),
+            comm._data.Isend([array, _WORDS[array.dtype.itemsize]], dest, 2 * tag),
+        ]
+
+    def test(self) -> bool:
+        if not self._complete and MPI.Request.Testall(self._requests):
+            self._complete, self._array = True, None
+        return self._complete
+
+    def describe(self) -> str:
+        return self._text
+
+    def _absent(self) -> str:
+        return f"rank {self._dest} did not receive it; see what it does instead"
+
+
+class _Received(Waiting):
+    __slots__ = ("_out", "_letter", "_mine", "_text", "_source", "_request", "_line", "_at", "_wrong", "_suspect")
+
+    def __init__(self, comm: MPICommunicator, out: np.ndarray, source: int, tag: int, mine: Header) -> None:
+        super().__init__(comm)
+        self._out, self._mine, self._text = out, mine, mine.text
+        self._at, self._source, self._wrong, self._suspect = (source, tag), comm.ranks[source], None, 0
+        self._letter = np.zeros(_LETTER.size, np.uint8)
+        self._request = comm._data.Irecv([self._letter, MPI.BYTE], source, 2 * tag + 1)
+        # Data must be received in the order of their letters: only the first of a line may read its letter.
+        self._line = comm._receives.setdefault((source, tag), deque())
+        self._line.append(self)
+
+    def test(self) -> bool:
+        line = self._line
+        while not self._complete and line and line[0]._request.Test():
+            line.popleft()._open()
+        if not self._complete and self._letter is None and self._request.Test():
+            if self._wrong:
+                self._fail(CollectiveError(self._wrong))
+            else:
+                self._result, self._complete = self._out, True
+            self._out = None
+        return self._complete
+
+    def _open(self) -> None:
+        """Reads the letter and has the data come into the array, or, if they do not fit, out of the way."""
+        dtype, count, text = _LETTER.unpack(self._letter)
+        self._letter = None
+        text = text.rstrip(b"\0").decode(errors="replace")
+        comm, (source, tag) = self._comm, self._at
+        me = comm.ranks[comm.rank]
+        self._wrong = check_letter((dtype, count), text, self._out, self._mine, self._source, me)
+        if self._wrong:
+            status = MPI.Status()
+            comm._data.Probe(source, 2 * tag, status)
+            self._out = np.empty(status.Get_count(MPI.BYTE), np.uint8)
+        self._request = comm._data.Irecv([self._out, _WORDS[self._out.dtype.itemsize]], source, 2 * tag)
+
+    def describe(self) -> str:
+        return self._text
+
+    def _absent(self) -> str:
+        return f"rank {self._source} did not send it; see what it does instead"
+
+    def _look(self) -> None:
+        if self._comm._exits.ended(self._source):
+            self._suspect += 1
+            if self._suspect > 3:
+                error = CollectiveError(f"[comm] rank {self._source} has ended; {self._text} waits for it for ever")
+                self._fail(error)
+                self._comm._broke(error)
+
+
+class _Exits:
+    """Ranks that end tell the others, so that nobody waits for them until the deadline; and nobody hangs at the end.
+
+    At the end of the interpreter each rank sends a notice to all others and waits for theirs, sleeping, before
+    MPI_Finalize, which would wait as well, but on a core. A rank with an operation that never completed, or one that
+    gave up waiting, cannot finalize: it ends all ranks with the exit code of a CollectiveError.
+    """
+
+    def __init__(self, world: MPICommunicator) -> None:
+        self.owner = weakref.ref(world)
+        self.rank, self.size = world.rank, world.size
+        self.communicators: weakref.WeakSet[MPICommunicator] = weakref.WeakSet()
+        self._alarm = world._data.Dup()
+        if self.size > 1:
+            atexit.register(self._leave, os.getpid())
+
+    def ended(self, rank: int) -> bool:
+        """Whether this world rank has said that it ends."""
+        return rank != self.rank and self._alarm.Iprobe(rank, 0)
+
+    def _leave(self, process: int) -> None:
+        if os.getpid() != process or MPI.Is_finalized():
+            return
+        until = time.monotonic() + 2
+        for comm in list(self.communicators):
+            while comm._queue and comm._broken is None and time.monotonic() < until:
+                comm._advance(comm._queue[0])
+                time.sleep(1e-3)
+            if comm._queue or comm._broken is not None:
+                sys.stdout.flush()
+                if comm._broken is None:
+                    text = comm._queue[0].describe()
+                    print(f"odyssey: [rank {self.rank}] [comm] ends while {text} is unfinished", file=sys.stderr)
+                sys.stderr.flush()
+                MPI.COMM_WORLD.Abort(CollectiveError.exit_code)
+        others = [p for p in range(self.size) if p != self.rank]
+        notes = np.zeros((self.size, 1), np.uint8)
+        requests = [self._alarm.Isend([notes[self.rank], MPI.BYTE], p, 0) for p in others]
+        requests += [self._alarm.Irecv([notes[p], MPI.BYTE], p, 0) for p in others]
+        nap = 1e-5
+        while not MPI.Request.Testall(requests):
+            time.sleep(nap)
+            nap = min(1.5 * nap, 5e-3)
+
+
+def connect() -> MPICommunicator:
+    """All processes that MPI knows; called once per process."""
+    return MPICommunicator(MPI.COMM_WORLD.Dup())
