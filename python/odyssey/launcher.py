@@ -26,8 +26,8 @@ class Launched(NamedTuple):
     mpi: bool
 
 
-# launcher, rank, size, rank on this machine, ranks on this machine, MPI. Hydra (MPICH, Intel MPI) and `srun --mpi=pmi2`;
-# Open MPI; MVAPICH; PMIx, which names no size itself; srun that offers no PMI.
+# launcher, rank, size, rank on this machine, ranks on this machine, MPI. Hydra (MPICH, Intel MPI) and `srun
+# --mpi=pmi2`; Open MPI; MVAPICH; PMIx, which names no size itself; srun that offers no PMI.
 _NAMES = (
     ("PMI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", True),
     (
@@ -54,7 +54,9 @@ _NAMES = (
 RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 #: Every variable that is read here; tests clear them.
-VARIABLES = tuple(sorted({name for row in _NAMES for name in row[1:5]} | {*RENDEZVOUS, "LOCAL_RANK", "LOCAL_WORLD_SIZE"}))
+VARIABLES = tuple(
+    sorted({str(name) for row in _NAMES for name in row[1:5]} | {*RENDEZVOUS, "LOCAL_RANK", "LOCAL_WORLD_SIZE"})
+)
 
 
 def _number(environment: Mapping[str, str], name: str) -> int | None:
@@ -86,9 +88,8 @@ def rendezvous(environment: Mapping[str, str] | None = None) -> Launched | None:
     if rank is None or size is None or not environment.get("MASTER_ADDR") or not environment.get("MASTER_PORT"):
         return None
     local_rank, local_size = _number(environment, "LOCAL_RANK"), _number(environment, "LOCAL_WORLD_SIZE")
-    return Launched(
-        "env://", rank, size, rank if local_rank is None else local_rank, size if local_size is None else local_size, False
-    )
+    local_rank = rank if local_rank is None else local_rank
+    return Launched("env://", rank, size, local_rank, size if local_size is None else local_size, False)
 
 
 def rank(environment: Mapping[str, str] | None = None) -> int | None:

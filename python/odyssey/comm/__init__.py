@@ -19,7 +19,8 @@ import importlib.util
 from .. import launcher
 from ..errors import ConfigError
 from . import base
-from .base import DTYPES, Communicator, ReduceOp, Request, bfloat16
+from .base import Communicator, Request
+from .calls import DTYPES, ReduceOp, bfloat16
 
 __all__ = ["BACKENDS", "DTYPES", "Communicator", "ReduceOp", "Request", "bfloat16", "launched", "world"]
 
@@ -42,7 +43,8 @@ def world(backend: str = "auto") -> Communicator:
     Args:
         backend: "local" for this process alone, "mpi", "shm" or "gloo" for that, or "auto": MPI if a launcher (mpirun,
             srun) started several processes; Gloo if RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say that there are
-            several; else local. `why` of the result says what was picked. In a thread of `mock.run`, "auto" is its rank.
+            several; else local. `why` of the result says what was picked. In a thread of `mock.run`, "auto" is the
+            rank that this thread is.
 
     Raises:
         ConfigError: unknown backend, one that is not installed, or a launcher started several processes and MPI sees
@@ -94,7 +96,5 @@ def _connect(backend: str) -> Communicator:
             else "srun offers no PMI that MPI understands; use srun --mpi=pmi2 (MPICH) or --mpi=pmix (Open MPI), or "
             "mpirun inside the job (and for one process alone, unset SLURM_NTASKS)"
         )
-        raise ConfigError(
-            f"[comm] the launcher started {found.size} processes but each sees a world of one: {how}"
-        )
+        raise ConfigError(f"[comm] the launcher started {found.size} processes but each sees a world of one: {how}")
     return comm

@@ -1,8 +1,8 @@
 """The contract of communication: what a communicator can do, what its arguments must be, and a world of one.
 
 A backend is a subclass of `Communicator` that carries out a `Call` (`_begin`), sends, receives and makes sub-groups;
-everything that is the same for all of them is here, once: the checks of arguments, what a call looks like to the other
-ranks (`Header`), what makes two calls different (`verdict`), waiting with a deadline. What it is not: a transport.
+what is the same for all of them is here or in calls.py, once: checks of arguments, waiting with a deadline, and what a
+call looks like to the other ranks. What it is not: a transport.
 
 Arrays are C-contiguous NumPy arrays. An array that is only read is copied where it is not contiguous; one that is
 written (in place, `out=`) is refused.
@@ -10,310 +10,33 @@ written (in place, `out=`) is refused.
 
 from __future__ import annotations
 
-import enum
-import functools
-import hashlib
 import math
 import os
-import struct
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from ..errors import CollectiveError, ConfigError, ShapeError
-
-#: bfloat16 as a NumPy dtype: 16 bits with a name. `a.view(bfloat16)` of a uint16 array costs nothing; so does the way back.
-bfloat16 = np.dtype([("bfloat16", "<u2")])
-
-DTYPES: dict[str, np.dtype] = {
-    name: np.dtype(name)
-    for name in (
-        "float32",
-        "float64",
-        "float16",
-        "int8",
-        "int16",
-        "int32",
-        "int64",
-        "uint8",
-        "uint16",
-        "uint32",
-        "uint64",
-    )
-} | {"bfloat16": bfloat16}
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_CODES = {dtype: code for code, dtype in enumerate(DTYPES.values())}
-
-
-class ReduceOp(str, enum.Enum):
-    """How the numbers of the ranks become one. Wherever one is wanted, its value as a string will do."""
-
-    SUM = "sum"
-    MEAN = "mean"
-    AVERAGE = "mean"
-    MAX = "max"
-    MIN = "min"
-    PROD = "prod"
-
-    def __str__(self) -> str:
-        return self.value
-
-    @classmethod
-    def of(cls, op: ReduceOp | str) -> ReduceOp:
-        """The operation of a name; "average" and "avg" are "mean".
-
-        Raises:
-            ConfigError: there is none of this name.
-        """
-        found = _OPERATIONS.get(op)
-        if found is None:
-            raise ConfigError(f"[comm] operation {op!r}; it must be sum, mean, max, min or prod")
-        return found
-
-
-_OPERATIONS: dict[Any, ReduceOp] = {op.value: op for op in ReduceOp}
-_OPERATIONS |= {op: op for op in ReduceOp} | {"average": ReduceOp.MEAN, "avg": ReduceOp.MEAN}
-_UFUNCS = {
-    ReduceOp.SUM: np.add,
-    ReduceOp.MEAN: np.add,
-    ReduceOp.MAX: np.maximum,
-    ReduceOp.MIN: np.minimum,
-    ReduceOp.PROD: np.multiply,
-}
-
-
-# --- 16-bit floats -----------------------------------------------------------------------------------------------------
-
-
-def widen(array: np.ndarray) -> np.ndarray:
-    """float16 or bfloat16 as float32, exactly."""
-    if array.dtype == bfloat16:
-        return (array.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-    return array.astype(np.float32)
-
-
-def narrow(array: np.ndarray, out: np.ndarray) -> np.ndarray:
-    """float32 rounded to the nearest float16 or bfloat16 (ties to even), into `out`."""
-    if out.dtype == bfloat16:
-        bits = array.view(np.uint32)
-        rounded = (bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16
-        out.view(np.uint16)[...] = np.where(np.isnan(array), 0x7FC0 | (bits >> 16), rounded)
-    else:
-        with np.errstate(over="ignore"):
-            out[...] = array
-    return out
-
-
-def tree_reduce(arrays: Sequence[np.ndarray], op: ReduceOp) -> np.ndarray:
-    """One array of several along the fixed tree (a node over n splits after the largest power of two below n).
-
-    Always a new array. Integers wrap around.
-    """
-    if len(arrays) == 1:
-        return arrays[0].copy()
-    half = 1 << (len(arrays) - 1).bit_length() - 1
-    a, b = tree_reduce(arrays[:half], op), tree_reduce(arrays[half:], op)
-    with np.errstate(over="ignore"):
-        return np.asarray(_UFUNCS[op](a, b, out=a if a.ndim else None), a.dtype)
-
-
-# --- a call, and what the other ranks see of it ------------------------------------------------------------------------
-
-
-class Call:
-    """One collective operation with its buffers, checked; what a backend carries out.
-
-    Attributes:
-        kind: "barrier", "broadcast", "reduce", "all_reduce", "scatter", "gather", "all_gather", "reduce_scatter",
-            "all_to_all", "all_to_all_v", "all_gather_v" or "group" (a barrier that agrees on members).
-        send: what this rank gives, contiguous; None if nothing. For "broadcast" and "all_gather_v" it is `out`.
-        out: where the result goes, contiguous; None where this rank gets none, and in a scatter whose receiver does
-            not know the shape yet (`place` makes it). `send is out` means in place.
-        op: SUM, MAX, MIN or PROD where numbers are combined. MEAN is the sum here; 16-bit floats are float32 here.
-        root: rank in the group, -1 without one.
-        send_counts, receive_counts: elements per rank ("all_to_all_v").
-        ranges: elements [a, b) of each rank ("all_gather_v").
-        finish: gives the result when `out` is filled.
-        blocking: the caller waits at once.
-    """
-
-    __slots__ = (
-        "kind",
-        "send",
-        "out",
-        "op",
-        "root",
-        "send_counts",
-        "receive_counts",
-        "ranges",
-        "finish",
-        "blocking",
-        "described",
-        "header",
-        "place",
-    )
-
-    def __init__(
-        self,
-        kind: str,
-        send: np.ndarray | None = None,
-        out: np.ndarray | None = None,
-        *,
-        op: ReduceOp | None = None,
-        root: int = -1,
-        send_counts: tuple[int, ...] = (),
-        receive_counts: tuple[int, ...] = (),
-        ranges: tuple[tuple[int, int], ...] = (),
-        described: tuple = (),
-        finish: Callable[[], Any] | None = None,
-    ) -> None:
-        self.kind, self.send, self.out, self.op, self.root = kind, send, out, op, root
-        self.send_counts, self.receive_counts, self.ranges = send_counts, receive_counts, ranges
-        #: what must be the same on all ranks, beside the kind: (dtype, shape, root, op, ranges or members)
-        self.described = described
-        self.finish = finish
-        self.blocking = False
-        self.header: Header | None = None
-        self.place: Callable[[np.dtype, tuple[int, ...]], None] | None = None
-
-    def result(self) -> Any:
-        """What the caller gets; called once, when `out` is filled."""
-        return self.out if self.finish is None else self.finish()
-
-
-class Header(NamedTuple):
-    """What the other ranks see of a call.
-
-    `signature` is a hash of what must be equal; `text` says it to people, with the source line; `tail` has numbers
-    that each rank may have of its own: send and receive counts of an all_to_all_v; dtype code (-1: not known here),
-    dimensions and shape of a piece in a scatter.
-    """
-
-    sequence: int
-    signature: int
-    text: str
-    tail: tuple[int, ...]
-    kind: str = ""
-    root: int = -1
-    blocking: bool = False
-
-
-TEXT = 144  # bytes of a header's text
-_HEAD = struct.Struct(f"<qq?7x{TEXT}s")
-_DIMENSIONS = 8
-
-
-def tail_length(size: int) -> int:
-    """Numbers in the tail of a header in a group of `size`."""
-    return max(2 * size, 2 + _DIMENSIONS)
-
-
-def header_bytes(size: int) -> int:
-    """Length of a packed header in a group of `size`."""
-    return _HEAD.size + 8 * tail_length(size)
-
-
-def pack(header: Header, into: np.ndarray) -> None:
-    """Writes a header into uint8 memory of `header_bytes(size)`."""
-    text = _encoded(header.text)
-    _HEAD.pack_into(into, 0, header.sequence, header.signature, header.blocking, text)
-    if header.tail:
-        struct.pack_into(f"<{len(header.tail)}q", into, _HEAD.size, *header.tail)
-
-
-@functools.lru_cache(1024)
-def _encoded(text: str) -> bytes:
-    data = text.encode()
-    return data if len(data) <= TEXT else data[: TEXT - 3].decode(errors="ignore").encode() + b"..."
-
-
-def unpack(data: np.ndarray, like: Header) -> Header:
-    """A header out of the bytes that `pack` wrote; its kind is that of `like`, which matters if they are equal."""
-    sequence, signature, blocking, text = _HEAD.unpack_from(data, 0)
-    tail = struct.unpack_from(f"<{len(like.tail)}q", data, _HEAD.size) if like.tail else ()
-    return Header(
-        sequence, signature, text.rstrip(b"\0").decode(errors="replace"), tail, like.kind, like.root, blocking
-    )
-
-
-#: The first bytes of a packed header hold the sequence, the signature and the blocking flag: equal bytes, equal calls.
-PREFIX = 17
-
-
-def verdict(headers: Sequence[Header], ranks: Sequence[int]) -> str | None:
-    """What is wrong with the calls of all ranks of a group, or None. The same answer on all of them.
-
-    Args:
-        headers: of ranks 0, 1, ... of the group.
-        ranks: their world ranks, for the message.
-    """
-    first = headers[0]
-    for p, other in enumerate(headers):
-        if (other.sequence, other.signature) != (first.sequence, first.signature):
-            return (
-                f"[comm] rank {ranks[0]} calls {first.text}, but rank {ranks[p]} calls {other.text}; "
-                f"all ranks of a group must make the same calls in the same order (this was call {first.sequence})"
-            )
-    n = len(headers)
-    if first.kind == "all_to_all_v":
-        for a, sender in enumerate(headers):
-            for b, receiver in enumerate(headers):
-                gives, wants = sender.tail[b], receiver.tail[n + a]
-                if gives != wants:
-                    return (
-                        f"[comm] rank {ranks[a]} sends {gives} elements to rank {ranks[b]} in {sender.text}, but that "
-                        f"expects {wants} in {receiver.text}; both must give the same count"
-                    )
-    if first.kind == "scatter":
-        given = headers[first.root]
-        for p, other in enumerate(headers):
-            if other.tail[0] >= 0 and other.tail != given.tail:
-                return (
-                    f"[comm] rank {ranks[first.root]} scatters pieces of {_piece(given.tail)} in {given.text}, but "
-                    f"rank {ranks[p]} expects {_piece(other.tail)} in {other.text}; give the same shape and dtype"
-                )
-    return None
-
-
-def _piece(tail: Sequence[int]) -> str:
-    dtype, shape = piece(tail)
-    return f"{_NAMES[dtype]} {shape}"
-
-
-def piece(tail: Sequence[int]) -> tuple[np.dtype, tuple[int, ...]]:
-    """(dtype, shape) that the tail of a scatter's header carries."""
-    return list(_CODES)[tail[0]], tuple(tail[2 : 2 + tail[1]])
-
-
-def _piece_tail(array: np.ndarray | None, shape: tuple[int, ...]) -> tuple[int, ...]:
-    if array is None:
-        return (-1, *(0,) * (1 + _DIMENSIONS))
-    return (_CODES[array.dtype], len(shape), *shape, *(0,) * (_DIMENSIONS - len(shape)))
-
-
-@functools.lru_cache(4096)
-def _described(kind: str, described: tuple, code: Any, line: int) -> tuple[int, str]:
-    """(signature, text) of a call."""
-    digest = hashlib.blake2b(repr((kind, described)).encode(), digest_size=8).digest()
-    words = [kind]
-    if described:
-        dtype, shape, root, op, more = described
-        words += [str(dtype)] if dtype else []
-        words += [str(shape).replace(" ", "")] if shape is not None else []
-        words += [str(op)] if op else []
-        words += [f"root {root}"] if root >= 0 else []
-        words += [more if isinstance(more, str) else str(more).replace(" ", "")] if more else []
-    call = " ".join(words)
-    file = "/".join(code.co_filename.split(os.sep)[-2:])
-    site = f" at {file[-60:]}:{line}"
-    room = TEXT - len(site.encode())
-    call = call if len(call.encode()) <= room else call[: room - 3] + "..."
-    return int.from_bytes(digest, "little", signed=True), call + site
+from .calls import (
+    CODES,
+    DIMENSIONS,
+    DTYPES,
+    NAMES,
+    Call,
+    Header,
+    ReduceOp,
+    check_letter,
+    describe,
+    narrow,
+    piece_tail,
+    verdict,
+    widen,
+)
 
 
 def _site(depth: int) -> tuple[Any, int]:
@@ -330,7 +53,7 @@ _PACKAGE = __name__.rpartition(".")[0]
 here = threading.local()
 
 
-# --- requests ----------------------------------------------------------------------------------------------------------
+# --- requests --------------------------------------------------------------------------------------------------------
 
 
 class Request:
@@ -384,7 +107,7 @@ class Waiting(Request):
         """Tests until complete: some spins, then giving the core away, then sleeping.
 
         Spinning is for short waits on a core of one's own: with more ranks than cores a spinning rank keeps those
-        away that it waits for (docs/log.md: a header exchange of 4 ranks on 2 cores takes 4 ms spinning, 17 us yielding).
+        away that it waits for (4 ranks on 2 cores: a barrier takes 4 ms spinning, 17 us yielding; docs/log.md).
         """
         test = self.test
         for _ in range(0 if self._comm._crowded else 500):
@@ -448,7 +171,7 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-# --- communicators -----------------------------------------------------------------------------------------------------
+# --- communicators ---------------------------------------------------------------------------------------------------
 
 
 class Communicator:
@@ -521,15 +244,11 @@ class Communicator:
         """`reduce`, not waited for."""
         return self._later(self._reduce("reduce", array, op, out, root))
 
-    def all_reduce(
-        self, array: np.ndarray, op: ReduceOp | str = "sum", out: np.ndarray | None = None
-    ) -> np.ndarray:
+    def all_reduce(self, array: np.ndarray, op: ReduceOp | str = "sum", out: np.ndarray | None = None) -> np.ndarray:
         """The arrays of all ranks combined, on all: a new array, or `out`, which may be `array`."""
         return self._now(self._reduce("all_reduce", array, op, out))
 
-    def all_reduce_start(
-        self, array: np.ndarray, op: ReduceOp | str = "sum", out: np.ndarray | None = None
-    ) -> Request:
+    def all_reduce_start(self, array: np.ndarray, op: ReduceOp | str = "sum", out: np.ndarray | None = None) -> Request:
         """`all_reduce`, not waited for."""
         return self._later(self._reduce("all_reduce", array, op, out))
 
@@ -644,7 +363,8 @@ class Communicator:
         """
         for name, value in (("color", color), ("key", key)):
             if value is not None and (not isinstance(value, (int, np.integer)) or (name == "color" and value < 0)):
-                raise ConfigError(f"[comm] {name} is {value!r}; it must be an integer{', at least 0, or None' * (name == 'color')}")
+                allowed = "an integer from 0, or None" if name == "color" else "an integer"
+                raise ConfigError(f"[comm] {name} is {value!r}; it must be {allowed}")
         mine = np.array([-1 if color is None else color, key], np.int64)
         everyone = self.all_gather(mine)
         if color is None:
@@ -718,13 +438,13 @@ class Communicator:
         if self._broken is not None:
             raise self._broken
         code, line = _site(3)
-        signature, text = _described(call.kind, call.described, code, line)
+        signature, text = describe(call.kind, call.described, code, line)
         tail = ()
         if call.kind == "all_to_all_v":
             tail = (*call.send_counts, *call.receive_counts)
         elif call.kind == "scatter":
             known = call.out if call.send is None else call.send
-            tail = _piece_tail(known, known.shape[0 if call.send is None else 1 :] if known is not None else ())
+            tail = piece_tail(known, known.shape[0 if call.send is None else 1 :] if known is not None else ())
         call.header = Header(self._sequence, signature, text, tail, call.kind, call.root, call.blocking)
         self._sequence += 1
         return self._begin(call)
@@ -732,14 +452,14 @@ class Communicator:
     def _letter(self, kind: str, array: np.ndarray, peer: int, tag: int) -> Header:
         """What a receiver sees of a message: (dtype code, elements) in its tail."""
         code, line = _site(3)
-        towards = ("to", "from")[kind == "recv"]
-        _, text = _described(kind, (_NAMES[array.dtype], array.shape, -1, None, f"{towards} rank {self.ranks[peer]} tag {tag}"), code, line)
-        return Header(0, 0, text, (_CODES[array.dtype], array.size), kind)
+        way = f"{'to' if kind == 'send' else 'from'} rank {self.ranks[peer]} tag {tag}"
+        _, text = describe(kind, (NAMES[array.dtype], array.shape, -1, None, way), code, line)
+        return Header(0, 0, text, (CODES[array.dtype], array.size), kind)
 
     def _read(self, kind: str, array: Any) -> np.ndarray:
         """An array that is only read: contiguous, copied if need be."""
         array = np.asarray(array, order="C")
-        if array.dtype not in _CODES:
+        if array.dtype not in CODES:
             raise ShapeError(f"[comm] {kind} of dtype {array.dtype}; it must be one of {', '.join(DTYPES)}")
         return array
 
@@ -749,7 +469,7 @@ class Communicator:
         """An array that is written: as it is, or refused."""
         if not isinstance(array, np.ndarray):
             raise ShapeError(f"[comm] {kind} writes into a {type(array).__name__}; give a NumPy array")
-        if array.dtype not in _CODES:
+        if array.dtype not in CODES:
             raise ShapeError(f"[comm] {kind} of dtype {array.dtype}; it must be one of {', '.join(DTYPES)}")
         if not (array.flags.c_contiguous and array.flags.writeable):
             raise ShapeError(
@@ -757,7 +477,7 @@ class Communicator:
             )
         if (dtype is not None and array.dtype != dtype) or (shape is not None and array.shape != shape):
             raise ShapeError(
-                f"[comm] {kind}: out is {_NAMES[array.dtype]} {array.shape}; it must be {_NAMES[dtype]} {shape}"
+                f"[comm] {kind}: out is {NAMES[array.dtype]} {array.shape}; it must be {NAMES[dtype]} {shape}"
             )
         return array
 
@@ -794,9 +514,7 @@ class Communicator:
         elif not array.flags.c_contiguous:
             raise ShapeError("[comm] broadcast of an array that is not C-contiguous; give a contiguous one")
         self._read("broadcast", array)
-        return Call(
-            "broadcast", array, array, root=root, described=(_NAMES[array.dtype], array.shape, root, None, None)
-        )
+        return Call("broadcast", array, array, root=root, described=(NAMES[array.dtype], array.shape, root, None, None))
 
     def _reduce(self, kind: str, array: np.ndarray, op: ReduceOp | str, out: np.ndarray | None, root: int = -1) -> Call:
         op = ReduceOp.of(op)
@@ -806,7 +524,7 @@ class Communicator:
         dtype = send.dtype
         if op is ReduceOp.MEAN and dtype.kind in "iu":
             raise ConfigError(f"[comm] {kind} with mean of {dtype} is not an integer; sum them, or convert to float")
-        described = (_NAMES[dtype], send.shape, root, op.value, None)
+        described = (NAMES[dtype], send.shape, root, op.value, None)
         shape = send.shape
         if kind == "reduce_scatter":
             if not shape or shape[0] % self.size:
@@ -816,8 +534,14 @@ class Communicator:
             shape = (shape[0] // self.size, *shape[1:])
         wire = ReduceOp.SUM if op is ReduceOp.MEAN else op
         if kind == "reduce" and self.rank != root:
-            return Call(kind, widen(send) if dtype.itemsize == 2 and dtype.kind in "fV" else send, None,
-                        op=wire, root=root, described=described)
+            return Call(
+                kind,
+                widen(send) if dtype.itemsize == 2 and dtype.kind in "fV" else send,
+                None,
+                op=wire,
+                root=root,
+                described=described,
+            )
         send, out = self._out(kind, out, send, shape)
         half = dtype.itemsize == 2 and dtype.kind in "fV"
         if half:
@@ -847,8 +571,8 @@ class Communicator:
             shape = out.shape
         else:
             shape = () if out is None else out.shape
-        if len(shape) > _DIMENSIONS:
-            raise ShapeError(f"[comm] scatter of {len(shape)} dimensions; it takes at most {_DIMENSIONS}")
+        if len(shape) > DIMENSIONS:
+            raise ShapeError(f"[comm] scatter of {len(shape)} dimensions; it takes at most {DIMENSIONS}")
         call = Call("scatter", send, out, root=root, described=("", None, root, None, None))
 
         def place(dtype: np.dtype, shape: tuple[int, ...]) -> None:
@@ -868,19 +592,19 @@ class Communicator:
         root = self._check_root("gather", root)
         send = self._read("gather", array)
         out = np.empty((self.size, *send.shape), send.dtype) if self.rank == root else None
-        return Call("gather", send, out, root=root, described=(_NAMES[send.dtype], send.shape, root, None, None))
+        return Call("gather", send, out, root=root, described=(NAMES[send.dtype], send.shape, root, None, None))
 
     def _all_gather(self, array: np.ndarray, out: np.ndarray | None) -> Call:
         send = self._read("all_gather", array)
         send, out = self._out("all_gather", out, send, (self.size, *send.shape))
-        return Call("all_gather", send, out, described=(_NAMES[send.dtype], send.shape, -1, None, None))
+        return Call("all_gather", send, out, described=(NAMES[send.dtype], send.shape, -1, None, None))
 
     def _all_to_all(self, array: np.ndarray, out: np.ndarray | None) -> Call:
         send = self._rows("all_to_all", array)
         if out is send:
             send = send.copy()
         send, out = self._out("all_to_all", out, send, send.shape)
-        return Call("all_to_all", send, out, described=(_NAMES[send.dtype], send.shape, -1, None, None))
+        return Call("all_to_all", send, out, described=(NAMES[send.dtype], send.shape, -1, None, None))
 
     def _all_to_all_v(
         self, send: np.ndarray, send_counts: Sequence[int], receive: np.ndarray, receive_counts: Sequence[int]
@@ -895,7 +619,7 @@ class Communicator:
             numbers = tuple(int(n) for n in given)
             if len(numbers) != self.size or min(numbers) < 0 or sum(numbers) > array.size:
                 raise ShapeError(
-                    f"[comm] {kind}: {name}_counts are {list(numbers)} for {array.size} elements and {self.size} ranks; "
+                    f"[comm] {kind}: {name}_counts are {list(numbers)} for {array.size} elements, {self.size} ranks; "
                     "give one count per rank, in sum at most the elements"
                 )
             counts.append(numbers)
@@ -905,7 +629,7 @@ class Communicator:
             receive.reshape(-1),
             send_counts=counts[0],
             receive_counts=counts[1],
-            described=(_NAMES[send.dtype], None, -1, None, None),
+            described=(NAMES[send.dtype], None, -1, None, None),
             finish=_nothing,
         )
 
@@ -928,7 +652,7 @@ class Communicator:
             flat,
             flat,
             ranges=pieces,
-            described=(_NAMES[array.dtype], array.shape, -1, None, pieces),
+            described=(NAMES[array.dtype], array.shape, -1, None, pieces),
             finish=_nothing,
         )
 
@@ -938,17 +662,6 @@ MAX_TAG = 16382  # MPI promises tags to 32767; a message takes two
 
 def _nothing() -> None:
     return None
-
-
-def check_letter(sent: Sequence[int], text: str, out: np.ndarray, mine: Header, source: int, rank: int) -> str | None:
-    """What is wrong between a message of (dtype code, elements) and the array that is to receive it, or None."""
-    if tuple(sent) == mine.tail:
-        return None
-    dtype = _NAMES[list(_CODES)[sent[0]]]
-    return (
-        f"[comm] rank {source} sends {sent[1]} elements of {dtype} in {text}, but rank {rank} receives {out.size} of "
-        f"{_NAMES[out.dtype]} in {mine.text}; give both the same number and dtype"
-    )
 
 
 class _FromSelf(Request):
@@ -963,7 +676,8 @@ class _FromSelf(Request):
     def test(self) -> bool:
         if not self._complete and self._box:
             array = self._box.popleft()
-            wrong = check_letter((_CODES[array.dtype], array.size), "send", self._out, self._mine, self._rank, self._rank)
+            sent = (CODES[array.dtype], array.size)
+            wrong = check_letter(sent, "send", self._out, self._mine, self._rank, self._rank)
             if wrong:
                 self._fail(CollectiveError(wrong))
             else:
@@ -975,115 +689,3 @@ class _FromSelf(Request):
         raise CollectiveError(
             f"[comm] rank {self._rank} waits for itself in {self._mine.text}: nothing was sent before; send first"
         )
-
-
-# --- two steps: headers, then data -------------------------------------------------------------------------------------
-
-
-class Staged(Communicator):
-    """A communicator that exchanges headers first and data when they agree; for transports that check nothing.
-
-    A wrong call so never meets the buffers of another. Headers of later calls may be under way while data of earlier
-    ones are; data are posted in the order of the calls, on all ranks alike.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._queue: deque[_Staged] = deque()
-        self._lock = threading.RLock()
-
-    def _begin(self, call: Call) -> Request:
-        if self.size == 1:
-            return super()._begin(call)
-        with self._lock:
-            pending = _Staged(self, call, self._send_header(call.header))
-            self._queue.append(pending)
-        return pending
-
-    def _advance(self, pending: _Staged) -> None:
-        with self._lock:
-            while self._queue:
-                head = self._queue[0]
-                headers = self._headers(head.handle, head.call.header)
-                if headers is None:
-                    break
-                self._queue.popleft()
-                wrong = headers and verdict(headers, self.ranks)
-                if wrong:
-                    error = CollectiveError(wrong)
-                    error.everywhere = len(self.ranks) == self._world_size
-                    head._fail(error)
-                    continue
-                call = head.call
-                if call.place is not None:
-                    call.place(*piece(headers[call.root].tail))
-                blocking = all(h.blocking for h in headers) if headers else call.blocking
-                head.handle, head.posted = self._post(call, blocking), True
-            if pending.posted and not pending._complete and self._posted(pending.handle):
-                pending._result, pending._complete = pending.call.result(), True
-                pending.handle = pending.call = None
-
-    _world_size = 1
-
-    def _send_header(self, header: Header) -> Any:
-        """Starts the exchange of headers; returns a handle."""
-        raise NotImplementedError
-
-    def _headers(self, handle: Any, mine: Header) -> list[Header] | None:
-        """The headers of all ranks when they have come, None before; called until then.
-
-        An empty list says that all are equal to `mine`, except for their texts; not for kinds that have a tail.
-        """
-        raise NotImplementedError
-
-    def _missing(self, handle: Any) -> list[int]:
-        """Ranks of this group whose headers have not come."""
-        raise NotImplementedError
-
-    def _gone(self, ranks: Sequence[int]) -> list[int]:
-        """Those of these ranks of which is known that they have ended."""
-        return []
-
-    def _post(self, call: Call, blocking: bool) -> Any:
-        """Starts the data; returns a handle. blocking: all ranks wait for this call at once."""
-        raise NotImplementedError
-
-    def _posted(self, handle: Any) -> bool:
-        """Whether the data are there."""
-        raise NotImplementedError
-
-
-class _Staged(Waiting):
-    __slots__ = ("call", "handle", "posted", "_text", "_suspect")
-
-    def __init__(self, comm: Staged, call: Call, handle: Any) -> None:
-        super().__init__(comm)
-        self.call, self.handle, self.posted = call, handle, False
-        self._text, self._suspect = call.header.text, 0
-
-    def test(self) -> bool:
-        if not self._complete:
-            self._comm._advance(self)
-        return self._complete
-
-    def describe(self) -> str:
-        return self._text
-
-    def _late(self) -> list[int]:
-        """Whose headers are missing: of this call, or of an earlier one that holds it up."""
-        comm = self._comm
-        return comm._missing(comm._queue[0].handle) if not self.posted and comm._queue else []
-
-    def _absent(self) -> str:
-        return did_not_come([self._comm.ranks[p] for p in self._late()])
-
-    def _look(self) -> None:
-        gone = self._comm._gone(self._late())
-        if not gone:
-            return
-        self._suspect += 1
-        if self._suspect > 3:  # a header that was sent before the end would have come by now
-            names = ", ".join(str(self._comm.ranks[p]) for p in gone)
-            error = CollectiveError(f"[comm] rank {names} has ended; {self._text} waits for it for ever")
-            self._fail(error)
-            self._comm._broke(error)

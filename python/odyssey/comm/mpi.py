@@ -21,7 +21,9 @@ import numpy as np
 from mpi4py import MPI
 
 from ..errors import CollectiveError
-from .base import PREFIX, TEXT, Call, Header, ReduceOp, Staged, Waiting, check_letter, cores, header_bytes, pack, unpack
+from .base import Waiting, cores
+from .calls import PREFIX, TEXT, Call, Header, ReduceOp, check_letter, header_bytes, pack, unpack
+from .staged import Staged
 
 _OPS = {ReduceOp.SUM: MPI.SUM, ReduceOp.MAX: MPI.MAX, ReduceOp.MIN: MPI.MIN, ReduceOp.PROD: MPI.PROD}
 _NUMBERS = {

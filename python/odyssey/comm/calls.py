@@ -1,0 +1,319 @@
+"""What a call of a collective operation is: dtypes, operations, its buffers, and what the other ranks see of it.
+
+Pure functions and plain records: `verdict` says what is wrong between the calls of several ranks. What it is not: a
+communicator (base.py), or a transport.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import hashlib
+import os
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..errors import ConfigError
+
+#: bfloat16 as a NumPy dtype: 16 bits with a name. `a.view(bfloat16)` of a uint16 array costs nothing, nor does the way
+#: back.
+bfloat16 = np.dtype([("bfloat16", "<u2")])
+
+DTYPES: dict[str, np.dtype] = {
+    name: np.dtype(name)
+    for name in (
+        "float32",
+        "float64",
+        "float16",
+        "int8",
+        "int16",
+        "int32",
+        "int64",
+        "uint8",
+        "uint16",
+        "uint32",
+        "uint64",
+    )
+} | {"bfloat16": bfloat16}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+CODES = {dtype: code for code, dtype in enumerate(DTYPES.values())}
+
+
+class ReduceOp(str, enum.Enum):
+    """How the numbers of the ranks become one. Wherever one is wanted, its value as a string will do."""
+
+    SUM = "sum"
+    MEAN = "mean"
+    AVERAGE = "mean"
+    MAX = "max"
+    MIN = "min"
+    PROD = "prod"
+
+    def __str__(self) -> str:
+        return self.value
+
+    @classmethod
+    def of(cls, op: ReduceOp | str) -> ReduceOp:
+        """The operation of a name; "average" and "avg" are "mean".
+
+        Raises:
+            ConfigError: there is none of this name.
+        """
+        found = _OPERATIONS.get(op)
+        if found is None:
+            raise ConfigError(f"[comm] operation {op!r}; it must be sum, mean, max, min or prod")
+        return found
+
+
+_OPERATIONS: dict[Any, ReduceOp] = {op.value: op for op in ReduceOp}
+_OPERATIONS |= {op: op for op in ReduceOp} | {"average": ReduceOp.MEAN, "avg": ReduceOp.MEAN}
+UFUNCS = {
+    ReduceOp.SUM: np.add,
+    ReduceOp.MEAN: np.add,
+    ReduceOp.MAX: np.maximum,
+    ReduceOp.MIN: np.minimum,
+    ReduceOp.PROD: np.multiply,
+}
+
+
+# --- 16-bit floats ---------------------------------------------------------------------------------------------------
+
+
+def widen(array: np.ndarray) -> np.ndarray:
+    """float16 or bfloat16 as float32, exactly."""
+    if array.dtype == bfloat16:
+        return (array.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    return array.astype(np.float32)
+
+
+def narrow(array: np.ndarray, out: np.ndarray) -> np.ndarray:
+    """float32 rounded to the nearest float16 or bfloat16 (ties to even), into `out`."""
+    if out.dtype == bfloat16:
+        bits = array.view(np.uint32)
+        rounded = (bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16
+        out.view(np.uint16)[...] = np.where(np.isnan(array), 0x7FC0 | (bits >> 16), rounded)
+    else:
+        with np.errstate(over="ignore"):
+            out[...] = array
+    return out
+
+
+def tree_reduce(arrays: Sequence[np.ndarray], op: ReduceOp) -> np.ndarray:
+    """One array of several along the fixed tree (a node over n splits after the largest power of two below n).
+
+    Always a new array. Integers wrap around.
+    """
+    if len(arrays) == 1:
+        return arrays[0].copy()
+    half = 1 << (len(arrays) - 1).bit_length() - 1
+    a, b = tree_reduce(arrays[:half], op), tree_reduce(arrays[half:], op)
+    with np.errstate(over="ignore"):
+        return np.asarray(UFUNCS[op](a, b, out=a if a.ndim else None), a.dtype)
+
+
+# --- a call, and what the other ranks see of it ----------------------------------------------------------------------
+
+
+class Call:
+    """One collective operation with its buffers, checked; what a backend carries out.
+
+    Attributes:
+        kind: "barrier", "broadcast", "reduce", "all_reduce", "scatter", "gather", "all_gather", "reduce_scatter",
+            "all_to_all", "all_to_all_v", "all_gather_v" or "group" (a barrier that agrees on members).
+        send: what this rank gives, contiguous; None if nothing. For "broadcast" and "all_gather_v" it is `out`.
+        out: where the result goes, contiguous; None where this rank gets none, and in a scatter whose receiver does
+            not know the shape yet (`place` makes it). `send is out` means in place.
+        op: SUM, MAX, MIN or PROD where numbers are combined. MEAN is the sum here; 16-bit floats are float32 here.
+        root: rank in the group, -1 without one.
+        send_counts, receive_counts: elements per rank ("all_to_all_v").
+        ranges: elements [a, b) of each rank ("all_gather_v").
+        finish: gives the result when `out` is filled.
+        blocking: the caller waits at once.
+    """
+
+    __slots__ = (
+        "kind",
+        "send",
+        "out",
+        "op",
+        "root",
+        "send_counts",
+        "receive_counts",
+        "ranges",
+        "finish",
+        "blocking",
+        "described",
+        "header",
+        "place",
+    )
+
+    def __init__(
+        self,
+        kind: str,
+        send: np.ndarray | None = None,
+        out: np.ndarray | None = None,
+        *,
+        op: ReduceOp | None = None,
+        root: int = -1,
+        send_counts: tuple[int, ...] = (),
+        receive_counts: tuple[int, ...] = (),
+        ranges: tuple[tuple[int, int], ...] = (),
+        described: tuple = (),
+        finish: Callable[[], Any] | None = None,
+    ) -> None:
+        self.kind, self.send, self.out, self.op, self.root = kind, send, out, op, root
+        self.send_counts, self.receive_counts, self.ranges = send_counts, receive_counts, ranges
+        #: what must be the same on all ranks, beside the kind: (dtype, shape, root, op, ranges or members)
+        self.described = described
+        self.finish = finish
+        self.blocking = False
+        self.header: Header | None = None
+        self.place: Callable[[np.dtype, tuple[int, ...]], None] | None = None
+
+    def result(self) -> Any:
+        """What the caller gets; called once, when `out` is filled."""
+        return self.out if self.finish is None else self.finish()
+
+
+class Header(NamedTuple):
+    """What the other ranks see of a call.
+
+    `signature` is a hash of what must be equal; `text` says it to people, with the source line; `tail` has numbers
+    that each rank may have of its own: send and receive counts of an all_to_all_v; dtype code (-1: not known here),
+    dimensions and shape of a piece in a scatter.
+    """
+
+    sequence: int
+    signature: int
+    text: str
+    tail: tuple[int, ...]
+    kind: str = ""
+    root: int = -1
+    blocking: bool = False
+
+
+TEXT = 144  # bytes of a header's text
+_HEAD = struct.Struct(f"<qq?7x{TEXT}s")
+DIMENSIONS = 8
+
+
+def tail_length(size: int) -> int:
+    """Numbers in the tail of a header in a group of `size`."""
+    return max(2 * size, 2 + DIMENSIONS)
+
+
+def header_bytes(size: int) -> int:
+    """Length of a packed header in a group of `size`."""
+    return _HEAD.size + 8 * tail_length(size)
+
+
+def pack(header: Header, into: np.ndarray) -> None:
+    """Writes a header into uint8 memory of `header_bytes(size)`."""
+    text = _encoded(header.text)
+    _HEAD.pack_into(into, 0, header.sequence, header.signature, header.blocking, text)
+    if header.tail:
+        struct.pack_into(f"<{len(header.tail)}q", into, _HEAD.size, *header.tail)
+
+
+@functools.lru_cache(1024)
+def _encoded(text: str) -> bytes:
+    data = text.encode()
+    return data if len(data) <= TEXT else data[: TEXT - 3].decode(errors="ignore").encode() + b"..."
+
+
+def unpack(data: np.ndarray, like: Header) -> Header:
+    """A header out of the bytes that `pack` wrote; its kind is that of `like`, which matters if they are equal."""
+    sequence, signature, blocking, text = _HEAD.unpack_from(data, 0)
+    tail = struct.unpack_from(f"<{len(like.tail)}q", data, _HEAD.size) if like.tail else ()
+    return Header(
+        sequence, signature, text.rstrip(b"\0").decode(errors="replace"), tail, like.kind, like.root, blocking
+    )
+
+
+#: The first bytes of a packed header hold the sequence, the signature and the blocking flag: equal bytes, equal calls.
+PREFIX = 17
+
+
+def verdict(headers: Sequence[Header], ranks: Sequence[int]) -> str | None:
+    """What is wrong with the calls of all ranks of a group, or None. The same answer on all of them.
+
+    Args:
+        headers: of ranks 0, 1, ... of the group.
+        ranks: their world ranks, for the message.
+    """
+    first = headers[0]
+    for p, other in enumerate(headers):
+        if (other.sequence, other.signature) != (first.sequence, first.signature):
+            return (
+                f"[comm] rank {ranks[0]} calls {first.text}, but rank {ranks[p]} calls {other.text}; "
+                f"all ranks of a group must make the same calls in the same order (this was call {first.sequence})"
+            )
+    n = len(headers)
+    if first.kind == "all_to_all_v":
+        for a, sender in enumerate(headers):
+            for b, receiver in enumerate(headers):
+                gives, wants = sender.tail[b], receiver.tail[n + a]
+                if gives != wants:
+                    return (
+                        f"[comm] rank {ranks[a]} sends {gives} elements to rank {ranks[b]} in {sender.text}, but that "
+                        f"expects {wants} in {receiver.text}; both must give the same count"
+                    )
+    if first.kind == "scatter":
+        given = headers[first.root]
+        for p, other in enumerate(headers):
+            if other.tail[0] >= 0 and other.tail != given.tail:
+                return (
+                    f"[comm] rank {ranks[first.root]} scatters pieces of {_piece(given.tail)} in {given.text}, but "
+                    f"rank {ranks[p]} expects {_piece(other.tail)} in {other.text}; give the same shape and dtype"
+                )
+    return None
+
+
+def _piece(tail: Sequence[int]) -> str:
+    dtype, shape = piece(tail)
+    return f"{NAMES[dtype]} {shape}"
+
+
+def piece(tail: Sequence[int]) -> tuple[np.dtype, tuple[int, ...]]:
+    """(dtype, shape) that the tail of a scatter's header carries."""
+    return list(CODES)[tail[0]], tuple(tail[2 : 2 + tail[1]])
+
+
+def piece_tail(array: np.ndarray | None, shape: tuple[int, ...]) -> tuple[int, ...]:
+    if array is None:
+        return (-1, *(0,) * (1 + DIMENSIONS))
+    return (CODES[array.dtype], len(shape), *shape, *(0,) * (DIMENSIONS - len(shape)))
+
+
+@functools.lru_cache(4096)
+def describe(kind: str, described: tuple, code: Any, line: int) -> tuple[int, str]:
+    """(signature, text) of a call."""
+    digest = hashlib.blake2b(repr((kind, described)).encode(), digest_size=8).digest()
+    words = [kind]
+    if described:
+        dtype, shape, root, op, more = described
+        words += [str(dtype)] if dtype else []
+        words += [str(shape).replace(" ", "")] if shape is not None else []
+        words += [str(op)] if op else []
+        words += [f"root {root}"] if root >= 0 else []
+        words += [more if isinstance(more, str) else str(more).replace(" ", "")] if more else []
+    call = " ".join(words)
+    file = "/".join(code.co_filename.split(os.sep)[-2:])
+    site = f" at {file[-60:]}:{line}"
+    room = TEXT - len(site.encode())
+    call = call if len(call.encode()) <= room else call[: room - 3] + "..."
+    return int.from_bytes(digest, "little", signed=True), call + site
+
+
+def check_letter(sent: Sequence[int], text: str, out: np.ndarray, mine: Header, source: int, rank: int) -> str | None:
+    """What is wrong between a message of (dtype code, elements) and the array that is to receive it, or None."""
+    if tuple(sent) == mine.tail:
+        return None
+    dtype = NAMES[list(CODES)[sent[0]]]
+    return (
+        f"[comm] rank {source} sends {sent[1]} elements of {dtype} in {text}, but rank {rank} receives {out.size} of "
+        f"{NAMES[out.dtype]} in {mine.text}; give both the same number and dtype"
+    )

@@ -1,0 +1,124 @@
+"""A communicator in two steps, headers and then data, over a transport that itself checks nothing.
+
+What it is not: a transport; mpi.py and gloo.py are.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from ..errors import CollectiveError
+from .base import Communicator, Request, Waiting, did_not_come
+from .calls import Call, Header, piece, verdict
+
+
+class Staged(Communicator):
+    """A communicator that exchanges headers first and data when they agree; for transports that check nothing.
+
+    A wrong call so never meets the buffers of another. Headers of later calls may be under way while data of earlier
+    ones are; data are posted in the order of the calls, on all ranks alike.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._queue: deque[_Staged] = deque()
+        self._lock = threading.RLock()
+
+    def _begin(self, call: Call) -> Request:
+        if self.size == 1:
+            return super()._begin(call)
+        with self._lock:
+            pending = _Staged(self, call, self._send_header(call.header))
+            self._queue.append(pending)
+        return pending
+
+    def _advance(self, pending: _Staged) -> None:
+        with self._lock:
+            while self._queue:
+                head = self._queue[0]
+                headers = self._headers(head.handle, head.call.header)
+                if headers is None:
+                    break
+                self._queue.popleft()
+                wrong = headers and verdict(headers, self.ranks)
+                if wrong:
+                    error = CollectiveError(wrong)
+                    error.everywhere = len(self.ranks) == self._world_size
+                    head._fail(error)
+                    continue
+                call = head.call
+                if call.place is not None:
+                    call.place(*piece(headers[call.root].tail))
+                blocking = all(h.blocking for h in headers) if headers else call.blocking
+                head.handle, head.posted = self._post(call, blocking), True
+            if pending.posted and not pending._complete and self._posted(pending.handle):
+                pending._result, pending._complete = pending.call.result(), True
+                pending.handle = pending.call = None
+
+    _world_size = 1
+
+    def _send_header(self, header: Header) -> Any:
+        """Starts the exchange of headers; returns a handle."""
+        raise NotImplementedError
+
+    def _headers(self, handle: Any, mine: Header) -> list[Header] | None:
+        """The headers of all ranks when they have come, None before; called until then.
+
+        An empty list says that all are equal to `mine`, except for their texts; not for kinds that have a tail.
+        """
+        raise NotImplementedError
+
+    def _missing(self, handle: Any) -> list[int]:
+        """Ranks of this group whose headers have not come."""
+        raise NotImplementedError
+
+    def _gone(self, ranks: Sequence[int]) -> list[int]:
+        """Those of these ranks of which is known that they have ended."""
+        return []
+
+    def _post(self, call: Call, blocking: bool) -> Any:
+        """Starts the data; returns a handle. blocking: all ranks wait for this call at once."""
+        raise NotImplementedError
+
+    def _posted(self, handle: Any) -> bool:
+        """Whether the data are there."""
+        raise NotImplementedError
+
+
+class _Staged(Waiting):
+    __slots__ = ("call", "handle", "posted", "_text", "_suspect")
+
+    def __init__(self, comm: Staged, call: Call, handle: Any) -> None:
+        super().__init__(comm)
+        self.call, self.handle, self.posted = call, handle, False
+        self._text, self._suspect = call.header.text, 0
+
+    def test(self) -> bool:
+        if not self._complete:
+            self._comm._advance(self)
+        return self._complete
+
+    def describe(self) -> str:
+        return self._text
+
+    def _late(self) -> list[int]:
+        """Whose headers are missing: of this call, or of an earlier one that holds it up."""
+        comm = self._comm
+        return comm._missing(comm._queue[0].handle) if not self.posted and comm._queue else []
+
+    def _absent(self) -> str:
+        return did_not_come([self._comm.ranks[p] for p in self._late()])
+
+    def _look(self) -> None:
+        gone = self._comm._gone(self._late())
+        if not gone:
+            return
+        self._suspect += 1
+        if self._suspect > 3:  # a header that was sent before the end would have come by now
+            names = ", ".join(str(self._comm.ranks[p]) for p in gone)
+            error = CollectiveError(f"[comm] rank {names} has ended; {self._text} waits for it for ever")
+            self._fail(error)
+            self._comm._broke(error)
