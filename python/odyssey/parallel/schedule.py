@@ -1,0 +1,477 @@
+"""Pipeline schedules: which device computes which stage of which micro-batch, in which order. A plan, not a run.
+
+A model is cut into S stages, a batch into M micro-batches. F(s, m) needs F(s - 1, m); B(s, m) needs F(s, m) and
+B(s + 1, m). A schedule is a list of actions per device that keeps to this:
+
+    gpipe        all forward, then all backward (Huang et al. 2019). Every device keeps M micro-batches.
+    1f1b         device d starts with p - d forwards at most, then one backward, one forward (PipeDream-Flush; Narayanan
+                 et al. 2021). The same idle time as gpipe, but at most p - d micro-batches are kept.
+    interleaved  S = v p stages, stage s on device s mod p: a device has v stages that lie apart, so the first reaches
+                 the last device v times as early (Narayanan et al. 2021, section 2.2). Less idle time, more messages.
+
+Sends are buffered: a device starts one and goes on. Receives block, and are matched by (what, stage, micro-batch), not
+by order. `check` proves that nobody waits for ever under this rule; with `buffered=False`, where a send waits for its
+receive, 1f1b would stand still, and `check` says where.
+
+Everything here is a pure function of its arguments, so all ranks make the same plan.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+from ..errors import ConfigError
+from ..placement import SCHEDULES
+
+Edge = tuple[int, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Forward:
+    """Compute stage `stage` of micro-batch `micro`."""
+
+    stage: int
+    micro: int
+
+    def __str__(self) -> str:
+        return f"F{self.stage}.{self.micro}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Backward:
+    """Take the gradient of micro-batch `micro` back through stage `stage`."""
+
+    stage: int
+    micro: int
+
+    def __str__(self) -> str:
+        return f"B{self.stage}.{self.micro}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Send:
+    """Start sending what `stage` made of micro-batch `micro` for stage `to`, on device `device`.
+
+    `what` is "activation" (to a later stage) or "gradient" (to an earlier one).
+    """
+
+    what: str
+    stage: int
+    to: int
+    micro: int
+    device: int
+
+    def __str__(self) -> str:
+        return f"send {self.what} {self.stage}>{self.to}.{self.micro} to device {self.device}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Recv:
+    """Wait for what stage `stage` on device `device` made of micro-batch `micro` for stage `to`, which is here."""
+
+    what: str
+    stage: int
+    to: int
+    micro: int
+    device: int
+
+    def __str__(self) -> str:
+        return f"recv {self.what} {self.stage}>{self.to}.{self.micro} from device {self.device}"
+
+
+Compute = Forward | Backward
+Action = Forward | Backward | Send | Recv
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """Ordered actions of each device.
+
+    `place[s]` is the device of stage s; `edges` are the pairs (r, s), r < s, where stage r hands something to stage s.
+    `compute` has the Forward and Backward of each device, `actions` the transfers between devices as well.
+    """
+
+    kind: str
+    micro_batches: int
+    place: tuple[int, ...]
+    edges: tuple[Edge, ...]
+    compute: tuple[tuple[Compute, ...], ...]
+    actions: tuple[tuple[Action, ...], ...]
+
+    @property
+    def stages(self) -> int:
+        """S, the number of stages."""
+        return len(self.place)
+
+    @property
+    def devices(self) -> int:
+        """p, the number of devices."""
+        return len(self.compute)
+
+
+@dataclasses.dataclass(frozen=True)
+class Slice:
+    """One computation of a simulated run: on `device`, from `start` to `end`."""
+
+    device: int
+    action: Compute
+    start: float
+    end: float
+
+
+# --- making one -----------------------------------------------------------------------------
+
+
+def make(
+    kind: str,
+    stages: int,
+    micro_batches: int,
+    devices: int | Sequence[int] | None = None,
+    *,
+    edges: Iterable[Edge] | None = None,
+    backward: bool = True,
+) -> Schedule:
+    """The schedule of a batch.
+
+    Args:
+        kind: "gpipe", "1f1b" or "interleaved".
+        stages: S, at least 1.
+        micro_batches: M, any number from 0: the last batch of an epoch may have few.
+        devices: their number p, or the device of each stage. Default: one for each stage. "gpipe" takes any places,
+            also a device that is visited twice; "1f1b" one stage per device; "interleaved" stage s on device s mod p.
+        edges: which stage hands something to which later one; default each to the next. Every stage but the first must
+            get something.
+        backward: False for an evaluation: forward only.
+
+    Raises:
+        ConfigError: the numbers do not fit, with the equation.
+    """
+    if kind not in SCHEDULES:
+        raise ConfigError(f"[pipeline] schedule is {kind!r}; choose from {', '.join(SCHEDULES)}")
+    if stages < 1 or micro_batches < 0:
+        raise ConfigError(
+            f"[pipeline] {stages} stages and {micro_batches} micro-batches; give at least 1 stage, and 0 or more"
+        )
+    place = _places(kind, stages, devices)
+    p = max(place) + 1
+    links = tuple((s, s + 1) for s in range(stages - 1)) if edges is None else tuple(sorted(set(edges)))
+    for r, s in links:
+        if not 0 <= r < s < stages:
+            raise ConfigError(f"[pipeline] stage {r} cannot hand on to stage {s} of {stages}; it must be a later one")
+    fed = {s for _, s in links}
+    if fed != set(range(1, stages)):
+        lost = min(set(range(1, stages)) - fed)
+        raise ConfigError(f"[pipeline] stage {lost} gets nothing from an earlier stage; join it to its neighbour")
+    orders: list[list[Compute]] = [[] for _ in range(p)]
+    for d in range(p):
+        own = [s for s, at in enumerate(place) if at == d]
+        if kind == "gpipe" or not backward:
+            orders[d] = _gpipe(own, stages, micro_batches)
+        elif kind == "1f1b":
+            orders[d] = _one_by_one(own[0], p - d, micro_batches)
+        else:
+            orders[d] = _interleaved(own, d, p, micro_batches)
+    if not backward:
+        orders = [[a for a in order if isinstance(a, Forward)] for order in orders]
+    actions = tuple(tuple(_with_transfers(order, place, links)) for order in orders)
+    return Schedule(kind, micro_batches, place, links, tuple(map(tuple, orders)), actions)
+
+
+def _places(kind: str, stages: int, devices: int | Sequence[int] | None) -> tuple[int, ...]:
+    """The device of each stage."""
+    p = stages if devices is None else devices
+    place = tuple(s % p if p > 0 else -1 for s in range(stages)) if isinstance(p, int) else tuple(p)
+    count = len(set(place))
+    if len(place) != stages or set(place) != set(range(count)):
+        raise ConfigError(
+            f"[pipeline] {stages} stages on devices {list(place)}; give the device of each stage, and use all from 0"
+        )
+    if isinstance(p, int) and p > stages:
+        raise ConfigError(f"[pipeline] {stages} stages for {p} devices; give each device a stage")
+    if kind == "1f1b" and place != tuple(range(stages)):
+        raise ConfigError(
+            f"[pipeline] schedule '1f1b' needs stage s on device s, but the {stages} stages are on {list(place)}; "
+            "use 'gpipe', or 'interleaved' for several stages per device"
+        )
+    if kind == "interleaved" and (place != tuple(s % count for s in range(stages)) or stages % count):
+        raise ConfigError(
+            f"[pipeline] schedule 'interleaved' needs stages = v x devices with stage s on device s mod devices, but "
+            f"{stages} stages are on {list(place)}; add stages, or use 'gpipe'"
+        )
+    return place
+
+
+def _gpipe(own: list[int], stages: int, m: int) -> list[Compute]:
+    """All forward, then all backward; a device with several stages takes what can be ready first."""
+    pairs = [(s, i) for s in own for i in range(m)]
+    forward = sorted(pairs, key=lambda a: (a[0] + a[1], -a[0]))
+    backward = sorted(pairs, key=lambda a: (stages - 1 - a[0] + a[1], a[0]))
+    return [*(Forward(s, i) for s, i in forward), *(Backward(s, i) for s, i in backward)]
+
+
+def _one_by_one(stage: int, depth: int, m: int) -> list[Compute]:
+    """At most `depth` micro-batches under way: depth - 1 forwards, then forward and backward by turns."""
+    ahead = min(depth - 1, m)
+    return _turns([Forward(stage, i) for i in range(m)], [Backward(stage, i) for i in range(m)], ahead)
+
+
+def _turns(forward: Sequence[Compute], backward: Sequence[Compute], ahead: int) -> list[Compute]:
+    order: list[Compute] = list(forward[:ahead])
+    for i, f in enumerate(forward[ahead:]):
+        order += [f, backward[i]]
+    return order + list(backward[len(forward) - ahead :])
+
+
+def _interleaved(own: list[int], d: int, p: int, m: int) -> list[Compute]:
+    """Groups of p micro-batches go through the device's first stage, then through its second, and so on.
+
+    The order is made for M rounded up to a multiple of p, and what does not exist left out: micro-batches do not depend
+    on each other, so what remains is still an order.
+    """
+    v, rounds = len(own), -(-m // p)
+    if v == 1:
+        return _one_by_one(own[0], p - d, m)
+
+    def pairs(chunks: list[int]) -> list[tuple[int, int]]:
+        return [(s, p * r + i) for r in range(rounds) for s in chunks for i in range(p)]
+
+    total = v * p * rounds
+    ahead = min(2 * (p - d - 1) + (v - 1) * p, total)
+    order = _turns([Forward(*a) for a in pairs(own)], [Backward(*a) for a in pairs(own[::-1])], ahead)
+    return [a for a in order if a.micro < m]
+
+
+def _with_transfers(order: list[Compute], place: tuple[int, ...], edges: tuple[Edge, ...]) -> list[Action]:
+    """Receives right before what needs them, sends right after what makes them; nothing within a device."""
+    out: list[Action] = []
+    for a in order:
+        s, here = a.stage, place[a.stage]
+        before = [r for r, t in edges if t == s and place[r] != here]  # earlier stages elsewhere
+        after = [t for r, t in edges if r == s and place[t] != here]
+        if isinstance(a, Forward):
+            out += [Recv("activation", r, s, a.micro, place[r]) for r in before]
+            out.append(a)
+            out += [Send("activation", s, t, a.micro, place[t]) for t in after]
+        else:
+            out += [Recv("gradient", t, s, a.micro, place[t]) for t in after]
+            out.append(a)
+            out += [Send("gradient", s, r, a.micro, place[r]) for r in before]
+    return out
+
+
+# --- proving it -----------------------------------------------------------------------------
+
+
+def check(schedule: Schedule, *, buffered: bool = True) -> None:
+    """Runs the schedule on paper.
+
+    Args:
+        buffered: whether a send completes by itself; else it waits for its receive, as a plain blocking send may.
+
+    Raises:
+        ConfigError: an action is missing, there twice, on the wrong device or before what it needs; or devices wait for
+            each other, with the cycle named.
+    """
+    seen: dict[Compute, int] = {}
+    for d, order in enumerate(schedule.actions):
+        if tuple(a for a in order if isinstance(a, (Forward, Backward))) != schedule.compute[d]:
+            raise ConfigError(f"[pipeline] the two lists of device {d} differ in what it computes; make it anew")
+        for a in order:
+            if isinstance(a, (Forward, Backward)):
+                if a in seen:
+                    raise ConfigError(f"[pipeline] {a} is done twice, on device {seen[a]} and on device {d}")
+                if schedule.place[a.stage] != d:
+                    raise ConfigError(f"[pipeline] {a} is on device {d}, its stage on {schedule.place[a.stage]}")
+                seen[a] = d
+    kinds = (Forward, Backward) if any(isinstance(a, Backward) for a in seen) else (Forward,)
+    wanted = {k(s, i) for k in kinds for s in range(schedule.stages) for i in range(schedule.micro_batches)}
+    if seen.keys() != wanted:
+        odd = min(map(str, seen.keys() ^ wanted))
+        raise ConfigError(f"[pipeline] {odd} is {'missing' if len(seen) < len(wanted) else 'too much'}; make it anew")
+    everything = [a for order in schedule.actions for a in order]
+    sends = {_message(a): a for a in everything if isinstance(a, Send)}
+    receives = {_message(a): a for a in everything if isinstance(a, Recv)}
+    for m in sorted(sends.keys() ^ receives.keys()):
+        a = sends.get(m) or receives[m]
+        raise ConfigError(f"[pipeline] '{a}' has no {'receive' if m in sends else 'send'} on device {a.device}")
+    at = [0] * schedule.devices
+    done: set[Compute] = set()
+    sent: set[tuple] = set()
+    received: set[tuple] = set()
+
+    def there(need: Compute, a: Compute, d: int) -> bool:
+        """Whether what action a of device d needs is on d."""
+        if schedule.place[need.stage] == d:
+            return need in done
+        what = "activation" if isinstance(need, Forward) else "gradient"
+        return (what, need.stage, a.stage, a.micro) in received
+
+    def next_of(d: int) -> Action | None:
+        return schedule.actions[d][at[d]] if at[d] < len(schedule.actions[d]) else None
+
+    def waits_for(d: int) -> int | None:
+        """The device that the next action of d waits for, or None if it can go on."""
+        a = next_of(d)
+        if isinstance(a, Recv):
+            return None if _message(a) in sent else a.device
+        if isinstance(a, Send) and not buffered:
+            other = next_of(a.device)
+            return None if isinstance(other, Recv) and _message(other) == _message(a) else a.device
+        return None
+
+    while True:
+        moved = False
+        for d in range(schedule.devices):
+            while (a := next_of(d)) is not None and waits_for(d) is None:
+                if isinstance(a, (Forward, Backward)):
+                    lost = [n for n in _needs(schedule, a) if not there(n, a, d)]
+                    if lost:
+                        raise ConfigError(f"[pipeline] device {d} does {a} before {lost[0]}, which it needs")
+                    done.add(a)
+                elif isinstance(a, Recv):
+                    received.add(_message(a))
+                elif isinstance(a, Send):
+                    if (Forward if a.what == "activation" else Backward)(a.stage, a.micro) not in done:
+                        raise ConfigError(f"[pipeline] device {d} has to '{a}' before it is made")
+                    sent.add(_message(a))
+                    if not buffered:
+                        received.add(_message(a))
+                        at[a.device] += 1  # the receive that waited for it
+                at[d] += 1
+                moved = True
+        if not moved:
+            break
+    stuck = [d for d in range(schedule.devices) if next_of(d) is not None]
+    if stuck:
+        path = [stuck[0]]
+        while (d := waits_for(path[-1])) not in path:  # whoever is waited for still has the send before it: it waits
+            path.append(d)
+        cycle = path[path.index(d) :]
+        raise ConfigError(
+            "[pipeline] devices wait for each other: "
+            + "; ".join(f"device {d} waits for device {waits_for(d)} at '{next_of(d)}'" for d in cycle)
+        )
+
+
+def _message(a: Send | Recv) -> tuple[str, int, int, int]:
+    return (a.what, a.stage, a.to, a.micro)
+
+
+def _needs(schedule: Schedule, a: Compute) -> list[Compute]:
+    """What must be done before a."""
+    if isinstance(a, Forward):
+        return [Forward(r, a.micro) for r, s in schedule.edges if s == a.stage]
+    return [Forward(a.stage, a.micro), *(Backward(s, a.micro) for r, s in schedule.edges if r == a.stage)]
+
+
+# --- what it costs ----------------------------------------------------------------------------
+
+Cost = float | Sequence[float]
+
+
+def simulate(schedule: Schedule, forward: Cost = 1, backward: Cost = 2, transfer: float = 0) -> list[Slice]:
+    """When everything is computed, each device starting as early as its order allows.
+
+    Args:
+        forward, backward: time of one forward and one backward, in any unit: for all stages, or one number per stage.
+        transfer: time of a message between devices.
+
+    Raises:
+        ConfigError: devices wait for each other.
+    """
+    costs = {Forward: _per_stage(forward, schedule.stages), Backward: _per_stage(backward, schedule.stages)}
+    end: dict[Compute, float] = {}
+    free, at = [0.0] * schedule.devices, [0] * schedule.devices
+    out: list[Slice] = []
+    while len(out) < sum(map(len, schedule.compute)):
+        before = len(out)
+        for d, order in enumerate(schedule.compute):
+            while at[d] < len(order):
+                a = order[at[d]]
+                needs = _needs(schedule, a)
+                if not all(n in end for n in needs):
+                    break
+                ready = (end[n] + (transfer if schedule.place[n.stage] != d else 0) for n in needs)
+                start = max(free[d], *ready) if needs else free[d]
+                end[a] = free[d] = start + costs[type(a)][a.stage]
+                out.append(Slice(d, a, start, end[a]))
+                at[d] += 1
+        if len(out) == before:
+            check(schedule)
+            raise ConfigError("[pipeline] the schedule does not come to an end; make it anew")
+    return sorted(out, key=lambda s: (s.start, s.device))
+
+
+def _per_stage(cost: Cost, stages: int) -> Sequence[float]:
+    if isinstance(cost, (int, float)):
+        return [cost] * stages
+    if len(cost) != stages:
+        raise ConfigError(f"[pipeline] {len(cost)} costs for {stages} stages; give one, or one for each stage")
+    return cost
+
+
+def bubble(schedule: Schedule, forward: Cost = 1, backward: Cost = 2, transfer: float = 0) -> float:
+    """The share of all devices' time, from the first computation to the last, in which they wait.
+
+    With p equal stages and M micro-batches it is (p - 1) / (M + p - 1) for gpipe and 1f1b, whatever a forward and a
+    backward cost, and (p - 1) / (v M + p - 1) for interleaved with v stages per device if p divides M.
+    """
+    run = simulate(schedule, forward, backward, transfer)
+    span = max((s.end for s in run), default=0)
+    return 1 - sum(s.end - s.start for s in run) / (span * schedule.devices) if span else 0.0
+
+
+def peak(schedule: Schedule) -> tuple[int, ...]:
+    """For each device the most (stage, micro-batch) pairs that are between their forward and backward at one time: as
+    many sets of activations it must keep. 0 without a backward pass."""
+    most = []
+    for order in schedule.compute:
+        now = high = 0
+        if any(isinstance(a, Backward) for a in order):
+            for a in order:
+                now += 1 if isinstance(a, Forward) else -1
+                high = max(high, now)
+        most.append(high)
+    return tuple(most)
+
+
+# --- showing it -----------------------------------------------------------------------------
+
+
+def text(schedule: Schedule, forward: Cost = 1, backward: Cost = 2) -> str:
+    """A picture: a row per device, a column per unit of time, F and B with the number of the micro-batch.
+
+    Costs are whole numbers here. A device with several stages marks them a, b, c, ... in the order of the model.
+    """
+    run = simulate(schedule, forward, backward)
+    letters = [_letter(schedule, s) for s in range(schedule.stages)]
+    names = {s.action: f"{str(s.action)[0]}{s.action.micro}{letters[s.action.stage]}" for s in run}
+    if any(s.start != int(s.start) or s.end != int(s.end) for s in run):
+        raise ConfigError("[pipeline] a picture needs costs that are whole numbers")
+    width = max((len(n) for n in names.values()), default=2) + 1
+    span = int(max((s.end for s in run), default=0))
+    lines = []
+    for d in range(schedule.devices):
+        cells = ["." + " " * (width - 1)] * span
+        for s in run:
+            if s.device == d and s.end > s.start:
+                long = width * int(s.end - s.start)
+                whole = names[s.action].ljust(long - 1, "-" if long > width else " ") + " "
+                for i in range(int(s.end - s.start)):
+                    cells[int(s.start) + i] = whole[i * width : (i + 1) * width]
+        lines.append(f"device {d}  {''.join(cells)}".rstrip())
+    return "\n".join(lines)
+
+
+def _letter(schedule: Schedule, stage: int) -> str:
+    own = [s for s, d in enumerate(schedule.place) if d == schedule.place[stage]]
+    if len(own) == 1:
+        return ""
+    i = own.index(stage)
+    return chr(ord("a") + i) if len(own) <= 26 else f"/{i}"
+
+
+def listing(schedule: Schedule) -> str:
+    """All actions of all devices, one device after the other."""
+    return "\n".join(f"device {d}: " + ", ".join(map(str, order)) for d, order in enumerate(schedule.actions))
