@@ -7,6 +7,7 @@ from std.runtime import initialize_runtime
 
 from kernels.lanes import BytePtr, LANES
 from kernels.layout import LongPtr
+from kernels.lowp import HAS_BF16
 from shared.training.executor import StepPtr, run_program, run_step
 from shared.training.ops import ContextPtr, NAMES, RECORD, ROWS, STATS
 
@@ -19,7 +20,8 @@ def odyssey_init() abi("C"):
 
 @export
 def odyssey_constant(which: Int) abi("C") -> Int:
-    """LANES (0), RECORD (1), STATS (2), ROWS (3), the number of ops (4)."""
+    """LANES (0), RECORD (1), STATS (2), ROWS (3), the number of ops (4), whether the target multiplies bf16 (5).
+    """
     if which == 0:
         return LANES
     elif which == 1:
@@ -28,6 +30,8 @@ def odyssey_constant(which: Int) abi("C") -> Int:
         return STATS
     elif which == 3:
         return ROWS
+    elif which == 5:
+        return Int(HAS_BF16)
     return len(materialize[NAMES]())
 
 

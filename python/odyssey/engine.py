@@ -78,11 +78,26 @@ class Engine:
         model, loss: called as loss(model(x), labels) for each shard.
         arena: the model's parameters.
         train: whether to run a backward pass.
+        precision: of the products (precision.py).
+        scaled: whether gradients come out multiplied by `loss_scale`.
     """
 
-    def __init__(self, model: Module, loss: Any, arena: Arena, layout: Layout, *, train: bool, seed: int) -> None:
+    def __init__(
+        self,
+        model: Module,
+        loss: Any,
+        arena: Arena,
+        layout: Layout,
+        *,
+        train: bool,
+        seed: int,
+        precision: str = "fp32",
+        scaled: bool = False,
+    ) -> None:
         self.model, self.loss, self.arena, self.layout, self.train = model, loss, arena, layout, train
         self.seed = seed
+        self.precision, self.scaled = precision, scaled
+        self.loss_scale = 1.0  # of the next run, if `scaled`
         lib = native.library()
         self.floats = (arena.size if train else 0) + lib.stats
         self.stats_at = self.floats - lib.stats
@@ -102,7 +117,7 @@ class Engine:
         if ready.data is not data:
             self._use(ready, data)
         s.rows = batch.indices.ctypes.data
-        s.context.step = step
+        s.context.step, s.context.loss_scale = step, self.loss_scale
         if self.layout.execution == "replay":
             native.library().step(s)
         else:
@@ -149,12 +164,13 @@ class Engine:
         executor.emit("stats", executor.stats, loss.memory, stats)
         executor.close(loss.device)
         if self.train:
+            executor.scaled = self.scaled
             loss.backward()
 
     def _record(self, n: int, sample_shape: tuple[int, ...]) -> Program:
         key = (n, *sample_shape)
         if key not in self._programs:
-            recorder = Recorder(self.arena, 4 * self.stats_at, n)
+            recorder = Recorder(self.arena, 4 * self.stats_at, n, self.precision)
             self._traced(recorder, n, sample_shape)
             self._programs[key] = recorder.finish()
         return self._programs[key]
@@ -225,5 +241,5 @@ class Engine:
                 c.first = a.a * s.shard_size
                 c.valid = min(s.shard_size, s.samples - c.first)
                 c.rows = s.rows + 8 * c.first
-                executor = ShardEager(c, buffer.ctypes.data, 4 * self.stats_at, s.shard_size)
+                executor = ShardEager(c, buffer.ctypes.data, 4 * self.stats_at, s.shard_size, self.precision)
                 self._traced(executor, s.shard_size, sample_shape)

@@ -17,6 +17,7 @@ from . import native
 from .errors import ConfigError, DeviceError, ShapeError
 from .placement import Device
 from .placement import device as place_of
+from .precision import scratch_bytes
 from .program import Block, Memory, Recorder, ShardEager, current
 from .tensor import Tensor, apart, attach, empty, in_checkpoint, layout_of, make, new_like
 
@@ -180,6 +181,16 @@ def _bias(b: Tensor | None, size: int) -> Memory:
     return Block(native.aligned(size)) if b is None else b.memory
 
 
+def _product(
+    op: str, precision: str, memory: tuple[Memory, ...], sizes: tuple[int, ...], *flags: int, layout: str
+) -> None:
+    """Emits a product; one that rounds its operands takes scratch memory behind them."""
+    if precision != "fp32":
+        memory = (*memory, current().alloc(scratch_bytes(op, precision, layout, sizes)))
+        op = f"{op}_{precision}"
+    current().emit(op, *memory, *sizes, *flags, layout=layout)
+
+
 def _pair(v: int | tuple[int, int]) -> tuple[int, int]:
     return (v, v) if isinstance(v, int) else (v[0], v[1])
 
@@ -230,24 +241,21 @@ def conv2d(
         raise ShapeError(f"[conv2d] a kernel of {r} x {t} does not fit an input of {h} x {w}; add padding")
     y = empty((n, k, (h - r) // stride + 1, (w - t) // stride + 1), x.layout)
     sizes = (x.groups, c, h, w, k, r, t, stride)
-    current().emit("conv2d_forward", y.memory, x.memory, weight.memory, _bias(bias, k), *sizes, 0, layout=x.layout)
+    # One channel fills half of a pair; packing would cost what is left to gain (docs/precision.md).
+    precision = current().precision if c > 1 else "fp32"
+    operands = (y.memory, x.memory, weight.memory, _bias(bias, k))
+    _product("conv2d_forward", precision, operands, sizes, 0, layout=x.layout)
 
     def backward(dy: Tensor) -> tuple[Tensor | None, ...]:
         if weight.requires_grad or (bias is not None and bias.requires_grad):
             db = _grad_memory("conv2d", bias, k)
-            current().emit(
-                "conv2d_backward_weight",
-                _grad_memory("conv2d", weight),
-                db,
-                dy.memory,
-                x.memory,
-                *sizes,
-                layout=x.layout,
-            )
+            operands = (_grad_memory("conv2d", weight), db, dy.memory, x.memory)
+            _product("conv2d_backward_weight", precision, operands, sizes, layout=x.layout)
         if not x.requires_grad:
             return (None, None, None)
         dx = empty(x.shape, x.layout)
-        current().emit("conv2d_backward_input", dx.memory, dy.memory, weight.memory, *sizes, layout=x.layout)
+        operands = (dx.memory, dy.memory, weight.memory)
+        _product("conv2d_backward_input", precision, operands, sizes, layout=x.layout)
         return (dx, None, None)
 
     return attach(y, (x, weight, weight if bias is None else bias), backward)
@@ -263,28 +271,22 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     x = batched(x)
     (o, i), g = weight.shape, x.groups
     y = empty((x.shape[0], o), x.layout)
-    current().emit("linear_forward", y.memory, x.memory, weight.memory, _bias(bias, o), g, i, o, 0, layout=x.layout)
+    sizes, precision = (g, i, o), current().precision
+    operands = (y.memory, x.memory, weight.memory, _bias(bias, o))
+    _product("linear_forward", precision, operands, sizes, 0, layout=x.layout)
 
     def backward(dy: Tensor) -> tuple[Tensor | None, ...]:
         if weight.requires_grad or (bias is not None and bias.requires_grad):
             db = _grad_memory("linear", bias, o)
-            scratch = current().alloc(4 * x.floats)
-            current().emit(
-                "linear_backward_weight",
-                _grad_memory("linear", weight),
-                db,
-                dy.memory,
-                x.memory,
-                scratch,
-                g,
-                i,
-                o,
-                layout=x.layout,
-            )
+            operands = (_grad_memory("linear", weight), db, dy.memory, x.memory)
+            if precision == "fp32":
+                operands = (*operands, current().alloc(4 * x.floats))
+            _product("linear_backward_weight", precision, operands, sizes, layout=x.layout)
         if not x.requires_grad:
             return (None, None, None)
         dx = empty(x.shape, x.layout)
-        current().emit("linear_backward_input", dx.memory, dy.memory, weight.memory, g, i, o, layout=x.layout)
+        operands = (dx.memory, dy.memory, weight.memory)
+        _product("linear_backward_input", precision, operands, sizes, layout=x.layout)
         return (dx, None, None)
 
     return attach(y, (x, weight, weight if bias is None else bias), backward)

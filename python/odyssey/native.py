@@ -38,6 +38,7 @@ class Context(ctypes.Structure):
         ("rows", ctypes.c_int64),
         ("scale", ctypes.c_int64),
         ("shift", ctypes.c_int64),
+        ("loss_scale", ctypes.c_double),
     ]
 
 
@@ -74,6 +75,7 @@ class Library:
         lib.odyssey_constant.restype = ctypes.c_ssize_t
         lib.odyssey_constant.argtypes = [ctypes.c_ssize_t]
         self.lanes, self.record, self.stats, self.rows, n_ops = (lib.odyssey_constant(i) for i in range(5))
+        self.bf16 = bool(lib.odyssey_constant(5))  # products of bf16 are instructions, not emulated
         lib.odyssey_op_name.restype = ctypes.c_ssize_t
         lib.odyssey_op_name.argtypes = [ctypes.c_ssize_t, ctypes.c_char_p, ctypes.c_ssize_t]
         text = ctypes.create_string_buffer(64)

@@ -89,9 +89,11 @@ class Scope:
 
 
 class Executor:
-    """What all executors share: the numbering of ops and of dropouts."""
+    """What all executors share: the numbering of ops and of dropouts, and the precision of products."""
 
     def __init__(self) -> None:
+        self.precision = "fp32"  # see precision.py
+        self.scaled = False  # backward() starts from the context's loss scale instead of 1
         self.scope = Scope()
         self.layer = 0  # number of the next dropout
 
@@ -160,9 +162,12 @@ class ShardEager(Eager):
 
     shard = True
 
-    def __init__(self, context: native.Context, grads_address: int, stats_offset: int, samples: int) -> None:
+    def __init__(
+        self, context: native.Context, grads_address: int, stats_offset: int, samples: int, precision: str = "fp32"
+    ) -> None:
         super().__init__()
         self.context = context
+        self.precision = precision
         self.samples = samples
         self.outputs: int | None = None  # classes that the loss saw
         self._grads = grads_address
@@ -208,9 +213,10 @@ class Recorder(Executor):
 
     shard = True
 
-    def __init__(self, arena: Arena, stats_offset: int, samples: int) -> None:
+    def __init__(self, arena: Arena, stats_offset: int, samples: int, precision: str = "fp32") -> None:
         super().__init__()
         self.arena = arena
+        self.precision = precision
         self.samples = samples  # of the shard
         self.outputs: int | None = None  # classes that the loss saw
         self.records: list[Record] = []
@@ -351,7 +357,11 @@ def fused(records: list[Record]) -> list[Record]:
             before = users.get(id(x), [])
             if len(before) == 2 and before[1] == i:
                 maker = out[before[0]]
-                if maker is not None and maker.op in ("conv2d_forward", "linear_forward") and maker.args[0] is x:
+                if (
+                    maker is not None
+                    and maker.op.startswith(("conv2d_forward", "linear_forward"))
+                    and maker.args[0] is x
+                ):
                     maker.args[0] = y
                     maker.args[-1] = 1
                     out[i] = None

@@ -255,7 +255,10 @@ class Tensor:
                 executor.enter(self.node.number if self.node else -1, self.device)
                 if seed is None:
                     seed = empty(self.shape)
-                    executor.emit("fill", seed.memory, 1.0, 1)
+                    if executor.scaled:
+                        executor.emit("loss_scale", seed.memory)
+                    else:
+                        executor.emit("fill", seed.memory, 1.0, 1)
                 _walk(self, _as_layout(seed, self.layout))
             finally:
                 executor.leave()

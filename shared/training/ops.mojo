@@ -22,6 +22,11 @@ from kernels.conv2d import (
     conv2d_backward_weight,
     conv2d_forward,
 )
+from kernels.conv2d_bf16 import (
+    conv2d_backward_input_bf16,
+    conv2d_backward_weight_bf16,
+    conv2d_forward_bf16,
+)
 from kernels.conv2d_rows import (
     conv2d_backward_input_rows,
     conv2d_backward_weight_rows,
@@ -57,11 +62,17 @@ from kernels.linear import (
     linear_backward_weight,
     linear_forward,
 )
+from kernels.linear_bf16 import (
+    linear_backward_input_bf16,
+    linear_backward_weight_bf16,
+    linear_forward_bf16,
+)
 from kernels.linear_rows import (
     linear_backward_input_rows,
     linear_backward_weight_rows,
     linear_forward_rows,
 )
+from kernels.lowp import HAS_BF16, bias_gradient, rounded
 from kernels.optimizer import adam, sgd
 from kernels.pool import (
     avgpool_backward,
@@ -115,6 +126,18 @@ comptime NAMES: List[StaticString] = [
     "linear_forward",
     "linear_backward_weight",
     "linear_backward_input",
+    "conv2d_forward_bf16",
+    "conv2d_backward_weight_bf16",
+    "conv2d_backward_input_bf16",
+    "linear_forward_bf16",
+    "linear_backward_weight_bf16",
+    "linear_backward_input_bf16",
+    "conv2d_forward_fp16",
+    "conv2d_backward_weight_fp16",
+    "conv2d_backward_input_fp16",
+    "linear_forward_fp16",
+    "linear_backward_weight_fp16",
+    "linear_backward_input_fp16",
     "relu_forward",
     "relu_backward",
     "tanh_forward",
@@ -139,6 +162,7 @@ comptime NAMES: List[StaticString] = [
     "scale",
     "copy",
     "fill",
+    "loss_scale",
     "uniform",
     "tree_sum",
     "squared_norm",
@@ -171,6 +195,7 @@ struct Context(TrivialRegisterPassable):
     var rows: Int64  # address, int64: which samples the shard has
     var scale: Int64  # address, float32 (C)
     var shift: Int64  # address, float32 (C)
+    var loss_scale: Float64  # what gradients are multiplied by inside a program; a power of two
 
 
 comptime ContextPtr = Pointer[Context, MutUntrackedOrigin]
@@ -319,6 +344,66 @@ def _execute[L: Int](op: Int, r: Record, ctx: Context) -> Bool:
         _linear_backward_weight[L](r)
     elif op == comptime (code("linear_backward_input")):  # dx; dy, w; G, I, O
         _linear_backward_input[L](r)
+    elif op == comptime (
+        code("conv2d_forward_bf16")
+    ):  # y; x, w, b; scratch; G, C, H, W, K, R, T, S; relu
+        if r.int(14):
+            _conv2d_forward_low[L, DType.bfloat16, True](r)
+        else:
+            _conv2d_forward_low[L, DType.bfloat16, False](r)
+    elif op == comptime (
+        code("conv2d_backward_weight_bf16")
+    ):  # dw, db; dy, x; scratch; G, C, H, W, K, R, T, S
+        _conv2d_backward_weight_low[L, DType.bfloat16](r)
+    elif op == comptime (
+        code("conv2d_backward_input_bf16")
+    ):  # dx; dy, w; scratch; G, C, H, W, K, R, T, S
+        _conv2d_backward_input_low[L, DType.bfloat16](r)
+    elif op == comptime (
+        code("linear_forward_bf16")
+    ):  # y; x, w, b; scratch; G, I, O; relu
+        if r.int(9):
+            _linear_forward_low[L, DType.bfloat16, True](r)
+        else:
+            _linear_forward_low[L, DType.bfloat16, False](r)
+    elif op == comptime (
+        code("linear_backward_weight_bf16")
+    ):  # dw, db; dy, x; scratch; G, I, O
+        _linear_backward_weight_low[L, DType.bfloat16](r)
+    elif op == comptime (
+        code("linear_backward_input_bf16")
+    ):  # dx; dy, w; scratch; G, I, O
+        _linear_backward_input_low[L, DType.bfloat16](r)
+    elif op == comptime (
+        code("conv2d_forward_fp16")
+    ):  # y; x, w, b; scratch; G, C, H, W, K, R, T, S; relu
+        if r.int(14):
+            _conv2d_forward_low[L, DType.float16, True](r)
+        else:
+            _conv2d_forward_low[L, DType.float16, False](r)
+    elif op == comptime (
+        code("conv2d_backward_weight_fp16")
+    ):  # dw, db; dy, x; scratch; G, C, H, W, K, R, T, S
+        _conv2d_backward_weight_low[L, DType.float16](r)
+    elif op == comptime (
+        code("conv2d_backward_input_fp16")
+    ):  # dx; dy, w; scratch; G, C, H, W, K, R, T, S
+        _conv2d_backward_input_low[L, DType.float16](r)
+    elif op == comptime (
+        code("linear_forward_fp16")
+    ):  # y; x, w, b; scratch; G, I, O; relu
+        if r.int(9):
+            _linear_forward_low[L, DType.float16, True](r)
+        else:
+            _linear_forward_low[L, DType.float16, False](r)
+    elif op == comptime (
+        code("linear_backward_weight_fp16")
+    ):  # dw, db; dy, x; scratch; G, I, O
+        _linear_backward_weight_low[L, DType.float16](r)
+    elif op == comptime (
+        code("linear_backward_input_fp16")
+    ):  # dx; dy, w; scratch; G, I, O
+        _linear_backward_input_low[L, DType.float16](r)
     elif op == comptime (code("relu_forward")):  # y; x; n
         relu_forward(r.ptr(1), r.ptr(2), r.int(3))
     elif op == comptime (code("relu_backward")):  # dx; dy; y; n
@@ -393,6 +478,8 @@ def _execute[L: Int](op: Int, r: Record, ctx: Context) -> Bool:
         unsafe_memcpy(dest=r.ptr(1), src=r.ptr(2), count=r.int(3))
     elif op == comptime (code("fill")):  # y; a, n
         fill(r.ptr(1), r.float(2), r.int(3))
+    elif op == comptime (code("loss_scale")):  # y (1)
+        r.ptr(1)[] = Float32(ctx.loss_scale)
     elif op == comptime (code("uniform")):  # y; n, seed, stream, low, high
         uniform(
             r.ptr(1),
@@ -587,6 +674,184 @@ def _linear_backward_weight[L: Int](r: Record):
 def _linear_backward_input[L: Int](r: Record):
     comptime kernel = linear_backward_input_rows if L == 1 else linear_backward_input
     kernel(r.ptr(1), r.ptr(2), r.ptr(3), r.int(4), r.int(5), r.int(6))
+
+
+# --- products of bf16 and fp16 operands ----------------------------------------------
+# The processor's own bf16 products where it has them and the batch is in lanes; else float32 copies of rounded operands,
+# in scratch, for the float32 kernels. python/odyssey/precision.py knows how much scratch each takes.
+
+
+@always_inline
+def _rounded[dtype: DType](scratch: Ptr, x: Ptr, n: Int) -> Ptr:
+    """A rounded copy of x at `scratch`."""
+    rounded[dtype](scratch, x, n)
+    return scratch
+
+
+def _conv2d_forward_low[L: Int, dtype: DType, relu: Bool](r: Record):
+    var G = r.int(6)
+    var C = r.int(7)
+    var H = r.int(8)
+    var W = r.int(9)
+    var K = r.int(10)
+    var R = r.int(11)
+    var T = r.int(12)
+    var S = r.int(13)
+    comptime if HAS_BF16 and dtype == DType.bfloat16 and L == LANES:
+        conv2d_forward_bf16[relu](
+            r.ptr(1),
+            r.ptr(2),
+            r.ptr(3),
+            r.ptr(4),
+            r.ptr(5),
+            G,
+            C,
+            H,
+            W,
+            K,
+            R,
+            T,
+            S,
+        )
+    else:
+        var n = G * C * H * W * L
+        var x = _rounded[dtype](r.ptr(5), r.ptr(2), n)
+        var w = _rounded[dtype](x.unsafe_offset(n), r.ptr(3), K * C * R * T)
+        comptime kernel = conv2d_forward_rows[
+            relu
+        ] if L == 1 else conv2d_forward[relu]
+        kernel(r.ptr(1), x, w, r.ptr(4), G, C, H, W, K, R, T, S)
+
+
+def _conv2d_backward_weight_low[L: Int, dtype: DType](r: Record):
+    var G = r.int(6)
+    var C = r.int(7)
+    var H = r.int(8)
+    var W = r.int(9)
+    var K = r.int(10)
+    var R = r.int(11)
+    var T = r.int(12)
+    var S = r.int(13)
+    comptime if HAS_BF16 and dtype == DType.bfloat16 and L == LANES:
+        conv2d_backward_weight_bf16(
+            r.ptr(1),
+            r.ptr(2),
+            r.ptr(3),
+            r.ptr(4),
+            r.ptr(5),
+            G,
+            C,
+            H,
+            W,
+            K,
+            R,
+            T,
+            S,
+        )
+    else:
+        var plane = ((H - R) // S + 1) * ((W - T) // S + 1)
+        var n = G * C * H * W * L
+        var m = G * K * plane * L
+        var x = _rounded[dtype](r.ptr(5), r.ptr(4), n)
+        var dy = _rounded[dtype](x.unsafe_offset(n), r.ptr(3), m)
+        var unused = dy.unsafe_offset(m)  # (K): db of the rounded dy
+        fill(unused, 0, K)
+        comptime kernel = conv2d_backward_weight_rows if L == 1 else conv2d_backward_weight
+        kernel(r.ptr(1), unused, dy, x, G, C, H, W, K, R, T, S)
+        bias_gradient[L](r.ptr(2), r.ptr(3), G, K, plane)
+
+
+def _conv2d_backward_input_low[L: Int, dtype: DType](r: Record):
+    var G = r.int(5)
+    var C = r.int(6)
+    var H = r.int(7)
+    var W = r.int(8)
+    var K = r.int(9)
+    var R = r.int(10)
+    var T = r.int(11)
+    var S = r.int(12)
+    comptime if HAS_BF16 and dtype == DType.bfloat16 and L == LANES:
+        comptime for t in range(1, 6, 2):
+            if S == 1 and T == t:
+                conv2d_backward_input_bf16[t](
+                    r.ptr(1),
+                    r.ptr(2),
+                    r.ptr(3),
+                    r.ptr(4),
+                    G,
+                    C,
+                    H,
+                    W,
+                    K,
+                    R,
+                )
+                return
+    var n = G * K * ((H - R) // S + 1) * ((W - T) // S + 1) * L
+    var dy = _rounded[dtype](r.ptr(4), r.ptr(2), n)
+    var w = _rounded[dtype](dy.unsafe_offset(n), r.ptr(3), K * C * R * T)
+    comptime if L == 1:
+        if S == 1:
+            conv2d_backward_input_rows(r.ptr(1), dy, w, G, C, H, W, K, R, T, S)
+        else:
+            conv2d_backward_input_any[L](
+                r.ptr(1), dy, w, G, C, H, W, K, R, T, S
+            )
+    else:
+        conv2d_backward_input(r.ptr(1), dy, w, G, C, H, W, K, R, T, S)
+
+
+def _linear_forward_low[L: Int, dtype: DType, relu: Bool](r: Record):
+    var G = r.int(6)
+    var I = r.int(7)
+    var O = r.int(8)
+    comptime if HAS_BF16 and dtype == DType.bfloat16 and L == LANES:
+        linear_forward_bf16[relu](
+            r.ptr(1), r.ptr(2), r.ptr(3), r.ptr(4), r.ptr(5), G, I, O
+        )
+    else:
+        var x = _rounded[dtype](r.ptr(5), r.ptr(2), G * I * L)
+        var w = _rounded[dtype](x.unsafe_offset(G * I * L), r.ptr(3), O * I)
+        comptime kernel = linear_forward_rows[
+            relu
+        ] if L == 1 else linear_forward[relu]
+        kernel(r.ptr(1), x, w, r.ptr(4), G, I, O)
+
+
+def _linear_backward_weight_low[L: Int, dtype: DType](r: Record):
+    var G = r.int(6)
+    var I = r.int(7)
+    var O = r.int(8)
+    comptime if HAS_BF16 and dtype == DType.bfloat16 and L == LANES:
+        linear_backward_weight_bf16(
+            r.ptr(1), r.ptr(2), r.ptr(3), r.ptr(4), r.ptr(5), G, I, O
+        )
+    else:
+        var n = G * I * L
+        var x = _rounded[dtype](r.ptr(5), r.ptr(4), n)
+        var dy = _rounded[dtype](x.unsafe_offset(n), r.ptr(3), G * O * L)
+        var unused = dy.unsafe_offset(G * O * L)  # (O): db of the rounded dy
+        fill(unused, 0, O)
+        comptime if L == 1:
+            linear_backward_weight_rows(r.ptr(1), unused, dy, x, G, I, O)
+        else:
+            var scratch = unused.unsafe_offset(O)
+            linear_backward_weight(r.ptr(1), unused, dy, x, scratch, G, I, O)
+        bias_gradient[L](r.ptr(2), r.ptr(3), G, O, 1)
+
+
+def _linear_backward_input_low[L: Int, dtype: DType](r: Record):
+    var G = r.int(5)
+    var I = r.int(6)
+    var O = r.int(7)
+    comptime if HAS_BF16 and dtype == DType.bfloat16 and L == LANES:
+        linear_backward_input_bf16(
+            r.ptr(1), r.ptr(2), r.ptr(3), r.ptr(4), G, I, O
+        )
+    else:
+        var dy = _rounded[dtype](r.ptr(4), r.ptr(2), G * O * L)
+        var w = _rounded[dtype](dy.unsafe_offset(G * O * L), r.ptr(3), O * I)
+        comptime kernel = linear_backward_input_rows if L == 1 else linear_backward_input
+        kernel(r.ptr(1), dy, w, G, I, O)
 
 
 def _maxpool_backward[L: Int, relu: Bool](r: Record):

@@ -82,6 +82,7 @@ def main() raises:
                     rows=0,
                     scale=Int64(Int(scale)),
                     shift=Int64(Int(shift)),
+                    loss_scale=1,
                 ),
             )
         )

@@ -38,6 +38,7 @@ def _context(step: Int = 0) -> Context:
         rows=0,
         scale=0,
         shift=0,
+        loss_scale=1,
     )
 
 

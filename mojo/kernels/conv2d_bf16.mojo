@@ -1,0 +1,386 @@
+"""Two-dimensional convolution over lanes with bf16 products (AVX512-BF16): conv2d.mojo with operands packed in pairs.
+
+Pairs are neighbours along an axis that is summed: input channels in forward, output channels in the gradient of the
+input, groups of samples in the gradient of the weights. A last odd one meets zeros, so an odd number of channels
+wastes half of one pair, and the weight gradient of a single group takes as long as that of two. Activations are packed
+a group at a time: what was packed is still in the second-level cache when it is used.
+
+A layer of one input channel would multiply every second time with zero; it stays in float32 (functional.py).
+"""
+
+from .lanes import LANES, Ptr, Vec, load, splat, store
+from .lowp import (
+    HalfPtr,
+    Pair,
+    bias_gradient,
+    dot2,
+    load_pair,
+    pack_neighbours,
+    pack_two,
+    splat_pair,
+)
+
+# --- register tiles --------------------------------------------------------------------------
+# As in conv2d.mojo: 4 x 6 sums + 6 + 1 registers, 24 dot2 (12 cycles) for 10 loads (5 cycles). A row is cut into pieces
+# of nearly equal length: dot2 takes six cycles and starts twice a cycle, so a tile of less than 12 sums waits.
+comptime KB = 4
+comptime QB = 6
+
+
+def _pack_weights(
+    y: HalfPtr,  # (A, ceil(B / 2), n, 2)
+    w: Ptr,
+    A: Int,
+    B: Int,
+    n: Int,
+    a_stride: Int,
+    b_stride: Int,
+):
+    """Pairs of neighbours along B of the weights at a a_stride + b b_stride + i, i < n.
+    """
+    var at = 0
+    for a in range(A):
+        for b in range(0, B, 2):
+            var p = w.unsafe_offset(a * a_stride + b * b_stride)
+            for i in range(n):
+                y[unsafe_offset=at] = p[unsafe_offset=i].cast[DType.bfloat16]()
+                y[unsafe_offset=at + 1] = (
+                    p[unsafe_offset=b_stride + i] if b + 1 < B else 0
+                ).cast[DType.bfloat16]()
+                at += 2
+
+
+@always_inline
+def _forward_tile[
+    kb: Int, qb: Int, relu: Bool
+](
+    y: Ptr,
+    x: HalfPtr,
+    w: HalfPtr,
+    b: Ptr,
+    pairs: Int,
+    R: Int,
+    T: Int,
+    S: Int,
+    x_channel: Int,
+    x_row: Int,
+    y_channel: Int,
+):
+    """One row piece: kb output channels, qb neighbouring pixels. Strides of x in vectors.
+    """
+    var acc = Array[Vec, kb * qb](fill=Vec(0))
+    comptime for k in range(kb):
+        var bias = splat(b, k)
+        comptime for q in range(qb):
+            acc[k * qb + q] = bias
+    var taps = pairs * R * T
+    var wi = 0
+    for c in range(pairs):
+        for r in range(R):
+            var xp = x.unsafe_offset((c * x_channel + r * x_row) * 2 * LANES)
+            for _ in range(T):
+                var v = Array[Pair, qb](fill=Pair(0))
+                comptime for q in range(qb):
+                    v[q] = load_pair(xp, q * S)
+                comptime for k in range(kb):
+                    var wk = splat_pair(w, k * taps + wi)
+                    comptime for q in range(qb):
+                        acc[k * qb + q] = dot2(acc[k * qb + q], v[q], wk)
+                wi += 1
+                xp = xp.unsafe_offset(2 * LANES)
+    comptime for k in range(kb):
+        comptime for q in range(qb):
+            var s = acc[k * qb + q]
+            comptime if relu:
+                s = s.lt(0).select(Vec(0), s)
+            store(y, k * y_channel + q * LANES, s)
+
+
+def conv2d_forward_bf16[
+    relu: Bool
+](
+    y: Ptr,  # (G, K, P, Q, L)
+    x: Ptr,  # (G, C, H, W, L)
+    w: Ptr,  # (K, C, R, T)
+    b: Ptr,  # (K)
+    scratch: Ptr,  # (C + 1) (8 H W + K R T / 2) floats
+    G: Int,
+    C: Int,
+    H: Int,
+    W: Int,
+    K: Int,
+    R: Int,
+    T: Int,
+    S: Int,
+):
+    """Computes y = x * w + b (cross-correlation), then max(y, 0) if `relu`."""
+    var P = (H - R) // S + 1
+    var Q = (W - T) // S + 1
+    var pairs = (C + 1) // 2
+    var taps = pairs * R * T
+    var xp = scratch.unsafe_bitcast[BFloat16]()  # (pairs, H, W, L, 2)
+    var wp = xp.unsafe_offset(pairs * H * W * 2 * LANES)  # (K, pairs, R, T, 2)
+    _pack_weights(wp, w, K, C, R * T, C * R * T, R * T)
+    var pieces = (Q + QB - 1) // QB
+    for g in range(G):
+        pack_neighbours(xp, x.unsafe_offset(g * C * H * W * LANES), 1, C, H * W)
+        for p in range(P):
+
+            @always_inline
+            def row[kb: Int](k: Int) {imm}:
+                var yr = y.unsafe_offset(((g * K + k) * P + p) * Q * LANES)
+                for i in range(pieces):
+                    var q = Q * i // pieces
+                    var n = Q * (i + 1) // pieces - q
+                    comptime for qb in range(1, QB + 1):
+                        if n == qb:
+                            _forward_tile[kb, qb, relu](
+                                yr.unsafe_offset(q * LANES),
+                                xp.unsafe_offset(
+                                    (p * S * W + q * S) * 2 * LANES
+                                ),
+                                wp.unsafe_offset(2 * k * taps),
+                                b.unsafe_offset(k),
+                                pairs,
+                                R,
+                                T,
+                                S,
+                                H * W,
+                                W,
+                                P * Q * LANES,
+                            )
+
+            var k = 0
+            while k + KB <= K:
+                row[KB](k)
+                k += KB
+            comptime for n in range(1, KB):
+                if K - k == n:
+                    row[n](k)
+
+
+# --- gradient of the weights -------------------------------------------------------------------
+# A tap is one (c, r, t). A tile sums KB x TB weights over all pixels of a pair of groups: 4 x 5 sums + 4 + 1 registers.
+comptime TB = 5
+
+
+@always_inline
+def _weight_tile[
+    kb: Int, tb: Int
+](
+    dw: Ptr,
+    dy: HalfPtr,
+    x: HalfPtr,
+    tap: Int,
+    taps: Int,
+    H: Int,
+    W: Int,
+    R: Int,
+    T: Int,
+    S: Int,
+    P: Int,
+    Q: Int,
+):
+    var offset = Array[Int, tb](fill=0)
+    comptime for j in range(tb):
+        var c = (tap + j) // (R * T)
+        var r = (tap + j) // T % R
+        offset[j] = (c * H + r) * W + (tap + j) % T
+    var acc = Array[Vec, kb * tb](fill=Vec(0))
+    for p in range(P):
+        var dyp = dy.unsafe_offset(p * Q * 2 * LANES)
+        var xp = x.unsafe_offset(p * S * W * 2 * LANES)
+        for _ in range(Q):
+            var d = Array[Pair, kb](fill=Pair(0))
+            comptime for k in range(kb):
+                d[k] = load_pair(dyp, k * P * Q)
+            comptime for j in range(tb):
+                var v = load_pair(xp, offset[j])
+                comptime for k in range(kb):
+                    acc[k * tb + j] = dot2(acc[k * tb + j], v, d[k])
+            dyp = dyp.unsafe_offset(2 * LANES)
+            xp = xp.unsafe_offset(S * 2 * LANES)
+    comptime for k in range(kb):
+        comptime for j in range(tb):
+            dw[unsafe_offset=k * taps + j] += acc[k * tb + j].reduce_add()
+
+
+def conv2d_backward_weight_bf16(
+    dw: Ptr,  # (K, C, R, T), added to
+    db: Ptr,  # (K), added to
+    dy: Ptr,  # (G, K, P, Q, L)
+    x: Ptr,  # (G, C, H, W, L)
+    scratch: Ptr,  # 16 (C H W + K P Q) floats
+    G: Int,
+    C: Int,
+    H: Int,
+    W: Int,
+    K: Int,
+    R: Int,
+    T: Int,
+    S: Int,
+):
+    """Adds the gradients of weights and bias, summed over samples and pixels.
+    """
+    var P = (H - R) // S + 1
+    var Q = (W - T) // S + 1
+    var taps = C * R * T
+    var xp = scratch.unsafe_bitcast[BFloat16]()  # (C, H, W, L, 2)
+    var dyp = xp.unsafe_offset(C * H * W * 2 * LANES)  # (K, P, Q, L, 2)
+    for g in range(0, G, 2):
+        var xg = x.unsafe_offset(g * C * H * W * LANES)
+        var dyg = dy.unsafe_offset(g * K * P * Q * LANES)
+        var xg2 = Optional[Ptr]()
+        var dyg2 = Optional[Ptr]()
+        if g + 1 < G:
+            xg2 = xg.unsafe_offset(C * H * W * LANES)
+            dyg2 = dyg.unsafe_offset(K * P * Q * LANES)
+        pack_two(xp, xg, xg2, C * H * W)
+        pack_two(dyp, dyg, dyg2, K * P * Q)
+
+        @always_inline
+        def channels[kb: Int](k: Int) {imm}:
+            var tap = 0
+            while tap < taps:
+                var n = min(TB, taps - tap)
+                comptime for tb in range(1, TB + 1):
+                    if n == tb:
+                        _weight_tile[kb, tb](
+                            dw.unsafe_offset(k * taps + tap),
+                            dyp.unsafe_offset(k * P * Q * 2 * LANES),
+                            xp,
+                            tap,
+                            taps,
+                            H,
+                            W,
+                            R,
+                            T,
+                            S,
+                            P,
+                            Q,
+                        )
+                tap += n
+
+        var k = 0
+        while k + KB <= K:
+            channels[KB](k)
+            k += KB
+        comptime for n in range(1, KB):
+            if K - k == n:
+                channels[n](k)
+    bias_gradient[LANES](db, dy, G, K, P * Q)
+
+
+# --- gradient of the input -----------------------------------------------------------------------
+# As in conv2d.mojo, a piece of a row of dy is spread over its neighbours in dx, so nothing is multiplied with a
+# border's zeros; two input channels at once, so that a sum is not needed again before it is there.
+# cb (qb + T - 1) sums + qb pixels + 1 weight must fit 32 registers: 8 pixels at T = 3, 7 at T = 5.
+
+
+@always_inline
+def _longest(T: Int) -> Int:
+    return (31 - 2 * (T - 1)) // 3
+
+
+@always_inline
+def _spread_piece[
+    T: Int, cb: Int, qb: Int
+](
+    dx: Ptr,
+    dy: HalfPtr,
+    w: HalfPtr,
+    pairs: Int,
+    r0: Int,
+    r1: Int,
+    dx_channel: Int,
+    dy_channel: Int,
+    dy_row: Int,
+    w_channel: Int,
+    w_pair: Int,
+):
+    """Adds rows r0..r1 of the kernel; dy points at the row that meets r = 0. Strides of dy in vectors.
+    """
+    comptime n = qb + T - 1
+    var acc = Array[Vec, cb * n](fill=Vec(0))
+    comptime for c in range(cb):
+        comptime for i in range(n):
+            acc[c * n + i] = load(dx, c * dx_channel + i * LANES)
+    for k in range(pairs):
+        for r in range(r0, r1):
+            var d = dy.unsafe_offset((k * dy_channel - r * dy_row) * 2 * LANES)
+            var wr = w.unsafe_offset(2 * (k * w_pair + r * T))
+            var v = Array[Pair, qb](fill=Pair(0))
+            comptime for q in range(qb):
+                v[q] = load_pair(d, q)
+            comptime for t in range(T):
+                comptime for c in range(cb):
+                    var wt = splat_pair(wr, c * w_channel + t)
+                    comptime for q in range(qb):
+                        acc[c * n + q + t] = dot2(acc[c * n + q + t], v[q], wt)
+    comptime for c in range(cb):
+        comptime for i in range(n):
+            store(dx, c * dx_channel + i * LANES, acc[c * n + i])
+
+
+def conv2d_backward_input_bf16[
+    T: Int
+](
+    dx: Ptr,  # (G, C, H, W, L)
+    dy: Ptr,  # (G, K, P, Q, L)
+    w: Ptr,  # (K, C, R, T)
+    scratch: Ptr,  # (K + 1) (8 P Q + C R T / 2) floats
+    G: Int,
+    C: Int,
+    H: Int,
+    W: Int,
+    K: Int,
+    R: Int,
+):
+    """Writes the gradient of the (padded) input, at stride 1."""
+    var P = H - R + 1
+    var Q = W - T + 1
+    var pairs = (K + 1) // 2
+    var dyp = scratch.unsafe_bitcast[BFloat16]()  # (pairs, P, Q, L, 2)
+    var wp = dyp.unsafe_offset(pairs * P * Q * 2 * LANES)  # (C, pairs, R, T, 2)
+    _pack_weights(wp, w, C, K, R * T, R * T, C * R * T)
+    comptime longest = _longest(T)
+    var pieces = (Q + longest - 1) // longest
+    for g in range(G):
+        pack_neighbours(
+            dyp, dy.unsafe_offset(g * K * P * Q * LANES), 1, K, P * Q
+        )
+        for h in range(H):
+            var r0 = max(0, h - P + 1)
+            var r1 = min(R, h + 1)
+
+            @always_inline
+            def row[cb: Int](c: Int) {imm}:
+                var out = dx.unsafe_offset(((g * C + c) * H + h) * W * LANES)
+                comptime for i in range(cb):
+                    for j in range(W):
+                        store(out, (i * H * W + j) * LANES, Vec(0))
+                for i in range(pieces):
+                    var q = Q * i // pieces
+                    var n = Q * (i + 1) // pieces - q
+                    comptime for qb in range(1, longest + 1):
+                        if n == qb:
+                            _spread_piece[T, cb, qb](
+                                out.unsafe_offset(q * LANES),
+                                dyp.unsafe_offset((h * Q + q) * 2 * LANES),
+                                wp.unsafe_offset(2 * c * pairs * R * T),
+                                pairs,
+                                r0,
+                                r1,
+                                H * W * LANES,
+                                P * Q,
+                                Q,
+                                pairs * R * T,
+                                R * T,
+                            )
+
+            var c = 0
+            while c + 2 <= C:
+                row[2](c)
+                c += 2
+            if c < C:
+                row[1](c)

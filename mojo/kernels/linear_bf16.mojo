@@ -1,0 +1,334 @@
+"""Linear layer over lanes with bf16 products (AVX512-BF16): the functions of linear.mojo with operands packed in pairs.
+
+Pairs are neighbours along the axis that is summed: inputs in forward, outputs in the gradient of the input, samples in
+the gradient of the weights. Weights are packed a panel at a time, right before the panel is used, while it is in the
+first-level cache; packing all of them first would cost as much as half the product of a shard of 32 samples.
+"""
+
+from std.math import iota
+from std.sys import masked_load, masked_store, prefetch
+
+from .lanes import F32, LANES, Ptr, Vec, load, load_first, splat, store
+from .lowp import (
+    HalfPtr,
+    Pair,
+    bias_gradient,
+    dot2,
+    load_pair,
+    pack_neighbours,
+    pack_row,
+    pair,
+    splat_pair,
+    store_pair,
+)
+
+# --- register tiles: as in linear.mojo; 24 dot2 start in 12 cycles, 14 loads in 7 -----------
+comptime OUTPUTS: List[Int] = [12, 10, 8, 6, 4, 2, 1]
+comptime NB = 12  # the first of them: outputs of a forward panel
+comptime GB = 2
+comptime COLUMNS = 96  # inputs of a panel of the gradient of the input: 8 tiles, 6 vectors
+
+
+@always_inline
+def _tile[
+    nb: Int, gb: Int, relu: Bool
+](
+    y: Ptr,
+    x: HalfPtr,
+    w: HalfPtr,
+    b: Optional[Ptr],
+    pairs: Int,
+    w_out: Int,
+    w_in: Int,
+    y_group: Int,
+):
+    """Outputs are w_out pairs apart in w, pairs of inputs w_in."""
+    var acc = Array[Vec, nb * gb](fill=Vec(0))
+    if b:
+        comptime for n in range(nb):
+            var bias = splat(b.value(), n)
+            comptime for g in range(gb):
+                acc[n * gb + g] = bias
+    for i in range(pairs):
+        var v = Array[Pair, gb](fill=Pair(0))
+        comptime for g in range(gb):
+            v[g] = load_pair(x, g * pairs + i)
+        comptime for n in range(nb):
+            var s = splat_pair(w, n * w_out + i * w_in)
+            comptime for g in range(gb):
+                acc[n * gb + g] = dot2(acc[n * gb + g], v[g], s)
+    comptime for n in range(nb):
+        comptime for g in range(gb):
+            var s = acc[n * gb + g]
+            comptime if relu:
+                s = s.lt(0).select(Vec(0), s)
+            store(y, g * y_group + n * LANES, s)
+
+
+@always_inline
+def _panel[
+    relu: Bool
+](
+    y: Ptr,
+    x: HalfPtr,
+    w: HalfPtr,
+    b: Optional[Ptr],
+    G: Int,
+    outputs: Int,
+    y_group: Int,
+    pairs: Int,
+    w_out: Int,
+    w_in: Int,
+):
+    """All groups of some neighbouring outputs, whose weights are packed."""
+
+    @always_inline
+    def groups[gb: Int](g: Int) {imm}:
+        var n = 0
+        comptime for i in range(len(OUTPUTS)):
+            comptime nb = materialize[OUTPUTS]()[i]
+            while n + nb <= outputs:
+                var bias = b
+                if b:
+                    bias = b.value().unsafe_offset(n)
+                _tile[nb, gb, relu](
+                    y.unsafe_offset(g * y_group + n * LANES),
+                    x.unsafe_offset(g * pairs * 2 * LANES),
+                    w.unsafe_offset(2 * n * w_out),
+                    bias,
+                    pairs,
+                    w_out,
+                    w_in,
+                    y_group,
+                )
+                n += nb
+
+    var g = 0
+    while g + GB <= G:
+        groups[GB](g)
+        g += GB
+    while g < G:
+        groups[1](g)
+        g += 1
+
+
+def linear_forward_bf16[
+    relu: Bool
+](
+    y: Ptr,  # (G, O, L)
+    x: Ptr,  # (G, I, L)
+    w: Ptr,  # (O, I)
+    b: Ptr,  # (O)
+    scratch: Ptr,  # 16 (G + 1) (I + 1) floats
+    G: Int,
+    I: Int,
+    O: Int,
+):
+    """Computes y = W x + b, then max(y, 0) if `relu`."""
+    var pairs = (I + 1) // 2
+    var xp = scratch.unsafe_bitcast[BFloat16]()  # (G, pairs, L, 2)
+    var wp = xp.unsafe_offset(G * pairs * 2 * LANES)  # (NB, pairs, 2)
+    pack_neighbours(xp, x, G, I, 1)
+    for o in range(0, O, NB):
+        var n = min(NB, O - o)
+        for i in range(n):
+            pack_row(
+                wp.unsafe_offset(i * 2 * pairs), w.unsafe_offset((o + i) * I), I
+            )
+        _panel[relu](
+            y.unsafe_offset(o * LANES),
+            xp,
+            wp,
+            b.unsafe_offset(o),
+            G,
+            n,
+            O * LANES,
+            pairs,
+            pairs,
+            1,
+        )
+
+
+def linear_backward_input_bf16(
+    dx: Ptr,  # (G, I, L)
+    dy: Ptr,  # (G, O, L)
+    w: Ptr,  # (O, I)
+    scratch: Ptr,  # (8 G + 96) (O + 1) floats
+    G: Int,
+    I: Int,
+    O: Int,
+):
+    """Computes dx = W^T dy."""
+    var pairs = (O + 1) // 2
+    var dyp = scratch.unsafe_bitcast[BFloat16]()  # (G, pairs, L, 2)
+    var wp = dyp.unsafe_offset(G * pairs * 2 * LANES)  # (pairs, COLUMNS, 2)
+    pack_neighbours(dyp, dy, G, O, 1)
+    for i in range(0, I, COLUMNS):
+        var n = min(COLUMNS, I - i)
+        for p in range(pairs):
+            var row = w.unsafe_offset(2 * p * I + i)
+            var out = wp.unsafe_offset(p * 2 * COLUMNS)
+            for v in range(0, n, LANES):
+                var left = n - v
+                var a: Vec
+                var b = Vec(0)
+                if left >= LANES:
+                    a = load(row, v)
+                    if 2 * p + 1 < O:
+                        b = load(row, I + v)
+                else:
+                    a = load_first(row, v, left)
+                    if 2 * p + 1 < O:
+                        b = load_first(row, I + v, left)
+                out.unsafe_store(2 * v, pair(a, b))
+        _panel[False](
+            dx.unsafe_offset(i * LANES),
+            dyp,
+            wp,
+            None,
+            G,
+            n,
+            I * LANES,
+            pairs,
+            1,
+            COLUMNS,
+        )
+
+
+# --- gradient of the weights -----------------------------------------------------------------
+# 5 outputs x 5 vectors of inputs: 25 sums + 5 + 1 registers, 10 loads for 25 dot2.
+comptime OB = 5
+comptime IB = 5
+comptime HALF = LANES // 2  # pairs of samples in a group
+
+
+@always_inline
+def _pack_samples(y: HalfPtr, x: Ptr, row: Int, n: Int):
+    """One group, n <= 16 features of x (n, L): pairs of samples leave the lanes, to y (HALF, row, 2). Sixteen features
+    of a pair are a vector; those from n on are zeros.
+
+    A transposition of 16 x 8 numbers of 32 bits, held in 8 vectors: four rounds of a perfect shuffle.
+    """
+    var a = Array[SIMD[DType.uint32, LANES], HALF](fill=0)
+    comptime for i in range(HALF):
+        var first = load(x, 2 * i * LANES) if 2 * i < n else Vec(0)
+        var second = load(x, (2 * i + 1) * LANES) if 2 * i + 1 < n else Vec(0)
+        var both = first.join(second).cast[DType.bfloat16]()
+        a[i] = _words(both)
+    comptime for _ in range(4):
+        var b = a.copy()
+        comptime for i in range(HALF // 2):
+            var z = b[i].interleave(b[i + HALF // 2])
+            a[2 * i] = z.slice[LANES, offset=0]()
+            a[2 * i + 1] = z.slice[LANES, offset=LANES]()
+    comptime for i in range(HALF):
+        y.unsafe_bitcast[UInt32]().unsafe_store(i * row, a[i])
+
+
+@always_inline
+def _words(v: Pair) -> SIMD[DType.uint32, LANES]:
+    from std.memory import bitcast
+
+    return bitcast[DType.uint32, LANES](v)
+
+
+@always_inline
+def _weight_tile[
+    ob: Int, ib: Int, partial: Bool
+](
+    dw: Ptr,
+    dy: HalfPtr,
+    xt: HalfPtr,
+    G: Int,
+    I: Int,
+    O: Int,
+    row: Int,
+    valid: Int,
+):
+    """The dw of ob outputs and ib vectors of inputs; of the last one only `valid` inputs exist if `partial`.
+    """
+    comptime for o in range(ob):
+        comptime for i in range(ib):
+            prefetch(dw.unsafe_offset(o * I + (i + ib) * LANES))
+    var acc = Array[Vec, ob * ib](fill=Vec(0))
+    for g in range(G):
+        var d = dy.unsafe_offset(g * O * LANES)
+        for l in range(HALF):
+            var x = xt.unsafe_offset((g * HALF + l) * row * 2)
+            var v = Array[Pair, ib](fill=Pair(0))
+            comptime for i in range(ib):
+                v[i] = load_pair(x, i)
+            comptime for o in range(ob):
+                var s = splat_pair(d, o * HALF + l)
+                comptime for i in range(ib):
+                    acc[o * ib + i] = dot2(acc[o * ib + i], v[i], s)
+    comptime for o in range(ob):
+        comptime for i in range(ib):
+            var p = dw.unsafe_offset(o * I + i * LANES)
+            comptime if partial and i == ib - 1:
+                var mask = iota[F32, LANES]().lt(Float32(valid))
+                var sum = masked_load[LANES](p, mask, Vec(0)) + acc[o * ib + i]
+                masked_store[LANES](sum, p, mask)
+            else:
+                store(p, 0, load(p, 0) + acc[o * ib + i])
+
+
+def linear_backward_weight_bf16(
+    dw: Ptr,  # (O, I), added to
+    db: Ptr,  # (O), added to
+    dy: Ptr,  # (G, O, L)
+    x: Ptr,  # (G, I, L)
+    scratch: Ptr,  # 8 G (I + O + 15) floats
+    G: Int,
+    I: Int,
+    O: Int,
+):
+    """Adds dW += dy x^T and db += dy, summed over samples."""
+    var vectors = (I + LANES - 1) // LANES
+    var row = vectors * LANES
+    var xt = scratch.unsafe_bitcast[BFloat16]()  # (G, HALF, row, 2)
+    var dyp = xt.unsafe_offset(G * LANES * row)  # (G, O, HALF, 2)
+    for g in range(G):
+        for v in range(vectors):
+            _pack_samples(
+                xt.unsafe_offset((g * HALF * row + v * LANES) * 2),
+                x.unsafe_offset((g * I + v * LANES) * LANES),
+                row,
+                I - v * LANES,
+            )
+    pack_row(dyp, dy, G * O * LANES)
+
+    @always_inline
+    def outputs[ob: Int](o: Int) {imm}:
+        @always_inline
+        def tile[ib: Int, partial: Bool](i: Int) {imm}:
+            _weight_tile[ob, ib, partial](
+                dw.unsafe_offset(o * I + i * LANES),
+                dyp.unsafe_offset(o * LANES),
+                xt.unsafe_offset(i * LANES * 2),
+                G,
+                I,
+                O,
+                row,
+                I - (i + ib - 1) * LANES,
+            )
+
+        var i = 0
+        while i < vectors:
+            var n = min(IB, vectors - i)
+            comptime for ib in range(1, IB + 1):
+                if n == ib:
+                    if (i + ib) * LANES <= I:
+                        tile[ib, False](i)
+                    else:
+                        tile[ib, True](i)
+            i += n
+
+    var o = 0
+    while o + OB <= O:
+        outputs[OB](o)
+        o += OB
+    comptime for n in range(1, OB):
+        if O - o == n:
+            outputs[n](o)
+    bias_gradient[LANES](db, dy, G, O, 1)
