@@ -12,9 +12,11 @@ __version__ = "0.1.0"
 
 _HOME = {
     "DistributedTrainer": "trainer",
+    "GradScaler": "precision",
     "History": "trainer",
     "Tensor": "tensor",
     "no_grad": "tensor",
+    "autocast": "precision",
     "from_dlpack": "tensor",
     "Device": "placement",
     "device": "placement",
@@ -29,15 +31,18 @@ if TYPE_CHECKING:
     from .errors import OdysseyError
     from .nn import checkpoint, manual_seed
     from .placement import Device, device
+    from .precision import GradScaler, autocast
     from .tensor import Tensor, from_dlpack, no_grad
     from .trainer import DistributedTrainer, History
 
 __all__ = [
     "Device",
     "DistributedTrainer",
+    "GradScaler",
     "History",
     "OdysseyError",
     "Tensor",
+    "autocast",
     "checkpoint",
     "comm",
     "data",

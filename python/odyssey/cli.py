@@ -57,6 +57,9 @@ class Settings:
     threads: int | None
     reduction: str
     execution: str
+    precision: str
+    scaler_init_scale: float | None  # None: the default of GradScaler; only with fp16
+    scaler_growth_interval: int | None
     evaluate: bool
     save_weights: Path | None
     json: Path | None
@@ -122,6 +125,12 @@ def _check(made: Settings) -> None:
         raise ConfigError("[train] --nesterov is given, but --momentum is 0; raise --momentum or leave --nesterov out")
     if not (math.isfinite(made.weight_decay) and made.weight_decay >= 0):
         raise ConfigError(f"[train] --weight-decay is {made.weight_decay}; a finite number from 0 is allowed")
+    for name in ("scaler_init_scale", "scaler_growth_interval"):
+        if getattr(made, name) is not None and made.precision != "fp16":
+            raise ConfigError(
+                f"[train] {_option(name)} is given, but --precision {made.precision} scales no loss; "
+                "leave it out, or use --precision fp16"
+            )
     if made.warmup_steps is not None and made.warmup_steps < 0:
         raise ConfigError(f"[train] --warmup-steps is {made.warmup_steps}; 0 or more is allowed")
     if not 0 <= made.seed < 2**63:
@@ -331,6 +340,7 @@ def run(made: Settings) -> None:
         else:
             kind = optim.Adam if made.optimizer == "adam" else optim.AdamW
             optimizer = kind(lr=made.lr, weight_decay=made.weight_decay)
+    scaler = {k: getattr(made, k) for k in ("scaler_init_scale", "scaler_growth_interval")}
     progress = make(not made.progress, sys.stderr) if first else None
     trainer = DistributedTrainer(
         model=model,
@@ -345,7 +355,9 @@ def run(made: Settings) -> None:
         execution=made.execution,
         seed=made.seed,
         schedule=schedule,
+        precision=made.precision,
         progress=progress,
+        **{k: v for k, v in scaler.items() if v is not None},
     )
     if first and trainer.notice:
         print(f"odyssey: {trainer.notice}", file=sys.stderr, flush=True)
@@ -391,6 +403,9 @@ def _report(made: Settings, world: Any, trainer: Any, history: Any, weights: str
             "device": trainer.device,
             "reduction": made.reduction,
             "execution": made.execution,
+            "precision": made.precision,
+            "loss_scale": trainer.scaler.value,
+            "skipped_steps": trainer.scaler.skipped,
             "optimizer": made.optimizer,
             "lr": made.lr,
             "momentum": made.momentum,
@@ -515,6 +530,18 @@ def group(context: click.Context) -> None:
     type=click.Choice(["replay", "eager"]),
     default="replay",
     help="Replay a recorded step, or call each kernel from Python; the same bits. (default: replay)",
+)
+@click.option(
+    "--precision",
+    type=click.Choice(["fp32", "bf16", "fp16"]),
+    default="fp32",
+    help="What the operands of products are rounded to; fp16 scales the loss. (default: fp32)",
+)
+@click.option("--scaler-init-scale", type=float, help="First loss scale with fp16, a power of two. (default: 65536)")
+@click.option(
+    "--scaler-growth-interval",
+    type=int,
+    help="Steps without an overflow after which the loss scale doubles, with fp16. (default: 2000)",
 )
 @click.option("--eval/--no-eval", "evaluate", default=True, help="Test after each epoch. (default: --eval)")
 @click.option(

@@ -96,6 +96,11 @@ def _half(n: int) -> int:
 # --- loss scaling -----------------------------------------------------------------------------------
 
 
+def scale_text(value: float) -> str:
+    """A loss scale for people: 65536, or 2^120."""
+    return f"{value:.0f}" if value < 1e9 else f"2^{round(math.log2(value))}"
+
+
 class GradScaler:
     """Dynamic loss scaling (Micikevicius et al. 2018): gradients are computed of the loss times `scale`, so that
     rounding them to fp16 loses no small ones, and divided by it again before the optimizer.
@@ -160,7 +165,7 @@ class GradScaler:
         self.good_steps = 0
         if self.value * self.backoff_factor < 1:
             raise NumericsError(
-                f"[precision] gradients are not finite at loss scale {self.value:g}, and a scale below 1 is not "
+                f"[precision] gradients are not finite at loss scale {scale_text(self.value)}, and none below 1 is "
                 "allowed: it is not the scale that overflows. Lower the learning rate, or use bf16"
             )
         self.value *= self.backoff_factor

@@ -21,6 +21,9 @@ class Progress(Protocol):
     def epoch(self, record: dict[str, Any]) -> None:
         """An epoch is done: its record as in the history."""
 
+    def say(self, line: str) -> None:
+        """Something happened that the user should know. May be missing: the trainer then prints the line."""
+
     def end(self) -> None:
         """The run is over, finished or not."""
 
@@ -70,6 +73,10 @@ class PlainProgress:
         """Print the epoch's line."""
         print(epoch_line(record, self._epochs), file=self._stream, flush=True)
 
+    def say(self, line: str) -> None:
+        """Print the line."""
+        print(f"odyssey: {line}", file=self._stream, flush=True)
+
     def end(self) -> None:
         """Nothing to put away."""
 
@@ -114,6 +121,10 @@ class RichProgress:
     def epoch(self, record: dict[str, Any]) -> None:
         """Leave the epoch's line above the bar."""
         self._console.print(epoch_line(record, self._epochs), highlight=False, markup=False, soft_wrap=True)
+
+    def say(self, line: str) -> None:
+        """Print the line above the bar."""
+        self._console.print(f"odyssey: {line}", highlight=False, markup=False, soft_wrap=True)
 
     def end(self) -> None:
         """Take the bar away."""

@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import math
 import os
+import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -19,6 +20,7 @@ import numpy as np
 
 from . import comm as communication
 from . import data as datasets
+from . import precision as precisions
 from .arena import Arena
 from .engine import Engine, Layout
 from .errors import ConfigError, DeviceError, NumericsError
@@ -94,6 +96,9 @@ class DistributedTrainer:
         execution: "replay" (recorded once, run without Python) or "eager" (op by op). Same bits.
         schedule: factor on the learning rate as a function of the step (optim.schedule).
         seed: seed of dropout.
+        precision: "fp32", or "bf16" or "fp16": what the operands of products are rounded to (docs/precision.md).
+            "fp16" scales the loss, from `scaler_init_scale`; it doubles after `scaler_growth_interval` steps without
+            an overflow and halves at one.
         progress: an object with begin, step, epoch and end (progress.py); called on rank 0.
         comm: the communicator, if not comm.world(backend).
 
@@ -117,6 +122,9 @@ class DistributedTrainer:
         execution: str = "replay",
         schedule: Schedule | None = None,
         seed: int = 0,
+        precision: str = "fp32",
+        scaler_init_scale: float = 2.0**16,
+        scaler_growth_interval: int = 2000,
         progress: Any = None,
         comm: communication.Communicator | None = None,
     ) -> None:
@@ -137,6 +145,10 @@ class DistributedTrainer:
         self.schedule = schedule or (lambda step: 1.0)
         self.progress = progress if self.comm.rank == 0 else None
         self.seed = seed
+        self.precision = precisions.check(precision)
+        self.scaler = precisions.GradScaler(
+            scaler_init_scale, growth_interval=scaler_growth_interval, enabled=precision == "fp16"
+        )
         self.steps = 0
         self.arena = Arena.of(model.named_parameters())
         optimizer.bind(self.arena)
@@ -147,8 +159,9 @@ class DistributedTrainer:
                 "[train] the loss has reduction='sum', but a trainer divides by the samples of the global batch; "
                 "use 'mean'"
             )
-        self._train = Engine(model, loss, self.arena, self.layout, train=True, seed=seed)
-        self._eval = Engine(model, loss, self.arena, self.layout, train=False, seed=seed)
+        settings = {"seed": seed, "precision": precision}
+        self._train = Engine(model, loss, self.arena, self.layout, train=True, scaled=self.scaler.enabled, **settings)
+        self._eval = Engine(model, loss, self.arena, self.layout, train=False, **settings)
 
     def _same_everywhere(self) -> None:
         """Compares the layouts of all ranks, then gives all of them rank 0's parameters."""
@@ -163,6 +176,7 @@ class DistributedTrainer:
                 "shard size": lay.shard_size,
                 "reduction": lay.reduction,
                 "seed": self.seed,
+                "precision": (self.precision, self.scaler.state_dict(), self.scaler.growth_interval),
                 "optimizer": (type(self.optimizer).__name__, sorted(settings.items())),
                 "schedule": [self.schedule(step) for step in (0, 1, 10, 100, 1000)],
             }
@@ -188,16 +202,23 @@ class DistributedTrainer:
     def train_step(self, batch: datasets.Batch) -> tuple[float, float]:
         """One optimizer step over a global batch; returns (sum of losses, correct predictions) over its samples.
 
-        Every rank is given the same batch and computes its own shards of it.
+        Every rank is given the same batch and computes its own shards of it. With precision="fp16" a step whose
+        gradients overflowed changes nothing, on no rank, and counts as a step.
 
         Raises:
-            NumericsError: the loss or a gradient is NaN or infinite; nothing was changed, on no rank.
+            NumericsError: the loss or a gradient is NaN or infinite (with "fp16": at a loss scale that cannot be
+                lowered any more); nothing was changed, on no rank.
         """
+        self._train.loss_scale = self.scaler.value
         sums = self._train.run(batch, self.steps)
         at = self._train.stats_at
+        self.scaler.unscale_(sums[:at])
         lr = self.optimizer.lr * self.schedule(self.steps)
         address = sums.ctypes.data
-        if not self.optimizer.apply(address, address + 4 * (at + 1), self._train.floats, lr):
+        taken = self.optimizer.apply(address, address + 4 * (at + 1), self._train.floats, lr)
+        if self.scaler.enabled:
+            self._scale(taken)
+        elif not taken:
             what = "loss" if not math.isfinite(sums[at]) else "gradient"
             error = NumericsError(
                 f"[train] the {what} is not finite at step {self.steps + 1} (rate {lr:g}); the step was not taken. "
@@ -207,6 +228,26 @@ class DistributedTrainer:
             raise error
         self.steps += 1
         return float(sums[at]), float(sums[at + 2])
+
+    def _scale(self, taken: bool) -> None:
+        """Sets the loss scale for the next step; all ranks hold the same sums, so all set the same."""
+        before = self.scaler.value
+        try:
+            self.scaler.update(taken)
+        except NumericsError as error:
+            error.everywhere = True
+            raise
+        if not taken:
+            self._show(
+                f"[precision] step {self.steps + 1} skipped: gradients overflowed at loss scale "
+                f"{precisions.scale_text(before)}; scale is now {precisions.scale_text(self.scaler.value)}"
+            )
+
+    def _show(self, line: str) -> None:
+        """One line to the user, from rank 0, without tearing a progress bar."""
+        if self.comm.rank == 0:
+            say = getattr(self.progress, "say", None) or (lambda text: print(f"odyssey: {text}", file=sys.stderr))
+            say(line)
 
     def evaluate(self, loader: Any) -> Evaluation:
         """Mean loss and accuracy over a data set or loader, dropout off."""
@@ -267,10 +308,12 @@ class DistributedTrainer:
     def _epoch(self, train_loader: Any, val_loader: Any, epoch: int, steps: int | None, history: History) -> None:
         t0 = time.perf_counter()
         shown = t0
-        loss = correct = samples = 0.0
+        loss = correct = samples = counted = 0.0
         for i, batch in enumerate(_batches(train_loader)):
             a, b = self.train_step(batch)
-            loss, correct, samples = loss + a, correct + b, samples + len(batch.indices)
+            samples += len(batch.indices)
+            if math.isfinite(a):  # a step that was skipped may have no loss
+                loss, correct, counted = loss + a, correct + b, counted + len(batch.indices)
             history.steps += 1
             if self.progress:
                 now = time.perf_counter()
@@ -286,8 +329,8 @@ class DistributedTrainer:
         history.samples += int(samples)
         record: dict[str, Any] = {
             "epoch": epoch + 1,
-            "train_loss": loss / samples,
-            "train_accuracy": correct / samples,
+            "train_loss": loss / counted if counted else math.nan,
+            "train_accuracy": correct / max(counted, 1),
             "samples_per_second": samples / seconds,
             "seconds": seconds,
             "test_loss": None,

@@ -54,6 +54,7 @@ def fake(monkeypatch):
 
     class Trainer:
         workers, threads, device = 4, 2, "cpu"
+        scaler = types.SimpleNamespace(value=1.0, skipped=0)
 
         def __init__(self, **kwargs):
             record.calls["trainer"] = kwargs
