@@ -365,6 +365,7 @@ def checkpointed(fn: Callable[..., Tensor], args: tuple[Any, ...]) -> Tensor:
         return fn(*args)
     executor = program.current()
     ops, layer, started = executor.scope.ops, executor.layer, next(_sequence)
+    precision = executor.precision
 
     def run() -> Tensor:
         _tape.checkpoints += 1
@@ -377,9 +378,11 @@ def checkpointed(fn: Callable[..., Tensor], args: tuple[Any, ...]) -> Tensor:
         return y
 
     def repeat() -> Tensor:
+        from .precision import autocast
+
         _tape.enabled = True
         try:
-            with program.current().repeat(ops, layer):
+            with program.current().repeat(ops, layer), autocast(precision):
                 return run()
         finally:
             _tape.enabled = False

@@ -98,6 +98,21 @@ def test_scaling_changes_no_bit_where_nothing_overflows():
     assert all(np.array_equal(plain[k], scaled[k]) for k in plain)
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_checkpoint_repeats_in_the_precision_of_its_first_time(precision):
+    images, labels = next(iter(loader()))
+
+    def gradients(wrap):
+        model = nn.models.build("lenet5", seed=1)
+        with odyssey.autocast(precision):
+            loss = F.cross_entropy(wrap(model)(odyssey.Tensor(images)), labels)
+        loss.backward()
+        return [p.grad.numpy().copy() for p in model.parameters()]
+
+    kept, repeated = gradients(lambda model: model), gradients(odyssey.checkpoint)
+    assert all(np.array_equal(a, b) for a, b in zip(kept, repeated, strict=True))
+
+
 def test_an_overflow_in_a_loop_of_ones_own():
     scaler = GradScaler(init_scale=2.0**30)
     before = nn.models.build("mlp", seed=1).state_dict()
