@@ -22,6 +22,8 @@ _HOME = {
     "device": "placement",
     "manual_seed": "nn",
     "checkpoint": "nn",
+    "PipelineParallel": "nn",
+    "Stage": "nn",
     "OdysseyError": "errors",
 }
 _MODULES = ("comm", "data", "errors", "functional", "nn", "optim", "parallel", "placement", "tensor", "trainer")
@@ -29,7 +31,7 @@ _MODULES = ("comm", "data", "errors", "functional", "nn", "optim", "parallel", "
 if TYPE_CHECKING:
     from . import comm, data, errors, functional, nn, optim, parallel, placement, tensor, trainer
     from .errors import OdysseyError
-    from .nn import checkpoint, manual_seed
+    from .nn import PipelineParallel, Stage, checkpoint, manual_seed
     from .placement import Device, device
     from .precision import GradScaler, autocast
     from .tensor import Tensor, from_dlpack, no_grad
@@ -41,6 +43,8 @@ __all__ = [
     "GradScaler",
     "History",
     "OdysseyError",
+    "PipelineParallel",
+    "Stage",
     "Tensor",
     "autocast",
     "checkpoint",

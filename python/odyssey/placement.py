@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from .errors import ConfigError, DeviceError
@@ -64,6 +65,22 @@ def device(where: int | str | Device = 0) -> Device:
         if where.isdigit():
             return device(int(where))
     raise ConfigError(f"[device] {where!r} is no place; give a slot from 0, or 'cpu', 'cpu:1', 'gpu:1'")
+
+
+def check_places(schedule: str, place: Sequence[int]) -> None:
+    """Raises ConfigError if stages on the slots `place`, in order, do not fit a pipeline's schedule."""
+    count = len(set(place))
+    if schedule == "interleaved":
+        if list(place) != [s % count for s in range(len(place))] or len(place) % count:
+            raise ConfigError(
+                f"[pipeline] schedule 'interleaved' needs stages = v x devices with stage s on device s mod devices, "
+                f"but {len(place)} stages are on {list(place)}; change Stage(device=), or add stages"
+            )
+    elif list(place) != list(range(len(place))):
+        raise ConfigError(
+            f"[pipeline] schedule {schedule!r} needs stage s on device s, but the {len(place)} stages are on "
+            f"{list(place)}; change Stage(device=), or use 'interleaved' for several stages per device"
+        )
 
 
 def gpus() -> int:

@@ -221,7 +221,7 @@ def test_random_orders_end_or_are_refused():
         (("gpipe", 2, 2, (0, 2)), r"2 stages on devices \[0, 2\]; give the device of each stage, and use all from 0"),
         (("gpipe", 3, 2, (0, 1)), "3 stages on devices"),
         (("1f1b", 2, 2, (1, 0)), "'1f1b' needs stage s on device s"),
-        (("1f1b", 4, 2, 2), "use 'gpipe', or 'interleaved'"),
+        (("1f1b", 4, 2, 2), "use 'interleaved' for several stages per device"),
         (("interleaved", 3, 2, 2), "needs stages = v x devices"),
         (("interleaved", 4, 2, (0, 0, 1, 1)), "needs stages = v x devices"),
     ],

@@ -18,6 +18,7 @@ from .layers import (
 from .losses import CrossEntropyLoss, NLLLoss
 from .models import MLP, ConvNet, LeNet5
 from .module import Module, ModuleList, Parameter, Sequential, manual_seed
+from .pipeline import PipelineParallel, Stage
 
 __all__ = [
     "MLP",
@@ -36,10 +37,12 @@ __all__ = [
     "ModuleList",
     "NLLLoss",
     "Parameter",
+    "PipelineParallel",
     "ReLU",
     "Sequential",
     "Sigmoid",
     "Softmax",
+    "Stage",
     "Tanh",
     "checkpoint",
     "manual_seed",

@@ -22,7 +22,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 
 from ..errors import ConfigError
-from ..placement import SCHEDULES
+from ..placement import SCHEDULES, check_places
 
 Edge = tuple[int, int]
 
@@ -189,16 +189,8 @@ def _places(kind: str, stages: int, devices: int | Sequence[int] | None) -> tupl
         )
     if isinstance(p, int) and p > stages:
         raise ConfigError(f"[pipeline] {stages} stages for {p} devices; give each device a stage")
-    if kind == "1f1b" and place != tuple(range(stages)):
-        raise ConfigError(
-            f"[pipeline] schedule '1f1b' needs stage s on device s, but the {stages} stages are on {list(place)}; "
-            "use 'gpipe', or 'interleaved' for several stages per device"
-        )
-    if kind == "interleaved" and (place != tuple(s % count for s in range(stages)) or stages % count):
-        raise ConfigError(
-            f"[pipeline] schedule 'interleaved' needs stages = v x devices with stage s on device s mod devices, but "
-            f"{stages} stages are on {list(place)}; add stages, or use 'gpipe'"
-        )
+    if kind != "gpipe":
+        check_places(kind, place)
     return place
 
 
