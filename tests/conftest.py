@@ -57,3 +57,9 @@ class Launch:
 @pytest.fixture
 def launch(tmp_path) -> Launch:
     return Launch(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def launch_once(tmp_path_factory) -> Launch:
+    """For a run that several tests of a file look at."""
+    return Launch(tmp_path_factory.mktemp("launch"))

@@ -207,7 +207,7 @@ class Communicator:
         """parent: the communicator of which this rank is split off alone."""
         self._parent = parent
         self._sequence = 0
-        self._mailbox: dict[int, deque[np.ndarray]] = {}
+        self._mailbox: dict[int, Line] = {}
         if parent is not None:
             self.ranks, self.name, self.why = (parent.ranks[parent.rank],), parent.name, parent.why
 
@@ -332,10 +332,11 @@ class Communicator:
         """`send`, not waited for: `array` must stay as it is until the request is complete."""
         self._check_peer("send", "dest", dest, tag)
         array = self._read("send", array)
+        letter = self._letter("send", array, dest, tag)
         if dest == self.rank:
-            self._mailbox.setdefault(tag, deque()).append(array.copy())
+            self._mailbox.setdefault(tag, Line()).messages.append((array.copy(), letter))
             return Request()
-        return self._send(array, dest, tag, self._letter("send", array, dest, tag))
+        return self._send(array, dest, tag, letter)
 
     def recv(self, out: np.ndarray, source: int, tag: int = 0) -> np.ndarray:
         """Receives from rank `source` what it sent with this tag, in the order sent, into `out`; returns it.
@@ -349,10 +350,11 @@ class Communicator:
         """`recv`, not waited for."""
         self._check_peer("recv", "source", source, tag)
         self._written("recv", out)
-        mine = self._letter("recv", out, source, tag)
+        letter = self._letter("recv", out, source, tag)
         if source != self.rank:
-            return self._recv(out, source, tag, mine)
-        return _FromSelf(self._mailbox.setdefault(tag, deque()), out, mine, self.ranks[self.rank])
+            return self._recv(out, source, tag, letter)
+        me = self.ranks[self.rank]
+        return Received(self._mailbox.setdefault(tag, Line()), out, letter, me, me)
 
     # --- groups ---
 
@@ -664,28 +666,51 @@ def _nothing() -> None:
     return None
 
 
-class _FromSelf(Request):
-    """A message of this rank to itself."""
+class Line:
+    """Messages and receives of one pair of ranks and one tag, in this process: the first meets the first."""
 
-    __slots__ = ("_box", "_out", "_mine", "_rank")
+    def __init__(self) -> None:
+        self.messages: deque[tuple[np.ndarray, Header]] = deque()
+        self.receives: deque[Received] = deque()
 
-    def __init__(self, box: deque[np.ndarray], out: np.ndarray, mine: Header, rank: int) -> None:
+    def serve(self) -> None:
+        """Brings together what is there."""
+        while self.messages and self.receives:
+            self.receives.popleft().take(*self.messages.popleft())
+
+
+class Received(Request):
+    """A receive in this process: from another thread, or from this rank itself."""
+
+    __slots__ = ("_line", "_out", "_letter", "_source", "_rank")
+
+    def __init__(self, line: Line, out: np.ndarray, letter: Header, source: int, rank: int) -> None:
         self._result, self._error, self._complete = None, None, False
-        self._box, self._out, self._mine, self._rank = box, out, mine, rank
+        self._line, self._out, self._letter, self._source, self._rank = line, out, letter, source, rank
+        line.receives.append(self)
+
+    def take(self, array: np.ndarray, letter: Header) -> None:
+        """Ends the receive with a message."""
+        wrong = check_letter(letter.tail, letter.text, self._out, self._letter, self._source, self._rank)
+        if wrong:
+            self._fail(CollectiveError(wrong))
+        else:
+            self._out.reshape(-1)[...] = array.reshape(-1)
+            self._result, self._complete = self._out, True
 
     def test(self) -> bool:
-        if not self._complete and self._box:
-            array = self._box.popleft()
-            sent = (CODES[array.dtype], array.size)
-            wrong = check_letter(sent, "send", self._out, self._mine, self._rank, self._rank)
-            if wrong:
-                self._fail(CollectiveError(wrong))
-            else:
-                self._out.reshape(-1)[...] = array.reshape(-1)
-                self._result, self._complete = self._out, True
+        if not self._complete:
+            self._line.serve()
         return self._complete
 
+    def outcome(self) -> tuple[Any, BaseException | None, bool]:
+        """(result, error, whether it is complete)."""
+        return self._result, self._error, self._complete
+
     def _block(self) -> None:
-        raise CollectiveError(
-            f"[comm] rank {self._rank} waits for itself in {self._mine.text}: nothing was sent before; send first"
-        )
+        self._line.receives.remove(self)
+        text = f"[comm] rank {self._rank} waits for itself in {self._letter.text}: nothing was sent before; send first"
+        self._fail(CollectiveError(text))
+
+    def describe(self) -> str:
+        return self._letter.text

@@ -1,0 +1,268 @@
+"""Ranks that are threads of this process: programs of several ranks tested without MPI and without processes.
+
+`run(4, function)` calls `function(communicator)` on four ranks. Bytes move by copying, sums are added along the fixed
+tree over ranks. What it is not: a way to compute faster; the threads share one interpreter.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..errors import CollectiveError, ConfigError
+from . import base
+from .base import Communicator, Line, Received, Request, deadline, did_not_come
+from .calls import Call, Header, piece, tree_reduce, verdict
+
+
+class _World:
+    """What all threads share."""
+
+    def __init__(self, size: int) -> None:
+        self.changed = threading.Condition()
+        self.ended: set[int] = set()
+        self.aborted: int | None = None
+        self.groups: dict[tuple, _Group] = {}
+        self.size = size
+
+
+class _Group:
+    """What the members of one group share."""
+
+    def __init__(self) -> None:
+        self.meetings: dict[int, _Meeting] = {}
+        self.lines: dict[tuple[int, int, int], Line] = {}
+
+
+class _Meeting:
+    """One collective call of a group: done by the last rank that comes."""
+
+    def __init__(self, size: int) -> None:
+        self.calls: list[Call | None] = [None] * size
+        self.done = False
+        self.wrong: str | None = None
+
+
+class MockCommunicator(Communicator):
+    """One rank of a group of threads; made by `run` and by `split`."""
+
+    name = "mock"
+
+    def __init__(self, world: _World, group: _Group, ranks: tuple[int, ...], rank: int) -> None:
+        super().__init__()
+        self._world, self._group = world, group
+        self.ranks, self.rank, self.size = ranks, rank, len(ranks)
+        self.local_rank, self.local_size = rank, self.size
+        self.why = f"mock: {world.size} threads"
+
+    def _begin(self, call: Call) -> Request:
+        if self.size == 1:
+            return super()._begin(call)
+        with self._world.changed:
+            sequence = call.header.sequence
+            meeting = self._group.meetings.setdefault(sequence, _Meeting(self.size))
+            meeting.calls[self.rank] = call
+            if None not in meeting.calls:
+                del self._group.meetings[sequence]
+                meeting.wrong = verdict([c.header for c in meeting.calls], self.ranks)
+                if meeting.wrong is None:
+                    exchange(meeting.calls)
+                meeting.done = True
+                self._world.changed.notify_all()
+        return _Met(self, meeting, call)
+
+    def _send(self, array: np.ndarray, dest: int, tag: int, letter: Header) -> Request:
+        with self._world.changed:
+            line = self._group.lines.setdefault((self.rank, dest, tag), Line())
+            line.messages.append((array.copy(), letter))
+            self._world.changed.notify_all()
+        return Request()
+
+    def _recv(self, out: np.ndarray, source: int, tag: int, letter: Header) -> Request:
+        with self._world.changed:
+            line = self._group.lines.setdefault((source, self.rank, tag), Line())
+            receive = Received(line, out, letter, self.ranks[source], self.ranks[self.rank])
+        return _Received(self, receive, self.ranks[source])
+
+    def _sub(self, members: tuple[int, ...]) -> MockCommunicator:
+        ranks = tuple(self.ranks[p] for p in members)
+        with self._world.changed:  # all members have made the same number of calls in this group
+            group = self._world.groups.setdefault((id(self._group), self._sequence, ranks), _Group())
+        return MockCommunicator(self._world, group, ranks, members.index(self.rank))
+
+    def abort(self, code: int) -> None:
+        """Ends the threads: those that wait get a CollectiveError, this one SystemExit."""
+        with self._world.changed:
+            self._world.aborted = code
+            self._world.changed.notify_all()
+        sys.exit(code)
+
+
+def exchange(calls: Sequence[Call]) -> None:
+    """Carries out one collective whose calls, of ranks 0, 1, ..., agree."""
+    first = calls[0]
+    sends = [None if c.send is None else c.send.copy() for c in calls]  # an out may be another's send
+    if first.op is not None:
+        total = tree_reduce(sends, first.op)
+        if first.kind == "reduce_scatter":
+            parts = total.reshape(len(calls), -1)
+        else:
+            parts = [total.reshape(-1)] * len(calls)
+    elif first.kind == "broadcast":
+        parts = [sends[first.root].reshape(-1)] * len(calls)
+    elif first.kind == "scatter":
+        parts = sends[first.root].reshape(len(calls), -1)
+        given = piece(calls[first.root].header.tail)
+        for call in calls:
+            call.place(*given)
+    elif first.kind in ("gather", "all_gather"):
+        parts = [np.stack(sends).reshape(-1)] * len(calls)
+    elif first.kind == "all_to_all":
+        rows = [send.reshape(len(calls), -1) for send in sends]
+        parts = [np.concatenate([row[p] for row in rows]) for p in range(len(calls))]
+    elif first.kind == "all_to_all_v":
+        starts = [np.cumsum([0, *call.send_counts]) for call in calls]
+        parts = [
+            np.concatenate([send[at[p] : at[p + 1]] for send, at in zip(sends, starts, strict=True)])
+            for p in range(len(calls))
+        ]
+    elif first.kind == "all_gather_v":
+        for call in calls:
+            for (a, b), send in zip(first.ranges, sends, strict=True):
+                call.out[a:b] = send[a:b]
+        return
+    else:
+        return
+    for call, part in zip(calls, parts, strict=True):
+        if call.out is not None:
+            call.out.reshape(-1)[: len(part)] = part
+
+
+class _Patient(Request):
+    """Waits on the condition of the world."""
+
+    __slots__ = ("_comm", "_text")
+
+    def __init__(self, comm: MockCommunicator, text: str) -> None:
+        self._result, self._error, self._complete = None, None, False
+        self._comm, self._text = comm, text
+
+    def describe(self) -> str:
+        return self._text
+
+    def test(self) -> bool:
+        if not self._complete:
+            with self._comm._world.changed:
+                self._take()
+        return self._complete
+
+    def _take(self) -> None:
+        """Completes if it can; the lock is held."""
+        raise NotImplementedError
+
+    def _waited_for(self) -> list[int]:
+        """World ranks that did not come yet."""
+        raise NotImplementedError
+
+    def _block(self) -> None:
+        world, until = self._comm._world, time.monotonic() + deadline()
+        with world.changed:
+            while True:
+                self._take()
+                if self._complete:
+                    return
+                missing = self._waited_for()
+                gone = sorted(world.ended & set(missing))
+                left = until - time.monotonic()
+                if world.aborted is not None:
+                    text = f"[comm] {self._text}: all ranks were ended with code {world.aborted}"
+                elif gone:
+                    names = ", ".join(map(str, gone))
+                    text = f"[comm] rank {names} has ended; {self._text} waits for it for ever"
+                elif left <= 0:
+                    text = f"[comm] waited {deadline():g} s in {self._text}: {did_not_come(missing)}"
+                else:
+                    world.changed.wait(left)
+                    continue
+                self._fail(CollectiveError(text))
+                self._comm._broke(self._error)
+                return
+
+
+class _Met(_Patient):
+    __slots__ = ("_meeting", "_call")
+
+    def __init__(self, comm: MockCommunicator, meeting: _Meeting, call: Call) -> None:
+        super().__init__(comm, call.header.text)
+        self._meeting, self._call = meeting, call
+
+    def _take(self) -> None:
+        if not self._meeting.done:
+            return
+        if self._meeting.wrong:
+            error = CollectiveError(self._meeting.wrong)
+            error.everywhere = self._comm.size == self._comm._world.size
+            self._fail(error)
+        else:
+            self._result, self._complete = self._call.result(), True
+        self._meeting = self._call = None
+
+    def _waited_for(self) -> list[int]:
+        return [rank for rank, call in zip(self._comm.ranks, self._meeting.calls, strict=True) if call is None]
+
+
+class _Received(_Patient):
+    __slots__ = ("_receive", "_source")
+
+    def __init__(self, comm: MockCommunicator, receive: Received, source: int) -> None:
+        super().__init__(comm, receive.describe())
+        self._receive, self._source = receive, source
+
+    def _take(self) -> None:
+        if self._receive.test():
+            self._result, self._error, self._complete = self._receive.outcome()
+
+    def _waited_for(self) -> list[int]:
+        return [self._source]
+
+
+def run(ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """Calls `function(communicator, *arguments)` on ranks 0 to `ranks` - 1, each in a thread; returns their results.
+
+    In these threads `comm.world()` is the rank's communicator.
+
+    Raises:
+        Whatever a rank raised: of several errors one that is not a CollectiveError, of the lowest rank.
+    """
+    if ranks < 1:
+        raise ConfigError(f"[comm] mock world of {ranks} ranks; give at least 1")
+    world, group = _World(ranks), _Group()
+    everyone = tuple(range(ranks))
+    results: list[Any] = [None] * ranks
+    errors: dict[int, BaseException] = {}
+
+    def work(rank: int) -> None:
+        base.here.world = MockCommunicator(world, group, everyone, rank)
+        try:
+            results[rank] = function(base.here.world, *arguments)
+        except BaseException as error:  # SystemExit as well: it belongs to the caller of run
+            errors[rank] = error
+        finally:
+            base.here.world = None
+            with world.changed:
+                world.ended.add(rank)
+                world.changed.notify_all()
+
+    threads = [threading.Thread(target=work, args=(rank,), name=f"rank {rank}", daemon=True) for rank in everyone]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise min(errors.items(), key=lambda item: (isinstance(item[1], CollectiveError), item[0]))[1]
+    return results
