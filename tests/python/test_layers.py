@@ -96,6 +96,8 @@ def test_nothing_is_pickled():
         ("native.py", ["comm", "trainer", "engine", "parallel", "nn", "optim", "functional", "program", "tensor"]),
         ("placement.py", ["comm", "trainer", "engine", "parallel", "nn", "optim", "native", "tensor", "program"]),
         ("parallel/plan.py", ["comm", "native", "program", "tensor", "engine", "trainer"]),
+        ("parallel/schedule.py", ["comm", "native", "program", "tensor", "engine", "trainer", "nn"]),
+        ("parallel/auto.py", ["comm", "native", "program", "tensor", "engine", "trainer", "nn"]),
         ("comm/", ["trainer", "engine", "parallel", "nn", "optim", "native", "tensor"]),
         ("optim.py", ["comm", "trainer", "engine", "parallel", "nn"]),
         ("errors.py", ["comm", "trainer", "engine", "parallel", "nn", "optim", "native", "tensor", "program"]),
@@ -110,8 +112,9 @@ def test_a_lower_layer_does_not_know_a_higher_one(folder, may_not):
             assert not names, f"{path.name} imports {names}"
 
 
-def test_a_plan_is_plain_python():
-    assert not any(m.split(".")[0] in ("numpy", "mpi4py", "ctypes") for m in imported(FILES["parallel/plan.py"]))
+@pytest.mark.parametrize("plan", ["plan", "schedule", "auto"])
+def test_a_plan_is_plain_python(plan):
+    assert not any(m.split(".")[0] in ("numpy", "mpi4py", "ctypes") for m in imported(FILES[f"parallel/{plan}.py"]))
 
 
 def test_the_files_can_be_read_in_an_order():
