@@ -90,7 +90,8 @@ class DistributedTrainer:
         backend: transport: "auto", "mpi" or "local".
         loss: called as loss(model(x), labels); default the model's own `loss`, else CrossEntropyLoss.
         device: "auto" or "cpu"; "gpu" needs one.
-        shard_size: samples per shard. It is part of what is computed; the number of workers is not.
+        shard_size: samples per shard, default 32, or the micro_batch_size of a PipelineParallel. It is part of what is
+            computed; the number of workers is not.
         threads: threads of this process; default its cores divided by the ranks on this machine.
         reduction: "tree" (same bits on any number of ranks) or "mpi" (the library's own order).
         execution: "replay" (recorded once, run without Python) or "eager" (op by op). Same bits.
@@ -116,7 +117,7 @@ class DistributedTrainer:
         *,
         loss: Any = None,
         device: str = "auto",
-        shard_size: int = 32,
+        shard_size: int | None = None,
         threads: int | None = None,
         reduction: str = "tree",
         execution: str = "replay",
@@ -138,6 +139,7 @@ class DistributedTrainer:
         workers = 1 if num_gpus is None else num_gpus
         if threads is None:
             threads = max(1, cores() // self.comm.local_size)
+        shard_size = shard_size_of(model, shard_size)
         self.layout = Layout(self.comm, workers, threads, shard_size, reduction, execution)
         self.workers = workers * self.comm.size
         self.threads = threads
@@ -361,6 +363,22 @@ class DistributedTrainer:
                 os.replace(aside, path)
             finally:
                 aside.unlink(missing_ok=True)
+
+
+def shard_size_of(model: Module, shard_size: int | None) -> int:
+    """The shard size of a training: as given, as the model's micro-batches are, or 32.
+
+    Raises:
+        ConfigError: two different numbers are given.
+    """
+    micro = getattr(model, "micro_batch_size", None)
+    if micro is not None and shard_size is not None and micro != shard_size:
+        raise ConfigError(
+            f"[train] shard_size is {shard_size} and the model's micro_batch_size {micro}; "
+            "a micro-batch is a shard: give one of them"
+        )
+    given = shard_size if micro is None else micro
+    return 32 if given is None else given
 
 
 def fingerprint(value: Any) -> int:

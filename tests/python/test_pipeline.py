@@ -81,7 +81,6 @@ def test_parameters_are_named_by_stage_and_position_and_are_on_their_place():
 def test_a_layer_may_be_a_function():
     model = PipelineParallel(
         [Stage([nn.Conv2d(1, 2, 3), F.relu, lambda x: F.max_pool2d(x, 2)]), Stage([nn.Linear(32, 5), nn.LogSoftmax()])],
-        micro_batch_size=4,
         loss=F.nll_loss,
     )
     assert [name for name, _ in model.named_parameters()] == ["0.0.weight", "0.0.bias", "1.0.weight", "1.0.bias"]
@@ -102,6 +101,18 @@ def test_a_layer_may_be_a_function():
 )
 def test_flatten_is_put_in_and_shown(made, flattens):
     assert repr(Stage(made())).count("Flatten") == flattens
+
+
+def test_a_micro_batch_is_a_shard():
+    fcs = [nn.Linear(4, 4) for _ in range(4)]
+    small = PipelineParallel([Stage([fcs[0]])], micro_batch_size=4)
+    assert DistributedTrainer(small, optim.SGD()).layout.shard_size == 4
+    assert DistributedTrainer(fcs[1], optim.SGD()).layout.shard_size == 32
+    assert DistributedTrainer(fcs[2], optim.SGD(), shard_size=6).layout.shard_size == 6
+    with pytest.raises(
+        ConfigError, match="shard_size is 8 and the model's micro_batch_size 4; a micro-batch is a shard"
+    ):
+        DistributedTrainer(PipelineParallel([Stage([fcs[3]])], micro_batch_size=4), optim.SGD(), shard_size=8)
 
 
 def test_stages_without_a_device_are_numbered():
