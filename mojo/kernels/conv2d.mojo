@@ -2,9 +2,15 @@
 
 Forward, gradient of the weights and gradient of the input. The input comes padded (`pad_forward` in layout.mojo), so
 no kernel here knows about borders. `*_naive` are the definitions; the fast forms are checked against them.
+
+In the gradient of the input the sum over K is cut in parts (parts.mojo), so that several processes can compute it
+together. No other sum here is ever shared between processes.
 """
 
+from std.memory import unsafe_stack_allocation
+
 from .lanes import F32, LANES, REGISTERS, Ptr, Vec, load, splat, store, madd
+from .parts import PARTS, cut, fold
 
 # --- register tiles -----------------------------------------------------------
 # A tile keeps KB x QB sums in registers and needs QB loads and KB broadcasts for KB * QB FMAs.
@@ -243,6 +249,8 @@ def conv2d_backward_weight(
 # Stride 1, T known at compile time: a piece of qb pixels of one row of dy is spread over qb + T - 1 pixels of dx, held
 # in registers over all k and r, so no multiplication meets a border zero (padding dy instead costs up to twice the
 # work for LeNet's second layer). qb + T - 1 sums + qb pixels + 1 weight must fit the registers.
+# The first qb pixels are complete then; the others belong to the next piece too, so each part of the sum over k hands
+# its T - 1 on, and adds to them there.
 comptime PIECES: List[Int] = [12, 10, 8, 6, 4, 2, 1]
 
 
@@ -253,46 +261,92 @@ def _spread_piece[
     dx: Ptr,
     dy: Ptr,
     w: Ptr,
+    carry: Ptr,
     K: Int,
+    part: Int,
+    parts: Int,
     r0: Int,
     r1: Int,
     dy_channel: Int,
     dy_row: Int,
     w_channel: Int,
 ):
-    """Adds rows r0..r1 of the kernel; dy points at the row that meets r = 0."""
+    """Spreads rows r0..r1 of the kernel; dy points at the row that meets r = 0, dy and w at the first k of `part`.
+
+    `carry` (parts, T - 1, L) comes from the piece on the left and goes to the one on the right.
+    """
     comptime n = qb + T - 1
-    var acc = Array[Vec, n](fill=Vec(0))
-    comptime for i in range(n):
-        acc[i] = load(dx, i * LANES)
-    for k in range(K):
-        for r in range(r0, r1):
-            var d = dy.unsafe_offset(k * dy_channel - r * dy_row)
-            var wr = w.unsafe_offset(k * w_channel + r * T)
-            var v = Array[Vec, qb](fill=Vec(0))
-            comptime for q in range(qb):
-                v[q] = load(d, q * LANES)
-            comptime for t in range(T):
-                var wt = splat(wr, t)
+    var saved = unsafe_stack_allocation[2 * qb * LANES, F32, alignment=64]()
+    var start = cut(K, part)
+
+    @always_inline
+    def chain(p: Int, parts: Int) {imm}:
+        var c = carry.unsafe_offset(p * (T - 1) * LANES)
+        var acc = Array[Vec, n](fill=Vec(0))
+        comptime for i in range(T - 1):
+            acc[i] = load(c, i * LANES)
+        for k in range(cut(K, part + p) - start, cut(K, part + p + 1) - start):
+            for r in range(r0, r1):
+                var d = dy.unsafe_offset(k * dy_channel - r * dy_row)
+                var wr = w.unsafe_offset(k * w_channel + r * T)
+                var v = Array[Vec, qb](fill=Vec(0))
                 comptime for q in range(qb):
-                    acc[q + t] = madd(v[q], wt, acc[q + t])
-    comptime for i in range(n):
-        store(dx, i * LANES, acc[i])
+                    v[q] = load(d, q * LANES)
+                comptime for t in range(T):
+                    var wt = splat(wr, t)
+                    comptime for q in range(qb):
+                        acc[q + t] = madd(v[q], wt, acc[q + t])
+        comptime for i in range(T - 1):
+            store(c, i * LANES, acc[qb + i])
+        var done = Array[Vec, qb](fill=Vec(0))
+        comptime for q in range(qb):
+            done[q] = acc[q]
+        fold(done, saved, p, parts)
+        if p + 1 == parts:
+            comptime for q in range(qb):
+                store(dx, q * LANES, done[q])
+
+    # Unrolled, because then the registers need no shuffling between parts: 62 us became 63, not 68 (LeNet's second).
+    if parts == PARTS:
+        comptime for p in range(PARTS):
+            chain(p, PARTS)
+    else:
+        for p in range(parts):
+            chain(p, parts)
 
 
 def _backward_input_spread[
     T: Int
-](dx: Ptr, dy: Ptr, w: Ptr, G: Int, C: Int, H: Int, W: Int, K: Int, R: Int):
+](
+    dx: Ptr,
+    dy: Ptr,
+    w: Ptr,
+    G: Int,
+    C: Int,
+    H: Int,
+    W: Int,
+    K: Int,
+    R: Int,
+    part: Int,
+    parts: Int,
+):
     var P = H - R + 1
     var Q = W - T + 1
+    var start = cut(K, part)
+    var held = cut(K, part + parts) - start
+    # one vector more than needed, so that there is one for T = 1
+    var carry = unsafe_stack_allocation[
+        (PARTS * (T - 1) + 1) * LANES, F32, alignment=64
+    ]()
+    var saved = unsafe_stack_allocation[2 * LANES, F32, alignment=64]()
     for g in range(G):
         for h in range(H):
             var r0 = max(0, h - P + 1)
             var r1 = min(R, h + 1)
             for c in range(C):
                 var row = dx.unsafe_offset(((g * C + c) * H + h) * W * LANES)
-                for i in range(W):
-                    store(row, i * LANES, Vec(0))
+                for i in range(parts * (T - 1)):
+                    store(carry, i * LANES, Vec(0))
                 var q = 0
                 comptime for i in range(len(PIECES)):
                     comptime qb = materialize[PIECES]()[i]
@@ -301,10 +355,13 @@ def _backward_input_spread[
                             _spread_piece[T, qb](
                                 row.unsafe_offset(q * LANES),
                                 dy.unsafe_offset(
-                                    ((g * K * P + h) * Q + q) * LANES
+                                    ((g * held * P + h) * Q + q) * LANES
                                 ),
-                                w.unsafe_offset(c * R * T),
+                                w.unsafe_offset((start * C + c) * R * T),
+                                carry,
                                 K,
+                                part,
+                                parts,
                                 r0,
                                 r1,
                                 P * Q * LANES,
@@ -312,6 +369,12 @@ def _backward_input_spread[
                                 C * R * T,
                             )
                             q += qb
+                for i in range(T - 1):
+                    var sum = Array[Vec, 1](fill=Vec(0))
+                    for p in range(parts):
+                        sum[0] = load(carry, (p * (T - 1) + i) * LANES)
+                        fold(sum, saved, p, parts)
+                    store(row, (Q + i) * LANES, sum[0])
 
 
 def conv2d_backward_input_any[
@@ -328,44 +391,81 @@ def conv2d_backward_input_any[
     R: Int,
     T: Int,
     S: Int,
+    part: Int = 0,
+    parts: Int = PARTS,
 ):
     """Any stride and kernel: each input pixel gathers the taps that used it."""
     var P = (H - R) // S + 1
     var Q = (W - T) // S + 1
+    var start = cut(K, part)
+    var held = cut(K, part + parts) - start
+    var wp = w.unsafe_offset(start * C * R * T)
+    var saved = unsafe_stack_allocation[2 * L, F32, alignment=64]()
     for g in range(G):
         for c in range(C):
             for h in range(H):
                 for i in range(W):
-                    var acc = SIMD[F32, L](0)
-                    for r in range(h % S, R, S):
-                        var p = (h - r) // S
-                        if h < r or p >= P:
-                            continue
-                        for t in range(i % S, T, S):
-                            var q = (i - t) // S
-                            if i < t or q >= Q:
-                                continue
-                            for k in range(K):
-                                acc = madd(
-                                    load[L](
-                                        dy, (((g * K + k) * P + p) * Q + q) * L
-                                    ),
-                                    SIMD[F32, L](
-                                        w[
-                                            unsafe_offset=((k * C + c) * R + r)
-                                            * T
-                                            + t
-                                        ]
-                                    ),
-                                    acc,
-                                )
-                    store[L](dx, (((g * C + c) * H + h) * W + i) * L, acc)
+                    var acc = Array[SIMD[F32, L], 1](fill=SIMD[F32, L](0))
+                    for p in range(parts):
+                        acc[0] = SIMD[F32, L](0)
+                        _gather_taps[L](
+                            acc[0],
+                            dy.unsafe_offset(g * held * P * Q * L),
+                            wp.unsafe_offset(c * R * T),
+                            cut(K, part + p) - start,
+                            cut(K, part + p + 1) - start,
+                            h,
+                            i,
+                            P,
+                            Q,
+                            R,
+                            T,
+                            S,
+                            C * R * T,
+                        )
+                        fold(acc, saved, p, parts)
+                    store[L](dx, (((g * C + c) * H + h) * W + i) * L, acc[0])
+
+
+@always_inline
+def _gather_taps[
+    L: Int
+](
+    mut acc: SIMD[F32, L],
+    dy: Ptr,
+    w: Ptr,
+    k0: Int,
+    k1: Int,
+    h: Int,
+    i: Int,
+    P: Int,
+    Q: Int,
+    R: Int,
+    T: Int,
+    S: Int,
+    w_channel: Int,
+):
+    """Adds what pixel (h, i) of one channel got from output channels k0..k1."""
+    for r in range(h % S, R, S):
+        var p = (h - r) // S
+        if h < r or p >= P:
+            continue
+        for t in range(i % S, T, S):
+            var q = (i - t) // S
+            if i < t or q >= Q:
+                continue
+            for k in range(k0, k1):
+                acc = madd(
+                    load[L](dy, ((k * P + p) * Q + q) * L),
+                    SIMD[F32, L](w[unsafe_offset=k * w_channel + r * T + t]),
+                    acc,
+                )
 
 
 def conv2d_backward_input(
     dx: Ptr,  # (G, C, H, W, L)
-    dy: Ptr,  # (G, K, P, Q, L)
-    w: Ptr,  # (K, C, R, T)
+    dy: Ptr,  # (G, K, P, Q, L), or of the output channels of the parts only
+    w: Ptr,  # (K, C, R, T), all of it
     G: Int,
     C: Int,
     H: Int,
@@ -374,16 +474,23 @@ def conv2d_backward_input(
     R: Int,
     T: Int,
     S: Int,
+    part: Int = 0,
+    parts: Int = PARTS,
 ):
-    """Writes the gradient of the (padded) input."""
+    """Writes the gradient of the (padded) input. The sum over K in parts.
+
+    With `parts` of 1 or 2 it writes their node of the sum only, for tensor parallelism.
+    """
     if S == 1 and T == 5:
-        _backward_input_spread[5](dx, dy, w, G, C, H, W, K, R)
+        _backward_input_spread[5](dx, dy, w, G, C, H, W, K, R, part, parts)
     elif S == 1 and T == 3:
-        _backward_input_spread[3](dx, dy, w, G, C, H, W, K, R)
+        _backward_input_spread[3](dx, dy, w, G, C, H, W, K, R, part, parts)
     elif S == 1 and T == 1:
-        _backward_input_spread[1](dx, dy, w, G, C, H, W, K, R)
+        _backward_input_spread[1](dx, dy, w, G, C, H, W, K, R, part, parts)
     else:
-        conv2d_backward_input_any[LANES](dx, dy, w, G, C, H, W, K, R, T, S)
+        conv2d_backward_input_any[LANES](
+            dx, dy, w, G, C, H, W, K, R, T, S, part, parts
+        )
 
 
 # --- the definitions -------------------------------------------------------------

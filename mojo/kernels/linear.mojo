@@ -2,13 +2,18 @@
 
 Forward and the gradient of the input are one tile with W walked along rows or along columns. The gradient of the
 weights is a sum over samples, so there the samples must leave the lanes: x is transposed once into scratch memory.
+
+The sums of forward (over I) and of the gradient of the input (over O) are cut in parts (parts.mojo), so that several
+processes can compute them together. Sums over samples are not: each process that needs one has all samples.
 """
 
 from std.sys import masked_load, masked_store
 from std.math import iota
+from std.memory import unsafe_stack_allocation
 
 from .lanes import F32, LANES, REGISTERS, Ptr, Vec, load, splat, store, madd
 from .layout import unpack_rows
+from .parts import PARTS, cut, fold
 
 # --- register tiles -----------------------------------------------------------
 # nb outputs x gb groups of samples. 12 x 2 sums: 24 FMAs (12 cycles) for 14 loads (7 cycles).
@@ -25,28 +30,40 @@ def _tile[
     w: Ptr,
     b: Optional[Ptr],
     inputs: Int,
+    part: Int,
+    parts: Int,
     w_out: Int,
     w_in: Int,
     x_group: Int,
     y_group: Int,
 ):
-    """Outputs are w_out apart in w, inputs w_in."""
+    """Outputs are w_out apart in w, inputs w_in; x and w start at the first input of `part`.
+    """
+    var saved = unsafe_stack_allocation[
+        2 * nb * gb * LANES, F32, alignment=64
+    ]()
     var acc = Array[Vec, nb * gb](fill=Vec(0))
-    if b:
-        comptime for n in range(nb):
+    var start = cut(inputs, part)
+    for p in range(parts):
+        comptime for i in range(nb * gb):
+            acc[i] = Vec(0)
+        for i in range(
+            cut(inputs, part + p) - start, cut(inputs, part + p + 1) - start
+        ):
+            var v = Array[Vec, gb](fill=Vec(0))
+            comptime for g in range(gb):
+                v[g] = load(x, g * x_group + i * LANES)
+            var wi = w.unsafe_offset(i * w_in)
+            comptime for n in range(nb):
+                var s = splat(wi, n * w_out)
+                comptime for g in range(gb):
+                    acc[n * gb + g] = madd(v[g], s, acc[n * gb + g])
+        fold(acc, saved, p, parts)
+    comptime for n in range(nb):
+        if b:
             var bias = splat(b.value(), n)
             comptime for g in range(gb):
-                acc[n * gb + g] = bias
-    for i in range(inputs):
-        var v = Array[Vec, gb](fill=Vec(0))
-        comptime for g in range(gb):
-            v[g] = load(x, g * x_group + i * LANES)
-        var wi = w.unsafe_offset(i * w_in)
-        comptime for n in range(nb):
-            var s = splat(wi, n * w_out)
-            comptime for g in range(gb):
-                acc[n * gb + g] = madd(v[g], s, acc[n * gb + g])
-    comptime for n in range(nb):
+                acc[n * gb + g] += bias
         comptime for g in range(gb):
             var s = acc[n * gb + g]
             comptime if relu:
@@ -65,9 +82,17 @@ def _product[
     G: Int,
     outputs: Int,
     inputs: Int,
+    part: Int,
+    parts: Int,
     w_out: Int,
     w_in: Int,
 ):
+    """Sums over the inputs of `parts` parts from `part` on; x has those inputs only, w all.
+    """
+    var start = cut(inputs, part)
+    var held = cut(inputs, part + parts) - start
+    var wp = w.unsafe_offset(start * w_in)
+
     @always_inline
     def groups[gb: Int](g: Int) {imm}:
         var n = 0
@@ -80,13 +105,15 @@ def _product[
                         bias = b.value().unsafe_offset(n)
                     _tile[nb, gb, relu](
                         y.unsafe_offset((g * outputs + n) * LANES),
-                        x.unsafe_offset(g * inputs * LANES),
-                        w.unsafe_offset(n * w_out),
+                        x.unsafe_offset(g * held * LANES),
+                        wp.unsafe_offset(n * w_out),
                         bias,
                         inputs,
+                        part,
+                        parts,
                         w_out,
                         w_in,
-                        inputs * LANES,
+                        held * LANES,
                         outputs * LANES,
                     )
                     n += nb
@@ -111,8 +138,9 @@ def linear_forward[
     I: Int,
     O: Int,
 ):
-    """Computes y = W x + b, then max(y, 0) if `relu`."""
-    _product[relu](y, x, w, b, G, O, I, I, 1)
+    """Computes y = W x + b, then max(y, 0) if `relu`. The sum over I in parts, then the bias.
+    """
+    _product[relu](y, x, w, b, G, O, I, 0, PARTS, I, 1)
 
 
 def linear_backward_input(
@@ -123,8 +151,60 @@ def linear_backward_input(
     I: Int,
     O: Int,
 ):
-    """Computes dx = W^T dy."""
-    _product[False](dx, dy, w, None, G, I, O, 1, I)
+    """Computes dx = W^T dy. The sum over O in parts."""
+    _product[False](dx, dy, w, None, G, I, O, 0, PARTS, 1, I)
+
+
+# --- a node of the sums, for tensor parallelism ---------------------------------------
+
+
+def linear_forward_parts(
+    y: Ptr,  # (G, O, L)
+    x: Ptr,  # (G, the inputs of the parts, L)
+    w: Ptr,  # (O, I), all of it
+    G: Int,
+    I: Int,
+    O: Int,
+    part: Int,
+    parts: Int,
+):
+    """The sum of `parts` parts (1, 2 or 4) from `part` on, without bias; linear_bias finishes the sum of all.
+    """
+    _product[False](y, x, w, None, G, O, I, part, parts, I, 1)
+
+
+def linear_backward_input_parts(
+    dx: Ptr,  # (G, I, L)
+    dy: Ptr,  # (G, the outputs of the parts, L)
+    w: Ptr,  # (O, I), all of it
+    G: Int,
+    I: Int,
+    O: Int,
+    part: Int,
+    parts: Int,
+):
+    """The sum of `parts` parts (1, 2 or 4) from `part` on."""
+    _product[False](dx, dy, w, None, G, I, O, part, parts, 1, I)
+
+
+def linear_bias[
+    relu: Bool
+](
+    y: Ptr,  # (G, O, L)
+    x: Ptr,  # (G, O, L), may be y
+    b: Ptr,  # (O)
+    G: Int,
+    O: Int,
+):
+    """Computes y = x + b, then max(y, 0) if `relu`: the end of linear_forward.
+    """
+    for g in range(G):
+        for o in range(O):
+            var at = (g * O + o) * LANES
+            var s = load(x, at) + splat(b, o)
+            comptime if relu:
+                s = s.lt(0).select(Vec(0), s)
+            store(y, at, s)
 
 
 # --- gradient of the weights ---------------------------------------------------
@@ -136,7 +216,16 @@ comptime IB = 5 if REGISTERS == 32 else (2 if REGISTERS == 8 else 1)
 @always_inline
 def _weight_tile[
     ob: Int, ib: Int, partial: Bool
-](dw: Ptr, dy: Ptr, xt: Ptr, G: Int, I: Int, O: Int, valid: Int):
+](
+    dw: Ptr,
+    dy: Ptr,
+    xt: Ptr,
+    G: Int,
+    I: Int,
+    O: Int,
+    valid: Int,
+    row_stride: Int,
+):
     """The dw of ob outputs and ib vectors of inputs; of a partial one only `valid` inputs exist.
     """
     var acc = Array[Vec, ob * ib](fill=Vec(0))
@@ -157,7 +246,7 @@ def _weight_tile[
                     acc[o * ib + i] = madd(v[i], s, acc[o * ib + i])
     comptime for o in range(ob):
         comptime for i in range(ib):
-            var p = dw.unsafe_offset(o * I + i * LANES)
+            var p = dw.unsafe_offset(o * row_stride + i * LANES)
             comptime if partial:
                 var mask = iota[F32, LANES]().lt(Float32(valid))
                 var sum = masked_load[LANES](p, mask, Vec(0)) + acc[o * ib + i]
@@ -167,7 +256,7 @@ def _weight_tile[
 
 
 def linear_backward_weight(
-    dw: Ptr,  # (O, I), added to
+    dw: Ptr,  # (O, I of row_stride), added to
     db: Ptr,  # (O), added to
     dy: Ptr,  # (G, O, L)
     x: Ptr,  # (G, I, L)
@@ -175,8 +264,12 @@ def linear_backward_weight(
     G: Int,
     I: Int,
     O: Int,
+    row_stride: Int,
 ):
-    """Adds dW += dy x^T and db += dy, summed over samples."""
+    """Adds dW += dy x^T and db += dy, summed over samples.
+
+    A row of dw is `row_stride` >= I floats after the one before: I, or more where x has some columns of the layer only.
+    """
     unpack_rows(xt, x, G * LANES, I)
     var vectors = I // LANES
 
@@ -185,13 +278,14 @@ def linear_backward_weight(
         @always_inline
         def tile[ib: Int, partial: Bool](i: Int) {imm}:
             _weight_tile[ob, ib, partial](
-                dw.unsafe_offset(o * I + i * LANES),
+                dw.unsafe_offset(o * row_stride + i * LANES),
                 dy.unsafe_offset(o * LANES),
                 xt.unsafe_offset(i * LANES),
                 G,
                 I,
                 O,
                 I - i * LANES,
+                row_stride,
             )
 
         var i = 0

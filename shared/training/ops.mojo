@@ -59,8 +59,11 @@ from kernels.layout import (
 )
 from kernels.linear import (
     linear_backward_input,
+    linear_backward_input_parts,
     linear_backward_weight,
+    linear_bias,
     linear_forward,
+    linear_forward_parts,
 )
 from kernels.linear_bf16 import (
     linear_backward_input_bf16,
@@ -138,6 +141,11 @@ comptime NAMES: List[StaticString] = [
     "linear_forward_fp16",
     "linear_backward_weight_fp16",
     "linear_backward_input_fp16",
+    "linear_forward_parts",
+    "linear_backward_input_parts",
+    "linear_backward_weight_columns",
+    "linear_bias",
+    "conv2d_backward_input_parts",
     "relu_forward",
     "relu_backward",
     "tanh_forward",
@@ -404,6 +412,75 @@ def _execute[L: Int](op: Int, r: Record, ctx: Context) -> Bool:
         code("linear_backward_input_fp16")
     ):  # dx; dy, w; scratch; G, I, O
         _linear_backward_input_low[L, DType.float16](r)
+    elif op == comptime (code("linear_forward_parts")):
+        # y; x of the parts, w; G, I, O, part, parts. Lanes only, as the next four
+        comptime if L == 1:
+            return False
+        linear_forward_parts(
+            r.ptr(1),
+            r.ptr(2),
+            r.ptr(3),
+            r.int(4),
+            r.int(5),
+            r.int(6),
+            r.int(7),
+            r.int(8),
+        )
+    elif op == comptime (code("linear_backward_input_parts")):
+        # dx; dy of the parts, w; G, I, O, part, parts
+        comptime if L == 1:
+            return False
+        linear_backward_input_parts(
+            r.ptr(1),
+            r.ptr(2),
+            r.ptr(3),
+            r.int(4),
+            r.int(5),
+            r.int(6),
+            r.int(7),
+            r.int(8),
+        )
+    elif op == comptime (code("linear_backward_weight_columns")):
+        # dw, db; dy, x; scratch; G, columns, O, row stride of dw
+        comptime if L == 1:
+            return False
+        linear_backward_weight(
+            r.ptr(1),
+            r.ptr(2),
+            r.ptr(3),
+            r.ptr(4),
+            r.ptr(5),
+            r.int(6),
+            r.int(7),
+            r.int(8),
+            r.int(9),
+        )
+    elif op == comptime (code("linear_bias")):  # y; x, b; G, O; relu
+        comptime if L == 1:
+            return False
+        if r.int(6):
+            linear_bias[True](r.ptr(1), r.ptr(2), r.ptr(3), r.int(4), r.int(5))
+        else:
+            linear_bias[False](r.ptr(1), r.ptr(2), r.ptr(3), r.int(4), r.int(5))
+    elif op == comptime (code("conv2d_backward_input_parts")):
+        # dx; dy of the parts, w; G, C, H, W, K, R, T, S, part, parts
+        comptime if L == 1:
+            return False
+        conv2d_backward_input(
+            r.ptr(1),
+            r.ptr(2),
+            r.ptr(3),
+            r.int(4),
+            r.int(5),
+            r.int(6),
+            r.int(7),
+            r.int(8),
+            r.int(9),
+            r.int(10),
+            r.int(11),
+            r.int(12),
+            r.int(13),
+        )
     elif op == comptime (code("relu_forward")):  # y; x; n
         relu_forward(r.ptr(1), r.ptr(2), r.int(3))
     elif op == comptime (code("relu_backward")):  # dx; dy; y; n
@@ -668,6 +745,7 @@ def _linear_backward_weight[L: Int](r: Record):
             r.int(6),
             r.int(7),
             r.int(8),
+            r.int(7),
         )
 
 
@@ -835,7 +913,7 @@ def _linear_backward_weight_low[L: Int, dtype: DType](r: Record):
             linear_backward_weight_rows(r.ptr(1), unused, dy, x, G, I, O)
         else:
             var scratch = unused.unsafe_offset(O)
-            linear_backward_weight(r.ptr(1), unused, dy, x, scratch, G, I, O)
+            linear_backward_weight(r.ptr(1), unused, dy, x, scratch, G, I, O, I)
         bias_gradient[L](r.ptr(2), r.ptr(3), G, O, 1)
 
 
