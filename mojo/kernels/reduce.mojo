@@ -1,14 +1,23 @@
-"""Reductions in a fixed order: the sum of n buffers along a tree, squared norm, finite check, sums over samples.
+"""Reductions in a fixed order, or without one: sum of n buffers along a tree, exact squared norm, finite check, sums over samples.
 
 The tree over buffers 0..n-1 (docs/determinism.md): a node over n leaves splits after the largest power of two smaller
 than n. It is the tree of recursive halving when n is a power of two, and a worker that owns an aligned block of leaves
 owns a subtree.
 """
 
-from .lanes import F32, LANES, Ptr, Vec, first, load, store, madd
+from std.utils.numerics import inf
 
-# Blocks of the squared norm: 4096 floats are summed in lanes of float64, the block sums one after the other.
-comptime BLOCK = 4096
+from .lanes import (
+    F32,
+    LANES,
+    Ptr,
+    Vec,
+    first,
+    load,
+    load_first,
+    madd,
+    store,
+)
 
 
 def split(n: Int) -> Int:
@@ -48,25 +57,48 @@ def tree_sum(
         store(y, i, _tree(buffers, 0, n, i))
 
 
-def squared_norm(y: Ptr, x: Ptr, n: Int):
-    """Writes the sum of squares of n floats, in an order that depends on n only.
+def largest(y: Ptr, x: Ptr, n: Int):
+    """Writes the largest magnitude of n floats; infinity if one of them is NaN or infinite.
     """
-    var total: Float64 = 0
-    for start in range(0, n, BLOCK):
-        var end = min(start + BLOCK, n)
-        var acc = SIMD[DType.float64, LANES](0)
-        var i = start
-        while i + LANES <= end:
-            var v = load(x, i).cast[DType.float64]()
-            acc = madd(v, v, acc)
-            i += LANES
-        var s = acc.reduce_add()
-        while i < end:
-            var v = x[unsafe_offset=i].cast[DType.float64]()
-            s += v * v
-            i += 1
-        total += s
-    y[] = total.cast[F32]()
+    var acc = Vec(0)
+    var bad = Vec(0)
+    var i = 0
+    while i + LANES <= n:
+        var v = load(x, i)
+        bad += v - v
+        acc = max(acc, abs(v))
+        i += LANES
+    var tail = load_first(x, i, n - i)
+    bad += tail - tail
+    acc = max(acc, abs(tail))
+    y[] = acc.reduce_max() if bad.reduce_add() == 0 else inf[F32]()
+
+
+comptime Wide = SIMD[DType.float64, LANES]
+comptime Whole = SIMD[DType.int64, LANES]
+
+
+def fixed_squares(
+    y: Pointer[Int64, MutUntrackedOrigin], x: Ptr, n: Int, unit: Float32
+):
+    """Writes the sum of (unit x)^2 over n floats as y[0] 2^-31 + y[1] 2^-62.
+
+    |unit x| must be below 1 and unit a power of two, so that a square is exact in a float64. It is cut after 62 binary
+    places; sums of integers have no order, so pieces may be added up by anyone in any way.
+    """
+    var high = Whole(0)
+    var low = Whole(0)
+    comptime SHIFT = Float64(2147483648.0)  # 2^31
+
+    for i in range(0, n, LANES):
+        var v = load(x, i) if i + LANES <= n else load_first(x, i, n - i)
+        var t = (v * unit).cast[DType.float64]()
+        var s = t * t * SHIFT
+        var h = s.cast[DType.int64]()  # towards zero
+        high += h
+        low += ((s - h.cast[DType.float64]()) * SHIFT).cast[DType.int64]()
+    y[unsafe_offset=0] = high.reduce_add()
+    y[unsafe_offset=1] = low.reduce_add()
 
 
 def is_finite(x: Ptr, n: Int) -> Bool:

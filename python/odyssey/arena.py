@@ -36,15 +36,17 @@ class Arena:
             self.offsets[name] = size
             size += -(-p.size // ALIGN) * ALIGN
         self.size = size
-        self.params = native.aligned(size)
-        self.grads = native.aligned(size + native.library().stats)
-        self._addresses = {native.PARAMS: self.params.ctypes.data, native.GRADS: self.grads.ctypes.data}
+        self._params: np.ndarray | None = native.aligned(size)
+        self.grads = native.aligned(size + native.library().stats)  # the system gives memory when it is written to
+        self._addresses = {native.PARAMS: self._params.ctypes.data, native.GRADS: self.grads.ctypes.data}
         for name, p in self.named:
             at = 4 * self.offsets[name]
             values, gradient = p.data.copy(), p.grad.data.copy()
             p.place(Range(self, native.PARAMS, at), Range(self, native.GRADS, at))
             p.name = name
-            p.data[...], p.grad.data[...] = values, gradient
+            p.data[...] = values
+            if gradient.any():
+                p.grad.data[...] = gradient
 
     @classmethod
     def of(cls, named: Iterable[tuple[str, Parameter]]) -> Arena:
@@ -61,8 +63,28 @@ class Arena:
             )
         return cls(named)
 
+    @property
+    def params(self) -> np.ndarray:
+        """The parameters (size,) float32.
+
+        Raises:
+            ConfigError: they are spread over the ranks (ZeRO stage 3).
+        """
+        if self._params is None:
+            raise ConfigError(
+                "[zero] the parameters are spread over the ranks (zero=3); call trainer.state_dict() on all ranks"
+            )
+        return self._params
+
+    def spread(self) -> None:
+        """Lets the parameters go: the ranks keep parts of them (parallel/zero.py)."""
+        self._params = None
+        self._addresses.pop(native.PARAMS)
+
     def address(self, space: int) -> int:
         """Where the parameters (native.PARAMS) or the gradients (native.GRADS) start."""
+        if space not in self._addresses:
+            _ = self.params  # raises
         return self._addresses[space]
 
     def view(self, flat: np.ndarray, name: str) -> np.ndarray:

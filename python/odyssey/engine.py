@@ -1,14 +1,20 @@
-"""Runs the shards of a batch: one recorded program, a workspace per thread, a plan, and a reduction.
+"""Runs the shards of a batch: one recorded program, a plan, a reduction, and a way of taking the step.
 
 The trainer says which batch; this file makes sure that the sums of loss, samples, correct predictions and gradients
-come out, the same bits whatever the layout. It is used twice: for training steps (with a backward pass) and for
-evaluation (without).
+come out, the same bits whatever the layout. There are three ways of taking a step, chosen by the layout alone:
+
+    Direct      one native call for all shards, then one reduction        the ordinary case (here)
+    Layerwise   segment by segment, a reduction per bucket                several buckets, ZeRO 2 and 3
+    Waves       micro-batch by micro-batch, ranks exchanging activations  pipeline and tensor parallelism
+
+An engine is used twice: for training steps (with a backward pass) and for evaluation (without).
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from typing import Any
 
 import numpy as np
@@ -16,13 +22,18 @@ import numpy as np
 from . import native
 from .arena import Arena
 from .comm import Communicator
-from .data import ArrayDataset, Batch
+from .data import Batch
 from .errors import ConfigError
 from .nn import Module
+from .optim import Update
+from .parallel import buckets as bucketing
 from .parallel import plan as planning
-from .parallel.reduction import REDUCTIONS, Reduction
-from .placement import FIRST
-from .program import Block, Program, Recorder, ShardEager, using
+from .parallel import reduction
+from .parallel.mesh import Groups, Mesh
+from .parallel.runner import Runner, Sums
+from .parallel.zero import STAGES, Parts
+from .placement import FIRST, SCHEDULES
+from .program import Block, Record, Recorder, ShardEager, encoded, fused, place, using
 from .tensor import Tensor, empty, layout_of, make, no_grad
 
 EXECUTIONS = ("replay", "eager")
@@ -38,16 +49,42 @@ class Layout:
     shard_size: int
     reduction: str
     execution: str
+    mesh: Mesh = Mesh(1, 1, 1)  # fitted to the world
+    zero: int = 0
+    bucket_size_mb: float = 25.0
+    overlap: bool = True
+    schedule: str = "1f1b"
 
     def __post_init__(self) -> None:
         for name in ("workers", "threads", "shard_size"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ConfigError(f"[train] {name} is {value!r}; it must be an integer of at least 1")
-        if self.reduction not in REDUCTIONS:
-            raise ConfigError(f"[train] reduction is {self.reduction!r}; choose from {', '.join(REDUCTIONS)}")
-        if self.execution not in EXECUTIONS:
-            raise ConfigError(f"[train] execution is {self.execution!r}; choose from {', '.join(EXECUTIONS)}")
+        for name, allowed in (
+            ("reduction", tuple(reduction.REDUCTIONS)),
+            ("execution", EXECUTIONS),
+            ("zero", STAGES),
+            ("schedule", SCHEDULES),
+        ):
+            value = getattr(self, name)
+            if value not in allowed:
+                raise ConfigError(f"[train] {name} is {value!r}; choose from {', '.join(map(str, allowed))}")
+        if not self.bucket_size_mb > 0:
+            raise ConfigError(f"[train] bucket_size_mb is {self.bucket_size_mb!r}; it must be above 0")
+        if self.execution == "eager" and (self.split or self.zero):
+            raise ConfigError(
+                f"[mesh] {self.mesh} with zero={self.zero} runs recorded programs; use execution='replay'"
+            )
+        if self.split and self.zero > 1:
+            raise ConfigError(
+                f"[mesh] {self.mesh} with zero={self.zero}: gradients and parameters can be spread over replicas only "
+                "where each has the whole model; use --zero 1, or --pp 1 --tp 1"
+            )
+
+    @property
+    def split(self) -> bool:
+        """Whether several ranks make up one replica of the model."""
+        return self.mesh.pp * self.mesh.tp > 1
 
 
 def effective_shard_size(samples: int, shard_size: int) -> int:
@@ -58,28 +95,17 @@ def effective_shard_size(samples: int, shard_size: int) -> int:
     return samples if layout_of(samples) == "rows" else min(shard_size, -(-samples // lanes) * lanes)
 
 
-@dataclasses.dataclass
-class _Prepared:
-    """What a batch size needs: its plan as numbers, its buffers, its reduction."""
-
-    plan: planning.Plan
-    buffers: np.ndarray  # (plan.buffers, floats)
-    reduce: Reduction
-    work: np.ndarray  # (threads, bytes)
-    step: native.Step
-    keep: list[Any]
-    data: ArrayDataset | None = None  # whose arrays the step points at
-
-
 class Engine:
-    """Sums over a global batch: gradients (if `train`), then STATS floats (loss, samples, correct predictions).
+    """Sums over a global batch: of the loss, of correct predictions and, if `train`, of the gradients.
 
     Args:
         model, loss: called as loss(model(x), labels) for each shard.
         arena: the model's parameters.
+        groups: this rank's communicators along the axes of the mesh.
         train: whether to run a backward pass.
         precision: of the products (precision.py).
         scaled: whether gradients come out multiplied by `loss_scale`.
+        like: the training engine, whose parts and places an engine for evaluation shares.
     """
 
     def __init__(
@@ -88,58 +114,227 @@ class Engine:
         loss: Any,
         arena: Arena,
         layout: Layout,
+        groups: Groups | None = None,
         *,
         train: bool,
         seed: int,
+        like: Engine | None = None,
         precision: str = "fp32",
         scaled: bool = False,
     ) -> None:
         self.model, self.loss, self.arena, self.layout, self.train = model, loss, arena, layout, train
-        self.seed = seed
+        self.groups, self.seed = groups or Groups(layout.comm, layout.mesh), seed
+        self._like = like
         self.precision, self.scaled = precision, scaled
         self.loss_scale = 1.0  # of the next run, if `scaled`
-        lib = native.library()
-        self.floats = (arena.size if train else 0) + lib.stats
-        self.stats_at = self.floats - lib.stats
+        self._parts: Parts | None = None
+        self._places: Any = None  # record -> position in the pipeline
         self._outputs: int | None = None  # of the model, as the loss saw them
-        self._programs: dict[tuple[int, ...], Program] = {}
-        self._prepared: dict[tuple[Any, ...], _Prepared] = {}
+        self._records: dict[tuple[int, ...], list[Record]] = {}
+        self._prepared: dict[tuple[Any, ...], Runner] = {}
+        self.unused: list[str] = []  # parameters without a gradient, once a program is recorded
 
-    def run(self, batch: Batch, step: int) -> np.ndarray:
-        """The sums over all shards of all ranks (floats,) float32; valid until the next call."""
+    def run(self, batch: Batch, step: int) -> Sums:
+        """The sums over all shards of all ranks; gradients are valid until the next call."""
         data = batch.dataset
-        samples = len(batch.indices)
-        key = (samples, *data.sample_shape)
-        ready = self._prepared.get(key)
-        if ready is None:
-            ready = self._prepared[key] = self._prepare(samples, data.sample_shape)
-        s = ready.step
+        ready = self.prepare(len(batch.indices), data.sample_shape)
+        replay = self.layout.execution == "replay"
         if ready.data is not data:
-            self._use(ready, data)
-        s.rows = batch.indices.ctypes.data
-        s.context.step, s.context.loss_scale = step, self.loss_scale
-        if self.layout.execution == "replay":
-            native.library().step(s)
-        else:
-            self._run_eager(ready, s, data.sample_shape)
+            if replay:
+                self._check_labels(data)
+            ready.use(data)
+        ready.context.rows = batch.indices.ctypes.data
+        ready.context.step, ready.context.loss_scale = step, self.loss_scale
+        sums = ready.run()
+        if not replay:
             self._check_labels(data)
-        return ready.reduce()
+        return sums
 
-    def _use(self, ready: _Prepared, data: ArrayDataset) -> None:
-        """Points a step at the arrays of a data set."""
-        if self.layout.execution == "replay":
-            self._check_labels(data)
-        c = ready.step.context
-        c.images, c.bytes = data.images.ctypes.data, int(data.images.dtype == np.uint8)
-        c.labels, c.scale, c.shift = data.labels.ctypes.data, data.scale.ctypes.data, data.shift.ctypes.data
-        ready.data = data
+    def prepare(self, samples: int, sample_shape: tuple[int, ...]) -> Runner:
+        """What a batch size needs; made when it is first met."""
+        key = (samples, *sample_shape)
+        if key not in self._prepared:
+            self._prepared[key] = self._runner(samples, sample_shape)
+        return self._prepared[key]
 
-    def _check_labels(self, data: ArrayDataset) -> None:
+    def _runner(self, samples: int, sample_shape: tuple[int, ...]) -> Runner:
+        lay = self.layout
+        if lay.execution == "replay":
+            parts = self.parts_for(samples, sample_shape)
+        if lay.split:
+            from .parallel.waves import Waves
+
+            return Waves(self, samples, sample_shape)
+        if lay.execution == "replay":
+            if parts.stage > 1 or (len(parts.buckets) > 1 and lay.comm.size > 1 and self.train):
+                from .parallel.layerwise import Layerwise
+
+                return Layerwise(self, samples, sample_shape)
+        return Direct(self, samples, sample_shape)
+
+    @property
+    def runners(self) -> list[Runner]:
+        """What has been prepared so far."""
+        return list(self._prepared.values())
+
+    def _check_labels(self, data: Any) -> None:
         if self._outputs is not None and data.classes > self._outputs:
             raise ConfigError(
                 f"[train] the data set {data.name} has {data.classes} classes and the model {self._outputs} outputs; "
                 "give the model an output for each class"
             )
+
+    # --- parts ---
+
+    @property
+    def parts(self) -> Parts:
+        """Which parameters this rank computes with and updates; known once a program is recorded."""
+        source = self._like or self
+        assert source._parts is not None
+        return source._parts
+
+    def parts_for(self, samples: int, sample_shape: tuple[int, ...]) -> Parts:
+        """The same, recording a program of this batch size if there is none yet."""
+        if self._like is not None:
+            return self._like.parts_for(samples, sample_shape)
+        if self._parts is None:
+            lay = self.layout
+            records = self.record(self.shard_size_of(samples), sample_shape)
+            self.unused = bucketing.unused(records, self.arena)
+            if lay.split:
+                buckets = [self._share(records)]
+            else:
+                several = lay.zero > 1 or lay.comm.size > 1
+                limit = int(lay.bucket_size_mb * bucketing.FLOATS_PER_MB) if several else self.arena.size
+                buckets = bucketing.cut(records, self.arena, limit)
+            self._parts = Parts(lay.zero, buckets, self.groups.dp, self.arena)
+        return self._parts
+
+    def place_of(self, record: Record) -> int:
+        """The position in the pipeline that runs a record."""
+        source = self._like or self
+        return source._places(record) if source._places else 0
+
+    def _share(self, records: list[Record]) -> bucketing.Bucket:
+        """The parameters of this rank's part of the model, as one bucket."""
+        if self.layout.mesh.pp > 1:
+            self._places = placing(records, self.layout.mesh.pp, self.layout.schedule, self)
+        names = {o: n for n, o in self.arena.offsets.items()}
+        users: dict[str, set[int]] = {}
+        for r in records:
+            for o in bucketing.touched(r, self.arena, native.PARAMS):
+                users.setdefault(names[o], set()).add(self.place_of(r))
+        for name, where in users.items():
+            if len(where) > 1:
+                raise ConfigError(
+                    f"[pipeline] the parameter {name} is used by stages {min(where)} and {max(where)}; a parameter has "
+                    "one place: put the layers that share it on one device"
+                )
+        here = self.groups.p
+        return bucketing.some(self.arena, [n for n in self.arena.offsets if users.get(n, {0}) == {here}])
+
+    def own_state(self, flat: np.ndarray) -> np.ndarray:
+        """This rank's part of an array of the arena's layout, as the optimizer keeps it."""
+        return flat if self._parts is None else self._parts.cut_state(flat)
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of parameters on this rank."""
+        return self.arena.params.nbytes if self._parts is None else self._parts.nbytes
+
+    def norm(self, updates: list[Update]) -> float:
+        """The Euclidean norm of all gradients, the same bits whoever has which of them.
+
+        Squares are added as integers of a common unit, an exact sum that has no order. The unit follows from the
+        largest gradient; with n gradients the sum is right to n 2^-62 of its square. Infinite or NaN if a gradient is.
+        """
+        lib, comm = native.library(), self.layout.comm
+        several = self.layout.split or self.layout.zero
+        counted = [u for u in updates if self._counts(u)]
+        found = np.zeros((max(len(counted), 1), 2), np.float32)
+        records = np.zeros((len(counted), lib.record), np.int64)
+        for row, u, y in zip(records, counted, found, strict=False):
+            row[:4] = (lib.codes["largest"], y.ctypes.data, u.grads, u.n)
+        context = native.Context()
+        lib.run(records.ctypes.data, len(records), context)
+        largest = found[:, 0].max(keepdims=True)
+        if several:
+            largest = comm.all_reduce(largest, "max")
+        top = float(largest[0])
+        if top == 0 or not math.isfinite(top):
+            return top
+        exponent = math.frexp(top)[1]
+        unit = math.ldexp(1.0, -exponent)
+        if unit < 2.0**-126 or unit > 2.0**126:
+            return math.inf if unit < 1 else 0.0
+        sums = np.zeros((max(len(counted), 1), 2), np.int64)
+        for row, u, y in zip(records, counted, sums, strict=False):
+            row[:5] = (lib.codes["fixed_squares"], y.ctypes.data, u.grads, u.n, native.float_bits(unit))
+        lib.run(records.ctypes.data, len(records), context)
+        total = sums.sum(axis=0)
+        if self.layout.zero and self.groups.dp.size > 1:
+            total = self.groups.dp.all_reduce(total, "sum")
+        if self.layout.split:
+            total = self.groups.model.all_reduce(total, "sum")
+        square = (int(total[0]) * 2**31 + int(total[1])) / 2**62
+        return math.sqrt(square) * math.ldexp(1.0, exponent)
+
+    def _counts(self, update: Update) -> bool:
+        """Whether this rank is the one of its replica that counts a run of gradients."""
+        return True
+
+    # --- everything on every rank ---
+
+    def parameters(self) -> np.ndarray:
+        """All parameters, in the arena's layout, on every rank; collective if they are spread over ranks."""
+        if self._parts is None:
+            return self.arena.params
+        return self._whole(self._parts.parameters())
+
+    def state(self, own: np.ndarray) -> np.ndarray:
+        """An array of the optimizer's state of this rank, as one of the arena's layout on every rank; collective."""
+        if self._parts is None:
+            return own
+        return self._whole(self._parts.state(own))
+
+    def _whole(self, flat: np.ndarray) -> np.ndarray:
+        """Completes an array of which this rank has the floats of its share of the model."""
+        comm = self.groups.model
+        if comm.size == 1:
+            return flat
+        mine = np.array([(p.lo, p.n) for p in self.parts.valid()], np.int64).reshape(-1, 2)
+        counts = comm.all_gather(np.array([len(mine), mine[:, 1].sum()], np.int64))
+        rows, floats = np.cumsum(counts[:, 0]), np.cumsum(counts[:, 1])
+        table = np.zeros((rows[-1], 2), np.int64)
+        table[rows[comm.rank] - len(mine) : rows[comm.rank]] = mine
+        rows_of = [(2 * int(b - a), 2 * int(b)) for a, b in zip(counts[:, 0], rows, strict=True)]
+        comm.all_gather_v(table.reshape(-1), rows_of)
+        values = np.zeros(floats[-1], np.float32)
+        if len(mine):
+            values[floats[comm.rank] - mine[:, 1].sum() : floats[comm.rank]] = np.concatenate(
+                [flat[lo : lo + n] for lo, n in mine]
+            )
+        comm.all_gather_v(values, [(int(b - a), int(b)) for a, b in zip(counts[:, 1], floats, strict=True)])
+        at = 0
+        for lo, n in table:
+            flat[lo : lo + n] = values[at : at + n]
+            at += n
+        return flat
+
+    def agree(self, ok: bool) -> bool:
+        """Whether all ranks found their part in order; without communication where all have the same."""
+        if not self.layout.split and not self.layout.zero:
+            return ok
+        return bool(self.layout.comm.all_reduce(np.array([ok], np.int32), "min")[0])
+
+    def updated(self) -> None:
+        """After an update: brings parameters to the ranks that compute with them."""
+        if self._parts is not None:
+            self._parts.changed()
+
+    def shard_size_of(self, samples: int) -> int:
+        """Samples per shard in a batch of so many."""
+        return effective_shard_size(samples, self.layout.shard_size)
 
     # --- recording ---
 
@@ -167,13 +362,14 @@ class Engine:
             executor.scaled = self.scaled
             loss.backward()
 
-    def _record(self, n: int, sample_shape: tuple[int, ...]) -> Program:
+    def record(self, n: int, sample_shape: tuple[int, ...]) -> list[Record]:
+        """The fused records of one shard of n samples; a fresh list whose records may be changed."""
         key = (n, *sample_shape)
-        if key not in self._programs:
-            recorder = Recorder(self.arena, 4 * self.stats_at, n, self.precision)
+        if key not in self._records:
+            recorder = Recorder(self.arena, 4 * self.arena.size, n, self.precision)
             self._traced(recorder, n, sample_shape)
-            self._programs[key] = recorder.finish()
-        return self._programs[key]
+            self._records[key] = recorder.records
+        return fused(self._records[key])
 
     def _traced(self, executor: Recorder | ShardEager, n: int, sample_shape: tuple[int, ...]) -> None:
         before = [(m, m.training) for m in self.model.modules()]
@@ -186,60 +382,124 @@ class Engine:
                 m.training = training
         self._outputs = executor.outputs
 
-    # --- plans as numbers ---
 
-    def _prepare(self, samples: int, sample_shape: tuple[int, ...]) -> _Prepared:
-        lay = self.layout
-        shard_size = effective_shard_size(samples, lay.shard_size)
-        shards = planning.shard_count(samples, shard_size)
-        ranks = lay.comm.size
-        p = planning.make(shards, lay.comm.rank, ranks, lay.workers, lay.threads)
-        buffers = native.aligned((p.buffers, self.floats))
-        lists = [self._numbers(a) for a in (*p.threads, p.final)]
+def placing(records: list[Record], pp: int, schedule: str, engine: Engine) -> Any:
+    """A function from records to positions in a pipeline of `pp` ranks: the model's own placement, or an automatic one.
+
+    Raises:
+        ConfigError: the model is placed on a number of devices that does not fit.
+    """
+    devices = sorted({r.device for r in records if r.op != "labels"})
+    n = len(devices)
+    if n > 1:
+        if n < pp or (schedule == "interleaved" and n % pp):
+            raise ConfigError(
+                f"[pipeline] the model is placed on {n} devices and pp is {pp}; "
+                f"use --pp {n}, or place it on {'a multiple of ' if schedule == 'interleaved' else ''}{pp}"
+            )
+        index = {d: i for i, d in enumerate(devices)}
+        if schedule == "interleaved":
+            return lambda r: index.get(r.device, 0) % pp
+        return lambda r: index.get(r.device, 0) * pp // n
+    from .parallel.auto import by_cost
+
+    return by_cost(records, pp, engine)
+
+
+class Direct(Runner):
+    """All shards of this process in one native call, one after the other on each thread, then one reduction."""
+
+    def __init__(self, engine: Engine, samples: int, sample_shape: tuple[int, ...]) -> None:
+        super().__init__(engine, samples)
+        self.engine, self.sample_shape = engine, sample_shape
+        lay, lib, arena = engine.layout, native.library(), engine.arena
+        comm = engine.groups.dp
+        self.floats = (arena.size if engine.train else 0) + lib.stats
+        self.stats_at = self.floats - lib.stats
+        self.plan = planning.make(self.shards, comm.rank, comm.size, lay.workers, lay.threads)
+        self._reduce = reduction.make(lay.reduction, comm, self.plan, self.floats, lay.workers)
+        lists = [numbers(a) for a in (*self.plan.threads, self.plan.final)]
         starts = np.array([a.ctypes.data for a in lists], np.int64)
         counts = np.array([len(a) for a in lists], np.int64)
-        keep: list[Any] = [lists, starts, counts]
-        step = native.Step(
-            threads=len(p.threads),
+        self._keep: list[Any] = [lists, starts, counts]
+        self.step = native.Step(
+            threads=len(self.plan.threads),
             actions=starts.ctypes.data,
             counts=counts.ctypes.data,
-            params=self.arena.address(native.PARAMS),
-            buffers=buffers.ctypes.data,
+            params=arena.address(native.PARAMS),
+            zero=1,
+            buffers=self._reduce.buffers.ctypes.data,
             buffer_floats=self.floats,
-            shard_size=shard_size,
+            shard_size=self.shard_size,
             samples=samples,
         )
-        step.context.seed = self.seed
-        work = np.zeros(0, np.uint8)
         if lay.execution == "replay":
-            program = self._record(shard_size, sample_shape)
-            work = native.aligned((len(p.threads), program.work_bytes), np.uint8)
-            step.program, step.records = program.records.ctypes.data, len(program.records)
-            step.work, step.work_bytes = work.ctypes.data, program.work_bytes
-            keep.append(program)
-        reduce = Reduction(lay.reduction, lay.comm, p, buffers, lay.workers)
-        return _Prepared(p, buffers, reduce, work, step, keep)
+            records = engine.record(self.shard_size, sample_shape)
+            work_bytes = place(records)
+            work = native.aligned((len(self.plan.threads), work_bytes), np.uint8, zero=False)
+            table = encoded(records, arena, self._keep, None if engine.train else self._without_gradients)
+            self.step.program, self.step.records = table.ctypes.data, len(table)
+            self.step.work, self.step.work_bytes = work.ctypes.data, work_bytes
+            self.work_bytes = work.nbytes
+            self._keep += [table, work]
+        self.result = result = self._reduce.result  # (floats,): gradients if it trains, then the statistics
+        self.stats = result[self.stats_at :]
+        self.samples_address = self.stats[1:].ctypes.data
+        self.updates = self._updates(result) if engine.train else []
+        self.grad_bytes = 4 * self._reduce.floats_needed
 
-    @staticmethod
-    def _numbers(actions: tuple[planning.Action, ...]) -> np.ndarray:
-        return np.array([(0 if a.kind == "run" else 1, a.a, a.b) for a in actions], np.int64).reshape(-1, 3)
+    def _updates(self, result: np.ndarray) -> list[Update]:
+        engine, at = self.engine, result.ctypes.data
+        if engine.layout.zero == 0:
+            return [Update(engine.arena.address(native.PARAMS), at, 0, engine.arena.size)]
+        parts = engine.parts
+        return [
+            Update(parts.param_address(b, p), at + 4 * p.lo, parts.state_at(b, p), p.n)
+            for b in range(len(parts.buckets))
+            for p in parts.pieces(b)
+        ]
 
-    # --- op by op ---
+    def _without_gradients(self, space: int, offset: int) -> int:
+        return offset - self.engine.arena.size if space == native.GRADS else offset
 
-    def _run_eager(self, ready: _Prepared, s: native.Step, sample_shape: tuple[int, ...]) -> None:
+    def run(self) -> Sums:
+        s = self.step
+        s.context = self.context
+        s.rows = self.context.rows
+        if self.engine.layout.execution == "replay":
+            native.library().step(s)
+        else:
+            self._run_eager()
+        self._reduce.start()
+        self._reduce.finish()
+        loss, samples, correct = self.stats[:3].tolist()
+        return Sums(loss, samples, correct, self.samples_address, self.updates)
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank's reductions have sent so far."""
+        return self._reduce.bytes_sent
+
+    def _run_eager(self) -> None:
         """The same plan, each shard through Python, one after the other."""
-        for actions in (*ready.plan.threads, ready.plan.final):
+        s, buffers = self.step, self._reduce.buffers
+        for actions in (*self.plan.threads, self.plan.final):
             for a in actions:
                 if a.kind == "add":
                     executor = ShardEager(s.context, 0, 0, 0)
-                    rows = [Block(ready.buffers[i]) for i in (a.a, a.b)]
+                    rows = [Block(buffers[i]) for i in (a.a, a.b)]
                     executor.emit("add", rows[0], rows[0], rows[1], self.floats)
                     continue
-                buffer = ready.buffers[a.b]
+                buffer = buffers[a.b]
                 buffer[:] = 0
                 c = native.Context.from_buffer_copy(s.context)
                 c.first = a.a * s.shard_size
                 c.valid = min(s.shard_size, s.samples - c.first)
                 c.rows = s.rows + 8 * c.first
-                executor = ShardEager(c, buffer.ctypes.data, 4 * self.stats_at, s.shard_size, self.precision)
-                self._traced(executor, s.shard_size, sample_shape)
+                executor = ShardEager(c, buffer.ctypes.data, 4 * self.stats_at, s.shard_size, self.engine.precision)
+                self.engine._traced(executor, s.shard_size, self.sample_shape)
+
+
+def numbers(actions: tuple[planning.Action, ...]) -> np.ndarray:
+    """A plan's actions as the executor reads them, (n, 3) int64."""
+    return np.array([(0 if a.kind == "run" else 1, a.a, a.b) for a in actions], np.int64).reshape(-1, 3)

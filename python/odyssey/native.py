@@ -54,6 +54,9 @@ class Step(ctypes.Structure):
         ("params", ctypes.c_int64),
         ("work", ctypes.c_int64),
         ("work_bytes", ctypes.c_int64),
+        ("slots", ctypes.c_int64),
+        ("base", ctypes.c_int64),
+        ("zero", ctypes.c_int64),
         ("buffers", ctypes.c_int64),
         ("buffer_floats", ctypes.c_int64),
         ("shard_size", ctypes.c_int64),
@@ -92,9 +95,12 @@ class Library:
         self._bases = np.zeros(4, np.int64)
         self._bases_address = self._bases.ctypes.data
 
-    def run(self, program: int, records: int, context: Context) -> int:
-        """Runs records at address `program`, all operands absolute. Returns -1, or the record that stopped it."""
-        return self._run(program, records, self._bases_address, context)
+    def run(self, program: int, records: int, context: Context, bases: int | None = None) -> int:
+        """Runs records at address `program`. Returns -1, or the record that stopped it.
+
+        `bases` is the address of the spaces' base addresses, int64 (4,); without it all operands are absolute.
+        """
+        return self._run(program, records, self._bases_address if bases is None else bases, context)
 
     def step(self, step: Step) -> None:
         """Runs all shards of a step of this process."""

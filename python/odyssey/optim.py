@@ -8,8 +8,8 @@ check first that the gradients are finite and change nothing if they are not.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,6 +27,15 @@ def _number(owner: str, name: str, value: float, low: float, high: float, *, ope
             f"and {'finite' if high == math.inf else f'below {high:g}'}"
         )
     return float(value)
+
+
+class Update(NamedTuple):
+    """A run of n parameters to update: addresses of parameters and gradients, and where it is in the state (floats)."""
+
+    params: int
+    grads: int
+    state: int
+    n: int
 
 
 class Optimizer:
@@ -57,31 +66,46 @@ class Optimizer:
         if self.arena is not None:
             raise ConfigError(f"[{type(self).__name__}] already updates another model; make a second optimizer")
         self.arena = arena
-        self.state = {name: native.aligned(arena.size) for name in self.states}
-        self._records = np.zeros((2, native.library().record), np.int64)
         self._context = native.Context()
+        self.keep({name: native.aligned(arena.size) for name in self.states})
 
-    def apply(self, grads: int, samples: int, n_grads: int, lr: float) -> bool:
-        """Updates all parameters if the gradients are finite; returns whether they were.
+    def keep(self, state: dict[str, np.ndarray]) -> None:
+        """Takes these arrays as the state: of the whole arena, or of the parameters that this rank updates."""
+        self.state = state
+        self._addresses = [a.ctypes.data for a in state.values()]
+
+    def apply(
+        self, updates: Sequence[Update], divisor: int, lr: float, agree: Callable[[bool], bool] | None = None
+    ) -> bool:
+        """Updates runs of parameters if all gradients are finite; returns whether they were.
 
         Args:
-            grads: address of the gradients, summed over samples, in the arena's layout.
-            samples: address of the number of samples (float32) they are divided by.
-            n_grads: floats at `grads` that must be finite.
+            updates: where parameters, gradients (summed over samples) and state are.
+            divisor: address of the number (float32) that gradients are divided by.
             lr: learning rate of this step.
+            agree: asked with what was found here, says whether to go on; for ranks with different updates.
         """
         lib = native.library()
-        self._records[0, :3] = (lib.codes["finite"], grads, n_grads)
+        n = len(updates)
+        records = np.zeros((2 * n, lib.record), np.int64)
         self.steps += 1
-        record = self._record(lib, grads, samples, lr)
-        self._records[1, : len(record)] = record
-        ok = lib.run(self._records.ctypes.data, 2, self._context) < 0
+        for i, u in enumerate(updates):
+            records[i, :3] = (lib.codes["finite"], u.grads, u.n)
+            record = self._record(lib, u, divisor, lr)
+            records[n + i, : len(record)] = record
+        at = records.ctypes.data
+        if agree is None:
+            ok = lib.run(at, 2 * n, self._context) < 0
+        else:
+            ok = agree(lib.run(at, n, self._context) < 0)
+            if ok:
+                lib.run(at + 8 * n * lib.record, n, self._context)
         if not ok:
             self.steps -= 1
         return ok
 
-    def _record(self, lib: native.Library, grads: int, samples: int, lr: float) -> list[int]:
-        """The update as a record of ops.mojo."""
+    def _record(self, lib: native.Library, u: Update, divisor: int, lr: float) -> list[int]:
+        """The update of one run as a record of ops.mojo."""
         raise TypeError(f"{type(self).__name__} has no update rule; write _record()")
 
     def step(self) -> None:
@@ -92,7 +116,8 @@ class Optimizer:
         """
         arena = self._bound()
         one = np.ones(1, np.float32)
-        if not self.apply(arena.address(native.GRADS), one.ctypes.data, arena.size, self.lr):
+        everything = Update(arena.address(native.PARAMS), arena.address(native.GRADS), 0, arena.size)
+        if not self.apply([everything], one.ctypes.data, self.lr):
             raise NumericsError("[optimizer] a gradient is NaN or infinite; nothing was changed. Lower the rate")
 
     def zero_grad(self) -> None:
@@ -142,15 +167,15 @@ class SGD(Optimizer):
         self.nesterov = nesterov
         super().__init__(params, lr)
 
-    def _record(self, lib: native.Library, grads: int, samples: int, lr: float) -> list[int]:
-        arena, bits = self._bound(), native.float_bits
+    def _record(self, lib: native.Library, u: Update, divisor: int, lr: float) -> list[int]:
+        bits = native.float_bits
         return [
             lib.codes["sgd"],
-            arena.address(native.PARAMS),
-            self.state["momentum"].ctypes.data,
-            grads,
-            samples,
-            arena.size,
+            u.params,
+            *(a + 4 * u.state for a in self._addresses),
+            u.grads,
+            divisor,
+            u.n,
             bits(lr),
             bits(self.momentum),
             bits(self.weight_decay),
@@ -178,16 +203,15 @@ class Adam(Optimizer):
         self.weight_decay = _number(owner, "weight_decay", weight_decay, 0, math.inf)
         super().__init__(params, lr)
 
-    def _record(self, lib: native.Library, grads: int, samples: int, lr: float) -> list[int]:
-        arena, bits, (b1, b2) = self._bound(), native.float_bits, self.betas
+    def _record(self, lib: native.Library, u: Update, divisor: int, lr: float) -> list[int]:
+        bits, (b1, b2) = native.float_bits, self.betas
         return [
             lib.codes["adam"],
-            arena.address(native.PARAMS),
-            self.state["m"].ctypes.data,
-            self.state["v"].ctypes.data,
-            grads,
-            samples,
-            arena.size,
+            u.params,
+            *(a + 4 * u.state for a in self._addresses),
+            u.grads,
+            divisor,
+            u.n,
             bits(lr),
             bits(b1),
             bits(b2),

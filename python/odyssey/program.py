@@ -3,15 +3,15 @@
 Every op of tensor.py and functional.py asks the current executor for memory and hands it records; it does not know
 which one it is talking to. That is why eager and replayed training have the same bits: they are the same records.
 
-A recorder computes nothing. `finish()` fuses what can be fused without changing a bit, lays the memory of one shard out
-in a workspace, and returns a `Program`.
+A recorder computes nothing. `fused` makes one op of two where that changes no bit, `place` lays the memory of one shard
+out in a workspace, `encoded` writes the records as the numbers that the executor reads.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -198,16 +198,6 @@ class Record:
     again: bool = False  # a forward op of a checkpoint, repeated in the backward phase
 
 
-@dataclasses.dataclass(frozen=True)
-class Program:
-    """A recorded pass over one shard: the encoded records and the bytes of workspace one thread needs."""
-
-    records: np.ndarray  # (n, RECORD) int64
-    work_bytes: int
-    text: tuple[str, ...]  # the ops by name, for people
-    keep: tuple[Memory, ...]  # constants that the records name by address
-
-
 class Recorder(Executor):
     """Writes down the ops of one shard instead of running them."""
 
@@ -247,25 +237,34 @@ class Recorder(Executor):
         self.records[:] = needed(self.records)
         self._closed = len(self.records)
 
-    def finish(self, *, fuse: bool = True) -> Program:
-        """Fuses, plans the workspace and encodes."""
-        lib = native.library()
-        records = fused(self.records) if fuse else self.records
-        work_bytes = place(records)
-        keep: list[Memory] = []
 
-        def operand(memory: Memory) -> int:
-            if isinstance(memory, Slot):
-                return native.WORK << 56 | memory.offset
-            if isinstance(memory, Range) and memory.arena is self.arena:
-                return memory.space << 56 | memory.offset
-            keep.append(memory)
-            return memory.address
+def encoded(
+    records: list[Record],
+    arena: Arena,
+    keep: list[Any],
+    locate: Callable[[int, int], int] | None = None,
+) -> np.ndarray:
+    """The numbers of placed records, (n, RECORD) int64.
 
-        table = np.zeros((len(records), lib.record), np.int64)
-        for row, r in zip(table, records, strict=True):
-            row[: len(r.args) + 1] = encode(lib, r.op, r.args, operand, r.layout)
-        return Program(table, work_bytes, tuple(r.op for r in records), tuple(keep))
+    Args:
+        keep: what the numbers name by address is appended here; it must live as long as they are used.
+        locate: (space, offset in the arena in floats) -> offset in floats from the base that the space will have.
+    """
+    lib = native.library()
+
+    def operand(memory: Memory) -> int:
+        if isinstance(memory, Slot):
+            return native.WORK << 56 | memory.offset
+        if isinstance(memory, Range) and memory.arena is arena:
+            at = memory.offset if locate is None else 4 * locate(memory.space, memory.offset // 4)
+            return memory.space << 56 | at
+        keep.append(memory)
+        return memory.address
+
+    table = np.zeros((len(records), lib.record), np.int64)
+    for row, r in zip(table, records, strict=True):
+        row[: len(r.args) + 1] = encode(lib, r.op, r.args, operand, r.layout)
+    return table
 
 
 def encode(lib: native.Library, op: str, args: Any, operand: Any, layout: str = "lanes") -> list[int]:

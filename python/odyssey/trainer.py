@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import math
 import os
 import sys
@@ -22,11 +23,14 @@ from . import comm as communication
 from . import data as datasets
 from . import precision as precisions
 from .arena import Arena
+from .data.sampler import check_integer
 from .engine import Engine, Layout
 from .errors import ConfigError, DeviceError, NumericsError
 from .nn import CrossEntropyLoss, Module
 from .optim import Optimizer, Schedule
+from .parallel.mesh import Groups, Mesh
 from .parallel.plan import check_workers
+from .parallel.runner import Sums
 from .placement import gpus
 
 DEVICES = ("auto", "cpu", "gpu")
@@ -93,13 +97,22 @@ class DistributedTrainer:
         shard_size: samples per shard, default 32, or the micro_batch_size of a PipelineParallel. It is part of what is
             computed; the number of workers is not.
         threads: threads of this process; default its cores divided by the ranks on this machine.
-        reduction: "tree" (same bits on any number of ranks) or "mpi" (the library's own order).
+        reduction: "tree" (same bits on any number of ranks), "mpi" (the library's own order), or another of
+            parallel.reduction.REDUCTIONS.
         execution: "replay" (recorded once, run without Python) or "eager" (op by op). Same bits.
         schedule: factor on the learning rate as a function of the step (optim.schedule).
         seed: seed of dropout.
         precision: "fp32", or "bf16" or "fp16": what the operands of products are rounded to (docs/precision.md).
             "fp16" scales the loss, from `scaler_init_scale`; it doubles after `scaler_growth_interval` steps without
             an overflow and halves at one.
+        mesh: how many ranks replicate the model (dp), form a pipeline (pp) and share layers (tp); default: the model's
+            own placement decides pp, the other ranks are replicas.
+        zero: 1, 2, 3: what replicas keep in parts only (optimizer state; gradients; parameters). Same bits.
+        bucket_size_mb: gradients are reduced in buckets of this size, while the backward pass goes on.
+        overlap: False: reduce after the backward pass.
+        pipeline_schedule: "gpipe", "1f1b" or "interleaved"; default the model's own (PipelineParallel), else "1f1b".
+        accumulation_steps: batches of the loader that make one optimizer step.
+        clip_norm: gradients are scaled down to this global norm if theirs is larger.
         progress: an object with begin, step, epoch and end (progress.py); called on rank 0.
         comm: the communicator, if not comm.world(backend).
 
@@ -126,6 +139,13 @@ class DistributedTrainer:
         precision: str = "fp32",
         scaler_init_scale: float = 2.0**16,
         scaler_growth_interval: int = 2000,
+        mesh: Mesh | None = None,
+        zero: int = 0,
+        bucket_size_mb: float = 25.0,
+        overlap: bool = True,
+        pipeline_schedule: str | None = None,
+        accumulation_steps: int = 1,
+        clip_norm: float | None = None,
         progress: Any = None,
         comm: communication.Communicator | None = None,
     ) -> None:
@@ -139,9 +159,25 @@ class DistributedTrainer:
         workers = 1 if num_gpus is None else num_gpus
         if threads is None:
             threads = max(1, cores() // self.comm.local_size)
-        shard_size = shard_size_of(model, shard_size)
-        self.layout = Layout(self.comm, workers, threads, shard_size, reduction, execution)
-        self.workers = workers * self.comm.size
+        self.accumulation_steps = check_integer("[train] accumulation_steps", accumulation_steps, 1)
+        if clip_norm is not None and not 0 < clip_norm < math.inf:
+            raise ConfigError(f"[train] clip_norm is {clip_norm!r}; it must be above 0 and finite")
+        self.clip_norm = clip_norm
+        self.mesh = (mesh or Mesh()).fit(self.comm.size, places(model))
+        self.layout = Layout(
+            self.comm,
+            workers,
+            threads,
+            shard_size_of(model, shard_size),
+            reduction,
+            execution,
+            self.mesh,
+            zero,
+            bucket_size_mb,
+            overlap,
+            pipeline_schedule or getattr(model, "schedule", None) or "1f1b",
+        )
+        self.workers = workers * self.mesh.dp  # that share out a batch
         self.threads = threads
         self.model, self.optimizer = model, optimizer
         self.schedule = schedule or (lambda step: 1.0)
@@ -161,9 +197,14 @@ class DistributedTrainer:
                 "[train] the loss has reduction='sum', but a trainer divides by the samples of the global batch; "
                 "use 'mean'"
             )
+        groups = Groups(self.comm, self.mesh)
         settings = {"seed": seed, "precision": precision}
-        self._train = Engine(model, loss, self.arena, self.layout, train=True, scaled=self.scaler.enabled, **settings)
-        self._eval = Engine(model, loss, self.arena, self.layout, train=False, **settings)
+        self._train = Engine(
+            model, loss, self.arena, self.layout, groups, train=True, scaled=self.scaler.enabled, **settings
+        )
+        self._eval = Engine(model, loss, self.arena, self.layout, groups, train=False, like=self._train, **settings)
+        self._warned = False
+        self.grad_norm: float | None = None  # of the last step, if clip_norm is given
 
     def _same_everywhere(self) -> None:
         """Compares the layouts of all ranks, then gives all of them rank 0's parameters."""
@@ -176,6 +217,8 @@ class DistributedTrainer:
                 "model": self.arena.layout_hash(),
                 "number of workers": lay.workers,
                 "shard size": lay.shard_size,
+                "mesh": (str(lay.mesh), lay.zero, lay.schedule, lay.bucket_size_mb, lay.overlap),
+                "accumulation and clipping": (self.accumulation_steps, self.clip_norm),
                 "reduction": lay.reduction,
                 "seed": self.seed,
                 "precision": (self.precision, self.scaler.state_dict(), self.scaler.growth_interval),
@@ -213,23 +256,46 @@ class DistributedTrainer:
         """
         self._train.loss_scale = self.scaler.value
         sums = self._train.run(batch, self.steps)
-        at = self._train.stats_at
-        self.scaler.unscale_(sums[:at])
+        self._begin(sums)
         lr = self.optimizer.lr * self.schedule(self.steps)
-        address = sums.ctypes.data
-        taken = self.optimizer.apply(address, address + 4 * (at + 1), self._train.floats, lr)
+        agree = self._train.agree if self.layout.split or self.layout.zero else None
+        finite = math.isfinite(sums.loss)
+        taken = finite and self.optimizer.apply(sums.updates, self._divisor(sums), lr, agree)
         if self.scaler.enabled:
             self._scale(taken)
         elif not taken:
-            what = "loss" if not math.isfinite(sums[at]) else "gradient"
             error = NumericsError(
-                f"[train] the {what} is not finite at step {self.steps + 1} (rate {lr:g}); the step was not taken. "
-                "Lower --lr, or warm up"
+                f"[train] the {'gradient' if finite else 'loss'} is not finite at step {self.steps + 1} "
+                f"(rate {lr:g}); the step was not taken. Lower --lr, or warm up"
             )
-            error.everywhere = True  # all ranks hold the same sums
+            error.everywhere = True  # all ranks know the same
             raise error
+        if taken:
+            self._train.updated()
         self.steps += 1
-        return float(sums[at]), float(sums[at + 2])
+        return sums.loss, sums.correct
+
+    def _begin(self, sums: Sums) -> None:
+        """At the first step: what is known only once the model has been recorded."""
+        if self._warned:
+            return
+        self._warned = True
+        self.optimizer.keep({name: self._train.own_state(a) for name, a in self.optimizer.state.items()})
+        if self._train.unused and self.comm.rank == 0:
+            names = ", ".join(self._train.unused)
+            print(f"odyssey: no gradient reaches {names}: counted as zero", file=sys.stderr, flush=True)
+
+    def _divisor(self, sums: Sums) -> int:
+        """Address of the number that gradients are divided by: samples, loss scale, and more if they are clipped."""
+        if self.clip_norm is None and not self.scaler.enabled:
+            return sums.samples_address
+        divisor = sums.samples * self.scaler.value
+        if self.clip_norm is not None:
+            norm = self.grad_norm = self._train.norm(sums.updates) / divisor
+            if math.isfinite(norm) and norm > self.clip_norm:
+                divisor *= norm / self.clip_norm
+        self._divide = np.array([divisor], np.float32)
+        return self._divide.ctypes.data
 
     def _scale(self, taken: bool) -> None:
         """Sets the loss scale for the next step; all ranks hold the same sums, so all set the same."""
@@ -256,7 +322,7 @@ class DistributedTrainer:
         loss = correct = count = 0.0
         for batch in _whole(loader):
             sums = self._eval.run(batch, 0)
-            loss, count, correct = loss + float(sums[0]), count + float(sums[1]), correct + float(sums[2])
+            loss, count, correct = loss + sums.loss, count + sums.samples, correct + sums.correct
         if not count:
             raise ConfigError("[evaluate] the data set is empty; give at least one sample")
         return Evaluation(loss / count, correct / count, int(count))
@@ -288,11 +354,12 @@ class DistributedTrainer:
                     "[train] the loader's DistributedSampler gives each rank other samples, but the trainer shares "
                     "every global batch out itself; leave the sampler out and use shuffle=True"
                 )
+            size *= self.accumulation_steps
             check_workers(self.workers, min(size, n), self.layout.shard_size)
             order = (train_loader.seed, train_loader.shuffle, len(train_loader))
             self._compare({"batch size": size, "data set": n, "data order": order, "length": (epochs, steps)})
         if self.progress:
-            per_epoch = len(train_loader) if hasattr(train_loader, "__len__") else 0
+            per_epoch = -(-len(train_loader) // self.accumulation_steps) if hasattr(train_loader, "__len__") else 0
             self.progress.begin(epochs, per_epoch, size)
         try:
             for epoch in range(epochs):
@@ -311,7 +378,7 @@ class DistributedTrainer:
         t0 = time.perf_counter()
         shown = t0
         loss = correct = samples = counted = 0.0
-        for i, batch in enumerate(_batches(train_loader)):
+        for i, batch in enumerate(_joined(_batches(train_loader), self.accumulation_steps)):
             a, b = self.train_step(batch)
             samples += len(batch.indices)
             if math.isfinite(a):  # a step that was skipped may have no loss
@@ -348,18 +415,39 @@ class DistributedTrainer:
     # --- results ---
 
     def weights_sha256(self) -> str:
-        """SHA-256 over the bytes of the arena: one value for one training, on any layout."""
-        return self.arena.sha256()
+        """SHA-256 over the bytes of the arena: one value for one training, on any layout. Collective, as below."""
+        return hashlib.sha256(self._train.parameters().tobytes()).hexdigest()
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """The parameters by name, whole, on every rank; a collective call if ranks keep parts of them."""
+        flat = self._train.parameters()
+        return {name: self.arena.view(flat, name).copy() for name, _ in self.arena.named}
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """Step count, rate and state arrays in the arena's layout, whole, on every rank; collective likewise."""
+        arrays = {name: self._train.state(own).copy() for name, own in self.optimizer.state.items()}
+        return {"steps": self.optimizer.steps, "lr": self.optimizer.lr, **arrays}
+
+    def memory(self) -> dict[str, int]:
+        """Bytes that training takes on this rank: parameters, gradients and their reduction, optimizer, activations."""
+        runners = self._train.runners
+        return {
+            "parameters": self._train.parameter_bytes,
+            "gradients": max((r.grad_bytes for r in runners), default=0),
+            "optimizer": sum(a.nbytes for a in self.optimizer.state.values()),
+            "activations": max((r.work_bytes for r in runners), default=0),
+        }
 
     def save_weights(self, path: str | Path) -> None:
-        """Writes the parameters as safetensors, whole or not at all. Only rank 0 writes."""
+        """Writes the parameters as safetensors, whole or not at all. Rank 0 writes; all ranks call."""
+        state = self.state_dict()
         if self.comm.rank == 0:
             from safetensors.numpy import save
 
             path = Path(path)
             aside = path.with_name(f".{path.name}.{os.getpid()}")
             try:
-                aside.write_bytes(save(self.model.state_dict()))
+                aside.write_bytes(save(state))
                 os.replace(aside, path)
             finally:
                 aside.unlink(missing_ok=True)
@@ -389,6 +477,11 @@ def fingerprint(value: Any) -> int:
 def cores() -> int:
     """Cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def places(model: Module) -> int:
+    """On how many devices a model's parameters are placed."""
+    return len({p.device.slot for p in model.parameters()})
 
 
 def choose_device(device: str, num_gpus: int | None) -> str | None:
@@ -428,6 +521,23 @@ def _batches(loader: Any) -> Iterable[datasets.Batch]:
             x, y = item
             data = datasets.arrays(np.asarray(x), np.asarray(y))
             yield datasets.Batch(data, np.arange(len(data)), 0, 0)
+
+
+def _joined(batches: Iterable[datasets.Batch], k: int) -> Iterable[datasets.Batch]:
+    """Every k batches as one; the last may be of fewer. A step then divides once, by all their samples."""
+    if k == 1:
+        yield from batches
+        return
+    batches = iter(batches)
+    while group := list(itertools.islice(batches, k)):
+        data = group[0].dataset
+        if all(b.dataset is data for b in group):
+            indices = np.concatenate([b.indices for b in group])
+        else:
+            parts = [b.dataset.gather(b.indices) for b in group]
+            data = datasets.arrays(*(np.concatenate(p) for p in zip(*parts, strict=True)))
+            indices = np.arange(len(data))
+        yield datasets.Batch(data, indices, group[0].epoch, group[0].index // k)
 
 
 def _whole(loader: Any) -> Iterable[datasets.Batch]:

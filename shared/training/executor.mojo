@@ -52,8 +52,11 @@ struct Step(TrivialRegisterPassable):
     var actions: LongPtr  # addresses of the threads' action lists, then of the final one
     var counts: LongPtr  # their lengths
     var params: Int64  # address of the arena
-    var work: Int64  # address of the threads' workspaces
-    var work_bytes: Int64  # of one thread
+    var work: Int64  # address of the workspaces
+    var work_bytes: Int64  # of one workspace
+    var slots: Int64  # workspaces of shards, used in turn; 0: one per thread
+    var base: Int64  # the shard that has workspace 0
+    var zero: Int64  # 1: a shard's buffer is zeroed before it is computed
     var buffers: Int64  # address of the gradient buffers
     var buffer_floats: Int64  # of one buffer, a multiple of LANES
     var shard_size: Int64
@@ -88,7 +91,8 @@ def _run_actions(s: Step, t: Int):
         var a = actions[unsafe_offset=3 * i + 1]
         var b = actions[unsafe_offset=3 * i + 2]
         if actions[unsafe_offset=3 * i] == RUN:
-            unsafe_memset_zero(buffer(b), n)
+            if s.zero:
+                unsafe_memset_zero(buffer(b), n)
             _run_shard(s, t, Int(a), buffer(b))
         else:
             add(buffer(a), buffer(a), buffer(b), n)
@@ -98,7 +102,10 @@ def _run_shard(s: Step, t: Int, shard: Int, grads: Ptr):
     var bases = Array[Int64, SPACES](fill=0)
     bases[PARAMS] = s.params
     bases[GRADS] = Int64(Int(grads))
-    bases[WORK] = s.work + Int64(t) * s.work_bytes
+    var slot = Int64(t)
+    if s.slots:
+        slot = (Int64(shard) - s.base) % s.slots
+    bases[WORK] = s.work + slot * s.work_bytes
     var ctx = s.context
     ctx.first = Int64(shard) * s.shard_size
     ctx.valid = min(s.shard_size, s.samples - ctx.first)

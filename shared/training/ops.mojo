@@ -85,8 +85,9 @@ from kernels.pool import (
 )
 from kernels.random import uniform
 from kernels.reduce import (
+    fixed_squares,
     is_finite,
-    squared_norm,
+    largest,
     sum_lanes,
     sum_lanes_backward,
     tree_sum,
@@ -173,7 +174,8 @@ comptime NAMES: List[StaticString] = [
     "loss_scale",
     "uniform",
     "tree_sum",
-    "squared_norm",
+    "largest",
+    "fixed_squares",
     "finite",
     "sgd",
     "adam",
@@ -573,8 +575,15 @@ def _execute[L: Int](op: Int, r: Record, ctx: Context) -> Bool:
             r.int(3),
             r.int(4),
         )
-    elif op == comptime (code("squared_norm")):  # y; x; n
-        squared_norm(r.ptr(1), r.ptr(2), r.int(3))
+    elif op == comptime (code("largest")):  # y; x; n
+        largest(r.ptr(1), r.ptr(2), r.int(3))
+    elif op == comptime (code("fixed_squares")):  # y (2 int64); x; n, unit
+        fixed_squares(
+            LongPtr(unsafe_from_address=r.address(1)),
+            r.ptr(2),
+            r.int(3),
+            r.float(4),
+        )
     elif op == comptime (code("finite")):  # x; n. Stops the program if not
         return is_finite(r.ptr(1), r.int(2))
     elif op == comptime (code("sgd")):

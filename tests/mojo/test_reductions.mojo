@@ -6,7 +6,8 @@ from std.testing import assert_false, assert_true
 
 from kernels.lanes import F32, LANES
 from kernels.random import U32, philox, uniform, unit
-from kernels.reduce import is_finite, split, squared_norm, tree_sum
+from kernels.layout import LongPtr
+from kernels.reduce import fixed_squares, is_finite, largest, split, tree_sum
 from kernels.layout import LongPtr
 from numbers import Floats
 
@@ -146,31 +147,53 @@ def test_split_is_the_largest_power_of_two_below() raises:
         assert_true(2 * left >= n)
 
 
-def test_squared_norm() raises:
-    for n in [0, 1, 15, 16, 17, 4095, 4096, 4097, 10000]:
+def squares(x: Floats, n: Int, unit: Float32) -> Tuple[Int64, Int64]:
+    var y: List[Int64] = [-1, -1]
+    fixed_squares(
+        LongPtr(unsafe_from_address=Int(y.unsafe_ptr())), x.p, n, unit
+    )
+    return (y[0], y[1])
+
+
+def test_fixed_squares() raises:
+    for n in [0, 1, 15, 16, 17, 4097, 10000]:
         var x = Floats(n, noise=n)
         var wanted: Float64 = 0
         for i in range(n):
             var v = x.p[unsafe_offset=i].cast[DType.float64]()
             wanted += v * v
-        var y = Floats(1)
-        squared_norm(y.p, x.p, n)
-        assert_almost_equal(
-            y.p[].cast[DType.float64](), wanted, rtol=1e-6, atol=0
+        var s = squares(x, n, 0.125)
+        var found = (
+            s[0].cast[DType.float64]() * 2.0**-31
+            + s[1].cast[DType.float64]() * 2.0**-62
         )
-        y.check_guards()
-        var again = Floats(1)
-        squared_norm(again.p, x.p, n)
-        again.check_same(y, "a second call")
+        assert_almost_equal(64 * found, wanted, rtol=1e-12, atol=0)
+        # in two pieces, cut anywhere: the same integers
+        for cut in [0, n // 3, n]:
+            var rest = Floats(n - cut)
+            for i in range(n - cut):
+                rest.p[unsafe_offset=i] = x.p[unsafe_offset=cut + i]
+            var a = squares(x, cut, 0.125)
+            var b = squares(rest, n - cut, 0.125)
+            assert_equal(a[0] + b[0], s[0])
+            assert_equal(a[1] + b[1], s[1])
 
 
-def test_squared_norm_of_large_numbers() raises:
-    """Their squares are added in float64: 2^100 each, below the largest float32 together.
-    """
-    var x = Floats(1000, fill=Float32(2.0**50))
-    var y = Floats(1)
-    squared_norm(y.p, x.p, 1000)
-    assert_equal(y.p[], Float32(1000 * 2.0**100))
+def test_largest() raises:
+    for n in [0, 1, 15, 16, 17, 100]:
+        var x = Floats(n, fill=Float32(-0.5))
+        var y = Floats(1)
+        largest(y.p, x.p, n)
+        assert_equal(y.p[], Float32(0.5) if n else Float32(0))
+        for i in range(n):
+            x.p[unsafe_offset=i] = -3
+            largest(y.p, x.p, n)
+            assert_equal(y.p[], 3)
+            for bad in [nan[F32](), inf[F32](), -inf[F32]()]:
+                x.p[unsafe_offset=i] = bad
+                largest(y.p, x.p, n)
+                assert_equal(y.p[], inf[F32]())
+            x.p[unsafe_offset=i] = 0
 
 
 def test_is_finite() raises:

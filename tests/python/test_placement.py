@@ -13,7 +13,6 @@ from odyssey.comm import Communicator
 from odyssey.engine import Engine, Layout
 from odyssey.errors import ConfigError, DeviceError
 from odyssey.placement import Device
-from odyssey.program import Recorder
 from odyssey.trainer import DistributedTrainer
 
 
@@ -56,11 +55,8 @@ def engine(model, train=True, execution="replay"):
 
 def recorded(model, monkeypatch, train=True):
     """The records of one shard, before fusion."""
-    seen = []
-    finish = Recorder.finish
-    monkeypatch.setattr(Recorder, "finish", lambda self: (seen.append(self.records), finish(self))[1])
-    engine(model, train).run(batch(), 0)
-    return seen[0]
+    monkeypatch.setattr("odyssey.engine.fused", list)
+    return engine(model, train).record(32, (1, 4, 4))
 
 
 # --- device() ---
@@ -177,9 +173,13 @@ def test_labels_are_fetched_where_the_model_ends():
 
 
 def test_places_change_no_bit():
-    plain = engine(Split(placed=False)).run(batch(), 2).tobytes()
+    def raw(made):
+        made.run(batch(), 2)
+        return made.runners[0].result.tobytes()
+
+    plain = raw(engine(Split(placed=False)))
     for execution in ("replay", "eager"):
-        assert engine(Split(), execution=execution).run(batch(), 2).tobytes() == plain
+        assert raw(engine(Split(), execution=execution)) == plain
     assert np.isfinite(np.frombuffer(plain, np.float32)).all()
 
 

@@ -139,6 +139,23 @@ def make(shards: int, rank: int, ranks: int, workers: int, threads: int) -> Plan
     return Plan(shards, own, tuple(lists), tuple(final), partial, max(count, 1))
 
 
+def unshared(plan: Plan) -> Plan:
+    """The same plan on one thread with a buffer for every shard, for shards that are not completed one by one."""
+    lo, hi = plan.run
+    actions = [Action("run", s, s - lo) for s in range(lo, hi)]
+
+    def subtree(first: int, n: int) -> int:
+        if n == 1:
+            return first - lo
+        left = split(n)
+        a, b = subtree(first, left), subtree(first + left, n - left)
+        actions.append(Action("add", a, b))
+        return a
+
+    partial = tuple(((first, n), subtree(first, n)) for first, n in nodes(plan.run, plan.shards))
+    return Plan(plan.shards, plan.run, (tuple(actions),), (), partial, max(hi - lo, 1))
+
+
 @dataclasses.dataclass(frozen=True)
 class Exchange:
     """How the ranks complete the tree: rank p sums range p of the arena over all nodes of all ranks.

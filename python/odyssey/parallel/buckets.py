@@ -1,0 +1,184 @@
+"""Buckets: the parameters cut into groups in the order in which a backward pass finishes their gradients.
+
+Pure functions over the records of one shard's program (program.py), the same on every rank. A bucket's reduction can
+start as soon as the last record that writes to it has run for all shards; with ZeRO 2 and 3 it is also the unit in
+which gradients and parameters come and go. No hooks: which record writes which gradient is there to be read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from .. import native
+from ..arena import Arena
+from ..errors import ConfigError
+from ..program import Range, Record
+
+FLOATS_PER_MB = 2**20 // 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A run of floats of the arena: [lo, lo + n), and where it is within its bucket."""
+
+    lo: int
+    n: int
+    at: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Bucket:
+    """Parameters whose gradients are reduced together."""
+
+    names: tuple[str, ...]
+    pieces: tuple[Piece, ...]  # in the order of the arena; neighbours are one piece
+    floats: int
+    offsets: dict[int, int]  # of each parameter: in the arena -> in the bucket
+
+    def covers(self, lo: int, hi: int) -> list[Piece]:
+        """The parts of the arena that [lo, hi) of this bucket is."""
+        out = []
+        for p in self.pieces:
+            a, b = max(lo, p.at), min(hi, p.at + p.n)
+            if a < b:
+                out.append(Piece(p.lo + a - p.at, b - a, a))
+        return out
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """Records [start, stop) of a program; `params` is the bucket they read (None: any), `grads` the one they write."""
+
+    start: int
+    stop: int
+    params: int | None
+    grads: int | None
+
+
+STATS = -1  # the "bucket" of the statistics behind the gradients
+
+
+def touched(record: Record, arena: Arena, space: int) -> list[int]:
+    """Offsets (in floats) of the arena's parameters (native.PARAMS) or gradients (native.GRADS) a record uses."""
+    return [a.offset // 4 for a in record.args if isinstance(a, Range) and a.arena is arena and a.space == space]
+
+
+def unused(records: list[Record], arena: Arena) -> list[str]:
+    """Names of the parameters that no record gives a gradient to."""
+    written = {o for r in records for o in touched(r, arena, native.GRADS)}
+    return [name for name, _ in arena.named if arena.offsets[name] not in written]
+
+
+def cut(records: list[Record], arena: Arena, limit: int) -> list[Bucket]:
+    """Buckets of at least `limit` floats (the last may be smaller), in the order in which they are finished.
+
+    Parameters written by one record stay together. A bucket takes in everything that would still be written while a
+    later one is being filled. Parameters without a gradient go into the last bucket.
+    """
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for i, r in enumerate(records):
+        for o in touched(r, arena, native.GRADS):
+            if o < arena.size:
+                first.setdefault(o, i)
+                last[o] = i
+    groups: list[list[int]] = []  # offsets, finished together
+    for o in sorted(last, key=lambda o: (last[o], o)):
+        if groups and last[groups[-1][-1]] == last[o]:
+            groups[-1].append(o)
+        else:
+            groups.append([o])
+    sizes = {arena.offsets[n]: -(-p.size // 16) * 16 for n, p in arena.named}
+    cuts: list[list[int]] = []
+    for g in groups:
+        if cuts and sum(sizes[o] for o in cuts[-1]) < limit:
+            cuts[-1] += g
+        else:
+            cuts.append(list(g))
+        # what is written here was perhaps begun while an earlier bucket was filled: then they are one
+        while len(cuts) > 1 and min(first[o] for o in cuts[-1]) < max(last[o] for o in cuts[-2]):
+            cuts[-2:] = [cuts[-2] + cuts[-1]]
+    rest = [o for o in sizes if o not in last]
+    if not cuts:
+        cuts = [[]]
+    cuts[-1] += rest
+    return [_bucket(arena, offsets, sizes) for offsets in cuts]
+
+
+def whole(arena: Arena) -> Bucket:
+    """One bucket of everything."""
+    sizes = {arena.offsets[n]: -(-p.size // 16) * 16 for n, p in arena.named}
+    return _bucket(arena, list(sizes), sizes)
+
+
+def some(arena: Arena, names: list[str]) -> Bucket:
+    """One bucket of some parameters."""
+    sizes = {arena.offsets[n]: -(-p.size // 16) * 16 for n, p in arena.named}
+    return _bucket(arena, [arena.offsets[n] for n in names], sizes)
+
+
+def _bucket(arena: Arena, offsets: list[int], sizes: dict[int, int]) -> Bucket:
+    names = {o: n for n, o in arena.offsets.items()}
+    pieces: list[Piece] = []
+    local: dict[int, int] = {}
+    at = 0
+    for o in sorted(offsets):
+        local[o] = at
+        if pieces and pieces[-1].lo + pieces[-1].n == o:
+            pieces[-1] = Piece(pieces[-1].lo, pieces[-1].n + sizes[o], pieces[-1].at)
+        else:
+            pieces.append(Piece(o, sizes[o], at))
+        at += sizes[o]
+    return Bucket(tuple(names[o] for o in sorted(offsets)), tuple(pieces), at, local)
+
+
+def segments(records: list[Record], arena: Arena, buckets: list[Bucket], *, by_params: bool) -> list[Segment]:
+    """The program cut so that each bucket of gradients is written by one segment and, if `by_params`, each segment
+    reads parameters of one bucket.
+
+    A bucket's gradients are complete after its segment; what comes between two of them is a segment without gradients.
+    """
+    bucket_of = {o: i for i, b in enumerate(buckets) for o in b.offsets}
+    spans: dict[int, list[int]] = {}
+    for i, r in enumerate(records):
+        for o in touched(r, arena, native.GRADS):
+            spans.setdefault(bucket_of[o] if o < arena.size else STATS, [i, i])[1] = i
+    if STATS in spans and not by_params:
+        spans[STATS][0] = 0
+    out: list[Segment] = []
+    at = 0
+    for b, (first, last) in sorted(spans.items(), key=lambda item: item[1]):
+        if first < at:
+            raise ConfigError("[train] a gradient is written again after its bucket is complete; raise bucket_size_mb")
+        out += _by_params(records, arena, bucket_of, at, first, None, by_params)
+        inside = _by_params(records, arena, bucket_of, first, last + 1, b, by_params)
+        if len(inside) > 1:
+            raise ConfigError("[zero] a bucket's gradients need parameters of another bucket; raise bucket_size_mb")
+        out += inside
+        at = last + 1
+    return out + _by_params(records, arena, bucket_of, at, len(records), None, by_params)
+
+
+def _by_params(
+    records: list[Record],
+    arena: Arena,
+    bucket_of: dict[int, int],
+    start: int,
+    stop: int,
+    grads: int | None,
+    by_params: bool,
+) -> list[Segment]:
+    """Records [start, stop) as segments of one bucket of parameters each."""
+    if start == stop:
+        return []
+    if not by_params:
+        return [Segment(start, stop, None, grads)]
+    out: list[Segment] = []
+    begun, current = start, None
+    for i in range(start, stop):
+        for o in touched(records[i], arena, native.PARAMS):
+            if current not in (None, bucket_of[o]):
+                out.append(Segment(begun, i, current, grads))
+                begun = i
+            current = bucket_of[o]
+    return [*out, Segment(begun, stop, current, grads)]

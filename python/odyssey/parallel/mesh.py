@@ -1,0 +1,92 @@
+"""The mesh: the ranks as a grid dp x pp x tp. A pure function of the world size and three numbers.
+
+Ranks of one tensor-parallel group are neighbours (they talk most), then pipeline stages, then data parallel replicas:
+
+    rank = (d * pp + p) * tp + t
+
+Nothing here communicates; `Groups` asks a communicator for its sub-groups once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ..comm import Communicator
+from ..errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class Mesh:
+    """How many ranks each kind of parallelism has.
+
+    Args:
+        dp: replicas of the model, each with its own shards of the batch; None: as many as the world gives.
+        pp: pipeline stages, each on its own rank; None: as many as the model has devices if there are ranks for them.
+        tp: ranks that share each layer.
+    """
+
+    dp: int | None = None
+    pp: int | None = None
+    tp: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("dp", "pp", "tp"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ConfigError(f"[mesh] {name} is {value!r}; it must be an integer of at least 1")
+
+    def fit(self, world: int, devices: int = 1) -> Mesh:
+        """The same with every number known, for `world` ranks and a model placed on `devices` devices.
+
+        Raises:
+            ConfigError: the numbers do not give `world`, with the equation.
+        """
+        tp = self.tp or 1
+        pp = self.pp
+        if pp is None:
+            pp = devices if world % (devices * tp * (self.dp or 1)) == 0 else 1
+        dp = self.dp or max(1, world // (pp * tp))
+        if dp * pp * tp != world:
+            raise ConfigError(
+                f"[mesh] dp({dp}) x pp({pp}) x tp({tp}) = {dp * pp * tp}, but {world} rank{'s are' * (world > 1)}"
+                f"{' is' * (world == 1)} running; change {self._given()} or -n"
+            )
+        return Mesh(dp, pp, tp)
+
+    def _given(self) -> str:
+        named = [f"--{n}" for n in ("dp", "pp", "tp") if getattr(self, n) is not None]
+        return ", ".join(named) or "--dp"
+
+    def coordinates(self, rank: int) -> tuple[int, int, int]:
+        """(d, p, t) of a rank; the mesh must be fitted."""
+        return rank // (self.pp * self.tp), rank // self.tp % self.pp, rank % self.tp
+
+    def rank(self, d: int, p: int, t: int) -> int:
+        """The rank at (d, p, t)."""
+        return (d * self.pp + p) * self.tp + t
+
+    def __str__(self) -> str:
+        return f"dp({self.dp}) x pp({self.pp}) x tp({self.tp})"
+
+
+class Groups:
+    """This rank's communicators along each axis of a fitted mesh.
+
+    dp: ranks with the same part of the model and other shards. pp: the stages of one replica, in order. tp: the ranks
+    that share the layers of one stage. model: the pp x tp ranks that make up one replica.
+    """
+
+    def __init__(self, world: Communicator, mesh: Mesh) -> None:
+        self.world, self.mesh = world, mesh
+        self.d, self.p, self.t = mesh.coordinates(world.rank)
+        alone = world.size == 1 or (mesh.pp == 1 and mesh.tp == 1)
+        self.dp = world if alone else _split(world, self.p * mesh.tp + self.t)
+        self.pp = Communicator() if alone else _split(world, self.d * mesh.tp + self.t)
+        self.tp = Communicator() if alone else _split(world, self.d * mesh.pp + self.p)
+        self.model = Communicator() if alone else _split(world, self.d)
+
+
+def _split(world: Communicator, color: int) -> Communicator:
+    part = world.split(color, world.rank)
+    assert part is not None
+    return part

@@ -1,0 +1,128 @@
+"""A recorded program cut into pipeline stages: which rank runs which records, and which values travel between them.
+
+Pure functions over records. Every rank records the whole model (recording computes nothing) and takes its own part from
+it, so all ranks agree on the cut without talking. A stage is a run of forward records of one place; a later return to
+the same place is another stage (several stages per rank: "interleaved"). Backward records belong to the stage of the op
+they are the gradient of. Whatever a stage uses and another made is sent once, right after the part that made it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from ..errors import ConfigError
+from ..program import Record, Slot
+
+
+@dataclasses.dataclass
+class Transfer:
+    """A value that goes from the rank of one part to that of another; one object, in both their lists.
+
+    number tells it from all others of a micro-batch (a message tag is made of it).
+    """
+
+    number: int
+    slot: Slot
+    source: int  # position in the pipeline
+    target: int
+
+    @property
+    def args(self) -> list[Slot]:
+        """What it uses, as a record's `args`."""
+        return [self.slot]
+
+
+@dataclasses.dataclass
+class Part:
+    """What one rank does for one micro-batch and one stage in one direction."""
+
+    stage: int
+    phase: str  # "forward" or "backward"
+    place: int  # position in the pipeline
+    receives: list[Transfer] = dataclasses.field(default_factory=list)
+    records: list[Record] = dataclasses.field(default_factory=list)
+    sends: list[Transfer] = dataclasses.field(default_factory=list)
+
+
+def partition(records: list[Record], place_of: Callable[[Record], int]) -> list[Part]:
+    """The parts of a program in the order of one micro-batch: forward 0, 1, ..., then backward ..., 1, 0.
+
+    Args:
+        place_of: the position in the pipeline of a record's device.
+
+    Raises:
+        ConfigError: a value would be needed before it is made.
+    """
+    forward = [r for r in records if r.phase == "forward"]
+    users: dict[int, Record] = {}
+    for r in reversed(records):
+        if r.op != "labels":
+            users.update((id(a), r) for a in r.args if isinstance(a, Slot))
+
+    def place(r: Record) -> int:
+        if r.op == "labels":  # every rank has the data set: whoever needs labels reads them itself
+            user = users.get(id(r.args[0]))
+            return place_of(user) if user is not None else 0
+        return place_of(r)
+
+    stage_of: dict[int, int] = {}
+    places: list[int] = []
+    stages: dict[int, int] = {}
+    for r in (*(r for r in forward if r.op != "labels"), *(r for r in forward if r.op == "labels")):
+        p = place(r)
+        if r.op == "labels":
+            stages[id(r)] = stage_of.get(users[id(r.args[0])].tag, 0) if id(r.args[0]) in users else 0
+            continue
+        if not places or places[-1] != p:
+            places.append(p)
+        stages[id(r)] = len(places) - 1
+        stage_of.setdefault(r.tag, len(places) - 1)
+    count = len(places)
+    parts = [Part(s, "forward", places[s]) for s in range(count)]
+    if len(forward) < len(records):
+        parts += [Part(s, "backward", places[s]) for s in reversed(range(count))]
+    index = {(p.phase, p.stage): i for i, p in enumerate(parts)}
+    for r in records:
+        s = stages.get(id(r), stage_of.get(r.tag, -1))
+        if s < 0:
+            s = max(i for i in range(count) if places[i] == place(r))
+        part = parts[index[r.phase, s]]
+        if r.op == "labels":
+            part.records.insert(0, r)
+        else:
+            part.records.append(r)
+    _transfers(parts)
+    return parts
+
+
+def _transfers(parts: list[Part]) -> None:
+    made: dict[int, int] = {}
+    have: set[tuple[int, int]] = set()
+    order = {id(a): i for i, part in reversed(list(enumerate(parts))) for r in part.records for a in r.args}
+    number = 0
+    for i, part in enumerate(parts):
+        for r in part.records:
+            for a in r.args:
+                if not isinstance(a, Slot):
+                    continue
+                if id(a) not in made:
+                    made[id(a)] = order[id(a)]
+                    have.add((id(a), parts[made[id(a)]].place))
+                if (id(a), part.place) not in have:
+                    source = parts[made[id(a)]]
+                    if made[id(a)] >= i:
+                        raise ConfigError(f"[pipeline] {r.op} of stage {part.stage} needs a value that is made later")
+                    t = Transfer(number, a, source.place, part.place)
+                    number += 1
+                    source.sends.append(t)
+                    part.receives.append(t)
+                    have.add((id(a), part.place))
+
+
+def edges(parts: list[Part]) -> set[tuple[int, int]]:
+    """The pairs (r, s), r < s, of stages of which r hands something to s; neighbours in the order always count."""
+    to = {t.number: p.stage for p in parts for t in p.receives}
+    forward = [p for p in parts if p.phase == "forward"]
+    found = {(p.stage, to[t.number]) for p in forward for t in p.sends if to[t.number] > p.stage}
+    return found | {(s, s + 1) for s in range(len(forward) - 1)}

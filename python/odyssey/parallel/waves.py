@@ -1,0 +1,255 @@
+"""A step taken micro-batch by micro-batch by ranks that share the model: pipeline stages, tensor-parallel layers.
+
+A micro-batch is a shard. Each rank runs its parts of the program (stages.py) in the order of a schedule (schedule.py)
+and exchanges activations and their gradients in between. The gradients of its own parameters are added over its shards
+and over the replicas along the same tree as everywhere, so pipeline and tensor parallelism change no bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .. import native
+from ..optim import Update
+from ..program import Record, Slot, encoded, place
+from . import plan as planning
+from . import reduction
+from . import schedule as schedules
+from .runner import Runner, Sums
+from .stages import Part, Transfer, edges, partition
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+
+
+TAGS = 30000  # MPI promises tags up to 32767
+
+
+@dataclasses.dataclass(frozen=True)
+class Native:
+    """Records that run without a stop: address and number."""
+
+    address: int
+    records: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Move:
+    """A transfer whose value has its place in the workspace: bytes [at, at + size)."""
+
+    number: int
+    source: int
+    target: int
+    at: int
+    size: int
+
+
+class Waves(Runner):
+    """One batch size on one rank of a mesh with pp or tp above 1.
+
+    waited: seconds spent waiting for messages; computed: seconds in kernels.
+    """
+
+    def __init__(self, engine: Engine, samples: int, sample_shape: tuple[int, ...]) -> None:
+        super().__init__(engine, samples)
+        self.engine, self.groups, self.parts = engine, engine.groups, engine.parts
+        lay, lib = engine.layout, native.library()
+        comm, here = self.groups.dp, self.groups.p
+        self.plan = planning.make(self.shards, comm.rank, comm.size, lay.workers, 1)
+        records = engine.record(self.shard_size, sample_shape)
+        self._stats_slot = Slot(4 * lib.stats)  # `stats` adds to it; it lives as long as its micro-batch
+        for r in records:
+            if r.op == "stats":
+                r.args[0] = self._stats_slot
+        parts = partition(records, engine.place_of)
+        mine = [p for p in parts if p.place == here]
+        self.loss_place = next(p.place for p in parts for r in p.records if r.op == "stats")
+        items = [item for p in mine for item in (*p.receives, *p.records, *p.sends)]
+        marker = Record("stats", [self._stats_slot])
+        work_bytes = place([marker, *items, marker])
+        self._stats_at = self._stats_slot.offset
+        self.micro = self.plan.run[1] - self.plan.run[0]
+        stages = 1 + max(p.stage for p in parts)
+        self.schedule = schedules.make(
+            lay.schedule if engine.train else "gpipe",
+            stages,
+            self.micro,
+            [next(p.place for p in parts if p.stage == s) for s in range(stages)],
+            edges=edges(parts),
+            backward=engine.train,
+        )
+        self._actions = self._order(mine)
+        self._window = self._in_flight()
+        self._work = native.aligned((self._window, work_bytes), np.uint8, zero=False)
+        self.work_bytes = self._work.nbytes
+        self._keep: list[Any] = []
+        self._code = {(p.phase, p.stage): self._steps(p) for p in mine}
+        self._plan_sums()
+        bucket = self.parts.buckets[0]
+        scatter = self.parts.stage > 0 and comm.size > 1
+        floats = bucket.floats if engine.train else 0
+        self._sum = reduction.make(lay.reduction, comm, self.plan, floats, lay.workers, scatter=scatter)
+        self._stats = reduction.make(lay.reduction, comm, self.plan, lib.stats, lay.workers)
+        self.grad_bytes = 4 * self._sum.floats_needed
+        self._bases = np.zeros(4, np.int64)
+        self._transfers = 1 + max((t.number for p in parts for t in p.sends), default=0)
+        self.updates = self._updates() if engine.train else []
+        self.result = np.zeros(lib.stats, np.float32)
+        self.waited = self.computed = 0.0
+        self.bytes_moved = 0
+
+    # --- preparation ---
+
+    def _order(self, mine: list[Part]) -> list[tuple[str, int, int]]:
+        """(phase, stage, micro-batch) in the order of this rank."""
+        if not mine:
+            return []
+        computes = self.schedule.compute[self.groups.p]
+        return [("forward" if isinstance(a, schedules.Forward) else "backward", a.stage, a.micro) for a in computes]
+
+    def _in_flight(self) -> int:
+        """How many micro-batches, counted on from the oldest, need a workspace at the same time."""
+        last = {m: i for i, (_, _, m) in enumerate(self._actions)}
+        width, oldest = 1, 0
+        for i, (_, _, m) in enumerate(self._actions):
+            while last.get(oldest, i) < i:
+                oldest += 1
+            width = max(width, m - oldest + 1)
+        return width
+
+    def _steps(self, part: Part) -> list[Any]:
+        """A part as things to do one after the other: transfers, native runs, tensor-parallel exchanges."""
+
+        def moves(transfers: list[Transfer]) -> list[Move]:
+            return [Move(t.number, t.source, t.target, t.slot.offset, t.slot.nbytes) for t in transfers]
+
+        steps: list[Any] = list(moves(part.receives))
+        run: list[Record] = []
+
+        def flush() -> None:
+            if run:
+                table = encoded(run, self.engine.arena, self._keep, self._locate)
+                self._keep.append(table)
+                steps.append(Native(table.ctypes.data, len(table)))
+                run.clear()
+
+        for r in part.records:
+            if isinstance(r, Record):
+                run.append(r)
+            else:
+                flush()
+                steps.append(r)
+        flush()
+        return steps + moves(part.sends)
+
+    def _locate(self, space: int, offset: int) -> int:
+        return self.parts.buckets[0].offsets[offset] if space == native.GRADS else offset
+
+    def _plan_sums(self) -> None:
+        """When a shard's gradients are complete: what is added to what. Buffers are reused if shards end in order."""
+        ends: dict[int, int] = {}
+        begins: dict[int, int] = {}
+        for i, (phase, _, m) in enumerate(self._actions):
+            if phase == "backward" or not self.engine.train:
+                begins.setdefault(m, i)
+                ends[m] = i
+        in_turn = all(begins[m] > ends[m - 1] for m in range(1, self.micro) if m in begins and m - 1 in ends)
+        if not in_turn:
+            self.plan = planning.unshared(self.plan)
+        self._adds: dict[int, list[tuple[int, int]]] = {}
+        self._buffer: dict[int, int] = {}
+        shard = self.plan.run[0]
+        for a in (*self.plan.threads[0], *self.plan.final) if self.micro else ():
+            if a.kind == "run":
+                shard = a.a
+                self._buffer[shard - self.plan.run[0]] = a.b
+            else:
+                self._adds.setdefault(shard - self.plan.run[0], []).append((a.a, a.b))
+        self._begins = {i: m for m, i in begins.items()}
+        self._ends = {i: m for m, i in ends.items()}
+        self._late = not in_turn
+
+    def _updates(self) -> list[Update]:
+        parts = self.parts
+        grads = self._sum.result.ctypes.data
+        return [Update(parts.param_address(0, p), grads + 4 * p.at, parts.state_at(0, p), p.n) for p in parts.pieces(0)]
+
+    # --- a step ---
+
+    def run(self) -> Sums:
+        lib, run, stats_bytes = native.library(), self.plan.run[0], 4 * native.library().stats
+        bases, bases_address = self._bases, self._bases.ctypes.data
+        bases[native.PARAMS] = self.engine.arena.address(native.PARAMS)
+        work, stride = self._work.ctypes.data, self._work.strides[0]
+        c = native.Context.from_buffer_copy(self.context)
+        grads, stats = self._sum.buffers, self._stats.buffers
+        pending: list[Any] = []
+        seen: set[int] = set()
+        for i, (phase, stage, m) in enumerate(self._actions):
+            slot = m % self._window
+            base = work + slot * stride
+            bases[native.WORK] = base
+            c.first = (run + m) * self.shard_size
+            c.valid = min(self.shard_size, self.samples - c.first)
+            c.rows = self.context.rows + 8 * c.first
+            here = self._work[slot]
+            if m not in seen:
+                seen.add(m)
+                here[self._stats_at : self._stats_at + stats_bytes] = 0
+            if i in self._begins:
+                grads[self._buffer[m]] = 0  # (of an evaluation: no floats)
+            bases[native.GRADS] = grads[self._buffer[m]].ctypes.data
+            for step in self._code[phase, stage]:
+                if isinstance(step, Native):
+                    started = time.perf_counter()
+                    lib.run(step.address, step.records, c, bases_address)
+                    self.computed += time.perf_counter() - started
+                elif isinstance(step, Move):
+                    self._move(step, m, here, pending)
+                else:
+                    started = time.perf_counter()
+                    self.bytes_moved += step.perform(self.groups.tp, here)
+                    self.waited += time.perf_counter() - started
+            if i in self._ends:
+                stats[self._buffer[m]] = here[self._stats_at : self._stats_at + stats_bytes].view(np.float32)
+                if not self._late:
+                    self._add(m)
+        if self._late:
+            for m in range(self.micro):
+                self._add(m)
+        for request in pending:
+            request.wait()
+        if self.engine.train:
+            self._sum.start()
+        self._stats.start()
+        self.result[:] = self._stats.finish()
+        if self.engine.train:
+            self._sum.finish()
+        self.groups.pp.broadcast(self.result, self.loss_place)
+        r = self.result
+        return Sums(float(r[0]), float(r[1]), float(r[2]), r[1:2].ctypes.data, self.updates)
+
+    def _move(self, t: Move, m: int, here: np.ndarray, pending: list[Any]) -> None:
+        tag = (m * self._transfers + t.number) % TAGS
+        value = here[t.at : t.at + t.size]
+        if t.source == self.groups.p:
+            pending.append(self.groups.pp.send_start(value.copy(), t.target, tag))
+            self.bytes_moved += t.size
+        else:
+            started = time.perf_counter()
+            self.groups.pp.recv(value, t.source, tag)
+            self.waited += time.perf_counter() - started
+
+    def _add(self, m: int) -> None:
+        for a, b in self._adds.get(m, ()):
+            self._sum.buffers[a] += self._sum.buffers[b]
+            self._stats.buffers[a] += self._stats.buffers[b]
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank has sent so far."""
+        return self.bytes_moved + self._sum.bytes_sent + self._stats.bytes_sent

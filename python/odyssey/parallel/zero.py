@@ -1,0 +1,181 @@
+"""ZeRO: which rank keeps which part of the parameters, gradients and optimizer state (Rajbhandari et al. 2020).
+
+Stage 1 keeps the optimizer state in parts, stage 2 the gradients as well, stage 3 the parameters too. A part is a range
+of a bucket (buckets.py): rank r of the data-parallel group has the r-th of `plan.exchange`'s ranges, which is also the
+range whose gradients it sums. An update is elementwise, so where it is computed changes no bit.
+
+With stage 3 a bucket's parameters are gathered into one of two slots just before a segment needs them, the next one's
+while it computes, and are overwritten afterwards.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .. import native
+from ..arena import Arena
+from ..comm import Communicator, Request
+from .buckets import Bucket, Piece
+from .plan import Run, exchange
+
+STAGES = (0, 1, 2, 3)
+
+
+class Parts:
+    """The parts of all buckets over one data-parallel group, and with stage 3 the parameters themselves.
+
+    ranges[b][r]: floats of bucket b that rank r has (all of them for everyone at stage 0). own[b]: this rank's.
+    starts[b]: where they begin in the state of the optimizer. floats: of the optimizer's state on this rank.
+    """
+
+    def __init__(self, stage: int, buckets: list[Bucket], comm: Communicator, arena: Arena) -> None:
+        self.stage, self.buckets, self.comm, self.arena = stage, buckets, comm, arena
+        everything = stage == 0 or comm.size == 1
+        self.ranges: list[tuple[Run, ...]] = [
+            ((0, b.floats),) * comm.size if everything else exchange(comm.size, comm.size, 1, b.floats).ranges
+            for b in buckets
+        ]
+        self.own: list[Run] = [r[comm.rank] for r in self.ranges]
+        self.starts = [0]
+        for a, b in self.own:
+            self.starts.append(self.starts[-1] + b - a)
+        self.floats = self.starts.pop()
+        self.whole = everything and self.floats == arena.size  # the state is then of the arena's own layout
+        self.spread = stage == 3 and comm.size > 1
+        if self.spread:
+            self._store = [self._cut(arena.params, b, *own) for b, own in zip(buckets, self.own, strict=True)]
+            self._slots = [native.aligned(max(b.floats for b in buckets)) for _ in range(2)]
+            self._holds: list[int | None] = [None, None]
+            self._requests: list[Request | None] = [None, None]
+            self._current = 0
+            arena.spread()
+
+    @staticmethod
+    def _cut(flat: np.ndarray, bucket: Bucket, a: int, b: int) -> np.ndarray:
+        out = native.aligned(b - a)
+        for piece in bucket.covers(a, b):
+            out[piece.at - a : piece.at - a + piece.n] = flat[piece.lo : piece.lo + piece.n]
+        return out
+
+    def pieces(self, b: int) -> list[Piece]:
+        """This rank's part of bucket b as runs of the arena."""
+        return self.buckets[b].covers(*self.own[b])
+
+    def valid(self) -> list[Piece]:
+        """The floats of the arena that the ranks of this group train, once an update has been spread."""
+        return [p for bucket in self.buckets for p in bucket.pieces]
+
+    def param_address(self, b: int, piece: Piece) -> int:
+        """Where the parameters of a piece of this rank's part are updated."""
+        if self.spread:
+            return self._store[b].ctypes.data + 4 * (piece.at - self.own[b][0])
+        return self.arena.address(native.PARAMS) + 4 * piece.lo
+
+    # --- stage 3: parameters come and go ---
+
+    def prefetch(self, b: int) -> None:
+        """Starts to gather a bucket into the slot that is not in use."""
+        if b in self._holds:
+            return
+        slot = 1 - self._current
+        self._abandon(slot)
+        lo, hi = self.own[b]
+        into = self._slots[slot][: self.buckets[b].floats]
+        into[lo:hi] = self._store[b]
+        self._holds[slot] = b
+        self._requests[slot] = self.comm.all_gather_v_start(into, self.ranges[b])
+
+    def use(self, b: int) -> int:
+        """The address of a bucket's parameters, complete; valid until the next `use` of another one."""
+        self.prefetch(b)
+        slot = self._holds.index(b)
+        if self._requests[slot] is not None:
+            self._requests[slot].wait()
+            self._requests[slot] = None
+        self._current = slot
+        return self._slots[slot].ctypes.data
+
+    def _abandon(self, slot: int) -> None:
+        if self._requests[slot] is not None:
+            self._requests[slot].wait()
+        self._holds[slot] = self._requests[slot] = None
+
+    def changed(self) -> None:
+        """After an update: what was gathered is out of date (stage 3), or the others' parts are (stages 1 and 2)."""
+        if self.comm.size == 1 or self.stage == 0:
+            return
+        if self.spread:
+            for slot in (0, 1):
+                self._abandon(slot)
+            return
+        self.fill(self.arena.params)
+
+    def fill(self, flat: np.ndarray, own: list[np.ndarray] | None = None) -> None:
+        """Completes an array of the arena's layout on every rank from the parts.
+
+        Args:
+            own: this rank's part of each bucket; None: they are in `flat` already.
+        """
+        if self.comm.size == 1:
+            return
+        requests = []
+        for b, bucket in enumerate(self.buckets):
+            lo, hi = self.own[b]
+            direct = len(bucket.pieces) == 1
+            first = bucket.pieces[0].lo if bucket.pieces else 0
+            whole = flat[first : first + bucket.floats] if direct else np.empty(bucket.floats, flat.dtype)
+            if own is not None:
+                whole[lo:hi] = own[b]
+            elif not direct:
+                for p in self.pieces(b):
+                    whole[p.at : p.at + p.n] = flat[p.lo : p.lo + p.n]
+            requests.append((bucket, whole, direct, self.comm.all_gather_v_start(whole, self.ranges[b])))
+        for bucket, whole, direct, request in requests:
+            request.wait()
+            if not direct:
+                for p in bucket.pieces:
+                    flat[p.lo : p.lo + p.n] = whole[p.at : p.at + p.n]
+
+    def parameters(self) -> np.ndarray:
+        """All parameters of these buckets in an array of the arena's layout; a collective call at stage 3."""
+        if not self.spread:
+            return self.arena.params
+        flat = np.zeros(self.arena.size, np.float32)
+        self.fill(flat, self._store)
+        return flat
+
+    def state_at(self, b: int, piece: Piece) -> int:
+        """Where a piece of this rank's part of bucket b is in the optimizer's state, in floats."""
+        return piece.lo if self.whole else self.starts[b] + piece.at - self.own[b][0]
+
+    def state(self, own: np.ndarray) -> np.ndarray:
+        """An optimizer's array of this rank's parts as an array of the arena's layout; collective from stage 1 on."""
+        if self.whole:
+            return own
+        flat = np.zeros(self.arena.size, np.float32)
+        parts = [own[s : s + b - a] for s, (a, b) in zip(self.starts, self.own, strict=True)]
+        if self.stage and self.comm.size > 1:
+            self.fill(flat, parts)
+            return flat
+        for bucket, part in zip(self.buckets, parts, strict=True):
+            for p in bucket.pieces:
+                flat[p.lo : p.lo + p.n] = part[p.at : p.at + p.n]
+        return flat
+
+    def cut_state(self, flat: np.ndarray) -> np.ndarray:
+        """The inverse of `state`: this rank's parts of an array of the arena's layout."""
+        if self.whole:
+            return flat
+        own = native.aligned(self.floats)
+        for b in range(len(self.buckets)):
+            for p in self.pieces(b):
+                at = self.state_at(b, p)
+                own[at : at + p.n] = flat[p.lo : p.lo + p.n]
+        return own
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of parameters on this rank that this object keeps."""
+        if not self.spread:
+            return self.arena.params.nbytes
+        return sum(a.nbytes for a in (*self._store, *self._slots))
