@@ -8,6 +8,14 @@ from std.runtime import initialize_runtime
 from kernels.lanes import BytePtr, LANES
 from kernels.layout import LongPtr
 from kernels.lowp import HAS_BF16
+from kernels.shared_reduce import (
+    JobPtr,
+    TeamPtr,
+    all_reduce,
+    arrive,
+    reduce_buffers,
+    wait,
+)
 from shared.training.executor import StepPtr, run_program, run_step
 from shared.training.ops import ContextPtr, NAMES, RECORD, ROWS, STATS
 
@@ -57,3 +65,53 @@ def odyssey_run(
 def odyssey_step(step: StepPtr) abi("C"):
     """Runs all shards of a step (executor.run_step)."""
     run_step(step[])
+
+
+@export
+def odyssey_shared_arrive(
+    team: TeamPtr, sequence: Int, signature: Int
+) abi("C"):
+    """Arrives at the next barrier (shared_reduce.arrive)."""
+    arrive(team[], sequence, signature)
+
+
+@export
+def odyssey_shared_wait(team: TeamPtr, nanoseconds: Int) abi("C") -> Int:
+    """Waits for the others (shared_reduce.wait)."""
+    return wait(team[], nanoseconds)
+
+
+@export
+def odyssey_shared_all_reduce(
+    team: TeamPtr, job: JobPtr, nanoseconds: Int
+) abi("C") -> Int:
+    """Moves an all-reduce on (shared_reduce.all_reduce)."""
+    return all_reduce(team[], job[], nanoseconds)
+
+
+@export
+def odyssey_shared_all_reduce_at_once(
+    team: TeamPtr,
+    job: JobPtr,
+    x: LongPtr,
+    y: LongPtr,
+    count: Int,
+    sequence: Int,
+    signature: Int,
+    nanoseconds: Int,
+) abi("C") -> Int:
+    """Begins an all-reduce of the array whose address is at x into that whose address is at y, and moves it on.
+    """
+    job[].x, job[].y = Int(x[]), Int(y[])
+    job[].count = count
+    job[].step, job[].arrived = 0, 0
+    job[].sequence, job[].signature = sequence, signature
+    return all_reduce(team[], job[], nanoseconds)
+
+
+@export
+def odyssey_shared_reduce(
+    y: Int, buffers: LongPtr, n: Int, count: Int, dtype: Int, op: Int
+) abi("C"):
+    """Reduces n buffers along the tree (shared_reduce.reduce_buffers)."""
+    reduce_buffers(y, buffers, n, count, dtype, op)

@@ -66,8 +66,45 @@ class Step(ctypes.Structure):
     ]
 
 
+class Team(ctypes.Structure):
+    """Mirrors `Team` in mojo/kernels/shared_reduce.mojo."""
+
+    _fields_ = [
+        ("ranks", ctypes.c_int64),
+        ("rank", ctypes.c_int64),
+        ("counter", ctypes.c_int64),
+        ("bases", ctypes.c_int64),
+        ("slots", ctypes.c_int64),
+        ("slot_bytes", ctypes.c_int64),
+        ("barrier", ctypes.c_int64),
+        ("spins", ctypes.c_int64),
+        ("yields", ctypes.c_int64),
+    ]
+
+
+class Job(ctypes.Structure):
+    """Mirrors `Job` in mojo/kernels/shared_reduce.mojo."""
+
+    _fields_ = [
+        ("x", ctypes.c_int64),
+        ("y", ctypes.c_int64),
+        ("count", ctypes.c_int64),
+        ("item", ctypes.c_int64),
+        ("dtype", ctypes.c_int64),
+        ("op", ctypes.c_int64),
+        ("direct", ctypes.c_int64),
+        ("step", ctypes.c_int64),
+        ("arrived", ctypes.c_int64),
+        ("sequence", ctypes.c_int64),
+        ("signature", ctypes.c_int64),
+    ]
+
+
 class Library:
-    """The loaded library: its constants, the codes of its ops, and the two ways to run a program."""
+    """The loaded library: its constants, the codes of its ops, and the two ways to run a program.
+
+    `shared_*` are the functions of mojo/kernels/shared_reduce.mojo; addresses and numbers, as they are.
+    """
 
     def __init__(self, path: str, runtime: list[str]) -> None:
         for name in runtime:
@@ -92,6 +129,17 @@ class Library:
         self._step = lib.odyssey_step
         self._step.restype = None
         self._step.argtypes = [ctypes.POINTER(Step)]
+        pointer, number = ctypes.c_void_p, ctypes.c_ssize_t
+        for name, arguments in (
+            ("arrive", [pointer, number, number]),
+            ("wait", [pointer, number]),
+            ("all_reduce", [pointer, pointer, number]),
+            ("all_reduce_at_once", [pointer] * 4 + [number] * 4),
+            ("reduce", [pointer, pointer] + [number] * 4),
+        ):
+            function = getattr(lib, f"odyssey_shared_{name}")
+            function.argtypes, function.restype = arguments, None if name in ("arrive", "reduce") else number
+            setattr(self, f"shared_{name}", function)
         self._bases = np.zeros(4, np.int64)
         self._bases_address = self._bases.ctypes.data
 
