@@ -301,6 +301,21 @@ class _Exits:
             nap = min(1.5 * nap, 5e-3)
 
 
+class Window:
+    """Memory that all ranks of a communicator see, `size` bytes from each; all of them make it and free it.
+
+    Attributes:
+        addresses: where the part of each rank begins, in this process.
+    """
+
+    def __init__(self, comm: MPICommunicator, size: int) -> None:
+        self._window = MPI.Win.Allocate_shared(size, 1, comm=comm._data)
+        self.addresses = [self._window.Shared_query(p)[0].address for p in range(comm.size)]
+
+    def free(self) -> None:
+        self._window.Free()
+
+
 def connect() -> MPICommunicator:
     """All processes that MPI knows; called once per process."""
     return MPICommunicator(MPI.COMM_WORLD.Dup())
