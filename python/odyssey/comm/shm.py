@@ -58,9 +58,7 @@ _HEADER, _COUNTER, _LETTERS = 64, 128, 256  # bytes; offsets
 _PAGE = 4096
 _TYPES = {
     DTYPES[name]: code
-    for code, name in enumerate(
-        "float32 float64 int8 int16 int32 int64 uint8 uint16 uint32 uint64".split()
-    )
+    for code, name in enumerate("float32 float64 int8 int16 int32 int64 uint8 uint16 uint32 uint64".split())
 }
 _OPS = {ReduceOp.SUM: 0, ReduceOp.PROD: 1, ReduceOp.MAX: 2, ReduceOp.MIN: 3}
 _FLOAT = np.dtype(np.float32)
@@ -269,6 +267,8 @@ class ShmCommunicator(Communicator):
     def _begin(self, call: Call) -> Request:
         if self.size == 1:
             return super()._begin(call)
+        if call.send is not None:
+            call.send = np.asarray(call.send)  # what was widened from no dimensions is no array
         pending = _Pending(self, call)
         with _lock:
             self._queue.append(pending)
@@ -304,6 +304,9 @@ class ShmCommunicator(Communicator):
                     head.finish()
                 except CollectiveError as error:
                     head._fail(error)
+                except Exception as error:  # this rank is no longer in step with the others
+                    self._broke(error)
+                    raise
                 self._queue.popleft()
             _active.discard(self)
         return moved
