@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -132,7 +133,7 @@ class Engine:
         self._outputs: int | None = None  # of the model, as the loss saw them
         self._records: dict[tuple[int, ...], list[Record]] = {}
         self._prepared: dict[tuple[Any, ...], Runner] = {}
-        self.unused: list[str] = []  # parameters without a gradient, once a program is recorded
+        self.notes: list[str] = []  # what the user should know once a program is recorded
 
     def run(self, batch: Batch, step: int) -> Sums:
         """The sums over all shards of all ranks; gradients are valid until the next call."""
@@ -200,9 +201,11 @@ class Engine:
         if self._parts is None:
             lay = self.layout
             records = self.record(self.shard_size_of(samples), sample_shape)
-            self.unused = bucketing.unused(records, self.arena)
+            unused = bucketing.unused(records, self.arena)
+            if unused:
+                self.notes.append(f"no gradient reaches {', '.join(unused)}: counted as zero")
             if lay.split:
-                buckets = [self._share(records)]
+                buckets = [self._share(records, self.shard_size_of(samples))]
             else:
                 several = lay.zero > 1 or lay.comm.size > 1
                 limit = int(lay.bucket_size_mb * bucketing.FLOATS_PER_MB) if several else self.arena.size
@@ -215,10 +218,33 @@ class Engine:
         source = self._like or self
         return source._places(record) if source._places else 0
 
-    def _share(self, records: list[Record]) -> bucketing.Bucket:
+    def _placing(self, records: list[Record], samples: int) -> Callable[[Record], int]:
+        """From records to positions in the pipeline: by the model's own placement, or an automatic one.
+
+        Raises:
+            ConfigError: the model is placed on a number of devices that does not fit.
+        """
+        pp, interleaved = self.layout.mesh.pp, self.layout.schedule == "interleaved"
+        devices = sorted({r.device for r in records})
+        n = len(devices)
+        if n == 1:
+            from .parallel import costs
+
+            stage_of, plan = costs.stages(records, self.arena, samples, 2 * pp if interleaved else pp, self.layout.comm)
+            self.notes.append(f"the model is cut into {len(plan.parts)} stages by measured cost:\n{plan}")
+            return lambda r: stage_of(r) % pp
+        if n < pp or (interleaved and n % pp):
+            raise ConfigError(
+                f"[pipeline] the model is placed on {n} devices and pp is {pp}; "
+                f"use --pp {n}, or place it on {'a multiple of ' if interleaved else ''}{pp}"
+            )
+        index = {d: i for i, d in enumerate(devices)}
+        return lambda r: index[r.device] % pp if interleaved else index[r.device] * pp // n
+
+    def _share(self, records: list[Record], samples: int) -> bucketing.Bucket:
         """The parameters of this rank's part of the model, as one bucket."""
         if self.layout.mesh.pp > 1:
-            self._places = placing(records, self.layout.mesh.pp, self.layout.schedule, self)
+            self._places = self._placing(records, samples)
         names = {o: n for n, o in self.arena.offsets.items()}
         users: dict[str, set[int]] = {}
         for r in records:
@@ -381,29 +407,6 @@ class Engine:
             for m, training in before:
                 m.training = training
         self._outputs = executor.outputs
-
-
-def placing(records: list[Record], pp: int, schedule: str, engine: Engine) -> Any:
-    """A function from records to positions in a pipeline of `pp` ranks: the model's own placement, or an automatic one.
-
-    Raises:
-        ConfigError: the model is placed on a number of devices that does not fit.
-    """
-    devices = sorted({r.device for r in records if r.op != "labels"})
-    n = len(devices)
-    if n > 1:
-        if n < pp or (schedule == "interleaved" and n % pp):
-            raise ConfigError(
-                f"[pipeline] the model is placed on {n} devices and pp is {pp}; "
-                f"use --pp {n}, or place it on {'a multiple of ' if schedule == 'interleaved' else ''}{pp}"
-            )
-        index = {d: i for i, d in enumerate(devices)}
-        if schedule == "interleaved":
-            return lambda r: index.get(r.device, 0) % pp
-        return lambda r: index.get(r.device, 0) * pp // n
-    from .parallel.auto import by_cost
-
-    return by_cost(records, pp, engine)
 
 
 class Direct(Runner):

@@ -281,9 +281,8 @@ class DistributedTrainer:
             return
         self._warned = True
         self.optimizer.keep({name: self._train.own_state(a) for name, a in self.optimizer.state.items()})
-        if self._train.unused and self.comm.rank == 0:
-            names = ", ".join(self._train.unused)
-            print(f"odyssey: no gradient reaches {names}: counted as zero", file=sys.stderr, flush=True)
+        for note in self._train.notes:
+            self._show(note)
 
     def _divisor(self, sums: Sums) -> int:
         """Address of the number that gradients are divided by: samples, loss scale, and more if they are clipped."""

@@ -1,0 +1,113 @@
+"""What a model's ops cost here: measures a recorded program record by record, for automatic placement (auto.py).
+
+Rank 0 measures and tells the others, so all make the same cuts. The times depend on the machine; where a model is cut
+changes no bit of its training.
+"""
+
+from __future__ import annotations
+
+import bisect
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from .. import native
+from ..arena import Arena
+from ..comm import Communicator
+from ..program import Record, Slot, encoded, place
+from . import auto
+from .buckets import touched
+
+REPEATS = 5  # the fastest counts
+
+
+def seconds(records: list[Record], arena: Arena, samples: int) -> np.ndarray:
+    """Seconds of each record on `samples` zeros, float64 (len(records),)."""
+    lib = native.library()
+    keep: list[object] = []
+    work = native.aligned(place(records), np.uint8)
+    table = encoded(records, arena, keep)
+    grads = native.aligned(arena.size + lib.stats)
+    features = max((int(r.args[2]) for r in records if r.op == "input"), default=1)  # y; G, F, C
+    data = np.zeros((1, features), np.float32)
+    labels, rows = np.zeros(1, np.int32), np.zeros(samples, np.int64)
+    scale, shift = np.ones(features, np.float32), np.zeros(features, np.float32)
+    c = native.Context(
+        valid=samples,
+        images=data.ctypes.data,
+        labels=labels.ctypes.data,
+        rows=rows.ctypes.data,
+        scale=scale.ctypes.data,
+        shift=shift.ctypes.data,
+        loss_scale=1.0,
+    )
+    bases = np.array([0, arena.address(native.PARAMS), grads.ctypes.data, work.ctypes.data], np.int64)
+    best = np.full(len(records), np.inf)
+    for _ in range(REPEATS):
+        for i in range(len(records)):
+            started = time.perf_counter()
+            lib.run(table.ctypes.data + i * table.strides[0], 1, c, bases.ctypes.data)
+            best[i] = min(best[i], time.perf_counter() - started)
+    return best
+
+
+def ops(records: list[Record], arena: Arena, samples: int, costs: np.ndarray) -> tuple[list[int], list[auto.Op]]:
+    """The forward ops of a program with their costs: the first tag of each, and what auto.cut wants to know.
+
+    Backward records count for the op they belong to; what fusion has taken away, for the op before it.
+    """
+    forward = [r for r in records if r.phase == "forward" and r.op not in ("labels", "stats")]
+    tags = sorted({r.tag for r in forward})
+    at = {id(r): max(bisect.bisect_right(tags, r.tag) - 1, 0) for r in records}
+    n = len(tags)
+    time_of, params, kept, crossing = np.zeros(n), [set() for _ in tags], np.zeros(n), np.zeros(n)
+    names: list[str] = [""] * n
+    made: dict[int, int] = {}
+    last: dict[int, int] = {}
+    slots: dict[int, Slot] = {}
+    saved: set[int] = set()  # forward values that the backward pass reads
+    name_of = {o: name.rsplit(".", 1)[0] for name, o in arena.offsets.items()}
+    for r, cost in zip(records, costs, strict=True):
+        i = at[id(r)]
+        time_of[i] += cost
+        offsets = touched(r, arena, native.PARAMS)
+        params[i].update(offsets)
+        if r.phase == "forward" and not names[i] and r.op not in ("labels", "stats"):
+            names[i] = name_of[offsets[0]] if offsets else r.op.removesuffix("_forward")
+        for a in r.args:
+            if not isinstance(a, Slot) or r.op == "labels":
+                continue
+            slots[id(a)] = a
+            if r.phase == "forward":
+                made.setdefault(id(a), i)
+                last[id(a)] = max(last.get(id(a), i), i)
+            elif id(a) in made:
+                saved.add(id(a))
+                last[id(a)] = max(last[id(a)], i)
+    for s, i in made.items():
+        kept[i] += slots[s].nbytes / samples if s in saved else 0
+        for j in range(i, last[s]):
+            crossing[j] += slots[s].nbytes / samples
+    sizes = {arena.offsets[name]: 4 * p.size for name, p in arena.named}
+    weights = [sum(sizes[o] for o in p) for p in params]
+    return tags, [
+        auto.Op(names[i] or f"op {tags[i]}", time_of[i], weights[i], round(kept[i]), round(crossing[i]))
+        for i in range(n)
+    ]
+
+
+def stages(
+    records: list[Record], arena: Arena, samples: int, count: int, comm: Communicator
+) -> tuple[Callable[[Record], int], auto.Plan]:
+    """Cuts a program into `count` stages by measured cost; a function from records to stages, and the plan.
+
+    Raises:
+        ConfigError: there are fewer ops than stages.
+    """
+    costs = seconds(records, arena, samples) if comm.rank == 0 else np.zeros(len(records))
+    comm.broadcast(costs, 0)
+    tags, found = ops(records, arena, samples, costs)
+    plan = auto.cut(found, count)
+    firsts = [tags[c] for c in plan.cuts]
+    return (lambda r: bisect.bisect_right(firsts, r.tag)), plan
