@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 import click
 
 from odyssey.errors import ConfigError, DataError, OdysseyError, OutputError
+from odyssey.placement import SCHEDULES as PIPELINES
 from odyssey.recipes import DATASETS, OPTIMIZERS, RECIPES, SCHEDULES
 
 USAGE, DEFECT, INTERRUPTED, BROKEN_PIPE = 64, 70, 130, 141
@@ -57,6 +58,15 @@ class Settings:
     threads: int | None
     reduction: str
     execution: str
+    dp: int | None
+    pp: int | None
+    tp: int | None
+    zero: int
+    pipeline_schedule: str | None
+    bucket_size_mb: float
+    overlap: bool
+    accumulation_steps: int
+    clip_norm: float | None
     precision: str
     scaler_init_scale: float | None  # None: the default of GradScaler; only with fp16
     scaler_growth_interval: int | None
@@ -113,7 +123,8 @@ def settings(given: dict[str, Any]) -> Settings:
 
 
 def _check(made: Settings) -> None:
-    for name in ("epochs", "steps", "global_batch_size", "shard_size", "num_gpus", "threads"):
+    counts = ("epochs", "steps", "global_batch_size", "shard_size", "num_gpus", "threads")
+    for name in (*counts, "dp", "pp", "tp", "accumulation_steps"):
         value = getattr(made, name)
         if value is not None and value < 1:
             raise ConfigError(f"[train] {_option(name)} is {value}; 1 or more is allowed")
@@ -133,6 +144,15 @@ def _check(made: Settings) -> None:
             )
     if made.warmup_steps is not None and made.warmup_steps < 0:
         raise ConfigError(f"[train] --warmup-steps is {made.warmup_steps}; 0 or more is allowed")
+    for name in ("clip_norm", "bucket_size_mb"):
+        value = getattr(made, name)
+        if value is not None and not (math.isfinite(value) and value > 0):
+            raise ConfigError(f"[train] {_option(name)} is {value}; a finite number above 0 is allowed")
+    if made.global_batch_size % made.accumulation_steps:
+        raise ConfigError(
+            f"[train] --global-batch-size {made.global_batch_size} / --accumulation-steps {made.accumulation_steps} = "
+            f"{made.global_batch_size / made.accumulation_steps:g}; give numbers that divide"
+        )
     if not 0 <= made.seed < 2**63:
         raise ConfigError(f"[train] --seed is {made.seed}; 0 to 2**63-1 is allowed")
     if made.json and made.save_weights and os.path.realpath(made.json) == os.path.realpath(made.save_weights):
@@ -307,11 +327,13 @@ def run(made: Settings) -> None:
     """Train as the settings say: print one summary line and write the files that were asked for."""
     global _world
     from odyssey import comm
+    from odyssey.parallel.mesh import Mesh
 
     _world = world = comm.world(backend="auto")
     first = world.rank == 0
     with _on_all_ranks():
-        check_workers(made, (made.num_gpus or 1) * world.size)
+        mesh = Mesh(made.dp, made.pp, made.tp).fit(world.size)
+        check_workers(made, (made.num_gpus or 1) * mesh.dp)
     if first:
         for path, option in ((made.save_weights, "--save-weights"), (made.json, "--json")):
             if path is not None:
@@ -319,16 +341,17 @@ def run(made: Settings) -> None:
 
     from odyssey import data, nn, optim
     from odyssey.progress import make
-    from odyssey.trainer import DistributedTrainer
+    from odyssey.trainer import DistributedTrainer, write_weights
 
     train_set = data.load(made.dataset, train=True, data_dir=made.data_dir)
-    loader = data.DataLoader(train_set, batch_size=made.global_batch_size, shuffle=True, seed=made.seed)
+    micro = made.global_batch_size // made.accumulation_steps
+    loader = data.DataLoader(train_set, batch_size=micro, shuffle=True, seed=made.seed)
     validation = None
     if made.evaluate:
         test_set = data.load(made.dataset, train=False, data_dir=made.data_dir)
         validation = data.DataLoader(test_set, batch_size=1024)
     with _on_all_ranks():
-        epochs, total = made.length(len(loader))
+        epochs, total = made.length(-(-len(loader) // made.accumulation_steps))
         schedule = optim.schedule(made.schedule, total_steps=total, warmup_steps=made.warmup(total))
         model = nn.models.build(
             made.model, sample_shape=train_set.sample_shape, classes=train_set.classes, seed=made.seed
@@ -353,6 +376,13 @@ def run(made: Settings) -> None:
         threads=made.threads,
         reduction=made.reduction,
         execution=made.execution,
+        mesh=mesh,
+        zero=made.zero,
+        pipeline_schedule=made.pipeline_schedule,
+        bucket_size_mb=made.bucket_size_mb,
+        overlap=made.overlap,
+        accumulation_steps=made.accumulation_steps,
+        clip_norm=made.clip_norm,
         seed=made.seed,
         schedule=schedule,
         precision=made.precision,
@@ -367,9 +397,10 @@ def run(made: Settings) -> None:
         if progress is not None:
             progress.end()
     weights = trainer.weights_sha256()
+    state = None if made.save_weights is None else trainer.state_dict()  # ranks may have parts: all take part
     if first:
-        if made.save_weights is not None:
-            write_output(made.save_weights, "--save-weights", trainer.save_weights)
+        if state is not None:
+            write_output(made.save_weights, "--save-weights", lambda path: write_weights(path, state))
         if made.json is not None:
             text = json.dumps(_report(made, world, trainer, history, weights), indent=1, allow_nan=False) + "\n"
             write_output(made.json, "--json", lambda path: _write_text(path, text))
@@ -403,6 +434,11 @@ def _report(made: Settings, world: Any, trainer: Any, history: Any, weights: str
             "device": trainer.device,
             "reduction": made.reduction,
             "execution": made.execution,
+            "mesh": {"dp": trainer.mesh.dp, "pp": trainer.mesh.pp, "tp": trainer.mesh.tp},
+            "zero": made.zero,
+            "accumulation_steps": made.accumulation_steps,
+            "clip_norm": made.clip_norm,
+            "memory_bytes": trainer.memory(),
             "precision": made.precision,
             "loss_scale": trainer.scaler.value,
             "skipped_steps": trainer.scaler.skipped,
@@ -543,6 +579,34 @@ def group(context: click.Context) -> None:
     type=int,
     help="Steps without an overflow after which the loss scale doubles, with fp16. (default: 2000)",
 )
+@click.option("--dp", type=int, help="Replicas of the model. (default: as many as the other two leave ranks for)")
+@click.option("--pp", type=int, help="Pipeline stages, each on a rank of its own. (default: 1)")
+@click.option("--tp", type=int, help="Ranks that share each layer, 1 to 4. (default: 1)")
+@click.option(
+    "--zero",
+    type=click.IntRange(0, 3),
+    default=0,
+    help="What replicas keep in parts: 1 optimizer state, 2 gradients as well, 3 parameters as well. (default: 0)",
+)
+@click.option(
+    "--pipeline-schedule",
+    type=click.Choice(PIPELINES),
+    help="Order of the micro-batches of a pipeline. (default: 1f1b)",
+)
+@click.option(
+    "--bucket-size-mb",
+    type=float,
+    default=25.0,
+    help="Gradients are reduced in buckets of this size during the backward pass. (default: 25)",
+)
+@click.option("--overlap/--no-overlap", default=True, help="Reduce buckets while going on. (default: --overlap)")
+@click.option(
+    "--accumulation-steps",
+    type=int,
+    default=1,
+    help="Cut a global batch into so many batches of the loader; one update. (default: 1)",
+)
+@click.option("--clip-norm", type=float, help="Largest global norm of the gradients. (default: not clipped)")
 @click.option("--eval/--no-eval", "evaluate", default=True, help="Test after each epoch. (default: --eval)")
 @click.option(
     "--save-weights",

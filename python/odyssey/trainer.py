@@ -441,31 +441,20 @@ class DistributedTrainer:
         """Writes the parameters as safetensors, whole or not at all. Rank 0 writes; all ranks call."""
         state = self.state_dict()
         if self.comm.rank == 0:
-            from safetensors.numpy import save
-
             path = Path(path)
             aside = path.with_name(f".{path.name}.{os.getpid()}")
             try:
-                aside.write_bytes(save(state))
+                write_weights(aside, state)
                 os.replace(aside, path)
             finally:
                 aside.unlink(missing_ok=True)
 
 
-def shard_size_of(model: Module, shard_size: int | None) -> int:
-    """The shard size of a training: as given, as the model's micro-batches are, or 32.
+def write_weights(path: Path, state: dict[str, np.ndarray]) -> None:
+    """Parameters by name as a safetensors file."""
+    from safetensors.numpy import save
 
-    Raises:
-        ConfigError: two different numbers are given.
-    """
-    micro = getattr(model, "micro_batch_size", None)
-    if micro is not None and shard_size is not None and micro != shard_size:
-        raise ConfigError(
-            f"[train] shard_size is {shard_size} and the model's micro_batch_size {micro}; "
-            "a micro-batch is a shard: give one of them"
-        )
-    given = shard_size if micro is None else micro
-    return 32 if given is None else given
+    path.write_bytes(save(state))
 
 
 def fingerprint(value: Any) -> int:
