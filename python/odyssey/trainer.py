@@ -457,6 +457,22 @@ def write_weights(path: Path, state: dict[str, np.ndarray]) -> None:
     path.write_bytes(save(state))
 
 
+def shard_size_of(model: Module, shard_size: int | None) -> int:
+    """The shard size of a training: as given, as the model's micro-batches are, or 32.
+
+    Raises:
+        ConfigError: two different numbers are given.
+    """
+    micro = getattr(model, "micro_batch_size", None)
+    if micro is not None and shard_size is not None and micro != shard_size:
+        raise ConfigError(
+            f"[train] shard_size is {shard_size} and the model's micro_batch_size {micro}; "
+            "a micro-batch is a shard: give one of them"
+        )
+    given = shard_size if micro is None else micro
+    return 32 if given is None else given
+
+
 def fingerprint(value: Any) -> int:
     """63 bits of a hash over a value's repr."""
     return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:8], "little") >> 1

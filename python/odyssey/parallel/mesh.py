@@ -10,9 +10,12 @@ Nothing here communicates; `Groups` asks a communicator for its sub-groups once.
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
-from ..comm import Communicator
 from ..errors import ConfigError
+
+if TYPE_CHECKING:
+    from ..comm import Communicator
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +80,8 @@ class Groups:
     """
 
     def __init__(self, world: Communicator, mesh: Mesh) -> None:
+        from ..comm import Communicator
+
         self.world, self.mesh = world, mesh
         self.d, self.p, self.t = mesh.coordinates(world.rank)
         alone = world.size == 1 or (mesh.pp == 1 and mesh.tp == 1)
