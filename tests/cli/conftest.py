@@ -59,6 +59,7 @@ def fake(monkeypatch):
         def __init__(self, **kwargs):
             record.calls["trainer"] = kwargs
             self.notice = record.notice
+            self.mesh = kwargs["mesh"]
 
         def fit(self, loader, validation, epochs, steps):
             record.calls["fit"] = {"validation": validation, "epochs": epochs, "steps": steps}
@@ -71,11 +72,18 @@ def fake(monkeypatch):
         def weights_sha256(self):
             return "3f2a" * 16
 
-        def save_weights(self, path):
-            path.write_bytes(b"half")
-            if record.save_error is not None:
-                raise record.save_error
-            path.write_bytes(b"weights")
+        def state_dict(self):
+            return "state"
+
+        def memory(self):
+            return {"parameters": 1}
+
+    def write_weights(path, state):
+        assert state == "state"
+        path.write_bytes(b"half")
+        if record.save_error is not None:
+            raise record.save_error
+        path.write_bytes(b"weights")
 
     class Set:
         sample_shape, classes = (1, 28, 28), 10
@@ -90,7 +98,7 @@ def fake(monkeypatch):
             schedule=record.call("schedule", "schedule"),
         ),
         "data": types.SimpleNamespace(load=record.call("load", Set()), DataLoader=lambda *a, **k: range(469)),
-        "trainer": types.SimpleNamespace(DistributedTrainer=Trainer),
+        "trainer": types.SimpleNamespace(DistributedTrainer=Trainer, write_weights=write_weights),
     }
     for name, module in modules.items():
         monkeypatch.setitem(__import__("sys").modules, f"odyssey.{name}", module)

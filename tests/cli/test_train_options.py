@@ -187,7 +187,7 @@ def test_config_no_eval_and_the_command_line_turns_it_on_again(odyssey_command, 
     ("text", "says"),
     [
         ("epoch = 3\n", "unknown key 'epoch'; did you mean 'epochs'?"),
-        ("zzzzzz = 3\n", "unknown key 'zzzzzz'; known are data-dir"),
+        ("zzzzzz = 3\n", "unknown key 'zzzzzz'; known are accumulation-steps"),
         ("config = 'x'\n", "unknown key 'config'"),
         ("epochs = 1.5\n", "epochs = 1.5; an integer is allowed"),
         ("epochs = true\n", "epochs = true; an integer is allowed"),
