@@ -21,7 +21,6 @@ also makes sub-groups. Ranks of several machines are refused.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import threading
 import time
@@ -75,20 +74,6 @@ def _up(n: int, to: int) -> int:
     return -(-n // to) * to
 
 
-def _offset_of_data() -> int:
-    """Where in the object of a NumPy array the address of its data stands: behind the head that all objects have.
-
-    `array.ctypes.data` takes 0.8 us, a quarter of a small all-reduce of two ranks. The place is part of NumPy's binary
-    interface (PyArrayObject); where it is not as expected, this is 0 and the slow way is taken.
-    """
-    probe, offset = np.zeros(3, np.float32)[1:], object.__basicsize__
-    found = ctypes.c_ssize_t.from_address(id(probe) + offset).value
-    return offset if found == probe.ctypes.data else 0
-
-
-_DATA = _offset_of_data()
-
-
 class ShmCommunicator(Communicator):
     """A communicator over shared memory; see the head of this file.
 
@@ -140,10 +125,10 @@ class ShmCommunicator(Communicator):
         slots = _up(_LETTERS + 2 * letter, _PAGE)
         result = SLOT // self.size // _HEADER * _HEADER + 2 * _HEADER  # as `_result` in shared_reduce.mojo
         bases = self._window(slots + 2 * SLOT + 2 * result)
-        ctypes.memset(bases[self.rank], 0, _LETTERS)
+        native.memory(bases[self.rank], _LETTERS)[:] = 0
 
         def memory(rank: int, offset: int, size: int) -> np.ndarray:
-            return _memory(bases[rank] + offset, size)
+            return native.memory(bases[rank] + offset, size)
 
         self._bases = np.array(bases, np.int64)
         self._heads = [memory(r, 0, 2 * _HEADER).view(np.int64).reshape(2, -1) for r in range(self.size)]
@@ -164,9 +149,9 @@ class ShmCommunicator(Communicator):
             spins=0 if self._crowded else SPINS,
             yields=YIELDS,
         )
-        self._team_address = ctypes.addressof(self._team)
+        self._team_address = native.address(self._team)
         self._job = native.Job(item=4, dtype=0, op=0, direct=DIRECT)
-        self._job_address = ctypes.addressof(self._job)
+        self._job_address = native.address(self._job)
         self._processes = self._over.all_gather(np.array([os.getpid(), _process_space()], np.int64))
         self._over.barrier()
 
@@ -195,7 +180,7 @@ class ShmCommunicator(Communicator):
         """
         self._now(Call("group", described=("", None, -1, None, f"shared {int(nbytes)} bytes")))
         bases = self._window(int(nbytes))
-        return [_memory(base, int(nbytes)) for base in bases]
+        return [native.memory(base, int(nbytes)) for base in bases]
 
     # --- the short way: a sum of float32 that is waited for ---
 
@@ -208,7 +193,7 @@ class ShmCommunicator(Communicator):
             or type(array) is not np.ndarray
             or array.dtype is not _FLOAT
             or not array.flags.c_contiguous
-            or not _DATA
+            or not native.DATA
         ):
             return super().all_reduce(array, op, out)
         shape = array.shape
@@ -233,8 +218,8 @@ class ShmCommunicator(Communicator):
         state = self._library.shared_all_reduce_at_once(
             self._team_address,
             self._job_address,
-            id(array) + _DATA,
-            id(out) + _DATA,
+            id(array) + native.DATA,
+            id(out) + native.DATA,
             array.size,
             sequence,
             signature,
@@ -292,7 +277,7 @@ class ShmCommunicator(Communicator):
                 elif head.job is None:
                     state = library.shared_wait(team, nanoseconds)
                 else:
-                    state = library.shared_all_reduce(team, ctypes.addressof(head.job), nanoseconds)
+                    state = library.shared_all_reduce(team, native.address(head.job), nanoseconds)
                 if state == WAITING:
                     return moved
                 moved, nanoseconds = True, 0
@@ -624,11 +609,6 @@ class _Carried(Waiting):
 
     def _look(self) -> None:
         self._inner._look()
-
-
-def _memory(address: int, size: int) -> np.ndarray:
-    """Memory that somebody else keeps, as uint8."""
-    return np.frombuffer((ctypes.c_uint8 * size).from_address(address), np.uint8)
 
 
 def _free() -> int:
