@@ -350,6 +350,7 @@ def fused(records: list[Record]) -> list[Record]:
                 users.setdefault(id(a), []).append(i)
     out: list[Record | None] = [dataclasses.replace(r, args=list(r.args)) for r in records]
     pooled = {id(r.args[2]): r for r in records if r.op == "maxpool_forward"}  # by input
+    merged: dict[int, int] = {}  # forward op -> the one it is part of now, to which its backward belongs as well
     for i, r in enumerate(records):
         if r.op == "relu_forward":
             y, x = r.args[0], r.args[1]
@@ -364,6 +365,7 @@ def fused(records: list[Record]) -> list[Record]:
                     maker.args[0] = y
                     maker.args[-1] = 1
                     out[i] = None
+                    merged[r.tag] = maker.tag
         elif r.op == "relu_backward":
             dx, dy, y = r.args[:3]
             before = users.get(id(dy), [])
@@ -373,6 +375,9 @@ def fused(records: list[Record]) -> list[Record]:
                     maker.args[0] = dx
                     maker.args[-1] = 1
                     out[i] = None
+    for r in out:
+        if r is not None:
+            r.tag = merged.get(r.tag, r.tag)
     return [r for r in out if r is not None]
 
 

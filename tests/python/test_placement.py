@@ -241,3 +241,15 @@ def test_only_copies_cross(monkeypatch):
             assert all(made.setdefault(s, r.device) == r.device for s in slots), r
         elif slots:
             made[slots[0]] = r.device
+
+
+@pytest.mark.parametrize("name", ["lenet5", "convnet", "mlp"])
+def test_the_backward_of_a_fused_op_belongs_to_what_it_is_part_of(name):
+    """Else a pipeline would not know the stage of a relu_backward whose relu_forward is part of a convolution."""
+    nn.manual_seed(0)
+    records = engine(nn.models.build(name)).record(32, (1, 28, 28))
+    forward = {r.tag: r.op for r in records if r.phase == "forward"}
+    orphans = [r.op for r in records if r.tag not in forward]
+    assert not orphans
+    relus = [r for r in records if r.op == "relu_backward"]
+    assert relus and all(forward[r.tag] in ("conv2d_forward", "linear_forward") for r in relus)
