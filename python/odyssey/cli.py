@@ -4,7 +4,7 @@ What it is: options and a configuration file become checked `Settings`; those be
 becomes one line and an exit code. What it is not: a place for training logic. Anything a command does can be done from
 Python with the same objects. Heavy imports stand inside the commands: `--help` and a mistyped option answer at once.
 
-Exit codes: 0, 64 usage, 65 data, 69 unavailable, 70 defect, 73 output, 130 interrupted.
+Exit codes: 0, 1 verify found a difference, 64 usage, 65 data, 69 unavailable, 70 defect, 73 output, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from odyssey.errors import ConfigError, DataError, OdysseyError, OutputError
 from odyssey.placement import SCHEDULES as PIPELINES
 from odyssey.recipes import DATASETS, OPTIMIZERS, RECIPES, SCHEDULES
 
-USAGE, DEFECT, INTERRUPTED, BROKEN_PIPE = 64, 70, 130, 141
+DIFFERENT, USAGE, DEFECT, INTERRUPTED, BROKEN_PIPE = 1, 64, 70, 130, 141
 
 _world: Any = None  # the communicator once there is one: an error must then end the other ranks as well
 
@@ -624,6 +624,64 @@ def train(no_progress: bool, **given: Any) -> None:
     with _on_all_ranks():
         made = settings({**given, "progress": not no_progress})
     run(made)
+
+
+@group.command("verify", context_settings={**_HELP, "ignore_unknown_options": True})
+@click.option(
+    "--layouts",
+    "-l",
+    multiple=True,
+    required=True,
+    metavar="LAYOUT",
+    help='What to compare, e.g. "dp=4" "pp=2,dp=2,schedule=gpipe" "tp=2" "dp=2,zero=3"; several may follow one option.',
+)
+@click.option("--steps", type=int, default=5, help="Optimizer steps to compare. (default: 5)")
+@click.option("--script", type=_FILE, help="A script that uses DistributedTrainer, instead of odyssey train.")
+@click.option(
+    "--launcher", metavar="WORDS", help="What starts ranks. (default: 'mpirun -n {ranks}', that of this environment)"
+)
+@click.option("--json", "json_file", type=_FILE, metavar="FILE", help="Write the results. (default: not written)")
+@click.argument("rest", nargs=-1, type=click.UNPROCESSED)
+def verify_command(
+    layouts: tuple[str, ...],
+    steps: int,
+    script: Path | None,
+    launcher: str | None,
+    json_file: Path | None,
+    rest: tuple[str, ...],
+) -> None:
+    """Train on one process and on each layout, and compare every bit after every step.
+
+    Options that are not listed here are those of `odyssey train` (--model, --global-batch-size, ...), or the script's.
+    Ends with 0 if all layouts gave the same bits, with 1 if one did not.
+    """
+    from odyssey.verify import Verifier
+
+    layouts, rest = _layouts(layouts, rest)
+    if steps < 1:
+        raise ConfigError(f"[verify] --steps is {steps}; 1 or more is allowed")
+    if json_file is not None:
+        check_output(json_file, "--json")
+    command = [sys.executable, *(["-m", "odyssey.train", "--no-progress"] if script is None else [str(script)]), *rest]
+    width = max(len(text) for text in layouts)
+    results = Verifier(command, steps, launcher)(
+        layouts, lambda result: click.echo(f"{result.layout:{width}}  {result.ranks} ranks  {result}")
+    )
+    same = sum(result.same for result in results)
+    click.echo(f"{same} of {len(results)} layouts give the bits of one process")
+    if json_file is not None:
+        text = json.dumps(_finite({"command": command[1:], "results": [r.json() for r in results]}), indent=1) + "\n"
+        write_output(json_file, "--json", lambda path: _write_text(path, text))
+    if same < len(results):
+        sys.exit(DIFFERENT)
+
+
+def _layouts(given: tuple[str, ...], rest: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Layouts that follow the option's first one without repeating it are among the arguments: "key=value" words."""
+    from odyssey.verify import KEYS
+
+    more = tuple(word for word in rest if word.split("=")[0] in KEYS and "=" in word)
+    return given + more, tuple(word for word in rest if word not in more)
 
 
 @group.command("build", context_settings=_HELP)

@@ -22,6 +22,7 @@ import numpy as np
 from . import comm as communication
 from . import data as datasets
 from . import precision as precisions
+from . import verify
 from .arena import Arena
 from .data.sampler import check_integer
 from .engine import Engine, Layout
@@ -121,6 +122,7 @@ class DistributedTrainer:
         DeviceError: a GPU was asked for and there is none.
     """
 
+    @verify.on_its_layout
     def __init__(
         self,
         model: Module,
@@ -159,6 +161,7 @@ class DistributedTrainer:
         workers = 1 if num_gpus is None else num_gpus
         if threads is None:
             threads = max(1, cores() // self.comm.local_size)
+        self._trace = verify.Trace.current()
         self.accumulation_steps = check_integer("[train] accumulation_steps", accumulation_steps, 1)
         if clip_norm is not None and not 0 < clip_norm < math.inf:
             raise ConfigError(f"[train] clip_norm is {clip_norm!r}; it must be above 0 and finite")
@@ -273,6 +276,8 @@ class DistributedTrainer:
         if taken:
             self._train.updated()
         self.steps += 1
+        if self._trace is not None:
+            self._trace.step(self, sums.loss, sums.correct)
         return sums.loss, sums.correct
 
     def _begin(self, sums: Sums) -> None:
@@ -344,6 +349,8 @@ class DistributedTrainer:
         if steps is not None and steps < 1:
             raise ConfigError(f"[train] steps is {steps}; it must be at least 1")
         history = History()
+        if self._trace is not None:
+            train_loader, val_loader, steps = self._trace.fit(train_loader, steps)
         started = time.perf_counter()
         size = getattr(train_loader, "batch_size", 0)
         if isinstance(train_loader, datasets.DataLoader):
