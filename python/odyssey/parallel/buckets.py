@@ -7,7 +7,9 @@ which gradients and parameters come and go. No hooks: which record writes which 
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+from collections.abc import Iterable
 
 from .. import native
 from ..arena import Arena
@@ -33,7 +35,17 @@ class Bucket:
     names: tuple[str, ...]
     pieces: tuple[Piece, ...]  # in the order of the arena; neighbours are one piece
     floats: int
-    offsets: dict[int, int]  # of each parameter: in the arena -> in the bucket
+
+    def locate(self, offset: int) -> int:
+        """Where a place of the arena (in floats) is in the bucket; it must be in one of the pieces."""
+        piece = self.pieces[bisect.bisect_right(self.pieces, offset, key=lambda p: p.lo) - 1]
+        assert piece.lo <= offset < piece.lo + piece.n, offset
+        return piece.at + offset - piece.lo
+
+    def has(self, offset: int) -> bool:
+        """Whether a place of the arena is in the bucket."""
+        i = bisect.bisect_right(self.pieces, offset, key=lambda p: p.lo) - 1
+        return i >= 0 and offset < self.pieces[i].lo + self.pieces[i].n
 
     def covers(self, lo: int, hi: int) -> list[Piece]:
         """The parts of the arena that [lo, hi) of this bucket is."""
@@ -102,34 +114,27 @@ def cut(records: list[Record], arena: Arena, limit: int) -> list[Bucket]:
     if not cuts:
         cuts = [[]]
     cuts[-1] += rest
-    return [_bucket(arena, offsets, sizes) for offsets in cuts]
-
-
-def whole(arena: Arena) -> Bucket:
-    """One bucket of everything."""
-    sizes = {arena.offsets[n]: -(-p.size // 16) * 16 for n, p in arena.named}
-    return _bucket(arena, list(sizes), sizes)
-
-
-def some(arena: Arena, names: list[str]) -> Bucket:
-    """One bucket of some parameters."""
-    sizes = {arena.offsets[n]: -(-p.size // 16) * 16 for n, p in arena.named}
-    return _bucket(arena, [arena.offsets[n] for n in names], sizes)
-
-
-def _bucket(arena: Arena, offsets: list[int], sizes: dict[int, int]) -> Bucket:
     names = {o: n for n, o in arena.offsets.items()}
+    return [some(arena, tuple(names[o] for o in sorted(offsets))) for offsets in cuts]
+
+
+def some(arena: Arena, names: Iterable[str]) -> Bucket:
+    """One bucket of some parameters."""
+    sizes = {n: -(-p.size // 16) * 16 for n, p in arena.named}
+    return of_ranges([(arena.offsets[n], sizes[n]) for n in names], tuple(names))
+
+
+def of_ranges(ranges: Iterable[tuple[int, int]], names: tuple[str, ...]) -> Bucket:
+    """One bucket of ranges of the arena (start, floats), each from a vector boundary of the bucket."""
     pieces: list[Piece] = []
-    local: dict[int, int] = {}
     at = 0
-    for o in sorted(offsets):
-        local[o] = at
-        if pieces and pieces[-1].lo + pieces[-1].n == o:
-            pieces[-1] = Piece(pieces[-1].lo, pieces[-1].n + sizes[o], pieces[-1].at)
+    for lo, n in sorted(ranges):
+        if pieces and pieces[-1].lo + pieces[-1].n == lo and pieces[-1].at + pieces[-1].n == at:
+            pieces[-1] = Piece(pieces[-1].lo, pieces[-1].n + n, pieces[-1].at)
         else:
-            pieces.append(Piece(o, sizes[o], at))
-        at += sizes[o]
-    return Bucket(tuple(names[o] for o in sorted(offsets)), tuple(pieces), at, local)
+            pieces.append(Piece(lo, n, at))
+        at += -(-n // 16) * 16
+    return Bucket(names, tuple(pieces), at)
 
 
 def segments(records: list[Record], arena: Arena, buckets: list[Bucket], *, by_params: bool) -> list[Segment]:
@@ -138,7 +143,7 @@ def segments(records: list[Record], arena: Arena, buckets: list[Bucket], *, by_p
 
     A bucket's gradients are complete after its segment; what comes between two of them is a segment without gradients.
     """
-    bucket_of = {o: i for i, b in enumerate(buckets) for o in b.offsets}
+    bucket_of = {arena.offsets[name]: i for i, b in enumerate(buckets) for name in b.names}
     spans: dict[int, list[int]] = {}
     for i, r in enumerate(records):
         for o in touched(r, arena, native.GRADS):

@@ -108,8 +108,8 @@ class Layerwise(Runner):
 
         def locate(space: int, offset: int) -> int:
             if space == native.GRADS:
-                return offset - size if offset >= size else buckets[s.grads].offsets[offset]
-            return buckets[s.params].offsets[offset] if self.parts.spread else offset
+                return offset - size if offset >= size else buckets[s.grads].locate(offset)
+            return buckets[s.params].locate(offset) if self.parts.spread else offset
 
         return locate
 

@@ -147,7 +147,7 @@ class Waves(Runner):
         return steps + moves(part.sends)
 
     def _locate(self, space: int, offset: int) -> int:
-        return self.parts.buckets[0].offsets[offset] if space == native.GRADS else offset
+        return self.parts.buckets[0].locate(offset) if space == native.GRADS else offset
 
     def _plan_sums(self) -> None:
         """When a shard's gradients are complete: what is added to what. Buffers are reused if shards end in order."""
