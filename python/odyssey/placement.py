@@ -19,13 +19,9 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved")  # orders in which a pipeline runs 
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """Slot `slot` of the model axis. `kind` is "cpu" or "gpu" if the user asked for one, else None: whatever drives it.
-
-    Two devices are equal if their slots are: a slot is driven by one piece of hardware.
-    """
+    """Slot `slot` of the model axis."""
 
     slot: int = 0
-    kind: str | None = dataclasses.field(default=None, compare=False)
 
     def __repr__(self) -> str:
         return f"device({self.slot})"
@@ -54,7 +50,7 @@ def device(where: int | str | Device = 0) -> Device:
         if form:
             kind, slot = form[1], int(form[2] or 0)
             if kind == "cpu":
-                return Device(slot, "cpu")
+                return Device(slot)
             found = gpus()
             if slot >= found:
                 raise DeviceError(
