@@ -40,7 +40,7 @@ WORLDS = [
         marks=[pytest.mark.skip(reason=_missing(backend))] if _missing(backend) else [],
     )
     for backend in BACKENDS
-    for ranks in ((1,) if backend == "local" else (1, 2, 3, 4))
+    for ranks in ((1,) if backend == "local" or _missing(backend) else (1, 2, 3, 4))
 ]
 
 

@@ -85,7 +85,8 @@ UFUNCS = {
 def widen(array: np.ndarray) -> np.ndarray:
     """float16 or bfloat16 as float32, exactly."""
     if array.dtype == bfloat16:
-        return (array.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+        wide = np.empty(array.shape, np.uint32)  # given as out, or an array without dimensions would become a number
+        return np.left_shift(array.view(np.uint16), 16, out=wide, dtype=np.uint32).view(np.float32)
     return array.astype(np.float32)
 
 
@@ -306,6 +307,25 @@ def describe(kind: str, described: tuple, code: Any, line: int) -> tuple[int, st
     room = TEXT - len(site.encode())
     call = call if len(call.encode()) <= room else call[: room - 3] + "..."
     return int.from_bytes(digest, "little", signed=True), call + site
+
+
+_LETTER = struct.Struct(f"<qq{TEXT}s")
+
+
+def letter_bytes() -> int:
+    """Length of a packed letter, the header of a message from one rank to another."""
+    return _LETTER.size
+
+
+def pack_letter(letter: Header) -> np.ndarray:
+    """A letter, (dtype code, elements) and text, as uint8."""
+    return np.frombuffer(bytearray(_LETTER.pack(*letter.tail, _encoded(letter.text))), np.uint8)
+
+
+def unpack_letter(data: np.ndarray) -> tuple[tuple[int, int], str]:
+    """((dtype code, elements), text)."""
+    dtype, count, text = _LETTER.unpack(data)
+    return (dtype, count), text.rstrip(b"\0").decode(errors="replace")
 
 
 def check_letter(sent: Sequence[int], text: str, out: np.ndarray, mine: Header, source: int, rank: int) -> str | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import struct
 import sys
 import time
 import weakref
@@ -22,7 +21,19 @@ from mpi4py import MPI
 
 from ..errors import CollectiveError
 from .base import Waiting, cores
-from .calls import PREFIX, TEXT, Call, Header, ReduceOp, check_letter, header_bytes, pack, unpack
+from .calls import (
+    PREFIX,
+    Call,
+    Header,
+    ReduceOp,
+    check_letter,
+    header_bytes,
+    letter_bytes,
+    pack,
+    pack_letter,
+    unpack,
+    unpack_letter,
+)
 from .staged import Staged
 
 _OPS = {ReduceOp.SUM: MPI.SUM, ReduceOp.MAX: MPI.MAX, ReduceOp.MIN: MPI.MIN, ReduceOp.PROD: MPI.PROD}
@@ -35,7 +46,6 @@ _NUMBERS = {
     }.items()
 }
 _WORDS = {1: MPI.UINT8_T, 2: MPI.UINT16_T, 4: MPI.UINT32_T, 8: MPI.UINT64_T}  # for what is only moved
-_LETTER = struct.Struct(f"<qq{TEXT}s")
 
 # Where ranks outnumber cores and all of them wait for the data, MPI's blocking calls beat its non-blocking ones up to
 # this size (docs/log.md).
@@ -184,7 +194,7 @@ class _Sent(Waiting):
     def __init__(self, comm: MPICommunicator, array: np.ndarray, dest: int, tag: int, letter: Header) -> None:
         super().__init__(comm)
         self._array, self._text, self._dest = array, letter.text, comm.ranks[dest]
-        self._letter = np.frombuffer(_LETTER.pack(*letter.tail, letter.text.encode()[:TEXT]), np.uint8)
+        self._letter = pack_letter(letter)
         self._requests = [
             comm._data.Isend([self._letter, MPI.BYTE], dest, 2 * tag + 1),
             comm._data.Isend([array, _WORDS[array.dtype.itemsize]], dest, 2 * tag),
@@ -209,7 +219,7 @@ class _Received(Waiting):
         super().__init__(comm)
         self._out, self._mine, self._text = out, mine, mine.text
         self._at, self._source, self._wrong, self._suspect = (source, tag), comm.ranks[source], None, 0
-        self._letter = np.zeros(_LETTER.size, np.uint8)
+        self._letter = np.zeros(letter_bytes(), np.uint8)
         self._request = comm._data.Irecv([self._letter, MPI.BYTE], source, 2 * tag + 1)
         # Data must be received in the order of their letters: only the first of a line may read its letter.
         self._line = comm._receives.setdefault((source, tag), deque())
@@ -229,12 +239,11 @@ class _Received(Waiting):
 
     def _open(self) -> None:
         """Reads the letter and has the data come into the array, or, if they do not fit, out of the way."""
-        dtype, count, text = _LETTER.unpack(self._letter)
+        sent, text = unpack_letter(self._letter)
         self._letter = None
-        text = text.rstrip(b"\0").decode(errors="replace")
         comm, (source, tag) = self._comm, self._at
         me = comm.ranks[comm.rank]
-        self._wrong = check_letter((dtype, count), text, self._out, self._mine, self._source, me)
+        self._wrong = check_letter(sent, text, self._out, self._mine, self._source, me)
         if self._wrong:
             status = MPI.Status()
             comm._data.Probe(source, 2 * tag, status)
@@ -290,6 +299,7 @@ class _Exits:
                     text = comm._queue[0].describe()
                     print(f"odyssey: [rank {self.rank}] [comm] ends while {text} is unfinished", file=sys.stderr)
                 sys.stderr.flush()
+                time.sleep(0.5)  # the others say what they have to say, and the launcher reads it, before all is ended
                 MPI.COMM_WORLD.Abort(CollectiveError.exit_code)
         others = [p for p in range(self.size) if p != self.rank]
         notes = np.zeros((self.size, 1), np.uint8)

@@ -1,0 +1,74 @@
+"""Run under a launcher by test_ends.py: the last rank misbehaves in a way that is named in the argument.
+
+Prints one line per rank that gets an error. What each rank did is in the lines; that the job ends at all is the point.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+import numpy as np
+
+from odyssey import comm
+from odyssey.errors import CollectiveError
+
+which, backend = sys.argv[1:3]
+world = comm.world(backend)
+last = world.rank == world.size - 1
+a = np.ones(8, np.float32)
+assert world.all_reduce(a)[0] == world.size
+
+
+def attempt(function) -> None:
+    start = time.monotonic()
+    try:
+        function()
+    except CollectiveError as error:
+        print(f"rank {world.rank} after {time.monotonic() - start:.1f} s: {error}\n", end="", flush=True)
+        raise
+
+
+if which == "late":  # comes when the others have given up
+    if last:
+        time.sleep(4)
+    attempt(lambda: world.all_reduce(a))
+elif which == "leaves":  # ends normally, one call early
+    if not last:
+        attempt(lambda: world.all_reduce(a))
+elif which == "raises":
+    if last:
+        raise ValueError("a defect of this rank")
+    attempt(lambda: world.all_reduce(a))
+elif which == "waits for a message":
+    if not last:
+        attempt(lambda: world.recv(a, world.size - 1))
+elif which == "unfinished":  # a request that was started and never waited for, whose partners never come
+    if last:
+        world.all_reduce_start(a)
+elif which == "forgotten":  # started by all and waited for by none: nothing is wrong
+    world.all_reduce_start(a)
+elif which == "caught":  # the error is caught; the program may go on to its end, but not to a hang
+    if last:
+        time.sleep(2)
+    else:
+        try:
+            attempt(lambda: world.barrier())
+        except CollectiveError:
+            pass
+elif which == "elsewhere":  # one is in a group's call, the others in the world's
+    part = world.split(0)
+    attempt(part.barrier if last else world.barrier)
+elif which == "cores":  # waits 2 s for the last rank, and counts what it used meanwhile
+    if last:
+        time.sleep(2)
+    used = time.process_time()
+    world.barrier()
+    used = time.process_time() - used
+    world.all_reduce_start(a).wait()
+    print(f"rank {world.rank} used {used:.3f} s\n", end="", flush=True)
+elif which == "killed":
+    if last:
+        os.kill(os.getpid(), 9)
+    attempt(world.barrier)

@@ -1,0 +1,149 @@
+"""Ranks that do not come, end early or never: an error that names them, and an end of the job, never a hang."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from odyssey.comm import mock
+from odyssey.errors import CollectiveError, ConfigError
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+from test_backends import together  # noqa: E402
+
+SHM = pytest.mark.skipif(importlib.util.find_spec("odyssey.comm.shm") is None, reason="no shared-memory backend")
+GLOO = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed (extra [torch])")
+BACKENDS = ["mpi", pytest.param("shm", marks=SHM), pytest.param("gloo", marks=GLOO)]
+
+
+@pytest.fixture
+def ends(launch):
+    """Runs one case on 3 ranks with a deadline of 1.5 s; gives (what was printed, exit code)."""
+
+    def run(which: str, backend: str, ranks: int = 3, limit: float = 1.5):
+        launch.environment["ODYSSEY_TIMEOUT"] = str(limit)
+        start = time.monotonic()
+        if backend == "gloo":
+            done = together(launch, ranks, sys.executable, HERE / "ends.py", which, backend, timeout=40)
+        else:
+            done = launch.python(HERE / "ends.py", which, backend, ranks=ranks, timeout=40)
+        assert time.monotonic() - start < 30
+        return done
+
+    return run
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_rank_that_does_not_come_is_named(ends, backend):
+    done = ends("late", backend)
+    assert done.returncode
+    for rank in (0, 1):
+        wanted = (
+            rf"rank {rank} after 1\.\d s: \[comm\] waited 1.5 s in all_reduce float32 \(8,\) sum at comm/ends.py:\d+: "
+        )
+        assert re.search(wanted + "rank 2 did not come", done.stdout), done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("which", ["leaves", "raises"])
+def test_a_rank_that_ends_is_noticed_before_the_deadline(ends, backend, which):
+    done = ends(which, backend, limit=15)
+    assert done.returncode
+    found = re.findall(r"after (\d+\.\d) s: \[comm\] (?:rank 2 has ended|a rank has ended)", done.stdout)
+    assert found, done.stdout + done.stderr
+    assert all(float(seconds) < 6 for seconds in found)
+    assert ("a defect of this rank" in done.stderr) == (which == "raises")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_message_that_is_never_sent(ends, backend):
+    done = ends("waits for a message", backend, limit=3)
+    assert done.returncode
+    assert re.search(r"recv float32 \(8,\) from rank 2 tag 0 at comm/ends.py:\d+|a rank has ended", done.stdout)
+
+
+def test_a_request_whose_partners_never_come_does_not_hold_up_the_end(ends):
+    done = ends("unfinished", "mpi")
+    assert done.returncode == CollectiveError.exit_code
+    assert re.search(r"\[rank 2\] \[comm\] ends while all_reduce .*/ends.py:\d+ is unfinished", done.stderr)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_request_that_all_started_and_nobody_waited_for(ends, backend):
+    done = ends("forgotten", backend)
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_error_that_was_caught_still_ends_the_job(ends):
+    done = ends("caught", "mpi", limit=1)
+    assert done.returncode == CollectiveError.exit_code
+    assert "rank 2 did not come" in done.stdout
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_rank_that_waits_in_another_group(ends, backend):
+    done = ends("elsewhere", backend)
+    assert done.returncode
+    assert "rank 2 did not come" in done.stdout or "ranks 0, 1 did not come" in done.stdout, done.stdout
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_waiting_uses_no_core(ends, backend):
+    done = ends("cores", backend, limit=20)
+    assert done.returncode == 0, done.stderr
+    used = [float(s) for s in re.findall(r"used (\d\.\d+) s", done.stdout)]
+    assert len(used) == 3 and max(used) < 0.5, used  # of 2 s
+
+
+def test_a_killed_rank_ends_the_job(ends):
+    assert ends("killed", "mpi").returncode
+
+
+def test_threads_that_do_not_come_or_end(monkeypatch):
+    monkeypatch.setenv("ODYSSEY_TIMEOUT", "0.3")
+
+    def late(c):
+        if c.rank == 2:
+            time.sleep(1)
+        c.barrier()
+
+    with pytest.raises(CollectiveError, match="waited 0.3 s in barrier at .*rank 2 did not come"):
+        mock.run(3, late)
+
+    def leaves(c):
+        if c.rank:
+            c.all_reduce(np.ones(2))
+
+    with pytest.raises(CollectiveError, match="rank 0 has ended; all_reduce float64"):
+        mock.run(3, leaves)
+
+    def raises(c):
+        if c.rank == 1:
+            raise ZeroDivisionError
+        c.recv(np.zeros(1), 1)
+
+    with pytest.raises(ZeroDivisionError):
+        mock.run(3, raises)
+
+    def aborts(c):
+        if c.rank == 1:
+            c.abort(7)
+        c.barrier()
+
+    with pytest.raises(SystemExit) as caught:
+        mock.run(2, aborts)
+    assert caught.value.code == 7
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "soon", "nan"])
+def test_a_deadline_must_be_seconds(monkeypatch, text):
+    monkeypatch.setenv("ODYSSEY_TIMEOUT", text)
+    with pytest.raises(ConfigError, match=f"ODYSSEY_TIMEOUT={text}"):
+        mock.run(2, lambda c: c.barrier() if c.rank else (time.sleep(0.05), c.barrier()))
