@@ -169,6 +169,20 @@ def _load_part(x: Ptr, at: Int, n: Int) -> Vec:
     )
 
 
+def take_features(
+    y: Ptr,  # (G, n, L)
+    x: Ptr,  # (G, F, L)
+    G: Int,
+    F: Int,
+    first: Int,
+    n: Int,
+):
+    """Copies features first .. first + n - 1 of every sample."""
+    for g in range(G):
+        for i in range(n):
+            store(y, (g * n + i) * LANES, load(x, (g * F + first + i) * LANES))
+
+
 def pad_forward[
     L: Int
 ](

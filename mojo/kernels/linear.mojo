@@ -187,6 +187,20 @@ def linear_backward_input_parts(
     _product[False](dx, dy, w, None, G, I, O, part, parts, 1, I)
 
 
+def linear_backward_input_columns(
+    dx: Ptr,  # (G, columns, L)
+    dy: Ptr,  # (G, O, L)
+    w: Ptr,  # (O, columns of row_stride)
+    G: Int,
+    columns: Int,
+    O: Int,
+    row_stride: Int,
+):
+    """Some features of linear_backward_input: those whose weights are the first `columns` of each row from w on.
+    """
+    _product[False](dx, dy, w, None, G, columns, O, 0, PARTS, 1, row_stride)
+
+
 def linear_bias[
     relu: Bool
 ](

@@ -55,10 +55,12 @@ from kernels.layout import (
     pack_rows,
     pad_backward,
     pad_forward,
+    take_features,
     unpack_rows,
 )
 from kernels.linear import (
     linear_backward_input,
+    linear_backward_input_columns,
     linear_backward_input_parts,
     linear_backward_weight,
     linear_bias,
@@ -145,7 +147,9 @@ comptime NAMES: List[StaticString] = [
     "linear_forward_parts",
     "linear_backward_input_parts",
     "linear_backward_weight_columns",
+    "linear_backward_input_columns",
     "linear_bias",
+    "take_features",
     "conv2d_backward_input_parts",
     "relu_forward",
     "relu_backward",
@@ -415,7 +419,7 @@ def _execute[L: Int](op: Int, r: Record, ctx: Context) -> Bool:
     ):  # dx; dy, w; scratch; G, I, O
         _linear_backward_input_low[L, DType.float16](r)
     elif op == comptime (code("linear_forward_parts")):
-        # y; x of the parts, w; G, I, O, part, parts. Lanes only, as the next four
+        # y; x of the parts, w; G, I, O, part, parts. Lanes only, as all for tensor parallelism
         comptime if L == 1:
             return False
         linear_forward_parts(
@@ -456,6 +460,25 @@ def _execute[L: Int](op: Int, r: Record, ctx: Context) -> Bool:
             r.int(7),
             r.int(8),
             r.int(9),
+        )
+    elif op == comptime (code("linear_backward_input_columns")):
+        # dx; dy, w; G, columns, O, row stride of w
+        comptime if L == 1:
+            return False
+        linear_backward_input_columns(
+            r.ptr(1),
+            r.ptr(2),
+            r.ptr(3),
+            r.int(4),
+            r.int(5),
+            r.int(6),
+            r.int(7),
+        )
+    elif op == comptime (code("take_features")):  # y; x; G, F, first, n
+        comptime if L == 1:
+            return False
+        take_features(
+            r.ptr(1), r.ptr(2), r.int(3), r.int(4), r.int(5), r.int(6)
         )
     elif op == comptime (code("linear_bias")):  # y; x, b; G, O; relu
         comptime if L == 1:

@@ -1,0 +1,694 @@
+"""Tensor parallelism: rewrites the recorded program of a shard so that several processes compute each layer together.
+
+After Megatron-LM (Shoeybi et al. 2019): a linear layer is split by its outputs (columns of x W^T), or by its inputs
+(rows) if its input lies split already; a convolution by its output channels. Ranks of one tensor-parallel group run the
+same shards; between native records they meet in two pseudo-records, `Gather` and `TreeSum`. Splits are runs of the four
+parts in which the kernels add (mojo/kernels/parts.mojo), so loss and gradients have the bits of the program that was
+rewritten (docs/tensor-parallel.md).
+
+What it is not: the interpreter, which runs native records and calls an `Exchange` for each pseudo-record, and the
+optimizer: all parameters stay in one arena, of which a rank reads and trains its pieces (`Piece`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from .. import native
+from ..errors import ConfigError
+from ..program import Block, Memory, Range, Record, Slot, encode
+from .plan import Run, share
+
+if TYPE_CHECKING:
+    from ..arena import Arena
+    from ..comm import Communicator
+
+PARTS = 4  # as in mojo/kernels/parts.mojo
+LANES = 16  # samples of a group, as in mojo/kernels/lanes.mojo
+
+# A sum over more ranks than two is made by everyone from everyone's nodes up to this many bytes of a node; above it,
+# each rank makes a part of it: fewer bytes, one message more.
+ALL_GATHER_BYTES = 65536
+
+
+def parts(rank: int, size: int) -> Run:
+    """The parts of every split sum that a rank owns: a node of their tree, for all `size` of 1 to 4."""
+    return share(PARTS, size, rank)
+
+
+def owned(n: int, rank: int, size: int) -> Run:
+    """The run of an axis of n elements that a rank owns: where its parts lie."""
+    a, b = parts(rank, size)
+    return (n * a // PARTS, n * b // PARTS)
+
+
+# --- what a rewritten program consists of ----------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Gather(Record):
+    """Pseudo-record, args [y, mine]: y (groups, F, 16) from every rank's compact slice `mine` (groups, F_r, 16).
+
+    `ranges[r]` are the features of rank r; together they are 0..F.
+    """
+
+    groups: int = 0
+    ranges: tuple[Run, ...] = ()
+    layer: str = ""  # whose output or gradient it is
+
+    def received(self, rank: int) -> int:
+        """Bytes that one rank gets from the others, for one shard."""
+        a, b = self.ranges[rank]
+        return 4 * LANES * self.groups * (self.ranges[-1][1] - (b - a))
+
+
+@dataclasses.dataclass
+class TreeSum(Record):
+    """Pseudo-record, args [y, mine]: y (floats,) becomes the sum of all ranks' nodes `mine` along their tree."""
+
+    floats: int = 0
+    ranks: int = 0
+    layer: str = ""
+
+    def received(self, rank: int) -> int:
+        """Bytes that one rank gets from the others, for one shard that is exchanged alone."""
+        if _by_all(self.ranks, self.floats):
+            return 4 * self.floats * (self.ranks - 1)
+        blocks = _blocks(self.floats, self.ranks)
+        a, b = blocks[rank]
+        return 4 * ((b - a) * (self.ranks - 1) + self.floats - (b - a))
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Who trains which piece of a parameter.
+
+    axis 0: rank r trains rows ranges[r], contiguous in the arena. axis 1: columns ranges[r] of each row; gradients lie
+    at the same places of the gradient buffer, in the rows of the whole parameter, and are zero elsewhere. axis None:
+    all of it on every rank, from gradients that have the same bits on all.
+    """
+
+    axis: int | None = None
+    ranges: tuple[Run, ...] = ()
+
+    def of(self, array: np.ndarray, rank: int) -> np.ndarray:
+        """The view of a parameter (or of its gradient, its momentum), in its shape, that a rank trains."""
+        if self.axis is None:
+            return array
+        a, b = self.ranges[rank]
+        return array[a:b] if self.axis == 0 else array[:, a:b]
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """How one layer is split, and the bytes that a rank receives for it per shard."""
+
+    name: str
+    shape: tuple[int, ...]  # of its weight
+    split: str  # "outputs", "inputs" or "whole"
+    ranges: tuple[Run, ...]  # of the split axis, one per rank; empty if whole
+    forward: int = 0
+    backward: int = 0
+
+
+class Split(NamedTuple):
+    """A program as one rank of a tensor-parallel group runs it."""
+
+    records: list[Record]  # native ones, Gathers and TreeSums; the latter in the same order on all ranks
+    ownership: dict[str, Piece]  # of every parameter of the arena, by name
+    layers: tuple[Layer, ...]  # in the order of the forward pass
+
+    def describe(self, shards: int = 1) -> str:
+        """A table of the layers: the split, and the KiB that this rank receives per step in which it runs `shards`."""
+        return describe(self.layers, shards)
+
+
+def describe(layers: Sequence[Layer], shards: int = 1) -> str:
+    """See Split.describe."""
+
+    def kib(n: int) -> str:
+        return f"{n * shards / 1024:,.1f}" if n else "-"
+
+    rows = [("layer", "weight", "split", "runs", "forward KiB", "backward KiB")]
+    for layer in layers:
+        runs = " ".join(f"{a}-{b}" for a, b in layer.ranges) or "-"
+        shape = " x ".join(map(str, layer.shape))
+        rows.append((layer.name, shape, layer.split, runs, kib(layer.forward), kib(layer.backward)))
+    total = [sum(getattr(layer, phase) for layer in layers) for phase in ("forward", "backward")]
+    rows.append(("total", "", "", "", *map(kib, total)))
+    widths = [max(len(row[i]) for row in rows) for i in range(6)]
+    lines = [
+        "  ".join(
+            cell.ljust(w) if i < 4 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def segments(records: Sequence[Record]) -> list[list[Record] | Gather | TreeSum]:
+    """Runs of native records, and the pseudo-records between them."""
+    out: list[list[Record] | Gather | TreeSum] = []
+    for r in records:
+        if isinstance(r, (Gather, TreeSum)):
+            out.append(r)
+        elif out and isinstance(out[-1], list):
+            out[-1].append(r)
+        else:
+            out.append([r])
+    return out
+
+
+# --- rewriting -------------------------------------------------------------------------------------------------------
+
+
+def rewrite(records: Sequence[Record], rank: int, size: int) -> Split:
+    """The program of a rank of a tensor-parallel group of `size`.
+
+    Works on records before or after `program.fused`, and before `program.place`; the records given are not changed. A
+    layer is split by inputs if its input lies split just so, else by outputs. A layer with fewer than four outputs, of
+    which some rank would get none, stays whole. Between two layers, values stay split as long as only ReLU, tanh,
+    sigmoid and pooling use them, and are gathered before anything else.
+
+    Raises:
+        ConfigError: size is not 1 to 4; a shard in rows (of at most four samples); products of another precision than
+            fp32; a program of which nothing can be split.
+    """
+    if not 1 <= size <= PARTS or not 0 <= rank < size:
+        raise ConfigError(
+            f"[tp] rank {rank} of {size}; sums are cut in {PARTS} parts, so --tp must be 1 to {PARTS} "
+            "(more ranks: raise --dp or --pp)"
+        )
+    work = _Rewriter(rank, size)
+    if size == 1:
+        work.note(records)
+        return Split(list(records), work.ownership, ())
+    for r in records:
+        work.take(r)
+    work.note(records)
+    split = Split(work.out, work.ownership, work.summary())
+    if all(layer.split == "whole" for layer in split.layers):
+        names = ", ".join(layer.name for layer in split.layers) or "none"
+        raise ConfigError(f"[tp] no layer can be split over {size} ranks (layers: {names}); use --tp 1")
+    return split
+
+
+@dataclasses.dataclass
+class _Value:
+    """Where the numbers of an activation are: whole, as this rank's features, or both."""
+
+    groups: int
+    ranges: tuple[Run, ...]
+    device: int
+    layer: str  # that made it
+    mine: Slot | None  # (groups, F_r, 16)
+    whole: bool = False  # its own memory holds it
+
+
+@dataclasses.dataclass
+class _Plan:
+    """What was decided for a weight."""
+
+    name: str
+    shape: tuple[int, ...]
+    split: str
+    ranges: tuple[Run, ...]  # of the split axis
+
+
+class _Rewriter:
+    """Follows the records, and for every activation where it is whole and where it is split."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self.part, end = parts(rank, size)
+        self.parts = end - self.part
+        self.out: list[Record] = []
+        self.ownership: dict[str, Piece] = {}
+        self.plans: dict[int, _Plan] = {}  # by the weight's offset in the arena
+        self.tags: dict[int, _Plan] = {}  # by forward op
+        self.pools: dict[int, tuple[_Value, tuple[Run, ...]]] = {}  # inputs and channels of split pools, by forward op
+        self.values: dict[int, _Value] = {}  # by id of the activation's own memory, which the records keep alive
+        self.handlers: dict[str, Callable[[Record], None]] = {
+            "linear_forward": self._linear_forward,
+            "linear_backward_weight": self._linear_backward_weight,
+            "linear_backward_input": self._linear_backward_input,
+            "conv2d_forward": self._conv2d_forward,
+            "conv2d_backward_weight": self._conv2d_backward_weight,
+            "conv2d_backward_input": self._conv2d_backward_input,
+            "maxpool_forward": self._maxpool_forward,
+            "maxpool_backward": self._maxpool_backward,
+            "avgpool_forward": self._avgpool_forward,
+            "avgpool_backward": self._avgpool_backward,
+        }
+        for name in ("relu", "tanh", "sigmoid"):
+            self.handlers[f"{name}_forward"] = self._elementwise_forward
+            self.handlers[f"{name}_backward"] = self._elementwise_backward
+
+    def take(self, r: Record) -> None:
+        """Rewrites the next record."""
+        if r.op.startswith(("linear_", "conv2d_")):
+            if r.op not in self.handlers:
+                raise ConfigError(f"[tp] {r.op}: only products in fp32 are split; use --precision fp32, or --tp 1")
+            if r.layout == "rows":
+                raise ConfigError(
+                    "[tp] a shard of at most 4 samples is computed in rows, which are not split; "
+                    "use a larger --shard-size or batch, or --tp 1"
+                )
+        self.handlers.get(r.op, self._any)(r)
+
+    def note(self, records: Sequence[Record]) -> None:
+        """Completes the ownership: what was not split is everybody's."""
+        arenas = [a.arena for r in records for a in r.args if isinstance(a, Range)]
+        for name, _ in arenas[0].named if arenas else ():
+            self.ownership.setdefault(name, Piece())
+
+    def summary(self) -> tuple[Layer, ...]:
+        """The layers with the bytes of their exchanges."""
+        sums: dict[tuple[str, str], int] = {}
+        for r in self.out:
+            if isinstance(r, (Gather, TreeSum)):
+                sums[r.layer, r.phase] = sums.get((r.layer, r.phase), 0) + r.received(self.rank)
+        return tuple(
+            Layer(
+                p.name, p.shape, p.split, p.ranges, sums.get((p.name, "forward"), 0), sums.get((p.name, "backward"), 0)
+            )
+            for p in self.plans.values()
+        )
+
+    # --- values ---
+
+    def _emit(self, r: Record, op: str, *args: Any) -> None:
+        """A native record in the place of r."""
+        self.out.append(dataclasses.replace(r, op=op, args=list(args)))
+
+    def _owned(self, n: int) -> tuple[Run, ...]:
+        return tuple(owned(n, t, self.size) for t in range(self.size))
+
+    def _slot(self, groups: int, features: int) -> Slot:
+        return Slot(4 * LANES * groups * features)
+
+    def _split_value(self, memory: Memory, r: Record, groups: int, ranges: tuple[Run, ...], layer: str) -> Slot:
+        """Memory for this rank's features of a new activation."""
+        a, b = ranges[self.rank]
+        mine = self._slot(groups, b - a)
+        self.values[id(memory)] = _Value(groups, ranges, r.device, layer, mine)
+        return mine
+
+    def _lies_split(self, memory: Memory) -> _Value | None:
+        """The value of an activation that is split and not whole."""
+        v = self.values.get(id(memory))
+        return v if v is not None and not v.whole else None
+
+    def _whole(self, memory: Memory, r: Record) -> Memory:
+        """The activation as a whole, gathered now if it is not."""
+        v = self._lies_split(memory)
+        if v is not None:
+            v.whole = True
+            args = [memory, v.mine]
+            self.out.append(
+                Gather("tp_gather", args, r.layout, v.device, r.tag, r.phase, r.again, v.groups, v.ranges, v.layer)
+            )
+        return memory
+
+    def _mine(self, memory: Memory, r: Record, groups: int, ranges: tuple[Run, ...]) -> Slot:
+        """This rank's features of an activation, cut now if it is whole or cut otherwise."""
+        v = self.values.get(id(memory))
+        if v is not None and v.mine is not None and v.ranges == ranges:
+            return v.mine
+        self._whole(memory, r)
+        a, b = ranges[self.rank]
+        mine = self._slot(groups, b - a)
+        self._emit(r, "take_features", mine, memory, groups, ranges[-1][1], a, b - a)
+        if v is None:
+            self.values[id(memory)] = _Value(groups, ranges, r.device, "", mine, whole=True)
+        return mine
+
+    def _made(self, memory: Memory) -> None:
+        """The activation's memory was written as a whole: what was cut from it before is out of date."""
+        self.values.pop(id(memory), None)
+
+    def _any(self, r: Record) -> None:
+        """An op that needs all features."""
+        for a in r.args:
+            if isinstance(a, Slot):
+                self._whole(a, r)
+        self.out.append(dataclasses.replace(r, args=list(r.args)))
+        if r.args and isinstance(r.args[0], Slot):
+            self._made(r.args[0])
+
+    # --- layers ---
+
+    def _plan(self, r: Record, w: Memory, b: Memory, shape: tuple[int, ...], x: Memory) -> _Plan:
+        """How the layer of a forward record is split; decided the first time."""
+        if not isinstance(w, Range):
+            raise ConfigError(f"[tp] {r.op}: its weight is not a parameter of the model; use --tp 1")
+        plan = self.plans.get(w.offset)
+        if plan is None:
+            name, split, ranges = _name(w), "whole", ()
+            v = self._lies_split(x)
+            if r.op == "linear_forward" and v is not None and v.ranges == self._owned(shape[1]):
+                split, ranges = "inputs", v.ranges
+            elif all(b > a for a, b in self._owned(shape[0])):
+                split, ranges = "outputs", self._owned(shape[0])
+            if split != "whole":
+                self.ownership[name] = Piece(0 if split == "outputs" else 1, ranges)
+            if split == "outputs" and isinstance(b, Range):
+                self.ownership[_name(b)] = Piece(0, ranges)
+            plan = self.plans[w.offset] = _Plan(name.removesuffix(".weight"), shape, split, ranges)
+        if r.tag >= 0:
+            self.tags[r.tag] = plan
+        return plan
+
+    def _planned(self, r: Record, w: Memory) -> _Plan | None:
+        """The plan of the layer that a backward record belongs to; `w` is its weight or the gradient of it."""
+        if r.tag in self.tags:
+            return self.tags[r.tag]
+        return self.plans.get(w.offset) if isinstance(w, Range) else None
+
+    def _sum(self, r: Record, y: Memory, mine: Slot, floats: int, layer: str) -> None:
+        self.out.append(
+            TreeSum("tp_sum", [y, mine], r.layout, r.device, r.tag, r.phase, r.again, floats, self.size, layer)
+        )
+        self._made(y)
+
+    def _linear_forward(self, r: Record) -> None:
+        y, x, w, b, g, i, o, relu = r.args
+        plan = self._plan(r, w, b, (o, i), x)
+        if plan.split == "outputs":
+            lo, hi = plan.ranges[self.rank]
+            mine = self._split_value(y, r, g, plan.ranges, plan.name)
+            self._emit(r, r.op, mine, self._whole(x, r), _from(w, lo * i), _from(b, lo), g, i, hi - lo, relu)
+        elif plan.split == "inputs":
+            node = self._slot(g, o)
+            xs = self._mine(x, r, g, plan.ranges)
+            self._emit(r, "linear_forward_parts", node, xs, w, g, i, o, self.part, self.parts)
+            self._sum(r, y, node, g * o * LANES, plan.name)
+            self._emit(r, "linear_bias", y, y, b, g, o, relu)
+        else:
+            self._any(r)
+
+    def _linear_backward_weight(self, r: Record) -> None:
+        dw, db, dy, x, scratch, g, i, o = r.args
+        plan = self._planned(r, dw)
+        if plan is not None and plan.split == "outputs":
+            lo, hi = plan.ranges[self.rank]
+            dys = self._mine(dy, r, g, plan.ranges)
+            args = (_from(dw, lo * i), _from(db, lo), dys, self._whole(x, r), scratch, g, i, hi - lo)
+            self._emit(r, r.op, *args)
+        elif plan is not None and plan.split == "inputs":
+            lo, hi = plan.ranges[self.rank]
+            xs = self._mine(x, r, g, plan.ranges)
+            args = (_from(dw, lo), db, self._whole(dy, r), xs, scratch, g, hi - lo, o, i)
+            self._emit(r, "linear_backward_weight_columns", *args)
+        else:
+            self._any(r)
+
+    def _linear_backward_input(self, r: Record) -> None:
+        dx, dy, w, g, i, o = r.args
+        plan = self._planned(r, w)
+        if plan is not None and plan.split == "outputs":
+            node = self._slot(g, i)
+            dys = self._mine(dy, r, g, plan.ranges)
+            self._emit(r, "linear_backward_input_parts", node, dys, w, g, i, o, self.part, self.parts)
+            self._sum(r, dx, node, g * i * LANES, plan.name)
+        elif plan is not None and plan.split == "inputs":
+            lo, hi = plan.ranges[self.rank]
+            whole = self._whole(dy, r)
+            mine = self._split_value(dx, r, g, plan.ranges, plan.name)
+            self._emit(r, "linear_backward_input_columns", mine, whole, _from(w, lo), g, hi - lo, o, i)
+        else:
+            self._any(r)
+
+    def _conv2d_forward(self, r: Record) -> None:
+        y, x, w, b, G, C, H, W, K, R, T, S, relu = r.args
+        plan = self._plan(r, w, b, (K, C, R, T), x)
+        if plan.split == "whole":
+            return self._any(r)
+        lo, hi = plan.ranges[self.rank]
+        pixels = ((H - R) // S + 1) * ((W - T) // S + 1)
+        whole = self._whole(x, r)
+        mine = self._split_value(y, r, G, _times(plan.ranges, pixels), plan.name)
+        self._emit(r, r.op, mine, whole, _from(w, lo * C * R * T), _from(b, lo), G, C, H, W, hi - lo, R, T, S, relu)
+
+    def _conv2d_backward_weight(self, r: Record) -> None:
+        dw, db, dy, x, G, C, H, W, K, R, T, S = r.args
+        plan = self._planned(r, dw)
+        if plan is None or plan.split == "whole":
+            return self._any(r)
+        lo, hi = plan.ranges[self.rank]
+        pixels = ((H - R) // S + 1) * ((W - T) // S + 1)
+        dys = self._mine(dy, r, G, _times(plan.ranges, pixels))
+        args = (_from(dw, lo * C * R * T), _from(db, lo), dys, self._whole(x, r), G, C, H, W, hi - lo, R, T, S)
+        self._emit(r, r.op, *args)
+
+    def _conv2d_backward_input(self, r: Record) -> None:
+        dx, dy, w, G, C, H, W, K, R, T, S = r.args
+        plan = self._planned(r, w)
+        if plan is None or plan.split == "whole":
+            return self._any(r)
+        pixels = ((H - R) // S + 1) * ((W - T) // S + 1)
+        dys = self._mine(dy, r, G, _times(plan.ranges, pixels))
+        node = self._slot(G, C * H * W)
+        self._emit(r, "conv2d_backward_input_parts", node, dys, w, G, C, H, W, K, R, T, S, self.part, self.parts)
+        self._sum(r, dx, node, G * C * H * W * LANES, plan.name)
+
+    # --- what runs on a rank's features as on all ---
+
+    def _elementwise_forward(self, r: Record) -> None:
+        y, x, _ = r.args
+        v = self._lies_split(x)
+        if v is None:
+            return self._any(r)
+        mine = self._split_value(y, r, v.groups, v.ranges, v.layer)
+        self._emit(r, r.op, mine, v.mine, mine.nbytes // 4)
+
+    def _elementwise_backward(self, r: Record) -> None:
+        dx, dy, y, _ = r.args
+        v = self._made_split(y)
+        if v is None:
+            return self._any(r)
+        dys = self._mine(dy, r, v.groups, v.ranges)
+        mine = self._split_value(dx, r, v.groups, v.ranges, v.layer)
+        self._emit(r, r.op, mine, dys, v.mine, mine.nbytes // 4)
+
+    def _made_split(self, memory: Memory) -> _Value | None:
+        """The value of an activation that a layer made split, whether it was gathered later or not."""
+        v = self.values.get(id(memory))
+        return v if v is not None and v.layer else None
+
+    def _pool_split(self, r: Record, x: Memory, planes: int, size: int) -> tuple[_Value, tuple[Run, ...]] | None:
+        """The value of a pool's input of planes of `size`, and the channels of each rank, if its channels are split."""
+        v = self._lies_split(x)
+        if v is None or any(edge % size for run in v.ranges for edge in run):
+            return None
+        channels = tuple((a // size, b // size) for a, b in v.ranges)
+        if channels[-1][1] * v.groups != planes:
+            return None
+        self.pools[r.tag] = v, channels
+        return v, channels
+
+    def _maxpool_forward(self, r: Record) -> None:
+        y, argmax, x, planes, H, W, R, T, S = r.args
+        found = self._pool_split(r, x, planes, H * W)
+        if found is None:
+            return self._any(r)
+        v, channels = found
+        pixels = ((H - R) // S + 1) * ((W - T) // S + 1)
+        lo, hi = channels[self.rank]
+        mine = self._split_value(y, r, v.groups, _times(channels, pixels), v.layer)
+        places = self._split_value(argmax, r, v.groups, _times(channels, pixels), v.layer)
+        places.nbytes //= 4  # a byte each
+        self._emit(r, r.op, mine, places, v.mine, v.groups * (hi - lo), H, W, R, T, S)
+
+    def _maxpool_backward(self, r: Record) -> None:
+        dx, dy, argmax, y, _, H, W, R, T, S, relu = r.args
+        places, value = self._made_split(argmax), self._made_split(y)
+        if places is None or value is None:
+            return self._any(r)
+        pixels = ((H - R) // S + 1) * ((W - T) // S + 1)
+        channels = tuple((a // pixels, b // pixels) for a, b in places.ranges)
+        lo, hi = channels[self.rank]
+        dys = self._mine(dy, r, places.groups, places.ranges)
+        mine = self._split_value(dx, r, places.groups, _times(channels, H * W), places.layer)
+        self._emit(r, r.op, mine, dys, places.mine, value.mine, places.groups * (hi - lo), H, W, R, T, S, relu)
+
+    def _avgpool_forward(self, r: Record) -> None:
+        y, x, planes, H, W, R, T, S = r.args
+        found = self._pool_split(r, x, planes, H * W)
+        if found is None:
+            return self._any(r)
+        v, channels = found
+        lo, hi = channels[self.rank]
+        mine = self._split_value(y, r, v.groups, _times(channels, ((H - R) // S + 1) * ((W - T) // S + 1)), v.layer)
+        self._emit(r, r.op, mine, v.mine, v.groups * (hi - lo), H, W, R, T, S)
+
+    def _avgpool_backward(self, r: Record) -> None:
+        dx, dy, _, H, W, R, T, S = r.args
+        if r.tag not in self.pools or r.tag < 0:
+            return self._any(r)
+        v, channels = self.pools[r.tag]
+        lo, hi = channels[self.rank]
+        dys = self._mine(dy, r, v.groups, _times(channels, ((H - R) // S + 1) * ((W - T) // S + 1)))
+        mine = self._split_value(dx, r, v.groups, _times(channels, H * W), v.layer)
+        self._emit(r, r.op, mine, dys, v.groups * (hi - lo), H, W, R, T, S)
+
+
+def _times(ranges: tuple[Run, ...], n: int) -> tuple[Run, ...]:
+    return tuple((a * n, b * n) for a, b in ranges)
+
+
+def _from(memory: Memory, floats: int) -> Memory:
+    """The memory from a float on. Scratch memory is everybody's own: it starts where it starts."""
+    if isinstance(memory, Range):
+        return Range(memory.arena, memory.space, memory.offset + 4 * floats)
+    return Block(memory.array[floats:]) if isinstance(memory, Block) else memory
+
+
+def _name(memory: Range) -> str:
+    at = memory.offset // 4
+    return next(name for name, offset in memory.arena.offsets.items() if offset == at)
+
+
+# --- doing -----------------------------------------------------------------------------------------------------------
+
+
+def _by_all(ranks: int, floats: int) -> bool:
+    """Whether everyone adds everything (one all-gather), or each a range (an all-to-all, then an all-gather)."""
+    return ranks == 2 or 4 * floats <= ALL_GATHER_BYTES
+
+
+def _blocks(floats: int, ranks: int) -> tuple[Run, ...]:
+    """The range of a sum that each rank adds, in whole vectors."""
+    cuts = [floats // LANES * t // ranks * LANES for t in range(ranks)] + [floats]
+    return tuple((cuts[t], cuts[t + 1]) for t in range(ranks))
+
+
+def _view(work: np.ndarray, slot: Slot) -> np.ndarray:
+    return work[slot.offset : slot.offset + slot.nbytes].view(np.float32)
+
+
+class Exchange:
+    """Carries out one pseudo-record for some shards at once; made once, called once per step.
+
+    Args:
+        comm: the tensor-parallel group; its rank is that of the rewritten program.
+        record: after `program.place`.
+        works: per shard, the workspace (bytes,) uint8 in which the record's slots are. All ranks give as many.
+    """
+
+    def __init__(self, comm: Communicator, record: Gather | TreeSum, works: Sequence[np.ndarray]) -> None:
+        self._comm = comm
+        y, mine = record.args
+        self._y = [_view(work, y) for work in works]
+        self._mine = [_view(work, mine) for work in works]
+        if isinstance(record, Gather):
+            self._prepare_gather(record, len(works))
+        else:
+            self._prepare_sum(record.floats, len(works))
+
+    def __call__(self) -> None:
+        """Meets the other ranks. Raises CollectiveError."""
+        self._run()
+
+    def _prepare_gather(self, record: Gather, shards: int) -> None:
+        G, features = record.groups, record.ranges[-1][1]
+        self._flat = native.aligned(shards * G * features * LANES)
+        self._ranges = _times(record.ranges, shards * G * LANES)
+        pieces = [self._flat[a:b].reshape(shards, G, -1, LANES) for a, b in self._ranges]
+        a, b = record.ranges[self._comm.rank]
+        self._pack = [
+            (pieces[self._comm.rank][s], m[: G * (b - a) * LANES].reshape(G, -1, LANES))
+            for s, m in enumerate(self._mine)
+        ]
+        whole = [y[: G * features * LANES].reshape(G, features, LANES) for y in self._y]
+        self._unpack = [
+            (whole[s][:, a:b], pieces[t][s]) for t, (a, b) in enumerate(record.ranges) for s in range(shards)
+        ]
+        self._run = self._gather
+
+    def _gather(self) -> None:
+        for to, value in self._pack:
+            to[...] = value
+        self._comm.all_gather_v(self._flat, self._ranges)
+        for to, value in self._unpack:
+            to[...] = value
+
+    def _prepare_sum(self, floats: int, shards: int) -> None:
+        ranks, rank = self._comm.size, self._comm.rank
+        self._y = [y[:floats] for y in self._y]
+        self._mine = [m[:floats] for m in self._mine]
+        n = floats * shards
+        self._send = self._mine[0] if shards == 1 else native.aligned(n)
+        self._sent = [] if shards == 1 else np.split(self._send, shards)
+        if _by_all(ranks, n):
+            self._received = native.aligned((ranks, n))
+            results = [(y.ctypes.data, s * floats, floats) for s, y in enumerate(self._y)]
+            self._run = self._sum_by_all
+        else:
+            self._ranges = _blocks(n, ranks)
+            a, b = self._ranges[rank]
+            self._counts = [hi - lo for lo, hi in self._ranges]
+            self._received = native.aligned((ranks, b - a))
+            self._flat = native.aligned(n)
+            self._results = np.split(self._flat, shards)
+            results = [(self._flat.ctypes.data + 4 * a, 0, b - a)] if b > a else []
+            self._run = self._sum_by_ranges
+        lib = native.library()
+        self._addresses = np.zeros((max(len(results), 1), ranks), np.int64)
+        self._adds = np.zeros((len(results), lib.record), np.int64)
+        for row, addresses, (to, start, length) in zip(self._adds, self._addresses, results, strict=False):
+            addresses[:] = [piece[start:].ctypes.data for piece in self._received]
+            args = (to, addresses.ctypes.data, ranks, length)
+            row[:5] = encode(lib, "tree_sum", args, None)
+        self._context = native.Context()
+
+    def _add(self) -> None:
+        if len(self._adds):
+            native.library().run(self._adds.ctypes.data, len(self._adds), self._context)
+
+    def _sum_by_all(self) -> None:
+        for to, value in zip(self._sent, self._mine, strict=False):
+            to[...] = value
+        self._comm.all_gather(self._send, out=self._received)
+        self._add()
+
+    def _sum_by_ranges(self) -> None:
+        for to, value in zip(self._sent, self._mine, strict=False):
+            to[...] = value
+        flat = self._received.reshape(-1)
+        self._comm.all_to_all_v(self._send, self._counts, flat, [self._received.shape[1]] * self._comm.size)
+        self._add()
+        self._comm.all_gather_v(self._flat, self._ranges)
+        for y, value in zip(self._y, self._results, strict=True):
+            y[...] = value
+
+
+def complete(comm: Communicator, arena: Arena, flat: np.ndarray, ownership: Mapping[str, Piece]) -> None:
+    """Fills an array of the arena's layout (parameters, gradients, momentum) with the pieces that other ranks train.
+
+    `comm` is the tensor-parallel group. A rank's program reads no other parameters than its own pieces and those of
+    everybody, so weights have to be completed only where all of them are wanted: for a hash, a file, an evaluation by
+    another layout.
+    """
+    split = [(arena.view(flat, name), piece) for name, piece in ownership.items() if piece.axis is not None]
+    if comm.size == 1 or not split:
+        return
+    sizes = [sum(piece.of(array, t).size for array, piece in split) for t in range(comm.size)]
+    ends = np.cumsum(sizes).tolist()
+    ranges = [(end - n, end) for end, n in zip(ends, sizes, strict=True)]
+    packed = np.empty(ends[-1], flat.dtype)
+    packed[slice(*ranges[comm.rank])] = np.concatenate(
+        [piece.of(array, comm.rank).reshape(-1) for array, piece in split]
+    )
+    comm.all_gather_v(packed, ranges)
+    for t, (at, _) in enumerate(ranges):
+        if t == comm.rank:
+            continue
+        for array, piece in split:
+            view = piece.of(array, t)
+            view[...] = packed[at : at + view.size].reshape(view.shape)
+            at += view.size

@@ -1,0 +1,364 @@
+"""Tensor parallelism: a rewritten program has the bits of the program, whatever the number of ranks.
+
+Ranks are threads (comm.mock) that run their rewritten programs side by side: native records in pieces, exchanges in
+between, each with memory of its own that holds NaN where nothing was written.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from odyssey import functional as F
+from odyssey import native, nn
+from odyssey.arena import Arena
+from odyssey.comm import mock
+from odyssey.errors import ConfigError
+from odyssey.parallel import tensor as tp
+from odyssey.parallel.plan import nodes
+from odyssey.program import Range, Record, Recorder, Slot, encode, fused, place, using
+from odyssey.tensor import empty, layout_of, make
+
+SIZES = (1, 2, 3, 4)
+
+
+class ThreeLinears(nn.Module):
+    """Sizes that no number of ranks divides; the middle layer's input lies split."""
+
+    def __init__(self, i=37, hidden=(29, 23), o=7):
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(i, hidden[0]), nn.Linear(*hidden, bias=False)
+        self.fc3 = nn.Linear(hidden[1], o)
+        self.loss = nn.CrossEntropyLoss()
+
+    def forward(self, x):
+        return self.fc3(F.tanh(self.fc2(F.tanh(self.fc1(x)))))
+
+
+class Branches(nn.Module):
+    """A split activation with several users, one of which wants it whole; a weight that is used twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(20, 18), nn.Linear(18, 18), nn.Linear(18, 5)
+        self.loss = nn.CrossEntropyLoss()
+
+    def forward(self, x):
+        h = F.relu(self.a(x))
+        h = F.sigmoid(self.b(h)) + h
+        return self.c(F.dropout(F.sigmoid(self.b(h)) * h, 0.25))
+
+
+class Convolutions(nn.Module):
+    """Strides, padding, average pools, channels that do not divide, a convolution without bias."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1 = nn.Conv2d(2, 5, 3, padding=1)
+        self.conv2 = nn.Conv2d(5, 7, 3, stride=2, padding=1, bias=False)
+        self.fc = nn.Linear(7 * 2 * 2, 4)
+        self.loss = nn.CrossEntropyLoss()
+
+    def forward(self, x):
+        x = F.avg_pool2d(F.tanh(self.conv1(x)), 2)
+        return self.fc(F.flatten(F.avg_pool2d(F.relu(self.conv2(x)), 2, 1)))
+
+
+class Frozen(ThreeLinears):
+    """A weight without a gradient, and a bias without one."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc2.weight.requires_grad = False
+        self.fc1.bias.requires_grad = False
+
+
+class Checkpointed(ThreeLinears):
+    """The middle of the network is computed again in the backward pass."""
+
+    def forward(self, x):
+        return self.fc3(nn.checkpoint(lambda v: F.tanh(self.fc2(F.tanh(v))))(self.fc1(x)))
+
+
+MODELS = {
+    "lenet5": (lambda: nn.models.build("lenet5", seed=1), (1, 28, 28)),
+    "mlp": (lambda: nn.models.build("mlp", seed=1), (1, 28, 28)),
+    "convnet": (lambda: nn.models.build("convnet", (1, 12, 12), seed=1), (1, 12, 12)),
+    "three linears": (ThreeLinears, (37,)),
+    "branches": (Branches, (20,)),
+    "convolutions": (Convolutions, (2, 10, 10)),
+    "frozen": (Frozen, (37,)),
+    "checkpointed": (Checkpointed, (37,)),
+}
+
+
+def record(name: str, n: int = 32, precision: str = "fp32") -> tuple[Arena, list[Record]]:
+    """The training program of one shard of n samples, unfused, as an engine records it."""
+    build, shape = MODELS[name]
+    nn.manual_seed(3)
+    model = build()
+    arena = Arena.of(model.named_parameters())
+    recorder = Recorder(arena, 4 * arena.size, n, precision)
+    with using(recorder):
+        layout = layout_of(n)
+        x = empty((n, *shape), layout)
+        recorder.emit("input", x.memory, x.groups, x.features, shape[0] if len(shape) > 1 else 1, layout=layout)
+        recorder.close(x.device)
+        labels = make(recorder.alloc(4 * x.groups * 16), (n,), layout, np.int32)
+        recorder.emit("labels", labels.memory, x.groups, layout=layout)
+        recorder.close(x.device)
+        loss = model.loss(model(x), labels)
+        recorder.emit("stats", recorder.stats, loss.memory, recorder.first_stats)
+        recorder.close(x.device)
+        loss.backward()
+    return arena, recorder.records
+
+
+class Rank:
+    """Runs a program of one rank over shards, each with a workspace and a gradient buffer."""
+
+    def __init__(self, arena: Arena, records: list[Record], shape: tuple[int, ...], shards: int, n: int) -> None:
+        size = place(records)
+        self.works = [native.aligned(size, np.uint8) for _ in range(shards)]
+        for work in self.works:
+            work.view(np.float32)[:] = np.nan
+        self.grads = [native.aligned(arena.size + native.library().stats) for _ in range(shards)]
+        self.records, self.arena = records, arena
+        rng = np.random.default_rng(0)
+        total = n * shards
+        self.images = rng.standard_normal((total, int(np.prod(shape)))).astype(np.float32)
+        self.labels = rng.integers(0, 4, total).astype(np.int32)
+        self.rows = np.arange(total, dtype=np.int64)
+        channels = shape[0] if len(shape) > 1 else 1
+        self.scale, self.shift = np.ones(channels, np.float32), np.zeros(channels, np.float32)
+        self.contexts = []
+        for s in range(shards):
+            valid = n if s + 1 < shards else n - 3  # the last is partly filled
+            self.contexts.append(
+                native.Context(
+                    seed=5,
+                    step=9,
+                    first=s * n,
+                    valid=valid,
+                    images=self.images.ctypes.data,
+                    labels=self.labels.ctypes.data,
+                    rows=self.rows[s * n :].ctypes.data,
+                    scale=self.scale.ctypes.data,
+                    shift=self.shift.ctypes.data,
+                )
+            )
+
+    def native(self, records: list[Record]) -> None:
+        lib = native.library()
+        for work, grads, context in zip(self.works, self.grads, self.contexts, strict=True):
+
+            def operand(memory, work=work, grads=grads):
+                if isinstance(memory, Slot):
+                    return work.ctypes.data + memory.offset
+                if isinstance(memory, Range) and memory.space == native.GRADS:
+                    return grads.ctypes.data + memory.offset
+                return memory.address
+
+            table = np.zeros((len(records), lib.record), np.int64)
+            for row, r in zip(table, records, strict=True):
+                row[: len(r.args) + 1] = encode(lib, r.op, r.args, operand, r.layout)
+            assert lib.run(table.ctypes.data, len(table), context) == -1, "a record was refused"
+
+    def run(self, comm=None) -> list[np.ndarray]:
+        for segment in tp.segments(self.records):
+            if isinstance(segment, list):
+                self.native(segment)
+            else:
+                tp.Exchange(comm, segment, self.works)()
+        return self.grads
+
+
+def bits(a: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(a).view(np.uint32)
+
+
+@pytest.mark.parametrize("order", ["rewritten, then fused", "fused, then rewritten"])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", MODELS)
+def test_same_bits(name, size, order, shards=2, n=32):
+    """Loss, and every gradient, on every rank: its pieces, nothing beside them, and the others' to the bit."""
+    arena, records = record(name, n)
+    shape = MODELS[name][1]
+    wanted = Rank(arena, fused(records), shape, shards, n).run()
+    assert all(np.isfinite(w).all() for w in wanted)
+
+    recordings = [record(name, n) for _ in range(size)]  # placing a program writes into its slots
+
+    def rank(comm):
+        own, given = recordings[comm.rank]
+        if order == "rewritten, then fused":
+            split = tp.rewrite(given, comm.rank, size)
+            mine = fused(split.records)
+        else:
+            split = tp.rewrite(fused(given), comm.rank, size)
+            mine = split.records
+        return split, Rank(own, mine, shape, shards, n).run(comm), comm.rank
+
+    for split, grads, t in mock.run(size, rank):
+        for got, right in zip(grads, wanted, strict=True):
+            assert np.array_equal(bits(got[arena.size :]), bits(right[arena.size :])), "loss and counts"
+            for name_, piece in split.ownership.items():
+                a, b = arena.view(got, name_), arena.view(right, name_)
+                assert np.array_equal(bits(piece.of(a, t)), bits(piece.of(b, t))), name_
+                rest = a.copy()
+                piece.of(rest, t)[...] = 0
+                assert not rest.any(), f"{name_}: a gradient outside of the rank's piece"
+        assert set(split.ownership) == {name_ for name_, _ in arena.named}
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", ["lenet5", "three linears"])
+def test_pieces_make_the_whole(name, size):
+    arena, records = record(name)
+    ownership = tp.rewrite(records, 0, size).ownership
+    right = np.arange(1, arena.size + 1, dtype=np.float32)
+
+    def rank(comm):
+        flat = np.full(arena.size, -1, np.float32)
+        for key, piece in ownership.items():
+            piece.of(arena.view(flat, key), comm.rank)[...] = piece.of(arena.view(right, key), comm.rank)
+        tp.complete(comm, arena, flat, ownership)
+        return flat
+
+    for flat in mock.run(size, rank):
+        for key, _ in arena.named:
+            assert np.array_equal(arena.view(flat, key), arena.view(right, key)), key
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_every_rank_makes_the_same_exchanges(size):
+    _, records = record("lenet5")
+    lists = []
+    for t in range(size):
+        exchanges = [r for r in tp.rewrite(records, t, size).records if isinstance(r, (tp.Gather, tp.TreeSum))]
+        lists.append([(r.op, r.layer, r.phase, getattr(r, "ranges", None), getattr(r, "floats", 0)) for r in exchanges])
+    assert lists[0] and all(one == lists[0] for one in lists)
+
+
+def test_lenet_alternates_outputs_and_inputs():
+    """conv2's output goes through ReLU and pool into fc1 without being gathered, fc2's into fc3."""
+    _, records = record("lenet5")
+    split = tp.rewrite(records, 0, 2)
+    assert [(layer.name, layer.split) for layer in split.layers] == [
+        ("conv1", "outputs"),
+        ("conv2", "outputs"),
+        ("fc1", "inputs"),
+        ("fc2", "outputs"),
+        ("fc3", "inputs"),
+    ]
+    exchanges = [(r.op, r.layer, r.phase) for r in split.records if isinstance(r, (tp.Gather, tp.TreeSum))]
+    assert exchanges == [
+        ("tp_gather", "conv1", "forward"),
+        ("tp_sum", "fc1", "forward"),
+        ("tp_sum", "fc3", "forward"),
+        ("tp_sum", "fc2", "backward"),
+        ("tp_sum", "conv2", "backward"),
+    ]
+    assert split.layers[0].forward == 4 * 2 * 16 * 3 * 14 * 14, "half of the pooled channels of two groups"
+    assert split.layers[2].forward == 4 * 2 * 16 * 120
+    assert split.ownership["fc1.weight"] == tp.Piece(1, ((0, 200), (200, 400)))
+    assert split.ownership["fc1.bias"] == tp.Piece()
+    assert split.ownership["conv2.bias"] == tp.Piece(0, ((0, 8), (8, 16)))
+
+
+def test_work_is_divided():
+    """Each of two ranks has half of the multiply-adds of the forward products."""
+
+    def products(records):
+        total = 0
+        for r in records:
+            if r.op == "conv2d_forward":
+                g, c, h, w, k, height, width, step, _ = r.args[4:]
+                total += g * k * ((h - height) // step + 1) * ((w - width) // step + 1) * c * height * width
+            elif r.op == "linear_forward":
+                g, i, o, _ = r.args[4:]
+                total += g * i * o
+            elif r.op == "linear_forward_parts":
+                g, i, o, _, parts = r.args[3:]
+                total += g * i * o * parts // 4
+        return total
+
+    _, records = record("lenet5")
+    assert [products(tp.rewrite(records, t, 2).records) for t in range(2)] == [products(records) // 2] * 2
+
+
+def test_description():
+    _, records = record("mlp")
+    split = tp.rewrite(records, 0, 2)
+    lines = split.describe().splitlines()
+    assert len(lines) == 4
+    assert lines[1].split() == ["fc1", "512", "x", "784", "outputs", "0-256", "256-512", "-", "-"]
+    assert lines[2].split() == ["fc2", "10", "x", "512", "inputs", "0-256", "256-512", "1.2", "-"]
+    assert lines[3].split() == ["total", "1.2", "-"]
+    assert split.describe(shards=8).splitlines()[2].endswith("10.0             -")
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_rank_owns_one_node(size):
+    """So one partial sum per rank is enough, and a tree over ranks is the tree over parts."""
+    for t in range(size):
+        assert len(nodes(tp.parts(t, size), tp.PARTS)) == 1
+    for n in range(20):
+        runs = [tp.owned(n, t, size) for t in range(size)]
+        assert [a for a, _ in runs] + [n] == [0] + [b for _, b in runs]
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("floats", [16, 64 * 1024 // 4, 64 * 1024 // 4 + 16, 40000])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_sums_small_and_large(size, floats, shards):
+    """Both ways of exchanging nodes add along the tree."""
+    rng = np.random.default_rng(floats)
+    nodes_ = rng.standard_normal((size, shards, floats)).astype(np.float32)
+    right = nodes_[0] + nodes_[1]
+    if size == 3:
+        right = right + nodes_[2]
+    elif size == 4:
+        right = right + (nodes_[2] + nodes_[3])
+
+    def rank(comm):
+        y, mine = Slot(4 * floats), Slot(4 * floats)
+        r = tp.TreeSum("tp_sum", [y, mine], floats=floats, ranks=size)
+        bytes_ = place([r])
+        works = [native.aligned(bytes_, np.uint8) for _ in range(shards)]
+        exchange = tp.Exchange(comm, r, works)
+        for _ in range(2):
+            for s, work in enumerate(works):
+                work[mine.offset :].view(np.float32)[:floats] = nodes_[comm.rank, s]
+                work[y.offset :].view(np.float32)[:floats] = np.nan
+            exchange()
+        return [work[y.offset :].view(np.float32)[:floats].copy() for work in works]
+
+    for results in mock.run(size, rank):
+        assert np.array_equal(bits(np.array(results)), bits(right))
+
+
+def test_refusals():
+    _, records = record("lenet5")
+    for rank, size in ((0, 5), (2, 2), (0, 0), (-1, 2)):
+        with pytest.raises(ConfigError, match="--tp must be 1 to 4"):
+            tp.rewrite(records, rank, size)
+    with pytest.raises(ConfigError, match="computed in rows"):
+        tp.rewrite(record("mlp", n=3)[1], 0, 2)
+    with pytest.raises(ConfigError, match="only products in fp32"):
+        tp.rewrite(record("mlp", precision="bf16")[1], 0, 2)
+
+
+def test_layers_too_narrow_stay_whole():
+    MODELS["narrow"] = (lambda: ThreeLinears(4, (8, 3), 2), (4,))
+    try:
+        arena, records = record("narrow")
+        split = tp.rewrite(records, 0, 4)
+        assert [layer.split for layer in split.layers] == ["outputs", "inputs", "whole"]
+        assert split.ownership["fc3.weight"] == tp.Piece()
+        MODELS["narrower"] = (lambda: ThreeLinears(4, (3, 2), 2), (4,))
+        with pytest.raises(ConfigError, match="no layer can be split over 4 ranks"):
+            tp.rewrite(record("narrower")[1], 0, 4)
+    finally:
+        MODELS.pop("narrow")
+        MODELS.pop("narrower", None)
