@@ -2,9 +2,9 @@
 
 After Megatron-LM (Shoeybi et al. 2019): a linear layer is split by its outputs (columns of x W^T), or by its inputs
 (rows) if its input lies split already; a convolution by its output channels. Ranks of one tensor-parallel group run the
-same shards; between native records they meet in two pseudo-records, `Gather` and `TreeSum`. Splits are runs of the four
-parts in which the kernels add (mojo/kernels/parts.mojo), so loss and gradients have the bits of the program that was
-rewritten (docs/tensor-parallel.md).
+same shards; between native records they meet in pseudo-records, `Gather`, `TreeSum` and `TreeSlice`. Splits are runs of
+the four parts in which the kernels add (mojo/kernels/parts.mojo), so loss and gradients have the bits of the program
+that was rewritten (docs/tensor-parallel.md).
 
 What it is not: the interpreter, which runs native records and calls an `Exchange` for each pseudo-record, and the
 optimizer: all parameters stay in one arena, of which a rank reads and trains its pieces (`Piece`).
@@ -83,6 +83,26 @@ class TreeSum(Record):
         return 4 * ((b - a) * (self.ranks - 1) + self.floats - (b - a))
 
 
+@dataclasses.dataclass
+class TreeSlice(Record):
+    """Pseudo-record, args [y, mine]: y (groups, F_r, 16) becomes features ranges[r] of that sum, on rank r.
+
+    `mine` is a node (groups, F, 16). For a sum of which nobody needs more than his features: half of TreeSum's bytes.
+    """
+
+    groups: int = 0
+    ranges: tuple[Run, ...] = ()
+    layer: str = ""
+
+    def received(self, rank: int) -> int:
+        """Bytes that one rank gets from the others, for one shard."""
+        a, b = self.ranges[rank]
+        return 4 * LANES * self.groups * (b - a) * (len(self.ranges) - 1)
+
+
+Pseudo = Gather | TreeSum | TreeSlice
+
+
 @dataclasses.dataclass(frozen=True)
 class Piece:
     """Who trains which piece of a parameter.
@@ -118,7 +138,7 @@ class Layer:
 class Split(NamedTuple):
     """A program as one rank of a tensor-parallel group runs it."""
 
-    records: list[Record]  # native ones, Gathers and TreeSums; the latter in the same order on all ranks
+    records: list[Record]  # native and pseudo-records; the latter in the same order on all ranks
     ownership: dict[str, Piece]  # of every parameter of the arena, by name
     layers: tuple[Layer, ...]  # in the order of the forward pass
 
@@ -150,11 +170,11 @@ def describe(layers: Sequence[Layer], shards: int = 1) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def segments(records: Sequence[Record]) -> list[list[Record] | Gather | TreeSum]:
+def segments(records: Sequence[Record]) -> list[list[Record] | Pseudo]:
     """Runs of native records, and the pseudo-records between them."""
-    out: list[list[Record] | Gather | TreeSum] = []
+    out: list[list[Record] | Pseudo] = []
     for r in records:
-        if isinstance(r, (Gather, TreeSum)):
+        if isinstance(r, Pseudo):
             out.append(r)
         elif out and isinstance(out[-1], list):
             out[-1].append(r)
@@ -207,6 +227,8 @@ class _Value:
     layer: str  # that made it
     mine: Slot | None  # (groups, F_r, 16)
     whole: bool = False  # its own memory holds it
+    node: Slot | None = None  # what this rank adds to it, if neither is made yet
+    floats: int = 0  # of the node
 
 
 @dataclasses.dataclass
@@ -270,7 +292,7 @@ class _Rewriter:
         """The layers with the bytes of their exchanges."""
         sums: dict[tuple[str, str], int] = {}
         for r in self.out:
-            if isinstance(r, (Gather, TreeSum)):
+            if isinstance(r, Pseudo):
                 sums[r.layer, r.phase] = sums.get((r.layer, r.phase), 0) + r.received(self.rank)
         return tuple(
             Layer(
@@ -301,17 +323,18 @@ class _Rewriter:
     def _lies_split(self, memory: Memory) -> _Value | None:
         """The value of an activation that is split and not whole."""
         v = self.values.get(id(memory))
-        return v if v is not None and not v.whole else None
+        return v if v is not None and not v.whole and v.mine is not None else None
 
     def _whole(self, memory: Memory, r: Record) -> Memory:
-        """The activation as a whole, gathered now if it is not."""
-        v = self._lies_split(memory)
-        if v is not None:
+        """The activation as a whole, gathered or summed now if it is not."""
+        v = self.values.get(id(memory))
+        if v is not None and not v.whole:
             v.whole = True
-            args = [memory, v.mine]
-            self.out.append(
-                Gather("tp_gather", args, r.layout, v.device, r.tag, r.phase, r.again, v.groups, v.ranges, v.layer)
-            )
+            common = (r.layout, v.device, r.tag, r.phase, r.again)
+            if v.mine is not None:
+                self.out.append(Gather("tp_gather", [memory, v.mine], *common, v.groups, v.ranges, v.layer))
+            else:
+                self.out.append(TreeSum("tp_sum", [memory, v.node], *common, v.floats, self.size, v.layer))
         return memory
 
     def _mine(self, memory: Memory, r: Record, groups: int, ranges: tuple[Run, ...]) -> Slot:
@@ -319,9 +342,14 @@ class _Rewriter:
         v = self.values.get(id(memory))
         if v is not None and v.mine is not None and v.ranges == ranges:
             return v.mine
-        self._whole(memory, r)
         a, b = ranges[self.rank]
         mine = self._slot(groups, b - a)
+        if v is not None and v.mine is None and not v.whole:
+            v.mine, v.groups, v.ranges = mine, groups, ranges
+            common = (r.layout, v.device, r.tag, r.phase, r.again)
+            self.out.append(TreeSlice("tp_slice", [mine, v.node], *common, groups, ranges, v.layer))
+            return mine
+        self._whole(memory, r)
         self._emit(r, "take_features", mine, memory, groups, ranges[-1][1], a, b - a)
         if v is None:
             self.values[id(memory)] = _Value(groups, ranges, r.device, "", mine, whole=True)
@@ -369,11 +397,9 @@ class _Rewriter:
             return self.tags[r.tag]
         return self.plans.get(w.offset) if isinstance(w, Range) else None
 
-    def _sum(self, r: Record, y: Memory, mine: Slot, floats: int, layer: str) -> None:
-        self.out.append(
-            TreeSum("tp_sum", [y, mine], r.layout, r.device, r.tag, r.phase, r.again, floats, self.size, layer)
-        )
-        self._made(y)
+    def _sum(self, r: Record, y: Memory, node: Slot, groups: int, features: int, layer: str) -> None:
+        """y is the sum over the ranks' nodes; made when it is known whether all of it is needed."""
+        self.values[id(y)] = _Value(groups, (), r.device, layer, None, node=node, floats=groups * features * LANES)
 
     def _linear_forward(self, r: Record) -> None:
         y, x, w, b, g, i, o, relu = r.args
@@ -386,8 +412,9 @@ class _Rewriter:
             node = self._slot(g, o)
             xs = self._mine(x, r, g, plan.ranges)
             self._emit(r, "linear_forward_parts", node, xs, w, g, i, o, self.part, self.parts)
-            self._sum(r, y, node, g * o * LANES, plan.name)
-            self._emit(r, "linear_bias", y, y, b, g, o, relu)
+            self._sum(r, y, node, g, o, plan.name)
+            self._emit(r, "linear_bias", y, self._whole(y, r), b, g, o, relu)
+            self._made(y)
         else:
             self._any(r)
 
@@ -414,7 +441,7 @@ class _Rewriter:
             node = self._slot(g, i)
             dys = self._mine(dy, r, g, plan.ranges)
             self._emit(r, "linear_backward_input_parts", node, dys, w, g, i, o, self.part, self.parts)
-            self._sum(r, dx, node, g * i * LANES, plan.name)
+            self._sum(r, dx, node, g, i, plan.name)
         elif plan is not None and plan.split == "inputs":
             lo, hi = plan.ranges[self.rank]
             whole = self._whole(dy, r)
@@ -454,7 +481,7 @@ class _Rewriter:
         dys = self._mine(dy, r, G, _times(plan.ranges, pixels))
         node = self._slot(G, C * H * W)
         self._emit(r, "conv2d_backward_input_parts", node, dys, w, G, C, H, W, K, R, T, S, self.part, self.parts)
-        self._sum(r, dx, node, G * C * H * W * LANES, plan.name)
+        self._sum(r, dx, node, G, C * H * W, plan.name)
 
     # --- what runs on a rank's features as on all ---
 
@@ -580,13 +607,15 @@ class Exchange:
         works: per shard, the workspace (bytes,) uint8 in which the record's slots are. All ranks give as many.
     """
 
-    def __init__(self, comm: Communicator, record: Gather | TreeSum, works: Sequence[np.ndarray]) -> None:
+    def __init__(self, comm: Communicator, record: Pseudo, works: Sequence[np.ndarray]) -> None:
         self._comm = comm
         y, mine = record.args
         self._y = [_view(work, y) for work in works]
         self._mine = [_view(work, mine) for work in works]
         if isinstance(record, Gather):
             self._prepare_gather(record, len(works))
+        elif isinstance(record, TreeSlice):
+            self._prepare_slice(record, len(works))
         else:
             self._prepare_sum(record.floats, len(works))
 
@@ -637,6 +666,32 @@ class Exchange:
             self._results = np.split(self._flat, shards)
             results = [(self._flat.ctypes.data + 4 * a, 0, b - a)] if b > a else []
             self._run = self._sum_by_ranges
+        self._plan_adds(results, ranks)
+
+    def _prepare_slice(self, record: TreeSlice, shards: int) -> None:
+        ranks, G, features = self._comm.size, record.groups, record.ranges[-1][1]
+        self._counts = [shards * G * LANES * (b - a) for a, b in record.ranges]
+        self._send = native.aligned(shards * G * LANES * features)
+        ends = np.cumsum(self._counts)
+        pieces = [p.reshape(shards, G, -1, LANES) for p in np.split(self._send, ends[:-1])]
+        nodes = [m[: G * features * LANES].reshape(G, features, LANES) for m in self._mine]
+        self._pack = [
+            (pieces[t][s], node[:, a:b]) for t, (a, b) in enumerate(record.ranges) for s, node in enumerate(nodes)
+        ]
+        n = self._counts[self._comm.rank] // shards
+        self._received = native.aligned((ranks, n * shards))
+        self._plan_adds([(y.ctypes.data, s * n, n) for s, y in enumerate(self._y)], ranks)
+        self._run = self._slice
+
+    def _slice(self) -> None:
+        for to, value in self._pack:
+            to[...] = value
+        flat = self._received.reshape(-1)
+        self._comm.all_to_all_v(self._send, self._counts, flat, [self._received.shape[1]] * self._comm.size)
+        self._add()
+
+    def _plan_adds(self, results: list[tuple[int, int, int]], ranks: int) -> None:
+        """Records that add `length` floats from `start` of every rank's row of what was received, to an address."""
         lib = native.library()
         self._addresses = np.zeros((max(len(results), 1), ranks), np.int64)
         self._adds = np.zeros((len(results), lib.record), np.int64)
