@@ -29,7 +29,7 @@ from .nn import Module
 from .optim import Update
 from .parallel import buckets as bucketing
 from .parallel import plan as planning
-from .parallel import reduction
+from .parallel import reduction, tensor
 from .parallel.mesh import Groups, Mesh
 from .parallel.runner import Runner, Sums
 from .parallel.zero import STAGES, Parts
@@ -200,7 +200,7 @@ class Engine:
             return self._like.parts_for(samples, sample_shape)
         if self._parts is None:
             lay = self.layout
-            records = self.record(self.shard_size_of(samples), sample_shape)
+            records = self._fused(self.shard_size_of(samples), sample_shape)
             unused = bucketing.unused(records, self.arena)
             if unused:
                 self.notes.append(f"no gradient reaches {', '.join(unused)}: counted as zero")
@@ -256,8 +256,19 @@ class Engine:
                     f"[pipeline] the parameter {name} is used by stages {min(where)} and {max(where)}; a parameter has "
                     "one place: put the layers that share it on one device"
                 )
-        here = self.groups.p
-        return bucketing.some(self.arena, [n for n in self.arena.offsets if users.get(n, {0}) == {here}])
+        here = [n for n in self.arena.offsets if users.get(n, {self.groups.p}) == {self.groups.p}]
+        ownership: dict[str, tensor.Piece] = {}
+        if self.layout.mesh.tp > 1:
+            split = tensor.rewrite(records, self.groups.t, self.layout.mesh.tp)
+            ownership = split.ownership
+            self.notes.append(f"rank 0 of each {self.layout.mesh.tp} that share the layers:\n{split.describe()}")
+        runs = []
+        for name, p in self.arena.named:
+            if name in here:
+                runs.append(owned(self.arena.offsets[name], p.shape, ownership.get(name), self.groups.t))
+        self._valid = [run for r in runs for run in r.valid]
+        self.counted = [r.whole for r in runs if r.counted]
+        return bucketing.of_ranges([r.whole for r in runs], tuple(here))
 
     def own_state(self, flat: np.ndarray) -> np.ndarray:
         """This rank's part of an array of the arena's layout, as the optimizer keeps it."""
@@ -268,7 +279,7 @@ class Engine:
         """Bytes of parameters on this rank."""
         return self.arena.params.nbytes if self._parts is None else self._parts.nbytes
 
-    def norm(self, updates: list[Update]) -> float:
+    def norm(self, sums: Sums) -> float:
         """The Euclidean norm of all gradients, the same bits whoever has which of them.
 
         Squares are added as integers of a common unit, an exact sum that has no order. The unit follows from the
@@ -276,11 +287,11 @@ class Engine:
         """
         lib, comm = native.library(), self.layout.comm
         several = self.layout.split or self.layout.zero
-        counted = [u for u in updates if self._counts(u)]
+        counted = [(u.grads, u.n) for u in sums.updates] if sums.counted is None else sums.counted
         found = np.zeros((max(len(counted), 1), 2), np.float32)
         records = np.zeros((len(counted), lib.record), np.int64)
-        for row, u, y in zip(records, counted, found, strict=False):
-            row[:4] = (lib.codes["largest"], y.ctypes.data, u.grads, u.n)
+        for row, (grads, n), y in zip(records, counted, found, strict=False):
+            row[:4] = (lib.codes["largest"], y.ctypes.data, grads, n)
         context = native.Context()
         lib.run(records.ctypes.data, len(records), context)
         largest = found[:, 0].max(keepdims=True)
@@ -293,21 +304,17 @@ class Engine:
         unit = math.ldexp(1.0, -exponent)
         if unit < 2.0**-126 or unit > 2.0**126:
             return math.inf if unit < 1 else 0.0
-        sums = np.zeros((max(len(counted), 1), 2), np.int64)
-        for row, u, y in zip(records, counted, sums, strict=False):
-            row[:5] = (lib.codes["fixed_squares"], y.ctypes.data, u.grads, u.n, native.float_bits(unit))
+        squares = np.zeros((max(len(counted), 1), 2), np.int64)
+        for row, (grads, n), y in zip(records, counted, squares, strict=False):
+            row[:5] = (lib.codes["fixed_squares"], y.ctypes.data, grads, n, native.float_bits(unit))
         lib.run(records.ctypes.data, len(records), context)
-        total = sums.sum(axis=0)
+        total = squares.sum(axis=0)
         if self.layout.zero and self.groups.dp.size > 1:
             total = self.groups.dp.all_reduce(total, "sum")
         if self.layout.split:
             total = self.groups.model.all_reduce(total, "sum")
         square = (int(total[0]) * 2**31 + int(total[1])) / 2**62
         return math.sqrt(square) * math.ldexp(1.0, exponent)
-
-    def _counts(self, update: Update) -> bool:
-        """Whether this rank is the one of its replica that counts a run of gradients."""
-        return True
 
     # --- everything on every rank ---
 
@@ -328,7 +335,7 @@ class Engine:
         comm = self.groups.model
         if comm.size == 1:
             return flat
-        mine = np.array([(p.lo, p.n) for p in self.parts.valid()], np.int64).reshape(-1, 2)
+        mine = np.array((self._like or self)._valid, np.int64).reshape(-1, 2)
         counts = comm.all_gather(np.array([len(mine), mine[:, 1].sum()], np.int64))
         rows, floats = np.cumsum(counts[:, 0]), np.cumsum(counts[:, 1])
         table = np.zeros((rows[-1], 2), np.int64)
@@ -389,7 +396,14 @@ class Engine:
             loss.backward()
 
     def record(self, n: int, sample_shape: tuple[int, ...]) -> list[Record]:
-        """The fused records of one shard of n samples; a fresh list whose records may be changed."""
+        """The records of one shard of n samples as this rank runs them; a fresh list whose records may be changed."""
+        records = self._fused(n, sample_shape)
+        if self.layout.mesh.tp > 1:
+            records = tensor.rewrite(records, self.groups.t, self.layout.mesh.tp).records
+        return records
+
+    def _fused(self, n: int, sample_shape: tuple[int, ...]) -> list[Record]:
+        """The records of one shard of n samples on one rank."""
         key = (n, *sample_shape)
         if key not in self._records:
             recorder = Recorder(self.arena, 4 * self.arena.size, n, self.precision)
@@ -407,6 +421,33 @@ class Engine:
             for m, training in before:
                 m.training = training
         self._outputs = executor.outputs
+
+
+@dataclasses.dataclass(frozen=True)
+class Owned:
+    """What a rank has to do with a parameter; runs of the arena are (start, floats).
+
+    whole: the run that it updates. valid: the runs of it that come out right, and that other ranks take from it.
+    counted: whether its gradients are this rank's share of the global norm.
+    """
+
+    whole: tuple[int, int]
+    valid: list[tuple[int, int]]
+    counted: bool
+
+
+def owned(offset: int, shape: tuple[int, ...], piece: tensor.Piece | None, t: int) -> Owned:
+    """The share of rank t of a tensor-parallel group in a parameter; without a piece it is everybody's."""
+    floats = -(-math.prod(shape) // 16) * 16
+    if piece is None or piece.axis is None:
+        return Owned((offset, floats), [(offset, floats)], t == 0)
+    lo, hi = piece.ranges[t]
+    row = math.prod(shape[1:])
+    if piece.axis == 0:
+        run = (offset + lo * row, (hi - lo) * row)
+        return Owned(run, [run], True)
+    # columns: gradients of the others' are zero, and what becomes of their parameters here is never used
+    return Owned((offset, floats), [(offset + r * row + lo, hi - lo) for r in range(shape[0])], True)
 
 
 class Direct(Runner):

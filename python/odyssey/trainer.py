@@ -295,7 +295,7 @@ class DistributedTrainer:
             return sums.samples_address
         divisor = sums.samples * self.scaler.value
         if self.clip_norm is not None:
-            norm = self.grad_norm = self._train.norm(sums.updates) / divisor
+            norm = self.grad_norm = self._train.norm(sums) / divisor
             if math.isfinite(norm) and norm > self.clip_norm:
                 divisor *= norm / self.clip_norm
         self._divide = np.array([divisor], np.float32)
@@ -491,8 +491,8 @@ def cores() -> int:
 
 
 def places(model: Module) -> int:
-    """On how many devices a model's parameters are placed."""
-    return len({p.device.slot for p in model.parameters()})
+    """On how many devices a model is placed."""
+    return len(set(getattr(model, "places", None) or (p.device.slot for p in model.parameters())))
 
 
 def choose_device(device: str, num_gpus: int | None) -> str | None:

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 class Sums:
     """What a step gives: sums over the samples of the global batch, and what this rank has to update.
 
-    samples_address is that of the number of samples as float32.
+    samples_address is that of the number of samples as float32. counted: runs of gradients (address, floats) that are
+    this rank's share of the global norm; None: those of the updates.
     """
 
     loss: float
@@ -26,6 +27,7 @@ class Sums:
     correct: float
     samples_address: int
     updates: list[Update]
+    counted: list[tuple[int, int]] | None = None
 
 
 class Runner:

@@ -14,19 +14,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .. import native
+from ..comm.base import MAX_TAG
 from ..optim import Update
 from ..program import Record, Slot, encoded, place
 from . import plan as planning
-from . import reduction
+from . import reduction, tensor
 from . import schedule as schedules
 from .runner import Runner, Sums
 from .stages import Part, Transfer, edges, partition
 
 if TYPE_CHECKING:
     from ..engine import Engine
-
-
-TAGS = 30000  # MPI promises tags up to 32767
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +96,7 @@ class Waves(Runner):
         self._bases = np.zeros(4, np.int64)
         self._transfers = 1 + max((t.number for p in parts for t in p.sends), default=0)
         self.updates = self._updates() if engine.train else []
+        self._counted = self._share_of_norm() if engine.train else []
         self.result = np.zeros(lib.stats, np.float32)
         self.waited = self.computed = 0.0
         self.bytes_moved = 0
@@ -138,11 +137,11 @@ class Waves(Runner):
                 run.clear()
 
         for r in part.records:
-            if isinstance(r, Record):
-                run.append(r)
-            else:
+            if isinstance(r, tensor.Pseudo):
                 flush()
-                steps.append(r)
+                steps.append([tensor.Exchange(self.groups.tp, r, [work]) for work in self._work])
+            else:
+                run.append(r)
         flush()
         return steps + moves(part.sends)
 
@@ -178,6 +177,16 @@ class Waves(Runner):
         grads = self._sum.result.ctypes.data
         return [Update(parts.param_address(0, p), grads + 4 * p.at, parts.state_at(0, p), p.n) for p in parts.pieces(0)]
 
+    def _share_of_norm(self) -> list[tuple[int, int]]:
+        a, b = self.parts.own[0]
+        grads, out = self._sum.result.ctypes.data, []
+        for lo, n in self.engine.counted:
+            at = self.parts.buckets[0].locate(lo)
+            first, last = max(at, a), min(at + n, b)
+            if first < last:
+                out.append((grads + 4 * first, last - first))
+        return out
+
     # --- a step ---
 
     def run(self) -> Sums:
@@ -212,7 +221,7 @@ class Waves(Runner):
                     self._move(step, m, here, pending)
                 else:
                     started = time.perf_counter()
-                    self.bytes_moved += step.perform(self.groups.tp, here)
+                    step[slot]()
                     self.waited += time.perf_counter() - started
             if i in self._ends:
                 stats[self._buffer[m]] = here[self._stats_at : self._stats_at + stats_bytes].view(np.float32)
@@ -231,10 +240,10 @@ class Waves(Runner):
             self._sum.finish()
         self.groups.pp.broadcast(self.result, self.loss_place)
         r = self.result
-        return Sums(float(r[0]), float(r[1]), float(r[2]), r[1:2].ctypes.data, self.updates)
+        return Sums(float(r[0]), float(r[1]), float(r[2]), r[1:2].ctypes.data, self.updates, self._counted)
 
     def _move(self, t: Move, m: int, here: np.ndarray, pending: list[Any]) -> None:
-        tag = (m * self._transfers + t.number) % TAGS
+        tag = (m * self._transfers + t.number) % (MAX_TAG + 1)
         value = here[t.at : t.at + t.size]
         if t.source == self.groups.p:
             pending.append(self.groups.pp.send_start(value.copy(), t.target, tag))

@@ -61,10 +61,6 @@ class Parts:
         """This rank's part of bucket b as runs of the arena."""
         return self.buckets[b].covers(*self.own[b])
 
-    def valid(self) -> list[Piece]:
-        """The floats of the arena that the ranks of this group train, once an update has been spread."""
-        return [p for bucket in self.buckets for p in bucket.pieces]
-
     def param_address(self, b: int, piece: Piece) -> int:
         """Where the parameters of a piece of this rank's part are updated."""
         if self.spread:
