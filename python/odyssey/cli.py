@@ -389,6 +389,8 @@ def run(made: Settings) -> None:
         progress=progress,
         **{k: v for k, v in scaler.items() if v is not None},
     )
+    if first and world.size > 1 and made.progress:
+        print(f"odyssey: {world.size} ranks as {trainer.mesh}; {world.why}", file=sys.stderr, flush=True)
     if first and trainer.notice:
         print(f"odyssey: {trainer.notice}", file=sys.stderr, flush=True)
     try:

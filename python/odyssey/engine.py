@@ -261,7 +261,10 @@ class Engine:
         if self.layout.mesh.tp > 1:
             split = tensor.rewrite(records, self.groups.t, self.layout.mesh.tp)
             ownership = split.ownership
-            self.notes.append(f"rank 0 of each {self.layout.mesh.tp} that share the layers:\n{split.describe()}")
+            self.notes.append(
+                f"each layer is shared by {self.layout.mesh.tp} ranks; received per shard by the first of them:\n"
+                f"{split.describe()}"
+            )
         runs = []
         for name, p in self.arena.named:
             if name in here:
