@@ -22,7 +22,8 @@ from .lowp import (
 
 # --- register tiles --------------------------------------------------------------------------
 # As in conv2d.mojo: 4 x 6 sums + 6 + 1 registers, 24 dot2 (12 cycles) for 10 loads (5 cycles). A row is cut into pieces
-# of nearly equal length: dot2 takes six cycles and starts twice a cycle, so a tile of less than 12 sums waits.
+# of nearly equal length: dot2 takes six cycles and starts twice a cycle, so a tile of less than 12 sums waits. All
+# channels of a piece come before the next piece: its pixels stay in the first-level cache.
 comptime KB = 4
 comptime QB = 6
 
@@ -50,7 +51,7 @@ def _pack_weights(
                 at += 2
 
 
-@always_inline
+@no_inline
 def _forward_tile[
     kb: Int, qb: Int, relu: Bool
 ](
@@ -103,7 +104,7 @@ def conv2d_forward_bf16[
     x: Ptr,  # (G, C, H, W, L)
     w: Ptr,  # (K, C, R, T)
     b: Ptr,  # (K)
-    scratch: Ptr,  # (C + 1) (8 H W + K R T / 2) floats
+    scratch: Ptr,  # pairs of one group of x, and of w
     G: Int,
     C: Int,
     H: Int,
@@ -125,17 +126,18 @@ def conv2d_forward_bf16[
     for g in range(G):
         pack_neighbours(xp, x.unsafe_offset(g * C * H * W * LANES), 1, C, H * W)
         for p in range(P):
+            for i in range(pieces):
+                var q = Q * i // pieces
+                var n = Q * (i + 1) // pieces - q
 
-            @always_inline
-            def row[kb: Int](k: Int) {imm}:
-                var yr = y.unsafe_offset(((g * K + k) * P + p) * Q * LANES)
-                for i in range(pieces):
-                    var q = Q * i // pieces
-                    var n = Q * (i + 1) // pieces - q
+                @always_inline
+                def tile[kb: Int](k: Int) {imm}:
                     comptime for qb in range(1, QB + 1):
                         if n == qb:
                             _forward_tile[kb, qb, relu](
-                                yr.unsafe_offset(q * LANES),
+                                y.unsafe_offset(
+                                    (((g * K + k) * P + p) * Q + q) * LANES
+                                ),
                                 xp.unsafe_offset(
                                     (p * S * W + q * S) * 2 * LANES
                                 ),
@@ -150,21 +152,22 @@ def conv2d_forward_bf16[
                                 P * Q * LANES,
                             )
 
-            var k = 0
-            while k + KB <= K:
-                row[KB](k)
-                k += KB
-            comptime for n in range(1, KB):
-                if K - k == n:
-                    row[n](k)
+                var k = 0
+                while k + KB <= K:
+                    tile[KB](k)
+                    k += KB
+                comptime for kb in range(1, KB):
+                    if K - k == kb:
+                        tile[kb](k)
 
 
 # --- gradient of the weights -------------------------------------------------------------------
-# A tap is one (c, r, t). A tile sums KB x TB weights over all pixels of a pair of groups: 4 x 5 sums + 4 + 1 registers.
-comptime TB = 5
+# A tap is one (c, r, t). A tile sums kb x tb weights over all pixels of a pair of groups. Its dy comes from the second
+# level of the cache, so a tile wants many taps of the same x: 3 x 9 sums + 3 + 1 registers, 12 loads for 27 dot2, where
+# a channel has 9 taps; otherwise 4 x 5, 9 loads for 20.
 
 
-@always_inline
+@no_inline
 def _weight_tile[
     kb: Int, tb: Int
 ](
@@ -210,7 +213,7 @@ def conv2d_backward_weight_bf16(
     db: Ptr,  # (K), added to
     dy: Ptr,  # (G, K, P, Q, L)
     x: Ptr,  # (G, C, H, W, L)
-    scratch: Ptr,  # 16 (C H W + K P Q) floats
+    scratch: Ptr,  # pairs of two groups of x and dy
     G: Int,
     C: Int,
     H: Int,
@@ -239,11 +242,11 @@ def conv2d_backward_weight_bf16(
         pack_two(dyp, dyg, dyg2, K * P * Q)
 
         @always_inline
-        def channels[kb: Int](k: Int) {imm}:
+        def channels[kb: Int, longest: Int](k: Int) {imm}:
             var tap = 0
             while tap < taps:
-                var n = min(TB, taps - tap)
-                comptime for tb in range(1, TB + 1):
+                var n = min(longest, taps - tap)
+                comptime for tb in range(1, longest + 1):
                     if n == tb:
                         _weight_tile[kb, tb](
                             dw.unsafe_offset(k * taps + tap),
@@ -261,28 +264,39 @@ def conv2d_backward_weight_bf16(
                         )
                 tap += n
 
-        var k = 0
-        while k + KB <= K:
-            channels[KB](k)
-            k += KB
-        comptime for n in range(1, KB):
-            if K - k == n:
-                channels[n](k)
+        @always_inline
+        def all[kb: Int, tb: Int]() {imm}:
+            var k = 0
+            while k + kb <= K:
+                channels[kb, tb](k)
+                k += kb
+            comptime for n in range(1, kb):
+                if K - k == n:
+                    channels[n, tb](k)
+
+        if R * T == 9:
+            all[3, 9]()
+        else:
+            all[4, 5]()
     bias_gradient[LANES](db, dy, G, K, P * Q)
 
 
 # --- gradient of the input -----------------------------------------------------------------------
 # As in conv2d.mojo, a piece of a row of dy is spread over its neighbours in dx, so nothing is multiplied with a
 # border's zeros; two input channels at once, so that a sum is not needed again before it is there.
-# cb (qb + T - 1) sums + qb pixels + 1 weight must fit 32 registers: 8 pixels at T = 3, 7 at T = 5.
+# cb (qb + T - 1) sums + qb pixels + 1 weight must fit 32 registers: 8 pixels at T = 3, 7 at T = 5. Pieces are shorter
+# where the dy of a piece, all channels and kernel rows, would not stay in the first-level cache for all of dx.
 
 
 @always_inline
 def _longest(T: Int) -> Int:
-    return (31 - 2 * (T - 1)) // 3
+    return (30 - 2 * (T - 1)) // 3
 
 
-@always_inline
+comptime CACHE = 40 * 1024  # bytes of dy that stay in a first-level cache of 48 KiB
+
+
+@no_inline
 def _spread_piece[
     T: Int, cb: Int, qb: Int
 ](
@@ -328,7 +342,7 @@ def conv2d_backward_input_bf16[
     dx: Ptr,  # (G, C, H, W, L)
     dy: Ptr,  # (G, K, P, Q, L)
     w: Ptr,  # (K, C, R, T)
-    scratch: Ptr,  # (K + 1) (8 P Q + C R T / 2) floats
+    scratch: Ptr,  # pairs of one group of dy, and of w
     G: Int,
     C: Int,
     H: Int,
@@ -344,7 +358,8 @@ def conv2d_backward_input_bf16[
     var wp = dyp.unsafe_offset(pairs * P * Q * 2 * LANES)  # (C, pairs, R, T, 2)
     _pack_weights(wp, w, C, K, R * T, R * T, C * R * T)
     comptime longest = _longest(T)
-    var pieces = (Q + longest - 1) // longest
+    var fitting = min(longest, max(1, CACHE // (pairs * R * 4 * LANES)))
+    var pieces = (Q + fitting - 1) // fitting
     for g in range(G):
         pack_neighbours(
             dyp, dy.unsafe_offset(g * K * P * Q * LANES), 1, K, P * Q
@@ -352,20 +367,20 @@ def conv2d_backward_input_bf16[
         for h in range(H):
             var r0 = max(0, h - P + 1)
             var r1 = min(R, h + 1)
+            var row = dx.unsafe_offset((g * C * H + h) * W * LANES)
+            for c in range(C):
+                for i in range(W):
+                    store(row, (c * H * W + i) * LANES, Vec(0))
+            for i in range(pieces):
+                var q = Q * i // pieces
+                var n = Q * (i + 1) // pieces - q
 
-            @always_inline
-            def row[cb: Int](c: Int) {imm}:
-                var out = dx.unsafe_offset(((g * C + c) * H + h) * W * LANES)
-                comptime for i in range(cb):
-                    for j in range(W):
-                        store(out, (i * H * W + j) * LANES, Vec(0))
-                for i in range(pieces):
-                    var q = Q * i // pieces
-                    var n = Q * (i + 1) // pieces - q
+                @always_inline
+                def piece[cb: Int](c: Int) {imm}:
                     comptime for qb in range(1, longest + 1):
                         if n == qb:
                             _spread_piece[T, cb, qb](
-                                out.unsafe_offset(q * LANES),
+                                row.unsafe_offset((c * H * W + q) * LANES),
                                 dyp.unsafe_offset((h * Q + q) * 2 * LANES),
                                 wp.unsafe_offset(2 * c * pairs * R * T),
                                 pairs,
@@ -378,9 +393,9 @@ def conv2d_backward_input_bf16[
                                 R * T,
                             )
 
-            var c = 0
-            while c + 2 <= C:
-                row[2](c)
-                c += 2
-            if c < C:
-                row[1](c)
+                var c = 0
+                while c + 2 <= C:
+                    piece[2](c)
+                    c += 2
+                if c < C:
+                    piece[1](c)

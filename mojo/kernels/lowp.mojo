@@ -113,6 +113,9 @@ def pack_row(y: HalfPtr, x: Ptr, n: Int):
         var v = x.unsafe_offset(i).unsafe_load[width=2 * LANES]()
         y.unsafe_store(i, halves(v))
         i += 2 * LANES
+    if i + LANES <= n:
+        y.unsafe_store(i, load(x, i).cast[BF16]())
+        i += LANES
     while i < n:
         y[unsafe_offset=i] = x[unsafe_offset=i].cast[BF16]()
         i += 1
