@@ -2,8 +2,8 @@
 
 The ranks of one launch hold all three at once: odyssey's `world("shm").all_reduce(x, out=y)`, with the comparison of
 headers that every call has; `MPI.COMM_WORLD.Allreduce(x, y)` of mpi4py, the library's own algorithm; and
-`torch.distributed.all_reduce` over Gloo on the loopback interface, in place. For each size they take turns: a round is a
-number of calls one after the other that takes some 20 ms, its time the slowest rank's, divided by the calls. Figures
+`torch.distributed.all_reduce` over Gloo on the loopback interface, in place. For each size they take turns: a round is
+a number of calls one after the other that takes some 20 ms, its time the slowest rank's, divided by the calls. Figures
 are medians over the rounds, ratios medians over the ratios of each round. Before, every result is compared: odyssey's
 to the last bit with the sum along the fixed tree, the others' within rounding.
 

@@ -18,6 +18,7 @@ from std.ffi import external_call
 from std.memory import unsafe_memcpy
 from std.sys import CompilationTarget, llvm_intrinsic
 from std.time import perf_counter_ns
+from std.utils.numerics import isnan
 
 from .lanes import BytePtr, F32, LANES, Ptr, Vec, load, store
 from .reduce import split
@@ -222,12 +223,12 @@ def _combine[
     elif op == 2:
         var m = a.lt(b).select(b, a)
         comptime if dtype.is_floating_point():
-            m = b.ne(b).select(b, m)  # NaN wins
+            m = isnan(b).select(b, m)  # NaN wins
         return m
     else:
         var m = b.lt(a).select(b, a)
         comptime if dtype.is_floating_point():
-            m = b.ne(b).select(b, m)
+            m = isnan(b).select(b, m)
         return m
 
 

@@ -11,7 +11,7 @@ world = comm.world()
 rank, size = world.rank, world.size
 everyone = np.arange(size)
 
-assert world.name == "mpi" and world is comm.world()
+assert world.name == "shm" and world is comm.world()  # all on one machine
 assert size > 1 and 0 <= rank < size and world.local_size == size
 world.barrier()
 

@@ -37,9 +37,10 @@ from . import mpi
 from .base import Communicator, Request, Waiting, _site, cores, deadline, did_not_come
 from .calls import DTYPES, Call, Header, ReduceOp, describe, header_bytes, pack, piece, unpack, verdict
 
-# Bytes of a slot. With two slots a rank, what 4 ranks move between two barriers still lies in 2 MiB of second-level and
-# 32 MiB of third-level cache. docs/log.md has the measurement from 64 KiB to 4 MiB.
-SLOT = 512 << 10
+# Bytes of a slot. What is copied in is added before the cache has forgotten it, so it must not be large; each piece
+# costs a barrier, which is cheap while all ranks have a core and dear while other programs take theirs, so it must not
+# be small. On a quiet machine 512 KiB to 1 MiB were best, on a busy one 1 to 2 MiB (docs/log.md).
+SLOT = 1 << 20
 
 # Up to this many bytes every rank adds everything itself: one barrier instead of three, but all data is read by all.
 DIRECT = 32 << 10
@@ -656,9 +657,11 @@ def _process_space() -> int:
 
 
 def connect() -> ShmCommunicator:
-    """All processes that MPI knows; called once per process.
+    """All processes that MPI knows, over the world of backend "mpi"; called once per process.
 
     Raises:
-        ConfigError: they are on several machines.
+        ConfigError: they are on several machines, or there is too little shared memory.
     """
-    return ShmCommunicator(mpi.connect())
+    from . import world
+
+    return ShmCommunicator(world("mpi"))

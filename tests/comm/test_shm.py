@@ -1,0 +1,105 @@
+"""The shared-memory backend beyond the contract (test_backends.py): bits, long messages, ranks that do not come."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from odyssey.comm import shm
+from odyssey.errors import ConfigError
+
+RANKS = Path(__file__).parent / "shm_ranks.py"
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+@pytest.mark.parametrize("case", ["bits", "long", "memory", "short_and_long_way", "ring"])
+def test_on_ranks(launch, case, ranks):
+    """5 ranks are more than this machine may have cores."""
+    done = launch.python(RANKS, case, ranks=ranks)
+    assert done.returncode == 0, done.stderr
+    for rank in range(ranks):
+        assert done.stdout.count(f"rank {rank}: {case} as expected") == 1
+
+
+def test_the_slow_way_gives_the_same_bits(launch):
+    done = launch.python(RANKS, "slow_way", ranks=2)
+    assert done.returncode == 0, done.stderr
+
+
+def test_many_ranks_on_few_cores_make_progress(launch):
+    done = launch.python(RANKS, "short_and_long_way", ranks=8)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_rank_that_does_not_come_is_named_at_the_deadline(launch, ranks):
+    launch.environment["ODYSSEY_TIMEOUT"] = "1"
+    done = launch.python(RANKS, "missing", ranks=ranks)
+    call = r"all_reduce float32 \(100,\) sum at \S+shm_ranks\.py:\d+"
+    text = rf"after 1\.\d s: \[comm\] waited 1 s in {call}: rank {ranks - 1} did not come"
+    assert len(re.findall(text, done.stdout)) == ranks - 1, done.stdout + done.stderr
+    assert done.stdout.count("again: [comm] waited 1 s") == ranks - 1  # out of step: nothing more can be right
+
+
+def test_a_rank_whose_process_is_gone_is_named_at_once(launch):
+    done = launch.python(RANKS, "ended", ranks=3)
+    assert len(re.findall(r"after [01]\.\d s: \[comm\] rank 2 has ended; barrier at", done.stdout)) == 2, done.stdout
+
+
+def test_a_killed_rank_leaves_no_process_and_no_memory(launch):
+    """But for the file that MPICH itself leaves whenever a rank is killed (one per world)."""
+    place = Path("/dev/shm")
+    before = set(place.iterdir()) if place.is_dir() else set()
+    start = time.monotonic()
+    done = launch.python(RANKS, "killed", ranks=3)
+    assert done.returncode != 0 and "as expected" not in done.stdout
+    assert time.monotonic() - start < 20
+    left = [p for p in set(place.iterdir()) - before if "mpich" in p.name] if place.is_dir() else []
+    assert all(p.stat().st_size <= 4 << 20 for p in left if p.exists()), left  # no window is this small
+    for file in left:
+        file.unlink(missing_ok=True)
+
+
+def test_ranks_of_several_machines_are_refused_with_their_number(monkeypatch):
+    class Over:
+        rank, size, ranks, local_rank, local_size = 1, 4, (0, 1, 2, 3), 1, 2
+
+        def all_gather(self, array):
+            return np.array([[0], [1], [0], [1]])
+
+    with pytest.raises(ConfigError, match=r"4 ranks are on 2 machines; use backend 'mpi'"):
+        shm.ShmCommunicator(Over())
+
+
+def test_too_little_shared_memory_is_said_before_it_is_used(launch):
+    code = (
+        "from odyssey import comm\nfrom odyssey.comm import shm\nshm._free = lambda: 1 << 20\n"
+        "w = comm.world()\nprint(w.name, '|', w.why)\n"
+        "try: comm.world('shm')\nexcept comm.ConfigError as e: print('refused', e)"
+    )
+    done = launch.python("-c", code, ranks=2)
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall(r"^mpi \| .*MiB of shared memory, but /dev/shm has 1 MiB left", done.stdout, re.M)) == 2
+    assert done.stdout.count("refused [comm] 2 ranks need") == 2
+
+
+def test_auto_is_shared_memory_on_one_machine(launch):
+    code = "from odyssey import comm\nw = comm.world()\nprint(w.name, '|', w.why, '|', comm.world('mpi').name)"
+    done = launch.python("-c", code, ranks=2)
+    assert done.stdout.count("shm | shm: 2 ranks on one machine; PMI started 2 processes | mpi\n") == 2, done.stderr
+
+
+def test_windows_are_given_back(launch):
+    code = (
+        "from odyssey import comm\nimport re\nw = comm.world('shm')\n"
+        "count = lambda: sum('deleted' in line for line in open('/proc/self/maps'))\n"
+        "part = w.split(0); part.close()\nbefore = count()\n"
+        "for _ in range(5):\n    part = w.split(0)\n    part.shared(100)\n    part.close()\n"
+        "print(count() - before)"
+    )
+    done = launch.python("-c", code, ranks=2)
+    assert done.stdout.split() == ["0", "0"], done.stderr
