@@ -99,7 +99,7 @@ def test_windows_are_given_back(launch):
         "count = lambda: sum('deleted' in line for line in open('/proc/self/maps'))\n"
         "part = w.split(0); part.close()\nbefore = count()\n"
         "for _ in range(5):\n    part = w.split(0)\n    part.shared(100)\n    part.close()\n"
-        "print(count() - before)"
+        'print(f"{count() - before}\\n", end="")'
     )
     done = launch.python("-c", code, ranks=2)
     assert done.stdout.split() == ["0", "0"], done.stderr
