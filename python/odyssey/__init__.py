@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOME = {
+    "DDP": "ddp",
+    "DistributedConfig": "config",
+    "DistributedDataParallel": "ddp",
     "DistributedTrainer": "trainer",
     "GradScaler": "precision",
     "History": "trainer",
@@ -26,10 +29,24 @@ _HOME = {
     "Stage": "nn",
     "OdysseyError": "errors",
 }
-_MODULES = ("comm", "data", "errors", "functional", "nn", "optim", "parallel", "placement", "tensor", "trainer")
+_MODULES = (
+    "comm",
+    "data",
+    "distributed",
+    "errors",
+    "functional",
+    "nn",
+    "optim",
+    "parallel",
+    "placement",
+    "tensor",
+    "trainer",
+)
 
 if TYPE_CHECKING:
-    from . import comm, data, errors, functional, nn, optim, parallel, placement, tensor, trainer
+    from . import comm, data, distributed, errors, functional, nn, optim, parallel, placement, tensor, trainer
+    from .config import DistributedConfig
+    from .ddp import DDP, DistributedDataParallel
     from .errors import OdysseyError
     from .nn import PipelineParallel, Stage, checkpoint, manual_seed
     from .placement import Device, device
@@ -38,7 +55,10 @@ if TYPE_CHECKING:
     from .trainer import DistributedTrainer, History
 
 __all__ = [
+    "DDP",
     "Device",
+    "DistributedConfig",
+    "DistributedDataParallel",
     "DistributedTrainer",
     "GradScaler",
     "History",
@@ -51,6 +71,7 @@ __all__ = [
     "comm",
     "data",
     "device",
+    "distributed",
     "errors",
     "from_dlpack",
     "functional",

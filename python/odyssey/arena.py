@@ -14,7 +14,7 @@ import numpy as np
 from . import native
 from .errors import ConfigError
 from .program import Range
-from .tensor import Parameter
+from .tensor import Parameter, Watcher
 
 ALIGN = 16  # floats; every parameter starts on a vector
 
@@ -38,6 +38,7 @@ class Arena:
         self.size = size
         self._params: np.ndarray | None = native.aligned(size)
         self.grads = native.aligned(size + native.library().stats)  # the system gives memory when it is written to
+        self.watcher: Watcher | None = None  # hears of backward passes that reach these parameters
         self._addresses = {native.PARAMS: self._params.ctypes.data, native.GRADS: self.grads.ctypes.data}
         for name, p in self.named:
             at = 4 * self.offsets[name]

@@ -26,6 +26,7 @@ from .comm import Communicator
 from .data import Batch
 from .errors import ConfigError
 from .nn import Module
+from .norm import global_norm
 from .optim import Update
 from .parallel import buckets as bucketing
 from .parallel import plan as planning
@@ -283,41 +284,19 @@ class Engine:
         return self.arena.params.nbytes if self._parts is None else self._parts.nbytes
 
     def norm(self, sums: Sums) -> float:
-        """The Euclidean norm of all gradients, the same bits whoever has which of them.
+        """The Euclidean norm of all gradients, the same bits whoever has which of them (norm.py)."""
+        groups, comm = self.groups, self.layout.comm
 
-        Squares are added as integers of a common unit, an exact sum that has no order. The unit follows from the
-        largest gradient; with n gradients the sum is right to n 2^-62 of its square. Infinite or NaN if a gradient is.
-        """
-        lib, comm = native.library(), self.layout.comm
-        several = self.layout.split or self.layout.zero
-        counted = [(u.grads, u.n) for u in sums.updates] if sums.counted is None else sums.counted
-        found = np.zeros((max(len(counted), 1), 2), np.float32)
-        records = np.zeros((len(counted), lib.record), np.int64)
-        for row, (grads, n), y in zip(records, counted, found, strict=False):
-            row[:4] = (lib.codes["largest"], y.ctypes.data, grads, n)
-        context = native.Context()
-        lib.run(records.ctypes.data, len(records), context)
-        largest = found[:, 0].max(keepdims=True)
-        if several:
-            largest = comm.all_reduce(largest, "max")
-        top = float(largest[0])
-        if top == 0 or not math.isfinite(top):
-            return top
-        exponent = math.frexp(top)[1]
-        unit = math.ldexp(1.0, -exponent)
-        if unit < 2.0**-126 or unit > 2.0**126:
-            return math.inf if unit < 1 else 0.0
-        squares = np.zeros((max(len(counted), 1), 2), np.int64)
-        for row, (grads, n), y in zip(records, counted, squares, strict=False):
-            row[:5] = (lib.codes["fixed_squares"], y.ctypes.data, grads, n, native.float_bits(unit))
-        lib.run(records.ctypes.data, len(records), context)
-        total = squares.sum(axis=0)
-        if self.layout.zero and self.groups.dp.size > 1:
-            total = self.groups.dp.all_reduce(total, "sum")
-        if self.layout.split:
-            total = self.groups.model.all_reduce(total, "sum")
-        square = (int(total[0]) * 2**31 + int(total[1])) / 2**62
-        return math.sqrt(square) * math.ldexp(1.0, exponent)
+        def largest(a: np.ndarray) -> np.ndarray:
+            return comm.all_reduce(a, "max") if self.layout.split or self.layout.zero else a
+
+        def total(a: np.ndarray) -> np.ndarray:
+            if self.layout.zero and groups.dp.size > 1:
+                a = groups.dp.all_reduce(a, "sum")
+            return groups.model.all_reduce(a, "sum") if self.layout.split else a
+
+        runs = [(u.grads, u.n) for u in sums.updates] if sums.counted is None else sums.counted
+        return global_norm(runs, largest, total)
 
     # --- everything on every rank ---
 

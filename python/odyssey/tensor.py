@@ -259,7 +259,10 @@ class Tensor:
                         executor.emit("loss_scale", seed.memory)
                     else:
                         executor.emit("fill", seed.memory, 1.0, 1)
-                _walk(self, _as_layout(seed, self.layout))
+                watch = _Watch(self) if Watcher.exist and type(executor) is program.Eager else None
+                _walk(self, _as_layout(seed, self.layout), watch)
+                if watch is not None:
+                    watch.end()
             finally:
                 executor.leave()
 
@@ -418,7 +421,93 @@ def apart(op: str, a: Tensor, b: Tensor) -> str:
     return f"[{op}] {one} is on {a.device}, {other} on {b.device}; move {move} with .to({b.device})"
 
 
-def _walk(root: Tensor, seed: Tensor) -> None:
+class Watcher:
+    """Is told of the eager backward passes that reach an arena's parameters (`arena.watcher`; ddp.py)."""
+
+    exist = False  # whether there ever was one: without any, a backward pass does not look for them
+
+    def begin(self) -> None:
+        """A backward pass starts that will add to gradients of the arena; none has been touched."""
+
+    def ready(self, p: Parameter) -> None:
+        """The pass adds nothing more to p's gradient. Parameters that it does not reach are not named."""
+
+    def end(self) -> None:
+        """The pass is over."""
+
+
+class _Watch:
+    """What a backward pass has to tell to watchers: counts the uses of their parameters on the tape before it starts.
+
+    What a checkpoint uses is not known before it is repeated, so nothing is complete as long as one is ahead.
+    """
+
+    def __init__(self, root: Tensor) -> None:
+        self._left: dict[int, list[Any]] = {}  # parameter, uses to come
+        self._watchers: dict[int, Watcher] = {}
+        self._seen: set[int] = set()  # by order, not by id: a tape frees what it has passed
+        self._ahead: set[int] = set()  # checkpoints
+        self._met: list[Tensor] = []  # parameters all of whose uses so far have run
+        self.extend(root)
+
+    def extend(self, root: Tensor) -> None:
+        """Takes in the tape that ends in `root`."""
+        stack = [root]
+        while stack:
+            t = stack.pop()
+            if t.node is None or t.node.order in self._seen:
+                continue
+            self._seen.add(t.node.order)
+            if t.node.repeat is not None:
+                self._ahead.add(t.node.order)
+            for s in t.node.inputs:
+                if s.node is not None:
+                    stack.append(s)
+                else:
+                    self._use(s)
+        self._use(root)
+
+    def _use(self, t: Tensor) -> None:
+        watcher = t.memory.arena.watcher if isinstance(t, Parameter) and isinstance(t.memory, Range) else None
+        if watcher is None:
+            return
+        self._left.setdefault(id(t), [t, 0])[1] += 1
+        if id(watcher) not in self._watchers:
+            self._watchers[id(watcher)] = watcher
+            watcher.begin()
+
+    def repeated(self, order: int, root: Tensor) -> None:
+        """A checkpoint's ops are on the tape now, and end in `root`."""
+        self.extend(root)
+        self._ahead.discard(order)
+
+    def used(self, inputs: tuple[Tensor, ...]) -> list[Parameter]:
+        """The backward of an op with these inputs has run; returns the parameters that are complete now."""
+        for t in inputs:
+            entry = self._left.get(id(t))
+            if entry is not None:
+                entry[1] -= 1
+                if not entry[1]:
+                    self._met.append(t)
+        if self._ahead or not self._met:
+            return []
+        done = [t for t in self._met if not self._left[id(t)][1]]  # a checkpoint may have used it again
+        self._met = []
+        return [self._left.pop(id(t))[0] for t in dict.fromkeys(done)]
+
+    def ready(self, p: Parameter) -> None:
+        """p's gradient is complete."""
+        p.memory.arena.watcher.ready(p)  # type: ignore[union-attr]
+
+    def end(self) -> None:
+        """The pass is over."""
+        for p, _ in self._left.values():
+            self.ready(p)
+        for watcher in self._watchers.values():
+            watcher.end()
+
+
+def _walk(root: Tensor, seed: Tensor, watch: _Watch | None = None) -> None:
     """Takes the gradient back through the tape, the newest op first, so each op is met once with its whole gradient."""
     from . import functional as F
 
@@ -434,8 +523,10 @@ def _walk(root: Tensor, seed: Tensor) -> None:
             continue
         if t.node.repeat is not None:
             # Its ops are the newest of the tape now, so they come next, as if they had been there all the time.
-            again = t.node.repeat()
+            order, again = t.node.order, t.node.repeat()
             pending[id(again)] = (again, grad, giver)
+            if watch is not None:
+                watch.repeated(order, again)
             continue
         number, place = t.node.number, t.node.inputs[0].device
         executor.enter(number, t.device)
@@ -448,6 +539,13 @@ def _walk(root: Tensor, seed: Tensor) -> None:
             g.device = source.device
             have = pending.get(id(source))
             pending[id(source)] = (source, g if have is None else F.add(have[1], g), number)
+        if watch is not None:
+            for p in watch.used(t.node.inputs):
+                if id(p) in pending:
+                    _, g, giver = pending.pop(id(p))
+                    executor.enter(giver, p.device)
+                    _accumulate(p, g)
+                watch.ready(p)
 
 
 def _accumulate(leaf: Tensor, grad: Tensor) -> None:

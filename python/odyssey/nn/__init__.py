@@ -1,6 +1,6 @@
 """Layers, losses and models. A model is a `Module` with `forward`; nobody writes a backward pass."""
 
-from . import models
+from . import models, utils
 from .checkpoint import Checkpoint, checkpoint
 from .layers import (
     AvgPool2d,
@@ -47,4 +47,5 @@ __all__ = [
     "checkpoint",
     "manual_seed",
     "models",
+    "utils",
 ]

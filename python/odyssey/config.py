@@ -1,0 +1,193 @@
+"""DistributedConfig: a training's settings under the names that other platforms use, turned into odyssey's own.
+
+What it is not: a place where defaults of odyssey live, or a reader of files (`odyssey train --config` is one). A key
+that is unknown, or a value that this version cannot do, is refused with what to use instead.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from typing import Any
+
+from .comm import BACKENDS
+from .data.sampler import check_integer
+from .errors import ConfigError
+from .nn import Module
+from .optim import Optimizer
+
+# What stands in other platforms' configurations and is done in another way here, or not yet.
+_WEIGHTS_ONLY = "this version writes weights, not checkpoints to resume from: use trainer.save_weights(path)"
+_INSTEAD = {
+    "deepspeed_config": "use zero_stage=1, 2 or 3",
+    "device_ids": "leave it out: the ranks decide",
+    "bucket_cap_mb": "use bucket_size_mb",
+    "num_workers": "leave it out: the DataLoader reads ahead by itself (prefetch=)",
+    "pin_memory": "leave it out",
+    "checkpoint_dir": _WEIGHTS_ONLY,
+    "checkpoint_frequency": _WEIGHTS_ONLY,
+    "resume_from_checkpoint": _WEIGHTS_ONLY + " and load_state_dict()",
+    "mlflow_tracking": "log history.records, which fit() returns",
+    "tensorboard": "log history.records, which fit() returns",
+    "tensorboard_dir": "log history.records, which fit() returns",
+    "log_every_n_steps": "give DistributedTrainer a progress= object, which hears of the steps",
+}
+_FRAMEWORKS = ("pytorch-ddp", "horovod", "ray", "tensorflow", "deepspeed")
+_DEFAULTS: dict[str, Any] = {
+    "num_gpus": None,
+    "num_nodes": None,
+    "gpus_per_node": None,
+    "backend": None,
+    "batch_size": 32,
+    "epochs": 1,
+    "learning_rate": 0.001,
+    "mixed_precision": False,
+    "scaler_init_scale": 2.0**16,
+    "scaler_growth_interval": 2000,
+    "gradient_accumulation_steps": 1,
+    "gradient_clipping": None,
+    "communication_backend": "auto",
+    "find_unused_parameters": False,
+    "bucket_size_mb": 25.0,
+    "zero_stage": 0,
+    "seed": 0,
+}
+
+
+class DistributedConfig:
+    """Settings by keyword, checked when it is made; attributes of the same names.
+
+    Keys:
+        num_gpus: workers of all ranks together; or num_nodes and gpus_per_node. Default: one per rank.
+        batch_size: samples per worker (default 32). learning_rate: 0.001. epochs: 1.
+        gradient_accumulation_steps: batches per optimizer step. gradient_clipping: largest global norm.
+        mixed_precision: True or "fp16" (with loss scaling: scaler_init_scale, scaler_growth_interval), "bf16", False.
+        communication_backend: "auto", "mpi", "shm", "gloo" or "local". bucket_size_mb. zero_stage: 0 to 3. seed.
+        find_unused_parameters: either; unused parameters count as zero and are named, which costs nothing.
+
+    Raises:
+        ConfigError: a key is unknown, a value not allowed, or a key is done in another way here.
+    """
+
+    backend: None
+    num_gpus: int | None
+    num_nodes: int | None
+    gpus_per_node: int | None
+    batch_size: int
+    epochs: int
+    learning_rate: float
+    mixed_precision: bool | str
+    gradient_accumulation_steps: int
+    gradient_clipping: float | None
+    communication_backend: str
+    find_unused_parameters: bool
+    bucket_size_mb: float
+    zero_stage: int
+    scaler_init_scale: float
+    scaler_growth_interval: int
+    seed: int
+
+    def __init__(self, **settings: Any) -> None:
+        for key, value in settings.items():
+            if key in _INSTEAD:
+                if value not in (None, False):
+                    raise ConfigError(f"[config] {key}={value!r} is not a setting here; {_INSTEAD[key]}")
+            elif key not in _DEFAULTS:
+                near = difflib.get_close_matches(key, _DEFAULTS, 1)
+                hint = f"; did you mean {near[0]!r}?" if near else f"; choose from {', '.join(_DEFAULTS)}"
+                raise ConfigError(f"[config] unknown key {key!r}{hint}")
+        for key, default in _DEFAULTS.items():
+            setattr(self, key, settings.get(key, default))
+        self._check()
+
+    def _check(self) -> None:
+        if self.backend is not None:
+            if self.backend in BACKENDS or self.backend == "nccl":
+                raise ConfigError(f"[config] backend={self.backend!r}; say communication_backend={self.backend!r}")
+            known = self.backend in _FRAMEWORKS
+            raise ConfigError(
+                f"[config] backend={self.backend!r} {'is another framework' if known else 'is unknown'}; leave backend "
+                "out: odyssey trains, and communication_backend says how its ranks are connected"
+            )
+        if self.communication_backend not in BACKENDS:
+            raise ConfigError(
+                f"[config] communication_backend={self.communication_backend!r}; choose from {', '.join(BACKENDS)}"
+            )
+        for key in ("num_gpus", "num_nodes", "gpus_per_node"):
+            if getattr(self, key) is not None:
+                check_integer(f"[config] {key}", getattr(self, key), 1)
+        for key in ("batch_size", "epochs", "gradient_accumulation_steps", "scaler_growth_interval"):
+            check_integer(f"[config] {key}", getattr(self, key), 1)
+        check_integer("[config] zero_stage", self.zero_stage, 0, 3)
+        check_integer("[config] seed", self.seed, 0, 2**63 - 1)
+        for key in ("learning_rate", "gradient_clipping", "bucket_size_mb"):
+            value = getattr(self, key)
+            if value is not None and not (isinstance(value, (int, float)) and 0 < value < math.inf):
+                raise ConfigError(f"[config] {key} is {value!r}; it must be above 0 and finite")
+        if self.mixed_precision not in (True, False, "fp16", "bf16"):
+            raise ConfigError(
+                f"[config] mixed_precision={self.mixed_precision!r}; choose from False, True, 'fp16', 'bf16'"
+            )
+        by_node = None
+        if self.num_nodes is not None or self.gpus_per_node is not None:
+            by_node = (self.num_nodes or 1) * (self.gpus_per_node or 1)
+        if None not in (by_node, self.num_gpus) and by_node != self.num_gpus:
+            raise ConfigError(
+                f"[config] num_nodes({self.num_nodes or 1}) x gpus_per_node({self.gpus_per_node or 1}) = {by_node}, "
+                f"but num_gpus is {self.num_gpus}; leave one of them out"
+            )
+        self._workers = by_node if self.num_gpus is None else self.num_gpus
+
+    def workers(self, ranks: int) -> int:
+        """Workers of all ranks together.
+
+        Raises:
+            ConfigError: they cannot be shared out evenly over so many ranks.
+        """
+        total = ranks if self._workers is None else self._workers
+        if total % ranks:
+            raise ConfigError(
+                f"[config] {total} workers on {ranks} ranks; start a number of ranks that divides them, or change "
+                "num_gpus"
+            )
+        return total
+
+    def global_batch_size(self, ranks: int) -> int:
+        """Samples of one optimizer step: batch_size x workers x gradient_accumulation_steps."""
+        return self.batch_size * self.workers(ranks) * self.gradient_accumulation_steps
+
+    def loader_options(self, ranks: int) -> dict[str, Any]:
+        """Keywords of a data.DataLoader; `gradient_accumulation_steps` of its batches make one step."""
+        return {"batch_size": self.batch_size * self.workers(ranks), "shuffle": True, "seed": self.seed}
+
+    def trainer_options(self, ranks: int) -> dict[str, Any]:
+        """Keywords of a DistributedTrainer on so many ranks."""
+        mixed = self.mixed_precision
+        return {
+            "num_gpus": None if self._workers is None else self.workers(ranks) // ranks,
+            "backend": self.communication_backend,
+            "precision": "fp16" if mixed is True else mixed or "fp32",
+            "scaler_init_scale": self.scaler_init_scale,
+            "scaler_growth_interval": self.scaler_growth_interval,
+            "accumulation_steps": self.gradient_accumulation_steps,
+            "clip_norm": self.gradient_clipping,
+            "bucket_size_mb": self.bucket_size_mb,
+            "zero": self.zero_stage,
+            "seed": self.seed,
+        }
+
+    def trainer(self, model: Module, optimizer: Optimizer, **more: Any) -> Any:
+        """A DistributedTrainer with these settings, on the ranks that are running; `more` goes before them.
+
+        The optimizer's rate becomes `learning_rate`.
+        """
+        from .comm import world
+        from .trainer import DistributedTrainer
+
+        comm = more.get("comm") or world(more.get("backend", self.communication_backend))
+        optimizer.lr = float(self.learning_rate)
+        return DistributedTrainer(model, optimizer, **{**self.trainer_options(comm.size), "comm": comm, **more})
+
+    def __repr__(self) -> str:
+        changed = {k: getattr(self, k) for k, v in _DEFAULTS.items() if getattr(self, k) != v}
+        return f"DistributedConfig({', '.join(f'{k}={v!r}' for k, v in changed.items())})"

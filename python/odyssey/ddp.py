@@ -1,0 +1,576 @@
+"""DistributedDataParallel: a model whose gradients are the mean over all ranks when `loss.backward()` returns.
+
+For loops of one's own: every rank computes its own batch, and the gradients are reduced inside the backward pass,
+bucket by bucket, while it goes on. A DistributedTrainer does all that by itself and is faster; it takes the bare model.
+
+How gradients are added, which decides about the bits: every backward pass is a leaf. The leaves of a rank are added
+along the tree of parallel/plan.py as they come, like a binary counter (nodes of equal size merge), then the ranks' sums
+along the tree over ranks. So R ranks with k passes each give the bits of one rank with R * k passes, for k a power of
+two. With average="ranks" the mean is exact only if the number of ranks is one too; average="samples" divides once, by
+the number of all samples.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from . import distributed as dist
+from . import tensor as tensors
+from .arena import Arena
+from .comm import Communicator, Request
+from .comm.calls import CODES, DTYPES
+from .errors import ConfigError
+from .nn import Module
+from .nn.module import Parameter
+from .parallel import plan as planning
+from .parallel import reduction as reductions
+from .program import current
+from .tensor import Tensor, Watcher
+
+AVERAGES = ("ranks", "samples")
+FLOATS_PER_MB = 2**20 // 4
+IN_FLIGHT = 4  # buckets whose reductions may be under way at a time, each on a communicator of its own
+
+
+def ranges(sizes: list[int], limit: int) -> list[tuple[int, int]]:
+    """Cuts an arena into buckets, from its end: backward passes finish the last parameters first.
+
+    Args:
+        sizes: floats of each parameter, in the order of the arena.
+        limit: a bucket is closed when it has so many floats.
+
+    Returns:
+        [lo, hi) in floats of each bucket, the last parameters first. A parameter is never cut.
+    """
+    out: list[tuple[int, int]] = []
+    hi = lo = sum(sizes)
+    for n in reversed(sizes):
+        lo -= n
+        if hi - lo >= limit:
+            out.append((lo, hi))
+            hi = lo
+    if hi > lo:
+        out.append((lo, hi))
+    return out
+
+
+class Partial:
+    """The sum of several backward passes, as nodes of the tree: (number of passes, sum), large ones first."""
+
+    def __init__(self) -> None:
+        self.nodes: list[tuple[int, np.ndarray]] = []
+        self._free: list[np.ndarray] = []  # memory of nodes that were merged or forgotten
+
+    def push(self, pass_: np.ndarray) -> np.ndarray:
+        """Adds one more pass, copied."""
+        leaf = self._free.pop() if self._free else np.empty_like(pass_)
+        leaf[:] = pass_
+        size = 1
+        while self.nodes and self.nodes[-1][0] == size:
+            _, other = self.nodes.pop()
+            np.add(other, leaf, out=leaf)
+            self._free.append(other)
+            size *= 2
+        self.nodes.append((size, leaf))
+
+    def clear(self) -> None:
+        """Forgets all passes."""
+        self._free += [node for _, node in self.nodes]
+        self.nodes = []
+
+    def add_to(self, array: np.ndarray, lo: int, hi: int) -> None:
+        """Adds [lo, hi) of all nodes to `array`, which holds the newest pass or nothing, the smallest node first."""
+        for _, node in reversed(self.nodes):
+            np.add(node[lo:hi], array, out=array)
+
+
+class DistributedDataParallel(Module):
+    """A model with a copy on every rank, whose gradients are averaged inside every backward pass.
+
+        net = DDP(net)
+        opt = optim.SGD(net.parameters(), lr=0.1)
+        for x, y in loader:                       # each rank its own samples
+            opt.zero_grad()
+            F.cross_entropy(net(Tensor(x)), y).backward()
+            opt.step()                            # p.grad is the mean over ranks, the same bits on all
+
+    All ranks construct it, and make the same number of synchronizing backward passes (`join` for uneven data).
+    Parameters of all ranks become those of rank 0. A parameter that a pass does not reach counts as zero.
+
+    Args:
+        module: the model. Its names stay as they are in state_dict().
+        process_group: a `World` or `ProcessGroup`; default the initialized world.
+        bucket_size_mb: gradients are reduced in pieces of at least this many MB (2^20 bytes of float32).
+        broadcast_buffers: tensors and floating-point arrays that modules keep beside their parameters (running means)
+            become rank 0's: at construction, and before each forward pass in training that is to be synchronized.
+        find_unused_parameters: name parameters that no rank's first synchronized pass reached, once, on standard error.
+            They count as zero whatever is given here.
+        average: "ranks": the sum of the ranks' gradients divided by the number of ranks, as in PyTorch; right if all
+            ranks have batches of one size. "samples": each pass weighs as many samples as the first argument of
+            forward() had; for losses that are means over a batch. Right for any sizes.
+        reduction: how sums travel, one of parallel.reduction.REDUCTIONS; "tree" gives the bits that the head of this
+            file promises.
+
+    Attributes:
+        module: the model. reductions: synchronized backward passes so far. bytes_sent: by this rank, in those.
+        active: False while `join` fills in for a rank without data.
+
+    Raises:
+        ConfigError: the ranks' models differ, a setting is not allowed, or there is no process group.
+    """
+
+    def __init__(
+        self,
+        module: Module,
+        process_group: dist.ProcessGroup | None = None,
+        bucket_size_mb: float = 25.0,
+        broadcast_buffers: bool = True,
+        find_unused_parameters: bool = True,
+        *,
+        average: str = "ranks",
+        reduction: str = "tree",
+    ) -> None:
+        super().__init__()
+        if not isinstance(module, Module) or isinstance(module, DistributedDataParallel):
+            raise ConfigError(f"[ddp] a {type(module).__name__} was given; give the model, a nn.Module")
+        if not isinstance(bucket_size_mb, (int, float)) or not 0 < bucket_size_mb < math.inf:
+            raise ConfigError(f"[ddp] bucket_size_mb is {bucket_size_mb!r}; it must be above 0")
+        if average not in AVERAGES:
+            raise ConfigError(f"[ddp] average is {average!r}; choose from {', '.join(AVERAGES)}")
+        if reduction not in reductions.REDUCTIONS:
+            raise ConfigError(f"[ddp] reduction is {reduction!r}; choose from {', '.join(reductions.REDUCTIONS)}")
+        self.module = module
+        self.average, self.broadcast_buffers = average, bool(broadcast_buffers)
+        self.find_unused_parameters = bool(find_unused_parameters)
+        self.reductions = 0
+        self.active = True
+        self._group = dist._group(process_group)
+        self._comm = comm = self._group._member("DistributedDataParallel")
+        self._arena = arena = Arena.of(module.named_parameters())
+        sizes = [-(-p.size // 16) * 16 for _, p in arena.named]
+        self._same_everywhere(average, reduction, bucket_size_mb)
+        cut = ranges(sizes, max(1, int(bucket_size_mb * FLOATS_PER_MB)))
+        self._sync = _Sync(comm, arena, cut, reduction)
+        comm.broadcast(arena.params)
+        self._broadcast_buffers()
+        self._enabled = True  # whether the next backward pass communicates
+        self._samples = 0  # of forward passes since the last backward pass
+        self._replaced = False
+        self._pass = _Pass(self)
+        if isinstance(arena.watcher, _Pass) and (old := arena.watcher.ddp()) is not None:
+            old._replaced = True
+        arena.watcher = self._pass
+        Watcher.exist = True
+        dist._state().models.add(self)
+
+    @classmethod
+    def builder(cls, module: Module) -> Builder:
+        """`DDP.builder(model).world(world).bucket_size_mb(25.0).broadcast_buffers(True).build()`."""
+        return Builder(module)
+
+    def _same_everywhere(self, *settings: Any) -> None:
+        """Raises ConfigError on all ranks if one has another model or other settings than rank 0."""
+        from .trainer import fingerprint
+
+        buffers = [(name, b.shape) for name, b in self._buffers()]
+        mine = [self._arena.layout_hash() >> 1, fingerprint(buffers), fingerprint(settings)]
+        everyone = self._comm.all_gather(np.array(mine, np.int64))
+        for name, column in zip(("model", "buffers", "average, reduction or bucket size"), everyone.T, strict=True):
+            different = np.flatnonzero(column != column[0])
+            if len(different):
+                ranks = self._group.ranks
+                raise ConfigError(
+                    f"[ddp] the {name} of rank {ranks[different[0]]} differs from that of rank {ranks[0]}; start all "
+                    "ranks alike"
+                )
+
+    # --- as a module ---
+
+    def forward(self, *args: Any) -> Any:
+        """The model's forward pass."""
+        if self._replaced:
+            raise ConfigError("[ddp] this model was wrapped again; use the newer DistributedDataParallel")
+        if current().shard:
+            raise ConfigError("[ddp] a DistributedTrainer synchronizes by itself; give it the model, ddp.module")
+        if tensors._tape.enabled:
+            if args and hasattr(args[0], "shape") and len(args[0].shape):
+                self._samples += args[0].shape[0]
+            if self.broadcast_buffers and self.training and self._enabled:
+                self._broadcast_buffers()
+        return self.module(*args)
+
+    def _named(self, prefix: str) -> Iterator[tuple[str, Parameter]]:
+        return self.module._named(prefix)
+
+    def _buffers(self) -> Iterator[tuple[str, np.ndarray]]:
+        """Tensors and floating-point arrays that modules keep beside their parameters."""
+        for i, m in enumerate(self.module.modules()):
+            for name, value in vars(m).items():
+                if isinstance(value, Tensor) and not isinstance(value, Parameter) and value.layout == "rows":
+                    yield f"{i}.{name}", value.data
+                elif isinstance(value, np.ndarray) and value.dtype.kind == "f" and value.flags.c_contiguous:
+                    yield f"{i}.{name}", value
+
+    def _broadcast_buffers(self) -> None:
+        if self._comm.size > 1 and self.broadcast_buffers:
+            for _, b in self._buffers():
+                self._comm.broadcast(b)
+
+    # --- synchronization ---
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside add to this rank's gradients and do not communicate.
+
+        The next one outside reduces what has come together. Until then p.grad is this rank's sum (with
+        average="samples" each pass times its samples).
+        """
+        before, self._enabled = self._enabled, False
+        try:
+            yield
+        finally:
+            self._enabled = before
+
+    def sync_gradients(self) -> None:
+        """Reduces what passes under no_sync() have left in p.grad; all ranks call it.
+
+        Nothing happens on any rank after a backward pass that has synchronized by itself: all ranks call it then.
+        """
+        self._pass.flush()
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank's reductions have sent so far."""
+        return self._sync.bytes_sent
+
+    def join(self, loader: Any) -> Iterator[Any]:
+        """The loader's batches, on all ranks as many as the longest loader has.
+
+            for x, y in ddp.join(loader): ...     # forward, backward, step on all ranks
+
+        A rank that runs out gets its first batch again (one without data that of another rank), with `active` False:
+        the loop goes on in step, the batch's gradients are left out, and it counts no samples. With average="ranks" the
+        divisor stays the number of ranks, as in PyTorch; with "samples" the mean is over the samples there are.
+
+        Args:
+            loader: has a length, and gives tuples of arrays, or data.Batch.
+
+        Raises:
+            ConfigError: the loader has no length or gives another number of batches; no rank has data.
+        """
+        if not hasattr(loader, "__len__"):
+            raise ConfigError(
+                f"[ddp] join of a {type(loader).__name__}, which has no length; give a DataLoader or a list"
+            )
+        mine = len(loader)
+        lengths = self._comm.all_gather(np.array([mine], np.int64))[:, 0]
+        steps = int(lengths.max())
+        if not steps:
+            raise ConfigError("[ddp] join: no rank has a batch; give at least one of them data")
+        first = None
+        given = 0
+        for item in loader:
+            if given == mine:
+                raise ConfigError(f"[ddp] join: the loader said {mine} batches and gives more; correct its length")
+            given += 1
+            if given == 1:
+                first = item
+                self._lend(lengths, item)
+            yield item
+        if given != mine:
+            raise ConfigError(f"[ddp] join: the loader said {mine} batches and gave {given}; correct its length")
+        if first is None:
+            first = self._lend(lengths, None)
+        self.active = False
+        try:
+            for _ in range(steps - mine):
+                yield first
+        finally:
+            self.active = True
+
+    def _lend(self, lengths: np.ndarray, batch: Any) -> Any:
+        """Brings a batch to the ranks that have none; they get it as a tuple of arrays."""
+        if lengths.all():
+            return batch
+        root, comm = int(np.flatnonzero(lengths)[0]), self._comm
+        arrays = [np.ascontiguousarray(np.asarray(a)) for a in batch] if comm.rank == root else []
+        count = comm.broadcast(np.array([len(arrays)], np.int64), root)[0]
+        for i in range(count):
+            head = np.zeros(10, np.int64)
+            if comm.rank == root:
+                head[: 2 + arrays[i].ndim] = (CODES[arrays[i].dtype], arrays[i].ndim, *arrays[i].shape)
+            code, ndim, *shape = comm.broadcast(head, root).tolist()
+            if comm.rank != root:
+                arrays.append(np.empty(shape[:ndim], list(DTYPES.values())[code]))
+            comm.broadcast(arrays[i], root)
+        return batch if batch is not None else tuple(arrays)
+
+
+DDP = DistributedDataParallel
+
+
+class _Pass(Watcher):
+    """What happens around a backward pass; the arena holds it, and it holds the model weakly."""
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self.ddp = weakref.ref(ddp)
+        self._arena, self._sync = ddp._arena, ddp._sync
+        self._grads = ddp._arena.grads[: ddp._arena.size]
+        self._partial = Partial()  # passes that are not reduced yet
+        self._samples = 0  # of those
+        self._mean: np.ndarray | None = None  # gradients that are reduced already and were not set to zero
+        self._left: np.ndarray | None = None  # what p.grad was left as, if that is not all zero
+        self._reduced = False  # whether that was after a reduction
+        self._named = False
+        self._syncing = False  # in this pass
+        self._weight: float | None = None  # of this pass; None: it does not matter to this object
+        self._reached: set[int] = set()  # parameters
+
+    # --- one pass ---
+
+    def begin(self) -> None:
+        ddp = self.ddp()
+        if ddp is None:  # the wrapper is gone, the module lives on alone
+            self._syncing, self._weight = False, None
+            return
+        self._take_in()
+        self._syncing = ddp._enabled
+        n, ddp._samples = ddp._samples, 0
+        by_samples = ddp.average == "samples"
+        if by_samples and ddp.active and not n:
+            raise ConfigError(
+                "[ddp] average='samples', but no forward pass of the wrapped model came before this backward pass; "
+                "call ddp(x), with the batch as its first argument"
+            )
+        self._weight = (n if by_samples else 1) if ddp.active else 0
+        self._samples += self._weight
+        self._reached = set()
+        if self._syncing:
+            self._sync.begin(self._samples if by_samples else None, self._fill)
+
+    def ready(self, p: Parameter) -> None:
+        if self._weight is None:
+            return
+        self._reached.add(id(p))
+        if self._syncing:
+            self._sync.ready(p.memory.offset // 4)
+
+    def end(self) -> None:
+        if self._weight is None:
+            return
+        if self._syncing:
+            self._complete()
+        else:
+            self._weigh(self._grads)
+            self._partial.push(self._grads)
+            self._show()
+
+    def flush(self) -> None:
+        """Reduces passes that are not reduced yet."""
+        ddp = self.ddp()
+        self._take_in()
+        pending = bool(self._partial.nodes)
+        if ddp._comm.all_reduce(np.array([pending], np.int32), "max")[0] == 0:
+            if self._mean is not None:
+                self._grads[:] = self._mean
+                self._mean, self._left, self._reduced = None, None, True
+            return
+        by_samples = ddp.average == "samples"
+        self._weight, self._reached = 0, set()
+        self._sync.begin(self._samples if by_samples else None, self._fill)
+        self._complete()
+
+    # --- parts of it ---
+
+    def _take_in(self) -> None:
+        """Looks at what p.grad holds before a pass, and sets it to zero: the pass is to be a leaf of its own.
+
+        All zero: the user has begun anew. What was left there: nothing happened. Else the user has changed it, and it
+        is the sum from here on.
+        """
+        g = self._grads
+        if not g.view(np.uint32).max():
+            self._forget()
+            return
+        if self._left is None or not np.array_equal(g.view(np.int32), self._left.view(np.int32)):
+            samples, reduced = self._samples, self._reduced
+            self._forget()
+            if reduced:
+                self._mean = g.copy()
+            elif self.ddp().average == "samples" and not samples:
+                raise ConfigError(
+                    "[ddp] p.grad holds a gradient of an unknown number of samples, which the wrapped model did not "
+                    "make; call zero_grad() first"
+                )
+            else:
+                self._partial.push(g)
+                self._samples = samples
+        g[:] = 0
+
+    def _forget(self) -> None:
+        self._partial.clear()
+        self._samples, self._mean, self._left, self._reduced = 0, None, None, False
+
+    def _weigh(self, array: np.ndarray) -> None:
+        """Multiplies the newest pass by what it counts."""
+        if not self._weight:
+            array[:] = 0
+        elif self._weight != 1:
+            np.multiply(array, np.float32(self._weight), out=array)
+
+    def _fill(self, out: np.ndarray, lo: int, hi: int) -> None:
+        """This rank's sum of a range of the gradients."""
+        out[:] = self._grads[lo:hi]
+        self._weigh(out)
+        self._partial.add_to(out, lo, hi)
+
+    def _show(self) -> None:
+        """Puts the sum so far into p.grad."""
+        g = self._grads
+        g[:] = 0
+        self._partial.add_to(g, 0, len(g))
+        if self._mean is not None:
+            g += self._mean
+        if len(self._partial.nodes) == 1 and self._mean is None:
+            self._left = self._partial.nodes[0][1]
+        else:
+            self._left = g.copy()
+        self._reduced = False
+
+    def _complete(self) -> None:
+        """Ends the reduction of all buckets."""
+        ddp, g = self.ddp(), self._grads
+        for lo, hi, total, divisor in self._sync.finish():
+            np.divide(total, np.float32(divisor), out=g[lo:hi])
+        mean = self._mean
+        self._forget()
+        if mean is not None:
+            g += mean
+        self._reduced = True
+        ddp.reductions += 1
+        if not self._named:
+            self._named = True
+            self._name_unused(ddp)
+
+    def _name_unused(self, ddp: DistributedDataParallel) -> None:
+        """Says once which parameters no rank has reached."""
+        named = self._arena.named
+        reached = np.array([id(p) in self._reached for _, p in named], np.int32)
+        reached = ddp._comm.all_reduce(reached, "max")
+        names = [name for (name, p), r in zip(named, reached, strict=True) if not r and p.requires_grad]
+        if names and ddp.find_unused_parameters and ddp._comm.rank == 0:
+            print(f"odyssey: no gradient reaches {', '.join(names)}: counted as zero", file=sys.stderr, flush=True)
+
+
+class _Sync:
+    """Reduces the buckets of an arena's gradients, in their order, each as soon as it is complete.
+
+    A reduction exchanges in several phases, and when one ends depends on the rank. So that all ranks make the same
+    calls in the same order on each communicator, reductions under way at the same time have one each.
+    """
+
+    def __init__(self, comm: Communicator, arena: Arena, cut: list[tuple[int, int]], kind: str) -> None:
+        self.comm, self.cut = comm, cut
+        several = comm.size > 1 and len(cut) > 1
+        pool = [comm.split(0, comm.rank) for _ in range(min(IN_FLIGHT, len(cut)))] if several else [comm]
+        plan = planning.make(comm.size, comm.rank, comm.size, 1, 1)  # one shard per rank
+        self.reductions = [
+            reductions.make(kind, pool[i % len(pool)], plan, hi - lo, 1) for i, (lo, hi) in enumerate(cut)
+        ]
+        self.flight = len(pool)
+        self.bucket = {}  # offset of a parameter -> its bucket
+        self.wanted = [0] * len(cut)  # parameters of each bucket
+        for o in arena.offsets.values():
+            b = next(i for i, (lo, hi) in enumerate(cut) if lo <= o < hi)
+            self.bucket[o] = b
+            self.wanted[b] += 1
+
+    @property
+    def bytes_sent(self) -> int:
+        return sum(r.bytes_sent for r in self.reductions)
+
+    def begin(self, samples: int | None, fill: Any) -> None:
+        """samples: of this rank, if the mean is over samples. fill(out, lo, hi) gives this rank's sum of a range."""
+        self._missing = list(self.wanted)
+        self._started = self._done = 0
+        self._fill = fill
+        self._totals: list[np.ndarray] = []
+        self._count: Request | None = None
+        if samples is not None:
+            self._count = self.comm.all_reduce_start(np.array([samples], np.int64))
+
+    def ready(self, offset: int) -> None:
+        """The gradient of the parameter at an offset is complete."""
+        self._missing[self.bucket[offset]] -= 1
+        while self._started < len(self.cut) and not self._missing[self._started]:
+            self._start()
+        for r in self.reductions[self._done : self._started]:
+            r.poll()
+
+    def _start(self) -> None:
+        b = self._started
+        if b - self._done >= self.flight:
+            self._next()
+        r = self.reductions[b]
+        self._fill(r.buffers[0], *self.cut[b])
+        r.start()
+        self._started += 1
+
+    def _next(self) -> None:
+        self._totals.append(self.reductions[self._done].finish())
+        self._done += 1
+
+    def finish(self) -> Iterator[tuple[int, int, np.ndarray, float]]:
+        """Starts what is left and waits; gives (lo, hi, sum over ranks, divisor) of each bucket."""
+        while self._started < len(self.cut):
+            self._start()
+        divisor = self.comm.size if self._count is None else int(self._count.wait()[0])
+        for b, (lo, hi) in enumerate(self.cut):
+            if b == self._done:
+                self._next()
+            yield lo, hi, self._totals[b], max(divisor, 1)
+
+
+class Builder:
+    """Collects the settings of a DistributedDataParallel; `build()` makes it."""
+
+    def __init__(self, module: Module) -> None:
+        self._module = module
+        self._world: dist.ProcessGroup | None = None
+        self._settings: dict[str, Any] = {}
+
+    def world(self, world: dist.ProcessGroup) -> Builder:
+        """The ranks: a World or ProcessGroup."""
+        self._world = world
+        return self
+
+    def bucket_size_mb(self, size: float) -> Builder:
+        """See DistributedDataParallel."""
+        self._settings["bucket_size_mb"] = size
+        return self
+
+    def broadcast_buffers(self, on: bool) -> Builder:
+        """See DistributedDataParallel."""
+        self._settings["broadcast_buffers"] = on
+        return self
+
+    def find_unused_parameters(self, on: bool) -> Builder:
+        """See DistributedDataParallel."""
+        self._settings["find_unused_parameters"] = on
+        return self
+
+    def average(self, kind: str) -> Builder:
+        """See DistributedDataParallel."""
+        self._settings["average"] = kind
+        return self
+
+    def build(self) -> DistributedDataParallel:
+        """The wrapped model; all ranks build."""
+        return DistributedDataParallel(self._module, self._world, **self._settings)

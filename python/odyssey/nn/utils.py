@@ -1,0 +1,7 @@
+"""What a loop of one's own does with gradients between backward and step. The arithmetic is in norm.py."""
+
+from __future__ import annotations
+
+from ..norm import clip_grad_norm_
+
+__all__ = ["clip_grad_norm_"]
