@@ -30,9 +30,10 @@ from .norm import global_norm
 from .optim import Update
 from .parallel import buckets as bucketing
 from .parallel import plan as planning
-from .parallel import reduction, tensor
+from .parallel import strategy, tensor
 from .parallel.mesh import Groups, Mesh
 from .parallel.runner import Runner, Sums
+from .parallel.strategy import Strategy
 from .parallel.zero import STAGES, Parts
 from .placement import FIRST, SCHEDULES
 from .program import Block, Record, Recorder, ShardEager, encoded, fused, place, using
@@ -49,7 +50,7 @@ class Layout:
     workers: int  # of this process
     threads: int  # of this process
     shard_size: int
-    reduction: str
+    reduction: Strategy | str  # a Strategy once made
     execution: str
     mesh: Mesh = Mesh(1, 1, 1)  # fitted to the world
     zero: int = 0
@@ -58,12 +59,12 @@ class Layout:
     schedule: str = "1f1b"
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "reduction", Strategy.of(self.reduction))
         for name in ("workers", "threads", "shard_size"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ConfigError(f"[train] {name} is {value!r}; it must be an integer of at least 1")
         for name, allowed in (
-            ("reduction", tuple(reduction.REDUCTIONS)),
             ("execution", EXECUTIONS),
             ("zero", STAGES),
             ("schedule", SCHEDULES),
@@ -82,6 +83,8 @@ class Layout:
                 f"[mesh] {self.mesh} with zero={self.zero}: gradients and parameters can be spread over replicas only "
                 "where each has the whole model; use --zero 1, or --pp 1 --tp 1"
             )
+
+        self.reduction.check(self.mesh.dp, self.zero)
 
     @property
     def split(self) -> bool:
@@ -443,7 +446,7 @@ class Direct(Runner):
         self.floats = (arena.size if engine.train else 0) + lib.stats
         self.stats_at = self.floats - lib.stats
         self.plan = planning.make(self.shards, comm.rank, comm.size, lay.workers, lay.threads)
-        self._reduce = reduction.make(lay.reduction, comm, self.plan, self.floats, lay.workers)
+        self._reduce = strategy.make(lay.reduction, comm, self.plan, self.floats, lay.workers)
         lists = [numbers(a) for a in (*self.plan.threads, self.plan.final)]
         starts = np.array([a.ctypes.data for a in lists], np.int64)
         counts = np.array([len(a) for a in lists], np.int64)

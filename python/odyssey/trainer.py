@@ -32,6 +32,7 @@ from .optim import Optimizer, Schedule
 from .parallel.mesh import Groups, Mesh
 from .parallel.plan import check_workers
 from .parallel.runner import Sums
+from .parallel.strategy import Strategy
 from .placement import gpus
 
 DEVICES = ("auto", "cpu", "gpu")
@@ -98,8 +99,10 @@ class DistributedTrainer:
         shard_size: samples per shard, default 32, or the micro_batch_size of a PipelineParallel. It is part of what is
             computed; the number of workers is not.
         threads: threads of this process; default its cores divided by the ranks on this machine.
-        reduction: "tree" (same bits on any number of ranks), "mpi" (the library's own order), or another of
-            parallel.reduction.REDUCTIONS.
+        reduction: how gradients are summed (docs/strategies.md): "tree", "hierarchical" and "parameter_server" give
+            the same bits on any number of ranks, "ring" and "mpi" (the library's own order) do not.
+        servers: of "parameter_server": so many ranks add.
+        ranks_per_node: of "hierarchical": so many neighbouring ranks count as a node; default: those on one machine.
         execution: "replay" (recorded once, run without Python) or "eager" (op by op). Same bits.
         schedule: factor on the learning rate as a function of the step (optim.schedule).
         seed: seed of dropout.
@@ -135,6 +138,8 @@ class DistributedTrainer:
         shard_size: int | None = None,
         threads: int | None = None,
         reduction: str = "tree",
+        servers: int = 1,
+        ranks_per_node: int | None = None,
         execution: str = "replay",
         schedule: Schedule | None = None,
         seed: int = 0,
@@ -172,7 +177,7 @@ class DistributedTrainer:
             workers,
             threads,
             shard_size_of(model, shard_size),
-            reduction,
+            Strategy(reduction, servers, ranks_per_node),
             execution,
             self.mesh,
             zero,
@@ -443,6 +448,11 @@ class DistributedTrainer:
             "optimizer": sum(a.nbytes for a in self.optimizer.state.values()),
             "activations": max((r.work_bytes for r in runners), default=0),
         }
+
+    @property
+    def bytes_per_step(self) -> float:
+        """Bytes that this rank has sent per training step to sum gradients (and, with pp or tp, activations)."""
+        return sum(r.bytes_sent for r in self._train.runners) / max(self.steps, 1)
 
     def save_weights(self, path: str | Path) -> None:
         """Writes the parameters as safetensors, whole or not at all. Rank 0 writes; all ranks call."""

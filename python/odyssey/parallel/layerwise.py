@@ -16,7 +16,7 @@ from .. import native
 from ..optim import Update
 from ..program import encoded, place
 from . import plan as planning
-from . import reduction
+from . import reduction, strategy
 from .buckets import STATS, Segment, segments
 from .runner import Runner, Sums
 
@@ -62,11 +62,11 @@ class Layerwise(Runner):
         if pooled and written:
             # what a reduction of the largest bucket needs is known by making one
             largest = max(parts.buckets[b].floats for b in written)
-            probe = reduction.make(lay.reduction, comm, self.plan, largest, lay.workers, **options).floats_needed
+            probe = strategy.make(lay.reduction, comm, self.plan, largest, lay.workers, **options).floats_needed
             self._pool = [native.aligned(probe, zero=False) for _ in range(min(2, len(written)))]
         for i, b in enumerate(written):
             storage = self._pool[i % len(self._pool)] if pooled else None
-            self._reductions[b] = reduction.make(
+            self._reductions[b] = strategy.make(
                 lay.reduction, comm, self.plan, parts.buckets[b].floats, lay.workers, storage=storage, **options
             )
             if pooled:
@@ -74,7 +74,7 @@ class Layerwise(Runner):
                 self._own_grads[b] = native.aligned(z - a)
         self._pooled = pooled
         self._order = written
-        self._stats = reduction.make(lay.reduction, comm, self.plan, lib.stats, lay.workers)
+        self._stats = strategy.make(lay.reduction, comm, self.plan, lib.stats, lay.workers)
 
     def _step(self, engine: Engine, records: list[Any], s: Segment) -> native.Step:
         buffers = self._stats if s.grads in (None, STATS) else self._reductions[s.grads]

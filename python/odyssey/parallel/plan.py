@@ -169,14 +169,15 @@ class Exchange:
     adds: tuple[Action, ...]
 
 
+def ranges(floats: int, parts: int, align: int = 16) -> tuple[Run, ...]:
+    """0..floats-1 cut into `parts` ranges at multiples of `align`; some may be empty."""
+    cut = (share(-(-floats // align), parts, p) for p in range(parts))
+    return tuple((min(a * align, floats), min(b * align, floats)) for a, b in cut)
+
+
 @functools.lru_cache(maxsize=64)
 def exchange(shards: int, ranks: int, workers: int, floats: int, align: int = 16) -> Exchange:
     """The plan of the reduction between `ranks` processes of `workers` workers over buffers of `floats` floats."""
-    blocks = -(-floats // align)
-    ranges = []
-    for p in range(ranks):
-        a, b = share(blocks, ranks, p)
-        ranges.append((min(a * align, floats), min(b * align, floats)))
     per_rank = tuple(
         tuple(
             nodes(
@@ -201,4 +202,4 @@ def exchange(shards: int, ranks: int, workers: int, floats: int, align: int = 16
         return a
 
     complete(0, shards)
-    return Exchange(tuple(ranges), per_rank, tuple(adds))
+    return Exchange(ranges(floats, ranks, align), per_rank, tuple(adds))

@@ -2,6 +2,7 @@
 
 A reduction is made once per plan and range of parameters, and used once per step: the engine fills `buffers`, calls
 `start()` when its shards are done, may go on computing and `poll()` now and then, and takes the sum from `finish()`.
+Here are the contract and the two plainest ones; which there are, and how one is chosen, says strategy.py.
 
 `tree` completes the tree of plan.py: range p of the floats goes to rank p from everyone (one all-to-all), is added
 there in the tree's order by a kernel, and comes back to everyone (one all-gather; left out if `scatter`). With a power
@@ -14,12 +15,21 @@ on the number of ranks, so the bits do too.
 
 from __future__ import annotations
 
+import itertools
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from .. import native
 from ..comm import Communicator, Request
 from ..program import Block, encode
-from .plan import Plan, Run, exchange
+from .plan import Action, Plan, Run, exchange
+
+if TYPE_CHECKING:
+    from .strategy import Content, Strategy
 
 
 class Reduction:
@@ -27,12 +37,14 @@ class Reduction:
 
     buffers: (plan.buffers, floats) float32, where the engine puts the sums of shards. result: (floats,), the sum over
     all shards once `finish()` has returned it, valid until the next `start()`. own: the range of `result` that is
-    valid then: all of it, or this rank's part if `scatter`. ranges: the parts of all ranks.
+    valid then: all of it, or this rank's part if `scatter`. ranges: the parts of all ranks. bytes_sent: by this rank,
+    so far; bytes_plain: what the tree would have sent.
 
     Args:
         plan: what this process computes. workers: workers of each process.
         scatter: leave each rank with its own range of the sum.
         storage: float32 memory to work in, of at least `floats_needed()`; its own if None.
+        strategy: settings of the kinds that have some. content: what the floats are, where that matters.
     """
 
     def __init__(
@@ -44,12 +56,15 @@ class Reduction:
         *,
         scatter: bool = False,
         storage: np.ndarray | None = None,
+        strategy: Strategy | None = None,
+        content: Content | None = None,
     ) -> None:
         self.comm, self.plan, self.floats, self.workers, self.scatter = comm, plan, floats, workers, scatter
+        self.strategy, self.content = strategy, content
         self.exchange = exchange(plan.shards, comm.size, workers, floats)
         self.ranges: tuple[Run, ...] = self.exchange.ranges
         self.own: Run = self.ranges[comm.rank] if scatter else (0, floats)
-        self.bytes_sent = 0  # by this rank, so far
+        self.bytes_sent = 0
         self._storage = storage
         self._taken = 0
         self.buffers = self._take(plan.buffers * floats).reshape(plan.buffers, floats)
@@ -68,6 +83,11 @@ class Reduction:
         """Floats of memory that this reduction uses."""
         return self._taken
 
+    @property
+    def bytes_plain(self) -> int:
+        """Bytes that the tree would have sent."""
+        return self.bytes_sent
+
     def _prepare(self) -> None:
         """Allocates and plans; once."""
         self.result = self.buffers[self.plan.partial[0][1]]
@@ -83,93 +103,172 @@ class Reduction:
         """Waits; returns `result`."""
         return self.result
 
+    def _add_up(self, out: np.ndarray) -> np.ndarray:
+        """This rank's partial sums as one, in their order, into `out` (floats,); for kinds that leave the tree."""
+        out[:] = 0
+        for _, b in self.plan.partial:
+            out += self.buffers[b]
+        return out
 
-class TreeReduction(Reduction):
+
+class Lanes:
+    """What the reductions over one communicator share.
+
+    under_way: those started and not finished, in order. lane(p): a communicator of the same ranks for phase p. When a
+    phase ends depends on timing, which differs between ranks, but the calls on a communicator must not: so each phase
+    has one of its own, and there reductions keep the order in which they were started.
+    """
+
+    _of: weakref.WeakKeyDictionary[Communicator, Lanes] = weakref.WeakKeyDictionary()
+
+    def __init__(self) -> None:
+        self.under_way: deque[Phased] = deque()
+        self.tags = itertools.count()  # of messages from rank to rank
+        self._more: list[Communicator] = []
+
+    @classmethod
+    def of(cls, comm: Communicator) -> Lanes:
+        """Those of a communicator, made when first asked for."""
+        return cls._of.setdefault(comm, cls())
+
+    def lane(self, comm: Communicator, phase: int) -> Communicator:
+        """The communicator of a phase, `comm` itself for the first; a collective call when it is a new one."""
+        while len(self._more) < phase:
+            part = comm.group(range(comm.size))
+            assert part is not None
+            self._more.append(part)
+        return self._more[phase - 1] if phase else comm
+
+
+class Phased(Reduction):
+    """A reduction in phases, each of which starts one transfer when that of the phase before is over.
+
+    A subclass sets `phases`, functions that start a transfer and return its request, or None where there is nothing
+    to wait for. Phase p of a reduction starts after phase p of those started earlier.
+    """
+
+    phases: Sequence[Callable[[], Request | None]] = ()
+
+    def _prepare(self) -> None:
+        self.result = self._take(self.floats)
+        self.lanes = Lanes.of(self.comm)
+        self._phase = -1
+        self._request: Request | None = None
+        self._running = False
+
+    def start(self) -> None:
+        self._running, self._phase, self._request = True, -1, None
+        self.lanes.under_way.append(self)
+        self._advance(wait=False)
+
+    def poll(self) -> bool:
+        for reduction in list(self.lanes.under_way):
+            reduction._advance(wait=False)
+            if reduction is self:
+                break
+        return not self._running
+
+    def finish(self) -> np.ndarray:
+        while self._running:
+            self.lanes.under_way[0]._advance(wait=True)
+        return self.result
+
+    def _advance(self, *, wait: bool) -> None:
+        """Goes on through the phases as far as it can, or to the end."""
+        while self._running:
+            if self._request is not None:
+                if wait:
+                    self._request.wait()
+                elif not self._request.test():
+                    return
+            following = self._phase + 1
+            if following == len(self.phases):
+                self._running, self._request = False, None
+                self.lanes.under_way.remove(self)
+                return
+            for earlier in self.lanes.under_way:
+                if earlier is self:
+                    break
+                if earlier._phase < min(following, len(earlier.phases) - 1):
+                    return
+            self._phase = following
+            self._request = self.phases[following]()
+
+
+class Adder:
+    """Additions of a plan over arrays, by a kernel: array a += array b, one after the other."""
+
+    def __init__(self, pieces: Sequence[np.ndarray], actions: Sequence[Action]) -> None:
+        lib = native.library()
+        self._blocks = [Block(p) for p in pieces]
+        self._records = np.zeros((len(actions) if pieces else 0, lib.record), np.int64)
+        for row, action in zip(self._records, actions, strict=False):
+            a, b = self._blocks[action.a], self._blocks[action.b]
+            row[:5] = encode(lib, "add", (a, a, b, pieces[action.a].size), lambda m: m.address)
+        self._context = native.Context()
+
+    def run(self) -> None:
+        """Adds."""
+        if len(self._records):
+            native.library().run(self._records.ctypes.data, len(self._records), self._context)
+
+
+def rows(flat: np.ndarray, count: int, floats: int) -> list[np.ndarray]:
+    """Consecutive pieces of `floats` floats; none if they are empty."""
+    return [flat[i * floats : (i + 1) * floats] for i in range(count if floats else 0)]
+
+
+class TreeReduction(Phased):
     """The tree of plan.py, completed by an all-to-all, additions and an all-gather."""
 
     def _prepare(self) -> None:
+        super()._prepare()
+        self.cut = self._cut()
         x, rank = self.exchange, self.comm.rank
-        lo, hi = self.ranges[rank]
+        lo, hi = self.cut[rank]
         mine = len(self.plan.partial)
-        self.result = self._take(self.floats)
         self._send = self._take(mine * self.floats)
-        self._send_counts = [mine * (b - a) for a, b in self.ranges]
+        self._send_counts = [mine * (b - a) for a, b in self.cut]
         self._receive_counts = [len(ns) * (hi - lo) for ns in x.nodes]
         self._receive = self._take(sum(self._receive_counts))
-        self._request: Request | None = None
-        self._phase = 0
-        lib = native.library()
-        count = sum(len(ns) for ns in x.nodes) if hi > lo else 0
-        pieces = [Block(self._receive[i * (hi - lo) : (i + 1) * (hi - lo)]) for i in range(count)]
-        self._adds = np.zeros((len(x.adds) if pieces else 0, lib.record), np.int64)
-        for row, action in zip(self._adds, x.adds, strict=False):
-            a, b = pieces[action.a], pieces[action.b]
-            row[:5] = encode(lib, "add", (a, a, b, hi - lo), lambda m: m.address)
-        self._context = native.Context()
+        self._adder = Adder(rows(self._receive, sum(map(len, x.nodes)), hi - lo), x.adds)
+        self.phases = (self._hand_out, self._add if self.scatter else self._gather)
+        if not self.scatter:
+            self._back = self.lanes.lane(self.comm, 1)
 
-    def start(self) -> None:
+    def _cut(self) -> tuple[Run, ...]:
+        """The range that each rank adds."""
+        return self.ranges
+
+    def _hand_out(self) -> Request:
         at = 0
-        for a, b in self.ranges:
+        for a, b in self.cut:
             for _, buffer in self.plan.partial:
                 self._send[at : at + b - a] = self.buffers[buffer, a:b]
                 at += b - a
-        self._request = self.comm.all_to_all_v_start(self._send, self._send_counts, self._receive, self._receive_counts)
         self.bytes_sent += 4 * (len(self._send) - self._send_counts[self.comm.rank])
-        self._phase = 1
+        return self.comm.all_to_all_v_start(self._send, self._send_counts, self._receive, self._receive_counts)
 
-    def poll(self) -> bool:
-        while self._phase and self._request.test():
-            self._next()
-        return not self._phase
-
-    def finish(self) -> np.ndarray:
-        while self._phase:
-            self._request.wait()
-            self._next()
-        return self.result
-
-    def _next(self) -> None:
-        """What follows when the transfer of the current phase is over."""
-        if self._phase == 2:
-            self._phase = 0
-            return
-        if len(self._adds):
-            native.library().run(self._adds.ctypes.data, len(self._adds), self._context)
-        a, b = self.ranges[self.comm.rank]
+    def _add(self) -> None:
+        self._adder.run()
+        a, b = self.cut[self.comm.rank]
         self.result[a:b] = self._receive[: b - a]
-        if self.scatter:
-            self._phase = 0
-        else:
-            self._request = self.comm.all_gather_v_start(self.result, self.ranges)
-            self.bytes_sent += 4 * (b - a) * (self.comm.size - 1)
-            self._phase = 2
+
+    def _gather(self) -> Request:
+        self._add()
+        a, b = self.cut[self.comm.rank]
+        self.bytes_sent += 4 * (b - a) * (self.comm.size - 1)
+        return self._back.all_gather_v_start(self.result, self.cut)
 
 
-class LibraryReduction(Reduction):
+class LibraryReduction(Phased):
     """The library's own all-reduce over the sums of the ranks."""
 
     def _prepare(self) -> None:
-        self.result = self._take(self.floats)
-        self._request: Request | None = None
+        super()._prepare()
+        self.phases = (self._reduce,)
 
-    def start(self) -> None:
-        self.result[:] = 0
-        for _, b in self.plan.partial:
-            self.result += self.buffers[b]
-        self._request = self.comm.all_reduce_start(self.result, out=self.result)
+    def _reduce(self) -> Request:
+        self._add_up(self.result)
         self.bytes_sent += 8 * self.floats * (self.comm.size - 1) // self.comm.size  # of a ring; the library may differ
-
-    def poll(self) -> bool:
-        return self._request.test()
-
-    def finish(self) -> np.ndarray:
-        self._request.wait()
-        return self.result
-
-
-REDUCTIONS: dict[str, type[Reduction]] = {"tree": TreeReduction, "mpi": LibraryReduction}
-
-
-def make(kind: str, comm: Communicator, plan: Plan, floats: int, workers: int, **options: object) -> Reduction:
-    """The reduction of a kind (REDUCTIONS), or none for a world of one."""
-    return (Reduction if comm.size == 1 else REDUCTIONS[kind])(comm, plan, floats, workers, **options)
+        return self.comm.all_reduce_start(self.result, out=self.result)

@@ -18,8 +18,8 @@ from ..comm.base import MAX_TAG
 from ..optim import Update
 from ..program import Record, Slot, encoded, place
 from . import plan as planning
-from . import reduction, tensor
 from . import schedule as schedules
+from . import strategy, tensor
 from .runner import Runner, Sums
 from .stages import Part, Transfer, edges, partition
 
@@ -90,8 +90,8 @@ class Waves(Runner):
         bucket = self.parts.buckets[0]
         scatter = self.parts.stage > 0 and comm.size > 1
         floats = bucket.floats if engine.train else 0
-        self._sum = reduction.make(lay.reduction, comm, self.plan, floats, lay.workers, scatter=scatter)
-        self._stats = reduction.make(lay.reduction, comm, self.plan, lib.stats, lay.workers)
+        self._sum = strategy.make(lay.reduction, comm, self.plan, floats, lay.workers, scatter=scatter)
+        self._stats = strategy.make(lay.reduction, comm, self.plan, lib.stats, lay.workers)
         self.grad_bytes = 4 * self._sum.floats_needed
         self._bases = np.zeros(4, np.int64)
         self._transfers = 1 + max((t.number for p in parts for t in p.sends), default=0)
