@@ -134,6 +134,8 @@ class Engine:
         self.loss_scale = 1.0  # of the next run, if `scaled`
         self._parts: Parts | None = None
         self._places: Any = None  # record -> position in the pipeline
+        self._cut_by: tuple[Any, ...] | None = None  # the program that was cut automatically
+        self._owner: dict[int, int] = {}  # parameter (offset) -> position in the pipeline
         self._outputs: int | None = None  # of the model, as the loss saw them
         self._records: dict[tuple[int, ...], list[Record]] = {}
         self._prepared: dict[tuple[Any, ...], Runner] = {}
@@ -171,7 +173,8 @@ class Engine:
 
             return Waves(self, samples, sample_shape)
         if lay.execution == "replay":
-            if parts.stage > 1 or (len(parts.buckets) > 1 and lay.comm.size > 1 and self.train):
+            several = self.train and (parts.stage > 1 or len(parts.buckets) > 1)
+            if lay.comm.size > 1 and (parts.spread or several):
                 from .parallel.layerwise import Layerwise
 
                 return Layerwise(self, samples, sample_shape)
@@ -209,20 +212,41 @@ class Engine:
             if unused:
                 self.notes.append(f"no gradient reaches {', '.join(unused)}: counted as zero")
             if lay.split:
-                buckets = [self._share(records, self.shard_size_of(samples))]
+                buckets = [self._share(records, self.shard_size_of(samples), sample_shape)]
             else:
-                several = lay.zero > 1 or lay.comm.size > 1
-                limit = int(lay.bucket_size_mb * bucketing.FLOATS_PER_MB) if several else self.arena.size
+                limit = int(lay.bucket_size_mb * bucketing.FLOATS_PER_MB) if lay.comm.size > 1 else self.arena.size
                 buckets = bucketing.cut(records, self.arena, limit)
             self._parts = Parts(lay.zero, buckets, self.groups.dp, self.arena)
         return self._parts
 
-    def place_of(self, record: Record) -> int:
-        """The position in the pipeline that runs a record."""
-        source = self._like or self
-        return source._places(record) if source._places else 0
+    def placing(self, records: list[Record], n: int, sample_shape: tuple[int, ...]) -> Callable[[Record], int]:
+        """The position in the pipeline of each record of the program of one shard of n samples.
 
-    def _placing(self, records: list[Record], samples: int) -> Callable[[Record], int]:
+        An automatic cut was made by the numbers of the ops of one program. In others, of an evaluation without dropout
+        or of another layout, ops have other numbers: there an op with parameters is where these are, and what follows
+        it as well.
+        """
+        source = self._like or self
+        if self.layout.mesh.pp == 1:
+            return lambda r: 0
+        if source._cut_by in (None, (self.train, n, *sample_shape)):
+            return source._places
+        owner, of_tag = source._owner, {}
+        forward = [r for r in records if r.phase == "forward"]
+        used = {id(r): bucketing.touched(r, self.arena, native.PARAMS) for r in forward}
+        here = next((owner[o[0]] for r in forward if (o := used[id(r)])), 0)
+        for r in forward:
+            if used[id(r)]:
+                here = owner[used[id(r)][0]]
+            of_tag[r.tag] = here
+        return lambda r: of_tag[r.tag]
+
+    @property
+    def cut_automatically(self) -> bool:
+        """Whether the stages were cut by measured cost, not by the model's own placement."""
+        return (self._like or self)._cut_by is not None
+
+    def _first_placing(self, records: list[Record], n: int, sample_shape: tuple[int, ...]) -> Callable[[Record], int]:
         """From records to positions in the pipeline: by the model's own placement, or an automatic one.
 
         Raises:
@@ -230,36 +254,39 @@ class Engine:
         """
         pp, interleaved = self.layout.mesh.pp, self.layout.schedule == "interleaved"
         devices = sorted({r.device for r in records})
-        n = len(devices)
-        if n == 1:
+        placed = len(devices)
+        if placed == 1:
             from .parallel import costs
 
-            stage_of, plan = costs.stages(records, self.arena, samples, 2 * pp if interleaved else pp, self.layout.comm)
+            self._cut_by = (self.train, n, *sample_shape)
+            stage_of, plan = costs.stages(records, self.arena, n, 2 * pp if interleaved else pp, self.layout.comm)
             self.notes.append(f"the model is cut into {len(plan.parts)} stages by measured cost:\n{plan}")
             return lambda r: stage_of(r) % pp
-        if n < pp or (interleaved and n % pp):
+        if placed < pp or (interleaved and placed % pp):
             raise ConfigError(
-                f"[pipeline] the model is placed on {n} devices and pp is {pp}; "
-                f"use --pp {n}, or place it on {'a multiple of ' if interleaved else ''}{pp}"
+                f"[pipeline] the model is placed on {placed} devices and pp is {pp}; "
+                f"use --pp {placed}, or place it on {'a multiple of ' if interleaved else ''}{pp}"
             )
         index = {d: i for i, d in enumerate(devices)}
-        return lambda r: index[r.device] % pp if interleaved else index[r.device] * pp // n
+        return lambda r: index[r.device] % pp if interleaved else index[r.device] * pp // placed
 
-    def _share(self, records: list[Record], samples: int) -> bucketing.Bucket:
+    def _share(self, records: list[Record], n: int, sample_shape: tuple[int, ...]) -> bucketing.Bucket:
         """The parameters of this rank's part of the model, as one bucket."""
         if self.layout.mesh.pp > 1:
-            self._places = self._placing(records, samples)
+            self._places = self._first_placing(records, n, sample_shape)
+        place_of = self.placing(records, n, sample_shape)
         names = {o: n for n, o in self.arena.offsets.items()}
         users: dict[str, set[int]] = {}
         for r in records:
             for o in bucketing.touched(r, self.arena, native.PARAMS):
-                users.setdefault(names[o], set()).add(self.place_of(r))
+                users.setdefault(names[o], set()).add(place_of(r))
         for name, where in users.items():
             if len(where) > 1:
                 raise ConfigError(
                     f"[pipeline] the parameter {name} is used by stages {min(where)} and {max(where)}; a parameter has "
                     "one place: put the layers that share it on one device"
                 )
+        self._owner = {self.arena.offsets[name]: min(where) for name, where in users.items()}
         here = [n for n in self.arena.offsets if users.get(n, {self.groups.p}) == {self.groups.p}]
         ownership: dict[str, tensor.Piece] = {}
         if self.layout.mesh.tp > 1:

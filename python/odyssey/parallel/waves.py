@@ -15,7 +15,9 @@ import numpy as np
 
 from .. import native
 from ..comm.base import MAX_TAG
+from ..errors import ConfigError
 from ..optim import Update
+from ..placement import check_places
 from ..program import Record, Slot, encoded, place
 from . import plan as planning
 from . import schedule as schedules
@@ -63,7 +65,7 @@ class Waves(Runner):
         for r in records:
             if r.op == "stats":
                 r.args[0] = self._stats_slot
-        parts = partition(records, engine.place_of)
+        parts = partition(records, engine.placing(records, self.shard_size, sample_shape))
         mine = [p for p in parts if p.place == here]
         self.loss_place = next(p.place for p in parts for r in p.records if r.op == "stats")
         items = [item for p in mine for item in (*p.receives, *p.records, *p.sends)]
@@ -72,15 +74,18 @@ class Waves(Runner):
         self._stats_at = self._stats_slot.offset
         self.micro = self.plan.run[1] - self.plan.run[0]
         stages = 1 + max(p.stage for p in parts)
+        used = sorted({p.place for p in parts})  # an evaluation may have nothing to do for some
+        where = [used.index(next(p.place for p in parts if p.stage == s)) for s in range(stages)]
         self.schedule = schedules.make(
-            lay.schedule if engine.train else "gpipe",
+            self._kind(engine, where),
             stages,
             self.micro,
-            [next(p.place for p in parts if p.stage == s) for s in range(stages)],
+            where,
             edges=edges(parts),
             backward=engine.train,
         )
-        self._actions = self._order(mine)
+        computes = self.schedule.compute[used.index(here)] if mine else ()
+        self._actions = [(_phase(a), a.stage, a.micro) for a in computes]
         self._window = self._in_flight()
         self._work = native.aligned((self._window, work_bytes), np.uint8, zero=False)
         self.work_bytes = self._work.nbytes
@@ -103,12 +108,16 @@ class Waves(Runner):
 
     # --- preparation ---
 
-    def _order(self, mine: list[Part]) -> list[tuple[str, int, int]]:
-        """(phase, stage, micro-batch) in the order of this rank."""
-        if not mine:
-            return []
-        computes = self.schedule.compute[self.groups.p]
-        return [("forward" if isinstance(a, schedules.Forward) else "backward", a.stage, a.micro) for a in computes]
+    @staticmethod
+    def _kind(engine: Engine, where: list[int]) -> str:
+        """The schedule's kind: of a last, small batch an automatic cut may have other stages than it was made for."""
+        kind = engine.layout.schedule if engine.train else "gpipe"
+        if engine.cut_automatically:
+            try:
+                check_places(kind, where)
+            except ConfigError:
+                return "gpipe"
+        return kind
 
     def _in_flight(self) -> int:
         """How many micro-batches, counted on from the oldest, need a workspace at the same time."""
@@ -262,3 +271,7 @@ class Waves(Runner):
     def bytes_sent(self) -> int:
         """Bytes that this rank has sent so far."""
         return self.bytes_moved + self._sum.bytes_sent + self._stats.bytes_sent
+
+
+def _phase(action: schedules.Compute) -> str:
+    return "forward" if isinstance(action, schedules.Forward) else "backward"
