@@ -40,6 +40,7 @@ from .program import Block, Record, Recorder, ShardEager, encoded, fused, place,
 from .tensor import Tensor, empty, layout_of, make, no_grad
 
 EXECUTIONS = ("replay", "eager")
+RUNNERS = 8  # batch sizes that are kept prepared; an epoch has two, batches of one's own may have any number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +139,8 @@ class Engine:
         self._owner: dict[int, int] = {}  # parameter (offset) -> position in the pipeline
         self._outputs: int | None = None  # of the model, as the loss saw them
         self._records: dict[tuple[int, ...], list[Record]] = {}
-        self._prepared: dict[tuple[Any, ...], Runner] = {}
+        self._prepared: dict[tuple[Any, ...], Runner] = {}  # the latest last
+        self._storage: dict[str, np.ndarray] = {}
         self.notes: list[str] = []  # what the user should know once a program is recorded
 
     def run(self, batch: Batch, step: int) -> Sums:
@@ -160,9 +162,21 @@ class Engine:
     def prepare(self, samples: int, sample_shape: tuple[int, ...]) -> Runner:
         """What a batch size needs; made when it is first met."""
         key = (samples, *sample_shape)
-        if key not in self._prepared:
-            self._prepared[key] = self._runner(samples, sample_shape)
-        return self._prepared[key]
+        runner = self._prepared.pop(key, None) or self._runner(samples, sample_shape)
+        self._prepared[key] = runner
+        while len(self._prepared) > RUNNERS:
+            del self._prepared[next(iter(self._prepared))]
+        return runner
+
+    def storage(self, name: str, nbytes: int) -> np.ndarray:
+        """Memory (nbytes,) uint8 that all runners use for the same thing, as one runs at a time.
+
+        Where one needs more than the others, they are made anew when they are needed again.
+        """
+        if len(self._storage.get(name, ())) < nbytes:
+            self._prepared.clear()
+            self._storage[name] = native.aligned(nbytes, np.uint8, zero=False)
+        return self._storage[name][:nbytes]
 
     def _runner(self, samples: int, sample_shape: tuple[int, ...]) -> Runner:
         lay = self.layout
@@ -179,6 +193,12 @@ class Engine:
 
                 return Layerwise(self, samples, sample_shape)
         return Direct(self, samples, sample_shape)
+
+    def memory(self) -> tuple[int, int]:
+        """Bytes on this rank of gradients, with what their reduction works in, and of activations."""
+        shared = {name: a.nbytes for name, a in self._storage.items()}
+        work = shared.pop("work", 0) + sum(r.work_bytes for r in self.runners if not r.shares_work)
+        return sum(shared.values()) + sum(r.grad_bytes for r in self.runners), work
 
     @property
     def runners(self) -> list[Runner]:
@@ -215,7 +235,7 @@ class Engine:
                 buckets = [self._share(records, self.shard_size_of(samples), sample_shape)]
             else:
                 limit = int(lay.bucket_size_mb * bucketing.FLOATS_PER_MB) if lay.comm.size > 1 else self.arena.size
-                buckets = bucketing.cut(records, self.arena, limit)
+                buckets = bucketing.cut(records, self.arena, limit, by_params=lay.zero == 3)
             self._parts = Parts(lay.zero, buckets, self.groups.dp, self.arena)
         return self._parts
 
@@ -492,7 +512,8 @@ class Direct(Runner):
         if lay.execution == "replay":
             records = engine.record(self.shard_size, sample_shape)
             work_bytes = place(records)
-            work = native.aligned((len(self.plan.threads), work_bytes), np.uint8, zero=False)
+            threads = len(self.plan.threads)
+            work = engine.storage("work", threads * work_bytes).reshape(threads, work_bytes)
             table = encoded(records, arena, self._keep, None if engine.train else self._without_gradients)
             self.step.program, self.step.records = table.ctypes.data, len(table)
             self.step.work, self.step.work_bytes = work.ctypes.data, work_bytes

@@ -74,6 +74,14 @@ class Optimizer:
         self.state = state
         self._addresses = [a.ctypes.data for a in state.values()]
 
+    def check_whole(self) -> None:
+        """Raises ConfigError if this rank keeps only a part of the state: another trainer has spread it over ranks."""
+        if any(a.size != self._bound().size for a in self.state.values()):
+            raise ConfigError(
+                f"[{type(self).__name__}] its state is spread over the ranks of a trainer (zero=, or a mesh); "
+                "use its optimizer_state() and load_optimizer_state(), or make a new optimizer"
+            )
+
     def apply(
         self, updates: Sequence[Update], divisor: int, lr: float, agree: Callable[[bool], bool] | None = None
     ) -> bool:
@@ -115,6 +123,7 @@ class Optimizer:
             NumericsError: a gradient is NaN or infinite; nothing was changed.
         """
         arena = self._bound()
+        self.check_whole()
         one = np.ones(1, np.float32)
         everything = Update(arena.address(native.PARAMS), arena.address(native.GRADS), 0, arena.size)
         if not self.apply([everything], one.ctypes.data, self.lr):
@@ -136,6 +145,7 @@ class Optimizer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes back what state_dict() gave; the optimizer must be bound to a model of the same layout."""
         self._bound()
+        self.check_whole()
         missing = sorted({"steps", "lr"} - state.keys())
         if missing:
             raise ConfigError(f"[{type(self).__name__}] the state has no {' and no '.join(missing)}")

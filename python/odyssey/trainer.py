@@ -198,6 +198,7 @@ class DistributedTrainer:
         self.steps = 0
         self.arena = Arena.of(model.named_parameters())
         optimizer.bind(self.arena)
+        optimizer.check_whole()
         self._same_everywhere()
         loss = loss or getattr(model, "loss", None) or CrossEntropyLoss()
         if getattr(loss, "reduction", "mean") != "mean":
@@ -436,17 +437,36 @@ class DistributedTrainer:
 
     def optimizer_state(self) -> dict[str, Any]:
         """Step count, rate and state arrays in the arena's layout, whole, on every rank; collective likewise."""
-        arrays = {name: self._train.state(own).copy() for name, own in self.optimizer.state.items()}
+        whole = self._train.state if self._warned else lambda state: state  # cut into parts at the first step
+        arrays = {name: whole(own).copy() for name, own in self.optimizer.state.items()}
         return {"steps": self.optimizer.steps, "lr": self.optimizer.lr, **arrays}
+
+    def load_optimizer_state(self, state: dict[str, Any]) -> None:
+        """Takes back what optimizer_state() gave, on this layout or another; all ranks call it.
+
+        Raises:
+            ConfigError: the state is of another optimizer or model; nothing was changed.
+        """
+        arrays = {name: np.asarray(state.get(name, ())) for name in self.optimizer.states}
+        wrong = next((name for name, a in arrays.items() if a.shape != (self.arena.size,)), None)
+        if wrong or "steps" not in state or "lr" not in state:
+            raise ConfigError(
+                f"[train] the state has no {wrong or 'steps and lr'} of this optimizer and model "
+                f"({self.arena.size} numbers); give what optimizer_state() gave"
+            )
+        for name, whole in arrays.items():
+            own = np.ascontiguousarray(whole, np.float32)
+            self.optimizer.state[name][...] = self._train.own_state(own) if self._warned else own
+        self.optimizer.steps, self.optimizer.lr = int(state["steps"]), float(state["lr"])
 
     def memory(self) -> dict[str, int]:
         """Bytes that training takes on this rank: parameters, gradients and their reduction, optimizer, activations."""
-        runners = self._train.runners
+        gradients, activations = self._train.memory()
         return {
             "parameters": self._train.parameter_bytes,
-            "gradients": max((r.grad_bytes for r in runners), default=0),
+            "gradients": gradients,
             "optimizer": sum(a.nbytes for a in self.optimizer.state.values()),
-            "activations": max((r.work_bytes for r in runners), default=0),
+            "activations": activations,
         }
 
     @property

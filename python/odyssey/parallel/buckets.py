@@ -81,41 +81,59 @@ def unused(records: list[Record], arena: Arena) -> list[str]:
     return [name for name, _ in arena.named if arena.offsets[name] not in written]
 
 
-def cut(records: list[Record], arena: Arena, limit: int) -> list[Bucket]:
+def cut(records: list[Record], arena: Arena, limit: int, *, by_params: bool = False) -> list[Bucket]:
     """Buckets of at least `limit` floats (the last may be smaller), in the order in which they are finished.
 
     Parameters written by one record stay together. A bucket takes in everything that would still be written while a
-    later one is being filled. Parameters without a gradient go into the last bucket.
+    later one is being filled. Parameters without a gradient come last, in the order in which they are read.
+
+    Args:
+        by_params: parameters that one record reads stay together as well, and whatever is read while a bucket's
+            gradients are written is in that bucket: what `segments` needs to have parameters of one bucket at a time.
     """
-    first: dict[int, int] = {}
-    last: dict[int, int] = {}
-    for i, r in enumerate(records):
-        for o in touched(r, arena, native.GRADS):
-            if o < arena.size:
-                first.setdefault(o, i)
-                last[o] = i
-    groups: list[list[int]] = []  # offsets, finished together
-    for o in sorted(last, key=lambda o: (last[o], o)):
-        if groups and last[groups[-1][-1]] == last[o]:
-            groups[-1].append(o)
-        else:
-            groups.append([o])
+    writes = [[o for o in touched(r, arena, native.GRADS) if o < arena.size] for r in records]
+    reads = [touched(r, arena, native.PARAMS) if by_params else [] for r in records]
+    last = {o: i for i, found in enumerate(writes) for o in found}
     sizes = {arena.offsets[n]: -(-p.size // 16) * 16 for n, p in arena.named}
+    begun = {o: i for i, r in reversed(list(enumerate(records))) for o in touched(r, arena, native.PARAMS)}
+    rest = sorted((o for o in sizes if o not in last), key=lambda o: (begun.get(o, len(records)), o))
     cuts: list[list[int]] = []
-    for g in groups:
-        if cuts and sum(sizes[o] for o in cuts[-1]) < limit:
-            cuts[-1] += g
+    for o in (*sorted(last, key=lambda o: (last[o], o)), *rest):
+        if cuts and sum(sizes[x] for x in cuts[-1]) < limit:
+            cuts[-1].append(o)
         else:
-            cuts.append(list(g))
-        # what is written here was perhaps begun while an earlier bucket was filled: then they are one
-        while len(cuts) > 1 and min(first[o] for o in cuts[-1]) < max(last[o] for o in cuts[-2]):
-            cuts[-2:] = [cuts[-2] + cuts[-1]]
-    rest = [o for o in sizes if o not in last]
-    if not cuts:
-        cuts = [[]]
-    cuts[-1] += rest
+            cuts.append([o])
+    while (joined := _joined(cuts, writes, reads)) != cuts:
+        cuts = joined
     names = {o: n for n, o in arena.offsets.items()}
     return [some(arena, tuple(names[o] for o in sorted(offsets))) for offsets in cuts]
+
+
+def _joined(cuts: list[list[int]], writes: list[list[int]], reads: list[list[int]]) -> list[list[int]]:
+    """The same groups of parameters, those made one that cannot be apart; writes and reads: of each record."""
+    group = {o: i for i, offsets in enumerate(cuts) for o in offsets}
+    spans: dict[int, list[int]] = {}
+    for i, found in enumerate(writes):
+        for o in found:
+            spans.setdefault(group[o], [i, i])[1] = i
+    head = list(range(len(cuts)))  # the first group of those that are one
+
+    def join(a: int, b: int) -> None:
+        a, b = sorted((head[a], head[b]))
+        if a != b:
+            head[:] = [a if h == b else h for h in head]
+
+    writing: list[int | None] = [None] * len(writes)
+    for g, (start, stop) in spans.items():
+        for i in range(start, stop + 1):
+            if writing[i] is not None:
+                join(writing[i], g)
+            writing[i] = g
+    for g, found in zip(writing, reads, strict=True):
+        together = [group[o] for o in found] + ([] if g is None else [g])
+        for other in together[1:] if found else ():
+            join(together[0], other)
+    return [[o for i, offsets in enumerate(cuts) if head[i] == h for o in offsets] for h in dict.fromkeys(sorted(head))]
 
 
 def some(arena: Arena, names: Iterable[str]) -> Bucket:
@@ -154,11 +172,17 @@ def segments(records: list[Record], arena: Arena, buckets: list[Bucket], *, by_p
     at = 0
     for b, (first, last) in sorted(spans.items(), key=lambda item: item[1]):
         if first < at:
-            raise ConfigError("[train] a gradient is written again after its bucket is complete; raise bucket_size_mb")
+            raise ConfigError(
+                "[train] a gradient is written again after its bucket is complete: this batch runs other ops than the "
+                "first one; raise bucket_size_mb"
+            )
         out += _by_params(records, arena, bucket_of, at, first, None, by_params)
         inside = _by_params(records, arena, bucket_of, first, last + 1, b, by_params)
         if len(inside) > 1:
-            raise ConfigError("[zero] a bucket's gradients need parameters of another bucket; raise bucket_size_mb")
+            raise ConfigError(
+                "[zero] a bucket's gradients need parameters of another one: this batch runs other ops than the first "
+                "one; raise bucket_size_mb"
+            )
         out += inside
         at = last + 1
     return out + _by_params(records, arena, bucket_of, at, len(records), None, by_params)
@@ -185,5 +209,5 @@ def _by_params(
             if current not in (None, bucket_of[o]):
                 out.append(Segment(begun, i, current, grads))
                 begun = i
-            current = bucket_of[o]
+            current = bucket_of[o]  # all that a record reads is in one bucket (cut)
     return [*out, Segment(begun, stop, current, grads)]

@@ -55,10 +55,16 @@ def seconds(records: list[Record], arena: Arena, samples: int) -> np.ndarray:
 def ops(records: list[Record], arena: Arena, samples: int, costs: np.ndarray) -> tuple[list[int], list[auto.Op]]:
     """The forward ops of a program with their costs: the first tag of each, and what auto.cut wants to know.
 
-    Backward records count for the op they belong to; what fusion has taken away, for the op before it.
+    Backward records count for the op they belong to; what fusion has taken away, for the op before it. Ops that share a
+    parameter, and those between them, are one: a parameter has one place.
     """
     forward = [r for r in records if r.phase == "forward" and r.op not in ("labels", "stats")]
-    tags = sorted({r.tag for r in forward})
+    users: dict[int, list[int]] = {}
+    for r in forward:
+        for o in touched(r, arena, native.PARAMS):
+            users.setdefault(o, []).append(r.tag)
+    inside = {t for found in users.values() for t in range(min(found) + 1, max(found) + 1)}
+    tags = sorted({r.tag for r in forward} - inside)
     at = {id(r): max(bisect.bisect_right(tags, r.tag) - 1, 0) for r in records}
     n = len(tags)
     time_of, params, kept, crossing = np.zeros(n), [set() for _ in tags], np.zeros(n), np.zeros(n)

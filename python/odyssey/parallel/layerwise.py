@@ -39,12 +39,11 @@ class Layerwise(Runner):
         self.segments = segments(records, engine.arena, parts.buckets, by_params=parts.spread)
         own = self.plan.run[1] - self.plan.run[0]
         work_bytes = place(records)
-        self._work = native.aligned((max(own, 1), work_bytes), np.uint8, zero=False)
+        self._work = engine.storage("work", max(own, 1) * work_bytes).reshape(max(own, 1), work_bytes)
         self.work_bytes = self._work.nbytes
         self._reductions: dict[int, reduction.Reduction] = {}
         self._own_grads: dict[int, np.ndarray] = {}
         self._make_reductions(engine)
-        self._storage_user: dict[int, int] = {}
         self._keep: list[Any] = []
         self._steps = [self._step(engine, records, s) for s in self.segments]
         self._next_need = self._needs()
@@ -63,7 +62,8 @@ class Layerwise(Runner):
             # what a reduction of the largest bucket needs is known by making one
             largest = max(parts.buckets[b].floats for b in written)
             probe = strategy.make(lay.reduction, comm, self.plan, largest, lay.workers, **options).floats_needed
-            self._pool = [native.aligned(probe, zero=False) for _ in range(min(2, len(written)))]
+            names = [f"pool {i}" for i in range(min(2, len(written)))]
+            self._pool = [engine.storage(name, 4 * probe).view(np.float32) for name in names]
         for i, b in enumerate(written):
             storage = self._pool[i % len(self._pool)] if pooled else None
             self._reductions[b] = strategy.make(
@@ -71,9 +71,8 @@ class Layerwise(Runner):
             )
             if pooled:
                 a, z = parts.own[b]
-                self._own_grads[b] = native.aligned(z - a)
+                self._own_grads[b] = engine.storage(f"gradients {b}", 4 * (z - a)).view(np.float32)
         self._pooled = pooled
-        self._order = written
         self._stats = strategy.make(lay.reduction, comm, self.plan, lib.stats, lay.workers)
 
     def _step(self, engine: Engine, records: list[Any], s: Segment) -> native.Step:
@@ -189,9 +188,8 @@ class Layerwise(Runner):
 
     @property
     def grad_bytes(self) -> int:
-        """Bytes of gradients and of what their reduction works in."""
-        pool = sum(a.nbytes for a in self._pool) + sum(a.nbytes for a in self._own_grads.values())
-        return pool + (0 if self._pooled else sum(4 * r.floats_needed for r in self._reductions.values()))
+        """Bytes of gradients and of what their reduction works in, without what the engine's runners share."""
+        return 0 if self._pooled else sum(4 * r.floats_needed for r in self._reductions.values())
 
     @property
     def bytes_sent(self) -> int:

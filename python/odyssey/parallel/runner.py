@@ -34,6 +34,7 @@ class Runner:
     """Base of engine.Direct, layerwise.Layerwise and waves.Waves."""
 
     work_bytes = 0  # activations and scratch memory
+    shares_work = True  # with other runners (Engine.storage)
     bytes_sent = 0
     grad_bytes = 0
 

@@ -54,6 +54,8 @@ class Waves(Runner):
     waited: seconds spent waiting for messages; computed: seconds in kernels.
     """
 
+    shares_work = False
+
     def __init__(self, engine: Engine, samples: int, sample_shape: tuple[int, ...]) -> None:
         super().__init__(engine, samples)
         self.engine, self.groups, self.parts = engine, engine.groups, engine.parts
