@@ -30,7 +30,7 @@ from .errors import ConfigError
 from .nn import Module
 from .nn.module import Parameter
 from .parallel import plan as planning
-from .parallel import reduction as reductions
+from .parallel import strategy as strategies
 from .program import current
 from .tensor import Tensor, Watcher
 
@@ -115,7 +115,7 @@ class DistributedDataParallel(Module):
         average: "ranks": the sum of the ranks' gradients divided by the number of ranks, as in PyTorch; right if all
             ranks have batches of one size. "samples": each pass weighs as many samples as the first argument of
             forward() had; for losses that are means over a batch. Right for any sizes.
-        reduction: how sums travel, one of parallel.reduction.REDUCTIONS; "tree" gives the bits that the head of this
+        reduction: how sums travel, one of parallel.strategy.REDUCTIONS; "tree" gives the bits that the head of this
             file promises.
 
     Attributes:
@@ -144,8 +144,8 @@ class DistributedDataParallel(Module):
             raise ConfigError(f"[ddp] bucket_size_mb is {bucket_size_mb!r}; it must be above 0")
         if average not in AVERAGES:
             raise ConfigError(f"[ddp] average is {average!r}; choose from {', '.join(AVERAGES)}")
-        if reduction not in reductions.REDUCTIONS:
-            raise ConfigError(f"[ddp] reduction is {reduction!r}; choose from {', '.join(reductions.REDUCTIONS)}")
+        if reduction not in strategies.REDUCTIONS:
+            raise ConfigError(f"[ddp] reduction is {reduction!r}; choose from {', '.join(strategies.REDUCTIONS)}")
         self.module = module
         self.average, self.broadcast_buffers = average, bool(broadcast_buffers)
         self.find_unused_parameters = bool(find_unused_parameters)
@@ -482,7 +482,8 @@ class _Sync:
         pool = [comm.split(0, comm.rank) for _ in range(min(IN_FLIGHT, len(cut)))] if several else [comm]
         plan = planning.make(comm.size, comm.rank, comm.size, 1, 1)  # one shard per rank
         self.reductions = [
-            reductions.make(kind, pool[i % len(pool)], plan, hi - lo, 1) for i, (lo, hi) in enumerate(cut)
+            strategies.make(strategies.Strategy.of(kind), pool[i % len(pool)], plan, hi - lo, 1)
+            for i, (lo, hi) in enumerate(cut)
         ]
         self.flight = len(pool)
         self.bucket = {}  # offset of a parameter -> its bucket
