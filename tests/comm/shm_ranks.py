@@ -115,6 +115,15 @@ def memory(world: comm.Communicator) -> None:
     world.barrier()
 
 
+def window(world: comm.Communicator) -> None:
+    """Shared memory where files without a name do not work on one of the ranks."""
+    if world.rank == 0:
+        del os.memfd_create
+    before = len(world._windows)
+    memory(world)
+    assert len(world._windows) == before + 2
+
+
 def short_and_long_way(world: comm.Communicator) -> None:
     """One rank waits at once, the other starts and waits later: the same call. And a wait longer than a slice."""
     x = np.ones(100, np.float32)

@@ -67,8 +67,11 @@ class Reduction:
         self.bytes_sent = 0
         self._storage = storage
         self._taken = 0
-        self.buffers = self._take(plan.buffers * floats).reshape(plan.buffers, floats)
+        self.buffers = self._take_buffers()
         self._prepare()
+
+    def _take_buffers(self) -> np.ndarray:
+        return self._take(self.plan.buffers * self.floats).reshape(self.plan.buffers, self.floats)
 
     def _take(self, floats: int) -> np.ndarray:
         """Floats of the storage, from a vector boundary."""

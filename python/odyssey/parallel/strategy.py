@@ -15,6 +15,7 @@ from .plan import Plan
 from .reduction import LibraryReduction, Reduction, TreeReduction
 from .ring import RingReduction
 from .server import ServerReduction
+from .shared import SharedReduction
 
 REDUCTIONS: dict[str, type[Reduction]] = {
     "tree": TreeReduction,  # same bits on any world
@@ -111,4 +112,6 @@ def make(
         options: scatter and storage, as for Reduction.
     """
     kind = Reduction if comm.size == 1 else REDUCTIONS[strategy.reduction]
+    if kind is TreeReduction and hasattr(comm, "shared") and options.get("storage") is None:
+        kind = SharedReduction  # the same tree, in memory that all ranks see
     return kind(comm, plan, floats, workers, strategy=strategy, content=content, **options)

@@ -1,0 +1,82 @@
+"""`tree` where all ranks see the same memory (backend "shm"): buffers and result lie in it, and nothing is sent.
+
+Rank p adds range p of the floats straight out of everyone's buffers, between two barriers. The additions are those of
+plan.py, as in TreeReduction, so the bits are the same. What it is not: a way to share memory; that is comm/shm.py.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .. import native
+from ..comm import Request
+from ..program import Block, encode
+from .reduction import Phased
+
+# Floats that are added at once where several additions follow each other: what is in between stays in the first cache.
+BLOCK = 4096
+
+
+class SharedReduction(Phased):
+    """The tree of plan.py in shared memory: a barrier, additions, a barrier.
+
+    After the first barrier all buffers are complete; after the second nobody reads another's buffers any more, and the
+    result is complete. It is one array that all ranks see: it must not be written, and a range of it changes only when
+    all ranks have arrived at the first barrier of the next time.
+    """
+
+    def _take_buffers(self) -> np.ndarray:
+        nodes = self.exchange.nodes
+        mine = np.full(1 + max(len(ns) for ns in nodes), -1)  # how many buffers; which of them hold the partial sums
+        mine[0] = self.plan.buffers
+        mine[1 : 1 + len(nodes[self.comm.rank])] = [b for _, b in self.plan.partial]
+        self._where = self.comm.all_gather(mine)
+        most = int(self._where[:, 0].max())
+        memory = self.comm.shared(4 * most * self.floats)
+        self._everyone = [a.view(np.float32).reshape(most, self.floats) for a in memory]
+        self._taken += self.plan.buffers * self.floats
+        return self._everyone[self.comm.rank][: self.plan.buffers]
+
+    def _prepare(self) -> None:
+        super()._prepare()
+        if not self.scatter:
+            self.result = self.comm.shared(4 * self.floats)[0].view(np.float32)
+        lo, hi = self.ranges[self.comm.rank]
+        x = self.exchange
+        nodes = [self._everyone[r][self._where[r, 1 + i]] for r, own in enumerate(x.nodes) for i in range(len(own))]
+        self._only = None if x.adds else nodes[0]
+        self._records = self._additions(nodes, lo, hi)
+        self._context = native.Context()
+        self.phases = (self._complete, self._add)
+        self._end = self.lanes.lane(self.comm, 1)
+
+    def _additions(self, nodes: list[np.ndarray], lo: int, hi: int) -> np.ndarray:
+        """Records that add range [lo, hi) of all nodes into the result, block by block; the others are not written."""
+        lib, adds = native.library(), self.exchange.adds
+        self._between = native.aligned((max(len(adds) - 1, 1), BLOCK))
+        records = []
+        for a in range(lo, hi, BLOCK) if adds else ():
+            n = min(BLOCK, hi - a)
+            at = [Block(node[a : a + n]) for node in nodes]
+            for k, action in enumerate(adds):
+                to = Block(self.result[a : a + n] if k == len(adds) - 1 else self._between[k, :n])
+                records.append(encode(lib, "add", (to, at[action.a], at[action.b], n), lambda m: m.address))
+                at[action.a] = to
+        table = np.zeros((len(records), lib.record), np.int64)
+        for row, record in zip(table, records, strict=True):
+            row[: len(record)] = record
+        return table
+
+    def _complete(self) -> Request:
+        lo, hi = self.ranges[self.comm.rank]
+        read = len(self.plan.partial) * (self.floats - (hi - lo))  # by the others, out of this rank's buffers
+        self.bytes_sent += 4 * (read + (0 if self.scatter else (hi - lo) * (self.comm.size - 1)))
+        return self.comm.barrier_start()
+
+    def _add(self) -> Request:
+        lo, hi = self.ranges[self.comm.rank]
+        if len(self._records):
+            native.library().run(self._records.ctypes.data, len(self._records), self._context)
+        elif self._only is not None:
+            self.result[lo:hi] = self._only[lo:hi]
+        return self._end.barrier_start()
