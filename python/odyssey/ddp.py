@@ -25,7 +25,7 @@ from . import distributed as dist
 from . import tensor as tensors
 from .arena import Arena
 from .comm import Communicator, Request
-from .comm.calls import CODES, DTYPES
+from .comm.calls import CODES, DIMENSIONS, DTYPES
 from .errors import ConfigError
 from .nn import Module
 from .nn.module import Parameter
@@ -102,7 +102,9 @@ class DistributedDataParallel(Module):
             opt.step()                            # p.grad is the mean over ranks, the same bits on all
 
     All ranks construct it, and make the same number of synchronizing backward passes (`join` for uneven data).
-    Parameters of all ranks become those of rank 0. A parameter that a pass does not reach counts as zero.
+    Parameters of all ranks become those of rank 0. A parameter that a pass does not reach counts as zero. Dropout draws
+    other masks on every rank, so a model with dropout does not give the same bits on another number of ranks here (in a
+    DistributedTrainer it does).
 
     Args:
         module: the model. Its names stay as they are in state_dict().
@@ -164,6 +166,8 @@ class DistributedDataParallel(Module):
         self._samples = 0  # of forward passes since the last backward pass
         self._replaced = False
         self._pass = _Pass(self)
+        # The k-th sample of a batch is another one on every rank: it must not get the same dropout mask on all.
+        current().context.first = comm.rank * (2**32 // comm.size)
         if isinstance(arena.watcher, _Pass) and (old := arena.watcher.ddp()) is not None:
             old._replaced = True
         arena.watcher = self._pass
@@ -250,70 +254,81 @@ class DistributedDataParallel(Module):
         """Bytes that this rank's reductions have sent so far."""
         return self._sync.bytes_sent
 
-    def join(self, loader: Any) -> Iterator[Any]:
-        """The loader's batches, on all ranks as many as the longest loader has.
+    def join(self, loader: Any) -> Joined:
+        """The loader's batches, on all ranks as many as the longest loader has; all ranks call it, once per epoch.
 
             for x, y in ddp.join(loader): ...     # forward, backward, step on all ranks
 
         A rank that runs out gets its first batch again (one without data that of another rank), with `active` False:
         the loop goes on in step, the batch's gradients are left out, and it counts no samples. With average="ranks" the
-        divisor stays the number of ranks, as in PyTorch; with "samples" the mean is over the samples there are.
+        divisor stays the number of ranks, as in PyTorch; with "samples" the mean is over the samples there are. Use
+        each batch before the next is taken: `active` is that of the newest.
 
         Args:
             loader: has a length, and gives tuples of arrays, or data.Batch.
 
         Raises:
-            ConfigError: the loader has no length or gives another number of batches; no rank has data.
+            ConfigError: the loader has no length, or gives another number of batches; no rank has data.
         """
+        return Joined(self, loader)
+
+
+DDP = DistributedDataParallel
+
+
+class Joined:
+    """What `DistributedDataParallel.join` gives: an iterable of as many batches on all ranks; len() is how many."""
+
+    def __init__(self, ddp: DistributedDataParallel, loader: Any) -> None:
         if not hasattr(loader, "__len__"):
             raise ConfigError(
-                f"[ddp] join of a {type(loader).__name__}, which has no length; give a DataLoader or a list"
+                f"[ddp] join of a {type(loader).__name__}, which has no length; give a DataLoader or a list of batches"
             )
-        mine = len(loader)
-        lengths = self._comm.all_gather(np.array([mine], np.int64))[:, 0]
-        steps = int(lengths.max())
-        if not steps:
+        self._ddp, self._loader = ddp, loader
+        self._lengths = ddp._comm.all_gather(np.array([len(loader)], np.int64))[:, 0]
+        if not self._lengths.any():
             raise ConfigError("[ddp] join: no rank has a batch; give at least one of them data")
-        first = None
-        given = 0
-        for item in loader:
+
+    def __len__(self) -> int:
+        return int(self._lengths.max())
+
+    def __iter__(self) -> Iterator[Any]:
+        ddp, mine = self._ddp, int(self._lengths[self._ddp._comm.rank])
+        first, given = None, 0
+        for item in self._loader:
             if given == mine:
                 raise ConfigError(f"[ddp] join: the loader said {mine} batches and gives more; correct its length")
+            if not given:
+                first = self._lend(item)
             given += 1
-            if given == 1:
-                first = item
-                self._lend(lengths, item)
             yield item
         if given != mine:
             raise ConfigError(f"[ddp] join: the loader said {mine} batches and gave {given}; correct its length")
-        if first is None:
-            first = self._lend(lengths, None)
-        self.active = False
+        if not given:
+            first = self._lend(None)
+        ddp.active = False
         try:
-            for _ in range(steps - mine):
+            for _ in range(len(self) - mine):
                 yield first
         finally:
-            self.active = True
+            ddp.active = True
 
-    def _lend(self, lengths: np.ndarray, batch: Any) -> Any:
+    def _lend(self, batch: Any) -> Any:
         """Brings a batch to the ranks that have none; they get it as a tuple of arrays."""
-        if lengths.all():
+        if self._lengths.all():
             return batch
-        root, comm = int(np.flatnonzero(lengths)[0]), self._comm
-        arrays = [np.ascontiguousarray(np.asarray(a)) for a in batch] if comm.rank == root else []
+        root, comm = int(np.flatnonzero(self._lengths)[0]), self._ddp._comm
+        arrays = [np.asarray(a, order="C") for a in batch] if comm.rank == root else []
         count = comm.broadcast(np.array([len(arrays)], np.int64), root)[0]
         for i in range(count):
-            head = np.zeros(10, np.int64)
+            head = np.zeros(2 + DIMENSIONS, np.int64)
             if comm.rank == root:
                 head[: 2 + arrays[i].ndim] = (CODES[arrays[i].dtype], arrays[i].ndim, *arrays[i].shape)
             code, ndim, *shape = comm.broadcast(head, root).tolist()
             if comm.rank != root:
                 arrays.append(np.empty(shape[:ndim], list(DTYPES.values())[code]))
             comm.broadcast(arrays[i], root)
-        return batch if batch is not None else tuple(arrays)
-
-
-DDP = DistributedDataParallel
+        return tuple(arrays) if batch is None else batch
 
 
 class _Pass(Watcher):

@@ -616,6 +616,20 @@ def test_uneven_data_never_hangs_and_is_averaged_over_the_samples(ranks, samples
     np.testing.assert_allclose(results[0][1], net.fc3.weight.data, rtol=1e-4, atol=1e-6)
 
 
+def test_a_sampler_knows_the_world_that_was_initialized():
+    def work():
+        r, n = dist.get_rank(), dist.get_world_size()
+        by_size = dist.DistributedSampler(dataset_size=10, num_replicas=n, rank=r, shuffle=True)
+        by_data = dist.DistributedSampler(range(10), n, r)
+        known = dist.DistributedSampler(range(10))
+        for s in (by_size, by_data, known):
+            s.set_epoch(2)
+        assert list(by_size) == list(by_data) == list(known)
+        return list(known)
+
+    assert sorted(sum(on(3, work), [])) == list(range(10))
+
+
 def test_join_of_loaders_over_a_distributed_sampler():
     def work():
         train_set = data.arrays(X[:50], Y[:50], classes=10)
@@ -634,11 +648,35 @@ def test_join_of_loaders_over_a_distributed_sampler():
     def wrong():
         net = DDP(nn.LeNet5())
         with pytest.raises(ConfigError, match="no rank has a batch"):
-            next(net.join([]))
+            net.join([])
         with pytest.raises(ConfigError, match="which has no length"):
-            next(net.join(iter([1])))
+            net.join(iter([1]))
+
+        class Wrong(list):
+            def __len__(self):
+                return super().__len__() + more
+
+        for more, message in ((1, "said 2 batches and gave 1"), (-1, "said 1 batches and gives more")):
+            with pytest.raises(ConfigError, match=message):
+                list(net.join(Wrong([(X[:1], Y[:1])] * (1 + (more < 0)))))
+            assert net.active
 
     on(2, wrong)
+
+
+def test_ranks_draw_other_dropout_masks():
+    def work():
+        nn.manual_seed(1)
+        net = DDP(nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(784, 2)))
+        x = Tensor(np.ones((8, 784)))
+        x.requires_grad = True
+        with net.no_sync():
+            net(x).sum().backward()
+        return x.grad.data == 0  # backward draws the forward's mask again
+
+    a, b = on(2, work)
+    assert 0.4 < a.mean() < 0.6 and 0.4 < (a == b).mean() < 0.6
+    assert np.array_equal(a, on(1, work)[0])
 
 
 def test_unused_parameters_are_zero_and_named_once(capfd):

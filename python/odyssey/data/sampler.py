@@ -7,6 +7,7 @@ permutation for itself, which is why it must not depend on a library's random ge
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Iterator, Sized
 
 import numpy as np
@@ -43,7 +44,8 @@ class DistributedSampler:
     `set_epoch`, or give the sampler to a `DataLoader`, which does.
 
     dataset, or dataset_size: anything with a length, or the number of samples itself.
-    num_replicas, rank: number of workers and this worker's number (0..num_replicas-1); from `odyssey.comm` if None.
+    num_replicas, rank: number of workers and this worker's number (0..num_replicas-1); if None, those of the process
+        group (odyssey.distributed) or of `odyssey.comm`.
     shuffle: False keeps the order 0..n-1. seed: 0 to 2**64 - 1, the same on all workers.
     drop_last: leave out the tail, so that all shares have the length n // R.
     pad: repeat samples from the start, so that all shares have the length ceil(n / R), as PyTorch does.
@@ -148,7 +150,10 @@ def _size_of(dataset: Sized | int | None, dataset_size: int | None) -> int:
 
 
 def _world() -> tuple[int, int]:
-    """(number of workers, this worker) of `odyssey.comm`, or (1, 0) where that cannot be imported."""
+    """(number of workers, this worker) of the initialized process group, else of `odyssey.comm`, else (1, 0)."""
+    distributed = sys.modules.get("odyssey.distributed")
+    if distributed is not None and distributed.is_initialized():
+        return distributed.get_world_size(), distributed.get_rank()
     try:
         from odyssey.comm import world
     except ImportError:
