@@ -9,13 +9,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from odyssey import device, native, nn
 from odyssey import functional as F
-from odyssey import native, nn
 from odyssey.arena import Arena
 from odyssey.comm import mock
 from odyssey.errors import ConfigError
 from odyssey.parallel import tensor as tp
 from odyssey.parallel.plan import nodes
+from odyssey.parallel.stages import partition
 from odyssey.program import Range, Record, Recorder, Slot, encode, fused, place, using
 from odyssey.tensor import empty, layout_of, make
 
@@ -80,6 +81,21 @@ class Checkpointed(ThreeLinears):
         return self.fc3(nn.checkpoint(lambda v: F.tanh(self.fc2(F.tanh(v))))(self.fc1(x)))
 
 
+class Stages(nn.Module):
+    """Two places; what goes over and back is split on both sides, and used twice on the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(20, 18), nn.Linear(18, 18)
+        self.c, self.d = nn.Linear(18, 12) @ device(1), nn.Linear(12, 4) @ device(1)
+        self.loss = nn.CrossEntropyLoss()
+
+    def forward(self, x):
+        h = F.relu(self.a(x))
+        x = (self.b(h) + h).to(device(1))
+        return self.d(F.tanh(self.c(x)))
+
+
 MODELS = {
     "lenet5": (lambda: nn.models.build("lenet5", seed=1), (1, 28, 28)),
     "mlp": (lambda: nn.models.build("mlp", seed=1), (1, 28, 28)),
@@ -89,6 +105,7 @@ MODELS = {
     "convolutions": (Convolutions, (2, 10, 10)),
     "frozen": (Frozen, (37,)),
     "checkpointed": (Checkpointed, (37,)),
+    "stages": (Stages, (20,)),
 }
 
 
@@ -104,12 +121,14 @@ def record(name: str, n: int = 32, precision: str = "fp32") -> tuple[Arena, list
         x = empty((n, *shape), layout)
         recorder.emit("input", x.memory, x.groups, x.features, shape[0] if len(shape) > 1 else 1, layout=layout)
         recorder.close(x.device)
+        y = model(x)
         labels = make(recorder.alloc(4 * x.groups * 16), (n,), layout, np.int32)
+        labels.device = y.device
         recorder.emit("labels", labels.memory, x.groups, layout=layout)
-        recorder.close(x.device)
-        loss = model.loss(model(x), labels)
+        recorder.close(labels.device)
+        loss = model.loss(y, labels)
         recorder.emit("stats", recorder.stats, loss.memory, recorder.first_stats)
-        recorder.close(x.device)
+        recorder.close(loss.device)
         loss.backward()
     return arena, recorder.records
 
@@ -169,7 +188,10 @@ class Rank:
             if isinstance(segment, list):
                 self.native(segment)
             else:
-                tp.Exchange(comm, segment, self.works)()
+                if len(self.works) > 1:
+                    tp.Exchange(comm, segment, self.works)()
+                else:
+                    segment.perform(comm, self.works[0])
         return self.grads
 
 
@@ -209,6 +231,31 @@ def test_same_bits(name, size, order, shards=2, n=32):
                 piece.of(rest, t)[...] = 0
                 assert not rest.any(), f"{name_}: a gradient outside of the rank's piece"
         assert set(split.ownership) == {name_ for name_, _ in arena.named}
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_a_rewritten_program_can_be_cut_into_stages(size, fuse):
+    """Every exchange is in a part of the place where its values lie; the parts one after the other are the program."""
+    recordings = [record("stages") for _ in range(size + 1)]
+    arena, records = recordings.pop()
+    wanted = Rank(arena, fused(records), (20,), 2, 32).run()
+
+    def rank(comm):
+        own, given = recordings[comm.rank]
+        split = tp.rewrite(given, comm.rank, size)
+        parts = partition(fused(split.records) if fuse else split.records, lambda r: r.device)
+        assert [(p.phase, p.place) for p in parts] == [("forward", 0), ("forward", 1), ("backward", 1), ("backward", 0)]
+        for part in parts:
+            meetings = [r for r in part.records if isinstance(r, tp.Pseudo)]
+            assert meetings and all(r.device == part.place for r in meetings)
+        return split, Rank(own, [r for p in parts for r in p.records], (20,), 2, 32).run(comm)
+
+    for t, (split, grads) in enumerate(mock.run(size, rank)):
+        for got, right in zip(grads, wanted, strict=True):
+            for name, piece in split.ownership.items():
+                a, b = (piece.of(arena.view(flat, name), t) for flat in (got, right))
+                assert np.array_equal(bits(a), bits(b)), name
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -50,32 +50,58 @@ def owned(n: int, rank: int, size: int) -> Run:
 
 
 @dataclasses.dataclass
-class Gather(Record):
-    """Pseudo-record, args [y, mine]: y (groups, F, 16) from every rank's compact slice `mine` (groups, F_r, 16).
+class Pseudo:
+    """A place between native records where the ranks meet. The first fields are those of a Record."""
+
+    op: str
+    args: list[Any]  # [y, mine]: what it makes, from what each rank has
+    layout: str = "lanes"
+    device: int = 0
+    tag: int = -1
+    phase: str = "forward"
+    again: bool = False
+    layer: str = ""  # whose output or gradient it is
+    exchanges: dict[int, Exchange] = dataclasses.field(default_factory=dict, repr=False, compare=False)
+
+    def received(self, rank: int) -> int:
+        """Bytes that one rank gets from the others, for one shard that is exchanged alone."""
+        raise NotImplementedError
+
+    def perform(self, comm: Communicator, work: np.ndarray) -> int:
+        """Meets the other ranks for one shard, in the workspace `work` (bytes,) uint8; returns `received`.
+
+        The exchange is made once for each workspace. Raises CollectiveError.
+        """
+        at = work.ctypes.data
+        if at not in self.exchanges:
+            self.exchanges[at] = Exchange(comm, self, [work])
+        self.exchanges[at]()
+        return self.received(comm.rank)
+
+
+@dataclasses.dataclass
+class Gather(Pseudo):
+    """Args [y, mine]: y (groups, F, 16) from every rank's compact slice `mine` (groups, F_r, 16).
 
     `ranges[r]` are the features of rank r; together they are 0..F.
     """
 
     groups: int = 0
     ranges: tuple[Run, ...] = ()
-    layer: str = ""  # whose output or gradient it is
 
     def received(self, rank: int) -> int:
-        """Bytes that one rank gets from the others, for one shard."""
         a, b = self.ranges[rank]
         return 4 * LANES * self.groups * (self.ranges[-1][1] - (b - a))
 
 
 @dataclasses.dataclass
-class TreeSum(Record):
-    """Pseudo-record, args [y, mine]: y (floats,) becomes the sum of all ranks' nodes `mine` along their tree."""
+class TreeSum(Pseudo):
+    """Args [y, mine]: y (floats,) becomes the sum of all ranks' nodes `mine` along their tree."""
 
     floats: int = 0
     ranks: int = 0
-    layer: str = ""
 
     def received(self, rank: int) -> int:
-        """Bytes that one rank gets from the others, for one shard that is exchanged alone."""
         if _by_all(self.ranks, self.floats):
             return 4 * self.floats * (self.ranks - 1)
         blocks = _blocks(self.floats, self.ranks)
@@ -84,23 +110,18 @@ class TreeSum(Record):
 
 
 @dataclasses.dataclass
-class TreeSlice(Record):
-    """Pseudo-record, args [y, mine]: y (groups, F_r, 16) becomes features ranges[r] of that sum, on rank r.
+class TreeSlice(Pseudo):
+    """Args [y, mine]: y (groups, F_r, 16) becomes features ranges[r] of that sum, on rank r.
 
     `mine` is a node (groups, F, 16). For a sum of which nobody needs more than his features: half of TreeSum's bytes.
     """
 
     groups: int = 0
     ranges: tuple[Run, ...] = ()
-    layer: str = ""
 
     def received(self, rank: int) -> int:
-        """Bytes that one rank gets from the others, for one shard."""
         a, b = self.ranges[rank]
         return 4 * LANES * self.groups * (b - a) * (len(self.ranges) - 1)
-
-
-Pseudo = Gather | TreeSum | TreeSlice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +159,7 @@ class Layer:
 class Split(NamedTuple):
     """A program as one rank of a tensor-parallel group runs it."""
 
-    records: list[Record]  # native and pseudo-records; the latter in the same order on all ranks
+    records: list[Record | Pseudo]  # the pseudo-records in the same order on all ranks
     ownership: dict[str, Piece]  # of every parameter of the arena, by name
     layers: tuple[Layer, ...]  # in the order of the forward pass
 
@@ -170,7 +191,7 @@ def describe(layers: Sequence[Layer], shards: int = 1) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def segments(records: Sequence[Record]) -> list[list[Record] | Pseudo]:
+def segments(records: Sequence[Record | Pseudo]) -> list[list[Record] | Pseudo]:
     """Runs of native records, and the pseudo-records between them."""
     out: list[list[Record] | Pseudo] = []
     for r in records:
@@ -223,8 +244,9 @@ class _Value:
 
     groups: int
     ranges: tuple[Run, ...]
-    device: int
-    layer: str  # that made it
+    device: int  # of the record that made it
+    tag: int
+    layer: str
     mine: Slot | None  # (groups, F_r, 16)
     whole: bool = False  # its own memory holds it
     node: Slot | None = None  # what this rank adds to it, if neither is made yet
@@ -248,7 +270,7 @@ class _Rewriter:
         self.rank, self.size = rank, size
         self.part, end = parts(rank, size)
         self.parts = end - self.part
-        self.out: list[Record] = []
+        self.out: list[Record | Pseudo] = []
         self.ownership: dict[str, Piece] = {}
         self.plans: dict[int, _Plan] = {}  # by the weight's offset in the arena
         self.tags: dict[int, _Plan] = {}  # by forward op
@@ -317,7 +339,7 @@ class _Rewriter:
         """Memory for this rank's features of a new activation."""
         a, b = ranges[self.rank]
         mine = self._slot(groups, b - a)
-        self.values[id(memory)] = _Value(groups, ranges, r.device, layer, mine)
+        self.values[id(memory)] = _Value(groups, ranges, r.device, r.tag, layer, mine)
         return mine
 
     def _lies_split(self, memory: Memory) -> _Value | None:
@@ -330,12 +352,20 @@ class _Rewriter:
         v = self.values.get(id(memory))
         if v is not None and not v.whole:
             v.whole = True
-            common = (r.layout, v.device, r.tag, r.phase, r.again)
             if v.mine is not None:
-                self.out.append(Gather("tp_gather", [memory, v.mine], *common, v.groups, v.ranges, v.layer))
+                self._meet(r, v, Gather("tp_gather", [memory, v.mine], groups=v.groups, ranges=v.ranges))
             else:
-                self.out.append(TreeSum("tp_sum", [memory, v.node], *common, v.floats, self.size, v.layer))
+                self._meet(r, v, TreeSum("tp_sum", [memory, v.node], floats=v.floats, ranks=self.size))
         return memory
+
+    def _meet(self, r: Record, v: _Value, meeting: Pseudo) -> None:
+        """Adds a pseudo-record that r needs, to the pipeline stage where the value lies, which may not be that of r."""
+        meeting.device, meeting.tag, meeting.layer = v.device, v.tag, v.layer
+        meeting.phase, meeting.again = r.phase, r.again
+        at = len(self.out)
+        while at and (self.out[at - 1].device, self.out[at - 1].phase) != (v.device, r.phase):
+            at -= 1
+        self.out.insert(at or len(self.out), meeting)
 
     def _mine(self, memory: Memory, r: Record, groups: int, ranges: tuple[Run, ...]) -> Slot:
         """This rank's features of an activation, cut now if it is whole or cut otherwise."""
@@ -346,13 +376,12 @@ class _Rewriter:
         mine = self._slot(groups, b - a)
         if v is not None and v.mine is None and not v.whole:
             v.mine, v.groups, v.ranges = mine, groups, ranges
-            common = (r.layout, v.device, r.tag, r.phase, r.again)
-            self.out.append(TreeSlice("tp_slice", [mine, v.node], *common, groups, ranges, v.layer))
+            self._meet(r, v, TreeSlice("tp_slice", [mine, v.node], groups=groups, ranges=ranges))
             return mine
         self._whole(memory, r)
         self._emit(r, "take_features", mine, memory, groups, ranges[-1][1], a, b - a)
         if v is None:
-            self.values[id(memory)] = _Value(groups, ranges, r.device, "", mine, whole=True)
+            self.values[id(memory)] = _Value(groups, ranges, r.device, r.tag, "", mine, whole=True)
         return mine
 
     def _made(self, memory: Memory) -> None:
@@ -399,7 +428,9 @@ class _Rewriter:
 
     def _sum(self, r: Record, y: Memory, node: Slot, groups: int, features: int, layer: str) -> None:
         """y is the sum over the ranks' nodes; made when it is known whether all of it is needed."""
-        self.values[id(y)] = _Value(groups, (), r.device, layer, None, node=node, floats=groups * features * LANES)
+        self.values[id(y)] = _Value(
+            groups, (), r.device, r.tag, layer, None, node=node, floats=groups * features * LANES
+        )
 
     def _linear_forward(self, r: Record) -> None:
         y, x, w, b, g, i, o, relu = r.args
