@@ -188,10 +188,7 @@ class Rank:
             if isinstance(segment, list):
                 self.native(segment)
             else:
-                if len(self.works) > 1:
-                    tp.Exchange(comm, segment, self.works)()
-                else:
-                    segment.perform(comm, self.works[0])
+                tp.Exchange(comm, segment, self.works)()
         return self.grads
 
 

@@ -61,22 +61,10 @@ class Pseudo:
     phase: str = "forward"
     again: bool = False
     layer: str = ""  # whose output or gradient it is
-    exchanges: dict[int, Exchange] = dataclasses.field(default_factory=dict, repr=False, compare=False)
 
     def received(self, rank: int) -> int:
         """Bytes that one rank gets from the others, for one shard that is exchanged alone."""
         raise NotImplementedError
-
-    def perform(self, comm: Communicator, work: np.ndarray) -> int:
-        """Meets the other ranks for one shard, in the workspace `work` (bytes,) uint8; returns `received`.
-
-        The exchange is made once for each workspace. Raises CollectiveError.
-        """
-        at = work.ctypes.data
-        if at not in self.exchanges:
-            self.exchanges[at] = Exchange(comm, self, [work])
-        self.exchanges[at]()
-        return self.received(comm.rank)
 
 
 @dataclasses.dataclass
