@@ -7,18 +7,20 @@ from pathlib import Path
 HERE = Path(__file__).parent
 
 
-def results(launch, ranks: int) -> list[str]:
-    done = launch.python(HERE / "ddp_ranks.py", max(ranks, 1), ranks=ranks)
+def results(launch, ranks: int, backend: str) -> list[str]:
+    done = launch.python(HERE / "ddp_ranks.py", max(ranks, 1), backend, ranks=ranks)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     return done.stdout.split()
 
 
 def test_loops_under_mpirun_have_the_bits_of_one_process(launch):
-    one, two, three, four = (results(launch, ranks) for ranks in (0, 2, 3, 4))
+    one = results(launch, 0, "local")
     assert one[0] == one[1]  # buckets
-    assert one[:2] == two[:2] == four[:2]  # eight passes of eight samples, wherever
-    assert three[0] == three[1] != one[0]  # six passes
+    for ranks, backend in ((2, "mpi"), (2, "shm"), (4, "shm")):
+        assert results(launch, ranks, backend)[:2] == one[:2]  # eight passes of eight samples, wherever
+    three = results(launch, 3, "mpi")  # six passes
+    assert three[0] == three[1] != one[0] and results(launch, 3, "shm") == three
 
 
 def test_a_rank_that_leaves_the_loop_ends_the_others(launch):
