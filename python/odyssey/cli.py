@@ -314,11 +314,11 @@ def version() -> str:
 
 
 @contextlib.contextmanager
-def _on_all_ranks() -> Iterator[None]:
-    """Errors from here come on every rank alike, so one rank prints them."""
+def _on_all_ranks(kind: type[OdysseyError] = OdysseyError) -> Iterator[None]:
+    """Errors of this kind come from here on every rank alike, so one rank prints them."""
     try:
         yield
-    except OdysseyError as error:
+    except kind as error:
         error.everywhere = True  # type: ignore[attr-defined]
         raise
 
@@ -326,14 +326,16 @@ def _on_all_ranks() -> Iterator[None]:
 def run(made: Settings) -> None:
     """Train as the settings say: print one summary line and write the files that were asked for."""
     global _world
-    from odyssey import comm
+    from odyssey import comm, verify
     from odyssey.parallel.mesh import Mesh
 
     _world = world = comm.world(backend="auto")
     first = world.rank == 0
     with _on_all_ranks():
-        mesh = Mesh(made.dp, made.pp, made.tp).fit(world.size)
-        check_workers(made, (made.num_gpus or 1) * mesh.dp)
+        mesh = Mesh(made.dp, made.pp, made.tp)
+        if verify.Trace.current() is None:  # else the layout is not that of the options
+            mesh = mesh.fit(world.size)
+            check_workers(made, (made.num_gpus or 1) * mesh.dp)
     if first:
         for path, option in ((made.save_weights, "--save-weights"), (made.json, "--json")):
             if path is not None:
@@ -365,30 +367,31 @@ def run(made: Settings) -> None:
             optimizer = kind(lr=made.lr, weight_decay=made.weight_decay)
     scaler = {k: getattr(made, k) for k in ("scaler_init_scale", "scaler_growth_interval")}
     progress = make(not made.progress, sys.stderr) if first else None
-    trainer = DistributedTrainer(
-        model=model,
-        optimizer=optimizer,
-        num_gpus=made.num_gpus,
-        device=made.device,
-        backend="auto",
-        comm=world,
-        shard_size=made.shard_size,
-        threads=made.threads,
-        reduction=made.reduction,
-        execution=made.execution,
-        mesh=mesh,
-        zero=made.zero,
-        pipeline_schedule=made.pipeline_schedule,
-        bucket_size_mb=made.bucket_size_mb,
-        overlap=made.overlap,
-        accumulation_steps=made.accumulation_steps,
-        clip_norm=made.clip_norm,
-        seed=made.seed,
-        schedule=schedule,
-        precision=made.precision,
-        progress=progress,
-        **{k: v for k, v in scaler.items() if v is not None},
-    )
+    with _on_all_ranks(ConfigError):
+        trainer = DistributedTrainer(
+            model=model,
+            optimizer=optimizer,
+            num_gpus=made.num_gpus,
+            device=made.device,
+            backend="auto",
+            comm=world,
+            shard_size=made.shard_size,
+            threads=made.threads,
+            reduction=made.reduction,
+            execution=made.execution,
+            mesh=mesh,
+            zero=made.zero,
+            pipeline_schedule=made.pipeline_schedule,
+            bucket_size_mb=made.bucket_size_mb,
+            overlap=made.overlap,
+            accumulation_steps=made.accumulation_steps,
+            clip_norm=made.clip_norm,
+            seed=made.seed,
+            schedule=schedule,
+            precision=made.precision,
+            progress=progress,
+            **{k: v for k, v in scaler.items() if v is not None},
+        )
     if first and world.size > 1 and made.progress:
         print(f"odyssey: {world.size} ranks as {trainer.mesh}; {world.why}", file=sys.stderr, flush=True)
     if first and trainer.notice:
@@ -667,7 +670,10 @@ def verify_command(
     command = [sys.executable, *(["-m", "odyssey.train", "--no-progress"] if script is None else [str(script)]), *rest]
     width = max(len(text) for text in layouts)
     results = Verifier(command, steps, launcher)(
-        layouts, lambda result: click.echo(f"{result.layout:{width}}  {result.ranks} ranks  {result}")
+        layouts,
+        lambda result: click.echo(
+            f"{result.layout:{width}}  {result.ranks} rank{'s' if result.ranks > 1 else ' '}  {result}"
+        ),
     )
     same = sum(result.same for result in results)
     click.echo(f"{same} of {len(results)} layouts give the bits of one process")
@@ -752,12 +758,19 @@ def _end(code: int, line: str | None, *, everywhere: bool) -> int:
     launched = launcher.rank()
     rank = _world.rank if _world is not None else launched or 0
     several = _world.size > 1 if _world is not None else launched is not None
-    if everywhere and rank:
+    interrupted = code == INTERRUPTED
+    if not everywhere:
+        _say(line, rank if several else None)
+    elif not rank:
+        _say(line, None)
+    elif _world is None or interrupted:
         time.sleep(0.2)  # rank 0 has the same line; an earlier end of this rank could take it away before it prints
-    elif line is not None:
-        name = f"[rank {rank}] " if several and not everywhere else ""
-        with contextlib.suppress(OSError):
-            print(f"odyssey: {name}{line}", file=sys.stderr, flush=True)
+    if everywhere and not interrupted and _world is not None and several:
+        if _met(_world):
+            return code  # each rank ends by itself
+        if rank:
+            _say(line, rank)  # it was not the same everywhere
+        time.sleep(0.2)  # the others say what happened to them before all are ended
     world = _world
     if world is None and several and not everywhere:
         # The others start MPI and would wait there for this rank: only from inside can it end them.
@@ -768,6 +781,29 @@ def _end(code: int, line: str | None, *, everywhere: bool) -> int:
     if world is not None and world.size > 1:
         world.abort(code)
     return code
+
+
+def _say(line: str | None, rank: int | None) -> None:
+    """In one write: another rank's end may come between two."""
+    if line is not None:
+        with contextlib.suppress(OSError):
+            sys.stderr.write(f"odyssey: {line}\n" if rank is None else f"odyssey: [rank {rank}] {line}\n")
+            sys.stderr.flush()
+
+
+def _met(world: Any, seconds: float = 3.0) -> bool:
+    """Whether all ranks come to this end; those that do not must be ended."""
+    until = time.monotonic() + seconds
+    try:
+        request = world.barrier_start()
+        while not request.test():
+            if time.monotonic() > until:
+                return False
+            time.sleep(1e-3)
+        request.wait()
+    except Exception:
+        return False  # another rank is in another call
+    return True
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from .parallel.mesh import Groups, Mesh
 from .parallel.plan import check_workers
 from .parallel.runner import Sums
 from .parallel.strategy import Strategy
+from .parallel.tensor import PARTS
 from .placement import gpus
 
 DEVICES = ("auto", "cpu", "gpu")
@@ -192,6 +193,7 @@ class DistributedTrainer:
         self.progress = progress if self.comm.rank == 0 else None
         self.seed = seed
         self.precision = precisions.check(precision)
+        check_shared(self.mesh, precision)
         self.scaler = precisions.GradScaler(
             scaler_init_scale, growth_interval=scaler_growth_interval, enabled=precision == "fp16"
         )
@@ -523,6 +525,20 @@ def cores() -> int:
 def places(model: Module) -> int:
     """On how many devices a model is placed."""
     return len(set(getattr(model, "places", None) or (p.device.slot for p in model.parameters())))
+
+
+def check_shared(mesh: Mesh, precision: str) -> None:
+    """ConfigError, before anything is recorded, for what tensor parallelism cannot share."""
+    if mesh.tp > PARTS:
+        raise ConfigError(
+            f"[mesh] tp is {mesh.tp}; sums are cut in {PARTS} parts, so 1 to {PARTS} is allowed; "
+            "raise --dp or --pp instead"
+        )
+    if mesh.tp > 1 and precision != "fp32":
+        raise ConfigError(
+            f"[mesh] {mesh} with precision {precision}: only float32 products are shared; "
+            "use --precision fp32, or --tp 1"
+        )
 
 
 def choose_device(device: str, num_gpus: int | None) -> str | None:

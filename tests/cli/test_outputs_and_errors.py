@@ -9,7 +9,8 @@ import os
 import pytest
 
 from odyssey import build, cli, progress
-from odyssey.errors import BuildError, ConfigError, NumericsError
+from odyssey.comm import Request
+from odyssey.errors import BuildError, CollectiveError, ConfigError, NumericsError
 
 
 def test_json(odyssey_command, fake, tmp_path):
@@ -152,6 +153,23 @@ def test_error_of_all_ranks_is_printed_by_the_first(odyssey_command, fake, rank,
     fake.world.rank, fake.world.size = rank, 4
     fake.error = ConfigError("all")
     fake.error.everywhere = True
+    fake.world.barrier_start = Request  # all came
+    done = odyssey_command("train", "--no-progress")
+    assert done.err == line
+    assert done.code == 64
+    assert fake.world.aborted == []
+
+
+@pytest.mark.parametrize(("rank", "line"), [(0, "odyssey: error: all\n"), (3, "odyssey: [rank 3] error: all\n")])
+def test_error_of_all_ranks_that_some_do_not_have(odyssey_command, fake, rank, line):
+    fake.world.rank, fake.world.size = rank, 4
+    fake.error = ConfigError("all")
+    fake.error.everywhere = True
+
+    def barrier_start():
+        raise CollectiveError("another rank is elsewhere")
+
+    fake.world.barrier_start = barrier_start
     done = odyssey_command("train", "--no-progress")
     assert done.err == line
     assert fake.world.aborted == [64]
