@@ -24,7 +24,7 @@ from . import native
 from .arena import Arena
 from .comm import Communicator
 from .data import Batch
-from .errors import ConfigError
+from .errors import ConfigError, OdysseyError
 from .nn import Module
 from .norm import global_norm
 from .optim import Update
@@ -162,7 +162,11 @@ class Engine:
     def prepare(self, samples: int, sample_shape: tuple[int, ...]) -> Runner:
         """What a batch size needs; made when it is first met."""
         key = (samples, *sample_shape)
-        runner = self._prepared.pop(key, None) or self._runner(samples, sample_shape)
+        try:
+            runner = self._prepared.pop(key, None) or self._runner(samples, sample_shape)
+        except OdysseyError as error:
+            error.everywhere = True  # all ranks record the same model for the same layout
+            raise
         self._prepared[key] = runner
         while len(self._prepared) > RUNNERS:
             del self._prepared[next(iter(self._prepared))]
