@@ -141,7 +141,8 @@ class Engine:
         self._records: dict[tuple[int, ...], list[Record]] = {}
         self._prepared: dict[tuple[Any, ...], Runner] = {}  # the latest last
         self._storage: dict[str, np.ndarray] = {}
-        self.notes: list[str] = []  # what the user should know once a program is recorded
+        self.warnings: list[str] = []  # once a program is recorded: what the user should know,
+        self.plans: list[str] = []  # and how the model was cut
 
     def run(self, batch: Batch, step: int) -> Sums:
         """The sums over all shards of all ranks; gradients are valid until the next call."""
@@ -234,7 +235,7 @@ class Engine:
             records = self._fused(self.shard_size_of(samples), sample_shape)
             unused = bucketing.unused(records, self.arena)
             if unused:
-                self.notes.append(f"no gradient reaches {', '.join(unused)}: counted as zero")
+                self.warnings.append(f"no gradient reaches {', '.join(unused)}: counted as zero")
             if lay.split:
                 buckets = [self._share(records, self.shard_size_of(samples), sample_shape)]
             else:
@@ -284,7 +285,7 @@ class Engine:
 
             self._cut_by = (self.train, n, *sample_shape)
             stage_of, plan = costs.stages(records, self.arena, n, 2 * pp if interleaved else pp, self.layout.comm)
-            self.notes.append(f"the model is cut into {len(plan.parts)} stages by measured cost:\n{plan}")
+            self.plans.append(f"the model is cut into {len(plan.parts)} stages by measured cost:\n{plan}")
             return lambda r: stage_of(r) % pp
         if placed < pp or (interleaved and placed % pp):
             raise ConfigError(
@@ -316,7 +317,7 @@ class Engine:
         if self.layout.mesh.tp > 1:
             split = tensor.rewrite(records, self.groups.t, self.layout.mesh.tp)
             ownership = split.ownership
-            self.notes.append(
+            self.plans.append(
                 f"each layer is shared by {self.layout.mesh.tp} ranks; received per shard by the first of them:\n"
                 f"{split.describe()}"
             )

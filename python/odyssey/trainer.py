@@ -294,8 +294,11 @@ class DistributedTrainer:
             return
         self._warned = True
         self.optimizer.keep({name: self._train.own_state(a) for name, a in self.optimizer.state.items()})
-        for note in self._train.notes:
-            self._show(note)
+        for line in self._train.warnings:
+            self._show(line)
+        if self.progress is not None:
+            for plan in self._train.plans:
+                self._show(plan)
 
     def _divisor(self, sums: Sums) -> int:
         """Address of the number that gradients are divided by: samples, loss scale, and more if they are clipped."""
@@ -460,6 +463,11 @@ class DistributedTrainer:
             own = np.ascontiguousarray(whole, np.float32)
             self.optimizer.state[name][...] = self._train.own_state(own) if self._warned else own
         self.optimizer.steps, self.optimizer.lr = int(state["steps"]), float(state["lr"])
+
+    @property
+    def plan(self) -> str:
+        """How the model is cut over ranks, where odyssey decided it; known after the first step."""
+        return "\n".join(self._train.plans)
 
     def memory(self) -> dict[str, int]:
         """Bytes that training takes on this rank: parameters, gradients and their reduction, optimizer, activations."""
