@@ -47,10 +47,6 @@ _NUMBERS = {
 }
 _WORDS = {1: MPI.UINT8_T, 2: MPI.UINT16_T, 4: MPI.UINT32_T, 8: MPI.UINT64_T}  # for what is only moved
 
-# Where ranks outnumber cores and all of them wait for the data, MPI's blocking calls beat its non-blocking ones up to
-# this size (docs/log.md).
-_BLOCKING_BYTES = 1 << 16
-
 
 class _Slot:
     """A header of mine and those of the others, with the persistent requests that exchange them."""
@@ -125,7 +121,8 @@ class MPICommunicator(Staged):
         if kind in ("barrier", "group"):
             return None  # that all headers came is all there is to it
         bulk = send if send is not None else out
-        direct = blocking and self._crowded and bulk.nbytes <= _BLOCKING_BYTES
+        # Where ranks outnumber cores and all of them wait for this call, the blocking form is faster (docs/log.md).
+        direct = blocking and self._crowded
         if call.op is not None:
             mpi, op = _NUMBERS[bulk.dtype], _OPS[call.op]
             sent = MPI.IN_PLACE if send is out else [send, mpi]
@@ -139,17 +136,22 @@ class MPICommunicator(Staged):
         if kind == "broadcast":
             return (data.Bcast if direct else data.Ibcast)([out, mpi], call.root)
         if kind == "scatter":
-            return data.Iscatter(None if send is None else [send, mpi], [out, mpi], call.root)
+            return (data.Scatter if direct else data.Iscatter)(
+                None if send is None else [send, mpi], [out, mpi], call.root
+            )
         if kind == "gather":
-            return data.Igather([send, mpi], None if out is None else [out, mpi], call.root)
+            return (data.Gather if direct else data.Igather)(
+                [send, mpi], None if out is None else [out, mpi], call.root
+            )
         if kind == "all_gather":
             return (data.Allgather if direct else data.Iallgather)([send, mpi], [out, mpi])
         if kind == "all_to_all":
             return (data.Alltoall if direct else data.Ialltoall)([send, mpi], [out, mpi])
         if kind == "all_to_all_v":
-            return data.Ialltoallv([send, list(call.send_counts), mpi], [out, list(call.receive_counts), mpi])
+            give, take = [send, list(call.send_counts), mpi], [out, list(call.receive_counts), mpi]
+            return (data.Alltoallv if direct else data.Ialltoallv)(give, take)
         counts, starts = [b - a for a, b in call.ranges], [a for a, _ in call.ranges]
-        return data.Iallgatherv(MPI.IN_PLACE, [out, counts, starts, mpi])
+        return (data.Allgatherv if direct else data.Iallgatherv)(MPI.IN_PLACE, [out, counts, starts, mpi])
 
     def _posted(self, request: Any) -> bool:
         return request is None or request.Test()
