@@ -16,6 +16,7 @@ _HOME = {
     "DistributedDataParallel": "ddp",
     "DistributedTrainer": "trainer",
     "GradScaler": "precision",
+    "GradientCompression": "parallel.compression",
     "History": "trainer",
     "Tensor": "tensor",
     "no_grad": "tensor",
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from .ddp import DDP, DistributedDataParallel
     from .errors import OdysseyError
     from .nn import PipelineParallel, Stage, checkpoint, manual_seed
+    from .parallel.compression import GradientCompression
     from .placement import Device, device
     from .precision import GradScaler, autocast
     from .tensor import Tensor, from_dlpack, no_grad
@@ -61,6 +63,7 @@ __all__ = [
     "DistributedDataParallel",
     "DistributedTrainer",
     "GradScaler",
+    "GradientCompression",
     "History",
     "OdysseyError",
     "PipelineParallel",

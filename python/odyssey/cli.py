@@ -24,9 +24,18 @@ import click
 
 from odyssey.errors import ConfigError, DataError, OdysseyError, OutputError
 from odyssey.placement import SCHEDULES as PIPELINES
-from odyssey.recipes import DATASETS, OPTIMIZERS, RECIPES, SCHEDULES
+from odyssey.recipes import COMPRESSIONS, DATASETS, OPTIMIZERS, RECIPES, REDUCTIONS, SCHEDULES
 
 DIFFERENT, USAGE, DEFECT, INTERRUPTED, BROKEN_PIPE = 1, 64, 70, 130, 141
+STRATEGY = (  # settings that go to the trainer as they are
+    "reduction",
+    "servers",
+    "ranks_per_node",
+    "compression",
+    "compression_ratio",
+    "compression_warmup_steps",
+    "powersgd_rank",
+)
 
 _world: Any = None  # the communicator once there is one: an error must then end the other ranks as well
 
@@ -57,6 +66,12 @@ class Settings:
     device: str
     threads: int | None
     reduction: str
+    servers: int
+    ranks_per_node: int | None
+    compression: str | None
+    compression_ratio: float
+    compression_warmup_steps: int
+    powersgd_rank: int
     execution: str
     dp: int | None
     pp: int | None
@@ -377,7 +392,7 @@ def run(made: Settings) -> None:
             comm=world,
             shard_size=made.shard_size,
             threads=made.threads,
-            reduction=made.reduction,
+            **{name: getattr(made, name) for name in STRATEGY},
             execution=made.execution,
             mesh=mesh,
             zero=made.zero,
@@ -437,7 +452,9 @@ def _report(made: Settings, world: Any, trainer: Any, history: Any, weights: str
             "shard_size": made.shard_size,
             "seed": made.seed,
             "device": trainer.device,
-            "reduction": made.reduction,
+            **{name: getattr(made, name) for name in STRATEGY},
+            "bytes_per_step": history.bytes_per_step,
+            "bytes_per_step_uncompressed": history.bytes_per_step_uncompressed,
             "execution": made.execution,
             "mesh": {"dp": trainer.mesh.dp, "pp": trainer.mesh.pp, "tp": trainer.mesh.tp},
             "zero": made.zero,
@@ -461,9 +478,12 @@ def _report(made: Settings, world: Any, trainer: Any, history: Any, weights: str
 
 def summary(history: Any, weights: str) -> str:
     """The last line of a run."""
+    from odyssey.progress import traffic
+
     parts = [f"train loss {history.train_loss:.4f}", f"{history.steps} steps"]
     if history.test_accuracy is not None:
         parts.insert(0, f"test accuracy {100 * history.test_accuracy:.2f} %")
+    parts += traffic(history.bytes_per_step, history.bytes_per_step_uncompressed)
     parts += [f"{history.samples_per_second:,.0f} samples/s", f"{history.seconds:.1f} s", f"weights {weights[:16]}"]
     return "  ".join(parts)
 
@@ -562,10 +582,30 @@ def group(context: click.Context) -> None:
 )
 @click.option(
     "--reduction",
-    type=click.Choice(["tree", "mpi"]),
+    type=click.Choice(REDUCTIONS),
     default="tree",
-    help="Order of the gradient sum: tree gives the same bits on any number of workers. (default: tree)",
+    help="How gradients are summed; tree, hierarchical and parameter_server give the same bits on any number of "
+    "workers. (default: tree)",
 )
+@click.option("--servers", type=int, default=1, help="Ranks that add, of a parameter server. (default: 1)")
+@click.option(
+    "--ranks-per-node",
+    type=int,
+    help="Neighbouring ranks that count as a node, with --reduction hierarchical. (default: those on one machine)",
+)
+@click.option(
+    "--compression",
+    type=click.Choice(COMPRESSIONS),
+    help="What gradients are sent as: 16-bit floats, the largest only, or products of rank r. (default: whole)",
+)
+@click.option("--compression-ratio", type=float, default=0.01, help="Share that topk sends. (default: 0.01)")
+@click.option(
+    "--compression-warmup-steps",
+    type=int,
+    default=0,
+    help="Steps in which the share that topk sends falls from a quarter to that. (default: 0)",
+)
+@click.option("--powersgd-rank", type=int, default=2, help="The r of powersgd. (default: 2)")
 @click.option(
     "--execution",
     type=click.Choice(["replay", "eager"]),

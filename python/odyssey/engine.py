@@ -33,7 +33,7 @@ from .parallel import plan as planning
 from .parallel import strategy, tensor
 from .parallel.mesh import Groups, Mesh
 from .parallel.runner import Runner, Sums
-from .parallel.strategy import Strategy
+from .parallel.strategy import Content, Strategy
 from .parallel.zero import STAGES, Parts
 from .placement import FIRST, SCHEDULES
 from .program import Block, Record, Recorder, ShardEager, encoded, fused, place, using
@@ -85,7 +85,7 @@ class Layout:
                 "where each has the whole model; use --zero 1, or --pp 1 --tp 1"
             )
 
-        self.reduction.check(self.mesh.dp, self.zero)
+        self.reduction.check(self.mesh, self.zero)
 
     @property
     def split(self) -> bool:
@@ -141,6 +141,8 @@ class Engine:
         self._records: dict[tuple[int, ...], list[Record]] = {}
         self._prepared: dict[tuple[Any, ...], Runner] = {}  # the latest last
         self._storage: dict[str, np.ndarray] = {}
+        self._memories: dict[int, dict[str, Any]] = {}  # of a strategy, by bucket
+        self.bytes_sent = self.bytes_plain = 0  # by this rank, so far (Runner)
         self.warnings: list[str] = []  # once a program is recorded: what the user should know,
         self.plans: list[str] = []  # and how the model was cut
 
@@ -155,7 +157,10 @@ class Engine:
             ready.use(data)
         ready.context.rows = batch.indices.ctypes.data
         ready.context.step, ready.context.loss_scale = step, self.loss_scale
+        sent, plain = ready.bytes_sent, ready.bytes_plain
         sums = ready.run()
+        self.bytes_sent += ready.bytes_sent - sent
+        self.bytes_plain += ready.bytes_plain - plain
         if not replay:
             self._check_labels(data)
         return sums
@@ -243,6 +248,22 @@ class Engine:
                 buckets = bucketing.cut(records, self.arena, limit, by_params=lay.zero == 3)
             self._parts = Parts(lay.zero, buckets, self.groups.dp, self.arena)
         return self._parts
+
+    def content(self, samples: int, b: int = 0, whole: bool = False) -> Content | None:
+        """What a reduction for batches of so many samples holds: bucket b, or the `whole` arena; None if no gradients.
+
+        What a strategy keeps from step to step is kept here, so batches of all sizes share it.
+        """
+        if not self.train:
+            return None
+        bucket = bucketing.of_ranges([(0, self.arena.size)], ()) if whole else self.parts.buckets[b]
+        shapes = [
+            (piece.at + self.arena.offsets[name] - piece.lo, tuple(p.shape))
+            for name, p in self.arena.named
+            for piece in bucket.pieces
+            if piece.lo <= self.arena.offsets[name] and self.arena.offsets[name] + p.size <= piece.lo + piece.n
+        ]
+        return Content(bucket.floats, tuple(shapes), samples, self._memories.setdefault(b, {}))
 
     def placing(self, records: list[Record], n: int, sample_shape: tuple[int, ...]) -> Callable[[Record], int]:
         """The position in the pipeline of each record of the program of one shard of n samples.
@@ -498,7 +519,8 @@ class Direct(Runner):
         self.floats = (arena.size if engine.train else 0) + lib.stats
         self.stats_at = self.floats - lib.stats
         self.plan = planning.make(self.shards, comm.rank, comm.size, lay.workers, lay.threads)
-        self._reduce = strategy.make(lay.reduction, comm, self.plan, self.floats, lay.workers)
+        content = engine.content(samples, whole=True)
+        self._reduce = strategy.make(lay.reduction, comm, self.plan, self.floats, lay.workers, content=content)
         lists = [numbers(a) for a in (*self.plan.threads, self.plan.final)]
         starts = np.array([a.ctypes.data for a in lists], np.int64)
         counts = np.array([len(a) for a in lists], np.int64)
@@ -561,6 +583,10 @@ class Direct(Runner):
     def bytes_sent(self) -> int:
         """Bytes that this rank's reductions have sent so far."""
         return self._reduce.bytes_sent
+
+    @property
+    def bytes_plain(self) -> int:
+        return self._reduce.bytes_plain
 
     def _run_eager(self) -> None:
         """The same plan, each shard through Python, one after the other."""

@@ -52,7 +52,14 @@ def epoch_line(record: dict[str, Any], epochs: int) -> str:
         parts.append(f"{record['samples_per_second']:,.0f} samples/s")
     if record.get("seconds") is not None:
         parts.append(f"{record['seconds']:.1f} s")
-    return "  ".join(parts)
+    return "  ".join(parts + traffic(record.get("bytes_per_step"), record.get("bytes_per_step_uncompressed")))
+
+
+def traffic(sent: float | None, uncompressed: float | None) -> list[str]:
+    """What a step sends, if it is not what it would be without compression."""
+    if not sent or not uncompressed or sent == uncompressed:
+        return []
+    return [f"{sent / 1e3:,.1f} KB/step sent (uncompressed {uncompressed / 1e3:,.1f})"]
 
 
 class PlainProgress:

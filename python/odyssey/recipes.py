@@ -46,3 +46,6 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 
 SCHEDULES: tuple[str, ...] = ("constant", "step", "cosine", "linear-warmup")
 DATASETS: tuple[str, ...] = ("mnist", "fashion-mnist", "cifar10")
+
+REDUCTIONS: tuple[str, ...] = ("tree", "mpi", "ring", "hierarchical", "parameter_server")
+COMPRESSIONS: tuple[str, ...] = ("fp16", "bf16", "topk", "powersgd")

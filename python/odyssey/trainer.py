@@ -73,6 +73,16 @@ class History:
         return max((r["test_accuracy"] for r in self.records if r.get("test_accuracy") is not None), default=None)
 
     @property
+    def bytes_per_step(self) -> float | None:
+        """Bytes that a rank sent per step of the last epoch to sum gradients."""
+        return self._last("bytes_per_step")
+
+    @property
+    def bytes_per_step_uncompressed(self) -> float | None:
+        """The same if gradients were summed along the tree, uncompressed."""
+        return self._last("bytes_per_step_uncompressed")
+
+    @property
     def samples_per_second(self) -> float:
         """Training samples of all ranks per second of training."""
         return self.samples / self.seconds if self.seconds else 0.0
@@ -104,6 +114,11 @@ class DistributedTrainer:
             the same bits on any number of ranks, "ring" and "mpi" (the library's own order) do not.
         servers: of "parameter_server": so many ranks add.
         ranks_per_node: of "hierarchical": so many neighbouring ranks count as a node; default: those on one machine.
+        compression: None, "fp16", "bf16", "topk" or "powersgd": what gradients are sent as; the same bits in every run
+            on the same number of ranks. A single process sends nothing and compresses nothing.
+        compression_ratio: of "topk": the share of the gradients that is sent.
+        compression_warmup_steps: of "topk": steps in which the ratio falls from a quarter to that.
+        powersgd_rank: of "powersgd".
         execution: "replay" (recorded once, run without Python) or "eager" (op by op). Same bits.
         schedule: factor on the learning rate as a function of the step (optim.schedule).
         seed: seed of dropout.
@@ -141,6 +156,10 @@ class DistributedTrainer:
         reduction: str = "tree",
         servers: int = 1,
         ranks_per_node: int | None = None,
+        compression: str | None = None,
+        compression_ratio: float = 0.01,
+        compression_warmup_steps: int = 0,
+        powersgd_rank: int = 2,
         execution: str = "replay",
         schedule: Schedule | None = None,
         seed: int = 0,
@@ -173,12 +192,22 @@ class DistributedTrainer:
             raise ConfigError(f"[train] clip_norm is {clip_norm!r}; it must be above 0 and finite")
         self.clip_norm = clip_norm
         self.mesh = (mesh or Mesh()).fit(self.comm.size, places(model))
+        strategy = Strategy(
+            reduction,
+            servers,
+            ranks_per_node,
+            compression,
+            compression_ratio,
+            compression_warmup_steps,
+            powersgd_rank,
+        )
+        strategy.check(self.mesh, zero, precision)
         self.layout = Layout(
             self.comm,
             workers,
             threads,
             shard_size_of(model, shard_size),
-            Strategy(reduction, servers, ranks_per_node),
+            strategy,
             execution,
             self.mesh,
             zero,
@@ -394,6 +423,7 @@ class DistributedTrainer:
     def _epoch(self, train_loader: Any, val_loader: Any, epoch: int, steps: int | None, history: History) -> None:
         t0 = time.perf_counter()
         shown = t0
+        before = (history.steps, self._train.bytes_sent, self._train.bytes_plain)
         loss = correct = samples = counted = 0.0
         for i, batch in enumerate(_joined(_batches(train_loader), self.accumulation_steps)):
             a, b = self.train_step(batch)
@@ -413,12 +443,15 @@ class DistributedTrainer:
             raise ConfigError("[train] the loader gave no batch; give it data, or a smaller batch size")
         history.seconds += seconds
         history.samples += int(samples)
+        taken = history.steps - before[0]
         record: dict[str, Any] = {
             "epoch": epoch + 1,
             "train_loss": loss / counted if counted else math.nan,
             "train_accuracy": correct / max(counted, 1),
             "samples_per_second": samples / seconds,
             "seconds": seconds,
+            "bytes_per_step": (self._train.bytes_sent - before[1]) / taken,
+            "bytes_per_step_uncompressed": (self._train.bytes_plain - before[2]) / taken,
             "test_loss": None,
             "test_accuracy": None,
         }
@@ -482,7 +515,12 @@ class DistributedTrainer:
     @property
     def bytes_per_step(self) -> float:
         """Bytes that this rank has sent per training step to sum gradients (and, with pp or tp, activations)."""
-        return sum(r.bytes_sent for r in self._train.runners) / max(self.steps, 1)
+        return self._train.bytes_sent / max(self.steps, 1)
+
+    @property
+    def bytes_per_step_uncompressed(self) -> float:
+        """The same if gradients were summed along the tree, uncompressed."""
+        return self._train.bytes_plain / max(self.steps, 1)
 
     def save_weights(self, path: str | Path) -> None:
         """Writes the parameters as safetensors, whole or not at all. Rank 0 writes; all ranks call."""

@@ -50,7 +50,11 @@ def fake(monkeypatch):
         steps=3752,
         samples_per_second=61234.4,
         seconds=7.71,
+        bytes_per_step=1000.0,
+        bytes_per_step_uncompressed=1000.0,
     )
+
+    record.history = history
 
     class Trainer:
         workers, threads, device = 4, 2, "cpu"

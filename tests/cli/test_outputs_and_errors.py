@@ -36,6 +36,14 @@ def test_json(odyssey_command, fake, tmp_path):
         "seed": 3,
         "device": "cpu",
         "reduction": "tree",
+        "servers": 1,
+        "ranks_per_node": None,
+        "compression": None,
+        "compression_ratio": 0.01,
+        "compression_warmup_steps": 0,
+        "powersgd_rank": 2,
+        "bytes_per_step": 1000.0,
+        "bytes_per_step_uncompressed": 1000.0,
         "execution": "replay",
         "mesh": {"dp": 1, "pp": 1, "tp": 1},
         "zero": 0,
@@ -55,6 +63,13 @@ def test_json(odyssey_command, fake, tmp_path):
         "history": [{"epoch": 1, "train_loss": 0.5, "test_accuracy": 0.9}],
     }
     assert os.listdir(tmp_path) == ["out.json"]
+
+
+def test_a_compressed_run_says_what_a_step_sends(odyssey_command, fake):
+    fake.history.bytes_per_step = 49.36
+    line = odyssey_command("train", "--compression", "topk").out
+    assert "  3752 steps  0.0 KB/step sent (uncompressed 1.0)  61,234 samples/s" in line
+    assert fake.calls["trainer"]["compression"] == "topk"
 
 
 def test_json_without_eval(odyssey_command, tmp_path):

@@ -54,20 +54,35 @@ class Layerwise(Runner):
 
     def _make_reductions(self, engine: Engine) -> None:
         lay, comm, parts, lib = engine.layout, engine.groups.dp, self.parts, native.library()
+        options: dict[str, Any] = {"scatter": parts.stage > 0 and comm.size > 1}
         pooled = parts.stage >= 2 and comm.size > 1
-        options: dict[str, Any] = {"scatter": parts.stage > 0 and comm.size > 1, "shared": not pooled}
         written = [s.grads for s in self.segments if s.grads not in (None, STATS)]
         self._pool: list[np.ndarray] = []
         if pooled and written:
             # what a reduction of the largest bucket needs is known by making one
-            largest = max(parts.buckets[b].floats for b in written)
-            probe = strategy.make(lay.reduction, comm, self.plan, largest, lay.workers, **options).floats_needed
+            b = max(written, key=lambda b: parts.buckets[b].floats)
+            probe = strategy.make(
+                lay.reduction,
+                comm,
+                self.plan,
+                parts.buckets[b].floats,
+                lay.workers,
+                content=engine.content(self.samples, b),
+                **options,
+            ).floats_needed
             names = [f"pool {i}" for i in range(min(2, len(written)))]
             self._pool = [engine.storage(name, 4 * probe).view(np.float32) for name in names]
         for i, b in enumerate(written):
             storage = self._pool[i % len(self._pool)] if pooled else None
             self._reductions[b] = strategy.make(
-                lay.reduction, comm, self.plan, parts.buckets[b].floats, lay.workers, storage=storage, **options
+                lay.reduction,
+                comm,
+                self.plan,
+                parts.buckets[b].floats,
+                lay.workers,
+                storage=storage,
+                content=engine.content(self.samples, b),
+                **options,
             )
             if pooled:
                 a, z = parts.own[b]
@@ -195,3 +210,7 @@ class Layerwise(Runner):
     def bytes_sent(self) -> int:
         """Bytes that this rank's reductions have sent so far."""
         return sum(r.bytes_sent for r in (*self._reductions.values(), self._stats))
+
+    @property
+    def bytes_plain(self) -> int:
+        return sum(r.bytes_plain for r in (*self._reductions.values(), self._stats))

@@ -35,7 +35,8 @@ class Runner:
 
     work_bytes = 0  # activations and scratch memory
     shares_work = True  # with other runners (Engine.storage)
-    bytes_sent = 0
+    bytes_sent = 0  # by this rank, so far
+    bytes_plain = 0  # the same if gradients were summed along the tree, uncompressed
     grad_bytes = 0
 
     def __init__(self, engine: Engine, samples: int) -> None:

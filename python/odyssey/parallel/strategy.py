@@ -10,7 +10,9 @@ from typing import Any
 
 from ..comm import Communicator
 from ..errors import ConfigError
+from .compression import COMPRESSIONS, check_ratio
 from .hierarchical import HierarchicalReduction
+from .mesh import Mesh
 from .plan import Plan
 from .reduction import LibraryReduction, Reduction, TreeReduction
 from .ring import RingReduction
@@ -24,6 +26,16 @@ REDUCTIONS: dict[str, type[Reduction]] = {
     "hierarchical": HierarchicalReduction,  # same bits on any world
     "parameter_server": ServerReduction,  # same bits on any world
 }
+
+
+#: (setting, the setting it belongs to, and which value of that has it)
+OWNERS = (
+    ("servers", "reduction", "parameter_server"),
+    ("ranks_per_node", "reduction", "hierarchical"),
+    ("compression_ratio", "compression", "topk"),
+    ("compression_warmup_steps", "compression", "topk"),
+    ("powersgd_rank", "compression", "powersgd"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +63,10 @@ class Strategy:
         reduction: a name of REDUCTIONS.
         servers: of "parameter_server": ranks 0 to servers - 1 add.
         ranks_per_node: of "hierarchical": so many neighbouring ranks count as a node; None: those on one machine.
+        compression: None, or a name of COMPRESSIONS, which takes the place of the reduction's own exchange.
+        compression_ratio: of "topk": the share of the gradients that is sent.
+        compression_warmup_steps: of "topk": steps in which the ratio falls to that.
+        powersgd_rank: of "powersgd".
 
     Raises:
         ConfigError: a setting is not allowed, or belongs to another kind.
@@ -59,31 +75,49 @@ class Strategy:
     reduction: str = "tree"
     servers: int = 1
     ranks_per_node: int | None = None
+    compression: str | None = None
+    compression_ratio: float = 0.01
+    compression_warmup_steps: int = 0
+    powersgd_rank: int = 2
 
     def __post_init__(self) -> None:
         if self.reduction not in REDUCTIONS:
             raise ConfigError(f"[train] reduction is {self.reduction!r}; choose from {', '.join(REDUCTIONS)}")
-        for name in ("servers", "ranks_per_node"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ConfigError(f"[train] {name} is {value!r}; it must be an integer of at least 1")
-        for name, default, owners in (
-            ("servers", 1, ("parameter_server",)),
-            ("ranks_per_node", None, ("hierarchical",)),
+        if self.compression is not None and self.compression not in COMPRESSIONS:
+            raise ConfigError(
+                f"[train] compression is {self.compression!r}; choose from {', '.join(COMPRESSIONS)}, or None"
+            )
+        for name, low in (
+            ("servers", 1),
+            ("ranks_per_node", 1),
+            ("compression_warmup_steps", 0),
+            ("powersgd_rank", 1),
         ):
-            if getattr(self, name) != default and self.reduction not in owners:
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < low):
+                raise ConfigError(f"[train] {name} is {value!r}; it must be an integer of at least {low}")
+        check_ratio("train", "compression_ratio", self.compression_ratio)
+        defaults = {f.name: f.default for f in dataclasses.fields(self)}
+        for name, setting, owner in OWNERS:
+            if getattr(self, name) != defaults[name] and getattr(self, setting) != owner:
                 raise ConfigError(
-                    f"[train] {name} is given, but reduction={self.reduction!r} has none; "
-                    f"leave it out, or use reduction={owners[0]!r}"
+                    f"[train] {name} is given, but {setting}={getattr(self, setting)!r} has none; "
+                    f"leave it out, or use {setting}={owner!r}"
                 )
+        if self.compression and self.reduction != "tree":
+            raise ConfigError(
+                f"[train] compression={self.compression!r} has an exchange of its own; "
+                f"leave reduction={self.reduction!r} out"
+            )
 
     @classmethod
     def of(cls, given: Strategy | str) -> Strategy:
         """A strategy, or that of a reduction's name."""
         return given if isinstance(given, cls) else cls(given)
 
-    def check(self, ranks: int, zero: int) -> None:
-        """Raises ConfigError if it does not go with a number of replicas and a ZeRO stage."""
+    def check(self, mesh: Mesh, zero: int, precision: str = "fp32") -> None:
+        """Raises ConfigError if it does not go with a fitted mesh, a ZeRO stage or a precision."""
+        ranks = mesh.dp or 1
         if self.servers > ranks:
             raise ConfigError(
                 f"[train] {self.servers} servers but {ranks} rank{'s' * (ranks > 1)}; lower --servers, or raise -n"
@@ -92,6 +126,23 @@ class Strategy:
             raise ConfigError(
                 f"[train] reduction='parameter_server' keeps sums on its servers, zero={zero} a part on every rank; "
                 "use reduction='tree'"
+            )
+        if self.compression and (mesh.tp or 1) > 1:
+            raise ConfigError(
+                f"[train] compression={self.compression!r} with {mesh}: ranks that share a layer would round its "
+                "gradients differently; use --tp 1, or no compression"
+            )
+        if self.compression not in ("topk", "powersgd"):
+            return
+        if zero > 1:
+            raise ConfigError(
+                f"[train] compression={self.compression!r} keeps what it did not send, as large as all gradients, "
+                f"which zero={zero} is there to avoid; use zero=1, or compression='bf16'"
+            )
+        if precision == "fp16":
+            raise ConfigError(
+                f"[train] compression={self.compression!r} adds what it did not send to a later step, but "
+                "precision='fp16' changes the scale of gradients in between; use precision='bf16'"
             )
 
 
@@ -103,17 +154,21 @@ def make(
     workers: int,
     *,
     content: Content | None = None,
-    shared: bool = True,
     **options: Any,
 ) -> Reduction:
     """The reduction of a strategy, or none for a world of one.
 
     Args:
         content: says which floats are gradients of which parameters; None: none are, all must be exact.
-        shared: whether it may work in memory that all ranks see; not if it has storage, or will have.
         options: scatter and storage, as for Reduction.
     """
-    kind = Reduction if comm.size == 1 else REDUCTIONS[strategy.reduction]
-    if kind is TreeReduction and hasattr(comm, "shared") and shared:
+    kind: type[Reduction]
+    if comm.size == 1:
+        kind = Reduction
+    elif strategy.compression and content is not None and content.floats:
+        kind = COMPRESSIONS[strategy.compression]
+    else:
+        kind = REDUCTIONS[strategy.reduction]
+    if kind is TreeReduction and hasattr(comm, "shared") and options.get("storage") is None:
         kind = SharedReduction  # the same tree, in memory that all ranks see
     return kind(comm, plan, floats, workers, strategy=strategy, content=content, **options)

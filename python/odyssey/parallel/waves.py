@@ -97,7 +97,9 @@ class Waves(Runner):
         bucket = self.parts.buckets[0]
         scatter = self.parts.stage > 0 and comm.size > 1
         floats = bucket.floats if engine.train else 0
-        self._sum = strategy.make(lay.reduction, comm, self.plan, floats, lay.workers, scatter=scatter)
+        self._sum = strategy.make(
+            lay.reduction, comm, self.plan, floats, lay.workers, scatter=scatter, content=engine.content(samples)
+        )
         self._stats = strategy.make(lay.reduction, comm, self.plan, lib.stats, lay.workers)
         self.grad_bytes = 4 * self._sum.floats_needed
         self._bases = np.zeros(4, np.int64)
@@ -273,6 +275,10 @@ class Waves(Runner):
     def bytes_sent(self) -> int:
         """Bytes that this rank has sent so far."""
         return self.bytes_moved + self._sum.bytes_sent + self._stats.bytes_sent
+
+    @property
+    def bytes_plain(self) -> int:
+        return self.bytes_moved + self._sum.bytes_plain + self._stats.bytes_plain
 
 
 def _phase(action: schedules.Compute) -> str:
