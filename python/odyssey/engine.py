@@ -134,6 +134,7 @@ class Engine:
         self.precision, self.scaled = precision, scaled
         self.loss_scale = 1.0  # of the next run, if `scaled`
         self._parts: Parts | None = None
+        self._ownership: dict[str, tensor.Piece] = {}  # of tensor parallelism: what this rank trains
         self._places: Any = None  # record -> position in the pipeline
         self._cut_by: tuple[Any, ...] | None = None  # the program that was cut automatically
         self._owner: dict[int, int] = {}  # parameter (offset) -> position in the pipeline
@@ -278,7 +279,8 @@ class Engine:
         if source._cut_by in (None, (self.train, n, *sample_shape)):
             return source._places
         owner, of_tag = source._owner, {}
-        forward = [r for r in records if r.phase == "forward"]
+        # not `records`: tensor parallelism may have moved on from the first row of a parameter
+        forward = [r for r in self._fused(n, sample_shape) if r.phase == "forward"]
         used = {id(r): bucketing.touched(r, self.arena, native.PARAMS) for r in forward}
         here = next((owner[o[0]] for r in forward if (o := used[id(r)])), 0)
         for r in forward:
@@ -337,7 +339,7 @@ class Engine:
         ownership: dict[str, tensor.Piece] = {}
         if self.layout.mesh.tp > 1:
             split = tensor.rewrite(records, self.groups.t, self.layout.mesh.tp)
-            ownership = split.ownership
+            ownership = self._ownership = split.ownership
             self.plans.append(
                 f"each layer is shared by {self.layout.mesh.tp} ranks; received per shard by the first of them:\n"
                 f"{split.describe()}"
@@ -457,7 +459,8 @@ class Engine:
         """The records of one shard of n samples as this rank runs them; a fresh list whose records may be changed."""
         records = self._fused(n, sample_shape)
         if self.layout.mesh.tp > 1:
-            records = tensor.rewrite(records, self.groups.t, self.layout.mesh.tp).records
+            like = (self._like or self)._ownership
+            records = tensor.rewrite(records, self.groups.t, self.layout.mesh.tp, like).records
         return records
 
     def _fused(self, n: int, sample_shape: tuple[int, ...]) -> list[Record]:

@@ -6,26 +6,21 @@ same shards; between native records they meet in pseudo-records, `Gather`, `Tree
 the four parts in which the kernels add (mojo/kernels/parts.mojo), so loss and gradients have the bits of the program
 that was rewritten (docs/tensor-parallel.md).
 
-What it is not: the interpreter, which runs native records and calls an `Exchange` for each pseudo-record, and the
-optimizer: all parameters stay in one arena, of which a rank reads and trains its pieces (`Piece`).
+Pure functions. What it is not: what meets the other ranks (exchange.py), and the optimizer: all parameters stay in one
+arena, of which a rank reads and trains its pieces (`Piece`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import native
 from ..errors import ConfigError
-from ..program import Block, Memory, Range, Record, Slot, encode
+from ..program import Block, Memory, Range, Record, Slot
 from .plan import Run, share
-
-if TYPE_CHECKING:
-    from ..arena import Arena
-    from ..comm import Communicator
 
 PARTS = 4  # as in mojo/kernels/parts.mojo
 LANES = 16  # samples of a group, as in mojo/kernels/lanes.mojo
@@ -44,6 +39,17 @@ def owned(n: int, rank: int, size: int) -> Run:
     """The run of an axis of n elements that a rank owns: where its parts lie."""
     a, b = parts(rank, size)
     return (n * a // PARTS, n * b // PARTS)
+
+
+def by_all(ranks: int, floats: int) -> bool:
+    """Whether everyone adds everything (one all-gather), or each a range (an all-to-all, then an all-gather)."""
+    return ranks == 2 or 4 * floats <= ALL_GATHER_BYTES
+
+
+def blocks(floats: int, ranks: int) -> tuple[Run, ...]:
+    """The range of a sum that each rank adds, in whole vectors."""
+    cuts = [floats // LANES * t // ranks * LANES for t in range(ranks)] + [floats]
+    return tuple((cuts[t], cuts[t + 1]) for t in range(ranks))
 
 
 # --- what a rewritten program consists of ----------------------------------------------------------------------------
@@ -90,10 +96,9 @@ class TreeSum(Pseudo):
     ranks: int = 0
 
     def received(self, rank: int) -> int:
-        if _by_all(self.ranks, self.floats):
+        if by_all(self.ranks, self.floats):
             return 4 * self.floats * (self.ranks - 1)
-        blocks = _blocks(self.floats, self.ranks)
-        a, b = blocks[rank]
+        a, b = blocks(self.floats, self.ranks)[rank]
         return 4 * ((b - a) * (self.ranks - 1) + self.floats - (b - a))
 
 
@@ -195,13 +200,16 @@ def segments(records: Sequence[Record | Pseudo]) -> list[list[Record] | Pseudo]:
 # --- rewriting -------------------------------------------------------------------------------------------------------
 
 
-def rewrite(records: Sequence[Record], rank: int, size: int) -> Split:
+def rewrite(records: Sequence[Record], rank: int, size: int, like: Mapping[str, Piece] | None = None) -> Split:
     """The program of a rank of a tensor-parallel group of `size`.
 
     Works on records before or after `program.fused`, and before `program.place`; the records given are not changed. A
     layer is split by inputs if its input lies split just so, else by outputs. A layer with fewer than four outputs, of
     which some rank would get none, stays whole. Between two layers, values stay split as long as only ReLU, tanh,
     sigmoid and pooling use them, and are gathered before anything else.
+
+    `like` is the ownership of another program of the same model, whose splits are to be followed: a rank may read only
+    what it trains, and an evaluation, without dropout, would be split in another way than the training.
 
     Raises:
         ConfigError: size is not 1 to 4; a shard in rows (of at most four samples); products of another precision than
@@ -212,7 +220,7 @@ def rewrite(records: Sequence[Record], rank: int, size: int) -> Split:
             f"[tp] rank {rank} of {size}; sums are cut in {PARTS} parts, so --tp must be 1 to {PARTS} "
             "(more ranks: raise --dp or --pp)"
         )
-    work = _Rewriter(rank, size)
+    work = _Rewriter(rank, size, like or {})
     if size == 1:
         work.note(records)
         return Split(list(records), work.ownership, ())
@@ -254,8 +262,8 @@ class _Plan:
 class _Rewriter:
     """Follows the records, and for every activation where it is whole and where it is split."""
 
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
+    def __init__(self, rank: int, size: int, like: Mapping[str, Piece]) -> None:
+        self.rank, self.size, self.like = rank, size, like
         self.part, end = parts(rank, size)
         self.parts = end - self.part
         self.out: list[Record | Pseudo] = []
@@ -347,11 +355,11 @@ class _Rewriter:
         return memory
 
     def _meet(self, r: Record, v: _Value, meeting: Pseudo) -> None:
-        """Adds a pseudo-record that r needs, to the pipeline stage where the value lies, which may not be that of r."""
+        """Adds a pseudo-record that r needs, behind the op that made the value: r may be of another pipeline stage."""
         meeting.device, meeting.tag, meeting.layer = v.device, v.tag, v.layer
         meeting.phase, meeting.again = r.phase, r.again
         at = len(self.out)
-        while at and (self.out[at - 1].device, self.out[at - 1].phase) != (v.device, r.phase):
+        while at and (self.out[at - 1].tag, self.out[at - 1].phase) != (v.tag, r.phase):
             at -= 1
         self.out.insert(at or len(self.out), meeting)
 
@@ -395,7 +403,10 @@ class _Rewriter:
         if plan is None:
             name, split, ranges = _name(w), "whole", ()
             v = self._lies_split(x)
-            if r.op == "linear_forward" and v is not None and v.ranges == self._owned(shape[1]):
+            if name in self.like:
+                piece = self.like[name]
+                split, ranges = {None: "whole", 0: "outputs", 1: "inputs"}[piece.axis], piece.ranges
+            elif r.op == "linear_forward" and v is not None and v.ranges == self._owned(shape[1]):
                 split, ranges = "inputs", v.ranges
             elif all(b > a for a, b in self._owned(shape[0])):
                 split, ranges = "outputs", self._owned(shape[0])
@@ -597,172 +608,3 @@ def _from(memory: Memory, floats: int) -> Memory:
 def _name(memory: Range) -> str:
     at = memory.offset // 4
     return next(name for name, offset in memory.arena.offsets.items() if offset == at)
-
-
-# --- doing -----------------------------------------------------------------------------------------------------------
-
-
-def _by_all(ranks: int, floats: int) -> bool:
-    """Whether everyone adds everything (one all-gather), or each a range (an all-to-all, then an all-gather)."""
-    return ranks == 2 or 4 * floats <= ALL_GATHER_BYTES
-
-
-def _blocks(floats: int, ranks: int) -> tuple[Run, ...]:
-    """The range of a sum that each rank adds, in whole vectors."""
-    cuts = [floats // LANES * t // ranks * LANES for t in range(ranks)] + [floats]
-    return tuple((cuts[t], cuts[t + 1]) for t in range(ranks))
-
-
-def _view(work: np.ndarray, slot: Slot) -> np.ndarray:
-    return work[slot.offset : slot.offset + slot.nbytes].view(np.float32)
-
-
-class Exchange:
-    """Carries out one pseudo-record for some shards at once; made once, called once per step.
-
-    Args:
-        comm: the tensor-parallel group; its rank is that of the rewritten program.
-        record: after `program.place`.
-        works: per shard, the workspace (bytes,) uint8 in which the record's slots are. All ranks give as many.
-    """
-
-    def __init__(self, comm: Communicator, record: Pseudo, works: Sequence[np.ndarray]) -> None:
-        self._comm = comm
-        y, mine = record.args
-        self._y = [_view(work, y) for work in works]
-        self._mine = [_view(work, mine) for work in works]
-        if isinstance(record, Gather):
-            self._prepare_gather(record, len(works))
-        elif isinstance(record, TreeSlice):
-            self._prepare_slice(record, len(works))
-        else:
-            self._prepare_sum(record.floats, len(works))
-
-    def __call__(self) -> None:
-        """Meets the other ranks. Raises CollectiveError."""
-        self._run()
-
-    def _prepare_gather(self, record: Gather, shards: int) -> None:
-        G, features = record.groups, record.ranges[-1][1]
-        self._flat = native.aligned(shards * G * features * LANES)
-        self._ranges = _times(record.ranges, shards * G * LANES)
-        pieces = [self._flat[a:b].reshape(shards, G, -1, LANES) for a, b in self._ranges]
-        a, b = record.ranges[self._comm.rank]
-        self._pack = [
-            (pieces[self._comm.rank][s], m[: G * (b - a) * LANES].reshape(G, -1, LANES))
-            for s, m in enumerate(self._mine)
-        ]
-        whole = [y[: G * features * LANES].reshape(G, features, LANES) for y in self._y]
-        self._unpack = [
-            (whole[s][:, a:b], pieces[t][s]) for t, (a, b) in enumerate(record.ranges) for s in range(shards)
-        ]
-        self._run = self._gather
-
-    def _gather(self) -> None:
-        for to, value in self._pack:
-            to[...] = value
-        self._comm.all_gather_v(self._flat, self._ranges)
-        for to, value in self._unpack:
-            to[...] = value
-
-    def _prepare_sum(self, floats: int, shards: int) -> None:
-        ranks, rank = self._comm.size, self._comm.rank
-        self._y = [y[:floats] for y in self._y]
-        self._mine = [m[:floats] for m in self._mine]
-        n = floats * shards
-        self._send = self._mine[0] if shards == 1 else native.aligned(n)
-        self._sent = [] if shards == 1 else np.split(self._send, shards)
-        if _by_all(ranks, n):
-            self._received = native.aligned((ranks, n))
-            results = [(y.ctypes.data, s * floats, floats) for s, y in enumerate(self._y)]
-            self._run = self._sum_by_all
-        else:
-            self._ranges = _blocks(n, ranks)
-            a, b = self._ranges[rank]
-            self._counts = [hi - lo for lo, hi in self._ranges]
-            self._received = native.aligned((ranks, b - a))
-            self._flat = native.aligned(n)
-            self._results = np.split(self._flat, shards)
-            results = [(self._flat.ctypes.data + 4 * a, 0, b - a)] if b > a else []
-            self._run = self._sum_by_ranges
-        self._plan_adds(results, ranks)
-
-    def _prepare_slice(self, record: TreeSlice, shards: int) -> None:
-        ranks, G, features = self._comm.size, record.groups, record.ranges[-1][1]
-        self._counts = [shards * G * LANES * (b - a) for a, b in record.ranges]
-        self._send = native.aligned(shards * G * LANES * features)
-        ends = np.cumsum(self._counts)
-        pieces = [p.reshape(shards, G, -1, LANES) for p in np.split(self._send, ends[:-1])]
-        nodes = [m[: G * features * LANES].reshape(G, features, LANES) for m in self._mine]
-        self._pack = [
-            (pieces[t][s], node[:, a:b]) for t, (a, b) in enumerate(record.ranges) for s, node in enumerate(nodes)
-        ]
-        n = self._counts[self._comm.rank] // shards
-        self._received = native.aligned((ranks, n * shards))
-        self._plan_adds([(y.ctypes.data, s * n, n) for s, y in enumerate(self._y)], ranks)
-        self._run = self._slice
-
-    def _slice(self) -> None:
-        for to, value in self._pack:
-            to[...] = value
-        flat = self._received.reshape(-1)
-        self._comm.all_to_all_v(self._send, self._counts, flat, [self._received.shape[1]] * self._comm.size)
-        self._add()
-
-    def _plan_adds(self, results: list[tuple[int, int, int]], ranks: int) -> None:
-        """Records that add `length` floats from `start` of every rank's row of what was received, to an address."""
-        lib = native.library()
-        self._addresses = np.zeros((max(len(results), 1), ranks), np.int64)
-        self._adds = np.zeros((len(results), lib.record), np.int64)
-        for row, addresses, (to, start, length) in zip(self._adds, self._addresses, results, strict=False):
-            addresses[:] = [piece[start:].ctypes.data for piece in self._received]
-            args = (to, addresses.ctypes.data, ranks, length)
-            row[:5] = encode(lib, "tree_sum", args, None)
-        self._context = native.Context()
-
-    def _add(self) -> None:
-        if len(self._adds):
-            native.library().run(self._adds.ctypes.data, len(self._adds), self._context)
-
-    def _sum_by_all(self) -> None:
-        for to, value in zip(self._sent, self._mine, strict=False):
-            to[...] = value
-        self._comm.all_gather(self._send, out=self._received)
-        self._add()
-
-    def _sum_by_ranges(self) -> None:
-        for to, value in zip(self._sent, self._mine, strict=False):
-            to[...] = value
-        flat = self._received.reshape(-1)
-        self._comm.all_to_all_v(self._send, self._counts, flat, [self._received.shape[1]] * self._comm.size)
-        self._add()
-        self._comm.all_gather_v(self._flat, self._ranges)
-        for y, value in zip(self._y, self._results, strict=True):
-            y[...] = value
-
-
-def complete(comm: Communicator, arena: Arena, flat: np.ndarray, ownership: Mapping[str, Piece]) -> None:
-    """Fills an array of the arena's layout (parameters, gradients, momentum) with the pieces that other ranks train.
-
-    `comm` is the tensor-parallel group. A rank's program reads no other parameters than its own pieces and those of
-    everybody, so weights have to be completed only where all of them are wanted: for a hash, a file, an evaluation by
-    another layout.
-    """
-    split = [(arena.view(flat, name), piece) for name, piece in ownership.items() if piece.axis is not None]
-    if comm.size == 1 or not split:
-        return
-    sizes = [sum(piece.of(array, t).size for array, piece in split) for t in range(comm.size)]
-    ends = np.cumsum(sizes).tolist()
-    ranges = [(end - n, end) for end, n in zip(ends, sizes, strict=True)]
-    packed = np.empty(ends[-1], flat.dtype)
-    packed[slice(*ranges[comm.rank])] = np.concatenate(
-        [piece.of(array, comm.rank).reshape(-1) for array, piece in split]
-    )
-    comm.all_gather_v(packed, ranges)
-    for t, (at, _) in enumerate(ranges):
-        if t == comm.rank:
-            continue
-        for array, piece in split:
-            view = piece.of(array, t)
-            view[...] = packed[at : at + view.size].reshape(view.shape)
-            at += view.size

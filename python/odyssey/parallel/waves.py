@@ -22,6 +22,7 @@ from ..program import Record, Slot, encoded, place
 from . import plan as planning
 from . import schedule as schedules
 from . import strategy, tensor
+from .exchange import Exchange
 from .runner import Runner, Sums
 from .stages import Part, Transfer, edges, partition
 
@@ -152,7 +153,7 @@ class Waves(Runner):
         for r in part.records:
             if isinstance(r, tensor.Pseudo):
                 flush()
-                steps.append([tensor.Exchange(self.groups.tp, r, [work]) for work in self._work])
+                steps.append([Exchange(self.groups.tp, r, [work]) for work in self._work])
             else:
                 run.append(r)
         flush()

@@ -1,0 +1,146 @@
+"""The exchanges of tensor parallelism: carries out the pseudo-records of tensor.py, for one or several shards at once.
+
+What it is not: a decision. Who has what and who needs what stands in the record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .. import native
+from ..program import Slot, encode
+from .tensor import LANES, Gather, Pseudo, TreeSlice, blocks, by_all
+
+if TYPE_CHECKING:
+    from ..comm import Communicator
+
+
+def _view(work: np.ndarray, slot: Slot) -> np.ndarray:
+    return work[slot.offset : slot.offset + slot.nbytes].view(np.float32)
+
+
+class Exchange:
+    """Carries out one pseudo-record for some shards at once; made once, called once per step.
+
+    Args:
+        comm: the tensor-parallel group; its rank is that of the rewritten program.
+        record: after `program.place`.
+        works: per shard, the workspace (bytes,) uint8 in which the record's slots are. All ranks give as many.
+    """
+
+    def __init__(self, comm: Communicator, record: Pseudo, works: Sequence[np.ndarray]) -> None:
+        self._comm = comm
+        y, mine = record.args
+        self._y = [_view(work, y) for work in works]
+        self._mine = [_view(work, mine) for work in works]
+        if isinstance(record, Gather):
+            self._prepare_gather(record, len(works))
+        elif isinstance(record, TreeSlice):
+            self._prepare_slice(record, len(works))
+        else:
+            self._prepare_sum(record.floats, len(works))
+
+    def __call__(self) -> None:
+        """Meets the other ranks. Raises CollectiveError."""
+        self._run()
+
+    def _prepare_gather(self, record: Gather, shards: int) -> None:
+        G, features = record.groups, record.ranges[-1][1]
+        self._flat = native.aligned(shards * G * features * LANES)
+        self._ranges = [(a * shards * G * LANES, b * shards * G * LANES) for a, b in record.ranges]
+        pieces = [self._flat[a:b].reshape(shards, G, -1, LANES) for a, b in self._ranges]
+        a, b = record.ranges[self._comm.rank]
+        self._pack = [
+            (pieces[self._comm.rank][s], m[: G * (b - a) * LANES].reshape(G, -1, LANES))
+            for s, m in enumerate(self._mine)
+        ]
+        whole = [y[: G * features * LANES].reshape(G, features, LANES) for y in self._y]
+        self._unpack = [
+            (whole[s][:, a:b], pieces[t][s]) for t, (a, b) in enumerate(record.ranges) for s in range(shards)
+        ]
+        self._run = self._gather
+
+    def _gather(self) -> None:
+        for to, value in self._pack:
+            to[...] = value
+        self._comm.all_gather_v(self._flat, self._ranges)
+        for to, value in self._unpack:
+            to[...] = value
+
+    def _prepare_sum(self, floats: int, shards: int) -> None:
+        ranks, rank = self._comm.size, self._comm.rank
+        self._y = [y[:floats] for y in self._y]
+        self._mine = [m[:floats] for m in self._mine]
+        n = floats * shards
+        self._send = self._mine[0] if shards == 1 else native.aligned(n)
+        self._sent = [] if shards == 1 else np.split(self._send, shards)
+        if by_all(ranks, n):
+            self._received = native.aligned((ranks, n))
+            results = [(y.ctypes.data, s * floats, floats) for s, y in enumerate(self._y)]
+            self._run = self._sum_by_all
+        else:
+            self._ranges = blocks(n, ranks)
+            a, b = self._ranges[rank]
+            self._counts = [hi - lo for lo, hi in self._ranges]
+            self._received = native.aligned((ranks, b - a))
+            self._flat = native.aligned(n)
+            self._results = np.split(self._flat, shards)
+            results = [(self._flat.ctypes.data + 4 * a, 0, b - a)] if b > a else []
+            self._run = self._sum_by_ranges
+        self._plan_adds(results, ranks)
+
+    def _prepare_slice(self, record: TreeSlice, shards: int) -> None:
+        ranks, G, features = self._comm.size, record.groups, record.ranges[-1][1]
+        self._counts = [shards * G * LANES * (b - a) for a, b in record.ranges]
+        self._send = native.aligned(shards * G * LANES * features)
+        ends = np.cumsum(self._counts)
+        pieces = [p.reshape(shards, G, -1, LANES) for p in np.split(self._send, ends[:-1])]
+        nodes = [m[: G * features * LANES].reshape(G, features, LANES) for m in self._mine]
+        self._pack = [
+            (pieces[t][s], node[:, a:b]) for t, (a, b) in enumerate(record.ranges) for s, node in enumerate(nodes)
+        ]
+        n = self._counts[self._comm.rank] // shards
+        self._received = native.aligned((ranks, n * shards))
+        self._plan_adds([(y.ctypes.data, s * n, n) for s, y in enumerate(self._y)], ranks)
+        self._run = self._slice
+
+    def _slice(self) -> None:
+        for to, value in self._pack:
+            to[...] = value
+        flat = self._received.reshape(-1)
+        self._comm.all_to_all_v(self._send, self._counts, flat, [self._received.shape[1]] * self._comm.size)
+        self._add()
+
+    def _plan_adds(self, results: list[tuple[int, int, int]], ranks: int) -> None:
+        """Records that add `length` floats from `start` of every rank's row of what was received, to an address."""
+        lib = native.library()
+        self._addresses = np.zeros((max(len(results), 1), ranks), np.int64)
+        self._adds = np.zeros((len(results), lib.record), np.int64)
+        for row, addresses, (to, start, length) in zip(self._adds, self._addresses, results, strict=False):
+            addresses[:] = [piece[start:].ctypes.data for piece in self._received]
+            args = (to, addresses.ctypes.data, ranks, length)
+            row[:5] = encode(lib, "tree_sum", args, None)
+        self._context = native.Context()
+
+    def _add(self) -> None:
+        if len(self._adds):
+            native.library().run(self._adds.ctypes.data, len(self._adds), self._context)
+
+    def _sum_by_all(self) -> None:
+        for to, value in zip(self._sent, self._mine, strict=False):
+            to[...] = value
+        self._comm.all_gather(self._send, out=self._received)
+        self._add()
+
+    def _sum_by_ranges(self) -> None:
+        for to, value in zip(self._sent, self._mine, strict=False):
+            to[...] = value
+        flat = self._received.reshape(-1)
+        self._comm.all_to_all_v(self._send, self._counts, flat, [self._received.shape[1]] * self._comm.size)
+        self._add()
+        self._comm.all_gather_v(self._flat, self._ranges)
+        for y, value in zip(self._y, self._results, strict=True):
+            y[...] = value
