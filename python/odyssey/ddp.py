@@ -36,7 +36,6 @@ from .tensor import Tensor, Watcher
 
 AVERAGES = ("ranks", "samples")
 FLOATS_PER_MB = 2**20 // 4
-IN_FLIGHT = 4  # buckets whose reductions may be under way at a time, each on a communicator of its own
 
 
 def ranges(sizes: list[int], limit: int) -> list[tuple[int, int]]:
@@ -117,8 +116,8 @@ class DistributedDataParallel(Module):
         average: "ranks": the sum of the ranks' gradients divided by the number of ranks, as in PyTorch; right if all
             ranks have batches of one size. "samples": each pass weighs as many samples as the first argument of
             forward() had; for losses that are means over a batch. Right for any sizes.
-        reduction: how sums travel, one of parallel.strategy.REDUCTIONS; "tree" gives the bits that the head of this
-            file promises.
+        reduction: how sums travel: a name of parallel.strategy.REDUCTIONS, or a Strategy with its settings. Those that
+            keep the tree give the bits that the head of this file promises.
 
     Attributes:
         module: the model. reductions: synchronized backward passes so far. bytes_sent: by this rank, in those.
@@ -137,7 +136,7 @@ class DistributedDataParallel(Module):
         find_unused_parameters: bool = True,
         *,
         average: str = "ranks",
-        reduction: str = "tree",
+        reduction: strategies.Strategy | str = "tree",
     ) -> None:
         super().__init__()
         if not isinstance(module, Module) or isinstance(module, DistributedDataParallel):
@@ -146,8 +145,7 @@ class DistributedDataParallel(Module):
             raise ConfigError(f"[ddp] bucket_size_mb is {bucket_size_mb!r}; it must be above 0")
         if average not in AVERAGES:
             raise ConfigError(f"[ddp] average is {average!r}; choose from {', '.join(AVERAGES)}")
-        if reduction not in strategies.REDUCTIONS:
-            raise ConfigError(f"[ddp] reduction is {reduction!r}; choose from {', '.join(strategies.REDUCTIONS)}")
+        strategy = strategies.Strategy.of(reduction)
         self.module = module
         self.average, self.broadcast_buffers = average, bool(broadcast_buffers)
         self.find_unused_parameters = bool(find_unused_parameters)
@@ -157,9 +155,10 @@ class DistributedDataParallel(Module):
         self._comm = comm = self._group._member("DistributedDataParallel")
         self._arena = arena = Arena.of(module.named_parameters())
         sizes = [-(-p.size // 16) * 16 for _, p in arena.named]
-        self._same_everywhere(average, reduction, bucket_size_mb)
+        strategy.check(comm.size, 0)
+        self._same_everywhere(average, strategy, bucket_size_mb)
         cut = ranges(sizes, max(1, int(bucket_size_mb * FLOATS_PER_MB)))
-        self._sync = _Sync(comm, arena, cut, reduction)
+        self._sync = _Sync(comm, arena, cut, strategy)
         comm.broadcast(arena.params)
         self._broadcast_buffers()
         self._enabled = True  # whether the next backward pass communicates
@@ -485,22 +484,14 @@ class _Pass(Watcher):
 
 
 class _Sync:
-    """Reduces the buckets of an arena's gradients, in their order, each as soon as it is complete.
+    """Reduces the buckets of an arena's gradients, in their order, each as soon as it is complete."""
 
-    A reduction exchanges in several phases, and when one ends depends on the rank. So that all ranks make the same
-    calls in the same order on each communicator, reductions under way at the same time have one each.
-    """
-
-    def __init__(self, comm: Communicator, arena: Arena, cut: list[tuple[int, int]], kind: str) -> None:
+    def __init__(
+        self, comm: Communicator, arena: Arena, cut: list[tuple[int, int]], strategy: strategies.Strategy
+    ) -> None:
         self.comm, self.cut = comm, cut
-        several = comm.size > 1 and len(cut) > 1
-        pool = [comm.split(0, comm.rank) for _ in range(min(IN_FLIGHT, len(cut)))] if several else [comm]
         plan = planning.make(comm.size, comm.rank, comm.size, 1, 1)  # one shard per rank
-        self.reductions = [
-            strategies.make(strategies.Strategy.of(kind), pool[i % len(pool)], plan, hi - lo, 1)
-            for i, (lo, hi) in enumerate(cut)
-        ]
-        self.flight = len(pool)
+        self.reductions = [strategies.make(strategy, comm, plan, hi - lo, 1) for lo, hi in cut]
         self.bucket = {}  # offset of a parameter -> its bucket
         self.wanted = [0] * len(cut)  # parameters of each bucket
         for o in arena.offsets.values():
@@ -515,9 +506,8 @@ class _Sync:
     def begin(self, samples: int | None, fill: Any) -> None:
         """samples: of this rank, if the mean is over samples. fill(out, lo, hi) gives this rank's sum of a range."""
         self._missing = list(self.wanted)
-        self._started = self._done = 0
+        self._started = 0
         self._fill = fill
-        self._totals: list[np.ndarray] = []
         self._count: Request | None = None
         if samples is not None:
             self._count = self.comm.all_reduce_start(np.array([samples], np.int64))
@@ -527,31 +517,22 @@ class _Sync:
         self._missing[self.bucket[offset]] -= 1
         while self._started < len(self.cut) and not self._missing[self._started]:
             self._start()
-        for r in self.reductions[self._done : self._started]:
-            r.poll()
+        if self._started:
+            self.reductions[self._started - 1].poll()
 
     def _start(self) -> None:
-        b = self._started
-        if b - self._done >= self.flight:
-            self._next()
-        r = self.reductions[b]
-        self._fill(r.buffers[0], *self.cut[b])
+        r = self.reductions[self._started]
+        self._fill(r.buffers[0], *self.cut[self._started])
         r.start()
         self._started += 1
-
-    def _next(self) -> None:
-        self._totals.append(self.reductions[self._done].finish())
-        self._done += 1
 
     def finish(self) -> Iterator[tuple[int, int, np.ndarray, float]]:
         """Starts what is left and waits; gives (lo, hi, sum over ranks, divisor) of each bucket."""
         while self._started < len(self.cut):
             self._start()
         divisor = self.comm.size if self._count is None else int(self._count.wait()[0])
-        for b, (lo, hi) in enumerate(self.cut):
-            if b == self._done:
-                self._next()
-            yield lo, hi, self._totals[b], max(divisor, 1)
+        for (lo, hi), r in zip(self.cut, self.reductions, strict=True):
+            yield lo, hi, r.finish(), max(divisor, 1)
 
 
 class Builder:

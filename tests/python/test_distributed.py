@@ -358,6 +358,23 @@ def test_eight_passes_on_one_rank_are_two_ranks_with_four(average, bucket):
         assert set(on(ranks, train, micro, 8, average, bucket)) == wanted
 
 
+@pytest.mark.parametrize("reduction", ["hierarchical", "parameter_server", "ring", "mpi"])
+def test_other_ways_of_reducing(reduction):
+    """Those that keep the tree have its bits; a ring and a library have those of their own, the same on all ranks."""
+
+    def work(reduction):
+        nn.manual_seed(1)
+        net = DDP(nn.LeNet5(), bucket_size_mb=0.01, average="samples", reduction=reduction)
+        for k in range(2):
+            one_pass(net, dist.get_rank() + k)
+        return net.module.conv1.weight.grad.data.copy()
+
+    wanted, *got = on(4, work, "tree")[0], *on(4, work, reduction)
+    for g in got:
+        np.testing.assert_allclose(g, wanted, rtol=1e-4, atol=1e-7)
+        assert np.array_equal(g, wanted if reduction not in ("ring", "mpi") else got[0])
+
+
 def test_the_mean_over_samples_has_the_same_bits_on_any_number_of_ranks():
     assert set(on(1, train, 6, 8, "samples")) == set(on(3, train, 2, 8, "samples", 0.05))
     assert set(on(1, train, 6, 8, "samples")) == set(on(6, train, 1, 8, "samples", 0.05))
