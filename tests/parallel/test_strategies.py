@@ -8,12 +8,14 @@ import time
 import numpy as np
 import pytest
 
-from odyssey import DistributedTrainer, data, nn, optim
+from odyssey import DistributedTrainer, data, nn, optim, recipes
 from odyssey.comm import mock
 from odyssey.errors import ConfigError
 from odyssey.parallel import plan as planning
 from odyssey.parallel import strategy as strategies
+from odyssey.parallel.compression import COMPRESSIONS
 from odyssey.parallel.hierarchical import combine
+from odyssey.parallel.mesh import Mesh
 from odyssey.parallel.strategy import REDUCTIONS, Strategy
 
 KEEP_THE_TREE = [
@@ -161,11 +163,17 @@ def test_settings_that_are_refused(settings, message):
         Strategy(**settings)
 
 
+def test_the_command_line_knows_the_same_names():
+    """recipes.py is plain data that imports nothing."""
+    assert tuple(REDUCTIONS) == recipes.REDUCTIONS
+    assert tuple(COMPRESSIONS) == recipes.COMPRESSIONS
+
+
 def test_what_does_not_combine_is_refused():
     with pytest.raises(ConfigError, match="3 servers but 2 ranks"):
-        Strategy("parameter_server", servers=3).check(2, 0)
+        Strategy("parameter_server", servers=3).check(Mesh(2, 1, 1), 0)
     with pytest.raises(ConfigError, match="use reduction='tree'"):
-        Strategy("parameter_server").check(2, 1)
+        Strategy("parameter_server").check(Mesh(2, 1, 1), 1)
 
 
 # --- trainings ---
