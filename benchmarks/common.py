@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
+INTERNAL = argparse.SUPPRESS  # options that a benchmark gives to its own processes
 MISSING_TORCH = "PyTorch is not installed: rows without it. For the comparison: pip install 'odyssey[bench]'"
 
 

@@ -78,7 +78,7 @@ class Settings:
     tp: int | None
     zero: int
     pipeline_schedule: str | None
-    bucket_size_mb: float
+    bucket_size_mb: float | None
     overlap: bool
     accumulation_steps: int
     clip_norm: float | None
@@ -641,8 +641,8 @@ def group(context: click.Context) -> None:
 @click.option(
     "--bucket-size-mb",
     type=float,
-    default=25.0,
-    help="Gradients are reduced in buckets of this size during the backward pass. (default: 25)",
+    help="Gradients are reduced in buckets of this size during the backward pass. "
+    "(default: 25, with --zero 2 and 3 at most a 32nd of the model)",
 )
 @click.option("--overlap/--no-overlap", default=True, help="Reduce buckets while going on. (default: --overlap)")
 @click.option(

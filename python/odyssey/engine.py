@@ -40,6 +40,7 @@ from .program import Block, Record, Recorder, ShardEager, encoded, fused, place,
 from .tensor import Tensor, empty, layout_of, make, no_grad
 
 EXECUTIONS = ("replay", "eager")
+BUCKET_MB = 25.0
 RUNNERS = 8  # batch sizes that are kept prepared; an epoch has two, batches of one's own may have any number
 
 
@@ -55,7 +56,7 @@ class Layout:
     execution: str
     mesh: Mesh = Mesh(1, 1, 1)  # fitted to the world
     zero: int = 0
-    bucket_size_mb: float = 25.0
+    bucket_size_mb: float | None = None  # None: see `bucket_floats`
     overlap: bool = True
     schedule: str = "1f1b"
 
@@ -73,7 +74,7 @@ class Layout:
             value = getattr(self, name)
             if value not in allowed:
                 raise ConfigError(f"[train] {name} is {value!r}; choose from {', '.join(map(str, allowed))}")
-        if not self.bucket_size_mb > 0:
+        if self.bucket_size_mb is not None and not self.bucket_size_mb > 0:
             raise ConfigError(f"[train] bucket_size_mb is {self.bucket_size_mb!r}; it must be above 0")
         if self.execution == "eager" and (self.split or self.zero):
             raise ConfigError(
@@ -86,6 +87,17 @@ class Layout:
             )
 
         self.reduction.check(self.mesh, self.zero)
+
+    def bucket_floats(self, size: int) -> int:
+        """Floats of a bucket of a model of `size` floats: as given, or 25 MB.
+
+        With ZeRO 2 and 3 a rank has four buckets on top of its parts (two gathered, two being reduced), so by default
+        they are at most a 32nd of the model.
+        """
+        if self.bucket_size_mb is not None:
+            return int(self.bucket_size_mb * bucketing.FLOATS_PER_MB)
+        floats = int(BUCKET_MB * bucketing.FLOATS_PER_MB)
+        return min(floats, size // 32) if self.zero > 1 else floats
 
     @property
     def split(self) -> bool:
@@ -245,7 +257,7 @@ class Engine:
             if lay.split:
                 buckets = [self._share(records, self.shard_size_of(samples), sample_shape)]
             else:
-                limit = int(lay.bucket_size_mb * bucketing.FLOATS_PER_MB) if lay.comm.size > 1 else self.arena.size
+                limit = lay.bucket_floats(self.arena.size) if lay.comm.size > 1 else self.arena.size
                 buckets = bucketing.cut(records, self.arena, limit, by_params=lay.zero == 3)
             self._parts = Parts(lay.zero, buckets, self.groups.dp, self.arena)
         return self._parts

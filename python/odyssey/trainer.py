@@ -128,7 +128,8 @@ class DistributedTrainer:
         mesh: how many ranks replicate the model (dp), form a pipeline (pp) and share layers (tp); default: the model's
             own placement decides pp, the other ranks are replicas.
         zero: 1, 2, 3: what replicas keep in parts only (optimizer state; gradients; parameters). Same bits.
-        bucket_size_mb: gradients are reduced in buckets of this size, while the backward pass goes on.
+        bucket_size_mb: gradients are reduced in buckets of this size, while the backward pass goes on; default 25, and
+            with zero=2 or 3 at most a 32nd of the model.
         overlap: False: reduce after the backward pass.
         pipeline_schedule: "gpipe", "1f1b" or "interleaved"; default the model's own (PipelineParallel), else "1f1b".
         accumulation_steps: batches of the loader that make one optimizer step.
@@ -168,7 +169,7 @@ class DistributedTrainer:
         scaler_growth_interval: int = 2000,
         mesh: Mesh | None = None,
         zero: int = 0,
-        bucket_size_mb: float = 25.0,
+        bucket_size_mb: float | None = None,
         overlap: bool = True,
         pipeline_schedule: str | None = None,
         accumulation_steps: int = 1,

@@ -98,11 +98,14 @@ def cut(records: list[Record], arena: Arena, limit: int, *, by_params: bool = Fa
     begun = {o: i for i, r in reversed(list(enumerate(records))) for o in touched(r, arena, native.PARAMS)}
     rest = sorted((o for o in sizes if o not in last), key=lambda o: (begun.get(o, len(records)), o))
     cuts: list[list[int]] = []
+    before = None
     for o in (*sorted(last, key=lambda o: (last[o], o)), *rest):
-        if cuts and sum(sizes[x] for x in cuts[-1]) < limit:
+        together = o in last and last[o] == before  # written by the same record
+        if cuts and (together or sum(sizes[x] for x in cuts[-1]) < limit):
             cuts[-1].append(o)
         else:
             cuts.append([o])
+        before = last.get(o)
     while (joined := _joined(cuts, writes, reads)) != cuts:
         cuts = joined
     names = {o: n for n, o in arena.offsets.items()}

@@ -36,9 +36,9 @@ class Reduction:
     """Completes the sums of one plan over `floats` floats. This one is for a world of one: nothing is left to add.
 
     buffers: (plan.buffers, floats) float32, where the engine puts the sums of shards. result: (floats,), the sum over
-    all shards once `finish()` has returned it, valid until the next `start()`. own: the range of `result` that is
-    valid then: all of it, or this rank's part if `scatter`. ranges: the parts of all ranks. bytes_sent: by this rank,
-    so far; bytes_plain: what the tree would have sent.
+    all shards once `finish()` has returned it, valid until `buffers` are written again. own: the range of `result`
+    that is valid then: all of it, or this rank's part if `scatter`. ranges: the parts of all ranks. bytes_sent: by this
+    rank, so far; bytes_plain: what the tree would have sent.
 
     Args:
         plan: what this process computes. workers: workers of each process.
@@ -151,9 +151,11 @@ class Phased(Reduction):
     """
 
     phases: Sequence[Callable[[], Request | None]] = ()
+    in_place = False  # the result takes the place of a sum that this rank has handed on
 
     def _prepare(self) -> None:
-        self.result = self._take(self.floats)
+        first = self.plan.partial[0][1] if self.plan.partial else 0
+        self.result = self.buffers[first] if self.in_place else self._take(self.floats)
         self.lanes = Lanes.of(self.comm)
         self._phase = -1
         self._request: Request | None = None
@@ -224,13 +226,16 @@ def rows(flat: np.ndarray, count: int, floats: int) -> list[np.ndarray]:
 class TreeReduction(Phased):
     """The tree of plan.py, completed by an all-to-all, additions and an all-gather."""
 
+    in_place = True
+
     def _prepare(self) -> None:
         super()._prepare()
         self.cut = self._cut()
         x, rank = self.exchange, self.comm.rank
         lo, hi = self.cut[rank]
         mine = len(self.plan.partial)
-        self._send = self._take(mine * self.floats)
+        # one sum is sent from where it is: its ranges are already in the order of the ranks
+        self._send = self.result if mine == 1 else self._take(mine * self.floats)
         self._send_counts = [mine * (b - a) for a, b in self.cut]
         self._receive_counts = [len(ns) * (hi - lo) for ns in x.nodes]
         self._receive = self._take(sum(self._receive_counts))
@@ -244,11 +249,12 @@ class TreeReduction(Phased):
         return self.ranges
 
     def _hand_out(self) -> Request:
-        at = 0
-        for a, b in self.cut:
-            for _, buffer in self.plan.partial:
-                self._send[at : at + b - a] = self.buffers[buffer, a:b]
-                at += b - a
+        if len(self.plan.partial) > 1:
+            at = 0
+            for a, b in self.cut:
+                for _, buffer in self.plan.partial:
+                    self._send[at : at + b - a] = self.buffers[buffer, a:b]
+                    at += b - a
         self.bytes_sent += 4 * (len(self._send) - self._send_counts[self.comm.rank])
         return self.comm.all_to_all_v_start(self._send, self._send_counts, self._receive, self._receive_counts)
 
