@@ -268,9 +268,10 @@ class Waves(Runner):
             self.waited += time.perf_counter() - started
 
     def _add(self, m: int) -> None:
-        for a, b in self._adds.get(m, ()):
-            self._sum.buffers[a] += self._sum.buffers[b]
-            self._stats.buffers[a] += self._stats.buffers[b]
+        with np.errstate(all="ignore"):  # whether a sum is finite is looked at where the step is taken
+            for a, b in self._adds.get(m, ()):
+                self._sum.buffers[a] += self._sum.buffers[b]
+                self._stats.buffers[a] += self._stats.buffers[b]
 
     @property
     def bytes_sent(self) -> int:
