@@ -31,6 +31,7 @@ from .nn import Module
 from .nn.module import Parameter
 from .parallel import plan as planning
 from .parallel import strategy as strategies
+from .parallel.mesh import Mesh
 from .program import current
 from .tensor import Tensor, Watcher
 
@@ -116,8 +117,8 @@ class DistributedDataParallel(Module):
         average: "ranks": the sum of the ranks' gradients divided by the number of ranks, as in PyTorch; right if all
             ranks have batches of one size. "samples": each pass weighs as many samples as the first argument of
             forward() had; for losses that are means over a batch. Right for any sizes.
-        reduction: how sums travel: a name of parallel.strategy.REDUCTIONS, or a Strategy with its settings. Those that
-            keep the tree give the bits that the head of this file promises.
+        reduction: how sums travel: a name of parallel.strategy.REDUCTIONS, or a Strategy with its settings, compression
+            among them. Those that keep the tree give the bits that the head of this file promises.
 
     Attributes:
         module: the model. reductions: synchronized backward passes so far. bytes_sent: by this rank, in those.
@@ -155,7 +156,12 @@ class DistributedDataParallel(Module):
         self._comm = comm = self._group._member("DistributedDataParallel")
         self._arena = arena = Arena.of(module.named_parameters())
         sizes = [-(-p.size // 16) * 16 for _, p in arena.named]
-        strategy.check(comm.size, 0)
+        strategy.check(Mesh(dp=comm.size, pp=1, tp=1), 0)
+        if strategy.compression in ("topk", "powersgd") and average == "samples":
+            raise ConfigError(
+                f"[ddp] compression={strategy.compression!r} adds what it did not send to a later step, which may "
+                "be of another number of samples; use average='ranks', or compression='bf16'"
+            )
         self._same_everywhere(average, strategy, bucket_size_mb)
         cut = ranges(sizes, max(1, int(bucket_size_mb * FLOATS_PER_MB)))
         self._sync = _Sync(comm, arena, cut, strategy)
@@ -491,7 +497,12 @@ class _Sync:
     ) -> None:
         self.comm, self.cut = comm, cut
         plan = planning.make(comm.size, comm.rank, comm.size, 1, 1)  # one shard per rank
-        self.reductions = [strategies.make(strategy, comm, plan, hi - lo, 1) for lo, hi in cut]
+        shapes = [(arena.offsets[name], p.shape) for name, p in arena.named]
+        self.reductions = []
+        for lo, hi in cut:
+            here = tuple((o - lo, shape) for o, shape in shapes if lo <= o < hi)
+            content = strategies.Content(hi - lo, here, 1, {})  # of one sample: means do not change their scale
+            self.reductions.append(strategies.make(strategy, comm, plan, hi - lo, 1, content=content))
         self.bucket = {}  # offset of a parameter -> its bucket
         self.wanted = [0] * len(cut)  # parameters of each bucket
         for o in arena.offsets.values():

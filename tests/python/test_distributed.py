@@ -18,6 +18,7 @@ from odyssey import functional as F
 from odyssey.comm import mock
 from odyssey.ddp import DDP, DistributedDataParallel, Partial, ranges
 from odyssey.errors import CollectiveError, ConfigError, ShapeError
+from odyssey.parallel.strategy import Strategy
 from odyssey.trainer import DistributedTrainer
 
 RNG = np.random.default_rng(0)
@@ -373,6 +374,35 @@ def test_other_ways_of_reducing(reduction):
     for g in got:
         np.testing.assert_allclose(g, wanted, rtol=1e-4, atol=1e-7)
         assert np.array_equal(g, wanted if reduction not in ("ring", "mpi") else got[0])
+
+
+def test_gradients_are_compressed_if_asked_for():
+    def work(**settings):
+        nn.manual_seed(1)
+        net = DDP(nn.LeNet5(), bucket_size_mb=0.1, reduction=Strategy(**settings))
+        opt = optim.SGD(net.parameters(), lr=0.05)
+        r = dist.get_rank()
+        losses = []
+        for _ in range(30):
+            opt.zero_grad()
+            loss = F.cross_entropy(net(Tensor(X[32 * r : 32 * r + 32])), Y[32 * r : 32 * r + 32])
+            loss.backward()
+            losses.append(loss.item())
+            opt.step()
+        return losses, net.bytes_sent, opt.arena.sha256()
+
+    plain = on(2, lambda: work())[0]
+    for settings, share in (({"compression": "bf16"}, 0.51), ({"compression": "topk", "compression_ratio": 0.05}, 0.2)):
+        results = on(2, lambda settings=settings: work(**settings))
+        assert results[0][2] == results[1][2]
+        losses, sent, _ = results[0]
+        assert sent < share * plain[1] and losses[-1] < losses[0]
+
+    def refused():
+        with pytest.raises(ConfigError, match="use average='ranks', or compression='bf16'"):
+            DDP(nn.LeNet5(), average="samples", reduction=Strategy(compression="topk"))
+
+    on(1, refused)
 
 
 def test_the_mean_over_samples_has_the_same_bits_on_any_number_of_ranks():
