@@ -17,7 +17,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from mpi4py import MPI
+
+# Read by Open MPI when it starts: its UCX component for windows prints an error for every rank where there is no UCX
+# device, and is passed over. A user's own choice is kept.
+os.environ.setdefault("OMPI_MCA_osc", "^ucx")
+
+from mpi4py import MPI  # noqa: E402
 
 from ..errors import CollectiveError
 from .base import Waiting, cores
