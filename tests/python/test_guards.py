@@ -63,8 +63,8 @@ def test_a_sampler_that_splits_is_refused() -> None:
 
 
 def test_unknown_reduction_is_refused_at_once() -> None:
-    with pytest.raises(ConfigError, match="'ring'; choose from tree, mpi"):
-        trainer(reduction="ring")
+    with pytest.raises(ConfigError, match="'butterfly'; choose from tree, mpi"):
+        trainer(reduction="butterfly")
 
 
 @pytest.mark.parametrize("loader", [(np.zeros((4, 1, 28, 28)), np.zeros(4, int)), 3])
