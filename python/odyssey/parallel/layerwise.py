@@ -54,8 +54,8 @@ class Layerwise(Runner):
 
     def _make_reductions(self, engine: Engine) -> None:
         lay, comm, parts, lib = engine.layout, engine.groups.dp, self.parts, native.library()
-        options: dict[str, Any] = {"scatter": parts.stage > 0 and comm.size > 1}
         pooled = parts.stage >= 2 and comm.size > 1
+        options: dict[str, Any] = {"scatter": parts.stage > 0 and comm.size > 1, "shared": not pooled}
         written = [s.grads for s in self.segments if s.grads not in (None, STATS)]
         self._pool: list[np.ndarray] = []
         if pooled and written:

@@ -154,12 +154,14 @@ def make(
     workers: int,
     *,
     content: Content | None = None,
+    shared: bool = True,
     **options: Any,
 ) -> Reduction:
     """The reduction of a strategy, or none for a world of one.
 
     Args:
         content: says which floats are gradients of which parameters; None: none are, all must be exact.
+        shared: whether it may work in memory that all ranks see; not if it has storage, or will have.
         options: scatter and storage, as for Reduction.
     """
     kind: type[Reduction]
@@ -169,6 +171,6 @@ def make(
         kind = COMPRESSIONS[strategy.compression]
     else:
         kind = REDUCTIONS[strategy.reduction]
-    if kind is TreeReduction and hasattr(comm, "shared") and options.get("storage") is None:
+    if kind is TreeReduction and hasattr(comm, "shared") and shared:
         kind = SharedReduction  # the same tree, in memory that all ranks see
     return kind(comm, plan, floats, workers, strategy=strategy, content=content, **options)
