@@ -15,6 +15,8 @@ from __future__ import annotations
 import math
 import sys
 import weakref
+from bisect import bisect
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -168,7 +170,7 @@ class DistributedDataParallel(Module):
         comm.broadcast(arena.params)
         self._broadcast_buffers()
         self._enabled = True  # whether the next backward pass communicates
-        self._samples = 0  # of forward passes since the last backward pass
+        self._forwards: deque[tuple[int, int, int]] = deque(maxlen=4096)  # between which ops, of how many samples
         self._replaced = False
         self._pass = _Pass(self)
         # The k-th sample of a batch is another one on every rank: it must not get the same dropout mask on all.
@@ -208,12 +210,25 @@ class DistributedDataParallel(Module):
             raise ConfigError("[ddp] this model was wrapped again; use the newer DistributedDataParallel")
         if current().shard:
             raise ConfigError("[ddp] a DistributedTrainer synchronizes by itself; give it the model, ddp.module")
-        if tensors._tape.enabled:
-            if args and hasattr(args[0], "shape") and len(args[0].shape):
-                self._samples += args[0].shape[0]
-            if self.broadcast_buffers and self.training and self._enabled:
-                self._broadcast_buffers()
-        return self.module(*args)
+        if not tensors._tape.enabled:
+            return self.module(*args)
+        if self.broadcast_buffers and self.training and self._enabled:
+            self._broadcast_buffers()
+        shape = getattr(args[0], "shape", ()) if args else ()
+        start = tensors.tick()
+        out = self.module(*args)
+        self._forwards.append((start, tensors.tick(), shape[0] if shape else 0))
+        return out
+
+    def _samples_of(self, ops: set[int]) -> int:
+        """Samples of the forward passes that these ops belong to."""
+        order, samples = sorted(ops), 0
+        for start, end, n in reversed(self._forwards):
+            if end < order[0]:
+                break
+            if bisect(order, end) > bisect(order, start):
+                samples += n
+        return samples
 
     def _named(self, prefix: str) -> Iterator[tuple[str, Parameter]]:
         return self.module._named(prefix)
@@ -355,21 +370,22 @@ class _Pass(Watcher):
 
     # --- one pass ---
 
-    def begin(self) -> None:
+    def begin(self, ops: set[int]) -> None:
         ddp = self.ddp()
         if ddp is None:  # the wrapper is gone, the module lives on alone
             self._syncing, self._weight = False, None
             return
         self._take_in()
         self._syncing = ddp._enabled
-        n, ddp._samples = ddp._samples, 0
         by_samples = ddp.average == "samples"
-        if by_samples and ddp.active and not n:
-            raise ConfigError(
-                "[ddp] average='samples', but no forward pass of the wrapped model came before this backward pass; "
-                "call ddp(x), with the batch as its first argument"
-            )
-        self._weight = (n if by_samples else 1) if ddp.active else 0
+        self._weight = 0
+        if ddp.active:
+            self._weight = ddp._samples_of(ops) if by_samples else 1
+            if not self._weight:
+                raise ConfigError(
+                    "[ddp] average='samples', but no forward pass of the wrapped model is behind this loss; call "
+                    "ddp(x), with the batch as its first argument"
+                )
         self._samples += self._weight
         self._reached = set()
         if self._syncing:

@@ -61,6 +61,11 @@ class Node:
         self.repeat = repeat
 
 
+def tick() -> int:
+    """A number between those of the ops before and after it (`Node.order`)."""
+    return next(_sequence)
+
+
 class Tensor:
     """An n-dimensional float32 array that can be differentiated.
 
@@ -426,8 +431,11 @@ class Watcher:
 
     exist = False  # whether there ever was one: without any, a backward pass does not look for them
 
-    def begin(self) -> None:
-        """A backward pass starts that will add to gradients of the arena; none has been touched."""
+    def begin(self, ops: set[int]) -> None:
+        """A backward pass starts that will add to gradients of the arena; none has been touched.
+
+        ops: `Node.order` of the ops that are on its tape.
+        """
 
     def ready(self, p: Parameter) -> None:
         """The pass adds nothing more to p's gradient. Parameters that it does not reach are not named."""
@@ -452,7 +460,9 @@ class _Watch:
 
     def extend(self, root: Tensor) -> None:
         """Takes in the tape that ends in `root`."""
-        stack = [root]
+        stack, new = [root], []
+        if root.node is None:
+            self._use(root, new)
         while stack:
             t = stack.pop()
             if t.node is None or t.node.order in self._seen:
@@ -464,17 +474,18 @@ class _Watch:
                 if s.node is not None:
                     stack.append(s)
                 else:
-                    self._use(s)
-        self._use(root)
+                    self._use(s, new)
+        for watcher in new:
+            watcher.begin(self._seen)
 
-    def _use(self, t: Tensor) -> None:
+    def _use(self, t: Tensor, new: list[Watcher]) -> None:
         watcher = t.memory.arena.watcher if isinstance(t, Parameter) and isinstance(t.memory, Range) else None
         if watcher is None:
             return
         self._left.setdefault(id(t), [t, 0])[1] += 1
         if id(watcher) not in self._watchers:
             self._watchers[id(watcher)] = watcher
-            watcher.begin()
+            new.append(watcher)
 
     def repeated(self, order: int, root: Tensor) -> None:
         """A checkpoint's ops are on the tape now, and end in `root`."""

@@ -873,10 +873,36 @@ def test_ranks_with_other_models_are_refused():
             on(2, work, which)
 
 
+def test_samples_are_those_of_the_forward_passes_behind_the_loss():
+    """Not those of a pass that is only looked at; and of all, if there are several."""
+
+    def work():
+        r = dist.get_rank()
+        nn.manual_seed(1)
+        net = DDP(nn.LeNet5(), average="samples")
+        n, at = (8, 24)[r], (0, 8)[r]
+        net(Tensor(X[: 40 * (r + 1)]))  # no backward
+        net.eval()(Tensor(X[:5]))
+        net.train()
+        x, y = X[at : at + n], Y[at : at + n]
+        F.cross_entropy(net(Tensor(x)), y).backward()
+        one = net.module.fc1.weight.grad.data.copy()
+        net.zero_grad()
+        (F.cross_entropy(net(Tensor(x)), y) + F.cross_entropy(net(Tensor(x)), y)).backward()
+        np.testing.assert_allclose(net.module.fc1.weight.grad.data, 2 * one, rtol=1e-5, atol=1e-7)
+        return one
+
+    nn.manual_seed(1)
+    net = nn.LeNet5()
+    F.cross_entropy(net(Tensor(X[:32])), Y[:32]).backward()
+    for one in on(2, work):
+        np.testing.assert_allclose(one, net.fc1.weight.grad.data, rtol=1e-4, atol=1e-7)
+
+
 def test_means_over_samples_need_to_know_the_samples():
     def work():
         net = DDP(nn.LeNet5(), average="samples")
-        with pytest.raises(ConfigError, match="no forward pass of the wrapped model"):
+        with pytest.raises(ConfigError, match="no forward pass of the wrapped model is behind this loss"):
             one_pass(net.module)
         net.zero_grad()
         net.module.fc3.bias.grad.data[...] = 1
