@@ -3,8 +3,9 @@
 The ranks of one launch hold all three at once: odyssey's `world("shm").all_reduce(x, out=y)`, with the comparison of
 headers that every call has; `MPI.COMM_WORLD.Allreduce(x, y)` of mpi4py, the library's own algorithm; and
 `torch.distributed.all_reduce` over Gloo on the loopback interface, in place. For each size they take turns: a round is
-a number of calls one after the other that takes some 20 ms, its time the slowest rank's, divided by the calls. Figures
-are medians over the rounds, ratios medians over the ratios of each round. Before, every result is compared: odyssey's
+a number of calls one after the other, some 20 ms of them, its figure the median call of the rank where that is slowest
+(so a call during which another program had the core does not count). Figures are medians over the rounds, ratios
+medians over the ratios of each round. Before, every result is compared: odyssey's
 to the last bit with the sum along the fixed tree, the others' within rounding.
 
 Without PyTorch the column of Gloo is empty; without matplotlib there is no picture.
@@ -93,15 +94,16 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         del wanted
 
         def batch(kind: str, n: int, calls: dict[str, Callable[[], Any]] = calls) -> float:
-            """Seconds per call of n calls in a row."""
-            call = calls[kind]
+            """Seconds of the median of n calls in a row."""
+            call, times = calls[kind], []
             theirs.Barrier()
-            start = time.perf_counter()
             for _ in range(n):
+                start = time.perf_counter()
                 call()
-            return slowest((time.perf_counter() - start) / n)
+                times.append(time.perf_counter() - start)
+            return slowest(common.median(times))
 
-        n = {kind: int(min(1000, max(2, 0.02 / batch(kind, 3)))) for kind in kinds}
+        n = {kind: int(min(500, max(3, 0.02 / batch(kind, 9)))) for kind in kinds}
         found: dict[str, list[float]] = {kind: [] for kind in kinds}
         for _ in range(options.rounds):
             for kind in kinds:

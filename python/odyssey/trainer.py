@@ -104,7 +104,7 @@ class DistributedTrainer:
         model: any Module.
         optimizer: SGD(lr=0.01), Adam(...), ...; bound to the model here unless it already is.
         num_gpus: workers of this process (default 1). On a machine without a GPU they are CPU workers.
-        backend: transport: "auto", "mpi" or "local".
+        backend: transport: "auto", "mpi", "shm", "gloo" or "local".
         loss: called as loss(model(x), labels); default the model's own `loss`, else CrossEntropyLoss.
         device: "auto" or "cpu"; "gpu" needs one.
         shard_size: samples per shard, default 32, or the micro_batch_size of a PipelineParallel. It is part of what is
