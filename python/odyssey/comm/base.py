@@ -113,12 +113,14 @@ class Waiting(Request):
         for _ in range(0 if self._comm._crowded else 500):
             if test():
                 return
-        start = time.monotonic()
-        timeout = deadline()
+        start = begun = time.monotonic()
+        timeout, patience = deadline(), 0.0
         look, nap = start + _LOOK_S, 20e-6
         while not test():
             now = time.monotonic()
-            if now - start < _YIELD_S:
+            if patience != self._patience():
+                begun, patience, nap = now, self._patience(), 20e-6
+            if now - begun < patience:
                 os.sched_yield()
                 continue
             if now - start > timeout:
@@ -130,6 +132,10 @@ class Waiting(Request):
                 self._look()
             time.sleep(nap)
             nap = min(1.5 * nap, 200e-6 if now - start < 0.1 else 1e-3)
+
+    def _patience(self) -> float:
+        """Seconds of giving the core away before sleeping; they start anew when the number changes."""
+        return _YIELD_S
 
     def _absent(self) -> str:
         """Who did not come, and what to do."""
