@@ -7,6 +7,9 @@ of threads (with one: on one and the same core), in turns: a machine that drifts
 median over all steps; a ratio is the median over the turns. "torch" is PyTorch as one writes it; "tuned" has the
 channels-last memory format and the fused optimizer, the fastest eager settings that were found; "compiled" is
 torch.compile of the plain one.
+
+With --precision bf16 (or fp16) ours rounds the operands of its products, PyTorch runs under torch.autocast, and "fp32"
+is our own float32 step in the same turns.
 """
 
 from __future__ import annotations
@@ -34,18 +37,25 @@ def endless(loader: Any) -> Iterator[Any]:
         yield from loader
 
 
-def make_ours(name: str, batch: int, threads: int, dataset: Any) -> tuple[Step, Any]:
+def make_ours(options: Any, batch: int, precision: str, dataset: Any) -> tuple[Step, Any]:
     """A step of odyssey, and the model."""
     from odyssey import DistributedTrainer, data, nn, optim
 
-    model = nn.models.build(name)
-    trainer = DistributedTrainer(model, optim.SGD(lr=RATE, momentum=MOMENTUM), backend="local", threads=threads)
+    model = nn.models.build(options.model)
+    trainer = DistributedTrainer(
+        model,
+        optim.SGD(lr=RATE, momentum=MOMENTUM),
+        backend="local",
+        threads=options.threads,
+        shard_size=options.shard_size,
+        precision=precision,
+    )
     batches = endless(data.DataLoader(dataset, batch_size=batch, shuffle=True, drop_last=True))
     return lambda: trainer.train_step(next(batches)), model
 
 
-def make_torch(name: str, batch: int, dataset: Any, model: Any, kind: str) -> Step:
-    """A step of PyTorch from the same initial weights; `kind` is torch, tuned or compiled."""
+def make_torch(name: str, batch: int, precision: str, dataset: Any, model: Any, kind: str) -> Step:
+    """A step of PyTorch from the same initial weights; `kind` is torch, tuned or compiled. fp16 scales the loss."""
     import numpy as np
     import torch
 
@@ -69,7 +79,22 @@ def make_torch(name: str, batch: int, dataset: Any, model: Any, kind: str) -> St
         optimizer.step()
         return loss.item()
 
-    return step
+    narrow = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+    scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16")
+
+    def narrow_step() -> float:
+        nonlocal turn
+        x, y = tensors[turn % len(tensors)]
+        turn += 1
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=narrow):
+            loss = net.loss(run(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return loss.item()
+
+    return step if precision == "fp32" else narrow_step
 
 
 # --- measuring -------------------------------------------------------------------------------------
@@ -138,10 +163,13 @@ def python_share(step: Step, steps: int) -> float:
 
 def measure(options: Any, batch: int, dataset: Any, kinds: list[str]) -> dict[str, Any]:
     """One row."""
-    ours, model = make_ours(options.model, batch, options.threads, dataset)
+    ours, model = make_ours(options, batch, options.precision, dataset)
     sides = {"ours": ours}
     for kind in kinds:
-        sides[kind] = make_torch(options.model, batch, dataset, model, kind)
+        if kind == "fp32":
+            sides[kind], _ = make_ours(options, batch, "fp32", dataset)
+        else:
+            sides[kind] = make_torch(options.model, batch, options.precision, dataset, model, kind)
     times = in_turns(sides, options.rounds, options.steps, options.seconds)
     row: dict[str, Any] = {"batch": batch, "flops_per_sample": nets.flops(options.model, model)}
     for key, rounds in times.items():
@@ -261,6 +289,8 @@ def main() -> int:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64, 256, 1024], metavar="N", help="samples")
     parser.add_argument("--threads", type=int, default=1, help="of both sides")
     parser.add_argument("--model", choices=nets.MODELS, default="lenet5", help="the network")
+    parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="of both sides")
+    parser.add_argument("--shard-size", type=int, default=32, help="of ours")
     parser.add_argument("--rounds", type=int, default=9, help="turns of each side")
     parser.add_argument("--seconds", type=float, default=0.25, help="length of a turn")
     parser.add_argument("--steps", type=int, help="steps of a turn, instead of its length")
@@ -287,20 +317,23 @@ def main() -> int:
             return 1
         checked, good = run_check([1, 64, 100], dataset)
     peaks = [common.peak(core)]
-    kinds = ["torch", "tuned", *["compiled"] * options.compiled] if torch else []
+    kinds = ["fp32"] if options.precision != "fp32" else []
+    kinds += ["torch", "tuned", *["compiled"] * options.compiled] if torch else []
     rows = [measure(options, batch, dataset, kinds) for batch in options.batches]
     peaks.append(common.peak(core))
-    peak = max(one["best"] for one in peaks) * options.threads
+    narrow = options.precision == "bf16" and peaks[0]["bf16_best"] > 0
+    peak = max(one["bf16_best" if narrow else "best"] for one in peaks) * options.threads
     where = f"core {core}" if core is not None else f"{options.threads} threads"
     print(
-        f"\n{options.model}, {where}, {rows[0]['flops_per_sample'] / 1e6:.2f} MFLOP per sample; peak {peak:.0f} GFLOP/s"
+        f"\n{options.model}, {options.precision}, {where}, {rows[0]['flops_per_sample'] / 1e6:.2f} MFLOP per sample; "
+        f"peak {peak:.0f} GFLOP/s"
     )
     print(show(rows, peak, kinds))
     if kinds:
-        print(
-            "ratio: time of PyTorch / ours. PyTorch's input is ready float32; ours is gathered from uint8 in the step."
-        )
-    settings = {k: getattr(options, k) for k in ("model", "threads", "rounds", "seconds", "steps")}
+        print("ratio: time of the other / ours. PyTorch's input is ready float32; ours is gathered from uint8 in it.")
+    settings = {
+        k: getattr(options, k) for k in ("model", "precision", "threads", "shard_size", "rounds", "seconds", "steps")
+    }
     common.write_json(
         options.json,
         "step",

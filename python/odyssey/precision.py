@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .tensor import Tensor
 
 PRECISIONS = ("fp32", "bf16", "fp16")
+LARGEST_SCALE = 2.0**64  # times 2^24 samples it is a float32, and so is what one is divided by it
 
 
 def check(precision: str, owner: str = "train") -> str:
@@ -128,7 +129,7 @@ class GradScaler:
         enabled: bool = True,
     ) -> None:
         for name, value, low, high in (
-            ("init_scale", init_scale, 1, 2.0**126),
+            ("init_scale", init_scale, 1, LARGEST_SCALE),
             ("growth_factor", growth_factor, 2, 2.0**16),
             ("backoff_factor", backoff_factor, 2.0**-16, 0.5),
         ):
@@ -159,7 +160,7 @@ class GradScaler:
         if finite:
             self.good_steps += 1
             if self.good_steps >= self.growth_interval:
-                self.value, self.good_steps = min(self.value * self.growth_factor, 2.0**126), 0
+                self.value, self.good_steps = min(self.value * self.growth_factor, LARGEST_SCALE), 0
             return True
         self.skipped += 1
         self.good_steps = 0
