@@ -229,7 +229,10 @@ def conv2d_backward_weight_bf16(
     var Q = (W - T) // S + 1
     var taps = C * R * T
     var xp = scratch.unsafe_bitcast[BFloat16]()  # (C, H, W, L, 2)
-    var dyp = xp.unsafe_offset(C * H * W * 2 * LANES)  # (K, P, Q, L, 2)
+    # Some channels of dy at a time, a multiple of 3 and of 4: half of a second-level cache of 1 MiB. Packed right before
+    # they are used, they stay there for all taps.
+    var batch = max(1, min(512 * 1024 // (P * Q * 4 * LANES), K) // 12) * 12
+    var dyp = xp.unsafe_offset(C * H * W * 2 * LANES)  # (batch, P, Q, L, 2)
     for g in range(0, G, 2):
         var xg = x.unsafe_offset(g * C * H * W * LANES)
         var dyg = dy.unsafe_offset(g * K * P * Q * LANES)
@@ -239,40 +242,46 @@ def conv2d_backward_weight_bf16(
             xg2 = xg.unsafe_offset(C * H * W * LANES)
             dyg2 = dyg.unsafe_offset(K * P * Q * LANES)
         pack_two(xp, xg, xg2, C * H * W)
-        pack_two(dyp, dyg, dyg2, K * P * Q)
 
         @always_inline
-        def channels[kb: Int, longest: Int](k: Int) {imm}:
-            var tap = 0
-            while tap < taps:
-                var n = min(longest, taps - tap)
-                comptime for tb in range(1, longest + 1):
-                    if n == tb:
-                        _weight_tile[kb, tb](
-                            dw.unsafe_offset(k * taps + tap),
-                            dyp.unsafe_offset(k * P * Q * 2 * LANES),
-                            xp,
-                            tap,
-                            taps,
-                            H,
-                            W,
-                            R,
-                            T,
-                            S,
-                            P,
-                            Q,
-                        )
-                tap += n
+        def channels[kb: Int, longest: Int](k: Int, tap: Int, n: Int) {imm}:
+            comptime for tb in range(1, longest + 1):
+                if n == tb:
+                    _weight_tile[kb, tb](
+                        dw.unsafe_offset(k * taps + tap),
+                        dyp.unsafe_offset(k % batch * P * Q * 2 * LANES),
+                        xp,
+                        tap,
+                        taps,
+                        H,
+                        W,
+                        R,
+                        T,
+                        S,
+                        P,
+                        Q,
+                    )
 
         @always_inline
         def all[kb: Int, tb: Int]() {imm}:
-            var k = 0
-            while k + kb <= K:
-                channels[kb, tb](k)
-                k += kb
-            comptime for n in range(1, kb):
-                if K - k == n:
-                    channels[n, tb](k)
+            for first in range(0, K, batch):
+                var end = min(first + batch, K)
+                var at = first * P * Q * LANES
+                var second = Optional[Ptr]()
+                if dyg2:
+                    second = dyg2.value().unsafe_offset(at)
+                pack_two(
+                    dyp, dyg.unsafe_offset(at), second, (end - first) * P * Q
+                )
+                for tap in range(0, taps, tb):
+                    var n = min(tb, taps - tap)
+                    var k = first
+                    while k + kb <= end:
+                        channels[kb, tb](k, tap, n)
+                        k += kb
+                    comptime for rest in range(1, kb):
+                        if end - k == rest:
+                            channels[rest, tb](k, tap, n)
 
         if R * T == 9:
             all[3, 9]()
@@ -311,14 +320,17 @@ def _spread_piece[
     dy_row: Int,
     w_channel: Int,
     w_pair: Int,
+    goes_on: Bool,
 ):
-    """Adds rows r0..r1 of the kernel; dy points at the row that meets r = 0. Strides of dy in vectors.
+    """Writes qb + T - 1 pixels of dx, to the first T - 1 of which the piece before has given its part if it `goes_on`.
+    Takes rows r0..r1 of the kernel; dy points at the row that meets r = 0. Strides of dy in vectors.
     """
     comptime n = qb + T - 1
     var acc = Array[Vec, cb * n](fill=Vec(0))
-    comptime for c in range(cb):
-        comptime for i in range(n):
-            acc[c * n + i] = load(dx, c * dx_channel + i * LANES)
+    if goes_on:
+        comptime for c in range(cb):
+            comptime for i in range(T - 1):
+                acc[c * n + i] = load(dx, c * dx_channel + i * LANES)
     for k in range(pairs):
         for r in range(r0, r1):
             var d = dy.unsafe_offset((k * dy_channel - r * dy_row) * 2 * LANES)
@@ -368,9 +380,6 @@ def conv2d_backward_input_bf16[
             var r0 = max(0, h - P + 1)
             var r1 = min(R, h + 1)
             var row = dx.unsafe_offset((g * C * H + h) * W * LANES)
-            for c in range(C):
-                for i in range(W):
-                    store(row, (c * H * W + i) * LANES, Vec(0))
             for i in range(pieces):
                 var q = Q * i // pieces
                 var n = Q * (i + 1) // pieces - q
@@ -391,6 +400,7 @@ def conv2d_backward_input_bf16[
                                 Q,
                                 pairs * R * T,
                                 R * T,
+                                i > 0,
                             )
 
                 var c = 0
