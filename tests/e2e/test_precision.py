@@ -6,7 +6,16 @@ from __future__ import annotations
 import pytest
 
 SHORT = ("--steps", 12, "--global-batch-size", 250, "--no-eval", "--no-progress")
-LAYOUTS = [((), 0), ((), 2), ((), 4), (("--threads", 2), 0), (("--num-gpus", 2), 2), (("--execution", "eager"), 0)]
+LAYOUTS = [
+    ((), 0),
+    ((), 2),
+    ((), 4),
+    (("--threads", 2), 0),
+    (("--num-gpus", 2), 2),
+    (("--execution", "eager"), 0),
+    (("--zero", 3), 2),
+    (("--pp", 2), 2),
+]
 
 
 @pytest.mark.parametrize("model", ["lenet5", "mlp"])
@@ -49,6 +58,15 @@ def test_an_fp16_overflow_is_skipped_by_all_ranks_and_shown_once(launch):
     alone = launch.result(*options[:-2])
     for key in ("weights_sha256", "skipped_steps", "loss_scale", "train_loss"):
         assert alone[key] == result[key], key
+
+
+@pytest.mark.parametrize("layout", [("--zero", 2), ("--pp", 2)])
+def test_an_overflow_is_skipped_by_pipelines_and_zero_too(launch, layout):
+    options = (*SHORT, "--precision", "fp16", "--scaler-init-scale", 2.0**26)
+    alone, split = launch.result(*options), launch.result(*options, *layout, ranks=2)
+    for key in ("weights_sha256", "skipped_steps", "loss_scale", "train_loss"):
+        assert alone[key] == split[key], key
+    assert split["skipped_steps"] > 3
 
 
 def test_ranks_of_different_precision_are_refused(launch):
