@@ -46,8 +46,8 @@ def global_norm(
         return top
     exponent = math.frexp(top)[1]
     unit = math.ldexp(1.0, -exponent)
-    if unit < 2.0**-126 or unit > 2.0**126:
-        return math.inf if unit < 1 else 0.0
+    if unit > 2.0**126:  # squares of what is below 2^-126 would be lost; nothing is clipped to that
+        return 0.0
     sums = np.zeros((max(len(runs), 1), 2), np.int64)
     for row, (at, n), y in zip(records, runs, sums, strict=False):
         row[:5] = (lib.codes["fixed_squares"], y.ctypes.data, at, n, native.float_bits(unit))

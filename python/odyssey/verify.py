@@ -16,6 +16,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import itertools
+import math
 import os
 import shlex
 import shutil
@@ -76,10 +78,10 @@ def parse(text: str) -> dict[str, Any]:
 
 def ranks(options: dict[str, Any]) -> int:
     """How many ranks a layout has."""
-    n = options.get("dp", 1) * options.get("pp", 1) * options.get("tp", 1)
-    if n < 1:
-        raise ConfigError(f"[verify] dp x pp x tp = {n}; each must be at least 1")
-    return n
+    sizes = [options.get(axis, 1) for axis in ("dp", "pp", "tp")]
+    if min(sizes) < 1:
+        raise ConfigError(f"[verify] dp x pp x tp = {' x '.join(map(str, sizes))}; each must be at least 1")
+    return math.prod(sizes)
 
 
 # --- inside a run: what the trainer writes --------------------------------------------------------
@@ -87,11 +89,13 @@ def ranks(options: dict[str, Any]) -> int:
 
 @dataclasses.dataclass
 class Trace:
-    """Where a run writes its steps, and what its layout is."""
+    """Where a trainer of a run writes its steps, and what the layout is."""
 
     folder: Path
     steps: int
     options: dict[str, Any]
+    trainer: int = 0  # which one: a script may make several
+    done: int = 0
 
     @classmethod
     def current(cls) -> Trace | None:
@@ -126,7 +130,8 @@ class Trace:
 
     def step(self, trainer: DistributedTrainer, loss: float, correct: float) -> None:
         """Writes what a trainer holds after a step; called by all its ranks."""
-        if trainer.steps > self.steps:
+        self.done += 1
+        if self.done > self.steps:
             return
         import numpy as np
 
@@ -138,23 +143,36 @@ class Trace:
         arrays["loss"] = np.array(loss, np.float64)
         arrays["correct predictions"] = np.array(correct, np.float64)
         if trainer.comm.rank == 0:
-            aside = self.folder / f".step{trainer.steps}.npz"
+            file = step_file(self.folder, self.trainer, self.done)
+            aside = file.with_name(f".{file.name}")
             np.savez(aside, **arrays)
-            os.replace(aside, self.folder / f"step{trainer.steps}.npz")
+            os.replace(aside, file)
+
+
+def step_file(folder: Path, trainer: int, step: int) -> Path:
+    """What a trainer held after a step, counted from 1."""
+    return folder / f"trainer{trainer}-step{step}.npz"
 
 
 def on_its_layout(init: Callable[..., None]) -> Callable[..., None]:
     """Decorates a trainer's __init__: in a traced run the layout of the environment goes before its arguments."""
     signature = inspect.signature(init)
+    numbers = itertools.count()
 
     @functools.wraps(init)
-    def traced(*args: Any, **kwargs: Any) -> None:
+    def traced(trainer: DistributedTrainer, *args: Any, **kwargs: Any) -> None:
         trace = Trace.current()
         if trace is None:
-            return init(*args, **kwargs)
-        bound = signature.bind(*args, **kwargs)
+            return init(trainer, *args, **kwargs)
+        bound = signature.bind(trainer, *args, **kwargs)
+        own = bound.arguments.get("accumulation_steps", 1)
+        if own != 1 and "accumulation_steps" in trace.options:
+            raise ConfigError(
+                f"[verify] the training accumulates {own} batches itself; leave accumulation out of the layout"
+            )
         bound.arguments.update(trace.arguments())
-        return init(*bound.args, **bound.kwargs)
+        init(*bound.args, **bound.kwargs)
+        trainer._trace.trainer = next(numbers)
 
     return traced
 
@@ -219,27 +237,36 @@ def compare(expected: Path, found: Path, steps: int) -> tuple[Difference | None,
     import numpy as np
 
     values = done = 0
-    for step in range(1, steps + 1):
-        files = [folder / f"step{step}.npz" for folder in (expected, found)]
+    for trainer, step in ((t, s) for t in itertools.count() for s in range(1, steps + 1)):
+        files = [step_file(folder, trainer, step) for folder in (expected, found)]
         if not any(f.exists() for f in files):
-            break
+            if step == 1:
+                break  # there are no more trainers
+            continue
         for f, whose in zip(files, ("the run on one process", "this layout"), strict=True):
             if not f.exists():
-                raise ConfigError(f"[verify] {whose} ended before step {step}; the other went on")
+                raise ConfigError(
+                    f"[verify] {whose} ended before step {step}{_of(trainer)}; the other went on: a script must train "
+                    "alike on any number of ranks"
+                )
         with np.load(files[0], allow_pickle=False) as a, np.load(files[1], allow_pickle=False) as b:
             if a.files != b.files:
                 odd = sorted(set(a.files) ^ set(b.files))[:1] or ["their order"]
                 raise ConfigError(f"[verify] the runs hold other tensors: {odd[0]}")
             for name in a.files:
                 x, y = a[name], b[name]
-                difference = _first(step, name, x, y)
+                difference = _first(step, name + _of(trainer), x, y)
                 if difference:
                     return difference, done, values
                 values += x.size
-        done = step
+        done += 1
     if not done:
         raise ConfigError("[verify] the run took no step with a DistributedTrainer; there is nothing to compare")
     return None, done, values
+
+
+def _of(trainer: int) -> str:
+    return f" of trainer {trainer + 1}" if trainer else ""
 
 
 def _first(step: int, name: str, x: np.ndarray, y: np.ndarray) -> Difference | None:
@@ -284,7 +311,7 @@ class Verifier:
             error = self._run(reference, "", 1)
             if error:
                 raise ConfigError(f"[verify] the run on one process failed: {error}")
-            if not (reference / "step1.npz").exists():
+            if not step_file(reference, 0, 1).exists():
                 raise ConfigError("[verify] the run on one process took no step with a DistributedTrainer")
             for text, options in plans:
                 result = Result(text, ranks(options))
