@@ -391,7 +391,7 @@ class DistributedTrainer:
             raise ConfigError(f"[train] steps is {steps}; it must be at least 1")
         history = History()
         if self._trace is not None:
-            train_loader, val_loader, steps = self._trace.fit(train_loader, steps)
+            val_loader, steps = None, self._trace.limit(steps)
         started = time.perf_counter()
         size = getattr(train_loader, "batch_size", 0)
         if isinstance(train_loader, datasets.DataLoader):
@@ -426,7 +426,10 @@ class DistributedTrainer:
         shown = t0
         before = (history.steps, self._train.bytes_sent, self._train.bytes_plain)
         loss = correct = samples = counted = 0.0
-        for i, batch in enumerate(_joined(_batches(train_loader), self.accumulation_steps)):
+        batches = _batches(train_loader)
+        if self._trace is not None:
+            batches = self._trace.cut(batches)
+        for i, batch in enumerate(_joined(batches, self.accumulation_steps)):
             a, b = self.train_step(batch)
             samples += len(batch.indices)
             if math.isfinite(a):  # a step that was skipped may have no loss

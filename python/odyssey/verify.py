@@ -24,7 +24,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,7 @@ from .errors import ConfigError
 if TYPE_CHECKING:
     import numpy as np
 
+    from .data import Batch
     from .trainer import DistributedTrainer
 
 TRACE, LAYOUT = "ODYSSEY_TRACE", "ODYSSEY_TRACE_LAYOUT"
@@ -116,17 +117,19 @@ class Trace:
         given = {name: value for name, value in self.options.items() if name not in axes}
         return {**given, "mesh": Mesh(*(self.options.get(axis, 1) for axis in axes))}
 
-    def fit(self, loader: Any, steps: int | None) -> tuple[Any, None, int]:
-        """The loader, validation set and number of steps of a training that is traced.
+    def limit(self, steps: int | None) -> int:
+        """Steps of a training that is traced."""
+        return min(steps or self.steps, self.steps)
 
-        With accumulation the loader's batches are cut, so that a step sees the same samples.
-        """
+    def cut(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """With accumulation each batch in as many pieces, so that a step sees the same samples as without."""
+        from .data import Batch
+
         k = self.options.get("accumulation_steps", 1)
-        if k > 1:
-            if not hasattr(loader, "cut"):
-                raise ConfigError(f"[verify] accumulation={k} cuts the batches of a data.DataLoader; this is none")
-            loader = loader.cut(k)
-        return loader, None, min(steps or self.steps, self.steps)
+        for b in batches:
+            n = len(b.indices)
+            for i in range(k):
+                yield Batch(b.dataset, b.indices[n * i // k : n * (i + 1) // k], b.epoch, b.index * k + i)
 
     def step(self, trainer: DistributedTrainer, loss: float, correct: float) -> None:
         """Writes what a trainer holds after a step; called by all its ranks."""

@@ -104,20 +104,6 @@ class DataLoader:
         """Samples of one optimizer step over all workers."""
         return self._batch_size
 
-    def cut(self, parts: int) -> DataLoader:
-        """The same samples in the same order, each batch cut into `parts`; ConfigError if it does not divide."""
-        if self._batch_size % parts:
-            raise ConfigError(f"[data] batches of {self._batch_size} cannot be cut into {parts} equal parts")
-        return DataLoader(
-            self._dataset,
-            self._batch_size // parts,
-            self.shuffle,
-            seed=self.seed,
-            sampler=self.sampler,
-            drop_last=self._drop_last,
-            prefetch=self._prefetch,
-        )
-
     def set_epoch(self, epoch: int) -> None:
         """Make `epoch` (0 to 2**64 - 1) the epoch of the next iteration; ConfigError if it is out of range."""
         self._next_epoch = check_integer("epoch", epoch, 0, (1 << 64) - 1)
