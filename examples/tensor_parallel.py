@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import argparse
 
-from odyssey import DistributedTrainer, comm, data, nn, optim
-from odyssey.parallel.mesh import Mesh
+from odyssey import DistributedTrainer, Mesh, comm, data, nn, optim
 
 
 def main() -> None:

@@ -18,6 +18,7 @@ _HOME = {
     "GradScaler": "precision",
     "GradientCompression": "parallel.compression",
     "History": "trainer",
+    "Mesh": "parallel.mesh",
     "Tensor": "tensor",
     "no_grad": "tensor",
     "autocast": "precision",
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from .errors import OdysseyError
     from .nn import PipelineParallel, Stage, checkpoint, manual_seed
     from .parallel.compression import GradientCompression
+    from .parallel.mesh import Mesh
     from .placement import Device, device
     from .precision import GradScaler, autocast
     from .tensor import Tensor, from_dlpack, no_grad
@@ -65,6 +67,7 @@ __all__ = [
     "GradScaler",
     "GradientCompression",
     "History",
+    "Mesh",
     "OdysseyError",
     "PipelineParallel",
     "Stage",

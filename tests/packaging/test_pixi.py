@@ -58,6 +58,12 @@ def test_train_takes_arguments(task):
     assert "400 workers" in done.stderr
 
 
+def test_verify_takes_arguments(task):
+    done = task("verify", "--layouts", "workers=2", "--steps", "1")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "1 of 1 layouts give the bits of one process"
+
+
 def test_build(task, tmp_path):
     """Ends with the library's path. It is compiled for this machine, unless the cache has it."""
     done = task("build")
