@@ -16,7 +16,7 @@ HOST = build.host_cpu()
 def test_ops_compiled_for(launch, cpu):
     launch.environment["ODYSSEY_TARGET_CPU"] = cpu
     here = Path(__file__).parent
-    files = [here / name for name in ("test_ops.py", "test_random.py", "test_optimizers.py")]
-    done = launch.python("-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib", *files, timeout=300)
+    files = [here / name for name in ("test_ops.py", "test_precision.py", "test_random.py", "test_optimizers.py")]
+    done = launch.python("-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib", *files, timeout=600)
     assert done.returncode == 0, done.stdout[-3000:]
     assert " passed" in done.stdout

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -231,3 +234,11 @@ def test_relu_is_fused_into_rounded_products():
 def test_an_unknown_precision():
     with pytest.raises(ConfigError, match=r"precision is 'tf32'; choose from fp32, bf16, fp16"):
         trainer("tf32")
+
+
+def test_what_the_page_shows_runs():
+    text = (Path(__file__).parents[2] / "docs" / "precision.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)
+    assert len(blocks) == 2
+    for body in blocks:
+        exec(compile(body, "precision.md", "exec"), {})
