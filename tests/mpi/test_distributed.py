@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
+import socket
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 HERE = Path(__file__).parent
 
@@ -21,6 +27,28 @@ def test_loops_under_mpirun_have_the_bits_of_one_process(launch):
         assert results(launch, ranks, backend)[:2] == one[:2]  # eight passes of eight samples, wherever
     three = results(launch, 3, "mpi")  # six passes
     assert three[0] == three[1] != one[0] and results(launch, 3, "shm") == three
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed (extra [torch])")
+def test_loops_over_gloo_have_the_same_bits(launch):
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = str(s.getsockname()[1])
+    meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+    command = [sys.executable, HERE / "ddp_ranks.py", "2", "gloo"]
+    ranks = [
+        subprocess.Popen(
+            command,
+            env={**launch.environment, **meet, "RANK": str(r)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for r in range(2)
+    ]
+    outputs = [p.communicate(timeout=100) for p in ranks]
+    assert [p.returncode for p in ranks] == [0, 0], outputs
+    assert outputs[0][0].split()[:2] == results(launch, 0, "local")[:2]
 
 
 def test_a_rank_that_leaves_the_loop_ends_the_others(launch):
