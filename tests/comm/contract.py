@@ -661,3 +661,16 @@ def run(world: Communicator, report) -> None:
             if world._broken is not None or group._broken is not None:
                 return
         world.barrier()
+
+
+@case
+def a_receive_that_was_started_lets_its_sender_go_on(c):
+    """Every rank posts a receive, then sends in a way that waits: a ring of long messages, too long to be buffered."""
+    x = np.full(300_000, c.rank, np.float32)
+    got = np.zeros_like(x)
+    if c.size == 1:
+        return
+    request = c.recv_start(got, (c.rank - 1) % c.size, 9)
+    c.send(x, (c.rank + 1) % c.size, 9)
+    request.wait()
+    assert (got == (c.rank - 1) % c.size).all()

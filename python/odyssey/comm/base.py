@@ -117,6 +117,7 @@ class Waiting(Request):
         timeout, patience = deadline(), 0.0
         look, nap = start + _LOOK_S, 20e-6
         while not test():
+            self._comm._progress()
             now = time.monotonic()
             if patience != self._patience():
                 begun, patience, nap = now, self._patience(), 20e-6
@@ -428,6 +429,9 @@ class Communicator:
     def _sub(self, members: tuple[int, ...]) -> Communicator:
         """A communicator of at least two members, this rank among them; only they call it, at the same time."""
         raise NotImplementedError
+
+    def _progress(self) -> None:
+        """Called while this rank waits for something: moves on what others may be waiting for."""
 
     def _broke(self, error: BaseException) -> None:
         """A wait ended at its deadline: the ranks are no longer in step, and later calls raise the same error."""

@@ -179,6 +179,13 @@ class MPICommunicator(Staged):
         group.Free()
         return MPICommunicator(comm, self)
 
+    def _progress(self) -> None:
+        """Receives that were started take their data when the letter is there, or their senders could not go on."""
+        for comm in self._exits.communicators:
+            for line in comm._receives.values():
+                while line and line[0]._request.Test():
+                    line.popleft()._open()
+
     def close(self) -> None:
         if self._exits.owner() is self:
             return  # the world ends with the process
