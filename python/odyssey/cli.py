@@ -24,7 +24,7 @@ import click
 
 from odyssey.errors import ConfigError, DataError, OdysseyError, OutputError
 from odyssey.placement import SCHEDULES as PIPELINES
-from odyssey.recipes import COMPRESSIONS, DATASETS, OPTIMIZERS, RECIPES, REDUCTIONS, SCHEDULES
+from odyssey.recipes import COMPRESSIONS, DATASETS, LR_SCALINGS, OPTIMIZERS, RECIPES, REDUCTIONS, SCHEDULES
 
 DIFFERENT, USAGE, DEFECT, INTERRUPTED, BROKEN_PIPE = 1, 64, 70, 130, 141
 STRATEGY = (  # settings that go to the trainer as they are
@@ -35,6 +35,10 @@ STRATEGY = (  # settings that go to the trainer as they are
     "compression_ratio",
     "compression_warmup_steps",
     "powersgd_rank",
+    "staleness",
+    "local_steps",
+    "lr_scaling",
+    "base_batch_size",
 )
 
 _world: Any = None  # the communicator once there is one: an error must then end the other ranks as well
@@ -72,6 +76,10 @@ class Settings:
     compression_ratio: float
     compression_warmup_steps: int
     powersgd_rank: int
+    staleness: int
+    local_steps: int
+    lr_scaling: str
+    base_batch_size: int | None
     execution: str
     dp: int | None
     pp: int | None
@@ -350,7 +358,8 @@ def run(made: Settings) -> None:
         mesh = Mesh(made.dp, made.pp, made.tp)
         if verify.Trace.current() is None:  # else the layout is not that of the options
             mesh = mesh.fit(world.size)
-            check_workers(made, (made.num_gpus or 1) * mesh.dp)
+            shared = 1 if made.reduction == "async_parameter_server" else mesh.dp  # ranks that share out a batch
+        check_workers(made, (made.num_gpus or 1) * shared)
     if first:
         for path, option in ((made.save_weights, "--save-weights"), (made.json, "--json")):
             if path is not None:
@@ -556,6 +565,13 @@ def group(context: click.Context) -> None:
 )
 @click.option("--optimizer", type=click.Choice(list(OPTIMIZERS)), help=f"({_recipes('optimizer')})")
 @click.option("--lr", type=float, help=f"Peak learning rate. ({_recipes('lr')})")
+@click.option(
+    "--lr-scaling",
+    type=click.Choice(LR_SCALINGS),
+    default="none",
+    help="Multiply the rate by the batch size over --base-batch-size, or by its root. (default: none)",
+)
+@click.option("--base-batch-size", type=int, help="The batch size that --lr is for. (default: none)")
 @click.option("--momentum", type=float, help=f"Momentum of sgd. (default: {OPTIMIZERS['sgd']['momentum']})")
 @click.option("--nesterov", is_flag=True, help="Nesterov momentum with sgd. (default: off)")
 @click.option("--weight-decay", type=float, help=f"({_recipes('weight_decay')}; 0.01 with adamw)")
@@ -588,6 +604,13 @@ def group(context: click.Context) -> None:
     "workers. (default: tree)",
 )
 @click.option("--servers", type=int, default=1, help="Ranks that add, of a parameter server. (default: 1)")
+@click.option(
+    "--staleness",
+    type=int,
+    default=4,
+    help="Steps that a worker of async_parameter_server may be ahead before it waits. (default: 4)",
+)
+@click.option("--local-steps", type=int, default=8, help="Steps of local_sgd between two averages. (default: 8)")
 @click.option(
     "--ranks-per-node",
     type=int,

@@ -7,6 +7,7 @@ check first that the gradients are finite and change nothing if they are not.
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ import numpy as np
 from . import native
 from .arena import Arena
 from .errors import ConfigError, NumericsError
+from .recipes import LR_SCALINGS, SCHEDULES
 from .tensor import Parameter
 
 
@@ -284,7 +286,51 @@ def linear_warmup(warmup_steps: int, after: Schedule | None = None) -> Schedule:
     return factor
 
 
-SCHEDULES = ("constant", "step", "cosine", "linear-warmup")
+def linear(start_factor: float, total: int, end_factor: float = 1.0) -> Schedule:
+    """A straight line from start_factor to end_factor over `total` steps, then end_factor (PyTorch's LinearLR)."""
+    _number("linear", "start_factor", start_factor, 0, math.inf)
+    return lambda step: start_factor + (end_factor - start_factor) * min(step / max(total, 1), 1.0)
+
+
+def sequential(schedules: Sequence[Schedule], milestones: Sequence[int]) -> Schedule:
+    """One schedule after the other: number k from milestone k - 1 on, counting from there (PyTorch's SequentialLR).
+
+    Raises:
+        ConfigError: there is not one milestone between each two schedules, or they do not increase.
+    """
+    schedules, milestones = list(schedules), list(milestones)
+    if len(milestones) != len(schedules) - 1 or any(b <= a for a, b in zip([0, *milestones], milestones, strict=False)):
+        raise ConfigError(
+            f"[schedule] {len(schedules)} schedules with milestones {milestones}; "
+            f"give {max(len(schedules) - 1, 0)} milestones that increase, from 1 on"
+        )
+
+    def factor(step: int) -> float:
+        k = bisect.bisect_right(milestones, step)
+        return schedules[k](step - (milestones[k - 1] if k else 0))
+
+    return factor
+
+
+def per_epoch(by_epoch: Schedule, steps_per_epoch: int) -> Schedule:
+    """A schedule over epochs as one over steps: the factor changes once per epoch."""
+    if steps_per_epoch < 1:
+        raise ConfigError(f"[schedule] steps_per_epoch is {steps_per_epoch}; it must be at least 1")
+    return lambda step: by_epoch(step // steps_per_epoch)
+
+
+def lr_factor(scaling: str, batch_size: int, base_batch_size: int) -> float:
+    """What the learning rate for batches of base_batch_size is multiplied with for batches of batch_size.
+
+    "linear": the ratio (Goyal et al. 2017); "sqrt": its root (Krizhevsky 2014); "none": 1.
+
+    Raises:
+        ConfigError: there is no such rule.
+    """
+    if scaling not in LR_SCALINGS:
+        raise ConfigError(f"[train] lr_scaling is {scaling!r}; choose from {', '.join(LR_SCALINGS)}")
+    ratio = batch_size / base_batch_size
+    return {"none": 1.0, "sqrt": math.sqrt(ratio), "linear": ratio}[scaling]
 
 
 def schedule(name: str, total_steps: int, warmup_steps: int = 0) -> Schedule:

@@ -47,5 +47,14 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 SCHEDULES: tuple[str, ...] = ("constant", "step", "cosine", "linear-warmup")
 DATASETS: tuple[str, ...] = ("mnist", "fashion-mnist", "cifar10")
 
-REDUCTIONS: tuple[str, ...] = ("tree", "mpi", "ring", "hierarchical", "parameter_server")
+REDUCTIONS: tuple[str, ...] = (
+    "tree",
+    "mpi",
+    "ring",
+    "hierarchical",
+    "parameter_server",
+    "async_parameter_server",
+    "local_sgd",
+)
+LR_SCALINGS: tuple[str, ...] = ("none", "sqrt", "linear")
 COMPRESSIONS: tuple[str, ...] = ("fp16", "bf16", "topk", "powersgd")

@@ -28,13 +28,16 @@ from .data.sampler import check_integer
 from .engine import Engine, Layout
 from .errors import ConfigError, DeviceError, NumericsError
 from .nn import CrossEntropyLoss, Module
-from .optim import Optimizer, Schedule
+from .optim import Optimizer, Schedule, lr_factor
+from .parallel import asynchronous
+from .parallel.asynchronous import Show, Tally
 from .parallel.mesh import Groups, Mesh
 from .parallel.plan import check_workers
 from .parallel.runner import Sums
-from .parallel.strategy import Strategy
+from .parallel.strategy import MODES, Strategy
 from .parallel.tensor import PARTS
 from .placement import gpus
+from .recipes import LR_SCALINGS
 
 DEVICES = ("auto", "cpu", "gpu")
 
@@ -112,13 +115,19 @@ class DistributedTrainer:
         threads: threads of this process; default its cores divided by the ranks on this machine.
         reduction: how gradients are summed (docs/strategies.md): "tree", "hierarchical" and "parameter_server" give
             the same bits on any number of ranks, "ring" and "mpi" (the library's own order) do not.
-        servers: of "parameter_server": so many ranks add.
+            With "async_parameter_server" and "local_sgd" ranks do not take every step together.
+        servers: of "parameter_server": so many ranks add; of "async_parameter_server": so many serve.
         ranks_per_node: of "hierarchical": so many neighbouring ranks count as a node; default: those on one machine.
         compression: None, "fp16", "bf16", "topk" or "powersgd": what gradients are sent as; the same bits in every run
             on the same number of ranks. A single process sends nothing and compresses nothing.
         compression_ratio: of "topk": the share of the gradients that is sent.
         compression_warmup_steps: of "topk": steps in which the ratio falls from a quarter to that.
         powersgd_rank: of "powersgd".
+        staleness: of "async_parameter_server": steps that a worker may be ahead of the slowest before it waits.
+        local_steps: of "local_sgd": steps from one average to the next.
+        lr_scaling: "none", "sqrt" or "linear": what the optimizer's rate is multiplied with: 1, or the root of global
+            batch size / base_batch_size, or that number itself. The effective rate is printed.
+        base_batch_size: the batch size that the optimizer's rate is for.
         execution: "replay" (recorded once, run without Python) or "eager" (op by op). Same bits.
         schedule: factor on the learning rate as a function of the step (optim.schedule).
         seed: seed of dropout.
@@ -161,6 +170,10 @@ class DistributedTrainer:
         compression_ratio: float = 0.01,
         compression_warmup_steps: int = 0,
         powersgd_rank: int = 2,
+        staleness: int = 4,
+        local_steps: int = 8,
+        lr_scaling: str = "none",
+        base_batch_size: int | None = None,
         execution: str = "replay",
         schedule: Schedule | None = None,
         seed: int = 0,
@@ -201,6 +214,8 @@ class DistributedTrainer:
             compression_ratio,
             compression_warmup_steps,
             powersgd_rank,
+            staleness,
+            local_steps,
         )
         strategy.check(self.mesh, zero, precision)
         self.layout = Layout(
@@ -227,6 +242,14 @@ class DistributedTrainer:
         self.scaler = precisions.GradScaler(
             scaler_init_scale, growth_interval=scaler_growth_interval, enabled=precision == "fp16"
         )
+        if lr_scaling not in LR_SCALINGS:
+            raise ConfigError(f"[train] lr_scaling is {lr_scaling!r}; choose from {', '.join(LR_SCALINGS)}")
+        if (lr_scaling == "none") != (base_batch_size is None):
+            raise ConfigError(
+                f"[train] lr_scaling is {lr_scaling!r} and base_batch_size {base_batch_size}; give both, or neither"
+            )
+        self.lr_scaling, self._lr_factor, self._lr_scaled = lr_scaling, 1.0, False
+        self.base_batch_size = base_batch_size and check_integer("[train] base_batch_size", base_batch_size, 1)
         self.steps = 0
         self.arena = Arena.of(model.named_parameters())
         optimizer.bind(self.arena)
@@ -238,10 +261,26 @@ class DistributedTrainer:
                 "[train] the loss has reduction='sum', but a trainer divides by the samples of the global batch; "
                 "use 'mean'"
             )
+        if strategy.reduction in MODES and self._trace is not None:
+            raise ConfigError(
+                f"[verify] reduction={reduction!r} gives other bits than one process; verify a synchronous one"
+            )
+        self.mode = asynchronous.mode(self, strategy)
         groups = Groups(self.comm, self.mesh)
         settings = {"seed": seed, "precision": precision}
+        layout, its_groups, own = self.layout, groups, {}
+        if self.mode is not None:
+            layout, its_groups = asynchronous.alone(self.layout, self.comm)
+            own = {"seed": (seed + 0x9E3779B97F4A7C15 * self.comm.rank) % 2**63}  # other masks for other samples
         self._train = Engine(
-            model, loss, self.arena, self.layout, groups, train=True, scaled=self.scaler.enabled, **settings
+            model,
+            loss,
+            self.arena,
+            layout,
+            its_groups,
+            train=True,
+            scaled=self.scaler.enabled,
+            **{**settings, **own},
         )
         self._eval = Engine(model, loss, self.arena, self.layout, groups, train=False, like=self._train, **settings)
         self._warned = False
@@ -261,6 +300,7 @@ class DistributedTrainer:
                 "mesh": (str(lay.mesh), lay.zero, lay.schedule, lay.bucket_size_mb, lay.overlap),
                 "accumulation and clipping": (self.accumulation_steps, self.clip_norm),
                 "reduction": lay.reduction,
+                "learning-rate scaling": (self.lr_scaling, self.base_batch_size),
                 "seed": self.seed,
                 "precision": (self.precision, self.scaler.state_dict(), self.scaler.growth_interval),
                 "optimizer": (type(self.optimizer).__name__, sorted(settings.items())),
@@ -295,10 +335,20 @@ class DistributedTrainer:
             NumericsError: the loss or a gradient is NaN or infinite (with "fp16": at a loss scale that cannot be
                 lowered any more); nothing was changed, on no rank.
         """
+        if isinstance(self.mode, asynchronous.AsynchronousServer):
+            raise ConfigError("[async] ranks do not take steps together; call fit()")
+        self._scale_rate(len(batch.indices))
+        if self.mode is not None:
+            part = self.mode.part(batch)
+            if part is None:  # the others take this step; this rank's state counts it too
+                self.steps, self.optimizer.steps = self.steps + 1, self.optimizer.steps + 1
+                self.mode.stepped()
+                return 0.0, 0.0
+            batch = part
         self._train.loss_scale = self.scaler.value
         sums = self._train.run(batch, self.steps)
         self._begin(sums)
-        lr = self.optimizer.lr * self.schedule(self.steps)
+        lr = self.rate(self.steps)
         agree = self._train.agree if self.layout.split or self.layout.zero else None
         finite = math.isfinite(sums.loss)
         taken = finite and self.optimizer.apply(sums.updates, self._divisor(sums), lr, agree)
@@ -309,14 +359,42 @@ class DistributedTrainer:
                 f"[train] the {'gradient' if finite else 'loss'} is not finite at step {self.steps + 1} "
                 f"(rate {lr:g}); the step was not taken. Lower --lr, or warm up"
             )
-            error.everywhere = True  # all ranks know the same
+            error.everywhere = self.mode is None  # all ranks know the same
             raise error
         if taken:
             self._train.updated()
         self.steps += 1
+        if self.mode is not None:
+            self.mode.stepped()
         if self._trace is not None:
             self._trace.step(self, sums.loss, sums.correct)
         return sums.loss, sums.correct
+
+    def rate(self, step: int) -> float:
+        """The learning rate of a step, counted from 0."""
+        return self.optimizer.lr * self._lr_factor * self.schedule(step)
+
+    def _scale_rate(self, batch: int) -> None:
+        """Once the batch size is known: sets, and says, what `lr_scaling` makes of the rate."""
+        if self.lr_scaling == "none" or self._lr_scaled:
+            return
+        self._lr_scaled, lr = True, self.optimizer.lr
+        self._lr_factor = lr_factor(self.lr_scaling, batch, self.base_batch_size)
+        ratio = f"{batch} / {self.base_batch_size}"
+        ratio = f"sqrt({ratio})" if self.lr_scaling == "sqrt" else ratio
+        self._show(f"learning rate {lr:g} x {ratio} = {lr * self._lr_factor:g}")
+
+    def gradients(self, batch: datasets.Batch, step: int) -> tuple[Sums, np.ndarray, float]:
+        """For a mode: sums over a batch computed by this rank alone, its gradients, and what they are divided by."""
+        sums = self._train.run(batch, step)
+        self._divisor(sums)
+        divisor = sums.samples if self.clip_norm is None else float(self._divide[0])
+        return sums, self._train.runners[-1].result[: self.arena.size], divisor
+
+    def count_bytes(self, sent: int) -> None:
+        """For a mode: adds to what this rank has sent."""
+        self._train.bytes_sent += sent
+        self._train.bytes_plain += sent
 
     def _begin(self, sums: Sums) -> None:
         """At the first step: what is known only once the model has been recorded."""
@@ -364,6 +442,7 @@ class DistributedTrainer:
 
     def evaluate(self, loader: Any) -> Evaluation:
         """Mean loss and accuracy over a data set or loader, dropout off."""
+        self._settle()
         loss = correct = count = 0.0
         for batch in _whole(loader):
             sums = self._eval.run(batch, 0)
@@ -402,7 +481,10 @@ class DistributedTrainer:
                     "every global batch out itself; leave the sampler out and use shuffle=True"
                 )
             size *= self.accumulation_steps
-            check_workers(self.workers, min(size, n), self.layout.shard_size)
+            self._scale_rate(size)
+            apart = isinstance(self.mode, asynchronous.AsynchronousServer)  # a batch is one worker's
+            workers = self.layout.workers if apart else self.workers
+            check_workers(workers, min(size, n), self.layout.shard_size)
             order = (train_loader.seed, train_loader.shuffle, len(train_loader))
             self._compare({"batch size": size, "data set": n, "data order": order, "length": (epochs, steps)})
         if self.progress:
@@ -416,46 +498,59 @@ class DistributedTrainer:
         finally:
             if self.progress:
                 self.progress.end()
+        if isinstance(self.mode, asynchronous.AsynchronousServer):
+            self._show(self.mode.summary(history.records[-1]))
         history.total_time = time.perf_counter() - started
         return history
 
     train = fit
 
+    def take_steps(self, batches: Iterable[datasets.Batch], limit: int | None, show: Show) -> Tally:
+        """A step for each of the batches, at most `limit`."""
+        tally = Tally()
+        for batch in itertools.islice(batches, limit):
+            a, b = self.train_step(batch)
+            n = len(batch.indices)
+            tally.samples, tally.steps = tally.samples + n, tally.steps + 1
+            if math.isfinite(a):  # a step that was skipped may have no loss
+                tally.loss, tally.correct, tally.counted = tally.loss + a, tally.correct + b, tally.counted + n
+            own = n if self.mode is None else n / self.comm.size  # samples that the loss is of
+            show(tally.steps, a / own, tally.samples)
+        return tally
+
     def _epoch(self, train_loader: Any, val_loader: Any, epoch: int, steps: int | None, history: History) -> None:
         t0 = time.perf_counter()
         shown = t0
-        before = (history.steps, self._train.bytes_sent, self._train.bytes_plain)
-        loss = correct = samples = counted = 0.0
+        sent, plain = self._train.bytes_sent, self._train.bytes_plain
+
+        def show(step: int, mean_loss: float, samples: int) -> None:
+            nonlocal shown
+            now = time.perf_counter()
+            if self.progress and now - shown > 0.1:
+                shown = now
+                self.progress.step(epoch, step, mean_loss, samples / (now - t0))
+
+        take = self.take_steps if self.mode is None else self.mode.epoch
         batches = _batches(train_loader)
         if self._trace is not None:
             batches = self._trace.cut(batches)
-        for i, batch in enumerate(_joined(batches, self.accumulation_steps)):
-            a, b = self.train_step(batch)
-            samples += len(batch.indices)
-            if math.isfinite(a):  # a step that was skipped may have no loss
-                loss, correct, counted = loss + a, correct + b, counted + len(batch.indices)
-            history.steps += 1
-            if self.progress:
-                now = time.perf_counter()
-                if now - shown > 0.1:
-                    shown = now
-                    self.progress.step(epoch, i + 1, a / len(batch.indices), samples / (now - t0))
-            if steps is not None and history.steps >= steps:
-                break
+        batches = _joined(batches, self.accumulation_steps)
+        tally = take(batches, None if steps is None else steps - history.steps, show)
         seconds = time.perf_counter() - t0
-        if not samples:
+        if not tally.samples:
             raise ConfigError("[train] the loader gave no batch; give it data, or a smaller batch size")
         history.seconds += seconds
-        history.samples += int(samples)
-        taken = history.steps - before[0]
+        history.samples += tally.samples
+        history.steps += tally.steps
         record: dict[str, Any] = {
             "epoch": epoch + 1,
-            "train_loss": loss / counted if counted else math.nan,
-            "train_accuracy": correct / max(counted, 1),
-            "samples_per_second": samples / seconds,
+            "train_loss": tally.loss / tally.counted if tally.counted else math.nan,
+            "train_accuracy": tally.correct / max(tally.counted, 1),
+            "samples_per_second": tally.samples / seconds,
             "seconds": seconds,
-            "bytes_per_step": (self._train.bytes_sent - before[1]) / taken,
-            "bytes_per_step_uncompressed": (self._train.bytes_plain - before[2]) / taken,
+            "bytes_per_step": (self._train.bytes_sent - sent) / tally.steps,
+            "bytes_per_step_uncompressed": (self._train.bytes_plain - plain) / tally.steps,
+            **tally.extra,
             "test_loss": None,
             "test_accuracy": None,
         }
@@ -468,17 +563,25 @@ class DistributedTrainer:
 
     # --- results ---
 
+    def _settle(self) -> None:
+        """Where ranks do not take every step together: makes them the same; a collective call."""
+        if self.mode is not None:
+            self.mode.settle()
+
     def weights_sha256(self) -> str:
         """SHA-256 over the bytes of the arena: one value for one training, on any layout. Collective, as below."""
+        self._settle()
         return hashlib.sha256(self._train.parameters().tobytes()).hexdigest()
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """The parameters by name, whole, on every rank; a collective call if ranks keep parts of them."""
+        self._settle()
         flat = self._train.parameters()
         return {name: self.arena.view(flat, name).copy() for name, _ in self.arena.named}
 
     def optimizer_state(self) -> dict[str, Any]:
         """Step count, rate and state arrays in the arena's layout, whole, on every rank; collective likewise."""
+        self._settle()
         whole = self._train.state if self._warned else lambda state: state  # cut into parts at the first step
         arrays = {name: whole(own).copy() for name, own in self.optimizer.state.items()}
         return {"steps": self.optimizer.steps, "lr": self.optimizer.lr, **arrays}

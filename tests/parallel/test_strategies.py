@@ -16,7 +16,7 @@ from odyssey.parallel import strategy as strategies
 from odyssey.parallel.compression import COMPRESSIONS
 from odyssey.parallel.hierarchical import combine
 from odyssey.parallel.mesh import Mesh
-from odyssey.parallel.strategy import REDUCTIONS, Strategy
+from odyssey.parallel.strategy import MODES, REDUCTIONS, Strategy
 
 KEEP_THE_TREE = [
     Strategy("tree"),
@@ -165,7 +165,7 @@ def test_settings_that_are_refused(settings, message):
 
 def test_the_command_line_knows_the_same_names():
     """recipes.py is plain data that imports nothing."""
-    assert tuple(REDUCTIONS) == recipes.REDUCTIONS
+    assert (*REDUCTIONS, *MODES) == recipes.REDUCTIONS
     assert tuple(COMPRESSIONS) == recipes.COMPRESSIONS
 
 

@@ -213,3 +213,25 @@ def test_schedules_by_name(name, total, warmup, at, wanted):
 def test_unknown_schedule():
     with pytest.raises(ConfigError, match="'square'.*constant, step, cosine, linear-warmup"):
         optim.schedule("square", 10)
+
+
+def test_a_warm_up_over_epochs_and_then_a_cosine():
+    """LinearLR(0.1, 5 epochs), then CosineAnnealingLR over 95, joined by SequentialLR at 5: PyTorch's factors."""
+    by_epoch = optim.sequential([optim.linear(0.1, 5), optim.cosine(95)], milestones=[5])
+    expected = [0.1 + 0.9 * e / 5 for e in range(5)]
+    expected += [0.5 * (1 + math.cos(math.pi * e / 95)) for e in range(95)]
+    assert [by_epoch(e) for e in range(100)] == pytest.approx(expected)
+    by_step = optim.per_epoch(by_epoch, 7)
+    assert [by_step(s) for s in (0, 6, 7, 34, 35)] == pytest.approx([0.1, 0.1, 0.28, 0.82, 1.0])
+
+
+@pytest.mark.parametrize("milestones", [[], [5, 5], [0, 3], [5]])
+def test_milestones_that_do_not_fit(milestones):
+    with pytest.raises(ConfigError, match="give 2 milestones that increase, from 1 on"):
+        optim.sequential([optim.constant()] * 3, milestones)
+
+
+def test_learning_rate_scaling():
+    assert [optim.lr_factor(rule, 512, 128) for rule in ("none", "sqrt", "linear")] == [1, 2, 4]
+    with pytest.raises(ConfigError, match="choose from none, sqrt, linear"):
+        optim.lr_factor("cubic", 512, 128)

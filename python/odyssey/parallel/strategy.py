@@ -26,11 +26,14 @@ REDUCTIONS: dict[str, type[Reduction]] = {
     "hierarchical": HierarchicalReduction,  # same bits on any world
     "parameter_server": ServerReduction,  # same bits on any world
 }
+MODES = ("async_parameter_server", "local_sgd")  # where ranks do not take each step together (asynchronous.py)
 
 
-#: (setting, the setting it belongs to, and which value of that has it)
+#: (setting, the setting it belongs to, and which values of that have it)
 OWNERS = (
-    ("servers", "reduction", "parameter_server"),
+    ("staleness", "reduction", "async_parameter_server"),
+    ("local_steps", "reduction", "local_sgd"),
+    ("servers", "reduction", "parameter_server", "async_parameter_server"),
     ("ranks_per_node", "reduction", "hierarchical"),
     ("compression_ratio", "compression", "topk"),
     ("compression_warmup_steps", "compression", "topk"),
@@ -60,13 +63,15 @@ class Strategy:
     """How gradients are summed between ranks.
 
     Args:
-        reduction: a name of REDUCTIONS.
-        servers: of "parameter_server": ranks 0 to servers - 1 add.
+        reduction: a name of REDUCTIONS or MODES.
+        servers: of "parameter_server": ranks 0 to servers - 1 add; of "async_parameter_server": they serve.
         ranks_per_node: of "hierarchical": so many neighbouring ranks count as a node; None: those on one machine.
         compression: None, or a name of COMPRESSIONS, which takes the place of the reduction's own exchange.
         compression_ratio: of "topk": the share of the gradients that is sent.
         compression_warmup_steps: of "topk": steps in which the ratio falls to that.
         powersgd_rank: of "powersgd".
+        staleness: of "async_parameter_server": steps that a worker may be ahead of the slowest before it waits.
+        local_steps: of "local_sgd": steps from one average to the next.
 
     Raises:
         ConfigError: a setting is not allowed, or belongs to another kind.
@@ -79,10 +84,13 @@ class Strategy:
     compression_ratio: float = 0.01
     compression_warmup_steps: int = 0
     powersgd_rank: int = 2
+    staleness: int = 4
+    local_steps: int = 8
 
     def __post_init__(self) -> None:
-        if self.reduction not in REDUCTIONS:
-            raise ConfigError(f"[train] reduction is {self.reduction!r}; choose from {', '.join(REDUCTIONS)}")
+        allowed = (*REDUCTIONS, *MODES)
+        if self.reduction not in allowed:
+            raise ConfigError(f"[train] reduction is {self.reduction!r}; choose from {', '.join(allowed)}")
         if self.compression is not None and self.compression not in COMPRESSIONS:
             raise ConfigError(
                 f"[train] compression is {self.compression!r}; choose from {', '.join(COMPRESSIONS)}, or None"
@@ -92,17 +100,19 @@ class Strategy:
             ("ranks_per_node", 1),
             ("compression_warmup_steps", 0),
             ("powersgd_rank", 1),
+            ("staleness", 0),
+            ("local_steps", 1),
         ):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < low):
                 raise ConfigError(f"[train] {name} is {value!r}; it must be an integer of at least {low}")
         check_ratio("train", "compression_ratio", self.compression_ratio)
         defaults = {f.name: f.default for f in dataclasses.fields(self)}
-        for name, setting, owner in OWNERS:
-            if getattr(self, name) != defaults[name] and getattr(self, setting) != owner:
+        for name, setting, *owners in OWNERS:
+            if getattr(self, name) != defaults[name] and getattr(self, setting) not in owners:
                 raise ConfigError(
                     f"[train] {name} is given, but {setting}={getattr(self, setting)!r} has none; "
-                    f"leave it out, or use {setting}={owner!r}"
+                    f"leave it out, or use {setting}={' or '.join(map(repr, owners))}"
                 )
         if self.compression and self.reduction != "tree":
             raise ConfigError(
@@ -118,6 +128,8 @@ class Strategy:
     def check(self, mesh: Mesh, zero: int, precision: str = "fp32") -> None:
         """Raises ConfigError if it does not go with a fitted mesh, a ZeRO stage or a precision."""
         ranks = mesh.dp or 1
+        if self.reduction in MODES:
+            self._check_mode(mesh, zero, precision)
         if self.servers > ranks:
             raise ConfigError(
                 f"[train] {self.servers} servers but {ranks} rank{'s' * (ranks > 1)}; lower --servers, or raise -n"
@@ -145,6 +157,25 @@ class Strategy:
                 "precision='fp16' changes the scale of gradients in between; use precision='bf16'"
             )
 
+    def _check_mode(self, mesh: Mesh, zero: int, precision: str) -> None:
+        ranks, kind = (mesh.dp or 1) * (mesh.pp or 1) * (mesh.tp or 1), self.reduction
+        if ranks != (mesh.dp or 1):
+            raise ConfigError(
+                f"[train] reduction={kind!r} with {mesh}: each rank needs a whole model; use --pp 1 --tp 1"
+            )
+        if zero:
+            raise ConfigError(f"[train] reduction={kind!r} with zero={zero}: each rank needs a whole model; use zero=0")
+        if precision == "fp16":
+            raise ConfigError(
+                f"[train] reduction={kind!r} with precision='fp16': ranks would skip different steps; "
+                "use precision='bf16'"
+            )
+        if kind == "async_parameter_server" and ranks <= self.servers:
+            raise ConfigError(
+                f"[train] reduction={kind!r} needs a rank that works beside its {self.servers} "
+                f"server{'s' * (self.servers > 1)}, and {ranks} {'are' if ranks > 1 else 'is'} running; raise -n"
+            )
+
 
 def make(
     strategy: Strategy,
@@ -170,7 +201,7 @@ def make(
     elif strategy.compression and content is not None and content.floats:
         kind = COMPRESSIONS[strategy.compression]
     else:
-        kind = REDUCTIONS[strategy.reduction]
+        kind = REDUCTIONS.get(strategy.reduction, TreeReduction)  # a mode still adds up evaluations
     if kind is TreeReduction and hasattr(comm, "shared") and shared:
         kind = SharedReduction  # the same tree, in memory that all ranks see
     return kind(comm, plan, floats, workers, strategy=strategy, content=content, **options)

@@ -1,0 +1,338 @@
+"""Trainings whose ranks do not take every step together: local SGD, and a parameter server with a staleness bound.
+
+What they have in common: an engine of one rank (`alone`), and parameters that are the same on all ranks only at times.
+The trainer asks a mode for its steps; everything else (evaluation, history, files) is the trainer's. Neither keeps the
+promise of the same bits on any number of ranks: `LocalSGD` gives the same bits in every run on the same number of
+ranks, `AsynchronousServer` in none, as its result depends on who comes first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .. import native
+from ..comm import Communicator, Request
+from ..comm.base import deadline
+from ..data import Batch
+from ..errors import CollectiveError, NumericsError
+from ..optim import Update
+from . import plan as planning
+from .mesh import Groups, Mesh
+from .plan import ranges, share
+from .strategy import MODES, Strategy, make
+
+if TYPE_CHECKING:
+    from ..engine import Layout
+    from ..trainer import DistributedTrainer
+
+Show = Callable[[int, float, float], None]  # steps of this epoch, mean loss, samples so far
+
+
+@dataclasses.dataclass
+class Tally:
+    """What some steps did, over all ranks: sums, and numbers for the record of an epoch."""
+
+    loss: float = 0.0
+    correct: float = 0.0
+    counted: float = 0.0  # samples whose loss is known
+    samples: int = 0
+    steps: int = 0
+    extra: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def alone(layout: Layout, comm: Communicator) -> tuple[Layout, Groups]:
+    """The layout and the groups of a rank that computes by itself."""
+    one, mesh = Communicator(parent=comm), Mesh(1, 1, 1)
+    return dataclasses.replace(layout, comm=one, mesh=mesh, reduction=Strategy()), Groups(one, mesh)
+
+
+def added(comm: Communicator, *numbers: float) -> list[float]:
+    """Numbers of all ranks, added in their order; a collective call."""
+    rows = comm.all_gather(np.array(numbers, np.float64))
+    return [math.fsum(column) for column in rows.T.tolist()]
+
+
+class LocalSGD:
+    """Every rank trains by itself on its own share of each batch; every `local_steps` steps all average (Stich 2019).
+
+    Averaged are the parameters and the optimizer's state (momentum and the like), along the tree over ranks. A rank's
+    step divides by its own samples, so with local_steps=1 and plain SGD the result is that of the synchronous training
+    but for rounding and, where shares differ in size, the weight of a sample.
+    """
+
+    def __init__(self, trainer: DistributedTrainer, every: int) -> None:
+        self.trainer, self.every = trainer, every
+        self._since = 0
+        self._reduction: Any = None
+
+    def part(self, batch: Batch) -> Batch | None:
+        """This rank's share of a batch, None if it has none."""
+        comm = self.trainer.comm
+        lo, hi = share(len(batch.indices), comm.size, comm.rank)
+        return Batch(batch.dataset, batch.indices[lo:hi], batch.epoch, batch.index) if hi > lo else None
+
+    def stepped(self) -> None:
+        """After a step of all ranks."""
+        self._since += 1
+        if self._since == self.every:
+            self.settle()
+
+    def settle(self) -> None:
+        """Makes parameters and state the same on all ranks, if they are not; a collective call."""
+        if not self._since:
+            return
+        self._since = 0
+        trainer, comm = self.trainer, self.trainer.comm
+        arrays = [trainer.arena.params, *trainer.optimizer.state.values()]
+        if self._reduction is None:
+            plan = planning.make(comm.size, comm.rank, comm.size, 1, 1)
+            self._reduction = make(Strategy(), comm, plan, sum(a.size for a in arrays), 1)
+        r = self._reduction
+        sent = r.bytes_sent
+        np.concatenate(arrays, out=r.buffers[0])
+        r.start()
+        mean = r.finish() / np.float32(comm.size)
+        at = 0
+        for a in arrays:
+            a[:] = mean[at : at + a.size]
+            at += a.size
+        trainer.count_bytes(r.bytes_sent - sent)
+
+    def epoch(self, batches: Iterable[Batch], limit: int | None, show: Show) -> Tally:
+        """Steps over the batches, at most `limit`; the same number on all ranks."""
+        tally = self.trainer.take_steps(batches, limit, show)
+        self.settle()
+        tally.loss, tally.correct = added(self.trainer.comm, tally.loss, tally.correct)
+        return tally
+
+
+# --- the asynchronous parameter server ---
+
+TAG = 1
+PUSH, DONE = 0, 1
+TAIL = 32  # floats behind the gradients or parameters of a message
+
+
+class Message:
+    """A range of gradients (to a server) or of parameters (back), and a few numbers.
+
+    `numbers` int64: to a server: kind, steps this worker has taken, version that its gradients are of, samples; back:
+    version, whether to stop. `floats` float32: divisor, sum of losses.
+    """
+
+    def __init__(self, floats: int) -> None:
+        self.array = native.aligned(-(-floats // 16) * 16 + TAIL)
+        self.body = self.array[:floats]
+        self.numbers = self.array[-TAIL:-16].view(np.int64)
+        self.floats = self.array[-16:]
+
+
+class AsynchronousServer:
+    """A parameter server that updates with each gradient as it comes, with a bound on staleness (Ho et al. 2013).
+
+    Ranks 0 to servers - 1 each own a range of the parameters and compute nothing else. The others are workers: batch i
+    of the loader belongs to worker i modulo their number. After a step a worker gets the newest parameters, but waits
+    while it is more than `staleness` steps ahead of the slowest; one that has no more data counts no longer.
+
+    A gradient is divided by the samples of its own batch, and the schedule goes by the number of updates. One that is t
+    updates old is taken at 1 / (1 + t) of the rate (Zhang, Gupta, Lian and Liu 2016). Late gradients act as more
+    momentum (Mitliagkas et al. 2016): what is right for one worker can be too much for three. At the end of an epoch
+    all ranks get the parameters and the optimizer's state.
+    """
+
+    def __init__(self, trainer: DistributedTrainer, staleness: int, servers: int) -> None:
+        self.trainer, self.comm, self.staleness = trainer, trainer.comm, staleness
+        self.servers = range(servers)
+        self.workers = range(servers, self.comm.size)
+        self.ranges = ranges(trainer.arena.size, servers)
+        self._failed = False
+        # of this server, over all epochs
+        self._late, self._latest, self._lead, self._pushes = 0, 0, 0, 0
+        self._steps = dict.fromkeys(self.workers, 0)
+
+    def part(self, batch: Batch) -> Batch | None:
+        """Not used: a worker takes whole batches."""
+        return batch
+
+    def stepped(self) -> None:
+        """Not used: workers take their steps in `epoch`."""
+
+    def settle(self) -> None:
+        """Nothing to do: after an epoch all ranks hold the same."""
+
+    def epoch(self, batches: Iterable[Batch], limit: int | None, show: Show) -> Tally:
+        """Works or serves until all workers have had their batches, of which all together take at most `limit`."""
+        trainer, comm = self.trainer, self.comm
+        tally = Tally()
+        if comm.rank in self.servers:
+            self._serve(show)
+        else:
+            self._work(batches, limit, tally)
+        self._hand_out()
+        failed, loss, correct, samples, steps = added(
+            comm, self._failed, tally.loss, tally.correct, tally.samples, tally.steps
+        )
+        if failed:
+            error = NumericsError(
+                f"[async] a gradient or loss is not finite within {int(steps)} steps after step {trainer.steps}; its "
+                "step was not taken. Lower --lr, warm up, or lower --staleness"
+            )
+            error.everywhere = True
+            raise error
+        trainer.steps += int(steps)
+        return Tally(loss, correct, samples, int(samples), int(steps), self._figures())
+
+    # --- a worker ---
+
+    def _work(self, batches: Iterable[Batch], limit: int | None, tally: Tally) -> None:
+        trainer, comm, params = self.trainer, self.comm, self.trainer.arena.params
+        out = [Message(b - a) for a, b in self.ranges]
+        back = [Message(b - a) for a, b in self.ranges]
+        versions = [trainer.steps] * len(out)
+        mine, stop = comm.rank - len(self.servers), False
+        for i, batch in enumerate(itertools.islice(batches, limit)):
+            if i % len(self.workers) != mine:
+                continue
+            sums, gradients, divisor = trainer.gradients(batch, trainer.steps + i)
+            requests: list[Request] = []
+            tally.steps += 1
+            for s, (a, b) in zip(self.servers, self.ranges, strict=True):
+                message = out[s]
+                message.body[:] = gradients[a:b]
+                message.numbers[:4] = PUSH, tally.steps, versions[s], len(batch.indices)
+                message.floats[:2] = divisor if math.isfinite(sums.loss) else math.nan, sums.loss
+                requests.append(comm.recv_start(back[s].array, s, TAG))
+                requests.append(comm.send_start(message.array, s, TAG))
+                trainer.count_bytes(message.array.nbytes)
+            tally.loss, tally.correct = tally.loss + sums.loss, tally.correct + sums.correct
+            tally.samples += len(batch.indices)
+            for request in requests:
+                request.wait()
+            for s, (a, b) in zip(self.servers, self.ranges, strict=True):
+                params[a:b] = back[s].body
+                versions[s], stop = int(back[s].numbers[0]), stop or bool(back[s].numbers[1])
+            if stop:
+                break
+        for s in self.servers:
+            out[s].numbers[:2] = DONE, tally.steps
+            comm.send(out[s].array, s, TAG)
+
+    # --- a server ---
+
+    def _serve(self, show: Show) -> None:
+        comm, trainer = self.comm, self.trainer
+        a, b = self.ranges[comm.rank]
+        inbox = {w: Message(b - a) for w in self.workers}
+        outbox = {w: Message(b - a) for w in self.workers}
+        steps = dict.fromkeys(self.workers, 0)  # of this epoch
+        active, held = set(self.workers), set()
+        receives = {w: comm.recv_start(inbox[w].array, w, TAG) for w in self.workers}
+        sends: dict[int, Request] = {}
+        samples, updates = 0, 0
+        heard, nap = time.monotonic(), 20e-6
+        while active:
+            came = [w for w, request in receives.items() if request.test()]
+            for w in came:
+                receives.pop(w).wait()
+                message = inbox[w]
+                kind, taken, version, n = message.numbers[:4].tolist()
+                if kind == DONE:
+                    active.discard(w)
+                    continue
+                now = trainer.steps + updates
+                steps[w] = taken
+                self._lead = max(self._lead, taken - min(steps[v] for v in active))
+                self._late, self._latest = self._late + now - version, max(self._latest, now - version)
+                self._pushes, self._steps[w] = self._pushes + 1, self._steps[w] + 1
+                if not self._failed and not self._update(message, a, b - a, now, now - version):
+                    self._failed = True
+                updates, samples = updates + 1, samples + n
+                held.add(w)
+                if comm.rank == 0:
+                    show(updates, float(message.floats[1]) / n, samples)
+            slowest = min((steps[w] for w in active), default=0)
+            for w in [w for w in held if self._failed or steps[w] - slowest <= self.staleness]:
+                held.discard(w)
+                if w in sends:
+                    sends.pop(w).wait()
+                outbox[w].body[:] = trainer.arena.params[a:b]
+                outbox[w].numbers[:2] = trainer.steps + updates, int(self._failed)
+                receives[w] = comm.recv_start(inbox[w].array, w, TAG)
+                sends[w] = comm.send_start(outbox[w].array, w, TAG)
+                trainer.count_bytes(outbox[w].array.nbytes)
+            if came:
+                heard, nap = time.monotonic(), 20e-6
+            elif time.monotonic() - heard > min(30.0, deadline()):
+                self._listen(receives)
+                heard = time.monotonic()
+            else:
+                for request in sends.values():
+                    request.test()
+                time.sleep(nap)
+                nap = min(1.5 * nap, 1e-3)
+        for request in sends.values():
+            request.wait()
+
+    def _listen(self, receives: dict[int, Request]) -> None:
+        """Nobody came for long: waits for one of those that are at work, which says so if that rank has ended."""
+        for w, request in receives.items():
+            try:
+                request.wait()
+                return
+            except CollectiveError as error:
+                raise CollectiveError(f"[async] no gradient from worker rank {w}: {error}") from error
+
+    def _update(self, message: Message, at: int, n: int, step: int, age: int) -> bool:
+        """Takes one step with a gradient that is `age` updates old; False if it is not finite."""
+        trainer = self.trainer
+        if not math.isfinite(message.floats[0]):
+            return False
+        updates = [Update(trainer.arena.address(native.PARAMS) + 4 * at, message.body.ctypes.data, at, n)] if n else []
+        return trainer.optimizer.apply(updates, message.floats.ctypes.data, trainer.rate(step) / (1 + age))
+
+    # --- all of them ---
+
+    def _hand_out(self) -> None:
+        """Gives all ranks what the servers have."""
+        optimizer, comm = self.trainer.optimizer, self.comm
+        for s, (a, b) in zip(self.servers, self.ranges, strict=True):
+            for array in (self.trainer.arena.params, *optimizer.state.values()):
+                comm.broadcast(array[a:b], s)
+        steps = np.array([optimizer.steps], np.int64)
+        optimizer.steps = int(comm.broadcast(steps, 0)[0])
+
+    def _figures(self) -> dict[str, Any]:
+        """Of all epochs so far, as the first server saw them, on all ranks; a collective call."""
+        numbers = [self._late, self._latest, self._lead, self._pushes, *self._steps.values()]
+        late, latest, lead, pushes, *steps = self.comm.broadcast(np.array(numbers, np.int64), 0).tolist()
+        return {
+            "steps_of_worker": {str(w): n for w, n in zip(self.workers, steps, strict=True)},
+            "staleness_mean": late / max(pushes, 1),
+            "staleness_largest": latest,
+            "lead_largest": lead,
+        }
+
+    def summary(self, extra: dict[str, Any]) -> str:
+        """One line about a training, from the figures of its last epoch."""
+        steps = ", ".join(f"{n} of rank {w}" for w, n in extra["steps_of_worker"].items())
+        return (
+            f"[async] steps: {steps}; a gradient was {extra['staleness_mean']:.2f} updates old in the mean, at most "
+            f"{extra['staleness_largest']}; the fastest worker was at most {extra['lead_largest']} steps ahead "
+            f"(bound {self.staleness} before it waits)"
+        )
+
+
+def mode(trainer: DistributedTrainer, strategy: Strategy) -> LocalSGD | AsynchronousServer | None:
+    """How the trainer's ranks take steps; None: together."""
+    if strategy.reduction not in MODES or trainer.comm.size == 1:
+        return None
+    if strategy.reduction == "local_sgd":
+        return LocalSGD(trainer, strategy.local_steps)
+    return AsynchronousServer(trainer, strategy.staleness, strategy.servers)
