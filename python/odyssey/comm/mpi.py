@@ -182,6 +182,8 @@ class MPICommunicator(Staged):
     def _progress(self) -> None:
         """Receives that were started take their data when the letter is there, or their senders could not go on."""
         for comm in self._exits.communicators:
+            if not isinstance(comm, MPICommunicator):
+                continue  # shared memory carries its messages over one of these
             for line in comm._receives.values():
                 while line and line[0]._request.Test():
                     line.popleft()._open()
