@@ -149,6 +149,11 @@ class DistributedDataParallel(Module):
         if average not in AVERAGES:
             raise ConfigError(f"[ddp] average is {average!r}; choose from {', '.join(AVERAGES)}")
         strategy = strategies.Strategy.of(reduction)
+        if strategy.reduction in strategies.MODES:
+            raise ConfigError(
+                f"[ddp] reduction={strategy.reduction!r} takes steps of its own; use DistributedTrainer, or one of "
+                f"{', '.join(strategies.REDUCTIONS)}"
+            )
         self.module = module
         self.average, self.broadcast_buffers = average, bool(broadcast_buffers)
         self.find_unused_parameters = bool(find_unused_parameters)

@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from odyssey import DistributedTrainer, data, functional, nn, optim
+from odyssey import DistributedDataParallel, DistributedTrainer, data, functional, nn, optim
 from odyssey.comm import mock
 from odyssey.errors import ConfigError, NumericsError
 from odyssey.parallel.mesh import Mesh
@@ -239,6 +239,15 @@ def test_combinations_that_are_refused(settings, mesh, zero, precision, message)
 def test_settings_that_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         Strategy(**settings)
+
+
+def test_ddp_refuses():
+    def rank(comm):
+        nn.manual_seed(1)
+        with pytest.raises(ConfigError, match="use DistributedTrainer, or one of tree, mpi"):
+            DistributedDataParallel(Small(), reduction="local_sgd")
+
+    mock.run(2, rank)
 
 
 # --- learning-rate scaling ---
