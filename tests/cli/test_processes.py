@@ -95,3 +95,31 @@ def test_an_error_on_one_rank_hangs_nobody(error, code, line):
     done = run(mpiexec(), "-n", "3", sys.executable, "-c", ONE_RANK_FAILS.replace("ERROR", error))
     assert done.returncode == code
     assert line in done.stderr.splitlines()
+
+
+ONE_RANK_FAILS_AND_SHARES_MEMORY = """
+import re
+from pathlib import Path
+from odyssey import cli, comm
+from odyssey.errors import DataError
+def run(settings):
+    cli._world = world = comm.world("mpi")
+    files = re.findall(r"/dev/shm/(?:mpich|sm)_\\S+", Path("/proc/self/maps").read_text())
+    if world.rank == 0:
+        print(*set(files), flush=True)
+    world.barrier()
+    if world.rank == 1:
+        raise DataError("it is torn")
+    world.barrier()
+cli.run = run
+cli.main(["train"])
+"""
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="shared memory is no folder here")
+def test_an_error_leaves_no_shared_memory():
+    done = run(mpiexec(), "-n", "2", sys.executable, "-c", ONE_RANK_FAILS_AND_SHARES_MEMORY)
+    assert done.returncode == 65
+    files = done.stdout.split()
+    assert files
+    assert [name for name in files if Path(name).exists()] == []

@@ -8,6 +8,7 @@ has what it costs); when all have come and agree, the data follow by the library
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import sys
 import time
@@ -199,9 +200,19 @@ class MPICommunicator(Staged):
         self._data.Free()
 
     def abort(self, code: int) -> None:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        MPI.COMM_WORLD.Abort(code)
+        _abort(code)
+
+
+def _abort(code: int) -> None:
+    """Ends all ranks, without the files in shared memory that the library removes only at an orderly end."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with contextlib.suppress(OSError), open("/proc/self/maps") as maps:
+        for path in {line.rsplit(maxsplit=1)[-1] for line in maps if "/dev/shm/" in line}:
+            if path.startswith(("/dev/shm/mpich_shm_", "/dev/shm/sm_segment.")):
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
+    MPI.COMM_WORLD.Abort(code)
 
 
 class _Sent(Waiting):
@@ -316,7 +327,7 @@ class _Exits:
                     print(f"odyssey: [rank {self.rank}] [comm] ends while {text} is unfinished", file=sys.stderr)
                 sys.stderr.flush()
                 time.sleep(0.5)  # the others say what they have to say, and the launcher reads it, before all is ended
-                MPI.COMM_WORLD.Abort(CollectiveError.exit_code)
+                _abort(CollectiveError.exit_code)
         others = [p for p in range(self.size) if p != self.rank]
         notes = np.zeros((self.size, 1), np.uint8)
         requests = [self._alarm.Isend([notes[self.rank], MPI.BYTE], p, 0) for p in others]
