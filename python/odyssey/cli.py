@@ -359,7 +359,7 @@ def run(made: Settings) -> None:
         if verify.Trace.current() is None:  # else the layout is not that of the options
             mesh = mesh.fit(world.size)
             shared = 1 if made.reduction == "async_parameter_server" else mesh.dp  # ranks that share out a batch
-        check_workers(made, (made.num_gpus or 1) * shared)
+            check_workers(made, (made.num_gpus or 1) * shared)
     if first:
         for path, option in ((made.save_weights, "--save-weights"), (made.json, "--json")):
             if path is not None:
@@ -723,8 +723,13 @@ def verify_command(
     Options that are not listed here are those of `odyssey train` (--model, --global-batch-size, ...), or the script's.
     Ends with 0 if all layouts gave the same bits, with 1 if one did not.
     """
+    from odyssey import launcher as launchers
     from odyssey.verify import Verifier
 
+    found = launchers.launched()
+    if found is not None and found.size > 1:
+        with _on_all_ranks():
+            raise ConfigError("[verify] it starts the ranks of each layout itself; run it without mpirun or srun")
     layouts, rest = _layouts(layouts, rest)
     if steps < 1:
         raise ConfigError(f"[verify] --steps is {steps}; 1 or more is allowed")

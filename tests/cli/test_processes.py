@@ -123,3 +123,9 @@ def test_an_error_leaves_no_shared_memory():
     files = done.stdout.split()
     assert files
     assert [name for name in files if Path(name).exists()] == []
+
+
+def test_verify_under_a_launcher_is_refused_in_one_line():
+    done = run(mpiexec(), "-n", "2", sys.executable, "-m", "odyssey", "verify", "--layouts", "dp=2")
+    assert done.returncode == 64
+    assert done.stderr.count("[verify] it starts the ranks of each layout itself") == 1
