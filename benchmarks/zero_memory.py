@@ -1,9 +1,10 @@
 """Memory per rank with ZeRO 0 to 3: parameters, gradients and optimizer of a network of equal layers with Adam.
 
 Two measurements of the same run: what the trainer says it holds (`DistributedTrainer.memory()`), and how much the
-resident set of each process has grown since it had a trainer of a tiny network that had taken a step. Gradients are
-counted with everything their reduction works in. Activations, the same at every stage but 0, are a column of their own;
-the resident set holds them as well. After three steps all stages must have the same weights: exit code 1 if not.
+resident set of each process has grown since it had a trainer of a tiny network that had taken a step (of memory that n
+ranks share, each counts an nth). Gradients are counted with everything their reduction works in. Activations are a
+column of their own; the resident set holds them as well. After three steps all stages must have the same weights: exit
+code 1 if not.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ PARTS = ("parameters", "gradients", "optimizer")
 
 
 def resident() -> int:
-    """Bytes of this process in memory that are its own: shared libraries and shared memory are left out."""
-    fields = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
-    return 1024 * int(fields["RssAnon"].split()[0])
+    """Bytes in memory for this process: its own, and its share of what several ranks see; files are left out."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
+    fields = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
+    return 1024 * (fields["Pss_Anon"] + fields["Pss_Shmem"])
 
 
 def rank(options: Any) -> None:
@@ -54,7 +56,9 @@ def rank(options: Any) -> None:
     before = resident()
     trainer = train(options.layers, options.width, options.zero, 3)
     gc.collect()
+    world.barrier()
     grown = resident() - before
+    world.barrier()
     found = trainer.memory()
     row = np.array([*(found[name] for name in PARTS), found["activations"], grown], np.int64)
     everyone = world.all_gather(row)
