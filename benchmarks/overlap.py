@@ -2,11 +2,11 @@
 
 Ranks train a network of equal linear layers (40 MB of parameters unless told otherwise). For each bucket size one
 trainer reduces during the backward pass and one after it; a third kind trains the same share of the batch on its own,
-without any communication. All are in the same processes and take turns, each turn a few steps between two barriers; a
-turn's time is that of the slowest rank. Hidden is the part of communication that overlap takes away:
-(after - during) / (after - none). Where ranks share cores with their transport, as here, a copy that runs while another
-rank computes takes that rank's core or memory bandwidth, so not all of it can be hidden. The weights of all reducing
-trainers must be the same: exit code 1 if not.
+without any communication. All are in the same processes and take turns, a step or a few between two barriers; a turn's
+time is that of the slowest rank. The table has a low quantile of the turns: other work on the machine only adds time.
+Hidden is the part of communication that overlap takes away: (after - during) / (after - none). Where ranks share cores
+with their transport a copy that runs while another rank computes takes that rank's core or memory bandwidth, so not
+all of it can be hidden. The weights of all reducing trainers must be the same: exit code 1 if not.
 """
 
 from __future__ import annotations
@@ -78,9 +78,10 @@ def main() -> int:
     parser.add_argument("--width", type=int, default=1024, help="features of a layer")
     parser.add_argument("--shards", type=int, default=2, help="shards of each rank in a step")
     parser.add_argument("--shard-size", type=int, default=32, help="samples of a shard")
-    parser.add_argument("--bucket-size-mb", type=float, nargs="+", default=[1.0, 4.0, 10.0, 25.0], help="to compare")
-    parser.add_argument("--rounds", type=int, default=9, help="turns of each")
-    parser.add_argument("--steps", type=int, default=5, help="of each turn")
+    parser.add_argument("--bucket-size-mb", type=float, nargs="+", default=[4.0, 10.0, 25.0], help="to compare")
+    parser.add_argument("--rounds", type=int, default=40, help="turns of each")
+    parser.add_argument("--steps", type=int, default=1, help="of each turn")
+    parser.add_argument("--quantile", type=float, default=0.1, help="of the turns")
     parser.add_argument("--rank", type=Path, help=common.INTERNAL)
     options = parser.parse_args()
     if options.rank:
@@ -96,25 +97,25 @@ def main() -> int:
         common.child([*common.mpirun(options.ranks), sys.executable, __file__, *map(str, settings)])
         found = json.loads(out.read_text())
     seconds = found["seconds"]
-    alone = common.median(seconds["none"])
+    alone = common.quantile(seconds["none"], options.quantile)
     rows, lines = [], [["no communication", None, common.number(1e3 * alone, 1), None, None, None, None]]
     for size in options.bucket_size_mb:
-        during, after = seconds[f"{size:g} during"], seconds[f"{size:g} after"]
-        # by turns: what disturbs the machine for long disturbs all three of a turn alike
-        cost = [a - n for a, n in zip(after, seconds["none"], strict=True)]
-        saved = [a - d for a, d in zip(after, during, strict=True)]
-        hidden = common.median(saved) / common.median(cost) if common.median(cost) > 0 else None
+        during, after = (seconds[f"{size:g} {when}"] for when in ("during", "after"))
+        low = {"during": common.quantile(during, options.quantile), "after": common.quantile(after, options.quantile)}
+        cost = low["after"] - alone
+        hidden = (low["after"] - low["during"]) / cost if cost > 0 else None
         row = {
             "bucket_size_mb": size,
             "buckets": found["buckets"][f"{size:g} during"],
             "during": common.spread(during),
             "after": common.spread(after),
-            "waited": common.median(found["waited"][f"{size:g} during"]),
-            "communication": common.median(cost),
+            "waited": common.quantile(found["waited"][f"{size:g} during"], options.quantile),
+            "low": low,
+            "communication": cost,
             "hidden": hidden,
         }
         rows.append(row)
-        cells = [common.number(1e3 * row[k]["median"], 1) for k in ("after", "during")]
+        cells = [common.number(1e3 * low[k], 1) for k in ("after", "during")]
         times = [common.number(1e3 * row[k], 1) for k in ("communication", "waited")]
         share = None if hidden is None else f"{100 * hidden:.0f} %"
         lines.append([f"{size:g} MB", row["buckets"], *cells, *times, share])
@@ -126,7 +127,7 @@ def main() -> int:
     )
     headers = ["buckets of", "number", "after", "during", "communication", "waited at the end", "hidden"]
     print(common.table(headers, lines))
-    names = ("ranks", "layers", "width", "shards", "shard_size", "rounds", "steps")
+    names = ("ranks", "layers", "width", "shards", "shard_size", "rounds", "steps", "quantile")
     settings = {key: getattr(options, key) for key in names}
     common.write_json(
         options.json,

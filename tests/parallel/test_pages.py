@@ -1,4 +1,4 @@
-"""The pages about placement and pipelines: every Python block runs, and prints what stands below it."""
+"""The pages about parallelism: every Python block runs, and prints what stands below it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-@pytest.mark.parametrize("page", ["model-parallel.md", "pipeline.md"])
-def test_what_a_page_shows_is_what_happens(page, monkeypatch, tmp_path):
+@pytest.mark.parametrize("page,least", [("model-parallel.md", 4), ("pipeline.md", 4), ("data-parallel.md", 1)])
+def test_what_a_page_shows_is_what_happens(page, least, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     text = (DOCS / page).read_text()
     blocks = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.M | re.S)
@@ -28,4 +28,4 @@ def test_what_a_page_shows_is_what_happens(page, monkeypatch, tmp_path):
         if i + 1 < len(blocks) and not blocks[i + 1][0]:
             assert printed.getvalue().splitlines() == blocks[i + 1][1].splitlines()
             ran += 1
-    assert ran >= 4
+    assert ran >= least
