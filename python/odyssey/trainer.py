@@ -249,7 +249,9 @@ class DistributedTrainer:
                 f"[train] lr_scaling is {lr_scaling!r} and base_batch_size {base_batch_size}; give both, or neither"
             )
         self.lr_scaling, self._lr_factor, self._lr_scaled = lr_scaling, 1.0, False
-        self.base_batch_size = base_batch_size and check_integer("[train] base_batch_size", base_batch_size, 1)
+        if base_batch_size is not None:
+            check_integer("[train] base_batch_size", base_batch_size, 1)
+        self.base_batch_size = base_batch_size
         self.steps = 0
         self.arena = Arena.of(model.named_parameters())
         optimizer.bind(self.arena)
