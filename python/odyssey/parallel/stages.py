@@ -83,36 +83,36 @@ def partition(records: list[Record], place_of: Callable[[Record], int]) -> list[
     if len(forward) < len(records):
         parts += [Part(s, "backward", places[s]) for s in reversed(range(count))]
     index = {(p.phase, p.stage): i for i, p in enumerate(parts)}
+    made: dict[int, int] = {}  # slot -> part of the first record that uses it
     for r in records:
         s = stages.get(id(r), stage_of.get(r.tag, -1))
         if s < 0:
             s = max(i for i in range(count) if places[i] == place(r))
         part = parts[index[r.phase, s]]
+        for a in r.args:
+            if isinstance(a, Slot):
+                made.setdefault(id(a), index[r.phase, s])
         if r.op == "labels":
             part.records.insert(0, r)
         else:
             part.records.append(r)
-    _transfers(parts)
+    _transfers(parts, made)
     return parts
 
 
-def _transfers(parts: list[Part]) -> None:
-    made: dict[int, int] = {}
-    have: set[tuple[int, int]] = set()
-    order = {id(a): i for i, part in reversed(list(enumerate(parts))) for r in part.records for a in r.args}
+def _transfers(parts: list[Part], made: dict[int, int]) -> None:
+    """Fills in what the parts send each other. made: slot -> part that makes it."""
+    have = {(slot, parts[i].place) for slot, i in made.items()}
     number = 0
     for i, part in enumerate(parts):
         for r in part.records:
             for a in r.args:
                 if not isinstance(a, Slot):
                     continue
-                if id(a) not in made:
-                    made[id(a)] = order[id(a)]
-                    have.add((id(a), parts[made[id(a)]].place))
+                source = parts[made[id(a)]]
+                if made[id(a)] > i:
+                    raise ConfigError(f"[pipeline] {r.op} of stage {part.stage} needs a value that is made later")
                 if (id(a), part.place) not in have:
-                    source = parts[made[id(a)]]
-                    if made[id(a)] >= i:
-                        raise ConfigError(f"[pipeline] {r.op} of stage {part.stage} needs a value that is made later")
                     t = Transfer(number, a, source.place, part.place)
                     number += 1
                     source.sends.append(t)
