@@ -69,3 +69,22 @@ def test_refused_combinations(launch, command, line):
 
 def test_refusals_are_there():
     assert len(refused()) >= 6
+
+
+def test_every_python_file_has_its_line():
+    page = (ROOT / "docs" / "data-flow.md").read_text()
+    files = ROOT.glob("python/odyssey/**/*.py")
+    named = set(re.findall(r"`([\w/]+\.py)`", page)) | {
+        f"{first.rsplit('/', 1)[0]}/{other}"  # `parallel/ring.py`, `server.py`
+        for first, rest in re.findall(r"^\| `(\w+/\w+\.py)`((?:, `\w+\.py`)+)", page, re.M)
+        for other in re.findall(r"\w+\.py", rest)
+    }
+    here = {path.relative_to(ROOT / "python" / "odyssey").as_posix() for path in files}
+    assert {path for path in here if not path.endswith("__init__.py")} - named == set()
+
+
+def test_every_public_name_is_described():
+    import odyssey
+
+    page = (ROOT / "docs" / "api.md").read_text()
+    assert [name for name in odyssey.__all__ if not re.search(rf"\b{name}\b", page)] == []
