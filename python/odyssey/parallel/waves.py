@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -210,7 +211,7 @@ class Waves(Runner):
         work, stride = self._work.ctypes.data, self._work.strides[0]
         c = native.Context.from_buffer_copy(self.context)
         grads, stats = self._sum.buffers, self._stats.buffers
-        pending: list[Any] = []
+        pending: deque[Any] = deque()
         seen: set[int] = set()
         for i, (phase, stage, m) in enumerate(self._actions):
             slot = m % self._window
@@ -256,10 +257,12 @@ class Waves(Runner):
         r = self.result
         return Sums(float(r[0]), float(r[1]), float(r[2]), r[1:2].ctypes.data, self.updates, self._counted)
 
-    def _move(self, t: Move, m: int, here: np.ndarray, pending: list[Any]) -> None:
+    def _move(self, t: Move, m: int, here: np.ndarray, pending: deque[Any]) -> None:
         tag = (m * self._transfers + t.number) % (MAX_TAG + 1)
         value = here[t.at : t.at + t.size]
         if t.source == self.groups.p:
+            while pending and pending[0].test():  # what has arrived need not be kept to the end of the step
+                pending.popleft()
             pending.append(self.groups.pp.send_start(value.copy(), t.target, tag))
             self.bytes_moved += t.size
         else:
