@@ -24,6 +24,7 @@ from ..comm.calls import bfloat16, narrow, widen
 from ..errors import ConfigError
 from .plan import ranges
 from .reduction import Phased, TreeReduction
+from .shared import SharedReduction
 
 WARMUP_RATIO = 0.25  # where the ratio of a warm-up begins (Lin et al. 2018)
 
@@ -53,7 +54,8 @@ class Compressed(Phased):
         self.local = self._take(n)
         self._steps = self._counted = 0
         rest = self.floats - n
-        self._exact = TreeReduction(self.comm, self.plan, rest, self.workers) if rest else None
+        tree = SharedReduction if hasattr(self.comm, "shared") else TreeReduction
+        self._exact = tree(self.comm, self.plan, rest, self.workers) if rest else None
 
     def start(self) -> None:
         self._steps += 1
