@@ -154,6 +154,7 @@ class Engine:
         self._records: dict[tuple[int, ...], list[Record]] = {}
         self._prepared: dict[tuple[Any, ...], Runner] = {}  # the latest last
         self._storage: dict[str, np.ndarray] = {}
+        self._grown = False
         self._memories: dict[int, dict[str, Any]] = {}  # of a strategy, by bucket
         self.bytes_sent = self.bytes_plain = 0  # by this rank, so far (Runner)
         self.warnings: list[str] = []  # once a program is recorded: what the user should know,
@@ -181,11 +182,17 @@ class Engine:
     def prepare(self, samples: int, sample_shape: tuple[int, ...]) -> Runner:
         """What a batch size needs; made when it is first met."""
         key = (samples, *sample_shape)
-        try:
-            runner = self._prepared.pop(key, None) or self._runner(samples, sample_shape)
-        except OdysseyError as error:
-            error.everywhere = True  # all ranks record the same model for the same layout
-            raise
+        runner = self._prepared.pop(key, None)
+        if runner is None:
+            try:
+                runner = self._runner(samples, sample_shape)
+            except OdysseyError as error:
+                error.everywhere = True  # all ranks record the same model for the same layout
+                raise
+            # making a runner may be a collective call, so all ranks keep the same ones
+            if self.layout.comm.all_reduce(np.array([self._grown], np.int32), "max")[0]:
+                self._prepared.clear()
+            self._grown = False
         self._prepared[key] = runner
         while len(self._prepared) > RUNNERS:
             del self._prepared[next(iter(self._prepared))]
@@ -194,10 +201,10 @@ class Engine:
     def storage(self, name: str, nbytes: int) -> np.ndarray:
         """Memory (nbytes,) uint8 that all runners use for the same thing, as one runs at a time.
 
-        Where one needs more than the others, they are made anew when they are needed again.
+        Where one needs more than the others, on any rank, they are made anew when they are needed again.
         """
         if len(self._storage.get(name, ())) < nbytes:
-            self._prepared.clear()
+            self._grown = True
             self._storage[name] = native.aligned(nbytes, np.uint8, zero=False)
         return self._storage[name][:nbytes]
 

@@ -184,6 +184,25 @@ def test_batches_of_many_sizes_and_other_data():
             assert all(v > 0 for v in memory.values())
 
 
+@pytest.mark.parametrize("settings", [{"bucket_size_mb": TINY}, {"zero": 3}])
+def test_all_ranks_keep_the_same_batch_sizes(settings):
+    """5, 6 and 2 shards on 3 ranks: each time other ranks need more memory than before."""
+
+    def fit(comm):
+        nn.manual_seed(0)
+        trainer = DistributedTrainer(nn.LeNet5(), optim.SGD(lr=0.01), comm=comm, threads=1, shard_size=8, **settings)
+        kept = []
+        for n in (40, 48, 24, 40, 48, 24, 56):
+            x, y = MNIST.gather(np.arange(n))
+            trainer.fit([(np.asarray(x, np.float32), y)])
+            kept.append(list(trainer._train._prepared))
+        return kept
+
+    found = mock.run(3, fit)
+    assert all(kept == found[0] for kept in found)
+    assert any(len(kept) > 1 for kept in found[0])
+
+
 # --- steps that do not count ----------------------------------------------------------------------------------------
 
 
