@@ -58,7 +58,7 @@ def main() -> None:
     loader = list(data.DataLoader(train_set, args.batch_size // n, sampler=sampler))
     nn.manual_seed(0)
     model = dist.DDP(nn.LeNet5(), average="samples")
-    optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = optim.Adam(model.parameters(), lr=0.003)
     steps, loss = train_with_accumulation(model, optimizer, loader, args.accumulation_steps)
     assert model.reductions == steps  # one per step, not one per pass
     loss = dist.metric_average(loss, "loss", weight=len(sampler))
