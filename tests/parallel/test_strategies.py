@@ -10,7 +10,7 @@ import pytest
 
 from odyssey import DistributedTrainer, data, nn, optim, recipes
 from odyssey.comm import mock
-from odyssey.errors import ConfigError
+from odyssey.errors import CollectiveError, ConfigError
 from odyssey.parallel import plan as planning
 from odyssey.parallel import strategy as strategies
 from odyssey.parallel.compression import COMPRESSIONS
@@ -128,6 +128,24 @@ def test_several_under_way_while_ranks_run_at_their_own_speed(kind):
                 assert r.poll()
 
     mock.run(3, rank)
+
+
+def test_polling_hides_no_error():
+    """Whoever only looks whether a transfer is over learns as well that the ranks did not call the same."""
+
+    def rank(comm):
+        plan = planning.make(comm.size, comm.rank, comm.size, 1, 1)
+        made = strategies.make(Strategy("mpi"), comm, plan, 64, 1)
+        made.buffers[:] = 1
+        with pytest.raises(CollectiveError, match="rank 0 calls all_reduce float32 .* but rank 1 calls barrier"):
+            if comm.rank:
+                comm.barrier()
+            else:
+                made.start()
+                while not made.poll():
+                    time.sleep(1e-3)
+
+    mock.run(2, rank)
 
 
 def reduce_alone(kind: str, g: np.ndarray) -> bytes:

@@ -182,10 +182,9 @@ class Phased(Reduction):
         """Goes on through the phases as far as it can, or to the end."""
         while self._running:
             if self._request is not None:
-                if wait:
-                    self._request.wait()
-                elif not self._request.test():
+                if not wait and not self._request.test():
                     return
+                self._request.wait()  # raises what went wrong, whoever asked
             following = self._phase + 1
             if following == len(self.phases):
                 self._running, self._request = False, None

@@ -262,7 +262,7 @@ class Waves(Runner):
         value = here[t.at : t.at + t.size]
         if t.source == self.groups.p:
             while pending and pending[0].test():  # what has arrived need not be kept to the end of the step
-                pending.popleft()
+                pending.popleft().wait()
             pending.append(self.groups.pp.send_start(value.copy(), t.target, tag))
             self.bytes_moved += t.size
         else:
