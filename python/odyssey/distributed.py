@@ -127,7 +127,8 @@ class _State:
 
     def __init__(self) -> None:
         self.world: World | None = None
-        self.groups: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
+        # In the order in which they were made, the same on all ranks: closing one is a collective call.
+        self.groups: dict[ProcessGroup, None] = {}
         self.models: weakref.WeakSet[Any] = weakref.WeakSet()  # DistributedDataParallel, for no_sync()
         self.environment: dict[str, str | None] = {}  # variables that were set here, as they were before
 
@@ -162,7 +163,7 @@ class ProcessGroup:
 
     def _open(self, ranks: tuple[int, ...], comm: Communicator | None) -> None:
         self.ranks, self.comm = ranks, comm
-        _state().groups.add(self)
+        _state().groups[self] = None
 
     @property
     def is_member(self) -> bool:
@@ -379,7 +380,7 @@ def destroy_process_group(group: ProcessGroup | None = None) -> None:
 
 
 def _close(group: ProcessGroup) -> None:
-    _state().groups.discard(group)
+    _state().groups.pop(group, None)
     if group.comm is not None:
         group.comm.close()
     group.comm = None

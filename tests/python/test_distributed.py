@@ -147,6 +147,19 @@ def test_groups_of_ranks():
     assert on(4, work) == [2, 4, 2, 4]
 
 
+def test_groups_are_closed_in_the_order_in_which_they_were_made(monkeypatch):
+    """Closing is a collective call: another order on another rank, or a group less, and they wait for each other."""
+    closed = []
+    monkeypatch.setattr(mock.MockCommunicator, "close", lambda comm: closed.append((comm.rank, comm)))
+
+    def work():
+        made = [dist.new_group().comm for _ in range(12)]  # nobody keeps the groups
+        dist.destroy_process_group()
+        return [comm for rank, comm in closed if rank == made[0].rank] == made
+
+    assert on(2, work) == [True, True]
+
+
 # --- collectives -----------------------------------------------------------------------------------------------------
 
 
