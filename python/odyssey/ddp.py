@@ -33,12 +33,12 @@ from .nn import Module
 from .nn.module import Parameter
 from .parallel import plan as planning
 from .parallel import strategy as strategies
+from .parallel.buckets import FLOATS_PER_MB
 from .parallel.mesh import Mesh
 from .program import current
 from .tensor import Tensor, Watcher
 
 AVERAGES = ("ranks", "samples")
-FLOATS_PER_MB = 2**20 // 4
 
 
 def ranges(sizes: list[int], limit: int) -> list[tuple[int, int]]:

@@ -24,6 +24,7 @@ from . import data as datasets
 from . import precision as precisions
 from . import verify
 from .arena import Arena
+from .comm.base import cores
 from .data.sampler import check_integer
 from .engine import Engine, Layout
 from .errors import ConfigError, DeviceError, NumericsError
@@ -670,11 +671,6 @@ def shard_size_of(model: Module, shard_size: int | None) -> int:
 def fingerprint(value: Any) -> int:
     """63 bits of a hash over a value's repr."""
     return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:8], "little") >> 1
-
-
-def cores() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def places(model: Module) -> int:

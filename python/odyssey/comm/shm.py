@@ -54,6 +54,8 @@ SHORT_NS = 20_000  # the same while calls of other groups are under way
 # more ranks than cores there is nothing to look for: who is waited for needs this core.
 SPINS, YIELDS = 2000, 100
 
+MAX_RANKS = 1024  # as in shared_reduce.mojo, where a sum has a table of so many addresses
+
 DONE, WAITING, DIFFERENT = range(3)
 _HEADER, _COUNTER, _LETTERS = 64, 128, 256  # bytes; offsets
 _PAGE = 4096
@@ -98,6 +100,10 @@ class ShmCommunicator(Communicator):
             raise ConfigError(
                 f"[comm] backend 'shm' connects ranks of one machine, but {over.size} ranks are on "
                 f"{_machines(over)} machines; use backend 'mpi' (or auto)"
+            )
+        if over.size > MAX_RANKS:
+            raise ConfigError(
+                f"[comm] backend 'shm' connects up to {MAX_RANKS} ranks, but {over.size} are running; use backend 'mpi'"
             )
         self._queue: deque[_Pending] = deque()
         self._library = native.library()
