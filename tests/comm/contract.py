@@ -582,6 +582,12 @@ def split_by_color_and_key(c):
     whole.barrier()
     for made in (part, lonely, whole):
         made.close()
+    whole.close()  # nothing happens
+    if c.name in ("mpi", "shm") and c.size > 1:
+        for use in (whole.barrier, lambda: whole.all_reduce(np.ones(3, np.float32)), lambda: whole.send(np.ones(3), 0)):
+            with pytest.raises(CollectiveError, match="was closed; make a new one"):
+                use()
+    c.barrier()  # the others go on
 
 
 @case

@@ -437,6 +437,10 @@ class Communicator:
         """A wait ended at its deadline: the ranks are no longer in step, and later calls raise the same error."""
         self._broken = error
 
+    def _closed(self) -> None:
+        """What the library held is gone: later calls raise instead of reaching for it."""
+        self._broken = CollectiveError(f"[comm] the group of ranks {list(self.ranks)} was closed; make a new one")
+
     # --- checks and preparation, for all backends ---
 
     def _now(self, call: Call) -> Any:

@@ -192,12 +192,16 @@ class MPICommunicator(Staged):
     def close(self) -> None:
         if self._exits.owner() is self:
             return  # the world ends with the process
+        if self not in self._exits.communicators:
+            return  # closed before
+        self._exits.communicators.discard(self)
         for slot in self._slots:
             for request in slot.requests:
                 request.Free()
         self._slots.clear()
         self._head.Free()
         self._data.Free()
+        self._closed()
 
     def abort(self, code: int) -> None:
         _abort(code)

@@ -531,7 +531,9 @@ class ShmCommunicator(Communicator):
         for window in self._windows:
             window.free()
         self._windows.clear()
+        self._over._exits.communicators.discard(self)
         self._over.close()
+        self._closed()
 
     def abort(self, code: int) -> None:
         self._over.abort(code)
