@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -74,8 +75,9 @@ class Layout:
             value = getattr(self, name)
             if value not in allowed:
                 raise ConfigError(f"[train] {name} is {value!r}; choose from {', '.join(map(str, allowed))}")
-        if self.bucket_size_mb is not None and not self.bucket_size_mb > 0:
-            raise ConfigError(f"[train] bucket_size_mb is {self.bucket_size_mb!r}; it must be above 0")
+        size = self.bucket_size_mb
+        if size is not None and not (isinstance(size, numbers.Real) and 0 < size < math.inf):
+            raise ConfigError(f"[train] bucket_size_mb is {size!r}; it must be a number above 0 and finite")
         if self.execution == "eager" and (self.split or self.zero):
             raise ConfigError(
                 f"[mesh] {self.mesh} with zero={self.zero} runs recorded programs; use execution='replay'"

@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import itertools
 import math
+import numbers
 import os
 import sys
 import time
@@ -193,8 +194,9 @@ class DistributedTrainer:
     ) -> None:
         if device not in DEVICES:
             raise ConfigError(f"[train] device is {device!r}; choose from {', '.join(DEVICES)}")
-        if not 0 <= seed < 2**63:
-            raise ConfigError(f"[train] seed is {seed}; it must be from 0 to 2^63 - 1")
+        seed = check_integer("[train] seed", seed, 0, 2**63 - 1)
+        if mesh is not None and not isinstance(mesh, Mesh):
+            raise ConfigError(f"[train] mesh is {mesh!r}; give Mesh(dp=, pp=, tp=)")
         self.comm = comm or communication.world(backend)
         self.notice = choose_device(device, num_gpus)
         self.device = "cpu"
@@ -203,8 +205,8 @@ class DistributedTrainer:
             threads = max(1, cores() // self.comm.local_size)
         self._trace = verify.Trace.current()
         self.accumulation_steps = check_integer("[train] accumulation_steps", accumulation_steps, 1)
-        if clip_norm is not None and not 0 < clip_norm < math.inf:
-            raise ConfigError(f"[train] clip_norm is {clip_norm!r}; it must be above 0 and finite")
+        if clip_norm is not None and not (isinstance(clip_norm, numbers.Real) and 0 < clip_norm < math.inf):
+            raise ConfigError(f"[train] clip_norm is {clip_norm!r}; it must be a number above 0 and finite")
         self.clip_norm = clip_norm
         self.mesh = (mesh or Mesh()).fit(self.comm.size, places(model))
         strategy = Strategy(

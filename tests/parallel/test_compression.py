@@ -211,6 +211,7 @@ def test_what_powersgd_keeps_and_what_it_sends_add_up():
     [
         ({"compression": "zip"}, "choose from fp16, bf16, topk, powersgd, or None"),
         ({"compression": "topk", "compression_ratio": 0.0}, "above 0 and at most 1"),
+        ({"compression": "topk", "compression_ratio": "1 %"}, "must be a number above 0 and at most 1"),
         ({"compression": "fp16", "compression_ratio": 0.1}, "use compression='topk'"),
         ({"compression": "topk", "powersgd_rank": 4}, "use compression='powersgd'"),
         ({"compression": "topk", "reduction": "ring"}, "leave reduction='ring' out"),

@@ -448,7 +448,11 @@ def test_what_does_not_go_together_is_refused():
     for settings, message in [
         ({"mesh": Mesh(pp=2), "zero": 2}, "use --zero 1, or --pp 1 --tp 1"),
         ({"zero": 4}, "zero is 4; choose from 0, 1, 2, 3"),
-        ({"bucket_size_mb": 0}, "bucket_size_mb is 0; it must be above 0"),
+        ({"bucket_size_mb": 0}, "bucket_size_mb is 0; it must be a number above 0"),
+        ({"bucket_size_mb": "25"}, "bucket_size_mb is '25'; it must be a number above 0"),
+        ({"clip_norm": "1"}, "clip_norm is '1'; it must be a number above 0"),
+        ({"seed": 1.5}, "seed is 1.5; it must be an integer from 0"),
+        ({"mesh": "dp=2"}, r"mesh is 'dp=2'; give Mesh\(dp=, pp=, tp=\)"),
         ({"zero": 1, "execution": "eager"}, "use execution='replay'"),
         ({"pipeline_schedule": "zigzag"}, "choose from gpipe, 1f1b, interleaved"),
         ({"clip_norm": 0}, "clip_norm is 0"),

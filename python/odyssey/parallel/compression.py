@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -436,6 +437,6 @@ def _each(items: Any, function: Any) -> Any:
 
 def check_ratio(owner: str, name: str, value: float) -> float:
     """A share above 0 and at most 1."""
-    if not 0 < value <= 1:
-        raise ConfigError(f"[{owner}] {name} is {value!r}; it must be above 0 and at most 1")
+    if not isinstance(value, numbers.Real) or not 0 < value <= 1:
+        raise ConfigError(f"[{owner}] {name} is {value!r}; it must be a number above 0 and at most 1")
     return float(value)
