@@ -15,8 +15,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import numbers
 from collections.abc import Callable
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -76,7 +76,7 @@ class Layout:
             if value not in allowed:
                 raise ConfigError(f"[train] {name} is {value!r}; choose from {', '.join(map(str, allowed))}")
         size = self.bucket_size_mb
-        if size is not None and not (isinstance(size, numbers.Real) and 0 < size < math.inf):
+        if size is not None and not (isinstance(size, Real) and 0 < size < math.inf):
             raise ConfigError(f"[train] bucket_size_mb is {size!r}; it must be a number above 0 and finite")
         if self.execution == "eager" and (self.split or self.zero):
             raise ConfigError(
