@@ -51,14 +51,15 @@ def test_a_rank_whose_process_is_gone_is_named_at_once(launch):
 
 
 def test_a_killed_rank_leaves_no_process_and_no_memory(launch):
-    """But for the file that MPICH itself leaves whenever a rank is killed (one per world)."""
+    """But for the files that the library itself leaves whenever a rank is killed: MPICH one per world, Open MPI three."""
     start = time.monotonic()
     done = launch.python(RANKS, "killed", ranks=3)
     assert done.returncode != 0 and "as expected" not in done.stdout
     assert time.monotonic() - start < 20
     named = set(re.findall(r"named (\S+)", done.stdout))
     assert all(int(n) >= 3 for n in re.findall(r"maps (\d+)", done.stdout))  # two windows and more were there
-    assert len(named) <= 1 and all("mpich_shm_" in name for name in named), named  # of which none has a name
+    library = [name for name in named if "mpich_shm_" in name or "sm_segment." in name]
+    assert len(named) == len(library) <= 3, named  # of the windows none has a name
     for name in named:
         Path(name).unlink(missing_ok=True)
 
@@ -93,7 +94,8 @@ def test_too_little_shared_memory_is_said_before_it_is_used(launch):
 def test_auto_is_shared_memory_on_one_machine(launch):
     code = "from odyssey import comm\nw = comm.world()\nprint(w.name, '|', w.why, '|', comm.world('mpi').name)"
     done = launch.python("-c", code, ranks=2)
-    assert done.stdout.count("shm | shm: 2 ranks on one machine; PMI started 2 processes | mpi") == 2, done.stderr
+    line = r"shm \| shm: 2 ranks on one machine; (PMI|Open MPI) started 2 processes \| mpi"
+    assert len(re.findall(line, done.stdout)) == 2, done.stderr
 
 
 def test_windows_are_given_back(launch):
