@@ -51,7 +51,7 @@ def test_a_rank_whose_process_is_gone_is_named_at_once(launch):
 
 
 def test_a_killed_rank_leaves_no_process_and_no_memory(launch):
-    """But for the files that the library itself leaves whenever a rank is killed: MPICH one per world, Open MPI three."""
+    """But for the files that the library itself leaves whenever a rank is killed: MPICH one, Open MPI three."""
     start = time.monotonic()
     done = launch.python(RANKS, "killed", ranks=3)
     assert done.returncode != 0 and "as expected" not in done.stdout
