@@ -82,8 +82,8 @@ def _pick() -> tuple[str, str]:
 def _nearer(mpi: Communicator, why: str) -> tuple[str, str]:
     """Shared memory instead of MPI if all ranks are on one machine.
 
-    There is no size from which it does not pay: from 1 KB to 64 MB an all-reduce takes 0.3 to 0.7 of the time of
-    MPI_Allreduce on 2 ranks of 2 cores, and less on 4 (docs/log.md; single lines fall out on a busy machine).
+    There is no size from which it does not pay: from 1 KB to 64 MB an all-reduce takes 0.2 to 0.75 of the time of
+    MPI_Allreduce on 2 and on 4 ranks of 2 cores (docs/log.md; single lines fall out on a busy machine).
     """
     if mpi.size == 1 or mpi.local_size < mpi.size:
         return "mpi", why
