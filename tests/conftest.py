@@ -23,6 +23,7 @@ class Launch:
         beside = Path(sys.executable).parent
         self.environment = {
             **os.environ,
+            "PYTHONUNBUFFERED": "",  # a rank's line goes out in one piece, or those of several ranks mix
             "PATH": f"{beside}{os.pathsep}{os.environ.get('PATH', '')}",
             "PYTHONPATH": str(Path(odyssey.__file__).parents[1]),
             "MODULAR_CRASH_REPORTING_ENABLED": "false",
