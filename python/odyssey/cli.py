@@ -10,6 +10,7 @@ Exit codes: 0, 1 verify found a difference, 64 usage, 65 data, 69 unavailable, 7
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import math
 import os
@@ -22,6 +23,9 @@ from typing import Any, NoReturn
 
 import click
 
+from odyssey.commands import COMMANDS
+from odyssey.commands import FILE as _FILE
+from odyssey.commands import HELP as _HELP
 from odyssey.errors import ConfigError, DataError, OdysseyError, OutputError
 from odyssey.placement import SCHEDULES as PIPELINES
 from odyssey.recipes import COMPRESSIONS, DATASETS, LR_SCALINGS, OPTIMIZERS, RECIPES, REDUCTIONS, SCHEDULES
@@ -517,11 +521,19 @@ def _print_version(context: click.Context, _: click.Parameter, wanted: bool) -> 
         context.exit()
 
 
-_HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
-_FILE = click.Path(path_type=Path)
+class _Commands(click.Group):
+    """Finds the commands of odyssey/commands when they are asked for: each is `command` of a module of its own."""
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        return sorted({*super().list_commands(context), *COMMANDS})
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        if name in COMMANDS:
+            return importlib.import_module(f"odyssey.commands.{name}").command
+        return super().get_command(context, name)
 
 
-@click.group(context_settings=_HELP, invoke_without_command=True)
+@click.group(cls=_Commands, context_settings=_HELP, invoke_without_command=True)
 @click.option(
     "--version",
     is_flag=True,

@@ -1,0 +1,73 @@
+"""A run: one training from its start to its end, over all attempts, and the directory that holds what it leaves.
+
+    RUN/run.json            what is run: command, configuration, version; written once
+        attempt.json        the attempt that may write: its number, launcher (host, pid), ranks
+        control.json        what somebody asks of the running job: to stop, to go on with another number of ranks
+        checkpoints/        step_00000120/ ... (odyssey.checkpoints)
+        steps/              what each step did: cursor, loss, fingerprints (odyssey.steplog)
+        ends/               how ranks of the latest attempt ended: 3.json = rank 3
+        logs/               attempt-1/: output and stacks
+        DONE.json           the run is complete; nothing else says so
+
+A process that is part of a run finds it by two environment variables. A training without a run directory works as well.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+RUN_DIR = "ODYSSEY_RUN_DIR"
+ATTEMPT = "ODYSSEY_ATTEMPT"
+EXPECTED_RANKS = "ODYSSEY_RANKS"  # how many the launcher of a run started
+
+
+class Run(NamedTuple):
+    """A run's directory, and the number of the attempt that this process belongs to (from 1; 0: none)."""
+
+    path: Path
+    attempt: int = 0
+
+    @classmethod
+    def current(cls, environment: Mapping[str, str] | None = None) -> Run | None:
+        """The run that this process is part of."""
+        environment = os.environ if environment is None else environment
+        where = environment.get(RUN_DIR)
+        if not where:
+            return None
+        number = environment.get(ATTEMPT, "")
+        return cls(Path(where), int(number) if number.isascii() and number.isdigit() else 0)
+
+    @property
+    def description(self) -> Path:
+        return self.path / "run.json"
+
+    @property
+    def attempt_file(self) -> Path:
+        return self.path / "attempt.json"
+
+    @property
+    def control(self) -> Path:
+        return self.path / "control.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def steps(self) -> Path:
+        return self.path / "steps"
+
+    @property
+    def ends(self) -> Path:
+        return self.path / "ends"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs" / f"attempt-{self.attempt}"
+
+    @property
+    def done(self) -> Path:
+        return self.path / "DONE.json"
