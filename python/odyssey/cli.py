@@ -26,11 +26,13 @@ import click
 from odyssey.commands import COMMANDS
 from odyssey.commands import FILE as _FILE
 from odyssey.commands import HELP as _HELP
-from odyssey.errors import ConfigError, DataError, OdysseyError, OutputError
+from odyssey.configfile import read_config
+from odyssey.errors import ConfigError, OdysseyError, OutputError, printable
 from odyssey.placement import SCHEDULES as PIPELINES
 from odyssey.recipes import COMPRESSIONS, DATASETS, LR_SCALINGS, OPTIMIZERS, RECIPES, REDUCTIONS, SCHEDULES
 
 DIFFERENT, USAGE, DEFECT, INTERRUPTED, BROKEN_PIPE = 1, 64, 70, 130, 141
+LINE = 4000  # characters of an error's line
 STRATEGY = (  # settings that go to the trainer as they are
     "reduction",
     "servers",
@@ -202,67 +204,6 @@ def _option(name: str) -> str:
 
 
 # -- the configuration file -------------------------------------------------------------------------------------------
-
-
-def read_config(path: Path, parameters: Sequence[click.Parameter]) -> dict[str, Any]:
-    """The values of a TOML file whose keys are option names, by the names that click uses."""
-    try:
-        text = path.read_bytes().decode()
-    except (OSError, UnicodeDecodeError) as problem:
-        reason = getattr(problem, "strerror", None) or "it is not UTF-8 text"
-        raise DataError(f"[config] {path} cannot be read: {reason}; give --config a TOML file") from problem
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
-    try:
-        content = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as problem:
-        raise ConfigError(f"[config] {path} is not TOML: {problem}") from problem
-    known = _config_keys(parameters)
-    values: dict[str, Any] = {}
-    for key, value in content.items():
-        name = key.replace("_", "-")
-        if name not in known:
-            import difflib
-
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f"did you mean '{near[0]}'?" if near else f"known are {', '.join(sorted(known))}"
-            raise ConfigError(f"[config] {path}: unknown key '{key}'; {hint}")
-        parameter, inverted = known[name]
-        if parameter.name in values:
-            raise ConfigError(f"[config] {path}: '{key}' is given twice, in two spellings; leave one out")
-        values[str(parameter.name)] = _config_value(path, key, value, parameter, inverted)
-    return values
-
-
-def _config_keys(parameters: Sequence[click.Parameter]) -> dict[str, tuple[click.Option, bool]]:
-    """Key -> its option, and whether the key means the opposite (`no-eval`)."""
-    known = {}
-    for option in parameters:
-        if not isinstance(option, click.Option) or option.name in ("config", "help"):
-            continue
-        for spelled in option.opts:
-            if spelled.startswith("--"):
-                known[spelled[2:]] = (option, False)
-        for spelled in option.secondary_opts:
-            known[spelled[2:]] = (option, True)
-    return known
-
-
-def _config_value(path: Path, key: str, value: Any, option: click.Option, inverted: bool) -> Any:
-    """The value with the type of its option; click would turn 1.5 epochs into 1 and `true` into 1."""
-    if option.is_flag:
-        wanted, fits = "true or false", isinstance(value, bool)
-    elif option.type is click.INT:
-        wanted, fits = "an integer", isinstance(value, int) and not isinstance(value, bool)
-    elif option.type is click.FLOAT:
-        wanted, fits = "a number", isinstance(value, (int, float)) and not isinstance(value, bool)
-    else:
-        wanted, fits = "a text in quotes", isinstance(value, str)
-    if not fits:
-        raise ConfigError(f"[config] {path}: {key} = {json.dumps(value, default=str)}; {wanted} is allowed")
-    return not value if inverted else value
 
 
 def _load_config(context: click.Context, _: click.Parameter, path: Path | None) -> None:
@@ -813,9 +754,10 @@ def _run_command(command: click.Command, arguments: Sequence[str] | None, prog_n
         code = command.main(arguments, prog_name=prog_name, standalone_mode=False)
         return code if isinstance(code, int) else 0
     except OdysseyError as error:
-        return _end(error.exit_code, f"error: {error}", everywhere=getattr(error, "everywhere", False))
+        line = printable(f"error: {error}", keep="\n\t" if error.lines else "", limit=LINE)
+        return _end(error.exit_code, line, everywhere=getattr(error, "everywhere", False))
     except click.ClickException as error:
-        text = " ".join(error.format_message().split()).rstrip(".")
+        text = printable(" ".join(error.format_message().split()).rstrip("."), limit=LINE)
         context = getattr(error, "ctx", None)
         name = context.command_path if context else prog_name
         return _end(USAGE, f"error: {text} (see `{name} --help`)", everywhere=True)
@@ -827,8 +769,8 @@ def _run_command(command: click.Command, arguments: Sequence[str] | None, prog_n
     except Exception as error:
         import traceback
 
-        traceback.print_exc()
-        return _end(DEFECT, f"defect: {type(error).__name__}: {error}", everywhere=False)
+        sys.stderr.write(printable(traceback.format_exc(), keep="\n\t"))
+        return _end(DEFECT, printable(f"defect: {type(error).__name__}: {error}", limit=LINE), everywhere=False)
 
 
 def _end(code: int, line: str | None, *, everywhere: bool) -> int:

@@ -11,10 +11,12 @@ class OdysseyError(Exception):
     """Base of every error that is about the user's input or machine, not about a defect.
 
     `exit_code` is what a command ends with (sysexits-like: 64 usage, 65 data, 69 unavailable, 70 internal, 73 output,
-    76 protocol).
+    76 protocol). `lines`: its message has several lines; elsewhere a line break is part of somebody's name and shown
+    as such.
     """
 
     exit_code = 64
+    lines = False
 
 
 class ConfigError(OdysseyError):
@@ -45,6 +47,7 @@ class BuildError(OdysseyError):
     """The kernels could not be compiled or loaded."""
 
     exit_code = 69
+    lines = True  # the compiler's
 
 
 class DeviceError(OdysseyError):
@@ -64,3 +67,17 @@ class CollectiveError(OdysseyError):
     not come. No wrong number was used."""
 
     exit_code = 76
+
+
+def printable(text: str, *, keep: str = "", limit: int | None = None) -> str:
+    """The text without characters that act on a terminal or hide: each becomes its escape, such as \\x1b or \\u202e.
+
+    Text from files, file names and other processes goes through here before it is shown. `keep` names characters that
+    stay (a newline, where lines are expected). What goes beyond `limit` characters is left out and counted.
+    """
+    more = 0
+    if limit is not None and len(text) > limit:
+        more, text = len(text) - limit, text[:limit]
+    if not text.isprintable():
+        text = "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode("ascii") for c in text)
+    return f"{text}... ({more} more characters)" if more else text

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from .errors import DataError
+from .errors import DataError, OutputError
 
 JSON_LIMIT = 16 << 20  # bytes; a longer one is refused before it is read
 DEPTH = 32  # of nested lists and objects
@@ -48,6 +48,43 @@ def sync_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def private_directory(path: Path) -> Path:
+    """A directory for what a run leaves, made (mode 0700, also those above it) where it is not there yet.
+
+    One that is there is used as it is, unless everybody may write to it and it is another user's: whoever can put
+    files there decides what a run resumes from.
+
+    Raises:
+        OutputError: it cannot be made, is no directory, cannot be written to, or is such a one.
+    """
+    path = Path(path)
+    try:
+        missing = []
+        for place in (path, *path.parents):
+            if os.path.lexists(place):
+                break
+            missing.append(place)
+        for place in reversed(missing):
+            with contextlib.suppress(FileExistsError):  # another process makes the same
+                os.mkdir(place, 0o700)
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            found = os.fstat(descriptor)
+        finally:
+            os.close(descriptor)
+    except (OSError, ValueError) as problem:
+        reason = getattr(problem, "strerror", None) or str(problem)
+        raise OutputError(f"[files] {path} cannot be used as a directory: {reason}; name another") from problem
+    if found.st_mode & stat.S_IWOTH and found.st_uid != os.geteuid():
+        raise OutputError(
+            f"[files] {path} belongs to user {found.st_uid} and everybody may write to it; "
+            "name a directory of your own, or one in it"
+        )
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise OutputError(f"[files] {path} cannot be written to; name another, or change its permissions")
+    return path
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -1,0 +1,102 @@
+"""Directories of runs are nobody else's, and no message brings control characters to a terminal (S11, S12)."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+
+import pytest
+
+from odyssey.errors import DataError, OutputError, printable
+from odyssey.files import private_directory, write_whole
+
+root_only = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a directory to another user")
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plain ünï 訓練 text", "plain ünï 訓練 text"),
+        ("\x1b]0;title\x07\x1b[2J", r"\x1b]0;title\x07\x1b[2J"),
+        ("a\nb\tc\r\0", r"a\nb\tc\r\x00"),
+        ("\u202e\u2066\u200b\u2028\x85\xa0", r"\u202e\u2066\u200b\u2028\x85\xa0"),
+        ("\udc80", r"\udc80"),
+        ("\U000e0041", r"\U000e0041"),
+    ],
+)
+def test_what_acts_or_hides_is_escaped(text, shown):
+    assert printable(text) == shown
+    assert printable(shown) == shown
+    printable(text).encode()
+
+
+def test_lines_stay_where_they_are_wanted_and_length_is_capped():
+    assert printable("a\n\x1b[1m", keep="\n") == "a\n\\x1b[1m"
+    assert printable("x" * 10**6, limit=20) == "x" * 20 + "... (999980 more characters)"
+    assert printable("x" * 20, limit=20) == "x" * 20
+
+
+def test_the_command_line_escapes_what_a_user_or_a_file_named(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "odyssey.train", "--config", tmp_path / "a\x1b[31m\nodyssey: done.toml"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == DataError.exit_code
+    assert r"a\x1b[31m\nodyssey: done.toml" in done.stderr
+    assert done.stderr.count("\n") == 1 and "\x1b" not in done.stderr
+
+
+def test_a_directory_is_made_for_its_owner_only(tmp_path):
+    before = os.umask(0)
+    try:
+        assert private_directory(tmp_path / "runs" / "a b\n7") == tmp_path / "runs" / "a b\n7"
+    finally:
+        os.umask(before)
+    for path in (tmp_path / "runs", tmp_path / "runs" / "a b\n7"):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o700
+    private_directory(tmp_path / "runs")  # that is there already
+    write_whole(tmp_path / "runs" / "x.json", lambda file: file.write(b"{}"))
+    assert stat.S_IMODE((tmp_path / "runs" / "x.json").stat().st_mode) == 0o600
+
+
+def test_a_directory_with_permissions_of_ones_own_stays_as_it_is(tmp_path):
+    tmp_path.chmod(0o750)
+    private_directory(tmp_path)
+    assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o750
+
+
+def test_what_is_no_directory_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    for name in ("file", "file/below", "dangling", "nul\0", "x" * 300):
+        with pytest.raises(OutputError, match="cannot be used as a directory"):
+            private_directory(tmp_path / name)
+
+
+@root_only
+def test_a_directory_of_another_user_that_all_may_write_to_is_refused(tmp_path):
+    os.chown(tmp_path, 12345, -1)
+    private_directory(tmp_path)
+    tmp_path.chmod(0o1777)
+    with pytest.raises(OutputError, match="belongs to user 12345 and everybody may write to it"):
+        private_directory(tmp_path)
+    private_directory(tmp_path / "below")
+
+
+def test_a_message_that_has_lines_keeps_them(capsys):
+    import click
+
+    from odyssey import cli
+    from odyssey.errors import BuildError
+
+    @click.command()
+    def fails():
+        raise BuildError("[build] the kernels did not compile:\nx.mojo:1: \x1b[31merror")
+
+    with pytest.raises(SystemExit):
+        cli.main([], command=fails)
+    assert capsys.readouterr().err == "odyssey: error: [build] the kernels did not compile:\nx.mojo:1: \\x1b[31merror\n"
