@@ -5,6 +5,7 @@ Functions take addresses and sizes and return numbers; nothing here computes.
 
 from std.runtime import initialize_runtime
 
+from kernels.fingerprint import fingerprint_runs
 from kernels.lanes import BytePtr, LANES
 from kernels.layout import LongPtr
 from kernels.lowp import HAS_BF16
@@ -65,6 +66,12 @@ def odyssey_run(
 def odyssey_step(step: StepPtr) abi("C"):
     """Runs all shards of a step (executor.run_step)."""
     run_step(step[])
+
+
+@export
+def odyssey_fingerprint(runs: LongPtr, count: Int) abi("C") -> UInt64:
+    """The fingerprint of runs of floats (fingerprint.fingerprint_runs)."""
+    return fingerprint_runs(runs, count)
 
 
 @export

@@ -130,6 +130,8 @@ class Library:
         self._step.restype = None
         self._step.argtypes = [ctypes.POINTER(Step)]
         pointer, number = ctypes.c_void_p, ctypes.c_ssize_t
+        self.fingerprint = lib.odyssey_fingerprint  # mojo/kernels/fingerprint.mojo
+        self.fingerprint.argtypes, self.fingerprint.restype = [pointer, number], ctypes.c_uint64
         for name, arguments in (
             ("arrive", [pointer, number, number]),
             ("wait", [pointer, number]),
