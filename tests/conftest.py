@@ -14,6 +14,8 @@ import pytest
 
 import odyssey
 
+sys.path.append(str(Path(__file__).parent))  # for `from beds import faults`, in tests and in scripts that they start
+
 
 class Launch:
     """Runs commands and gives back what they printed; `train` is `python -m odyssey.train` on `ranks` processes."""
