@@ -35,6 +35,7 @@ from pathlib import Path
 
 from odyssey import launcher
 from odyssey.errors import BuildError, OutputError
+from odyssey.watch import slot
 
 LIBRARY = "libodyssey.so"
 ROOT_SOURCE = Path("mojo") / "capi.mojo"
@@ -380,6 +381,14 @@ def _temporary_cache(instead_of: Path) -> Path:
 def _build_once(root: Path, what: Plan, cache: Path) -> Path:
     """Compile into the entry unless another process has just done so. Whoever waited for a build that failed gets
     the same error instead of compiling the same sources again."""
+    before = slot.phase("compile")
+    try:
+        return _build_alone(root, what, cache)
+    finally:
+        slot.phase(before)
+
+
+def _build_alone(root: Path, what: Plan, cache: Path) -> Path:
     kernels = cache / "kernels"
     with _locked(kernels / f"{what.key}.lock") as (lock, waited):
         if (entry := _complete(cache, what)) is not None:

@@ -15,6 +15,7 @@ import os
 import sys
 import threading
 import time
+import zlib
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -22,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import CollectiveError, ConfigError, ShapeError
+from ..watch import slot
 from .calls import (
     CODES,
     DIMENSIONS,
@@ -104,6 +106,21 @@ class Waiting(Request):
         self._comm = comm
 
     def _block(self) -> None:
+        slot.enter(self._number(), self.describe(), self._waited_for())
+        try:
+            self._test_on()
+        finally:
+            slot.leave()
+
+    def _number(self) -> int:
+        """Of the collective call in its group; -1: it is a message."""
+        return -1
+
+    def _waited_for(self) -> tuple[int, str]:
+        """Whom it can wait for, for the status slot: a group's mark, or a message's other end."""
+        return self._comm._mark
+
+    def _test_on(self) -> None:
         """Tests until complete: some spins, then giving the core away, then sleeping.
 
         Spinning is for short waits on a core of one's own: with more ranks than cores a spinning rank keeps those
@@ -209,6 +226,10 @@ class Communicator:
     why: str = "local: one process"
     _crowded: bool = False
     _broken: BaseException | None = None
+    _mark: tuple[int, str] = (
+        0,
+        "all",
+    )  # names the group in the status slot: the same number on all members, their ranks
 
     def __init__(self, parent: Communicator | None = None) -> None:
         """parent: the communicator of which this rank is split off alone."""
@@ -392,7 +413,17 @@ class Communicator:
         return self._part(members) if self.rank in members else None
 
     def _part(self, members: tuple[int, ...]) -> Communicator:
-        return Communicator(parent=self) if len(members) == 1 else self._sub(members)
+        if len(members) == 1:
+            return Communicator(parent=self)
+        ranks = tuple(self.ranks[p] for p in members)
+        mark = zlib.crc32(repr((self._mark[0], self._sequence, ranks)).encode()), slot.ranges(ranks)
+        slot.enter(self._sequence, f"making the group of ranks {mark[1]}", mark)
+        try:
+            part = self._sub(members)
+        finally:
+            slot.leave()
+        part._mark = mark
+        return part
 
     def close(self) -> None:
         """Gives back what a sub-group holds in the library (MPI has about 2,000 of them); all its ranks call it."""
@@ -462,6 +493,7 @@ class Communicator:
             known = call.out if call.send is None else call.send
             tail = piece_tail(known, known.shape[0 if call.send is None else 1 :] if known is not None else ())
         call.header = Header(self._sequence, signature, text, tail, call.kind, call.root, call.blocking)
+        slot.call(self._sequence, text, self._mark)
         self._sequence += 1
         return self._begin(call)
 

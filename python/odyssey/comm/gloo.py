@@ -216,7 +216,7 @@ class GlooCommunicator(Staged):
             if array.size:
                 self._data.send([_bytes(array)], dest, 2 * tag).wait()
 
-        return _Message(self, letter.text, self._in_line("send", dest, tag, work))
+        return _Message(self, letter.text, self._in_line("send", dest, tag, work), self.ranks[dest])
 
     def _recv(self, out: np.ndarray, source: int, tag: int, letter: Header) -> _Message:
         def work() -> np.ndarray:
@@ -231,7 +231,7 @@ class GlooCommunicator(Staged):
                 raise CollectiveError(wrong)
             return out
 
-        return _Message(self, letter.text, self._in_line("recv", source, tag, work))
+        return _Message(self, letter.text, self._in_line("recv", source, tag, work), self.ranks[source])
 
     # --- groups and ends ---
 
@@ -247,11 +247,14 @@ class GlooCommunicator(Staged):
 
 
 class _Message(Waiting):
-    __slots__ = ("_text", "_future")
+    __slots__ = ("_text", "_future", "_other")
 
-    def __init__(self, comm: GlooCommunicator, text: str, future: Future) -> None:
+    def __init__(self, comm: GlooCommunicator, text: str, future: Future, other: int) -> None:
         super().__init__(comm)
-        self._text, self._future = text, future
+        self._text, self._future, self._other = text, future, other
+
+    def _waited_for(self) -> tuple[int, str]:
+        return 0, str(self._other)
 
     def test(self) -> bool:
         if not self._complete and self._future.done():

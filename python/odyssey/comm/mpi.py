@@ -239,6 +239,9 @@ class _Sent(Waiting):
     def describe(self) -> str:
         return self._text
 
+    def _waited_for(self) -> tuple[int, str]:
+        return 0, str(self._dest)
+
     def _absent(self) -> str:
         return f"rank {self._dest} did not receive it; see what it does instead"
 
@@ -283,6 +286,9 @@ class _Received(Waiting):
 
     def describe(self) -> str:
         return self._text
+
+    def _waited_for(self) -> tuple[int, str]:
+        return 0, str(self._source)
 
     def _absent(self) -> str:
         return f"rank {self._source} did not send it; see what it does instead"

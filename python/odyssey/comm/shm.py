@@ -34,6 +34,7 @@ import numpy as np
 
 from .. import native
 from ..errors import CollectiveError, ConfigError
+from ..watch import slot
 from . import mpi
 from .base import Communicator, Request, Waiting, _site, cores, deadline, did_not_come
 from .calls import DTYPES, Call, Header, ReduceOp, describe, header_bytes, pack, piece, unpack, verdict
@@ -48,6 +49,7 @@ DIRECT = 32 << 10
 
 # How long a wait stays in the kernel before Python looks at signals, other requests and the deadline.
 SLICE_NS = 50_000_000
+WAITED_NS = 100_000  # a sum that takes longer has waited, as a rule: status slots count it so
 SHORT_NS = 20_000  # the same while calls of other groups are under way
 
 # Looks at the counter before a rank gives its core away, about 100 us: a barrier takes 0.2 us if all are there. With
@@ -257,6 +259,8 @@ class ShmCommunicator(Communicator):
             signature = self._signature(shape)
         sequence = self._sequence
         self._sequence = sequence + 1
+        slot.quick(sequence, self._mark[0])
+        begun = time.monotonic_ns()
         state = self._library.shared_all_reduce_at_once(
             self._team_address,
             self._job_address,
@@ -267,7 +271,12 @@ class ShmCommunicator(Communicator):
             signature,
             SLICE_NS,
         )
-        return out if state == DONE else self._go_on(array, out, sequence, state)
+        if state != DONE:
+            return self._go_on(array, out, sequence, state)
+        begun = time.monotonic_ns() - begun
+        if begun > WAITED_NS:
+            slot.waited(begun)
+        return out
 
     def _signature(self, shape: tuple[int, ...]) -> int:
         if len(self._signatures) >= 4096:
@@ -573,12 +582,12 @@ class ShmCommunicator(Communicator):
 class _Pending(Waiting):
     """A call under way: its generator, and the job of an all-reduce that it waits for."""
 
-    __slots__ = ("call", "steps", "job", "begun", "_text", "_suspect")
+    __slots__ = ("call", "steps", "job", "begun", "_text", "_suspect", "_sequence")
 
     def __init__(self, comm: ShmCommunicator, call: Call) -> None:
         super().__init__(comm)
         self.call, self.steps, self.job, self.begun = call, None, None, False
-        self._text, self._suspect = call.header.text, 0
+        self._text, self._suspect, self._sequence = call.header.text, 0, call.header.sequence
 
     def finish(self) -> None:
         self._result, self._complete = self.call.result(), True
@@ -589,7 +598,10 @@ class _Pending(Waiting):
             _move()
         return self._complete
 
-    def _block(self) -> None:
+    def _number(self) -> int:
+        return self._sequence
+
+    def _test_on(self) -> None:
         comm = self._comm
         start = time.monotonic()
         timeout = deadline()
@@ -614,7 +626,9 @@ class _Pending(Waiting):
 
     def _look(self) -> None:
         comm = self._comm
-        gone = [comm.ranks[p] for p in comm._missing() if comm._ended(p)]
+        missing = comm._missing()
+        slot.missing([comm.ranks[p] for p in missing])
+        gone = [comm.ranks[p] for p in missing if comm._ended(p)]
         self._suspect += bool(gone)
         if self._suspect > 1:  # seen twice: it did not arrive just before its end
             names = ", ".join(map(str, gone))
@@ -644,6 +658,9 @@ class _Carried(Waiting):
         if self._inner.test():
             self._result, self._error, self._complete = self._inner._result, self._inner._error, True
             _messages.discard(self)
+
+    def _waited_for(self) -> tuple[int, str]:
+        return self._inner._waited_for()
 
     def describe(self) -> str:
         return self._inner.describe()

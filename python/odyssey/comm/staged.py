@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..errors import CollectiveError
+from ..watch import slot
 from .base import _YIELD_S, Communicator, Request, Waiting, did_not_come
 from .calls import Call, Header, piece, verdict
 
@@ -57,7 +58,14 @@ class Staged(Communicator):
                 if call.place is not None:
                     call.place(*piece(headers[call.root].tail))
                 blocking = all(h.blocking for h in headers) if headers else call.blocking
-                head.handle, head.posted = self._post(call, blocking), True
+                if blocking and self._crowded:  # the library waits itself
+                    slot.enter(call.header.sequence, call.header.text, self._mark)
+                    try:
+                        head.handle, head.posted = self._post(call, blocking), True
+                    finally:
+                        slot.leave()
+                else:
+                    head.handle, head.posted = self._post(call, blocking), True
             if pending.posted and not pending._complete and self._posted(pending.handle):
                 pending._result, pending._complete = pending.call.result(), True
                 pending.handle = pending.call = None
@@ -93,12 +101,16 @@ class Staged(Communicator):
 
 
 class _Staged(Waiting):
-    __slots__ = ("call", "handle", "posted", "_text", "_suspect")
+    __slots__ = ("call", "handle", "posted", "_text", "_suspect", "_sequence")
 
     def __init__(self, comm: Staged, call: Call, handle: Any) -> None:
         super().__init__(comm)
         self.call, self.handle, self.posted = call, handle, False
         self._text, self._suspect = call.header.text, 0
+        self._sequence = call.header.sequence
+
+    def _number(self) -> int:
+        return self._sequence
 
     def test(self) -> bool:
         if not self._complete:
@@ -124,7 +136,9 @@ class _Staged(Waiting):
         return did_not_come([self._comm.ranks[p] for p in self._late()])
 
     def _look(self) -> None:
-        gone = self._comm._gone(self._late())
+        late = self._late()
+        slot.missing([self._comm.ranks[p] for p in late])
+        gone = self._comm._gone(late)
         if not gone:
             return
         self._suspect += 1
