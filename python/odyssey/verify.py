@@ -19,6 +19,7 @@ import inspect
 import itertools
 import math
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -28,7 +29,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .errors import ConfigError
+from .errors import ConfigError, printable
 
 if TYPE_CHECKING:
     import numpy as np
@@ -63,17 +64,23 @@ def parse(text: str) -> dict[str, Any]:
         ConfigError: an unknown key, or a value that is no number where one is wanted.
     """
     options: dict[str, Any] = {}
+    whole = repr(printable(text, limit=80))
     for item in filter(None, (part.strip() for part in text.split(","))):
         key, _, value = item.partition("=")
+        shown = repr(printable(item, limit=40))
         if key not in KEYS or not value:
-            raise ConfigError(f"[verify] {item!r} in layout {text!r}; write key=value with {', '.join(KEYS)}")
+            raise ConfigError(f"[verify] {shown} in layout {whole}; write key=value with {', '.join(KEYS)}")
         name, kind = KEYS[key]
         if name in options:
-            raise ConfigError(f"[verify] {key} is given twice in layout {text!r}; give it once")
+            raise ConfigError(f"[verify] {key} is given twice in layout {whole}; give it once")
+        if kind is int and not re.fullmatch(r"-?[0-9]{1,9}", value):
+            raise ConfigError(f"[verify] {shown} in layout {whole}: {key} must be a number")
         try:
             options[name] = kind(value)
         except ValueError:
-            raise ConfigError(f"[verify] {item!r} in layout {text!r}: {key} must be a number") from None
+            raise ConfigError(f"[verify] {shown} in layout {whole}: {key} must be a number") from None
+        if kind is float and not math.isfinite(options[name]):
+            raise ConfigError(f"[verify] {shown} in layout {whole}: {key} must be a finite number")
     return options
 
 

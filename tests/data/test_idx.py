@@ -119,7 +119,8 @@ def test_zero_size(tmp_path: Path) -> None:
 def test_length_must_be_exact(tmp_path: Path, pack: object, change: int, found: int) -> None:
     content = idx_bytes(VALUES)
     content = content[:change] if change < 0 else content + bytes(change)
-    refused(write(tmp_path / "a", pack(content)), f"40 bytes expected, {found} found")  # type: ignore[operator]
+    says = "more" if pack is gzip.compress and change > 0 else found  # a gzip file is not unpacked further than needed
+    refused(write(tmp_path / "a", pack(content)), f"40 bytes expected, {says} found")  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("pack", [bytes, gzip.compress])

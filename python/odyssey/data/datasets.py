@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -281,13 +282,24 @@ def _read_cifar(files: list[Path]) -> tuple[np.ndarray, np.ndarray]:
 def _read_records(path: Path) -> np.ndarray:
     """One CIFAR-10 binary file as uint8 (records, 3073): the label, then 1024 bytes each of red, green and blue."""
     try:
-        content = path.read_bytes()
+        with path.open("rb") as file:
+            held = os.fstat(file.fileno()).st_size
+            if not held or held % _CIFAR_RECORD:  # before anything is allocated
+                raise DataError(
+                    f"{path} holds {held} bytes; a non-zero multiple of {_CIFAR_RECORD} expected; get the file again"
+                )
+            content = file.read(held)
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror}); check the path") from None
-    if not content or len(content) % _CIFAR_RECORD:
-        raise DataError(
-            f"{path} holds {len(content)} bytes; a non-zero multiple of {_CIFAR_RECORD} expected; get the file again"
-        )
+    except MemoryError:
+        raise DataError(f"{path} ({held} bytes) does not fit into memory; use a machine with more") from None
+    return parse_records(content, path)
+
+
+def parse_records(content: bytes, path: Path) -> np.ndarray:
+    """Records of a CIFAR-10 file from its bytes, (N, 3073) uint8; `path` is what messages call it."""
+    if not content or len(content) % _CIFAR_RECORD:  # the file changed while it was read
+        raise DataError(f"{path}: {len(content)} bytes are no multiple of {_CIFAR_RECORD}; get the file again")
     records = np.frombuffer(content, np.uint8).reshape(-1, _CIFAR_RECORD)
     wrong = np.flatnonzero(records[:, 0] >= DATASETS["cifar10"].classes)
     if wrong.size:

@@ -12,8 +12,10 @@ import hashlib
 import io
 import math
 import os
+import stat
 import zlib
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -40,47 +42,63 @@ def read_idx(path: Path, *, ndim: int | None = None, sha256: str | None = None) 
     """
     path = Path(path)
     try:
-        with path.open("rb") as file:
-            packed = file.read(len(_GZIP_MAGIC)) == _GZIP_MAGIC
-            file.seek(0)
-            held = os.fstat(file.fileno()).st_size
-            with gzip.GzipFile(fileobj=file) if packed else contextlib.nullcontext(file) as stream:
-                return _read(stream, path, packed, held, ndim, sha256)
+        # A pipe without a writer would keep the reader waiting.
+        with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise DataError(f"{path} is not a regular file; give the path of an IDX file, plain or .gz")
+            return _unpacked(file, path, status.st_size, ndim, sha256)
     except FileNotFoundError:
         raise DataError(f"{path} does not exist; give the path of an IDX file, plain or .gz") from None
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise DataError(f"{path} is a damaged gzip file ({_one_line(error)}); get the file again") from None
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror or _one_line(error)}); check the path") from None
 
 
+def parse_idx(data: bytes, name: str, *, ndim: int | None = None, sha256: str | None = None) -> np.ndarray:
+    """The array in the bytes of an IDX file that messages call `name`; arguments, result and errors as `read_idx`."""
+    return _unpacked(io.BytesIO(data), Path(name), len(data), ndim, sha256)
+
+
+def _unpacked(file: BinaryIO, path: Path, held: int, ndim: int | None, sha256: str | None) -> np.ndarray:
+    packed = file.read(len(_GZIP_MAGIC)) == _GZIP_MAGIC
+    file.seek(0)
+    try:
+        with gzip.GzipFile(fileobj=file, mode="rb") if packed else contextlib.nullcontext(file) as stream:
+            return _read(stream, path, packed, held, ndim, sha256)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(f"{path} is a damaged gzip file ({_one_line(error)}); get the file again") from None
+
+
 def _read(
-    stream: io.BufferedIOBase, path: Path, packed: bool, held: int, ndim: int | None, sha256: str | None
+    stream: BinaryIO | gzip.GzipFile, path: Path, packed: bool, held: int, ndim: int | None, sha256: str | None
 ) -> np.ndarray:
     header, shape = _read_header(stream, path, ndim)
     count = math.prod(shape)
     expected = len(header) + count
     if not packed and held != expected:
-        raise _wrong_length(path, shape, expected, held)
+        raise _wrong_length(path, shape, expected, f"{held} found")
     if packed and expected > held * _MAX_INFLATION:
         raise DataError(
             f"{path}: the header claims {_by(shape)} = {expected} bytes, more than {held} bytes of gzip can hold; "
             "get the file again"
         )
-    values = np.empty(count, np.uint8)
+    try:
+        values = np.empty(count, np.uint8)
+    except MemoryError:
+        raise DataError(f"{path} ({_by(shape)}) does not fit into memory; use a machine with more") from None
     found = len(header) + _fill(stream, values)
-    # Reading on to the end is also what makes gzip verify its checksum.
-    while extra := stream.read(_CHUNK):
-        found += len(extra)
+    # Reading on to the end makes gzip verify its checksum. Not further than one byte: a few bytes can unpack to many.
+    if stream.read(1):
+        raise _wrong_length(path, shape, expected, "more found")
     if found != expected:
-        raise _wrong_length(path, shape, expected, found)
+        raise _wrong_length(path, shape, expected, f"{found} found")
     if sha256 is not None:
         _check_digest(path, header, values, sha256)
     values.flags.writeable = False
     return values.reshape(shape)
 
 
-def _read_header(stream: io.BufferedIOBase, path: Path, ndim: int | None) -> tuple[bytes, tuple[int, ...]]:
+def _read_header(stream: BinaryIO | gzip.GzipFile, path: Path, ndim: int | None) -> tuple[bytes, tuple[int, ...]]:
     magic = stream.read(4)
     if len(magic) < 4:
         raise DataError(
@@ -109,7 +127,7 @@ def _read_header(stream: io.BufferedIOBase, path: Path, ndim: int | None) -> tup
     return magic + sizes, shape
 
 
-def _fill(stream: io.BufferedIOBase, values: np.ndarray) -> int:
+def _fill(stream: BinaryIO | gzip.GzipFile, values: np.ndarray) -> int:
     """Read into `values` until it is full or the stream ends; returns the bytes read."""
     view, at = memoryview(values), 0
     while at < len(view):
@@ -130,9 +148,9 @@ def _check_digest(path: Path, header: bytes, values: np.ndarray, sha256: str) ->
         )
 
 
-def _wrong_length(path: Path, shape: tuple[int, ...], expected: int, found: int) -> DataError:
+def _wrong_length(path: Path, shape: tuple[int, ...], expected: int, found: str) -> DataError:
     return DataError(
-        f"{path} is not as long as its header says ({_by(shape)}): {expected} bytes expected, {found} found; "
+        f"{path} is not as long as its header says ({_by(shape)}): {expected} bytes expected, {found}; "
         "get the file again"
     )
 

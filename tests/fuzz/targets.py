@@ -1,0 +1,144 @@
+"""Every parser of the package that reads what others may have written: how to call it, and good inputs to damage."""
+
+from __future__ import annotations
+
+import gzip
+import struct
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+from mutate import JSON_LITERALS, NUMBERS, WORDS, Spans, Statistics, fuzz, json_spans, line_parts  # noqa: E402
+
+from odyssey import verify  # noqa: E402
+from odyssey.cli import train  # noqa: E402
+from odyssey.configfile import parse_config  # noqa: E402
+from odyssey.data.datasets import parse_records  # noqa: E402
+from odyssey.data.idx import parse_idx  # noqa: E402
+from odyssey.files import parse_json  # noqa: E402
+from odyssey.launch.hosts import parse_hostfile_text, parse_hosts  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Target:
+    """A parser of bytes, and what is known of its format."""
+
+    parse: Callable[[bytes], Any]
+    seeds: Sequence[bytes]
+    structure: Callable[[], Spans] | None = None
+    tokens: Sequence[bytes] = WORDS + NUMBERS
+
+    def fuzz(self, count: int, seed: int = 0, **more: Any) -> Statistics:
+        structure = None if self.structure is None else self.structure()
+        return fuzz(self.parse, self.seeds, count, seed, structure=structure, tokens=self.tokens, **more)
+
+
+def _idx(*shape: int, body: int | None = None) -> bytes:
+    size = 1
+    for n in shape:
+        size *= n
+    values = bytes(i % 251 for i in range(size if body is None else body))
+    return struct.pack(f">BBBB{len(shape)}I", 0, 0, 8, len(shape), *shape) + values
+
+
+def _idx_spans() -> Spans:
+    """The type, the number of dimensions, the sizes, the values."""
+
+    def find(data: bytes) -> list[tuple[int, int]]:
+        end = 4 + 4 * data[3]
+        return [(2, 3), (3, 4), (0, 4), *((at, at + 4) for at in range(4, end, 4)), (end, len(data)), (4, end)]
+
+    sizes = [n.to_bytes(4, "big") for n in (0, 1, 2, 3, 5, 60, 65536, 2**31, 2**32 - 1)]
+    return Spans(find, [*sizes, b"\x00", b"\x01", b"\x03", b"\x08", b"\x09", b"\x0d", b"\xff"], joiner=b"")
+
+
+_GZIP_SEEDS = [gzip.compress(data, mtime=0) for data in (_idx(2, 3, 4), _idx(5), _idx(1, 1000))]
+
+
+def _gzip_spans() -> Spans:
+    """The flags, the header, the stream, the checksum, the length; members in a row."""
+
+    def find(data: bytes) -> list[tuple[int, int]]:
+        n = len(data)
+        return [(2, 3), (3, 4), (0, 10), (4, 10), (10, n - 8), (n - 8, n - 4), (n - 4, n), (0, n)]
+
+    flags = [bytes([flag]) for flag in (0, 1, 2, 4, 8, 16, 31, 255)]
+    numbers = [n.to_bytes(4, "little") for n in (0, 1, 2**31, 2**32 - 1)]
+    bomb = gzip.compress(bytes(1 << 20), mtime=0)
+    return Spans(find, [*flags, *numbers, bomb, bomb[10:-8]], joiner=b"")
+
+
+_CONFIGS = [
+    b'model = "mlp"\nglobal-batch-size = 256\nshard_size = 16\neval = false\nno-progress = true\nlr = 1\n',
+    b'# a run\nepochs = 2\noptimizer = "adamw"\nweight-decay = 1e-2\nseed = 7\ndata-dir = "/data/mnist"\n'
+    b"overlap = true\nclip-norm = 1.5\n",
+    b'schedule = """cosine"""\njson = \'out.json\'\nwarmup-steps = 0x10\nbucket-size-mb = 0.5\nsteps = 1_000\n',
+]
+
+
+def _toml_spans() -> Spans:
+    arrays = ((b"[", b"]"), (b"{a=", b"}"), (b"a.", b""))
+    words = (
+        *JSON_LITERALS,
+        b"1979-05-27T07:32:00Z",
+        b"07:61:00",
+        b"2026-02-30",
+        b'"""',
+        b"'''",
+        b"[a.b]",
+        b"[[a]]",
+        b"a.b.c",
+    )
+    return Spans(line_parts(r"^([\w-]+) *= *(.*)$"), (*words, b"epochs", b"no-eval"), joiner=b"\n", nest=arrays)
+
+
+_JSONS = [
+    b'{"steps": 120, "weights_sha256": "87f10a6fc1ccb8f7", "ranks": [0, 1], "loss": 0.25, "done": true, "host": null}',
+    b'{"attempt": {"number": 3, "host": "node-7", "pid": 4242}, "ranks": [{"rank": 0, "code": -9}, {"rank": 1}]}',
+    b'[1, -2.5e-3, "\\u00e9\\n\\"", [], {}, [[[[1]]]]]',
+]
+
+
+def _hosts(data: bytes) -> Any:
+    return parse_hosts(data.decode("utf-8", "surrogateescape"))  # as an argument arrives
+
+
+def _layout(data: bytes) -> Any:
+    options = verify.parse(data.decode("utf-8", "surrogateescape"))
+    return verify.ranks(options)
+
+
+_KEYS = tuple(key.encode() for key in verify.KEYS)
+
+TARGETS: dict[str, Target] = {
+    "idx": Target(
+        lambda data: parse_idx(data, "x.idx"), [_idx(2, 3, 4), _idx(5), _idx(1, 1, 1, 1, 1, 1, 1, 2)], _idx_spans
+    ),
+    "gzip": Target(lambda data: parse_idx(data, "x.gz"), _GZIP_SEEDS, _gzip_spans),
+    "idx in gzip": Target(
+        lambda data: parse_idx(gzip.compress(data, 1, mtime=0), "x.gz"), [_idx(2, 3, 4), _idx(5)], _idx_spans
+    ),
+    "cifar10": Target(
+        lambda data: parse_records(data, Path("x.bin")), [b"\x05" + bytes(3072), (b"\x00" + bytes(3072)) * 2]
+    ),
+    "config": Target(lambda data: parse_config(data, "run.toml", train.params), _CONFIGS, _toml_spans),
+    "json": Target(lambda data: parse_json(data, "x.json"), _JSONS, json_spans),
+    "hosts": Target(
+        _hosts,
+        [b"node1,node2:4,10.0.0.7:2", b"h1,h2", b"a.b-c.example.org:1024"],
+        lambda: Spans(lambda text: [(m, m + 1) for m in range(len(text))] + line_parts("([^,]+)")(text), joiner=b","),
+    ),
+    "hostfile": Target(
+        lambda data: parse_hostfile_text(data, "hosts"),
+        [b"# nodes\nnode1 slots=4\nnode2:2\n\n10.0.0.7 # head\nh_3\n", b"a\nb\r\nc"],
+        lambda: Spans(line_parts(r"([^\s:=#]+)(?:[:=](\d+))?"), joiner=b"\n"),
+    ),
+    "layout": Target(
+        _layout,
+        [b"dp=2,pp=2,schedule=gpipe", b"tp=2,zero=3,bucket=0.5,overlap=0", b"reduction=ring,servers=1,dp=3"],
+        lambda: Spans(line_parts(r"(\w+)=([^,]*)"), (*NUMBERS, *WORDS, *_KEYS), joiner=b","),
+    ),
+}
