@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import struct
 import sys
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 from mutate import JSON_LITERALS, NUMBERS, WORDS, Spans, Statistics, fuzz, json_spans, line_parts  # noqa: E402
 
-from odyssey import verify  # noqa: E402
+from odyssey import steplog, verify  # noqa: E402
 from odyssey.cli import train  # noqa: E402
 from odyssey.configfile import parse_config  # noqa: E402
 from odyssey.data.datasets import parse_records  # noqa: E402
@@ -111,6 +112,37 @@ def _layout(data: bytes) -> Any:
     return verify.ranks(options)
 
 
+_STEPS = [
+    steplog.header()
+    + b"".join(steplog.Record(n, 0, n - 1, 128, 2.3, n * 7, None, 0.1, n != 3, 1).encoded() for n in ns)
+    for ns in (range(1, 5), (1, 2, 2, 3), ())
+]
+
+
+def _steps(data: bytes) -> Any:
+    return steplog.decoded(steplog.history(steplog.parse(data)))
+
+
+def _sealed(data: bytes) -> bytes:
+    """With checksums that are right again: what is behind them must not trust them."""
+    records = [data[at : at + steplog.SIZE] for at in range(steplog.SIZE, len(data), steplog.SIZE)]
+    return data[: steplog.SIZE] + b"".join(r[:60] + zlib.crc32(r[:60]).to_bytes(4, "little") for r in records)
+
+
+def _steps_spans() -> Spans:
+    """Records, and the fields of each."""
+
+    def find(data: bytes) -> list[tuple[int, int]]:
+        fields = [offset for _, offset in steplog.LAYOUT.fields.values()] + [steplog.SIZE]
+        parts = [(0, 8), (8, 12), (12, 16), (16, 20), (0, 64)]
+        for at in range(steplog.SIZE, len(data), steplog.SIZE):
+            parts += [(at + a, at + b) for a, b in zip(fields, fields[1:], strict=False)] + [(at, at + steplog.SIZE)]
+        return parts
+
+    numbers = [n.to_bytes(width, "little") for width in (4, 8) for n in (0, 1, 7, 8, 2**31, 2**32 - 1)]
+    return Spans(find, [*numbers, struct.pack("<d", float("nan")), struct.pack("<d", float("inf"))], joiner=b"")
+
+
 _KEYS = tuple(key.encode() for key in verify.KEYS)
 
 TARGETS: dict[str, Target] = {
@@ -126,6 +158,8 @@ TARGETS: dict[str, Target] = {
     ),
     "config": Target(lambda data: parse_config(data, "run.toml", train.params), _CONFIGS, _toml_spans),
     "json": Target(lambda data: parse_json(data, "x.json"), _JSONS, json_spans),
+    "steps": Target(_steps, _STEPS, _steps_spans),
+    "steps sealed": Target(lambda data: _steps(_sealed(data)), _STEPS, _steps_spans),
     "hosts": Target(
         _hosts,
         [b"node1,node2:4,10.0.0.7:2", b"h1,h2", b"a.b-c.example.org:1024"],
