@@ -1,10 +1,10 @@
-"""Jobs of the test beds."""
+"""Jobs and hosts of the test beds."""
 
 from __future__ import annotations
 
 import pytest
 
-from beds import faults
+from beds import faults, netns
 
 
 @pytest.fixture
@@ -19,3 +19,18 @@ def job(tmp_path):
     yield start
     for one in started:
         one.end()
+
+
+@pytest.fixture(scope="module")
+def hosts_of_module(tmp_path_factory):
+    if why := netns.why_not():
+        pytest.skip(why)
+    with netns.Hosts(4, tmp_path_factory.mktemp("hosts")) as hosts:
+        yield hosts
+
+
+@pytest.fixture
+def four_hosts(hosts_of_module):
+    """netns.Hosts(4), whole at the start of each test; its jobs are ended after it."""
+    yield hosts_of_module
+    hosts_of_module.restore()

@@ -197,8 +197,10 @@ shm=$1 tmp=$2; shift 2
 mkdir -p "$tmp"
 for folder in /tmp/*/; do
     case "$folder" in /tmp/ompi.*|/tmp/prte*|/tmp/odyssey*|"/tmp/*/") continue;; esac
-    mkdir -p "$tmp/$(basename "$folder")" && mount --rbind "$folder" "$tmp/$(basename "$folder")"
+    mkdir -p "$tmp/$(basename "$folder")"
+    mount --rbind "$folder" "$tmp/$(basename "$folder")" 2>/dev/null  # or somebody has just removed it
 done
+ls -A "$tmp" > "$tmp.shared"
 mount --bind "$shm" /dev/shm && mount --rbind "$tmp" /tmp && cd "$PWD" && exec "$@"
 """
 
@@ -218,6 +220,7 @@ class Job:
         faults: Faults of its ranks. environment: added to that of this process.
         own_folders: give it a /dev/shm and a /tmp of its own, where that is possible.
         memory_mb: limit of all its processes together (cgroup v1; root).
+        traces: says what it leaves, in the place of Traces of its own folders.
 
     lines: (time.monotonic() at arrival, line) of standard output and error.
     """
@@ -231,6 +234,7 @@ class Job:
         environment: dict[str, str] | None = None,
         own_folders: bool = True,
         memory_mb: int | None = None,
+        traces: Any = None,
     ) -> None:
         self.token = secrets.token_hex(8)
         self.folder, self.lines = Path(folder), []
@@ -254,9 +258,7 @@ class Job:
             self._cgroup.mkdir()
             (self._cgroup / "memory.limit_in_bytes").write_text(str(memory_mb * MIB))
             words = ["sh", "-c", 'echo $$ > "$1" && shift && exec "$@"', "sh", f"{self._cgroup}/tasks", *words]
-        known = {entry.name for entry in os.scandir("/tmp")}
-        self.traces = Traces(self._shm, self._tmp)
-        self._known = known
+        self.traces = traces or Traces(self._shm, self._tmp)
         self.started = time.monotonic()
         self.popen = subprocess.Popen(
             words,
@@ -340,7 +342,14 @@ class Job:
 
     def new_files(self) -> list[Path]:
         """What it has left in /dev/shm and /tmp."""
-        return [p for p in self.traces.new() if self._tmp is None or p.parent != self._tmp or p.name not in self._known]
+        found = self.traces.new()
+        if self._tmp is None:
+            return found
+        try:
+            shared = set(self._tmp.with_name(f"{self._tmp.name}.shared").read_text().splitlines())
+        except FileNotFoundError:
+            shared = set()  # it ended before it began
+        return [p for p in found if p.parent != self._tmp or p.name not in shared]
 
     def left(self, within: float = 5) -> list[str]:
         """What is left of it when it had `within` seconds to go: processes and files. Empty is clean.

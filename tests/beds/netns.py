@@ -1,0 +1,343 @@
+"""Several hosts in one machine: network, host name, processes, /dev/shm and /tmp of their own, and a switch.
+
+    with Hosts(4, folder) as hosts:
+        job = hosts.job(hosts.mpirun(1, [sys.executable, JOB]))
+        hosts.kill_host(3)
+
+The host h0 (10.77.0.254) holds the switch and runs what starts jobs; h1, h2, ... (10.77.0.1, ...) run ranks. `ssh` is a
+script: MPI launchers find it in PATH, and it starts a command on a host with no more of the environment than a real one
+gives. Files are shared, as over NFS, except /dev/shm and /tmp; cores and memory are the machine's. Needs root, unshare,
+nsenter and iproute2. All of it is namespaces that processes hold: when these end, also because the test is killed,
+nothing is left. What it is not: a network with latency and loss (tbf is there for bandwidth, netem is not everywhere).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .outside import LEFT, TOKEN, Job, Process, job_environment, open_mpi
+
+TOOLS = ("ip", "tc", "unshare", "nsenter", "setpriv", "mount")
+PATH = "/usr/local/bin:/usr/bin:/bin"  # of a command that ssh starts
+
+# The first process of a host. $1 its name, $2 a folder of its own, $3 its shared memory, $4 the file of hosts.
+_FIRST = r"""
+set -e
+hostname "$1"
+mkdir -p "$2/sys" "$2/tmp" "$3"
+mount --rbind /sys "$2/sys"
+mount -t sysfs sysfs /sys
+mount --rbind "$2/sys/fs/cgroup" /sys/fs/cgroup 2>/dev/null || true
+umount -l "$2/sys"
+mount --bind "$4" /etc/hosts
+chmod 1777 "$2/tmp" "$3"
+for folder in /tmp/*/; do
+    case "$folder" in /tmp/ompi.*|/tmp/prte*|/tmp/odyssey*|"/tmp/*/") continue;; esac
+    mkdir -p "$2/tmp/$(basename "$folder")"
+    mount --rbind "$folder" "$2/tmp/$(basename "$folder")" 2>/dev/null || true  # somebody has just removed it
+done
+ls -A "$2/tmp" > "$2/shared"
+mount --bind "$3" /dev/shm
+mount --rbind "$2/tmp" /tmp
+ip link set lo up
+echo ready
+exec sleep infinity
+"""
+
+# ssh [options] host command ...: the words are joined and given to a shell, and the environment is that of a login.
+# A host that is dead says nothing: the connection stays open, as that of a real ssh does without keep-alive.
+_SSH = r"""#!/bin/sh
+while :; do
+    case "$1" in
+        --) shift; break;;
+        -[bcDEeFIiJLlmOopQRSWw]) shift 2;;
+        -*) shift;;
+        *) break;;
+    esac
+done
+host=${1##*@}; shift
+pid=$(sed -n "s/^$host //p" "$BED/pids")
+if [ -z "$pid" ]; then
+    if grep -q "[ 	]$host\$" "$BED/hosts"; then
+        echo "ssh: connect to host $host port 22: Connection timed out" >&2
+    else
+        echo "ssh: Could not resolve hostname $host: Name or service not known" >&2
+    fi
+    exit 255
+fi
+nsenter --target "$pid" --net --uts --ipc --mount --pid --wd=/ \
+    env -i PATH="$REMOTE" HOME=/root USER=root SHELL=/bin/sh LANG=C.UTF-8 "$TOKEN" /bin/sh -c "$*" <&0 &
+child=$!
+trap 'kill -TERM $child' TERM INT HUP
+wait $child; code=$?
+while kill -0 $child 2>/dev/null; do wait $child; code=$?; done
+if grep -q "^$host\$" "$BED/dead" 2>/dev/null; then exec sleep infinity; fi
+exit $code
+"""
+
+
+def why_not() -> str | None:
+    """Why there can be no such hosts here; None if there can."""
+    if sys.platform != "linux" or os.getuid() != 0:
+        return "hosts in network namespaces need root on Linux"
+    missing = [tool for tool in TOOLS if shutil.which(tool) is None]
+    if missing:
+        return f"hosts in network namespaces need {', '.join(missing)} (packages iproute2 and util-linux)"
+    tried = subprocess.run(
+        ["unshare", "--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--mount-proc", "sh", "-c"]
+        + ["ip link add name b type bridge && ip link add name p type veth peer name e && mount -t sysfs sysfs /sys"],
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    return f"no namespaces here: {tried.stderr.strip()[:200]}" if tried.returncode else None
+
+
+class _Traces:
+    """New files in /dev/shm and /tmp of all hosts."""
+
+    def __init__(self, hosts: Hosts) -> None:
+        self.hosts = hosts
+        self.before = self._names()
+
+    def _names(self) -> set[Path]:
+        folders = [f for k in range(self.hosts.count + 1) for f in (self.hosts.shm(k), self.hosts.tmp(k))]
+        return {Path(entry.path) for folder in folders if folder.is_dir() for entry in os.scandir(folder)}
+
+    def new(self) -> list[Path]:
+        lists = [self.hosts.tmp(k).with_name("shared") for k in range(self.hosts.count + 1)]
+        shared = {file.with_name("tmp") / name for file in lists for name in file.read_text().splitlines()}
+        shm = str(self.hosts.shm(0).parent)
+        return sorted(p for p in self._names() - self.before - shared if str(p).startswith(shm) or LEFT.match(p.name))
+
+
+class Hosts:
+    """`count` hosts h1, h2, ... and h0 with the switch.
+
+    Raises:
+        RuntimeError: they cannot be made; `why_not()` says so beforehand in most cases.
+    """
+
+    def __init__(self, count: int, folder: Path) -> None:
+        self.count, self.folder = count, Path(folder) / "bed"
+        self.folder.mkdir(parents=True)
+        self.token = f"bed-{os.getpid()}-{time.monotonic_ns():x}"
+        self._first: dict[int, subprocess.Popen] = {}
+        self._pids: dict[int, int] = {}
+        self._jobs: list[Job] = []
+        self._write_files()
+        try:
+            for k in range(count + 1):
+                self._start(k)
+            self._on(0, "ip", "link", "add", "name", "switch", "type", "bridge", "forward_delay", "0")
+            self._on(0, "ip", "addr", "add", "10.77.0.254/24", "dev", "switch")
+            self._on(0, "ip", "link", "set", "switch", "up")
+            for k in range(1, count + 1):
+                self._connect(k)
+        except BaseException:
+            self.close()
+            raise
+
+    # --- names and places ---
+
+    @property
+    def names(self) -> list[str]:
+        """h1, h2, ..."""
+        return [f"h{k}" for k in range(1, self.count + 1)]
+
+    def shm(self, k: int) -> Path:
+        """Where the /dev/shm of a host is seen from outside."""
+        return Path("/dev/shm") / self.token / f"h{k}"
+
+    def tmp(self, k: int) -> Path:
+        """Where its /tmp is seen, without the folders that all share."""
+        return self.folder / f"h{k}" / "tmp"
+
+    def _write_files(self) -> None:
+        lines = ["127.0.0.1 localhost", "10.77.0.254 h0", *(f"10.77.0.{k} h{k}" for k in range(1, self.count + 1))]
+        (self.folder / "hosts").write_text("\n".join(lines) + "\n")
+        (self.folder / "dead").write_text("")
+        (self.folder / "bin").mkdir()
+        ssh = self.folder / "bin" / "ssh"
+        head, rest = _SSH.split("\n", 1)
+        ssh.write_text(f"{head}\nBED={shlex.quote(str(self.folder))} REMOTE={PATH}\nTOKEN={TOKEN}=${TOKEN}\n{rest}")
+        ssh.chmod(0o755)
+
+    def _write_pids(self) -> None:
+        alive = (f"h{k} {pid}\n10.77.0.{k or 254} {pid}\n" for k, pid in self._pids.items())
+        (self.folder / "pids").write_text("".join(alive))
+
+    # --- hosts ---
+
+    def _start(self, k: int) -> None:
+        kinds = "--net --uts --ipc --mount" + (" --pid --fork --kill-child --mount-proc" if k else "")
+        self._first[k] = process = subprocess.Popen(
+            ["setpriv", "--pdeathsig", "KILL", "unshare", *kinds.split(), "--propagation", "private"]
+            + ["sh", "-c", _FIRST, "sh", f"h{k}", str(self.folder / f"h{k}"), str(self.shm(k))]
+            + [str(self.folder / "hosts")],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            env={"PATH": os.environ["PATH"], TOKEN: self.token},
+            start_new_session=True,
+        )
+        assert process.stdout is not None
+        if process.stdout.readline() != b"ready\n":
+            raise RuntimeError(f"host h{k} did not start: {why_not()}")
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        self._pids[k] = int(children[0]) if k else process.pid
+        self._write_pids()
+
+    def _on(self, k: int, *words: str) -> None:
+        """A command in the network of a host."""
+        done = subprocess.run(
+            ["nsenter", "--target", str(self._pids[k]), "--net", *words], capture_output=True, text=True, timeout=20
+        )
+        if done.returncode:
+            raise RuntimeError(f"h{k}: {' '.join(words)}: {done.stderr.strip()}")
+
+    def _connect(self, k: int) -> None:
+        port, its, switch = f"p{k}", str(self._pids[k]), str(self._pids[0])
+        made = [
+            "ip",
+            "link",
+            "add",
+            "name",
+            port,
+            "netns",
+            switch,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "eth0",
+            "netns",
+            its,
+        ]
+        subprocess.run(made, check=True, capture_output=True, timeout=20)
+        self._on(0, "ip", "link", "set", port, "master", "switch", "up")
+        self._on(k, "ip", "addr", "add", f"10.77.0.{k}/24", "dev", "eth0")
+        self._on(k, "ip", "link", "set", "eth0", "up")
+
+    def kill_host(self, k: int, silent: bool = True) -> None:
+        """All processes of a host end at once. silent: its network went first, so nobody hears of it."""
+        if silent:
+            with open(self.folder / "dead", "a") as file:
+                file.write(f"h{k}\n10.77.0.{k}\n")
+            self.partition(k)
+        pid = self._pids.pop(k)
+        self._write_pids()
+        os.kill(pid, signal.SIGKILL)  # the first process: the kernel ends the others
+        self._first.pop(k).wait(10)
+
+    def start_host(self, k: int) -> None:
+        """A host that was killed comes back, empty."""
+        for folder in (self.shm(k), self.tmp(k)):
+            shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(RuntimeError):  # the kernel removes it with the host's end, a little later
+            self._on(0, "ip", "link", "delete", f"p{k}")
+        lines = (self.folder / "dead").read_text().splitlines()
+        kept = [line for line in lines if line not in (f"h{k}", f"10.77.0.{k}")]
+        (self.folder / "dead").write_text("".join(f"{line}\n" for line in kept))
+        self._start(k)
+        self._connect(k)
+
+    def partition(self, k: int) -> None:
+        """The switch forwards nothing to a host or from it; the host notices nothing but silence."""
+        self._on(0, "ip", "link", "set", f"p{k}", "nomaster")
+
+    def heal(self, k: int) -> None:
+        """Undoes `partition`."""
+        self._on(0, "ip", "link", "set", f"p{k}", "master", "switch")
+
+    def limit(self, k: int, rate: str) -> None:
+        """Limits what a host sends and gets, as "50mbit"."""
+        rule = ["root", "tbf", "rate", rate, "burst", "64kb", "latency", "200ms"]
+        self._on(0, "tc", "qdisc", "replace", "dev", f"p{k}", *rule)
+        self._on(k, "tc", "qdisc", "replace", "dev", "eth0", *rule)
+
+    def processes(self, k: int, job: Job) -> list[Process]:
+        """The job's processes on a host."""
+        try:
+            own = os.readlink(f"/proc/{self._pids[k]}/ns/net") if k in self._pids else None
+        except OSError:
+            own = None
+        return [p for p in job.outside.processes() if own is not None and _net(p.pid) == own]
+
+    # --- jobs ---
+
+    def on(self, k: int, *command: Any) -> list[str]:
+        """A command to be run on a host, as words."""
+        kinds = ["--net", "--uts", "--ipc", "--mount", *(["--pid"] if k else [])]
+        return ["nsenter", "--target", str(self._pids[k]), *kinds, *map(str, command)]
+
+    def mpirun(self, per_host: int, command: Sequence[Any], hosts: Sequence[str] | None = None) -> list[str]:
+        """A command on `per_host` ranks of each host, under this environment's MPI."""
+        hosts = self.names if hosts is None else hosts
+        mpirun = str(Path(sys.executable).with_name("mpirun"))
+        ranks, words = str(per_host * len(hosts)), [str(word) for word in command]
+        if not open_mpi():
+            return [mpirun, "-hosts", ",".join(hosts), "-ppn", str(per_host), "-n", ranks, *words]
+        passed = [
+            f for name in sorted(job_environment()) if name.startswith(("ODYSSEY_", "MODULAR_")) for f in ("-x", name)
+        ]
+        slots = ",".join(f"{host}:{per_host}" for host in hosts)
+        return [mpirun, "--host", slots, "--map-by", "slot", *passed, "-n", ranks, *words]
+
+    def job(self, command: Sequence[Any], **settings: Any) -> Job:
+        """Starts a command on h0; arguments of Job."""
+        environment = {"PATH": f"{self.folder / 'bin'}:{job_environment()['PATH']}", **settings.pop("environment", {})}
+        settings = {"own_folders": False, "traces": _Traces(self), **settings}
+        job = Job(self.on(0, *command), self.folder.parent, environment=environment, **settings)
+        self._jobs.append(job)
+        return job
+
+    def restore(self) -> None:
+        """Ends all jobs; afterwards every host is up, reachable and as fast as it was."""
+        self._end_jobs()
+        for k in range(1, self.count + 1):
+            if k not in self._pids:
+                self.start_host(k)
+            self.heal(k)
+            for host, device in ((0, f"p{k}"), (k, "eth0")):
+                with contextlib.suppress(RuntimeError):  # there is no limit
+                    self._on(host, "tc", "qdisc", "delete", "dev", device, "root")
+
+    def _end_jobs(self) -> None:
+        for job in self._jobs:
+            job.end()
+        self._jobs.clear()
+
+    def close(self) -> None:
+        """Ends all jobs and all hosts."""
+        self._end_jobs()
+        for process in self._first.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+        for process in self._first.values():
+            process.wait(10)
+        shutil.rmtree(self.shm(0).parent, ignore_errors=True)
+
+    def __enter__(self) -> Hosts:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _net(pid: int) -> str | None:
+    try:
+        return os.readlink(f"/proc/{pid}/ns/net")
+    except OSError:
+        return None
