@@ -16,7 +16,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 
-from .. import launcher
+from .. import launcher, preflight
 from ..errors import ConfigError
 from . import base
 from .base import Communicator, Request
@@ -98,6 +98,7 @@ def _connect(backend: str) -> Communicator:
     if importlib.util.find_spec(_MODULES[backend], __name__) is None:
         raise ConfigError(f"[comm] backend {backend!r} is not part of this installation; use auto")
     if backend != "gloo":
+        preflight.before_mpi(launcher.launched())
         try:
             importlib.import_module(".mpi", __name__)
         except (ImportError, RuntimeError) as e:
