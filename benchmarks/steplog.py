@@ -1,9 +1,8 @@
-"""What the step log costs: microseconds of a fingerprint, of a record, of both in a LeNet-5 step.
+"""What the step log costs: microseconds of a fingerprint and of a record.
 
     python benchmarks/steplog.py
 
-Medians of rounds of one process on one core. It measures the parts alone; the step with and without them is in
-docs/log.md.
+Medians of rounds of one process on one core, each part alone.
 """
 
 from __future__ import annotations

@@ -6,10 +6,10 @@ A file is a header and records of one size, little-endian, appended by rank 0 on
     record   the fields of LAYOUT, then a uint32 CRC-32 of the 60 bytes before
 
 Records gather in memory and are written when half a second has passed since the last write, and whenever somebody
-calls `flush` (at a checkpoint, at the end): a kill loses half a second of records at most. A torn end is cut off when the
-log is opened again. After a resume the steps since the checkpoint are taken again: their new records follow the old ones,
-and the newest record of a step is the valid one (`history`). A step that comes out otherwise than before is a broken
-promise of determinism, so `append` says it.
+calls `flush` (at a checkpoint, at the end): a kill loses half a second of records at most. A torn end is cut off when
+the log is opened again. After a resume the steps since the checkpoint are taken again: their new records follow the old
+ones, and the newest record of a step is the valid one (`history`). A step that comes out otherwise than before is a
+broken promise of determinism, so `append` says it.
 
 What it is not: a checkpoint (it holds fingerprints, no weights) or a profile (it holds no times).
 """
