@@ -33,6 +33,7 @@ SIZE = 64  # bytes of a record, and of the header
 LIMIT = 1 << 30  # bytes of a log that is read: 16 million steps
 FLUSH_SECONDS = 0.5
 KEPT_DIFFERENCES = 100
+UNKNOWN = "not known"  # a fingerprint that was not taken, in words
 
 # name, type: the fields of a record. `flags`: 1 the step was taken, 2 and 4 the fingerprints are known.
 LAYOUT = np.dtype(
@@ -137,7 +138,7 @@ def shown(record: Record, what: str) -> str:
         return f"epoch {record.epoch} batch {record.batch} with {record.samples} samples"
     value = getattr(record, what)
     if what in ("gradients", "weights"):
-        return "not known" if value is None else f"{value:016x}"
+        return UNKNOWN if value is None else f"{value:016x}"
     return repr(value)
 
 

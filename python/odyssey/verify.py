@@ -165,7 +165,7 @@ def step_file(folder: Path, trainer: int, step: int) -> Path:
 
 
 def on_its_layout(init: Callable[..., None]) -> Callable[..., None]:
-    """Decorates a trainer's __init__: in a traced run the layout of the environment goes before its arguments."""
+    """Decorates a trainer's __init__: where a run is traced or replayed, that layout goes before its arguments."""
     signature = inspect.signature(init)
     numbers = itertools.count()
 
@@ -173,7 +173,15 @@ def on_its_layout(init: Callable[..., None]) -> Callable[..., None]:
     def traced(trainer: DistributedTrainer, *args: Any, **kwargs: Any) -> None:
         trace = Trace.current()
         if trace is None:
-            return init(trainer, *args, **kwargs)
+            from .replay import Session
+
+            replayed = Session.current()
+            given = {} if replayed is None else replayed.arguments()
+            if not given:
+                return init(trainer, *args, **kwargs)
+            bound = signature.bind(trainer, *args, **kwargs)
+            bound.arguments.update(given)
+            return init(*bound.args, **bound.kwargs)
         bound = signature.bind(trainer, *args, **kwargs)
         own = bound.arguments.get("accumulation_steps", 1)
         if own != 1 and "accumulation_steps" in trace.options:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-COMMANDS: tuple[str, ...] = ()  # names of modules in this package
+COMMANDS: tuple[str, ...] = ("diff", "replay")  # names of modules in this package
 
 HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
 FILE = click.Path(path_type=Path)
