@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from . import steplog, verify
-from .errors import CheckpointError, ConfigError, DataError, OutputError
+from .errors import ConfigError, DataError, OdysseyError, OutputError
 from .files import read_json, write_json
 from .runs import ATTEMPT, EXPECTED_RANKS, RUN_DIR, Run
 from .steplog import Record, difference, shown
@@ -244,7 +244,7 @@ def _description(run: Path) -> dict[str, Any]:
     return found
 
 
-# --- outside: running a step again -------------------------------------------------------------------------------------
+# --- outside: running a step again ------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -271,6 +271,8 @@ class Result:
 
 def checkpoint_before(run: Path, step: int, tell: Callable[[str], None] = lambda line: None) -> Path | None:
     """The newest valid checkpoint of a run from before a step; None: there is none, start from the beginning."""
+    if not Run(run).checkpoints.is_dir():
+        return None
     from .checkpoints import Store
     from .checkpoints.snapshot import step_of
 
@@ -280,7 +282,7 @@ def checkpoint_before(run: Path, step: int, tell: Callable[[str], None] = lambda
                 continue
             try:
                 store.load(store.folder / name)
-            except CheckpointError as problem:
+            except OdysseyError as problem:
                 tell(str(problem))
                 continue
             return store.folder / name

@@ -1,4 +1,4 @@
-"""`odyssey replay` with a training that is a few lines of its own: what it starts from, what it compares, what it says."""
+"""`odyssey replay` with a training of a few lines: what it starts from, what it compares, what it says."""
 
 from __future__ import annotations
 
@@ -81,8 +81,9 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(
-    ("step", "start", "taken"), [(1, "the beginning", 1), (5, "the beginning", 5), (6, "step_00000005", 1), (12, "step_00000010", 2)]
-)  # fmt: skip
+    ("step", "start", "taken"),
+    [(1, "the beginning", 1), (5, "the beginning", 5), (6, "step_00000005", 1), (12, "step_00000010", 2)],
+)
 def test_a_step_alone(launch, trained, step, start, taken):
     run = trained()
     before = contents(run)
