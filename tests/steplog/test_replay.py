@@ -15,9 +15,9 @@ from odyssey.errors import ConfigError, DataError
 from odyssey.files import write_json
 from odyssey.parallel.mesh import Mesh
 from odyssey.replay import REPLAY, Session
-from odyssey.runs import RUN_DIR, Run
+from odyssey.runs import RUN_DIR
 
-# Halves a vector's distance to its target each step, as a user's script might; FLAKY adds a bit at step 8.
+# Halves a vector's distance to its target each step, as a user's script might; FLAKY changes one weight at step 8.
 SCRIPT = """
 import os, sys
 import numpy as np
@@ -40,7 +40,7 @@ for step in range(first + 1, int(sys.argv[1]) + 1):
     g = w - np.float32(3)
     w = w - np.float32(0.5) * g
     if step == 8 and os.environ.get("FLAKY"):
-        w[5] = np.nextafter(w[5], np.float32(9))
+        w[5] += 1
     if world.rank == 0:
         log.append(Record(step, 0, step - 1, 64, float(g.sum()), fingerprint.of(g), fingerprint.of(w), 0.5))
     if store and step % 5 == 0:
@@ -82,7 +82,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize(
     ("step", "start", "taken"),
-    [(1, "the beginning", 1), (5, "the beginning", 5), (6, "step_00000005", 1), (12, "step_00000010", 2)],
+    [(5, "the beginning", 5), (6, "step_00000005", 1)],
 )
 def test_a_step_alone(launch, trained, step, start, taken):
     run = trained()
@@ -128,7 +128,7 @@ def test_on_two_ranks(launch, trained):
     run = trained()
     done = launch.python("-m", "odyssey", "replay", run, "--step", "11", "--ranks", "2")
     assert done.returncode == 0, done.stderr
-    assert "step 11 to 11" in done.stderr or "on 2 ranks" in done.stderr
+    assert "steps 11 to 11 are taken again on 2 ranks, from step_00000010" in done.stderr
 
 
 def test_a_damaged_checkpoint_is_passed_over(launch, trained):
@@ -146,7 +146,7 @@ def test_a_damaged_checkpoint_is_passed_over(launch, trained):
 @pytest.mark.parametrize(
     ("options", "code", "said"),
     [
-        (["--step", "13"], 65, "has no step 13; its log has steps 1 to 12"),
+        (["--step", "6"], 65, "has no step 6; its log has steps 1 to 5"),
         (["--step", "0"], 64, "--step is 0; 1 or more is allowed"),
         (["--step", "3", "--ranks", "0"], 64, "--ranks is 0"),
         (["--step", "3", "--ranks", "2", "--layout", "dp=2"], 64, "give one"),
@@ -154,8 +154,8 @@ def test_a_damaged_checkpoint_is_passed_over(launch, trained):
         (["--step", "3", "--ranks", "2", "--launcher", "mpirun"], 64, "has no {ranks}"),
     ],
 )
-def test_what_is_refused(launch, trained, options, code, said):
-    done = launch.python("-m", "odyssey", "replay", trained(), *options)
+def test_what_is_refused(launch, make_run, steps, options, code, said):
+    done = launch.python("-m", "odyssey", "replay", make_run("run", steps(5), ["x"]), *options)
     assert done.returncode == code
     assert said in done.stderr
 
@@ -250,7 +250,3 @@ def test_the_layout_goes_before_the_trainers_own(tmp_path, monkeypatch):
     monkeypatch.setenv(REPLAY, session.variable)
     trainer = DistributedTrainer(nn.models.build("mlp"), optim.SGD(lr=0.1), mesh=Mesh(2, 2, 1))
     assert trainer.mesh == Mesh(1, 1, 1) and trainer.layout.execution == "eager"
-
-
-def test_run_is_not_part_of_a_replay():
-    assert RUN_DIR == "ODYSSEY_RUN_DIR" and Run.current({}) is None
