@@ -58,6 +58,7 @@ if world.rank == 0:
 @pytest.fixture
 def trained(launch, tmp_path):
     """trained(FLAKY=1): the run directory of SCRIPT after 12 steps; checkpoints of steps 5 and 10."""
+    pytest.importorskip("odyssey.checkpoints")
 
     def train(**environment: str) -> Path:
         script = tmp_path / "script.py"
