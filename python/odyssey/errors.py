@@ -37,6 +37,12 @@ class DataError(OdysseyError):
     exit_code = 65
 
 
+class CheckpointError(DataError):
+    """A checkpoint is torn, altered, not signed as it must be, or no checkpoint: it is not used."""
+
+    exit_code = 65
+
+
 class NumericsError(OdysseyError):
     """The training left the numbers (NaN or infinity); the step that did it was not applied."""
 

@@ -9,7 +9,11 @@ from pathlib import Path
 
 import click
 
-COMMANDS: tuple[str, ...] = ("diff", "replay")  # names of modules in this package
+COMMANDS: tuple[str, ...] = (  # names of modules in this package
+    "diff",
+    "inspect",
+    "replay",
+)
 
 HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
 FILE = click.Path(path_type=Path)

@@ -1,0 +1,178 @@
+"""The header of a safetensors file: made from arrays, and parsed from bytes that nobody has vouched for.
+
+A file is 8 bytes (length of the JSON, little-endian), the JSON, then the data of all tensors without gaps. Format:
+https://github.com/huggingface/safetensors. What it is not: a reader of files; see reader.py.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..errors import CheckpointError, DataError, OutputError
+from ..files import parse_json
+
+HEADER_LIMIT = 16 << 20  # bytes of JSON
+TENSORS_LIMIT = 100_000
+RANK_LIMIT = 8
+NAME_LIMIT = 512
+INTEGER_LIMIT = 1 << 63
+LENGTH_BYTES = 8
+
+DTYPES = {  # name in the file -> numpy dtype, little-endian; numpy has no bfloat16: its bits come as uint16
+    "F64": "<f8",
+    "F32": "<f4",
+    "F16": "<f2",
+    "BF16": "<u2",
+    "I64": "<i8",
+    "I32": "<i4",
+    "I16": "<i2",
+    "I8": "|i1",
+    "U64": "<u8",
+    "U32": "<u4",
+    "U16": "<u2",
+    "U8": "|u1",
+    "BOOL": "|b1",
+}
+_WIDTHS = {name: np.dtype(code).itemsize for name, code in DTYPES.items()}
+_NAMES = {code: name for name, code in DTYPES.items() if name != "BF16"}
+_CHARACTERS = re.compile(r"[A-Za-z0-9_./-]+")
+_KEYS = {"dtype", "shape", "data_offsets"}
+
+
+class Tensor(NamedTuple):
+    """One tensor of a file: bytes `begin` to `end` of the data that follows the header."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.begin
+
+
+def name_problem(name: Any) -> str | None:
+    """What is wrong with the name of a tensor; None if nothing is."""
+    if type(name) is not str or not 1 <= len(name) <= NAME_LIMIT or not _CHARACTERS.fullmatch(name):
+        return f"a tensor's name is 1 to {NAME_LIMIT} characters of A-Z a-z 0-9 _ . / -"
+    if name.startswith("/") or ".." in name.split("/"):
+        return "a tensor's name is neither absolute nor has .. in it"
+    return None
+
+
+def check_tensor(name: Any, dtype: Any, shape: Any, offsets: Any, space: int) -> Tensor:
+    """The tensor that a file describes, if it can be one within `space` bytes of data.
+
+    Raises:
+        CheckpointError: it cannot.
+    """
+    problem = name_problem(name)
+    if problem:
+        raise CheckpointError(f"{ascii(name)[:80]}: {problem}")
+    if type(dtype) is not str or dtype not in DTYPES:
+        raise CheckpointError(f"{name}: dtype {ascii(dtype)[:40]} is none of {' '.join(DTYPES)}")
+    if not _whole_numbers(shape) or len(shape) > RANK_LIMIT:
+        raise CheckpointError(f"{name}: a shape is at most {RANK_LIMIT} whole numbers, not {ascii(shape)[:60]}")
+    if not _whole_numbers(offsets) or len(offsets) != 2 or not offsets[0] <= offsets[1] <= space:
+        raise CheckpointError(f"{name}: bytes {ascii(offsets)[:60]} are not within the {space} bytes of data")
+    begin, end = offsets
+    if math.prod(shape) * _WIDTHS[dtype] != end - begin:
+        raise CheckpointError(f"{name}: {dtype} of shape {ascii(shape)[:80]} is not {end - begin} bytes")
+    return Tensor(name, dtype, tuple(shape), begin, end)
+
+
+def check_tiling(tensors: list[Tensor], space: int) -> None:
+    """Refuses tensors that leave gaps, overlap, or do not fill the data exactly."""
+    at = 0
+    for tensor in sorted(tensors, key=lambda tensor: (tensor.begin, tensor.end)):
+        if tensor.begin != at:
+            raise CheckpointError(f"{tensor.name}: its bytes begin at {tensor.begin}, not at {at}: a gap or an overlap")
+        at = tensor.end
+    if at != space:
+        raise CheckpointError(f"the tensors fill {at} bytes, the file has {space} of data")
+
+
+def header_length(first: bytes, size: int) -> int:
+    """The bytes of JSON that a file of `size` bytes says it has; checked before anything is allocated for them."""
+    if len(first) != LENGTH_BYTES:
+        raise CheckpointError(f"{size} bytes are no safetensors file")
+    length = int.from_bytes(first, "little")
+    if not 2 <= length <= min(HEADER_LIMIT, size - LENGTH_BYTES):
+        raise CheckpointError(f"a header of {length} bytes is not within the file's {size}, at most {HEADER_LIMIT}")
+    return length
+
+
+def parse_header(data: bytes, size: int) -> dict[str, Tensor]:
+    """The tensors of a safetensors file of `size` bytes that begins with `data`: the 8 bytes of length and the JSON.
+
+    Raises:
+        CheckpointError: the header is not one, or does not describe exactly the file's bytes.
+    """
+    length = header_length(data[:LENGTH_BYTES], size)
+    if len(data) < LENGTH_BYTES + length:
+        raise CheckpointError("the header ends early")
+    text = data[LENGTH_BYTES : LENGTH_BYTES + length]
+    if not text.startswith(b"{"):
+        raise CheckpointError("the header is no JSON object")
+    try:
+        entries = parse_json(text, "the header")
+    except DataError as problem:
+        raise CheckpointError(str(problem)) from None
+    metadata = entries.pop("__metadata__", {})
+    if type(metadata) is not dict or not all(type(value) is str for value in metadata.values()):
+        raise CheckpointError("the header's __metadata__ is not an object of texts")
+    if len(entries) > TENSORS_LIMIT:
+        raise CheckpointError(f"{len(entries)} tensors are more than {TENSORS_LIMIT}")
+    space = size - LENGTH_BYTES - length
+    tensors = {}
+    for name, entry in entries.items():
+        if type(entry) is not dict or entry.keys() != _KEYS:
+            raise CheckpointError(f"{ascii(name)[:80]}: a tensor has dtype, shape and data_offsets")
+        tensors[name] = check_tensor(name, entry["dtype"], entry["shape"], entry["data_offsets"], space)
+    check_tiling(list(tensors.values()), space)
+    return tensors
+
+
+def make_header(arrays: Mapping[str, np.ndarray]) -> tuple[bytes, list[Tensor]]:
+    """The header for these arrays (length and JSON), and their places in the order of the data.
+
+    Wide dtypes come first, so each tensor is aligned; then by name: the same arrays give the same bytes.
+
+    Raises:
+        OutputError: a name or a dtype that the format, or its limits, do not have.
+    """
+    for name, array in arrays.items():
+        problem = name_problem(name)
+        if problem is None and array.dtype.str not in _NAMES:
+            problem = f"dtype {array.dtype} cannot be saved; {' '.join(sorted(_NAMES.values()))} can"
+        if problem is None and array.ndim > RANK_LIMIT:
+            problem = f"{array.ndim} dimensions are more than {RANK_LIMIT}"
+        if problem:
+            raise OutputError(f"{ascii(name)[:80]}: {problem}")
+    if len(arrays) > TENSORS_LIMIT:
+        raise OutputError(f"{len(arrays)} tensors in one file are more than {TENSORS_LIMIT}")
+    tensors, at = [], 0
+    for name in sorted(arrays, key=lambda name: (-arrays[name].dtype.itemsize, name)):
+        array = arrays[name]
+        tensors.append(Tensor(name, _NAMES[array.dtype.str], array.shape, at, at + array.nbytes))
+        at += array.nbytes
+    entries = {
+        one.name: {"dtype": one.dtype, "shape": one.shape, "data_offsets": [one.begin, one.end]} for one in tensors
+    }
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % LENGTH_BYTES)
+    if len(text) > HEADER_LIMIT:
+        raise OutputError(f"a header of {len(text)} bytes is longer than {HEADER_LIMIT}; use fewer tensors per file")
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text, tensors
+
+
+def _whole_numbers(value: Any) -> bool:
+    return type(value) is list and all(type(one) is int and 0 <= one < INTEGER_LIMIT for one in value)

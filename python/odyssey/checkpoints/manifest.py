@@ -1,0 +1,197 @@
+"""manifest.json: what a checkpoint consists of, with a SHA-256 for every part and one for itself.
+
+There is exactly one text for given content, and only that text is accepted: a changed byte anywhere is found. With a
+key, an HMAC-SHA256 says as well that somebody who has the key wrote it; a checksum alone says nothing about who did.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import re
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError, ConfigError, DataError
+from ..files import parse_json
+from .header import INTEGER_LIMIT, TENSORS_LIMIT, Tensor, check_tensor, check_tiling
+from .snapshot import is_file_name
+
+NAME = "manifest.json"
+FORMAT = "odyssey checkpoint"
+VERSION = 1
+LIMIT = 64 << 20  # bytes
+FILES_LIMIT = 64
+KEY_FILE = "ODYSSEY_CHECKPOINT_KEY_FILE"  # names a key file where no option does
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_KEYS = ("format", "version", "step", "attempt", "values", "files", "sha256")
+_FILE_KEYS = ("name", "size", "header_sha256", "tensors")
+_TENSOR_KEYS = ("name", "dtype", "shape", "data_offsets", "sha256")
+
+
+@dataclass(frozen=True)
+class File:
+    """One safetensors file: its size in bytes, its tensors in the order of its header, and their digests (hex)."""
+
+    name: str
+    size: int
+    header_sha256: str
+    tensors: tuple[Tensor, ...]
+    digests: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint holds. `signed` says that a MAC is there, which is worth something only where a key is."""
+
+    step: int
+    attempt: int
+    values: dict[str, Any]
+    files: tuple[File, ...]
+    signed: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files but the manifest."""
+        return sum(file.size for file in self.files)
+
+    def same_content(self, other: Manifest) -> bool:
+        """Whether the two say the same, whoever wrote them."""
+        return (self.step, self.values, self.files) == (other.step, other.values, other.files)
+
+    def encoded(self, key: bytes | None = None) -> bytes:
+        """The text of the file; signed if there is a key."""
+        body = self._body()
+        mac = None if key is None else hmac.new(key, body, hashlib.sha256).hexdigest()
+        return body + _end(body, mac)
+
+    def _body(self) -> bytes:
+        """Everything but the digests. One line per tensor: it can be read, and compared with diff."""
+        files = ",\n".join(_file_text(file) for file in self.files)
+        lines = [
+            f'"format":{_text(FORMAT)}',
+            f'"version":{VERSION}',
+            f'"step":{self.step}',
+            f'"attempt":{self.attempt}',
+        ]
+        lines += [f'"values":{_text(self.values)}', f'"files":[\n{files}\n]']
+        return ("{\n" + ",\n".join(lines)).encode()
+
+
+def parse_manifest(data: bytes, key: bytes | None = None) -> Manifest:
+    """The manifest that these bytes are.
+
+    Raises:
+        CheckpointError: they are none; they were changed; or there is a key, and no MAC made with it.
+    """
+    if len(data) > LIMIT:
+        raise CheckpointError(f"{NAME} is longer than {LIMIT} bytes")
+    try:
+        content = parse_json(data, NAME)
+    except DataError as problem:
+        raise CheckpointError(str(problem)) from None
+    if type(content) is not dict or content.get("format") != FORMAT:
+        raise CheckpointError(f"{NAME} is not that of a checkpoint")
+    if type(content.get("version")) is not int or content["version"] != VERSION:
+        raise CheckpointError(f"{NAME} has format version {ascii(content.get('version'))[:40]}; {VERSION} can be read")
+    mac = content.pop("hmac_sha256", None)
+    if tuple(content) != _KEYS or not (mac is None or _is_digest(mac)):
+        raise CheckpointError(f"{NAME} does not have the entries {' '.join(_KEYS)}, in this order")
+    if not _is_size(content["step"]) or not _is_size(content["attempt"]) or type(content["values"]) is not dict:
+        raise CheckpointError(f"{NAME}: step and attempt are whole numbers, values is an object")
+    files = content["files"]
+    if type(files) is not list or not 0 < len(files) <= FILES_LIMIT:
+        raise CheckpointError(f"{NAME}: files is a list of 1 to {FILES_LIMIT}")
+    made = tuple(_parse_file(file) for file in files)
+    if len({file.name for file in made}) < len(made):
+        raise CheckpointError(f"{NAME} names a file twice")
+    found = Manifest(content["step"], content["attempt"], content["values"], made, signed=mac is not None)
+    try:
+        body = found._body()
+    except ValueError:  # a number such as 1e999
+        raise CheckpointError(f"{NAME} holds a number that is not finite") from None
+    if data != body + _end(body, mac):
+        raise CheckpointError(f"{NAME} does not match its SHA-256")
+    if key is not None:
+        if mac is None:
+            raise CheckpointError(f"{NAME} is not signed, and a key is given")
+        if not hmac.compare_digest(mac, hmac.new(key, body, hashlib.sha256).hexdigest()):
+            raise CheckpointError(f"{NAME} is not signed with the key that is given")
+    return found
+
+
+def read_key(path: Path) -> bytes:
+    """The key in a file: its bytes without spaces and line ends around them, at least 16; for its owner's eyes only.
+
+    Raises:
+        ConfigError: the file cannot be a key.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        with open(descriptor, "rb") as file:
+            status = os.fstat(descriptor)
+            data = file.read(4097).strip() if stat.S_ISREG(status.st_mode) else b""
+    except OSError as problem:
+        raise ConfigError(f"[checkpoint] the key file {path} cannot be read: {problem.strerror}") from problem
+    if not 16 <= len(data) <= 4096:
+        raise ConfigError(f"[checkpoint] the key file {path} does not hold a key of 16 to 4096 bytes")
+    if status.st_mode & 0o077:
+        raise ConfigError(f"[checkpoint] the key file {path} can be read by others; chmod 600 it")
+    return data
+
+
+def _parse_file(entry: Any) -> File:
+    if type(entry) is not dict or tuple(entry) != _FILE_KEYS:
+        raise CheckpointError(f"{NAME}: a file has the entries {' '.join(_FILE_KEYS)}")
+    name, size, tensors = entry["name"], entry["size"], entry["tensors"]
+    if type(name) is not str or not is_file_name(name):
+        raise CheckpointError(f"{NAME}: a file of a checkpoint is not called {ascii(name)[:80]}")
+    if not _is_size(size) or not _is_digest(entry["header_sha256"]) or type(tensors) is not list:
+        raise CheckpointError(f"{NAME}: {name}: size, header_sha256 or tensors is not of its kind")
+    if len(tensors) > TENSORS_LIMIT:
+        raise CheckpointError(f"{NAME}: {name}: {len(tensors)} tensors are more than {TENSORS_LIMIT}")
+    try:
+        made = tuple(_parse_tensor(one, size) for one in tensors)
+        check_tiling(list(made), sum(one.nbytes for one in made))
+    except CheckpointError as problem:
+        raise CheckpointError(f"{NAME}: {name}: {problem}") from None
+    if len({one.name for one in made}) < len(made):
+        raise CheckpointError(f"{NAME}: {name} names a tensor twice")
+    return File(name, size, entry["header_sha256"], made, tuple(one["sha256"] for one in tensors))
+
+
+def _parse_tensor(entry: Any, size: int) -> Tensor:
+    if type(entry) is not dict or tuple(entry) != _TENSOR_KEYS or not _is_digest(entry["sha256"]):
+        raise CheckpointError(f"a tensor has the entries {' '.join(_TENSOR_KEYS)}")
+    return check_tensor(entry["name"], entry["dtype"], entry["shape"], entry["data_offsets"], size)
+
+
+def _file_text(file: File) -> str:
+    tensors = ",\n".join(
+        f'{{"name":{_text(one.name)},"dtype":"{one.dtype}","shape":{_text(one.shape)},'
+        f'"data_offsets":[{one.begin},{one.end}],"sha256":"{digest}"}}'
+        for one, digest in zip(file.tensors, file.digests, strict=True)
+    )
+    head = f'"name":{_text(file.name)},"size":{file.size},"header_sha256":"{file.header_sha256}"'
+    return f'{{{head},"tensors":[\n{tensors}\n]}}'
+
+
+def _end(body: bytes, mac: str | None) -> bytes:
+    signature = "" if mac is None else f',\n"hmac_sha256":"{mac}"'
+    return f',\n"sha256":"{hashlib.sha256(body).hexdigest()}"{signature}\n}}\n'.encode()
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), allow_nan=False)
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 <= value < INTEGER_LIMIT
+
+
+def _is_digest(value: Any) -> bool:
+    return type(value) is str and _DIGEST.fullmatch(value) is not None

@@ -1,0 +1,193 @@
+"""Opens one checkpoint, verifies every byte of it, and reads it. Never writes; never follows a link inside.
+
+Sizes are compared with the files before anything is allocated; what is hashed is what is given back.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import hashlib
+import hmac
+import os
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from ..errors import CheckpointError
+from . import manifest
+from .header import DTYPES, LENGTH_BYTES, Tensor, header_length, parse_header
+from .manifest import File, Manifest, parse_manifest
+from .snapshot import SUFFIX, Snapshot, step_name, step_of
+
+PIECE = 1 << 20  # bytes hashed at a time when nothing is kept
+THREADS_FROM = 4 << 20  # bytes from which on threads are worth starting: hashing runs at about 1 GB/s
+_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+
+
+def load(path: Path, key: bytes | None = None, follow: bool = False) -> tuple[Snapshot, Manifest]:
+    """The checkpoint in a directory; `follow` allows the directory itself to be a symbolic link.
+
+    Raises:
+        CheckpointError: what is wrong with which file and tensor.
+    """
+    arrays: dict[str, dict[str, np.ndarray]] = {}
+
+    def keep(descriptor: int, start: int, file: File, tensor: Tensor) -> str:
+        array = np.empty(tensor.shape, DTYPES[tensor.dtype])
+        flat = bytes_of(array)
+        _read_into(descriptor, flat, start + tensor.begin)
+        arrays[file.name.removesuffix(SUFFIX)][tensor.name] = array
+        return hashlib.sha256(flat).hexdigest()
+
+    with _opened(path, follow) as directory:
+        found = _manifest(directory, path, key)
+        for file in found.files:
+            arrays[file.name.removesuffix(SUFFIX)] = dict.fromkeys(tensor.name for tensor in file.tensors)  # its order
+        _check_files(directory, found, keep)
+    return Snapshot(found.step, arrays, found.values), found
+
+
+def verify(path: Path, key: bytes | None = None, follow: bool = False) -> Manifest:
+    """As `load`, in constant memory: reads and checks every byte, keeps none."""
+
+    def look(descriptor: int, start: int, file: File, tensor: Tensor) -> str:
+        digest, at = hashlib.sha256(), tensor.begin
+        piece = memoryview(bytearray(min(PIECE, tensor.nbytes)))
+        while at < tensor.end:
+            part = piece[: tensor.end - at]
+            _read_into(descriptor, part, start + at)
+            digest.update(part)
+            at += len(part)
+        return digest.hexdigest()
+
+    with _opened(path, follow) as directory:
+        found = _manifest(directory, path, key)
+        _check_files(directory, found, look)
+    return found
+
+
+def bytes_of(array: np.ndarray) -> memoryview:
+    """The bytes of an array in C order; of any shape, also an empty one."""
+    return array.reshape(-1).view(np.uint8).data
+
+
+def threads() -> int:
+    """How many threads hash: the cores of this process, at most 4."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(4, cores)
+
+
+def _manifest(directory: int, path: Path, key: bytes | None) -> Manifest:
+    with _file(directory, manifest.NAME) as (descriptor, size):
+        if size > manifest.LIMIT:
+            raise CheckpointError(f"{manifest.NAME} is longer than {manifest.LIMIT} bytes")
+        data = bytearray(size)
+        _read_into(descriptor, memoryview(data), 0)
+    found = parse_manifest(bytes(data), key)
+    named = step_of(path.name)
+    if named is not None and named != found.step:
+        raise CheckpointError(f"{manifest.NAME} is that of {step_name(found.step)}")
+    return found
+
+
+def _check_files(directory: int, found: Manifest, digest: Callable[[int, int, File, Tensor], str]) -> None:
+    """Compares every file with the manifest; `digest` reads one tensor's bytes and says their SHA-256."""
+
+    def check(descriptor: int, start: int, file: File, tensor: Tensor, expected: str) -> None:
+        with _naming(file.name):
+            if not hmac.compare_digest(digest(descriptor, start, file, tensor), expected):
+                raise CheckpointError(f"{tensor.name} does not match its SHA-256")
+
+    with contextlib.ExitStack() as stack:
+        work = []
+        for file in found.files:
+            with _naming(file.name):
+                descriptor, size = stack.enter_context(_file(directory, file.name))
+                if size != file.size:
+                    raise CheckpointError(f"it has {size} bytes, not {file.size}")
+                start = _check_header(descriptor, file)
+            work += [(descriptor, start, file, *one) for one in zip(file.tensors, file.digests, strict=True)]
+        try:
+            if found.nbytes < THREADS_FROM or threads() == 1:
+                for one in work:
+                    check(*one)
+            else:
+                with concurrent.futures.ThreadPoolExecutor(threads()) as pool:
+                    for done in [pool.submit(check, *one) for one in work]:
+                        done.result()
+        except MemoryError:
+            raise CheckpointError(f"its {found.nbytes} bytes do not fit into memory") from None
+
+
+def _check_header(descriptor: int, file: File) -> int:
+    """Compares a file's header with the manifest; says where its data begins."""
+    first = bytearray(min(LENGTH_BYTES, file.size))
+    _read_into(descriptor, memoryview(first), 0)
+    start = LENGTH_BYTES + header_length(bytes(first), file.size)
+    header = bytearray(start)
+    _read_into(descriptor, memoryview(header), 0)
+    if not hmac.compare_digest(hashlib.sha256(header).hexdigest(), file.header_sha256):
+        raise CheckpointError("its header does not match its SHA-256")
+    if parse_header(bytes(header), file.size) != {tensor.name: tensor for tensor in file.tensors}:
+        raise CheckpointError("its header has other tensors than the manifest")
+    return start
+
+
+@contextlib.contextmanager
+def _opened(path: Path, follow: bool) -> Iterator[int]:
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
+    try:
+        descriptor = os.open(path, flags)
+    except OSError as problem:
+        raise CheckpointError(_cannot(problem, "the directory")) from problem
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _file(directory: int, name: str) -> Iterator[tuple[int, int]]:
+    """A regular file of a directory, open, and its size."""
+    try:
+        descriptor = os.open(name, _FILE, dir_fd=directory)
+    except OSError as problem:
+        raise CheckpointError(_cannot(problem, name if name == manifest.NAME else "it")) from problem
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise CheckpointError("it is no regular file")
+        yield descriptor, status.st_size
+    finally:
+        os.close(descriptor)
+
+
+def _cannot(problem: OSError, what: str) -> str:
+    if isinstance(problem, FileNotFoundError):
+        return f"{what} is missing"
+    return f"{what} cannot be opened: {problem.strerror}"
+
+
+def _read_into(descriptor: int, target: memoryview, at: int) -> None:
+    """Fills `target` from the bytes at `at`."""
+    done = 0
+    while done < len(target):
+        try:
+            count = os.preadv(descriptor, [target[done:]], at + done)
+        except OSError as problem:
+            raise CheckpointError(f"it cannot be read: {problem.strerror}") from problem
+        if count == 0:
+            raise CheckpointError(f"it ends {len(target) - done} bytes early")
+        done += count
+
+
+@contextlib.contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Puts a file's name before what is wrong with it."""
+    try:
+        yield
+    except CheckpointError as problem:
+        raise CheckpointError(f"{name}: {problem}") from problem.__cause__

@@ -1,0 +1,81 @@
+"""What one checkpoint holds, in memory, and what names it may use. Nothing here touches a disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..errors import NumericsError, OutputError
+
+FINITE = ("parameters", "optimizer")  # files in which a NaN or an infinity is never saved
+SUFFIX = ".safetensors"
+_STEM = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}")
+_STEP = re.compile(r"step_([0-9]{8,18})")
+_UNPRINTABLE = re.compile(r"[^ -~]")
+
+
+@dataclass
+class Snapshot:
+    """The state of a training after `step` steps.
+
+    `arrays` are files and their tensors: `{"parameters": {"conv1.weight": array}, "optimizer": {...}}`; any shape of at
+    most 8 dimensions, little-endian floats of 16 to 64 bits, integers of 8 to 64 and bool. `values` is everything else,
+    as JSON has it: cursor, seed, configuration, schedule, scaler, history; no NaN, and keys are strings.
+    """
+
+    step: int
+    arrays: dict[str, dict[str, np.ndarray]] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+
+
+def step_name(step: int) -> str:
+    """The directory of a step: 120 is `step_00000120`."""
+    return f"step_{step:08d}"
+
+
+def step_of(name: str) -> int | None:
+    """The step a directory's name says; None for any other name. Each step has one name."""
+    found = _STEP.fullmatch(name)
+    return int(found[1]) if found and step_name(int(found[1])) == name else None
+
+
+def is_file_name(name: str) -> bool:
+    """Whether a file of a checkpoint can be called so."""
+    return name.endswith(SUFFIX) and _STEM.fullmatch(name[: -len(SUFFIX)]) is not None
+
+
+def shown(text: str | os.PathLike[str]) -> str:
+    """A name as it can stand in a line for a terminal: whatever is not printable ASCII is escaped."""
+    return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape", "backslashreplace").decode(), str(text))
+
+
+def check_step(step: Any) -> None:
+    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 10**18:
+        raise OutputError(f"[checkpoint] the step of a checkpoint is a whole number below 10^18, not {step!r}")
+
+
+def plain_values(step: int, values: dict[str, Any]) -> dict[str, Any]:
+    """A copy of the values as they will be read back: through JSON and back."""
+    try:
+        return json.loads(json.dumps(values, allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as problem:
+        raise OutputError(
+            f"[checkpoint] {step_name(step)} cannot be saved: its values are not JSON: {problem}"
+        ) from None
+
+
+def check_finite(step: int, stem: str, name: str, array: np.ndarray) -> None:
+    """Refuses NaN and infinities in the files of FINITE. One look for the largest and the smallest finds both."""
+    if stem not in FINITE or array.dtype.kind != "f" or array.size == 0:
+        return
+    with np.errstate(invalid="ignore"):
+        if not (np.isfinite(array.max()) and np.isfinite(array.min())):
+            raise NumericsError(
+                f"[checkpoint] {step_name(step)} is not saved: {stem}/{shown(name)} holds NaN or infinity; "
+                "the checkpoint before it is as it was"
+            )

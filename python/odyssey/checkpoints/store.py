@@ -1,0 +1,347 @@
+"""A directory of checkpoints: saves them, finds the newest valid one, keeps some, and lets one job at a time write.
+
+What it is not: a decision when to save, or what a training's state is. One process of a job owns the store and writes;
+any process may read, without a lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import stat
+import threading
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..errors import CheckpointError, ConfigError, DataError, OdysseyError, OutputError
+from ..files import read_json
+from ..runs import Run
+from . import reader
+from .lock import Lock, alive
+from .snapshot import Snapshot, check_finite, check_step, plain_values, shown, step_name, step_of
+from .writer import Aside, Planned, host_name, remove
+
+LOOKS = 5  # at a directory whose checkpoints go away while they are read
+
+
+class Refused(NamedTuple):
+    """A checkpoint that was not used, and why."""
+
+    path: Path
+    reason: str
+
+    def message(self, used: Snapshot | None) -> str:
+        """One line for a person; `used` is what was loaded instead."""
+        instead = f"{step_name(used.step)} is used" if used else "no other is there"
+        return f"[checkpoint] {shown(self.path.name)} is refused: {self.reason}; {instead}"
+
+
+class Store:
+    """Checkpoints of one training in `folder`, as `step_00000120/` and so on.
+
+    Not for several threads at once. As a context manager it closes itself.
+    """
+
+    def __init__(
+        self, folder: Path | str, keep: int = 2, attempt: int = 0, owner: bool = True, key: bytes | None = None
+    ) -> None:
+        """`owner` makes the directory, locks it and removes what dead writers left aside; without it nothing is
+        written. `attempt` is that of the run, 0 outside one. With a `key`, manifests are signed and must be.
+
+        Raises:
+            ConfigError: `keep` is less than 2.
+            OutputError: the directory cannot be made, is another job's now, or can be written by anybody and is
+                somebody else's.
+        """
+        if keep < 2:
+            raise ConfigError(
+                f"[checkpoint] keep {keep} leaves nothing to fall back to when the newest is damaged; keep 2 or more"
+            )
+        self.folder = Path(os.path.abspath(folder))
+        self.keep, self.attempt, self.owner, self.key = keep, attempt, owner, key
+        self._valid: set[str] = set()  # names that this process has written or verified
+        self._staged: dict[tuple[str, str], np.ndarray] = {}  # copies of the arrays that are being written
+        self._writing: threading.Thread | None = None
+        self._failed: BaseException | None = None
+        self._lock: Lock | None = None
+        if owner:
+            try:
+                _make(self.folder)
+                self._check_folder()
+                self._lock = Lock(self.folder, attempt)
+            except OSError as problem:
+                raise OutputError(f"[checkpoint] {shown(self.folder)} cannot be used: {problem.strerror}") from problem
+            self._sweep()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Waits for the save in the background, then gives the directory back. Raises what `wait` raises."""
+        try:
+            self.wait()
+        finally:
+            if self._lock is not None:
+                self._lock.release()
+                self._lock = None
+            self._staged.clear()
+
+    # --- reading ---------------------------------------------------------------------------------------------------
+
+    def path_of(self, step: int) -> Path:
+        """Where the checkpoint of a step is or would be."""
+        return self.folder / step_name(step)
+
+    def names(self) -> list[str]:
+        """The checkpoints that are there, oldest first, valid or not.
+
+        Raises:
+            CheckpointError: the directory cannot be read, or can be written by anybody and is somebody else's.
+        """
+        try:
+            self._check_folder()
+            found = [name for name in os.listdir(self.folder) if step_of(name) is not None]
+        except FileNotFoundError:
+            return []
+        except OutputError as problem:
+            raise CheckpointError(str(problem)) from None
+        except OSError as problem:
+            raise CheckpointError(f"[checkpoint] {shown(self.folder)} cannot be read: {problem.strerror}") from problem
+        return sorted(found, key=lambda name: step_of(name) or 0)
+
+    def newest(self) -> tuple[Snapshot | None, list[Refused]]:
+        """The newest checkpoint whose every byte is as it was written, and those that were refused on the way to it.
+
+        Raises:
+            CheckpointError: the directory itself cannot be read.
+        """
+        refused: list[Refused] = []
+        for _ in range(LOOKS):
+            refused, vanished = [], False
+            for name in reversed(self.names()):
+                path = self.folder / name
+                try:
+                    snapshot, _manifest = reader.load(path, self.key)
+                except CheckpointError as problem:
+                    if not os.path.lexists(path):  # an owner removed or replaced it meanwhile
+                        vanished = True
+                        continue
+                    refused.append(Refused(path, str(problem)))
+                else:
+                    self._valid.add(name)
+                    return snapshot, refused
+            if not vanished:
+                break
+        return None, refused
+
+    def load(self, path: Path | str) -> Snapshot:
+        """One checkpoint, wherever it is.
+
+        Raises:
+            CheckpointError: it is none, or was changed; names file and tensor.
+        """
+        path = Path(path)
+        try:
+            return reader.load(path, self.key, follow=True)[0]
+        except CheckpointError as problem:
+            raise CheckpointError(f"[checkpoint] {shown(path)} is refused: {problem}") from problem.__cause__
+
+    # --- writing ---------------------------------------------------------------------------------------------------
+
+    def save(self, snapshot: Snapshot) -> Path:
+        """Writes a checkpoint, whole or not at all, then removes those that are too old; returns its directory.
+
+        One of the same step stays if it is valid and says the same; else it is replaced, unless a later attempt
+        wrote it.
+
+        Raises:
+            NumericsError: parameters or optimizer hold NaN or infinity.
+            OutputError: it cannot be written; the checkpoints before it are as they were.
+        """
+        self.wait()
+        arrays = {stem: {name: _plain(one) for name, one in some.items()} for stem, some in snapshot.arrays.items()}
+        values = self._checked(Snapshot(snapshot.step, arrays, snapshot.values))
+        return self._save(snapshot.step, arrays, values)
+
+    def save_later(self, snapshot: Snapshot) -> None:
+        """Copies a snapshot, which may change after the call, and writes it on a thread.
+
+        Waits for the save before it. What that one raised is raised here, and then this snapshot is not taken.
+
+        Raises:
+            NumericsError, OutputError: as `save`.
+        """
+        self.wait()
+        arrays: dict[str, dict[str, np.ndarray]] = {}
+        staged: dict[tuple[str, str], np.ndarray] = {}
+        for stem, some in snapshot.arrays.items():
+            arrays[stem] = {}
+            for name, one in some.items():
+                one = np.asarray(one)
+                copy = self._staged.get((stem, name))
+                if copy is None or copy.shape != one.shape or copy.dtype != one.dtype:
+                    copy = np.empty(one.shape, one.dtype)  # C order
+                np.copyto(copy, one)
+                arrays[stem][name] = staged[stem, name] = copy
+        self._staged = staged
+        values = self._checked(Snapshot(snapshot.step, arrays, snapshot.values))
+
+        def write() -> None:
+            try:
+                self._save(snapshot.step, arrays, values)
+            except BaseException as problem:
+                self._failed = problem
+
+        self._writing = threading.Thread(target=write, name="odyssey-checkpoint")
+        self._writing.start()
+
+    def wait(self) -> None:
+        """Waits for the save in the background, if there is one.
+
+        Raises:
+            OutputError: it failed, as in `save`. Raised once.
+        """
+        if self._writing is not None:
+            self._writing.join()
+            self._writing = None
+        failed, self._failed = self._failed, None
+        if failed is not None:
+            raise failed
+
+    def _checked(self, snapshot: Snapshot) -> dict[str, Any]:
+        """Refuses what must not be saved; returns the values as they will be read."""
+        if self._lock is None:
+            raise OutputError(f"[checkpoint] {shown(self.folder)} is open for reading only, or closed")
+        check_step(snapshot.step)
+        for stem, some in snapshot.arrays.items():
+            for name, one in some.items():
+                check_finite(snapshot.step, stem, name, one)
+        return plain_values(snapshot.step, snapshot.values)
+
+    def _save(self, step: int, arrays: dict[str, dict[str, np.ndarray]], values: dict[str, Any]) -> Path:
+        name, path = step_name(step), self.path_of(step)
+        try:
+            planned = Planned(step, self.attempt, values, arrays)
+            if not self._is_there(name, planned):
+                self._valid.discard(name)
+                planned.write(self.folder, self._aside(step, "tmp"), self.key, self._check_fence)
+                self._valid.add(name)
+        except OutputError as problem:
+            raise OutputError(f"[checkpoint] {name} is not saved: {problem}") from None
+        except MemoryError:
+            raise OutputError(
+                f"[checkpoint] {name} is not saved: out of memory; those before it are as they were"
+            ) from None
+        except OSError as problem:
+            where = shown(os.path.basename(str(problem.filename))) + ": " if problem.filename else ""
+            raise OutputError(
+                f"[checkpoint] {name} cannot be saved in {shown(self.folder)}: {where}{problem.strerror}; "
+                "those before it are as they were"
+            ) from problem
+        self._remove_old(name)
+        return path
+
+    def _is_there(self, name: str, planned: Planned) -> bool:
+        """Whether a valid checkpoint of this name says the same already; refuses to replace a later attempt's."""
+        path = self.folder / name
+        if not os.path.lexists(path):
+            return False
+        try:
+            there = reader.verify(path, self.key)
+        except CheckpointError:
+            return False
+        if there.same_content(planned.manifest):
+            return True
+        if there.attempt > self.attempt:
+            raise OutputError(f"attempt {there.attempt} has written it, and this is attempt {self.attempt}")
+        return False
+
+    def _check_fence(self) -> None:
+        """Refuses to write when another process or a later attempt has taken over."""
+        assert self._lock is not None
+        self._lock.check()
+        run = Run.current()
+        if run is None or not run.attempt_file.exists():
+            return
+        try:
+            number = read_json(run.attempt_file)["attempt"]
+        except (DataError, TypeError, KeyError):
+            number = None
+        if type(number) is not int:
+            raise OutputError(f"{shown(run.attempt_file)} does not say which attempt may write")
+        if number > self.attempt:
+            raise OutputError(f"attempt {self.attempt} is over, attempt {number} writes now")
+
+    def _remove_old(self, saved: str) -> None:
+        """Removes what is older than the newest `keep` valid ones; `saved` is one of them."""
+        found = 1
+        try:
+            for name in reversed(self.names()):
+                if name == saved:
+                    continue
+                if found >= self.keep:
+                    remove(self.folder / name, self._aside(step_of(name) or 0, "old"))
+                    self._valid.discard(name)
+                elif self._is_valid(name):
+                    found += 1
+        except (OSError, OdysseyError) as problem:
+            reason = getattr(problem, "strerror", None) or problem
+            raise OutputError(
+                f"[checkpoint] {saved} is saved, but an older one cannot be removed: {reason}"
+            ) from problem
+
+    def _is_valid(self, name: str) -> bool:
+        if name not in self._valid:
+            try:
+                reader.verify(self.folder / name, self.key)
+            except CheckpointError:
+                return False
+            self._valid.add(name)
+        return True
+
+    def _aside(self, step: int, kind: str) -> Aside:
+        return Aside(step, kind, self.attempt, host_name(), os.getpid())
+
+    def _sweep(self) -> None:
+        """Removes what writers left aside that are gone: of an earlier attempt, or dead processes of this machine."""
+        for name in os.listdir(self.folder):
+            aside = Aside.parse(name)
+            if aside is None:
+                continue
+            here = aside.host == host_name()
+            if aside.attempt < self.attempt or (here and (aside.pid == os.getpid() or not alive(aside.pid))):
+                shutil.rmtree(self.folder / name, ignore_errors=True)
+
+    def _check_folder(self) -> None:
+        """Refuses a directory in which anybody could put a checkpoint.
+
+        Raises:
+            OutputError: it is such a directory.
+            OSError: it cannot be looked at.
+        """
+        status = os.stat(self.folder)
+        if not stat.S_ISDIR(status.st_mode):
+            raise OutputError(f"[checkpoint] {shown(self.folder)} is no directory")
+        if status.st_mode & stat.S_IWOTH and status.st_uid != os.geteuid():
+            raise OutputError(
+                f"[checkpoint] {shown(self.folder)} can be written by anybody and belongs to user {status.st_uid}; "
+                "use a directory of your own"
+            )
+
+
+def _plain(array: Any) -> np.ndarray:
+    """The array in C order; the same one where it is already."""
+    array = np.asarray(array)
+    return array if array.flags.c_contiguous else np.ascontiguousarray(array)
+
+
+def _make(folder: Path) -> None:
+    with contextlib.suppress(FileExistsError):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        os.mkdir(folder, 0o700)

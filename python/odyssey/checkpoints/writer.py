@@ -1,0 +1,184 @@
+"""Writes one checkpoint: aside, flushed, manifest last, then in place of nothing or of the one with its name.
+
+A checkpoint's directory is complete from the moment its name exists. What it is not: a decision about who may write,
+what is kept and what is removed; see store.py.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import ctypes
+import errno
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from ..errors import OutputError
+from ..files import sync_directory
+from . import manifest
+from .header import make_header
+from .manifest import File, Manifest
+from .reader import THREADS_FROM, bytes_of, threads
+from .snapshot import SUFFIX, is_file_name, step_name
+
+_ASIDE = re.compile(r"\.step_([0-9]{8,18})\.(tmp|old)\.([0-9]{1,18})\.([A-Za-z0-9_.-]{1,64})\.([0-9]{1,10})")
+_AT_FDCWD, _EXCHANGE = -100, 2  # of renameat2, Linux
+
+
+class Aside(NamedTuple):
+    """A directory that is no checkpoint: one that is being written (`tmp`) or removed (`old`), and by whom."""
+
+    step: int
+    kind: str
+    attempt: int
+    host: str
+    pid: int
+
+    @property
+    def name(self) -> str:
+        return f".{step_name(self.step)}.{self.kind}.{self.attempt}.{self.host}.{self.pid}"
+
+    @classmethod
+    def parse(cls, name: str) -> Aside | None:
+        found = _ASIDE.fullmatch(name)
+        return cls(int(found[1]), found[2], int(found[3]), found[4], int(found[5])) if found else None
+
+
+def host_name() -> str:
+    """This machine's name as it stands in the names of files."""
+    return re.sub(r"[^A-Za-z0-9_.-]", "_", os.uname().nodename)[:64] or "unknown"
+
+
+class Planned:
+    """The files of a checkpoint before they are written: headers and digests of everything."""
+
+    def __init__(self, step: int, attempt: int, values: dict, arrays: Mapping[str, Mapping[str, np.ndarray]]) -> None:
+        """`arrays` are contiguous and stay as they are until the checkpoint is written.
+
+        Raises:
+            OutputError: a name, dtype or number of files that a checkpoint cannot have.
+        """
+        self.headers: list[bytes] = []
+        self.data: list[list[memoryview]] = []
+        tensors = []
+        if not 0 < len(arrays) <= manifest.FILES_LIMIT:
+            raise OutputError(f"a checkpoint has 1 to {manifest.FILES_LIMIT} files, not {len(arrays)}")
+        for stem in arrays:
+            if not isinstance(stem, str) or not is_file_name(stem + SUFFIX):
+                raise OutputError(f"a file of a checkpoint is not called {ascii(stem)[:80]}")
+            try:
+                header, places = make_header(arrays[stem])
+            except OutputError as problem:
+                raise OutputError(f"{stem}{SUFFIX}: {problem}") from None
+            self.headers.append(header)
+            self.data.append([bytes_of(arrays[stem][one.name]) for one in places])
+            tensors.append(tuple(places))
+        digests = iter(_digests([part for parts in self.data for part in parts]))
+        files = []
+        for stem, header, places, parts in zip(arrays, self.headers, tensors, self.data, strict=True):
+            size = len(header) + sum(len(part) for part in parts)
+            own = tuple(next(digests) for _ in places)
+            files.append(File(stem + SUFFIX, size, hashlib.sha256(header).hexdigest(), places, own))
+        self.manifest = Manifest(step, attempt, values, tuple(files))
+
+    def write(self, folder: Path, aside: Aside, key: bytes | None, allowed: Callable[[], None]) -> None:
+        """Puts the checkpoint into `folder`; `allowed` raises if somebody else has taken over, and is asked last.
+
+        Raises:
+            OSError: with the file in `filename`; what was there before is as it was, and nothing is left aside.
+        """
+        temporary, final = folder / aside.name, folder / step_name(aside.step)
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(temporary)  # our own, from a save that could not clean up
+        os.mkdir(temporary, 0o700)
+        try:
+            for file, header, parts in zip(self.manifest.files, self.headers, self.data, strict=True):
+                _write_file(temporary / file.name, [memoryview(header), *parts])
+            _write_file(temporary / manifest.NAME, [memoryview(self.manifest.encoded(key))])
+            sync_directory(temporary)
+            allowed()
+            replaced = os.path.lexists(final)
+            if replaced:
+                _exchange(temporary, final)
+            else:
+                os.rename(temporary, final)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        sync_directory(folder)
+        if replaced:
+            _discard(temporary)
+
+
+def remove(path: Path, aside: Aside) -> None:
+    """Removes a checkpoint: its name first, so that it is never seen in part."""
+    gone = path.with_name(aside.name)
+    with contextlib.suppress(FileNotFoundError):
+        shutil.rmtree(gone)
+    os.rename(path, gone)
+    _discard(gone)
+
+
+def _discard(path: Path) -> None:
+    """Removes what had a checkpoint's name; that may have been a link or a file."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def _digests(parts: list[memoryview]) -> list[str]:
+    def digest(part: memoryview) -> str:
+        return hashlib.sha256(part).hexdigest()
+
+    if sum(len(part) for part in parts) < THREADS_FROM or threads() == 1:
+        return [digest(part) for part in parts]
+    with concurrent.futures.ThreadPoolExecutor(threads()) as pool:
+        return list(pool.map(digest, parts))
+
+
+def _write_file(path: Path, parts: list[memoryview]) -> None:
+    """Writes a new file and flushes it to the disk; errors name it."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            for part in parts:
+                done = 0
+                while done < len(part):  # a disk may take less than it was given
+                    count = os.write(descriptor, part[done:])
+                    if count == 0:
+                        raise OSError(errno.EIO, os.strerror(errno.EIO))
+                    done += count
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as problem:
+        problem.filename = path.name
+        raise
+
+
+def _exchange(new: Path, old: Path) -> None:
+    """Lets two directories change names, in one step where the system can (Linux), else in three.
+
+    In three, a crash in between can lose `old`, never tear it: the checkpoint before it is used then.
+    """
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is not None:
+        if rename(_AT_FDCWD, os.fsencode(new), _AT_FDCWD, os.fsencode(old), _EXCHANGE) == 0:
+            return
+        number = ctypes.get_errno()
+        if number not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):  # not on this file system
+            raise OSError(number, os.strerror(number), old.name)
+    parsed = Aside.parse(new.name)
+    assert parsed is not None
+    aside = old.with_name(parsed._replace(kind="old").name)
+    os.rename(old, aside)
+    os.rename(new, old)
+    os.rename(aside, new)
