@@ -427,9 +427,9 @@ def test_a_directory_of_somebody_else_that_all_can_write_is_refused(tmp_path):
     os.chown(folder, 12345, -1)
     Store(folder).close()
     folder.chmod(0o777)
-    with pytest.raises(OutputError, match="can be written by anybody and belongs to user 12345"):
+    with pytest.raises(OutputError, match="belongs to user 12345 and everybody may write"):
         Store(folder)
-    with pytest.raises(CheckpointError, match="can be written by anybody"):
+    with pytest.raises(CheckpointError, match="belongs to user 12345 and everybody may write"):
         Store(folder, owner=False).newest()
 
 
@@ -465,14 +465,14 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path):
     folder = tmp_path / "c"
     folder.mkdir(0o555)
     said = _as_nobody(folder, lambda: Store(folder))
-    assert said == f"[checkpoint] {folder} cannot be used: Permission denied"
+    assert said == f"[files] {folder} cannot be written to; name another, or change its permissions"
     said = _as_nobody(folder, lambda: Store(folder / "deeper"))
-    assert said == f"[checkpoint] {folder}/deeper cannot be used: Permission denied"
+    assert said == f"[files] {folder}/deeper cannot be used as a directory: Permission denied; name another"
 
 
 def test_a_file_is_no_directory(tmp_path):
     (tmp_path / "c").write_text("")
-    with pytest.raises(OutputError, match="c is no directory"):
+    with pytest.raises(OutputError, match="Not a directory"):
         Store(tmp_path / "c")
     with pytest.raises(OutputError, match="Not a directory"):
         Store(tmp_path / "c" / "d")

@@ -16,9 +16,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from ..errors import DataError, OutputError
+from ..errors import DataError, OutputError, printable
 from ..files import parse_json
-from .snapshot import shown
 from .writer import host_name
 
 NAME = ".lock"
@@ -36,7 +35,7 @@ class Holder(NamedTuple):
     attempt: int
 
     def __str__(self) -> str:
-        return f"pid {self.pid} on {shown(self.host)}" + (f" (attempt {self.attempt})" if self.attempt else "")
+        return f"pid {self.pid} on {printable(self.host)}" + (f" (attempt {self.attempt})" if self.attempt else "")
 
     @property
     def here(self) -> bool:
@@ -81,7 +80,9 @@ class Lock:
                 holder = str(_read(file.fileno()) or "another process")
         except OSError as problem:
             holder = f"nobody ({self.path.name}: {problem.strerror})"
-        raise OutputError(f"{shown(self.folder)} is held by {holder} now, not by {self.mine}: nothing is written")
+        raise OutputError(
+            f"{printable(str(self.folder))} is held by {holder} now, not by {self.mine}: nothing is written"
+        )
 
     def release(self) -> None:
         """Gives it back; the file stays, empty: who unlinked it could unlink another one's."""
@@ -106,7 +107,7 @@ class Lock:
                 if time.monotonic() > until:
                     who = holder or "another process"
                     raise OutputError(
-                        f"[checkpoint] {shown(self.folder)} is in use by {who}; "
+                        f"[checkpoint] {printable(str(self.folder))} is in use by {who}; "
                         "wait for its end, or give another directory"
                     )
             except BaseException:

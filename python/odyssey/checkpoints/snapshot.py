@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +15,6 @@ FINITE = ("parameters", "optimizer")  # files in which a NaN or an infinity is n
 SUFFIX = ".safetensors"
 _STEM = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}")
 _STEP = re.compile(r"step_([0-9]{8,18})")
-_UNPRINTABLE = re.compile(r"[^ -~]")
 
 
 @dataclass
@@ -49,11 +47,6 @@ def is_file_name(name: str) -> bool:
     return name.endswith(SUFFIX) and _STEM.fullmatch(name[: -len(SUFFIX)]) is not None
 
 
-def shown(text: str | os.PathLike[str]) -> str:
-    """A name as it can stand in a line for a terminal: whatever is not printable ASCII is escaped."""
-    return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape", "backslashreplace").decode(), str(text))
-
-
 def check_step(step: Any) -> None:
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 10**18:
         raise OutputError(f"[checkpoint] the step of a checkpoint is a whole number below 10^18, not {step!r}")
@@ -76,6 +69,6 @@ def check_finite(step: int, stem: str, name: str, array: np.ndarray) -> None:
     with np.errstate(invalid="ignore"):
         if not (np.isfinite(array.max()) and np.isfinite(array.min())):
             raise NumericsError(
-                f"[checkpoint] {step_name(step)} is not saved: {stem}/{shown(name)} holds NaN or infinity; "
+                f"[checkpoint] {step_name(step)} is not saved: {stem}/{ascii(name)[1:-1]} holds NaN or infinity; "
                 "the checkpoint before it is as it was"
             )

@@ -6,7 +6,6 @@ any process may read, without a lock.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import stat
@@ -16,12 +15,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..errors import CheckpointError, ConfigError, DataError, OdysseyError, OutputError
-from ..files import read_json
+from ..errors import CheckpointError, ConfigError, DataError, OdysseyError, OutputError, printable
+from ..files import private_directory, read_json
 from ..runs import Run
 from . import reader
 from .lock import Lock, alive
-from .snapshot import Snapshot, check_finite, check_step, plain_values, shown, step_name, step_of
+from .snapshot import Snapshot, check_finite, check_step, plain_values, step_name, step_of
 from .writer import Aside, Planned, host_name, remove
 
 LOOKS = 5  # at a directory whose checkpoints go away while they are read
@@ -36,7 +35,7 @@ class Refused(NamedTuple):
     def message(self, used: Snapshot | None) -> str:
         """One line for a person; `used` is what was loaded instead."""
         instead = f"{step_name(used.step)} is used" if used else "no other is there"
-        return f"[checkpoint] {shown(self.path.name)} is refused: {self.reason}; {instead}"
+        return f"[checkpoint] {printable(self.path.name)} is refused: {self.reason}; {instead}"
 
 
 class Store:
@@ -68,12 +67,11 @@ class Store:
         self._failed: BaseException | None = None
         self._lock: Lock | None = None
         if owner:
+            private_directory(self.folder)
             try:
-                _make(self.folder)
-                self._check_folder()
                 self._lock = Lock(self.folder, attempt)
             except OSError as problem:
-                raise OutputError(f"[checkpoint] {shown(self.folder)} cannot be used: {problem.strerror}") from problem
+                raise OutputError(f"[checkpoint] {self._place} cannot be used: {problem.strerror}") from problem
             self._sweep()
 
     def __enter__(self) -> Store:
@@ -105,14 +103,12 @@ class Store:
             CheckpointError: the directory cannot be read, or can be written by anybody and is somebody else's.
         """
         try:
-            self._check_folder()
+            _check_folder(self.folder)
             found = [name for name in os.listdir(self.folder) if step_of(name) is not None]
         except FileNotFoundError:
             return []
-        except OutputError as problem:
-            raise CheckpointError(str(problem)) from None
         except OSError as problem:
-            raise CheckpointError(f"[checkpoint] {shown(self.folder)} cannot be read: {problem.strerror}") from problem
+            raise CheckpointError(f"[checkpoint] {self._place} cannot be read: {problem.strerror}") from problem
         return sorted(found, key=lambda name: step_of(name) or 0)
 
     def newest(self) -> tuple[Snapshot | None, list[Refused]]:
@@ -150,7 +146,7 @@ class Store:
         try:
             return reader.load(path, self.key, follow=True)[0]
         except CheckpointError as problem:
-            raise CheckpointError(f"[checkpoint] {shown(path)} is refused: {problem}") from problem.__cause__
+            raise CheckpointError(f"[checkpoint] {printable(str(path))} is refused: {problem}") from problem.__cause__
 
     # --- writing ---------------------------------------------------------------------------------------------------
 
@@ -217,7 +213,7 @@ class Store:
     def _checked(self, snapshot: Snapshot) -> dict[str, Any]:
         """Refuses what must not be saved; returns the values as they will be read."""
         if self._lock is None:
-            raise OutputError(f"[checkpoint] {shown(self.folder)} is open for reading only, or closed")
+            raise OutputError(f"[checkpoint] {self._place} is open for reading only, or closed")
         check_step(snapshot.step)
         for stem, some in snapshot.arrays.items():
             for name, one in some.items():
@@ -239,9 +235,9 @@ class Store:
                 f"[checkpoint] {name} is not saved: out of memory; those before it are as they were"
             ) from None
         except OSError as problem:
-            where = shown(os.path.basename(str(problem.filename))) + ": " if problem.filename else ""
+            where = printable(os.path.basename(str(problem.filename))) + ": " if problem.filename else ""
             raise OutputError(
-                f"[checkpoint] {name} cannot be saved in {shown(self.folder)}: {where}{problem.strerror}; "
+                f"[checkpoint] {name} cannot be saved in {self._place}: {where}{problem.strerror}; "
                 "those before it are as they were"
             ) from problem
         self._remove_old(name)
@@ -274,7 +270,7 @@ class Store:
         except (DataError, TypeError, KeyError):
             number = None
         if type(number) is not int:
-            raise OutputError(f"{shown(run.attempt_file)} does not say which attempt may write")
+            raise OutputError(f"{printable(str(run.attempt_file))} does not say which attempt may write")
         if number > self.attempt:
             raise OutputError(f"attempt {self.attempt} is over, attempt {number} writes now")
 
@@ -318,30 +314,23 @@ class Store:
             if aside.attempt < self.attempt or (here and (aside.pid == os.getpid() or not alive(aside.pid))):
                 shutil.rmtree(self.folder / name, ignore_errors=True)
 
-    def _check_folder(self) -> None:
-        """Refuses a directory in which anybody could put a checkpoint.
+    @property
+    def _place(self) -> str:
+        """The directory, for a message."""
+        return printable(str(self.folder))
 
-        Raises:
-            OutputError: it is such a directory.
-            OSError: it cannot be looked at.
-        """
-        status = os.stat(self.folder)
-        if not stat.S_ISDIR(status.st_mode):
-            raise OutputError(f"[checkpoint] {shown(self.folder)} is no directory")
-        if status.st_mode & stat.S_IWOTH and status.st_uid != os.geteuid():
-            raise OutputError(
-                f"[checkpoint] {shown(self.folder)} can be written by anybody and belongs to user {status.st_uid}; "
-                "use a directory of your own"
-            )
+
+def _check_folder(folder: Path) -> None:
+    """Refuses to read where anybody could have put a checkpoint; `private_directory` says the same to who writes."""
+    status = os.stat(folder)
+    if status.st_mode & stat.S_IWOTH and status.st_uid != os.geteuid():
+        raise CheckpointError(
+            f"[checkpoint] {printable(str(folder))} belongs to user {status.st_uid} and everybody may write to it; "
+            "nothing is read from there"
+        )
 
 
 def _plain(array: Any) -> np.ndarray:
     """The array in C order; the same one where it is already."""
     array = np.asarray(array)
     return array if array.flags.c_contiguous else np.ascontiguousarray(array)
-
-
-def _make(folder: Path) -> None:
-    with contextlib.suppress(FileExistsError):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        os.mkdir(folder, 0o700)

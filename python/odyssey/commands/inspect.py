@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 
+from ..errors import CheckpointError, printable
 from . import FILE, HELP
 
 REFUSED = 65
@@ -46,7 +47,7 @@ def command(path: Path, tensors: bool, as_json: bool, key_file: Path | None) -> 
     if as_json:
         click.echo(json.dumps({"path": str(path), "checkpoints": [_plain(*one) for one in found]}, indent=1))
     elif not found:
-        click.echo(f"{_shown(path)}: no checkpoint")
+        click.echo(f"{printable(str(path))}: no checkpoint")
     else:
         detailed = len(found) == 1
         for number, one in enumerate(found):
@@ -62,7 +63,6 @@ def command(path: Path, tensors: bool, as_json: bool, key_file: Path | None) -> 
 def _look(path: Path, key: bytes | None, follow: bool) -> tuple[Path, Any, str | None]:
     """A checkpoint's manifest, or why it is refused."""
     from ..checkpoints.reader import verify
-    from ..errors import CheckpointError
 
     try:
         return path, verify(path, key, follow), None
@@ -71,7 +71,7 @@ def _look(path: Path, key: bytes | None, follow: bool) -> tuple[Path, Any, str |
 
 
 def _line(path: Path, manifest: Any, reason: str | None) -> str:
-    name = _shown(os.path.basename(os.path.abspath(path)))
+    name = printable(os.path.basename(os.path.abspath(path)))
     if manifest is None:
         return f"{name}  refused: {reason}"
     return f"{name}  valid  attempt {manifest.attempt}, {_tensor_count(manifest)} tensors, {_size(manifest.nbytes)}"
@@ -85,7 +85,7 @@ def _print(path: Path, manifest: Any, reason: str | None, tensors: bool) -> None
     click.echo(f"  signed {'yes' if manifest.signed else 'no'}")
     for name, value in manifest.values.items():
         text = json.dumps(value)
-        click.echo(f"  {_shown(name)} {text if len(text) <= _VALUE_LIMIT else text[: _VALUE_LIMIT - 4] + ' ...'}")
+        click.echo(f"  {printable(name)} {text if len(text) <= _VALUE_LIMIT else text[: _VALUE_LIMIT - 4] + ' ...'}")
     for file in manifest.files:
         click.echo(f"  {file.name}  {len(file.tensors)} tensors, {_size(file.size)}")
         for tensor, digest in zip(file.tensors, file.digests, strict=True):
@@ -119,9 +119,3 @@ def _tensor_count(manifest: Any) -> int:
 
 def _size(count: int) -> str:
     return f"{count:,} bytes"
-
-
-def _shown(text: object) -> str:
-    from ..checkpoints.snapshot import shown
-
-    return shown(str(text))
