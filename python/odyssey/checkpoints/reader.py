@@ -85,7 +85,8 @@ def _manifest(directory: int, path: Path, key: bytes | None) -> Manifest:
         if size > manifest.LIMIT:
             raise CheckpointError(f"{manifest.NAME} is longer than {manifest.LIMIT} bytes")
         data = bytearray(size)
-        _read_into(descriptor, memoryview(data), 0)
+        with _naming(manifest.NAME):
+            _read_into(descriptor, memoryview(data), 0)
     found = parse_manifest(bytes(data), key)
     named = step_of(path.name)
     if named is not None and named != found.step:
@@ -104,8 +105,8 @@ def _check_files(directory: int, found: Manifest, digest: Callable[[int, int, Fi
     with contextlib.ExitStack() as stack:
         work = []
         for file in found.files:
+            descriptor, size = stack.enter_context(_file(directory, file.name))
             with _naming(file.name):
-                descriptor, size = stack.enter_context(_file(directory, file.name))
                 if size != file.size:
                     raise CheckpointError(f"it has {size} bytes, not {file.size}")
                 start = _check_header(descriptor, file)
@@ -155,11 +156,11 @@ def _file(directory: int, name: str) -> Iterator[tuple[int, int]]:
     try:
         descriptor = os.open(name, _FILE, dir_fd=directory)
     except OSError as problem:
-        raise CheckpointError(_cannot(problem, name if name == manifest.NAME else "it")) from problem
+        raise CheckpointError(_cannot(problem, name)) from problem
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise CheckpointError("it is no regular file")
+            raise CheckpointError(f"{name} is no regular file")
         yield descriptor, status.st_size
     finally:
         os.close(descriptor)

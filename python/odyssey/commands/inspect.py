@@ -52,8 +52,9 @@ def command(path: Path, tensors: bool, as_json: bool, key_file: Path | None) -> 
         detailed = len(found) == 1
         for number, one in enumerate(found):
             if detailed or tensors:
-                click.echo("" if number else "", nl=bool(number))
-                _print(*one, tensors)
+                if number:
+                    click.echo()
+                _print(*one, tensors, key is not None)
             else:
                 click.echo(_line(*one))
     if not found or any(reason is not None for _, _, reason in found):
@@ -77,12 +78,13 @@ def _line(path: Path, manifest: Any, reason: str | None) -> str:
     return f"{name}  valid  attempt {manifest.attempt}, {_tensor_count(manifest)} tensors, {_size(manifest.nbytes)}"
 
 
-def _print(path: Path, manifest: Any, reason: str | None, tensors: bool) -> None:
+def _print(path: Path, manifest: Any, reason: str | None, tensors: bool, keyed: bool) -> None:
     click.echo(_line(path, manifest, reason))
     if manifest is None:
         return
     click.echo(f"  step {manifest.step}")
-    click.echo(f"  signed {'yes' if manifest.signed else 'no'}")
+    checked = "yes, with this key" if keyed else "yes, not checked: no key is given"
+    click.echo(f"  signed {checked if manifest.signed else 'no'}")
     for name, value in manifest.values.items():
         text = json.dumps(value)
         click.echo(f"  {printable(name)} {text if len(text) <= _VALUE_LIMIT else text[: _VALUE_LIMIT - 4] + ' ...'}")
