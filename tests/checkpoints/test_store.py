@@ -213,6 +213,8 @@ def test_a_checkpoint_is_finite(tmp_path, value, stem, later):
         Snapshot(1, {"p": {"a": np.zeros([1] * 9)}}),
         Snapshot(1, {"p": {}}, {"loss": float("nan")}),
         Snapshot(1, {"p": {}}, {"array": np.zeros(1)}),
+        Snapshot(1, {"p": {}}, {"deep": json.loads("[" * 40 + "]" * 40)}),
+        Snapshot(1, {"p": {}}, {"text": "[" * 40}),
         Snapshot(-1, {"p": {}}),
         Snapshot(10**18, {"p": {}}),
         Snapshot(True, {"p": {}}),

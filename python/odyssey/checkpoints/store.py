@@ -21,7 +21,7 @@ from ..runs import Run
 from . import reader
 from .lock import Lock, alive
 from .snapshot import Snapshot, check_finite, check_step, plain_values, step_name, step_of
-from .writer import Aside, Planned, host_name, remove
+from .writer import Aside, Planned, host_name, remove, settle
 
 LOOKS = 5  # at a directory whose checkpoints go away while they are read
 
@@ -221,13 +221,13 @@ class Store:
         return plain_values(snapshot.step, snapshot.values)
 
     def _save(self, step: int, arrays: dict[str, dict[str, np.ndarray]], values: dict[str, Any]) -> Path:
-        name, path = step_name(step), self.path_of(step)
+        name, written = step_name(step), False
         try:
-            planned = Planned(step, self.attempt, values, arrays)
+            planned = Planned(step, self.attempt, values, arrays, self.key)
             if not self._is_there(name, planned):
                 self._valid.discard(name)
-                planned.write(self.folder, self._aside(step, "tmp"), self.key, self._check_fence)
-                self._valid.add(name)
+                planned.write(self.folder, self._aside(step, "tmp"), self._check_fence)
+                written = True
         except OutputError as problem:
             raise OutputError(f"[checkpoint] {name} is not saved: {problem}") from None
         except MemoryError:
@@ -240,8 +240,17 @@ class Store:
                 f"[checkpoint] {name} cannot be saved in {self._place}: {where}{problem.strerror}; "
                 "those before it are as they were"
             ) from problem
+        self._valid.add(name)
+        if written:
+            try:
+                settle(self.folder, self._aside(step, "tmp"))
+            except OSError as problem:
+                raise OutputError(
+                    f"[checkpoint] {name} is in place, but {self._place} cannot be flushed to the disk: "
+                    f"{problem.strerror}; a power failure may lose it"
+                ) from problem
         self._remove_old(name)
-        return path
+        return self.path_of(step)
 
     def _is_there(self, name: str, planned: Planned) -> bool:
         """Whether a valid checkpoint of this name says the same already; refuses to replace a later attempt's."""

@@ -16,15 +16,15 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..errors import OutputError
+from ..errors import CheckpointError, OutputError
 from ..files import sync_directory
 from . import manifest
 from .header import make_header
-from .manifest import File, Manifest
+from .manifest import File, Manifest, parse_manifest
 from .reader import THREADS_FROM, bytes_of, threads
 from .snapshot import SUFFIX, is_file_name, step_name
 
@@ -59,11 +59,18 @@ def host_name() -> str:
 class Planned:
     """The files of a checkpoint before they are written: headers and digests of everything."""
 
-    def __init__(self, step: int, attempt: int, values: dict, arrays: Mapping[str, Mapping[str, np.ndarray]]) -> None:
+    def __init__(
+        self,
+        step: int,
+        attempt: int,
+        values: dict[str, Any],
+        arrays: Mapping[str, Mapping[str, np.ndarray]],
+        key: bytes | None = None,
+    ) -> None:
         """`arrays` are contiguous and stay as they are until the checkpoint is written.
 
         Raises:
-            OutputError: a name, dtype or number of files that a checkpoint cannot have.
+            OutputError: something that a checkpoint cannot have, and that would be refused when it is read.
         """
         self.headers: list[bytes] = []
         self.data: list[list[memoryview]] = []
@@ -86,10 +93,19 @@ class Planned:
             size = len(header) + sum(len(part) for part in parts)
             own = tuple(next(digests) for _ in places)
             files.append(File(stem + SUFFIX, size, hashlib.sha256(header).hexdigest(), places, own))
-        self.manifest = Manifest(step, attempt, values, tuple(files))
+        self.manifest = Manifest(step, attempt, values, tuple(files), signed=key is not None)
+        self.encoded = self.manifest.encoded(key)
+        try:
+            readable = parse_manifest(self.encoded, key) == self.manifest
+        except CheckpointError as problem:
+            raise OutputError(f"it could not be read again: {problem}") from None
+        if not readable:
+            raise OutputError("it would not be read again as it is: its values change in JSON")
 
-    def write(self, folder: Path, aside: Aside, key: bytes | None, allowed: Callable[[], None]) -> None:
+    def write(self, folder: Path, aside: Aside, allowed: Callable[[], None]) -> None:
         """Puts the checkpoint into `folder`; `allowed` raises if somebody else has taken over, and is asked last.
+
+        What had its name before lies aside afterwards: see `settle`.
 
         Raises:
             OSError: with the file in `filename`; what was there before is as it was, and nothing is left aside.
@@ -101,20 +117,23 @@ class Planned:
         try:
             for file, header, parts in zip(self.manifest.files, self.headers, self.data, strict=True):
                 _write_file(temporary / file.name, [memoryview(header), *parts])
-            _write_file(temporary / manifest.NAME, [memoryview(self.manifest.encoded(key))])
+            _write_file(temporary / manifest.NAME, [memoryview(self.encoded)])
             sync_directory(temporary)
             allowed()
-            replaced = os.path.lexists(final)
-            if replaced:
+            if os.path.lexists(final):
                 _exchange(temporary, final)
             else:
                 os.rename(temporary, final)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
-        sync_directory(folder)
-        if replaced:
-            _discard(temporary)
+
+
+def settle(folder: Path, aside: Aside) -> None:
+    """After `write`: flushes the new name to the disk, then removes what had it before."""
+    sync_directory(folder)
+    if os.path.lexists(folder / aside.name):
+        _discard(folder / aside.name)
 
 
 def remove(path: Path, aside: Aside) -> None:
