@@ -111,8 +111,11 @@ class Session:
         return self.folder / STATE
 
     def arguments(self) -> dict[str, Any]:
-        """What goes before the trainer's own arguments; see verify.on_its_layout."""
-        return verify.Trace(self.folder, 0, verify.parse(self.layout)).arguments() if self.layout else {}
+        """What goes before the trainer's own arguments (verify.on_its_layout). What a layout leaves out is as on one
+        process: the run's own may need more ranks."""
+        if not self.layout:
+            return {}
+        return {"zero": 0, "servers": 1, **verify.Trace(self.folder, 0, verify.parse(self.layout)).arguments()}
 
     def end(
         self,
@@ -189,7 +192,10 @@ def log_of(run: Path) -> np.ndarray:
     """
     path = Run(run).steps / steplog.NAME
     if not path.exists():
-        raise DataError(f"[steps] {run} has no step log ({path.relative_to(run)}); name the directory of a run")
+        raise DataError(
+            f"[steps] {run} has no step log ({path.relative_to(run)}); name the directory of a run whose ranks take "
+            "every step together"
+        )
     records = steplog.history(steplog.load(path))
     if not len(records):
         raise DataError(f"[steps] {path} has no steps yet")

@@ -58,7 +58,6 @@ if world.rank == 0:
 @pytest.fixture
 def trained(launch, tmp_path):
     """trained(FLAKY=1): the run directory of SCRIPT after 12 steps; checkpoints of steps 5 and 10."""
-    pytest.importorskip("odyssey.checkpoints")
 
     def train(**environment: str) -> Path:
         script = tmp_path / "script.py"
@@ -221,7 +220,7 @@ def test_a_session_is_what_was_requested(tmp_path):
     given = Session(12, tmp_path, tmp_path / "step_00000010", "dp=2,zero=1", True)
     given.request()
     assert Session.current({REPLAY: given.variable}) == given
-    assert given.arguments() == {"mesh": Mesh(2, 1, 1), "zero": 1}
+    assert given.arguments() == {"mesh": Mesh(2, 1, 1), "zero": 1, "servers": 1}
     Session(3, tmp_path).request()
     assert Session.current({REPLAY: f"3:{tmp_path}"}) == Session(3, tmp_path)
     assert Session(3, tmp_path).arguments() == {}
