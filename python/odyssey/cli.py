@@ -4,7 +4,8 @@ What it is: options and a configuration file become checked `Settings`; those be
 becomes one line and an exit code. What it is not: a place for training logic. Anything a command does can be done from
 Python with the same objects. Heavy imports stand inside the commands: `--help` and a mistyped option answer at once.
 
-Exit codes: 0, 1 verify found a difference, 64 usage, 65 data, 69 unavailable, 70 defect, 73 output, 130 interrupted.
+Exit codes: 0, 1 verify found a difference, 64 usage, 65 data, 69 unavailable, 70 defect, 73 output, 75 stopped on
+request, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ from typing import Any, NoReturn
 
 import click
 
+from odyssey import runs
 from odyssey.commands import COMMANDS
 from odyssey.commands import FILE as _FILE
 from odyssey.commands import HELP as _HELP
 from odyssey.configfile import read_config
 from odyssey.errors import ConfigError, OdysseyError, OutputError, printable
 from odyssey.placement import SCHEDULES as PIPELINES
-from odyssey.recipes import COMPRESSIONS, DATASETS, LR_SCALINGS, OPTIMIZERS, RECIPES, REDUCTIONS, SCHEDULES
+from odyssey.recipes import COMPRESSIONS, DATASETS, LR_SCALINGS, NONFINITE, OPTIMIZERS, RECIPES, REDUCTIONS, SCHEDULES
 
 DIFFERENT, USAGE, DEFECT, INTERRUPTED, BROKEN_PIPE = 1, 64, 70, 130, 141
 LINE = 4000  # characters of an error's line
@@ -96,9 +98,17 @@ class Settings:
     overlap: bool
     accumulation_steps: int
     clip_norm: float | None
+    nonfinite: str
+    check_every: int
     precision: str
     scaler_init_scale: float | None  # None: the default of GradScaler; only with fp16
     scaler_growth_interval: int | None
+    run_dir: Path | None
+    checkpoint_dir: Path | None
+    checkpoint_every: int | None  # None: at the end of each epoch
+    keep: int
+    resume: str
+    watchdog: float | None  # seconds; None: ODYSSEY_WATCHDOG, or the default
     evaluate: bool
     save_weights: Path | None
     json: Path | None
@@ -153,7 +163,7 @@ def settings(given: dict[str, Any]) -> Settings:
 
 def _check(made: Settings) -> None:
     counts = ("epochs", "steps", "global_batch_size", "shard_size", "num_gpus", "threads")
-    for name in (*counts, "dp", "pp", "tp", "accumulation_steps"):
+    for name in (*counts, "dp", "pp", "tp", "accumulation_steps", "checkpoint_every"):
         value = getattr(made, name)
         if value is not None and value < 1:
             raise ConfigError(f"[train] {_option(name)} is {value}; 1 or more is allowed")
@@ -184,6 +194,14 @@ def _check(made: Settings) -> None:
         )
     if not 0 <= made.seed < 2**63:
         raise ConfigError(f"[train] --seed is {made.seed}; 0 to 2**63-1 is allowed")
+    if made.keep < 2:
+        raise ConfigError(f"[train] --keep is {made.keep}; 2 or more is allowed: the newest may be damaged")
+    if made.checkpoint_dir is None and made.run_dir is None and not runs.Run.current():
+        for name, default in (("checkpoint_every", None), ("resume", "auto")):
+            if getattr(made, name) != default:
+                raise ConfigError(f"[train] {_option(name)} is given, but no --checkpoint-dir or --run-dir; give one")
+    if made.watchdog is not None and not (math.isfinite(made.watchdog) and made.watchdog >= 0):
+        raise ConfigError(f"[train] --watchdog is {made.watchdog}; seconds are allowed, and 0 for none")
     if made.json and made.save_weights and os.path.realpath(made.json) == os.path.realpath(made.save_weights):
         raise ConfigError(f"[train] --json and --save-weights both name {made.json}; give two files")
     check_workers(made, made.num_gpus or 1)
@@ -294,6 +312,11 @@ def _on_all_ranks(kind: type[OdysseyError] = OdysseyError) -> Iterator[None]:
 def run(made: Settings) -> None:
     """Train as the settings say: print one summary line and write the files that were asked for."""
     global _world
+    if made.watchdog is not None:
+        os.environ["ODYSSEY_WATCHDOG"] = f"{made.watchdog:g}"
+    again = os.environ.get("ODYSSEY_REPLAY")
+    if made.run_dir is not None and not again:
+        os.environ[runs.RUN_DIR] = os.path.realpath(made.run_dir)
     from odyssey import comm, verify
     from odyssey.parallel.mesh import Mesh
 
@@ -301,7 +324,7 @@ def run(made: Settings) -> None:
     first = world.rank == 0
     with _on_all_ranks():
         mesh = Mesh(made.dp, made.pp, made.tp)
-        if verify.Trace.current() is None:  # else the layout is not that of the options
+        if verify.Trace.current() is None and not again:  # else the layout is not that of the options
             mesh = mesh.fit(world.size)
             shared = 1 if made.reduction == "async_parameter_server" else mesh.dp  # ranks that share out a batch
             check_workers(made, (made.num_gpus or 1) * shared)
@@ -309,6 +332,9 @@ def run(made: Settings) -> None:
         for path, option in ((made.save_weights, "--save-weights"), (made.json, "--json")):
             if path is not None:
                 check_output(path, option)
+        if made.run_dir is not None and not again:
+            words = sys.argv[2:] if sys.argv[1:2] == ["train"] else sys.argv[1:]
+            runs.begin(runs.Run.current(), [sys.executable, "-m", "odyssey.train", *words])
 
     from odyssey import data, nn, optim
     from odyssey.progress import make
@@ -355,6 +381,8 @@ def run(made: Settings) -> None:
             overlap=made.overlap,
             accumulation_steps=made.accumulation_steps,
             clip_norm=made.clip_norm,
+            nonfinite=made.nonfinite,
+            check_every=made.check_every,
             seed=made.seed,
             schedule=schedule,
             precision=made.precision,
@@ -366,7 +394,16 @@ def run(made: Settings) -> None:
     if first and trainer.notice:
         print(f"odyssey: {trainer.notice}", file=sys.stderr, flush=True)
     try:
-        history = trainer.fit(loader, validation, epochs=epochs, steps=made.steps)
+        history = trainer.fit(
+            loader,
+            validation,
+            epochs=epochs,
+            steps=made.steps,
+            checkpoint_dir=made.checkpoint_dir,
+            checkpoint_every=made.checkpoint_every,
+            keep=made.keep,
+            resume=made.resume,
+        )
     finally:
         if progress is not None:
             progress.end()
@@ -628,6 +665,47 @@ def group(context: click.Context) -> None:
     help="Cut a global batch into so many batches of the loader; one update. (default: 1)",
 )
 @click.option("--clip-norm", type=float, help="Largest global norm of the gradients. (default: not clipped)")
+@click.option(
+    "--nonfinite",
+    type=click.Choice(NONFINITE),
+    default="stop",
+    help="At a NaN or infinity: end, skip the step, or go back to the last checkpoint and leave the batch out. "
+    "(default: stop)",
+)
+@click.option(
+    "--check-every",
+    type=click.IntRange(0),
+    default=100,
+    help="Steps from one comparison of the replicas' weights to the next; 0: never. (default: 100)",
+)
+@click.option(
+    "--run-dir",
+    type=_FILE,
+    metavar="DIR",
+    help="Keep what a run leaves here: checkpoints, a log of its steps, stacks. (default: none, or that of odyssey "
+    "launch)",
+)
+@click.option(
+    "--checkpoint-dir",
+    type=_FILE,
+    metavar="DIR",
+    help="Write checkpoints here, and go on from the newest. (default: none, or those of --run-dir)",
+)
+@click.option(
+    "--checkpoint-every", type=int, help="Steps from one checkpoint to the next. (default: at the end of each epoch)"
+)
+@click.option("--keep", type=int, default=2, help="How many checkpoints stay, at least 2. (default: 2)")
+@click.option(
+    "--resume",
+    default="auto",
+    metavar="auto|never|PATH",
+    help="Go on from the newest valid checkpoint, refuse if there is one, or go on from that at PATH. (default: auto)",
+)
+@click.option(
+    "--watchdog",
+    type=float,
+    help="Seconds without progress after which a run says who is missing where, and ends; 0: never. (default: 60)",
+)
 @click.option("--eval/--no-eval", "evaluate", default=True, help="Test after each epoch. (default: --eval)")
 @click.option(
     "--save-weights",

@@ -193,10 +193,10 @@ class DistributedDataParallel(Module):
 
     def _same_everywhere(self, *settings: Any) -> None:
         """Raises ConfigError on all ranks if one has another model or other settings than rank 0."""
-        from .trainer import fingerprint
+        from .trainer import hash_of
 
         buffers = [(name, b.shape) for name, b in self._buffers()]
-        mine = [self._arena.layout_hash() >> 1, fingerprint(buffers), fingerprint(settings)]
+        mine = [self._arena.layout_hash() >> 1, hash_of(buffers), hash_of(settings)]
         everyone = self._comm.all_gather(np.array(mine, np.int64))
         for name, column in zip(("model", "buffers", "average, reduction or bucket size"), everyone.T, strict=True):
             different = np.flatnonzero(column != column[0])

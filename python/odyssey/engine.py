@@ -157,7 +157,7 @@ class Engine:
         self._prepared: dict[tuple[Any, ...], Runner] = {}  # the latest last
         self._storage: dict[str, np.ndarray] = {}
         self._grown = False
-        self._memories: dict[int, dict[str, Any]] = {}  # of a strategy, by bucket
+        self.memories: dict[int, dict[str, Any]] = {}  # of a strategy, by bucket
         self.bytes_sent = self.bytes_plain = 0  # by this rank, so far (Runner)
         self.warnings: list[str] = []  # once a program is recorded: what the user should know,
         self.plans: list[str] = []  # and how the model was cut
@@ -285,7 +285,7 @@ class Engine:
             for piece in bucket.pieces
             if piece.lo <= self.arena.offsets[name] and self.arena.offsets[name] + p.size <= piece.lo + piece.n
         ]
-        return Content(bucket.floats, tuple(shapes), samples, self._memories.setdefault(b, {}))
+        return Content(bucket.floats, tuple(shapes), samples, self.memories.setdefault(b, {}))
 
     def placing(self, records: list[Record], n: int, sample_shape: tuple[int, ...]) -> Callable[[Record], int]:
         """The position in the pipeline of each record of the program of one shard of n samples.
@@ -397,6 +397,38 @@ class Engine:
         runs = [(u.grads, u.n) for u in sums.updates] if sums.counted is None else sums.counted
         return global_norm(runs, largest, total)
 
+    # --- what of all parameters this rank stands for ---
+
+    def replicated(self) -> list[tuple[int, int]]:
+        """Runs of the arena whose parameters are the same on all ranks of the data-parallel group, on this rank."""
+        if self.layout.zero == 3 and self.layout.comm.size > 1:
+            return []
+        return self._valid if self.layout.split else [(0, self.arena.size)]
+
+    def counted_updates(self, updates: list[Update]) -> list[Update]:
+        """Of these updates what this rank counts, so that all ranks together count each parameter once; collective."""
+        lay, groups = self.layout, self.groups
+        if not lay.split:
+            return updates if lay.zero or lay.comm.rank == 0 else []
+        taken: list[tuple[int, int]] = []
+        if lay.zero or groups.dp.rank == 0:
+            taken = self._valid
+        everyone = groups.model.all_gather(np.array([len(self._valid)], np.int64))[:, 0]
+        table = np.zeros((int(everyone.sum()), 2), np.int64)
+        starts = np.concatenate([[0], np.cumsum(everyone)])
+        me = groups.model.rank
+        table[starts[me] : starts[me + 1]] = np.array(self._valid, np.int64).reshape(-1, 2)
+        ranges = [(2 * int(a), 2 * int(b)) for a, b in zip(starts, starts[1:], strict=False)]
+        groups.model.all_gather_v(table.reshape(-1), ranges)
+        earlier = [(int(lo), int(n)) for lo, n in table[: starts[me]]]
+        counted = []
+        for u in updates:
+            for lo, n in overlaps((u.at, u.n), taken):
+                for a, b in without((lo, n), earlier):
+                    shift = a - u.at
+                    counted.append(Update(u.params + 4 * shift, u.grads + 4 * shift, 0, b, a))
+        return counted
+
     # --- everything on every rank ---
 
     def parameters(self) -> np.ndarray:
@@ -404,6 +436,16 @@ class Engine:
         if self._parts is None:
             return self.arena.params
         return self._whole(self._parts.parameters())
+
+    def load(self, flat: np.ndarray, memories: dict[int, dict[str, Any]]) -> None:
+        """Takes all parameters from an array of the arena's layout, and what a strategy keeps; all ranks call it."""
+        if self._parts is None:
+            self.arena.params[:] = flat
+        else:
+            self._parts.load(flat)
+        if self.memories or memories:
+            self._prepared.clear()  # they hold on to arrays of the memories
+        self.memories = memories
 
     def state(self, own: np.ndarray) -> np.ndarray:
         """An array of the optimizer's state of this rank, as one of the arena's layout on every rank; collective."""
@@ -505,6 +547,26 @@ class Engine:
         self._outputs = executor.outputs
 
 
+def overlaps(run: tuple[int, int], runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The parts of a run (start, length) that are in one of several runs that do not overlap."""
+    lo, n = run
+    cut = ((max(lo, a), min(lo + n, a + k)) for a, k in runs)
+    return [(a, b - a) for a, b in cut if b > a]
+
+
+def without(run: tuple[int, int], runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The parts of a run (start, length) that are in none of several runs."""
+    left = [run]
+    for a, k in runs:
+        left = [
+            piece
+            for lo, n in left
+            for piece in ((lo, min(n, a - lo)), (max(lo, a + k), lo + n - max(lo, a + k)))
+            if piece[1] > 0
+        ]
+    return left
+
+
 @dataclasses.dataclass(frozen=True)
 class Owned:
     """What a rank has to do with a parameter; runs of the arena are (start, floats).
@@ -579,10 +641,10 @@ class Direct(Runner):
     def _updates(self, result: np.ndarray) -> list[Update]:
         engine, at = self.engine, result.ctypes.data
         if engine.layout.zero == 0:
-            return [Update(engine.arena.address(native.PARAMS), at, 0, engine.arena.size)]
+            return [Update(engine.arena.address(native.PARAMS), at, 0, engine.arena.size, 0)]
         parts = engine.parts
         return [
-            Update(parts.param_address(b, p), at + 4 * p.lo, parts.state_at(b, p), p.n)
+            Update(parts.param_address(b, p), at + 4 * p.lo, parts.state_at(b, p), p.n, p.lo)
             for b in range(len(parts.buckets))
             for p in parts.pieces(b)
         ]

@@ -32,12 +32,13 @@ def _number(owner: str, name: str, value: float, low: float, high: float, *, ope
 
 
 class Update(NamedTuple):
-    """A run of n parameters to update: addresses of parameters and gradients, and where it is in the state (floats)."""
+    """A run of n parameters to update: addresses of it and its gradients, where it is in state and arena (floats)."""
 
     params: int
     grads: int
     state: int
     n: int
+    at: int
 
 
 class Optimizer:
@@ -127,7 +128,7 @@ class Optimizer:
         arena = self._bound()
         self.check_whole()
         one = np.ones(1, np.float32)
-        everything = Update(arena.address(native.PARAMS), arena.address(native.GRADS), 0, arena.size)
+        everything = Update(arena.address(native.PARAMS), arena.address(native.GRADS), 0, arena.size, 0)
         if not self.apply([everything], one.ctypes.data, self.lr):
             raise NumericsError("[optimizer] a gradient is NaN or infinite; nothing was changed. Lower the rate")
 

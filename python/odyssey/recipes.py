@@ -56,5 +56,6 @@ REDUCTIONS: tuple[str, ...] = (
     "async_parameter_server",
     "local_sgd",
 )
+NONFINITE: tuple[str, ...] = ("stop", "skip", "rollback")
 LR_SCALINGS: tuple[str, ...] = ("none", "sqrt", "linear")
 COMPRESSIONS: tuple[str, ...] = ("fp16", "bf16", "topk", "powersgd")

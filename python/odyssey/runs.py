@@ -15,13 +15,36 @@ A process that is part of a run finds it by two environment variables. A trainin
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from .errors import OutputError
+from .files import private_directory, write_json
+
 RUN_DIR = "ODYSSEY_RUN_DIR"
 ATTEMPT = "ODYSSEY_ATTEMPT"
 EXPECTED_RANKS = "ODYSSEY_RANKS"  # how many the launcher of a run started
+
+
+def begin(run: Run, command: list[str]) -> None:
+    """Makes the directory of a run, or goes on in it, and says in it what is run.
+
+    Whether a command goes on with the same training is not compared here, but where its checkpoint is read: it may
+    be another layout.
+
+    Raises:
+        OutputError: it cannot be written, or belongs to another user.
+    """
+    private_directory(run.path)
+    try:
+        write_json(
+            run.description,
+            {"command": command, "directory": os.getcwd(), "started": time.strftime("%Y-%m-%dT%H:%M:%S%z")},
+        )
+    except OSError as problem:
+        raise OutputError(f"[run] {run.description} cannot be written: {problem.strerror}") from problem
 
 
 class Run(NamedTuple):

@@ -6,6 +6,7 @@ one worker is the ordinary case.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -16,21 +17,24 @@ import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from . import comm as communication
 from . import data as datasets
+from . import fingerprint, native, verify
 from . import precision as precisions
-from . import verify
+from . import resume as resumption
 from .arena import Arena
+from .checkpoints import Store
 from .comm.base import cores
 from .data.sampler import check_integer
 from .engine import Engine, Layout
 from .errors import ConfigError, DeviceError, NumericsError
 from .nn import CrossEntropyLoss, Module
-from .optim import Optimizer, Schedule, lr_factor
+from .numerics import NonFinite, check_replicas
+from .optim import Optimizer, Schedule, Update, lr_factor
 from .parallel import asynchronous
 from .parallel.asynchronous import Show, Tally
 from .parallel.mesh import Groups, Mesh
@@ -40,7 +44,10 @@ from .parallel.strategy import MODES, Strategy
 from .parallel.tensor import PARTS
 from .placement import gpus
 from .recipes import LR_SCALINGS
+from .session import KEEP, Saving, Session
+from .watch import slot
 
+CHECK_EVERY = 100  # a comparison takes 4 us of hashing and one small message
 DEVICES = ("auto", "cpu", "gpu")
 
 
@@ -102,6 +109,19 @@ class Evaluation:
     samples: int
 
 
+class Last(NamedTuple):
+    """The last step: its sum of losses and rate, whether it was taken, and what it was to update."""
+
+    loss: float
+    rate: float
+    taken: bool
+    updates: list[Update]
+
+
+class Rollback(Exception):
+    """Within fit(): training goes back to its last checkpoint, on all ranks."""
+
+
 class DistributedTrainer:
     """Trains a model on all workers of all ranks, with the same bits whatever their number.
 
@@ -145,6 +165,9 @@ class DistributedTrainer:
         pipeline_schedule: "gpipe", "1f1b" or "interleaved"; default the model's own (PipelineParallel), else "1f1b".
         accumulation_steps: batches of the loader that make one optimizer step.
         clip_norm: gradients are scaled down to this global norm if theirs is larger.
+        nonfinite: what to do when the loss or a gradient is NaN or infinite (the step is not taken): "stop"; "skip" the
+            step; "rollback" to the last checkpoint and leave the batch out. "fp16" halves its loss scale before that.
+        check_every: steps from one comparison of the replicas' weights to the next; 0: never.
         progress: an object with begin, step, epoch and end (progress.py); called on rank 0.
         comm: the communicator, if not comm.world(backend).
 
@@ -189,6 +212,8 @@ class DistributedTrainer:
         pipeline_schedule: str | None = None,
         accumulation_steps: int = 1,
         clip_norm: float | None = None,
+        nonfinite: str = "stop",
+        check_every: int = CHECK_EVERY,
         progress: Any = None,
         comm: communication.Communicator | None = None,
     ) -> None:
@@ -208,6 +233,8 @@ class DistributedTrainer:
         if clip_norm is not None and not (isinstance(clip_norm, numbers.Real) and 0 < clip_norm < math.inf):
             raise ConfigError(f"[train] clip_norm is {clip_norm!r}; it must be a number above 0 and finite")
         self.clip_norm = clip_norm
+        self.numerics = NonFinite(nonfinite)
+        self.check_every = check_integer("[train] check_every", check_every, 0)
         self.mesh = (mesh or Mesh()).fit(self.comm.size, places(model))
         strategy = Strategy(
             reduction,
@@ -221,6 +248,11 @@ class DistributedTrainer:
             local_steps,
         )
         strategy.check(self.mesh, zero, precision)
+        if strategy.reduction in MODES and nonfinite != "stop":
+            raise ConfigError(
+                f"[train] nonfinite is {nonfinite!r}, but with reduction={reduction!r} a rank's step is its own; "
+                "use 'stop'"
+            )
         self.layout = Layout(
             self.comm,
             workers,
@@ -289,6 +321,10 @@ class DistributedTrainer:
         )
         self._eval = Engine(model, loss, self.arena, self.layout, groups, train=False, like=self._train, **settings)
         self._warned = False
+        self._session: Session | None = None  # of the fit() that is under way
+        self.last: Last | None = None  # step
+        self._replicas: fingerprint.Runs | None = None
+        self.configuration = resumption.configuration(self)  # what decides the bits, to compare with a checkpoint's
         self.grad_norm: float | None = None  # of the last step, if clip_norm is given
 
     def _same_everywhere(self) -> None:
@@ -304,6 +340,7 @@ class DistributedTrainer:
                 "shard size": lay.shard_size,
                 "mesh": (str(lay.mesh), lay.zero, lay.schedule, lay.bucket_size_mb, lay.overlap),
                 "accumulation and clipping": (self.accumulation_steps, self.clip_norm),
+                "guard": (self.numerics.policy, self.check_every),
                 "reduction": lay.reduction,
                 "learning-rate scaling": (self.lr_scaling, self.base_batch_size),
                 "seed": self.seed,
@@ -318,7 +355,7 @@ class DistributedTrainer:
         """Raises ConfigError, on all ranks, if one rank's settings are not those of rank 0."""
         if self.comm.size == 1:
             return
-        everyone = self.comm.all_gather(np.array([fingerprint(v) for v in settings.values()], np.int64))
+        everyone = self.comm.all_gather(np.array([hash_of(v) for v in settings.values()], np.int64))
         for name, column in zip(settings, everyone.T, strict=True):
             different = np.flatnonzero(column != column[0])
             if len(different):
@@ -360,20 +397,32 @@ class DistributedTrainer:
         if self.scaler.enabled:
             self._scale(taken)
         elif not taken:
-            error = NumericsError(
-                f"[train] the {'gradient' if finite else 'loss'} is not finite at step {self.steps + 1} "
-                f"(rate {lr:g}); the step was not taken. Lower --lr, or warm up"
-            )
-            error.everywhere = self.mode is None  # all ranks know the same
-            raise error
+            self._not_finite(batch, "gradient" if finite else "loss", lr)
         if taken:
             self._train.updated()
+            self.numerics.fine()
         self.steps += 1
+        self.last = Last(sums.loss, lr, taken, sums.updates)
         if self.mode is not None:
             self.mode.stepped()
         if self._trace is not None:
             self._trace.step(self, sums.loss, sums.correct)
         return sums.loss, sums.correct
+
+    def _not_finite(self, batch: datasets.Batch, what: str, lr: float) -> None:
+        """Ends the training, has the step skipped (by returning), or has fit() go back to a checkpoint."""
+        session = self._session
+        epoch, index = (batch.epoch, batch.index) if session is None else (session.cursor.epoch, session.cursor.step)
+        try:
+            decision = self.numerics.found(
+                self.steps + 1, epoch, index, None if session is None else session.saved, what, lr
+            )
+        except NumericsError as error:
+            error.everywhere = self.mode is None  # all ranks know the same
+            raise
+        self._show(decision.message)
+        if decision.kind == "rollback":
+            raise Rollback
 
     def rate(self, step: int) -> float:
         """The learning rate of a step, counted from 0."""
@@ -448,27 +497,56 @@ class DistributedTrainer:
     def evaluate(self, loader: Any) -> Evaluation:
         """Mean loss and accuracy over a data set or loader, dropout off."""
         self._settle()
+        slot.phase("evaluate")
         loss = correct = count = 0.0
         for batch in _whole(loader):
             sums = self._eval.run(batch, 0)
             loss, count, correct = loss + sums.loss, count + sums.samples, correct + sums.correct
+        slot.phase("compute")
         if not count:
             raise ConfigError("[evaluate] the data set is empty; give at least one sample")
         return Evaluation(loss / count, correct / count, int(count))
 
     # --- epochs ---
 
-    def fit(self, train_loader: Any, val_loader: Any = None, epochs: int = 1, steps: int | None = None) -> History:
+    def fit(
+        self,
+        train_loader: Any,
+        val_loader: Any = None,
+        epochs: int = 1,
+        steps: int | None = None,
+        *,
+        checkpoint_dir: str | Path | None = None,
+        checkpoint_every: int | None = None,
+        keep: int = KEEP,
+        resume: str | Path = "auto",
+    ) -> History:
         """Trains for `epochs` epochs, or until `steps` optimizer steps have been taken.
+
+        With checkpoints it goes on where the newest valid one is, whatever the layout that made it, with the bits of a
+        training that was never stopped (docs/fault-tolerance.md). SIGTERM, SIGINT and SIGUSR1 then stop it after a step
+        that all ranks agree on, with a checkpoint of that step.
 
         Args:
             train_loader: a data.DataLoader (its batch_size is the global batch), or any iterable of (x, y) arrays
-                that is the same on all ranks.
+                that is the same on all ranks, and the same whenever it is iterated if training is to be resumed.
             val_loader: evaluated after each epoch, if given.
+            checkpoint_dir: where checkpoints go; default: none, or those of the run that this process belongs to.
+            checkpoint_every: steps from one to the next; default: at the end of each epoch.
+            keep: the newest so many stay, at least 2.
+            resume: "auto": from the newest valid one, if there is one; "never": refuse a directory that has some;
+                or the path of a checkpoint.
 
         Returns:
-            A History.
+            A History, of all epochs since the training began.
+
+        Raises:
+            ConfigError: a setting is not allowed, or a checkpoint is of another training.
+            CheckpointError: the checkpoint that was asked for is not valid.
+            OutputError: the last checkpoint could not be written.
+            Stopped: the training was asked to stop; it can go on from its last checkpoint.
         """
+        saving = Saving(None if checkpoint_dir is None else Path(checkpoint_dir), checkpoint_every, keep, resume)
         if epochs < 1:
             raise ConfigError(f"[train] epochs is {epochs}; it must be at least 1")
         if steps is not None and steps < 1:
@@ -492,38 +570,63 @@ class DistributedTrainer:
             check_workers(workers, min(size, n), self.layout.shard_size)
             order = (train_loader.seed, train_loader.shuffle, len(train_loader))
             self._compare({"batch size": size, "data set": n, "data order": order, "length": (epochs, steps)})
+            self.configuration.update({"batch size": size, "data set": n, "data order": list(order[:2])})
+        session = self._session = Session(self, train_loader, epochs, steps, saving, history)
         if self.progress:
             per_epoch = -(-len(train_loader) // self.accumulation_steps) if hasattr(train_loader, "__len__") else 0
             self.progress.begin(epochs, per_epoch, size)
         try:
-            for epoch in range(epochs):
-                self._epoch(train_loader, val_loader, epoch, steps, history)
-                if steps is not None and history.steps >= steps:
-                    break
+            session.begin()
+            before = history.total_time
+            while not session.finished:
+                try:
+                    self._epoch(train_loader, val_loader, session)
+                except Rollback:
+                    session.roll_back()
+                history.total_time = before + time.perf_counter() - started
+            session.end()
         finally:
+            self._session = None
+            session.close()
             if self.progress:
                 self.progress.end()
         if isinstance(self.mode, asynchronous.AsynchronousServer):
             self._show(self.mode.summary(history.records[-1]))
-        history.total_time = time.perf_counter() - started
         return history
 
     train = fit
 
     def take_steps(self, batches: Iterable[datasets.Batch], limit: int | None, show: Show) -> Tally:
         """A step for each of the batches, at most `limit`."""
-        tally = Tally()
-        for batch in itertools.islice(batches, limit):
+        session = self._session
+        tally = Tally() if session is None else session.tally
+        batches = itertools.islice(batches, limit)
+        while True:
+            slot.phase("data")
+            batch = next(batches, None)
+            slot.phase("compute")
+            if batch is None:
+                break
+            if session is not None and self.numerics.leaves_out(session.cursor.epoch, session.cursor.step):
+                self.steps, self.last, tally.steps = self.steps + 1, None, tally.steps + 1
+                session.stepped(0)
+                continue
             a, b = self.train_step(batch)
             n = len(batch.indices)
+            slot.step(self.steps, n // self.mesh.dp)
             tally.samples, tally.steps = tally.samples + n, tally.steps + 1
             if math.isfinite(a):  # a step that was skipped may have no loss
                 tally.loss, tally.correct, tally.counted = tally.loss + a, tally.correct + b, tally.counted + n
             own = n if self.mode is None else n / self.comm.size  # samples that the loss is of
             show(tally.steps, a / own, tally.samples)
+            if session is not None:
+                session.stepped(n)
         return tally
 
-    def _epoch(self, train_loader: Any, val_loader: Any, epoch: int, steps: int | None, history: History) -> None:
+    def _epoch(self, train_loader: Any, val_loader: Any, session: Session) -> None:
+        """Takes what is left of an epoch, evaluates and makes its record."""
+        epoch, history = session.cursor.epoch, session.history
+        before = dataclasses.replace(session.tally)  # what was done of it before a checkpoint
         t0 = time.perf_counter()
         shown = t0
         sent, plain = self._train.bytes_sent, self._train.bytes_plain
@@ -533,17 +636,19 @@ class DistributedTrainer:
             now = time.perf_counter()
             if self.progress and now - shown > 0.1:
                 shown = now
-                self.progress.step(epoch, step, mean_loss, samples / (now - t0))
+                self.progress.step(epoch, step, mean_loss, (samples - before.samples) / (now - t0))
 
         take = self.take_steps if self.mode is None else self.mode.epoch
-        batches = _batches(train_loader)
+        batches = itertools.islice(_batches(train_loader), session.first_batch, None)
         if self._trace is not None:
             batches = self._trace.cut(batches)
         batches = _joined(batches, self.accumulation_steps)
-        tally = take(batches, None if steps is None else steps - history.steps, show)
-        seconds = time.perf_counter() - t0
+        tally = take(batches, session.left, show)
+        seconds = session.seconds()
         if not tally.samples:
             raise ConfigError("[train] the loader gave no batch; give it data, or a smaller batch size")
+        session.taken(tally)
+        steps = max(tally.steps - before.steps, 1)
         history.seconds += seconds
         history.samples += tally.samples
         history.steps += tally.steps
@@ -553,8 +658,8 @@ class DistributedTrainer:
             "train_accuracy": tally.correct / max(tally.counted, 1),
             "samples_per_second": tally.samples / seconds,
             "seconds": seconds,
-            "bytes_per_step": (self._train.bytes_sent - sent) / tally.steps,
-            "bytes_per_step_uncompressed": (self._train.bytes_plain - plain) / tally.steps,
+            "bytes_per_step": (self._train.bytes_sent - sent) / steps,
+            "bytes_per_step_uncompressed": (self._train.bytes_plain - plain) / steps,
             **tally.extra,
             "test_loss": None,
             "test_accuracy": None,
@@ -565,6 +670,21 @@ class DistributedTrainer:
         history.records.append(record)
         if self.progress:
             self.progress.epoch(record)
+        session.epoch_ended()
+
+    def check_replicas(self) -> None:
+        """Compares what the ranks hold alike; a collective call.
+
+        Raises:
+            NumericsError: on all ranks: they differ, as after a flipped bit in one rank's memory.
+        """
+        runs = self._train.replicated()
+        if not runs:
+            return
+        if self._replicas is None:
+            at = self.arena.address(native.PARAMS)
+            self._replicas = fingerprint.Runs([(at + 4 * lo, n, lo) for lo, n in runs])
+        check_replicas(self.comm, self.steps, {"weights": self._replicas()}, self._train.groups.model.rank)
 
     # --- results ---
 
@@ -587,9 +707,13 @@ class DistributedTrainer:
     def optimizer_state(self) -> dict[str, Any]:
         """Step count, rate and state arrays in the arena's layout, whole, on every rank; collective likewise."""
         self._settle()
-        whole = self._train.state if self._warned else lambda state: state  # cut into parts at the first step
-        arrays = {name: whole(own).copy() for name, own in self.optimizer.state.items()}
+        arrays = {name: whole.copy() for name, whole in self.optimizer_arrays().items()}
         return {"steps": self.optimizer.steps, "lr": self.optimizer.lr, **arrays}
+
+    def optimizer_arrays(self) -> dict[str, np.ndarray]:
+        """The optimizer's arrays in the arena's layout, whole, on every rank; training may go on in them."""
+        whole = self._train.state if self._warned else lambda state: state  # cut into parts at the first step
+        return {name: whole(own) for name, own in self.optimizer.state.items()}
 
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
         """Takes back what optimizer_state() gave, on this layout or another; all ranks call it.
@@ -634,6 +758,50 @@ class DistributedTrainer:
         """The same if gradients were summed along the tree, uncompressed."""
         return self._train.bytes_plain / max(self.steps, 1)
 
+    def last_gradients(self) -> dict[str, np.ndarray]:
+        """The summed gradients of the last step by the parameters' names; before division, scaling and clipping.
+
+        Raises:
+            ConfigError: ranks have parts of them (zero=, or a mesh).
+        """
+        updates = self.last.updates if self.last is not None else []
+        if len(updates) != 1 or updates[0].n != self.arena.size:
+            raise ConfigError("[train] the gradients are spread over ranks; they are whole with one rank, or zero=0")
+        flat = native.memory(updates[0].grads, 4 * self.arena.size).view(np.float32)
+        return {name: self.arena.view(flat, name).copy() for name, _ in self.arena.named}
+
+    def save_checkpoint(self, folder: str | Path) -> None:
+        """Writes everything that training goes on from as the next step of a directory of checkpoints; all ranks call.
+
+        For a loop of one's own; fit() makes its own, and says in them where it is in its data.
+
+        Raises:
+            OutputError: it could not be written; those that are there stay.
+        """
+        self._settle()
+        snapshot = resumption.capture(self, {})
+
+        def write() -> tuple[None, str]:
+            with contextlib.closing(Store(Path(folder))) as store:
+                store.save(snapshot)
+            return None, ""
+
+        resumption.shared(self.comm, write)
+
+    def load_checkpoint(self, path: str | Path) -> int:
+        """Takes back a checkpoint, made on any layout; returns its step. All ranks call.
+
+        Args:
+            path: a checkpoint, or a directory of them: then the newest that is valid.
+
+        Raises:
+            CheckpointError: there is none that is valid.
+            ConfigError: it is of another training.
+        """
+        snapshot, name = resumption.shared(self.comm, lambda: resumption.find(Path(path), self._show))
+        resumption.restore(self, snapshot, name)
+        return snapshot.step
+
     def save_weights(self, path: str | Path) -> None:
         """Writes the parameters as safetensors, whole or not at all. Rank 0 writes; all ranks call."""
         state = self.state_dict()
@@ -670,7 +838,7 @@ def shard_size_of(model: Module, shard_size: int | None) -> int:
     return 32 if given is None else given
 
 
-def fingerprint(value: Any) -> int:
+def hash_of(value: Any) -> int:
     """63 bits of a hash over a value's repr."""
     return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:8], "little") >> 1
 

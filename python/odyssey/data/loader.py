@@ -18,6 +18,9 @@ from odyssey.data.sampler import DistributedSampler, check_integer, permutation
 from odyssey.errors import ConfigError, DataError
 
 
+Pieces = Iterator[tuple[int, np.ndarray]]  # number of a batch in its epoch, and the indices of its samples
+
+
 class Batch:
     """The samples of one global batch; gathers them when iterated, so `images, labels = batch` works.
 
@@ -87,6 +90,7 @@ class DataLoader:
         self.sampler = sampler
         self._drop_last = bool(drop_last)
         self._next_epoch = int(getattr(sampler, "epoch", 0))
+        self._first = 0  # batch of the next iteration
         self._ahead: _OrderAhead | None = None
         if sampler is None and len(self) == 0:
             raise ConfigError(
@@ -110,6 +114,16 @@ class DataLoader:
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(self._next_epoch)
 
+    def start_at(self, epoch: int, batch: int) -> None:
+        """Make the next iteration begin at batch number `batch` (from 0) of `epoch`; ConfigError if out of range."""
+        self.set_epoch(epoch)
+        self._first = check_integer("batch", batch, 0, len(self))
+
+    @property
+    def next_epoch(self) -> int:
+        """The epoch of the next iteration."""
+        return self._next_epoch
+
     def __len__(self) -> int:
         """Number of batches in an epoch."""
         samples = len(self._dataset if self.sampler is None else self.sampler)  # type: ignore[arg-type]
@@ -118,11 +132,13 @@ class DataLoader:
     def __iter__(self) -> Iterator[Batch]:
         epoch = self._begin_epoch()
         order = self._order(epoch)
+        first, self._first = self._first, 0
+        pieces = enumerate(self._cut(order, first), first)
         if isinstance(self._dataset, ArrayDataset):
-            return _slices(self._dataset, self._cut(order), epoch)
+            return _slices(self._dataset, pieces, epoch)
         if self._prefetch == 0:
-            return _collated(self._dataset, self._classes, self._cut(order), epoch, lambda: False)
-        return _prefetched(self._dataset, self._classes, self._cut(order), epoch, self._prefetch)
+            return _collated(self._dataset, self._classes, pieces, epoch, lambda: False)
+        return _prefetched(self._dataset, self._classes, pieces, epoch, self._prefetch)
 
     def _begin_epoch(self) -> int:
         sampler = self.sampler
@@ -157,11 +173,11 @@ class DataLoader:
             self._ahead = _OrderAhead(count, self.seed, epoch + 1)
         return order
 
-    def _cut(self, order: np.ndarray) -> Iterator[np.ndarray]:
-        """Pieces of batch_size, made when asked for."""
+    def _cut(self, order: np.ndarray, first: int) -> Iterator[np.ndarray]:
+        """Pieces of batch_size from number `first` on, made when asked for."""
         size = self._batch_size
         stop = len(order) // size * size if self._drop_last else len(order)
-        return (order[at : at + size] for at in range(0, stop, size))
+        return (order[at : at + size] for at in range(first * size, stop, size))
 
 
 class _OrderAhead:
@@ -188,16 +204,16 @@ class _OrderAhead:
         return self._order
 
 
-def _slices(dataset: ArrayDataset, pieces: Iterator[np.ndarray], epoch: int) -> Iterator[Batch]:
-    for index, piece in enumerate(pieces):
+def _slices(dataset: ArrayDataset, pieces: Pieces, epoch: int) -> Iterator[Batch]:
+    for index, piece in pieces:
         yield Batch(dataset, piece, epoch, index)
 
 
 def _collated(
-    dataset: Any, classes: int | None, pieces: Iterator[np.ndarray], epoch: int, stopped: Callable[[], bool]
+    dataset: Any, classes: int | None, pieces: Pieces, epoch: int, stopped: Callable[[], bool]
 ) -> Iterator[Batch]:
     """Batches that hold their own samples; ends early, between two samples, once `stopped()`."""
-    for index, piece in enumerate(pieces):
+    for index, piece in pieces:
         samples = []
         for at in piece.tolist():
             if stopped():
@@ -206,9 +222,7 @@ def _collated(
         yield _collate(dataset, classes, piece, samples, epoch, index)
 
 
-def _prefetched(
-    dataset: Any, classes: int | None, pieces: Iterator[np.ndarray], epoch: int, prefetch: int
-) -> Iterator[Batch]:
+def _prefetched(dataset: Any, classes: int | None, pieces: Pieces, epoch: int, prefetch: int) -> Iterator[Batch]:
     """What `_collated` gives, made on a thread at most `prefetch` batches ahead.
 
     The thread refers to nothing of this generator, so an abandoned iteration is closed by the garbage collector.

@@ -84,6 +84,16 @@ class LocalSGD:
         if self._since == self.every:
             self.settle()
 
+    @property
+    def settled(self) -> bool:
+        """Whether parameters and state are the same on all ranks now."""
+        return not self._since
+
+    def whole_tally(self, tally: Tally) -> Tally:
+        """A tally with the sums of all ranks; a collective call."""
+        loss, correct = added(self.trainer.comm, tally.loss, tally.correct)
+        return dataclasses.replace(tally, loss=loss, correct=correct)
+
     def settle(self) -> None:
         """Makes parameters and state the same on all ranks, if they are not; a collective call."""
         if not self._since:
@@ -109,8 +119,7 @@ class LocalSGD:
         """Steps over the batches, at most `limit`; the same number on all ranks."""
         tally = self.trainer.take_steps(batches, limit, show)
         self.settle()
-        tally.loss, tally.correct = added(self.trainer.comm, tally.loss, tally.correct)
-        return tally
+        return self.whole_tally(tally)
 
 
 # --- the asynchronous parameter server ---
@@ -163,6 +172,12 @@ class AsynchronousServer:
 
     def stepped(self) -> None:
         """Not used: workers take their steps in `epoch`."""
+
+    settled = True  # whenever the trainer asks: after an epoch
+
+    def whole_tally(self, tally: Tally) -> Tally:
+        """The tally itself: it is that of all ranks."""
+        return tally
 
     def settle(self) -> None:
         """Nothing to do: after an epoch all ranks hold the same."""
@@ -294,7 +309,9 @@ class AsynchronousServer:
         trainer = self.trainer
         if not math.isfinite(message.floats[0]):
             return False
-        updates = [Update(trainer.arena.address(native.PARAMS) + 4 * at, message.body.ctypes.data, at, n)] if n else []
+        updates = (
+            [Update(trainer.arena.address(native.PARAMS) + 4 * at, message.body.ctypes.data, at, n, at)] if n else []
+        )
         return trainer.optimizer.apply(updates, message.floats.ctypes.data, trainer.rate(step) / (1 + age))
 
     # --- all of them ---

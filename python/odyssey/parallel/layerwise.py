@@ -154,7 +154,7 @@ class Layerwise(Runner):
                 grads, origin = zeros.ctypes.data, 0
             for p in self.parts.pieces(b):
                 at = self.parts.state_at(b, p)
-                updates.append(Update(self.parts.param_address(b, p), grads + 4 * (p.at - origin), at, p.n))
+                updates.append(Update(self.parts.param_address(b, p), grads + 4 * (p.at - origin), at, p.n, p.lo))
         return updates
 
     # --- a step ---

@@ -190,7 +190,10 @@ class Waves(Runner):
     def _updates(self) -> list[Update]:
         parts = self.parts
         grads = self._sum.result.ctypes.data
-        return [Update(parts.param_address(0, p), grads + 4 * p.at, parts.state_at(0, p), p.n) for p in parts.pieces(0)]
+        return [
+            Update(parts.param_address(0, p), grads + 4 * p.at, parts.state_at(0, p), p.n, p.lo)
+            for p in parts.pieces(0)
+        ]
 
     def _share_of_norm(self) -> list[tuple[int, int]]:
         a, b = self.parts.own[0]

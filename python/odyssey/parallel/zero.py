@@ -140,6 +140,15 @@ class Parts:
         self.fill(flat, self._store)
         return flat
 
+    def load(self, flat: np.ndarray) -> None:
+        """Takes all parameters from an array of the arena's layout that all ranks have."""
+        if not self.spread:
+            self.arena.params[:] = flat
+            return
+        self.changed()
+        for store, bucket, own in zip(self._store, self.buckets, self.own, strict=True):
+            store[:] = self._cut(flat, bucket, *own)
+
     def state_at(self, b: int, piece: Piece) -> int:
         """Where a piece of this rank's part of bucket b is in the optimizer's state, in floats."""
         return piece.lo if self.whole else self.starts[b] + piece.at - self.own[b][0]

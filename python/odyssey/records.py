@@ -1,0 +1,96 @@
+"""Records of the steps of a training on all its ranks, for the step log (steplog.py): who has which part of what.
+
+Each rank takes the fingerprints of the parameters and gradients that it counts (Engine.counted_updates). Where ranks
+have parts (ZeRO, pipeline and tensor parallelism) these are added up over ranks, of many steps at once: `flush`. Rank 0
+writes. What it is not: the format of the log, or the fingerprint.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from . import fingerprint
+from .optim import Update
+from .steplog import Record, StepLog, shown
+from .steplog import difference as differs
+
+if TYPE_CHECKING:
+    from .resume import Cursor
+    from .trainer import DistributedTrainer
+
+
+class Records:
+    """Takes the record of each step; all ranks call all methods at the same steps.
+
+    Args:
+        path: of the log; rank 0 opens it.
+        attempt: of the run.
+    """
+
+    def __init__(self, trainer: DistributedTrainer, path: Path, attempt: int) -> None:
+        self._trainer = trainer
+        self._log = StepLog(path, attempt) if trainer.comm.rank == 0 else None
+        if self._log is not None and self._log.notice:
+            trainer._show(self._log.notice)
+        lay = trainer.layout
+        self._shared = lay.comm.size > 1 and (lay.split or lay.zero > 0)  # ranks count parts
+        self._waiting: list[Record] = []
+        self._runs: dict[int, tuple[list[Update], fingerprint.Runs, fingerprint.Runs]] = {}
+        self._told = False
+
+    def step(self, cursor: Cursor, samples: int, loss: float, rate: float, taken: bool, updates: list[Update]) -> None:
+        """The step that was just taken, or skipped, over the batch at `cursor`."""
+        gradients = weights = 0
+        if self._shared or self._log is not None:
+            own = self._runs.get(id(updates))
+            if own is None:
+                own = self._runs[id(updates)] = self._prepare(updates)
+            gradients, weights = own[1](), own[2]()
+        record = Record(
+            self._trainer.steps, cursor.loader_epoch, cursor.step, samples, loss, gradients, weights, rate, taken
+        )
+        if self._shared:
+            self._waiting.append(record)
+        else:
+            self._write(record)
+
+    def _prepare(self, updates: list[Update]) -> tuple[list[Update], fingerprint.Runs, fingerprint.Runs]:
+        counted = self._trainer._train.counted_updates(updates)
+        return (
+            updates,  # kept, so that its id stays its own
+            fingerprint.Runs([(u.grads, u.n, u.at) for u in counted]),
+            fingerprint.Runs([(u.params, u.n, u.at) for u in counted]),
+        )
+
+    def flush(self, to_disk: bool = False) -> None:
+        """Completes and writes what is waiting."""
+        if self._waiting:
+            parts = [(fingerprint.signed(r.gradients), fingerprint.signed(r.weights)) for r in self._waiting]
+            with np.errstate(over="ignore"):
+                whole = self._trainer.comm.all_reduce(np.array(parts, np.int64), "sum")
+            for record, (g, w) in zip(self._waiting, whole.tolist(), strict=True):
+                self._write(record._replace(gradients=fingerprint.unsigned(g), weights=fingerprint.unsigned(w)))
+            self._waiting.clear()
+        if to_disk and self._log is not None:
+            self._log.flush()
+
+    def _write(self, record: Record) -> None:
+        if self._log is None:
+            return
+        before = self._log.append(record)
+        if before is not None and not self._told:
+            self._told = True
+            what = differs(before, record) or "?"
+            self._trainer._show(
+                f"[steps] step {record.step} came out otherwise than in attempt {before.attempt}: {what} "
+                f"{shown(before, what)} then, {shown(record, what)} now; training should be the same to the last bit"
+            )
+
+    def close(self) -> None:
+        """Writes what is complete; no collective call."""
+        if self._log is not None:
+            self._log.close()
+            self._log = None

@@ -1,0 +1,90 @@
+"""Requests to a running training: to stop after a step that all ranks agree on, by a signal or by the run's directory.
+
+A rank alone must not stop: the others would wait for it. So every rank notes what it is asked for, and now and then,
+about ten times a second, all tell each other (`Requests.agreed`): what one wants, all do at the same step. How many
+steps lie in between is agreed as well, so nothing is sent in the others.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from types import FrameType
+from typing import Any
+
+import numpy as np
+
+from .comm import Communicator
+from .errors import DataError
+from .files import read_json
+from .runs import Run
+
+PERIOD = 0.1  # seconds between two agreements
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+CONTROL = 1000  # the request came by control.json
+
+
+class Requests:
+    """What this training is asked for.
+
+    Args:
+        comm: the world of the training.
+        run: the run that it belongs to, whose control.json rank 0 reads.
+    """
+
+    def __init__(self, comm: Communicator, run: Run | None) -> None:
+        self._comm, self._run = comm, run
+        self._wanted = 0  # number of a signal, or CONTROL
+        self._before: dict[int, Any] = {}
+        self._left = self._every = 1
+        self._since = time.monotonic()
+        self.met = False  # whether ranks talked after the last step
+
+    def listen(self) -> None:
+        """Takes signals as requests from now on; the second of a kind has the effect that it had before."""
+        if threading.current_thread() is not threading.main_thread():
+            return  # Python delivers signals to the main thread only; control.json works
+        for number in SIGNALS:
+            self._before[number] = signal.signal(number, self._asked)
+
+    def close(self) -> None:
+        """Gives the signals back."""
+        for number in list(self._before):
+            signal.signal(number, self._before.pop(number))
+
+    def _asked(self, number: int, _: FrameType | None) -> None:
+        self._wanted = self._wanted or number
+        signal.signal(number, self._before.pop(number, signal.SIG_DFL))
+
+    def agreed(self, now: bool = False) -> str | None:
+        """Called by all ranks after each step: why to stop here, if one of them was asked to.
+
+        Args:
+            now: ask the others at this step in any case; the same on all ranks.
+        """
+        self._left -= 1
+        self.met = now or self._left <= 0
+        if not self.met:
+            return None
+        seconds = (time.monotonic() - self._since) / max(self._every - self._left, 1)
+        wish = max(1, min(1000, int(PERIOD / max(seconds, 1e-6))))
+        if self._comm.rank == 0 and not self._wanted and self._controlled():
+            self._wanted = CONTROL
+        wanted, negative = self._comm.all_reduce(np.array([self._wanted, -wish], np.int64), "max").tolist()
+        self._left = self._every = -negative
+        self._since = time.monotonic()
+        if not wanted:
+            return None
+        return "a request" if wanted == CONTROL else signal.Signals(wanted).name
+
+    def _controlled(self) -> bool:
+        """Whether control.json asks this attempt to stop."""
+        if self._run is None or not os.path.exists(self._run.control):
+            return False
+        try:
+            asked = read_json(self._run.control)
+        except DataError:
+            return False  # it is being replaced, or is not ours
+        return isinstance(asked, dict) and bool(asked.get("stop")) and asked.get("attempt") == self._run.attempt

@@ -1,0 +1,392 @@
+"""One fit(): where it is in its data, and what happens between two of its steps.
+
+    begin     the newest checkpoint is put back, if there is one
+    stepped   after each step: a checkpoint if one is due, a stop if somebody asked for it
+    epoch     after each epoch: likewise
+    end       the last checkpoint; a run's record that it is complete
+
+The trainer takes the steps; resume.py knows what the state of a training is, checkpoints/ how it is kept, requests.py
+who may stop it. All methods are called by all ranks at the same steps; only rank 0 reads and writes files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from . import resume
+from .checkpoints import Snapshot, Store
+from .comm.base import Communicator
+from .data.sampler import check_integer
+from .errors import CheckpointError, ConfigError, OutputError, Stopped
+from .files import write_json
+from .parallel.asynchronous import Tally
+from .records import Records
+from .replay import Session as Replay
+from .requests import Requests
+from .resume import Cursor
+from .runs import Run
+from .steplog import NAME
+from .watch import slot
+
+if TYPE_CHECKING:
+    from .trainer import DistributedTrainer, History
+
+RESUME = ("auto", "never")
+KEEP = 2
+
+_fits = 0  # calls of fit() of this process that belonged to a run: each has checkpoints of its own
+
+
+@dataclasses.dataclass(frozen=True)
+class Saving:
+    """Where and when checkpoints are made.
+
+    Args:
+        folder: the directory; None makes none, unless the process belongs to a run, which has one.
+        every: optimizer steps from one to the next; None: at the end of each epoch.
+        keep: the newest so many stay.
+        resume: "auto": from the newest that is valid, if there is one; "never": refuses a directory that has some;
+            a path: from this checkpoint, or from the newest of this directory, which must be there.
+    """
+
+    folder: Path | None = None
+    every: int | None = None
+    keep: int = KEEP
+    resume: str | Path = "auto"
+
+    def __post_init__(self) -> None:
+        if self.every is not None:
+            check_integer("[checkpoint] checkpoint_every", self.every, 1)
+        check_integer("[checkpoint] keep", self.keep, 2)
+
+
+class Session:
+    """See the head of this file.
+
+    Args:
+        trainer: whose fit() it is.
+        loader: a DataLoader, or an iterable of batches that is the same whenever it is iterated.
+        epochs, steps: how far it goes.
+        history: filled as it goes on.
+    """
+
+    def __init__(
+        self,
+        trainer: DistributedTrainer,
+        loader: Any,
+        epochs: int,
+        steps: int | None,
+        saving: Saving,
+        history: History,
+    ) -> None:
+        global _fits
+        self.trainer, self.loader, self.epochs, self.limit = trainer, loader, epochs, steps
+        self.saving, self.history = saving, history
+        self.comm: Communicator = trainer.comm
+        self.cursor = Cursor(loader_epoch=int(getattr(loader, "next_epoch", 0)))
+        self.tally = Tally()  # of the epoch that is under way
+        self._before, self._since = 0.0, time.perf_counter()  # seconds of it before a checkpoint; when it went on
+        self._complete = False  # the limit was reached within an epoch
+        self._again = Replay.current()
+        self.run = Run.current() if self._again is None else None
+        self._store: Store | None = None
+        self._saved: int | None = None  # the step of the newest checkpoint
+        self._requests: Requests | None = None
+        self._records: Records | None = None
+        folder = saving.folder
+        if self._again is not None:
+            folder = None  # it writes nothing but its records
+        elif self.run is not None:
+            _fits += 1
+            if folder is None:
+                folder = self.run.checkpoints
+                if _fits > 1:
+                    folder = folder.with_name(f"{folder.name}-{_fits}")
+        self.folder = folder
+        if folder is None and self._again is None and (saving.every is not None or saving.resume not in RESUME):
+            raise ConfigError(
+                "[checkpoint] checkpoint_every or resume is given, but no checkpoint_dir; give one, or leave both out"
+            )
+
+    # --- begin ---
+
+    def begin(self) -> None:
+        """Goes to where the newest valid checkpoint is, or starts at the first step.
+
+        Raises:
+            ConfigError: the checkpoint is of another training.
+            CheckpointError: the checkpoint that was asked for is not valid.
+            OutputError: the directory cannot be used.
+        """
+        if self._again is not None:
+            self._begin_again(self._again)
+            return
+        if self.folder is None:
+            return
+        if self.run is not None and self.comm.rank == 0 and self.run.done.exists():
+            os.unlink(self.run.done)  # there is more to do, or this fit() is done again at once
+        snapshot, name = resume.shared(self.comm, self._find)
+        if snapshot is not None:
+            self._go_to(snapshot, name)
+            self.trainer._show(
+                f"resumed from {name}: step {snapshot.step}, epoch {self.cursor.epoch + 1}, "
+                f"{self.cursor.samples:,} samples done"
+            )
+        if self.run is not None and self.trainer.mode is None:  # where ranks step apart there is no step of all
+            name = NAME if _fits == 1 else f"{_fits}-{NAME}"
+            self._records = Records(self.trainer, self.run.steps / name, self.run.attempt)
+        self._requests = Requests(self.comm, self.run)
+        self._requests.listen()
+
+    def _begin_again(self, again: Replay) -> None:
+        """Goes to the step before the one that is replayed, or as near as there is a checkpoint."""
+        if again.checkpoint is not None:
+            snapshot, name = resume.shared(self.comm, lambda: resume.find(again.checkpoint, self.trainer._show))
+            self._go_to(snapshot, name)
+        self._records = Records(self.trainer, again.log, 0)
+
+    def _end_again(self, again: Replay) -> None:
+        """The step has been taken again: that is all."""
+        self._records.flush()
+        self._records.close()
+        found: tuple[Any, Any] = (None, None)
+        if again.save:
+            found = self.trainer.state_dict(), self.trainer.last_gradients()
+        again.end(self.comm, *found)
+
+    def _find(self) -> tuple[Snapshot | None, str]:
+        """The checkpoint to start from, and its name; opens the store."""
+        saving, folder = self.saving, self.folder
+        self._store = Store(folder, keep=saving.keep, attempt=self.run.attempt if self.run else 0)
+        if saving.resume == "never":
+            if self._store.names():
+                raise ConfigError(
+                    f"[checkpoint] {folder} has checkpoints ({', '.join(self._store.names()[-2:])}) and resume is "
+                    "'never'; name another directory, or resume"
+                )
+            return None, ""
+        if saving.resume == "auto":
+            snapshot, refused = self._store.newest()
+            for one in refused:
+                self.trainer._show(one.message(snapshot))
+            return snapshot, "" if snapshot is None else self._store.path_of(snapshot.step).name
+        return resume.find(Path(saving.resume), self.trainer._show)
+
+    def _go_to(self, snapshot: Snapshot, name: str) -> None:
+        """Puts a snapshot back: into the trainer, and this session's own part of it."""
+        values = snapshot.values
+        try:
+            cursor = Cursor(**values["cursor"])
+            tally, seconds = Tally(**values["tally"]), float(values["seconds"])
+            history, numerics = dict(values["history"]), dict(values["numerics"])
+        except (KeyError, TypeError) as problem:
+            raise CheckpointError(f"[resume] {name} does not say where the training is: {problem}") from problem
+        resume.restore(self.trainer, snapshot, name)
+        self.trainer.numerics.load_state_dict(numerics)
+        if self.trainer.mode is not None and self.comm.rank:
+            tally.loss = tally.correct = 0.0  # rank 0 has those of all ranks
+        self.cursor, self.tally, self._before, self._since = cursor, tally, seconds, time.perf_counter()
+        for key, value in history.items():
+            setattr(self.history, key, value)
+        self._saved = snapshot.step
+        if hasattr(self.loader, "start_at"):
+            self.loader.start_at(cursor.loader_epoch, cursor.step * self.trainer.accumulation_steps)
+
+    def seconds(self) -> float:
+        """Seconds that training has taken in this epoch so far."""
+        return self._before + time.perf_counter() - self._since
+
+    @property
+    def finished(self) -> bool:
+        """Whether there is nothing left to do."""
+        return self.cursor.epoch >= self.epochs or self._complete or (self.left == 0 and not self.tally.samples)
+
+    @property
+    def first_batch(self) -> int:
+        """How many batches of this epoch a loader that cannot be told where to start must leave out."""
+        return 0 if hasattr(self.loader, "start_at") else self.cursor.step * self.trainer.accumulation_steps
+
+    @property
+    def left(self) -> int | None:
+        """Steps until the limit, None without one."""
+        return None if self.limit is None else max(self.limit - self.history.steps - self.tally.steps, 0)
+
+    @property
+    def saved(self) -> int | None:
+        """The step of the newest checkpoint of this training."""
+        return None if self._requests is None else self._saved
+
+    def roll_back(self) -> None:
+        """Goes back to the newest checkpoint."""
+
+        def newest() -> tuple[Snapshot | None, str]:
+            self._store.wait()
+            return resume.find(self.folder, self.trainer._show)
+
+        snapshot, name = resume.shared(self.comm, newest)
+        numerics = self.trainer.numerics.state_dict()
+        self._go_to(snapshot, name)
+        self.trainer.numerics.load_state_dict(numerics)  # it knows which batch to leave out now
+
+    # --- in between ---
+
+    def stepped(self, samples: int) -> None:
+        """After a step over so many samples.
+
+        Raises:
+            Stopped: somebody asked for it; a checkpoint of this step is there.
+        """
+        last = self.trainer.last
+        if self._records is not None and last is not None:
+            self._records.step(self.cursor, samples, *last)
+        self.cursor.step += 1
+        self.cursor.samples += samples
+        if self._again is not None and self.trainer.steps >= self._again.step:
+            self._end_again(self._again)
+        every = self.trainer.check_every
+        if every and self.trainer.steps % every == 0 and self.comm.size > 1 and self.trainer.mode is None:
+            self.trainer.check_replicas()
+        if self._requests is None:
+            return
+        mode = self.trainer.mode
+        if mode is not None and not mode.settled:
+            return  # each rank has weights of its own
+        why = self._requests.agreed()
+        if self._requests.met and self._records is not None:
+            self._records.flush()
+        if why is not None:
+            self._stop(why)
+        elif self.saving.every is not None and self.trainer.steps % self.saving.every == 0:
+            self._save()
+
+    def taken(self, tally: Tally) -> None:
+        """After the last step of an epoch, before its record is made.
+
+        Where the limit cuts an epoch short, the last checkpoint is made here: with a higher limit training goes on
+        within this epoch.
+        """
+        self.tally = tally
+        if self.limit is None or self.history.steps + tally.steps < self.limit:
+            return
+        try:
+            length = -(-len(self.loader) // self.trainer.accumulation_steps)
+        except TypeError:
+            length = 0
+        if self.cursor.step != length:
+            self._complete = True
+            if self._requests is not None:
+                self._save(wait=True)
+
+    def epoch_ended(self) -> None:
+        """After an epoch and its evaluation."""
+        if self._complete:
+            return
+        self.tally, self._before, self._since = Tally(), 0.0, time.perf_counter()
+        self.cursor = Cursor(self.cursor.epoch + 1, 0, self.cursor.loader_epoch + 1, self.cursor.samples)
+        if self._requests is None:
+            return
+        why = self._requests.agreed(now=True)
+        if why is not None and self.cursor.epoch < self.epochs:
+            self._stop(why)
+        elif self.saving.every is None and self.cursor.epoch < self.epochs:
+            self._save()
+
+    def _stop(self, why: str) -> None:
+        self._save(wait=True)
+        error = Stopped(
+            f"[train] stopped by {why} after step {self.trainer.steps}; checkpoint "
+            f"{self._name()} is written, the same command goes on from it"
+        )
+        error.everywhere = True
+        raise error
+
+    def _name(self) -> str:
+        return f"step_{self.trainer.steps:08d}"
+
+    def _save(self, wait: bool = False) -> None:
+        """Writes a checkpoint of this moment, in the background unless `wait`, if there is none of it.
+
+        A failure is told and training goes on; with `wait` it is an error.
+        """
+        before = slot.phase("checkpoint")
+        if self._records is not None:
+            self._records.flush(to_disk=True)
+        if self._saved != self.trainer.steps:
+            snapshot = resume.capture(self.trainer, self._values())
+            if snapshot is not None:
+                self._write(snapshot, wait)
+            self._saved = self.trainer.steps
+        elif wait and self._store is not None:
+            self._store.wait()
+        if wait:
+            self.comm.barrier()  # nobody ends before it is there
+        slot.phase(before)
+
+    def _write(self, snapshot: Snapshot, wait: bool) -> None:
+        try:
+            if wait:
+                self._store.wait()
+            else:
+                self._store.save_later(snapshot)
+        except OutputError as problem:  # of the save before; this one has not been started
+            self.trainer._show(f"{problem}; training goes on, the one before stays")
+        if wait:
+            self._store.save(snapshot)
+
+    def _values(self) -> dict[str, Any]:
+        """This session's part of a checkpoint; a collective call where ranks have tallies of their own."""
+        tally = self.tally
+        if self.trainer.mode is not None:
+            tally = self.trainer.mode.whole_tally(tally)
+        return {
+            "cursor": dataclasses.asdict(self.cursor),
+            "seconds": self.seconds(),
+            "tally": _finite(dataclasses.asdict(tally)),
+            "history": _finite(dataclasses.asdict(self.history)),
+            "numerics": self.trainer.numerics.state_dict(),
+            "epochs": self.epochs,
+        }
+
+    # --- end ---
+
+    def end(self) -> None:
+        """The training is complete: its last checkpoint, and in a run the record that says so."""
+        if self._requests is None:
+            return
+        self._save(wait=True)
+        if self.run is not None:
+            sha = self.trainer.weights_sha256()
+            if self.comm.rank == 0:
+                try:
+                    write_json(self.run.done, {"steps": self.trainer.steps, "weights_sha256": sha})
+                except OSError as problem:
+                    raise OutputError(
+                        f"[run] {self.run.done} cannot be written: {problem.strerror}; the training is complete"
+                    ) from problem
+
+    def close(self) -> None:
+        """Gives back signals, threads and the directory, whatever happened."""
+        if self._requests is not None:
+            self._requests.close()
+            self._requests = None
+        if self._records is not None:
+            self._records.close()
+        if self._store is not None:
+            self._store.close()
+            self._store = None
+
+
+def _finite(value: Any) -> Any:
+    """The same with None for numbers that JSON has not."""
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(v) for v in value]
+    if hasattr(value, "item"):
+        value = value.item()
+    return None if isinstance(value, float) and not math.isfinite(value) else value

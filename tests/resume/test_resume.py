@@ -1,0 +1,238 @@
+"""Stopped at any step and gone on with, on other layouts too, a training has the bytes of an undisturbed one."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from odyssey import data, nn, optim
+from odyssey.errors import CheckpointError, ConfigError, Stopped
+from odyssey.resume import PROBES
+from odyssey.trainer import DistributedTrainer
+
+RECIPE = ("--model", "mlp", "--global-batch-size", 96, "--shard-size", 16, "--no-eval", "--no-progress", "--seed", 3)
+
+
+# --- in this process -----------------------------------------------------------------------------
+
+
+def dataset(n: int = 150) -> data.ArrayDataset:
+    draw = np.random.default_rng(5)
+    return data.arrays(draw.normal(size=(n, 1, 6, 6)).astype(np.float32), draw.integers(0, 4, n))
+
+
+def trainer(seed: int = 0, lr: float = 0.05, optimizer: type = optim.Adam, **settings) -> DistributedTrainer:
+    layers = nn.Sequential(nn.Flatten(), nn.Linear(36, 12), nn.Tanh(), nn.Dropout(0.2), nn.Linear(12, 4))
+    draw = np.random.default_rng(seed)
+    for p in layers.parameters():
+        p.data[...] = draw.normal(size=p.shape).astype(np.float32) * 0.3
+    return DistributedTrainer(layers, optimizer(lr=lr), shard_size=8, **settings)
+
+
+def loader() -> data.DataLoader:
+    return data.DataLoader(dataset(), batch_size=32, shuffle=True, seed=7)
+
+
+class Interrupted(Exception):
+    pass
+
+
+def interrupt(t: DistributedTrainer, step: int) -> None:
+    """As if the process died after a step: nothing is saved at the end."""
+    take = t.train_step
+
+    def train_step(batch):
+        result = take(batch)
+        if t.steps == step:
+            raise Interrupted
+        return result
+
+    t.train_step = train_step
+
+
+def records(history) -> list[dict]:
+    """What does not depend on the clock."""
+    return [{k: r[k] for k in ("epoch", "train_loss", "train_accuracy", "test_loss")} for r in history.records]
+
+
+@pytest.fixture(scope="module")
+def undisturbed():
+    t = trainer()
+    history = t.fit(loader(), dataset(40), epochs=3)
+    return t.weights_sha256(), records(history), history.steps, history.samples
+
+
+@pytest.mark.parametrize("dies", [1, 4, 5, 6, 11, 14])
+@pytest.mark.parametrize("every", [1, 2, None])
+def test_goes_on_as_if_it_had_not_died(tmp_path, undisturbed, dies, every):
+    first = trainer()
+    interrupt(first, dies)
+    with pytest.raises(Interrupted):
+        first.fit(loader(), dataset(40), epochs=3, checkpoint_dir=tmp_path / "c", checkpoint_every=every)
+    saved = dies - 1 >= (every or 5)
+    second = trainer(seed=int(saved))  # with a checkpoint its own start must not matter
+    history = second.fit(loader(), dataset(40), epochs=3, checkpoint_dir=tmp_path / "c", checkpoint_every=every)
+    assert (second.weights_sha256(), records(history), history.steps, history.samples) == undisturbed
+
+
+def test_more_steps_go_on_within_the_epoch(tmp_path, undisturbed):
+    short = trainer().fit(loader(), dataset(40), epochs=3, steps=7, checkpoint_dir=tmp_path)
+    again = trainer(seed=1)
+    assert records(again.fit(loader(), dataset(40), epochs=3, steps=7, checkpoint_dir=tmp_path)) == records(short)
+    assert again.steps == 7
+    whole = trainer(seed=1)
+    history = whole.fit(loader(), dataset(40), epochs=3, checkpoint_dir=tmp_path)
+    assert (whole.weights_sha256(), records(history), history.steps, history.samples) == undisturbed
+
+
+def test_a_complete_training_gives_its_history_again(tmp_path, undisturbed):
+    trainer().fit(loader(), dataset(40), epochs=3, checkpoint_dir=tmp_path)
+    again = trainer(seed=1)
+    assert records(again.fit(loader(), dataset(40), epochs=3, checkpoint_dir=tmp_path)) == undisturbed[1]
+    assert again.weights_sha256() == undisturbed[0]
+
+
+def test_other_layouts_of_one_process(tmp_path, undisturbed):
+    for steps, layout in ((3, {"num_gpus": 2}), (8, {"execution": "eager"}), (13, {"num_gpus": 4, "threads": 2})):
+        t = trainer(seed=steps if steps > 3 else 0, **layout)
+        t.fit(loader(), dataset(40), epochs=3, steps=steps, checkpoint_dir=tmp_path)
+    t = trainer(seed=1)
+    t.fit(loader(), dataset(40), epochs=3, checkpoint_dir=tmp_path)
+    assert t.weights_sha256() == undisturbed[0]
+
+
+def test_a_signal_stops_after_a_step_with_a_checkpoint(tmp_path, undisturbed):
+    t = trainer()
+    take = t.train_step
+
+    def train_step(batch):
+        if t.steps == 7:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return take(batch)
+
+    t.train_step = train_step
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Stopped, match="SIGTERM after step"):
+        # agreed at the end of an epoch at the latest
+        t.fit(loader(), dataset(40), epochs=3, checkpoint_dir=tmp_path)
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert 8 <= t.steps <= 10
+    rest = trainer(seed=1)
+    history = rest.fit(loader(), dataset(40), epochs=3, checkpoint_dir=tmp_path)
+    assert (rest.weights_sha256(), records(history), history.steps, history.samples) == undisturbed
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"lr": 0.06}, "optimizer"),
+        ({"precision": "bf16"}, "precision"),
+        ({"optimizer": optim.SGD}, "optimizer"),
+        ({"clip_norm": 1.0}, "clip norm"),
+        ({"schedule": optim.step_decay(PROBES[2])}, "schedule"),
+    ],
+)
+def test_another_training_is_refused_by_name(tmp_path, change, named):
+    trainer().fit(loader(), epochs=1, checkpoint_dir=tmp_path)
+    with pytest.raises(ConfigError, match=named):
+        trainer(**change).fit(loader(), epochs=2, checkpoint_dir=tmp_path)
+
+
+def test_never_refuses_a_directory_in_use(tmp_path):
+    trainer().fit(loader(), epochs=1, checkpoint_dir=tmp_path, resume="never")
+    with pytest.raises(ConfigError, match="never"):
+        trainer().fit(loader(), epochs=1, checkpoint_dir=tmp_path, resume="never")
+
+
+def test_a_path_to_resume_from_must_be_valid(tmp_path):
+    with pytest.raises(CheckpointError, match="no valid checkpoint"):
+        trainer().fit(loader(), epochs=1, checkpoint_dir=tmp_path / "a", resume=tmp_path / "b")
+
+
+def test_a_loop_of_ones_own(tmp_path):
+    batches = list(loader())
+    whole, first, second = trainer(), trainer(), trainer(seed=2, num_gpus=2)
+    for b in batches:
+        whole.train_step(b)
+    for b in batches[:2]:
+        first.train_step(b)
+    first.save_checkpoint(tmp_path)
+    assert second.load_checkpoint(tmp_path) == 2
+    for b in batches[2:]:
+        second.train_step(b)
+    assert second.weights_sha256() == whole.weights_sha256()
+
+
+# --- on ranks ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def plain(launch_once):
+    return launch_once.result(*RECIPE, "--steps", 24)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_on_other_ranks_meshes_and_stages(launch, optimizer):
+    """Each stretch of a training on another layout."""
+    common = (*RECIPE, "--optimizer", optimizer, "--schedule", "constant", "--warmup-steps", 0)
+    expected = launch.result(*common, "--steps", 24)
+    stretches = [
+        (5, 4, ()),
+        (9, 3, ("--zero", 2)),
+        (13, 1, ("--num-gpus", 2)),
+        (17, 2, ("--pp", 2)),
+        (20, 2, ("--zero", 3)),
+        (22, 2, ("--tp", 2)),
+        (24, 4, ("--pp", 2)),
+    ]
+    for steps, ranks, layout in stretches:
+        result = launch.result(
+            *common, "--steps", steps, *layout, "--checkpoint-dir", launch.folder / "c", ranks=ranks, timeout=120
+        )
+    assert result["weights_sha256"] == expected["weights_sha256"]
+    assert result["train_loss"] == expected["train_loss"]
+
+
+@pytest.mark.parametrize("settings", [("--precision", "fp16"), ("--compression", "topk", "--compression-ratio", 0.1)])
+def test_what_else_a_training_remembers(launch, settings):
+    """Loss scale; what a compression still has to send."""
+    common = (*RECIPE, *settings, "--schedule", "constant", "--warmup-steps", 0)
+    common += ("--scaler-init-scale", 2**40) if "fp16" in settings else ()
+    expected = launch.result(*common, "--steps", 12, ranks=2)
+    for steps in (5, 12):
+        result = launch.result(*common, "--steps", steps, "--checkpoint-dir", launch.folder / "c", ranks=2)
+    assert result["weights_sha256"] == expected["weights_sha256"]
+    if "topk" in settings:
+        other = launch.train(*common, "--steps", 14, "--checkpoint-dir", launch.folder / "c", ranks=3)
+        assert other.returncode != 0
+        assert "2 ranks with compression" in other.stderr
+
+
+def test_a_signal_to_the_launcher_stops_all_ranks(launch, plain):
+    """Open MPI ends ranks at SIGTERM, but hands SIGUSR1 on."""
+    folder = launch.folder / "c"
+    command = [launch.mpirun, *(["--oversubscribe"] if launch.open_mpi else []), "-n", "3"]
+    command += [sys.executable, "-m", "odyssey.train", *map(str, RECIPE), "--steps", "24"]
+    command += ["--checkpoint-dir", str(folder), "--checkpoint-every", "1", "--epochs", "1000"]
+    command[command.index("24")] = "200000"
+    running = subprocess.Popen(command, env=launch.environment, cwd=launch.folder, stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 60
+        while not list(folder.glob("step_*")) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        running.send_signal(signal.SIGUSR1)
+        _, said = running.communicate(timeout=30)
+    finally:
+        running.kill()
+    assert running.returncode == 75, said
+    assert said.count("stopped by SIGUSR1 after step") == 1
+    newest = sorted(folder.glob("step_*"))[-1]
+    assert f"checkpoint {newest.name} is written" in said
+    assert json.loads((newest / "manifest.json").read_text())
