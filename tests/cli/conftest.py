@@ -65,8 +65,9 @@ def fake(monkeypatch):
             self.notice = record.notice
             self.mesh = kwargs["mesh"]
 
-        def fit(self, loader, validation, epochs, steps):
+        def fit(self, loader, validation, epochs, steps, **saving):
             record.calls["fit"] = {"validation": validation, "epochs": epochs, "steps": steps}
+            record.calls["saving"] = saving
             if record.error is not None:
                 raise record.error
             if validation is None:
