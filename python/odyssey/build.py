@@ -318,6 +318,11 @@ def cache_dir() -> Path:
     return Path(os.path.expanduser("~")).absolute() / ".cache" / "odyssey"
 
 
+def cached() -> Path | None:
+    """The library for this machine if it has been compiled already."""
+    return _complete(cache_dir(), plan(source_root()))
+
+
 def cached_library(target_cpu: str | None = None) -> Path:
     """The library for this machine (or `target_cpu`) from the cache; compiled first when it is not there."""
     root = source_root()

@@ -11,6 +11,7 @@ import click
 
 COMMANDS: tuple[str, ...] = (  # names of modules in this package
     "diff",
+    "doctor",
     "inspect",
     "replay",
 )
