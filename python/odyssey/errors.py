@@ -11,8 +11,8 @@ class OdysseyError(Exception):
     """Base of every error that is about the user's input or machine, not about a defect.
 
     `exit_code` is what a command ends with (sysexits-like: 64 usage, 65 data, 69 unavailable, 70 internal, 73 output,
-    76 protocol). `lines`: its message has several lines; elsewhere a line break is part of somebody's name and shown
-    as such.
+    75 stopped and can go on, 76 protocol). `lines`: its message has several lines; elsewhere a line break is part of
+    somebody's name and shown as such.
     """
 
     exit_code = 64
@@ -66,6 +66,12 @@ class OutputError(OdysseyError):
     """A file that was asked for cannot be written."""
 
     exit_code = 73
+
+
+class Stopped(OdysseyError):
+    """Somebody asked a training to stop; it did, after a checkpoint from which it can go on."""
+
+    exit_code = 75
 
 
 class CollectiveError(OdysseyError):

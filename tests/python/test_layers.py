@@ -63,13 +63,16 @@ def test_the_sources_are_found():
         ("ctypes", {"native.py", "checkpoints/writer.py"}),
         ("safetensors", {"trainer.py"}),
         ("rich", {"progress.py"}),
-        ("click", {"cli.py"}),
         ("pickle", set()),
         ("torch", {"comm/gloo.py"}),
     ],
 )
 def test_one_file_knows_each_library(library, files):
     assert importers(library) == files
+
+
+def test_only_commands_know_the_command_line():
+    assert all(f in ("cli.py", "configfile.py") or f.startswith("commands/") for f in importers("click"))
 
 
 def test_nothing_is_pickled():

@@ -17,7 +17,6 @@ from odyssey.data.datasets import ArrayDataset, arrays
 from odyssey.data.sampler import DistributedSampler, check_integer, permutation
 from odyssey.errors import ConfigError, DataError
 
-
 Pieces = Iterator[tuple[int, np.ndarray]]  # number of a batch in its epoch, and the indices of its samples
 
 
