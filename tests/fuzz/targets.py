@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import struct
 import sys
 import zlib
@@ -11,10 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 sys.path.insert(0, str(Path(__file__).parent))
 from mutate import JSON_LITERALS, NUMBERS, WORDS, Spans, Statistics, fuzz, json_spans, line_parts  # noqa: E402
 
 from odyssey import steplog, verify  # noqa: E402
+from odyssey.checkpoints import header, manifest  # noqa: E402
 from odyssey.cli import train  # noqa: E402
 from odyssey.configfile import parse_config  # noqa: E402
 from odyssey.data.datasets import parse_records  # noqa: E402
@@ -143,6 +147,39 @@ def _steps_spans() -> Spans:
     return Spans(find, [*numbers, struct.pack("<d", float("nan")), struct.pack("<d", float("inf"))], joiner=b"")
 
 
+_ARRAYS = {"conv1.weight": np.zeros((2, 3), "<f4"), "step": np.zeros((), "<i8"), "none": np.zeros((0, 4), "|i1")}
+_TENSORS = header.make_header(_ARRAYS)
+_SPACE = sum(tensor.nbytes for tensor in _TENSORS[1])
+
+
+_CHECKPOINT_WORDS = (*WORDS, *NUMBERS, *(f'"{name}"'.encode() for name in header.DTYPES), b'"a/../b"', b'"/a"')
+
+
+def _header(data: bytes) -> Any:
+    return header.parse_header(data, len(data) + _SPACE)
+
+
+def _header_text(text: bytes) -> Any:
+    """The JSON alone, behind a length that is right."""
+    return _header(len(text).to_bytes(header.LENGTH_BYTES, "little") + text)
+
+
+def _manifests() -> list[bytes]:
+    digest = hashlib.sha256(b"").hexdigest()
+    tensors = tuple(_TENSORS[1])
+    size = len(_TENSORS[0]) + _SPACE
+    file = manifest.File("weights.safetensors", size, digest, tensors, (digest,) * len(tensors))
+    whole = manifest.Manifest(120, 1, {"epoch": 1, "rates": [0.1, None], "seed": 7}, (file,))
+    least = manifest.Manifest(0, 0, {}, (manifest.File("a.safetensors", 8, digest, (), ()),))
+    return [whole.encoded(), whole.encoded(b"k" * 16), least.encoded()]
+
+
+def _sealed_manifest(data: bytes) -> Any:
+    """With a digest that is right again, so that what it protects is looked at."""
+    body = data.rpartition(b',\n"sha256":')[0]
+    return manifest.parse_manifest(body + b',\n"sha256":"' + hashlib.sha256(body).hexdigest().encode() + b'"\n}\n')
+
+
 _KEYS = tuple(key.encode() for key in verify.KEYS)
 
 TARGETS: dict[str, Target] = {
@@ -160,6 +197,12 @@ TARGETS: dict[str, Target] = {
     "json": Target(lambda data: parse_json(data, "x.json"), _JSONS, json_spans),
     "steps": Target(_steps, _STEPS, _steps_spans),
     "steps sealed": Target(lambda data: _steps(_sealed(data)), _STEPS, _steps_spans),
+    "header": Target(_header, [_TENSORS[0]]),
+    "header text": Target(
+        _header_text, [_TENSORS[0][8:], b'{"__metadata__":{"a":"b"},' + _TENSORS[0][9:]], json_spans, _CHECKPOINT_WORDS
+    ),
+    "manifest": Target(manifest.parse_manifest, _manifests(), json_spans),
+    "manifest sealed": Target(_sealed_manifest, _manifests()[::2], json_spans, _CHECKPOINT_WORDS),
     "hosts": Target(
         _hosts,
         [b"node1,node2:4,10.0.0.7:2", b"h1,h2", b"a.b-c.example.org:1024"],
