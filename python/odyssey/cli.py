@@ -11,6 +11,7 @@ request, 130 interrupted.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import json
 import math
@@ -18,7 +19,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -55,7 +55,7 @@ _world: Any = None  # the communicator once there is one: an error must then end
 # -- settings: what was asked for, complete and checked ---------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Settings:
     """One training run. `None` stands for "whatever the machine or the data set gives"."""
 
@@ -317,12 +317,17 @@ def run(made: Settings) -> None:
     again = os.environ.get("ODYSSEY_REPLAY")
     if made.run_dir is not None and not again:
         os.environ[runs.RUN_DIR] = os.path.realpath(made.run_dir)
-    from odyssey import comm, verify
+    from odyssey import comm, launcher, preflight, verify
     from odyssey.parallel.mesh import Mesh
 
+    preflight.before_mpi(launcher.launched())
     _world = world = comm.world(backend="auto")
     first = world.rank == 0
     with _on_all_ranks():
+        threads = made.threads or max(1, comm.base.cores() // world.local_size)
+        for warning in preflight.at_start(world, dataclasses.asdict(made), threads=threads):
+            if first:
+                print(f"odyssey: {warning}", file=sys.stderr, flush=True)
         mesh = Mesh(made.dp, made.pp, made.tp)
         if verify.Trace.current() is None and not again:  # else the layout is not that of the options
             mesh = mesh.fit(world.size)

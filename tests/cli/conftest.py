@@ -14,7 +14,7 @@ class World:
     """A communicator of one process, or one that pretends to be of several."""
 
     def __init__(self, rank=0, size=1):
-        self.rank, self.size, self.aborted = rank, size, []
+        self.rank, self.size, self.local_size, self.aborted = rank, size, size, []
 
     def abort(self, code):
         self.aborted.append(code)
@@ -94,7 +94,8 @@ def fake(monkeypatch):
         sample_shape, classes = (1, 28, 28), 10
 
     modules = {
-        "comm": types.SimpleNamespace(world=lambda backend: record.world),
+        "comm": types.SimpleNamespace(world=lambda backend: record.world, base=types.SimpleNamespace(cores=lambda: 2)),
+        "preflight": types.SimpleNamespace(before_mpi=lambda found: None, at_start=lambda *a, **k: []),
         "nn": types.SimpleNamespace(models=types.SimpleNamespace(build=record.call("model", "model"))),
         "optim": types.SimpleNamespace(
             SGD=record.call("SGD", "sgd"),
