@@ -433,6 +433,16 @@ def test_a_directory_of_somebody_else_that_all_can_write_is_refused(tmp_path):
         Store(folder)
     with pytest.raises(CheckpointError, match="belongs to user 12345 and everybody may write"):
         Store(folder, owner=False).newest()
+    folder.chmod(0o755)
+    with Store(folder) as store:
+        store.save(snapshot(1))
+        path = store.save(snapshot(2))
+        os.chown(path, 12345, -1)
+        path.chmod(0o777)
+        found, [refused] = store.newest()
+        assert found.step == 1 and refused.reason == "it belongs to user 12345 and everybody may write to it"
+        with pytest.raises(CheckpointError, match="belongs to user 12345"):
+            store.load(path)
 
 
 def _as_nobody(folder: Path, action) -> str:

@@ -74,6 +74,16 @@ def bytes_of(array: np.ndarray) -> memoryview:
     return array.reshape(-1).view(np.uint8).data
 
 
+def check_owner(status: os.stat_result) -> None:
+    """Refuses a directory in which anybody could have put a file, or another one in its place.
+
+    Raises:
+        CheckpointError: everybody may write to it, and it is another user's.
+    """
+    if status.st_mode & stat.S_IWOTH and status.st_uid != os.geteuid():
+        raise CheckpointError(f"it belongs to user {status.st_uid} and everybody may write to it")
+
+
 def threads() -> int:
     """How many threads hash: the cores of this process, at most 4."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -145,6 +155,7 @@ def _opened(path: Path, follow: bool) -> Iterator[int]:
     except OSError as problem:
         raise CheckpointError(_cannot(problem, "the directory")) from problem
     try:
+        check_owner(os.fstat(descriptor))
         yield descriptor
     finally:
         os.close(descriptor)

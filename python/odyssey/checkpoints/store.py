@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import stat
 import threading
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -103,10 +102,12 @@ class Store:
             CheckpointError: the directory cannot be read, or can be written by anybody and is somebody else's.
         """
         try:
-            _check_folder(self.folder)
+            reader.check_owner(os.stat(self.folder))
             found = [name for name in os.listdir(self.folder) if step_of(name) is not None]
         except FileNotFoundError:
             return []
+        except CheckpointError as problem:
+            raise CheckpointError(f"[checkpoint] {self._place}: {problem}; nothing is read from there") from None
         except OSError as problem:
             raise CheckpointError(f"[checkpoint] {self._place} cannot be read: {problem.strerror}") from problem
         return sorted(found, key=lambda name: step_of(name) or 0)
@@ -327,16 +328,6 @@ class Store:
     def _place(self) -> str:
         """The directory, for a message."""
         return printable(str(self.folder))
-
-
-def _check_folder(folder: Path) -> None:
-    """Refuses to read where anybody could have put a checkpoint; `private_directory` says the same to who writes."""
-    status = os.stat(folder)
-    if status.st_mode & stat.S_IWOTH and status.st_uid != os.geteuid():
-        raise CheckpointError(
-            f"[checkpoint] {printable(str(folder))} belongs to user {status.st_uid} and everybody may write to it; "
-            "nothing is read from there"
-        )
 
 
 def _plain(array: Any) -> np.ndarray:
