@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
+from click.testing import CliRunner
 
 from odyssey import replay
+from odyssey.commands.diff import command
 
 COMMAND = ["/usr/bin/python", "-m", "odyssey.train", "--model", "mlp", "--lr", "0.1"]
 
@@ -28,12 +30,12 @@ def test_two_runs_that_are_the_same(launch, make_run, steps):
         ({"taken": False}, "in the taken: True in A, False in B"),
     ],
 )
-def test_the_first_step_that_differs(launch, make_run, steps, changes, said):
+def test_the_first_step_that_differs(tmp_path, make_run, steps, changes, said):
     a, b = make_run("a", steps(30), COMMAND), make_run("b", steps(25, {12: changes, 20: {"loss": 0.0}}), COMMAND)
-    done = launch.python("-m", "odyssey", "diff", a, b, "--json", "out.json")
-    assert done.returncode == 1
-    assert done.stdout == f"the runs part at step 12 of 25 (epoch 2, batch 2), {said}\n"
-    found = json.loads((launch.folder / "out.json").read_text())
+    done = CliRunner().invoke(command, [str(a), str(b), "--json", str(tmp_path / "out.json")])
+    assert done.exit_code == 1
+    assert done.output == f"the runs part at step 12 of 25 (epoch 2, batch 2), {said}\n"
+    found = json.loads((tmp_path / "out.json").read_text())
     assert (found["same"], found["common_steps"], found["step"]) == (False, 25, 12)
     assert found["what"] in said and all(value in said for value in found["values"])
 

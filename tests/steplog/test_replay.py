@@ -9,9 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 from odyssey import replay
-from odyssey.errors import ConfigError, DataError
+from odyssey.commands.replay import command
+from odyssey.errors import ConfigError, DataError, OdysseyError
 from odyssey.files import write_json
 from odyssey.parallel.mesh import Mesh
 from odyssey.replay import REPLAY, Session
@@ -154,10 +156,10 @@ def test_a_damaged_checkpoint_is_passed_over(launch, trained):
         (["--step", "3", "--ranks", "2", "--launcher", "mpirun"], 64, "has no {ranks}"),
     ],
 )
-def test_what_is_refused(launch, make_run, steps, options, code, said):
-    done = launch.python("-m", "odyssey", "replay", make_run("run", steps(5), ["x"]), *options)
-    assert done.returncode == code
-    assert said in done.stderr
+def test_what_is_refused(make_run, steps, options, code, said):
+    done = CliRunner().invoke(command, [str(make_run("run", steps(5), ["x"])), *options])
+    assert isinstance(done.exception, OdysseyError) and done.exception.exit_code == code
+    assert said in str(done.exception)
 
 
 @pytest.mark.parametrize(
@@ -169,17 +171,14 @@ def test_what_is_refused(launch, make_run, steps, options, code, said):
          "ended before step 3"),
     ],
 )  # fmt: skip
-def test_a_command_that_does_not_train(launch, make_run, steps, program, said):
-    run = make_run("run", steps(5), [sys.executable, "-c", program])
-    done = launch.python("-m", "odyssey", "replay", run, "--step", "3")
-    assert done.returncode == 64
-    assert said in done.stderr
+def test_a_command_that_does_not_train(make_run, steps, program, said):
+    with pytest.raises(ConfigError, match=said):
+        replay.replay(make_run("run", steps(5), [sys.executable, "-c", program]), 3)
 
 
-def test_a_command_that_is_not_there(launch, make_run, steps):
-    run = make_run("run", steps(5), ["/no/such/python"])
-    done = launch.python("-m", "odyssey", "replay", run, "--step", "3")
-    assert done.returncode == 64 and "/no/such/python cannot be started" in done.stderr
+def test_a_command_that_is_not_there(make_run, steps):
+    with pytest.raises(ConfigError, match="/no/such/python cannot be started"):
+        replay.replay(make_run("run", steps(5), ["/no/such/python"]), 3)
 
 
 def test_a_command_that_others_could_have_written_is_not_run(launch, make_run, steps):
