@@ -18,7 +18,7 @@ import numpy as np
 
 from odyssey.data.idx import read_idx
 from odyssey.data.sampler import check_integer
-from odyssey.errors import ConfigError, DataError
+from odyssey.errors import ConfigError, DataError, printable
 
 _SHIPPED = Path(__file__).parent / "mnist"
 
@@ -203,8 +203,8 @@ def _find(name: str, train: bool, data_dir: Path | None) -> list[Path]:
     if data_dir is None:
         return _find_shipped(name, wanted)
     root = Path(data_dir)
-    if not root.is_dir():
-        raise DataError(f"--data-dir {root} is not a folder; give one that holds the files of {name}")
+    if not os.path.isdir(root):  # False as well for a name that no file can have
+        raise DataError(f"--data-dir {printable(str(root), limit=200)} is not a folder; give one that holds the files of {name}")
     best: list[Path | None] = [None] * len(wanted)
     for folder in info.folders:
         found = [_in_folder(root / folder, file) for file in wanted]
@@ -237,7 +237,7 @@ def _find_shipped(name: str, wanted: tuple[str, ...]) -> list[Path]:
 
 def _in_folder(folder: Path, file: str) -> Path | None:
     for candidate in (folder / file, folder / f"{file}.gz"):
-        if candidate.is_file():
+        if os.path.isfile(candidate):
             return candidate
     return None
 

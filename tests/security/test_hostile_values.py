@@ -1,0 +1,154 @@
+"""Values that would be commands where they met a shell (S6, S7): each is refused or stays a text.
+
+Nothing is run and no file is made, through the configuration file, the command line, names of hosts and layouts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from odyssey.errors import ConfigError, OdysseyError
+from odyssey.launch.hosts import parse_hostfile, parse_hosts
+
+HOSTILE = {
+    "substitution": "$(touch x)",
+    "backticks": "`touch x`",
+    "semicolon": ";touch x",
+    "pipe": "|touch x",
+    "and": "&& touch x",
+    "option": "-oProxyCommand=touch x",
+    "newline": "a\ntouch x",
+    "quote": "';touch x;'",
+    "redirection": "a > x",
+    "variable": "${IFS}touch${IFS}x",
+    "format": "%s%n{0}",
+    "escape": "\x1b]0;x\x07",
+    "unicode": "\u202ex\u2028",
+}
+LONG = "A" * 10**6
+TEXT_OPTIONS = ("model", "dataset", "optimizer", "schedule", "device", "reduction", "execution", "precision")
+PATH_OPTIONS = ("data-dir", "json", "save-weights")
+
+
+@pytest.fixture
+def nothing_is_made(tmp_path, monkeypatch):
+    """The current directory, which must be as it was."""
+    monkeypatch.chdir(tmp_path)
+    before = sorted(os.listdir(tmp_path))
+    yield tmp_path
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+@pytest.fixture
+def no_process(monkeypatch):
+    """Nothing may be started."""
+
+    def started(*arguments, **_):
+        raise AssertionError(f"started {arguments}")
+
+    for where, name in ((subprocess, "Popen"), (os, "system"), (os, "popen"), (os, "execve"), (os, "posix_spawn")):
+        monkeypatch.setattr(where, name, started)
+
+
+def train(monkeypatch, capsys, *arguments):
+    """The exit code of `odyssey train` in this process, and what it said; a defect would be 70."""
+    from odyssey import cli
+
+    monkeypatch.setattr(
+        cli, "run", lambda made: (_ for _ in ()).throw(ConfigError(f"[train] accepted {made.data_dir}"))
+    )
+    with pytest.raises(SystemExit) as end:
+        cli.main(["train", *arguments])
+    return end.value.code, capsys.readouterr().err
+
+
+def check(code, said):
+    assert code in (64, 65), said
+    assert said.count("\n") == 1 and said.endswith("\n")
+    assert said[:-1].isprintable() and len(said) < 5000
+
+
+@pytest.mark.parametrize("value", HOSTILE.values(), ids=HOSTILE)
+@pytest.mark.parametrize("option", TEXT_OPTIONS)
+def test_texts_of_the_configuration(value, option, nothing_is_made, no_process, monkeypatch, capsys):
+    (nothing_is_made.parent / "run.toml").write_text(f"{option} = {json.dumps(value)}\n")
+    code, said = train(monkeypatch, capsys, "--config", str(nothing_is_made.parent / "run.toml"))
+    check(code, said)
+    assert "accepted" not in said
+
+
+@pytest.mark.parametrize("value", HOSTILE.values(), ids=HOSTILE)
+@pytest.mark.parametrize("option", TEXT_OPTIONS)
+def test_texts_of_the_command_line(value, option, nothing_is_made, no_process, monkeypatch, capsys):
+    code, said = train(monkeypatch, capsys, f"--{option}={value}")
+    check(code, said)
+    assert "accepted" not in said
+
+
+@pytest.mark.parametrize("value", HOSTILE.values(), ids=HOSTILE)
+def test_a_path_is_a_path(value, nothing_is_made, no_process, monkeypatch, capsys):
+    """No expansion: it is the name of a file, shown without what acts on a terminal."""
+    code, said = train(monkeypatch, capsys, f"--data-dir={value}")
+    check(code, said)
+    assert "accepted" in said
+
+
+@pytest.mark.parametrize("option", TEXT_OPTIONS + PATH_OPTIONS)
+def test_nul_and_a_million_characters(option, nothing_is_made, no_process, monkeypatch, capsys):
+    config = nothing_is_made.parent / "run.toml"
+    for text in (
+        f'{option} = "a\\u0000b"\n',
+        f'{option} = "{LONG}"\n',
+        f'{option} = "{LONG[:5000]}"\n',
+        f"{LONG} = 1\n",
+    ):
+        config.write_text(text)
+        check(*train(monkeypatch, capsys, "--config", str(config)))
+    if option in TEXT_OPTIONS:
+        check(*train(monkeypatch, capsys, f"--{option}={LONG}"))
+
+
+@pytest.mark.parametrize("option", PATH_OPTIONS)
+def test_a_path_of_the_configuration_that_cannot_be(option, nothing_is_made, tmp_path, monkeypatch):
+    """Through the whole command: a name of 4000 characters is an error of its own, no traceback."""
+    config = tmp_path.parent / "run.toml"
+    config.write_text(f'{option} = "{LONG[:4000]}"\nsteps = 1\nno-progress = true\n')
+    done = subprocess.run(
+        [sys.executable, "-m", "odyssey.train", "--config", config], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode in (64, 65, 73), done.stderr
+    assert "Traceback" not in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("text", ["epochs = 99999999999999999999", "lr = 1e999", "seed = -1", "lr = nan", "lr = 0"])
+def test_numbers_out_of_range(text, nothing_is_made, monkeypatch, capsys):
+    (nothing_is_made.parent / "run.toml").write_text(text)
+    code, said = train(monkeypatch, capsys, "--config", str(nothing_is_made.parent / "run.toml"))
+    check(code, said)
+    assert "accepted" not in said
+
+
+@pytest.mark.parametrize(
+    "value", [*HOSTILE.values(), "a\0b", LONG, "", "-", "a b", "a..b", "é"], ids=lambda v: ascii(v)[:20]
+)
+def test_names_of_hosts(value, tmp_path):
+    file = tmp_path / "hosts"
+    file.write_text(f"good\n{value}x y\n")
+    for parse, given in ((parse_hosts, value), (parse_hosts, f"good,{value}"), (parse_hostfile, file)):
+        with pytest.raises(OdysseyError) as refused:
+            parse(given)
+        assert str(refused.value).isprintable() and len(str(refused.value)) < 1000
+
+
+@pytest.mark.parametrize("value", [*HOSTILE.values(), LONG[:100_000]], ids=[*HOSTILE, "long"])
+def test_layouts(value, nothing_is_made, launch):
+    done = launch.python("-m", "odyssey", "verify", f"--layouts={value}", "--steps", "1", timeout=60)
+    assert done.returncode == 64, done.stderr
+    assert done.stderr[:-1].isprintable() and len(done.stderr) < 5000
+    assert not (Path(launch.folder) / "x").exists()
