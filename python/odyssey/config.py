@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
+from pathlib import Path
 from typing import Any
 
 from .comm import BACKENDS
@@ -17,16 +18,12 @@ from .nn import Module
 from .optim import Optimizer
 
 # What stands in other platforms' configurations and is done in another way here, or not yet.
-_WEIGHTS_ONLY = "this version writes weights, not checkpoints to resume from: use trainer.save_weights(path)"
 _INSTEAD = {
     "deepspeed_config": "use zero_stage=1, 2 or 3",
     "device_ids": "leave it out: the ranks decide",
     "bucket_cap_mb": "use bucket_size_mb",
     "num_workers": "leave it out: the DataLoader reads ahead by itself (prefetch=)",
     "pin_memory": "leave it out",
-    "checkpoint_dir": _WEIGHTS_ONLY,
-    "checkpoint_frequency": _WEIGHTS_ONLY,
-    "resume_from_checkpoint": _WEIGHTS_ONLY + " and load_state_dict()",
     "mlflow_tracking": "log history.records, which fit() returns",
     "tensorboard": "log history.records, which fit() returns",
     "tensorboard_dir": "log history.records, which fit() returns",
@@ -51,6 +48,9 @@ _DEFAULTS: dict[str, Any] = {
     "bucket_size_mb": 25.0,
     "zero_stage": 0,
     "seed": 0,
+    "checkpoint_dir": None,
+    "checkpoint_frequency": 1,
+    "resume_from_checkpoint": True,
 }
 
 
@@ -63,6 +63,9 @@ class DistributedConfig:
         gradient_accumulation_steps: batches per optimizer step. gradient_clipping: largest global norm.
         mixed_precision: True or "fp16" (with loss scaling: scaler_init_scale, scaler_growth_interval), "bf16", False.
         communication_backend: "auto", "mpi", "shm", "gloo" or "local". bucket_size_mb. zero_stage: 0 to 3. seed.
+        checkpoint_dir: where checkpoints go; none by default. checkpoint_frequency: epochs from one to the next.
+        resume_from_checkpoint: True: from the newest valid one, if there is one; a path: from that; False: refuse a
+            directory that has some.
         find_unused_parameters: either; unused parameters count as zero and are named, which costs nothing.
 
     Raises:
@@ -86,6 +89,9 @@ class DistributedConfig:
     scaler_init_scale: float
     scaler_growth_interval: int
     seed: int
+    checkpoint_dir: str | Path | None
+    checkpoint_frequency: int
+    resume_from_checkpoint: bool | str | Path
 
     def __init__(self, **settings: Any) -> None:
         for key, value in settings.items():
@@ -116,8 +122,12 @@ class DistributedConfig:
         for key in ("num_gpus", "num_nodes", "gpus_per_node"):
             if getattr(self, key) is not None:
                 check_integer(f"[config] {key}", getattr(self, key), 1)
-        for key in ("batch_size", "epochs", "gradient_accumulation_steps", "scaler_growth_interval"):
+        counts = ("batch_size", "epochs", "gradient_accumulation_steps", "scaler_growth_interval")
+        for key in (*counts, "checkpoint_frequency"):
             check_integer(f"[config] {key}", getattr(self, key), 1)
+        for key, kinds in (("checkpoint_dir", (str, Path, type(None))), ("resume_from_checkpoint", (bool, str, Path))):
+            if not isinstance(getattr(self, key), kinds):
+                raise ConfigError(f"[config] {key} is {getattr(self, key)!r}; give a path")
         check_integer("[config] zero_stage", self.zero_stage, 0, 3)
         check_integer("[config] seed", self.seed, 0, 2**63 - 1)
         for key in ("learning_rate", "gradient_clipping", "bucket_size_mb"):
@@ -175,6 +185,15 @@ class DistributedConfig:
             "zero": self.zero_stage,
             "seed": self.seed,
         }
+
+    def fit_options(self) -> dict[str, Any]:
+        """Keywords of DistributedTrainer.fit()."""
+        resume = self.resume_from_checkpoint
+        options: dict[str, Any] = {"epochs": self.epochs}
+        if self.checkpoint_dir is not None:
+            options |= {"checkpoint_dir": self.checkpoint_dir, "checkpoint_epochs": self.checkpoint_frequency}
+            options["resume"] = {True: "auto", False: "never"}[resume] if isinstance(resume, bool) else resume
+        return options
 
     def trainer(self, model: Module, optimizer: Optimizer, **more: Any) -> Any:
         """A DistributedTrainer with these settings, on the ranks that are running; `more` goes before them.

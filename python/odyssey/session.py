@@ -48,7 +48,7 @@ class Saving:
 
     Args:
         folder: the directory; None makes none, unless the process belongs to a run, which has one.
-        every: optimizer steps from one to the next; None: at the end of each epoch.
+        every: optimizer steps from one to the next; None: at the end of every `epochs`-th epoch.
         keep: the newest so many stay.
         resume: "auto": from the newest that is valid, if there is one; "never": refuses a directory that has some;
             a path: from this checkpoint, or from the newest of this directory, which must be there.
@@ -58,11 +58,13 @@ class Saving:
     every: int | None = None
     keep: int = KEEP
     resume: str | Path = "auto"
+    epochs: int = 1
 
     def __post_init__(self) -> None:
         if self.every is not None:
             check_integer("[checkpoint] checkpoint_every", self.every, 1)
         check_integer("[checkpoint] keep", self.keep, 2)
+        check_integer("[checkpoint] checkpoint_epochs", self.epochs, 1)
 
 
 class Session:
@@ -293,7 +295,7 @@ class Session:
         why = self._requests.agreed(now=True)
         if why is not None and self.cursor.epoch < self.epochs:
             self._stop(why)
-        elif self.saving.every is None and self.cursor.epoch < self.epochs:
+        elif self.saving.every is None and self.cursor.epoch % self.saving.epochs == 0:
             self._save()
 
     def _stop(self, why: str) -> None:

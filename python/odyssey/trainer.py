@@ -518,6 +518,7 @@ class DistributedTrainer:
         *,
         checkpoint_dir: str | Path | None = None,
         checkpoint_every: int | None = None,
+        checkpoint_epochs: int = 1,
         keep: int = KEEP,
         resume: str | Path = "auto",
     ) -> History:
@@ -532,7 +533,8 @@ class DistributedTrainer:
                 that is the same on all ranks, and the same whenever it is iterated if training is to be resumed.
             val_loader: evaluated after each epoch, if given.
             checkpoint_dir: where checkpoints go; default: none, or those of the run that this process belongs to.
-            checkpoint_every: steps from one to the next; default: at the end of each epoch.
+            checkpoint_every: steps from one to the next; default: at the ends of epochs.
+            checkpoint_epochs: epochs from one to the next, without checkpoint_every.
             keep: the newest so many stay, at least 2.
             resume: "auto": from the newest valid one, if there is one; "never": refuse a directory that has some;
                 or the path of a checkpoint.
@@ -546,7 +548,9 @@ class DistributedTrainer:
             OutputError: the last checkpoint could not be written.
             Stopped: the training was asked to stop; it can go on from its last checkpoint.
         """
-        saving = Saving(None if checkpoint_dir is None else Path(checkpoint_dir), checkpoint_every, keep, resume)
+        saving = Saving(
+            None if checkpoint_dir is None else Path(checkpoint_dir), checkpoint_every, keep, resume, checkpoint_epochs
+        )
         if epochs < 1:
             raise ConfigError(f"[train] epochs is {epochs}; it must be at least 1")
         if steps is not None and steps < 1:

@@ -236,3 +236,18 @@ def test_a_signal_to_the_launcher_stops_all_ranks(launch, plain):
     newest = sorted(folder.glob("step_*"))[-1]
     assert f"checkpoint {newest.name} is written" in said
     assert json.loads((newest / "manifest.json").read_text())
+
+
+def test_a_configuration_under_other_names(tmp_path):
+    from odyssey.config import DistributedConfig
+
+    config = DistributedConfig(checkpoint_dir=tmp_path, checkpoint_frequency=2, epochs=3, resume_from_checkpoint=False)
+    first = trainer()
+    interrupt(first, 14)  # in the third epoch of five steps
+    with pytest.raises(Interrupted):
+        first.fit(loader(), **config.fit_options())
+    assert [p.name for p in tmp_path.glob("step_*")] == ["step_00000010"]
+    with pytest.raises(ConfigError, match="resume is 'never'"):
+        trainer().fit(loader(), **config.fit_options())
+    config.resume_from_checkpoint = str(tmp_path / "step_00000010")
+    assert trainer().fit(loader(), **config.fit_options()).steps == 15
