@@ -231,6 +231,9 @@ def shipped_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for file in SHIPPED.glob("t10k*.gz"):
         shutil.copy(file, copy)
     monkeypatch.setattr(datasets, "_SHIPPED", copy)
+    empty = tmp_path / "cache"
+    empty.write_bytes(b"")  # a file: nothing that was unpacked before can be there, or be kept
+    monkeypatch.setenv("ODYSSEY_CACHE_DIR", str(empty))
     return copy
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from odyssey.data import read_idx
+from odyssey.data.idx import read_unpacked
 from odyssey.errors import DataError
 
 VALUES = np.arange(2 * 3 * 4, dtype=np.uint8).reshape(2, 3, 4)
@@ -154,3 +155,23 @@ def test_digest_may_be_upper_case(tmp_path: Path) -> None:
     content = idx_bytes(VALUES)
     path = write(tmp_path / "a", content)
     assert read_idx(path, sha256=hashlib.sha256(content).hexdigest().upper()).shape == (2, 3, 4)
+
+
+def test_what_was_unpacked_is_kept_and_checked(tmp_path):
+    values = np.arange(24, dtype=np.uint8).reshape(2, 3, 4)
+    raw = bytes((0, 0, 8, 3)) + b"".join(n.to_bytes(4, "big") for n in values.shape) + values.tobytes()
+    digest = hashlib.sha256(raw).hexdigest()
+    path, cache = tmp_path / "x.gz", tmp_path / "cache"
+    path.write_bytes(gzip.compress(raw))
+    kept = cache / f"{digest}.idx"
+    for damage in (None, lambda: kept.write_bytes(raw[:-1]), lambda: kept.write_bytes(raw[:-1] + b"\0"), kept.unlink):
+        if damage is not None:
+            damage()
+        np.testing.assert_array_equal(read_unpacked(path, cache, ndim=3, sha256=digest), values)
+        assert kept.read_bytes() == raw
+    path.unlink()
+    np.testing.assert_array_equal(read_unpacked(path, cache, ndim=3, sha256=digest), values)
+    path.write_bytes(gzip.compress(raw))
+    full = tmp_path / "file"
+    full.write_bytes(b"")
+    np.testing.assert_array_equal(read_unpacked(path, full / "no", ndim=3, sha256=digest), values)

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from odyssey.data.idx import read_idx
+from odyssey.build import cache_dir
+from odyssey.data.idx import read_idx, read_unpacked
 from odyssey.data.sampler import check_integer
 from odyssey.errors import ConfigError, DataError, printable
 
@@ -204,7 +205,9 @@ def _find(name: str, train: bool, data_dir: Path | None) -> list[Path]:
         return _find_shipped(name, wanted)
     root = Path(data_dir)
     if not os.path.isdir(root):  # False as well for a name that no file can have
-        raise DataError(f"--data-dir {printable(str(root), limit=200)} is not a folder; give one that holds the files of {name}")
+        raise DataError(
+            f"--data-dir {printable(str(root), limit=200)} is not a folder; give one that holds the files of {name}"
+        )
     best: list[Path | None] = [None] * len(wanted)
     for folder in info.folders:
         found = [_in_folder(root / folder, file) for file in wanted]
@@ -245,7 +248,10 @@ def _in_folder(folder: Path, file: str) -> Path | None:
 def _read_idx_pair(name: str, train: bool, files: list[Path]) -> tuple[np.ndarray, np.ndarray]:
     shipped = name == "mnist" and all(path.parent.resolve() == _SHIPPED.resolve() for path in files)
     pins = [_MNIST_SHA256[path.name.removesuffix(".gz")] if shipped else None for path in files]
-    images = read_idx(files[0], ndim=3, sha256=pins[0])
+    if shipped and files[0].suffix == ".gz":
+        images = read_unpacked(files[0], cache_dir() / "data", ndim=3, sha256=pins[0])
+    else:
+        images = read_idx(files[0], ndim=3, sha256=pins[0])
     labels = read_idx(files[1], ndim=1, sha256=pins[1])
     shape = DATASETS[name].shape[1:]
     if images.shape[1:] != shape:

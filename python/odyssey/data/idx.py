@@ -1,7 +1,7 @@
 """Strict reader for IDX files, the format of MNIST: a magic number, big-endian sizes, then the values.
 
 It reads unsigned bytes only (type 0x08), plain or gzip, and gives the whole array or an error; it never gives part of a
-file. It does not know any particular data set (see `datasets`), does not download and does not write.
+file. It does not know any particular data set (see `datasets`), and does not download.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from typing import BinaryIO
 
 import numpy as np
 
-from odyssey.errors import DataError
+from odyssey.errors import DataError, OdysseyError
+from odyssey.files import private_directory, write_whole
 
 _UINT8 = 0x08
 _GZIP_MAGIC = b"\x1f\x8b"
@@ -52,6 +53,23 @@ def read_idx(path: Path, *, ndim: int | None = None, sha256: str | None = None) 
         raise DataError(f"{path} does not exist; give the path of an IDX file, plain or .gz") from None
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror or _one_line(error)}); check the path") from None
+
+
+def read_unpacked(path: Path, cache: Path, *, ndim: int, sha256: str) -> np.ndarray:
+    """As `read_idx` with a digest; what was unpacked is kept in `cache` under its digest and read from there next time.
+
+    Unpacking takes four times as long as reading and hashing what was unpacked, and every rank does it at every start.
+    A copy that does not have the digest any more is replaced; where none can be kept it works without.
+    """
+    kept = cache / f"{sha256}.idx"
+    with contextlib.suppress(DataError):
+        return read_idx(kept, ndim=ndim, sha256=sha256)
+    values = read_idx(path, ndim=ndim, sha256=sha256)
+    with contextlib.suppress(OSError, OdysseyError):
+        private_directory(cache)
+        header = bytes((0, 0, _UINT8, values.ndim)) + b"".join(n.to_bytes(4, "big") for n in values.shape)
+        write_whole(kept, lambda file: (file.write(header), file.write(values)))
+    return values
 
 
 def parse_idx(data: bytes, name: str, *, ndim: int | None = None, sha256: str | None = None) -> np.ndarray:
