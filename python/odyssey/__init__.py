@@ -102,3 +102,16 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])
+
+
+def _enter() -> None:
+    """A process that a launcher started as one of several ranks ends as one: watch/entry.py."""
+    from . import launcher
+
+    if launcher.rank() is not None:
+        from .watch import entry
+
+        entry.install()
+
+
+_enter()

@@ -17,7 +17,6 @@ import json
 import math
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -29,12 +28,11 @@ from odyssey.commands import COMMANDS
 from odyssey.commands import FILE as _FILE
 from odyssey.commands import HELP as _HELP
 from odyssey.configfile import read_config
-from odyssey.errors import ConfigError, OdysseyError, OutputError, printable
+from odyssey.errors import LINE, CollectiveError, ConfigError, OdysseyError, OutputError, printable
 from odyssey.placement import SCHEDULES as PIPELINES
 from odyssey.recipes import COMPRESSIONS, DATASETS, LR_SCALINGS, NONFINITE, OPTIMIZERS, RECIPES, REDUCTIONS, SCHEDULES
 
 DIFFERENT, USAGE, DEFECT, INTERRUPTED, BROKEN_PIPE = 1, 64, 70, 130, 141
-LINE = 4000  # characters of an error's line
 STRATEGY = (  # settings that go to the trainer as they are
     "reduction",
     "servers",
@@ -838,77 +836,30 @@ def _run_command(command: click.Command, arguments: Sequence[str] | None, prog_n
         return code if isinstance(code, int) else 0
     except OdysseyError as error:
         line = printable(f"error: {error}", keep="\n\t" if error.lines else "", limit=LINE)
-        return _end(error.exit_code, line, everywhere=getattr(error, "everywhere", False))
+        everywhere = getattr(error, "everywhere", False)
+        return _end(error.exit_code, line, everywhere=everywhere, late=isinstance(error, CollectiveError))
     except click.ClickException as error:
         text = printable(" ".join(error.format_message().split()).rstrip("."), limit=LINE)
         context = getattr(error, "ctx", None)
         name = context.command_path if context else prog_name
         return _end(USAGE, f"error: {text} (see `{name} --help`)", everywhere=True)
     except (click.Abort, KeyboardInterrupt):
-        return _end(INTERRUPTED, "interrupted", everywhere=True)
+        return _end(INTERRUPTED, "interrupted")
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit would fail again
-        return _end(BROKEN_PIPE, None, everywhere=False)
+        return _end(BROKEN_PIPE, None)
     except Exception as error:
         import traceback
 
-        sys.stderr.write(printable(traceback.format_exc(), keep="\n\t"))
-        return _end(DEFECT, printable(f"defect: {type(error).__name__}: {error}", limit=LINE), everywhere=False)
+        text = printable(traceback.format_exc(), keep="\n\t")
+        return _end(DEFECT, printable(f"defect: {type(error).__name__}: {error}", limit=LINE), text=text)
 
 
-def _end(code: int, line: str | None, *, everywhere: bool) -> int:
-    """Print the line once, or for this rank, and take the other ranks along: they may be waiting for this one."""
-    from odyssey import launcher
+def _end(code: int, line: str | None, *, text: str = "", everywhere: bool = False, late: bool = False) -> int:
+    """Says what happened and takes the other ranks along, which may be waiting for this one: watch/entry.py."""
+    from odyssey.watch import entry
 
-    launched = launcher.rank()
-    rank = _world.rank if _world is not None else launched or 0
-    several = _world.size > 1 if _world is not None else launched is not None
-    interrupted = code == INTERRUPTED
-    if not everywhere:
-        _say(line, rank if several else None)
-    elif not rank:
-        _say(line, None)
-    elif _world is None or interrupted:
-        time.sleep(0.2)  # rank 0 has the same line; an earlier end of this rank could take it away before it prints
-    if everywhere and not interrupted and _world is not None and several:
-        if _met(_world):
-            return code  # each rank ends by itself
-        if rank:
-            _say(line, rank)  # it was not the same everywhere
-        time.sleep(0.2)  # the others say what happened to them before all are ended
-    world = _world
-    if world is None and several and not everywhere:
-        # The others start MPI and would wait there for this rank: only from inside can it end them.
-        with contextlib.suppress(Exception):
-            from odyssey import comm
-
-            world = comm.world(backend="auto")
-    if world is not None and world.size > 1:
-        world.abort(code)
-    return code
-
-
-def _say(line: str | None, rank: int | None) -> None:
-    """In one write: another rank's end may come between two."""
-    if line is not None:
-        with contextlib.suppress(OSError):
-            sys.stderr.write(f"odyssey: {line}\n" if rank is None else f"odyssey: [rank {rank}] {line}\n")
-            sys.stderr.flush()
-
-
-def _met(world: Any, seconds: float = 3.0) -> bool:
-    """Whether all ranks come to this end; those that do not must be ended."""
-    until = time.monotonic() + seconds
-    try:
-        request = world.barrier_start()
-        while not request.test():
-            if time.monotonic() > until:
-                return False
-            time.sleep(1e-3)
-        request.wait()
-    except Exception:
-        return False  # another rank is in another call
-    return True
+    return entry.end(code, line, text=text, everywhere=everywhere, late=late and not everywhere, world=_world)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ and exits with the code; the library raises it. Anything that is not an `Odyssey
 
 from __future__ import annotations
 
+LINE = 4000  # characters of an error's line
+
 
 class OdysseyError(Exception):
     """Base of every error that is about the user's input or machine, not about a defect.

@@ -52,14 +52,22 @@ def test_a_rank_that_does_not_come_is_named(ends, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("which", ["leaves", "raises"])
-def test_a_rank_that_ends_is_noticed_before_the_deadline(ends, backend, which):
-    done = ends(which, backend, limit=15)
+def test_a_rank_that_ends_is_noticed_before_the_deadline(ends, backend):
+    done = ends("leaves", backend, limit=15)
     assert done.returncode
     found = re.findall(r"after (\d+\.\d) s: \[comm\] (?:rank 2 has ended|a rank has ended)", done.stdout)
     assert found, done.stdout + done.stderr
     assert all(float(seconds) < 6 for seconds in found)
-    assert ("a defect of this rank" in done.stderr) == (which == "raises")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_rank_that_raises_ends_all(ends, backend):
+    done = ends("raises", backend, limit=15)
+    assert done.returncode
+    lines = done.stderr.splitlines()
+    assert lines[0] == "[rank 2] Traceback (most recent call last):"
+    assert "odyssey: [rank 2] defect: ValueError: a defect of this rank" in lines
+    assert done.stderr.count("Traceback") == 1
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -18,6 +18,7 @@ import importlib.util
 
 from .. import launcher, preflight
 from ..errors import ConfigError
+from ..watch import start
 from . import base
 from .base import Communicator, Request
 from .calls import DTYPES, ReduceOp, bfloat16
@@ -65,6 +66,7 @@ def world(backend: str = "auto") -> Communicator:
         return _worlds["auto"]
     if backend not in _worlds:
         _worlds[backend] = Communicator() if backend == "local" else _connect(backend)
+        start.begin(_worlds[backend])
     return _worlds[backend]
 
 

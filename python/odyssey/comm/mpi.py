@@ -23,11 +23,16 @@ import numpy as np
 # device, and is passed over. A user's own choice is kept.
 os.environ.setdefault("OMPI_MCA_osc", "^ucx")
 
+_begun = time.time_ns()
 from mpi4py import MPI  # noqa: E402
 
-from ..errors import CollectiveError
-from .base import Waiting, cores
-from .calls import (
+_started = time.time_ns()
+
+from ..errors import CollectiveError  # noqa: E402
+from ..watch import entry  # noqa: E402
+from ..watch.slot import phase  # noqa: E402
+from .base import Waiting, cores  # noqa: E402
+from .calls import (  # noqa: E402
     PREFIX,
     Call,
     Header,
@@ -40,7 +45,9 @@ from .calls import (
     unpack,
     unpack_letter,
 )
-from .staged import Staged
+from .staged import Staged  # noqa: E402
+
+STARTED = _begun, _started  # ns; between these MPI started, and its launcher made a file for it (watch/start.py)
 
 _OPS = {ReduceOp.SUM: MPI.SUM, ReduceOp.MAX: MPI.MAX, ReduceOp.MIN: MPI.MIN, ReduceOp.PROD: MPI.PROD}
 _NUMBERS = {
@@ -216,6 +223,8 @@ def _abort(code: int) -> None:
             if path.startswith(("/dev/shm/mpich_shm_", "/dev/shm/sm_segment.")):
                 with contextlib.suppress(OSError):
                     os.unlink(path)
+    if entry.hydra_abort(code):
+        time.sleep(1)  # it ends this process
     MPI.COMM_WORLD.Abort(code)
 
 
@@ -333,19 +342,29 @@ class _Exits:
             if comm._queue or comm._broken is not None:
                 sys.stdout.flush()
                 if comm._broken is None:
-                    text = comm._queue[0].describe()
-                    print(f"odyssey: [rank {self.rank}] [comm] ends while {text} is unfinished", file=sys.stderr)
+                    text = f"[comm] ends while {comm._queue[0].describe()} is unfinished"
+                    print(f"odyssey: [rank {self.rank}] {text}", file=sys.stderr)
+                    entry.record(CollectiveError.exit_code, text)
                 sys.stderr.flush()
                 time.sleep(0.5)  # the others say what they have to say, and the launcher reads it, before all is ended
                 _abort(CollectiveError.exit_code)
+        code, why = entry.leaving()
+        phase("end")
+        entry.record(code, why)
         others = [p for p in range(self.size) if p != self.rank]
         notes = np.zeros((self.size, 1), np.uint8)
         requests = [self._alarm.Isend([notes[self.rank], MPI.BYTE], p, 0) for p in others]
         requests += [self._alarm.Irecv([notes[p], MPI.BYTE], p, 0) for p in others]
-        nap = 1e-5
+        nap, patience = 1e-5, time.monotonic() + ALONE_S
         while not MPI.Request.Testall(requests):
+            if code and time.monotonic() > patience:
+                line = f"{why}, and others go on; all are ended"
+                entry.end(code, line, world=self.owner())
             time.sleep(nap)
             nap = min(1.5 * nap, 5e-3)
+
+
+ALONE_S = 0.7  # a rank that ends with an exit code other than 0 waits so long for the others to do the same
 
 
 class Window:

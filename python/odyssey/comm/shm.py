@@ -109,7 +109,7 @@ class ShmCommunicator(Communicator):
             )
         self._queue: deque[_Pending] = deque()
         self._library = native.library()
-        self._signatures: dict[tuple[int, ...], int] = {}
+        self._signatures: dict[tuple[int, ...], tuple[int, str]] = {}
         self._windows: list[mpi.Window] = []
         if of is None:
             self._core_count = self._all_cores()
@@ -254,12 +254,11 @@ class ShmCommunicator(Communicator):
         flags = out.flags
         if not (flags.c_contiguous and flags.writeable):
             return super().all_reduce(array, op, out)
-        signature = self._signatures.get(shape)
-        if signature is None:
-            signature = self._signature(shape)
+        known = self._signatures.get(shape)
+        signature, text = self._signature(shape) if known is None else known
         sequence = self._sequence
         self._sequence = sequence + 1
-        slot.quick(sequence, self._mark[0])
+        slot.quick(sequence, self._mark[0], text)
         begun = time.monotonic_ns()
         state = self._library.shared_all_reduce_at_once(
             self._team_address,
@@ -278,10 +277,12 @@ class ShmCommunicator(Communicator):
             slot.waited(begun)
         return out
 
-    def _signature(self, shape: tuple[int, ...]) -> int:
+    def _signature(self, shape: tuple[int, ...]) -> tuple[int, str]:
+        """Of a sum; and what it is, without the place, which may be another the next time."""
         if len(self._signatures) >= 4096:
             self._signatures.clear()
-        self._signatures[shape] = describe("all_reduce", ("float32", shape, -1, "sum", None), *_site(1))[0]
+        signature, text = describe("all_reduce", ("float32", shape, -1, "sum", None), *_site(1))
+        self._signatures[shape] = signature, text.rpartition(" at ")[0]
         return self._signatures[shape]
 
     def _go_on(self, array: np.ndarray, out: np.ndarray, sequence: int, state: int) -> np.ndarray:

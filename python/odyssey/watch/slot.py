@@ -74,6 +74,7 @@ _q = memoryview(_memory).cast("q")
 _q[_MAGIC], _q[_PHASE], _q[_SINCE], _q[_RANK], _q[_WORLD], _q[_CALL] = MAGIC, CODES["start"], _now(), 0, 1, -1
 _version = 0
 _descriptor = -1
+_quick: Any = None  # the text of the latest call, if `quick` has written it
 
 
 @functools.lru_cache(512)
@@ -128,8 +129,9 @@ _EVERYONE = (0, "all")
 
 def call(sequence: int, text: str, group: tuple[int, str] = _EVERYONE) -> None:
     """A collective call was started: its number in its group, what it is and where it stands in the program."""
-    global _version
+    global _version, _quick
     q = _q
+    _quick = None
     _version += 2
     q[_VERSION] = _version - 1
     q[_CALL] = sequence
@@ -189,10 +191,14 @@ def waited(nanoseconds: int) -> None:
     q[_TIMES + WAIT] += nanoseconds
 
 
-def quick(sequence: int, group: int) -> None:
-    """As `call`, for the shortest calls: the numbers alone."""
+def quick(sequence: int, group: int, text: str) -> None:
+    """As `call`, for the shortest calls: the text is written when it is another object than the last time."""
+    global _quick
     _q[_CALL] = sequence
-    _q[_CALL_GROUP] = group
+    if text is not _quick:
+        _quick = text
+        _q[_CALL_GROUP] = group
+        _text("call", text)
 
 
 def note(text: str) -> None:

@@ -1,0 +1,370 @@
+"""How a rank ends: with a word, with its own exit code, and not alone.
+
+`install` runs when odyssey is imported in a process that an MPI launcher started, in anybody's script. From then on an
+exception, `sys.exit(3)` or Ctrl-C in one rank ends the job, after the first rank to fail has said why; without it the
+others would wait for this rank for ever. A rank dies with the process that started it, and leaves no core file.
+
+What it is not: a way to go on. What ends here is started again by `odyssey launch`, or by nobody.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from .. import launcher, runs
+from ..errors import LINE, CollectiveError, OdysseyError, printable
+from . import slot
+
+DEFECT, INTERRUPTED, HUNG = 70, 130, 77
+MARK = "ODYSSEY_RANK_PROCESS"  # the pid of the rank; its child processes, which inherit it, are no ranks
+
+# Asks for the stacks of all threads. A real-time signal: none of the named ones is free in every MPI.
+STACKS_SIGNAL = getattr(signal, "SIGRTMIN", 0) + 7
+
+_job = ""  # the same on all ranks of a job, and on no other's, once comm.world() is there
+_installed = 0  # pid
+_leaving: tuple[SystemExit, int, str, int] | None = None  # the latest sys.exit: exception, code, line, progress then
+
+
+def install() -> None:
+    """Takes over the ends of this process, if it is one of several ranks; once."""
+    global _installed
+    found = launcher.launched()
+    if found is None:
+        found = launcher.rendezvous()
+    if found is None or (found.size == 1 and runs.Run.current() is None) or _installed == os.getpid():
+        return
+    if os.environ.get(MARK, str(os.getpid())) != str(os.getpid()):
+        return  # a process that a rank has started
+    _installed = os.getpid()
+    os.environ[MARK] = str(_installed)
+    slot.describe(found.rank, found.size, getattr(runs.Run.current(), "attempt", 0))
+    if found.launcher != "env://":  # whose processes a thread may have started that ends before them
+        _die_with_parent()
+    _no_core_files()
+    if not faulthandler.is_enabled():
+        with contextlib.suppress(Exception):  # stderr may be closed, or no file
+            faulthandler.enable()
+    sys.excepthook = _uncaught
+    threading.excepthook = _uncaught_in_thread
+    sys.exit = _exit
+    atexit.register(_leave_before_mpi)
+
+
+def _die_with_parent() -> None:
+    """The kernel kills this process when the launcher's process on this machine is gone (Linux)."""
+    if not sys.platform.startswith("linux"):
+        return
+    import ctypes
+
+    parent = os.getppid()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        os._exit(DEFECT)
+
+
+def _no_core_files() -> None:
+    with contextlib.suppress(ImportError, OSError, ValueError):
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+
+
+# --- what happened ---------------------------------------------------------------------------------------------------
+
+
+def _uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if os.getpid() != _installed:
+        sys.__excepthook__(kind, error, trace)
+        return
+    code, line, text = _told(error, trace)
+    _flush(sys.stdout)
+    code = end(code, line, text=text, everywhere=getattr(error, "everywhere", False), late=_may_follow(error))
+    raise SystemExit(code)  # out of an excepthook: the interpreter ends in order, with this code
+
+
+def _uncaught_in_thread(arguments: Any) -> None:
+    error = arguments.exc_value
+    if os.getpid() != _installed or error is None or isinstance(error, SystemExit):
+        threading.__excepthook__(arguments)
+        return
+    code, line, text = _told(error, arguments.exc_traceback)
+    name = arguments.thread.name if arguments.thread else "?"
+    code = end(code, f"{line} (in thread {name})", text=text, late=_may_follow(error))
+    _flush(sys.stdout)
+    os._exit(code)
+
+
+def _told(error: BaseException, trace: TracebackType | None) -> tuple[int, str, str]:
+    """(exit code, one line, traceback or nothing) of an exception."""
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED, "interrupted", ""
+    if isinstance(error, OdysseyError):
+        return error.exit_code, printable(f"error: {error}", limit=LINE), ""
+    text = printable("".join(traceback.format_exception(type(error), error, trace)), keep="\n\t")
+    return DEFECT, printable(f"defect: {type(error).__name__}: {error}{_where()}", limit=LINE), text
+
+
+def _where() -> str:
+    at = slot.mine()
+    return f" (step {at.step}, {at.phase})" if at.step else ""
+
+
+def _may_follow(error: BaseException) -> bool:
+    """Whether it may be the consequence of what another rank did, which that one says better."""
+    return isinstance(error, CollectiveError) and not getattr(error, "everywhere", False)
+
+
+def _exit(status: Any = None) -> None:
+    """`sys.exit`, remembering what was said and where."""
+    global _leaving
+    error = SystemExit(status)
+    code = 0 if status is None else status if isinstance(status, int) else 1
+    if os.getpid() == _installed and threading.current_thread() is threading.main_thread():
+        caller = sys._getframe(1)
+        file = "/".join(caller.f_code.co_filename.split(os.sep)[-2:])
+        _leaving = error, code & 0xFF, f"sys.exit({status!r}) at {file}:{caller.f_lineno}"[:160], slot.mine().progress
+    raise error
+
+
+def leaving() -> tuple[int, str]:
+    """(exit code, why) with which the interpreter ends, as far as that can be known in an exit handler."""
+    if _leaving is None:
+        return 0, ""
+    error, code, line, progress = _leaving
+    outermost = error.__traceback__.tb_frame if error.__traceback__ else None
+    caught = outermost is not None and outermost.f_back is not None
+    if caught or slot.mine().progress != progress:  # caught, and the program went on
+        return 0, ""
+    return code, line
+
+
+def _leave_before_mpi() -> None:
+    """A rank that ends with a code before there is a world: the others would wait for it when they start MPI."""
+    code, line = leaving()
+    if os.getpid() == _installed and code and _world() is None and not slot.mine().ended:
+        time.sleep(0.2)  # the others may come to the same end, and rank 0 tells it
+        if _first():
+            _say(f"{line}, before the ranks met; all are ended", "", launcher.rank())
+        record(code, line)
+        _flush(sys.stdout)
+        end_before_mpi(code)
+
+
+# --- the end ---------------------------------------------------------------------------------------------------------
+
+
+def named(job: str) -> None:
+    """Gives the job a name that all its ranks know."""
+    global _job
+    _job = job
+
+
+def end(
+    code: int,
+    line: str | None,
+    *,
+    text: str = "",
+    everywhere: bool = False,
+    late: bool = False,
+    world: Any = None,
+) -> int:
+    """Says what happened, if no other rank of this machine did, and ends all ranks. Returns where each ends by itself.
+
+    Args:
+        code: exit code. line: what happened, in one line. text: a traceback that comes before it.
+        everywhere: all ranks come to this end: rank 0 speaks, and each ends by itself.
+        late: it may be the consequence of another rank's end; that one may speak first.
+        world: the communicator, if not the one that `comm.world` has made.
+    """
+    world = _world() if world is None else world
+    launched = launcher.rank()
+    rank = world.rank if world is not None else launched or 0
+    several = world.size > 1 if world is not None else launched is not None
+    if not several:
+        _say(line, text, None)
+        slot.ended(code, line or "")
+        return code
+    if everywhere and code != INTERRUPTED:
+        if not rank:
+            _say(line, text, None)
+        if world is None:
+            time.sleep(0.2 if rank else 0)  # an earlier end of this rank could take rank 0 away before it prints
+            return code
+        if _met(world):
+            record(code, line or "")
+            return code
+        if rank:
+            _say(line, text, rank)  # it was not the same everywhere
+    else:
+        if late:
+            time.sleep(0.25)
+        if _first():
+            _say(line, text, None if code == INTERRUPTED else rank)
+        elif late or code == INTERRUPTED:
+            record(code, line or "", following=True)
+            time.sleep(1.5)  # who spoke ends the job
+        else:
+            time.sleep(0.05)
+    record(code, line or "")
+    time.sleep(0.1)  # the launcher reads what was said before it ends
+    if world is not None:
+        world.abort(code)
+    else:
+        end_before_mpi(code)
+    return code
+
+
+def _first() -> bool:
+    """Whether no other rank of this machine has come here before: a name that only one process can have at a time."""
+    if _held:
+        return True
+    name = f"\0odyssey-end-{os.getuid()}-{_job or os.getppid()}"
+    try:
+        holder = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        holder.bind(name)
+    except OSError:
+        return False
+    _held.append(holder)
+    return True
+
+
+_held: list[socket.socket] = []
+
+
+def _world() -> Any:
+    """The largest world that this process has met, or None. Importing nothing: what is not there was not used."""
+    comm = sys.modules.get("odyssey.comm")
+    worlds = [w for w in getattr(comm, "_worlds", {}).values() if w.size > 1]
+    return worlds[-1] if worlds else None
+
+
+def record(code: int, reason: str, *, following: bool = False) -> None:
+    """Leaves how this rank ended in its slot and, in a run, in RUN/ends/RANK.reason.json."""
+    found = slot.mine()
+    first = not found.ended
+    slot.ended(code, reason)
+    run = runs.Run.current()
+    if run is None or not first:
+        return
+    write_reason(run, found.rank, code, reason, found.step, following=following)
+
+
+def write_reason(run: runs.Run, rank: int, code: int, reason: str, step: int, *, following: bool = False) -> None:
+    """RUN/ends/RANK.reason.json: {"rank", "host", "code", "signal", "step", "reason", "attempt", "following"}."""
+    from ..files import write_json
+
+    value = {
+        "rank": rank,
+        "host": os.uname().nodename,
+        "code": code,
+        "signal": None,
+        "step": step,
+        "reason": reason[:500],
+        "attempt": run.attempt,
+        "following": following,  # it is the consequence of another rank's end
+    }
+    with contextlib.suppress(OSError):
+        Path(run.ends).mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_json(run.ends / f"{rank}.reason.json", value)
+
+
+def _say(line: str | None, text: str, rank: int | None) -> None:
+    """In one write: another rank's end may come between two."""
+    name = "" if rank is None else f"[rank {rank}] "
+    words = [f"{name}{row}\n" for row in text.splitlines()]
+    if line is not None:
+        words.append(f"odyssey: {name}{line}\n")
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        sys.stderr.write("".join(words))
+        sys.stderr.flush()
+
+
+def _flush(file: Any) -> None:
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        file.flush()
+
+
+def _met(world: Any, seconds: float = 3.0) -> bool:
+    """Whether all ranks come to this end; those that do not must be ended."""
+    until = time.monotonic() + seconds
+    try:
+        request = world.barrier_start()
+        while not request.test():
+            if time.monotonic() > until:
+                return False
+            time.sleep(1e-3)
+        request.wait()
+    except Exception:
+        return False  # another rank is in another call
+    return True
+
+
+def hydra_abort(code: int) -> bool:
+    """Asks hydra to end all ranks with this code, without MPI; whether it could be asked.
+
+    The message is one line of PMI-1, as MPI_Abort sends it. Hydra ends a job of which one rank has not started MPI
+    in no other way; and it keeps the exit code and prints nothing, which MPI_Abort does not.
+    """
+    number = os.environ.get("PMI_FD", "")
+    if not (number.isascii() and number.isdigit()) or "MPI_LOCALRANKID" not in os.environ:
+        return False
+    try:
+        os.write(int(number), f"cmd=abort exitcode={code & 0xFF}\n".encode())
+    except OSError:
+        return False
+    return True
+
+
+def end_before_mpi(code: int) -> None:
+    """Ends all ranks from one that has not started MPI, while the others have or will."""
+    found = launcher.launched()
+    if hydra_abort(code):
+        time.sleep(2)
+    elif found is not None and found.launcher == "Open MPI":
+        os._exit(code or DEFECT)  # it ends all for that
+    else:
+        # The others start MPI and would wait there for this rank: only from inside can it end them.
+        with contextlib.suppress(Exception):
+            from odyssey import comm
+
+            comm.world(backend="auto").abort(code)
+
+
+# --- what the watcher asks -------------------------------------------------------------------------------------------
+
+
+def listen() -> None:
+    """Makes this rank ready to dump its stacks when it is asked to, and to end the job with the code it is told."""
+    stacks = -1
+    with contextlib.suppress(AttributeError, OSError, ValueError, RuntimeError):
+        stacks = os.memfd_create("odyssey-stacks")
+        faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True, chain=False)
+    receive, give = os.pipe()
+    slot.arm(stacks, give)
+    threading.Thread(target=_take_orders, args=(receive,), name="odyssey orders", daemon=True).start()
+
+
+def _take_orders(receive: int) -> None:
+    while True:
+        order = os.read(receive, 64).decode(errors="replace").split()
+        if order and order[0].isdigit():
+            break
+    code = int(order[0]) & 0xFF
+    world = _world()
+    if world is not None:
+        world.abort(code)
+    os._exit(code)

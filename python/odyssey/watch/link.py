@@ -1,0 +1,164 @@
+"""Messages between watchers of several machines: JSON lines over TCP, each with a MAC, after both sides have shown
+that they know the job's secret. And the same lines without MACs over a unix socket, where the kernel says who calls.
+
+What it is not: encrypted. Steps, phases and source lines can be read on the way; nothing can be injected or replayed.
+The standard library only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import socket
+from typing import Any
+
+LIMIT = 4 << 20  # bytes of a line, and of what waits to be sent
+NONCE = 32
+_HELLO = b"odyssey watch 1"
+
+
+def mac(key: bytes, *parts: bytes) -> bytes:
+    """HMAC-SHA256 over parts of known lengths."""
+    code = hmac.new(key, digestmod=hashlib.sha256)
+    for part in parts:
+        code.update(len(part).to_bytes(8, "little") + part)
+    return code.digest()
+
+
+class Closed(Exception):
+    """The other side is gone, or did not keep to the protocol."""
+
+
+class Lines:
+    """JSON values over a connected, non-blocking socket. Reading and writing never wait.
+
+    Raises:
+        Closed: from `receive` and `send`.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self.socket = connection
+        self._in = bytearray()
+        self._out = bytearray()
+
+    def fileno(self) -> int:
+        return self.socket.fileno()
+
+    @property
+    def pending(self) -> bool:
+        """Whether bytes wait to be sent."""
+        return bool(self._out)
+
+    def receive(self) -> list[Any]:
+        """What has come."""
+        while True:
+            try:
+                data = self.socket.recv(65536)
+            except BlockingIOError:
+                break
+            except OSError as problem:
+                raise Closed(str(problem)) from None
+            if not data:
+                if b"\n" in self._in:
+                    break
+                raise Closed("closed")
+            self._in += data
+            if len(self._in) > LIMIT:
+                raise Closed("a line is too long")
+            if len(data) < 65536:
+                break
+        *lines, rest = self._in.split(b"\n")
+        self._in = bytearray(rest)
+        return [self._parse(self._checked(bytes(line))) for line in lines]
+
+    def send(self, value: Any) -> None:
+        """Sends a value, or as much of it as the other side takes now."""
+        self._put(json.dumps(value, separators=(",", ":")).encode())
+
+    def _put(self, data: bytes) -> None:
+        self._out += self._sealed(data) + b"\n"
+        if len(self._out) > LIMIT:
+            raise Closed("it does not read")
+        self.flush()
+
+    def flush(self) -> None:
+        try:
+            while self._out:
+                del self._out[: self.socket.send(self._out)]
+        except BlockingIOError:
+            pass
+        except OSError as problem:
+            raise Closed(str(problem)) from None
+
+    def close(self) -> None:
+        self.socket.close()
+
+    def _sealed(self, data: bytes) -> bytes:
+        return data
+
+    def _checked(self, line: bytes) -> bytes:
+        return line
+
+    @staticmethod
+    def _parse(line: bytes) -> Any:
+        if line.count(b"[") + line.count(b"{") > 200_000:
+            raise Closed("it is too nested")
+        try:
+            return json.loads(line)
+        except (ValueError, RecursionError):
+            raise Closed("it is not JSON") from None
+
+
+class Sealed(Lines):
+    """`Lines` between two that share a secret. Usable when `ready`; call `receive` until then.
+
+    Each side sends a nonce, then a MAC over both nonces; from these and the secret come the keys of the lines, one per
+    direction, and each line's MAC covers its number. `role` says what the caller is: "node" or "top".
+    """
+
+    def __init__(self, connection: socket.socket, secret: bytes, *, caller: bool, role: str = "") -> None:
+        super().__init__(connection)
+        self._secret, self._caller, self.role = secret, caller, role
+        self._mine, self._theirs = os.urandom(NONCE).hex().encode(), b""
+        self._sent = self._got = 0
+        self._keys = (b"", b"")
+        self.ready = False
+        super()._put(_HELLO + b" " + self._mine)
+
+    def _sealed(self, data: bytes) -> bytes:
+        if not self._keys[0]:
+            return data
+        self._sent += 1
+        return mac(self._keys[0], self._sent.to_bytes(8, "little"), data).hex().encode() + b" " + data
+
+    def _checked(self, line: bytes) -> bytes:
+        if not self._theirs:
+            hello, _, nonce = line.rpartition(b" ")
+            if hello != _HELLO or len(nonce) != 2 * NONCE or nonce == self._mine:
+                raise Closed("it is no watcher")
+            self._theirs = nonce
+            called = (self._mine, self._theirs) if self._caller else (self._theirs, self._mine)
+            ways = [mac(self._secret, way, *called) for way in (b"from caller", b"from called")]
+            self._keys = (ways[0], ways[1]) if self._caller else (ways[1], ways[0])
+            if self._caller:  # who calls shows first that it knows the secret
+                self.send({"role": self.role})
+            return b"null"
+        code, _, data = line.partition(b" ")
+        wanted = mac(self._keys[1], (self._got + 1).to_bytes(8, "little"), data).hex().encode()
+        if not hmac.compare_digest(code, wanted):
+            raise Closed("it does not know the secret")
+        self._got += 1
+        if not self.ready:
+            self.ready = True
+            if not self._caller:
+                value = self._parse(data)
+                self.role = value.get("role", "") if isinstance(value, dict) else ""
+                self.send({"hello": True})
+            return b"null"
+        return data
+
+    def receive(self) -> list[Any]:
+        return [value for value in super().receive() if value is not None]

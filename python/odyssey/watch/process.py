@@ -1,0 +1,203 @@
+"""One rank on this machine, as the watcher sees it: its slot, its process, its stacks; and what can be done to it.
+
+What it is not: a decision (judge.py). The standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections import deque
+
+from . import slot
+from .judge import WINDOW, Seen
+
+STACKS_SIGNAL = getattr(signal, "SIGRTMIN", 0) + 7  # as in entry.py
+STACKS_LIMIT = 256 << 10  # bytes of one rank's stacks
+_TICK = os.sysconf("SC_CLK_TCK")
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+SHARED = ("/dev/shm/mpich_shm_", "/dev/shm/sm_segment.")
+
+
+class Watched:
+    """A rank of this machine.
+
+    Attributes:
+        alive: its process is there. files: in shared memory, that MPI made and would leave behind; name -> inode.
+    """
+
+    def __init__(self, rank: int, pid: int, descriptor: int) -> None:
+        self.rank, self.pid = rank, pid
+        self.alive, self.found = True, False
+        self.files: dict[str, int] = {}
+        self.handle = self._slot = self._stacks = self._orders = -1
+        self.last: slot.Slot | None = None
+        self._changed = self._began = time.monotonic()
+        self._cpu: deque[tuple[float, float]] = deque(maxlen=8)  # (when, seconds used)
+        self._samples: deque[tuple[float, int]] = deque(maxlen=12)
+        self._steps: deque[tuple[float, int, int, int]] = deque(maxlen=400)  # (when, step, own ns, of it in data)
+        self._state, self._rss, self._start = "?", 0, None
+        try:
+            self.handle = os.pidfd_open(pid)
+            self._slot = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+            self.last = slot.read(self._slot)
+            self.found = self.last is not None
+        except (OSError, AttributeError, OverflowError):
+            self.alive = self.handle >= 0 or os.path.exists(f"/proc/{pid}/stat")
+        if self.last is not None:
+            for name, flags in (("stacks", os.O_RDONLY), ("orders", os.O_WRONLY | os.O_NONBLOCK)):
+                with contextlib.suppress(OSError, OverflowError):
+                    number = getattr(self.last, name)
+                    opened = os.open(f"/proc/{pid}/fd/{number}", flags | os.O_CLOEXEC) if number > 2 else -1
+                    setattr(self, f"_{name}", opened)
+
+    # --- looking ---
+
+    def look(self, now: float, floor: float) -> Seen:
+        """What it does now. No time is counted from before `floor`, when the watcher itself did not run."""
+        self._look_at_process(now)
+        found = slot.read(self._slot) if self._slot >= 0 else None
+        if found is not None:
+            if self.last is None or found.progress != self.last.progress or found.waiting != self.last.waiting:
+                self._changed = now
+            self.last = found
+        last = self.last
+        if last is None:
+            return Seen(self.rank, pid=self.pid, state=self._state)
+        waited = now - max(last.waiting / 1e9, floor) if last.waiting else 0.0
+        own, own_data = self._own(now, last)
+        return Seen(
+            rank=self.rank,
+            host=last.host,
+            pid=self.pid,
+            state=self._state,
+            step=last.step,
+            samples=last.samples,
+            phase=last.phase,
+            doing=last.doing,
+            call=last.call,
+            call_group=last.call_group,
+            call_text=last.call_text,
+            wait_sequence=last.wait_sequence,
+            wait_group=last.wait_group,
+            wait_text=last.wait_text if last.waiting else "",
+            members=last.members if last.waiting else "",
+            missing=last.missing if last.waiting else "",
+            note=last.note,
+            ended=last.ended,
+            code=last.code,
+            end=last.end,
+            idle=round(now - max(self._changed, floor), 3),
+            waited=round(max(waited, 0.0), 3),
+            cpu=round(self._use(), 3),
+            rss=self._rss,
+            rate=round(self._rate(now, last.samples), 1),
+            own=own,
+            own_data=own_data,
+            times=tuple(round(t / 1e9, 3) for t in self._times(last)),
+        )
+
+    def _look_at_process(self, now: float) -> None:
+        """State, time used and memory out of /proc/PID/stat."""
+        if not self.alive:
+            self._state = "gone"
+            return
+        try:
+            with open(f"/proc/{self.pid}/stat", "rb") as file:
+                words = file.read().rpartition(b")")[2].split()
+            if self._start not in (None, words[19]):
+                raise ProcessLookupError  # the number belongs to another process now
+            self._start = words[19]
+            self._state = words[0].decode()
+            self._cpu.append((now, (int(words[11]) + int(words[12])) / _TICK))
+            self._rss = int(words[21]) * _PAGE
+        except (OSError, IndexError, ValueError):
+            self.alive, self._state = False, "gone"
+
+    def code(self) -> int | None:
+        """The wait status of a process that its parent has not collected yet; None where it is not to be had."""
+        with contextlib.suppress(OSError, IndexError, ValueError), open(f"/proc/{self.pid}/stat", "rb") as file:
+            words = file.read().rpartition(b")")[2].split()
+            if words[0] in (b"Z", b"X"):
+                return int(words[49])
+        return None
+
+    def map_files(self) -> None:
+        """Looks which files of MPI in shared memory it has mapped."""
+        with contextlib.suppress(OSError), open(f"/proc/{self.pid}/maps") as maps:
+            for line in maps:
+                words = line.split(maxsplit=5)
+                if len(words) == 6 and words[5].startswith(SHARED) and words[4].isdigit():
+                    path = words[5].rstrip("\n")
+                    if not path.endswith(" (deleted)"):
+                        self.files[path] = int(words[4])
+
+    def _use(self) -> float:
+        if len(self._cpu) < 2:
+            return 0.0
+        (a, used), (b, more) = self._cpu[0], self._cpu[-1]
+        return (more - used) / (b - a) if b > a else 0.0
+
+    def _rate(self, now: float, samples: int) -> float:
+        self._samples.append((now, samples))
+        (a, few), (b, many) = self._samples[0], self._samples[-1]
+        return max(many - few, 0) / (b - a) if b > a else 0.0
+
+    def _times(self, last: slot.Slot) -> list[int]:
+        """ns in each phase up to now."""
+        times = list(last.times)
+        spent = time.monotonic_ns() - last.since
+        times[slot.WAIT if last.waiting else slot.CODES[last.phase]] += max(spent, 0)
+        return times
+
+    def _own(self, now: float, last: slot.Slot) -> tuple[float, float]:
+        """Seconds per step before any wait, and of these in data, over the last WINDOW steps or the last second."""
+        if not self._steps or self._steps[-1][1] != last.step:
+            data = last.times[slot.CODES["data"]]
+            self._steps.append((now, last.step, data + last.times[slot.CODES["compute"]], data))
+        end = self._steps[-1]
+        while len(self._steps) > 2 and self._steps[1][1] <= end[1] - WINDOW and self._steps[1][0] <= end[0] - 1:
+            self._steps.popleft()
+        first = self._steps[0]
+        steps = end[1] - first[1]
+        if steps < WINDOW or end[0] - first[0] < 1 or now - end[0] > 60:
+            return 0.0, 0.0
+        return (end[2] - first[2]) / steps / 1e9, (end[3] - first[3]) / steps / 1e9
+
+    # --- acting ---
+
+    def signal(self, number: int) -> bool:
+        """Sends a signal, to this process and no later one of the same number."""
+        try:
+            signal.pidfd_send_signal(self.handle, number)
+        except (OSError, AttributeError):
+            return False
+        return True
+
+    def ask_for_stacks(self) -> int:
+        """Asks for its stacks; where the answer will begin, -1 if there can be none."""
+        if self._stacks < 0 or not self.alive or self._state in ("T", "t"):
+            return -1
+        try:
+            at = os.fstat(self._stacks).st_size
+        except OSError:
+            return -1
+        return at if self.signal(STACKS_SIGNAL) else -1
+
+    def stacks(self, at: int) -> str:
+        """What it has answered from there on; shown as it is, but for control characters."""
+        if at < 0:
+            return ""
+        with contextlib.suppress(OSError):
+            text = os.pread(self._stacks, STACKS_LIMIT, at).decode(errors="replace")
+            return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
+        return ""
+
+    def order(self, code: int) -> bool:
+        """Asks it to end all ranks with this exit code."""
+        try:
+            return self._orders >= 0 and os.write(self._orders, f"{code}\n".encode()) > 0
+        except OSError:
+            return False

@@ -1,0 +1,198 @@
+"""Ranks get to know each other's processes, and one on each machine starts the watcher: called once, by `comm.world`.
+
+What it is not: the watcher. It runs in the ranks, at the start, and everything that goes wrong here is survived: then
+a rank, or a machine, is not watched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import secrets
+import socket
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .. import runs
+from ..errors import ConfigError
+from . import entry, slot
+from .process import SHARED
+
+if TYPE_CHECKING:
+    from ..comm import Communicator
+
+WATCHDOG, HEARTBEAT = "ODYSSEY_WATCHDOG", "ODYSSEY_HEARTBEAT"
+ADDRESSES = 6
+_begun = 0  # pid
+_watcher: subprocess.Popen[bytes] | None = None
+
+
+def seconds(name: str, default: float, *, zero: bool) -> float:
+    """A number of seconds out of the environment.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    text = os.environ.get(name, "")
+    if not text:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (0 < value < 1e9 or (zero and value == 0)):
+        allowed = "0 (off) or above" if zero else "above 0"
+        raise ConfigError(f"[watch] {name}={text[:40]}; it must be a number of seconds, {allowed}")
+    return value
+
+
+def begin(world: Communicator) -> None:
+    """Has this process and its peers watched; once per process, by all ranks of the world.
+
+    Raises:
+        ConfigError: ODYSSEY_WATCHDOG or ODYSSEY_HEARTBEAT is no time.
+    """
+    global _begun
+    run = runs.Run.current()
+    if _begun == os.getpid() or (world.size == 1 and run is None):
+        return
+    _begun = os.getpid()
+    settings = {
+        "watchdog": seconds(WATCHDOG, 60.0, zero=True),
+        "heartbeat": seconds(HEARTBEAT, 5.0, zero=False),
+        "world": world.size,
+        "attempt": run.attempt if run else 0,
+        "run": str(run.path.absolute()) if run else "",
+    }
+    slot.describe(world.rank, world.size, settings["attempt"])
+    descriptor = slot.publish()
+    entry.listen()
+    started = getattr(sys.modules.get("odyssey.comm.mpi"), "STARTED", (0, 0))
+    me = [os.getpid(), descriptor, _node(), *started, *_addresses()]
+    everyone = world.all_gather(np.array(me, np.int64)).tolist()
+    nodes: dict[int, list[int]] = {}
+    for rank, (_, _, node, *_) in enumerate(everyone):
+        nodes.setdefault(node, []).append(rank)
+    secret = np.frombuffer(secrets.token_bytes(32), np.uint8).copy()
+    world.broadcast(secret)
+    entry.named(entry_name(secret))
+    listener, where = None, np.zeros(2, np.int64)
+    if len(nodes) > 1:
+        if world.rank == 0:
+            listener, where = _listen(everyone[0][5:], [everyone[ranks[0]][5:] for ranks in nodes.values()])
+        world.broadcast(where)
+    mine = nodes[everyone[world.rank][2]]
+    if world.rank == mine[0] and descriptor >= 0:
+        settings |= {
+            "ranks": [[rank, everyone[rank][0], everyone[rank][1]] for rank in mine],
+            "nodes": list(nodes.values()),
+            "secret": secret.tobytes().hex(),
+            "main": world.rank == 0,
+            "listen": listener.fileno() if listener else -1,
+            "address": [_text(int(where[0])), int(where[1])] if where[1] else None,
+            "files": _left_behind([everyone[rank][3:5] for rank in mine]),
+        }
+        _start(settings, listener)
+    if listener is not None:
+        listener.close()
+    if slot.mine().phase == "start":
+        slot.phase("compute")  # until somebody says something else
+
+
+def entry_name(secret: np.ndarray) -> str:
+    """A job's public name, of its secret."""
+    import hashlib
+
+    return hashlib.sha256(b"name" + secret.tobytes()).hexdigest()[:16]
+
+
+def _start(settings: dict[str, Any], listener: socket.socket | None) -> None:
+    global _watcher
+    program = Path(__file__).with_name("watcher.py")
+    with contextlib.suppress(OSError):
+        _watcher = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(program)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,  # it outlives the ranks by a moment, also when their process group is killed
+            pass_fds=[listener.fileno()] if listener else [],
+        )
+        assert _watcher.stdin is not None
+        _watcher.stdin.write(json.dumps(settings).encode() + b"\n")
+        _watcher.stdin.close()
+
+
+def _node() -> int:
+    """Names a set of processes that see each other in /proc: machine, and space of process numbers."""
+    import zlib
+
+    text = os.uname().nodename
+    for path in ("/proc/sys/kernel/random/boot_id",):
+        with contextlib.suppress(OSError):
+            text += Path(path).read_text()
+    with contextlib.suppress(OSError):
+        text += str(os.stat("/proc/self/ns/pid").st_ino)
+    return zlib.crc32(text.encode())
+
+
+def _addresses() -> list[int]:
+    """IPv4 addresses of this machine's interfaces, without loopback, as numbers; filled up with zeros."""
+    found = []
+    with contextlib.suppress(ImportError, OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+        import fcntl
+
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                answer = fcntl.ioctl(s.fileno(), 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
+                found.append(int.from_bytes(answer[20:24], "big"))
+    found = [a for a in found if a >> 24 not in (0, 127)]
+    return (found + [0] * ADDRESSES)[:ADDRESSES]
+
+
+def _text(address: int) -> str:
+    return socket.inet_ntoa(address.to_bytes(4, "big"))
+
+
+def _listen(mine: list[int], nodes: list[list[int]]) -> tuple[socket.socket | None, np.ndarray]:
+    """(listening socket, [address, port]) on the one address through which the other machines reach this one."""
+    for theirs in nodes[1:]:
+        for address in theirs:
+            if not address or address in mine:  # such as that of a bridge for containers, the same everywhere
+                continue
+            with contextlib.suppress(OSError):
+                with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+                    s.connect((_text(address), 9))  # sends nothing: asks which way it would go
+                    own = s.getsockname()[0]
+                listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+                listener.bind((own, 0))
+                listener.listen(128)
+                number = int.from_bytes(socket.inet_aton(own), "big")
+                return listener, np.array([number, listener.getsockname()[1]], np.int64)
+    return None, np.zeros(2, np.int64)
+
+
+def _left_behind(started: list[list[int]]) -> list[str]:
+    """Files that MPI leaves behind when a job is aborted: those in shared memory that this process has mapped, and the
+    one that hydra made for the ranks of this machine when the first of them started MPI: between the earliest begin
+    and the earliest end of `started`, in ns. If there are several of that age, none."""
+    import tempfile
+
+    found = []
+    with contextlib.suppress(OSError), open("/proc/self/maps") as maps:
+        found = [line.split()[-1] for line in maps if SHARED[0] in line or SHARED[1] in line]
+    first, last = (min(times) for times in zip(*started, strict=True))
+    made = []
+    with contextlib.suppress(OSError):
+        for path in Path(tempfile.gettempdir()).glob("hydra_hwloc_xmlfile_*") if first else ():
+            with contextlib.suppress(OSError):
+                status = path.lstat()
+                if status.st_uid == os.getuid() and first - 10_000_000 <= status.st_mtime_ns <= last:  # a clock's tick
+                    made.append(str(path))
+    return sorted({*found, *(made if len(made) == 1 else ())})

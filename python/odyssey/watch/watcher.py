@@ -1,0 +1,533 @@
+"""The watcher: a small process on each machine of a job that reads the slots of its ranks four times a second.
+
+It is no thread of a rank, as a rank that is stopped, or that holds the interpreter's lock for ever, cannot watch
+itself. That of rank 0's machine, the main one, hears from the others, says what hangs, ends the job, keeps the
+heartbeat of a run, and answers `odyssey top`. A watcher ends with the last rank of its machine, and leaves nothing.
+
+Started by start.py as `python -I -S watcher.py`, with its settings on stdin; the standard library only. What it is not:
+a part of the training. Nothing that happens to it can hurt the ranks, unless machines lose each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+import time
+from typing import Any
+
+if __name__ == "__main__":  # -I: this package is found by its place alone, behind the standard library
+    sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    from watch import judge, link
+    from watch.process import Watched
+else:
+    from . import judge, link
+    from .process import Watched
+
+TICK = 0.25  # seconds between looks
+BEAT = 0.5  # seconds between messages of machines
+HUNG, LOST, DEFECT = 77, 69, 70
+GRACE = 1.0  # seconds that ranks have for ending the job themselves
+QUIET = 60.0  # seconds between lines about stragglers
+STACKS_S = 0.5  # seconds for answers
+
+
+class Watcher:
+    """See the head of this file. `settings`: as start.py makes them."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self.world, self.limit = int(settings["world"]), float(settings["watchdog"])
+        self.patience = float(settings["heartbeat"])
+        self.run_dir, self.attempt = settings["run"], int(settings["attempt"])
+        self.main, self.secret = bool(settings["main"]), bytes.fromhex(settings["secret"])
+        self.address = settings["address"]
+        self.files = {path: os.lstat(path).st_ino for path in settings["files"] if os.path.lexists(path)}
+        self.ranks = {rank: Watched(rank, pid, slot) for rank, pid, slot in settings["ranks"]}
+        self.nodes = [set(ranks) for ranks in settings["nodes"]]
+        self.host = os.uname().nodename
+        self.seen: dict[int, judge.Seen] = {}
+        self.poll = select.poll()
+        self.floor = self.last_tick = time.monotonic()
+        self.next_beat = self.next_file = self.next_maps = 0.0
+        self.ending: float = 0.0  # when the ranks that are left are killed
+        self.slow: dict[int, int] = {}  # rank -> looks at which it was slow
+        self.next_slow = self.floor + 5
+        self.files_by_handle: dict[int, Any] = {}
+        for watched in self.ranks.values():
+            if watched.handle >= 0:
+                self._listen_to(watched.handle, watched)
+        # Between machines. Of the main one: who has called; of the others: their connection.
+        self.peers: dict[int, link.Lines] = {}
+        self.heard: dict[int, float] = {}  # index of a node -> when it was last heard of
+        self.left: set[int] = set()  # nodes whose ranks have all ended
+        self.answers: dict[int, str] = {}
+        self.listener = self.local = self.up = None
+        self.up_heard = self.next_call = 0.0
+        self.told_unwatched = False
+        if self.main:
+            if settings["listen"] >= 0:
+                self.listener = socket.socket(fileno=settings["listen"])
+                self.listener.setblocking(False)
+                self._listen_to(self.listener.fileno(), self.listener)
+            self._open_local()
+
+    def _listen_to(self, handle: int, what: Any, events: int = select.POLLIN) -> None:
+        self.files_by_handle[handle] = what
+        self.poll.register(handle, events)
+
+    def _forget(self, handle: int) -> None:
+        if self.files_by_handle.pop(handle, None) is not None:
+            with contextlib.suppress(KeyError, OSError):
+                self.poll.unregister(handle)
+
+    def _open_local(self) -> None:
+        """Where `odyssey top` asks: a name that is no file and ends with this process."""
+        try:
+            self.local = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            self.local.bind(f"\0odyssey-watch-{os.getuid()}-{self.ranks[0].pid}")
+            self.local.listen(8)
+            self.local.setblocking(False)
+            self._listen_to(self.local.fileno(), self.local)
+        except (OSError, KeyError):
+            self.local = None
+
+    # --- the loop ---
+
+    def run(self) -> None:
+        """Until all ranks of this machine are gone."""
+        self._write_address()
+        try:
+            self.tick()
+            while any(watched.alive for watched in self.ranks.values()):
+                self.pump(TICK)
+                now = time.monotonic()
+                if now - self.last_tick >= TICK:
+                    self.tick()
+        finally:
+            self._finish()
+
+    def pump(self, seconds: float) -> None:
+        """Takes what comes within some time."""
+        for handle, _ in self.poll.poll(max(int(1000 * seconds), 1)):
+            what = self.files_by_handle.get(handle)
+            if what is None:  # dropped meanwhile
+                continue
+            if isinstance(what, Watched):
+                self._forget(handle)
+                self._gone([what, *self._also_gone()])
+            elif what is self.listener or what is self.local:
+                self._accept(what)
+            elif isinstance(what, link.Lines):
+                self._hear(what)
+
+    def tick(self) -> None:
+        now = time.monotonic()
+        if now - self.last_tick > 2 + 4 * TICK:  # it was stopped, or starved: what it did not see does not count
+            self.floor = now
+            self.up_heard = now if self.up_heard else 0.0
+            self.heard = dict.fromkeys(self.heard, now)
+        self.last_tick = now
+        for rank, watched in self.ranks.items():
+            before = watched.alive
+            self.seen[rank] = watched.look(now, self.floor)
+            if before and not watched.alive and watched.handle < 0:  # no handle told it
+                self._gone([watched])
+        if now >= self.next_maps:
+            self.next_maps = now + 5
+            for watched in self.ranks.values():
+                watched.map_files()
+        if self.main:
+            self._tick_main(now)
+        elif self.address:
+            self._tick_other(now)
+        if self.ending and now >= self.ending:
+            self._kill()
+
+    def _tick_main(self, now: float) -> None:
+        if now >= self.next_beat:
+            self.next_beat = now + BEAT
+            for peer in list(self.peers.values()):
+                if getattr(peer, "role", "") == "node":
+                    self._tell(peer, {"beat": True})
+        if self.run_dir and now >= self.next_file:
+            self.next_file = now + 1
+            self._write_heartbeat()
+        if self.ending:
+            return
+        for node, heard in self.heard.items():
+            if now - heard > self.patience and node not in self.left:
+                self._lost(node, now - heard)
+                return
+        if not self.told_unwatched and len(self.nodes) > 1 and now > self.floor + 4 * self.patience:
+            self.told_unwatched = True
+            away = sorted(r for n, ranks in enumerate(self.nodes) if n and n not in self.heard for r in ranks)
+            if away:
+                say(f"odyssey: [watch] {judge.name(away)} cannot be watched: their machines did not call\n")
+        if self.limit:
+            found = judge.hang(self.seen, self.world, self.limit)
+            if found is not None:
+                self._hang(found)
+                return
+        self._look_for_stragglers(now)
+
+    def _look_for_stragglers(self, now: float) -> None:
+        slow = judge.stragglers(list(self.seen.values()))
+        self.slow = {rank: self.slow.get(rank, 0) + 1 for rank, _, _ in slow}
+        if now < self.next_slow:
+            return
+        for rank, times, where in sorted(slow, key=lambda found: -found[1]):
+            if self.slow[rank] >= 6:  # for longer than a second
+                self.next_slow = now + QUIET
+                say(judge.slow_line(self.seen[rank], times, where))
+                return
+
+    # --- hangs ---
+
+    def _hang(self, found: judge.Hang) -> None:
+        stacks = self._gather_stacks()
+        for rank, watched in self.ranks.items():
+            self.seen[rank] = watched.look(time.monotonic(), self.floor)
+        if judge.hang(self.seen, self.world, self.limit) is None:
+            return  # it went on while the stacks were gathered
+        path = self._write_stacks(stacks)
+        text = judge.paragraph(found, self.seen, stacks, path, self.limit, HUNG)
+        say(text)
+        for rank in found.culprits:
+            self._write_reason(rank, HUNG, f"hang: {judge.about(self.seen[rank], stacks.get(rank, ''))}")
+        self._end(HUNG, avoid=set(found.culprits))
+
+    def _gather_stacks(self) -> dict[int, str]:
+        """The stacks of all ranks that can give any."""
+        starts = {rank: watched.ask_for_stacks() for rank, watched in self.ranks.items()}
+        self.answers = {}
+        for peer in list(self.peers.values()):
+            if getattr(peer, "role", "") == "node":
+                self._tell(peer, {"stacks": True})
+        until = time.monotonic() + STACKS_S
+        while (left := until - time.monotonic()) > 0:
+            self.pump(min(left, 0.05))
+        found = {rank: self.ranks[rank].stacks(at) for rank, at in starts.items()}
+        return {**found, **self.answers}
+
+    def _write_stacks(self, stacks: dict[int, str]) -> str:
+        folder = os.path.join(self.run_dir, "logs", f"attempt-{self.attempt}") if self.run_dir else ""
+        name = "stacks.txt" if folder else f"odyssey-stacks-{self.ranks[0].pid}.txt"
+        parts = []
+        for rank in sorted(self.seen):
+            about = judge.about(self.seen[rank], "")
+            parts.append(f"=== {about}\n{stacks.get(rank) or '(no stacks)'}\n")
+        try:
+            if folder:
+                os.makedirs(folder, mode=0o700, exist_ok=True)
+            path = os.path.join(folder, name)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+            with open(os.open(path, flags, 0o600), "w", errors="replace") as file:
+                file.write("\n".join(parts))
+            return path
+        except OSError:
+            return ""
+
+    # --- ends ---
+
+    def _also_gone(self) -> list[Watched]:
+        """Other ranks of which the kernel says at this moment that they are gone."""
+        found = []
+        for handle, _ in self.poll.poll(0):
+            what = self.files_by_handle.get(handle)
+            if isinstance(what, Watched):
+                self._forget(handle)
+                found.append(what)
+        return found
+
+    def _gone(self, ranks: list[Watched]) -> None:
+        """Some ranks are gone, at the same time as far as can be told."""
+        statuses = {watched.rank: watched.code() for watched in ranks}
+        for watched in ranks:
+            self.seen[watched.rank] = watched.look(time.monotonic(), self.floor)
+            watched.alive = False
+            self.seen[watched.rank] = self.seen[watched.rank]._replace(state="gone")
+        silent = [w.rank for w in ranks if not self.seen[w.rank].ended]
+        known = any(s.ended and s.code for s in self.seen.values())  # somebody has said why the job ends
+        if self.ending or known or not silent or (len(silent) == len(self.ranks) > 1):
+            return
+        now = time.monotonic()
+        silent.sort(key=lambda rank: self.seen[rank].waits)  # who waited was ended with the first, as a rule
+        first, status = self.seen[silent[0]], statuses[silent[0]]
+        how, code = "was killed by a signal, or called os._exit", DEFECT
+        if status is not None and status & 0x7F:
+            number = status & 0x7F
+            how, code = f"was killed by {signal_name(number)}", 128 + number
+        elif status is not None:
+            how, code = f"ended without a word (exit code {status >> 8}: os._exit?)", status >> 8 or DEFECT
+        last = f"; its last call was {first.call}, {first.call_text}" if first.call >= 0 else ""
+        doing = f"waiting in {first.wait_text}" if first.waits else f"in {first.phase}"
+        who = f"rank {first.rank} (pid {first.pid} on {first.host or self.host}, step {first.step}, {doing})"
+        say(f"odyssey: [watch] {who} {how}{last}; all ranks are ended\n")
+        self._write_reason(first.rank, code, f"{how}, {doing}")
+        self.ending = now + GRACE  # as a rule the launcher ends them before
+        if self.up is not None:
+            self._tell(self.up, {"down": code})
+
+    def _end(self, code: int, avoid: set[int]) -> None:
+        """Ends the job: by a rank that can, here or elsewhere; who is left is killed."""
+        self.ending = time.monotonic() + GRACE
+        healthy = [
+            w for rank, w in self.ranks.items() if w.alive and rank not in avoid and self.seen[rank].state != "T"
+        ]
+        asked = [w for w in sorted(healthy, key=lambda w: not self.seen[w.rank].waits) if w.order(code)][:1]
+        for peer in list(self.peers.values()):
+            if getattr(peer, "role", "") == "node":
+                self._tell(peer, {"end": code, "order": not asked})
+
+    def _kill(self) -> None:
+        for watched in self.ranks.values():
+            if watched.alive:
+                watched.signal(signal.SIGKILL)
+
+    def _finish(self) -> None:
+        """The last to leave: what MPI leaves behind in shared memory goes, and what is this watcher's own."""
+        for watched in self.ranks.values():
+            self.files |= watched.files
+        for path, inode in self.files.items():
+            with contextlib.suppress(OSError):
+                status = os.lstat(path)
+                if status.st_ino == inode and status.st_uid == os.getuid():
+                    os.unlink(path)
+        if self.main and self.run_dir:
+            self._write_heartbeat()
+            with contextlib.suppress(OSError):
+                os.unlink(os.path.join(self.run_dir, "watch.json"))
+        for peer in [*self.peers.values(), *([self.up] if self.up else [])]:
+            self._tell(peer, {"bye": True})
+            peer.close()
+
+    # --- files of a run ---
+
+    def _write(self, name: str, value: Any) -> None:
+        """Whole or not at all, but not flushed to the disk: it is old a second later."""
+        path = os.path.join(self.run_dir, name)
+        aside = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.{os.getpid()}.tmp")
+        with contextlib.suppress(OSError):
+            os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+            with open(os.open(aside, flags, 0o600), "w") as file:
+                file.write(json.dumps(value) + "\n")
+            os.replace(aside, path)
+
+    def _write_heartbeat(self) -> None:
+        ranks = [{"rank": s.rank, "step": s.step, "phase": s.doing} for _, s in sorted(self.seen.items())]
+        self._write("heartbeat.json", {"attempt": self.attempt, "time": time.time(), "ranks": ranks})
+
+    def _write_address(self) -> None:
+        if self.main and self.run_dir:
+            secret = self.secret.hex() if self.address else ""
+            value = {"host": self.host, "pid": self.ranks[0].pid, "address": self.address, "secret": secret}
+            self._write("watch.json", value)
+
+    def _write_reason(self, rank: int, code: int, reason: str) -> None:
+        """As `write_reason` in entry.py, for a rank that cannot do it."""
+        if not self.run_dir:
+            return
+        seen = self.seen[rank]
+        number = code - 128 if code > 128 else None
+        value = {"rank": rank, "host": seen.host, "code": code, "signal": number, "step": seen.step}
+        value |= {"reason": reason[:500], "attempt": self.attempt, "following": False}
+        self._write(os.path.join("ends", f"{rank}.reason.json"), value)
+
+    # --- between machines, and `odyssey top` ---
+
+    def _accept(self, listener: Any) -> None:
+        try:
+            connection, _ = listener.accept()
+        except OSError:
+            return
+        if len(self.peers) > 2 * len(self.nodes) + 16:
+            connection.close()
+            return
+        if listener is self.local:
+            credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+            if struct.unpack("3i", credentials)[1] not in (os.getuid(), 0):
+                connection.close()
+                return
+            peer: link.Lines = link.Lines(connection)
+        else:
+            try:
+                peer = link.Sealed(connection, self.secret, caller=False)
+            except link.Closed:
+                connection.close()
+                return
+        self.peers[peer.fileno()] = peer
+        self._listen_to(peer.fileno(), peer)
+
+    def _tell(self, peer: link.Lines, value: Any) -> None:
+        try:
+            peer.send(value)
+        except link.Closed:
+            self._drop(peer)
+
+    def _drop(self, peer: link.Lines) -> None:
+        handle = peer.fileno()
+        self._forget(handle)
+        self.peers.pop(handle, None)
+        if peer is self.up:
+            self.up = None
+        peer.close()
+
+    def _hear(self, peer: link.Lines) -> None:
+        try:
+            values = peer.receive()
+        except link.Closed:
+            self._drop(peer)
+            return
+        for value in values:
+            if isinstance(value, dict):
+                if peer is self.up:
+                    self._from_main(value)
+                elif getattr(peer, "role", "") == "node":
+                    self._from_node(peer, value)
+                elif value.get("look"):
+                    self._tell(peer, self.snapshot())
+
+    def snapshot(self) -> dict[str, Any]:
+        """What `odyssey top` shows."""
+        slow = {rank: [times, where] for rank, times, where in judge.stragglers(list(self.seen.values()))}
+        return {
+            "host": self.host,
+            "pid": self.ranks[0].pid if 0 in self.ranks else 0,
+            "world": self.world,
+            "attempt": self.attempt,
+            "run": self.run_dir,
+            "watchdog": self.limit,
+            "ranks": [brief(s) for _, s in sorted(self.seen.items())],
+            "slow": {str(rank): found for rank, found in slow.items()},
+        }
+
+    # --- the main watcher and the others ---
+
+    def _from_node(self, peer: link.Lines, value: dict[str, Any]) -> None:
+        node = value.get("node")
+        if not isinstance(node, int) or not 0 < node < len(self.nodes):
+            return
+        self.heard[node] = time.monotonic()
+        for item in value.get("seen") if isinstance(value.get("seen"), list) else ():
+            seen = judge.seen_of(item)
+            if seen is not None and seen.rank in self.nodes[node]:
+                self.seen[seen.rank] = seen
+        stacks = value.get("answer")
+        if isinstance(stacks, dict):
+            for rank, text in stacks.items():
+                if rank.isdigit() and int(rank) in self.nodes[node] and isinstance(text, str):
+                    self.answers[int(rank)] = text
+        if value.get("bye"):
+            self.left.add(node)
+        if isinstance(value.get("down"), int) and not self.ending:
+            self.ending = time.monotonic() + GRACE
+
+    def _lost(self, node: int, seconds: float) -> None:
+        ranks = sorted(self.nodes[node])
+        host = next((self.seen[r].host for r in ranks if r in self.seen), "?")
+        say(
+            f"odyssey: [watch] no sign of life from {host} ({judge.name(ranks)}) for {seconds:.0f} s: "
+            "it is dead or cut off; all ranks are ended\n"
+        )
+        for rank in ranks:
+            if rank in self.seen:
+                self._write_reason(rank, LOST, f"no sign of life from {host} for {seconds:.0f} s")
+        self._end(LOST, avoid=set(ranks))
+
+    def _tick_other(self, now: float) -> None:
+        """Of a machine without rank 0: tells the main watcher, and looks whether it is there."""
+        if self.up is None and now >= self.next_call:
+            self.next_call = now + BEAT
+            self._call()
+        up = self.up
+        if up is not None and up.ready and now >= self.next_beat:
+            self.next_beat = now + BEAT
+            ranks = [brief(self.seen[rank]) for rank in self.ranks]
+            self._tell(up, {"node": self._node, "seen": ranks})
+        if self.up_heard and now - self.up_heard > self.patience and not self.ending:
+            say(
+                f"odyssey: [watch] {self.host} is cut off from rank 0's machine for {now - self.up_heard:.0f} s; "
+                f"{judge.name(sorted(self.ranks))} {'is' if len(self.ranks) == 1 else 'are'} ended\n"
+            )
+            for rank in self.ranks:
+                self._write_reason(rank, LOST, f"{self.host} was cut off from rank 0's machine")
+            self.ending = now
+            self._kill()
+
+    @property
+    def _node(self) -> int:
+        return next(n for n, ranks in enumerate(self.nodes) if next(iter(self.ranks)) in ranks)
+
+    def _call(self) -> None:
+        connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        connection.settimeout(0.2)
+        try:
+            connection.connect((self.address[0], int(self.address[1])))
+            self.up = link.Sealed(connection, self.secret, caller=True, role="node")
+        except (OSError, link.Closed):
+            connection.close()
+            return
+        self._listen_to(self.up.fileno(), self.up)
+
+    def _from_main(self, value: dict[str, Any]) -> None:
+        self.up_heard = time.monotonic()
+        if value.get("stacks"):
+            starts = {rank: watched.ask_for_stacks() for rank, watched in self.ranks.items()}
+            time.sleep(0.2)
+            texts = {str(rank): self.ranks[rank].stacks(at)[:65536] for rank, at in starts.items()}
+            if self.up is not None:
+                self._tell(self.up, {"node": self._node, "answer": texts})
+        if isinstance(value.get("end"), int):
+            self.ending = time.monotonic() + GRACE
+            if value.get("order"):
+                for rank in sorted(self.ranks, key=lambda r: not self.seen[r].waits):
+                    if self.seen[rank].state != "T" and self.ranks[rank].order(value["end"] & 0xFF):
+                        break
+        if value.get("bye"):
+            self.up_heard, self.address = 0.0, None  # rank 0's machine has ended in order
+
+
+def brief(seen: judge.Seen) -> dict[str, Any]:
+    """A `Seen` as JSON, without what is as it is when nothing is said."""
+    default = judge.Seen(0)
+    return {k: v for k, v in seen._asdict().items() if k == "rank" or v != getattr(default, k)}
+
+
+def signal_name(number: int) -> str:
+    """SIGKILL of 9."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def say(text: str) -> None:
+    """To stderr, in one write."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write(text)
+        sys.stderr.flush()
+
+
+def main() -> None:
+    """Reads the settings and watches."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGPIPE):
+        signal.signal(number, signal.SIG_IGN)  # meant for the ranks, or for nobody; it ends with them
+    try:
+        settings = json.loads(sys.stdin.readline(16 << 20))
+    except ValueError:  # the rank that started this one is gone already
+        return
+    try:
+        Watcher(settings).run()
+    except Exception as problem:
+        host = os.uname().nodename
+        say(f"odyssey: [watch] defect: the ranks on {host} go on unwatched: {type(problem).__name__}: {problem}\n")
+
+
+if __name__ == "__main__":
+    main()
