@@ -133,9 +133,9 @@ def difference(a: Record, b: Record) -> str | None:
 
 
 def shown(record: Record, what: str) -> str:
-    """One thing that `difference` names, as text that tells all bits."""
+    """One thing that `difference` names, as text that tells all bits; epochs and batches from 1, as people count."""
     if what == "cursor":
-        return f"epoch {record.epoch} batch {record.batch} with {record.samples} samples"
+        return f"epoch {record.epoch + 1} batch {record.batch + 1} with {record.samples} samples"
     value = getattr(record, what)
     if what in ("gradients", "weights"):
         return UNKNOWN if value is None else f"{value:016x}"

@@ -22,7 +22,7 @@ def test_two_runs_that_are_the_same(launch, make_run, steps):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"epoch": 7}, "in the cursor: epoch 1 batch 1 with 64 samples in A, epoch 7 batch 1 with 64 samples in B"),
+        ({"epoch": 7}, "in the cursor: epoch 2 batch 2 with 64 samples in A, epoch 8 batch 2 with 64 samples in B"),
         ({"rate": 0.2}, "in the rate: 0.1 in A, 0.2 in B"),
         ({"loss": 0.25}, f"in the loss: {2.5 / 12!r} in A, 0.25 in B"),
         ({"gradients": 1}, "in the gradients: 0000000000000054 in A, 0000000000000001 in B"),

@@ -101,11 +101,12 @@ def test_a_step_that_comes_out_otherwise(launch, trained):
     run = trained(FLAKY="1")
     done = launch.python("-m", "odyssey", "replay", run, "--step", "9", "--json", "out.json")
     assert done.returncode == 1
-    assert "step 9: DIFFERS; of 4 steps from step_00000005 the first that differs is step 8 already" in done.stdout
+    assert "step 9: DIFFERS, as does step 8, the first that differs from step_00000005 on" in done.stdout
     found = json.loads((launch.folder / "out.json").read_text())
     assert found["first_different_step"] == 8 and found["differing"] == ["loss", "gradients", "weights"]
     done = launch.python("-m", "odyssey", "replay", run, "--step", "8", "--json", "out.json")
     assert done.returncode == 1
+    assert "step 8: DIFFERS; the 2 before it, from step_00000005 on, are the same" in done.stdout
     assert json.loads((launch.folder / "out.json").read_text())["differing"] == ["weights"]
     # from a checkpoint behind the fault there is none any more
     assert launch.python("-m", "odyssey", "replay", run, "--step", "11").returncode == 0

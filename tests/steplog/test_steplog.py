@@ -197,7 +197,7 @@ def test_difference(changes, what):
 
 def test_shown():
     r = record(5)
-    assert steplog.shown(r, "cursor") == "epoch 0 batch 5 with 64 samples"
+    assert steplog.shown(r, "cursor") == "epoch 1 batch 6 with 64 samples"
     assert steplog.shown(r, "loss") == "0.5"
     assert steplog.shown(r, "weights") == "fffffffffffffffb"
     assert steplog.shown(r._replace(gradients=None), "gradients") == "not known"

@@ -68,13 +68,14 @@ def command(
         else:
             said = f"{logged}  same" if logged == replayed else f"{logged} in the log, {replayed} now  DIFFERS"
         click.echo(f"{what:10}{said}")
-    first, start = result.comparison.first, result.checkpoint or "the beginning"
-    n = f"{result.comparison.common} step{'s' if result.comparison.common > 1 else ''}"
+    first, start, n = result.comparison.first, result.checkpoint or "the beginning", result.comparison.common
     if first is None:
-        click.echo(f"step {step}: same bits, in all {n} from {start}")
+        click.echo(f"step {step}: same bits, in all {n} step{'s' if n > 1 else ''} from {start}")
+    elif first[0].step < step:
+        click.echo(f"step {step}: DIFFERS, as does step {first[0].step}, the first that differs from {start} on")
     else:
-        where = f"step {first[0].step}" + ("" if first[0].step == step else f" already, before step {step}")
-        click.echo(f"step {step}: DIFFERS; of {n} from {start} the first that differs is {where}")
+        before = f"; the {n - 1} before it, from {start} on, are the same" if n > 1 else ""
+        click.echo(f"step {step}: DIFFERS{before}")
     if json_file is not None:
         found = {
             "run": str(run),
