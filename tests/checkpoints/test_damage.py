@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from odyssey.checkpoints import CheckpointError, Snapshot, Store, read_key
+from odyssey.checkpoints import CheckpointError, Snapshot, Store, read_key, reader
 from odyssey.checkpoints.header import HEADER_LIMIT, header_length, make_header, parse_header
 from odyssey.checkpoints.manifest import parse_manifest
 from odyssey.errors import ConfigError
@@ -198,8 +198,6 @@ def test_two_damaged_ones_are_both_named(store):
 
 
 def test_one_that_goes_away_while_it_is_read_is_no_damage(store, monkeypatch):
-    from odyssey.checkpoints import reader
-
     load = reader.load
 
     def removed(path, *given):
@@ -210,6 +208,24 @@ def test_one_that_goes_away_while_it_is_read_is_no_damage(store, monkeypatch):
     monkeypatch.setattr(reader, "load", removed)
     found, refusals = store.newest()
     assert found is not None and found.step == 100 and refusals == []
+
+
+def test_one_that_is_replaced_while_it_is_read_is_no_damage(store, monkeypatch):
+    load, replaced = reader.load, []
+
+    def replace(path, *given):
+        if not replaced:
+            replaced.append(path)
+            path.rename(store.folder / "before")
+            with Store(store.folder / "other") as other:
+                other.save(snapshot(120))
+            (store.folder / "other" / path.name).rename(path)
+            raise CheckpointError("optimizer.safetensors is missing")
+        return load(path, *given)
+
+    monkeypatch.setattr(reader, "load", replace)
+    found, refusals = store.newest()
+    assert found is not None and found.step == 120 and refusals == []
 
 
 # --- headers that somebody made ---------------------------------------------------------------------------------------
@@ -295,7 +311,8 @@ def test_a_header_that_ends_early_is_refused(data):
 
 
 def test_too_many_tensors_are_refused():
-    made = header(json.dumps({str(number): entry(shape=[0], offsets=[0, 0]) for number in range(100_001)}))
+    one = json.dumps(entry(shape=[0], offsets=[0, 0]))
+    made = header("{" + ",".join(f'"{number}":{one}' for number in range(100_001)) + "}")
     with pytest.raises(CheckpointError, match="100001 tensors are more than 100000"):
         parse_header(made, len(made))
 

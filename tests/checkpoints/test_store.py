@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import stat
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors import numpy as library
 
-from odyssey.checkpoints import CheckpointError, Snapshot, Store
+from odyssey.checkpoints import CheckpointError, Refused, Snapshot, Store
 from odyssey.checkpoints import lock as locks
 from odyssey.checkpoints import writer as writers
 from odyssey.errors import ConfigError, NumericsError, OutputError
@@ -377,6 +379,37 @@ def test_only_what_is_certainly_left_over_is_removed(tmp_path, name, gone):
     (tmp_path / name / "parameters.safetensors").write_text("half")
     Store(tmp_path, attempt=5).close()
     assert (tmp_path / name).exists() is not gone
+
+
+def test_who_reads_while_another_process_writes_sees_whole_checkpoints_only(tmp_path):
+    """Saved, replaced and removed as fast as it goes."""
+    Store(tmp_path).close()
+    child = os.fork()
+    if child == 0:
+        try:
+            with Store(tmp_path) as store:
+                for step in range(1, 10**6):
+                    store.save(snapshot(step))
+                    store.save(snapshot(step, again=True))
+        finally:
+            os._exit(1)
+    try:
+        reader, seen, until = Store(tmp_path, owner=False), [0], time.monotonic() + 60
+        while len(set(seen)) < 30 and time.monotonic() < until:
+            found, refused = reader.newest()
+            assert refused == []
+            if found is not None:
+                assert found.step >= seen[-1] and same(found, snapshot(found.step, **_again(found)))
+                seen.append(found.step)
+            assert not any(isinstance(one, Refused) for one in reader.verified())
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert len(set(seen)) == 30
+
+
+def _again(found: Snapshot) -> dict:
+    return {"again": True} if "again" in found.values else {}
 
 
 # --- places ---------------------------------------------------------------------------------------------------------

@@ -19,10 +19,11 @@ from ..files import private_directory, read_json
 from ..runs import Run
 from . import reader
 from .lock import Lock, alive
+from .manifest import Manifest
 from .snapshot import Snapshot, check_finite, check_step, plain_values, step_name, step_of
 from .writer import Aside, Planned, host_name, remove, settle
 
-LOOKS = 5  # at a directory whose checkpoints go away while they are read
+LOOKS = 5  # at checkpoints that are removed or replaced while they are read
 
 
 class Refused(NamedTuple):
@@ -119,23 +120,46 @@ class Store:
             CheckpointError: the directory itself cannot be read.
         """
         refused: list[Refused] = []
-        for _ in range(LOOKS):
-            refused, vanished = [], False
+        for look in range(LOOKS):
+            refused = []
             for name in reversed(self.names()):
                 path = self.folder / name
+                before = _identity(path)
                 try:
                     snapshot, _manifest = reader.load(path, self.key)
                 except CheckpointError as problem:
-                    if not os.path.lexists(path):  # an owner removed or replaced it meanwhile
-                        vanished = True
-                        continue
-                    refused.append(Refused(path, str(problem)))
+                    if before is not None and _identity(path) == before:
+                        refused.append(Refused(path, str(problem)))
+                    elif look + 1 < LOOKS:
+                        break  # its owner is at work: there is another by now
                 else:
                     self._valid.add(name)
                     return snapshot, refused
-            if not vanished:
+            else:
                 break
         return None, refused
+
+    def verified(self) -> list[Manifest | Refused]:
+        """Every checkpoint, oldest first: its manifest if every byte is right, or why it is refused.
+
+        In constant memory. One that its owner removes meanwhile is left out.
+
+        Raises:
+            CheckpointError: the directory itself cannot be read.
+        """
+        found: list[Manifest | Refused] = []
+        for name in self.names():
+            path = self.folder / name
+            for _ in range(LOOKS):
+                before = _identity(path)
+                try:
+                    found.append(reader.verify(path, self.key))
+                    break
+                except CheckpointError as problem:
+                    if before is not None and _identity(path) == before:
+                        found.append(Refused(path, str(problem)))
+                        break
+        return found
 
     def load(self, path: Path | str) -> Snapshot:
         """One checkpoint, wherever it is.
@@ -328,6 +352,15 @@ class Store:
     def _place(self) -> str:
         """The directory, for a message."""
         return printable(str(self.folder))
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Which directory has this name now: another one if the checkpoint was replaced, none if it was removed."""
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def _plain(array: Any) -> np.ndarray:

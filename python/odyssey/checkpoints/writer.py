@@ -146,11 +146,16 @@ def remove(path: Path, aside: Aside) -> None:
 
 
 def _discard(path: Path) -> None:
-    """Removes what had a checkpoint's name; that may have been a link or a file."""
+    """Removes what had a checkpoint's name; that may have been a link or a file.
+
+    It is no checkpoint any more: what cannot be removed, such as a file that another machine reads over NFS, stays
+    until the next start.
+    """
     if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
+        shutil.rmtree(path, ignore_errors=True)
     else:
-        path.unlink()
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def _digests(parts: list[memoryview]) -> list[str]:

@@ -34,16 +34,19 @@ def command(path: Path, tensors: bool, as_json: bool, key_file: Path | None) -> 
 
     Every checksum is compared. Exit code 0: all are valid; 65: one is refused, or there is none.
     """
-    from ..checkpoints import Store, read_key
+    from ..checkpoints import Refused, Store, read_key
     from ..checkpoints.manifest import NAME
+    from ..checkpoints.snapshot import step_name
 
     key = None if key_file is None else read_key(key_file)
     if (path / NAME).is_file() or not path.is_dir():
-        found = [_look(path, key, follow=True)]
+        found = [_look(path, key)]
     else:
         folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-        store = Store(folder, owner=False, key=key)
-        found = [_look(folder / name, key, follow=False) for name in store.names()]
+        found = [
+            (one.path, None, one.reason) if isinstance(one, Refused) else (folder / step_name(one.step), one, None)
+            for one in Store(folder, owner=False, key=key).verified()
+        ]
     if as_json:
         click.echo(json.dumps({"path": str(path), "checkpoints": [_plain(*one) for one in found]}, indent=1))
     elif not found:
@@ -61,12 +64,12 @@ def command(path: Path, tensors: bool, as_json: bool, key_file: Path | None) -> 
         raise click.exceptions.Exit(REFUSED)
 
 
-def _look(path: Path, key: bytes | None, follow: bool) -> tuple[Path, Any, str | None]:
+def _look(path: Path, key: bytes | None) -> tuple[Path, Any, str | None]:
     """A checkpoint's manifest, or why it is refused."""
     from ..checkpoints.reader import verify
 
     try:
-        return path, verify(path, key, follow), None
+        return path, verify(path, key, follow=True), None
     except CheckpointError as problem:
         return path, None, str(problem)
 
