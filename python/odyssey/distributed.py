@@ -42,14 +42,18 @@ if TYPE_CHECKING:
     from .config import DistributedConfig
     from .data import DistributedSampler
     from .ddp import DDP, DistributedDataParallel
+    from .launch import DistributedLauncher, LaunchConfig, launch_distributed_training
     from .profiling import PerformanceMonitor, profile_communication
 
 _HOME = {
     "DDP": "ddp",
     "DistributedConfig": "config",
     "DistributedDataParallel": "ddp",
+    "DistributedLauncher": "launch",
     "DistributedSampler": "data",
+    "LaunchConfig": "launch",
     "PerformanceMonitor": "profiling",
+    "launch_distributed_training": "launch",
     "profile_communication": "profiling",
 }
 
@@ -58,7 +62,9 @@ __all__ = [
     "Backend",
     "DistributedConfig",
     "DistributedDataParallel",
+    "DistributedLauncher",
     "DistributedSampler",
+    "LaunchConfig",
     "PerformanceMonitor",
     "ProcessGroup",
     "ReduceOp",
@@ -83,6 +89,7 @@ __all__ = [
     "is_available",
     "is_initialized",
     "isend",
+    "launch_distributed_training",
     "metric_average",
     "new_group",
     "no_sync",

@@ -64,6 +64,12 @@ class DeviceError(OdysseyError):
     exit_code = 69
 
 
+class LaunchError(OdysseyError):
+    """Ranks cannot be started here, or a run was given up."""
+
+    exit_code = 69
+
+
 class OutputError(OdysseyError):
     """A file that was asked for cannot be written."""
 

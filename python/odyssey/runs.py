@@ -5,7 +5,10 @@
         control.json        what somebody asks of the running job: to stop, to go on with another number of ranks
         checkpoints/        step_00000120/ ... (odyssey.checkpoints)
         steps/              what each step did: cursor, loss, fingerprints (odyssey.steplog)
-        ends/               how ranks of the latest attempt ended: 3.json = rank 3
+        heartbeat.json      where the ranks are, written each second while they run
+        ranks/              where ranks of the latest attempt run: 3.json = rank 3
+        ends/               how they ended: 3.json; 3.reason.json is what rank 3 itself had to say
+        launch.lock         held by the launcher that is at work: its host and process
         logs/               attempt-1/: output and stacks
         DONE.json           the run is complete; nothing else says so
 
@@ -84,8 +87,20 @@ class Run(NamedTuple):
         return self.path / "steps"
 
     @property
+    def heartbeat(self) -> Path:
+        return self.path / "heartbeat.json"
+
+    @property
+    def ranks(self) -> Path:
+        return self.path / "ranks"
+
+    @property
     def ends(self) -> Path:
         return self.path / "ends"
+
+    @property
+    def lock(self) -> Path:
+        return self.path / "launch.lock"
 
     @property
     def logs(self) -> Path:

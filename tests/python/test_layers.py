@@ -68,7 +68,10 @@ def test_the_sources_are_found():
     ],
 )
 def test_one_file_knows_each_library(library, files):
-    assert importers(library) == files
+    found = importers(library)
+    if library == "click":  # a command has a file of its own
+        found = {file for file in found if not file.startswith("commands/")}
+    assert found == files
 
 
 def test_only_commands_know_the_command_line():

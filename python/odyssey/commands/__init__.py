@@ -13,7 +13,9 @@ COMMANDS: tuple[str, ...] = (  # names of modules in this package
     "diff",
     "doctor",
     "inspect",
+    "launch",
     "replay",
+    "scale",
 )
 
 HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 120}

@@ -1,0 +1,68 @@
+"""`odyssey launch`: options become a LaunchConfig; the rest is odyssey.launch."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from odyssey.commands import FILE, HELP
+
+
+@click.command("launch", context_settings={**HELP, "ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.option("-n", "--ranks", type=int, default=1, help="Ranks altogether. (default: 1)")
+@click.option("--run-dir", type=FILE, metavar="RUN", help="The run's directory. (default: runs/DATE-TIME-NAME)")
+@click.option("--hosts", metavar="H1,H2:N", help="Machines, and how many ranks each takes. (default: this one)")
+@click.option("--hostfile", type=FILE, metavar="FILE", help="The same from a file, one a line.")
+@click.option(
+    "--launcher",
+    type=click.Choice(["auto", "mpirun", "srun"]),
+    default="auto",
+    help="What starts ranks. (default: auto: srun in a SLURM allocation, else this environment's mpirun)",
+)
+@click.option("--elastic", metavar="MIN:MAX", help="Ranks the run may go on with. (default: always as many)")
+@click.option("--max-restarts", type=int, default=3, help="Restarts without progress in between. (default: 3)")
+@click.option(
+    "--backoff", type=float, default=1.0, help="Seconds before the second of them, then doubled. (default: 1)"
+)
+@click.option("--grace", type=float, default=30.0, help="Seconds that ranks have to stop on request. (default: 30)")
+@click.option(
+    "--watchdog", type=float, help="Seconds without progress that mean a hung rank. (default: the ranks' own)"
+)
+@click.option("--env", multiple=True, metavar="NAME", help="A variable that ranks get too; may be repeated.")
+@click.option("--bind-if", metavar="IF", help="Network interface for MPI. (default: MPI's choice)")
+@click.option("--allow-root", is_flag=True, help="Start as root although others work on this machine.")
+@click.argument("script", metavar="SCRIPT.py|train")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def command(
+    ranks: int,
+    hosts: str | None,
+    hostfile: Path | None,
+    elastic: str | None,
+    script: str,
+    arguments: tuple[str, ...],
+    **given: Any,
+) -> None:
+    """Start ranks of a script and keep the run going: restart after a failure, stop on request with a checkpoint.
+
+    `odyssey launch -n 4 train --epochs 8` trains with four ranks. The same command with the same --run-dir goes on
+    with a run that was stopped. Exit codes: 0 complete, 75 stopped on request, 69 given up, else that of the rank that
+    failed.
+    """
+    from odyssey.errors import ConfigError
+    from odyssey.launch import DistributedLauncher, LaunchConfig
+    from odyssey.launch.config import parse_elastic
+    from odyssey.launch.hosts import parse_hostfile, parse_hosts
+
+    if hosts is not None and hostfile is not None:
+        raise ConfigError("[launch] --hosts and --hostfile are both given; give one")
+    machines = parse_hosts(hosts) if hosts is not None else parse_hostfile(hostfile) if hostfile is not None else ()
+    config = LaunchConfig(
+        nproc_per_node=ranks,
+        hosts=machines,
+        elastic=None if elastic is None else parse_elastic(elastic),
+        **given,
+    )
+    sys.exit(DistributedLauncher(config).launch(script, *arguments))

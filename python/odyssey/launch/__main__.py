@@ -1,0 +1,113 @@
+"""`python -m odyssey.launch`: `odyssey launch` with the options of other launchers, before the script or behind it.
+
+    python -m odyssey.launch --nproc_per_node=4 train.py --epochs 100
+    python -m odyssey.launch train.py --nproc_per_node=4 --nnodes=1 --master_addr=localhost --backend=gloo --epochs 100
+
+Behind the script only the options below are the launcher's, whatever the script would make of them; all else is the
+script's, and after "--" everything is. One command starts the ranks of all nodes (--hosts): it is run once, not once on
+each, so that --node_rank is 0 and --master_addr names this machine.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from ..errors import ConfigError
+
+_BEFORE = ("max_restarts", "hosts", "run_dir")  # before the script only: the names are common
+_EVERYWHERE = ("nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port", "backend")
+_HERE = ("", "localhost", "127.0.0.1")
+
+
+def parse(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Settings of a LaunchConfig, and the script with its arguments.
+
+    Raises:
+        ConfigError: no script, an option of the launcher without a value or with one that is not allowed.
+    """
+    given: dict[str, str] = {}
+    command: list[str] = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if word == "--":
+            command += rest
+            break
+        name, equals, value = word.removeprefix("--").partition("=")
+        name = name.replace("-", "_")
+        if word.startswith("--") and name in (_EVERYWHERE if command else _EVERYWHERE + _BEFORE):
+            if not equals:
+                if not rest:
+                    raise ConfigError(f"[launch] {word} has no value; write {word}=VALUE")
+                value = rest.pop(0)
+            given[name] = value
+        elif not command and word.startswith("-"):
+            allowed = ", ".join(f"--{n}" for n in _EVERYWHERE + _BEFORE)
+            raise ConfigError(f"[launch] {word[:60]!r} before the script is no option; choose from {allowed}")
+        else:
+            command.append(word)
+    if not command:
+        raise ConfigError("[launch] there is no script; write python -m odyssey.launch --nproc_per_node=4 train.py")
+    return _settings(given), command
+
+
+def _settings(given: dict[str, str]) -> dict[str, Any]:
+    from pathlib import Path
+
+    from .hosts import parse_hosts
+
+    out: dict[str, Any] = {}
+    for name, value in given.items():
+        if name == "hosts":
+            out[name] = parse_hosts(value)
+        elif name == "run_dir":
+            out[name] = Path(value)
+        elif name == "backend":
+            out[name] = value
+        elif name == "master_addr":
+            if value not in _HERE:
+                raise ConfigError(
+                    f"[launch] --master_addr={value[:60]!r}: one command starts the ranks of all nodes; run it on one "
+                    "of them with --hosts, and leave --master_addr out"
+                )
+        elif not (value.isascii() and value.isdigit() and len(value) < 8):
+            raise ConfigError(f"[launch] --{name}={value[:60]!r}; a whole number is allowed")
+        elif name == "node_rank":
+            if int(value):
+                raise ConfigError(
+                    f"[launch] --node_rank={value}: one command starts the ranks of all nodes; run it once, with "
+                    "--hosts"
+                )
+        elif name == "master_port":
+            if not 0 < int(value) < 65536:
+                raise ConfigError(f"[launch] --master_port={value}; a port from 1 to 65535 is allowed")
+            out[name] = int(value)
+        else:
+            out[name] = int(value)
+    return out
+
+
+def main() -> NoReturn:
+    """Run the command line of this process."""
+    import click
+
+    from odyssey import cli
+
+    from . import DistributedLauncher, LaunchConfig
+
+    @click.command("launch", context_settings={"ignore_unknown_options": True, "help_option_names": []})
+    @click.argument("words", nargs=-1, type=click.UNPROCESSED)
+    def command(words: tuple[str, ...]) -> None:
+        if words[:1] in (("-h",), ("--help",), ()):
+            click.echo(__doc__)
+            return
+        settings, program = parse(words)
+        sys.exit(DistributedLauncher(LaunchConfig(**settings)).launch(*program))
+
+    cli.main(prog_name="python -m odyssey.launch", command=command)
+
+
+if __name__ == "__main__":
+    main()

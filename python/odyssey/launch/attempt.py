@@ -1,0 +1,313 @@
+"""One attempt: starts mpirun or srun, passes on what ranks print, watches them, and ends all of it.
+
+What ends an attempt: its launcher ends; a rank's keeper writes down a failure; the heartbeat that the ranks' watcher
+writes stops coming; ranks do not start; somebody asks for an end and the ranks do not follow in time. In every case no
+process of the attempt is left on this machine when `run` returns, and what happened is an `Outcome`. What it is not: a
+judge of outcomes (decide.py), or a restart (supervisor.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from .. import runs
+from ..errors import DataError, LaunchError
+from ..files import read_json, write_json
+from . import ends, leftovers
+from .config import LaunchConfig
+from .decide import Outcome
+from .output import Pump
+from .starting import TOKEN
+
+SILENT = 10.0  # seconds without a heartbeat, after there was one, that mean a lost host
+ENDING = 5.0  # seconds that the launcher has to end by itself after its ranks have
+LAST_WORDS = (
+    0.12,
+    1.5,
+)  # seconds of silence after which nothing more is said about a failure; seconds that this may take
+CHORES = 2.0  # seconds after the start, from which on other work does not delay it
+HEARTBEAT_LIMIT = 1 << 22  # bytes
+_STEP = re.compile(r"step_([0-9]{1,18})", re.ASCII)
+
+
+class Attempt:
+    """One start of all ranks.
+
+    Args:
+        config: of the launch. run: directory and number of the attempt. words, environment: what is started, see
+            starting.py. layout: hosts and their ranks.
+        signals: numbers of the signals that the launcher got, in order; others append to it.
+        say: prints a line of the launcher's own. orderly: end the launcher by SIGTERM first; srun then kills the ranks
+            on all nodes. idle: called now and then while the ranks run, for chores that can wait.
+    """
+
+    def __init__(
+        self,
+        config: LaunchConfig,
+        run: runs.Run,
+        words: Sequence[str],
+        environment: Mapping[str, str],
+        ranks: int,
+        layout: tuple[tuple[str, int], ...],
+        signals: list[int],
+        say: Callable[[str], None],
+        orderly: bool = False,
+        idle: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.config, self.run, self.words, self.environment = config, run, list(words), dict(environment)
+        self.ranks, self.layout, self.signals, self.say = ranks, layout, signals, say
+        self.orderly, self.idle = orderly, idle
+        self.token = f"{TOKEN}={self.environment[TOKEN]}"
+        self._handled = 0
+        self._stop: int | None = None
+        self._stop_at = 0.0
+        self._forced = False
+        self._scale: int | None = None
+        self._beat: tuple[int, int] | None = None
+        self._beats: dict[str, Any] = {}
+        self._beat_at: float | None = None
+        self._control: tuple[int, int] | None = None
+        self._seldom = 0.0
+
+    # -- from start to end ------------------------------------------------------------------------
+
+    def __call__(self) -> Outcome:
+        """Runs the attempt until nothing of it is left.
+
+        Raises:
+            LaunchError: it cannot be started.
+        """
+        self.run.logs.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with contextlib.ExitStack() as stack:
+            log = stack.enter_context(open(self.run.logs / "output.log", "ab", opener=_private))
+            try:
+                process = subprocess.Popen(
+                    self.words,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    env=self.environment,
+                    start_new_session=True,
+                )
+            except OSError as problem:
+                raise LaunchError(f"[launch] {self.words[0]} cannot be started: {problem.strerror}") from problem
+            try:
+                pumps = _pumps(process, log)
+                why = self._watch(process, pumps)
+            finally:
+                left = self._end(process)
+            until = time.monotonic() + 0.5
+            while not all(pump.done for pump in pumps) and time.monotonic() < until:
+                if not any([pump() for pump in pumps]):
+                    time.sleep(0.005)
+            process.stdout.close()
+            process.stderr.close()
+        if left:
+            self.say(f"attempt {self.run.attempt}: processes {', '.join(map(str, left))} do not end, even when killed")
+        return self._outcome(why, process.returncode)
+
+    def _watch(self, process: subprocess.Popen[bytes], pumps: list[Pump]) -> dict[str, Any]:
+        """Looks again and again until the attempt is over; what it ended by, as fields of an Outcome."""
+        begun = looked = time.monotonic()
+        failed = quiet = 0.0
+        over: float | None = None
+        started = False
+        while True:
+            self._wait(process, pumps)
+            said = any([pump() for pump in pumps])
+            now = time.monotonic()
+            if now - looked > 2 and self._beat_at is not None:
+                self._beat_at += now - looked  # this process was stopped, not the others
+            looked = now
+            if process.poll() is not None:
+                return {"code": process.returncode}
+            if said:
+                quiet = now
+            started = started or self._all_started()
+            if now - begun > CHORES:
+                self.idle()
+            if self._asked(now):
+                return {}
+            bad, all_over = self._ended()
+            if bad:
+                failed = failed or now
+                if now - max(failed, quiet) >= LAST_WORDS[0] or now - failed >= LAST_WORDS[1]:
+                    return {}
+            elif all_over:
+                over = over or now
+                if now - over > ENDING:
+                    return {}
+            elif not started and now - begun > self.config.start_timeout:
+                return {"late": True}
+            elif self._silence(now) > SILENT:
+                return {"silent": self._silence(now)}
+
+    def _wait(self, process: subprocess.Popen[bytes], pumps: list[Pump]) -> None:
+        """Sleeps until ranks print something, or it is time to look at them."""
+        sources = [pump.source for pump in pumps if not pump.closed]
+        if sources:
+            select.select(sources, [], [], self.config.monitor_interval)
+        else:
+            time.sleep(self.config.monitor_interval)
+
+    def _end(self, process: subprocess.Popen[bytes]) -> list[int]:
+        """Kills what is left; the processes that do not go away."""
+        if process.poll() is None:
+            if self.orderly:
+                process.send_signal(signal.SIGTERM)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(ENDING)
+            process.kill()
+        left = leftovers.kill(self.token)
+        process.wait()
+        return left
+
+    def _outcome(self, why: dict[str, Any], code: int) -> Outcome:
+        fields = {"code": None, **why}
+        if "code" not in why and code is not None and code > 0:
+            fields["code"] = code
+        ranks = self._beats.get("ranks")
+        seen = {}
+        for entry in ranks if isinstance(ranks, list) else ():
+            if isinstance(entry, dict) and type(entry.get("rank")) is int and type(entry.get("step")) is int:
+                seen[entry["rank"]] = entry["step"]
+        checkpoint = newest_step(self.run.checkpoints)
+        ended = ends.ended(self.run.ends, self.run.attempt)
+        steps = [*seen.values(), *(end.step for end in ended.values() if end.step is not None)]
+        steps += [] if checkpoint is None else [checkpoint]
+        return Outcome(
+            self.run.attempt,
+            self.ranks,
+            self.layout,
+            ends.started(self.run.ranks, self.run.attempt),
+            ended,
+            done=self.run.done.exists(),
+            stop=self._stop,
+            forced=self._forced,
+            scale=self._scale,
+            step=max(steps, default=None),
+            checkpoint=checkpoint,
+            seen=seen,
+            **fields,
+        )
+
+    # -- what there is to see ---------------------------------------------------------------------
+
+    def _all_started(self) -> bool:
+        return len(_numbers(self.run.ranks)) >= self.ranks
+
+    def _ended(self) -> tuple[bool, bool]:
+        """Whether a rank has failed, and whether all have ended."""
+        if not _numbers(self.run.ends):
+            return False, False
+        ended = ends.ended(self.run.ends, self.run.attempt)
+        bad = ends.first(ended) is not None
+        return bad, len(ended) >= self.ranks
+
+    def _silence(self, now: float) -> float:
+        """Seconds since the heartbeat changed; 0 before the first, and once rank 0 has ended."""
+        with contextlib.suppress(OSError, DataError):
+            state = os.stat(self.run.heartbeat)
+            if (state.st_ino, state.st_mtime_ns) != self._beat:
+                self._beat = state.st_ino, state.st_mtime_ns
+                found = read_json(self.run.heartbeat, HEARTBEAT_LIMIT)
+                if isinstance(found, dict) and found.get("attempt") == self.run.attempt:
+                    self._beats, self._beat_at = found, now
+        if self._beat_at is None or (self.run.ends / "0.json").exists():
+            return 0.0
+        return now - self._beat_at
+
+    # -- what is asked for ------------------------------------------------------------------------
+
+    def _asked(self, now: float) -> bool:
+        """Hears signals and requests; whether the attempt must be killed for one."""
+        if now - self._seldom > 0.1:
+            self._seldom = now
+            self._requests()
+        while self._handled < len(self.signals):
+            number = self.signals[self._handled]
+            self._handled += 1
+            name = ends.signal_name(number)
+            if self._stop is not None:
+                self._forced = True
+                self.say(f"attempt {self.run.attempt}: {name} again: all ranks are killed")
+                return True
+            self._stop, self._stop_at = number, now
+            if not _numbers(self.run.ranks):
+                self._forced = True
+                return True
+            self.say(
+                f"attempt {self.run.attempt}: {name}: the ranks stop after this step and write a checkpoint "
+                f"(at most {self.config.grace:g} s)"
+            )
+            write_json(self.run.control, {"stop": name, "attempt": self.run.attempt})
+        if self._stop is not None and now - self._stop_at > self.config.grace:
+            self._forced = True
+            return True
+        return False
+
+    def _requests(self) -> None:
+        """Reads the control file when it has changed: `odyssey scale` writes it."""
+        try:
+            found = os.stat(self.run.control)
+        except OSError:
+            return
+        if (found.st_ino, found.st_mtime_ns) == self._control:
+            return
+        self._control = found.st_ino, found.st_mtime_ns
+        with contextlib.suppress(DataError):
+            asked = read_json(self.run.control, 1 << 16)
+            if isinstance(asked, dict) and asked.get("attempt") == self.run.attempt and asked.get("stop") == "scale":
+                ranks = asked.get("ranks")
+                if type(ranks) is int and allowed(self.config, ranks) is None and ranks != self._scale:
+                    self._scale = ranks
+                    self.say(f"attempt {self.run.attempt}: asked to go on with {ranks} rank{'s' * (ranks != 1)}")
+
+
+def allowed(config: LaunchConfig, ranks: int) -> str | None:
+    """Why a run cannot go on with so many ranks, or None if it can."""
+    least, most = config.elastic or (1, 1 << 20)
+    if not least <= ranks <= most:
+        return f"{least} to {most} are allowed" + (" (--elastic)" if config.elastic else "")
+    return None
+
+
+def newest_step(folder: Path) -> int | None:
+    """The step of the newest checkpoint in a folder, by its name: the ranks check whether it is whole."""
+    steps = []
+    with contextlib.suppress(OSError):
+        steps = [int(match[1]) for name in os.listdir(folder) if (match := _STEP.fullmatch(name))]
+    return max(steps, default=None)
+
+
+def _numbers(folder: Path) -> list[str]:
+    """Names of the records in a folder, without those that are being written."""
+    with contextlib.suppress(OSError):
+        return [name for name in os.listdir(folder) if name[:1].isdigit()]
+    return []
+
+
+def _pumps(process: subprocess.Popen[bytes], log: BinaryIO) -> list[Pump]:
+    assert process.stdout is not None and process.stderr is not None
+    targets = []
+    for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
+        try:
+            stream.flush()
+            targets.append(stream.fileno())
+        except (AttributeError, OSError, ValueError):  # a stand-in without a descriptor, as in notebooks
+            targets.append(number)
+    return [Pump(process.stdout.fileno(), targets[0], log), Pump(process.stderr.fileno(), targets[1], log)]
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o600)

@@ -1,0 +1,209 @@
+"""What comes after an attempt: the end, and with which exit code, or another attempt, when, and on how many ranks.
+
+Pure: `Outcome`s and what was before go in, an `Action` and a line for people come out. supervisor.py acts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+from . import ends as ended
+from .config import LaunchConfig
+from .ends import End, Started
+from .hosts import Host, capacity
+
+STOPPED, GAVE_UP, HANG = 75, 69, 77
+LONGEST = 60.0  # seconds between two attempts
+
+#: Exit codes of ranks that another attempt would only repeat: usage, data and numerics, a machine that lacks something,
+#: output that cannot be written, a program that cannot be started, Ctrl-C.
+FINAL = (64, 65, 69, 73, 126, 127, 130)
+
+AGAIN = 2  # failures of one rank, one after the other, after which an elastic run goes on without it
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How an attempt went.
+
+    Attributes:
+        attempt, ranks: its number, how many ranks it had. layout: hosts and their ranks, empty for this machine.
+        started, ended: what the keepers wrote. code: of mpirun or srun; negative: its signal; None: it was killed here.
+        done: the run's record of completion is there.
+        stop: number of the signal by which the launcher was asked to end, None if it was not.
+        forced: it was then killed: no rank ran yet, the time was over, or a second signal came.
+        scale: how many ranks somebody asked for meanwhile.
+        silent: seconds without a sign of life, after which it was killed. late: ranks were not all started in time.
+        lost: hosts that do not answer.
+        step: the last step that anybody is known to have done. checkpoint: step of the newest checkpoint.
+        seen: the last step that each rank was seen at.
+    """
+
+    attempt: int
+    ranks: int
+    layout: tuple[tuple[str, int], ...] = ()
+    started: dict[int, Started] = dataclasses.field(default_factory=dict)
+    ended: dict[int, End] = dataclasses.field(default_factory=dict)
+    code: int | None = None
+    done: bool = False
+    stop: int | None = None
+    forced: bool = False
+    scale: int | None = None
+    silent: float | None = None
+    late: bool = False
+    lost: tuple[str, ...] = ()
+    step: int | None = None
+    checkpoint: int | None = None
+    seen: dict[int, int] = dataclasses.field(default_factory=dict)
+
+
+class Past(NamedTuple):
+    """What decisions remember: the farthest step, restarts since it was reached, and how the last attempts failed."""
+
+    step: int = -1
+    restarts: int = 0
+    rank: int | None = None  # that failed last
+    code: int | None = None  # with
+    times: int = 0  # that rank so often, one after the other, without progress
+
+
+class Action(NamedTuple):
+    """`code`: end with it. None: another attempt in `delay` seconds on `ranks` ranks of `hosts`; `past` is for then."""
+
+    line: str
+    code: int | None = None
+    ranks: int = 0
+    hosts: tuple[Host, ...] = ()
+    delay: float = 0.0
+    past: Past = Past()
+
+
+def decide(outcome: Outcome, past: Past, config: LaunchConfig, hosts: tuple[Host, ...]) -> Action:
+    """See the top of the file. `hosts`: those that the attempt could use."""
+    name = f"attempt {outcome.attempt}"
+    if outcome.forced and outcome.stop:
+        return Action(
+            f"{name}: ended without a checkpoint of its last step: {_why_forced(outcome)}", 128 + outcome.stop
+        )
+    cause = ended.first(outcome.ended)
+    if outcome.done:
+        if cause is not None and cause.code is not None:
+            return Action(f"{name}: the training is complete, but then {cause}", cause.code)
+        after = f"; then {cause}" if cause is not None else ""
+        return Action(f"{name}: complete{after}", 0)
+    if len(outcome.ended) == outcome.ranks and all(end.good for end in outcome.ended.values()):
+        return Action(f"{name}: all {_ranks(outcome.ranks)} ended with exit code 0", 0)
+    stopped = any(end.code == STOPPED for end in outcome.ended.values())
+    if stopped and outcome.scale is not None and outcome.stop is None:
+        line = f"{name}: stopped at {_step(outcome.checkpoint)}; going on with {_ranks(outcome.scale)}"
+        return Action(line, None, outcome.scale, hosts, past=_remembered(outcome, past))
+    if stopped:
+        by = ended.signal_name(outcome.stop) if outcome.stop else "a request"
+        return Action(f"{name}: stopped by {by} at {_step(outcome.checkpoint)}; the same command goes on", STOPPED)
+    if outcome.stop is not None:
+        return Action(f"{name}: failed while it was to stop: {_failure(outcome, cause)}", 128 + outcome.stop)
+    return _failed(outcome, past, config, hosts, cause)
+
+
+def _failed(outcome: Outcome, past: Past, config: LaunchConfig, hosts: tuple[Host, ...], cause: End | None) -> Action:
+    said = f"attempt {outcome.attempt}: {_failure(outcome, cause)}"
+    code = None if cause is None else cause.code
+    own = GAVE_UP if code is None else code
+    if code in FINAL:
+        return Action(f"{said}; another attempt would not help", own)
+    if not outcome.started and past == Past():
+        return Action(f"{said}; nothing is tried again", GAVE_UP)
+    now = _remembered(outcome, past)
+    repeated = code is not None and code != HANG and code == now.code
+    times = now.times + 1 if cause is not None and cause.rank == now.rank else 1
+    restarts = now.restarts + 1
+    now = Past(now.step, restarts, cause.rank if cause else None, code, times)
+    if config.max_restarts == 0:
+        if cause is not None and cause.signal is not None:
+            own = 128 + cause.signal
+        return Action(said, own)
+    since = f"no progress since step {now.step}" if now.step >= 0 else "no progress"
+    if restarts > config.max_restarts:
+        return Action(f"{said}; {since} in {restarts - 1} restarts: given up", own)
+    if repeated:
+        return Action(f"{said}, as before; {since}: given up, another attempt would do the same", own)
+    ranks, hosts, note = _left(outcome, config, hosts, now)
+    if ranks < 1:
+        return Action(f"{said}; {note}: given up", GAVE_UP)
+    if outcome.scale is not None:
+        ranks = outcome.scale
+    delay = 0.0 if restarts == 1 else min(config.backoff * 2 ** (restarts - 2), LONGEST)
+    where = "" if outcome.step is None and outcome.checkpoint is None else f" from {_step(outcome.checkpoint)}"
+    line = f"{said}; restarting{where} on {_ranks(ranks)}{note} ({restarts} of {config.max_restarts} restarts)"
+    return Action(line + (f" in {delay:g} s" if delay else ""), None, ranks, hosts, delay, now)
+
+
+def _remembered(outcome: Outcome, past: Past) -> Past:
+    """The past, forgotten as far as the attempt got farther than those before."""
+    reached = max(
+        -1 if outcome.step is None else outcome.step, -1 if outcome.checkpoint is None else outcome.checkpoint
+    )
+    return Past(step=reached) if reached > past.step else past
+
+
+def _left(
+    outcome: Outcome, config: LaunchConfig, hosts: tuple[Host, ...], now: Past
+) -> tuple[int, tuple[Host, ...], str]:
+    """Ranks and hosts to go on with, and what to say about it; 0 ranks: it cannot go on, and why."""
+    if config.elastic is None:
+        return outcome.ranks, hosts, ""
+    least, most = config.elastic
+    if outcome.lost:
+        rest = tuple(host for host in hosts if host.name not in outcome.lost)
+        room = capacity(rest) if rest else 0
+        ranks = outcome.ranks - sum(count for name, count in outcome.layout if name in outcome.lost)
+        ranks = min(most, ranks if room is None else min(room, outcome.ranks))
+        names = ", ".join(outcome.lost)
+        if ranks < least or not rest:
+            return 0, rest, f"without {names} {_ranks(ranks)} would be left, --elastic asks for {least}"
+        return ranks, rest, f" without {names}"
+    if now.times >= AGAIN and now.rank is not None and outcome.ranks - 1 >= least:
+        return outcome.ranks - 1, hosts, f", as rank {now.rank} failed {now.times} times"
+    return outcome.ranks, hosts, ""
+
+
+# --- in words --------------------------------------------------------------------------------------------------------
+
+
+def _failure(outcome: Outcome, cause: End | None) -> str:
+    if outcome.lost and cause is None:
+        of = [r for r, s in sorted(outcome.started.items()) if s.host in outcome.lost]
+        ranks = f" (rank{'s' * (len(of) > 1)} {', '.join(map(str, of))})" if of else ""
+        return f"host {', '.join(outcome.lost)}{ranks} does not answer"
+    if cause is not None:
+        seen = outcome.seen.get(cause.rank)
+        return str(cause) + (f", last seen at step {seen}" if cause.step is None and seen is not None else "")
+    if outcome.silent is not None:
+        return f"no sign of life for {outcome.silent:.0f} s"
+    if outcome.late:
+        return f"{len(outcome.started)} of {_ranks(outcome.ranks)} were started in time"
+    how = "was killed" if outcome.code is None else f"ended with exit code {outcome.code}"
+    if outcome.code is not None and outcome.code < 0:
+        how = f"was killed by {ended.signal_name(-outcome.code)}"
+    if not outcome.started:
+        hosts = f" on {', '.join(name for name, _ in outcome.layout)}" if outcome.layout else ""
+        return f"the MPI launcher {how} and had started no rank{hosts}"
+    silent = sorted(set(range(outcome.ranks)) - set(outcome.ended))
+    those = f"; nothing is known of rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))}" if silent else ""
+    return f"the MPI launcher {how}" + (those if len(silent) < outcome.ranks else " and no rank said why")
+
+
+def _why_forced(outcome: Outcome) -> str:
+    name = ended.signal_name(outcome.stop or 0)
+    return (
+        f"{name} came before a rank was started" if not outcome.started else f"{name}, and ranks did not stop in time"
+    )
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank{'s' * (count != 1)}"
+
+
+def _step(step: int | None) -> str:
+    return "the beginning" if step is None else f"step {step}"

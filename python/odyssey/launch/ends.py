@@ -1,0 +1,147 @@
+"""How ranks of an attempt began and ended, from the files in the run's directory; which end came first, in words.
+
+The keepers write these files (keeper.py). What it is not: a decision what to do about it; decide.py makes that. What is
+read here may be torn, old or garbage: then it is not there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..errors import DataError, printable
+from ..files import read_json
+
+RECORD_LIMIT = 1 << 17  # bytes
+AFTERMATH = 3.0  # seconds in which ends that follow from the first one come
+CONTRACT = 76  # a collective that cannot go on: often because another rank ended
+
+
+class Started(NamedTuple):
+    """Where a rank runs."""
+
+    rank: int
+    host: str
+    pid: int
+
+
+class End(NamedTuple):
+    """How a rank ended: exit code or signal (None, None: only the rank's own word is known)."""
+
+    rank: int
+    host: str
+    code: int | None
+    signal: int | None
+    time: float
+    reason: str | None = None
+    step: int | None = None
+    oom: int | None = None  # the kernel ended it for lack of memory; bytes of the limit, 0 if unknown
+    memory: int | None = None  # bytes it had at most
+
+    @property
+    def good(self) -> bool:
+        return self.code == 0
+
+    def __str__(self) -> str:
+        who = f"rank {self.rank} on host {self.host}"
+        if self.oom is not None:
+            limit = f", the limit is {self.oom >> 20} MiB" if self.oom else ""
+            had = f": it had {self.memory >> 20} MiB" if self.memory else ""
+            how = f"was ended by the kernel for lack of memory (OOM){had}{limit}"
+        elif self.signal is not None:
+            how = f"was killed by {signal_name(self.signal)}"
+        elif self.code is not None:
+            how = f"ended with exit code {self.code}"
+        else:
+            how = "ended"
+        at = f" at step {self.step}" if self.step is not None else ""
+        why = f" ({printable(self.reason)[:300]})" if self.reason else ""
+        return f"{who} {how}{at}{why}"
+
+
+def signal_name(number: int) -> str:
+    """ "SIGKILL" of 9."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def started(folder: Path, attempt: int) -> dict[int, Started]:
+    """The ranks that a keeper has started."""
+    found = {}
+    for rank, record in _records(folder, attempt).items():
+        if type(record.get("host")) is str and type(record.get("pid")) is int:
+            found[rank] = Started(rank, _host(record), record["pid"])
+    return found
+
+
+def ended(folder: Path, attempt: int) -> dict[int, End]:
+    """The ranks whose end is known, from their keeper or, where that was killed as well, from themselves."""
+    found = {}
+    for rank, record in _records(folder, attempt).items():
+        code, number, when = record.get("code"), record.get("signal"), record.get("time")
+        said = record.get("reason"), record.get("step")
+        found[rank] = End(
+            rank,
+            _host(record),
+            code if type(code) is int else None,
+            number if type(number) is int else None,
+            float(when) if type(when) in (int, float) else 0.0,
+            said[0] if type(said[0]) is str else None,
+            said[1] if type(said[1]) is int else None,
+            record["oom"] if type(record.get("oom")) is int else None,
+            record["memory"] if type(record.get("memory")) is int else None,
+        )
+    return found
+
+
+def _host(record: dict[str, Any]) -> str:
+    host = record.get("host")
+    return printable(host)[:256] if type(host) is str else "?"
+
+
+def _records(folder: Path, attempt: int) -> dict[int, dict[str, Any]]:
+    """What the files N.json hold, of this attempt; N.reason.json where there is no N.json.
+
+    The folder is emptied before an attempt, so that a record without an attempt's number is of this one.
+    """
+    found: dict[int, dict[str, Any]] = {}
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return found
+    for name in sorted(names, key=lambda n: n.endswith(".reason.json")):
+        match = re.fullmatch(r"([0-9]{1,7})(\.reason)?\.json", name, re.ASCII)
+        if not match or int(match[1]) in found:
+            continue
+        try:
+            record = read_json(folder / name, RECORD_LIMIT)
+        except DataError:
+            continue
+        if isinstance(record, dict) and record.get("attempt", attempt) == attempt:
+            with contextlib.suppress(OSError):
+                record.setdefault("time", os.stat(folder / name).st_mtime)
+            found[int(match[1])] = record
+    return found
+
+
+def first(ends: dict[int, End]) -> End | None:
+    """The end that the others follow from: the first that is no success.
+
+    A collective that could not go on is a consequence if another rank fails in another way within seconds. A request to
+    stop (75) is no failure.
+    """
+    bad = sorted((e for e in ends.values() if not e.good and e.code != 75), key=lambda e: (e.time, e.rank))
+    for end in bad:
+        if end.code == CONTRACT:
+            others = [e for e in bad if e.code != CONTRACT and e.time - end.time <= AFTERMATH]
+            others = [e for e in others if e.signal != signal.SIGTERM]  # so launchers end the rest
+            if others:
+                return others[0]
+        return end
+    return None

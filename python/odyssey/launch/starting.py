@@ -1,0 +1,207 @@
+"""How one attempt is started: which launcher, its argument list, the environment that ranks get. Pure but for `find`.
+
+What it is not: the start itself (attempt.py). Everything is a list of words; no shell sees any of it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from .. import runs
+from ..errors import LaunchError
+from .config import LaunchConfig
+
+TOKEN = "ODYSSEY_LAUNCH"  # in the environment of every process of a launch, by which they are found
+HERE = Path(__file__).parent
+
+# What ranks get of the environment; a name that ends with "*" stands for all that begin so. Whatever else is in it
+# (keys of clouds, tokens) stays here unless --env names it.
+ALLOWED = (
+    "PATH HOME USER LOGNAME SHELL TERM LANG LANGUAGE TZ TMPDIR LC_* VIRTUAL_ENV CONDA_PREFIX LD_LIBRARY_PATH "
+    "PYTHONPATH PYTHONUNBUFFERED PYTHONDONTWRITEBYTECODE PYTHONPYCACHEPREFIX PYTHONHASHSEED PYTHONWARNINGS "
+    "ODYSSEY_* MODULAR_* XDG_CACHE_HOME OMP_* MKL_NUM_THREADS OPENBLAS_NUM_THREADS CUDA_VISIBLE_DEVICES "
+    "NVIDIA_VISIBLE_DEVICES HIP_VISIBLE_DEVICES ROCR_VISIBLE_DEVICES "
+    "OMPI_* PRTE_* PMIX_* PMI_* HYDRA_* MPICH_* MPIR_* MPIEXEC_* MPI4PY_* FI_* UCX_* I_MPI_* NCCL_* SLURM_* "
+    "MUNGE_SOCKET SSH_AUTH_SOCK KRB5CCNAME"
+).split()
+
+# These tell a process that it is a rank of somebody's job, and would mislead the ranks of ours.
+FOREIGN = (
+    "PMI_RANK PMI_SIZE PMI_FD PMI_PORT PMI_ID PMI_HOSTNAME HYDI_CONTROL_FD PMIX_RANK PMIX_NAMESPACE OMPI_COMM_WORLD_* "
+    "PMIX_SERVER_*"
+).split()
+
+_SSH = "-o BatchMode=yes -o ConnectTimeout=10 -o StrictHostKeyChecking=yes"
+
+
+class Starter(NamedTuple):
+    """The program that starts ranks: `kind` "mpich", "openmpi" or "srun"; `mpi`: the library that srun starts."""
+
+    kind: str
+    path: str
+    version: str
+    mpi: str
+
+
+def find(config: LaunchConfig, environment: Mapping[str, str]) -> Starter:
+    """The launcher to use: srun inside a SLURM allocation, else the mpirun beside this Python, else that of PATH.
+
+    Raises:
+        LaunchError: there is none, it does not answer, or srun was asked for outside of an allocation.
+    """
+    beside = f"{Path(sys.executable).parent}{os.pathsep}{environment.get('PATH', os.defpath)}"
+    inside = bool(environment.get("SLURM_JOB_ID"))
+    if config.launcher == "srun" and not inside:
+        raise LaunchError("[launch] --launcher srun outside of a SLURM allocation; use it in a job (sbatch, salloc)")
+    mpirun = shutil.which("mpirun", path=beside)
+    kind, version = _version(mpirun, environment) if mpirun else ("", "")
+    if config.launcher == "srun" or (config.launcher == "auto" and inside and not config.hosts):
+        srun = shutil.which("srun", path=beside)
+        if srun is None:
+            raise LaunchError(
+                "[launch] this is a SLURM allocation, but there is no srun on PATH; use --launcher mpirun"
+            )
+        return Starter("srun", srun, f"srun, {version or 'MPICH'}", kind or "mpich")
+    if mpirun is None:
+        raise LaunchError("[launch] there is no mpirun beside this Python or on PATH; pip install mpich, or load MPI")
+    return Starter(kind, mpirun, version, kind)
+
+
+def _version(mpirun: str, environment: Mapping[str, str]) -> tuple[str, str]:
+    try:
+        said = subprocess.run(
+            [mpirun, "--version"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=30,
+            env=dict(environment),
+        ).stdout
+    except (OSError, subprocess.TimeoutExpired) as problem:
+        raise LaunchError(f"[launch] {mpirun} --version does not answer: {problem}") from problem
+    lines = [line.strip() for line in said.splitlines()]
+    if lines and "Open MPI" in lines[0]:
+        return "openmpi", "Open MPI " + lines[0].split()[-1]
+    for line in lines:
+        if line.startswith("Version:"):
+            return "mpich", "MPICH " + line.split()[-1]
+    raise LaunchError(f"[launch] {mpirun} is neither MPICH's nor Open MPI's; those are supported (and srun)")
+
+
+def environment(
+    config: LaunchConfig,
+    given: Mapping[str, str],
+    starter: Starter,
+    run: runs.Run,
+    ranks: int,
+    token: str,
+    layout: Sequence[tuple[str, int]] = (),
+) -> dict[str, str]:
+    """What mpirun and the ranks of an attempt get: the allowed part of `given`, and what the run adds."""
+    out = {name: value for name, value in given.items() if _allowed(name, config.env)}
+    out.update(
+        {
+            runs.RUN_DIR: str(run.path),
+            runs.ATTEMPT: str(run.attempt),
+            runs.EXPECTED_RANKS: str(ranks),
+            TOKEN: token,
+        }
+    )
+    if config.watchdog is not None:
+        out["ODYSSEY_WATCHDOG"] = f"{config.watchdog:g}"
+    if starter.mpi == "openmpi" and os.geteuid() == 0:
+        # Open MPI asks root twice; `launch` has its own rule about root.
+        out.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
+    if starter.kind == "mpich" and "HYDRA_LAUNCHER_EXEC" not in out and out.get("HYDRA_LAUNCHER", "ssh") == "ssh":
+        out.setdefault("HYDRA_LAUNCHER_EXTRA_ARGS", _SSH)
+    if starter.kind == "openmpi" and not any(n.startswith("PRTE_MCA_plm_ssh") for n in out):
+        out.setdefault("PRTE_MCA_plm_ssh_args", _SSH)
+    if config.bind_if is not None:
+        out.setdefault("FI_TCP_IFACE", config.bind_if)
+        out.setdefault("UCX_NET_DEVICES", config.bind_if)
+    if config.backend == "gloo":
+        port = config.master_port or _free_port()
+        first = layout[0][0] if layout else "127.0.0.1"
+        out.update(MASTER_ADDR=first, MASTER_PORT=str(port), WORLD_SIZE=str(ranks))
+    return out
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
+
+
+def _allowed(name: str, more: Sequence[str]) -> bool:
+    def among(patterns: Sequence[str]) -> bool:
+        return any(name.startswith(p[:-1]) if p.endswith("*") else name == p for p in patterns)
+
+    return name in more or (among(ALLOWED) and not among(FOREIGN))
+
+
+def command(
+    config: LaunchConfig,
+    starter: Starter,
+    ranks: int,
+    layout: Sequence[tuple[str, int]],
+    program: Sequence[str],
+    exported: Sequence[str],
+) -> list[str]:
+    """The argument list that starts `program`, each rank of it below a keeper; arguments as `words`."""
+    kept = [sys.executable, "-I", "-S", str(HERE / "keeper.py"), *program]
+    return words(config, starter, ranks, layout, exported) + kept
+
+
+def words(
+    config: LaunchConfig,
+    starter: Starter,
+    ranks: int,
+    layout: Sequence[tuple[str, int]],
+    exported: Sequence[str],
+) -> list[str]:
+    """The launcher and its options; what it is to start comes behind.
+
+    Args:
+        layout: hosts and how many ranks each gets; empty: this machine, or the allocation.
+        exported: names of variables that ranks on other machines need (for Open MPI, which sends none by itself).
+    """
+    hosts = ",".join(f"{name}:{count}" for name, count in layout)
+    out = [starter.path]
+    if starter.kind == "srun":
+        out += [f"--mpi={'pmix' if starter.mpi == 'openmpi' else 'pmi2'}", "--kill-on-bad-exit=1"]
+        out += ["--nodelist", ",".join(name for name, _ in layout)] if layout else []
+        return [*out, "--ntasks", str(ranks)]
+    if starter.kind == "openmpi":
+        # More ranks than cores are allowed as with MPICH, and a rank's threads may use all cores: Open MPI would bind a
+        # rank to one.
+        out += ["--oversubscribe", "--bind-to", "none"]
+        out += ["--host", hosts] if layout else []
+        if config.bind_if is not None:
+            out += ["--prtemca", "prte_if_include", config.bind_if, "--mca", "btl_tcp_if_include", config.bind_if]
+        for name in exported if layout else ():
+            out += ["-x", name]
+        return [*out, "-n", str(ranks)]
+    out += ["-hosts", hosts] if layout else []
+    out += ["-iface", config.bind_if] if config.bind_if is not None else []
+    return [*out, "-n", str(ranks)]
+
+
+def tied(words: Sequence[str], parent: int) -> list[str]:
+    """The same, ended by the kernel when process `parent` ends."""
+    return [sys.executable, "-I", "-S", str(HERE / "tether.py"), str(parent), *words]
+
+
+def program(script: str, arguments: Sequence[str]) -> list[str]:
+    """What a rank runs: `train` is odyssey's own training, anything else a Python script."""
+    if script == "train":
+        # -P: a file of the current directory does not stand in for a module
+        return [sys.executable, *(["-P"] if sys.version_info >= (3, 11) else []), "-m", "odyssey.train", *arguments]
+    return [sys.executable, script, *arguments]

@@ -1,0 +1,39 @@
+"""Whether root may start a run here: not where other people work, unless that is asked for.
+
+A rank as root reads and writes everybody's files, and MPI's connections are not authenticated. In a container root is
+the usual user, and nobody else is there. What counts is who has a process now, not who has an account: images of
+containers and machines come with accounts that nobody uses. What it is not: a check of rights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+from ..errors import ConfigError
+
+FIRST, LAST = 1000, 59999  # user ids of people; below and above are those of services
+ALLOW = "ODYSSEY_ALLOW_ROOT"
+
+
+def check(allowed: bool) -> None:
+    """Raises ConfigError if this is root on a machine where others work."""
+    if os.geteuid() != 0 or allowed or os.environ.get(ALLOW) == "1":
+        return
+    others = working()
+    if others:
+        raise ConfigError(
+            f"[launch] this is root, and user {others[0]} works on this machine too; start it as an ordinary user, or "
+            f"give --allow-root (or {ALLOW}=1)"
+        )
+
+
+def working() -> list[int]:
+    """Ids of the people that have a process on this machine."""
+    found = set()
+    with contextlib.suppress(OSError):
+        for name in os.listdir("/proc"):
+            if name.isdigit():
+                with contextlib.suppress(OSError):
+                    found.add(os.stat(f"/proc/{name}").st_uid)
+    return sorted(user for user in found if FIRST <= user <= LAST)
