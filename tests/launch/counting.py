@@ -49,8 +49,10 @@ def asked() -> bool:
 
 
 names = sorted(run.checkpoints.glob("step_*")) if run.checkpoints.exists() else []
-first = comm.bcast(int(names[-1].name[5:]) if names else 0)
 state = np.zeros(2)
+state[0] = int(names[-1].name[5:]) if names else 0
+comm.Bcast(state)
+first = int(state[0])
 for step in range(first + 1, steps + 1):
     for attempt, rank, at, what in faults:
         if attempt in ("*", str(run.attempt)) and int(rank) == comm.rank and int(at) == step:

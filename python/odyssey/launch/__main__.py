@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from ..errors import ConfigError
+from ..errors import ConfigError, OdysseyError, printable
 
 _BEFORE = ("max_restarts", "hosts", "run_dir")  # before the script only: the names are common
 _EVERYWHERE = ("nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port", "backend")
@@ -91,22 +91,18 @@ def _settings(given: dict[str, str]) -> dict[str, Any]:
 
 def main() -> NoReturn:
     """Run the command line of this process."""
-    import click
-
-    from odyssey import cli
-
     from . import DistributedLauncher, LaunchConfig
 
-    @click.command("launch", context_settings={"ignore_unknown_options": True, "help_option_names": []})
-    @click.argument("words", nargs=-1, type=click.UNPROCESSED)
-    def command(words: tuple[str, ...]) -> None:
-        if words[:1] in (("-h",), ("--help",), ()):
-            click.echo(__doc__)
-            return
+    words = sys.argv[1:]
+    if not words or words[0] in ("-h", "--help"):
+        print(__doc__)
+        sys.exit(0)
+    try:
         settings, program = parse(words)
         sys.exit(DistributedLauncher(LaunchConfig(**settings)).launch(*program))
-
-    cli.main(prog_name="python -m odyssey.launch", command=command)
+    except OdysseyError as error:
+        print(f"odyssey: error: {printable(str(error))}", file=sys.stderr)
+        sys.exit(error.exit_code)
 
 
 if __name__ == "__main__":
