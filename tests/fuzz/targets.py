@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import socket
 import struct
 import sys
 import zlib
@@ -23,8 +24,10 @@ from odyssey.cli import train  # noqa: E402
 from odyssey.configfile import parse_config  # noqa: E402
 from odyssey.data.datasets import parse_records  # noqa: E402
 from odyssey.data.idx import parse_idx  # noqa: E402
+from odyssey.errors import DataError  # noqa: E402
 from odyssey.files import parse_json  # noqa: E402
 from odyssey.launch.hosts import parse_hostfile_text, parse_hosts  # noqa: E402
+from odyssey.watch import judge, link, slot  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -180,6 +183,49 @@ def _sealed_manifest(data: bytes) -> Any:
     return manifest.parse_manifest(body + b',\n"sha256":"' + hashlib.sha256(body).hexdigest().encode() + b'"\n}\n')
 
 
+def _some(found: Any) -> Any:
+    """For parsers that say None to what they do not take."""
+    if found is None:
+        raise DataError("none")
+    return found
+
+
+def _slot_bytes() -> bytes:
+    """A status slot of a rank that waits. This process's own is written: a worker of the fuzzer has no other use for
+    it."""
+    slot.describe(2, 4, 1)
+    slot.step(7, 128)
+    slot.call(3, "all_reduce (61706,) float32")
+    slot.enter(3, "all_reduce", (0, "all"))
+    slot.missing([0, 3])
+    return bytes(slot._memory[:])
+
+
+def _slot(data: bytes) -> Any:
+    found = _some(slot.parse(data))
+    slot.ranks_of(found.missing, found.world)
+    assert (found.host + found.note + found.call_text + found.wait_text).isprintable()
+    return found
+
+
+def _lines(data: bytes, sealed: bool) -> list[Any]:
+    """What a watcher makes of bytes from a socket."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        lines = link.Sealed(ours, b"k" * 32, caller=False) if sealed else link.Lines(ours)
+        theirs.sendall(data + b"\n")
+        theirs.shutdown(socket.SHUT_WR)
+        try:
+            return lines.receive()
+        except link.Closed as refusal:
+            raise DataError(str(refusal)) from None
+
+
+_SEEN = [
+    b'{"rank":1,"host":"node-1","pid":42,"state":"R","step":7,"phase":"data","doing":"wait","idle":0.5,"ended":false}',
+    b'{"rank":0,"call":9,"call_text":"all_reduce","times":[0.1,2,3.5],"rate":12.5,"rss":104857600,"missing":"0-3,8"}',
+]
+
 _KEYS = tuple(key.encode() for key in verify.KEYS)
 
 TARGETS: dict[str, Target] = {
@@ -203,6 +249,9 @@ TARGETS: dict[str, Target] = {
     ),
     "manifest": Target(manifest.parse_manifest, _manifests(), json_spans),
     "manifest sealed": Target(_sealed_manifest, _manifests()[::2], json_spans, _CHECKPOINT_WORDS),
+    "status slot": Target(_slot, [_slot_bytes()]),
+    "watch lines": Target(lambda data: [_some(judge.seen_of(v)) for v in _lines(data, False)], _SEEN, json_spans),
+    "watch hello": Target(lambda data: _lines(data, True), [b"odyssey watch 1 " + b"0123456789abcdef" * 4]),
     "hosts": Target(
         _hosts,
         [b"node1,node2:4,10.0.0.7:2", b"h1,h2", b"a.b-c.example.org:1024"],
