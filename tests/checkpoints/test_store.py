@@ -6,6 +6,8 @@ import json
 import os
 import signal
 import stat
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -281,6 +283,23 @@ def test_what_went_wrong_in_the_background_is_raised_at_the_next_call_and_once(t
     store.close()
 
 
+@pytest.mark.parametrize("end", ["pass", "sys.exit(3)", "raise ValueError"])
+def test_a_program_that_ends_while_a_save_is_under_way_ends_after_it(tmp_path, end):
+    program = f"""
+import sys
+import numpy as np
+from odyssey.checkpoints import Snapshot, Store
+store = Store(sys.argv[1])
+store.save_later(Snapshot(1, {{"parameters": {{str(i): np.full(1_000_000, i, np.float32) for i in range(4)}}}}))
+{end}
+"""
+    done = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True, timeout=60)
+    assert done.returncode == {"pass": 0, "sys.exit(3)": 3, "raise ValueError": 1}[end]
+    assert done.stderr == "" or end.startswith("raise")
+    found, refused = Store(tmp_path, owner=False).newest()
+    assert refused == [] and found is not None and found.arrays["parameters"]["3"][-1] == 3
+
+
 # --- who may write --------------------------------------------------------------------------------------------------
 
 
@@ -294,12 +313,26 @@ def test_a_second_job_is_refused_and_told_who_is_there(tmp_path, monkeypatch):
     Store(tmp_path).close()
 
 
-def test_a_lock_that_a_dead_job_left_is_taken(tmp_path):
+def test_another_process_is_refused_while_one_lives_and_not_after_it_was_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr(locks, "PATIENCE", 0.1)
+    reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
-        Store(tmp_path)
-        os._exit(0)
-    os.waitpid(child, 0)
+        try:
+            Store(tmp_path)
+            os.write(writing, b"held")
+            signal.pause()
+        finally:
+            os._exit(1)
+    try:
+        assert os.read(reading, 4) == b"held"
+        with pytest.raises(OutputError, match=rf"is in use by pid {child} on "):
+            Store(tmp_path)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(reading)
+        os.close(writing)
     assert json.loads((tmp_path / ".lock").read_text())["pid"] == child
     Store(tmp_path).close()
     assert (tmp_path / ".lock").read_text() == ""

@@ -11,8 +11,9 @@ import hashlib
 import hmac
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -84,10 +85,18 @@ def check_owner(status: os.stat_result) -> None:
         raise CheckpointError(f"it belongs to user {status.st_uid} and everybody may write to it")
 
 
-def threads() -> int:
-    """How many threads hash: the cores of this process, at most 4."""
+def in_threads(work: Callable[[Any], Any], items: Sequence[Any], nbytes: int) -> list[Any]:
+    """What `work` gives for each item; on as many threads as there are cores, at most 4, if there is much to hash."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(4, cores)
+    if nbytes >= THREADS_FROM and cores > 1:
+        with concurrent.futures.ThreadPoolExecutor(min(4, cores)) as pool:
+            try:
+                running = [pool.submit(work, item) for item in items]
+            except RuntimeError:  # a save that goes on while the interpreter ends: no new threads any more
+                pass
+            else:
+                return [one.result() for one in running]
+    return [work(item) for item in items]
 
 
 def _manifest(directory: int, path: Path, key: bytes | None) -> Manifest:
@@ -122,13 +131,7 @@ def _check_files(directory: int, found: Manifest, digest: Callable[[int, int, Fi
                 start = _check_header(descriptor, file)
             work += [(descriptor, start, file, *one) for one in zip(file.tensors, file.digests, strict=True)]
         try:
-            if found.nbytes < THREADS_FROM or threads() == 1:
-                for one in work:
-                    check(*one)
-            else:
-                with concurrent.futures.ThreadPoolExecutor(threads()) as pool:
-                    for done in [pool.submit(check, *one) for one in work]:
-                        done.result()
+            in_threads(lambda one: check(*one), work, found.nbytes)
         except MemoryError:
             raise CheckpointError(f"its {found.nbytes} bytes do not fit into memory") from None
 

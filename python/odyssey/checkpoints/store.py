@@ -6,9 +6,9 @@ any process may read, without a lock.
 
 from __future__ import annotations
 
+import concurrent.futures
 import os
 import shutil
-import threading
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -63,8 +63,9 @@ class Store:
         self.keep, self.attempt, self.owner, self.key = keep, attempt, owner, key
         self._valid: set[str] = set()  # names that this process has written or verified
         self._staged: dict[tuple[str, str], np.ndarray] = {}  # copies of the arrays that are being written
-        self._writing: threading.Thread | None = None
-        self._failed: BaseException | None = None
+        # Its own thread, and not one per save: starting one lets this thread wait while the other begins its work.
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "odyssey-checkpoint")
+        self._writing: concurrent.futures.Future[Path] | None = None
         self._lock: Lock | None = None
         if owner:
             private_directory(self.folder)
@@ -85,6 +86,7 @@ class Store:
         try:
             self.wait()
         finally:
+            self._thread.shutdown()
             if self._lock is not None:
                 self._lock.release()
                 self._lock = None
@@ -213,14 +215,7 @@ class Store:
         self._staged = staged
         values = self._checked(Snapshot(snapshot.step, arrays, snapshot.values))
 
-        def write() -> None:
-            try:
-                self._save(snapshot.step, arrays, values)
-            except BaseException as problem:
-                self._failed = problem
-
-        self._writing = threading.Thread(target=write, name="odyssey-checkpoint")
-        self._writing.start()
+        self._writing = self._thread.submit(self._save, snapshot.step, arrays, values)
 
     def wait(self) -> None:
         """Waits for the save in the background, if there is one.
@@ -228,12 +223,9 @@ class Store:
         Raises:
             OutputError: it failed, as in `save`. Raised once.
         """
-        if self._writing is not None:
-            self._writing.join()
-            self._writing = None
-        failed, self._failed = self._failed, None
-        if failed is not None:
-            raise failed
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
 
     def _checked(self, snapshot: Snapshot) -> dict[str, Any]:
         """Refuses what must not be saved; returns the values as they will be read."""

@@ -6,7 +6,6 @@ what is kept and what is removed; see store.py.
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import ctypes
 import errno
@@ -25,7 +24,7 @@ from ..files import sync_directory
 from . import manifest
 from .header import make_header
 from .manifest import File, Manifest, parse_manifest
-from .reader import THREADS_FROM, bytes_of, threads
+from .reader import bytes_of, in_threads
 from .snapshot import SUFFIX, is_file_name, step_name
 
 _ASIDE = re.compile(r"\.step_([0-9]{8,18})\.(tmp|old)\.([0-9]{1,18})\.([A-Za-z0-9_.-]{1,64})\.([0-9]{1,10})")
@@ -87,7 +86,8 @@ class Planned:
             self.headers.append(header)
             self.data.append([bytes_of(arrays[stem][one.name]) for one in places])
             tensors.append(tuple(places))
-        digests = iter(_digests([part for parts in self.data for part in parts]))
+        flat = [part for parts in self.data for part in parts]
+        digests = iter(in_threads(_digest, flat, sum(len(part) for part in flat)))
         files = []
         for stem, header, places, parts in zip(arrays, self.headers, tensors, self.data, strict=True):
             size = len(header) + sum(len(part) for part in parts)
@@ -158,14 +158,8 @@ def _discard(path: Path) -> None:
             path.unlink()
 
 
-def _digests(parts: list[memoryview]) -> list[str]:
-    def digest(part: memoryview) -> str:
-        return hashlib.sha256(part).hexdigest()
-
-    if sum(len(part) for part in parts) < THREADS_FROM or threads() == 1:
-        return [digest(part) for part in parts]
-    with concurrent.futures.ThreadPoolExecutor(threads()) as pool:
-        return list(pool.map(digest, parts))
+def _digest(part: memoryview) -> str:
+    return hashlib.sha256(part).hexdigest()
 
 
 def _write_file(path: Path, parts: list[memoryview]) -> None:
