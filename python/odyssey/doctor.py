@@ -60,6 +60,7 @@ def examine(plan: Plan) -> list[Check]:
         ConfigError: this process is a rank of a job, where no other job can be started.
     """
     from . import launcher
+    from .launch import users
 
     if launcher.launched() is not None:
         raise ConfigError("[doctor] it starts ranks itself; run it without mpirun or srun")
@@ -76,7 +77,7 @@ def examine(plan: Plan) -> list[Check]:
         cache,
         gpus,
         lambda: limits(plan.ranks, _limits()),
-        lambda: user(os.geteuid(), Path("/etc/passwd")),
+        lambda: user(os.geteuid(), users.working()),
         *[lambda host=host: reach(host) for host in plan.hosts],
     ]
     with ThreadPoolExecutor(16) as pool:
@@ -404,23 +405,14 @@ def limits(ranks: int, found: Mapping[str, int]) -> Check:
     return Check("limits", OK, text)
 
 
-def user(uid: int, passwd: Path) -> Check:
-    """Root is told where other people use the machine: what it writes and runs is beyond their reach, and its errors
-    reach them."""
+def user(uid: int, others: Sequence[int]) -> Check:
+    """`others`: ids of people who have a process here. Root among them is refused by `odyssey launch`."""
     if uid:
         return Check("user", OK, f"user {uid}")
-    try:
-        rows = [line.split(":") for line in passwd.read_text(errors="replace").splitlines()]
-    except OSError:
-        rows = []
-    people = sum(
-        len(row) == 7 and row[2].isdigit() and 1000 <= int(row[2]) < 65000 and not row[6].endswith(("nologin", "false"))
-        for row in rows
-    )
-    if people:
-        return Check("user", WARN, f"root, on a machine of {people} other user{'s' * (people > 1)}",
-                     "train as a user of your own")  # fmt: skip
-    return Check("user", OK, "root, and no other users (a container)")
+    if others:
+        return Check("user", WARN, f"root, and user {others[0]} works on this machine too",
+                     "train as an ordinary user (`odyssey launch` wants --allow-root)")  # fmt: skip
+    return Check("user", OK, "root, and nobody else works here")
 
 
 # -- processes --------------------------------------------------------------------------------------------------------
