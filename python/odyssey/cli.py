@@ -326,9 +326,7 @@ def run(made: Settings) -> None:
     first = world.rank == 0
     with _on_all_ranks():
         threads = made.threads or max(1, comm.base.cores() // world.local_size)
-        for warning in preflight.at_start(world, dataclasses.asdict(made), threads=threads):
-            if first:
-                print(f"odyssey: {warning}", file=sys.stderr, flush=True)
+        warnings = preflight.at_start(world, dataclasses.asdict(made), threads=threads)
         mesh = Mesh(made.dp, made.pp, made.tp)
         if verify.Trace.current() is None and not again:  # else the layout is not that of the options
             mesh = mesh.fit(world.size)
@@ -396,6 +394,8 @@ def run(made: Settings) -> None:
             **{k: v for k, v in scaler.items() if v is not None},
         )
     if first and world.size > 1 and made.progress:
+        for warning in warnings:
+            print(f"odyssey: {warning}", file=sys.stderr)
         print(f"odyssey: {world.size} ranks as {trainer.mesh}; {world.why}", file=sys.stderr, flush=True)
     if first and trainer.notice:
         print(f"odyssey: {trainer.notice}", file=sys.stderr, flush=True)
