@@ -60,27 +60,18 @@ def examine(plan: Plan) -> list[Check]:
         ConfigError: this process is a rank of a job, where no other job can be started.
     """
     from . import launcher
+    from .launch import users
 
     if launcher.launched() is not None:
         raise ConfigError("[doctor] it starts ranks itself; run it without mpirun or srun")
-    with ThreadPoolExecutor(16) as pool:
-        alone = pool.submit(probe, [sys.executable])  # first: others wait for it
-        running = [pool.submit(task) for task in _tasks(plan, alone.result)]
-        found = [one.result() for one in running]
-    return [check for one in found for check in (one if isinstance(one, list) else [one])]
-
-
-def _tasks(plan: Plan, alone: Callable[[], Probed]) -> list[Callable[[], Check | list[Check]]]:
-    from .launch import users
-
-    return [
+    tasks: list[Callable[[], Check | list[Check]]] = [
         python,
         packages,
         kernels,
-        lambda: mpi(alone()),
-        lambda: launching(find_mpirun(), alone),
+        lambda: mpi(probe([sys.executable])),
+        lambda: launching(find_mpirun()),
         lambda: cores(plan.ranks, plan.threads),
-        lambda: shared_memory(plan.ranks, preflight.shared_memory(), library(alone())),
+        lambda: shared_memory(plan.ranks, preflight.shared_memory()),
         lambda: memory(plan.ranks, memory_limit(), _available()),
         lambda: run_directory(plan.run_dir),
         cache,
@@ -89,6 +80,10 @@ def _tasks(plan: Plan, alone: Callable[[], Probed]) -> list[Callable[[], Check |
         lambda: user(os.geteuid(), users.working()),
         *[lambda host=host: reach(host) for host in plan.hosts],
     ]
+    with ThreadPoolExecutor(16) as pool:
+        running = [pool.submit(task) for task in tasks]
+        found = [one.result() for one in running]
+    return [check for one in found for check in (one if isinstance(one, list) else [one])]
 
 
 # -- what is installed ------------------------------------------------------------------------------------------------
@@ -168,18 +163,13 @@ def probe(words: Sequence[str]) -> Probed:
     return Probed(said) if said and done.returncode == 0 else Probed(said, _last(done))
 
 
-def library(found: Probed) -> str:
-    """The MPI library of mpi4py, from a probe of one process; "no MPI" where there is none."""
-    return str(found.said[0].get("MPI")) if found.said else "no MPI"
-
-
 def mpi(found: Probed) -> Check:
-    """What mpi4py uses, from a probe of one process."""
+    """The MPI library of mpi4py, from a probe of one process."""
     if found.problem or not found.said:
         advice = "pip install mpi4py mpich, or load your site's MPI"
         return Check("mpi", FAIL, f"cannot be loaded: {found.problem}", advice)
-    level = found.said[0].get("level")
-    text = f"{library(found)}, threads {level}"
+    library, level = str(found.said[0].get("MPI")), found.said[0].get("level")
+    text = f"{library}, threads {level}"
     if level in THREAD_LEVELS[:2]:
         return Check("mpi", WARN, text, "load an MPI that was built for several threads")
     return Check("mpi", OK, text)
@@ -190,9 +180,9 @@ def find_mpirun() -> str | None:
     return shutil.which("mpirun")
 
 
-def launching(mpirun: str | None, alone: Callable[[], Probed]) -> Check:
+def launching(mpirun: str | None) -> Check:
     """Whether that launcher starts ranks of the MPI library that mpi4py uses: else each is a world of its own, or none
-    starts. `alone`: the probe of one process."""
+    starts."""
     beside = Path(sys.executable).parent / "mpirun"
     instead = f"use {beside}" if beside.exists() else "pip install mpich, or load your site's MPI"
     if mpirun is None:
@@ -202,13 +192,14 @@ def launching(mpirun: str | None, alone: Callable[[], Probed]) -> Check:
     sizes = [one.get("size") for one in found.said]
     if not found.problem and sizes == [count] * count:
         return Check("mpirun", OK, f"{mpirun}: {count} ranks see each other")
-    kind, ours = maker(mpirun), library(alone())
+    kind, alone = maker(mpirun), probe([sys.executable])
+    library = str(alone.said[0].get("MPI")) if alone.said else "no MPI"
     if set(sizes) == {1}:
         what = f"{mpirun} starts {count} processes and each is a world of one"
     else:
         what = f"{mpirun} -n {count}: {found.problem or 'not all ranks came'}"
-    if kind and not ours.startswith(kind):
-        what += f" (it is of {kind}, mpi4py uses {ours})"
+    if kind and not library.startswith(kind):
+        what += f" (it is of {kind}, mpi4py uses {library})"
     return Check("mpirun", FAIL, what, instead if str(beside) != mpirun else "pip install mpi4py mpich again")
 
 
@@ -265,8 +256,8 @@ def cores(ranks: int, threads: int | None, mask: int | None = None) -> Check:
     return Check("cores", OK, f"{count} for {ranks} ranks x {each} thread{'s' * (each > 1)}")
 
 
-def shared_memory(ranks: int, room: tuple[int, int] | None, mpi: str) -> Check:
-    """Whether MPICH, and shared memory between ranks, have what they need in /dev/shm. Open MPI does without."""
+def shared_memory(ranks: int, room: tuple[int, int] | None) -> Check:
+    """Whether MPICH, and shared memory between ranks, have what they need in /dev/shm."""
     if room is None:
         return Check("/dev/shm", WARN, "there is none", "ranks of one machine are connected by MPI alone")
     size, free = room
@@ -276,7 +267,7 @@ def shared_memory(ranks: int, room: tuple[int, int] | None, mpi: str) -> Check:
     larger = "make it larger: docker run --shm-size=256m, or mount -o remount,size=256m /dev/shm"
     if not size:
         return Check("/dev/shm", OK, "no limit")
-    if free < need and not mpi.startswith("Open MPI"):
+    if free < need:
         return Check("/dev/shm", FAIL, f"{text}, MPICH needs {need / MIB:.0f} for {ranks} ranks, or crashes", larger)
     if free < need + windows:
         return Check("/dev/shm", WARN, f"{text}, {(need + windows) / MIB:.0f} are needed for backend shm", larger)

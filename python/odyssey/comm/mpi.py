@@ -328,7 +328,7 @@ class _Exits:
             atexit.register(self._leave, os.getpid())
 
     def ended(self, rank: int) -> bool:
-        """Whether this world rank has said that it ends."""
+        """Whether this world rank has said that it ends, in order."""
         return rank != self.rank and self._alarm.Iprobe(rank, 0)
 
     def _leave(self, process: int) -> None:
@@ -353,8 +353,9 @@ class _Exits:
         entry.record(code, why)
         others = [p for p in range(self.size) if p != self.rank]
         notes = np.zeros((self.size, 1), np.uint8)
-        requests = [self._alarm.Isend([notes[self.rank], MPI.BYTE], p, 0) for p in others]
-        requests += [self._alarm.Irecv([notes[p], MPI.BYTE], p, 0) for p in others]
+        # On tag 1 of a rank that fails: it ends all itself, if the others do not do the same.
+        requests = [self._alarm.Isend([notes[self.rank], MPI.BYTE], p, int(code != 0)) for p in others]
+        requests += [self._alarm.Irecv([notes[p], MPI.BYTE], p, MPI.ANY_TAG) for p in others]
         nap, patience = 1e-5, time.monotonic() + ALONE_S
         while not MPI.Request.Testall(requests):
             if code and time.monotonic() > patience:

@@ -16,6 +16,7 @@ COMMANDS: tuple[str, ...] = (  # names of modules in this package
     "launch",
     "replay",
     "scale",
+    "top",
 )
 
 HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 120}

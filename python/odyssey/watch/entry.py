@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import functools
 import os
 import signal
 import socket
@@ -19,23 +20,23 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from .. import launcher, runs
 from ..errors import LINE, CollectiveError, OdysseyError, printable
 from . import slot
+from .process import STACKS_SIGNAL, taken
 
 DEFECT, INTERRUPTED, HUNG = 70, 130, 77
 MARK = "ODYSSEY_RANK_PROCESS"  # the pid of the rank; its child processes, which inherit it, are no ranks
 
-# Asks for the stacks of all threads. A real-time signal: none of the named ones is free in every MPI.
-STACKS_SIGNAL = getattr(signal, "SIGRTMIN", 0) + 7
-
 _job = ""  # the same on all ranks of a job, and on no other's, once comm.world() is there
 _installed = 0  # pid
-_leaving: tuple[SystemExit, int, str, int] | None = None  # the latest sys.exit: exception, code, line, progress then
+_leaving = 0, ""  # exit code, and why, of a sys.exit that ends the interpreter
+_said: weakref.ref[SystemExit] | None = None  # the latest
 
 
 def install() -> None:
@@ -128,28 +129,43 @@ def _may_follow(error: BaseException) -> bool:
     return isinstance(error, CollectiveError) and not getattr(error, "everywhere", False)
 
 
-def _exit(status: Any = None) -> None:
-    """`sys.exit`, remembering what was said and where."""
-    global _leaving
-    error = SystemExit(status)
-    code = 0 if status is None else status if isinstance(status, int) else 1
+class _Exit(SystemExit):
+    """What `sys.exit` raises here: a SystemExit of which one can be told when it is gone."""
+
+
+_Exit.__name__ = _Exit.__qualname__ = "SystemExit"
+
+
+def _exit(status: Any = None) -> NoReturn:
+    """`sys.exit`, remembering what was said and where, for `leaving`."""
+    global _said
+    error = _Exit(status)
+    code = 0 if status is None else status & 0xFF if isinstance(status, int) else 1
     if os.getpid() == _installed and threading.current_thread() is threading.main_thread():
         caller = sys._getframe(1)
         file = "/".join(caller.f_code.co_filename.split(os.sep)[-2:])
-        _leaving = error, code & 0xFF, f"sys.exit({status!r}) at {file}:{caller.f_lineno}"[:160], slot.mine().progress
-    raise error
+        line = f"sys.exit({status!r:.60}) at {file}:{caller.f_lineno}"
+        _said = weakref.ref(error, functools.partial(_gone, code, line))
+        del caller
+    try:
+        raise error
+    finally:
+        del error  # or it would hold itself, by this frame
+
+
+def _gone(code: int, line: str, _: Any) -> None:
+    """A SystemExit is gone. If it was caught, there is a program that goes on; if not, there is none any more."""
+    global _leaving
+    try:
+        sys._getframe(1)
+    except ValueError:
+        _leaving = code, line
 
 
 def leaving() -> tuple[int, str]:
-    """(exit code, why) with which the interpreter ends, as far as that can be known in an exit handler."""
-    if _leaving is None:
-        return 0, ""
-    error, code, line, progress = _leaving
-    outermost = error.__traceback__.tb_frame if error.__traceback__ else None
-    caught = outermost is not None and outermost.f_back is not None
-    if caught or slot.mine().progress != progress:  # caught, and the program went on
-        return 0, ""
-    return code, line
+    """(exit code, why) with which the interpreter ends, as far as that is known in an exit handler: (0, "") also
+    after a bare `raise SystemExit(3)`."""
+    return _leaving
 
 
 def _leave_before_mpi() -> None:
@@ -220,7 +236,7 @@ def end(
         else:
             time.sleep(0.05)
     record(code, line or "")
-    time.sleep(0.1)  # the launcher reads what was said before it ends
+    taken(2)
     if world is not None:
         world.abort(code)
     else:

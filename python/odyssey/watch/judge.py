@@ -6,7 +6,6 @@ What it is not: an observer (watcher.py is), or a judge of numbers. The standard
 from __future__ import annotations
 
 import re
-import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -95,11 +94,12 @@ def _number(value: Any) -> bool:
 
 
 class Hang(NamedTuple):
-    """Ranks that others wait for in vain, and one of the waits: the longest."""
+    """Ranks that others wait for in vain, and one of the waits: the longest. `circle`: they wait for each other."""
 
     culprits: tuple[int, ...]
     waiting: tuple[int, ...]
     victim: Seen
+    circle: bool = False
 
 
 def allowance(rank: Seen, limit: float) -> float:
@@ -143,13 +143,14 @@ def hang(ranks: Mapping[int, Seen], world: int, limit: float) -> Hang | None:
                     todo.append(p)
                 else:
                     roots.add(p)
-        if not roots:  # they wait for each other
-            roots = found - {victim.rank} or found
+        circle = not roots
+        if circle:
+            roots = found
         if all(ranks[p].idle >= allowance(ranks[p], limit) for p in roots):
             waiting = sorted(s.rank for s in ranks.values() if s.waits and s.rank not in roots)
             nearest = [s for s in victims if roots & set(blamed(s, ranks, world))]
             best = max(nearest or [victim], key=lambda s: s.waited)
-            return Hang(tuple(sorted(roots)), tuple(waiting), best)
+            return Hang(tuple(sorted(roots)), tuple(waiting), best, circle)
     return None
 
 
@@ -159,17 +160,16 @@ def paragraph(
     """What is printed about a hang."""
     victim = found.victim
     whom = name(found.culprits)
-    came = "did not come to" if victim.wait_sequence >= 0 else "leave undone:"
     if victim.wait_sequence >= 0:
         of = "" if victim.members in ("all", "") else f" of ranks {victim.members}"
-        what = f"call {victim.wait_sequence}{of}, {victim.wait_text}"
+        what = f"did not come to call {victim.wait_sequence}{of}, {victim.wait_text}"
     else:
-        came = "did not answer"
-        what = f"rank {victim.rank}'s {victim.wait_text}"
-    waiting = [p for p in found.waiting if p != victim.rank]
-    others = f" and {name(waiting)}" if waiting else ""
-    verb = "wait" if waiting else "waits"
-    lines = [f"odyssey: [watch] {whom} {came} {what}; rank {victim.rank}{others} {verb}, {victim.waited:.0f} s by now"]
+        what = f"did not answer rank {victim.rank}'s {victim.wait_text}"
+    waiting = sorted({victim.rank, *found.waiting})
+    waits = f"{name(waiting)} {'waits' if len(waiting) == 1 else 'wait'}, {victim.waited:.0f} s by now"
+    if found.circle:
+        what, waits = "wait for each other", f"{victim.waited:.0f} s by now"
+    lines = [f"odyssey: [watch] {whom} {what}; {waits}"]
     for p in found.culprits[:8]:
         lines.append(f"  {about(ranks[p], stacks.get(p, ''))}")
     if len(found.culprits) > 8:
@@ -196,8 +196,8 @@ def about(rank: Seen, stack: str) -> str:
     elif rank.waits:
         of = "" if rank.members in ("all", "") else f" of ranks {rank.members}"
         number = f"call {rank.wait_sequence}{of}, " if rank.wait_sequence >= 0 else ""
-        does = f"waits in {number}{rank.wait_text} for {rank.waited:.0f} s{at}"
-    elif rank.cpu > 0.5:
+        does = f"waits in {number}{rank.wait_text} for {rank.waited:.0f} s"
+    elif rank.cpu > 0.1 or rank.state == "R":
         does = f"computes without an end in sight, {100 * rank.cpu:.0f} % of a core, in {rank.phase}{at}"
     else:
         does = f"does nothing ({100 * rank.cpu:.0f} % of a core), in {rank.phase}{at}"
@@ -246,8 +246,9 @@ def stragglers(ranks: Sequence[Seen]) -> list[tuple[int, float, str]]:
     known = [s for s in ranks if s.own > 0 and s.alive and not s.ended]
     if len(known) < 2:
         return []
-    middle = statistics.median_low(s.own for s in known)
-    middle_data = statistics.median_low(s.own_data for s in known)
+    middle, middle_data = (
+        sorted(times)[(len(known) - 1) // 2] for times in zip(*((s.own, s.own_data) for s in known), strict=True)
+    )
     found = []
     for s in known:
         if s.own > STRAGGLER * middle:

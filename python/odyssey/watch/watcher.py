@@ -24,10 +24,10 @@ from typing import Any
 if __name__ == "__main__":  # -I: this package is found by its place alone, behind the standard library
     sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     from watch import judge, link
-    from watch.process import Watched
+    from watch.process import Watched, taken
 else:
     from . import judge, link
-    from .process import Watched
+    from .process import Watched, taken
 
 TICK = 0.25  # seconds between looks
 BEAT = 0.5  # seconds between messages of machines
@@ -508,10 +508,11 @@ def signal_name(number: int) -> str:
 
 
 def say(text: str) -> None:
-    """To stderr, in one write."""
+    """To stderr, in one write, and until the launcher has read it."""
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.write(text)
         sys.stderr.flush()
+        taken(2)
 
 
 def main() -> None:
