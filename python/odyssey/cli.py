@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 
 import click
 
+from odyssey import launcher as launchers
 from odyssey import runs
 from odyssey.commands import COMMANDS
 from odyssey.commands import FILE as _FILE
@@ -46,6 +47,8 @@ STRATEGY = (  # settings that go to the trainer as they are
     "lr_scaling",
     "base_batch_size",
 )
+
+REPLAY = "ODYSSEY_REPLAY"  # as in replay.py, which must not be imported for --help
 
 _world: Any = None  # the communicator once there is one: an error must then end the other ranks as well
 
@@ -194,7 +197,7 @@ def _check(made: Settings) -> None:
         raise ConfigError(f"[train] --seed is {made.seed}; 0 to 2**63-1 is allowed")
     if made.keep < 2:
         raise ConfigError(f"[train] --keep is {made.keep}; 2 or more is allowed: the newest may be damaged")
-    if made.checkpoint_dir is None and made.run_dir is None and not runs.Run.current():
+    if made.checkpoint_dir is None and made.run_dir is None and not (runs.Run.current() or os.environ.get(REPLAY)):
         for name, default in (("checkpoint_every", None), ("resume", "auto")):
             if getattr(made, name) != default:
                 raise ConfigError(f"[train] {_option(name)} is given, but no --checkpoint-dir or --run-dir; give one")
@@ -312,7 +315,7 @@ def run(made: Settings) -> None:
     global _world
     if made.watchdog is not None:
         os.environ["ODYSSEY_WATCHDOG"] = f"{made.watchdog:g}"
-    again = os.environ.get("ODYSSEY_REPLAY")
+    again = os.environ.get(REPLAY)
     if made.run_dir is not None and not again:
         os.environ[runs.RUN_DIR] = os.path.realpath(made.run_dir)
     from odyssey import comm, launcher, preflight, verify
@@ -323,9 +326,7 @@ def run(made: Settings) -> None:
     first = world.rank == 0
     with _on_all_ranks():
         threads = made.threads or max(1, comm.base.cores() // world.local_size)
-        for warning in preflight.at_start(world, dataclasses.asdict(made), threads=threads):
-            if first:
-                print(f"odyssey: {warning}", file=sys.stderr, flush=True)
+        warnings = preflight.at_start(world, dataclasses.asdict(made), threads=threads)
         mesh = Mesh(made.dp, made.pp, made.tp)
         if verify.Trace.current() is None and not again:  # else the layout is not that of the options
             mesh = mesh.fit(world.size)
@@ -393,6 +394,8 @@ def run(made: Settings) -> None:
             **{k: v for k, v in scaler.items() if v is not None},
         )
     if first and world.size > 1 and made.progress:
+        for warning in warnings:
+            print(f"odyssey: {warning}", file=sys.stderr)
         print(f"odyssey: {world.size} ranks as {trainer.mesh}; {world.why}", file=sys.stderr, flush=True)
     if first and trainer.notice:
         print(f"odyssey: {trainer.notice}", file=sys.stderr, flush=True)
@@ -682,6 +685,11 @@ def group(context: click.Context) -> None:
     help="Steps from one comparison of the replicas' weights to the next; 0: never. (default: 100)",
 )
 @click.option(
+    "--ranks",
+    type=click.IntRange(1),
+    help="Start so many processes, and keep the run going, as `odyssey launch -n RANKS train` does. (default: none)",
+)
+@click.option(
     "--run-dir",
     type=_FILE,
     metavar="DIR",
@@ -718,14 +726,38 @@ def group(context: click.Context) -> None:
 )
 @click.option("--json", type=_FILE, metavar="FILE", help="Write the results at the end. (default: not written)")
 @click.option("--no-progress", is_flag=True, help="Print the summary line only. (default: progress is shown)")
-def train(no_progress: bool, **given: Any) -> None:
+def train(no_progress: bool, ranks: int | None, **given: Any) -> None:
     """Train a network and print one line of results.
 
     Under mpirun or srun every process is a worker: mpirun -n 4 odyssey train
     """
     with _on_all_ranks():
         made = settings({**given, "progress": not no_progress})
-    run(made)
+        if ranks is not None and launchers.launched() is not None:
+            raise ConfigError(
+                f"[train] --ranks {ranks} is given, but the ranks were started already; leave out --ranks, or mpirun"
+            )
+    if ranks is None:
+        run(made)
+        return
+    from odyssey.launch import DistributedLauncher, LaunchConfig
+
+    config = LaunchConfig(nproc_per_node=ranks, run_dir=made.run_dir, max_restarts=3, watchdog=made.watchdog)
+    words = without(sys.argv[1:], {"--ranks": 1, "--run-dir": 1, "--watchdog": 1})
+    sys.exit(DistributedLauncher(config).launch("train", *(words[1:] if words[:1] == ["train"] else words)))
+
+
+def without(words: Sequence[str], options: dict[str, int]) -> list[str]:
+    """Words of a command line without some options, given as "--option value" or "--option=value"."""
+    left, skip = [], 0
+    for word in words:
+        if skip:
+            skip -= 1
+        elif word in options:
+            skip = options[word]
+        elif word.split("=")[0] not in options:
+            left.append(word)
+    return left
 
 
 @group.command("verify", context_settings={**_HELP, "ignore_unknown_options": True})
@@ -757,7 +789,6 @@ def verify_command(
     Options that are not listed here are those of `odyssey train` (--model, --global-batch-size, ...), or the script's.
     Ends with 0 if all layouts gave the same bits, with 1 if one did not.
     """
-    from odyssey import launcher as launchers
     from odyssey.verify import Verifier
 
     found = launchers.launched()

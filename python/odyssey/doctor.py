@@ -60,18 +60,27 @@ def examine(plan: Plan) -> list[Check]:
         ConfigError: this process is a rank of a job, where no other job can be started.
     """
     from . import launcher
-    from .launch import users
 
     if launcher.launched() is not None:
         raise ConfigError("[doctor] it starts ranks itself; run it without mpirun or srun")
-    tasks: list[Callable[[], Check | list[Check]]] = [
+    with ThreadPoolExecutor(16) as pool:
+        alone = pool.submit(probe, [sys.executable])  # first: others wait for it
+        running = [pool.submit(task) for task in _tasks(plan, alone.result)]
+        found = [one.result() for one in running]
+    return [check for one in found for check in (one if isinstance(one, list) else [one])]
+
+
+def _tasks(plan: Plan, alone: Callable[[], Probed]) -> list[Callable[[], Check | list[Check]]]:
+    from .launch import users
+
+    return [
         python,
         packages,
         kernels,
-        lambda: mpi(probe([sys.executable])),
-        lambda: launching(find_mpirun()),
+        lambda: mpi(alone()),
+        lambda: launching(find_mpirun(), alone),
         lambda: cores(plan.ranks, plan.threads),
-        lambda: shared_memory(plan.ranks, preflight.shared_memory()),
+        lambda: shared_memory(plan.ranks, preflight.shared_memory(), library(alone())),
         lambda: memory(plan.ranks, memory_limit(), _available()),
         lambda: run_directory(plan.run_dir),
         cache,
@@ -80,10 +89,6 @@ def examine(plan: Plan) -> list[Check]:
         lambda: user(os.geteuid(), users.working()),
         *[lambda host=host: reach(host) for host in plan.hosts],
     ]
-    with ThreadPoolExecutor(16) as pool:
-        running = [pool.submit(task) for task in tasks]
-        found = [one.result() for one in running]
-    return [check for one in found for check in (one if isinstance(one, list) else [one])]
 
 
 # -- what is installed ------------------------------------------------------------------------------------------------
@@ -163,13 +168,18 @@ def probe(words: Sequence[str]) -> Probed:
     return Probed(said) if said and done.returncode == 0 else Probed(said, _last(done))
 
 
+def library(found: Probed) -> str:
+    """The MPI library of mpi4py, from a probe of one process; "no MPI" where there is none."""
+    return str(found.said[0].get("MPI")) if found.said else "no MPI"
+
+
 def mpi(found: Probed) -> Check:
-    """The MPI library of mpi4py, from a probe of one process."""
+    """What mpi4py uses, from a probe of one process."""
     if found.problem or not found.said:
         advice = "pip install mpi4py mpich, or load your site's MPI"
         return Check("mpi", FAIL, f"cannot be loaded: {found.problem}", advice)
-    library, level = str(found.said[0].get("MPI")), found.said[0].get("level")
-    text = f"{library}, threads {level}"
+    level = found.said[0].get("level")
+    text = f"{library(found)}, threads {level}"
     if level in THREAD_LEVELS[:2]:
         return Check("mpi", WARN, text, "load an MPI that was built for several threads")
     return Check("mpi", OK, text)
@@ -180,9 +190,9 @@ def find_mpirun() -> str | None:
     return shutil.which("mpirun")
 
 
-def launching(mpirun: str | None) -> Check:
+def launching(mpirun: str | None, alone: Callable[[], Probed]) -> Check:
     """Whether that launcher starts ranks of the MPI library that mpi4py uses: else each is a world of its own, or none
-    starts."""
+    starts. `alone`: the probe of one process."""
     beside = Path(sys.executable).parent / "mpirun"
     instead = f"use {beside}" if beside.exists() else "pip install mpich, or load your site's MPI"
     if mpirun is None:
@@ -192,14 +202,13 @@ def launching(mpirun: str | None) -> Check:
     sizes = [one.get("size") for one in found.said]
     if not found.problem and sizes == [count] * count:
         return Check("mpirun", OK, f"{mpirun}: {count} ranks see each other")
-    kind, alone = maker(mpirun), probe([sys.executable])
-    library = str(alone.said[0].get("MPI")) if alone.said else "no MPI"
+    kind, ours = maker(mpirun), library(alone())
     if set(sizes) == {1}:
         what = f"{mpirun} starts {count} processes and each is a world of one"
     else:
         what = f"{mpirun} -n {count}: {found.problem or 'not all ranks came'}"
-    if kind and not library.startswith(kind):
-        what += f" (it is of {kind}, mpi4py uses {library})"
+    if kind and not ours.startswith(kind):
+        what += f" (it is of {kind}, mpi4py uses {ours})"
     return Check("mpirun", FAIL, what, instead if str(beside) != mpirun else "pip install mpi4py mpich again")
 
 
@@ -256,8 +265,8 @@ def cores(ranks: int, threads: int | None, mask: int | None = None) -> Check:
     return Check("cores", OK, f"{count} for {ranks} ranks x {each} thread{'s' * (each > 1)}")
 
 
-def shared_memory(ranks: int, room: tuple[int, int] | None) -> Check:
-    """Whether MPICH, and shared memory between ranks, have what they need in /dev/shm."""
+def shared_memory(ranks: int, room: tuple[int, int] | None, mpi: str) -> Check:
+    """Whether MPICH, and shared memory between ranks, have what they need in /dev/shm. Open MPI does without."""
     if room is None:
         return Check("/dev/shm", WARN, "there is none", "ranks of one machine are connected by MPI alone")
     size, free = room
@@ -267,7 +276,7 @@ def shared_memory(ranks: int, room: tuple[int, int] | None) -> Check:
     larger = "make it larger: docker run --shm-size=256m, or mount -o remount,size=256m /dev/shm"
     if not size:
         return Check("/dev/shm", OK, "no limit")
-    if free < need:
+    if free < need and not mpi.startswith("Open MPI"):
         return Check("/dev/shm", FAIL, f"{text}, MPICH needs {need / MIB:.0f} for {ranks} ranks, or crashes", larger)
     if free < need + windows:
         return Check("/dev/shm", WARN, f"{text}, {(need + windows) / MIB:.0f} are needed for backend shm", larger)

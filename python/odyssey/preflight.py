@@ -91,16 +91,18 @@ def shared_need(ranks: int) -> int:
 def before_mpi(found: Launched | None) -> None:
     """Raises ConfigError if MPICH would end by a bus error or a segmentation fault, as it does without a word.
 
-    It compares the size, not what is free: ranks that are a moment ahead have taken their part already.
+    It compares the size, not what is free: ranks that are a moment ahead have taken their part already. Where the
+    launcher does not say how many ranks are on this machine (srun), there may be two.
     """
     if found is None or found.launcher != "PMI" or found.local_size < 2:
         return
+    ranks = found.local_size if "MPI_LOCALNRANKS" in os.environ else 2
     room = shared_memory()
-    if room is None or not room[0] or room[0] >= shared_need(found.local_size):
+    if room is None or not room[0] or room[0] >= shared_need(ranks):
         return
     error = ConfigError(
-        f"[preflight] /dev/shm has {room[0] / MIB:.0f} MiB, but MPICH needs {shared_need(found.local_size) / MIB:.0f} "
-        f"MiB for {found.local_size} ranks on a machine and would crash; make it larger (docker run --shm-size=256m, "
+        f"[preflight] /dev/shm has {room[0] / MIB:.0f} MiB, but MPICH needs {shared_need(ranks) / MIB:.0f} "
+        f"MiB for {ranks} ranks on a machine and would crash; make it larger (docker run --shm-size=256m, "
         "mount -o remount,size=256m /dev/shm), or start fewer ranks"
     )
     error.everywhere = found.local_size == found.size  # type: ignore[attr-defined]  # one rank says it
@@ -294,9 +296,13 @@ def _mask(cores: Iterable[int] | None = None) -> int:
 
 
 def _free(directory: Path) -> int:
-    """Bytes that are free where `directory` is or will be."""
-    place = Path(os.path.abspath(directory))
-    while not place.exists() and place != place.parent:
-        place = place.parent
-    found = os.statvfs(place)
+    """Bytes that are free where `directory` is or will be; very many where that cannot be seen: the others wait for
+    this rank, and who writes there will say what is wrong."""
+    place = os.path.abspath(directory)
+    while not os.path.exists(place) and place != os.path.dirname(place):
+        place = os.path.dirname(place)
+    try:
+        found = os.statvfs(place)
+    except OSError:
+        return 2**62
     return found.f_bavail * found.f_frsize

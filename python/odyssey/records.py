@@ -7,12 +7,14 @@ writes. What it is not: the format of the log, or the fingerprint.
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from . import fingerprint
+from .errors import OutputError
 from .optim import Update
 from .steplog import Record, StepLog, shown
 from .steplog import difference as differs
@@ -39,7 +41,7 @@ class Records:
         self._shared = lay.comm.size > 1 and (lay.split or lay.zero > 0)  # ranks count parts
         self._waiting: list[Record] = []
         self._runs: dict[int, tuple[list[Update], fingerprint.Runs, fingerprint.Runs]] = {}
-        self._told = False
+        self._told = self._failed = False
 
     def step(self, cursor: Cursor, samples: int, loss: float, rate: float, taken: bool, updates: list[Update]) -> None:
         """The step that was just taken, or skipped, over the batch at `cursor`."""
@@ -75,12 +77,19 @@ class Records:
                 self._write(record._replace(gradients=fingerprint.unsigned(g), weights=fingerprint.unsigned(w)))
             self._waiting.clear()
         if to_disk and self._log is not None:
-            self._log.flush()
+            with contextlib.suppress(OutputError):  # the next record says so
+                self._log.flush()
 
     def _write(self, record: Record) -> None:
         if self._log is None:
             return
-        before = self._log.append(record)
+        try:
+            before = self._log.append(record)
+        except OutputError as problem:  # it keeps them, and tries again
+            if not self._failed:
+                self._failed = True
+                self._trainer._show(f"{problem}; training goes on, the records of these steps may be missing")
+            return
         if before is not None and not self._told:
             self._told = True
             what = differs(before, record) or "?"
@@ -92,5 +101,6 @@ class Records:
     def close(self) -> None:
         """Writes what is complete; no collective call."""
         if self._log is not None:
-            self._log.close()
+            with contextlib.suppress(OutputError):  # said before
+                self._log.close()
             self._log = None

@@ -70,8 +70,8 @@ class Requests:
             return None
         seconds = (time.monotonic() - self._since) / max(self._every - self._left, 1)
         wish = max(1, min(1000, int(PERIOD / max(seconds, 1e-6))))
-        if self._comm.rank == 0 and not self._wanted and self._controlled():
-            self._wanted = CONTROL
+        if self._comm.rank == 0 and not self._wanted:
+            self._wanted = self._controlled()
         wanted, negative = self._comm.all_reduce(np.array([self._wanted, -wish], np.int64), "max").tolist()
         self._left = self._every = -negative
         self._since = time.monotonic()
@@ -79,12 +79,14 @@ class Requests:
             return None
         return "a request" if wanted == CONTROL else signal.Signals(wanted).name
 
-    def _controlled(self) -> bool:
-        """Whether control.json asks this attempt to stop."""
+    def _controlled(self) -> int:
+        """Whether control.json asks this attempt to stop: the signal that it names, CONTROL, or 0."""
         if self._run is None or not os.path.exists(self._run.control):
-            return False
+            return 0
         try:
             asked = read_json(self._run.control)
         except DataError:
-            return False  # it is being replaced, or is not ours
-        return isinstance(asked, dict) and bool(asked.get("stop")) and asked.get("attempt") == self._run.attempt
+            return 0  # it is being replaced, or is not ours
+        if not isinstance(asked, dict) or not asked.get("stop") or asked.get("attempt") != self._run.attempt:
+            return 0
+        return next((int(number) for number in signal.Signals if number.name == asked["stop"]), CONTROL)

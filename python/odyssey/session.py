@@ -51,7 +51,8 @@ class Saving:
         every: optimizer steps from one to the next; None: at the end of every `epochs`-th epoch.
         keep: the newest so many stay.
         resume: "auto": from the newest that is valid, if there is one; "never": refuses a directory that has some;
-            a path: from this checkpoint, or from the newest of this directory, which must be there.
+            a path: from this checkpoint, or from the newest of this directory, which must be there; once `folder` has
+            checkpoints that come from it, from the newest of them.
     """
 
     folder: Path | None = None
@@ -100,6 +101,7 @@ class Session:
         self._saved: int | None = None  # the step of the newest checkpoint
         self._requests: Requests | None = None
         self._records: Records | None = None
+        self._origin: str | None = None  # the checkpoint of another directory that this training came from
         folder = saving.folder
         if self._again is not None:
             folder = None  # it writes nothing but its records
@@ -165,19 +167,33 @@ class Session:
         """The checkpoint to start from, and its name; opens the store."""
         saving, folder = self.saving, self.folder
         self._store = Store(folder, keep=saving.keep, attempt=self.run.attempt if self.run else 0)
-        if saving.resume == "never":
+        if saving.resume == "never" and (self.run is None or self.run.attempt < 2):  # a restart of a run is no start
             if self._store.names():
                 raise ConfigError(
                     f"[checkpoint] {folder} has checkpoints ({', '.join(self._store.names()[-2:])}) and resume is "
                     "'never'; name another directory, or resume"
                 )
             return None, ""
-        if saving.resume == "auto":
-            snapshot, refused = self._store.newest()
+        snapshot, refused = self._store.newest()
+        if snapshot is not None:
+            self._origin = snapshot.values.get("origin")
+        if saving.resume in RESUME or (snapshot is not None and self._origin == self._asked):
             for one in refused:
                 self.trainer._show(one.message(snapshot))
             return snapshot, "" if snapshot is None else self._store.path_of(snapshot.step).name
-        return resume.find(Path(saving.resume), self.trainer._show)
+        found, name = resume.find(Path(saving.resume), self.trainer._show)
+        if snapshot is not None and snapshot.step != found.step:
+            raise ConfigError(
+                f"[checkpoint] resume is {saving.resume} (step {found.step}), but {folder} has checkpoints that do not "
+                f"come from it, up to step {snapshot.step}; name another directory for the new ones, or delete those"
+            )
+        self._origin = self._asked
+        return found, name
+
+    @property
+    def _asked(self) -> str | None:
+        """The path that training is to start from, as its checkpoints remember it."""
+        return None if self.saving.resume in RESUME else os.path.realpath(self.saving.resume)
 
     def _go_to(self, snapshot: Snapshot, name: str) -> None:
         """Puts a snapshot back: into the trainer, and this session's own part of it."""
@@ -352,6 +368,7 @@ class Session:
             "history": _finite(dataclasses.asdict(self.history)),
             "numerics": self.trainer.numerics.state_dict(),
             "epochs": self.epochs,
+            "origin": self._origin,
         }
 
     # --- end ---

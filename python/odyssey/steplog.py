@@ -161,7 +161,7 @@ class StepLog:
         self.notice: str | None = None
         self._earlier: dict[int, Record] | None = None  # of the steps that may be taken again
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._before, length = self._found()
             self._file = self._open(length)
         except OSError as problem:

@@ -213,3 +213,16 @@ def test_missing_config(odyssey_command, tmp_path):
     done = odyssey_command("train", "--config", tmp_path / "none.toml")
     assert done.code == 65
     assert done.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "left"),
+    [
+        ("train --ranks 4 --lr 0.1", "train --lr 0.1"),
+        ("--lr=0.1 --ranks=4 --steps 3 --run-dir a", "--lr=0.1 --steps 3"),
+        ("--run-dir=a", ""),
+        ("--ranks-per-node 2", "--ranks-per-node 2"),
+    ],
+)
+def test_what_ranks_are_started_with(words, left):
+    assert cli.without(words.split(), {"--ranks": 1, "--run-dir": 1}) == left.split()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import click
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -20,11 +21,11 @@ from mutate import JSON_LITERALS, NUMBERS, WORDS, Spans, Statistics, fuzz, json_
 
 from odyssey import steplog, verify  # noqa: E402
 from odyssey.checkpoints import header, manifest  # noqa: E402
-from odyssey.cli import train  # noqa: E402
+from odyssey.cli import settings, train  # noqa: E402
 from odyssey.configfile import parse_config  # noqa: E402
 from odyssey.data.datasets import parse_records  # noqa: E402
 from odyssey.data.idx import parse_idx  # noqa: E402
-from odyssey.errors import DataError  # noqa: E402
+from odyssey.errors import DataError, OdysseyError  # noqa: E402
 from odyssey.files import parse_json  # noqa: E402
 from odyssey.launch.hosts import parse_hostfile_text, parse_hosts  # noqa: E402
 from odyssey.watch import judge, link, slot  # noqa: E402
@@ -32,16 +33,19 @@ from odyssey.watch import judge, link, slot  # noqa: E402
 
 @dataclass(frozen=True)
 class Target:
-    """A parser of bytes, and what is known of its format."""
+    """A parser of bytes, and what is known of its format. A slow one gets one input in `one_in`."""
 
     parse: Callable[[bytes], Any]
     seeds: Sequence[bytes]
     structure: Callable[[], Spans] | None = None
     tokens: Sequence[bytes] = WORDS + NUMBERS
+    allowed: tuple[type[BaseException], ...] = (OdysseyError,)
+    one_in: int = 1
 
     def fuzz(self, count: int, seed: int = 0, **more: Any) -> Statistics:
         structure = None if self.structure is None else self.structure()
-        return fuzz(self.parse, self.seeds, count, seed, structure=structure, tokens=self.tokens, **more)
+        known = {"structure": structure, "tokens": self.tokens}
+        return fuzz(self.parse, self.seeds, count, seed, self.allowed, **known, **more)
 
 
 def _idx(*shape: int, body: int | None = None) -> bytes:
@@ -101,6 +105,13 @@ def _toml_spans() -> Spans:
         b"a.b.c",
     )
     return Spans(line_parts(r"^([\w-]+) *= *(.*)$"), (*words, b"epochs", b"no-eval"), joiner=b"\n", nest=arrays)
+
+
+def _settings(data: bytes) -> Any:
+    """The whole way of a configuration file: TOML, types, choices, recipe, ranges."""
+    with train.make_context("train", [], default_map=parse_config(data, "run.toml", train.params)) as context:
+        given = {name: value for name, value in context.params.items() if name not in ("no_progress", "ranks")}
+        return settings({**given, "progress": False})
 
 
 _JSONS = [
@@ -240,6 +251,7 @@ TARGETS: dict[str, Target] = {
         lambda data: parse_records(data, Path("x.bin")), [b"\x05" + bytes(3072), (b"\x00" + bytes(3072)) * 2]
     ),
     "config": Target(lambda data: parse_config(data, "run.toml", train.params), _CONFIGS, _toml_spans),
+    "settings": Target(_settings, _CONFIGS, _toml_spans, allowed=(OdysseyError, click.UsageError), one_in=10),
     "json": Target(lambda data: parse_json(data, "x.json"), _JSONS, json_spans),
     "steps": Target(_steps, _STEPS, _steps_spans),
     "steps sealed": Target(lambda data: _steps(_sealed(data)), _STEPS, _steps_spans),

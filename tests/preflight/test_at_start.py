@@ -134,15 +134,28 @@ def test_names_of_mpi_libraries():
 
 def test_shared_memory_is_looked_at_before_mpi_starts(monkeypatch):
     ranks = Launched("PMI", 0, 8, 0, 8, True)
+    monkeypatch.setenv("MPI_LOCALNRANKS", "8")
     monkeypatch.setattr(preflight, "shared_memory", lambda: (preflight.MIB, preflight.MIB))
     with pytest.raises(ConfigError, match="/dev/shm has 1 MiB, but MPICH needs 54 MiB for 8 ranks"):
         preflight.before_mpi(ranks)
+    monkeypatch.delenv("MPI_LOCALNRANKS")  # they may be on eight machines
+    with pytest.raises(ConfigError, match="MPICH needs 22 MiB for 2 ranks"):
+        preflight.before_mpi(ranks)
+    monkeypatch.setenv("MPI_LOCALNRANKS", "8")
     preflight.before_mpi(None)
     preflight.before_mpi(ranks._replace(local_size=1, size=1))
     preflight.before_mpi(ranks._replace(launcher="Open MPI"))
     for room in (None, (64 * preflight.MIB, 0), (0, 0)):  # no such place, ranks that are ahead, no limit
         monkeypatch.setattr(preflight, "shared_memory", lambda room=room: room)
         preflight.before_mpi(ranks)
+
+
+def test_a_place_that_cannot_be_seen_is_not_the_end(monkeypatch, tmp_path):
+    def fails(_):
+        raise PermissionError
+
+    monkeypatch.setattr(os, "statvfs", fails)
+    assert preflight._free(tmp_path) == 2**62
 
 
 CHECK = """

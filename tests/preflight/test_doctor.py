@@ -49,7 +49,7 @@ def quick(monkeypatch):
         monkeypatch.setattr(doctor, name, lambda name=name: doctor.Check(name, OK, "x"))
     for name in ("mpi", "launching", "kernels"):
         monkeypatch.setattr(doctor, name, lambda *_, name=name: doctor.Check(name, OK, "x"))
-    monkeypatch.setattr(doctor, "probe", lambda words: None)
+    monkeypatch.setattr(doctor, "probe", lambda words: doctor.Probed([{"MPI": "MPICH 5.0.2"}]))
     from odyssey.launcher import VARIABLES
 
     for variable in VARIABLES:
@@ -99,20 +99,23 @@ def test_a_launcher_of_another_mpi_is_found(tmp_path, monkeypatch):
     """The silent world of one: each process starts, and sees itself only."""
     for variable in ("PMI_RANK", "PMI_SIZE"):
         monkeypatch.delenv(variable, raising=False)
-    check = doctor.launching(str(program(tmp_path / "mpirun", ALONE)))
+    alone = doctor.probe([sys.executable])
+    check = doctor.launching(str(program(tmp_path / "mpirun", ALONE)), lambda: alone)
     assert check.state == FAIL and "starts 2 processes and each is a world of one" in check.found
-    library = doctor.mpi(doctor.probe([sys.executable])).found
+    library = doctor.library(alone)
     assert ("it is of Open MPI, mpi4py uses MPICH" in check.found) == library.startswith("MPICH")
     assert check.advice
 
 
 def test_a_launcher_that_fails_or_is_not_there(tmp_path):
-    check = doctor.launching(
-        str(program(tmp_path / "a", "import sys; print('no \\x1b slots', file=sys.stderr); sys.exit(3)"))
-    )
+    def alone():
+        return doctor.Probed([{"MPI": "MPICH 5.0.2"}])
+
+    wrong = program(tmp_path / "mpirun", "import sys; print('no \x1b slots', file=sys.stderr); sys.exit(3)")
+    check = doctor.launching(str(wrong), alone)
     assert check.state == FAIL and r"-n 2: no \x1b slots" in check.found
-    assert doctor.launching(None).state == FAIL
-    assert "cannot be started" in doctor.launching(str(tmp_path / "none")).found
+    assert doctor.launching(None, alone).state == FAIL
+    assert "cannot be started" in doctor.launching(str(tmp_path / "none"), alone).found
 
 
 def test_mpi_that_cannot_be_loaded_or_knows_one_thread():
@@ -171,7 +174,8 @@ def test_cores():
     + [((64 * MIB, 64 * MIB), OK), ((0, 0), OK)],
 )
 def test_shared_memory(room, state):
-    assert doctor.shared_memory(4, room).state == state
+    assert doctor.shared_memory(4, room, "MPICH 5.0.2").state == state
+    assert doctor.shared_memory(4, room, "Open MPI 5.0.11").state == (WARN if state == FAIL else state)
 
 
 def test_memory(tmp_path):

@@ -251,3 +251,27 @@ def test_a_configuration_under_other_names(tmp_path):
         trainer().fit(loader(), **config.fit_options())
     config.resume_from_checkpoint = str(tmp_path / "step_00000010")
     assert trainer().fit(loader(), **config.fit_options()).steps == 15
+
+
+def test_from_a_path_to_another_directory_and_on_from_there(tmp_path, undisturbed):
+    here, there = tmp_path / "here", tmp_path / "there"
+    trainer().fit(loader(), dataset(40), epochs=3, steps=9, checkpoint_dir=here, checkpoint_every=3)
+    settings = {"checkpoint_dir": there, "checkpoint_every": 2, "resume": here / "step_00000006"}
+    first = trainer(seed=1)
+    interrupt(first, 12)
+    with pytest.raises(Interrupted):
+        first.fit(loader(), dataset(40), epochs=3, **settings)
+    second = trainer(seed=2)
+    interrupt(second, 11)  # it begins with step 11: after step 10, not 6
+    with pytest.raises(Interrupted):
+        second.fit(loader(), dataset(40), epochs=3, **settings)
+    assert second.steps == 11
+    last = trainer(seed=3)
+    history = last.fit(loader(), dataset(40), epochs=3, **settings)
+    assert (last.weights_sha256(), records(history), history.steps, history.samples) == undisturbed
+
+
+def test_an_older_checkpoint_of_the_same_directory_is_not_gone_on_from(tmp_path):
+    trainer().fit(loader(), epochs=1, checkpoint_dir=tmp_path, checkpoint_every=2)
+    with pytest.raises(ConfigError, match="name another directory for the new ones"):
+        trainer().fit(loader(), epochs=1, checkpoint_dir=tmp_path, resume=tmp_path / "step_00000004")

@@ -100,3 +100,18 @@ def test_a_message_that_has_lines_keeps_them(capsys):
     with pytest.raises(SystemExit):
         cli.main([], command=fails)
     assert capsys.readouterr().err == "odyssey: error: [build] the kernels did not compile:\nx.mojo:1: \\x1b[31merror\n"
+
+
+@pytest.mark.parametrize("supervised", [False, True])
+def test_what_a_run_leaves_is_for_its_owner_alone(launch, supervised):
+    """Whatever the umask: checkpoints, logs, steps, the secret of its watchers (S11)."""
+    run = launch.folder / "runs" / "one"
+    train = ["--steps", "6", "--global-batch-size", "64", "--model", "mlp", "--no-eval", "--checkpoint-every", "2"]
+    words = [sys.executable, "-m", "odyssey", "train", "--run-dir", run, *train]
+    if supervised:
+        words = [sys.executable, "-m", "odyssey", "launch", "-n", "2", "--run-dir", run, "train", *train]
+    done = launch("sh", "-c", 'umask 0; exec "$@"', "sh", *words, timeout=120)
+    assert done.returncode == 0, done.stderr
+    left = [run.parent, run, *run.rglob("*")]
+    assert any(path.name.startswith("step_") for path in left) and (run / "DONE.json").exists()
+    assert [str(path) for path in left if stat.S_IMODE(path.lstat().st_mode) & 0o077] == []

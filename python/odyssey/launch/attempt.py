@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 
 from .. import runs
 from ..errors import DataError, LaunchError
-from ..files import read_json, write_json
+from ..files import private_directory, read_json, write_json
 from . import ends, leftovers
 from .config import LaunchConfig
 from .decide import Outcome
@@ -87,7 +87,7 @@ class Attempt:
         Raises:
             LaunchError: it cannot be started.
         """
-        self.run.logs.mkdir(parents=True, exist_ok=True, mode=0o700)
+        private_directory(self.run.logs)
         with contextlib.ExitStack() as stack:
             log = stack.enter_context(open(self.run.logs / "output.log", "ab", opener=_private))
             try:

@@ -127,7 +127,7 @@ def write(folder: str, kind: str, record: dict) -> None:
     name = f"{record['rank']}.json"
     aside = os.path.join(where, f".{name}.{os.getpid()}")
     try:
-        with open(aside, "x", encoding="ascii") as file:
+        with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
             json.dump(record, file)
         os.rename(aside, os.path.join(where, name))
     except OSError as problem:  # no shared directory, a full disk: the rank goes on without

@@ -337,6 +337,7 @@ def _description(config: LaunchConfig, words: list[str], starter: starting.Start
     return {
         "format": FORMAT,
         "command": words,
+        "directory": os.getcwd(),
         "ranks": config.ranks,
         "hosts": [str(host) for host in config.hosts],
         "elastic": list(config.elastic) if config.elastic else None,
