@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from .errors import DataError, OutputError
+from .errors import DataError, OutputError, printable
 
 JSON_LIMIT = 16 << 20  # bytes; a longer one is refused before it is read
 DEPTH = 32  # of nested lists and objects
+DIGITS = 20  # of an integer, its sign included: 64 bits
 
 
 def write_whole(path: Path, write: Callable[[BinaryIO], Any]) -> None:
@@ -113,7 +115,11 @@ def read_json(path: Path, limit: int = JSON_LIMIT) -> Any:
 
 
 def parse_json(data: bytes, name: str) -> Any:
-    """The value of JSON text; `name` says in messages what it is. Errors as `read_json`."""
+    """The value of JSON text; `name` says in messages what it is. Errors as `read_json`.
+
+    What comes out can be written again: integers have at most DIGITS digits, other numbers are finite, and no text has
+    half of a character (a lone surrogate), which no file and no terminal takes.
+    """
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
@@ -124,11 +130,26 @@ def parse_json(data: bytes, name: str) -> Any:
     def refuse(word: str) -> Any:
         raise DataError(f"{name} has the number {word}, which JSON does not")
 
+    def integer(text: str) -> int:
+        if len(text) > DIGITS:
+            raise DataError(f"{name} is not JSON that is read here: it has an integer of {len(text)} digits")
+        return int(text)
+
+    def real(text: str) -> float:
+        number = float(text)
+        if not math.isfinite(number):
+            raise DataError(f"{name} has the number {text[:40]}, which is out of range")
+        return number
+
     _check_depth(data, name)
+    hooks = {"object_pairs_hook": once, "parse_constant": refuse, "parse_int": integer, "parse_float": real}
     try:
-        return json.loads(data.decode("utf-8"), object_pairs_hook=once, parse_constant=refuse)
-    except (UnicodeDecodeError, ValueError, RecursionError) as problem:
-        raise DataError(f"{name} is not JSON: {str(problem)[:100]}") from problem
+        found = json.loads(data.decode("utf-8"), **hooks)
+        if b"\\ud" in data or b"\\uD" in data:
+            json.dumps(found, ensure_ascii=False).encode()
+    except (UnicodeError, ValueError, RecursionError) as problem:
+        raise DataError(f"{name} is not JSON: {printable(str(problem), limit=100)}") from problem
+    return found
 
 
 def _check_depth(data: bytes, name: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import json
 import socket
 import struct
 import sys
@@ -112,6 +113,14 @@ def _settings(data: bytes) -> Any:
     with train.make_context("train", [], default_map=parse_config(data, "run.toml", train.params)) as context:
         given = {name: value for name, value in context.params.items() if name not in ("no_progress", "ranks")}
         return settings({**given, "progress": False})
+
+
+def _json(data: bytes) -> Any:
+    """What is accepted can be written again, and is then the same."""
+    found = parse_json(data, "x.json")
+    text = json.dumps(found, allow_nan=False, ensure_ascii=False).encode()
+    assert json.dumps(parse_json(text, "again"), sort_keys=True) == json.dumps(found, sort_keys=True)
+    return found
 
 
 _JSONS = [
@@ -252,7 +261,7 @@ TARGETS: dict[str, Target] = {
     ),
     "config": Target(lambda data: parse_config(data, "run.toml", train.params), _CONFIGS, _toml_spans),
     "settings": Target(_settings, _CONFIGS, _toml_spans, allowed=(OdysseyError, click.UsageError), one_in=10),
-    "json": Target(lambda data: parse_json(data, "x.json"), _JSONS, json_spans),
+    "json": Target(_json, _JSONS, json_spans),
     "steps": Target(_steps, _STEPS, _steps_spans),
     "steps sealed": Target(lambda data: _steps(_sealed(data)), _STEPS, _steps_spans),
     "header": Target(_header, [_TENSORS[0]]),
