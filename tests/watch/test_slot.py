@@ -130,6 +130,8 @@ def test_another_process_reads_it(own):
 
 
 def test_a_reader_never_sees_half_of_a_write(own):
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
     descriptor = slot.publish()
     stop = threading.Event()
 
@@ -144,8 +146,8 @@ def test_a_reader_never_sees_half_of_a_write(own):
     writer.start()
     try:
         whole = 0
-        until = time.monotonic() + 0.5
-        while time.monotonic() < until:
+        until = time.monotonic() + 20
+        while whole < 50 and time.monotonic() < until:
             found = slot.read(descriptor)
             if found.whole and found.waiting:
                 whole += 1
@@ -153,6 +155,7 @@ def test_a_reader_never_sees_half_of_a_write(own):
     finally:
         stop.set()
         writer.join()
+        sys.setswitchinterval(interval)
         os.close(descriptor)
     assert whole
 

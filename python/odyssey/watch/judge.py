@@ -133,9 +133,10 @@ def hang(ranks: Mapping[int, Seen], world: int, limit: float) -> Hang | None:
     through others that wait as well, has shown no sign of life for as long as its phase allows."""
     victims = [s for s in ranks.values() if s.alive and s.waits and s.waited >= limit and s.state not in ("T", "t")]
     for victim in sorted(victims, key=lambda s: -s.waited):
-        found, todo, roots = {victim.rank}, [victim.rank], set()
+        found, todo, roots, unseen = {victim.rank}, [victim.rank], set(), False
         while todo:
             for p in blamed(ranks[todo.pop()], ranks, world):
+                unseen |= p not in ranks
                 if p in found or p not in ranks:
                     continue
                 found.add(p)
@@ -143,6 +144,8 @@ def hang(ranks: Mapping[int, Seen], world: int, limit: float) -> Hang | None:
                     todo.append(p)
                 else:
                     roots.add(p)
+        if not roots and unseen:  # it may be on its way; its machine is not watched
+            continue
         circle = not roots
         if circle:
             roots = found

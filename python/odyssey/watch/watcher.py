@@ -384,6 +384,8 @@ class Watcher:
         except link.Closed:
             self._drop(peer)
             return
+        if peer is self.up and peer.ready:
+            self.up_heard = time.monotonic()
         for value in values:
             if isinstance(value, dict):
                 if peer is self.up:
@@ -476,7 +478,6 @@ class Watcher:
         self._listen_to(self.up.fileno(), self.up)
 
     def _from_main(self, value: dict[str, Any]) -> None:
-        self.up_heard = time.monotonic()
         if value.get("stacks"):
             starts = {rank: watched.ask_for_stacks() for rank, watched in self.ranks.items()}
             time.sleep(0.2)

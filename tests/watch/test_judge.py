@@ -1,0 +1,163 @@
+"""Who hangs and who is slow, from what is seen: pure functions."""
+
+from __future__ import annotations
+
+import random
+
+from odyssey.watch import judge
+from odyssey.watch.judge import Seen
+
+CALL = "all_reduce float32 (8,) sum at train.py:32"
+
+
+def waiting(rank: int, seconds: float = 9.0, **more) -> Seen:
+    base = {"wait_sequence": 4, "wait_text": CALL, "members": "all", "waited": seconds, "idle": seconds, "state": "S"}
+    return Seen(**{"rank": rank, "host": "a", "doing": "wait", "phase": "compute", **base, **more})
+
+
+def busy(rank: int, idle: float = 9.0, **more) -> Seen:
+    return Seen(
+        **{"rank": rank, "host": "a", "doing": "compute", "phase": "compute", "idle": idle, "state": "R", **more}
+    )
+
+
+def ranks(*seen: Seen) -> dict[int, Seen]:
+    return {s.rank: s for s in seen}
+
+
+def test_nobody_hangs_who_is_not_waited_for():
+    assert judge.hang(ranks(busy(0), busy(1)), 2, 3) is None
+
+
+def test_a_rank_that_does_not_come():
+    found = judge.hang(ranks(waiting(0), busy(1), waiting(2)), 3, 3)
+    assert found.culprits == (1,) and found.waiting == (0, 2) and not found.circle
+
+
+def test_a_rank_that_shows_signs_of_life_does_not_hang():
+    assert judge.hang(ranks(waiting(0), busy(1, idle=2.9)), 2, 3) is None
+
+
+def test_a_wait_that_is_short_is_none():
+    assert judge.hang(ranks(waiting(0, 2.9), busy(1)), 2, 3) is None
+
+
+def test_slow_phases_may_take_longer():
+    slow = busy(1, idle=500, phase="checkpoint", doing="checkpoint")
+    assert judge.hang(ranks(waiting(0, 500), slow), 2, 60) is None
+    assert judge.hang(ranks(waiting(0, 601), slow._replace(idle=601)), 2, 60).culprits == (1,)
+    assert judge.hang(ranks(waiting(0, 601), slow._replace(idle=601)), 2, 100) is None
+
+
+def test_who_the_rank_itself_misses_counts_more_than_who_is_elsewhere():
+    found = judge.hang(ranks(waiting(0, missing="2"), busy(1), busy(2)), 3, 3)
+    assert found.culprits == (2,)
+
+
+def test_through_others_that_wait_as_well():
+    found = judge.hang(ranks(waiting(0, missing="1"), waiting(1, 8.0, wait_sequence=-1, members="2"), busy(2)), 3, 3)
+    assert found.culprits == (2,) and found.victim.rank == 1
+
+
+def test_ranks_that_wait_for_each_other():
+    one = waiting(0, wait_sequence=-1, members="1")
+    found = judge.hang(ranks(one, waiting(1, 8.0, wait_sequence=-1, members="0")), 2, 3)
+    assert found.circle and found.culprits == (0, 1)
+    assert "ranks 0-1 wait for each other; 9 s by now" in judge.paragraph(found, ranks(one, waiting(1)), {}, "", 3, 77)
+
+
+def test_a_stopped_rank_inside_the_call_that_all_have_reached():
+    found = judge.hang(ranks(waiting(0), waiting(1, state="T")), 2, 3)
+    assert found.culprits == (1,)
+
+
+def test_a_job_of_which_all_ranks_are_stopped_is_left_alone():
+    assert judge.hang(ranks(waiting(0, state="T"), waiting(1, state="T")), 2, 3) is None
+
+
+def test_a_rank_that_has_ended():
+    found = judge.hang(ranks(waiting(0), busy(1, ended=True, code=0, end="returned")), 2, 3)
+    assert "rank 1 (pid 0 on a, before the first step) has ended: returned (exit code 0)" in judge.paragraph(
+        found, ranks(waiting(0), busy(1, ended=True, end="returned")), {}, "", 3, 77
+    )
+
+
+def test_a_machine_that_is_not_watched_is_not_accused():
+    assert judge.hang(ranks(waiting(0, missing="2"), waiting(1, missing="2")), 3, 3) is None
+    assert judge.hang(ranks(waiting(0), busy(1)), 3, 3).culprits == (1,)
+
+
+def test_any_slots_are_judged_without_harm():
+    random.seed(1)
+    words = ["", "all", "0-3", "9", "1,?", "x", "0-99999"]
+    for _ in range(3000):
+        seen = [
+            Seen(
+                rank,
+                state=random.choice("RSTZ?"),
+                phase=random.choice(["start", "compute", "end"]),
+                doing=random.choice(["wait", "compute"]),
+                wait_sequence=random.choice([-1, 0, 5]),
+                members=random.choice(words),
+                missing=random.choice(words),
+                idle=random.choice([0.0, 10.0, 1e6]),
+                waited=random.choice([0.0, 10.0, 1e6]),
+                ended=random.random() < 0.2,
+            )
+            for rank in range(random.randint(1, 5))
+        ]
+        found = judge.hang(ranks(*seen), 5, 3)
+        if found:
+            assert judge.paragraph(found, ranks(*seen), {}, "f", 3, 77)
+
+
+def test_the_place_is_the_innermost_of_the_users_own():
+    text = (
+        "Thread 0x1 (most recent call first):\n"
+        '  File "/x/odyssey/watch/entry.py", line 3 in _take_orders\n'
+        "\n"
+        "Current thread 0x2 (most recent call first):\n"
+        '  File "/usr/lib/python3.11/threading.py", line 5 in wait\n'
+        '  File "/x/odyssey/comm/base.py", line 7 in wait\n'
+        '  File "/home/me/work/train.py", line 32 in forward\n'
+        '  File "/home/me/work/train.py", line 90 in <module>\n'
+    )
+    assert judge.place(text) == "work/train.py:32 in forward"
+    assert judge.place(text.rsplit("\n", 3)[0]) == "python3.11/threading.py:5 in wait"
+    assert judge.place("") == "" and judge.place("garbage (most recent call first):") == ""
+
+
+def test_a_straggler_is_told_with_where():
+    def own(rank, compute, data):
+        return busy(rank, own=compute + data, own_data=data)
+
+    even = [own(r, 0.01, 0.001) for r in range(3)]
+    assert judge.stragglers(even) == []
+    assert judge.stragglers([*even, own(3, 0.01, 0.02)]) == [(3, 0.03 / 0.011, "in data loading")]
+    assert judge.stragglers([*even, own(3, 0.03, 0.001)])[0][2] == "in computing"
+    assert judge.stragglers([own(0, 0.01, 0.0), own(1, 0.02, 0.0)])[0][0] == 1  # of two, the faster one is the measure
+    assert judge.stragglers([own(0, 0.01, 0.0)]) == []
+    line = judge.slow_line(own(3, 0.01, 0.02)._replace(step=40), 2.73, "in data loading")
+    assert line == "odyssey: [watch] rank 3 on a is 2.7x the median, in data loading (step 40)\n"
+
+
+def test_what_another_machine_sends_is_checked():
+    good = {"rank": 3, "host": "b", "step": 5, "times": [0.5, 1], "ended": True, "idle": 2}
+    assert judge.seen_of(good) == Seen(3, host="b", step=5, times=(0.5, 1), ended=True, idle=2)
+    for wrong in (
+        {"rank": -1},
+        {"rank": True},
+        {"rank": 1.5},
+        {"step": 1},
+        {"rank": 1, "more": 1},
+        {"rank": 1, "host": 5},
+        {"rank": 1, "host": "a\x1b[2J"},
+        {"rank": 1, "host": "a" * 401},
+        {"rank": 1, "step": 2**64},
+        {"rank": 1, "times": ["x"]},
+        {"rank": 1, "times": [0] * 33},
+        {"rank": 1, "ended": 1},
+        [],
+        None,
+    ):
+        assert judge.seen_of(wrong) is None, wrong

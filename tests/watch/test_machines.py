@@ -1,0 +1,168 @@
+"""Watchers of several machines, started by hand on this one: they meet, and who loses the other ends its ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from odyssey.watch import link, view, watcher
+
+HERE = Path(__file__).parent
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the watcher reads /proc")
+PATIENCE = 2.0
+
+
+class Machines:
+    """Two machines of one rank each; the second calls the first."""
+
+    def __init__(self, folder: Path, environment: dict[str, str], run: Path | None = None) -> None:
+        self.secret = os.urandom(32)
+        self.processes: list[subprocess.Popen] = []
+        self.ranks = []
+        for rank in range(2):
+            process = subprocess.Popen(
+                [sys.executable, str(HERE / "rank.py"), str(rank), "2"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env=environment,
+            )
+            self.processes.append(process)
+            assert process.stdout is not None
+            self.ranks.append((process, [rank, *map(int, process.stdout.readline().split())]))
+        listener = socket.socket()
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        self.address = ["127.0.0.1", listener.getsockname()[1]]
+        self.watchers, self.said = [], []
+        for n in range(2):
+            settings = {
+                "watchdog": 0.0,
+                "heartbeat": PATIENCE,
+                "world": 2,
+                "attempt": 1,
+                "run": str(run) if run else "",
+                "ranks": [self.ranks[n][1]],
+                "nodes": [[0], [1]],
+                "secret": self.secret.hex(),
+                "main": n == 0,
+                "listen": listener.fileno() if n == 0 else -1,
+                "address": self.address,
+                "files": [],
+            }
+            path = folder / f"said-{n}"
+            self.said.append(path)
+            with path.open("w") as said:
+                process = subprocess.Popen(
+                    [sys.executable, "-I", "-S", watcher.__file__],
+                    stdin=subprocess.PIPE,
+                    stderr=said,
+                    pass_fds=[listener.fileno()] if n == 0 else [],
+                    env=environment,
+                    cwd=folder,
+                )
+            self.processes.append(process)
+            assert process.stdin is not None
+            process.stdin.write(json.dumps(settings).encode() + b"\n")
+            process.stdin.close()
+            self.watchers.append(process)
+        listener.close()
+
+    def top(self) -> view.Job:
+        connection = socket.create_connection(tuple(self.address), timeout=5)
+        return view.Job(link.Sealed(connection, self.secret, caller=True, role="top"))
+
+    def together(self) -> dict:
+        """What the main watcher shows when it has heard from both."""
+        until = time.monotonic() + 20
+        while time.monotonic() < until:
+            with contextlib.suppress(OSError):
+                job = self.top()
+                now = job.look()
+                job.close()
+                if now and len(now["ranks"]) == 2 and all(s.step > 5 for s in now["ranks"]):
+                    return now
+            time.sleep(0.1)
+        raise AssertionError("the watchers did not meet")
+
+
+@pytest.fixture
+def machines(tmp_path, launch):
+    made = []
+
+    def make(**settings) -> Machines:
+        made.append(Machines(tmp_path, launch.environment, **settings))
+        return made[-1]
+
+    yield make
+    for process in [p for m in made for p in m.processes]:
+        with contextlib.suppress(OSError):
+            process.send_signal(signal.SIGCONT)
+            process.kill()
+        process.wait(20)
+
+
+def ended(process: subprocess.Popen, seconds: float) -> int | None:
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return process.wait(seconds)
+    return None
+
+
+def test_two_machines_are_shown_together_and_end_in_order(machines, tmp_path):
+    m = machines(run=tmp_path)
+    now = m.together()
+    assert [s.rank for s in now["ranks"]] == [0, 1] and all(s.rate > 0 for s in now["ranks"])
+    assert oct((tmp_path / "watch.json").stat().st_mode & 0o777) == "0o600"
+    time.sleep(1.2)
+    beat = json.loads((tmp_path / "heartbeat.json").read_text())
+    assert beat["attempt"] == 1 and time.time() - beat["time"] < 20
+    assert [r["rank"] for r in beat["ranks"]] == [0, 1] and all(r["step"] > 0 for r in beat["ranks"])
+    for process, _ in m.ranks:
+        assert process.stdin is not None
+        process.stdin.close()
+    assert [ended(w, 20) for w in m.watchers] == [0, 0]
+    assert [path.read_text() for path in m.said] == ["", ""]
+    assert not (tmp_path / "watch.json").exists()
+
+
+def test_a_machine_that_is_dead_is_named_and_the_rest_is_ended(machines):
+    m = machines()
+    m.together()
+    m.watchers[1].kill()
+    m.ranks[1][0].kill()
+    assert ended(m.ranks[0][0], PATIENCE + 10) is not None
+    assert ended(m.watchers[0], 10) == 0
+    said = m.said[0].read_text()
+    assert f"odyssey: [watch] no sign of life from {os.uname().nodename} (rank 1) for 2 s" in said
+    assert m.ranks[0][0].returncode == 69  # by an order, which it could follow
+
+
+def test_a_machine_that_is_cut_off_ends_its_own_ranks(machines):
+    m = machines()
+    m.together()
+    m.watchers[0].send_signal(signal.SIGSTOP)  # silent, but for the kernel, as a cable that was pulled
+    assert ended(m.ranks[1][0], PATIENCE + 10) == -signal.SIGKILL
+    assert ended(m.watchers[1], 10) == 0
+    assert "is cut off from rank 0's machine for 2 s; rank 1 is ended" in m.said[1].read_text()
+
+
+def test_strangers_are_not_heard(machines):
+    m = machines()
+    m.together()
+    with socket.create_connection(tuple(m.address), timeout=5) as stranger:
+        stranger.sendall(b"odyssey watch 1 " + b"0" * 64 + b'\n{"look":true}\n{"node":1,"bye":true}\n')
+        data = b""
+        with contextlib.suppress(OSError):
+            while piece := stranger.recv(4096):
+                data += piece
+        assert data.count(b"\n") <= 1 and b"ranks" not in data  # its greeting, and no more
+    assert m.together()
