@@ -133,7 +133,7 @@ class Attempt:
                 return {"code": process.returncode}
             if said:
                 quiet = now
-            started = started or self._all_started()
+            started = started or self._all_started() or self._beat_at is not None
             if now - begun > CHORES:
                 self.idle()
             if self._asked(now):
@@ -243,7 +243,7 @@ class Attempt:
                 self.say(f"attempt {self.run.attempt}: {name} again: all ranks are killed")
                 return True
             self._stop, self._stop_at = number, now
-            if not _numbers(self.run.ranks):
+            if not _numbers(self.run.ranks) and self._beat_at is None:
                 self._forced = True
                 return True
             self.say(

@@ -87,13 +87,9 @@ def decide(outcome: Outcome, past: Past, config: LaunchConfig, hosts: tuple[Host
             f"{name}: ended without a checkpoint of its last step: {_why_forced(outcome)}", 128 + outcome.stop
         )
     cause = ended.first(outcome.ended)
-    if outcome.done:
-        if cause is not None and cause.code is not None:
-            return Action(f"{name}: the training is complete, but then {cause}", cause.code)
-        after = f"; then {cause}" if cause is not None else ""
-        return Action(f"{name}: complete{after}", 0)
-    if len(outcome.ended) == outcome.ranks and all(end.good for end in outcome.ended.values()):
-        return Action(f"{name}: all {_ranks(outcome.ranks)} ended with exit code 0", 0)
+    good = len(outcome.ended) == outcome.ranks and all(end.good for end in outcome.ended.values())
+    if good or (outcome.done and outcome.code == 0 and all(end.good for end in outcome.ended.values())):
+        return Action(f"{name}: complete" if outcome.done else f"{name}: all ranks ended with exit code 0", 0)
     stopped = any(end.code == STOPPED for end in outcome.ended.values())
     if stopped and outcome.scale is not None and outcome.stop is None:
         line = f"{name}: stopped at {_step(outcome.checkpoint)}; going on with {_ranks(outcome.scale)}"
@@ -110,12 +106,13 @@ def _failed(outcome: Outcome, past: Past, config: LaunchConfig, hosts: tuple[Hos
     said = f"attempt {outcome.attempt}: {_failure(outcome, cause)}"
     code = None if cause is None else cause.code
     own = GAVE_UP if code is None else code
-    if code in FINAL:
+    machines = {rank.host for rank in outcome.started.values()}
+    if code in FINAL and not (code == GAVE_UP and len(machines) > 1):  # one of several machines may be lost
         return Action(f"{said}; another attempt would not help", own)
     if not outcome.started and past == Past():
         return Action(f"{said}; nothing is tried again", GAVE_UP)
     now = _remembered(outcome, past)
-    repeated = code is not None and code != HANG and code == now.code
+    repeated = code is not None and code not in (HANG, GAVE_UP) and code == now.code
     times = now.times + 1 if cause is not None and cause.rank == now.rank else 1
     restarts = now.restarts + 1
     now = Past(now.step, restarts, cause.rank if cause else None, code, times)

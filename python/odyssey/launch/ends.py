@@ -16,8 +16,10 @@ from typing import Any, NamedTuple
 from ..errors import DataError, printable
 from ..files import read_json
 
+_KILLED = (signal.SIGKILL, signal.SIGTERM)
 RECORD_LIMIT = 1 << 17  # bytes
 AFTERMATH = 3.0  # seconds in which ends that follow from the first one come
+HANG = 77  # ended by the watchdog
 CONTRACT = 76  # a collective that cannot go on: often because another rank ended
 
 
@@ -41,6 +43,7 @@ class End(NamedTuple):
     step: int | None = None
     oom: int | None = None  # the kernel ended it for lack of memory; bytes of the limit, 0 if unknown
     memory: int | None = None  # bytes it had at most
+    following: bool = False  # by its own word the consequence of another rank's end
 
     @property
     def good(self) -> bool:
@@ -52,6 +55,8 @@ class End(NamedTuple):
             limit = f", the limit is {self.oom >> 20} MiB" if self.oom else ""
             had = f": it had {self.memory >> 20} MiB" if self.memory else ""
             how = f"was ended by the kernel for lack of memory (OOM){had}{limit}"
+        elif self.code == HANG:
+            how = "hung"
         elif self.signal is not None:
             how = f"was killed by {signal_name(self.signal)}"
         elif self.code is not None:
@@ -85,6 +90,9 @@ def ended(folder: Path, attempt: int) -> dict[int, End]:
     found = {}
     for rank, record in _records(folder, attempt).items():
         code, number, when = record.get("code"), record.get("signal"), record.get("time")
+        own = record.get("own")  # an MPI library may kill the rank that has called MPI_Abort
+        if type(own) is int and 0 < own < 128 and number in _KILLED:
+            code, number = own, None
         said = record.get("reason"), record.get("step")
         found[rank] = End(
             rank,
@@ -96,6 +104,7 @@ def ended(folder: Path, attempt: int) -> dict[int, End]:
             said[1] if type(said[1]) is int else None,
             record["oom"] if type(record.get("oom")) is int else None,
             record["memory"] if type(record.get("memory")) is int else None,
+            record.get("following") is True,
         )
     return found
 
@@ -117,7 +126,8 @@ def _records(folder: Path, attempt: int) -> dict[int, dict[str, Any]]:
         return found
     for name in sorted(names, key=lambda n: n.endswith(".reason.json")):
         match = re.fullmatch(r"([0-9]{1,7})(\.reason)?\.json", name, re.ASCII)
-        if not match or int(match[1]) in found:
+        known = found.get(int(match[1])) if match else None
+        if not match or (known is not None and "step" in known):
             continue
         try:
             record = read_json(folder / name, RECORD_LIMIT)
@@ -126,6 +136,9 @@ def _records(folder: Path, attempt: int) -> dict[int, dict[str, Any]]:
         if isinstance(record, dict) and record.get("attempt", attempt) == attempt:
             with contextlib.suppress(OSError):
                 record.setdefault("time", os.stat(folder / name).st_mtime)
+            if known is not None:  # the watcher's word came after the keeper's
+                known.update((key, record[key]) for key in ("step", "following") if key in record)
+                continue
             found[int(match[1])] = record
     return found
 
@@ -136,7 +149,8 @@ def first(ends: dict[int, End]) -> End | None:
     A collective that could not go on is a consequence if another rank fails in another way within seconds. A request to
     stop (75) is no failure.
     """
-    bad = sorted((e for e in ends.values() if not e.good and e.code != 75), key=lambda e: (e.time, e.rank))
+    bad = [e for e in ends.values() if not e.good and e.code != 75]
+    bad.sort(key=lambda e: (e.following, e.time, e.rank))
     for end in bad:
         if end.code == CONTRACT:
             others = [e for e in bad if e.code != CONTRACT and e.time - end.time <= AFTERMATH]

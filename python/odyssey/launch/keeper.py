@@ -8,7 +8,8 @@ run's directory (ODYSSEY_RUN_DIR; without one it only keeps):
 
     ranks/3.json  when rank 3 is started: rank, host, pid of the program, attempt
     ends/3.json   when it has ended: the same, code or signal, time, peak memory; what the rank itself left about it,
-                  here or in ends/3.reason.json ("reason", "step"); "oom": the kernel ended it for lack of memory
+                  here or in ends/3.reason.json ("reason", "step", "following", its "code" as "own"); "oom": the kernel
+                  ended it for lack of memory
 
 and ends the way the program did: with its exit code, or by its signal. Everything it inherited (standard streams, the
 launcher's sockets) goes to the program untouched and stays open here until the end, so that the launcher notices the
@@ -149,8 +150,10 @@ def reason(folder: str, rank: int, attempt: int) -> dict:
         except (OSError, ValueError, RecursionError):
             continue
         if isinstance(said, dict) and said.get("attempt", attempt) == attempt:
-            kinds = {"reason": str, "step": int}
+            kinds = {"reason": str, "step": int, "following": bool}
             found.update((key, said[key]) for key, kind in kinds.items() if type(said.get(key)) is kind)
+            if type(said.get("code")) is int:
+                found["own"] = said["code"]
     return found
 
 

@@ -211,7 +211,7 @@ class DistributedLauncher:
         if len(outcome.layout) < 2 or starter.kind == "srun" or outcome.done or outcome.stop is not None:
             return outcome
         codes = {end.code for end in outcome.ended.values()}
-        if codes - {None, 0, 76}:
+        if codes - {None, 0, 69, 76, 77}:
             return outcome  # a rank ended by itself; its host is there
         lost = probe(self.config, starter, [name for name, _ in outcome.layout], environment)
         return dataclasses.replace(outcome, lost=lost)

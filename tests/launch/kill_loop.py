@@ -1,0 +1,173 @@
+"""Kills ranks of `odyssey launch` at random moments, again and again; every run must end by itself with the same bytes.
+
+    kill_loop.py [--runs 50] [--double 20] [--ranks 4] [--seed 0] [--whom rank] [OPTIONS OF odyssey train ...]
+
+Each run gets one SIGKILL, on a random rank, at a random moment between its start and the end of an undisturbed run;
+each of the double faults a second one within a second of the first, while the run recovers. The time from the kill to
+the next step is read from the ranks' status slots. What it is not: a benchmark of training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from odyssey.launch.attempt import newest_step
+from odyssey.watch import slot
+
+TRAINING = "--steps 600 --global-batch-size 256 --checkpoint-every 20 --no-eval --no-progress".split()
+HELPERS = ("rank", "keeper", "daemon", "mpirun")
+
+
+class Result(NamedTuple):
+    """Of one run: exit code, hash of the weights, seconds from each kill to the next step, and what was printed."""
+
+    code: int
+    weights: str
+    seconds: list[float]
+    printed: str
+    total: float
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+class Run:
+    """One run, watched and disturbed."""
+
+    def __init__(self, folder: Path, ranks: int, training: list[str]) -> None:
+        self.folder, self.ranks, self.seconds = folder, ranks, []
+        words = [sys.executable, "-m", "odyssey", "launch", "-n", str(ranks), "--run-dir", str(folder), "train"]
+        self.begun = time.monotonic()
+        self.process = subprocess.Popen(
+            [*words, *training], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        self._slots: dict[int, int] = {}
+
+    def attempt(self) -> int:
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            return json.loads((self.folder / "attempt.json").read_text())["attempt"]
+        return 0
+
+    def pid(self, rank: int) -> int | None:
+        """Of a rank that lives in the newest attempt."""
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            record = json.loads((self.folder / "ranks" / f"{rank}.json").read_text())
+            if record["attempt"] == self.attempt() and Path(f"/proc/{record['pid']}/fd").exists():
+                return record["pid"]
+        return None
+
+    def step(self) -> tuple[int, int]:
+        """(attempt, step) that rank 0 shows; (0, 0) where there is nothing to see."""
+        pid = self.pid(0)
+        if pid is None:
+            return 0, 0
+        with contextlib.suppress(OSError):
+            for name in os.listdir(f"/proc/{pid}/fd"):
+                path = f"/proc/{pid}/fd/{name}"
+                if "odyssey-slot" in os.readlink(path):
+                    descriptor = os.open(path, os.O_RDONLY)
+                    try:
+                        found = slot.read(descriptor)
+                    finally:
+                        os.close(descriptor)
+                    return (found.attempt, found.step) if found else (0, 0)
+        return 0, 0
+
+    def kill(self, rank: int, whom: str) -> bool:
+        """Kills a rank, or what stands above it, as soon as there is one; False if the run is over."""
+        while self.process.poll() is None:
+            pid = self.pid(rank)
+            if pid is not None:
+                with contextlib.suppress(OSError):
+                    for _ in range(HELPERS.index(whom)):
+                        pid = parent(pid)
+                    os.kill(pid, signal.SIGKILL)
+                    return True
+            time.sleep(0.002)
+        return False
+
+    def recovered(self, before: int, at: float) -> None:
+        """Waits for the first step of a later attempt, notes how long it took."""
+        while self.process.poll() is None:
+            attempt, step = self.step()
+            if attempt > before and step > (newest_step(self.folder / "checkpoints") or 0):
+                self.seconds.append(time.monotonic() - at)
+                return
+            time.sleep(0.002)
+
+    def end(self) -> Result:
+        try:
+            printed = self.process.communicate(timeout=120)[0]
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            printed = "HANG\n" + self.process.communicate()[0]
+        weights = ""
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            weights = json.loads((self.folder / "DONE.json").read_text())["weights_sha256"]
+        return Result(self.process.returncode, weights, self.seconds, printed, time.monotonic() - self.begun)
+
+
+def one(ranks: int, training: list[str], kills: list[float], dice: random.Random, whom: str = "rank") -> Result:
+    """A run with kills after so many seconds: the first after the start, others after the kill before."""
+    with tempfile.TemporaryDirectory(prefix="odyssey-kill-loop-") as folder:
+        run = Run(Path(folder) / "run", ranks, training)
+        for number, delay in enumerate(kills):
+            time.sleep(delay)
+            if not run.kill(dice.randrange(ranks), whom):
+                break
+            at, before = time.monotonic(), run.attempt()
+            if number == len(kills) - 1:
+                run.recovered(before, at)
+        return run.end()
+
+
+def loop(runs: int, double: int, ranks: int, training: list[str], seed: int, whom: str = "rank") -> int:
+    """All of it, with a line for each run that went wrong and a summary; how many went wrong."""
+    dice = random.Random(seed)
+    clean = one(ranks, training, [], dice)
+    if clean.code or not clean.weights:
+        print(clean.printed)
+        raise SystemExit("the undisturbed run failed")
+    print(f"undisturbed: {clean.total:.1f} s, weights {clean.weights[:16]}", flush=True)
+    seconds: list[float] = []
+    wrong = restarts = 0
+    for number in range(runs + double):
+        kills = [dice.uniform(0, clean.total)] + ([dice.uniform(0, 1)] if number >= runs else [])
+        result = one(ranks, training, kills, dice, whom)
+        restarts += len(re.findall(r"; restarting ", result.printed))
+        seconds += result.seconds if number < runs else []
+        if result.code or result.weights != clean.weights:
+            wrong += 1
+            print(f"run {number + 1}: killed after {kills}: exit code {result.code}, weights {result.weights[:16]!r}")
+            print(result.printed, flush=True)
+    seconds.sort()
+    same = runs + double - wrong
+    print(f"{same} of {runs} + {double} runs ended with the bytes of the undisturbed run; {restarts} restarts")
+    if seconds:
+        middle = seconds[len(seconds) // 2]
+        print(f"from the kill to the next step: median {middle:.2f} s, max {seconds[-1]:.2f} s ({len(seconds)} kills)")
+    return wrong
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", type=int, default=50, help="with one kill each")
+    parser.add_argument("--double", type=int, default=20, help="with two kills")
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--whom", choices=HELPERS, default="rank", help="what is killed")
+    given, rest = parser.parse_known_args()
+    sys.exit(min(1, loop(given.runs, given.double, given.ranks, rest or TRAINING, given.seed, given.whom)))
