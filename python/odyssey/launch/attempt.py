@@ -173,6 +173,7 @@ class Attempt:
         return left
 
     def _outcome(self, why: dict[str, Any], code: int) -> Outcome:
+        self._requests()  # one may have been followed faster than it was seen
         fields = {"code": None, **why}
         if "code" not in why and code is not None and code > 0:
             fields["code"] = code
