@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from . import errors
-from .checkpoints import Snapshot, Store
+from .checkpoints import Snapshot, Store, environment_key
 from .errors import CheckpointError, ConfigError, OdysseyError
 
 if TYPE_CHECKING:
@@ -204,8 +204,8 @@ def find(path: Path, tell: Callable[[str], None]) -> tuple[Snapshot, str]:
         CheckpointError: there is none that is valid.
     """
     if (path / "manifest.json").exists():
-        return Store(path.parent, owner=False).load(path), path.name
-    store = Store(path, owner=False)
+        return Store(path.parent, owner=False, key=environment_key()).load(path), path.name
+    store = Store(path, owner=False, key=environment_key())
     snapshot, refused = store.newest()
     for one in refused:
         tell(one.message(snapshot))

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import resume
-from .checkpoints import Snapshot, Store
+from .checkpoints import Snapshot, Store, environment_key
 from .comm.base import Communicator
 from .data.sampler import check_integer
 from .errors import CheckpointError, ConfigError, OutputError, Stopped
@@ -166,7 +166,8 @@ class Session:
     def _find(self) -> tuple[Snapshot | None, str]:
         """The checkpoint to start from, and its name; opens the store."""
         saving, folder = self.saving, self.folder
-        self._store = Store(folder, keep=saving.keep, attempt=self.run.attempt if self.run else 0)
+        attempt = self.run.attempt if self.run else 0
+        self._store = Store(folder, keep=saving.keep, attempt=attempt, key=environment_key())
         if saving.resume == "never" and (self.run is None or self.run.attempt < 2):  # a restart of a run is no start
             if self._store.names():
                 raise ConfigError(

@@ -6,7 +6,6 @@ one worker is the ordinary case.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -27,7 +26,7 @@ from . import fingerprint, native, verify
 from . import precision as precisions
 from . import resume as resumption
 from .arena import Arena
-from .checkpoints import Store
+from .checkpoints import Store, environment_key
 from .comm.base import cores
 from .data.sampler import check_integer
 from .engine import Engine, Layout
@@ -786,7 +785,7 @@ class DistributedTrainer:
         snapshot = resumption.capture(self, {})
 
         def write() -> tuple[None, str]:
-            with contextlib.closing(Store(Path(folder))) as store:
+            with Store(Path(folder), key=environment_key()) as store:
                 store.save(snapshot)
             return None, ""
 

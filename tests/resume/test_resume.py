@@ -275,3 +275,18 @@ def test_an_older_checkpoint_of_the_same_directory_is_not_gone_on_from(tmp_path)
     trainer().fit(loader(), epochs=1, checkpoint_dir=tmp_path, checkpoint_every=2)
     with pytest.raises(ConfigError, match="name another directory for the new ones"):
         trainer().fit(loader(), epochs=1, checkpoint_dir=tmp_path, resume=tmp_path / "step_00000004")
+
+
+def test_signed_checkpoints(tmp_path, monkeypatch, capfd):
+    """With a key, checkpoints are signed, and those that are not are refused."""
+    key = tmp_path / "key"
+    key.write_text("0123456789abcdef")
+    key.chmod(0o600)
+    trainer().fit(loader(), epochs=1, checkpoint_dir=tmp_path / "c")
+    monkeypatch.setenv("ODYSSEY_CHECKPOINT_KEY_FILE", str(key))
+    second = trainer()
+    second.fit(loader(), epochs=1, checkpoint_dir=tmp_path / "c")
+    assert "step_00000005 is refused" in capfd.readouterr().err
+    third = trainer()
+    third.fit(loader(), epochs=2, checkpoint_dir=tmp_path / "c")
+    assert "resumed from step_00000005" in capfd.readouterr().err

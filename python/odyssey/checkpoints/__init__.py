@@ -13,8 +13,8 @@ and what is promised: docs/checkpoints.md.
 """
 
 from ..errors import CheckpointError
-from .manifest import Manifest, read_key
+from .manifest import Manifest, environment_key, read_key
 from .snapshot import Snapshot
 from .store import Refused, Store
 
-__all__ = ["CheckpointError", "Manifest", "Refused", "Snapshot", "Store", "read_key"]
+__all__ = ["CheckpointError", "Manifest", "Refused", "Snapshot", "Store", "environment_key", "read_key"]

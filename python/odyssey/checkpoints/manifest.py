@@ -144,6 +144,12 @@ def read_key(path: Path) -> bytes:
     return data
 
 
+def environment_key() -> bytes | None:
+    """The key that ODYSSEY_CHECKPOINT_KEY_FILE names, None without it. Raises ConfigError as `read_key`."""
+    path = os.environ.get(KEY_FILE)
+    return read_key(Path(path)) if path else None
+
+
 def _parse_file(entry: Any) -> File:
     if type(entry) is not dict or tuple(entry) != _FILE_KEYS:
         raise CheckpointError(f"{NAME}: a file has the entries {' '.join(_FILE_KEYS)}")
