@@ -152,3 +152,41 @@ def test_layouts(value, nothing_is_made, launch):
     assert done.returncode == 64, done.stderr
     assert done.stderr[:-1].isprintable() and len(done.stderr) < 5000
     assert not (Path(launch.folder) / "x").exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["inspect", "NAME"],
+        ["top", "NAME"],
+        ["replay", "NAME", "--step", "1"],
+        ["diff", "NAME", "other"],
+        ["scale", "NAME", "2"],
+        ["doctor", "--hosts", "NAME"],
+        ["launch", "-n", "1", "--hostfile", "NAME", "train"],
+        ["train", "--config", "NAME"],
+    ],
+    ids=lambda words: words[0],
+)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "a\udcff\x1b[2J\nodyssey: done",
+        "x" * 300,
+        "x/" * 3000,
+        *(HOSTILE[k] for k in ("substitution", "option", "quote")),
+    ],
+    ids=lambda name: ascii(name)[:20],
+)
+def test_names_that_commands_are_given(words, name, nothing_is_made, no_process, capsys):
+    """Bytes that are no text, lines that look like another message: one line, and nothing that a terminal would do."""
+    from odyssey import cli
+
+    if name.startswith("-") and words[0] != "doctor":
+        name = f"./{name}"  # else it is an option, which click refuses
+    with pytest.raises(SystemExit) as end:
+        cli.main([name if word == "NAME" else word for word in words])
+    said = capsys.readouterr()
+    assert end.value.code in (1, 64, 65, 69), said
+    for line in (said.out + said.err).splitlines():
+        assert line.isprintable() and not line.startswith("odyssey: done") and "Traceback" not in line

@@ -10,15 +10,15 @@ from typing import Any
 
 import click
 
-from . import HELP
+from . import FILE, HELP
 
 
 @click.command("top", context_settings=HELP)
-@click.argument("job", required=False, metavar="[RUN|PID]")
+@click.argument("job", required=False, type=FILE, metavar="[RUN|PID]")
 @click.option("--once", is_flag=True, help="Show it once and end.")
 @click.option("--json", "as_json", is_flag=True, help="A JSON object per look, one a line.")
 @click.option("--interval", type=click.FloatRange(0.1, 3600), default=1.0, metavar="SECONDS", help="(default: 1)")
-def command(job: str | None, once: bool, as_json: bool, interval: float) -> None:
+def command(job: Path | None, once: bool, as_json: bool, interval: float) -> None:
     """Show what every rank of a running job does: step, phase, what it waits for, samples/s, memory, and where its time
     goes.
 
@@ -36,10 +36,10 @@ def command(job: str | None, once: bool, as_json: bool, interval: float) -> None
             others = ", ".join(map(str, found[1:9]))
             click.echo(f"the newest of {len(found)} jobs; the others: odyssey top {others}", err=True)
         connected = view.local(found[0])
-    elif job.isascii() and job.isdigit() and not Path(job).is_dir():
-        connected = view.of_process(int(job))
+    elif str(job).isascii() and str(job).isdigit() and not job.is_dir():
+        connected = view.of_process(int(str(job)))
     else:
-        connected = view.of_run(Path(job))
+        connected = view.of_run(job)
     try:
         _show(connected, once, as_json, interval)
     except KeyboardInterrupt:

@@ -114,7 +114,7 @@ def _told(error: BaseException, trace: TracebackType | None) -> tuple[int, str, 
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED, "interrupted", ""
     if isinstance(error, OdysseyError):
-        return error.exit_code, printable(f"error: {error}", limit=LINE), ""
+        return error.exit_code, printable(f"error: {error}", keep="\n\t" if error.lines else "", limit=LINE), ""
     text = printable("".join(traceback.format_exception(type(error), error, trace)), keep="\n\t")
     return DEFECT, printable(f"defect: {type(error).__name__}: {error}{_where()}", limit=LINE), text
 
