@@ -97,7 +97,9 @@ class MPICommunicator(Staged):
             self.ranks = tuple(range(self.size))
             self.why = f"mpi: {self.size} ranks, {MPI.Get_library_version().splitlines()[0].split(',')[0].strip()}"
             self._exits = _Exits(self)
-            self._crowded = self.local_size > cores()
+            crowded = np.array([self.local_size > cores()], np.uint8)
+            comm.Allreduce(MPI.IN_PLACE, crowded, MPI.MAX)
+            self._crowded = bool(crowded[0])  # on all or none: a blocking call does not match one that is not
         else:
             theirs = comm.Get_group().Translate_ranks(range(self.size), of._data.Get_group())
             self.ranks = tuple(of.ranks[p] for p in theirs)
