@@ -181,18 +181,21 @@ class Hosts:
 
     def _start(self, k: int) -> None:
         kinds = "--net --uts --ipc --mount" + (" --pid --fork --kill-child --mount-proc" if k else "")
-        self._first[k] = process = subprocess.Popen(
-            ["setpriv", "--pdeathsig", "KILL", "unshare", *kinds.split(), "--propagation", "private"]
-            + ["sh", "-c", _FIRST, "sh", f"h{k}", str(self.folder / f"h{k}"), str(self.shm(k))]
-            + [str(self.folder / "hosts")],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            env={"PATH": os.environ["PATH"], TOKEN: self.token},
-            start_new_session=True,
-        )
+        log = self.folder / f"h{k}.log"
+        with log.open("ab") as errors:
+            self._first[k] = process = subprocess.Popen(
+                ["setpriv", "--pdeathsig", "KILL", "unshare", *kinds.split(), "--propagation", "private"]
+                + ["sh", "-c", _FIRST, "sh", f"h{k}", str(self.folder / f"h{k}"), str(self.shm(k))]
+                + [str(self.folder / "hosts")],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env={"PATH": os.environ["PATH"], TOKEN: self.token},
+                start_new_session=True,
+            )
         assert process.stdout is not None
         if process.stdout.readline() != b"ready\n":
-            raise RuntimeError(f"host h{k} did not start: {why_not()}")
+            raise RuntimeError(f"host h{k} did not start: {log.read_text(errors='replace')[-300:]}")
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         self._pids[k] = int(children[0]) if k else process.pid
         self._write_pids()
@@ -281,17 +284,19 @@ class Hosts:
         return ["nsenter", "--target", str(self._pids[k]), *kinds, *map(str, command)]
 
     def mpirun(self, per_host: int, command: Sequence[Any], hosts: Sequence[str] | None = None) -> list[str]:
-        """A command on `per_host` ranks of each host, under this environment's MPI."""
-        hosts = self.names if hosts is None else hosts
+        """A command on `per_host` ranks of each host, or of those given as "h1", or "h1:3" for another number of ranks;
+        under this environment's MPI."""
+        slots = [h if ":" in h else f"{h}:{per_host}" for h in (hosts or self.names)]
         mpirun = str(Path(sys.executable).with_name("mpirun"))
-        ranks, words = str(per_host * len(hosts)), [str(word) for word in command]
+        ranks, words = str(sum(int(slot.partition(":")[2]) for slot in slots)), [str(word) for word in command]
         if not open_mpi():
-            return [mpirun, "-hosts", ",".join(hosts), "-ppn", str(per_host), "-n", ranks, *words]
-        passed = [
-            f for name in sorted(job_environment()) if name.startswith(("ODYSSEY_", "MODULAR_")) for f in ("-x", name)
+            return [mpirun, "-hosts", ",".join(slots), "-n", ranks, *words]
+        names = [
+            "PYTHONPATH",
+            *(name for name in sorted(job_environment()) if name.startswith(("ODYSSEY_", "MODULAR_"))),
         ]
-        slots = ",".join(f"{host}:{per_host}" for host in hosts)
-        return [mpirun, "--host", slots, "--map-by", "slot", *passed, "-n", ranks, *words]
+        passed = [word for name in names for word in ("-x", name)]
+        return [mpirun, "--host", ",".join(slots), "--map-by", "slot", *passed, "-n", ranks, *words]
 
     def job(self, command: Sequence[Any], **settings: Any) -> Job:
         """Starts a command on h0; arguments of Job."""
@@ -301,25 +306,28 @@ class Hosts:
         self._jobs.append(job)
         return job
 
-    def restore(self) -> None:
-        """Ends all jobs; afterwards every host is up, reachable and as fast as it was."""
-        self._end_jobs()
+    def restore(self) -> list[int]:
+        """Ends all jobs; afterwards every host is up, reachable and as fast as it was. Returns those that were dead."""
+        self.end_jobs()
+        dead = [k for k in range(1, self.count + 1) if k not in self._pids]
         for k in range(1, self.count + 1):
-            if k not in self._pids:
+            if k in dead:
                 self.start_host(k)
             self.heal(k)
             for host, device in ((0, f"p{k}"), (k, "eth0")):
                 with contextlib.suppress(RuntimeError):  # there is no limit
                     self._on(host, "tc", "qdisc", "delete", "dev", device, "root")
+        return dead
 
-    def _end_jobs(self) -> None:
+    def end_jobs(self) -> None:
+        """Ends all jobs started here."""
         for job in self._jobs:
             job.end()
         self._jobs.clear()
 
     def close(self) -> None:
         """Ends all jobs and all hosts."""
-        self._end_jobs()
+        self.end_jobs()
         for process in self._first.values():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

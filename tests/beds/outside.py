@@ -27,6 +27,8 @@ PYTHON = Path(__file__).resolve().parents[2] / "python"
 RANKS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")
 LEFT = re.compile(r"mpich_shm_|hydra_hwloc_xmlfile_|sm_segment\.|ompi\.|odyssey|psm3_|prte|pmix|ucx_shm_|tmp[\w]{8}$")
 MIB = 1 << 20
+SLOW = "ODYSSEY_SLOW_TESTS" in os.environ
+WHY_SLOW = "takes long; ODYSSEY_SLOW_TESTS=1 runs it"
 
 
 class Process(NamedTuple):

@@ -34,6 +34,16 @@ def test_sums_first_within_hosts_then_between_them(four_hosts, job):
     assert len(alone.output.split()[-1]) == 16
 
 
+def test_hosts_with_different_numbers_of_ranks(four_hosts):
+    """More ranks than cores on one host, fewer on the other: all still wait in the same way."""
+    cores = len(os.sched_getaffinity(0))
+    ranks = [f"h1:{cores + 1}", "h2:1"]
+    command = [sys.executable, outside.JOB, "--steps", 4, "--backend", "mpi"]
+    one = four_hosts.job(four_hosts.mpirun(1, command, hosts=ranks))
+    assert one.wait() == 0
+    assert len(one.steps()) == 4
+
+
 def test_a_process_is_on_its_host(four_hosts):
     command = [sys.executable, outside.JOB, "--steps", 100000, "--step-ms", 20, "--backend", "mpi"]
     one = four_hosts.job(four_hosts.mpirun(1, command))

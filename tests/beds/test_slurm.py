@@ -1,0 +1,72 @@
+"""A SLURM of four nodes: the bed itself, and trainings under srun."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from beds import outside
+
+MPI = "--mpi=pmix" if outside.open_mpi() else "--mpi=pmi2"
+UNDER_SRUN = pytest.mark.skipif(
+    MPI == "--mpi=pmix" and not list(Path("/usr/lib").glob("**/libpmix.so")), reason="needs libpmix.so (libpmix-dev)"
+)
+
+
+@UNDER_SRUN
+def test_same_bits_under_srun_and_alone(slurm, job):
+    options = [sys.executable, outside.JOB, "--steps", 6]
+    alone = job(options)
+    four = slurm.job(["srun", "-N4", "-n4", MPI, *options])
+    assert [alone.wait(), four.wait()] == [0, 0], four.output
+    assert len(four.steps()) == 6
+    assert [sha for _, sha, _ in four.steps()] == [sha for _, sha, _ in alone.steps()]
+    assert four.left() == []
+
+
+def test_mpirun_in_an_allocation(slurm, job):
+    options = [sys.executable, "-m", "odyssey.train", "--steps", 3, "--global-batch-size", 96, "--no-eval"]
+    options.append("--no-progress")
+    alone = job(options)
+    three = slurm.job(["salloc", "-N3", *slurm.hosts.mpirun(1, options, hosts=["h1", "h2", "h3"])])
+    assert [alone.wait(), three.wait()] == [0, 0], three.output
+    word = alone.output.split()[-1]
+    assert len(word) == 16 and f"weights {word}" in three.output
+
+
+@UNDER_SRUN
+def test_srun_ends_a_step_when_a_rank_is_killed(slurm):
+    options = [sys.executable, outside.JOB, "--steps", 10000, "--step-ms", 20]
+    one = slurm.job(["srun", "-N4", "-n4", MPI, "--kill-on-bad-exit=1", *options])
+    one.wait_for_step(3)
+    assert set(one.outside.ranks()) == {0, 1, 2, 3}
+    one.outside.kill(rank=2)
+    assert one.wait(30) != 0
+    assert one.weights is None
+
+
+COUNTS = """
+echo run ${SLURM_RESTART_COUNT:-0} on $SLURM_JOB_NODELIST
+srun sh -c 'trap "echo $SLURM_PROCID was asked to end; exit 1" TERM; sleep 1000 & wait'
+"""
+
+
+@pytest.mark.skipif(not outside.SLOW, reason=outside.WHY_SLOW)
+def test_a_job_is_requeued(slurm):
+    number, _ = slurm.submit(COUNTS, "-N4", "-n4", "--requeue")
+    slurm.wait_for(lambda: "run 0 on h[1-4]" in slurm.output(number), 20, "first run")
+    slurm.wait_for(lambda: slurm.state(number) == "RUNNING", 20, "RUNNING")
+    slurm.ask("scontrol", "requeue", str(number))
+    slurm.wait_for(lambda: "run 1 on h[1-4]" in slurm.output(number), 60, "second run")
+    assert "was asked to end" in slurm.output(number)
+
+
+@pytest.mark.skipif(not outside.SLOW, reason=outside.WHY_SLOW)
+def test_a_node_dies(slurm):
+    number, _ = slurm.submit(COUNTS, "-N3", "-n3", "--requeue")
+    slurm.wait_for(lambda: "run 0 on h[1-3]" in slurm.output(number), 20, "first run")
+    slurm.hosts.kill_host(2)
+    slurm.wait_for(lambda: slurm.nodes()["h2"].startswith("down"), 40, "node that is down")
+    slurm.wait_for(lambda: "run 1 on h[1,3-4]" in slurm.output(number), 60, "second run")
