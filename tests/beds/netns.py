@@ -4,18 +4,17 @@
         job = hosts.job(hosts.mpirun(1, [sys.executable, JOB]))
         hosts.kill_host(3)
 
-The host h0 (10.77.0.254) holds the switch and runs what starts jobs; h1, h2, ... (10.77.0.1, ...) run ranks. `ssh` is a
-script: MPI launchers find it in PATH, and it starts a command on a host with no more of the environment than a real one
-gives. Files are shared, as over NFS, except /dev/shm and /tmp; cores and memory are the machine's. Needs root, unshare,
-nsenter and iproute2. All of it is namespaces that processes hold: when these end, also because the test is killed,
-nothing is left. What it is not: a network with latency and loss (tbf is there for bandwidth, netem is not everywhere).
+The host h0 (10.77.0.254) holds the switch and runs what starts jobs; h1, h2, ... (10.77.0.1, ...) run ranks. MPI
+launchers find an `ssh` in PATH (ssh.py). Files are shared, as over NFS, except /dev/shm and /tmp; cores and memory are
+the machine's. Needs root, unshare, nsenter and iproute2. All of it is namespaces that processes hold: when these end,
+also because the test is killed, nothing is left. What it is not: a network with latency and loss (tbf is there for
+bandwidth, netem is not everywhere).
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import shlex
 import shutil
 import signal
 import subprocess
@@ -26,9 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from .outside import LEFT, TOKEN, Job, Process, job_environment, open_mpi
+from .ssh import Server
 
 TOOLS = ("ip", "tc", "unshare", "nsenter", "setpriv", "mount")
-PATH = "/usr/local/bin:/usr/bin:/bin"  # of a command that ssh starts
 
 # The first process of a host. $1 its name, $2 a folder of its own, $3 its shared memory, $4 the file of hosts.
 _FIRST = r"""
@@ -52,37 +51,6 @@ mount --rbind "$2/tmp" /tmp
 ip link set lo up
 echo ready
 exec sleep infinity
-"""
-
-# ssh [options] host command ...: the words are joined and given to a shell, and the environment is that of a login.
-# A host that is dead says nothing: the connection stays open, as that of a real ssh does without keep-alive.
-_SSH = r"""#!/bin/sh
-while :; do
-    case "$1" in
-        --) shift; break;;
-        -[bcDEeFIiJLlmOopQRSWw]) shift 2;;
-        -*) shift;;
-        *) break;;
-    esac
-done
-host=${1##*@}; shift
-pid=$(sed -n "s/^$host //p" "$BED/pids")
-if [ -z "$pid" ]; then
-    if grep -q "[ 	]$host\$" "$BED/hosts"; then
-        echo "ssh: connect to host $host port 22: Connection timed out" >&2
-    else
-        echo "ssh: Could not resolve hostname $host: Name or service not known" >&2
-    fi
-    exit 255
-fi
-nsenter --target "$pid" --net --uts --ipc --mount --pid --wd=/ \
-    env -i PATH="$REMOTE" HOME=/root USER=root SHELL=/bin/sh LANG=C.UTF-8 "$TOKEN" /bin/sh -c "$*" <&0 &
-child=$!
-trap 'kill -TERM $child' TERM INT HUP
-wait $child; code=$?
-while kill -0 $child 2>/dev/null; do wait $child; code=$?; done
-if grep -q "^$host\$" "$BED/dead" 2>/dev/null; then exec sleep infinity; fi
-exit $code
 """
 
 
@@ -133,7 +101,8 @@ class Hosts:
         self.folder.mkdir(parents=True)
         self.token = f"bed-{os.getpid()}-{time.monotonic_ns():x}"
         self._first: dict[int, subprocess.Popen] = {}
-        self._pids: dict[int, int] = {}
+        self._pids: dict[int, int] = {}  # of each host's first process
+        self._cut: set[int] = set()  # nothing comes from there, and nobody says so
         self._jobs: list[Job] = []
         self._write_files()
         try:
@@ -166,21 +135,20 @@ class Hosts:
     def _write_files(self) -> None:
         lines = ["127.0.0.1 localhost", "10.77.0.254 h0", *(f"10.77.0.{k} h{k}" for k in range(1, self.count + 1))]
         (self.folder / "hosts").write_text("\n".join(lines) + "\n")
-        (self.folder / "dead").write_text("")
-        (self.folder / "bin").mkdir()
-        ssh = self.folder / "bin" / "ssh"
-        head, rest = _SSH.split("\n", 1)
-        ssh.write_text(f"{head}\nBED={shlex.quote(str(self.folder))} REMOTE={PATH}\nTOKEN={TOKEN}=${TOKEN}\n{rest}")
-        ssh.chmod(0o755)
+        self._ssh = Server(self.folder, self._enter, TOKEN)
 
-    def _write_pids(self) -> None:
-        alive = (f"h{k} {pid}\n10.77.0.{k or 254} {pid}\n" for k, pid in self._pids.items())
-        (self.folder / "pids").write_text("".join(alive))
+    def _enter(self, name: str) -> list[str] | None:
+        """For ssh: how to run a command on a host, None if it is dead or cut off."""
+        number = name.removeprefix("10.77.0.") if name.startswith("10.") else name.removeprefix("h")
+        k = int(number) % 254 if number.isdigit() else -1
+        if not 0 <= k <= self.count:
+            raise KeyError(name)
+        return None if k in self._cut or k not in self._pids else self.on(k)
 
     # --- hosts ---
 
     def _start(self, k: int) -> None:
-        kinds = "--net --uts --ipc --mount" + (" --pid --fork --kill-child --mount-proc" if k else "")
+        kinds = "--net --uts --ipc --mount --pid --fork --kill-child --mount-proc"
         log = self.folder / f"h{k}.log"
         with log.open("ab") as errors:
             self._first[k] = process = subprocess.Popen(
@@ -197,8 +165,7 @@ class Hosts:
         if process.stdout.readline() != b"ready\n":
             raise RuntimeError(f"host h{k} did not start: {log.read_text(errors='replace')[-300:]}")
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        self._pids[k] = int(children[0]) if k else process.pid
-        self._write_pids()
+        self._pids[k] = int(children[0])
 
     def _on(self, k: int, *words: str) -> None:
         """A command in the network of a host."""
@@ -234,11 +201,8 @@ class Hosts:
     def kill_host(self, k: int, silent: bool = True) -> None:
         """All processes of a host end at once. silent: its network went first, so nobody hears of it."""
         if silent:
-            with open(self.folder / "dead", "a") as file:
-                file.write(f"h{k}\n10.77.0.{k}\n")
             self.partition(k)
         pid = self._pids.pop(k)
-        self._write_pids()
         os.kill(pid, signal.SIGKILL)  # the first process: the kernel ends the others
         self._first.pop(k).wait(10)
 
@@ -248,19 +212,19 @@ class Hosts:
             shutil.rmtree(folder, ignore_errors=True)
         with contextlib.suppress(RuntimeError):  # the kernel removes it with the host's end, a little later
             self._on(0, "ip", "link", "delete", f"p{k}")
-        lines = (self.folder / "dead").read_text().splitlines()
-        kept = [line for line in lines if line not in (f"h{k}", f"10.77.0.{k}")]
-        (self.folder / "dead").write_text("".join(f"{line}\n" for line in kept))
         self._start(k)
         self._connect(k)
+        self._cut.discard(k)
 
     def partition(self, k: int) -> None:
         """The switch forwards nothing to a host or from it; the host notices nothing but silence."""
+        self._cut.add(k)
         self._on(0, "ip", "link", "set", f"p{k}", "nomaster")
 
     def heal(self, k: int) -> None:
         """Undoes `partition`."""
         self._on(0, "ip", "link", "set", f"p{k}", "master", "switch")
+        self._cut.discard(k)
 
     def limit(self, k: int, rate: str) -> None:
         """Limits what a host sends and gets, as "50mbit"."""
@@ -279,8 +243,8 @@ class Hosts:
     # --- jobs ---
 
     def on(self, k: int, *command: Any) -> list[str]:
-        """A command to be run on a host, as words."""
-        kinds = ["--net", "--uts", "--ipc", "--mount", *(["--pid"] if k else [])]
+        """A command to be run on a host, as words; for this process, not for a job on h0, which uses ssh."""
+        kinds = ["--net", "--uts", "--ipc", "--mount", "--pid"]
         return ["nsenter", "--target", str(self._pids[k]), *kinds, *map(str, command)]
 
     def mpirun(self, per_host: int, command: Sequence[Any], hosts: Sequence[str] | None = None) -> list[str]:
@@ -299,7 +263,7 @@ class Hosts:
         return [mpirun, "--host", ",".join(slots), "--map-by", "slot", *passed, "-n", ranks, *words]
 
     def job(self, command: Sequence[Any], **settings: Any) -> Job:
-        """Starts a command on h0; arguments of Job."""
+        """Starts a command on h0; arguments of Job. Its `pid` is that of nsenter: signals go to `outside`'s roles."""
         environment = {"PATH": f"{self.folder / 'bin'}:{job_environment()['PATH']}", **settings.pop("environment", {})}
         settings = {"own_folders": False, "traces": _Traces(self), **settings}
         job = Job(self.on(0, *command), self.folder.parent, environment=environment, **settings)
@@ -328,6 +292,8 @@ class Hosts:
     def close(self) -> None:
         """Ends all jobs and all hosts."""
         self.end_jobs()
+        if hasattr(self, "_ssh"):
+            self._ssh.close()
         for process in self._first.values():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

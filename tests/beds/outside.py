@@ -44,17 +44,19 @@ class Process(NamedTuple):
 
 
 def _role(words: Sequence[str], rank: int | None) -> str:
-    names = {Path(word).name for word in words[:8]}
-    if names & {"hydra_pmi_proxy", "prted", "slurmstepd"}:
+    first, names = Path(words[0]).name if words else "", {Path(word).name for word in words[:8]}
+    if first in ("nsenter", "ssh") or "tether.py" in names:
+        return "other"  # it only starts another
+    if first in ("hydra_pmi_proxy", "prted", "slurmstepd"):
         return "proxy"
-    if any("keeper" in name for name in names):
+    if first in ("mpirun", "mpiexec", "mpiexec.hydra", "prterun", "srun"):
+        return "mpirun"
+    if "keeper.py" in names:
         return "keeper"
-    if any("watcher" in name for name in names):
+    if "watcher.py" in names:
         return "watcher"
     if rank is not None:
         return "rank"
-    if names & {"mpirun", "mpiexec", "mpiexec.hydra", "prterun", "srun"} and "launch" not in names:
-        return "mpirun"
     return "launcher" if "launch" in names else "other"
 
 

@@ -85,7 +85,7 @@ def test_the_network_can_be_cut_and_made_slow(four_hosts):
     server.wait_for("listens")
 
     def send(size=1):
-        one = four_hosts.job(four_hosts.on(3, sys.executable, "-c", SEND, "h2", size))
+        one = four_hosts.job(["ssh", "h3", f"{sys.executable} -c '{SEND}' h2 {size}"])
         return one.wait(), one.output
 
     assert send()[0] == 0
