@@ -24,6 +24,7 @@ from .runs import Run
 PERIOD = 0.1  # seconds between two agreements
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 CONTROL = 1000  # the request came by control.json
+AGAIN = 2.0  # seconds after a signal from which on one more is another request, and not the same by another way
 
 
 class Requests:
@@ -37,13 +38,18 @@ class Requests:
     def __init__(self, comm: Communicator, run: Run | None) -> None:
         self._comm, self._run = comm, run
         self._wanted = 0  # number of a signal, or CONTROL
+        self._asked_at = 0.0
         self._before: dict[int, Any] = {}
         self._left = self._every = 1
         self._since = time.monotonic()
         self.met = False  # whether ranks talked after the last step
 
     def listen(self) -> None:
-        """Takes signals as requests from now on; the second of a kind has the effect that it had before."""
+        """Takes signals as requests from now on. One that comes after AGAIN seconds has the effect that it had before.
+
+        One request may bring several: SLURM sends a signal to all processes of a step, srun and what is around a rank
+        hand on theirs.
+        """
         if threading.current_thread() is not threading.main_thread():
             return  # Python delivers signals to the main thread only; control.json works
         for number in SIGNALS:
@@ -55,8 +61,11 @@ class Requests:
             signal.signal(number, self._before.pop(number))
 
     def _asked(self, number: int, _: FrameType | None) -> None:
-        self._wanted = self._wanted or number
-        signal.signal(number, self._before.pop(number, signal.SIG_DFL))
+        if not self._wanted:
+            self._wanted, self._asked_at = number, time.monotonic()
+        elif time.monotonic() - self._asked_at > AGAIN:
+            signal.signal(number, self._before.pop(number, signal.SIG_DFL))
+            os.kill(os.getpid(), number)
 
     def agreed(self, now: bool = False) -> str | None:
         """Called by all ranks after each step: why to stop here, if one of them was asked to.
