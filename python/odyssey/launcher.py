@@ -27,7 +27,8 @@ class Launched(NamedTuple):
 
 
 # launcher, rank, size, rank on this machine, ranks on this machine, MPI. Hydra (MPICH, Intel MPI) and `srun
-# --mpi=pmi2`; Open MPI; MVAPICH; PMIx, which names no size itself; srun that offers no PMI.
+# --mpi=pmi2`; Open MPI; MVAPICH; PMIx, which names no size itself; srun that offers no PMI. SLURM_NTASKS would not
+# do: a batch script has it too, with SLURM_PROCID 0, and is no rank.
 _NAMES = (
     ("PMI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", True),
     (
@@ -46,8 +47,8 @@ _NAMES = (
         "MV2_COMM_WORLD_LOCAL_SIZE",
         True,
     ),
-    ("PMIx", "PMIX_RANK", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE", True),
-    ("srun", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE", False),
+    ("PMIx", "PMIX_RANK", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE", True),
+    ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE", False),
 )
 
 #: What `torch.distributed` calls env://.

@@ -17,7 +17,7 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_LOCAL_RANK": "0",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
 }
-SRUN = {"SLURM_PROCID": "2", "SLURM_NTASKS": "6", "SLURM_LOCALID": "0", "SLURM_NTASKS_PER_NODE": "2"}
+SRUN = {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "6", "SLURM_LOCALID": "0", "SLURM_NTASKS_PER_NODE": "2"}
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1", "LOCAL_RANK": "0"}
 
 
@@ -43,6 +43,10 @@ def test_what_launchers_say(environment, wanted):
     assert launcher.rank(environment) == (wanted[1] if wanted else 1 if environment is TORCHRUN else None)
 
 
+def test_a_batch_script_is_no_rank():
+    assert launcher.launched({"SLURM_NTASKS": "6", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}) is None
+
+
 def test_what_env_says():
     assert launcher.rendezvous(TORCHRUN) == ("env://", 1, 4, 0, 4, False)
     assert launcher.rendezvous({**TORCHRUN, "LOCAL_WORLD_SIZE": "2"}).local_size == 2
@@ -58,7 +62,7 @@ def test_what_env_says():
         (HYDRA, "mpi"),
         (OPEN_MPI, "mpi"),
         (SRUN, "mpi"),
-        ({**SRUN, "SLURM_NTASKS": "1"}, "local"),
+        ({**SRUN, "SLURM_STEP_NUM_TASKS": "1"}, "local"),
         ({"PMI_RANK": "0", "PMI_SIZE": "1"}, "local"),
         (TORCHRUN, "gloo"),
         ({**TORCHRUN, "WORLD_SIZE": "1"}, "local"),
@@ -91,7 +95,7 @@ def test_threads_of_a_mock_world_have_a_world_of_their_own():
 
 def test_srun_without_pmi_is_no_world_of_one(launch):
     """srun starts n processes; an MPI that does not understand it would train n times alone."""
-    launch.environment |= {"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}
+    launch.environment |= {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}
     done = launch.train("--steps", 1)
     assert done.returncode == 64
     last = done.stderr.splitlines()[-1]

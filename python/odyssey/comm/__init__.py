@@ -114,7 +114,7 @@ def _connect(backend: str) -> Communicator:
             "the mpirun in use and the MPI library of mpi4py are different; use the mpirun of this environment"
             if found.mpi
             else "srun offers no PMI that MPI understands; use srun --mpi=pmi2 (MPICH) or --mpi=pmix (Open MPI), or "
-            "mpirun inside the job (and for one process alone, unset SLURM_NTASKS)"
+            "mpirun inside the job (and for one process alone, unset SLURM_STEP_NUM_TASKS)"
         )
         raise ConfigError(f"[comm] the launcher started {found.size} processes but each sees a world of one: {how}")
     return comm
