@@ -38,7 +38,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=640)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--hidden", type=int, default=32, help="size of the net, so of a checkpoint")
-    parser.add_argument("--step-ms", type=float, default=0, help="rank 0 waits so long after each step")
+    parser.add_argument("--step-ms", type=float, default=0, help="every rank waits so long after each step")
     parser.add_argument("--quiet", action="store_true", help="no line per step")
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--reduction", default="tree")
@@ -80,7 +80,7 @@ def main() -> None:
                 # one write, or the lines of several ranks mix
                 sys.stdout.write(f"step {trainer.steps} {sha[:16]} {time.monotonic():.4f}\n")
                 sys.stdout.flush()
-        if o.step_ms and trainer.comm.rank == 0:
+        if o.step_ms:
             time.sleep(o.step_ms / 1000)
         return sums
 

@@ -156,9 +156,8 @@ class Slurm:
         """sbatch of a script, written aside; (number of the job, what sbatch said). Its output: `output(number)`."""
         file = self.folder / f"{secrets.token_hex(4)}.sh"
         file.write_text(f"#!/bin/sh\n{script}\n")
-        said = self.job(
-            ["sbatch", "--parsable", f"--output={self.folder}/%j.out", "--open-mode=append", *options, file]
-        )
+        where = ["--parsable", f"--output={self.folder}/%j.out", "--open-mode=append"]
+        said = self.job(["sbatch", *where, *options, file], **settings)
         if said.wait(20):
             raise RuntimeError(f"sbatch: {said.output}")
         return int(said.output.split()[-1]), said

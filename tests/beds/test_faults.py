@@ -149,3 +149,16 @@ def test_memory_that_a_rank_takes_has_an_end(job):
     one = run(job, 2, faults.eats_memory(rank=1, at_step=3), memory_mb=600)
     assert one.wait(40) not in (0, -signal.SIGTERM)
     assert set(hashes(one)) == {1, 2}
+
+
+def test_a_request_that_comes_twice_is_one(job, tmp_path):
+    """SLURM signals all processes of a step; what is around a rank hands on its own."""
+    options = ["--steps", 10000, "--step-ms", 20, "--checkpoint-dir", tmp_path / "checkpoints"]
+    one = job(faults.rank_command(2, *options))
+    one.wait_for_step(3)
+    rank = one.outside.ranks()[1].pid
+    for _ in range(3):
+        os.kill(rank, signal.SIGTERM)
+        time.sleep(0.005)
+    assert one.wait(20) == 75, one.output
+    assert "stopped by SIGTERM" in one.output and list((tmp_path / "checkpoints").glob("step_*"))
