@@ -122,7 +122,7 @@ def _failed(outcome: Outcome, past: Past, config: LaunchConfig, hosts: tuple[Hos
         return Action(said, own)
     since = f"no progress since step {now.step}" if now.step >= 0 else "no progress"
     if restarts > config.max_restarts:
-        return Action(f"{said}; {since} in {restarts - 1} restarts: given up", own)
+        return Action(f"{said}; {since} in {_count(restarts - 1, 'restart')}: given up", own)
     if repeated:
         return Action(f"{said}, as before; {since}: given up, another attempt would do the same", own)
     ranks, hosts, note = _left(outcome, config, hosts, now)
@@ -186,6 +186,10 @@ def _failure(outcome: Outcome, cause: End | None) -> str:
     if not outcome.started:
         hosts = f" on {', '.join(name for name, _ in outcome.layout)}" if outcome.layout else ""
         return f"the MPI launcher {how} and had started no rank{hosts}"
+    early = [end for end in outcome.ended.values() if end.good]
+    if early:
+        end = min(early, key=lambda end: end.time)
+        return f"{end}, but others had not ended: the script returned early there, or called os._exit(0)"
     silent = sorted(set(range(outcome.ranks)) - set(outcome.ended))
     those = f"; nothing is known of rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))}" if silent else ""
     return f"the MPI launcher {how}" + (those if len(silent) < outcome.ranks else " and no rank said why")
@@ -199,7 +203,11 @@ def _why_forced(outcome: Outcome) -> str:
 
 
 def _ranks(count: int) -> str:
-    return f"{count} rank{'s' * (count != 1)}"
+    return _count(count, "rank")
+
+
+def _count(count: int, what: str) -> str:
+    return f"{count} {what}{'s' * (count != 1)}"
 
 
 def _step(step: int | None) -> str:

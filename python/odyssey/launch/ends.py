@@ -63,8 +63,8 @@ class End(NamedTuple):
             how = f"ended with exit code {self.code}"
         else:
             how = "ended"
-        at = f" at step {self.step}" if self.step is not None else ""
-        why = f" ({printable(self.reason)[:300]})" if self.reason else ""
+        at = "" if self.step is None else f" at step {self.step}" if self.step else " before its first step"
+        why = f" ({printable(self.reason, limit=200)})" if self.reason else ""
         return f"{who} {how}{at}{why}"
 
 

@@ -1,0 +1,365 @@
+"""The launcher's parts by themselves: argument lists, environment, output, lock, keeper, leftovers, option orders."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import odyssey
+from odyssey import runs
+from odyssey.errors import ConfigError, LaunchError
+from odyssey.launch import LaunchConfig, attempt, ends, leftovers, starting, supervisor, users
+from odyssey.launch.__main__ import parse
+from odyssey.launch.hosts import parse_hosts, place
+from odyssey.launch.lock import Lock, holder
+from odyssey.launch.output import LINE_LIMIT, Pump
+from odyssey.launch.supervisor import DistributedLauncher, default_run_dir, launch_distributed_training
+
+KEEPER = Path(odyssey.__file__).parent / "launch" / "keeper.py"
+MPICH = starting.Starter("mpich", "/x/mpirun", "MPICH 5", "mpich")
+OPEN_MPI = starting.Starter("openmpi", "/x/mpirun", "Open MPI 5", "openmpi")
+SRUN = starting.Starter("srun", "/x/srun", "srun", "mpich")
+
+
+# --- argument lists and environment ----------------------------------------------------------------------------------
+
+
+def test_argument_lists():
+    config = LaunchConfig(nproc_per_node=4, hosts=parse_hosts("h1,h2"), bind_if="eth1")
+    layout = place(config.hosts, 4)
+    words = starting.command(config, MPICH, 4, layout, ["python", "a b;c"], ["ODYSSEY_X"])
+    assert words[:7] == ["/x/mpirun", "-hosts", "h1:2,h2:2", "-iface", "eth1", "-n", "4"]
+    assert words[-3].endswith("keeper.py") and words[-2:] == ["python", "a b;c"]
+    words = starting.command(config, OPEN_MPI, 4, layout, ["python"], ["ODYSSEY_X"])
+    assert words[words.index("--host") + 1] == "h1:2,h2:2" and words[words.index("-x") + 1] == "ODYSSEY_X"
+    assert "--oversubscribe" in words and words[words.index("btl_tcp_if_include") + 1] == "eth1"
+    words = starting.command(LaunchConfig(nproc_per_node=4), SRUN, 4, (), ["python"], [])
+    assert words[:5] == ["/x/srun", "--mpi=pmi2", "--kill-on-bad-exit=1", "--ntasks", "4"]
+
+
+def test_the_environment_of_ranks(tmp_path):
+    given = {"HOME": "/h", "LC_ALL": "C", "AWS_SECRET_ACCESS_KEY": "s", "PMI_RANK": "3", "FI_PROVIDER": "tcp", "X": "1"}
+    config = LaunchConfig(nproc_per_node=2, env=("X",), backend="gloo", watchdog=5)
+    out = starting.environment(config, given, MPICH, runs.Run(tmp_path, 3), 2, "t" * 16)
+    assert {"HOME", "LC_ALL", "FI_PROVIDER", "X"} <= set(out) and not {"AWS_SECRET_ACCESS_KEY", "PMI_RANK"} & set(out)
+    assert (out["ODYSSEY_RUN_DIR"], out["ODYSSEY_ATTEMPT"], out["ODYSSEY_RANKS"]) == (str(tmp_path), "3", "2")
+    assert (out["ODYSSEY_WATCHDOG"], out["WORLD_SIZE"], out["MASTER_ADDR"]) == ("5", "2", "127.0.0.1")
+    assert "StrictHostKeyChecking=yes" in out["HYDRA_LAUNCHER_EXTRA_ARGS"]
+
+
+def test_a_launcher_that_is_not_there(tmp_path, monkeypatch):
+    with pytest.raises(LaunchError, match="outside of a SLURM allocation"):
+        starting.find(LaunchConfig(launcher="srun"), {})
+    fake = tmp_path / "mpirun"
+    fake.write_text("#!/bin/sh\necho something else\n")
+    fake.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    with pytest.raises(LaunchError, match="neither MPICH's nor Open MPI's"):
+        starting.find(LaunchConfig(), {"PATH": "/usr/bin:/bin"})
+    fake.unlink()
+    with pytest.raises(LaunchError, match="no mpirun"):
+        starting.find(LaunchConfig(), {"PATH": str(tmp_path)})
+
+
+# --- output ----------------------------------------------------------------------------------------------------------
+
+
+def through(data: bytes, target: int, log=None) -> None:
+    source, into = os.pipe()
+    os.write(into, data)
+    os.close(into)
+    pump = Pump(source, target, log)
+    until = time.monotonic() + 5
+    while not pump.done and time.monotonic() < until:
+        pump()
+    os.close(source)
+    assert pump.done
+
+
+def test_control_characters_do_not_reach_a_terminal_but_the_log(tmp_path):
+    text = b"plain \xc3\xa4\ttext\r\n\x1b[2J\x07 \xc2\x9b1m\n"
+    master, terminal = pty.openpty()
+    with open(tmp_path / "log", "wb") as log:
+        through(text, terminal, log)
+    shown = os.read(master, 4096)
+    assert b"\\x1b[2J\\x07 \\xc2\\x9b1m" in shown and b"plain \xc3\xa4" in shown and b"\x1b" not in shown
+    assert (tmp_path / "log").read_bytes() == text
+    os.close(master)
+    os.close(terminal)
+    with open(tmp_path / "file", "wb") as file:
+        through(text, file.fileno())
+    assert (tmp_path / "file").read_bytes() == text
+
+
+def test_a_long_line_is_cut(tmp_path):
+    with open(tmp_path / "file", "wb") as file:
+        through(b"x" * (LINE_LIMIT // 2), file.fileno())
+        pump = Pump(os.open("/dev/null", os.O_RDONLY), file.fileno(), None)
+        shown = b"".join(pump.shown(b"y" * 10000) for _ in range(20)) + pump.shown(b"end\nnext\n")
+    assert len(shown) < LINE_LIMIT + 100 and shown.endswith(b" ... (cut)\nnext\n") and b"end" not in shown
+
+
+def test_a_reader_that_is_slow_or_gone_stops_nobody():
+    source, into = os.pipe()
+    target, out = os.pipe()
+    pump = Pump(source, out, None)
+    start = time.monotonic()
+    for _ in range(100):  # nobody reads; the pipe holds 64 KiB
+        os.set_blocking(into, False)
+        try:
+            os.write(into, b"z" * 4096)
+        except BlockingIOError:
+            pass
+        pump()
+    assert time.monotonic() - start < 5 and not pump.done
+    os.close(target)
+    os.close(into)
+    while not pump.closed:
+        pump()
+    assert pump.done
+    os.close(source)
+    os.close(out)
+
+
+# --- lock ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_lock_is_recovered_from_a_launcher_that_is_gone(tmp_path):
+    path = tmp_path / "launch.lock"
+    lock = Lock(path)
+    assert holder(path)["pid"] == os.getpid()
+    with pytest.raises(LaunchError, match=f"process {os.getpid()} on host"):
+        Lock(path)
+    lock.close()
+    assert holder(path) is None
+    path.write_text(json.dumps({"host": "elsewhere", "pid": 7, "held": True}))
+    with pytest.raises(LaunchError, match="process 7 on host elsewhere"):
+        Lock(path)
+    os.utime(path, (time.time() - 60,) * 2)
+    Lock(path).close()
+    path.write_bytes(b"\xff[[[")
+    Lock(path).close()
+
+
+# --- keeper ----------------------------------------------------------------------------------------------------------
+
+
+def kept(folder: Path, *words: str, **environment: str) -> tuple[int, dict]:
+    for name in ("ranks", "ends"):
+        (folder / name).mkdir(exist_ok=True)
+    own = {"ODYSSEY_RUN_DIR": str(folder), "ODYSSEY_ATTEMPT": "2", "PMI_RANK": "3", **environment}
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", str(KEEPER), *words], env={**os.environ, **own}, timeout=30, capture_output=True
+    )
+    return done.returncode, json.loads((folder / "ends" / "3.json").read_text())
+
+
+def test_a_keeper_says_how_its_program_ended_and_ends_the_same_way(tmp_path):
+    code, record = kept(tmp_path, "sh", "-c", "exit 5")
+    assert code == 5 and (record["rank"], record["attempt"], record["code"], record["signal"]) == (3, 2, 5, None)
+    code, record = kept(tmp_path, "sh", "-c", "kill -SEGV $$")
+    assert code == -11 and (record["code"], record["signal"]) == (None, 11)
+    code, record = kept(tmp_path, "no-such-program")
+    assert code == 127 and record["code"] == 127
+
+
+def test_a_rank_s_own_word_is_kept(tmp_path):
+    said = {"attempt": 2, "reason": "why", "step": 9, "code": 65, "following": False}
+    script = f"mkdir -p ends; echo '{json.dumps(said)}' > {tmp_path}/ends/3.reason.json; kill -KILL $$"
+    code, record = kept(tmp_path, "sh", "-c", script)
+    assert code == -9 and (record["signal"], record["own"], record["reason"], record["step"]) == (9, 65, "why", 9)
+    end = ends.ended(tmp_path / "ends", 2)[3]
+    assert (end.code, end.signal, end.reason, end.step) == (65, None, "why", 9)  # MPI_Abort killed it
+    assert ends.ended(tmp_path / "ends", 1) == {}
+    assert ends.started(tmp_path / "ranks", 2)[3].pid == record["pid"]
+
+
+def test_a_program_gets_signals_descriptors_and_default_dispositions(tmp_path):
+    script = (
+        "import os,signal,sys,time\n"
+        "signal.signal(signal.SIGTERM, lambda *a: sys.exit(7))\n"
+        "print(os.fstat(int(os.environ['FD'])).st_size, signal.getsignal(signal.SIGHUP), flush=True)\n"
+        "time.sleep(30)\n"
+    )
+    file = tmp_path / "handed-on"
+    file.write_text("12345")
+    (tmp_path / "ends").mkdir()
+    with open(file) as opened:
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(KEEPER), sys.executable, "-c", script],
+            env={**os.environ, "ODYSSEY_RUN_DIR": str(tmp_path), "FD": str(opened.fileno())},
+            pass_fds=[opened.fileno()],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stdout.readline().startswith("5 0")
+        process.terminate()
+        assert process.wait(10) == 7
+        process.stdout.close()
+
+
+def test_records_that_are_garbage_are_not_there(tmp_path):
+    for name, text in {"0.json": "", "1.json": "[]", "2.json": '{"attempt": 9}', "x.json": "{}", "3.json": "{"}.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "4.json").write_text(json.dumps({"attempt": 1, "code": "x", "signal": [], "host": 5, "reason": {}}))
+    found = ends.ended(tmp_path, 1)
+    assert set(found) == {4} and found[4].code is None and found[4].host == "?"
+
+
+# --- leftovers -------------------------------------------------------------------------------------------------------
+
+
+def test_only_what_is_proven_to_be_ours_is_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        leftovers, "places", lambda temporary=None: [(tmp_path, re.compile(r"mpich_shm_\w+|ompi\.\d+"))]
+    )
+    (tmp_path / "mpich_shm_before").touch()
+    before = leftovers.snapshot()
+    ours, held, other, late = (tmp_path / f"mpich_shm_{name}" for name in ("ours", "held", "x y", "late"))
+    for path in (ours, held, other, late):
+        path.touch()
+    os.utime(late, (time.time() + 100,) * 2)
+    session = tmp_path / "ompi.999999999"
+    session.mkdir()
+    (session / "x").touch()
+    living = tmp_path / f"ompi.{os.getpid()}"
+    living.mkdir()
+    with open(held):
+        removed = leftovers.clean(before, time.time())
+    assert set(removed) == {str(ours), str(session)}
+    assert {p.name for p in tmp_path.iterdir()} == {"mpich_shm_before", held.name, other.name, late.name, living.name}
+    again = leftovers.Snapshot.of(json.loads(json.dumps(before.json())))
+    assert again == before and leftovers.Snapshot.of({"names": 1}) is None
+
+
+def test_processes_are_found_by_their_token_and_killed():
+    token = "ODYSSEY_LAUNCH=0123456789abcdef"
+    process = subprocess.Popen(["sleep", "60"], env={**os.environ, "ODYSSEY_LAUNCH": token.partition("=")[2]})
+    assert process.pid in leftovers.processes(token)
+    assert leftovers.kill(token) == [] and process.wait(5) == -9
+
+
+# --- the launcher ----------------------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_launched_is_refused_before_anything_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    script = tmp_path / "script.py"
+    script.touch()
+    with pytest.raises(ConfigError, match="is no file"):
+        DistributedLauncher().launch("none.py")
+    with pytest.raises(ConfigError, match="2 nodes, but no hosts"):
+        launch_distributed_training("script.py", nnodes=2, launcher="mpirun")
+    with pytest.raises(ConfigError, match="'nproc' is no setting"):
+        launch_distributed_training("script.py", nproc=2)
+    with pytest.raises(ConfigError, match="NUL"):
+        DistributedLauncher().launch("script.py", "a\0b")
+    monkeypatch.setenv("PMI_RANK", "0")
+    with pytest.raises(ConfigError, match="without mpirun or srun"):
+        DistributedLauncher().launch("script.py")
+    assert [path.name for path in tmp_path.iterdir()] == ["script.py"]
+
+
+def test_root_where_others_work(monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(users, "working", lambda: [1001])
+    monkeypatch.delenv(users.ALLOW, raising=False)
+    with pytest.raises(ConfigError, match="user 1001 works on this machine too"):
+        users.check(False)
+    users.check(True)
+    monkeypatch.setenv(users.ALLOW, "1")
+    users.check(False)
+
+
+def test_names_of_run_directories(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    import datetime
+
+    now = datetime.datetime(2026, 11, 21, 9, 30)
+    first = default_run_dir("my train$.py", now)
+    assert first == Path("runs/20261121-093000-my_train_")
+    first.mkdir(parents=True)
+    assert default_run_dir("my train$.py", now).name == "20261121-093000-my_train_-2"
+
+
+def test_a_run_directory_that_makes_no_sense(tmp_path, monkeypatch):
+    script = tmp_path / "script.py"
+    script.touch()
+    run = tmp_path / "run"
+    run.mkdir()
+    launcher = DistributedLauncher(LaunchConfig(run_dir=run), say=lambda line: None)
+    (run / "run.json").write_text("{")
+    with pytest.raises(ConfigError, match="run.json is not JSON"):
+        launcher.launch(str(script))
+    (run / "run.json").write_text(json.dumps({"command": [str(script)]}))
+    (run / "attempt.json").write_text('{"attempt": "x"}')
+    with pytest.raises(ConfigError, match="attempt.json has no attempt's number"):
+        launcher.launch(str(script))
+
+
+def test_from_python(tmp_path, monkeypatch):
+    """In this process, with the names of other platforms."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # a line in one piece
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    (tmp_path / "script.py").write_text(
+        "import os, sys\nprint(sys.argv[1:], os.environ['RANK'], os.environ['WORLD_SIZE'], flush=True)\n"
+    )
+    from odyssey import distributed as dist
+
+    config = dist.LaunchConfig(nproc_per_node=2, nnodes=1, max_restarts=0, monitor_interval=0.1, backend="gloo")
+    assert dist.DistributedLauncher(config).launch("script.py", "--epochs", "100") == 0
+    (run,) = (tmp_path / "runs").iterdir()
+    lines = (run / "logs" / "attempt-1" / "output.log").read_text().splitlines()
+    assert sorted(lines) == ["['--epochs', '100'] 0 2", "['--epochs', '100'] 1 2"]
+    assert dist.launch_distributed_training is launch_distributed_training
+
+
+def test_options_before_and_behind_the_script():
+    expected = (
+        {"nproc_per_node": 4, "nnodes": 1, "master_port": 29500, "backend": "gloo"},
+        ["train.py", "--epochs", "1"],
+    )
+    options = [
+        "--nproc_per_node=4",
+        "--nnodes=1",
+        "--master_addr=localhost",
+        "--master_port=29500",
+        "--backend",
+        "gloo",
+    ]
+    assert parse([*options, "train.py", "--epochs", "1"]) == expected
+    assert parse(["train.py", *options, "--epochs", "1"]) == expected
+    assert parse(["train.py", "--hosts=x", "--", "--nnodes=2"])[1] == ["train.py", "--hosts=x", "--nnodes=2"]
+    for words in (["--nope", "train.py"], ["--nnodes"], [], ["--nnodes=x", "t.py"], ["--node_rank=1", "t.py"]):
+        with pytest.raises(ConfigError):
+            parse(words)
+    with pytest.raises(ConfigError, match="--hosts"):
+        parse(["--master_addr=10.0.0.1", "t.py"])
+
+
+def test_newest_step(tmp_path):
+    assert attempt.newest_step(tmp_path / "none") is None
+    for name in ("step_00000005", "step_00000020", ".step_00000030.tmp.1.2", "step_x", "other"):
+        (tmp_path / name).mkdir()
+    assert attempt.newest_step(tmp_path) == 20
+
+
+def test_a_lost_host_is_found_by_asking(monkeypatch, tmp_path):
+    """mpirun stands in for a launcher that cannot reach h2."""
+    fake = tmp_path / "mpirun"
+    fake.write_text('#!/bin/sh\ncase "$*" in *h2*) exit 255;; *h3*) sleep 60;; esac\n')
+    fake.chmod(0o755)
+    monkeypatch.setattr(supervisor, "PROBE", 1.0)
+    starter = starting.Starter("mpich", str(fake), "", "mpich")
+    environment = {**os.environ, starting.TOKEN: "fedcba9876543210"}
+    assert supervisor.probe(LaunchConfig(), starter, ["h1", "h2", "h3"], environment) == ("h2", "h3")
+    assert leftovers.processes(f"{starting.TOKEN}=fedcba9876543210") == []
