@@ -1,0 +1,127 @@
+"""What is always on costs, per LeNet-5 step: status slots, the watcher, the comparison of calls.
+
+One job; its turns of some steps alternate between everything on and parts off, so that a busy machine weighs on all
+alike. What is shown is the median, over the rounds, of a turn's time against that of everything off in the same round.
+Parts are switched off here only: there is no option for it. Without the comparison of calls, places in the source are
+not looked up and texts not made, and over MPI no headers are sent; over shared memory the comparison itself happens in
+the barrier that the call needs anyway, and stays.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import common
+import numpy as np
+
+TURNS = {  # name -> what is on
+    "off": (),
+    "slots": ("slots",),
+    "slots, watcher": ("slots", "watcher"),
+    "slots, watcher, comparison": ("slots", "watcher", "comparison"),
+}
+SLOT = ("phase", "step", "call", "enter", "leave", "quick", "waited", "missing")
+
+
+class Switch:
+    """Puts parts off and on, in this process."""
+
+    def __init__(self) -> None:
+        from odyssey.comm import base, mpi, shm
+        from odyssey.watch import slot, start
+
+        self.watcher = start._watcher
+        self.slot, self.on = slot, {name: getattr(slot, name) for name in SLOT}
+        self.places = [(m, n, getattr(m, n)) for m in (base, shm) for n in ("_site", "describe")]
+        self.mpi = [(mpi.MPICommunicator, n, getattr(mpi.MPICommunicator, n)) for n in ("_send_header", "_headers")]
+
+    def __call__(self, parts: tuple[str, ...]) -> None:
+        for name, function in self.on.items():
+            setattr(self.slot, name, function if "slots" in parts else (lambda *_: "compute"))
+        if self.watcher is not None:
+            self.watcher.send_signal(signal.SIGCONT if "watcher" in parts else signal.SIGSTOP)
+        code = (lambda: 0).__code__
+        compared = "comparison" in parts
+        for module, name, function in self.places:
+            off: Any = (lambda depth: (code, 0)) if name == "_site" else (lambda *_: (1, "off at off:0"))
+            setattr(module, name, function if compared else off)
+        for kind, name, function in self.mpi:
+            off = (lambda *_: None) if name == "_send_header" else (lambda *_: [])
+            setattr(kind, name, function if compared else off)
+
+
+def rank(options: Any) -> None:
+    """One rank of the job."""
+    from odyssey import DistributedTrainer, comm, data, nn, optim
+
+    world = comm.world(options.backend)
+    nn.manual_seed(0)
+    loader = data.DataLoader(data.load("mnist", train=True), batch_size=options.batch * world.size, shuffle=True)
+    trainer = DistributedTrainer(nn.LeNet5(), optim.SGD(lr=0.01), comm=world, threads=1)
+    batch = next(iter(loader))
+    switch = Switch()
+    seconds: dict[str, list[float]] = {name: [] for name in TURNS}
+
+    def turn() -> float:
+        world.barrier()
+        start = time.perf_counter()
+        trainer.take_steps(iter([batch] * options.steps), options.steps, lambda *_: None)
+        return float(world.all_reduce(np.array([time.perf_counter() - start]), "max")[0]) / options.steps
+
+    for round_ in range(options.rounds + 2):  # the first two are not counted
+        names = list(TURNS)
+        for name in names[round_ % len(names) :] + names[: round_ % len(names)]:
+            world.barrier()
+            switch(TURNS[name])
+            took = turn()
+            if round_ >= 2:
+                seconds[name].append(took)
+    switch(("slots", "watcher", "comparison"))
+    if world.rank == 0:
+        options.rank.write_text(json.dumps({"seconds": seconds, "backend": world.name}))
+
+
+def main() -> int:
+    parser = common.parser(__doc__)
+    parser.add_argument("--ranks", type=int, default=2, help="of one thread each")
+    parser.add_argument("--batch", type=int, default=64, help="samples of a rank in a step")
+    parser.add_argument("--backend", default="auto", choices=("auto", "mpi", "shm"), help="transport")
+    parser.add_argument("--rounds", type=int, default=60, help="turns of each")
+    parser.add_argument("--steps", type=int, default=100, help="of each turn")
+    parser.add_argument("--rank", type=Path, help=common.INTERNAL)
+    options = parser.parse_args()
+    if options.rank:
+        rank(options)
+        return 0
+    facts = common.machine()
+    print(common.machine_line(facts))
+    with common.scratch() as folder:
+        out = folder / "watch.json"
+        settings: list[Any] = ["--rank", out, "--backend", options.backend]
+        for key in ("batch", "rounds", "steps"):
+            settings += [f"--{key}", getattr(options, key)]
+        common.child([*common.mpirun(options.ranks), sys.executable, __file__, *map(str, settings)])
+        found = json.loads(out.read_text())
+    seconds = found["seconds"]
+    rows, lines = [], []
+    for name, times in seconds.items():
+        shares = [a / b - 1 for a, b in zip(times, seconds["off"], strict=True)]
+        row = {"on": name, "seconds": common.spread(times), "cost": common.median(shares)}
+        rows.append(row)
+        cost = "" if name == "off" else f"{100 * row['cost']:+.1f} %"
+        lines.append([name, common.number(1e6 * common.median(times), 0), cost])
+    print(f"\nLeNet-5, {options.ranks} ranks over {found['backend']}, {options.batch} samples each; us per step")
+    print(common.table(["on", "median", "against off"], lines))
+    common.write_json(options.json, "watch", facts, ranks=options.ranks, batch=options.batch, rows=rows)
+    return 0
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("ODYSSEY_WATCHDOG", "0")  # a stopped watcher misses nothing
+    sys.exit(main())
