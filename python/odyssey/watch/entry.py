@@ -159,7 +159,7 @@ def _gone(code: int, line: str, _: Any) -> None:
     try:
         sys._getframe(1)
     except ValueError:
-        _leaving = code, line
+        _leaving = code, line if code else ""
 
 
 def leaving() -> tuple[int, str]:

@@ -195,7 +195,7 @@ def about(rank: Seen, stack: str) -> str:
     elif rank.ended:
         does = f"has ended{f': {rank.end}' if rank.end else ''} (exit code {rank.code})"
     elif rank.state in ("T", "t"):
-        does = f"is stopped (SIGSTOP, or a debugger), in {rank.doing}{at}"
+        does = f"is stopped (SIGSTOP, or a debugger), in {rank.wait_text if rank.waits else rank.phase}{at}"
     elif rank.waits:
         of = "" if rank.members in ("all", "") else f" of ranks {rank.members}"
         number = f"call {rank.wait_sequence}{of}, " if rank.wait_sequence >= 0 else ""

@@ -34,6 +34,7 @@ BEAT = 0.5  # seconds between messages of machines
 HUNG, LOST, DEFECT = 77, 69, 70
 GRACE = 1.0  # seconds that ranks have for ending the job themselves
 QUIET = 60.0  # seconds between lines about stragglers
+SLOW_LOOKS = 20  # in a row, before a rank is called slow: a busy machine slows one down for a moment
 STACKS_S = 0.5  # seconds for answers
 
 
@@ -181,7 +182,7 @@ class Watcher:
         if now < self.next_slow:
             return
         for rank, times, where in sorted(slow, key=lambda found: -found[1]):
-            if self.slow[rank] >= 6:  # for longer than a second
+            if self.slow[rank] >= SLOW_LOOKS:
                 self.next_slow = now + QUIET
                 say(judge.slow_line(self.seen[rank], times, where))
                 return
