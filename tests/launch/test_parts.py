@@ -42,7 +42,7 @@ def test_argument_lists():
     assert words[words.index("--host") + 1] == "h1:2,h2:2" and words[words.index("-x") + 1] == "ODYSSEY_X"
     assert "--oversubscribe" in words and words[words.index("btl_tcp_if_include") + 1] == "eth1"
     words = starting.command(LaunchConfig(nproc_per_node=4), SRUN, 4, (), ["python"], [])
-    assert words[:5] == ["/x/srun", "--mpi=pmi2", "--kill-on-bad-exit=1", "--ntasks", "4"]
+    assert words[:5] == ["/x/srun", "--mpi=pmi2", "--kill-on-bad-exit=0", "--ntasks", "4"]
 
 
 def test_the_environment_of_ranks(tmp_path):

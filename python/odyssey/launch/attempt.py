@@ -47,8 +47,8 @@ class Attempt:
         config: of the launch. run: directory and number of the attempt. words, environment: what is started, see
             starting.py. layout: hosts and their ranks.
         signals: numbers of the signals that the launcher got, in order; others append to it.
-        say: prints a line of the launcher's own. orderly: end the launcher by SIGTERM first; srun then kills the ranks
-            on all nodes. idle: called now and then while the ranks run, for chores that can wait.
+        say: prints a line of the launcher's own. scancel: SLURM's, if srun starts the ranks.
+        idle: called now and then while the ranks run, for chores that can wait.
     """
 
     def __init__(
@@ -61,12 +61,12 @@ class Attempt:
         layout: tuple[tuple[str, int], ...],
         signals: list[int],
         say: Callable[[str], None],
-        orderly: bool = False,
+        scancel: str | None = None,
         idle: Callable[[], None] = lambda: None,
     ) -> None:
         self.config, self.run, self.words, self.environment = config, run, list(words), dict(environment)
         self.ranks, self.layout, self.signals, self.say = ranks, layout, signals, say
-        self.orderly, self.idle = orderly, idle
+        self.scancel, self.idle = scancel, idle
         self.token = f"{TOKEN}={self.environment[TOKEN]}"
         self._handled = 0
         self._stop: int | None = None
@@ -163,14 +163,29 @@ class Attempt:
     def _end(self, process: subprocess.Popen[bytes]) -> list[int]:
         """Kills what is left; the processes that do not go away."""
         if process.poll() is None:
-            if self.orderly:
-                process.send_signal(signal.SIGTERM)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(ENDING)
+            if self.scancel is not None:
+                self._end_step(process)
             process.kill()
         left = leftovers.kill(self.token)
         process.wait()
         return left
+
+    def _end_step(self, process: subprocess.Popen[bytes]) -> None:
+        """Has SLURM kill the ranks on all nodes: the death of srun alone would not, and its SIGTERM takes KillWait."""
+        steps = {rank.slurm for rank in ends.started(self.run.ranks, self.run.attempt).values()} - {None}
+        for step in steps:
+            with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+                subprocess.run(
+                    [self.scancel, "--signal=KILL", step],
+                    env=self.environment,
+                    stdin=subprocess.DEVNULL,
+                    capture_output=True,
+                    timeout=ENDING,
+                )
+        if not steps:
+            process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(ENDING)
 
     def _outcome(self, why: dict[str, Any], code: int) -> Outcome:
         self._requests()  # one may have been followed faster than it was seen

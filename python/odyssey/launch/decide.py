@@ -175,6 +175,8 @@ def _failure(outcome: Outcome, cause: End | None) -> str:
         return f"host {', '.join(outcome.lost)}{ranks} does not answer"
     if cause is not None:
         seen = outcome.seen.get(cause.rank)
+        if cause.step is not None:
+            cause = cause._replace(step=max(cause.step, seen or 0))
         return str(cause) + (f", last seen at step {seen}" if cause.step is None and seen is not None else "")
     if outcome.silent is not None:
         return f"no sign of life for {outcome.silent:.0f} s"

@@ -29,6 +29,7 @@ class Started(NamedTuple):
     rank: int
     host: str
     pid: int
+    slurm: str | None = None  # job and step, as scancel names them
 
 
 class End(NamedTuple):
@@ -81,7 +82,9 @@ def started(folder: Path, attempt: int) -> dict[int, Started]:
     found = {}
     for rank, record in _records(folder, attempt).items():
         if type(record.get("host")) is str and type(record.get("pid")) is int:
-            found[rank] = Started(rank, _host(record), record["pid"])
+            slurm = record.get("slurm")
+            known = type(slurm) is str and re.fullmatch(r"[0-9]{1,18}\.[0-9]{1,18}", slurm, re.ASCII)
+            found[rank] = Started(rank, _host(record), record["pid"], slurm if known else None)
     return found
 
 

@@ -51,7 +51,8 @@ def main() -> None:
     folder = os.environ.get("ODYSSEY_RUN_DIR")
     record = {"rank": rank(), "host": os.uname().nodename, "pid": child, "attempt": number("ODYSSEY_ATTEMPT")}
     if folder:
-        write(folder, "ranks", {**record, "time": time.time()})
+        step = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_STEP_ID")
+        write(folder, "ranks", {**record, "time": time.time(), "slurm": ".".join(step) if all(step) else None})
     status, usage = wait(child)
     ended = time.time()
     code = os.waitstatus_to_exitcode(status)

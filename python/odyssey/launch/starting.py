@@ -176,7 +176,9 @@ def words(
     hosts = ",".join(f"{name}:{count}" for name, count in layout)
     out = [starter.path]
     if starter.kind == "srun":
-        out += [f"--mpi={'pmix' if starter.mpi == 'openmpi' else 'pmi2'}", "--kill-on-bad-exit=1"]
+        # Not ended by a rank's death: SLURM would give the others a SIGTERM, and KillWait (30 s) to follow it. The
+        # attempt has them killed at once (Attempt._end_step).
+        out += [f"--mpi={'pmix' if starter.mpi == 'openmpi' else 'pmi2'}", "--kill-on-bad-exit=0"]
         out += ["--nodelist", ",".join(name for name, _ in layout)] if layout else []
         return [*out, "--ntasks", str(ranks)]
     if starter.kind == "openmpi":

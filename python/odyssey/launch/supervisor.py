@@ -182,7 +182,7 @@ class DistributedLauncher:
                 layout,
                 self._signals,
                 self._say,
-                orderly=starter.kind == "srun",
+                scancel=str(Path(starter.path).with_name("scancel")) if starter.kind == "srun" else None,
                 idle=lambda: self._idle(lock, chores),
             )
             outcome = attempt()
