@@ -10,7 +10,6 @@ import contextlib
 import json
 import math
 import os
-import secrets
 import socket
 import struct
 import subprocess
@@ -80,7 +79,7 @@ def begin(world: Communicator) -> None:
     nodes: dict[int, list[int]] = {}
     for rank, (_, _, node, *_) in enumerate(everyone):
         nodes.setdefault(node, []).append(rank)
-    secret = np.frombuffer(secrets.token_bytes(32), np.uint8).copy()
+    secret = np.frombuffer(os.urandom(32), np.uint8).copy()
     world.broadcast(secret)
     entry.named(entry_name(secret))
     listener, where = None, np.zeros(2, np.int64)
