@@ -21,6 +21,7 @@ import os
 import signal as signals
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from .outside import Job, Outside, Traces, launch_command, rank_command
 __all__ = ["Fault", "Faults", "Job", "LeavesEarly", "Outside", "Traces", "install", "launch_command", "rank_command"]
 
 VARIABLE = "ODYSSEY_TEST_FAULTS"
+TRIGGER = "ODYSSEY_TEST_TRIGGER"
 MISMATCHES = ("op", "count", "dtype", "root")
 
 
@@ -127,7 +129,9 @@ class Faults:
 
     # --- slow ---
 
-    def slow(self, rank: int, ms: int, at_step: int = 1, until: int = 1 << 60, attempt: int | None = None) -> Faults:
+    def slow(
+        self, rank: int, ms: int, at_step: int = 1, until: int | None = 1 << 60, attempt: int | None = None
+    ) -> Faults:
         """So much later into each step: as if it computed longer."""
         return self.and_("slow", rank, at_step, attempt, value=ms, until=until)
 
@@ -170,7 +174,8 @@ def install(trainer: Any, faults: Faults | None = None) -> None:
     now = [f for f in faults.each if f.attempt in (None, attempt)]
     rank = trainer.comm.rank
     mine = [f for f in now if f.rank == rank or f.kind in ("skips", "differs")]
-    if not mine:
+    file = Path(os.environ[TRIGGER]) if TRIGGER in os.environ else None
+    if not mine and file is None:
         return
     if any(f.kind == "slow_data" for f in mine):
         _slow_batches(trainer, [f for f in mine if f.kind == "slow_data"])
@@ -181,9 +186,34 @@ def install(trainer: Any, faults: Faults | None = None) -> None:
         for fault in mine:
             if fault.happens(trainer.steps + 1):
                 _happen(fault, trainer)
+        if file is not None and (fault := _triggered(file, rank)) is not None:
+            _happen(fault, trainer)
         return take(batch)
 
     trainer.train_step = train_step
+
+
+def trigger(file: Path, faults: Faults) -> None:
+    """Has the only fault of `faults` happen in a running job, before the next step of its rank.
+
+    file: that which the job's environment names as TRIGGER. Not for those in which all ranks take part.
+    """
+    (fault,) = faults.each
+    aside = file.with_suffix(".tmp")
+    aside.write_text(json.dumps(dataclasses.asdict(fault)))
+    aside.replace(file)
+
+
+def _triggered(file: Path, rank: int) -> Fault | None:
+    """What was triggered for this rank; once."""
+    try:
+        fault = Fault(**json.loads(file.read_text()))
+    except FileNotFoundError:
+        return None
+    if fault.rank != rank:
+        return None
+    file.unlink()
+    return fault
 
 
 def _happen(fault: Fault, trainer: Any) -> None:

@@ -43,9 +43,9 @@ chmod 1777 "$2/tmp" "$3"
 for folder in /tmp/*/; do
     case "$folder" in /tmp/ompi.*|/tmp/prte*|/tmp/odyssey*|"/tmp/*/") continue;; esac
     mkdir -p "$2/tmp/$(basename "$folder")"
+    basename "$folder" >> "$2/shared"
     mount --rbind "$folder" "$2/tmp/$(basename "$folder")" 2>/dev/null || true  # somebody has just removed it
 done
-ls -A "$2/tmp" > "$2/shared"
 mount --bind "$3" /dev/shm
 mount --rbind "$2/tmp" /tmp
 ip link set lo up
@@ -123,6 +123,11 @@ class Hosts:
     def names(self) -> list[str]:
         """h1, h2, ..."""
         return [f"h{k}" for k in range(1, self.count + 1)]
+
+    @property
+    def alive(self) -> set[int]:
+        """Numbers of the hosts that were not killed, without h0."""
+        return set(self._pids) - {0}
 
     def shm(self, k: int) -> Path:
         """Where the /dev/shm of a host is seen from outside."""

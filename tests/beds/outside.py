@@ -202,9 +202,9 @@ mkdir -p "$tmp"
 for folder in /tmp/*/; do
     case "$folder" in /tmp/ompi.*|/tmp/prte*|/tmp/odyssey*|"/tmp/*/") continue;; esac
     mkdir -p "$tmp/$(basename "$folder")"
+    basename "$folder" >> "$tmp.shared"
     mount --rbind "$folder" "$tmp/$(basename "$folder")" 2>/dev/null  # or somebody has just removed it
 done
-ls -A "$tmp" > "$tmp.shared"
 mount --bind "$shm" /dev/shm && mount --rbind "$tmp" /tmp && cd "$PWD" && exec "$@"
 """
 
@@ -222,7 +222,8 @@ class Job:
     Args:
         command: words. folder: where it runs; what it leaves in its own /dev/shm and /tmp is below.
         faults: Faults of its ranks. environment: added to that of this process.
-        own_folders: give it a /dev/shm and a /tmp of its own, where that is possible.
+        own_folders: give it a /dev/shm and a /tmp of its own, where that is possible; those of another job, if that is
+            given: it must be ended later.
         memory_mb: limit of all its processes together (cgroup v1; root).
         traces: says what it leaves, in the place of Traces of its own folders.
 
@@ -236,7 +237,7 @@ class Job:
         *,
         faults: Any = None,
         environment: dict[str, str] | None = None,
-        own_folders: bool = True,
+        own_folders: bool | Job = True,
         memory_mb: int | None = None,
         traces: Any = None,
     ) -> None:
@@ -248,10 +249,14 @@ class Job:
             self.environment.update(faults.environment())
         words = [str(word) for word in command]
         self._shm, self._tmp, self._cgroup = None, None, None
-        if own_folders and can_have_own_folders():
+        self._shares = isinstance(own_folders, Job)
+        if isinstance(own_folders, Job):
+            self._shm, self._tmp, traces = own_folders._shm, own_folders._tmp, own_folders.traces
+        elif own_folders and can_have_own_folders():
             self._shm, self._tmp = Path(f"/dev/shm/beds-{self.token}"), self.folder / f"tmp-{self.token}"
             self._shm.mkdir(mode=0o1777)
             self._tmp.mkdir(mode=0o1777)
+        if self._shm is not None:
             words = [*"unshare --mount --propagation private sh -c".split(), _PRIVATE, "sh"] + [
                 str(self._shm),
                 str(self._tmp),
@@ -371,7 +376,7 @@ class Job:
         self.outside.end()
         self.popen.wait(10)
         self._reader.join(3)
-        if self._shm is not None:
+        if self._shm is not None and not self._shares:
             shutil.rmtree(self._shm, ignore_errors=True)
             self._shm = None
         if self._cgroup is not None:

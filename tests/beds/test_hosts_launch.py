@@ -1,0 +1,120 @@
+"""Runs of `odyssey launch` over four hosts that die, are cut off, are asked to stop, or are not there."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+
+import pytest
+
+from beds import faults, outside
+
+HOSTS = ["--hosts", "h1:1,h2:1,h3:1,h4:1"]
+SLOW = pytest.mark.skipif(not outside.SLOW, reason=outside.WHY_SLOW)
+
+
+@pytest.fixture
+def clean(job):
+    """What an undisturbed run of so many steps gives."""
+
+    def weights(steps):
+        one = job([sys.executable, outside.JOB, "--steps", steps, "--quiet"])
+        assert one.wait() == 0
+        return one.weights
+
+    return weights
+
+
+def start(four_hosts, run, steps=40, settings=(), what=None, ms=100):
+    options = ["--steps", steps, "--step-ms", ms, "--checkpoint-every", 5]
+    return four_hosts.job(outside.launch_command(4, run, *options, settings=[*HOSTS, *settings]), faults=what)
+
+
+def attempts(one):
+    """Which attempt wrote which lines of steps: the numbers of steps, one list for each time that they began anew."""
+    runs = [[]]
+    for step, _, _ in one.steps():
+        if runs[-1] and step <= runs[-1][-1]:
+            runs.append([])
+        runs[-1].append(step)
+    return runs
+
+
+def lost(one, four_hosts, tmp_path, act, clean):
+    run = tmp_path / "run"
+    one.wait_for_step(12)
+    began = time.monotonic()
+    act(3)
+    one.wait_for(r"restarting from step \d+ on 3 ranks without h3")
+    assert time.monotonic() - began < 25  # detected within 10 s, asked whether it is there within another 10 s
+    noticed = [at for at, line in one.lines if re.search("no sign of life from h3|h3 was cut off", line)]
+    assert noticed and noticed[0] - began < 10
+    assert one.wait(90) == 0, one.output
+    assert one.weights == clean(40)
+    first, second = attempts(one)
+    assert second[0] <= first[-1] + 1 and second == list(range(second[0], 41))
+    assert json.loads((run / "DONE.json").read_text())["weights_sha256"] == one.weights
+    assert json.loads((run / "attempt.json").read_text())["attempt"] == 2
+    return one
+
+
+def test_a_host_that_is_cut_off_neither_writes_nor_lives_on(four_hosts, tmp_path, clean):
+    one = start(four_hosts, tmp_path / "run", settings=["--elastic", "2:4"])
+    lost(one, four_hosts, tmp_path, four_hosts.partition, clean)
+    assert [p for p in four_hosts.processes(3, one) if p.role in ("rank", "watcher")] == []
+    four_hosts.heal(3)
+    assert [line for line in one.left(10) if line.startswith("process")] == []
+    manifests = sorted((tmp_path / "run" / "checkpoints").glob("step_*/manifest.json"))
+    assert manifests
+    assert {json.loads(path.read_text()).get("attempt", 2) for path in manifests} == {2}
+
+
+@SLOW
+def test_a_host_that_dies(four_hosts, tmp_path, clean):
+    one = start(four_hosts, tmp_path / "run", settings=["--elastic", "2:4"])
+    lost(one, four_hosts, tmp_path, four_hosts.kill_host, clean)
+    assert [line for line in one.left(10) if "/h3/" not in line] == []
+
+
+def test_a_request_to_stop_reaches_all_hosts(four_hosts, tmp_path, clean):
+    run = tmp_path / "run"
+    one = start(four_hosts, run, steps=20, settings=["--grace", "10"])
+    one.wait_for_step(7)
+    began = time.monotonic()
+    one.outside.signal(15, role="launcher")
+    assert one.wait(20) == 75, one.output
+    assert time.monotonic() - began < 10
+    assert one.left() == []
+    stopped = one.steps()[-1][0]
+    assert f"stopped by SIGTERM at step {stopped}" in one.output
+    three = start(four_hosts, run, steps=20, settings=["--grace", "10"])
+    assert three.wait() == 0, three.output
+    assert three.steps()[0][0] == stopped + 1
+    assert three.weights == clean(20)
+    assert three.left() == []
+
+
+@SLOW
+def test_a_rank_is_killed_on_its_host(four_hosts, tmp_path, clean):
+    one = start(four_hosts, tmp_path / "run", steps=20, what=faults.kill(rank=2, at_step=8), ms=20)
+    assert one.wait(60) == 0, one.output
+    assert re.search(r"rank 2 on host h3 was killed by SIGKILL.*; restarting from step 5 on 4 ranks", one.output)
+    assert one.weights == clean(20)
+    assert one.left() == []
+
+
+@SLOW
+@pytest.mark.parametrize("host", ["h9", "h3"])
+def test_a_host_that_is_not_there_is_named_in_time(four_hosts, tmp_path, host):
+    if host == "h3":
+        four_hosts.kill_host(3)
+    words = outside.launch_command(2, tmp_path / "run", "--steps", 5, settings=["--hosts", f"h1:1,{host}:1"])
+    one = four_hosts.job(words)
+    began = time.monotonic()
+    one.wait_for(f"attempt 1: host {host} does not answer")
+    assert time.monotonic() - began < 15
+    if host == "h9":  # nothing was ever started there
+        assert one.wait(20) == 69
+        assert [line for line in one.left() if line.startswith("process")] == []
