@@ -1,7 +1,7 @@
 """Random faults of all kinds against `odyssey launch`, again and again; each run must end with a clean one's bytes.
 
-    chaos.py [--minutes 5 | --runs N] [--every 20] [--ranks 4] [--steps 300] [--step-ms 100] [--seed 0] [--hosts]
-             [--only KIND ...]
+    chaos.py [--minutes 5 | --runs N] [--every 20] [--faults N] [--ranks 4] [--steps 300] [--step-ms 100]
+             [--seed 0] [--hosts] [--only KIND ...]
 
 About every `--every` seconds something happens to the run: a process of it is killed, stopped, told to end or to loop
 for ever, a checkpoint is damaged; with --hosts ranks are on four hosts of netns.py, which die or are cut off. When the
@@ -88,7 +88,7 @@ class Run:
                 moved = time.monotonic()
             elif time.monotonic() - moved > PATIENCE:
                 self.wrong.append(f"no step for {PATIENCE:.0f} s")
-            elif time.monotonic() > due and known:
+            elif time.monotonic() > due and known and len(self.events) < self.o.faults:
                 self._disturb(kinds)
                 due = time.monotonic() + self.o.every * self.chance.uniform(0.5, 1.5)
             time.sleep(0.05)
@@ -249,6 +249,7 @@ def options(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=5, help="no run begins after so many")
     parser.add_argument("--runs", type=int, help="so many runs, however long they take")
     parser.add_argument("--every", type=float, default=20, help="seconds from fault to fault, on average")
+    parser.add_argument("--faults", type=int, default=1 << 30, help="at most so many in a run")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--step-ms", type=float, default=100)
