@@ -1,4 +1,5 @@
-"""What is always on costs, per LeNet-5 step: status slots, the watcher, the comparison of calls.
+"""What is always on costs, per LeNet-5 step: status slots, the watcher, the comparison of calls; and in a run the step
+log with its fingerprints, requests to stop and the comparison of replicas.
 
 One job; its turns of some steps alternate between everything on and parts off, so that a busy machine weighs on all
 alike. What is shown is the median, over the rounds, of a turn's time against that of everything off in the same round.
@@ -25,6 +26,7 @@ TURNS = {  # name -> what is on
     "slots": ("slots",),
     "slots, watcher": ("slots", "watcher"),
     "slots, watcher, comparison": ("slots", "watcher", "comparison"),
+    "all of it, in a run": ("slots", "watcher", "comparison", "session"),
 }
 SLOT = ("phase", "step", "call", "enter", "leave", "quick", "waited", "missing")
 
@@ -59,12 +61,17 @@ class Switch:
 def rank(options: Any) -> None:
     """One rank of the job."""
     from odyssey import DistributedTrainer, comm, data, nn, optim
+    from odyssey.session import Saving, Session
+    from odyssey.trainer import History
 
     world = comm.world(options.backend)
     nn.manual_seed(0)
     loader = data.DataLoader(data.load("mnist", train=True), batch_size=options.batch * world.size, shuffle=True)
     trainer = DistributedTrainer(nn.LeNet5(), optim.SGD(lr=0.01), comm=world, threads=1)
     batch = next(iter(loader))
+    history = History()
+    session = Session(trainer, loader, 1, None, Saving(every=10**9), history)
+    session.begin()
     switch = Switch()
     seconds: dict[str, list[float]] = {name: [] for name in TURNS}
 
@@ -79,10 +86,12 @@ def rank(options: Any) -> None:
         for name in names[round_ % len(names) :] + names[: round_ % len(names)]:
             world.barrier()
             switch(TURNS[name])
+            trainer._session = session if "session" in TURNS[name] else None
             took = turn()
             if round_ >= 2:
                 seconds[name].append(took)
     switch(("slots", "watcher", "comparison"))
+    session.close()
     if world.rank == 0:
         options.rank.write_text(json.dumps({"seconds": seconds, "backend": world.name}))
 
@@ -102,10 +111,11 @@ def main() -> int:
     facts = common.machine()
     print(common.machine_line(facts))
     with common.scratch() as folder:
-        out = folder / "watch.json"
+        out = folder / "result.json"
         settings: list[Any] = ["--rank", out, "--backend", options.backend]
         for key in ("batch", "rounds", "steps"):
             settings += [f"--{key}", getattr(options, key)]
+        os.environ["ODYSSEY_RUN_DIR"] = str(folder / "run")
         common.child([*common.mpirun(options.ranks), sys.executable, __file__, *map(str, settings)])
         found = json.loads(out.read_text())
     seconds = found["seconds"]

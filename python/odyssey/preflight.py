@@ -177,6 +177,11 @@ def check_space(free: int, checkpoint: int, directory: str) -> list[str]:
     return [f"{said}: room for {CHECKPOINTS} of them is needed, the old one and the new one; make room"]
 
 
+def space(directory: Path, checkpoint: int) -> list[str]:
+    """As `check_space`, of the disk that a directory is or will be on; for rank 0."""
+    return check_space(_free(directory), checkpoint, str(directory))
+
+
 def at_start(
     comm: Communicator,
     settings: Mapping[str, Any] | None = None,

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import resume
+from . import preflight, resume
 from .checkpoints import Snapshot, Store, environment_key
 from .comm.base import Communicator
 from .data.sampler import check_integer
@@ -144,6 +144,10 @@ class Session:
         if self.run is not None and self.trainer.mode is None:  # where ranks step apart there is no step of all
             name = NAME if _fits == 1 else f"{_fits}-{NAME}"
             self._records = Records(self.trainer, self.run.steps / name, self.run.attempt)
+        if self.comm.rank == 0:
+            states = len(self.trainer.optimizer.states)
+            for warning in preflight.space(self.folder, 4 * self.trainer.arena.size * (1 + states)):
+                self.trainer._show(warning)
         self._requests = Requests(self.comm, self.run)
         self._requests.listen()
 
