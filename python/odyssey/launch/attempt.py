@@ -77,7 +77,7 @@ class Attempt:
         self._beats: dict[str, Any] = {}
         self._beat_at: float | None = None
         self._control: tuple[int, int] | None = None
-        self._seldom = 0.0
+        self._seldom = self._looked = 0.0
 
     # -- from start to end ------------------------------------------------------------------------
 
@@ -123,8 +123,7 @@ class Attempt:
         over: float | None = None
         started = False
         while True:
-            self._wait(process, pumps)
-            said = any([pump() for pump in pumps])
+            said = any([pump() for pump in self._ready(pumps)])
             now = time.monotonic()
             if now - looked > 2 and self._beat_at is not None:
                 self._beat_at += now - looked  # this process was stopped, not the others
@@ -149,16 +148,18 @@ class Attempt:
                     return {}
             elif not started and now - begun > self.config.start_timeout:
                 return {"late": True}
-            elif self._silence(now) > SILENT:
-                return {"silent": self._silence(now)}
+            elif (silent := self._silence(now)) > SILENT:
+                return {"silent": silent}
 
-    def _wait(self, process: subprocess.Popen[bytes], pumps: list[Pump]) -> None:
-        """Sleeps until ranks print something, or it is time to look at them."""
-        sources = [pump.source for pump in pumps if not pump.closed]
-        if sources:
-            select.select(sources, [], [], self.config.monitor_interval)
-        else:
+    def _ready(self, pumps: list[Pump]) -> list[Pump]:
+        """Sleeps until ranks print something, or it is time to look at them; those that have something to pass on."""
+        waiting = [pump for pump in pumps if not pump.closed and not pump.full]
+        full = [pump for pump in pumps if pump.full]
+        if not waiting:
             time.sleep(self.config.monitor_interval)
+            return full
+        ready = select.select([pump.source for pump in waiting], [], [], self.config.monitor_interval)[0]
+        return full + [pump for pump in waiting if pump.source in ready]
 
     def _end(self, process: subprocess.Popen[bytes]) -> list[int]:
         """Kills what is left; the processes that do not go away."""
@@ -232,6 +233,9 @@ class Attempt:
 
     def _silence(self, now: float) -> float:
         """Seconds since the heartbeat changed; 0 before the first, and once rank 0 has ended."""
+        if now - self._looked < 0.25:
+            return 0.0
+        self._looked = now
         with contextlib.suppress(OSError, DataError):
             state = os.stat(self.run.heartbeat)
             if (state.st_ino, state.st_mtime_ns) != self._beat:
@@ -266,7 +270,14 @@ class Attempt:
                 f"attempt {self.run.attempt}: {name}: the ranks stop after this step and write a checkpoint "
                 f"(at most {self.config.grace:g} s)"
             )
-            write_json(self.run.control, {"stop": name, "attempt": self.run.attempt})
+            try:
+                write_json(self.run.control, {"stop": name, "attempt": self.run.attempt})
+            except OSError as problem:
+                self.say(
+                    f"attempt {self.run.attempt}: control.json cannot be written ({problem.strerror}): ended at once"
+                )
+                self._forced = True
+                return True
         if self._stop is not None and now - self._stop_at > self.config.grace:
             self._forced = True
             return True

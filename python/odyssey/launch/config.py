@@ -49,7 +49,7 @@ class LaunchConfig:
     nproc_per_node: int = 1
     nnodes: int = 1
     max_restarts: int = 0
-    monitor_interval: float = 0.02
+    monitor_interval: float = 0.05
     start_timeout: float = 600.0
     run_dir: Path | None = None
     hosts: tuple[Host, ...] = ()

@@ -58,6 +58,11 @@ class Pump:
         return True
 
     @property
+    def full(self) -> bool:
+        """Whether the target has not yet taken everything."""
+        return bool(self._pending)
+
+    @property
     def done(self) -> bool:
         """Whether everything that was printed is passed on."""
         return self.closed and self._pass_on()
