@@ -2,9 +2,10 @@
 
     kill_loop.py [--runs 50] [--double 20] [--ranks 4] [--seed 0] [--whom rank] [OPTIONS OF odyssey train ...]
 
-Each run gets one SIGKILL, on a random rank, at a random moment between its start and the end of an undisturbed run;
-each of the double faults a second one within a second of the first, while the run recovers. The time from the kill to
-the next step is read from the ranks' status slots. What it is not: a benchmark of training.
+Each run gets one SIGKILL, on a random rank, at a random moment: while its ranks start (a fifth of the runs), or at a
+random step; each of the double faults a second one within a second and a half of the first, while the run recovers.
+Steps, and the time from the kill to the next one, are read from the ranks' status slots. What it is not: a benchmark of
+training.
 """
 
 from __future__ import annotations
@@ -35,9 +36,11 @@ class Result(NamedTuple):
 
     code: int
     weights: str
+    steps: int
     seconds: list[float]
     printed: str
     total: float
+    kills: int
 
 
 def parent(pid: int) -> int:
@@ -48,7 +51,7 @@ class Run:
     """One run, watched and disturbed."""
 
     def __init__(self, folder: Path, ranks: int, training: list[str]) -> None:
-        self.folder, self.ranks, self.seconds = folder, ranks, []
+        self.folder, self.ranks, self.seconds, self.kills = folder, ranks, [], 0
         words = [sys.executable, "-m", "odyssey", "launch", "-n", str(ranks), "--run-dir", str(folder), "train"]
         self.begun = time.monotonic()
         self.process = subprocess.Popen(
@@ -86,6 +89,13 @@ class Run:
                     return (found.attempt, found.step) if found else (0, 0)
         return 0, 0
 
+    def wait(self, step: int) -> None:
+        """Waits until a rank has started (step 0), or rank 0 is at a step."""
+        while self.process.poll() is None:
+            if step < 0 or (step == 0 and self.pid(0) is not None) or (step > 0 and self.step()[1] >= step):
+                return
+            time.sleep(0.002)
+
     def kill(self, rank: int, whom: str) -> bool:
         """Kills a rank, or what stands above it, as soon as there is one; False if the run is over."""
         while self.process.poll() is None:
@@ -114,21 +124,31 @@ class Run:
         except subprocess.TimeoutExpired:
             self.process.kill()
             printed = "HANG\n" + self.process.communicate()[0]
-        weights = ""
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            weights = json.loads((self.folder / "DONE.json").read_text())["weights_sha256"]
-        return Result(self.process.returncode, weights, self.seconds, printed, time.monotonic() - self.begun)
+        done = {}
+        with contextlib.suppress(OSError, ValueError):
+            done = json.loads((self.folder / "DONE.json").read_text())
+        return Result(
+            self.process.returncode,
+            done.get("weights_sha256", ""),
+            done.get("steps", 0),
+            self.seconds,
+            printed,
+            time.monotonic() - self.begun,
+            self.kills,
+        )
 
 
-def one(ranks: int, training: list[str], kills: list[float], dice: random.Random, whom: str = "rank") -> Result:
-    """A run with kills after so many seconds: the first after the start, others after the kill before."""
+def one(ranks: int, training: list[str], kills: list[tuple[int, float]], whom: str, dice: random.Random) -> Result:
+    """A run with kills, each at a step (0: once a rank has started; -1: whatever happens) and some seconds later."""
     with tempfile.TemporaryDirectory(prefix="odyssey-kill-loop-") as folder:
         run = Run(Path(folder) / "run", ranks, training)
-        for number, delay in enumerate(kills):
+        for number, (step, delay) in enumerate(kills):
+            run.wait(step)
             time.sleep(delay)
             if not run.kill(dice.randrange(ranks), whom):
                 break
             at, before = time.monotonic(), run.attempt()
+            run.kills += 1
             if number == len(kills) - 1:
                 run.recovered(before, at)
         return run.end()
@@ -137,16 +157,19 @@ def one(ranks: int, training: list[str], kills: list[float], dice: random.Random
 def loop(runs: int, double: int, ranks: int, training: list[str], seed: int, whom: str = "rank") -> int:
     """All of it, with a line for each run that went wrong and a summary; how many went wrong."""
     dice = random.Random(seed)
-    clean = one(ranks, training, [], dice)
+    clean = one(ranks, training, [], whom, dice)
     if clean.code or not clean.weights:
         print(clean.printed)
         raise SystemExit("the undisturbed run failed")
     print(f"undisturbed: {clean.total:.1f} s, weights {clean.weights[:16]}", flush=True)
     seconds: list[float] = []
-    wrong = restarts = 0
+    wrong = restarts = done = 0
     for number in range(runs + double):
-        kills = [dice.uniform(0, clean.total)] + ([dice.uniform(0, 1)] if number >= runs else [])
-        result = one(ranks, training, kills, dice, whom)
+        early = dice.random() < 0.2
+        kills = [(0, dice.uniform(0, 1)) if early else (dice.randint(1, clean.steps - 2), 0.0)]
+        kills += [(-1, dice.uniform(0, 1.5))] if number >= runs else []
+        result = one(ranks, training, kills, whom, dice)
+        done += result.kills
         restarts += len(re.findall(r"; restarting ", result.printed))
         seconds += result.seconds if number < runs else []
         if result.code or result.weights != clean.weights:
@@ -155,7 +178,10 @@ def loop(runs: int, double: int, ranks: int, training: list[str], seed: int, who
             print(result.printed, flush=True)
     seconds.sort()
     same = runs + double - wrong
-    print(f"{same} of {runs} + {double} runs ended with the bytes of the undisturbed run; {restarts} restarts")
+    print(
+        f"{same} of {runs} + {double} runs ended with the bytes of the undisturbed run; "
+        f"{done} kills, {restarts} restarts"
+    )
     if seconds:
         middle = seconds[len(seconds) // 2]
         print(f"from the kill to the next step: median {middle:.2f} s, max {seconds[-1]:.2f} s ({len(seconds)} kills)")

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -195,3 +196,20 @@ def test_the_environment_of_ranks_is_an_allow_list(job, tmp_path):
     assert run.end() == 0, run.err
     assert run.out == "HOME ODYSSEY_X WANTED\n1 3\n"
     assert not [path for path in run.run.rglob("*") if path.is_file() and "s3" in path.read_text()]
+
+
+def test_a_training_that_is_killed_ends_with_the_bytes_of_one_that_is_not():
+    """One round of scripts/kill-loop, with a kill more while it recovers; LeNet-5 on MNIST."""
+    import random
+
+    sys.path.insert(0, str(Path(__file__).parent))
+    import kill_loop
+
+    training = "--steps 60 --global-batch-size 256 --checkpoint-every 10 --no-eval --no-progress".split()
+    dice = random.Random(1)
+    clean = kill_loop.one(2, training, [], "rank", dice)
+    assert clean.code == 0 and clean.steps == 60, clean.printed
+    result = kill_loop.one(2, training, [(25, 0.0), (0, 0.3)], "rank", dice)
+    assert result.code == 0, result.printed
+    assert result.kills >= 1 and result.printed.count("; restarting ") >= 1, result.printed
+    assert result.weights == clean.weights
