@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 import sys
 from pathlib import Path
 
 import pytest
 
-from beds import outside
+from beds import faults, outside
 
 MPI = "--mpi=pmix" if outside.open_mpi() else "--mpi=pmi2"
 UNDER_SRUN = pytest.mark.skipif(
@@ -70,3 +72,60 @@ def test_a_node_dies(slurm):
     slurm.hosts.kill_host(2)
     slurm.wait_for(lambda: slurm.nodes()["h2"].startswith("down"), 40, "node that is down")
     slurm.wait_for(lambda: "run 1 on h[1,3-4]" in slurm.output(number), 60, "second run")
+
+
+# --- odyssey launch in a job: the ranks of an attempt are a step of srun ---
+
+
+def submitted(slurm, run, nodes, steps, what=faults.none, ms=100):
+    """(number of the job, the run's directory) of `odyssey launch` in a batch script that SLURM may start again."""
+    options = ["--steps", steps, "--step-ms", ms, "--checkpoint-every", 5]
+    script = "exec " + shlex.join(outside.launch_command(nodes, run, *options))
+    return slurm.submit(script, f"-N{nodes}", f"-n{nodes}", "--requeue", environment=what.environment())[0]
+
+
+def ended(slurm, number, run, timeout):
+    """Waits for the job to be over and gives the hash of the weights and what was printed."""
+    over = ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL", "TIMEOUT")
+    slurm.wait_for(lambda: slurm.state(number) in over, timeout, f"end of {number}: {slurm.output(number)}")
+    said = slurm.output(number)
+    assert slurm.state(number) == "COMPLETED", said
+    return json.loads((run / "DONE.json").read_text())["weights_sha256"], said
+
+
+def clean(job, steps):
+    one = job([sys.executable, outside.JOB, "--steps", steps, "--quiet"])
+    assert one.wait() == 0
+    return one.weights
+
+
+@UNDER_SRUN
+@pytest.mark.skipif(not outside.SLOW, reason=outside.WHY_SLOW)
+def test_launch_restarts_after_a_rank_was_killed(slurm, job, tmp_path):
+    number = submitted(slurm, tmp_path / "run", 4, 20, faults.kill(rank=2, at_step=8), ms=20)
+    weights, said = ended(slurm, number, tmp_path / "run", 60)
+    assert "rank 2 on host h3 was killed by SIGKILL" in said and "restarting from step 5 on 4 ranks" in said
+    assert weights == clean(job, 20)
+
+
+@UNDER_SRUN
+@pytest.mark.skipif(not outside.SLOW, reason=outside.WHY_SLOW)
+def test_launch_is_requeued(slurm, job, tmp_path):
+    number = submitted(slurm, tmp_path / "run", 4, 40)
+    slurm.wait_for(lambda: "step 12 " in slurm.output(number), 40, "step 12")
+    slurm.ask("scontrol", "requeue", str(number))
+    weights, said = ended(slurm, number, tmp_path / "run", 90)
+    stopped = said.index("stopped by SIGTERM at step ")
+    assert "resumed from step_" in said[stopped:] and "attempt 2: complete" in said
+    assert weights == clean(job, 40)
+
+
+@UNDER_SRUN
+@pytest.mark.skipif(not outside.SLOW, reason=outside.WHY_SLOW)
+def test_launch_survives_the_death_of_a_node(slurm, job, tmp_path):
+    number = submitted(slurm, tmp_path / "run", 3, 40)
+    slurm.wait_for(lambda: "step 12 " in slurm.output(number), 40, "step 12")
+    slurm.hosts.kill_host(2)
+    weights, said = ended(slurm, number, tmp_path / "run", 150)
+    assert "no sign of life from h2" in said
+    assert weights == clean(job, 40)
