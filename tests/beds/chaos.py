@@ -37,10 +37,14 @@ AGAIN = 40  # starts of the launcher, after which a run has failed
 
 
 class Event(NamedTuple):
-    """A fault: what, when (time.monotonic()), and seconds until the next step of the run was complete."""
+    """A fault: what, when (time.monotonic()), after which step, and seconds until the run was two steps farther.
+
+    Two: the next one may have been under way and come to its end.
+    """
 
     kind: str
     at: float
+    step: int
     seconds: float | None = None
 
 
@@ -118,12 +122,12 @@ class Run:
     def _disturb(self, kinds: dict[str, Callable[[Run], None]]) -> None:
         self._mend()
         kind = self.chance.choice(sorted(kinds))
-        at = time.monotonic()
+        at, step = time.monotonic(), max(step for job in self.jobs for step, *_ in job.steps())
         try:
             kinds[kind](self)
         except (LookupError, OSError):
             return  # it was between two attempts
-        self.events.append(Event(kind, at))
+        self.events.append(Event(kind, at, step))
         print(f"{time.strftime('%H:%M:%S')}  {kind}", flush=True)
 
     def _mend(self) -> None:
@@ -142,8 +146,10 @@ class Run:
                 self.wrong.append(f"ended with weights {done[:16]}, not {weights[:16]}")
             left = [line for line in self.jobs[-1].left(10) if self.hosts is None or line.startswith("process")]
             self.wrong += [f"left: {line[:300]}" for line in left]
-        steps = sorted(at for job in self.jobs for _, _, at in job.steps())
-        self.events = [e._replace(seconds=next((s - e.at for s in steps if s > e.at), None)) for e in self.events]
+        steps = sorted((at, step) for job in self.jobs for step, _, at in job.steps())
+        for n, e in enumerate(self.events):
+            seconds = next((at - e.at for at, step in steps if at > e.at and step >= e.step + 2), None)
+            self.events[n] = e._replace(seconds=seconds)
 
     # --- what can be done to it ---
 
@@ -296,7 +302,7 @@ def soak(words: list[str] | None = None) -> int:
 
 def _table(events: list[Event], runs: int, failed: int) -> None:
     print(f"\n{runs - failed} of {runs} runs ended with the weights of a clean run, after {len(events)} faults")
-    print(f"{'fault':28}{'times':>6}{'median':>9}{'longest':>9}   seconds to the next step")
+    print(f"{'fault':28}{'times':>6}{'median':>9}{'longest':>9}   seconds until it was two steps farther")
     for kind in sorted({e.kind for e in events}):
         mine = [e for e in events if e.kind == kind]
         seconds = [e.seconds for e in mine if e.seconds is not None]
