@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from beds import chaos
+import pytest
+
+from beds import chaos, outside
 
 
+@pytest.mark.skipif(not outside.SLOW, reason=outside.WHY_SLOW)
 def test_one_run_under_three_kinds_of_faults(capfd):
     kinds = ["rank: SIGKILL", "rank: exception", "launcher: SIGTERM"]
     words = ["--runs", "1", "--every", "2", "--faults", "3", "--steps", "60", "--ranks", "3", "--only", *kinds]

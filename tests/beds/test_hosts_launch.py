@@ -82,6 +82,7 @@ def test_a_host_that_dies(four_hosts, tmp_path, clean):
     assert [line for line in one.left(10) if "/h3/" not in line] == []
 
 
+@SLOW
 def test_a_request_to_stop_reaches_all_hosts(four_hosts, tmp_path, clean):
     run = tmp_path / "run"
     one = start(four_hosts, run, steps=20, settings=["--grace", "10"])

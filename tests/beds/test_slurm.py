@@ -28,6 +28,7 @@ def test_same_bits_under_srun_and_alone(slurm, job):
     assert four.left() == []
 
 
+@pytest.mark.skipif(not outside.SLOW, reason=outside.WHY_SLOW)
 def test_mpirun_in_an_allocation(slurm, job):
     options = [sys.executable, "-m", "odyssey.train", "--steps", 3, "--global-batch-size", 96, "--no-eval"]
     options.append("--no-progress")
