@@ -27,12 +27,11 @@ def mismatch(system: System, folder: Path, kind: str) -> dict[str, Any]:
         script = HERE / "calls_odyssey.py" if system.kind == "odyssey" else ANCHORS / "calls_mpi4py.py"
         command = [*system.mpirun, "-n", 2, system.python, script, kind]
     with system.job(command, folder) as job:
+        job.wait_until(lambda: len(_begins(job.output)) == 2, 120, "call of both ranks")
         end = ended(job, WATCHED)
         output, lines = job.output, job.lines
         job.outside.end()
-    begins = [float(at) for at in re.findall(r"rank \d calls (\d+\.\d+)$", output, re.MULTILINE)]
-    if len(begins) != 2:
-        raise SystemExit(f"{system.name}: {kind}: not both ranks came to the call:\n{output[-4000:]}")
+    begins = _begins(output)
     raised = dict(re.findall(r"^rank (\d) raised (.*)$", output, re.MULTILINE))
     got = dict(re.findall(r"^rank (\d) got (.*)$", output, re.MULTILINE))
     told = [at for at, line in lines if re.match(r"rank \d raised ", line)]
@@ -52,7 +51,17 @@ def mismatch(system: System, folder: Path, kind: str) -> dict[str, Any]:
         "code": None if end is None else end[1],
         "got": got,
         "raised": raised,
-        "names_calls": verdict == "error" and all("rank 0" in t and "rank 1" in t for t in raised.values()),
+        "names_calls": verdict == "error" and all(names_both(text) for text in raised.values()),
         "names_lines": bool(sites),
         "last_words": output[-1500:] if verdict in ("died", "hangs") else "",
     }
+
+
+def names_both(text: str) -> bool:
+    """Whether an error says what either rank called."""
+    return all(re.search(rf"\brank {rank}\b", text, re.IGNORECASE) for rank in (0, 1))
+
+
+def _begins(output: str) -> list[float]:
+    """When each rank called, time.monotonic()."""
+    return [float(at) for at in re.findall(r"rank \d calls (\d+\.\d+)$", output, re.MULTILINE)]

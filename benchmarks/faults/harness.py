@@ -91,17 +91,33 @@ class System:
             return job.outside.ranks()[rank].pid
         return int(re.findall(rf"^rank {rank} pid (\d+)$", job.output, re.MULTILINE)[-1])
 
+    def second_life(self, job: Job) -> float | None:
+        """When the first step was complete after the system had started ranks again; None: it was not."""
+        pattern = r"^odyssey: resumed from " if self.kind == "odyssey" else r"^rank 0 pid \d+$"
+        starts = [found.end() for found in re.finditer(pattern, job.output, re.MULTILINE)]
+        again = starts if self.kind == "odyssey" else starts[1:]
+        found = (
+            re.search(r"^step \d+ [0-9a-f]{16} (\d+\.\d+)$", job.output[again[0] :], re.MULTILINE) if again else None
+        )
+        return float(found[1]) if found else None
+
     def named(self, output: str) -> str | None:
-        """Which rank its own last word says is to blame; None: it names none."""
-        if self.kind == "odyssey":
-            found = re.findall(r"^odyssey: (?:attempt \d+|\[?watch\w*\]?|\[).*?rank (\d+)", output, re.MULTILINE)
-        elif self.kind == "torch":
-            found = re.findall(r"Root Cause.*?rank +: (\d+)", output, re.DOTALL)
-        else:
-            found = re.findall(
-                r"(?:rank|process rank) (\d+)(?! pid)", re.sub(r"^rank \d+ pid.*$", "", output, flags=re.M)
-            )
-        return f"rank {found[-1]}" if found else None
+        """Which rank its messages say is to blame; None: they name none."""
+        for pattern in _BLAME[self.kind]:
+            if found := re.findall(pattern, output, re.MULTILINE | re.DOTALL):
+                return f"rank {found[-1]}"
+        return None
+
+
+_BLAME = {
+    "odyssey": (
+        r"weights of rank (\d+) differ",
+        r"\[watch\] rank (\d+) did not come",
+        r"^odyssey: attempt \d+: rank (\d+) ",
+    ),
+    "torch": (r"Root Cause \(first observed failure\):.*?^  rank +: (\d+)",),
+    "mpi4py": (r"\(rank (\d+) in comm", r"process rank (\d+)", r"^\s*Process name: \[.*?, *(\d+)\]"),
+}
 
 
 def systems(open_mpi: str | None) -> list[System]:

@@ -33,23 +33,22 @@ def undisturbed(system: System, folder: Path) -> str:
 def restart(system: System, folder: Path, expected: str, dice: random.Random) -> dict[str, Any]:
     """SIGKILL to one rank at a random step, one restart allowed: goes it on, after how long, with the same bytes?"""
     rank = dice.randrange(RANKS)
-    at = EVERY * dice.randrange(2, 6) + dice.choice((2, 3))  # not beside a checkpoint: steps come again, so it is seen
+    at = dice.randrange(2 * EVERY, STEPS - 2 * EVERY)
     command = system.training(RANKS, folder, "--steps", STEPS, "--step-ms", STEP_MS, restarts=1)
     with system.job(command, folder) as job:
-        job.wait_for_step(at)
+        job.wait_for_step(at, 120)
         time.sleep(dice.uniform(0, STEP_MS / 1000))
         pid = system.pid(job, rank)
-        before = max(step for step, *_ in job.steps())
         killed = time.monotonic()
         os.kill(pid, signal.SIGKILL)
         end = ended(job, 60)
-        again = [stamp for step, _, stamp in job.steps() if stamp > killed and step <= before]
+        again = system.second_life(job)
         return {
             "rank": rank,
             "step": at,
             "code": None if end is None else end[1],
-            "went_on": end is not None and end[1] == 0 and bool(again),
-            "seconds": round(again[0] - killed, 3) if again else None,
+            "went_on": end is not None and end[1] == 0 and again is not None,
+            "seconds": None if again is None else round(again - killed, 3),
             "same_bytes": job.weights == expected,
             "last_words": job.output[-600:] if end is None or end[1] else "",
         }
@@ -58,7 +57,7 @@ def restart(system: System, folder: Path, expected: str, dice: random.Random) ->
 def launcher_killed(system: System, folder: Path) -> dict[str, Any]:
     """SIGKILL to the launcher: processes and files that are left three seconds later."""
     with system.job(system.training(RANKS, folder, "--steps", ENDLESS, "--step-ms", STEP_MS), folder) as job:
-        job.wait_for_step(8)
+        job.wait_for_step(8, 120)
         os.kill(job.pid, signal.SIGKILL)
         time.sleep(3)
         left = job.outside.processes()
@@ -69,7 +68,7 @@ def fails(system: System, folder: Path, fault: str) -> dict[str, Any]:
     """Rank 1 raises an exception, or calls sys.exit(3), just before step 8; no restart is allowed."""
     command = system.training(RANKS, folder, "--steps", ENDLESS, "--step-ms", STEP_MS, fault=fault)
     with system.job(command, folder, fault) as job:
-        job.wait_for_step(7)
+        job.wait_for_step(7, 120)
         began = next(stamp for step, _, stamp in job.steps() if step == 7)
         return _end(system, job, began, PATIENCE)
 
@@ -78,7 +77,7 @@ def stopped(system: System, folder: Path) -> dict[str, Any]:
     """SIGSTOP to rank 1, with the shortest timeout that the system is told."""
     command = system.training(RANKS, folder, "--steps", ENDLESS, "--step-ms", STEP_MS, timeout=SHORTEST)
     with system.job(command, folder) as job:
-        job.wait_for_step(8)
+        job.wait_for_step(8, 120)
         pid = system.pid(job, 1)
         os.kill(pid, signal.SIGSTOP)
         result = _end(system, job, time.monotonic(), 60)
@@ -115,7 +114,7 @@ def _hashes(system: System, folder: Path, ranks: tuple[int, ...], kills: tuple[i
         command = system.training(count, folder, "--steps", STEPS, "--step-ms", STEP_MS if kills else 0)
         with system.job(command, folder) as job:
             if number < len(kills):
-                job.wait_for_step(kills[number])
+                job.wait_for_step(kills[number], 120)
                 job.outside.end()  # all of it at once, as when the power goes
                 time.sleep(0.2)
             elif code := job.wait(120):

@@ -160,11 +160,10 @@ def _kills(found: dict[str, Any]) -> str:
             one["nothing loads"],
             one["mixed"],
             one["older"],
-            f"{1000 * one['save_seconds']:.0f}",
         ]
         for name, one in found.items()
     ]
-    heads = ["", "lost", "nothing loads", "loads, numbers mixed or wrong", "an older one loads", "a save takes, ms"]
+    heads = ["", "lost", "nothing loads", "loads, numbers mixed or wrong", "an older one loads"]
     return markdown(heads, rows)
 
 
