@@ -131,9 +131,8 @@ def _call(one: dict[str, Any]) -> str:
 
 
 def _calls(found: dict[str, Any]) -> str:
-    return markdown(
-        ["", *KINDS.values()], [[name, *(_call(one[kind]) for kind in KINDS)] for name, one in found.items()]
-    )
+    rows = [[name.replace(" launch", ""), *(_call(one[kind]) for kind in KINDS)] for name, one in found.items()]
+    return markdown(["", *KINDS.values()], rows)
 
 
 def _replicas(found: dict[str, Any]) -> str:
