@@ -61,7 +61,8 @@ def examine(plan: Plan) -> list[Check]:
     """
     from . import launcher
 
-    if launcher.launched() is not None:
+    started = launcher.launched()
+    if started is not None and started.size > 1:  # one process: an interactive shell, as `srun --pty bash`
         raise ConfigError("[doctor] it starts ranks itself; run it without mpirun or srun")
     with ThreadPoolExecutor(16) as pool:
         alone = pool.submit(probe, [sys.executable])  # first: others wait for it
@@ -428,8 +429,9 @@ def user(uid: int, others: Sequence[int]) -> Check:
 
 
 def _run(words: Sequence[str], more: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    foreign = ("PMI_", "PMIX_RANK", "PMIX_NAMESPACE", "PMIX_SERVER_", "OMPI_COMM_WORLD_", "HYDI_")  # of an outer job
     environment = {
-        **os.environ,
+        **{name: value for name, value in os.environ.items() if not name.startswith(foreign)},
         # Open MPI: more ranks than cores, and root in containers; others do not read these
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",

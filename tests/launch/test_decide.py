@@ -41,6 +41,15 @@ def test_success_is_every_rank_s_own_word():
     )  # it did something after the training, and was killed
 
 
+def test_a_training_is_complete_when_its_record_is_there():
+    done = [end(rank, 0, step=9) for rank in range(4)]
+    assert after(*done, code=0, promised=True, done=True, step=9).code == 0
+    again = after(*done, code=0, promised=True, step=9)
+    assert again.code is None and "no DONE.json: the training is not complete; restarting" in again.line
+    assert after(*done, code=0, promised=True).code == 69  # not one step
+    assert after(*done, code=0, step=9).code == 0  # a script need not write it
+
+
 def test_the_first_end_is_the_cause():
     assert first({e.rank: e for e in (end(0, 76, time=1), end(1, None, 9, time=1.2))}).rank == 1
     assert first({e.rank: e for e in (end(0, 76, time=1), end(1, None, 15, time=1.2))}).rank == 0

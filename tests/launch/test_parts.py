@@ -47,9 +47,12 @@ def test_argument_lists():
 
 def test_the_environment_of_ranks(tmp_path):
     given = {"HOME": "/h", "LC_ALL": "C", "AWS_SECRET_ACCESS_KEY": "s", "PMI_RANK": "3", "FI_PROVIDER": "tcp", "X": "1"}
+    given["SLURM_JWT"] = "s"
     config = LaunchConfig(nproc_per_node=2, env=("X",), backend="gloo", watchdog=5)
     out = starting.environment(config, given, MPICH, runs.Run(tmp_path, 3), 2, "t" * 16)
-    assert {"HOME", "LC_ALL", "FI_PROVIDER", "X"} <= set(out) and not {"AWS_SECRET_ACCESS_KEY", "PMI_RANK"} & set(out)
+    assert {"HOME", "LC_ALL", "FI_PROVIDER", "X"} <= set(out) and not (
+        {"AWS_SECRET_ACCESS_KEY", "PMI_RANK", "SLURM_JWT"} & set(out)
+    )
     assert (out["ODYSSEY_RUN_DIR"], out["ODYSSEY_ATTEMPT"], out["ODYSSEY_RANKS"]) == (str(tmp_path), "3", "2")
     assert (out["ODYSSEY_WATCHDOG"], out["WORLD_SIZE"], out["MASTER_ADDR"]) == ("5", "2", "127.0.0.1")
     assert "StrictHostKeyChecking=yes" in out["HYDRA_LAUNCHER_EXTRA_ARGS"]
@@ -182,6 +185,30 @@ def test_a_rank_s_own_word_is_kept(tmp_path):
     assert ends.started(tmp_path / "ranks", 2)[3].pid == record["pid"]
 
 
+def test_a_keeper_leaves_the_record_of_a_later_attempt(tmp_path):
+    (tmp_path / "ends").mkdir()
+    later = {"attempt": 3, "rank": 3, "code": 0}
+    (tmp_path / "ends" / "3.json").write_text(json.dumps(later))
+    assert kept(tmp_path, "sh", "-c", "exit 5") == (5, later)
+    assert [path.name for path in (tmp_path / "ends").iterdir()] == ["3.json"]
+
+
+def test_a_keeper_knows_the_end_where_signals_of_children_are_ignored(tmp_path):
+    (tmp_path / "ranks").mkdir()
+    (tmp_path / "ends").mkdir()
+    script = (
+        "import os, signal, sys\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)\n"
+        "os.execv(sys.executable, [sys.executable, '-I', '-S', *sys.argv[1:]])\n"
+    )
+    show = "import signal, sys; sys.exit(6 if signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL else 1)"
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(KEEPER), sys.executable, "-c", show],
+        env={**os.environ, "ODYSSEY_RUN_DIR": str(tmp_path), "ODYSSEY_ATTEMPT": "2", "PMI_RANK": "3"},
+        timeout=30,
+    )
+    assert done.returncode == 6 and json.loads((tmp_path / "ends" / "3.json").read_text())["code"] == 6
+
+
 def test_a_program_gets_signals_descriptors_and_default_dispositions(tmp_path):
     script = (
         "import os,signal,sys,time\n"
@@ -234,6 +261,10 @@ def test_only_what_is_proven_to_be_ours_is_removed(tmp_path, monkeypatch):
     living.mkdir()
     with open(held):
         removed = leftovers.clean(before, time.time())
+        monkeypatch.setattr(leftovers, "_held", lambda: open("/proc/none/uptime"))
+        (tmp_path / "mpich_shm_unproven").touch()
+        assert leftovers.clean(before, time.time()) == []
+        (tmp_path / "mpich_shm_unproven").unlink()
     assert set(removed) == {str(ours), str(session)}
     assert {p.name for p in tmp_path.iterdir()} == {"mpich_shm_before", held.name, other.name, late.name, living.name}
     again = leftovers.Snapshot.of(json.loads(json.dumps(before.json())))
@@ -351,6 +382,22 @@ def test_newest_step(tmp_path):
     for name in ("step_00000005", "step_00000020", ".step_00000030.tmp.1.2", "step_x", "other"):
         (tmp_path / name).mkdir()
     assert attempt.newest_step(tmp_path) == 20
+
+
+def test_silence_counts_on_several_machines_only(tmp_path, monkeypatch):
+    here = os.uname().nodename
+    assert not attempt.elsewhere((), {here}, here) and not attempt.elsewhere((("h1", 2),), {here}, here)
+    assert attempt.elsewhere((("h1", 1), ("h2", 1)), set(), here) and attempt.elsewhere((("h2", 2),), {"h2"}, here)
+    run = runs.Run(tmp_path, 1)
+    run.heartbeat.write_text('{"attempt": 1, "ranks": []}')
+    words = LaunchConfig(), run, [], {starting.TOKEN: "x"}, 2
+    for layout, silent in (((), 0.0), ((("h1", 1), ("h2", 1)), 20.0)):
+        one = attempt.Attempt(*words, layout, [], print)
+        assert one._silence(100.0) == 0.0
+        assert one._silence(120.0) == silent
+    run.heartbeat.unlink()
+    assert one._silence(121.0) == one._silence(200.0) == 0.0  # nobody watches
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_lost_host_is_found_by_asking(monkeypatch, tmp_path):

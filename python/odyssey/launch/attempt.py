@@ -232,12 +232,20 @@ class Attempt:
         return bad, len(ended) >= self.ranks
 
     def _silence(self, now: float) -> float:
-        """Seconds since the heartbeat changed; 0 before the first, and once rank 0 has ended."""
+        """Seconds since the heartbeat changed; 0 before the first, and once rank 0 has ended.
+
+        Also 0 where that would say nothing about a host: all ranks are on this machine, whose keepers tell how they
+        end; the file is gone, so that nobody is watched; or nothing can be written where it lies.
+        """
         if now - self._looked < 0.25:
             return 0.0
         self._looked = now
         with contextlib.suppress(OSError, DataError):
-            state = os.stat(self.run.heartbeat)
+            try:
+                state = os.stat(self.run.heartbeat)
+            except FileNotFoundError:
+                self._beat = self._beat_at = None
+                return 0.0
             if (state.st_ino, state.st_mtime_ns) != self._beat:
                 self._beat = state.st_ino, state.st_mtime_ns
                 found = read_json(self.run.heartbeat, HEARTBEAT_LIMIT)
@@ -245,7 +253,13 @@ class Attempt:
                     self._beats, self._beat_at = found, now
         if self._beat_at is None or (self.run.ends / "0.json").exists():
             return 0.0
-        return now - self._beat_at
+        silent = now - self._beat_at
+        if silent > SILENT:
+            hosts = {rank.host for rank in ends.started(self.run.ranks, self.run.attempt).values()}
+            if not elsewhere(self.layout, hosts, os.uname().nodename) or not _writable(self.run.path):
+                self._beat_at = now
+                return 0.0
+        return silent
 
     # -- what is asked for ------------------------------------------------------------------------
 
@@ -307,6 +321,27 @@ def allowed(config: LaunchConfig, ranks: int) -> str | None:
     if not least <= ranks <= most:
         return f"{least} to {most} are allowed" + (" (--elastic)" if config.elastic else "")
     return None
+
+
+def elsewhere(layout: tuple[tuple[str, int], ...], hosts: set[str], here: str) -> bool:
+    """Whether ranks may be on other machines than this one: by what was asked for, or by what keepers wrote."""
+    return len(layout) > 1 or bool(hosts - {here})
+
+
+def _writable(folder: Path) -> bool:
+    """Whether a file can be written there now: on a full disk nobody can show that it lives."""
+    probe = folder / f".writable.{os.getpid()}"
+    try:
+        with open(probe, "wb", opener=_private) as file:
+            file.write(b" " * 4096)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        return False
+    finally:
+        with contextlib.suppress(OSError):
+            probe.unlink()
+    return True
 
 
 def newest_step(folder: Path) -> int | None:

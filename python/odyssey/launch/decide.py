@@ -30,7 +30,7 @@ class Outcome:
     Attributes:
         attempt, ranks: its number, how many ranks it had. layout: hosts and their ranks, empty for this machine.
         started, ended: what the keepers wrote. code: of mpirun or srun; negative: its signal; None: it was killed here.
-        done: the run's record of completion is there.
+        done: the run's record of completion is there. promised: the program writes it when it is complete.
         stop: number of the signal by which the launcher was asked to end, None if it was not.
         forced: it was then killed: no rank ran yet, the time was over, or a second signal came.
         scale: how many ranks somebody asked for meanwhile.
@@ -47,6 +47,7 @@ class Outcome:
     ended: dict[int, End] = dataclasses.field(default_factory=dict)
     code: int | None = None
     done: bool = False
+    promised: bool = False
     stop: int | None = None
     forced: bool = False
     scale: int | None = None
@@ -87,8 +88,9 @@ def decide(outcome: Outcome, past: Past, config: LaunchConfig, hosts: tuple[Host
             f"{name}: ended without a checkpoint of its last step: {_why_forced(outcome)}", 128 + outcome.stop
         )
     cause = ended.first(outcome.ended)
-    good = len(outcome.ended) == outcome.ranks and all(end.good for end in outcome.ended.values())
-    if good or (outcome.done and outcome.code == 0 and all(end.good for end in outcome.ended.values())):
+    good = all(end.good for end in outcome.ended.values())
+    whole = len(outcome.ended) == outcome.ranks and (outcome.done or not outcome.promised)
+    if good and (whole or (outcome.done and outcome.code == 0)):
         return Action(f"{name}: complete" if outcome.done else f"{name}: all ranks ended with exit code 0", 0)
     stopped = any(end.code == STOPPED for end in outcome.ended.values())
     if stopped and outcome.scale is not None and outcome.stop is None:
@@ -109,6 +111,8 @@ def _failed(outcome: Outcome, past: Past, config: LaunchConfig, hosts: tuple[Hos
     machines = {rank.host for rank in outcome.started.values()}
     if code in FINAL and not (code == GAVE_UP and len(machines) > 1):  # one of several machines may be lost
         return Action(f"{said}; another attempt would not help", own)
+    if outcome.promised and len(outcome.ended) == outcome.ranks and cause is None and outcome.step is None:
+        return Action(f"{said}; another attempt would not help", GAVE_UP)  # not one step: it did something else
     if not outcome.started and past == Past():
         return Action(f"{said}; nothing is tried again", GAVE_UP)
     now = _remembered(outcome, past)
@@ -189,6 +193,8 @@ def _failure(outcome: Outcome, cause: End | None) -> str:
         hosts = f" on {', '.join(name for name, _ in outcome.layout)}" if outcome.layout else ""
         return f"the MPI launcher {how} and had started no rank{hosts}"
     early = [end for end in outcome.ended.values() if end.good]
+    if len(early) == outcome.ranks:
+        return "all ranks ended with exit code 0, but there is no DONE.json: the training is not complete"
     if early:
         end = min(early, key=lambda end: end.time)
         return f"{end}, but others had not ended: the script returned early there, or called os._exit(0)"

@@ -73,11 +73,12 @@ def wait(child: int) -> tuple:
     forwarded = {getattr(signal, name) for name in HANDED_ON}
     signals = forwarded | {signal.SIGCHLD}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)  # by default BSD and macOS drop it although it is blocked
     while True:
         found, status, usage = os.wait4(child, os.WNOHANG)
         if found:
             return status, usage
-        caught = signal.sigwaitinfo(signals).si_signo
+        caught = signal.sigwait(signals)
         if caught in forwarded:
             try:
                 os.kill(child, caught)  # not reaped yet: it is the program and nothing else
@@ -122,7 +123,10 @@ def rendezvous() -> None:
 
 
 def write(folder: str, kind: str, record: dict) -> None:
-    """Puts a record in place whole. Not flushed to the disk: a machine that lost power writes no record anyway."""
+    """Puts a record in place whole, unless one of a later attempt is there: then this keeper is a straggler's.
+
+    Not flushed to the disk: a machine that lost power writes no record anyway.
+    """
     import json
 
     where = os.path.join(folder, kind)
@@ -131,12 +135,27 @@ def write(folder: str, kind: str, record: dict) -> None:
     try:
         with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
             json.dump(record, file)
-        os.rename(aside, os.path.join(where, name))
+        if later(os.path.join(where, name), record["attempt"]):
+            os.unlink(aside)
+        else:
+            os.rename(aside, os.path.join(where, name))
     except OSError as problem:  # no shared directory, a full disk: the rank goes on without
         line = (
             f"odyssey: rank {record['rank']} on {record['host']}: {kind}/{name} cannot be written: {problem.strerror}\n"
         )
         os.write(2, line.encode())
+
+
+def later(path: str, attempt: int) -> bool:
+    """Whether a record is there and belongs to a later attempt."""
+    import json
+
+    try:
+        with open(path, "rb") as file:
+            there = json.loads(file.read(REASON_LIMIT)).get("attempt")
+    except (OSError, ValueError, RecursionError, AttributeError):
+        return False
+    return type(there) is int and there > attempt
 
 
 def reason(folder: str, rank: int, attempt: int) -> dict:

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 MEMORY = Path("/dev/shm")
 _SHARED = re.compile(r"(mpich_shm_|sm_segment\.|vader_segment\.|osc_sm\.|osc_rdma\.|ucx_shm_posix_|odyssey[-_.])\S*")
-_TEMPORARY = re.compile(r"(hydra_hwloc_xmlfile_\w{6}|ompi\.\d+|prte\.\S+)")
+_TEMPORARY = re.compile(r"(hydra_hwloc_xmlfile_\w{6}|ompi\.\d+)")
 _DESCRIPTION = "hydra_hwloc_xmlfile_"
 _PROXIES = ("hydra_pmi_proxy", "mpirun", "mpiexec", "mpiexec.hydra")
 _STARTING = 3.0  # seconds in which a launcher writes its description of the machine
@@ -142,7 +142,10 @@ def clean(before: Snapshot, ended: float, temporary: str | None = None) -> list[
                 candidates.append((path, found))
     if not candidates:
         return []
-    held, launchers = _held()
+    try:
+        held, launchers = _held()
+    except (OSError, ValueError, IndexError):  # no /proc: nothing can be proven
+        return []
     removed = []
     for path, found in candidates:
         name = str(path)

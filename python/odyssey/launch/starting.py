@@ -38,6 +38,9 @@ FOREIGN = (
     "PMIX_SERVER_*"
 ).split()
 
+# Credentials among what ALLOWED names.
+SECRET = "SLURM_JWT SLURM_SACK_KEY SLURM_SACK_JWKS".split()
+
 _SSH = "-o BatchMode=yes -o ConnectTimeout=10 -o StrictHostKeyChecking=yes"
 
 
@@ -144,7 +147,7 @@ def _allowed(name: str, more: Sequence[str]) -> bool:
     def among(patterns: Sequence[str]) -> bool:
         return any(name.startswith(p[:-1]) if p.endswith("*") else name == p for p in patterns)
 
-    return name in more or (among(ALLOWED) and not among(FOREIGN))
+    return name in more or (among(ALLOWED) and not among(FOREIGN) and name not in SECRET)
 
 
 def command(

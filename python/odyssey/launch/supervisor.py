@@ -9,6 +9,7 @@ checkpoint), cleans up after it, and does what decide.py says. What it is not: a
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import os
 import platform
@@ -28,6 +29,7 @@ from typing import Any
 from .. import __version__, runs
 from ..errors import ConfigError, DataError, OutputError, printable
 from ..files import private_directory, read_json, write_json
+from ..launcher import launched
 from . import leftovers, starting, users
 from .attempt import Attempt
 from .config import LaunchConfig
@@ -185,7 +187,7 @@ class DistributedLauncher:
                 scancel=str(Path(starter.path).with_name("scancel")) if starter.kind == "srun" else None,
                 idle=lambda: self._idle(lock, chores),
             )
-            outcome = attempt()
+            outcome = dataclasses.replace(attempt(), promised=words[0] == "train")
             ended = time.time()
             before = leftovers.Snapshot.of(record["before"])
             if before is not None:
@@ -206,8 +208,6 @@ class DistributedLauncher:
 
     def _asked_hosts(self, outcome: Outcome, starter: starting.Starter, environment: dict[str, str]) -> Outcome:
         """After a failure on several hosts: which of them are not there any more."""
-        import dataclasses
-
         if len(outcome.layout) < 2 or starter.kind == "srun" or outcome.done or outcome.stop is not None:
             return outcome
         codes = {end.code for end in outcome.ended.values()}
@@ -235,6 +235,8 @@ class DistributedLauncher:
             yield
             return
         before = {}
+        if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:  # else the kernel keeps no exit codes for this process
+            before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for number in SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
                 before[number] = signal.signal(number, lambda number, frame: self._signals.append(number))
@@ -299,8 +301,6 @@ def launch_distributed_training(script: str, *arguments: str, **settings: Any) -
     Raises:
         ConfigError: a setting is unknown or not allowed; else as DistributedLauncher.launch.
     """
-    import dataclasses
-
     known = [field.name for field in dataclasses.fields(LaunchConfig)]
     unknown = sorted(set(settings) - set(known))
     if unknown:
@@ -329,7 +329,9 @@ def _check(words: list[str]) -> None:
     if words[0] != "train" and not Path(words[0]).is_file():
         raise ConfigError(f"[launch] {_shown(words[0])} is no file; give a Python script, or train")
     rank = any(os.environ.get(name) for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK"))
-    if rank or os.environ.get("SLURM_STEP_NUM_TASKS", "1") not in ("", "1"):
+    started = launched()
+    alone = started is not None and started.size == 1  # an interactive shell, as `srun --pty bash`
+    if rank and not alone or os.environ.get("SLURM_STEP_NUM_TASKS", "1") not in ("", "1"):
         raise ConfigError("[launch] it starts the ranks itself; run it once, without mpirun or srun")
 
 

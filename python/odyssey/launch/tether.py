@@ -11,7 +11,9 @@ import sys
 
 PR_SET_PDEATHSIG, SIGKILL = 1, 9
 
-_DEFAULTED = (13, 25)  # SIGPIPE and SIGXFSZ: Python ignores them, and exec hands that on
+# SIGPIPE and SIGXFSZ: Python ignores them, and exec hands that on. SIGCHLD: somebody above may ignore it, and then the
+# kernel keeps no exit status for a parent.
+_DEFAULTED = (13, 25, 17 if sys.platform == "linux" else 20)
 
 
 def tie(parent: int) -> None:
