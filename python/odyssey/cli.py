@@ -888,6 +888,8 @@ def _run_command(command: click.Command, arguments: Sequence[str] | None, prog_n
 
 def _end(code: int, line: str | None, *, text: str = "", everywhere: bool = False, late: bool = False) -> int:
     """Says what happened and takes the other ranks along, which may be waiting for this one: watch/entry.py."""
+    if "odyssey.session" in sys.modules:
+        sys.modules["odyssey.session"].incomplete()
     from odyssey.watch import entry
 
     return entry.end(code, line, text=text, everywhere=everywhere, late=late and not everywhere, world=_world)

@@ -189,11 +189,12 @@ class DistributedConfig:
     def fit_options(self) -> dict[str, Any]:
         """Keywords of DistributedTrainer.fit()."""
         resume = self.resume_from_checkpoint
-        options: dict[str, Any] = {"epochs": self.epochs}
-        if self.checkpoint_dir is not None:
-            options |= {"checkpoint_dir": self.checkpoint_dir, "checkpoint_epochs": self.checkpoint_frequency}
-            options["resume"] = {True: "auto", False: "never"}[resume] if isinstance(resume, bool) else resume
-        return options
+        return {
+            "epochs": self.epochs,
+            "checkpoint_dir": self.checkpoint_dir,
+            "checkpoint_epochs": self.checkpoint_frequency,
+            "resume": {True: "auto", False: "never"}[resume] if isinstance(resume, bool) else resume,
+        }
 
     def trainer(self, model: Module, optimizer: Optimizer, **more: Any) -> Any:
         """A DistributedTrainer with these settings, on the ranks that are running; `more` goes before them.

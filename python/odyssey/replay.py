@@ -292,7 +292,9 @@ def checkpoint_before(run: Path, step: int, tell: Callable[[str], None] = lambda
                 tell(str(problem))
                 continue
             return store.folder / name
-    return None
+        newest, _ = store.newest()
+        origin = None if newest is None else newest.values.get("origin")
+    return Path(origin) if isinstance(origin, str) else None  # where the run itself began
 
 
 def command_of(run: Path) -> tuple[list[str], Path]:

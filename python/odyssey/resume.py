@@ -8,6 +8,7 @@ the same for that is compared by name (`configuration`, `check`). What it is not
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -17,16 +18,19 @@ import numpy as np
 
 from . import errors
 from .checkpoints import Snapshot, Store, environment_key
+from .data import ArrayDataset
 from .errors import CheckpointError, ConfigError, OdysseyError
 
 if TYPE_CHECKING:
     from .comm import Communicator
+    from .data import DataLoader
+    from .optim import Schedule
     from .trainer import DistributedTrainer
 
 TREE = ("tree", "hierarchical", "parameter_server")  # the same bits on any number of ranks
 
 #: Steps whose learning-rate factor is compared: schedules are functions and cannot be.
-PROBES = (0, 1, 10, 100, 1000, 10000)
+PROBES = (0, *(n * 10**k for k in range(6) for n in (1, 2, 5)))
 
 
 @dataclasses.dataclass
@@ -37,6 +41,11 @@ class Cursor:
     step: int = 0
     loader_epoch: int = 0  # that epoch as the loader counts them
     samples: int = 0  # that steps have consumed so far, in all epochs
+
+    def check(self) -> None:
+        """TypeError if it is not made of numbers from 0."""
+        if any(type(n) is not int or n < 0 for n in dataclasses.astuple(self)):
+            raise TypeError(f"its cursor is {self}")
 
 
 # --- what must be the same -------------------------------------------------------------------------------------------
@@ -49,6 +58,7 @@ def configuration(trainer: DistributedTrainer) -> dict[str, Any]:
     """
     lay, optimizer = trainer.layout, trainer.optimizer
     settings = {k: v for k, v in vars(optimizer).items() if isinstance(v, (int, float, tuple)) and k != "steps"}
+    modules = [(type(m).__name__, *(getattr(m, k) for k in ("p",) if hasattr(m, k))) for m in trainer.model.modules()]
     strategy = lay.reduction
     kind = "tree" if strategy.reduction in TREE and strategy.compression is None else repr(strategy)
     return _json(
@@ -56,14 +66,47 @@ def configuration(trainer: DistributedTrainer) -> dict[str, Any]:
             "model": [[name, list(p.shape)] for name, p in trainer.arena.named],
             "optimizer": [type(optimizer).__name__, sorted(settings.items())],
             "shard size": lay.shard_size,
+            "layers": modules,
+            "loss": type(trainer.loss).__name__,
             "seed": trainer.seed,
-            "precision": trainer.precision,
-            "clip norm": trainer.clip_norm,
+            "precision": [trainer.precision, trainer.scaler.growth_interval if trainer.scaler.enabled else 0],
+            "clip norm": None if trainer.clip_norm is None else float(trainer.clip_norm),
             "reduction": kind,
             "learning-rate scaling": [trainer.lr_scaling, trainer.base_batch_size],
-            "schedule": [trainer.schedule(step) for step in PROBES],
+            "schedule": probed(trainer.schedule),
+            **(trainer.data_configuration or {"accumulation": trainer.accumulation_steps}),
         }
     )
+
+
+def probed(schedule: Schedule) -> list[float | None]:
+    """A schedule's factors at PROBES; None where it has none, as one made of a table."""
+    factors: list[float | None] = []
+    for step in PROBES:
+        try:
+            factors.append(float(schedule(step)))
+        except Exception:
+            factors.append(None)
+    return factors
+
+
+def data_configuration(loader: DataLoader, batch_size: int) -> dict[str, Any]:
+    """What decides which samples a step sees, where a DataLoader gives them.
+
+    Of the samples only some are looked at: the first and last of an ArrayDataset.
+    """
+    data, sampler = loader.dataset, loader.sampler
+    digest = hashlib.sha256()
+    if isinstance(data, ArrayDataset):
+        ends = np.unique([0, len(data) // 2, len(data) - 1])
+        for array in data.gather(ends):
+            digest.update(np.ascontiguousarray(array).tobytes())
+    return {
+        "batch size": batch_size,
+        "data set": [len(data), digest.hexdigest()[:16]],
+        "data order": [loader.seed, loader.shuffle, None if sampler is None else type(sampler).__name__],
+        "short last batch": not loader.drop_last,
+    }
 
 
 def check(saved: dict[str, Any], now: dict[str, Any], name: str) -> None:
@@ -123,7 +166,9 @@ def capture(trainer: DistributedTrainer, values: dict[str, Any]) -> Snapshot | N
         values={
             "optimizer": {"steps": optimizer.steps, "lr": optimizer.lr},
             "scaler": trainer.scaler.state_dict(),
-            "configuration": trainer.configuration,
+            "lr_scaling": [trainer._lr_factor, trainer._lr_scaled],
+            "configuration": configuration(trainer),
+            "bucket size": trainer.layout.bucket_size_mb,
             "ranks": trainer.comm.size,
             "layout": f"{trainer.mesh}, zero {trainer.layout.zero}, {trainer.layout.workers} workers",
             "residuals": counts,
@@ -225,13 +270,20 @@ def restore(trainer: DistributedTrainer, snapshot: Snapshot, name: str) -> None:
         CheckpointError: something is missing in it; nothing was changed.
     """
     values, arrays, arena = snapshot.values, snapshot.arrays, trainer.arena
-    check(_entry(values, "configuration", name), trainer.configuration, name)
+    now = configuration(trainer)
+    check(_entry(values, "configuration", name), now, name)
+    if now["reduction"] != "tree" and values.get("ranks") != trainer.comm.size:
+        trainer._show(
+            f"[resume] {name} was made by {values.get('ranks')} ranks, {trainer.comm.size} run now: with this "
+            "reduction the bits depend on their number, so the training goes on with others"
+        )
     optimizer, scaler = _entry(values, "optimizer", name), _entry(values, "scaler", name)
     flat = _flat(arena, arrays.get("parameters", {}), "", name)
     states = {s: _flat(arena, arrays.get("optimizer", {}), f"{s}/", name) for s in trainer.optimizer.states}
     memories = _memories(trainer, snapshot, name)
     try:
         trainer.scaler.load_state_dict(scaler)
+        trainer._lr_factor, trainer._lr_scaled = float(values["lr_scaling"][0]), bool(values["lr_scaling"][1])
         trainer.load_optimizer_state({**states, "steps": optimizer["steps"], "lr": optimizer["lr"]})
     except (KeyError, ConfigError, TypeError, ValueError) as problem:
         raise CheckpointError(f"[resume] {name}: its state of the optimizer is not complete: {problem}") from problem
@@ -268,6 +320,11 @@ def _memories(trainer: DistributedTrainer, snapshot: Snapshot, name: str) -> dic
         raise ConfigError(
             f"[resume] {name} was made by {ranks} ranks with compression, which keeps on each rank what it has not "
             f"sent yet; {trainer.comm.size} ranks run now. Use {ranks} ranks"
+        )
+    if snapshot.values.get("bucket size") != trainer.layout.bucket_size_mb:
+        raise ConfigError(
+            f"[resume] {name} was made with compression in buckets of {snapshot.values.get('bucket size')} MB, and "
+            f"this training has {trainer.layout.bucket_size_mb}; give the same"
         )
     memories: dict[int, dict[str, Any]] = {}
     for key, value in counts.items():

@@ -11,27 +11,31 @@ who may stop it. All methods are called by all ranks at the same steps; only ran
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import math
 import os
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from . import preflight, resume
 from .checkpoints import Snapshot, Store, environment_key
 from .comm.base import Communicator
 from .data.sampler import check_integer
-from .errors import CheckpointError, ConfigError, OutputError, Stopped
-from .files import write_json
-from .parallel.asynchronous import Tally
+from .errors import CheckpointError, ConfigError, DataError, NumericsError, OdysseyError, OutputError, Stopped
+from .files import read_json, write_json
+from .parallel.asynchronous import AsynchronousServer, Tally
 from .records import Records
 from .replay import Session as Replay
 from .requests import Requests
 from .resume import Cursor
 from .runs import Run
 from .steplog import NAME
-from .watch import slot
+from .watch import entry, slot
 
 if TYPE_CHECKING:
     from .trainer import DistributedTrainer, History
@@ -39,6 +43,7 @@ if TYPE_CHECKING:
 RESUME = ("auto", "never")
 KEEP = 2
 
+_complete: dict[str, Any] = {}  # "record": what DONE.json will say
 _fits = 0  # calls of fit() of this process that belonged to a run: each has checkpoints of its own
 
 
@@ -95,6 +100,7 @@ class Session:
         self.tally = Tally()  # of the epoch that is under way
         self._before, self._since = 0.0, time.perf_counter()  # seconds of it before a checkpoint; when it went on
         self._complete = False  # the limit was reached within an epoch
+        self._due = False  # a checkpoint, as soon as all ranks have the same weights
         self._again = Replay.current()
         self.run = Run.current() if self._again is None else None
         self._store: Store | None = None
@@ -116,6 +122,11 @@ class Session:
             raise ConfigError(
                 "[checkpoint] checkpoint_every or resume is given, but no checkpoint_dir; give one, or leave both out"
             )
+        if saving.every is not None and self._apart:
+            raise ConfigError(
+                "[checkpoint] checkpoint_every counts steps that all ranks take together, and async_parameter_server "
+                "has none; leave it out: checkpoints are made at the ends of epochs"
+            )
 
     # --- begin ---
 
@@ -132,8 +143,8 @@ class Session:
             return
         if self.folder is None:
             return
-        if self.run is not None and self.comm.rank == 0 and self.run.done.exists():
-            os.unlink(self.run.done)  # there is more to do, or this fit() is done again at once
+        self._first_in_its_directory()
+        self._complete_no_more()
         snapshot, name = resume.shared(self.comm, self._find)
         if snapshot is not None:
             self._go_to(snapshot, name)
@@ -150,6 +161,28 @@ class Session:
                 self.trainer._show(warning)
         self._requests = Requests(self.comm, self.run)
         self._requests.listen()
+
+    def _complete_no_more(self) -> None:
+        """There is more to do: the run is not complete any more, or not yet."""
+        incomplete()
+
+        def unmark() -> tuple[None, str]:
+            if self.run is not None:
+                _check_attempt(self.run)
+                self.run.done.unlink(missing_ok=True)
+            return None, ""
+
+        resume.shared(self.comm, unmark)
+
+    def _first_in_its_directory(self) -> None:
+        """ConfigError where an earlier fit() of this trainer saved here: it would only find its own end again."""
+        place = os.path.realpath(self.folder)
+        if place in self.trainer.saved_in:
+            raise ConfigError(
+                f"[checkpoint] an earlier fit() of this trainer has its checkpoints in {self.folder}; name another "
+                "checkpoint_dir for this one"
+            )
+        self.trainer.saved_in.add(place)
 
     def _begin_again(self, again: Replay) -> None:
         """Goes to the step before the one that is replayed, or as near as there is a checkpoint."""
@@ -206,19 +239,25 @@ class Session:
         try:
             cursor = Cursor(**values["cursor"])
             tally, seconds = Tally(**values["tally"]), float(values["seconds"])
-            history, numerics = dict(values["history"]), dict(values["numerics"])
-        except (KeyError, TypeError) as problem:
+            history, numerics = type(self.history)(**values["history"]), dict(values["numerics"])
+            cursor.check()
+            if not all(isinstance(record, dict) for record in history.records):
+                raise TypeError("its history is no list of records")
+        except (KeyError, TypeError, ValueError) as problem:
             raise CheckpointError(f"[resume] {name} does not say where the training is: {problem}") from problem
+        for record in history.records:
+            if record.get("train_loss") is None:
+                record["train_loss"] = math.nan  # which JSON has not
         resume.restore(self.trainer, snapshot, name)
         self.trainer.numerics.load_state_dict(numerics)
         if self.trainer.mode is not None and self.comm.rank:
             tally.loss = tally.correct = 0.0  # rank 0 has those of all ranks
         self.cursor, self.tally, self._before, self._since = cursor, tally, seconds, time.perf_counter()
-        for key, value in history.items():
-            setattr(self.history, key, value)
+        vars(self.history).update(vars(history))
         self._saved = snapshot.step
         if hasattr(self.loader, "start_at"):
-            self.loader.start_at(cursor.loader_epoch, cursor.step * self.trainer.accumulation_steps)
+            batch = min(cursor.step * self.trainer.accumulation_steps, len(self.loader))  # the last group may be short
+            self.loader.start_at(cursor.loader_epoch, batch)
 
     def seconds(self) -> float:
         """Seconds that training has taken in this epoch so far."""
@@ -239,16 +278,29 @@ class Session:
         """Steps until the limit, None without one."""
         return None if self.limit is None else max(self.limit - self.history.steps - self.tally.steps, 0)
 
-    @property
     def saved(self) -> int | None:
-        """The step of the newest checkpoint of this training."""
-        return None if self._requests is None else self._saved
+        """The step of the newest checkpoint of this training; a collective call."""
+        if self._requests is None:
+            return None
+        step = -1
+        if self.comm.rank == 0:
+            self._settle_store()
+            step = max((int(name.split("_")[1]) for name in self._store.names()), default=-1)
+        step = int(self.comm.broadcast(np.array([step], np.int64))[0])
+        return None if step < 0 else step
+
+    def _settle_store(self) -> None:
+        """Waits for the save in the background, and tells what went wrong with it; on rank 0."""
+        try:
+            self._store.wait()
+        except (OutputError, NumericsError) as problem:
+            self.trainer._show(f"{problem}; training goes on, the one before stays")
 
     def roll_back(self) -> None:
         """Goes back to the newest checkpoint."""
 
         def newest() -> tuple[Snapshot | None, str]:
-            self._store.wait()
+            self._settle_store()
             return resume.find(self.folder, self.trainer._show)
 
         snapshot, name = resume.shared(self.comm, newest)
@@ -276,6 +328,8 @@ class Session:
             self.trainer.check_replicas()
         if self._requests is None:
             return
+        if self.saving.every is not None and self.trainer.steps % self.saving.every == 0:
+            self._due = True
         mode = self.trainer.mode
         if mode is not None and not mode.settled:
             return  # each rank has weights of its own
@@ -284,7 +338,7 @@ class Session:
             self._records.flush()
         if why is not None:
             self._stop(why)
-        elif self.saving.every is not None and self.trainer.steps % self.saving.every == 0:
+        elif self._due:
             self._save()
 
     def taken(self, tally: Tally) -> None:
@@ -294,7 +348,9 @@ class Session:
         within this epoch.
         """
         self.tally = tally
-        if self.limit is None or self.history.steps + tally.steps < self.limit:
+        if self.trainer.mode is not None and self.comm.rank:
+            self.tally = dataclasses.replace(tally, loss=0.0, correct=0.0)  # rank 0 has those of all ranks
+        if self.limit is None or self.history.steps + tally.steps < self.limit or self._apart:
             return
         try:
             length = -(-len(self.loader) // self.trainer.accumulation_steps)
@@ -304,6 +360,8 @@ class Session:
             self._complete = True
             if self._requests is not None:
                 self._save(wait=True)
+            if hasattr(self.loader, "start_at"):  # as it is where all steps were taken in this process
+                self.loader.start_at(self.cursor.loader_epoch + 1, 0)
 
     def epoch_ended(self) -> None:
         """After an epoch and its evaluation."""
@@ -318,6 +376,11 @@ class Session:
             self._stop(why)
         elif self.saving.every is None and self.cursor.epoch % self.saving.epochs == 0:
             self._save()
+
+    @property
+    def _apart(self) -> bool:
+        """Whether ranks do not take steps together, so that only an epoch has an end."""
+        return isinstance(self.trainer.mode, AsynchronousServer)
 
     def _stop(self, why: str) -> None:
         self._save(wait=True)
@@ -337,29 +400,35 @@ class Session:
         A failure is told and training goes on; with `wait` it is an error.
         """
         before = slot.phase("checkpoint")
+        self._due = False
         if self._records is not None:
             self._records.flush(to_disk=True)
-        if self._saved != self.trainer.steps:
+        if self._saved != self.trainer.steps or (wait and not self._there()):
             snapshot = resume.capture(self.trainer, self._values())
             if snapshot is not None:
+                self._settle_store()
                 self._write(snapshot, wait)
             self._saved = self.trainer.steps
-        elif wait and self._store is not None:
-            self._store.wait()
         if wait:
             self.comm.barrier()  # nobody ends before it is there
         slot.phase(before)
 
+    def _there(self) -> bool:
+        """Whether the checkpoint of this step, begun in the background, has been written; a collective call."""
+        there = False
+        if self.comm.rank == 0:
+            self._settle_store()
+            there = self._store.path_of(self.trainer.steps).exists()
+        return bool(self.comm.broadcast(np.array([there], np.int32))[0])
+
     def _write(self, snapshot: Snapshot, wait: bool) -> None:
-        try:
-            if wait:
-                self._store.wait()
-            else:
-                self._store.save_later(snapshot)
-        except OutputError as problem:  # of the save before; this one has not been started
-            self.trainer._show(f"{problem}; training goes on, the one before stays")
         if wait:
             self._store.save(snapshot)
+            return
+        try:
+            self._store.save_later(snapshot)
+        except NumericsError as problem:  # an update has overflowed: the next step finds it, on all ranks
+            self.trainer._show(f"{problem}")
 
     def _values(self) -> dict[str, Any]:
         """This session's part of a checkpoint; a collective call where ranks have tallies of their own."""
@@ -386,12 +455,10 @@ class Session:
         if self.run is not None:
             sha = self.trainer.weights_sha256()
             if self.comm.rank == 0:
-                try:
-                    write_json(self.run.done, {"steps": self.trainer.steps, "weights_sha256": sha})
-                except OSError as problem:
-                    raise OutputError(
-                        f"[run] {self.run.done} cannot be written: {problem.strerror}; the training is complete"
-                    ) from problem
+                atexit.unregister(_write_complete)
+                atexit.register(_write_complete)
+                record = {"attempt": self.run.attempt, "steps": self.trainer.steps, "weights_sha256": sha}
+                _complete["record"] = (self.run, record)
 
     def close(self) -> None:
         """Gives back signals, threads and the directory, whatever happened."""
@@ -401,8 +468,44 @@ class Session:
         if self._records is not None:
             self._records.close()
         if self._store is not None:
-            self._store.close()
+            try:
+                self._store.close()
+            except (OutputError, NumericsError) as problem:  # where the training failed, that is the error
+                self.trainer._show(str(problem))
             self._store = None
+
+
+def _check_attempt(run: Run) -> None:
+    """DataError where a later attempt of the run has taken over."""
+    number = read_json(run.attempt_file)["attempt"] if run.attempt_file.exists() else 0
+    if number > run.attempt:
+        raise DataError(
+            f"[run] attempt {run.attempt} of {run.path} is over, attempt {number} writes now"
+            if run.attempt
+            else f"[run] {run.path} is a run of odyssey launch; go on with the command that began it"
+        )
+
+
+def incomplete() -> None:
+    """The program ends with an error: its run is not complete, whatever its fit()s did."""
+    _complete.clear()
+
+
+def _write_complete() -> None:
+    """At the end of the program: the record that says that its run is complete, if it ends in order.
+
+    Not at the end of a fit(): a program may have several. An exception, and an attempt that another has replaced, leave
+    no record.
+    """
+    found = _complete.pop("record", None)
+    if found is None or getattr(sys, "last_type", None) is not None or entry.leaving()[0]:
+        return
+    run, record = found
+    try:
+        _check_attempt(run)
+        write_json(run.done, record)
+    except (OSError, OdysseyError, AttributeError, TypeError) as problem:
+        print(f"odyssey: [run] {run.done} is not written: {problem}", file=sys.stderr, flush=True)
 
 
 def _finite(value: Any) -> Any:

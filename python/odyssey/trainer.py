@@ -291,7 +291,7 @@ class DistributedTrainer:
         optimizer.bind(self.arena)
         optimizer.check_whole()
         self._same_everywhere()
-        loss = loss or getattr(model, "loss", None) or CrossEntropyLoss()
+        loss = self.loss = loss or getattr(model, "loss", None) or CrossEntropyLoss()
         if getattr(loss, "reduction", "mean") != "mean":
             raise ConfigError(
                 "[train] the loss has reduction='sum', but a trainer divides by the samples of the global batch; "
@@ -322,8 +322,9 @@ class DistributedTrainer:
         self._warned = False
         self._session: Session | None = None  # of the fit() that is under way
         self.last: Last | None = None  # step
+        self.saved_in: set[str] = set()  # directories of checkpoints of this trainer's fit()s
         self._replicas: fingerprint.Runs | None = None
-        self.configuration = resumption.configuration(self)  # what decides the bits, to compare with a checkpoint's
+        self.data_configuration: dict[str, Any] = {}  # of the data of fit(), to compare with a checkpoint's
         self.grad_norm: float | None = None  # of the last step, if clip_norm is given
 
     def _same_everywhere(self) -> None:
@@ -345,7 +346,7 @@ class DistributedTrainer:
                 "seed": self.seed,
                 "precision": (self.precision, self.scaler.state_dict(), self.scaler.growth_interval),
                 "optimizer": (type(self.optimizer).__name__, sorted(settings.items())),
-                "schedule": [self.schedule(step) for step in (0, 1, 10, 100, 1000)],
+                "schedule": resumption.probed(self.schedule),
             }
         )
         self.comm.broadcast(self.arena.params)
@@ -394,7 +395,7 @@ class DistributedTrainer:
         finite = math.isfinite(sums.loss)
         taken = finite and self.optimizer.apply(sums.updates, self._divisor(sums), lr, agree)
         if self.scaler.enabled:
-            self._scale(taken)
+            self._scale(taken, batch, lr)
         elif not taken:
             self._not_finite(batch, "gradient" if finite else "loss", lr)
         if taken:
@@ -413,9 +414,8 @@ class DistributedTrainer:
         session = self._session
         epoch, index = (batch.epoch, batch.index) if session is None else (session.cursor.epoch, session.cursor.step)
         try:
-            decision = self.numerics.found(
-                self.steps + 1, epoch, index, None if session is None else session.saved, what, lr
-            )
+            saved = None if session is None or self.mode is not None else session.saved()
+            decision = self.numerics.found(self.steps + 1, epoch, index, saved, what, lr)
         except NumericsError as error:
             error.everywhere = self.mode is None  # all ranks know the same
             raise
@@ -473,12 +473,14 @@ class DistributedTrainer:
         self._divide = np.array([divisor], np.float32)
         return self._divide.ctypes.data
 
-    def _scale(self, taken: bool) -> None:
+    def _scale(self, taken: bool, batch: datasets.Batch, lr: float) -> None:
         """Sets the loss scale for the next step; all ranks hold the same sums, so all set the same."""
         before = self.scaler.value
         try:
             self.scaler.update(taken)
         except NumericsError as error:
+            if self.numerics.policy != "stop":  # no smaller scale is left: it is not the scale that overflows
+                return self._not_finite(batch, "gradient", lr)
             error.everywhere = True
             raise
         if not taken:
@@ -573,7 +575,7 @@ class DistributedTrainer:
             check_workers(workers, min(size, n), self.layout.shard_size)
             order = (train_loader.seed, train_loader.shuffle, len(train_loader))
             self._compare({"batch size": size, "data set": n, "data order": order, "length": (epochs, steps)})
-            self.configuration.update({"batch size": size, "data set": n, "data order": list(order[:2])})
+            self.data_configuration = resumption.data_configuration(train_loader, size)
         session = self._session = Session(self, train_loader, epochs, steps, saving, history)
         if self.progress:
             per_epoch = -(-len(train_loader) // self.accumulation_steps) if hasattr(train_loader, "__len__") else 0
@@ -681,9 +683,9 @@ class DistributedTrainer:
         Raises:
             NumericsError: on all ranks: they differ, as after a flipped bit in one rank's memory.
         """
-        runs = self._train.replicated()
-        if not runs:
+        if self.layout.zero == 3:
             return
+        runs = self._train.replicated()  # none on a rank whose stage has no parameters
         if self._replicas is None:
             at = self.arena.address(native.PARAMS)
             self._replicas = fingerprint.Runs([(at + 4 * lo, n, lo) for lo, n in runs])

@@ -52,7 +52,8 @@ def test_a_killed_rank_costs_time_only(launch, undisturbed, victim):
     os.kill(json.loads((run / "ranks" / f"{victim}.json").read_text())["pid"], signal.SIGKILL)
     _, said = job.communicate(timeout=90)
     assert job.returncode == 0, said
-    assert json.loads((run / "DONE.json").read_text()) == {"steps": STEPS, "weights_sha256": undisturbed}
+    record = {"attempt": 2, "steps": STEPS, "weights_sha256": undisturbed}
+    assert json.loads((run / "DONE.json").read_text()) == record
     assert f"rank {victim}" in said and "SIGKILL" in said and "restarting from step" in said
 
 

@@ -23,8 +23,8 @@ RECIPE = ("--model", "mlp", "--global-batch-size", 96, "--shard-size", 16, "--no
 # --- in this process -----------------------------------------------------------------------------
 
 
-def dataset(n: int = 150) -> data.ArrayDataset:
-    draw = np.random.default_rng(5)
+def dataset(n: int = 150, seed: int = 5) -> data.ArrayDataset:
+    draw = np.random.default_rng(seed)
     return data.arrays(draw.normal(size=(n, 1, 6, 6)).astype(np.float32), draw.integers(0, 4, n))
 
 
@@ -290,3 +290,160 @@ def test_signed_checkpoints(tmp_path, monkeypatch, capfd):
     third = trainer()
     third.fit(loader(), epochs=2, checkpoint_dir=tmp_path / "c")
     assert "resumed from step_00000005" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("dies", [2, 3, 4, 5])
+def test_with_accumulation(tmp_path, dies):
+    """Five batches in groups of two: the last group of an epoch is one batch."""
+    expected = trainer(accumulation_steps=2).fit(loader(), epochs=2)
+    first = trainer(accumulation_steps=2)
+    interrupt(first, dies)
+    with pytest.raises(Interrupted):
+        first.fit(loader(), epochs=2, checkpoint_dir=tmp_path, checkpoint_every=1)
+    second = trainer(seed=1, accumulation_steps=2)
+    assert records(second.fit(loader(), epochs=2, checkpoint_dir=tmp_path)) == records(expected)
+
+
+def test_a_failed_save_before_the_last_loses_nothing(tmp_path, monkeypatch, capfd):
+    from odyssey.checkpoints import Store
+    from odyssey.errors import OutputError
+
+    write, calls = Store._save, []
+
+    def fails_once(self, *arguments):
+        calls.append(1)
+        if len(calls) == 1:
+            raise OutputError("[checkpoint] no space")
+        return write(self, *arguments)
+
+    monkeypatch.setattr(Store, "_save", fails_once)
+    trainer().fit(loader(), epochs=2, checkpoint_dir=tmp_path, checkpoint_every=5)
+    assert [p.name for p in tmp_path.glob("step_*")] == ["step_00000010"]
+    assert "no space; training goes on" in capfd.readouterr().err
+
+
+def test_a_failed_save_of_the_last_step_is_made_again(tmp_path, monkeypatch):
+    from odyssey.checkpoints import Store
+    from odyssey.errors import OutputError
+
+    write, calls = Store._save, []
+
+    def fails_once(self, step, *arguments):
+        calls.append(step)
+        if calls == [5]:
+            raise OutputError("[checkpoint] no space")
+        return write(self, step, *arguments)
+
+    monkeypatch.setattr(Store, "_save", fails_once)
+    trainer().fit(loader(), epochs=1, checkpoint_dir=tmp_path, checkpoint_every=5)
+    assert calls == [5, 5]
+    assert [p.name for p in tmp_path.glob("step_*")] == ["step_00000005"]
+
+
+def test_batches_of_ones_own(tmp_path, undisturbed):
+    """A list of arrays instead of a DataLoader."""
+    batches = [tuple(b) for b in loader()]
+    expected = trainer()
+    expected.fit(batches, epochs=3)
+    first = trainer()
+    interrupt(first, 8)
+    with pytest.raises(Interrupted):
+        first.fit(batches, epochs=3, checkpoint_dir=tmp_path, checkpoint_every=1)
+    second = trainer(seed=1)
+    second.fit(batches, epochs=3, checkpoint_dir=tmp_path)
+    assert second.weights_sha256() == expected.weights_sha256()
+
+
+def test_two_fits_of_a_run_go_on_where_they_were(tmp_path, monkeypatch):
+    """The second begins where the first left the loader, also where the first only finds its own end."""
+    from odyssey import session
+
+    def both(t: DistributedTrainer, dies: int | None = None) -> str:
+        monkeypatch.setattr(session, "_fits", 0)
+        if dies is not None:
+            interrupt(t, dies)
+        data_loader = loader()
+        t.fit(data_loader, epochs=1, steps=3, checkpoint_every=1)
+        t.fit(data_loader, epochs=2, checkpoint_every=1)
+        return t.weights_sha256()
+
+    monkeypatch.setenv("ODYSSEY_RUN_DIR", str(tmp_path / "a"))
+    expected = both(trainer())
+    monkeypatch.setenv("ODYSSEY_RUN_DIR", str(tmp_path / "b"))
+    with pytest.raises(Interrupted):
+        both(trainer(), dies=6)
+    assert both(trainer(seed=1)) == expected
+    assert not (tmp_path / "b" / "DONE.json").exists()  # the program has not ended
+    session.incomplete()
+
+
+def test_a_second_fit_needs_a_directory_of_its_own(tmp_path):
+    t = trainer()
+    t.fit(loader(), epochs=1, checkpoint_dir=tmp_path)
+    with pytest.raises(ConfigError, match="name another checkpoint_dir"):
+        t.fit(loader(), epochs=1, checkpoint_dir=tmp_path)
+
+
+def test_other_data_is_another_training(tmp_path):
+    trainer().fit(loader(), epochs=1, checkpoint_dir=tmp_path)
+    other = data.DataLoader(dataset(seed=6), batch_size=32, shuffle=True, seed=7)
+    with pytest.raises(ConfigError, match="data set"):
+        trainer().fit(other, epochs=2, checkpoint_dir=tmp_path)
+
+
+def test_a_schedule_made_of_a_table(tmp_path):
+    table = [1.0, 0.5, 0.25, 0.5, 1.0]
+    t = trainer(schedule=lambda step: np.float32(table[step]))
+    t.fit(loader(), epochs=1, checkpoint_dir=tmp_path)
+    assert (
+        trainer(schedule=lambda step: np.float32(table[step])).fit(loader(), epochs=1, checkpoint_dir=tmp_path).steps
+        == 5
+    )
+
+
+STRATEGIES = """
+import sys
+from odyssey import comm, data, nn, optim
+from odyssey.trainer import DistributedTrainer
+import numpy as np
+
+draw = np.random.default_rng(5)
+x, y = draw.normal(size=(150, 36)).astype(np.float32), draw.integers(0, 4, 150)
+loader = data.DataLoader(data.arrays(x, y), batch_size=32)
+from odyssey import manual_seed
+manual_seed(0)
+trainer = DistributedTrainer(nn.Sequential(nn.Linear(36, 4)), optim.SGD(lr=0.05), shard_size=8, **eval(sys.argv[1]))
+history = trainer.fit(loader, epochs=3, steps=int(sys.argv[2]), **eval(sys.argv[3]))
+if trainer.comm.rank == 0:
+    print("result", trainer.weights_sha256(), history.steps, history.train_loss)
+else:
+    trainer.weights_sha256()
+"""
+
+
+def test_local_sgd_goes_on_from_its_averages(launch):
+    script = launch.folder / "s.py"
+    script.write_text(STRATEGIES.replace("eval(sys.argv", "__import__('ast').literal_eval(sys.argv"))
+    settings = "{'reduction': 'local_sgd', 'local_steps': 3}"
+
+    def run(steps: int, saving: str) -> list[str]:
+        done = launch.python(script, settings, steps, saving, ranks=2)
+        assert done.returncode == 0, done.stderr
+        return next(line for line in done.stdout.splitlines() if line.startswith("result")).split()
+
+    expected = run(12, "{}")
+    saving = f"{{'checkpoint_dir': {str(launch.folder / 'c')!r}, 'checkpoint_every': 2}}"
+    run(8, saving)  # three steps into the second epoch: an average
+    assert run(12, saving) == expected
+
+
+def test_a_stage_without_parameters_takes_part_in_the_comparison(launch):
+    script = launch.folder / "s.py"
+    text = STRATEGIES.replace("eval(sys.argv", "__import__('ast').literal_eval(sys.argv")
+    text = text.replace(
+        "nn.Sequential(nn.Linear(36, 4))", "nn.Sequential(nn.Linear(36, 8), nn.Linear(8, 4), nn.Tanh())"
+    )
+    text = text.replace("shard_size=8,", "shard_size=8, mesh=__import__('odyssey').Mesh(pp=4), check_every=2,")
+    script.write_text(text)
+    done = launch.python(script, "{}", 5, "{}", ranks=4)
+    assert done.returncode == 0, done.stderr

@@ -119,6 +119,11 @@ class DataLoader:
         self._first = check_integer("batch", batch, 0, len(self))
 
     @property
+    def drop_last(self) -> bool:
+        """Whether a last batch with fewer samples is left out."""
+        return self._drop_last
+
+    @property
     def next_epoch(self) -> int:
         """The epoch of the next iteration."""
         return self._next_epoch
