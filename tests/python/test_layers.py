@@ -60,9 +60,9 @@ def test_the_sources_are_found():
     ("library", "files"),
     [
         ("mpi4py", {"comm/mpi.py"}),
-        ("ctypes", {"native.py", "checkpoints/writer.py", "launch/tether.py"}),
+        ("ctypes", {"native.py", "checkpoints/writer.py", "launch/tether.py", "watch/entry.py"}),
         ("safetensors", {"trainer.py"}),
-        ("rich", {"progress.py"}),
+        ("rich", {"progress.py", "commands/top.py"}),
         ("pickle", set()),
         ("torch", {"comm/gloo.py"}),
     ],
