@@ -352,7 +352,10 @@ def replay(
     if not len(logged):
         steps = history["step"]
         raise DataError(f"[replay] {run} has no step {step}; its log has steps {steps[0]} to {steps[-1]}")
-    ranks = verify.ranks(verify.parse(layout))
+    options = verify.parse(layout)
+    if "accumulation_steps" in options:
+        raise ConfigError("[replay] accumulation cuts the batches of a run, which a replay takes whole; leave it out")
+    ranks = verify.ranks(options)
     words, folder = command_of(run)
     start = checkpoint_before(run, step, tell)
     first = int(start.name.rpartition("_")[2]) if start else 0

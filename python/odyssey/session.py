@@ -156,6 +156,12 @@ class Session:
             name = NAME if _fits == 1 else f"{_fits}-{NAME}"
             self._records = Records(self.trainer, self.run.steps / name, self.run.attempt)
         if self.comm.rank == 0:
+            sampler = getattr(self.loader, "sampler", None)
+            if sampler is not None and not hasattr(sampler, "set_epoch"):
+                self.trainer._show(
+                    f"[checkpoint] the loader's {type(sampler).__name__} has no set_epoch(): a training that goes on has "
+                    "the same bits only if it gives the same order whenever an epoch is begun again"
+                )
             states = len(self.trainer.optimizer.states)
             for warning in preflight.space(self.folder, 4 * self.trainer.arena.size * (1 + states)):
                 self.trainer._show(warning)
