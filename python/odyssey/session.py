@@ -159,8 +159,8 @@ class Session:
             sampler = getattr(self.loader, "sampler", None)
             if sampler is not None and not hasattr(sampler, "set_epoch"):
                 self.trainer._show(
-                    f"[checkpoint] the loader's {type(sampler).__name__} has no set_epoch(): a training that goes on has "
-                    "the same bits only if it gives the same order whenever an epoch is begun again"
+                    f"[checkpoint] the loader's {type(sampler).__name__} has no set_epoch(): a training that goes on "
+                    "has the same bits only if it gives the same order whenever an epoch is begun again"
                 )
             states = len(self.trainer.optimizer.states)
             for warning in preflight.space(self.folder, 4 * self.trainer.arena.size * (1 + states)):
