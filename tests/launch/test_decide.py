@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from odyssey.errors import ConfigError
+from odyssey.launch.attempt import allowed
 from odyssey.launch.config import LaunchConfig, parse_elastic
 from odyssey.launch.decide import Action, Outcome, Past, decide
 from odyssey.launch.ends import End, Started, first
@@ -109,6 +110,23 @@ def test_scaling():
     assert "stopped at step 8; going on with 2 ranks" in action.line
     assert after(end(0, 75), scale=2, stop=15).code == 75  # to stop comes first
     assert after(end(0, None, 9), scale=2).ranks == 2  # a failure on the way
+
+
+def test_a_number_of_ranks_that_does_not_work_is_taken_back():
+    past = Past(step=8)
+    for tried in (after(end(1, 64), ranks=100, former=4, past=past), after(started={}, code=1, former=4, past=past)):
+        assert (tried.code, tried.ranks, tried.past) == (None, 4, past)
+        assert tried.line.endswith("; going on with 4 ranks, as before")
+    assert after(end(1, 64), former=4, past=past, step=9).code == 64  # it worked for a step
+    hosts = parse_hosts("h1:2,h2:2")
+    config = LaunchConfig(nproc_per_node=4, max_restarts=3, hosts=hosts)
+    assert after(end(1, None, 9), config=config, hosts=hosts, scale=5).ranks == 4  # more than the hosts take
+    assert allowed(config, 5) == "the hosts have 4 slots" and allowed(config, 3) is None
+
+
+def test_hosts_that_all_do_not_answer_get_time():
+    action = after(end(1, None, 9), unsure=True)
+    assert action.code is None and action.delay == CONFIG.backoff
 
 
 def test_elastic_runs_go_on_with_what_is_left():

@@ -410,3 +410,11 @@ def test_a_lost_host_is_found_by_asking(monkeypatch, tmp_path):
     environment = {**os.environ, starting.TOKEN: "fedcba9876543210"}
     assert supervisor.probe(LaunchConfig(), starter, ["h1", "h2", "h3"], environment) == ("h2", "h3")
     assert leftovers.processes(f"{starting.TOKEN}=fedcba9876543210") == []
+
+
+def test_seconds_that_a_host_has():
+    assert supervisor.probe_seconds({}) == supervisor.PROBE
+    assert supervisor.probe_seconds({"ODYSSEY_HOST_PROBE": "5"}) == 5
+    for text in ("0", "x", "-1", "1e9", "nan", "9999"):
+        with pytest.raises(ConfigError, match="ODYSSEY_HOST_PROBE"):
+            supervisor.probe_seconds({"ODYSSEY_HOST_PROBE": text})

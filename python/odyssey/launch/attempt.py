@@ -26,6 +26,7 @@ from ..files import private_directory, read_json, write_json
 from . import ends, leftovers
 from .config import LaunchConfig
 from .decide import Outcome
+from .hosts import capacity
 from .output import Pump
 from .starting import TOKEN
 
@@ -318,6 +319,9 @@ class Attempt:
 def allowed(config: LaunchConfig, ranks: int) -> str | None:
     """Why a run cannot go on with so many ranks, or None if it can."""
     least, most = config.elastic or (1, 1 << 20)
+    room = capacity(config.hosts) if config.hosts else None
+    if room is not None and ranks > room:
+        return f"the hosts have {room} slots"
     if not least <= ranks <= most:
         return f"{least} to {most} are allowed" + (" (--elastic)" if config.elastic else "")
     return None

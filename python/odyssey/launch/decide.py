@@ -33,9 +33,10 @@ class Outcome:
         done: the run's record of completion is there. promised: the program writes it when it is complete.
         stop: number of the signal by which the launcher was asked to end, None if it was not.
         forced: it was then killed: no rank ran yet, the time was over, or a second signal came.
-        scale: how many ranks somebody asked for meanwhile.
+        scale: how many ranks somebody asked for meanwhile. former: how many there were before such a request was
+            followed by this attempt.
         silent: seconds without a sign of life, after which it was killed. late: ranks were not all started in time.
-        lost: hosts that do not answer.
+        lost: hosts that do not answer. unsure: none does, which says more about this one or the network.
         step: the last step that anybody is known to have done. checkpoint: step of the newest checkpoint.
         seen: the last step that each rank was seen at.
     """
@@ -51,9 +52,11 @@ class Outcome:
     stop: int | None = None
     forced: bool = False
     scale: int | None = None
+    former: int | None = None
     silent: float | None = None
     late: bool = False
     lost: tuple[str, ...] = ()
+    unsure: bool = False
     step: int | None = None
     checkpoint: int | None = None
     seen: dict[int, int] = dataclasses.field(default_factory=dict)
@@ -108,6 +111,10 @@ def _failed(outcome: Outcome, past: Past, config: LaunchConfig, hosts: tuple[Hos
     said = f"attempt {outcome.attempt}: {_failure(outcome, cause)}"
     code = None if cause is None else cause.code
     own = GAVE_UP if code is None else code
+    if outcome.former is not None and _remembered(outcome, past) == past:  # the run is as healthy as it was
+        return Action(
+            f"{said}; going on with {_ranks(outcome.former)}, as before", None, outcome.former, hosts, 0.0, past
+        )
     machines = {rank.host for rank in outcome.started.values()}
     if code in FINAL and not (code == GAVE_UP and len(machines) > 1):  # one of several machines may be lost
         return Action(f"{said}; another attempt would not help", own)
@@ -132,9 +139,10 @@ def _failed(outcome: Outcome, past: Past, config: LaunchConfig, hosts: tuple[Hos
     ranks, hosts, note = _left(outcome, config, hosts, now)
     if ranks < 1:
         return Action(f"{said}; {note}: given up", GAVE_UP)
-    if outcome.scale is not None:
+    room = capacity(hosts) if hosts else None
+    if outcome.scale is not None and (room is None or outcome.scale <= room):
         ranks = outcome.scale
-    delay = 0.0 if restarts == 1 else min(config.backoff * 2 ** (restarts - 2), LONGEST)
+    delay = 0.0 if restarts == 1 and not outcome.unsure else min(config.backoff * 2 ** max(restarts - 2, 0), LONGEST)
     where = "" if outcome.step is None and outcome.checkpoint is None else f" from {_step(outcome.checkpoint)}"
     line = f"{said}; restarting{where} on {_ranks(ranks)}{note} ({restarts} of {config.max_restarts} restarts)"
     return Action(line + (f" in {delay:g} s" if delay else ""), None, ranks, hosts, delay, now)

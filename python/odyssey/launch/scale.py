@@ -45,6 +45,9 @@ def scale(path: Path, ranks: int, wait: float = 60.0, say: Callable[[str], None]
         )
     now = _attempt(run)
     least, most = _bounds(now)
+    room = now.get("room")
+    if type(room) is int and ranks > room:
+        raise ConfigError(f"[scale] {ranks} ranks for {name}, but its hosts have {room} slots")
     if not least <= ranks <= most:
         elastic = f" (--elastic {least}:{most})" if now.get("elastic") else ""
         raise ConfigError(f"[scale] {ranks} ranks for {name}; {least} to {most} are allowed{elastic}")

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +35,12 @@ from .attempt import Attempt
 from .config import LaunchConfig
 from .decide import Action, Outcome, decide
 from .ends import signal_name
-from .hosts import place
+from .hosts import Host, capacity, place
 from .lock import Lock
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-PROBE = 10.0  # seconds that a host has to start a process, when it is asked whether it is there
+PROBE = 30.0  # seconds that a host has to start a process, when it is asked whether it is there
+PROBE_VARIABLE = "ODYSSEY_HOST_PROBE"  # other seconds
 ROOM = 0.25  # share of /dev/shm below which a killed attempt's memory is removed before the next one starts
 FORMAT = 1  # of run.json
 
@@ -71,6 +72,7 @@ class DistributedLauncher:
         words = [os.fspath(script), *map(str, arguments)]
         _check(words)
         users.check(self.config.allow_root)
+        probe_seconds(os.environ)  # a wrong value is refused now, not when a host is lost
         starter = starting.find(self.config, os.environ)
         if self.config.nnodes > 1 and not self.config.hosts and starter.kind != "srun":
             raise ConfigError(f"[launch] {self.config.nnodes} nodes, but no hosts; give --hosts or --hostfile")
@@ -125,7 +127,7 @@ class DistributedLauncher:
                 leftovers.clean(before, time.time() if left else renewed + 6, os.environ.get("TMPDIR"))
         return number + 1
 
-    def _prepare(self, run: runs.Run, ranks: int, layout: tuple[tuple[str, int], ...], token: str) -> dict[str, Any]:
+    def _prepare(self, run: runs.Run, ranks: int, hosts: tuple[Host, ...], token: str) -> dict[str, Any]:
         """Writes the attempt's number where everybody checks it, and makes room for what its ranks write."""
         for folder in (run.ranks, run.ends):
             with contextlib.suppress(FileNotFoundError):
@@ -139,8 +141,9 @@ class DistributedLauncher:
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "ranks": ranks,
-            "hosts": [list(pair) for pair in layout],
+            "hosts": [list(pair) for pair in place(hosts, ranks)] if hosts else [],
             "elastic": list(self.config.elastic) if self.config.elastic else None,
+            "room": capacity(hosts) if hosts else None,
             "token": token,
             "before": leftovers.snapshot(os.environ.get("TMPDIR")).json(),
         }
@@ -152,6 +155,7 @@ class DistributedLauncher:
     def _attempts(self, run: runs.Run, number: int, words: list[str], starter: starting.Starter, lock: Lock) -> int:
         config = self.config
         action = Action("", None, config.ranks, config.hosts)
+        former: int | None = None
         chores: list[Callable[[], object]] = []
         while True:
             if self._signals:  # it came while nothing ran
@@ -163,7 +167,7 @@ class DistributedLauncher:
             layout = place(action.hosts, action.ranks) if action.hosts else ()
             token = secrets.token_hex(8)
             try:
-                record = self._prepare(run, action.ranks, layout, token)
+                record = self._prepare(run, action.ranks, action.hosts, token)
             except OSError as problem:
                 raise OutputError(f"[launch] {_shown(run.path)} cannot be written: {problem.strerror}") from problem
             environment = starting.environment(config, os.environ, starter, run, action.ranks, token, layout)
@@ -187,13 +191,15 @@ class DistributedLauncher:
                 scancel=str(Path(starter.path).with_name("scancel")) if starter.kind == "srun" else None,
                 idle=lambda: self._idle(lock, chores),
             )
-            outcome = dataclasses.replace(attempt(), promised=words[0] == "train")
+            outcome = dataclasses.replace(attempt(), promised=words[0] == "train", former=former)
             ended = time.time()
             before = leftovers.Snapshot.of(record["before"])
             if before is not None:
                 chores.append(_Cleaning(before, ended, run, record))
             outcome = self._asked_hosts(outcome, starter, environment)
             action = decide(outcome, action.past, config, action.hosts)
+            scaled = action.code is None and outcome.scale == action.ranks != outcome.ranks
+            former = outcome.ranks if scaled else None
             if action.code != 0 or number > 1 or outcome.ended and not all(e.good for e in outcome.ended.values()):
                 self._say(action.line)
             if action.code is not None:
@@ -214,6 +220,9 @@ class DistributedLauncher:
         if codes - {None, 0, 69, 76, 77}:
             return outcome  # a rank ended by itself; its host is there
         lost = probe(self.config, starter, [name for name, _ in outcome.layout], environment)
+        if len(lost) == len(outcome.layout):
+            self._say(f"attempt {outcome.attempt}: no host answers, which says more about the network than about them")
+            return dataclasses.replace(outcome, unsure=True)
         return dataclasses.replace(outcome, lost=lost)
 
     def _idle(self, lock: Lock, chores: list[Callable[[], object]]) -> None:
@@ -263,7 +272,7 @@ class _Cleaning:
 def probe(
     config: LaunchConfig, starter: starting.Starter, hosts: list[str], environment: dict[str, str]
 ) -> tuple[str, ...]:
-    """The hosts on which no process can be started within PROBE seconds."""
+    """The hosts on which no process can be started within PROBE seconds, or those of ODYSSEY_HOST_PROBE."""
     nothing = [sys.executable, "-I", "-S", "-c", ""]
     running = {}
     for host in hosts:
@@ -276,7 +285,7 @@ def probe(
             env=environment,
             start_new_session=True,
         )
-    until = time.monotonic() + PROBE
+    until = time.monotonic() + probe_seconds(os.environ)
     lost = []
     for host, process in running.items():
         try:
@@ -288,6 +297,20 @@ def probe(
     for process in running.values():
         process.wait()
     return tuple(lost)
+
+
+def probe_seconds(environment: Mapping[str, str]) -> float:
+    """How long a host has to answer.
+
+    Raises:
+        ConfigError: the variable is no number of seconds from 1 to 3600.
+    """
+    text = environment.get(PROBE_VARIABLE)
+    if not text:
+        return PROBE
+    if not re.fullmatch(r"[0-9]{1,4}(\.[0-9]{1,3})?", text, re.ASCII) or not 1 <= float(text) <= 3600:
+        raise ConfigError(f"[launch] {PROBE_VARIABLE}={ascii(text[:60])}; seconds from 1 to 3600 are allowed")
+    return float(text)
 
 
 def launch_distributed_training(script: str, *arguments: str, **settings: Any) -> int:
