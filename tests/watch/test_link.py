@@ -96,6 +96,24 @@ def test_a_line_has_an_end(monkeypatch):
             slow.send("y" * 5000)
 
 
+def test_a_stranger_may_say_little():
+    stranger, b = socket.socketpair()
+    called = link.Sealed(b, SECRET, caller=False)
+    stranger.send(b"x" * 200)
+    assert called.receive() == []
+    stranger.send(b"x" * 100)
+    with pytest.raises(link.Closed, match="too long"):
+        called.receive()
+    caller, called = pair()
+    meet(caller, called)
+    caller.send("x" * 300_000)
+    found = []
+    for _ in range(100):
+        found += called.receive()
+        caller.flush()
+    assert found == ["x" * 300_000]
+
+
 def test_values_that_are_no_json():
     a, b = socket.socketpair()
     lines = link.Lines(b)

@@ -2,7 +2,8 @@
 
 `install` runs when odyssey is imported in a process that an MPI launcher started, in anybody's script. From then on an
 exception, `sys.exit(3)` or Ctrl-C in one rank ends the job, after the first rank to fail has said why; without it the
-others would wait for this rank for ever. A rank dies with the process that started it, and leaves no core file.
+others would wait for this rank for ever. A rank dies with the process that started it, and in a run it leaves no core
+file.
 
 What it is not: a way to go on. What ends here is started again by `odyssey launch`, or by nobody.
 """
@@ -11,8 +12,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import faulthandler
 import functools
+import hashlib
 import os
 import signal
 import socket
@@ -21,6 +24,7 @@ import threading
 import time
 import traceback
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
@@ -33,6 +37,9 @@ from .process import STACKS_SIGNAL, taken
 DEFECT, INTERRUPTED, HUNG = 70, 130, 77
 MARK = "ODYSSEY_RANK_PROCESS"  # the pid of the rank; its child processes, which inherit it, are no ranks
 
+JOIN_S = 3.0  # seconds in which a rank that fails before MPI may join the others to end them
+
+_before: dict[str, Callable[..., Any]] = {}  # the hooks for exceptions that were there before, where not Python's own
 _job = ""  # the same on all ranks of a job, and on no other's, once comm.world() is there
 _installed = 0  # pid
 _leaving = 0, ""  # exit code, and why, of a sys.exit that ends the interpreter
@@ -54,10 +61,15 @@ def install() -> None:
     slot.describe(found.rank, found.size, getattr(runs.Run.current(), "attempt", 0))
     if found.launcher != "env://":  # whose processes a thread may have started that ends before them
         _die_with_parent()
-    _no_core_files()
+    if runs.Run.current() is not None:  # it is started again many times; elsewhere core files are the user's affair
+        _no_core_files()
     if not faulthandler.is_enabled():
         with contextlib.suppress(Exception):  # stderr may be closed, or no file
             faulthandler.enable()
+    if sys.excepthook not in (sys.__excepthook__, _uncaught):
+        _before["main"] = sys.excepthook
+    if threading.excepthook not in (threading.__excepthook__, _uncaught_in_thread):
+        _before["thread"] = threading.excepthook
     sys.excepthook = _uncaught
     threading.excepthook = _uncaught_in_thread
     sys.exit = _exit
@@ -89,22 +101,31 @@ def _no_core_files() -> None:
 
 def _uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     if os.getpid() != _installed:
-        sys.__excepthook__(kind, error, trace)
+        _before.get("main", sys.__excepthook__)(kind, error, trace)
         return
     code, line, text = _told(error, trace)
     _flush(sys.stdout)
-    code = end(code, line, text=text, everywhere=getattr(error, "everywhere", False), late=_may_follow(error))
+    words: str | Callable[[], Any] = text
+    if text and "main" in _before:
+        words = functools.partial(_before["main"], kind, error, trace)
+    code = end(code, line, text=words, everywhere=getattr(error, "everywhere", False), late=_may_follow(error))
     raise SystemExit(code)  # out of an excepthook: the interpreter ends in order, with this code
 
 
 def _uncaught_in_thread(arguments: Any) -> None:
     error = arguments.exc_value
     if os.getpid() != _installed or error is None or isinstance(error, SystemExit):
-        threading.__excepthook__(arguments)
+        _before.get("thread", threading.__excepthook__)(arguments)
         return
     code, line, text = _told(error, arguments.exc_traceback)
+    words: str | Callable[[], Any] = text
+    if text and "thread" in _before:
+        words = functools.partial(_before["thread"], arguments)
     name = arguments.thread.name if arguments.thread else "?"
-    code = end(code, f"{line} (in thread {name})", text=text, late=_may_follow(error))
+    if arguments.thread is not None and (arguments.thread.daemon or not threading.main_thread().is_alive()):
+        _say(f"{line} (in thread {name}; the rank goes on)", words, launcher.rank())
+        return
+    code = end(code, f"{line} (in thread {name})", text=words, late=_may_follow(error))
     _flush(sys.stdout)
     os._exit(code)
 
@@ -193,7 +214,7 @@ def end(
     code: int,
     line: str | None,
     *,
-    text: str = "",
+    text: str | Callable[[], Any] = "",
     everywhere: bool = False,
     late: bool = False,
     world: Any = None,
@@ -201,7 +222,7 @@ def end(
     """Says what happened, if no other rank of this machine did, and ends all ranks. Returns where each ends by itself.
 
     Args:
-        code: exit code. line: what happened, in one line. text: a traceback that comes before it.
+        code: exit code. line: what happened, in one line. text: a traceback that comes before it, or what prints it.
         everywhere: all ranks come to this end: rank 0 speaks, and each ends by itself.
         late: it may be the consequence of another rank's end; that one may speak first.
         world: the communicator, if not the one that `comm.world` has made.
@@ -248,14 +269,30 @@ def _first() -> bool:
     """Whether no other rank of this machine has come here before: a name that only one process can have at a time."""
     if _held:
         return True
-    name = f"\0odyssey-end-{os.getuid()}-{_job or os.getppid()}"
     try:
         holder = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        holder.bind(name)
-    except OSError:
-        return False
-    _held.append(holder)
+        _held.append(holder)
+        holder.bind(f"\0odyssey-end-{os.getuid()}-{_job or _job_before_mpi()}")
+    except OSError as problem:  # no such names on macOS: better said by several than by none
+        del _held[:]
+        return problem.errno != errno.EADDRINUSE
     return True
+
+
+#: What tells a job from others, as far as launchers say it; that of `odyssey launch` cannot be guessed by other users.
+_JOB_VARIABLES = (
+    ("ODYSSEY_LAUNCH", runs.ATTEMPT),
+    ("PMIX_NAMESPACE",),
+)
+
+
+def _job_before_mpi() -> str:
+    """What the ranks of a job on this machine have in common: what its launcher says, or their parent."""
+    for names in _JOB_VARIABLES:
+        if os.environ.get(names[0]):
+            said = "\0".join(os.environ.get(name, "") for name in names)  # not shown: others could take a name they see
+            return hashlib.sha256(said.encode(errors="replace")).hexdigest()[:16]
+    return str(os.getppid())
 
 
 _held: list[socket.socket] = []
@@ -298,9 +335,13 @@ def write_reason(run: runs.Run, rank: int, code: int, reason: str, step: int, *,
         write_json(run.ends / f"{rank}.reason.json", value)
 
 
-def _say(line: str | None, text: str, rank: int | None) -> None:
+def _say(line: str | None, text: str | Callable[[], Any], rank: int | None) -> None:
     """In one write: another rank's end may come between two."""
     name = "" if rank is None else f"[rank {rank}] "
+    if not isinstance(text, str):
+        with contextlib.suppress(Exception, SystemExit):  # somebody else's hook; the job ends all the same
+            text()
+        text = ""
     words = [f"{name}{row}\n" for row in text.splitlines()]
     if line is not None:
         words.append(f"odyssey: {name}{line}\n")
@@ -347,17 +388,31 @@ def hydra_abort(code: int) -> bool:
 
 def end_before_mpi(code: int) -> None:
     """Ends all ranks from one that has not started MPI, while the others have or will."""
-    found = launcher.launched()
+    found = launcher.launched() or launcher.rendezvous()
     if hydra_abort(code):
         time.sleep(2)
+    elif found is not None and not found.mpi:
+        return  # torchrun ends the others when this rank has ended; and there is no MPI to join
     elif found is not None and found.launcher == "Open MPI":
         os._exit(code or DEFECT)  # it ends all for that
     else:
         # The others start MPI and would wait there for this rank: only from inside can it end them.
+        _end_in(JOIN_S, code or DEFECT)
         with contextlib.suppress(Exception):
             from odyssey import comm
 
             comm.world(backend="auto").abort(code)
+
+
+def _end_in(seconds: float, code: int) -> None:
+    """Ends this process after a time, whatever it does then; by a signal if it holds the interpreter's lock."""
+    timer = threading.Timer(seconds, os._exit, [code])
+    timer.daemon = True
+    with contextlib.suppress(RuntimeError):  # no thread can be started any more
+        timer.start()
+    with contextlib.suppress(ValueError, AttributeError):
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, seconds + 1)
 
 
 # --- what the watcher asks -------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import socket
 from typing import Any
 
 LIMIT = 4 << 20  # bytes of a line, and of what waits to be sent
+HELLO_LIMIT = 256  # the same, of one who has called and not yet shown that it knows the secret
 NONCE = 32
 _HELLO = b"odyssey watch 1"
 
@@ -55,8 +56,9 @@ class Lines:
     def receive(self) -> list[Any]:
         """What has come."""
         while True:
+            limit = self._limit()
             try:
-                data = self.socket.recv(65536)
+                data = self.socket.recv(min(65536, limit + 1))
             except BlockingIOError:
                 break
             except OSError as problem:
@@ -66,9 +68,9 @@ class Lines:
                     break
                 raise Closed("closed")
             self._in += data
-            if len(self._in) > LIMIT:
+            if len(self._in) > limit:
                 raise Closed("a line is too long")
-            if len(data) < 65536:
+            if len(data) < min(65536, limit + 1):
                 break
         *lines, rest = self._in.split(b"\n")
         self._in = bytearray(rest)
@@ -95,6 +97,9 @@ class Lines:
 
     def close(self) -> None:
         self.socket.close()
+
+    def _limit(self) -> int:
+        return LIMIT
 
     def _sealed(self, data: bytes) -> bytes:
         return data
@@ -159,6 +164,9 @@ class Sealed(Lines):
                 self.send({"hello": True})
             return b"null"
         return data
+
+    def _limit(self) -> int:
+        return LIMIT if self.ready or self._caller else HELLO_LIMIT
 
     def receive(self) -> list[Any]:
         return [value for value in super().receive() if value is not None]

@@ -32,10 +32,12 @@ else:
 TICK = 0.25  # seconds between looks
 BEAT = 0.5  # seconds between messages of machines
 HUNG, LOST, DEFECT = 77, 69, 70
+LAST_LOOK = 0.3  # seconds for which the last heartbeat stays
 GRACE = 1.0  # seconds that ranks have for ending the job themselves
 QUIET = 60.0  # seconds between lines about stragglers
 SLOW_LOOKS = 20  # in a row, before a rank is called slow: a busy machine slows one down for a moment
 STACKS_S = 0.5  # seconds for answers
+SHY = 2.0, 64  # seconds that who calls has to show that it knows the secret, and how many may be about to
 
 
 class Watcher:
@@ -51,6 +53,7 @@ class Watcher:
         self.ranks = {rank: Watched(rank, pid, slot) for rank, pid, slot in settings["ranks"]}
         self.nodes = [set(ranks) for ranks in settings["nodes"]]
         self.host = os.uname().nodename
+        self.pid = self.ranks[0].pid if 0 in self.ranks else 0  # of rank 0, which a job is known by
         self.seen: dict[int, judge.Seen] = {}
         self.poll = select.poll()
         self.floor = self.last_tick = time.monotonic()
@@ -64,6 +67,7 @@ class Watcher:
                 self._listen_to(watched.handle, watched)
         # Between machines. Of the main one: who has called; of the others: their connection.
         self.peers: dict[int, link.Lines] = {}
+        self.shy: dict[link.Lines, float] = {}  # who has called and not yet shown that it knows the secret, and when
         self.heard: dict[int, float] = {}  # index of a node -> when it was last heard of
         self.left: set[int] = set()  # nodes whose ranks have all ended
         self.answers: dict[int, str] = {}
@@ -150,6 +154,8 @@ class Watcher:
             self._kill()
 
     def _tick_main(self, now: float) -> None:
+        for peer in [peer for peer, since in self.shy.items() if now - since > SHY[0]]:
+            self._drop(peer)
         if now >= self.next_beat:
             self.next_beat = now + BEAT
             for peer in list(self.peers.values()):
@@ -299,35 +305,65 @@ class Watcher:
                 status = os.lstat(path)
                 if status.st_ino == inode and status.st_uid == os.getuid():
                     os.unlink(path)
-        if self.main and self.run_dir:
-            self._write_heartbeat()
-            with contextlib.suppress(OSError):
-                os.unlink(os.path.join(self.run_dir, "watch.json"))
         for peer in [*self.peers.values(), *([self.up] if self.up else [])]:
             self._tell(peer, {"bye": True})
             peer.close()
+        if self.main and self.run_dir:
+            self._write_heartbeat()
+            time.sleep(LAST_LOOK)
+            for name in ("heartbeat.json", "watch.json"):  # no heartbeat: these ranks are not watched any more
+                self._remove(name)
 
     # --- files of a run ---
 
-    def _write(self, name: str, value: Any) -> None:
+    def _write(self, name: str, value: Any) -> bool:
         """Whole or not at all, but not flushed to the disk: it is old a second later."""
         path = os.path.join(self.run_dir, name)
         aside = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.{os.getpid()}.tmp")
-        with contextlib.suppress(OSError):
+        try:
             os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
             with open(os.open(aside, flags, 0o600), "w") as file:
                 file.write(json.dumps(value) + "\n")
             os.replace(aside, path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.unlink(aside)
+            return False
+        return True
+
+    def _is_mine(self, name: str) -> bool:
+        """Whether a file of the run is of this watcher's attempt, and not of a later one."""
+        try:
+            with open(os.path.join(self.run_dir, name), errors="replace") as file:
+                found = json.loads(file.read(4 << 20))
+        except (OSError, ValueError, RecursionError):
+            return False
+        return (
+            isinstance(found, dict)
+            and found.get("attempt") == self.attempt
+            and found.get("pid", self.pid) == self.pid
+            and found.get("host", self.host) == self.host
+        )
+
+    def _remove(self, name: str) -> None:
+        if self._is_mine(name):
+            with contextlib.suppress(OSError):
+                os.unlink(os.path.join(self.run_dir, name))
 
     def _write_heartbeat(self) -> None:
         ranks = [{"rank": s.rank, "step": s.step, "phase": s.doing} for _, s in sorted(self.seen.items())]
-        self._write("heartbeat.json", {"attempt": self.attempt, "time": time.time(), "ranks": ranks})
+        value = {"attempt": self.attempt, "time": time.time(), "ranks": ranks}
+        # On a full disk the old file has to do: its age says that the ranks are watched.
+        if not self._write("heartbeat.json", value) and self._is_mine("heartbeat.json"):
+            with contextlib.suppress(OSError):
+                os.utime(os.path.join(self.run_dir, "heartbeat.json"))
 
     def _write_address(self) -> None:
         if self.main and self.run_dir:
             secret = self.secret.hex() if self.address else ""
-            value = {"host": self.host, "pid": self.ranks[0].pid, "address": self.address, "secret": secret}
+            value = {"host": self.host, "pid": self.pid, "address": self.address, "secret": secret}
+            value["attempt"] = self.attempt
             self._write("watch.json", value)
 
     def _write_reason(self, rank: int, code: int, reason: str) -> None:
@@ -347,7 +383,7 @@ class Watcher:
             connection, _ = listener.accept()
         except OSError:
             return
-        if len(self.peers) > 2 * len(self.nodes) + 16:
+        if len(self.peers) > 2 * len(self.nodes) + 16 or (listener is not self.local and len(self.shy) >= SHY[1]):
             connection.close()
             return
         if listener is self.local:
@@ -362,6 +398,7 @@ class Watcher:
             except link.Closed:
                 connection.close()
                 return
+            self.shy[peer] = time.monotonic()
         self.peers[peer.fileno()] = peer
         self._listen_to(peer.fileno(), peer)
 
@@ -375,6 +412,7 @@ class Watcher:
         handle = peer.fileno()
         self._forget(handle)
         self.peers.pop(handle, None)
+        self.shy.pop(peer, None)
         if peer is self.up:
             self.up = None
         peer.close()
@@ -385,6 +423,8 @@ class Watcher:
         except link.Closed:
             self._drop(peer)
             return
+        if peer in self.shy and getattr(peer, "ready", False):
+            del self.shy[peer]
         if peer is self.up and peer.ready:
             self.up_heard = time.monotonic()
         for value in values:
@@ -401,7 +441,7 @@ class Watcher:
         slow = {rank: [times, where] for rank, times, where in judge.stragglers(list(self.seen.values()))}
         return {
             "host": self.host,
-            "pid": self.ranks[0].pid if 0 in self.ranks else 0,
+            "pid": self.pid,
             "world": self.world,
             "attempt": self.attempt,
             "run": self.run_dir,
