@@ -161,3 +161,21 @@ def test_what_another_machine_sends_is_checked():
         None,
     ):
         assert judge.seen_of(wrong) is None, wrong
+
+
+def test_before_the_first_step_a_rank_that_computes_may_take_long_unless_told_otherwise():
+    preparing = busy(0, idle=61, busy=0.9)
+    now = ranks(preparing, waiting(1, 61))
+    assert judge.hang(now, 2, 60, preparing=True) is None
+    assert judge.hang(now, 2, 60).culprits == (0,)
+    assert judge.hang(ranks(preparing._replace(idle=601), waiting(1, 601)), 2, 60, preparing=True).culprits == (0,)
+    for other in ({"state": "T"}, {"state": "S", "busy": 0.01}, {"step": 1}, {"ended": True}):
+        assert judge.hang(ranks(preparing._replace(**other), waiting(1, 61)), 2, 60, preparing=True).culprits == (0,)
+    elsewhere = waiting(0, 61, wait_sequence=-1, members="1", busy=0.9)
+    assert judge.hang(ranks(elsewhere, waiting(1, 61)), 2, 60, preparing=True).circle
+
+
+def test_the_first_batch_of_a_trainer_may_take_long():
+    loading = busy(0, idle=61, state="S", phase="data", doing="data")
+    assert judge.hang(ranks(loading, waiting(1, 61)), 2, 60, preparing=True) is None
+    assert judge.hang(ranks(loading._replace(step=1), waiting(1, 61)), 2, 60, preparing=True).culprits == (0,)

@@ -422,7 +422,7 @@ def listen() -> None:
     """Makes this rank ready to dump its stacks when it is asked to, and to end the job with the code it is told."""
     stacks = -1
     with contextlib.suppress(AttributeError, OSError, ValueError, RuntimeError):
-        stacks = os.memfd_create("odyssey-stacks")
+        stacks = slot.nameless("odyssey-stacks")
         faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True, chain=False)
     receive, give = os.pipe()
     slot.arm(stacks, give)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from .slot import SLOW, ranges, ranks_of
 
 LONG = 10, 600.0  # a slow phase may take so many times the watchdog's time, and at least so many seconds
+BUSY = 0.1  # of a core: who uses more than that computes, and does not sleep
 STRAGGLER = 1.8  # times the median of own time per step
 WINDOW = 20  # steps over which own time is measured
 
@@ -21,8 +22,9 @@ class Seen(NamedTuple):
 
     `state` is that of /proc/PID/stat ("R", "S", "T", ...), "gone" when the process is, "?" when nothing is known.
     `idle`: since the last sign of life. `waited`: since it waits for what it waits for; 0 for one that does not.
-    `cpu`: cores used of late. `own`, `own_data`: own time (before any wait) and its part in data, per step of the last
-    WINDOW; 0 if not known. `times`: in each phase so far. The other fields are those of slot.Slot.
+    `cpu`: cores used of late; `busy`: since the last sign of life. `own`, `own_data`: own time (before any wait) and
+    its part in data, per step of the last WINDOW; 0 if not known. `times`: in each phase so far. The other fields are
+    those of slot.Slot.
     """
 
     rank: int
@@ -48,6 +50,7 @@ class Seen(NamedTuple):
     idle: float = 0.0
     waited: float = 0.0
     cpu: float = 0.0
+    busy: float = 0.0
     rss: int = 0
     rate: float = 0.0
     own: float = 0.0
@@ -102,9 +105,20 @@ class Hang(NamedTuple):
     circle: bool = False
 
 
-def allowance(rank: Seen, limit: float) -> float:
-    """How long this rank may show no sign of life while others wait for it."""
-    return max(LONG[0] * limit, LONG[1]) if rank.phase in SLOW and not rank.waits and not rank.ended else limit
+def allowance(rank: Seen, limit: float, preparing: bool = False) -> float:
+    """How long this rank may show no sign of life while others wait for it.
+
+    Args:
+        preparing: nobody has said what the limit is to be. Then a rank that has not completed a step may take long in
+            what a program does before it trains, such as `if rank == 0: prepare_data()`: while it computes there, or a
+            trainer has begun with its first step.
+    """
+    if rank.waits or rank.ended:
+        return limit
+    slow = rank.phase in SLOW
+    if preparing and not rank.step and rank.alive and rank.state not in ("T", "t"):
+        slow |= rank.busy > BUSY or rank.phase in ("data", "evaluate")
+    return max(LONG[0] * limit, LONG[1]) if slow else limit
 
 
 def blamed(rank: Seen, ranks: Mapping[int, Seen], world: int) -> list[int]:
@@ -128,9 +142,9 @@ def blamed(rank: Seen, ranks: Mapping[int, Seen], world: int) -> list[int]:
     return elsewhere or stopped
 
 
-def hang(ranks: Mapping[int, Seen], world: int, limit: float) -> Hang | None:
+def hang(ranks: Mapping[int, Seen], world: int, limit: float, preparing: bool = False) -> Hang | None:
     """The hang that lasts for `limit` seconds, or None: somebody waits for so long, and who it waits for, directly or
-    through others that wait as well, has shown no sign of life for as long as its phase allows."""
+    through others that wait as well, has shown no sign of life for as long as `allowance` says."""
     victims = [s for s in ranks.values() if s.alive and s.waits and s.waited >= limit and s.state not in ("T", "t")]
     for victim in sorted(victims, key=lambda s: -s.waited):
         found, todo, roots, unseen = {victim.rank}, [victim.rank], set(), False
@@ -149,7 +163,7 @@ def hang(ranks: Mapping[int, Seen], world: int, limit: float) -> Hang | None:
         circle = not roots
         if circle:
             roots = found
-        if all(ranks[p].idle >= allowance(ranks[p], limit) for p in roots):
+        if all(ranks[p].idle >= allowance(ranks[p], limit, preparing) for p in roots):
             waiting = sorted(s.rank for s in ranks.values() if s.waits and s.rank not in roots)
             nearest = [s for s in victims if roots & set(blamed(s, ranks, world))]
             best = max(nearest or [victim], key=lambda s: s.waited)

@@ -46,22 +46,26 @@ class Watched:
 
     def __init__(self, rank: int, pid: int, descriptor: int) -> None:
         self.rank, self.pid = rank, pid
-        self.alive, self.found = True, False
+        self.alive = True
         self.files: dict[str, int] = {}
         self.handle = self._slot = self._stacks = self._orders = -1
         self.last: slot.Slot | None = None
-        self._changed = self._began = time.monotonic()
+        self._changed = time.monotonic()
         self._cpu: deque[tuple[float, float]] = deque(maxlen=8)  # (when, seconds used)
         self._samples: deque[tuple[float, int]] = deque(maxlen=12)
         self._steps: deque[tuple[float, int, int, int]] = deque(maxlen=400)  # (when, step, own ns, of it in data)
-        self._state, self._rss, self._start = "?", 0, None
-        try:
+        self._state, self._rss = "?", 0
+        self._start: bytes | None = None  # its start time, which tells it from a later process of the same number
+        self._used = self._used_before = 0.0  # CPU seconds: so far, and at the last sign of life
+        with contextlib.suppress(OSError, AttributeError, OverflowError):  # an old Python, a filter of system calls
             self.handle = os.pidfd_open(pid)
+        try:
             self._slot = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
             self.last = slot.read(self._slot)
-            self.found = self.last is not None
-        except (OSError, AttributeError, OverflowError):
+        except (OSError, OverflowError):
             self.alive = self.handle >= 0 or os.path.exists(f"/proc/{pid}/stat")
+        self._look_at_process(self._changed)
+        self._used_before = self._used
         if self.last is not None:
             for name, flags in (("stacks", os.O_RDONLY), ("orders", os.O_WRONLY | os.O_NONBLOCK)):
                 with contextlib.suppress(OSError, OverflowError):
@@ -77,7 +81,7 @@ class Watched:
         found = slot.read(self._slot) if self._slot >= 0 else None
         if found is not None:
             if self.last is None or found.progress != self.last.progress or found.waiting != self.last.waiting:
-                self._changed = now
+                self._changed, self._used_before = now, self._used
             self.last = found
         last = self.last
         if last is None:
@@ -108,6 +112,7 @@ class Watched:
             idle=round(now - max(self._changed, floor), 3),
             waited=round(max(waited, 0.0), 3),
             cpu=round(self._use(), 3),
+            busy=round((self._used - self._used_before) / max(now - self._changed, 1.0), 3),
             rss=self._rss,
             rate=round(self._rate(now, last.samples), 1),
             own=own,
@@ -126,8 +131,11 @@ class Watched:
             if self._start not in (None, words[19]):
                 raise ProcessLookupError  # the number belongs to another process now
             self._start = words[19]
+            if self.handle < 0 and words[0] in (b"Z", b"X"):
+                raise ProcessLookupError  # it has ended; a handle would have said so
             self._state = words[0].decode()
-            self._cpu.append((now, (int(words[11]) + int(words[12])) / _TICK))
+            self._used = (int(words[11]) + int(words[12])) / _TICK
+            self._cpu.append((now, self._used))
             self._rss = int(words[21]) * _PAGE
         except (OSError, IndexError, ValueError):
             self.alive, self._state = False, "gone"
@@ -186,9 +194,21 @@ class Watched:
 
     def signal(self, number: int) -> bool:
         """Sends a signal, to this process and no later one of the same number."""
+        if self.handle >= 0:
+            try:
+                signal.pidfd_send_signal(self.handle, number)
+            except ProcessLookupError:
+                return False
+            except (OSError, AttributeError):
+                pass  # a filter of system calls
+            else:
+                return True
         try:
-            signal.pidfd_send_signal(self.handle, number)
-        except (OSError, AttributeError):
+            with open(f"/proc/{self.pid}/stat", "rb") as file:
+                if self._start is None or file.read().rpartition(b")")[2].split()[19] != self._start:
+                    return False
+            os.kill(self.pid, number)
+        except (OSError, IndexError):
             return False
         return True
 

@@ -1,8 +1,8 @@
 """The status slot of this process: where it is and what it waits for, in 1024 bytes that another process can read.
 
 Written by `odyssey.comm` (calls, waits) and by the trainer (phases, steps); read by the watcher of the node
-(watcher.py) out of /proc/PID/fd/N. `publish` puts it into a memfd, a file without a name, of which nothing is left
-behind; before that, and where there is no memfd, it is plain memory, so that writing never asks.
+(watcher.py) out of /proc/PID/fd/N. `publish` puts it into a file without a name (a memfd, as a rule), of which nothing
+is left behind; before that, and where there is none, it is plain memory, so that writing never asks.
 
 Numbers are aligned 8-byte stores. A version, odd while something is written, says to a reader whether what it has
 copied is of one moment; who stops or ends in the middle of writing leaves an odd version, and `read` says so.
@@ -13,6 +13,7 @@ thread that trains. The standard library only: the watcher runs without this pac
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import mmap
 import os
@@ -298,15 +299,34 @@ def publish() -> int:
     global _memory, _q, _descriptor
     if _descriptor >= 0 and _q[_PID] == os.getpid():
         return _descriptor
+    if not os.path.isdir("/proc/self/fd"):
+        return -1  # nobody could open it
     try:
-        descriptor = os.memfd_create("odyssey-slot")
-        os.ftruncate(descriptor, SIZE)
+        descriptor = nameless("odyssey-slot")
+        os.write(descriptor, bytes(SIZE))  # there must be room for it: a store into a file on a full disk is a SIGBUS
         memory = mmap.mmap(descriptor, SIZE)
-    except (AttributeError, OSError):
+    except OSError:
         return -1
     memory[:] = bytes(_memory[:])
     _memory, _descriptor = memory, descriptor
     _q = memoryview(memory).cast("q")
+    return descriptor
+
+
+def nameless(name: str) -> int:
+    """A descriptor of a file without a name: in memory, or, where an old Python or a filter of system calls is against
+    that, one of this user alone that was unlinked at once.
+
+    Raises:
+        OSError: there is none to be had.
+    """
+    with contextlib.suppress(AttributeError, OSError):
+        return os.memfd_create(name)
+    import tempfile
+
+    folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    descriptor, path = tempfile.mkstemp(prefix=f"{name}-", dir=folder)
+    os.unlink(path)
     return descriptor
 
 

@@ -14,6 +14,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ import numpy as np
 from .. import runs
 from ..errors import ConfigError
 from . import entry, slot
+from .judge import name
 from .process import SHARED
 
 if TYPE_CHECKING:
@@ -30,7 +32,6 @@ if TYPE_CHECKING:
 WATCHDOG, HEARTBEAT = "ODYSSEY_WATCHDOG", "ODYSSEY_HEARTBEAT"
 ADDRESSES = 6
 _begun = 0  # pid
-_watcher: subprocess.Popen[bytes] | None = None
 
 
 def seconds(name: str, default: float, *, zero: bool) -> float:
@@ -65,6 +66,7 @@ def begin(world: Communicator) -> None:
     _begun = os.getpid()
     settings = {
         "watchdog": seconds(WATCHDOG, 60.0, zero=True),
+        "given": bool(os.environ.get(WATCHDOG)),
         "heartbeat": seconds(HEARTBEAT, 5.0, zero=False),
         "world": world.size,
         "attempt": run.attempt if run else 0,
@@ -88,12 +90,17 @@ def begin(world: Communicator) -> None:
             listener, where = _listen(everyone[0][5:], [everyone[ranks[0]][5:] for ranks in nodes.values()])
         world.broadcast(where)
     mine = nodes[everyone[world.rank][2]]
-    if world.rank == mine[0] and descriptor >= 0:
+    unseen = [rank for rank, (_, its, *_) in enumerate(everyone) if its < 0]
+    if world.rank == 0 and unseen and settings["watchdog"]:
+        line = f"odyssey: [watch] {name(unseen)} cannot be watched: there is no memory that another process could read"
+        print(line, file=sys.stderr, flush=True)
+    if world.rank == mine[0] and any(everyone[rank][1] >= 0 for rank in mine):
         settings |= {
             "ranks": [[rank, everyone[rank][0], everyone[rank][1]] for rank in mine],
             "nodes": list(nodes.values()),
             "secret": secret.tobytes().hex(),
             "main": world.rank == 0,
+            "detach": True,
             "listen": listener.fileno() if listener else -1,
             "address": [_text(int(where[0])), int(where[1])] if where[1] else None,
             "files": _left_behind([everyone[rank][3:5] for rank in mine]),
@@ -113,19 +120,20 @@ def entry_name(secret: np.ndarray) -> str:
 
 
 def _start(settings: dict[str, Any], listener: socket.socket | None) -> None:
-    global _watcher
     program = Path(__file__).with_name("watcher.py")
     with contextlib.suppress(OSError):
-        _watcher = subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-I", "-S", str(program)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             start_new_session=True,  # it outlives the ranks by a moment, also when their process group is killed
             pass_fds=[listener.fileno()] if listener else [],
         )
-        assert _watcher.stdin is not None
-        _watcher.stdin.write(json.dumps(settings).encode() + b"\n")
-        _watcher.stdin.close()
+        # It goes on in a process that is no child of this one.
+        threading.Thread(target=process.wait, name="odyssey watcher", daemon=True).start()
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(settings).encode() + b"\n")
+        process.stdin.close()
 
 
 def _node() -> int:

@@ -45,6 +45,7 @@ class Watcher:
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self.world, self.limit = int(settings["world"]), float(settings["watchdog"])
+        self.preparing = not settings.get("given", True)  # nobody has said what the limit is to be
         self.patience = float(settings["heartbeat"])
         self.run_dir, self.attempt = settings["run"], int(settings["attempt"])
         self.main, self.secret = bool(settings["main"]), bytes.fromhex(settings["secret"])
@@ -56,7 +57,7 @@ class Watcher:
         self.pid = self.ranks[0].pid if 0 in self.ranks else 0  # of rank 0, which a job is known by
         self.seen: dict[int, judge.Seen] = {}
         self.poll = select.poll()
-        self.floor = self.last_tick = time.monotonic()
+        self.floor = self.last_tick = self.begun = time.monotonic()
         self.next_beat = self.next_file = self.next_maps = 0.0
         self.ending: float = 0.0  # when the ranks that are left are killed
         self.slow: dict[int, int] = {}  # rank -> looks at which it was slow
@@ -73,7 +74,7 @@ class Watcher:
         self.answers: dict[int, str] = {}
         self.listener = self.local = self.up = None
         self.up_heard = self.next_call = 0.0
-        self.told_unwatched = False
+        self.told_unwatched = self.told_unseen = False
         if self.main:
             if settings["listen"] >= 0:
                 self.listener = socket.socket(fileno=settings["listen"])
@@ -142,6 +143,11 @@ class Watcher:
             self.seen[rank] = watched.look(now, self.floor)
             if before and not watched.alive and watched.handle < 0:  # no handle told it
                 self._gone([watched])
+        if not self.told_unseen and now > self.begun + 2:
+            self.told_unseen = True
+            unseen = sorted(w.rank for w in self.ranks.values() if w.alive and w.last is None)
+            if unseen:
+                say(f"odyssey: [watch] {judge.name(unseen)} cannot be watched: no slot of theirs can be opened\n")
         if now >= self.next_maps:
             self.next_maps = now + 5
             for watched in self.ranks.values():
@@ -176,7 +182,7 @@ class Watcher:
             if away:
                 say(f"odyssey: [watch] {judge.name(away)} cannot be watched: their machines did not call\n")
         if self.limit:
-            found = judge.hang(self.seen, self.world, self.limit)
+            found = judge.hang(self.seen, self.world, self.limit, self.preparing)
             if found is not None:
                 self._hang(found)
                 return
@@ -199,7 +205,7 @@ class Watcher:
         stacks = self._gather_stacks()
         for rank, watched in self.ranks.items():
             self.seen[rank] = watched.look(time.monotonic(), self.floor)
-        if judge.hang(self.seen, self.world, self.limit) is None:
+        if judge.hang(self.seen, self.world, self.limit, self.preparing) is None:
             return  # it went on while the stacks were gathered
         path = self._write_stacks(stacks)
         text = judge.paragraph(found, self.seen, stacks, path, self.limit, HUNG)
@@ -565,6 +571,8 @@ def main() -> None:
         settings = json.loads(sys.stdin.readline(16 << 20))
     except ValueError:  # the rank that started this one is gone already
         return
+    if settings.get("detach") and os.fork():
+        os._exit(0)  # what goes on is no child of a rank: nobody waits for it, or takes it for one of his own
     try:
         Watcher(settings).run()
     except Exception as problem:
