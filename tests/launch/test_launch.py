@@ -86,6 +86,20 @@ def test_ranks_that_do_not_stop_are_killed_after_the_grace(job):
     assert run.gone()
 
 
+def test_a_script_without_a_trainer_gets_sigterm(job, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *a: (print('asked to end', flush=True), sys.exit(0)))\n"
+        "print('ready', flush=True)\ntime.sleep(300)\n"
+    )
+    run = job("-n", 2, script)
+    run.reach("ready\nready")
+    run.process.send_signal(signal.SIGTERM)
+    assert run.end() == 0, run.err
+    assert run.out.count("asked to end") == 2
+
+
 def test_a_second_signal_ends_at_once_and_one_during_startup_too(job):
     run = job("-n", 2, COUNTING, 600, 0.01, "1:1:5:stop")
     run.reach(4)

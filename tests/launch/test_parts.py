@@ -8,6 +8,7 @@ import pty
 import re
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import odyssey
 from odyssey import runs
 from odyssey.errors import ConfigError, LaunchError
 from odyssey.launch import LaunchConfig, attempt, ends, leftovers, starting, supervisor, users
+from odyssey.launch import lock as lock_file
 from odyssey.launch.__main__ import parse
 from odyssey.launch.hosts import parse_hosts, place
 from odyssey.launch.lock import Lock, holder
@@ -135,7 +137,8 @@ def test_a_reader_that_is_slow_or_gone_stops_nobody():
 # --- lock ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_lock_is_recovered_from_a_launcher_that_is_gone(tmp_path):
+def test_the_lock_is_recovered_from_a_launcher_that_is_gone(tmp_path, monkeypatch):
+    monkeypatch.setattr(lock_file, "FRESH", 2.0)
     path = tmp_path / "launch.lock"
     lock = Lock(path)
     assert holder(path)["pid"] == os.getpid()
@@ -144,9 +147,23 @@ def test_the_lock_is_recovered_from_a_launcher_that_is_gone(tmp_path):
     lock.close()
     assert holder(path) is None
     path.write_text(json.dumps({"host": "elsewhere", "pid": 7, "held": True}))
-    with pytest.raises(LaunchError, match="process 7 on host elsewhere"):
-        Lock(path)
-    os.utime(path, (time.time() - 60,) * 2)
+    over = threading.Event()
+
+    def renew():
+        while not over.wait(0.05):
+            os.utime(path, ns=(0, time.monotonic_ns()))  # the clock of that host is decades behind
+
+    thread = threading.Thread(target=renew)
+    thread.start()
+    try:
+        with pytest.raises(LaunchError, match="process 7 on host elsewhere"):
+            Lock(path)
+        assert holder(path)["pid"] == 7
+    finally:
+        over.set()
+        thread.join()
+    monkeypatch.setattr(lock_file, "FRESH", 0.3)
+    assert holder(path) is None and holder(path, sure=False)["pid"] == 7
     Lock(path).close()
     path.write_bytes(b"\xff[[[")
     Lock(path).close()
@@ -382,6 +399,22 @@ def test_newest_step(tmp_path):
     for name in ("step_00000005", "step_00000020", ".step_00000030.tmp.1.2", "step_x", "other"):
         (tmp_path / name).mkdir()
     assert attempt.newest_step(tmp_path) == 20
+
+
+def test_ranks_that_write_a_checkpoint_have_longer(tmp_path):
+    run = runs.Run(tmp_path, 1)
+    words = LaunchConfig(grace=10), run, [], {starting.TOKEN: "x"}, 2, (), []
+    for phase, step, forced_at in (("checkpoint", 7, 41.0), ("compute", 7, 11.0)):
+        one = attempt.Attempt(*words, print)
+        one._begun, one._stop, one._stop_at, one._beat_at = 0.0, 15, 1000.0, 1000.0
+        one._beats = {"ranks": [{"rank": 0, "step": step, "phase": phase}, {"rank": 1, "step": 7, "phase": "wait"}]}
+        assert not one._asked(1000.0 + forced_at - 2) and not one._forced
+        assert one._asked(1000.0 + forced_at) and one._forced and not one._told
+
+
+def test_who_has_read_a_request():
+    assert attempt.unread({}) and attempt.unread({0: "compute", 1: "wait"})
+    assert not any(attempt.unread({0: "wait", 1: phase}) for phase in ("", "checkpoint", "compile"))
 
 
 def test_silence_counts_on_several_machines_only(tmp_path, monkeypatch):

@@ -32,6 +32,9 @@ from .starting import TOKEN
 
 SILENT = 10.0  # seconds without a heartbeat, after there was one, that mean a lost host
 ENDING = 5.0  # seconds that the launcher has to end by itself after its ranks have
+LONGER = 4  # times the grace that ranks have while one of them writes a checkpoint
+UNREAD = 2.0  # seconds after which ranks that read no request are sent a signal
+UNKNOWN = 10.0  # seconds after the start in which a trainer may not have shown itself yet
 LAST_WORDS = (
     0.12,
     1.5,
@@ -73,6 +76,8 @@ class Attempt:
         self._stop: int | None = None
         self._stop_at = 0.0
         self._forced = False
+        self._begun = time.monotonic()
+        self._told = False  # ranks were sent a SIGTERM
         self._scale: int | None = None
         self._beat: tuple[int, int] | None = None
         self._beats: dict[str, Any] = {}
@@ -119,7 +124,7 @@ class Attempt:
 
     def _watch(self, process: subprocess.Popen[bytes], pumps: list[Pump]) -> dict[str, Any]:
         """Looks again and again until the attempt is over; what it ended by, as fields of an Outcome."""
-        begun = looked = time.monotonic()
+        begun = looked = self._begun = time.monotonic()
         failed = quiet = 0.0
         over: float | None = None
         started = False
@@ -139,7 +144,7 @@ class Attempt:
             if self._asked(now):
                 return {}
             bad, all_over = self._ended()
-            if bad:
+            if bad and not (self._told and not all_over):  # the others may still do what they do on SIGTERM
                 failed = failed or now
                 if now - max(failed, quiet) >= LAST_WORDS[0] or now - failed >= LAST_WORDS[1]:
                     return {}
@@ -293,10 +298,37 @@ class Attempt:
                 )
                 self._forced = True
                 return True
-        if self._stop is not None and now - self._stop_at > self.config.grace:
+        if self._stop is None:
+            return False
+        asked = now - self._stop_at
+        phases = self._phases()
+        if not self._told and asked > UNREAD and now - self._begun > UNKNOWN and unread(phases):
+            self._told = True
+            self._tell()
+        times = LONGER if "checkpoint" in phases.values() else 1
+        if asked > times * self.config.grace:
             self._forced = True
             return True
         return False
+
+    def _phases(self) -> dict[int, str]:
+        """What each rank did when the heartbeat was written, with "" for a rank that has done a step."""
+        found = {}
+        ranks = self._beats.get("ranks") if self._beat_at is not None else None
+        for entry in ranks if isinstance(ranks, list) else ():
+            if isinstance(entry, dict) and type(entry.get("rank")) is int and type(entry.get("phase")) is str:
+                stepped = bool(entry.get("step")) and entry["phase"] != "checkpoint"
+                found[entry["rank"]] = "" if stepped else entry["phase"]
+        return found
+
+    def _tell(self) -> None:
+        """Sends SIGTERM to the ranks of this machine: no trainer is there that would read the request."""
+        here = os.uname().nodename
+        ranks = ends.started(self.run.ranks, self.run.attempt).values()
+        wanted = {rank.pid for rank in ranks if rank.host == here}
+        for pid in wanted.intersection(leftovers.processes(self.token)):
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGTERM)
 
     def _requests(self) -> None:
         """Reads the control file when it has changed: `odyssey scale` writes it."""
@@ -325,6 +357,11 @@ def allowed(config: LaunchConfig, ranks: int) -> str | None:
     if not least <= ranks <= most:
         return f"{least} to {most} are allowed" + (" (--elastic)" if config.elastic else "")
     return None
+
+
+def unread(phases: dict[int, str]) -> bool:
+    """Whether no rank has read a request to stop, by what they do (see `_phases`): none has a trainer at work."""
+    return not {"", "checkpoint", "compile"}.intersection(phases.values())
 
 
 def elsewhere(layout: tuple[tuple[str, int], ...], hosts: set[str], here: str) -> bool:

@@ -20,6 +20,7 @@ What it is not: part of the package at run time. It imports only the standard li
 way of every restart.
 """
 
+import _signal as signal  # what the module signal is made of: without its enums, which take milliseconds
 import os
 import sys
 import time
@@ -30,7 +31,10 @@ import tether  # noqa: E402
 RANK = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "SLURM_PROCID")  # the first that is there counts
 LOCAL_RANK = ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
 REASON_LIMIT = 1 << 16  # bytes of ends/N.reason.json
-HANDED_ON = ("SIGHUP", "SIGINT", "SIGQUIT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGCONT", "SIGALRM")
+FORWARDED = {
+    getattr(signal, name)
+    for name in ("SIGHUP", "SIGINT", "SIGQUIT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGCONT", "SIGALRM")
+}
 
 
 def main() -> None:
@@ -39,9 +43,11 @@ def main() -> None:
     parent, program = os.getpid(), sys.argv[1:]
     before = oom_kills()
     rendezvous()
+    inherited = block()  # a signal that comes while the program starts is for the program
     child = os.fork()
     if not child:
         try:
+            signal.pthread_sigmask(signal.SIG_SETMASK, inherited)
             os.setpgid(0, 0)  # a signal to the keeper's group comes once: from the keeper
             tether.tie(parent)
             os.execvp(program[0], program)
@@ -66,20 +72,20 @@ def main() -> None:
     end(code)
 
 
+def block() -> set:
+    """Keeps the signals that `wait` takes from acting; the mask that was before."""
+    return signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED | {signal.SIGCHLD})
+
+
 def wait(child: int) -> tuple:
     """Waits for the program, handing signals on; its status and resource usage."""
-    import signal
-
-    forwarded = {getattr(signal, name) for name in HANDED_ON}
-    signals = forwarded | {signal.SIGCHLD}
-    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)  # by default BSD and macOS drop it although it is blocked
     while True:
         found, status, usage = os.wait4(child, os.WNOHANG)
         if found:
             return status, usage
-        caught = signal.sigwait(signals)
-        if caught in forwarded:
+        caught = signal.sigwait(FORWARDED | {signal.SIGCHLD})
+        if caught in FORWARDED:
             try:
                 os.kill(child, caught)  # not reaped yet: it is the program and nothing else
             except ProcessLookupError:
@@ -91,7 +97,6 @@ def end(code: int) -> None:
     if code >= 0:
         os._exit(code)
     import resource
-    import signal
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))  # one core is enough
     if -code not in (signal.SIGKILL, signal.SIGSTOP):

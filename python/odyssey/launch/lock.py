@@ -1,8 +1,9 @@
 """One launcher per run: a lock file that says who holds it, recovered when that launcher is gone.
 
 The kernel releases the lock with the process that holds it. Where the file lies on a network file system whose locks
-are not seen by other hosts, the file's time, renewed every few seconds, tells a living launcher of another host. What
-it is not: what keeps two attempts from writing; that is the attempt's number.
+are not seen by other hosts, the file's time, renewed every few seconds, tells a living launcher of another host: it
+changes while one looks (clocks of hosts are not compared). What it is not: what keeps two attempts from writing; that
+is the attempt's number.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 
 from ..errors import LaunchError, OutputError, printable
 
-FRESH = 20.0  # seconds for which a lock of another host counts without being renewed
+FRESH = 20.0  # seconds in which a launcher of another host renews its lock, if it lives
 RENEWED = 5.0  # seconds
 
 
@@ -51,7 +52,7 @@ class Lock:
         except OSError:
             held = True
         found = _read(self._descriptor)
-        if held or _elsewhere(self._descriptor, found):
+        if held or (_elsewhere(found) and _renewed(self.path)):
             who = f"process {found.get('pid', '?')} on host {printable(str(found.get('host', '?')))[:256]}"
             raise LaunchError(
                 f"[launch] {self.path.parent} is being run by {who}; wait for it, stop it, or name another --run-dir"
@@ -76,8 +77,12 @@ class Lock:
         os.close(self._descriptor)
 
 
-def holder(path: Path) -> dict | None:
-    """Host and pid of the launcher that holds the lock, None if none does."""
+def holder(path: Path, sure: bool = True) -> dict | None:
+    """Host and pid of the launcher that holds the lock, None if none does.
+
+    Args:
+        sure: look for up to FRESH seconds whether a launcher of another host renews it; else believe what it says.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
@@ -88,7 +93,7 @@ def holder(path: Path) -> dict | None:
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError:
             return found
-        return found if _elsewhere(descriptor, found) else None
+        return found if _elsewhere(found) and (not sure or _renewed(path)) else None
     finally:
         os.close(descriptor)
 
@@ -101,7 +106,27 @@ def _read(descriptor: int) -> dict:
     return {}
 
 
-def _elsewhere(descriptor: int, found: dict) -> bool:
-    """Whether a launcher of another host, whose lock may not be seen here, has lately said that it lives."""
-    age = time.time() - os.fstat(descriptor).st_mtime
-    return found.get("host") not in (None, socket.gethostname()) and found.get("held") is True and age < FRESH
+def _elsewhere(found: dict) -> bool:
+    """Whether a launcher of another host, whose lock may not be seen here, says that it holds it."""
+    return found.get("host") not in (None, socket.gethostname()) and found.get("held") is True
+
+
+def _renewed(path: Path) -> bool:
+    """Whether the file's time changes within FRESH seconds: its holder lives."""
+    first, until = _time(path), time.monotonic() + FRESH
+    while time.monotonic() < until:
+        time.sleep(min(0.25, FRESH / 10))
+        if _time(path) != first:
+            return True
+    return False
+
+
+def _time(path: Path) -> int:
+    """In ns; by a file that is opened for it, as network file systems then ask their server."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            return os.fstat(descriptor).st_mtime_ns
+        finally:
+            os.close(descriptor)
+    return 0

@@ -73,7 +73,7 @@ def scale(path: Path, ranks: int, wait: float = 60.0, say: Callable[[str], None]
                 raise LaunchError(f"[scale] attempt {then['attempt']} runs on {then.get('ranks')} ranks, not {ranks}")
             say(f"attempt {then['attempt']} runs on {ranks} ranks")
             return then["attempt"]
-        if lock.holder(run.lock) is None:
+        if lock.holder(run.lock, sure=False) is None:
             raise LaunchError(f"[scale] the launcher of {name} has ended; its output says why")
     raise LaunchError(
         f"[scale] attempt {number} of {name} did not stop within {wait:g} s; it does after a step, if the script "

@@ -196,7 +196,7 @@ class DistributedLauncher:
             before = leftovers.Snapshot.of(record["before"])
             if before is not None:
                 chores.append(_Cleaning(before, ended, run, record))
-            outcome = self._asked_hosts(outcome, starter, environment)
+            outcome = self._asked_hosts(outcome, starter, environment, lock.renew)
             action = decide(outcome, action.past, config, action.hosts)
             scaled = action.code is None and outcome.scale == action.ranks != outcome.ranks
             former = outcome.ranks if scaled else None
@@ -212,14 +212,16 @@ class DistributedLauncher:
         self._idle(lock, chores)
         return code
 
-    def _asked_hosts(self, outcome: Outcome, starter: starting.Starter, environment: dict[str, str]) -> Outcome:
+    def _asked_hosts(
+        self, outcome: Outcome, starter: starting.Starter, environment: dict[str, str], idle: Callable[[], None]
+    ) -> Outcome:
         """After a failure on several hosts: which of them are not there any more."""
         if len(outcome.layout) < 2 or starter.kind == "srun" or outcome.done or outcome.stop is not None:
             return outcome
         codes = {end.code for end in outcome.ended.values()}
         if codes - {None, 0, 69, 76, 77}:
             return outcome  # a rank ended by itself; its host is there
-        lost = probe(self.config, starter, [name for name, _ in outcome.layout], environment)
+        lost = probe(self.config, starter, [name for name, _ in outcome.layout], environment, idle)
         if len(lost) == len(outcome.layout):
             self._say(f"attempt {outcome.attempt}: no host answers, which says more about the network than about them")
             return dataclasses.replace(outcome, unsure=True)
@@ -270,7 +272,11 @@ class _Cleaning:
 
 
 def probe(
-    config: LaunchConfig, starter: starting.Starter, hosts: list[str], environment: dict[str, str]
+    config: LaunchConfig,
+    starter: starting.Starter,
+    hosts: list[str],
+    environment: dict[str, str],
+    idle: Callable[[], None] = lambda: None,
 ) -> tuple[str, ...]:
     """The hosts on which no process can be started within PROBE seconds, or those of ODYSSEY_HOST_PROBE."""
     nothing = [sys.executable, "-I", "-S", "-c", ""]
@@ -288,10 +294,10 @@ def probe(
     until = time.monotonic() + probe_seconds(os.environ)
     lost = []
     for host, process in running.items():
-        try:
-            if process.wait(max(0.0, until - time.monotonic())):
-                lost.append(host)
-        except subprocess.TimeoutExpired:
+        while process.poll() is None and time.monotonic() < until:
+            idle()
+            time.sleep(0.02)
+        if process.returncode != 0:  # or None: no answer
             lost.append(host)
     leftovers.kill(f"{starting.TOKEN}={environment[starting.TOKEN]}")
     for process in running.values():
