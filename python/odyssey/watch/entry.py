@@ -237,6 +237,8 @@ def end(
         return code
     if everywhere and code != INTERRUPTED:
         if not rank:
+            if world is None:
+                _first()  # so that nobody, this rank included, says it again on the way out
             _say(line, text, None)
         if world is None:
             time.sleep(0.2 if rank else 0)  # an earlier end of this rank could take rank 0 away before it prints
