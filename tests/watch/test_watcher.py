@@ -7,11 +7,12 @@ import json
 import os
 import socket
 import sys
+import threading
 import time
 
 import pytest
 
-from odyssey.watch import link, watcher
+from odyssey.watch import link, watcher, writer
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the watcher reads /proc")
 
@@ -28,9 +29,14 @@ def make(tmp_path):
     return make
 
 
+def beat(w: watcher.Watcher) -> None:
+    w._write_heartbeat()
+    assert w.writer.drain(20)
+
+
 def test_on_a_full_disk_the_heartbeat_is_renewed(make, tmp_path, monkeypatch):
     w, path = make(), tmp_path / "heartbeat.json"
-    w._write_heartbeat()
+    beat(w)
     text = path.read_text()
     os.utime(path, (1, 1))
 
@@ -38,29 +44,31 @@ def test_on_a_full_disk_the_heartbeat_is_renewed(make, tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "no space left")
 
     monkeypatch.setattr(os, "replace", full)
-    w._write_heartbeat()
+    beat(w)
     assert path.read_text() == text and path.stat().st_mtime > 1e9
     assert [p.name for p in tmp_path.iterdir()] == ["heartbeat.json"]
     path.write_text(json.dumps({"attempt": 1}))  # an earlier attempt's: nobody is to take it for this one's
     os.utime(path, (1, 1))
-    w._write_heartbeat()
+    beat(w)
     assert path.stat().st_mtime == 1
 
 
 def test_its_files_go_with_it_and_no_others(make, tmp_path):
     w = make()
-    w._write_heartbeat()
     w._write_address()
+    beat(w)
     assert {p.name for p in tmp_path.iterdir()} == {"heartbeat.json", "watch.json"}
     w._finish()
     assert list(tmp_path.iterdir()) == []
     w, later = make(), make(attempt=3)
+    beat(w)
     w._write_address()
+    w.writer.drain(20)
     later._write_address()
-    later._write_heartbeat()
-    w._remove("watch.json")
-    w._remove("heartbeat.json")
-    assert len(list(tmp_path.iterdir())) == 2
+    later.writer.drain(20)
+    beat(later)
+    w._finish()
+    assert all(json.loads((tmp_path / f"{n}.json").read_text())["attempt"] == 3 for n in ("heartbeat", "watch"))
 
 
 def test_a_defect_of_the_watcher_leaves_no_heartbeat(make, tmp_path, monkeypatch):
@@ -69,6 +77,49 @@ def test_a_defect_of_the_watcher_leaves_no_heartbeat(make, tmp_path, monkeypatch
     with pytest.raises(ZeroDivisionError):
         w.run()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_write_that_blocks_blocks_nobody_else():
+    w, gate, done = writer.Writer(), threading.Event(), []
+    w.put(gate.wait)
+    for i in range(5):
+        w.put(lambda i=i: done.append(i), "heartbeat")
+    w.put(lambda: 1 // 0)
+    w.put(lambda: done.append("words"))
+    for _ in range(2 * writer.QUEUE):
+        w.put(lambda: done.append("more"))
+    assert not w.drain(0.1) and not done
+    gate.set()
+    assert w.drain(20)
+    assert done[:2] == [4, "words"] and 2 < len(done) <= writer.QUEUE  # the latest of one name; not all of many
+
+
+def test_the_watcher_goes_on_when_nobody_reads_its_words(make, tmp_path):
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    while True:
+        try:
+            os.write(write, b"x" * 4096)
+        except BlockingIOError:
+            break
+    os.set_blocking(write, True)
+    kept = os.dup(2)
+    os.dup2(write, 2)
+    try:
+        w = make()
+        w._say("a straggler")
+        begun = time.monotonic()
+        for _ in range(3):
+            w.tick()
+        assert time.monotonic() - begun < 5
+        assert not w.writer.drain(0.2)
+        os.read(read, 1 << 20)
+        assert w.writer.drain(20)
+        assert (tmp_path / "heartbeat.json").exists()
+    finally:
+        os.dup2(kept, 2)
+        for number in (kept, read, write):
+            os.close(number)
 
 
 def test_who_calls_and_says_nothing_is_dropped(make, monkeypatch):

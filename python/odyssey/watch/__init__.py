@@ -6,6 +6,7 @@
 | entry.py | in a rank: how it ends, and what it does when the watcher asks |
 | start.py | in a rank, at the start: who is where; starts the watcher |
 | watcher.py | the process that watches; process.py is one rank as it sees it |
+| writer.py | what it writes, in a thread of its own |
 | judge.py | who hangs, who is slow, and the words for it; pure functions |
 | link.py | messages between watchers of several machines |
 

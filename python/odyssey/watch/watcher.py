@@ -11,6 +11,7 @@ a part of the training. Nothing that happens to it can hurt the ranks, unless ma
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import select
@@ -23,15 +24,16 @@ from typing import Any
 
 if __name__ == "__main__":  # -I: this package is found by its place alone, behind the standard library
     sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    from watch import judge, link
-    from watch.process import Watched, taken
+    from watch import judge, link, writer
+    from watch.process import Watched
 else:
-    from . import judge, link
-    from .process import Watched, taken
+    from . import judge, link, writer
+    from .process import Watched
 
 TICK = 0.25  # seconds between looks
 BEAT = 0.5  # seconds between messages of machines
 HUNG, LOST, DEFECT = 77, 69, 70
+WORDS_S = 1.5  # seconds in which words and files must be out before ranks are ended
 LAST_LOOK = 0.3  # seconds for which the last heartbeat stays
 GRACE = 1.0  # seconds that ranks have for ending the job themselves
 QUIET = 60.0  # seconds between lines about stragglers
@@ -53,6 +55,7 @@ class Watcher:
         self.files = {path: os.lstat(path).st_ino for path in settings["files"] if os.path.lexists(path)}
         self.ranks = {rank: Watched(rank, pid, slot) for rank, pid, slot in settings["ranks"]}
         self.nodes = [set(ranks) for ranks in settings["nodes"]]
+        self.writer = writer.Writer()
         self.host = os.uname().nodename
         self.pid = self.ranks[0].pid if 0 in self.ranks else 0  # of rank 0, which a job is known by
         self.seen: dict[int, judge.Seen] = {}
@@ -147,7 +150,7 @@ class Watcher:
             self.told_unseen = True
             unseen = sorted(w.rank for w in self.ranks.values() if w.alive and w.last is None)
             if unseen:
-                say(f"odyssey: [watch] {judge.name(unseen)} cannot be watched: no slot of theirs can be opened\n")
+                self._say(f"odyssey: [watch] {judge.name(unseen)} cannot be watched: no slot of theirs can be opened\n")
         if now >= self.next_maps:
             self.next_maps = now + 5
             for watched in self.ranks.values():
@@ -180,7 +183,7 @@ class Watcher:
             self.told_unwatched = True
             away = sorted(r for n, ranks in enumerate(self.nodes) if n and n not in self.heard for r in ranks)
             if away:
-                say(f"odyssey: [watch] {judge.name(away)} cannot be watched: their machines did not call\n")
+                self._say(f"odyssey: [watch] {judge.name(away)} cannot be watched: their machines did not call\n")
         if self.limit:
             found = judge.hang(self.seen, self.world, self.limit, self.preparing)
             if found is not None:
@@ -196,7 +199,7 @@ class Watcher:
         for rank, times, where in sorted(slow, key=lambda found: -found[1]):
             if self.slow[rank] >= SLOW_LOOKS:
                 self.next_slow = now + QUIET
-                say(judge.slow_line(self.seen[rank], times, where))
+                self._say(judge.slow_line(self.seen[rank], times, where))
                 return
 
     # --- hangs ---
@@ -209,7 +212,7 @@ class Watcher:
             return  # it went on while the stacks were gathered
         path = self._write_stacks(stacks)
         text = judge.paragraph(found, self.seen, stacks, path, self.limit, HUNG)
-        say(text)
+        self._say(text)
         for rank in found.culprits:
             self._write_reason(rank, HUNG, f"hang: {judge.about(self.seen[rank], stacks.get(rank, ''))}")
         self._end(HUNG, avoid=set(found.culprits))
@@ -234,16 +237,13 @@ class Watcher:
         for rank in sorted(self.seen):
             about = judge.about(self.seen[rank], "")
             parts.append(f"=== {about}\n{stacks.get(rank) or '(no stacks)'}\n")
-        try:
-            if folder:
-                os.makedirs(folder, mode=0o700, exist_ok=True)
-            path = os.path.join(folder, name)
-            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-            with open(os.open(path, flags, 0o600), "w", errors="replace") as file:
-                file.write("\n".join(parts))
-            return path
-        except OSError:
-            return ""
+        path, text, done = os.path.join(folder, name), "\n".join(parts), []
+        self.writer.put(lambda: done.append(writer.write_text(path, text)))
+        self.writer.drain(WORDS_S)
+        return path if any(done) else ""
+
+    def _say(self, text: str) -> None:
+        self.writer.put(lambda: writer.say(text))
 
     # --- ends ---
 
@@ -280,7 +280,7 @@ class Watcher:
         last = f"; its last call was {first.call}, {first.call_text}" if first.call >= 0 else ""
         doing = f"waiting in {first.wait_text}" if first.waits else f"in {first.phase}"
         who = f"rank {first.rank} (pid {first.pid} on {first.host or self.host}, step {first.step}, {doing})"
-        say(f"odyssey: [watch] {who} {how}{last}; all ranks are ended\n")
+        self._say(f"odyssey: [watch] {who} {how}{last}; all ranks are ended\n")
         self._write_reason(first.rank, code, f"{how}, {doing}")
         self.ending = now + GRACE  # as a rule the launcher ends them before
         if self.up is not None:
@@ -288,6 +288,7 @@ class Watcher:
 
     def _end(self, code: int, avoid: set[int]) -> None:
         """Ends the job: by a rank that can, here or elsewhere; who is left is killed."""
+        self.writer.drain(WORDS_S)
         self.ending = time.monotonic() + GRACE
         healthy = [
             w for rank, w in self.ranks.items() if w.alive and rank not in avoid and self.seen[rank].state != "T"
@@ -315,55 +316,28 @@ class Watcher:
             self._tell(peer, {"bye": True})
             peer.close()
         if self.main and self.run_dir:
-            self._write_heartbeat()
-            time.sleep(LAST_LOOK)
-            for name in ("heartbeat.json", "watch.json"):  # no heartbeat: these ranks are not watched any more
-                self._remove(name)
+            if writer.is_of(os.path.join(self.run_dir, "heartbeat.json"), attempt=self.attempt):
+                self._write_heartbeat()
+                self.writer.drain(WORDS_S)
+                time.sleep(LAST_LOOK)
+            whose = {"attempt": self.attempt}, {"attempt": self.attempt, "host": self.host, "pid": self.pid}
+            for name, mine in zip(("heartbeat.json", "watch.json"), whose, strict=True):
+                # No heartbeat: these ranks are not watched any more.
+                path = os.path.join(self.run_dir, name)
+                self.writer.put(functools.partial(writer.remove, path, **mine))
+        self.writer.drain(WORDS_S)
 
     # --- files of a run ---
 
-    def _write(self, name: str, value: Any) -> bool:
-        """Whole or not at all, but not flushed to the disk: it is old a second later."""
+    def _write(self, name: str, value: Any) -> None:
         path = os.path.join(self.run_dir, name)
-        aside = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.{os.getpid()}.tmp")
-        try:
-            os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-            with open(os.open(aside, flags, 0o600), "w") as file:
-                file.write(json.dumps(value) + "\n")
-            os.replace(aside, path)
-        except OSError:
-            with contextlib.suppress(OSError):
-                os.unlink(aside)
-            return False
-        return True
-
-    def _is_mine(self, name: str) -> bool:
-        """Whether a file of the run is of this watcher's attempt, and not of a later one."""
-        try:
-            with open(os.path.join(self.run_dir, name), errors="replace") as file:
-                found = json.loads(file.read(4 << 20))
-        except (OSError, ValueError, RecursionError):
-            return False
-        return (
-            isinstance(found, dict)
-            and found.get("attempt") == self.attempt
-            and found.get("pid", self.pid) == self.pid
-            and found.get("host", self.host) == self.host
-        )
-
-    def _remove(self, name: str) -> None:
-        if self._is_mine(name):
-            with contextlib.suppress(OSError):
-                os.unlink(os.path.join(self.run_dir, name))
+        self.writer.put(lambda: writer.write(path, value))
 
     def _write_heartbeat(self) -> None:
         ranks = [{"rank": s.rank, "step": s.step, "phase": s.doing} for _, s in sorted(self.seen.items())]
         value = {"attempt": self.attempt, "time": time.time(), "ranks": ranks}
-        # On a full disk the old file has to do: its age says that the ranks are watched.
-        if not self._write("heartbeat.json", value) and self._is_mine("heartbeat.json"):
-            with contextlib.suppress(OSError):
-                os.utime(os.path.join(self.run_dir, "heartbeat.json"))
+        path = os.path.join(self.run_dir, "heartbeat.json")
+        self.writer.put(lambda: writer.renew(path, value, attempt=self.attempt), "heartbeat")
 
     def _write_address(self) -> None:
         if self.main and self.run_dir:
@@ -480,7 +454,7 @@ class Watcher:
     def _lost(self, node: int, seconds: float) -> None:
         ranks = sorted(self.nodes[node])
         host = next((self.seen[r].host for r in ranks if r in self.seen), "?")
-        say(
+        self._say(
             f"odyssey: [watch] no sign of life from {host} ({judge.name(ranks)}) for {seconds:.0f} s: "
             "it is dead or cut off; all ranks are ended\n"
         )
@@ -500,12 +474,13 @@ class Watcher:
             ranks = [brief(self.seen[rank]) for rank in self.ranks]
             self._tell(up, {"node": self._node, "seen": ranks})
         if self.up_heard and now - self.up_heard > self.patience and not self.ending:
-            say(
+            self._say(
                 f"odyssey: [watch] {self.host} is cut off from rank 0's machine for {now - self.up_heard:.0f} s; "
                 f"{judge.name(sorted(self.ranks))} {'is' if len(self.ranks) == 1 else 'are'} ended\n"
             )
             for rank in self.ranks:
                 self._write_reason(rank, LOST, f"{self.host} was cut off from rank 0's machine")
+            self.writer.drain(WORDS_S)
             self.ending = now
             self._kill()
 
@@ -555,14 +530,6 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def say(text: str) -> None:
-    """To stderr, in one write, and until the launcher has read it."""
-    with contextlib.suppress(OSError, ValueError):
-        sys.stderr.write(text)
-        sys.stderr.flush()
-        taken(2)
-
-
 def main() -> None:
     """Reads the settings and watches."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGPIPE):
@@ -577,7 +544,10 @@ def main() -> None:
         Watcher(settings).run()
     except Exception as problem:
         host = os.uname().nodename
-        say(f"odyssey: [watch] defect: the ranks on {host} go on unwatched: {type(problem).__name__}: {problem}\n")
+        last = writer.Writer()
+        line = f"odyssey: [watch] defect: the ranks on {host} go on unwatched: {type(problem).__name__}: {problem}\n"
+        last.put(lambda: writer.say(line))
+        last.drain(WORDS_S)
 
 
 if __name__ == "__main__":
