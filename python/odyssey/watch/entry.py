@@ -42,7 +42,7 @@ JOIN_S = 3.0  # seconds in which a rank that fails before MPI may join the other
 _before: dict[str, Callable[..., Any]] = {}  # the hooks for exceptions that were there before, where not Python's own
 _job = ""  # the same on all ranks of a job, and on no other's, once comm.world() is there
 _installed = 0  # pid
-_told: list[bool] = []  # this rank has said why all ranks end
+_spoken: list[bool] = []  # this rank has said why all ranks end
 _leaving = 0, ""  # exit code, and why, of a sys.exit that ends the interpreter
 _said: weakref.ref[SystemExit] | None = None  # the latest
 
@@ -195,7 +195,7 @@ def _leave_before_mpi() -> None:
     code, line = leaving()
     if os.getpid() == _installed and code and _world() is None and not slot.mine().ended:
         time.sleep(0.2)  # the others may come to the same end, and rank 0 tells it
-        if not _told and _first():
+        if not _spoken and _first():
             _say(f"{line}, before the ranks met; all are ended", "", launcher.rank())
         record(code, line)
         _flush(sys.stdout)
@@ -241,7 +241,7 @@ def end(
             if world is None:
                 _first()  # so that no other rank says on its way out what all have
             _say(line, text, None)
-            _told.append(True)
+            _spoken.append(True)
         if world is None:
             time.sleep(0.2 if rank else 0)  # an earlier end of this rank could take rank 0 away before it prints
             return code
