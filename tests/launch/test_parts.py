@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pty
@@ -17,7 +18,7 @@ import pytest
 import odyssey
 from odyssey import runs
 from odyssey.errors import ConfigError, LaunchError
-from odyssey.launch import LaunchConfig, attempt, ends, leftovers, starting, supervisor, users
+from odyssey.launch import LaunchConfig, attempt, ends, leftovers, output, starting, supervisor, users
 from odyssey.launch import lock as lock_file
 from odyssey.launch.__main__ import parse
 from odyssey.launch.hosts import parse_hosts, place
@@ -132,6 +133,58 @@ def test_a_reader_that_is_slow_or_gone_stops_nobody():
     assert pump.done
     os.close(source)
     os.close(out)
+
+
+def test_a_reader_that_takes_nothing_is_told_what_it_missed(tmp_path, monkeypatch):
+    monkeypatch.setattr(output, "STALLED", 0.05)
+    monkeypatch.setattr(output, "BACKLOG", 100_000)
+    source, into = os.pipe()
+    target, out = os.pipe()
+    os.set_blocking(into, False)
+    written, until = 0, time.monotonic() + 10
+    with open(tmp_path / "log", "wb") as log:
+        pump = Pump(source, out, log)
+        while written < 500_000 and time.monotonic() < until:
+            with contextlib.suppress(BlockingIOError):
+                written += os.write(into, b"z" * 4095 + b"\n")
+            pump()
+        os.close(into)
+        while not pump.closed and time.monotonic() < until:
+            pump()
+        assert (tmp_path / "log").stat().st_size == written and pump.unshown > 0
+        got = b""
+        while not pump.done and time.monotonic() < until:
+            got += os.read(target, 1 << 16)
+        os.set_blocking(target, False)
+        with contextlib.suppress(BlockingIOError):
+            got += os.read(target, 1 << 16)
+        pump.close()
+    shown, _, said = got.partition(b"\nodyssey: ")
+    assert said == b"%d bytes of the ranks' output not shown, see %s\n" % (written - len(shown), os.fsencode(log.name))
+    assert pump.unshown == 0
+    for descriptor in (source, target, out):
+        os.close(descriptor)
+
+
+def test_a_stopped_terminal_stops_nobody(tmp_path, monkeypatch):
+    monkeypatch.setattr(output, "STALLED", 0.05)
+    monkeypatch.setattr(output, "BACKLOG", 10_000)
+    master, terminal = pty.openpty()
+    source, into = os.pipe()
+    with open(tmp_path / "log", "wb") as log:
+        pump = Pump(source, terminal, log)
+        written, until = 0, time.monotonic() + 10
+        while written < 200_000 and time.monotonic() < until:
+            if len(pump._pending) < 10_000 or pump.reading:
+                written += os.write(into, b"z" * 1000)
+            pump()
+        os.close(into)
+        while not pump.closed and time.monotonic() < until:
+            pump()
+        pump.close()
+    assert (tmp_path / "log").stat().st_size == written >= 200_000 and pump.unshown > 0
+    for descriptor in (source, master, terminal):
+        os.close(descriptor)
 
 
 # --- lock ------------------------------------------------------------------------------------------------------------

@@ -118,6 +118,11 @@ class Attempt:
                     time.sleep(0.005)
             process.stdout.close()
             process.stderr.close()
+            for pump in pumps:
+                pump.close()
+            missed = sum(pump.unshown for pump in pumps)
+            if missed:
+                self.say(f"attempt {self.run.attempt}: {missed} bytes of output not shown, see {log.name}")
         if left:
             self.say(f"attempt {self.run.attempt}: processes {', '.join(map(str, left))} do not end, even when killed")
         return self._outcome(why, process.returncode)
@@ -159,13 +164,12 @@ class Attempt:
 
     def _ready(self, pumps: list[Pump]) -> list[Pump]:
         """Sleeps until ranks print something, or it is time to look at them; those that have something to pass on."""
-        waiting = [pump for pump in pumps if not pump.closed and not pump.full]
+        waiting = [pump for pump in pumps if pump.reading]
         full = [pump for pump in pumps if pump.full]
-        if not waiting:
-            time.sleep(self.config.monitor_interval)
-            return full
-        ready = select.select([pump.source for pump in waiting], [], [], self.config.monitor_interval)[0]
-        return full + [pump for pump in waiting if pump.source in ready]
+        sources, targets, _ = select.select(
+            [pump.source for pump in waiting], [pump.target for pump in full], [], self.config.monitor_interval
+        )
+        return [pump for pump in pumps if pump.source in sources or pump.target in targets]
 
     def _end(self, process: subprocess.Popen[bytes]) -> list[int]:
         """Kills what is left; the processes that do not go away."""

@@ -1,7 +1,9 @@
 """What ranks print, on its way through the launcher: into the attempt's log as it is, to the launcher's own output with
 long lines cut, and without control characters where that is a terminal.
 
-What it is not: a formatter. Bytes are passed on when they come, complete lines or not.
+Where that output takes nothing for STALLED seconds (a stopped terminal, a pager), the ranks do not wait for it: the log
+goes on, and what the reader misses is counted and said. What it is not: a formatter. Bytes are passed on when they
+come, complete lines or not.
 """
 
 from __future__ import annotations
@@ -10,9 +12,12 @@ import contextlib
 import os
 import re
 import select
+import time
 from typing import BinaryIO
 
 LINE_LIMIT = 64 << 10  # bytes of one line that are shown
+BACKLOG = 1 << 20  # bytes that wait for a slow reader
+STALLED = 2.0  # seconds without a byte taken after which a reader misses what does not fit into the backlog
 _CUT = b" ... (cut)\n"
 
 # All of C0 but tab, line feed and carriage return, DEL, and C1 as UTF-8 writes it. What is left cannot move the cursor,
@@ -32,13 +37,21 @@ class Pump:
         os.set_blocking(source, False)
         self.source, self.target, self.log = source, target, log
         self.terminal = os.isatty(target)
+        self.unshown = 0  # bytes that a reader who took nothing missed, and was not told of yet
+        self._taken = time.monotonic()  # when the target took something, or had nothing to take
+        self._own: int | None = None
+        if self.terminal:  # opened anew, so that it does not block although the shell's does
+            with contextlib.suppress(OSError):
+                self._own = os.open(os.ttyname(target), os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+                self.target = self._own
         self.closed = False
         self._shown = 0  # bytes of the current line
         self._pending = bytearray()
 
     def __call__(self) -> bool:
         """Passes on what is there and can be taken, without waiting; whether there was something."""
-        if not self._pass_on():
+        self._pass_on()
+        if not self.reading:
             return False  # the target does not take more: the ranks wait as they would at a full pipe
         try:
             data = os.read(self.source, 1 << 16)
@@ -53,9 +66,30 @@ class Pump:
             with contextlib.suppress(OSError):  # a full disk does not end the training
                 self.log.write(data)
                 self.log.flush()
-        self._pending += self.shown(data)
+        text = self.shown(data)
+        if self.unshown or (len(self._pending) + len(text) > BACKLOG and self._stalled):
+            self.unshown += len(text)
+        else:
+            self._pending += text
         self._pass_on()
         return True
+
+    @property
+    def reading(self) -> bool:
+        """Whether more of what ranks print is wanted now."""
+        return not self.closed and (len(self._pending) < BACKLOG or (self.log is not None and self._stalled))
+
+    @property
+    def _stalled(self) -> bool:
+        return time.monotonic() - self._taken > STALLED
+
+    def close(self) -> None:
+        """Gives up what the target has not taken, and counts it."""
+        self.unshown += len(self._pending)
+        self._pending.clear()
+        if self._own is not None:
+            os.close(self._own)
+            self._own = None
 
     @property
     def full(self) -> bool:
@@ -83,15 +117,25 @@ class Pump:
 
     def _pass_on(self) -> bool:
         """Writes what the target takes at once; whether nothing is left."""
-        while self._pending:
+        while self._pending or self.unshown:
+            if not self._pending:  # it takes bytes again
+                self._pending += self._missed()
+                self.unshown = 0
             try:
                 if not select.select([], [self.target], [], 0)[1]:
                     return False
                 # A pipe that is writable has room for so much: a write of it does not wait.
                 del self._pending[: os.write(self.target, self._pending[: select.PIPE_BUF])]
+                self._taken = time.monotonic()
             except BlockingIOError:
                 return False
             except (OSError, ValueError):  # the reader is gone: the training goes on, its log is complete
                 self._pending.clear()
+                self.unshown = 0
                 self.shown = lambda data: b""
+        self._taken = time.monotonic()
         return True
+
+    def _missed(self) -> bytes:
+        where = f", see {getattr(self.log, 'name', 'the log')}"
+        return f"\nodyssey: {self.unshown} bytes of the ranks' output not shown{where}\n".encode(errors="replace")

@@ -15,6 +15,7 @@ import os
 import platform
 import re
 import secrets
+import select
 import shutil
 import signal
 import socket
@@ -412,6 +413,9 @@ def _line(words: object) -> str:
 
 
 def _to_stderr(line: str) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        if not select.select([], [sys.stderr], [], 1.0)[1]:
+            return  # a stopped terminal: the ranks are not left alone for it
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.write(f"odyssey: {line}\n")
         sys.stderr.flush()
