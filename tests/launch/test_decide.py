@@ -7,7 +7,7 @@ import pytest
 from odyssey.errors import ConfigError
 from odyssey.launch.attempt import allowed
 from odyssey.launch.config import LaunchConfig, parse_elastic
-from odyssey.launch.decide import Action, Outcome, Past, decide
+from odyssey.launch.decide import Action, Outcome, Past, decide, taken_back
 from odyssey.launch.ends import End, Started, first
 from odyssey.launch.hosts import parse_hosts
 
@@ -122,6 +122,18 @@ def test_a_number_of_ranks_that_does_not_work_is_taken_back():
     config = LaunchConfig(nproc_per_node=4, max_restarts=3, hosts=hosts)
     assert after(end(1, None, 9), config=config, hosts=hosts, scale=5).ranks == 4  # more than the hosts take
     assert allowed(config, 5) == "the hosts have 4 slots" and allowed(config, 3) is None
+
+
+def test_hosts_that_answer_again_are_used_again():
+    hosts = parse_hosts("h1:2,h2:2,h3:2")
+    config = LaunchConfig(nproc_per_node=6, max_restarts=3, elastic=(2, 8), hosts=hosts)
+    action = Action("", None, 2, hosts[2:])
+    assert taken_back(action, ("h1",), config, 6)[2:4] == (4, (hosts[0], hosts[2]))
+    assert taken_back(action, ("h1", "h2"), config, 6)[2:4] == (6, hosts)
+    assert taken_back(action, ("h1", "h2"), config, 5).ranks == 5
+    hosts = parse_hosts("h1,h2")
+    config = LaunchConfig(nproc_per_node=4, max_restarts=3, elastic=(2, 4), hosts=hosts)
+    assert taken_back(Action("", None, 2, hosts[:1]), ("h2",), config, 4)[2:4] == (4, hosts)
 
 
 def test_hosts_that_all_do_not_answer_get_time():

@@ -148,6 +148,18 @@ def _failed(outcome: Outcome, past: Past, config: LaunchConfig, hosts: tuple[Hos
     return Action(line + (f" in {delay:g} s" if delay else ""), None, ranks, hosts, delay, now)
 
 
+def taken_back(action: Action, back: tuple[str, ...], config: LaunchConfig, wanted: int) -> Action:
+    """The same with hosts that were lost before an earlier attempt and answer again.
+
+    Args:
+        back: their names, of config.hosts. wanted: ranks that the run has while nothing fails.
+    """
+    names = {host.name for host in action.hosts}.union(back)
+    hosts = tuple(host for host in config.hosts if host.name in names)
+    room = capacity(hosts) if hosts else None
+    return action._replace(hosts=hosts, ranks=max(action.ranks, wanted if room is None else min(room, wanted)))
+
+
 def _remembered(outcome: Outcome, past: Past) -> Past:
     """The past, forgotten as far as the attempt got farther than those before."""
     reached = max(

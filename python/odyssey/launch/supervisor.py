@@ -34,13 +34,14 @@ from ..launcher import launched
 from . import leftovers, starting, users
 from .attempt import Attempt
 from .config import LaunchConfig
-from .decide import Action, Outcome, decide
+from .decide import Action, Outcome, decide, taken_back
 from .ends import signal_name
 from .hosts import Host, capacity, place
 from .lock import Lock
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 PROBE = 30.0  # seconds that a host has to start a process, when it is asked whether it is there
+RETURN = 5.0  # seconds that a host has which did not answer before: the others wait for it
 PROBE_VARIABLE = "ODYSSEY_HOST_PROBE"  # other seconds
 ROOM = 0.25  # share of /dev/shm below which a killed attempt's memory is removed before the next one starts
 FORMAT = 1  # of run.json
@@ -157,6 +158,7 @@ class DistributedLauncher:
         config = self.config
         action = Action("", None, config.ranks, config.hosts)
         former: int | None = None
+        wanted = config.ranks
         chores: list[Callable[[], object]] = []
         while True:
             if self._signals:  # it came while nothing ran
@@ -200,7 +202,17 @@ class DistributedLauncher:
             outcome = self._asked_hosts(outcome, starter, environment, lock.renew)
             action = decide(outcome, action.past, config, action.hosts)
             scaled = action.code is None and outcome.scale == action.ranks != outcome.ranks
+            if scaled or former is not None and action.ranks == former:
+                wanted = action.ranks
             former = outcome.ranks if scaled else None
+            missing = [host.name for host in config.hosts if host not in action.hosts]
+            missing = [name for name in missing if name not in outcome.lost]
+            if action.code is None and missing and not self._signals:
+                gone = probe(config, starter, missing, environment, lock.renew, RETURN)
+                back = tuple(name for name in missing if name not in gone)
+                if back and action.ranks >= outcome.ranks:  # else a rank was just left out
+                    action = taken_back(action, back, config, wanted)
+                    self._say(f"{', '.join(back)} answers again: going on with {action.ranks} ranks")
             if action.code != 0 or number > 1 or outcome.ended and not all(e.good for e in outcome.ended.values()):
                 self._say(action.line)
             if action.code is not None:
@@ -278,8 +290,9 @@ def probe(
     hosts: list[str],
     environment: dict[str, str],
     idle: Callable[[], None] = lambda: None,
+    seconds: float | None = None,
 ) -> tuple[str, ...]:
-    """The hosts on which no process can be started within PROBE seconds, or those of ODYSSEY_HOST_PROBE."""
+    """The hosts on which no process can be started within PROBE seconds, those of ODYSSEY_HOST_PROBE, or `seconds`."""
     nothing = [sys.executable, "-I", "-S", "-c", ""]
     running = {}
     for host in hosts:
@@ -292,7 +305,7 @@ def probe(
             env=environment,
             start_new_session=True,
         )
-    until = time.monotonic() + probe_seconds(os.environ)
+    until = time.monotonic() + (probe_seconds(os.environ) if seconds is None else seconds)
     lost = []
     for host, process in running.items():
         while process.poll() is None and time.monotonic() < until:
