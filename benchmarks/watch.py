@@ -36,9 +36,9 @@ class Switch:
 
     def __init__(self) -> None:
         from odyssey.comm import base, mpi, shm
-        from odyssey.watch import slot, start
+        from odyssey.watch import slot
 
-        self.watcher = start._watcher
+        self.watcher = watcher()
         self.slot, self.on = slot, {name: getattr(slot, name) for name in SLOT}
         self.places = [(m, n, getattr(m, n)) for m in (base, shm) for n in ("_site", "describe")]
         self.mpi = [(mpi.MPICommunicator, n, getattr(mpi.MPICommunicator, n)) for n in ("_send_header", "_headers")]
@@ -47,7 +47,7 @@ class Switch:
         for name, function in self.on.items():
             setattr(self.slot, name, function if "slots" in parts else (lambda *_: "compute"))
         if self.watcher is not None:
-            self.watcher.send_signal(signal.SIGCONT if "watcher" in parts else signal.SIGSTOP)
+            os.kill(self.watcher, signal.SIGCONT if "watcher" in parts else signal.SIGSTOP)
         code = (lambda: 0).__code__
         compared = "comparison" in parts
         for module, name, function in self.places:
@@ -56,6 +56,20 @@ class Switch:
         for kind, name, function in self.mpi:
             off = (lambda *_: None) if name == "_send_header" else (lambda *_: [])
             setattr(kind, name, function if compared else off)
+
+
+def watcher() -> int | None:
+    """The pid of the watcher that this process has started, which is no child of it; None of the other ranks."""
+    from odyssey.watch.entry import MARK
+
+    mine = f"{MARK}={os.getpid()}".encode()
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if b"watcher.py" in path.read_bytes() and mine in path.with_name("environ").read_bytes().split(b"\0"):
+                return int(path.parent.name)
+        except OSError:  # it has just ended, or is another user's
+            continue
+    return None
 
 
 def rank(options: Any) -> None:
@@ -72,7 +86,10 @@ def rank(options: Any) -> None:
     history = History()
     session = Session(trainer, loader, 1, None, Saving(every=10**9), history)
     session.begin()
+    time.sleep(1)  # the watcher has found its place
     switch = Switch()
+    if world.rank == 0 and switch.watcher is None:
+        raise RuntimeError("no watcher was found that could be switched off")
     seconds: dict[str, list[float]] = {name: [] for name in TURNS}
 
     def turn() -> float:
