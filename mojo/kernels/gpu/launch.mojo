@@ -1,0 +1,95 @@
+"""What all GPU kernels share: the queue they are put into, operands that walk over shards, the context of a step.
+
+The only file that imports the host side of MAX's GPU modules; kernel files import what they need from here.
+
+A program (shared/training/ops.mojo) is written for one shard. On a GPU one launch computes an op for all shards of a
+chunk: an operand is the address it has for the first shard and a stride, the floats from one shard's copy to the
+next (0 where all shards share it, as parameters). Layouts are those of the CPU (lanes.mojo), so a buffer means the
+same on both, and the letters of lanes.mojo hold here too. In addition
+
+    shards   shards of this launch
+    fold     shards whose parameter gradients one buffer takes, a power of two; the stride of a gradient operand is
+             from one such buffer to the next. Their sum is the subtree of docs/determinism.md, so `fold` changes no bit
+
+A launcher has the name of the CPU kernel, a queue, `shards` and then the arguments in the CPU kernel's order. It only
+enqueues: no synchronisation, no allocation. What it adds up, it adds up in an order that depends on the layer's sizes
+alone, never on `shards`, `fold`, the grid or the device's size. No atomics on floats.
+"""
+
+from std.math import ceildiv
+
+from max.gpu.host import DeviceContext
+
+from ..lanes import IntPtr, LANES, Ptr
+
+comptime Queue = DeviceContext
+comptime LongPtr = Pointer[Int64, MutUntrackedOrigin]
+
+# How the operands of a product are rounded before they are multiplied; sums are float32.
+comptime FP32 = 0
+comptime TF32 = 1  # 10 bits of mantissa, on tensor cores
+comptime BF16 = 2
+comptime FP16 = 3
+
+
+@fieldwise_init
+struct Operand(TrivialRegisterPassable):
+    """Where a tensor of the first shard is, and how many floats further that of the next.
+    """
+
+    var address: Int
+    var stride: Int  # floats; of int32 tensors as well
+
+    @always_inline
+    def ptr(self) -> Ptr:
+        """The first shard's floats."""
+        return Ptr(unsafe_from_address=self.address)
+
+    @always_inline
+    def ints(self) -> IntPtr:
+        """The first shard's int32 numbers."""
+        return IntPtr(unsafe_from_address=self.address)
+
+    @always_inline
+    def step(self) -> Int64:
+        """The stride as a kernel takes it."""
+        return Int64(self.stride)
+
+
+@fieldwise_init
+struct StepContext(TrivialRegisterPassable):
+    """What changes from step to step without being an address; in device memory, written before a step's launches.
+
+    Shard s of the launch has samples first + s shard_size up to at most shard_size of them, of `samples` in the global
+    batch; `rows` are the positions in the data set of the samples from `first` on.
+    """
+
+    var seed: UInt64
+    var step: Int64
+    var first: Int64
+    var samples: Int64
+    var shard_size: Int64
+    var images: Int64  # address of the data set, (samples, F)
+    var bytes: Int64  # 1 if it is uint8, 0 if float32
+    var labels: Int64  # address, int32
+    var rows: Int64  # address, int64
+    var scale: Int64  # address, float32 (C)
+    var shift: Int64  # address, float32 (C)
+    var loss_scale: Float64
+
+    @always_inline
+    def valid(self, shard: Int) -> Int:
+        """Samples that shard `shard` of the launch has."""
+        var left = (
+            Int(self.samples) - Int(self.first) - shard * Int(self.shard_size)
+        )
+        return max(0, min(left, Int(self.shard_size)))
+
+
+comptime StepContextPtr = Pointer[StepContext, MutUntrackedOrigin]
+
+
+@always_inline
+def blocks(n: Int, size: Int) -> Int:
+    """Blocks of `size` threads for n of them; at least one."""
+    return max(1, ceildiv(n, size))
