@@ -75,7 +75,8 @@ struct StepContext(TrivialRegisterPassable):
     var rows: Int64  # address, int64
     var scale: Int64  # address, float32 (C)
     var shift: Int64  # address, float32 (C)
-    var loss_scale: Float64
+    var loss_scale: Float32  # a power of two; Metal has no doubles
+    var unused: Float32
 
     @always_inline
     def valid(self, shard: Int) -> Int:
