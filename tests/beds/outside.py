@@ -129,13 +129,17 @@ class Outside:
         return self.signal(signal.SIGCONT, rank=rank, role=role)
 
     def end(self) -> None:
-        """SIGKILL to all of it, until there is nothing left."""
+        """SIGKILL to all of it, until two looks in a row find nothing: one that has just begun a program shows no
+        environment for an instant."""
         deadline = time.monotonic() + 20
-        while (left := self.processes()) and time.monotonic() < deadline:
+        nothing = 0
+        while nothing < 2 and time.monotonic() < deadline:
+            left = self.processes()
             for process in left:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, signal.SIGKILL)
-            time.sleep(0.02)
+            nothing = 0 if left else nothing + 1
+            time.sleep(0.02 if left else 0.005)
 
     def listening(self) -> list[str]:
         """TCP ports on which its processes listen in this network namespace, as address:port in hexadecimal."""

@@ -86,9 +86,12 @@ def test_time_used_since_the_last_sign_of_life():
     spin = [sys.executable, "-c", "sum(range(10**12))"]
     with (
         subprocess.Popen(spin) as busy,
-        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(99)"]) as idle,
+        subprocess.Popen(
+            [sys.executable, "-c", "import time; print(flush=True); time.sleep(99)"], stdout=subprocess.PIPE
+        ) as idle,
     ):
         try:
+            idle.stdout.readline()  # the time that a start takes is not asked about
             seen = [process.Watched(rank, started.pid, -1) for rank, started in enumerate((busy, idle))]
             for watched in seen:
                 watched.last = slot.mine()

@@ -33,31 +33,53 @@ _STARTING = 3.0  # seconds in which a launcher writes its description of the mac
 # --- processes -------------------------------------------------------------------------------------------------------
 
 
-def processes(token: str) -> list[int]:
-    """Processes of this user on this machine that have `token` (a "NAME=value" text) in their environment."""
-    wanted, own, here = token.encode(), os.geteuid(), os.getpid()
-    found = []
-    for pid in _pids():
-        if pid != here:
-            with contextlib.suppress(OSError):
-                if os.stat(f"/proc/{pid}").st_uid == own and wanted in _read(f"/proc/{pid}/environ").split(b"\0"):
-                    found.append(pid)
-    return found
+def processes(token: str, seconds: float = 0.2) -> list[int]:
+    """Processes of this user on this machine that have `token` (a "NAME=value" text) in their environment.
+
+    A process that has just begun a program shows neither environment nor arguments for an instant; while there is one,
+    and for at most `seconds`, all are looked at again.
+    """
+    until = time.monotonic() + seconds
+    while True:
+        found, starting = _look(token.encode())
+        if not starting or time.monotonic() > until:
+            return found
+        time.sleep(0.001)
 
 
 def kill(token: str, seconds: float = 10.0) -> list[int]:
-    """Kills the processes with `token` and waits until they are gone; those that are not after `seconds`."""
+    """Kills the processes with `token` and waits until two looks in a row find none; those that are there after
+    `seconds`."""
     until = time.monotonic() + seconds
     nap = 0.002
+    before = None  # what the last look found
     while True:
         left = [pid for pid in processes(token) if not _dead(pid)]
-        if not left or time.monotonic() > until:
+        if left == before == [] or time.monotonic() > until:
             return left
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        before = left
         time.sleep(nap)
         nap = min(2 * nap, 0.05)
+
+
+def _look(token: bytes) -> tuple[list[int], bool]:
+    """The processes with the token, and whether there is one that has just begun a program and cannot be told yet."""
+    own, here = os.geteuid(), os.getpid()
+    found, starting = [], False
+    for pid in _pids():
+        if pid != here:
+            with contextlib.suppress(OSError):
+                if os.stat(f"/proc/{pid}").st_uid != own:
+                    continue
+                environment = _read(f"/proc/{pid}/environ")
+                if token in environment.split(b"\0"):
+                    found.append(pid)
+                elif not environment and not _read(f"/proc/{pid}/cmdline"):
+                    starting = starting or not (_dead(pid) or _kernel(pid))
+    return found, starting
 
 
 def _pids() -> Iterator[int]:
@@ -78,6 +100,11 @@ def _dead(pid: int) -> bool:
         return _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()[0] in (b"Z", b"X")
     except OSError:
         return True
+
+
+def _kernel(pid: int) -> bool:
+    """Whether this is a thread of the kernel, which has no environment and no arguments ever (PF_KTHREAD)."""
+    return bool(int(_read(f"/proc/{pid}/stat").rpartition(b")")[2].split()[6]) & 0x00200000)
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
