@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
@@ -39,6 +40,7 @@ class Arena:
         self._params: np.ndarray | None = native.aligned(size)
         self.grads = native.aligned(size + native.library().stats)  # the system gives memory when it is written to
         self.watcher: Watcher | None = None  # hears of backward passes that reach these parameters
+        self.mirror: Any = None  # of the parameters on GPUs that train them (gpu/mirror.py)
         self._addresses = {native.PARAMS: self._params.ctypes.data, native.GRADS: self.grads.ctypes.data}
         for name, p in self.named:
             at = 4 * self.offsets[name]
@@ -75,6 +77,14 @@ class Arena:
             raise ConfigError(
                 "[zero] the parameters are spread over the ranks (zero=3); call trainer.state_dict() on all ranks"
             )
+        if self.mirror is not None:
+            self.mirror.read()
+        return self._params
+
+    @property
+    def host(self) -> np.ndarray:
+        """The same as this process last saw them: GPUs that train them may be ahead."""
+        assert self._params is not None
         return self._params
 
     def spread(self) -> None:
@@ -84,8 +94,8 @@ class Arena:
 
     def address(self, space: int) -> int:
         """Where the parameters (native.PARAMS) or the gradients (native.GRADS) start."""
-        if space not in self._addresses:
-            _ = self.params  # raises
+        if space not in self._addresses or (space == native.PARAMS and self.mirror is not None):
+            _ = self.params  # raises, or brings them from the GPUs
         return self._addresses[space]
 
     def view(self, flat: np.ndarray, name: str) -> np.ndarray:

@@ -77,6 +77,7 @@ class Settings:
     seed: int
     num_gpus: int | None
     device: str
+    oversubscribe: bool
     threads: int | None
     reduction: str
     servers: int
@@ -372,6 +373,7 @@ def run(made: Settings) -> None:
             optimizer=optimizer,
             num_gpus=made.num_gpus,
             device=made.device,
+            oversubscribe=made.oversubscribe,
             backend="auto",
             comm=world,
             shard_size=made.shard_size,
@@ -582,11 +584,15 @@ def group(context: click.Context) -> None:
     "--num-gpus",
     "-n",
     type=int,
-    help="Workers of this process (of each, under mpirun); CPU workers where there is no GPU. (default: one)",
+    help="Workers of this process (of each, under mpirun): GPUs, or CPU workers where there is none. (default: one)",
 )
 @click.option(
-    "--device", type=click.Choice(["auto", "cpu", "gpu"]), default="auto", help="What the workers are. (default: auto)"
+    "--device",
+    type=click.Choice(["auto", "cpu", "gpu"]),
+    default="auto",
+    help="What the workers are; auto: GPUs if --num-gpus is given and the machine has some. (default: auto)",
 )
+@click.option("--oversubscribe", is_flag=True, help="Several workers may share a GPU. (default: no)")
 @click.option(
     "--threads",
     type=int,
@@ -633,9 +639,9 @@ def group(context: click.Context) -> None:
 )
 @click.option(
     "--precision",
-    type=click.Choice(["fp32", "bf16", "fp16"]),
+    type=click.Choice(["fp32", "tf32", "bf16", "fp16"]),
     default="fp32",
-    help="What the operands of products are rounded to; fp16 scales the loss. (default: fp32)",
+    help="What the operands of products are rounded to; tf32 on GPUs only, fp16 scales the loss. (default: fp32)",
 )
 @click.option("--scaler-init-scale", type=float, help="First loss scale with fp16, a power of two. (default: 65536)")
 @click.option(

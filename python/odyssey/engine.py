@@ -15,20 +15,20 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from . import native
+from . import fingerprint, native
 from .arena import Arena
 from .comm import Communicator
 from .data import Batch
 from .errors import ConfigError, OdysseyError
 from .nn import Module
 from .norm import global_norm
-from .optim import Update
+from .optim import Optimizer, Update
 from .parallel import buckets as bucketing
 from .parallel import plan as planning
 from .parallel import strategy, tensor
@@ -39,6 +39,9 @@ from .parallel.zero import STAGES, Parts
 from .placement import FIRST, SCHEDULES
 from .program import Block, Record, Recorder, ShardEager, encoded, fused, place, using
 from .tensor import Tensor, empty, layout_of, make, no_grad
+
+if TYPE_CHECKING:
+    from .gpu.team import Team
 
 EXECUTIONS = ("replay", "eager")
 BUCKET_MB = 25.0
@@ -60,6 +63,7 @@ class Layout:
     bucket_size_mb: float | None = None  # None: see `bucket_floats`
     overlap: bool = True
     schedule: str = "1f1b"
+    gpus: tuple[int, ...] = ()  # the device of each worker of this process; none: they compute on the CPU
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "reduction", Strategy.of(self.reduction))
@@ -89,6 +93,29 @@ class Layout:
             )
 
         self.reduction.check(self.mesh, self.zero)
+        if self.gpus:
+            self._check_gpus()
+
+    def _check_gpus(self) -> None:
+        """Raises ConfigError for what GPUs cannot do yet."""
+        wrong = next(
+            (
+                text
+                for text, found in (
+                    (f"{self.mesh}", self.split),
+                    (f"zero={self.zero}", self.zero),
+                    ("execution='eager'", self.execution != "replay"),
+                    (f"reduction={self.reduction.reduction!r}", self.reduction.reduction in strategy.MODES),
+                )
+                if found
+            ),
+            None,
+        )
+        if wrong:
+            raise ConfigError(
+                f"[gpu] {wrong} is not there for GPUs: they replicate the whole model and take every step together; "
+                "leave it out, or use --device cpu"
+            )
 
     def bucket_floats(self, size: int) -> int:
         """Floats of a bucket of a model of `size` floats: as given, or 25 MB.
@@ -107,12 +134,12 @@ class Layout:
         return self.mesh.pp * self.mesh.tp > 1
 
 
-def effective_shard_size(samples: int, shard_size: int) -> int:
+def effective_shard_size(samples: int, shard_size: int, gpu: bool = False) -> int:
     """The shard size of a batch; one smaller than a shard gets no more groups of lanes than it fills."""
     if samples >= shard_size:
         return shard_size
     lanes = native.library().lanes
-    return samples if layout_of(samples) == "rows" else min(shard_size, -(-samples // lanes) * lanes)
+    return samples if layout_of(samples) == "rows" and not gpu else min(shard_size, -(-samples // lanes) * lanes)
 
 
 class Engine:
@@ -126,6 +153,7 @@ class Engine:
         precision: of the products (precision.py).
         scaled: whether gradients come out multiplied by `loss_scale`.
         like: the training engine, whose parts and places an engine for evaluation shares.
+        team: the GPUs of this process, if the layout names some.
     """
 
     def __init__(
@@ -141,8 +169,12 @@ class Engine:
         like: Engine | None = None,
         precision: str = "fp32",
         scaled: bool = False,
+        team: Team | None = None,
     ) -> None:
         self.model, self.loss, self.arena, self.layout, self.train = model, loss, arena, layout, train
+        self.team = team
+        self.batch: Batch | None = None  # that is being run
+        self.upcoming: Batch | None = None  # the one after it, where known: GPUs may bring it meanwhile
         self.groups, self.seed = groups or Groups(layout.comm, layout.mesh), seed
         self._like = like
         self.precision, self.scaled = precision, scaled
@@ -164,7 +196,7 @@ class Engine:
 
     def run(self, batch: Batch, step: int) -> Sums:
         """The sums over all shards of all ranks; gradients are valid until the next call."""
-        data = batch.dataset
+        data, self.batch = batch.dataset, batch
         ready = self.prepare(len(batch.indices), data.sample_shape)
         replay = self.layout.execution == "replay"
         if ready.data is not data:
@@ -214,6 +246,10 @@ class Engine:
         lay = self.layout
         if lay.execution == "replay":
             parts = self.parts_for(samples, sample_shape)
+        if self.team is not None:
+            from .gpu.runner import GpuRunner
+
+            return GpuRunner(self, samples, sample_shape)
         if lay.split:
             from .parallel.waves import Waves
 
@@ -378,6 +414,11 @@ class Engine:
         return flat if self._parts is None else self._parts.cut_state(flat)
 
     @property
+    def parameters_address(self) -> int:
+        """Where the parameters are that are trained: on the host, or on the first GPU."""
+        return self.arena.address(native.PARAMS) if self.team is None else self.team.parameters.addresses[0][0]
+
+    @property
     def parameter_bytes(self) -> int:
         """Bytes of parameters on this rank."""
         return self.arena.params.nbytes if self._parts is None else self._parts.nbytes
@@ -395,7 +436,7 @@ class Engine:
             return groups.model.all_reduce(a, "sum") if self.layout.split else a
 
         runs = [(u.grads, u.n) for u in sums.updates] if sums.counted is None else sums.counted
-        return global_norm(runs, largest, total)
+        return global_norm(runs, largest, total, self.team)
 
     # --- what of all parameters this rank stands for ---
 
@@ -483,6 +524,27 @@ class Engine:
             return ok
         return bool(self.layout.comm.all_reduce(np.array([ok], np.int32), "min")[0])
 
+    def take(self, optimizer: Optimizer, sums: Sums, divisor: int, lr: float) -> bool:
+        """Updates the parameters if loss and gradients are finite, on all ranks; returns whether they were.
+
+        Args:
+            divisor: address of the number (float32) that gradients are divided by.
+        """
+        if self.team is not None:
+            return self.team.take(optimizer, sums, divisor, lr)
+        agree = self.agree if self.layout.split or self.layout.zero else None
+        return math.isfinite(sums.loss) and optimizer.apply(sums.updates, divisor, lr, agree)
+
+    def fingerprints(self, runs: Sequence[fingerprint.Run]) -> Callable[[], int]:
+        """A function that gives the fingerprint of runs of parameters or gradients, where this engine has them."""
+        return fingerprint.Runs(runs) if self.team is None else self.team.fingerprints(runs)
+
+    def gradients(self, update: Update) -> np.ndarray:
+        """The gradients of an update (n,) float32, copied."""
+        if self.team is not None:
+            return self.team.read(update.grads, np.empty(update.n, np.float32))
+        return native.memory(update.grads, 4 * update.n).view(np.float32).copy()
+
     def updated(self) -> None:
         """After an update: brings parameters to the ranks that compute with them."""
         if self._parts is not None:
@@ -490,13 +552,13 @@ class Engine:
 
     def shard_size_of(self, samples: int) -> int:
         """Samples per shard in a batch of so many."""
-        return effective_shard_size(samples, self.layout.shard_size)
+        return effective_shard_size(samples, self.layout.shard_size, self.team is not None)
 
     # --- recording ---
 
     def _pass(self, executor: Recorder | ShardEager, n: int, sample_shape: tuple[int, ...]) -> None:
         """Forward and backward of one shard of n samples, through whatever executor is current."""
-        layout = layout_of(n)
+        layout = layout_of(n)  # `executor` is the current one
         x = empty((n, *sample_shape), layout)
         channels = sample_shape[0] if len(sample_shape) > 1 else 1
         executor.emit("input", x.memory, x.groups, x.features, channels, layout=layout)
@@ -531,6 +593,7 @@ class Engine:
         key = (n, *sample_shape)
         if key not in self._records:
             recorder = Recorder(self.arena, 4 * self.arena.size, n, self.precision)
+            recorder.gpu = self.team is not None
             self._traced(recorder, n, sample_shape)
             self._records[key] = recorder.records
         return fused(self._records[key])

@@ -186,7 +186,10 @@ def _product(
 ) -> None:
     """Emits a product; one that rounds its operands takes scratch memory behind them."""
     if precision != "fp32":
-        memory = (*memory, current().alloc(scratch_bytes(op, precision, layout, sizes)))
+        executor = current()
+        if precision == "tf32" and not executor.gpu:
+            raise ConfigError("[precision] tf32 products are a GPU's; use fp32 or bf16, or train on a GPU")
+        memory = (*memory, executor.alloc(16 if executor.gpu else scratch_bytes(op, precision, layout, sizes)))
         op = f"{op}_{precision}"
     current().emit(op, *memory, *sizes, *flags, layout=layout)
 
@@ -280,7 +283,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
             db = _grad_memory("linear", bias, o)
             operands = (_grad_memory("linear", weight), db, dy.memory, x.memory)
             if precision == "fp32":
-                operands = (*operands, current().alloc(4 * x.floats))
+                operands = (*operands, current().alloc(16 if current().gpu else 4 * x.floats))
             _product("linear_backward_weight", precision, operands, sizes, layout=x.layout)
         if not x.requires_grad:
             return (None, None, None)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -27,6 +28,7 @@ def global_norm(
     runs: Sequence[Run],
     largest: Callable[[np.ndarray], np.ndarray] = _same,
     total: Callable[[np.ndarray], np.ndarray] = _same,
+    machine: Any = None,
 ) -> float:
     """The norm of all runs together; infinite or NaN if a number is.
 
@@ -34,27 +36,40 @@ def global_norm(
         runs: those of this rank.
         largest: makes the maximum over ranks of a float32 array (1,).
         total: makes the sum over ranks of an int64 array (2,); each number counted once.
+        machine: whose memory the runs are in: has `largest` and `squares` like Host; default this process's.
     """
-    lib, context = native.library(), native.Context()
-    found = np.zeros((max(len(runs), 1), 2), np.float32)
-    records = np.zeros((len(runs), lib.record), np.int64)
-    for row, (at, n), y in zip(records, runs, found, strict=False):
-        row[:4] = (lib.codes["largest"], y.ctypes.data, at, n)
-    lib.run(records.ctypes.data, len(records), context)
-    top = float(largest(found[:, 0].max(keepdims=True))[0])
+    machine = machine or Host()
+    top = float(largest(np.array([machine.largest(runs)], np.float32))[0])
     if top == 0 or not math.isfinite(top):
         return top
     exponent = math.frexp(top)[1]
     unit = math.ldexp(1.0, -exponent)
     if unit > 2.0**126:  # squares of what is below 2^-126 would be lost; nothing is clipped to that
         return 0.0
-    sums = np.zeros((max(len(runs), 1), 2), np.int64)
-    for row, (at, n), y in zip(records, runs, sums, strict=False):
-        row[:5] = (lib.codes["fixed_squares"], y.ctypes.data, at, n, native.float_bits(unit))
-    lib.run(records.ctypes.data, len(records), context)
-    whole = total(sums.sum(axis=0))
+    whole = total(machine.squares(runs, unit))
     square = (int(whole[0]) * 2**31 + int(whole[1])) / 2**62
     return math.sqrt(square) * math.ldexp(1.0, exponent)
+
+
+class Host:
+    """What a norm is made of, computed by the CPU."""
+
+    def largest(self, runs: Sequence[Run]) -> float:
+        """The largest absolute value; NaN if there is one."""
+        return float(self._each(runs, "largest", np.float32)[:, 0].max())
+
+    def squares(self, runs: Sequence[Run], unit: float) -> np.ndarray:
+        """The sum of squares of the numbers times `unit`, int64 (2,), as kernels/reduce.mojo counts it."""
+        return self._each(runs, "fixed_squares", np.int64, native.float_bits(unit)).sum(axis=0)
+
+    def _each(self, runs: Sequence[Run], op: str, dtype: Any, *more: int) -> np.ndarray:
+        lib = native.library()
+        out = np.zeros((max(len(runs), 1), 2), dtype)
+        records = np.zeros((len(runs), lib.record), np.int64)
+        for row, (at, n), y in zip(records, runs, out, strict=False):
+            row[: 4 + len(more)] = (lib.codes[op], y.ctypes.data, at, n, *more)
+        lib.run(records.ctypes.data, len(records), native.Context())
+        return out
 
 
 def clip_grad_norm_(

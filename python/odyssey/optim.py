@@ -32,13 +32,17 @@ def _number(owner: str, name: str, value: float, low: float, high: float, *, ope
 
 
 class Update(NamedTuple):
-    """A run of n parameters to update: addresses of it and its gradients, where it is in state and arena (floats)."""
+    """A run of n parameters to update: addresses of it and its gradients, where it is in state and arena (floats).
+
+    arrays: addresses of the state arrays, if they are not the optimizer's own.
+    """
 
     params: int
     grads: int
     state: int
     n: int
     at: int
+    arrays: tuple[int, ...] = ()
 
 
 class Optimizer:
@@ -55,7 +59,8 @@ class Optimizer:
         self.lr = _number(type(self).__name__, "lr", lr, 0, math.inf, open_low=True)
         self.steps = 0
         self.arena: Arena | None = None
-        self.state: dict[str, np.ndarray] = {}
+        self.arrays: dict[str, np.ndarray] = {}  # state as this process last saw it: GPUs may be ahead
+        self.mirror: Any = None  # of the state on GPUs (gpu/mirror.py)
         if params is not None:
             named = [p if isinstance(p, tuple) else (str(i), p) for i, p in enumerate(params)]
             if any(not isinstance(p, Parameter) for _, p in named):
@@ -74,8 +79,15 @@ class Optimizer:
 
     def keep(self, state: dict[str, np.ndarray]) -> None:
         """Takes these arrays as the state: of the whole arena, or of the parameters that this rank updates."""
-        self.state = state
+        self.arrays = state
         self._addresses = [a.ctypes.data for a in state.values()]
+
+    @property
+    def state(self) -> dict[str, np.ndarray]:
+        """The state arrays by name, as the last step left them."""
+        if self.mirror is not None:
+            self.mirror.read()
+        return self.arrays
 
     def check_whole(self) -> None:
         """Raises ConfigError if this rank keeps only a part of the state: another trainer has spread it over ranks."""
@@ -185,7 +197,7 @@ class SGD(Optimizer):
         return [
             lib.codes["sgd"],
             u.params,
-            *(a + 4 * u.state for a in self._addresses),
+            *(a + 4 * u.state for a in u.arrays or self._addresses),
             u.grads,
             divisor,
             u.n,
@@ -221,7 +233,7 @@ class Adam(Optimizer):
         return [
             lib.codes["adam"],
             u.params,
-            *(a + 4 * u.state for a in self._addresses),
+            *(a + 4 * u.state for a in u.arrays or self._addresses),
             u.grads,
             divisor,
             u.n,

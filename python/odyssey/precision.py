@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .optim import Optimizer
     from .tensor import Tensor
 
-PRECISIONS = ("fp32", "bf16", "fp16")
+PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 LARGEST_SCALE = 2.0**64  # times 2^24 samples it is a float32, and so is what one is divided by it
 
 

@@ -93,6 +93,7 @@ class Executor:
 
     def __init__(self) -> None:
         self.precision = "fp32"  # see precision.py
+        self.gpu = False  # what is recorded will run on GPUs
         self.scaled = False  # backward() starts from the context's loss scale instead of 1
         self.scope = Scope()
         self.layer = 0  # number of the next dropout

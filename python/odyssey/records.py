@@ -8,6 +8,7 @@ writes. What it is not: the format of the log, or the fingerprint.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,8 @@ from .errors import OutputError
 from .optim import Update
 from .steplog import Record, StepLog, shown
 from .steplog import difference as differs
+
+Fingerprint = Callable[[], int]
 
 if TYPE_CHECKING:
     from .resume import Cursor
@@ -40,7 +43,7 @@ class Records:
         lay = trainer.layout
         self._shared = lay.comm.size > 1 and (lay.split or lay.zero > 0)  # ranks count parts
         self._waiting: list[Record] = []
-        self._runs: dict[int, tuple[list[Update], fingerprint.Runs, fingerprint.Runs]] = {}
+        self._runs: dict[int, tuple[list[Update], Fingerprint, Fingerprint]] = {}
         self._told = self._failed = False
 
     def step(self, cursor: Cursor, samples: int, loss: float, rate: float, taken: bool, updates: list[Update]) -> None:
@@ -59,12 +62,12 @@ class Records:
         else:
             self._write(record)
 
-    def _prepare(self, updates: list[Update]) -> tuple[list[Update], fingerprint.Runs, fingerprint.Runs]:
+    def _prepare(self, updates: list[Update]) -> tuple[list[Update], Fingerprint, Fingerprint]:
         counted = self._trainer._train.counted_updates(updates)
         return (
             updates,  # kept, so that its id stays its own
-            fingerprint.Runs([(u.grads, u.n, u.at) for u in counted]),
-            fingerprint.Runs([(u.params, u.n, u.at) for u in counted]),
+            self._trainer._train.fingerprints([(u.grads, u.n, u.at) for u in counted]),
+            self._trainer._train.fingerprints([(u.params, u.n, u.at) for u in counted]),
         )
 
     def flush(self, to_disk: bool = False) -> None:

@@ -576,8 +576,8 @@ def _as_layout(t: Tensor, layout: str) -> Tensor:
 
 
 def layout_of(samples: int) -> str:
-    """The layout in which a batch of so many samples is computed."""
-    return "rows" if samples <= SMALL_BATCH else "lanes"
+    """The layout in which a batch of so many samples is computed; on GPUs always in lanes."""
+    return "rows" if samples <= SMALL_BATCH and not program.current().gpu else "lanes"
 
 
 def _view(memory: Memory, shape: Shape, dtype: Any) -> np.ndarray:

@@ -14,7 +14,7 @@ import numbers
 import os
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,9 +22,9 @@ import numpy as np
 
 from . import comm as communication
 from . import data as datasets
-from . import fingerprint, native, verify
 from . import precision as precisions
 from . import resume as resumption
+from . import verify
 from .arena import Arena
 from .checkpoints import Store, environment_key
 from .comm.base import cores
@@ -127,10 +127,11 @@ class DistributedTrainer:
     Args:
         model: any Module.
         optimizer: SGD(lr=0.01), Adam(...), ...; bound to the model here unless it already is.
-        num_gpus: workers of this process (default 1). On a machine without a GPU they are CPU workers.
+        num_gpus: workers of this process (default 1), one per GPU. On a machine without a GPU they are CPU workers.
         backend: transport: "auto", "mpi", "shm", "gloo" or "local".
         loss: called as loss(model(x), labels); default the model's own `loss`, else CrossEntropyLoss.
-        device: "auto" or "cpu"; "gpu" needs one.
+        device: "cpu", "gpu", or "auto": GPUs if num_gpus asks for them and the machine has them.
+        oversubscribe: several workers, of one rank or of several, may share a GPU.
         shard_size: samples per shard, default 32, or the micro_batch_size of a PipelineParallel. It is part of what is
             computed; the number of workers is not.
         threads: threads of this process; default its cores divided by the ranks on this machine.
@@ -185,6 +186,7 @@ class DistributedTrainer:
         *,
         loss: Any = None,
         device: str = "auto",
+        oversubscribe: bool = False,
         shard_size: int | None = None,
         threads: int | None = None,
         reduction: str = "tree",
@@ -222,9 +224,9 @@ class DistributedTrainer:
         if mesh is not None and not isinstance(mesh, Mesh):
             raise ConfigError(f"[train] mesh is {mesh!r}; give Mesh(dp=, pp=, tp=)")
         self.comm = comm or communication.world(backend)
-        self.notice = choose_device(device, num_gpus)
-        self.device = "cpu"
         workers = 1 if num_gpus is None else num_gpus
+        devices, self.notice = choose_devices(device, num_gpus, self.comm, oversubscribe)
+        self.device = "gpu" if devices else "cpu"
         if threads is None:
             threads = max(1, cores() // self.comm.local_size)
         self._trace = verify.Trace.current()
@@ -264,6 +266,7 @@ class DistributedTrainer:
             bucket_size_mb,
             overlap,
             pipeline_schedule or getattr(model, "schedule", None) or "1f1b",
+            devices,
         )
         self.workers = workers * self.mesh.dp  # that share out a batch
         self.threads = threads
@@ -291,6 +294,15 @@ class DistributedTrainer:
         optimizer.bind(self.arena)
         optimizer.check_whole()
         self._same_everywhere()
+        team = None
+        if devices:
+            from .gpu.team import Team
+
+            team = Team(devices, self.arena)
+            team.keep(optimizer)
+            self.notice = team.describe()
+        elif precision == "tf32":
+            raise ConfigError("[train] precision is 'tf32', which only GPUs have; use 'bf16', or --device gpu")
         loss = self.loss = loss or getattr(model, "loss", None) or CrossEntropyLoss()
         if getattr(loss, "reduction", "mean") != "mean":
             raise ConfigError(
@@ -303,7 +315,7 @@ class DistributedTrainer:
             )
         self.mode = asynchronous.mode(self, strategy)
         groups = Groups(self.comm, self.mesh)
-        settings = {"seed": seed, "precision": precision}
+        settings: dict[str, Any] = {"seed": seed, "precision": precision}
         layout, its_groups, own = self.layout, groups, {}
         if self.mode is not None:
             layout, its_groups = asynchronous.alone(self.layout, self.comm)
@@ -316,14 +328,16 @@ class DistributedTrainer:
             its_groups,
             train=True,
             scaled=self.scaler.enabled,
+            team=team,
             **{**settings, **own},
         )
+        settings["team"] = team
         self._eval = Engine(model, loss, self.arena, self.layout, groups, train=False, like=self._train, **settings)
         self._warned = False
         self._session: Session | None = None  # of the fit() that is under way
         self.last: Last | None = None  # step
         self.saved_in: set[str] = set()  # directories of checkpoints of this trainer's fit()s
-        self._replicas: fingerprint.Runs | None = None
+        self._replicas: Callable[[], int] | None = None
         self.data_configuration: dict[str, Any] = {}  # of the data of fit(), to compare with a checkpoint's
         self.grad_norm: float | None = None  # of the last step, if clip_norm is given
 
@@ -391,13 +405,11 @@ class DistributedTrainer:
         sums = self._train.run(batch, self.steps)
         self._begin(sums)
         lr = self.rate(self.steps)
-        agree = self._train.agree if self.layout.split or self.layout.zero else None
-        finite = math.isfinite(sums.loss)
-        taken = finite and self.optimizer.apply(sums.updates, self._divisor(sums), lr, agree)
+        taken = self._train.take(self.optimizer, sums, self._divisor(sums), lr)
         if self.scaler.enabled:
             self._scale(taken, batch, lr)
         elif not taken:
-            self._not_finite(batch, "gradient" if finite else "loss", lr)
+            self._not_finite(batch, "gradient" if math.isfinite(sums.loss) else "loss", lr)
         if taken:
             self._train.updated()
             self.numerics.fine()
@@ -687,8 +699,8 @@ class DistributedTrainer:
             return
         runs = self._train.replicated()  # none on a rank whose stage has no parameters
         if self._replicas is None:
-            at = self.arena.address(native.PARAMS)
-            self._replicas = fingerprint.Runs([(at + 4 * lo, n, lo) for lo, n in runs])
+            at = self._train.parameters_address
+            self._replicas = self._train.fingerprints([(at + 4 * lo, n, lo) for lo, n in runs])
         check_replicas(self.comm, self.steps, {"weights": self._replicas()}, self._train.groups.model.rank)
 
     # --- results ---
@@ -772,7 +784,7 @@ class DistributedTrainer:
         updates = self.last.updates if self.last is not None else []
         if len(updates) != 1 or updates[0].n != self.arena.size:
             raise ConfigError("[train] the gradients are spread over ranks; they are whole with one rank, or zero=0")
-        flat = native.memory(updates[0].grads, 4 * self.arena.size).view(np.float32)
+        flat = self._train.gradients(updates[0])
         return {name: self.arena.view(flat, name).copy() for name, _ in self.arena.named}
 
     def save_checkpoint(self, folder: str | Path) -> None:
@@ -867,28 +879,26 @@ def check_shared(mesh: Mesh, precision: str) -> None:
         )
 
 
-def choose_device(device: str, num_gpus: int | None) -> str | None:
-    """What the user should know about the device, in one line, or None.
+def choose_devices(
+    device: str, num_gpus: int | None, comm: communication.Communicator, oversubscribe: bool
+) -> tuple[tuple[int, ...], str | None]:
+    """The GPU of each worker of this process, none for CPU workers; and what the user should know, in one line.
 
     Raises:
-        DeviceError: GPUs were asked for that are not there, or that this version cannot use.
+        ConfigError: num_gpus is not allowed. DeviceError: GPUs were asked for that are not there.
     """
-    found = gpus()
-    if num_gpus is not None and (not isinstance(num_gpus, int) or num_gpus < 1):
+    if num_gpus is not None and (not isinstance(num_gpus, int) or isinstance(num_gpus, bool) or num_gpus < 1):
         raise ConfigError(f"[train] num_gpus is {num_gpus!r}; it must be an integer of at least 1")
-    if device == "gpu":
-        if not found:
-            raise DeviceError("[train] device is 'gpu' but this machine has none; use --device cpu or auto")
-        raise DeviceError("[train] this version has no GPU kernels yet; use --device cpu")
-    if device == "cpu" or num_gpus is None:
-        return None
+    if device == "cpu" or (device == "auto" and num_gpus is None):
+        return (), None
+    found = gpus()
     if not found:
-        return f"no GPU found: {num_gpus} CPU workers are used"
-    if found < num_gpus:
-        raise DeviceError(
-            f"[train] {num_gpus} GPUs were asked for and {found} found; use --num-gpus {found}, or --device cpu"
-        )
-    return f"{found} GPUs found, but this version has no GPU kernels yet: {num_gpus} CPU workers are used"
+        if device == "gpu":
+            raise DeviceError("[train] device is 'gpu' but this machine has none; use --device cpu or auto")
+        return (), f"no GPU found: {num_gpus} CPU workers are used"
+    from .gpu.team import devices
+
+    return tuple(devices(found, num_gpus or 1, comm.local_rank, comm.local_size, oversubscribe)), None
 
 
 def _batches(loader: Any) -> Iterable[datasets.Batch]:

@@ -183,6 +183,15 @@ comptime NAMES: List[StaticString] = [
     "finite",
     "sgd",
     "adam",
+    # on GPUs only (gpu_ops.mojo)
+    "conv2d_forward_tf32",
+    "conv2d_backward_weight_tf32",
+    "conv2d_backward_input_tf32",
+    "linear_forward_tf32",
+    "linear_backward_weight_tf32",
+    "linear_backward_input_tf32",
+    "conv2d_relu_maxpool_forward",
+    "cross_entropy",
 ]
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import odyssey
-from odyssey import DistributedTrainer, GradScaler, data, nn, optim
+from odyssey import DistributedTrainer, GradScaler, data, nn, optim, precision
 from odyssey import functional as F
 from odyssey.errors import ConfigError, NumericsError
 
@@ -232,8 +232,16 @@ def test_relu_is_fused_into_rounded_products():
 
 
 def test_an_unknown_precision():
-    with pytest.raises(ConfigError, match=r"precision is 'tf32'; choose from fp32, bf16, fp16"):
+    with pytest.raises(ConfigError, match=r"precision is 'fp8'; choose from fp32, tf32, bf16, fp16"):
+        trainer("fp8")
+
+
+def test_tf32_is_for_gpus():
+    with pytest.raises(ConfigError, match="precision is 'tf32', which only GPUs have"):
         trainer("tf32")
+    x, w = odyssey.Tensor(np.ones((8, 3))), odyssey.Tensor(np.ones((4, 3)))
+    with precision.autocast("tf32"), pytest.raises(ConfigError, match="tf32 products are a GPU's"):
+        F.linear(x, w)
 
 
 def test_what_the_page_shows_runs():

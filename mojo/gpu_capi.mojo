@@ -1,0 +1,283 @@
+"""GPUs behind a C interface: the root file of the library that python/odyssey/gpu_native.py loads.
+
+Functions take numbers and addresses and return 0, or -1 with what went wrong, in UTF-8, in `error` (of `size` bytes).
+"""
+
+from std.runtime import initialize_runtime
+
+from kernels.gpu.fingerprint import fingerprint
+from kernels.gpu.launch import LongPtr, StepContext
+from kernels.gpu.reduce import tree_sum_strided
+from kernels.lanes import BytePtr, Ptr
+from max.gpu.host import DeviceContext
+from shared.training.gpu import Gpu, GpuStepPtr
+
+comptime GpuPtr = Pointer[Gpu, MutUntrackedOrigin]
+
+
+def _fail(error: BytePtr, size: Int, e: Error) -> Int:
+    var text = String(e)
+    var bytes = text.as_bytes()
+    var n = min(len(bytes), size - 1)
+    for i in range(n):
+        error[unsafe_offset=i] = bytes[i]
+    error[unsafe_offset=n] = 0
+    return -1
+
+
+@export
+def odyssey_gpu_init() abi("C"):
+    """Starts the runtime; once, before anything else."""
+    initialize_runtime()
+
+
+@export
+def odyssey_gpu_count() abi("C") -> Int:
+    """GPUs that this library can use on this machine."""
+    return DeviceContext.number_of_devices()
+
+
+@export
+def odyssey_gpu_context_size() abi("C") -> Int:
+    """Bytes of a StepContext, to compare."""
+    from std.sys import size_of
+
+    return size_of[StepContext]()
+
+
+@export
+def odyssey_gpu_open(
+    number: Int, handle: LongPtr, error: BytePtr, size: Int
+) abi("C") -> Int:
+    """Opens a GPU; writes its handle."""
+    try:
+        from std.memory import Layout, alloc
+
+        var gpu = Gpu(number)
+        var p = alloc(Layout[Gpu](count=1)).unsafe_leak()
+        p.unsafe_write(gpu^)
+        handle[] = Int64(Int(p))
+        return 0
+    except e:
+        return _fail(error, size, e)
+
+
+@export
+def odyssey_gpu_close(gpu: GpuPtr) abi("C"):
+    """Gives a GPU back with all its memory."""
+    gpu.unsafe_deinit_pointee()
+    gpu.unsafe_free()
+
+
+@export
+def odyssey_gpu_name(gpu: GpuPtr, text: BytePtr, size: Int) abi("C") -> Int:
+    """Writes the name of the device."""
+    var name = gpu[].compute.name()
+    var bytes = name.as_bytes()
+    for i in range(min(len(bytes), size)):
+        text[unsafe_offset=i] = bytes[i]
+    return len(bytes)
+
+
+@export
+def odyssey_gpu_memory(
+    gpu: GpuPtr, out: LongPtr, error: BytePtr, size: Int
+) abi("C") -> Int:
+    """Writes bytes of free and of all device memory."""
+    try:
+        var free, total = gpu[].compute.get_memory_info()
+        out[unsafe_offset=0] = Int64(Int(free))
+        out[unsafe_offset=1] = Int64(Int(total))
+        return 0
+    except e:
+        return _fail(error, size, e)
+
+
+@export
+def odyssey_gpu_peer(
+    gpu: GpuPtr, other: GpuPtr, error: BytePtr, size: Int
+) abi("C") -> Int:
+    """Whether kernels of `gpu` can read the memory of `other` (1 or 0), which they may from now on.
+    """
+    try:
+        if not gpu[].compute.can_access(other[].compute):
+            return 0
+        gpu[].compute.enable_peer_access(other[].compute)
+        return 1
+    except e:
+        return _fail(error, size, e)
+
+
+@export
+def odyssey_gpu_allocate(
+    gpu: GpuPtr,
+    bytes: Int,
+    pinned: Int,
+    out: LongPtr,
+    error: BytePtr,
+    size: Int,
+) abi("C") -> Int:
+    """Writes the address of new device memory, or of new pinned host memory."""
+    try:
+        out[] = Int64(
+            gpu[].allocate_pinned(bytes) if pinned else gpu[].allocate(bytes)
+        )
+        return 0
+    except e:
+        return _fail(error, size, e)
+
+
+@export
+def odyssey_gpu_free(
+    gpu: GpuPtr, address: Int, error: BytePtr, size: Int
+) abi("C") -> Int:
+    """Gives memory back."""
+    try:
+        gpu[].free(address)
+        return 0
+    except e:
+        return _fail(error, size, e)
+
+
+@export
+def odyssey_gpu_copy(
+    gpu: GpuPtr,
+    kind: Int,  # 0 host to device, 1 device to host, 2 device to device
+    dst: Int,
+    src: Int,
+    bytes: Int,
+    queue: Int,
+    error: BytePtr,
+    size: Int,
+) abi("C") -> Int:
+    """Enqueues a copy."""
+    try:
+        if kind == 0:
+            gpu[].upload(dst, src, bytes, queue)
+        elif kind == 1:
+            gpu[].download(dst, src, bytes, queue)
+        else:
+            gpu[].move(dst, src, bytes, queue)
+        return 0
+    except e:
+        return _fail(error, size, e)
+
+
+@export
+def odyssey_gpu_copy_peer(
+    gpu: GpuPtr,
+    other: GpuPtr,
+    dst: Int,
+    src: Int,
+    bytes: Int,
+    error: BytePtr,
+    size: Int,
+) abi("C") -> Int:
+    """Enqueues a copy from another device's memory (Gpu.take)."""
+    try:
+        gpu[].take(other[], dst, src, bytes)
+        return 0
+    except e:
+        return _fail(error, size, e)
+
+
+@export
+def odyssey_gpu_clear(
+    gpu: GpuPtr,
+    address: Int,
+    bytes: Int,
+    queue: Int,
+    error: BytePtr,
+    size: Int,
+) abi("C") -> Int:
+    """Enqueues setting memory to 0."""
+    try:
+        gpu[].clear(address, bytes, queue)
+        return 0
+    except e:
+        return _fail(error, size, e)
+
+
+@export
+def odyssey_gpu_event(
+    gpu: GpuPtr,
+    what: Int,  # 0 make, 1 record, 2 let the queue wait, 3 wait here
+    event: Int,
+    queue: Int,
+    error: BytePtr,
+    size: Int,
+) abi("C") -> Int:
+    """Makes an event (returns its number) or uses one."""
+    try:
+        if what == 0:
+            return gpu[].make_event()
+        elif what == 1:
+            gpu[].record_event(event, queue)
+        elif what == 2:
+            gpu[].await_event(event, queue)
+        else:
+            gpu[].wait_event(event)
+        return 0
+    except e:
+        return _fail(error, size, e)
+
+
+@export
+def odyssey_gpu_synchronize(
+    gpu: GpuPtr, queue: Int, error: BytePtr, size: Int
+) abi("C") -> Int:
+    """Blocks until a queue is empty."""
+    try:
+        gpu[].synchronize(queue)
+        return 0
+    except e:
+        return _fail(error, size, e)
+
+
+@export
+def odyssey_gpu_run(
+    gpu: GpuPtr, step: GpuStepPtr, error: BytePtr, size: Int
+) abi("C") -> Int:
+    """Enqueues a program (Gpu.run)."""
+    try:
+        gpu[].run(step[])
+        return 0
+    except e:
+        return _fail(error, size, e)
+
+
+@export
+def odyssey_gpu_scratch(
+    gpu: GpuPtr, step: GpuStepPtr, error: BytePtr, size: Int
+) abi("C") -> Int:
+    """Floats of scratch memory that a program wants."""
+    try:
+        return gpu[].scratch(step[])
+    except e:
+        return _fail(error, size, e)
+
+
+@export
+def odyssey_gpu_tree_sum(
+    gpu: GpuPtr,
+    y: Int,
+    x: Int,
+    stride: Int,
+    n: Int,
+    floats: Int,
+    error: BytePtr,
+    size: Int,
+) abi("C") -> Int:
+    """Enqueues the sum along the tree of n buffers, `stride` floats apart."""
+    try:
+        tree_sum_strided(
+            gpu[].compute,
+            Ptr(unsafe_from_address=y),
+            Ptr(unsafe_from_address=x),
+            stride,
+            n,
+            floats,
+        )
+        return 0
+    except e:
+        return _fail(error, size, e)

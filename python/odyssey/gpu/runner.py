@@ -1,0 +1,458 @@
+"""A step on the GPUs of this process: launches for all shards, then sums between devices and between processes.
+
+run() only enqueues: what the step needs from the host goes in one copy, every op is one launch for all shards of a
+piece, gradients are added along the tree on the device, devices exchange ranges of their sums, and processes exchange
+through pinned memory in pieces, so that copying, sending and adding overlap. The host waits once, when it is asked for
+the sums.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .. import native as host
+from ..parallel import plan as planning
+from ..parallel import strategy
+from ..parallel.runner import Runner
+from ..program import place
+from . import plan as pieces
+from . import rewrite
+from .native import COMPUTE, COPY, Event, GpuStep
+from .team import Worker
+
+if TYPE_CHECKING:
+    from ..data import ArrayDataset, Batch
+    from ..engine import Engine
+    from ..optim import Update
+
+MEMORY_SHARE = 0.8  # of the free memory that a piece of shards may take
+EXCHANGE_FLOATS = 1 << 20  # of a piece that goes from device to host, over the network and back; 4 MB
+
+
+class GpuSums:
+    """Like runner.Sums, but the numbers are on their way: reading one waits for the step."""
+
+    def __init__(self, runner: GpuRunner, results: list[int], updates: list[Update]) -> None:
+        self._runner, self.results, self.updates = runner, results, updates
+        self.samples_address = results[0] + 4 * (runner.stats_at + 1)
+        self.counted = None
+        self._values: np.ndarray | None = None
+
+    def fetch(self) -> bool:
+        """Waits for the step; whether all numbers that were checked are finite."""
+        self._values, ok = self._runner.fetch(self.results[0])
+        return ok
+
+    def _value(self, i: int) -> float:
+        if self._values is None:
+            self.fetch()
+        assert self._values is not None
+        return float(self._values[i])
+
+    @property
+    def loss(self) -> float:
+        """Sum over the samples of the global batch."""
+        return self._value(0)
+
+    @property
+    def samples(self) -> float:
+        """How many there are."""
+        return self._value(1)
+
+    @property
+    def correct(self) -> float:
+        """Of them, predicted right."""
+        return self._value(2)
+
+
+class GpuRunner(Runner):
+    """All shards of this process on its GPUs, for batches of one size."""
+
+    def __init__(self, engine: Engine, samples: int, sample_shape: tuple[int, ...]) -> None:
+        super().__init__(engine, samples)
+        assert engine.team is not None
+        self.engine, self.team, self.sample_shape = engine, engine.team, sample_shape
+        self.train = engine.train
+        lay, lib, arena = engine.layout, host.library(), engine.arena
+        comm = engine.groups.dp
+        self.floats = (arena.size if self.train else 0) + lib.stats
+        self.stats_at = self.floats - lib.stats
+        records = rewrite.fused(engine.record(self.shard_size, sample_shape))
+        rewrite.check(records)
+        self.work_floats = place(records) // 4
+        self.once = rewrite.written_once(records, arena)
+        self._constants: list[tuple[Any, list[int]]] = []
+        self._tables = [
+            rewrite.encoded(records, arena, lambda m, w=w: self._constant(m, w), not self.train)
+            for w in range(len(self.team.workers))
+        ]
+        self.runs = [
+            planning.share(self.shards, comm.size * lay.workers, comm.rank * lay.workers + w)
+            for w in range(lay.workers)
+        ]
+        own = (self.runs[0][0], self.runs[-1][1])
+        limit = self._limit()
+        most = pieces.FOLD if self.once else 1
+        self.plans = [pieces.worker(run, self.shards, limit, most) for run in self.runs]
+        self.meeting = pieces.meeting([p.nodes for p in self.plans], own, self.shards)
+        self.ranges = planning.ranges(self.floats, lay.workers)
+        self._updates: list[Update] = []
+        self._results: list[int] = []
+        self._exchange = _Exchange(self, comm, own) if comm.size > 1 else None
+        self._batches: list[_Batches] | None = None
+        self._scratch = [0] * lay.workers
+
+    # --- what it needs ---
+
+    def _constant(self, memory: Any, w: int) -> int:
+        """A copy on worker w's device of what a program names by address, such as the zeros of a missing bias."""
+        for known, addresses in self._constants:
+            if known is memory:
+                return addresses[w]
+        addresses = []
+        for worker in self.team.workers:
+            at = worker.gpu.allocate(memory.array.nbytes)
+            worker.gpu.upload(at, memory.array)
+            worker.gpu.synchronize()
+            addresses.append(at)
+        self._constants.append((memory, addresses))
+        return addresses[w]
+
+    def _limit(self) -> int:
+        """Shards that fit into a device at a time; the same on all workers of this process."""
+        per_shard = 4 * (self.work_floats + self.floats)
+        limit = self.shards
+        for worker in self.team.workers:
+            share = sum(other.gpu.number == worker.gpu.number for other in self.team.workers)
+            free = worker.gpu.memory()[0] + worker.nbytes
+            limit = min(limit, max(int(MEMORY_SHARE * free / share / per_shard), 1))
+        return limit
+
+    def use(self, data: ArrayDataset) -> None:
+        """Brings the data set to the devices, or gets ready to bring its batches."""
+        self.data = data
+        self._batches = [
+            _Batches(worker, placed, data, run, self.shard_size, self.samples)
+            for worker, placed, run in zip(self.team.workers, self.team.place(data), self.runs, strict=True)
+        ]
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether it helps to name the next batch (Engine.upcoming)."""
+        return self._batches is not None and not self._batches[0].placed.whole
+
+    # --- a step ---
+
+    def run(self) -> Any:
+        """Enqueues the step; see GpuSums."""
+        if self.team.pending is not None:
+            self.team.pending.fetch()  # its block and rows are still being read
+        assert self._batches is not None
+        self.team.write()
+        self._results = []
+        batch = self.engine.batch
+        for w, (worker, plan, batches) in enumerate(zip(self.team.workers, self.plans, self._batches, strict=True)):
+            self._compute(w, worker, plan, batches.bring(batch), batches)
+        if len(self.team.workers) > 1:
+            self._meet()
+        else:
+            self._results = [self._sums(0)]
+        if self._exchange is not None:
+            self._exchange.run()
+        following = self.engine.upcoming
+        if following is not None and self.looks_ahead and len(following.indices) == self.samples:
+            for batches in self._batches:
+                batches.ahead(following)
+        updates = [self.team.update(0, self._results[0])] if self.train else []
+        if self._updates and updates == self._updates:
+            updates = self._updates  # the same list: who has prepared something for it finds it again
+        self._updates = updates
+        self.team.pending = sums = GpuSums(self, self._results, updates)
+        return sums
+
+    def _sums(self, w: int) -> int:
+        """Address of the sums of worker w's nodes.
+
+        Areas that hold gradients go by their layout: what no kernel writes there is zero from the start and stays so.
+        """
+        return self.team.workers[w].area(
+            f"sums {self.floats}", 4 * self.floats * max(self.plans[w].sums, 1), clear=True
+        )
+
+    def _compute(self, w: int, worker: Worker, plan: pieces.WorkerPlan, where: dict[str, int], batches: Any) -> None:
+        gpu, c = worker.gpu, self.context
+        sums = self._sums(w)
+        if not plan.nodes:  # a last batch may have fewer shards than there are workers
+            return
+        grads = worker.area(f"gradients {self.floats}", 4 * self.floats * plan.pieces, clear=True)
+        work = worker.area("work", 4 * self.work_floats * plan.shards)
+        table = self._tables[w]
+        for k, action in enumerate(plan.actions):
+            if isinstance(action, pieces.Add):
+                a = sums + 4 * self.floats * action.a
+                gpu.tree_sum(a, a, self.floats * (action.b - action.a), 2, self.floats)
+                continue
+            first = action.first * self.shard_size
+            told = worker.tell
+            if k:
+                gpu.synchronize()  # the block is being read
+            told.context.seed, told.context.step = c.seed, c.step
+            told.context.first, told.context.samples, told.context.shard_size = first, self.samples, self.shard_size
+            for name in ("images", "labels", "scale", "shift", "bytes"):
+                setattr(told.context, name, where[name])
+            told.context.rows = where["rows"] + 8 * (first - batches.first)
+            told.context.loss_scale, told.divisor, told.flag = c.loss_scale, 1.0, 1
+            gpu.upload(worker.block, worker.told)
+            to = sums + 4 * self.floats * action.to
+            buffers = -(-action.shards // action.fold)
+            step = GpuStep(
+                program=table.ctypes.data,
+                records=len(table),
+                params=self.team.parameters.addresses[w][0],
+                grads=to if buffers == 1 else grads,
+                grad_floats=self.floats,
+                work=work,
+                work_floats=self.work_floats,
+                context=worker.block,
+                flag=worker.flag,
+                shards=action.shards,
+                fold=action.fold,
+                accumulate=int(not self.once),
+            )
+            if not self.once:
+                gpu.clear(step.grads, 4 * self.floats * buffers)
+            wanted = 4 * gpu.scratch(step)
+            step.scratch = worker.area("scratch", wanted) if wanted else 0
+            gpu.run(step)
+            if buffers > 1:
+                gpu.tree_sum(to, grads, self.floats, buffers, self.floats)
+
+    def _meet(self) -> None:
+        """Worker p adds range p of the sums of all; a process alone hands the whole back to everyone."""
+        workers, meeting = self.team.workers, self.meeting
+        places = [
+            (q, self._sums(q) + 4 * self.floats * i) for q, p in enumerate(self.plans) for i in range(len(p.nodes))
+        ]
+        self._results = [w.area(f"result {self.floats}", 4 * self.floats, clear=True) for w in workers]
+        self._met: list[tuple[int, int]] = []  # by worker: address of its ranges of all sums, floats of one
+        for p, (lo, hi) in enumerate(self.ranges):
+            n = hi - lo
+            gpu = workers[p].gpu
+            met = workers[p].area("met", max(4 * n * len(places), 16))
+            self._met.append((met, n))
+            if not n:
+                continue
+            for i, (q, at) in enumerate(places):
+                if q == p:
+                    gpu.move(met + 4 * n * i, at + 4 * lo, 4 * n)
+                else:
+                    gpu.take(workers[q].gpu, met + 4 * n * i, at + 4 * lo, 4 * n)
+            for add in meeting.adds:
+                a = met + 4 * n * add.a
+                gpu.tree_sum(a, a, n * (add.b - add.a), 2, n)
+        if self._exchange is not None:
+            return
+        root = meeting.at[0]
+        for q, worker in enumerate(workers):
+            for p, (lo, hi) in enumerate(self.ranges):
+                if hi == lo:
+                    continue
+                met, n = self._met[p]
+                at = met + 4 * n * root
+                if p == q:
+                    worker.gpu.move(self._results[q] + 4 * lo, at, 4 * n)
+                else:
+                    worker.gpu.take(workers[p].gpu, self._results[q] + 4 * lo, at, 4 * n)
+
+    def fetch(self, result: int) -> tuple[np.ndarray, bool]:
+        """Waits for the step; its statistics, and whether the numbers checked are finite, on the first worker."""
+        lib = host.library()
+        self.team.pending = None
+        for w, worker in enumerate(self.team.workers):
+            back = worker.pinned("back", 4 * lib.stats + 4)
+            if w == 0:
+                worker.gpu.download(back[: 4 * lib.stats], result + 4 * self.stats_at)
+            worker.gpu.download(back[4 * lib.stats :], worker.flag)
+        for worker in self.team.workers:
+            worker.gpu.synchronize()
+        back = self.team.workers[0].pinned("back", 4 * lib.stats + 4)
+        flag = back[4 * lib.stats :].view(np.int32)[0]
+        return back[: 4 * lib.stats].view(np.float32).copy(), bool(flag)
+
+    @property
+    def bytes_sent(self) -> int:  # type: ignore[override]
+        """Bytes that this rank has sent so far."""
+        return 0 if self._exchange is None else sum(r.bytes_sent for r in self._exchange.reductions)
+
+    @property
+    def bytes_plain(self) -> int:  # type: ignore[override]
+        return 0 if self._exchange is None else sum(r.bytes_plain for r in self._exchange.reductions)
+
+
+class _Batches:
+    """Brings what a worker needs of a batch to its device: numbers of its samples, and these if they are not there."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        placed: Any,
+        data: ArrayDataset,
+        run: tuple[int, int],
+        shard_size: int,
+        samples: int,
+    ) -> None:
+        self.worker, self.placed, self._data = worker, placed, data
+        self.first = min(run[0] * shard_size, samples)
+        self.count = min(run[1] * shard_size, samples) - self.first
+        self._ready: tuple[Batch, int, Event] | None = None  # a batch that was brought ahead, and where it is
+        self._turn = 0
+        self._free: list[Event | None] = [None, None]
+
+    def bring(self, batch: Batch) -> dict[str, int]:
+        """Addresses of images, labels, scale, shift and rows on the device, and `bytes`, for this batch."""
+        p = self.placed
+        where = {"images": p.images, "labels": p.labels, "scale": p.scale, "shift": p.shift, "bytes": p.bytes}
+        if p.whole:
+            told = self.worker.pinned("rows", 8 * self.count)
+            told.view(np.int64)[:] = batch.indices[self.first : self.first + self.count]
+            where["rows"] = self.worker.area("rows", 8 * self.count)
+            self.worker.gpu.upload(where["rows"], told)
+            return where
+        if self._ready is None or self._ready[0] is not batch:
+            self.ahead(batch)
+        assert self._ready is not None
+        _, turn, done = self._ready
+        self._ready = None
+        done.hold(COMPUTE)
+        images, labels, rows = self._places(turn)
+        where.update(images=images, labels=labels, rows=rows)
+        return where
+
+    def ahead(self, batch: Batch) -> None:
+        """Gathers a batch in pinned memory and sends it on the copy queue, while the step before is computed."""
+        turn = self._turn = 1 - self._turn
+        gpu, data = self.worker.gpu, self._data
+        indices = batch.indices[self.first : self.first + self.count]
+        images, labels, rows = self._places(turn)
+        told = self.worker.pinned(f"images {turn}", max(self._image_bytes, 16))
+        free = self._free[turn]
+        if free is not None:
+            free.wait()  # the copy from this pinned memory is done
+        np.take(
+            data.images, indices, axis=0, out=told[: self._image_bytes].view(data.images.dtype).reshape(self._shape)
+        )
+        small = self.worker.pinned(f"labels {turn}", 12 * self.count + 16)
+        own = small[: 8 * self.count].view(np.int64)
+        own[:] = np.arange(self.count)
+        mine = small[8 * self.count : 12 * self.count].view(np.int32)
+        np.take(data.labels, indices, out=mine)
+        gpu.upload(images, told[: self._image_bytes], COPY)
+        gpu.upload(labels, mine.view(np.uint8), COPY)
+        gpu.upload(rows, own.view(np.uint8), COPY)
+        done = gpu.event()
+        done.record(COPY)
+        self._free[turn] = done
+        self._ready = (batch, turn, done)
+
+    @property
+    def _shape(self) -> tuple[int, ...]:
+        return (self.count, *self._data.images.shape[1:])
+
+    @property
+    def _image_bytes(self) -> int:
+        return math.prod(self._shape) * self._data.images.dtype.itemsize
+
+    def _places(self, turn: int) -> tuple[int, int, int]:
+        w = self.worker
+        return (
+            w.area(f"images {turn}", max(self._image_bytes, 16)),
+            w.area(f"labels {turn}", max(4 * self.count, 16)),
+            w.area(f"rows {turn}", max(8 * self.count, 16)),
+        )
+
+
+class _Exchange:
+    """Sums between processes: from the devices through pinned memory into a reduction, and back to every device.
+
+    The floats are cut into pieces: while one is sent, the next comes from the device and the one before goes back.
+    """
+
+    def __init__(self, runner: GpuRunner, comm: Any, own: tuple[int, int]) -> None:
+        self.runner = runner
+        lay = runner.engine.layout
+        nodes = runner.meeting.nodes
+        self.nodes = len(nodes)
+        content = runner.engine.content(runner.samples, whole=True)
+        whole = lay.reduction.compression is not None or not runner.train
+        size = runner.floats if whole else EXCHANGE_FLOATS
+        self.pieces = [(lo, min(lo + size, runner.floats)) for lo in range(0, runner.floats, size)]
+        plan = planning.Plan(
+            runner.shards, own, ((),), (), tuple((node, i) for i, node in enumerate(nodes)), max(len(nodes), 1)
+        )
+        self.reductions = [
+            strategy.make(
+                lay.reduction, comm, plan, hi - lo, lay.workers, content=content if whole else None, shared=True
+            )
+            for lo, hi in self.pieces
+        ]
+        self._events: list[list[Event]] = [[w.gpu.event() for w in runner.team.workers] for _ in self.pieces]
+
+    def run(self) -> None:
+        """Enqueues and exchanges; afterwards the whole sum is on its way to every worker's result."""
+        runner = self.runner
+        workers = runner.team.workers
+        rows = max(self.nodes, 1)
+        self._out = workers[0].pinned("out", 4 * runner.floats * rows).view(np.float32).reshape(rows, runner.floats)
+        self._back = workers[0].pinned("in", 4 * runner.floats).view(np.float32)
+        for piece, events in zip(self.pieces, self._events, strict=True):
+            for w, worker in enumerate(workers):
+                self._download(w, worker, piece)
+                events[w].record(COMPUTE)
+        started = 0
+        for k, (lo, hi) in enumerate(self.pieces):
+            for event in self._events[k]:
+                event.wait()
+            reduction = self.reductions[k]
+            for i in range(self.nodes):
+                reduction.buffers[i] = self._out[i, lo:hi]
+            if not self.nodes:
+                reduction.buffers[0] = 0
+            reduction.start()
+            for earlier in self.reductions[started:k]:
+                if not earlier.poll():
+                    break
+                self._upload(started)
+                started += 1
+        for k in range(started, len(self.pieces)):
+            self._upload(k)
+        if len(workers) == 1:
+            runner._results = [self._result(0)]
+
+    def _result(self, w: int) -> int:
+        return self.runner.team.workers[w].area(f"result {self.runner.floats}", 4 * self.runner.floats, clear=True)
+
+    def _download(self, w: int, worker: Worker, piece: tuple[int, int]) -> None:
+        """What worker w has added of a piece: all of it if it is alone, else what lies in its range."""
+        runner = self.runner
+        lo, hi = piece
+        if len(runner.team.workers) == 1:
+            for i in range(self.nodes):
+                at = runner._sums(0) + 4 * (runner.floats * i + lo)
+                worker.gpu.download(self._out[i, lo:hi], at)
+            return
+        a, b = runner.ranges[w]
+        a, b = max(a, lo), min(b, hi)
+        if b <= a:
+            return
+        met, n = runner._met[w]
+        for i, at in enumerate(runner.meeting.at):
+            worker.gpu.download(self._out[i, a:b], met + 4 * (n * at + a - runner.ranges[w][0]))
+
+    def _upload(self, k: int) -> None:
+        lo, hi = self.pieces[k]
+        self._back[lo:hi] = self.reductions[k].finish()
+        for w, worker in enumerate(self.runner.team.workers):
+            worker.gpu.upload(self._result(w) + 4 * lo, self._back[lo:hi])

@@ -1,0 +1,291 @@
+"""The GPUs of this process: one per worker, each with the parameters, the optimizer's state and room to compute in.
+
+All workers hold the same parameters and take the same steps. What is decided per step (which shards, which sums) is in
+plan.py and runner.py; here is what lasts.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .. import native as host
+from ..errors import DeviceError
+from ..optim import Update
+from .mirror import Mirror
+from .native import BLOCK_BYTES, Block, Gpu, GpuStep
+
+if TYPE_CHECKING:
+    from ..arena import Arena
+    from ..data import ArrayDataset
+    from ..optim import Optimizer
+
+# A data set is kept on a device if it leaves this share of the free memory to the training.
+DATA_SHARE = 0.5
+
+
+class Worker:
+    """One worker's device and what it holds there. Areas grow when more is asked for and keep nothing then."""
+
+    def __init__(self, number: int) -> None:
+        self.gpu = Gpu(number)
+        self._areas: dict[str, tuple[int, int]] = {}
+        self._pinned: dict[str, np.ndarray] = {}
+        self.block = self.area("block", BLOCK_BYTES)
+        self.told = self.pinned("block", BLOCK_BYTES)
+        self.tell = Block.from_address(self.told.ctypes.data)
+
+    def area(self, name: str, nbytes: int, *, clear: bool = False) -> int:
+        """Address of device memory that all runners use for the same thing, as one runs at a time."""
+        at, size = self._areas.get(name, (0, -1))
+        if size < nbytes:
+            if size >= 0:
+                self.gpu.synchronize()
+                self.gpu.free(at)
+            at = self.gpu.allocate(nbytes)
+            self._areas[name] = (at, nbytes)
+            if clear:
+                self.gpu.clear(at, nbytes)
+        return at
+
+    def pinned(self, name: str, nbytes: int) -> np.ndarray:
+        """The same of pinned host memory (nbytes,) uint8."""
+        if len(self._pinned.get(name, ())) < nbytes:
+            if name in self._pinned:
+                self.gpu.synchronize()
+                self.gpu.free(self._pinned.pop(name).ctypes.data)
+            self._pinned[name] = self.gpu.pinned(nbytes)
+        return self._pinned[name][:nbytes]
+
+    @property
+    def flag(self) -> int:
+        """Address of the flag on the device: 1 while all numbers checked in this step were finite."""
+        return self.block + Block.flag.offset
+
+    @property
+    def divisor(self) -> int:
+        """Address of the number on the device that gradients are divided by, where the host has set one."""
+        return self.block + Block.divisor.offset
+
+    def run(self, records: np.ndarray) -> None:
+        """Enqueues records whose operands are addresses."""
+        step = GpuStep(
+            program=records.ctypes.data,
+            records=len(records),
+            context=self.block,
+            flag=self.flag,
+            shards=1,
+            fold=1,
+        )
+        self.gpu.run(step)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory in areas."""
+        return sum(size for _, size in self._areas.values())
+
+
+class Team:
+    """The workers of this process.
+
+    Args:
+        numbers: the device of each worker; one may come several times (oversubscribed).
+        arena: the parameters that they train.
+
+    Raises:
+        DeviceError: a device cannot be opened, or has too little memory.
+    """
+
+    def __init__(self, numbers: Sequence[int], arena: Arena) -> None:
+        self.workers = [Worker(n) for n in numbers]
+        self.arena = arena
+        self.parameters = Mirror(self.gpus, lambda: [arena.host])
+        arena.mirror = self.parameters
+        self._state: Mirror | None = None
+        self.pending: Any = None  # sums of the last step, whose blocks are being read until they are fetched
+        self._data: dict[int, tuple[weakref.ref[Any], list[Placed]]] = {}
+        self._peers()
+
+    @property
+    def gpus(self) -> list[Gpu]:
+        """The workers' devices."""
+        return [w.gpu for w in self.workers]
+
+    def _peers(self) -> None:
+        """Lets every device read the others' memory where it can; where not, the driver copies through the host."""
+        self.direct = True
+        for a in self.gpus:
+            for b in self.gpus:
+                if a.number != b.number and not a.reaches(b):
+                    self.direct = False
+
+    def describe(self) -> str:
+        """One line for the user."""
+        names = [g.name for g in self.gpus]
+        devices = {g.number: g.name for g in self.gpus}
+        text = ", ".join(f"gpu:{n} {name}" for n, name in sorted(devices.items()))
+        if len(devices) < len(names):
+            text += f" ({len(names)} workers)"
+        return text
+
+    def keep(self, optimizer: Optimizer) -> None:
+        """Takes the optimizer's state to the devices."""
+        self._state = Mirror(self.gpus, lambda: list(optimizer.arrays.values()))
+        optimizer.mirror = self._state
+
+    def write(self) -> None:
+        """Brings the devices what the host may have changed."""
+        self.parameters.write()
+        if self._state is not None:
+            self._state.write()
+
+    def update(self, w: int, result: int) -> Update:
+        """The update of all parameters on worker w from gradients at `result`."""
+        state = () if self._state is None else tuple(self._state.addresses[w])
+        return Update(self.parameters.addresses[w][0], result, 0, self.arena.size, 0, state)
+
+    def take(self, optimizer: Optimizer, sums: Any, divisor: int, lr: float) -> bool:
+        """Takes the step on all workers if the loss and all gradients are finite; returns whether they were.
+
+        The devices decide that themselves: the update is enqueued behind the check and does nothing if it failed.
+
+        Args:
+            sums: of runner.GpuRunner; those of its own step.
+            divisor: address of the number gradients are divided by: sums.samples_address, or one of the host.
+        """
+        lib, n = host.library(), self.arena.size
+        optimizer.steps += 1
+        own = divisor == sums.samples_address
+        value = 0.0 if own else float(host.memory(divisor, 4).view(np.float32)[0])
+        for w, worker in enumerate(self.workers):
+            result = sums.results[w]
+            by = result + 4 * (n + 1)
+            if not own:
+                # the block was told before this step and is not being read from any more: the host has waited for sums
+                worker.tell.divisor = value
+                worker.gpu.upload(worker.divisor, worker.told[Block.divisor.offset :][:4])
+                by = worker.divisor
+            records = np.zeros((2, lib.record), np.int64)
+            records[0, :3] = (lib.codes["finite"], result, n + lib.stats)
+            record = optimizer._record(lib, self.update(w, result), by, lr)
+            records[1, : len(record)] = record
+            worker.run(records)
+        self.parameters.changed()
+        if self._state is not None:
+            self._state.changed()
+        ok = sums.fetch()
+        if not ok:
+            optimizer.steps -= 1
+        return ok
+
+    # --- numbers on the first worker's device ---
+
+    def read(self, address: int, array: np.ndarray) -> np.ndarray:
+        """Fills an array from the first worker's memory."""
+        gpu = self.gpus[0]
+        gpu.download(array, address)
+        gpu.synchronize()
+        return array
+
+    def largest(self, runs: Sequence[tuple[int, int]]) -> float:
+        """The largest absolute value of runs (address, floats) there."""
+        return float(self._each(runs, "largest", np.float32, 2)[:, 0].max(initial=0.0))
+
+    def squares(self, runs: Sequence[tuple[int, int]], unit: float) -> np.ndarray:
+        """The sum of their squares, int64 (2,), as kernels/reduce.mojo counts it."""
+        return self._each(runs, "fixed_squares", np.int64, 2, host.float_bits(unit)).sum(axis=0)
+
+    def _each(self, runs: Sequence[tuple[int, int]], op: str, dtype: Any, n: int, *more: int) -> np.ndarray:
+        lib, worker = host.library(), self.workers[0]
+        out = np.zeros((len(runs), n), dtype)
+        at = worker.area("numbers", max(out.nbytes, 4096))
+        worker.gpu.clear(at, out.nbytes)
+        records = np.zeros((len(runs), lib.record), np.int64)
+        for i, (row, (address, floats)) in enumerate(zip(records, runs, strict=True)):
+            row[: 4 + len(more)] = (lib.codes[op], at + i * out.strides[0], address, floats, *more)
+        worker.run(records)
+        return self.read(at, out)
+
+    def fingerprints(self, runs: Sequence[tuple[int, int, int]]) -> Callable[[], int]:
+        """A function that gives the fingerprint (fingerprint.py) of runs (address, floats, start) there."""
+        gpu = self.gpus[0]
+        table = np.array(list(runs), np.int64).reshape(-1, 3)
+        at = gpu.allocate(max(table.nbytes, 8) + 8)
+        if len(table):
+            gpu.upload(at + 8, table)
+            gpu.synchronize()
+        out = np.zeros(1, np.uint64)
+
+        def fingerprint() -> int:
+            gpu.fingerprint(at, at + 8, len(table))
+            return int(self.read(at, out)[0])
+
+        return fingerprint
+
+    # --- data ---
+
+    def place(self, data: ArrayDataset) -> list[Placed]:
+        """The data set on the devices of all workers, if it fits: one Placed per worker."""
+        key = id(data)
+        found = self._data.get(key)
+        if found is not None and found[0]() is data:
+            return found[1]
+        for k in [k for k, (alive, _) in self._data.items() if alive() is None]:
+            for worker, placed in zip(self.workers, self._data.pop(k)[1], strict=True):
+                placed.free(worker)
+        placed = [Placed(worker, data) for worker in self.workers]
+        self._data[key] = (weakref.ref(data), placed)
+        return placed
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory on the first worker's device that training takes, besides the data set."""
+        arrays = [*self.parameters.sizes, *(self._state.sizes if self._state else ())]
+        return sum(arrays) + self.workers[0].nbytes
+
+
+class Placed:
+    """A data set as one worker's kernels see it: whole on the device, or (`whole` False) batch by batch."""
+
+    def __init__(self, worker: Worker, data: ArrayDataset) -> None:
+        free, _ = worker.gpu.memory()
+        arrays = [data.images, data.labels]
+        self.whole = sum(a.nbytes for a in arrays) <= DATA_SHARE * free
+        if not self.whole:
+            arrays = []
+        small = [data.scale, data.shift]
+        self._addresses = [worker.gpu.allocate(max(a.nbytes, 16)) for a in (*small, *arrays)]
+        for at, a in zip(self._addresses, (*small, *arrays), strict=True):
+            worker.gpu.upload(at, np.ascontiguousarray(a))
+            worker.gpu.synchronize()
+        self.scale, self.shift = self._addresses[:2]
+        self.images, self.labels = self._addresses[2:] if self.whole else (0, 0)
+        self.bytes = int(data.images.dtype.itemsize == 1)
+
+    def free(self, worker: Worker) -> None:
+        """Gives the memory back."""
+        worker.gpu.synchronize()
+        for at in self._addresses:
+            worker.gpu.free(at)
+
+
+def devices(count: int, workers: int, local_rank: int, local_size: int, oversubscribe: bool) -> list[int]:
+    """The devices of a process's workers: consecutive ones, rank after rank on a machine with `count` GPUs.
+
+    Raises:
+        DeviceError: there are too few, and they are not to be shared.
+    """
+    wanted = workers * local_size
+    if count < 1:
+        raise DeviceError("[gpu] this machine has no GPU that can be used; use --device cpu")
+    if wanted > count and not oversubscribe:
+        who = f"{local_size} ranks x {workers} = {wanted} GPUs" if local_size > 1 else f"{wanted} GPUs"
+        raise DeviceError(
+            f"[gpu] {who} were asked for and this machine has {count}; use "
+            + (f"--num-gpus {count}, " if local_size == 1 else f"-n {max(count // workers, 1)}, ")
+            + "--oversubscribe to share them, or --device cpu"
+        )
+    return [(local_rank * workers + w) % count for w in range(workers)]

@@ -1,0 +1,225 @@
+"""One GPU: its memory, its queues and events, and programs replayed on it. The owner of everything a device holds.
+
+Python sees a GPU as a handle and memory as addresses (mojo/gpu_capi.mojo). Work goes into one of two queues: COMPUTE, in
+the order of a step, and COPY, for batches that are brought while the step before is computed; events order the two.
+Nothing here waits except `synchronize` and `wait_event`.
+"""
+
+from std.collections import Dict
+from std.memory import unsafe_memset_zero
+
+from max.gpu.host import (
+    DeviceBuffer,
+    DeviceContext,
+    DeviceEvent,
+    HostBuffer,
+)
+
+from kernels.gpu.launch import LongPtr, Operand, Queue, StepContextPtr
+from kernels.lanes import Ptr
+
+from .gpu_ops import Launch, enqueue, scratch_floats
+from .ops import ABSOLUTE, GRADS, PARAMS, RECORD, SPACES, WORK
+
+comptime U8 = DType.uint8
+comptime U8Ptr = Pointer[UInt8, MutUntrackedOrigin]
+comptime COMPUTE = 0
+comptime COPY = 1
+
+
+@fieldwise_init
+struct GpuStep(TrivialRegisterPassable):
+    """A program for the shards of one chunk, as Python describes it; addresses are of device memory.
+
+    python/odyssey/gpu_native.py mirrors it.
+    """
+
+    var program: LongPtr  # host memory: the records
+    var records: Int64
+    var params: Int64
+    var grads: Int64
+    var grad_floats: Int64  # from one gradient buffer to the next
+    var work: Int64
+    var work_floats: Int64  # from one shard's workspace to the next
+    var scratch: Int64
+    var context: Int64  # a StepContext
+    var flag: Int64  # int32: 1 while all numbers checked were finite
+    var shards: Int64
+    var fold: Int64
+    var accumulate: Int64  # 1: gradients are added to what the buffers hold
+
+
+comptime GpuStepPtr = Pointer[GpuStep, MutUntrackedOrigin]
+
+
+struct Gpu(Movable):
+    """A device with its two queues. Memory that it gave is freed with it."""
+
+    var compute: Queue
+    var copy: Queue
+    var buffers: Dict[Int, DeviceBuffer[U8]]
+    var pinned: Dict[Int, HostBuffer[U8]]
+    var events: List[DeviceEvent]
+
+    def __init__(out self, number: Int) raises:
+        """Opens device `number`."""
+        self.compute = DeviceContext(device_id=number)
+        self.copy = self.compute.select_stream(1)
+        self.buffers = Dict[Int, DeviceBuffer[U8]]()
+        self.pinned = Dict[Int, HostBuffer[U8]]()
+        self.events = List[DeviceEvent]()
+
+    def queue(self, which: Int) -> Queue:
+        """COMPUTE or COPY."""
+        return self.copy if which == COPY else self.compute
+
+    # --- memory ---
+
+    def allocate(mut self, bytes: Int) raises -> Int:
+        """Device memory, not initialised; its address."""
+        var buffer = self.compute.enqueue_create_buffer[U8](max(bytes, 16))
+        var address = Int(buffer.unsafe_ptr())
+        self.buffers[address] = buffer^
+        return address
+
+    def allocate_pinned(mut self, bytes: Int) raises -> Int:
+        """Host memory that the device copies from and to by itself; its address.
+        """
+        var buffer = self.compute.enqueue_create_host_buffer[U8](max(bytes, 16))
+        self.compute.synchronize()
+        var address = Int(buffer.unsafe_ptr())
+        unsafe_memset_zero(U8Ptr(unsafe_from_address=address), bytes)
+        self.pinned[address] = buffer^
+        return address
+
+    def free(mut self, address: Int) raises:
+        """Gives memory of either kind back."""
+        if address in self.buffers:
+            _ = self.buffers.pop(address)
+        elif address in self.pinned:
+            _ = self.pinned.pop(address)
+        else:
+            raise Error("no memory at ", address, " to free")
+
+    def move(self, dst: Int, src: Int, bytes: Int, which: Int) raises:
+        """Enqueues a copy between any two of device, pinned and other devices' memory.
+        """
+        var q = self.queue(which)
+        q.enqueue_copy(
+            U8Ptr(unsafe_from_address=dst),
+            U8Ptr(unsafe_from_address=src),
+            bytes,
+        )
+
+    def take(self, other: Gpu, dst: Int, src: Int, bytes: Int) raises:
+        """Enqueues a copy from another device's memory, behind what is in that device's compute queue now.
+        """
+        self.compute.enqueue_wait_for(other.compute)
+        self.compute.enqueue_copy(
+            DeviceBuffer[U8](
+                self.compute,
+                U8Ptr(unsafe_from_address=dst),
+                bytes,
+                owning=False,
+            ),
+            DeviceBuffer[U8](
+                other.compute,
+                U8Ptr(unsafe_from_address=src),
+                bytes,
+                owning=False,
+            ),
+        )
+
+    def upload(self, dst: Int, src: Int, bytes: Int, which: Int) raises:
+        """Enqueues a copy from host to device memory."""
+        var q = self.queue(which)
+        q.enqueue_copy(
+            DeviceBuffer[U8](
+                q, U8Ptr(unsafe_from_address=dst), bytes, owning=False
+            ),
+            U8Ptr(unsafe_from_address=src),
+        )
+
+    def download(self, dst: Int, src: Int, bytes: Int, which: Int) raises:
+        """Enqueues a copy from device to host memory."""
+        var q = self.queue(which)
+        q.enqueue_copy(
+            U8Ptr(unsafe_from_address=dst),
+            DeviceBuffer[U8](
+                q, U8Ptr(unsafe_from_address=src), bytes, owning=False
+            ),
+        )
+
+    def clear(self, address: Int, bytes: Int, which: Int) raises:
+        """Enqueues setting bytes to 0."""
+        var q = self.queue(which)
+        q.enqueue_memset(
+            DeviceBuffer[U8](
+                q, U8Ptr(unsafe_from_address=address), bytes, owning=False
+            ),
+            UInt8(0),
+        )
+
+    # --- order ---
+
+    def make_event(mut self) raises -> Int:
+        """A new event; its number."""
+        self.events.append(self.compute.create_event())
+        return len(self.events) - 1
+
+    def record_event(self, event: Int, which: Int) raises:
+        """The event happens when all that is in the queue now is done."""
+        self.queue(which).stream().record_event(self.events[event])
+
+    def await_event(self, event: Int, which: Int) raises:
+        """What is put into the queue from now on waits for the event."""
+        self.queue(which).stream().enqueue_wait_for(self.events[event])
+
+    def wait_event(self, event: Int) raises:
+        """Blocks until the event has happened."""
+        self.events[event].synchronize()
+
+    def synchronize(self, which: Int) raises:
+        """Blocks until the queue is empty."""
+        self.queue(which).synchronize()
+
+    # --- programs ---
+
+    def run(self, s: GpuStep) raises:
+        """Enqueues a program for all shards of a chunk."""
+        var bases = Array[Int, SPACES](fill=0)
+        bases[PARAMS] = Int(s.params)
+        bases[GRADS] = Int(s.grads)
+        bases[WORK] = Int(s.work)
+        var strides = Array[Int, SPACES](fill=0)
+        strides[GRADS] = Int(s.grad_floats)
+        strides[WORK] = Int(s.work_floats)
+        for i in range(Int(s.records)):
+            var at = s.program.unsafe_offset(i * RECORD)
+            try:
+                enqueue(
+                    self.compute,
+                    Launch(
+                        at,
+                        bases,
+                        strides,
+                        Int(s.shards),
+                        Int(s.fold),
+                        s.accumulate != 0,
+                        Ptr(unsafe_from_address=max(Int(s.scratch), 16)),
+                        StepContextPtr(
+                            unsafe_from_address=max(Int(s.context), 16)
+                        ),
+                        Int(s.flag),
+                    ),
+                )
+            except e:
+                raise Error("record ", i, " of the program: ", e)
+
+    def scratch(self, s: GpuStep) raises -> Int:
+        """Floats of scratch memory that a program wants."""
+        var most = 0
+        for i in range(Int(s.records)):
+            var at = s.program.unsafe_offset(i * RECORD)
+            most = max(most, scratch_floats(at, Int(s.shards), Int(s.fold)))
+        return most
