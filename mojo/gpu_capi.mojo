@@ -3,7 +3,9 @@
 Functions take numbers and addresses and return 0, or -1 with what went wrong, in UTF-8, in `error` (of `size` bytes).
 """
 
+from std.memory import Layout, alloc
 from std.runtime import initialize_runtime
+from std.sys import size_of
 
 from kernels.gpu.fingerprint import fingerprint
 from kernels.gpu.launch import LongPtr, StepContext
@@ -40,8 +42,6 @@ def odyssey_gpu_count() abi("C") -> Int:
 @export
 def odyssey_gpu_context_size() abi("C") -> Int:
     """Bytes of a StepContext, to compare."""
-    from std.sys import size_of
-
     return size_of[StepContext]()
 
 
@@ -51,8 +51,6 @@ def odyssey_gpu_open(
 ) abi("C") -> Int:
     """Opens a GPU; writes its handle."""
     try:
-        from std.memory import Layout, alloc
-
         var gpu = Gpu(number)
         var p = alloc(Layout[Gpu](count=1)).unsafe_leak()
         p.unsafe_write(gpu^)
@@ -81,13 +79,13 @@ def odyssey_gpu_name(gpu: GpuPtr, text: BytePtr, size: Int) abi("C") -> Int:
 
 @export
 def odyssey_gpu_memory(
-    gpu: GpuPtr, out: LongPtr, error: BytePtr, size: Int
+    gpu: GpuPtr, into: LongPtr, error: BytePtr, size: Int
 ) abi("C") -> Int:
     """Writes bytes of free and of all device memory."""
     try:
         var free, total = gpu[].compute.get_memory_info()
-        out[unsafe_offset=0] = Int64(Int(free))
-        out[unsafe_offset=1] = Int64(Int(total))
+        into[unsafe_offset=0] = Int64(Int(free))
+        into[unsafe_offset=1] = Int64(Int(total))
         return 0
     except e:
         return _fail(error, size, e)
@@ -113,13 +111,13 @@ def odyssey_gpu_allocate(
     gpu: GpuPtr,
     bytes: Int,
     pinned: Int,
-    out: LongPtr,
+    into: LongPtr,
     error: BytePtr,
     size: Int,
 ) abi("C") -> Int:
     """Writes the address of new device memory, or of new pinned host memory."""
     try:
-        out[] = Int64(
+        into[] = Int64(
             gpu[].allocate_pinned(bytes) if pinned else gpu[].allocate(bytes)
         )
         return 0
@@ -251,10 +249,7 @@ def odyssey_gpu_scratch(
     gpu: GpuPtr, step: GpuStepPtr, error: BytePtr, size: Int
 ) abi("C") -> Int:
     """Floats of scratch memory that a program wants."""
-    try:
-        return gpu[].scratch(step[])
-    except e:
-        return _fail(error, size, e)
+    return gpu[].scratch(step[])
 
 
 @export

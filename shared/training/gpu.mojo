@@ -7,6 +7,7 @@ Nothing here waits except `synchronize` and `wait_event`.
 
 from std.collections import Dict
 from std.memory import unsafe_memset_zero
+from std.utils import StaticTuple
 
 from max.gpu.host import (
     DeviceBuffer,
@@ -187,11 +188,11 @@ struct Gpu(Movable):
 
     def run(self, s: GpuStep) raises:
         """Enqueues a program for all shards of a chunk."""
-        var bases = Array[Int, SPACES](fill=0)
+        var bases = StaticTuple[Int, SPACES](fill=0)
         bases[PARAMS] = Int(s.params)
         bases[GRADS] = Int(s.grads)
         bases[WORK] = Int(s.work)
-        var strides = Array[Int, SPACES](fill=0)
+        var strides = StaticTuple[Int, SPACES](fill=0)
         strides[GRADS] = Int(s.grad_floats)
         strides[WORK] = Int(s.work_floats)
         for i in range(Int(s.records)):
@@ -216,7 +217,7 @@ struct Gpu(Movable):
             except e:
                 raise Error("record ", i, " of the program: ", e)
 
-    def scratch(self, s: GpuStep) raises -> Int:
+    def scratch(self, s: GpuStep) -> Int:
         """Floats of scratch memory that a program wants."""
         var most = 0
         for i in range(Int(s.records)):

@@ -6,6 +6,7 @@ have no form here: python/odyssey/gpu.py refuses them before anything runs.
 """
 
 from std.memory import bitcast
+from std.utils import StaticTuple
 
 from kernels.gpu.conv2d import (
     conv2d_backward_input,
@@ -92,8 +93,8 @@ struct Launch(Copyable):
     """One record with what it needs to become a launch."""
 
     var at: LongPtr
-    var bases: Array[Int, SPACES]
-    var strides: Array[Int, SPACES]  # floats
+    var bases: StaticTuple[Int, SPACES]
+    var strides: StaticTuple[Int, SPACES]  # floats
     var shards: Int
     var fold: Int
     var accumulate: Bool
@@ -137,7 +138,7 @@ struct Launch(Copyable):
         return IntPtr(unsafe_from_address=self.flag)
 
 
-def scratch_floats(at: LongPtr, shards: Int, fold: Int) raises -> Int:
+def scratch_floats(at: LongPtr, shards: Int, fold: Int) -> Int:
     """Scratch memory that a record wants, in floats."""
     var op = Int(at[unsafe_offset=0])
 
