@@ -1,0 +1,258 @@
+"""One whole optimizer step on a GPU against PyTorch on the same GPU: eager, compiled, and as a CUDA graph.
+
+Ours: the next batch of a data.DataLoader over MNIST, which lies on the device as uint8, and
+DistributedTrainer.train_step on it: numbers of the samples, gathering, normalising, forward, backward, sums of shards,
+SGD with momentum, and the loss on the host. PyTorch: the same from a float32 data set that lies on the device
+normalised: index_select, zero_grad, forward, loss, backward, SGD step (fused), and loss.item(). "compiled" is
+torch.compile of the whole step's forward and loss; "graph" is the compiled step, gathering and optimizer included,
+captured once as a CUDA graph and replayed; only the indices are copied in. TF32 is off unless --precision says so.
+
+The sides take turns in one process. A time is the median over all steps of a host clock around a step that ends with
+the loss on the host; a ratio is the median over the turns of theirs to ours. "host us" is what our Python and Mojo take
+to enqueue a step. With --no-torch (or without PyTorch, or on an emulated GPU) only ours is timed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import common
+import nets
+
+RATE, MOMENTUM = 0.001, 0.9
+KINDS = ("eager", "compiled", "graph")
+
+Step = Callable[[], object]
+
+
+def endless(loader: Any) -> Iterator[Any]:
+    """The batches of one epoch after the other."""
+    while True:
+        yield from loader
+
+
+def make_ours(options: Any, batch: int, dataset: Any) -> tuple[Step, Any, Any]:
+    """A step of odyssey, the trainer and the model."""
+    from odyssey import DistributedTrainer, data, nn, optim
+
+    model = nn.models.build(options.model)
+    trainer = DistributedTrainer(
+        model,
+        optim.SGD(lr=RATE, momentum=MOMENTUM),
+        backend="local",
+        device="gpu",
+        shard_size=options.shard_size,
+        precision=options.precision,
+    )
+    batches = endless(data.DataLoader(dataset, batch_size=batch, shuffle=True, drop_last=True))
+    return lambda: trainer.train_step(next(batches)), trainer, model
+
+
+def make_torch(options: Any, batch: int, dataset: Any, model: Any, kind: str) -> Step:
+    """A step of PyTorch from the same initial weights."""
+    import numpy as np
+    import torch
+
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = options.precision == "tf32"
+    device = torch.device("cuda")
+    net = nets.torch_model(options.model).to(device)
+    net.load_state_dict({key: torch.from_numpy(value) for key, value in model.state_dict().items()})
+    optimizer = torch.optim.SGD(net.parameters(), lr=RATE, momentum=MOMENTUM, fused=True)
+    x, y = dataset.gather(np.arange(len(dataset)))
+    images, labels = torch.from_numpy(x).to(device), torch.from_numpy(y).long().to(device)
+    narrow = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(options.precision)
+
+    def loss_of(index: Any) -> Any:
+        with torch.autocast("cuda", dtype=narrow, enabled=narrow is not None):
+            return net.loss(net(images.index_select(0, index)), labels.index_select(0, index))
+
+    forward = loss_of if kind == "eager" else torch.compile(loss_of)
+    rng = np.random.default_rng(0)
+    indices = [torch.from_numpy(rng.permutation(len(dataset))[:batch]).pin_memory() for _ in range(8)]
+    static = indices[0].to(device)
+    turn = 0
+
+    def body() -> Any:
+        optimizer.zero_grad(set_to_none=kind != "graph")
+        loss = forward(static)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    def bring() -> None:
+        nonlocal turn
+        static.copy_(indices[turn % len(indices)], non_blocking=True)
+        turn += 1
+
+    if kind != "graph":
+
+        def step() -> float:
+            bring()
+            return body().item()
+
+        return step
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(5):
+            body()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = body()
+
+    def replay() -> float:
+        bring()
+        graph.replay()
+        return loss.item()
+
+    return replay
+
+
+def peaks(options: Any) -> dict[str, float]:
+    """What PyTorch reaches on this GPU: TFLOP/s of a large product in this precision, GB/s of a large copy."""
+    import torch
+
+    torch.backends.cuda.matmul.allow_tf32 = options.precision == "tf32"
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(options.precision, torch.float32)
+    a = torch.randn(8192, 8192, device="cuda", dtype=dtype)
+    big = torch.empty(2**30, device="cuda", dtype=torch.uint8)
+    other = torch.empty_like(big)
+
+    def seconds(call: Callable[[], object]) -> float:
+        times = []
+        for _ in range(8):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            call()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) * 1e-3)
+        return common.median(times[3:])
+
+    product = seconds(lambda: a @ a)
+    copy = seconds(lambda: other.copy_(big))
+    return {"tflops": 2 * 8192**3 / product * 1e-12, "gb_per_second": 2 * 2**30 / copy * 1e-9}
+
+
+def block(step: Step, steps: int) -> list[float]:
+    """Seconds of each of `steps` steps, after a few that are not timed."""
+    for _ in range(max(2, min(steps // 10, 20))):
+        step()
+    times = []
+    for _ in range(steps):
+        start = time.perf_counter_ns()
+        step()
+        times.append((time.perf_counter_ns() - start) * 1e-9)
+    return times
+
+
+def host_time(trainer: Any, step: Step, steps: int) -> float:
+    """Median seconds until a step of ours is enqueued, before it is waited for."""
+    from odyssey.gpu.runner import GpuRunner
+
+    fetch, enqueued = GpuRunner.fetch, []
+    begun = 0
+
+    def noted(self: Any, result: int) -> Any:
+        enqueued.append(time.perf_counter_ns() - begun)
+        return fetch(self, result)
+
+    GpuRunner.fetch = noted  # type: ignore[method-assign]
+    try:
+        for _ in range(steps):
+            begun = time.perf_counter_ns()
+            step()
+    finally:
+        GpuRunner.fetch = fetch  # type: ignore[method-assign]
+    return common.median(enqueued) * 1e-9
+
+
+def measure(options: Any, batch: int, dataset: Any, kinds: list[str]) -> dict[str, Any]:
+    """One row."""
+    ours, trainer, model = make_ours(options, batch, dataset)
+    ours()
+    sides: dict[str, Step] = {"ours": ours}
+    for kind in kinds:
+        sides[kind] = make_torch(options, batch, dataset, model, kind)
+    lengths = {}
+    for key, step in sides.items():
+        times = block(step, 3)
+        lengths[key] = options.steps or max(5, min(2000, round(options.seconds / common.median(times))))
+    rounds: dict[str, list[list[float]]] = {key: [] for key in sides}
+    for _ in range(options.rounds):
+        for key, step in sides.items():
+            rounds[key].append(block(step, lengths[key]))
+    row: dict[str, Any] = {"batch": batch, "flops_per_sample": nets.flops(options.model, model)}
+    for key, turns in rounds.items():
+        row[key] = {"seconds": common.spread([t for one in turns for t in one])}
+        row[key]["tflops"] = row["flops_per_sample"] * batch / row[key]["seconds"]["median"] * 1e-12
+        if key != "ours":
+            ratios = [common.median(a) / common.median(b) for a, b in zip(turns, rounds["ours"], strict=True)]
+            row[key]["ratio"] = common.spread(ratios)
+    row["host_seconds"] = host_time(trainer, ours, min(lengths["ours"], 200))
+    return row
+
+
+def show(rows: list[dict[str, Any]], peak: dict[str, float], kinds: list[str]) -> str:
+    """The table."""
+    headers = ["batch", "ours us", "host us", "TFLOP/s", "% of peak"]
+    for kind in kinds:
+        headers += [f"{kind} us", "ratio"]
+    lines = []
+    for row in rows:
+        ours = row["ours"]
+        share = 100 * ours["tflops"] / peak["tflops"] if peak else None
+        line = [row["batch"], common.number(1e6 * ours["seconds"]["median"], 1)]
+        line += [common.number(1e6 * row["host_seconds"], 1), common.number(ours["tflops"], 2)]
+        line += [common.number(share, 1)]
+        for kind in kinds:
+            line += [common.number(1e6 * row[kind]["seconds"]["median"], 1)]
+            line += [common.number(row[kind]["ratio"]["median"], 2)]
+        lines.append(line)
+    return common.table(headers, lines)
+
+
+def main() -> None:
+    parser = common.parser(__doc__)
+    parser.add_argument("--model", choices=nets.MODELS, default="lenet5", help="which network")
+    parser.add_argument("--batches", default="64,1024,8192", help="batch sizes")
+    parser.add_argument("--precision", choices=("fp32", "tf32", "bf16", "fp16"), default="fp32", help="of products")
+    parser.add_argument("--shard-size", type=int, default=32, help="samples per shard of ours")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each side")
+    parser.add_argument("--seconds", type=float, default=0.5, help="of one turn")
+    parser.add_argument("--steps", type=int, help="of one turn instead of --seconds")
+    parser.add_argument("--kinds", default=",".join(KINDS), help="forms of PyTorch")
+    parser.add_argument("--no-torch", action="store_true", help="only ours")
+    options = parser.parse_args()
+    batches = [int(word) for word in options.batches.split(",")]
+
+    from odyssey import data
+    from odyssey.gpu.native import Gpu
+
+    emulated = "ODYSSEY_EMULATED_GPUS" in os.environ
+    kinds = [] if options.no_torch or emulated or not common.have_torch() else options.kinds.split(",")
+    facts = {**common.machine(), "gpu": Gpu(0).name, "emulated": emulated}
+    dataset = data.load("mnist", train=True)
+    peak = peaks(options) if kinds else {}
+    print(f"{common.machine_line(facts)}, {facts['gpu']}{' (emulated: times mean nothing)' if emulated else ''}")
+    if peak:
+        print(f"peak of PyTorch's product {peak['tflops']:.1f} TFLOP/s, copy {peak['gb_per_second']:.0f} GB/s")
+    rows = []
+    for batch in batches:
+        rows.append(measure(options, batch, dataset, kinds))
+        print(f"batch {batch}: {1e6 * rows[-1]['ours']['seconds']['median']:.0f} us", file=sys.stderr)
+    print(f"{options.model}, {options.precision}, one step")
+    print(show(rows, peak, kinds))
+    common.write_json(
+        options.json, "gpu", facts, model=options.model, precision=options.precision, peak=peak, rows=rows
+    )
+
+
+if __name__ == "__main__":
+    main()
