@@ -7,7 +7,7 @@ from std.memory import Layout, alloc
 from std.runtime import initialize_runtime
 from std.sys import size_of
 
-from kernels.gpu.fingerprint import fingerprint
+from kernels.gpu.fingerprint import fingerprint, fingerprint_scratch
 from kernels.gpu.launch import LongPtr, StepContext
 from kernels.gpu.reduce import tree_sum_strided
 from kernels.lanes import BytePtr, Ptr
@@ -273,6 +273,32 @@ def odyssey_gpu_tree_sum(
             n,
             floats,
         )
+        return 0
+    except e:
+        return _fail(error, size, e)
+
+
+@export
+def odyssey_gpu_fingerprint_scratch(count: Int, longest: Int) abi("C") -> Int:
+    """Int64 numbers of scratch memory that `odyssey_gpu_fingerprint` wants."""
+    return fingerprint_scratch(count, longest)
+
+
+@export
+def odyssey_gpu_fingerprint(
+    gpu: GpuPtr,
+    y: LongPtr,
+    scratch: LongPtr,
+    runs: LongPtr,
+    count: Int,
+    longest: Int,
+    error: BytePtr,
+    size: Int,
+) abi("C") -> Int:
+    """Enqueues the fingerprint of runs in device memory (kernels/gpu/fingerprint.mojo).
+    """
+    try:
+        fingerprint(gpu[].compute, y, scratch, runs, count, longest)
         return 0
     except e:
         return _fail(error, size, e)

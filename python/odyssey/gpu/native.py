@@ -105,12 +105,14 @@ class Library:
             "run": [pointer, pointer],
             "scratch": [pointer, pointer],
             "tree_sum": [pointer] + [number] * 5,
-            "fingerprint": [pointer] + [number] * 3,
+            "fingerprint": [pointer] + [number] * 5,
         }.items():
             function = getattr(lib, f"odyssey_gpu_{name}")
             function.restype, function.argtypes = number, [*arguments, ctypes.c_char_p, number]
         lib.odyssey_gpu_close.argtypes = [pointer]
         lib.odyssey_gpu_name.argtypes, lib.odyssey_gpu_name.restype = [pointer, ctypes.c_char_p, number], number
+        lib.odyssey_gpu_fingerprint_scratch.argtypes = [number, number]
+        lib.odyssey_gpu_fingerprint_scratch.restype = number
         self._text = ctypes.create_string_buffer(_ERROR)
 
     def call(self, name: str, *args: Any) -> int:
@@ -238,9 +240,13 @@ class Gpu:
         """Enqueues the sum along the tree of n buffers of `floats` floats, `stride` floats apart."""
         self._call("tree_sum", to, address, stride, n, floats)
 
-    def fingerprint(self, out: int, runs: int, count: int) -> None:
-        """Enqueues the fingerprint of runs (address, floats, start) in device memory, into a uint64 there."""
-        self._call("fingerprint", out, runs, count)
+    def fingerprint_scratch(self, count: int, longest: int) -> int:
+        """Bytes of scratch memory that the fingerprint of `count` runs of at most `longest` floats wants."""
+        return 8 * self._library._lib.odyssey_gpu_fingerprint_scratch(count, longest)
+
+    def fingerprint(self, out: int, scratch: int, runs: int, count: int, longest: int) -> None:
+        """Enqueues the fingerprint of runs, (count, 3) int64 in device memory, into a uint64 there."""
+        self._call("fingerprint", out, scratch, runs, count, longest)
 
 
 class Event:

@@ -213,14 +213,16 @@ class Team:
         """A function that gives the fingerprint (fingerprint.py) of runs (address, floats, start) there."""
         gpu = self.gpus[0]
         table = np.array(list(runs), np.int64).reshape(-1, 3)
-        at = gpu.allocate(max(table.nbytes, 8) + 8)
-        if len(table):
-            gpu.upload(at + 8, table)
-            gpu.synchronize()
+        longest = int(table[:, 1].max(initial=0))
+        if not longest:
+            return lambda: 0
+        at = gpu.allocate(8 + table.nbytes + gpu.fingerprint_scratch(len(table), longest))
+        gpu.upload(at + 8, table)
+        gpu.synchronize()
         out = np.zeros(1, np.uint64)
 
         def fingerprint() -> int:
-            gpu.fingerprint(at, at + 8, len(table))
+            gpu.fingerprint(at, at + 8 + table.nbytes, at + 8, len(table), longest)
             return int(self.read(at, out)[0])
 
         return fingerprint
