@@ -1,0 +1,60 @@
+/* The two halves of the PTX compiler: ptx.c reads text, translate.c turns statements into instructions. */
+#ifndef PTX_H
+#define PTX_H
+#include "emulator.h"
+
+enum { O_NONE, O_REG, O_IMM, O_SYM, O_VEC, O_ADDR, O_SPECIAL, O_SINK, O_NAME };
+typedef struct Opd {
+    int kind, reg, n;
+    bool neg;
+    int real; /* 32 or 64: written as 0f.. or 0d.. */
+    u64 value;
+    s64 offset;
+    char *name;
+    Symbol *sym;
+    struct Opd *sub; /* of a vector; of an address: its base */
+    int pair;        /* d|p: the second register, or -1 */
+} Opd;
+
+typedef struct { int bytes; /* 0: predicate */ bool constant, special; u64 value; s32 offset; } VReg;
+typedef struct { char *prefix; int count, base; /* count < 0: one register of that name */ } RegName;
+typedef struct { int inst, field, vec, reg; bool def; } Ref;
+typedef struct { char *name; int at; } Label;
+typedef struct { int inst; char *name; } Fixup;
+enum { MAX_PARTS = 20, MAX_OPDS = 24 };
+
+typedef struct Stmt {
+    int line, guard;
+    bool guard_not;
+    char *op, *part[MAX_PARTS];
+    int nparts, n;
+    Opd opd[MAX_OPDS];
+} Stmt;
+
+typedef struct Compiler {
+    Module *module;
+    Func *f;
+    VReg *regs;
+    int nregs, capregs;
+    RegName *names;
+    int nnames, capnames;
+    Ref *refs;
+    int nrefs, caprefs;
+    Label *labels;
+    int nlabels, caplabels;
+    Fixup *fixups;
+    int nfixups, capfixups;
+    int capvec;
+    Symbol *locals; /* symbols of the function: shared, local, param */
+    int line;
+    bool guarded;
+} Compiler;
+
+void translate(Compiler *c, Stmt *s);
+void finish(Compiler *c);
+int new_reg(Compiler *c, int bytes);
+int emit_control(Compiler *c, int op, s64 imm);
+void emit_label(Compiler *c, const char *name);
+int special_index(const char *name);
+#define GROW(p, n, cap) ((n) == (cap) ? (p) = realloc((p), sizeof *(p) * (size_t)((cap) = (cap) ? 2 * (cap) : 64)) : (p))
+#endif

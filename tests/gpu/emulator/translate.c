@@ -1,0 +1,824 @@
+/* Turns one PTX statement into instructions for the interpreter, and puts registers into a warp's register file. */
+#include <ctype.h>
+
+#include "ptx.h"
+
+int type_bytes(const char *t);
+
+/* ---- building -------------------------------------------------------------------------------------------------- */
+int new_reg(Compiler *c, int bytes) {
+    GROW(c->regs, c->nregs, c->capregs);
+    c->regs[c->nregs] = (VReg){.bytes = bytes, .offset = -1};
+    return c->nregs++;
+}
+static int constant(Compiler *c, int bytes, u64 value) {
+    if (bytes && bytes < 8) value &= (1ull << (8 * bytes)) - 1;
+    if (!bytes) value = value ? ~0u : 0;
+    for (int i = 0; i < c->nregs; i++)
+        if (c->regs[i].constant && c->regs[i].bytes == bytes && c->regs[i].value == value) return i;
+    int r = new_reg(c, bytes);
+    c->regs[r].constant = true, c->regs[r].value = value;
+    return r;
+}
+static int special(Compiler *c, int bytes, int which) {
+    for (int i = 0; i < c->nregs; i++)
+        if (c->regs[i].special && c->regs[i].bytes == bytes && (int)c->regs[i].value == which) return i;
+    int r = new_reg(c, bytes);
+    c->regs[r].special = true, c->regs[r].value = (u64)which;
+    return r;
+}
+static const char *specials[S_COUNT] = {
+    "%tid.x", "%tid.y", "%tid.z", "%ntid.x", "%ntid.y", "%ntid.z", "%ctaid.x", "%ctaid.y", "%ctaid.z", "%nctaid.x",
+    "%nctaid.y", "%nctaid.z", "%laneid", "%warpid", "%nwarpid", "%smid", "%nsmid", "%gridid", "%lanemask_eq",
+    "%lanemask_lt", "%lanemask_le", "%lanemask_gt", "%lanemask_ge", "%clock", "%clock64", "%globaltimer",
+    "%dynamic_smem_start", "%dynamic_smem_size"};
+int special_index(const char *name) {
+    for (int i = 0; i < S_COUNT; i++)
+        if (!strcmp(specials[i], name)) return i;
+    return -1;
+}
+
+static int emit(Compiler *c, Fn fn) {
+    Func *f = c->f;
+    GROW(f->code, f->n, f->cap);
+    f->code[f->n] = (Inst){.fn = fn, .line = c->line, .d = -1, .a = -1, .b = -1, .c = -1};
+    return f->n++;
+}
+int emit_control(Compiler *c, int op, s64 imm) {
+    int i = emit(c, NULL);
+    c->f->code[i].op = (u16)op, c->f->code[i].imm = imm;
+    return i;
+}
+/* field: 0 d, 1 a, 2 b, 3 c, 4 an entry of vec */
+static void ref(Compiler *c, int inst, int field, int vec, int reg, bool def) {
+    GROW(c->refs, c->nrefs, c->caprefs);
+    c->refs[c->nrefs++] = (Ref){inst, field, vec, reg, def};
+}
+static int add_vec(Compiler *c, int inst, int reg, bool def) { /* reg < 0: stays -1 */
+    GROW(c->f->vec, c->f->nvec, c->capvec);
+    c->f->vec[c->f->nvec] = -1;
+    if (reg >= 0) ref(c, inst, 4, c->f->nvec, reg, def);
+    return c->f->nvec++;
+}
+static int add_vec_value(Compiler *c, s32 value) {
+    GROW(c->f->vec, c->f->nvec, c->capvec);
+    c->f->vec[c->f->nvec] = value;
+    return c->f->nvec++;
+}
+
+static const OpInfo *find_op(const char *name) {
+    static const OpInfo *const tables[] = {ops_int, ops_float, ops_convert};
+    static const OpInfo *hash[4096];
+    static bool ready;
+    static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+    pthread_mutex_lock(&lock);
+    if (!ready) {
+        for (int t = 0; t < 3; t++)
+            for (const OpInfo *o = tables[t]; o->name; o++) {
+                u32 h = 2166136261u;
+                for (const char *s = o->name; *s; s++) h = (h ^ (u8)*s) * 16777619u;
+                while (hash[h & 4095]) h++;
+                hash[h & 4095] = o;
+            }
+        ready = true;
+    }
+    pthread_mutex_unlock(&lock);
+    u32 h = 2166136261u;
+    for (const char *s = name; *s; s++) h = (h ^ (u8)*s) * 16777619u;
+    for (; hash[h & 4095]; h++)
+        if (!strcmp(hash[h & 4095]->name, name)) return hash[h & 4095];
+    return NULL;
+}
+
+static int op3(Compiler *c, const char *name, int d, int a, int b, int cc) {
+    const OpInfo *o = find_op(name);
+    if (!o) {
+        fprintf(stderr, "[emulated GPU] internal: no operation %s\n", name);
+        abort();
+    }
+    int i = emit(c, o->fn);
+    if (d >= 0) ref(c, i, 0, 0, d, true);
+    if (a >= 0) ref(c, i, 1, 0, a, false);
+    if (b >= 0) ref(c, i, 2, 0, b, false);
+    if (cc >= 0) ref(c, i, 3, 0, cc, false);
+    return i;
+}
+
+static void unknown(Compiler *c) { emit_control(c, C_UNKNOWN, 0); }
+
+/* ---- operands --------------------------------------------------------------------------------------------------- */
+static int size_code(int bytes) { return bytes == 8 ? 3 : bytes == 4 ? 2 : bytes == 2 ? 1 : 0; }
+
+static int convert_int(Compiler *c, int reg, const char *type, int to) { /* type: how the source is read */
+    char name[40];
+    int d = new_reg(c, to);
+    snprintf(name, sizeof name, "icvt_%d_%s_%d", to, type, c->regs[reg].bytes);
+    op3(c, name, d, reg, -1, -1);
+    return d;
+}
+static const char *unsigned_type(int bytes) { return bytes == 8 ? "u64" : bytes == 4 ? "u32" : bytes == 2 ? "u16" : "u8"; }
+
+/* the register that has the operand's value, of `bytes` bytes (0: predicate); -1 if it has none */
+static int source(Compiler *c, const Opd *o, int bytes) {
+    int r = -1;
+    switch (o->kind) {
+    case O_REG:
+        r = o->reg;
+        break;
+    case O_IMM: {
+        u64 v = o->value;
+        if (o->real == 64 && bytes == 4) {
+            double x;
+            memcpy(&x, &v, 8);
+            float y = (float)x;
+            u32 b;
+            memcpy(&b, &y, 4), v = b;
+        }
+        return constant(c, bytes, v);
+    }
+    case O_SPECIAL:
+        r = special(c, o->n == S_CLOCK64 || o->n == S_GLOBALTIMER || o->n == S_GRIDID ? 8 : 4, o->n);
+        if (o->n == S_CLOCK || o->n == S_CLOCK64 || o->n == S_GLOBALTIMER) { /* read anew each time */
+            int d = new_reg(c, c->regs[r].bytes), i = emit(c, op_clock);
+            c->f->code[i].k = (u16)c->regs[d].bytes;
+            ref(c, i, 0, 0, d, true);
+            r = d;
+        }
+        break;
+    case O_SYM:
+        if (o->sym->dynamic) r = special(c, 4, S_DYNSMEM);
+        else return constant(c, bytes, o->sym->address + (u64)o->offset);
+        break;
+    default:
+        return -1;
+    }
+    if (c->regs[r].bytes == bytes) return r;
+    if (!bytes || !c->regs[r].bytes) return -1;
+    return convert_int(c, r, unsigned_type(c->regs[r].bytes), bytes);
+}
+
+static bool has(const Stmt *s, const char *part) {
+    for (int i = 1; i < s->nparts; i++)
+        if (!strcmp(s->part[i], part)) return true;
+    return false;
+}
+static bool is(const Stmt *s, const char *base) { return !strcmp(s->part[0], base); }
+static bool is_type(const char *t) {
+    static const char *const types[] = {"u8", "u16", "u32", "u64", "s8", "s16", "s32", "s64", "b8", "b16", "b32", "b64", "b128", "f16",
+                                        "f16x2", "bf16", "bf16x2", "tf32", "f32", "f64", "pred", "e4m3x2", "e5m2x2", NULL};
+    for (int i = 0; types[i]; i++)
+        if (!strcmp(types[i], t)) return true;
+    return false;
+}
+static const char *type_of(const Stmt *s) {
+    for (int i = s->nparts - 1; i > 0; i--)
+        if (is_type(s->part[i])) return s->part[i];
+    return "";
+}
+static int space_of(const Stmt *s) {
+    for (int i = 1; i < s->nparts; i++) {
+        const char *p = s->part[i];
+        if (!strcmp(p, "global") || !strcmp(p, "const")) return GLOBAL;
+        if (!strncmp(p, "shared", 6)) return SHARED;
+        if (!strcmp(p, "local")) return LOCAL;
+        if (!strncmp(p, "param", 5)) return PARAM;
+    }
+    return GENERIC;
+}
+
+/* ---- instructions ------------------------------------------------------------------------------------------------ */
+static void address(Compiler *c, int inst, int field, const Opd *o, u16 *k, s64 *imm) {
+    const Opd *base = &o->sub[0];
+    int r;
+    *imm = o->offset;
+    if (base->kind == O_IMM) r = constant(c, 8, 0);
+    else if (base->kind == O_SYM && !base->sym->dynamic) r = constant(c, 8, base->sym->address + (u64)base->offset);
+    else if (base->kind == O_REG) r = base->reg;
+    else r = special(c, 4, S_DYNSMEM);
+    if (c->regs[r].bytes == 4) *k |= 1 << 12;
+    ref(c, inst, field, 0, r, false);
+}
+
+static int vector_size(const Stmt *s) { return has(s, "v2") ? 2 : has(s, "v4") ? 4 : has(s, "v8") ? 8 : 1; }
+
+static bool load_store(Compiler *c, Stmt *s, bool load) {
+    const char *type = type_of(s);
+    int e = type_bytes(type), n = vector_size(s), where = space_of(s);
+    Opd *value = &s->opd[load ? 0 : 1], *at = &s->opd[load ? 1 : 0];
+    if (e == 16 || !e || at->kind != O_ADDR || (value->kind == O_VEC && value->n != n)) return false;
+    int regs[8];
+    for (int i = 0; i < n; i++) {
+        Opd *v = value->kind == O_VEC ? &value->sub[i] : value;
+        if (v->kind == O_SINK) regs[i] = -1;
+        else if (load) regs[i] = v->reg;
+        else regs[i] = source(c, v, v->kind == O_REG ? c->regs[v->reg].bytes : e == 1 ? 2 : e);
+        if (regs[i] < 0 && v->kind != O_SINK) return false;
+    }
+    int rb = 4;
+    for (int i = 0; i < n; i++)
+        if (regs[i] >= 0) rb = c->regs[regs[i]].bytes;
+    u16 k = (u16)(n | size_code(e) << 4 | size_code(rb) << 6 | (type[0] == 's') << 8 | where << 9);
+    int i;
+    if (where == PARAM) {
+        if (!load || at->sub[0].kind != O_SYM || at->sub[0].sym->space != PARAM) return false;
+        i = emit(c, op_ld_param);
+        c->f->code[i].imm = (s64)at->sub[0].sym->address + at->sub[0].offset + at->offset;
+    } else {
+        s64 imm;
+        i = emit(c, load ? op_ld : op_st);
+        address(c, i, 1, at, &k, &imm);
+        c->f->code[i].imm = imm;
+    }
+    c->f->code[i].k = k;
+    for (int j = 0; j < n; j++) {
+        int v = add_vec(c, i, regs[j], load);
+        if (!j) c->f->code[i].d = v;
+    }
+    return true;
+}
+
+static bool atomic(Compiler *c, Stmt *s) {
+    static const char *const kinds[] = {"add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec"};
+    bool red = is(s, "red");
+    const char *type = type_of(s);
+    int e = type_bytes(type), kind = -1;
+    for (int j = 0; j < 10; j++)
+        if (has(s, kinds[j])) kind = j;
+    Opd *at = &s->opd[red ? 0 : 1], *v = at + 1;
+    if (kind < 0 || vector_size(s) > 1 || e > 8 || e < 2 || at->kind != O_ADDR) return false;
+    int t = type[0] == 's' ? E_S : !strncmp(type, "bf", 2) ? E_BF : !strncmp(type, "f16", 3) ? E_H : type[0] == 'f' ? E_F : E_U;
+    u16 k = (u16)(kind | t << 4 | size_code(e) << 7 | space_of(s) << 9);
+    int b = source(c, v, e), cc = kind == A_CAS ? source(c, v + 1, e) : -1;
+    if (b < 0) return false;
+    int i = emit(c, op_atom);
+    s64 imm;
+    address(c, i, 1, at, &k, &imm);
+    ref(c, i, 2, 0, b, false);
+    if (cc >= 0) ref(c, i, 3, 0, cc, false);
+    if (!red && s->opd[0].kind == O_REG) {
+        if (c->regs[s->opd[0].reg].bytes != e) return false;
+        k |= 1 << 13;
+        ref(c, i, 0, 0, s->opd[0].reg, true);
+    }
+    c->f->code[i].imm = imm, c->f->code[i].k = k;
+    return true;
+}
+
+/* all lanes that `mask` names have to be here before the instruction is executed */
+static void converge(Compiler *c, int mask) {
+    int i = emit_control(c, C_CONVERGE, 0);
+    if (mask >= 0) ref(c, i, 1, 0, mask, false);
+}
+
+static bool warp_op(Compiler *c, Stmt *s) {
+    int i;
+    if (is(s, "shfl")) {
+        Opd *o = s->opd;
+        int mode = has(s, "up") ? 0 : has(s, "down") ? 1 : has(s, "bfly") ? 2 : has(s, "idx") ? 3 : -1;
+        bool sync = has(s, "sync");
+        int mask = sync ? source(c, &o[4], 4) : -1;
+        int a = source(c, &o[1], 4), b = source(c, &o[2], 4), cc = source(c, &o[3], 4);
+        if (mode < 0 || o[0].kind != O_REG || a < 0 || b < 0 || cc < 0) return false;
+        converge(c, mask);
+        i = emit(c, op_shfl);
+        c->f->code[i].k = (u16)mode;
+        ref(c, i, 0, 0, o[0].reg, true), ref(c, i, 1, 0, a, false), ref(c, i, 2, 0, b, false), ref(c, i, 3, 0, cc, false);
+        c->f->code[i].imm = add_vec(c, i, o[0].pair, true);
+        return true;
+    }
+    if (is(s, "vote")) {
+        int mode = has(s, "all") ? 0 : has(s, "any") ? 1 : has(s, "uni") ? 2 : has(s, "ballot") ? 3 : -1;
+        int mask = has(s, "sync") ? source(c, &s->opd[2], 4) : -1;
+        int p = source(c, &s->opd[1], 0);
+        if (mode < 0 || p < 0) return false;
+        converge(c, mask);
+        i = emit(c, op_vote);
+        c->f->code[i].k = (u16)mode, c->f->code[i].imm = s->opd[1].neg;
+        ref(c, i, 0, 0, s->opd[0].reg, true), ref(c, i, 1, 0, p, false);
+        if (mask >= 0) ref(c, i, 2, 0, mask, false);
+        return true;
+    }
+    if (is(s, "match")) {
+        int e = type_bytes(type_of(s)), mask = source(c, &s->opd[2], 4), a = source(c, &s->opd[1], e);
+        if (a < 0 || mask < 0) return false;
+        converge(c, mask);
+        i = emit(c, op_match);
+        c->f->code[i].k = (u16)(e | (has(s, "all") ? 16 : 0));
+        ref(c, i, 0, 0, s->opd[0].reg, true), ref(c, i, 1, 0, a, false), ref(c, i, 2, 0, mask, false);
+        c->f->code[i].imm = add_vec(c, i, s->opd[0].pair, true);
+        return true;
+    }
+    if (is(s, "redux")) {
+        static const char *const kinds[] = {"add", "min", "max", "and", "or", "xor"};
+        int mask = source(c, &s->opd[2], 4), a = source(c, &s->opd[1], 4), kind = -1;
+        for (int j = 0; j < 6; j++)
+            if (has(s, kinds[j])) kind = j;
+        if (a < 0 || mask < 0 || kind < 0 || type_of(s)[0] == 'f') return false;
+        converge(c, mask);
+        i = emit(c, op_redux);
+        c->f->code[i].k = (u16)(kind | (type_of(s)[0] == 's' ? 16 : 0));
+        ref(c, i, 0, 0, s->opd[0].reg, true), ref(c, i, 1, 0, a, false), ref(c, i, 2, 0, mask, false);
+        return true;
+    }
+    if (is(s, "activemask")) {
+        i = emit(c, op_activemask);
+        ref(c, i, 0, 0, s->opd[0].reg, true);
+        return true;
+    }
+    return false;
+}
+
+static bool matrix(Compiler *c, Stmt *s) {
+    if (is(s, "ldmatrix")) {
+        int n = has(s, "x4") ? 4 : has(s, "x2") ? 2 : 1;
+        if (!has(s, "m8n8") || !has(s, "b16") || s->opd[1].kind != O_ADDR) return false;
+        converge(c, -1);
+        int i = emit(c, op_ldmatrix);
+        u16 k = (u16)(n | (has(s, "trans") ? 16 : 0));
+        s64 imm;
+        address(c, i, 1, &s->opd[1], &k, &imm);
+        c->f->code[i].imm = imm, c->f->code[i].k = k;
+        for (int j = 0; j < n; j++) {
+            Opd *o = s->opd[0].kind == O_VEC ? &s->opd[0].sub[j] : &s->opd[0];
+            int v = add_vec(c, i, o->reg, true);
+            if (!j) c->f->code[i].d = v;
+        }
+        return true;
+    }
+    /* mma.sync.aligned.shape.row.col.d.a.b.c */
+    const char *t[4];
+    int nt = 0, k;
+    for (int j = 1; j < s->nparts; j++)
+        if (is_type(s->part[j]) && nt < 4) t[nt++] = s->part[j];
+    bool half = nt == 4 && (!strcmp(t[1], "f16") || !strcmp(t[1], "bf16")), tf = nt == 4 && !strcmp(t[1], "tf32");
+    if (!has(s, "row") || !has(s, "col") || nt != 4 || strcmp(t[0], "f32") || strcmp(t[3], "f32") || strcmp(t[1], t[2])) return false;
+    if (has(s, "m16n8k16") && half) k = 16;
+    else if (has(s, "m16n8k8") && (half || tf)) k = 8;
+    else if (has(s, "m16n8k4") && tf) k = 4;
+    else return false;
+    int na = half ? k / 4 : k / 2, nb = na / 2;
+    int counts[4] = {4, na, nb, 4}, regs[14], n = 0;
+    for (int j = 0; j < 4; j++) {
+        if (s->opd[j].kind != O_VEC || s->opd[j].n != counts[j]) {
+            if (!(counts[j] == 1 && s->opd[j].kind == O_REG)) return false;
+        }
+        for (int q = 0; q < counts[j]; q++) {
+            int r = source(c, s->opd[j].kind == O_VEC ? &s->opd[j].sub[q] : &s->opd[j], 4);
+            if (r < 0) return false;
+            regs[n++] = r;
+        }
+    }
+    converge(c, -1);
+    int i = emit(c, half ? op_mma_half : op_mma_tf32);
+    c->f->code[i].k = (u16)(k | (!strcmp(t[1], "bf16") ? 64 : 0));
+    c->f->code[i].imm = 4 + na + nb; /* where C's registers begin in the list */
+    for (int j = 0; j < n; j++) {
+        int v = add_vec(c, i, regs[j], j < 4);
+        if (!j) c->f->code[i].d = v;
+    }
+    return true;
+}
+
+static bool cp_async(Compiler *c, Stmt *s) {
+    if (has(s, "commit_group")) emit(c, op_cp_commit);
+    else if (has(s, "wait_group") || has(s, "wait_all")) {
+        int i = emit(c, op_cp_wait);
+        c->f->code[i].imm = has(s, "wait_all") ? -1 : (s64)s->opd[0].value;
+    } else if ((has(s, "ca") || has(s, "cg")) && !has(s, "bulk")) {
+        Opd *to = &s->opd[0], *from = &s->opd[1];
+        if (to->kind != O_ADDR || from->kind != O_ADDR || s->opd[2].kind != O_IMM || s->n > 4) return false;
+        int size = -1;
+        if (s->n == 4 && s->opd[3].kind != O_NONE) {
+            if (has(s, "cache_hint") || has(s, "L2::cache_hint")) size = -1;
+            else if ((size = source(c, &s->opd[3], 4)) < 0) return false;
+        }
+        int i = emit(c, op_cp_async);
+        u16 kt = 0, kf = 0;
+        s64 it, iff;
+        int dst = to->sub[0].kind == O_REG ? to->sub[0].reg : to->sub[0].kind == O_SYM && !to->sub[0].sym->dynamic
+                ? constant(c, 8, to->sub[0].sym->address) : special(c, 4, S_DYNSMEM);
+        it = to->offset, iff = from->offset;
+        if (c->regs[dst].bytes == 4) kt = 1;
+        int src = from->sub[0].kind == O_REG ? from->sub[0].reg : -1;
+        if (src < 0 || c->regs[src].bytes != 8) return false;
+        (void)kf;
+        c->f->code[i].k = (u16)(kt | (has(s, "global") ? 0 : 2));
+        c->f->code[i].imm = (s64)s->opd[2].value;
+        if (size >= 0) ref(c, i, 3, 0, size, false);
+        c->f->code[i].d = add_vec(c, i, dst, false);
+        add_vec_value(c, (s32)it);
+        add_vec(c, i, src, false);
+        add_vec_value(c, (s32)iff);
+    } else return false;
+    return true;
+}
+
+static bool barrier(Compiler *c, Stmt *s) {
+    if (has(s, "warp")) { /* bar.warp.sync mask */
+        converge(c, source(c, &s->opd[0], 4));
+        return true;
+    }
+    if (is(s, "barrier") && has(s, "cluster")) return false;
+    int kind = has(s, "arrive") ? 1 : has(s, "popc") ? 2 : has(s, "and") ? 3 : has(s, "or") ? 4 : 0, at = kind >= 2 ? 1 : 0;
+    int n = s->n - at - (kind >= 2 ? 1 : 0);
+    int id = n > 0 ? source(c, &s->opd[at], 4) : constant(c, 4, 0), count = n > 1 ? source(c, &s->opd[at + 1], 4) : -1;
+    if (id < 0) return false;
+    if (kind != 1) converge(c, -1);
+    int p = kind >= 2 ? source(c, &s->opd[s->n - 1], 0) : -1;
+    int i = emit_control(c, C_BAR, 0);
+    c->f->code[i].k = (u16)(kind | (kind >= 2 && s->opd[s->n - 1].neg ? 16 : 0));
+    ref(c, i, 1, 0, id, false);
+    if (count >= 0) ref(c, i, 2, 0, count, false);
+    if (p >= 0) ref(c, i, 3, 0, p, false);
+    if (kind >= 2) ref(c, i, 0, 0, s->opd[0].reg, true);
+    return true;
+}
+
+static bool move(Compiler *c, Stmt *s) {
+    Opd *d = &s->opd[0], *a = &s->opd[1];
+    if (!strcmp(type_of(s), "pred")) {
+        int p = source(c, a, 0);
+        return p >= 0 ? op3(c, "mov_pred", d->reg, p, -1, -1), true : false;
+    }
+    int bytes = type_bytes(type_of(s));
+    char name[32];
+    if (bytes == 16) return false;
+    if (a->kind == O_VEC) { /* pack */
+        int part = bytes / a->n, r[4] = {-1, -1, -1, -1};
+        if (a->n > 4 || (a->n & 1) || part < 2) return false;
+        for (int j = 0; j < a->n; j++)
+            if ((r[j] = a->sub[j].kind == O_SINK ? constant(c, part, 0) : source(c, &a->sub[j], part)) < 0) return false;
+        if (a->n == 4) {
+            int lo = new_reg(c, 4), hi = new_reg(c, 4);
+            op3(c, "pack_b32", lo, r[0], r[1], -1), op3(c, "pack_b32", hi, r[2], r[3], -1);
+            r[0] = lo, r[1] = hi;
+        }
+        snprintf(name, sizeof name, "pack_b%d", bytes * 8);
+        op3(c, name, d->reg, r[0], r[1], -1);
+        return true;
+    }
+    int r = source(c, a, bytes);
+    if (r < 0) return false;
+    if (d->kind == O_VEC) { /* unpack; through copies, as a part may be the source itself */
+        int part = bytes / d->n;
+        if (part < 2 || d->n > 4) return false;
+        for (int j = 0; j < d->n; j++) {
+            if (d->sub[j].kind == O_SINK) continue;
+            int from = r, width = bytes, first = 0;
+            if (d->n == 4) {
+                from = new_reg(c, 4), width = 4, first = j / 2 * 2;
+                op3(c, j < 2 ? "low_b64" : "high_b64", from, r, -1, -1);
+            }
+            snprintf(name, sizeof name, "%s_b%d", j - first ? "high" : "low", width * 8);
+            op3(c, name, d->sub[j].reg, from, -1, -1);
+        }
+        return true;
+    }
+    if (d->kind != O_REG || c->regs[d->reg].bytes != bytes) return false;
+    snprintf(name, sizeof name, "mov_b%d", bytes * 8);
+    op3(c, name, d->reg, r, -1, -1);
+    return true;
+}
+
+static bool cvta(Compiler *c, Stmt *s) {
+    int where = space_of(s);
+    int a = source(c, &s->opd[1], 8);
+    if (a < 0) return false;
+    if (where == GLOBAL || where == PARAM) op3(c, "mov_b64", s->opd[0].reg, a, -1, -1);
+    else {
+        u64 window = where == SHARED ? shared_window : local_window;
+        op3(c, has(s, "to") ? "sub_b64" : "add_b64", s->opd[0].reg, a, constant(c, 8, window), -1);
+    }
+    return true;
+}
+
+static bool convert(Compiler *c, Stmt *s) {
+    const char *dt = NULL, *st = NULL;
+    for (int j = 1; j < s->nparts; j++)
+        if (is_type(s->part[j])) {
+            if (!dt) dt = s->part[j];
+            else st = s->part[j];
+        }
+    if (!dt || !st || s->opd[0].kind != O_REG) return false;
+    int d = s->opd[0].reg, db = c->regs[d].bytes;
+    bool dint = dt[0] == 'u' || dt[0] == 's', sint = st[0] == 'u' || st[0] == 's';
+    char name[64];
+    if (s->n == 3) {
+        const char *r = has(s, "relu") ? "relu_" : "";
+        snprintf(name, sizeof name, "cvt_%s%s_%s", r, dt, st);
+        int a = source(c, &s->opd[1], type_bytes(st)), b = source(c, &s->opd[2], type_bytes(st));
+        if (!find_op(name) || has(s, "rz") || a < 0 || b < 0) return false;
+        op3(c, name, d, a, b, -1);
+        return true;
+    }
+    if (dint && sint) {
+        int a = s->opd[1].kind == O_REG ? s->opd[1].reg : source(c, &s->opd[1], type_bytes(st) < 2 ? 2 : type_bytes(st));
+        if (a < 0) return false;
+        int dn = type_bytes(dt), sn = type_bytes(st);
+        if (has(s, "sat")) { /* clamp in 64 bits */
+            if (sn == 8 && (dt[0] != st[0])) return false;
+            char t[8];
+            snprintf(t, sizeof t, "%s", st);
+            int w = convert_int(c, a, t, 8);
+            s64 lo = dt[0] == 's' ? -(1ll << (8 * dn - 1)) : 0;
+            u64 hi = dt[0] == 's' ? (1ull << (8 * dn - 1)) - 1 : dn == 8 ? ~0ull : (1ull << 8 * dn) - 1;
+            int x = new_reg(c, 8), y = new_reg(c, 8);
+            if (st[0] == 's') op3(c, "max_s64", x, w, constant(c, 8, (u64)lo), -1), op3(c, "min_s64", y, x, constant(c, 8, hi), -1);
+            else op3(c, "min_u64", y, w, constant(c, 8, hi), -1);
+            snprintf(name, sizeof name, "icvt_%d_u64_8", db);
+            op3(c, name, d, y, -1, -1);
+            return true;
+        }
+        if (dn < db && dn < sn) { /* narrow first, then extend as the target's type says */
+            int t = convert_int(c, a, st, dn < 2 ? 2 : dn);
+            a = t, st = dt;
+        }
+        snprintf(name, sizeof name, "icvt_%d_%s_%d", db, st, c->regs[a].bytes);
+        if (!find_op(name)) return false;
+        op3(c, name, d, a, -1, -1);
+        return true;
+    }
+    if (sint) { /* to float */
+        int a = s->opd[1].kind == O_REG ? s->opd[1].reg : source(c, &s->opd[1], type_bytes(st) < 2 ? 2 : type_bytes(st));
+        if (a < 0) return false;
+        if (has(s, "rz") || has(s, "rm") || has(s, "rp")) return false;
+        char wide[4];
+        if (type_bytes(st) < 4) {
+            a = convert_int(c, a, st, 4);
+            snprintf(wide, sizeof wide, "s32");
+        } else snprintf(wide, sizeof wide, "%s", st);
+        snprintf(name, sizeof name, "cvt_%s_%s", dt, wide);
+        if (!find_op(name)) return false;
+        op3(c, name, d, a, -1, -1);
+        return true;
+    }
+    int a = source(c, &s->opd[1], type_bytes(st));
+    if (a < 0) return false;
+    if (has(s, "ftz") && !strcmp(st, "f32")) {
+        int t = new_reg(c, 4);
+        op3(c, "flush_f32", t, a, -1, -1);
+        a = t;
+    }
+    if (dint) {
+        const char *r = has(s, "rni") ? "rni" : has(s, "rmi") ? "rmi" : has(s, "rpi") ? "rpi" : "rzi";
+        if (!strcmp(st, "f16") || !strcmp(st, "bf16")) {
+            int t = new_reg(c, 4);
+            snprintf(name, sizeof name, "cvt_f32_%s", st);
+            op3(c, name, t, a, -1, -1);
+            a = t, st = "f32";
+        }
+        snprintf(name, sizeof name, "cvt_%s_%s_%s", r, dt, st);
+        const OpInfo *o = find_op(name);
+        if (!o) return false;
+        if (o->d == db) op3(c, name, d, a, -1, -1);
+        else { /* the register is wider than the type */
+            int t = new_reg(c, o->d);
+            op3(c, name, t, a, -1, -1);
+            snprintf(name, sizeof name, "icvt_%d_%s_%d", db, dt, o->d);
+            op3(c, name, d, t, -1, -1);
+        }
+        return true;
+    }
+    const char *r = has(s, "rna") ? "rna_" : has(s, "rni") ? "rni_" : has(s, "rzi") ? "rzi_" : has(s, "rmi") ? "rmi_" : has(s, "rpi") ? "rpi_"
+                  : has(s, "rz") ? "rz_" : has(s, "rm") ? "rm_" : has(s, "rp") ? "rp_" : "";
+    if (!*r && !strcmp(dt, st)) { /* cvt.sat.f32.f32, cvt.f32.f32 */
+        if (has(s, "sat") && !strcmp(dt, "f32")) op3(c, "sat_f32", d, a, -1, -1);
+        else snprintf(name, sizeof name, "mov_b%d", db * 8), op3(c, name, d, a, -1, -1);
+        return true;
+    }
+    snprintf(name, sizeof name, "cvt_%s%s_%s", r, dt, st);
+    if (!find_op(name) || has(s, "sat") || has(s, "relu")) return false;
+    op3(c, name, d, a, -1, -1);
+    return true;
+}
+
+/* opcode and type give the operation's name; the operands' sizes come from its entry */
+static bool plain(Compiler *c, Stmt *s) {
+    const char *base = s->part[0], *type = type_of(s);
+    char name[64], stem[48];
+    bool real = strchr(type, 'f') != NULL && strcmp(base, "selp");
+    snprintf(stem, sizeof stem, "%s", base);
+    if (real && !strcmp(base, "mad")) snprintf(stem, sizeof stem, "fma");
+    else if (has(s, "lo") && !real && strcmp(base, "setp")) snprintf(stem, sizeof stem, "%s_lo", base);
+    else if (has(s, "hi") && !real && strcmp(base, "setp")) snprintf(stem, sizeof stem, "%s_hi", base);
+    else if (has(s, "wide")) snprintf(stem, sizeof stem, "%s_wide", base);
+    else if (has(s, "NaN")) snprintf(stem, sizeof stem, "%s_NaN", base);
+    else if (has(s, "relu")) snprintf(stem, sizeof stem, "%s_relu", base);
+    else if (!strcmp(base, "shf")) snprintf(stem, sizeof stem, "shf_%s_%s", s->part[1], s->part[2]);
+    else if (!strcmp(base, "testp")) snprintf(stem, sizeof stem, "testp_%s", s->part[1]);
+    else if (!strcmp(base, "dp4a")) snprintf(stem, sizeof stem, "dp4a_%s", s->part[1]);
+    if (has(s, "rz") || has(s, "rm") || has(s, "rp") || has(s, "cc") || has(s, "xorsign")) return false;
+    snprintf(name, sizeof name, "%s_%s", stem, type);
+    const OpInfo *o = find_op(name);
+    if (!o) {
+        snprintf(name, sizeof name, "%s_b%d", stem, type_bytes(type) * 8);
+        if (!real) o = find_op(name);
+    }
+    if (!o) return false;
+    int need = 1 + (o->a != 0) + (o->b != 0) + (o->c != 0);
+    if (!strcmp(base, "testp")) need = 2;
+    s64 imm = 0;
+    if (!strcmp(base, "bfi") || !strcmp(base, "lop3")) { /* d, a, b, c, constant; bfi's order is d, a, b, pos, len */
+        if (s->n != 5 || s->opd[4].kind != O_IMM) return false;
+        imm = (s64)s->opd[4].value;
+        s->n = 4;
+    }
+    if (s->n != need || s->opd[0].kind != O_REG) return false;
+    int r[3] = {-1, -1, -1}, want[3] = {o->a, o->b, o->c};
+    bool ftz = has(s, "ftz") && !strcmp(type, "f32");
+    for (int j = 0; j + 1 < need; j++) {
+        if ((r[j] = source(c, &s->opd[j + 1], want[j] < 0 ? 0 : want[j])) < 0) return false;
+        if (s->opd[j + 1].neg) {
+            int t = new_reg(c, 0);
+            op3(c, "not_pred", t, r[j], -1, -1);
+            r[j] = t;
+        }
+        if (ftz && want[j] == 4) {
+            int t = new_reg(c, 4);
+            op3(c, "flush_f32", t, r[j], -1, -1);
+            r[j] = t;
+        }
+    }
+    int d = s->opd[0].reg;
+    if (c->regs[d].bytes != (o->d < 0 ? 0 : o->d)) return false;
+    int i = op3(c, name, d, r[0], r[1], r[2]);
+    c->f->code[i].imm = imm;
+    if (ftz && o->d == 4) op3(c, "flush_f32", d, d, -1, -1);
+    if (has(s, "sat")) {
+        if (strcmp(type, "f32")) return false;
+        op3(c, "sat_f32", d, d, -1, -1);
+    }
+    return true;
+}
+
+/* setp.cmp[.bool].type p[|q], a, b[, [!]c] */
+static bool compare(Compiler *c, Stmt *s) {
+    const char *type = type_of(s), *cmp = s->part[1], *combine = has(s, "and") ? "and" : has(s, "or") ? "or" : has(s, "xor") ? "xor" : NULL;
+    char name[48];
+    bool real = strchr(type, 'f') != NULL;
+    snprintf(name, sizeof name, "setp_%s_%s", cmp, type);
+    const OpInfo *o = find_op(name);
+    if (!o && !real) {
+        snprintf(name, sizeof name, "setp_%s_b%d", cmp, type_bytes(type) * 8);
+        o = find_op(name);
+    }
+    if (!o || s->opd[0].kind != O_REG) return false;
+    int a = source(c, &s->opd[1], o->a < 0 ? 0 : o->a), b = source(c, &s->opd[2], o->b < 0 ? 0 : o->b);
+    if (a < 0 || b < 0) return false;
+    if (has(s, "ftz")) {
+        int x = new_reg(c, 4), y = new_reg(c, 4);
+        op3(c, "flush_f32", x, a, -1, -1), op3(c, "flush_f32", y, b, -1, -1);
+        a = x, b = y;
+    }
+    int p = s->opd[0].reg, q = s->opd[0].pair;
+    if (!combine && q < 0) {
+        op3(c, name, p, a, b, -1);
+        return true;
+    }
+    int t = new_reg(c, 0), u = new_reg(c, 0);
+    op3(c, name, t, a, b, -1);
+    op3(c, "not_pred", u, t, -1, -1);
+    if (!combine) {
+        op3(c, "mov_pred", p, t, -1, -1), op3(c, "mov_pred", q, u, -1, -1);
+        return true;
+    }
+    int third = source(c, &s->opd[3], 0);
+    if (third < 0) return false;
+    if (s->opd[3].neg) {
+        int v = new_reg(c, 0);
+        op3(c, "not_pred", v, third, -1, -1);
+        third = v;
+    }
+    int keep = third;
+    if (q >= 0) {
+        keep = new_reg(c, 0);
+        op3(c, "mov_pred", keep, third, -1, -1);
+    }
+    snprintf(name, sizeof name, "%s_pred", combine);
+    op3(c, name, p, t, third, -1);
+    if (q >= 0) op3(c, name, q, u, keep, -1);
+    return true;
+}
+
+static bool flow(Compiler *c, Stmt *s) {
+    if (is(s, "bra")) {
+        if (s->opd[0].kind != O_NAME) return false;
+        int i = emit_control(c, s->guard >= 0 ? C_BRA : C_JMP, 0);
+        if (s->guard >= 0) {
+            ref(c, i, 1, 0, s->guard, false);
+            c->f->code[i].k = s->guard_not;
+        }
+        GROW(c->fixups, c->nfixups, c->capfixups);
+        c->fixups[c->nfixups++] = (Fixup){i, s->opd[0].name};
+        return true;
+    }
+    int op = is(s, "ret") || is(s, "exit") ? C_EXIT : is(s, "trap") ? C_TRAP : 0;
+    if (op) return emit_control(c, op, 0), true;
+    return false;
+}
+
+static bool nothing(const Stmt *s) {
+    static const char *const names[] = {"membar", "fence", "nanosleep", "prefetch", "prefetchu", "griddepcontrol", "applypriority",
+                                        "discard", "setmaxnreg", "pmevent", "brkpt", NULL};
+    for (int i = 0; names[i]; i++)
+        if (is(s, names[i])) return true;
+    return false;
+}
+
+void translate(Compiler *c, Stmt *s) {
+    bool branch = is(s, "bra");
+    if (s->guard >= 0 && !branch) { /* the instructions between guard and unguard run for the lanes of the predicate */
+        int i = emit_control(c, C_GUARD, 0);
+        c->f->code[i].k = s->guard_not;
+        ref(c, i, 1, 0, s->guard, false);
+        c->guarded = true;
+    }
+    int start = c->f->n;
+    bool ok = branch || is(s, "ret") || is(s, "exit") || is(s, "trap") ? flow(c, s)
+            : is(s, "ld") || is(s, "ldu") ? load_store(c, s, true)
+            : is(s, "st") ? load_store(c, s, false)
+            : is(s, "atom") || is(s, "red") ? atomic(c, s)
+            : is(s, "shfl") || is(s, "vote") || is(s, "match") || is(s, "redux") || is(s, "activemask") ? warp_op(c, s)
+            : is(s, "mma") || is(s, "ldmatrix") ? matrix(c, s)
+            : is(s, "cp") ? (has(s, "async") && cp_async(c, s))
+            : is(s, "bar") || is(s, "barrier") ? barrier(c, s)
+            : is(s, "mov") ? move(c, s)
+            : is(s, "cvta") ? cvta(c, s)
+            : is(s, "cvt") ? convert(c, s)
+            : is(s, "setp") ? compare(c, s)
+            : nothing(s) ? true
+                         : plain(c, s);
+    if (!ok) {
+        c->f->n = start;
+        int kept = 0;
+        for (int i = 0; i < c->nrefs; i++)
+            if (c->refs[i].inst < start) c->refs[kept++] = c->refs[i];
+        c->nrefs = kept;
+        unknown(c);
+    }
+    if (s->guard >= 0 && !branch) {
+        emit_control(c, C_UNGUARD, 0);
+        c->guarded = false;
+        for (int i = start - 1, n = c->f->n; i < n; i++)
+            if (c->f->code[i].op == C_GUARD && !c->f->code[i].fn) c->f->code[i].imm = n - 1 - i;
+    }
+}
+
+void emit_label(Compiler *c, const char *name) {
+    int i = emit_control(c, C_LABEL, 0);
+    GROW(c->labels, c->nlabels, c->caplabels);
+    c->labels[c->nlabels++] = (Label){strdup(name), i};
+}
+
+/* ---- the end of a function -------------------------------------------------------------------------------------- */
+static void place(Compiler *c) {
+    int at = 0;
+    for (int i = 0; i < c->nregs; i++) {
+        VReg *r = &c->regs[i];
+        int size = r->bytes ? r->bytes * WARP : 64;
+        if (r->offset < 0) r->offset = at, at += (size + 63) / 64 * 64;
+    }
+    c->f->reg_bytes = at;
+}
+
+void finish(Compiler *c) {
+    Func *f = c->f;
+    emit_control(c, C_EXIT, 0);
+    for (int i = 0; i < c->nfixups; i++) {
+        Inst *b = &f->code[c->fixups[i].inst];
+        b->imm = -1;
+        for (int j = 0; j < c->nlabels; j++)
+            if (!strcmp(c->labels[j].name, c->fixups[i].name)) b->imm = c->labels[j].at;
+        if (b->imm < 0) b->op = C_UNKNOWN;
+    }
+    place(c);
+    for (int i = 0; i < c->nrefs; i++) {
+        Ref *r = &c->refs[i];
+        s32 o = c->regs[r->reg].offset;
+        Inst *x = &f->code[r->inst];
+        if (r->field == 0) x->d = o;
+        else if (r->field == 1) x->a = o;
+        else if (r->field == 2) x->b = o;
+        else if (r->field == 3) x->c = o;
+        else f->vec[r->vec] = o;
+    }
+    for (int i = 0; i < c->nregs; i++) {
+        VReg *r = &c->regs[i];
+        if (r->constant) {
+            f->consts = realloc(f->consts, sizeof *f->consts * (size_t)(f->nconsts + 1));
+            f->consts[f->nconsts++] = (Const){r->offset, r->bytes, r->value};
+        } else if (r->special) {
+            f->specials = realloc(f->specials, sizeof *f->specials * (size_t)(f->nspecials + 1));
+            f->specials[f->nspecials++] = (Special){r->offset, (s32)r->value};
+        }
+    }
+    /* a label's imm: instructions of the text from it to the next label */
+    for (int i = 0; i < f->n; i++) {
+        if (f->code[i].fn || f->code[i].op != C_LABEL) continue;
+        int n = 0;
+        for (int j = i + 1; j < f->n && (f->code[j].fn || f->code[j].op != C_LABEL); j++)
+            n += f->code[j].fn != NULL || f->code[j].op == C_BRA || f->code[j].op == C_JMP || f->code[j].op == C_BAR;
+        f->code[i].imm = n;
+    }
+    f->registers = c->nregs;
+}
