@@ -1,9 +1,10 @@
-"""Compiles the Mojo kernels into one shared library, once, and says where it is.
+"""Compiles the Mojo kernels into shared libraries, once, and says where they are.
 
-What it is: the way from `mojo/` and `shared/` (the sources) to `libodyssey.so` in the user's cache. The cache key is
-the sources, the compiler's version, the target CPU, the flags and the platform, so a changed kernel is a new entry and
-nothing is ever out of date. Processes that start together compile once. What it is not: the loader. Nothing here opens
-the library; see `odyssey.native`.
+What it is: the way from `mojo/` and `shared/` (the sources) to `libodyssey.so`, and to `libodyssey-sm_90.so` for a kind
+of GPU, in the user's cache. The cache key is the sources, the compiler's version, the target, the flags and the
+platform, so a changed kernel is a new entry and nothing is ever out of date. Processes that start together compile
+once. What it is not: the loader. Nothing here opens a library; see `odyssey.native`. How the compiler is run:
+compiler.py; folders for machines without it: folder.py.
 
     <cache>/kernels/<key>/libodyssey.so     the library
     <cache>/kernels/<key>/build.json        what it was built from
@@ -11,7 +12,7 @@ the library; see `odyssey.native`.
     <cache>/kernels/<key>.tmp-*             a build that is going on, or was killed: the next builder removes it
 
 Environment: `ODYSSEY_KERNELS` (a prebuilt library, or the directory it is in), `ODYSSEY_CACHE_DIR`,
-`ODYSSEY_TARGET_CPU`.
+`ODYSSEY_TARGET_CPU`, `ODYSSEY_TARGET_ACCELERATOR`.
 """
 
 from __future__ import annotations
@@ -19,45 +20,49 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
-import importlib.util
 import json
 import os
 import platform
+import re
 import shutil
 import stat
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from odyssey import launcher
-from odyssey.errors import BuildError, OutputError
+from odyssey import compiler, folder, launcher
+from odyssey.compiler import compiler_version, host_cpu, run_mojo, target_options
+from odyssey.errors import BuildError, DeviceError
 from odyssey.watch import slot
 
-LIBRARY = "libodyssey.so"
+__all__ = [
+    "cache_dir",
+    "cached",
+    "cached_library",
+    "compiler_version",
+    "gpu_library_path",
+    "host_cpu",
+    "library_path",
+    "run_mojo",
+    "runtime_libraries",
+    "source_hash",
+    "source_root",
+    "target_options",
+]
+
+LIBRARY = folder.library_name(None)
 ROOT_SOURCE = Path("mojo") / "capi.mojo"
+GPU_ROOT_SOURCE = Path("mojo") / "gpu_capi.mojo"
 SOURCE_DIRS = ("mojo", "shared")
 FLAGS: tuple[str, ...] = ()  # more options for `mojo build`; part of the key
 
-# What the kernels need at run time, and what those need in turn. A loader opens the first two with RTLD_GLOBAL;
-# they find the others beside them.
+# What the kernels need at run time. A loader opens these with RTLD_GLOBAL; they find those that they need beside them.
 _RUNTIME = ("KGENCompilerRTShared", "AsyncRTMojoBindings")
-_RUNTIME_NEEDS = ("MSupportGlobals", "AsyncRTRuntimeGlobals")
-
-# The kernels are checked against these: (triple or None for this machine's, CPU).
-TARGETS: tuple[tuple[str, str], ...] = (
-    ("x86_64-unknown-linux-gnu", "x86-64"),
-    ("x86_64-unknown-linux-gnu", "x86-64-v3"),
-    ("x86_64-unknown-linux-gnu", "x86-64-v4"),
-    ("x86_64-unknown-linux-gnu", "x86-64-v4+avx512bf16"),
-    ("aarch64-unknown-linux-gnu", "generic"),
-)
 
 _WAIT_NOTICE_S = 2.0
-_STDERR_LINES = 40
 
 
 def library_path() -> Path:
@@ -66,6 +71,32 @@ def library_path() -> Path:
     if named:
         return _prebuilt(Path(named))
     return cached_library()
+
+
+def gpu_library_path(accelerator: str | None = None) -> Path:
+    """The kernels for a kind of GPU, found as `library_path` finds those for the CPU.
+
+    Args:
+        accelerator: such as "sm_90"; None: what gpus.accelerator() says of this machine.
+
+    Raises:
+        DeviceError: None, and there is no GPU; or no name. BuildError: they cannot be compiled, or the prebuilt ones
+            are for other GPUs.
+    """
+    name = _accelerator(accelerator)
+    named = os.environ.get("ODYSSEY_KERNELS")
+    return _prebuilt(Path(named), name) if named else cached_library(accelerator=name)
+
+
+def _accelerator(name: str | None) -> str:
+    from odyssey import gpus
+
+    found = gpus.accelerator() if name is None else gpus.canonical(name, "the accelerator")
+    if found is None:
+        raise DeviceError(
+            "[build] this machine has no GPU to compile for; set ODYSSEY_TARGET_ACCELERATOR, say to sm_90"
+        )
+    return found
 
 
 def runtime_libraries() -> list[Path]:
@@ -80,7 +111,7 @@ def runtime_libraries() -> list[Path]:
         path = Path(named).absolute()
         directory = path if path.is_dir() else path.parent
         places += [directory, directory / "lib"]
-    places += [root / "lib" for root in _sdk_roots()]
+    places += [root / "lib" for root in compiler.sdk_roots()]
     found = []
     for stem in _RUNTIME:
         name = f"lib{stem}{suffix}"
@@ -111,197 +142,61 @@ def source_root() -> Path:
     )
 
 
-def source_hash(root: Path) -> str:
-    """SHA-256 over the names and the bytes of every Mojo file under `mojo/` and `shared/`."""
+def source_hash(root: Path, gpu: bool = True) -> str:
+    """SHA-256 over the names and the bytes of every Mojo file under `mojo/` and `shared/`; gpu False: without those
+    that are for GPUs alone, a folder `gpu` and files `gpu_*`, which the library for the CPU does not import."""
     digest = hashlib.sha256()
     for top in SOURCE_DIRS:
         for path in sorted((root / top).rglob("*.mojo")):
-            name, data = path.relative_to(root).as_posix().encode(), path.read_bytes()
+            relative = path.relative_to(root).as_posix()
+            if not gpu and for_gpus(relative):
+                continue
+            name, data = relative.encode(), path.read_bytes()
             digest.update(b"%d %d\n" % (len(name), len(data)))
             digest.update(name)
             digest.update(data)
     return digest.hexdigest()
 
 
+def for_gpus(name: str) -> bool:
+    """Whether a source such as "mojo/kernels/gpu/pool.mojo" is for GPUs alone, by its name."""
+    return re.search(r"/gpu[/_.]", f"/{name}") is not None
+
+
 @dataclass(frozen=True)
 class Plan:
-    """Everything the library depends on."""
+    """Everything a library depends on."""
 
     sources: str  # source_hash
     compiler: str
     cpu: str
     flags: tuple[str, ...]
     system: str
+    accelerator: str | None = None  # of the kernels for GPUs
 
     @property
     def key(self) -> str:
         """The name of the cache entry."""
-        text = json.dumps([self.sources, self.compiler, self.cpu, self.flags, self.system])
+        parts = [self.sources, self.compiler, self.cpu, self.flags, self.system]
+        text = json.dumps([*parts, self.accelerator] if self.accelerator else parts)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
+    @property
+    def library(self) -> str:
+        """The name of the file."""
+        return folder.library_name(self.accelerator)
 
-def plan(root: Path, target_cpu: str | None = None) -> Plan:
+
+def plan(root: Path, target_cpu: str | None = None, accelerator: str | None = None) -> Plan:
     """What would be compiled from `root` on this machine."""
     return Plan(
-        sources=source_hash(root),
+        sources=source_hash(root, gpu=accelerator is not None),
         compiler=compiler_version(),
         cpu=target_cpu or os.environ.get("ODYSSEY_TARGET_CPU") or host_cpu(),
         flags=FLAGS,
-        system=f"{sys.platform}-{platform.machine()}",
+        system=folder.system(),
+        accelerator=accelerator,
     )
-
-
-# -- the target CPU ---------------------------------------------------------------------------------------------------
-
-# The features of the x86-64 levels, as /proc/cpuinfo spells them (abm: lzcnt).
-_V3 = frozenset("avx avx2 bmi1 bmi2 f16c fma abm movbe xsave".split())
-_V4 = _V3 | frozenset("avx512f avx512bw avx512cd avx512dq avx512vl".split())
-
-
-def host_cpu() -> str:
-    """The target for this machine, from what the CPU can do. The compiler guesses from the model number instead,
-    which is wrong on virtual machines. A target is a CPU of the compiler, and single features after it: `x86-64-v4`
-    alone has no bf16 instructions."""
-    machine = platform.machine().lower()
-    if machine in ("x86_64", "amd64"):
-        return x86_level(_cpuinfo_flags())
-    return "apple-m1" if sys.platform == "darwin" else "generic"
-
-
-def x86_level(features: frozenset[str]) -> str:
-    """The highest x86-64 level whose features are all there, and the bf16 products if they are."""
-    if features >= _V4:
-        return "x86-64-v4+avx512bf16" if "avx512_bf16" in features else "x86-64-v4"
-    if features >= _V3:
-        return "x86-64-v3"
-    return "x86-64"
-
-
-def target_options(target: str) -> list[str]:
-    """The compiler's options for a target such as "x86-64-v4+avx512bf16"."""
-    cpu, *features = target.split("+")
-    options = ["--target-cpu", cpu]
-    return [*options, "--target-features", ",".join(f"+{name}" for name in features)] if features else options
-
-
-def _cpuinfo_flags() -> frozenset[str]:
-    with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
-        for line in file:
-            if line.startswith("flags"):
-                return frozenset(line.partition(":")[2].split())
-    return frozenset()
-
-
-# -- the compiler -----------------------------------------------------------------------------------------------------
-
-
-def _mojo_package() -> Path | None:
-    """The directory of the installed `mojo` package. It has no `__init__`, so a folder called `mojo` in the current
-    directory may stand before it on the path: only the one with the entry points counts."""
-    spec = importlib.util.find_spec("mojo")
-    for place in (spec.submodule_search_locations or ()) if spec else ():
-        if os.path.isfile(os.path.join(place, "_entrypoints.py")):
-            return Path(place)
-    return None
-
-
-def _sdk_roots() -> list[Path]:
-    """Where the compiler's `bin/` and `lib/` may be: in the wheel, or in a conda environment."""
-    package = _mojo_package()
-    if package is None:
-        return []
-    site = package.resolve().parent
-    return [site / "modular", *site.parents[2:3]]
-
-
-def compiler_version() -> str:
-    """The version of the installed compiler, from the name of its metadata directory: importing
-    `importlib.metadata` would take longer than all the rest of a start with a warm cache."""
-    package = _mojo_package()
-    if package is not None:
-        for path in package.parent.glob("mojo_compiler-*.dist-info"):
-            return path.name[len("mojo_compiler-") : -len(".dist-info")]
-    from importlib import metadata
-
-    with contextlib.suppress(metadata.PackageNotFoundError):
-        return metadata.version("mojo-compiler")
-    found = shutil.which("mojo")
-    if found is None:
-        return "none"
-    info = os.stat(found)
-    return f"{found}-{info.st_size}-{info.st_mtime_ns}"
-
-
-def _mojo_command() -> list[str]:
-    """How to start the compiler: the one of this Python environment, else the one on PATH."""
-    if _mojo_package() is not None:
-        start = "import sys; sys.argv[0] = 'mojo'; from mojo._entrypoints import exec_mojo; exec_mojo()"
-        return [sys.executable, "-c", start]
-    beside = Path(sys.executable).parent / "mojo"
-    found = str(beside) if beside.is_file() else shutil.which("mojo")
-    if found is None:
-        raise BuildError(
-            "[build] the Mojo compiler is not installed in this environment; install the package `max`, "
-            "or name a prebuilt library with ODYSSEY_KERNELS"
-        )
-    return [found]
-
-
-def run_mojo(arguments: list[str], cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Runs the Mojo compiler with these arguments and captures what it prints. Raises BuildError if there is none."""
-    quiet = {"MODULAR_CRASH_REPORTING_ENABLED": "false", "MODULAR_TELEMETRY_ENABLED": "false"}
-    return subprocess.run(
-        [*_mojo_command(), *arguments],
-        cwd=cwd,
-        env={**os.environ, **quiet},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        errors="replace",
-    )
-
-
-def _compile(root: Path, output: Path, cpu: str, emit: str = "shared-lib", triple: str | None = None) -> None:
-    """One call of the compiler; BuildError with what it said when it fails."""
-    if not any(shutil.which(name) for name in ("cc", "gcc", "clang")):
-        raise BuildError(
-            "[build] no C compiler (cc, gcc or clang) is on PATH, and the kernels are linked with one; install it "
-            "(`apt-get install gcc`, `dnf install gcc`, `conda install c-compiler`, `xcode-select --install`), "
-            "or name a prebuilt library with ODYSSEY_KERNELS"
-        )
-    command = ["build", "--emit", emit, str(root / ROOT_SOURCE), "-I", str(root / "mojo"), "-I", str(root)]
-    command += [*target_options(cpu), *(["--target-triple", triple] if triple else []), *FLAGS, "-o", str(output)]
-    done = run_mojo(command, cwd=output.parent)
-    if done.returncode == 0 and output.is_file():
-        return
-    said = done.stderr.strip() or done.stdout.strip() or f"nothing, exit code {done.returncode}"
-    if "unknown target CPU" in said:
-        raise BuildError(_unknown_cpu(cpu, triple))
-    raise BuildError(f"[build] the kernels did not compile for {cpu} (mojo {compiler_version()}):\n{_trim(said)}")
-
-
-def _trim(text: str) -> str:
-    """From the first error on, at most 40 lines; the last line of a long list of notes is kept, it has the reason."""
-    lines = text.splitlines()
-    first = next((i for i, line in enumerate(lines) if "error:" in line), 0)
-    lines = lines[first:]
-    if len(lines) > _STDERR_LINES:
-        tail = 9
-        head = _STDERR_LINES - tail - 1
-        lines = [*lines[:head], f"... {len(lines) - head - tail} lines left out ...", *lines[-tail:]]
-    return "\n".join(lines)
-
-
-def _unknown_cpu(cpu: str, triple: str | None) -> str:
-    import difflib
-
-    native = "arm64-apple-darwin" if sys.platform == "darwin" else f"{platform.machine()}-unknown-linux-gnu"
-    listed = run_mojo(["build", "--print-supported-cpus", "--target-triple", triple or native])
-    names = [line.strip() for line in listed.stdout.splitlines() if line.startswith("  ")]
-    near = difflib.get_close_matches(cpu, names, 3, 0.5)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(names[:12])}, ..."
-    source = "ODYSSEY_TARGET_CPU or --target-cpu"
-    return f"[build] the compiler knows no target CPU '{cpu}' ({source}); {hint}"
 
 
 # -- the cache --------------------------------------------------------------------------------------------------------
@@ -318,15 +213,16 @@ def cache_dir() -> Path:
     return Path(os.path.expanduser("~")).absolute() / ".cache" / "odyssey"
 
 
-def cached() -> Path | None:
-    """The library for this machine if it has been compiled already."""
-    return _complete(cache_dir(), plan(source_root()))
+def cached(accelerator: str | None = None) -> Path | None:
+    """The library for this machine, or that of an accelerator, if it has been compiled already."""
+    return _complete(cache_dir(), plan(source_root(), accelerator=accelerator))
 
 
-def cached_library(target_cpu: str | None = None) -> Path:
-    """The library for this machine (or `target_cpu`) from the cache; compiled first when it is not there."""
+def cached_library(target_cpu: str | None = None, accelerator: str | None = None) -> Path:
+    """The library for this machine (or `target_cpu`), or that of an accelerator, from the cache; compiled first when it
+    is not there."""
     root = source_root()
-    what = plan(root, target_cpu)
+    what = plan(root, target_cpu, accelerator)
     cache = cache_dir()
     if (entry := _complete(cache, what)) is not None:
         return entry
@@ -348,8 +244,8 @@ def _complete(cache: Path, what: Plan) -> Path | None:
     entry = cache / "kernels" / what.key
     try:
         recorded = json.loads((entry / "build.json").read_bytes())
-        if recorded["bytes"] == os.stat(entry / LIBRARY).st_size:
-            return entry / LIBRARY
+        if recorded["bytes"] == os.stat(entry / what.library).st_size:
+            return entry / what.library
     except (OSError, ValueError, KeyError, TypeError):
         pass
     return None
@@ -417,22 +313,27 @@ def _build(root: Path, what: Plan, kernels: Path) -> Path:
     entry = kernels / what.key
     try:
         os.chmod(directory, 0o777 & ~_umask())
-        _say(f"compiling the kernels for {what.cpu}, once (up to a minute) ...")
+        if what.accelerator:
+            compiler.check_accelerator(what.accelerator)
+        target, up_to = (what.accelerator, "some minutes") if what.accelerator else (what.cpu, "a minute")
+        _say(f"compiling the kernels for {target}, once (up to {up_to}) ...")
         start = time.perf_counter()
-        _compile(root, directory / LIBRARY, what.cpu)
+        source, library = (GPU_ROOT_SOURCE if what.accelerator else ROOT_SOURCE), directory / what.library
+        compiler.compile_kernels(root, source, library, what.cpu, accelerator=what.accelerator, flags=what.flags)
         seconds = time.perf_counter() - start
         record = {
             "compiler": what.compiler,
             "cpu": what.cpu,
+            **({"accelerator": what.accelerator} if what.accelerator else {}),
             "flags": list(what.flags),
             "system": what.system,
             "source_sha256": what.sources,
-            "bytes": (directory / LIBRARY).stat().st_size,
+            "bytes": library.stat().st_size,
             "seconds": round(seconds, 1),
             "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }
         (directory / "build.json").write_text(json.dumps(record, indent=1) + "\n")
-        for name in (LIBRARY, "build.json"):
+        for name in (what.library, "build.json"):
             _fsync(directory / name)
         if entry.exists():  # not complete, or it would have been used
             shutil.rmtree(entry, ignore_errors=True)
@@ -442,7 +343,7 @@ def _build(root: Path, what: Plan, kernels: Path) -> Path:
             if _complete(kernels.parent, what) is None:  # else, where locks do not work, another process was faster
                 raise
         _say(f"compiling the kernels ... done in {seconds:.0f} s")
-        return entry / LIBRARY
+        return entry / what.library
     except OSError as problem:
         raise BuildError(f"[build] {entry} cannot be written: {problem}; set ODYSSEY_CACHE_DIR") from problem
     finally:
@@ -494,62 +395,29 @@ def _write_lock(lock: int, record: dict[str, object]) -> None:
     os.pwrite(lock, data[: 1 << 16], 0)
 
 
-# -- prebuilt libraries and `odyssey build` ---------------------------------------------------------------------------
+# -- prebuilt libraries -----------------------------------------------------------------------------------------------
 
 
-def _prebuilt(named: Path) -> Path:
+def _prebuilt(named: Path, accelerator: str | None = None) -> Path:
+    """A library that ODYSSEY_KERNELS names. Of a folder that `odyssey build --output` made everything is checked; of
+    a library by itself nothing is known."""
     path = named.absolute()
-    if path.is_dir():
+    home = path if path.is_dir() else path.parent
+    if folder.is_folder(home):
+        sources = None
+        with contextlib.suppress(BuildError):
+            sources = source_hash(source_root())
+        return folder.library(home, accelerator, sources)
+    if accelerator:
+        path = home / folder.library_name(accelerator)
+    elif path.is_dir():
         path = path / LIBRARY
     if not path.is_file():
         raise BuildError(
-            f"[build] ODYSSEY_KERNELS={named}, but there is no file {path}; "
-            "make it with `odyssey build --output DIR`, or unset ODYSSEY_KERNELS to compile the kernels here"
+            f"[build] ODYSSEY_KERNELS={named}, but there is no file {path}; make it with `odyssey build --output DIR"
+            f"{f' --target {accelerator}' if accelerator else ''}`, or unset ODYSSEY_KERNELS to compile the kernels"
         )
     return path
-
-
-def build(output: Path | None = None, target_cpu: str | None = None) -> Path:
-    """Compile into the cache unless it is there; with `output`, put a copy and the run-time libraries there, so that
-    `ODYSSEY_KERNELS=output` works on a machine without the compiler. Returns the library's path."""
-    library = cached_library(target_cpu)
-    if output is None:
-        return library
-    suffix = ".dylib" if sys.platform == "darwin" else ".so"
-    runtime = runtime_libraries()
-    needs = [runtime[0].parent / f"lib{stem}{suffix}" for stem in _RUNTIME_NEEDS]
-    try:
-        (output / "lib").mkdir(parents=True, exist_ok=True)
-        for path in [*runtime, *(path for path in needs if path.is_file())]:
-            _copy(path, output / "lib" / path.name)
-        _copy(library.parent / "build.json", output / "build.json")
-        _copy(library, output / LIBRARY)
-    except OSError as problem:
-        raise OutputError(
-            f"[build] {output} cannot be written: {problem.strerror}; choose another --output"
-        ) from problem
-    return output / LIBRARY
-
-
-def check_targets(report: Callable[[str], None]) -> int:
-    """Compile the kernels to object files for every CPU of `TARGETS`, one reported line each; how many failed."""
-    root = source_root()
-    failures = 0
-    with tempfile.TemporaryDirectory(prefix="odyssey-targets-") as directory:
-        for number, (triple, cpu) in enumerate(TARGETS):
-            architecture = triple.partition("-")[0]
-            name = cpu if cpu.startswith("x86") else f"{architecture} {cpu}"
-            output = Path(directory) / f"{number}.o"
-            start = time.perf_counter()
-            try:
-                _compile(root, output, cpu, emit="object", triple=triple)
-            except BuildError as error:
-                failures += 1
-                report(f"{name:<22} failed: {error}")
-            else:
-                seconds, size = time.perf_counter() - start, output.stat().st_size
-                report(f"{name:<22} {seconds:6.1f} s  {size / 1024:8.0f} KiB")
-    return failures
 
 
 # -- small things -----------------------------------------------------------------------------------------------------
@@ -568,14 +436,3 @@ def _umask() -> int:
 def _fsync(path: Path) -> None:
     with open(path, "rb") as file:
         os.fsync(file.fileno())
-
-
-def _copy(source: Path, target: Path) -> None:
-    """Copy aside, then rename, so that a process that has the old file open keeps it."""
-    aside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        shutil.copyfile(source, aside)
-        os.chmod(aside, 0o777 & ~_umask())
-        os.replace(aside, target)
-    finally:
-        aside.unlink(missing_ok=True)

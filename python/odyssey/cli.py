@@ -1,4 +1,4 @@
-"""The command line: `odyssey train` and `odyssey build`.
+"""The command line: `odyssey train`, `odyssey verify`, and the way to the commands of odyssey/commands.
 
 What it is: options and a configuration file become checked `Settings`; those become calls of the library; an error
 becomes one line and an exit code. What it is not: a place for training logic. Anything a command does can be done from
@@ -829,32 +829,6 @@ def _layouts(given: tuple[str, ...], rest: tuple[str, ...]) -> tuple[tuple[str, 
 
     more = tuple(word for word in rest if word.split("=")[0] in KEYS and "=" in word)
     return given + more, tuple(word for word in rest if word not in more)
-
-
-@group.command("build", context_settings=_HELP)
-@click.option("--target-cpu", metavar="CPU", help="Compile for this CPU. (default: the features of this machine's)")
-@click.option(
-    "--output",
-    type=_FILE,
-    metavar="DIR",
-    help="Put the library here as well, with the run-time libraries: ODYSSEY_KERNELS=DIR then uses it "
-    "without a compiler. (default: into the cache only)",
-)
-@click.option("--check-targets", is_flag=True, help="Compile for every supported CPU, keep nothing. (default: off)")
-def build_command(target_cpu: str | None, output: Path | None, check_targets: bool) -> None:
-    """Compile the kernels now, instead of at first use, and print where the library is."""
-    from odyssey import build
-
-    if check_targets:
-        if target_cpu is not None or output is not None:
-            raise ConfigError("[build] --check-targets keeps nothing; leave --target-cpu and --output out")
-        failures = build.check_targets(lambda line: click.echo(line))
-        if failures:
-            from odyssey.errors import BuildError
-
-            raise BuildError(f"[build] {failures} of {len(build.TARGETS)} targets do not compile; see above")
-        return
-    click.echo(build.build(output=output, target_cpu=target_cpu))
 
 
 # -- the way out ------------------------------------------------------------------------------------------------------

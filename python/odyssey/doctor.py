@@ -8,6 +8,7 @@ is not: part of a run (that is `preflight`), or a repair: nothing is changed, no
 
 from __future__ import annotations
 
+import collections
 import json
 import os
 import resource
@@ -112,7 +113,7 @@ def packages(names: Sequence[str] = ("odyssey", "numpy", "mpi4py", "safetensors"
 
 def kernels() -> list[Check]:
     """The compiler's run-time libraries, and the kernels for this CPU."""
-    from . import build
+    from . import build, folder
 
     try:
         runtime = build.runtime_libraries()
@@ -122,6 +123,9 @@ def kernels() -> list[Check]:
     named = os.environ.get("ODYSSEY_KERNELS")
     try:
         path = build.library_path() if named else build.cached()
+        if path is not None and folder.is_folder(path.parent):
+            whole = folder.read(path.parent)
+            folder.verify(path.parent, whole, whole.files)
     except OdysseyError as problem:
         return [compiler, Check("kernels", FAIL, _first(problem), "unset ODYSSEY_KERNELS, or make the library again")]
     cpu = "named by ODYSSEY_KERNELS" if named else f"for {build.host_cpu()}"
@@ -139,12 +143,35 @@ def kernels() -> list[Check]:
 
 
 def gpus() -> Check:
-    from .placement import gpus as count
+    """The GPUs, by kind, and whether their driver is one that takes the kernels."""
+    from . import gpus as of_machine
 
-    n = count()
-    if n:
-        return Check("gpus", WARN, f"{n}, which this version has no kernels for", "CPU workers are used")
-    return Check("gpus", OK, "none: CPU workers are used")
+    found = of_machine.found()
+    if not found:
+        return Check("gpus", OK, "none: CPU workers are used")
+    kinds = collections.Counter(f"{gpu.name} ({gpu.accelerator})" for gpu in found)
+    text = ", ".join(f"{number} x {kind}" for kind, number in kinds.items())
+    driver = found[0].driver
+    if driver.partition(".")[0].isdecimal() and int(driver.partition(".")[0]) < of_machine.DRIVER:
+        return Check("gpus", WARN, f"{text}, driver {driver}", f"install driver {of_machine.DRIVER} or newer")
+    return _gpu_kernels(text, found[0].accelerator)
+
+
+def _gpu_kernels(text: str, accelerator: str) -> Check:
+    from . import build
+
+    try:
+        if os.environ.get("ODYSSEY_KERNELS"):
+            return Check("gpus", OK, f"{text}, kernels {build.gpu_library_path(accelerator)}")
+        if not (build.source_root() / build.GPU_ROOT_SOURCE).is_file():
+            return Check("gpus", WARN, f"{text}, which this version has no kernels for", "CPU workers are used")
+        path = build.cached(accelerator)
+    except OdysseyError as problem:
+        return Check("gpus", WARN, f"{text}; {_first(problem)}", "else CPU workers are used")
+    if path is None:
+        advice = f"the first run that uses one does it; `odyssey build --target {accelerator}` does it now"
+        return Check("gpus", WARN, f"{text}, kernels not compiled yet", advice)
+    return Check("gpus", OK, f"{text}, kernels {path}")
 
 
 # -- MPI --------------------------------------------------------------------------------------------------------------

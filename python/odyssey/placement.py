@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Sequence
-from pathlib import Path
 
 from .errors import ConfigError, DeviceError
 
@@ -80,6 +79,7 @@ def check_places(schedule: str, place: Sequence[int]) -> None:
 
 
 def gpus() -> int:
-    """GPUs of this machine, without loading a driver."""
-    devices = Path("/dev")
-    return len([p for p in devices.glob("nvidia[0-9]*") if p.name[6:].isdigit()])
+    """GPUs that this process sees; the drivers are asked, and nothing is started on one."""
+    from .gpus import count
+
+    return count()

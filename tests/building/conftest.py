@@ -10,9 +10,45 @@ from pathlib import Path
 
 import pytest
 
-from odyssey import build
+from odyssey import build, gpus
 
 SOURCE = '@export\ndef od_answer() abi("C") -> Int32:\n    return 42\n'
+GPU_SOURCE = """
+from max.gpu import global_idx
+from max.gpu.host import DeviceContext
+
+from kernels.gpu.numbers import double
+
+
+@export
+def od_gpus() abi("C") -> Int:
+    return DeviceContext.number_of_devices()
+
+
+@export
+def od_double(address: Int, n: Int) abi("C") -> Int:
+    try:
+        double(DeviceContext(), address, n)
+    except:
+        return 1
+    return 0
+"""
+KERNELS = """
+from max.gpu import global_idx
+from max.gpu.host import DeviceContext
+
+comptime Floats = Pointer[Float32, MutUntrackedOrigin]
+
+
+def _double(x: Floats, n: Int32):
+    var i = global_idx.x
+    if i < Int(n):
+        x[unsafe_offset=i] = 2 * x[unsafe_offset=i]
+
+
+def double(q: DeviceContext, address: Int, n: Int) raises:
+    q.enqueue_function[_double](Floats(unsafe_from_address=address), Int32(n), grid_dim=(n + 63) // 64, block_dim=64)
+"""
 
 
 @pytest.fixture
@@ -23,13 +59,31 @@ def tree(tmp_path, monkeypatch):
     (root / "shared").mkdir()
     (root / "mojo" / "capi.mojo").write_text(SOURCE)
     (tmp_path / "tmp").mkdir()
-    for name in ("ODYSSEY_KERNELS", "ODYSSEY_TARGET_CPU", "XDG_CACHE_HOME"):
+    for name in ("ODYSSEY_KERNELS", "ODYSSEY_TARGET_CPU", "ODYSSEY_TARGET_ACCELERATOR", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("ODYSSEY_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     monkeypatch.setattr(build, "source_root", lambda: root)
     return root
+
+
+@pytest.fixture
+def gpu_tree(tree):
+    """The same with a kernel for GPUs."""
+    (tree / "mojo" / "kernels" / "gpu").mkdir(parents=True)
+    for folder in ("kernels", "kernels/gpu"):
+        (tree / "mojo" / folder / "__init__.mojo").touch()
+    (tree / "mojo" / "kernels" / "gpu" / "numbers.mojo").write_text(KERNELS)
+    (tree / "mojo" / "gpu_capi.mojo").write_text(GPU_SOURCE)
+    return tree
+
+
+@pytest.fixture
+def no_gpus(monkeypatch):
+    """A machine without GPUs, whatever this one is."""
+    monkeypatch.delenv("ODYSSEY_TARGET_ACCELERATOR", raising=False)
+    monkeypatch.setattr(gpus, "found", lambda: ())
 
 
 @pytest.fixture
@@ -49,10 +103,10 @@ def start(tree):
     running = []
 
     def run(compiler: str | None = None, **environment: str) -> subprocess.Popen[str]:
-        script = "import sys; from pathlib import Path; from odyssey import build\n"
+        script = "import sys; from pathlib import Path; from odyssey import build, compiler\n"
         script += f"build.source_root = lambda: Path({str(tree)!r})\n"
         if compiler is not None:
-            script += f"build._mojo_command = lambda: [sys.executable, '-c', {compiler!r}]\n"
+            script += f"compiler.mojo_command = lambda: [sys.executable, '-c', {compiler!r}]\n"
         script += (
             "try: print(build.library_path())\nexcept build.BuildError as error: sys.exit(f'BuildError {error}')\n"
         )

@@ -5,15 +5,14 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import subprocess
+import re
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
-from odyssey import build
-from odyssey.errors import BuildError, OutputError
+from odyssey import build, compiler
+from odyssey.errors import BuildError, DeviceError
 
 
 def test_first_use_compiles_and_the_second_does_not(tree, entries, capfd):
@@ -30,7 +29,7 @@ def test_first_use_compiles_and_the_second_does_not(tree, entries, capfd):
     record = json.loads((path.parent / "build.json").read_text())
     assert record["cpu"] == build.host_cpu()
     assert record["compiler"] == build.compiler_version()
-    assert record["source_sha256"] == build.source_hash(tree)
+    assert record["source_sha256"] == build.source_hash(tree, gpu=False)
     assert record["bytes"] == path.stat().st_size
 
 
@@ -70,7 +69,7 @@ def test_compiler_version_is_the_installed_one():
 
 def test_a_folder_called_mojo_in_the_current_directory_is_not_the_compiler(tree, monkeypatch):
     monkeypatch.syspath_prepend(str(tree))
-    assert build._mojo_package() != tree / "mojo"
+    assert compiler.mojo_package() != tree / "mojo"
     assert build.compiler_version() != "none"
 
 
@@ -103,7 +102,7 @@ def test_failed_compile_leaves_no_entry_and_says_why(tree, entries):
 
 def test_long_compiler_output_keeps_its_first_error_and_its_last_note():
     text = "a.mojo:1:1: warning: w\n" + "".join(f"a.mojo:{i}:1: error: e{i}\n" for i in range(500)) + "note: the reason"
-    lines = build._trim(text).splitlines()
+    lines = compiler._trim(text).splitlines()
     assert len(lines) == 40
     assert lines[0].endswith("error: e0")
     assert lines[-1] == "note: the reason"
@@ -129,7 +128,7 @@ def test_no_mojo(tree, tmp_path, monkeypatch):
         (tmp_path / "tmp" / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path / "tmp"))
     monkeypatch.setattr(sys, "executable", str(tmp_path / "tmp" / "python"))
-    monkeypatch.setattr(build, "_mojo_package", lambda: None)
+    monkeypatch.setattr(compiler, "mojo_package", lambda: None)
     with pytest.raises(BuildError, match=r"compiler is not installed.*`max`"):
         build.library_path()
 
@@ -208,7 +207,7 @@ def test_a_fallback_that_is_a_link_is_refused(tree, unwritable, tmp_path):
         build.library_path()
 
 
-# -- prebuilt libraries and `odyssey build` ---------------------------------------------------------------------------
+# -- prebuilt libraries -----------------------------------------------------------------------------------------------
 
 
 def test_prebuilt_directory_and_file(tree, tmp_path, monkeypatch, entries):
@@ -224,32 +223,6 @@ def test_prebuilt_directory_and_file(tree, tmp_path, monkeypatch, entries):
     assert entries() == []
 
 
-def test_output_works_alone(tree, tmp_path, monkeypatch):
-    """What `build --output` leaves is used by a process that has no compiler package."""
-    library = build.build(output=tmp_path / "out")
-    assert library == tmp_path / "out" / "libodyssey.so"
-    monkeypatch.setenv("ODYSSEY_KERNELS", str(tmp_path / "out"))
-    assert [path.parent for path in build.runtime_libraries()] == [tmp_path / "out" / "lib"] * 2
-    script = f"""
-import ctypes, sys
-from odyssey import build
-build._mojo_package = lambda: None
-for path in build.runtime_libraries(): ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
-print(ctypes.CDLL(str(build.library_path())).od_answer())
-used = [line.split()[-1] for line in open("/proc/self/maps") if "AsyncRT" in line] if sys.platform == "linux" else []
-assert all(name.startswith({str(tmp_path)!r}) for name in used), used
-"""
-    environment = {**os.environ, "PYTHONPATH": str(Path(build.__file__).parents[1])}
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
-    assert (done.returncode, done.stdout) == (0, "42\n"), done.stderr
-
-
-def test_output_that_cannot_be_written(tree, tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(OutputError):
-        build.build(output=tmp_path / "file" / "out")
-
-
 def test_runtime_libraries_are_the_installed_ones(monkeypatch):
     monkeypatch.delenv("ODYSSEY_KERNELS", raising=False)
     paths = build.runtime_libraries()
@@ -259,25 +232,9 @@ def test_runtime_libraries_are_the_installed_ones(monkeypatch):
 
 def test_runtime_libraries_missing(monkeypatch):
     monkeypatch.delenv("ODYSSEY_KERNELS", raising=False)
-    monkeypatch.setattr(build, "_mojo_package", lambda: None)
+    monkeypatch.setattr(compiler, "mojo_package", lambda: None)
     with pytest.raises(BuildError, match="`max`"):
         build.runtime_libraries()
-
-
-def test_check_targets(tree, entries):
-    lines = []
-    assert build.check_targets(lines.append) == 0
-    names = [line.split("  ")[0] for line in lines]
-    assert names == ["x86-64", "x86-64-v3", "x86-64-v4", "x86-64-v4+avx512bf16", "aarch64 generic"]
-    assert entries() == []
-
-
-def test_check_targets_counts_failures(tree, monkeypatch):
-    monkeypatch.setattr(build, "TARGETS", build.TARGETS[:1])
-    (tree / "mojo" / "capi.mojo").write_text("nonsense\n")
-    lines = []
-    assert build.check_targets(lines.append) == 1
-    assert "failed" in lines[0]
 
 
 # -- the target -------------------------------------------------------------------------------------------------------
@@ -300,7 +257,7 @@ AVX512 = AVX2 | set("avx512f avx512bw avx512cd avx512dq avx512vl".split())
     ],
 )
 def test_x86_level(features, level):
-    assert build.x86_level(frozenset(features)) == level
+    assert compiler.x86_level(frozenset(features)) == level
 
 
 def test_target_options():
@@ -318,7 +275,7 @@ def test_target_options():
 )
 def test_arm_cpu(monkeypatch, system, machine, cpu):
     monkeypatch.setattr(sys, "platform", system)
-    monkeypatch.setattr(build.platform, "machine", lambda: machine)
+    monkeypatch.setattr(compiler.platform, "machine", lambda: machine)
     assert build.host_cpu() == cpu
 
 
@@ -326,3 +283,78 @@ def test_target_cpu_from_the_environment_and_the_argument(tree, monkeypatch):
     monkeypatch.setenv("ODYSSEY_TARGET_CPU", "haswell")
     assert build.plan(tree).cpu == "haswell"
     assert build.plan(tree, "x86-64").cpu == "x86-64"
+
+
+@pytest.mark.parametrize(
+    ("cpu", "lacks"),
+    [
+        ("x86-64", []),
+        ("x86-64-v3", []),
+        ("x86-64-v4", ["avx512f"]),
+        ("x86-64-v4+avx512bf16", ["avx512_bf16", "avx512f"]),
+        ("haswell", []),  # what it needs is not known here
+    ],
+)
+def test_what_a_cpu_lacks(monkeypatch, cpu, lacks):
+    monkeypatch.setattr(compiler.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(compiler, "cpu_features", lambda: frozenset(AVX512 - {"avx512f"}))
+    assert compiler.lacking(cpu) == lacks
+    monkeypatch.setattr(compiler, "cpu_features", frozenset)
+    assert compiler.lacking(cpu) == []
+
+
+# -- kernels for GPUs -------------------------------------------------------------------------------------------------
+
+
+def test_a_library_for_a_gpu(gpu_tree, entries, capfd, monkeypatch):
+    path = build.gpu_library_path("nvidia:sm_90a")
+    assert path.name == "libodyssey-sm_90.so"
+    assert capfd.readouterr().err.startswith("odyssey: compiling the kernels for sm_90, once")
+    assert json.loads((path.parent / "build.json").read_text())["accelerator"] == "sm_90"
+    monkeypatch.setenv("ODYSSEY_TARGET_ACCELERATOR", "sm_90")
+    assert build.gpu_library_path() == path == build.cached("sm_90")
+    assert capfd.readouterr().err == ""
+    assert build.cached() is None and build.cached("sm_80") is None
+    assert len(entries()) == 1
+    assert b".visible .entry kernels_gpu_numbers__double" in path.read_bytes()
+
+
+def test_gpu_sources_are_not_the_cpu_librarys(gpu_tree):
+    before = build.plan(gpu_tree).key, build.plan(gpu_tree, accelerator="sm_90").key
+    assert build.plan(gpu_tree, accelerator="sm_80").key not in before
+    source = gpu_tree / "mojo" / "kernels" / "gpu" / "numbers.mojo"
+    source.write_text(source.read_text().replace("2 *", "3 *"))
+    root = gpu_tree / "mojo" / "gpu_capi.mojo"
+    root.write_text(root.read_text() + "# changed")
+    after = build.plan(gpu_tree).key, build.plan(gpu_tree, accelerator="sm_90").key
+    assert before[0] == after[0] and before[1] != after[1]
+
+
+def test_the_cpu_library_imports_no_gpu_source():
+    """Or a change there would not be compiled."""
+    root = build.source_root()
+    files = [path.relative_to(root).as_posix() for top in build.SOURCE_DIRS for path in (root / top).rglob("*.mojo")]
+    assert {build.for_gpus(name) for name in files} == {True, False}
+    for name in files:
+        if not build.for_gpus(name):
+            text = (root / name).read_text()
+            assert not re.search(r"^\s*(from|import)\s+[\w.]*\bgpu(_\w+)?\b", text, re.MULTILINE), name
+
+
+def test_no_gpu_and_none_named(tree, no_gpus):
+    with pytest.raises(DeviceError, match="no GPU to compile for; set ODYSSEY_TARGET_ACCELERATOR, say to sm_90"):
+        build.gpu_library_path()
+
+
+def test_an_unknown_accelerator_names_a_near_one(gpu_tree, entries):
+    with pytest.raises(BuildError, match=r"knows no accelerator 'sm_91' .*did you mean .*sm_90") as caught:
+        build.gpu_library_path("sm_91")
+    assert "\n" not in str(caught.value)
+    assert entries() == []
+
+
+def test_a_prebuilt_library_without_one_for_gpus(tree, tmp_path, monkeypatch):
+    (tmp_path / "libodyssey.so").touch()
+    monkeypatch.setenv("ODYSSEY_KERNELS", str(tmp_path / "libodyssey.so"))
+    with pytest.raises(BuildError, match=r"no file .*libodyssey-sm_90.so; make it with .* --target sm_90`"):
+        build.gpu_library_path("sm_90")

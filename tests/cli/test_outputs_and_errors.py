@@ -5,10 +5,11 @@ from __future__ import annotations
 import io
 import json
 import os
+import pathlib
 
 import pytest
 
-from odyssey import build, cli, progress
+from odyssey import build, cli, gpus, pack, progress, targets
 from odyssey.comm import Request
 from odyssey.errors import BuildError, CollectiveError, ConfigError, NumericsError
 
@@ -219,21 +220,51 @@ def test_notice_is_printed_once(odyssey_command, fake):
 
 def test_build_prints_the_path(odyssey_command, monkeypatch, tmp_path):
     seen = []
-    monkeypatch.setattr(build, "build", lambda **kwargs: seen.append(kwargs) or tmp_path / "libodyssey.so")
-    done = odyssey_command("build", "--target-cpu", "x86-64", "--output", tmp_path)
-    assert (done.code, done.out) == (0, f"{tmp_path / 'libodyssey.so'}\n")
-    assert seen == [{"output": tmp_path, "target_cpu": "x86-64"}]
+    monkeypatch.setattr(build, "cached_library", lambda *target: seen.append(target) or tmp_path / f"{len(seen)}.so")
+    done = odyssey_command("build", "--target-cpu", "x86-64", "--target", "nvidia:sm_90a")
+    assert (done.code, done.out) == (0, f"{tmp_path / '1.so'}\n{tmp_path / '2.so'}\n")
+    assert seen == [("x86-64",), ("x86-64", "sm_90")]
+    seen.clear()
+    monkeypatch.setenv("ODYSSEY_TARGET_ACCELERATOR", "gfx942")  # is not asked about
+    monkeypatch.setattr(gpus, "found", lambda: seen.append("asked"))
+    assert odyssey_command("build").out == f"{tmp_path / '1.so'}\n"
+    assert seen == [(None,)]
+
+
+def test_build_makes_a_folder(odyssey_command, monkeypatch, tmp_path):
+    seen = []
+    sizes = {"kernels": 1 << 20, "run-time libraries": 3 << 20, "package": 1 << 19, "dependencies": 0}
+    made = pack.Packed(tmp_path / "out", 7, sizes)
+    monkeypatch.setattr(pack, "pack", lambda output, **kwargs: seen.append((output, kwargs)) or made)
+    done = odyssey_command("build", "--target", "sm_90", "--target", "sm_80", "--output", "x", "--with-dependencies")
+    assert (done.code, done.out) == (0, f"{tmp_path / 'out'}\n")
+    assert done.err == "odyssey: 4.5 MiB in 7 files (kernels 1.0, run-time libraries 3.0, package 0.5)\n"
+    assert seen == [
+        (pathlib.Path("x"), {"target_cpu": None, "accelerators": ("sm_90", "sm_80"), "dependencies": True}),
+    ]
 
 
 @pytest.mark.parametrize(("failures", "code"), [(0, 0), (1, 69)])
 def test_build_check_targets(odyssey_command, monkeypatch, failures, code):
-    monkeypatch.setattr(build, "check_targets", lambda report: report("x86-64 1 s") or failures)
+    monkeypatch.setattr(targets, "check_cpus", lambda report: report("x86-64 1 s") or failures)
     done = odyssey_command("build", "--check-targets")
     assert (done.code, done.out) == (code, "x86-64 1 s\n")
+    monkeypatch.setattr(targets, "check_accelerators", lambda report, table: report(f"sm_90 {table}") or failures)
+    done = odyssey_command("build", "--check-targets", "--accelerators")
+    assert (done.code, done.out) == (code, "sm_90 True\n")
 
 
-def test_build_check_targets_stands_alone(odyssey_command):
-    assert odyssey_command("build", "--check-targets", "--target-cpu", "x86-64").code == 64
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--check-targets", "--target-cpu", "x86-64"],
+        ["--check-targets", "--target", "sm_90"],
+        ["--accelerators"],
+        ["--with-dependencies"],
+    ],
+)
+def test_options_of_build_that_do_not_go_together(odyssey_command, words):
+    assert odyssey_command("build", *words).code == 64
 
 
 # -- progress ---------------------------------------------------------------------------------------------------------

@@ -60,7 +60,18 @@ def test_the_sources_are_found():
     ("library", "files"),
     [
         ("mpi4py", {"comm/mpi.py"}),
-        ("ctypes", {"native.py", "gpu/native.py", "checkpoints/writer.py", "launch/tether.py", "watch/entry.py"}),
+        (
+            "ctypes",
+            {
+                "native.py",
+                "gpu/native.py",
+                "gpus.py",
+                "ptx.py",
+                "checkpoints/writer.py",
+                "launch/tether.py",
+                "watch/entry.py",
+            },
+        ),
         ("safetensors", {"trainer.py"}),
         ("rich", {"progress.py", "commands/top.py"}),
         ("pickle", set()),

@@ -14,6 +14,7 @@ import click
 from ..errors import printable
 
 COMMANDS: tuple[str, ...] = (  # names of modules in this package
+    "build",
     "diff",
     "doctor",
     "inspect",

@@ -1,0 +1,143 @@
+"""What is compiled for processors that are not here: the checks, with a stand-in for the kernels."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from odyssey import build, elf, ptx, targets
+from odyssey.errors import BuildError
+
+
+def test_cpus(tree, entries):
+    lines = []
+    assert targets.check_cpus(lines.append) == 0
+    names = [line.split("  ")[0] for line in lines]
+    assert names == ["x86-64", "x86-64-v3", "x86-64-v4", "x86-64-v4+avx512bf16", "aarch64 generic"]
+    assert entries() == []
+
+
+def test_cpus_that_fail_are_counted(tree, monkeypatch):
+    monkeypatch.setattr(targets, "CPUS", targets.CPUS[:1])
+    (tree / "mojo" / "capi.mojo").write_text("nonsense\n")
+    lines = []
+    assert targets.check_cpus(lines.append) == 1
+    assert "failed" in lines[0]
+
+
+def test_accelerators(gpu_tree, entries):
+    lines = []
+    assert targets.check_accelerators(lines.append, ("sm_90", "gfx942"), table=True) == 0, lines
+    names = [line.split()[0] for line in lines if not line.startswith(" ")]
+    assert names == ["sm_90", "gfx942"]
+    assert "1 kernels, assembled: at most" in lines[0] and "0 bytes spilled" in lines[0]
+    assert sum("kernels_gpu_numbers__double" in line for line in lines) == 2
+    assert entries() == []
+
+
+def test_a_kernel_that_nothing_reaches_fails(gpu_tree):
+    source = gpu_tree / "mojo" / "kernels" / "gpu" / "numbers.mojo"
+    text = source.read_text()
+    source.write_text(text + text[text.index("def _double") :].replace("double", "treble"))
+    lines = []
+    assert targets.check_accelerators(lines.append, ("sm_80",)) == 1
+    assert "failed: no code of _treble (mojo/kernels/gpu/numbers.mojo)" in lines[0]
+
+
+def test_accelerators_that_fail_are_counted(gpu_tree):
+    (gpu_tree / "mojo" / "gpu_capi.mojo").write_text("nonsense\n")
+    lines = []
+    assert targets.check_accelerators(lines.append, ("sm_90", "sm_1")) == 2
+    assert "did not compile for sm_90 and " in lines[0] and "knows no accelerator 'sm_1'" in lines[1]
+
+
+def test_names_of_kernels(tmp_path):
+    folder = tmp_path / "mojo" / "kernels" / "gpu"
+    folder.mkdir(parents=True)
+    (tmp_path / "shared").mkdir()
+    (folder / "a.mojo").write_text(
+        "comptime _third = _real[4]\n"
+        "q.enqueue_function[_map](x)  # enqueue_function[_not]\n"
+        "q.enqueue_function[\n    _map2[f]](x)\nq.enqueue_function[_third](x)\n"
+    )
+    assert targets.launched(tmp_path) == {"mojo/kernels/gpu/a.mojo": ["_map", "_map2", "_real"]}
+
+    def missing(*entries):
+        return targets.missing(tmp_path, [targets.Kernel(f"kernels_gpu_a_{entry}", "", None) for entry in entries])
+
+    assert missing("_map6A_0", "_map26A_1", "_real_2") == []
+    assert missing("_map26A_1", "_real_2") == ["_map (mojo/kernels/gpu/a.mojo)"]  # _map2 is not _map
+    assert missing("_map6A_0", "_real_2") == ["_map2 (mojo/kernels/gpu/a.mojo)"]
+
+
+# -- the assembler ----------------------------------------------------------------------------------------------------
+
+PTX = """.version 8.1
+.target sm_80
+.address_size 64
+.visible .entry twice(.param .u64 p)
+{
+  .reg .b64 %r<3>;
+  .reg .f32 %f<3>;
+  .shared .align 4 .b8 kept[256];
+  ld.param.u64 %r1, [p];
+  ld.global.f32 %f1, [%r1];
+  st.shared.f32 [kept], %f1;
+  bar.sync 0;
+  ld.shared.f32 %f1, [kept+4];
+  add.f32 %f2, %f1, %f1;
+  st.global.f32 [%r1], %f2;
+  ret;
+}
+"""
+
+
+@pytest.mark.skipif(not ptx.available(), reason="the PTX assembler is not installed")
+def test_assembler():
+    assert (ptx.target(PTX), ptx.entries(PTX)) == ("sm_80", ["twice"])
+    used = ptx.assemble(PTX)["twice"]
+    assert 4 <= used.registers <= 32 and used.shared == 256 and (used.stack, used.spilled) == (0, 0)
+    with pytest.raises(BuildError, match="the PTX of twice does not assemble: .*error.*Arguments mismatch"):
+        ptx.assemble(PTX.replace("add.f32 %f2, %f1", "add.f32 %f2, %f9"))
+
+
+def test_what_the_assembler_prints():
+    said = (
+        "ptxas info    : Compiling entry function 'a_1' for 'sm_90a'\n"
+        "ptxas info    : Function properties for a_1\n"
+        "    16 bytes stack frame, 8 bytes spill stores, 12 bytes spill loads\n"
+        "ptxas info    : Used 168 registers, used 1 barriers, 16 bytes cumulative stack size, 1024 bytes smem\n"
+        "ptxas info    : Compiling entry function 'b' for 'sm_90a'\n"
+        "ptxas info    : Used 8 registers\n"
+    )
+    assert ptx.usages(said) == {"a_1": ptx.Usage(168, 1024, 16, 12), "b": ptx.Usage(8, 0, 0, 0)}
+
+
+# -- libraries --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ELF is Linux's")
+def test_what_a_library_needs(tmp_path, monkeypatch):
+    monkeypatch.delenv("ODYSSEY_KERNELS", raising=False)
+    for path in build.runtime_libraries():
+        found = elf.read(path)
+        assert "libMSupportGlobals.so" in found.needed and elf.newest(found.versions) >= (2, 14)
+        assert elf.newest(found.versions, "NONE_") == ()
+        if shutil.which("readelf"):
+            said = subprocess.run(["readelf", "-dV", path], capture_output=True, text=True, env={"LC_ALL": "C"}).stdout
+            assert list(found.needed) == [
+                line.split("[")[1].rstrip("]") for line in said.splitlines() if "(NEEDED)" in line
+            ]
+            own = {line.split("Name: ")[1].split()[0] for line in said.splitlines() if " Name: " in line}
+            assert own == {name for names in found.versions.values() for name in names}
+        torn = tmp_path / path.name
+        torn.write_bytes(path.read_bytes()[:5000])
+        with pytest.raises(ValueError, match="torn ELF file"):
+            elf.read(torn)
+    torn.write_text("#!/bin/sh\n")
+    assert not elf.is_elf(torn)
+    with pytest.raises(ValueError, match="no 64-bit little-endian ELF file"):
+        elf.read(torn)
