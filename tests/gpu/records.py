@@ -1,0 +1,492 @@
+"""Every op on a GPU against the CPU kernels: the same records, the same memory, several shards. A program, not a test.
+
+    python tests/gpu/records.py [--json FILE] [NAME ...]
+
+test_gpu_records.py runs it on an emulated GPU, scripts/gpu-check on a real one. A case is a short program over named
+operands. The CPU runs it shard by shard; the GPU runs it once for all shards; then everything that either of them wrote
+is compared, relative to the largest number of the operand. Gradients are compared as the sum over shards.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+
+from odyssey import native as host
+from odyssey.gpu.native import Gpu, GpuStep, StepContext
+from odyssey.parallel.plan import split
+from odyssey.precision import scratch_bytes
+
+LANES = 16
+TOLERANCE = 2e-5
+SHARD = 32  # samples
+
+
+@dataclasses.dataclass
+class Operand:
+    """A tensor of a case. space: where it is; exact: bits must be those of the CPU."""
+
+    name: str
+    floats: int
+    space: int = host.WORK
+    fill: str = "normal"  # or "zero", "labels", "positive"
+    exact: bool = False
+    at: int = 0  # floats from the start of its space
+
+
+@dataclasses.dataclass
+class Case:
+    """A program: records of (op, arguments); an argument that is a string names an operand."""
+
+    name: str
+    operands: list[Operand]
+    records: list[tuple]
+    classes: int = 10
+    tolerance: float = TOLERANCE
+    fold: int = 1
+
+
+def w(name: str, floats: int, fill: str = "normal", exact: bool = False) -> Operand:
+    return Operand(name, floats, host.WORK, fill, exact)
+
+
+def p(name: str, floats: int) -> Operand:
+    return Operand(name, floats, host.PARAMS)
+
+
+def g(name: str, floats: int) -> Operand:
+    return Operand(name, floats, host.GRADS, "zero")
+
+
+def linear(G: int, I: int, O: int, form: str = "", fold: int = 1) -> Iterator[Case]:  # noqa: E741
+    tail = f" {G}x{I}x{O}{form}"
+    x, y, wt, b = w("x", G * I * LANES), w("y", G * O * LANES, "zero"), p("w", O * I), p("b", O)
+    precision = form[1:] or "fp32"
+
+    def scratch(pass_: str) -> list[Operand]:
+        if not form:
+            return [w("s", G * I * LANES, "zero")] if pass_ == "backward_weight" else []
+        size = -(-scratch_bytes(f"linear_{pass_}", precision, "lanes", (G, I, O)) // 4)
+        return [w("s", size, "zero")]
+
+    loose = {"": TOLERANCE, "_bf16": 2e-5, "_fp16": 2e-5, "_tf32": 2e-3}[form]
+    cpu = "" if form == "_tf32" else form  # the CPU has no tf32: compared with float32
+    for relu in (0, 1):
+        s = scratch("forward")
+        yield Case(
+            f"linear_forward{tail} relu={relu}",
+            [y, x, wt, b, *s],
+            [(f"linear_forward{form}|linear_forward{cpu}", "y", "x", "w", "b", *[o.name for o in s], G, I, O, relu)],
+            tolerance=loose,
+        )
+    s = scratch("backward_input")
+    yield Case(
+        f"linear_backward_input{tail}",
+        [w("dx", G * I * LANES, "zero"), w("dy", G * O * LANES), wt, *s],
+        [(f"linear_backward_input{form}|linear_backward_input{cpu}", "dx", "dy", "w", *[o.name for o in s], G, I, O)],
+        tolerance=loose,
+    )
+    s = scratch("backward_weight")
+    yield Case(
+        f"linear_backward_weight{tail} fold={fold}",
+        [g("dw", O * I), g("db", -(-O // 16) * 16), w("dy", G * O * LANES), x, *s],
+        [
+            (
+                f"linear_backward_weight{form}|linear_backward_weight{cpu}",
+                "dw",
+                "db",
+                "dy",
+                "x",
+                *[o.name for o in s],
+                G,
+                I,
+                O,
+            )
+        ],
+        tolerance=loose,
+        fold=fold,
+    )
+
+
+def conv(G, C, H, W, K, R, T, S, form="", fold=1) -> Iterator[Case]:
+    P, Q = (H - R) // S + 1, (W - T) // S + 1
+    sizes = (G, C, H, W, K, R, T, S)
+    tail = f" {'x'.join(map(str, sizes))}{form}"
+    x, y = w("x", G * C * H * W * LANES), w("y", G * K * P * Q * LANES, "zero")
+    wt, b = p("w", K * C * R * T), p("b", K)
+    loose = {"": TOLERANCE, "_bf16": 2e-5, "_fp16": 2e-5, "_tf32": 2e-3}[form]
+    cpu = "" if form == "_tf32" else form
+
+    def scratch(pass_: str) -> list[Operand]:
+        if not form:
+            return []
+        return [w("s", -(-scratch_bytes(f"conv2d_{pass_}", form[1:], "lanes", sizes) // 4), "zero")]
+
+    def op(pass_: str) -> str:
+        return f"conv2d_{pass_}{form}|conv2d_{pass_}{cpu}"
+
+    for relu in (0, 1):
+        s = scratch("forward")
+        yield Case(
+            f"conv2d_forward{tail} relu={relu}",
+            [y, x, wt, b, *s],
+            [(op("forward"), "y", "x", "w", "b", *[o.name for o in s], *sizes, relu)],
+            tolerance=loose,
+        )
+    dy = w("dy", G * K * P * Q * LANES)
+    s = scratch("backward_input")
+    yield Case(
+        f"conv2d_backward_input{tail}",
+        [w("dx", G * C * H * W * LANES, "zero"), dy, wt, *s],
+        [(op("backward_input"), "dx", "dy", "w", *[o.name for o in s], *sizes)],
+        tolerance=loose,
+    )
+    s = scratch("backward_weight")
+    yield Case(
+        f"conv2d_backward_weight{tail} fold={fold}",
+        [g("dw", K * C * R * T), g("db", -(-K // 16) * 16), dy, x, *s],
+        [(op("backward_weight"), "dw", "db", "dy", "x", *[o.name for o in s], *sizes)],
+        tolerance=loose,
+        fold=fold,
+    )
+
+
+def pools(planes, H, W, R, T, S) -> Iterator[Case]:
+    P, Q = (H - R) // S + 1, (W - T) // S + 1
+    n, m = planes * H * W * LANES, planes * P * Q * LANES
+    sizes = (planes, H, W, R, T, S)
+    tail = " " + "x".join(map(str, sizes))
+    maxed = [w("y", m, "zero", True), w("a", m, "zero"), w("x", n), w("dx", n, "zero"), w("dy", m)]
+    for relu in (0, 1):
+        yield Case(
+            f"maxpool{tail} relu={relu}",
+            maxed,
+            [("maxpool_forward", "y", "a", "x", *sizes), ("maxpool_backward", "dx", "dy", "a", "y", *sizes, relu)],
+        )
+    yield Case(
+        f"avgpool{tail}",
+        [w("y", m, "zero"), w("x", n), w("dx", n, "zero"), w("dy", m)],
+        [("avgpool_forward", "y", "x", *sizes), ("avgpool_backward", "dx", "dy", *sizes)],
+    )
+
+
+def elementwise(n: int) -> Iterator[Case]:
+    x, y, dy, dx = w("x", n), w("y", n, "zero"), w("dy", n), w("dx", n, "zero")
+    for name in ("relu", "tanh", "sigmoid"):
+        yield Case(
+            f"{name} {n}",
+            [x, y, dx, dy],
+            [(f"{name}_forward", "y", "x", n), (f"{name}_backward", "dx", "dy", "y", n)],
+        )
+    y, b = w("y", n, "zero", True), w("b", n)
+    yield Case(f"add {n}", [y, x, b], [("add", "y", "x", "b", n)])
+    yield Case(f"multiply {n}", [y, x, b], [("multiply", "y", "x", "b", n)])
+    yield Case(f"axpy {n}", [w("y", n), x], [("axpy", "y", "x", 0.3, n)])
+    yield Case(f"scale {n}", [y, x], [("scale", "y", "x", 0.3, n)])
+    yield Case(f"copy {n}", [y, x], [("copy", "y", "x", n)])
+    yield Case(f"fill {n}", [y], [("fill", "y", 0.3, n)])
+
+
+def losses(G: int, F: int) -> Iterator[Case]:
+    n = G * F * LANES
+    x, labels = w("x", n), w("l", G * LANES, "zero", True)
+    y, dx, dy = w("y", n, "zero"), w("dx", n, "zero"), w("dy", n)
+    for name in ("softmax", "log_softmax"):
+        yield Case(
+            f"{name} {G}x{F}",
+            [x, y, dx, dy],
+            [(f"{name}_forward", "y", "x", G, F), (f"{name}_backward", "dx", "dy", "y", G, F)],
+        )
+    stats, seed = w("t", 16, "zero"), w("d", 16, "zero")
+    first = [("labels", "l", G), ("fill", "d", 1.0, 1)]
+    yield Case(
+        f"cross_entropy {G}x{F}",
+        [x, y, labels, stats, seed, dx, g("total", 16)],
+        [
+            *first,
+            ("cross_entropy_forward", "t", "y", "x", "l", G, F),
+            ("cross_entropy_backward", "dx", "d", "y", "l", G, F),
+            ("stats", "total", "t", "t"),
+        ],
+        classes=F,
+    )
+    yield Case(
+        f"cross_entropy, one launch {G}x{F}",
+        [x, labels, stats, seed, w("dx", n, "zero"), y, g("total", 16)],
+        [
+            *first,
+            (
+                ("cross_entropy", "t", "dx", "x", "l", G, F, 0),
+                [
+                    ("cross_entropy_forward", "t", "y", "x", "l", G, F),
+                    ("cross_entropy_backward", "dx", "d", "y", "l", G, F),
+                ],
+            ),
+            ("stats", "total", "t", "t"),
+        ],
+        classes=F,
+        fold=2,
+    )
+    yield Case(
+        f"nll {G}x{F}",
+        [x, labels, stats, seed, dx],
+        [*first, ("nll_forward", "t", "x", "l", G, F), ("nll_backward", "dx", "d", "l", G, F)],
+        classes=F,
+    )
+
+
+def others() -> Iterator[Case]:
+    for C, H in ((1, 28), (3, 9)):
+        F = C * H * H
+        yield Case(f"input {F}", [w("y", 2 * F * LANES, "zero", True)], [("input", "y", 2, F, C)])
+    yield Case("labels", [w("l", 2 * LANES, "zero", True)], [("labels", "l", 2)])
+    n = 2 * 3 * 5 * 4 * LANES
+    m = 2 * 3 * 9 * 6 * LANES
+    yield Case(
+        "pad",
+        [w("y", m, "zero", True), w("x", n), w("dx", n, "zero", True)],
+        [("pad_forward", "y", "x", 6, 5, 4, 2, 1), ("pad_backward", "dx", "y", 6, 5, 4, 2, 1)],
+    )
+    for samples, F in ((32, 7), (20, 784), (17, 1)):
+        rows, lanes = samples * F, -(-samples // LANES) * LANES * F
+        yield Case(
+            f"pack and unpack {samples}x{F}",
+            [w("r", rows), w("y", lanes, "zero", True), w("z", rows, "zero", True)],
+            [("pack_rows", "y", "r", samples, F), ("unpack_rows", "z", "y", samples, F)],
+        )
+    for F in (1, 5, 130):
+        yield Case(
+            f"dropout {F}",
+            [w("x", 2 * F * LANES), w("y", 2 * F * LANES, "zero", True)],
+            [("dropout", "y", "x", 2, F, 0.3, 5)],
+        )
+        yield Case(
+            f"sum_lanes {F}",
+            [w("x", 2 * F * LANES), w("t", 16, "zero"), w("dx", 2 * F * LANES, "zero", True)],
+            [("sum_lanes", "t", "x", -1, 2, F), ("sum_lanes_backward", "dx", "t", -1, 2, F)],
+        )
+    yield Case("loss_scale", [w("y", 16, "zero", True)], [("loss_scale", "y")])
+
+
+def cases() -> Iterator[Case]:
+    for form in ("", "_bf16", "_fp16", "_tf32"):
+        for fold in (1, 4):
+            yield from linear(2, 400, 120, form, fold)
+        for sizes in ((2, 120, 84), (2, 84, 10), (1, 3, 5), (1, 1, 1), (2, 784, 33), (4, 64, 64)):
+            yield from linear(*sizes, form)
+        for fold in (1, 4):
+            yield from conv(2, 6, 14, 14, 16, 5, 5, 1, form, fold)
+        yield from conv(1, 8, 9, 7, 12, 3, 3, 1, form)
+        yield from conv(2, 3, 8, 11, 7, 3, 2, 2, form)
+    yield from conv(2, 1, 32, 32, 6, 5, 5, 1)
+    yield from conv(1, 1, 1, 1, 1, 1, 1, 1)
+    yield from conv(1, 32, 12, 12, 64, 3, 3, 1)
+    yield from conv(1, 5, 9, 10, 3, 1, 1, 3)
+    sizes = (2, 1, 32, 32, 6, 5, 5, 1)
+    pooled = 2 * 6 * 14 * 14 * LANES
+    yield Case(
+        "conv, ReLU and max-pool in one launch",
+        [
+            w("y", pooled, "zero"),
+            w("a", pooled, "zero"),
+            w("x", 2 * 32 * 32 * LANES),
+            p("w", 6 * 25),
+            p("b", 6),
+            w("c", 2 * 6 * 28 * 28 * LANES, "zero"),
+            w("dx", 2 * 6 * 28 * 28 * LANES, "zero"),
+            w("dy", pooled),
+        ],
+        [
+            (
+                ("conv2d_relu_maxpool_forward", "y", "a", "x", "w", "b", *sizes, 2, 2, 2),
+                [
+                    ("conv2d_forward", "c", "x", "w", "b", *sizes, 1),
+                    ("maxpool_forward", "y", "a", "c", 12, 28, 28, 2, 2, 2),
+                ],
+            ),
+            ("maxpool_backward", "dx", "dy", "a", "y", 12, 28, 28, 2, 2, 2, 1),
+        ],
+    )
+    for pool in ((12, 28, 28, 2, 2, 2), (4, 7, 9, 3, 2, 2), (2, 5, 5, 3, 3, 1)):
+        yield from pools(*pool)
+    for n in (16, 4096, 1008):
+        yield from elementwise(n)
+    for G, F in ((2, 10), (1, 3), (2, 100)):
+        yield from losses(G, F)
+    yield from others()
+
+
+# --- running -----------------------------------------------------------------------------------------
+
+
+def tree(buffers: np.ndarray) -> np.ndarray:
+    """The sum over the first axis along the tree, in float32."""
+    n = len(buffers)
+    if n == 1:
+        return buffers[0]
+    return tree(buffers[: split(n)]) + tree(buffers[split(n) :])
+
+
+def layout(case: Case) -> dict[int, int]:
+    """Places the operands; floats of each space."""
+    used = {host.WORK: 0, host.PARAMS: 0, host.GRADS: 0}
+    for o in case.operands:
+        o.at = used[o.space]
+        used[o.space] += -(-o.floats // 16) * 16
+    return {space: max(n, 16) for space, n in used.items()}
+
+
+def encode(case: Case, records: list[tuple]) -> np.ndarray:
+    lib = host.library()
+    places = {o.name: o.space << 56 | 4 * o.at for o in case.operands}
+    table = np.zeros((len(records), lib.record), np.int64)
+    for row, (op, *args) in zip(table, records, strict=True):
+        row[0] = lib.codes[op]
+        for i, a in enumerate(args, 1):
+            row[i] = places[a] if isinstance(a, str) else host.float_bits(a) if isinstance(a, float) else a
+    return table
+
+
+def of(records: list[tuple], gpu: bool) -> list[tuple]:
+    """The program as one of them runs it: "a|b" and (a, [b, c]) are a on a GPU, b (and c) on the CPU."""
+    out = []
+    for r in records:
+        if isinstance(r[0], tuple):
+            out += [r[0]] if gpu else r[1]
+        else:
+            names = r[0].split("|")
+            out.append((names[0] if gpu else names[-1], *r[1:]))
+    return out
+
+
+def run_case(gpu: Gpu, case: Case, shards: int, rng: np.random.Generator) -> dict[str, float]:
+    """Errors of all operands that were written, relative to their largest number; 0 or 1 where bits must be equal."""
+    sizes = layout(case)
+    work = np.zeros((shards, sizes[host.WORK]), np.float32)
+    params = rng.standard_normal(sizes[host.PARAMS]).astype(np.float32)
+    for o in case.operands:
+        if o.space == host.WORK and o.fill == "normal":
+            work[:, o.at : o.at + o.floats] = rng.standard_normal((shards, o.floats))
+    samples = SHARD * shards - 11
+    features = max([r[3] for r in case.records if r[0] == "input"], default=4)
+    channels = max([r[4] for r in case.records if r[0] == "input"], default=1)
+    images = rng.integers(0, 256, (100, features)).astype(np.uint8)
+    labels = rng.integers(0, case.classes, 100).astype(np.int32)
+    rows = rng.integers(0, 100, SHARD * shards).astype(np.int64)
+    scale, shift = (rng.standard_normal(channels).astype(np.float32) for _ in range(2))
+    grads = np.zeros((shards, sizes[host.GRADS]), np.float32)
+
+    # the CPU, shard by shard
+    lib, table = host.library(), encode(case, of(case.records, False))
+    mine = work.copy()
+    for s in range(shards):
+        context = host.Context(seed=7, step=3, first=SHARD * s, loss_scale=4.0)
+        context.valid = min(SHARD, samples - SHARD * s)
+        context.images, context.bytes, context.labels = images.ctypes.data, 1, labels.ctypes.data
+        context.rows = rows[SHARD * s :].ctypes.data
+        context.scale, context.shift = scale.ctypes.data, shift.ctypes.data
+        bases = np.array([0, params.ctypes.data, grads[s].ctypes.data, mine[s].ctypes.data], np.int64)
+        assert lib.run(table.ctypes.data, len(table), context, bases.ctypes.data) < 0
+    wanted = tree(grads)
+
+    # the GPU, all at once
+    kept = {}
+    held: list[int] = []
+
+    def up(array: np.ndarray) -> int:
+        at = gpu.allocate(array.nbytes)
+        held.append(at)
+        gpu.upload(at, array)
+        kept[at] = array
+        return at
+
+    context = StepContext(seed=7, step=3, first=0, samples=samples, shard_size=SHARD, bytes=1, loss_scale=4.0)
+    context.images, context.labels, context.rows = up(images), up(labels), up(rows)
+    context.scale, context.shift = up(scale), up(shift)
+    told = np.frombuffer(bytes(context), np.uint8)
+    table = encode(case, of(case.records, True))
+    buffers = -(-shards // case.fold)
+    theirs = np.zeros((buffers, sizes[host.GRADS]), np.float32)
+    step = GpuStep(
+        program=table.ctypes.data,
+        records=len(table),
+        params=up(params),
+        grads=up(theirs),
+        grad_floats=sizes[host.GRADS],
+        work=up(work),
+        work_floats=sizes[host.WORK],
+        context=up(told),
+        flag=up(np.ones(4, np.int32)),
+        shards=shards,
+        fold=case.fold,
+        accumulate=0,
+    )
+    step.scratch = gpu.allocate(max(4 * gpu.scratch(step), 16))
+    held.append(step.scratch)
+    gpu.run(step)
+    got = np.zeros_like(work)
+    gpu.download(got, step.work)
+    gpu.download(theirs, step.grads)
+    gpu.synchronize()
+    for at in held:
+        gpu.free(at)
+    summed = tree(theirs)
+
+    errors = {}
+    gpu_names = {a for r in of(case.records, True) for a in r[1:] if isinstance(a, str)}
+    for o in case.operands:
+        if o.name not in gpu_names or o.space == host.PARAMS or o.name == "s":
+            continue
+        if o.space == host.GRADS:
+            a, b = summed[o.at : o.at + o.floats], wanted[o.at : o.at + o.floats]
+        else:
+            a, b = got[:, o.at : o.at + o.floats], mine[:, o.at : o.at + o.floats]
+        if o.exact or o.name in ("l", "a"):
+            errors[o.name] = float(not np.array_equal(a.view(np.int32), b.view(np.int32)))
+        elif not np.isfinite(a).all():
+            errors[o.name] = float("inf")
+        else:
+            errors[o.name] = float(np.abs(a.astype(np.float64) - b).max() / max(np.abs(b).max(), 1e-30))
+    return errors
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", help="only cases whose name contains one of these")
+    parser.add_argument("--json", help="write all errors here")
+    parser.add_argument("--shards", default="1,3,8", help="how many shards a launch has")
+    options = parser.parse_args()
+    gpu = Gpu(0)
+    rng = np.random.default_rng(0)
+    failed, results = 0, {}
+    for case in cases():
+        if options.names and not any(n in case.name for n in options.names):
+            continue
+        for shards in map(int, options.shards.split(",")):
+            try:
+                errors = run_case(gpu, case, shards, rng)
+            except Exception as problem:
+                if "illegal" in str(problem).lower():
+                    raise
+                errors = {str(problem)[:200]: float("inf")}
+            bad = {n: e for n, e in errors.items() if not e <= case.tolerance}
+            failed += bool(bad)
+            results[f"{case.name}, {shards} shards"] = {n: min(e, 1e30) for n, e in errors.items()}
+            if bad:
+                print(f"FAILED {case.name}, {shards} shards: {bad}", flush=True)
+    print(
+        f"{len(results)} cases, {failed} failed; worst {max((max(e.values()) for e in results.values() if e), default=0):.1e}"
+    )
+    if options.json:
+        with open(options.json, "w") as f:
+            json.dump(results, f, indent=1)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
