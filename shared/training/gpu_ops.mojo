@@ -351,7 +351,7 @@ def enqueue(q: Queue, r: Launch) raises:
             r.int(3),
             r.int(4),
             r.float(5),
-            UInt32(r.int(6)),
+            r.int(6),
             r.context,
         )
     elif op == comptime (code("softmax_forward")):  # y; x; G, F
@@ -428,7 +428,7 @@ def enqueue(q: Queue, r: Launch) raises:
     elif op == comptime (code("uniform")):  # y; n, seed, stream, low, high
         uniform(
             q,
-            r.ptr(1),
+            r.op(1),
             r.int(2),
             UInt64(r.int(3)),
             UInt32(r.int(4)),
