@@ -28,7 +28,7 @@ comptime Words = SIMD[U64, PAIRS]
 
 
 @always_inline
-def _key[w: Int](seed: UInt64, i: SIMD[U64, w]) -> SIMD[U64, w]:
+def odd_key[w: Int](seed: UInt64, i: SIMD[U64, w]) -> SIMD[U64, w]:
     """Number i of the SplitMix64 generator that starts at `seed`, made odd."""
     var z = i * GOLDEN + (seed + GOLDEN)
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
@@ -43,7 +43,7 @@ def _some(x: Ptr, n: Int, start: Int) -> UInt64:
     var sum = UInt64(0)
     for j in range(n):
         var i = start + j
-        var key = _key[1](ROWS_SEED, UInt64(i // ROW)) * _key[1](
+        var key = odd_key[1](ROWS_SEED, UInt64(i // ROW)) * odd_key[1](
             COLUMNS_SEED, UInt64(i % ROW)
         )
         sum += key * UInt64(words[unsafe_offset=j])
@@ -61,15 +61,15 @@ def fingerprint(x: Ptr, n: Int, start: Int) -> UInt64:
     var even = Words(0)
     var odd = Words(0)
     for r in range(rows):
-        var row = Words(_key[1](ROWS_SEED, UInt64(first + r)))
+        var row = Words(odd_key[1](ROWS_SEED, UInt64(first + r)))
         var two = pairs.unsafe_offset(r * PAIRS).unsafe_load[
             width=PAIRS, alignment=4
         ]()
         even += row * (two & LOW)
         odd += row * (two >> 32)
     var column = iota[U64, PAIRS]() * 2
-    even *= _key[PAIRS](COLUMNS_SEED, column)
-    odd *= _key[PAIRS](COLUMNS_SEED, column + 1)
+    even *= odd_key[PAIRS](COLUMNS_SEED, column)
+    odd *= odd_key[PAIRS](COLUMNS_SEED, column + 1)
     total += even.reduce_add() + odd.reduce_add()
     var done = head + rows * ROW
     return total + _some(x.unsafe_offset(done), n - done, start + done)

@@ -1,11 +1,86 @@
 """Optimizer updates over a whole arena in one pass. n is the number of floats, a multiple of LANES.
 
-g is a sum over samples; `mean` = 1 / (number of samples) makes it the mean, once, here.
+g is a sum over samples; `mean` = 1 / (number of samples) makes it the mean, once, here. The `*_update` functions are the
+formulas, for vectors of any width; gpu/optimizer.mojo uses them too.
 """
 
 from std.math import sqrt
+from std.sys import is_nvidia_gpu, llvm_intrinsic
 
 from .lanes import F32, LANES, Ptr, Vec, load, store, madd
+
+
+@always_inline
+def sgd_update[
+    L: SIMDLength, //
+](
+    mut w: SIMD[F32, L],
+    mut v: SIMD[F32, L],  # neither read nor changed if momentum is 0
+    g: SIMD[F32, L],
+    mean: Float32,
+    lr: Float32,
+    momentum: Float32,
+    weight_decay: Float32,
+    nesterov: Bool,
+):
+    """Stochastic gradient descent as PyTorch writes it (Sutskever et al. 2013, with the rate outside the momentum):
+    d = g + wd w; v = mu v + d; d = d + mu v if nesterov else v; w -= lr d.
+    """
+    var d = g * mean
+    d = madd(w, SIMD[F32, L](weight_decay), d)
+    if momentum != 0:
+        v = madd(v, SIMD[F32, L](momentum), d)
+        d = madd(v, SIMD[F32, L](momentum), d) if nesterov else v
+    w = madd(d, SIMD[F32, L](-lr), w)
+
+
+@always_inline
+def _root[L: SIMDLength, //](x: SIMD[F32, L]) -> SIMD[F32, L]:
+    """The square root, rounded once; the library's is an approximation on NVIDIA's GPUs.
+    """
+    comptime if is_nvidia_gpu():
+        var y = SIMD[F32, L]()
+        comptime for i in range(Int(L)):
+            y[i] = llvm_intrinsic[
+                "llvm.nvvm.sqrt.rn.f", Float32, has_side_effect=False
+            ](x[i])
+        return y
+    else:
+        return sqrt(x)
+
+
+@always_inline
+def adam_update[
+    L: SIMDLength, //
+](
+    mut w: SIMD[F32, L],
+    mut m: SIMD[F32, L],
+    mut v: SIMD[F32, L],
+    g: SIMD[F32, L],
+    mean: Float32,
+    lr: Float32,
+    beta1: Float32,
+    beta2: Float32,
+    eps: Float32,
+    weight_decay: Float32,
+    decoupled: Bool,
+    correction1: Float32,
+    correction2: Float32,
+):
+    """Adam (Kingma and Ba 2015), or AdamW (Loshchilov and Hutter 2019) if `decoupled`; corrections are 1 - beta^t.
+
+    d = g (+ wd w); m = b1 m + (1 - b1) d; v = b2 v + (1 - b2) d^2; w = w (1 - lr wd if decoupled)
+    - lr (m / c1) / (sqrt(v / c2) + eps).
+    """
+    var d = g * mean
+    if decoupled:
+        w = w * (1 - lr * weight_decay)
+    else:
+        d = madd(w, SIMD[F32, L](weight_decay), d)
+    m = m * beta1 + d * (1 - beta1)
+    v = v * beta2 + d * d * (1 - beta2)
+    var step = (m / correction1) / (_root(v / correction2) + eps)
+    w = madd(step, SIMD[F32, L](-lr), w)
 
 
 def sgd(
@@ -19,18 +94,18 @@ def sgd(
     weight_decay: Float32,
     nesterov: Bool,
 ):
-    """Stochastic gradient descent as PyTorch writes it (Sutskever et al. 2013, with the rate outside the momentum):
-    d = g + wd w; v = mu v + d; d = d + mu v if nesterov else v; w -= lr d.
-    """
+    """Applies sgd_update to all."""
     for i in range(0, n, LANES):
         var wi = load(w, i)
-        var d = load(g, i) * mean
-        d = madd(wi, Vec(weight_decay), d)
+        var vi = Vec(0)
         if momentum != 0:
-            var vi = madd(load(v, i), Vec(momentum), d)
+            vi = load(v, i)
+        sgd_update(
+            wi, vi, load(g, i), mean, lr, momentum, weight_decay, nesterov
+        )
+        if momentum != 0:
             store(v, i, vi)
-            d = madd(vi, Vec(momentum), d) if nesterov else vi
-        store(w, i, madd(d, Vec(-lr), wi))
+        store(w, i, wi)
 
 
 def adam(
@@ -49,21 +124,26 @@ def adam(
     correction1: Float32,
     correction2: Float32,
 ):
-    """Adam (Kingma and Ba 2015), or AdamW (Loshchilov and Hutter 2019) if `decoupled`; corrections are 1 - beta^t.
-
-    d = g (+ wd w); m = b1 m + (1 - b1) d; v = b2 v + (1 - b2) d^2; w = w (1 - lr wd if decoupled)
-    - lr (m / c1) / (sqrt(v / c2) + eps).
-    """
+    """Applies adam_update to all."""
     for i in range(0, n, LANES):
         var wi = load(w, i)
-        var d = load(g, i) * mean
-        if decoupled:
-            wi = wi * (1 - lr * weight_decay)
-        else:
-            d = madd(wi, Vec(weight_decay), d)
-        var mi = load(m, i) * beta1 + d * (1 - beta1)
-        var vi = load(v, i) * beta2 + d * d * (1 - beta2)
+        var mi = load(m, i)
+        var vi = load(v, i)
+        adam_update(
+            wi,
+            mi,
+            vi,
+            load(g, i),
+            mean,
+            lr,
+            beta1,
+            beta2,
+            eps,
+            weight_decay,
+            decoupled,
+            correction1,
+            correction2,
+        )
         store(m, i, mi)
         store(v, i, vi)
-        var step = (mi / correction1) / (sqrt(vi / correction2) + eps)
-        store(w, i, madd(step, Vec(-lr), wi))
+        store(w, i, wi)

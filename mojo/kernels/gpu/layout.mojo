@@ -1,0 +1,342 @@
+"""Into lanes and out of them on a GPU (kernels/layout.mojo), and padding: the bits of the CPU.
+
+A thread takes four lanes of one feature, so eight neighbouring features of sixteen samples are one warp's: rows are read
+and written in whole sectors of 32 bytes (uint8: a sector serves four warps), lanes in runs of 512.
+"""
+
+from max.gpu import block_idx
+
+from ..lanes import F32, LANES, IntPtr, Ptr
+from .launch import LongPtr, Operand, Queue, StepContextPtr, blocks
+from .quads import (
+    QUADS,
+    THREADS,
+    Four,
+    divide,
+    divisor,
+    in_lanes,
+    index,
+    load4,
+    of_shard,
+    quads,
+    small_index,
+    store4,
+)
+
+comptime BytePtr = Pointer[UInt8, MutUntrackedOrigin]
+
+
+def _input(
+    y: Ptr,
+    ys: Int64,
+    n: UInt32,
+    F: UInt32,
+    by_F: UInt64,
+    by_plane: UInt64,
+    ctx: StepContextPtr,
+):
+    var i = small_index()
+    if i >= n:
+        return
+    var shard = block_idx.y
+    var vector = i // UInt32(QUADS)
+    var g = divide(vector, by_F)
+    var f = Int(vector - g * F)
+    var first = Int(g) * LANES + Int(i % UInt32(QUADS)) * 4  # sample
+    var valid = ctx[].valid(shard)
+    var out = Four(0)
+    if first < valid:
+        var rows = LongPtr(unsafe_from_address=Int(ctx[].rows)).unsafe_offset(
+            shard * Int(ctx[].shard_size)
+        )
+        var v = Four(0)
+        comptime for j in range(4):
+            var row = rows[unsafe_offset=min(first + j, valid - 1)]
+            var at = Int(row) * Int(F) + f
+            if ctx[].bytes != 0:
+                v[j] = BytePtr(unsafe_from_address=Int(ctx[].images))[
+                    unsafe_offset=at
+                ].cast[F32]()
+            else:
+                v[j] = Ptr(unsafe_from_address=Int(ctx[].images))[
+                    unsafe_offset=at
+                ]
+        var c = Int(divide(UInt32(f), by_plane))
+        v = v.fma(
+            Four(Ptr(unsafe_from_address=Int(ctx[].scale))[unsafe_offset=c]),
+            Four(Ptr(unsafe_from_address=Int(ctx[].shift))[unsafe_offset=c]),
+        )
+        comptime for j in range(4):
+            out[j] = v[j] if first + j < valid else 0
+    store4(of_shard(y, ys), 4 * Int(i), out)
+
+
+def input(
+    q: Queue,
+    shards: Int,
+    y: Operand,  # (G, F, L)
+    G: Int,
+    F: Int,
+    C: Int,
+    ctx: StepContextPtr,
+) raises:
+    """Sample i of shard s becomes row rows[s shard_size + i] of the data set, times scale plus shift, per channel (F / C
+    features each); lanes without a sample become 0.
+    """
+    in_lanes(y)
+    var n = quads(G * F)
+    q.enqueue_function[_input](
+        y.ptr(),
+        y.step(),
+        UInt32(n),
+        UInt32(F),
+        divisor(F),
+        divisor(F // C),
+        ctx,
+        grid_dim=(blocks(n, THREADS), shards),
+        block_dim=THREADS,
+    )
+
+
+def _labels(y: IntPtr, ys: Int64, n: Int32, ctx: StepContextPtr):
+    var i = index()
+    var shard = block_idx.y
+    if i >= Int(n):
+        return
+    var label = Int32(-1)
+    if i < ctx[].valid(shard):
+        var row = LongPtr(unsafe_from_address=Int(ctx[].rows))[
+            unsafe_offset=shard * Int(ctx[].shard_size) + i
+        ]
+        label = IntPtr(unsafe_from_address=Int(ctx[].labels))[
+            unsafe_offset=Int(row)
+        ]
+    y[unsafe_offset=shard * Int(ys) + i] = label
+
+
+def labels(
+    q: Queue, shards: Int, y: Operand, G: Int, ctx: StepContextPtr
+) raises:
+    """Label of each lane, int32 (G * L); -1, which every loss ignores, where there is no sample.
+    """
+    q.enqueue_function[_labels](
+        y.ints(),
+        y.step(),
+        Int32(G * LANES),
+        ctx,
+        grid_dim=(blocks(G * LANES, THREADS), shards),
+        block_dim=THREADS,
+    )
+
+
+def _pack_rows(
+    y: Ptr,
+    ys: Int64,
+    x_: Ptr,
+    xs: Int64,
+    n: UInt32,
+    N: Int32,
+    F: UInt32,
+    by_F: UInt64,
+):
+    var i = small_index()
+    if i >= n:
+        return
+    var vector = i // UInt32(QUADS)
+    var g = divide(vector, by_F)
+    var f = Int(vector - g * F)
+    var first = Int(g) * LANES + Int(i % UInt32(QUADS)) * 4
+    var x = of_shard(x_, xs)
+    var v = Four(0)
+    comptime for j in range(4):
+        if first + j < Int(N):
+            v[j] = x[unsafe_offset=(first + j) * Int(F) + f]
+    store4(of_shard(y, ys), 4 * Int(i), v)
+
+
+def pack_rows(
+    q: Queue, shards: Int, y: Operand, x: Operand, N: Int, F: Int
+) raises:
+    """Writes rows x (N, F) into lanes y (G, F, L); lanes from N on become 0."""
+    in_lanes(y)
+    var n = quads(blocks(N, LANES) * F)
+    q.enqueue_function[_pack_rows](
+        y.ptr(),
+        y.step(),
+        x.ptr(),
+        x.step(),
+        UInt32(n),
+        Int32(N),
+        UInt32(F),
+        divisor(F),
+        grid_dim=(blocks(n, THREADS), shards),
+        block_dim=THREADS,
+    )
+
+
+def _unpack_rows(
+    y_: Ptr,
+    ys: Int64,
+    x: Ptr,
+    xs: Int64,
+    n: UInt32,
+    N: Int32,
+    F: UInt32,
+    by_F: UInt64,
+):
+    var i = small_index()
+    if i >= n:
+        return
+    var vector = i // UInt32(QUADS)
+    var g = divide(vector, by_F)
+    var f = Int(vector - g * F)
+    var first = Int(g) * LANES + Int(i % UInt32(QUADS)) * 4
+    var y = of_shard(y_, ys)
+    var v = load4(of_shard(x, xs), 4 * Int(i))
+    comptime for j in range(4):
+        if first + j < Int(N):
+            y[unsafe_offset=(first + j) * Int(F) + f] = v[j]
+
+
+def unpack_rows(
+    q: Queue, shards: Int, y: Operand, x: Operand, N: Int, F: Int
+) raises:
+    """Writes the first N lanes of x (G, F, L) into rows y (N, F)."""
+    in_lanes(x)
+    var n = quads(blocks(N, LANES) * F)
+    q.enqueue_function[_unpack_rows](
+        y.ptr(),
+        y.step(),
+        x.ptr(),
+        x.step(),
+        UInt32(n),
+        Int32(N),
+        UInt32(F),
+        divisor(F),
+        grid_dim=(blocks(n, THREADS), shards),
+        block_dim=THREADS,
+    )
+
+
+def _pad_forward(
+    y: Ptr,
+    ys: Int64,
+    x: Ptr,
+    xs: Int64,
+    n: UInt32,
+    H: Int32,
+    W: Int32,
+    ph: Int32,
+    pw: Int32,
+    by_high: UInt64,
+    by_wide: UInt64,
+):
+    var i = small_index()
+    if i >= n:
+        return
+    var at = i // UInt32(QUADS)
+    var row = divide(at, by_wide)
+    var w = Int32(at - row * UInt32(W + 2 * pw)) - pw
+    var plane = divide(row, by_high)
+    var h = Int32(row - plane * UInt32(H + 2 * ph)) - ph
+    var v = Four(0)
+    if h >= 0 and h < H and w >= 0 and w < W:
+        v = load4(
+            of_shard(x, xs),
+            Int((Int32(plane) * H + h) * W + w) * LANES
+            + Int(i % UInt32(QUADS)) * 4,
+        )
+    store4(of_shard(y, ys), 4 * Int(i), v)
+
+
+def pad_forward(
+    q: Queue,
+    shards: Int,
+    y: Operand,  # (G, C, H + 2 ph, W + 2 pw, L)
+    x: Operand,  # (G, C, H, W, L)
+    planes: Int,  # G * C
+    H: Int,
+    W: Int,
+    ph: Int,
+    pw: Int,
+) raises:
+    """Copies x into a frame of zeros."""
+    in_lanes(y, x)
+    var n = quads(planes * (H + 2 * ph) * (W + 2 * pw))
+    q.enqueue_function[_pad_forward](
+        y.ptr(),
+        y.step(),
+        x.ptr(),
+        x.step(),
+        UInt32(n),
+        Int32(H),
+        Int32(W),
+        Int32(ph),
+        Int32(pw),
+        divisor(H + 2 * ph),
+        divisor(W + 2 * pw),
+        grid_dim=(blocks(n, THREADS), shards),
+        block_dim=THREADS,
+    )
+
+
+def _pad_backward(
+    dx: Ptr,
+    dx_s: Int64,
+    dy: Ptr,
+    dy_s: Int64,
+    n: UInt32,
+    H: UInt32,
+    W: UInt32,
+    ph: UInt32,
+    pw: UInt32,
+    by_H: UInt64,
+    by_W: UInt64,
+):
+    var i = small_index()
+    if i >= n:
+        return
+    var at = i // UInt32(QUADS)
+    var row = divide(at, by_W)
+    var w = at - row * W
+    var plane = divide(row, by_H)
+    var h = row - plane * H
+    var from_ = (plane * (H + 2 * ph) + h + ph) * (W + 2 * pw) + w + pw
+    var v = load4(
+        of_shard(dy, dy_s),
+        Int(from_) * LANES + Int(i % UInt32(QUADS)) * 4,
+    )
+    store4(of_shard(dx, dx_s), 4 * Int(i), v)
+
+
+def pad_backward(
+    q: Queue,
+    shards: Int,
+    dx: Operand,
+    dy: Operand,
+    planes: Int,
+    H: Int,
+    W: Int,
+    ph: Int,
+    pw: Int,
+) raises:
+    """Copies the inside of the frame dy (G, C, H + 2 ph, W + 2 pw, L) to dx (G, C, H, W, L).
+    """
+    in_lanes(dx, dy)
+    _ = quads(planes * (H + 2 * ph) * (W + 2 * pw))
+    var n = quads(planes * H * W)
+    q.enqueue_function[_pad_backward](
+        dx.ptr(),
+        dx.step(),
+        dy.ptr(),
+        dy.step(),
+        UInt32(n),
+        UInt32(H),
+        UInt32(W),
+        UInt32(ph),
+        UInt32(pw),
+        divisor(H),
+        divisor(W),
+        grid_dim=(blocks(n, THREADS), shards),
+        block_dim=THREADS,
+    )

@@ -1,0 +1,149 @@
+"""How a thread finds its work: four neighbouring floats each, index arithmetic without divisions, sums over a block.
+
+Most ops only walk over memory. Their threads take four floats each, one access of 16 bytes where the address allows it:
+of a tensor in lanes, four samples of one feature. Device code, but for `divisor`, `quads` and `in_lanes`.
+"""
+
+from std.memory import unsafe_stack_allocation
+
+from max.gpu import AddressSpace, barrier, block_idx, thread_idx
+
+from ..lanes import F32, LANES, Ptr
+from .launch import Operand
+
+comptime THREADS = 256  # of a block
+comptime Four = SIMD[F32, 4]
+comptime QUADS = LANES // 4  # per vector of lanes
+comptime MOST = 1 << 31  # what `divide` takes stays below
+
+
+# --- four floats ------------------------------------------------------------------------
+
+
+@always_inline
+def load4(p: Ptr, i: Int) -> Four:
+    """Four floats at element offset i, in one access: p + i must be a multiple of 16 bytes.
+    """
+    return p.unsafe_offset(i).unsafe_load[width=4, alignment=16]()
+
+
+@always_inline
+def store4(p: Ptr, i: Int, v: Four):
+    """Stores four floats at element offset i, as load4."""
+    p.unsafe_offset(i).unsafe_store[alignment=16](0, v)
+
+
+@always_inline
+def aligned(p: Ptr) -> Bool:
+    """Whether load4 may be used at multiples of 4. Where not, a thread loops over single floats: LLVM makes one slow load
+    of a load4 and four single loads that are written out.
+    """
+    return Int(p) & 15 == 0
+
+
+def in_lanes(*tensors: Operand) raises:
+    """Refuses tensors in lanes that load4 cannot be used on; those that a plan places all begin at multiples of 64 bytes.
+    """
+    for x in tensors:
+        if (x.address | 4 * x.stride) & 15 != 0:
+            raise Error(
+                t"[gpu] a tensor in lanes lies at {x.address}, stride"
+                t" {x.stride} floats; both must be multiples of 16 bytes"
+            )
+
+
+@always_inline
+def of_shard(p: Ptr, stride: Int64) -> Ptr:
+    """The operand of the shard of this block: shards lie along y."""
+    return p.unsafe_offset(block_idx.y * Int(stride))
+
+
+@always_inline
+def index() -> Int:
+    """Number of this thread along x."""
+    return block_idx.x * THREADS + thread_idx.x
+
+
+@always_inline
+def small_index() -> UInt32:
+    """The same for up to 2^32 threads, with the arithmetic of 32 bits."""
+    return UInt32(block_idx.x) * THREADS + UInt32(thread_idx.x)
+
+
+# --- divisions ----------------------------------------------------------------------------
+# A division of integers is some twenty instructions on a GPU, as many as a thread has time for while its data move. By a
+# number that is known before the launch it is a multiplication and a shift (Granlund and Montgomery: "Division by
+# invariant integers using multiplication", PLDI 1994).
+
+
+def divisor(d: Int) -> UInt64:
+    """What `divide` needs to divide by d, 1 <= d <= 2^31: ceil(2^(31 + l) / d) in the upper half, 31 + l in the lower,
+    with 2^l the first power of two that is at least d.
+    """
+    var l = 0
+    while (1 << l) < d:
+        l += 1
+    return UInt64(((1 << (31 + l)) + d - 1) // d) << 32 | UInt64(31 + l)
+
+
+@always_inline
+def divide(n: UInt32, by: UInt64) -> UInt32:
+    """Computes n // d for n < 2^31, `by` = divisor(d)."""
+    return UInt32((UInt64(n) * (by >> 32)) >> (by & 63))
+
+
+def quads(vectors: Int) raises -> Int:
+    """Threads for so many vectors of lanes, four floats each."""
+    var n = vectors * QUADS
+    if n >= MOST:
+        raise Error(
+            t"[gpu] a tensor of {vectors * LANES} floats per shard is too large"
+            t" for one launch; make shard_size smaller"
+        )
+    return n
+
+
+# --- sums over a block ----------------------------------------------------------------------
+
+
+@always_inline
+def block_sum[
+    dtype: DType, //, threads: Int
+](value: Scalar[dtype]) -> Scalar[dtype]:
+    """The sum over the threads of a block, a power of two, in thread 0: halves are added. All threads must call it.
+    """
+    var shared = unsafe_stack_allocation[
+        threads, Scalar[dtype], address_space=AddressSpace.SHARED
+    ]()
+    var t = thread_idx.x
+    shared[unsafe_offset=t] = value
+    barrier()
+    var half = threads // 2
+    while half > 0:
+        if t < half:
+            shared[unsafe_offset=t] += shared[unsafe_offset=t + half]
+        barrier()
+        half //= 2
+    return shared[unsafe_offset=0]
+
+
+@always_inline
+def block_max[
+    dtype: DType, //, threads: Int
+](value: Scalar[dtype]) -> Scalar[dtype]:
+    """The largest of a block's values, as block_sum."""
+    var shared = unsafe_stack_allocation[
+        threads, Scalar[dtype], address_space=AddressSpace.SHARED
+    ]()
+    var t = thread_idx.x
+    shared[unsafe_offset=t] = value
+    barrier()
+    var half = threads // 2
+    while half > 0:
+        if t < half:
+            shared[unsafe_offset=t] = max(
+                shared[unsafe_offset=t], shared[unsafe_offset=t + half]
+            )
+        barrier()
+        half //= 2
+    return shared[unsafe_offset=0]
