@@ -56,7 +56,7 @@ def dropout(
     G: Int,
     F: Int,
     p: Float32,
-    layer: UInt32,
+    layer: Int,
     ctx: StepContextPtr,
 ) raises:
     """Computes y = x / (1 - p) where a number in [0, 1) is at least p, else 0. Its own backward: dx = dropout(dy).
@@ -77,7 +77,7 @@ def dropout(
         divisor(counters),
         p,
         Float32(1) / (1 - p),
-        layer,
+        UInt32(layer),
         ctx,
         grid_dim=(blocks(n, THREADS), shards),
         block_dim=THREADS,

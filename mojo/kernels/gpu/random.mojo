@@ -2,7 +2,7 @@
 
 from ..lanes import Ptr
 from ..random import philox, unit
-from .launch import Queue, blocks
+from .launch import Operand, Queue, blocks
 from .quads import THREADS, Four, aligned, index, store4
 
 comptime INIT = UInt32(0x74696E69)  # "init"
@@ -35,7 +35,7 @@ def _uniform(
 
 def uniform(
     q: Queue,
-    y: Ptr,
+    y: Operand,  # there is one; its stride does not matter
     n: Int,
     seed: UInt64,
     stream: UInt32,
@@ -47,7 +47,7 @@ def uniform(
     n must be below 2^34.
     """
     q.enqueue_function[_uniform](
-        y,
+        y.ptr(),
         Int64(n),
         seed,
         stream,
