@@ -1,0 +1,938 @@
+"""The one matrix product behind the linear layers of a GPU: tiles, their memory, their order of adding.
+
+linear.mojo launches it. Three products have one kernel, `product[op, precision, size]`:
+
+    FORWARD  y  = W x     rows: outputs O, columns: samples, sum over inputs I
+    INPUT    dx = W^T dy  rows: inputs I,  columns: samples, sum over outputs O
+    WEIGHT   dW = dy x^T  rows: outputs O, columns: inputs I, sum over the samples of a shard, shard by shard
+
+The order of adding depends on the layer's sizes alone, not on the tile. The sum is walked in chunks of CHUNK terms, the
+last filled up with zeros. FORWARD and INPUT cut the chunks in `parts_of` runs; each run is one chain of multiply-adds
+that starts at 0, and the runs are added one after the other: ((0 + 1) + 2) + ... WEIGHT has one chain per shard, and the
+shards of a buffer are added along the fixed tree (docs/determinism.md).
+
+Tiles. A *team* of threads computes one tile of outputs for some of the runs (or one of the shards); what the teams of a
+block have is added in shared memory, in that order.
+
+    SMALL   8 x 16, of tensor cores 16 x 16; a team is a warp   short layers: the run is split over up to 8 warps, and a
+                                                                 warp has 64 terms of the sum in flight
+    MEDIUM  32 x 64; a team is a warp                            8 x 8 sums per thread, split as above
+    LARGE   128 x 128; one team of 8 warps, 32 x 64 each         walks all runs; shared memory double-buffered
+
+A chunk goes from memory to registers while the one before is multiplied, and is rounded on the way into shared memory:
+each number is rounded once per tile. There, row k holds the k-th term of all rows (or columns) of the tile; 16-bit
+operands hold terms 2k and 2k + 1 in one word, so that the fragments of all tensor core instructions are read alike. Rows
+are 8 words longer than they need to be, and where the transposition would hit a bank twice, eights of a row are swapped
+(`swizzle`): all reads and nearly all writes of shared memory are free of bank conflicts.
+
+Tensor cores are used on NVIDIA for all but FP32; elsewhere the rounded operands are multiplied in float32.
+"""
+
+from std.math import ceildiv
+from std.memory import bitcast
+from std.sys.info import _accelerator_arch
+
+from max.gpu import AddressSpace, barrier, block_idx, thread_idx
+from max.gpu.compute.mma import mma
+from max.gpu.memory import external_memory
+from max.gpu.primitives import warp
+from max.gpu.sync import syncwarp
+
+from ..lanes import F32, LANES, Ptr
+from .launch import BF16, FP16, FP32, TF32
+
+comptime FORWARD = 0
+comptime INPUT = 1
+comptime WEIGHT = 2
+
+comptime SMALL = 0
+comptime MEDIUM = 1
+comptime LARGE = 2
+
+comptime RELU = 1  # FORWARD: max(y, 0)
+comptime ALIGNED = 2  # the rows of w begin at multiples of four floats
+comptime ACCUMULATE = 4  # WEIGHT: add to what is there
+
+comptime CHUNK = 16  # terms of the sum; a group of samples of WEIGHT
+comptime TEAMS = 8  # at most, in a block: runs of a sum, or shards of a buffer
+comptime THREADS = 32  # of a warp, as this file counts them; AMD's hold two
+comptime ARCH = String(_accelerator_arch())
+comptime NVIDIA = ARCH.find("sm_") >= 0
+# Shared memory that a block may have, in bytes.
+comptime SHARED_LIMIT = (
+    227 * 1024 if ARCH.find("sm_9") >= 0
+    or ARCH.find("sm_10") >= 0 else 99 * 1024
+) if NVIDIA else (64 * 1024 if ARCH.find("gfx") >= 0 else 32 * 1024)
+
+comptime Quad = SIMD[F32, 4]
+comptime Shared = Pointer[
+    Float32, MutUntrackedOrigin, address_space=AddressSpace.SHARED
+]
+
+
+def parts_of(terms: Int, rows: Int) -> Int:
+    """In how many runs the sum over `terms` is cut for a result of `rows` rows.
+
+    Layers with few rows are short of work for a whole GPU, so there a run may be as short as two chunks; with many, it
+    is long enough for the additions of the runs not to show.
+    """
+    return max(
+        1, min(TEAMS, ceildiv(terms, CHUNK) // (2 if rows < 1024 else 12))
+    )
+
+
+struct Tile[op: Int, precision: Int, size: Int]:
+    """The sizes of a kernel, all known when it is compiled. Lengths in floats or words of 4 bytes.
+    """
+
+    comptime TENSOR = NVIDIA and Self.precision != FP32
+    comptime PAIRS = Self.TENSOR and Self.precision != TF32  # two terms a word
+    comptime BY_ROW = Self.size == SMALL and not Self.TENSOR  # a in shared memory: row by row
+    comptime WARP_ROWS = 32 if Self.size != SMALL else (
+        16 if Self.TENSOR else 8
+    )
+    comptime WARP_COLUMNS = 64 if Self.size != SMALL else 16
+    comptime WARPS_DOWN = 4 if Self.size == LARGE else 1
+    comptime WARPS_ACROSS = 2 if Self.size == LARGE else 1
+    comptime ROWS = Self.WARP_ROWS * Self.WARPS_DOWN
+    comptime COLUMNS = Self.WARP_COLUMNS * Self.WARPS_ACROSS
+    comptime TEAM = THREADS * Self.WARPS_DOWN * Self.WARPS_ACROSS
+    comptime QUADS = Self.WARP_ROWS * Self.WARP_COLUMNS // (
+        4 * THREADS
+    )  # sums of a thread, in fours
+    comptime CHUNKS = 4 if Self.size == SMALL and NVIDIA else 1  # in shared memory at a time
+    comptime WORDS = CHUNK // 2 if Self.PAIRS else CHUNK  # of a chunk
+    comptime A_BY_TERM = Self.op != INPUT  # in memory, terms of the sum are neighbours
+    comptime B_BY_TERM = Self.op == WEIGHT
+    comptime A_ROW = Self.CHUNKS * CHUNK + 4 if Self.BY_ROW else Self.ROWS + 8
+    comptime B_ROW = Self.COLUMNS + 8
+    comptime A_WORDS = Self.A_ROW * (
+        Self.ROWS if Self.BY_ROW else Self.CHUNKS * Self.WORDS
+    )
+    comptime STAGE = Self.A_WORDS + Self.B_ROW * Self.CHUNKS * Self.WORDS
+    comptime STAGES = 2 if Self.size == LARGE else 1
+    comptime SAVED = 4 * Self.QUADS * Self.TEAM  # a tile of partial sums
+    comptime REGION = Self.STAGES * Self.STAGE if Self.size == LARGE else max(
+        Self.STAGE, Self.SAVED
+    )
+    comptime A_QUADS = Self.ROWS * Self.CHUNKS * CHUNK // (
+        4 * Self.TEAM
+    )  # loads of a thread
+    comptime B_QUADS = Self.COLUMNS * Self.CHUNKS * CHUNK // (4 * Self.TEAM)
+
+    @staticmethod
+    def shared_bytes(teams: Int) -> Int:
+        """Shared memory of a block; `teams` as in `product`."""
+        comptime if Self.size == LARGE:
+            comptime if Self.op == WEIGHT:
+                var levels = 0
+                while (1 << levels) < teams:
+                    levels += 1
+                return 4 * (Self.REGION + levels * Self.SAVED)
+            return 4 * Self.REGION
+        return 4 * Self.REGION * teams
+
+
+# --- rounding ------------------------------------------------------------------
+
+
+@always_inline
+def rounded[precision: Int, n: SIMDLength](v: SIMD[F32, n]) -> SIMD[F32, n]:
+    """The nearest numbers of the precision's format, ties to even, as float32.
+    """
+    comptime if precision == TF32:
+        var bits = v.to_bits()
+        var up = (bits + 0xFFF + ((bits >> 13) & 1)) & 0xFFFFE000
+        # not a number and infinity stay: rounding could carry into the sign
+        var special = (bits & 0x7F800000).eq(0x7F800000)
+        return bitcast[F32, Int(n)](special.select(bits, up))
+    elif precision == BF16:
+        return v.cast[DType.bfloat16]().cast[F32]()
+    elif precision == FP16:
+        return v.cast[DType.float16]().cast[F32]()
+    else:
+        return v
+
+
+@always_inline
+def paired[precision: Int](low: Float32, high: Float32) -> Float32:
+    """Two numbers rounded to 16 bits in one word."""
+    comptime if precision == BF16:
+        return bitcast[F32, 1](SIMD[F32, 2](low, high).cast[DType.bfloat16]())
+    else:
+        return bitcast[F32, 1](SIMD[F32, 2](low, high).cast[DType.float16]())
+
+
+# --- from memory to registers to shared memory ------------------------------------
+
+
+@always_inline
+def _four[checked: Bool](p: Ptr, i: Int, n: Int, aligned: Bool) -> Quad:
+    """Floats i to i + 3, of which the first n are in bounds; the others are 0. Unless `checked`, or if `aligned`, all
+    four are or none is.
+    """
+    comptime if checked:
+        if not aligned:
+            var v = Quad(0)
+            comptime for j in range(4):
+                if j < n:
+                    v[j] = p[unsafe_offset=i + j]
+            return v
+    if n > 0:
+        return p.unsafe_offset(i).unsafe_load[width=4, alignment=16]()
+    return Quad(0)
+
+
+@always_inline
+def swizzle[width: Int](word: Int) -> Int:
+    """What the position in row `word` is xor-ed with where four terms of the same row are written at once.
+    """
+    return ((word >> 2) & (min(width, 32) // 8 - 1)) * 8
+
+
+@always_inline
+def _put_by_term[
+    precision: Int, pairs: Bool, width: Int, row: Int
+](s: Shared, m: Int, term: Int, v: Quad):
+    """Four neighbouring terms of row m of the tile."""
+    comptime if pairs:
+        var word = term // 2
+        var at = word * row + (m ^ swizzle[width](word))
+        s[unsafe_offset=at] = paired[precision](v[0], v[1])
+        s[unsafe_offset=at + row] = paired[precision](v[2], v[3])
+    else:
+        var r = rounded[precision](v)
+        var at = term * row + (m ^ swizzle[width](term))
+        comptime for j in range(4):
+            s[unsafe_offset=at + j * row] = r[j]
+
+
+@always_inline
+def _put_by_row[
+    precision: Int, pairs: Bool, row: Int
+](s: Shared, m: Int, term: Int, v0: Quad, v1: Quad):
+    """Terms `term` (even) and the next of rows m to m + 3 of the tile."""
+    comptime if pairs:
+        var word = Quad()
+        comptime for j in range(4):
+            word[j] = paired[precision](v0[j], v1[j])
+        s.unsafe_store[alignment=16](term // 2 * row + m, word)
+    else:
+        var at = term * row + m
+        s.unsafe_store[alignment=16](at, rounded[precision](v0))
+        s.unsafe_store[alignment=16](at + row, rounded[precision](v1))
+
+
+@always_inline
+def group_at(group: Int, G: Int, F: Int, step: Int) -> Int:
+    """Where a group of samples begins, counted over all shards."""
+    var shard = Int(UInt32(group) // UInt32(G))
+    return shard * step + (group - shard * G) * F * LANES
+
+
+# --- multiplying what is in shared memory -------------------------------------------
+
+
+@always_inline
+def _multiply[
+    op: Int, precision: Int, size: Int, quads: Int
+](mut acc: Array[Quad, quads], a: Shared, b: Shared, lane: Int, chunks: Int,):
+    """Adds the products of the chunks in shared memory to the sums; a and b begin at the warp's rows and columns.
+    """
+    comptime T = Tile[op, precision, size]
+    comptime if T.TENSOR:
+        var g = lane // 4
+        var t = lane % 4
+        var pa = a.unsafe_offset(t * T.A_ROW + g)
+        var pb = b.unsafe_offset(t * T.B_ROW + g)
+        comptime DOWN = T.WARP_ROWS // 16
+        comptime ACROSS = T.WARP_COLUMNS // 8
+        for chunk in range(chunks):
+            var ca = pa.unsafe_offset(chunk * (T.WORDS * T.A_ROW))
+            var cb = pb.unsafe_offset(chunk * (T.WORDS * T.B_ROW))
+            comptime for step in range(T.WORDS // 8):
+                var fa = Array[Quad, DOWN](fill=Quad(0))
+                comptime for i in range(DOWN):
+                    comptime for h in range(2):
+                        comptime for r in range(2):
+                            comptime word = step * 8 + 4 * h
+                            comptime m = (i * 16 + r * 8) ^ (
+                                swizzle[T.ROWS](word) if T.A_BY_TERM else 0
+                            )
+                            fa[i][2 * h + r] = ca[
+                                unsafe_offset=word * T.A_ROW + m
+                            ]
+                comptime for j in range(ACROSS):
+                    var fb = SIMD[F32, 2](0)
+                    comptime for h in range(2):
+                        comptime word = step * 8 + 4 * h
+                        comptime n = (j * 8) ^ (
+                            swizzle[T.COLUMNS](word) if T.B_BY_TERM else 0
+                        )
+                        fb[h] = cb[unsafe_offset=word * T.B_ROW + n]
+                    comptime for i in range(DOWN):
+                        comptime q = i * ACROSS + j
+                        comptime if precision == TF32:
+                            mma(acc[q], fa[i], fb, acc[q])
+                        elif precision == BF16:
+                            mma(
+                                acc[q],
+                                bitcast[DType.bfloat16, 8](fa[i]),
+                                bitcast[DType.bfloat16, 4](fb),
+                                acc[q],
+                            )
+                        else:
+                            mma(
+                                acc[q],
+                                bitcast[DType.float16, 8](fa[i]),
+                                bitcast[DType.float16, 4](fb),
+                                acc[q],
+                            )
+    elif size == SMALL:  # a row, four columns
+        var pa = a.unsafe_offset(lane // 4 * T.A_ROW)
+        var column = lane % 4 * 4
+        for chunk in range(chunks):
+            comptime for k4 in range(0, CHUNK, 4):
+                var va = pa.unsafe_offset(chunk * CHUNK + k4).unsafe_load[
+                    width=4, alignment=16
+                ]()
+                comptime for j in range(4):
+                    comptime k = k4 + j
+                    var n = column
+                    comptime if T.B_BY_TERM:
+                        n = column ^ swizzle[T.COLUMNS](k)
+                    var vb = b.unsafe_offset(
+                        (chunk * CHUNK + k) * T.B_ROW + n
+                    ).unsafe_load[width=4, alignment=16]()
+                    acc[0] = vb.fma(Quad(va[j]), acc[0])
+    else:  # rows 4 r and 16 + 4 r and the three after, columns 4 c and 32 + 4 c and the three after
+        var r = lane // 8 * 4
+        var c = lane % 8 * 4
+        for chunk in range(chunks):
+            comptime for k in range(CHUNK):
+                comptime sa = swizzle[T.ROWS](k) if T.A_BY_TERM else 0
+                comptime sb = swizzle[T.COLUMNS](k) if T.B_BY_TERM else 0
+                var pa = a.unsafe_offset(
+                    (chunk * CHUNK + k) * T.A_ROW + (r ^ (sa & 8))
+                )
+                var pb = b.unsafe_offset(
+                    (chunk * CHUNK + k) * T.B_ROW + (c ^ sb)
+                )
+                var vb = Array[Quad, 2](fill=Quad(0))
+                comptime for j in range(2):
+                    vb[j] = pb.unsafe_offset(32 * j).unsafe_load[
+                        width=4, alignment=16
+                    ]()
+                comptime for i in range(2):
+                    var va = pa.unsafe_offset((16 * i) ^ (sa & 16)).unsafe_load[
+                        width=4, alignment=16
+                    ]()
+                    comptime for e in range(4):
+                        comptime for j in range(2):
+                            comptime q = (i * 4 + e) * 2 + j
+                            acc[q] = vb[j].fma(Quad(va[e]), acc[q])
+
+
+@always_inline
+def place[
+    op: Int, precision: Int, size: Int
+](q: Int, lane: Int) -> Tuple[Int, Int]:
+    """Row and column, in the warp's tile, of the first of a thread's q-th four sums.
+
+    The four are neighbours in a row; of tensor cores two are, and the other two eight rows below.
+    """
+    comptime T = Tile[op, precision, size]
+    comptime if T.TENSOR:
+        comptime ACROSS = T.WARP_COLUMNS // 8
+        return (
+            q // ACROSS * 16 + lane // 4,
+            q % ACROSS * 8 + lane % 4 * 2,
+        )
+    elif size == SMALL:
+        return (lane // 4, lane % 4 * 4)
+    else:
+        var i = q // 2
+        return (
+            i // 4 * 16 + i % 4 + lane // 8 * 4,
+            q % 2 * 32 + lane % 8 * 4,
+        )
+
+
+@always_inline
+def tree_of(v: Array[Quad, TEAMS], n: Int) -> Quad:
+    """The sum of the first n: a node over n splits after the largest power of two smaller than n.
+    """
+    var s = Array[Quad, TEAMS](fill=Quad(0))
+    comptime for i in range(TEAMS):
+        s[i] = v[i]
+    comptime for level in range(3):
+        comptime half = 1 << level
+        comptime for i in range(0, TEAMS, 2 * half):
+            if i + half < n:
+                s[i] = s[i] + s[i + half]
+    return s[0]
+
+
+# --- writing results -----------------------------------------------------------------
+
+
+@always_inline
+def _write[
+    op: Int, width: Int
+](
+    y: Ptr,  # FORWARD, INPUT: y of the first shard; WEIGHT: dw of the buffer
+    y_step: Int,
+    bias: Ptr,
+    v: SIMD[F32, width],
+    row: Int,
+    column: Int,
+    rows: Int,
+    columns: Int,  # FORWARD, INPUT: groups of samples
+    G: Int,
+    first: Bool,  # there is no sum to go on from
+    last: Bool,
+    flags: Int,
+):
+    """Writes `width` neighbouring results of a row."""
+    if row >= rows:
+        return
+    comptime if op == WEIGHT:
+        var at = row * columns + column
+        if flags & ALIGNED:
+            if column < columns:
+                var s = v
+                if flags & ACCUMULATE:
+                    s += y.unsafe_offset(at).unsafe_load[
+                        width=width, alignment=4 * width
+                    ]()
+                y.unsafe_store[alignment=4 * width](at, s)
+        else:
+            comptime for j in range(width):
+                if column + j < columns:
+                    var s = v[j]
+                    if flags & ACCUMULATE:
+                        s += y[unsafe_offset=at + j]
+                    y[unsafe_offset=at + j] = s
+    else:
+        if column >= columns * LANES:
+            return
+        var at = (
+            group_at(column // LANES, G, rows, y_step)
+            + row * LANES
+            + column % LANES
+        )
+        var s = v
+        if not first:
+            s = (
+                y.unsafe_offset(at).unsafe_load[
+                    width=width, alignment=4 * width
+                ]()
+                + v
+            )
+        if last:
+            comptime if op == FORWARD:
+                s += bias[unsafe_offset=row]
+            if flags & RELU:
+                s = s.lt(0).select(SIMD[F32, width](0), s)
+        y.unsafe_store[alignment=4 * width](at, s)
+
+
+@always_inline
+def _write_quad[
+    op: Int, precision: Int, size: Int
+](
+    y: Ptr,
+    y_step: Int,
+    bias: Ptr,
+    v: Quad,
+    q: Int,
+    lane: Int,
+    row0: Int,
+    column0: Int,
+    rows: Int,
+    columns: Int,
+    G: Int,
+    first: Bool,
+    last: Bool,
+    flags: Int,
+):
+    """Writes a thread's q-th four sums; row0 and column0 are the warp's first.
+    """
+    var at = place[op, precision, size](q, lane)
+    var row = row0 + at[0]
+    var column = column0 + at[1]
+    comptime if Tile[op, precision, size].TENSOR:
+        comptime for h in range(2):
+            _write[op, 2](
+                y,
+                y_step,
+                bias,
+                SIMD[F32, 2](v[2 * h], v[2 * h + 1]),
+                row + 8 * h,
+                column,
+                rows,
+                columns,
+                G,
+                first,
+                last,
+                flags,
+            )
+    else:
+        _write[op, 4](
+            y,
+            y_step,
+            bias,
+            v,
+            row,
+            column,
+            rows,
+            columns,
+            G,
+            first,
+            last,
+            flags,
+        )
+
+
+@always_inline
+def _bias_gradient(
+    db: Ptr,  # of the buffer
+    dy: Ptr,  # of the buffer's first shard
+    step: Int,
+    output: Int,
+    lane: Int,  # of sixteen
+    n: Int,  # shards
+    G: Int,
+    O: Int,
+    flags: Int,
+):
+    """The sum of dy over the samples of n shards, by sixteen neighbouring threads: over the groups one after the
+    other, then over the lanes in pairs 8, 4, 2 and 1 apart, then along the tree.
+    """
+    var o = min(output, O - 1)
+    var sums = Array[Quad, TEAMS](fill=Quad(0))
+    comptime for i in range(TEAMS):
+        if i < n:
+            var p = dy.unsafe_offset(i * step + o * LANES + lane)
+            var s: Float32 = 0
+            for g in range(G):
+                s += p[unsafe_offset=g * O * LANES]
+            comptime for k in range(4):
+                s += warp.shuffle_xor(s, UInt32(8 >> k))
+            sums[i] = Quad(s)
+    var s = tree_of(sums, n)[0]
+    if lane == 0 and output < O:
+        if flags & ACCUMULATE:
+            s += db[unsafe_offset=o]
+        db[unsafe_offset=o] = s
+
+
+# --- the kernel ------------------------------------------------------------------------
+
+
+def product[
+    op: Int, precision: Int, size: Int
+](
+    y: Ptr,
+    y_step64: Int64,
+    a: Ptr,  # FORWARD, INPUT: w; WEIGHT: dy
+    a_step64: Int64,
+    b: Ptr,  # FORWARD, WEIGHT: x; INPUT: dy
+    b_step64: Int64,
+    bias: Ptr,  # FORWARD: b; WEIGHT: db
+    bias_step64: Int64,
+    rows32: Int32,
+    columns32: Int32,  # FORWARD, INPUT: groups of samples of all shards; WEIGHT: I
+    terms32: Int32,  # of the sum; WEIGHT: not used
+    G32: Int32,
+    shards32: Int32,
+    teams32: Int32,  # FORWARD, INPUT: parts_of the sum; WEIGHT: fold
+    flags32: Int32,
+):
+    """One tile of a product; blocks along x, rows of tiles first, and for WEIGHT the buffers along y. There the blocks
+    after the last tile compute db.
+    """
+    comptime T = Tile[op, precision, size]
+    var y_step, a_step, b_step = Int(y_step64), Int(a_step64), Int(b_step64)
+    var rows, columns, terms = Int(rows32), Int(columns32), Int(terms32)
+    var G, teams, flags = Int(G32), Int(teams32), Int(flags32)
+    var aligned = flags & ALIGNED != 0
+    var shared = external_memory[
+        Float32, address_space=AddressSpace.SHARED, alignment=16
+    ]()
+
+    # the block's tile, and the thread's place in it
+    var down = (rows + T.ROWS - 1) // T.ROWS
+    var across = (
+        columns * (1 if op == WEIGHT else LANES) + T.COLUMNS - 1
+    ) // T.COLUMNS
+    var block = Int(block_idx.x)
+    var tile_column = Int(UInt32(block) // UInt32(down))
+    var row0 = (block - tile_column * down) * T.ROWS
+    var column0 = tile_column * T.COLUMNS
+    var thread = Int(thread_idx.x)
+    var team = thread // T.TEAM
+    var t = thread % T.TEAM
+    var lane = t % THREADS
+    var warp_row = t // THREADS // T.WARPS_ACROSS * T.WARP_ROWS
+    var warp_column = t // THREADS % T.WARPS_ACROSS * T.WARP_COLUMNS
+
+    # WEIGHT: the buffer
+    var out = y
+    var pa = a
+    var pb = b
+    var n = teams  # what is added: runs, or shards
+    comptime if op == WEIGHT:
+        var buffer = Int(block_idx.y)
+        n = min(teams, Int(shards32) - buffer * teams)
+        out = y.unsafe_offset(buffer * y_step)
+        pa = a.unsafe_offset(buffer * teams * a_step)
+        pb = b.unsafe_offset(buffer * teams * b_step)
+        if block >= down * across:
+            comptime per_team = T.TEAM // LANES
+            var each = (1 if size == LARGE else teams) * per_team
+            _bias_gradient(
+                bias.unsafe_offset(buffer * Int(bias_step64)),
+                pa,
+                a_step,
+                (block - down * across) * each + thread // LANES,
+                thread % LANES,
+                n,
+                G,
+                rows,
+                flags,
+            )
+            return
+
+    # which chunks this team walks
+    var chunks = G if op == WEIGHT else (terms + CHUNK - 1) // CHUNK
+    var begin = 0
+    var end = chunks
+    var runs_end = chunks
+    comptime if size == LARGE:
+        comptime if op == WEIGHT:
+            end = n * G
+            runs_end = G
+        else:
+            runs_end = chunks // n
+    else:
+        comptime if op == WEIGHT:
+            pa = pa.unsafe_offset(team * a_step)
+            pb = pb.unsafe_offset(team * b_step)
+            if team >= n:
+                end = 0
+        else:
+            begin = chunks * team // n
+            end = chunks * (team + 1) // n
+
+    # What this thread loads of each chunk, in floats from the tile's first. Operands whose terms are neighbours come in
+    # fours of terms of one row, others in fours of rows of two terms. What is beyond the last row is loaded from the
+    # last: no result that is written depends on it.
+    var a_at = Array[UInt32, T.A_QUADS](fill=0)
+    var b_at = Array[UInt32, T.B_QUADS](fill=0)
+    var a_row = LANES if op == WEIGHT else terms
+    var a_chunk = rows * LANES if op == WEIGHT else (
+        CHUNK * rows if op == INPUT else CHUNK
+    )
+    var b_chunk = columns * LANES if op == WEIGHT else CHUNK * LANES
+    comptime if T.A_BY_TERM:
+        pa = pa.unsafe_offset(row0 * a_row)
+        comptime for u in range(T.A_QUADS):
+            var unit = t + u * T.TEAM
+            var m = min(unit // 4 % T.ROWS, rows - 1 - row0)
+            a_at[u] = UInt32(
+                m * a_row + unit // (4 * T.ROWS) * a_chunk + unit % 4 * 4
+            )
+    else:
+        pa = pa.unsafe_offset(row0)
+        comptime for u in range(T.A_QUADS // 2):
+            var unit = t + u * T.TEAM
+            var m = unit % (T.ROWS // 4) * 4
+            if aligned:
+                m = min(m, rows - 4 - row0)
+            a_at[u] = UInt32(unit // (T.ROWS // 4) * 2 * rows + m)
+    comptime if T.B_BY_TERM:
+        pb = pb.unsafe_offset(column0 * LANES)
+        comptime for u in range(T.B_QUADS):
+            var unit = t + u * T.TEAM
+            var m = min(unit // 4 % T.COLUMNS, columns - 1 - column0)
+            b_at[u] = UInt32(
+                m * LANES + unit // (4 * T.COLUMNS) * b_chunk + unit % 4 * 4
+            )
+    else:
+        comptime PER_GROUP = 2 * T.CHUNKS * CHUNK
+        var origin = group_at(column0 // LANES, G, terms, b_step)
+        pb = pb.unsafe_offset(origin)
+        comptime for u in range(T.B_QUADS // 2):
+            var unit = t + u * T.TEAM
+            var group = min(column0 // LANES + unit // PER_GROUP, columns - 1)
+            b_at[u] = UInt32(
+                group_at(group, G, terms, b_step)
+                - origin
+                + unit % PER_GROUP // 4 * 2 * LANES
+                + unit % 4 * 4
+            )
+    pa = pa.unsafe_offset(begin * a_chunk)
+    pb = pb.unsafe_offset(begin * b_chunk)
+
+    var va = Array[Quad, T.A_QUADS](fill=Quad(0))
+    var vb = Array[Quad, T.B_QUADS](fill=Quad(0))
+
+    @always_inline
+    def fetch(chunk: Int) {mut va, mut vb, mut pa, mut pb, imm}:
+        """Loads the chunks from `chunk` on, as many as fit, into registers."""
+        comptime if T.A_BY_TERM:
+            comptime for u in range(T.A_QUADS):
+                var unit = t + u * T.TEAM
+                var c = chunk + unit // (4 * T.ROWS)
+                var left = 4
+                comptime if op == FORWARD:
+                    left = terms - c * CHUNK - unit % 4 * 4
+                comptime if T.CHUNKS > 1:
+                    left = left if c < end else 0
+                va[u] = _four[size == SMALL and op == FORWARD](
+                    pa, Int(a_at[u]), left, aligned
+                )
+        else:
+            comptime for u in range(T.A_QUADS // 2):
+                var unit = t + u * T.TEAM
+                var term = chunk * CHUNK + unit // (T.ROWS // 4) * 2
+                comptime for h in range(2):
+                    var left = 4 if term + h < terms else 0
+                    comptime if size == SMALL:
+                        if not aligned:
+                            left = min(
+                                left, rows - row0 - unit % (T.ROWS // 4) * 4
+                            )
+                    comptime if T.CHUNKS > 1:
+                        left = left if term < end * CHUNK else 0
+                    va[2 * u + h] = _four[size == SMALL](
+                        pa.unsafe_offset(h * rows), Int(a_at[u]), left, aligned
+                    )
+        comptime if T.B_BY_TERM:
+            comptime for u in range(T.B_QUADS):
+                var left = 4
+                comptime if T.CHUNKS > 1:
+                    var c = chunk + (t + u * T.TEAM) // (4 * T.COLUMNS)
+                    left = left if c < end else 0
+                vb[u] = _four[False](pb, Int(b_at[u]), left, True)
+        else:
+            comptime for u in range(T.B_QUADS // 2):
+                var unit = t + u * T.TEAM
+                var term = (
+                    chunk * CHUNK + unit % (2 * T.CHUNKS * CHUNK) // 4 * 2
+                )
+                comptime for h in range(2):
+                    var left = 4 if term + h < terms else 0
+                    comptime if T.CHUNKS > 1:
+                        left = left if term < end * CHUNK else 0
+                    vb[2 * u + h] = _four[False](
+                        pb.unsafe_offset(h * LANES), Int(b_at[u]), left, True
+                    )
+        pa = pa.unsafe_offset(T.CHUNKS * a_chunk)
+        pb = pb.unsafe_offset(T.CHUNKS * b_chunk)
+
+    @always_inline
+    def put(sa: Shared, sb: Shared) {imm}:
+        """Stores what `fetch` loaded in shared memory."""
+        comptime if T.A_BY_TERM:
+            comptime for u in range(T.A_QUADS):
+                var unit = t + u * T.TEAM
+                var m = unit // 4 % T.ROWS
+                var term = unit // (4 * T.ROWS) * CHUNK + unit % 4 * 4
+                comptime if T.BY_ROW:
+                    sa.unsafe_store[alignment=16](
+                        m * T.A_ROW + term, rounded[precision](va[u])
+                    )
+                else:
+                    _put_by_term[precision, T.PAIRS, T.ROWS, T.A_ROW](
+                        sa, m, term, va[u]
+                    )
+        else:
+            comptime for u in range(T.A_QUADS // 2):
+                var unit = t + u * T.TEAM
+                var m = unit % (T.ROWS // 4) * 4
+                var term = unit // (T.ROWS // 4) * 2
+                comptime if T.BY_ROW:
+                    comptime for h in range(2):
+                        var r = rounded[precision](va[2 * u + h])
+                        comptime for j in range(4):
+                            sa[unsafe_offset=(m + j) * T.A_ROW + term + h] = r[
+                                j
+                            ]
+                else:
+                    _put_by_row[precision, T.PAIRS, T.A_ROW](
+                        sa, m, term, va[2 * u], va[2 * u + 1]
+                    )
+        comptime if T.B_BY_TERM:
+            comptime for u in range(T.B_QUADS):
+                var unit = t + u * T.TEAM
+                _put_by_term[precision, T.PAIRS, T.COLUMNS, T.B_ROW](
+                    sb,
+                    unit // 4 % T.COLUMNS,
+                    unit // (4 * T.COLUMNS) * CHUNK + unit % 4 * 4,
+                    vb[u],
+                )
+        else:
+            comptime PER_GROUP = 2 * T.CHUNKS * CHUNK
+            comptime for u in range(T.B_QUADS // 2):
+                var unit = t + u * T.TEAM
+                _put_by_row[precision, T.PAIRS, T.B_ROW](
+                    sb,
+                    unit // PER_GROUP * LANES + unit % 4 * 4,
+                    unit % PER_GROUP // 4 * 2,
+                    vb[2 * u],
+                    vb[2 * u + 1],
+                )
+
+    var acc = Array[Quad, T.QUADS](fill=Quad(0))
+    var region = shared.unsafe_offset(0 if size == LARGE else team * T.REGION)
+    var stage = 0
+    var run = 0
+    var chunk = begin
+    if begin < end:
+        fetch(begin)
+    while chunk < end:
+        var sa = region.unsafe_offset(stage * T.STAGE)
+        var sb = sa.unsafe_offset(T.A_WORDS)
+        put(sa, sb)
+        comptime if size == LARGE:
+            barrier()
+        else:
+            syncwarp()
+        var next = chunk + T.CHUNKS
+        if next < end:
+            comptime if op == WEIGHT and size == LARGE:
+                if next == runs_end:  # the next shard's first
+                    pa = pa.unsafe_offset(a_step - G * a_chunk)
+                    pb = pb.unsafe_offset(b_step - G * b_chunk)
+            fetch(next)
+        _multiply[op, precision, size](
+            acc,
+            sa.unsafe_offset(warp_row * (T.A_ROW if T.BY_ROW else 1)),
+            sb.unsafe_offset(warp_column),
+            lane,
+            min(T.CHUNKS, end - chunk),
+        )
+        comptime if size == LARGE:
+            stage = 1 - stage
+            if next == runs_end:
+                comptime if op == WEIGHT:
+                    _finish_shard[op, precision, size](
+                        acc,
+                        shared.unsafe_offset(T.REGION + 4 * t),
+                        run,
+                        run + 1 == n,
+                    )
+                    runs_end += G
+                else:
+                    comptime for q in range(T.QUADS):
+                        _write_quad[op, precision, size](
+                            out,
+                            y_step,
+                            bias,
+                            acc[q],
+                            q,
+                            lane,
+                            row0 + warp_row,
+                            column0 + warp_column,
+                            rows,
+                            columns,
+                            G,
+                            run == 0,
+                            run + 1 == n,
+                            flags,
+                        )
+                        acc[q] = Quad(0)
+                    runs_end = chunks * (run + 2) // n
+                run += 1
+        else:
+            syncwarp()
+        chunk = next
+
+    comptime if size == LARGE:
+        comptime if op == WEIGHT:
+            comptime for q in range(T.QUADS):
+                _write_quad[op, precision, size](
+                    out,
+                    y_step,
+                    bias,
+                    acc[q],
+                    q,
+                    lane,
+                    row0 + warp_row,
+                    column0 + warp_column,
+                    rows,
+                    columns,
+                    G,
+                    True,
+                    True,
+                    flags,
+                )
+    else:
+        # each team's sums to its own part of shared memory, then every thread adds some of them over the teams
+        comptime for q in range(T.QUADS):
+            region.unsafe_store[alignment=16](4 * (q * THREADS + lane), acc[q])
+        barrier()
+        var q = team
+        while q < T.QUADS:
+            var p = shared.unsafe_offset(4 * (q * THREADS + lane))
+            var v = Array[Quad, TEAMS](fill=Quad(0))
+            comptime for i in range(TEAMS):
+                if i < n:
+                    v[i] = p.unsafe_offset(i * T.REGION).unsafe_load[
+                        width=4, alignment=16
+                    ]()
+            var s = v[0]
+            comptime if op == WEIGHT:
+                s = tree_of(v, n)
+            else:
+                comptime for i in range(1, TEAMS):
+                    if i < n:
+                        s += v[i]
+            _write_quad[op, precision, size](
+                out,
+                y_step,
+                bias,
+                s,
+                q,
+                lane,
+                row0,
+                column0,
+                rows,
+                columns,
+                G,
+                True,
+                True,
+                flags,
+            )
+            q += teams
+
+
+@always_inline
+def _finish_shard[
+    op: Int, precision: Int, size: Int, quads: Int
+](mut acc: Array[Quad, quads], saved: Shared, shard: Int, last: Bool):
+    """Adds a finished shard into the tree, as one adds 1 to a binary number: `saved` has a tile for each node that waits
+    for its right neighbour. After the last shard acc is the sum of all.
+    """
+    comptime T = Tile[op, precision, size]
+    var level = 0
+    var left = shard
+    while left > 0 and (last or left & 1 == 1):
+        if left & 1 == 1:
+            comptime for q in range(quads):
+                acc[q] = (
+                    saved.unsafe_offset(
+                        level * T.SAVED + q * 4 * T.TEAM
+                    ).unsafe_load[width=4, alignment=16]()
+                    + acc[q]
+                )
+        left >>= 1
+        level += 1
+    if not last:
+        comptime for q in range(quads):
+            saved.unsafe_store[alignment=16](
+                level * T.SAVED + q * 4 * T.TEAM, acc[q]
+            )
+            acc[q] = Quad(0)

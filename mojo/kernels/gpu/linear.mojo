@@ -1,0 +1,252 @@
+"""Linear layers on a GPU: y = W x + b and its gradients, for all shards of a launch at once.
+
+Layouts and arguments are those of ../linear.mojo; launch.mojo explains `shards`, `fold` and operands. This file chooses the
+tile and launches; the kernel is gemm.mojo. Addresses must be multiples of 16 bytes, and so must the strides.
+
+Float32 sums are chains of fused multiply-adds, in the order that gemm.mojo describes.
+"""
+
+from std.math import ceildiv
+
+from max.gpu.host import FuncAttribute
+
+from ..lanes import LANES, Ptr
+from .gemm import (
+    ACCUMULATE,
+    ALIGNED,
+    FORWARD,
+    INPUT,
+    LARGE,
+    MEDIUM,
+    RELU,
+    SHARED_LIMIT,
+    SMALL,
+    TEAMS,
+    Tile,
+    WEIGHT,
+    parts_of,
+    product,
+)
+from .launch import Operand, Queue
+
+# When a larger tile is worth it. Chosen for 132 multiprocessors, which hold two blocks of LARGE or eight to sixteen
+# warps of MEDIUM each; the result does not depend on it.
+comptime ANY = -1  # the launcher chooses the tile; a test names SMALL, MEDIUM or LARGE
+comptime ENOUGH_BLOCKS = 100
+comptime ENOUGH_WARPS = 384
+
+
+@always_inline
+def _launch[
+    op: Int, precision: Int, size: Int
+](
+    q: Queue,
+    y: Operand,
+    a: Operand,
+    b: Operand,
+    bias: Operand,
+    rows: Int,
+    columns: Int,
+    terms: Int,
+    G: Int,
+    shards: Int,
+    teams: Int,
+    flags: Int,
+) raises:
+    comptime T = Tile[op, precision, size]
+    var threads = T.TEAM * (1 if size == LARGE else teams)
+    var grid = ceildiv(rows, T.ROWS)
+    var buffers = 1
+    comptime if op == WEIGHT:
+        grid *= ceildiv(columns, T.COLUMNS)
+        grid += ceildiv(rows, threads // LANES)
+        buffers = ceildiv(shards, teams)
+    else:
+        grid *= ceildiv(columns * LANES, T.COLUMNS)
+    q.enqueue_function[product[op, precision, size]](
+        y.ptr(),
+        y.step(),
+        a.ptr(),
+        a.step(),
+        b.ptr(),
+        b.step(),
+        bias.ptr(),
+        bias.step(),
+        Int32(rows),
+        Int32(columns),
+        Int32(terms),
+        Int32(G),
+        Int32(shards),
+        Int32(teams),
+        Int32(flags),
+        grid_dim=(grid, buffers),
+        block_dim=threads,
+        shared_mem_bytes=T.shared_bytes(teams),
+        func_attribute=FuncAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES(
+            UInt32(min(SHARED_LIMIT, T.shared_bytes(TEAMS)))
+        ),
+    )
+
+
+def _choose[
+    op: Int, precision: Int
+](
+    q: Queue,
+    y: Operand,
+    a: Operand,
+    b: Operand,
+    bias: Operand,
+    rows: Int,
+    columns: Int,
+    terms: Int,
+    G: Int,
+    shards: Int,
+    teams: Int,
+    flags: Int,
+    tile: Int,
+) raises:
+    var floats = columns if op == WEIGHT else columns * LANES
+    var buffers = ceildiv(shards, teams) if op == WEIGHT else 1
+
+    @always_inline
+    def tiles[size: Int]() {imm} -> Int:
+        comptime T = Tile[op, precision, size]
+        return ceildiv(rows, T.ROWS) * ceildiv(floats, T.COLUMNS) * buffers
+
+    @always_inline
+    def fits[size: Int]() {imm} -> Bool:
+        return Tile[op, precision, size].shared_bytes(
+            teams
+        ) <= SHARED_LIMIT and (op == WEIGHT or flags & ALIGNED != 0)
+
+    var size = tile
+    if tile < 0:
+        size = SMALL
+        if tiles[LARGE]() >= ENOUGH_BLOCKS and fits[LARGE]():
+            size = LARGE
+        elif tiles[MEDIUM]() * teams >= ENOUGH_WARPS and fits[MEDIUM]():
+            size = MEDIUM
+    if size == LARGE:
+        _launch[op, precision, LARGE](
+            q, y, a, b, bias, rows, columns, terms, G, shards, teams, flags
+        )
+    elif size == MEDIUM:
+        _launch[op, precision, MEDIUM](
+            q, y, a, b, bias, rows, columns, terms, G, shards, teams, flags
+        )
+    else:
+        _launch[op, precision, SMALL](
+            q, y, a, b, bias, rows, columns, terms, G, shards, teams, flags
+        )
+
+
+def linear_forward[
+    precision: Int, relu: Bool
+](
+    q: Queue,
+    shards: Int,
+    y: Operand,  # (G, O, L)
+    x: Operand,  # (G, I, L)
+    w: Operand,  # (O, I)
+    b: Operand,  # (O)
+    G: Int,
+    I: Int,
+    O: Int,
+    tile: Int = ANY,
+) raises:
+    """Computes y = W x + b, then max(y, 0) if `relu`."""
+    _choose[FORWARD, precision](
+        q,
+        y,
+        w,
+        x,
+        b,
+        O,
+        shards * G,
+        I,
+        G,
+        shards,
+        parts_of(I, O),
+        (RELU if relu else 0) | (ALIGNED if I % 4 == 0 else 0),
+        tile,
+    )
+
+
+def linear_backward_input[
+    precision: Int
+](
+    q: Queue,
+    shards: Int,
+    dx: Operand,  # (G, I, L)
+    dy: Operand,  # (G, O, L)
+    w: Operand,  # (O, I)
+    G: Int,
+    I: Int,
+    O: Int,
+    tile: Int = ANY,
+) raises:
+    """Computes dx = W^T dy."""
+    _choose[INPUT, precision](
+        q,
+        dx,
+        w,
+        dy,
+        w,
+        I,
+        shards * G,
+        O,
+        G,
+        shards,
+        parts_of(O, I),
+        ALIGNED if I % 4 == 0 else 0,
+        tile,
+    )
+
+
+def linear_backward_weight[
+    precision: Int
+](
+    q: Queue,
+    shards: Int,
+    fold: Int,
+    dw: Operand,  # (O, I), one buffer per `fold` shards
+    db: Operand,  # (O), likewise
+    dy: Operand,  # (G, O, L)
+    x: Operand,  # (G, I, L)
+    scratch: Ptr,  # not needed
+    G: Int,
+    I: Int,
+    O: Int,
+    accumulate: Bool,
+    tile: Int = ANY,
+) raises:
+    """Computes dW = dy x^T and db = the sum of dy over samples, shards added along the fixed tree; adds them to what is
+    there if `accumulate`. db is summed in float32 from dy as it is, in every precision.
+    """
+    if fold > TEAMS:
+        raise Error(
+            t"[gpu] fold={fold} is refused: linear_backward_weight adds at most"
+            t" {TEAMS} shards; use a smaller fold"
+        )
+    _choose[WEIGHT, precision](
+        q,
+        dw,
+        dy,
+        x,
+        db,
+        O,
+        I,
+        0,
+        G,
+        shards,
+        fold,
+        (ACCUMULATE if accumulate else 0) | (ALIGNED if I % 4 == 0 else 0),
+        tile,
+    )
+
+
+def linear_backward_weight_scratch(
+    shards: Int, fold: Int, G: Int, I: Int, O: Int
+) -> Int:
+    """Floats of scratch memory that linear_backward_weight wants: none."""
+    return 0
