@@ -100,6 +100,9 @@ struct Tile[op: Int, precision: Int, size: Int]:
     comptime QUADS = Self.WARP_ROWS * Self.WARP_COLUMNS // (
         4 * THREADS
     )  # sums of a thread, in fours
+    comptime ACROSS = Self.WARP_COLUMNS // 8 if Self.TENSOR else (
+        2 if Self.size != SMALL else 1
+    )  # of these in a row
     comptime CHUNKS = 4 if Self.size == SMALL and NVIDIA else 1  # in shared memory at a time
     comptime WORDS = CHUNK // 2 if Self.PAIRS else CHUNK  # of a chunk
     comptime A_BY_TERM = Self.op != INPUT  # in memory, terms of the sum are neighbours
@@ -224,9 +227,16 @@ def _put_by_row[
 
 
 @always_inline
+def _over(a: Int, b: Int) -> Int:
+    """a // b of numbers that are not negative, in 32 bits: division of 64 is slow.
+    """
+    return Int(UInt32(a) // UInt32(b))
+
+
+@always_inline
 def group_at(group: Int, G: Int, F: Int, step: Int) -> Int:
     """Where a group of samples begins, counted over all shards."""
-    var shard = Int(UInt32(group) // UInt32(G))
+    var shard = _over(group, G)
     return shard * step + (group - shard * G) * F * LANES
 
 
@@ -246,7 +256,6 @@ def _multiply[
         var pa = a.unsafe_offset(t * T.A_ROW + g)
         var pb = b.unsafe_offset(t * T.B_ROW + g)
         comptime DOWN = T.WARP_ROWS // 16
-        comptime ACROSS = T.WARP_COLUMNS // 8
         for chunk in range(chunks):
             var ca = pa.unsafe_offset(chunk * (T.WORDS * T.A_ROW))
             var cb = pb.unsafe_offset(chunk * (T.WORDS * T.B_ROW))
@@ -262,7 +271,7 @@ def _multiply[
                             fa[i][2 * h + r] = ca[
                                 unsafe_offset=word * T.A_ROW + m
                             ]
-                comptime for j in range(ACROSS):
+                comptime for j in range(T.ACROSS):
                     var fb = SIMD[F32, 2](0)
                     comptime for h in range(2):
                         comptime word = step * 8 + 4 * h
@@ -271,7 +280,7 @@ def _multiply[
                         )
                         fb[h] = cb[unsafe_offset=word * T.B_ROW + n]
                     comptime for i in range(DOWN):
-                        comptime q = i * ACROSS + j
+                        comptime q = i * T.ACROSS + j
                         comptime if precision == TF32:
                             mma(acc[q], fa[i], fb, acc[q])
                         elif precision == BF16:
@@ -334,28 +343,30 @@ def _multiply[
 
 
 @always_inline
-def place[
-    op: Int, precision: Int, size: Int
-](q: Int, lane: Int) -> Tuple[Int, Int]:
-    """Row and column, in the warp's tile, of the first of a thread's q-th four sums.
-
-    The four are neighbours in a row; of tensor cores two are, and the other two eight rows below.
+def row_of[op: Int, precision: Int, size: Int](q: Int, lane: Int) -> Int:
+    """The row, in the warp's tile, of a thread's q-th four sums. They are neighbours in that row; of tensor cores two
+    are, and the other two eight rows below.
     """
     comptime T = Tile[op, precision, size]
     comptime if T.TENSOR:
-        comptime ACROSS = T.WARP_COLUMNS // 8
-        return (
-            q // ACROSS * 16 + lane // 4,
-            q % ACROSS * 8 + lane % 4 * 2,
-        )
+        return q // T.ACROSS * 16 + lane // 4
     elif size == SMALL:
-        return (lane // 4, lane % 4 * 4)
+        return lane // 4
     else:
-        var i = q // 2
-        return (
-            i // 4 * 16 + i % 4 + lane // 8 * 4,
-            q % 2 * 32 + lane % 8 * 4,
-        )
+        var i = q // T.ACROSS
+        return i // 4 * 16 + i % 4 + lane // 8 * 4
+
+
+@always_inline
+def column_of[op: Int, precision: Int, size: Int](q: Int, lane: Int) -> Int:
+    """Likewise the first column; it depends on q % Tile.ACROSS."""
+    comptime T = Tile[op, precision, size]
+    comptime if T.TENSOR:
+        return q % T.ACROSS * 8 + lane % 4 * 2
+    elif size == SMALL:
+        return lane % 4 * 4
+    else:
+        return q % T.ACROSS * 32 + lane % 8 * 4
 
 
 @always_inline
@@ -377,117 +388,136 @@ def tree_of(v: Array[Quad, TEAMS], n: Int) -> Quad:
 
 
 @always_inline
+def _column_at[
+    op: Int
+](column: Int, rows: Int, columns: Int, G: Int, step: Int) -> Int:
+    """Where a column begins in the results; -1 if there is none."""
+    comptime if op == WEIGHT:
+        return column if column < columns else -1
+    else:
+        if column >= columns * LANES:
+            return -1
+        return group_at(column // LANES, G, rows, step) + column % LANES
+
+
+@always_inline
 def _write[
     op: Int, width: Int
 ](
-    y: Ptr,  # FORWARD, INPUT: y of the first shard; WEIGHT: dw of the buffer
-    y_step: Int,
+    y: Ptr,
     bias: Ptr,
     v: SIMD[F32, width],
     row: Int,
-    column: Int,
+    at: Int,  # _column_at
     rows: Int,
-    columns: Int,  # FORWARD, INPUT: groups of samples
-    G: Int,
-    first: Bool,  # there is no sum to go on from
+    columns: Int,
+    first: Bool,
     last: Bool,
     flags: Int,
 ):
     """Writes `width` neighbouring results of a row."""
-    if row >= rows:
+    if row >= rows or at < 0:
         return
     comptime if op == WEIGHT:
-        var at = row * columns + column
+        var p = y.unsafe_offset(row * columns + at)
         if flags & ALIGNED:
-            if column < columns:
-                var s = v
-                if flags & ACCUMULATE:
-                    s += y.unsafe_offset(at).unsafe_load[
-                        width=width, alignment=4 * width
-                    ]()
-                y.unsafe_store[alignment=4 * width](at, s)
+            var s = v
+            if flags & ACCUMULATE:
+                s += p.unsafe_load[width=width, alignment=4 * width]()
+            p.unsafe_store[alignment=4 * width](0, s)
         else:
             comptime for j in range(width):
-                if column + j < columns:
+                if at + j < columns:
                     var s = v[j]
                     if flags & ACCUMULATE:
-                        s += y[unsafe_offset=at + j]
-                    y[unsafe_offset=at + j] = s
+                        s += p[unsafe_offset=j]
+                    p[unsafe_offset=j] = s
     else:
-        if column >= columns * LANES:
-            return
-        var at = (
-            group_at(column // LANES, G, rows, y_step)
-            + row * LANES
-            + column % LANES
-        )
+        var p = y.unsafe_offset(at + row * LANES)
         var s = v
         if not first:
-            s = (
-                y.unsafe_offset(at).unsafe_load[
-                    width=width, alignment=4 * width
-                ]()
-                + v
-            )
+            s = p.unsafe_load[width=width, alignment=4 * width]() + v
         if last:
             comptime if op == FORWARD:
                 s += bias[unsafe_offset=row]
-            if flags & RELU:
-                s = s.lt(0).select(SIMD[F32, width](0), s)
-        y.unsafe_store[alignment=4 * width](at, s)
+                if flags & RELU:
+                    s = s.lt(0).select(SIMD[F32, width](0), s)
+        p.unsafe_store[alignment=4 * width](0, s)
 
 
 @always_inline
 def _write_quad[
     op: Int, precision: Int, size: Int
 ](
-    y: Ptr,
-    y_step: Int,
+    y: Ptr,  # FORWARD, INPUT: y of the first shard; WEIGHT: dw of the buffer
     bias: Ptr,
     v: Quad,
-    q: Int,
-    lane: Int,
-    row0: Int,
-    column0: Int,
+    row: Int,
+    at: Int,
     rows: Int,
     columns: Int,
-    G: Int,
-    first: Bool,
-    last: Bool,
+    first: Bool,  # there is no sum to go on from
+    last: Bool,  # the sum is complete
     flags: Int,
 ):
-    """Writes a thread's q-th four sums; row0 and column0 are the warp's first.
+    """Writes four sums of a thread, which begin at `row` and at the column that is `at`.
     """
-    var at = place[op, precision, size](q, lane)
-    var row = row0 + at[0]
-    var column = column0 + at[1]
     comptime if Tile[op, precision, size].TENSOR:
         comptime for h in range(2):
             _write[op, 2](
                 y,
-                y_step,
                 bias,
                 SIMD[F32, 2](v[2 * h], v[2 * h + 1]),
                 row + 8 * h,
-                column,
+                at,
                 rows,
                 columns,
-                G,
                 first,
                 last,
                 flags,
             )
     else:
-        _write[op, 4](
-            y,
-            y_step,
-            bias,
-            v,
-            row,
-            column,
+        _write[op, 4](y, bias, v, row, at, rows, columns, first, last, flags)
+
+
+@always_inline
+def _write_all[
+    op: Int, precision: Int, size: Int, quads: Int
+](
+    y: Ptr,
+    bias: Ptr,
+    acc: Array[Quad, quads],
+    lane: Int,
+    row0: Int,  # the warp's first
+    column0: Int,
+    rows: Int,
+    columns: Int,
+    G: Int,
+    step: Int,
+    first: Bool,
+    last: Bool,
+    flags: Int,
+):
+    """Writes all sums of a thread."""
+    comptime T = Tile[op, precision, size]
+    var at = Array[Int, T.ACROSS](fill=0)
+    comptime for j in range(T.ACROSS):
+        at[j] = _column_at[op](
+            column0 + column_of[op, precision, size](j, lane),
             rows,
             columns,
             G,
+            step,
+        )
+    comptime for q in range(quads):
+        _write_quad[op, precision, size](
+            y,
+            bias,
+            acc[q],
+            row0 + row_of[op, precision, size](q, lane),
+            at[q % T.ACROSS],
+            rows,
+            columns,
             first,
             last,
             flags,
@@ -567,7 +597,7 @@ def product[
         columns * (1 if op == WEIGHT else LANES) + T.COLUMNS - 1
     ) // T.COLUMNS
     var block = Int(block_idx.x)
-    var tile_column = Int(UInt32(block) // UInt32(down))
+    var tile_column = _over(block, down)
     var row0 = (block - tile_column * down) * T.ROWS
     var column0 = tile_column * T.COLUMNS
     var thread = Int(thread_idx.x)
@@ -614,7 +644,7 @@ def product[
             end = n * G
             runs_end = G
         else:
-            runs_end = chunks // n
+            runs_end = _over(chunks, n)
     else:
         comptime if op == WEIGHT:
             pa = pa.unsafe_offset(team * a_step)
@@ -622,8 +652,8 @@ def product[
             if team >= n:
                 end = 0
         else:
-            begin = chunks * team // n
-            end = chunks * (team + 1) // n
+            begin = _over(chunks * team, n)
+            end = _over(chunks * (team + 1), n)
 
     # What this thread loads of each chunk, in floats from the tile's first. Operands whose terms are neighbours come in
     # fours of terms of one row, others in fours of rows of two terms. What is beyond the last row is loaded from the
@@ -826,25 +856,24 @@ def product[
                     )
                     runs_end += G
                 else:
+                    _write_all[op, precision, size](
+                        out,
+                        bias,
+                        acc,
+                        lane,
+                        row0 + warp_row,
+                        column0 + warp_column,
+                        rows,
+                        columns,
+                        G,
+                        y_step,
+                        run == 0,
+                        run + 1 == n,
+                        flags,
+                    )
                     comptime for q in range(T.QUADS):
-                        _write_quad[op, precision, size](
-                            out,
-                            y_step,
-                            bias,
-                            acc[q],
-                            q,
-                            lane,
-                            row0 + warp_row,
-                            column0 + warp_column,
-                            rows,
-                            columns,
-                            G,
-                            run == 0,
-                            run + 1 == n,
-                            flags,
-                        )
                         acc[q] = Quad(0)
-                    runs_end = chunks * (run + 2) // n
+                    runs_end = _over(chunks * (run + 2), n)
                 run += 1
         else:
             syncwarp()
@@ -852,23 +881,21 @@ def product[
 
     comptime if size == LARGE:
         comptime if op == WEIGHT:
-            comptime for q in range(T.QUADS):
-                _write_quad[op, precision, size](
-                    out,
-                    y_step,
-                    bias,
-                    acc[q],
-                    q,
-                    lane,
-                    row0 + warp_row,
-                    column0 + warp_column,
-                    rows,
-                    columns,
-                    G,
-                    True,
-                    True,
-                    flags,
-                )
+            _write_all[op, precision, size](
+                out,
+                bias,
+                acc,
+                lane,
+                row0 + warp_row,
+                column0 + warp_column,
+                rows,
+                columns,
+                G,
+                y_step,
+                True,
+                True,
+                flags,
+            )
     else:
         # each team's sums to its own part of shared memory, then every thread adds some of them over the teams
         comptime for q in range(T.QUADS):
@@ -892,16 +919,18 @@ def product[
                         s += v[i]
             _write_quad[op, precision, size](
                 out,
-                y_step,
                 bias,
                 s,
-                q,
-                lane,
-                row0,
-                column0,
+                row0 + row_of[op, precision, size](q, lane),
+                _column_at[op](
+                    column0 + column_of[op, precision, size](q, lane),
+                    rows,
+                    columns,
+                    G,
+                    y_step,
+                ),
                 rows,
                 columns,
-                G,
                 True,
                 True,
                 flags,

@@ -239,7 +239,7 @@ def linear_backward_weight[
         0,
         G,
         shards,
-        fold,
+        min(fold, shards),
         (ACCUMULATE if accumulate else 0) | (ALIGNED if I % 4 == 0 else 0),
         tile,
     )
