@@ -6,8 +6,10 @@ compute, in which order, and how they use memory; it says nothing about time.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import os
+import shutil
 import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,11 +18,14 @@ import numpy as np
 import pytest
 from gpu import emulated
 
+from odyssey import build, compiler
+
 LANES = 16
 FORWARD, INPUT, WEIGHT = range(3)
 PRECISIONS = FP32, TF32, BF16, FP16 = range(4)
 CHOSEN, SMALL, MEDIUM, LARGE = range(-1, 3)
 TILES = SMALL, MEDIUM, LARGE
+SOURCES = ["launch", "linear", "gemm"]
 GAP = 48  # floats between the tensors of neighbouring shards, which nobody may touch
 FILL = np.float32(-7777.0)  # what is in a gap
 
@@ -157,7 +162,7 @@ class Device:
     def __init__(self, program: Path, folder: Path) -> None:
         self.program, self.folder = program, folder
 
-    def run(self, jobs: list[Job], **environment: str) -> dict[Job, dict[str, np.ndarray]]:
+    def run(self, jobs: list[Job], **settings: object) -> dict[Job, dict[str, np.ndarray]]:
         """Runs all jobs in one process."""
         (self.folder / "jobs").write_text("".join(f"{job.line()}\n" for job in jobs))
         memories = [[memory for memory, _ in job.operands()] for job in jobs]
@@ -166,7 +171,7 @@ class Device:
                 file.write(memory.astype(np.float32).tobytes())
         done = subprocess.run(
             [self.program, *(self.folder / name for name in ("jobs", "floats", "results"))],
-            env={**os.environ, **emulated.environment(), **environment},
+            env=emulated.environment(**settings),
             capture_output=True,
             text=True,
             timeout=300,
@@ -183,8 +188,22 @@ class Device:
 
 @pytest.fixture(scope="session")
 def device(tmp_path_factory: pytest.TempPathFactory) -> Device:
-    here = Path(__file__).parent
-    return Device(emulated.program(here / "linear_jobs.mojo"), tmp_path_factory.mktemp("linear"))
+    """Compiles the program (half a minute) unless the cache has it."""
+    root = build.source_root()
+    source = Path(__file__).with_name("linear_jobs.mojo")
+    key = hashlib.sha256(source.read_bytes() + compiler.compiler_version().encode())
+    for path in (root / "mojo" / "kernels" / name for name in ("lanes.mojo", *map("gpu/{}.mojo".format, SOURCES))):
+        key.update(path.read_bytes())
+    program = build.cache_dir() / "tests" / f"linear_jobs-{key.hexdigest()[:16]}"
+    if not program.exists():
+        program.parent.mkdir(parents=True, exist_ok=True)
+        fresh = tmp_path_factory.mktemp("build") / program.name
+        options = ["--target-accelerator", "sm_90", "-I", str(root / "mojo"), str(source), "-o", str(fresh)]
+        done = compiler.run_mojo(["build", *options])
+        assert done.returncode == 0, done.stdout + done.stderr
+        shutil.copy(fresh, f"{program}.{os.getpid()}")
+        os.replace(f"{program}.{os.getpid()}", program)
+    return Device(program, tmp_path_factory.mktemp("linear"))
 
 
 def check(results: dict[Job, dict[str, np.ndarray]]) -> None:
