@@ -13,6 +13,7 @@ from max.gpu.host import (
     DeviceBuffer,
     DeviceContext,
     DeviceEvent,
+    DeviceStream,
     HostBuffer,
 )
 
@@ -57,6 +58,7 @@ struct Gpu(Movable):
     """A device with its two queues. Memory that it gave is freed with it."""
 
     var compute: Queue
+    var stream: DeviceStream
     var copy: Queue
     var buffers: Dict[Int, DeviceBuffer[U8]]
     var pinned: Dict[Int, HostBuffer[U8]]
@@ -65,6 +67,7 @@ struct Gpu(Movable):
     def __init__(out self, number: Int) raises:
         """Opens device `number`."""
         self.compute = DeviceContext(device_id=number)
+        self.stream = self.compute.create_stream()  # stream 1 of this context
         self.copy = self.compute.select_stream(1)
         self.buffers = Dict[Int, DeviceBuffer[U8]]()
         self.pinned = Dict[Int, HostBuffer[U8]]()
