@@ -1,0 +1,157 @@
+"""Two-dimensional convolution on a GPU, for all shards of a launch (launch.mojo; layouts and letters in lanes.mojo).
+
+Which kernel computes what is chosen here, by the sizes. conv2d_direct.mojo has multiply-adds in float32.
+"""
+
+from ..lanes import Ptr
+from .conv2d_direct import (
+    PADDED,
+    PLAIN,
+    POOLED,
+    correlate,
+    gather_input,
+)
+from .conv2d_tiles import Shape
+from .conv2d_weight import pieces, weight_gradient
+from .launch import FP32, Operand, Queue
+
+comptime NONE = Operand(0, 0)
+
+
+def conv2d_forward[
+    precision: Int, relu: Bool
+](
+    q: Queue,
+    shards: Int,
+    y: Operand,  # (G, K, P, Q, 16)
+    x: Operand,  # (G, C, H, W, 16)
+    w: Operand,  # (K, C, R, T)
+    b: Operand,  # (K)
+    G: Int,
+    C: Int,
+    H: Int,
+    W: Int,
+    K: Int,
+    R: Int,
+    T: Int,
+    S: Int,
+) raises:
+    """Computes y = x * w + b (cross-correlation), then max(y, 0) if `relu`."""
+    var s = Shape.forward(G, C, H, W, K, R, T, S, precision, relu)
+    correlate[PLAIN, precision != FP32](q, shards, y, NONE, x, w, b, s)
+
+
+def conv2d_relu_maxpool_forward[
+    precision: Int
+](
+    q: Queue,
+    shards: Int,
+    y: Operand,  # (G, K, PP, PQ, 16)
+    argmax: Operand,  # bytes (G, K, PP, PQ, 16): which place of the window, as maxpool_forward has it
+    x: Operand,  # (G, C, H, W, 16)
+    w: Operand,  # (K, C, R, T)
+    b: Operand,  # (K)
+    G: Int,
+    C: Int,
+    H: Int,
+    W: Int,
+    K: Int,
+    R: Int,
+    T: Int,
+    S: Int,
+    PR: Int,
+    PT: Int,
+    PS: Int,
+) raises:
+    """Convolution, ReLU and max-pool in one launch: what is pooled is never in memory.
+
+    PR x PT is the window, at most 256 places, PS its stride. The values are those of the three ops one after the other.
+    """
+    var s = Shape.forward(G, C, H, W, K, R, T, S, precision, True)
+    s.PR = PR
+    s.PT = PT
+    s.PS = PS
+    s.P = (s.P - PR) // PS + 1
+    s.Q = (s.Q - PT) // PS + 1
+    correlate[POOLED, precision != FP32](q, shards, y, argmax, x, w, b, s)
+
+
+def conv2d_backward_input[
+    precision: Int
+](
+    q: Queue,
+    shards: Int,
+    dx: Operand,  # (G, C, H, W, 16)
+    dy: Operand,  # (G, K, P, Q, 16)
+    w: Operand,  # (K, C, R, T)
+    G: Int,
+    C: Int,
+    H: Int,
+    W: Int,
+    K: Int,
+    R: Int,
+    T: Int,
+    S: Int,
+) raises:
+    """Writes the gradient of the (padded) input."""
+    var s = Shape.forward(G, C, H, W, K, R, T, S, precision, False)
+    if S != 1:
+        gather_input[precision != FP32](q, shards, dx, dy, w, s)
+        return
+    s.C = K
+    s.H = s.P
+    s.W = s.Q
+    s.K = C
+    s.P = H
+    s.Q = W
+    s.pad_rows = R - 1
+    s.pad_columns = T - 1
+    correlate[PADDED, precision != FP32](q, shards, dx, NONE, dy, w, NONE, s)
+
+
+def conv2d_backward_weight_scratch(
+    shards: Int,
+    fold: Int,
+    G: Int,
+    C: Int,
+    H: Int,
+    W: Int,
+    K: Int,
+    R: Int,
+    T: Int,
+    S: Int,
+) -> Int:
+    """Floats of scratch memory that conv2d_backward_weight wants."""
+    var s = Shape.forward(G, C, H, W, K, R, T, S, FP32, False)
+    return shards * pieces(s) * K * (C * R * T + 1)
+
+
+def conv2d_backward_weight[
+    precision: Int
+](
+    q: Queue,
+    shards: Int,
+    fold: Int,  # 1, 2, 4 or 8
+    dw: Operand,  # (K, C, R, T), one for `fold` shards
+    db: Operand,  # (K), likewise
+    dy: Operand,  # (G, K, P, Q, 16)
+    x: Operand,  # (G, C, H, W, 16)
+    scratch: Ptr,
+    G: Int,
+    C: Int,
+    H: Int,
+    W: Int,
+    K: Int,
+    R: Int,
+    T: Int,
+    S: Int,
+    accumulate: Bool,
+) raises:
+    """Writes the gradients of weights and bias, or adds them to what is there if `accumulate`.
+
+    The bias is a sum of float32 numbers in every precision. Errors: a fold above 8.
+    """
+    var s = Shape.forward(G, C, H, W, K, R, T, S, precision, False)
+    weight_gradient[precision != FP32](
+        q, shards, fold, dw, db, dy, x, scratch, s, accumulate
+    )

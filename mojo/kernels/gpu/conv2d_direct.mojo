@@ -1,0 +1,523 @@
+"""Correlation on a GPU with float32 multiply-adds: forward, gradient of the input, and forward with ReLU and max-pool.
+
+Each thread keeps KT output channels x RT rows x QT columns of one sample in registers. The teams of a block differ in
+their pixels and its `k_warps` in their channels; weights are in shared memory, from where a team reads them as vectors
+that all its threads share. Every sum is one chain: the bias (0 in a gradient), then the input channels, rows and
+columns of the kernel in order, whatever the tile.
+
+The gradient of the input of a convolution with stride 1 is a correlation too: of dy, with R - 1 rows and T - 1 columns
+of zeros around, and the weights turned by 180 degrees, output and input channels swapped (`PADDED`).
+"""
+
+from std.math import ceildiv
+from std.utils.numerics import isnan
+
+from max.gpu import (
+    AddressSpace,
+    WARP_SIZE,
+    barrier,
+    block_dim,
+    block_idx,
+    global_idx,
+    thread_idx,
+)
+
+from max.gpu.memory import external_memory
+
+from ..lanes import BytePtr, LANES, Ptr
+from .conv2d_tiles import (
+    Shape,
+    Sizes,
+    TEAMS,
+    THREADS,
+    WARPS,
+    rounded,
+    split,
+)
+from .launch import Operand, Queue, blocks
+
+comptime PLAIN = 0
+comptime PADDED = 1
+comptime POOLED = 2  # ReLU, then the maximum of each 2 x 2 pixels
+
+comptime SHARED_FLOATS = 8192
+comptime ENOUGH_WARPS = 1056  # two for each scheduler of 132 multiprocessors
+
+
+@always_inline
+def _slots(kt: Int) -> Int:
+    """Floats between the weights of two taps; a multiple of 4 for vectors of 4.
+    """
+    return kt if kt <= 2 else ceildiv(kt, 4) * 4
+
+
+def _direct[
+    T: Int,  # kernel height and width with stride 1, or 0 for any
+    KT: Int,
+    RT: Int,
+    QT: Int,
+    form: Int,
+    low: Bool,  # round the factors
+](
+    y: Ptr,
+    y_step: Int64,
+    argmax: BytePtr,
+    argmax_step: Int64,
+    x: Ptr,
+    x_step: Int64,
+    w: Ptr,
+    b: Ptr,
+    sizes: Sizes,
+):
+    comptime KS = _slots(KT)
+    comptime N = KT * RT * QT
+    var s = Shape(sizes)
+    var shared = external_memory[
+        Float32, address_space=AddressSpace.SHARED, alignment=16
+    ]()
+    var R = T if T else s.R
+    var columns = T if T else s.T
+    var S = 1 if T else s.S
+    var taps = R * columns
+    var shard = block_idx.z
+    var lane = thread_idx.x % LANES
+    var warp = thread_idx.x // WARP_SIZE
+    var k_warp = warp % s.k_warps
+    var pixel_warps = block_dim.x // WARP_SIZE // s.k_warps
+    var k_block = block_idx.y * s.k_warps * KT
+    var k_first = k_block + k_warp * KT
+
+    # Which pixels: tiles of RT x QT, the last of a row moved back so that it ends with the row.
+    comptime across = QT // 2 if form == POOLED else QT
+    var n = (block_idx.x * pixel_warps + warp // s.k_warps) * TEAMS + (
+        thread_idx.x % WARP_SIZE
+    ) // LANES
+    var q_first = min(split(n, ceildiv(s.Q, across)) * across, s.Q - across)
+    var p_first = split(n, s.P)
+    var there = n < s.G
+    var g = min(n, s.G - 1)
+    var row = p_first * S - s.pad_rows
+    var column = q_first * S - s.pad_columns
+    comptime if form == POOLED:
+        row *= 2
+        column *= 2
+    var x_channel = s.H * s.W * LANES
+    var x_row = s.W * LANES
+    var xp = x.unsafe_offset(
+        shard * Int(x_step)
+        + g * s.C * x_channel
+        + row * x_row
+        + column * LANES
+        + lane
+    )
+
+    var acc = Array[Float32, N](fill=0)
+    comptime if form != PADDED:
+        comptime for k in range(KT):
+            var bias = Float32(0)
+            if k_first + k < s.K:
+                bias = b[unsafe_offset=k_first + k]
+            comptime for i in range(RT * QT):
+                acc[k * RT * QT + i] = bias
+
+    for c_first in range(0, s.C, s.chunk):
+        var channels = min(s.chunk, s.C - c_first)
+        if c_first > 0:
+            barrier()
+        for i in range(
+            thread_idx.x, channels * taps * s.k_warps * KT, block_dim.x
+        ):
+            var slot = i
+            var k = split(slot, KT)
+            var tap = split(slot, channels * taps)
+            var v = Float32(0)
+            if k_block + slot * KT + k < s.K:
+                comptime if form == PADDED:
+                    var c = tap
+                    var t = split(c, taps)
+                    v = w[
+                        unsafe_offset=(
+                            (c_first + c) * s.K + k_block + slot * KT + k
+                        )
+                        * taps
+                        + taps
+                        - 1
+                        - t
+                    ]
+                else:
+                    v = w[
+                        unsafe_offset=(
+                            (k_block + slot * KT + k) * s.C + c_first
+                        )
+                        * taps
+                        + tap
+                    ]
+            shared[
+                unsafe_offset=(slot * s.chunk * taps + tap) * KS + k
+            ] = rounded[low](v, s.precision)
+        barrier()
+
+        var wp = shared.unsafe_offset(k_warp * s.chunk * taps * KS)
+
+        @always_inline
+        def multiply[
+            tap: Int, rt: Int, shift: Int, m: Int
+        ](values: Array[Float32, m]) {mut acc, imm}:
+            """Adds the products of one tap for one row of pixels."""
+            var f = Array[Float32, KS](fill=0)
+            comptime if KT == 2:
+                var two = wp.unsafe_offset(tap * KS).unsafe_load[
+                    width=2, alignment=8
+                ]()
+                f[0] = two[0]
+                f[1] = two[1]
+            else:
+                comptime for j in range(KS // 4):
+                    var four = wp.unsafe_offset(tap * KS + 4 * j).unsafe_load[
+                        width=4, alignment=16
+                    ]()
+                    comptime for e in range(4):
+                        f[4 * j + e] = four[e]
+            comptime for k in range(KT):
+                comptime for q in range(QT):
+                    comptime i = (k * RT + rt) * QT + q
+                    acc[i] = values[q + shift].fma(f[k], acc[i])
+
+        for _ in range(channels):
+            comptime if T:
+                comptime M = QT + T - 1
+                comptime for r in range(T + RT - 1):
+                    var values = Array[Float32, M](fill=0)
+                    var xr = xp.unsafe_offset(r * x_row)
+                    comptime for j in range(M):
+                        comptime if form == PADDED:
+                            if UInt32(row + r) < UInt32(s.H) and UInt32(
+                                column + j
+                            ) < UInt32(s.W):
+                                values[j] = rounded[low](
+                                    xr[unsafe_offset=j * LANES], s.precision
+                                )
+                        else:
+                            values[j] = rounded[low](
+                                xr[unsafe_offset=j * LANES], s.precision
+                            )
+                    comptime for rt in range(RT):
+                        comptime if r >= rt and r - rt < T:
+                            comptime for t in range(T):
+                                multiply[(r - rt) * T + t, rt, t, M](values)
+                wp = wp.unsafe_offset(T * T * KS)
+            else:
+                for r in range(R):
+                    for t in range(columns):
+                        var values = Array[Float32, QT](fill=0)
+                        var xr = xp.unsafe_offset(r * x_row + t * LANES)
+                        comptime for j in range(QT):
+                            comptime if form == PADDED:
+                                if UInt32(row + r) < UInt32(s.H) and UInt32(
+                                    column + t + j
+                                ) < UInt32(s.W):
+                                    values[j] = rounded[low](
+                                        xr[unsafe_offset=j * LANES], s.precision
+                                    )
+                            else:
+                                values[j] = rounded[low](
+                                    xr[unsafe_offset=j * S * LANES], s.precision
+                                )
+                        multiply[0, 0, 0, QT](values)
+                        wp = wp.unsafe_offset(KS)
+            xp = xp.unsafe_offset(x_channel)
+
+    if not there:
+        return
+    comptime for k in range(KT):
+        if k_first + k < s.K:
+            var out = (
+                ((g * s.K + k_first + k) * s.P + p_first) * s.Q + q_first
+            ) * LANES + lane
+            comptime if form == POOLED:
+                comptime for j in range(across):
+                    var best = _relu(acc[k * RT * QT + 2 * j])
+                    var at = UInt8(0)
+                    comptime for i in range(1, 4):
+                        var v = _relu(
+                            acc[(k * RT + i // 2) * QT + 2 * j + i % 2]
+                        )
+                        if v > best or isnan(v):
+                            best = v
+                            at = UInt8(i)
+                    y[
+                        unsafe_offset=shard * Int(y_step) + out + j * LANES
+                    ] = best
+                    argmax[
+                        unsafe_offset=shard * Int(argmax_step) + out + j * LANES
+                    ] = at
+            else:
+                comptime for j in range(QT):
+                    var v = acc[k * QT + j]
+                    y[unsafe_offset=shard * Int(y_step) + out + j * LANES] = (
+                        _relu(v) if s.relu != 0 else v
+                    )
+
+
+@always_inline
+def _relu(v: Float32) -> Float32:
+    return Float32(0) if v < 0 else v
+
+
+# --- any sizes, one output a thread ------------------------------------------------
+
+
+@always_inline
+def _sum_at[
+    padded: Bool, low: Bool
+](
+    x: Ptr, w: Ptr, start: Float32, s: Shape, g: Int, k: Int, p: Int, q: Int
+) -> Float32:
+    """One output of one sample; x is at its lane."""
+    var taps = s.R * s.T
+    var sum = start
+    for c in range(s.C):
+        for r in range(s.R):
+            for t in range(s.T):
+                var h = p * s.S + r - s.pad_rows
+                var i = q * s.S + t - s.pad_columns
+                var wi = (k * s.C + c) * taps + r * s.T + t
+                comptime if padded:
+                    wi = (c * s.K + k) * taps + taps - 1 - r * s.T - t
+                    if not (
+                        UInt32(h) < UInt32(s.H) and UInt32(i) < UInt32(s.W)
+                    ):
+                        continue
+                sum = rounded[low](
+                    x[
+                        unsafe_offset=(((g * s.C + c) * s.H + h) * s.W + i)
+                        * LANES
+                    ],
+                    s.precision,
+                ).fma(rounded[low](w[unsafe_offset=wi], s.precision), sum)
+    return sum
+
+
+def _each[
+    form: Int, low: Bool
+](
+    y: Ptr,
+    y_step: Int64,
+    argmax: BytePtr,
+    argmax_step: Int64,
+    x: Ptr,
+    x_step: Int64,
+    w: Ptr,
+    b: Ptr,
+    sizes: Sizes,
+):
+    var s = Shape(sizes)
+    var n = global_idx.x // LANES
+    var out = global_idx.x
+    var lane = thread_idx.x % LANES
+    var shard = block_idx.z
+    var q = split(n, s.Q)
+    var p = split(n, s.P)
+    var k = split(n, s.K)
+    if n >= s.G:
+        return
+    var xp = x.unsafe_offset(shard * Int(x_step) + lane)
+    comptime if form == POOLED:
+        var best = Float32(0)
+        var at = 0
+        for r in range(s.PR):
+            for t in range(s.PT):
+                var v = _relu(
+                    _sum_at[False, low](
+                        xp,
+                        w,
+                        b[unsafe_offset=k],
+                        s,
+                        n,
+                        k,
+                        p * s.PS + r,
+                        q * s.PS + t,
+                    )
+                )
+                if r + t == 0 or v > best or isnan(v):
+                    best = v
+                    at = r * s.PT + t
+        y[unsafe_offset=shard * Int(y_step) + out] = best
+        argmax[unsafe_offset=shard * Int(argmax_step) + out] = UInt8(at)
+    else:
+        comptime padded = form == PADDED
+        var v = _sum_at[padded, low](
+            xp, w, Float32(0) if padded else b[unsafe_offset=k], s, n, k, p, q
+        )
+        y[unsafe_offset=shard * Int(y_step) + out] = (
+            _relu(v) if s.relu != 0 else v
+        )
+
+
+def _each_input[
+    low: Bool
+](dx: Ptr, dx_step: Int64, dy: Ptr, dy_step: Int64, w: Ptr, sizes: Sizes):
+    """Gradient of the input for any stride; sizes are those of the convolution.
+    """
+    var s = Shape(sizes)
+    var n = global_idx.x // LANES
+    var i = split(n, s.W)
+    var h = split(n, s.H)
+    var c = split(n, s.C)
+    if n >= s.G:
+        return
+    var dyp = dy.unsafe_offset(
+        block_idx.z * Int(dy_step)
+        + n * s.K * s.P * s.Q * LANES
+        + thread_idx.x % LANES
+    )
+    var sum = Float32(0)
+    for k in range(s.K):
+        for r in range(h % s.S, min(s.R, h + 1), s.S):
+            var p = (h - r) // s.S
+            for t in range(i % s.S, min(s.T, i + 1), s.S):
+                var q = (i - t) // s.S
+                if p < s.P and q < s.Q:
+                    sum = rounded[low](
+                        dyp[unsafe_offset=((k * s.P + p) * s.Q + q) * LANES],
+                        s.precision,
+                    ).fma(
+                        rounded[low](
+                            w[
+                                unsafe_offset=((k * s.C + c) * s.R + r) * s.T
+                                + t
+                            ],
+                            s.precision,
+                        ),
+                        sum,
+                    )
+    dx[unsafe_offset=block_idx.z * Int(dx_step) + global_idx.x] = sum
+
+
+# --- which kernel ------------------------------------------------------------------
+
+
+def correlate[
+    form: Int, low: Bool
+](
+    q: Queue,
+    shards: Int,
+    y: Operand,
+    argmax: Operand,
+    x: Operand,
+    w: Operand,
+    b: Operand,
+    shape: Shape,
+) raises:
+    """Chooses a tile by the sizes and the work there is, and launches. P and Q of `shape` are the pooled ones if POOLED.
+    """
+    comptime rows = 2 if form == POOLED else 1
+
+    @always_inline
+    def fits[T: Int, KT: Int, QT: Int](most: Int) raises {imm} -> Bool:
+        """Launches if a row has enough pixels and shared memory takes one channel's weights.
+        """
+        comptime across = QT // 2 if form == POOLED else QT
+        var s = shape
+        var one = s.R * s.T * _slots(KT)
+        var k_warps = min(ceildiv(s.K, KT), most, SHARED_FLOATS // one)
+        if k_warps == 0 or s.Q < across:
+            return False
+        var pixel_warps = max(1, (WARPS if most > 1 else WARPS // 2) // k_warps)
+        s.k_warps = k_warps
+        s.chunk = min(s.C, SHARED_FLOATS // (one * k_warps))
+        q.enqueue_function[_direct[T, KT, rows, QT, form, low]](
+            y.ptr(),
+            y.step(),
+            BytePtr(unsafe_from_address=argmax.address),
+            argmax.step() * 4,
+            x.ptr(),
+            x.step(),
+            w.ptr(),
+            b.ptr(),
+            s.pack(),
+            grid_dim=(
+                blocks(s.G * s.P * ceildiv(s.Q, across), pixel_warps * TEAMS),
+                ceildiv(s.K, k_warps * KT),
+                shards,
+            ),
+            block_dim=pixel_warps * k_warps * WARP_SIZE,
+            shared_mem_bytes=s.chunk * one * k_warps * 4,
+        )
+        return True
+
+    # The large tile needs the fewest loads, the small one makes the most threads.
+    var pixels = shards * shape.G * shape.P * shape.Q
+    var large = pixels * ceildiv(shape.K, 8) >= 4 * TEAMS * ENOUGH_WARPS
+
+    @always_inline
+    def known[T: Int]() raises {imm} -> Bool:
+        if large:
+            comptime if not low:
+                if ceildiv(shape.K, 6) * 6 < ceildiv(shape.K, 8) * 8:
+                    if fits[T, 6, 4](WARPS):
+                        return True
+            if fits[T, 8, 4](WARPS):
+                return True
+        return fits[T, 2, 2](1)
+
+    var done = False
+    if shape.S == 1 and shape.R == shape.T:
+        comptime if form == POOLED:
+            if shape.PR == 2 and shape.PT == 2 and shape.PS == 2:
+                if shape.T == 3:
+                    done = known[3]()
+                elif shape.T == 5:
+                    done = known[5]()
+        else:
+            if shape.T == 3:
+                done = known[3]()
+            elif shape.T == 5:
+                done = known[5]()
+    comptime if form != POOLED:
+        if not done and large:
+            done = fits[0, 8, 4](WARPS)
+        if not done:
+            done = fits[0, 2, 1](1)
+    if done:
+        return
+    q.enqueue_function[_each[form, low]](
+        y.ptr(),
+        y.step(),
+        BytePtr(unsafe_from_address=argmax.address),
+        argmax.step() * 4,
+        x.ptr(),
+        x.step(),
+        w.ptr(),
+        b.ptr(),
+        shape.pack(),
+        grid_dim=(
+            blocks(shape.G * shape.K * shape.P * shape.Q * LANES, THREADS),
+            1,
+            shards,
+        ),
+        block_dim=THREADS,
+    )
+
+
+def gather_input[
+    low: Bool
+](
+    q: Queue, shards: Int, dx: Operand, dy: Operand, w: Operand, shape: Shape
+) raises:
+    """The gradient of the input for any stride; `shape` is that of the convolution.
+    """
+    q.enqueue_function[_each_input[low]](
+        dx.ptr(),
+        dx.step(),
+        dy.ptr(),
+        dy.step(),
+        w.ptr(),
+        shape.pack(),
+        grid_dim=(
+            blocks(shape.G * shape.C * shape.H * shape.W * LANES, THREADS),
+            1,
+            shards,
+        ),
+        block_dim=THREADS,
+    )

@@ -1,0 +1,197 @@
+"""What the convolution kernels for GPUs share: sizes as a kernel takes them, rounding of operands, sums over a warp.
+
+A sample is one of 16 lanes, so 16 neighbouring threads work on one pixel of 16 samples: a *team*. A warp is
+WARP_SIZE / 16 teams. Inside a team only the sample differs: weights are the same for all its threads, and each access
+to an activation is 64 consecutive bytes.
+"""
+
+from std.bit import log2_floor
+from std.memory import bitcast
+from std.utils import StaticTuple
+from std.utils.numerics import isnan
+
+from max.gpu import WARP_SIZE
+from max.gpu.primitives.warp import shuffle_xor
+
+from ..lanes import F32, LANES
+from .launch import BF16, FP16, FP32, TF32
+
+comptime TEAMS = WARP_SIZE // LANES  # teams in a warp
+comptime THREADS = 256  # threads of a block, at most
+comptime WARPS = THREADS // WARP_SIZE
+comptime Sizes = StaticTuple[Int32, 21]
+
+
+@fieldwise_init
+struct Shape(TrivialRegisterPassable):
+    """The sizes of a correlation: y (G, K, P, Q, 16) from x (G, C, H, W, 16) and w (K, C, R, T).
+
+    `pad_rows` rows and `pad_columns` columns of zeros are around x without being in memory.
+    """
+
+    var G: Int
+    var C: Int
+    var H: Int
+    var W: Int
+    var K: Int
+    var P: Int
+    var Q: Int
+    var R: Int
+    var T: Int
+    var S: Int
+    var pad_rows: Int
+    var pad_columns: Int
+    var k_warps: Int  # warps of a block that differ in their output channels
+    var chunk: Int  # input channels (tiles of taps in conv2d_weight.mojo) a block has at a time
+    var precision: Int
+    var relu: Int
+    var PR: Int  # pooling window and its stride
+    var PT: Int
+    var PS: Int
+    var pieces: Int  # that the sum over pixels is cut into (conv2d_weight.mojo)
+    var units: Int  # of a piece for each team
+
+    @staticmethod
+    def forward(
+        G: Int,
+        C: Int,
+        H: Int,
+        W: Int,
+        K: Int,
+        R: Int,
+        T: Int,
+        S: Int,
+        precision: Int,
+        relu: Bool,
+    ) -> Self:
+        """A convolution as the launchers have it."""
+        return Self(
+            G,
+            C,
+            H,
+            W,
+            K,
+            (H - R) // S + 1,
+            (W - T) // S + 1,
+            R,
+            T,
+            S,
+            0,
+            0,
+            1,
+            1,
+            precision,
+            1 if relu else 0,
+            1,
+            1,
+            1,
+            1,
+            1,
+        )
+
+    @always_inline
+    def __init__(out self, s: Sizes):
+        """What pack() made."""
+        self = Self(
+            Int(s[0]),
+            Int(s[1]),
+            Int(s[2]),
+            Int(s[3]),
+            Int(s[4]),
+            Int(s[5]),
+            Int(s[6]),
+            Int(s[7]),
+            Int(s[8]),
+            Int(s[9]),
+            Int(s[10]),
+            Int(s[11]),
+            Int(s[12]),
+            Int(s[13]),
+            Int(s[14]),
+            Int(s[15]),
+            Int(s[16]),
+            Int(s[17]),
+            Int(s[18]),
+            Int(s[19]),
+            Int(s[20]),
+        )
+
+    def pack(self) -> Sizes:
+        """As an argument of a kernel."""
+        return Sizes(
+            Int32(self.G),
+            Int32(self.C),
+            Int32(self.H),
+            Int32(self.W),
+            Int32(self.K),
+            Int32(self.P),
+            Int32(self.Q),
+            Int32(self.R),
+            Int32(self.T),
+            Int32(self.S),
+            Int32(self.pad_rows),
+            Int32(self.pad_columns),
+            Int32(self.k_warps),
+            Int32(self.chunk),
+            Int32(self.precision),
+            Int32(self.relu),
+            Int32(self.PR),
+            Int32(self.PT),
+            Int32(self.PS),
+            Int32(self.pieces),
+            Int32(self.units),
+        )
+
+
+@always_inline
+def split(mut n: Int, size: Int) -> Int:
+    """Takes n % size off n, which becomes n / size. In 32 bits, where a division is short.
+    """
+    var a = UInt32(n)
+    var quotient = a // UInt32(size)
+    n = Int(quotient)
+    return Int(a - quotient * UInt32(size))
+
+
+@always_inline
+def rounded_tf32(v: Float32) -> Float32:
+    """The nearest number with 10 bits of mantissa, ties to even."""
+    var bits = bitcast[DType.uint32](v)
+    var even = (bits >> 13) & 1
+    var nearest = bitcast[F32]((bits + 0xFFF + even) & ~UInt32(0x1FFF))
+    return v if isnan(v) else nearest
+
+
+@always_inline
+def rounded[on: Bool](v: Float32, precision: Int) -> Float32:
+    """A factor of a product as `precision` has it; as it is if not `on`."""
+    comptime if on:
+        if precision == BF16:
+            return v.cast[DType.bfloat16]().cast[F32]()
+        if precision == FP16:
+            return v.cast[DType.float16]().cast[F32]()
+        return rounded_tf32(v)
+    else:
+        return v
+
+
+@always_inline
+def sum_warp[
+    n: Int, //, first: Int
+](v: Array[Float32, n], lane: Int) -> Float32:
+    """The sum over the warp's threads of v[first + lane]; 0 where there is no such element.
+
+    WARP_SIZE sums in as many shuffles, where one by one they would take log2(WARP_SIZE) each. Adds in a fixed tree.
+    """
+    var a = Array[Float32, WARP_SIZE](fill=0)
+    comptime for i in range(WARP_SIZE):
+        comptime if first + i < n:
+            a[i] = v[first + i]
+    comptime for level in range(log2_floor(WARP_SIZE)):
+        comptime half = WARP_SIZE >> (level + 1)
+        var upper = (lane & half) != 0
+        comptime for i in range(half):
+            var give = a[i] if upper else a[i + half]
+            var keep = a[i + half] if upper else a[i]
+            a[i] = keep + shuffle_xor(give, UInt32(half))
+    return a[0]
