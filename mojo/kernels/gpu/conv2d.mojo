@@ -3,6 +3,8 @@
 Which kernel computes what is chosen here, by the sizes. conv2d_direct.mojo has multiply-adds in float32.
 """
 
+from std.sys.info import _has_nvidia_gpu_accelerator
+
 from ..lanes import Ptr
 from .conv2d_direct import (
     PADDED,
@@ -11,11 +13,23 @@ from .conv2d_direct import (
     correlate,
     gather_input,
 )
+from .conv2d_mma import (
+    correlate_mma,
+    pieces_mma,
+    weight_gradient_mma,
+    worth_it,
+    worth_it_for_weights,
+)
 from .conv2d_tiles import Shape
 from .conv2d_weight import pieces, weight_gradient
-from .launch import FP32, Operand, Queue
+from .launch import BF16, FP32, Operand, Queue
 
 comptime NONE = Operand(0, 0)
+
+
+@always_inline
+def _on_tensor_cores[precision: Int]() -> Bool:
+    return precision != FP32 and _has_nvidia_gpu_accelerator()
 
 
 def conv2d_forward[
@@ -38,6 +52,10 @@ def conv2d_forward[
 ) raises:
     """Computes y = x * w + b (cross-correlation), then max(y, 0) if `relu`."""
     var s = Shape.forward(G, C, H, W, K, R, T, S, precision, relu)
+    comptime if _on_tensor_cores[precision]():
+        if worth_it(s):
+            correlate_mma[precision, False](q, shards, y, x, w, b, s)
+            return
     correlate[PLAIN, precision != FP32](q, shards, y, NONE, x, w, b, s)
 
 
@@ -106,6 +124,10 @@ def conv2d_backward_input[
     s.Q = W
     s.pad_rows = R - 1
     s.pad_columns = T - 1
+    comptime if _on_tensor_cores[precision]():
+        if worth_it(s):
+            correlate_mma[precision, True](q, shards, dx, dy, w, NONE, s)
+            return
     correlate[PADDED, precision != FP32](q, shards, dx, NONE, dy, w, NONE, s)
 
 
@@ -123,7 +145,10 @@ def conv2d_backward_weight_scratch(
 ) -> Int:
     """Floats of scratch memory that conv2d_backward_weight wants."""
     var s = Shape.forward(G, C, H, W, K, R, T, S, FP32, False)
-    return shards * pieces(s) * K * (C * R * T + 1)
+    var most = pieces(s)
+    comptime if _on_tensor_cores[BF16]():
+        most = max(most, pieces_mma(s))
+    return shards * most * K * (C * R * T + 1)
 
 
 def conv2d_backward_weight[
@@ -152,6 +177,12 @@ def conv2d_backward_weight[
     The bias is a sum of float32 numbers in every precision. Errors: a fold above 8.
     """
     var s = Shape.forward(G, C, H, W, K, R, T, S, precision, False)
+    comptime if _on_tensor_cores[precision]():
+        if worth_it_for_weights(s):
+            weight_gradient_mma[precision](
+                q, shards, fold, dw, db, dy, x, scratch, s, accumulate
+            )
+            return
     weight_gradient[precision != FP32](
         q, shards, fold, dw, db, dy, x, scratch, s, accumulate
     )

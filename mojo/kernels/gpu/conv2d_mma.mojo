@@ -1,0 +1,535 @@
+"""Convolution on the tensor cores of NVIDIA GPUs, for tf32, bf16 and fp16: implicit GEMM with mma.sync.
+
+The product's sums run over taps (forward, gradient of the input) or over samples and pixels (gradient of the weights).
+The layout gives the fragments without a transpose: the 16 samples of a pixel are the columns of two tiles, or the 16
+terms of one step. Activations go from global memory to registers and are rounded there, to the nearest, ties to even;
+what neighbouring taps and the warps of a block load twice comes from the L1 cache. Which element of a fragment has
+which term of the sum is free as long as both factors agree, and it is chosen so that loads are vectors.
+
+Fragments of m16n8k16 (bf16, fp16; PTX ISA, "Matrix fragments for mma.m16n8k16"), lane = 4 g + t:
+    A  element 4 h + 2 r + e is row g + 8 r, term 2 t + e + 8 h
+    B  element 2 h + e is column g, term 2 t + e + 8 h
+    C  element 2 r + e is row g + 8 r, column 2 t + e
+and of m16n8k8 (tf32):
+    A  element 2 h + r is row g + 8 r, term t + 4 h;   B  element h is column g, term t + 4 h
+"""
+
+from std.math import ceildiv
+from std.memory import unsafe_stack_allocation
+
+from max.gpu import (
+    AddressSpace,
+    WARP_SIZE,
+    barrier,
+    block_dim,
+    block_idx,
+    thread_idx,
+)
+from max.gpu.compute.mma import mma
+from max.gpu.memory import external_memory
+from max.gpu.primitives.warp import shuffle_xor
+
+from ..lanes import F32, LANES, Ptr
+from .conv2d_tiles import Shape, Sizes, WARPS, rounded_tf32, split
+from .conv2d_weight import add_pieces
+from .launch import BF16, FP16, Operand, Queue, TF32, blocks
+
+comptime TERMS = 16  # of a sum, in one step: one mma, or two of tf32
+comptime ROWS = 2  # tiles of 16 output channels of a warp
+comptime PIXELS = 4  # of a warp: 8 tiles of 8 columns
+comptime TAP_TILES = 4  # tiles of 8 taps of a warp in the gradient of the weights
+comptime SHARED_BYTES = 32768
+comptime MOST_STEPS = 64  # of a chunk
+
+
+# --- fragments -------------------------------------------------------------------------
+
+
+@always_inline
+def kind(precision: Int) -> DType:
+    """What a register holds of a factor."""
+    if precision == BF16:
+        return DType.bfloat16
+    return DType.float16 if precision == FP16 else F32
+
+
+@always_inline
+def _factors[
+    precision: Int, n: Int
+](v: SIMD[F32, n]) -> SIMD[kind(precision), n]:
+    """Rounded to the nearest, ties to even."""
+    var u = v
+    comptime if precision == TF32:
+        comptime for i in range(n):
+            u[i] = rounded_tf32(v[i])
+    return u.cast[kind(precision)]()
+
+
+@always_inline
+def _multiply[
+    precision: Int
+](
+    a: SIMD[kind(precision), 8],
+    b: SIMD[kind(precision), 4],
+    c: SIMD[F32, 4],
+) -> SIMD[F32, 4]:
+    """One step of a 16 x 8 tile: adds 16 terms. Elements are those of m16n8k16.
+    """
+    var d = c
+    comptime if precision == TF32:
+        # Two products of 8 terms: h is which of them, e the half of its terms.
+        comptime for h in range(2):
+            var ah = SIMD[F32, 4](
+                a[4 * h].cast[F32](),
+                a[4 * h + 2].cast[F32](),
+                a[4 * h + 1].cast[F32](),
+                a[4 * h + 3].cast[F32](),
+            )
+            var bh = SIMD[F32, 2](
+                b[2 * h].cast[F32](), b[2 * h + 1].cast[F32]()
+            )
+            mma(d, ah, bh, d)
+    else:
+        mma(d, a, b, d)
+    return d
+
+
+# --- forward and gradient of the input ----------------------------------------------------
+
+
+@always_inline
+def bytes_of_a_step(precision: Int) -> Int:
+    """Shared memory for 16 taps of one warp's channels."""
+    return ROWS * WARP_SIZE * (32 if precision == TF32 else 16)
+
+
+def _correlate[
+    precision: Int, padded: Bool
+](y: Ptr, y_step: Int64, x: Ptr, x_step: Int64, w: Ptr, b: Ptr, sizes: Sizes,):
+    """As _direct of conv2d_direct.mojo. A warp has ROWS x 16 output channels and PIXELS neighbours of one row.
+
+    `chunk` is how many steps of 16 taps have their weights in shared memory at a time, as fragments.
+    """
+    comptime D = kind(precision)
+    comptime STEP = ROWS * WARP_SIZE * 8  # elements
+    var s = Shape(sizes)
+    var weights = external_memory[
+        Scalar[D], address_space=AddressSpace.SHARED, alignment=16
+    ]()
+    # where a tap's pixel is, and its row and column as two halves of a number
+    var offsets = unsafe_stack_allocation[
+        MOST_STEPS * TERMS, DType.int32, address_space=AddressSpace.SHARED
+    ]()
+    var places = unsafe_stack_allocation[
+        MOST_STEPS * TERMS if padded else 1,
+        DType.int32,
+        address_space=AddressSpace.SHARED,
+    ]()
+    var area = s.R * s.T
+    var taps = s.C * area
+    var shard = block_idx.z
+    var lane = thread_idx.x % WARP_SIZE
+    var t = lane % 4
+    var row_of_tile = lane // 4
+    var warp = thread_idx.x // WARP_SIZE
+    var k_warp = warp % s.k_warps
+    var pixel_warps = block_dim.x // WARP_SIZE // s.k_warps
+    var k_block = block_idx.y * s.k_warps * ROWS * 16
+    var k_first = k_block + k_warp * ROWS * 16
+
+    # Tiles of pixels, the last of a row moved back so that it ends with the row.
+    var n = block_idx.x * pixel_warps + warp // s.k_warps
+    var q_first = min(split(n, ceildiv(s.Q, PIXELS)) * PIXELS, s.Q - PIXELS)
+    var p = split(n, s.P)
+    var there = n < s.G
+    var g = min(n, s.G - 1)
+    var row = p * s.S - s.pad_rows
+    var column = q_first * s.S - s.pad_columns
+    # samples 2 row_of_tile and 2 row_of_tile + 1: the column of this thread in two tiles
+    var xp = x.unsafe_offset(
+        shard * Int(x_step)
+        + (g * s.C * s.H * s.W + row * s.W + column) * LANES
+        + 2 * row_of_tile
+    )
+
+    var acc = Array[SIMD[F32, 4], ROWS * PIXELS * 2](fill=SIMD[F32, 4](0))
+    comptime if not padded:
+        comptime for m in range(ROWS):
+            comptime for r in range(2):
+                var k = k_first + 16 * m + 8 * r + row_of_tile
+                var bias = Float32(0)
+                if k < s.K:
+                    bias = b[unsafe_offset=k]
+                comptime for i in range(PIXELS * 2):
+                    acc[m * PIXELS * 2 + i][2 * r] = bias
+                    acc[m * PIXELS * 2 + i][2 * r + 1] = bias
+
+    var steps = ceildiv(taps, TERMS)
+    for first in range(0, steps, s.chunk):
+        var held = min(s.chunk, steps - first)
+        if first > 0:
+            barrier()
+        for i in range(thread_idx.x, held * TERMS, block_dim.x):
+            var c = min(first * TERMS + i, taps - 1)
+            var column = split(c, s.T)
+            var row = split(c, s.R)
+            offsets[unsafe_offset=i] = Int32(
+                ((c * s.H + row) * s.W + column) * LANES
+            )
+            comptime if padded:
+                places[unsafe_offset=i] = Int32(row << 16 | column)
+        for i in range(
+            thread_idx.x, held * s.k_warps * ROWS * WARP_SIZE, block_dim.x
+        ):
+            # lane, tile, step, warp: the order in memory
+            var a_warp = i
+            var a_lane = split(a_warp, WARP_SIZE)
+            var m = split(a_warp, ROWS)
+            var step = split(a_warp, held)
+            var a = SIMD[F32, 8](0)
+            comptime for h in range(2):
+                comptime for r in range(2):
+                    comptime for e in range(2):
+                        var k = (
+                            k_block
+                            + (a_warp * ROWS + m) * 16
+                            + 8 * r
+                            + a_lane // 4
+                        )
+                        var tap = (
+                            (first + step) * TERMS + a_lane % 4 * 2 + e + 8 * h
+                        )
+                        if k < s.K and tap < taps:
+                            comptime if padded:
+                                var c = tap
+                                var within = split(c, area)
+                                a[4 * h + 2 * r + e] = w[
+                                    unsafe_offset=(c * s.K + k) * area
+                                    + area
+                                    - 1
+                                    - within
+                                ]
+                            else:
+                                a[4 * h + 2 * r + e] = w[
+                                    unsafe_offset=k * taps + tap
+                                ]
+            var f = _factors[precision, 8](a)
+            var at = (a_warp * s.chunk + step) * STEP + m * WARP_SIZE * 8
+            comptime if precision == TF32:
+                # two vectors of 16 bytes, each next to those of the other lanes
+                comptime for h in range(2):
+                    weights.unsafe_offset(
+                        at + (h * WARP_SIZE + a_lane) * 4
+                    ).unsafe_store[alignment=16](0, f.slice[4, offset=4 * h]())
+            else:
+                weights.unsafe_offset(at + a_lane * 8).unsafe_store[
+                    alignment=16
+                ](0, f)
+        barrier()
+
+        for step in range(held):
+            var values = Array[SIMD[F32, 4], PIXELS * 2](fill=SIMD[F32, 4](0))
+            comptime for h in range(2):
+                comptime for e in range(2):
+                    var tap = step * TERMS + 2 * t + e + 8 * h
+                    var from_ = xp.unsafe_offset(
+                        Int(offsets[unsafe_offset=tap])
+                    )
+                    var place = 0
+                    comptime if padded:
+                        place = Int(places[unsafe_offset=tap])
+                    var row_there = not padded or UInt32(
+                        row + (place >> 16)
+                    ) < UInt32(s.H)
+                    comptime for j in range(PIXELS):
+                        var two = SIMD[F32, 2](0)
+                        comptime if padded:
+                            if row_there and UInt32(
+                                column + (place & 0xFFFF) + j
+                            ) < UInt32(s.W):
+                                two = from_.unsafe_offset(
+                                    j * LANES
+                                ).unsafe_load[width=2, alignment=8]()
+                        else:
+                            two = from_.unsafe_offset(
+                                j * s.S * LANES
+                            ).unsafe_load[width=2, alignment=8]()
+                        values[2 * j][2 * h + e] = two[0]
+                        values[2 * j + 1][2 * h + e] = two[1]
+            var a = Array[SIMD[D, 8], ROWS](fill=SIMD[D, 8](0))
+            var at = (k_warp * s.chunk + step) * STEP
+            comptime for m in range(ROWS):
+                comptime if precision == TF32:
+                    comptime for h in range(2):
+                        var four = weights.unsafe_offset(
+                            at + (m * 2 + h) * WARP_SIZE * 4 + lane * 4
+                        ).unsafe_load[width=4, alignment=16]()
+                        comptime for e in range(4):
+                            a[m][4 * h + e] = four[e]
+                else:
+                    a[m] = weights.unsafe_offset(
+                        at + (m * WARP_SIZE + lane) * 8
+                    ).unsafe_load[width=8, alignment=16]()
+            comptime for j in range(PIXELS * 2):
+                var f = _factors[precision, 4](values[j])
+                comptime for m in range(ROWS):
+                    comptime i = m * PIXELS * 2 + j
+                    acc[i] = _multiply[precision](a[m], f, acc[i])
+
+    if not there:
+        return
+    comptime for m in range(ROWS):
+        comptime for r in range(2):
+            var k = k_first + 16 * m + 8 * r + row_of_tile
+            if k < s.K:
+                comptime for j in range(PIXELS):
+                    comptime i = (m * PIXELS + j) * 2
+                    # columns 2 t and 2 t + 1 of two tiles: samples 4 t to 4 t + 3
+                    var v = SIMD[F32, 4](
+                        acc[i][2 * r],
+                        acc[i + 1][2 * r],
+                        acc[i][2 * r + 1],
+                        acc[i + 1][2 * r + 1],
+                    )
+                    if s.relu != 0:
+                        v = v.lt(0).select(SIMD[F32, 4](0), v)
+                    y.unsafe_offset(
+                        shard * Int(y_step)
+                        + (((g * s.K + k) * s.P + p) * s.Q + q_first + j)
+                        * LANES
+                        + 4 * t
+                    ).unsafe_store[alignment=16](0, v)
+
+
+@always_inline
+def worth_it(s: Shape) -> Bool:
+    """Whether a correlation is large enough for tensor cores; depends on the layer alone.
+    """
+    return (
+        s.K >= 16
+        and s.C * s.R * s.T >= 2 * TERMS
+        and s.Q >= PIXELS
+        and s.R < 1 << 15
+        and s.T < 1 << 15
+    )
+
+
+def correlate_mma[
+    precision: Int, padded: Bool
+](
+    q: Queue,
+    shards: Int,
+    y: Operand,
+    x: Operand,
+    w: Operand,
+    b: Operand,
+    shape: Shape,
+) raises:
+    """Launches _correlate."""
+    var s = shape
+    s.k_warps = min(ceildiv(s.K, ROWS * 16), 4)
+    s.chunk = min(
+        ceildiv(s.C * s.R * s.T, TERMS),
+        SHARED_BYTES // (s.k_warps * bytes_of_a_step(precision)),
+        MOST_STEPS,
+    )
+    var pixel_warps = WARPS // s.k_warps
+    q.enqueue_function[_correlate[precision, padded]](
+        y.ptr(),
+        y.step(),
+        x.ptr(),
+        x.step(),
+        w.ptr(),
+        b.ptr(),
+        s.pack(),
+        grid_dim=(
+            blocks(s.G * s.P * ceildiv(s.Q, PIXELS), pixel_warps),
+            ceildiv(s.K, s.k_warps * ROWS * 16),
+            shards,
+        ),
+        block_dim=pixel_warps * s.k_warps * WARP_SIZE,
+        shared_mem_bytes=s.chunk * s.k_warps * bytes_of_a_step(precision),
+    )
+
+
+# --- gradient of the weights ---------------------------------------------------------------
+
+
+def _weights[
+    precision: Int
+](
+    scratch: Ptr,  # (shards, pieces, weights + biases)
+    dy: Ptr,
+    dy_step: Int64,
+    x: Ptr,
+    x_step: Int64,
+    sizes: Sizes,
+):
+    """A warp has ROWS x 16 output channels x TAP_TILES x 8 taps and one piece of the pixels, `units` rows of them.
+
+    One pixel is one step: its 16 samples are the terms.
+    """
+    var s = Shape(sizes)
+    var shard = block_idx.z
+    var lane = thread_idx.x % WARP_SIZE
+    var t = lane % 4
+    var row = lane // 4
+    var warp = thread_idx.x // WARP_SIZE
+    var k_warp = split(warp, s.k_warps)
+    var tap_warp = split(warp, s.chunk)
+    var block = block_idx.y
+    comptime KT = ROWS * 16
+    comptime TT = TAP_TILES * 8
+    var k_first = (
+        split(block, ceildiv(s.K, KT * s.k_warps)) * s.k_warps + k_warp
+    ) * KT
+    var tap_first = (block * s.chunk + tap_warp) * TT
+    var piece = block_idx.x * (WARPS // (s.k_warps * s.chunk)) + warp
+    var taps = s.C * s.R * s.T
+    if k_first >= s.K or tap_first >= taps or piece >= s.pieces:
+        return
+    var plane = s.P * s.Q * LANES
+
+    # Rows and columns that do not exist: the last one again, not stored.
+    var x_at = Array[Int, TAP_TILES](fill=0)
+    comptime for j in range(TAP_TILES):
+        var c = min(tap_first + 8 * j + row, taps - 1)
+        var column = split(c, s.T)
+        var r = split(c, s.R)
+        x_at[j] = ((c * s.H + r) * s.W + column) * LANES + 4 * t
+    var dy_at = Array[Int, ROWS * 2](fill=0)
+    comptime for i in range(ROWS * 2):
+        dy_at[i] = min(k_first + 8 * i + row, s.K - 1) * plane + 4 * t
+
+    var acc = Array[SIMD[F32, 4], ROWS * TAP_TILES](fill=SIMD[F32, 4](0))
+    var bias = Array[Float32, ROWS * 2](fill=0)
+    for unit in range(piece * s.units, min(s.G * s.P, (piece + 1) * s.units)):
+        var g = unit
+        var p = split(g, s.P)
+        var dp = dy.unsafe_offset(
+            shard * Int(dy_step) + g * s.K * plane + p * s.Q * LANES
+        )
+        var xp = x.unsafe_offset(
+            shard * Int(x_step) + (g * s.C * s.H + p * s.S) * s.W * LANES
+        )
+        for _ in range(s.Q):
+            var b = Array[SIMD[kind(precision), 4], TAP_TILES](
+                fill=SIMD[kind(precision), 4](0)
+            )
+            comptime for j in range(TAP_TILES):
+                b[j] = _factors[precision, 4](
+                    xp.unsafe_offset(x_at[j]).unsafe_load[
+                        width=4, alignment=16
+                    ]()
+                )
+            comptime for m in range(ROWS):
+                # samples 4 t + 2 h + e are the terms 2 t + e + 8 h, here as in b
+                var a = SIMD[F32, 8](0)
+                comptime for r in range(2):
+                    var four = dp.unsafe_offset(dy_at[2 * m + r]).unsafe_load[
+                        width=4, alignment=16
+                    ]()
+                    if tap_first == 0:
+                        bias[2 * m + r] += (four[0] + four[1]) + (
+                            four[2] + four[3]
+                        )
+                    comptime for h in range(2):
+                        comptime for e in range(2):
+                            a[4 * h + 2 * r + e] = four[2 * h + e]
+                var f = _factors[precision, 8](a)
+                comptime for j in range(TAP_TILES):
+                    acc[m * TAP_TILES + j] = _multiply[precision](
+                        f, b[j], acc[m * TAP_TILES + j]
+                    )
+            dp = dp.unsafe_offset(LANES)
+            xp = xp.unsafe_offset(s.S * LANES)
+
+    var to = scratch.unsafe_offset(
+        (shard * s.pieces + piece) * s.K * (taps + 1)
+    )
+    comptime for m in range(ROWS):
+        comptime for r in range(2):
+            var k = k_first + 16 * m + 8 * r + row
+            var sum = bias[2 * m + r]
+            sum += shuffle_xor(sum, 1)
+            sum += shuffle_xor(sum, 2)
+            if k < s.K:
+                comptime for j in range(TAP_TILES):
+                    comptime for e in range(2):
+                        var tap = tap_first + 8 * j + 2 * t + e
+                        if tap < taps:
+                            to[unsafe_offset=k * taps + tap] = acc[
+                                m * TAP_TILES + j
+                            ][2 * r + e]
+                if tap_first == 0 and t == 0:
+                    to[unsafe_offset=s.K * taps + k] = sum
+
+
+def worth_it_for_weights(s: Shape) -> Bool:
+    """Whether the gradient of the weights is large enough for tensor cores."""
+    return s.K >= 16 and s.C * s.R * s.T >= 2 * TERMS
+
+
+def rows_of_a_piece(s: Shape) -> Int:
+    """Rows of pixels that a warp adds up: as many as leave 96 warps for each shard.
+    """
+    var tiles = ceildiv(s.K, ROWS * 16) * ceildiv(
+        s.C * s.R * s.T, TAP_TILES * 8
+    )
+    return max(1, s.G * s.P * tiles // 96)
+
+
+def pieces_mma(s: Shape) -> Int:
+    """Pieces of a shard's sum."""
+    return ceildiv(s.G * s.P, rows_of_a_piece(s))
+
+
+def weight_gradient_mma[
+    precision: Int
+](
+    q: Queue,
+    shards: Int,
+    fold: Int,
+    dw: Operand,
+    db: Operand,
+    dy: Operand,
+    x: Operand,
+    scratch: Ptr,
+    shape: Shape,
+    accumulate: Bool,
+) raises:
+    """Two launches, as weight_gradient of conv2d_weight.mojo."""
+    var s = shape
+    s.pieces = pieces_mma(s)
+    s.units = rows_of_a_piece(s)
+    var tiles_k = ceildiv(s.K, ROWS * 16)
+    var tiles_tap = ceildiv(s.C * s.R * s.T, TAP_TILES * 8)
+    s.k_warps = min(tiles_k, 4)
+    s.chunk = min(tiles_tap, WARPS // s.k_warps)
+    var piece_warps = WARPS // (s.k_warps * s.chunk)
+    q.enqueue_function[_weights[precision]](
+        scratch,
+        dy.ptr(),
+        dy.step(),
+        x.ptr(),
+        x.step(),
+        s.pack(),
+        grid_dim=(
+            ceildiv(s.pieces, piece_warps),
+            ceildiv(tiles_k, s.k_warps) * ceildiv(tiles_tap, s.chunk),
+            shards,
+        ),
+        block_dim=piece_warps * s.k_warps * s.chunk * WARP_SIZE,
+    )
+    add_pieces(
+        q,
+        shards,
+        fold,
+        dw,
+        db,
+        scratch,
+        s.pieces,
+        s.K * s.C * s.R * s.T,
+        s.K,
+        accumulate,
+    )
