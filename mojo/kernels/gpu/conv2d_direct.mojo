@@ -412,6 +412,7 @@ def correlate[
     """Chooses a tile by the sizes and the work there is, and launches. P and Q of `shape` are the pooled ones if POOLED.
     """
     comptime rows = 2 if form == POOLED else 1
+    comptime columns = 4 // rows
 
     @always_inline
     def fits[T: Int, KT: Int, QT: Int](most: Int) raises {imm} -> Bool:
@@ -455,9 +456,9 @@ def correlate[
         if large:
             comptime if not low:
                 if ceildiv(shape.K, 6) * 6 < ceildiv(shape.K, 8) * 8:
-                    if fits[T, 6, 4](WARPS):
+                    if fits[T, 6, columns](WARPS):
                         return True
-            if fits[T, 8, 4](WARPS):
+            if fits[T, 8, columns](WARPS):
                 return True
         return fits[T, 2, 2](1)
 
