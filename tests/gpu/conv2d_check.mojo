@@ -600,6 +600,16 @@ def run() raises:
             check_values[TF32](q, c, 1)
         check_bits[BF16](q, small[1])
         check_bits[TF32](q, small[1])
+    if wanted("errors"):
+        var refused = False
+        try:
+            var o = Operand(4096, 0)
+            conv2d_backward_weight[FP32](
+                q, 16, 16, o, o, o, o, o.ptr(), 1, 1, 4, 4, 1, 3, 3, 1, False
+            )
+        except e:
+            refused = "at most 8" in String(e)
+        assert_true(refused, "a fold of 16 is not refused")
     print("all ok")
 
 

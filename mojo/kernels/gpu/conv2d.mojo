@@ -21,7 +21,7 @@ from .conv2d_mma import (
     worth_it_for_weights,
 )
 from .conv2d_tiles import Shape
-from .conv2d_weight import pieces, weight_gradient
+from .conv2d_weight import STRANDS, pieces, weight_gradient
 from .launch import BF16, FP32, Operand, Queue
 
 comptime NONE = Operand(0, 0)
@@ -176,6 +176,13 @@ def conv2d_backward_weight[
 
     The bias is a sum of float32 numbers in every precision. Errors: a fold above 8.
     """
+    if fold > STRANDS:
+        raise Error(
+            "conv2d_backward_weight: ",
+            fold,
+            " shards for one buffer; at most ",
+            STRANDS,
+        )
     var s = Shape.forward(G, C, H, W, K, R, T, S, precision, False)
     comptime if _on_tensor_cores[precision]():
         if worth_it_for_weights(s):

@@ -439,13 +439,6 @@ def add_pieces(
     accumulate: Bool,
 ) raises:
     """Sums of pieces to gradients of buffers."""
-    if fold > STRANDS:
-        raise Error(
-            "conv2d_backward_weight: ",
-            fold,
-            " shards for one buffer; at most ",
-            STRANDS,
-        )
     q.enqueue_function[_add_pieces](
         dw.ptr(),
         dw.step(),
