@@ -63,97 +63,56 @@ def g(name: str, floats: int) -> Operand:
     return Operand(name, floats, host.GRADS, "zero")
 
 
-def linear(G: int, I: int, O: int, form: str = "", fold: int = 1) -> Iterator[Case]:  # noqa: E741
-    tail = f" {G}x{I}x{O}{form}"
-    x, y, wt, b = w("x", G * I * LANES), w("y", G * O * LANES, "zero"), p("w", O * I), p("b", O)
-    precision = form[1:] or "fp32"
+def product(op: str, form: str, operands: list[str], scratch: Operand | None, *numbers: int) -> tuple:
+    """A product in a precision. The CPU has no tf32: there it is the float32 product."""
+    between = [scratch.name] if scratch else []
+    mine = (op + form, *operands, *between, *numbers)
+    if form != "_tf32":
+        return mine
+    plain = ["s"] if op == "linear_backward_weight" else []
+    return (mine, [(op, *operands, *plain, *numbers)])
 
-    def scratch(pass_: str) -> list[Operand]:
-        if not form:
-            return [w("s", G * I * LANES, "zero")] if pass_ == "backward_weight" else []
-        size = -(-scratch_bytes(f"linear_{pass_}", precision, "lanes", (G, I, O)) // 4)
-        return [w("s", size, "zero")]
 
-    loose = {"": TOLERANCE, "_bf16": 2e-5, "_fp16": 2e-5, "_tf32": 2e-3}[form]
-    cpu = "" if form == "_tf32" else form  # the CPU has no tf32: compared with float32
+def scratch_of(op: str, form: str, sizes: tuple[int, ...]) -> Operand | None:
+    """The scratch memory of a rounded product, and of one that is not where it wants some."""
+    if form in ("_bf16", "_fp16"):
+        return w("s", -(-scratch_bytes(op, form[1:], "lanes", sizes) // 4), "zero")
+    if op == "linear_backward_weight":
+        return w("s", sizes[0] * sizes[1] * LANES, "zero")
+    return w("s", 16, "zero") if form else None
+
+
+LOOSE = {"": TOLERANCE, "_bf16": 2e-5, "_fp16": 2e-5, "_tf32": 2e-3}  # tf32 against float32: 10 bits of mantissa
+
+
+def products(kind: str, sizes: tuple[int, ...], n: tuple[int, int, int, int], form: str, fold: int) -> Iterator[Case]:
+    """A layer's forward pass and both gradients; n: floats of x, y, w and b."""
+    tail = f" {'x'.join(map(str, sizes))}{form}"
+    x, y, dy, dx = w("x", n[0]), w("y", n[1], "zero"), w("dy", n[1]), w("dx", n[0], "zero")
+    weight, bias = p("w", n[2]), p("b", n[3])
+
+    def case(pass_: str, tensors: list[Operand], *numbers: int, fold: int = 1, note: str = "") -> Case:
+        op = f"{kind}_{pass_}"
+        scratch = scratch_of(op, form, sizes)
+        record = product(op, form, [t.name for t in tensors], scratch, *sizes, *numbers)
+        operands = [*tensors, *([scratch] if scratch else [])]
+        return Case(f"{op}{tail}{note}", operands, [record], tolerance=LOOSE[form], fold=fold)
+
     for relu in (0, 1):
-        s = scratch("forward")
-        yield Case(
-            f"linear_forward{tail} relu={relu}",
-            [y, x, wt, b, *s],
-            [(f"linear_forward{form}|linear_forward{cpu}", "y", "x", "w", "b", *[o.name for o in s], G, I, O, relu)],
-            tolerance=loose,
-        )
-    s = scratch("backward_input")
-    yield Case(
-        f"linear_backward_input{tail}",
-        [w("dx", G * I * LANES, "zero"), w("dy", G * O * LANES), wt, *s],
-        [(f"linear_backward_input{form}|linear_backward_input{cpu}", "dx", "dy", "w", *[o.name for o in s], G, I, O)],
-        tolerance=loose,
-    )
-    s = scratch("backward_weight")
-    yield Case(
-        f"linear_backward_weight{tail} fold={fold}",
-        [g("dw", O * I), g("db", -(-O // 16) * 16), w("dy", G * O * LANES), x, *s],
-        [
-            (
-                f"linear_backward_weight{form}|linear_backward_weight{cpu}",
-                "dw",
-                "db",
-                "dy",
-                "x",
-                *[o.name for o in s],
-                G,
-                I,
-                O,
-            )
-        ],
-        tolerance=loose,
-        fold=fold,
-    )
+        yield case("forward", [y, x, weight, bias], relu, note=f" relu={relu}")
+    yield case("backward_input", [dx, dy, weight])
+    dw, db = g("dw", n[2]), g("db", -(-n[3] // 16) * 16)
+    yield case("backward_weight", [dw, db, dy, x], fold=fold, note=f" fold={fold}")
+
+
+def linear(G: int, I: int, O: int, form: str = "", fold: int = 1) -> Iterator[Case]:  # noqa: E741
+    yield from products("linear", (G, I, O), (G * I * LANES, G * O * LANES, O * I, O), form, fold)
 
 
 def conv(G, C, H, W, K, R, T, S, form="", fold=1) -> Iterator[Case]:
     P, Q = (H - R) // S + 1, (W - T) // S + 1
-    sizes = (G, C, H, W, K, R, T, S)
-    tail = f" {'x'.join(map(str, sizes))}{form}"
-    x, y = w("x", G * C * H * W * LANES), w("y", G * K * P * Q * LANES, "zero")
-    wt, b = p("w", K * C * R * T), p("b", K)
-    loose = {"": TOLERANCE, "_bf16": 2e-5, "_fp16": 2e-5, "_tf32": 2e-3}[form]
-    cpu = "" if form == "_tf32" else form
-
-    def scratch(pass_: str) -> list[Operand]:
-        if not form:
-            return []
-        return [w("s", -(-scratch_bytes(f"conv2d_{pass_}", form[1:], "lanes", sizes) // 4), "zero")]
-
-    def op(pass_: str) -> str:
-        return f"conv2d_{pass_}{form}|conv2d_{pass_}{cpu}"
-
-    for relu in (0, 1):
-        s = scratch("forward")
-        yield Case(
-            f"conv2d_forward{tail} relu={relu}",
-            [y, x, wt, b, *s],
-            [(op("forward"), "y", "x", "w", "b", *[o.name for o in s], *sizes, relu)],
-            tolerance=loose,
-        )
-    dy = w("dy", G * K * P * Q * LANES)
-    s = scratch("backward_input")
-    yield Case(
-        f"conv2d_backward_input{tail}",
-        [w("dx", G * C * H * W * LANES, "zero"), dy, wt, *s],
-        [(op("backward_input"), "dx", "dy", "w", *[o.name for o in s], *sizes)],
-        tolerance=loose,
-    )
-    s = scratch("backward_weight")
-    yield Case(
-        f"conv2d_backward_weight{tail} fold={fold}",
-        [g("dw", K * C * R * T), g("db", -(-K // 16) * 16), dy, x, *s],
-        [(op("backward_weight"), "dw", "db", "dy", "x", *[o.name for o in s], *sizes)],
-        tolerance=loose,
-        fold=fold,
-    )
+    n = (G * C * H * W * LANES, G * K * P * Q * LANES, K * C * R * T, K)
+    yield from products("conv2d", (G, C, H, W, K, R, T, S), n, form, fold)
 
 
 def pools(planes, H, W, R, T, S) -> Iterator[Case]:
@@ -267,7 +226,7 @@ def others() -> Iterator[Case]:
         )
         yield Case(
             f"sum_lanes {F}",
-            [w("x", 2 * F * LANES), w("t", 16, "zero"), w("dx", 2 * F * LANES, "zero", True)],
+            [w("x", 2 * F * LANES), w("t", 16, "zero"), w("dx", 2 * F * LANES, "zero")],
             [("sum_lanes", "t", "x", -1, 2, F), ("sum_lanes_backward", "dx", "t", -1, 2, F)],
         )
     yield Case("loss_scale", [w("y", 16, "zero", True)], [("loss_scale", "y")])
@@ -353,22 +312,22 @@ def encode(case: Case, records: list[tuple]) -> np.ndarray:
 
 
 def of(records: list[tuple], gpu: bool) -> list[tuple]:
-    """The program as one of them runs it: "a|b" and (a, [b, c]) are a on a GPU, b (and c) on the CPU."""
+    """The program as one of them runs it: (a, [b, c]) is a on a GPU, b and c on the CPU."""
     out = []
     for r in records:
         if isinstance(r[0], tuple):
             out += [r[0]] if gpu else r[1]
         else:
-            names = r[0].split("|")
-            out.append((names[0] if gpu else names[-1], *r[1:]))
+            out.append(r)
     return out
 
 
 def run_case(gpu: Gpu, case: Case, shards: int, rng: np.random.Generator) -> dict[str, float]:
     """Errors of all operands that were written, relative to their largest number; 0 or 1 where bits must be equal."""
     sizes = layout(case)
-    work = np.zeros((shards, sizes[host.WORK]), np.float32)
-    params = rng.standard_normal(sizes[host.PARAMS]).astype(np.float32)
+    work = host.aligned((shards, sizes[host.WORK]))
+    params = host.aligned(sizes[host.PARAMS])
+    params[:] = rng.standard_normal(len(params))
     for o in case.operands:
         if o.space == host.WORK and o.fill == "normal":
             work[:, o.at : o.at + o.floats] = rng.standard_normal((shards, o.floats))
@@ -379,11 +338,12 @@ def run_case(gpu: Gpu, case: Case, shards: int, rng: np.random.Generator) -> dic
     labels = rng.integers(0, case.classes, 100).astype(np.int32)
     rows = rng.integers(0, 100, SHARD * shards).astype(np.int64)
     scale, shift = (rng.standard_normal(channels).astype(np.float32) for _ in range(2))
-    grads = np.zeros((shards, sizes[host.GRADS]), np.float32)
+    grads = host.aligned((shards, sizes[host.GRADS]))
 
     # the CPU, shard by shard
     lib, table = host.library(), encode(case, of(case.records, False))
-    mine = work.copy()
+    mine = host.aligned(work.shape)
+    mine[:] = work
     for s in range(shards):
         context = host.Context(seed=7, step=3, first=SHARD * s, loss_scale=4.0)
         context.valid = min(SHARD, samples - SHARD * s)
@@ -479,9 +439,8 @@ def main() -> int:
             results[f"{case.name}, {shards} shards"] = {n: min(e, 1e30) for n, e in errors.items()}
             if bad:
                 print(f"FAILED {case.name}, {shards} shards: {bad}", flush=True)
-    print(
-        f"{len(results)} cases, {failed} failed; worst {max((max(e.values()) for e in results.values() if e), default=0):.1e}"
-    )
+    worst = max((max(e.values()) for e in results.values() if e), default=0.0)
+    print(f"{len(results)} cases, {failed} failed; worst {worst:.1e}")
     if options.json:
         with open(options.json, "w") as f:
             json.dump(results, f, indent=1)

@@ -41,8 +41,8 @@ class Mirror:
         self._host_newer = False
 
     def changed(self) -> None:
-        """The GPUs have changed their copies, all alike."""
-        self._gpus_newer = True
+        """The GPUs change their copies, all alike, in what was just enqueued; follows a `write`."""
+        self._gpus_newer, self._host_newer = True, False
 
     def read(self) -> None:
         """Before the host reads or writes its arrays: brings it what the GPUs have."""

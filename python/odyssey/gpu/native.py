@@ -130,7 +130,8 @@ class Library:
     def name(self, handle: int) -> str:
         """What the driver calls a device."""
         text = ctypes.create_string_buffer(256)
-        return text.raw[: self._lib.odyssey_gpu_name(handle, text, 256)].decode(errors="replace")
+        length = self._lib.odyssey_gpu_name(handle, text, 256)
+        return text.raw[:length].decode(errors="replace")
 
     def close(self, handle: int) -> None:
         """Gives a device back."""

@@ -157,6 +157,7 @@ class Team:
             divisor: address of the number gradients are divided by: sums.samples_address, or one of the host.
         """
         lib, n = host.library(), self.arena.size
+        self.write()
         optimizer.steps += 1
         own = divisor == sums.samples_address
         value = 0.0 if own else float(host.memory(divisor, 4).view(np.float32)[0])
