@@ -13,7 +13,6 @@ static int missing(const char *name, bool *said) {
     }
 
 MISSING(cuDeviceGetGraphMemAttribute)
-MISSING(cuDeviceGetMemPool)
 MISSING(cuGraphAddChildGraphNode)
 MISSING(cuGraphAddEmptyNode)
 MISSING(cuGraphAddKernelNode)
@@ -35,7 +34,6 @@ MISSING(cuMemExportToShareableHandle)
 MISSING(cuMemGetAllocationGranularity)
 MISSING(cuMemGetHandleForAddressRange)
 MISSING(cuMemMap)
-MISSING(cuMemPoolSetAccess)
 MISSING(cuMemPoolTrimTo)
 MISSING(cuMemRelease)
 MISSING(cuMemSetAccess)
