@@ -17,7 +17,8 @@ static void check_one(Warp *w, const Inst *I, u32 l, u64 at, u32 bytes, const ch
     if (at % bytes) finding(w, I, lane_bit(l), "%s of %u bytes at 0x%lx, which is not a multiple of %u", what, bytes, (long)at, bytes);
     if (!ok || at + bytes > a.address + a.size) {
         u64 end = a.address + a.size;
-        if (a.size && at + bytes > end && at - a.address < a.size + (1u << 20))
+        if (memory_was_freed(at)) finding(w, I, lane_bit(l), "%s of %u bytes at 0x%lx, in memory that has been freed", what, bytes, (long)at);
+        if (a.size && at + bytes > end && at - a.address < a.size + 65536)
             finding(w, I, lane_bit(l), "%s of %u bytes at 0x%lx, %ld bytes after the end of an allocation of %lu bytes", what,
                     bytes, (long)at, (long)(at - end), (long)a.size);
         finding(w, I, lane_bit(l), "%s of %u bytes at 0x%lx, where nothing is allocated", what, bytes, (long)at);

@@ -57,7 +57,7 @@ struct Inst {
     s32 line;
 };
 
-enum Control { C_LABEL = 1, C_GUARD, C_UNGUARD, C_BRA, C_JMP, C_EXIT, C_BAR, C_CONVERGE, C_UNKNOWN, C_TRAP, C_BRX };
+enum Control { C_LABEL = 1, C_GUARD, C_UNGUARD, C_BRA, C_JMP, C_EXIT, C_BAR, C_CONVERGE, C_UNKNOWN, C_TRAP, C_BRX, IS_FMA };
 enum Space { GENERIC, GLOBAL, SHARED, LOCAL, PARAM };
 
 typedef struct { s32 offset, bytes; u64 value; } Const;   /* a register that holds a constant */
@@ -176,6 +176,7 @@ int memory_allocate(int device, size_t bytes, bool pinned, u64 *address);
 int memory_add(u64 address, size_t bytes, int device, bool pinned);
 int memory_free(u64 address);
 size_t memory_used(int device);
+bool memory_was_freed(u64 address);
 bool memory_is_pinned(const void *p);
 bool memory_peer(int from, int to);
 void memory_set_peer(int from, int to);

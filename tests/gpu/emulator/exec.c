@@ -112,6 +112,7 @@ static enum Result run(Warp *w) {
                 SWITCH_GROUP();
             }
             b->stats.warp_inst += (u64)I->imm;
+            b->stats.fma += (u64)I->k * (u64)__builtin_popcount(act);
             I++;
             break;
         case C_GUARD: {
@@ -153,6 +154,7 @@ static enum Result run(Warp *w) {
         }
         case C_EXIT:
             w->live &= ~m, w->exited |= m;
+            for (int i = 0; i < w->ng; i++) w->g[i].waits = false; /* they may have waited for these */
             act &= ~m;
             if (act) { /* a guarded exit */
                 m = act;

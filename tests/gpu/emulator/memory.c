@@ -9,6 +9,8 @@
 
 static Allocation *list; /* sorted by address */
 static int count, cap;
+static struct { u64 address, size; } freed[256]; /* the last ones */
+static unsigned nfreed;
 static size_t used[MAX_DEVICES];
 static bool peers[MAX_DEVICES][MAX_DEVICES];
 static pthread_rwlock_t lock = PTHREAD_RWLOCK_INITIALIZER;
@@ -54,6 +56,12 @@ int memory_find(u64 address, Allocation *found) {
     return ok;
 }
 
+bool memory_was_freed(u64 address) {
+    for (int i = 0; i < 256; i++)
+        if (address - freed[i].address < freed[i].size) return true;
+    return false;
+}
+
 int memory_allocate(int device, size_t bytes, bool pinned, u64 *address) {
     if (!bytes) return CU_INVALID_VALUE;
     size_t whole = (bytes + 2 * PAGE - 1) / PAGE * PAGE + PAGE;
@@ -93,6 +101,8 @@ int memory_free(u64 address) {
     Allocation a = list[at];
     memmove(list + at, list + at + 1, sizeof *list * (size_t)(count - at - 1));
     count--;
+    freed[nfreed % 256].address = a.address, freed[nfreed % 256].size = a.size;
+    nfreed++;
     if (!a.pinned && !a.managed) used[a.device] -= a.size;
     pthread_rwlock_unlock(&lock);
     if (a.base) munmap(a.base, a.base_size);

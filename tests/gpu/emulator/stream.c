@@ -22,7 +22,8 @@ u64 now_ns(void) {
 int device_error(int device) { return atomic_load(&errors[device]); }
 void device_fail(int device, int error) {
     int none = 0;
-    atomic_compare_exchange_strong(&errors[device], &none, error);
+    if (!error) atomic_store(&errors[device], 0);
+    else atomic_compare_exchange_strong(&errors[device], &none, error);
 }
 
 Op *op_new(int (*run)(Op *)) {

@@ -643,6 +643,7 @@ static bool plain(Compiler *c, Stmt *s) {
     if (c->regs[d].bytes != (o->d < 0 ? 0 : o->d)) return false;
     int i = op3(c, name, d, r[0], r[1], r[2]);
     c->f->code[i].imm = imm;
+    if (!strcmp(stem, "fma")) c->f->code[i].op = IS_FMA;
     if (ftz && o->d == 4) op3(c, "flush_f32", d, d, -1, -1);
     if (has(s, "sat")) {
         if (strcmp(type, "f32")) return false;
@@ -754,6 +755,7 @@ void translate(Compiler *c, Stmt *s) {
         for (int i = 0; i < c->nrefs; i++)
             if (c->refs[i].inst < start) c->refs[kept++] = c->refs[i];
         c->nrefs = kept;
+        if (settings.verbose) fprintf(stderr, "[emulated GPU] %s: line %d is not emulated: %s\n", c->f->name, s->line, s->op);
         unknown(c);
     }
     if (s->guard >= 0 && !branch) {
@@ -783,7 +785,7 @@ static void place(Compiler *c) {
 
 void finish(Compiler *c) {
     Func *f = c->f;
-    emit_control(c, C_EXIT, 0);
+    if (!f->n || f->code[f->n - 1].fn || f->code[f->n - 1].op != C_EXIT) emit_control(c, C_EXIT, 0);
     for (int i = 0; i < c->nfixups; i++) {
         Inst *b = &f->code[c->fixups[i].inst];
         b->imm = -1;
@@ -812,13 +814,16 @@ void finish(Compiler *c) {
             f->specials[f->nspecials++] = (Special){r->offset, (s32)r->value};
         }
     }
-    /* a label's imm: instructions of the text from it to the next label */
+    /* a label's imm and k: instructions and FMAs from it to the next label */
     for (int i = 0; i < f->n; i++) {
         if (f->code[i].fn || f->code[i].op != C_LABEL) continue;
-        int n = 0;
-        for (int j = i + 1; j < f->n && (f->code[j].fn || f->code[j].op != C_LABEL); j++)
-            n += f->code[j].fn != NULL || f->code[j].op == C_BRA || f->code[j].op == C_JMP || f->code[j].op == C_BAR;
-        f->code[i].imm = n;
+        int n = 0, fma = 0;
+        for (int j = i + 1; j < f->n && (f->code[j].fn || f->code[j].op != C_LABEL); j++) {
+            u16 op = f->code[j].op;
+            n += f->code[j].fn || op == C_BRA || op == C_JMP || op == C_BAR || op == C_EXIT;
+            fma += f->code[j].fn && op == IS_FMA;
+        }
+        f->code[i].imm = n, f->code[i].k = (u16)fma;
     }
     f->registers = c->nregs;
 }
