@@ -102,3 +102,11 @@ def sigmoid[w: Int](x: SIMD[F32, w]) -> SIMD[F32, w]:
     """
     var e = exp(-abs(x))
     return x.lt(0).select(e, SIMD[F32, w](1)) / (1 + e)
+
+
+@always_inline
+def rounded[w: SIMDLength, //](x: SIMD[F32, w]) -> SIMD[F32, w]:
+    """The product x, rounded before something is added to it. A compiler that fuses the two multiplies and adds without
+    rounding in between; it does not see that this is x.
+    """
+    return x.eq(x).select(x, nan[F32]())

@@ -8,6 +8,7 @@ from max.gpu import block_idx
 from std.utils.numerics import isnan
 
 from ..lanes import F32, LANES, BytePtr, Ptr
+from .functions import rounded
 from .launch import Operand, Queue, blocks
 from .quads import (
     QUADS,
@@ -441,7 +442,7 @@ def _avgpool_backward(
         var q = _first_window(w, T, by_S)
         while q <= last_q:
             var j = Int((Int32(plane) * P + p) * Q + q) * LANES + lane
-            d += load4(dy, j) * scale
+            d += rounded(load4(dy, j) * scale)
             q += 1
         p += 1
     store4(of_shard(dx, dx_s), 4 * Int(i), d)

@@ -12,7 +12,7 @@ from std.utils.numerics import inf, isnan
 from max.gpu import AddressSpace, barrier, block_dim, block_idx, thread_idx
 
 from ..lanes import F32, LANES, IntPtr, Ptr
-from .functions import exp, log
+from .functions import exp, log, rounded
 from .launch import Operand, Queue, StepContextPtr, blocks
 from .quads import (
     QUADS,
@@ -339,7 +339,7 @@ def _loss[
             var inverse = 1 / s
             var y = of_shard(y_, ys).unsafe_offset(at)
             for f in range(part, F, K):
-                var p = exp(x[unsafe_offset=f * LANES] - m) * inverse
+                var p = rounded(exp(x[unsafe_offset=f * LANES] - m) * inverse)
                 comptime if kind == GRADIENT:
                     if label == Int32(f):
                         p -= 1
