@@ -10,13 +10,12 @@ of zeros around, and the weights turned by 180 degrees, output and input channel
 """
 
 from std.math import ceildiv
-from std.utils.numerics import isnan
+from std.utils.numerics import inf, isnan
 
 from max.gpu import (
     AddressSpace,
     WARP_SIZE,
     barrier,
-    block_dim,
     block_idx,
     global_idx,
     thread_idx,
@@ -24,8 +23,9 @@ from max.gpu import (
 
 from max.gpu.memory import external_memory
 
-from ..lanes import BytePtr, LANES, Ptr
+from ..lanes import BytePtr, F32, LANES, Ptr
 from .conv2d_tiles import (
+    ENOUGH_BLOCKS,
     Shape,
     Sizes,
     TEAMS,
@@ -49,6 +49,48 @@ def _slots(kt: Int) -> Int:
     """Floats between the weights of two taps; a multiple of 4 for vectors of 4.
     """
     return kt if kt <= 2 else ceildiv(kt, 4) * 4
+
+
+@always_inline
+def _share_weights[
+    KT: Int, turned: Bool, low: Bool
+](
+    to: Pointer[Float32, MutUntrackedOrigin, address_space=AddressSpace.SHARED],
+    w: Ptr,
+    s: Shape,
+    k_first: Int,
+    c_first: Int,
+    channels: Int,
+    taps: Int,  # of one channel
+    pixel_warp: Int,
+):
+    """Copies a warp's weights of some input channels as (channels, taps, slots).
+
+    The warps with the same output channels share the work. Neighbouring threads take the weights of one tap.
+    """
+    comptime KS = _slots(KT)
+    var k = thread_idx.x % KS
+    var there = k < KT and k_first + k < s.K
+    comptime each = WARP_SIZE // KS
+    # `while`: a range whose step is not known checks its sign each time.
+    var tap = pixel_warp * each + thread_idx.x % WARP_SIZE // KS
+    while tap < channels * taps:
+        var v = Float32(0)
+        if there:
+            comptime if turned:
+                var c = tap
+                var t = split(c, taps)
+                v = w[
+                    unsafe_offset=((c_first + c) * s.K + k_first + k + 1) * taps
+                    - 1
+                    - t
+                ]
+            else:
+                v = w[
+                    unsafe_offset=((k_first + k) * s.C + c_first) * taps + tap
+                ]
+        to[unsafe_offset=tap * KS + k] = rounded[low](v, s.precision)
+        tap += s.pixel_warps * each
 
 
 def _direct[
@@ -81,187 +123,175 @@ def _direct[
     var taps = R * columns
     var shard = block_idx.z
     var lane = thread_idx.x % LANES
-    var warp = thread_idx.x // WARP_SIZE
-    var k_warp = warp % s.k_warps
-    var pixel_warps = block_dim.x // WARP_SIZE // s.k_warps
-    var k_block = block_idx.y * s.k_warps * KT
-    var k_first = k_block + k_warp * KT
-
-    # Which pixels: tiles of RT x QT, the last of a row moved back so that it ends with the row.
-    comptime across = QT // 2 if form == POOLED else QT
-    var n = (block_idx.x * pixel_warps + warp // s.k_warps) * TEAMS + (
-        thread_idx.x % WARP_SIZE
-    ) // LANES
-    var q_first = min(split(n, ceildiv(s.Q, across)) * across, s.Q - across)
-    var p_first = split(n, s.P)
-    var there = n < s.G
-    var g = min(n, s.G - 1)
-    var row = p_first * S - s.pad_rows
-    var column = q_first * S - s.pad_columns
-    comptime if form == POOLED:
-        row *= 2
-        column *= 2
+    var pixel_warp = thread_idx.x // WARP_SIZE
+    var k_warp = split(pixel_warp, s.k_warps)
+    var k_first = (block_idx.y * s.k_warps + k_warp) * KT
     var x_channel = s.H * s.W * LANES
     var x_row = s.W * LANES
-    var xp = x.unsafe_offset(
-        shard * Int(x_step)
-        + g * s.C * x_channel
-        + row * x_row
-        + column * LANES
-        + lane
-    )
 
-    var acc = Array[Float32, N](fill=0)
-    comptime if form != PADDED:
-        comptime for k in range(KT):
-            var bias = Float32(0)
-            if k_first + k < s.K:
-                bias = b[unsafe_offset=k_first + k]
-            comptime for i in range(RT * QT):
-                acc[k * RT * QT + i] = bias
+    for tile in range(s.tiles):
+        # Which pixels: tiles of RT x QT, the last of a row moved back so that it ends with the row.
+        comptime across = QT // 2 if form == POOLED else QT
+        var n = (
+            (block_idx.x * s.tiles + tile) * s.pixel_warps + pixel_warp
+        ) * TEAMS + (thread_idx.x % WARP_SIZE) // LANES
+        var q_first = min(split(n, ceildiv(s.Q, across)) * across, s.Q - across)
+        var p_first = split(n, s.P)
+        var there = n < s.G
+        var g = min(n, s.G - 1)
+        var row = p_first * S - s.pad_rows
+        var column = q_first * S - s.pad_columns
+        comptime if form == POOLED:
+            row *= 2
+            column *= 2
+        var xp = x.unsafe_offset(
+            shard * Int(x_step)
+            + g * s.C * x_channel
+            + row * x_row
+            + column * LANES
+            + lane
+        )
 
-    for c_first in range(0, s.C, s.chunk):
-        var channels = min(s.chunk, s.C - c_first)
-        if c_first > 0:
-            barrier()
-        for i in range(
-            thread_idx.x, channels * taps * s.k_warps * KT, block_dim.x
-        ):
-            var slot = i
-            var k = split(slot, KT)
-            var tap = split(slot, channels * taps)
-            var v = Float32(0)
-            if k_block + slot * KT + k < s.K:
-                comptime if form == PADDED:
-                    var c = tap
-                    var t = split(c, taps)
-                    v = w[
-                        unsafe_offset=(
-                            (c_first + c) * s.K + k_block + slot * KT + k
-                        )
-                        * taps
-                        + taps
-                        - 1
-                        - t
-                    ]
-                else:
-                    v = w[
-                        unsafe_offset=(
-                            (k_block + slot * KT + k) * s.C + c_first
-                        )
-                        * taps
-                        + tap
-                    ]
-            shared[
-                unsafe_offset=(slot * s.chunk * taps + tap) * KS + k
-            ] = rounded[low](v, s.precision)
-        barrier()
-
-        var wp = shared.unsafe_offset(k_warp * s.chunk * taps * KS)
-
-        @always_inline
-        def multiply[
-            tap: Int, rt: Int, shift: Int, m: Int
-        ](values: Array[Float32, m]) {mut acc, imm}:
-            """Adds the products of one tap for one row of pixels."""
-            var f = Array[Float32, KS](fill=0)
-            comptime if KT == 2:
-                var two = wp.unsafe_offset(tap * KS).unsafe_load[
-                    width=2, alignment=8
-                ]()
-                f[0] = two[0]
-                f[1] = two[1]
-            else:
-                comptime for j in range(KS // 4):
-                    var four = wp.unsafe_offset(tap * KS + 4 * j).unsafe_load[
-                        width=4, alignment=16
-                    ]()
-                    comptime for e in range(4):
-                        f[4 * j + e] = four[e]
+        var acc = Array[Float32, N](fill=0)
+        comptime if form != PADDED:
             comptime for k in range(KT):
-                comptime for q in range(QT):
-                    comptime i = (k * RT + rt) * QT + q
-                    acc[i] = values[q + shift].fma(f[k], acc[i])
+                var bias = Float32(0)
+                if k_first + k < s.K:
+                    bias = b[unsafe_offset=k_first + k]
+                comptime for i in range(RT * QT):
+                    acc[k * RT * QT + i] = bias
 
-        for _ in range(channels):
-            comptime if T:
-                comptime M = QT + T - 1
-                comptime for r in range(T + RT - 1):
-                    var values = Array[Float32, M](fill=0)
-                    var xr = xp.unsafe_offset(r * x_row)
-                    comptime for j in range(M):
-                        comptime if form == PADDED:
-                            if UInt32(row + r) < UInt32(s.H) and UInt32(
-                                column + j
-                            ) < UInt32(s.W):
-                                values[j] = rounded[low](
-                                    xr[unsafe_offset=j * LANES], s.precision
-                                )
-                        else:
-                            values[j] = rounded[low](
-                                xr[unsafe_offset=j * LANES], s.precision
-                            )
-                    comptime for rt in range(RT):
-                        comptime if r >= rt and r - rt < T:
-                            comptime for t in range(T):
-                                multiply[(r - rt) * T + t, rt, t, M](values)
-                wp = wp.unsafe_offset(T * T * KS)
-            else:
-                for r in range(R):
-                    for t in range(columns):
-                        var values = Array[Float32, QT](fill=0)
-                        var xr = xp.unsafe_offset(r * x_row + t * LANES)
-                        comptime for j in range(QT):
+        var c_first = 0
+        while c_first < s.C:
+            var channels = min(s.chunk, s.C - c_first)
+            if tile == 0 or s.chunk < s.C:
+                if tile > 0 or c_first > 0:
+                    barrier()
+                _share_weights[KT, form == PADDED, low](
+                    shared.unsafe_offset(k_warp * s.chunk * taps * KS),
+                    w,
+                    s,
+                    k_first,
+                    c_first,
+                    channels,
+                    taps,
+                    pixel_warp,
+                )
+                barrier()
+
+            var wp = shared.unsafe_offset(k_warp * s.chunk * taps * KS)
+
+            @always_inline
+            def multiply[
+                tap: Int, rt: Int, shift: Int, m: Int
+            ](values: Array[Float32, m]) {mut acc, imm}:
+                """Adds the products of one tap for one row of pixels."""
+                var f = Array[Float32, KS](fill=0)
+                comptime if KT == 2:
+                    var two = wp.unsafe_offset(tap * KS).unsafe_load[
+                        width=2, alignment=8
+                    ]()
+                    f[0] = two[0]
+                    f[1] = two[1]
+                else:
+                    comptime for j in range(KS // 4):
+                        var four = wp.unsafe_offset(
+                            tap * KS + 4 * j
+                        ).unsafe_load[width=4, alignment=16]()
+                        comptime for e in range(4):
+                            f[4 * j + e] = four[e]
+                comptime for k in range(KT):
+                    comptime for q in range(QT):
+                        comptime i = (k * RT + rt) * QT + q
+                        acc[i] = values[q + shift].fma(f[k], acc[i])
+
+            for _ in range(channels):
+                comptime if T:
+                    comptime M = QT + T - 1
+                    comptime for r in range(T + RT - 1):
+                        var values = Array[Float32, M](fill=0)
+                        var xr = xp.unsafe_offset(r * x_row)
+                        comptime for j in range(M):
                             comptime if form == PADDED:
                                 if UInt32(row + r) < UInt32(s.H) and UInt32(
-                                    column + t + j
+                                    column + j
                                 ) < UInt32(s.W):
                                     values[j] = rounded[low](
                                         xr[unsafe_offset=j * LANES], s.precision
                                     )
                             else:
                                 values[j] = rounded[low](
-                                    xr[unsafe_offset=j * S * LANES], s.precision
+                                    xr[unsafe_offset=j * LANES], s.precision
                                 )
-                        multiply[0, 0, 0, QT](values)
-                        wp = wp.unsafe_offset(KS)
-            xp = xp.unsafe_offset(x_channel)
+                        comptime for rt in range(RT):
+                            comptime if r >= rt and r - rt < T:
+                                comptime for t in range(T):
+                                    multiply[(r - rt) * T + t, rt, t, M](values)
+                    wp = wp.unsafe_offset(T * T * KS)
+                else:
+                    for r in range(R):
+                        for t in range(columns):
+                            var values = Array[Float32, QT](fill=0)
+                            var xr = xp.unsafe_offset(r * x_row + t * LANES)
+                            comptime for j in range(QT):
+                                comptime if form == PADDED:
+                                    if UInt32(row + r) < UInt32(s.H) and UInt32(
+                                        column + t + j
+                                    ) < UInt32(s.W):
+                                        values[j] = rounded[low](
+                                            xr[unsafe_offset=j * LANES],
+                                            s.precision,
+                                        )
+                                else:
+                                    values[j] = rounded[low](
+                                        xr[unsafe_offset=j * S * LANES],
+                                        s.precision,
+                                    )
+                            multiply[0, 0, 0, QT](values)
+                            wp = wp.unsafe_offset(KS)
+                xp = xp.unsafe_offset(x_channel)
+            c_first += s.chunk
 
-    if not there:
-        return
-    comptime for k in range(KT):
-        if k_first + k < s.K:
-            var out = (
-                ((g * s.K + k_first + k) * s.P + p_first) * s.Q + q_first
-            ) * LANES + lane
-            comptime if form == POOLED:
-                comptime for j in range(across):
-                    var best = _relu(acc[k * RT * QT + 2 * j])
-                    var at = UInt8(0)
-                    comptime for i in range(1, 4):
-                        var v = _relu(
-                            acc[(k * RT + i // 2) * QT + 2 * j + i % 2]
+        var held = s.K - k_first if there else 0
+        var plane = s.P * s.Q * LANES
+        var out = (
+            (g * s.K + k_first) * plane
+            + (p_first * s.Q + q_first) * LANES
+            + lane
+        )
+        var yp = y.unsafe_offset(shard * Int(y_step) + out)
+        var ap = argmax
+        comptime if form == POOLED:
+            ap = argmax.unsafe_offset(shard * Int(argmax_step) + out)
+        var least = Float32(0) if s.relu != 0 else -inf[F32]()
+        comptime for k in range(KT):
+            if k < held:
+                comptime if form == POOLED:
+                    comptime for j in range(across):
+                        var best = _at_least(acc[k * RT * QT + 2 * j], 0)
+                        var at = UInt8(0)
+                        comptime for i in range(1, 4):
+                            var v = _at_least(
+                                acc[(k * RT + i // 2) * QT + 2 * j + i % 2], 0
+                            )
+                            if v > best or isnan(v):
+                                best = v
+                                at = UInt8(i)
+                        yp[unsafe_offset=j * LANES] = best
+                        ap[unsafe_offset=j * LANES] = at
+                    ap = ap.unsafe_offset(plane)
+                else:
+                    comptime for j in range(QT):
+                        yp[unsafe_offset=j * LANES] = _at_least(
+                            acc[k * QT + j], least
                         )
-                        if v > best or isnan(v):
-                            best = v
-                            at = UInt8(i)
-                    y[
-                        unsafe_offset=shard * Int(y_step) + out + j * LANES
-                    ] = best
-                    argmax[
-                        unsafe_offset=shard * Int(argmax_step) + out + j * LANES
-                    ] = at
-            else:
-                comptime for j in range(QT):
-                    var v = acc[k * QT + j]
-                    y[unsafe_offset=shard * Int(y_step) + out + j * LANES] = (
-                        _relu(v) if s.relu != 0 else v
-                    )
+                yp = yp.unsafe_offset(plane)
 
 
 @always_inline
-def _relu(v: Float32) -> Float32:
-    return Float32(0) if v < 0 else v
+def _at_least(v: Float32, least: Float32) -> Float32:
+    """ReLU for 0, nothing for -inf; what is not a number stays."""
+    return least if v < least else v
 
 
 # --- any sizes, one output a thread ------------------------------------------------
@@ -327,7 +357,7 @@ def _each[
         var at = 0
         for r in range(s.PR):
             for t in range(s.PT):
-                var v = _relu(
+                var v = _at_least(
                     _sum_at[False, low](
                         xp,
                         w,
@@ -337,7 +367,8 @@ def _each[
                         k,
                         p * s.PS + r,
                         q * s.PS + t,
-                    )
+                    ),
+                    0,
                 )
                 if r + t == 0 or v > best or isnan(v):
                     best = v
@@ -350,7 +381,7 @@ def _each[
             xp, w, Float32(0) if padded else b[unsafe_offset=k], s, n, k, p, q
         )
         y[unsafe_offset=shard * Int(y_step) + out] = (
-            _relu(v) if s.relu != 0 else v
+            _at_least(v, 0) if s.relu != 0 else v
         )
 
 
@@ -424,9 +455,14 @@ def correlate[
         var k_warps = min(ceildiv(s.K, KT), most, SHARED_FLOATS // one)
         if k_warps == 0 or s.Q < across:
             return False
-        var pixel_warps = max(1, (WARPS if most > 1 else WARPS // 2) // k_warps)
         s.k_warps = k_warps
+        s.pixel_warps = max(1, WARPS // 2 // k_warps)
         s.chunk = min(s.C, SHARED_FLOATS // (one * k_warps))
+        var n = blocks(s.G * s.P * ceildiv(s.Q, across), s.pixel_warps * TEAMS)
+        var across_k = ceildiv(s.K, k_warps * KT)
+        if s.chunk == s.C:
+            # Fewer blocks that load the weights, as long as there are enough.
+            s.tiles = max(1, min(8, n * across_k * shards // ENOUGH_BLOCKS))
         q.enqueue_function[_direct[T, KT, rows, QT, form, low]](
             y.ptr(),
             y.step(),
@@ -437,12 +473,8 @@ def correlate[
             w.ptr(),
             b.ptr(),
             s.pack(),
-            grid_dim=(
-                blocks(s.G * s.P * ceildiv(s.Q, across), pixel_warps * TEAMS),
-                ceildiv(s.K, k_warps * KT),
-                shards,
-            ),
-            block_dim=pixel_warps * k_warps * WARP_SIZE,
+            grid_dim=(ceildiv(n, s.tiles), across_k, shards),
+            block_dim=s.pixel_warps * k_warps * WARP_SIZE,
             shared_mem_bytes=s.chunk * one * k_warps * 4,
         )
         return True
@@ -456,7 +488,7 @@ def correlate[
         if large:
             comptime if not low:
                 if ceildiv(shape.K, 6) * 6 < ceildiv(shape.K, 8) * 8:
-                    if fits[T, 6, columns](WARPS):
+                    if fits[T, 6, 4](WARPS):
                         return True
             if fits[T, 8, columns](WARPS):
                 return True

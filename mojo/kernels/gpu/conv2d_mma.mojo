@@ -30,7 +30,14 @@ from max.gpu.memory import external_memory
 from max.gpu.primitives.warp import shuffle_xor
 
 from ..lanes import F32, LANES, Ptr
-from .conv2d_tiles import Shape, Sizes, WARPS, rounded_tf32, split
+from .conv2d_tiles import (
+    ENOUGH_BLOCKS,
+    Shape,
+    Sizes,
+    WARPS,
+    rounded_tf32,
+    split,
+)
 from .conv2d_weight import add_pieces
 from .launch import BF16, FP16, Operand, Queue, TF32, blocks
 
@@ -38,8 +45,11 @@ comptime TERMS = 16  # of a sum, in one step: one mma, or two of tf32
 comptime ROWS = 2  # tiles of 16 output channels of a warp
 comptime PIXELS = 4  # of a warp: 8 tiles of 8 columns
 comptime TAP_TILES = 4  # tiles of 8 taps of a warp in the gradient of the weights
-comptime SHARED_BYTES = 32768
+comptime SHARED_BYTES = 40960
 comptime MOST_STEPS = 64  # of a chunk
+comptime SharedInts = Pointer[
+    Int32, MutUntrackedOrigin, address_space=AddressSpace.SHARED
+]
 
 
 # --- fragments -------------------------------------------------------------------------
@@ -103,6 +113,86 @@ def bytes_of_a_step(precision: Int) -> Int:
     return ROWS * WARP_SIZE * (32 if precision == TF32 else 16)
 
 
+@always_inline
+def _share_factors[
+    precision: Int, padded: Bool
+](
+    weights: Pointer[
+        Scalar[kind(precision)],
+        MutUntrackedOrigin,
+        address_space=AddressSpace.SHARED,
+    ],
+    offsets: SharedInts,
+    places: SharedInts,
+    w: Ptr,
+    s: Shape,
+    k_block: Int,
+    first: Int,
+    held: Int,
+):
+    """Copies the block's weights of `held` steps as fragments, and where the pixels of their taps are.
+    """
+    comptime STEP = ROWS * WARP_SIZE * 8
+    var area = s.R * s.T
+    var taps = s.C * area
+    # `while`: a range whose step is not known checks its sign each time.
+    var i = thread_idx.x
+    while i < held * TERMS:
+        var c = min(first * TERMS + i, taps - 1)
+        var column = split(c, s.T)
+        var row = split(c, s.R)
+        offsets[unsafe_offset=i] = Int32(
+            ((c * s.H + row) * s.W + column) * LANES
+        )
+        comptime if padded:
+            places[unsafe_offset=i] = Int32(row << 16 | column)
+        i += block_dim.x
+    i = thread_idx.x
+    while i < held * s.k_warps * ROWS * WARP_SIZE:
+        # lane, tile, step, warp: the order in memory
+        var a_warp = i
+        var a_lane = split(a_warp, WARP_SIZE)
+        var m = split(a_warp, ROWS)
+        var step = split(a_warp, held)
+        var a = SIMD[F32, 8](0)
+        comptime for h in range(2):
+            comptime for r in range(2):
+                comptime for e in range(2):
+                    var k = (
+                        k_block + (a_warp * ROWS + m) * 16 + 8 * r + a_lane // 4
+                    )
+                    var tap = (
+                        (first + step) * TERMS + a_lane % 4 * 2 + e + 8 * h
+                    )
+                    if k < s.K and tap < taps:
+                        comptime if padded:
+                            var c = tap
+                            var within = split(c, area)
+                            a[4 * h + 2 * r + e] = w[
+                                unsafe_offset=(c * s.K + k) * area
+                                + area
+                                - 1
+                                - within
+                            ]
+                        else:
+                            a[4 * h + 2 * r + e] = w[
+                                unsafe_offset=k * taps + tap
+                            ]
+        var f = _factors[precision, 8](a)
+        var at = (a_warp * s.chunk + step) * STEP + m * WARP_SIZE * 8
+        comptime if precision == TF32:
+            # two vectors of 16 bytes, each next to those of the other lanes
+            comptime for h in range(2):
+                weights.unsafe_offset(
+                    at + (h * WARP_SIZE + a_lane) * 4
+                ).unsafe_store[alignment=16](0, f.slice[4, offset=4 * h]())
+        else:
+            weights.unsafe_offset(at + a_lane * 8).unsafe_store[alignment=16](
+                0, f
+            )
+        i += block_dim.x
+
+
 def _correlate[
     precision: Int, padded: Bool
 ](y: Ptr, y_step: Int64, x: Ptr, x_step: Int64, w: Ptr, b: Ptr, sizes: Sizes,):
@@ -131,174 +221,124 @@ def _correlate[
     var lane = thread_idx.x % WARP_SIZE
     var t = lane % 4
     var row_of_tile = lane // 4
-    var warp = thread_idx.x // WARP_SIZE
-    var k_warp = warp % s.k_warps
-    var pixel_warps = block_dim.x // WARP_SIZE // s.k_warps
+    var pixel_warp = thread_idx.x // WARP_SIZE
+    var k_warp = split(pixel_warp, s.k_warps)
     var k_block = block_idx.y * s.k_warps * ROWS * 16
     var k_first = k_block + k_warp * ROWS * 16
+    var steps = ceildiv(taps, TERMS)
 
-    # Tiles of pixels, the last of a row moved back so that it ends with the row.
-    var n = block_idx.x * pixel_warps + warp // s.k_warps
-    var q_first = min(split(n, ceildiv(s.Q, PIXELS)) * PIXELS, s.Q - PIXELS)
-    var p = split(n, s.P)
-    var there = n < s.G
-    var g = min(n, s.G - 1)
-    var row = p * s.S - s.pad_rows
-    var column = q_first * s.S - s.pad_columns
-    # samples 2 row_of_tile and 2 row_of_tile + 1: the column of this thread in two tiles
-    var xp = x.unsafe_offset(
-        shard * Int(x_step)
-        + (g * s.C * s.H * s.W + row * s.W + column) * LANES
-        + 2 * row_of_tile
-    )
+    for tile in range(s.tiles):
+        # Tiles of pixels, the last of a row moved back so that it ends with the row.
+        var n = (block_idx.x * s.tiles + tile) * s.pixel_warps + pixel_warp
+        var q_first = min(split(n, ceildiv(s.Q, PIXELS)) * PIXELS, s.Q - PIXELS)
+        var p = split(n, s.P)
+        var there = n < s.G
+        var g = min(n, s.G - 1)
+        var row = p * s.S - s.pad_rows
+        var column = q_first * s.S - s.pad_columns
+        # samples 2 row_of_tile and 2 row_of_tile + 1: the column of this thread in two tiles
+        var xp = x.unsafe_offset(
+            shard * Int(x_step)
+            + (g * s.C * s.H * s.W + row * s.W + column) * LANES
+            + 2 * row_of_tile
+        )
 
-    var acc = Array[SIMD[F32, 4], ROWS * PIXELS * 2](fill=SIMD[F32, 4](0))
-    comptime if not padded:
+        var acc = Array[SIMD[F32, 4], ROWS * PIXELS * 2](fill=SIMD[F32, 4](0))
+        comptime if not padded:
+            comptime for m in range(ROWS):
+                comptime for r in range(2):
+                    var k = k_first + 16 * m + 8 * r + row_of_tile
+                    var bias = Float32(0)
+                    if k < s.K:
+                        bias = b[unsafe_offset=k]
+                    comptime for i in range(PIXELS * 2):
+                        acc[m * PIXELS * 2 + i][2 * r] = bias
+                        acc[m * PIXELS * 2 + i][2 * r + 1] = bias
+
+        var first = 0
+        while first < steps:
+            var held = min(s.chunk, steps - first)
+            if tile == 0 or s.chunk < steps:
+                if tile > 0 or first > 0:
+                    barrier()
+                _share_factors[precision, padded](
+                    weights, offsets, places, w, s, k_block, first, held
+                )
+                barrier()
+
+            for step in range(held):
+                var values = Array[SIMD[F32, 4], PIXELS * 2](
+                    fill=SIMD[F32, 4](0)
+                )
+                comptime for h in range(2):
+                    comptime for e in range(2):
+                        var tap = step * TERMS + 2 * t + e + 8 * h
+                        var from_ = xp.unsafe_offset(
+                            Int(offsets[unsafe_offset=tap])
+                        )
+                        var place = 0
+                        comptime if padded:
+                            place = Int(places[unsafe_offset=tap])
+                        var row_there = not padded or UInt32(
+                            row + (place >> 16)
+                        ) < UInt32(s.H)
+                        comptime for j in range(PIXELS):
+                            var two = SIMD[F32, 2](0)
+                            comptime if padded:
+                                if row_there and UInt32(
+                                    column + (place & 0xFFFF) + j
+                                ) < UInt32(s.W):
+                                    two = from_.unsafe_offset(
+                                        j * LANES
+                                    ).unsafe_load[width=2, alignment=8]()
+                            else:
+                                two = from_.unsafe_offset(
+                                    j * s.S * LANES
+                                ).unsafe_load[width=2, alignment=8]()
+                            values[2 * j][2 * h + e] = two[0]
+                            values[2 * j + 1][2 * h + e] = two[1]
+                var a = Array[SIMD[D, 8], ROWS](fill=SIMD[D, 8](0))
+                var at = (k_warp * s.chunk + step) * STEP
+                comptime for m in range(ROWS):
+                    comptime if precision == TF32:
+                        comptime for h in range(2):
+                            var four = weights.unsafe_offset(
+                                at + (m * 2 + h) * WARP_SIZE * 4 + lane * 4
+                            ).unsafe_load[width=4, alignment=16]()
+                            comptime for e in range(4):
+                                a[m][4 * h + e] = four[e]
+                    else:
+                        a[m] = weights.unsafe_offset(
+                            at + (m * WARP_SIZE + lane) * 8
+                        ).unsafe_load[width=8, alignment=16]()
+                comptime for j in range(PIXELS * 2):
+                    var f = _factors[precision, 4](values[j])
+                    comptime for m in range(ROWS):
+                        comptime i = m * PIXELS * 2 + j
+                        acc[i] = _multiply[precision](a[m], f, acc[i])
+            first += s.chunk
+
         comptime for m in range(ROWS):
             comptime for r in range(2):
                 var k = k_first + 16 * m + 8 * r + row_of_tile
-                var bias = Float32(0)
-                if k < s.K:
-                    bias = b[unsafe_offset=k]
-                comptime for i in range(PIXELS * 2):
-                    acc[m * PIXELS * 2 + i][2 * r] = bias
-                    acc[m * PIXELS * 2 + i][2 * r + 1] = bias
-
-    var steps = ceildiv(taps, TERMS)
-    for first in range(0, steps, s.chunk):
-        var held = min(s.chunk, steps - first)
-        if first > 0:
-            barrier()
-        for i in range(thread_idx.x, held * TERMS, block_dim.x):
-            var c = min(first * TERMS + i, taps - 1)
-            var column = split(c, s.T)
-            var row = split(c, s.R)
-            offsets[unsafe_offset=i] = Int32(
-                ((c * s.H + row) * s.W + column) * LANES
-            )
-            comptime if padded:
-                places[unsafe_offset=i] = Int32(row << 16 | column)
-        for i in range(
-            thread_idx.x, held * s.k_warps * ROWS * WARP_SIZE, block_dim.x
-        ):
-            # lane, tile, step, warp: the order in memory
-            var a_warp = i
-            var a_lane = split(a_warp, WARP_SIZE)
-            var m = split(a_warp, ROWS)
-            var step = split(a_warp, held)
-            var a = SIMD[F32, 8](0)
-            comptime for h in range(2):
-                comptime for r in range(2):
-                    comptime for e in range(2):
-                        var k = (
-                            k_block
-                            + (a_warp * ROWS + m) * 16
-                            + 8 * r
-                            + a_lane // 4
-                        )
-                        var tap = (
-                            (first + step) * TERMS + a_lane % 4 * 2 + e + 8 * h
-                        )
-                        if k < s.K and tap < taps:
-                            comptime if padded:
-                                var c = tap
-                                var within = split(c, area)
-                                a[4 * h + 2 * r + e] = w[
-                                    unsafe_offset=(c * s.K + k) * area
-                                    + area
-                                    - 1
-                                    - within
-                                ]
-                            else:
-                                a[4 * h + 2 * r + e] = w[
-                                    unsafe_offset=k * taps + tap
-                                ]
-            var f = _factors[precision, 8](a)
-            var at = (a_warp * s.chunk + step) * STEP + m * WARP_SIZE * 8
-            comptime if precision == TF32:
-                # two vectors of 16 bytes, each next to those of the other lanes
-                comptime for h in range(2):
-                    weights.unsafe_offset(
-                        at + (h * WARP_SIZE + a_lane) * 4
-                    ).unsafe_store[alignment=16](0, f.slice[4, offset=4 * h]())
-            else:
-                weights.unsafe_offset(at + a_lane * 8).unsafe_store[
-                    alignment=16
-                ](0, f)
-        barrier()
-
-        for step in range(held):
-            var values = Array[SIMD[F32, 4], PIXELS * 2](fill=SIMD[F32, 4](0))
-            comptime for h in range(2):
-                comptime for e in range(2):
-                    var tap = step * TERMS + 2 * t + e + 8 * h
-                    var from_ = xp.unsafe_offset(
-                        Int(offsets[unsafe_offset=tap])
-                    )
-                    var place = 0
-                    comptime if padded:
-                        place = Int(places[unsafe_offset=tap])
-                    var row_there = not padded or UInt32(
-                        row + (place >> 16)
-                    ) < UInt32(s.H)
+                if there and k < s.K:
                     comptime for j in range(PIXELS):
-                        var two = SIMD[F32, 2](0)
-                        comptime if padded:
-                            if row_there and UInt32(
-                                column + (place & 0xFFFF) + j
-                            ) < UInt32(s.W):
-                                two = from_.unsafe_offset(
-                                    j * LANES
-                                ).unsafe_load[width=2, alignment=8]()
-                        else:
-                            two = from_.unsafe_offset(
-                                j * s.S * LANES
-                            ).unsafe_load[width=2, alignment=8]()
-                        values[2 * j][2 * h + e] = two[0]
-                        values[2 * j + 1][2 * h + e] = two[1]
-            var a = Array[SIMD[D, 8], ROWS](fill=SIMD[D, 8](0))
-            var at = (k_warp * s.chunk + step) * STEP
-            comptime for m in range(ROWS):
-                comptime if precision == TF32:
-                    comptime for h in range(2):
-                        var four = weights.unsafe_offset(
-                            at + (m * 2 + h) * WARP_SIZE * 4 + lane * 4
-                        ).unsafe_load[width=4, alignment=16]()
-                        comptime for e in range(4):
-                            a[m][4 * h + e] = four[e]
-                else:
-                    a[m] = weights.unsafe_offset(
-                        at + (m * WARP_SIZE + lane) * 8
-                    ).unsafe_load[width=8, alignment=16]()
-            comptime for j in range(PIXELS * 2):
-                var f = _factors[precision, 4](values[j])
-                comptime for m in range(ROWS):
-                    comptime i = m * PIXELS * 2 + j
-                    acc[i] = _multiply[precision](a[m], f, acc[i])
-
-    if not there:
-        return
-    comptime for m in range(ROWS):
-        comptime for r in range(2):
-            var k = k_first + 16 * m + 8 * r + row_of_tile
-            if k < s.K:
-                comptime for j in range(PIXELS):
-                    comptime i = (m * PIXELS + j) * 2
-                    # columns 2 t and 2 t + 1 of two tiles: samples 4 t to 4 t + 3
-                    var v = SIMD[F32, 4](
-                        acc[i][2 * r],
-                        acc[i + 1][2 * r],
-                        acc[i][2 * r + 1],
-                        acc[i + 1][2 * r + 1],
-                    )
-                    if s.relu != 0:
-                        v = v.lt(0).select(SIMD[F32, 4](0), v)
-                    y.unsafe_offset(
-                        shard * Int(y_step)
-                        + (((g * s.K + k) * s.P + p) * s.Q + q_first + j)
-                        * LANES
-                        + 4 * t
-                    ).unsafe_store[alignment=16](0, v)
+                        comptime i = (m * PIXELS + j) * 2
+                        # columns 2 t and 2 t + 1 of two tiles: samples 4 t to 4 t + 3
+                        var v = SIMD[F32, 4](
+                            acc[i][2 * r],
+                            acc[i + 1][2 * r],
+                            acc[i][2 * r + 1],
+                            acc[i + 1][2 * r + 1],
+                        )
+                        if s.relu != 0:
+                            v = v.lt(0).select(SIMD[F32, 4](0), v)
+                        y.unsafe_offset(
+                            shard * Int(y_step)
+                            + (((g * s.K + k) * s.P + p) * s.Q + q_first + j)
+                            * LANES
+                            + 4 * t
+                        ).unsafe_store[alignment=16](0, v)
 
 
 @always_inline
@@ -333,7 +373,12 @@ def correlate_mma[
         SHARED_BYTES // (s.k_warps * bytes_of_a_step(precision)),
         MOST_STEPS,
     )
-    var pixel_warps = WARPS // s.k_warps
+    s.pixel_warps = WARPS // s.k_warps
+    var n = blocks(s.G * s.P * ceildiv(s.Q, PIXELS), s.pixel_warps)
+    var across_k = ceildiv(s.K, s.k_warps * ROWS * 16)
+    if s.chunk == ceildiv(s.C * s.R * s.T, TERMS):
+        # Fewer blocks that load the weights, as long as there are enough.
+        s.tiles = max(1, min(8, n * across_k * shards // ENOUGH_BLOCKS))
     q.enqueue_function[_correlate[precision, padded]](
         y.ptr(),
         y.step(),
@@ -343,11 +388,11 @@ def correlate_mma[
         b.ptr(),
         s.pack(),
         grid_dim=(
-            blocks(s.G * s.P * ceildiv(s.Q, PIXELS), pixel_warps),
-            ceildiv(s.K, s.k_warps * ROWS * 16),
+            ceildiv(n, s.tiles),
+            across_k,
             shards,
         ),
-        block_dim=pixel_warps * s.k_warps * WARP_SIZE,
+        block_dim=s.pixel_warps * s.k_warps * WARP_SIZE,
         shared_mem_bytes=s.chunk * s.k_warps * bytes_of_a_step(precision),
     )
 
@@ -384,7 +429,7 @@ def _weights[
         split(block, ceildiv(s.K, KT * s.k_warps)) * s.k_warps + k_warp
     ) * KT
     var tap_first = (block * s.chunk + tap_warp) * TT
-    var piece = block_idx.x * (WARPS // (s.k_warps * s.chunk)) + warp
+    var piece = block_idx.x * s.pixel_warps + warp
     var taps = s.C * s.R * s.T
     if k_first >= s.K or tap_first >= taps or piece >= s.pieces:
         return
@@ -506,7 +551,7 @@ def weight_gradient_mma[
     var tiles_tap = ceildiv(s.C * s.R * s.T, TAP_TILES * 8)
     s.k_warps = min(tiles_k, 4)
     s.chunk = min(tiles_tap, WARPS // s.k_warps)
-    var piece_warps = WARPS // (s.k_warps * s.chunk)
+    s.pixel_warps = WARPS // (s.k_warps * s.chunk)
     q.enqueue_function[_weights[precision]](
         scratch,
         dy.ptr(),
@@ -515,11 +560,11 @@ def weight_gradient_mma[
         x.step(),
         s.pack(),
         grid_dim=(
-            ceildiv(s.pieces, piece_warps),
+            ceildiv(s.pieces, s.pixel_warps),
             ceildiv(tiles_k, s.k_warps) * ceildiv(tiles_tap, s.chunk),
             shards,
         ),
-        block_dim=piece_warps * s.k_warps * s.chunk * WARP_SIZE,
+        block_dim=s.pixel_warps * s.k_warps * s.chunk * WARP_SIZE,
     )
     add_pieces(
         q,

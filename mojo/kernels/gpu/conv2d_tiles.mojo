@@ -7,6 +7,7 @@ to an activation is 64 consecutive bytes.
 
 from std.bit import log2_floor
 from std.memory import bitcast
+from std.sys import get_defined_int
 from std.utils import StaticTuple
 from std.utils.numerics import isnan
 
@@ -19,7 +20,10 @@ from .launch import BF16, FP16, FP32, TF32
 comptime TEAMS = WARP_SIZE // LANES  # teams in a warp
 comptime THREADS = 256  # threads of a block, at most
 comptime WARPS = THREADS // WARP_SIZE
-comptime Sizes = StaticTuple[Int32, 21]
+# Blocks that a launch should have before each of them does the work of two: four for each of 132 multiprocessors, four
+# times. Tests have a smaller number.
+comptime ENOUGH_BLOCKS = get_defined_int["CONV_ENOUGH_BLOCKS", 2112]()
+comptime Sizes = StaticTuple[Int32, 23]
 
 
 @fieldwise_init
@@ -50,6 +54,8 @@ struct Shape(TrivialRegisterPassable):
     var PS: Int
     var pieces: Int  # that the sum over pixels is cut into (conv2d_weight.mojo)
     var units: Int  # of a piece for each team
+    var pixel_warps: Int  # warps of a block that differ in their pixels (pieces in conv2d_weight.mojo)
+    var tiles: Int  # of pixels that each warp computes, one after the other
 
     @staticmethod
     def forward(
@@ -87,6 +93,8 @@ struct Shape(TrivialRegisterPassable):
             1,
             1,
             1,
+            1,
+            1,
         )
 
     @always_inline
@@ -114,6 +122,8 @@ struct Shape(TrivialRegisterPassable):
             Int(s[18]),
             Int(s[19]),
             Int(s[20]),
+            Int(s[21]),
+            Int(s[22]),
         )
 
     def pack(self) -> Sizes:
@@ -140,6 +150,8 @@ struct Shape(TrivialRegisterPassable):
             Int32(self.PS),
             Int32(self.pieces),
             Int32(self.units),
+            Int32(self.pixel_warps),
+            Int32(self.tiles),
         )
 
 
@@ -151,6 +163,12 @@ def split(mut n: Int, size: Int) -> Int:
     var quotient = a // UInt32(size)
     n = Int(quotient)
     return Int(a - quotient * UInt32(size))
+
+
+@always_inline
+def quotient(n: Int, size: Int) -> Int:
+    """n // size of numbers that are not negative, in 32 bits."""
+    return Int(UInt32(n) // UInt32(size))
 
 
 @always_inline

@@ -27,6 +27,7 @@ from .conv2d_tiles import (
     Sizes,
     TEAMS,
     WARPS,
+    quotient,
     rounded,
     split,
     sum_warp,
@@ -139,7 +140,7 @@ def _sums[
         split(block, ceildiv(s.K, KT * s.k_warps)) * s.k_warps + k_warp
     ) * KT
     var c = block * s.chunk + c_warp
-    var piece = block_idx.x * (WARPS // (s.k_warps * s.chunk)) + warp
+    var piece = block_idx.x * s.pixel_warps + warp
     if k >= s.K or c >= s.C or piece >= s.pieces:
         return
     var taps = s.C * TT
@@ -157,8 +158,8 @@ def _sums[
         var g = unit
         var segment = split(g, cuts)
         var p = split(g, s.P)
-        var q_first = s.Q * segment // cuts
-        var q_last = s.Q * (segment + 1) // cuts
+        var q_first = quotient(s.Q * segment, cuts)
+        var q_last = quotient(s.Q * (segment + 1), cuts)
         var dp = dy.unsafe_offset(
             shard * Int(dy_step)
             + (g * s.K + k) * plane
@@ -236,7 +237,7 @@ def _sums_any[
         split(block, ceildiv(s.K, ANY_K * s.k_warps)) * s.k_warps + k_warp
     ) * ANY_K
     var tap = (block * s.chunk + c_warp) * ANY_TAPS
-    var piece = block_idx.x * (WARPS // (s.k_warps * s.chunk)) + warp
+    var piece = block_idx.x * s.pixel_warps + warp
     var taps = s.C * s.R * s.T
     if k >= s.K or tap >= taps or piece >= s.pieces:
         return
@@ -258,7 +259,7 @@ def _sums_any[
         var g = unit
         var segment = split(g, cuts)
         var p = split(g, s.P)
-        var q_first = s.Q * segment // cuts
+        var q_first = quotient(s.Q * segment, cuts)
         var dp = dy.unsafe_offset(
             shard * Int(dy_step)
             + (g * s.K + k) * plane
@@ -270,7 +271,7 @@ def _sums_any[
             + ((g * s.C * s.H + p * s.S) * s.W + q_first * s.S) * LANES
             + lane
         )
-        for _ in range(q_first, s.Q * (segment + 1) // cuts):
+        for _ in range(q_first, quotient(s.Q * (segment + 1), cuts)):
             var v = Array[Float32, ANY_TAPS](fill=0)
             comptime for j in range(ANY_TAPS):
                 v[j] = rounded[low](xp[unsafe_offset=offset[j]], s.precision)
@@ -379,6 +380,7 @@ def weight_gradient[
     var tiles_k = ceildiv(s.K, tile_of_k(s))
     s.k_warps = min(tiles_k, 4)
     s.chunk = min(tiles_of_taps(s), WARPS // s.k_warps)
+    s.pixel_warps = WARPS // (s.k_warps * s.chunk)
 
     @always_inline
     def launch[
@@ -392,16 +394,12 @@ def weight_gradient[
             x.step(),
             s.pack(),
             grid_dim=(
-                ceildiv(s.pieces, WARPS // (s.k_warps * s.chunk)),
+                ceildiv(s.pieces, s.pixel_warps),
                 ceildiv(tiles_k, s.k_warps)
                 * ceildiv(tiles_of_taps(s), s.chunk),
                 shards,
             ),
-            block_dim=WARPS
-            // (s.k_warps * s.chunk)
-            * s.k_warps
-            * s.chunk
-            * WARP_SIZE,
+            block_dim=s.pixel_warps * s.k_warps * s.chunk * WARP_SIZE,
         )
 
     if not known(s):
