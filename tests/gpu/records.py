@@ -237,7 +237,8 @@ def cases() -> Iterator[Case]:
         for fold in (1, 4):
             yield from linear(2, 400, 120, form, fold)
         for sizes in ((2, 120, 84), (2, 84, 10), (1, 3, 5), (1, 1, 1), (2, 784, 33), (4, 64, 64)):
-            yield from linear(*sizes, form)
+            if form != "_tf32" or sizes != (1, 1, 1):  # one number: there is no larger one to be relative to
+                yield from linear(*sizes, form)
         for fold in (1, 4):
             yield from conv(2, 6, 14, 14, 16, 5, 5, 1, form, fold)
         yield from conv(1, 8, 9, 7, 12, 3, 3, 1, form)

@@ -1,0 +1,273 @@
+"""Short trainings on GPUs in one process, for test_gpu_training.py and scripts/gpu-check; prints a JSON object.
+
+    python tests/gpu/trainings.py [NAME ...]
+
+Each check returns what is to be compared; "ok" is what must be true of it. Devices are shared (oversubscribe), so one
+GPU is enough.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from odyssey import DistributedTrainer, data, nn, optim
+from odyssey.errors import ConfigError, NumericsError
+
+CHECKS: dict[str, Callable[[], dict[str, Any]]] = {}
+MNIST = data.load("mnist", train=True).take(2000)
+
+
+def check(f: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
+    CHECKS[f.__name__] = f
+    return f
+
+
+def trainer(model: str = "lenet5", optimizer: Any = None, device: str = "gpu", num_gpus: int | None = 1, **settings):
+    return DistributedTrainer(
+        nn.models.build(model, seed=1),
+        optimizer or optim.SGD(lr=0.05, momentum=0.9),
+        backend="local",
+        device=device,
+        num_gpus=num_gpus,
+        oversubscribe=True,
+        threads=1,
+        **settings,
+    )
+
+
+def loader(batch: int = 80, seed: int = 1) -> data.DataLoader:
+    return data.DataLoader(MNIST, batch_size=batch, shuffle=True, seed=seed)
+
+
+def steps(t: DistributedTrainer, n: int = 3, batch: int = 80) -> str:
+    it = iter(loader(batch))
+    for _ in range(n):
+        t.train_step(next(it))
+    return t.weights_sha256()
+
+
+def apart(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> float:
+    """The largest difference of two sets of weights, relative to the largest weight of each."""
+    return max(float(np.abs(a[k] - b[k]).max() / np.abs(b[k]).max()) for k in b)
+
+
+def compare(gpu: DistributedTrainer, cpu: DistributedTrainer, n: int = 3, batch: int = 80) -> float:
+    steps(gpu, n, batch)
+    steps(cpu, n, batch)
+    return apart(gpu.state_dict(), cpu.state_dict())
+
+
+@check
+def workers() -> dict[str, Any]:
+    """The same bits on 1, 2, 3 and 4 workers; 80 samples are two shards and a half, so that one worker has none."""
+    hashes = {n: steps(trainer(num_gpus=n)) for n in (1, 2, 3)}
+    large = {n: steps(trainer(num_gpus=n), 2, 416) for n in (1, 4)}
+    return {"ok": len(set(hashes.values())) == 1 and len(set(large.values())) == 1, "hashes": hashes, "large": large}
+
+
+@check
+def like_the_cpu() -> dict[str, Any]:
+    """After some steps weights are those of the CPU, up to rounding."""
+
+    def far(model: str = "lenet5", n: int = 3, batch: int = 80, adam: bool = False, **settings: Any) -> float:
+        sides = [
+            trainer(model, optim.AdamW(lr=0.001) if adam else None, device=device, **settings)
+            for device in ("gpu", "cpu")
+        ]
+        return compare(*sides, n, batch)
+
+    found = {
+        "lenet5": far(),
+        "mlp, AdamW": far("mlp", batch=33, adam=True),
+        "convnet with dropout": far("convnet", n=1, batch=16),
+        "small batch": far("mlp", batch=3),
+        "clipped": far(clip_norm=0.05),
+        "accumulated": far("mlp", accumulation_steps=2),
+    }
+    return {"ok": max(found.values()) < 1e-4, "relative difference": found}
+
+
+@check
+def precisions() -> dict[str, Any]:
+    """tf32, bf16 and fp16 train close to float32, with bits that do not depend on workers."""
+    plain = trainer()
+    steps(plain)
+    found: dict[str, Any] = {}
+    for precision in ("tf32", "bf16", "fp16"):
+        settings = {"precision": precision, **({"scaler_init_scale": 256.0} if precision == "fp16" else {})}
+        one, two = trainer(**settings), trainer(num_gpus=2, **settings)
+        same = steps(one) == steps(two)
+        found[precision] = {"same": same, "far": apart(one.state_dict(), plain.state_dict())}
+    ok = all(f["same"] and 0 < f["far"] < 0.02 for f in found.values())
+    return {"ok": ok, **found}
+
+
+@check
+def overflow() -> dict[str, Any]:
+    """An overflow at a large loss scale skips the step on all workers and halves the scale."""
+    t = trainer(num_gpus=2, precision="fp16", scaler_init_scale=2.0**40)
+    before = t.weights_sha256()
+    first = steps(t, 1)
+    return {"ok": before == first and t.scaler.value == 2.0**39, "scale": t.scaler.value}
+
+
+@check
+def not_finite() -> dict[str, Any]:
+    """A loss that is not finite ends the training, and the weights stay those of the step before."""
+    t = trainer(optimizer=optim.SGD(lr=1e30))
+    it = iter(loader())
+    t.train_step(next(it))
+    before = t.weights_sha256()
+    try:
+        t.train_step(next(it))
+    except NumericsError as error:
+        return {"ok": t.weights_sha256() == before and t.optimizer.steps == 1, "error": str(error)}
+    return {"ok": False}
+
+
+@check
+def pieces() -> dict[str, Any]:
+    """Shards computed in several pieces, for want of memory, give the same bits; so do those with one fold."""
+    from odyssey.gpu import plan
+    from odyssey.gpu.runner import GpuRunner
+
+    whole = steps(trainer(), 2, 416)
+    limit, fold = GpuRunner._limit, plan.SIDE_BY_SIDE
+    GpuRunner._limit = lambda self: 3  # type: ignore[method-assign]
+    try:
+        cut = steps(trainer(num_gpus=2), 2, 416)
+    finally:
+        GpuRunner._limit = limit  # type: ignore[method-assign]
+    plan.SIDE_BY_SIDE = 1
+    try:
+        folded = steps(trainer(), 2, 416)
+    finally:
+        plan.SIDE_BY_SIDE = fold
+    return {"ok": whole == cut == folded, "hashes": [whole, cut, folded]}
+
+
+@check
+def data_that_does_not_fit() -> dict[str, Any]:
+    """A data set brought batch by batch, ahead of its step, gives the bits of one that lies on the device."""
+    from odyssey.gpu import team
+
+    def run(workers: int) -> tuple[str, float]:
+        t = trainer(num_gpus=workers)
+        t.fit(loader(), MNIST.take(100), epochs=1, steps=4)
+        return t.weights_sha256(), t.evaluate(MNIST.take(100)).loss
+
+    share = team.DATA_SHARE
+    whole = run(1)
+    team.DATA_SHARE = 0.0
+    try:
+        parts = [run(1), run(2)]
+    finally:
+        team.DATA_SHARE = share
+    return {"ok": parts == [whole, whole], "results": [whole, *parts]}
+
+
+@check
+def checkpoints() -> dict[str, Any]:
+    """A training that is stopped and resumed, with another number of workers, ends with the same bits; and the CPU goes
+    on from a GPU's checkpoint, and a GPU from the CPU's."""
+
+    def fit(t: DistributedTrainer, folder: str, n: int) -> str:
+        t.fit(loader(), epochs=1, steps=n, checkpoint_dir=folder, checkpoint_every=2)
+        return t.weights_sha256()
+
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as name:
+        at = [str(Path(name) / str(i)) for i in range(4)]
+        adam = {"optimizer": optim.Adam(lr=0.001)}
+        whole = fit(trainer("mlp", optim.Adam(lr=0.001)), at[0], 5)
+        fit(trainer("mlp", optim.Adam(lr=0.001)), at[1], 3)
+        found["resumed on 2"] = fit(trainer("mlp", optim.Adam(lr=0.001), num_gpus=2), at[1], 5) == whole
+        fit(trainer("mlp", **adam, device="cpu"), at[2], 3)
+        gpu = trainer("mlp", optim.Adam(lr=0.001))
+        fit(gpu, at[2], 5)
+        cpu = trainer("mlp", optim.Adam(lr=0.001), device="cpu")
+        fit(cpu, at[3], 5)
+        found["from the CPU"] = apart(gpu.state_dict(), cpu.state_dict()) < 2e-4
+    return {"ok": all(found.values()), **found}
+
+
+@check
+def touched() -> dict[str, Any]:
+    """What a user writes into parameters or state between steps is what the next step starts from."""
+    one, two = trainer("mlp"), trainer("mlp")
+    steps(one, 2)
+    steps(two, 2)
+    state, optimizer = two.state_dict(), two.optimizer_state()
+    for name, p in two.model.named_parameters():
+        p.data[...] = 0.5 * state[name]
+    two.load_optimizer_state({**optimizer, "momentum": 0 * optimizer["momentum"]})
+    halved = two.state_dict()
+    same = all(np.array_equal(halved[k], 0.5 * state[k]) for k in state)
+    third = trainer("mlp")
+    steps(third, 2)
+    for name, p in third.model.named_parameters():
+        p.data[...] = halved[name]
+    third.optimizer.state["momentum"][...] = 0
+    equal = steps(two, 1) == steps(third, 1)
+    return {"ok": same and equal and steps(one, 1) != two.weights_sha256()}
+
+
+@check
+def fingerprints() -> dict[str, Any]:
+    """Fingerprints and norms taken on the device are those of the same numbers on the host."""
+    from odyssey import fingerprint, norm
+
+    t = trainer()
+    steps(t, 1)
+    team = t._train.team
+    at = team.parameters.addresses[0][0]
+    device = team.fingerprints([(at, t.arena.size, 0)])()
+    pieces = team.fingerprints([(at + 4 * 160, t.arena.size - 160, 160), (at, 160, 0)])()
+    gradients = t._train.gradients(t.last.updates[0])
+    here = norm.global_norm([(gradients.ctypes.data, gradients.size)])
+    there = norm.global_norm([(t.last.updates[0].grads, gradients.size)], machine=team)
+    host = fingerprint.of(t.arena.params)
+    return {"ok": device == pieces == host and here == there, "values": [device, pieces, host, here, there]}
+
+
+@check
+def refusals() -> dict[str, Any]:
+    """What GPUs cannot do is refused before anything runs."""
+    from odyssey.parallel.mesh import Mesh
+
+    said = []
+    for settings in ({"zero": 1}, {"execution": "eager"}, {"mesh": Mesh(1, 1, 1), "reduction": "local_sgd"}):
+        try:
+            trainer("mlp", **settings)
+        except ConfigError as error:
+            said.append(str(error))
+    return {"ok": len(said) == 3 and all("not there for GPUs" in s or "[train]" in s for s in said), "said": said}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(CHECKS)}; default all")
+    options = parser.parse_args()
+    results = {}
+    for name in options.names or CHECKS:
+        try:
+            results[name] = CHECKS[name]()
+        except Exception as problem:
+            results[name] = {"ok": False, "error": f"{type(problem).__name__}: {problem}"}
+            if os.environ.get("ODYSSEY_TRACE"):
+                raise
+    print(json.dumps(results))
+    return 0 if all(r["ok"] for r in results.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
