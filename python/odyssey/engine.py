@@ -262,8 +262,15 @@ class Engine:
                 return Layerwise(self, samples, sample_shape)
         return Direct(self, samples, sample_shape)
 
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether it is of use to know the batch after the one that is run (`upcoming`)."""
+        return self.team is not None and any(r.looks_ahead for r in self._prepared.values())
+
     def memory(self) -> tuple[int, int]:
-        """Bytes on this rank of gradients, with what their reduction works in, and of activations."""
+        """Bytes on this rank (or its first GPU) of gradients and what their reduction works in, and of activations."""
+        if self.team is not None:
+            return self.team.workers[0].memory()
         shared = {name: a.nbytes for name, a in self._storage.items()}
         work = shared.pop("work", 0) + sum(r.work_bytes for r in self.runners if not r.shares_work)
         return sum(shared.values()) + sum(r.grad_bytes for r in self.runners), work

@@ -618,9 +618,11 @@ class DistributedTrainer:
         session = self._session
         tally = Tally() if session is None else session.tally
         batches = itertools.islice(batches, limit)
+        following: datasets.Batch | None = None
         while True:
             slot.phase("data")
-            batch = next(batches, None)
+            batch = next(batches, None) if following is None else following
+            following = self._train.upcoming = next(batches, None) if self._train.looks_ahead else None
             slot.phase("compute")
             if batch is None:
                 break

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 # A data set is kept on a device if it leaves this share of the free memory to the training.
 DATA_SHARE = 0.5
 
+GRADIENTS = ("sums", "gradients", "result", "met")  # areas that hold some
+
 
 class Worker:
     """One worker's device and what it holds there. Areas grow when more is asked for and keep nothing then."""
@@ -86,6 +88,11 @@ class Worker:
     def nbytes(self) -> int:
         """Bytes of device memory in areas."""
         return sum(size for _, size in self._areas.values())
+
+    def memory(self) -> tuple[int, int]:
+        """Bytes of device memory for gradients and their sums, and for everything else in areas."""
+        gradients = sum(size for name, (_, size) in self._areas.items() if name.split()[0] in GRADIENTS)
+        return gradients, self.nbytes - gradients
 
 
 class Team:
@@ -242,12 +249,6 @@ class Team:
         placed = [Placed(worker, data) for worker in self.workers]
         self._data[key] = (weakref.ref(data), placed)
         return placed
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory on the first worker's device that training takes, besides the data set."""
-        arrays = [*self.parameters.sizes, *(self._state.sizes if self._state else ())]
-        return sum(arrays) + self.workers[0].nbytes
 
 
 class Placed:

@@ -38,6 +38,7 @@ class Runner:
     bytes_sent = 0  # by this rank, so far
     bytes_plain = 0  # the same if gradients were summed along the tree, uncompressed
     grad_bytes = 0
+    looks_ahead = False  # it can bring the next batch to its device while this one is computed
 
     def __init__(self, engine: Engine, samples: int) -> None:
         self.samples = samples
