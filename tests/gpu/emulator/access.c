@@ -7,7 +7,6 @@
 
 #define EACH(m) for (u32 t_ = (m), l = 0; t_ && (l = (u32)__builtin_ctz(t_), 1); t_ &= t_ - 1)
 enum { ATOMIC_TAG = 0xfe, MANY = 0xff };
-static const char *space_name[] = {"generic", "global", "shared", "local", "param"};
 
 static u32 lane_bit(u32 l) { return 1u << l; }
 
@@ -124,30 +123,47 @@ static inline void touch(Warp *w, const Inst *I, u32 lanes, u64 off, u32 bytes, 
     }
 }
 
-/* a whole warp's contiguous bytes at once; false: look closer */
-static inline bool touch_run(Warp *w, u64 off, u32 n, int how) {
+/* n contiguous bytes of one warp, a multiple of 4; blocks of 64 with vector code, what is not plain byte by byte */
+static inline void touch_run(Warp *w, const Inst *I, u32 lanes, u64 off, u32 n, int how) {
     Block *b = w->block;
     const u8 me = (u8)(w->id + 1);
-    u8 *wr = b->writer + off, *rd = b->reader + off, *in = b->init + off, bad = 0;
-    if (how == 0) {
-        for (u32 i = 0; i < n; i++) bad |= (u8)((wr[i] != 0) & (wr[i] != me)) | (u8)(in[i] ^ 1);
-        if (bad) return false;
-        for (u32 i = 0; i < n; i++) rd[i] = (rd[i] == 0) | (rd[i] == me) ? me : MANY;
-    } else {
-        for (u32 i = 0; i < n; i++) bad |= (u8)((wr[i] != 0) & (wr[i] != me)) | (u8)((rd[i] != 0) & (rd[i] != me));
-        if (bad) return false;
-        memset(wr, me, n), memset(in, 1, n);
+    const u64 me8 = 0x0101010101010101ull * me, ones = 0x0101010101010101ull;
+    u8 *restrict wr = b->writer + off, *restrict rd = b->reader + off, *restrict in = b->init + off;
+    u32 i = 0;
+    for (; i + 64 <= n; i += 64) {
+        u8 bad = 0;
+        if (how) {
+            for (u32 j = i; j < i + 64; j++) bad |= (u8)((wr[j] != 0) & (wr[j] != me)) | (u8)((rd[j] != 0) & (rd[j] != me));
+            if (bad) touch(w, I, lanes, off + i, 64, how);
+            else memset(wr + i, me, 64), memset(in + i, 1, 64);
+        } else {
+            for (u32 j = i; j < i + 64; j++) bad |= (u8)((wr[j] != 0) & (wr[j] != me)) | (u8)(in[j] ^ 1);
+            if (bad) touch(w, I, lanes, off + i, 64, how);
+            else for (u32 j = i; j < i + 64; j++) rd[j] = (rd[j] == 0) | (rd[j] == me) ? me : MANY;
+        }
     }
-    return true;
+    for (; i + 8 <= n; i += 8) {
+        u64 x, y, z;
+        memcpy(&x, wr + i, 8), memcpy(&y, rd + i, 8), memcpy(&z, in + i, 8);
+        bool ok = x == 0 || x == me8;
+        if (how) {
+            if (!ok || (y != 0 && y != me8)) touch(w, I, lanes, off + i, 8, how);
+            else memcpy(wr + i, &me8, 8), memcpy(in + i, &ones, 8);
+        } else {
+            if (!ok || z != ones) touch(w, I, lanes, off + i, 8, how);
+            else if (y == 0) memcpy(rd + i, &me8, 8);
+            else if (y != me8 && y != ~0ull) touch(w, I, lanes, off + i, 8, how);
+        }
+    }
+    if (i < n) touch(w, I, lanes, off + i, n - i, how);
 }
 
-static void check_shared(Warp *w, const Inst *I, u32 m, const u64 *off, u32 bytes, int how) {
+enum { RUN = 1, SAME = 2 }; /* lane l is l accesses behind lane 0; all lanes have one address */
+
+/* off has the offsets of all lanes, of those that do not take part that of one that does */
+static void check_shared(Warp *w, const Inst *I, u32 m, const u64 *off, u64 lo, u64 hi, u64 any, int shape, u32 bytes, int how) {
     Block *b = w->block;
     const char *what = how == 0 ? "load" : how == 1 ? "store" : "atomic";
-    u64 lo = ~0ull, hi = 0, any = 0;
-    EACH(m) {
-        lo = off[l] < lo ? off[l] : lo, hi = off[l] > hi ? off[l] : hi, any |= off[l];
-    }
     if (hi + bytes > b->shared_bytes || hi > WINDOW)
         EACH(m) if (off[l] + bytes > b->shared_bytes || off[l] > WINDOW)
             finding(w, I, lane_bit(l), "%s of %u bytes at %ld of shared memory, of which the block has %u bytes", what, bytes, (long)off[l],
@@ -165,22 +181,45 @@ static void check_shared(Warp *w, const Inst *I, u32 m, const u64 *off, u32 byte
         }
         return;
     }
-    u64 first = off[__builtin_ctz(m)];
-    if (hi == lo) {
-        touch(w, I, m, first, bytes, how);
+    if (how == 2 || bytes < 4) {
+        EACH(m) touch(w, I, lane_bit(l), off[l], bytes, how);
         return;
     }
-    if (m == ~0u && how != 2 && hi - lo == 31 * bytes && lo == off[0]) {
-        u64 odd = 0;
-        for (u32 l = 0; l < WARP; l++) odd |= off[l] ^ (first + l * bytes);
-        if (!odd && touch_run(w, first, WARP * bytes, how)) return;
+    if (shape) {
+        touch_run(w, I, m, lo, (u32)(hi - lo) + bytes, how);
+        return;
     }
-    EACH(m) touch(w, I, lane_bit(l), off[l], bytes, how);
+    for (u32 l = 0; l < WARP;) { /* lanes whose accesses follow each other, or are the same, together */
+        u64 first = off[l], end = first + bytes;
+        u32 j = l + 1;
+        for (; j < WARP; j++) {
+            if (off[j] == end) end += bytes;
+            else if (off[j] + bytes != end) break;
+        }
+        u32 lanes = (j == 32 ? ~0u : (1u << j) - 1) & ~((1u << l) - 1) & m;
+        if (lanes || l == 0) touch_run(w, I, lanes ? lanes : m, first, (u32)(end - first), how);
+        l = j;
+    }
 }
 
-/* where each lane's access goes; how: 0 reads, 1 writes, 2 atomic */
-static void resolve(Warp *w, char *R, const Inst *I, u32 m, int space, bool addr32, s32 reg, s64 imm, u32 bytes, int how, u8 **p) {
-    u64 ad[WARP];
+/* bounds of the addresses, and their shape; vector code */
+static inline int survey(const u64 *ad, u32 bytes, u64 *lo, u64 *hi, u64 *any) {
+    u64 a = ~0ull, z = 0, o = 0, run = 0, same = 0, first = ad[0];
+    for (u32 l = 0; l < WARP; l++) {
+        u64 x = ad[l];
+        a = x < a ? x : a, z = x > z ? x : z, o |= x;
+        run |= x ^ (first + l * bytes), same |= x ^ first;
+    }
+    *lo = a, *hi = z, *any = o;
+    return same == 0 ? SAME : run == 0 ? RUN : 0;
+}
+
+/* where each lane's access goes, lanes that do not take part where one goes that does; the shape of all.
+ * how: 0 reads, 1 writes, 2 atomic */
+static int resolve(Warp *w, char *R, const Inst *I, u32 m, int space, bool addr32, s32 reg, s64 imm, u32 bytes, int how, u8 **p) {
+    u64 ad[WARP], lo, hi, any;
+    u32 f = (u32)__builtin_ctz(m);
+    Block *b = w->block;
     if (addr32) {
         const u32 *a = REG(u32, reg);
         LANES ad[l] = (u64)(u32)(a[l] + (u32)imm);
@@ -188,52 +227,62 @@ static void resolve(Warp *w, char *R, const Inst *I, u32 m, int space, bool addr
         const u64 *a = REG(u64, reg);
         LANES ad[l] = a[l] + (u64)imm;
     }
-    Block *b = w->block;
+    if (m != ~0u) {
+        u64 one = ad[f];
+        LANES ad[l] = (m >> l & 1) ? ad[l] : one;
+    }
+    int shape = survey(ad, bytes, &lo, &hi, &any);
     if (space == GENERIC) {
-        u32 sh = 0, lc = 0;
-        EACH(m) {
-            if (ad[l] - shared_window < WINDOW) sh |= lane_bit(l);
-            else if (ad[l] - local_window < WINDOW) lc |= lane_bit(l);
-        }
-        if (sh | lc) {
-            u64 of[WARP];
-            if (sh) {
-                LANES of[l] = ad[l] - shared_window;
-                check_shared(w, I, sh, of, bytes, how);
-                EACH(sh) p[l] = b->shared + of[l];
+        if (lo - shared_window < WINDOW && hi - shared_window < WINDOW) {
+            LANES ad[l] -= shared_window;
+            lo -= shared_window, hi -= shared_window, space = SHARED;
+        } else if (lo - local_window < WINDOW && hi - local_window < WINDOW) {
+            LANES ad[l] -= local_window;
+            lo -= local_window, hi -= local_window, space = LOCAL;
+        } else if (hi < shared_window || lo >= local_window + WINDOW) space = GLOBAL;
+        else { /* perhaps lanes of different kinds: one after the other */
+            EACH(m) {
+                u64 one[WARP];
+                bool sh = ad[l] - shared_window < WINDOW, lc = ad[l] - local_window < WINDOW;
+                u64 o = sh ? ad[l] - shared_window : lc ? ad[l] - local_window : ad[l];
+                for (int j = 0; j < WARP; j++) one[j] = o;
+                if (sh) {
+                    check_shared(w, I, lane_bit(l), one, o, o, o, SAME, bytes, how);
+                    p[l] = b->shared + o;
+                } else if (lc) {
+                    if (o + bytes > (u64)b->launch->f->local_bytes) finding(w, I, lane_bit(l), "access at %lu of local memory, of which a thread has %d bytes", (long)o, b->launch->f->local_bytes);
+                    p[l] = (u8 *)w->local + (size_t)l * (size_t)b->launch->f->local_bytes + o;
+                } else {
+                    if (!cached(b, o, o + bytes) || (o & (bytes - 1))) check_one(w, I, l, o, bytes, how == 0 ? "load" : how == 1 ? "store" : "atomic");
+                    p[l] = (u8 *)o;
+                }
             }
-            EACH(lc) {
-                u64 o = ad[l] - local_window;
-                if (o + bytes > (u64)b->launch->f->local_bytes) finding(w, I, lane_bit(l), "access at %lu of local memory, of which a thread has %d bytes", (long)o, b->launch->f->local_bytes);
-                p[l] = (u8 *)w->local + (size_t)l * (size_t)b->launch->f->local_bytes + o;
-            }
-            m &= ~(sh | lc);
-            if (!m) return;
+            u8 *one = p[f];
+            LANES p[l] = (m >> l & 1) ? p[l] : one;
+            return 0;
         }
-        space = GLOBAL;
     }
     if (space == SHARED) {
-        check_shared(w, I, m, ad, bytes, how);
-        LANES p[l] = b->shared + ad[l];
-        return;
+        check_shared(w, I, m, ad, lo, hi, any, shape, bytes, how);
+        u64 base = (u64)b->shared;
+        LANES p[l] = (u8 *)(base + ad[l]);
+        return shape;
     }
     if (space == LOCAL) {
         u64 size = (u64)b->launch->f->local_bytes;
-        EACH(m) if (ad[l] + bytes > size) finding(w, I, lane_bit(l), "access at %ld of local memory, of which a thread has %ld bytes", (long)ad[l], (long)size);
-        LANES p[l] = (u8 *)w->local + (u64)l * size + ad[l];
-        return;
+        if (hi + bytes > size || hi > WINDOW)
+            EACH(m) if (ad[l] + bytes > size) finding(w, I, lane_bit(l), "access at %ld of local memory, of which a thread has %ld bytes", (long)ad[l], (long)size);
+        u64 base = (u64)w->local;
+        LANES p[l] = (u8 *)(base + (u64)l * size + ad[l]);
+        return 0;
     }
-    u64 lo = ~0ull, hi = 0, any = 0;
-    if (m == ~0u) {
-        for (int l = 0; l < WARP; l++) lo = ad[l] < lo ? ad[l] : lo, hi = ad[l] > hi ? ad[l] : hi, any |= ad[l];
-    } else EACH(m) lo = ad[l] < lo ? ad[l] : lo, hi = ad[l] > hi ? ad[l] : hi, any |= ad[l];
     if (!cached(b, lo, hi + bytes) || (any & (bytes - 1))) {
         const char *what = how == 0 ? "load" : how == 1 ? "store" : "atomic";
         EACH(m) if (!cached(b, ad[l], ad[l] + bytes) || (ad[l] & (bytes - 1))) check_one(w, I, l, ad[l], bytes, what);
     }
     if (settings.stats) count_global(w, m, ad, bytes, how != 0);
-    LANES p[l] = (u8 *)ad[l];
-    (void)space_name;
+    memcpy(p, ad, sizeof ad);
+    return shape;
 }
 
 /* k of a load or store: bits 0-3 elements, 4-5 log2 of their bytes, 6-7 log2 of the register's, 8 signed, 9-11 space,
@@ -247,15 +296,27 @@ void op_ld(Warp *w, char *R, const Inst *I, u32 m) {
     u8 *p[WARP];
     u32 k = I->k, n = K_N(k), e = K_BYTES(k), r = K_REG(k);
     if (!m) return;
-    resolve(w, R, I, m, K_SPACE(k), k >> 12 & 1, I->a, I->imm, n * e, 0, p);
+    int shape = resolve(w, R, I, m, K_SPACE(k), k >> 12 & 1, I->a, I->imm, n * e, 0, p);
     const s32 *vec = w->block->launch->f->vec + I->d;
-    if (n == 1 && m == ~0u && e == r) {
-        u64 odd = 0;
-        for (u32 l = 0; l < WARP; l++) odd |= (u64)p[l] ^ ((u64)p[0] + l * e);
-        if (!odd) {
-            memcpy(REG(u8, vec[0]), p[0], WARP * e);
-            return;
+    if (n == 1 && m == ~0u && e == r && shape == RUN) {
+        memcpy(REG(u8, vec[0]), p[0], WARP * e);
+        return;
+    }
+    if (e == 4 && r == 4) { /* lanes that do not take part have an address that can be read */
+        for (u32 i = 0; i < n; i++) {
+            if (vec[i] < 0) continue;
+            u32 *d = REG(u32, vec[i]), v[WARP];
+            if (shape == SAME) {
+                u32 x = ((const u32 *)p[0])[i];
+                LANES v[l] = x;
+            } else if (shape == RUN && n == 4) {
+                const u32 *q = (const u32 *)p[0] + i;
+                LANES v[l] = q[4 * l];
+            } else LANES v[l] = ((const u32 *)p[l])[i];
+            if (m == ~0u) memcpy(d, v, sizeof v);
+            else LANES if (m >> l & 1) d[l] = v[l];
         }
+        return;
     }
     for (u32 i = 0; i < n; i++) {
         if (vec[i] < 0) continue;
@@ -263,7 +324,7 @@ void op_ld(Warp *w, char *R, const Inst *I, u32 m) {
         u32 o = i * e;
 #define GET(E, D) EACH(m) { E v; memcpy(&v, p[l] + o, sizeof v); ((D *)d)[l] = (D)v; }
         switch (e * 16 + r + (k & 256)) {
-        case 4 * 16 + 4: case 4 * 16 + 4 + 256: GET(u32, u32) break;
+        case 4 * 16 + 4 + 256: GET(u32, u32) break;
         case 8 * 16 + 8: case 8 * 16 + 8 + 256: GET(u64, u64) break;
         case 2 * 16 + 2: case 2 * 16 + 2 + 256: GET(u16, u16) break;
         case 4 * 16 + 8: GET(u32, u64) break;
@@ -287,21 +348,20 @@ void op_st(Warp *w, char *R, const Inst *I, u32 m) {
     u8 *p[WARP];
     u32 k = I->k, n = K_N(k), e = K_BYTES(k), r = K_REG(k);
     if (!m) return;
-    resolve(w, R, I, m, K_SPACE(k), k >> 12 & 1, I->a, I->imm, n * e, 1, p);
+    int shape = resolve(w, R, I, m, K_SPACE(k), k >> 12 & 1, I->a, I->imm, n * e, 1, p);
     const s32 *vec = w->block->launch->f->vec + I->d;
-    if (n == 1 && m == ~0u && e == r) {
-        u64 odd = 0;
-        for (u32 l = 0; l < WARP; l++) odd |= (u64)p[l] ^ ((u64)p[0] + l * e);
-        if (!odd) {
-            memcpy(p[0], REG(u8, vec[0]), WARP * e);
-            return;
-        }
+    if (n == 1 && m == ~0u && e == r && shape == RUN) {
+        memcpy(p[0], REG(u8, vec[0]), WARP * e);
+        return;
     }
     for (u32 i = 0; i < n; i++) {
         const u8 *s = REG(u8, vec[i]);
         u32 o = i * e;
         switch (e) {
-        case 4: EACH(m) memcpy(p[l] + o, s + l * r, 4); break;
+        case 4:
+            if (m == ~0u && r == 4) for (int l = 0; l < WARP; l++) memcpy(p[l] + o, s + l * 4, 4); /* in order: the last lane wins */
+            else EACH(m) memcpy(p[l] + o, s + l * r, 4);
+            break;
         case 8: EACH(m) memcpy(p[l] + o, s + l * r, 8); break;
         case 2: EACH(m) memcpy(p[l] + o, s + l * r, 2); break;
         default: EACH(m) p[l][o] = s[l * r]; break;
@@ -419,9 +479,11 @@ void op_cp_async(Warp *w, char *R, const Inst *I, u32 m) {
     }
 }
 static void complete(Warp *w, CopyItem *c) {
-    u64 off[WARP];
-    EACH(c->mask) off[l] = c->dst[l];
-    check_shared(w, c->inst, c->mask, off, c->bytes, 1);
+    u64 off[WARP], lo, hi, any;
+    u32 one = c->dst[__builtin_ctz(c->mask)];
+    LANES off[l] = (c->mask >> l & 1) ? c->dst[l] : one;
+    int shape = survey(off, c->bytes, &lo, &hi, &any);
+    check_shared(w, c->inst, c->mask, off, lo, hi, any, shape, c->bytes, 1);
     EACH(c->mask) {
         memset(w->block->shared + off[l], 0, c->bytes);
         if (c->from[l]) memcpy(w->block->shared + off[l], (void *)c->src[l], c->from[l]);
@@ -453,7 +515,10 @@ void op_ldmatrix(Warp *w, char *R, const Inst *I, u32 m) {
     if (!narrow) LANES if (off[l] - shared_window < WINDOW) off[l] -= shared_window;
     if (m != ~0u) finding(w, I, ~m, "ldmatrix is not executed by all lanes of the warp");
     u32 lanes = n == 4 ? ~0u : (1u << (8 * n)) - 1;
-    check_shared(w, I, lanes, off, 16, 0);
+    u64 lo, hi, any, one = off[0], all[WARP];
+    LANES all[l] = (lanes >> l & 1) ? off[l] : one;
+    int shape = survey(all, 16, &lo, &hi, &any);
+    check_shared(w, I, lanes, all, lo, hi, any, shape, 16, 0);
     const s32 *vec = w->block->launch->f->vec + I->d;
     for (u32 j = 0; j < n; j++) {
         u32 *d = REG(u32, vec[j]);

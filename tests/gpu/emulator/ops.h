@@ -6,6 +6,25 @@
 #include <immintrin.h>
 #endif
 
+/* without branches, so that a loop of it is vectors; exact */
+static inline float widen_half(u16 h) {
+    u32 x = (u32)(h & 0x7fff) << 13, y;
+    float f;
+    memcpy(&f, &x, 4);
+    f *= 0x1p112f;
+    memcpy(&y, &f, 4);
+    y |= (h & 0x7c00) == 0x7c00 ? 0x7f800000 : 0;
+    y |= (u32)(h & 0x8000) << 16;
+    memcpy(&f, &y, 4);
+    return f;
+}
+static inline float widen_bf16(u16 h) {
+    u32 x = (u32)h << 16;
+    float f;
+    memcpy(&f, &x, 4);
+    return f;
+}
+
 #define LANES _Pragma("GCC ivdep") for (int l = 0; l < WARP; l++)
 #define UNUSED (void)w
 

@@ -11,12 +11,7 @@ static inline float real(u32 x) { float r; memcpy(&r, &x, 4); return r; }
 static inline u64 bits64(double x) { u64 r; memcpy(&r, &x, 8); return r; }
 static inline double real64(u64 x) { double r; memcpy(&r, &x, 8); return r; }
 
-float half_to_float(u16 h) {
-    u32 e = h >> 10 & 31, f = h & 1023, s = (u32)(h & 0x8000) << 16;
-    if (e == 31) return real(s | 0x7f800000 | f << 13);
-    if (e) return real(s | (e + 112) << 23 | f << 13);
-    return real(s | bits((float)f * 0x1p-24f));
-}
+float half_to_float(u16 h) { return widen_half(h); }
 /* round to nearest even by hand: `keep` bits of mantissa, smallest exponent `emin`, largest `emax` */
 static u32 round_double(double x, int keep, int emin, int emax) {
     u64 b = bits64(x);
@@ -56,7 +51,6 @@ static inline u32 bf_bits(u32 x) {
     u32 r = (x + 0x7fff + (x >> 16 & 1)) >> 16;
     return (x & 0x7fffffff) > 0x7f800000 ? 0x7fff : r;
 }
-static inline float bf_float(u16 h) { return real((u32)h << 16); }
 static inline u32 half_zero(u32 x) { /* towards zero */
     u32 s = x >> 16 & 0x8000, a = x & 0x7fffffff;
     if (a > 0x7f800000) return 0x7fff;
@@ -150,7 +144,7 @@ U1(rsqrt_f64, f64, f64, 1.0 / sqrt(A))
 B2(copysign_f64, u64, u64, u64, (B & 0x7fffffffffffffffull) | (A & 0x8000000000000000ull))
 
 /* half and bfloat16: sums and products of two are exact enough in float32 for one rounding */
-#define H(x) half_to_float(x)
+#define H(x) widen_half(x)
 #define RH(x) half_bits(bits(x))
 #define HALVES(t, TO, FROM, FROMD)                                                                                     \
     B2(add_##t, u16, u16, u16, FROM(TO(A) + TO(B)))                                                                    \
@@ -196,7 +190,7 @@ B2(copysign_f64, u64, u64, u64, (B & 0x7fffffffffffffffull) | (A & 0x80000000000
 #define PAIR(lo, hi) ((u32)(u16)(lo) | (u32)(u16)(hi) << 16)
 #define RB(x) bf_bits(bits(x))
 HALVES(f16, H, RH, double_to_half)
-HALVES(bf16, bf_float, RB, double_to_bf16)
+HALVES(bf16, widen_bf16, RB, double_to_bf16)
 
 #define COMPARE(t)                                                                                                     \
     CMP(setp_eq_##t, t, A == B)                                                                                        \
@@ -224,16 +218,16 @@ CMP(testp_number_f32, f32, A == A)
 U1(cvt_f32_f16, f32, u16, H(A))
 U1(cvt_f16_f32, u16, f32, RH(A))
 U1(cvt_rz_f16_f32, u16, u32, half_zero(A))
-U1(cvt_f32_bf16, f32, u16, bf_float(A))
+U1(cvt_f32_bf16, f32, u16, widen_bf16(A))
 U1(cvt_bf16_f32, u16, f32, RB(A))
 U1(cvt_rz_bf16_f32, u16, u32, (A & 0x7fffffff) > 0x7f800000 ? 0x7fff : A >> 16)
 U1(cvt_bf16_f16, u16, u16, RB(H(A)))
-U1(cvt_f16_bf16, u16, u16, RH(bf_float(A)))
+U1(cvt_f16_bf16, u16, u16, RH(widen_bf16(A)))
 U1(cvt_f64_f32, f64, f32, A)
 U1(cvt_f32_f64, f32, f64, A)
 U1(cvt_f16_f64, u16, f64, double_to_half(A))
 U1(cvt_f64_f16, f64, u16, H(A))
-U1(cvt_f64_bf16, f64, u16, bf_float(A))
+U1(cvt_f64_bf16, f64, u16, widen_bf16(A))
 U1(cvt_bf16_f64, u16, f64, double_to_bf16(A))
 U1(cvt_rna_tf32_f32, u32, u32, tf32_bits(A))
 U1(cvt_tf32_f32, u32, u32, tf32_even(A))

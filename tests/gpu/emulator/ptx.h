@@ -52,6 +52,7 @@ typedef struct Compiler {
 
 void translate(Compiler *c, Stmt *s);
 void finish(Compiler *c);
+void place_registers(Compiler *c);
 int new_reg(Compiler *c, int bytes);
 int emit_control(Compiler *c, int op, s64 imm);
 void emit_label(Compiler *c, const char *name);

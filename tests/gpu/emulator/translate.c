@@ -773,16 +773,6 @@ void emit_label(Compiler *c, const char *name) {
 }
 
 /* ---- the end of a function -------------------------------------------------------------------------------------- */
-static void place(Compiler *c) {
-    int at = 0;
-    for (int i = 0; i < c->nregs; i++) {
-        VReg *r = &c->regs[i];
-        int size = r->bytes ? r->bytes * WARP : 64;
-        if (r->offset < 0) r->offset = at, at += (size + 63) / 64 * 64;
-    }
-    c->f->reg_bytes = at;
-}
-
 void finish(Compiler *c) {
     Func *f = c->f;
     if (!f->n || f->code[f->n - 1].fn || f->code[f->n - 1].op != C_EXIT) emit_control(c, C_EXIT, 0);
@@ -793,7 +783,7 @@ void finish(Compiler *c) {
             if (!strcmp(c->labels[j].name, c->fixups[i].name)) b->imm = c->labels[j].at;
         if (b->imm < 0) b->op = C_UNKNOWN;
     }
-    place(c);
+    place_registers(c);
     for (int i = 0; i < c->nrefs; i++) {
         Ref *r = &c->refs[i];
         s32 o = c->regs[r->reg].offset;
@@ -825,5 +815,4 @@ void finish(Compiler *c) {
         }
         f->code[i].imm = n, f->code[i].k = (u16)fma;
     }
-    f->registers = c->nregs;
 }

@@ -16,24 +16,29 @@ void op_clock(Warp *w, char *R, const Inst *I, u32 m) {
 
 void op_shfl(Warp *w, char *R, const Inst *I, u32 m) {
     const u32 *a = REG(u32, I->a), *b = REG(u32, I->b), *c = REG(u32, I->c);
-    u32 out[WARP], in_range = 0, *d = REG(u32, I->d);
-    for (u32 l = 0; l < WARP; l++) {
-        u32 bv = b[l] & 31, cv = c[l] & 31, seg = c[l] >> 8 & 31, top = (l & seg) | (cv & ~seg & 31), low = l & seg, j = l;
-        bool ok;
-        switch (I->k) {
-        case 0: j = l - bv, ok = (s32)j >= (s32)top; break;
-        case 1: j = l + bv, ok = j <= top; break;
-        case 2: j = l ^ bv, ok = j <= top; break;
-        default: j = low | (bv & ~seg), ok = j <= top; break;
-        }
-        if (!ok) j = l;
-        else in_range |= 1u << l;
-        if (ok && (m >> l & 1) && !(m >> j & 1) && !(w->exited >> j & 1) && (int)j < w->lanes)
-            finding(w, I, 1u << l, "shfl reads lane %u, which does not take part", j);
-        out[l] = a[j];
+    u32 out[WARP], from[WARP], *d = REG(u32, I->d);
+    u8 ok[WARP];
+    switch (I->k) {
+#define FROM(lane, test)                                                                                               \
+    LANES {                                                                                                            \
+        u32 seg = c[l] >> 8 & 31, cv = c[l] & 31, low = (u32)l & seg, top = low | (cv & ~seg), bv = b[l] & 31, j = lane; \
+        (void)bv, (void)top, (void)low;                                                                                \
+        u32 good = test;                                                                                               \
+        ok[l] = (u8)good, from[l] = good ? j : (u32)l;                                                                 \
+    }                                                                                                                  \
+    break;
+    case 0: FROM((u32)l - bv, (s32)j >= (s32)top)
+    case 1: FROM((u32)l + bv, j <= top)
+    case 2: FROM((u32)l ^ bv, j <= top)
+    default: FROM(low | (bv & ~seg), j <= top)
     }
-    for (int l = 0; l < WARP; l++)
-        if (m >> l & 1) d[l] = out[l];
+    u32 in_range = pack_mask(ok);
+    if (m != ~0u)
+        for (int l = 0; l < WARP; l++)
+            if ((in_range & m) >> l & 1 && !(m >> from[l] & 1) && !(w->exited >> from[l] & 1) && (int)from[l] < w->lanes)
+                finding(w, I, 1u << l, "shfl reads lane %u, which does not take part", from[l]);
+    LANES out[l] = a[from[l]];
+    LANES if (m >> l & 1) d[l] = out[l];
     s32 p = I->imm >= 0 ? w->block->launch->f->vec[I->imm] : -1;
     if (p >= 0) {
         u32 *q = REG(u32, p);
@@ -105,73 +110,72 @@ void op_activemask(Warp *w, char *R, const Inst *I, u32 m) {
 }
 
 /* mma.m16n8kK: fragments as in the ISA, section 9.7.14. Each product is exact; the sum over k is in float64 and rounded
- * once, so it is at least as exact as a tensor core's, whose order of sums is not documented. */
-static void multiply(Warp *w, char *R, const Inst *I, const float *A, const float *B, int K) {
-    const s32 *v = w->block->launch->f->vec + I->d;
-    const s32 *vc = v + I->imm;
+ * once, so it is at least as exact as a tensor core's, whose order of sums is not documented. `bt` is B transposed. */
+static inline __attribute__((always_inline)) void multiply(Warp *w, char *R, const Inst *I, float (*a)[16], float (*bt)[16], int K) {
+    const s32 *v = w->block->launch->f->vec + I->d, *vc = v + I->imm;
+    double wide[16][8], sum[16][8];
+    for (int k = 0; k < K; k++)
+        for (int n = 0; n < 8; n++) wide[k][n] = bt[n][k];
     for (int r = 0; r < 16; r++) {
+        int first = (r & 7) * 4, e = (r >> 3) * 2;
+        const float *even = REG(float, vc[e]) + first, *odd = REG(float, vc[e + 1]) + first;
         double s[8];
-        for (int n = 0; n < 8; n++) {
-            int lane = (r & 7) * 4 + n / 2, e = (r >> 3) * 2 + (n & 1);
-            s[n] = REG(float, vc[e])[lane];
-        }
+        for (int n = 0; n < 4; n++) s[2 * n] = even[n], s[2 * n + 1] = odd[n];
         for (int k = 0; k < K; k++) {
-            double a = A[r * K + k];
-            for (int n = 0; n < 8; n++) s[n] += a * (double)B[k * 8 + n];
+            double x = a[r][k];
+            for (int n = 0; n < 8; n++) s[n] = __builtin_fma(x, wide[k][n], s[n]);
         }
-        for (int n = 0; n < 8; n++) {
-            int lane = (r & 7) * 4 + n / 2, e = (r >> 3) * 2 + (n & 1);
-            REG(float, v[e])[lane] = (float)s[n];
-        }
+        memcpy(sum[r], s, sizeof s);
+    }
+    for (int r = 0; r < 16; r++) {
+        int first = (r & 7) * 4, e = (r >> 3) * 2;
+        float *even = REG(float, v[e]) + first, *odd = REG(float, v[e + 1]) + first;
+        for (int n = 0; n < 4; n++) even[n] = (float)sum[r][2 * n], odd[n] = (float)sum[r][2 * n + 1];
     }
     if (settings.stats) w->block->stats.mma++;
 }
 
-static float widen(u16 x, bool bf) {
-    if (!bf) return half_to_float(x);
-    u32 b = (u32)x << 16;
-    float f;
-    memcpy(&f, &b, 4);
-    return f;
-}
-
 void op_mma_half(Warp *w, char *R, const Inst *I, u32 m) {
-    int K = I->k & 31;
-    bool bf = I->k & 64;
+    int K = I->k & 31, na = K / 4;
     const s32 *v = w->block->launch->f->vec + I->d;
-    float A[16 * 16], B[16 * 8];
+    float a[16][16], bt[8][16];
     if (m != ~0u) finding(w, I, ~m, "mma is not executed by all lanes of the warp");
-    int na = K / 4, nb = K / 8;
-    for (int l = 0; l < WARP; l++) {
-        int g = l / 4, t = l % 4;
-        for (int j = 0; j < na; j++) {
-            u32 x = REG(u32, v[4 + j])[l];
-            int row = g + (j & 1) * 8, col = t * 2 + (j >> 1) * 8;
-            A[row * K + col] = widen((u16)x, bf), A[row * K + col + 1] = widen((u16)(x >> 16), bf);
+    /* eight values of a row (of A, of a column of B) lie one after another in four lanes of a register */
+    for (int k = 0; k < K; k += 8) {
+        for (int half = 0; half < 2; half++) {
+            const u16 *s = REG(u16, v[4 + half + k / 4]);
+            for (int r = 0; r < 8; r++)
+                for (int j = 0; j < 8; j++) a[half * 8 + r][k + j] = (I->k & 64) ? widen_bf16(s[8 * r + j]) : widen_half(s[8 * r + j]);
         }
-        for (int j = 0; j < nb; j++) {
-            u32 x = REG(u32, v[4 + na + j])[l];
-            int k = t * 2 + j * 8;
-            B[k * 8 + g] = widen((u16)x, bf), B[(k + 1) * 8 + g] = widen((u16)(x >> 16), bf);
-        }
+        const u16 *s = REG(u16, v[4 + na + k / 8]);
+        for (int n = 0; n < 8; n++)
+            for (int j = 0; j < 8; j++) bt[n][k + j] = (I->k & 64) ? widen_bf16(s[8 * n + j]) : widen_half(s[8 * n + j]);
     }
-    multiply(w, R, I, A, B, K);
+    if (K == 16) multiply(w, R, I, a, bt, 16);
+    else multiply(w, R, I, a, bt, 8);
 }
 
 void op_mma_tf32(Warp *w, char *R, const Inst *I, u32 m) {
-    int K = I->k & 31, na = K / 2, nb = K / 4;
+    int K = I->k & 31, na = K / 2;
     const s32 *v = w->block->launch->f->vec + I->d;
-    float A[16 * 16], B[16 * 8];
+    float a[16][16], bt[8][16];
     if (m != ~0u) finding(w, I, ~m, "mma is not executed by all lanes of the warp");
-    for (int l = 0; l < WARP; l++) {
-        int g = l / 4, t = l % 4;
-        for (int j = 0; j < na + nb; j++) {
-            u32 x = REG(u32, v[4 + j])[l] & 0xffffe000; /* the low bits are not read */
-            float f;
-            memcpy(&f, &x, 4);
-            if (j < na) A[(g + (j & 1) * 8) * K + t + (j >> 1) * 4] = f;
-            else B[(t + (j - na) * 4) * 8 + g] = f;
+    for (int k = 0; k < K; k += 4) {
+        for (int half = 0; half < 2; half++) {
+            const u32 *s = REG(u32, v[4 + half + k / 2]);
+            for (int r = 0; r < 8; r++)
+                for (int j = 0; j < 4; j++) {
+                    u32 x = s[4 * r + j] & 0xffffe000; /* the low bits are not read */
+                    memcpy(&a[half * 8 + r][k + j], &x, 4);
+                }
         }
+        const u32 *s = REG(u32, v[4 + na + k / 4]);
+        for (int n = 0; n < 8; n++)
+            for (int j = 0; j < 4; j++) {
+                u32 x = s[4 * n + j] & 0xffffe000;
+                memcpy(&bt[n][k + j], &x, 4);
+            }
     }
-    multiply(w, R, I, A, B, K);
+    if (K == 8) multiply(w, R, I, a, bt, 8);
+    else multiply(w, R, I, a, bt, 4);
 }
