@@ -34,12 +34,15 @@ class Kernel(NamedTuple):
     """The code of one kernel for one accelerator.
 
     Attributes:
-        entry: its name in the code. text: the code. usage: what it takes of an NVIDIA GPU, None for others.
+        entry: its name in the code. text: the code. source: file below the root and name of the function, such as
+        ("mojo/kernels/gpu/pool.mojo", "_maxpool_forward"), None if the code does not say. usage: what it takes of an
+        NVIDIA GPU, None for others.
     """
 
     entry: str
     text: str
-    usage: ptx.Usage | None
+    source: tuple[str, str] | None = None
+    usage: ptx.Usage | None = None
 
 
 def check_cpus(report: Callable[[str], None]) -> int:
@@ -68,26 +71,39 @@ def check_accelerators(
 ) -> int:
     """Compiles the GPU kernels for each accelerator, one reported line each; how many failed.
 
-    One fails if it does not compile, if a kernel of the sources is not in the code, or if NVIDIA's assembler refuses
-    one. table: a line for each kernel as well.
+    One fails if it does not compile, if NVIDIA's assembler refuses a kernel, or if a kernel of the sources is in none
+    of the codes. What one accelerator alone has no code of is reported: kernels may be for one kind. table: a line for
+    each kernel as well.
     """
     root = build.source_root()
+    everything = launched(root)
     failures = 0
+    reached: set[tuple[str, str]] = set()
     with tempfile.TemporaryDirectory(prefix="odyssey-targets-") as directory:
         for name, result, seconds in _compiled(root, accelerators, Path(directory)):
             if isinstance(result, BuildError):
                 failures += 1
                 report(f"{name:<22} failed: {result}")
                 continue
-            absent = missing(root, result)
-            failures += bool(absent)
+            here = {kernel.source for kernel in result if kernel.source}
+            reached |= here
             size = sum(len(kernel.text) for kernel in result)
-            said = f"failed: no code of {', '.join(absent)}; " if absent else ""
-            report(f"{name:<22} {said}{seconds:6.1f} s  {size / 1024:8.0f} KiB  {len(result)} kernels{_worst(result)}")
+            report(
+                f"{name:<22} {seconds:6.1f} s  {size / 1024:8.0f} KiB  {len(result)} kernels from {len(here)} "
+                f"functions{_worst(result)}{_without(everything - here)}"
+            )
             if table:
                 for line in lines(result):
                     report(line)
+    if failures < len(accelerators) and everything - reached:
+        failures += 1
+        report(f"{'all':<22} failed: no code for any of them{_without(everything - reached)}")
     return failures
+
+
+def _without(absent: Iterable[tuple[str, str]]) -> str:
+    names = sorted(f"{name} ({file})" for file, name in absent)
+    return f"; without {', '.join(names)}" if names else ""
 
 
 def _compiled(
@@ -120,15 +136,18 @@ def kernels(root: Path, accelerator: str, directory: Path) -> list[Kernel]:
     directory.mkdir()
     output = directory / "gpu.s"
     cpu = compiler.portable_cpu()
-    compiler.compile_kernels(root, build.GPU_ROOT_SOURCE, output, cpu, accelerator=accelerator, emit="asm")
+    options = ["-g1"]  # tables of lines, from which a kernel's function is known; the code is the same
+    compiler.compile_kernels(
+        root, build.GPU_ROOT_SOURCE, output, cpu, accelerator=accelerator, emit="asm", flags=options
+    )
+    known = sorted(launched(root))
     found = []
     for path in sorted(p for p in directory.iterdir() if p.suffix in _CODE):
         text = path.read_text(errors="replace")
-        if path.suffix == ".ptx":
-            usages = ptx.assemble(text) if ptx.available() else {}
-            found += [Kernel(entry, text, usages.get(entry)) for entry in ptx.entries(text)]
-        else:
-            found += [Kernel(entry, text, None) for entry in _entries(text, path.suffix)]
+        nvidia = path.suffix == ".ptx"
+        usages = ptx.assemble(text) if nvidia and ptx.available() else {}
+        for entry in ptx.entries(text) if nvidia else _entries(text, path.suffix):
+            found.append(Kernel(entry, text, _source(root, entry, text, known), usages.get(entry)))
     return found
 
 
@@ -142,41 +161,63 @@ def _entries(text: str, suffix: str) -> list[str]:
     return [form[1] for form in found if form]
 
 
-def launched(root: Path) -> dict[str, list[str]]:
-    """Names of the kernels that the sources launch, by file: what stands in `enqueue_function[...]`, seen through one
-    `comptime` name."""
-    found: dict[str, list[str]] = {}
+def _source(root: Path, entry: str, text: str, known: Iterable[tuple[str, str]]) -> tuple[str, str] | None:
+    """Which of the known functions (file, name) a kernel is; None if it is none of them.
+
+    The compiler makes an entry's name from the module and the function, but cuts it short: of those that fit, it is the
+    one around the first line of its file that the code names.
+    """
+    fit = [(file, name) for file, name in known if _fits(entry, _module(file), name)]
+    if len(fit) < 2:
+        return fit[0] if fit else None
+    lines = (root / fit[0][0]).read_text().splitlines()
+    for number in _lines(text, Path(fit[0][0]).name):
+        around = (re.match(r"def (\w+)", line) for line in reversed(lines[:number]))
+        name = next((form[1] for form in around if form), "")
+        if (fit[0][0], name) in fit:
+            return fit[0][0], name
+    return None
+
+
+def _module(file: str) -> str:
+    parts = Path(file).with_suffix("").parts
+    return "_".join(parts[1:] if parts[0] == "mojo" else parts)
+
+
+def _fits(entry: str, module: str, name: str) -> bool:
+    """Whether this may be the entry of a function: its name stands there, whole, or cut where the parameters begin."""
+    whole = f"{module}_{name}"
+    common = len(os.path.commonprefix([entry, whole]))
+    return common == len(whole) or (common > len(module) + 1 and entry.startswith("6A", common))
+
+
+def _lines(text: str, file: str) -> list[int]:
+    """Numbers of the lines of a file that the code names, in the code's order."""
+    files = re.findall(r'^\s*\.file\s+(\d+)((?:\s+"[^"]*")+)', text, re.MULTILINE)
+    own = {number for number, names in files if re.split(r'[/"]', names.rstrip('"'))[-1] == file}
+    return [int(line) for number, line in re.findall(r"^\s*\.loc\s+(\d+)\s+(\d+)", text, re.MULTILINE) if number in own]
+
+
+def launched(root: Path) -> set[tuple[str, str]]:
+    """The kernels that the sources launch, as (file, function): what stands in `enqueue_function[...]`, or what is put
+    in for it where that is a parameter."""
+    texts = {}
     for top in build.SOURCE_DIRS:
         for path in sorted((root / top).rglob("*.mojo")):
-            text = re.sub(r"#.*", "", path.read_text())
-            names = set(re.findall(r"\benqueue_function\[\s*(\w+)", text))
-            for name in list(names):
-                if alias := re.search(rf"\bcomptime {name}\s*=\s*(\w+)", text):
-                    names.remove(name)
-                    names.add(alias[1])
-            if names:
-                found[path.relative_to(root).as_posix()] = sorted(names)
+            texts[path.relative_to(root).as_posix()] = re.sub(r"#.*", "", path.read_text())
+    found = set()
+    for file, text in texts.items():
+        names = re.findall(r"\benqueue_function\[\s*(\w+)", text)
+        for name in names:
+            if taker := re.search(rf"\bdef (\w+)\[\s*{name}: def\b", text):
+                names += re.findall(rf"\b(?<!def ){taker[1]}\[\s*(\w+)", text)
+                continue
+            if alias := re.search(rf"\bcomptime {name}\s*=\s*(\w+)", text):
+                name = alias[1]
+            places = [file, *texts]
+            home = next((other for other in places if re.search(rf"^def {name}\b", texts[other], re.MULTILINE)), file)
+            found.add((home, name))
     return found
-
-
-def missing(root: Path, found: Iterable[Kernel]) -> list[str]:
-    """Kernels that a source launches and that are not in the code: nothing reaches them, so nothing has compiled them.
-
-    The compiler makes the name of an entry from the module's path and the function's name, with its parameters and a
-    hash behind; of the names of one file the longest that fits is the one.
-    """
-    entries = [kernel.entry for kernel in found]
-    absent = []
-    for file, names in launched(root).items():
-        parts = Path(file).with_suffix("").parts
-        module = "_".join(parts[1:] if parts[0] == "mojo" else parts)
-        there = set()
-        for entry in entries:
-            if entry.startswith(f"{module}_"):
-                rest = entry[len(module) + 1 :]
-                there.add(max((name for name in names if rest.startswith(name)), key=len, default=""))
-        absent += [f"{name} ({file})" for name in names if name not in there]
-    return absent
 
 
 def lines(found: Iterable[Kernel]) -> list[str]:

@@ -33,7 +33,7 @@ def test_accelerators(gpu_tree, entries):
     assert targets.check_accelerators(lines.append, ("sm_90", "gfx942"), table=True) == 0, lines
     names = [line.split()[0] for line in lines if not line.startswith(" ")]
     assert names == ["sm_90", "gfx942"]
-    assert "1 kernels, assembled: at most" in lines[0] and "0 bytes spilled" in lines[0]
+    assert "1 kernels from 1 functions, assembled: at most" in lines[0] and "0 bytes spilled" in lines[0]
     assert sum("kernels_gpu_numbers__double" in line for line in lines) == 2
     assert entries() == []
 
@@ -41,10 +41,11 @@ def test_accelerators(gpu_tree, entries):
 def test_a_kernel_that_nothing_reaches_fails(gpu_tree):
     source = gpu_tree / "mojo" / "kernels" / "gpu" / "numbers.mojo"
     text = source.read_text()
-    source.write_text(text + text[text.index("def _double") :].replace("double", "treble"))
+    source.write_text(text + text[text.index("def _double") :].replace("double", "doubles"))
     lines = []
     assert targets.check_accelerators(lines.append, ("sm_80",)) == 1
-    assert "failed: no code of _treble (mojo/kernels/gpu/numbers.mojo)" in lines[0]
+    assert lines[0].endswith("; without _doubles (mojo/kernels/gpu/numbers.mojo)")
+    assert lines[1].endswith("failed: no code for any of them; without _doubles (mojo/kernels/gpu/numbers.mojo)")
 
 
 def test_accelerators_that_fail_are_counted(gpu_tree):
@@ -54,23 +55,44 @@ def test_accelerators_that_fail_are_counted(gpu_tree):
     assert "did not compile for sm_90 and " in lines[0] and "knows no accelerator 'sm_1'" in lines[1]
 
 
-def test_names_of_kernels(tmp_path):
+def test_kernels_are_known_by_their_functions(tmp_path):
     folder = tmp_path / "mojo" / "kernels" / "gpu"
     folder.mkdir(parents=True)
     (tmp_path / "shared").mkdir()
     (folder / "a.mojo").write_text(
+        "def _map2[\n    f: F\n](): ...\n"
         "comptime _third = _real[4]\n"
-        "q.enqueue_function[_map](x)  # enqueue_function[_not]\n"
-        "q.enqueue_function[\n    _map2[f]](x)\nq.enqueue_function[_third](x)\n"
+        "def launch[\n    kernel: def(Int) thin\n]() raises {imm}:\n    q.enqueue_function[kernel](x)\n"
+        "def all():\n    launch[_one[low]]()\n    launch[\n        _two]()\n"
+        "    q.enqueue_function[_map](x)  # enqueue_function[_not]\n"
+        "    q.enqueue_function[\n    _map2[f]](x)\n    q.enqueue_function[_third](x)\n"
     )
-    assert targets.launched(tmp_path) == {"mojo/kernels/gpu/a.mojo": ["_map", "_map2", "_real"]}
+    (folder / "b.mojo").write_text("from .a import all\ndef _map(): ...\ndef _map2(): ...\n")
+    a, b = "mojo/kernels/gpu/a.mojo", "mojo/kernels/gpu/b.mojo"
+    assert targets.launched(tmp_path) == {(a, name) for name in ("_map2", "_real", "_one", "_two")} | {(b, "_map")}
 
-    def missing(*entries):
-        return targets.missing(tmp_path, [targets.Kernel(f"kernels_gpu_a_{entry}", "", None) for entry in entries])
+    known = sorted(targets.launched(tmp_path))
 
-    assert missing("_map6A_0", "_map26A_1", "_real_2") == []
-    assert missing("_map26A_1", "_real_2") == ["_map (mojo/kernels/gpu/a.mojo)"]  # _map2 is not _map
-    assert missing("_map6A_0", "_real_2") == ["_map2 (mojo/kernels/gpu/a.mojo)"]
+    def source(entry, *lines, of="a.mojo"):
+        text = f'\t.file\t2 "/x/other.mojo"\n\t.file\t7 "{folder}/{of}"\n\t.loc\t2 1 0\n'
+        return targets._source(tmp_path, entry, text + "".join(f"\t.loc\t7 {line} 5\n" for line in lines), known)
+
+    assert source("kernels_gpu_b__map_Po6A6A_1234", of="b.mojo") == (b, "_map")
+    assert source("kernels_gpu_a__re6A6A_1234") == (a, "_real")  # cut short
+    assert source("kernels_gpu_a__map26A6A_1234") == (a, "_map2")
+    assert source("kernels_gpu_a__mapper6A6A_1234") is None
+    assert source("kernels_gpu_c__map26A6A_1234") is None
+    (folder / "c.mojo").write_text(
+        "def _pool_forward():\n    a()\n\ndef _pool_forward_2x2():\n    a()\n\ndef helper():\n    a()\n"
+        "def all():\n    q.enqueue_function[_pool_forward](x)\n    q.enqueue_function[_pool_forward_2x2](x)\n"
+    )
+    known = sorted(targets.launched(tmp_path))
+    c = "mojo/kernels/gpu/c.mojo"
+    assert source("kernels_gpu_c__pool_for6A6A_12", 8, 2, of="c.mojo") == (c, "_pool_forward")
+    assert source("kernels_gpu_c__pool_for6A6A_13", 5, 2, of="c.mojo") == (c, "_pool_forward_2x2")
+    assert source("kernels_gpu_c__pool_for6A6A_14", 8, of="c.mojo") is None
+    amd = f'\t.file\t1 "{folder}" "c.mojo"\n\t.loc\t1 4 0\n'
+    assert targets._source(tmp_path, "kernels_gpu_c__pool_for6A", amd, known) == (c, "_pool_forward_2x2")
 
 
 # -- the assembler ----------------------------------------------------------------------------------------------------
