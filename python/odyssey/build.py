@@ -188,11 +188,13 @@ class Plan:
 
 
 def plan(root: Path, target_cpu: str | None = None, accelerator: str | None = None) -> Plan:
-    """What would be compiled from `root` on this machine."""
+    """What would be compiled from `root` on this machine. A library for GPUs only starts work on the CPU: unless told
+    otherwise it is for all CPUs of this kind, and one file serves all."""
+    own = compiler.portable_cpu() if accelerator else os.environ.get("ODYSSEY_TARGET_CPU") or host_cpu()
     return Plan(
         sources=source_hash(root, gpu=accelerator is not None),
         compiler=compiler_version(),
-        cpu=target_cpu or os.environ.get("ODYSSEY_TARGET_CPU") or host_cpu(),
+        cpu=target_cpu or own,
         flags=FLAGS,
         system=folder.system(),
         accelerator=accelerator,

@@ -213,8 +213,10 @@ def lacking(target: str) -> list[str]:
 
 
 def portable_cpu() -> str:
-    """The target for kernels that go to other machines of this architecture: x86-64-v3 is what all have since 2015."""
-    return "x86-64-v3" if platform.machine().lower() in ("x86_64", "amd64") else host_cpu()
+    """The target for kernels that go to other machines of this architecture, and for what need not be fast: x86-64-v3
+    is what nearly all x86 machines have, so if this one has it too."""
+    here = host_cpu()
+    return "x86-64-v3" if platform.machine().lower() in ("x86_64", "amd64") and here != "x86-64" else here
 
 
 def cpu_features() -> frozenset[str]:

@@ -310,7 +310,8 @@ def test_a_library_for_a_gpu(gpu_tree, entries, capfd, monkeypatch):
     path = build.gpu_library_path("nvidia:sm_90a")
     assert path.name == "libodyssey-sm_90.so"
     assert capfd.readouterr().err.startswith("odyssey: compiling the kernels for sm_90, once")
-    assert json.loads((path.parent / "build.json").read_text())["accelerator"] == "sm_90"
+    record = json.loads((path.parent / "build.json").read_text())
+    assert (record["accelerator"], record["cpu"]) == ("sm_90", compiler.portable_cpu())
     monkeypatch.setenv("ODYSSEY_TARGET_ACCELERATOR", "sm_90")
     assert build.gpu_library_path() == path == build.cached("sm_90")
     assert capfd.readouterr().err == ""
