@@ -26,6 +26,7 @@ from max.gpu.memory import external_memory
 from ..lanes import BytePtr, F32, LANES, Ptr
 from .conv2d_tiles import (
     ENOUGH_BLOCKS,
+    MULTIPROCESSORS,
     Shape,
     Sizes,
     TEAMS,
@@ -41,7 +42,7 @@ comptime PADDED = 1
 comptime POOLED = 2  # ReLU, then the maximum of each 2 x 2 pixels
 
 comptime SHARED_FLOATS = 8192
-comptime ENOUGH_WARPS = 1056  # two for each scheduler of 132 multiprocessors
+comptime ENOUGH_WARPS = 8 * MULTIPROCESSORS  # two for each of their four schedulers
 
 
 @always_inline
@@ -205,30 +206,63 @@ def _direct[
                         comptime i = (k * RT + rt) * QT + q
                         acc[i] = values[q + shift].fma(f[k], acc[i])
 
-            for _ in range(channels):
-                comptime if T:
-                    comptime M = QT + T - 1
-                    comptime for r in range(T + RT - 1):
-                        var values = Array[Float32, M](fill=0)
-                        var xr = xp.unsafe_offset(r * x_row)
-                        comptime for j in range(M):
-                            comptime if form == PADDED:
-                                if UInt32(row + r) < UInt32(s.H) and UInt32(
-                                    column + j
-                                ) < UInt32(s.W):
-                                    values[j] = rounded[low](
-                                        xr[unsafe_offset=j * LANES], s.precision
-                                    )
-                            else:
-                                values[j] = rounded[low](
+            comptime if T:
+                comptime ROWS = T + RT - 1
+                comptime M = QT + T - 1
+
+                @always_inline
+                def load[r: Int](mut v: Array[Float32, ROWS * M]) {imm}:
+                    """What the tile needs of row r of the channel at xp."""
+                    var xr = xp.unsafe_offset(r * x_row)
+                    comptime for j in range(M):
+                        comptime if form == PADDED:
+                            if UInt32(row + r) < UInt32(s.H) and UInt32(
+                                column + j
+                            ) < UInt32(s.W):
+                                v[r * M + j] = rounded[low](
                                     xr[unsafe_offset=j * LANES], s.precision
                                 )
+                        else:
+                            v[r * M + j] = rounded[low](
+                                xr[unsafe_offset=j * LANES], s.precision
+                            )
+
+                # A small tile has few warps beside it that work while it waits: it loads a channel ahead.
+                comptime ahead = KT == 2
+                var values = Array[Float32, ROWS * M](fill=0)
+                comptime if ahead:
+                    comptime for r in range(ROWS):
+                        load[r](values)
+                for c in range(channels):
+                    var coming = Array[Float32, ROWS * M](fill=0)
+                    comptime if ahead:
+                        if c + 1 < channels:
+                            xp = xp.unsafe_offset(x_channel)
+                            comptime for r in range(ROWS):
+                                load[r](coming)
+                    else:
+                        values = coming.copy()
+                    comptime for r in range(ROWS):
+                        comptime if not ahead:
+                            load[r](values)
                         comptime for rt in range(RT):
                             comptime if r >= rt and r - rt < T:
                                 comptime for t in range(T):
-                                    multiply[(r - rt) * T + t, rt, t, M](values)
+                                    multiply[
+                                        (r - rt) * T + t,
+                                        rt,
+                                        r * M + t,
+                                        ROWS * M,
+                                    ](values)
                     wp = wp.unsafe_offset(T * T * KS)
-                else:
+                    comptime if ahead:
+                        values = coming^
+                    else:
+                        xp = xp.unsafe_offset(x_channel)
+                comptime if ahead:
+                    xp = xp.unsafe_offset(x_channel)
+            else:
+                for _ in range(channels):
                     for r in range(R):
                         for t in range(columns):
                             var values = Array[Float32, QT](fill=0)
@@ -249,7 +283,7 @@ def _direct[
                                     )
                             multiply[0, 0, 0, QT](values)
                             wp = wp.unsafe_offset(KS)
-                xp = xp.unsafe_offset(x_channel)
+                    xp = xp.unsafe_offset(x_channel)
             c_first += s.chunk
 
         var held = s.K - k_first if there else 0
@@ -457,9 +491,15 @@ def correlate[
             return False
         s.k_warps = k_warps
         s.pixel_warps = max(1, WARPS // 2 // k_warps)
-        s.chunk = min(s.C, SHARED_FLOATS // (one * k_warps))
-        var n = blocks(s.G * s.P * ceildiv(s.Q, across), s.pixel_warps * TEAMS)
+        var units = s.G * s.P * ceildiv(s.Q, across)
         var across_k = ceildiv(s.K, k_warps * KT)
+        while (
+            s.pixel_warps > 1
+            and blocks(units, s.pixel_warps * TEAMS) * across_k * shards
+            < 2 * MULTIPROCESSORS
+        ):
+            s.pixel_warps //= 2
+        var n = blocks(units, s.pixel_warps * TEAMS)
         if s.chunk == s.C:
             # Fewer blocks that load the weights, as long as there are enough.
             s.tiles = max(1, min(8, n * across_k * shards // ENOUGH_BLOCKS))

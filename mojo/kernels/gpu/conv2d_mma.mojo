@@ -38,7 +38,7 @@ from .conv2d_tiles import (
     rounded_tf32,
     split,
 )
-from .conv2d_weight import add_pieces
+from .conv2d_weight import add_pieces, spread_warps
 from .launch import BF16, FP16, Operand, Queue, TF32, blocks
 
 comptime TERMS = 16  # of a sum, in one step: one mma, or two of tf32
@@ -549,9 +549,7 @@ def weight_gradient_mma[
     s.units = rows_of_a_piece(s)
     var tiles_k = ceildiv(s.K, ROWS * 16)
     var tiles_tap = ceildiv(s.C * s.R * s.T, TAP_TILES * 8)
-    s.k_warps = min(tiles_k, 4)
-    s.chunk = min(tiles_tap, WARPS // s.k_warps)
-    s.pixel_warps = WARPS // (s.k_warps * s.chunk)
+    spread_warps(s, shards, tiles_k, tiles_tap)
     q.enqueue_function[_weights[precision]](
         scratch,
         dy.ptr(),

@@ -7,7 +7,8 @@ to an activation is 64 consecutive bytes.
 
 from std.bit import log2_floor
 from std.memory import bitcast
-from std.sys import get_defined_int
+from std.sys import get_defined_int, is_nvidia_gpu
+from std.sys._assembly import inlined_assembly
 from std.utils import StaticTuple
 from std.utils.numerics import isnan
 
@@ -20,9 +21,12 @@ from .launch import BF16, FP16, FP32, TF32
 comptime TEAMS = WARP_SIZE // LANES  # teams in a warp
 comptime THREADS = 256  # threads of a block, at most
 comptime WARPS = THREADS // WARP_SIZE
-# Blocks that a launch should have before each of them does the work of two: four for each of 132 multiprocessors, four
-# times. Tests have a smaller number.
-comptime ENOUGH_BLOCKS = get_defined_int["CONV_ENOUGH_BLOCKS", 2112]()
+comptime MULTIPROCESSORS = 132  # of the GPU that tiles are chosen for; they change no result
+# Blocks that a launch should have before each of them does the work of two: four for each multiprocessor, four times.
+# Tests have a smaller number.
+comptime ENOUGH_BLOCKS = get_defined_int[
+    "CONV_ENOUGH_BLOCKS", 16 * MULTIPROCESSORS
+]()
 comptime Sizes = StaticTuple[Int32, 23]
 
 
@@ -174,10 +178,20 @@ def quotient(n: Int, size: Int) -> Int:
 @always_inline
 def rounded_tf32(v: Float32) -> Float32:
     """The nearest number with 10 bits of mantissa, ties to even."""
-    var bits = bitcast[DType.uint32](v)
-    var even = (bits >> 13) & 1
-    var nearest = bitcast[F32]((bits + 0xFFF + even) & ~UInt32(0x1FFF))
-    return v if isnan(v) else nearest
+    comptime if is_nvidia_gpu["sm_90a"]():
+        return bitcast[F32](
+            inlined_assembly[
+                "cvt.rn.tf32.f32 $0, $1;",
+                UInt32,
+                constraints="=r,f",
+                has_side_effect=False,
+            ](v)
+        )
+    else:
+        var bits = bitcast[DType.uint32](v)
+        var even = (bits >> 13) & 1
+        var nearest = bitcast[F32]((bits + 0xFFF + even) & ~UInt32(0x1FFF))
+        return v if isnan(v) else nearest
 
 
 @always_inline

@@ -23,6 +23,7 @@ from max.gpu import (
 
 from ..lanes import F32, LANES, Ptr
 from .conv2d_tiles import (
+    MULTIPROCESSORS,
     Shape,
     Sizes,
     TEAMS,
@@ -359,6 +360,20 @@ def _add_pieces(
     to[] = to[] + v[0] if accumulate != 0 else v[0]
 
 
+def spread_warps(mut s: Shape, shards: Int, tiles_k: Int, tiles_of_taps: Int):
+    """Chooses the warps of a block: some that share their output's gradient, some that share their input, and pieces.
+
+    As many as let the launch have a block for each multiprocessor.
+    """
+    var warps = min(
+        WARPS,
+        max(1, shards * s.pieces * tiles_k * tiles_of_taps // MULTIPROCESSORS),
+    )
+    s.k_warps = min(tiles_k, 4, warps)
+    s.chunk = min(tiles_of_taps, warps // s.k_warps)
+    s.pixel_warps = warps // (s.k_warps * s.chunk)
+
+
 def weight_gradient[
     low: Bool
 ](
@@ -378,9 +393,7 @@ def weight_gradient[
     s.pieces = pieces(s)
     s.units = units_of_a_team(s)
     var tiles_k = ceildiv(s.K, tile_of_k(s))
-    s.k_warps = min(tiles_k, 4)
-    s.chunk = min(tiles_of_taps(s), WARPS // s.k_warps)
-    s.pixel_warps = WARPS // (s.k_warps * s.chunk)
+    spread_warps(s, shards, tiles_k, tiles_of_taps(s))
 
     @always_inline
     def launch[
