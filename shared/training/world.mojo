@@ -65,7 +65,7 @@ def exit_code(message: String) -> Int:
         return 70 if " failed on rank " in message else 69
     if message.startswith("[checkpoint]"):
         return 65 if " is refused" in message else 73
-    if message.startswith("[data]"):
+    if message.startswith("[data]") or message.startswith("[numbers]"):
         return 65
     return 64 if message.startswith("[") else 70
 
