@@ -41,7 +41,8 @@ def philox[
 @always_inline
 def unit[w: Int](bits: SIMD[U32, w]) -> SIMD[F32, w]:
     """A float in [0, 1) from the upper 24 bits."""
-    return (bits >> 8).cast[F32]() * Float32(2.0**-24)
+    comptime STEP = Float32(2.0**-24)
+    return (bits >> 8).cast[F32]() * STEP
 
 
 def uniform(

@@ -5,7 +5,6 @@ summed is added as a tree over them, so sums are not in the CPU's order, and exp
 the same.
 """
 
-from std.math import ceildiv
 from std.memory import unsafe_stack_allocation
 from std.utils.numerics import inf, isnan
 
@@ -13,6 +12,7 @@ from max.gpu import AddressSpace, barrier, block_dim, block_idx, thread_idx
 
 from ..lanes import F32, LANES, IntPtr, Ptr
 from .functions import exp, log, rounded
+from .lane_parts import MOST_THREADS, best_part, sum_parts
 from .launch import Operand, Queue, StepContextPtr, blocks
 from .quads import (
     QUADS,
@@ -29,7 +29,6 @@ from .quads import (
 )
 
 comptime FEW = 32  # classes: up to here 4 threads per lane, beyond 16
-comptime MOST_THREADS = 512  # of the block that computes a shard's loss
 
 comptime SOFTMAX = 0
 comptime LOG_SOFTMAX = 1
@@ -37,78 +36,6 @@ comptime LOG_SOFTMAX = 1
 comptime CROSS_ENTROPY = 0  # writes the softmax
 comptime GRADIENT = 1  # the same loss, and writes its gradient instead
 comptime NLL = 2  # writes nothing
-
-comptime Floats = Pointer[
-    Float32, MutUntrackedOrigin, address_space=AddressSpace.SHARED
-]
-comptime Ints = Pointer[
-    Int32, MutUntrackedOrigin, address_space=AddressSpace.SHARED
-]
-
-
-# --- over the threads of a lane ---------------------------------------------------------
-# Thread t of a block has lane t % L, part t // L % K of its classes, and group t // (L K) of the block. Each of these
-# functions has shared memory of its own and one barrier. Two of them that take turns may stand in a loop: before a
-# thread writes again, all have passed the barrier of the other.
-
-
-@always_inline
-def _first_part[K: Int]() -> Int:
-    """The thread that has part 0 of this thread's lane."""
-    var t = thread_idx.x
-    return t // (LANES * K) * (LANES * K) + t % LANES
-
-
-@always_inline
-def _tree[K: Int](mut v: Array[Float32, K]) -> Float32:
-    comptime half = K // 2
-    comptime for i in range(half):
-        v[i] += v[i + half]
-    comptime if half > 1:
-        var rest = Array[Float32, half](fill=0)
-        comptime for i in range(half):
-            rest[i] = v[i]
-        return _tree[half](rest)
-    else:
-        return v[0]
-
-
-@always_inline
-def _sum_parts[K: Int](value: Float32) -> Float32:
-    """The sum over the parts of a lane, in all its threads."""
-    var shared = unsafe_stack_allocation[
-        MOST_THREADS, Float32, address_space=AddressSpace.SHARED
-    ]()
-    shared[unsafe_offset=thread_idx.x] = value
-    barrier()
-    var v = Array[Float32, K](fill=0)
-    comptime for k in range(K):
-        v[k] = shared[unsafe_offset=_first_part[K]() + k * LANES]
-    return _tree[K](v)
-
-
-@always_inline
-def _best_part[K: Int](value: Float32, place: Int32) -> Tuple[Float32, Int32]:
-    """The largest value over the parts of a lane and its place, the smallest of equals.
-    """
-    var values = unsafe_stack_allocation[
-        MOST_THREADS, Float32, address_space=AddressSpace.SHARED
-    ]()
-    var places = unsafe_stack_allocation[
-        MOST_THREADS, Int32, address_space=AddressSpace.SHARED
-    ]()
-    values[unsafe_offset=thread_idx.x] = value
-    places[unsafe_offset=thread_idx.x] = place
-    barrier()
-    var best = values[unsafe_offset=_first_part[K]()]
-    var at = places[unsafe_offset=_first_part[K]()]
-    comptime for k in range(1, K):
-        var v = values[unsafe_offset=_first_part[K]() + k * LANES]
-        var p = places[unsafe_offset=_first_part[K]() + k * LANES]
-        if v > best or (v == best and p < at):
-            best = v
-            at = p
-    return (best, at)
 
 
 # --- softmax and log-softmax ---------------------------------------------------------------
@@ -128,11 +55,11 @@ def _softmax_forward[
     var best = -inf[F32]()
     for f in range(part, F, K):
         best = max(best, x[unsafe_offset=f * LANES])
-    var m = _best_part[K](best, 0)[0]
+    var m = best_part[K](best, 0)[0]
     var s = Float32(0)
     for f in range(part, F, K):
         s += exp(x[unsafe_offset=f * LANES] - m)
-    s = _sum_parts[K](s)
+    s = sum_parts[K](s)
     comptime if form == SOFTMAX:
         var inverse = 1 / s
         for f in range(part, F, K):
@@ -173,7 +100,7 @@ def _softmax_backward[
             s = d.fma(y[unsafe_offset=f * LANES], s)
         else:
             s += d
-    s = _sum_parts[K](s)
+    s = sum_parts[K](s)
     for f in range(part, F, K):
         var d = dy[unsafe_offset=f * LANES]
         var v = y[unsafe_offset=f * LANES]
@@ -327,14 +254,14 @@ def _loss[
             if v > best:
                 best = v
                 place = Int32(f)
-        var top = _best_part[K](best, place)
+        var top = best_part[K](best, place)
         var lse = Float32(0)
         comptime if kind != NLL:
             var m = top[0]
             var s = Float32(0)
             for f in range(part, F, K):
                 s += exp(x[unsafe_offset=f * LANES] - m)
-            s = _sum_parts[K](s)
+            s = sum_parts[K](s)
             lse = m + log(s)
             var inverse = 1 / s
             var y = of_shard(y_, ys).unsafe_offset(at)
