@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from gpu import emulated
 
 import odyssey
 from odyssey import build, compiler, folder, gpus, pack
@@ -257,31 +258,39 @@ def bare(tmp_path_factory):
     return python, home
 
 
-@pytest.fixture(scope="module")
-def elsewhere(bare):
-    """A real folder, made by the command, at another place than where it was made."""
-    home = bare[1]
-    words = [sys.executable, "-m", "odyssey", "build", "--output", str(home / "here"), "--with-dependencies"]
+def real(home: Path, name: str, *options: str) -> Path:
+    """A folder as the command makes it, at another place than where it was made."""
+    words = [sys.executable, "-m", "odyssey", "build", "--output", str(home / "here"), "--with-dependencies", *options]
     environment = {**os.environ, "PYTHONPATH": str(Path(odyssey.__file__).parents[1])}
     environment.pop("ODYSSEY_KERNELS", None)
     done = subprocess.run(words, capture_output=True, text=True, env=environment, cwd=home)
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{home / 'here'}\n"
-    megabytes = float(re.search(r"odyssey: ([\d.]+) MiB in \d+ files \(kernels ", done.stderr)[1])
-    assert 15 < megabytes < 64
-    shutil.move(home / "here", home / "there")
-    return home / "there"
+    said = re.search(r"^odyssey: ([\d.]+) MiB in \d+ files \(kernels .*", done.stderr, re.MULTILINE)
+    print(said[0])
+    assert 15 < float(said[1]) < 64
+    shutil.move(home / "here", home / name)
+    return home / name
 
 
-def started(bare, elsewhere, *words: object, mpirun: str | None = None) -> subprocess.CompletedProcess[str]:
+@pytest.fixture(scope="module")
+def elsewhere(bare):
+    return real(bare[1], "there")
+
+
+def started(
+    bare, folder: Path, *words: object, mpirun: str | None = None, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """The folder's launcher, with a Python that has no compiler, and `environment` besides."""
     python, home = bare
     environment = {
         "PATH": "/usr/bin:/bin",
         "HOME": str(home),
         "ODYSSEY_PYTHON": str(python),
         **{name: value for name, value in os.environ.items() if name.startswith("OMPI_ALLOW") or name == "TMPDIR"},
+        **(environment or {}),
     }
-    command = [*([mpirun, "-n", "2"] if mpirun else []), elsewhere / "odyssey", *words]
+    command = [*([mpirun, "-n", "2"] if mpirun else []), folder / "odyssey", *words]
     return subprocess.run([str(word) for word in command], capture_output=True, text=True, env=environment, cwd=home)
 
 
@@ -324,3 +333,28 @@ def test_the_doctor_looks_at_all_of_a_folder(bare, elsewhere, tmp_path):
     site.write_text(site.read_text().replace("def ", "def  ", 1))
     said = started(bare, copy, "doctor").stdout
     assert re.search(rf"fail +kernels .*site/click/{site.name} (has not|does not match)", said), said
+
+
+@LINUX
+@pytest.mark.skipif(emulated.compiler() is None, reason="the emulated GPU is compiled with a C compiler")
+def test_a_folder_for_gpus_trains_on_one_without_the_compiler(bare, launch):
+    """On the emulated GPU, to the bits of the ordinary install there; on the CPU where there is none."""
+    home = real(bare[1], "gpus", "--target", "sm_90")
+    assert folder.read(home).accelerators == ("sm_90",)
+    gpu = (*STEPS, "--device", "gpu", "--num-gpus", 1, "--steps", 2, "--global-batch-size", 32)
+    launch.environment = emulated.environment(base=launch.environment)
+    launch.environment.pop("ODYSSEY_KERNELS", None)
+    ordinary = launch.python("-m", "odyssey", *gpu, timeout=300)
+    weights = re.search(r"weights ([0-9a-f]{16})", ordinary.stdout)
+    assert weights, ordinary.stderr
+    done = started(bare, home, *gpu, environment=emulated.environment(base={}))
+    assert done.returncode == 0, done.stderr
+    assert f"weights {weights[1]}" in done.stdout and "compiling" not in done.stderr
+
+    other = started(bare, home, *gpu, environment=emulated.environment(base={}, cc=80))
+    assert other.returncode == 69
+    assert "is refused: it is for sm_90, not for sm_80; build one with --target sm_80" in other.stderr
+    none = started(bare, home, *gpu)
+    assert (none.returncode, none.stdout) == (69, "")
+    assert "device is 'gpu' but this machine has none" in none.stderr
+    assert started(bare, home, *STEPS).returncode == 0
