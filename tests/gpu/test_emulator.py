@@ -170,6 +170,22 @@ def test_unknown_instruction_is_an_error_only_when_reached(gpu: Gpu, capfd: pyte
     assert "not emulated" in said and "wgmma.fence.sync.aligned" in said
 
 
+def test_launches_that_are_not_possible(gpu: Gpu, capfd: pytest.CaptureFixture[str]) -> None:
+    k = gpu.kernel(ADD_ONE, "u64 u64")
+    x = gpu.put(np.zeros(1024, np.int32))
+    for shape in ({"block": 1025}, {"block": 0}, {"grid": 0}, {"grid": (1, 65536, 1)}):
+        with pytest.raises(Failed, match="cuLaunchKernel returned 1"):
+            gpu.launch(k, x, x, **shape)
+    assert "a launch of (1, 65536, 1) blocks" in capfd.readouterr().err
+    small = gpu.new(
+        "cuModuleLoadData", ctypes.c_char_p(b".version 8.1\n.visible .entry k() .maxntid 64, 2, 1\n{ ret; }")
+    )
+    small = gpu.new("cuModuleGetFunction", small, ctypes.c_char_p(b"k"))
+    gpu.launch(small, block=128)
+    with pytest.raises(Failed, match="cuLaunchKernel returned 1"):
+        gpu.launch(small, block=129)
+
+
 def test_memory_is_limited_and_given_back() -> None:
     gpu = Gpu(ODYSSEY_EMULATED_MEMORY="64M")
     first = gpu.empty(40 << 20)

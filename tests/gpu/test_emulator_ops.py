@@ -24,7 +24,7 @@ def gpu() -> Gpu:
     return Gpu()
 
 
-def apply(gpu: Gpu, code: str, out: object, *inputs: np.ndarray) -> np.ndarray:
+def apply(gpu: Gpu, code: str, out: object, *inputs: np.ndarray, before: str = "") -> np.ndarray:
     """Runs `code`, which computes Y from A, B, C, for each element of the inputs."""
     n = len(inputs[0])
     names, text = {}, ""
@@ -46,6 +46,7 @@ def apply(gpu: Gpu, code: str, out: object, *inputs: np.ndarray) -> np.ndarray:
         + f"ld.param.u64 %d1, [p0];\nmad.wide.u32 %d1, %r1, {size}, %d1;\n"
         f"st.global.b{size * 8} [%d1], {names['Y']};\n$END:\nret;",
         "u64 " * (1 + len(inputs)),
+        before,
     )
     y = gpu.empty(n * size)
     gpu.launch(k, y, *[gpu.put(x) for x in inputs], grid=(n + 127) // 128, block=128)
@@ -409,6 +410,56 @@ def test_divergence(gpu: Gpu) -> None:
 
     alone = np.array([one(v) for v in x.tolist()], np.uint32).reshape(4, 32)
     np.testing.assert_array_equal(apply(gpu, LOOP, np.uint32, x), (alone + alone[:, :1]).ravel())
+
+
+FUNCTIONS = """
+.func (.param .b32 func_retval0) twice(.param .b32 twice_param_0) {
+    .reg .b32 %r<3>; .reg .pred %p<2>;
+    ld.param.u32 %r1, [twice_param_0];
+    setp.gt.u32 %p1, %r1, 1000;
+    @%p1 bra $L1;
+    shl.b32 %r2, %r1, 1; st.param.b32 [func_retval0], %r2; ret;
+$L1: st.param.b32 [func_retval0+0], %r1;
+    ret;
+}
+.func (.param .b32 func_retval0) more(.param .b32 more_param_0, .param .align 4 .b8 more_param_1[8]) {
+    .reg .b32 %r<6>;
+    ld.param.u32 %r1, [more_param_0]; ld.param.u32 %r2, [more_param_1+4];
+    { .param .b32 param0; st.param.b32 [param0], %r1; .param .b32 retval0;
+      call.uni (retval0), twice, (param0); ld.param.b32 %r3, [retval0]; }
+    add.s32 %r4, %r3, %r2; st.param.b32 [func_retval0], %r4; ret;
+}
+"""
+
+
+def test_functions(gpu: Gpu) -> None:
+    """Calls, in calls, on ways that not all lanes take."""
+    x = ints(27, np.uint32, 200) % np.uint32(2000)
+    code = """
+    .param .b32 param0; .param .align 4 .b8 param1[8]; .param .b32 retval0;
+    st.param.b32 [param0], $A; st.param.b32 [param1], 7; st.param.b32 [param1+4], 5;
+    call.uni (retval0), more, (param0, param1); ld.param.b32 $Y, [retval0];
+    """
+    got = apply(gpu, "{" + code.strip().rstrip(";") + "; } and.b32 $Y, $Y, $Y", np.uint32, x, before=FUNCTIONS)
+    np.testing.assert_array_equal(got, np.where(x > 1000, x, 2 * x) + 5)
+
+
+def test_jump_tables(gpu: Gpu) -> None:
+    x = np.arange(64, dtype=np.uint32)
+    code = (
+        """
+    and.b32 %r20, $A, 3; $T: .branchtargets $A0, $A1, $A2, $A1;
+    brx.idx %r20, $T;
+    $A0: add.s32 $Y, $A, 100; bra.uni $Z;
+    $A1: add.s32 $Y, $A, 200; bra.uni $Z;
+    $A2: mov.b32 $Y, 9;
+    $Z: add.s32 $Y, $Y, 1
+    """.replace("$A0", "$X0")
+        .replace("$A1", "$X1")
+        .replace("$A2", "$X2")
+    )
+    got = apply(gpu, code, np.uint32, x)
+    np.testing.assert_array_equal(got, np.choose(x & 3, [x + 101, x + 201, 10, x + 201]))
 
 
 @pytest.mark.parametrize("t,k", [("bf16", 16), ("bf16", 8), ("f16", 16), ("f16", 8), ("tf32", 8), ("tf32", 4)])

@@ -393,7 +393,7 @@ API int cuModuleGetGlobal_v2(u64 *p, size_t *n, void *m, const char *name) {
 API int cuFuncGetAttribute(int *v, int a, void *h) {
     Func *f = h;
     switch (a) {
-    case 0: *v = 1024; break;
+    case 0: *v = f->max_threads ? f->max_threads : 1024; break;
     case 1: *v = f->shared_bytes; break;
     case 3: *v = f->local_bytes; break;
     case 4: *v = f->registers > 255 ? 255 : f->registers; break;
@@ -441,6 +441,10 @@ API int cuLaunchKernel(void *h, unsigned gx, unsigned gy, unsigned gz, unsigned 
     if (!threads || threads > 1024 || bx > 1024 || by > 1024 || bz > 64 || !gx || !gy || !gz || gy > 65535 || gz > 65535) {
         fprintf(stderr, "[emulated GPU] kernel %s: a launch of (%u, %u, %u) blocks of (%u, %u, %u) threads is not possible\n", f->name, gx, gy, gz,
                 bx, by, bz);
+        return CU_INVALID_VALUE;
+    }
+    if (f->max_threads && threads > (u64)f->max_threads) {
+        fprintf(stderr, "[emulated GPU] kernel %s: blocks of %lu threads, and it is compiled for at most %d\n", f->name, threads, f->max_threads);
         return CU_INVALID_VALUE;
     }
     u32 allowed = f->dynamic_shared_max ? (u32)f->dynamic_shared_max : 49152 - (u32)f->shared_bytes;

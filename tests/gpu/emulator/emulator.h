@@ -84,7 +84,7 @@ typedef struct Func {
     int reg_bytes;
     int *param_offset, *param_size;
     int nparams, param_bytes;
-    int shared_bytes, local_bytes, registers;
+    int shared_bytes, local_bytes, registers, max_threads; /* max_threads: of .maxntid, or 0 */
     int dynamic_shared_max;
     struct Module *module;
     struct Func *next;
@@ -159,6 +159,7 @@ typedef struct Block { /* what one worker thread needs to run a block */
     u8 *shared, *writer, *reader, *init; /* bytes of shared memory and, for each, who wrote and read it since the barrier */
     u32 shared_bytes, shared_cap, dirty_lo, dirty_hi;
     bool no_races;
+    s64 yields;
     int arrived[16], expected[16];
     int red_count[16], red_true[16];
     Func *prepared;

@@ -8,6 +8,7 @@
 
 #include "emulator.h"
 
+#define LIMIT 4000000000ll
 enum { SLICE = 200000 }; /* branches a warp takes before another warp gets its turn, so that a spinning warp ends */
 static pthread_mutex_t print_lock = PTHREAD_MUTEX_INITIALIZER;
 
@@ -328,7 +329,7 @@ static void run_block(Block *b, u64 index) {
         memset(b->init, 0, b->shared_bytes), memset(b->writer, 0, b->shared_bytes), memset(b->reader, 0, b->shared_bytes);
         b->dirty_lo = UINT32_MAX, b->dirty_hi = 0;
     }
-    b->no_races = false;
+    b->no_races = false, b->yields = 0;
     memset(b->arrived, 0, sizeof b->arrived), memset(b->expected, 0, sizeof b->expected);
     memset(b->red_true, 0, sizeof b->red_true), memset(b->red_count, 0, sizeof b->red_count);
     for (int i = 0; i < b->nwarps; i++) {
@@ -342,7 +343,7 @@ static void run_block(Block *b, u64 index) {
             else if (s == S_SMID) broadcast(w->regs + f->specials[j].offset, 4, index % 132);
         }
     }
-    int done = 0, from = 0, order[MAX_WARPS];
+    int done = 0, order[MAX_WARPS];
     for (int i = 0; i < b->nwarps; i++) order[i] = i;
     if (settings.shuffle) {
         u64 s = L->seed ^ (index * 0x9e3779b97f4a7c15ull);
@@ -351,7 +352,6 @@ static void run_block(Block *b, u64 index) {
             order[i] = order[j], order[j] = t;
         }
     }
-    (void)from;
     while (done < b->nwarps) {
         bool progress = false;
         for (int i = 0; i < b->nwarps; i++) {
@@ -376,6 +376,8 @@ static void run_block(Block *b, u64 index) {
                 }
                 break;
             case R_YIELD:
+                if (++b->yields > LIMIT / SLICE)
+                    finding(w, &f->code[w->g[0].pc], w->g[0].mask, "the block does not end: it has taken %ld branches back", (long)LIMIT);
                 break;
             }
         }

@@ -8,8 +8,16 @@
 
 #include "ptx.h"
 
+typedef struct Body { /* a device function, or a kernel, before it is read */
+    char *name, *results, *params, *text;
+    int line;
+    bool entry;
+} Body;
+
 typedef struct Reader {
     char *p;
+    Body *bodies;
+    int nbodies, capbodies;
     int line;
     Module *m;
     Compiler *c;
@@ -303,6 +311,64 @@ static void params(Reader *r, Func *f, Symbol **list) {
     f->param_bytes = offset;
 }
 
+static void body(Reader *r);
+
+/* the names of a list of parameters, (.param .b32 a, .param .align 8 .b8 b[16]) */
+static int formal_names(Reader *r, char *at, char **names) {
+    char *p = r->p;
+    int n = 0, line = r->line;
+    r->p = at;
+    char *last = NULL;
+    for (;;) {
+        char *t = token(r);
+        if (isalpha((u8)*t) || *t == '_' || *t == '$' || *t == '%') last = t;
+        if (*t == ',' || *t == ')') {
+            if (last && n < 64) names[n++] = last;
+            last = NULL;
+        }
+        if (*t == ')' || !*t) break;
+    }
+    r->p = p, r->line = line;
+    return n;
+}
+
+/* A call is the function's statements in the place of the call. Its parameters are the thread's local memory, where the
+ * caller has put them. false: no such function, as printf. */
+static bool call(Reader *r, Stmt *s) {
+    Compiler *c = r->c;
+    Opd none = {.kind = O_NONE}, *results = &none, *name = NULL, *actual = &none;
+    for (int i = 0; i < s->n; i++) {
+        if (s->opd[i].kind == O_NAME) name = &s->opd[i];
+        else if (s->opd[i].kind == O_VEC && !name) results = &s->opd[i];
+        else if (s->opd[i].kind == O_VEC) actual = &s->opd[i];
+    }
+    Body *b = NULL;
+    for (int i = 0; name && i < r->nbodies; i++)
+        if (!r->bodies[i].entry && !strcmp(r->bodies[i].name, name->name)) b = &r->bodies[i];
+    if (!b || s->guard >= 0) return false;
+    if (c->depth > 30) fail(r, "calls nested too deeply: recursion is not emulated");
+    for (int k = 0; k < 2; k++) {
+        char *names[64];
+        Opd *list = k ? actual : results;
+        char *text = k ? b->params : b->results;
+        int n = text ? formal_names(r, text, names) : 0;
+        if (n != list->n) return false;
+        for (int i = 0; i < n; i++) {
+            if (list->sub[i].kind != O_SYM) return false;
+            Symbol *f = calloc(1, sizeof *f);
+            *f = *list->sub[i].sym;
+            f->name = names[i], f->next = c->locals, c->locals = f;
+        }
+    }
+    char *p = r->p;
+    int line = r->line, outer = c->call, nnames = c->nnames;
+    r->p = b->text, r->line = b->line, c->call = ++c->ncalls, c->depth++;
+    body(r);
+    emit_label(c, "return");
+    r->p = p, r->line = line, c->call = outer, c->nnames = nnames, c->depth--;
+    return true;
+}
+
 static void statement(Reader *r, char *first) {
     Stmt s = {.line = r->line, .guard = -1};
     char *t = first;
@@ -327,7 +393,8 @@ static void statement(Reader *r, char *first) {
         accept(r, ',');
     }
     r->c->line = s.line;
-    translate(r->c, &s);
+    if (strcmp(s.part[0], "call")) translate(r->c, &s);
+    else if (!call(r, &s)) emit_unknown(r->c, &s);
 }
 
 static void body(Reader *r) {
@@ -358,36 +425,94 @@ static void body(Reader *r) {
             expect(r, ';');
         } else if (!strcmp(t, ".shared")) variable(r, SHARED, &c->locals, &c->f->shared_bytes, false);
         else if (!strcmp(t, ".local")) variable(r, LOCAL, &c->locals, &c->f->local_bytes, false);
-        else if (!strcmp(t, ".param")) variable(r, PARAM, &c->locals, NULL, false);
+        else if (!strcmp(t, ".param")) variable(r, LOCAL, &c->locals, &c->f->local_bytes, false); /* of a call */
         else if (!strcmp(t, ".loc") || !strcmp(t, ".file")) skip_to(r, '\n'), r->line++;
         else if (!strcmp(t, ".pragma")) skip_to(r, ';');
-        else if (*t == '.') {
+        else if (!strcmp(t, ".branchtargets")) {
+            c->ntargets = 0;
+            while (!accept(r, ';')) {
+                c->targets = realloc(c->targets, sizeof(char *) * (size_t)(c->ntargets + 1));
+                c->targets[c->ntargets++] = token(r);
+                accept(r, ',');
+            }
+        } else if (*t == '.') {
             skip_to(r, ';');
         } else if (*t == ';') continue;
         else if (peek(r) == ':') {
             r->p++;
+            c->targets_name = t;
             emit_label(c, t);
         } else statement(r, t);
     }
 }
 
-static void function(Reader *r, bool entry) {
+static void skip_body(Reader *r) {
+    for (int depth = 1; depth && *r->p; r->p++) {
+        if (*r->p == '{') depth++;
+        if (*r->p == '}') depth--;
+        if (*r->p == '\n') r->line++;
+    }
+}
+
+/* notes where a function is, behind .func or .entry */
+static void header(Reader *r, bool entry) {
+    Body b = {.entry = entry};
+    if (peek(r) == '(') {
+        b.results = r->p;
+        skip_to(r, ')');
+    }
+    b.name = token(r);
+    if (peek(r) == '(') {
+        b.params = r->p + 1;
+        b.line = r->line;
+        skip_to(r, ')');
+    }
+    if (!entry) {
+        while (peek(r) != '{') {
+            if (accept(r, ';')) return; /* a declaration */
+            free(token(r));
+        }
+        expect(r, '{');
+        b.text = r->p, b.line = r->line;
+    } else {
+        while (peek(r) != '{') {
+            if (accept(r, ';')) return;
+            free(token(r));
+        }
+        expect(r, '{');
+    }
+    GROW(r->bodies, r->nbodies, r->capbodies);
+    r->bodies[r->nbodies++] = b;
+    skip_body(r);
+}
+
+static void kernel(Reader *r, const Body *b) {
     Compiler c = {.module = r->m};
     Func *f = calloc(1, sizeof *f);
     c.f = f, f->module = r->m, r->c = &c;
     pthread_mutex_init(&f->lock, NULL);
-    if (!entry) fail(r, "device functions are not emulated yet");
-    f->name = token(r);
-    if (accept(r, '(')) params(r, f, &c.locals);
+    f->name = b->name;
+    r->p = b->params, r->line = b->line;
+    if (b->params) params(r, f, &c.locals);
     while (peek(r) != '{') { /* .maxntid 256, 1, 1 and the like */
-        if (accept(r, ';')) return;
-        free(token(r));
+        char *t = token(r);
+        bool max = !strcmp(t, ".maxntid"), exact = !strcmp(t, ".reqntid");
+        free(t);
+        if (!max && !exact) continue;
+        int n = 1;
+        do {
+            t = token(r);
+            n *= atoi(t);
+            free(t);
+        } while (accept(r, ','));
+        f->max_threads = n;
     }
     expect(r, '{');
     for (Symbol *s = r->m->globals; s; s = s->next)
         if (s->space == SHARED && (int)(s->address + (u64)s->size) > f->shared_bytes) f->shared_bytes = (int)(s->address + (u64)s->size);
     emit_control(&c, C_LABEL, 0);
     body(r);
+    f->local_bytes = (f->local_bytes + 15) / 16 * 16;
     finish(&c);
     r->c = NULL;
     f->next = r->m->funcs, r->m->funcs = f;
@@ -438,10 +563,10 @@ Module *ptx_load(const char *text, int device) {
         if (!strcmp(t, ".version") || !strcmp(t, ".target") || !strcmp(t, ".address_size") || !strcmp(t, ".file")) {
             skip_to(&r, '\n');
             r.line++;
-        } else if (!strcmp(t, ".entry")) function(&r, true), external = false;
+        } else if (!strcmp(t, ".entry")) header(&r, true), external = false;
         else if (!strcmp(t, ".func")) {
             if (external) skip_to(&r, ';');
-            else function(&r, false);
+            else header(&r, false);
             external = false;
         } else if (!strcmp(t, ".global") || !strcmp(t, ".const")) variable(&r, GLOBAL, &m->globals, NULL, external), external = false;
         else if (!strcmp(t, ".shared")) { /* of the module: in front of each function's own */
@@ -454,9 +579,12 @@ Module *ptx_load(const char *text, int device) {
             skip_to(&r, '{');
             skip_to(&r, '}');
         } else if (*t == '.' || *t == ';') { /* .visible, .weak, .extern, ... */
-        } else if (*t == '{') { int d = 1; while (d && *r.p) { if (*r.p == '{') d++; if (*r.p == '}') d--; if (*r.p == '\n') r.line++; r.p++; } }
+        }
         free(t);
     }
+    for (int i = 0; i < r.nbodies; i++)
+        if (r.bodies[i].entry && r.bodies[i].params) kernel(&r, &r.bodies[i]);
+    free(r.bodies);
     free(copy);
     return m;
 }

@@ -46,8 +46,10 @@ typedef struct Compiler {
     int nfixups, capfixups;
     int capvec;
     Symbol *locals; /* symbols of the function: shared, local, param */
-    int line;
-    bool guarded;
+    int line, call, depth; /* call: number of the inlined call whose body this is, 0 in the kernel itself */
+    int ncalls;
+    char **targets, *targets_name; /* of .branchtargets */
+    int ntargets;
 } Compiler;
 
 void translate(Compiler *c, Stmt *s);
@@ -56,6 +58,9 @@ void place_registers(Compiler *c);
 int new_reg(Compiler *c, int bytes);
 int emit_control(Compiler *c, int op, s64 imm);
 void emit_label(Compiler *c, const char *name);
+char *label_name(Compiler *c, const char *name);
+void emit_jump(Compiler *c, const char *label);
+void emit_unknown(Compiler *c, const Stmt *s);
 int special_index(const char *name);
 #define GROW(p, n, cap) ((n) == (cap) ? (p) = realloc((p), sizeof *(p) * (size_t)((cap) = (cap) ? 2 * (cap) : 64)) : (p))
 #endif

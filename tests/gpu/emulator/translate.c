@@ -104,7 +104,10 @@ static int op3(Compiler *c, const char *name, int d, int a, int b, int cc) {
     return i;
 }
 
-static void unknown(Compiler *c) { emit_control(c, C_UNKNOWN, 0); }
+void emit_unknown(Compiler *c, const Stmt *s) {
+    if (settings.verbose) fprintf(stderr, "[emulated GPU] %s: line %d is not emulated: %s\n", c->f->name, s->line, s->op);
+    emit_control(c, C_UNKNOWN, 0);
+}
 
 /* ---- operands --------------------------------------------------------------------------------------------------- */
 static int size_code(int bytes) { return bytes == 8 ? 3 : bytes == 4 ? 2 : bytes == 2 ? 1 : 0; }
@@ -219,6 +222,10 @@ static bool load_store(Compiler *c, Stmt *s, bool load) {
         if (regs[i] >= 0) rb = c->regs[regs[i]].bytes;
     u16 k = (u16)(n | size_code(e) << 4 | size_code(rb) << 6 | (type[0] == 's') << 8 | where << 9);
     int i;
+    if (where == PARAM && at->sub[0].kind == O_SYM && at->sub[0].sym->space == LOCAL) { /* of a call, see ptx.c */
+        where = LOCAL;
+        k = (u16)((k & ~(7 << 9)) | LOCAL << 9);
+    }
     if (where == PARAM) {
         if (!load || at->sub[0].kind != O_SYM || at->sub[0].sym->space != PARAM) return false;
         i = emit(c, op_ld_param);
@@ -701,17 +708,40 @@ static bool compare(Compiler *c, Stmt *s) {
     return true;
 }
 
+/* inlined calls have labels of their own */
+char *label_name(Compiler *c, const char *name) {
+    char *s = malloc(strlen(name) + 16);
+    sprintf(s, "%s#%d", name, c->call);
+    return s;
+}
+void emit_jump(Compiler *c, const char *label) {
+    int i = emit_control(c, C_JMP, 0);
+    GROW(c->fixups, c->nfixups, c->capfixups);
+    c->fixups[c->nfixups++] = (Fixup){i, label_name(c, label)};
+}
+
 static bool flow(Compiler *c, Stmt *s) {
-    if (is(s, "bra")) {
-        if (s->opd[0].kind != O_NAME) return false;
-        int i = emit_control(c, s->guard >= 0 ? C_BRA : C_JMP, 0);
+    if (is(s, "bra") || (is(s, "ret") && c->call)) {
+        if (is(s, "bra") && s->opd[0].kind != O_NAME) return false;
+        emit_jump(c, is(s, "bra") ? s->opd[0].name : "return");
         if (s->guard >= 0) {
+            int i = c->f->n - 1;
+            c->f->code[i].op = C_BRA, c->f->code[i].k = s->guard_not;
             ref(c, i, 1, 0, s->guard, false);
-            c->f->code[i].k = s->guard_not;
         }
-        GROW(c->fixups, c->nfixups, c->capfixups);
-        c->fixups[c->nfixups++] = (Fixup){i, s->opd[0].name};
         return true;
+    }
+    if (is(s, "brx")) { /* one comparison after the other */
+        int index = source(c, &s->opd[0], 4);
+        if (index < 0 || s->opd[1].kind != O_NAME || !c->targets_name || strcmp(c->targets_name, s->opd[1].name)) return false;
+        for (int j = 0; j < c->ntargets; j++) {
+            int p = new_reg(c, 0);
+            op3(c, "setp_eq_b32", p, index, constant(c, 4, (u64)j), -1);
+            emit_jump(c, c->targets[j]);
+            c->f->code[c->f->n - 1].op = C_BRA;
+            ref(c, c->f->n - 1, 1, 0, p, false);
+        }
+        return emit_control(c, C_TRAP, 0), true;
     }
     int op = is(s, "ret") || is(s, "exit") ? C_EXIT : is(s, "trap") ? C_TRAP : 0;
     if (op) return emit_control(c, op, 0), true;
@@ -727,15 +757,14 @@ static bool nothing(const Stmt *s) {
 }
 
 void translate(Compiler *c, Stmt *s) {
-    bool branch = is(s, "bra");
+    bool branch = is(s, "bra") || (is(s, "ret") && c->call);
     if (s->guard >= 0 && !branch) { /* the instructions between guard and unguard run for the lanes of the predicate */
         int i = emit_control(c, C_GUARD, 0);
         c->f->code[i].k = s->guard_not;
         ref(c, i, 1, 0, s->guard, false);
-        c->guarded = true;
     }
     int start = c->f->n;
-    bool ok = branch || is(s, "ret") || is(s, "exit") || is(s, "trap") ? flow(c, s)
+    bool ok = branch || is(s, "brx") || is(s, "ret") || is(s, "exit") || is(s, "trap") ? flow(c, s)
             : is(s, "ld") || is(s, "ldu") ? load_store(c, s, true)
             : is(s, "st") ? load_store(c, s, false)
             : is(s, "atom") || is(s, "red") ? atomic(c, s)
@@ -755,12 +784,10 @@ void translate(Compiler *c, Stmt *s) {
         for (int i = 0; i < c->nrefs; i++)
             if (c->refs[i].inst < start) c->refs[kept++] = c->refs[i];
         c->nrefs = kept;
-        if (settings.verbose) fprintf(stderr, "[emulated GPU] %s: line %d is not emulated: %s\n", c->f->name, s->line, s->op);
-        unknown(c);
+        emit_unknown(c, s);
     }
     if (s->guard >= 0 && !branch) {
         emit_control(c, C_UNGUARD, 0);
-        c->guarded = false;
         for (int i = start - 1, n = c->f->n; i < n; i++)
             if (c->f->code[i].op == C_GUARD && !c->f->code[i].fn) c->f->code[i].imm = n - 1 - i;
     }
@@ -769,7 +796,7 @@ void translate(Compiler *c, Stmt *s) {
 void emit_label(Compiler *c, const char *name) {
     int i = emit_control(c, C_LABEL, 0);
     GROW(c->labels, c->nlabels, c->caplabels);
-    c->labels[c->nlabels++] = (Label){strdup(name), i};
+    c->labels[c->nlabels++] = (Label){label_name(c, name), i};
 }
 
 /* ---- the end of a function -------------------------------------------------------------------------------------- */
