@@ -9,7 +9,6 @@
 Settings settings;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static _Thread_local int current = 0;
-static Module *modules;
 static Func *all_funcs[4096];
 static int nfuncs;
 static pthread_mutex_t module_lock = PTHREAD_MUTEX_INITIALIZER;
@@ -297,8 +296,9 @@ static int copy(u64 dst, u64 src, size_t n, void *h, int kind, bool wait) {
         memcpy(o->staged, (void *)src, n);
     }
     if (kind == FROM_DEVICE && !memory_is_pinned((void *)dst)) wait = true;
-    e = stream_add(s, o);
-    return e ? e : wait ? stream_wait(s, s->enqueued) : CU_OK;
+    u64 seq = 0;
+    e = stream_add_get(s, o, &seq);
+    return e ? e : wait ? stream_wait(s, seq) : CU_OK;
 }
 API int cuMemcpyHtoDAsync_v2(u64 d, void *s, size_t n, void *h) { return copy(d, (u64)s, n, h, TO_DEVICE, false); }
 API int cuMemcpyDtoHAsync_v2(void *d, u64 s, size_t n, void *h) { return copy((u64)d, s, n, h, FROM_DEVICE, false); }
@@ -322,14 +322,12 @@ API int cuMemcpyAsync(u64 d, u64 s, size_t n, void *h) {
 }
 
 static int run_set(Op *o) {
-    for (u64 r = 0; r < (o->src ? o->src : 1); r++) {
+    u64 bytes = (u64)(size_t)o->user;
+    for (u64 r = 0; r < o->src; r++) {
         char *p = (char *)o->dst + r * o->width;
-        if (o->seq == 0 || 1) {
-            u64 step = (u64)(size_t)o->user;
-            if (step == 1) memset(p, (int)o->value, o->n);
-            else if (step == 2) for (u64 i = 0; i < o->n; i++) ((u16 *)p)[i] = (u16)o->value;
-            else for (u64 i = 0; i < o->n; i++) ((u32 *)p)[i] = (u32)o->value;
-        }
+        if (bytes == 1) memset(p, (int)o->value, o->n);
+        else if (bytes == 2) for (u64 i = 0; i < o->n; i++) ((u16 *)p)[i] = (u16)o->value;
+        else for (u64 i = 0; i < o->n; i++) ((u32 *)p)[i] = (u32)o->value;
     }
     return CU_OK;
 }
@@ -358,13 +356,17 @@ API int cuModuleLoadDataEx(void **out, const void *image, unsigned n, int *optio
         fprintf(stderr, "[emulated GPU] machine code cannot be run, only PTX\n");
         return CU_INVALID_PTX;
     }
+    const char *target = strstr(text, ".target sm_");
+    if (target && atoi(target + 11) > settings.cc) {
+        fprintf(stderr, "[emulated GPU] PTX for sm_%d, and this GPU is an sm_%d\n", atoi(target + 11), settings.cc);
+        return CU_NO_BINARY;
+    }
     Module *m = ptx_load(text, current);
     if (!m) return CU_INVALID_PTX;
     pthread_mutex_lock(&module_lock);
     for (Func *f = m->funcs; f; f = f->next)
         if (nfuncs < 4096) all_funcs[nfuncs++] = f;
     pthread_mutex_unlock(&module_lock);
-    (void)modules;
     *out = m;
     return CU_OK;
 }
@@ -481,6 +483,7 @@ static const struct { int code; const char *name, *text; } texts[] = {
     {CU_OUT_OF_MEMORY, "CUDA_ERROR_OUT_OF_MEMORY", "out of memory"},
     {CU_INVALID_DEVICE, "CUDA_ERROR_INVALID_DEVICE", "invalid device ordinal"},
     {CU_INVALID_PTX, "CUDA_ERROR_INVALID_PTX", "the emulated GPU cannot read the PTX"},
+    {CU_NO_BINARY, "CUDA_ERROR_NO_BINARY_FOR_GPU", "the PTX is for a newer GPU than the emulated one"},
     {CU_NOT_FOUND, "CUDA_ERROR_NOT_FOUND", "named symbol not found"},
     {CU_NOT_READY, "CUDA_ERROR_NOT_READY", "device not ready"},
     {CU_ILLEGAL_ADDRESS, "CUDA_ERROR_ILLEGAL_ADDRESS", "the emulated GPU found an error in a kernel; it was printed to stderr"},

@@ -32,6 +32,7 @@ enum { /* CUresult */
     CU_INVALID_VALUE = 1,
     CU_OUT_OF_MEMORY = 2,
     CU_INVALID_DEVICE = 101,
+    CU_NO_BINARY = 209,
     CU_INVALID_PTX = 218,
     CU_INVALID_HANDLE = 400,
     CU_NOT_FOUND = 500,
@@ -220,7 +221,6 @@ enum ElemType { E_U, E_S, E_F, E_H, E_BF };
 
 /* exec.c */
 int exec_launch(Launch *);
-void exec_stats_dump(void);
 void finding(Warp *w, const Inst *i, u32 lanes, const char *fmt, ...) __attribute__((noreturn, format(printf, 4, 5)));
 
 /* settings, from the environment */

@@ -49,7 +49,11 @@ API int nvmlDeviceGetMigMode(void *d, unsigned *now, unsigned *pending) {
 }
 API int nvmlDeviceGetMemoryInfo(void *d, unsigned long long *m) {
     (void)d;
-    m[0] = m[1] = 1ull << 30, m[2] = 0;
+    const char *s = getenv("ODYSSEY_EMULATED_MEMORY");
+    char *end = "";
+    double x = s && *s ? strtod(s, &end) : 1 << 30;
+    x *= *end == 'K' ? 1 << 10 : *end == 'M' ? 1 << 20 : *end == 'G' ? 1 << 30 : 1;
+    m[0] = m[1] = (unsigned long long)x, m[2] = 0;
     return 0;
 }
 API int nvmlDeviceGetName(void *d, char *s, unsigned n) {

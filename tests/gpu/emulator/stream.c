@@ -69,6 +69,10 @@ static void *serve(void *arg) {
 Stream *stream_new(int device, u32 flags, int priority) {
     Stream *s = calloc(1, sizeof *s);
     s->device = device, s->flags = flags, s->priority = priority;
+    pthread_mutexattr_t again; /* a host function may come back */
+    pthread_mutexattr_init(&again);
+    pthread_mutexattr_settype(&again, PTHREAD_MUTEX_RECURSIVE);
+    pthread_mutex_init(&s->running, &again);
     pthread_mutex_lock(&lock);
     s->next = streams, streams = s;
     pthread_mutex_unlock(&lock);
@@ -88,22 +92,26 @@ Stream *stream_of(void *handle) {
     return s;
 }
 
-int stream_add(Stream *s, Op *o) {
+static bool at_once(const Stream *s) { return !settings.late || s == defaults[s->device]; }
+
+int stream_add_get(Stream *s, Op *o, u64 *seq) {
     int e = device_error(s->device);
     if (e) {
         op_end(o);
         return e;
     }
-    bool is_default = s == defaults[s->device];
-    if (!settings.late || is_default) {
-        if (is_default && settings.late) stream_wait_all(s->device);
+    if (at_once(s)) { /* operations of several threads one after the other */
+        pthread_mutex_lock(&s->running);
+        if (settings.late) stream_wait_all(s->device);
         if ((e = o->run(o))) device_fail(s->device, e);
-        s->enqueued++, s->completed = s->enqueued;
+        *seq = ++s->enqueued;
+        s->completed = s->enqueued;
+        pthread_mutex_unlock(&s->running);
         op_end(o);
         return e;
     }
     pthread_mutex_lock(&lock);
-    o->seq = ++s->enqueued;
+    *seq = o->seq = ++s->enqueued;
     o->due = now_ns() + (u64)settings.late * 1000000ull;
     if (s->tail) s->tail->next = o;
     else s->head = o;
@@ -117,8 +125,17 @@ int stream_add(Stream *s, Op *o) {
     pthread_mutex_unlock(&lock);
     return CU_OK;
 }
+int stream_add(Stream *s, Op *o) {
+    u64 seq;
+    return stream_add_get(s, o, &seq);
+}
 
 int stream_wait(Stream *s, u64 seq) {
+    if (at_once(s)) {
+        pthread_mutex_lock(&s->running);
+        pthread_mutex_unlock(&s->running);
+        return device_error(s->device);
+    }
     pthread_mutex_lock(&lock);
     if (seq > s->forced) s->forced = seq;
     pthread_cond_broadcast(&changed);
@@ -129,7 +146,7 @@ int stream_wait(Stream *s, u64 seq) {
 
 int stream_wait_all(int device) {
     for (Stream *s = streams; s; s = s->next)
-        if (s->device == device) stream_wait(s, s->enqueued);
+        if (s->device == device && !(settings.late && at_once(s))) stream_wait(s, s->enqueued);
     return device_error(device);
 }
 
@@ -202,8 +219,9 @@ API int cuEventRecord(void *ev, void *h) {
     Stream *s = stream_of(h);
     Op *o = op_new(run_record);
     o->event = e;
-    int r = stream_add(s, o);
-    e->stream = s, e->seq = s->enqueued;
+    u64 seq = 0;
+    int r = stream_add_get(s, o, &seq);
+    e->seq = seq, e->stream = s;
     return r;
 }
 API int cuEventRecordWithFlags(void *ev, void *h, unsigned flags) {

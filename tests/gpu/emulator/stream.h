@@ -22,6 +22,7 @@ typedef struct Stream {
     Op *head, *tail;
     u64 enqueued, completed, forced;
     pthread_t thread;
+    pthread_mutex_t running; /* while an operation runs inside a call */
     bool threaded, gone;
     pid_t pid;
     struct Stream *next;
@@ -35,6 +36,7 @@ typedef struct Event {
 
 Op *op_new(int (*run)(Op *));
 int stream_add(Stream *s, Op *o); /* runs it at once, or late */
+int stream_add_get(Stream *s, Op *o, u64 *seq); /* and its number in the stream */
 int stream_wait(Stream *s, u64 seq);
 int stream_wait_all(int device);
 Stream *stream_new(int device, u32 flags, int priority);
