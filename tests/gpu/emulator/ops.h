@@ -82,7 +82,7 @@ static inline u32 pack_mask(const u8 *t) {
 #define PRED(name, expr)                                                                                               \
     static void h_##name(Warp *w, char *R, const Inst *I, u32 m) {                                                     \
         UNUSED;                                                                                                        \
-        u32 A = *REG(u32, I->a), B = *REG(u32, I->b), *d = REG(u32, I->d);                                             \
+        u32 A = *REG(u32, I->a), B = I->b < 0 ? 0 : *REG(u32, I->b), *d = REG(u32, I->d);                                             \
         (void)A, (void)B;                                                                                              \
         *d = (*d & ~m) | ((expr) & m);                                                                                 \
     }

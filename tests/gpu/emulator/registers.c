@@ -21,7 +21,7 @@ static bool is_control(const Inst *i, int op) { return !i->fn && i->op == op; }
 void place_registers(Compiler *c) {
     Func *f = c->f;
     int n = f->n, nblocks = 0, words = (c->nregs + 63) / 64;
-    qsort(c->refs, (size_t)c->nrefs, sizeof *c->refs, by_inst);
+    if (c->nrefs) qsort(c->refs, (size_t)c->nrefs, sizeof *c->refs, by_inst);
     int *block_of = malloc(sizeof(int) * (size_t)(n + 1)), *first = malloc(sizeof(int) * (size_t)(n + 2));
     for (int i = 0; i < n; i++) {
         bool leader = !i || is_control(&f->code[i], C_LABEL) || is_control(&f->code[i - 1], C_BRA) || is_control(&f->code[i - 1], C_JMP) ||
@@ -83,7 +83,7 @@ void place_registers(Compiler *c) {
         if (r->constant || r->special) r->offset = place, place += r->bytes ? (r->bytes * WARP + 63) / 64 * 64 : 64;
     }
     /* per size: places that are free, and registers that have one, by the end of their use */
-    qsort(iv, (size_t)c->nregs, sizeof *iv, by_start);
+    if (c->nregs) qsort(iv, (size_t)c->nregs, sizeof *iv, by_start);
     Interval *active = malloc(sizeof *active * (size_t)c->nregs);
     int *spare[4], nspare[4] = {0}, nactive = 0;
     for (int s = 0; s < 4; s++) spare[s] = malloc(sizeof(int) * (size_t)(c->nregs + 1));
