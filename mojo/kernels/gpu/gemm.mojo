@@ -21,19 +21,21 @@ block have is added in shared memory, in that order.
 
 A chunk goes from memory to registers while the one before is multiplied, and is rounded on the way into shared memory:
 each number is rounded once per tile. There, row k holds the k-th term of all rows (or columns) of the tile; 16-bit
-operands hold terms 2k and 2k + 1 in one word, so that the fragments of all tensor core instructions are read alike. Rows
-are 8 words longer than they need to be, and where the transposition would hit a bank twice, eights of a row are swapped
-(`swizzle`): all reads and nearly all writes of shared memory are free of bank conflicts.
+operands hold terms 2k and 2k + 1 in one word, so that the fragments of all tensor core instructions are read alike. A
+row is 8 words longer than the tile is wide, and after every fourth row come 8 more: then neither reading nor writing,
+transposed or not, meets a bank twice.
 
 Tensor cores are used on NVIDIA for all but FP32; elsewhere the rounded operands are multiplied in float32.
 """
 
 from std.math import ceildiv
 from std.memory import bitcast
+from std.utils import StaticTuple
 from std.sys.info import _accelerator_arch
 
 from max.gpu import AddressSpace, barrier, block_idx, thread_idx
 from max.gpu.compute.mma import mma
+from max.gpu.globals import MAX_THREADS_PER_BLOCK_METADATA
 from max.gpu.memory import external_memory
 from max.gpu.primitives import warp
 from max.gpu.sync import syncwarp
@@ -64,6 +66,7 @@ comptime SHARED_LIMIT = (
     or ARCH.find("sm_10") >= 0 else 99 * 1024
 ) if NVIDIA else (64 * 1024 if ARCH.find("gfx") >= 0 else 32 * 1024)
 
+comptime U = UInt32  # indices: 64-bit arithmetic is slow, and no tensor of a shard has 2^32 floats
 comptime Quad = SIMD[F32, 4]
 comptime Shared = Pointer[
     Float32, MutUntrackedOrigin, address_space=AddressSpace.SHARED
@@ -109,10 +112,12 @@ struct Tile[op: Int, precision: Int, size: Int]:
     comptime B_BY_TERM = Self.op == WEIGHT
     comptime A_ROW = Self.CHUNKS * CHUNK + 4 if Self.BY_ROW else Self.ROWS + 8
     comptime B_ROW = Self.COLUMNS + 8
-    comptime A_WORDS = Self.A_ROW * (
-        Self.ROWS if Self.BY_ROW else Self.CHUNKS * Self.WORDS
+    comptime A_CHUNK = CHUNK if Self.BY_ROW else Self.WORDS * (Self.A_ROW + 2)
+    comptime B_CHUNK = Self.WORDS * (Self.B_ROW + 2)
+    comptime A_WORDS = Self.ROWS * Self.A_ROW if Self.BY_ROW else (
+        Self.CHUNKS * Self.A_CHUNK
     )
-    comptime STAGE = Self.A_WORDS + Self.B_ROW * Self.CHUNKS * Self.WORDS
+    comptime STAGE = Self.A_WORDS + Self.CHUNKS * Self.B_CHUNK
     comptime STAGES = 2 if Self.size == LARGE else 1
     comptime SAVED = 4 * Self.QUADS * Self.TEAM  # a tile of partial sums
     comptime REGION = Self.STAGES * Self.STAGE if Self.size == LARGE else max(
@@ -170,15 +175,16 @@ def paired[precision: Int](low: Float32, high: Float32) -> Float32:
 
 
 @always_inline
-def _four[checked: Bool](p: Ptr, i: Int, n: Int, aligned: Bool) -> Quad:
-    """Floats i to i + 3, of which the first n are in bounds; the others are 0. Unless `checked`, or if `aligned`, all
+def _four[checked: Bool](p: Ptr, at: U, n: U, aligned: Bool) -> Quad:
+    """Four floats from `at` on, of which the first n are in bounds; the others are 0. Unless `checked`, or if `aligned`, all
     four are or none is.
     """
+    var i = Int(at)
     comptime if checked:
         if not aligned:
             var v = Quad(0)
             comptime for j in range(4):
-                if j < n:
+                if U(j) < n:
                     v[j] = p[unsafe_offset=i + j]
             return v
     if n > 0:
@@ -187,25 +193,24 @@ def _four[checked: Bool](p: Ptr, i: Int, n: Int, aligned: Bool) -> Quad:
 
 
 @always_inline
-def swizzle[width: Int](word: Int) -> Int:
-    """What the position in row `word` is xor-ed with where four terms of the same row are written at once.
+def position[row: Int](word: Int, m: Int) -> Int:
+    """Where row (or column) m of the tile is in the given row of shared memory.
     """
-    return ((word >> 2) & (min(width, 32) // 8 - 1)) * 8
+    return word * row + word // 4 * 8 + m
 
 
 @always_inline
 def _put_by_term[
-    precision: Int, pairs: Bool, width: Int, row: Int
+    precision: Int, pairs: Bool, row: Int
 ](s: Shared, m: Int, term: Int, v: Quad):
     """Four neighbouring terms of row m of the tile."""
     comptime if pairs:
-        var word = term // 2
-        var at = word * row + (m ^ swizzle[width](word))
+        var at = position[row](term // 2, m)
         s[unsafe_offset=at] = paired[precision](v[0], v[1])
         s[unsafe_offset=at + row] = paired[precision](v[2], v[3])
     else:
         var r = rounded[precision](v)
-        var at = term * row + (m ^ swizzle[width](term))
+        var at = position[row](term, m)
         comptime for j in range(4):
             s[unsafe_offset=at + j * row] = r[j]
 
@@ -219,28 +224,26 @@ def _put_by_row[
         var word = Quad()
         comptime for j in range(4):
             word[j] = paired[precision](v0[j], v1[j])
-        s.unsafe_store[alignment=16](term // 2 * row + m, word)
+        s.unsafe_store[alignment=16](position[row](term // 2, m), word)
     else:
-        var at = term * row + m
+        var at = position[row](term, m)
         s.unsafe_store[alignment=16](at, rounded[precision](v0))
         s.unsafe_store[alignment=16](at + row, rounded[precision](v1))
 
 
 @always_inline
-def _over(a: Int, b: Int) -> Int:
-    """a // b of numbers that are not negative, in 32 bits: division of 64 is slow.
-    """
-    return Int(UInt32(a) // UInt32(b))
-
-
-@always_inline
-def group_at(group: Int, G: Int, F: Int, step: Int) -> Int:
+def group_at(group: U, G: U, F: U, step: Int) -> Int:
     """Where a group of samples begins, counted over all shards."""
-    var shard = _over(group, G)
-    return shard * step + (group - shard * G) * F * LANES
+    var shard = group // G
+    return Int(shard) * step + Int((group - shard * G) * F * U(LANES))
 
 
 # --- multiplying what is in shared memory -------------------------------------------
+
+
+@always_inline
+def _quad_at(p: Shared, i: Int) -> Quad:
+    return p.unsafe_offset(i).unsafe_load[width=4, alignment=16]()
 
 
 @always_inline
@@ -257,28 +260,22 @@ def _multiply[
         var pb = b.unsafe_offset(t * T.B_ROW + g)
         comptime DOWN = T.WARP_ROWS // 16
         for chunk in range(chunks):
-            var ca = pa.unsafe_offset(chunk * (T.WORDS * T.A_ROW))
-            var cb = pb.unsafe_offset(chunk * (T.WORDS * T.B_ROW))
+            var ca = pa.unsafe_offset(chunk * T.A_CHUNK)
+            var cb = pb.unsafe_offset(chunk * T.B_CHUNK)
             comptime for step in range(T.WORDS // 8):
                 var fa = Array[Quad, DOWN](fill=Quad(0))
                 comptime for i in range(DOWN):
                     comptime for h in range(2):
                         comptime for r in range(2):
-                            comptime word = step * 8 + 4 * h
-                            comptime m = (i * 16 + r * 8) ^ (
-                                swizzle[T.ROWS](word) if T.A_BY_TERM else 0
+                            comptime at = position[T.A_ROW](
+                                step * 8 + 4 * h, i * 16 + r * 8
                             )
-                            fa[i][2 * h + r] = ca[
-                                unsafe_offset=word * T.A_ROW + m
-                            ]
+                            fa[i][2 * h + r] = ca[unsafe_offset=at]
                 comptime for j in range(T.ACROSS):
                     var fb = SIMD[F32, 2](0)
                     comptime for h in range(2):
-                        comptime word = step * 8 + 4 * h
-                        comptime n = (j * 8) ^ (
-                            swizzle[T.COLUMNS](word) if T.B_BY_TERM else 0
-                        )
-                        fb[h] = cb[unsafe_offset=word * T.B_ROW + n]
+                        comptime at = position[T.B_ROW](step * 8 + 4 * h, j * 8)
+                        fb[h] = cb[unsafe_offset=at]
                     comptime for i in range(DOWN):
                         comptime q = i * T.ACROSS + j
                         comptime if precision == TF32:
@@ -297,64 +294,51 @@ def _multiply[
                                 bitcast[DType.float16, 4](fb),
                                 acc[q],
                             )
-    elif size == SMALL:  # a row, four columns
-        var pa = a.unsafe_offset(lane // 4 * T.A_ROW)
-        var column = lane % 4 * 4
+    else:
+        var pa = a.unsafe_offset(
+            row_of[op, precision, size](0, lane) * (T.A_ROW if T.BY_ROW else 1)
+        )
+        var pb = b.unsafe_offset(column_of[op, precision, size](0, lane))
         for chunk in range(chunks):
-            comptime for k4 in range(0, CHUNK, 4):
-                var va = pa.unsafe_offset(chunk * CHUNK + k4).unsafe_load[
-                    width=4, alignment=16
-                ]()
-                comptime for j in range(4):
-                    comptime k = k4 + j
-                    var n = column
-                    comptime if T.B_BY_TERM:
-                        n = column ^ swizzle[T.COLUMNS](k)
-                    var vb = b.unsafe_offset(
-                        (chunk * CHUNK + k) * T.B_ROW + n
-                    ).unsafe_load[width=4, alignment=16]()
-                    acc[0] = vb.fma(Quad(va[j]), acc[0])
-    else:  # rows 4 r and 16 + 4 r and the three after, columns 4 c and 32 + 4 c and the three after
-        var r = lane // 8 * 4
-        var c = lane % 8 * 4
-        for chunk in range(chunks):
-            comptime for k in range(CHUNK):
-                comptime sa = swizzle[T.ROWS](k) if T.A_BY_TERM else 0
-                comptime sb = swizzle[T.COLUMNS](k) if T.B_BY_TERM else 0
-                var pa = a.unsafe_offset(
-                    (chunk * CHUNK + k) * T.A_ROW + (r ^ (sa & 8))
-                )
-                var pb = b.unsafe_offset(
-                    (chunk * CHUNK + k) * T.B_ROW + (c ^ sb)
-                )
-                var vb = Array[Quad, 2](fill=Quad(0))
-                comptime for j in range(2):
-                    vb[j] = pb.unsafe_offset(32 * j).unsafe_load[
-                        width=4, alignment=16
-                    ]()
-                comptime for i in range(2):
-                    var va = pa.unsafe_offset((16 * i) ^ (sa & 16)).unsafe_load[
-                        width=4, alignment=16
-                    ]()
-                    comptime for e in range(4):
-                        comptime for j in range(2):
-                            comptime q = (i * 4 + e) * 2 + j
-                            acc[q] = vb[j].fma(Quad(va[e]), acc[q])
+            var ca = pa.unsafe_offset(chunk * T.A_CHUNK)
+            var cb = pb.unsafe_offset(chunk * T.B_CHUNK)
+            comptime if T.BY_ROW:  # a row, four columns
+                comptime for k4 in range(0, CHUNK, 4):
+                    var va = _quad_at(ca, k4)
+                    comptime for j in range(4):
+                        comptime at = position[T.B_ROW](k4 + j, 0)
+                        acc[0] = _quad_at(cb, at).fma(Quad(va[j]), acc[0])
+            else:  # two fours of rows, two fours of columns
+                comptime for k in range(CHUNK):
+                    comptime at_a = position[T.A_ROW](k, 0)
+                    comptime at_b = position[T.B_ROW](k, 0)
+                    var vb = Array[Quad, 2](fill=Quad(0))
+                    comptime for j in range(2):
+                        vb[j] = _quad_at(cb, at_b + 32 * j)
+                    comptime for i in range(2):
+                        var va = _quad_at(ca, at_a + 16 * i)
+                        comptime for e in range(4):
+                            comptime for j in range(2):
+                                comptime q = (i * 4 + e) * 2 + j
+                                acc[q] = vb[j].fma(Quad(va[e]), acc[q])
 
 
 @always_inline
 def row_of[op: Int, precision: Int, size: Int](q: Int, lane: Int) -> Int:
     """The row, in the warp's tile, of a thread's q-th four sums. They are neighbours in that row; of tensor cores two
     are, and the other two eight rows below.
+
+    The lowest bit of a thread's number chooses the column, the next one the row: then each 16-byte read of a multiply-add
+    has the same address in threads 1 or 2 apart, and the reads of sixteen threads can be served at once.
     """
     comptime T = Tile[op, precision, size]
     comptime if T.TENSOR:
         return q // T.ACROSS * 16 + lane // 4
     elif size == SMALL:
-        return lane // 4
+        return lane // 8 * 2 + lane // 2 % 2
     else:
         var i = q // T.ACROSS
-        return i // 4 * 16 + i % 4 + lane // 8 * 4
+        return i // 4 * 16 + i % 4 + (lane // 16 * 2 + lane // 2 % 2) * 4
 
 
 @always_inline
@@ -364,22 +348,24 @@ def column_of[op: Int, precision: Int, size: Int](q: Int, lane: Int) -> Int:
     comptime if T.TENSOR:
         return q % T.ACROSS * 8 + lane % 4 * 2
     elif size == SMALL:
-        return lane % 4 * 4
+        return (lane // 4 % 2 * 2 + lane % 2) * 4
     else:
-        return q % T.ACROSS * 32 + lane % 8 * 4
+        return q % T.ACROSS * 32 + (lane // 4 % 4 * 2 + lane % 2) * 4
 
 
 @always_inline
-def tree_of(v: Array[Quad, TEAMS], n: Int) -> Quad:
+def tree_of[
+    w: SIMDLength, //
+](v: Array[SIMD[F32, w], TEAMS], n: U) -> SIMD[F32, w]:
     """The sum of the first n: a node over n splits after the largest power of two smaller than n.
     """
-    var s = Array[Quad, TEAMS](fill=Quad(0))
+    var s = Array[SIMD[F32, w], TEAMS](fill=0)
     comptime for i in range(TEAMS):
         s[i] = v[i]
     comptime for level in range(3):
         comptime half = 1 << level
         comptime for i in range(0, TEAMS, 2 * half):
-            if i + half < n:
+            if U(i + half) < n:
                 s[i] = s[i] + s[i + half]
     return s[0]
 
@@ -388,16 +374,14 @@ def tree_of(v: Array[Quad, TEAMS], n: Int) -> Quad:
 
 
 @always_inline
-def _column_at[
-    op: Int
-](column: Int, rows: Int, columns: Int, G: Int, step: Int) -> Int:
+def _column_at[op: Int](column: U, rows: U, columns: U, G: U, step: Int) -> Int:
     """Where a column begins in the results; -1 if there is none."""
     comptime if op == WEIGHT:
-        return column if column < columns else -1
+        return Int(column) if column < columns else -1
     else:
-        if column >= columns * LANES:
+        if column >= columns * 16:
             return -1
-        return group_at(column // LANES, G, rows, step) + column % LANES
+        return group_at(column // 16, G, rows, step) + Int(column % 16)
 
 
 @always_inline
@@ -407,40 +391,40 @@ def _write[
     y: Ptr,
     bias: Ptr,
     v: SIMD[F32, width],
-    row: Int,
+    row: U,
     at: Int,  # _column_at
-    rows: Int,
-    columns: Int,
+    rows: U,
+    columns: U,
     first: Bool,
     last: Bool,
-    flags: Int,
+    flags: U,
 ):
     """Writes `width` neighbouring results of a row."""
     if row >= rows or at < 0:
         return
     comptime if op == WEIGHT:
-        var p = y.unsafe_offset(row * columns + at)
-        if flags & ALIGNED:
+        var p = y.unsafe_offset(Int(row * columns) + at)
+        if flags & U(ALIGNED) != 0:
             var s = v
-            if flags & ACCUMULATE:
+            if flags & U(ACCUMULATE) != 0:
                 s += p.unsafe_load[width=width, alignment=4 * width]()
             p.unsafe_store[alignment=4 * width](0, s)
         else:
             comptime for j in range(width):
-                if at + j < columns:
+                if U(at + j) < columns:
                     var s = v[j]
-                    if flags & ACCUMULATE:
+                    if flags & U(ACCUMULATE) != 0:
                         s += p[unsafe_offset=j]
                     p[unsafe_offset=j] = s
     else:
-        var p = y.unsafe_offset(at + row * LANES)
+        var p = y.unsafe_offset(at + Int(row * 16))
         var s = v
         if not first:
             s = p.unsafe_load[width=width, alignment=4 * width]() + v
         if last:
             comptime if op == FORWARD:
-                s += bias[unsafe_offset=row]
-                if flags & RELU:
+                s += bias[unsafe_offset=Int(row)]
+                if flags & U(RELU) != 0:
                     s = s.lt(0).select(SIMD[F32, width](0), s)
         p.unsafe_store[alignment=4 * width](0, s)
 
@@ -452,13 +436,13 @@ def _write_quad[
     y: Ptr,  # FORWARD, INPUT: y of the first shard; WEIGHT: dw of the buffer
     bias: Ptr,
     v: Quad,
-    row: Int,
+    row: U,
     at: Int,
-    rows: Int,
-    columns: Int,
+    rows: U,
+    columns: U,
     first: Bool,  # there is no sum to go on from
     last: Bool,  # the sum is complete
-    flags: Int,
+    flags: U,
 ):
     """Writes four sums of a thread, which begin at `row` and at the column that is `at`.
     """
@@ -468,7 +452,7 @@ def _write_quad[
                 y,
                 bias,
                 SIMD[F32, 2](v[2 * h], v[2 * h + 1]),
-                row + 8 * h,
+                row + U(8 * h),
                 at,
                 rows,
                 columns,
@@ -488,22 +472,22 @@ def _write_all[
     bias: Ptr,
     acc: Array[Quad, quads],
     lane: Int,
-    row0: Int,  # the warp's first
-    column0: Int,
-    rows: Int,
-    columns: Int,
-    G: Int,
+    row0: U,  # the warp's first
+    column0: U,
+    rows: U,
+    columns: U,
+    G: U,
     step: Int,
     first: Bool,
     last: Bool,
-    flags: Int,
+    flags: U,
 ):
     """Writes all sums of a thread."""
     comptime T = Tile[op, precision, size]
     var at = Array[Int, T.ACROSS](fill=0)
     comptime for j in range(T.ACROSS):
         at[j] = _column_at[op](
-            column0 + column_of[op, precision, size](j, lane),
+            column0 + U(column_of[op, precision, size](j, lane)),
             rows,
             columns,
             G,
@@ -514,7 +498,7 @@ def _write_all[
             y,
             bias,
             acc[q],
-            row0 + row_of[op, precision, size](q, lane),
+            row0 + U(row_of[op, precision, size](q, lane)),
             at[q % T.ACROSS],
             rows,
             columns,
@@ -529,37 +513,42 @@ def _bias_gradient(
     db: Ptr,  # of the buffer
     dy: Ptr,  # of the buffer's first shard
     step: Int,
-    output: Int,
-    lane: Int,  # of sixteen
-    n: Int,  # shards
-    G: Int,
-    O: Int,
-    flags: Int,
+    output: U,
+    lane: U,  # of sixteen
+    n: U,  # shards
+    G: U,
+    O: U,
+    flags: U,
 ):
     """The sum of dy over the samples of n shards, by sixteen neighbouring threads: over the groups one after the
     other, then over the lanes in pairs 8, 4, 2 and 1 apart, then along the tree.
     """
     var o = min(output, O - 1)
-    var sums = Array[Quad, TEAMS](fill=Quad(0))
+    var sums = Array[Float32, TEAMS](fill=0)
     comptime for i in range(TEAMS):
-        if i < n:
-            var p = dy.unsafe_offset(i * step + o * LANES + lane)
+        if U(i) < n:
+            var p = dy.unsafe_offset(i * step + Int(o * 16 + lane))
             var s: Float32 = 0
             for g in range(G):
-                s += p[unsafe_offset=g * O * LANES]
+                s += p[unsafe_offset=Int(g * O * 16)]
             comptime for k in range(4):
                 s += warp.shuffle_xor(s, UInt32(8 >> k))
-            sums[i] = Quad(s)
-    var s = tree_of(sums, n)[0]
+            sums[i] = s
+    var s = tree_of(sums, n)
     if lane == 0 and output < O:
-        if flags & ACCUMULATE:
-            s += db[unsafe_offset=o]
-        db[unsafe_offset=o] = s
+        if flags & U(ACCUMULATE) != 0:
+            s += db[unsafe_offset=Int(o)]
+        db[unsafe_offset=Int(o)] = s
 
 
 # --- the kernel ------------------------------------------------------------------------
 
 
+@__llvm_metadata(
+    MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](
+        Int32(512 if size == LARGE and NVIDIA else 256)
+    )
+)
 def product[
     op: Int, precision: Int, size: Int
 ](
@@ -583,29 +572,32 @@ def product[
     after the last tile compute db.
     """
     comptime T = Tile[op, precision, size]
+    comptime ROWS = U(T.ROWS)
+    comptime COLUMNS = U(T.COLUMNS)
+    comptime TEAM = U(T.TEAM)
     var y_step, a_step, b_step = Int(y_step64), Int(a_step64), Int(b_step64)
-    var rows, columns, terms = Int(rows32), Int(columns32), Int(terms32)
-    var G, teams, flags = Int(G32), Int(teams32), Int(flags32)
-    var aligned = flags & ALIGNED != 0
+    var rows, columns, terms = U(rows32), U(columns32), U(terms32)
+    var G, teams, flags = U(G32), U(teams32), U(flags32)
+    var aligned = flags & U(ALIGNED) != 0
     var shared = external_memory[
         Float32, address_space=AddressSpace.SHARED, alignment=16
     ]()
 
     # the block's tile, and the thread's place in it
-    var down = (rows + T.ROWS - 1) // T.ROWS
+    var down = (rows + ROWS - 1) // ROWS
     var across = (
-        columns * (1 if op == WEIGHT else LANES) + T.COLUMNS - 1
-    ) // T.COLUMNS
-    var block = Int(block_idx.x)
-    var tile_column = _over(block, down)
-    var row0 = (block - tile_column * down) * T.ROWS
-    var column0 = tile_column * T.COLUMNS
-    var thread = Int(thread_idx.x)
-    var team = thread // T.TEAM
-    var t = thread % T.TEAM
-    var lane = t % THREADS
-    var warp_row = t // THREADS // T.WARPS_ACROSS * T.WARP_ROWS
-    var warp_column = t // THREADS % T.WARPS_ACROSS * T.WARP_COLUMNS
+        columns * U(1 if op == WEIGHT else LANES) + COLUMNS - 1
+    ) // COLUMNS
+    var block = U(block_idx.x)
+    var tile_column = block // down
+    var row0 = (block - tile_column * down) * ROWS
+    var column0 = tile_column * COLUMNS
+    var thread = U(thread_idx.x)
+    var team = thread // TEAM
+    var t = thread % TEAM
+    var lane = Int(t % U(THREADS))
+    var warp_row = t // U(THREADS * T.WARPS_ACROSS) * U(T.WARP_ROWS)
+    var warp_column = t // U(THREADS) % U(T.WARPS_ACROSS) * U(T.WARP_COLUMNS)
 
     # WEIGHT: the buffer
     var out = y
@@ -613,20 +605,20 @@ def product[
     var pb = b
     var n = teams  # what is added: runs, or shards
     comptime if op == WEIGHT:
-        var buffer = Int(block_idx.y)
-        n = min(teams, Int(shards32) - buffer * teams)
-        out = y.unsafe_offset(buffer * y_step)
-        pa = a.unsafe_offset(buffer * teams * a_step)
-        pb = b.unsafe_offset(buffer * teams * b_step)
+        var buffer = U(block_idx.y)
+        n = min(teams, U(shards32) - buffer * teams)
+        out = y.unsafe_offset(Int(buffer) * y_step)
+        pa = a.unsafe_offset(Int(buffer * teams) * a_step)
+        pb = b.unsafe_offset(Int(buffer * teams) * b_step)
         if block >= down * across:
-            comptime per_team = T.TEAM // LANES
-            var each = (1 if size == LARGE else teams) * per_team
+            comptime per_team = U(T.TEAM // LANES)
+            var each = per_team if size == LARGE else teams * per_team
             _bias_gradient(
-                bias.unsafe_offset(buffer * Int(bias_step64)),
+                bias.unsafe_offset(Int(buffer) * Int(bias_step64)),
                 pa,
                 a_step,
-                (block - down * across) * each + thread // LANES,
-                thread % LANES,
+                (block - down * across) * each + thread // 16,
+                thread % 16,
                 n,
                 G,
                 rows,
@@ -635,8 +627,8 @@ def product[
             return
 
     # which chunks this team walks
-    var chunks = G if op == WEIGHT else (terms + CHUNK - 1) // CHUNK
-    var begin = 0
+    var chunks = G if op == WEIGHT else (terms + 15) // 16
+    var begin = U(0)
     var end = chunks
     var runs_end = chunks
     comptime if size == LARGE:
@@ -644,130 +636,124 @@ def product[
             end = n * G
             runs_end = G
         else:
-            runs_end = _over(chunks, n)
+            runs_end = chunks // n
     else:
         comptime if op == WEIGHT:
-            pa = pa.unsafe_offset(team * a_step)
-            pb = pb.unsafe_offset(team * b_step)
+            pa = pa.unsafe_offset(Int(team) * a_step)
+            pb = pb.unsafe_offset(Int(team) * b_step)
             if team >= n:
                 end = 0
         else:
-            begin = _over(chunks * team, n)
-            end = _over(chunks * (team + 1), n)
+            begin = chunks * team // n
+            end = chunks * (team + 1) // n
 
     # What this thread loads of each chunk, in floats from the tile's first. Operands whose terms are neighbours come in
     # fours of terms of one row, others in fours of rows of two terms. What is beyond the last row is loaded from the
     # last: no result that is written depends on it.
-    var a_at = Array[UInt32, T.A_QUADS](fill=0)
-    var b_at = Array[UInt32, T.B_QUADS](fill=0)
-    var a_row = LANES if op == WEIGHT else terms
-    var a_chunk = rows * LANES if op == WEIGHT else (
-        CHUNK * rows if op == INPUT else CHUNK
-    )
-    var b_chunk = columns * LANES if op == WEIGHT else CHUNK * LANES
+    var a_at = Array[U, T.A_QUADS](fill=0)
+    var b_at = Array[U, T.B_QUADS](fill=0)
+    var a_row = U(LANES) if op == WEIGHT else terms
+    var a_chunk = rows * 16 if op != FORWARD else U(CHUNK)
+    var b_chunk = columns * 16 if op == WEIGHT else U(CHUNK * LANES)
     comptime if T.A_BY_TERM:
-        pa = pa.unsafe_offset(row0 * a_row)
+        pa = pa.unsafe_offset(Int(row0) * Int(a_row))
         comptime for u in range(T.A_QUADS):
-            var unit = t + u * T.TEAM
-            var m = min(unit // 4 % T.ROWS, rows - 1 - row0)
-            a_at[u] = UInt32(
-                m * a_row + unit // (4 * T.ROWS) * a_chunk + unit % 4 * 4
-            )
+            var unit = t + U(u) * TEAM
+            var m = unit // 4 % ROWS
+            comptime if op == FORWARD:
+                m = min(m, rows - 1 - row0)
+            a_at[u] = m * a_row + unit // (4 * ROWS) * a_chunk + unit % 4 * 4
     else:
-        pa = pa.unsafe_offset(row0)
+        pa = pa.unsafe_offset(Int(row0))
         comptime for u in range(T.A_QUADS // 2):
-            var unit = t + u * T.TEAM
-            var m = unit % (T.ROWS // 4) * 4
+            var unit = t + U(u) * TEAM
+            var m = unit % (ROWS // 4) * 4
             if aligned:
                 m = min(m, rows - 4 - row0)
-            a_at[u] = UInt32(unit // (T.ROWS // 4) * 2 * rows + m)
+            a_at[u] = unit // (ROWS // 4) * 2 * rows + m
+    comptime PER_GROUP = U(2 * T.CHUNKS * CHUNK)
     comptime if T.B_BY_TERM:
-        pb = pb.unsafe_offset(column0 * LANES)
+        pb = pb.unsafe_offset(Int(column0) * LANES)
         comptime for u in range(T.B_QUADS):
-            var unit = t + u * T.TEAM
-            var m = min(unit // 4 % T.COLUMNS, columns - 1 - column0)
-            b_at[u] = UInt32(
-                m * LANES + unit // (4 * T.COLUMNS) * b_chunk + unit % 4 * 4
-            )
+            var unit = t + U(u) * TEAM
+            var m = unit // 4 % COLUMNS
+            b_at[u] = m * 16 + unit // (4 * COLUMNS) * b_chunk + unit % 4 * 4
     else:
-        comptime PER_GROUP = 2 * T.CHUNKS * CHUNK
-        var origin = group_at(column0 // LANES, G, terms, b_step)
+        var origin = group_at(column0 // 16, G, terms, b_step)
         pb = pb.unsafe_offset(origin)
         comptime for u in range(T.B_QUADS // 2):
-            var unit = t + u * T.TEAM
-            var group = min(column0 // LANES + unit // PER_GROUP, columns - 1)
-            b_at[u] = UInt32(
-                group_at(group, G, terms, b_step)
-                - origin
-                + unit % PER_GROUP // 4 * 2 * LANES
-                + unit % 4 * 4
-            )
-    pa = pa.unsafe_offset(begin * a_chunk)
-    pb = pb.unsafe_offset(begin * b_chunk)
+            var unit = t + U(u) * TEAM
+            b_at[u] = unit % PER_GROUP // 4 * 32 + unit % 4 * 4
+            comptime if size != SMALL:  # several groups
+                var group = min(column0 // 16 + unit // PER_GROUP, columns - 1)
+                b_at[u] += U(group_at(group, G, terms, b_step) - origin)
+    pa = pa.unsafe_offset(Int(begin * a_chunk))
+    pb = pb.unsafe_offset(Int(begin * b_chunk))
 
     var va = Array[Quad, T.A_QUADS](fill=Quad(0))
     var vb = Array[Quad, T.B_QUADS](fill=Quad(0))
 
     @always_inline
-    def fetch(chunk: Int) {mut va, mut vb, mut pa, mut pb, imm}:
-        """Loads the chunks from `chunk` on, as many as fit, into registers."""
+    def fetch(chunk: U) {mut va, mut vb, mut pa, mut pb, imm}:
+        """Loads the chunks from `chunk` on, as many as fit, into registers. Terms beyond the last are 0.
+        """
+        # where a chunk may be partly there, or some of the chunks
+        var stop = end * 16 if op == WEIGHT else min(end * 16, terms)
         comptime if T.A_BY_TERM:
             comptime for u in range(T.A_QUADS):
-                var unit = t + u * T.TEAM
-                var c = chunk + unit // (4 * T.ROWS)
-                var left = 4
-                comptime if op == FORWARD:
-                    left = terms - c * CHUNK - unit % 4 * 4
-                comptime if T.CHUNKS > 1:
-                    left = left if c < end else 0
+                var unit = t + U(u) * TEAM
+                var term = chunk * 16 + unit // (4 * ROWS) * 16 + unit % 4 * 4
+                var left = U(4)
+                comptime if op == FORWARD or T.CHUNKS > 1:
+                    left = stop - term if term < stop else 0
+                comptime if op == WEIGHT:
+                    if row0 + unit // 4 % ROWS >= rows:
+                        left = 0
                 va[u] = _four[size == SMALL and op == FORWARD](
-                    pa, Int(a_at[u]), left, aligned
+                    pa, a_at[u], left, aligned
                 )
         else:
             comptime for u in range(T.A_QUADS // 2):
-                var unit = t + u * T.TEAM
-                var term = chunk * CHUNK + unit // (T.ROWS // 4) * 2
+                var unit = t + U(u) * TEAM
+                var term = chunk * 16 + unit // (ROWS // 4) * 2
                 comptime for h in range(2):
-                    var left = 4 if term + h < terms else 0
+                    var left = U(4) if term + U(h) < stop else U(0)
                     comptime if size == SMALL:
                         if not aligned:
-                            left = min(
-                                left, rows - row0 - unit % (T.ROWS // 4) * 4
-                            )
-                    comptime if T.CHUNKS > 1:
-                        left = left if term < end * CHUNK else 0
+                            var m = row0 + unit % (ROWS // 4) * 4
+                            left = min(left, rows - m if m < rows else 0)
                     va[2 * u + h] = _four[size == SMALL](
-                        pa.unsafe_offset(h * rows), Int(a_at[u]), left, aligned
+                        pa.unsafe_offset(h * Int(rows)), a_at[u], left, aligned
                     )
         comptime if T.B_BY_TERM:
             comptime for u in range(T.B_QUADS):
-                var left = 4
+                var unit = t + U(u) * TEAM
+                var left = U(4)
                 comptime if T.CHUNKS > 1:
-                    var c = chunk + (t + u * T.TEAM) // (4 * T.COLUMNS)
-                    left = left if c < end else 0
-                vb[u] = _four[False](pb, Int(b_at[u]), left, True)
+                    left = 4 if chunk + unit // (4 * COLUMNS) < end else 0
+                if column0 + unit // 4 % COLUMNS >= columns:
+                    left = 0
+                vb[u] = _four[False](pb, b_at[u], left, True)
         else:
             comptime for u in range(T.B_QUADS // 2):
-                var unit = t + u * T.TEAM
-                var term = (
-                    chunk * CHUNK + unit % (2 * T.CHUNKS * CHUNK) // 4 * 2
-                )
+                var unit = t + U(u) * TEAM
+                var term = chunk * 16 + unit % PER_GROUP // 4 * 2
                 comptime for h in range(2):
-                    var left = 4 if term + h < terms else 0
-                    comptime if T.CHUNKS > 1:
-                        left = left if term < end * CHUNK else 0
                     vb[2 * u + h] = _four[False](
-                        pb.unsafe_offset(h * LANES), Int(b_at[u]), left, True
+                        pb.unsafe_offset(h * LANES),
+                        b_at[u],
+                        U(4) if term + U(h) < stop else U(0),
+                        True,
                     )
-        pa = pa.unsafe_offset(T.CHUNKS * a_chunk)
-        pb = pb.unsafe_offset(T.CHUNKS * b_chunk)
+        pa = pa.unsafe_offset(Int(U(T.CHUNKS) * a_chunk))
+        pb = pb.unsafe_offset(Int(U(T.CHUNKS) * b_chunk))
 
     @always_inline
     def put(sa: Shared, sb: Shared) {imm}:
         """Stores what `fetch` loaded in shared memory."""
         comptime if T.A_BY_TERM:
             comptime for u in range(T.A_QUADS):
-                var unit = t + u * T.TEAM
+                var unit = Int(t + U(u) * TEAM)
                 var m = unit // 4 % T.ROWS
                 var term = unit // (4 * T.ROWS) * CHUNK + unit % 4 * 4
                 comptime if T.BY_ROW:
@@ -775,12 +761,12 @@ def product[
                         m * T.A_ROW + term, rounded[precision](va[u])
                     )
                 else:
-                    _put_by_term[precision, T.PAIRS, T.ROWS, T.A_ROW](
+                    _put_by_term[precision, T.PAIRS, T.A_ROW](
                         sa, m, term, va[u]
                     )
         else:
             comptime for u in range(T.A_QUADS // 2):
-                var unit = t + u * T.TEAM
+                var unit = Int(t + U(u) * TEAM)
                 var m = unit % (T.ROWS // 4) * 4
                 var term = unit // (T.ROWS // 4) * 2
                 comptime if T.BY_ROW:
@@ -796,61 +782,62 @@ def product[
                     )
         comptime if T.B_BY_TERM:
             comptime for u in range(T.B_QUADS):
-                var unit = t + u * T.TEAM
-                _put_by_term[precision, T.PAIRS, T.COLUMNS, T.B_ROW](
+                var unit = Int(t + U(u) * TEAM)
+                _put_by_term[precision, T.PAIRS, T.B_ROW](
                     sb,
                     unit // 4 % T.COLUMNS,
                     unit // (4 * T.COLUMNS) * CHUNK + unit % 4 * 4,
                     vb[u],
                 )
         else:
-            comptime PER_GROUP = 2 * T.CHUNKS * CHUNK
             comptime for u in range(T.B_QUADS // 2):
-                var unit = t + u * T.TEAM
+                var unit = Int(t + U(u) * TEAM)
                 _put_by_row[precision, T.PAIRS, T.B_ROW](
                     sb,
-                    unit // PER_GROUP * LANES + unit % 4 * 4,
-                    unit % PER_GROUP // 4 * 2,
+                    unit // Int(PER_GROUP) * LANES + unit % 4 * 4,
+                    unit % Int(PER_GROUP) // 4 * 2,
                     vb[2 * u],
                     vb[2 * u + 1],
                 )
 
     var acc = Array[Quad, T.QUADS](fill=Quad(0))
-    var region = shared.unsafe_offset(0 if size == LARGE else team * T.REGION)
-    var stage = 0
-    var run = 0
+    var region = shared.unsafe_offset(
+        0 if size == LARGE else Int(team) * T.REGION
+    )
+    var run = U(0)
     var chunk = begin
     if begin < end:
         fetch(begin)
     while chunk < end:
-        var sa = region.unsafe_offset(stage * T.STAGE)
+        var sa = region.unsafe_offset(
+            Int(chunk % U(T.STAGES)) * T.STAGE  # LARGE: chunk by chunk
+        )
         var sb = sa.unsafe_offset(T.A_WORDS)
         put(sa, sb)
         comptime if size == LARGE:
             barrier()
         else:
             syncwarp()
-        var next = chunk + T.CHUNKS
+        var next = chunk + U(T.CHUNKS)
         if next < end:
             comptime if op == WEIGHT and size == LARGE:
                 if next == runs_end:  # the next shard's first
-                    pa = pa.unsafe_offset(a_step - G * a_chunk)
-                    pb = pb.unsafe_offset(b_step - G * b_chunk)
+                    pa = pa.unsafe_offset(a_step - Int(G * a_chunk))
+                    pb = pb.unsafe_offset(b_step - Int(G * b_chunk))
             fetch(next)
         _multiply[op, precision, size](
             acc,
-            sa.unsafe_offset(warp_row * (T.A_ROW if T.BY_ROW else 1)),
-            sb.unsafe_offset(warp_column),
+            sa.unsafe_offset(Int(warp_row) * (T.A_ROW if T.BY_ROW else 1)),
+            sb.unsafe_offset(Int(warp_column)),
             lane,
-            min(T.CHUNKS, end - chunk),
+            Int(min(U(T.CHUNKS), end - chunk)),
         )
         comptime if size == LARGE:
-            stage = 1 - stage
             if next == runs_end:
                 comptime if op == WEIGHT:
                     _finish_shard[op, precision, size](
                         acc,
-                        shared.unsafe_offset(T.REGION + 4 * t),
+                        shared.unsafe_offset(T.REGION + 4 * Int(t)),
                         run,
                         run + 1 == n,
                     )
@@ -873,7 +860,7 @@ def product[
                     )
                     comptime for q in range(T.QUADS):
                         acc[q] = Quad(0)
-                    runs_end = _over(chunks * (run + 2), n)
+                    runs_end = chunks * (run + 2) // n
                 run += 1
         else:
             syncwarp()
@@ -901,12 +888,12 @@ def product[
         comptime for q in range(T.QUADS):
             region.unsafe_store[alignment=16](4 * (q * THREADS + lane), acc[q])
         barrier()
-        var q = team
+        var q = Int(team)
         while q < T.QUADS:
             var p = shared.unsafe_offset(4 * (q * THREADS + lane))
             var v = Array[Quad, TEAMS](fill=Quad(0))
             comptime for i in range(TEAMS):
-                if i < n:
+                if U(i) < n:
                     v[i] = p.unsafe_offset(i * T.REGION).unsafe_load[
                         width=4, alignment=16
                     ]()
@@ -915,15 +902,15 @@ def product[
                 s = tree_of(v, n)
             else:
                 comptime for i in range(1, TEAMS):
-                    if i < n:
+                    if U(i) < n:
                         s += v[i]
             _write_quad[op, precision, size](
                 out,
                 bias,
                 s,
-                row0 + row_of[op, precision, size](q, lane),
+                row0 + U(row_of[op, precision, size](q, lane)),
                 _column_at[op](
-                    column0 + column_of[op, precision, size](q, lane),
+                    column0 + U(column_of[op, precision, size](q, lane)),
                     rows,
                     columns,
                     G,
@@ -935,13 +922,13 @@ def product[
                 True,
                 flags,
             )
-            q += teams
+            q += Int(teams)
 
 
 @always_inline
 def _finish_shard[
     op: Int, precision: Int, size: Int, quads: Int
-](mut acc: Array[Quad, quads], saved: Shared, shard: Int, last: Bool):
+](mut acc: Array[Quad, quads], saved: Shared, shard: U, last: Bool):
     """Adds a finished shard into the tree, as one adds 1 to a binary number: `saved` has a tile for each node that waits
     for its right neighbour. After the last shard acc is the sum of all.
     """
