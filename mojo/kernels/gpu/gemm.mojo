@@ -106,7 +106,11 @@ struct Tile[op: Int, precision: Int, size: Int]:
     comptime ACROSS = Self.WARP_COLUMNS // 8 if Self.TENSOR else (
         2 if Self.size != SMALL else 1
     )  # of these in a row
-    comptime CHUNKS = 4 if Self.size == SMALL and NVIDIA else 1  # in shared memory at a time
+    comptime CHUNKS = 4 if Self.size == SMALL and NVIDIA else (
+        2 if Self.size == LARGE
+        and Self.TENSOR
+        and (Self.PAIRS or Self.op != WEIGHT) else 1  # eight shards must fit
+    )  # in shared memory at a time
     comptime WORDS = CHUNK // 2 if Self.PAIRS else CHUNK  # of a chunk
     comptime A_BY_TERM = Self.op != INPUT  # in memory, terms of the sum are neighbours
     comptime B_BY_TERM = Self.op == WEIGHT
@@ -236,6 +240,41 @@ def group_at(group: U, G: U, F: U, step: Int) -> Int:
     """Where a group of samples begins, counted over all shards."""
     var shard = group // G
     return Int(shard) * step + Int((group - shard * G) * F * U(LANES))
+
+
+@always_inline
+def _pair_of[op: Int, precision: Int, size: Int](unit: U) -> U:
+    """Which two terms of b (by row) a thread loads in its unit-th turn. Eight neighbouring threads store at once, in rows
+    that share no bank: SMALL has two of their terms, two rows apart; larger tiles have two groups.
+    """
+    comptime T = Tile[op, precision, size]
+    comptime if size == SMALL:
+        var pair = unit // 4
+        comptime if T.PAIRS:
+            return (pair & ~U(3)) | (pair & 1) << 1 | (pair >> 1 & 1)
+        return pair
+    else:
+        return unit // 8 % U(T.CHUNKS * CHUNK // 2)
+
+
+@always_inline
+def _a_pair_of[op: Int, precision: Int, size: Int](unit: U) -> U:
+    """Likewise for a."""
+    comptime T = Tile[op, precision, size]
+    comptime if T.ROWS == LANES:
+        return _pair_of[op, precision, size](unit)
+    else:
+        return unit // U(T.ROWS // 4)
+
+
+@always_inline
+def _group_of[op: Int, precision: Int, size: Int](unit: U) -> U:
+    """And of which group of samples of the tile."""
+    comptime if size == SMALL:
+        return 0
+    else:
+        comptime T = Tile[op, precision, size]
+        return unit // 4 % 2 + unit // U(4 * T.CHUNKS * CHUNK) * 2
 
 
 # --- multiplying what is in shared memory -------------------------------------------
@@ -546,7 +585,7 @@ def _bias_gradient(
 
 @__llvm_metadata(
     MAX_THREADS_PER_BLOCK_METADATA=StaticTuple[Int32, 1](
-        Int32(512 if size == LARGE and NVIDIA else 256)
+        Int32(512 if size == LARGE and NVIDIA and precision == FP32 else 256)
     )
 )
 def product[
@@ -670,8 +709,7 @@ def product[
             var m = unit % (ROWS // 4) * 4
             if aligned:
                 m = min(m, rows - 4 - row0)
-            a_at[u] = unit // (ROWS // 4) * 2 * rows + m
-    comptime PER_GROUP = U(2 * T.CHUNKS * CHUNK)
+            a_at[u] = _a_pair_of[op, precision, size](unit) * 2 * rows + m
     comptime if T.B_BY_TERM:
         pb = pb.unsafe_offset(Int(column0) * LANES)
         comptime for u in range(T.B_QUADS):
@@ -683,9 +721,12 @@ def product[
         pb = pb.unsafe_offset(origin)
         comptime for u in range(T.B_QUADS // 2):
             var unit = t + U(u) * TEAM
-            b_at[u] = unit % PER_GROUP // 4 * 32 + unit % 4 * 4
+            b_at[u] = _pair_of[op, precision, size](unit) * 32 + unit % 4 * 4
             comptime if size != SMALL:  # several groups
-                var group = min(column0 // 16 + unit // PER_GROUP, columns - 1)
+                var group = min(
+                    column0 // 16 + _group_of[op, precision, size](unit),
+                    columns - 1,
+                )
                 b_at[u] += U(group_at(group, G, terms, b_step) - origin)
     pa = pa.unsafe_offset(Int(begin * a_chunk))
     pb = pb.unsafe_offset(Int(begin * b_chunk))
@@ -694,11 +735,14 @@ def product[
     var vb = Array[Quad, T.B_QUADS](fill=Quad(0))
 
     @always_inline
-    def fetch(chunk: U) {mut va, mut vb, mut pa, mut pb, imm}:
-        """Loads the chunks from `chunk` on, as many as fit, into registers. Terms beyond the last are 0.
+    def fetch(chunk: U, until: U) {mut va, mut vb, mut pa, mut pb, imm}:
+        """Loads chunks, as many as fit, into registers. Terms beyond the last are 0.
         """
-        # where a chunk may be partly there, or some of the chunks
-        var stop = end * 16 if op == WEIGHT else min(end * 16, terms)
+        var stop = terms
+        comptime if T.CHUNKS > 1:
+            stop = until * 16
+            comptime if op != WEIGHT:
+                stop = min(stop, terms)
         comptime if T.A_BY_TERM:
             comptime for u in range(T.A_QUADS):
                 var unit = t + U(u) * TEAM
@@ -715,7 +759,9 @@ def product[
         else:
             comptime for u in range(T.A_QUADS // 2):
                 var unit = t + U(u) * TEAM
-                var term = chunk * 16 + unit // (ROWS // 4) * 2
+                var term = (
+                    chunk * 16 + _a_pair_of[op, precision, size](unit) * 2
+                )
                 comptime for h in range(2):
                     var left = U(4) if term + U(h) < stop else U(0)
                     comptime if size == SMALL:
@@ -730,14 +776,14 @@ def product[
                 var unit = t + U(u) * TEAM
                 var left = U(4)
                 comptime if T.CHUNKS > 1:
-                    left = 4 if chunk + unit // (4 * COLUMNS) < end else 0
+                    left = 4 if chunk + unit // (4 * COLUMNS) < until else 0
                 if column0 + unit // 4 % COLUMNS >= columns:
                     left = 0
                 vb[u] = _four[False](pb, b_at[u], left, True)
         else:
             comptime for u in range(T.B_QUADS // 2):
                 var unit = t + U(u) * TEAM
-                var term = chunk * 16 + unit % PER_GROUP // 4 * 2
+                var term = chunk * 16 + _pair_of[op, precision, size](unit) * 2
                 comptime for h in range(2):
                     vb[2 * u + h] = _four[False](
                         pb.unsafe_offset(h * LANES),
@@ -745,8 +791,8 @@ def product[
                         U(4) if term + U(h) < stop else U(0),
                         True,
                     )
-        pa = pa.unsafe_offset(Int(U(T.CHUNKS) * a_chunk))
-        pb = pb.unsafe_offset(Int(U(T.CHUNKS) * b_chunk))
+        pa = pa.unsafe_offset(Int((until - chunk) * a_chunk))
+        pb = pb.unsafe_offset(Int((until - chunk) * b_chunk))
 
     @always_inline
     def put(sa: Shared, sb: Shared) {imm}:
@@ -766,9 +812,9 @@ def product[
                     )
         else:
             comptime for u in range(T.A_QUADS // 2):
-                var unit = Int(t + U(u) * TEAM)
-                var m = unit % (T.ROWS // 4) * 4
-                var term = unit // (T.ROWS // 4) * 2
+                var unit = t + U(u) * TEAM
+                var m = Int(unit % (ROWS // 4) * 4)
+                var term = Int(_a_pair_of[op, precision, size](unit) * 2)
                 comptime if T.BY_ROW:
                     comptime for h in range(2):
                         var r = rounded[precision](va[2 * u + h])
@@ -791,11 +837,13 @@ def product[
                 )
         else:
             comptime for u in range(T.B_QUADS // 2):
-                var unit = Int(t + U(u) * TEAM)
+                var unit = t + U(u) * TEAM
                 _put_by_row[precision, T.PAIRS, T.B_ROW](
                     sb,
-                    unit // Int(PER_GROUP) * LANES + unit % 4 * 4,
-                    unit % Int(PER_GROUP) // 4 * 2,
+                    Int(
+                        _group_of[op, precision, size](unit) * 16 + unit % 4 * 4
+                    ),
+                    Int(_pair_of[op, precision, size](unit) * 2),
                     vb[2 * u],
                     vb[2 * u + 1],
                 )
@@ -804,35 +852,48 @@ def product[
     var region = shared.unsafe_offset(
         0 if size == LARGE else Int(team) * T.REGION
     )
+    var stage = 0
     var run = U(0)
     var chunk = begin
+    comptime if size != LARGE:
+        runs_end = end
     if begin < end:
-        fetch(begin)
+        fetch(begin, min(begin + U(T.CHUNKS), runs_end))
     while chunk < end:
-        var sa = region.unsafe_offset(
-            Int(chunk % U(T.STAGES)) * T.STAGE  # LARGE: chunk by chunk
-        )
+        var sa = region.unsafe_offset(stage * T.STAGE)
         var sb = sa.unsafe_offset(T.A_WORDS)
         put(sa, sb)
         comptime if size == LARGE:
             barrier()
         else:
             syncwarp()
-        var next = chunk + U(T.CHUNKS)
+        var next = chunk + 1
+        comptime if T.CHUNKS > 1:
+            next = min(chunk + U(T.CHUNKS), runs_end)
+        var next_end = runs_end
+        comptime if size == LARGE:
+            if next == runs_end:
+                next_end = (
+                    runs_end + G if op == WEIGHT else chunks * (run + 2) // n
+                )
         if next < end:
             comptime if op == WEIGHT and size == LARGE:
                 if next == runs_end:  # the next shard's first
                     pa = pa.unsafe_offset(a_step - Int(G * a_chunk))
                     pb = pb.unsafe_offset(b_step - Int(G * b_chunk))
-            fetch(next)
+            var until = next + 1
+            comptime if T.CHUNKS > 1:
+                until = min(next + U(T.CHUNKS), next_end)
+            fetch(next, until)
         _multiply[op, precision, size](
             acc,
             sa.unsafe_offset(Int(warp_row) * (T.A_ROW if T.BY_ROW else 1)),
             sb.unsafe_offset(Int(warp_column)),
             lane,
-            Int(min(U(T.CHUNKS), end - chunk)),
+            Int(next - chunk),
         )
         comptime if size == LARGE:
+            stage = 1 - stage
             if next == runs_end:
                 comptime if op == WEIGHT:
                     _finish_shard[op, precision, size](
@@ -841,7 +902,6 @@ def product[
                         run,
                         run + 1 == n,
                     )
-                    runs_end += G
                 else:
                     _write_all[op, precision, size](
                         out,
@@ -860,7 +920,7 @@ def product[
                     )
                     comptime for q in range(T.QUADS):
                         acc[q] = Quad(0)
-                    runs_end = chunks * (run + 2) // n
+                runs_end = next_end
                 run += 1
         else:
             syncwarp()
