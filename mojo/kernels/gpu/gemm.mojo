@@ -30,8 +30,8 @@ Tensor cores are used on NVIDIA for all but FP32; elsewhere the rounded operands
 
 from std.math import ceildiv
 from std.memory import bitcast
-from std.utils import StaticTuple
 from std.sys.info import _accelerator_arch
+from std.utils import StaticTuple
 
 from max.gpu import AddressSpace, barrier, block_idx, thread_idx
 from max.gpu.compute.mma import mma
@@ -41,6 +41,7 @@ from max.gpu.primitives import warp
 from max.gpu.sync import syncwarp
 
 from ..lanes import F32, LANES, Ptr
+from .conv2d_tiles import rounded_tf32
 from .launch import BF16, FP16, FP32, TF32
 
 comptime FORWARD = 0
@@ -153,11 +154,10 @@ def rounded[precision: Int, n: SIMDLength](v: SIMD[F32, n]) -> SIMD[F32, n]:
     """The nearest numbers of the precision's format, ties to even, as float32.
     """
     comptime if precision == TF32:
-        var bits = v.to_bits()
-        var up = (bits + 0xFFF + ((bits >> 13) & 1)) & 0xFFFFE000
-        # not a number and infinity stay: rounding could carry into the sign
-        var special = (bits & 0x7F800000).eq(0x7F800000)
-        return bitcast[F32, Int(n)](special.select(bits, up))
+        var r = v
+        comptime for i in range(Int(n)):
+            r[i] = rounded_tf32(v[i])
+        return r
     elif precision == BF16:
         return v.cast[DType.bfloat16]().cast[F32]()
     elif precision == FP16:
