@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import os
 import shutil
 import subprocess
@@ -296,6 +297,31 @@ def test_infinity_and_not_a_number(device: Device) -> None:
         assert np.array_equal(np.isnan(found["y"]), np.isnan(expected)), job
         assert np.array_equal(np.isposinf(found["y"]), np.isposinf(expected)), job
         assert np.isnan(expected).any()
+
+
+@pytest.mark.parametrize("settings", [{"order": 7}, {"late": 1}])
+def test_the_order_of_threads_and_streams_changes_nothing(device: Device, settings: dict[str, int]) -> None:
+    """Warps and blocks in a shuffled order; work that really runs behind the host."""
+    jobs = [Job(op, p, tile, 3, 2, 2, 100, 68) for op in range(3) for p in (FP32, BF16) for tile in TILES]
+    usual, other = device.run(jobs), device.run(jobs, **settings)
+    for job in jobs:
+        for name in usual[job]:
+            assert np.array_equal(bits(usual, job)[name], bits(other, job)[name]), (job, name)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_memory_is_used_well(device: Device, precision: int) -> None:
+    """Whole sectors, and no bank conflicts but where SMALL stores rows of FP32 (a few percent)."""
+    for op, tile in itertools.product(range(3), TILES):
+        stats = device.folder / "stats"
+        stats.unlink(missing_ok=True)
+        device.run([Job(op, precision, tile, 2, 2, 4, 400, 128)], stats=stats)
+        (line,) = stats.read_text().splitlines()
+        use = json.loads(line)
+        for name in ("load", "store"):
+            assert use[f"{name}_bytes"] > 0.95 * 32 * use[f"{name}_sectors"], (op, tile, use)
+        allowed = 0.08 if (tile, precision) == (SMALL, FP32) else 0
+        assert use["shared_extra_wavefronts"] <= allowed * use["shared_wavefronts"], (op, tile, use)
 
 
 def test_a_fold_too_large_is_refused(device: Device) -> None:

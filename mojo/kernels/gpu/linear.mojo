@@ -29,8 +29,9 @@ from .gemm import (
 )
 from .launch import Operand, Queue
 
-# When a larger tile is worth it. Chosen for 132 multiprocessors, which hold two blocks of LARGE or eight to sixteen
-# warps of MEDIUM each; the result does not depend on it.
+# When a larger tile is worth it: there are enough of them for 132 multiprocessors, which hold two blocks of LARGE or eight
+# warps of MEDIUM each, and not much of them is beyond the result. Nothing but the time depends on it, and it was not
+# measured.
 comptime ANY = -1  # the launcher chooses the tile; a test names SMALL, MEDIUM or LARGE
 comptime ENOUGH_BLOCKS = 100
 comptime ENOUGH_WARPS = 384
@@ -114,6 +115,12 @@ def _choose[
         return ceildiv(rows, T.ROWS) * ceildiv(floats, T.COLUMNS) * buffers
 
     @always_inline
+    def area[size: Int]() {imm} -> Int:
+        """Of the tiles, with what they have beyond the result."""
+        comptime T = Tile[op, precision, size]
+        return tiles[size]() * T.ROWS * T.COLUMNS
+
+    @always_inline
     def fits[size: Int]() {imm} -> Bool:
         return Tile[op, precision, size].shared_bytes(
             teams
@@ -122,9 +129,17 @@ def _choose[
     var size = tile
     if tile < 0:
         size = SMALL
-        if tiles[LARGE]() >= ENOUGH_BLOCKS and fits[LARGE]():
+        if (
+            tiles[LARGE]() >= ENOUGH_BLOCKS
+            and 7 * area[LARGE]() <= 8 * area[MEDIUM]()
+            and fits[LARGE]()
+        ):
             size = LARGE
-        elif tiles[MEDIUM]() * teams >= ENOUGH_WARPS and fits[MEDIUM]():
+        elif (
+            tiles[MEDIUM]() * teams >= ENOUGH_WARPS
+            and area[MEDIUM]() <= 2 * area[SMALL]()
+            and fits[MEDIUM]()
+        ):
             size = MEDIUM
     if size == LARGE:
         _launch[op, precision, LARGE](
