@@ -233,6 +233,17 @@ def odyssey_gpu_synchronize(
 
 
 @export
+def odyssey_gpu_stream(
+    gpu: GpuPtr, queue: Int, error: BytePtr, size: Int
+) abi("C") -> Int:
+    """The CUstream of a queue (Gpu.native_stream)."""
+    try:
+        return gpu[].native_stream(queue)
+    except e:
+        return _fail(error, size, e)
+
+
+@export
 def odyssey_gpu_run(
     gpu: GpuPtr, step: GpuStepPtr, error: BytePtr, size: Int
 ) abi("C") -> Int:

@@ -16,6 +16,7 @@ from max.gpu.host import (
     DeviceStream,
     HostBuffer,
 )
+from max.gpu.host._nvidia_cuda import CUDA
 
 from kernels.gpu.launch import LongPtr, Operand, Queue, StepContextPtr
 from kernels.lanes import Ptr
@@ -186,6 +187,15 @@ struct Gpu(Movable):
     def synchronize(self, which: Int) raises:
         """Blocks until the queue is empty."""
         self.queue(which).synchronize()
+
+    def native_stream(self, which: Int) raises -> Int:
+        """The CUstream of a queue, for libraries that put work into it themselves; the device is made the current one of
+        the calling thread, as they expect. Raises on devices that are not NVIDIA's.
+        """
+        var q = self.queue(which)
+        q.set_as_current()
+        var handle = CUDA(q.stream())
+        return Int(handle.value()) if handle else 0
 
     # --- programs ---
 

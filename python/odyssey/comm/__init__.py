@@ -5,6 +5,7 @@
 | local | base.py | this process alone |
 | mpi | mpi.py | processes under an MPI launcher |
 | shm | shm.py | the same, on one machine, through shared memory |
+| nccl | nccl_world.py | processes under an MPI launcher, each with a GPU of its own, through NVIDIA's NCCL |
 | gloo | gloo.py | processes with the variables of env://, through PyTorch's Gloo |
 | mock | mock.py | threads of this process, for tests: `mock.run(ranks, function)` |
 
@@ -25,10 +26,10 @@ from .calls import DTYPES, ReduceOp, bfloat16
 
 __all__ = ["BACKENDS", "DTYPES", "Communicator", "ReduceOp", "Request", "bfloat16", "launched", "world"]
 
-BACKENDS = ("auto", "mpi", "shm", "local", "gloo")
+BACKENDS = ("auto", "mpi", "shm", "local", "gloo", "nccl")
 
 # Modules of this package with a function `connect() -> Communicator`, all processes of the run.
-_MODULES = {"mpi": ".mpi", "shm": ".shm", "gloo": ".gloo"}
+_MODULES = {"mpi": ".mpi", "shm": ".shm", "gloo": ".gloo", "nccl": ".nccl_world"}
 
 _worlds: dict[str, Communicator] = {}
 
@@ -42,10 +43,10 @@ def world(backend: str = "auto") -> Communicator:
     """All processes of this run; the same object whenever it is asked for again.
 
     Args:
-        backend: "local" for this process alone, "mpi", "shm" or "gloo" for that, or "auto": if a launcher (mpirun,
-            srun) started several processes, shared memory where all are on one machine, else MPI; Gloo if RANK,
-            WORLD_SIZE, MASTER_ADDR and MASTER_PORT say that there are several; else local. `why` of the result says
-            what was picked. In a thread of `mock.run`, "auto" is the rank that this thread is.
+        backend: "local" for this process alone, "mpi", "shm", "nccl" or "gloo" for that, or "auto": if a launcher
+            (mpirun, srun) started several processes, shared memory where all are on one machine, else MPI; Gloo if
+            RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say that there are several; else local. `why` of the result
+            says what was picked. In a thread of `mock.run`, "auto" is the rank that this thread is.
 
     Raises:
         ConfigError: unknown backend, one that is not installed, or a launcher started several processes and MPI sees

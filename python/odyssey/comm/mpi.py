@@ -30,7 +30,7 @@ _started = time.time_ns()
 
 from ..errors import CollectiveError  # noqa: E402
 from ..watch import entry  # noqa: E402
-from ..watch.slot import phase  # noqa: E402
+from ..watch.slot import phase, ranges  # noqa: E402
 from .base import Waiting, cores  # noqa: E402
 from .calls import (  # noqa: E402
     PREFIX,
@@ -58,6 +58,7 @@ _NUMBERS = {
         **{f"{sign}int{bits}": f"{sign}int{bits}_t".upper() for sign in ("", "u") for bits in (8, 16, 32, 64)},
     }.items()
 }
+MEMORY_TAG = 32767  # above those of messages, which take two each; MPI promises so many
 _WORDS = {1: MPI.UINT8_T, 2: MPI.UINT16_T, 4: MPI.UINT32_T, 8: MPI.UINT64_T}  # for what is only moved
 
 
@@ -178,6 +179,13 @@ class MPICommunicator(Staged):
 
     def _recv(self, out: np.ndarray, source: int, tag: int, letter: Header) -> _Received:
         return _Received(self, out, source, tag, letter)
+
+    def exchange_memory(
+        self, sends: Sequence[tuple[int, int, int]], receives: Sequence[tuple[int, int, int]]
+    ) -> Waiting:
+        """Starts messages (rank, address, bytes) from and to memory that need not be the host's (device.py); without
+        letters: those between two ranks are matched in the order given."""
+        return _Memory(self, sends, receives)
 
     # --- groups and ends ---
 
@@ -311,6 +319,51 @@ class _Received(Waiting):
                 error = CollectiveError(f"[comm] rank {self._source} has ended; {self._text} waits for it for ever")
                 self._fail(error)
                 self._comm._broke(error)
+
+
+class _Memory(Waiting):
+    __slots__ = ("_requests", "_peers", "_suspect")
+
+    def __init__(
+        self,
+        comm: MPICommunicator,
+        sends: Sequence[tuple[int, int, int]],
+        receives: Sequence[tuple[int, int, int]],
+    ) -> None:
+        super().__init__(comm)
+        data, self._suspect = comm._data, 0
+        self._peers = sorted({p for p, _, _ in (*sends, *receives)})
+        self._requests = [
+            *(data.Irecv([MPI.memory.fromaddress(at, n), MPI.BYTE], p, MEMORY_TAG) for p, at, n in receives),
+            *(data.Isend([MPI.memory.fromaddress(at, n), MPI.BYTE], p, MEMORY_TAG) for p, at, n in sends),
+        ]
+
+    def test(self) -> bool:
+        if not self._complete and MPI.Request.Testall(self._requests):
+            self._complete = True
+        return self._complete
+
+    def _names(self, peers: Sequence[int]) -> str:
+        return ", ".join(str(self._comm.ranks[p]) for p in peers)
+
+    def describe(self) -> str:
+        return f"messages of device memory with rank {self._names(self._peers)}"
+
+    def _waited_for(self) -> tuple[int, str]:
+        return 0, ranges([self._comm.ranks[p] for p in self._peers])
+
+    def _absent(self) -> str:
+        return "they did not end; see what these ranks do, or set ODYSSEY_TIMEOUT=SECONDS to wait longer"
+
+    def _look(self) -> None:
+        gone = self._comm._gone(self._peers)
+        self._suspect += bool(gone)
+        if self._suspect > 3:
+            error = CollectiveError(
+                f"[comm] rank {self._names(gone)} has ended; {self.describe()} wait for it for ever"
+            )
+            self._fail(error)
+            self._comm._broke(error)
 
 
 class _Exits:

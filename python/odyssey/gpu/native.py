@@ -102,6 +102,7 @@ class Library:
             "clear": [pointer] + [number] * 3,
             "event": [pointer] + [number] * 3,
             "synchronize": [pointer, number],
+            "stream": [pointer, number],
             "run": [pointer, pointer],
             "scratch": [pointer, pointer],
             "tree_sum": [pointer] + [number] * 5,
@@ -228,6 +229,10 @@ class Gpu:
     def synchronize(self, queue: int = COMPUTE) -> None:
         """Waits until a queue is empty."""
         self._call("synchronize", queue)
+
+    def stream(self, queue: int = COMPUTE) -> int:
+        """The CUstream of a queue, for a library that puts work into it; makes the device the thread's current one."""
+        return self._call("stream", queue)
 
     def run(self, step: GpuStep) -> None:
         """Enqueues a program."""

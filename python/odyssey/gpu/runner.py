@@ -15,11 +15,10 @@ import numpy as np
 
 from .. import native as host
 from ..parallel import plan as planning
-from ..parallel import strategy
 from ..parallel.runner import Runner
 from ..program import place
+from . import exchange, rewrite
 from . import plan as pieces
-from . import rewrite
 from .native import COMPUTE, COPY, Event, GpuStep
 from .team import Worker
 
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
     from ..optim import Update
 
 MEMORY_SHARE = 0.8  # of the free memory that a piece of shards may take
-EXCHANGE_FLOATS = 1 << 20  # of a piece that goes from device to host, over the network and back; 4 MB
 
 
 class GpuSums:
@@ -101,7 +99,7 @@ class GpuRunner(Runner):
         self.ranges = planning.ranges(self.floats, lay.workers)
         self._updates: list[Update] = []
         self._results: list[int] = []
-        self._exchange = _Exchange(self, comm, own) if comm.size > 1 else None
+        self._exchange = exchange.make(self, comm, own) if comm.size > 1 else None
         self._batches: list[_Batches] | None = None
         self._scratch = [0] * lay.workers
 
@@ -161,7 +159,7 @@ class GpuRunner(Runner):
         else:
             self._results = [self._sums(0)]
         if self._exchange is not None:
-            self._exchange.run()
+            self._results = self._exchange.run()
         following = self.engine.upcoming
         if following is not None and self.looks_ahead and len(following.indices) == self.samples:
             for batches in self._batches:
@@ -267,6 +265,15 @@ class GpuRunner(Runner):
                 else:
                     worker.gpu.take(workers[p].gpu, self._results[q] + 4 * lo, at, 4 * n)
 
+    def parts(self) -> list[exchange.Part]:
+        """Where each worker has its range of the sums of this process's nodes, once they have met."""
+        if len(self.team.workers) == 1:
+            return [exchange.Part(self._sums(0), self.floats, tuple(range(len(self.meeting.nodes))), 0, self.floats)]
+        return [
+            exchange.Part(met, n, self.meeting.at, lo, hi)
+            for (met, n), (lo, hi) in zip(self._met, self.ranges, strict=True)
+        ]
+
     def fetch(self, result: int) -> tuple[np.ndarray, bool]:
         """Waits for the step; its statistics, and whether the numbers checked are finite, on the first worker."""
         lib = host.library()
@@ -276,6 +283,8 @@ class GpuRunner(Runner):
             if w == 0:
                 worker.gpu.download(back[: 4 * lib.stats], result + 4 * self.stats_at)
             worker.gpu.download(back[4 * lib.stats :], worker.flag)
+        if self._exchange is not None:
+            self._exchange.wait()
         for worker in self.team.workers:
             worker.gpu.synchronize()
         back = self.team.workers[0].pinned("back", 4 * lib.stats + 4)
@@ -285,11 +294,11 @@ class GpuRunner(Runner):
     @property
     def bytes_sent(self) -> int:  # type: ignore[override]
         """Bytes that this rank has sent so far."""
-        return 0 if self._exchange is None else sum(r.bytes_sent for r in self._exchange.reductions)
+        return 0 if self._exchange is None else self._exchange.bytes_sent
 
     @property
     def bytes_plain(self) -> int:  # type: ignore[override]
-        return 0 if self._exchange is None else sum(r.bytes_plain for r in self._exchange.reductions)
+        return 0 if self._exchange is None else self._exchange.bytes_plain
 
 
 class _Batches:
@@ -372,87 +381,3 @@ class _Batches:
             w.area(f"labels {turn}", max(4 * self.count, 16)),
             w.area(f"rows {turn}", max(8 * self.count, 16)),
         )
-
-
-class _Exchange:
-    """Sums between processes: from the devices through pinned memory into a reduction, and back to every device.
-
-    The floats are cut into pieces: while one is sent, the next comes from the device and the one before goes back.
-    """
-
-    def __init__(self, runner: GpuRunner, comm: Any, own: tuple[int, int]) -> None:
-        self.runner = runner
-        lay = runner.engine.layout
-        nodes = runner.meeting.nodes
-        self.nodes = len(nodes)
-        content = runner.engine.content(runner.samples, whole=True)
-        whole = lay.reduction.compression is not None or not runner.train
-        size = runner.floats if whole else EXCHANGE_FLOATS
-        self.pieces = [(lo, min(lo + size, runner.floats)) for lo in range(0, runner.floats, size)]
-        plan = planning.Plan(
-            runner.shards, own, ((),), (), tuple((node, i) for i, node in enumerate(nodes)), max(len(nodes), 1)
-        )
-        self.reductions = [
-            strategy.make(
-                lay.reduction, comm, plan, hi - lo, lay.workers, content=content if whole else None, shared=True
-            )
-            for lo, hi in self.pieces
-        ]
-        self._events: list[list[Event]] = [[w.gpu.event() for w in runner.team.workers] for _ in self.pieces]
-
-    def run(self) -> None:
-        """Enqueues and exchanges; afterwards the whole sum is on its way to every worker's result."""
-        runner = self.runner
-        workers = runner.team.workers
-        rows = max(self.nodes, 1)
-        self._out = workers[0].pinned("out", 4 * runner.floats * rows).view(np.float32).reshape(rows, runner.floats)
-        self._back = workers[0].pinned("in", 4 * runner.floats).view(np.float32)
-        for piece, events in zip(self.pieces, self._events, strict=True):
-            for w, worker in enumerate(workers):
-                self._download(w, worker, piece)
-                events[w].record(COMPUTE)
-        started = 0
-        for k, (lo, hi) in enumerate(self.pieces):
-            for event in self._events[k]:
-                event.wait()
-            reduction = self.reductions[k]
-            for i in range(self.nodes):
-                reduction.buffers[i] = self._out[i, lo:hi]
-            if not self.nodes:
-                reduction.buffers[0] = 0
-            reduction.start()
-            for earlier in self.reductions[started:k]:
-                if not earlier.poll():
-                    break
-                self._upload(started)
-                started += 1
-        for k in range(started, len(self.pieces)):
-            self._upload(k)
-        if len(workers) == 1:
-            runner._results = [self._result(0)]
-
-    def _result(self, w: int) -> int:
-        return self.runner.team.workers[w].area(f"result {self.runner.floats}", 4 * self.runner.floats, clear=True)
-
-    def _download(self, w: int, worker: Worker, piece: tuple[int, int]) -> None:
-        """What worker w has added of a piece: all of it if it is alone, else what lies in its range."""
-        runner = self.runner
-        lo, hi = piece
-        if len(runner.team.workers) == 1:
-            for i in range(self.nodes):
-                at = runner._sums(0) + 4 * (runner.floats * i + lo)
-                worker.gpu.download(self._out[i, lo:hi], at)
-            return
-        a, b = runner.ranges[w]
-        a, b = max(a, lo), min(b, hi)
-        if b <= a:
-            return
-        met, n = runner._met[w]
-        for i, at in enumerate(runner.meeting.at):
-            worker.gpu.download(self._out[i, a:b], met + 4 * (n * at + a - runner.ranges[w][0]))
-
-    def _upload(self, k: int) -> None:
-        lo, hi = self.pieces[k]
-        self._back[lo:hi] = self.reductions[k].finish()
-        for w, worker in enumerate(self.runner.team.workers):
-            worker.gpu.upload(self._result(w) + 4 * lo, self._back[lo:hi])

@@ -1,0 +1,211 @@
+"""Bytes from the memory of one rank's GPU to another's, without the host: who can, and whether it really works.
+
+    NcclTransport (nccl.py)   backend "nccl": messages of NCCL in the GPU's queue; nothing waits
+    MpiTransport              ODYSSEY_GPU_MPI=1: an MPI that reads and writes device memory; the host waits for it
+
+`connect` picks one for a communicator. What MPI claims is not believed: a pattern goes around all ranks first, and
+unless every bit arrives on every rank, sums go through the host. What it is not: sums (gpu/exchange.py).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..errors import CollectiveError, ConfigError, DeviceError
+from ..watch import slot
+from .base import Communicator, Waiting, did_not_come
+
+if TYPE_CHECKING:
+    from ..gpu.native import Gpu
+
+Message = tuple[int, int, int]  # rank of the group, address in device memory, bytes
+
+GPU_MPI = "ODYSSEY_GPU_MPI"
+PROBE = (64, 1 << 20)  # bytes: libraries send short and long messages in different ways
+
+
+class DeviceTransport:
+    """Messages between the GPUs of the ranks of a communicator, one GPU per rank.
+
+    All ranks call `exchange` alike. Messages between two ranks are matched in the order given.
+    """
+
+    name = ""
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        """Sends and receives behind what is in the COMPUTE queue of the GPU, before what is put there afterwards.
+
+        Raises:
+            CollectiveError: a rank is gone, or the library refuses.
+        """
+        raise NotImplementedError
+
+    def mark(self) -> None:
+        """Remembers what has been exchanged until now."""
+
+    def done(self) -> bool:
+        """Whether all of that is complete. Raises CollectiveError if it never will be."""
+        return True
+
+    def abort(self) -> None:
+        """Lets what is in the queue end, with wrong numbers; nothing can be exchanged afterwards."""
+
+
+class MpiTransport(DeviceTransport):
+    """Over an MPI library that takes addresses of device memory. The host waits for the GPU, then for the messages.
+
+    Args:
+        comm: of backend "mpi" or "shm".
+    """
+
+    name = "gpu-mpi"
+
+    def __init__(self, comm: Communicator, gpu: Gpu) -> None:
+        self._gpu = gpu
+        self._mpi: Any = getattr(comm, "_over", comm)
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        self._gpu.synchronize()
+        self._mpi.exchange_memory(sends, receives).wait()
+
+
+class Exchanged(Waiting):
+    """What a step has exchanged between GPUs, as an operation of a communicator: counted, with a deadline.
+
+    Args:
+        links: all that are used for it.
+    """
+
+    __slots__ = ("_links", "_text", "_sequence", "_marked", "_seen")
+
+    def __init__(self, comm: Communicator, links: Sequence[DeviceTransport], text: str) -> None:
+        super().__init__(comm)
+        if comm._broken is not None:
+            raise comm._broken
+        self._links, self._text, self._marked, self._seen = links, text, False, 0
+        self._sequence = comm._sequence  # one of the calls of its group, so a watcher sees who has not come so far
+        comm._sequence += 1
+        slot.call(self._sequence, text, comm._mark)
+
+    def mark(self) -> None:
+        """All of it is enqueued."""
+        for link in self._links:
+            link.mark()
+        self._marked = True
+
+    def test(self) -> bool:
+        if not self._complete:
+            try:
+                self._complete = all([link.done() for link in self._links])
+            except CollectiveError as error:
+                self._fail(error)
+                self._comm._broke(error)
+        return self._complete
+
+    def _fail(self, error: BaseException) -> None:
+        super()._fail(error)
+        for link in self._links:  # or the queue would never become empty
+            link.abort()
+
+    def _number(self) -> int:
+        return self._sequence
+
+    def describe(self) -> str:
+        return self._text
+
+    def _absent(self) -> str:
+        return did_not_come([p for p in self._comm.ranks if p != self._comm.ranks[self._comm.rank]])
+
+    def _look(self) -> None:
+        comm = self._comm
+        over = getattr(comm, "_over", comm)
+        gone = over._gone([p for p in range(comm.size) if p != comm.rank]) if hasattr(over, "_gone") else []
+        self._seen += bool(gone)
+        if self._seen > 3:  # what was sent before the end would have come by now
+            names = ", ".join(str(comm.ranks[p]) for p in gone)
+            error = CollectiveError(f"[comm] rank {names} has ended; {self._text} waits for it for ever")
+            self._fail(error)
+            comm._broke(error)
+
+
+def wanted(comm: Communicator) -> bool:
+    """Whether somebody asked for transfers between GPUs; a group of one needs none.
+
+    Raises:
+        ConfigError: ODYSSEY_GPU_MPI has a value that is not allowed.
+    """
+    return comm.size > 1 and (comm.name == "nccl" or gpu_mpi())
+
+
+def gpu_mpi() -> bool:
+    """What ODYSSEY_GPU_MPI says: 1 to try an MPI that takes device memory; else no."""
+    text = os.environ.get(GPU_MPI, "auto")
+    if text not in ("", "0", "1", "auto"):
+        raise ConfigError(f"[comm] {GPU_MPI}={text}; it must be 1 (use it if a probe succeeds), 0 or auto (do not)")
+    return text == "1"
+
+
+def connect(comm: Communicator, gpus: Sequence[Gpu]) -> tuple[list[DeviceTransport], str]:
+    """A transport per GPU of this process to those of the same number in the other ranks, and why; a collective call.
+
+    Returns:
+        No transport, and one line that says why, where sums have to go through the host.
+
+    Raises:
+        DeviceError, ConfigError: NCCL refuses.
+    """
+    if comm.name == "nccl":
+        from .nccl import NcclTransport
+
+        return [NcclTransport(comm, gpu) for gpu in gpus], ""
+    if not hasattr(getattr(comm, "_over", comm), "exchange_memory"):
+        return [], f"{GPU_MPI}=1 has no effect with backend {comm.name}: gradients go through the host"
+    links: list[DeviceTransport] = [MpiTransport(comm, gpu) for gpu in gpus]
+    wrong = probe(comm, links, gpus)
+    if wrong:
+        return [], f"{GPU_MPI}=1, but {wrong}: gradients go through the host"
+    return links, ""
+
+
+def probe(comm: Communicator, links: Sequence[DeviceTransport], gpus: Sequence[Gpu]) -> str:
+    """Sends patterns from each GPU to that of the next rank; "" if every bit came on all ranks, else what did not.
+
+    A library that takes an address of device memory for one of host memory ends the process instead; the status of this
+    rank says then what it was trying.
+    """
+    failed = ""
+    slot.note("probe of MPI with device memory")
+    after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    for link, gpu in zip(links, gpus, strict=True):
+        for size in PROBE:
+            failed = failed or _probe(link, gpu, size, comm.rank, before, after)
+            verdict = comm.all_gather(np.array([bool(failed)]).view(np.uint8)).reshape(-1)
+            if verdict.any():
+                rank = comm.ranks[int(verdict.argmax())]
+                return f"the probe failed on rank {rank}" + (f" ({failed})" if failed else "")
+    return ""
+
+
+def _probe(link: DeviceTransport, gpu: Gpu, size: int, rank: int, before: int, after: int) -> str:
+    def pattern(rank: int) -> np.ndarray:
+        return np.random.default_rng(rank + 1).integers(0, 256, size, np.uint8)
+
+    there = [gpu.allocate(size) for _ in range(2)]
+    sent, came = pattern(rank), np.zeros(size, np.uint8)
+    try:
+        gpu.upload(there[0], sent)
+        gpu.clear(there[1], size)
+        link.exchange([(after, there[0], size)], [(before, there[1], size)])
+        gpu.download(came, there[1])
+        gpu.synchronize()
+    except (CollectiveError, DeviceError, RuntimeError) as error:  # mpi4py's errors are RuntimeErrors
+        return " ".join(str(error).split())
+    finally:
+        for at in there:
+            gpu.free(at)
+    wrong = int((came != pattern(before)).sum())
+    return f"{wrong} of {size} bytes are wrong" if wrong else ""
