@@ -62,7 +62,8 @@ class DistributedConfig:
         batch_size: samples per worker (default 32). learning_rate: 0.001. epochs: 1.
         gradient_accumulation_steps: batches per optimizer step. gradient_clipping: largest global norm.
         mixed_precision: True or "fp16" (with loss scaling: scaler_init_scale, scaler_growth_interval), "bf16", False.
-        communication_backend: "auto", "mpi", "shm", "gloo" or "local". bucket_size_mb. zero_stage: 0 to 3. seed.
+        communication_backend: "auto", "mpi", "shm", "gloo", "nccl" or "local". bucket_size_mb.
+        zero_stage: 0 to 3. seed.
         checkpoint_dir: where checkpoints go; none by default. checkpoint_frequency: epochs from one to the next.
         resume_from_checkpoint: True: from the newest valid one, if there is one; a path: from that; False: refuse a
             directory that has some.
@@ -108,7 +109,7 @@ class DistributedConfig:
 
     def _check(self) -> None:
         if self.backend is not None:
-            if self.backend in BACKENDS or self.backend == "nccl":
+            if self.backend in BACKENDS:
                 raise ConfigError(f"[config] backend={self.backend!r}; say communication_backend={self.backend!r}")
             known = self.backend in _FRAMEWORKS
             raise ConfigError(

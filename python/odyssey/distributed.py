@@ -111,7 +111,7 @@ def __getattr__(name: str) -> Any:
 class Backend(str, enum.Enum):
     """Transports. A string of the same spelling does as well.
 
-    MOCK is for threads that `comm.mock.run` started; NCCL is known by name and refused: there are no GPU kernels yet.
+    MOCK is for threads that `comm.mock.run` started; NCCL for ranks under an MPI launcher with a GPU each.
     """
 
     AUTO = "auto"
@@ -248,7 +248,7 @@ def init_process_group(
     """Connects this process with the others that the launcher started; every process calls it once, first of all.
 
     Args:
-        backend: "auto", "mpi", "shm", "gloo" or "local" (`Backend`); what "auto" picked is in `get_backend()`.
+        backend: "auto", "mpi", "shm", "gloo", "nccl" or "local" (`Backend`); what "auto" picked is in `get_backend()`.
         init_method: how processes meet without MPI: "env://" (MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE) or
             "tcp://HOST:PORT", which needs world_size and rank. Under an MPI launcher there is nothing to say.
         world_size, rank: what is expected; for "gloo" they stand in for variables that are not set. A world of one
@@ -267,9 +267,7 @@ def init_process_group(
         raise ConfigError("[dist] there is a process group already; call dist.destroy_process_group() before another")
     name = str(backend)
     if name not in tuple(b.value for b in Backend):
-        raise ConfigError(f"[dist] backend {name!r} is unknown; choose from auto, mpi, shm, gloo, local")
-    if name == "nccl":
-        raise ConfigError("[dist] backend 'nccl' needs GPU kernels, which this version has not; use 'auto'")
+        raise ConfigError(f"[dist] backend {name!r} is unknown; choose from auto, mpi, shm, gloo, nccl, local")
     mocked = getattr(_base.here, "world", None)
     if name == "mock" and mocked is None:
         raise ConfigError("[dist] backend 'mock' is for threads that comm.mock.run started; use 'auto'")

@@ -67,6 +67,7 @@ def test_the_sources_are_found():
                 "gpu/native.py",
                 "gpus.py",
                 "ptx.py",
+                "comm/nccl.py",
                 "checkpoints/writer.py",
                 "launch/tether.py",
                 "watch/entry.py",
