@@ -1,6 +1,7 @@
 """The emulated NCCL of the tests (nccl/nccl.c): builds it, gives the environment in which odyssey finds it.
 
 It works in the streams of the emulated GPU (emulated.py), so both are needed. Ranks are processes of this machine.
+`python tests/gpu/emulated_nccl.py GPUS COMMAND ...` runs a command with both.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-import emulated
-
 from odyssey.build import cache_dir
+
+sys.path.append(str(Path(__file__).parents[1]))
+from gpu import emulated  # noqa: E402
 
 SOURCE = Path(__file__).with_name("nccl") / "nccl.c"
 FLAGS = ["-std=gnu11", "-O2", "-Wall", "-fPIC", "-fvisibility=hidden", "-shared"]

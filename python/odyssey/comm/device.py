@@ -102,9 +102,13 @@ class Exchanged(Waiting):
             try:
                 self._complete = all([link.done() for link in self._links])
             except CollectiveError as error:
-                self._fail(error)
-                self._comm._broke(error)
+                self.broke(error)
         return self._complete
+
+    def broke(self, error: CollectiveError) -> None:
+        """It cannot be completed: the ranks are no longer in step."""
+        self._fail(error)
+        self._comm._broke(error)
 
     def _fail(self, error: BaseException) -> None:
         super()._fail(error)
@@ -128,8 +132,7 @@ class Exchanged(Waiting):
         if self._seen > 3:  # what was sent before the end would have come by now
             names = ", ".join(str(comm.ranks[p]) for p in gone)
             error = CollectiveError(f"[comm] rank {names} has ended; {self._text} waits for it for ever")
-            self._fail(error)
-            comm._broke(error)
+            self.broke(error)
 
 
 def wanted(comm: Communicator) -> bool:

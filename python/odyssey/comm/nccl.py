@@ -48,6 +48,7 @@ TYPES = {
     }.items()
 }
 OPS = {ReduceOp.SUM: 0, ReduceOp.PROD: 1, ReduceOp.MAX: 2, ReduceOp.MIN: 3}
+_REMOTE = 6  # ncclRemoteError
 _NOT_READY = 600  # CUDA: what an event waits for is not done
 
 
@@ -95,7 +96,13 @@ class Nccl:
         """Calls nccl`name`."""
         result = getattr(self._lib, f"nccl{name}")(*args)
         if result:
-            raise error(f"[comm] nccl{name}: {self.words(result)}")
+            raise self.error(result, f"nccl{name}", error)
+
+    def error(self, result: int, what: str = "", kind: type[OdysseyError] = CollectiveError) -> OdysseyError:
+        """The error of a result."""
+        if result == _REMOTE or not what:
+            return CollectiveError(f"[comm] a rank has ended, or cannot be reached: NCCL says {self.words(result)}")
+        return kind(f"[comm] {what}: {self.words(result)}")
 
     def words(self, result: int) -> str:
         """What NCCL says about a result, in one line."""
@@ -245,9 +252,7 @@ class Link:
         result = ctypes.c_int()
         self._lib.call("CommGetAsyncError", self._handle, ctypes.addressof(result))
         if result.value:
-            raise CollectiveError(
-                f"[comm] a rank has ended, or cannot be reached: NCCL says {self._lib.words(result.value)}"
-            )
+            raise self._lib.error(result.value)
 
     def abort(self) -> None:
         """Ends what is under way; nobody need take part."""

@@ -21,6 +21,7 @@ import numpy as np
 
 from ..comm import Communicator
 from ..comm import device as devices
+from ..errors import CollectiveError
 from ..parallel import plan as planning
 from ..parallel import strategy
 from .native import COMPUTE, COPY, Event
@@ -218,6 +219,15 @@ class DirectExchange(Exchange):
         parts = self.runner.parts()
         results = [self._result(w) for w in range(len(self.workers))]
         self._exchanged = devices.Exchanged(self.comm, self.links, f"exchange of {self.runner.floats} float32 on GPUs")
+        try:
+            self._run(parts, results)
+        except CollectiveError as error:
+            self._exchanged.broke(error)
+            raise
+        self._exchanged.mark()
+        return results
+
+    def _run(self, parts: Sequence[Part], results: Sequence[int]) -> None:
         cuts = []
         for w, part in enumerate(parts):
             cut = [(part.lo + a, part.lo + b) for a, b in planning.ranges(part.hi - part.lo, self.comm.size)]
@@ -230,8 +240,6 @@ class DirectExchange(Exchange):
                 if p != q and part.hi > part.lo:
                     at = 4 * part.lo
                     worker.gpu.take(self.workers[p].gpu, results[q] + at, results[p] + at, 4 * (part.hi - part.lo))
-        self._exchanged.mark()
-        return results
 
     def _hand_out(self, w: int, part: Part, cut: Sequence[planning.Run], result: int) -> None:
         """Piece p of all nodes goes to rank p, which adds them up into its result."""

@@ -1,0 +1,199 @@
+"""Run under mpirun by test_gpu_transport.py: short trainings whose sums between ranks take all ways that there are.
+
+Arguments: workers of each rank, then names of cases. Rank 0 prints a JSON object, case: what it found; every rank
+asserts on its own. A case gives the hash of the weights, or None where the bits need not be those of one process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from odyssey import DistributedTrainer, comm, nn, optim
+from odyssey.comm import device as devices
+from odyssey.errors import CollectiveError
+from odyssey.gpu import exchange
+
+CASES: dict[str, Callable[[], Any]] = {}
+WORKERS = 1
+
+X = np.random.default_rng(0).normal(size=(88, 1, 28, 28)).astype(np.float32)
+Y = np.arange(88) % 10
+# five shards, the last one partly filled; then one, which most ranks have no part of
+BATCHES = [(X[:72], Y[:72]), (X[:72], Y[:72]), (X[72:], Y[72:])]
+
+
+def case(function: Callable[[], Any]) -> Callable[[], Any]:
+    CASES[function.__name__] = function
+    return function
+
+
+@contextlib.contextmanager
+def asked(gpu_mpi: bool = True, piece: int = exchange.PIECE) -> Iterator[None]:
+    """With ODYSSEY_GPU_MPI, and host-staged sums in pieces of so many floats."""
+    before = exchange.PIECE
+    os.environ[devices.GPU_MPI] = str(int(gpu_mpi))
+    exchange.PIECE = piece
+    try:
+        yield
+    finally:
+        del os.environ[devices.GPU_MPI]
+        exchange.PIECE = before
+
+
+def train(backend: str, kind: type[exchange.Exchange] | None = None, **settings: Any) -> tuple[str, DistributedTrainer]:
+    """The weights after a training over this backend, whose sums went the way of `kind`."""
+    world = comm.world(backend)
+    nn.manual_seed(3)
+    trainer = DistributedTrainer(
+        nn.LeNet5(),
+        optim.SGD(lr=0.05, momentum=0.9),
+        num_gpus=WORKERS,
+        comm=world,
+        device="gpu",
+        shard_size=16,
+        threads=1,
+        **settings,
+    )
+    trainer.fit(BATCHES, epochs=1)
+    found = trainer.evaluate([(X, Y)])
+    seen = trainer.weights_sha256()
+    everyone = world.all_gather(np.frombuffer(bytes.fromhex(seen), np.uint8))
+    assert (everyone == everyone[0]).all(), "the ranks differ"
+    assert found.samples == len(X)
+    if kind is not None:
+        used = {type(r._exchange) for engine in (trainer._train, trainer._eval) for r in engine.runners}
+        assert used == {kind}, used
+        assert trainer._train.bytes_sent > 0
+    return seen, trainer
+
+
+@case
+def alone() -> str:
+    return train("local")[0]
+
+
+@case
+def staged() -> dict[str, str]:
+    """One piece and several, over MPI and shared memory, and every reduction with the bits of the tree."""
+    found = {}
+    for backend in ("mpi", "shm"):
+        found[backend] = train(backend, exchange.StagedExchange)[0]
+        for reduction in ("tree", "hierarchical", "parameter_server"):
+            with asked(False, 9000):
+                found[f"{backend} {reduction}"] = train(backend, exchange.StagedExchange, reduction=reduction)[0]
+    return found
+
+
+@case
+def other_sums() -> None:
+    """Reductions with bits of their own: all ranks have the same weights, near those of the tree."""
+    _, plain = train("mpi")
+    wanted = plain.state_dict()
+    for backend, settings in (
+        ("mpi", {"reduction": "mpi"}),
+        ("shm", {"reduction": "ring"}),
+        ("mpi", {"compression": "bf16"}),
+        ("shm", {"compression": "topk", "compression_ratio": 0.5}),
+    ):
+        with asked(False, 9000):
+            _, trainer = train(backend, exchange.StagedExchange, **settings)
+        far = max(float(np.abs(a - wanted[k]).max()) for k, a in trainer.state_dict().items())
+        assert far < (5e-2 if "compression" in settings else 1e-5), (settings, far)
+
+
+@case
+def nccl() -> dict[str, str]:
+    found = {"direct": train("nccl", exchange.DirectExchange)[0]}
+    with asked(False, 30_000):
+        found["hierarchical"], trainer = train("nccl", exchange.StagedExchange, reduction="hierarchical")
+    (said,) = trainer._train.warnings
+    assert said == "reduction='hierarchical' goes through the host: only reduction='tree' goes from GPU to GPU"
+    return found
+
+
+@case
+def gpu_mpi() -> dict[str, str]:
+    found = {}
+    for backend in ("mpi", "shm"):
+        with asked():
+            found[backend], trainer = train(backend, exchange.DirectExchange)
+        assert not trainer._train.warnings
+    return found
+
+
+@case
+def wrong_bits() -> dict[str, str]:
+    """MPI brings wrong bits to one rank: all ranks go through the host, and say so."""
+    right = devices.MpiTransport.exchange
+
+    def wrong(self, sends, receives):
+        right(self, sends, receives)
+        if len(receives) and comm.world("mpi").rank == 1:
+            _, at, size = receives[-1]
+            self._gpu.clear(at + size // 2, 1)
+
+    devices.MpiTransport.exchange = wrong
+    try:
+        with asked():
+            found, trainer = train("mpi", exchange.StagedExchange)
+    finally:
+        devices.MpiTransport.exchange = right
+    (said,) = trainer._train.warnings
+    assert said.startswith("ODYSSEY_GPU_MPI=1, but the probe failed on rank 1"), said
+    assert said.endswith(": gradients go through the host")
+    assert ("1 of 64 bytes are wrong" in said) == (trainer.comm.rank == 1), said
+    return {"staged": found}
+
+
+@case
+def a_rank_is_gone() -> None:
+    """NCCL of one rank ends in a step: the others say so, with exit code 76, and nobody waits for ever."""
+    world = comm.world("nccl")
+    _, trainer = train("nccl")
+    (links,) = exchange._known[trainer._train.team].values()
+    if world.rank == world.size - 1:
+        links[0].abort()
+        sys.stdout.flush()
+        import time
+
+        time.sleep(3)
+        os._exit(76)
+    try:
+        trainer.fit(BATCHES, epochs=2)
+    except CollectiveError as error:
+        print(f"rank {world.rank}: {error}", flush=True)
+        raise
+    raise AssertionError("the step went on")
+
+
+@case
+def a_rank_does_not_come() -> None:
+    """A rank takes no step: the others name it at the deadline."""
+    import time
+
+    world = comm.world("nccl")
+    _, trainer = train("nccl")
+    if world.rank == world.size - 1:
+        time.sleep(6)
+        os._exit(76)
+    begun = time.monotonic()
+    try:
+        trainer.fit(BATCHES, epochs=2)
+    except CollectiveError as error:
+        print(f"rank {world.rank} after {time.monotonic() - begun:.1f} s: {error}", flush=True)
+        raise
+    raise AssertionError("the step went on")
+
+
+if __name__ == "__main__":
+    WORKERS = int(sys.argv[1])
+    results = {name: CASES[name]() for name in sys.argv[2:]}
+    if int(os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0"))) == 0:
+        print(json.dumps(results), flush=True)
