@@ -234,6 +234,7 @@ API int cuStreamWaitEvent(void *h, void *ev, unsigned flags) {
     Stream *s = stream_of(h);
     (void)flags;
     if (!e->stream || e->stream == s) return CU_OK; /* never recorded, or in order anyway */
+    if (at_once(e->stream)) return CU_OK;           /* it is done */
     Op *o = op_new(run_wait);
     o->other = e->stream, o->value = e->seq;
     return stream_add(s, o);
