@@ -62,5 +62,23 @@ char *label_name(Compiler *c, const char *name);
 void emit_jump(Compiler *c, const char *label);
 void emit_unknown(Compiler *c, const Stmt *s);
 int special_index(const char *name);
+
+/* translate.c for translate_alu.c, and back: false where the statement is not known */
+int op3(Compiler *c, const char *name, int d, int a, int b, int cc);
+const OpInfo *find_op(const char *name);
+int source(Compiler *c, const Opd *o, int bytes);
+int constant(Compiler *c, int bytes, u64 value);
+int convert_int(Compiler *c, int reg, const char *type, int to);
+bool has(const Stmt *s, const char *part);
+bool is(const Stmt *s, const char *base);
+bool is_type(const char *t);
+const char *type_of(const Stmt *s);
+int space_of(const Stmt *s);
+bool translate_move(Compiler *c, Stmt *s);
+bool translate_cvta(Compiler *c, Stmt *s);
+bool translate_convert(Compiler *c, Stmt *s);
+bool translate_plain(Compiler *c, Stmt *s);
+bool translate_compare(Compiler *c, Stmt *s);
+int type_bytes(const char *type);
 #define GROW(p, n, cap) ((n) == (cap) ? (p) = realloc((p), sizeof *(p) * (size_t)((cap) = (cap) ? 2 * (cap) : 64)) : (p))
 #endif
