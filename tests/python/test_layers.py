@@ -65,6 +65,7 @@ def test_the_sources_are_found():
             {
                 "native.py",
                 "gpu/native.py",
+                "gpu/graph.py",
                 "gpus.py",
                 "ptx.py",
                 "comm/nccl.py",

@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .. import native as host
+from ..errors import DeviceError
 from ..parallel import plan as planning
 from ..parallel.runner import Runner
 from ..program import place
 from . import exchange, rewrite
 from . import plan as pieces
-from .native import COMPUTE, COPY, Event, GpuStep
+from .graph import Graph
+from .native import COMPUTE, COPY, Event, Gpu, GpuStep
 from .team import Worker
 
 if TYPE_CHECKING:
@@ -101,7 +103,7 @@ class GpuRunner(Runner):
         self._results: list[int] = []
         self._exchange = exchange.make(self, comm, own) if comm.size > 1 else None
         self._batches: list[_Batches] | None = None
-        self._scratch = [0] * lay.workers
+        self._graphs: dict[tuple[int, int], tuple[Any, Graph | None]] = {}  # by worker and piece
 
     # --- what it needs ---
 
@@ -220,13 +222,35 @@ class GpuRunner(Runner):
                 fold=action.fold,
                 accumulate=int(not self.once),
             )
+            scratch = 4 * gpu.scratch(step)
+            step.scratch = worker.area("scratch", scratch) if scratch else 0
+            self._enqueue((w, k), gpu, step, to, buffers)
+
+    def _enqueue(self, which: tuple[int, int], gpu: Gpu, step: GpuStep, to: int, buffers: int) -> None:
+        """Enqueues a piece: the first time launch by launch, which loads the kernels, then as a graph."""
+
+        def launches() -> None:
             if not self.once:
                 gpu.clear(step.grads, 4 * self.floats * buffers)
-            wanted = 4 * gpu.scratch(step)
-            step.scratch = worker.area("scratch", wanted) if wanted else 0
             gpu.run(step)
             if buffers > 1:
-                gpu.tree_sum(to, grads, self.floats, buffers, self.floats)
+                gpu.tree_sum(to, step.grads, self.floats, buffers, self.floats)
+
+        if not self.team.graphs:
+            return launches()
+        key = (bytes(step), to)
+        known, graph = self._graphs.get(which, (None, None))
+        if known == key:
+            if graph is None:
+                try:
+                    graph = Graph(gpu, launches)
+                except DeviceError as problem:
+                    self.team.graphs, self.team.graphless = False, str(problem)
+                    return launches()
+                self._graphs[which] = (key, graph)
+            return graph.launch()
+        self._graphs[which] = (key, None)
+        launches()
 
     def _meet(self) -> None:
         """Worker p adds range p of the sums of all; a process alone hands the whole back to everyone."""

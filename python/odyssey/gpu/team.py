@@ -15,6 +15,7 @@ import numpy as np
 from .. import native as host
 from ..errors import DeviceError
 from ..optim import Update
+from . import graph
 from .mirror import Mirror
 from .native import BLOCK_BYTES, Block, Gpu, GpuStep
 
@@ -112,6 +113,8 @@ class Team:
         self.parameters = Mirror(self.gpus, lambda: [arena.host])
         arena.mirror = self.parameters
         self._state: Mirror | None = None
+        self.graphs = graph.wanted()
+        self.graphless = ""  # why there are none, if the driver refused
         self.pending: Any = None  # sums of the last step, whose blocks are being read until they are fetched
         self._data: dict[int, tuple[weakref.ref[Any], list[Placed]]] = {}
         self._peers()

@@ -213,7 +213,8 @@ API int cuMemGetInfo_v2(size_t *available, size_t *total) {
 }
 API int cuMemAlloc_v2(u64 *p, size_t n) {
     if (settings.verbose) fprintf(stderr, "[emulated GPU] device %d allocates %zu bytes\n", current, n);
-    return memory_allocate(current, n, false, p);
+    int e = graph_forbids();
+    return e ? e : memory_allocate(current, n, false, p);
 }
 API int cuMemAllocAsync(u64 *p, size_t n, void *s) {
     (void)s;
@@ -488,6 +489,8 @@ static const struct { int code; const char *name, *text; } texts[] = {
     {CU_NOT_READY, "CUDA_ERROR_NOT_READY", "device not ready"},
     {CU_ILLEGAL_ADDRESS, "CUDA_ERROR_ILLEGAL_ADDRESS", "the emulated GPU found an error in a kernel; it was printed to stderr"},
     {CU_PEER_ALREADY, "CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED", "peer access is already enabled"},
+    {CU_CAPTURE_UNSUPPORTED, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED", "this cannot be captured"},
+    {CU_CAPTURE_INVALIDATED, "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED", "the capture failed before"},
     {CU_NOT_SUPPORTED, "CUDA_ERROR_NOT_SUPPORTED", "not supported by the emulated GPU"}};
 API int cuGetErrorName(int e, const char **s) {
     for (size_t i = 0; i < sizeof texts / sizeof *texts; i++)

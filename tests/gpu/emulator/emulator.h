@@ -41,6 +41,8 @@ enum { /* CUresult */
     CU_OUT_OF_RESOURCES = 701,
     CU_PEER_ALREADY = 704,
     CU_NOT_SUPPORTED = 801,
+    CU_CAPTURE_UNSUPPORTED = 900,
+    CU_CAPTURE_INVALIDATED = 901,
 };
 #define API __attribute__((visibility("default")))
 

@@ -31,7 +31,7 @@ Op *op_new(int (*run)(Op *)) {
     o->run = run;
     return o;
 }
-static void op_end(Op *o) {
+void op_end(Op *o) {
     free(o->staged);
     free(o->launch.params);
     free(o);
@@ -100,6 +100,10 @@ int stream_add_get(Stream *s, Op *o, u64 *seq) {
         op_end(o);
         return e;
     }
+    if (graph_takes(s, o)) {
+        *seq = s->enqueued;
+        return CU_OK;
+    }
     if (at_once(s)) { /* operations of several threads one after the other */
         pthread_mutex_lock(&s->running);
         if (settings.late) stream_wait_all(s->device);
@@ -167,6 +171,8 @@ API int cuStreamDestroy_v2(void *h) { /* work in it goes on */
 API int cuStreamDestroy(void *h) { return cuStreamDestroy_v2(h); }
 API int cuStreamSynchronize(void *h) {
     Stream *s = stream_of(h);
+    int e = graph_forbids();
+    if (e) return e;
     return stream_wait(s, s->enqueued);
 }
 API int cuStreamQuery(void *h) {
@@ -174,18 +180,8 @@ API int cuStreamQuery(void *h) {
     int e = device_error(s->device);
     return e ? e : s->completed >= s->enqueued ? CU_OK : CU_NOT_READY;
 }
-API int cuStreamIsCapturing(void *h, int *status) {
-    (void)h;
-    *status = 0;
-    return CU_OK;
-}
-API int cuStreamGetCaptureInfo_v2(void *h, int *status, u64 *id, void **graph, const void ***deps, size_t *n) {
-    (void)h;
-    *status = 0;
-    if (id) *id = 0;
-    if (graph) *graph = NULL;
-    if (deps) *deps = NULL;
-    if (n) *n = 0;
+API int cuStreamGetCtx(void *h, void **ctx) {
+    *ctx = (void *)(u64)(0x1000 + stream_of(h)->device);
     return CU_OK;
 }
 API int cuStreamGetPriority(void *h, int *p) {

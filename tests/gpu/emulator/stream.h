@@ -25,6 +25,8 @@ typedef struct Stream {
     pthread_mutex_t running; /* while an operation runs inside a call */
     bool threaded, gone;
     pid_t pid;
+    void *capture; /* a graph that is being made of what is enqueued (graph.c) */
+    u64 capture_id;
     struct Stream *next;
 } Stream;
 typedef struct Event {
@@ -35,6 +37,9 @@ typedef struct Event {
 } Event;
 
 Op *op_new(int (*run)(Op *));
+void op_end(Op *o);
+bool graph_takes(Stream *s, Op *o); /* while it captures: keeps the operation */
+int graph_forbids(void);            /* what cannot be captured asks: an error while this thread captures */
 int stream_add(Stream *s, Op *o); /* runs it at once, or late */
 int stream_add_get(Stream *s, Op *o, u64 *seq); /* and its number in the stream */
 int stream_wait(Stream *s, u64 seq);
