@@ -1,26 +1,27 @@
 """Two-dimensional convolution on a GPU, for all shards of a launch (launch.mojo; layouts and letters in lanes.mojo).
 
-Which kernel computes what is chosen here, by the sizes. conv2d_direct.mojo has multiply-adds in float32.
+Which kernel computes what is chosen here and in correlate(), by the sizes:
+
+    conv2d_direct.mojo      float32 multiply-adds: forward, forward with ReLU and max-pool, gradient of the input
+    conv2d_weight.mojo      float32 multiply-adds: gradient of the weights
+    conv2d_mma.mojo         tensor cores of NVIDIA GPUs, for tf32, bf16 and fp16
+    conv2d_mma_weight.mojo  likewise, gradient of the weights
+    conv2d_any.mojo         sizes that are left
+    conv2d_tiles.mojo       what they share
 """
 
 from std.sys.info import _has_nvidia_gpu_accelerator
 
 from ..lanes import Ptr
-from .conv2d_direct import (
-    PADDED,
-    PLAIN,
-    POOLED,
-    correlate,
-    gather_input,
-)
-from .conv2d_mma import (
-    correlate_mma,
+from .conv2d_any import gather_input
+from .conv2d_direct import correlate
+from .conv2d_mma import correlate_mma, worth_it
+from .conv2d_mma_weight import (
     pieces_mma,
     weight_gradient_mma,
-    worth_it,
     worth_it_for_weights,
 )
-from .conv2d_tiles import Shape
+from .conv2d_tiles import PADDED, PLAIN, POOLED, Shape
 from .conv2d_weight import STRANDS, pieces, weight_gradient
 from .launch import BF16, FP32, Operand, Queue
 
@@ -83,7 +84,9 @@ def conv2d_relu_maxpool_forward[
 ) raises:
     """Convolution, ReLU and max-pool in one launch: what is pooled is never in memory.
 
-    PR x PT is the window, at most 256 places, PS its stride. The values are those of the three ops one after the other.
+    PR x PT is the window, at most 256 places, PS its stride. With FP32 the bits are those of the three ops one after the
+    other. In every precision the products are float32 multiply-adds, of rounded factors: where K is 16 or more and the
+    precision low, tensor cores and an op for the pooling may be faster.
     """
     var s = Shape.forward(G, C, H, W, K, R, T, S, precision, True)
     s.PR = PR

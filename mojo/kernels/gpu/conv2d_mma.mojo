@@ -1,6 +1,7 @@
 """Convolution on the tensor cores of NVIDIA GPUs, for tf32, bf16 and fp16: implicit GEMM with mma.sync.
 
-The product's sums run over taps (forward, gradient of the input) or over samples and pixels (gradient of the weights).
+The product's sums run over taps here (forward, gradient of the input) and over samples and pixels in
+conv2d_mma_weight.mojo.
 The layout gives the fragments without a transpose: the 16 samples of a pixel are the columns of two tiles, or the 16
 terms of one step. Activations go from global memory to registers and are rounded there, to the nearest, ties to even;
 what neighbouring taps and the warps of a block load twice comes from the L1 cache. Which element of a fragment has
@@ -27,7 +28,6 @@ from max.gpu import (
 )
 from max.gpu.compute.mma import mma
 from max.gpu.memory import external_memory
-from max.gpu.primitives.warp import shuffle_xor
 
 from ..lanes import F32, LANES, Ptr
 from .conv2d_tiles import (
@@ -38,13 +38,11 @@ from .conv2d_tiles import (
     rounded_tf32,
     split,
 )
-from .conv2d_weight import add_pieces, spread_warps
 from .launch import BF16, FP16, Operand, Queue, TF32, blocks
 
 comptime TERMS = 16  # of a sum, in one step: one mma, or two of tf32
 comptime ROWS = 2  # tiles of 16 output channels of a warp
 comptime PIXELS = 4  # of a warp: 8 tiles of 8 columns
-comptime TAP_TILES = 4  # tiles of 8 taps of a warp in the gradient of the weights
 comptime SHARED_BYTES = 40960
 comptime MOST_STEPS = 64  # of a chunk
 comptime SharedInts = Pointer[
@@ -64,7 +62,7 @@ def kind(precision: Int) -> DType:
 
 
 @always_inline
-def _factors[
+def factors[
     precision: Int, n: Int
 ](v: SIMD[F32, n]) -> SIMD[kind(precision), n]:
     """Rounded to the nearest, ties to even."""
@@ -76,7 +74,7 @@ def _factors[
 
 
 @always_inline
-def _multiply[
+def multiply[
     precision: Int
 ](
     a: SIMD[kind(precision), 8],
@@ -178,7 +176,7 @@ def _share_factors[
                             a[4 * h + 2 * r + e] = w[
                                 unsafe_offset=k * taps + tap
                             ]
-        var f = _factors[precision, 8](a)
+        var f = factors[precision, 8](a)
         var at = (a_warp * s.chunk + step) * STEP + m * WARP_SIZE * 8
         comptime if precision == TF32:
             # two vectors of 16 bytes, each next to those of the other lanes
@@ -312,10 +310,10 @@ def _correlate[
                             at + (m * WARP_SIZE + lane) * 8
                         ).unsafe_load[width=8, alignment=16]()
                 comptime for j in range(PIXELS * 2):
-                    var f = _factors[precision, 4](values[j])
+                    var f = factors[precision, 4](values[j])
                     comptime for m in range(ROWS):
                         comptime i = m * PIXELS * 2 + j
-                        acc[i] = _multiply[precision](a[m], f, acc[i])
+                        acc[i] = multiply[precision](a[m], f, acc[i])
             first += s.chunk
 
         comptime for m in range(ROWS):
@@ -394,185 +392,4 @@ def correlate_mma[
         ),
         block_dim=s.pixel_warps * s.k_warps * WARP_SIZE,
         shared_mem_bytes=s.chunk * s.k_warps * bytes_of_a_step(precision),
-    )
-
-
-# --- gradient of the weights ---------------------------------------------------------------
-
-
-def _weights[
-    precision: Int
-](
-    scratch: Ptr,  # (shards, pieces, weights + biases)
-    dy: Ptr,
-    dy_step: Int64,
-    x: Ptr,
-    x_step: Int64,
-    sizes: Sizes,
-):
-    """A warp has ROWS x 16 output channels x TAP_TILES x 8 taps and one piece of the pixels, `units` rows of them.
-
-    One pixel is one step: its 16 samples are the terms.
-    """
-    var s = Shape(sizes)
-    var shard = block_idx.z
-    var lane = thread_idx.x % WARP_SIZE
-    var t = lane % 4
-    var row = lane // 4
-    var warp = thread_idx.x // WARP_SIZE
-    var k_warp = split(warp, s.k_warps)
-    var tap_warp = split(warp, s.chunk)
-    var block = block_idx.y
-    comptime KT = ROWS * 16
-    comptime TT = TAP_TILES * 8
-    var k_first = (
-        split(block, ceildiv(s.K, KT * s.k_warps)) * s.k_warps + k_warp
-    ) * KT
-    var tap_first = (block * s.chunk + tap_warp) * TT
-    var piece = block_idx.x * s.pixel_warps + warp
-    var taps = s.C * s.R * s.T
-    if k_first >= s.K or tap_first >= taps or piece >= s.pieces:
-        return
-    var plane = s.P * s.Q * LANES
-
-    # Rows and columns that do not exist: the last one again, not stored.
-    var x_at = Array[Int, TAP_TILES](fill=0)
-    comptime for j in range(TAP_TILES):
-        var c = min(tap_first + 8 * j + row, taps - 1)
-        var column = split(c, s.T)
-        var r = split(c, s.R)
-        x_at[j] = ((c * s.H + r) * s.W + column) * LANES + 4 * t
-    var dy_at = Array[Int, ROWS * 2](fill=0)
-    comptime for i in range(ROWS * 2):
-        dy_at[i] = min(k_first + 8 * i + row, s.K - 1) * plane + 4 * t
-
-    var acc = Array[SIMD[F32, 4], ROWS * TAP_TILES](fill=SIMD[F32, 4](0))
-    var bias = Array[Float32, ROWS * 2](fill=0)
-    for unit in range(piece * s.units, min(s.G * s.P, (piece + 1) * s.units)):
-        var g = unit
-        var p = split(g, s.P)
-        var dp = dy.unsafe_offset(
-            shard * Int(dy_step) + g * s.K * plane + p * s.Q * LANES
-        )
-        var xp = x.unsafe_offset(
-            shard * Int(x_step) + (g * s.C * s.H + p * s.S) * s.W * LANES
-        )
-        for _ in range(s.Q):
-            var b = Array[SIMD[kind(precision), 4], TAP_TILES](
-                fill=SIMD[kind(precision), 4](0)
-            )
-            comptime for j in range(TAP_TILES):
-                b[j] = _factors[precision, 4](
-                    xp.unsafe_offset(x_at[j]).unsafe_load[
-                        width=4, alignment=16
-                    ]()
-                )
-            comptime for m in range(ROWS):
-                # samples 4 t + 2 h + e are the terms 2 t + e + 8 h, here as in b
-                var a = SIMD[F32, 8](0)
-                comptime for r in range(2):
-                    var four = dp.unsafe_offset(dy_at[2 * m + r]).unsafe_load[
-                        width=4, alignment=16
-                    ]()
-                    if tap_first == 0:
-                        bias[2 * m + r] += (four[0] + four[1]) + (
-                            four[2] + four[3]
-                        )
-                    comptime for h in range(2):
-                        comptime for e in range(2):
-                            a[4 * h + 2 * r + e] = four[2 * h + e]
-                var f = _factors[precision, 8](a)
-                comptime for j in range(TAP_TILES):
-                    acc[m * TAP_TILES + j] = _multiply[precision](
-                        f, b[j], acc[m * TAP_TILES + j]
-                    )
-            dp = dp.unsafe_offset(LANES)
-            xp = xp.unsafe_offset(s.S * LANES)
-
-    var to = scratch.unsafe_offset(
-        (shard * s.pieces + piece) * s.K * (taps + 1)
-    )
-    comptime for m in range(ROWS):
-        comptime for r in range(2):
-            var k = k_first + 16 * m + 8 * r + row
-            var sum = bias[2 * m + r]
-            sum += shuffle_xor(sum, 1)
-            sum += shuffle_xor(sum, 2)
-            if k < s.K:
-                comptime for j in range(TAP_TILES):
-                    comptime for e in range(2):
-                        var tap = tap_first + 8 * j + 2 * t + e
-                        if tap < taps:
-                            to[unsafe_offset=k * taps + tap] = acc[
-                                m * TAP_TILES + j
-                            ][2 * r + e]
-                if tap_first == 0 and t == 0:
-                    to[unsafe_offset=s.K * taps + k] = sum
-
-
-def worth_it_for_weights(s: Shape) -> Bool:
-    """Whether the gradient of the weights is large enough for tensor cores."""
-    return s.K >= 16 and s.C * s.R * s.T >= 2 * TERMS
-
-
-def rows_of_a_piece(s: Shape) -> Int:
-    """Rows of pixels that a warp adds up: as many as leave 96 warps for each shard.
-    """
-    var tiles = ceildiv(s.K, ROWS * 16) * ceildiv(
-        s.C * s.R * s.T, TAP_TILES * 8
-    )
-    return max(1, s.G * s.P * tiles // 96)
-
-
-def pieces_mma(s: Shape) -> Int:
-    """Pieces of a shard's sum."""
-    return ceildiv(s.G * s.P, rows_of_a_piece(s))
-
-
-def weight_gradient_mma[
-    precision: Int
-](
-    q: Queue,
-    shards: Int,
-    fold: Int,
-    dw: Operand,
-    db: Operand,
-    dy: Operand,
-    x: Operand,
-    scratch: Ptr,
-    shape: Shape,
-    accumulate: Bool,
-) raises:
-    """Two launches, as weight_gradient of conv2d_weight.mojo."""
-    var s = shape
-    s.pieces = pieces_mma(s)
-    s.units = rows_of_a_piece(s)
-    var tiles_k = ceildiv(s.K, ROWS * 16)
-    var tiles_tap = ceildiv(s.C * s.R * s.T, TAP_TILES * 8)
-    spread_warps(s, shards, tiles_k, tiles_tap)
-    q.enqueue_function[_weights[precision]](
-        scratch,
-        dy.ptr(),
-        dy.step(),
-        x.ptr(),
-        x.step(),
-        s.pack(),
-        grid_dim=(
-            ceildiv(s.pieces, s.pixel_warps),
-            ceildiv(tiles_k, s.k_warps) * ceildiv(tiles_tap, s.chunk),
-            shards,
-        ),
-        block_dim=s.pixel_warps * s.k_warps * s.chunk * WARP_SIZE,
-    )
-    add_pieces(
-        q,
-        shards,
-        fold,
-        dw,
-        db,
-        scratch,
-        s.pieces,
-        s.K * s.C * s.R * s.T,
-        s.K,
-        accumulate,
     )

@@ -27,6 +27,11 @@ comptime MULTIPROCESSORS = 132  # of the GPU that tiles are chosen for; they cha
 comptime ENOUGH_BLOCKS = get_defined_int[
     "CONV_ENOUGH_BLOCKS", 16 * MULTIPROCESSORS
 ]()
+# What a correlation is for.
+comptime PLAIN = 0
+comptime PADDED = 1  # the gradient of the input: zeros around, the weights turned
+comptime POOLED = 2  # ReLU, then the maximum of each window; 2 x 2 in conv2d_direct.mojo
+
 comptime Sizes = StaticTuple[Int32, 23]
 
 
@@ -173,6 +178,12 @@ def split(mut n: Int, size: Int) -> Int:
 def quotient(n: Int, size: Int) -> Int:
     """n // size of numbers that are not negative, in 32 bits."""
     return Int(UInt32(n) // UInt32(size))
+
+
+@always_inline
+def at_least(v: Float32, least: Float32) -> Float32:
+    """ReLU for 0, nothing for -inf; what is not a number stays."""
+    return least if v < least else v
 
 
 @always_inline

@@ -3,7 +3,7 @@
 A weight's gradient is a sum over all pixels and samples of a shard: thousands of products for a few hundred weights.
 Each warp takes a tile of weights and a *piece* of the pixels; each of its threads adds up the products of one sample's
 pixels in registers, and at the end the warp adds its threads. A second launch adds the pieces of each shard, in
-PIECES_AT_ONCE strands (strand j has pieces j, j + PIECES_AT_ONCE, ...) and then the strands, and the shards of a buffer
+STRANDS strands (strand j has pieces j, j + STRANDS, ...) and then the strands, and the shards of a buffer
 along their tree.
 
 A *unit* is a segment of a row of pixels of a group; a piece is `units` of them for each team of the warp. Segments
