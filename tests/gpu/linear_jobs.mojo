@@ -8,7 +8,7 @@
 The operands are y, x, w, b; dx, dy, w and an unused one; dw, db, dy, x.
 """
 
-from std.sys import argv
+from std.sys import argv, is_defined
 
 from max.gpu.host import DeviceBuffer
 
@@ -20,7 +20,12 @@ from kernels.gpu.linear import (
 )
 from kernels.lanes import Ptr
 
-comptime PRECISIONS: List[Int] = [FP32, TF32, BF16, FP16]
+comptime PRECISIONS: List[Int] = [FP32, BF16] if is_defined["PORTABLE"]() else [
+    FP32,
+    TF32,
+    BF16,
+    FP16,
+]
 
 
 def run[precision: Int](q: Queue, job: List[Int], o: List[Operand]) raises:
@@ -88,7 +93,7 @@ def main() raises:
             q.synchronize()
             operands.append(Operand(Int(buffer.unsafe_ptr()), job[10 + 2 * i]))
             buffers.append(buffer^)
-        comptime for p in range(4):
+        comptime for p in range(len(PRECISIONS)):
             comptime precision = PRECISIONS[p]
             if job[1] == precision:
                 run[precision](q, job, operands)

@@ -6,13 +6,13 @@ compute, in which order, and how they use memory; it says nothing about time.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 import json
 import os
 import shutil
 import subprocess
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +33,7 @@ FILL = np.float32(-7777.0)  # what is in a gap
 SHAPES = [(1, 1), (3, 5), (84, 10), (400, 120), (20, 44), (132, 260)]  # I, O
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Job:
     """One launch. The values of every operand follow from its sizes, not from `tile`, `shards` or `fold`."""
 
@@ -46,7 +46,7 @@ class Job:
     inputs: int
     outputs: int
     flag: bool = False  # ReLU, or accumulate
-    special: bool = field(default=False)  # infinities and values that are not a number among the inputs
+    special: bool = False  # infinities and values that are not a number among the inputs
 
     def tensor(self, which: str) -> np.ndarray:
         """x (shards, G, I, 16), dy (shards, G, O, 16), w (O, I), b (O), and what dw and db hold before."""
@@ -187,24 +187,36 @@ class Device:
         return results
 
 
-@pytest.fixture(scope="session")
-def device(tmp_path_factory: pytest.TempPathFactory) -> Device:
-    """Compiles the program (half a minute) unless the cache has it."""
+def compiled(folder: Path, *options: str) -> Path:
+    """The program, from the cache or compiled now (half a minute)."""
     root = build.source_root()
     source = Path(__file__).with_name("linear_jobs.mojo")
-    key = hashlib.sha256(source.read_bytes() + compiler.compiler_version().encode())
+    key = hashlib.sha256(repr(options).encode() + source.read_bytes() + compiler.compiler_version().encode())
     for path in (root / "mojo" / "kernels" / name for name in ("lanes.mojo", *map("gpu/{}.mojo".format, SOURCES))):
         key.update(path.read_bytes())
     program = build.cache_dir() / "tests" / f"linear_jobs-{key.hexdigest()[:16]}"
     if not program.exists():
         program.parent.mkdir(parents=True, exist_ok=True)
-        fresh = tmp_path_factory.mktemp("build") / program.name
-        options = ["--target-accelerator", "sm_90", "-I", str(root / "mojo"), str(source), "-o", str(fresh)]
-        done = compiler.run_mojo(["build", *options])
+        fresh = folder / program.name
+        words = ["--target-accelerator", "sm_90", "-I", str(root / "mojo"), *options, str(source), "-o", str(fresh)]
+        done = compiler.run_mojo(["build", *words])
         assert done.returncode == 0, done.stdout + done.stderr
         shutil.copy(fresh, f"{program}.{os.getpid()}")
         os.replace(f"{program}.{os.getpid()}", program)
-    return Device(program, tmp_path_factory.mktemp("linear"))
+    return program
+
+
+@pytest.fixture(scope="session")
+def device(tmp_path_factory: pytest.TempPathFactory) -> Device:
+    folder = tmp_path_factory.mktemp("linear")
+    return Device(compiled(folder), folder)
+
+
+@pytest.fixture(scope="session")
+def portable(tmp_path_factory: pytest.TempPathFactory) -> Device:
+    """What other GPUs than NVIDIA's get: no tensor cores, no barriers of a warp."""
+    folder = tmp_path_factory.mktemp("portable")
+    return Device(compiled(folder, "-D", "PORTABLE"), folder)
 
 
 def check(results: dict[Job, dict[str, np.ndarray]]) -> None:
@@ -280,7 +292,7 @@ def test_gradients_along_the_tree(device: Device, precision: int) -> None:
 
 def test_accumulate_adds_after_the_tree(device: Device) -> None:
     plain = [Job(WEIGHT, FP32, tile, 5, 4, 2, i, o) for tile in TILES for i, o in ((40, 24), (7, 9))]
-    added = [Job(**{**job.__dict__, "flag": True}) for job in plain]
+    added = [dataclasses.replace(job, flag=True) for job in plain]
     results = device.run(plain + added)
     for a, b in zip(plain, added, strict=True):
         for name in ("dw", "db"):
@@ -322,6 +334,23 @@ def test_memory_is_used_well(device: Device, precision: int) -> None:
             assert use[f"{name}_bytes"] > 0.95 * 32 * use[f"{name}_sectors"], (op, tile, use)
         allowed = 0.08 if (tile, precision) == (SMALL, FP32) else 0
         assert use["shared_extra_wavefronts"] <= allowed * use["shared_wavefronts"], (op, tile, use)
+
+
+def test_the_portable_form(portable: Device) -> None:
+    """The code for other GPUs, run on the emulated one: values, and the same bits from all tiles."""
+    jobs = [
+        Job(op, precision, tile, shards, 4, 2, i, o)
+        for op, precision in itertools.product(range(3), (FP32, BF16))
+        for i, o, tiles in ((100, 68, TILES), (30, 7, (SMALL,)))
+        for tile in tiles
+        for shards in (1, 3)
+    ]
+    results = portable.run(jobs)
+    check(results)
+    for job in jobs:
+        other = next(j for j in jobs if dataclasses.replace(j, tile=job.tile) == job)
+        for name in results[job]:
+            assert np.array_equal(bits(results, job)[name], bits(results, other)[name]), (job, name)
 
 
 def test_a_fold_too_large_is_refused(device: Device) -> None:

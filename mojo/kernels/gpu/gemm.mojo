@@ -30,6 +30,7 @@ Tensor cores are used on NVIDIA for all but FP32; elsewhere the rounded operands
 
 from std.math import ceildiv
 from std.memory import bitcast
+from std.sys import is_defined
 from std.sys.info import _accelerator_arch
 from std.utils import StaticTuple
 
@@ -60,12 +61,14 @@ comptime CHUNK = 16  # terms of the sum; a group of samples of WEIGHT
 comptime TEAMS = 8  # at most, in a block: runs of a sum, or shards of a buffer
 comptime THREADS = 32  # of a warp, as this file counts them; AMD's hold two
 comptime ARCH = String(_accelerator_arch())
-comptime NVIDIA = ARCH.find("sm_") >= 0
+comptime NVIDIA_ARCH = ARCH.find("sm_") >= 0
+# -D PORTABLE: what other GPUs get, also on NVIDIA, so that it can be tested
+comptime NVIDIA = NVIDIA_ARCH and not is_defined["PORTABLE"]()
 # Shared memory that a block may have, in bytes.
 comptime SHARED_LIMIT = (
     227 * 1024 if ARCH.find("sm_9") >= 0
     or ARCH.find("sm_10") >= 0 else 99 * 1024
-) if NVIDIA else (64 * 1024 if ARCH.find("gfx") >= 0 else 32 * 1024)
+) if NVIDIA_ARCH else (64 * 1024 if ARCH.find("gfx") >= 0 else 32 * 1024)
 
 comptime U = UInt32  # indices: 64-bit arithmetic is slow, and no tensor of a shard has 2^32 floats
 comptime Quad = SIMD[F32, 4]
@@ -128,9 +131,12 @@ struct Tile[op: Int, precision: Int, size: Int]:
     comptime REGION = Self.STAGES * Self.STAGE if Self.size == LARGE else max(
         Self.STAGE, Self.SAVED
     )
-    comptime A_QUADS = Self.ROWS * Self.CHUNKS * CHUNK // (
-        4 * Self.TEAM
+    comptime A_QUADS = max(
+        1 if Self.A_BY_TERM else 2,
+        Self.ROWS * Self.CHUNKS * CHUNK // (4 * Self.TEAM),
     )  # loads of a thread
+    # half a team is enough for a chunk of a
+    comptime SPARE = Self.ROWS * Self.CHUNKS * CHUNK < 8 * Self.TEAM
     comptime B_QUADS = Self.COLUMNS * Self.CHUNKS * CHUNK // (4 * Self.TEAM)
 
     @staticmethod
@@ -233,6 +239,17 @@ def _put_by_row[
         var at = position[row](term, m)
         s.unsafe_store[alignment=16](at, rounded[precision](v0))
         s.unsafe_store[alignment=16](at + row, rounded[precision](v1))
+
+
+@always_inline
+def _meet[size: Int]():
+    """What the threads of a team have written to shared memory is there for all of them. Only on NVIDIA does a barrier of
+    a warp say that.
+    """
+    comptime if size == LARGE or not NVIDIA:
+        barrier()
+    else:
+        syncwarp()
 
 
 @always_inline
@@ -768,6 +785,8 @@ def product[
                         if not aligned:
                             var m = row0 + unit % (ROWS // 4) * 4
                             left = min(left, rows - m if m < rows else 0)
+                        comptime if T.SPARE:
+                            left = left if unit < ROWS * 2 else 0
                     va[2 * u + h] = _four[size == SMALL](
                         pa.unsafe_offset(h * Int(rows)), a_at[u], left, aligned
                     )
@@ -818,10 +837,11 @@ def product[
                 comptime if T.BY_ROW:
                     comptime for h in range(2):
                         var r = rounded[precision](va[2 * u + h])
-                        comptime for j in range(4):
-                            sa[unsafe_offset=(m + j) * T.A_ROW + term + h] = r[
-                                j
-                            ]
+                        if not T.SPARE or unit < ROWS * 2:
+                            comptime for j in range(4):
+                                sa[
+                                    unsafe_offset=(m + j) * T.A_ROW + term + h
+                                ] = r[j]
                 else:
                     _put_by_row[precision, T.PAIRS, T.A_ROW](
                         sa, m, term, va[2 * u], va[2 * u + 1]
@@ -859,14 +879,15 @@ def product[
         runs_end = end
     if begin < end:
         fetch(begin, min(begin + U(T.CHUNKS), runs_end))
-    while chunk < end:
+    var loop_end = end
+    comptime if not NVIDIA and size != LARGE:
+        # all teams go round as often, since they meet at barriers of the block
+        loop_end = begin + (G if op == WEIGHT else (chunks + n - 1) // n)
+    while chunk < loop_end:
         var sa = region.unsafe_offset(stage * T.STAGE)
         var sb = sa.unsafe_offset(T.A_WORDS)
         put(sa, sb)
-        comptime if size == LARGE:
-            barrier()
-        else:
-            syncwarp()
+        _meet[size]()
         var next = chunk + 1
         comptime if T.CHUNKS > 1:
             next = min(chunk + U(T.CHUNKS), runs_end)
@@ -890,7 +911,7 @@ def product[
             sa.unsafe_offset(Int(warp_row) * (T.A_ROW if T.BY_ROW else 1)),
             sb.unsafe_offset(Int(warp_column)),
             lane,
-            Int(next - chunk),
+            Int(next - chunk) if chunk < end else 0,
         )
         comptime if size == LARGE:
             stage = 1 - stage
@@ -923,7 +944,7 @@ def product[
                 runs_end = next_end
                 run += 1
         else:
-            syncwarp()
+            _meet[size]()
         chunk = next
 
     comptime if size == LARGE:
