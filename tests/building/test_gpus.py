@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from odyssey import gpus
+from odyssey import build, doctor, gpus
 from odyssey.errors import DeviceError
 from odyssey.gpus import Gpu
 
@@ -146,6 +146,24 @@ def test_one_name_for_each_kind(name, known):
 def test_what_names_no_accelerator(name):
     with pytest.raises(DeviceError, match="names no accelerator; give one such as sm_90 or gfx942"):
         gpus.canonical(name)
+
+
+def test_what_the_doctor_says(machine, monkeypatch, tmp_path):
+    monkeypatch.delenv("ODYSSEY_KERNELS", raising=False)
+    machine()
+    assert doctor.gpus() == doctor.Check("gpus", doctor.OK, "none: CPU workers are used")
+    machine(("H200", 9, 0, "a"), ("H200", 9, 0, "b"), ("A100", 8, 0, "c"))
+    monkeypatch.setattr(build, "cached", lambda accelerator: tmp_path / f"libodyssey-{accelerator}.so")
+    said = f"2 x H200 (sm_90), 1 x A100 (sm_80), kernels {tmp_path}/libodyssey-sm_90.so"
+    assert doctor.gpus() == doctor.Check("gpus", doctor.OK, said)
+    monkeypatch.setattr(build, "cached", lambda accelerator: None)
+    found = doctor.gpus()
+    assert found.state == doctor.WARN and "`odyssey build --target sm_90` does it now" in found.line()
+    monkeypatch.setattr(gpus, "DRIVER", 999)
+    assert doctor.gpus().line().endswith("1 x A100 (sm_80), driver 580.65.06; install driver 999 or newer")
+    monkeypatch.setattr(gpus, "DRIVER", 1)
+    monkeypatch.setenv("ODYSSEY_KERNELS", str(tmp_path))
+    assert "no file" in doctor.gpus().line() and doctor.gpus().state == doctor.WARN
 
 
 FAKE = """
