@@ -1,11 +1,12 @@
 """Runs the shards of a batch: one recorded program, a plan, a reduction, and a way of taking the step.
 
 The trainer says which batch; this file makes sure that the sums of loss, samples, correct predictions and gradients
-come out, the same bits whatever the layout. There are three ways of taking a step, chosen by the layout alone:
+come out, the same bits whatever the layout. There are four ways of taking a step, chosen by the layout alone:
 
     Direct      one native call for all shards, then one reduction        the ordinary case (here)
     Layerwise   segment by segment, a reduction per bucket                several buckets, ZeRO 2 and 3
     Waves       micro-batch by micro-batch, ranks exchanging activations  pipeline and tensor parallelism
+    GpuRunner   a launch per op for all shards, devices exchanging sums   GPUs
 
 An engine is used twice: for training steps (with a backward pass) and for evaluation (without).
 """

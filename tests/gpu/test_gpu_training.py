@@ -84,9 +84,12 @@ def test_a_machine_without_gpus_says_so(tmp_path: Path) -> None:
     assert "device is 'gpu' but this machine has none" in said
 
 
-def test_the_benchmark_runs(tmp_path: Path) -> None:
-    file = tmp_path / "gpu.json"
-    program = HERE.parents[1] / "benchmarks" / "gpu.py"
-    done = run(sys.executable, program, "--batches", "64", "--rounds", 1, "--steps", 2, "--json", file)
-    assert "emulated: times mean nothing" in done.stdout
-    assert json.loads(file.read_text())["rows"][0]["host_seconds"] > 0
+def test_gpu_check_runs(tmp_path: Path) -> None:
+    program = HERE.parents[1] / "scripts" / "gpu-check"
+    only = ["--only", "machine", "accuracy", "sanitizer", "benchmarks"]
+    said = run(sys.executable, program, "--emulated", "--output", tmp_path, *only).stdout
+    results = json.loads((tmp_path / "gpu-check.json").read_text())
+    assert [name for name, r in results.items() if r.get("passed")] == ["machine", "accuracy", "benchmarks"], said
+    assert "checks by itself" in results["sanitizer"]["not run"] or "not installed" in results["sanitizer"]["not run"]
+    assert "Emulated GPU" in results["machine"]["gpus"][0]
+    assert json.loads((tmp_path / "gpu-lenet5-fp32.json").read_text())["rows"][0]["host_seconds"] > 0
