@@ -18,6 +18,7 @@ from odyssey.build import cache_dir
 sys.path.append(str(Path(__file__).parents[1]))
 from gpu import emulated  # noqa: E402
 
+LIBRARY = "ODYSSEY_NCCL_LIBRARY"
 SOURCE = Path(__file__).with_name("nccl") / "nccl.c"
 FLAGS = ["-std=gnu11", "-O2", "-Wall", "-fPIC", "-fvisibility=hidden", "-shared"]
 
@@ -51,7 +52,7 @@ def environment(gpus: int, base: dict[str, str] | None = None, **settings: objec
     """
     version = settings.pop("version", None)
     env = emulated.environment(gpus, base=base, **{"late": 2, **settings})
-    env["ODYSSEY_NCCL_LIBRARY"] = str(build())
+    env[LIBRARY] = str(build())
     if version is not None:
         env["ODYSSEY_EMULATED_NCCL_VERSION"] = str(version)
     return env
