@@ -21,7 +21,7 @@ from ..program import place
 from . import exchange, rewrite
 from . import plan as pieces
 from .graph import Graph
-from .native import COMPUTE, COPY, Event, Gpu, GpuStep
+from .native import COMPUTE, COPY, Block, Event, Gpu, GpuStep
 from .team import Worker
 
 if TYPE_CHECKING:
@@ -185,7 +185,9 @@ class GpuRunner(Runner):
     def _compute(self, w: int, worker: Worker, plan: pieces.WorkerPlan, where: dict[str, int], batches: Any) -> None:
         gpu, c = worker.gpu, self.context
         sums = self._sums(w)
-        if not plan.nodes:  # a last batch may have fewer shards than there are workers
+        if not plan.nodes:  # a last batch may have fewer shards than there are workers; it takes the others' step
+            worker.tell.flag = 1
+            gpu.upload(worker.flag, worker.told[Block.flag.offset :][:4])
             return
         grads = worker.area(f"gradients {self.floats}", 4 * self.floats * plan.pieces, clear=True)
         work = worker.area("work", 4 * self.work_floats * plan.shards)

@@ -56,11 +56,11 @@ class Worker:
 
     def pinned(self, name: str, nbytes: int) -> np.ndarray:
         """The same of pinned host memory (nbytes,) uint8."""
-        if len(self._pinned.get(name, ())) < nbytes:
+        if len(self._pinned.get(name, ())) < max(nbytes, 1):
             if name in self._pinned:
                 self.gpu.synchronize()
                 self.gpu.free(self._pinned.pop(name).ctypes.data)
-            self._pinned[name] = self.gpu.pinned(nbytes)
+            self._pinned[name] = self.gpu.pinned(max(nbytes, 16))
         return self._pinned[name][:nbytes]
 
     @property
