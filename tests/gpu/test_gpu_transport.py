@@ -97,8 +97,7 @@ def test_a_rank_that_is_gone_ends_the_others(gpus):
     done = gpus(HERE / "transports.py", 1, "a_rank_is_gone", ranks=3)
     assert done.returncode == 76, done.stdout + done.stderr
     line = "[comm] a rank has ended, or cannot be reached: NCCL says remote process exited or there was a network error"
-    for rank in range(2):
-        assert f"rank {rank}: {line}" in done.stdout
+    assert re.search(f"rank [01]: {re.escape(line)}", done.stdout)  # the first to see it ends all
 
 
 def test_a_rank_that_does_not_come_is_named(gpus, launch):
