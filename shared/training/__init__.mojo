@@ -1,9 +1,64 @@
-"""The training engine: op table and executor, used by the Python package through mojo/capi.mojo and by Mojo programs."""
+"""Training neural networks from Mojo, alone and under mpirun, over the engine that the Python package uses too.
 
-from .arena import Arena, aligned_zeros
+    from shared.training import DistributedTrainer, LeNet5, SGD
+
+Layers, tensors and models have their sizes and places in their types (docs/mojo.md). Below that is the engine: op table,
+programs, executor, and how ranks are connected.
+"""
+
+from .arena import aligned_zeros
+from .arguments import argument, flag, number
+from .communicator import Communicator, ReduceOp, Solo
+from .compile import compiled
+from .composition import PipelineParallel, Sequential, Stage
+from .data import Batch, DataLoader, Dataset, permutation
+from .engine import Engine, Sums
 from .executor import ADD, RUN, Step, run_program, run_step
-from .lenet5 import LeNet5
+from .history import EpochRecord, Evaluation, History
+from .layers import (
+    AvgPool2d,
+    Conv2d,
+    Dropout,
+    Flatten,
+    Layer,
+    Linear,
+    LogSoftmax,
+    MaxPool2d,
+    ReLU,
+    Shape,
+    Sigmoid,
+    Softmax,
+    Tanh,
+)
+from .losses import CrossEntropyLoss, Loss, NLLLoss
+from .models import LeNet5, MLP
+from .module import Module
+from .mpi import Mpi
 from .ops import Context, NAMES, RECORD, ROWS, Record, STATS, code, execute
-from .optimizers import Adam, SGD
+from .optimizers import Adam, AdamW, Optimizer, SGD
+from .parameter import Parameter, Parametric
 from .plan import Plan
 from .program import Program, float_bits, operand
+from .schedules import (
+    Schedule,
+    constant,
+    cosine,
+    linear_warmup,
+    schedule,
+    step_decay,
+)
+from .tensor import (
+    AnyTensor,
+    Tensor,
+    avg_pool2d,
+    dropout,
+    flatten,
+    log_softmax,
+    max_pool2d,
+    relu,
+    sigmoid,
+    softmax,
+    tanh,
+)
+from .trainer import DistributedTrainer
+from .world import World, connect, stop

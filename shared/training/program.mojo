@@ -1,6 +1,7 @@
-"""Writing a program in Mojo: records with symbolic operands, and workspace that is handed out as it is asked for.
+"""Programs: records with symbolic operands, written by hand or made of what a tape holds.
 
-The Python recorder (python/odyssey/program.py) writes the same records from a model's forward().
+`compiled` makes a tape a program as python/odyssey/program.py does: pairs of ops become one where that changes no bit,
+and the memory of one shard is laid out in a workspace.
 """
 
 from std.memory import bitcast
@@ -39,6 +40,14 @@ struct Program(Movable, Sized):
     def emit(mut self, op: Int, *args: Int):
         """Appends one record: an op code (ops.code) and its arguments in the order of ops.mojo.
         """
+        self.records.append(Int64(op))
+        for a in args:
+            self.records.append(Int64(a))
+        for _ in range(RECORD - 1 - len(args)):
+            self.records.append(0)
+
+    def append(mut self, op: Int, args: List[Int]):
+        """The same from a list."""
         self.records.append(Int64(op))
         for a in args:
             self.records.append(Int64(a))

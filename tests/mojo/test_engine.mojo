@@ -150,7 +150,7 @@ def _step(mut buffers: Floats, threads: Int, repeat: Int) raises:
     var used: Int
     if threads == 1:
         var plan = Plan(SHARDS)
-        lists.append(plan.actions.copy())
+        lists.append(plan.threads[0].numbers.copy())
         used = plan.buffers
         lists.append(List[Int64]())
     else:  # shards 0-3 and 4-6, then both

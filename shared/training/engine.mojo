@@ -1,0 +1,533 @@
+"""Runs the shards of a batch: a traced program, a plan, a reduction. The counterpart of python/odyssey/engine.py.
+
+An engine has a model, its arena and what batch sizes need. It says nothing about epochs, rates or checkpoints; the
+trainer does. Loops of one's own use it directly (examples/mojo/manual_multi_device.mojo).
+"""
+
+from std.math import ceildiv
+from std.memory import unsafe_memcpy
+
+from kernels.lanes import LANES, Ptr
+from kernels.layout import LongPtr
+from kernels.random import uniform
+
+from .arena import aligned_zeros
+from .backward import backward
+from .communicator import Communicator, Solo
+from .compile import compiled
+from .data import Batch, Dataset
+from .executor import Step, run_step
+from .losses import CrossEntropyLoss, Loss
+from .module import Module
+from .ops import Context, STATS, code
+from .optimizers import Optimizer
+from .parameter import Parameters
+from .plan import Plan
+from .program import Program
+from .reduction import TreeReduction
+from .sha256 import sha256
+from .tape import SMALL_BATCH, Tape
+from .value import TapePtr, Value
+
+comptime _RUNNERS = 8  # batch sizes that are kept prepared
+
+
+@fieldwise_init
+struct Sums(ImplicitlyCopyable, Movable):
+    """Sums over the samples of a global batch. Gradients are valid until the next run.
+    """
+
+    var loss: Float64
+    """Of the losses."""
+    var samples: Float64
+    """How many."""
+    var correct: Float64
+    """How many of them the model names right."""
+    var grads: Ptr
+    """Sums of gradients, in the layout of the arena."""
+
+
+@fieldwise_init
+struct Layout(ImplicitlyCopyable, Movable):
+    """Where the shards of a step are computed: everything that changes no bit, and the shard size, which does.
+    """
+
+    var rank: Int
+    """This process."""
+    var ranks: Int
+    """All processes."""
+    var workers: Int
+    """Of each process."""
+    var threads: Int
+    """Of this process."""
+    var shard_size: Int
+    """Samples."""
+
+
+def effective_shard_size(samples: Int, shard_size: Int) -> Int:
+    """The shard size of a batch; one smaller than a shard gets no more groups of lanes than it fills.
+
+    Args:
+        samples: Of the batch.
+        shard_size: As given.
+
+    Returns:
+        Samples.
+    """
+    if samples >= shard_size:
+        return shard_size
+    if samples <= SMALL_BATCH:
+        return samples
+    return min(shard_size, ceildiv(samples, LANES) * LANES)
+
+
+struct _Runner(Movable):
+    """What one batch size needs; made when it is first met."""
+
+    var samples: Int
+    var channels: Int
+    var training: Bool
+    var shard_size: Int
+    var program: Int  # index of the engine's programs
+    var floats: Int  # of a gradient buffer, statistics included
+    var plan: Plan
+    var reduction: Optional[TreeReduction]
+    var buffers: Ptr
+    var starts: List[Int64]
+    var counts: List[Int64]
+
+    def __init__(
+        out self,
+        samples: Int,
+        channels: Int,
+        training: Bool,
+        program: Int,
+        grads: Int,
+        lay: Layout,
+    ):
+        self.samples = samples
+        self.channels = channels
+        self.training = training
+        self.program = program
+        self.shard_size = effective_shard_size(samples, lay.shard_size)
+        self.floats = grads + STATS
+        self.plan = Plan(
+            ceildiv(samples, self.shard_size),
+            lay.rank,
+            lay.ranks,
+            lay.workers,
+            lay.threads,
+        )
+        self.buffers = aligned_zeros(self.plan.buffers * self.floats)
+        self.reduction = None
+        if lay.ranks > 1:
+            self.reduction = TreeReduction(
+                self.plan, lay.rank, lay.ranks, lay.workers, self.floats
+            )
+        self.starts = List[Int64]()
+        self.counts = List[Int64]()
+        for i in range(len(self.plan.threads)):
+            self.starts.append(Int64(self.plan.threads[i].address()))
+            self.counts.append(Int64(len(self.plan.threads[i])))
+        self.starts.append(Int64(self.plan.final.address()))
+        self.counts.append(Int64(len(self.plan.final)))
+
+    def __deinit__(deinit self):
+        self.buffers.unsafe_free()
+
+    def result(self) -> Ptr:
+        """Where the sum is."""
+        var first = self.plan.places[0] if len(self.plan.places) else 0
+        return self.buffers.unsafe_offset(first * self.floats)
+
+
+@fieldwise_init
+struct _Traced(Movable):
+    """The program of one shard of `samples` samples, and how many classes its loss saw.
+    """
+
+    var samples: Int
+    var channels: Int
+    var training: Bool
+    var outputs: Int
+    var program: Program
+
+
+struct Engine[M: Module, L: Loss = CrossEntropyLoss](Movable):
+    """A model with its parameters, and sums over batches computed with it.
+
+    Parameters:
+        M: The model.
+        L: Its loss.
+    """
+
+    var model: Self.M
+    """The model."""
+    var parameters: Parameters
+    """Names, shapes and places of its parameters."""
+    var arena: Ptr
+    """The parameters themselves (parameters.size)."""
+    var seed: UInt64
+    """Of initial weights and of dropout."""
+    var layout: Layout
+    """Where shards are computed."""
+    var device: Int
+    """The place this copy of the model is on, for loops of one's own."""
+    var _programs: List[_Traced]
+    var _runners: List[_Runner]
+    var _work: Ptr
+    var _work_bytes: Int
+
+    def __init__(
+        out self,
+        var model: Self.M,
+        *,
+        seed: UInt64 = 0,
+        layout: Layout = Layout(0, 1, 1, 1, 32),
+    ) raises:
+        """Lays the parameters out and gives them their initial numbers, a function of the seed.
+
+        Args:
+            model: The model; the engine keeps it.
+            seed: From 0 to 2^63 - 1.
+            layout: Where shards are computed.
+
+        Raises:
+            Error: The model has no parameters.
+        """
+        self.model = model^
+        self.parameters = Parameters()
+        self.model.collect(self.parameters, "")
+        if self.parameters.size == 0:
+            raise Error(
+                "[model] it has no parameters; give it at least one layer that"
+                " has some, as a field"
+            )
+        self.arena = aligned_zeros(self.parameters.size)
+        self.seed = seed
+        self.layout = layout
+        self.device = 0
+        self._programs = List[_Traced]()
+        self._runners = List[_Runner]()
+        self._work = aligned_zeros(16)
+        self._work_bytes = 64
+        for i in range(len(self.parameters)):
+            var bound = Float32(self.parameters.bounds[i])
+            uniform(
+                self.arena.unsafe_offset(self.parameters.offsets[i]),
+                self.parameters.floats(i),
+                seed,
+                UInt32(i),
+                -bound,
+                bound,
+            )
+
+    def __deinit__(deinit self):
+        """Frees its memory."""
+        self.arena.unsafe_free()
+        self._work.unsafe_free()
+
+    def to(mut self, *, device: Int):
+        """Says which place this copy of the model is on: a number, not hardware (docs/mojo.md).
+
+        Args:
+            device: The place.
+        """
+        self.device = device
+
+    def bytes_sent(self) -> Int:
+        """Bytes that this rank has sent to sum gradients.
+
+        Returns:
+            Bytes.
+        """
+        var n = 0
+        for r in self._runners:
+            if r.reduction:
+                n += r.reduction.value().sent
+        return n
+
+    def run[
+        C: Communicator
+    ](
+        mut self,
+        comm: C,
+        batch: Batch,
+        data: Dataset,
+        step: Int,
+        training: Bool,
+    ) raises -> Sums:
+        """The sums over all shards of all ranks.
+
+        Args:
+            comm: The ranks; all of them call.
+            batch: Of `data`, the same on all ranks.
+            data: The samples.
+            step: Number of the optimizer step, for dropout.
+            training: Whether to compute gradients, and with dropout.
+
+        Returns:
+            Sums; without gradients unless `training`.
+
+        Raises:
+            Error: Samples do not fit the model, or the model cannot be traced.
+
+        Parameters:
+            C: The communicator's type.
+        """
+        self._check(data)
+        var i = self._prepare(batch.samples, data, training)
+        ref r = self._runners[i]
+        ref p = self._programs[r.program]
+        run_step(
+            Step(
+                program=p.program.address(),
+                records=Int64(len(p.program)),
+                threads=Int64(len(r.plan.threads)),
+                actions=LongPtr(unsafe_from_address=Int(r.starts.unsafe_ptr())),
+                counts=LongPtr(unsafe_from_address=Int(r.counts.unsafe_ptr())),
+                params=Int64(Int(self.arena)),
+                work=Int64(Int(self._work)),
+                work_bytes=Int64(p.program.work_bytes),
+                slots=0,
+                base=0,
+                zero=1,
+                buffers=Int64(Int(r.buffers)),
+                buffer_floats=Int64(r.floats),
+                shard_size=Int64(r.shard_size),
+                samples=Int64(batch.samples),
+                rows=LongPtr(unsafe_from_address=batch.rows),
+                context=Context(
+                    seed=self.seed,
+                    step=Int64(step),
+                    first=0,
+                    valid=0,
+                    images=Int64(data.address()),
+                    bytes=Int64(1 if data.of_bytes() else 0),
+                    labels=Int64(Int(data.labels.unsafe_ptr())),
+                    rows=0,
+                    scale=Int64(Int(data.scale)),
+                    shift=Int64(Int(data.shift)),
+                    loss_scale=1,
+                ),
+            )
+        )
+        var result = r.result()
+        if r.reduction:
+            r.reduction.value().run(comm, r.buffers, result)
+        var stats = r.floats - STATS
+        return Sums(
+            Float64(result[unsafe_offset=stats]),
+            Float64(result[unsafe_offset=stats + 1]),
+            Float64(result[unsafe_offset=stats + 2]),
+            result,
+        )
+
+    def run(
+        mut self, batch: Batch, data: Dataset, step: Int = 0
+    ) raises -> Sums:
+        """The sums and gradients over a batch that this process computes alone.
+
+        Args:
+            batch: Of `data`.
+            data: The samples.
+            step: Number of the optimizer step, for dropout.
+
+        Returns:
+            Sums, with gradients.
+
+        Raises:
+            Error: Samples do not fit the model, or the model cannot be traced.
+        """
+        return self.run(Solo(), batch, data, step, True)
+
+    def gradients(self, sums: Sums) -> Span[Float32, MutUntrackedOrigin]:
+        """The gradients of a run, in the layout of the arena; valid until the next run of this batch size.
+
+        Args:
+            sums: What run() returned.
+
+        Returns:
+            The numbers, that may be changed.
+        """
+        return Span(unsafe_ptr=sums.grads, length=self.parameters.size)
+
+    def update[
+        O: Optimizer
+    ](
+        mut self,
+        mut optimizer: O,
+        grads: Span[Float32, MutUntrackedOrigin],
+        divisor: Float32,
+        rate: Float64,
+    ) -> Bool:
+        """Takes a step, if all gradients are finite; returns whether they were.
+
+        Parameters:
+            O: The optimizer's type.
+
+        Args:
+            optimizer: Bound to as many floats as the arena has.
+            grads: Sums over samples.
+            divisor: What they are divided by: the samples.
+            rate: The learning rate.
+
+        Returns:
+            Whether the step was taken.
+        """
+        return optimizer.apply(
+            self.arena,
+            grads.unsafe_ptr(),
+            self.parameters.size,
+            divisor,
+            rate,
+        )
+
+    def weights_sha256(self) -> String:
+        """SHA-256 over the bytes of the parameters: one value for one training, on any layout, in Mojo and in Python.
+
+        Returns:
+            64 hexadecimal digits.
+        """
+        return sha256(
+            Span(
+                unsafe_ptr=self.arena.unsafe_bitcast[UInt8](),
+                length=4 * self.parameters.size,
+            )
+        )
+
+    def _check(self, data: Dataset) raises:
+        comptime I = Self.M.Input
+        comptime features = I.CHANNELS * I.HEIGHT * I.WIDTH
+        var images = data.height * data.width > 1
+        comptime flat = I.HEIGHT * I.WIDTH == 1
+        if data.channels * data.height * data.width != features or (
+            images
+            and not flat
+            and not (data.channels == I.CHANNELS and data.height == I.HEIGHT)
+        ):
+            raise Error(
+                "[train] the samples of ",
+                data.name,
+                " are ",
+                data.channels,
+                " x ",
+                data.height,
+                " x ",
+                data.width,
+                "; the model takes ",
+                I.CHANNELS,
+                " x ",
+                I.HEIGHT,
+                " x ",
+                I.WIDTH,
+            )
+
+    def _prepare(
+        mut self, samples: Int, data: Dataset, training: Bool
+    ) raises -> Int:
+        """The number of the runner of a batch size."""
+        var channels = data.channels if data.height * data.width > 1 else 1
+        for i in range(len(self._runners)):
+            ref r = self._runners[i]
+            if (
+                r.samples == samples
+                and r.training == training
+                and r.channels == channels
+            ):
+                return i
+        var n = effective_shard_size(samples, self.layout.shard_size)
+        var program = self._program(n, channels, training)
+        ref p = self._programs[program]
+        if data.classes > p.outputs:
+            raise Error(
+                "[train] the data set ",
+                data.name,
+                " has ",
+                data.classes,
+                " classes and the model ",
+                p.outputs,
+                " outputs; give the model an output for each class",
+            )
+        if len(self._runners) == _RUNNERS:
+            _ = self._runners.pop(0)
+        self._runners.append(
+            _Runner(
+                samples,
+                channels,
+                training,
+                program,
+                self.parameters.size if training else 0,
+                self.layout,
+            )
+        )
+        var last = len(self._runners) - 1
+        var bytes = (
+            len(self._runners[last].plan.threads)
+            * self._programs[program].program.work_bytes
+        )
+        if bytes > self._work_bytes:  # one runner runs at a time
+            self._work.unsafe_free()
+            self._work = aligned_zeros(bytes // 4)
+            self._work_bytes = bytes
+        return last
+
+    def _program(
+        mut self, samples: Int, channels: Int, training: Bool
+    ) raises -> Int:
+        """The number of the program of one shard of so many samples."""
+        for i in range(len(self._programs)):
+            ref p = self._programs[i]
+            if (
+                p.samples == samples
+                and p.training == training
+                and p.channels == channels
+            ):
+                return i
+        var tape = self.trace(samples, channels, training)
+        self._programs.append(
+            _Traced(samples, channels, training, tape.outputs, compiled(tape))
+        )
+        return len(self._programs) - 1
+
+    def trace(self, samples: Int, channels: Int, training: Bool) raises -> Tape:
+        """Forward and, if `training`, backward of one shard of so many samples, through the model's forward().
+
+        Args:
+            samples: Of the shard.
+            channels: Of images; 1 if samples are rows of features.
+            training: Whether to go on with the backward pass, and with dropout.
+
+        Returns:
+            What was written down.
+
+        Raises:
+            Error: What the model's forward() raises.
+        """
+        comptime I = Self.M.Input
+        comptime features = I.CHANNELS * I.HEIGHT * I.WIDTH
+        var stats_at = self.parameters.size if training else 0
+        var tape = Tape(samples, self.parameters.size, training)
+        # an address, so that values need not say whose tape they are on; `tape` lives to the end of this function
+        var at = TapePtr(unsafe_from_address=Int(Pointer(to=tape)))
+        ref t = at[]
+        var x = t.new(
+            t.activation(features), I.CHANNELS, I.HEIGHT, I.WIDTH, I.DEVICE
+        )
+        t.emit(
+            comptime (code("input")),
+            t.values[x].memory,
+            t.groups,
+            features,
+            channels,
+            rows=True,
+        )
+        var y = self.model.forward(Self.M.Input(Value(at, x))).value()
+        var labels = t.alloc(4 * t.groups * LANES)
+        t.emit(comptime (code("labels")), labels, t.groups, rows=True)
+        var loss = Self.L.of(y, labels)
+        var total = t.values[loss.id].memory
+        t.emit(comptime (code("stats")), t.grad(stats_at), total, total)
+        if training:
+            backward(t, loss.id)
+        return tape^

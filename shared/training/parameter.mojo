@@ -1,0 +1,116 @@
+"""Parameters: how those of a model are found and laid out in an arena.
+
+The fields of a module that are layers or modules are found by reflection, in the order in which they are declared, and
+so are their parameters; names are those of the fields, as "conv1.weight". Parameter k of a model gets numbers that are
+a function of (seed, k), as in python/odyssey/nn/module.py. Nothing here computes.
+"""
+
+from std.reflection import reflect
+
+from kernels.lanes import LANES
+
+
+struct Parameter(Copyable, Parametric):
+    """A weight or bias: its shape, and where it is in the arena once an engine has the model.
+    """
+
+    var shape: List[Int]
+    """Its sizes, such as (O, I)."""
+    var bound: Float64
+    """Initial values are uniform in [-bound, bound)."""
+    var at: Int
+    """The position of its first float in the arena; -1 before an engine has the model."""
+
+    def __init__(out self, var shape: List[Int], bound: Float64):
+        """A parameter of this shape, with initial values in [-bound, bound)."""
+        self.shape = shape^
+        self.bound = bound
+        self.at = -1
+
+    def size(self) -> Int:
+        """Its number of floats."""
+        var n = 1
+        for s in self.shape:
+            n *= s
+        return n
+
+    def found(self) raises -> Int:
+        """`at`, once it is known.
+
+        Raises:
+            Error: the parameter is where reflection does not see it, in a list, say.
+        """
+        if self.at < 0:
+            raise Error(
+                "[model] a parameter is used that was not found in the model:"
+                " its layer is in a list, or not a field of a Module; make"
+                " every layer a field, or use Sequential"
+            )
+        return self.at
+
+    def collect(mut self, mut into: Parameters, name: String):
+        """Adds itself."""
+        into.add(self, name)
+
+
+struct Parameters(Copyable, Movable, Sized):
+    """The parameters of a model by name, and their layout in an arena: each starts on a vector.
+    """
+
+    var names: List[String]
+    var shapes: List[List[Int]]
+    var bounds: List[Float64]
+    var offsets: List[Int]  # in floats
+    var size: Int  # of the arena, in floats, a multiple of LANES
+
+    def __init__(out self):
+        """None."""
+        self.names = List[String]()
+        self.shapes = List[List[Int]]()
+        self.bounds = List[Float64]()
+        self.offsets = List[Int]()
+        self.size = 0
+
+    def __len__(self) -> Int:
+        return len(self.names)
+
+    def add(mut self, mut p: Parameter, name: String):
+        """Gives a parameter its place."""
+        p.at = self.size
+        self.names.append(name)
+        self.shapes.append(p.shape.copy())
+        self.bounds.append(p.bound)
+        self.offsets.append(self.size)
+        self.size += (p.size() + LANES - 1) // LANES * LANES
+
+    def floats(self, i: Int) -> Int:
+        """The size of parameter i."""
+        var n = 1
+        for s in self.shapes[i]:
+            n *= s
+        return n
+
+
+trait Parametric(Deinitable, Movable):
+    """What has parameters: a layer, a module, or several of them."""
+
+    def collect(mut self, mut into: Parameters, name: String):
+        """Adds the parameters of all fields, in order, with dotted names.
+
+        Args:
+            into: where to.
+            name: of this one in the model, "" for the model itself.
+        """
+        comptime r = reflect[Self]
+        comptime names = r.field_names()
+        comptime types = r.field_types()
+        comptime for i in range(r.field_count()):
+            comptime T = types[i]
+            comptime field = names[i]
+            comptime if conforms_to(T, Parametric):
+                r.field_ref[i](self).collect(into, dotted(name, String(field)))
+
+
+def dotted(name: String, field: String) -> String:
+    """The name of a field of what has this name."""
+    return field if name == "" else String(name, ".", field)

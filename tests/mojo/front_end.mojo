@@ -1,0 +1,35 @@
+"""All examples of examples/mojo in one program, so that the kernels are compiled once: the first word picks one."""
+
+from std.sys import argv
+
+from example_accumulation import accumulation
+from example_large_model import large_model
+from example_lenet import lenet
+from example_manual_multi_device import manual_multi_device
+from example_own_layer import own_layer
+from example_pipeline import pipeline
+from shared.training import stop
+from zoo import zoo
+
+
+def main():
+    try:
+        var name = String(argv()[1])
+        if name == "lenet":
+            lenet()
+        elif name == "large_model":
+            large_model()
+        elif name == "pipeline":
+            pipeline()
+        elif name == "own_layer":
+            own_layer()
+        elif name == "accumulation":
+            accumulation()
+        elif name == "manual_multi_device":
+            manual_multi_device()
+        elif name == "zoo":
+            zoo()
+        else:
+            raise Error("[usage] there is no example ", name)
+    except e:
+        stop(e)
