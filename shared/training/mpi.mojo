@@ -465,7 +465,15 @@ def _at_exit(status: c_int, c: _ConnectionPtr) abi("C"):
     if status == 0:
         _ = c[].lib.call["MPI_Finalize", c_int]()
     else:
+        _let_out()
         _ = c[].lib.call["MPI_Abort", c_int](c[].at.world, status)
+
+
+def _let_out():
+    """What was printed goes to the launcher, which may end before it has read it: once in 15 times without the wait.
+    """
+    _ = external_call["fflush", c_int](Int(0))
+    _ = external_call["usleep", c_int](c_int(100_000))
 
 
 def _handler() -> Int:
@@ -489,6 +497,7 @@ def abort_all(code: Int):
     if _stays(_handler()) or not is_connected():
         return
     try:
+        _let_out()
         var loaded = OwnedDLHandle()
         _ = loaded.call["MPI_Abort", c_int](
             _handles_of(loaded).world, c_int(code)

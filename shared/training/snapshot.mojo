@@ -57,13 +57,24 @@ struct Snapshot(Copyable, Movable):
             shape: Its sizes.
             data: Its floats, in C order.
         """
+        self._file(stem).add(name, shape, data)
+
+    def put(mut self, stem: String, var tensor: TensorData):
+        """Adds a tensor of any kind.
+
+        Args:
+            stem: The file that it goes into.
+            tensor: The tensor.
+        """
+        self._file(stem).tensors.append(tensor^)
+
+    def _file(mut self, stem: String) -> ref[self.files[0]] TensorFile:
         for i in range(len(self.stems)):
             if self.stems[i] == stem:
-                self.files[i].add(name, shape, data)
-                return
+                return self.files[i]
         self.stems.append(stem)
         self.files.append(TensorFile())
-        self.files[len(self.files) - 1].add(name, shape, data)
+        return self.files[len(self.files) - 1]
 
     def floats(
         self, stem: String, name: String, shape: List[Int], into: Ptr

@@ -3,8 +3,7 @@
 Not a test by itself: the ranks' output is compared there.
 """
 
-from std.sys import argv, exit
-from std.time import sleep
+from std.sys import argv
 
 from kernels.elementwise import add
 from kernels.lanes import Ptr
@@ -17,15 +16,8 @@ comptime SHARDS = 7
 comptime FLOATS = 100  # no multiple of any number of ranks here
 
 
-def main() raises:
+def main():
     var word = String(argv()[1])
-    if word == "uncaught":
-        var world = connect()
-        if world.rank() == 1:
-            raise Error("nobody catches this")
-        world.barrier()
-        print("not reached")
-        return
     try:
         run(word)
     except e:
@@ -42,17 +34,6 @@ def run(word: String) raises:
         everything(world)
     elif word == "tree":
         tree(world)
-    elif word == "late":  # rank 1 raises while the others wait
-        world.barrier()
-        if world.rank() == 1:
-            raise Error("[data] rank 1 found nothing")
-        world.barrier()
-        print("not reached")
-    elif word == "exit":  # the same without stop()
-        if world.rank() == world.size() - 1:
-            exit(3)
-        world.barrier()
-        print("not reached")
     elif word == "refused":  # MPI itself says no
         world.send(aligned_zeros(16), 4, 0, tag=-7)
     else:
