@@ -26,7 +26,7 @@ FORWARD, INPUT, WEIGHT = range(3)
 PRECISIONS = FP32, TF32, BF16, FP16 = range(4)
 CHOSEN, SMALL, MEDIUM, LARGE = range(-1, 3)
 TILES = SMALL, MEDIUM, LARGE
-SOURCES = ["launch", "linear", "gemm", "conv2d_tiles"]
+SOURCES = ["launch", "linear", "gemm", "gemm_tiles", "gemm_results", "conv2d_tiles"]
 GAP = 48  # floats between the tensors of neighbouring shards, which nobody may touch
 FILL = np.float32(-7777.0)  # what is in a gap
 

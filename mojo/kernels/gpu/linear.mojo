@@ -11,7 +11,8 @@ from std.math import ceildiv
 from max.gpu.host import FuncAttribute
 
 from ..lanes import LANES, Ptr
-from .gemm import (
+from .gemm import product
+from .gemm_tiles import (
     ACCUMULATE,
     ALIGNED,
     FORWARD,
@@ -25,7 +26,6 @@ from .gemm import (
     Tile,
     WEIGHT,
     parts_of,
-    product,
 )
 from .launch import Operand, Queue
 
