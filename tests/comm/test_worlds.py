@@ -67,6 +67,8 @@ def test_what_env_says():
         (TORCHRUN, "gloo"),
         ({**TORCHRUN, "WORLD_SIZE": "1"}, "local"),
         ({**TORCHRUN, **HYDRA}, "mpi"),
+        ({**HYDRA, "ODYSSEY_BACKEND": "nccl"}, "nccl"),
+        ({**TORCHRUN, "ODYSSEY_BACKEND": "local"}, "local"),
     ],
 )
 def test_what_auto_stands_for(environment, wanted, monkeypatch):
@@ -76,6 +78,12 @@ def test_what_auto_stands_for(environment, wanted, monkeypatch):
         monkeypatch.setenv(name, value)
     backend, why = comm._pick()
     assert backend == wanted and why
+
+
+def test_a_backend_that_is_asked_for_must_be_one(monkeypatch):
+    monkeypatch.setenv("ODYSSEY_BACKEND", "auto")
+    with pytest.raises(ConfigError, match="ODYSSEY_BACKEND=auto; choose from mpi, shm, local, gloo, nccl, or leave"):
+        comm._pick()
 
 
 def test_a_world_is_one_object_and_says_why():

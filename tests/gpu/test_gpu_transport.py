@@ -93,6 +93,12 @@ def test_the_contract_over_nccl(gpus, launch):
         assert {title: error for title, error in result.items() if error} == {}, f"rank {rank}"
 
 
+def test_a_group_of_one_calls_everything(gpus):
+    done = gpus(HERE / "nccl_alone.py", ranks=0, gpus=1, late=2)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {"version": "2.21.5", "calls": 112}
+
+
 def test_a_rank_that_is_gone_ends_the_others(gpus):
     done = gpus(HERE / "transports.py", 1, "a_rank_is_gone", ranks=3)
     assert done.returncode == 76, done.stdout + done.stderr

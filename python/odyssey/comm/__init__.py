@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 
 from .. import launcher, preflight
 from ..errors import ConfigError
@@ -26,6 +27,7 @@ from .calls import DTYPES, ReduceOp, bfloat16
 
 __all__ = ["BACKENDS", "DTYPES", "Communicator", "ReduceOp", "Request", "bfloat16", "launched", "world"]
 
+ASKED = "ODYSSEY_BACKEND"  # what "auto" stands for, where that is not to be found out
 BACKENDS = ("auto", "mpi", "shm", "local", "gloo", "nccl")
 
 # Modules of this package with a function `connect() -> Communicator`, all processes of the run.
@@ -45,8 +47,9 @@ def world(backend: str = "auto") -> Communicator:
     Args:
         backend: "local" for this process alone, "mpi", "shm", "nccl" or "gloo" for that, or "auto": if a launcher
             (mpirun, srun) started several processes, shared memory where all are on one machine, else MPI; Gloo if
-            RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say that there are several; else local. `why` of the result
-            says what was picked. In a thread of `mock.run`, "auto" is the rank that this thread is.
+            RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say that there are several; else local; whatever else
+            ODYSSEY_BACKEND names. `why` of the result says what was picked. In a thread of `mock.run`, "auto" is the
+            rank that this thread is.
 
     Raises:
         ConfigError: unknown backend, one that is not installed, or a launcher started several processes and MPI sees
@@ -60,7 +63,7 @@ def world(backend: str = "auto") -> Communicator:
             return mocked
         if "auto" not in _worlds:
             picked, why = _pick()
-            if picked == "mpi":
+            if picked == "mpi" and not os.environ.get(ASKED):
                 picked, why = _nearer(world("mpi"), why)
             _worlds["auto"] = world(picked)
             _worlds["auto"].why += f"; {why}"
@@ -73,6 +76,11 @@ def world(backend: str = "auto") -> Communicator:
 
 def _pick() -> tuple[str, str]:
     """(backend, why) that "auto" stands for here."""
+    asked = os.environ.get(ASKED)
+    if asked:
+        if asked not in BACKENDS[1:]:
+            raise ConfigError(f"[comm] {ASKED}={asked}; choose from {', '.join(BACKENDS[1:])}, or leave it out")
+        return asked, f"{ASKED} asks for it"
     found = launcher.launched()
     if found is not None and found.size > 1:
         return "mpi", f"{found.launcher} started {found.size} processes"

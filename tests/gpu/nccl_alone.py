@@ -1,0 +1,80 @@
+"""What can be checked of NCCL with one GPU: a group of one calls what odyssey uses; prints a JSON object.
+
+    python tests/gpu/nccl_alone.py
+
+For test_gpu_transport.py over the emulated NCCL and, on a machine with a GPU and NCCL, over the real ones: that the
+library is found, that arguments arrive as they are meant, that queues and events order what it does.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+
+import numpy as np
+
+from odyssey.comm import Communicator, nccl
+from odyssey.gpu.native import Gpu
+
+
+def wait(done) -> None:
+    until = time.monotonic() + 20
+    while not done():
+        assert time.monotonic() < until, "it does not end"
+
+
+def transfers(link: nccl.Link, stage: nccl.Stage) -> list[str]:
+    """The functions with one rank, whose result is what was given."""
+    done = []
+    for dtype, code in nccl.TYPES.items():
+        x = (np.arange(1000) % 100).astype(dtype)
+        for name, more in (
+            *((f"AllReduce {op}", (code, how)) for op, how in nccl.OPS.items()),
+            *((f"ReduceScatter {op}", (code, how)) for op, how in nccl.OPS.items()),
+            *((f"Reduce {op}", (code, how, 0)) for op, how in nccl.OPS.items()),
+            ("Broadcast", (code, 0)),
+            ("AllGather", (code,)),
+        ):
+            y = np.zeros_like(x)
+            function = name.split()[0]
+
+            def enqueue(sent, received, function=function, more=more, n=x.size) -> None:
+                link.call(function, sent[0], received[0], n, *more, stage.stream)
+
+            wait(nccl.Transfer(stage, link, [x.view(np.uint8)], [y.view(np.uint8)], enqueue).done)
+            assert np.array_equal(x, y), (name, dtype)
+            done.append(f"{name} {dtype}")
+    return done
+
+
+def messages(gpu: Gpu, n: int = 1 << 20) -> None:
+    """From the GPU to itself in its COMPUTE queue, between two things that others put there."""
+    link = nccl.NcclTransport(Communicator(), gpu)
+    a, b = gpu.allocate(n), gpu.allocate(n)
+    sent, came = np.random.default_rng(1).integers(0, 256, n, np.uint8), np.zeros(n, np.uint8)
+    for _ in range(3):
+        gpu.clear(a, n)
+        gpu.clear(b, n)
+        gpu.upload(a, sent)
+        link.exchange([(0, a, n // 2), (0, a + n // 2, n // 2)], [(0, b + n // 2, n // 2), (0, b, n // 2)])
+        gpu.clear(a, n)
+        gpu.download(came, b)
+        link.mark()
+        wait(link.done)
+        gpu.synchronize()
+        assert np.array_equal(came, np.roll(sent, n // 2))
+    link.abort()
+
+
+def main() -> None:
+    stage = nccl.Stage(0)
+    link = nccl.Link(Communicator())
+    calls = transfers(link, stage)
+    link.close()
+    stage.close()
+    messages(Gpu(0))
+    print(json.dumps({"version": nccl.spelled(nccl.library().version), "calls": len(calls)}))
+
+
+if __name__ == "__main__":
+    main()
