@@ -9,7 +9,7 @@ the sums.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ..data import ArrayDataset, Batch
     from ..engine import Engine
     from ..optim import Update
+    from .team import Team
 
 MEMORY_SHARE = 0.8  # of the free memory that a piece of shards may take
 
@@ -103,7 +104,7 @@ class GpuRunner(Runner):
         self._results: list[int] = []
         self._exchange = exchange.make(self, comm, own) if comm.size > 1 else None
         self._batches: list[_Batches] | None = None
-        self._graphs: dict[tuple[int, int], tuple[Any, Graph | None]] = {}  # by worker and piece
+        self._prepared: list[_Prepared | None] = [None] * lay.workers
 
     # --- what it needs ---
 
@@ -155,7 +156,7 @@ class GpuRunner(Runner):
         self._results = []
         batch = self.engine.batch
         for w, (worker, plan, batches) in enumerate(zip(self.team.workers, self.plans, self._batches, strict=True)):
-            self._compute(w, worker, plan, batches.bring(batch), batches)
+            self._compute(w, worker, plan, batches.bring(batch))
         if len(self.team.workers) > 1:
             self._meet()
         else:
@@ -182,33 +183,55 @@ class GpuRunner(Runner):
             f"sums {self.floats}", 4 * self.floats * max(self.plans[w].sums, 1), clear=True
         )
 
-    def _compute(self, w: int, worker: Worker, plan: pieces.WorkerPlan, where: dict[str, int], batches: Any) -> None:
-        gpu, c = worker.gpu, self.context
-        sums = self._sums(w)
+    def _compute(self, w: int, worker: Worker, plan: pieces.WorkerPlan, where: tuple[int, ...]) -> None:
+        """Enqueues worker w's shards. `where`: see _Batches.bring."""
+        gpu, told = worker.gpu, worker.tell
         if not plan.nodes:  # a last batch may have fewer shards than there are workers; it takes the others' step
-            worker.tell.flag = 1
+            told.flag = 1
             gpu.upload(worker.flag, worker.told[Block.flag.offset :][:4])
             return
-        grads = worker.area(f"gradients {self.floats}", 4 * self.floats * plan.pieces, clear=True)
-        work = worker.area("work", 4 * self.work_floats * plan.shards)
-        table = self._tables[w]
-        for k, action in enumerate(plan.actions):
-            if isinstance(action, pieces.Add):
-                a = sums + 4 * self.floats * action.a
-                gpu.tree_sum(a, a, self.floats * (action.b - action.a), 2, self.floats)
+        prepared = self._prepared[w]
+        if prepared is None or prepared.generation != worker.generation:
+            prepared = self._prepared[w] = self._prepare(w, worker, plan)
+        for k, piece in enumerate(prepared.pieces):
+            if isinstance(piece, tuple):  # two sums
+                gpu.tree_sum(*piece)
                 continue
-            first = action.first * self.shard_size
-            told = worker.tell
             if k:
                 gpu.synchronize()  # the block is being read
-            told.context.seed, told.context.step = c.seed, c.step
-            told.context.first, told.context.samples, told.context.shard_size = first, self.samples, self.shard_size
-            for name in ("images", "labels", "scale", "shift", "bytes"):
-                setattr(told.context, name, where[name])
-            told.context.rows = where["rows"] + 8 * (first - batches.first)
-            told.context.loss_scale, told.divisor, told.flag = c.loss_scale, 1.0, 1
+            if worker.told_for != (self, k, where):
+                worker.told_for = (self, k, where)
+                context, action = told.context, piece.action
+                first = action.first * self.shard_size
+                context.seed, context.first = self.context.seed, first
+                context.samples, context.shard_size = self.samples, self.shard_size
+                images, labels, rows, context.scale, context.shift, context.bytes = where
+                context.images, context.labels = images, labels
+                context.rows = rows + 8 * (first - self._first(w))
+            told.context.step, told.context.loss_scale = self.context.step, self.context.loss_scale
+            told.divisor, told.flag = 1.0, 1
             gpu.upload(worker.block, worker.told)
-            to = sums + 4 * self.floats * action.to
+            piece.enqueue(self.team)
+
+    def _first(self, w: int) -> int:
+        """Position in the global batch of worker w's first sample."""
+        return min(self.runs[w][0] * self.shard_size, self.samples)
+
+    def _prepare(self, w: int, worker: Worker, plan: pieces.WorkerPlan) -> _Prepared:
+        """What does not change from step to step, while the worker's areas stay where they are."""
+        size = 4 * self.floats
+        sums = self._sums(w)
+        grads = worker.area(f"gradients {self.floats}", size * plan.pieces, clear=True)
+        work = worker.area("work", 4 * self.work_floats * plan.shards)
+        table = self._tables[w]
+        prepared: list[_Piece | tuple[int, ...]] = []
+        wanted = 0
+        for action in plan.actions:
+            if isinstance(action, pieces.Add):
+                at = sums + size * action.a
+                prepared.append((at, at, self.floats * (action.b - action.a), 2, self.floats))
+                continue
+            to = sums + size * action.to
             buffers = -(-action.shards // action.fold)
             step = GpuStep(
                 program=table.ctypes.data,
@@ -224,35 +247,13 @@ class GpuRunner(Runner):
                 fold=action.fold,
                 accumulate=int(not self.once),
             )
-            scratch = 4 * gpu.scratch(step)
-            step.scratch = worker.area("scratch", scratch) if scratch else 0
-            self._enqueue((w, k), gpu, step, to, buffers)
-
-    def _enqueue(self, which: tuple[int, int], gpu: Gpu, step: GpuStep, to: int, buffers: int) -> None:
-        """Enqueues a piece: the first time launch by launch, which loads the kernels, then as a graph."""
-
-        def launches() -> None:
-            if not self.once:
-                gpu.clear(step.grads, 4 * self.floats * buffers)
-            gpu.run(step)
-            if buffers > 1:
-                gpu.tree_sum(to, step.grads, self.floats, buffers, self.floats)
-
-        if not self.team.graphs:
-            return launches()
-        key = (bytes(step), to)
-        known, graph = self._graphs.get(which, (None, None))
-        if known == key:
-            if graph is None:
-                try:
-                    graph = Graph(gpu, launches)
-                except DeviceError as problem:
-                    self.team.graphs, self.team.graphless = False, str(problem)
-                    return launches()
-                self._graphs[which] = (key, graph)
-            return graph.launch()
-        self._graphs[which] = (key, None)
-        launches()
+            wanted = max(wanted, 4 * worker.gpu.scratch(step))
+            prepared.append(_Piece(worker.gpu, action, step, to, buffers))
+        scratch = worker.area("scratch", wanted) if wanted else 0
+        for piece in prepared:
+            if isinstance(piece, _Piece):
+                piece.step.scratch = scratch
+        return _Prepared(worker.generation, prepared)
 
     def _meet(self) -> None:
         """Worker p adds range p of the sums of all; a process alone hands the whole back to everyone."""
@@ -327,6 +328,46 @@ class GpuRunner(Runner):
         return 0 if self._exchange is None else self._exchange.bytes_plain
 
 
+class _Prepared(NamedTuple):
+    """What a worker enqueues per step: pieces, and (arguments of tree_sum) additions of two sums."""
+
+    generation: int  # of the worker's areas
+    pieces: list[Any]
+
+
+class _Piece:
+    """The launches of one piece: launch by launch at first, which loads the kernels, then as a graph."""
+
+    def __init__(self, gpu: Gpu, action: pieces.Compute, step: GpuStep, to: int, buffers: int) -> None:
+        self._gpu, self.action, self.step, self._to, self._buffers = gpu, action, step, to, buffers
+        self._graph: Graph | None = None
+        self._runs = 0
+
+    def enqueue(self, team: Team) -> None:
+        """Enqueues them."""
+        if self._graph is not None:
+            self._graph.launch()
+            return
+        self._runs += 1
+        if self._runs > 1 and team.graphs:
+            try:
+                self._graph = Graph(self._gpu, self._launches)
+            except DeviceError as problem:
+                team.graphs, team.graphless = False, str(problem)
+            else:
+                self._graph.launch()
+                return
+        self._launches()
+
+    def _launches(self) -> None:
+        s = self.step
+        if s.accumulate:
+            self._gpu.clear(s.grads, 4 * s.grad_floats * self._buffers)
+        self._gpu.run(s)
+        if self._buffers > 1:
+            self._gpu.tree_sum(self._to, s.grads, s.grad_floats, self._buffers, s.grad_floats)
+
+
 class _Batches:
     """Brings what a worker needs of a batch to its device: numbers of its samples, and these if they are not there."""
 
@@ -346,25 +387,22 @@ class _Batches:
         self._turn = 0
         self._free: list[Event | None] = [None, None]
 
-    def bring(self, batch: Batch) -> dict[str, int]:
-        """Addresses of images, labels, scale, shift and rows on the device, and `bytes`, for this batch."""
+    def bring(self, batch: Batch) -> tuple[int, ...]:
+        """For this batch: addresses on the device of images, labels, rows, scale and shift; `bytes` (StepContext)."""
         p = self.placed
-        where = {"images": p.images, "labels": p.labels, "scale": p.scale, "shift": p.shift, "bytes": p.bytes}
         if p.whole:
             told = self.worker.pinned("rows", 8 * self.count)
             told.view(np.int64)[:] = batch.indices[self.first : self.first + self.count]
-            where["rows"] = self.worker.area("rows", 8 * self.count)
-            self.worker.gpu.upload(where["rows"], told)
-            return where
+            rows = self.worker.area("rows", 8 * self.count)
+            self.worker.gpu.upload(rows, told)
+            return (p.images, p.labels, rows, p.scale, p.shift, p.bytes)
         if self._ready is None or self._ready[0] is not batch:
             self.ahead(batch)
         assert self._ready is not None
         _, turn, done = self._ready
         self._ready = None
         done.hold(COMPUTE)
-        images, labels, rows = self._places(turn)
-        where.update(images=images, labels=labels, rows=rows)
-        return where
+        return (*self._places(turn), p.scale, p.shift, p.bytes)
 
     def ahead(self, batch: Batch) -> None:
         """Gathers a batch in pinned memory and sends it on the copy queue, while the step before is computed."""

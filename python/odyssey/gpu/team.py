@@ -17,7 +17,7 @@ from ..errors import DeviceError
 from ..optim import Update
 from . import graph
 from .mirror import Mirror
-from .native import BLOCK_BYTES, Block, Gpu, GpuStep
+from .native import BLOCK_BYTES, COMPUTE, COPY, Block, Gpu, GpuStep
 
 if TYPE_CHECKING:
     from ..arena import Arena
@@ -37,6 +37,8 @@ class Worker:
         self.gpu = Gpu(number)
         self._areas: dict[str, tuple[int, int]] = {}
         self._pinned: dict[str, np.ndarray] = {}
+        self.generation = 0  # goes up when an area moves
+        self.told_for: Any = None  # whom the block's lasting fields were written for
         self.block = self.area("block", BLOCK_BYTES)
         self.told = self.pinned("block", BLOCK_BYTES)
         self.tell = Block.from_address(self.told.ctypes.data)
@@ -46,8 +48,9 @@ class Worker:
         at, size = self._areas.get(name, (0, -1))
         if size < nbytes:
             if size >= 0:
-                self.gpu.synchronize()
+                self.idle()
                 self.gpu.free(at)
+            self.generation += 1
             at = self.gpu.allocate(nbytes)
             self._areas[name] = (at, nbytes)
             if clear:
@@ -58,10 +61,15 @@ class Worker:
         """The same of pinned host memory (nbytes,) uint8."""
         if len(self._pinned.get(name, ())) < max(nbytes, 1):
             if name in self._pinned:
-                self.gpu.synchronize()
+                self.idle()
                 self.gpu.free(self._pinned.pop(name).ctypes.data)
             self._pinned[name] = self.gpu.pinned(max(nbytes, 16))
         return self._pinned[name][:nbytes]
+
+    def idle(self) -> None:
+        """Waits until nothing is under way."""
+        self.gpu.synchronize(COMPUTE)
+        self.gpu.synchronize(COPY)
 
     @property
     def flag(self) -> int:
@@ -108,11 +116,13 @@ class Team:
     """
 
     def __init__(self, numbers: Sequence[int], arena: Arena) -> None:
+        numbers = list(numbers)
         self.workers = [Worker(n) for n in numbers]
         self.arena = arena
         self.parameters = Mirror(self.gpus, lambda: [arena.host])
         arena.mirror = self.parameters
         self._state: Mirror | None = None
+        self._records = [np.zeros((2, host.library().record), np.int64) for _ in numbers]  # of an update
         self.graphs = graph.wanted()
         self.graphless = ""  # why there are none, if the driver refused
         self.pending: Any = None  # sums of the last step, whose blocks are being read until they are fetched
@@ -179,7 +189,7 @@ class Team:
                 worker.tell.divisor = value
                 worker.gpu.upload(worker.divisor, worker.told[Block.divisor.offset :][:4])
                 by = worker.divisor
-            records = np.zeros((2, lib.record), np.int64)
+            records = self._records[w]
             records[0, :3] = (lib.codes["finite"], result, n + lib.stats)
             record = optimizer._record(lib, self.update(w, result), by, lr)
             records[1, : len(record)] = record
