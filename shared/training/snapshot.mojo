@@ -59,15 +59,6 @@ struct Snapshot(Copyable, Movable):
         """
         self._file(stem).add(name, shape, data)
 
-    def put(mut self, stem: String, var tensor: TensorData):
-        """Adds a tensor of any kind.
-
-        Args:
-            stem: The file that it goes into.
-            tensor: The tensor.
-        """
-        self._file(stem).tensors.append(tensor^)
-
     def _file(mut self, stem: String) -> ref[self.files[0]] TensorFile:
         for i in range(len(self.stems)):
             if self.stems[i] == stem:

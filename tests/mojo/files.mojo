@@ -6,24 +6,14 @@ Not a test by itself: what it prints, and what it leaves on the disk, is compare
 from std.sys import argv
 from std.time import perf_counter_ns, sleep
 
-from shared.training.checkpoint import Found, Store, load, load_newest
-from shared.training.communicator import Communicator
+from shared.training.checkpoint import Store, load
 from shared.training.snapshot import Snapshot
 from shared.training.files import read_file, remove, write_new
 from shared.training.idx import read_idx, read_unpacked
 from shared.training.json import Json, json, parse_json
-from shared.training.resume import (
-    Configuration,
-    Progress,
-    checkpoint_values,
-    data_digest,
-    optimizer_state,
-    probes,
-    share,
-)
 from shared.training.safetensors import load_tensors, save_tensors
 from shared.training.sha256 import Sha256, hmac_sha256, sha256
-from shared.training.world import connect, stop
+from shared.training.world import stop
 
 
 def main():
@@ -88,10 +78,6 @@ def run(word: String, path: String) raises:
         print(store.names())
     elif word == "flips":
         flips(path, Int(String(argv()[3])))
-    elif word == "values":
-        values(path, String(argv()[3]))
-    elif word == "share":
-        share_one(connect(), path)
     elif word == "idx":
         var found = read_idx(path, ndim=Int(String(argv()[3])))
         print(found.shape, sha256(Span(found.data)))
@@ -154,118 +140,6 @@ def floats(path: String) raises:
         var text = json(x)
         print(text, text.number().to_bits() == x.to_bits())
     _ = data^
-
-
-def values(path: String, images: String) raises:
-    """Of a checkpoint of LeNet-5: its values, made anew from what they say and from the data, must be the same text.
-    """
-    var snapshot = load(path)
-    ref told = snapshot.values
-    var names = List[String]()
-    var shapes = List[List[Int]]()
-    for one in told.get("configuration").get("model").items():
-        names.append(one.items()[0].string())
-        shapes.append(List[Int]())
-        for n in one.items()[1].items():
-            shapes[len(shapes) - 1].append(n.integer())
-    var made = Configuration()
-    made.of_model(
-        names,
-        shapes,
-        [
-            "LeNet5",
-            "Conv2d",
-            "Conv2d",
-            "Linear",
-            "Linear",
-            "Linear",
-            "CrossEntropyLoss",
-        ],
-        "CrossEntropyLoss",
-    )
-    var kind = told.get("configuration").get("optimizer").items()[0].string()
-    if kind == "SGD":
-        made.of_optimizer(
-            kind,
-            0.05,
-            [
-                (String("momentum"), Float64(0.9)),
-                (String("weight_decay"), Float64(0)),
-                (String("nesterov"), Float64(0)),
-            ],
-        )
-    else:
-        made.of_optimizer(
-            kind,
-            0.05,
-            [
-                (String("beta1"), Float64(0.9)),
-                (String("beta2"), Float64(0.999)),
-                (String("eps"), Float64(1e-8)),
-                (String("weight_decay"), Float64(0)),
-            ],
-        )
-    made.of_training(32, 0, None, List[Float64](length=len(probes()), fill=1.0))
-    var pixels = read_file(images, 1 << 30)
-    var labels = List[Int32]()
-    for i in range(96):
-        labels.append(Int32(i % 10))
-    var scale: Float32 = 1 / Float32(255)
-    var shift: Float32 = -0.3
-    var digest = data_digest(
-        96,
-        784,
-        1,
-        Int(pixels.unsafe_ptr()),
-        True,
-        Int(labels.unsafe_ptr()),
-        Pointer(to=scale).unsafe_origin_cast[MutUntrackedOrigin](),
-        Pointer(to=shift).unsafe_origin_cast[MutUntrackedOrigin](),
-    )
-    _ = pixels^
-    _ = labels^
-    _ = scale
-    _ = shift
-    made.of_data(32, 96, digest, 2, True, False)
-    made.check(told, "it")
-    var optimizer = optimizer_state(told, "it")
-    var again = checkpoint_values(
-        made,
-        Progress(told, "it"),
-        optimizer_steps=optimizer[0],
-        lr=optimizer[1],
-        ranks=1,
-    )
-    for key in told.keys():
-        if key == "configuration":
-            continue
-        if told.get(key) != again.get(key):
-            print(key, told.get(key), again.get(key))
-    print(again.get("configuration"))
-    var other = Configuration()
-    other.of_data(64, 96, digest, 2, True, False)
-    other.check(told, "it")
-
-
-def share_one[C: Communicator](world: C, folder: String) raises:
-    """What rank 0 reads, on all ranks; then what it cannot read."""
-    var found = Found(None, List[String]())
-    if world.rank() == 0:
-        found = load_newest(folder)
-    share(world, found, "")
-    var text = String("rank ", world.rank(), " ", len(found.refused))
-    ref one = found.snapshot.value()
-    var digest = Sha256()
-    for i in range(len(one.stems)):
-        for tensor in one.files[i].tensors:
-            digest.update(tensor.name.as_bytes())
-            digest.update(Span(tensor.data))
-    print(text, one.step, digest.hex(), one.values)
-    share(
-        world,
-        found,
-        "[checkpoint] it is refused: torn" if world.rank() == 0 else "",
-    )
 
 
 def show(snapshot: Snapshot):
