@@ -17,22 +17,15 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import common
 import nets
+from step import Step, block, endless
 
 RATE, MOMENTUM = 0.001, 0.9
 KINDS = ("eager", "compiled", "graph")
-
-Step = Callable[[], object]
-
-
-def endless(loader: Any) -> Iterator[Any]:
-    """The batches of one epoch after the other."""
-    while True:
-        yield from loader
 
 
 def make_ours(options: Any, batch: int, dataset: Any) -> tuple[Step, Any, Any]:
@@ -138,18 +131,6 @@ def peaks(options: Any) -> dict[str, float]:
     product = seconds(lambda: a @ a)
     copy = seconds(lambda: other.copy_(big))
     return {"tflops": 2 * 8192**3 / product * 1e-12, "gb_per_second": 2 * 2**30 / copy * 1e-9}
-
-
-def block(step: Step, steps: int) -> list[float]:
-    """Seconds of each of `steps` steps, after a few that are not timed."""
-    for _ in range(max(2, min(steps // 10, 20))):
-        step()
-    times = []
-    for _ in range(steps):
-        start = time.perf_counter_ns()
-        step()
-        times.append((time.perf_counter_ns() - start) * 1e-9)
-    return times
 
 
 def host_time(trainer: Any, step: Step, steps: int) -> float:

@@ -119,10 +119,10 @@ def test_the_place_is_the_innermost_of_the_users_own():
         "Current thread 0x2 (most recent call first):\n"
         '  File "/usr/lib/python3.11/threading.py", line 5 in wait\n'
         '  File "/x/odyssey/comm/base.py", line 7 in wait\n'
-        '  File "/home/me/work/train.py", line 32 in forward\n'
-        '  File "/home/me/work/train.py", line 90 in <module>\n'
+        '  File "/src/train.py", line 32 in forward\n'
+        '  File "/src/train.py", line 90 in <module>\n'
     )
-    assert judge.place(text) == "work/train.py:32 in forward"
+    assert judge.place(text) == "src/train.py:32 in forward"
     assert judge.place(text.rsplit("\n", 3)[0]) == "python3.11/threading.py:5 in wait"
     assert judge.place("") == "" and judge.place("garbage (most recent call first):") == ""
 
