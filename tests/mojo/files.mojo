@@ -11,7 +11,12 @@ from shared.training.snapshot import Snapshot
 from shared.training.files import read_file, remove, write_new
 from shared.training.idx import read_idx, read_unpacked
 from shared.training.json import Json, json, parse_json
-from shared.training.safetensors import load_tensors, save_tensors
+from shared.training.manifest import parse_manifest
+from shared.training.safetensors import (
+    load_tensors,
+    parse_header,
+    save_tensors,
+)
 from shared.training.sha256 import Sha256, hmac_sha256, sha256
 from shared.training.world import stop
 
@@ -71,6 +76,10 @@ def run(word: String, path: String) raises:
         made.add("parameters", "x", [1], p)
         _ = value
         store.save(made)
+    elif word == "on and on":
+        save_on_and_on(path)
+    elif word == "parse":
+        parse(path)
     elif word == "hold":  # the lock, until somebody ends this
         var store = Store(path)
         print("held", flush=True)
@@ -86,6 +95,46 @@ def run(word: String, path: String) raises:
         print(found.shape, sha256(Span(found.data)))
     else:
         raise Error("[test] what is ", word)
+
+
+def save_on_and_on(path: String) raises:
+    """A checkpoint after the other, each twice with other values, until somebody ends this.
+    """
+    var store = Store(path)
+    var floats = List[Float32](length=5000, fill=0)
+    var p = Pointer[Float32, MutUntrackedOrigin](
+        unsafe_from_address=Int(floats.unsafe_ptr())
+    )
+    for i in range(1_000_000):
+        var made = Snapshot(i // 2, json_object(i))
+        for j in range(len(floats)):
+            floats[j] = Float32(i)
+        made.add("parameters", "x", [5000], p)
+        store.save(made)
+        print(i // 2, flush=True)
+    _ = floats^
+
+
+def parse(path: String) raises:
+    """Texts one after the other, each behind a letter and 4 bytes of length: a manifest (m) or a header (h). Which of
+    them are accepted.
+    """
+    var data = read_file(path, 1 << 30)
+    var at = 0
+    while at < len(data):
+        var n = 0
+        for i in range(4):
+            n |= Int(data[at + 1 + i]) << (8 * i)
+        var text = List[UInt8](Span(data)[at + 5 : at + 5 + n])
+        try:
+            if data[at] == 109:
+                _ = parse_manifest(text, None)
+            else:
+                _ = parse_header(text, len(text) + 64)
+            print("accepted")
+        except e:
+            print("refused:", e)
+        at += 5 + n
 
 
 def json_object(n: Int) raises -> Json:
