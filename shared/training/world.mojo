@@ -20,8 +20,9 @@ def connect(backend: String = "auto") raises -> World:
     """All ranks of this program; made by all of them.
 
     Args:
-        backend: What connects them: "local" is this process alone, "mpi" all that the launcher started, "auto" the latter where a launcher
-            announced several processes, else the former.
+        backend: What connects them: "local" is this process alone, "mpi" all that the launcher started, "auto" the
+            latter where a launcher announced several processes, else the former; ODYSSEY_BACKEND=mpi or local takes
+            the place of "auto".
 
     Returns:
         The ranks.
@@ -30,7 +31,10 @@ def connect(backend: String = "auto") raises -> World:
         Error: an unknown backend; a launcher and no MPI library; a launcher that MPI does not understand.
     """
     var found = launched()
-    if backend == "auto":
+    var asked = backend
+    if backend == "auto" and getenv("ODYSSEY_BACKEND") in ["mpi", "local"]:
+        asked = getenv("ODYSSEY_BACKEND")  # the others are Python's own
+    if asked == "auto":
         if found and found.value().size > 1:
             return World(Mpi())
         if not found and rendezvous_size() > 1:
@@ -43,9 +47,9 @@ def connect(backend: String = "auto") raises -> World:
         if found:
             return World(Solo(found.value().launcher + " started one"))
         return World(Solo())
-    if backend == "mpi":
+    if asked == "mpi":
         return World(Mpi())
-    if backend == "local":
+    if asked == "local":
         return World(Solo("as asked"))
     raise Error(
         "[comm] backend ", backend, " is unknown; choose auto, mpi or local"

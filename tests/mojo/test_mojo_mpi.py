@@ -39,7 +39,7 @@ def built(tmp_path_factory: pytest.TempPathFactory, name: str) -> Path:
 
 @pytest.fixture(autouse=True)
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*VARIABLES, LIBRARY, "VIRTUAL_ENV", "CONDA_PREFIX"):
+    for name in (*VARIABLES, LIBRARY, "VIRTUAL_ENV", "CONDA_PREFIX", "ODYSSEY_BACKEND"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -56,6 +56,10 @@ def test_alone_no_mpi_is_loaded(launch, program):
     done = launch(program, "everything")
     assert done.stdout.splitlines() == ["local: one process; no launcher", "rank 0 of 1 on 0 1"], done.stderr
     assert launch(program, "solo").stdout.splitlines()[0] == "local: one process; as asked"
+    launch.environment["ODYSSEY_BACKEND"] = "mpi"
+    assert launch(program, "everything").stdout.startswith("mpi: 1 rank, ")
+    launch.environment["ODYSSEY_BACKEND"] = "shm"  # one that is Python's
+    assert launch(program, "everything").stdout.startswith("local: ")
     if sys.platform == "linux":
         assert "libmpi" not in libraries(program, launch.environment, "everything")
         assert "libmpi" in libraries(program, launch.environment, "forced")
