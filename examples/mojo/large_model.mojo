@@ -1,9 +1,10 @@
 """Model parallelism by hand: each layer on a place of its own, activations moved between them; the places are types.
 
     mojo run -I mojo -I . examples/mojo/large_model.mojo --steps 200
+    mpirun -n 3 ./large_model
 
 Leave one `.to[...]()` out and it does not compile: "the input is on another device than the layer". The weights are
-those of examples/large_model.py, to the last bit.
+those of examples/large_model.py, to the last bit; on three ranks each has one layer.
 """
 
 from shared.training import (

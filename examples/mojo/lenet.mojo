@@ -4,7 +4,9 @@
     mojo build -I mojo -I . examples/mojo/lenet.mojo -o lenet
     mpirun -n 4 ./lenet --epochs 2
 
-Options: --data-dir, --epochs, --steps, --seed, --batch-size, --accumulation-steps, --threads, --checkpoint-dir, --no-eval.
+Options: --data-dir, --epochs, --steps, --seed, --batch-size, --accumulation-steps, --threads, --no-eval; --checkpoint-dir and
+--checkpoint-every, from which `python -m odyssey.train --checkpoint-dir` goes on, and this program from Python's; --stop-at
+ends after so many of the steps.
 """
 
 from shared.training import (
@@ -40,7 +42,13 @@ def lenet() raises:
         accumulation_steps=accumulation,
         verbose=True,
     )
-    var history = trainer.train(loader, epochs=epochs, steps=total)
+    var history = trainer.train(
+        loader,
+        epochs=epochs,
+        steps=number("stop-at", total),
+        checkpoint_dir=argument("checkpoint-dir", ""),
+        checkpoint_every=number("checkpoint-every", 0),
+    )
     if not flag("no-eval"):
         var test = DataLoader(mnist(train=False), 1024)
         var result = trainer.evaluate(test)

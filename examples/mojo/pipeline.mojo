@@ -1,8 +1,9 @@
 """A model as a row of stages, each on its place, computed in micro-batches of eight samples.
 
     mojo run -I mojo -I . examples/mojo/pipeline.mojo --steps 50
+    mpirun -n 3 ./pipeline
 
-One process computes the stages one after the other. The weights are those of examples/pipeline.py, to the last bit:
+On three ranks each has one stage; one process computes them in a row. The weights are those of examples/pipeline.py:
 whoever computes a stage, micro-batches are shards and are added along the same tree.
 """
 

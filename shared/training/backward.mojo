@@ -14,6 +14,8 @@ comptime NONE = Arg(NUMBER, -1)  # no gradient
 def backward(mut t: Tape, loss: Int):
     """Appends the backward pass of a loss, the number of a value of one float.
     """
+    t.backward = True
+    t.device = t.values[loss].device
     var seed = t.alloc(16)
     t.emit(comptime (code("fill")), seed, float_bits(1), 1)
     if t.values[loss].node < 0:
@@ -32,6 +34,7 @@ def backward(mut t: Tape, loss: Int):
         except:
             pass  # it is there
         var node = t.nodes[t.values[newest].node].copy()
+        t.device = t.values[node.inputs[0]].device  # where they are wanted
         var grads = _gradients(t, node, dy)
         for i in range(len(node.inputs)):
             var source = node.inputs[i]

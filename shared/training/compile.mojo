@@ -18,13 +18,18 @@ def compiled(tape: Tape) -> Program:
     var program = Program()
     program.work_bytes = place(entries, tape.slots, offsets)
     for e in entries:
-        var numbers = List[Int](capacity=len(e.args))
-        for a in e.args:
-            numbers.append(
-                operand(WORK, offsets[a.value]) if a.kind == SLOT else a.value
-            )
-        program.append(e.op + (ROWS if e.rows else 0), numbers)
+        encode(program, e, offsets)
     return program^
+
+
+def encode(mut program: Program, e: Entry, offsets: List[Int]):
+    """Appends a record whose memory has its place."""
+    var numbers = List[Int](capacity=len(e.args))
+    for a in e.args:
+        numbers.append(
+            operand(WORK, offsets[a.value]) if a.kind == SLOT else a.value
+        )
+    program.append(e.op + (ROWS if e.rows else 0), numbers)
 
 
 def fused(given: List[Entry]) -> List[Entry]:

@@ -1,8 +1,9 @@
 """Layers in a row: Sequential, and stages of a pipeline. What does not fit does not compile."""
 
+from .json import JsonList
 from .layers import Layer, Shape
 from .module import Module
-from .parameter import Parameters, dotted
+from .parameter import Parameters, dotted, named
 from .tensor import AnyTensor
 from .value import Value
 
@@ -42,6 +43,17 @@ struct Sequential[*Ls: Layer, In: AnyTensor, Out: AnyTensor](Layer, Module):
             layers: Such as Linear[784, 512](), ReLU(), Linear[512, 10]().
         """
         self.layers = Tuple(*layers^)
+
+    @staticmethod
+    def describe(mut into: JsonList):
+        """Adds its name and those of its layers, as a checkpoint compares them.
+
+        Args:
+            into: Where to.
+        """
+        into.append(named("Sequential"))
+        comptime for i in range(len(Self.Ls)):
+            Self.Ls[i].describe(into)
 
     def collect(mut self, mut into: Parameters, name: String):
         """Adds the parameters of all layers.
@@ -174,6 +186,17 @@ struct Stage[*Ls: Layer, device: Int](Layer):
         """
         self.layers = Tuple(*layers^)
 
+    @staticmethod
+    def describe(mut into: JsonList):
+        """Adds its name and those of its layers, as a checkpoint compares them.
+
+        Args:
+            into: Where to.
+        """
+        into.append(named("Stage"))
+        comptime for i in range(len(Self.Ls)):
+            Self.Ls[i].describe(into)
+
     def collect(mut self, mut into: Parameters, name: String):
         """Adds the parameters of all layers.
 
@@ -268,6 +291,17 @@ struct PipelineParallel[
             stages: Stage[device=0, ...](...), Stage[device=1, ...](...), ...
         """
         self.stages = Tuple(*stages^)
+
+    @staticmethod
+    def describe(mut into: JsonList):
+        """Adds its name and those of its stages, as a checkpoint compares them.
+
+        Args:
+            into: Where to.
+        """
+        into.append(named("PipelineParallel"))
+        comptime for i in range(len(Self.Stages)):
+            Self.Stages[i].describe(into)
 
     def collect(mut self, mut into: Parameters, name: String):
         """Adds the parameters of all stages.

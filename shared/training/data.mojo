@@ -324,6 +324,8 @@ struct DataLoader(Movable, Sized):
     """Of the orders."""
     var drop_last: Bool
     """Whether a last batch with fewer samples is left out."""
+    var next_epoch: Int
+    """The epoch that the next training with it begins with."""
     var _order: List[Int64]
     var _epoch: Int  # that _order is of; -1: none
 
@@ -353,6 +355,7 @@ struct DataLoader(Movable, Sized):
         self.shuffle = shuffle
         self.seed = seed
         self.drop_last = drop_last
+        self.next_epoch = 0
         self._order = List[Int64]()
         self._epoch = -1
         if batch_size < 1 or len(self) == 0:

@@ -26,6 +26,7 @@ from .plan import Plan
 from .program import Program
 from .reduction import TreeReduction
 from .sha256 import sha256
+from .stages import Pass, places
 from .tape import SMALL_BATCH, Tape
 from .value import TapePtr, Value
 
@@ -153,6 +154,17 @@ struct _Traced(Movable):
     var program: Program
 
 
+@fieldwise_init
+struct _Staged(Movable):
+    """What a rank does for one batch size where each has a place of the model.
+    """
+
+    var samples: Int
+    var channels: Int
+    var training: Bool
+    var pass_: Pass
+
+
 struct Engine[M: Module, L: Loss = CrossEntropyLoss](Movable):
     """A model with its parameters, and sums over batches computed with it.
 
@@ -173,8 +185,11 @@ struct Engine[M: Module, L: Loss = CrossEntropyLoss](Movable):
     """Where shards are computed."""
     var device: Int
     """The place this copy of the model is on, for loops of one's own."""
+    var staged: Bool
+    """Whether rank r computes the r-th place of the model, and not its share of the shards."""
     var _programs: List[_Traced]
     var _runners: List[_Runner]
+    var _passes: List[_Staged]
     var _work: Ptr
     var _work_bytes: Int
 
@@ -209,6 +224,8 @@ struct Engine[M: Module, L: Loss = CrossEntropyLoss](Movable):
         self.device = 0
         self._programs = List[_Traced]()
         self._runners = List[_Runner]()
+        self._passes = List[_Staged]()
+        self.staged = False
         self._work = aligned_zeros(16)
         self._work_bytes = 64
         for i in range(len(self.parameters)):
@@ -245,6 +262,8 @@ struct Engine[M: Module, L: Loss = CrossEntropyLoss](Movable):
         for r in self._runners:
             if r.reduction:
                 n += r.reduction.value().sent
+        for p in self._passes:
+            n += p.pass_.sent
         return n
 
     def run[
@@ -276,6 +295,8 @@ struct Engine[M: Module, L: Loss = CrossEntropyLoss](Movable):
             C: The communicator's type.
         """
         self._check(data)
+        if self.staged:
+            return self._run_staged(comm, batch, data, step, training)
         var i = self._prepare(batch.samples, data, training)
         ref r = self._runners[i]
         ref p = self._programs[r.program]
@@ -297,19 +318,7 @@ struct Engine[M: Module, L: Loss = CrossEntropyLoss](Movable):
                 shard_size=Int64(r.shard_size),
                 samples=Int64(batch.samples),
                 rows=LongPtr(unsafe_from_address=batch.rows),
-                context=Context(
-                    seed=self.seed,
-                    step=Int64(step),
-                    first=0,
-                    valid=0,
-                    images=Int64(data.address()),
-                    bytes=Int64(1 if data.of_bytes() else 0),
-                    labels=Int64(Int(data.labels.unsafe_ptr())),
-                    rows=0,
-                    scale=Int64(Int(data.scale)),
-                    shift=Int64(Int(data.shift)),
-                    loss_scale=1,
-                ),
+                context=self._context(data, step),
             )
         )
         var result = r.result()
@@ -340,6 +349,91 @@ struct Engine[M: Module, L: Loss = CrossEntropyLoss](Movable):
             Error: Samples do not fit the model, or the model cannot be traced.
         """
         return self.run(Solo(), batch, data, step, True)
+
+    def _run_staged[
+        C: Communicator
+    ](
+        mut self,
+        comm: C,
+        batch: Batch,
+        data: Dataset,
+        step: Int,
+        training: Bool,
+    ) raises -> Sums:
+        """The same where each rank has a place of the model."""
+        var channels = data.channels if data.height * data.width > 1 else 1
+        var grads = self.parameters.size if training else 0
+        var found = -1
+        for i in range(len(self._passes)):
+            ref p = self._passes[i]
+            if (
+                p.samples == batch.samples
+                and p.training == training
+                and p.channels == channels
+            ):
+                found = i
+        if found < 0:
+            if len(self._passes) == _RUNNERS:
+                _ = self._passes.pop(0)
+            var n = effective_shard_size(batch.samples, self.layout.shard_size)
+            var tape = self.trace(n, channels, training)
+            self._check_outputs(data, tape.outputs)
+            self._passes.append(
+                _Staged(
+                    batch.samples,
+                    channels,
+                    training,
+                    Pass(
+                        tape,
+                        comm.rank(),
+                        ceildiv(batch.samples, n),
+                        n,
+                        grads,
+                    ),
+                )
+            )
+            found = len(self._passes) - 1
+        ref p = self._passes[found].pass_
+        p.run(
+            comm,
+            self.arena,
+            batch.samples,
+            batch.rows,
+            self._context(data, step),
+        )
+        return Sums(
+            Float64(p.buffers[unsafe_offset=grads]),
+            Float64(p.buffers[unsafe_offset=grads + 1]),
+            Float64(p.buffers[unsafe_offset=grads + 2]),
+            p.buffers,
+        )
+
+    def _context(self, data: Dataset, step: Int) -> Context:
+        """What a run needs besides addresses; shards set their own part."""
+        return Context(
+            seed=self.seed,
+            step=Int64(step),
+            first=0,
+            valid=0,
+            images=Int64(data.address()),
+            bytes=Int64(1 if data.of_bytes() else 0),
+            labels=Int64(Int(data.labels.unsafe_ptr())),
+            rows=0,
+            scale=Int64(Int(data.scale)),
+            shift=Int64(Int(data.shift)),
+            loss_scale=1,
+        )
+
+    def places(self) raises -> Int:
+        """On how many places the model is.
+
+        Returns:
+            Their number.
+
+        Raises:
+            Error: What the model's forward() raises.
+        """
+        return len(places(self.trace(32, 1, False)))
 
     def gradients(self, sums: Sums) -> Span[Float32, MutUntrackedOrigin]:
         """The gradients of a run, in the layout of the arena; valid until the next run of this batch size.
@@ -423,6 +517,18 @@ struct Engine[M: Module, L: Loss = CrossEntropyLoss](Movable):
                 I.WIDTH,
             )
 
+    def _check_outputs(self, data: Dataset, outputs: Int) raises:
+        if data.classes > outputs:
+            raise Error(
+                "[train] the data set ",
+                data.name,
+                " has ",
+                data.classes,
+                " classes and the model ",
+                outputs,
+                " outputs; give the model an output for each class",
+            )
+
     def _prepare(
         mut self, samples: Int, data: Dataset, training: Bool
     ) raises -> Int:
@@ -438,17 +544,7 @@ struct Engine[M: Module, L: Loss = CrossEntropyLoss](Movable):
                 return i
         var n = effective_shard_size(samples, self.layout.shard_size)
         var program = self._program(n, channels, training)
-        ref p = self._programs[program]
-        if data.classes > p.outputs:
-            raise Error(
-                "[train] the data set ",
-                data.name,
-                " has ",
-                data.classes,
-                " classes and the model ",
-                p.outputs,
-                " outputs; give the model an output for each class",
-            )
+        self._check_outputs(data, self._programs[program].outputs)
         if len(self._runners) == _RUNNERS:
             _ = self._runners.pop(0)
         self._runners.append(
@@ -514,6 +610,7 @@ struct Engine[M: Module, L: Loss = CrossEntropyLoss](Movable):
         var x = t.new(
             t.activation(features), I.CHANNELS, I.HEIGHT, I.WIDTH, I.DEVICE
         )
+        t.device = I.DEVICE
         t.emit(
             comptime (code("input")),
             t.values[x].memory,
@@ -524,6 +621,7 @@ struct Engine[M: Module, L: Loss = CrossEntropyLoss](Movable):
         )
         var y = self.model.forward(Self.M.Input(Value(at, x))).value()
         var labels = t.alloc(4 * t.groups * LANES)
+        t.device = t.values[y.id].device
         t.emit(comptime (code("labels")), labels, t.groups, rows=True)
         var loss = Self.L.of(y, labels)
         var total = t.values[loss.id].memory

@@ -7,6 +7,7 @@ biases are uniform in +-1 / sqrt(fan-in), as in python/odyssey/nn/layers.py.
 
 from std.math import sqrt
 
+from .json import JsonList, json
 from .parameter import Parameter, Parameters, Parametric
 from .tensor import AnyTensor, Tensor, avg_pool2d, max_pool2d
 from .value import Value
@@ -314,6 +315,11 @@ struct _Bias[wanted: Bool](Parametric):
                 self.parameter, String(name.removesuffix("bias_term"), "bias")
             )
 
+    @staticmethod
+    def describe(mut into: JsonList):
+        """It is no layer."""
+        pass
+
     def get(self) -> Optional[Parameter]:
         """It, or none."""
         comptime if Self.wanted:
@@ -551,6 +557,18 @@ struct Dropout[p: Float64 = 0.5](Layer):
         comptime assert (
             Self.p >= 0 and Self.p < 1
         ), "p must be at least 0 and below 1"
+
+    @staticmethod
+    def describe(mut into: JsonList):
+        """Adds its name and probability, as a checkpoint compares them.
+
+        Args:
+            into: Where to.
+        """
+        var one = JsonList()
+        one.append(json(String("Dropout")))
+        one.append(json(Self.p))
+        into.append(one.json())
 
     def forward[T: AnyTensor](self, x: T) raises -> T:
         """What the layer computes.

@@ -20,6 +20,15 @@ trait Loss:
         """
         ...
 
+    @staticmethod
+    def name() -> String:
+        """What a checkpoint calls it.
+
+        Returns:
+            The name.
+        """
+        ...
+
 
 struct CrossEntropyLoss(Loss):
     """Cross-entropy of logits."""
@@ -37,6 +46,15 @@ struct CrossEntropyLoss(Loss):
         """
         return output.cross_entropy(labels)
 
+    @staticmethod
+    def name() -> String:
+        """What a checkpoint calls it.
+
+        Returns:
+            The name.
+        """
+        return "CrossEntropyLoss"
+
 
 struct NLLLoss(Loss):
     """Negative log-likelihood of log-probabilities."""
@@ -53,3 +71,12 @@ struct NLLLoss(Loss):
             One number.
         """
         return output.nll(labels)
+
+    @staticmethod
+    def name() -> String:
+        """What a checkpoint calls it.
+
+        Returns:
+            The name.
+        """
+        return "NLLLoss"

@@ -11,6 +11,7 @@ from kernels.optimizer import adam, sgd
 from kernels.reduce import is_finite
 
 from .arena import aligned_zeros
+from .json import Json, JsonList, json
 from .schedules import libm_pow
 
 
@@ -131,11 +132,11 @@ trait Optimizer(Deinitable, Movable):
         """
         ...
 
-    def settings(self) -> List[Tuple[String, Float64]]:
-        """Its settings but for the rate, by their names.
+    def description(self) -> Json:
+        """Its name and settings, as a checkpoint compares them.
 
         Returns:
-            Names and values.
+            The list of both.
         """
         ...
 
@@ -177,6 +178,13 @@ def _check(
             " 0 and ",
             "finite" if high > 2 else "below 1",
         )
+
+
+def _pair(name: String, value: Json) -> Json:
+    var both = JsonList()
+    both.append(json(name))
+    both.append(value)
+    return both.json()
 
 
 comptime _HUGE = Float64.MAX_FINITE
@@ -314,17 +322,18 @@ struct SGD(Optimizer):
         """
         return "SGD"
 
-    def settings(self) -> List[Tuple[String, Float64]]:
-        """Its settings but for the rate, by their names.
+    def description(self) -> Json:
+        """Its name and settings, as a checkpoint compares them.
 
         Returns:
-            Names and values.
+            The list of both.
         """
-        return [
-            (String("momentum"), self.momentum),
-            (String("weight_decay"), self.weight_decay),
-            (String("nesterov"), Float64(1 if self.nesterov else 0)),
-        ]
+        var settings = JsonList()
+        settings.append(_pair("lr", json(self.lr)))
+        settings.append(_pair("momentum", json(self.momentum)))
+        settings.append(_pair("nesterov", json(self.nesterov)))
+        settings.append(_pair("weight_decay", json(self.weight_decay)))
+        return _pair(self.kind(), settings.json())
 
     def state_names(self) -> List[String]:
         """What its state arrays are called.
@@ -493,18 +502,21 @@ struct Adam[decoupled: Bool = False](Optimizer):
         """
         return "AdamW" if Self.decoupled else "Adam"
 
-    def settings(self) -> List[Tuple[String, Float64]]:
-        """Its settings but for the rate, by their names.
+    def description(self) -> Json:
+        """Its name and settings, as a checkpoint compares them.
 
         Returns:
-            Names and values.
+            The list of both.
         """
-        return [
-            (String("beta1"), self.beta1),
-            (String("beta2"), self.beta2),
-            (String("eps"), self.eps),
-            (String("weight_decay"), self.weight_decay),
-        ]
+        var settings = JsonList()
+        var betas = JsonList()
+        betas.append(json(self.beta1))
+        betas.append(json(self.beta2))
+        settings.append(_pair("betas", betas.json()))
+        settings.append(_pair("eps", json(self.eps)))
+        settings.append(_pair("lr", json(self.lr)))
+        settings.append(_pair("weight_decay", json(self.weight_decay)))
+        return _pair(self.kind(), settings.json())
 
     def state_names(self) -> List[String]:
         """What its state arrays are called.

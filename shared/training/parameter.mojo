@@ -9,6 +9,8 @@ from std.reflection import reflect
 
 from kernels.lanes import LANES
 
+from .json import Json, JsonList, json
+
 
 struct Parameter(Copyable, Parametric):
     """A weight or bias: its shape, and where it is in the arena once an engine has the model.
@@ -51,6 +53,11 @@ struct Parameter(Copyable, Parametric):
     def collect(mut self, mut into: Parameters, name: String):
         """Adds itself."""
         into.add(self, name)
+
+    @staticmethod
+    def describe(mut into: JsonList):
+        """It is no layer."""
+        pass
 
 
 struct Parameters(Copyable, Movable, Sized):
@@ -109,6 +116,29 @@ trait Parametric(Deinitable, Movable):
             comptime field = names[i]
             comptime if conforms_to(T, Parametric):
                 r.field_ref[i](self).collect(into, dotted(name, String(field)))
+
+    @staticmethod
+    def describe(mut into: JsonList):
+        """Adds the name of this one, and those of what is in it, as a checkpoint compares them.
+
+        Args:
+            into: Where to.
+        """
+        comptime r = reflect[Self]
+        comptime types = r.field_types()
+        comptime own = r.base_name()
+        into.append(named(own))
+        comptime for i in range(r.field_count()):
+            comptime T = types[i]
+            comptime if conforms_to(T, Parametric):
+                T.describe(into)
+
+
+def named(name: StringSpan) -> Json:
+    """A list of one name."""
+    var one = JsonList()
+    one.append(json(String(name)))
+    return one.json()
 
 
 def dotted(name: String, field: String) -> String:

@@ -38,12 +38,14 @@ struct Arg(TrivialRegisterPassable):
 
 @fieldwise_init
 struct Entry(Copyable, Movable):
-    """One record: the op's code, its arguments, and whether activations are in rows.
+    """One record: the op's code, its arguments, whether activations are in rows, and where and when it runs.
     """
 
     var op: Int
     var args: List[Arg]
     var rows: Bool
+    var device: Int
+    var backward: Bool
 
 
 @fieldwise_init
@@ -91,6 +93,8 @@ struct Tape(Movable):
     var nodes: List[Node]
     var dropouts: Int  # so far, so that no two draw the same mask
     var outputs: Int  # classes that the loss saw
+    var device: Int  # where the next record runs; a copy is its destination's, its backward the source's
+    var backward: Bool  # whether it belongs to the backward pass
 
     def __init__(out self, samples: Int, arena: Int, training: Bool):
         """An empty tape; dropout and gradients are there if it is for `training`.
@@ -107,6 +111,8 @@ struct Tape(Movable):
         self.nodes = List[Node]()
         self.dropouts = 0
         self.outputs = 0
+        self.device = 0
+        self.backward = False
 
     def emit(mut self, op: Int, *args: Arg, rows: Bool = False):
         """Appends a record; `rows` for ops to which the layout of activations matters.
@@ -114,7 +120,9 @@ struct Tape(Movable):
         var list = List[Arg](capacity=len(args))
         for a in args:
             list.append(a)
-        self.entries.append(Entry(op, list^, rows and self.rows))
+        self.entries.append(
+            Entry(op, list^, rows and self.rows, self.device, self.backward)
+        )
 
     def alloc(mut self, bytes: Int) -> Arg:
         """New memory of the program."""

@@ -13,15 +13,27 @@ from std.time import perf_counter_ns
 from kernels.fingerprint import fingerprint
 from kernels.lanes import Ptr
 
+from .checkpoint import Store
 from .communicator import ReduceOp
 from .data import Batch, DataLoader
 from .engine import Engine, Layout, Sums
 from .history import EpochRecord, Evaluation, History
+from .json import Json, JsonObject, null, parse_json
 from .losses import CrossEntropyLoss, Loss
 from .module import Module
 from .norm import global_norm
 from .optimizers import Optimizer
+from .resume import (
+    Cursor,
+    Progress,
+    Tally,
+    capture,
+    configuration,
+    progress_of,
+    restore,
+)
 from .schedules import Schedule, constant
+from .snapshot import step_name
 from .world import World, connect
 
 comptime _CHECK_EVERY = 100  # steps from one comparison of the ranks' weights to the next
@@ -143,7 +155,31 @@ struct DistributedTrainer[M: Module, O: Optimizer, L: Loss = CrossEntropyLoss](
                 sep="",
                 file=stderr,
             )
+        if self.comm.size() > 1:
+            self._choose_places()
         self._same_everywhere()
+
+    def _choose_places(mut self) raises:
+        """Whether ranks are the places of the model, or have all of it; a line says which if it has several.
+        """
+        var found = self.engine.places()
+        self.engine.staged = found == self.comm.size()
+        if found > 1 and self.comm.rank() == 0:
+            var how = String(
+                "each has all ",
+                found,
+                " places of the model and a share of the samples",
+            )
+            if self.engine.staged:
+                how = "each has one place of the model"
+            print(
+                "odyssey: ",
+                self.comm.size(),
+                " ranks, ",
+                how,
+                sep="",
+                file=stderr,
+            )
 
     def _same_everywhere(self) raises:
         """Compares settings with those of the other ranks, then gives all rank 0's parameters.
@@ -156,9 +192,7 @@ struct DistributedTrainer[M: Module, O: Optimizer, L: Loss = CrossEntropyLoss](
             layout += e.parameters.names[i]
             for s in e.parameters.shapes[i]:
                 layout += String(" ", s)
-        var rule = String(self.optimizer.kind(), " ", self.optimizer.rate())
-        for s in self.optimizer.settings():
-            rule += String(" ", s[0], " ", s[1])
+        var rule = self.optimizer.description().text
         var plan = String()
         for step in range(0, 2000, 100):
             plan += String(self.schedule(step), " ")
@@ -302,28 +336,37 @@ struct DistributedTrainer[M: Module, O: Optimizer, L: Loss = CrossEntropyLoss](
         mut loader: DataLoader,
         epochs: Int = 1,
         steps: Optional[Int] = None,
+        *,
+        checkpoint_dir: String = "",
+        checkpoint_every: Int = 0,
+        keep: Int = 3,
     ) raises -> History:
         """Trains for `epochs` epochs, or until `steps` optimizer steps have been taken.
+
+        With checkpoints it goes on where the newest valid one is, whatever made it, Python or Mojo, on any number of
+        ranks, with the bits of a training that was never stopped.
 
         Args:
             loader: Its batch_size is the global batch.
             epochs: At least 1.
             steps: Ends the training early.
+            checkpoint_dir: Where checkpoints go; "" for none.
+            checkpoint_every: Steps from one to the next; 0: at the ends of epochs. There is always one at the end.
+            keep: The newest so many stay, at least 2.
 
         Returns:
-            What it did.
+            What it did, since it began.
 
         Raises:
-            Error: A setting is not allowed, or a number is not finite.
+            Error: A setting is not allowed, a number is not finite, or a checkpoint is of another training.
         """
-        var history = History()
-        self._begin(loader, epochs, steps)
-        for epoch in range(epochs):
-            if steps and self.steps >= steps.value():
-                break
-            self._epoch(loader, epoch, steps, history)
-            self._show(history)
-        return history^
+        var s = self._begin(
+            loader, epochs, steps, checkpoint_dir, checkpoint_every, keep
+        )
+        while not s.finished():
+            self._epoch(loader, s)
+            self._ended(s)
+        return self._end(loader, s)
 
     def train(
         mut self,
@@ -331,6 +374,10 @@ struct DistributedTrainer[M: Module, O: Optimizer, L: Loss = CrossEntropyLoss](
         mut validation: DataLoader,
         epochs: Int = 1,
         steps: Optional[Int] = None,
+        *,
+        checkpoint_dir: String = "",
+        checkpoint_every: Int = 0,
+        keep: Int = 3,
     ) raises -> History:
         """The same, with an evaluation after each epoch.
 
@@ -339,34 +386,51 @@ struct DistributedTrainer[M: Module, O: Optimizer, L: Loss = CrossEntropyLoss](
             validation: What to evaluate on.
             epochs: At least 1.
             steps: Ends the training early.
+            checkpoint_dir: Where checkpoints go; "" for none.
+            checkpoint_every: Steps from one to the next; 0: at the ends of epochs. There is always one at the end.
+            keep: The newest so many stay, at least 2.
 
         Returns:
-            What it did.
+            What it did, since it began.
 
         Raises:
-            Error: A setting is not allowed, or a number is not finite.
+            Error: A setting is not allowed, a number is not finite, or a checkpoint is of another training.
         """
-        var history = History()
-        self._begin(loader, epochs, steps)
-        for epoch in range(epochs):
-            if steps and self.steps >= steps.value():
-                break
-            self._epoch(loader, epoch, steps, history)
-            var last = len(history.records) - 1
-            history.records[last].test = self.evaluate(validation)
-            self._show(history)
-        return history^
+        var s = self._begin(
+            loader, epochs, steps, checkpoint_dir, checkpoint_every, keep
+        )
+        while not s.finished():
+            self._epoch(loader, s)
+            var last = len(s.progress.history.records) - 1
+            s.progress.history.records[last].test = self.evaluate(validation)
+            self._ended(s)
+        return self._end(loader, s)
 
     def _begin(
-        mut self, loader: DataLoader, epochs: Int, steps: Optional[Int]
-    ) raises:
-        """Checks what the training is to do; a collective call."""
+        mut self,
+        mut loader: DataLoader,
+        epochs: Int,
+        steps: Optional[Int],
+        folder: String,
+        every: Int,
+        keep: Int,
+    ) raises -> _Session:
+        """Checks what the training is to do, and goes to its newest checkpoint; a collective call.
+        """
         _at_least_one("epochs", epochs)
         _at_least_one("steps", steps.or_else(1))
+        if every < 0 or (every > 0 and folder == ""):
+            raise Error(
+                "[checkpoint] checkpoint_every is ",
+                every,
+                "; it must be 0 or more, with a checkpoint_dir",
+            )
         var size = loader.batch_size * self.accumulation_steps
         var n = min(size, len(loader.dataset))
         var shard = self.engine.layout.shard_size
         var workers = self._workers * self.comm.size()
+        if self.engine.staged:
+            workers = 1  # ranks share every shard
         if workers > ceildiv(n, shard):
             raise Error(
                 "[train] ",
@@ -383,37 +447,146 @@ struct DistributedTrainer[M: Module, O: Optimizer, L: Loss = CrossEntropyLoss](
         self._compare("data set", String(len(loader.dataset)))
         self._compare("data order", String(loader.seed, " ", loader.shuffle))
         self._compare("length", String(epochs, " ", steps.or_else(0)))
+        self._compare("checkpoints", String(folder != "", " ", every))
+        var s = _Session(loader.next_epoch, epochs, steps, every)
+        if folder != "":
+            s.configuration = configuration(
+                self.engine,
+                self.optimizer,
+                self.schedule,
+                self.clip_norm,
+                self.accumulation_steps,
+                loader,
+            ).json()
+            self._resume(s, folder, keep)
+        return s^
 
-    def _epoch(
-        mut self,
-        mut loader: DataLoader,
-        epoch: Int,
-        steps: Optional[Int],
-        mut history: History,
-    ) raises:
-        """Takes the steps of one epoch and makes its record."""
+    def _resume(mut self, mut s: _Session, folder: String, keep: Int) raises:
+        """Rank 0 opens the directory and reads; all ranks go to the newest checkpoint, if there is one.
+        """
+        var found = JsonObject()
+        s.saves = True
+        if self.comm.rank() == 0:
+            s.store = Store(folder, keep)
+            var newest = s.store.value().newest()
+            for line in newest.refused:
+                print("odyssey: [checkpoint] ", line, sep="", file=stderr)
+            if newest.snapshot:
+                ref snapshot = newest.snapshot.value()
+                var name = step_name(snapshot.step)
+                restore(
+                    self.engine,
+                    self.optimizer,
+                    snapshot,
+                    s.configuration,
+                    name,
+                )
+                found.set("step", snapshot.step)
+                found.set("values", snapshot.values)
+        var text = self.comm.broadcast_text(found.json().text)
+        var there = parse_json(text.as_bytes(), "the checkpoint")
+        if not there.has("step"):
+            return
+        self.steps = there.get("step").integer()
+        var name = step_name(self.steps)
+        var values = there.get("values")
+        var size = self.engine.parameters.size
+        self.comm.broadcast_floats(self.engine.arena, size)
+        for i in range(len(self.optimizer.state_names())):
+            self.comm.broadcast_floats(self.optimizer.state_array(i), size)
+        s.progress = progress_of(self.optimizer, values, name)
+        s.saved = self.steps
+        if self.comm.rank() == 0 and self.verbose:
+            print(
+                "resumed from ",
+                name,
+                ", epoch ",
+                s.progress.cursor.epoch + 1,
+                sep="",
+            )
+
+    def _epoch(mut self, mut loader: DataLoader, mut s: _Session) raises:
+        """Takes what is left of an epoch and makes its record."""
         var size = loader.batch_size * self.accumulation_steps
-        var loss = Float64(0)
-        var correct = Float64(0)
-        var samples = 0
+        var length = ceildiv(len(loader), self.accumulation_steps)
+        var epoch = s.progress.cursor.loader_epoch
+        var before = s.progress.seconds
         var started = perf_counter_ns()
-        for i in range(ceildiv(len(loader), self.accumulation_steps)):
-            if steps and self.steps >= steps.value():
-                break
-            var sums = self.train_step(loader.batch(epoch, i, size), loader)
-            loss += sums.loss
-            correct += sums.correct
-            samples += Int(sums.samples)
-            history.steps += 1
-        var seconds = Float64(perf_counter_ns() - started) * 1e-9
-        var n = Float64(samples)
-        history.samples += samples
-        history.seconds += seconds
-        history.records.append(
+        while s.progress.cursor.step < length and not s.at_limit():
+            var batch = loader.batch(epoch, s.progress.cursor.step, size)
+            var sums = self.train_step(batch, loader)
+            s.progress.tally.loss += sums.loss
+            s.progress.tally.correct += sums.correct
+            s.progress.tally.samples += batch.samples
+            s.progress.tally.steps += 1
+            s.progress.cursor.step += 1
+            s.progress.cursor.samples += batch.samples
+            s.progress.seconds = (
+                before + Float64(perf_counter_ns() - started) * 1e-9
+            )
+            if s.every and self.steps % s.every == 0:
+                self._save(s)
+        s.complete = s.at_limit() and s.progress.cursor.step != length
+        if s.complete:  # with a higher limit training goes on within this epoch
+            self._save(s)
+        var tally = s.progress.tally
+        var n = Float64(tally.samples)
+        s.progress.history.steps += tally.steps
+        s.progress.history.samples += tally.samples
+        s.progress.history.seconds += s.progress.seconds
+        s.progress.history.records.append(
             EpochRecord(
-                epoch + 1, loss / n, correct / n, seconds, n / seconds, None
+                s.progress.cursor.epoch + 1,
+                tally.loss / n,
+                tally.correct / n,
+                s.progress.seconds,
+                n / s.progress.seconds,
+                None,
             )
         )
+
+    def _ended(mut self, mut s: _Session) raises:
+        """After an epoch and its evaluation."""
+        self._show(s.progress.history)
+        if s.complete:
+            return
+        ref at = s.progress.cursor
+        s.progress.cursor = Cursor(
+            at.epoch + 1, 0, at.loader_epoch + 1, at.samples
+        )
+        s.progress.tally = Tally(0, 0, 0, 0)
+        s.progress.seconds = 0
+        if not s.every:
+            self._save(s)
+
+    def _end(
+        mut self, mut loader: DataLoader, mut s: _Session
+    ) raises -> History:
+        """The last checkpoint, and what was done."""
+        self._save(s)
+        self.comm.barrier()  # nobody ends before it is there
+        loader.next_epoch = s.progress.cursor.loader_epoch + Int(s.complete)
+        var history = History()
+        swap(history, s.progress.history)
+        return history^
+
+    def _save(mut self, mut s: _Session) raises:
+        """A checkpoint of this moment, if there is none of it; rank 0 writes.
+        """
+        if not s.saves or s.saved == self.steps:
+            return
+        s.saved = self.steps
+        if s.store:
+            s.store.value().save(
+                capture(
+                    self.engine,
+                    self.optimizer,
+                    s.configuration,
+                    s.progress,
+                    self.steps,
+                    s.epochs,
+                )
+            )
 
     def _show(self, history: History):
         """One line about the last epoch, from rank 0."""
@@ -438,6 +611,52 @@ struct DistributedTrainer[M: Module, O: Optimizer, L: Loss = CrossEntropyLoss](
             64 hexadecimal digits.
         """
         return self.engine.weights_sha256()
+
+
+struct _Session(Movable):
+    """One call of train(): how far it has come, how far it is to go, and where its checkpoints go.
+    """
+
+    var progress: Progress
+    var epochs: Int
+    var limit: Optional[Int]
+    var every: Int
+    var complete: Bool  # the limit was reached within an epoch
+    var saves: Bool
+    var saved: Int  # step of the newest checkpoint
+    var store: Optional[Store]  # on rank 0
+    var configuration: Json
+
+    def __init__(
+        out self,
+        loader_epoch: Int,
+        epochs: Int,
+        limit: Optional[Int],
+        every: Int,
+    ):
+        self.progress = Progress(loader_epoch)
+        self.epochs = epochs
+        self.limit = limit
+        self.every = every
+        self.complete = False
+        self.saves = False
+        self.saved = -1
+        self.store = None
+        self.configuration = null()
+
+    def at_limit(self) -> Bool:
+        """Whether all steps have been taken."""
+        return Bool(self.limit) and self.progress.steps() >= self.limit.or_else(
+            0
+        )
+
+    def finished(self) -> Bool:
+        """Whether there is nothing left to do."""
+        return (
+            self.complete
+            or self.progress.cursor.epoch >= self.epochs
+            or (self.at_limit() and self.progress.tally.samples == 0)
+        )
 
 
 def _at_least_one(name: String, value: Int) raises:

@@ -33,6 +33,7 @@ struct Value(ImplicitlyCopyable, Movable):
         ref t = self.tape[]
         var memory = t.activation(channels * height * width)
         var device = t.values[self.id].device
+        t.device = device
         return Self(self.tape, t.new(memory, channels, height, width, device))
 
     def _like(self) -> Self:
@@ -58,6 +59,7 @@ struct Value(ImplicitlyCopyable, Movable):
         ref t = self.tape[]
         var y = self._like()
         t.values[y.id].device = device
+        t.device = device
         t.emit(
             comptime (code("copy")), t.values[y.id].memory, x.memory, x.floats
         )
@@ -436,6 +438,7 @@ struct Value(ImplicitlyCopyable, Movable):
         var total = t.alloc(16)
         var y = Self(self.tape, t.new(total, 1, device=x.device))
         t.outputs = x.features()
+        t.device = x.device
         var kept = saved.copy()
         if len(saved):
             t.emit(

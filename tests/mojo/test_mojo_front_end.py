@@ -79,7 +79,10 @@ def test_accumulation_threads_and_batches_that_do_not_fit(launch, program):
 def test_placed_models(launch, program, name):
     done = launch.python(REPOSITORY / "examples" / f"{name}.py", "--steps", 4)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split()[-1] == weights(launch(program, name, "--steps", 4, *MNIST))[:16]
+    for ranks, how in ((0, ""), (3, "3 ranks, each has one place"), (2, "2 ranks, each has all 3 places")):
+        mojo = launch(program, name, "--steps", 4, *MNIST, ranks=ranks)
+        assert done.stdout.split()[-1] == weights(mojo)[:16], ranks
+        assert how in mojo.stderr
 
 
 class Residual(nn.Module):
@@ -165,7 +168,7 @@ def test_every_layer_and_setting_is_pythons(launch, program, optimizer, schedule
     history = trainer.fit(loader, data.DataLoader(dataset, 64), epochs=3)
     options = [w for k, v in settings.items() for w in (f"--{k}", v)]
     words = ["--optimizer", optimizer, "--schedule", schedule, "--batch-size", batch, *options]
-    for ranks in (0, 2) if batch > 32 else (0,):
+    for ranks in (0, 2, 3) if batch > 32 else (0, 2):  # on two ranks each has one of its two places
         done = launch(program, "zoo", *words, ranks=ranks)
         assert done.returncode == 0, done.stderr
         *records, last, names = done.stdout.splitlines()
@@ -173,6 +176,56 @@ def test_every_layer_and_setting_is_pythons(launch, program, optimizer, schedule
         keys = ("train_loss", "train_accuracy", "test_loss", "test_accuracy")
         assert [[float(w) for w in r.split()] for r in records] == [[r[k] for k in keys] for r in history.records]
         assert [n.strip(" '\"") for n in names.strip("[]").split(",")] == [n for n, _ in trainer.arena.named]
+
+
+# --- checkpoints ---
+
+
+def test_checkpoints_of_either_are_gone_on_from_by_the_other(launch, program):
+    """Six of twelve steps in one language, the rest in the other, on another number of ranks: one training."""
+    whole = launch.result("--steps", 12, "--no-progress", "--no-eval")["weights_sha256"]
+    first = ["lenet", "--steps", 12, "--stop-at", 6, "--no-eval", *MNIST, "--checkpoint-every", 4, "--checkpoint-dir"]
+    rest = ["lenet", "--steps", 12, "--no-eval", *MNIST, "--checkpoint-dir"]
+
+    a = launch.folder / "a"
+    weights(launch(program, *first, a, ranks=2))
+    assert sorted(path.name for path in a.glob("step_*")) == ["step_00000004", "step_00000006"]
+    shutil.copytree(a, launch.folder / "b")
+    inspected = launch.python("-m", "odyssey", "inspect", a)
+    assert inspected.returncode == 0 and "step_00000006" in inspected.stdout, inspected.stderr
+    done = launch(program, *rest, a, ranks=3)
+    assert weights(done) == whole and done.stdout.startswith("resumed from step_00000006, epoch 1"), done.stdout
+    options = ["--steps", 12, "--no-progress", "--no-eval", "--checkpoint-dir"]
+    assert launch.result(*options, launch.folder / "b")["weights_sha256"] == whole
+
+    c = launch.folder / "c"
+    trainer = DistributedTrainer(
+        nn.models.build("lenet5"), optim.SGD(lr=0.05, momentum=0.9, weight_decay=5e-4),
+        schedule=optim.schedule("cosine", 12, 2),
+    )  # fmt: skip
+    trainer.fit(data.DataLoader(data.load("mnist", train=True), 128, shuffle=True), steps=6, checkpoint_dir=c)
+    shutil.copytree(c, launch.folder / "d")
+    assert weights(launch(program, *rest, c, ranks=2)) == whole
+    other = launch(program, "lenet", "--steps", 12, "--seed", 5, *MNIST, "--checkpoint-dir", launch.folder / "d")
+    assert other.returncode == 64 and "[resume] step_00000006 was made with seed 0, this training has 5" in other.stderr
+    torn = launch.folder / "d" / "step_00000006" / "optimizer.safetensors"
+    torn.write_bytes(torn.read_bytes()[:-1])
+    done = launch(program, *rest, launch.folder / "d")
+    assert weights(done) == whole and "step_00000006 is refused: optimizer.safetensors" in done.stderr, done.stderr
+    assert not done.stdout.startswith("resumed")
+
+
+def test_whole_epochs_are_gone_on_from_in_the_next(launch, program):
+    """With an optimizer that has two arrays, accumulation and a short last batch; cut anywhere."""
+    words = ["zoo", "--optimizer", "adam", "--batch-size", 37, "--accumulation-steps", 3]
+    whole = launch(program, *words).stdout.splitlines()
+    for cut in (1, 2, 3, 5):
+        folder = launch.folder / str(cut)
+        stopped = launch(program, *words, "--stop-at", cut, "--checkpoint-dir", folder)
+        assert stopped.returncode == 0 and stopped.stdout.splitlines()[-2] != whole[-2], stopped.stderr
+        done = launch(program, *words, "--checkpoint-dir", folder, ranks=cut % 4)
+        assert done.stdout.splitlines()[-2] == whole[-2], done.stderr
+        assert done.stdout.splitlines()[-3] == whole[-3], "the last epoch's figures"
 
 
 # --- what goes wrong -----------------------------------------------------------------------------------------------

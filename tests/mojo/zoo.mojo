@@ -119,7 +119,13 @@ def train[O: Optimizer](var optimizer: O) raises:
         clip_norm=clip,
     )
     var test = DataLoader(noise(), 64)
-    var history = trainer.train(loader, test, epochs=3)
+    var history = trainer.train(
+        loader,
+        test,
+        epochs=3,
+        steps=number("stop-at", 1000),
+        checkpoint_dir=argument("checkpoint-dir", ""),
+    )
     if trainer.comm.rank() == 0:
         for r in history.records:
             print(
