@@ -85,6 +85,7 @@ class Graph:
 
     def launch(self) -> None:
         """Enqueues it."""
+        self._gpu.stream()  # makes the device this thread's current one
         _checked("cuGraphLaunch", self._exec, self._stream)
 
     def close(self) -> None:
