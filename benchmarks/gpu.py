@@ -70,7 +70,7 @@ def make_torch(options: Any, batch: int, dataset: Any, model: Any, kind: str) ->
     turn = 0
 
     def body() -> Any:
-        optimizer.zero_grad(set_to_none=kind != "graph")
+        optimizer.zero_grad(set_to_none=True)  # also captured so, as PyTorch's own recipe is
         loss = forward(static)
         loss.backward()
         optimizer.step()

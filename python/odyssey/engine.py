@@ -107,6 +107,8 @@ class Layout:
                     (f"zero={self.zero}", self.zero),
                     ("execution='eager'", self.execution != "replay"),
                     (f"reduction={self.reduction.reduction!r}", self.reduction.reduction in strategy.MODES),
+                    (f"bucket_size_mb={self.bucket_size_mb}", self.bucket_size_mb is not None),
+                    ("overlap=False", not self.overlap),
                 )
                 if found
             ),
@@ -114,8 +116,8 @@ class Layout:
         )
         if wrong:
             raise ConfigError(
-                f"[gpu] {wrong} is not there for GPUs: they replicate the whole model and take every step together; "
-                "leave it out, or use --device cpu"
+                f"[gpu] {wrong} is not there for GPUs: they replicate the whole model, take steps together and sum "
+                "gradients in pieces of their own; leave it out, or use --device cpu"
             )
 
     def bucket_floats(self, size: int) -> int:
@@ -727,6 +729,8 @@ class Direct(Runner):
         s = self.step
         s.context = self.context
         s.rows = self.context.rows
+        if self.engine.arena.mirror is not None:  # another trainer's GPUs may be ahead
+            s.params = self.engine.arena.address(native.PARAMS)
         if self.engine.layout.execution == "replay":
             native.library().step(s)
         else:

@@ -108,6 +108,8 @@ class Optimizer:
             lr: learning rate of this step.
             agree: asked with what was found here, says whether to go on; for ranks with different updates.
         """
+        if self.mirror is not None:
+            self.mirror.read()
         lib = native.library()
         n = len(updates)
         records = np.zeros((2 * n, lib.record), np.int64)

@@ -56,7 +56,10 @@ def device(where: int | str | Device = 0) -> Device:
                     f"[device] {where!r} needs {slot + 1} GPUs and this machine has {found or 'none'}; "
                     f"use device({slot}) or 'cpu'"
                 )
-            raise DeviceError(f"[device] {where!r}: this version has no GPU kernels yet; use device({slot}) or 'cpu'")
+            raise DeviceError(
+                f"[device] {where!r}: layers are placed on slots, and a trainer with device='gpu' runs all of them on "
+                f"its GPUs; use device({slot}) or 'cpu'"
+            )
         if where.isdigit():
             return device(int(where))
     raise ConfigError(f"[device] {where!r} is no place; give a slot from 0, or 'cpu', 'cpu:1', 'gpu:1'")

@@ -22,9 +22,9 @@ import numpy as np
 
 from . import comm as communication
 from . import data as datasets
+from . import gpus, verify
 from . import precision as precisions
 from . import resume as resumption
-from . import verify
 from .arena import Arena
 from .checkpoints import Store, environment_key
 from .comm.base import cores
@@ -41,7 +41,6 @@ from .parallel.plan import check_workers
 from .parallel.runner import Sums
 from .parallel.strategy import MODES, Strategy
 from .parallel.tensor import PARTS
-from .placement import gpus
 from .recipes import LR_SCALINGS
 from .session import KEEP, Saving, Session
 from .watch import slot
@@ -349,6 +348,7 @@ class DistributedTrainer:
         settings = {k: v for k, v in vars(self.optimizer).items() if isinstance(v, (int, float, tuple))}
         self._compare(
             {
+                "device": (self.device, [gpus.found()[i].accelerator for i in lay.gpus]),
                 "model": self.arena.layout_hash(),
                 "number of workers": lay.workers,
                 "shard size": lay.shard_size,
@@ -417,6 +417,9 @@ class DistributedTrainer:
         self.last = Last(sums.loss, lr, taken, sums.updates)
         if self.mode is not None:
             self.mode.stepped()
+        if self._train.team is not None:
+            while self._train.team.notes:
+                self._show(self._train.team.notes.pop())
         if self._trace is not None:
             self._trace.step(self, sums.loss, sums.correct)
         return sums.loss, sums.correct
@@ -699,6 +702,14 @@ class DistributedTrainer:
         """
         if self.layout.zero == 3:
             return
+        if self._train.team is not None:
+            own = self._train.team.weights()
+            wrong = [w for w, value in enumerate(own) if value != own[0]]
+            if wrong:
+                raise NumericsError(
+                    f"[check] step {self.steps}: the weights of worker {wrong[0]} of rank {self.comm.rank} differ from "
+                    f"those of its worker 0; a memory or hardware error. Go on from the last checkpoint (--resume auto)"
+                )
         runs = self._train.replicated()  # none on a rank whose stage has no parameters
         if self._replicas is None:
             at = self._train.parameters_address
@@ -893,14 +904,25 @@ def choose_devices(
         raise ConfigError(f"[train] num_gpus is {num_gpus!r}; it must be an integer of at least 1")
     if device == "cpu" or (device == "auto" and num_gpus is None):
         return (), None
-    found = gpus()
+    found, own = gpus.count(), False
+    if comm.size > 1:  # what each rank sees: the same GPUs as its neighbours, or GPUs of its own
+        seen = hash_of([gpu.uuid for gpu in gpus.found()])
+        everyone = comm.all_gather(np.array([found, seen], np.int64))
+        if (everyone[:, 0] > 0).any() and (everyone[:, 0] == 0).any():
+            none, some = (int(np.flatnonzero((everyone[:, 0] > 0) == s)[0]) for s in (False, True))
+            error = DeviceError(
+                f"[gpu] rank {none} sees no GPU and rank {some} has some; start all ranks alike, or use --device cpu"
+            )
+            error.everywhere = True
+            raise error
+        own = found > 0 and comm.local_size > 1 and len(set(everyone[:, 1].tolist())) == comm.size
     if not found:
         if device == "gpu":
             raise DeviceError("[train] device is 'gpu' but this machine has none; use --device cpu or auto")
         return (), f"no GPU found: {num_gpus} CPU workers are used"
     from .gpu.team import devices
 
-    return tuple(devices(found, num_gpus or 1, comm.local_rank, comm.local_size, oversubscribe)), None
+    return tuple(devices(found, num_gpus or 1, comm.local_rank, comm.local_size, oversubscribe, own)), None
 
 
 def _batches(loader: Any) -> Iterable[datasets.Batch]:

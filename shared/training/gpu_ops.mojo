@@ -2,7 +2,7 @@
 
 A record is the one that the CPU runs for one shard. Here an operand in a space becomes an address and a stride, and the
 op is enqueued for all shards at once. Ops that share a layer between ranks (*_parts, *_columns) and activations in rows
-have no form here: python/odyssey/gpu.py refuses them before anything runs.
+have no form here: python/odyssey/gpu/rewrite.py refuses them before anything runs.
 """
 
 from std.memory import bitcast

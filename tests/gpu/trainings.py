@@ -142,7 +142,7 @@ def pieces() -> dict[str, Any]:
 
     whole = steps(trainer(), 2, 416)
     limit, fold = GpuRunner._limit, plan.SIDE_BY_SIDE
-    GpuRunner._limit = lambda self: 3  # type: ignore[method-assign]
+    GpuRunner._limit = lambda self, most: 3  # type: ignore[method-assign]
     try:
         cut = steps(trainer(num_gpus=2), 2, 416)
     finally:
@@ -219,6 +219,72 @@ def touched() -> dict[str, Any]:
     third.optimizer.state["momentum"][...] = 0
     equal = steps(two, 1) == steps(third, 1)
     return {"ok": same and equal and steps(one, 1) != two.weights_sha256()}
+
+
+@check
+def without_a_shard() -> dict[str, Any]:
+    """A worker that has no shard of a batch takes the step of the others: as first batch, and after a skipped step."""
+
+    def run(n: int) -> str:
+        t = trainer("mlp", num_gpus=n, nonfinite="skip")
+        t.train_step(data.Batch(MNIST, np.arange(20), 0, 0))
+        good = t.state_dict()
+        t.arena.params[0] = np.nan
+        t.train_step(data.Batch(MNIST, np.arange(20, 100), 0, 1))
+        assert not t.last.taken
+        for name, p in t.model.named_parameters():
+            p.data[...] = good[name]
+        t.train_step(data.Batch(MNIST, np.arange(100, 120), 0, 2))
+        t.evaluate(MNIST.take(20))
+        t.check_replicas()
+        return steps(t, 1)
+
+    hashes = [run(n) for n in (1, 2, 3)]
+    return {"ok": len(set(hashes)) == 1, "hashes": hashes}
+
+
+@check
+def several_trainers() -> dict[str, Any]:
+    """A second trainer of a model, on GPUs or the CPU, starts from what the first has learned; and so on in turns."""
+
+    def run(second: str) -> tuple[bool, bool]:
+        one = trainer("mlp")
+        steps(one, 2)
+        learned = one.weights_sha256()
+        two = DistributedTrainer(
+            one.model, optim.SGD(lr=0.05), backend="local", device=second, num_gpus=1, oversubscribe=True, threads=1
+        )
+        start = two.weights_sha256()
+        steps(two, 1)
+        between = two.weights_sha256()
+        loss = one.evaluate(MNIST.take(64)).loss
+        same = abs(loss - two.evaluate(MNIST.take(64)).loss) < 1e-4
+        steps(one, 1)
+        return start == learned, same and one.weights_sha256() == two.weights_sha256() != between
+
+    found = {second: run(second) for second in ("gpu", "cpu")}
+    return {"ok": all(all(r) for r in found.values()), **found}
+
+
+@check
+def evaluated_between_steps() -> dict[str, Any]:
+    """An evaluation between two steps does not touch the batch that was brought ahead."""
+    from odyssey.gpu import team
+
+    def run(evaluate: bool) -> str:
+        t = trainer("mlp")
+        own = t.train_step
+        if evaluate:
+            t.train_step = lambda batch: (own(batch), t.evaluate(MNIST.take(80)))[0]  # type: ignore[method-assign]
+        t.fit(loader(), epochs=1, steps=4)
+        return t.weights_sha256()
+
+    share, team.DATA_SHARE = team.DATA_SHARE, 0.0
+    try:
+        hashes = [run(False), run(True)]
+    finally:
+        team.DATA_SHARE = share
+    return {"ok": hashes[0] == hashes[1], "hashes": hashes}
 
 
 @check

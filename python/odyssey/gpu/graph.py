@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import gc
 import os
 from collections.abc import Callable
 
@@ -68,20 +69,27 @@ class Graph:
         self._gpu, self._stream = gpu, gpu.stream()
         graph, executable = ctypes.c_void_p(), ctypes.c_void_p()
         _checked("cuStreamBeginCapture_v2", self._stream, THREAD_LOCAL)
-        problem: Exception | None = None
+        problem: BaseException | None = None
+        collects = gc.isenabled()
+        gc.disable()  # what is collected may free device memory, which ends a capture
         try:
             enqueue()
-        except Exception as error:
+        except BaseException as error:  # a capture that nobody ends would take everything that follows
             problem = error
+        finally:
+            if collects:
+                gc.enable()
         try:
             _checked("cuStreamEndCapture", self._stream, ctypes.byref(graph))
-            if problem is not None:
+            if isinstance(problem, Exception):
                 raise DeviceError(f"[gpu] what was captured failed: {problem}")
             _checked("cuGraphInstantiateWithFlags", ctypes.byref(executable), graph, 0)
             self._exec = executable
         finally:
             if graph.value:
                 _driver().cuGraphDestroy(graph)
+            if problem is not None and not isinstance(problem, Exception):
+                raise problem
 
     def launch(self) -> None:
         """Enqueues it."""

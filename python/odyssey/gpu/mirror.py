@@ -40,6 +40,10 @@ class Mirror:
             gpu.synchronize()
         self._host_newer = False
 
+    def outdated(self) -> None:
+        """The host has other numbers than the GPUs."""
+        self._host_newer, self._gpus_newer = True, False
+
     def changed(self) -> None:
         """The GPUs change their copies, all alike, in what was just enqueued; follows a `write`."""
         self._gpus_newer, self._host_newer = True, False

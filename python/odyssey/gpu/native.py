@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import re
 from typing import Any
 
 import numpy as np
@@ -120,8 +121,9 @@ class Library:
         """Calls odyssey_gpu_`name`. Raises DeviceError where it failed."""
         result = getattr(self._lib, f"odyssey_gpu_{name}")(*args, self._text, _ERROR)
         if result < 0:
-            words = self._text.value.decode(errors="replace").strip()
-            raise DeviceError(f"[gpu] {name}: {' '.join(words.split())}")
+            words = " ".join(self._text.value.decode(errors="replace").split())
+            words = re.sub(r"^At \S+: |To get more accurate error information.*", "", words).strip()
+            raise DeviceError(f"[gpu] {name}: {words}")
         return result
 
     def count(self) -> int:
@@ -146,6 +148,8 @@ def library() -> Library:
     # MAX would take 90 % of the device for a pool of its own. Areas here are few, large and kept, so each is taken from
     # the driver as it is: several processes can share a device, and what is free is what the driver says.
     os.environ.setdefault("MODULAR_DEVICE_CONTEXT_MEMORY_MANAGER_SIZE", "0")
+    os.environ.setdefault("MODULAR_DEVICE_CONTEXT_HOST_MEMORY_MANAGER_SIZE", "0")  # else 1.28 GiB, pinned, per device
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # the order of NVML, which was asked for their kinds
     return Library(str(build.gpu_library_path()), [str(p) for p in build.runtime_libraries()])
 
 
@@ -185,7 +189,14 @@ class Gpu:
     def allocate(self, nbytes: int) -> int:
         """Device memory, not initialised; its address."""
         out = ctypes.c_int64()
-        self._call("allocate", nbytes, 0, ctypes.addressof(out))
+        try:
+            self._call("allocate", nbytes, 0, ctypes.addressof(out))
+        except DeviceError as problem:
+            free = self.memory()[0]
+            raise DeviceError(
+                f"[gpu] gpu:{self.number} has {free >> 20} MiB free and {-(-nbytes >> 20)} MiB are needed; lower "
+                f"--global-batch-size, use more GPUs, or fewer workers on one ({problem})"
+            ) from None
         return out.value
 
     def pinned(self, nbytes: int) -> np.ndarray:

@@ -13,15 +13,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from .. import gpus
 from .. import native as host
-from ..errors import DeviceError
+from ..errors import DeviceError, NumericsError
 from ..parallel import plan as planning
 from ..parallel.runner import Runner
 from ..program import place
 from . import exchange, rewrite
 from . import plan as pieces
 from .graph import Graph
-from .native import COMPUTE, COPY, Block, Event, Gpu, GpuStep
+from .native import COMPUTE, COPY, Block, Gpu, GpuStep
 from .team import Worker
 
 if TYPE_CHECKING:
@@ -30,7 +31,10 @@ if TYPE_CHECKING:
     from ..optim import Update
     from .team import Team
 
-MEMORY_SHARE = 0.8  # of the free memory that a piece of shards may take
+# Of the memory that is free before the data set is placed (which takes at most team.DATA_SHARE of it) what the shards
+# of a piece may take.
+MEMORY_SHARE = 0.4
+MOST_SHARDS, MOST_SUMS = 65535, 8191  # of a launch; that are added in one
 
 
 class GpuSums:
@@ -95,8 +99,8 @@ class GpuRunner(Runner):
             for w in range(lay.workers)
         ]
         own = (self.runs[0][0], self.runs[-1][1])
-        limit = self._limit()
         most = pieces.FOLD if self.once else 1
+        limit = self._limit(most)
         self.plans = [pieces.worker(run, self.shards, limit, most) for run in self.runs]
         self.meeting = pieces.meeting([p.nodes for p in self.plans], own, self.shards)
         self.ranges = planning.ranges(self.floats, lay.workers)
@@ -122,14 +126,16 @@ class GpuRunner(Runner):
         self._constants.append((memory, addresses))
         return addresses[w]
 
-    def _limit(self) -> int:
-        """Shards that fit into a device at a time; the same on all workers of this process."""
+    def _limit(self, most: int) -> int:
+        """Shards that fit into a device at a time, and into a launch; the same on all workers of this process."""
         per_shard = 4 * (self.work_floats + self.floats)
-        limit = self.shards
+        limit = min(self.shards, MOST_SHARDS, MOST_SUMS * most)
+        lay = self.engine.layout
         for worker in self.team.workers:
-            share = sum(other.gpu.number == worker.gpu.number for other in self.team.workers)
+            here = sum(other.gpu.number == worker.gpu.number for other in self.team.workers)
+            sharing = here * -(-lay.comm.local_size * lay.workers // max(gpus.count(), 1))
             free = worker.gpu.memory()[0] + worker.nbytes
-            limit = min(limit, max(int(MEMORY_SHARE * free / share / per_shard), 1))
+            limit = min(limit, max(int(MEMORY_SHARE * free / sharing / per_shard), 1))
         return limit
 
     def use(self, data: ArrayDataset) -> None:
@@ -137,7 +143,9 @@ class GpuRunner(Runner):
         self.data = data
         self._batches = [
             _Batches(worker, placed, data, run, self.shard_size, self.samples)
-            for worker, placed, run in zip(self.team.workers, self.team.place(data), self.runs, strict=True)
+            for worker, placed, run in zip(
+                self.team.workers, self.team.place(data, self.samples), self.runs, strict=True
+            )
         ]
 
     @property
@@ -164,7 +172,8 @@ class GpuRunner(Runner):
         if self._exchange is not None:
             self._results = self._exchange.run()
         following = self.engine.upcoming
-        if following is not None and self.looks_ahead and len(following.indices) == self.samples:
+        alike = following is not None and following.dataset is self.data and len(following.indices) == self.samples
+        if alike and self.looks_ahead:
             for batches in self._batches:
                 batches.ahead(following)
         updates = [self.team.update(0, self._results[0])] if self.train else []
@@ -314,9 +323,12 @@ class GpuRunner(Runner):
             self._exchange.wait()
         for worker in self.team.workers:
             worker.gpu.synchronize()
-        back = self.team.workers[0].pinned("back", 4 * lib.stats + 4)
-        flag = back[4 * lib.stats :].view(np.int32)[0]
-        return back[: 4 * lib.stats].view(np.float32).copy(), bool(flag)
+        backs = [worker.pinned("back", 4 * lib.stats + 4) for worker in self.team.workers]
+        flags = {bool(back[4 * lib.stats :].view(np.int32)[0]) for back in backs}
+        if len(flags) > 1:
+            raise NumericsError("[gpu] workers disagree whether a step is finite: a memory or hardware error")
+        back, taken = backs[0], flags.pop()
+        return back[: 4 * lib.stats].view(np.float32).copy(), taken
 
     @property
     def bytes_sent(self) -> int:  # type: ignore[override]
@@ -353,7 +365,8 @@ class _Piece:
             try:
                 self._graph = Graph(self._gpu, self._launches)
             except DeviceError as problem:
-                team.graphs, team.graphless = False, str(problem)
+                team.graphs = False
+                team.notes.append(f"{problem}; kernels are launched one by one")
             else:
                 self._graph.launch()
                 return
@@ -383,9 +396,6 @@ class _Batches:
         self.worker, self.placed, self._data = worker, placed, data
         self.first = min(run[0] * shard_size, samples)
         self.count = min(run[1] * shard_size, samples) - self.first
-        self._ready: tuple[Batch, int, Event] | None = None  # a batch that was brought ahead, and where it is
-        self._turn = 0
-        self._free: list[Event | None] = [None, None]
 
     def bring(self, batch: Batch) -> tuple[int, ...]:
         """For this batch: addresses on the device of images, labels, rows, scale and shift; `bytes` (StepContext)."""
@@ -396,24 +406,22 @@ class _Batches:
             rows = self.worker.area("rows", 8 * self.count)
             self.worker.gpu.upload(rows, told)
             return (p.images, p.labels, rows, p.scale, p.shift, p.bytes)
-        if self._ready is None or self._ready[0] is not batch:
+        brought = self.worker.brought
+        if brought is None or brought[0] is not self or brought[1] is not batch:
             self.ahead(batch)
-        assert self._ready is not None
-        _, turn, done = self._ready
-        self._ready = None
-        done.hold(COMPUTE)
+        turn = self.worker.turn
+        self.worker.brought = None
+        self.worker.events[turn].hold(COMPUTE)
         return (*self._places(turn), p.scale, p.shift, p.bytes)
 
     def ahead(self, batch: Batch) -> None:
         """Gathers a batch in pinned memory and sends it on the copy queue, while the step before is computed."""
-        turn = self._turn = 1 - self._turn
+        turn = self.worker.turn = 1 - self.worker.turn
         gpu, data = self.worker.gpu, self._data
         indices = batch.indices[self.first : self.first + self.count]
         images, labels, rows = self._places(turn)
         told = self.worker.pinned(f"images {turn}", max(self._image_bytes, 16))
-        free = self._free[turn]
-        if free is not None:
-            free.wait()  # the copy from this pinned memory is done
+        self.worker.events[turn].wait()  # the last copy from this pinned memory is done
         np.take(
             data.images, indices, axis=0, out=told[: self._image_bytes].view(data.images.dtype).reshape(self._shape)
         )
@@ -425,10 +433,8 @@ class _Batches:
         gpu.upload(images, told[: self._image_bytes], COPY)
         gpu.upload(labels, mine.view(np.uint8), COPY)
         gpu.upload(rows, own.view(np.uint8), COPY)
-        done = gpu.event()
-        done.record(COPY)
-        self._free[turn] = done
-        self._ready = (batch, turn, done)
+        self.worker.events[turn].record(COPY)
+        self.worker.brought = (self, batch)
 
     @property
     def _shape(self) -> tuple[int, ...]:

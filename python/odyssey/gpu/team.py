@@ -17,7 +17,7 @@ from ..errors import DeviceError
 from ..optim import Update
 from . import graph
 from .mirror import Mirror
-from .native import BLOCK_BYTES, COMPUTE, COPY, Block, Gpu, GpuStep
+from .native import BLOCK_BYTES, COMPUTE, COPY, Block, Event, Gpu, GpuStep
 
 if TYPE_CHECKING:
     from ..arena import Arena
@@ -39,6 +39,9 @@ class Worker:
         self._pinned: dict[str, np.ndarray] = {}
         self.generation = 0  # goes up when an area moves
         self.told_for: Any = None  # whom the block's lasting fields were written for
+        self.turn = 0  # of the two places for batches that are brought
+        self.brought: Any = None  # the last one: who brought it, the batch, its place
+        self._events: list[Event] = []
         self.block = self.area("block", BLOCK_BYTES)
         self.told = self.pinned("block", BLOCK_BYTES)
         self.tell = Block.from_address(self.told.ctypes.data)
@@ -65,6 +68,13 @@ class Worker:
                 self.gpu.free(self._pinned.pop(name).ctypes.data)
             self._pinned[name] = self.gpu.pinned(max(nbytes, 16))
         return self._pinned[name][:nbytes]
+
+    @property
+    def events(self) -> list[Event]:
+        """Of the two places for batches: the copy into it is done."""
+        if not self._events:
+            self._events = [self.gpu.event(), self.gpu.event()]
+        return self._events
 
     def idle(self) -> None:
         """Waits until nothing is under way."""
@@ -119,12 +129,14 @@ class Team:
         numbers = list(numbers)
         self.workers = [Worker(n) for n in numbers]
         self.arena = arena
+        _ = arena.params  # as another trainer's GPUs left them
         self.parameters = Mirror(self.gpus, lambda: [arena.host])
         arena.mirror = self.parameters
         self._state: Mirror | None = None
         self._records = [np.zeros((2, host.library().record), np.int64) for _ in numbers]  # of an update
+        self._checks: list[Callable[[], int]] = []
         self.graphs = graph.wanted()
-        self.graphless = ""  # why there are none, if the driver refused
+        self.notes: list[str] = []  # what the user should know, until it was shown
         self.pending: Any = None  # sums of the last step, whose blocks are being read until they are fetched
         self._data: dict[int, tuple[weakref.ref[Any], list[Placed]]] = {}
         self._peers()
@@ -153,13 +165,23 @@ class Team:
 
     def keep(self, optimizer: Optimizer) -> None:
         """Takes the optimizer's state to the devices."""
+        _ = optimizer.state
+        self._optimizer = optimizer
         self._state = Mirror(self.gpus, lambda: list(optimizer.arrays.values()))
         optimizer.mirror = self._state
 
     def write(self) -> None:
-        """Brings the devices what the host may have changed."""
+        """Brings the devices what the host, or another trainer of the same parameters, may have changed."""
+        if self.arena.mirror is not self.parameters:
+            _ = self.arena.params
+            self.arena.mirror = self.parameters
+            self.parameters.outdated()
         self.parameters.write()
         if self._state is not None:
+            if self._optimizer.mirror is not self._state:
+                _ = self._optimizer.state
+                self._optimizer.mirror = self._state
+                self._state.outdated()
             self._state.write()
 
     def update(self, w: int, result: int) -> Update:
@@ -230,9 +252,17 @@ class Team:
         worker.run(records)
         return self.read(at, out)
 
-    def fingerprints(self, runs: Sequence[tuple[int, int, int]]) -> Callable[[], int]:
-        """A function that gives the fingerprint (fingerprint.py) of runs (address, floats, start) there."""
-        gpu = self.gpus[0]
+    def weights(self) -> list[int]:
+        """The fingerprint of the parameters of each worker; all must be equal."""
+        if not self._checks:
+            at = [own[0] for own in self.parameters.addresses]
+            self._checks = [self.fingerprints([(a, self.arena.size, 0)], w) for w, a in enumerate(at)]
+        self.write()
+        return [check() for check in self._checks]
+
+    def fingerprints(self, runs: Sequence[tuple[int, int, int]], w: int = 0) -> Callable[[], int]:
+        """A function that gives the fingerprint (fingerprint.py) of runs (address, floats, start) on w's device."""
+        gpu = self.gpus[w]
         table = np.array(list(runs), np.int64).reshape(-1, 3)
         longest = int(table[:, 1].max(initial=0))
         if not longest:
@@ -244,14 +274,19 @@ class Team:
 
         def fingerprint() -> int:
             gpu.fingerprint(at, at + 8 + table.nbytes, at + 8, len(table), longest)
-            return int(self.read(at, out)[0])
+            gpu.download(out, at)
+            gpu.synchronize()
+            return int(out[0])
 
         return fingerprint
 
     # --- data ---
 
-    def place(self, data: ArrayDataset) -> list[Placed]:
-        """The data set on the devices of all workers, if it fits: one Placed per worker."""
+    def place(self, data: ArrayDataset, samples: int) -> list[Placed]:
+        """The data set on the devices of all workers, if it fits: one Placed per worker.
+
+        One that has no more than the samples of a batch is brought as a batch: a loader of arrays makes a new one each.
+        """
         key = id(data)
         found = self._data.get(key)
         if found is not None and found[0]() is data:
@@ -259,7 +294,7 @@ class Team:
         for k in [k for k, (alive, _) in self._data.items() if alive() is None]:
             for worker, placed in zip(self.workers, self._data.pop(k)[1], strict=True):
                 placed.free(worker)
-        placed = [Placed(worker, data) for worker in self.workers]
+        placed = [Placed(worker, data, len(data) > samples) for worker in self.workers]
         self._data[key] = (weakref.ref(data), placed)
         return placed
 
@@ -267,10 +302,10 @@ class Team:
 class Placed:
     """A data set as one worker's kernels see it: whole on the device, or (`whole` False) batch by batch."""
 
-    def __init__(self, worker: Worker, data: ArrayDataset) -> None:
+    def __init__(self, worker: Worker, data: ArrayDataset, keep: bool) -> None:
         free, _ = worker.gpu.memory()
         arrays = [data.images, data.labels]
-        self.whole = sum(a.nbytes for a in arrays) <= DATA_SHARE * free
+        self.whole = keep and sum(a.nbytes for a in arrays) <= DATA_SHARE * free
         if not self.whole:
             arrays = []
         small = [data.scale, data.shift]
@@ -289,19 +324,26 @@ class Placed:
             worker.gpu.free(at)
 
 
-def devices(count: int, workers: int, local_rank: int, local_size: int, oversubscribe: bool) -> list[int]:
+def devices(
+    count: int, workers: int, local_rank: int, local_size: int, oversubscribe: bool, own: bool = False
+) -> list[int]:
     """The devices of a process's workers: consecutive ones, rank after rank on a machine with `count` GPUs.
+
+    Args:
+        own: this rank sees GPUs that no other rank sees, as some launchers arrange it.
 
     Raises:
         DeviceError: there are too few, and they are not to be shared.
     """
+    if own:
+        local_rank, local_size = 0, 1
     wanted = workers * local_size
     if count < 1:
         raise DeviceError("[gpu] this machine has no GPU that can be used; use --device cpu")
     if wanted > count and not oversubscribe:
         who = f"{local_size} ranks x {workers} = {wanted} GPUs" if local_size > 1 else f"{wanted} GPUs"
         raise DeviceError(
-            f"[gpu] {who} were asked for and this machine has {count}; use "
+            f"[gpu] {who} were asked for and this {'rank' if own else 'machine'} has {count}; use "
             + (f"--num-gpus {count}, " if local_size == 1 else f"-n {max(count // workers, 1)}, ")
             + "--oversubscribe to share them, or --device cpu"
         )
