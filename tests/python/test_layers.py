@@ -165,7 +165,8 @@ def test_mojo_kernels_know_nothing_above_them():
             assert module.split(".")[0] in ("std", ""), f"{path.name} imports {module}"
     for path in sorted((ROOT / "shared" / "training").glob("*.mojo")):
         for module in re.findall(r"^\s*(?:from|import)\s+([\w.]+)", path.read_text(), re.M):
-            assert module.split(".")[0] in ("std", "max", "kernels", ""), f"{path.name} imports {module}"
+            own = module.startswith("shared.training")  # in the examples of docstrings
+            assert own or module.split(".")[0] in ("std", "max", "kernels", ""), f"{path.name} imports {module}"
             assert module != "std.python", path.name
 
 
