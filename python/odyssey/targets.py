@@ -27,6 +27,7 @@ CPUS: tuple[tuple[str, str], ...] = (
     ("aarch64-unknown-linux-gnu", "generic"),
 )
 ACCELERATORS = ("sm_90", "sm_80", "gfx942")
+_CUT = 29  # characters of a module's and a function's name in that of an entry
 _CODE = (".ptx", ".amdgcn", ".ll")  # what the compiler writes of a kernel: for NVIDIA, AMD, Apple
 
 
@@ -197,10 +198,8 @@ def _module(file: str) -> str:
 
 
 def _fits(entry: str, module: str, name: str) -> bool:
-    """Whether this may be the entry of a function: its name stands there, whole, or cut where the parameters begin."""
-    whole = f"{module}_{name}"
-    common = len(os.path.commonprefix([entry, whole]))
-    return common == len(whole) or (common > len(module) + 1 and entry.startswith("6A", common))
+    """Whether this may be the entry of a function: its name stands there, whole or cut."""
+    return entry.startswith(f"{module}_{name}"[:_CUT])
 
 
 def _lines(text: str, file: str) -> list[int]:

@@ -86,21 +86,25 @@ def test_kernels_are_known_by_their_functions(tmp_path):
         return targets._source(tmp_path, entry, text + "".join(f"\t.loc\t7 {line} 5\n" for line in lines), known)
 
     assert source("kernels_gpu_b__map_Po6A6A_1234", of="b.mojo") == (b, "_map")
-    assert source("kernels_gpu_a__re6A6A_1234") == (a, "_real")  # cut short
+    assert source("kernels_gpu_a__real6A6A_1234") == (a, "_real")
     assert source("kernels_gpu_a__map26A6A_1234") == (a, "_map2")
-    assert source("kernels_gpu_a__mapper6A6A_1234") is None
+    assert source("kernels_gpu_a__re6A6A_1234") is None
     assert source("kernels_gpu_c__map26A6A_1234") is None
-    (folder / "c.mojo").write_text(
-        "def _pool_forward():\n    a()\n\ndef _pool_forward_2x2():\n    a()\n\ndef helper():\n    a()\n"
-        "def all():\n    q.enqueue_function[_pool_forward](x)\n    q.enqueue_function[_pool_forward_2x2](x)\n"
+    # cut after 29 characters
+    (folder / "pools.mojo").write_text(
+        "def _max_pool_forward():\n    a()\n\ndef _max_pool_forward_2x2():\n    a()\n\ndef helper():\n    a()\n"
+        "def all():\n    enqueue_function[_max_pool_forward](x)\n    enqueue_function[_max_pool_forward_2x2](x)\n"
     )
+    (folder / "with_a_long_name_x.mojo").write_text("def _one(): ...\ndef all():\n    enqueue_function[_one]()\n")
     known = sorted(targets.launched(tmp_path))
-    c = "mojo/kernels/gpu/c.mojo"
-    assert source("kernels_gpu_c__pool_for6A6A_12", 8, 2, of="c.mojo") == (c, "_pool_forward")
-    assert source("kernels_gpu_c__pool_for6A6A_13", 5, 2, of="c.mojo") == (c, "_pool_forward_2x2")
-    assert source("kernels_gpu_c__pool_for6A6A_14", 8, of="c.mojo") is None
-    amd = f'\t.file\t1 "{folder}" "c.mojo"\n\t.loc\t1 4 0\n'
-    assert targets._source(tmp_path, "kernels_gpu_c__pool_for6A", amd, known) == (c, "_pool_forward_2x2")
+    pools = "mojo/kernels/gpu/pools.mojo"
+    assert source("kernels_gpu_pools__max_pool_f6A6A_12", 8, 2, of="pools.mojo") == (pools, "_max_pool_forward")
+    assert source("kernels_gpu_pools__max_pool_f6A6A_13", 5, 2, of="pools.mojo") == (pools, "_max_pool_forward_2x2")
+    assert source("kernels_gpu_pools__max_pool_f6A6A_14", 8, of="pools.mojo") is None
+    amd = f'\t.file\t1 "{folder}" "pools.mojo"\n\t.loc\t1 4 0\n'
+    found = targets._source(tmp_path, "kernels_gpu_pools__max_pool_f6A6A_12", amd, known)
+    assert found == (pools, "_max_pool_forward_2x2")
+    assert source("kernels_gpu_with_a_long_name_6A6A_12") == ("mojo/kernels/gpu/with_a_long_name_x.mojo", "_one")
 
 
 # -- the assembler ----------------------------------------------------------------------------------------------------
