@@ -50,7 +50,8 @@ def manual_multi_device() raises:
         var loss: Float64 = 0
         var n = pieces[0].samples
         for k in range(devices):
-            var sums = models[k].run(pieces[k], loader.dataset)
+            var piece = pieces[k].to(device=k)
+            var sums = models[k].run(piece, loader.dataset)
             grads.append(models[k].gradients(sums))
             loss += sums.loss / Float64(n * devices)
         average_gradients(grads)

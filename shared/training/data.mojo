@@ -294,6 +294,19 @@ struct Batch(ImplicitlyCopyable, Movable):
     """The epoch, from 0."""
     var index: Int
     """The batch within it, from 0."""
+    var device: Int
+    """The place it is on; a model of a loop of one's own must be there."""
+
+    def to(self, *, device: Int) -> Self:
+        """The same samples on another place.
+
+        Args:
+            device: The place.
+
+        Returns:
+            The batch there.
+        """
+        return Self(self.rows, self.samples, self.epoch, self.index, device)
 
     def part(self, first: Int, samples: Int) -> Self:
         """Some of its samples, as a batch.
@@ -305,7 +318,13 @@ struct Batch(ImplicitlyCopyable, Movable):
         Returns:
             The batch.
         """
-        return Self(self.rows + 8 * first, samples, self.epoch, self.index)
+        return Self(
+            self.rows + 8 * first,
+            samples,
+            self.epoch,
+            self.index,
+            self.device,
+        )
 
 
 struct DataLoader(Movable, Sized):
@@ -407,4 +426,5 @@ struct DataLoader(Movable, Sized):
             max(0, min(size, stop - first)),
             epoch,
             index,
+            0,
         )

@@ -245,7 +245,7 @@ struct Engine[M: Module, L: Loss = CrossEntropyLoss](Movable):
         self._work.unsafe_free()
 
     def to(mut self, *, device: Int):
-        """Says which place this copy of the model is on: a number, not hardware (docs/mojo.md).
+        """Places this copy of the model; batches that it computes must be there.
 
         Args:
             device: The place.
@@ -294,6 +294,16 @@ struct Engine[M: Module, L: Loss = CrossEntropyLoss](Movable):
         Parameters:
             C: The communicator's type.
         """
+        if batch.device != self.device:
+            raise Error(
+                "[model] the batch is on device ",
+                batch.device,
+                ", the model on device ",
+                self.device,
+                "; move the batch with .to(device=",
+                self.device,
+                ")",
+            )
         self._check(data)
         if self.staged:
             return self._run_staged(comm, batch, data, step, training)

@@ -151,7 +151,8 @@ struct DistributedTrainer[M: Module, O: Optimizer, L: Loss = CrossEntropyLoss](
             print(
                 "odyssey: Mojo programs compute on the CPU in this version: ",
                 self._workers,
-                " CPU workers are used",
+                " CPU worker is used" if self._workers
+                == 1 else " CPU workers are used",
                 sep="",
                 file=stderr,
             )

@@ -9,7 +9,7 @@ from example_manual_multi_device import manual_multi_device
 from example_own_layer import own_layer
 from example_pipeline import pipeline
 from shared.training import stop
-from zoo import zoo
+from zoo import elsewhere, zoo
 
 
 def main():
@@ -29,6 +29,8 @@ def main():
             manual_multi_device()
         elif name == "zoo":
             zoo()
+        elif name == "elsewhere":
+            elsewhere()
         else:
             raise Error("[usage] there is no example ", name)
     except e:

@@ -36,7 +36,7 @@ def test_in_mojo(name):
 def test_all_sources_are_formatted(tmp_path):
     """What `mojo format` makes of a copy is the original."""
     repository = HERE.parents[1]
-    folders = [f for f in ("mojo", "shared", "tests", "benchmarks") if (repository / f).is_dir()]
+    folders = [f for f in ("mojo", "shared", "examples", "tests", "benchmarks") if (repository / f).is_dir()]
     files = sorted(p.relative_to(repository) for f in folders for p in (repository / f).rglob("*.mojo"))
     assert len(files) > 20
     for file in files:

@@ -116,6 +116,8 @@ def test_loops_of_ones_own(launch, program):
     loss = next(float(line.split()[3]) for line in done.stdout.splitlines() if line.startswith("step 10 "))
     assert 2 < loss < 2.3 and len(weights(done)) == 64  # it compares the copies itself
     assert launch(program, "manual_multi_device", "--steps", 1, "--devices", 3, *MNIST).returncode == 64
+    done = launch(program, "elsewhere")
+    assert done.returncode == 64 and "the batch is on device 0, the model on device 2; move the batch" in done.stderr
 
 
 class Zoo(nn.Module):

@@ -11,6 +11,7 @@ from shared.training import (
     Dataset,
     DistributedTrainer,
     Dropout,
+    Engine,
     Flatten,
     Linear,
     LogSoftmax,
@@ -95,6 +96,15 @@ def zoo() raises:
         train(AdamW(lr=0.01))
     else:
         train(SGD(lr=0.1, momentum=0.8, nesterov=True, weight_decay=0.01))
+
+
+def elsewhere() raises:
+    """A batch that is on another place than the model."""
+    var loader = DataLoader(noise(), 8)
+    var engine = Engine[L=NLLLoss, ...](Zoo())
+    engine.to(device=2)
+    _ = engine.run(loader.batch(0, 0, 8).to(device=2), loader.dataset)
+    _ = engine.run(loader.batch(0, 0, 8), loader.dataset)
 
 
 def train[O: Optimizer](var optimizer: O) raises:
