@@ -12,24 +12,10 @@ from .communicator import Communicator, ReduceOp, Solo
 from .compile import compiled
 from .composition import PipelineParallel, Sequential, Stage
 from .data import Batch, DataLoader, Dataset, permutation
-from .engine import Engine, Sums
+from .engine import Engine
 from .executor import ADD, RUN, Step, run_program, run_step
 from .history import EpochRecord, Evaluation, History
-from .layers import (
-    AvgPool2d,
-    Conv2d,
-    Dropout,
-    Flatten,
-    Layer,
-    Linear,
-    LogSoftmax,
-    MaxPool2d,
-    ReLU,
-    Shape,
-    Sigmoid,
-    Softmax,
-    Tanh,
-)
+from .layers import Conv2d, Layer, Linear, Shape
 from .losses import CrossEntropyLoss, Loss, NLLLoss
 from .models import LeNet5, MLP
 from .module import Module
@@ -37,8 +23,20 @@ from .mpi import Mpi
 from .ops import Context, NAMES, RECORD, ROWS, Record, STATS, code, execute
 from .optimizers import Adam, AdamW, Optimizer, SGD
 from .parameter import Parameter, Parametric
+from .plain_layers import (
+    AvgPool2d,
+    Dropout,
+    Flatten,
+    LogSoftmax,
+    MaxPool2d,
+    ReLU,
+    Sigmoid,
+    Softmax,
+    Tanh,
+)
 from .plan import Plan
 from .program import Program, float_bits, operand
+from .runner import Layout, Sums
 from .schedules import (
     Schedule,
     constant,

@@ -5,7 +5,6 @@ trainer does. Loops of one's own use it directly (examples/mojo/manual_multi_dev
 """
 
 from std.math import ceildiv
-from std.memory import unsafe_memcpy
 
 from kernels.lanes import LANES, Ptr
 from kernels.layout import LongPtr
@@ -22,147 +21,20 @@ from .module import Module
 from .ops import Context, STATS, code
 from .optimizers import Optimizer
 from .parameter import Parameters
-from .plan import Plan
-from .program import Program
-from .reduction import TreeReduction
+from .runner import (
+    Layout,
+    Runner,
+    Staged,
+    Sums,
+    Traced,
+    effective_shard_size,
+)
 from .sha256 import sha256
 from .stages import Pass, places
-from .tape import SMALL_BATCH, Tape
+from .tape import Tape
 from .value import TapePtr, Value
 
 comptime _RUNNERS = 8  # batch sizes that are kept prepared
-
-
-@fieldwise_init
-struct Sums(ImplicitlyCopyable, Movable):
-    """Sums over the samples of a global batch. Gradients are valid until the next run.
-    """
-
-    var loss: Float64
-    """Of the losses."""
-    var samples: Float64
-    """How many."""
-    var correct: Float64
-    """How many of them the model names right."""
-    var grads: Ptr
-    """Sums of gradients, in the layout of the arena."""
-
-
-@fieldwise_init
-struct Layout(ImplicitlyCopyable, Movable):
-    """Where the shards of a step are computed: everything that changes no bit, and the shard size, which does.
-    """
-
-    var rank: Int
-    """This process."""
-    var ranks: Int
-    """All processes."""
-    var workers: Int
-    """Of each process."""
-    var threads: Int
-    """Of this process."""
-    var shard_size: Int
-    """Samples."""
-
-
-def effective_shard_size(samples: Int, shard_size: Int) -> Int:
-    """The shard size of a batch; one smaller than a shard gets no more groups of lanes than it fills.
-
-    Args:
-        samples: Of the batch.
-        shard_size: As given.
-
-    Returns:
-        Samples.
-    """
-    if samples >= shard_size:
-        return shard_size
-    if samples <= SMALL_BATCH:
-        return samples
-    return min(shard_size, ceildiv(samples, LANES) * LANES)
-
-
-struct _Runner(Movable):
-    """What one batch size needs; made when it is first met."""
-
-    var samples: Int
-    var channels: Int
-    var training: Bool
-    var shard_size: Int
-    var program: Int  # index of the engine's programs
-    var floats: Int  # of a gradient buffer, statistics included
-    var plan: Plan
-    var reduction: Optional[TreeReduction]
-    var buffers: Ptr
-    var starts: List[Int64]
-    var counts: List[Int64]
-
-    def __init__(
-        out self,
-        samples: Int,
-        channels: Int,
-        training: Bool,
-        program: Int,
-        grads: Int,
-        lay: Layout,
-    ):
-        self.samples = samples
-        self.channels = channels
-        self.training = training
-        self.program = program
-        self.shard_size = effective_shard_size(samples, lay.shard_size)
-        self.floats = grads + STATS
-        self.plan = Plan(
-            ceildiv(samples, self.shard_size),
-            lay.rank,
-            lay.ranks,
-            lay.workers,
-            lay.threads,
-        )
-        self.buffers = aligned_zeros(self.plan.buffers * self.floats)
-        self.reduction = None
-        if lay.ranks > 1:
-            self.reduction = TreeReduction(
-                self.plan, lay.rank, lay.ranks, lay.workers, self.floats
-            )
-        self.starts = List[Int64]()
-        self.counts = List[Int64]()
-        for i in range(len(self.plan.threads)):
-            self.starts.append(Int64(self.plan.threads[i].address()))
-            self.counts.append(Int64(len(self.plan.threads[i])))
-        self.starts.append(Int64(self.plan.final.address()))
-        self.counts.append(Int64(len(self.plan.final)))
-
-    def __deinit__(deinit self):
-        self.buffers.unsafe_free()
-
-    def result(self) -> Ptr:
-        """Where the sum is."""
-        var first = self.plan.places[0] if len(self.plan.places) else 0
-        return self.buffers.unsafe_offset(first * self.floats)
-
-
-@fieldwise_init
-struct _Traced(Movable):
-    """The program of one shard of `samples` samples, and how many classes its loss saw.
-    """
-
-    var samples: Int
-    var channels: Int
-    var training: Bool
-    var outputs: Int
-    var program: Program
-
-
-@fieldwise_init
-struct _Staged(Movable):
-    """What a rank does for one batch size where each has a place of the model.
-    """
-
-    var samples: Int
-    var channels: Int
-    var training: Bool
-    var pass_: Pass
 
 
 struct Engine[M: Module, L: Loss = CrossEntropyLoss](Movable):
@@ -187,9 +59,9 @@ struct Engine[M: Module, L: Loss = CrossEntropyLoss](Movable):
     """The place this copy of the model is on, for loops of one's own."""
     var staged: Bool
     """Whether rank r computes the r-th place of the model, and not its share of the shards."""
-    var _programs: List[_Traced]
-    var _runners: List[_Runner]
-    var _passes: List[_Staged]
+    var _programs: List[Traced]
+    var _runners: List[Runner]
+    var _passes: List[Staged]
     var _work: Ptr
     var _work_bytes: Int
 
@@ -222,9 +94,9 @@ struct Engine[M: Module, L: Loss = CrossEntropyLoss](Movable):
         self.seed = seed
         self.layout = layout
         self.device = 0
-        self._programs = List[_Traced]()
-        self._runners = List[_Runner]()
-        self._passes = List[_Staged]()
+        self._programs = List[Traced]()
+        self._runners = List[Runner]()
+        self._passes = List[Staged]()
         self.staged = False
         self._work = aligned_zeros(16)
         self._work_bytes = 64
@@ -389,7 +261,7 @@ struct Engine[M: Module, L: Loss = CrossEntropyLoss](Movable):
             var tape = self.trace(n, channels, training)
             self._check_outputs(data, tape.outputs)
             self._passes.append(
-                _Staged(
+                Staged(
                     batch.samples,
                     channels,
                     training,
@@ -558,7 +430,7 @@ struct Engine[M: Module, L: Loss = CrossEntropyLoss](Movable):
         if len(self._runners) == _RUNNERS:
             _ = self._runners.pop(0)
         self._runners.append(
-            _Runner(
+            Runner(
                 samples,
                 channels,
                 training,
@@ -592,7 +464,7 @@ struct Engine[M: Module, L: Loss = CrossEntropyLoss](Movable):
                 return i
         var tape = self.trace(samples, channels, training)
         self._programs.append(
-            _Traced(samples, channels, training, tape.outputs, compiled(tape))
+            Traced(samples, channels, training, tape.outputs, compiled(tape))
         )
         return len(self._programs) - 1
 

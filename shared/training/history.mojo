@@ -32,6 +32,20 @@ struct EpochRecord(ImplicitlyCopyable, Movable):
     var test: Optional[Evaluation]
     """On the validation set, if there was one."""
 
+    def line(self) -> String:
+        """What to print about it.
+
+        Returns:
+            One line.
+        """
+        var out = String(
+            "epoch ", self.epoch, ": train loss ", fixed(self.train_loss, 4)
+        )
+        if self.test:
+            var share = 100 * self.test.value().accuracy
+            out += String(", test accuracy ", fixed(share, 2), " %")
+        return String(out, ", ", Int(self.samples_per_second), " samples/s")
+
 
 struct History(Movable):
     """What a training did: a record per epoch, and totals."""
@@ -103,3 +117,25 @@ struct History(Movable):
             The rate; 0 before there is one.
         """
         return Float64(self.samples) / self.seconds if self.seconds > 0 else 0
+
+
+def fixed(x: Float64, places: Int) -> String:
+    """A number with so many places behind the point.
+
+    Args:
+        x: The number.
+        places: How many.
+
+    Returns:
+        The text.
+    """
+    if not (x - x == 0):
+        return String(x)
+    var unit = 1
+    for _ in range(places):
+        unit *= 10
+    var n = Int(abs(x) * Float64(unit) + 0.5)
+    var rest = String(n % unit)
+    while rest.byte_length() < places:
+        rest = "0" + rest
+    return String("-" if x < 0 and n else "", n // unit, ".", rest)

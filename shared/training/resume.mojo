@@ -5,10 +5,6 @@ checkpoints, with the same bits. What must be the same for that is compared by n
 files (checkpoint.mojo), or when to save (trainer.mojo).
 """
 
-from std.memory import unsafe_memcpy
-
-from kernels.lanes import Ptr
-
 from .data import DataLoader
 from .engine import Engine
 from .history import EpochRecord, Evaluation, History

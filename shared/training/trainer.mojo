@@ -11,28 +11,28 @@ from std.sys import stderr
 from std.time import perf_counter_ns
 
 from kernels.fingerprint import fingerprint
-from kernels.lanes import Ptr
 
 from .checkpoint import Store
 from .communicator import ReduceOp
 from .data import Batch, DataLoader
-from .engine import Engine, Layout, Sums
+from .engine import Engine
 from .history import EpochRecord, Evaluation, History
-from .json import Json, JsonObject, null, parse_json
+from .json import JsonObject, parse_json
 from .losses import CrossEntropyLoss, Loss
 from .module import Module
 from .norm import global_norm
 from .optimizers import Optimizer
 from .resume import (
     Cursor,
-    Progress,
     Tally,
     capture,
     configuration,
     progress_of,
     restore,
 )
+from .runner import Layout, Sums
 from .schedules import Schedule, constant
+from .session import Session
 from .snapshot import step_name
 from .world import World, connect
 
@@ -415,7 +415,7 @@ struct DistributedTrainer[M: Module, O: Optimizer, L: Loss = CrossEntropyLoss](
         folder: String,
         every: Int,
         keep: Int,
-    ) raises -> _Session:
+    ) raises -> Session:
         """Checks what the training is to do, and goes to its newest checkpoint; a collective call.
         """
         _at_least_one("epochs", epochs)
@@ -449,7 +449,7 @@ struct DistributedTrainer[M: Module, O: Optimizer, L: Loss = CrossEntropyLoss](
         self._compare("data order", String(loader.seed, " ", loader.shuffle))
         self._compare("length", String(epochs, " ", steps.or_else(0)))
         self._compare("checkpoints", String(folder != "", " ", every))
-        var s = _Session(loader.next_epoch, epochs, steps, every)
+        var s = Session(loader.next_epoch, epochs, steps, every)
         if folder != "":
             s.configuration = configuration(
                 self.engine,
@@ -462,7 +462,7 @@ struct DistributedTrainer[M: Module, O: Optimizer, L: Loss = CrossEntropyLoss](
             self._resume(s, folder, keep)
         return s^
 
-    def _resume(mut self, mut s: _Session, folder: String, keep: Int) raises:
+    def _resume(mut self, mut s: Session, folder: String, keep: Int) raises:
         """Rank 0 opens the directory and reads; all ranks go to the newest checkpoint, if there is one.
         """
         var found = JsonObject()
@@ -506,7 +506,7 @@ struct DistributedTrainer[M: Module, O: Optimizer, L: Loss = CrossEntropyLoss](
                 sep="",
             )
 
-    def _epoch(mut self, mut loader: DataLoader, mut s: _Session) raises:
+    def _epoch(mut self, mut loader: DataLoader, mut s: Session) raises:
         """Takes what is left of an epoch and makes its record."""
         var size = loader.batch_size * self.accumulation_steps
         var length = ceildiv(len(loader), self.accumulation_steps)
@@ -546,7 +546,7 @@ struct DistributedTrainer[M: Module, O: Optimizer, L: Loss = CrossEntropyLoss](
             )
         )
 
-    def _ended(mut self, mut s: _Session) raises:
+    def _ended(mut self, mut s: Session) raises:
         """After an epoch and its evaluation."""
         self._show(s.progress.history)
         if s.complete:
@@ -561,7 +561,7 @@ struct DistributedTrainer[M: Module, O: Optimizer, L: Loss = CrossEntropyLoss](
             self._save(s)
 
     def _end(
-        mut self, mut loader: DataLoader, mut s: _Session
+        mut self, mut loader: DataLoader, mut s: Session
     ) raises -> History:
         """The last checkpoint, and what was done."""
         self._save(s)
@@ -571,7 +571,7 @@ struct DistributedTrainer[M: Module, O: Optimizer, L: Loss = CrossEntropyLoss](
         swap(history, s.progress.history)
         return history^
 
-    def _save(mut self, mut s: _Session) raises:
+    def _save(mut self, mut s: Session) raises:
         """A checkpoint of this moment, if there is none of it; rank 0 writes.
         """
         if not s.saves or s.saved == self.steps:
@@ -593,17 +593,7 @@ struct DistributedTrainer[M: Module, O: Optimizer, L: Loss = CrossEntropyLoss](
         """One line about the last epoch, from rank 0."""
         if not self.verbose or self.comm.rank() != 0:
             return
-        ref r = history.records[len(history.records) - 1]
-        var line = String(
-            "epoch ", r.epoch, ": train loss ", fixed(r.train_loss, 4)
-        )
-        if r.test:
-            line += String(
-                ", test accuracy ",
-                fixed(100 * r.test.value().accuracy, 2),
-                " %",
-            )
-        print(line, ", ", Int(r.samples_per_second), " samples/s", sep="")
+        print(history.records[len(history.records) - 1].line())
 
     def weights_sha256(self) -> String:
         """SHA-256 over the bytes of the parameters: one value for one training, on any layout, in Mojo and in Python.
@@ -614,74 +604,6 @@ struct DistributedTrainer[M: Module, O: Optimizer, L: Loss = CrossEntropyLoss](
         return self.engine.weights_sha256()
 
 
-struct _Session(Movable):
-    """One call of train(): how far it has come, how far it is to go, and where its checkpoints go.
-    """
-
-    var progress: Progress
-    var epochs: Int
-    var limit: Optional[Int]
-    var every: Int
-    var complete: Bool  # the limit was reached within an epoch
-    var saves: Bool
-    var saved: Int  # step of the newest checkpoint
-    var store: Optional[Store]  # on rank 0
-    var configuration: Json
-
-    def __init__(
-        out self,
-        loader_epoch: Int,
-        epochs: Int,
-        limit: Optional[Int],
-        every: Int,
-    ):
-        self.progress = Progress(loader_epoch)
-        self.epochs = epochs
-        self.limit = limit
-        self.every = every
-        self.complete = False
-        self.saves = False
-        self.saved = -1
-        self.store = None
-        self.configuration = null()
-
-    def at_limit(self) -> Bool:
-        """Whether all steps have been taken."""
-        return Bool(self.limit) and self.progress.steps() >= self.limit.or_else(
-            0
-        )
-
-    def finished(self) -> Bool:
-        """Whether there is nothing left to do."""
-        return (
-            self.complete
-            or self.progress.cursor.epoch >= self.epochs
-            or (self.at_limit() and self.progress.tally.samples == 0)
-        )
-
-
 def _at_least_one(name: String, value: Int) raises:
     if value < 1:
         raise Error("[train] ", name, " is ", value, "; it must be at least 1")
-
-
-def fixed(x: Float64, places: Int) -> String:
-    """A number with so many places behind the point.
-
-    Args:
-        x: The number.
-        places: How many.
-
-    Returns:
-        The text.
-    """
-    if not (x - x == 0):
-        return String(x)
-    var unit = 1
-    for _ in range(places):
-        unit *= 10
-    var n = Int(abs(x) * Float64(unit) + 0.5)
-    var rest = String(n % unit)
-    while rest.byte_length() < places:
-        rest = "0" + rest
-    return String("-" if x < 0 and n else "", n // unit, ".", rest)

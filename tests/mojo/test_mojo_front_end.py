@@ -324,7 +324,8 @@ def test_a_row_of_layers_that_does_not_fit_does_not_compile(tmp_path, model, mes
 
 
 PUBLIC = (
-    "arguments composition data engine history layers losses mnist models module optimizers schedules tensor trainer"
+    "arguments composition data engine history layers losses mnist models module optimizers plain_layers schedules "
+    "tensor trainer"
 ).split()
 
 
