@@ -127,7 +127,7 @@ class DistributedTrainer:
         model: any Module.
         optimizer: SGD(lr=0.01), Adam(...), ...; bound to the model here unless it already is.
         num_gpus: workers of this process (default 1), one per GPU. On a machine without a GPU they are CPU workers.
-        backend: transport: "auto", "mpi", "shm", "gloo" or "local".
+        backend: transport: "auto", "mpi", "shm", "nccl", "gloo" or "local".
         loss: called as loss(model(x), labels); default the model's own `loss`, else CrossEntropyLoss.
         device: "cpu", "gpu", or "auto": GPUs if num_gpus asks for them and the machine has them.
         oversubscribe: several workers, of one rank or of several, may share a GPU.
