@@ -11,6 +11,8 @@ from shared.training import (
     DataLoader,
     DistributedTrainer,
     LeNet5,
+    check_options,
+    connect,
     number,
     stop,
 )
@@ -31,6 +33,8 @@ def train_with_accumulation(batch_size: Int, steps: Int) raises -> String:
 
 
 def accumulation() raises:
+    _ = connect()  # first of all: whatever is wrong on one rank ends the others
+    check_options("data-dir steps")
     var steps = number("steps", 20)
     var whole = train_with_accumulation(128, steps)
     if train_with_accumulation(32, steps) != whole:

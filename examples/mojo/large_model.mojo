@@ -14,6 +14,8 @@ from shared.training import (
     Module,
     SGD,
     Tensor,
+    check_options,
+    connect,
     flatten,
     number,
     relu,
@@ -44,6 +46,8 @@ struct LargeModel(Module):
 
 
 def large_model() raises:
+    _ = connect()  # first of all: whatever is wrong on one rank ends the others
+    check_options("data-dir steps")
     var loader = DataLoader(mnist(train=True), 128, shuffle=True)
     var trainer = DistributedTrainer(LargeModel(), SGD(lr=0.05, momentum=0.9))
     var steps = number("steps", 200)

@@ -15,6 +15,8 @@ from shared.training import (
     LeNet5,
     SGD,
     argument,
+    check_options,
+    connect,
     flag,
     number,
     schedule,
@@ -26,13 +28,30 @@ from shared.training.mnist import mnist
 def lenet() raises:
     """Trains, and prints what the Python command prints: accuracy and the weights' SHA-256.
     """
-    var seed = UInt64(number("seed", 0))
-    var accumulation = number("accumulation-steps", 1)
-    var size = number("batch-size", 128) // accumulation
+    _ = connect()  # first of all: whatever is wrong on one rank ends the others
+    check_options(
+        (
+            "data-dir epochs steps seed batch-size accumulation-steps threads"
+            " checkpoint-dir checkpoint-every stop-at"
+        ),
+        flags="no-eval",
+    )
+    var seed = UInt64(number("seed", 0, at_least=0))
+    var accumulation = number("accumulation-steps", 1, at_least=1)
+    var batch = number("batch-size", 128, at_least=1)
+    if batch % accumulation:
+        raise Error(
+            "[usage] --batch-size is ",
+            batch,
+            "; it must divide by --accumulation-steps, ",
+            accumulation,
+        )
+    var size = batch // accumulation
     var loader = DataLoader(mnist(train=True), size, shuffle=True, seed=seed)
     var per_epoch = (len(loader) + accumulation - 1) // accumulation
-    var epochs = number("epochs", 8)
-    var total = min(number("steps", epochs * per_epoch), epochs * per_epoch)
+    var epochs = number("epochs", 8, at_least=1)
+    var all = epochs * per_epoch
+    var total = min(number("steps", all, at_least=1), all)
     var trainer = DistributedTrainer(
         LeNet5(),
         SGD(lr=0.05, momentum=0.9, weight_decay=5e-4),

@@ -7,7 +7,7 @@ after the other), or what to use: a DistributedTrainer does all of this, with th
 """
 
 from shared.training import Batch, DataLoader, Engine, LeNet5, SGD
-from shared.training import number, stop
+from shared.training import check_options, number, stop
 from shared.training.mnist import mnist
 
 
@@ -35,7 +35,8 @@ def average_gradients(grads: List[Span[Float32, MutUntrackedOrigin]]):
 
 
 def manual_multi_device() raises:
-    var devices = number("devices", 4)
+    check_options("data-dir devices steps")
+    var devices = number("devices", 4, at_least=1)
     var models = List[Engine[LeNet5]]()
     var optimizers = List[SGD]()
     for k in range(devices):
@@ -43,9 +44,12 @@ def manual_multi_device() raises:
         models[k].to(device=k)
         optimizers.append(SGD(lr=0.1))
         optimizers[k].bind(models[k].parameters.size)
-    var loader = DataLoader(mnist(train=True), 128, shuffle=True)
+    var loader = DataLoader(
+        mnist(train=True), 128, shuffle=True, drop_last=True
+    )
     for step in range(number("steps", 50)):
-        var pieces = split_batch(loader.batch(0, step, 128), devices)
+        var batch = loader.batch(step // len(loader), step % len(loader), 128)
+        var pieces = split_batch(batch, devices)
         var grads = List[Span[Float32, MutUntrackedOrigin]]()
         var loss: Float64 = 0
         var n = pieces[0].samples

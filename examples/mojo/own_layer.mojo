@@ -40,6 +40,8 @@ struct Classifier(Module):
 
 
 def own_layer() raises:
+    _ = connect()  # first: whatever is wrong on one rank ends the others
+    check_options("data-dir steps")
     var loader = DataLoader(mnist(train=True), 128, shuffle=True)
     var trainer = DistributedTrainer(Classifier(), Adam(lr=1e-3))
     var history = trainer.train(loader, epochs=9, steps=number("steps", 200))

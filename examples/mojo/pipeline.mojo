@@ -19,6 +19,8 @@ from shared.training import (
     SGD,
     Stage,
     Tensor,
+    check_options,
+    connect,
     number,
     stop,
 )
@@ -26,6 +28,8 @@ from shared.training.mnist import mnist
 
 
 def pipeline() raises:
+    _ = connect()  # first of all: whatever is wrong on one rank ends the others
+    check_options("data-dir steps")
     var model = PipelineParallel[
         In=Tensor[1, 28, 28],
         Out=Tensor[10, device=2],

@@ -7,7 +7,7 @@ programs, executor, and how ranks are connected.
 """
 
 from .arena import aligned_zeros
-from .arguments import argument, flag, number
+from .arguments import argument, check_options, flag, number
 from .communicator import Communicator, ReduceOp, Solo
 from .compile import compiled
 from .composition import PipelineParallel, Sequential, Stage

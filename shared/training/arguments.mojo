@@ -3,6 +3,42 @@
 from std.sys import argv
 
 
+def check_options(names: String, flags: String = "") raises:
+    """Refuses options that a program does not have, and ones without their value.
+
+    Args:
+        names: Those with a value, without the dashes, separated by spaces.
+        flags: Those without one.
+
+    Raises:
+        Error: There is such an option.
+    """
+    var words = argv()
+    var i = 1
+    while i < len(words):
+        var word = String(words[i])
+        i += 1
+        if not word.startswith("--"):
+            continue
+        if _among(word, flags):
+            continue
+        if not _among(word, names):
+            var all = String()
+            for name in String(names, " ", flags).split():
+                all += String(" --", name)
+            raise Error("[usage] ", word, " is unknown; there are", all)
+        if i == len(words) or String(words[i]).startswith("--"):
+            raise Error("[usage] ", word, " has no value; give one after it")
+        i += 1
+
+
+def _among(word: String, names: String) -> Bool:
+    for name in names.split():
+        if word == String("--", name):
+            return True
+    return False
+
+
 def argument(name: String, default: String) -> String:
     """The word after `--name`.
 
@@ -20,24 +56,38 @@ def argument(name: String, default: String) -> String:
     return default
 
 
-def number(name: String, default: Int) raises -> Int:
+def number(name: String, default: Int, at_least: Int = Int.MIN) raises -> Int:
     """The whole number after `--name`.
 
     Args:
         name: Without the dashes.
         default: If it is not given.
+        at_least: The smallest that is allowed.
 
     Returns:
         The number.
 
     Raises:
-        Error: It is none.
+        Error: It is none, or too small.
     """
     var word = argument(name, String(default))
+    var digits = True  # and no _ between them, which Int() would take
+    var i = 0
+    for c in word.as_bytes():
+        digits = digits and (48 <= Int(c) <= 57 or (i == 0 and Int(c) == 45))
+        i += 1
+    var n: Int
     try:
-        return Int(word)
+        if not digits:
+            raise Error("no number")
+        n = Int(word)
     except:
         raise Error("[usage] --", name, " is ", word, "; give a whole number")
+    if n < at_least:
+        raise Error(
+            "[usage] --", name, " is ", n, "; it must be at least ", at_least
+        )
+    return n
 
 
 def flag(name: String) -> Bool:

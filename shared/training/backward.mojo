@@ -11,15 +11,21 @@ from .tape import Arg, NUMBER, Node, RESHAPE, Tape
 comptime NONE = Arg(NUMBER, -1)  # no gradient
 
 
-def backward(mut t: Tape, loss: Int):
+def backward(mut t: Tape, loss: Int) raises:
     """Appends the backward pass of a loss, the number of a value of one float.
+
+    Raises:
+        Error: no gradient goes back to a parameter.
     """
+    if t.values[loss].node < 0:
+        raise Error(
+            "[model] no parameter has a part in the output; let forward() use"
+            " its layers"
+        )
     t.backward = True
     t.device = t.values[loss].device
     var seed = t.alloc(16)
     t.emit(comptime (code("fill")), seed, float_bits(1), 1)
-    if t.values[loss].node < 0:
-        return  # a model without parameters
     # gradients so far, by value; nodes are numbered in the order in which they were recorded
     var pending = Dict[Int, Arg]()
     pending[loss] = seed

@@ -77,14 +77,6 @@ struct Sequential[*Ls: Layer, In: AnyTensor, Out: AnyTensor](Layer, Module):
         Raises:
             Error: The samples do not fit, or a parameter was not found.
         """
-        comptime first = wrong_layer[*Self.Ls](shape_of[Self.In]())
-        comptime assert first < 0, (
-            "a layer of a Sequential does not fit what comes before it: sizes"
-            " or devices differ, or a Flatten is missing"
-        )
-        comptime assert (
-            chained[*Self.Ls](shape_of[Self.In]()) == shape_of[Self.Out]()
-        ), "the last layer of a Sequential does not give its Out"
         return Self.Output(self.apply(x.value()))
 
     @staticmethod
@@ -123,6 +115,15 @@ struct Sequential[*Ls: Layer, In: AnyTensor, Out: AnyTensor](Layer, Module):
         Raises:
             Error: The samples do not fit, or a parameter was not found.
         """
+        # here and not in forward(): a Sequential within another has its own In and Out as well
+        comptime first = wrong_layer[*Self.Ls](shape_of[Self.In]())
+        comptime assert first < 0, (
+            "a layer of a Sequential does not fit what comes before it: sizes"
+            " or devices differ, or a Flatten is missing"
+        )
+        comptime assert (
+            chained[*Self.Ls](shape_of[Self.In]()) == shape_of[Self.Out]()
+        ), "the last layer of a Sequential does not give its Out"
         var v = x
         comptime for i in range(len(Self.Ls)):
             v = self.layers[i].apply(v)

@@ -5,6 +5,7 @@ A batch is only its indices; the engine gathers the samples. Nothing here downlo
 """
 
 from std.math import ceildiv
+from std.memory import ArcPointer
 
 from kernels.lanes import Ptr
 
@@ -204,6 +205,20 @@ struct Dataset(Movable, Sized):
         Raises:
             Error: It is not allowed.
         """
+        if channels < 1 or height < 1 or width < 1 or classes < 1:
+            raise Error(
+                "[data] ",
+                name,
+                ": samples of ",
+                channels,
+                " x ",
+                height,
+                " x ",
+                width,
+                " and ",
+                classes,
+                " classes; each must be at least 1",
+            )
         var n = len(labels)
         var numbers = max(len(pixels), len(floats))
         if n == 0 or numbers != n * channels * height * width:
@@ -283,11 +298,11 @@ struct Dataset(Movable, Sized):
 
 @fieldwise_init
 struct Batch(ImplicitlyCopyable, Movable):
-    """The samples of one global batch: `samples` indices at an address that its loader keeps.
+    """The samples of one global batch: `samples` indices into the data set, of an order that it keeps alive.
     """
 
-    var rows: Int
-    """Address of int64 indices into the data set."""
+    var _order: ArcPointer[List[Int64]]  # never changed
+    var _first: Int
     var samples: Int
     """How many."""
     var epoch: Int
@@ -306,9 +321,24 @@ struct Batch(ImplicitlyCopyable, Movable):
         Returns:
             The batch there.
         """
-        return Self(self.rows, self.samples, self.epoch, self.index, device)
+        return Self(
+            self._order,
+            self._first,
+            self.samples,
+            self.epoch,
+            self.index,
+            device,
+        )
 
-    def part(self, first: Int, samples: Int) -> Self:
+    def rows(self) -> Int:
+        """Address of its int64 indices into the data set; valid while the batch is.
+
+        Returns:
+            The address.
+        """
+        return Int(self._order[].unsafe_ptr()) + 8 * self._first
+
+    def part(self, first: Int, samples: Int) raises -> Self:
         """Some of its samples, as a batch.
 
         Args:
@@ -317,9 +347,23 @@ struct Batch(ImplicitlyCopyable, Movable):
 
         Returns:
             The batch.
+
+        Raises:
+            Error: It does not have them.
         """
+        if first < 0 or samples < 1 or first + samples > self.samples:
+            raise Error(
+                "[data] samples ",
+                first,
+                " to ",
+                first + samples - 1,
+                " of a batch of ",
+                self.samples,
+                "; there are none",
+            )
         return Self(
-            self.rows + 8 * first,
+            self._order,
+            self._first + first,
             samples,
             self.epoch,
             self.index,
@@ -345,7 +389,9 @@ struct DataLoader(Movable, Sized):
     """Whether a last batch with fewer samples is left out."""
     var next_epoch: Int
     """The epoch that the next training with it begins with."""
-    var _order: List[Int64]
+    var _order: ArcPointer[
+        List[Int64]
+    ]  # batches share it; another epoch has another
     var _epoch: Int  # that _order is of; -1: none
 
     def __init__(
@@ -375,7 +421,7 @@ struct DataLoader(Movable, Sized):
         self.seed = seed
         self.drop_last = drop_last
         self.next_epoch = 0
-        self._order = List[Int64]()
+        self._order = ArcPointer(List[Int64]())
         self._epoch = -1
         if batch_size < 1 or len(self) == 0:
             raise Error(
@@ -411,18 +457,22 @@ struct DataLoader(Movable, Sized):
         if self._epoch != epoch:
             var n = len(self.dataset)
             if self.shuffle:
-                self._order = permutation(n, self.seed, UInt64(epoch))
-            elif len(self._order) != n:
-                self._order = List[Int64](length=n, fill=0)
+                self._order = ArcPointer(
+                    permutation(n, self.seed, UInt64(epoch))
+                )
+            elif len(self._order[]) != n:
+                var order = List[Int64](length=n, fill=0)
                 for i in range(n):
-                    self._order[i] = Int64(i)
+                    order[i] = Int64(i)
+                self._order = ArcPointer(order^)
             self._epoch = epoch
         var stop = len(self.dataset)
         if self.drop_last:
             stop = stop // self.batch_size * self.batch_size
         var first = index * size
         return Batch(
-            Int(self._order.unsafe_ptr()) + 8 * first,
+            self._order,
+            first,
             max(0, min(size, stop - first)),
             epoch,
             index,

@@ -37,6 +37,21 @@ from .value import TapePtr, Value
 comptime _RUNNERS = 8  # batch sizes that are kept prepared
 
 
+def shape_text(channels: Int, height: Int, width: Int, device: Int) -> String:
+    """The shape and place of samples, for messages.
+
+    Args:
+        channels: Of a sample.
+        height: Of a sample.
+        width: Of a sample.
+        device: The place.
+
+    Returns:
+        The text.
+    """
+    return String(channels, " x ", height, " x ", width, " on device ", device)
+
+
 struct Engine[M: Module, L: Loss = CrossEntropyLoss](Movable):
     """A model with its parameters, and sums over batches computed with it.
 
@@ -177,11 +192,20 @@ struct Engine[M: Module, L: Loss = CrossEntropyLoss](Movable):
                 ")",
             )
         self._check(data)
+        if batch.samples < 1:
+            raise Error(
+                "[train] the batch has no samples: number ",
+                batch.index,
+                " of epoch ",
+                batch.epoch,
+                "; len(loader) says how many there are",
+            )
         if self.staged:
             return self._run_staged(comm, batch, data, step, training)
         var i = self._prepare(batch.samples, data, training)
         ref r = self._runners[i]
         ref p = self._programs[r.program]
+        self._check_outputs(data, p.outputs)
         run_step(
             Step(
                 program=p.program.address(),
@@ -199,7 +223,7 @@ struct Engine[M: Module, L: Loss = CrossEntropyLoss](Movable):
                 buffer_floats=Int64(r.floats),
                 shard_size=Int64(r.shard_size),
                 samples=Int64(batch.samples),
-                rows=LongPtr(unsafe_from_address=batch.rows),
+                rows=LongPtr(unsafe_from_address=batch.rows()),
                 context=self._context(data, step),
             )
         )
@@ -259,12 +283,12 @@ struct Engine[M: Module, L: Loss = CrossEntropyLoss](Movable):
                 _ = self._passes.pop(0)
             var n = effective_shard_size(batch.samples, self.layout.shard_size)
             var tape = self.trace(n, channels, training)
-            self._check_outputs(data, tape.outputs)
             self._passes.append(
                 Staged(
                     batch.samples,
                     channels,
                     training,
+                    tape.outputs,
                     Pass(
                         tape,
                         comm.rank(),
@@ -275,12 +299,13 @@ struct Engine[M: Module, L: Loss = CrossEntropyLoss](Movable):
                 )
             )
             found = len(self._passes) - 1
+        self._check_outputs(data, self._passes[found].outputs)
         ref p = self._passes[found].pass_
         p.run(
             comm,
             self.arena,
             batch.samples,
-            batch.rows,
+            batch.rows(),
             self._context(data, step),
         )
         return Sums(
@@ -426,7 +451,6 @@ struct Engine[M: Module, L: Loss = CrossEntropyLoss](Movable):
                 return i
         var n = effective_shard_size(samples, self.layout.shard_size)
         var program = self._program(n, channels, training)
-        self._check_outputs(data, self._programs[program].outputs)
         if len(self._runners) == _RUNNERS:
             _ = self._runners.pop(0)
         self._runners.append(
@@ -502,6 +526,20 @@ struct Engine[M: Module, L: Loss = CrossEntropyLoss](Movable):
             rows=True,
         )
         var y = self.model.forward(Self.M.Input(Value(at, x))).value()
+        comptime O = Self.M.Output
+        var out = t.values[y.id].copy()
+        if not (
+            out.channels == O.CHANNELS
+            and out.height == O.HEIGHT
+            and out.width == O.WIDTH
+            and out.device == O.DEVICE
+        ):
+            raise Error(
+                "[model] forward() gives ",
+                shape_text(out.channels, out.height, out.width, out.device),
+                "; its Output is ",
+                shape_text(O.CHANNELS, O.HEIGHT, O.WIDTH, O.DEVICE),
+            )
         var labels = t.alloc(4 * t.groups * LANES)
         t.device = t.values[y.id].device
         t.emit(comptime (code("labels")), labels, t.groups, rows=True)

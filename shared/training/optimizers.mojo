@@ -56,6 +56,13 @@ struct _State(Movable):
             a.unsafe_free()
 
 
+def _divides(divisor: Float32) -> Bool:
+    """Whether 1 / divisor is finite: not for the 0 samples of an empty batch.
+    """
+    var share = 1 / divisor
+    return share - share == 0
+
+
 trait Optimizer(Deinitable, Movable):
     """An update rule with its settings and state."""
 
@@ -78,7 +85,7 @@ trait Optimizer(Deinitable, Movable):
         divisor: Float32,
         rate: Float64,
     ) -> Bool:
-        """Updates the parameters if all gradients are finite; returns whether they were.
+        """Updates the parameters if all gradients and 1 / divisor are finite; returns whether they were.
 
         Args:
             params: Of the arena.
@@ -254,7 +261,7 @@ struct SGD(Optimizer):
         divisor: Float32,
         rate: Float64,
     ) -> Bool:
-        """Updates the parameters if all gradients are finite; returns whether they were.
+        """Updates the parameters if all gradients and 1 / divisor are finite; returns whether they were.
 
         Args:
             params: Of the arena.
@@ -266,7 +273,7 @@ struct SGD(Optimizer):
         Returns:
             The output.
         """
-        if not is_finite(grads, size):
+        if not _divides(divisor) or not is_finite(grads, size):
             return False
         self._steps += 1
         sgd(
@@ -428,7 +435,7 @@ struct Adam[decoupled: Bool = False](Optimizer):
         divisor: Float32,
         rate: Float64,
     ) -> Bool:
-        """Updates the parameters if all gradients are finite; returns whether they were.
+        """Updates the parameters if all gradients and 1 / divisor are finite; returns whether they were.
 
         Args:
             params: Of the arena.
@@ -440,7 +447,7 @@ struct Adam[decoupled: Bool = False](Optimizer):
         Returns:
             The output.
         """
-        if not is_finite(grads, size):
+        if not _divides(divisor) or not is_finite(grads, size):
             return False
         self._steps += 1
         var n = Float64(self._steps)

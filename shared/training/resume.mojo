@@ -5,6 +5,8 @@ checkpoints, with the same bits. What must be the same for that is compared by n
 files (checkpoint.mojo), or when to save (trainer.mojo).
 """
 
+from std.utils.numerics import nan
+
 from .data import DataLoader
 from .engine import Engine
 from .history import EpochRecord, Evaluation, History
@@ -387,16 +389,16 @@ def progress_of[
         progress.history.seconds = history.get("seconds").number()
         for r in history.get("records").items():
             var test = Optional[Evaluation](None)
-            if not r.get("test_loss").is_null():
+            if not r.get("test_accuracy").is_null():
                 test = Evaluation(
-                    r.get("test_loss").number(),
+                    _loss(r.get("test_loss")),
                     r.get("test_accuracy").number(),
                     0,
                 )
             progress.history.records.append(
                 EpochRecord(
                     r.get("epoch").integer(),
-                    r.get("train_loss").number(),
+                    _loss(r.get("train_loss")),
                     r.get("train_accuracy").number(),
                     r.get("seconds").number(),
                     r.get("samples_per_second").number(),
@@ -408,6 +410,12 @@ def progress_of[
         raise Error(
             "[resume] ", name, " does not say where its training was: ", e
         )
+
+
+def _loss(value: Json) raises -> Float64:
+    """A loss; null stands for one that is not finite, which JSON has no number for.
+    """
+    return nan[DType.float64]() if value.is_null() else value.number()
 
 
 def _entry(values: Json, key: String, name: String) raises -> Json:

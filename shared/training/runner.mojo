@@ -143,4 +143,5 @@ struct Staged(Movable):
     var samples: Int
     var channels: Int
     var training: Bool
+    var outputs: Int
     var pass_: Pass

@@ -75,7 +75,7 @@ def constant() -> Schedule:
     return Schedule(_CONSTANT, 0, 1, 0)
 
 
-def step_decay(every: Int, gamma: Float64 = 0.1) -> Schedule:
+def step_decay(every: Int, gamma: Float64 = 0.1) raises -> Schedule:
     """The factor gamma to the power of (step // every).
 
     Args:
@@ -84,7 +84,16 @@ def step_decay(every: Int, gamma: Float64 = 0.1) -> Schedule:
 
     Returns:
         The schedule.
+
+    Raises:
+        Error: `every` is below 1.
     """
+    if every < 1:
+        raise Error(
+            "[schedule] step_decay every ",
+            every,
+            " steps; at least 1 is allowed",
+        )
     return Schedule(_STEP, 0, every, gamma)
 
 
@@ -101,7 +110,7 @@ def cosine(total_steps: Int, floor: Float64 = 0) -> Schedule:
     return Schedule(_COSINE, 0, total_steps, floor)
 
 
-def linear_warmup(steps: Int, after: Schedule = constant()) -> Schedule:
+def linear_warmup(steps: Int, after: Schedule = constant()) raises -> Schedule:
     """A straight line from 1 / steps to 1, then `after`, counted from the end of the warm-up.
 
     Args:
@@ -110,7 +119,14 @@ def linear_warmup(steps: Int, after: Schedule = constant()) -> Schedule:
 
     Returns:
         The schedule.
+
+    Raises:
+        Error: `steps` is negative.
     """
+    if steps < 0:
+        raise Error(
+            "[schedule] a warm-up of ", steps, " steps; 0 or more are allowed"
+        )
     return Schedule(after.kind, steps, after.steps, after.number)
 
 
@@ -131,7 +147,7 @@ def schedule(
         The schedule.
 
     Raises:
-        Error: There is no such schedule.
+        Error: There is no such schedule, or the warm-up is negative.
     """
     if name == "linear-warmup":
         return linear_warmup(

@@ -194,12 +194,16 @@ struct Pass(Movable):
         bases[WORK] = Int64(Int(work))
         for m in self.moves[phase]:
             if m.kind == RUN:
-                _ = run_program(
+                var stopped = run_program(
                     self.program.address().unsafe_offset(m.first * RECORD),
                     m.count,
                     LongPtr(unsafe_from_address=Int(bases.unsafe_ptr())),
                     ctx,
                 )
+                if stopped >= 0:
+                    raise Error(
+                        "record ", m.first + stopped, " of the program failed"
+                    )
             elif m.kind == SEND:
                 comm.send(work.unsafe_offset(m.first // 4), m.count, m.peer)
                 sent += 4 * m.count
@@ -211,7 +215,7 @@ struct Pass(Movable):
     def _sum(self, lo: Int, n: Int):
         """Adds the buffers of n shards along the tree, into the first of them.
         """
-        if n == 1:
+        if n <= 1:
             return
         var left = split(n)
         self._sum(lo, left)

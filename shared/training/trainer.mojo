@@ -165,6 +165,15 @@ struct DistributedTrainer[M: Module, O: Optimizer, L: Loss = CrossEntropyLoss](
         """
         var found = self.engine.places()
         self.engine.staged = found == self.comm.size()
+        if self.engine.staged and self._workers > 1:
+            raise Error(
+                "[train] num_gpus is ",
+                self._workers,
+                (
+                    ", but each rank has one place of the model and is one"
+                    " worker; leave num_gpus out"
+                ),
+            )
         if found > 1 and self.comm.rank() == 0:
             var how = String(
                 "each has all ",
@@ -471,7 +480,7 @@ struct DistributedTrainer[M: Module, O: Optimizer, L: Loss = CrossEntropyLoss](
             s.store = Store(folder, keep)
             var newest = s.store.value().newest()
             for line in newest.refused:
-                print("odyssey: [checkpoint] ", line, sep="", file=stderr)
+                print("odyssey: ", line, sep="", file=stderr)
             if newest.snapshot:
                 ref snapshot = newest.snapshot.value()
                 var name = step_name(snapshot.step)

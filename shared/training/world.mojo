@@ -5,7 +5,7 @@ tells an error in one line and ends all ranks with the exit code of docs/fault-t
 """
 
 from std.ffi import c_int, external_call
-from std.os import getenv
+from std.os import getenv, setenv
 from std.sys import exit, stderr
 from std.utils import Variant
 
@@ -14,6 +14,10 @@ from kernels.lanes import BytePtr, Ptr
 from .communicator import Communicator, ReduceOp, Solo
 from .launcher import announced_rank, launched, rendezvous_size
 from .mpi import Mpi, abort_all, is_connected
+
+comptime _ALONE = (  # from connect() to stop() of this process; a program has no other such memory
+    "ODYSSEY_STOPS_ALONE"
+)
 
 
 def connect(backend: String = "auto") raises -> World:
@@ -50,6 +54,7 @@ def connect(backend: String = "auto") raises -> World:
     if asked == "mpi":
         return World(Mpi())
     if asked == "local":
+        _ = setenv(_ALONE, "1")
         return World(Solo("as asked"))
     raise Error(
         "[comm] backend ", backend, " is unknown; choose auto, mpi or local"
@@ -77,22 +82,40 @@ def exit_code(message: String) -> Int:
 def stop(error: Error):
     """Says what is wrong, in one line on stderr, and ends all ranks. Does not return.
 
-    What all ranks have alike is told once: before they are connected by the first of each machine; after that by rank
-    0, with which the others end while they wait a moment.
+    What all ranks have alike is told once, by rank 0, with which the others end while they wait a moment. A rank that
+    fails before connect() connects now, to end the others: they wait for it there. Where MPI itself cannot be used the
+    first rank of each machine says so.
 
     Args:
         error: What is wrong.
     """
+    var message = String(error)
+    var code = exit_code(message)
     var rank = announced_rank()
     var found = launched()
+    var early = Bool(found) and found.value().size > 1 and not is_connected()
+    if early and message.startswith("[mpi]"):
+        if found.value().local_rank > 0:
+            _wait()
+            exit(code)
+        early = False
+    if rank == 0:
+        print("odyssey: ", message, sep="", file=stderr, flush=True)
+    if early and getenv(_ALONE) == "":
+        try:
+            _ = Mpi()
+        except:
+            pass  # it could not have been used at all
     if rank > 0:
-        _ = external_call["usleep", c_int](c_int(300_000))
-    if found and found.value().local_rank > 0 and not is_connected():
-        exit(exit_code(String(error)))
-    var who = "" if rank == 0 else String("[rank ", rank, "] ")
-    print("odyssey: ", who, error, sep="", file=stderr, flush=True)
-    abort_all(exit_code(String(error)))
-    exit(exit_code(String(error)))
+        _wait()
+        var line = String("odyssey: [rank ", rank, "] ", message)
+        print(line, file=stderr, flush=True)
+    abort_all(code)
+    exit(code)
+
+
+def _wait():
+    _ = external_call["usleep", c_int](c_int(300_000))
 
 
 struct World(Communicator):

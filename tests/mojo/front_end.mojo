@@ -8,6 +8,7 @@ from example_lenet import lenet
 from example_manual_multi_device import manual_multi_device
 from example_own_layer import own_layer
 from example_pipeline import pipeline
+from refusals import refusals
 from shared.training import stop
 from zoo import elsewhere, zoo
 
@@ -31,6 +32,8 @@ def main():
             zoo()
         elif name == "elsewhere":
             elsewhere()
+        elif name == "refusals":
+            refusals()
         else:
             raise Error("[usage] there is no example ", name)
     except e:

@@ -29,7 +29,7 @@ INCLUDE = ["-I", str(ROOT / "mojo"), "-I", str(ROOT)]
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All examples and zoo.mojo as one executable. Kept by the hash of its sources: compiling takes a minute."""
     digest = hashlib.sha256(f"{build.plan(ROOT).key} {ROOT}".encode())
-    sources = sorted([*EXAMPLES.glob("*.mojo"), HERE / "front_end.mojo", HERE / "zoo.mojo"])
+    sources = sorted([*EXAMPLES.glob("*.mojo"), *(HERE / f"{name}.mojo" for name in ("front_end", "refusals", "zoo"))])
     for path in sources:
         digest.update(path.read_bytes())
     kept = build.cache_dir() / "tests" / f"front_end-{digest.hexdigest()[:16]}"
@@ -213,7 +213,7 @@ def test_checkpoints_of_either_are_gone_on_from_by_the_other(launch, program):
     torn = launch.folder / "d" / "step_00000006" / "optimizer.safetensors"
     torn.write_bytes(torn.read_bytes()[:-1])
     done = launch(program, *rest, launch.folder / "d")
-    assert weights(done) == whole and "step_00000006 is refused: optimizer.safetensors" in done.stderr, done.stderr
+    assert weights(done) == whole and "odyssey: [checkpoint] step_00000006 is refused: opt" in done.stderr, done.stderr
     assert not done.stdout.startswith("resumed")
 
 
@@ -239,11 +239,28 @@ def test_settings_that_are_refused(launch, program):
         (["zoo", "--batch-size", 32], 3, "[train] 3 workers but 2 shards"),
         (["zoo", "--schedule", "zork"], 0, "[schedule] 'zork' is unknown"),
         (["zoo", "--threads", "two"], 0, "[usage] --threads is two; give a whole number"),
+        (["zoo", "--threads", "1_0"], 0, "[usage] --threads is 1_0; give a whole number"),
+        (["zoo", "--batch-size", 64, "--num-gpus", 2], 2, "[train] num_gpus is 2, but each rank has one place"),
+        (["lenet", "--step", 3], 0, "[usage] --step is unknown; there are --data-dir --epochs"),
+        (["own_layer", "--step", 3], 3, "[usage] --step is unknown; there are --data-dir --steps"),
+        (["lenet", "--no-eval", "--steps"], 0, "[usage] --steps has no value"),
+        (["lenet", "--accumulation-steps", 0], 0, "[usage] --accumulation-steps is 0; it must be at least 1"),
+        (["lenet", "--accumulation-steps", 3], 0, "[usage] --batch-size is 128; it must divide"),
+        (["lenet", "--seed", -1], 0, "[usage] --seed is -1; it must be at least 0"),
+        (["manual_multi_device", "--devices", 0], 0, "[usage] --devices is 0; it must be at least 1"),
+        (["lenet", "--data-dir", "nowhere"], 3, "[data] mnist: train-images-idx3-ubyte not found in nowhere"),
         (["lenet", "--data-dir", "nowhere"], 0, "[data] mnist: train-images-idx3-ubyte not found in nowhere"),
     ):
         done = launch(program, *words, ranks=ranks)
         assert done.returncode in (64, 65) and message in done.stderr, done.stderr
         assert done.stderr.count("odyssey: [") == 1, done.stderr
+
+
+def test_what_a_program_gets_wrong_is_an_error(launch, program):
+    """The checks themselves are in refusals.mojo."""
+    for ranks in (0, 2):
+        done = launch(program, "refusals", ranks=ranks)
+        assert done.returncode == 0 and done.stdout == max(1, ranks) * "16 refused\n", done.stderr
 
 
 LAYER = """
@@ -300,6 +317,11 @@ def main() raises:
     [
         (
             "Sequential[In=Tensor[1, 28, 28], Out=Tensor[10], ...](Linear[784, 10]())",
+            "a layer of a Sequential does not fit what comes before it",
+        ),
+        (
+            "Sequential[In=Tensor[784], Out=Tensor[10], ...]("
+            "Sequential[In=Tensor[784], Out=Tensor[10], ...](Linear[784, 20](), Linear[30, 10]()))",
             "a layer of a Sequential does not fit what comes before it",
         ),
         (

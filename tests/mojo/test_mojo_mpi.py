@@ -98,6 +98,7 @@ def test_the_standard_abi(launch, program):
 @pytest.mark.parametrize(("word", "code", "says"), [
     ("caught", 65, "odyssey: [rank 1] [data] rank 1 found nothing\n"),
     ("uncaught", 1, "rank 1 found nothing"), ("exit", 3, ""),
+    ("early", 65, "odyssey: [rank 1] [data] it found nothing\n"), ("alike", 65, "odyssey: [data] it found nothing\n"),
 ])  # fmt: skip
 def test_the_end_of_one_rank_is_the_end_of_all(launch, ends, word, code, says):
     done = launch(ends, word, ranks=3, timeout=30)
