@@ -56,8 +56,7 @@ def lost(one, four_hosts, tmp_path, act, clean):
     first, second = attempts(one)
     assert second[0] <= first[-1] + 1 and second == list(range(second[0], 41))
     assert json.loads((run / "DONE.json").read_text())["weights_sha256"] == one.weights
-    # on a busy machine a start may be given up once more before one succeeds
-    assert json.loads((run / "attempt.json").read_text())["attempt"] in (2, 3)
+    assert json.loads((run / "attempt.json").read_text())["attempt"] == 2, one.output
     return one
 
 
