@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from odyssey.watch import link, view, watcher
+from odyssey.watch.process import attach
 
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the watcher reads /proc")
@@ -38,7 +39,8 @@ class Machines:
             )
             self.processes.append(process)
             assert process.stdout is not None
-            self.ranks.append((process, [rank, *map(int, process.stdout.readline().split())]))
+            pid, descriptor = map(int, process.stdout.readline().split())
+            self.ranks.append((process, [rank, pid, *attach(pid, descriptor)]))
         listener = socket.socket()
         listener.bind(("127.0.0.1", 0))
         listener.listen()
@@ -59,6 +61,7 @@ class Machines:
                 "address": self.address,
                 "files": [],
             }
+            files = [number for number in self.ranks[n][1][2:] if number >= 0]
             path = folder / f"said-{n}"
             self.said.append(path)
             with path.open("w") as said:
@@ -66,7 +69,7 @@ class Machines:
                     [sys.executable, "-I", "-S", watcher.__file__],
                     stdin=subprocess.PIPE,
                     stderr=said,
-                    pass_fds=[listener.fileno()] if n == 0 else [],
+                    pass_fds=[*files, *([listener.fileno()] if n == 0 else [])],
                     env=environment,
                     cwd=folder,
                 )
@@ -74,6 +77,8 @@ class Machines:
             assert process.stdin is not None
             process.stdin.write(json.dumps(settings).encode() + b"\n")
             process.stdin.close()
+            for number in files:
+                os.close(number)
             self.watchers.append(process)
         listener.close()
 

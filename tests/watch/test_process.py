@@ -51,7 +51,7 @@ def test_a_rank_is_seen_signalled_and_its_end_noticed(rank):
     started, descriptor = rank
     link = os.readlink(f"/proc/{started.pid}/fd/{descriptor}")
     assert "odyssey-slot" in link and "(deleted)" in link  # nothing is left behind
-    watched = process.Watched(0, started.pid, descriptor)
+    watched = process.Watched(0, started.pid, *process.attach(started.pid, descriptor))
     assert watched.alive and watched.last is not None
     until(lambda: watched.look(time.monotonic(), 0.0).step > 3)
     at = watched.ask_for_stacks()
@@ -72,7 +72,7 @@ def test_a_rank_is_seen_signalled_and_its_end_noticed(rank):
 
 def test_a_number_that_belongs_to_another_process_now_is_not_signalled(rank):
     started, descriptor = rank
-    watched = process.Watched(0, started.pid, descriptor)
+    watched = process.Watched(0, started.pid, *process.attach(started.pid, descriptor))
     if watched.handle >= 0:
         os.close(watched.handle)
         watched.handle = -1
@@ -92,7 +92,7 @@ def test_time_used_since_the_last_sign_of_life():
     ):
         try:
             idle.stdout.readline()  # the time that a start takes is not asked about
-            seen = [process.Watched(rank, started.pid, -1) for rank, started in enumerate((busy, idle))]
+            seen = [process.Watched(0, started.pid, -1, -1) for started in (busy, idle)]
             for watched in seen:
                 watched.last = slot.mine()
             until(lambda: seen[0].look(time.monotonic(), 0.0).busy > 0.1, 60)
@@ -124,9 +124,13 @@ until = time.monotonic() + 20
 while (mine := open(f"/proc/self/task/{os.getpid()}/children").read().split()) and time.monotonic() < until:
     time.sleep(0.05)
 print(f"children {len(mine)}\\n", end="", flush=True)
-names = [line.rpartition("-")[2].strip() for line in open("/proc/net/unix") if "@odyssey-watch-" in line]
+def watched():  # it leaves the rank before it listens
+    names = [line.rpartition("-")[2].strip() for line in open("/proc/net/unix") if "@odyssey-watch-" in line]
+    return str(os.getpid()) in names
+while world.rank == 0 and not watched() and time.monotonic() < until:
+    time.sleep(0.05)
 if world.rank == 0:
-    print(f"watched {str(os.getpid()) in names}\\n", end="", flush=True)
+    print(f"watched {watched()}\\n", end="", flush=True)
 world.barrier()
 """
 

@@ -6,13 +6,15 @@ import errno
 import json
 import os
 import socket
+import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
-from odyssey.watch import link, watcher, writer
+from odyssey.watch import link, process, watcher, writer
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the watcher reads /proc")
 
@@ -143,3 +145,35 @@ def test_who_calls_and_says_nothing_is_dropped(make, monkeypatch):
     assert len(w.peers) == 1 and not w.shy
     for s in (*strangers, friend):
         s.close()
+
+
+@pytest.mark.parametrize("word", ["a defect of this rank", ""])
+@pytest.mark.parametrize("collected", [True, False])
+def test_a_rank_that_ended_before_the_watcher_ran_is_believed(make, launch, monkeypatch, word, collected):
+    words = [sys.executable, str(Path(__file__).with_name("rank.py"))]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": launch.environment}
+    with subprocess.Popen([*words, "0", "2"], **pipes) as one, subprocess.Popen([*words, "1", "2"], **pipes) as other:
+        ranks = []
+        for rank, started in enumerate((one, other)):
+            pid, descriptor = map(int, started.stdout.readline().split())
+            ranks.append([rank, pid, *process.attach(pid, descriptor)])
+        other.stdin.write(f"70 {word}".strip() + "\n")
+        other.stdin.flush()
+        assert not other.stdout.read()  # it has ended
+        if collected:
+            other.wait(20)
+        said = []
+        monkeypatch.setattr(watcher.Watcher, "_say", lambda self, text: said.append(text))
+        monkeypatch.setattr(watcher.Watcher, "_kill", lambda self: None)
+        w = make(run="", world=2, nodes=[[0, 1]], ranks=ranks)
+        w.tick()
+        until = time.monotonic() + 20
+        while w.ranks[1].alive and time.monotonic() < until:
+            w.pump(0.05)
+            w.tick()
+        assert w.ranks[0].alive and not w.ranks[1].alive
+        if word:
+            assert not said and w.seen[1].end == word
+        else:
+            assert len(said) == 1 and "rank 1 (pid" in said[0] and ("os._exit" in said[0])
+        one.stdin.close()

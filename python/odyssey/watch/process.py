@@ -37,18 +37,30 @@ def taken(descriptor: int, seconds: float = 0.5) -> None:
     time.sleep(0.05)
 
 
+def attach(pid: int, descriptor: int) -> tuple[int, int]:
+    """(a handle of a process, its slot opened for reading): they show how it ended also when it is long gone.
+
+    Each is -1 where it is not to be had: an old Python, a filter of system calls, a process that has ended.
+    """
+    handle = opened = -1
+    with contextlib.suppress(OSError, AttributeError, OverflowError):
+        handle = os.pidfd_open(pid)
+    with contextlib.suppress(OSError, OverflowError):
+        opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+    return handle, opened
+
+
 class Watched:
-    """A rank of this machine.
+    """A rank of this machine; `handle` and `slot_file` as `attach` gives them.
 
     Attributes:
         alive: its process is there. files: in shared memory, that MPI made and would leave behind; name -> inode.
     """
 
-    def __init__(self, rank: int, pid: int, descriptor: int) -> None:
-        self.rank, self.pid = rank, pid
-        self.alive = True
+    def __init__(self, rank: int, pid: int, handle: int, slot_file: int) -> None:
+        self.rank, self.pid, self.handle, self._slot = rank, pid, handle, slot_file
         self.files: dict[str, int] = {}
-        self.handle = self._slot = self._stacks = self._orders = -1
+        self._stacks = self._orders = -1
         self.last: slot.Slot | None = None
         self._changed = time.monotonic()
         self._cpu: deque[tuple[float, float]] = deque(maxlen=8)  # (when, seconds used)
@@ -57,14 +69,11 @@ class Watched:
         self._state, self._rss = "?", 0
         self._start: bytes | None = None  # its start time, which tells it from a later process of the same number
         self._used = self._used_before = 0.0  # CPU seconds: so far, and at the last sign of life
-        with contextlib.suppress(OSError, AttributeError, OverflowError):  # an old Python, a filter of system calls
-            self.handle = os.pidfd_open(pid)
-        try:
-            self._slot = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
-            self.last = slot.read(self._slot)
-        except (OSError, OverflowError):
-            self.alive = self.handle >= 0 or os.path.exists(f"/proc/{pid}/stat")
+        with contextlib.suppress(OSError):
+            self.last = slot.read(self._slot) if self._slot >= 0 else None
+        self.alive = True
         self._look_at_process(self._changed)
+        self.alive = True  # an end that has been already is noticed as any other: at the first look
         self._used_before = self._used
         if self.last is not None:
             for name, flags in (("stacks", os.O_RDONLY), ("orders", os.O_WRONLY | os.O_NONBLOCK)):
@@ -138,7 +147,7 @@ class Watched:
             self._cpu.append((now, self._used))
             self._rss = int(words[21]) * _PAGE
         except (OSError, IndexError, ValueError):
-            self.alive, self._state = False, "gone"
+            self.alive, self._state = self.handle >= 0, "gone"  # a handle tells its end itself
 
     def code(self) -> int | None:
         """The wait status of a process that its parent has not collected yet; None where it is not to be had."""

@@ -24,7 +24,7 @@ from .. import runs
 from ..errors import ConfigError
 from . import entry, slot
 from .judge import name
-from .process import SHARED
+from .process import SHARED, attach
 
 if TYPE_CHECKING:
     from ..comm import Communicator
@@ -81,6 +81,10 @@ def begin(world: Communicator) -> None:
     nodes: dict[int, list[int]] = {}
     for rank, (_, _, node, *_) in enumerate(everyone):
         nodes.setdefault(node, []).append(rank)
+    mine = nodes[everyone[world.rank][2]]
+    watches = world.rank == mine[0] and any(everyone[rank][1] >= 0 for rank in mine)
+    # Now, as all are there: one of them may have ended, after a word, before the watcher runs.
+    attached = {rank: attach(*everyone[rank][:2]) for rank in mine} if watches else {}
     secret = np.frombuffer(os.urandom(32), np.uint8).copy()
     world.broadcast(secret)
     entry.named(entry_name(secret))
@@ -89,14 +93,13 @@ def begin(world: Communicator) -> None:
         if world.rank == 0:
             listener, where = _listen(everyone[0][5:], [everyone[ranks[0]][5:] for ranks in nodes.values()])
         world.broadcast(where)
-    mine = nodes[everyone[world.rank][2]]
     unseen = [rank for rank, (_, its, *_) in enumerate(everyone) if its < 0]
     if world.rank == 0 and unseen and settings["watchdog"]:
         line = f"odyssey: [watch] {name(unseen)} cannot be watched: there is no memory that another process could read"
         print(line, file=sys.stderr, flush=True)
-    if world.rank == mine[0] and any(everyone[rank][1] >= 0 for rank in mine):
+    if watches:
         settings |= {
-            "ranks": [[rank, everyone[rank][0], everyone[rank][1]] for rank in mine],
+            "ranks": [[rank, everyone[rank][0], *opened] for rank, opened in attached.items()],
             "nodes": list(nodes.values()),
             "secret": secret.tobytes().hex(),
             "main": world.rank == 0,
@@ -105,7 +108,10 @@ def begin(world: Communicator) -> None:
             "address": [_text(int(where[0])), int(where[1])] if where[1] else None,
             "files": _left_behind([everyone[rank][3:5] for rank in mine]),
         }
-        _start(settings, listener)
+        opened = [number for numbers in attached.values() for number in numbers if number >= 0]
+        _start(settings, [*opened, *([listener.fileno()] if listener else [])])
+        for number in opened:
+            os.close(number)
     if listener is not None:
         listener.close()
     if slot.mine().phase == "start":
@@ -119,7 +125,8 @@ def entry_name(secret: np.ndarray) -> str:
     return hashlib.sha256(b"name" + secret.tobytes()).hexdigest()[:16]
 
 
-def _start(settings: dict[str, Any], listener: socket.socket | None) -> None:
+def _start(settings: dict[str, Any], descriptors: list[int]) -> None:
+    """Starts the watcher, which takes over these open files."""
     program = Path(__file__).with_name("watcher.py")
     with contextlib.suppress(OSError):
         process = subprocess.Popen(
@@ -127,7 +134,7 @@ def _start(settings: dict[str, Any], listener: socket.socket | None) -> None:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             start_new_session=True,  # it outlives the ranks by a moment, also when their process group is killed
-            pass_fds=[listener.fileno()] if listener else [],
+            pass_fds=descriptors,
         )
         # It goes on in a process that is no child of this one.
         threading.Thread(target=process.wait, name="odyssey watcher", daemon=True).start()

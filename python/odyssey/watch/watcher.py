@@ -53,7 +53,7 @@ class Watcher:
         self.main, self.secret = bool(settings["main"]), bytes.fromhex(settings["secret"])
         self.address = settings["address"]
         self.files = {path: os.lstat(path).st_ino for path in settings["files"] if os.path.lexists(path)}
-        self.ranks = {rank: Watched(rank, pid, slot) for rank, pid, slot in settings["ranks"]}
+        self.ranks = {rank: Watched(rank, *process) for rank, *process in settings["ranks"]}
         self.nodes = [set(ranks) for ranks in settings["nodes"]]
         self.writer = writer.Writer()
         self.host = os.uname().nodename
@@ -264,7 +264,9 @@ class Watcher:
             self.seen[watched.rank] = watched.look(time.monotonic(), self.floor)
             watched.alive = False
             self.seen[watched.rank] = self.seen[watched.rank]._replace(state="gone")
-        silent = [w.rank for w in ranks if not self.seen[w.rank].ended]
+        # Who was gone before anybody could look may have said why, unless it was killed.
+        spoke = {w.rank for w in ranks if w.last is None and not (statuses[w.rank] or 0) & 0x7F}
+        silent = [w.rank for w in ranks if not self.seen[w.rank].ended and w.rank not in spoke]
         known = any(s.ended and s.code for s in self.seen.values())  # somebody has said why the job ends
         if self.ending or known or not silent or (len(silent) == len(self.ranks) > 1):
             return
