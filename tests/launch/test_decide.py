@@ -7,7 +7,7 @@ import pytest
 from odyssey.errors import ConfigError
 from odyssey.launch.attempt import allowed
 from odyssey.launch.config import LaunchConfig, parse_elastic
-from odyssey.launch.decide import Action, Outcome, Past, decide, taken_back
+from odyssey.launch.decide import Action, Outcome, Past, decide, in_doubt, taken_back
 from odyssey.launch.ends import End, Started, first
 from odyssey.launch.hosts import parse_hosts
 
@@ -162,6 +162,17 @@ def test_a_lost_machine_is_no_lack_of_this_one():
     started = {0: Started(0, "h1", 1), 1: Started(1, "h2", 1)}
     assert after(end(1, 69), started=started, ranks=2).code is None
     assert after(end(1, 69)).code == 69
+
+
+def test_hosts_are_asked_unless_a_rank_ended_by_itself():
+    several = {"layout": (("h1", 2), ("h2", 2))}
+    for ended in ([], [end(1, None, 9)], [end(1, 69), end(2, None, 9)], [end(0, 0), end(1, 76), end(2, 77), end(3)]):
+        assert in_doubt(outcome(*ended, **several))
+        assert not in_doubt(outcome(*ended)) and not in_doubt(outcome(*ended, layout=(("h1", 4),)))
+        assert not in_doubt(outcome(*ended, done=True, **several))
+        assert not in_doubt(outcome(*ended, stop=15, **several))
+    assert not in_doubt(outcome(end(1, 70), **several)) and not in_doubt(outcome(end(1, 69), end(2, 65), **several))
+    assert in_doubt(outcome(end(1, 70, following=True), **several))
 
 
 def test_words():

@@ -18,7 +18,7 @@ import pytest
 import odyssey
 from odyssey import runs
 from odyssey.errors import ConfigError, LaunchError
-from odyssey.launch import LaunchConfig, attempt, ends, leftovers, output, starting, supervisor, users
+from odyssey.launch import LaunchConfig, attempt, decide, ends, leftovers, output, starting, supervisor, users
 from odyssey.launch import lock as lock_file
 from odyssey.launch.__main__ import parse
 from odyssey.launch.hosts import parse_hosts, place
@@ -309,6 +309,32 @@ def test_records_that_are_garbage_are_not_there(tmp_path):
     (tmp_path / "4.json").write_text(json.dumps({"attempt": 1, "code": "x", "signal": [], "host": 5, "reason": {}}))
     found = ends.ended(tmp_path, 1)
     assert set(found) == {4} and found[4].code is None and found[4].host == "?"
+
+
+def test_a_signal_that_only_the_watcher_tells_is_no_exit_code(tmp_path):
+    """Its keeper was killed as well, by a launcher that had lost another host."""
+    said = {
+        "attempt": 1,
+        "rank": 1,
+        "host": "h2",
+        "code": 137,
+        "signal": 9,
+        "step": 12,
+        "reason": "was killed by SIGKILL",
+    }
+    (tmp_path / "1.reason.json").write_text(json.dumps(said))
+    (end,) = ends.ended(tmp_path, 1).values()
+    assert (end.code, end.signal, end.step) == (None, 9, 12) and "was killed by SIGKILL at step 12" in str(end)
+    lost = ends.End(2, "h3", 69, None, 0.0)
+    layout = (("h1", 1), ("h2", 1), ("h3", 1))
+    assert decide.in_doubt(decide.Outcome(1, 3, layout, ended={1: end, 2: lost}))
+    config, past = LaunchConfig(nproc_per_node=3, max_restarts=3), decide.Past()
+    for _ in range(2):  # a second time is no reason to give up: that is for exit codes
+        action = decide.decide(
+            decide.Outcome(1, 3, layout, {1: ends.Started(1, "h2", 5)}, {1: end}, step=12), past, config, ()
+        )
+        assert action.code is None and "restarting" in action.line
+        past = action.past
 
 
 # --- leftovers -------------------------------------------------------------------------------------------------------

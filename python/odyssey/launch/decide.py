@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 from . import ends as ended
 from .config import LaunchConfig
-from .ends import End, Started
+from .ends import CONTRACT, HANG, End, Started
 from .hosts import Host, capacity
 
-STOPPED, GAVE_UP, HANG = 75, 69, 77
+STOPPED, GAVE_UP = 75, 69
 LONGEST = 60.0  # seconds between two attempts
 
 #: Exit codes of ranks that another attempt would only repeat: usage, data and numerics, a machine that lacks something,
@@ -146,6 +146,18 @@ def _failed(outcome: Outcome, past: Past, config: LaunchConfig, hosts: tuple[Hos
     where = "" if outcome.step is None and outcome.checkpoint is None else f" from {_step(outcome.checkpoint)}"
     line = f"{said}; restarting{where} on {_ranks(ranks)}{note} ({restarts} of {config.max_restarts} restarts)"
     return Action(line + (f" in {delay:g} s" if delay else ""), None, ranks, hosts, delay, now)
+
+
+def in_doubt(outcome: Outcome) -> bool:
+    """Whether a failure on several hosts may be the loss of one: no rank ended by itself.
+
+    Ranks that were killed do not count: when a host is lost, this launcher or an MPI library kills those of the others.
+    Nor do ends that are the consequence of another rank's by their own word.
+    """
+    if len(outcome.layout) < 2 or outcome.done or outcome.stop is not None:
+        return False
+    own = [end for end in outcome.ended.values() if end.signal is None and not end.following]
+    return {end.code for end in own} <= {None, 0, GAVE_UP, CONTRACT, HANG}
 
 
 def taken_back(action: Action, back: tuple[str, ...], config: LaunchConfig, wanted: int) -> Action:

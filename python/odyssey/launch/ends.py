@@ -33,7 +33,7 @@ class Started(NamedTuple):
 
 
 class End(NamedTuple):
-    """How a rank ended: exit code or signal (None, None: only the rank's own word is known)."""
+    """How a rank ended: exit code or signal, never both (None, None: neither is known)."""
 
     rank: int
     host: str
@@ -96,6 +96,8 @@ def ended(folder: Path, attempt: int) -> dict[int, End]:
         own = record.get("own")  # an MPI library may kill the rank that has called MPI_Abort
         if type(own) is int and 0 < own < 128 and number in _KILLED:
             code, number = own, None
+        if type(number) is int:
+            code = None  # 128 + the signal, as a shell says it, is no code that a rank chose
         said = record.get("reason"), record.get("step")
         found[rank] = End(
             rank,

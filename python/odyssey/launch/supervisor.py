@@ -34,7 +34,7 @@ from ..launcher import launched
 from . import leftovers, starting, users
 from .attempt import Attempt
 from .config import LaunchConfig
-from .decide import Action, Outcome, decide, taken_back
+from .decide import Action, Outcome, decide, in_doubt, taken_back
 from .ends import signal_name
 from .hosts import Host, capacity, place
 from .lock import Lock
@@ -229,11 +229,8 @@ class DistributedLauncher:
         self, outcome: Outcome, starter: starting.Starter, environment: dict[str, str], idle: Callable[[], None]
     ) -> Outcome:
         """After a failure on several hosts: which of them are not there any more."""
-        if len(outcome.layout) < 2 or starter.kind == "srun" or outcome.done or outcome.stop is not None:
+        if starter.kind == "srun" or not in_doubt(outcome):
             return outcome
-        codes = {end.code for end in outcome.ended.values()}
-        if codes - {None, 0, 69, 76, 77}:
-            return outcome  # a rank ended by itself; its host is there
         lost = probe(self.config, starter, [name for name, _ in outcome.layout], environment, idle)
         if len(lost) == len(outcome.layout):
             self._say(f"attempt {outcome.attempt}: no host answers, which says more about the network than about them")

@@ -273,20 +273,20 @@ class Watcher:
         now = time.monotonic()
         silent.sort(key=lambda rank: self.seen[rank].waits)  # who waited was ended with the first, as a rule
         first, status = self.seen[silent[0]], statuses[silent[0]]
-        how, code = "was killed by a signal, or called os._exit", DEFECT
+        how, code, number = "was killed by a signal, or called os._exit", None, None
         if status is not None and status & 0x7F:
             number = status & 0x7F
-            how, code = f"was killed by {signal_name(number)}", 128 + number
+            how = f"was killed by {signal_name(number)}"
         elif status is not None:
             how, code = f"ended without a word (exit code {status >> 8}: os._exit?)", status >> 8 or DEFECT
         last = f"; its last call was {first.call}, {first.call_text}" if first.call >= 0 else ""
         doing = f"waiting in {first.wait_text}" if first.waits else f"in {first.phase}"
         who = f"rank {first.rank} (pid {first.pid} on {first.host or self.host}, step {first.step}, {doing})"
         self._say(f"odyssey: [watch] {who} {how}{last}; all ranks are ended\n")
-        self._write_reason(first.rank, code, f"{how}, {doing}")
+        self._write_reason(first.rank, code, f"{how}, {doing}", number)
         self.ending = now + GRACE  # as a rule the launcher ends them before
         if self.up is not None:
-            self._tell(self.up, {"down": code})
+            self._tell(self.up, {"down": code or DEFECT})
 
     def _end(self, code: int, avoid: set[int]) -> None:
         """Ends the job: by a rank that can, here or elsewhere; who is left is killed."""
@@ -348,12 +348,12 @@ class Watcher:
             value["attempt"] = self.attempt
             self._write("watch.json", value)
 
-    def _write_reason(self, rank: int, code: int, reason: str) -> None:
-        """As `write_reason` in entry.py, for a rank that cannot do it."""
+    def _write_reason(self, rank: int, code: int | None, reason: str, number: int | None = None) -> None:
+        """As `write_reason` in entry.py, for a rank that cannot do it. code: None where it is not known, or a signal
+        (`number`) has ended it."""
         if not self.run_dir:
             return
         seen = self.seen[rank]
-        number = code - 128 if code > 128 else None
         value = {"rank": rank, "host": seen.host, "code": code, "signal": number, "step": seen.step}
         value |= {"reason": reason[:500], "attempt": self.attempt, "following": False}
         self._write(os.path.join("ends", f"{rank}.reason.json"), value)
