@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import NoReturn
 
 from odyssey import cli
+from odyssey.commands import train
 
 
 def main() -> NoReturn:
     """Run `odyssey train` with this process's arguments."""
-    cli.main(prog_name="python -m odyssey.train", command=cli.train)
+    cli.main(prog_name="python -m odyssey.train", command=train.command)
 
 
 if __name__ == "__main__":

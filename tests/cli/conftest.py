@@ -26,6 +26,7 @@ class Record:
     def __init__(self):
         self.calls = {}
         self.world = World()
+        self.met = None  # the world, once it was asked for
         self.error = None
         self.save_error = None
         self.notice = None
@@ -90,11 +91,15 @@ def fake(monkeypatch):
             raise record.save_error
         path.write_bytes(b"weights")
 
+    def world(backend):
+        record.met = record.world
+        return record.world
+
     class Set:
         sample_shape, classes = (1, 28, 28), 10
 
     modules = {
-        "comm": types.SimpleNamespace(world=lambda backend: record.world, base=types.SimpleNamespace(cores=lambda: 2)),
+        "comm": types.SimpleNamespace(world=world, met=lambda: record.met, base=types.SimpleNamespace(cores=lambda: 2)),
         "preflight": types.SimpleNamespace(before_mpi=lambda found: None, at_start=lambda *a, **k: []),
         "nn": types.SimpleNamespace(models=types.SimpleNamespace(build=record.call("model", "model"))),
         "optim": types.SimpleNamespace(
@@ -109,7 +114,6 @@ def fake(monkeypatch):
     for name, module in modules.items():
         monkeypatch.setitem(__import__("sys").modules, f"odyssey.{name}", module)
         monkeypatch.setattr(odyssey, name, module, raising=False)
-    monkeypatch.setattr(cli, "_world", None)
     # a rank that cannot join the others ends after a while whatever it does then: here it would be the tests
     monkeypatch.setattr("odyssey.watch.entry._end_in", lambda seconds, code: None)
     for name in ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "SLURM_PROCID"):

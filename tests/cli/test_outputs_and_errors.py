@@ -9,7 +9,7 @@ import pathlib
 
 import pytest
 
-from odyssey import build, cli, gpus, pack, progress, targets
+from odyssey import build, commands, gpus, pack, progress, targets
 from odyssey.comm import Request
 from odyssey.errors import BuildError, CollectiveError, ConfigError, NumericsError
 
@@ -64,7 +64,7 @@ def test_json(odyssey_command, fake, tmp_path):
         "nesterov": False,
         "weight_decay": 5e-4,
         "schedule": "cosine",
-        "version": cli.version(),
+        "version": commands.version(),
         "history": [{"epoch": 1, "train_loss": 0.5, "test_accuracy": 0.9}],
     }
     assert os.listdir(tmp_path) == ["out.json"]

@@ -68,18 +68,16 @@ def test_the_same_mistake_on_three_ranks_is_one_line():
 
 
 ONE_RANK_FAILS = """
-import types
-from mpi4py import MPI
-from odyssey import cli
+from odyssey import cli, comm
+from odyssey.commands import train
 from odyssey.errors import DataError
-world = MPI.COMM_WORLD
 def run(settings):
-    cli._world = types.SimpleNamespace(rank=world.rank, size=world.size, abort=world.Abort)
+    world = comm.world("mpi")
     world.barrier()
     if world.rank == 1:
         raise ERROR
     world.barrier()
-cli.run = run
+train.run = run
 cli.main(["train"])
 """
 
@@ -101,9 +99,10 @@ ONE_RANK_FAILS_AND_SHARES_MEMORY = """
 import re
 from pathlib import Path
 from odyssey import cli, comm
+from odyssey.commands import train
 from odyssey.errors import DataError
 def run(settings):
-    cli._world = world = comm.world("mpi")
+    world = comm.world("mpi")
     files = re.findall(r"/dev/shm/(?:mpich|sm)_\\S+", Path("/proc/self/maps").read_text())
     if world.rank == 0:
         print(*set(files), flush=True)
@@ -111,7 +110,7 @@ def run(settings):
     if world.rank == 1:
         raise DataError("it is torn")
     world.barrier()
-cli.run = run
+train.run = run
 cli.main(["train"])
 """
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from odyssey import cli
+from odyssey.commands import train
 from odyssey.recipes import OPTIMIZERS, RECIPES, SCHEDULES
 
 
@@ -137,7 +137,7 @@ def test_every_recipe_is_complete_and_allowed():
 
 
 def test_every_help_text_states_its_default():
-    for option in cli.train.params:
+    for option in train.command.params:
         assert "default: " in option.help, option.name
 
 
@@ -225,4 +225,4 @@ def test_missing_config(odyssey_command, tmp_path):
     ],
 )
 def test_what_ranks_are_started_with(words, left):
-    assert cli.without(words.split(), {"--ranks": 1, "--run-dir": 1}) == left.split()
+    assert train.without(words.split(), {"--ranks": 1, "--run-dir": 1}) == left.split()

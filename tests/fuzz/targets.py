@@ -22,13 +22,14 @@ from mutate import JSON_LITERALS, NUMBERS, WORDS, Spans, Statistics, fuzz, json_
 
 from odyssey import steplog, verify  # noqa: E402
 from odyssey.checkpoints import header, manifest  # noqa: E402
-from odyssey.cli import settings, train  # noqa: E402
+from odyssey.commands.train import command as train  # noqa: E402
 from odyssey.configfile import parse_config  # noqa: E402
 from odyssey.data.datasets import parse_records  # noqa: E402
 from odyssey.data.idx import parse_idx  # noqa: E402
 from odyssey.errors import DataError, OdysseyError  # noqa: E402
 from odyssey.files import parse_json  # noqa: E402
 from odyssey.launch.hosts import parse_hostfile_text, parse_hosts  # noqa: E402
+from odyssey.settings import settings  # noqa: E402
 from odyssey.watch import judge, link, slot  # noqa: E402
 
 

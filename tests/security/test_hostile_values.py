@@ -58,9 +58,10 @@ def no_process(monkeypatch):
 def train(monkeypatch, capsys, *arguments):
     """The exit code of `odyssey train` in this process, and what it said; a defect would be 70."""
     from odyssey import cli
+    from odyssey.commands import train as command
 
     monkeypatch.setattr(
-        cli, "run", lambda made: (_ for _ in ()).throw(ConfigError(f"[train] accepted {made.data_dir}"))
+        command, "run", lambda made: (_ for _ in ()).throw(ConfigError(f"[train] accepted {made.data_dir}"))
     )
     with pytest.raises(SystemExit) as end:
         cli.main(["train", *arguments])

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from odyssey import commands
-from odyssey.cli import train
+from odyssey.commands.train import command as train
 
 SECRETS = {
     "AWS_SECRET_ACCESS_KEY": "planted-8c1f07aa",

@@ -74,6 +74,11 @@ def world(backend: str = "auto") -> Communicator:
     return _worlds[backend]
 
 
+def met() -> Communicator | None:
+    """What `world("auto")` has given to this process; None if it was not asked yet."""
+    return _worlds.get("auto")
+
+
 def _pick() -> tuple[str, str]:
     """(backend, why) that "auto" stands for here."""
     asked = os.environ.get(ASKED)

@@ -1,17 +1,19 @@
-"""Commands of `odyssey` that have a file of their own here, each as the click command `command`; see cli.py.
+"""The commands of `odyssey`, each a file with the click command `command`; and what they have in common. See cli.py.
 
 A command's file turns options into calls of the library; anything heavy is imported inside the command.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import click
 
-from ..errors import printable
+from ..errors import OdysseyError, printable
 
 COMMANDS: tuple[str, ...] = (  # names of modules in this package
     "build",
@@ -22,6 +24,8 @@ COMMANDS: tuple[str, ...] = (  # names of modules in this package
     "replay",
     "scale",
     "top",
+    "train",
+    "verify",
 )
 
 HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
@@ -39,3 +43,23 @@ class File(click.Path):
 
 
 FILE = File(path_type=Path)
+
+
+def version() -> str:
+    """The installed version."""
+    from importlib import metadata
+
+    try:
+        return metadata.version("odyssey")
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+@contextlib.contextmanager
+def on_all_ranks(kind: type[OdysseyError] = OdysseyError) -> Iterator[None]:
+    """Errors of this kind come from here on every rank alike, so one rank prints them."""
+    try:
+        yield
+    except kind as error:
+        error.everywhere = True  # type: ignore[attr-defined]
+        raise

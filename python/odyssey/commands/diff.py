@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -22,14 +21,14 @@ def command(run_a: Path, run_b: Path, json_file: Path | None) -> None:
 
     Names the settings that differ, too. Ends with 0 if all steps that both have are the same, with 1 if not.
     """
-    from odyssey.cli import check_output, write_output
+    from odyssey import outputs
     from odyssey.errors import DataError
     from odyssey.replay import compare, log_of, settings_that_differ
     from odyssey.runs import Run
     from odyssey.steplog import shown
 
     if json_file is not None:
-        check_output(json_file, "--json")
+        outputs.check(json_file, "--json")
     logs = [log_of(run) for run in (run_a, run_b)]
     found = compare(*logs)
     spans = [f"{name} has steps {log['step'][0]} to {log['step'][-1]}" for name, log in zip("AB", logs, strict=True)]
@@ -66,8 +65,7 @@ def command(run_a: Path, run_b: Path, json_file: Path | None) -> None:
             "not_compared": list(found.unknown),
             "settings": {name: list(pair) for name, pair in settings.items()},
         }
-        text = json.dumps(result, indent=1) + "\n"
-        write_output(json_file, "--json", lambda path: path.write_text(text, encoding="utf-8"))
+        outputs.write_json(json_file, "--json", result)
     if not found.same:
         sys.exit(DIFFERENT)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -39,7 +38,7 @@ def command(
     It runs the command that stands in RUN/run.json: replay only runs that you trust. Nothing is written in RUN.
     Ends with 0 if loss, gradients and weights have the same bits, with 1 if not.
     """
-    from odyssey.cli import check_output, write_output
+    from odyssey import outputs
     from odyssey.errors import ConfigError
     from odyssey.replay import COMPARED, replay
     from odyssey.steplog import UNKNOWN, shown
@@ -52,7 +51,7 @@ def command(
         raise ConfigError(f"[replay] --ranks is {ranks}; 1 or more is allowed")
     for path, option in ((save, "--save"), (json_file, "--json")):
         if path is not None:
-            check_output(path, option)
+            outputs.check(path, option)
     result = replay(
         run,
         step,
@@ -88,7 +87,6 @@ def command(
             "checkpoint": result.checkpoint,
             "ranks": result.ranks,
         }
-        text = json.dumps(found, indent=1) + "\n"
-        write_output(json_file, "--json", lambda path: path.write_text(text, encoding="utf-8"))
+        outputs.write_json(json_file, "--json", found)
     if not result.same:
         sys.exit(DIFFERENT)
