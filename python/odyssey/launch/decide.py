@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from . import ends as ended
 from .config import LaunchConfig
-from .ends import CONTRACT, HANG, End, Started
+from .ends import HANG, End, Started
 from .hosts import Host, capacity
 
 STOPPED, GAVE_UP = 75, 69
@@ -149,15 +149,15 @@ def _failed(outcome: Outcome, past: Past, config: LaunchConfig, hosts: tuple[Hos
 
 
 def in_doubt(outcome: Outcome) -> bool:
-    """Whether a failure on several hosts may be the loss of one: no rank ended by itself.
+    """Whether a failure on several hosts may be the loss of one, so that they are asked before another attempt.
 
-    Ranks that were killed do not count: when a host is lost, this launcher or an MPI library kills those of the others.
-    Nor do ends that are the consequence of another rank's by their own word.
+    Not said by how ranks ended: those of a host that is there are killed, or end with a code that their MPI chose, when
+    another host is lost. Only an end after which nothing is tried again leaves no doubt.
     """
     if len(outcome.layout) < 2 or outcome.done or outcome.stop is not None:
         return False
-    own = [end for end in outcome.ended.values() if end.signal is None and not end.following]
-    return {end.code for end in own} <= {None, 0, GAVE_UP, CONTRACT, HANG}
+    cause = ended.first(outcome.ended)
+    return cause is None or cause.code == GAVE_UP or cause.code not in FINAL
 
 
 def taken_back(action: Action, back: tuple[str, ...], config: LaunchConfig, wanted: int) -> Action:
