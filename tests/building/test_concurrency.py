@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 
 REAL = "import sys; sys.argv[0] = 'mojo'; from mojo._entrypoints import exec_mojo; exec_mojo()"
-STUCK = "import time; time.sleep(60)"
+STUCK = "import time; time.sleep(300)"
 
 
-def wait_for(condition, seconds=20.0):
+def wait_for(condition, seconds=60.0):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not happen"
@@ -48,13 +48,19 @@ def test_ranks_other_than_the_first_wait_in_silence(start, entries):
 
 
 def test_who_waited_for_a_failure_does_not_repeat_it(start, entries, tmp_path):
-    log = tmp_path / "calls"
-    fail = (
-        f"import sys, time; open({str(log)!r}, 'a').write('x'); time.sleep(3); sys.exit('capi.mojo:1:1: error: zork')"
-    )
+    log, go = tmp_path / "calls", tmp_path / "go"
+    fail = f"""
+import os, sys, time
+open({str(log)!r}, "a").write("x")
+while not os.path.exists({str(go)!r}):
+    time.sleep(0.02)
+sys.exit("capi.mojo:1:1: error: zork")
+"""
     first = start(fail)
     wait_for(log.exists)
     second = start(fail)
+    assert "waiting for process" in second.stderr.readline()
+    go.touch()
     for process in (first, second):
         out, err = process.communicate(timeout=60)
         assert process.returncode == 1

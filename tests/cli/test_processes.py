@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -42,10 +41,11 @@ def test_a_mistyped_option_answers_at_once_and_imports_nothing_heavy():
     assert run(sys.executable, "-c", code).stdout == "[]\n"
     times = []
     for _ in range(3):
-        begin = time.perf_counter()
+        before = os.times()
         run(sys.executable, "-m", "odyssey.train", "--zork")
-        times.append(time.perf_counter() - begin)
-    assert min(times) < 1.0
+        after = os.times()  # the process's own time: others may have the cores
+        times.append(sum(after[2:4]) - sum(before[2:4]))
+    assert min(times) < 0.5
 
 
 def test_closed_pipe_is_no_traceback():

@@ -9,6 +9,7 @@ import os
 import sys
 import time
 
+import clock
 import numpy as np
 
 from odyssey import comm
@@ -22,18 +23,23 @@ assert world.all_reduce(a)[0] == world.size
 
 
 def attempt(function) -> None:
-    start = time.monotonic()
+    watch = clock.Stopwatch()
     try:
         function()
     except CollectiveError as error:
-        print(f"rank {world.rank} after {time.monotonic() - start:.1f} s: {error}\n", end="", flush=True)
+        print(f"rank {world.rank} after {watch}: {error}\n", end="", flush=True)
+        clock.done(world.rank)
         raise
 
 
 if which == "late":  # comes when the others have given up
-    if last:
-        time.sleep(4)
-    attempt(lambda: world.all_reduce(a))
+    others = range(world.size - 1)
+    try:
+        if last:
+            clock.wait_for(others)
+        attempt(lambda: world.all_reduce(a))
+    finally:
+        clock.wait_for(others)  # whose error is the first ends all
 elif which == "leaves":  # ends normally, one call early
     if not last:
         attempt(lambda: world.all_reduce(a))
@@ -51,7 +57,7 @@ elif which == "forgotten":  # started by all and waited for by none: nothing is 
     world.all_reduce_start(a)
 elif which == "caught":  # the error is caught; the program may go on to its end, but not to a hang
     if last:
-        time.sleep(2)
+        clock.wait_for(range(world.size - 1))
     else:
         try:
             attempt(lambda: world.barrier())

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 
+import clock
 import numpy as np
 
 from odyssey import comm, native
@@ -163,35 +164,37 @@ def ring(world: comm.Communicator) -> None:
 def missing(world: comm.Communicator) -> None:
     """The last rank does not come: the others say so."""
     if world.rank == world.size - 1:
-        time.sleep(3)
+        clock.wait_for(range(world.size - 1))
         sys.stdout.flush()
         os._exit(0)
-    start = time.monotonic()
+    watch = clock.Stopwatch()
     try:
         world.all_reduce(np.ones(100, np.float32))
     except CollectiveError as error:
-        print(f"after {time.monotonic() - start:.1f} s: {error}", flush=True)
+        print(f"after {watch}: {error}", flush=True)
     try:
         world.barrier()
     except CollectiveError as error:
         print(f"again: {error}", flush=True)
-    time.sleep(3)
+    clock.done(world.rank)
+    time.sleep(20)  # ended with the last one
 
 
 def ended(world: comm.Communicator) -> None:
     """The process of the last rank is gone, as its number tells."""
     if world.rank == world.size - 1:
-        time.sleep(3)
+        clock.wait_for(range(world.size - 1))
         os._exit(0)
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     world._processes[-1, 0] = gone.pid
-    start = time.monotonic()
+    watch = clock.Stopwatch()
     try:
         world.barrier()
     except CollectiveError as error:
-        print(f"after {time.monotonic() - start:.1f} s: {error}", flush=True)
-    time.sleep(3)
+        print(f"after {watch}: {error}", flush=True)
+    clock.done(world.rank)
+    time.sleep(20)  # ended with the last one
 
 
 def killed(world: comm.Communicator) -> None:

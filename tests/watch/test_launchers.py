@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -50,11 +51,12 @@ def job(launch):
     time.sleep(0.5)
     yield process, token
     for line in processes({token}):
-        os.kill(int(line.split()[0]), signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(line.split()[0]), signal.SIGKILL)
     process.wait(20)
 
 
-def left(token: str, seconds: float = 6) -> list[str]:
+def left(token: str, seconds: float = 20) -> list[str]:
     until = time.monotonic() + seconds
     while (found := processes({token})) and time.monotonic() < until:
         time.sleep(0.1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -19,13 +20,15 @@ from odyssey.watch.process import attach
 
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the watcher reads /proc")
-PATIENCE = 2.0
+PATIENCE = 2.0  # of those that are to lose each other; a busy machine must not part the others
 
 
 class Machines:
     """Two machines of one rank each; the second calls the first."""
 
-    def __init__(self, folder: Path, environment: dict[str, str], run: Path | None = None) -> None:
+    def __init__(
+        self, folder: Path, environment: dict[str, str], run: Path | None = None, patience: float = 60
+    ) -> None:
         self.secret = os.urandom(32)
         self.processes: list[subprocess.Popen] = []
         self.ranks = []
@@ -49,7 +52,7 @@ class Machines:
         for n in range(2):
             settings = {
                 "watchdog": 0.0,
-                "heartbeat": PATIENCE,
+                "heartbeat": patience,
                 "world": 2,
                 "attempt": 1,
                 "run": str(run) if run else "",
@@ -88,7 +91,7 @@ class Machines:
 
     def together(self) -> dict:
         """What the main watcher shows when it has heard from both."""
-        until = time.monotonic() + 20
+        until = time.monotonic() + 60
         while time.monotonic() < until:
             with contextlib.suppress(OSError):
                 job = self.top()
@@ -98,6 +101,13 @@ class Machines:
                     return now
             time.sleep(0.1)
         raise AssertionError("the watchers did not meet")
+
+
+def heartbeat(run: Path) -> dict:
+    try:
+        return json.loads((run / "heartbeat.json").read_text())
+    except FileNotFoundError:
+        return {"ranks": []}
 
 
 @pytest.fixture
@@ -116,10 +126,17 @@ def machines(tmp_path, launch):
         process.wait(20)
 
 
-def ended(process: subprocess.Popen, seconds: float) -> int | None:
+def ended(process: subprocess.Popen, seconds: float = 60) -> int | None:
     with contextlib.suppress(subprocess.TimeoutExpired):
         return process.wait(seconds)
     return None
+
+
+def silence(path: Path, text: str) -> int:
+    """Seconds of it in what a watcher has said."""
+    found = re.search(text.replace("SECONDS", r"(\d+)"), path.read_text())
+    assert found, path.read_text()
+    return int(found[1])
 
 
 def test_two_machines_are_shown_together_and_end_in_order(machines, tmp_path):
@@ -127,37 +144,40 @@ def test_two_machines_are_shown_together_and_end_in_order(machines, tmp_path):
     now = m.together()
     assert [s.rank for s in now["ranks"]] == [0, 1] and all(s.rate > 0 for s in now["ranks"])
     assert oct((tmp_path / "watch.json").stat().st_mode & 0o777) == "0o600"
-    time.sleep(1.2)
-    beat = json.loads((tmp_path / "heartbeat.json").read_text())
-    assert beat["attempt"] == 1 and time.time() - beat["time"] < 20
-    assert [r["rank"] for r in beat["ranks"]] == [0, 1] and all(r["step"] > 0 for r in beat["ranks"])
+    until = time.monotonic() + 60
+    beat = heartbeat(tmp_path)
+    while sum(r["step"] > 0 for r in beat["ranks"]) < 2 and time.monotonic() < until:
+        time.sleep(0.1)
+        beat = heartbeat(tmp_path)
+    assert beat["attempt"] == 1 and time.time() - beat["time"] < 60
+    assert [r["rank"] for r in beat["ranks"]] == [0, 1]
     for process, _ in m.ranks:
         assert process.stdin is not None
         process.stdin.close()
-    assert [ended(w, 20) for w in m.watchers] == [0, 0]
+    assert [ended(w) for w in m.watchers] == [0, 0]
     assert [path.read_text() for path in m.said] == ["", ""]
     assert not (tmp_path / "watch.json").exists()
 
 
 def test_a_machine_that_is_dead_is_named_and_the_rest_is_ended(machines):
-    m = machines()
+    m = machines(patience=PATIENCE)
     m.together()
     m.watchers[1].kill()
     m.ranks[1][0].kill()
-    assert ended(m.ranks[0][0], PATIENCE + 10) is not None
-    assert ended(m.watchers[0], 10) == 0
-    said = m.said[0].read_text()
-    assert f"odyssey: [watch] no sign of life from {os.uname().nodename} (rank 1) for 2 s" in said
+    assert ended(m.ranks[0][0]) is not None
+    assert ended(m.watchers[0]) == 0
+    host = re.escape(os.uname().nodename)
+    assert silence(m.said[0], rf"odyssey: \[watch\] no sign of life from {host} \(rank 1\) for SECONDS s") >= PATIENCE
     assert m.ranks[0][0].returncode == 69  # by an order, which it could follow
 
 
 def test_a_machine_that_is_cut_off_ends_its_own_ranks(machines):
-    m = machines()
+    m = machines(patience=PATIENCE)
     m.together()
     m.watchers[0].send_signal(signal.SIGSTOP)  # silent, but for the kernel, as a cable that was pulled
-    assert ended(m.ranks[1][0], PATIENCE + 10) == -signal.SIGKILL
-    assert ended(m.watchers[1], 10) == 0
-    assert "is cut off from rank 0's machine for 2 s; rank 1 is ended" in m.said[1].read_text()
+    assert ended(m.ranks[1][0]) == -signal.SIGKILL
+    assert ended(m.watchers[1]) == 0
+    assert silence(m.said[1], "is cut off from rank 0's machine for SECONDS s; rank 1 is ended") >= PATIENCE
 
 
 def test_strangers_are_not_heard(machines):
