@@ -23,11 +23,11 @@ from typing import Any
 
 import numpy as np
 
-from . import distributed as dist
 from . import tensor as tensors
 from .arena import Arena
 from .comm import Communicator, Request
 from .comm.calls import CODES, DIMENSIONS, DTYPES
+from .distributed.groups import ProcessGroup, joined, state_here
 from .errors import ConfigError
 from .nn import Module
 from .nn.module import Parameter
@@ -133,7 +133,7 @@ class DistributedDataParallel(Module):
     def __init__(
         self,
         module: Module,
-        process_group: dist.ProcessGroup | None = None,
+        process_group: ProcessGroup | None = None,
         bucket_size_mb: float = 25.0,
         broadcast_buffers: bool = True,
         find_unused_parameters: bool = True,
@@ -159,7 +159,7 @@ class DistributedDataParallel(Module):
         self.find_unused_parameters = bool(find_unused_parameters)
         self.reductions = 0
         self.active = True
-        self._group = dist._group(process_group)
+        self._group = joined(process_group)
         self._comm = comm = self._group._member("DistributedDataParallel")
         self._arena = arena = Arena.of(module.named_parameters())
         sizes = [-(-p.size // 16) * 16 for _, p in arena.named]
@@ -184,7 +184,7 @@ class DistributedDataParallel(Module):
             old._replaced = True
         arena.watcher = self._pass
         Watcher.exist = True
-        dist._state().models.add(self)
+        state_here().models.add(self)
 
     @classmethod
     def builder(cls, module: Module) -> Builder:
@@ -572,10 +572,10 @@ class Builder:
 
     def __init__(self, module: Module) -> None:
         self._module = module
-        self._world: dist.ProcessGroup | None = None
+        self._world: ProcessGroup | None = None
         self._settings: dict[str, Any] = {}
 
-    def world(self, world: dist.ProcessGroup) -> Builder:
+    def world(self, world: ProcessGroup) -> Builder:
         """The ranks: a World or ProcessGroup."""
         self._world = world
         return self

@@ -16,6 +16,7 @@ import numpy as np
 
 from . import distributed as dist
 from .data.sampler import check_integer
+from .distributed.groups import joined
 from .errors import ConfigError
 
 # What a rank has to send, at least, for each byte of the result, as a function of the number of ranks n: the time is
@@ -166,7 +167,7 @@ def profile_communication(
         (bytes / seconds), bus_bytes_per_second (that times what a rank has to send per byte: 2 (n - 1) / n for an
         all-reduce over n ranks; 0 for one rank, which sends nothing).
     """
-    g = dist._group(group)
+    g = joined(group)
     comm = g._member("profile_communication")
     if operation not in FACTORS:
         raise ConfigError(f"[profile] operation {operation!r} is unknown; choose from {', '.join(FACTORS)}")

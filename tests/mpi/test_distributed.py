@@ -1,4 +1,4 @@
-"""distributed.py and ddp.py with processes: what tests/python/test_distributed.py shows with threads."""
+"""distributed/ and ddp.py with processes: what tests/python/test_distributed.py shows with threads."""
 
 from __future__ import annotations
 

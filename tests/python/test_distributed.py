@@ -1,4 +1,4 @@
-"""distributed.py and ddp.py over ranks that are threads: groups, collectives, gradients inside backward, their bits.
+"""distributed/ and ddp.py over ranks that are threads: groups, collectives, gradients inside backward, their bits.
 
 What is the same with processes is in tests/mpi/test_distributed.py.
 """

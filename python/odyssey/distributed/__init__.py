@@ -1,0 +1,125 @@
+"""Process groups and collectives for hand-written loops, in the names that PyTorch's users know.
+
+    from odyssey import distributed as dist
+
+    dist.init_process_group()                      # mpirun -n 4 python script.py; alone it is a world of one
+    total = dist.all_reduce(np.ones(3))            # a new array; out= for in place
+    mean = dist.metric_average(loss.item(), weight=len(batch))
+
+Values are odyssey.Tensor, NumPy arrays or Python numbers; what comes back is of the same kind, and not on the tape.
+`DistributedDataParallel` (ddp.py) keeps a model's gradients in step.
+
+groups.py: who is in a group; collectives.py: what they send. What it is not: a transport (comm/), or a plan of who
+sends what when (parallel/). A DistributedTrainer needs none of it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from ..comm import ReduceOp
+from .collectives import (
+    Work,
+    all_gather,
+    all_reduce,
+    all_reduce_mean,
+    all_reduce_sum,
+    all_reduce_sum_group,
+    all_to_all,
+    barrier,
+    broadcast,
+    gather,
+    irecv,
+    isend,
+    metric_average,
+    recv,
+    reduce,
+    reduce_scatter,
+    scatter,
+    send,
+)
+from .groups import (
+    Backend,
+    ProcessGroup,
+    World,
+    destroy_process_group,
+    get_backend,
+    get_distributed_info,
+    get_rank,
+    get_world_size,
+    init_process_group,
+    is_available,
+    is_initialized,
+    new_group,
+    no_sync,
+)
+
+if TYPE_CHECKING:
+    from ..config import DistributedConfig
+    from ..data import DistributedSampler
+    from ..ddp import DDP, DistributedDataParallel
+    from ..launch import DistributedLauncher, LaunchConfig, launch_distributed_training
+    from ..profiling import PerformanceMonitor, profile_communication
+
+_HOME = {
+    "DDP": "ddp",
+    "DistributedConfig": "config",
+    "DistributedDataParallel": "ddp",
+    "DistributedLauncher": "launch",
+    "DistributedSampler": "data",
+    "LaunchConfig": "launch",
+    "PerformanceMonitor": "profiling",
+    "launch_distributed_training": "launch",
+    "profile_communication": "profiling",
+}
+
+__all__ = [
+    "DDP",
+    "Backend",
+    "DistributedConfig",
+    "DistributedDataParallel",
+    "DistributedLauncher",
+    "DistributedSampler",
+    "LaunchConfig",
+    "PerformanceMonitor",
+    "ProcessGroup",
+    "ReduceOp",
+    "Work",
+    "World",
+    "all_gather",
+    "all_reduce",
+    "all_reduce_mean",
+    "all_reduce_sum",
+    "all_reduce_sum_group",
+    "all_to_all",
+    "barrier",
+    "broadcast",
+    "destroy_process_group",
+    "gather",
+    "get_backend",
+    "get_distributed_info",
+    "get_rank",
+    "get_world_size",
+    "init_process_group",
+    "irecv",
+    "is_available",
+    "is_initialized",
+    "isend",
+    "launch_distributed_training",
+    "metric_average",
+    "new_group",
+    "no_sync",
+    "profile_communication",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+    "send",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(importlib.import_module(f"odyssey.{_HOME[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
