@@ -12,6 +12,7 @@ import threading
 import time
 
 import numpy as np
+from starved import starved
 
 import odyssey
 from odyssey import comm
@@ -31,7 +32,7 @@ weights = np.zeros(8, np.float32)
 
 
 def misbehave() -> None:
-    print(f"now {time.time():.3f}\n", end="", flush=True)
+    print(f"now {time.time():.3f} {starved():.3f}\n", end="", flush=True)
     if how == "raises":
         raise ValueError("a defect of this rank")
     if how == "raises an error of odyssey":
@@ -43,6 +44,8 @@ def misbehave() -> None:
         sys.exit(3)
     if how == "os._exit":
         os._exit(0)
+    if how == "os._exit with a code":
+        os._exit(4)
     if how == "is killed":
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "is interrupted":

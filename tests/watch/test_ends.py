@@ -1,6 +1,7 @@
 """Ranks that fail, end or hang under a launcher: the job ends soon, with a code and a line that names rank and reason.
 
-All cases of misbehave.py run once, several at a time, as hangs are mostly waiting.
+All cases of misbehave.py run once, several at a time, as hangs are mostly waiting. One that took longer than is
+promised while processes waited for a core, as the kernel counts it, runs again, alone.
 """
 
 from __future__ import annotations
@@ -17,8 +18,13 @@ from types import SimpleNamespace
 import pytest
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+from starved import starved  # noqa: E402
+
 WATCHDOG = 3.0
 SLACK = 2.5  # seconds for a busy machine, beyond what is promised
+STARVED = 0.5  # of the time from the misbehaviour to the end: the machine may be why it took so long
+TRIES = 3
 
 ENDING = [
     "raises",
@@ -28,6 +34,7 @@ ENDING = [
     "exits before MPI",
     "exits",
     "os._exit",
+    "os._exit with a code",
     "is killed",
     "is interrupted",
     "returns",
@@ -41,6 +48,12 @@ ENDING = [
     "other call",
     "other root",
 ]
+PROMISED = {
+    **dict.fromkeys(["raises", "raises an error of odyssey", "raises in a thread", "exits", "is interrupted"], 2.0),
+    **dict.fromkeys(["os._exit", "os._exit with a code", "is killed"], 2.0),
+    **dict.fromkeys(["other op", "other count", "other dtype", "other call", "other root"], 1.0),
+    **dict.fromkeys(["stops", "sleeps", "loops", "loops in C"], WATCHDOG + 1),
+}  # seconds until the job has ended
 HANGING = ["stops", "sleeps", "loops", "loops in C", "waits elsewhere", "waits for a group"]
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the watcher reads /proc")
@@ -51,8 +64,8 @@ def outcomes(launch_once):
     """What each case printed, its exit code, seconds from the misbehaviour to the end, and what it left."""
     found = {}
 
-    def run(how: str):
-        folder = launch_once.folder / how.replace(" ", "-")
+    def run(how: str, again: int = 0):
+        folder = launch_once.folder / f"{how.replace(' ', '-')}-{again}"
         (folder / "tmp").mkdir(parents=True)
         token = f"odyssey-test-{os.getpid()}-{how.replace(' ', '-')}"
         environment = {
@@ -64,7 +77,7 @@ def outcomes(launch_once):
         words = [launch_once.mpirun, *(["--oversubscribe"] if launch_once.open_mpi else []), "-n", "3"]
         words += [sys.executable, str(HERE / "misbehave.py"), how]
         done = subprocess.run(words, capture_output=True, text=True, timeout=90, env=environment, cwd=folder)
-        begun = re.search(r"now (\d+\.\d+)", done.stdout)
+        begun = re.search(r"now (\d+\.\d+) (\d+\.\d+)", done.stdout)
         seconds = time.time() - float(begun[1]) if begun else None
         files = [path for path in (folder / "tmp").rglob("*") if path.is_file()]
         found[how] = SimpleNamespace(
@@ -72,6 +85,7 @@ def outcomes(launch_once):
             out=done.stdout,
             err=done.stderr,
             seconds=seconds,
+            starved=starved() - float(begun[2]) if begun else 0.0,
             files=files,
             folder=folder,
             token=token,
@@ -79,7 +93,16 @@ def outcomes(launch_once):
 
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(run, HANGING + ENDING))
+    for again in range(1, TRIES):
+        for how, outcome in list(found.items()):
+            if not in_time(how, outcome) and outcome.starved > STARVED * outcome.seconds:
+                run(how, again)
     return found
+
+
+def in_time(how: str, outcome: SimpleNamespace) -> bool:
+    """Whether the job ended as soon as is promised; also one whose launcher ends it before anything is printed."""
+    return outcome.seconds is None or outcome.seconds < PROMISED.get(how, 1e9) + SLACK
 
 
 def ours(outcome) -> list[str]:
@@ -108,8 +131,8 @@ def test_an_end_of_one_rank_ends_all_in_two_seconds(outcomes, how, code, line):
     assert outcome.code == code, outcome.err
     lines = ours(outcome)
     assert len(lines) == 1 and re.fullmatch(line, lines[0]), outcome.err
-    if outcome.seconds is not None:
-        assert outcome.seconds < 2 + SLACK
+    assert (outcome.seconds is None) == how.endswith("before MPI")
+    assert in_time(how, outcome), outcome
     assert "Segmentation" not in outcome.err
 
 
@@ -142,11 +165,12 @@ def test_an_exit_that_is_caught_is_none(outcomes):
     assert outcome.code == 0 and outcome.out.count("step 3 weights 24") == 3
 
 
-@pytest.mark.parametrize("how", ["os._exit", "is killed"])
-def test_a_rank_that_is_gone_without_a_word_is_named(outcomes, how):
+@pytest.mark.parametrize("how", ["os._exit", "os._exit with a code", "is killed"])
+def test_a_rank_that_is_gone_without_a_word_is_named(outcomes, how, launch):
     outcome = outcomes[how]
-    assert outcome.code != 0
-    assert outcome.seconds < 2 + SLACK
+    # Hydra gives ranks that it kills the code 0, if it collects them late, and takes the others' for the job's.
+    assert outcome.code != 0 or (how == "os._exit" and not launch.open_mpi)
+    assert in_time(how, outcome), outcome
     lines = [line for line in ours(outcome) if "[watch]" in line]
     if lines:  # where all ranks were gone before the watcher ran once, nobody can say who was the first
         assert re.search(r"\[watch\] rank \d \(pid \d+ on \S+, step \d, .*\) (was killed by|ended without)", lines[0])
@@ -175,7 +199,7 @@ def test_a_rank_that_returns_early_is_named_and_who_waits(outcomes, how):
 def test_calls_that_differ_end_the_job_with_both_places_and_no_wrong_number(outcomes, how, theirs, mine):
     outcome = outcomes[how]
     assert outcome.code == 76, outcome.err
-    assert outcome.seconds < 1 + SLACK
+    assert in_time(how, outcome), outcome
     place = r"at watch/misbehave\.py:\d+"
     line = rf"odyssey: error: \[comm\] rank 0 calls {theirs} {place}, but rank 1 calls {mine} {place}; "
     assert len(ours(outcome)) == 1 and re.match(line, ours(outcome)[0]), outcome.err
@@ -198,10 +222,10 @@ def test_calls_that_differ_end_the_job_with_both_places_and_no_wrong_number(outc
 def test_a_rank_that_hangs_is_named_with_its_place(outcomes, how, where):
     outcome = outcomes[how]
     assert outcome.code == 77, outcome.err
-    assert WATCHDOG - 0.5 < outcome.seconds < WATCHDOG + 1 + SLACK
+    assert WATCHDOG - 0.5 < outcome.seconds and in_time(how, outcome), outcome
     wanted = (
         r"odyssey: \[watch\] rank 1 did not come to call 2, all_reduce float32 \(8,\) sum at watch/misbehave.py:\d+; "
-        rf"ranks 0,2 wait, \d s by now\n  rank 1 \(pid \d+ on \S+, step 2\) {where}"
+        rf"ranks 0,2 wait, \d+ s by now\n  rank 1 \(pid \d+ on \S+, step 2\) {where}"
     )
     assert re.search(wanted, outcome.err), outcome.err
     assert "its last call was 1, all_reduce float32 (8,) sum" in outcome.err
@@ -229,7 +253,7 @@ def test_a_hang_in_a_group(outcomes):
 
 def test_nothing_is_left(outcomes):
     """No process, no file for temporary things, no shared memory that the ranks had."""
-    until = time.monotonic() + 3
+    until = time.monotonic() + 20
     tokens = {outcome.token for outcome in outcomes.values()}
     while (left := processes(tokens)) and time.monotonic() < until:
         time.sleep(0.1)

@@ -177,3 +177,33 @@ def test_a_rank_that_ended_before_the_watcher_ran_is_believed(make, launch, monk
         else:
             assert len(said) == 1 and "rank 1 (pid" in said[0] and ("os._exit" in said[0])
         one.stdin.close()
+
+
+class Slow:
+    """A rank that answers in pieces: (seconds after it was asked, bytes by then)."""
+
+    alive = True
+
+    def __init__(self, *pieces: tuple[float, int]) -> None:
+        self.pieces, self.asked = pieces, time.monotonic()
+
+    def answer(self, at: int) -> int:
+        since = time.monotonic() - self.asked
+        return max([size for seconds, size in self.pieces if seconds <= since], default=0) if at >= 0 else -1
+
+    def stacks(self, at: int) -> str:
+        return max(self.answer(at), 0) * "x"
+
+
+def test_stacks_are_waited_for_until_they_are_whole_and_no_longer(make):
+    w = make()
+    w.ranks = {0: Slow((0, 5)), 1: Slow((0.3, 2), (0.35, 9)), 2: Slow()}
+    begun = time.monotonic()
+    assert w._settled({0: 0, 1: 0, 2: -1}, 60, w.pump) == {0: 5 * "x", 1: 9 * "x", 2: ""}
+    assert time.monotonic() - begun < 30
+    w.ranks = {0: Slow((0, 5)), 1: Slow()}  # the second never answers
+    assert w._settled({0: 0, 1: 0}, 0.4, w.pump) == {0: 5 * "x", 1: ""}
+    w.ranks = {0: Slow((0, 5))}
+    answers = iter([False] * 9 + [True] * 1000)  # of another machine
+    assert w._settled({0: 0}, 60, w.pump, lambda: next(answers)) == {0: 5 * "x"}
+    assert next(answers)

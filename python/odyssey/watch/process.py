@@ -231,6 +231,13 @@ class Watched:
             return -1
         return at if self.signal(STACKS_SIGNAL) else -1
 
+    def answer(self, at: int) -> int:
+        """Bytes that it has answered from there on; -1 if there can be no answer."""
+        try:
+            return os.fstat(self._stacks).st_size - at if at >= 0 else -1
+        except OSError:
+            return -1
+
     def stacks(self, at: int) -> str:
         """What it has answered from there on; shown as it is, but for control characters."""
         if at < 0:

@@ -20,6 +20,7 @@ import socket
 import struct
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 if __name__ == "__main__":  # -I: this package is found by its place alone, behind the standard library
@@ -38,7 +39,8 @@ LAST_LOOK = 0.3  # seconds for which the last heartbeat stays
 GRACE = 1.0  # seconds that ranks have for ending the job themselves
 QUIET = 60.0  # seconds between lines about stragglers
 SLOW_LOOKS = 20  # in a row, before a rank is called slow: a busy machine slows one down for a moment
-STACKS_S = 0.5  # seconds for answers
+STACKS_S = 2.0  # seconds for answers, of ranks that may have to wait for a core
+SETTLED_S = 0.15  # an answer that has not grown for so long is whole
 SHY = 2.0, 64  # seconds that who calls has to show that it knows the secret, and how many may be about to
 
 
@@ -224,11 +226,28 @@ class Watcher:
         for peer in list(self.peers.values()):
             if getattr(peer, "role", "") == "node":
                 self._tell(peer, {"stacks": True})
-        until = time.monotonic() + STACKS_S
-        while (left := until - time.monotonic()) > 0:
-            self.pump(min(left, 0.05))
-        found = {rank: self.ranks[rank].stacks(at) for rank, at in starts.items()}
+        away = {rank for node in self.heard if node not in self.left for rank in self.nodes[node]}
+        found = self._settled(starts, STACKS_S, self.pump, lambda: away <= self.answers.keys())
         return {**found, **self.answers}
+
+    def _settled(
+        self,
+        starts: dict[int, int],
+        seconds: float,
+        pause: Callable[[float], None],
+        others: Callable[[], bool] = lambda: True,
+    ) -> dict[int, str]:
+        """What ranks of this machine answer, when all have and `others` is true, or after so many seconds."""
+        sizes, since = [], time.monotonic()
+        until = since + seconds
+        while (now := time.monotonic()) < until:
+            before, sizes = sizes, [self.ranks[r].answer(at) for r, at in starts.items() if self.ranks[r].alive]
+            if sizes != before:
+                since = now
+            elif 0 not in sizes and now - since >= SETTLED_S and others():
+                break
+            pause(0.03)
+        return {rank: self.ranks[rank].stacks(at) for rank, at in starts.items()}
 
     def _write_stacks(self, stacks: dict[int, str]) -> str:
         folder = os.path.join(self.run_dir, "logs", f"attempt-{self.attempt}") if self.run_dir else ""
@@ -504,8 +523,8 @@ class Watcher:
     def _from_main(self, value: dict[str, Any]) -> None:
         if value.get("stacks"):
             starts = {rank: watched.ask_for_stacks() for rank, watched in self.ranks.items()}
-            time.sleep(0.2)
-            texts = {str(rank): self.ranks[rank].stacks(at)[:65536] for rank, at in starts.items()}
+            found = self._settled(starts, min(0.75 * STACKS_S, self.patience / 2), time.sleep)
+            texts = {str(rank): text[:65536] for rank, text in found.items()}
             if self.up is not None:
                 self._tell(self.up, {"node": self._node, "answer": texts})
         if isinstance(value.get("end"), int):
