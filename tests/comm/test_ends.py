@@ -49,6 +49,12 @@ def test_a_rank_that_does_not_come_is_named(ends, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_ranks_may_end_one_by_one(ends, backend):
+    done = ends("one by one", backend, ranks=2)
+    assert done.returncode == 0 and "odyssey" not in done.stderr, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_rank_that_ends_is_noticed_before_the_deadline(ends, backend):
     done = ends("leaves", backend, limit=60)
     assert done.returncode

@@ -89,3 +89,13 @@ def test_a_daemon_that_is_killed(job, launch):
     assert process.wait(20) != 0
     assert left(token) == []
     assert [path for path in (launch.folder / "tmp").rglob("*") if path.is_file()] == []
+
+
+def test_one_process_ends_in_order(launch):
+    """A run of one process has a watcher, which must not take its end for a death."""
+    launch.environment["ODYSSEY_RUN_DIR"] = str(launch.folder / "run")
+    done = launch.python("-c", "from odyssey import comm; comm.world()")  # the watcher holds stderr until it is done
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert not (launch.folder / "run" / "ends").exists()
+    done = launch.python("-c", "import os; from odyssey import comm; comm.world(); os._exit(0)")
+    assert "odyssey: [watch] rank 0" in done.stderr and "os._exit" in done.stderr

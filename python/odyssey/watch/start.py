@@ -6,6 +6,7 @@ a rank, or a machine, is not watched.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import math
@@ -75,6 +76,8 @@ def begin(world: Communicator) -> None:
     slot.describe(world.rank, world.size, settings["attempt"])
     descriptor = slot.publish()
     entry.listen()
+    if world.size == 1 or world.name == "gloo":  # with MPI it tells the other ranks as well: comm/mpi.py
+        atexit.register(_leave, os.getpid())
     started = getattr(sys.modules.get("odyssey.comm.mpi"), "STARTED", (0, 0))
     me = [os.getpid(), descriptor, _node(), *started, *_addresses()]
     everyone = world.all_gather(np.array(me, np.int64)).tolist()
@@ -116,6 +119,12 @@ def begin(world: Communicator) -> None:
         listener.close()
     if slot.mine().phase == "start":
         slot.phase("compute")  # until somebody says something else
+
+
+def _leave(process: int) -> None:
+    """In an exit handler: the watcher is to know that this process ends in order, and not by `os._exit`."""
+    if os.getpid() == process:
+        slot.ended(*entry.leaving())
 
 
 def entry_name(secret: np.ndarray) -> str:
