@@ -48,6 +48,30 @@ def test_a_mistyped_option_answers_at_once_and_imports_nothing_heavy():
     assert min(times) < 0.5
 
 
+def test_garbage_is_collected_again_when_the_training_begins():
+    code = (
+        "import gc, runpy, sys\n"
+        "seen = []\n"
+        "sys.argv[1:] = '--steps 1 --model mlp --global-batch-size 64 --no-eval --no-progress'.split()\n"
+        "from odyssey import trainer\n"
+        "fit = trainer.DistributedTrainer.fit\n"
+        "def spied(*given, **more):\n"
+        "    seen.append((gc.isenabled(), gc.get_freeze_count()))\n"
+        "    return fit(*given, **more)\n"
+        "trainer.DistributedTrainer.fit = spied\n"
+        "disable = gc.disable\n"
+        "gc.disable = lambda: seen.append('off') or disable()\n"
+        "try:\n"
+        "    runpy.run_module('odyssey.train', run_name='__main__')\n"
+        "except SystemExit as end:\n"
+        "    assert not end.code, end.code\n"
+        "off, (enabled, frozen) = seen\n"
+        "assert off == 'off' and enabled and frozen > 10000, seen\n"
+    )
+    done = run(sys.executable, "-c", code)
+    assert done.returncode == 0, done.stderr
+
+
 def test_closed_pipe_is_no_traceback():
     done = run("bash", "-c", f"set -o pipefail; '{sys.executable}' -m odyssey train --help | head -c 0")
     assert "Traceback" not in done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import mmap
 import struct
 from pathlib import Path
 
@@ -172,6 +173,16 @@ def test_what_was_unpacked_is_kept_and_checked(tmp_path):
     path.unlink()
     np.testing.assert_array_equal(read_unpacked(path, cache, ndim=3, sha256=digest), values)
     path.write_bytes(gzip.compress(raw))
+    mapped = read_unpacked(path, cache, ndim=3, sha256=digest)
+    base = mapped
+    while isinstance(base, np.ndarray):
+        base = base.base
+    assert isinstance(memoryview(base).obj, mmap.mmap) and not mapped.flags.writeable  # not a copy of each rank
+    other = tmp_path / "other"
+    other.write_bytes(b"another file")
+    other.replace(kept)
+    np.testing.assert_array_equal(mapped, values)
+    np.testing.assert_array_equal(read_unpacked(path, cache, ndim=3, sha256=digest), values)
     full = tmp_path / "file"
     full.write_bytes(b"")
     np.testing.assert_array_equal(read_unpacked(path, full / "no", ndim=3, sha256=digest), values)

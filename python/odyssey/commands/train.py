@@ -6,6 +6,7 @@ What it is not: a place for training logic. Anything that is done here can be do
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 import sys
 from collections.abc import Sequence
@@ -253,6 +254,7 @@ def command(no_progress: bool, ranks: int | None, **given: Any) -> None:
         return
     from odyssey.launch import DistributedLauncher, LaunchConfig
 
+    gc.enable()
     config = LaunchConfig(nproc_per_node=ranks, run_dir=made.run_dir, max_restarts=3, watchdog=made.watchdog)
     words = without(sys.argv[1:], {"--ranks": 1, "--run-dir": 1, "--watchdog": 1})
     sys.exit(DistributedLauncher(config).launch("train", *(words[1:] if words[:1] == ["train"] else words)))
@@ -363,6 +365,8 @@ def run(made: Settings) -> None:
         print(f"odyssey: {world.size} ranks as {trainer.mesh}; {world.why}", file=sys.stderr, flush=True)
     if first and trainer.notice:
         print(f"odyssey: {trainer.notice}", file=sys.stderr, flush=True)
+    gc.freeze()
+    gc.enable()  # train.py has turned it off
     try:
         history = trainer.fit(
             loader,

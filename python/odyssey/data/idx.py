@@ -11,6 +11,7 @@ import gzip
 import hashlib
 import io
 import math
+import mmap
 import os
 import stat
 import zlib
@@ -56,20 +57,35 @@ def read_idx(path: Path, *, ndim: int | None = None, sha256: str | None = None) 
 
 
 def read_unpacked(path: Path, cache: Path, *, ndim: int, sha256: str) -> np.ndarray:
-    """As `read_idx` with a digest; what was unpacked is kept in `cache` under its digest and read from there next time.
+    """As `read_idx` with a digest; what was unpacked is kept in `cache` under its digest and used from there next time.
 
-    Unpacking takes four times as long as reading and hashing what was unpacked, and every rank does it at every start.
-    A copy that does not have the digest any more is replaced; where none can be kept it works without.
+    Unpacking takes four times as long as hashing what was unpacked, and every rank does it at every start. The copy is
+    not read but mapped: all ranks of a machine share the system's pages of it. One that does not have the digest any
+    more is replaced; where none can be kept it works without.
     """
     kept = cache / f"{sha256}.idx"
-    with contextlib.suppress(DataError):
-        return read_idx(kept, ndim=ndim, sha256=sha256)
+    with contextlib.suppress(DataError, OSError, ValueError):
+        return _mapped(kept, ndim, sha256)
     values = read_idx(path, ndim=ndim, sha256=sha256)
+    with contextlib.suppress(DataError, OSError, ValueError):  # another rank has kept it meanwhile: it stays
+        return _mapped(kept, ndim, sha256)
     with contextlib.suppress(OSError, OdysseyError):
         private_directory(cache)
         header = bytes((0, 0, _UINT8, values.ndim)) + b"".join(n.to_bytes(4, "big") for n in values.shape)
         write_whole(kept, lambda file: (file.write(header), file.write(values)))
     return values
+
+
+def _mapped(path: Path, ndim: int, sha256: str) -> np.ndarray:
+    """As `read_idx` of a plain file. It must not be written to while the array is used; a new one may take its name."""
+    with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+        header, shape = _read_header(file, path, ndim)
+        expected, held = len(header) + math.prod(shape), os.fstat(file.fileno()).st_size
+        if held != expected:
+            raise _wrong_length(path, shape, expected, f"{held} found")
+        values = np.frombuffer(mmap.mmap(file.fileno(), held, access=mmap.ACCESS_READ), np.uint8, offset=len(header))
+    _check_digest(path, header, values, sha256)
+    return values.reshape(shape)
 
 
 def parse_idx(data: bytes, name: str, *, ndim: int | None = None, sha256: str | None = None) -> np.ndarray:

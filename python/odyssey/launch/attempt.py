@@ -109,7 +109,7 @@ class Attempt:
                 raise LaunchError(f"[launch] {self.words[0]} cannot be started: {problem.strerror}") from problem
             try:
                 pumps = _pumps(process, log)
-                why = self._watch(process, pumps)
+                why = self._watch(process, pumps, _handle(process, stack))
             finally:
                 left = self._end(process)
             until = time.monotonic() + 0.5
@@ -127,14 +127,15 @@ class Attempt:
             self.say(f"attempt {self.run.attempt}: processes {', '.join(map(str, left))} do not end, even when killed")
         return self._outcome(why, process.returncode)
 
-    def _watch(self, process: subprocess.Popen[bytes], pumps: list[Pump]) -> dict[str, Any]:
-        """Looks again and again until the attempt is over; what it ended by, as fields of an Outcome."""
+    def _watch(self, process: subprocess.Popen[bytes], pumps: list[Pump], handle: int | None) -> dict[str, Any]:
+        """Looks again and again until the attempt is over; what it ended by, as fields of an Outcome. `handle`: a
+        descriptor that can be read from when the process has ended."""
         begun = looked = self._begun = time.monotonic()
         failed = quiet = 0.0
         over: float | None = None
         started = False
         while True:
-            said = any([pump() for pump in self._ready(pumps)])
+            said = any([pump() for pump in self._ready(pumps, handle)])
             now = time.monotonic()
             if now - looked > 2 and self._beat_at is not None:
                 self._beat_at += now - looked  # this process was stopped, not the others
@@ -162,12 +163,16 @@ class Attempt:
             elif (silent := self._silence(now)) > SILENT:
                 return {"silent": silent}
 
-    def _ready(self, pumps: list[Pump]) -> list[Pump]:
-        """Sleeps until ranks print something, or it is time to look at them; those that have something to pass on."""
+    def _ready(self, pumps: list[Pump], handle: int | None) -> list[Pump]:
+        """Sleeps until ranks print something, their launcher has ended, or it is time to look at them; those that have
+        something to pass on."""
         waiting = [pump for pump in pumps if pump.reading]
         full = [pump for pump in pumps if pump.full]
         sources, targets, _ = select.select(
-            [pump.source for pump in waiting], [pump.target for pump in full], [], self.config.monitor_interval
+            [*(pump.source for pump in waiting), *([] if handle is None else [handle])],
+            [pump.target for pump in full],
+            [],
+            self.config.monitor_interval,
         )
         return [pump for pump in pumps if pump.source in sources or pump.target in targets]
 
@@ -414,6 +419,16 @@ def _pumps(process: subprocess.Popen[bytes], log: BinaryIO) -> list[Pump]:
         except (AttributeError, OSError, ValueError):  # a stand-in without a descriptor, as in notebooks
             targets.append(number)
     return [Pump(process.stdout.fileno(), targets[0], log), Pump(process.stderr.fileno(), targets[1], log)]
+
+
+def _handle(process: subprocess.Popen[bytes], stack: contextlib.ExitStack) -> int | None:
+    """A descriptor that can be read from when a process has ended; None where the system has none (not Linux)."""
+    try:
+        handle = os.pidfd_open(process.pid)
+    except (AttributeError, OSError):
+        return None
+    stack.callback(os.close, handle)
+    return handle
 
 
 def _private(path: str, flags: int) -> int:
