@@ -427,7 +427,7 @@ def test_who_reads_while_another_process_writes_sees_whole_checkpoints_only(tmp_
         finally:
             os._exit(1)
     try:
-        reader, seen, until = Store(tmp_path, owner=False), [0], time.monotonic() + 60
+        reader, seen, until = Store(tmp_path, owner=False), [0], time.monotonic() + 300  # each save is flushed
         while len(set(seen)) < 30 and time.monotonic() < until:
             found, refused = reader.newest()
             assert refused == []

@@ -65,7 +65,7 @@ def on_processes(launch, backend: str, ranks: int) -> list[dict[str, str]]:
     for file in launch.folder.glob("*.json"):
         file.unlink()
     arguments = [HERE / "contract_ranks.py", backend, launch.folder]
-    launch.environment["ODYSSEY_TIMEOUT"] = "20"
+    launch.environment["ODYSSEY_TIMEOUT"] = "100"
     if backend == "gloo":
         done = together(launch, ranks, sys.executable, *arguments)
     else:
@@ -108,7 +108,7 @@ def results(request, launch_once):
     """What every case did on every rank of one world: [{"group case": "" or a traceback}]."""
     backend, ranks = request.param
     if backend in ("local", "mock"):
-        os.environ["ODYSSEY_TIMEOUT"] = "20"
+        os.environ["ODYSSEY_TIMEOUT"] = "100"
         try:
             return on_threads(backend, ranks)
         finally:

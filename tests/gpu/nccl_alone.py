@@ -18,7 +18,7 @@ from odyssey.gpu.native import Gpu
 
 
 def wait(done) -> None:
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while not done():
         assert time.monotonic() < until, "it does not end"
 

@@ -111,7 +111,7 @@ def test_a_rank_that_does_not_come_is_named(gpus, launch):
     done = gpus(HERE / "transports.py", 1, "a_rank_does_not_come", ranks=2)
     assert done.returncode == 76, done.stdout + done.stderr
     seconds, text = re.search(r"rank 0 after ([\d.]+) s: (.*)", done.stdout).groups()
-    assert 2 <= float(seconds) < 6
+    assert 2 <= float(seconds) < 30  # how exactly a deadline is kept: tests/comm/test_ends.py
     assert text.startswith("[comm] waited 2 s in exchange of 61776 float32 on GPUs: rank 1 did not come")
 
 

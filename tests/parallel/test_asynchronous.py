@@ -95,16 +95,20 @@ def test_fewer_batches_than_workers():
 
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_a_fast_worker_waits_for_a_slow_one(staleness):
+    begun = [0] * 3  # steps of each rank
+
     def rank(comm):
         trainer = made(comm, reduction=ASYNC, staleness=staleness)
-        if comm.rank == 2:
-            compute = trainer.gradients
+        compute, until = trainer.gradients, time.monotonic() + 60
 
-            def slowly(*arguments):
-                time.sleep(0.02)
-                return compute(*arguments)
+        def counted(*arguments):
+            begun[comm.rank] += 1
+            if comm.rank == 2 and begun[2] < 4:  # until the other one is as far ahead as it may be
+                while begun[1] < begun[2] + staleness and time.monotonic() < until:
+                    time.sleep(0.005)
+            return compute(*arguments)
 
-            trainer.gradients = slowly
+        trainer.gradients = counted
         return trainer.fit(loader(), epochs=1).records[-1]
 
     record = mock.run(3, rank)[0]
