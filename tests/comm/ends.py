@@ -57,6 +57,10 @@ elif which == "unfinished":  # a request that was started and never waited for, 
         world.all_reduce_start(a)
 elif which == "forgotten":  # started by all and waited for by none: nothing is wrong
     world.all_reduce_start(a)
+elif which == "forgotten, and one is late":
+    if last:
+        time.sleep(4)
+    world.all_reduce_start(a)
 elif which == "caught":  # the error is caught; the program may go on to its end, but not to a hang
     if last:
         clock.wait_for(range(world.size - 1))

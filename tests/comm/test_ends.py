@@ -92,6 +92,11 @@ def test_a_request_that_all_started_and_nobody_waited_for(ends, backend):
     assert done.returncode == 0, done.stderr
 
 
+def test_it_may_be_started_late(ends):
+    done = ends("forgotten, and one is late", "mpi", limit=60)
+    assert done.returncode == 0, done.stderr
+
+
 def test_an_error_that_was_caught_still_ends_the_job(ends):
     done = ends("caught", "mpi", limit=1)
     assert done.returncode == CollectiveError.exit_code

@@ -31,8 +31,12 @@ rank, last = world.rank, world.rank == world.size - 1
 weights = np.zeros(8, np.float32)
 
 
-def misbehave() -> None:
+def now() -> None:
     print(f"now {time.time():.3f} {starved():.3f}\n", end="", flush=True)
+
+
+def misbehave() -> None:
+    now()
     if how == "raises":
         raise ValueError("a defect of this rank")
     if how == "raises an error of odyssey":
@@ -94,6 +98,7 @@ def main() -> None:
         if how == "all raise" and i == 2:
             raise ZeroDivisionError
         if how == "all exit" and i == 2:
+            now()
             sys.exit(5)
         if how == "an exit is caught" and i == 2:
             try:

@@ -31,7 +31,7 @@ _started = time.time_ns()
 from ..errors import CollectiveError  # noqa: E402
 from ..watch import entry  # noqa: E402
 from ..watch.slot import phase, ranges  # noqa: E402
-from .base import Waiting, cores  # noqa: E402
+from .base import Waiting, cores, deadline  # noqa: E402
 from .calls import (  # noqa: E402
     PREFIX,
     Call,
@@ -389,10 +389,12 @@ class _Exits:
     def _leave(self, process: int) -> None:
         if os.getpid() != process or MPI.Is_finalized():
             return
-        until = time.monotonic() + 2
+        until = time.monotonic() + deadline()  # others may be late with it, but they come
         for comm in list(self.communicators):
-            while comm._queue and comm._broken is None and time.monotonic() < until:
+            while comm._queue and comm._broken is None and (now := time.monotonic()) < until:
                 comm._advance(comm._queue[0])
+                if until - now > LAST_S and comm._gone(range(comm.size)):
+                    until = now + LAST_S
                 time.sleep(1e-3)
             if comm._queue or comm._broken is not None:
                 sys.stdout.flush()
@@ -420,6 +422,7 @@ class _Exits:
             nap = min(1.5 * nap, 5e-3)
 
 
+LAST_S = 2.0  # what a rank that has ended had sent before has arrived by then
 ALONE_S = 0.7  # a rank that ends with an exit code other than 0 waits so long for the others to do the same
 
 
