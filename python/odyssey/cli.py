@@ -10,15 +10,15 @@ request, 130 interrupted.
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import click
 
+from odyssey import outputs
 from odyssey.commands import COMMANDS, HELP, version
-from odyssey.errors import LINE, CollectiveError, OdysseyError, printable
+from odyssey.errors import LINE, CollectiveError, OdysseyError, OutputError, printable
 
 USAGE, DEFECT, INTERRUPTED, BROKEN_PIPE = 64, 70, 130, 141
 
@@ -82,14 +82,25 @@ def _run_command(command: click.Command, arguments: Sequence[str] | None, prog_n
         return _end(USAGE, f"error: {text} (see `{name} --help`)", everywhere=True)
     except (click.Abort, KeyboardInterrupt):
         return _end(INTERRUPTED, "interrupted")
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit would fail again
+    except outputs.ReaderGone:
         return _end(BROKEN_PIPE, None)
     except Exception as error:
+        if isinstance(error, OSError) and (why := _unwritable()):
+            return _end(OutputError.exit_code, f"error: [output] standard output cannot be written: {why}")
         import traceback
 
         text = printable(traceback.format_exc(), keep="\n\t")
         return _end(DEFECT, printable(f"defect: {type(error).__name__}: {error}", limit=LINE), text=text)
+
+
+def _unwritable() -> str:
+    """Why standard output does not take what it was given; "" if it does."""
+    try:
+        sys.stdout.flush()
+    except OSError as problem:
+        outputs.drop()
+        return problem.strerror or str(problem)
+    return ""
 
 
 def _end(code: int, line: str | None, *, text: str = "", everywhere: bool = False, late: bool = False) -> int:

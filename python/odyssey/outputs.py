@@ -1,4 +1,4 @@
-"""Files that a command leaves where the user said: looked at before the work, and there whole or not at all after it.
+"""What a command leaves where the user said. A file: looked at before the work, and there whole or not at all after it.
 
 What it is not: the files of a run or a checkpoint, which have names and owners of their own (runs.py, files.py).
 """
@@ -8,11 +8,37 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from .errors import OutputError
+
+
+class ReaderGone(Exception):
+    """Nobody reads standard output any more. No OSError: click makes exit code 1 of that."""
+
+
+def say(line: str) -> None:
+    """Prints a line on standard output, at once.
+
+    Raises:
+        ReaderGone, OutputError: it does not get there.
+    """
+    try:
+        print(line, flush=True)
+    except BrokenPipeError as problem:
+        drop()
+        raise ReaderGone from problem
+    except OSError as problem:
+        drop()
+        raise OutputError(f"[output] standard output cannot be written: {problem.strerror or problem}") from problem
+
+
+def drop() -> None:
+    """Gives up what standard output has not taken, or the flush at exit would fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def check(path: Path, option: str) -> None:

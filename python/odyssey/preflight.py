@@ -153,12 +153,14 @@ def crowded(places: Sequence[Place]) -> list[str]:
             mask |= places[r].cores
         cores = mask.bit_count()
         if cores and threads > cores:
-            each = {places[r].threads for r in ranks}
-            count = f"{len(ranks)} ranks x {each.pop()}" if len(each) == 1 else f"{len(ranks)} ranks with {threads}"
+            most = max(places[r].threads for r in ranks)
+            count = f"{len(ranks)} rank{'s' * (len(ranks) > 1)}"
+            count += f" x {most}" if len(ranks) * most == threads else f" with {threads}"
             where = "this machine" if 0 in ranks else f"the machine of rank {ranks[0]}"
+            do = ["lower --threads"] * (most > 1) + ["start fewer ranks"] * (len(ranks) > 1)
             warnings.append(
-                f"{count} threads on {where}, which has {cores} core{'s' * (cores > 1)}: they take turns; "
-                "lower --threads, or start fewer ranks"
+                f"{count} thread{'s' * (threads > len(ranks))} on {where}, which has {cores} core{'s' * (cores > 1)}: "
+                f"they take turns; {', or '.join(do)}"
             )
     return warnings
 

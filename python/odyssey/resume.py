@@ -114,6 +114,12 @@ def check(saved: dict[str, Any], now: dict[str, Any], name: str) -> None:
     for key, value in now.items():
         if key not in saved:
             raise ConfigError(f"[resume] {name} says nothing of the {key}; use --resume never, or another checkpoint")
+        if saved[key] != value and key == "schedule":  # told by probes of its factors, which say nothing to a reader
+            raise ConfigError(
+                f"[resume] {name} was made with another learning rate over time than this training has; give the same "
+                "schedule and length (--schedule, --warmup-steps, --epochs, --steps), or start anew (--resume never, "
+                "another directory)"
+            )
         if saved[key] != value:
             raise ConfigError(
                 f"[resume] {name} was made with {key} {_brief(saved[key], value)}, this training has "

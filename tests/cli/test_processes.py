@@ -77,6 +77,29 @@ def test_closed_pipe_is_no_traceback():
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+@pytest.mark.parametrize(
+    ("rest", "code", "said"),
+    [
+        (
+            "train --steps 1 --no-eval --no-progress > /dev/full",
+            73,
+            "[output] standard output cannot be written: No space",
+        ),
+        ("train --steps 1 --no-eval --no-progress | true", 141, ""),
+        ("inspect --help > /dev/full", 73, "[output] standard output cannot be written: No space"),
+    ],
+)
+def test_standard_output_that_takes_nothing(rest, code, said):
+    done = run("bash", "-c", f"set -o pipefail; PYTHONUNBUFFERED= '{sys.executable}' -m odyssey {rest}")
+    assert done.returncode == code
+    assert (
+        (done.stderr.startswith(f"odyssey: error: {said}") and done.stderr.count("\n") == 1)
+        if said
+        else not done.stderr
+    )
+
+
 def mpiexec():
     beside = Path(sys.executable).parent / "mpiexec"
     found = str(beside) if beside.exists() else shutil.which("mpiexec")

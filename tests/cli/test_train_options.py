@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import types
+
 import pytest
 
+from odyssey import runs
 from odyssey.commands import train
 from odyssey.recipes import OPTIMIZERS, RECIPES, SCHEDULES
 
@@ -141,6 +145,15 @@ def test_every_help_text_states_its_default():
         assert "default: " in option.help, option.name
 
 
+def test_help_lists_every_option_under_a_heading(odyssey_command):
+    options = {option.name for option in train.command.params}
+    assert sorted(options) == sorted(name for names in train.SECTIONS.values() for name in names.split())
+    text = odyssey_command("train", "--help").out
+    assert (
+        all(f"\n{heading}:\n" in text for heading in train.SECTIONS) and "--watchdog" in text and "-h, --help" in text
+    )
+
+
 def test_help_and_version(odyssey_command):
     assert odyssey_command("train", "--help").code == 0
     done = odyssey_command()
@@ -207,6 +220,21 @@ def test_wrong_config_is_one_line_and_64(odyssey_command, config, text, says):
     assert done.code == 64
     assert done.err.startswith("odyssey: error: ") and done.err.count("\n") == 1
     assert says in done.err
+
+
+@pytest.mark.parametrize("attempt", [None, "1"])
+def test_a_started_rank_leaves_what_is_the_launcher_s(odyssey_command, fake, config, monkeypatch, tmp_path, attempt):
+    """`odyssey launch` has read ranks and directory, here or on its command line, which goes before the file."""
+    monkeypatch.setattr(train.launchers, "launched", lambda: types.SimpleNamespace(size=2))
+    path = config(f'ranks = 4\nrun-dir = "{tmp_path / "other"}"\nseed = 7\n')
+    if attempt:
+        monkeypatch.setenv(runs.ATTEMPT, attempt)
+    done = odyssey_command("train", "--config", path)
+    assert done.code == (0 if attempt else 64), done.err
+    if attempt:
+        assert fake.calls["trainer"]["seed"] == 7 and runs.RUN_DIR not in os.environ
+    else:
+        assert "--ranks 4 is given, but the ranks were started already" in done.err
 
 
 def test_missing_config(odyssey_command, tmp_path):

@@ -42,7 +42,7 @@ def test_numbers_that_do_not_fit_are_refused_with_the_equation():
     assert (
         str(error.value) == "[mesh] dp(2) x pp(2) x tp(2) = 8, but 6 ranks are running; change --dp, --pp, --tp or -n"
     )
-    with pytest.raises(ConfigError, match=r"= 2, but 1 rank is running; change --pp or -n"):
+    with pytest.raises(ConfigError, match=r"= 2, but 1 rank is running; start 2 with mpirun -n 2"):
         Mesh(pp=2).fit(1)
     for wrong in (0, -1, 1.5, True, "2"):
         with pytest.raises(ConfigError, match=r"\[mesh\] dp is"):

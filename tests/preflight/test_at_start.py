@@ -105,6 +105,11 @@ def test_more_threads_than_cores_of_a_machine():
     assert preflight.crowded([place(1, 8, 0)]) == []  # not known
     (said,) = preflight.crowded([place(1, 2, 0b11)] * 4)
     assert said.startswith("4 ranks x 2 threads on this machine, which has 2 cores")
+    assert said.endswith("they take turns; lower --threads, or start fewer ranks")
+    (said,) = preflight.crowded([place(1, 1, 0b11)] * 3)
+    assert said == "3 ranks x 1 thread on this machine, which has 2 cores: they take turns; start fewer ranks"
+    (said,) = preflight.crowded([place(1, 9, 0b11)])
+    assert said == "1 rank x 9 threads on this machine, which has 2 cores: they take turns; lower --threads"
     (said,) = preflight.crowded([place(1, 1, 0b11), place(2, 3, 0b1), place(2, 1, 0b1)])
     assert said.startswith("2 ranks with 4 threads on the machine of rank 1, which has 1 core:")
 

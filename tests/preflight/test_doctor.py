@@ -165,7 +165,7 @@ def test_hosts_are_asked_for_their_versions(tmp_path, monkeypatch):
 def test_cores():
     assert doctor.cores(2, None, 0b11).state == OK
     assert doctor.cores(2, 2, 0b11).state == WARN
-    assert "8 ranks x 1 threads" in doctor.cores(8, None, 0b11).found
+    assert "8 ranks x 1 thread on" in doctor.cores(8, None, 0b11).found
 
 
 @pytest.mark.parametrize(

@@ -15,17 +15,17 @@ import click
 
 from ..errors import OdysseyError, printable
 
-COMMANDS: tuple[str, ...] = (  # names of modules in this package
-    "build",
-    "diff",
-    "doctor",
-    "inspect",
+COMMANDS: tuple[str, ...] = (  # names of modules in this package, as `odyssey --help` lists them
+    "train",
     "launch",
+    "verify",
+    "top",
+    "inspect",
+    "diff",
     "replay",
     "scale",
-    "top",
-    "train",
-    "verify",
+    "doctor",
+    "build",
 )
 
 HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 120}

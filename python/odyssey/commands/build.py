@@ -9,7 +9,9 @@ import click
 from . import FILE, HELP
 
 
-@click.command("build", context_settings=HELP)
+@click.command(
+    "build", short_help="Compile the kernels, or make a folder for machines without a compiler.", context_settings=HELP
+)
 @click.option(
     "--target-cpu",
     metavar="CPU",

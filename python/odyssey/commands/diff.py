@@ -12,7 +12,7 @@ from . import FILE, HELP
 DIFFERENT = 1
 
 
-@click.command("diff", context_settings=HELP)
+@click.command("diff", short_help="Find the step where two runs part.", context_settings=HELP)
 @click.argument("run_a", type=FILE)
 @click.argument("run_b", type=FILE)
 @click.option("--json", "json_file", type=FILE, metavar="FILE", help="Write the result. (default: not written)")

@@ -12,7 +12,7 @@ from . import FILE, HELP
 UNAVAILABLE = 69
 
 
-@click.command("doctor", context_settings=HELP)
+@click.command("doctor", short_help="Look whether this machine has what a run needs.", context_settings=HELP)
 @click.option("--ranks", "-n", type=click.IntRange(1, 4096), default=2, help="Ranks on this machine. (default: 2)")
 @click.option("--threads", type=click.IntRange(1, 4096), help="Threads of each. (default: the cores, divided by them)")
 @click.option(

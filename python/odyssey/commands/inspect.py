@@ -19,7 +19,7 @@ REFUSED = 65
 _VALUE_LIMIT = 200  # characters of a value that are printed; --json has all
 
 
-@click.command("inspect", context_settings=HELP)
+@click.command("inspect", short_help="Print and verify checkpoints.", context_settings=HELP)
 @click.argument("path", type=FILE)
 @click.option("--tensors", is_flag=True, help="List the tensors as well.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with everything.")

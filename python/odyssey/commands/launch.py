@@ -11,8 +11,12 @@ import click
 from odyssey.commands import FILE, HELP
 
 
-@click.command("launch", context_settings={**HELP, "ignore_unknown_options": True, "allow_interspersed_args": False})
-@click.option("-n", "--ranks", type=int, default=1, help="Ranks altogether. (default: 1)")
+@click.command(
+    "launch",
+    short_help="Start ranks, and start them again when something fails.",
+    context_settings={**HELP, "ignore_unknown_options": True, "allow_interspersed_args": False},
+)
+@click.option("-n", "--ranks", type=click.IntRange(1), default=1, help="Ranks altogether. (default: 1)")
 @click.option("--run-dir", type=FILE, metavar="RUN", help="The run's directory. (default: runs/DATE-TIME-NAME)")
 @click.option("--hosts", metavar="H1,H2:N", help="Machines, and how many ranks each takes. (default: this one)")
 @click.option("--hostfile", type=FILE, metavar="FILE", help="The same from a file, one a line.")

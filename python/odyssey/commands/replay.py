@@ -12,7 +12,7 @@ from . import FILE, HELP
 DIFFERENT = 1
 
 
-@click.command("replay", context_settings=HELP)
+@click.command("replay", short_help="Take a step of a run again and compare its bits.", context_settings=HELP)
 @click.argument("run", type=FILE)
 @click.option("--step", type=int, required=True, help="Which step, counted from 1, as the step log counts them.")
 @click.option("--ranks", type=int, help="On how many ranks, each with the whole model. (default: 1)")

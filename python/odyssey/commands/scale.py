@@ -9,7 +9,7 @@ import click
 from odyssey.commands import FILE, HELP
 
 
-@click.command("scale", context_settings=HELP)
+@click.command("scale", short_help="Go on with another number of ranks.", context_settings=HELP)
 @click.option("--wait", type=click.FloatRange(0), default=60.0, help="Seconds for the change to happen. (default: 60)")
 @click.argument("run", type=FILE)
 @click.argument("ranks", type=click.IntRange(1))

@@ -13,11 +13,17 @@ import click
 from . import FILE, HELP
 
 
-@click.command("top", context_settings=HELP)
+@click.command("top", short_help="Show what each rank of a running job does.", context_settings=HELP)
 @click.argument("job", required=False, type=FILE, metavar="[RUN|PID]")
 @click.option("--once", is_flag=True, help="Show it once and end.")
 @click.option("--json", "as_json", is_flag=True, help="A JSON object per look, one a line.")
-@click.option("--interval", type=click.FloatRange(0.1, 3600), default=1.0, metavar="SECONDS", help="(default: 1)")
+@click.option(
+    "--interval",
+    type=click.FloatRange(0.1, 3600),
+    default=1.0,
+    metavar="SECONDS",
+    help="Between two looks. (default: 1)",
+)
 def command(job: Path | None, once: bool, as_json: bool, interval: float) -> None:
     """Show what every rank of a running job does: step, phase, what it waits for, samples/s, memory, and where its time
     goes.

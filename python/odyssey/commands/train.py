@@ -28,6 +28,9 @@ from odyssey.settings import REPLAY, STRATEGY, Settings, check_workers, settings
 def _load_config(context: click.Context, _: click.Parameter, path: Path | None) -> None:
     if path is not None:
         context.default_map = read_config(path, context.command.params)
+        if runs.ATTEMPT in os.environ:  # what is the launcher's it has read already, here or on its command line
+            for name in ("ranks", "run_dir"):
+                context.default_map.pop(name, None)
 
 
 def _recipes(key: str) -> str:
@@ -41,7 +44,34 @@ def _recipes(key: str) -> str:
     )
 
 
-@click.command("train", context_settings=HELP)
+#: Headings of the help text, and the options under each by their names in Python.
+SECTIONS = {
+    "What is trained": "config model dataset data_dir epochs steps global_batch_size shard_size seed precision "
+    "scaler_init_scale scaler_growth_interval",
+    "The update": "optimizer lr lr_scaling base_batch_size momentum nesterov weight_decay schedule warmup_steps "
+    "clip_norm accumulation_steps",
+    "This process": "num_gpus device oversubscribe threads execution",
+    "Ranks, and how they share the work": "ranks dp pp tp zero pipeline_schedule reduction servers staleness "
+    "local_steps ranks_per_node compression compression_ratio compression_warmup_steps powersgd_rank bucket_size_mb "
+    "overlap",
+    "Checkpoints and failures": "run_dir checkpoint_dir checkpoint_every keep resume nonfinite check_every watchdog",
+    "What comes out": "evaluate save_weights json no_progress",
+}
+
+
+class _Sectioned(click.Command):
+    """A command whose help lists its options under headings."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        options = {option.name: option.get_help_record(ctx) for option in self.get_params(ctx)}
+        rows = {heading: [options.pop(name) for name in names.split()] for heading, names in SECTIONS.items()}
+        rows["Other"] = list(options.values())
+        for heading, found in rows.items():
+            with formatter.section(heading):
+                formatter.write_dl([row for row in found if row])
+
+
+@click.command("train", cls=_Sectioned, short_help="Train a network.", context_settings=HELP)
 @click.option(
     "--config",
     type=FILE,
@@ -241,7 +271,8 @@ def _recipes(key: str) -> str:
 def command(no_progress: bool, ranks: int | None, **given: Any) -> None:
     """Train a network and print one line of results.
 
-    Under mpirun or srun every process is a worker: mpirun -n 4 odyssey train
+    Under mpirun or srun the processes train together: mpirun -n 4 odyssey train. To start them, and to start them again
+    when something fails: odyssey launch -n 4 train
     """
     with on_all_ranks():
         made = settings({**given, "progress": not no_progress})
@@ -359,9 +390,10 @@ def run(made: Settings) -> None:
             progress=progress,
             **{k: v for k, v in scaler.items() if v is not None},
         )
-    if first and world.size > 1 and made.progress:
+    if first and made.progress:
         for warning in warnings:
-            print(f"odyssey: {warning}", file=sys.stderr)
+            print(f"odyssey: {warning}", file=sys.stderr, flush=True)
+    if first and world.size > 1 and made.progress:
         print(f"odyssey: {world.size} ranks as {trainer.mesh}; {world.why}", file=sys.stderr, flush=True)
     if first and trainer.notice:
         print(f"odyssey: {trainer.notice}", file=sys.stderr, flush=True)
@@ -388,7 +420,7 @@ def run(made: Settings) -> None:
             outputs.write(made.save_weights, "--save-weights", lambda path: write_weights(path, state))
         if made.json is not None:
             outputs.write_json(made.json, "--json", _report(made, world, trainer, history, weights))
-        print(summary(history, weights), flush=True)
+        outputs.say(summary(history, weights))
 
 
 def _report(made: Settings, world: Any, trainer: Any, history: Any, weights: str) -> dict[str, Any]:

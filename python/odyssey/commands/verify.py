@@ -15,7 +15,11 @@ from odyssey.errors import ConfigError
 DIFFERENT = 1
 
 
-@click.command("verify", context_settings={**HELP, "ignore_unknown_options": True})
+@click.command(
+    "verify",
+    short_help="Compare the bits of layouts with those of one process.",
+    context_settings={**HELP, "ignore_unknown_options": True},
+)
 @click.option(
     "--layouts",
     "-l",
@@ -30,7 +34,7 @@ DIFFERENT = 1
     "--launcher", metavar="WORDS", help="What starts ranks. (default: 'mpirun -n {ranks}', that of this environment)"
 )
 @click.option("--json", "json_file", type=FILE, metavar="FILE", help="Write the results. (default: not written)")
-@click.argument("rest", nargs=-1, type=click.UNPROCESSED)
+@click.argument("rest", nargs=-1, metavar="[OPTIONS OF TRAIN OR OF THE SCRIPT]...", type=click.UNPROCESSED)
 def command(
     layouts: tuple[str, ...],
     steps: int,

@@ -225,9 +225,11 @@ def _find(name: str, train: bool, data_dir: Path | None) -> list[Path]:
 
 
 def _find_shipped(name: str, wanted: tuple[str, ...]) -> list[Path]:
+    info = DATASETS[name]
     if name != "mnist":
         raise DataError(
-            f"{name} does not come with odyssey; get {', '.join(wanted)} and give their folder with --data-dir"
+            f"{name} does not come with odyssey; get {', '.join(info.train_files + info.test_files)} "
+            "and give their folder with --data-dir"
         )
     found = [_in_folder(_SHIPPED, file) for file in wanted]
     if None in found:

@@ -50,10 +50,10 @@ class Mesh:
             pp = devices if world % (devices * tp * (self.dp or 1)) == 0 else 1
         dp = self.dp or max(1, world // (pp * tp))
         if dp * pp * tp != world:
-            raise ConfigError(
-                f"[mesh] dp({dp}) x pp({pp}) x tp({tp}) = {dp * pp * tp}, but {world} rank{'s are' * (world > 1)}"
-                f"{' is' * (world == 1)} running; change {self._given()} or -n"
-            )
+            wanted = dp * pp * tp
+            running = f"{world} ranks are" if world > 1 else "1 rank is"
+            do = f"change {self._given()} or -n" if world > 1 else f"start {wanted} with mpirun -n {wanted}"
+            raise ConfigError(f"[mesh] dp({dp}) x pp({pp}) x tp({tp}) = {wanted}, but {running} running; {do}")
         return Mesh(dp, pp, tp)
 
     def _given(self) -> str:
