@@ -2,14 +2,19 @@
 log with its fingerprints, requests to stop and the comparison of replicas.
 
 One job; its turns of some steps alternate between everything on and parts off, so that a busy machine weighs on all
-alike. What is shown is the median, over the rounds, of a turn's time against that of everything off in the same round.
+alike. What is shown is the median, over the rounds, of a turn's time against that of everything off in the same round;
+and beside it, as a second witness, the processor time that ranks and watcher used, some of it waiting in turns.
 Parts are switched off here only: there is no option for it. Without the comparison of calls, places in the source are
 not looked up and texts not made, and over MPI no headers are sent; over shared memory the comparison itself happens in
 the barrier that the call needs anyway, and stays.
+
+On a busy machine the figures are of its other work. With --realtime (root) the ranks and the watcher go before that
+for the turns, some ten seconds in which nothing else gets a core.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -40,8 +45,29 @@ class Switch:
 
         self.watcher = watcher()
         self.slot, self.on = slot, {name: getattr(slot, name) for name in SLOT}
-        self.places = [(m, n, getattr(m, n)) for m in (base, shm) for n in ("_site", "describe")]
+        self.places = [(m, n, getattr(m, n)) for m in (base, mpi, shm) for n in ("site", "describe")]
+        self.repeated = [
+            (call, call._all, call._head.requests)
+            for part in gc.get_objects()
+            if isinstance(part, mpi.MPICommunicator)
+            for call in part._repeated_calls
+        ]
+        self.differs = mpi._Repeated._differs
+        self.kind = mpi._Repeated
         self.mpi = [(mpi.MPICommunicator, n, getattr(mpi.MPICommunicator, n)) for n in ("_send_header", "_headers")]
+
+    def realtime(self) -> None:
+        """Puts this process, and the watcher that it has started, before all others."""
+        for process in (0, self.watcher):
+            if process is not None:
+                os.sched_setscheduler(process, os.SCHED_RR, os.sched_param(1))
+
+    def used(self) -> float:
+        """Seconds of processor time of this process, and of the watcher that it has started."""
+        seconds = time.process_time()
+        if self.watcher is not None:
+            seconds += int(Path(f"/proc/{self.watcher}/schedstat").read_text().split()[0]) / 1e9
+        return seconds
 
     def __call__(self, parts: tuple[str, ...]) -> None:
         for name, function in self.on.items():
@@ -51,11 +77,14 @@ class Switch:
         code = (lambda: 0).__code__
         compared = "comparison" in parts
         for module, name, function in self.places:
-            off: Any = (lambda depth: (code, 0)) if name == "_site" else (lambda *_: (1, "off at off:0"))
+            off: Any = (lambda depth: (code, 0)) if name == "site" else (lambda *_: (1, "off at off:0"))
             setattr(module, name, function if compared else off)
         for kind, name, function in self.mpi:
             off = (lambda *_: None) if name == "_send_header" else (lambda *_: [])
             setattr(kind, name, function if compared else off)
+        self.kind._differs = self.differs if compared else (lambda call: None)
+        for call, together, heads in self.repeated:
+            call._all, call._head.requests = (together, heads) if compared else (call._data, [])
 
 
 def watcher() -> int | None:
@@ -90,13 +119,19 @@ def rank(options: Any) -> None:
     switch = Switch()
     if world.rank == 0 and switch.watcher is None:
         raise RuntimeError("no watcher was found that could be switched off")
+    if options.realtime:
+        switch.realtime()
     seconds: dict[str, list[float]] = {name: [] for name in TURNS}
+    used: dict[str, list[float]] = {name: [] for name in TURNS}
 
-    def turn() -> float:
+    def turn() -> tuple[float, float]:
+        """Seconds of a step, and of processor time of all."""
         world.barrier()
-        start = time.perf_counter()
+        start, before = time.perf_counter(), switch.used()
         trainer.take_steps(iter([batch] * options.steps), options.steps, lambda *_: None)
-        return float(world.all_reduce(np.array([time.perf_counter() - start]), "max")[0]) / options.steps
+        took, busy = time.perf_counter() - start, switch.used() - before
+        most, total = world.all_reduce(np.array([took]), "max")[0], world.all_reduce(np.array([busy]))[0]
+        return float(most) / options.steps, float(total) / options.steps
 
     for round_ in range(options.rounds + 2):  # the first two are not counted
         names = list(TURNS)
@@ -104,13 +139,14 @@ def rank(options: Any) -> None:
             world.barrier()
             switch(TURNS[name])
             trainer._session = session if "session" in TURNS[name] else None
-            took = turn()
+            took, busy = turn()
             if round_ >= 2:
                 seconds[name].append(took)
+                used[name].append(busy)
     switch(("slots", "watcher", "comparison"))
     session.close()
     if world.rank == 0:
-        options.rank.write_text(json.dumps({"seconds": seconds, "backend": world.name}))
+        options.rank.write_text(json.dumps({"seconds": seconds, "used": used, "backend": world.name}))
 
 
 def main() -> int:
@@ -120,6 +156,7 @@ def main() -> int:
     parser.add_argument("--backend", default="auto", choices=("auto", "mpi", "shm"), help="transport")
     parser.add_argument("--rounds", type=int, default=60, help="turns of each")
     parser.add_argument("--steps", type=int, default=100, help="of each turn")
+    parser.add_argument("--realtime", action="store_true", help="go before all other work of the machine")
     parser.add_argument("--rank", type=Path, help=common.INTERNAL)
     options = parser.parse_args()
     if options.rank:
@@ -132,19 +169,26 @@ def main() -> int:
         settings: list[Any] = ["--rank", out, "--backend", options.backend]
         for key in ("batch", "rounds", "steps"):
             settings += [f"--{key}", getattr(options, key)]
+        settings += ["--realtime"] * options.realtime
         os.environ["ODYSSEY_RUN_DIR"] = str(folder / "run")
         common.child([*common.mpirun(options.ranks), sys.executable, __file__, *map(str, settings)])
         found = json.loads(out.read_text())
-    seconds = found["seconds"]
     rows, lines = [], []
-    for name, times in seconds.items():
-        shares = [a / b - 1 for a, b in zip(times, seconds["off"], strict=True)]
-        row = {"on": name, "seconds": common.spread(times), "cost": common.median(shares)}
+    for name in TURNS:
+        row: dict[str, Any] = {"on": name}
+        cells = [name]
+        for key, cost in (("seconds", "cost"), ("used", "cost_used")):
+            times, off = found[key][name], found[key]["off"]
+            row |= {
+                key: common.spread(times),
+                cost: common.median([a / b - 1 for a, b in zip(times, off, strict=True)]),
+            }
+            shown = "" if name == "off" else f"{100 * row[cost]:+.1f} %"
+            cells += [common.number(1e6 * common.median(times), 0) or "", shown]
         rows.append(row)
-        cost = "" if name == "off" else f"{100 * row['cost']:+.1f} %"
-        lines.append([name, common.number(1e6 * common.median(times), 0), cost])
+        lines.append(cells)
     print(f"\nLeNet-5, {options.ranks} ranks over {found['backend']}, {options.batch} samples each; us per step")
-    print(common.table(["on", "median", "against off"], lines))
+    print(common.table(["on", "median", "against off", "processor time of all", "against off"], lines))
     common.write_json(options.json, "watch", facts, ranks=options.ranks, batch=options.batch, rows=rows)
     return 0
 

@@ -17,7 +17,7 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,7 +41,7 @@ from .calls import (
 )
 
 
-def _site(depth: int) -> tuple[Any, int]:
+def site(depth: int) -> tuple[Any, int]:
     """Code and line of the first frame outside of this package."""
     frame = sys._getframe(depth)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_PACKAGE):
@@ -100,12 +100,27 @@ class Waiting(Request):
     """A request that is not complete when it is made: waits by testing, with a back-off and a deadline."""
 
     __slots__ = ("_comm",)
+    _spins = 500  # tests before anything else
 
     def __init__(self, comm: Communicator) -> None:
         self._result, self._error, self._complete = None, None, False
         self._comm = comm
 
     def _block(self) -> None:
+        """Tests until complete: some spins, then giving the core away, then sleeping.
+
+        Spinning is for short waits on a core of one's own: with more ranks than cores a spinning rank keeps those
+        away that it waits for (4 ranks on 2 cores: a barrier takes 4 ms spinning, 17 us yielding; docs/log.md). So
+        short a wait is counted in the status slot, but not shown there.
+        """
+        if self._spins and not self._comm._crowded:
+            test, begun = self.test, time.monotonic_ns()
+            for _ in range(self._spins):
+                if test():
+                    break
+            slot.waited(time.monotonic_ns() - begun)
+            if self._complete:
+                return
         slot.enter(self._number(), self.describe(), self._waited_for())
         try:
             self._test_on()
@@ -121,15 +136,8 @@ class Waiting(Request):
         return self._comm._mark
 
     def _test_on(self) -> None:
-        """Tests until complete: some spins, then giving the core away, then sleeping.
-
-        Spinning is for short waits on a core of one's own: with more ranks than cores a spinning rank keeps those
-        away that it waits for (4 ranks on 2 cores: a barrier takes 4 ms spinning, 17 us yielding; docs/log.md).
-        """
+        """Tests until complete, giving the core away and then sleeping in between."""
         test = self.test
-        for _ in range(0 if self._comm._crowded else 500):
-            if test():
-                return
         start = begun = time.monotonic()
         timeout, patience = deadline(), 0.0
         look, nap = start + _LOOK_S, 20e-6
@@ -350,6 +358,21 @@ class Communicator:
         """`all_gather_v`, not waited for."""
         return self._later(self._all_gather_v(array, ranges))
 
+    # --- again and again ---
+
+    def all_to_all_v_init(
+        self, send: np.ndarray, send_counts: Sequence[int], receive: np.ndarray, receive_counts: Sequence[int]
+    ) -> Repeated:
+        """`all_to_all_v` that is started again and again with the same arrays (MPI's MPI_Alltoallv_init).
+
+        What it may cost if the ranks' calls differ, says Repeated. All ranks make theirs in the same order.
+        """
+        return self._repeated(lambda: self._all_to_all_v(send, send_counts, receive, receive_counts))
+
+    def all_gather_v_init(self, array: np.ndarray, ranges: Sequence[tuple[int, int]]) -> Repeated:
+        """`all_gather_v` that is started again and again with the same array; otherwise as `all_to_all_v_init`."""
+        return self._repeated(lambda: self._all_gather_v(array, ranges))
+
     # --- one to one ---
 
     def send(self, array: np.ndarray, dest: int, tag: int = 0) -> None:
@@ -449,6 +472,11 @@ class Communicator:
             call.out.reshape(-1)[...] = call.send.reshape(-1)
         return Request(call.result())
 
+    def _repeated(self, make: Callable[[], Call]) -> Repeated:
+        """A call that will be made again and again; `make` checks its arguments."""
+        make()
+        return Repeated(self, make)
+
     def _send(self, array: np.ndarray, dest: int, tag: int, letter: Header) -> Request:
         """Starts sending to another rank."""
         raise NotImplementedError
@@ -484,7 +512,7 @@ class Communicator:
     def _start(self, call: Call) -> Request:
         if self._broken is not None:
             raise self._broken
-        code, line = _site(3)
+        code, line = site(3)
         signature, text = describe(call.kind, call.described, code, line)
         tail = ()
         if call.kind == "all_to_all_v":
@@ -499,7 +527,7 @@ class Communicator:
 
     def _letter(self, kind: str, array: np.ndarray, peer: int, tag: int) -> Header:
         """What a receiver sees of a message: (dtype code, elements) in its tail."""
-        code, line = _site(3)
+        code, line = site(3)
         way = f"{'to' if kind == 'send' else 'from'} rank {self.ranks[peer]} tag {tag}"
         _, text = describe(kind, (NAMES[array.dtype], array.shape, -1, None, way), code, line)
         return Header(0, 0, text, (CODES[array.dtype], array.size), kind)
@@ -703,6 +731,22 @@ class Communicator:
             described=(NAMES[array.dtype], array.shape, -1, None, pieces),
             finish=_nothing,
         )
+
+
+class Repeated:
+    """A collective call that is made again and again with the same arrays. This class makes an ordinary call each time.
+
+    A backend may check and set up things once, and send the data before it knows that all ranks make the same call. If
+    they do not, all get the CollectiveError as ever, but the receiving array may have been written and the group cannot
+    go on: later calls raise the same error.
+    """
+
+    def __init__(self, comm: Communicator, make: Callable[[], Call]) -> None:
+        self._group, self._make = comm, make
+
+    def start(self) -> Request:
+        """Starts it; the request of the time before must be complete, and is of no use any more."""
+        return self._group._later(self._make())
 
 
 MAX_TAG = 16382  # MPI promises tags to 32767; a message takes two

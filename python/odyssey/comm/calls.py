@@ -184,7 +184,7 @@ class Header(NamedTuple):
 
     `signature` is a hash of what must be equal; `text` says it to people, with the source line; `tail` has numbers
     that each rank may have of its own: send and receive counts of an all_to_all_v; dtype code (-1: not known here),
-    dimensions and shape of a piece in a scatter.
+    dimensions and shape of a piece in a scatter. `repeated`: the data are already on their way (base.Repeated).
     """
 
     sequence: int
@@ -194,10 +194,11 @@ class Header(NamedTuple):
     kind: str = ""
     root: int = -1
     blocking: bool = False
+    repeated: bool = False
 
 
 TEXT = 144  # bytes of a header's text
-_HEAD = struct.Struct(f"<qq?7x{TEXT}s")
+_HEAD = struct.Struct(f"<qq??6x{TEXT}s")
 DIMENSIONS = 8
 
 
@@ -214,7 +215,7 @@ def header_bytes(size: int) -> int:
 def pack(header: Header, into: np.ndarray) -> None:
     """Writes a header into uint8 memory of `header_bytes(size)`."""
     text = _encoded(header.text)
-    _HEAD.pack_into(into, 0, header.sequence, header.signature, header.blocking, text)
+    _HEAD.pack_into(into, 0, header.sequence, header.signature, header.blocking, header.repeated, text)
     if header.tail:
         struct.pack_into(f"<{len(header.tail)}q", into, _HEAD.size, *header.tail)
 
@@ -227,15 +228,16 @@ def _encoded(text: str) -> bytes:
 
 def unpack(data: np.ndarray, like: Header) -> Header:
     """A header out of the bytes that `pack` wrote; its kind is that of `like`, which matters if they are equal."""
-    sequence, signature, blocking, text = _HEAD.unpack_from(data, 0)
+    sequence, signature, blocking, repeated, text = _HEAD.unpack_from(data, 0)
     tail = struct.unpack_from(f"<{len(like.tail)}q", data, _HEAD.size) if like.tail else ()
-    return Header(
-        sequence, signature, text.rstrip(b"\0").decode(errors="replace"), tail, like.kind, like.root, blocking
-    )
+    text = text.rstrip(b"\0").decode(errors="replace")
+    return Header(sequence, signature, text, tail, like.kind, like.root, blocking, repeated)
 
 
-#: The first bytes of a packed header hold the sequence, the signature and the blocking flag: equal bytes, equal calls.
-PREFIX = 17
+#: The first bytes of a packed header hold the sequence, the signature and the flags: equal bytes, equal calls.
+PREFIX = 18
+#: Where the numbers of the tail begin in a packed header.
+TAIL = _HEAD.size
 
 
 def verdict(headers: Sequence[Header], ranks: Sequence[int]) -> str | None:

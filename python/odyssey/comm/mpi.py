@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import os
 import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,23 +30,25 @@ from mpi4py import MPI  # noqa: E402
 _started = time.time_ns()
 
 from ..errors import CollectiveError  # noqa: E402
-from ..watch import entry  # noqa: E402
-from ..watch.slot import phase, ranges  # noqa: E402
-from .base import Waiting, cores, deadline  # noqa: E402
+from ..watch import entry, slot  # noqa: E402
+from .base import Repeated, Waiting, cores, deadline, site  # noqa: E402
 from .calls import (  # noqa: E402
     PREFIX,
+    TAIL,
     Call,
     Header,
     ReduceOp,
     check_letter,
+    describe,
     header_bytes,
     letter_bytes,
     pack,
     pack_letter,
     unpack,
     unpack_letter,
+    verdict,
 )
-from .staged import Staged  # noqa: E402
+from .staged import Headed, Staged  # noqa: E402
 
 STARTED = _begun, _started  # ns; between these MPI started, and its launcher made a file for it (watch/start.py)
 
@@ -59,10 +62,12 @@ _NUMBERS = {
     }.items()
 }
 MEMORY_TAG = 32767  # above those of messages, which take two each; MPI promises so many
+# Up to so many ranks each sends its data to each other itself (`_Repeated`); beyond that the library knows better ways.
+NEAR = 32
 _WORDS = {1: MPI.UINT8_T, 2: MPI.UINT16_T, 4: MPI.UINT32_T, 8: MPI.UINT64_T}  # for what is only moved
 
 
-class _Slot:
+class _Heads:
     """A header of mine and those of the others, with the persistent requests that exchange them."""
 
     def __init__(self, comm: Any, rank: int, size: int) -> None:
@@ -73,6 +78,121 @@ class _Slot:
         self.requests = [*self.receives.values(), *(comm.Send_init([self.mine, MPI.BYTE], p, 0) for p in others)]
         self.prefix = memoryview(self.mine)[:PREFIX]
         self.prefixes = [memoryview(self.heads[p])[:PREFIX] for p in others]
+
+
+class _Repeated(Headed):
+    """A call that is made again and again (base.Repeated), and the request of its latest time.
+
+    Header and data go at once, in persistent messages from each rank to each other: MPI has no way to look into data
+    that it receives, but nothing is returned before all headers have come and agree. Messages of a call that differs
+    may be left over, so the group is then over.
+    """
+
+    __slots__ = ("_header", "_head", "_number_of", "_place", "_data", "_all", "_own", "_ends", "_known")
+
+    def __init__(self, comm: MPICommunicator, call: Call) -> None:
+        super().__init__(comm, call, call.kind, -1)
+        self._complete, self._all = True, []
+        # Messages of two such calls do not meet: each has a tag, and all ranks count alike, or their headers differ.
+        tag = 1 + comm._repeats % (MEMORY_TAG - 1)
+        comm._repeats += 1
+        dtype, shape, root, op, more = call.described
+        text = f"again {tag}" if more is None else f"again {tag} of {str(more).replace(' ', '')}"
+        call.described = (dtype, shape, root, op, text)
+        self._header: Header | None = None
+        me, size = comm.rank, comm.size
+        self._head = head = _Heads(comm._head, me, size)
+        self._number_of = memoryview(head.mine)[:8].cast("q")
+        self._place: tuple[Any, int] = (None, 0)
+        if call.kind == "all_to_all_v":
+            gives, takes = _runs(call.send_counts), _runs(call.receive_counts)
+            self._own = call.out[slice(*takes[me])], call.send[slice(*gives[me])]
+        else:
+            gives, takes, self._own = [call.ranges[me]] * size, call.ranges, None
+        word, others = _WORDS[call.out.dtype.itemsize], [p for p in range(size) if p != me]
+        self._data = []
+        for make, array, runs in ((comm._head.Recv_init, call.out, takes), (comm._head.Send_init, call.send, gives)):
+            self._data += [make([array[slice(*runs[p])], word], p, tag) for p in others if runs[p][0] < runs[p][1]]
+        self._all = [*head.requests, *self._data]
+        self._ends = [
+            memoryview(head.heads[p])[TAIL : TAIL + 16 * size * (call.kind == "all_to_all_v")] for p in others
+        ]
+        self._known: list[bytes] | None = None  # the tails of the others, once they agreed with mine
+        comm._repeated_calls.add(self)
+
+    def start(self) -> _Repeated:
+        comm, call = self._comm, self.call
+        if comm._broken is not None:
+            raise comm._broken
+        if not self._complete:
+            raise CollectiveError(f"[comm] {self._text} is started again before it is complete; wait for it first")
+        sequence, place = comm._sequence, site(2)
+        if place != self._place:
+            self._place = place
+            signature, self._text = describe(call.kind, call.described, *place)
+            tail = (*call.send_counts, *call.receive_counts)
+            self._header = Header(sequence, signature, self._text, tail, call.kind, repeated=True)
+            pack(self._header, self._head.mine)
+        comm._sequence = sequence + 1
+        self._sequence = self._number_of[0] = sequence
+        slot.quick(sequence, comm._mark[0], self._text)
+        self._result, self._error, self._complete, self.posted, self._suspect = None, None, False, False, 0
+        comm._active.add(self)
+        MPI.Prequest.Startall(self._all)
+        if self._own is not None:
+            self._own[0][...] = self._own[1]
+        return self
+
+    def test(self) -> bool:
+        if self._complete:
+            return True
+        if not self.posted:
+            if not MPI.Request.Testall(self._head.requests):
+                if self._comm._broken is None:
+                    return False
+                self._fail(self._comm._broken)
+                return True
+            wrong = self._differs()
+            if wrong is not None:
+                self._fail(wrong)  # it stays among the active: its messages are under way for ever
+                return True
+            self.posted = True
+        if MPI.Request.Testall(self._data):
+            self._complete = True
+            self._comm._active.discard(self)
+        return self._complete
+
+    def _differs(self) -> CollectiveError | None:
+        """What is wrong, once all headers have come."""
+        head = self._head
+        if self._known == self._ends and all(prefix == head.prefix for prefix in head.prefixes):
+            return None
+        comm, mine = self._comm, self._header._replace(sequence=self._sequence)
+        headers = [unpack(h, mine) for h in head.heads]
+        wrong = verdict(headers, comm.ranks)
+        if wrong is None:
+            self._known = [bytes(tail) for tail in self._ends]
+            return None
+        return comm._different(wrong, headers)
+
+    def _late(self) -> list[int]:
+        return [] if self.posted else self._comm._missing(self._head)
+
+    def free(self) -> None:
+        """Gives the requests back; not while they are under way."""
+        requests, self._all = self._all, []
+        for request in requests:
+            request.Free()
+
+    def __del__(self) -> None:
+        if self._all and not MPI.Is_finalized():
+            self.free()
+
+
+def _runs(counts: Sequence[int]) -> list[tuple[int, int]]:
+    """[start, end) of consecutive pieces."""
+    ends = list(itertools.accumulate(counts, initial=0))
+    return list(itertools.pairwise(ends))
 
 
 class MPICommunicator(Staged):
@@ -92,7 +212,10 @@ class MPICommunicator(Staged):
         node = comm.Split_type(MPI.COMM_TYPE_SHARED)
         self.local_rank, self.local_size = node.Get_rank(), node.Get_size()
         node.Free()
-        self._slots: list[_Slot] = []
+        self._heads: list[_Heads] = []  # not in use
+        self._repeats = 0
+        self._active: set[_Repeated] = set()
+        self._repeated_calls: weakref.WeakSet[_Repeated] = weakref.WeakSet()
         self._receives: dict[tuple[int, int], deque[_Received]] = {}
         if of is None:
             self.ranks = tuple(range(self.size))
@@ -110,22 +233,22 @@ class MPICommunicator(Staged):
 
     # --- headers ---
 
-    def _send_header(self, header: Header) -> _Slot:
-        slot = self._slots.pop() if self._slots else _Slot(self._head, self.rank, self.size)
-        pack(header, slot.mine)
-        MPI.Prequest.Startall(slot.requests)
-        return slot
+    def _send_header(self, header: Header) -> _Heads:
+        heads = self._heads.pop() if self._heads else _Heads(self._head, self.rank, self.size)
+        pack(header, heads.mine)
+        MPI.Prequest.Startall(heads.requests)
+        return heads
 
-    def _headers(self, slot: _Slot, mine: Header) -> list[Header] | None:
-        if not MPI.Request.Testall(slot.requests):
+    def _headers(self, heads: _Heads, mine: Header) -> list[Header] | None:
+        if not MPI.Request.Testall(heads.requests):
             return None
-        self._slots.append(slot)
-        if not mine.tail and all(prefix == slot.prefix for prefix in slot.prefixes):
+        self._heads.append(heads)
+        if not mine.tail and all(prefix == heads.prefix for prefix in heads.prefixes):
             return []
-        return [unpack(head, mine) for head in slot.heads]
+        return [unpack(head, mine) for head in heads.heads]
 
-    def _missing(self, slot: _Slot) -> list[int]:
-        return [p for p, request in slot.receives.items() if not request.Test()]
+    def _missing(self, heads: _Heads) -> list[int]:
+        return [p for p, request in heads.receives.items() if not request.Test()]
 
     def _gone(self, ranks: Sequence[int]) -> list[int]:
         return [p for p in ranks if self._exits.ended(self.ranks[p])]
@@ -197,6 +320,12 @@ class MPICommunicator(Staged):
         group.Free()
         return MPICommunicator(comm, self)
 
+    def _repeated(self, make: Callable[[], Call]) -> Repeated | _Repeated:
+        return _Repeated(self, make()) if 1 < self.size <= NEAR else super()._repeated(make)
+
+    def unfinished(self) -> list[Waiting]:
+        return [*super().unfinished(), *self._active]
+
     def _progress(self) -> None:
         """Receives that were started take their data when the letter is there, or their senders could not go on."""
         for comm in self._exits.communicators:
@@ -212,10 +341,12 @@ class MPICommunicator(Staged):
         if self not in self._exits.communicators:
             return  # closed before
         self._exits.communicators.discard(self)
-        for slot in self._slots:
-            for request in slot.requests:
+        for heads in self._heads:
+            for request in heads.requests:
                 request.Free()
-        self._slots.clear()
+        self._heads.clear()
+        for call in self._repeated_calls:
+            call.free()
         self._head.Free()
         self._data.Free()
         self._closed()
@@ -350,7 +481,7 @@ class _Memory(Waiting):
         return f"messages of device memory with rank {self._names(self._peers)}"
 
     def _waited_for(self) -> tuple[int, str]:
-        return 0, ranges([self._comm.ranks[p] for p in self._peers])
+        return 0, slot.ranges([self._comm.ranks[p] for p in self._peers])
 
     def _absent(self) -> str:
         return "they did not end; see what these ranks do, or set ODYSSEY_TIMEOUT=SECONDS to wait longer"
@@ -391,22 +522,23 @@ class _Exits:
             return
         until = time.monotonic() + deadline()  # others may be late with it, but they come
         for comm in list(self.communicators):
-            while comm._queue and comm._broken is None and (now := time.monotonic()) < until:
-                comm._advance(comm._queue[0])
+            while comm._broken is None and any(not r.test() for r in comm.unfinished()):
+                if (now := time.monotonic()) > until:
+                    break
                 if until - now > LAST_S and comm._gone(range(comm.size)):
                     until = now + LAST_S
                 time.sleep(1e-3)
-            if comm._queue or comm._broken is not None:
+            if comm._broken is not None or comm.unfinished():
                 sys.stdout.flush()
                 if comm._broken is None:
-                    text = f"[comm] ends while {comm._queue[0].describe()} is unfinished"
+                    text = f"[comm] ends while {comm.unfinished()[0].describe()} is unfinished"
                     print(f"odyssey: [rank {self.rank}] {text}", file=sys.stderr)
                     entry.record(CollectiveError.exit_code, text)
                 sys.stderr.flush()
                 time.sleep(0.5)  # the others say what they have to say, and the launcher reads it, before all is ended
                 _abort(CollectiveError.exit_code)
         code, why = entry.leaving()
-        phase("end")
+        slot.phase("end")
         entry.record(code, why)
         others = [p for p in range(self.size) if p != self.rank]
         notes = np.zeros((self.size, 1), np.uint8)

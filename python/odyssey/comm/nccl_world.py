@@ -14,6 +14,7 @@ import numpy as np
 
 from .. import launcher
 from ..errors import CollectiveError, ConfigError, OdysseyError
+from .base import Communicator
 from .calls import Call
 from .mpi import MPICommunicator
 from .nccl import BYTE, OPS, TYPES, Link, Stage, Transfer, check_apart, cuda, library, spelled
@@ -37,6 +38,8 @@ class NcclCommunicator(MPICommunicator):
         self._link: Link | None = None  # until it is there, calls go over MPI
         self._stage = Stage(number)
         self._link = Link(self)
+
+    _repeated = Communicator._repeated  # NCCL has no such calls
 
     def _post(self, call: Call, blocking: bool) -> Any:
         kind, send, out, n = call.kind, call.send, call.out, self.size

@@ -36,7 +36,7 @@ from .. import native
 from ..errors import CollectiveError, ConfigError
 from ..watch import slot
 from . import mpi
-from .base import Communicator, Request, Waiting, _site, cores, deadline, did_not_come
+from .base import Communicator, Request, Waiting, cores, deadline, did_not_come, site
 from .calls import DTYPES, Call, Header, ReduceOp, describe, header_bytes, pack, piece, unpack, verdict
 
 # Bytes of a slot. What is copied in is added before the cache has forgotten it, so it must not be large; each piece
@@ -281,7 +281,7 @@ class ShmCommunicator(Communicator):
         """Of a sum; and what it is, without the place, which may be another the next time."""
         if len(self._signatures) >= 4096:
             self._signatures.clear()
-        signature, text = describe("all_reduce", ("float32", shape, -1, "sum", None), *_site(1))
+        signature, text = describe("all_reduce", ("float32", shape, -1, "sum", None), *site(1))
         self._signatures[shape] = signature, text.rpartition(" at ")[0]
         return self._signatures[shape]
 
@@ -289,7 +289,7 @@ class ShmCommunicator(Communicator):
         """The short way did not get to its end in one slice: from here on it is a call like others."""
         call = self._reduce("all_reduce", array, "sum", out)
         call.blocking = True
-        call.header = Header(sequence, *describe(call.kind, call.described, *_site(1)), (), call.kind, -1, True)
+        call.header = Header(sequence, *describe(call.kind, call.described, *site(1)), (), call.kind, -1, True)
         job = native.Job.from_buffer_copy(self._job)
         pending = _Pending(self, call)
         pending.steps = self._all_reduce_steps(call, job, state)
@@ -557,6 +557,10 @@ class ShmCommunicator(Communicator):
                 pending._fail(error)
             _active.discard(self)
 
+    def unfinished(self) -> list[Waiting]:
+        """Calls under way."""
+        return list(self._queue)
+
     def _missing(self) -> list[int]:
         """Ranks that have not arrived at the barrier at which this rank waits."""
         k = self._team.barrier
@@ -584,6 +588,7 @@ class _Pending(Waiting):
     """A call under way: its generator, and the job of an all-reduce that it waits for."""
 
     __slots__ = ("call", "steps", "job", "begun", "_text", "_suspect", "_sequence")
+    _spins = 0  # the library spins itself
 
     def __init__(self, comm: ShmCommunicator, call: Call) -> None:
         super().__init__(comm)

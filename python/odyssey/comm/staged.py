@@ -50,9 +50,7 @@ class Staged(Communicator):
                 self._queue.popleft()
                 wrong = headers and verdict(headers, self.ranks)
                 if wrong:
-                    error = CollectiveError(wrong)
-                    error.everywhere = len(self.ranks) == self._world_size
-                    head._fail(error)
+                    head._fail(self._different(wrong, headers))
                     continue
                 call = head.call
                 if call.place is not None:
@@ -71,6 +69,20 @@ class Staged(Communicator):
                 pending.handle = pending.call = None
 
     _world_size = 1
+
+    def _different(self, wrong: str, headers: Sequence[Header]) -> CollectiveError:
+        """What all ranks raise for calls that differ. If data were on their way the group is over, on all ranks."""
+        error = CollectiveError(wrong)
+        error.everywhere = len(self.ranks) == self._world_size
+        if any(h.repeated for h in headers):
+            self._broke(error)
+            while self._queue:
+                self._queue.popleft()._fail(error)
+        return error
+
+    def unfinished(self) -> list[Waiting]:
+        """Calls under way."""
+        return list(self._queue)
 
     def _send_header(self, header: Header) -> Any:
         """Starts the exchange of headers; returns a handle."""
@@ -100,22 +112,21 @@ class Staged(Communicator):
         raise NotImplementedError
 
 
-class _Staged(Waiting):
-    __slots__ = ("call", "handle", "posted", "_text", "_suspect", "_sequence")
+class Headed(Waiting):
+    """A call that waits for the headers of all ranks, and then for data.
 
-    def __init__(self, comm: Staged, call: Call, handle: Any) -> None:
+    posted: the headers are there, and agree.
+    """
+
+    __slots__ = ("call", "posted", "_text", "_suspect", "_sequence")
+
+    def __init__(self, comm: Staged, call: Call, text: str, sequence: int) -> None:
         super().__init__(comm)
-        self.call, self.handle, self.posted = call, handle, False
-        self._text, self._suspect = call.header.text, 0
-        self._sequence = call.header.sequence
+        self.call, self.posted = call, False
+        self._text, self._suspect, self._sequence = text, 0, sequence
 
     def _number(self) -> int:
         return self._sequence
-
-    def test(self) -> bool:
-        if not self._complete:
-            self._comm._advance(self)
-        return self._complete
 
     def describe(self) -> str:
         return self._text
@@ -128,9 +139,8 @@ class _Staged(Waiting):
         return _YIELD_S + sum(0 if a is None else a.nbytes for a in (call.send, call.out)) / _SLOWEST
 
     def _late(self) -> list[int]:
-        """Whose headers are missing: of this call, or of an earlier one that holds it up."""
-        comm = self._comm
-        return comm._missing(comm._queue[0].handle) if not self.posted and comm._queue else []
+        """Whose headers are missing."""
+        raise NotImplementedError
 
     def _absent(self) -> str:
         return did_not_come([self._comm.ranks[p] for p in self._late()])
@@ -147,3 +157,21 @@ class _Staged(Waiting):
             error = CollectiveError(f"[comm] rank {names} has ended; {self._text} waits for it for ever")
             self._fail(error)
             self._comm._broke(error)
+
+
+class _Staged(Headed):
+    __slots__ = ("handle",)
+
+    def __init__(self, comm: Staged, call: Call, handle: Any) -> None:
+        super().__init__(comm, call, call.header.text, call.header.sequence)
+        self.handle = handle
+
+    def test(self) -> bool:
+        if not self._complete:
+            self._comm._advance(self)
+        return self._complete
+
+    def _late(self) -> list[int]:
+        """Whose headers are missing: of this call, or of an earlier one that holds it up."""
+        comm = self._comm
+        return comm._missing(comm._queue[0].handle) if not self.posted and comm._queue else []

@@ -239,9 +239,10 @@ class TreeReduction(Phased):
         self._receive_counts = [len(ns) * (hi - lo) for ns in x.nodes]
         self._receive = self._take(sum(self._receive_counts))
         self._adder = Adder(rows(self._receive, sum(map(len, x.nodes)), hi - lo), x.adds)
+        self._out = self.comm.all_to_all_v_init(self._send, self._send_counts, self._receive, self._receive_counts)
         self.phases = (self._hand_out, self._add if self.scatter else self._gather)
         if not self.scatter:
-            self._back = self.lanes.lane(self.comm, 1)
+            self._back = self.lanes.lane(self.comm, 1).all_gather_v_init(self.result, self.cut)
 
     def _cut(self) -> tuple[Run, ...]:
         """The range that each rank adds."""
@@ -255,7 +256,7 @@ class TreeReduction(Phased):
                     self._send[at : at + b - a] = self.buffers[buffer, a:b]
                     at += b - a
         self.bytes_sent += 4 * (len(self._send) - self._send_counts[self.comm.rank])
-        return self.comm.all_to_all_v_start(self._send, self._send_counts, self._receive, self._receive_counts)
+        return self._out.start()
 
     def _add(self) -> None:
         self._adder.run()
@@ -266,7 +267,7 @@ class TreeReduction(Phased):
         self._add()
         a, b = self.cut[self.comm.rank]
         self.bytes_sent += 4 * (b - a) * (self.comm.size - 1)
-        return self._back.all_gather_v_start(self.result, self.cut)
+        return self._back.start()
 
 
 class LibraryReduction(Phased):
