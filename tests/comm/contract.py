@@ -466,6 +466,36 @@ def requests_own_their_buffers(c):
     assert all((o == -1).all() for o in other)
 
 
+@case
+def calls_made_again_and_again(c):
+    """Persistent calls: each time with what is in the arrays then; several under way, and other calls between them."""
+    n, r = c.size, c.rank
+    for dtype, piece in ((np.float32, 3), (np.float64, 40_000), (np.uint16, 1)):
+        counts = [0 if p == n - 1 and n > 1 else piece + p for p in range(n)]  # so much goes to rank p, from all
+        send, receive = np.zeros(sum(counts), dtype), np.zeros(counts[r] * n, dtype)
+        ranges = [(10 * p, 10 * p + (p % 2 == 0) * piece % 10) for p in range(n)]
+        whole = np.zeros(10 * n, dtype)
+        out = c.all_to_all_v_init(send, counts, receive, [counts[r]] * n)
+        back = c.all_gather_v_init(whole, ranges)
+        for turn in range(4):
+            send[:] = np.repeat(np.arange(n), counts) + 10 * r + turn
+            whole[:] = r + turn
+            requests = [out.start(), c.all_reduce_start(np.ones(2)), back.start()]
+            for request in reversed(requests) if turn % 2 else requests:
+                request.wait()
+            assert requests[0].test() and requests[2].wait() is None
+            assert receive.tolist() == [r + 10 * p + turn for p in range(n) for _ in range(counts[r])]
+            for p, (a, b) in enumerate(ranges):
+                assert (whole[a:b] == p + turn).all() and (whole[b : 10 * p + 10] == r + turn).all()
+    with pytest.raises(ShapeError, match="send_counts are"):
+        c.all_to_all_v_init(send, [len(send) + 1] * n, receive, [counts[r]] * n)
+    with pytest.raises(ShapeError, match="ranges are"):
+        c.all_gather_v_init(whole, [(0, len(whole) + 1)] * n)
+    del out, back
+    gc.collect()
+    c.barrier()
+
+
 # --- calls that differ -----------------------------------------------------------------------------------------------
 
 

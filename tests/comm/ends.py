@@ -80,6 +80,38 @@ elif which == "cores":  # waits 2 s for the last rank, and counts what it used m
     used = time.process_time() - used
     world.all_reduce_start(a).wait()
     print(f"rank {world.rank} used {used:.3f} s\n", end="", flush=True)
+elif which.startswith("again"):  # calls that are made again and again, whose data do not wait for headers
+    n = world.size
+    big = np.zeros(300_000 * n, np.float32)
+    more = int(which == "again, other counts" and world.rank == 0)
+    counts, others = [300_000] * n, [300_000] * (n - 1) + [300_000 - more]
+    x = world.all_to_all_v_init(big, others, np.zeros_like(big), counts)
+    y = world.all_gather_v_init(big, [(p, p + 1) for p in range(n)])
+    if which == "again, another order":
+        attempt(lambda: [request.wait() for request in ([y.start(), x.start()] if last else [x.start(), y.start()])])
+    elif which == "again, another call":  # and the ranks go on, as far as they can
+        try:
+            attempt(world.barrier if last else lambda: x.start().wait())
+        except CollectiveError as error:
+            try:
+                y.start() if last else world.barrier()
+            except CollectiveError as second:
+                print(f"rank {world.rank}: the same error {second is error}\n", end="", flush=True)
+    elif which == "again, late":
+        if last:
+            time.sleep(4)
+        attempt(lambda: x.start().wait())
+    elif which == "again, unfinished":
+        if last:
+            x.start()
+            try:
+                x.start()
+            except CollectiveError as error:
+                print(f"rank {world.rank}: {error}\n", end="", flush=True)
+    elif which == "again, forgotten":
+        y.start()
+    else:
+        attempt(lambda: x.start().wait())
 elif which == "killed":
     if last:
         os.kill(os.getpid(), 9)

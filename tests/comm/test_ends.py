@@ -118,6 +118,39 @@ def test_waiting_uses_no_core(ends, backend):
     assert len(used) == 3 and max(used) < 0.5, used  # of 2 s
 
 
+@pytest.mark.parametrize(
+    ("which", "words"),
+    [
+        ("another call", r"rank 0 calls all_to_all_v float32 again 1 at .*rank 2 calls barrier at"),
+        ("another order", r"rank 0 calls all_to_all_v .* but rank 2 calls all_gather_v float32 \(900000,\) again 2"),
+        ("other counts", r"rank 0 sends 299999 elements to rank 2 in .* that expects 300000 in"),
+    ],
+)
+def test_calls_made_again_and_again_that_differ(ends, which, words):
+    """Their data are on their way before the headers are compared: an error on all ranks, and the group is over."""
+    done = ends(f"again, {which}", "mpi", limit=15)
+    assert done.returncode == CollectiveError.exit_code, done.stderr
+    found = re.findall(r"rank \d after (\d+\.\d) s: (.*)", done.stdout)
+    assert len(found) == 3 and len({text for _, text in found}) == 1, done.stdout + done.stderr
+    assert found[0][1].count("comm/ends.py:") == 2 and re.search(words, found[0][1]), found
+    assert which != "another call" or done.stdout.count("the same error True") == 3, done.stdout
+
+
+def test_calls_made_again_and_again_that_are_not_waited_for(ends):
+    done = ends("again, late", "mpi")
+    assert done.returncode
+    for rank in (0, 1):
+        wanted = (
+            rf"rank {rank} after 1\.\d s: \[comm\] waited 1.5 s in all_to_all_v float32 again 1 at comm/ends.py:\d+: "
+        )
+        assert re.search(wanted + "rank 2 did not come", done.stdout), done.stdout + done.stderr
+    done = ends("again, unfinished", "mpi")
+    assert done.returncode == CollectiveError.exit_code
+    assert re.search(r"\[rank 2\] \[comm\] ends while all_to_all_v .*/ends.py:\d+ is unfinished", done.stderr)
+    assert "is started again before it is complete; wait for it first" in done.stdout
+    assert ends("again, forgotten", "mpi").returncode == 0
+
+
 def test_a_killed_rank_ends_the_job(ends):
     assert ends("killed", "mpi").returncode
 
