@@ -525,7 +525,7 @@ class _Exits:
             while comm._broken is None and any(not r.test() for r in comm.unfinished()):
                 if (now := time.monotonic()) > until:
                     break
-                if until - now > LAST_S and comm._gone(range(comm.size)):
+                if until - now > LAST_S and any(map(self.ended, comm.ranks)):
                     until = now + LAST_S
                 time.sleep(1e-3)
             if comm._broken is not None or comm.unfinished():
