@@ -46,8 +46,8 @@ class Launch:
         """Whether it is Open MPI's."""
         return _is_open_mpi(self.mpirun)
 
-    def __call__(self, *command: object, ranks: int = 0, timeout: float = 60) -> subprocess.CompletedProcess[str]:
-        """`ranks` 0 is without a launcher."""
+    def __call__(self, *command: object, ranks: int = 0, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+        """`ranks` 0 is without a launcher. `timeout`: seconds, of a machine that has other things to do as well."""
         words = [str(word) for word in command]
         if ranks:
             # Open MPI starts no more ranks than cores unless it is told to; MPICH does.

@@ -26,6 +26,7 @@ LAYOUTS = {
     "eager, 2 ranks of 2 workers": (("--execution", "eager", "--num-gpus", 2), 2),
 }
 SHORT = ("one process", "mpirun -n 3", "2 ranks of 2 workers", "eager")
+EVEN = (*SHORT, "mpirun -n 2", "mpirun -n 4", "3 workers, 2 threads")
 
 
 def compare(launch, layouts, *options):
@@ -41,10 +42,10 @@ def compare(launch, layouts, *options):
     return next(iter(results.values()))
 
 
-@pytest.mark.parametrize("batch", [256, 250])
-def test_lenet5(launch, batch):
+@pytest.mark.parametrize(("batch", "layouts"), [(256, EVEN), (250, LAYOUTS)], ids=["256", "250"])
+def test_lenet5(launch, batch, layouts):
     """250 samples are seven shards and a partly filled one."""
-    result = compare(launch, LAYOUTS, *LENET5, "--global-batch-size", batch)
+    result = compare(launch, layouts, *LENET5, "--global-batch-size", batch)
     assert result["steps"] == 20
     assert result["train_loss"] < 2.4
 
