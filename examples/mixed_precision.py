@@ -25,7 +25,7 @@ def main() -> None:
         nn.manual_seed(0)
         trainer = DistributedTrainer(
             nn.LeNet5(),
-            optim.SGD(lr=0.05, momentum=0.9),
+            optim.SGD(lr=0.02, momentum=0.9),
             precision=precision,
             scaler_init_scale=args.scaler_init_scale,
             scaler_growth_interval=2000,
