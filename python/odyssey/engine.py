@@ -574,6 +574,8 @@ class Engine:
         executor.emit("input", x.memory, x.groups, x.features, channels, layout=layout)
         executor.close(x.device)
         y = self.model(x)
+        if y is None:
+            raise ConfigError(f"[train] forward() of {type(self.model).__name__} returned None; return its result")
         labels = make(executor.alloc(4 * x.groups * native.library().lanes), (n,), layout, np.int32)
         labels.device = next((t.device for t in (y if isinstance(y, tuple) else (y,)) if isinstance(t, Tensor)), FIRST)
         executor.emit("labels", labels.memory, x.groups, layout=layout)  # fetched where the loss is computed

@@ -219,6 +219,12 @@ class DistributedTrainer:
     ) -> None:
         if device not in DEVICES:
             raise ConfigError(f"[train] device is {device!r}; choose from {', '.join(DEVICES)}")
+        for what, given, kind in (("model", model, Module), ("optimizer", optimizer, Optimizer)):
+            if not isinstance(given, kind):
+                name = f"the class {given.__name__}" if isinstance(given, type) else f"of type {type(given).__name__}"
+                raise ConfigError(f"[train] {what} is {name}; give an object of a subclass of {kind.__name__}")
+        if schedule is not None and not callable(schedule):
+            raise ConfigError(f"[train] schedule is {schedule!r}; give a function, such as optim.cosine(total_steps)")
         seed = check_integer("[train] seed", seed, 0, 2**63 - 1)
         if mesh is not None and not isinstance(mesh, Mesh):
             raise ConfigError(f"[train] mesh is {mesh!r}; give Mesh(dp=, pp=, tp=)")
@@ -929,7 +935,7 @@ def _batches(loader: Any) -> Iterable[datasets.Batch]:
     """The loader's batches; pairs of arrays become batches of their own."""
     if not isinstance(loader, Iterable) or isinstance(loader, tuple):
         raise ConfigError(
-            f"[train] a {type(loader).__name__} is no loader; give a data.DataLoader, or a list of (x, y) batches"
+            f"[train] {type(loader).__name__} is no loader; give a data.DataLoader, or a list of (x, y) batches"
         )
     for item in loader:
         if isinstance(item, datasets.Batch):

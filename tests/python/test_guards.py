@@ -73,6 +73,32 @@ def test_what_is_no_loader_is_refused(loader: object) -> None:
         trainer().fit(loader)
 
 
+@pytest.mark.parametrize(
+    ("model", "optimizer", "options", "says"),
+    [
+        (nn.LeNet5, optim.SGD(lr=0.1), {}, "model is the class LeNet5; give an object of a subclass of Module"),
+        (optim.SGD(lr=0.1), nn.LeNet5(), {}, "model is of type SGD; "),
+        (nn.LeNet5(), optim.SGD, {}, "optimizer is the class SGD; give an object of a subclass of Optimizer"),
+        (nn.LeNet5(), optim.SGD(lr=0.1), {"schedule": "cosine"}, "schedule is 'cosine'; give a function"),
+    ],
+)
+def test_what_is_no_model_or_optimizer_is_refused(model, optimizer, options, says) -> None:
+    with pytest.raises(ConfigError, match=says):
+        DistributedTrainer(model, optimizer, **options)
+
+
+@pytest.mark.parametrize("execution", ["replay", "eager"])
+def test_a_forward_that_returns_nothing_is_refused(execution: str) -> None:
+    class Forgot(nn.MLP):
+        def forward(self, x):
+            super().forward(x)
+
+    with pytest.raises(ConfigError, match=r"forward\(\) of Forgot returned None; return its result"):
+        DistributedTrainer(Forgot(), optim.SGD(lr=0.1), execution=execution).fit(
+            data.DataLoader(images(64), batch_size=64)
+        )
+
+
 def test_num_gpus_must_be_an_integer() -> None:
     with pytest.raises(ConfigError, match="num_gpus is '4'"):
         trainer(num_gpus="4")
