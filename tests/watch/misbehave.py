@@ -79,6 +79,7 @@ def step(i: int) -> None:
     gradient = np.full(8, rank + 1, np.float32)
     if rank == 1 and i == 2:
         if how == "returns":
+            now()
             raise StopIteration
         if how == "skips":
             return

@@ -50,7 +50,7 @@ ENDING = [
 ]
 PROMISED = {
     **dict.fromkeys(["raises", "raises an error of odyssey", "raises in a thread", "exits", "is interrupted"], 2.0),
-    **dict.fromkeys(["os._exit", "os._exit with a code", "is killed"], 2.0),
+    **dict.fromkeys(["os._exit", "os._exit with a code", "is killed", "returns"], 2.0),
     **dict.fromkeys(["other op", "other count", "other dtype", "other call", "other root"], 1.0),
     **dict.fromkeys(["stops", "sleeps", "loops", "loops in C"], WATCHDOG + 1),
 }  # seconds until the job has ended
@@ -181,7 +181,7 @@ def test_a_rank_that_is_gone_without_a_word_is_named(outcomes, how, launch):
 @pytest.mark.parametrize("how", ["returns", "skips"])
 def test_a_rank_that_returns_early_is_named_and_who_waits(outcomes, how):
     outcome = outcomes[how]
-    assert outcome.code == 76
+    assert outcome.code == 76 and in_time(how, outcome)
     line = (
         r"odyssey: \[rank [02]\] error: \[comm\] rank 1 has ended; all_reduce float32 \(8,\) sum at watch/misbehave.py"
     )

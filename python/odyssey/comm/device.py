@@ -124,7 +124,7 @@ class Exchanged(Waiting):
     def _absent(self) -> str:
         return did_not_come([p for p in self._comm.ranks if p != self._comm.ranks[self._comm.rank]])
 
-    def _look(self) -> None:
+    def _look(self) -> bool:
         comm = self._comm
         over = getattr(comm, "_over", comm)
         gone = over._gone([p for p in range(comm.size) if p != comm.rank]) if hasattr(over, "_gone") else []
@@ -133,6 +133,7 @@ class Exchanged(Waiting):
             names = ", ".join(str(comm.ranks[p]) for p in gone)
             error = CollectiveError(f"[comm] rank {names} has ended; {self._text} waits for it for ever")
             self.broke(error)
+        return bool(gone)
 
 
 def wanted(comm: Communicator) -> bool:

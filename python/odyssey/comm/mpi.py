@@ -443,13 +443,15 @@ class _Received(Waiting):
     def _absent(self) -> str:
         return f"rank {self._source} did not send it; see what it does instead"
 
-    def _look(self) -> None:
-        if self._comm._exits.ended(self._source):
-            self._suspect += 1
-            if self._suspect > 3:
-                error = CollectiveError(f"[comm] rank {self._source} has ended; {self._text} waits for it for ever")
-                self._fail(error)
-                self._comm._broke(error)
+    def _look(self) -> bool:
+        if not self._comm._exits.ended(self._source):
+            return False
+        self._suspect += 1
+        if self._suspect > 3:
+            error = CollectiveError(f"[comm] rank {self._source} has ended; {self._text} waits for it for ever")
+            self._fail(error)
+            self._comm._broke(error)
+        return True
 
 
 class _Memory(Waiting):
@@ -486,7 +488,7 @@ class _Memory(Waiting):
     def _absent(self) -> str:
         return "they did not end; see what these ranks do, or set ODYSSEY_TIMEOUT=SECONDS to wait longer"
 
-    def _look(self) -> None:
+    def _look(self) -> bool:
         gone = self._comm._gone(self._peers)
         self._suspect += bool(gone)
         if self._suspect > 3:
@@ -495,6 +497,7 @@ class _Memory(Waiting):
             )
             self._fail(error)
             self._comm._broke(error)
+        return bool(gone)
 
 
 class _Exits:

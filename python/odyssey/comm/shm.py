@@ -630,7 +630,7 @@ class _Pending(Waiting):
         comm = self._comm
         return did_not_come([comm.ranks[p] for p in comm._missing()])
 
-    def _look(self) -> None:
+    def _look(self) -> bool:
         comm = self._comm
         missing = comm._missing()
         slot.missing([comm.ranks[p] for p in missing])
@@ -640,6 +640,7 @@ class _Pending(Waiting):
             names = ", ".join(map(str, gone))
             self._fail(CollectiveError(f"[comm] rank {names} has ended; {self._text} waits for it for ever"))
             comm._broke(self._error)
+        return bool(gone)
 
     def describe(self) -> str:
         return self._text
@@ -674,8 +675,8 @@ class _Carried(Waiting):
     def _absent(self) -> str:
         return self._inner._absent()
 
-    def _look(self) -> None:
-        self._inner._look()
+    def _look(self) -> bool:
+        return self._inner._look()
 
 
 def _free() -> int:

@@ -145,18 +145,19 @@ class Headed(Waiting):
     def _absent(self) -> str:
         return did_not_come([self._comm.ranks[p] for p in self._late()])
 
-    def _look(self) -> None:
+    def _look(self) -> bool:
         late = self._late()
         slot.missing([self._comm.ranks[p] for p in late])
         gone = self._comm._gone(late)
         if not gone:
-            return
+            return False
         self._suspect += 1
         if self._suspect > 3:  # a header that was sent before the end would have come by now
             names = ", ".join(str(self._comm.ranks[p]) for p in gone)
             error = CollectiveError(f"[comm] rank {names} has ended; {self._text} waits for it for ever")
             self._fail(error)
             self._comm._broke(error)
+        return True
 
 
 class _Staged(Headed):
