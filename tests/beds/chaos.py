@@ -121,8 +121,12 @@ class Run:
 
     def _disturb(self, kinds: dict[str, Callable[[Run], None]]) -> None:
         self._mend()
-        kind = self.chance.choice(sorted(kinds))
         at, step = time.monotonic(), max(step for job in self.jobs for step, *_ in job.steps())
+        farther = not self.events or step > max(e.step for e in self.events) + 2
+        allowed = sorted(kind for kind in kinds if farther or kind not in FINAL)
+        if not allowed:
+            return
+        kind = self.chance.choice(allowed)
         try:
             kinds[kind](self)
         except (LookupError, OSError):
@@ -185,7 +189,9 @@ def _both(run: Run) -> None:
 
 def _damage(run: Run) -> None:
     """A flipped bit in the newest checkpoint, which the next attempt reads."""
-    newest = max((run.directory / "checkpoints").glob("step_*/*.safetensors"))
+    newest = max((run.directory / "checkpoints").glob("step_*/*.safetensors"), default=None)
+    if newest is None:
+        raise LookupError("no checkpoint yet")
     with open(newest, "r+b") as file:
         at = run.chance.randrange(newest.stat().st_size)
         file.seek(at)
@@ -244,6 +250,7 @@ KINDS: dict[str, Callable[[Run], None]] = {
     "checkpoint damaged": _damage,
     "odyssey scale": _scale,
 }
+FINAL = ("rank: exception", "rank: sys.exit(3)")  # twice without progress in between means to give up
 HOSTS: dict[str, Callable[[Run], None]] = {
     "host dies": lambda run: _host(run, "kill_host"),
     "host cut off": lambda run: _host(run, "partition"),

@@ -109,6 +109,8 @@ class Hosts:
             for k in range(count + 1):
                 self._start(k)
             self._on(0, "ip", "link", "add", "name", "switch", "type", "bridge", "forward_delay", "0")
+            # Else it has the lowest address of its ports: one that goes takes it along, and all lose h0 for seconds.
+            self._on(0, "ip", "link", "set", "switch", "address", _hardware(254))
             self._on(0, "ip", "addr", "add", "10.77.0.254/24", "dev", "switch")
             self._on(0, "ip", "link", "set", "switch", "up")
             for k in range(1, count + 1):
@@ -200,6 +202,7 @@ class Hosts:
         ]
         subprocess.run(made, check=True, capture_output=True, timeout=20)
         self._on(0, "ip", "link", "set", port, "master", "switch", "up")
+        self._on(k, "ip", "link", "set", "eth0", "address", _hardware(k))  # the same when it comes back
         self._on(k, "ip", "addr", "add", f"10.77.0.{k}/24", "dev", "eth0")
         self._on(k, "ip", "link", "set", "eth0", "up")
 
@@ -313,6 +316,11 @@ class Hosts:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _hardware(k: int) -> str:
+    """The hardware address of a host."""
+    return f"02:00:0a:4d:00:{k:02x}"
 
 
 def _net(pid: int) -> str | None:

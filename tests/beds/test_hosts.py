@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -101,6 +102,11 @@ def test_the_network_can_be_cut_and_made_slow(four_hosts):
 
 
 def test_a_host_dies_without_a_word_and_comes_back(four_hosts):
+    def switch():
+        asked = four_hosts.on(0, "cat", "/sys/class/net/switch/address")
+        return subprocess.run(asked, capture_output=True, text=True, timeout=20).stdout
+
+    before = switch()
     one = four_hosts.job(["ssh", "h3", "hostname; exec sleep 1000"])
     one.wait_for("^h3$")
     four_hosts.kill_host(3)
@@ -116,6 +122,7 @@ def test_a_host_dies_without_a_word_and_comes_back(four_hosts):
         ["ssh", "h3", f"hostname; {sys.executable} -c 'import socket; socket.create_server((\"\", 7001))'"]
     )
     assert again.wait() == 0 and again.output == "h3"
+    assert switch() == before and before.startswith("02:00:")  # or who knows h0 by it would lose it
     reached = four_hosts.job(["ssh", "-o", "BatchMode=yes", "root@h3", "exit 7"])
     assert reached.wait() == 7
 

@@ -50,9 +50,11 @@ def test_srun_ends_a_step_when_a_rank_is_killed(slurm):
     assert one.weights is None
 
 
+# Longer than its srun: that may end before SLURM misses a node, and a job that has ended is not requeued.
 COUNTS = """
 echo run ${SLURM_RESTART_COUNT:-0} on $SLURM_JOB_NODELIST
 srun sh -c 'trap "echo $SLURM_PROCID was asked to end; exit 1" TERM; sleep 1000 & wait'
+sleep 1000
 """
 
 

@@ -4,7 +4,7 @@ MPICH leaves a piece of shared memory and a description of the machine whenever 
 directory and segments whenever mpirun is. A process is ours if the launch's token is in its environment. A file is ours
 if its name is one that these libraries give, it is this user's, it was not there before the attempt, it is not newer
 than the attempt, and no process that lives has it open or mapped. A description of the machine is never held open:
-there no other launcher of this user may have been starting when it was written.
+there no other launcher of this user that sees the same /tmp may have been starting when it was written.
 
 What it is not: a tidy-up of other jobs' files, or of other machines.
 """
@@ -199,6 +199,16 @@ def _begun(found: os.stat_result) -> float:
     return found.st_mtime if stat.S_ISREG(found.st_mode) else min(found.st_mtime, found.st_ctime)
 
 
+def _same_temporary(pid: int) -> bool:
+    """Whether a process sees the same /tmp as this one; in a container or a private one it writes elsewhere."""
+    try:
+        return os.path.samefile(f"/proc/{pid}/root/tmp", "/tmp")
+    except (FileNotFoundError, ProcessLookupError):  # it has just ended
+        return False
+    except OSError:
+        return True
+
+
 def _held() -> tuple[set[str], list[float]]:
     """Names of files that a process has open or mapped, and when the living MPICH launchers of this user began."""
     held: set[str] = set()
@@ -214,7 +224,7 @@ def _held() -> tuple[set[str], list[float]]:
                 if len(words) == 6 and words[5].startswith(b"/"):
                     held.add(os.fsdecode(words[5]))
             state, _, rest = _read(f"/proc/{pid}/stat").rpartition(b")")
-            if os.fsdecode(state.partition(b"(")[2]) in _PROXIES:
+            if os.fsdecode(state.partition(b"(")[2]) in _PROXIES and _same_temporary(pid):
                 launchers.append(booted + int(rest.split()[19]) / ticks)
             folder = f"/proc/{pid}/fd"
             for name in os.listdir(folder):
