@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import pty
@@ -17,7 +18,7 @@ import pytest
 
 import odyssey
 from odyssey import runs
-from odyssey.errors import ConfigError, LaunchError
+from odyssey.errors import ConfigError, LaunchError, OutputError
 from odyssey.launch import LaunchConfig, attempt, decide, ends, leftovers, output, starting, supervisor, users
 from odyssey.launch import lock as lock_file
 from odyssey.launch.__main__ import parse
@@ -188,6 +189,15 @@ def test_a_stopped_terminal_stops_nobody(tmp_path, monkeypatch):
 
 
 # --- lock ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(lock_file.os, "pwrite", full)
+    with pytest.raises(OutputError, match="cannot be written: No space left on device; name another --run-dir"):
+        Lock(tmp_path / "launch.lock")
 
 
 def test_the_lock_is_recovered_from_a_launcher_that_is_gone(tmp_path, monkeypatch):

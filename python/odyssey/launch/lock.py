@@ -32,16 +32,17 @@ class Lock:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._renewed = time.monotonic()
+        self._descriptor = -1
         try:
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        except OSError as problem:
-            raise OutputError(
-                f"[launch] {path} cannot be written: {problem.strerror}; name another --run-dir"
-            ) from problem
-        try:
             self._take()
-        except BaseException:
-            os.close(self._descriptor)
+        except BaseException as problem:
+            if self._descriptor >= 0:
+                os.close(self._descriptor)
+            if isinstance(problem, OSError):
+                raise OutputError(
+                    f"[launch] {path} cannot be written: {problem.strerror}; name another --run-dir"
+                ) from problem
             raise
 
     def _take(self) -> None:
