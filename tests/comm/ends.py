@@ -22,24 +22,23 @@ a = np.ones(8, np.float32)
 assert world.all_reduce(a)[0] == world.size
 
 
-def attempt(function) -> None:
+def attempt(function, of: range = range(0)) -> None:
+    """Tells the error of this rank, and lets the ranks `of` tell theirs before it ends all."""
     watch = clock.Stopwatch()
     try:
         function()
     except CollectiveError as error:
         print(f"rank {world.rank} after {watch}: {error}\n", end="", flush=True)
         clock.done(world.rank)
+        clock.wait_for(of)
         raise
 
 
+everybody, others = range(world.size), range(world.size - 1)
 if which == "late":  # comes when the others have given up
-    others = range(world.size - 1)
-    try:
-        if last:
-            clock.wait_for(others)
-        attempt(lambda: world.all_reduce(a))
-    finally:
-        clock.wait_for(others)  # whose error is the first ends all
+    if last:
+        clock.wait_for(others)
+    attempt(lambda: world.all_reduce(a), others)
 elif which == "leaves":  # ends normally, one call early
     if not last:
         attempt(lambda: world.all_reduce(a))
@@ -63,10 +62,10 @@ elif which == "forgotten, and one is late":
     world.all_reduce_start(a)
 elif which == "caught":  # the error is caught; the program may go on to its end, but not to a hang
     if last:
-        clock.wait_for(range(world.size - 1))
+        clock.wait_for(others)
     else:
         try:
-            attempt(lambda: world.barrier())
+            attempt(lambda: world.barrier(), others)
         except CollectiveError:
             pass
 elif which == "elsewhere":  # one is in a group's call, the others in the world's
@@ -84,14 +83,15 @@ elif which.startswith("again"):  # calls that are made again and again, whose da
     n = world.size
     big = np.zeros(300_000 * n, np.float32)
     more = int(which == "again, other counts" and world.rank == 0)
-    counts, others = [300_000] * n, [300_000] * (n - 1) + [300_000 - more]
-    x = world.all_to_all_v_init(big, others, np.zeros_like(big), counts)
+    counts, given = [300_000] * n, [300_000] * (n - 1) + [300_000 - more]
+    x = world.all_to_all_v_init(big, given, np.zeros_like(big), counts)
     y = world.all_gather_v_init(big, [(p, p + 1) for p in range(n)])
     if which == "again, another order":
-        attempt(lambda: [request.wait() for request in ([y.start(), x.start()] if last else [x.start(), y.start()])])
+        both = (y, x) if last else (x, y)
+        attempt(lambda: [request.wait() for request in [one.start() for one in both]], everybody)
     elif which == "again, another call":  # and the ranks go on, as far as they can
         try:
-            attempt(world.barrier if last else lambda: x.start().wait())
+            attempt(world.barrier if last else lambda: x.start().wait(), everybody)
         except CollectiveError as error:
             try:
                 y.start() if last else world.barrier()
@@ -99,8 +99,8 @@ elif which.startswith("again"):  # calls that are made again and again, whose da
                 print(f"rank {world.rank}: the same error {second is error}\n", end="", flush=True)
     elif which == "again, late":
         if last:
-            time.sleep(4)
-        attempt(lambda: x.start().wait())
+            clock.wait_for(others)
+        attempt(lambda: x.start().wait(), others)
     elif which == "again, unfinished":
         if last:
             x.start()
@@ -111,7 +111,7 @@ elif which.startswith("again"):  # calls that are made again and again, whose da
     elif which == "again, forgotten":
         y.start()
     else:
-        attempt(lambda: x.start().wait())
+        attempt(lambda: x.start().wait(), everybody)
 elif which == "killed":
     if last:
         os.kill(os.getpid(), 9)
