@@ -147,6 +147,8 @@ def replicas_differ(step: int, names: Sequence[str], table: np.ndarray) -> str |
 
     table: int64 (ranks, 1 + names): the group of each rank, then its fingerprints.
     """
+    if (table == table[0]).all():
+        return None  # by far the most frequent, and quickly seen
     for column, name in enumerate(names, 1):
         for group in np.unique(table[:, 0]):
             ranks = np.flatnonzero(table[:, 0] == group)

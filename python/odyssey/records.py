@@ -54,8 +54,9 @@ class Records:
             if own is None:
                 own = self._runs[id(updates)] = self._prepare(updates)
             gradients, weights = own[1](), own[2]()
+        steps, attempt = self._trainer.steps, 0 if self._log is None else self._log.attempt
         record = Record(
-            self._trainer.steps, cursor.loader_epoch, cursor.step, samples, loss, gradients, weights, rate, taken
+            steps, cursor.loader_epoch, cursor.step, samples, loss, gradients, weights, rate, taken, attempt
         )
         if self._shared:
             self._waiting.append(record)
