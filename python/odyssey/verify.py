@@ -365,7 +365,7 @@ class Verifier:
         except subprocess.TimeoutExpired:
             return f"not over after {self.timeout:g} s"
         except OSError as problem:
-            return f"{words[0]} cannot be started: {problem.strerror}"
+            return f"{words[0]} cannot be started: {problem.strerror}; `odyssey doctor` says what is missing"
         if done.returncode == 0:
             return None
         lines = [line.strip() for line in (done.stderr or done.stdout).splitlines() if line.strip()]

@@ -137,6 +137,13 @@ def test_what_cannot_be_verified_is_refused(launch, words, message):
     assert code == 64 and message in errors and not lines and found is None
 
 
+def test_a_launcher_that_is_not_there(launch):
+    words = ("--layouts", "dp=2", "--steps", 1, "--launcher", "/no/mpirun -n {ranks}")
+    done = launch.python("-m", "odyssey", "verify", *words)
+    assert done.returncode == 1
+    assert "FAILED  /no/mpirun cannot be started: No such file or directory; `odyssey doctor` says" in done.stdout
+
+
 def test_scripts_that_cannot_be_compared(launch):
     code, _, errors, _ = run(launch, "--layouts", "dp=2", script="print('no trainer')")
     assert code == 64 and "took no step with a DistributedTrainer" in errors
