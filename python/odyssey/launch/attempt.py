@@ -35,10 +35,9 @@ ENDING = 5.0  # seconds that the launcher has to end by itself after its ranks h
 LONGER = 4  # times the grace that ranks have while one of them writes a checkpoint
 UNREAD = 2.0  # seconds after which ranks that read no request are sent a signal
 UNKNOWN = 10.0  # seconds after the start in which a trainer may not have shown itself yet
-LAST_WORDS = (
-    0.12,
-    1.5,
-)  # seconds of silence after which nothing more is said about a failure; seconds that this may take
+# Seconds of silence after which nothing more is said about a failure: about a rank that was killed only the watcher has
+# something to say, and says it at once. And seconds that this may take.
+SILENCE, LAST_WORDS = {True: 0.05, False: 0.12}, 1.5
 CHORES = 2.0  # seconds after the start, from which on other work does not delay it
 HEARTBEAT_LIMIT = 1 << 22  # bytes
 _STEP = re.compile(r"step_([0-9]{1,18})", re.ASCII)
@@ -132,11 +131,12 @@ class Attempt:
         descriptor that can be read from when the process has ended."""
         begun = looked = self._begun = time.monotonic()
         failed = quiet = 0.0
+        wait = self.config.monitor_interval
         over: float | None = None
         started = False
         while True:
-            said = any([pump() for pump in self._ready(pumps, handle)])
-            now = time.monotonic()
+            said = any([pump() for pump in self._ready(pumps, handle, wait)])
+            now, wait = time.monotonic(), self.config.monitor_interval
             if now - looked > 2 and self._beat_at is not None:
                 self._beat_at += now - looked  # this process was stopped, not the others
             looked = now
@@ -150,10 +150,12 @@ class Attempt:
             if self._asked(now):
                 return {}
             bad, all_over = self._ended()
-            if bad and not (self._told and not all_over):  # the others may still do what they do on SIGTERM
+            if bad is not None and not (self._told and not all_over):  # others may still do what they do on SIGTERM
                 failed = failed or now
-                if now - max(failed, quiet) >= LAST_WORDS[0] or now - failed >= LAST_WORDS[1]:
+                until = min(max(failed, quiet) + SILENCE[bad.signal is not None], failed + LAST_WORDS)
+                if now >= until:
                     return {}
+                wait = min(wait, until - now)
             elif all_over:
                 over = over or now
                 if now - over > ENDING:
@@ -163,16 +165,16 @@ class Attempt:
             elif (silent := self._silence(now)) > SILENT:
                 return {"silent": silent}
 
-    def _ready(self, pumps: list[Pump], handle: int | None) -> list[Pump]:
-        """Sleeps until ranks print something, their launcher has ended, or it is time to look at them; those that have
-        something to pass on."""
+    def _ready(self, pumps: list[Pump], handle: int | None, seconds: float) -> list[Pump]:
+        """Sleeps until ranks print something, their launcher has ended, or for so long; those that have something to
+        pass on."""
         waiting = [pump for pump in pumps if pump.reading]
         full = [pump for pump in pumps if pump.full]
         sources, targets, _ = select.select(
             [*(pump.source for pump in waiting), *([] if handle is None else [handle])],
             [pump.target for pump in full],
             [],
-            self.config.monitor_interval,
+            seconds,
         )
         return [pump for pump in pumps if pump.source in sources or pump.target in targets]
 
@@ -238,13 +240,12 @@ class Attempt:
     def _all_started(self) -> bool:
         return len(_numbers(self.run.ranks)) >= self.ranks
 
-    def _ended(self) -> tuple[bool, bool]:
-        """Whether a rank has failed, and whether all have ended."""
+    def _ended(self) -> tuple[ends.End | None, bool]:
+        """The failure that came first, and whether all ranks have ended."""
         if not _numbers(self.run.ends):
-            return False, False
+            return None, False
         ended = ends.ended(self.run.ends, self.run.attempt)
-        bad = ends.first(ended) is not None
-        return bad, len(ended) >= self.ranks
+        return ends.first(ended), len(ended) >= self.ranks
 
     def _silence(self, now: float) -> float:
         """Seconds since the heartbeat changed; 0 before the first, and once rank 0 has ended.

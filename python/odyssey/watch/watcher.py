@@ -301,8 +301,8 @@ class Watcher:
         last = f"; its last call was {first.call}, {first.call_text}" if first.call >= 0 else ""
         doing = f"waiting in {first.wait_text}" if first.waits else f"in {first.phase}"
         who = f"rank {first.rank} (pid {first.pid} on {first.host or self.host}, step {first.step}, {doing})"
+        self._write_reason(first.rank, code, f"{how}, {doing}", number)  # before the words: a launcher waits for these
         self._say(f"odyssey: [watch] {who} {how}{last}; all ranks are ended\n")
-        self._write_reason(first.rank, code, f"{how}, {doing}", number)
         self.ending = now + GRACE  # as a rule the launcher ends them before
         if self.up is not None:
             self._tell(self.up, {"down": code or DEFECT})
