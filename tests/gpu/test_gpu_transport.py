@@ -106,8 +106,7 @@ def test_a_rank_that_is_gone_ends_the_others(gpus):
     assert re.search(f"rank [01]: {re.escape(line)}", done.stdout)  # the first to see it ends all
 
 
-def test_a_rank_that_does_not_come_is_named(gpus, launch):
-    launch.environment["ODYSSEY_TIMEOUT"] = "2"
+def test_a_rank_that_does_not_come_is_named(gpus):
     done = gpus(HERE / "transports.py", 1, "a_rank_does_not_come", ranks=2)
     assert done.returncode == 76, done.stdout + done.stderr
     seconds, text = re.search(r"rank 0 after ([\d.]+) s: (.*)", done.stdout).groups()
