@@ -9,8 +9,8 @@ from std.sys import size_of
 
 from kernels.gpu.fingerprint import fingerprint, fingerprint_scratch
 from kernels.gpu.launch import LongPtr, StepContext
-from kernels.gpu.reduce import tree_sum_strided
-from kernels.lanes import BytePtr, Ptr
+from kernels.gpu.reduce import fixed_squares, largest, tree_sum_strided
+from kernels.lanes import BytePtr, IntPtr, Ptr
 from max.gpu.host import DeviceContext
 from shared.training.gpu import Gpu, GpuStepPtr
 
@@ -282,6 +282,28 @@ def odyssey_gpu_tree_sum(
             Ptr(unsafe_from_address=x),
             stride,
             n,
+            floats,
+        )
+        return 0
+    except e:
+        return _fail(error, size, e)
+
+
+@export
+def odyssey_gpu_norm(
+    gpu: GpuPtr, y: Int, x: Int, floats: Int, error: BytePtr, size: Int
+) abi("C") -> Int:
+    """Enqueues what a norm is made of: writes two int64 (fixed_squares), then the largest magnitude, a float32.
+    """
+    try:
+        var most = Ptr(unsafe_from_address=y + 16)
+        var numbers = Ptr(unsafe_from_address=x)
+        largest(gpu[].compute, most, numbers, floats)
+        fixed_squares(
+            gpu[].compute,
+            LongPtr(unsafe_from_address=y),
+            IntPtr(unsafe_from_address=y + 16),
+            numbers,
             floats,
         )
         return 0

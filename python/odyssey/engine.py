@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
@@ -269,6 +269,19 @@ class Engine:
     def looks_ahead(self) -> bool:
         """Whether it is of use to know the batch after the one that is run (`upcoming`)."""
         return self.team is not None and any(r.looks_ahead for r in self._prepared.values())
+
+    def ahead(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """The same batches; where it is of use, `upcoming` is the one that follows."""
+        following: Batch | None = None
+        try:
+            while True:
+                batch = next(batches, None) if following is None else following
+                following = self.upcoming = next(batches, None) if self.looks_ahead else None
+                if batch is None:
+                    return
+                yield batch
+        finally:
+            self.upcoming = None
 
     def memory(self) -> tuple[int, int]:
         """Bytes on this rank (or its first GPU) of gradients and what their reduction works in, and of activations."""
@@ -545,9 +558,18 @@ class Engine:
         agree = self.agree if self.layout.split or self.layout.zero else None
         return math.isfinite(sums.loss) and optimizer.apply(sums.updates, divisor, lr, agree)
 
-    def fingerprints(self, runs: Sequence[fingerprint.Run]) -> Callable[[], int]:
-        """A function that gives the fingerprint of runs of parameters or gradients, where this engine has them."""
-        return fingerprint.Runs(runs) if self.team is None else self.team.fingerprints(runs)
+    def fingerprints(
+        self, *wholes: Sequence[fingerprint.Run], after: list[Update] | None = None
+    ) -> Callable[[], list[int]]:
+        """A function that gives the fingerprints of several wholes, each in runs of memory where this engine has it.
+
+        Args:
+            after: the updates of the steps after which it will be called.
+        """
+        if self.team is not None:
+            return self.team.fingerprints(wholes, after)
+        made = [fingerprint.Runs(runs) for runs in wholes]
+        return lambda: [one() for one in made]
 
     def gradients(self, update: Update) -> np.ndarray:
         """The gradients of an update (n,) float32, copied."""

@@ -20,7 +20,7 @@ from .optim import Update
 from .steplog import Record, StepLog, shown
 from .steplog import difference as differs
 
-Fingerprint = Callable[[], int]
+Fingerprints = Callable[[], list[int]]  # of gradients and weights
 
 if TYPE_CHECKING:
     from .resume import Cursor
@@ -43,7 +43,7 @@ class Records:
         lay = trainer.layout
         self._shared = lay.comm.size > 1 and (lay.split or lay.zero > 0)  # ranks count parts
         self._waiting: list[Record] = []
-        self._runs: dict[int, tuple[list[Update], Fingerprint, Fingerprint]] = {}
+        self._runs: dict[int, tuple[list[Update], Fingerprints]] = {}
         self._told = self._failed = False
 
     def step(self, cursor: Cursor, samples: int, loss: float, rate: float, taken: bool, updates: list[Update]) -> None:
@@ -53,7 +53,7 @@ class Records:
             own = self._runs.get(id(updates))
             if own is None:
                 own = self._runs[id(updates)] = self._prepare(updates)
-            gradients, weights = own[1](), own[2]()
+            gradients, weights = own[1]()
         steps, attempt = self._trainer.steps, 0 if self._log is None else self._log.attempt
         record = Record(
             steps, cursor.loader_epoch, cursor.step, samples, loss, gradients, weights, rate, taken, attempt
@@ -63,12 +63,13 @@ class Records:
         else:
             self._write(record)
 
-    def _prepare(self, updates: list[Update]) -> tuple[list[Update], Fingerprint, Fingerprint]:
+    def _prepare(self, updates: list[Update]) -> tuple[list[Update], Fingerprints]:
         counted = self._trainer._train.counted_updates(updates)
         return (
             updates,  # kept, so that its id stays its own
-            self._trainer._train.fingerprints([(u.grads, u.n, u.at) for u in counted]),
-            self._trainer._train.fingerprints([(u.params, u.n, u.at) for u in counted]),
+            self._trainer._train.fingerprints(
+                [(u.grads, u.n, u.at) for u in counted], [(u.params, u.n, u.at) for u in counted], after=updates
+            ),
         )
 
     def flush(self, to_disk: bool = False) -> None:

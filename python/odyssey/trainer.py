@@ -342,7 +342,7 @@ class DistributedTrainer:
         self._session: Session | None = None  # of the fit() that is under way
         self.last: Last | None = None  # step
         self.saved_in: set[str] = set()  # directories of checkpoints of this trainer's fit()s
-        self._replicas: Callable[[], int] | None = None
+        self._replicas: Callable[[], list[int]] | None = None
         self.data_configuration: dict[str, Any] = {}  # of the data of fit(), to compare with a checkpoint's
         self.grad_norm: float | None = None  # of the last step, if clip_norm is given
 
@@ -521,7 +521,7 @@ class DistributedTrainer:
         self._settle()
         slot.phase("evaluate")
         loss = correct = count = 0.0
-        for batch in _whole(loader):
+        for batch in self._eval.ahead(iter(_whole(loader))):
             sums = self._eval.run(batch, 0)
             loss, count, correct = loss + sums.loss, count + sums.samples, correct + sums.correct
         slot.phase("compute")
@@ -626,12 +626,10 @@ class DistributedTrainer:
         """A step for each of the batches, at most `limit`."""
         session = self._session
         tally = Tally() if session is None else session.tally
-        batches = itertools.islice(batches, limit)
-        following: datasets.Batch | None = None
+        batches = self._train.ahead(itertools.islice(batches, limit))
         while True:
             slot.phase("data")
-            batch = next(batches, None) if following is None else following
-            following = self._train.upcoming = next(batches, None) if self._train.looks_ahead else None
+            batch = next(batches, None)
             slot.phase("compute")
             if batch is None:
                 break
@@ -716,11 +714,14 @@ class DistributedTrainer:
                     f"[check] step {self.steps}: the weights of worker {wrong[0]} of rank {self.comm.rank} differ from "
                     f"those of its worker 0; a memory or hardware error. Go on from the last checkpoint (--resume auto)"
                 )
-        runs = self._train.replicated()  # none on a rank whose stage has no parameters
-        if self._replicas is None:
-            at = self._train.parameters_address
-            self._replicas = self._train.fingerprints([(at + 4 * lo, n, lo) for lo, n in runs])
-        check_replicas(self.comm, self.steps, {"weights": self._replicas()}, self._train.groups.model.rank)
+            mine = own[0]
+        else:
+            if self._replicas is None:
+                at = self._train.parameters_address
+                runs = self._train.replicated()  # none on a rank whose stage has no parameters
+                self._replicas = self._train.fingerprints([(at + 4 * lo, n, lo) for lo, n in runs])
+            (mine,) = self._replicas()
+        check_replicas(self.comm, self.steps, {"weights": mine}, self._train.groups.model.rank)
 
     # --- results ---
 

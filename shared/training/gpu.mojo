@@ -18,11 +18,11 @@ from max.gpu.host import (
 )
 from max.gpu.host._nvidia_cuda import CUDA
 
-from kernels.gpu.launch import LongPtr, Operand, Queue, StepContextPtr
+from kernels.gpu.launch import LongPtr, Queue, StepContextPtr
 from kernels.lanes import Ptr
 
 from .gpu_ops import Launch, enqueue, scratch_floats
-from .ops import ABSOLUTE, GRADS, PARAMS, RECORD, SPACES, WORK
+from .ops import GRADS, PARAMS, RECORD, SPACES, WORK
 
 comptime U8 = DType.uint8
 comptime U8Ptr = Pointer[UInt8, MutUntrackedOrigin]

@@ -18,7 +18,6 @@ from kernels.gpu.conv2d import (
 from kernels.gpu.dropout import dropout
 from kernels.gpu.elementwise import (
     add,
-    axpy,
     copy,
     fill,
     loss_scale,
@@ -62,15 +61,11 @@ from kernels.gpu.pool import (
     maxpool_backward,
     maxpool_forward,
 )
-from kernels.gpu.random import uniform
 from kernels.gpu.reduce import (
     finite,
-    fixed_squares,
-    largest,
     stats,
     sum_lanes,
     sum_lanes_backward,
-    tree_sum,
 )
 from kernels.gpu.softmax import (
     cross_entropy,
@@ -126,11 +121,6 @@ struct Launch(Copyable):
     def ptr(self, i: Int) -> Ptr:
         """Argument i as an operand that there is once."""
         return Ptr(unsafe_from_address=self.op(i).address)
-
-    @always_inline
-    def longs(self, i: Int) -> LongPtr:
-        """The same, of int64 numbers."""
-        return LongPtr(unsafe_from_address=self.op(i).address)
 
     @always_inline
     def ok(self) -> IntPtr:
@@ -415,8 +405,6 @@ def enqueue(q: Queue, r: Launch) raises:
         add(q, n, r.op(1), r.op(2), r.op(3), r.int(4))
     elif op == comptime (code("multiply")):
         multiply(q, n, r.op(1), r.op(2), r.op(3), r.int(4))
-    elif op == comptime (code("axpy")):  # y; x; a, n
-        axpy(q, n, r.op(1), r.op(2), r.float(3), r.int(4))
     elif op == comptime (code("scale")):  # y; x; a, n
         scale(q, n, r.op(1), r.op(2), r.float(3), r.int(4))
     elif op == comptime (code("copy")):  # y; x; n
@@ -425,22 +413,6 @@ def enqueue(q: Queue, r: Launch) raises:
         fill(q, n, r.op(1), r.float(2), r.int(3))
     elif op == comptime (code("loss_scale")):  # y (1)
         loss_scale(q, n, r.op(1), r.context)
-    elif op == comptime (code("uniform")):  # y; n, seed, stream, low, high
-        uniform(
-            q,
-            r.op(1),
-            r.int(2),
-            UInt64(r.int(3)),
-            UInt32(r.int(4)),
-            r.float(5),
-            r.float(6),
-        )
-    elif op == comptime (code("tree_sum")):  # y; addresses; n, size
-        tree_sum(q, r.ptr(1), r.longs(2), r.int(3), r.int(4))
-    elif op == comptime (code("largest")):  # y; x; n
-        largest(q, r.ptr(1), r.ptr(2), r.int(3))
-    elif op == comptime (code("fixed_squares")):  # y (2 int64); x; n, unit
-        fixed_squares(q, r.longs(1), r.ptr(2), r.int(3), r.float(4))
     elif op == comptime (code("finite")):  # x; n
         finite(q, r.ok(), r.ptr(1), r.int(2))
     elif op == comptime (code("sgd")):

@@ -9,7 +9,7 @@ Not a measurement: the emulated device says nothing about time.
 
 from std.memory import bitcast
 from std.sys import CompilationTarget, argv, has_accelerator
-from std.testing import assert_equal, assert_true
+from std.testing import assert_true
 
 from max.gpu.host import DeviceBuffer
 
@@ -22,7 +22,7 @@ from kernels.gpu.conv2d import (
     conv2d_relu_maxpool_forward,
 )
 from kernels.gpu.launch import BF16, FP16, FP32, Operand, Queue, TF32
-from kernels.lanes import BytePtr, F32, LANES, Ptr
+from kernels.lanes import F32, LANES, Ptr
 from kernels.pool import maxpool_forward
 from numbers import Floats, GUARD
 

@@ -6,6 +6,7 @@ Not a simulator of a GPU's speed. `python tests/gpu/emulated.py` prints the dire
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import shutil
@@ -89,6 +90,19 @@ def environment(
     for name, value in settings.items():
         env["ODYSSEY_EMULATED_CC" if name == "cc" else f"ODYSSEY_EMULATOR_{name.upper()}"] = str(value)
     return env
+
+
+COUNTED = ("launches", "graphs", "up", "down", "within", "sets", "waits", "allocations", "frees")
+
+
+def counts() -> dict[str, int]:
+    """What this process has asked the emulated driver for so far (emulator_counts in driver.c).
+
+    For a program that runs on an emulated GPU and has used it already. Raises AttributeError with a real driver.
+    """
+    out = (ctypes.c_uint64 * len(COUNTED))()
+    ctypes.CDLL("libcuda.so.1").emulator_counts(out)
+    return dict(zip(COUNTED, out, strict=True))
 
 
 def _found(env: dict[str, str]) -> dict[str, str]:

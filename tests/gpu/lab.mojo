@@ -4,9 +4,8 @@ A test places tensors in it by offset, shard behind shard at any stride, runs th
 everything, so a write beside a tensor is found as well.
 """
 
-from std.math import isinf, isnan
+from std.math import isnan
 from std.memory import bitcast
-from std.testing import assert_true
 
 from kernels.gpu.launch import Operand, Queue, StepContext, StepContextPtr
 from kernels.lanes import F32, BytePtr, IntPtr, Ptr

@@ -18,7 +18,6 @@ from kernels.gpu.linear import (
     linear_backward_weight,
     linear_forward,
 )
-from kernels.lanes import Ptr
 
 comptime PRECISIONS: List[Int] = [FP32, BF16] if is_defined["PORTABLE"]() else [
     FP32,

@@ -1,5 +1,6 @@
 """Reductions, optimizers and fingerprints. Part of the tests in ops.mojo."""
 
+from std.memory import bitcast
 from std.testing import TestSuite, assert_raises, assert_true
 from std.utils.numerics import inf, nan
 from kernels import fingerprint as cpu_fingerprint
@@ -47,30 +48,6 @@ def test_tree_sums() raises:
                 lab.compare(
                     String(t"tree_sum_strided {n} x {size}"), 0, table, 2 * n
                 )
-
-                # by addresses; the last of them is written
-                for i in range(n):
-                    lab.longs(table)[unsafe_offset=i] = Int64(
-                        lab.there(odd + i * stride)
-                    )
-                lab.upload()
-                var last = odd + (n - 1) * stride
-                gpu_reduce.tree_sum(
-                    q, lab.dptr(last), lab.dlongs(table), n, size - odd
-                )
-                for i in range(n):
-                    lab.longs(table)[unsafe_offset=i] = Int64(
-                        lab.address(odd + i * stride)
-                    )
-                cpu_reduce.tree_sum(
-                    Ptr(unsafe_from_address=Int(sums.unsafe_ptr())),
-                    lab.longs(table),
-                    n,
-                    size,
-                )
-                for i in range(size - odd):
-                    lab.host[last + i] = sums[i]
-                lab.compare(String(t"tree_sum {n} x {size}"), 0, table, 2 * n)
     var lab = Lab(q, 64)
     with assert_raises(contains="[gpu] the sum of 8192 buffers"):
         gpu_reduce.tree_sum_strided(q, lab.dptr(0), lab.dptr(0), 16, 8192, 16)
@@ -194,17 +171,32 @@ def each_flat(q: Queue, n: Int, first: Int) raises:
     look("last is largest")
     lab.upload()
     cpu_reduce.fixed_squares(lab.longs(2), lab.ptr(x), n, 0.0078125)
-    gpu_reduce.fixed_squares(q, lab.dlongs(2), lab.dptr(x), n, 0.0078125)
+    gpu_reduce.fixed_squares(q, lab.dlongs(2), lab.dints(0), lab.dptr(x), n)
     lab.compare(String(t"fixed_squares {n}"))
-    # from the largest that is allowed to the smallest there is
-    for i in range(n):
-        lab.host[x + i] = Float32(0.99999994) if i == 0 else lab.host[
-            x + i - 1
-        ] * Float32(-0.7)
-    lab.upload()
-    cpu_reduce.fixed_squares(lab.longs(2), lab.ptr(x), n, 1)
-    gpu_reduce.fixed_squares(q, lab.dlongs(2), lab.dptr(x), n, 1)
-    lab.compare(String(t"fixed_squares of small numbers {n}"))
+    # from the largest there can be in a unit to the smallest there is, and units from 2^-128 to 2^126
+    for bits in [
+        UInt32(0x3F7FFFFF),
+        0x7F7FFFFF,
+        0x7EFFFFFF,
+        0x7E000000,
+        0x00800000,
+        0x007FFFFF,
+    ]:
+        var most = bitcast[DType.float32](bits)
+        for i in range(n):
+            lab.host[x + i] = most if i == 0 else lab.host[x + i - 1] * Float32(
+                -0.7
+            )
+        lab.host[0] = most
+        lab.upload()
+        var exponent = Int(bits >> 23) - 126
+        var unit = bitcast[DType.float32](
+            UInt32(127 - exponent) << 23 if exponent
+            < 127 else UInt32(1) << UInt32(149 - exponent)
+        )
+        cpu_reduce.fixed_squares(lab.longs(2), lab.ptr(x), n, unit)
+        gpu_reduce.fixed_squares(q, lab.dlongs(2), lab.dints(0), lab.dptr(x), n)
+        lab.compare(String(t"fixed_squares of at most {most}, {n}"))
     lab.host[x + where_] = -inf[DType.float32]()
     look("infinity")
     lab.host[x + where_] = 0

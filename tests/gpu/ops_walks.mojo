@@ -1,15 +1,12 @@
 """What only walks over memory, element by element or along a generator's counters. Part of the tests in ops.mojo."""
 
-from std.memory import bitcast
 from std.testing import TestSuite, assert_equal, assert_raises
 from std.utils.numerics import inf, nan
 from kernels import dropout as cpu_dropout
 from kernels import elementwise as cpu
-from kernels import random as cpu_random
 from kernels.gpu import dropout as gpu_dropout
 from kernels.gpu import elementwise as gpu
 from kernels.gpu import layout as gpu_layout
-from kernels.gpu import random as gpu_random
 from kernels.gpu.launch import Queue
 from kernels.gpu.quads import divide, divisor
 from kernels.lanes import LANES
@@ -103,10 +100,8 @@ def each_elementwise(
             elif which == 7:
                 cpu.multiply(py, pa, pb, n)
             elif which == 8:
-                cpu.axpy(py, pa, 0.3, n)
-            elif which == 9:
                 cpu.scale(py, pa, 0.3, n)
-            elif which == 10:
+            elif which == 9:
                 for i in range(n):
                     py[unsafe_offset=i] = pa[unsafe_offset=i]
             else:
@@ -128,10 +123,8 @@ def each_elementwise(
         elif which == 7:
             gpu.multiply(q, shards, oy, oa, ob, n)
         elif which == 8:
-            gpu.axpy(q, shards, oy, oa, 0.3, n)
-        elif which == 9:
             gpu.scale(q, shards, oy, oa, 0.3, n)
-        elif which == 10:
+        elif which == 9:
             gpu.copy(q, shards, oy, oa, n)
         else:
             gpu.fill(q, shards, oy, 0.3, n)
@@ -148,10 +141,9 @@ def each_elementwise(
     run("sigmoid_backward", 5, 0)
     run("add", 6, 0)
     run("multiply", 7, 0)
-    run("axpy", 8, 0)
-    run("scale", 9, 0)
-    run("copy", 10, 0)
-    run("fill", 11, 0)
+    run("scale", 8, 0)
+    run("copy", 9, 0)
+    run("fill", 10, 0)
 
 
 def test_elementwise() raises:
@@ -188,67 +180,6 @@ def test_tanh_and_sigmoid_to_the_last_bits() raises:
             var b = lab.host[i]
             if not (abs(a - b) <= 5e-7 * abs(b)):
                 raise Error(t"{which} at {lab.host[up(n) + i]}: {a}, {b}")
-
-
-def test_narrow_and_widen() raises:
-    var q = Queue(device_id=0)
-    for n in [3, 8, 1029]:
-        for first in [0, 1]:
-            var lab = Lab(q, 4 * up(n) + 16)
-            special(lab, up(n) + first) if n > 16 else None
-            lab.upload()
-            gpu.narrow[DType.float16](
-                q,
-                Pointer[Float16, MutUntrackedOrigin](
-                    unsafe_from_address=lab.there(0)
-                ),
-                lab.dptr(up(n) + first),
-                n,
-            )
-            gpu.widen[DType.float16](
-                q,
-                lab.dptr(2 * up(n) + first),
-                Pointer[Float16, MutUntrackedOrigin](
-                    unsafe_from_address=lab.there(0)
-                ),
-                n,
-            )
-            var halves = Pointer[Float16, MutUntrackedOrigin](
-                unsafe_from_address=lab.address(0)
-            )
-            for i in range(n):
-                halves[unsafe_offset=i] = lab.host[up(n) + first + i].cast[
-                    DType.float16
-                ]()
-                lab.host[2 * up(n) + first + i] = halves[unsafe_offset=i].cast[
-                    DType.float32
-                ]()
-            lab.compare("float16", 0, 0, up(n))  # NaNs may have other bits
-            lab.upload()
-            gpu.narrow[DType.bfloat16](
-                q,
-                Pointer[BFloat16, MutUntrackedOrigin](
-                    unsafe_from_address=lab.there(0)
-                ),
-                lab.dptr(up(n) + first),
-                n,
-            )
-            gpu.widen[DType.bfloat16](
-                q,
-                lab.dptr(2 * up(n) + first),
-                Pointer[BFloat16, MutUntrackedOrigin](
-                    unsafe_from_address=lab.there(0)
-                ),
-                n,
-            )
-            # Written out: an x86 processor with bf16 instructions flushes tiny numbers to 0 on the way.
-            for i in range(n):
-                var bits = bitcast[DType.uint32](lab.host[up(n) + first + i])
-                bits += ((bits >> 16) & 1) + 0x7FFF
-                lab.host[2 * up(n) + first + i] = bitcast[DType.float32](
-                    bits & 0xFFFF0000
-                )
-            lab.compare("bfloat16", 0, 0, up(n))
 
 
 def test_tensors_in_lanes_must_be_aligned() raises:
@@ -310,23 +241,10 @@ def test_dropout() raises:
         lab.compare("loss_scale")
 
 
-def test_uniform() raises:
-    var q = Queue(device_id=0)
-    for n in [1, 6, 4099]:
-        for first in [0, 1]:
-            var lab = Lab(q, up(n + 1))
-            lab.upload()
-            cpu_random.uniform(lab.ptr(first), n, 42, 3, -0.3, 0.7)
-            gpu_random.uniform(q, lab.op(first), n, 42, 3, -0.3, 0.7)
-            lab.compare(String(t"uniform {n}"))
-
-
 def add_tests(mut suite: TestSuite):
     """The tests of this file."""
     suite.test[test_division]()
     suite.test[test_elementwise]()
     suite.test[test_tanh_and_sigmoid_to_the_last_bits]()
-    suite.test[test_narrow_and_widen]()
     suite.test[test_tensors_in_lanes_must_be_aligned]()
     suite.test[test_dropout]()
-    suite.test[test_uniform]()

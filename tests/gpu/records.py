@@ -145,7 +145,6 @@ def elementwise(n: int) -> Iterator[Case]:
     y, b = w("y", n, "zero", True), w("b", n)
     yield Case(f"add {n}", [y, x, b], [("add", "y", "x", "b", n)])
     yield Case(f"multiply {n}", [y, x, b], [("multiply", "y", "x", "b", n)])
-    yield Case(f"axpy {n}", [w("y", n), x], [("axpy", "y", "x", 0.3, n)])
     yield Case(f"scale {n}", [y, x], [("scale", "y", "x", 0.3, n)])
     yield Case(f"copy {n}", [y, x], [("copy", "y", "x", n)])
     yield Case(f"fill {n}", [y], [("fill", "y", 0.3, n)])

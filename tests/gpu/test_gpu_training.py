@@ -58,6 +58,27 @@ def test_trainings(settings: dict[str, int]) -> None:
     assert {name: r for name, r in results.items() if not r["ok"]} == {}
 
 
+def test_what_a_step_asks_the_driver_for() -> None:
+    """The host waits once, and once more for the norm; batches and a step log add copies and no wait for the device.
+
+    Waiting for the copy of two batches before, which has ended, counts as one.
+    """
+    said = run(sys.executable, HERE / "counts.py").stdout
+    results = json.loads(said.splitlines()[-1])
+    expected = {
+        "plain": {"launches": 2, "up": 2, "down": 2, "waits": 1},
+        "step_log": {"launches": 6, "up": 2, "down": 3, "waits": 1},
+        "fp16": {"launches": 2, "up": 2, "down": 2, "waits": 1},
+        "clipped": {"launches": 6, "up": 3, "down": 3, "waits": 2},
+        "fp16_clipped": {"launches": 6, "up": 3, "down": 3, "waits": 2},
+        "brought": {"launches": 2, "up": 3, "down": 2, "waits": 2},
+        "of_arrays": {"launches": 2, "up": 3, "down": 2, "waits": 2},
+        "evaluation": {"launches": 0, "up": 3, "down": 2, "waits": 2},
+    }
+    none = {"within": 0, "sets": 0, "allocations": 0, "frees": 0, "graphs": 1}
+    assert results == {name: [{**none, **each}] * 3 for name, each in expected.items()}
+
+
 def test_too_few_gpus() -> None:
     said = run(sys.executable, "-m", "odyssey.train", *TRAIN, "--num-gpus", 4, code=69).stderr
     assert said.strip() == (

@@ -296,8 +296,8 @@ def fingerprints() -> dict[str, Any]:
     steps(t, 1)
     team = t._train.team
     at = team.parameters.addresses[0][0]
-    device = team.fingerprints([(at, t.arena.size, 0)])()
-    pieces = team.fingerprints([(at + 4 * 160, t.arena.size - 160, 160), (at, 160, 0)])()
+    whole = [(at, t.arena.size, 0)]
+    device, pieces = team.fingerprints([whole, [(at + 4 * 160, t.arena.size - 160, 160), (at, 160, 0)]])()
     gradients = t._train.gradients(t.last.updates[0])
     here = norm.global_norm([(gradients.ctypes.data, gradients.size)])
     there = norm.global_norm([(t.last.updates[0].grads, gradients.size)], machine=team)

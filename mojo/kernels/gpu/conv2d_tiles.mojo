@@ -16,7 +16,7 @@ from max.gpu import WARP_SIZE
 from max.gpu.primitives.warp import shuffle_xor
 
 from ..lanes import F32, LANES
-from .launch import BF16, FP16, FP32, TF32
+from .launch import BF16, FP16
 
 comptime TEAMS = WARP_SIZE // LANES  # teams in a warp
 comptime THREADS = 256  # threads of a block, at most

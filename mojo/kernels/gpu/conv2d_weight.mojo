@@ -33,7 +33,7 @@ from .conv2d_tiles import (
     split,
     sum_warp,
 )
-from .launch import Operand, Queue, blocks
+from .launch import Operand, Queue
 
 comptime COLUMNS = 4  # pixels that are loaded together
 comptime ANY_K = 4  # tile of the kernel for any size

@@ -3,19 +3,15 @@
 n counts the floats of one shard and may be any number. All but tanh and sigmoid give the bits of the CPU.
 """
 
-from max.gpu import block_idx
-
 from ..elementwise import relu
-from ..lanes import F32, IntPtr, Ptr, madd
+from ..lanes import F32, Ptr
 from .functions import sigmoid, tanh
 from .launch import Operand, Queue, StepContextPtr, blocks
 from .quads import THREADS, Four, aligned, index, load4, of_shard, store4
 
-# A function of one or two vectors and a number that is the same everywhere.
+# A function of a vector and a number that is the same everywhere, and one of two vectors.
 comptime Of1 = def[w: Int](SIMD[F32, w], Float32) thin -> SIMD[F32, w]
-comptime Of2 = def[w: Int](SIMD[F32, w], SIMD[F32, w], Float32) thin -> SIMD[
-    F32, w
-]
+comptime Of2 = def[w: Int](SIMD[F32, w], SIMD[F32, w]) thin -> SIMD[F32, w]
 
 
 # --- one kernel for all -----------------------------------------------------------------
@@ -37,16 +33,7 @@ def _map[f: Of1](y_: Ptr, ys: Int64, x_: Ptr, xs: Int64, a: Float32, n_: Int64):
 
 def _map2[
     f: Of2
-](
-    y_: Ptr,
-    ys: Int64,
-    u_: Ptr,
-    us: Int64,
-    v_: Ptr,
-    vs: Int64,
-    a: Float32,
-    n_: Int64,
-):
+](y_: Ptr, ys: Int64, u_: Ptr, us: Int64, v_: Ptr, vs: Int64, n_: Int64,):
     var n = Int(n_)
     var y = of_shard(y_, ys)
     var u = of_shard(u_, us)
@@ -54,10 +41,10 @@ def _map2[
     var i = 4 * index()
     var end = min(i + 4, n)
     if i + 4 <= n and aligned(y) and aligned(u) and aligned(v):
-        store4(y, i, f[4](load4(u, i), load4(v, i), a))
+        store4(y, i, f[4](load4(u, i), load4(v, i)))
         return
     while i < end:
-        y[unsafe_offset=i] = f[1](u[unsafe_offset=i], v[unsafe_offset=i], a)
+        y[unsafe_offset=i] = f[1](u[unsafe_offset=i], v[unsafe_offset=i])
         i += 1
 
 
@@ -80,15 +67,7 @@ def _launch[
 @always_inline
 def _launch2[
     f: Of2
-](
-    q: Queue,
-    shards: Int,
-    y: Operand,
-    u: Operand,
-    v: Operand,
-    a: Float32,
-    n: Int,
-) raises:
+](q: Queue, shards: Int, y: Operand, u: Operand, v: Operand, n: Int,) raises:
     q.enqueue_function[_map2[f]](
         y.ptr(),
         y.step(),
@@ -96,7 +75,6 @@ def _launch2[
         u.step(),
         v.ptr(),
         v.step(),
-        a,
         Int64(n),
         grid_dim=(blocks(n, 4 * THREADS), shards),
         block_dim=THREADS,
@@ -112,9 +90,7 @@ def _relu[w: Int](x: SIMD[F32, w], a: Float32) -> SIMD[F32, w]:
 
 
 @always_inline
-def _relu_gradient[
-    w: Int
-](d: SIMD[F32, w], y: SIMD[F32, w], a: Float32) -> SIMD[F32, w]:
+def _relu_gradient[w: Int](d: SIMD[F32, w], y: SIMD[F32, w]) -> SIMD[F32, w]:
     return y.gt(0).select(d, SIMD[F32, w](0))
 
 
@@ -124,9 +100,7 @@ def _tanh[w: Int](x: SIMD[F32, w], a: Float32) -> SIMD[F32, w]:
 
 
 @always_inline
-def _tanh_gradient[
-    w: Int
-](d: SIMD[F32, w], y: SIMD[F32, w], a: Float32) -> SIMD[F32, w]:
+def _tanh_gradient[w: Int](d: SIMD[F32, w], y: SIMD[F32, w]) -> SIMD[F32, w]:
     return d * (1 - y * y)
 
 
@@ -136,27 +110,18 @@ def _sigmoid[w: Int](x: SIMD[F32, w], a: Float32) -> SIMD[F32, w]:
 
 
 @always_inline
-def _sigmoid_gradient[
-    w: Int
-](d: SIMD[F32, w], y: SIMD[F32, w], a: Float32) -> SIMD[F32, w]:
+def _sigmoid_gradient[w: Int](d: SIMD[F32, w], y: SIMD[F32, w]) -> SIMD[F32, w]:
     return d * y * (1 - y)
 
 
 @always_inline
-def _add[w: Int](u: SIMD[F32, w], v: SIMD[F32, w], a: Float32) -> SIMD[F32, w]:
+def _add[w: Int](u: SIMD[F32, w], v: SIMD[F32, w]) -> SIMD[F32, w]:
     return u + v
 
 
 @always_inline
-def _multiply[
-    w: Int
-](u: SIMD[F32, w], v: SIMD[F32, w], a: Float32) -> SIMD[F32, w]:
+def _multiply[w: Int](u: SIMD[F32, w], v: SIMD[F32, w]) -> SIMD[F32, w]:
     return u * v
-
-
-@always_inline
-def _axpy[w: Int](u: SIMD[F32, w], v: SIMD[F32, w], a: Float32) -> SIMD[F32, w]:
-    return madd(v, SIMD[F32, w](a), u)
 
 
 @always_inline
@@ -181,7 +146,7 @@ def relu_backward(
     q: Queue, shards: Int, dx: Operand, dy: Operand, y: Operand, n: Int
 ) raises:
     """Passes dy where y > 0."""
-    _launch2[_relu_gradient](q, shards, dx, dy, y, 0, n)
+    _launch2[_relu_gradient](q, shards, dx, dy, y, n)
 
 
 def tanh_forward(q: Queue, shards: Int, y: Operand, x: Operand, n: Int) raises:
@@ -193,7 +158,7 @@ def tanh_backward(
     q: Queue, shards: Int, dx: Operand, dy: Operand, y: Operand, n: Int
 ) raises:
     """Computes dx = dy (1 - y^2)."""
-    _launch2[_tanh_gradient](q, shards, dx, dy, y, 0, n)
+    _launch2[_tanh_gradient](q, shards, dx, dy, y, n)
 
 
 def sigmoid_forward(
@@ -207,7 +172,7 @@ def sigmoid_backward(
     q: Queue, shards: Int, dx: Operand, dy: Operand, y: Operand, n: Int
 ) raises:
     """Computes dx = dy y (1 - y)."""
-    _launch2[_sigmoid_gradient](q, shards, dx, dy, y, 0, n)
+    _launch2[_sigmoid_gradient](q, shards, dx, dy, y, n)
 
 
 # --- arithmetic -----------------------------------------------------------------------------
@@ -217,21 +182,14 @@ def add(
     q: Queue, shards: Int, y: Operand, a: Operand, b: Operand, n: Int
 ) raises:
     """Computes y = a + b. y may be a or b."""
-    _launch2[_add](q, shards, y, a, b, 0, n)
+    _launch2[_add](q, shards, y, a, b, n)
 
 
 def multiply(
     q: Queue, shards: Int, y: Operand, a: Operand, b: Operand, n: Int
 ) raises:
     """Computes y = a b. y may be a or b."""
-    _launch2[_multiply](q, shards, y, a, b, 0, n)
-
-
-def axpy(
-    q: Queue, shards: Int, y: Operand, x: Operand, a: Float32, n: Int
-) raises:
-    """Computes y += a x."""
-    _launch2[_axpy](q, shards, y, y, x, a, n)
+    _launch2[_multiply](q, shards, y, a, b, n)
 
 
 def scale(
@@ -285,70 +243,5 @@ def loss_scale(q: Queue, shards: Int, y: Operand, ctx: StepContextPtr) raises:
         Int32(shards),
         ctx,
         grid_dim=blocks(shards, THREADS),
-        block_dim=THREADS,
-    )
-
-
-# --- narrow types, for sending ----------------------------------------------------------------
-
-
-def _narrow[
-    dtype: DType
-](y: Pointer[Scalar[dtype], MutUntrackedOrigin], x: Ptr, n_: Int64):
-    var n = Int(n_)
-    var i = 4 * index()
-    var end = min(i + 4, n)
-    if i + 4 <= n and aligned(x) and Int(y) & 7 == 0:
-        y.unsafe_offset(i).unsafe_store[alignment=8](
-            0, load4(x, i).cast[dtype]()
-        )
-        return
-    while i < end:
-        y[unsafe_offset=i] = x[unsafe_offset=i].cast[dtype]()
-        i += 1
-
-
-def _widen[
-    dtype: DType
-](y: Ptr, x: Pointer[Scalar[dtype], MutUntrackedOrigin], n_: Int64):
-    var n = Int(n_)
-    var i = 4 * index()
-    var end = min(i + 4, n)
-    if i + 4 <= n and aligned(y) and Int(x) & 7 == 0:
-        var v = x.unsafe_offset(i).unsafe_load[width=4, alignment=8]()
-        store4(y, i, v.cast[F32]())
-        return
-    while i < end:
-        y[unsafe_offset=i] = x[unsafe_offset=i].cast[F32]()
-        i += 1
-
-
-def narrow[
-    dtype: DType  # float16 or bfloat16
-](
-    q: Queue, y: Pointer[Scalar[dtype], MutUntrackedOrigin], x: Ptr, n: Int
-) raises:
-    """Rounds n floats to the nearest `dtype`, ties to even; what is too large for it becomes infinite.
-    """
-    q.enqueue_function[_narrow[dtype]](
-        y,
-        x,
-        Int64(n),
-        grid_dim=blocks(n, 4 * THREADS),
-        block_dim=THREADS,
-    )
-
-
-def widen[
-    dtype: DType  # float16 or bfloat16
-](
-    q: Queue, y: Ptr, x: Pointer[Scalar[dtype], MutUntrackedOrigin], n: Int
-) raises:
-    """Makes n numbers of `dtype` float32, exactly."""
-    q.enqueue_function[_widen[dtype]](
-        y,
-        x,
-        Int64(n),
-        grid_dim=blocks(n, 4 * THREADS),
         block_dim=THREADS,
     )

@@ -5,7 +5,6 @@ that grows with |x|, square roots that take small numbers for 0.
 """
 
 from std.math import exp as _exp
-from std.math import sqrt as _sqrt
 from std.memory import bitcast
 from std.sys import is_nvidia_gpu, llvm_intrinsic
 from std.utils.numerics import inf, isnan, nan

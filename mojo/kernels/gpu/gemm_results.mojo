@@ -2,7 +2,7 @@
 
 from max.gpu.primitives import warp
 
-from ..lanes import F32, LANES, Ptr
+from ..lanes import F32, Ptr
 from .gemm_tiles import (
     ACCUMULATE,
     ALIGNED,

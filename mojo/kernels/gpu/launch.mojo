@@ -20,7 +20,7 @@ from std.math import ceildiv
 
 from max.gpu.host import DeviceContext
 
-from ..lanes import IntPtr, LANES, Ptr
+from ..lanes import IntPtr, Ptr
 
 comptime Queue = DeviceContext
 comptime LongPtr = Pointer[Int64, MutUntrackedOrigin]

@@ -6,7 +6,7 @@ The device decides itself whether the step is taken: where *ok is 0 nothing chan
 from ..lanes import F32, IntPtr, Ptr
 from ..optimizer import adam_update, sgd_update
 from .launch import Queue, blocks
-from .quads import THREADS, aligned, index, load4, store4
+from .quads import THREADS, aligned, index
 
 
 @always_inline

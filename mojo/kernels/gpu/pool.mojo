@@ -7,7 +7,7 @@ over it hand down, in the CPU's order: window rows first, then columns. So nothi
 from max.gpu import block_idx
 from std.utils.numerics import isnan
 
-from ..lanes import F32, LANES, BytePtr, Ptr
+from ..lanes import LANES, BytePtr, Ptr
 from .functions import rounded
 from .launch import Operand, Queue, blocks
 from .quads import (

@@ -92,58 +92,6 @@ def _check_leaves(n: Int) raises:
         )
 
 
-def _tree_sum(y: Ptr, buffers: LongPtr, n_: Int32, size_: Int64):
-    var n = Int(n_)
-    var size = Int(size_)
-    var i = 4 * index()
-    if i >= size:
-        return
-    var bits = Int(y)
-    for j in range(n):
-        bits |= Int(buffers[unsafe_offset=j])
-    if i + 4 <= size and bits & 15 == 0:
-
-        @always_inline
-        def four(j: Int) {imm} -> Four:
-            return load4(
-                Ptr(unsafe_from_address=Int(buffers[unsafe_offset=j])), i
-            )
-
-        store4(y, i, tree[4](four, n))
-        return
-    var end = min(i + 4, size)
-    while i < end:
-
-        @always_inline
-        def one(j: Int) {imm} -> SIMD[F32, 1]:
-            return Ptr(unsafe_from_address=Int(buffers[unsafe_offset=j]))[
-                unsafe_offset=i
-            ]
-
-        y[unsafe_offset=i] = tree[1](one, n)
-        i += 1
-
-
-def tree_sum(
-    q: Queue,
-    y: Ptr,
-    buffers: LongPtr,  # in device memory: addresses of n buffers of `size` floats
-    n: Int,
-    size: Int,
-) raises:
-    """Sums n buffers along the tree. y may be any of them. The bits of the CPU.
-    """
-    _check_leaves(n)
-    q.enqueue_function[_tree_sum](
-        y,
-        buffers,
-        Int32(n),
-        Int64(size),
-        grid_dim=blocks(size, 4 * THREADS),
-        block_dim=THREADS,
-    )
-
-
 def _tree_sum_strided(y: Ptr, x: Ptr, stride: Int64, n_: Int32, size_: Int64):
     var n = Int(n_)
     var size = Int(size_)
@@ -465,7 +413,18 @@ def _square(t: Float32) -> UInt64:
     return (m * m) >> UInt64(-shift)
 
 
-def _fixed_squares(y: LongPtr, x: Ptr, n: Int64, unit: Float32):
+@always_inline
+def _unit(largest: Int32) -> Float32:
+    """2^-e for a largest magnitude of these bits in [2^(e - 1), 2^e), as norm.py has it; at most 2^126.
+    """
+    var e = 253 - (largest >> 23)
+    if e >= 1:
+        return bitcast[F32](UInt32(e) << 23)
+    return bitcast[F32](UInt32(0x400000) >> UInt32(min(-e, 22)))
+
+
+def _fixed_squares(y: LongPtr, largest: IntPtr, x: Ptr, n: Int64):
+    var unit = _unit(largest[])
     var high = Int64(0)
     var low = Int64(0)
 
@@ -490,14 +449,15 @@ def _fixed_squares(y: LongPtr, x: Ptr, n: Int64, unit: Float32):
                 )
 
 
-def fixed_squares(q: Queue, y: LongPtr, x: Ptr, n: Int, unit: Float32) raises:
+def fixed_squares(q: Queue, y: LongPtr, largest: IntPtr, x: Ptr, n: Int) raises:
     """Writes the sum of (unit x)^2 over n floats as y[0] 2^-31 + y[1] 2^-62: the numbers of the CPU, by integers alone.
 
-    |unit x| must be below 1 and unit a power of two.
+    The unit is the power of two that takes the largest magnitude to [1/2, 1); that is read from device memory, so the
+    host need not wait for it in between.
     """
     var grid = _clear_for(q, y.unsafe_bitcast[Int32](), 4, n)
     q.enqueue_function[_fixed_squares](
-        y, x, Int64(n), unit, grid_dim=grid, block_dim=MANY
+        y, largest, x, Int64(n), grid_dim=grid, block_dim=MANY
     )
 
 

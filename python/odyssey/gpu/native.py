@@ -107,6 +107,7 @@ class Library:
             "run": [pointer, pointer],
             "scratch": [pointer, pointer],
             "tree_sum": [pointer] + [number] * 5,
+            "norm": [pointer] + [number] * 3,
             "fingerprint": [pointer] + [number] * 5,
         }.items():
             function = getattr(lib, f"odyssey_gpu_{name}")
@@ -211,11 +212,13 @@ class Gpu:
 
     def upload(self, address: int, array: np.ndarray, queue: int = COMPUTE) -> None:
         """Enqueues a copy of an array to device memory. The array must stay as it is until the copy is done."""
-        self._call("copy", 0, address, array.ctypes.data, array.nbytes, queue)
+        if array.nbytes:
+            self._call("copy", 0, address, array.ctypes.data, array.nbytes, queue)
 
     def download(self, array: np.ndarray, address: int, queue: int = COMPUTE) -> None:
         """Enqueues a copy of device memory into an array."""
-        self._call("copy", 1, array.ctypes.data, address, array.nbytes, queue)
+        if array.nbytes:
+            self._call("copy", 1, array.ctypes.data, address, array.nbytes, queue)
 
     def move(self, to: int, address: int, nbytes: int, queue: int = COMPUTE) -> None:
         """Enqueues a copy within the device."""
@@ -256,6 +259,10 @@ class Gpu:
     def tree_sum(self, to: int, address: int, stride: int, n: int, floats: int) -> None:
         """Enqueues the sum along the tree of n buffers of `floats` floats, `stride` floats apart."""
         self._call("tree_sum", to, address, stride, n, floats)
+
+    def norm(self, out: int, address: int, floats: int) -> None:
+        """Enqueues what norm.py needs of floats, in a unit of their own: two int64 of squares, then the largest one."""
+        self._call("norm", out, address, floats)
 
     def fingerprint_scratch(self, count: int, longest: int) -> int:
         """Bytes of scratch memory that the fingerprint of `count` runs of at most `longest` floats wants."""

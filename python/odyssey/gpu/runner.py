@@ -23,7 +23,7 @@ from . import exchange, rewrite
 from . import plan as pieces
 from .graph import Graph
 from .native import COMPUTE, COPY, Block, Gpu, GpuStep
-from .team import Worker
+from .team import Placed, Worker
 
 if TYPE_CHECKING:
     from ..data import ArrayDataset, Batch
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 # Of the memory that is free before the data set is placed (which takes at most team.DATA_SHARE of it) what the shards
 # of a piece may take.
 MEMORY_SHARE = 0.4
+EXACT = 1 << 24  # samples that sums of float32 count exactly
 MOST_SHARDS, MOST_SUMS = 65535, 8191  # of a launch; that are added in one
 
 
@@ -64,8 +65,9 @@ class GpuSums:
 
     @property
     def samples(self) -> float:
-        """How many there are."""
-        return self._value(1)
+        """How many there are; known before the step has ended, but where float32 cannot count them."""
+        n = self._runner.samples
+        return float(n) if n <= EXACT else self._value(1)
 
     @property
     def correct(self) -> float:
@@ -107,7 +109,11 @@ class GpuRunner(Runner):
         self._updates: list[Update] = []
         self._results: list[int] = []
         self._exchange = exchange.make(self, comm, own) if comm.size > 1 else None
-        self._batches: list[_Batches] | None = None
+        self._batches = [
+            _Batches(worker, run, self.shard_size, samples)
+            for worker, run in zip(self.team.workers, self.runs, strict=True)
+        ]
+        self._placed: list[Placed | None] = []
         self._prepared: list[_Prepared | None] = [None] * lay.workers
 
     # --- what it needs ---
@@ -140,18 +146,12 @@ class GpuRunner(Runner):
 
     def use(self, data: ArrayDataset) -> None:
         """Brings the data set to the devices, or gets ready to bring its batches."""
-        self.data = data
-        self._batches = [
-            _Batches(worker, placed, data, run, self.shard_size, self.samples)
-            for worker, placed, run in zip(
-                self.team.workers, self.team.place(data, self.samples), self.runs, strict=True
-            )
-        ]
+        self.data, self._placed = data, self.team.place(data, self.samples)
 
     @property
     def looks_ahead(self) -> bool:
         """Whether it helps to name the next batch (Engine.upcoming)."""
-        return self._batches is not None and not self._batches[0].placed.whole
+        return None in self._placed
 
     # --- a step ---
 
@@ -159,29 +159,36 @@ class GpuRunner(Runner):
         """Enqueues the step; see GpuSums."""
         if self.team.pending is not None:
             self.team.pending.fetch()  # its block and rows are still being read
-        assert self._batches is not None
         self.team.write()
         self._results = []
         batch = self.engine.batch
-        for w, (worker, plan, batches) in enumerate(zip(self.team.workers, self.plans, self._batches, strict=True)):
-            self._compute(w, worker, plan, batches.bring(batch))
+        for w, (worker, plan) in enumerate(zip(self.team.workers, self.plans, strict=True)):
+            self._compute(w, worker, plan, self._batches[w].bring(batch, self._placed[w]))
         if len(self.team.workers) > 1:
             self._meet()
         else:
             self._results = [self._sums(0)]
         if self._exchange is not None:
             self._results = self._exchange.run()
-        following = self.engine.upcoming
-        alike = following is not None and following.dataset is self.data and len(following.indices) == self.samples
-        if alike and self.looks_ahead:
-            for batches in self._batches:
-                batches.ahead(following)
+        self._look_ahead()
         updates = [self.team.update(0, self._results[0])] if self.train else []
         if self._updates and updates == self._updates:
             updates = self._updates  # the same list: who has prepared something for it finds it again
         self._updates = updates
         self.team.pending = sums = GpuSums(self, self._results, updates)
         return sums
+
+    def _look_ahead(self) -> None:
+        """Brings the next batch, if it is one for this runner, where its data set is not on the device."""
+        following = self.engine.upcoming
+        if following is None or len(following.indices) != self.samples:
+            return
+        same = following.dataset is self.data
+        if not same and (len(following.dataset) > self.samples or following.dataset.sample_shape != self.sample_shape):
+            return
+        for batches, placed in zip(self._batches, self._placed, strict=True):
+            if placed is None or not same:
+                batches.ahead(following)
 
     def _sums(self, w: int) -> int:
         """Address of the sums of worker w's nodes.
@@ -195,9 +202,10 @@ class GpuRunner(Runner):
     def _compute(self, w: int, worker: Worker, plan: pieces.WorkerPlan, where: tuple[int, ...]) -> None:
         """Enqueues worker w's shards. `where`: see _Batches.bring."""
         gpu, told = worker.gpu, worker.tell
+        told.flag = 1
+        told.divisor = self.samples * self.context.loss_scale  # of gradients that are not clipped
         if not plan.nodes:  # a last batch may have fewer shards than there are workers; it takes the others' step
-            told.flag = 1
-            gpu.upload(worker.flag, worker.told[Block.flag.offset :][:4])
+            gpu.upload(worker.divisor, worker.told[Block.divisor.offset : Block.unused.offset])
             return
         prepared = self._prepared[w]
         if prepared is None or prepared.generation != worker.generation:
@@ -218,7 +226,6 @@ class GpuRunner(Runner):
                 context.images, context.labels = images, labels
                 context.rows = rows + 8 * (first - self._first(w))
             told.context.step, told.context.loss_scale = self.context.step, self.context.loss_scale
-            told.divisor, told.flag = 1.0, 1
             gpu.upload(worker.block, worker.told)
             piece.enqueue(self.team)
 
@@ -384,70 +391,47 @@ class _Piece:
 class _Batches:
     """Brings what a worker needs of a batch to its device: numbers of its samples, and these if they are not there."""
 
-    def __init__(
-        self,
-        worker: Worker,
-        placed: Any,
-        data: ArrayDataset,
-        run: tuple[int, int],
-        shard_size: int,
-        samples: int,
-    ) -> None:
-        self.worker, self.placed, self._data = worker, placed, data
+    def __init__(self, worker: Worker, run: tuple[int, int], shard_size: int, samples: int) -> None:
+        self.worker = worker
         self.first = min(run[0] * shard_size, samples)
         self.count = min(run[1] * shard_size, samples) - self.first
 
-    def bring(self, batch: Batch) -> tuple[int, ...]:
+    def bring(self, batch: Batch, placed: Placed | None) -> tuple[int, ...]:
         """For this batch: addresses on the device of images, labels, rows, scale and shift; `bytes` (StepContext)."""
-        p = self.placed
-        if p.whole:
+        if placed is not None:
             told = self.worker.pinned("rows", 8 * self.count)
             told.view(np.int64)[:] = batch.indices[self.first : self.first + self.count]
             rows = self.worker.area("rows", 8 * self.count)
             self.worker.gpu.upload(rows, told)
-            return (p.images, p.labels, rows, p.scale, p.shift, p.bytes)
+            return (placed.images, placed.labels, rows, placed.scale, placed.shift, placed.bytes)
         brought = self.worker.brought
         if brought is None or brought[0] is not self or brought[1] is not batch:
             self.ahead(batch)
-        turn = self.worker.turn
+        where: tuple[int, ...] = self.worker.brought[2]
         self.worker.brought = None
-        self.worker.events[turn].hold(COMPUTE)
-        return (*self._places(turn), p.scale, p.shift, p.bytes)
+        self.worker.events[self.worker.turn].hold(COMPUTE)
+        return where
 
     def ahead(self, batch: Batch) -> None:
         """Gathers a batch in pinned memory and sends it on the copy queue, while the step before is computed."""
-        turn = self.worker.turn = 1 - self.worker.turn
-        gpu, data = self.worker.gpu, self._data
-        indices = batch.indices[self.first : self.first + self.count]
-        images, labels, rows = self._places(turn)
-        told = self.worker.pinned(f"images {turn}", max(self._image_bytes, 16))
-        self.worker.events[turn].wait()  # the last copy from this pinned memory is done
-        np.take(
-            data.images, indices, axis=0, out=told[: self._image_bytes].view(data.images.dtype).reshape(self._shape)
-        )
-        small = self.worker.pinned(f"labels {turn}", 12 * self.count + 16)
-        own = small[: 8 * self.count].view(np.int64)
-        own[:] = np.arange(self.count)
-        mine = small[8 * self.count : 12 * self.count].view(np.int32)
-        np.take(data.labels, indices, out=mine)
-        gpu.upload(images, told[: self._image_bytes], COPY)
-        gpu.upload(labels, mine.view(np.uint8), COPY)
-        gpu.upload(rows, own.view(np.uint8), COPY)
-        self.worker.events[turn].record(COPY)
-        self.worker.brought = (self, batch)
-
-    @property
-    def _shape(self) -> tuple[int, ...]:
-        return (self.count, *self._data.images.shape[1:])
-
-    @property
-    def _image_bytes(self) -> int:
-        return math.prod(self._shape) * self._data.images.dtype.itemsize
-
-    def _places(self, turn: int) -> tuple[int, int, int]:
-        w = self.worker
-        return (
-            w.area(f"images {turn}", max(self._image_bytes, 16)),
-            w.area(f"labels {turn}", max(4 * self.count, 16)),
-            w.area(f"rows {turn}", max(8 * self.count, 16)),
-        )
+        worker, data, n = self.worker, batch.dataset, self.count
+        turn = worker.turn = 1 - worker.turn
+        indices = batch.indices[self.first : self.first + n]
+        shape = (n, *data.images.shape[1:])
+        nbytes = math.prod(shape) * data.images.dtype.itemsize
+        # what is small goes in one copy: numbers of samples, labels, scale and shift of the channels
+        scale = -(-12 * n // 16) * 16
+        shift, end = scale + data.scale.nbytes, scale + data.scale.nbytes + data.shift.nbytes
+        images, small = worker.area(f"images {turn}", max(nbytes, 16)), worker.area(f"batch {turn}", end)
+        told, words = worker.pinned(f"images {turn}", nbytes), worker.pinned(f"batch {turn}", end)
+        worker.events[turn].wait()  # the last copy from this pinned memory is done
+        np.take(data.images, indices, axis=0, out=told.view(data.images.dtype).reshape(shape))
+        words[: 8 * n].view(np.int64)[:] = np.arange(n)
+        np.take(data.labels, indices, out=words[8 * n : 12 * n].view(np.int32))
+        words[scale:shift].view(np.float32)[:] = data.scale
+        words[shift:end].view(np.float32)[:] = data.shift
+        worker.gpu.upload(images, told, COPY)
+        worker.gpu.upload(small, words, COPY)
+        worker.events[turn].record(COPY)
+        where = (images, small + 8 * n, small, small + scale, small + shift, int(data.images.dtype.itemsize == 1))
+        worker.brought = (self, batch, where)

@@ -20,6 +20,7 @@ from .mirror import Mirror
 from .native import BLOCK_BYTES, COMPUTE, COPY, Block, Event, Gpu, GpuStep
 
 if TYPE_CHECKING:
+    from .. import fingerprint
     from ..arena import Arena
     from ..data import ArrayDataset
     from ..optim import Optimizer
@@ -40,7 +41,7 @@ class Worker:
         self.generation = 0  # goes up when an area moves
         self.told_for: Any = None  # whom the block's lasting fields were written for
         self.turn = 0  # of the two places for batches that are brought
-        self.brought: Any = None  # the last one: who brought it, the batch, its place
+        self.brought: Any = None  # the last one: who brought it, the batch, where it is
         self._events: list[Event] = []
         self.block = self.area("block", BLOCK_BYTES)
         self.told = self.pinned("block", BLOCK_BYTES)
@@ -53,7 +54,7 @@ class Worker:
             if size >= 0:
                 self.idle()
                 self.gpu.free(at)
-            self.generation += 1
+                self.generation += 1
             at = self.gpu.allocate(nbytes)
             self._areas[name] = (at, nbytes)
             if clear:
@@ -134,11 +135,13 @@ class Team:
         arena.mirror = self.parameters
         self._state: Mirror | None = None
         self._records = [np.zeros((2, host.library().record), np.int64) for _ in numbers]  # of an update
-        self._checks: list[Callable[[], int]] = []
+        self._checks: list[Fingerprints] = []
+        self._asked: dict[int, Fingerprints] = {}  # that are taken with a step, by its updates
+        self._norm = (0.0, np.zeros(2, np.int64))  # the last one's largest number, and squares
         self.graphs = graph.wanted()
         self.notes: list[str] = []  # what the user should know, until it was shown
         self.pending: Any = None  # sums of the last step, whose blocks are being read until they are fetched
-        self._data: dict[int, tuple[weakref.ref[Any], list[Placed]]] = {}
+        self._data: dict[int, tuple[weakref.ref[Any], list[Placed | None]]] = {}
         self._peers()
 
     @property
@@ -207,9 +210,9 @@ class Team:
             result = sums.results[w]
             by = result + 4 * (n + 1)
             if not own:
-                # the block was told before this step and is not being read from any more: the host has waited for sums
-                worker.tell.divisor = value
-                worker.gpu.upload(worker.divisor, worker.told[Block.divisor.offset :][:4])
+                if worker.tell.divisor != value:  # else the block has brought it; one on its way may bring this too
+                    worker.tell.divisor = value
+                    worker.gpu.upload(worker.divisor, worker.told[Block.divisor.offset :][:4])
                 by = worker.divisor
             records = self._records[w]
             records[0, :3] = (lib.codes["finite"], result, n + lib.stats)
@@ -219,7 +222,12 @@ class Team:
         self.parameters.changed()
         if self._state is not None:
             self._state.changed()
+        asked = self._asked.get(id(sums.updates))
+        if asked is not None:
+            asked.enqueue()
         ok = sums.fetch()
+        if asked is not None:
+            asked.came()
         if not ok:
             optimizer.steps -= 1
         return ok
@@ -234,87 +242,125 @@ class Team:
         return array
 
     def largest(self, runs: Sequence[tuple[int, int]]) -> float:
-        """The largest absolute value of runs (address, floats) there."""
-        return float(self._each(runs, "largest", np.float32, 2)[:, 0].max(initial=0.0))
+        """The largest absolute value of a run (address, floats) there; its squares are counted behind it."""
+        ((address, floats),) = runs  # all ranks hold all gradients, in one run
+        worker = self.workers[0]
+        there, back = worker.area("norm", 24), worker.pinned("norm", 24)
+        worker.gpu.norm(there, address, floats)
+        worker.gpu.download(back, there)
+        worker.gpu.synchronize()
+        self._norm = float(back[16:20].view(np.float32)[0]), back[:16].view(np.int64).copy()
+        return self._norm[0]
 
     def squares(self, runs: Sequence[tuple[int, int]], unit: float) -> np.ndarray:
-        """The sum of their squares, int64 (2,), as kernels/reduce.mojo counts it."""
-        return self._each(runs, "fixed_squares", np.int64, 2, host.float_bits(unit)).sum(axis=0)
-
-    def _each(self, runs: Sequence[tuple[int, int]], op: str, dtype: Any, n: int, *more: int) -> np.ndarray:
-        lib, worker = host.library(), self.workers[0]
-        out = np.zeros((len(runs), n), dtype)
-        at = worker.area("numbers", max(out.nbytes, 4096))
-        worker.gpu.clear(at, out.nbytes)
-        records = np.zeros((len(runs), lib.record), np.int64)
-        for i, (row, (address, floats)) in enumerate(zip(records, runs, strict=True)):
-            row[: 4 + len(more)] = (lib.codes[op], at + i * out.strides[0], address, floats, *more)
-        worker.run(records)
-        return self.read(at, out)
+        """The sum of squares, int64 (2,), of the run that `largest` was just asked for, in the unit that follows."""
+        largest, squares = self._norm
+        assert 0.5 <= largest * unit < 1, (largest, unit)
+        return squares
 
     def weights(self) -> list[int]:
         """The fingerprint of the parameters of each worker; all must be equal."""
         if not self._checks:
-            at = [own[0] for own in self.parameters.addresses]
-            self._checks = [self.fingerprints([(a, self.arena.size, 0)], w) for w, a in enumerate(at)]
+            of = zip(self.workers, self.parameters.addresses, strict=True)
+            self._checks = [Fingerprints(worker, [[(own[0], self.arena.size, 0)]]) for worker, own in of]
         self.write()
-        return [check() for check in self._checks]
+        for check in self._checks:
+            check.enqueue()
+        return [check()[0] for check in self._checks]
 
-    def fingerprints(self, runs: Sequence[tuple[int, int, int]], w: int = 0) -> Callable[[], int]:
-        """A function that gives the fingerprint (fingerprint.py) of runs (address, floats, start) on w's device."""
-        gpu = self.gpus[w]
-        table = np.array(list(runs), np.int64).reshape(-1, 3)
-        longest = int(table[:, 1].max(initial=0))
-        if not longest:
-            return lambda: 0
-        at = gpu.allocate(8 + table.nbytes + gpu.fingerprint_scratch(len(table), longest))
-        gpu.upload(at + 8, table)
-        gpu.synchronize()
-        out = np.zeros(1, np.uint64)
-
-        def fingerprint() -> int:
-            gpu.fingerprint(at, at + 8 + table.nbytes, at + 8, len(table), longest)
-            gpu.download(out, at)
-            gpu.synchronize()
-            return int(out[0])
-
-        return fingerprint
+    def fingerprints(
+        self, wholes: Sequence[Sequence[fingerprint.Run]], after: list[Update] | None = None
+    ) -> Callable[[], list[int]]:
+        """See Engine.fingerprints. Those of a step's updates are enqueued with it: the host waits for both at once."""
+        made = Fingerprints(self.workers[0], wholes)
+        if after is not None:
+            self._asked[id(after)] = made
+            made.after = after  # kept, so that its id stays its own
+        return made
 
     # --- data ---
 
-    def place(self, data: ArrayDataset, samples: int) -> list[Placed]:
-        """The data set on the devices of all workers, if it fits: one Placed per worker.
+    def place(self, data: ArrayDataset, samples: int) -> list[Placed | None]:
+        """The data set on the devices of all workers; None where it is brought batch by batch, as it does not fit.
 
         One that has no more than the samples of a batch is brought as a batch: a loader of arrays makes a new one each.
         """
+        if len(data) <= samples:
+            return [None] * len(self.workers)
         key = id(data)
         found = self._data.get(key)
         if found is not None and found[0]() is data:
             return found[1]
         for k in [k for k, (alive, _) in self._data.items() if alive() is None]:
-            for worker, placed in zip(self.workers, self._data.pop(k)[1], strict=True):
-                placed.free(worker)
-        placed = [Placed(worker, data, len(data) > samples) for worker in self.workers]
+            for worker, gone in zip(self.workers, self._data.pop(k)[1], strict=True):
+                if gone is not None:
+                    gone.free(worker)
+        placed = [Placed(worker, data) if fits(worker, data) else None for worker in self.workers]
         self._data[key] = (weakref.ref(data), placed)
         return placed
 
 
-class Placed:
-    """A data set as one worker's kernels see it: whole on the device, or (`whole` False) batch by batch."""
+class Fingerprints:
+    """The fingerprints (fingerprint.py) of several wholes on a worker's device, taken again and again.
 
-    def __init__(self, worker: Worker, data: ArrayDataset, keep: bool) -> None:
-        free, _ = worker.gpu.memory()
-        arrays = [data.images, data.labels]
-        self.whole = keep and sum(a.nbytes for a in arrays) <= DATA_SHARE * free
-        if not self.whole:
-            arrays = []
-        small = [data.scale, data.shift]
-        self._addresses = [worker.gpu.allocate(max(a.nbytes, 16)) for a in (*small, *arrays)]
-        for at, a in zip(self._addresses, (*small, *arrays), strict=True):
+    Calling it gives one number per whole: those that were enqueued, or those of now.
+
+    Args:
+        wholes: of each its runs (address, floats, start).
+    """
+
+    def __init__(self, worker: Worker, wholes: Sequence[Sequence[fingerprint.Run]]) -> None:
+        self._gpu = gpu = worker.gpu
+        self.after: list[Update] | None = None
+        tables = [np.array(list(runs), np.int64).reshape(-1, 3) for runs in wholes]
+        self._out = gpu.pinned(8 * len(tables)).view(np.uint64)
+        self._at = gpu.allocate(8 * len(tables))
+        gpu.clear(self._at, 8 * len(tables))
+        self._calls: list[tuple[int, ...]] = []  # of Gpu.fingerprint
+        for i, table in enumerate(tables):
+            longest = int(table[:, 1].max(initial=0))
+            if longest:
+                runs = gpu.allocate(table.nbytes + gpu.fingerprint_scratch(len(table), longest))
+                gpu.upload(runs, table)
+                self._calls.append((self._at + 8 * i, runs + table.nbytes, runs, len(table), longest))
+        gpu.synchronize()
+        self._enqueued = self._here = False
+
+    def enqueue(self) -> None:
+        """They are taken behind what is in the COMPUTE queue."""
+        for call in self._calls:
+            self._gpu.fingerprint(*call)
+        self._gpu.download(self._out.view(np.uint8), self._at)
+        self._enqueued, self._here = True, False
+
+    def came(self) -> None:
+        """The host has waited for them."""
+        self._here = self._enqueued
+
+    def __call__(self) -> list[int]:
+        if not self._enqueued:
+            self.enqueue()
+        if not self._here:
+            self._gpu.synchronize()
+        self._enqueued = self._here = False
+        return [int(value) for value in self._out]
+
+
+def fits(worker: Worker, data: ArrayDataset) -> bool:
+    """Whether a data set leaves enough of the free memory to the training."""
+    return data.images.nbytes + data.labels.nbytes <= DATA_SHARE * worker.gpu.memory()[0]
+
+
+class Placed:
+    """A whole data set on one worker's device: addresses of its arrays; `bytes` is 1 if images are uint8."""
+
+    def __init__(self, worker: Worker, data: ArrayDataset) -> None:
+        arrays = [data.images, data.labels, data.scale, data.shift]
+        self._addresses = [worker.gpu.allocate(max(a.nbytes, 16)) for a in arrays]
+        for at, a in zip(self._addresses, arrays, strict=True):
             worker.gpu.upload(at, np.ascontiguousarray(a))
             worker.gpu.synchronize()
-        self.scale, self.shift = self._addresses[:2]
-        self.images, self.labels = self._addresses[2:] if self.whole else (0, 0)
+        self.images, self.labels, self.scale, self.shift = self._addresses
         self.bytes = int(data.images.dtype.itemsize == 1)
 
     def free(self, worker: Worker) -> None:

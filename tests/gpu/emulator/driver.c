@@ -7,6 +7,7 @@
 #include "stream.h"
 
 Settings settings;
+Counts counts;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static _Thread_local int current = 0;
 static Func *all_funcs[4096];
@@ -214,6 +215,7 @@ API int cuMemGetInfo_v2(size_t *available, size_t *total) {
 API int cuMemAlloc_v2(u64 *p, size_t n) {
     if (settings.verbose) fprintf(stderr, "[emulated GPU] device %d allocates %zu bytes\n", current, n);
     int e = graph_forbids();
+    counts.allocations++;
     return e ? e : memory_allocate(current, n, false, p);
 }
 API int cuMemAllocAsync(u64 *p, size_t n, void *s) {
@@ -222,22 +224,26 @@ API int cuMemAllocAsync(u64 *p, size_t n, void *s) {
 }
 API int cuMemFree_v2(u64 p) {
     if (!p) return CU_OK;
+    counts.frees++;
     stream_wait_all(current);
     return memory_free(p);
 }
 static int run_free(Op *o) { return memory_free(o->dst); }
 API int cuMemFreeAsync(u64 p, void *h) {
     if (!p) return CU_OK;
+    counts.frees++;
     Op *o = op_new(run_free);
     o->dst = p;
     return stream_add(stream_of(h), o);
 }
 API int cuMemHostAlloc(void **p, size_t n, unsigned flags) {
     (void)flags;
+    counts.allocations++;
     return memory_allocate(current, n ? n : 1, true, (u64 *)p);
 }
 API int cuMemAllocHost_v2(void **p, size_t n) { return cuMemHostAlloc(p, n, 0); }
 API int cuMemFreeHost(void *p) {
+    counts.frees++;
     for (int d = 0; d < settings.devices; d++) stream_wait_all(d);
     return memory_free((u64)p);
 }
@@ -297,6 +303,8 @@ static int copy(u64 dst, u64 src, size_t n, void *h, int kind, bool wait) {
         memcpy(o->staged, (void *)src, n);
     }
     if (kind == FROM_DEVICE && !memory_is_pinned((void *)dst)) wait = true;
+    *(kind == TO_DEVICE ? &counts.up : kind == FROM_DEVICE ? &counts.down : &counts.within) += 1;
+    counts.waits += wait;
     u64 seq = 0;
     e = stream_add_get(s, o, &seq);
     return e ? e : wait ? stream_wait(s, seq) : CU_OK;
@@ -335,6 +343,7 @@ static int run_set(Op *o) {
 static int set(u64 d, u32 v, size_t n, int bytes, void *h, u64 rows, u64 pitch) {
     int e = memory_check_copy(d, rows > 1 ? (rows - 1) * pitch + n * (size_t)bytes : n * (size_t)bytes, "a memset");
     if (e || !n) return e;
+    counts.sets++;
     Op *o = op_new(run_set);
     o->dst = d, o->value = v, o->n = n, o->src = rows, o->width = pitch, o->user = (void *)(size_t)bytes;
     return stream_add(stream_of(h), o);
@@ -456,6 +465,7 @@ API int cuLaunchKernel(void *h, unsigned gx, unsigned gy, unsigned gz, unsigned 
                 shared, allowed);
         return CU_INVALID_VALUE;
     }
+    counts.launches++;
     Op *o = op_new(run_launch);
     Launch *L = &o->launch;
     L->f = f, L->shared = shared, L->device = s->device;
@@ -501,6 +511,13 @@ API int cuGetErrorString(int e, const char **s) {
     for (size_t i = 0; i < sizeof texts / sizeof *texts; i++)
         if (texts[i].code == e) return *s = texts[i].text, CU_OK;
     return *s = "unknown error", CU_OK;
+}
+
+/* What the host has asked for: kernels, graphs, copies to the device, from it and within, memsets, waits (for a queue, an
+ * event, or a copy to memory that is not pinned), allocations and frees of device and pinned memory. */
+API void emulator_counts(u64 out[9]) {
+    const u64 now[] = {counts.launches, counts.graphs, counts.up, counts.down, counts.within, counts.sets, counts.waits, counts.allocations, counts.frees};
+    memcpy(out, now, sizeof now);
 }
 
 /* ---- counters --------------------------------------------------------------------------------------------------------- */

@@ -230,5 +230,9 @@ typedef struct { int devices, cc, late, threads; bool verbose, shuffle, stats; u
 extern Settings settings;
 void settings_read(void);
 
+/* calls of the host so far: read by emulator_counts (driver.c) */
+typedef struct { _Atomic u64 launches, graphs, up, down, within, sets, waits, allocations, frees; } Counts;
+extern Counts counts;
+
 #define REG(T, off) ((T *)(R + (off)))
 #endif

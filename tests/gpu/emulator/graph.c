@@ -96,6 +96,7 @@ API int cuGraphInstantiateWithFlags(void **exec, void *graph, unsigned long long
 API int cuGraphInstantiate(void **exec, void *graph, unsigned long long flags) { return cuGraphInstantiateWithFlags(exec, graph, flags); }
 API int cuGraphLaunch(void *exec, void *h) {
     Stream *s = stream_of(h);
+    counts.graphs++;
     for (Op *o = ((Graph *)exec)->first; o; o = o->next) {
         int e = stream_add(s, copied(o));
         if (e) return e;

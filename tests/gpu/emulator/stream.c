@@ -173,6 +173,7 @@ API int cuStreamSynchronize(void *h) {
     Stream *s = stream_of(h);
     int e = graph_forbids();
     if (e) return e;
+    counts.waits++;
     return stream_wait(s, s->enqueued);
 }
 API int cuStreamQuery(void *h) {
@@ -188,7 +189,10 @@ API int cuStreamGetPriority(void *h, int *p) {
     *p = stream_of(h)->priority;
     return CU_OK;
 }
-API int cuCtxSynchronize(void) { return stream_wait_all(current_device()); }
+API int cuCtxSynchronize(void) {
+    counts.waits++;
+    return stream_wait_all(current_device());
+}
 
 static int run_host(Op *o) {
     o->host(o->user);
@@ -237,6 +241,7 @@ API int cuStreamWaitEvent(void *h, void *ev, unsigned flags) {
 }
 API int cuEventSynchronize(void *ev) {
     Event *e = ev;
+    counts.waits++;
     return e->stream ? stream_wait(e->stream, e->seq) : CU_OK;
 }
 API int cuEventQuery(void *ev) {
