@@ -107,6 +107,17 @@ def make_torch(options: Any, batch: int, dataset: Any, model: Any, kind: str) ->
     return replay
 
 
+def torch_on_gpu() -> bool:
+    """Whether PyTorch is here and can use the GPU; says so on stderr if not."""
+    if not common.have_torch():
+        return False
+    import torch
+
+    if not torch.cuda.is_available():
+        print(f"PyTorch {torch.__version__} cannot use the GPU: only ours is timed", file=sys.stderr)
+    return torch.cuda.is_available()
+
+
 def peaks(options: Any) -> dict[str, float]:
     """What PyTorch reaches on this GPU: TFLOP/s of a large product in this precision, GB/s of a large copy."""
     import torch
@@ -159,12 +170,20 @@ def measure(options: Any, batch: int, dataset: Any, kinds: list[str]) -> dict[st
     ours, trainer, model = make_ours(options, batch, dataset)
     ours()
     sides: dict[str, Step] = {"ours": ours}
-    for kind in kinds:
-        sides[kind] = make_torch(options, batch, dataset, model, kind)
     lengths = {}
-    for key, step in sides.items():
-        times = block(step, 3)
-        lengths[key] = options.steps or max(5, min(2000, round(options.seconds / common.median(times))))
+    for kind in ["ours", *kinds]:
+        try:
+            if kind != "ours":
+                sides[kind] = make_torch(options, batch, dataset, model, kind)
+            times = block(sides[kind], 3)
+        except Exception as problem:
+            if kind == "ours":
+                raise
+            # one form of PyTorch that does not work here, say without a C compiler, leaves the others
+            print(f"{kind}, batch {batch}: {type(problem).__name__}: {str(problem)[:600]}", file=sys.stderr)
+            sides.pop(kind, None)
+            continue
+        lengths[kind] = options.steps or max(5, min(2000, round(options.seconds / common.median(times))))
     rounds: dict[str, list[list[float]]] = {key: [] for key in sides}
     for _ in range(options.rounds):
         for key, step in sides.items():
@@ -193,8 +212,9 @@ def show(rows: list[dict[str, Any]], peak: dict[str, float], kinds: list[str]) -
         line += [common.number(1e6 * row["host_seconds"], 1), common.number(ours["tflops"], 2)]
         line += [common.number(share, 1)]
         for kind in kinds:
-            line += [common.number(1e6 * row[kind]["seconds"]["median"], 1)]
-            line += [common.number(row[kind]["ratio"]["median"], 2)]
+            theirs = row.get(kind)
+            line += [common.number(1e6 * theirs["seconds"]["median"], 1) if theirs else None]
+            line += [common.number(theirs["ratio"]["median"], 2) if theirs else None]
         lines.append(line)
     return common.table(headers, lines)
 
@@ -217,7 +237,7 @@ def main() -> None:
     from odyssey.gpu.native import Gpu
 
     emulated = "ODYSSEY_EMULATED_GPUS" in os.environ
-    kinds = [] if options.no_torch or emulated or not common.have_torch() else options.kinds.split(",")
+    kinds = [] if options.no_torch or emulated or not torch_on_gpu() else options.kinds.split(",")
     facts = {**common.machine(), "gpu": Gpu(0).name, "emulated": emulated}
     dataset = data.load("mnist", train=True)
     peak = peaks(options) if kinds else {}
@@ -228,11 +248,11 @@ def main() -> None:
     for batch in batches:
         rows.append(measure(options, batch, dataset, kinds))
         print(f"batch {batch}: {1e6 * rows[-1]['ours']['seconds']['median']:.0f} us", file=sys.stderr)
+        common.write_json(  # after each row: what comes next may be stopped
+            options.json, "gpu", facts, model=options.model, precision=options.precision, peak=peak, rows=rows
+        )
     print(f"{options.model}, {options.precision}, one step")
     print(show(rows, peak, kinds))
-    common.write_json(
-        options.json, "gpu", facts, model=options.model, precision=options.precision, peak=peak, rows=rows
-    )
 
 
 if __name__ == "__main__":

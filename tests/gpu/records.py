@@ -2,9 +2,11 @@
 
     python tests/gpu/records.py [--json FILE] [NAME ...]
 
-test_gpu_records.py runs it on an emulated GPU, scripts/gpu-check on a real one. A case is a short program over named
+test_gpu_training.py runs it on an emulated GPU, scripts/gpu-check on a real one. A case is a short program over named
 operands. The CPU runs it shard by shard; the GPU runs it once for all shards; then everything that either of them wrote
 is compared, relative to the largest number of the operand. Gradients are compared as the sum over shards.
+
+Exit code: 0, 1 if a case failed, 3 if the GPU can no longer be used by this process.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import re
 import sys
 from collections.abc import Iterator
 
@@ -25,6 +28,8 @@ from odyssey.precision import scratch_bytes
 LANES = 16
 TOLERANCE = 2e-5
 SHARD = 32  # samples
+# What CUDA says when nothing of a process can use the GPU any more.
+LOST = re.compile(r"ILLEGAL_|MISALIGNED|LAUNCH_FAILED|LAUNCH_TIMEOUT|HARDWARE_STACK|ECC_|_ASSERT", re.IGNORECASE)
 
 
 @dataclasses.dataclass
@@ -420,25 +425,30 @@ def main() -> int:
     parser.add_argument("names", nargs="*", help="only cases whose name contains one of these")
     parser.add_argument("--json", help="write all errors here")
     parser.add_argument("--shards", default="1,3,8", help="how many shards a launch has")
+    parser.add_argument("--after", help="go on after this one, as a line of FAILED names it")
     options = parser.parse_args()
     gpu = Gpu(0)
-    rng = np.random.default_rng(0)
-    failed, results = 0, {}
-    for case in cases():
+    failed, results, skipping = 0, {}, options.after is not None
+    for number, (case, shards) in enumerate((c, int(s)) for c in cases() for s in options.shards.split(",")):
         if options.names and not any(n in case.name for n in options.names):
             continue
-        for shards in map(int, options.shards.split(",")):
+        if skipping:
+            skipping = f"{case.name}, {shards} shards" != options.after
+        else:
+            lost = False
             try:
-                errors = run_case(gpu, case, shards, rng)
+                errors = run_case(gpu, case, shards, np.random.default_rng(number))
             except Exception as problem:
-                if "illegal" in str(problem).lower():
-                    raise
                 errors = {str(problem)[:200]: float("inf")}
+                lost = LOST.search(str(problem)) is not None
             bad = {n: e for n, e in errors.items() if not e <= case.tolerance}
             failed += bool(bad)
             results[f"{case.name}, {shards} shards"] = {n: min(e, 1e30) for n, e in errors.items()}
             if bad:
                 print(f"FAILED {case.name}, {shards} shards: {bad}", flush=True)
+            if lost:
+                print("the GPU can no longer be used by this process; go on with --after")
+                return 3
     worst = max((max(e.values()) for e in results.values() if e), default=0.0)
     print(f"{len(results)} cases, {failed} failed; worst {worst:.1e}")
     if options.json:

@@ -1,9 +1,10 @@
 """Short trainings on GPUs in one process, for test_gpu_training.py and scripts/gpu-check; prints a JSON object.
 
-    python tests/gpu/trainings.py [NAME ...]
+    python tests/gpu/trainings.py [--list] [NAME ...]
 
-Each check returns what is to be compared; "ok" is what must be true of it. Devices are shared (oversubscribe), so one
-GPU is enough.
+Each check returns what is to be compared; "ok" is what must be true of it, and a line says so when it is done. Devices
+are shared (oversubscribe), so one GPU is enough. Exit code: 0, 1 if a check failed, 3 if the GPU can no longer be used
+by this process: what is left has to be done in another one.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ import json
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from records import LOST
 
 from odyssey import DistributedTrainer, data, nn, optim
 from odyssey.errors import ConfigError, NumericsError
@@ -322,15 +325,25 @@ def refusals() -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help=f"of {', '.join(CHECKS)}; default all")
+    parser.add_argument("--list", action="store_true", help="print the names")
     options = parser.parse_args()
+    if options.list:
+        print(*CHECKS)
+        return 0
     results = {}
     for name in options.names or CHECKS:
+        begun, lost = time.monotonic(), False
         try:
             results[name] = CHECKS[name]()
         except Exception as problem:
             results[name] = {"ok": False, "error": f"{type(problem).__name__}: {problem}"}
+            lost = LOST.search(str(problem)) is not None
             if os.environ.get("ODYSSEY_TRACE"):
                 raise
+        results[name]["seconds"] = round(time.monotonic() - begun, 1)
+        print(f"check {name} {json.dumps(results[name])}", flush=True)
+        if lost:
+            return 3
     print(json.dumps(results))
     return 0 if all(r["ok"] for r in results.values()) else 1
 
