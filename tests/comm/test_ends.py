@@ -134,6 +134,7 @@ def test_calls_made_again_and_again_that_differ(ends, which, words):
     found = re.findall(r"rank \d after [^:]*: (.*)", done.stdout)
     assert len(found) == 3 and len(set(found)) == 1, done.stdout + done.stderr
     assert found[0].count("comm/ends.py:") == 2 and re.search(words, found[0]), found
+    assert which == "another call" or len(re.findall("^odyssey: ", done.stderr, re.MULTILINE)) == 1, done.stderr
     assert which != "another call" or done.stdout.count("the same error True") == 3, done.stdout
 
 

@@ -460,6 +460,10 @@ class Communicator:
             self._parent.abort(code)
         os._exit(code)
 
+    def meet_start(self) -> Request:
+        """A barrier of ranks that all come to the same end; it works where the group is over, too."""
+        return self.barrier_start()
+
     # --- what a backend does ---
 
     def _begin(self, call: Call) -> Request:

@@ -31,7 +31,7 @@ _started = time.time_ns()
 
 from ..errors import CollectiveError  # noqa: E402
 from ..watch import entry, slot  # noqa: E402
-from .base import Repeated, Waiting, cores, deadline, site  # noqa: E402
+from .base import Repeated, Request, Waiting, cores, deadline, site  # noqa: E402
 from .calls import (  # noqa: E402
     PREFIX,
     TAIL,
@@ -323,6 +323,9 @@ class MPICommunicator(Staged):
     def _repeated(self, make: Callable[[], Call]) -> Repeated | _Repeated:
         return _Repeated(self, make()) if 1 < self.size <= NEAR else super()._repeated(make)
 
+    def meet_start(self) -> Request:
+        return super().meet_start() if self._broken is None else _Meeting(self._exits.barrier())
+
     def unfinished(self) -> list[Waiting]:
         return [*super().unfinished(), *self._active]
 
@@ -367,6 +370,23 @@ def _abort(code: int) -> None:
     if entry.hydra_abort(code):
         time.sleep(1)  # it ends this process
     MPI.COMM_WORLD.Abort(code)
+
+
+class _Meeting(Request):
+    """A barrier of MPI."""
+
+    __slots__ = ("_request",)
+
+    def __init__(self, request: Any) -> None:
+        super().__init__()
+        self._complete, self._request = False, request
+
+    def test(self) -> bool:
+        self._complete = self._complete or bool(self._request.Test())
+        return self._complete
+
+    def _block(self) -> None:
+        self._request.Wait()
 
 
 class _Sent(Waiting):
@@ -519,6 +539,10 @@ class _Exits:
     def ended(self, rank: int) -> bool:
         """Whether this world rank has said that it ends, in order."""
         return rank != self.rank and self._alarm.Iprobe(rank, 0)
+
+    def barrier(self) -> Any:
+        """Starts a barrier of all ranks of the world."""
+        return self._alarm.Ibarrier()
 
     def _leave(self, process: int) -> None:
         if os.getpid() != process or MPI.Is_finalized():

@@ -363,7 +363,7 @@ def _met(world: Any, seconds: float = 3.0) -> bool:
     """Whether all ranks come to this end; those that do not must be ended."""
     until = time.monotonic() + seconds
     try:
-        request = world.barrier_start()
+        request = world.meet_start()
         while not request.test():
             if time.monotonic() > until:
                 return False
