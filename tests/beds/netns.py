@@ -227,11 +227,11 @@ class Hosts:
     def partition(self, k: int) -> None:
         """The switch forwards nothing to a host or from it; the host notices nothing but silence."""
         self._cut.add(k)
-        self._on(0, "ip", "link", "set", f"p{k}", "nomaster")
+        self._on(0, "ip", "link", "set", f"p{k}", "nomaster", "arp", "off")  # else h0 itself would answer there
 
     def heal(self, k: int) -> None:
         """Undoes `partition`."""
-        self._on(0, "ip", "link", "set", f"p{k}", "master", "switch")
+        self._on(0, "ip", "link", "set", f"p{k}", "master", "switch", "arp", "on")
         self._cut.discard(k)
 
     def limit(self, k: int, rate: str) -> None:

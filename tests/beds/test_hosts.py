@@ -89,10 +89,18 @@ def test_the_network_can_be_cut_and_made_slow(four_hosts):
         one = four_hosts.job(["ssh", "h3", f"{sys.executable} -c '{SEND}' h2 {size}"])
         return one.wait(), one.output
 
+    def asked_anew():
+        """What h2 knows of h0 after having asked for its address."""
+        say = "import socket; socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('10.77.0.254', 9))"
+        for words in (("ip", "neigh", "flush", "all"), (sys.executable, "-c", say), ("sleep", "0.5"), ("ip", "neigh")):
+            done = subprocess.run(four_hosts.on(2, *words), capture_output=True, text=True, timeout=20)
+        return next(line for line in done.stdout.splitlines() if line.startswith("10.77.0.254 "))
+
     assert send()[0] == 0
     four_hosts.partition(2)
     code, said = send()
     assert code and "timed out" in said
+    assert "lladdr" not in asked_anew()  # nor does the switch's own host hear of it
     four_hosts.heal(2)
     assert send()[0] == 0
     four_hosts.limit(2, "50mbit")
