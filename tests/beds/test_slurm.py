@@ -126,7 +126,7 @@ def clean(job, steps):
 @pytest.mark.skipif(not outside.SLOW, reason=outside.WHY_SLOW)
 def test_launch_restarts_after_a_rank_was_killed(slurm, job, tmp_path):
     number = submitted(slurm, tmp_path / "run", 4, 20, faults.kill(rank=2, at_step=8), ms=20)
-    weights, said = ended(slurm, number, tmp_path / "run", 60)
+    weights, said = ended(slurm, number, tmp_path / "run", 150)
     assert "rank 2 on host h3 was killed by SIGKILL" in said and "restarting from step 5 on 4 ranks" in said
     assert weights == clean(job, 20)
 
