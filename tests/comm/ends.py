@@ -56,6 +56,14 @@ elif which == "waits for a message":
 elif which == "unfinished":  # a request that was started and never waited for, whose partners never come
     if last:
         world.all_reduce_start(a)
+elif which == "unfinished, and exits":  # with a code, while the others wait for something else
+    if last:
+        world.all_reduce_start(a)
+        sys.exit(3)
+    attempt(lambda: world.recv(a, world.size - 1))
+elif which == "unfinished in two groups":  # each ends with a call that the others never come to
+    part = world.split(0)
+    (part if last else world).all_reduce_start(a)
 elif which == "forgotten":  # started by all and waited for by none: nothing is wrong
     world.all_reduce_start(a)
 elif which == "forgotten, and one is late":

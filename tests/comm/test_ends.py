@@ -87,6 +87,21 @@ def test_a_request_whose_partners_never_come_does_not_hold_up_the_end(ends):
     assert re.search(r"\[rank 2\] \[comm\] ends while all_reduce .*/ends.py:\d+ is unfinished", done.stderr)
 
 
+def test_a_rank_that_exits_with_a_code_does_not_wait_for_its_calls(ends):
+    done = ends("unfinished, and exits", "mpi", limit=60)
+    assert done.returncode == 3, done.stderr
+    line = r"odyssey: \[rank 2\] sys.exit\(3\) at comm/ends.py:\d+, while all_reduce .*/ends.py:\d+ is unfinished; "
+    assert re.search(line + "all are ended", done.stderr), done.stderr
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the watcher reads /proc")
+def test_ranks_that_wait_for_each_other_at_the_end_are_seen_by_the_watcher(ends, launch):
+    launch.environment["ODYSSEY_WATCHDOG"] = "2"
+    done = ends("unfinished in two groups", "mpi", limit=60)
+    assert done.returncode
+    assert "[watch] ranks 0-2 wait for each other" in done.stderr, done.stderr
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_request_that_all_started_and_nobody_waited_for(ends, backend):
     done = ends("forgotten", backend)

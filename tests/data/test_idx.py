@@ -178,6 +178,15 @@ def test_what_was_unpacked_is_kept_and_checked(tmp_path):
     while isinstance(base, np.ndarray):
         base = base.base
     assert isinstance(memoryview(base).obj, mmap.mmap) and not mapped.flags.writeable  # not a copy of each rank
+    kept.chmod(0o666)
+    read = read_unpacked(path, cache, ndim=3, sha256=digest)
+    with open(kept, "r+b") as file:  # another user does that
+        file.truncate(5)
+    np.testing.assert_array_equal(read, values)
+    assert not read.flags.writeable
+    kept.write_bytes(raw)
+    kept.chmod(0o600)
+    mapped = read_unpacked(path, cache, ndim=3, sha256=digest)
     other = tmp_path / "other"
     other.write_bytes(b"another file")
     other.replace(kept)

@@ -70,6 +70,16 @@ def test_a_rank_is_seen_signalled_and_its_end_noticed(rank):
         os.close(watched.handle)
 
 
+def test_calls_are_signs_of_life(monkeypatch):
+    """Also those of which nothing is counted but their number: `slot.quick`."""
+    watched = process.Watched(0, os.getpid(), -1, os.open(os.devnull, os.O_RDONLY))
+    one = slot.mine()._replace(waiting=0, call=4)
+    monkeypatch.setattr(slot, "read", lambda descriptor: one)
+    assert watched.look(100.0, 0.0).idle == 0 and watched.look(107.0, 0.0).idle == 7
+    one = one._replace(call=5)
+    assert watched.look(109.0, 0.0).idle == 0
+
+
 def test_a_number_that_belongs_to_another_process_now_is_not_signalled(rank):
     started, descriptor = rank
     watched = process.Watched(0, started.pid, *process.attach(started.pid, descriptor))

@@ -547,24 +547,25 @@ class _Exits:
     def _leave(self, process: int) -> None:
         if os.getpid() != process or MPI.Is_finalized():
             return
-        until = time.monotonic() + deadline()  # others may be late with it, but they come
+        code, why = entry.leaving()
+        # Others may be late with a call of this rank, but they come; with one that fails they are not waited for long.
+        until = time.monotonic() + (ALONE_S if code else deadline())
         for comm in list(self.communicators):
-            while comm._broken is None and any(not r.test() for r in comm.unfinished()):
-                if (now := time.monotonic()) > until:
-                    break
-                if until - now > LAST_S and any(map(self.ended, comm.ranks)):
-                    until = now + LAST_S
-                time.sleep(1e-3)
+            told = comm._broken is not None
+            if not told:
+                self._wait_for_last(comm, until)
             if comm._broken is not None or comm.unfinished():
                 sys.stdout.flush()
-                if comm._broken is None:
-                    text = f"[comm] ends while {comm.unfinished()[0].describe()} is unfinished"
+                if not told:
+                    first = next((r.describe() for r in comm.unfinished()), "")
+                    if code:
+                        entry.end(code, f"{why}, while {first} is unfinished; all are ended", world=self.owner())
+                    text = str(comm._broken or f"[comm] ends while {first} is unfinished")
                     print(f"odyssey: [rank {self.rank}] {text}", file=sys.stderr)
                     entry.record(CollectiveError.exit_code, text)
                 sys.stderr.flush()
                 time.sleep(0.5)  # the others say what they have to say, and the launcher reads it, before all is ended
                 _abort(CollectiveError.exit_code)
-        code, why = entry.leaving()
         slot.phase("end")
         entry.record(code, why)
         others = [p for p in range(self.size) if p != self.rank]
@@ -579,6 +580,18 @@ class _Exits:
                 entry.end(code, line, world=self.owner())
             time.sleep(nap)
             nap = min(1.5 * nap, 5e-3)
+
+    def _wait_for_last(self, comm: MPICommunicator, until: float) -> None:
+        """Waits for the calls of a group that are under way, as long as others may still come to them."""
+        shown = None
+        while (left := [r for r in comm.unfinished() if not r.test()]) and (now := time.monotonic()) <= until:
+            if left[0] is not shown:  # the watcher is to see that this rank waits, and in what
+                shown = left[0]
+                slot.enter(shown._number(), shown.describe(), shown._waited_for())
+            if until - now > LAST_S and any(map(self.ended, comm.ranks)):
+                until = now + LAST_S
+            time.sleep(1e-3)
+        slot.leave()
 
 
 LAST_S = 2.0  # what a rank that has ended had sent before has arrived by then

@@ -77,13 +77,19 @@ def read_unpacked(path: Path, cache: Path, *, ndim: int, sha256: str) -> np.ndar
 
 
 def _mapped(path: Path, ndim: int, sha256: str) -> np.ndarray:
-    """As `read_idx` of a plain file. It must not be written to while the array is used; a new one may take its name."""
+    """As `read_idx` of a plain file. It must not be written to while the array is used; a new one may take its name.
+    One that other users may write to is read."""
     with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+        status = os.fstat(file.fileno())
         header, shape = _read_header(file, path, ndim)
-        expected, held = len(header) + math.prod(shape), os.fstat(file.fileno()).st_size
+        expected, held = len(header) + math.prod(shape), status.st_size
         if held != expected:
             raise _wrong_length(path, shape, expected, f"{held} found")
-        values = np.frombuffer(mmap.mmap(file.fileno(), held, access=mmap.ACCESS_READ), np.uint8, offset=len(header))
+        if status.st_uid in (os.getuid(), 0) and not status.st_mode & 0o022:
+            data = mmap.mmap(file.fileno(), held, access=mmap.ACCESS_READ)
+        else:  # other users could change or shorten it after its digest was looked at
+            data = header + file.read(held)
+        values = np.frombuffer(data, np.uint8, offset=len(header))
     _check_digest(path, header, values, sha256)
     return values.reshape(shape)
 

@@ -50,6 +50,11 @@ def attach(pid: int, descriptor: int) -> tuple[int, int]:
     return handle, opened
 
 
+def _signs(of: slot.Slot) -> tuple[int, ...]:
+    """What differs between two looks at a rank that goes on; the number of a call, as `slot.quick` counts nothing."""
+    return of.progress, of.waiting, of.call, of.call_group
+
+
 class Watched:
     """A rank of this machine; `handle` and `slot_file` as `attach` gives them.
 
@@ -89,7 +94,7 @@ class Watched:
         self._look_at_process(now)
         found = slot.read(self._slot) if self._slot >= 0 else None
         if found is not None:
-            if self.last is None or found.progress != self.last.progress or found.waiting != self.last.waiting:
+            if self.last is None or _signs(found) != _signs(self.last):
                 self._changed, self._used_before = now, self._used
             self.last = found
         last = self.last
