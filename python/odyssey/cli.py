@@ -40,6 +40,13 @@ class _Commands(click.Group):
             return importlib.import_module(f"odyssey.commands.{name}").command
         return super().get_command(context, name)
 
+    def invoke(self, context: click.Context) -> Any:
+        try:
+            return super().invoke(context)
+        except BrokenPipeError as problem:  # click would end with 1, which says that something differs
+            outputs.drop()
+            raise outputs.ReaderGone from problem
+
 
 @click.group(cls=_Commands, context_settings=HELP, invoke_without_command=True)
 @click.option(

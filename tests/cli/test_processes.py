@@ -100,6 +100,15 @@ def test_standard_output_that_takes_nothing(rest, code, said):
     )
 
 
+def test_a_reader_that_has_gone_is_no_difference(tmp_path):
+    read, write = os.pipe()
+    os.close(read)
+    words = [sys.executable, "-m", "odyssey", "inspect", tmp_path]
+    done = subprocess.run(words, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60, env=ENVIRONMENT)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
 def mpiexec():
     beside = Path(sys.executable).parent / "mpiexec"
     found = str(beside) if beside.exists() else shutil.which("mpiexec")

@@ -489,6 +489,10 @@ def calls_made_again_and_again(c):
                 assert (whole[a:b] == p + turn).all() and (whole[b : 10 * p + 10] == r + turn).all()
     with pytest.raises(ShapeError, match="send_counts are"):
         c.all_to_all_v_init(send, [len(send) + 1] * n, receive, [counts[r]] * n)
+    both = np.zeros(4 * n, np.float32)
+    for refused in (both[::2], both[1 : 2 * n + 1], both.tolist()):  # of a copy only the first values would be sent
+        with pytest.raises(ShapeError, match="send must be a C-contiguous array, apart from receive"):
+            c.all_to_all_v_init(refused, [1] * n, both[: 2 * n], [1] * n)
     with pytest.raises(ShapeError, match="ranges are"):
         c.all_gather_v_init(whole, [(0, len(whole) + 1)] * n)
     del out, back

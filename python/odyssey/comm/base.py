@@ -367,7 +367,13 @@ class Communicator:
         """`all_to_all_v` that is started again and again with the same arrays (MPI's MPI_Alltoallv_init).
 
         What it may cost if the ranks' calls differ, says Repeated. All ranks make theirs in the same order.
+
+        Raises:
+            ShapeError: as `all_to_all_v`; or `send` would have to be copied, and later values would not be sent.
         """
+        apart = isinstance(send, np.ndarray) and send.flags.c_contiguous
+        if not apart or (send.size and isinstance(receive, np.ndarray) and np.may_share_memory(send, receive)):
+            raise ShapeError("[comm] all_to_all_v_init: send must be a C-contiguous array, apart from receive")
         return self._repeated(lambda: self._all_to_all_v(send, send_counts, receive, receive_counts))
 
     def all_gather_v_init(self, array: np.ndarray, ranges: Sequence[tuple[int, int]]) -> Repeated:
