@@ -158,7 +158,7 @@ struct File(Movable):
         Raises:
             Error: the system's words, or that it ends early.
         """
-        var data = List[UInt8](length=bytes, fill=0)
+        var data = List[UInt8](unsafe_uninit_length=bytes)
         self.read(address(data), bytes, at)
         return data^
 

@@ -143,7 +143,8 @@ def json_object(n: Int) raises -> Json:
 
 
 def sha(path: String) raises:
-    """In one piece, in pieces of all kinds, and with a key."""
+    """In one piece, without the processor's instructions, in pieces of all kinds, and with a key.
+    """
     var data = read_file(path, 1 << 30)
     var made = Sha256()
     var at = 0
@@ -154,6 +155,10 @@ def sha(path: String) raises:
         at = end
         n = (n * 7 + 3) % 301
     print(sha256(Span(data)))
+    var portable = Sha256()
+    portable._fast = False
+    portable.update(Span(data))
+    print(portable.hex())
     print(made.hex())
     for bytes in [0, 16, 64, 65, 200]:
         var key = List[UInt8](length=bytes, fill=UInt8(bytes))
