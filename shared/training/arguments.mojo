@@ -1,32 +1,36 @@
-"""Options of a program's command line: `--name value`, and `--flag`."""
+"""Options of a program's command line: `--name value`, and `--flag`; there are no other words."""
 
 from std.sys import argv
 
 
 def check_options(names: String, flags: String = "") raises:
-    """Refuses options that a program does not have, and ones without their value.
+    """Refuses words that a program does not have, and options without their value.
 
     Args:
         names: Those with a value, without the dashes, separated by spaces.
         flags: Those without one.
 
     Raises:
-        Error: There is such an option.
+        Error: There is such a word or option.
     """
     var words = argv()
     var i = 1
     while i < len(words):
         var word = String(words[i])
         i += 1
-        if not word.startswith("--"):
-            continue
         if _among(word, flags):
             continue
         if not _among(word, names):
             var all = String()
             for name in String(names, " ", flags).split():
                 all += String(" --", name)
-            raise Error("[usage] ", word, " is unknown; there are", all)
+            raise Error(
+                "[usage] ",
+                word,
+                " is unknown" if word.startswith("--") else " is no option",
+                "; there are",
+                all,
+            )
         if i == len(words) or String(words[i]).startswith("--"):
             raise Error("[usage] ", word, " has no value; give one after it")
         i += 1

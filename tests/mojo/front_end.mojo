@@ -1,4 +1,5 @@
-"""All examples of examples/mojo in one program, so that the kernels are compiled once: the first word picks one."""
+"""All examples of examples/mojo in one program, so that the kernels are compiled once: the name it is called by picks one.
+"""
 
 from std.sys import argv
 
@@ -15,7 +16,8 @@ from zoo import elsewhere, zoo
 
 def main():
     try:
-        var name = String(argv()[1])
+        var path = String(argv()[0])
+        var name = path[byte = path.rfind("/") + 1 : path.byte_length()]
         if name == "lenet":
             lenet()
         elif name == "large_model":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import shutil
 import subprocess
@@ -27,7 +28,19 @@ INCLUDE = ["-I", str(ROOT / "mojo"), "-I", str(ROOT)]
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """All examples and zoo.mojo as one executable. Kept by the hash of its sources: compiling takes a minute."""
+    """A folder with all examples and zoo.mojo: links to one executable, which goes by the name that it is called by.
+
+    It is kept by the hash of its sources: compiling takes a minute.
+    """
+    folder = tmp_path_factory.mktemp("examples")
+    made = _compiled(folder)
+    (folder / "bin").mkdir()
+    for name in [*(path.stem for path in EXAMPLES.glob("*.mojo")), "zoo", "elsewhere", "refusals"]:
+        (folder / "bin" / name).symlink_to(made)
+    return folder / "bin"
+
+
+def _compiled(folder: Path) -> Path:
     digest = hashlib.sha256(f"{build.plan(ROOT).key} {ROOT}".encode())
     sources = sorted([*EXAMPLES.glob("*.mojo"), *(HERE / f"{name}.mojo" for name in ("front_end", "refusals", "zoo"))])
     for path in sources:
@@ -35,7 +48,6 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     kept = build.cache_dir() / "tests" / f"front_end-{digest.hexdigest()[:16]}"
     if kept.is_file():
         return kept
-    folder = tmp_path_factory.mktemp("examples")
     for path in EXAMPLES.glob("*.mojo"):  # a library of the compiler has the name of one of them
         shutil.copy(path, folder / f"example_{path.name}")
     made = folder / "front_end"
@@ -43,7 +55,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = build.run_mojo(["build", "--Werror", str(HERE / "front_end.mojo"), *options])
     assert done.returncode == 0, done.stderr
     kept.parent.mkdir(parents=True, exist_ok=True)
-    aside = kept.with_name(f".{kept.name}.{made.parent.name}")
+    aside = kept.with_name(f".{kept.name}.{os.getpid()}")
     shutil.copy(made, aside)
     aside.rename(kept)
     return kept
@@ -60,7 +72,7 @@ def weights(done: subprocess.CompletedProcess[str]) -> str:
 def test_lenet_has_the_weights_of_the_python_command_on_any_number_of_ranks(launch, program):
     python = launch.result("--steps", 8, "--seed", 3, "--no-progress")
     for ranks in (0, 1, 2, 3, 4):
-        done = launch(program, "lenet", "--steps", 8, "--seed", 3, *MNIST, ranks=ranks)
+        done = launch(program / "lenet", "--steps", 8, "--seed", 3, *MNIST, ranks=ranks)
         assert weights(done) == python["weights_sha256"], ranks
         figures = {line.rsplit(" ", 1)[0]: float(line.split()[-1]) for line in done.stdout.splitlines()[1:3]}
         assert figures["train loss"] == python["train_loss"]
@@ -71,7 +83,7 @@ def test_accumulation_threads_and_batches_that_do_not_fit(launch, program):
     options = ("--steps", 3, "--accumulation-steps", 2)
     python = launch.result("--global-batch-size", 90, *options, "--no-progress", "--no-eval")
     for threads in (1, 2):
-        done = launch(program, "lenet", "--batch-size", 90, *options, "--threads", threads, "--no-eval", *MNIST)
+        done = launch(program / "lenet", "--batch-size", 90, *options, "--threads", threads, "--no-eval", *MNIST)
         assert weights(done) == python["weights_sha256"], threads
 
 
@@ -80,7 +92,7 @@ def test_placed_models(launch, program, name):
     done = launch.python(REPOSITORY / "examples" / f"{name}.py", "--steps", 4)
     assert done.returncode == 0, done.stderr
     for ranks, how in ((0, ""), (3, "3 ranks, each has one place"), (2, "2 ranks, each has all 3 places")):
-        mojo = launch(program, name, "--steps", 4, *MNIST, ranks=ranks)
+        mojo = launch(program / name, "--steps", 4, *MNIST, ranks=ranks)
         assert done.stdout.split()[-1] == weights(mojo)[:16], ranks
         assert how in mojo.stderr
 
@@ -103,20 +115,20 @@ def test_a_layer_of_ones_own(launch, program):
     trainer = DistributedTrainer(model, optim.Adam(lr=1e-3))
     trainer.fit(data.DataLoader(data.load("mnist", train=True), 128, shuffle=True), steps=4)
     for ranks in (0, 2):
-        assert weights(launch(program, "own_layer", "--steps", 4, *MNIST, ranks=ranks)) == trainer.weights_sha256()
+        assert weights(launch(program / "own_layer", "--steps", 4, *MNIST, ranks=ranks)) == trainer.weights_sha256()
     assert len((EXAMPLES / "own_layer.mojo").read_text().splitlines()) < 60
 
 
 def test_loops_of_ones_own(launch, program):
-    done = launch(program, "accumulation", "--steps", 2, *MNIST)
+    done = launch(program / "accumulation", "--steps", 2, *MNIST)
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
     assert [line[:3] for line in lines] == [["1", "x", "128:"], ["4", "x", "32:"]] and lines[0][5:] == lines[1][5:]
-    done = launch(program, "manual_multi_device", "--steps", 10, *MNIST)
+    done = launch(program / "manual_multi_device", "--steps", 10, *MNIST)
     loss = next(float(line.split()[3]) for line in done.stdout.splitlines() if line.startswith("step 10 "))
     assert 2 < loss < 2.3 and len(weights(done)) == 64  # it compares the copies itself
-    assert launch(program, "manual_multi_device", "--steps", 1, "--devices", 3, *MNIST).returncode == 64
-    done = launch(program, "elsewhere")
+    assert launch(program / "manual_multi_device", "--steps", 1, "--devices", 3, *MNIST).returncode == 64
+    done = launch(program / "elsewhere")
     assert done.returncode == 64 and "the batch is on device 0, the model on device 2; move the batch" in done.stderr
 
 
@@ -171,7 +183,7 @@ def test_every_layer_and_setting_is_pythons(launch, program, optimizer, schedule
     options = [w for k, v in settings.items() for w in (f"--{k}", v)]
     words = ["--optimizer", optimizer, "--schedule", schedule, "--batch-size", batch, *options]
     for ranks in (0, 2, 3) if batch > 32 else (0, 2):  # on two ranks each has one of its two places
-        done = launch(program, "zoo", *words, ranks=ranks)
+        done = launch(program / "zoo", *words, ranks=ranks)
         assert done.returncode == 0, done.stderr
         *records, last, names = done.stdout.splitlines()
         assert last.split() == [str(history.steps), trainer.weights_sha256()], ranks
@@ -186,16 +198,17 @@ def test_every_layer_and_setting_is_pythons(launch, program, optimizer, schedule
 def test_checkpoints_of_either_are_gone_on_from_by_the_other(launch, program):
     """Six of twelve steps in one language, the rest in the other, on another number of ranks: one training."""
     whole = launch.result("--steps", 12, "--no-progress", "--no-eval")["weights_sha256"]
-    first = ["lenet", "--steps", 12, "--stop-at", 6, "--no-eval", *MNIST, "--checkpoint-every", 4, "--checkpoint-dir"]
-    rest = ["lenet", "--steps", 12, "--no-eval", *MNIST, "--checkpoint-dir"]
+    lenet = [program / "lenet", "--steps", 12, "--no-eval", *MNIST]
+    first = [*lenet, "--stop-at", 6, "--checkpoint-every", 4, "--checkpoint-dir"]
+    rest = [*lenet, "--checkpoint-dir"]
 
     a = launch.folder / "a"
-    weights(launch(program, *first, a, ranks=2))
+    weights(launch(*first, a, ranks=2))
     assert sorted(path.name for path in a.glob("step_*")) == ["step_00000004", "step_00000006"]
     shutil.copytree(a, launch.folder / "b")
     inspected = launch.python("-m", "odyssey", "inspect", a)
     assert inspected.returncode == 0 and "step_00000006" in inspected.stdout, inspected.stderr
-    done = launch(program, *rest, a, ranks=3)
+    done = launch(*rest, a, ranks=3)
     assert weights(done) == whole and done.stdout.startswith("resumed from step_00000006, epoch 1"), done.stdout
     options = ["--steps", 12, "--no-progress", "--no-eval", "--checkpoint-dir"]
     assert launch.result(*options, launch.folder / "b")["weights_sha256"] == whole
@@ -207,25 +220,25 @@ def test_checkpoints_of_either_are_gone_on_from_by_the_other(launch, program):
     )  # fmt: skip
     trainer.fit(data.DataLoader(data.load("mnist", train=True), 128, shuffle=True), steps=6, checkpoint_dir=c)
     shutil.copytree(c, launch.folder / "d")
-    assert weights(launch(program, *rest, c, ranks=2)) == whole
-    other = launch(program, "lenet", "--steps", 12, "--seed", 5, *MNIST, "--checkpoint-dir", launch.folder / "d")
+    assert weights(launch(*rest, c, ranks=2)) == whole
+    other = launch(program / "lenet", "--steps", 12, "--seed", 5, *MNIST, "--checkpoint-dir", launch.folder / "d")
     assert other.returncode == 64 and "[resume] step_00000006 was made with seed 0, this training has 5" in other.stderr
     torn = launch.folder / "d" / "step_00000006" / "optimizer.safetensors"
     torn.write_bytes(torn.read_bytes()[:-1])
-    done = launch(program, *rest, launch.folder / "d")
+    done = launch(*rest, launch.folder / "d")
     assert weights(done) == whole and "odyssey: [checkpoint] step_00000006 is refused: opt" in done.stderr, done.stderr
     assert not done.stdout.startswith("resumed")
 
 
 def test_whole_epochs_are_gone_on_from_in_the_next(launch, program):
     """With an optimizer that has two arrays, accumulation and a short last batch; cut anywhere."""
-    words = ["zoo", "--optimizer", "adam", "--batch-size", 37, "--accumulation-steps", 3]
-    whole = launch(program, *words).stdout.splitlines()
+    words = [program / "zoo", "--optimizer", "adam", "--batch-size", 37, "--accumulation-steps", 3]
+    whole = launch(*words).stdout.splitlines()
     for cut in (1, 2, 3, 5):
         folder = launch.folder / str(cut)
-        stopped = launch(program, *words, "--stop-at", cut, "--checkpoint-dir", folder)
+        stopped = launch(*words, "--stop-at", cut, "--checkpoint-dir", folder)
         assert stopped.returncode == 0 and stopped.stdout.splitlines()[-2] != whole[-2], stopped.stderr
-        done = launch(program, *words, "--checkpoint-dir", folder, ranks=cut % 4)
+        done = launch(*words, "--checkpoint-dir", folder, ranks=cut % 4)
         assert done.stdout.splitlines()[-2] == whole[-2], done.stderr
         assert done.stdout.splitlines()[-3] == whole[-3], "the last epoch's figures"
 
@@ -243,6 +256,9 @@ def test_settings_that_are_refused(launch, program):
         (["zoo", "--batch-size", 64, "--num-gpus", 2], 2, "[train] num_gpus is 2, but each rank has one place"),
         (["lenet", "--step", 3], 0, "[usage] --step is unknown; there are --data-dir --epochs"),
         (["own_layer", "--step", 3], 3, "[usage] --step is unknown; there are --data-dir --steps"),
+        (["lenet", "3", "--steps", 3], 0, "[usage] 3 is no option; there are --data-dir --epochs"),
+        (["own_layer", "--steps", 3, "-x"], 2, "[usage] -x is no option; there are --data-dir --steps"),
+        (["pipeline", "steps"], 0, "[usage] steps is no option; there are --data-dir --steps"),
         (["lenet", "--no-eval", "--steps"], 0, "[usage] --steps has no value"),
         (["lenet", "--accumulation-steps", 0], 0, "[usage] --accumulation-steps is 0; it must be at least 1"),
         (["lenet", "--accumulation-steps", 3], 0, "[usage] --batch-size is 128; it must divide"),
@@ -251,7 +267,7 @@ def test_settings_that_are_refused(launch, program):
         (["lenet", "--data-dir", "nowhere"], 3, "[data] mnist: train-images-idx3-ubyte not found in nowhere"),
         (["lenet", "--data-dir", "nowhere"], 0, "[data] mnist: train-images-idx3-ubyte not found in nowhere"),
     ):
-        done = launch(program, *words, ranks=ranks)
+        done = launch(program / words[0], *words[1:], ranks=ranks)
         assert done.returncode in (64, 65) and message in done.stderr, done.stderr
         assert done.stderr.count("odyssey: [") == 1, done.stderr
 
@@ -259,7 +275,7 @@ def test_settings_that_are_refused(launch, program):
 def test_what_a_program_gets_wrong_is_an_error(launch, program):
     """The checks themselves are in refusals.mojo."""
     for ranks in (0, 2):
-        done = launch(program, "refusals", ranks=ranks)
+        done = launch(program / "refusals", ranks=ranks)
         assert done.returncode == 0 and done.stdout == max(1, ranks) * "16 refused\n", done.stderr
 
 
