@@ -18,7 +18,8 @@ from kernels.shared_reduce import (
     wait,
 )
 from shared.training.executor import StepPtr, run_program, run_step
-from shared.training.ops import ContextPtr, NAMES, RECORD, ROWS, STATS
+from shared.training.ops import NAMES
+from shared.training.record import ContextPtr, RECORD, ROWS, STATS
 
 
 @export
@@ -63,9 +64,9 @@ def odyssey_run(
 
 
 @export
-def odyssey_step(step: StepPtr) abi("C"):
+def odyssey_step(step: StepPtr) abi("C") -> Int:
     """Runs all shards of a step (executor.run_step)."""
-    run_step(step[])
+    return run_step(step[])
 
 
 @export

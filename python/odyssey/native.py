@@ -127,7 +127,7 @@ class Library:
         self._run.restype = ctypes.c_ssize_t
         self._run.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_void_p, ctypes.POINTER(Context)]
         self._step = lib.odyssey_step
-        self._step.restype = None
+        self._step.restype = ctypes.c_ssize_t
         self._step.argtypes = [ctypes.POINTER(Step)]
         pointer, number = ctypes.c_void_p, ctypes.c_ssize_t
         self.fingerprint = lib.odyssey_fingerprint  # mojo/kernels/fingerprint.mojo
@@ -153,8 +153,10 @@ class Library:
         return self._run(program, records, self._bases_address if bases is None else bases, context)
 
     def step(self, step: Step) -> None:
-        """Runs all shards of a step of this process."""
-        self._step(step)
+        """Runs all shards of a step of this process. A record that failed is a defect of the program: RuntimeError."""
+        stopped = self._step(step)
+        if stopped >= 0:
+            raise RuntimeError(f"record {stopped} of {step.records} of the program of a step failed")
 
 
 @functools.cache

@@ -20,7 +20,8 @@ from .losses import CrossEntropyLoss, Loss, NLLLoss
 from .models import LeNet5, MLP
 from .module import Module
 from .mpi import Mpi
-from .ops import Context, NAMES, RECORD, ROWS, Record, STATS, code, execute
+from .ops import NAMES, code, execute
+from .record import Context, RECORD, ROWS, Record, STATS
 from .optimizers import Adam, AdamW, Optimizer, SGD
 from .parameter import Parameter, Parametric
 from .plain_layers import (

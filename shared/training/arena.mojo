@@ -8,6 +8,12 @@ from kernels.lanes import Ptr
 
 def aligned_zeros(floats: Int) -> Ptr:
     """Memory for so many floats, on a vector boundary, set to 0. The caller frees it.
+
+    Args:
+        floats: How many.
+
+    Returns:
+        The memory.
     """
     var p = alloc(
         Layout[Float32, alignment=Alignment.of_bytes[64]()](count=floats)

@@ -8,14 +8,19 @@ from .ops import code
 from .program import float_bits
 from .tape import Arg, NUMBER, Node, RESHAPE, Tape
 
-comptime NONE = Arg(NUMBER, -1)  # no gradient
+comptime NONE = Arg(NUMBER, -1)
+"""No gradient."""
 
 
 def backward(mut t: Tape, loss: Int) raises:
-    """Appends the backward pass of a loss, the number of a value of one float.
+    """Appends the backward pass of a loss.
+
+    Args:
+        t: It gets the records.
+        loss: The number of a value of one float.
 
     Raises:
-        Error: no gradient goes back to a parameter.
+        Error: No gradient goes back to a parameter.
     """
     if t.values[loss].node < 0:
         raise Error(

@@ -3,15 +3,23 @@
 The same as `fused` and `place` of python/odyssey/program.py, so both front ends run the same records.
 """
 
-from .ops import ROWS, WORK, code
+from .ops import code
+from .record import ROWS, WORK
 from .program import ALIGNMENT, Program, operand
 from .tape import Arg, Entry, SLOT, Tape
 
-comptime PAGE = 4096  # bytes; workspaces of threads do not share one
+comptime PAGE = 4096
+"""Bytes of a page; workspaces of threads do not share one."""
 
 
 def compiled(tape: Tape) -> Program:
     """The program of a tape: a forward pass, with or without a backward pass.
+
+    Args:
+        tape: What was traced.
+
+    Returns:
+        The program.
     """
     var entries = fused(tape.entries)
     var offsets = List[Int](length=len(tape.slots), fill=0)
@@ -23,7 +31,13 @@ def compiled(tape: Tape) -> Program:
 
 
 def encode(mut program: Program, e: Entry, offsets: List[Int]):
-    """Appends a record whose memory has its place."""
+    """Appends a record whose memory has its place.
+
+    Args:
+        program: It gets the record.
+        e: The record.
+        offsets: Of each piece of memory in the workspace, in bytes.
+    """
     var numbers = List[Int](capacity=len(e.args))
     for a in e.args:
         numbers.append(
@@ -37,6 +51,12 @@ def fused(given: List[Entry]) -> List[Entry]:
 
     A ReLU becomes the epilogue of the convolution or linear layer before it; the backward of a ReLU whose output went
     only into a max-pool becomes part of the pool's backward.
+
+    Args:
+        given: The records of a tape.
+
+    Returns:
+        The records to run.
     """
     var users = Dict[Int, List[Int]]()  # slot -> records that name it
     var pooled = Dict[Int, Int]()  # input of a max-pool -> its record
@@ -100,9 +120,17 @@ def _same(a: Arg, b: Arg) -> Bool:
 def place(
     entries: List[Entry], sizes: List[Int], mut offsets: List[Int]
 ) -> Int:
-    """Gives every slot an offset so that slots in use at the same time do not overlap; returns the bytes needed.
+    """Gives every piece of memory an offset so that those in use at the same time do not overlap.
 
-    First fit over the intervals between a slot's first and last record, largest slots first.
+    First fit over the intervals between a piece's first and last record, largest pieces first.
+
+    Args:
+        entries: The records.
+        sizes: Bytes of each piece.
+        offsets: They are written.
+
+    Returns:
+        Bytes of the workspace.
     """
     var first = List[Int](length=len(sizes), fill=-1)
     var last = List[Int](length=len(sizes), fill=-1)

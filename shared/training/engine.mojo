@@ -18,7 +18,8 @@ from .data import Batch, Dataset
 from .executor import Step, run_step
 from .losses import CrossEntropyLoss, Loss
 from .module import Module
-from .ops import Context, STATS, code
+from .ops import code
+from .record import Context, STATS
 from .optimizers import Optimizer
 from .parameter import Parameters
 from .runner import (
@@ -206,7 +207,7 @@ struct Engine[M: Module, L: Loss = CrossEntropyLoss](Movable):
         ref r = self._runners[i]
         ref p = self._programs[r.program]
         self._check_outputs(data, p.outputs)
-        run_step(
+        var stopped = run_step(
             Step(
                 program=p.program.address(),
                 records=Int64(len(p.program)),
@@ -227,6 +228,8 @@ struct Engine[M: Module, L: Loss = CrossEntropyLoss](Movable):
                 context=self._context(data, step),
             )
         )
+        if stopped >= 0:
+            raise Error("record ", stopped, " of the program failed")
         var result = r.result()
         if r.reduction:
             r.reduction.value().run(comm, r.buffers, result)

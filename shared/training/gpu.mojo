@@ -22,12 +22,16 @@ from kernels.gpu.launch import LongPtr, Queue, StepContextPtr
 from kernels.lanes import Ptr
 
 from .gpu_ops import Launch, enqueue, scratch_floats
-from .ops import GRADS, PARAMS, RECORD, SPACES, WORK
+from .record import GRADS, PARAMS, RECORD, SPACES, WORK
 
 comptime U8 = DType.uint8
+"""Memory is handled as bytes."""
 comptime U8Ptr = Pointer[UInt8, MutUntrackedOrigin]
+"""Bytes of any kind of memory; only copies look at them."""
 comptime COMPUTE = 0
+"""The queue of steps."""
 comptime COPY = 1
+"""The queue of batches that are brought ahead."""
 
 
 @fieldwise_init
@@ -37,36 +41,63 @@ struct GpuStep(TrivialRegisterPassable):
     python/odyssey/gpu/native.py mirrors it.
     """
 
-    var program: LongPtr  # host memory: the records
+    var program: LongPtr
+    """The records, in host memory."""
     var records: Int64
+    """How many."""
     var params: Int64
+    """The arena of parameters."""
     var grads: Int64
-    var grad_floats: Int64  # from one gradient buffer to the next
+    """The first gradient buffer."""
+    var grad_floats: Int64
+    """Floats from one gradient buffer to the next."""
     var work: Int64
-    var work_floats: Int64  # from one shard's workspace to the next
+    """The workspace of the first shard."""
+    var work_floats: Int64
+    """Floats from one shard's workspace to the next."""
     var scratch: Int64
-    var context: Int64  # a StepContext
-    var flag: Int64  # int32: 1 while all numbers checked were finite
+    """Memory that launches share; `Gpu.scratch` says how much."""
+    var context: Int64
+    """A StepContext."""
+    var flag: Int64
+    """An int32: 1 while all numbers checked were finite."""
     var shards: Int64
+    """Of the chunk."""
     var fold: Int64
-    var accumulate: Int64  # 1: gradients are added to what the buffers hold
+    """Shards that share a gradient buffer: 1, 2, 4 or 8."""
+    var accumulate: Int64
+    """1: gradients are added to what the buffers hold."""
 
 
 comptime GpuStepPtr = Pointer[GpuStep, MutUntrackedOrigin]
+"""A step that the caller keeps alive."""
 
 
 struct Gpu(Movable):
     """A device with its two queues. Memory that it gave is freed with it."""
 
     var compute: Queue
+    """The queue of steps."""
     var stream: DeviceStream
+    """Which the other queue is."""
     var copy: Queue
+    """The queue of batches."""
     var buffers: Dict[Int, DeviceBuffer[U8]]
+    """Device memory, by address."""
     var pinned: Dict[Int, HostBuffer[U8]]
+    """Pinned host memory, by address."""
     var events: List[DeviceEvent]
+    """By number."""
 
     def __init__(out self, number: Int) raises:
-        """Opens device `number`."""
+        """Opens a device.
+
+        Args:
+            number: Which, from 0.
+
+        Raises:
+            Error: There is none of that number.
+        """
         self.compute = DeviceContext(device_id=number)
         self.stream = self.compute.create_stream()  # stream 1 of this context
         self.copy = self.compute.select_stream(1)
@@ -75,20 +106,46 @@ struct Gpu(Movable):
         self.events = List[DeviceEvent]()
 
     def queue(self, which: Int) -> Queue:
-        """COMPUTE or COPY."""
+        """One of the two queues.
+
+        Args:
+            which: COMPUTE or COPY.
+
+        Returns:
+            The queue.
+        """
         return self.copy if which == COPY else self.compute
 
     # --- memory ---
 
     def allocate(mut self, bytes: Int) raises -> Int:
-        """Device memory, not initialised; its address."""
+        """Device memory, not initialised.
+
+        Args:
+            bytes: How many.
+
+        Returns:
+            Its address.
+
+        Raises:
+            Error: There is not as much.
+        """
         var buffer = self.compute.enqueue_create_buffer[U8](max(bytes, 16))
         var address = Int(buffer.unsafe_ptr())
         self.buffers[address] = buffer^
         return address
 
     def allocate_pinned(mut self, bytes: Int) raises -> Int:
-        """Host memory that the device copies from and to by itself; its address.
+        """Host memory that the device copies from and to by itself, set to 0.
+
+        Args:
+            bytes: How many.
+
+        Returns:
+            Its address.
+
+        Raises:
+            Error: There is not as much.
         """
         var buffer = self.compute.enqueue_create_host_buffer[U8](max(bytes, 16))
         self.compute.synchronize()
@@ -98,7 +155,14 @@ struct Gpu(Movable):
         return address
 
     def free(mut self, address: Int) raises:
-        """Gives memory of either kind back."""
+        """Gives memory of either kind back.
+
+        Args:
+            address: As it was given.
+
+        Raises:
+            Error: There is no memory at this address.
+        """
         if address in self.buffers:
             _ = self.buffers.pop(address)
         elif address in self.pinned:
@@ -108,6 +172,15 @@ struct Gpu(Movable):
 
     def move(self, dst: Int, src: Int, bytes: Int, which: Int) raises:
         """Enqueues a copy between any two of device, pinned and other devices' memory.
+
+        Args:
+            dst: Where to.
+            src: Where from.
+            bytes: How many.
+            which: COMPUTE or COPY.
+
+        Raises:
+            Error: The device refuses.
         """
         var q = self.queue(which)
         q.enqueue_copy(
@@ -118,6 +191,15 @@ struct Gpu(Movable):
 
     def take(self, other: Gpu, dst: Int, src: Int, bytes: Int) raises:
         """Enqueues a copy from another device's memory, behind what is in that device's compute queue now.
+
+        Args:
+            other: The device that has it.
+            dst: Where to, on this device.
+            src: Where from, on the other.
+            bytes: How many.
+
+        Raises:
+            Error: The device refuses.
         """
         self.compute.enqueue_wait_for(other.compute)
         self.compute.enqueue_copy(
@@ -136,7 +218,17 @@ struct Gpu(Movable):
         )
 
     def upload(self, dst: Int, src: Int, bytes: Int, which: Int) raises:
-        """Enqueues a copy from host to device memory."""
+        """Enqueues a copy from host to device memory.
+
+        Args:
+            dst: Where to, on the device.
+            src: Where from.
+            bytes: How many.
+            which: COMPUTE or COPY.
+
+        Raises:
+            Error: The device refuses.
+        """
         var q = self.queue(which)
         q.enqueue_copy(
             DeviceBuffer[U8](
@@ -146,7 +238,17 @@ struct Gpu(Movable):
         )
 
     def download(self, dst: Int, src: Int, bytes: Int, which: Int) raises:
-        """Enqueues a copy from device to host memory."""
+        """Enqueues a copy from device to host memory.
+
+        Args:
+            dst: Where to.
+            src: Where from, on the device.
+            bytes: How many.
+            which: COMPUTE or COPY.
+
+        Raises:
+            Error: The device refuses.
+        """
         var q = self.queue(which)
         q.enqueue_copy(
             U8Ptr(unsafe_from_address=dst),
@@ -156,7 +258,16 @@ struct Gpu(Movable):
         )
 
     def clear(self, address: Int, bytes: Int, which: Int) raises:
-        """Enqueues setting bytes to 0."""
+        """Enqueues setting bytes to 0.
+
+        Args:
+            address: Where they begin.
+            bytes: How many.
+            which: COMPUTE or COPY.
+
+        Raises:
+            Error: The device refuses.
+        """
         var q = self.queue(which)
         q.enqueue_memset(
             DeviceBuffer[U8](
@@ -168,29 +279,75 @@ struct Gpu(Movable):
     # --- order ---
 
     def make_event(mut self) raises -> Int:
-        """A new event; its number."""
+        """A new event.
+
+        Returns:
+            Its number.
+
+        Raises:
+            Error: The device refuses.
+        """
         self.events.append(self.compute.create_event())
         return len(self.events) - 1
 
     def record_event(self, event: Int, which: Int) raises:
-        """The event happens when all that is in the queue now is done."""
+        """The event happens when all that is in the queue now is done.
+
+        Args:
+            event: Its number.
+            which: COMPUTE or COPY.
+
+        Raises:
+            Error: The device refuses.
+        """
         self.queue(which).stream().record_event(self.events[event])
 
     def await_event(self, event: Int, which: Int) raises:
-        """What is put into the queue from now on waits for the event."""
+        """What is put into the queue from now on waits for the event.
+
+        Args:
+            event: Its number.
+            which: COMPUTE or COPY.
+
+        Raises:
+            Error: The device refuses.
+        """
         self.queue(which).stream().enqueue_wait_for(self.events[event])
 
     def wait_event(self, event: Int) raises:
-        """Blocks until the event has happened."""
+        """Blocks until the event has happened.
+
+        Args:
+            event: Its number.
+
+        Raises:
+            Error: Something before it failed.
+        """
         self.events[event].synchronize()
 
     def synchronize(self, which: Int) raises:
-        """Blocks until the queue is empty."""
+        """Blocks until the queue is empty.
+
+        Args:
+            which: COMPUTE or COPY.
+
+        Raises:
+            Error: Something in it failed.
+        """
         self.queue(which).synchronize()
 
     def native_stream(self, which: Int) raises -> Int:
         """The CUstream of a queue, for libraries that put work into it themselves; the device is made the current one of
-        the calling thread, as they expect. Raises on devices that are not NVIDIA's.
+        the calling thread, as they expect.
+
+        Args:
+            which: COMPUTE or COPY.
+
+        Returns:
+            Its handle.
+
+        Raises:
+            Error: The device is not NVIDIA's.
         """
         var q = self.queue(which)
         q.set_as_current()
@@ -200,7 +357,14 @@ struct Gpu(Movable):
     # --- programs ---
 
     def run(self, s: GpuStep) raises:
-        """Enqueues a program for all shards of a chunk."""
+        """Enqueues a program for all shards of a chunk.
+
+        Args:
+            s: The program and its memory.
+
+        Raises:
+            Error: A record has no kernel for GPUs, or the device refuses.
+        """
         var bases = StaticTuple[Int, SPACES](fill=0)
         bases[PARAMS] = Int(s.params)
         bases[GRADS] = Int(s.grads)
@@ -231,7 +395,14 @@ struct Gpu(Movable):
                 raise Error("record ", i, " of the program: ", e)
 
     def scratch(self, s: GpuStep) -> Int:
-        """Floats of scratch memory that a program wants."""
+        """Floats of scratch memory that a program wants.
+
+        Args:
+            s: The program.
+
+        Returns:
+            The number.
+        """
         var most = 0
         for i in range(Int(s.records)):
             var at = s.program.unsafe_offset(i * RECORD)

@@ -80,7 +80,8 @@ from kernels.gpu.softmax import (
 )
 from kernels.lanes import IntPtr, Ptr
 
-from .ops import OFFSET, SPACES, code
+from .ops import code
+from .record import OFFSET, SPACES
 
 
 @fieldwise_init
@@ -88,30 +89,60 @@ struct Launch(Copyable):
     """One record with what it needs to become a launch."""
 
     var at: LongPtr
+    """Numbers of the record."""
     var bases: StaticTuple[Int, SPACES]
-    var strides: StaticTuple[Int, SPACES]  # floats
+    """Addresses of the spaces, of shard 0."""
+    var strides: StaticTuple[Int, SPACES]
+    """Of each space, floats from one shard to the next."""
     var shards: Int
+    """Of the chunk."""
     var fold: Int
+    """Shards that share a gradient buffer: 1, 2, 4 or 8."""
     var accumulate: Bool
+    """Whether gradients are added to what the buffers hold."""
     var scratch: Ptr
+    """Memory that launches share."""
     var context: StepContextPtr
-    var flag: Int  # address of an int32
+    """What a run brings to the program."""
+    var flag: Int
+    """Address of an int32: 1 while all numbers checked were finite."""
 
     @always_inline
     def int(self, i: Int) -> Int:
-        """Argument i as a size."""
+        """Argument i as a size.
+
+        Args:
+            i: From 1.
+
+        Returns:
+            The size.
+        """
         return Int(self.at[unsafe_offset=i])
 
     @always_inline
     def float(self, i: Int) -> Float32:
-        """Argument i as a float."""
+        """Argument i as a float.
+
+        Args:
+            i: From 1.
+
+        Returns:
+            The float.
+        """
         return bitcast[DType.float32](
             UInt32(self.at[unsafe_offset=i] & 0xFFFFFFFF)
         )
 
     @always_inline
     def op(self, i: Int) -> Operand:
-        """Argument i as an operand that walks over the shards."""
+        """Argument i as an operand that walks over the shards.
+
+        Args:
+            i: From 1.
+
+        Returns:
+            The operand.
+        """
         var v = Int(self.at[unsafe_offset=i])
         return Operand(
             self.bases[v >> 56] + (v & OFFSET), self.strides[v >> 56]
@@ -119,17 +150,37 @@ struct Launch(Copyable):
 
     @always_inline
     def ptr(self, i: Int) -> Ptr:
-        """Argument i as an operand that there is once."""
+        """Argument i as an operand that there is once.
+
+        Args:
+            i: From 1.
+
+        Returns:
+            Where it lies.
+        """
         return Ptr(unsafe_from_address=self.op(i).address)
 
     @always_inline
     def ok(self) -> IntPtr:
-        """The flag: 1 while all numbers checked were finite."""
+        """The flag: 1 while all numbers checked were finite.
+
+        Returns:
+            Where it lies.
+        """
         return IntPtr(unsafe_from_address=self.flag)
 
 
 def scratch_floats(at: LongPtr, shards: Int, fold: Int) -> Int:
-    """Scratch memory that a record wants, in floats."""
+    """Scratch memory that a record wants, in floats.
+
+    Args:
+        at: The record.
+        shards: Of the chunk.
+        fold: Shards that share a gradient buffer: 1, 2, 4 or 8.
+
+    Returns:
+        Floats.
+    """
     var op = Int(at[unsafe_offset=0])
 
     @always_inline
@@ -158,7 +209,15 @@ def scratch_floats(at: LongPtr, shards: Int, fold: Int) -> Int:
 
 
 def enqueue(q: Queue, r: Launch) raises:
-    """Enqueues one record for all its shards."""
+    """Enqueues one record for all its shards.
+
+    Args:
+        q: Where to.
+        r: The record.
+
+    Raises:
+        Error: The op has no kernel for GPUs, or the device refuses.
+    """
     var op = r.int(0)
     var n = r.shards
     if op == comptime (code("input")):  # y; G, F, C

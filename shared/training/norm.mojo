@@ -14,6 +14,9 @@ def global_norm(grads: Ptr, floats: Int) -> Float64:
     Args:
         grads: The numbers.
         floats: How many.
+
+    Returns:
+        The norm.
     """
     var found = List[Float32](
         length=2, fill=0

@@ -24,13 +24,22 @@ struct Parameter(Copyable, Parametric):
     """The position of its first float in the arena; -1 before an engine has the model."""
 
     def __init__(out self, var shape: List[Int], bound: Float64):
-        """A parameter of this shape, with initial values in [-bound, bound)."""
+        """A parameter of this shape, with initial values in [-bound, bound).
+
+        Args:
+            shape: Its sizes.
+            bound: Of the initial values.
+        """
         self.shape = shape^
         self.bound = bound
         self.at = -1
 
     def size(self) -> Int:
-        """Its number of floats."""
+        """Its number of floats.
+
+        Returns:
+            The number.
+        """
         var n = 1
         for s in self.shape:
             n *= s
@@ -39,8 +48,11 @@ struct Parameter(Copyable, Parametric):
     def found(self) raises -> Int:
         """`at`, once it is known.
 
+        Returns:
+            Floats of the arena before it.
+
         Raises:
-            Error: the parameter is where reflection does not see it, in a list, say.
+            Error: The parameter is where reflection does not see it, in a list, say.
         """
         if self.at < 0:
             raise Error(
@@ -51,12 +63,21 @@ struct Parameter(Copyable, Parametric):
         return self.at
 
     def collect(mut self, mut into: Parameters, name: String):
-        """Adds itself."""
+        """Adds itself.
+
+        Args:
+            into: Where to.
+            name: Its name in the model.
+        """
         into.add(self, name)
 
     @staticmethod
     def describe(mut into: JsonList):
-        """It is no layer."""
+        """Adds nothing: it is no layer.
+
+        Args:
+            into: Unchanged.
+        """
         pass
 
 
@@ -65,10 +86,15 @@ struct Parameters(Copyable, Movable, Sized):
     """
 
     var names: List[String]
+    """Such as "conv1.weight"."""
     var shapes: List[List[Int]]
+    """Sizes of each."""
     var bounds: List[Float64]
-    var offsets: List[Int]  # in floats
-    var size: Int  # of the arena, in floats, a multiple of LANES
+    """Of the initial values of each."""
+    var offsets: List[Int]
+    """Where each begins in the arena, in floats."""
+    var size: Int
+    """Floats of the arena, a multiple of LANES."""
 
     def __init__(out self):
         """None."""
@@ -79,10 +105,20 @@ struct Parameters(Copyable, Movable, Sized):
         self.size = 0
 
     def __len__(self) -> Int:
+        """How many parameters there are.
+
+        Returns:
+            The number.
+        """
         return len(self.names)
 
     def add(mut self, mut p: Parameter, name: String):
-        """Gives a parameter its place."""
+        """Gives a parameter its place.
+
+        Args:
+            p: It is told its place.
+            name: Its name in the model.
+        """
         p.at = self.size
         self.names.append(name)
         self.shapes.append(p.shape.copy())
@@ -91,7 +127,14 @@ struct Parameters(Copyable, Movable, Sized):
         self.size += (p.size() + LANES - 1) // LANES * LANES
 
     def floats(self, i: Int) -> Int:
-        """The size of parameter i."""
+        """The size of parameter i.
+
+        Args:
+            i: Which, from 0.
+
+        Returns:
+            Floats.
+        """
         var n = 1
         for s in self.shapes[i]:
             n *= s
@@ -105,8 +148,8 @@ trait Parametric(Deinitable, Movable):
         """Adds the parameters of all fields, in order, with dotted names.
 
         Args:
-            into: where to.
-            name: of this one in the model, "" for the model itself.
+            into: Where to.
+            name: Of this one in the model, "" for the model itself.
         """
         comptime r = reflect[Self]
         comptime names = r.field_names()
@@ -135,12 +178,27 @@ trait Parametric(Deinitable, Movable):
 
 
 def named(name: StringSpan) -> Json:
-    """A list of one name."""
+    """A list of one name.
+
+    Args:
+        name: The name.
+
+    Returns:
+        The list, as JSON.
+    """
     var one = JsonList()
     one.append(json(String(name)))
     return one.json()
 
 
 def dotted(name: String, field: String) -> String:
-    """The name of a field of what has this name."""
+    """The name of a field of what has this name.
+
+    Args:
+        name: Of the outer one; "" for the model.
+        field: Of the inner one.
+
+    Returns:
+        Both, with a dot between them.
+    """
     return field if name == "" else String(name, ".", field)

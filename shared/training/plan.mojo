@@ -20,17 +20,34 @@ struct Run(Equatable, ImplicitlyCopyable, Movable):
     """
 
     var lo: Int
+    """The first, or the first shard."""
     var hi: Int
+    """Behind the last, or the number of shards."""
 
 
 def share(n: Int, parts: Int, i: Int) -> Run:
     """Part i of 0..n-1 cut into contiguous runs whose lengths differ by at most one.
+
+    Args:
+        n: How many there are.
+        parts: How many parts.
+        i: Which of them, from 0.
+
+    Returns:
+        The run, which may be empty.
     """
     return Run(n * i // parts, n * (i + 1) // parts)
 
 
 def nodes(run: Run, shards: Int) -> List[Run]:
     """The largest nodes (first shard, shards) of the tree over `shards` leaves inside a run, in order.
+
+    Args:
+        run: Of shards.
+        shards: Of the global batch.
+
+    Returns:
+        The nodes.
     """
     var found = List[Run]()
     if shards:
@@ -52,20 +69,36 @@ struct Actions(Copyable, Movable, Sized):
     """Actions (kind, a, b) as the executor reads them."""
 
     var numbers: List[Int64]
+    """Three for each."""
 
     def __init__(out self):
         """None."""
         self.numbers = List[Int64]()
 
     def __len__(self) -> Int:
+        """How many actions there are.
+
+        Returns:
+            The number.
+        """
         return len(self.numbers) // 3
 
     def address(self) -> Int:
-        """Where they are, as long as none is added."""
+        """Where they are, as long as none is added.
+
+        Returns:
+            The address.
+        """
         return Int(self.numbers.unsafe_ptr())
 
     def add(mut self, kind: Int, a: Int, b: Int):
-        """Appends one."""
+        """Appends one.
+
+        Args:
+            kind: RUN or ADD.
+            a: The shard to compute, or the buffer that is added to.
+            b: The buffer to compute into, or the one that is added.
+        """
         self.numbers.append(Int64(kind))
         self.numbers.append(Int64(a))
         self.numbers.append(Int64(b))
@@ -79,12 +112,19 @@ struct Plan(Movable):
     """
 
     var shards: Int
+    """Of the global batch."""
     var run: Run
+    """Those of this process."""
     var threads: List[Actions]
+    """The actions of each thread."""
     var final: Actions
+    """The actions when all threads have ended."""
     var partial: List[Run]
+    """Nodes of the tree that are complete then."""
     var places: List[Int]
+    """The buffer of each of them."""
     var buffers: Int
+    """How many there must be."""
     var _free: List[Int]
     var _have: Dict[Int, Int]  # node -> buffer
 
@@ -100,6 +140,13 @@ struct Plan(Movable):
 
         Worker w of all ranks * workers owns run w, which is empty for some if a last batch has fewer shards than
         workers. Threads take whole workers, or share one if there are more threads.
+
+        Args:
+            shards: Of the global batch.
+            rank: This process.
+            ranks: Processes.
+            workers: Of each process.
+            threads: Of this process.
         """
         self.shards = shards
         self.threads = List[Actions]()
@@ -174,13 +221,22 @@ struct Exchange(Movable):
     ends in node 0.
     """
 
-    var ranges: List[Run]  # in floats
+    var ranges: List[Run]
+    """Of each rank, in floats."""
     var counts: List[Int]
+    """Nodes that each rank hands on."""
     var adds: Actions
+    """The additions."""
     var _number: Dict[Int, Int]
 
     def __init__(out self, shards: Int, ranks: Int, workers: Int, floats: Int):
         """For `ranks` processes of `workers` workers over buffers of `floats` floats.
+
+        Args:
+            shards: Of the global batch.
+            ranks: Processes.
+            workers: Of each process.
+            floats: Of a buffer.
         """
         self.ranges = List[Run]()
         self.counts = List[Int]()

@@ -19,16 +19,27 @@ struct TreeReduction(Movable):
     """The reduction of one plan over buffers of `floats` floats each."""
 
     var floats: Int
-    var partial: List[Int]  # buffers with this rank's nodes, in order
+    """Of a buffer."""
+    var partial: List[Int]
+    """Buffers with this rank's nodes, in order."""
     var exchange: Exchange
+    """Who adds what."""
     var send: Ptr
+    """What this rank hands on."""
     var receive: Ptr
+    """All ranks' nodes, of this rank's range."""
     var send_counts: List[Int]
+    """Floats to each rank."""
     var receive_counts: List[Int]
+    """Floats from each rank."""
     var starts: List[Int]
+    """Where each rank's range begins, and the end."""
     var range_lo: Int
+    """Where this rank's range begins."""
     var range_floats: Int
-    var sent: Int  # bytes, so far
+    """Its length."""
+    var sent: Int
+    """Bytes that this rank has sent so far."""
 
     def __init__(
         out self,
@@ -38,7 +49,15 @@ struct TreeReduction(Movable):
         workers: Int,
         floats: Int,
     ):
-        """Plans and allocates; once per batch size."""
+        """Plans and allocates; once per batch size.
+
+        Args:
+            plan: Of this process.
+            rank: This process.
+            ranks: Processes.
+            workers: Of each.
+            floats: Of a buffer.
+        """
         self.floats = floats
         self.partial = plan.places.copy()
         self.exchange = Exchange(plan.shards, ranks, workers, floats)
@@ -64,6 +83,7 @@ struct TreeReduction(Movable):
         self.sent = 0
 
     def __deinit__(deinit self):
+        """Frees its memory."""
         self.send.unsafe_free()
         self.receive.unsafe_free()
 
@@ -72,10 +92,16 @@ struct TreeReduction(Movable):
     ](mut self, comm: C, buffers: Ptr, result: Ptr) raises:
         """Leaves the sum over all shards in `result` on all ranks; it may be the buffer of the first node.
 
+        Parameters:
+            C: The communicator's type.
+
         Args:
             comm: The ranks; all of them call.
             buffers: Of the plan, one after the other.
             result: (floats).
+
+        Raises:
+            Error: The ranks lost each other.
         """
         var out = self.send
         if len(self.partial) == 1:

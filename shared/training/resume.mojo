@@ -25,9 +25,13 @@ struct Cursor(ImplicitlyCopyable, Movable):
     """
 
     var epoch: Int
+    """Epochs done."""
     var step: Int
-    var loader_epoch: Int  # that epoch as the loader counts them
-    var samples: Int  # that steps have consumed so far
+    """Steps of the next done."""
+    var loader_epoch: Int
+    """That epoch as the loader counts them."""
+    var samples: Int
+    """Samples that steps have consumed so far."""
 
 
 @fieldwise_init
@@ -35,28 +39,44 @@ struct Tally(ImplicitlyCopyable, Movable):
     """What the steps of the epoch under way did so far."""
 
     var loss: Float64
+    """Sum over samples."""
     var correct: Float64
+    """Samples that the model named right."""
     var samples: Int
+    """How many there were."""
     var steps: Int
+    """How many there were."""
 
 
 struct Progress(Movable):
     """How far a training has come."""
 
     var cursor: Cursor
+    """Where it is in its data."""
     var tally: Tally
+    """Of the epoch under way."""
     var history: History
-    var seconds: Float64  # of the epoch under way
+    """Of the epochs done."""
+    var seconds: Float64
+    """Of the epoch under way."""
 
     def __init__(out self, loader_epoch: Int):
-        """At its beginning."""
+        """At its beginning.
+
+        Args:
+            loader_epoch: The first epoch, as the loader counts them.
+        """
         self.cursor = Cursor(0, 0, loader_epoch, 0)
         self.tally = Tally(0, 0, 0, 0)
         self.history = History()
         self.seconds = 0
 
     def steps(self) -> Int:
-        """Steps since it began."""
+        """Steps since it began.
+
+        Returns:
+            The number.
+        """
         return self.history.steps + self.tally.steps
 
 
@@ -74,6 +94,22 @@ def configuration[
     loader: DataLoader,
 ) -> JsonObject:
     """What decides the bits of a training, by the names that users know it by.
+
+    Parameters:
+        M: The model's type.
+        L: The loss's type.
+        O: The optimizer's type.
+
+    Args:
+        engine: With the model.
+        optimizer: The optimizer.
+        schedule: Of its learning rate.
+        clip_norm: To which gradients are clipped, if they are.
+        accumulation_steps: Loader's batches for one step.
+        loader: Of the training data.
+
+    Returns:
+        Names and values.
     """
     var model = JsonList()
     ref p = engine.parameters
@@ -175,6 +211,14 @@ def _product(a: Float32, b: Float32) -> Float32:
 
 def check_same(saved: Json, now: Json, name: String) raises:
     """Raises if a checkpoint called `name` was made with other settings: going on would be another training.
+
+    Args:
+        saved: The configuration in a checkpoint.
+        now: This training's.
+        name: The checkpoint's.
+
+    Raises:
+        Error: They differ, or one is missing.
     """
     for key in now.keys():
         var mine = now.get(key)
@@ -220,7 +264,24 @@ def capture[
     step: Int,
     epochs: Int,
 ) -> Snapshot:
-    """What a checkpoint of this moment holds."""
+    """What a checkpoint of this moment holds.
+
+    Parameters:
+        M: The model's type.
+        L: The loss's type.
+        O: The optimizer's type.
+
+    Args:
+        engine: With the parameters.
+        optimizer: With its state.
+        configuration: What must be the same to go on.
+        progress: How far the training has come.
+        step: Number of optimizer steps.
+        epochs: How many there are to be.
+
+    Returns:
+        The snapshot.
+    """
     var at = JsonObject()
     at.set("epoch", progress.cursor.epoch)
     at.set("step", progress.cursor.step)
@@ -327,8 +388,20 @@ def restore[
 ) raises:
     """Takes parameters and optimizer state from a snapshot.
 
+    Parameters:
+        M: The model's type.
+        L: The loss's type.
+        O: The optimizer's type.
+
+    Args:
+        engine: It gets the parameters.
+        optimizer: It gets its state.
+        snapshot: A checkpoint.
+        configuration: This training's.
+        name: The checkpoint's.
+
     Raises:
-        Error: it is of another training, or not complete.
+        Error: It is of another training, or not complete.
     """
     check_same(
         _entry(snapshot.values, "configuration", name), configuration, name
@@ -359,8 +432,19 @@ def progress_of[
 ](mut optimizer: O, values: Json, name: String) raises -> Progress:
     """How far the training had come, and the optimizer's step count and rate.
 
+    Parameters:
+        O: The optimizer's type.
+
+    Args:
+        optimizer: It gets its step count and rate.
+        values: Of the checkpoint.
+        name: The checkpoint's.
+
+    Returns:
+        The progress.
+
     Raises:
-        Error: something is missing in the values.
+        Error: Something is missing in the values.
     """
     try:
         var rule = values.get("optimizer")

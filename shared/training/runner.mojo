@@ -6,7 +6,7 @@ from std.math import ceildiv
 from kernels.lanes import LANES, Ptr
 
 from .arena import aligned_zeros
-from .ops import STATS
+from .record import STATS
 from .plan import Plan
 from .program import Program
 from .reduction import TreeReduction
@@ -67,16 +67,27 @@ struct Runner(Movable):
     """What one batch size needs; made when it is first met."""
 
     var samples: Int
+    """Of the global batch."""
     var channels: Int
+    """Of a sample; 1 if it is features."""
     var training: Bool
+    """Whether it trains."""
     var shard_size: Int
-    var program: Int  # index of the engine's programs
-    var floats: Int  # of a gradient buffer, statistics included
+    """Samples of a shard."""
+    var program: Int
+    """Which of the engine's programs."""
+    var floats: Int
+    """Floats of a gradient buffer, statistics included."""
     var plan: Plan
+    """What the process computes, and in which order it adds."""
     var reduction: Optional[TreeReduction]
+    """How the ranks complete the sum; none if there is one rank."""
     var buffers: Ptr
+    """Gradient buffers, one after the other."""
     var starts: List[Int64]
+    """Addresses of the threads' actions, then of the final ones."""
     var counts: List[Int64]
+    """Their numbers."""
 
     def __init__(
         out self,
@@ -87,6 +98,16 @@ struct Runner(Movable):
         grads: Int,
         lay: Layout,
     ):
+        """Plans and allocates.
+
+        Args:
+            samples: Of the global batch.
+            channels: Of a sample; 1 if it is features.
+            training: Whether it trains.
+            program: Which of the engine's programs.
+            grads: Floats of a gradient buffer before the statistics.
+            lay: Where shards are computed.
+        """
         self.samples = samples
         self.channels = channels
         self.training = training
@@ -115,10 +136,15 @@ struct Runner(Movable):
         self.counts.append(Int64(len(self.plan.final)))
 
     def __deinit__(deinit self):
+        """Frees its memory."""
         self.buffers.unsafe_free()
 
     def result(self) -> Ptr:
-        """Where the sum is."""
+        """Where the sum is.
+
+        Returns:
+            The buffer.
+        """
         var first = self.plan.places[0] if len(self.plan.places) else 0
         return self.buffers.unsafe_offset(first * self.floats)
 
@@ -129,10 +155,15 @@ struct Traced(Movable):
     """
 
     var samples: Int
+    """Of the shard."""
     var channels: Int
+    """Of a sample; 1 if it is features."""
     var training: Bool
+    """Whether it has a backward pass."""
     var outputs: Int
+    """Classes that its loss saw."""
     var program: Program
+    """The records."""
 
 
 @fieldwise_init
@@ -141,7 +172,12 @@ struct Staged(Movable):
     """
 
     var samples: Int
+    """Of the global batch."""
     var channels: Int
+    """Of a sample; 1 if it is features."""
     var training: Bool
+    """Whether it trains."""
     var outputs: Int
+    """Classes that its loss saw."""
     var pass_: Pass
+    """What this rank does."""

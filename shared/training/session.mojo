@@ -11,14 +11,23 @@ struct Session(Movable):
     """
 
     var progress: Progress
+    """How far the training has come."""
     var epochs: Int
+    """How many there are to be."""
     var limit: Optional[Int]
+    """Steps there are to be, if it is not whole epochs."""
     var every: Int
-    var complete: Bool  # the limit was reached within an epoch
+    """Steps from one checkpoint to the next; 0: at the ends of epochs."""
+    var complete: Bool
+    """Whether the limit was reached within an epoch."""
     var saves: Bool
-    var saved: Int  # step of the newest checkpoint
-    var store: Optional[Store]  # on rank 0
+    """Whether checkpoints are written."""
+    var saved: Int
+    """Step of the newest checkpoint."""
+    var store: Optional[Store]
+    """Where they go; on rank 0."""
     var configuration: Json
+    """What must be the same to go on from one."""
 
     def __init__(
         out self,
@@ -27,6 +36,14 @@ struct Session(Movable):
         limit: Optional[Int],
         every: Int,
     ):
+        """The beginning of a training.
+
+        Args:
+            loader_epoch: The first epoch, as the loader counts them.
+            epochs: How many.
+            limit: Steps, or none.
+            every: Steps from one checkpoint to the next; 0: at the ends of epochs.
+        """
         self.progress = Progress(loader_epoch)
         self.epochs = epochs
         self.limit = limit
@@ -38,13 +55,21 @@ struct Session(Movable):
         self.configuration = null()
 
     def at_limit(self) -> Bool:
-        """Whether all steps have been taken."""
+        """Whether all steps have been taken.
+
+        Returns:
+            Whether they have.
+        """
         return Bool(self.limit) and self.progress.steps() >= self.limit.or_else(
             0
         )
 
     def finished(self) -> Bool:
-        """Whether there is nothing left to do."""
+        """Whether there is nothing left to do.
+
+        Returns:
+            Whether there is nothing.
+        """
         return (
             self.complete
             or self.progress.cursor.epoch >= self.epochs

@@ -19,14 +19,17 @@ from .arena import aligned_zeros
 from .communicator import Communicator
 from .compile import encode, fused, place
 from .executor import run_program
-from .ops import Context, GRADS, OFFSET, PARAMS, RECORD, SPACES, STATS, WORK
+from .record import Context, GRADS, OFFSET, PARAMS, RECORD, SPACES, STATS, WORK
 from .plan import Run
 from .program import Program
 from .tape import Arg, Entry, PLACE, SLOT, Tape
 
-comptime RUN = 0  # records first .. first + count - 1
-comptime SEND = 1  # bytes first .. of the workspace, so many floats, to a rank
+comptime RUN = 0
+"""Kind of a move: records first .. first + count - 1."""
+comptime SEND = 1
+"""Kind of a move: bytes first .. of the workspace, so many floats, to a rank."""
 comptime RECEIVE = 2
+"""Kind of a move: the same from a rank."""
 
 
 @fieldwise_init
@@ -34,13 +37,24 @@ struct Move(ImplicitlyCopyable, Movable):
     """One thing that a rank does for a shard."""
 
     var kind: Int
+    """RUN, SEND or RECEIVE."""
     var first: Int
+    """The first record, or the first byte."""
     var count: Int
+    """Records, or floats."""
     var peer: Int
+    """The other rank."""
 
 
 def places(tape: Tape) -> List[Int]:
-    """The places of a model, ascending."""
+    """The places of a model, ascending.
+
+    Args:
+        tape: The model and its loss.
+
+    Returns:
+        The places.
+    """
     var found = List[Int]()
     for e in tape.entries:
         var i = 0
@@ -54,16 +68,26 @@ def places(tape: Tape) -> List[Int]:
 struct Pass(Movable):
     """What one rank does for batches of one size."""
 
-    var program: Program  # the records of this rank
-    var moves: List[List[Move]]  # of the forward pass, of the backward pass
-    var owned: List[Run]  # runs of a gradient buffer, statistics included
-    var owner: List[Int]  # of each, the rank
+    var program: Program
+    """The records of this rank."""
+    var moves: List[List[Move]]
+    """What it does for a shard in the forward pass, and in the backward pass."""
+    var owned: List[Run]
+    """Runs of a gradient buffer, statistics included."""
+    var owner: List[Int]
+    """The rank that computes each of them."""
     var shards: Int
+    """Micro-batches of a batch."""
     var shard_size: Int
+    """Samples of one."""
     var floats: Int
+    """Of a gradient buffer, statistics included."""
     var buffers: Ptr
+    """Gradient buffers, one of each shard."""
     var work: Ptr
-    var sent: Int  # bytes, so far
+    """Workspaces, one of each shard."""
+    var sent: Int
+    """Bytes that this rank has sent so far."""
 
     def __init__(
         out self,
@@ -73,7 +97,14 @@ struct Pass(Movable):
         shard_size: Int,
         grads: Int,
     ):
-        """Cuts the program of a shard; `grads` are the floats before the statistics.
+        """Cuts the program of a shard.
+
+        Args:
+            tape: It.
+            rank: This process, which has the place of that number.
+            shards: Of the batch.
+            shard_size: Samples of one.
+            grads: Floats of a gradient buffer before the statistics.
         """
         var device = places(tape)
         var entries = fused(tape.entries)
@@ -136,6 +167,7 @@ struct Pass(Movable):
         self.work = aligned_zeros(shards * self.program.work_bytes // 4)
 
     def __deinit__(deinit self):
+        """Frees its memory."""
         self.buffers.unsafe_free()
         self.work.unsafe_free()
 
@@ -150,6 +182,19 @@ struct Pass(Movable):
         var ctx: Context,
     ) raises:
         """Computes all shards of a batch; then the sums are in the first buffer, on all ranks.
+
+        Parameters:
+            C: The communicator's type.
+
+        Args:
+            comm: The ranks; all of them call.
+            params: The arena.
+            samples: Of the batch.
+            rows: Address of their indices, int64.
+            ctx: Of the run; the shard is filled in.
+
+        Raises:
+            Error: A record failed, or the ranks lost each other.
         """
         for phase in range(2):
             for s in range(self.shards):

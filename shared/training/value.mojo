@@ -11,21 +11,32 @@ from .program import float_bits
 from .tape import Arg, Info, RESHAPE, Tape
 
 comptime TapePtr = Pointer[Tape, MutUntrackedOrigin]
+"""A tape that the engine keeps while it traces."""
 
 
 @fieldwise_init
 struct Value(ImplicitlyCopyable, Movable):
     """The result of an op, or the input of the model."""
 
-    var tape: TapePtr  # untracked: the engine keeps the tape while it traces
+    var tape: TapePtr
+    """Where its ops are written."""
     var id: Int
+    """Its number on the tape."""
 
     def info(self) -> Info:
-        """Its memory, shape and place."""
+        """Its memory, shape and place.
+
+        Returns:
+            What the tape knows of it.
+        """
         return self.tape[].values[self.id].copy()
 
     def training(self) -> Bool:
-        """Whether dropout is on."""
+        """Whether dropout is on.
+
+        Returns:
+            Whether it is; then ops keep what a backward pass needs.
+        """
         return self.tape[].training
 
     def _new(self, channels: Int, height: Int = 1, width: Int = 1) -> Self:
@@ -43,7 +54,11 @@ struct Value(ImplicitlyCopyable, Movable):
     # --- shape and place ---
 
     def flatten(self) -> Self:
-        """(C, H, W) to (F), without a copy."""
+        """(C, H, W) to (F), without a copy.
+
+        Returns:
+            The value (F).
+        """
         ref t = self.tape[]
         var x = self.info()
         var y = Self(self.tape, t.new(x.memory, x.features(), device=x.device))
@@ -52,6 +67,12 @@ struct Value(ImplicitlyCopyable, Movable):
 
     def to(self, device: Int) -> Self:
         """The same numbers on another place; itself if it is there. Its gradient goes the way back.
+
+        Args:
+            device: The place.
+
+        Returns:
+            The value there.
         """
         var x = self.info()
         if x.device == device:
@@ -92,15 +113,42 @@ struct Value(ImplicitlyCopyable, Movable):
         return y
 
     def add(self, other: Self) raises -> Self:
-        """Element by element."""
+        """Element by element.
+
+        Args:
+            other: Of the same shape and place.
+
+        Returns:
+            The value.
+
+        Raises:
+            Error: They are not of the same shape and place.
+        """
         return self._binary(other, comptime (code("add")))
 
     def multiply(self, other: Self) raises -> Self:
-        """Element by element."""
+        """Element by element.
+
+        Args:
+            other: Of the same shape and place.
+
+        Returns:
+            The value.
+
+        Raises:
+            Error: They are not of the same shape and place.
+        """
         return self._binary(other, comptime (code("multiply")))
 
     def scale(self, factor: Float64) -> Self:
-        """All elements times a number."""
+        """All elements times a number.
+
+        Args:
+            factor: Rounded to float32.
+
+        Returns:
+            The value.
+        """
         ref t = self.tape[]
         var x = self.info()
         var y = self._like()
@@ -115,7 +163,18 @@ struct Value(ImplicitlyCopyable, Movable):
     def linear(
         self, weight: Parameter, bias: Optional[Parameter]
     ) raises -> Self:
-        """W x + b for W (O, I), b (O)."""
+        """W x + b for W (O, I), b (O).
+
+        Args:
+            weight: (O, I).
+            bias: (O), or none.
+
+        Returns:
+            The value (O).
+
+        Raises:
+            Error: The input has other than I features, or the weight is of no engine.
+        """
         ref t = self.tape[]
         var x = self.info()
         var O = weight.shape[0]
@@ -167,7 +226,20 @@ struct Value(ImplicitlyCopyable, Movable):
         stride: Int = 1,
         padding: Int = 0,
     ) raises -> Self:
-        """Cross-correlation with W (K, C, R, T), plus b (K)."""
+        """Cross-correlation with W (K, C, R, T), plus b (K).
+
+        Args:
+            weight: (K, C, R, T).
+            bias: (K), or none.
+            stride: Places from one window to the next, both ways.
+            padding: Zeros around the image.
+
+        Returns:
+            The value (K, (H + 2 padding - R) // stride + 1, (W + 2 padding - T) // stride + 1).
+
+        Raises:
+            Error: The input has other than C channels or is smaller than the kernel, or the weight is of no engine.
+        """
         if padding:
             return self.pad2d(padding).conv2d(weight, bias, stride)
         ref t = self.tape[]
@@ -223,7 +295,14 @@ struct Value(ImplicitlyCopyable, Movable):
         return y
 
     def pad2d(self, padding: Int) -> Self:
-        """A frame of zeros, so many wide."""
+        """A frame of zeros, so many wide.
+
+        Args:
+            padding: On each of the four sides.
+
+        Returns:
+            The value (C, H + 2 padding, W + 2 padding).
+        """
         ref t = self.tape[]
         var x = self.info()
         var y = self._new(
@@ -291,7 +370,18 @@ struct Value(ImplicitlyCopyable, Movable):
         )
 
     def max_pool2d(self, size: Int, stride: Int) raises -> Self:
-        """The largest of each window of size x size."""
+        """The largest of each window of size x size.
+
+        Args:
+            size: At most 16.
+            stride: Places from one window to the next.
+
+        Returns:
+            The value (C, (H - size) // stride + 1, (W - size) // stride + 1).
+
+        Raises:
+            Error: The window does not fit.
+        """
         if size > 16:
             raise Error(
                 "[max_pool2d] a window of ",
@@ -329,7 +419,18 @@ struct Value(ImplicitlyCopyable, Movable):
         return y
 
     def avg_pool2d(self, size: Int, stride: Int) raises -> Self:
-        """The mean of each window of size x size."""
+        """The mean of each window of size x size.
+
+        Args:
+            size: Of the window.
+            stride: Places from one window to the next.
+
+        Returns:
+            The value (C, (H - size) // stride + 1, (W - size) // stride + 1).
+
+        Raises:
+            Error: The window does not fit.
+        """
         ref t = self.tape[]
         var x = self.info()
         var y = self._window(size, stride, "avg_pool2d")
@@ -367,19 +468,40 @@ struct Value(ImplicitlyCopyable, Movable):
         return y
 
     def relu(self) -> Self:
-        """Of each number the larger of it and 0."""
+        """Of each number the larger of it and 0.
+
+        Returns:
+            The value, of the same shape.
+        """
         return self._activation(comptime (code("relu_forward")))
 
     def tanh(self) -> Self:
-        """Hyperbolic tangent."""
+        """Hyperbolic tangent.
+
+        Returns:
+            The value, of the same shape.
+        """
         return self._activation(comptime (code("tanh_forward")))
 
     def sigmoid(self) -> Self:
-        """1 / (1 + exp(-x))."""
+        """1 / (1 + exp(-x)).
+
+        Returns:
+            The value, of the same shape.
+        """
         return self._activation(comptime (code("sigmoid_forward")))
 
     def dropout(self, p: Float64) raises -> Self:
         """Zeroes elements with probability p while training, a function of seed, step, sample, dropout and element.
+
+        Args:
+            p: From 0 to below 1. What is left is divided by 1 - p.
+
+        Returns:
+            The value; itself when not training.
+
+        Raises:
+            Error: The probability is not allowed.
         """
         if not (p >= 0 and p < 1):
             raise Error(
@@ -423,11 +545,19 @@ struct Value(ImplicitlyCopyable, Movable):
         return y
 
     def softmax(self) -> Self:
-        """Softmax over the features of a sample."""
+        """Softmax over the features of a sample.
+
+        Returns:
+            The value, of the same shape.
+        """
         return self._over_classes(comptime (code("softmax_forward")))
 
     def log_softmax(self) -> Self:
-        """Its logarithm."""
+        """Its logarithm.
+
+        Returns:
+            The value, of the same shape.
+        """
         return self._over_classes(comptime (code("log_softmax_forward")))
 
     # --- losses: sums over samples ---
@@ -460,12 +590,26 @@ struct Value(ImplicitlyCopyable, Movable):
         return y
 
     def cross_entropy(self, labels: Arg) -> Self:
-        """Of logits: log sum exp(x) - x[label], summed over samples."""
+        """Of logits: log sum exp(x) - x[label], summed over samples.
+
+        Args:
+            labels: Memory of int32, one per sample.
+
+        Returns:
+            The sum, one float.
+        """
         var probabilities = self.tape[].alloc(4 * self.info().floats)
         return self._loss(
             labels, comptime (code("cross_entropy_forward")), [probabilities]
         )
 
     def nll(self, labels: Arg) -> Self:
-        """Of log-probabilities: -x[label], summed over samples."""
+        """Of log-probabilities: -x[label], summed over samples.
+
+        Args:
+            labels: Memory of int32, one per sample.
+
+        Returns:
+            The sum, one float.
+        """
         return self._loss(labels, comptime (code("nll_forward")), List[Arg]())

@@ -23,7 +23,7 @@ from shared.training import (
     run_program,
     run_step,
 )
-from shared.training.ops import ABSOLUTE, GRADS, PARAMS, SPACES, WORK
+from shared.training.record import ABSOLUTE, GRADS, PARAMS, SPACES, WORK
 
 
 def _context(step: Int = 0) -> Context:
@@ -135,7 +135,7 @@ comptime FLOATS = 4 * LANES
 comptime SHARDS = 7
 
 
-def _step(mut buffers: Floats, threads: Int, repeat: Int) raises:
+def _masks() -> Program:
     """Each shard's gradient is its dropout mask; the sum of seven shards depends on the order of additions only in
     which masks meet, so it must be that of the whole batch however it is cut.
     """
@@ -145,6 +145,18 @@ def _step(mut buffers: Floats, threads: Int, repeat: Int) raises:
     program.emit(
         code("dropout"), operand(GRADS, 0), ones, 1, 4, float_bits(0.3), 2
     )
+    return program^
+
+
+def _step(
+    mut buffers: Floats,
+    program: Program,
+    threads: Int,
+    repeat: Int,
+    samples: Int = SHARDS * LANES,
+) raises -> Int:
+    """Runs a program over seven shards so often; returns how the last run ended.
+    """
     var work = Floats(threads * program.work_bytes // 4)
     var lists = List[List[Int64]]()
     var used: Int
@@ -205,8 +217,9 @@ def _step(mut buffers: Floats, threads: Int, repeat: Int) raises:
     for i in range(len(lists)):
         starts.append(Int64(Int(lists[i].unsafe_ptr())))
         counts.append(Int64(len(lists[i]) // 3))
+    var end = -2
     for _ in range(repeat):
-        run_step(
+        end = run_step(
             Step(
                 program=program.address(),
                 records=Int64(len(program)),
@@ -222,31 +235,61 @@ def _step(mut buffers: Floats, threads: Int, repeat: Int) raises:
                 buffers=Int64(Int(buffers.p)),
                 buffer_floats=FLOATS,
                 shard_size=LANES,
-                samples=SHARDS * LANES,
+                samples=Int64(samples),
                 rows=LongPtr(unsafe_from_address=Int(buffers.p)),
                 context=_context(11),
             )
         )
     buffers.check_guards()
     work.check_guards()
-    _ = program^
     _ = lists^
     _ = starts^
     _ = counts^
+    return end
 
 
 def test_threads_change_no_bit() raises:
     var one = Floats(5 * FLOATS, fill=3)
-    _step(one, 1, 1)
+    assert_equal(_step(one, _masks(), 1, 1), -1)
     var sum: Float32 = 0
     for i in range(FLOATS):
         sum += one.p[unsafe_offset=i]
     assert_true(sum > FLOATS * SHARDS * 0.8 and sum < FLOATS * SHARDS * 1.2)
     for _ in range(10):
         var two = Floats(5 * FLOATS, fill=-8)
-        _step(two, 2, 3)
+        assert_equal(_step(two, _masks(), 2, 3), -1)
         for i in range(FLOATS):
             assert_equal(two.p[unsafe_offset=i], one.p[unsafe_offset=i])
+
+
+def test_a_check_that_fails_in_a_shard_is_the_end_of_the_step() raises:
+    """Of the first such shard, on any number of threads."""
+    for everywhere in [False, True]:
+        var program = Program()
+        var x = program.workspace(LANES)
+        var y = program.workspace(LANES)
+        program.emit(code("fill"), x, float_bits(1), LANES)
+        program.emit(code("sum_lanes"), y, x, -1, 1, 1)  # the shard's samples
+        program.emit(code("fill"), x, float_bits(Float32(LANES) - 0.5), 1)
+        program.emit(code("axpy"), x, y, float_bits(-1), 1)
+        program.emit(code("relu_forward"), x, x, 1)  # 0 if the shard is full
+        program.emit(code("scale"), x, x, float_bits(1e38), 1)
+        program.emit(code("finite"), x, 1)
+        if everywhere:
+            program.emit(code("fill"), x, float_bits(Float32.MAX), 1)
+            program.emit(code("scale"), x, x, float_bits(2), 1)
+            program.emit(code("finite"), x, 1)
+        for threads in range(1, 3):
+            var buffers = Floats(5 * FLOATS)
+            var full = SHARDS * LANES
+            assert_equal(
+                _step(buffers, program, threads, 2, full),
+                9 if everywhere else -1,
+            )
+            assert_equal(
+                _step(buffers, program, threads, 2, full - 12),
+                9 if everywhere else 6,
+            )
 
 
 def main() raises:
