@@ -1,6 +1,6 @@
 """The compiled kernel library: the only file that loads it and knows its C interface (mojo/capi.mojo).
 
-A program is an int64 array (records, RECORD); what its numbers mean is said in shared/training/ops.mojo. ctypes lets
+A program is an int64 array (records, RECORD); what its numbers mean is said in shared/training/record.mojo. ctypes lets
 the GIL go during every call.
 """
 
@@ -25,7 +25,7 @@ ALIGNMENT = 64  # bytes; one vector of 16 floats
 
 
 class Context(ctypes.Structure):
-    """Mirrors `Context` in shared/training/ops.mojo."""
+    """Mirrors `Context` in shared/training/record.mojo."""
 
     _fields_ = [
         ("seed", ctypes.c_uint64),
