@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from odyssey.watch import process, slot
+from odyssey.watch import judge, process, slot
 
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the watcher reads /proc")
@@ -78,6 +78,19 @@ def test_calls_are_signs_of_life(monkeypatch):
     assert watched.look(100.0, 0.0).idle == 0 and watched.look(107.0, 0.0).idle == 7
     one = one._replace(call=5)
     assert watched.look(109.0, 0.0).idle == 0
+
+
+def test_who_was_gone_before_anybody_could_look_is_waited_for_in_vain():
+    """It shows no sign of life, so that a rank that waits for it is not left waiting."""
+    with subprocess.Popen([sys.executable, "-c", ""]) as gone:
+        pass
+    watched = process.Watched(1, gone.pid, -1, -1)
+    begun = time.monotonic()
+    waits = judge.Seen(0, state="S", doing="wait", waited=70.0, wait_sequence=2, members="all")
+    seen = watched.look(begun + 70, 0.0)
+    assert seen.state == "gone" and seen.idle >= 70
+    found = judge.hang({0: waits, 1: seen}, 2, 60.0)
+    assert found is not None and found.culprits == (1,)
 
 
 def test_a_number_that_belongs_to_another_process_now_is_not_signalled(rank):

@@ -113,10 +113,10 @@ def allowance(rank: Seen, limit: float, preparing: bool = False) -> float:
             what a program does before it trains, such as `if rank == 0: prepare_data()`: while it computes there, or a
             trainer has begun with its first step.
     """
-    if rank.waits or rank.ended:
+    if rank.waits or rank.ended or not rank.alive:
         return limit
     slow = rank.phase in SLOW
-    if preparing and not rank.step and rank.alive and rank.state not in ("T", "t"):
+    if preparing and not rank.step and rank.state not in ("T", "t"):
         slow |= rank.busy > BUSY or rank.phase in ("data", "evaluate")
     return max(LONG[0] * limit, LONG[1]) if slow else limit
 

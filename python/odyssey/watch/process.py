@@ -99,7 +99,9 @@ class Watched:
             self.last = found
         last = self.last
         if last is None:
-            return Seen(self.rank, pid=self.pid, state=self._state)
+            # Nothing is known of it but that it is gone; who waits for it waits in vain.
+            idle = 0.0 if self.alive else round(now - max(self._changed, floor), 3)
+            return Seen(self.rank, pid=self.pid, state=self._state, idle=idle)
         waited = now - max(last.waiting / 1e9, floor) if last.waiting else 0.0
         own, own_data = self._own(now, last)
         return Seen(
