@@ -88,7 +88,7 @@ class _Repeated(Headed):
     may be left over, so the group is then over.
     """
 
-    __slots__ = ("_header", "_head", "_number_of", "_place", "_data", "_all", "_own", "_ends", "_known")
+    __slots__ = ("_header", "_heads", "_number_of", "_place", "_messages", "_all", "_own", "_ends", "_known")
 
     def __init__(self, comm: MPICommunicator, call: Call) -> None:
         super().__init__(comm, call, call.kind, -1)
@@ -101,7 +101,7 @@ class _Repeated(Headed):
         call.described = (dtype, shape, root, op, text)
         self._header: Header | None = None
         me, size = comm.rank, comm.size
-        self._head = head = _Heads(comm._head, me, size)
+        self._heads = head = _Heads(comm._head, me, size)
         self._number_of = memoryview(head.mine)[:8].cast("q")
         self._place: tuple[Any, int] = (None, 0)
         if call.kind == "all_to_all_v":
@@ -110,10 +110,10 @@ class _Repeated(Headed):
         else:
             gives, takes, self._own = [call.ranges[me]] * size, call.ranges, None
         word, others = _WORDS[call.out.dtype.itemsize], [p for p in range(size) if p != me]
-        self._data = []
+        self._messages = []
         for make, array, runs in ((comm._head.Recv_init, call.out, takes), (comm._head.Send_init, call.send, gives)):
-            self._data += [make([array[slice(*runs[p])], word], p, tag) for p in others if runs[p][0] < runs[p][1]]
-        self._all = [*head.requests, *self._data]
+            self._messages += [make([array[slice(*runs[p])], word], p, tag) for p in others if runs[p][0] < runs[p][1]]
+        self._all = [*head.requests, *self._messages]
         self._ends = [
             memoryview(head.heads[p])[TAIL : TAIL + 16 * size * (call.kind == "all_to_all_v")] for p in others
         ]
@@ -132,7 +132,7 @@ class _Repeated(Headed):
             signature, self._text = describe(call.kind, call.described, *place)
             tail = (*call.send_counts, *call.receive_counts)
             self._header = Header(sequence, signature, self._text, tail, call.kind, repeated=True)
-            pack(self._header, self._head.mine)
+            pack(self._header, self._heads.mine)
         comm._sequence = sequence + 1
         self._sequence = self._number_of[0] = sequence
         slot.quick(sequence, comm._mark[0], self._text)
@@ -147,7 +147,7 @@ class _Repeated(Headed):
         if self._complete:
             return True
         if not self.posted:
-            if not MPI.Request.Testall(self._head.requests):
+            if not MPI.Request.Testall(self._heads.requests):
                 if self._comm._broken is None:
                     return False
                 self._fail(self._comm._broken)
@@ -157,14 +157,14 @@ class _Repeated(Headed):
                 self._fail(wrong)  # it stays among the active: its messages are under way for ever
                 return True
             self.posted = True
-        if MPI.Request.Testall(self._data):
+        if MPI.Request.Testall(self._messages):
             self._complete = True
             self._comm._active.discard(self)
         return self._complete
 
     def _differs(self) -> CollectiveError | None:
         """What is wrong, once all headers have come."""
-        head = self._head
+        head = self._heads
         if self._known == self._ends and all(prefix == head.prefix for prefix in head.prefixes):
             return None
         comm, mine = self._comm, self._header._replace(sequence=self._sequence)
@@ -176,7 +176,7 @@ class _Repeated(Headed):
         return comm._different(wrong, headers)
 
     def _late(self) -> list[int]:
-        return [] if self.posted else self._comm._missing(self._head)
+        return [] if self.posted else self._comm._missing(self._heads)
 
     def free(self) -> None:
         """Gives the requests back; not while they are under way."""
