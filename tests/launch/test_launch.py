@@ -100,6 +100,24 @@ def test_a_script_without_a_trainer_gets_sigterm(job, tmp_path):
     assert run.out.count("asked to end") == 2
 
 
+def test_ranks_that_have_not_met_are_told(job, tmp_path):
+    """Such as one that hangs in MPI_Init, where no watcher is yet."""
+    script, go = tmp_path / "script.py", tmp_path / "go"
+    script.write_text(
+        "import os, time\nfrom odyssey import comm, launcher\n"
+        f"while launcher.rank() == 1 and not os.path.exists({str(go)!r}):\n    time.sleep(0.01)\n"
+        "print('met', comm.world().size, flush=True)\n"
+    )
+    run = job("-n", 2, "--watchdog", 2, script)
+    until = time.monotonic() + 60
+    for line in iter(run.process.stderr.readline, ""):
+        if "the ranks have not met" in line or time.monotonic() > until:
+            break
+    go.touch()
+    assert run.end() == 0 and "met 2" in run.out
+    assert re.fullmatch(r"odyssey: attempt 1: after \d+ s the ranks have not met: they are in MPI_Init or .*\n", line)
+
+
 def test_a_second_signal_ends_at_once_and_one_during_startup_too(job):
     run = job("-n", 2, COUNTING, 600, 0.01, "1:1:5:stop")
     run.reach(4)

@@ -534,6 +534,31 @@ def test_ranks_that_write_a_checkpoint_have_longer(tmp_path):
         assert one._asked(1000.0 + forced_at) and one._forced and not one._told
 
 
+@pytest.mark.parametrize(("watchdog", "limit"), [(None, 60), (5.0, 5), (0.0, None)])
+def test_ranks_that_do_not_meet_are_told_once(tmp_path, watchdog, limit):
+    run, said = runs.Run(tmp_path, 2), []
+    run.ranks.mkdir(parents=True)
+    words = LaunchConfig(watchdog=watchdog), run, [], {starting.TOKEN: "x"}, 3, (), [], said.append
+    one, other, third = (attempt.Attempt(*words) for _ in range(3))
+    (run.ranks / "1.json").write_text("{}")
+    for seconds in (0.0, 4.0, 61.0, 62.0):
+        one._tell_who_is_late(seconds)
+    for rank in (0, 2):
+        (run.ranks / f"{rank}.json").write_text("{}")
+    other._tell_who_is_late(61.0)
+    third._beat_at = 1.0  # they have met
+    third._tell_who_is_late(61.0)
+    third._beat_at = None  # and end
+    third._tell_who_is_late(70.0)
+    if limit is None:
+        assert not said
+    else:
+        assert said[0] == "attempt 2: after 61 s ranks 0,2 have not been started"
+        assert len(said) == 2 and said[1].startswith(
+            "attempt 2: after 61 s the ranks have not met: they are in MPI_Init"
+        )
+
+
 def test_who_has_read_a_request():
     assert attempt.unread({}) and attempt.unread({0: "compute", 1: "wait"})
     assert not any(attempt.unread({0: "wait", 1: phase}) for phase in ("", "checkpoint", "compile"))

@@ -23,6 +23,7 @@ from typing import Any, BinaryIO
 from .. import runs
 from ..errors import DataError, LaunchError
 from ..files import private_directory, read_json, write_json
+from ..watch import judge
 from . import ends, leftovers
 from .config import LaunchConfig
 from .decide import Outcome
@@ -32,6 +33,7 @@ from .starting import TOKEN
 
 SILENT = 10.0  # seconds without a heartbeat, after there was one, that mean a lost host
 ENDING = 5.0  # seconds that the launcher has to end by itself after its ranks have
+MEETING = 60.0  # seconds after which it is worth a word that ranks have not met; or the watchdog's, if it was given
 LONGER = 4  # times the grace that ranks have while one of them writes a checkpoint
 UNREAD = 2.0  # seconds after which ranks that read no request are sent a signal
 UNKNOWN = 10.0  # seconds after the start in which a trainer may not have shown itself yet
@@ -77,6 +79,7 @@ class Attempt:
         self._forced = False
         self._begun = time.monotonic()
         self._told = False  # ranks were sent a SIGTERM
+        self._met_or_told = False  # the ranks have met, or were said to be late
         self._scale: int | None = None
         self._beat: tuple[int, int] | None = None
         self._beats: dict[str, Any] = {}
@@ -147,6 +150,7 @@ class Attempt:
             started = started or self._all_started() or self._beat_at is not None
             if now - begun > CHORES:
                 self.idle()
+            self._tell_who_is_late(now - begun)
             if self._asked(now):
                 return {}
             bad, all_over = self._ended()
@@ -239,6 +243,21 @@ class Attempt:
 
     def _all_started(self) -> bool:
         return len(_numbers(self.run.ranks)) >= self.ranks
+
+    def _tell_who_is_late(self, seconds: float) -> None:
+        """Says once that ranks take long to start, or to meet: nothing else watches them before they have met."""
+        limit = MEETING if self.config.watchdog is None else self.config.watchdog
+        if self._met_or_told or self._beat_at is not None or not limit or seconds < limit:
+            self._met_or_told |= self._beat_at is not None
+            return
+        self._met_or_told = True
+        there = {int(record.partition(".")[0]) for record in _numbers(self.run.ranks)}
+        away = [rank for rank in range(self.ranks) if rank not in there]
+        if away:
+            what = f"{judge.name(away)} {'has' if len(away) == 1 else 'have'} not been started"
+        else:
+            what = "the ranks have not met: they are in MPI_Init or before, or the program does not use odyssey"
+        self.say(f"attempt {self.run.attempt}: after {seconds:.0f} s {what}")
 
     def _ended(self) -> tuple[ends.End | None, bool]:
         """The failure that came first, and whether all ranks have ended."""
