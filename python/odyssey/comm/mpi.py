@@ -464,8 +464,8 @@ class _Received(Waiting):
         return f"rank {self._source} did not send it; see what it does instead"
 
     def _look(self) -> bool:
-        if not self._comm._exits.ended(self._source):
-            return False
+        if self._letter is None or not self._comm._exits.ended(self._source):
+            return False  # behind a letter the data are on their way, however long that takes
         self._suspect += 1
         if self._suspect > 3:
             error = CollectiveError(f"[comm] rank {self._source} has ended; {self._text} waits for it for ever")
