@@ -199,6 +199,7 @@ def _leave_before_mpi() -> None:
             _say(f"{line}, before the ranks met; all are ended", "", launcher.rank())
         record(code, line)
         _flush(sys.stdout)
+        taken(2)
         end_before_mpi(code)
 
 
