@@ -237,6 +237,15 @@ def test_a_started_rank_leaves_what_is_the_launcher_s(odyssey_command, fake, con
         assert "--ranks 4 is given, but the ranks were started already" in done.err
 
 
+@pytest.mark.parametrize(("key", "option"), [("ranks = 4", "-n"), ("run-dir = 'r'", "--run-dir")])
+@pytest.mark.parametrize("form", ["--config {}", "--config={}"])
+def test_a_launcher_refuses_what_the_file_of_ranks_says_too_late(odyssey_command, config, key, option, form):
+    path = config(f"seed = 7\n{key}\n")
+    done = odyssey_command("launch", "-n", 2, "train", "--seed", 1, *form.format(path).split())
+    assert done.code == 64 and done.err.count("\n") == 1
+    assert f"has {key.split()[0]}, which is too late" in done.err and f"`odyssey launch {option}`" in done.err
+
+
 def test_missing_config(odyssey_command, tmp_path):
     done = odyssey_command("train", "--config", tmp_path / "none.toml")
     assert done.code == 65

@@ -60,6 +60,8 @@ def command(
     from odyssey.launch.config import parse_elastic
     from odyssey.launch.hosts import parse_hostfile, parse_hosts
 
+    if script == "train":
+        _check_configuration(arguments)
     if hosts is not None and hostfile is not None:
         raise ConfigError("[launch] --hosts and --hostfile are both given; give one")
     machines = parse_hosts(hosts) if hosts is not None else parse_hostfile(hostfile) if hostfile is not None else ()
@@ -70,3 +72,19 @@ def command(
         **given,
     )
     sys.exit(DistributedLauncher(config).launch(script, *arguments))
+
+
+def _check_configuration(words: tuple[str, ...]) -> None:
+    """Refuses a configuration file of `train` that says what only this command can do."""
+    from odyssey.commands import train
+    from odyssey.configfile import read_config
+    from odyssey.errors import ConfigError
+
+    for name, option in (("ranks", "-n"), ("run_dir", "--run-dir")):
+        for word, following in zip(words, (*words[1:], ""), strict=True):
+            path = following if word == "--config" else word.removeprefix("--config=")
+            if path != word and name in read_config(Path(path), train.command.params):
+                raise ConfigError(
+                    f"[launch] {path} has {name.replace('_', '-')}, which is too late for ranks that are started; give "
+                    f"`odyssey launch {option}` and take it out, or use `odyssey train --config`"
+                )
