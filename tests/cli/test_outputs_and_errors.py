@@ -173,7 +173,7 @@ def test_error_of_all_ranks_is_printed_by_the_first(odyssey_command, fake, rank,
     fake.world.rank, fake.world.size = rank, 4
     fake.error = ConfigError("all")
     fake.error.everywhere = True
-    fake.world.barrier_start = Request  # all came
+    fake.world.meet_start = Request  # all came
     done = odyssey_command("train", "--no-progress")
     assert done.err == line
     assert done.code == 64
@@ -186,10 +186,10 @@ def test_error_of_all_ranks_that_some_do_not_have(odyssey_command, fake, rank, l
     fake.error = ConfigError("all")
     fake.error.everywhere = True
 
-    def barrier_start():
+    def meet_start():
         raise CollectiveError("another rank is elsewhere")
 
-    fake.world.barrier_start = barrier_start
+    fake.world.meet_start = meet_start
     done = odyssey_command("train", "--no-progress")
     assert done.err == line
     assert fake.world.aborted == [64]
