@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,9 @@ import pytest
 import odyssey
 
 sys.path.append(str(Path(__file__).parent))  # for `from beds import faults`, in tests and in scripts that they start
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a shell's background; a launcher would go on ignoring it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class Launch:
