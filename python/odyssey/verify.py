@@ -238,7 +238,7 @@ class Result:
             return f"FAILED  {self.error}"
         if self.difference:
             return f"DIFFERS  {self.difference}"
-        return f"same bits  {self.values:,} values in {self.steps} steps"
+        return f"same bits  {self.values:,} values in {self.steps} step{'s' * (self.steps != 1)}"
 
     def json(self) -> dict[str, Any]:
         """For machines."""
