@@ -246,6 +246,14 @@ def test_a_launcher_refuses_what_the_file_of_ranks_says_too_late(odyssey_command
     assert f"has {key.split()[0]}, which is too late" in done.err and f"`odyssey launch {option}`" in done.err
 
 
+@pytest.mark.parametrize("words", [[], ["--config"], ["--seed", "7"]])
+def test_a_launcher_starts_what_has_no_such_file(odyssey_command, monkeypatch, words):
+    started = []
+    monkeypatch.setattr("odyssey.launch.DistributedLauncher.launch", lambda self, *given: started.append(given) or 0)
+    assert odyssey_command("launch", "-n", 2, "train", *words).code == 0
+    assert started == [("train", *words)]
+
+
 def test_missing_config(odyssey_command, tmp_path):
     done = odyssey_command("train", "--config", tmp_path / "none.toml")
     assert done.code == 65

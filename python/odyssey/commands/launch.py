@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from pathlib import Path
 from typing import Any
@@ -80,10 +81,12 @@ def _check_configuration(words: tuple[str, ...]) -> None:
     from odyssey.configfile import read_config
     from odyssey.errors import ConfigError
 
-    for name, option in (("ranks", "-n"), ("run_dir", "--run-dir")):
-        for word, following in zip(words, (*words[1:], ""), strict=True):
-            path = following if word == "--config" else word.removeprefix("--config=")
-            if path != word and name in read_config(Path(path), train.command.params):
+    files = [following for word, following in itertools.pairwise(words) if word == "--config"]
+    files += [word.removeprefix("--config=") for word in words if word.startswith("--config=")]
+    for path in files:
+        given = read_config(Path(path), train.command.params)
+        for name, option in (("ranks", "-n"), ("run_dir", "--run-dir")):
+            if name in given:
                 raise ConfigError(
                     f"[launch] {path} has {name.replace('_', '-')}, which is too late for ranks that are started; give "
                     f"`odyssey launch {option}` and take it out, or use `odyssey train --config`"
