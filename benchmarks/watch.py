@@ -27,6 +27,8 @@ from typing import Any
 import common
 import numpy as np
 
+from odyssey.callbacks import Callback
+
 TURNS = {  # name -> what is on
     "off": (),
     "slots": ("slots",),
@@ -42,11 +44,11 @@ class Switch:
 
     def __init__(self) -> None:
         from odyssey.comm import base, mpi, shm
-        from odyssey.watch import slot
+        from odyssey.process import slot
 
         self.watcher = watcher()
         self.slot, self.on = slot, {name: getattr(slot, name) for name in SLOT}
-        self.places = [(m, n, getattr(m, n)) for m in (base, mpi, shm) for n in ("site", "describe")]
+        self.places = [(m, n, getattr(m, n)) for m in (base, mpi, shm) for n in ("caller_location", "describe")]
         self.repeated = [
             (call, call._all, call._head.requests)
             for part in gc.get_objects()
@@ -75,10 +77,9 @@ class Switch:
             setattr(self.slot, name, function if "slots" in parts else (lambda *_: "compute"))
         if self.watcher is not None:
             os.kill(self.watcher, signal.SIGCONT if "watcher" in parts else signal.SIGSTOP)
-        code = (lambda: 0).__code__
         compared = "comparison" in parts
         for module, name, function in self.places:
-            off: Any = (lambda depth: (code, 0)) if name == "site" else (lambda *_: (1, "off at off:0"))
+            off: Any = (lambda depth: ("off", 0)) if name == "caller_location" else (lambda *_: (1, "off at off:0"))
             setattr(module, name, function if compared else off)
         for kind, name, function in self.mpi:
             off = (lambda *_: None) if name == "_send_header" else (lambda *_: [])
@@ -90,7 +91,7 @@ class Switch:
 
 def watcher() -> int | None:
     """The pid of the watcher that this process has started, which is no child of it; None of the other ranks."""
-    from odyssey.watch.entry import MARK
+    from odyssey.process.entry import MARK
 
     mine = f"{MARK}={os.getpid()}".encode()
     for path in Path("/proc").glob("[0-9]*/cmdline"):
@@ -102,20 +103,34 @@ def watcher() -> int | None:
     return None
 
 
+class Ends(Callback):
+    """When steps ended."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def on_step_end(self, context: Any) -> None:
+        self.times.append(time.perf_counter())
+
+
 def rank(options: Any) -> None:
     """One rank of the job."""
     from odyssey import DistributedTrainer, comm, data, nn, optim
-    from odyssey.session import Saving, Session
-    from odyssey.trainer import History
+    from odyssey.callbacks import Context
+    from odyssey.session import Session
+    from odyssey.trainable import Saving
 
     world = comm.world(options.backend)
     nn.manual_seed(0)
     loader = data.DataLoader(data.load("mnist", train=True), batch_size=options.batch * world.size, shuffle=True)
     trainer = DistributedTrainer(nn.LeNet5(), optim.SGD(lr=0.01), comm=world, threads=1)
     batch = next(iter(loader))
-    history = History()
-    session = Session(trainer, loader, 1, None, Saving(every=10**9), history)
+    trainer.context = context = Context(trainer, epochs=1, saving=Saving(every=10**9))
+    session = Session(trainer, loader, context)
     session.begin()
+    listeners = trainer._listeners(session)
+    context.callbacks = listeners
+    context.emit("on_fit_start")
     time.sleep(1)  # the watcher has found its place
     switch = Switch()
     if world.rank == 0 and switch.watcher is None:
@@ -125,14 +140,14 @@ def rank(options: Any) -> None:
     seconds: dict[str, list[float]] = {name: [] for name in TURNS}
     used: dict[str, list[float]] = {name: [] for name in TURNS}
     single: dict[str, list[float]] = {name: [] for name in TURNS}
-    ends: list[float] = []
+    ends = Ends()
 
     def turn() -> tuple[float, float]:
         """Seconds of a step, and of processor time of all."""
         world.barrier()
-        ends.clear()
+        ends.times.clear()
         start, before = time.perf_counter(), switch.used()
-        trainer.take_steps(iter([batch] * options.steps), options.steps, lambda *_: ends.append(time.perf_counter()))
+        trainer.take_steps(iter([batch] * options.steps), options.steps)
         took, busy = time.perf_counter() - start, switch.used() - before
         most, total = world.all_reduce(np.array([took]), "max")[0], world.all_reduce(np.array([busy]))[0]
         return float(most) / options.steps, float(total) / options.steps
@@ -143,12 +158,15 @@ def rank(options: Any) -> None:
             world.barrier()
             switch(TURNS[name])
             trainer._session = session if "session" in TURNS[name] else None
+            context.callbacks = [*(listeners if trainer._session else ()), ends]
             took, busy = turn()
             if round_ >= 2:
                 seconds[name].append(took)
                 used[name].append(busy)
-                single[name] += np.diff(ends).tolist()
+                single[name] += np.diff(ends.times).tolist()
     switch(("slots", "watcher", "comparison"))
+    context.callbacks = listeners
+    context.emit("on_fit_end")
     session.close()
     if world.rank == 0:
         options.rank.write_text(json.dumps({"seconds": seconds, "used": used, "single": single, "backend": world.name}))

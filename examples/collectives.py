@@ -17,20 +17,24 @@ from odyssey import distributed as dist
 
 
 def allreduce_example() -> Tensor:
-    """The sum over ranks, as a new tensor; the input stays as it is."""
+    """The sum over ranks, in place."""
     tensor = Tensor(np.arange(3) + dist.get_rank())
-    return dist.all_reduce(tensor, op=dist.ReduceOp.SUM)
+    dist.all_reduce(tensor, op=dist.ReduceOp.SUM)
+    return tensor
 
 
 def allgather_example() -> list[Tensor]:
     """The tensors of all ranks, in their order."""
-    return dist.all_gather(Tensor([float(dist.get_rank())]))
+    gathered = [Tensor(np.zeros(1)) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, Tensor([float(dist.get_rank())]))  # without the list it returns a new one
+    return gathered
 
 
 def broadcast_example() -> Tensor:
     """Rank 0's tensor on all ranks, in place."""
     tensor = Tensor([3.0, 1.0, 4.0]) if dist.get_rank() == 0 else Tensor(np.zeros(3))
-    return dist.broadcast(tensor, src=0, out=tensor)
+    dist.broadcast(tensor, src=0)
+    return tensor
 
 
 def groups_example() -> float:

@@ -6,9 +6,10 @@ Functions take addresses and sizes and return numbers; nothing here computes.
 from std.runtime import initialize_runtime
 
 from kernels.fingerprint import fingerprint_runs
-from kernels.lanes import BytePtr, LANES
-from kernels.layout import LongPtr
+from kernels.lanes import BytePtr, LANES, LongPtr
 from kernels.lowp import HAS_BF16
+from kernels.op import addresses, describe, scratch_of
+from kernels.record import ContextPtr, RECORD, STATS
 from kernels.shared_reduce import (
     JobPtr,
     TeamPtr,
@@ -17,9 +18,9 @@ from kernels.shared_reduce import (
     reduce_buffers,
     wait,
 )
-from shared.training.executor import StepPtr, run_program, run_step
-from shared.training.ops import NAMES
-from shared.training.record import ContextPtr, RECORD, ROWS, STATS
+from shared.training.executor import StepPtr, run_program, run_shared
+from shared.training.helpers import make_pool
+from shared.training.ops import ops
 
 
 @export
@@ -30,7 +31,7 @@ def odyssey_init() abi("C"):
 
 @export
 def odyssey_constant(which: Int) abi("C") -> Int:
-    """LANES (0), RECORD (1), STATS (2), ROWS (3), the number of ops (4), whether the target multiplies bf16 (5).
+    """LANES (0), RECORD (1), STATS (2), whether the target multiplies bf16 (3).
     """
     if which == 0:
         return LANES
@@ -38,35 +39,57 @@ def odyssey_constant(which: Int) abi("C") -> Int:
         return RECORD
     elif which == 2:
         return STATS
-    elif which == 3:
-        return ROWS
-    elif which == 5:
-        return Int(HAS_BF16)
-    return len(materialize[NAMES]())
+    return Int(HAS_BF16)
 
 
 @export
-def odyssey_op_name(op: Int, text: BytePtr, size: Int) abi("C") -> Int:
-    """Writes the name of an op (at most `size` bytes); returns its length."""
-    var name = materialize[NAMES]()[op]
-    var bytes = name.as_bytes()
-    for i in range(min(len(bytes), size)):
-        text[unsafe_offset=i] = bytes[i]
-    return len(bytes)
+def odyssey_ops() abi("C") -> Int:
+    """How many ops there are."""
+    return len(ops())
+
+
+@export
+def odyssey_op(op: Int, text: BytePtr, size: Int) abi("C") -> Int:
+    """Writes name, roles and traits of an op (op.describe); returns the length.
+    """
+    return describe(ops(), op, text, size)
+
+
+@export
+def odyssey_kernels() abi("C") -> LongPtr:
+    """Addresses of the kernel and of the scratch function of each op (op.addresses).
+    """
+    return addresses(ops())
+
+
+@export
+def odyssey_scratch(table: LongPtr, record: LongPtr) abi("C") -> Int:
+    """Bytes of scratch memory that a record wants."""
+    return scratch_of(table, record, 1, 1)
 
 
 @export
 def odyssey_run(
-    program: LongPtr, records: Int, bases: LongPtr, ctx: ContextPtr
+    table: LongPtr,
+    program: LongPtr,
+    records: Int,
+    bases: LongPtr,
+    ctx: ContextPtr,
 ) abi("C") -> Int:
     """Runs a program (executor.run_program)."""
-    return run_program(program, records, bases, ctx[])
+    return run_program(table, program, records, bases, ctx)
 
 
 @export
-def odyssey_step(step: StepPtr) abi("C") -> Int:
-    """Runs all shards of a step (executor.run_step)."""
-    return run_step(step[])
+def odyssey_helpers() abi("C") -> Int:
+    """Memory for the helpers of this process (helpers.make_pool)."""
+    return make_pool()
+
+
+@export
+def odyssey_step(step: StepPtr, helpers: Int) abi("C") -> Int:
+    """Runs all shards of a step (executor.run_shared)."""
+    return run_shared(step[], helpers)
 
 
 @export

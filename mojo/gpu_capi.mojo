@@ -8,11 +8,13 @@ from std.runtime import initialize_runtime
 from std.sys import size_of
 
 from kernels.gpu.fingerprint import fingerprint, fingerprint_scratch
-from kernels.gpu.launch import LongPtr, StepContext
+from kernels.gpu.launch import StepContext
 from kernels.gpu.reduce import fixed_squares, largest, tree_sum_strided
-from kernels.lanes import BytePtr, IntPtr, Ptr
+from kernels.lanes import BytePtr, IntPtr, LongPtr, Ptr
+from kernels.op import addresses, describe
 from max.gpu.host import DeviceContext
 from shared.training.gpu import Gpu, GpuStepPtr
+from shared.training.gpu_ops import gpu_ops
 
 comptime GpuPtr = Pointer[Gpu, MutUntrackedOrigin]
 
@@ -43,6 +45,26 @@ def odyssey_gpu_count() abi("C") -> Int:
 def odyssey_gpu_context_size() abi("C") -> Int:
     """Bytes of a StepContext, to compare."""
     return size_of[StepContext]()
+
+
+@export
+def odyssey_gpu_ops() abi("C") -> Int:
+    """How many ops there are."""
+    return len(gpu_ops())
+
+
+@export
+def odyssey_gpu_op(op: Int, text: BytePtr, size: Int) abi("C") -> Int:
+    """Writes name, roles and traits of an op (op.describe); returns the length.
+    """
+    return describe(gpu_ops(), op, text, size)
+
+
+@export
+def odyssey_gpu_kernels() abi("C") -> LongPtr:
+    """Addresses of the launcher and of the scratch function of each op (op.addresses).
+    """
+    return addresses(gpu_ops())
 
 
 @export

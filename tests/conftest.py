@@ -1,4 +1,8 @@
-"""Commands as a user starts them: this environment's interpreter and launcher, one process or several."""
+"""What kind each test is, and commands as a user starts them: this environment's interpreter, one process or several.
+
+A test is `unit` unless KINDS says otherwise, and one that is unit may start no process: that fails it. So the quick
+tests stay quick, and the table stays true.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +23,87 @@ sys.path.append(str(Path(__file__).parent))  # for `from beds import faults`, in
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a shell's background; a launcher would go on ignoring it
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+#: What tests need, by the longest beginning of their path. unit: nothing but this process and compiled kernels.
+KINDS = {
+    "tests/beds/": "bed",  # network namespaces, a SLURM
+    "tests/building/": "compile",
+    "tests/checkpoints/test_faults.py": "procs",
+    "tests/checkpoints/test_inspect.py": "procs",
+    "tests/checkpoints/test_store.py": "procs",
+    "tests/cli/test_processes.py": "procs",
+    "tests/comm/": "procs",
+    "tests/data/test_datasets.py": "procs",
+    "tests/e2e/": "procs",
+    "tests/examples/": "procs",
+    "tests/faults/": "procs",
+    "tests/fuzz/": "procs",
+    "tests/gpu/": "compile",
+    "tests/kernels/test_samples.py": "compile",
+    "tests/kernels/test_step.py": "procs",
+    "tests/kernels/test_targets.py": "compile",
+    "tests/kernels/test_own_ops.py": "compile",
+    "tests/launch/": "procs",
+    "tests/mojo/": "compile",
+    "tests/mpi/": "procs",
+    "tests/packaging/": "procs",
+    "tests/preflight/": "procs",
+    "tests/python/test_layers.py": "procs",
+    "tests/python/test_settings.py": "procs",
+    "tests/python/test_tensor.py": "procs",
+    "tests/resume/": "procs",
+    "tests/security/": "procs",
+    "tests/steplog/": "procs",
+    "tests/watch/": "procs",
+}
+_unit: str | None = None  # the unit test that is running
+_started: list[str] = []  # processes that it started
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        path = item.location[0]
+        item.add_marker(KINDS.get(max((p for p in KINDS if path.startswith(p)), key=len, default=""), "unit"))
+
+
+def _hear(event: str, arguments: tuple) -> None:
+    if _unit is not None and event in ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn"):
+        _started.append(f"{event} {arguments[1] if event == 'subprocess.Popen' else ''}".strip())
+
+
+sys.addaudithook(_hear)  # cannot be taken away again: it looks at _unit first
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item):
+    return (yield from _alone(item))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item):
+    return (yield from _alone(item))
+
+
+def _alone(item: pytest.Item):
+    """Fails a unit test that starts a process."""
+    global _unit
+    _started.clear()
+    _unit = item.nodeid if item.get_closest_marker("unit") else None
+    try:
+        result = yield
+    finally:
+        _unit = None
+    if _started:
+        pytest.fail(f"a unit test started a process: {_started[0][:200]}; name its file in KINDS of tests/conftest.py")
+    return result
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Of -n auto, as pyproject.toml has it: the whole suite runs side by side, as most of it waits for processes."""
+    if config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
+        return 0  # a file or folder: starting workers would take longer than they save
+    return 3 * len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 4
 
 
 class Launch:

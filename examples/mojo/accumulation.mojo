@@ -1,6 +1,6 @@
 """Gradient accumulation: several batches of the loader make one step, the same step as with one batch of them all.
 
-    mojo run -I mojo -I . examples/mojo/accumulation.mojo --steps 20
+    mojo run -I . examples/mojo/accumulation.mojo --steps 20
 
 Prints the weights after training with 4 x 32 samples and with 128: they are the same bits, because a step divides once,
 by all its samples, and adds its shards along one tree. The last step of an epoch, of fewer batches, is right as well.

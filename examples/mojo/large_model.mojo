@@ -1,6 +1,6 @@
 """Model parallelism by hand: each layer on a place of its own, activations moved between them; the places are types.
 
-    mojo run -I mojo -I . examples/mojo/large_model.mojo --steps 200
+    mojo run -I . examples/mojo/large_model.mojo --steps 200
     mpirun -n 3 ./large_model
 
 Leave one `.to[...]()` out and it does not compile: "the input is on another device than the layer". The weights are

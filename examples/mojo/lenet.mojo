@@ -1,7 +1,7 @@
 """LeNet-5 on MNIST in Mojo, alone or on several ranks: the weights of `python -m odyssey.train`, to the last bit.
 
-    mojo run -I mojo -I . examples/mojo/lenet.mojo --steps 200
-    mojo build -I mojo -I . examples/mojo/lenet.mojo -o lenet
+    mojo run -I . examples/mojo/lenet.mojo --steps 200
+    mojo build -I . examples/mojo/lenet.mojo -o lenet
     mpirun -n 4 ./lenet --epochs 2
 
 Options: --data-dir, --epochs, --steps, --seed, --batch-size, --accumulation-steps, --threads, --no-eval; --checkpoint-dir and

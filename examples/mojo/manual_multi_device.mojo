@@ -1,6 +1,6 @@
 """Data parallelism by hand: copies of a model, a batch cut into pieces, gradients averaged, steps.
 
-    mojo run -I mojo -I . examples/mojo/manual_multi_device.mojo --devices 4
+    mojo run -I . examples/mojo/manual_multi_device.mojo --devices 4
 
 All copies start from the same weights and must end with the same weights. What it is not: parallel (one copy computes
 after the other), or what to use: a DistributedTrainer does all of this, with the same bits on any number of devices.
@@ -43,7 +43,6 @@ def manual_multi_device() raises:
         models.append(Engine(LeNet5(), seed=0))  # all copies start alike
         models[k].to(device=k)
         optimizers.append(SGD(lr=0.1))
-        optimizers[k].bind(models[k].parameters.size)
     var loader = DataLoader(
         mnist(train=True), 128, shuffle=True, drop_last=True
     )

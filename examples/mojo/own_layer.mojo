@@ -1,6 +1,6 @@
 """A layer and a model of one's own: structs with a forward(). Nobody writes a backward pass.
 
-    mojo run -I mojo -I . examples/mojo/own_layer.mojo --steps 200
+    mojo run -I . examples/mojo/own_layer.mojo --steps 200
     mpirun -n 4 ./own_layer
 """
 

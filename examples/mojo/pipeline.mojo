@@ -1,6 +1,6 @@
 """A model as a row of stages, each on its place, computed in micro-batches of eight samples.
 
-    mojo run -I mojo -I . examples/mojo/pipeline.mojo --steps 50
+    mojo run -I . examples/mojo/pipeline.mojo --steps 50
     mpirun -n 3 ./pipeline
 
 On three ranks each has one stage; one process computes them in a row. The weights are those of examples/pipeline.py:

@@ -5,8 +5,10 @@ The mask is not stored: backward draws the same numbers again.
 
 from std.math import iota
 
-from .lanes import F32, Ptr, load, store
+from .lanes import F32, LANES, Ptr, load, store
 from .random import U32, philox, unit
+from .op import Op, by_layout
+from .record import Record
 
 
 def dropout[
@@ -44,3 +46,24 @@ def dropout[
                 store[L](
                     y, i, kept.select(load[L](x, i) * keep, SIMD[F32, L](0))
                 )
+
+
+def _dropout[L: Int](r: Record):
+    ref ctx = r.context[]
+    dropout[L](
+        r.ptr(1),
+        r.ptr(2),
+        r.int(3),
+        r.int(4),
+        r.float(5),
+        ctx.seed,
+        UInt32(ctx.step),
+        UInt32(ctx.first),
+        UInt32(r.int(6)),
+    )
+
+
+def ops() -> List[Op]:
+    """The op of this file."""
+    comptime kernel = by_layout[_dropout[LANES], _dropout[1]]
+    return [Op("dropout", "y; x; G, F, p, layer", kernel)]

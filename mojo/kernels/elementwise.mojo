@@ -1,34 +1,35 @@
-"""Elementwise ops: activations, sums, products. n counts floats and may be any number.
+"""Elementwise ops, once for all devices: activations with their gradients, sums, products. n may be any number of floats.
 
-Each activation is one function of a vector and one for its gradient in terms of y, so that nothing but y is saved.
+An activation is one function of a vector and one of (dy, saved) for its gradient, where `saved` is x or y.
 """
 
-from std.math import exp as _exp
-from std.math import tanh as _tanh
-from std.utils.numerics import isnan
+from std.memory import unsafe_memcpy
 
-from .lanes import F32, LANES, Ptr, Vec, load, store, madd
-
-# --- the functions ---------------------------------------------------------------
-
-
-@always_inline
-def exp[w: SIMDLength, //](x: SIMD[F32, w]) -> SIMD[F32, w]:
-    """The library's exp, which turns NaN into a number, with NaN kept: a training that left the numbers must show it.
-    """
-    return isnan(x).select(x, _exp(x))
+from .functions import clamp, erf, exp, tanh
+from .lanes import F32, LANES, Ptr, Vec, load, madd, store
+from .op import Device, Op, OpOf, call, map2
+from .record import Record
 
 
-@always_inline
-def tanh[w: SIMDLength, //](x: SIMD[F32, w]) -> SIMD[F32, w]:
-    """The library's tanh with NaN kept, as for exp."""
-    return isnan(x).select(x, _tanh(x))
+# --- activations and their gradients ----------------------------------------------------------------------------------
 
 
 @always_inline
 def relu[w: Int](x: SIMD[F32, w]) -> SIMD[F32, w]:
     """Zero for negative x; NaN stays NaN."""
     return x.lt(0).select(SIMD[F32, w](0), x)
+
+
+@always_inline
+def relu_gradient[w: Int](dy: SIMD[F32, w], y: SIMD[F32, w]) -> SIMD[F32, w]:
+    """Passes dy where y > 0."""
+    return y.gt(0).select(dy, SIMD[F32, w](0))
+
+
+@always_inline
+def tanh_gradient[w: Int](dy: SIMD[F32, w], y: SIMD[F32, w]) -> SIMD[F32, w]:
+    """Of y = tanh(x)."""
+    return dy * (1 - y * y)
 
 
 @always_inline
@@ -39,131 +40,110 @@ def sigmoid[w: Int](x: SIMD[F32, w]) -> SIMD[F32, w]:
     return x.lt(0).select(e, SIMD[F32, w](1)) / (1 + e)
 
 
-# --- one loop for all ---------------------------------------------------------------
+@always_inline
+def sigmoid_gradient[w: Int](dy: SIMD[F32, w], y: SIMD[F32, w]) -> SIMD[F32, w]:
+    """Of y = sigmoid(x)."""
+    return dy * y * (1 - y)
 
 
 @always_inline
-def _map[
-    F: def[w: Int](SIMD[F32, w]) -> SIMD[F32, w], //
-](f: F, y: Ptr, x: Ptr, n: Int):
-    var i = 0
-    while i + LANES <= n:
-        store(y, i, f[LANES](load(x, i)))
-        i += LANES
-    while i < n:
-        y[unsafe_offset=i] = f[1](SIMD[F32, 1](x[unsafe_offset=i]))
-        i += 1
+def gelu[w: Int](x: SIMD[F32, w]) -> SIMD[F32, w]:
+    """x times the share of a normal distribution that lies below x."""
+    return x * (0.5 + 0.5 * erf(x * Float32(0.7071067811865476)))
 
 
 @always_inline
-def _map2[
-    F: def[w: Int](SIMD[F32, w], SIMD[F32, w]) -> SIMD[F32, w], //
-](f: F, y: Ptr, a: Ptr, b: Ptr, n: Int):
-    var i = 0
-    while i + LANES <= n:
-        store(y, i, f[LANES](load(a, i), load(b, i)))
-        i += LANES
-    while i < n:
-        y[unsafe_offset=i] = f[1](
-            SIMD[F32, 1](a[unsafe_offset=i]), SIMD[F32, 1](b[unsafe_offset=i])
-        )
-        i += 1
+def gelu_gradient[w: Int](dy: SIMD[F32, w], x: SIMD[F32, w]) -> SIMD[F32, w]:
+    # From 16 on the density is 0; infinity times it would be no number.
+    var v = clamp(x, 16)
+    var density = exp(-0.5 * v * v) * Float32(0.3989422804014327)
+    return dy * (0.5 + 0.5 * erf(x * Float32(0.7071067811865476)) + v * density)
 
 
-# --- activations -----------------------------------------------------------------------
+@always_inline
+def silu[w: Int](x: SIMD[F32, w]) -> SIMD[F32, w]:
+    """x sigmoid(x); 0 for minus infinity."""
+    return x.lt(-88).select(SIMD[F32, w](-88), x) * sigmoid(x)
 
 
-def relu_forward(y: Ptr, x: Ptr, n: Int):
-    """Computes y = max(x, 0)."""
-
-    def f[w: Int](v: SIMD[F32, w]) {} -> SIMD[F32, w]:
-        return relu[w](v)
-
-    _map(f, y, x, n)
+@always_inline
+def silu_gradient[w: Int](dy: SIMD[F32, w], x: SIMD[F32, w]) -> SIMD[F32, w]:
+    var s = sigmoid(x)
+    return dy * s * (1 + clamp(x, 80) * (1 - s))
 
 
-def relu_backward(dx: Ptr, dy: Ptr, y: Ptr, n: Int):
-    """Passes dy where y > 0."""
-
-    def f[w: Int](d: SIMD[F32, w], v: SIMD[F32, w]) {} -> SIMD[F32, w]:
-        return v.gt(0).select(d, SIMD[F32, w](0))
-
-    _map2(f, dx, dy, y, n)
+# --- arithmetic -------------------------------------------------------------------------------------------------------
 
 
-def tanh_forward(y: Ptr, x: Ptr, n: Int):
-    """Computes y = tanh(x)."""
-
-    def f[w: Int](v: SIMD[F32, w]) {} -> SIMD[F32, w]:
-        return tanh(v)
-
-    _map(f, y, x, n)
+@always_inline
+def _tanh[w: Int](x: SIMD[F32, w]) -> SIMD[F32, w]:
+    return tanh(x)
 
 
-def tanh_backward(dx: Ptr, dy: Ptr, y: Ptr, n: Int):
-    """Computes dx = dy (1 - y^2)."""
-
-    def f[w: Int](d: SIMD[F32, w], v: SIMD[F32, w]) {} -> SIMD[F32, w]:
-        return d * (1 - v * v)
-
-    _map2(f, dx, dy, y, n)
+@always_inline
+def _add[w: Int](a: SIMD[F32, w], b: SIMD[F32, w]) -> SIMD[F32, w]:
+    return a + b
 
 
-def sigmoid_forward(y: Ptr, x: Ptr, n: Int):
-    """Computes y = 1 / (1 + exp(-x))."""
-
-    def f[w: Int](v: SIMD[F32, w]) {} -> SIMD[F32, w]:
-        return sigmoid[w](v)
-
-    _map(f, y, x, n)
+@always_inline
+def _multiply[w: Int](a: SIMD[F32, w], b: SIMD[F32, w]) -> SIMD[F32, w]:
+    return a * b
 
 
-def sigmoid_backward(dx: Ptr, dy: Ptr, y: Ptr, n: Int):
-    """Computes dx = dy y (1 - y)."""
-
-    def f[w: Int](d: SIMD[F32, w], v: SIMD[F32, w]) {} -> SIMD[F32, w]:
-        return d * v * (1 - v)
-
-    _map2(f, dx, dy, y, n)
+@always_inline
+def _scale[w: Int](x: SIMD[F32, w], a: Float32) -> SIMD[F32, w]:
+    return x * a
 
 
-# --- arithmetic ---------------------------------------------------------------------------
+def maps[D: Device]() -> List[OpOf[D.Run]]:
+    """The ops that are one function of vectors."""
+    return [
+        OpOf("relu_forward", "y; x; n", D.map[relu](), "features"),
+        OpOf(
+            "relu_backward", "dx; dy, y; n", D.map[relu_gradient](), "features"
+        ),
+        OpOf("tanh_forward", "y; x; n", D.map[_tanh](), "features"),
+        OpOf(
+            "tanh_backward", "dx; dy, y; n", D.map[tanh_gradient](), "features"
+        ),
+        OpOf("sigmoid_forward", "y; x; n", D.map[sigmoid](), "features"),
+        OpOf(
+            "sigmoid_backward",
+            "dx; dy, y; n",
+            D.map[sigmoid_gradient](),
+            "features",
+        ),
+        OpOf("gelu_forward", "y; x; n", D.map[gelu](), "features"),
+        OpOf(
+            "gelu_backward", "dx; dy, x; n", D.map[gelu_gradient](), "features"
+        ),
+        OpOf("silu_forward", "y; x; n", D.map[silu](), "features"),
+        OpOf(
+            "silu_backward", "dx; dy, x; n", D.map[silu_gradient](), "features"
+        ),
+        OpOf("add", "y; a, b; n", D.map[_add]()),
+        OpOf("multiply", "y; a, b; n", D.map[_multiply]()),
+        OpOf("scale", "y; x; a, n", D.map[_scale]()),
+    ]
+
+
+# --- on the CPU alone ---------------------------------------------------------------------------------------------------
 
 
 def add(y: Ptr, a: Ptr, b: Ptr, n: Int):
     """Computes y = a + b. y may be a or b."""
-
-    def f[w: Int](u: SIMD[F32, w], v: SIMD[F32, w]) {} -> SIMD[F32, w]:
-        return u + v
-
-    _map2(f, y, a, b, n)
-
-
-def multiply(y: Ptr, a: Ptr, b: Ptr, n: Int):
-    """Computes y = a b. y may be a or b."""
-
-    def f[w: Int](u: SIMD[F32, w], v: SIMD[F32, w]) {} -> SIMD[F32, w]:
-        return u * v
-
-    _map2(f, y, a, b, n)
+    map2[_add](y, a, b, n)
 
 
 def axpy(y: Ptr, x: Ptr, a: Float32, n: Int):
     """Computes y += a x."""
-
-    def f[w: Int](u: SIMD[F32, w], v: SIMD[F32, w]) {imm a} -> SIMD[F32, w]:
-        return madd(v, SIMD[F32, w](a), u)
-
-    _map2(f, y, y, x, n)
-
-
-def scale(y: Ptr, x: Ptr, a: Float32, n: Int):
-    """Computes y = a x. y may be x."""
-
-    def f[w: Int](v: SIMD[F32, w]) {imm a} -> SIMD[F32, w]:
-        return v * a
-
-    _map(f, y, x, n)
+    var i = 0
+    while i + LANES <= n:
+        store(y, i, madd(load(x, i), Vec(a), load(y, i)))
+        i += LANES
+    while i < n:
+        y[unsafe_offset=i] = madd(x[unsafe_offset=i], a, y[unsafe_offset=i])
+        i += 1
 
 
 def fill(y: Ptr, a: Float32, n: Int):
@@ -175,3 +155,21 @@ def fill(y: Ptr, a: Float32, n: Int):
     while i < n:
         y[unsafe_offset=i] = a
         i += 1
+
+
+def _copy(y: Ptr, x: Ptr, n: Int):
+    unsafe_memcpy(dest=y, src=x, count=n)
+
+
+def _loss_scale(r: Record):
+    r.ptr(1)[] = Float32(r.context[].loss_scale)
+
+
+def ops() -> List[Op]:
+    """Those with a loop of their own."""
+    return [
+        Op("axpy", "+y; x; a, n", call[axpy]),
+        Op("copy", "y; x; n", call[_copy]),
+        Op("fill", "y; ; a, n", call[fill]),
+        Op("loss_scale", "y", _loss_scale),
+    ]

@@ -35,6 +35,7 @@ comptime Vec = SIMD[F32, LANES]
 comptime Ptr = Pointer[Float32, MutUntrackedOrigin]
 comptime BytePtr = Pointer[UInt8, MutUntrackedOrigin]
 comptime IntPtr = Pointer[Int32, MutUntrackedOrigin]
+comptime LongPtr = Pointer[Int64, MutUntrackedOrigin]
 
 # How many vectors of 16 floats the register file holds: the register tiles of conv2d and linear are cut to this.
 # AVX-512: 32 registers of 16 floats. AVX2: 16 of 8, so 8 vectors. NEON: 32 of 4, so 8. SSE: 16 of 4, so 4.

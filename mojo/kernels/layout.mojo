@@ -6,9 +6,9 @@ Also padding, which is a copy here so that convolution never meets a border.
 from std.math import ceildiv, iota
 from std.sys import masked_load, masked_store
 
-from .lanes import F32, LANES, BytePtr, IntPtr, Ptr, Vec, load, store
-
-comptime LongPtr = Pointer[Int64, MutUntrackedOrigin]
+from .lanes import F32, LANES, BytePtr, IntPtr, LongPtr, Ptr, Vec, load, store
+from .op import Op, by_layout, call
+from .record import Record
 
 
 @always_inline
@@ -233,3 +233,70 @@ def pad_backward[
                         ((plane * (H + 2 * ph) + h + ph) * wide + i + pw) * L,
                     ),
                 )
+
+
+# --- ops ------------------------------------------------------------------------------------------------------------------
+
+
+def _gather[L: Int, dtype: DType](r: Record):
+    ref ctx = r.context[]
+    comptime gather = gather_rows_in_rows[dtype] if L == 1 else gather_rows[
+        dtype
+    ]
+    gather(
+        r.ptr(1),
+        Pointer[Scalar[dtype], MutUntrackedOrigin](
+            unsafe_from_address=Int(ctx.images)
+        ),
+        LongPtr(unsafe_from_address=Int(ctx.rows)),
+        Ptr(unsafe_from_address=Int(ctx.scale)),
+        Ptr(unsafe_from_address=Int(ctx.shift)),
+        Int(ctx.valid),
+        r.int(2),
+        r.int(3),
+        r.int(4),
+    )
+
+
+def _input[L: Int](r: Record):
+    if r.context[].bytes:
+        _gather[L, DType.uint8](r)
+    else:
+        _gather[L, DType.float32](r)
+
+
+def _labels[L: Int](r: Record):
+    ref ctx = r.context[]
+    gather_labels[L](
+        r.ints(1),
+        IntPtr(unsafe_from_address=Int(ctx.labels)),
+        LongPtr(unsafe_from_address=Int(ctx.rows)),
+        Int(ctx.valid),
+        r.int(2),
+    )
+
+
+def ops() -> List[Op]:
+    """The ops of this file."""
+    return [
+        Op("input", "y; ; G, F, C", by_layout[_input[LANES], _input[1]]),
+        Op("labels", "labels; ; G", by_layout[_labels[LANES], _labels[1]]),
+        Op("pack_rows", "y; x; N, F", call[pack_rows]),
+        Op("unpack_rows", "y; x; N, F", call[unpack_rows]),
+        Op(
+            "take_features",
+            "y; x; G, F, first, n",
+            call[take_features],
+            "lanes",
+        ),
+        Op(
+            "pad_forward",
+            "y; x; planes, H, W, ph, pw",
+            by_layout[call[pad_forward[LANES]], call[pad_forward[1]]],
+        ),
+        Op(
+            "pad_backward",
+            "dx; dy; planes, H, W, ph, pw",
+            by_layout[call[pad_backward[LANES]], call[pad_backward[1]]],
+        ),
+    ]

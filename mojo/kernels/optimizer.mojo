@@ -1,4 +1,7 @@
-"""Optimizer updates over a whole arena in one pass. n is the number of floats, a multiple of LANES.
+"""Optimizer updates over a run of n floats, an arena or any piece of one, in one pass.
+
+What lies behind a run may be another parameter of the same rank (a piece of a layer that several ranks share ends
+anywhere), so nothing is read or written there: the last, partial vector is masked.
 
 g is a sum over samples; `mean` = 1 / (number of samples) makes it the mean, once, here. The `*_update` functions are the
 formulas, for vectors of any width; gpu/optimizer.mojo uses them too.
@@ -7,7 +10,19 @@ formulas, for vectors of any width; gpu/optimizer.mojo uses them too.
 from std.math import sqrt
 from std.sys import is_nvidia_gpu, llvm_intrinsic
 
-from .lanes import F32, LANES, Ptr, Vec, load, store, madd
+from .lanes import (
+    F32,
+    LANES,
+    Ptr,
+    Vec,
+    load,
+    load_first,
+    store,
+    store_first,
+    madd,
+)
+from .op import Op
+from .record import Record
 
 
 @always_inline
@@ -95,7 +110,9 @@ def sgd(
     nesterov: Bool,
 ):
     """Applies sgd_update to all."""
-    for i in range(0, n, LANES):
+
+    var i = 0
+    while i + LANES <= n:
         var wi = load(w, i)
         var vi = Vec(0)
         if momentum != 0:
@@ -106,6 +123,25 @@ def sgd(
         if momentum != 0:
             store(v, i, vi)
         store(w, i, wi)
+        i += LANES
+    if i < n:
+        var wi = load_first(w, i, n - i)
+        var vi = Vec(0)
+        if momentum != 0:
+            vi = load_first(v, i, n - i)
+        sgd_update(
+            wi,
+            vi,
+            load_first(g, i, n - i),
+            mean,
+            lr,
+            momentum,
+            weight_decay,
+            nesterov,
+        )
+        if momentum != 0:
+            store_first(v, i, vi, n - i)
+        store_first(w, i, wi, n - i)
 
 
 def adam(
@@ -125,15 +161,14 @@ def adam(
     correction2: Float32,
 ):
     """Applies adam_update to all."""
-    for i in range(0, n, LANES):
-        var wi = load(w, i)
-        var mi = load(m, i)
-        var vi = load(v, i)
+
+    @always_inline
+    def update(mut wi: Vec, mut mi: Vec, mut vi: Vec, gi: Vec) {imm}:
         adam_update(
             wi,
             mi,
             vi,
-            load(g, i),
+            gi,
             mean,
             lr,
             beta1,
@@ -144,6 +179,74 @@ def adam(
             correction1,
             correction2,
         )
+
+    var i = 0
+    while i + LANES <= n:
+        var wi = load(w, i)
+        var mi = load(m, i)
+        var vi = load(v, i)
+        update(wi, mi, vi, load(g, i))
         store(m, i, mi)
         store(v, i, vi)
         store(w, i, wi)
+        i += LANES
+    if i < n:
+        var wi = load_first(w, i, n - i)
+        var mi = load_first(m, i, n - i)
+        var vi = load_first(v, i, n - i)
+        update(wi, mi, vi, load_first(g, i, n - i))
+        store_first(m, i, mi, n - i)
+        store_first(v, i, vi, n - i)
+        store_first(w, i, wi, n - i)
+
+
+def _sgd(r: Record):
+    sgd(
+        r.ptr(1),
+        r.ptr(2),
+        r.ptr(3),
+        r.int(5),
+        1 / r.ptr(4)[],
+        r.float(6),
+        r.float(7),
+        r.float(8),
+        r.int(9) != 0,
+    )
+
+
+def _adam(r: Record):
+    adam(
+        r.ptr(1),
+        r.ptr(2),
+        r.ptr(3),
+        r.ptr(4),
+        r.int(6),
+        1 / r.ptr(5)[],
+        r.float(7),
+        r.float(8),
+        r.float(9),
+        r.float(10),
+        r.float(11),
+        r.int(12) != 0,
+        r.float(13),
+        r.float(14),
+    )
+
+
+def ops() -> List[Op]:
+    """The ops of this file."""
+    return [
+        Op(
+            "sgd",
+            "+w, +v; g, samples; n, lr, momentum, weight decay, nesterov",
+            _sgd,
+        ),
+        Op(
+            "adam",
+            (
+                "+w, +m, +v; g, samples; n, lr, beta1, beta2, eps, weight"
+                " decay, decoupled, correction1, correction2"
+            ),
+            _adam,
+        ),
+    ]

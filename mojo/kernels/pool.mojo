@@ -6,7 +6,9 @@ R x T is the window, S the stride; P = (H - R) / S + 1 as for a convolution.
 from std.memory import unsafe_memset_zero
 from std.utils.numerics import isnan
 
-from .lanes import F32, BytePtr, Ptr, load, store
+from .lanes import F32, LANES, BytePtr, Ptr, load, store
+from .op import Op, by_layout
+from .record import Record
 
 
 def maxpool_forward[
@@ -191,3 +193,87 @@ def avgpool_backward[
                         var i = ((plane * H + p * S + r) * W + q * S + t) * L
                         store[L](dx, i, load[L](dx, i) + d)
                 out += L
+
+
+# --- ops ------------------------------------------------------------------------------------------------------------------
+
+
+def _max_forward[L: Int](r: Record):
+    maxpool_forward[L](
+        r.ptr(1),
+        r.bytes(2),
+        r.ptr(3),
+        r.int(4),
+        r.int(5),
+        r.int(6),
+        r.int(7),
+        r.int(8),
+        r.int(9),
+    )
+
+
+def _max_backward[L: Int, relu: Bool](r: Record):
+    maxpool_backward[L, relu](
+        r.ptr(1),
+        r.ptr(2),
+        r.bytes(3),
+        r.ptr(4),
+        r.int(5),
+        r.int(6),
+        r.int(7),
+        r.int(8),
+        r.int(9),
+        r.int(10),
+    )
+
+
+def _max_backward_op[L: Int](r: Record):
+    if r.int(11):
+        _max_backward[L, True](r)
+    else:
+        _max_backward[L, False](r)
+
+
+def _average[f: def(Ptr, Ptr, Int, Int, Int, Int, Int, Int) thin](r: Record):
+    f(
+        r.ptr(1),
+        r.ptr(2),
+        r.int(3),
+        r.int(4),
+        r.int(5),
+        r.int(6),
+        r.int(7),
+        r.int(8),
+    )
+
+
+def ops() -> List[Op]:
+    """The ops of this file. relu: the gradient of a ReLU before the pool is taken with it.
+    """
+    return [
+        Op(
+            "maxpool_forward",
+            "y, argmax; x; planes, H, W, R, T, S",
+            by_layout[_max_forward[LANES], _max_forward[1]],
+        ),
+        Op(
+            "maxpool_backward",
+            "dx; dy, argmax, y; planes, H, W, R, T, S, relu",
+            by_layout[_max_backward_op[LANES], _max_backward_op[1]],
+        ),
+        Op(
+            "avgpool_forward",
+            "y; x; planes, H, W, R, T, S",
+            by_layout[
+                _average[avgpool_forward[LANES]], _average[avgpool_forward[1]]
+            ],
+        ),
+        Op(
+            "avgpool_backward",
+            "dx; dy; planes, H, W, R, T, S",
+            by_layout[
+                _average[avgpool_backward[LANES]],
+                _average[avgpool_backward[1]],
+            ],
+        ),
+    ]

@@ -3,6 +3,8 @@ SC 2011). A number is a function of a key (the seed) and a counter (what it is f
 """
 
 from .lanes import F32, LANES, Ptr, store
+from .op import Op
+from .record import Record
 
 comptime U32 = DType.uint32
 comptime U64 = DType.uint64
@@ -57,3 +59,19 @@ def uniform(
         var r = philox[1](UInt32(block), 0, stream, 0x74696E69, seed)
         for j in range(min(4, n - 4 * block)):
             y[unsafe_offset=4 * block + j] = unit[1](r[j]) * span + low
+
+
+def _uniform(r: Record):
+    uniform(
+        r.ptr(1),
+        r.int(2),
+        UInt64(r.int(3)),
+        UInt32(r.int(4)),
+        r.float(5),
+        r.float(6),
+    )
+
+
+def ops() -> List[Op]:
+    """The op of this file."""
+    return [Op("uniform", "y; ; n, seed, stream, low, high", _uniform)]

@@ -10,6 +10,7 @@ from std.utils.numerics import inf
 from .lanes import (
     F32,
     LANES,
+    LongPtr,
     Ptr,
     Vec,
     first,
@@ -18,6 +19,8 @@ from .lanes import (
     madd,
     store,
 )
+from .op import Op, by_layout, call
+from .record import Record
 
 
 def split(n: Int) -> Int:
@@ -29,19 +32,27 @@ def split(n: Int) -> Int:
 
 
 @always_inline
-def _tree(
-    buffers: Pointer[Int64, MutUntrackedOrigin], lo: Int, n: Int, i: Int
-) -> Vec:
+def _tree[
+    w: Int
+](buffers: Pointer[Int64, MutUntrackedOrigin], lo: Int, n: Int, i: Int) -> SIMD[
+    F32, w
+]:
     if n == 1:
-        return load(Ptr(unsafe_from_address=Int(buffers[unsafe_offset=lo])), i)
-    return _tree_node(buffers, lo, n, i)
+        return load[w](
+            Ptr(unsafe_from_address=Int(buffers[unsafe_offset=lo])), i
+        )
+    return _tree_node[w](buffers, lo, n, i)
 
 
-def _tree_node(
-    buffers: Pointer[Int64, MutUntrackedOrigin], lo: Int, n: Int, i: Int
-) -> Vec:
+def _tree_node[
+    w: Int
+](buffers: Pointer[Int64, MutUntrackedOrigin], lo: Int, n: Int, i: Int) -> SIMD[
+    F32, w
+]:
     var left = split(n)
-    return _tree(buffers, lo, left, i) + _tree(buffers, lo + left, n - left, i)
+    return _tree[w](buffers, lo, left, i) + _tree[w](
+        buffers, lo + left, n - left, i
+    )
 
 
 def tree_sum(
@@ -50,11 +61,16 @@ def tree_sum(
         Int64, MutUntrackedOrigin
     ],  # addresses of n buffers of `size` floats
     n: Int,
-    size: Int,  # a multiple of LANES
+    size: Int,
 ):
     """Sums n buffers along the tree. y may be any of them."""
-    for i in range(0, size, LANES):
-        store(y, i, _tree(buffers, 0, n, i))
+    var i = 0
+    while i + LANES <= size:
+        store(y, i, _tree[LANES](buffers, 0, n, i))
+        i += LANES
+    while i < size:
+        store[1](y, i, _tree[1](buffers, 0, n, i))
+        i += 1
 
 
 def largest(y: Ptr, x: Ptr, n: Int):
@@ -136,3 +152,60 @@ def sum_lanes_backward[L: Int](dx: Ptr, dy: Ptr, N: Int, G: Int, F: Int):
         var d = live.select(SIMD[F32, L](dy[]), SIMD[F32, L](0))
         for f in range(F):
             store[L](dx, (g * F + f) * L, d)
+
+
+def _tree_sum(r: Record):
+    var buffers = LongPtr(unsafe_from_address=r.address(2))
+    tree_sum(r.ptr(1), buffers, r.int(3), r.int(4))
+
+
+def _fixed_squares(r: Record):
+    var y = LongPtr(unsafe_from_address=r.address(1))
+    fixed_squares(y, r.ptr(2), r.int(3), r.float(4))
+
+
+def _finite(r: Record):
+    if not is_finite(r.ptr(1), r.int(2)):
+        r.context[].stopped = 1
+
+
+def _stats(r: Record):
+    var total = r.ptr(1)
+    total[unsafe_offset=0] += r.ptr(2)[]
+    total[unsafe_offset=1] += Float32(r.context[].valid)
+    total[unsafe_offset=2] += r.ptr(3)[unsafe_offset=2]
+
+
+@always_inline
+def _samples(r: Record) -> Int:
+    return r.int(3) if r.int(3) >= 0 else Int(r.context[].valid)
+
+
+def _sum_lanes[L: Int](r: Record):
+    sum_lanes[L](r.ptr(1), r.ptr(2), _samples(r), r.int(4), r.int(5))
+
+
+def _sum_lanes_backward[L: Int](r: Record):
+    sum_lanes_backward[L](r.ptr(1), r.ptr(2), _samples(r), r.int(4), r.int(5))
+
+
+def ops() -> List[Op]:
+    """The ops of this file. `finite` ends the program if a number is not; N is -1 for the samples of the shard.
+    """
+    return [
+        Op("tree_sum", "y; addresses; n, size", _tree_sum),
+        Op("largest", "y; x; n", call[largest]),
+        Op("fixed_squares", "y; x; n, unit", _fixed_squares),
+        Op("finite", "; x; n", _finite),
+        Op("stats", "+totals; loss, stats", _stats, "sums"),
+        Op(
+            "sum_lanes",
+            "y; x; N, G, F",
+            by_layout[_sum_lanes[LANES], _sum_lanes[1]],
+        ),
+        Op(
+            "sum_lanes_backward",
+            "dx; dy; N, G, F",
+            by_layout[_sum_lanes_backward[LANES], _sum_lanes_backward[1]],
+        ),
+    ]

@@ -56,7 +56,7 @@ comptime TeamPtr = Pointer[Team, MutUntrackedOrigin]
 
 
 @always_inline
-def _pause():
+def pause():
     comptime if CompilationTarget.is_x86():
         llvm_intrinsic["llvm.x86.sse2.pause", NoneType]()
     else:
@@ -91,7 +91,7 @@ def slot(team: Team, rank: Int, parity: Int) -> Int:
     )
 
 
-def _futex(word: WordPtr, operation: Int, value: Int, nanoseconds: Int):
+def futex(word: WordPtr, operation: Int, value: Int, nanoseconds: Int):
     """Waits while the word has the value (operation 0), or wakes `value` waiters (1); not private to the process.
     """
     comptime if CompilationTarget.is_linux():
@@ -135,7 +135,7 @@ def arrive(mut team: Team, sequence: Int, signature: Int):
     if before + 1 == UInt32(team.ranks * team.barrier) and (
         Atomic.load(_sleepers(team)) > 0
     ):
-        _futex(_counter(team), 1, 0x7FFFFFFF, 0)
+        futex(_counter(team), 1, 0x7FFFFFFF, 0)
 
 
 def wait(team: Team, nanoseconds: Int) -> Int:
@@ -146,7 +146,7 @@ def wait(team: Team, nanoseconds: Int) -> Int:
         var spins = 0
         while spins < team.spins and _behind(team):
             for _ in range(PAUSES):
-                _pause()
+                pause()
             spins += 1
     if _behind(team):
         var end = Int(perf_counter_ns()) + nanoseconds
@@ -162,7 +162,7 @@ def wait(team: Team, nanoseconds: Int) -> Int:
             _ = Atomic.fetch_add(_sleepers(team), 1)
             var seen = Atomic.load(_counter(team))
             if Int32(seen - UInt32(team.ranks * team.barrier)) < 0:
-                _futex(_counter(team), 0, Int(seen), left)
+                futex(_counter(team), 0, Int(seen), left)
             _ = Atomic.fetch_add(_sleepers(team), 0xFFFFFFFF)  # minus 1
     return compare(team)
 

@@ -4,10 +4,9 @@ A loss is a sum and a count, never a mean: means are taken once, over the whole 
 without a sample; it counts nowhere and its gradient is 0.
 """
 
-from std.math import log
-
-from .elementwise import exp
-from .lanes import F32, IntPtr, Ptr, load, store, madd
+from .functions import exp, log
+from .lanes import F32, IntPtr, LANES, Ptr, load, store, madd
+from .op import Op, by_layout, call
 
 
 @always_inline
@@ -175,3 +174,59 @@ def nll_backward[L: Int](dx: Ptr, dloss: Ptr, labels: IntPtr, G: Int, F: Int):
                 (g * F + f) * L,
                 label.eq(Int32(f)).select(d, SIMD[F32, L](0)),
             )
+
+
+def ops() -> List[Op]:
+    """The ops of this file."""
+    return [
+        Op(
+            "softmax_forward",
+            "y; x; G, F",
+            by_layout[call[softmax_forward[LANES]], call[softmax_forward[1]]],
+        ),
+        Op(
+            "softmax_backward",
+            "dx; dy, y; G, F",
+            by_layout[call[softmax_backward[LANES]], call[softmax_backward[1]]],
+        ),
+        Op(
+            "log_softmax_forward",
+            "y; x; G, F",
+            by_layout[
+                call[log_softmax_forward[LANES]], call[log_softmax_forward[1]]
+            ],
+        ),
+        Op(
+            "log_softmax_backward",
+            "dx; dy, y; G, F",
+            by_layout[
+                call[log_softmax_backward[LANES]], call[log_softmax_backward[1]]
+            ],
+        ),
+        Op(
+            "cross_entropy_forward",
+            "stats, p; x, labels; G, F",
+            by_layout[
+                call[cross_entropy_forward[LANES]],
+                call[cross_entropy_forward[1]],
+            ],
+        ),
+        Op(
+            "cross_entropy_backward",
+            "dx; dloss, p, labels; G, F",
+            by_layout[
+                call[cross_entropy_backward[LANES]],
+                call[cross_entropy_backward[1]],
+            ],
+        ),
+        Op(
+            "nll_forward",
+            "stats; x, labels; G, F",
+            by_layout[call[nll_forward[LANES]], call[nll_forward[1]]],
+        ),
+        Op(
+            "nll_backward",
+            "dx; dloss, labels; G, F",
+            by_layout[call[nll_backward[LANES]], call[nll_backward[1]]],
+        ),
+    ]

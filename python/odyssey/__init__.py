@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOME = {
-    "DDP": "ddp",
+    "DDP": "distributed.ddp",
     "DistributedConfig": "config",
-    "DistributedDataParallel": "ddp",
+    "DistributedDataParallel": "distributed.ddp",
     "DistributedTrainer": "trainer",
     "GradScaler": "precision",
     "GradientCompression": "parallel.compression",
@@ -22,6 +22,7 @@ _HOME = {
     "Tensor": "tensor",
     "no_grad": "tensor",
     "autocast": "precision",
+    "load_ops": "own_ops",
     "from_dlpack": "tensor",
     "Device": "placement",
     "device": "placement",
@@ -42,15 +43,17 @@ _MODULES = (
     "parallel",
     "placement",
     "tensor",
+    "testing",
     "trainer",
 )
 
 if TYPE_CHECKING:
-    from . import comm, data, distributed, errors, functional, nn, optim, parallel, placement, tensor, trainer
+    from . import comm, data, distributed, errors, functional, nn, optim, parallel, placement, tensor, testing, trainer
     from .config import DistributedConfig
-    from .ddp import DDP, DistributedDataParallel
+    from .distributed.ddp import DDP, DistributedDataParallel
     from .errors import OdysseyError
     from .nn import PipelineParallel, Stage, checkpoint, manual_seed
+    from .own_ops import load_ops
     from .parallel.compression import GradientCompression
     from .parallel.mesh import Mesh
     from .placement import Device, device
@@ -81,6 +84,7 @@ __all__ = [
     "errors",
     "from_dlpack",
     "functional",
+    "load_ops",
     "manual_seed",
     "nn",
     "no_grad",
@@ -88,6 +92,7 @@ __all__ = [
     "parallel",
     "placement",
     "tensor",
+    "testing",
     "trainer",
 ]
 
@@ -105,11 +110,14 @@ def __dir__() -> list[str]:
 
 
 def _enter() -> None:
-    """A process that a launcher started as one of several ranks ends as one: watch/entry.py."""
-    from . import launcher
+    """Lets rooms hear of each other that do not know each other, and a process that a launcher started as one of
+    several ranks end as one: process/entry.py."""
+    from . import launcher, process
 
+    process.on_world.append(lambda world: importlib.import_module(".watch.start", __name__).begin(world))
+    process.connect.append(lambda: importlib.import_module(".comm", __name__).world("auto"))
     if launcher.rank() is not None:
-        from .watch import entry
+        from .process import entry
 
         entry.install()
 

@@ -7,7 +7,7 @@ once. What it is not: the loader. Nothing here opens a library; see `odyssey.nat
 compiler.py; folders for machines without it: folder.py.
 
     <cache>/kernels/<key>/libodyssey.so     the library
-    <cache>/kernels/<key>/build.json        what it was built from
+    <cache>/kernels/<key>/build.json        what it was built from, and its SHA-256
     <cache>/kernels/<key>.lock              held while compiling; names the process that does
     <cache>/kernels/<key>.tmp-*             a build that is going on, or was killed: the next builder removes it
 
@@ -18,7 +18,6 @@ Environment: `ODYSSEY_KERNELS` (a prebuilt library, or the directory it is in), 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -30,13 +29,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
-from odyssey import compiler, folder, launcher
+from odyssey import compiler, files, folder, launcher
 from odyssey.compiler import compiler_version, host_cpu, run_mojo, target_options
 from odyssey.errors import BuildError, DeviceError
-from odyssey.watch import slot
+from odyssey.process import slot
 
 __all__ = [
     "cache_dir",
@@ -46,6 +46,8 @@ __all__ = [
     "gpu_library_path",
     "host_cpu",
     "library_path",
+    "open_gpu_library",
+    "open_library",
     "run_mojo",
     "runtime_libraries",
     "source_hash",
@@ -57,24 +59,56 @@ LIBRARY = folder.library_name(None)
 ROOT_SOURCE = Path("mojo") / "capi.mojo"
 GPU_ROOT_SOURCE = Path("mojo") / "gpu_capi.mojo"
 SOURCE_DIRS = ("mojo", "shared")
+FACE = "shared/training/face/"  # of Mojo programs; libraries are made without it
 FLAGS: tuple[str, ...] = ()  # more options for `mojo build`; part of the key
 
 # What the kernels need at run time. A loader opens these with RTLD_GLOBAL; they find those that they need beside them.
 _RUNTIME = ("KGENCompilerRTShared", "AsyncRTMojoBindings")
 
 _WAIT_NOTICE_S = 2.0
+_RECORD_LIMIT = 1 << 16  # bytes of build.json
+_DIRECTORY = os.O_DIRECTORY | getattr(os, "O_PATH", os.O_RDONLY)  # with Linux's O_PATH it need not be readable
+_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+
+
+class Opened(NamedTuple):
+    """A library that was looked at. descriptor: of the file whose bytes these were, None for a prebuilt one."""
+
+    path: Path
+    descriptor: int | None = None
+
+    def to_load(self) -> str:
+        """What a loader is to be given. It names the open file, whatever its path has come to mean since; for that
+        the file stays open, and tools that look at this process from outside find it by the same name."""
+        if self.descriptor is None:
+            return str(self.path)
+        name = f"/proc/{os.getpid()}/fd/{self.descriptor}"
+        return name if os.path.exists(name) else str(self.path)  # no /proc, as on macOS
+
+    def close(self) -> Path:
+        """The path, for those who do not load it."""
+        if self.descriptor is not None:
+            os.close(self.descriptor)
+        return self.path
+
+
+def open_library() -> Opened:
+    """The compiled kernels: the prebuilt library that was named, the cached one, or a new one compiled now.
+
+    Raises:
+        BuildError: they cannot be compiled, or what is there is refused.
+    """
+    named = os.environ.get("ODYSSEY_KERNELS")
+    return Opened(_prebuilt(Path(named))) if named else _cached_library()
 
 
 def library_path() -> Path:
-    """The compiled kernels: the prebuilt library that was named, the cached one, or a new one compiled now."""
-    named = os.environ.get("ODYSSEY_KERNELS")
-    if named:
-        return _prebuilt(Path(named))
-    return cached_library()
+    """Where that library is."""
+    return open_library().close()
 
 
-def gpu_library_path(accelerator: str | None = None) -> Path:
-    """The kernels for a kind of GPU, found as `library_path` finds those for the CPU.
+def open_gpu_library(accelerator: str | None = None) -> Opened:
+    """The kernels for a kind of GPU, found as `open_library` finds those for the CPU.
 
     Args:
         accelerator: such as "sm_90"; None: what gpus.accelerator() says of this machine.
@@ -85,7 +119,12 @@ def gpu_library_path(accelerator: str | None = None) -> Path:
     """
     name = _accelerator(accelerator)
     named = os.environ.get("ODYSSEY_KERNELS")
-    return _prebuilt(Path(named), name) if named else cached_library(accelerator=name)
+    return Opened(_prebuilt(Path(named), name)) if named else _cached_library(accelerator=name)
+
+
+def gpu_library_path(accelerator: str | None = None) -> Path:
+    """Where that library is."""
+    return open_gpu_library(accelerator).close()
 
 
 def _accelerator(name: str | None) -> str:
@@ -143,13 +182,14 @@ def source_root() -> Path:
 
 
 def source_hash(root: Path, gpu: bool = True) -> str:
-    """SHA-256 over the names and the bytes of every Mojo file under `mojo/` and `shared/`; gpu False: without those
-    that are for GPUs alone, a folder `gpu` and files `gpu_*`, which the library for the CPU does not import."""
+    """SHA-256 over the names and the bytes of every Mojo file under `mojo/` and `shared/`, but not the face of
+    Mojo programs; gpu False: without those that are for GPUs alone, a folder `gpu` and files `gpu_*`, which the library
+    for the CPU does not import."""
     digest = hashlib.sha256()
     for top in SOURCE_DIRS:
         for path in sorted((root / top).rglob("*.mojo")):
             relative = path.relative_to(root).as_posix()
-            if not gpu and for_gpus(relative):
+            if relative.startswith(FACE) or (not gpu and for_gpus(relative)):
                 continue
             name, data = relative.encode(), path.read_bytes()
             digest.update(b"%d %d\n" % (len(name), len(data)))
@@ -173,6 +213,7 @@ class Plan:
     flags: tuple[str, ...]
     system: str
     accelerator: str | None = None  # of the kernels for GPUs
+    own: tuple[bytes, str] | None = None  # a file of a user's own ops (own_ops.py), and the root file that exports them
 
     @property
     def key(self) -> str:
@@ -181,10 +222,21 @@ class Plan:
         text = json.dumps([*parts, self.accelerator] if self.accelerator else parts)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
+    def record(self) -> dict[str, object]:
+        """The same for build.json."""
+        return {
+            "compiler": self.compiler,
+            "cpu": self.cpu,
+            **({"accelerator": self.accelerator} if self.accelerator else {}),
+            "flags": list(self.flags),
+            "system": self.system,
+            "source_sha256": self.sources,
+        }
+
     @property
     def library(self) -> str:
         """The name of the file."""
-        return folder.library_name(self.accelerator)
+        return "libown.so" if self.own else folder.library_name(self.accelerator)
 
 
 def plan(root: Path, target_cpu: str | None = None, accelerator: str | None = None) -> Plan:
@@ -216,45 +268,130 @@ def cache_dir() -> Path:
 
 
 def cached(accelerator: str | None = None) -> Path | None:
-    """The library for this machine, or that of an accelerator, if it has been compiled already."""
-    return _complete(cache_dir(), plan(source_root(), accelerator=accelerator))
+    """The library for this machine, or that of an accelerator, if it has been compiled already and is as it was.
+
+    Raises:
+        BuildError: there is one that somebody else may have put there.
+    """
+    found = _whole(cache_dir(), plan(source_root(), accelerator=accelerator))
+    return found.close() if found else None
 
 
 def cached_library(target_cpu: str | None = None, accelerator: str | None = None) -> Path:
     """The library for this machine (or `target_cpu`), or that of an accelerator, from the cache; compiled first when it
-    is not there."""
+    is not there, or not as it was."""
+    return _cached_library(target_cpu, accelerator).close()
+
+
+def open_own_library(source: bytes, exports: str, accelerator: str | None = None) -> Opened:
+    """The library of a user's own ops, from the cache or compiled now.
+
+    Args:
+        source: the user's file. exports: the root file, which imports it as `own`.
+
+    Raises:
+        BuildError: it does not compile, or what is there is refused.
+    """
     root = source_root()
-    what = plan(root, target_cpu, accelerator)
+    what = plan(root, accelerator=_accelerator(accelerator) if accelerator is not None else None)
+    sources = hashlib.sha256(b"\0".join((what.sources.encode(), source, exports.encode()))).hexdigest()
+    return _from_cache(root, replace(what, sources=sources, own=(source, exports)))
+
+
+def _cached_library(target_cpu: str | None = None, accelerator: str | None = None) -> Opened:
+    root = source_root()
+    return _from_cache(root, plan(root, target_cpu, accelerator))
+
+
+def _from_cache(root: Path, what: Plan) -> Opened:
     cache = cache_dir()
-    if (entry := _complete(cache, what)) is not None:
-        return entry
+    if (found := _whole(cache, what)) is not None:
+        return found
     try:
         _make_writable(cache / "kernels")
     except OSError as problem:
         reason = problem.strerror or problem
         fallback = _temporary_cache(cache)
-        if (entry := _complete(fallback, what)) is not None:
-            return entry
+        if (found := _whole(fallback, what)) is not None:
+            return found
         _say(f"{cache} cannot be written ({reason}); the kernels are kept in {fallback}")
         cache = fallback
-        (cache / "kernels").mkdir(exist_ok=True)
     return _build_once(root, what, cache)
 
 
-def _complete(cache: Path, what: Plan) -> Path | None:
-    """The library of this entry, if it is there with the size that was recorded."""
-    entry = cache / "kernels" / what.key
-    try:
-        recorded = json.loads((entry / "build.json").read_bytes())
-        if recorded["bytes"] == os.stat(entry / what.library).st_size:
-            return entry / what.library
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
+class _Damaged(Exception):
+    """An entry is there and is not what was compiled. The text says what is wrong with it."""
+
+
+def _whole(cache: Path, what: Plan) -> Opened | None:
+    """The library of this entry if it is there, undamaged.
+
+    Raises:
+        BuildError: it is not this user's or root's, or others may write to it.
+    """
+    with contextlib.suppress(_Damaged):
+        return _open_entry(cache, what)
     return None
 
 
+def _open_entry(cache: Path, what: Plan) -> Opened | None:
+    """The library of this entry if it is there. Each directory is looked at and then opened from, no link is followed
+    below the cache's directory, and what is checked of a file is what is behind the descriptor.
+
+    Raises:
+        BuildError: somebody else may have put it there. _Damaged: it is not as it was written.
+    """
+    entry = cache / "kernels" / what.key
+    with contextlib.ExitStack() as opened:
+
+        def look(path: Path, flags: int, within: int | None = None) -> int:
+            try:
+                descriptor = os.open(path if within is None else path.name, flags | os.O_CLOEXEC, dir_fd=within)
+            except OSError as problem:
+                if within is not None and path.is_symlink():
+                    raise _foreign(cache, path, "it is a link") from problem
+                raise
+            opened.callback(os.close, descriptor)
+            if why := files.foreign(os.fstat(descriptor)):
+                raise _foreign(cache, path, why)
+            return descriptor
+
+        try:
+            place = look(cache, _DIRECTORY)
+            place = look(cache / "kernels", _DIRECTORY | os.O_NOFOLLOW, place)
+            place = look(entry, _DIRECTORY | os.O_NOFOLLOW, place)
+        except OSError:
+            return None  # where it cannot be used, writing to it says why
+        try:
+            with open(look(entry / "build.json", _FILE, place), "rb", closefd=False) as file:
+                recorded = json.loads(file.read(_RECORD_LIMIT))
+            if {name: recorded[name] for name in what.record()} != what.record():
+                raise _Damaged("build.json is of another library")
+            library = look(entry / what.library, _FILE, place)
+            if not stat.S_ISREG(os.fstat(library).st_mode):
+                raise _Damaged(f"{what.library} is no file")
+            with open(library, "rb", closefd=False) as file:
+                if found := folder.damage(file, recorded["bytes"], recorded["sha256"]):
+                    raise _Damaged(f"{what.library} {found}")
+            return Opened(entry / what.library, os.dup(library))
+        except OSError as problem:
+            raise _Damaged(f"{problem.filename or 'build.json'} cannot be read ({problem.strerror})") from problem
+        except (ValueError, KeyError, TypeError, RecursionError) as problem:
+            raise _Damaged("build.json is not one that this version writes") from problem
+
+
+def _foreign(cache: Path, path: Path, why: str) -> BuildError:
+    return BuildError(
+        f"[build] {path} is refused: {why}, and compiled kernels are code that runs; "
+        f"{'' if path == cache else 'delete it, or '}set ODYSSEY_CACHE_DIR to a directory that only you can write to"
+    )
+
+
 def _make_writable(directory: Path) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
+    """Makes it where it is not there, and those above it, for nobody else to write to."""
+    for place in (*reversed(directory.parents), directory):
+        if not place.is_dir():
+            place.mkdir(0o755, exist_ok=True)
     with tempfile.TemporaryFile(dir=directory):
         pass
 
@@ -281,7 +418,7 @@ def _temporary_cache(instead_of: Path) -> Path:
     return path
 
 
-def _build_once(root: Path, what: Plan, cache: Path) -> Path:
+def _build_once(root: Path, what: Plan, cache: Path) -> Opened:
     """Compile into the entry unless another process has just done so. Whoever waited for a build that failed gets
     the same error instead of compiling the same sources again."""
     before = slot.phase("compile")
@@ -291,110 +428,102 @@ def _build_once(root: Path, what: Plan, cache: Path) -> Path:
         slot.phase(before)
 
 
-def _build_alone(root: Path, what: Plan, cache: Path) -> Path:
+def _build_alone(root: Path, what: Plan, cache: Path) -> Opened:
     kernels = cache / "kernels"
     with _locked(kernels / f"{what.key}.lock") as (lock, waited):
-        if (entry := _complete(cache, what)) is not None:
-            return entry
-        failed = _read_lock(lock).get("failed") if waited else None
+        damaged = None
+        try:
+            if (found := _open_entry(cache, what)) is not None:
+                return found
+        except _Damaged as problem:
+            damaged = problem
+        failed = lock.read().get("failed") if waited else None
         if failed:
             raise BuildError(failed)
+        if damaged is not None:
+            _say(f"{kernels / what.key} is damaged: {damaged}; the kernels are compiled anew")
         for stale in kernels.glob(f"{what.key}.tmp-*"):
             shutil.rmtree(stale, ignore_errors=True)
-        _write_lock(lock, {"pid": os.getpid(), "host": platform.node()})
+        lock.write({"pid": os.getpid(), "host": platform.node()})
         try:
             return _build(root, what, kernels)
         except BuildError as error:
-            _write_lock(lock, {"pid": os.getpid(), "host": platform.node(), "failed": str(error)})
+            lock.write({"pid": os.getpid(), "host": platform.node(), "failed": str(error)})
             raise
 
 
-def _build(root: Path, what: Plan, kernels: Path) -> Path:
+def _build(root: Path, what: Plan, kernels: Path) -> Opened:
     """Compile beside the entry, then rename: an entry is there whole or not at all."""
     directory = Path(tempfile.mkdtemp(prefix=f"{what.key}.tmp-", dir=kernels))
+    aside = directory.with_name(f"{directory.name}-damaged")
     entry = kernels / what.key
     try:
-        os.chmod(directory, 0o777 & ~_umask())
+        os.chmod(directory, 0o755 & ~_umask())
         if what.accelerator:
             compiler.check_accelerator(what.accelerator)
         target, up_to = (what.accelerator, "some minutes") if what.accelerator else (what.cpu, "a minute")
-        _say(f"compiling the kernels for {target}, once (up to {up_to}) ...")
         start = time.perf_counter()
         source, library = (GPU_ROOT_SOURCE if what.accelerator else ROOT_SOURCE), directory / what.library
+        if what.own:  # some seconds
+            source = directory / "root.mojo"
+            (directory / "own.mojo").write_bytes(what.own[0])
+            source.write_text(what.own[1])
+        else:
+            _say(f"compiling the kernels for {target}, once (up to {up_to}) ...")
         compiler.compile_kernels(root, source, library, what.cpu, accelerator=what.accelerator, flags=what.flags)
         seconds = time.perf_counter() - start
+        code = library.read_bytes()
         record = {
-            "compiler": what.compiler,
-            "cpu": what.cpu,
-            **({"accelerator": what.accelerator} if what.accelerator else {}),
-            "flags": list(what.flags),
-            "system": what.system,
-            "source_sha256": what.sources,
-            "bytes": library.stat().st_size,
+            **what.record(),
+            "bytes": len(code),
+            "sha256": hashlib.sha256(code).hexdigest(),
             "seconds": round(seconds, 1),
             "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }
         (directory / "build.json").write_text(json.dumps(record, indent=1) + "\n")
-        for name in (what.library, "build.json"):
+        for name, mode in ((what.library, 0o755), ("build.json", 0o644)):
+            os.chmod(directory / name, mode & ~_umask())
             _fsync(directory / name)
-        if entry.exists():  # not complete, or it would have been used
-            shutil.rmtree(entry, ignore_errors=True)
-        try:
-            os.rename(directory, entry)
-        except OSError:
-            if _complete(kernels.parent, what) is None:  # else, where locks do not work, another process was faster
-                raise
-        _say(f"compiling the kernels ... done in {seconds:.0f} s")
-        return entry / what.library
+        if os.path.lexists(entry):  # damaged, or it would have been used
+            files.exchange(directory, entry, aside)
+        else:
+            with contextlib.suppress(OSError):  # where locks do not work, another process may have been faster
+                os.rename(directory, entry)
+        found = _whole(kernels.parent, what)
+        if found is None:
+            raise BuildError(f"[build] {entry} cannot be written, or is damaged at once; set ODYSSEY_CACHE_DIR")
+        if not what.own:
+            _say(f"compiling the kernels ... done in {seconds:.0f} s")
+        return found
     except OSError as problem:
         raise BuildError(f"[build] {entry} cannot be written: {problem}; set ODYSSEY_CACHE_DIR") from problem
     finally:
-        shutil.rmtree(directory, ignore_errors=True)
+        for path in (directory, aside):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 # -- the lock ---------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[tuple[int, bool]]:
-    """Hold the lock file; yields it and whether another process had it first. The kernel lets go of the lock of a
-    process that dies, so nothing stays locked. On a file system without locks everybody compiles for himself."""
-    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    waited = False
+def _locked(path: Path) -> Iterator[tuple[files.LockFile, bool]]:
+    """Hold the lock file; yields it and whether another process had it first. On a file system without locks everybody
+    compiles for himself."""
+    lock = files.LockFile(path)
+    waited, said = False, False
     try:
         start = time.monotonic()
-        said = False
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
+        with contextlib.suppress(OSError):
+            while lock.take() is False:
                 waited = True
-            except OSError:
-                break
-            if not said and time.monotonic() - start > _WAIT_NOTICE_S:
-                said = True
-                owner = _read_lock(lock)
-                if launcher.rank() in (None, 0):
-                    _say(f"waiting for process {owner.get('pid', '?')} to compile the kernels")
-            time.sleep(0.05)
+                if not said and time.monotonic() - start > _WAIT_NOTICE_S:
+                    said = True
+                    if launcher.rank() in (None, 0):
+                        _say(f"waiting for process {lock.read().get('pid', '?')} to compile the kernels")
+                time.sleep(0.05)
         yield lock, waited
     finally:
-        os.close(lock)
-
-
-def _read_lock(lock: int) -> dict[str, object]:
-    with contextlib.suppress(OSError, ValueError):
-        data = json.loads(os.pread(lock, 1 << 16, 0))
-        if isinstance(data, dict):
-            return data
-    return {}
-
-
-def _write_lock(lock: int, record: dict[str, object]) -> None:
-    data = json.dumps(record).encode()
-    os.ftruncate(lock, 0)
-    os.pwrite(lock, data[: 1 << 16], 0)
+        lock.release(empty=False)  # who waits reads it
 
 
 # -- prebuilt libraries -----------------------------------------------------------------------------------------------

@@ -16,8 +16,8 @@ from typing import Any, NoReturn
 
 import click
 
-from odyssey import outputs
-from odyssey.commands import COMMANDS, HELP, version
+from odyssey import files, outputs
+from odyssey.commands import COMMANDS, HELP, near, version
 from odyssey.errors import LINE, CollectiveError, OdysseyError, OutputError, printable
 
 USAGE, DEFECT, INTERRUPTED, BROKEN_PIPE = 64, 70, 130, 141
@@ -40,6 +40,13 @@ class _Commands(click.Group):
             return importlib.import_module(f"odyssey.commands.{name}").command
         return super().get_command(context, name)
 
+    def resolve_command(self, context: click.Context, args: list[str]) -> Any:
+        if args[0] not in COMMANDS and not args[0].startswith("-"):
+            meant = near(args[0], COMMANDS)
+            hint = f"; did you mean {' or '.join(meant)}?" if meant else f"; choose from {', '.join(COMMANDS)}"
+            context.fail(f"No such command '{printable(args[0], limit=60)}'{hint}")
+        return super().resolve_command(context, args)
+
     def invoke(self, context: click.Context) -> Any:
         try:
             return super().invoke(context)
@@ -51,6 +58,7 @@ class _Commands(click.Group):
 @click.group(cls=_Commands, context_settings=HELP, invoke_without_command=True)
 @click.option(
     "--version",
+    "-V",
     is_flag=True,
     is_eager=True,
     expose_value=False,
@@ -71,6 +79,7 @@ def main(
     arguments: Sequence[str] | None = None, prog_name: str = "odyssey", command: click.Command = group
 ) -> NoReturn:
     """Run a command and end the process with its exit code."""
+    outputs.open_streams()
     sys.exit(_run_command(command, arguments, prog_name))
 
 
@@ -80,43 +89,50 @@ def _run_command(command: click.Command, arguments: Sequence[str] | None, prog_n
         return code if isinstance(code, int) else 0
     except OdysseyError as error:
         line = printable(f"error: {error}", keep="\n\t" if error.lines else "", limit=LINE)
-        everywhere = getattr(error, "everywhere", False)
-        return _end(error.exit_code, line, everywhere=everywhere, late=isinstance(error, CollectiveError))
+        on_all_ranks = error.raised_on_all_ranks
+        return _end(error.exit_code, line, on_all_ranks=on_all_ranks, late=isinstance(error, CollectiveError))
     except click.ClickException as error:
         text = printable(" ".join(error.format_message().split()).rstrip("."), limit=LINE)
         context = getattr(error, "ctx", None)
         name = context.command_path if context else prog_name
-        return _end(USAGE, f"error: {text} (see `{name} --help`)", everywhere=True)
+        return _end(USAGE, f"error: {text} (see `{name} --help`)", on_all_ranks=True)
     except (click.Abort, KeyboardInterrupt):
         return _end(INTERRUPTED, "interrupted")
     except outputs.ReaderGone:
         return _end(BROKEN_PIPE, None)
     except Exception as error:
-        if isinstance(error, OSError) and (why := _unwritable()):
+        if isinstance(error, OSError) and (why := _unwritable(error)):
             return _end(OutputError.exit_code, f"error: [output] standard output cannot be written: {why}")
+        if isinstance(error, FileNotFoundError) and not files.current_directory():
+            return _end(USAGE, f"error: {files.NO_DIRECTORY}", on_all_ranks=True)
         import traceback
 
         text = printable(traceback.format_exc(), keep="\n\t")
         return _end(DEFECT, printable(f"defect: {type(error).__name__}: {error}", limit=LINE), text=text)
 
 
-def _unwritable() -> str:
-    """Why standard output does not take what it was given; "" if it does."""
-    try:
-        sys.stdout.flush()
-    except OSError as problem:
-        outputs.drop()
-        return problem.strerror or str(problem)
-    return ""
+def _unwritable(error: OSError) -> str:
+    """Why standard output does not take what it was given; "" if it does, and the error is another's."""
+    at = error.__traceback__
+    while at is not None and at.tb_next is not None:
+        at = at.tb_next
+    if at is None or at.tb_frame.f_code is not click.echo.__code__:  # without a buffer it is there that it fails
+        try:
+            sys.stdout.flush()
+            return ""
+        except OSError as problem:
+            error = problem
+    outputs.drop()
+    return error.strerror or str(error)
 
 
-def _end(code: int, line: str | None, *, text: str = "", everywhere: bool = False, late: bool = False) -> int:
-    """Says what happened and takes the other ranks along, which may be waiting for this one: watch/entry.py."""
+def _end(code: int, line: str | None, *, text: str = "", on_all_ranks: bool = False, late: bool = False) -> int:
+    """Says what happened and takes the other ranks along, which may be waiting for this one: process/entry.py."""
     if "odyssey.session" in sys.modules:
         sys.modules["odyssey.session"].incomplete()
-    from odyssey.watch import entry
+    from odyssey.process import entry
 
-    return entry.end(code, line, text=text, everywhere=everywhere, late=late and not everywhere, world=_world())
+    return entry.end(code, line, text=text, on_all_ranks=on_all_ranks, late=late and not on_all_ranks, world=_world())
 
 
 def _world() -> Any:

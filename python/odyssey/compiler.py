@@ -1,6 +1,6 @@
 """The Mojo compiler of this environment: where it is, its version, the processors it compiles for, and how it is run.
 
-What it is not: what is compiled and where the result is kept (build.py), or what is looked at in it (targets.py).
+What it is not: what is compiled and where the result is kept (build.py), or for which processors (targets.py).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 from odyssey.errors import BuildError
 
 _STDERR_LINES = 40
+_DIE_WITH_PARENT = Path(__file__).with_name("launch") / "die_with_parent.py"
 
 
 # -- the compiler -----------------------------------------------------------------------------------------------------
@@ -78,10 +79,14 @@ def mojo_command() -> list[str]:
 
 
 def run_mojo(arguments: list[str], cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Runs the Mojo compiler with these arguments and captures what it prints. Raises BuildError if there is none."""
+    """Runs the Mojo compiler with these arguments and captures what it prints; it ends when this process is killed.
+
+    Raises:
+        BuildError: there is none.
+    """
     quiet = {"MODULAR_CRASH_REPORTING_ENABLED": "false", "MODULAR_TELEMETRY_ENABLED": "false"}
     return subprocess.run(
-        [*mojo_command(), *arguments],
+        [sys.executable, "-I", "-S", str(_DIE_WITH_PARENT), str(os.getpid()), *mojo_command(), *arguments],
         cwd=cwd,
         env={**os.environ, **quiet},
         stdin=subprocess.DEVNULL,

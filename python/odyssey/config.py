@@ -6,16 +6,16 @@ that is unknown, or a value that this version cannot do, is refused with what to
 
 from __future__ import annotations
 
-import difflib
-import math
+import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .comm import BACKENDS
 from .data.sampler import check_integer
 from .errors import ConfigError
 from .nn import Module
 from .optim import Optimizer
+from .settings import Settings, Training, declared, did_you_mean
 
 # What stands in other platforms' configurations and is done in another way here, or not yet.
 _INSTEAD = {
@@ -30,40 +30,31 @@ _INSTEAD = {
     "log_every_n_steps": "give DistributedTrainer a progress= object, which hears of the steps",
 }
 _FRAMEWORKS = ("pytorch-ddp", "horovod", "ray", "tensorflow", "deepspeed")
-_DEFAULTS: dict[str, Any] = {
+_OWN: dict[str, Any] = {  # keys that mean something else than a setting of odyssey
     "num_gpus": None,
     "num_nodes": None,
     "gpus_per_node": None,
     "backend": None,
     "batch_size": 32,
-    "epochs": 1,
-    "learning_rate": 0.001,
     "mixed_precision": False,
-    "scaler_init_scale": 2.0**16,
-    "scaler_growth_interval": 2000,
-    "gradient_accumulation_steps": 1,
-    "gradient_clipping": None,
-    "communication_backend": "auto",
     "find_unused_parameters": False,
-    "bucket_size_mb": 25.0,
-    "zero_stage": 0,
-    "seed": 0,
-    "checkpoint_dir": None,
     "checkpoint_frequency": 1,
     "resume_from_checkpoint": True,
 }
+_SETTINGS = {s.alias: s for s in declared(Settings).values() if s.alias}
+_SETTINGS["bucket_size_mb"] = dataclasses.replace(_SETTINGS["bucket_size_mb"], default=25.0)
+for _key, _default in (("epochs", 1), ("learning_rate", 0.001)):  # here no recipe gives them
+    _SETTINGS[_key] = dataclasses.replace(_SETTINGS[_key], default=_default, optional=False)
+_DEFAULTS = {**_OWN, **{key: s.default for key, s in _SETTINGS.items()}}
 
 
 class DistributedConfig:
     """Settings by keyword, checked when it is made; attributes of the same names.
 
-    Keys:
+    Keys, beside those that docs/settings.md names as other platforms' names of a setting:
         num_gpus: workers of all ranks together; or num_nodes and gpus_per_node. Default: one per rank.
         batch_size: samples per worker (default 32). learning_rate: 0.001. epochs: 1.
-        gradient_accumulation_steps: batches per optimizer step. gradient_clipping: largest global norm.
         mixed_precision: True or "fp16" (with loss scaling: scaler_init_scale, scaler_growth_interval), "bf16", False.
-        communication_backend: "auto", "mpi", "shm", "gloo", "nccl" or "local". bucket_size_mb.
-        zero_stage: 0 to 3. seed.
         checkpoint_dir: where checkpoints go; none by default. checkpoint_frequency: epochs from one to the next.
         resume_from_checkpoint: True: from the newest valid one, if there is one; a path: from that; False: refuse a
             directory that has some.
@@ -73,26 +64,9 @@ class DistributedConfig:
         ConfigError: a key is unknown, a value not allowed, or a key is done in another way here.
     """
 
-    backend: None
-    num_gpus: int | None
-    num_nodes: int | None
-    gpus_per_node: int | None
-    batch_size: int
-    epochs: int
-    learning_rate: float
-    mixed_precision: bool | str
-    gradient_accumulation_steps: int
-    gradient_clipping: float | None
-    communication_backend: str
-    find_unused_parameters: bool
-    bucket_size_mb: float
-    zero_stage: int
-    scaler_init_scale: float
-    scaler_growth_interval: int
-    seed: int
-    checkpoint_dir: str | Path | None
-    checkpoint_frequency: int
-    resume_from_checkpoint: bool | str | Path
+    if TYPE_CHECKING:
+
+        def __getattr__(self, key: str) -> Any: ...
 
     def __init__(self, **settings: Any) -> None:
         for key, value in settings.items():
@@ -100,9 +74,7 @@ class DistributedConfig:
                 if value not in (None, False):
                     raise ConfigError(f"[config] {key}={value!r} is not a setting here; {_INSTEAD[key]}")
             elif key not in _DEFAULTS:
-                near = difflib.get_close_matches(key, _DEFAULTS, 1)
-                hint = f"; did you mean {near[0]!r}?" if near else f"; choose from {', '.join(_DEFAULTS)}"
-                raise ConfigError(f"[config] unknown key {key!r}{hint}")
+                raise ConfigError(f"[config] unknown key {key!r}{did_you_mean(key, _DEFAULTS)}")
         for key, default in _DEFAULTS.items():
             setattr(self, key, settings.get(key, default))
         self._check()
@@ -116,25 +88,13 @@ class DistributedConfig:
                 f"[config] backend={self.backend!r} {'is another framework' if known else 'is unknown'}; leave backend "
                 "out: odyssey trains, and communication_backend says how its ranks are connected"
             )
-        if self.communication_backend not in BACKENDS:
-            raise ConfigError(
-                f"[config] communication_backend={self.communication_backend!r}; choose from {', '.join(BACKENDS)}"
-            )
-        for key in ("num_gpus", "num_nodes", "gpus_per_node"):
-            if getattr(self, key) is not None:
+        for key, setting in _SETTINGS.items():
+            setattr(self, key, setting.check(getattr(self, key), f"[config] {key}"))
+        for key in ("num_gpus", "num_nodes", "gpus_per_node", "batch_size", "checkpoint_frequency"):
+            if getattr(self, key) is not None or _OWN[key] is not None:
                 check_integer(f"[config] {key}", getattr(self, key), 1)
-        counts = ("batch_size", "epochs", "gradient_accumulation_steps", "scaler_growth_interval")
-        for key in (*counts, "checkpoint_frequency"):
-            check_integer(f"[config] {key}", getattr(self, key), 1)
-        for key, kinds in (("checkpoint_dir", (str, Path, type(None))), ("resume_from_checkpoint", (bool, str, Path))):
-            if not isinstance(getattr(self, key), kinds):
-                raise ConfigError(f"[config] {key} is {getattr(self, key)!r}; give a path")
-        check_integer("[config] zero_stage", self.zero_stage, 0, 3)
-        check_integer("[config] seed", self.seed, 0, 2**63 - 1)
-        for key in ("learning_rate", "gradient_clipping", "bucket_size_mb"):
-            value = getattr(self, key)
-            if value is not None and not (isinstance(value, (int, float)) and 0 < value < math.inf):
-                raise ConfigError(f"[config] {key} is {value!r}; it must be above 0 and finite")
+        if not isinstance(self.resume_from_checkpoint, (bool, str, Path)):
+            raise ConfigError(f"[config] resume_from_checkpoint is {self.resume_from_checkpoint!r}; give a path")
         if self.mixed_precision not in (True, False, "fp16", "bf16"):
             raise ConfigError(
                 f"[config] mixed_precision={self.mixed_precision!r}; choose from False, True, 'fp16', 'bf16'"
@@ -174,17 +134,11 @@ class DistributedConfig:
     def trainer_options(self, ranks: int) -> dict[str, Any]:
         """Keywords of a DistributedTrainer on so many ranks."""
         mixed = self.mixed_precision
+        precision = "fp16" if mixed is True else mixed or "fp32"
         return {
+            **{s.name: getattr(self, key) for key, s in _SETTINGS.items() if s.name in declared(Training)},
             "num_gpus": None if self._workers is None else self.workers(ranks) // ranks,
-            "backend": self.communication_backend,
-            "precision": "fp16" if mixed is True else mixed or "fp32",
-            "scaler_init_scale": self.scaler_init_scale,
-            "scaler_growth_interval": self.scaler_growth_interval,
-            "accumulation_steps": self.gradient_accumulation_steps,
-            "clip_norm": self.gradient_clipping,
-            "bucket_size_mb": self.bucket_size_mb,
-            "zero": self.zero_stage,
-            "seed": self.seed,
+            "precision": precision,
         }
 
     def fit_options(self) -> dict[str, Any]:

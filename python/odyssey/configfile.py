@@ -15,6 +15,7 @@ from typing import Any
 
 import click
 
+from odyssey.commands import near
 from odyssey.errors import ConfigError, DataError, printable
 
 LIMIT = 64 << 10  # bytes of a file
@@ -78,10 +79,8 @@ def _toml(data: bytes, name: str) -> dict[str, Any]:
 
 
 def _hint(option: str, known: dict[str, tuple[click.Option, bool]]) -> str:
-    import difflib
-
-    near = difflib.get_close_matches(option[:60], known, 1)
-    return f"did you mean '{near[0]}'?" if near else f"known are {', '.join(sorted(known))}"
+    meant = near(option, known)
+    return f"did you mean '{meant[0]}'?" if meant else f"known are {', '.join(sorted(known))}"
 
 
 def _keys(parameters: Sequence[click.Parameter]) -> dict[str, tuple[click.Option, bool]]:

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 from . import preflight
 from .errors import BuildError, ConfigError, OdysseyError, printable
+from .process import limits as machine
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 MIB, GIB = 1 << 20, 1 << 30
@@ -82,7 +83,7 @@ def _tasks(plan: Plan, alone: Callable[[], Probed]) -> list[Callable[[], Check |
         lambda: mpi(alone()),
         lambda: launching(find_mpirun(), alone),
         lambda: cores(plan.ranks, plan.threads),
-        lambda: shared_memory(plan.ranks, preflight.shared_memory(), library(alone())),
+        lambda: shared_memory(plan.ranks, machine.shared_memory(), library(alone())),
         lambda: memory(plan.ranks, memory_limit(), _available()),
         lambda: run_directory(plan.run_dir),
         cache,
@@ -127,7 +128,8 @@ def kernels() -> list[Check]:
             whole = folder.read(path.parent)
             folder.verify(path.parent, whole, whole.files)
     except OdysseyError as problem:
-        return [compiler, Check("kernels", FAIL, _first(problem), "unset ODYSSEY_KERNELS, or make the library again")]
+        said, _, advice = _first(problem).rpartition("; ")
+        return [compiler, Check("kernels", FAIL, said or advice, advice)]
     cpu = "named by ODYSSEY_KERNELS" if named else f"for {build.host_cpu()}"
     if path is None:
         if not any(map(shutil.which, ("cc", "gcc", "clang"))):
@@ -298,7 +300,7 @@ def shared_memory(ranks: int, room: tuple[int, int] | None, mpi: str) -> Check:
     if room is None:
         return Check("/dev/shm", WARN, "there is none", "ranks of one machine are connected by MPI alone")
     size, free = room
-    need = preflight.shared_need(ranks)
+    need = machine.shared_need(ranks)
     windows = ranks * 4 * MIB  # comm/shm.py: two slots and two results of a rank
     text = f"{free / MIB:,.0f} of {size / MIB:,.0f} MiB free"
     larger = "make it larger: docker run --shm-size=256m, or mount -o remount,size=256m /dev/shm"

@@ -1,12 +1,13 @@
 """Runs the shards of a batch: one recorded program, a plan, a reduction, and a way of taking the step.
 
 The trainer says which batch; this file makes sure that the sums of loss, samples, correct predictions and gradients
-come out, the same bits whatever the layout. There are four ways of taking a step, chosen by the layout alone:
+come out, the same bits whatever the layout. There are four ways of taking a step, chosen by the layout alone and made
+from what was recorded (parallel/runner.Recorded):
 
-    Direct      one native call for all shards, then one reduction        the ordinary case (here)
-    Layerwise   segment by segment, a reduction per bucket                several buckets, ZeRO 2 and 3
-    Waves       micro-batch by micro-batch, ranks exchanging activations  pipeline and tensor parallelism
-    GpuRunner   a launch per op for all shards, devices exchanging sums   GPUs
+    DirectRunner    one native call for all shards, then one reduction        the ordinary case
+    BucketedRunner  segment by segment, a reduction per bucket                several buckets, ZeRO 2 and 3
+    PipelineRunner  micro-batch by micro-batch, ranks exchanging activations  pipeline and tensor parallelism
+    GpuRunner       a launch per op for all shards, devices exchanging sums   GPUs
 
 An engine is used twice: for training steps (with a backward pass) and for evaluation (without).
 """
@@ -14,17 +15,14 @@ An engine is used twice: for training steps (with a backward pass) and for evalu
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
-from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from . import fingerprint, native
 from .arena import Arena
-from .comm import Communicator
 from .data import Batch
 from .errors import ConfigError, OdysseyError
 from .nn import Module
@@ -32,109 +30,23 @@ from .norm import global_norm
 from .optim import Optimizer, Update
 from .parallel import buckets as bucketing
 from .parallel import plan as planning
-from .parallel import strategy, tensor
-from .parallel.mesh import Groups, Mesh
-from .parallel.runner import Runner, Sums
-from .parallel.strategy import Content, Strategy
-from .parallel.zero import STAGES, Parts
-from .placement import FIRST, SCHEDULES
-from .program import Block, Record, Recorder, ShardEager, encoded, fused, place, using
+from .parallel import tensor
+from .parallel.bucketed import BucketedRunner
+from .parallel.direct import DirectRunner
+from .parallel.layout import Layout
+from .parallel.mesh import Groups
+from .parallel.owned import overlaps, owned, without
+from .parallel.pipeline import PipelineRunner
+from .parallel.runner import Recorded, Runner, Storage, Sums
+from .parallel.zero import Parts
+from .placement import FIRST
+from .program import Record, Recorder, ShardEager, fused, using
 from .tensor import Tensor, empty, layout_of, make, no_grad
 
 if TYPE_CHECKING:
     from .gpu.team import Team
 
-EXECUTIONS = ("replay", "eager")
-BUCKET_MB = 25.0
 RUNNERS = 8  # batch sizes that are kept prepared; an epoch has two, batches of one's own may have any number
-
-
-@dataclasses.dataclass(frozen=True)
-class Layout:
-    """Where the shards of a step are computed: everything that must not change the result."""
-
-    comm: Communicator
-    workers: int  # of this process
-    threads: int  # of this process
-    shard_size: int
-    reduction: Strategy | str  # a Strategy once made
-    execution: str
-    mesh: Mesh = Mesh(1, 1, 1)  # fitted to the world
-    zero: int = 0
-    bucket_size_mb: float | None = None  # None: see `bucket_floats`
-    overlap: bool = True
-    schedule: str = "1f1b"
-    gpus: tuple[int, ...] = ()  # the device of each worker of this process; none: they compute on the CPU
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "reduction", Strategy.of(self.reduction))
-        for name in ("workers", "threads", "shard_size"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ConfigError(f"[train] {name} is {value!r}; it must be an integer of at least 1")
-        for name, allowed in (
-            ("execution", EXECUTIONS),
-            ("zero", STAGES),
-            ("schedule", SCHEDULES),
-        ):
-            value = getattr(self, name)
-            if value not in allowed:
-                raise ConfigError(f"[train] {name} is {value!r}; choose from {', '.join(map(str, allowed))}")
-        size = self.bucket_size_mb
-        if size is not None and not (isinstance(size, Real) and 0 < size < math.inf):
-            raise ConfigError(f"[train] bucket_size_mb is {size!r}; it must be a number above 0 and finite")
-        if self.execution == "eager" and (self.split or self.zero):
-            raise ConfigError(
-                f"[mesh] {self.mesh} with zero={self.zero} runs recorded programs; use execution='replay'"
-            )
-        if self.split and self.zero > 1:
-            raise ConfigError(
-                f"[mesh] {self.mesh} with zero={self.zero}: gradients and parameters can be spread over replicas only "
-                "where each has the whole model; use --zero 1, or --pp 1 --tp 1"
-            )
-
-        self.reduction.check(self.mesh, self.zero)
-        if self.gpus:
-            self._check_gpus()
-
-    def _check_gpus(self) -> None:
-        """Raises ConfigError for what GPUs cannot do yet."""
-        wrong = next(
-            (
-                text
-                for text, found in (
-                    (f"{self.mesh}", self.split),
-                    (f"zero={self.zero}", self.zero),
-                    ("execution='eager'", self.execution != "replay"),
-                    (f"reduction={self.reduction.reduction!r}", self.reduction.reduction in strategy.MODES),
-                    (f"bucket_size_mb={self.bucket_size_mb}", self.bucket_size_mb is not None),
-                    ("overlap=False", not self.overlap),
-                )
-                if found
-            ),
-            None,
-        )
-        if wrong:
-            raise ConfigError(
-                f"[gpu] {wrong} is not there for GPUs: they replicate the whole model, take steps together and sum "
-                "gradients in pieces of their own; leave it out, or use --device cpu"
-            )
-
-    def bucket_floats(self, size: int) -> int:
-        """Floats of a bucket of a model of `size` floats: as given, or 25 MB.
-
-        With ZeRO 2 and 3 a rank has four buckets on top of its parts (two gathered, two being reduced), so by default
-        they are at most a 32nd of the model.
-        """
-        if self.bucket_size_mb is not None:
-            return int(self.bucket_size_mb * bucketing.FLOATS_PER_MB)
-        floats = int(BUCKET_MB * bucketing.FLOATS_PER_MB)
-        return min(floats, size // 32) if self.zero > 1 else floats
-
-    @property
-    def split(self) -> bool:
-        """Whether several ranks make up one replica of the model."""
-        return self.mesh.pp * self.mesh.tp > 1
 
 
 def effective_shard_size(samples: int, shard_size: int, gpu: bool = False) -> int:
@@ -176,9 +88,9 @@ class Engine:
     ) -> None:
         self.model, self.loss, self.arena, self.layout, self.train = model, loss, arena, layout, train
         self.team = team
-        self.batch: Batch | None = None  # that is being run
         self.upcoming: Batch | None = None  # the one after it, where known: GPUs may bring it meanwhile
         self.groups, self.seed = groups or Groups(layout.comm, layout.mesh), seed
+        self.shard_size = layout.shard_size
         self._like = like
         self.precision, self.scaled = precision, scaled
         self.loss_scale = 1.0  # of the next run, if `scaled`
@@ -190,8 +102,8 @@ class Engine:
         self._outputs: int | None = None  # of the model, as the loss saw them
         self._records: dict[tuple[int, ...], list[Record]] = {}
         self._prepared: dict[tuple[Any, ...], Runner] = {}  # the latest last
-        self._storage: dict[str, np.ndarray] = {}
-        self._grown = False
+        self._storage = Storage()
+        self.counted: list[tuple[int, int]] = []  # runs that are this rank's share of the global norm
         self.memories: dict[int, dict[str, Any]] = {}  # of a strategy, by bucket
         self.bytes_sent = self.bytes_plain = 0  # by this rank, so far (Runner)
         self.warnings: list[str] = []  # once a program is recorded: what the user should know,
@@ -199,71 +111,82 @@ class Engine:
 
     def run(self, batch: Batch, step: int) -> Sums:
         """The sums over all shards of all ranks; gradients are valid until the next call."""
-        data, self.batch = batch.dataset, batch
-        ready = self.prepare(len(batch.indices), data.sample_shape)
-        replay = self.layout.execution == "replay"
-        if ready.data is not data:
-            if replay:
-                self._check_labels(data)
-            ready.use(data)
-        ready.context.rows = batch.indices.ctypes.data
-        ready.context.step, ready.context.loss_scale = step, self.loss_scale
+        ready = self._ready(batch, step)
         sent, plain = ready.bytes_sent, ready.bytes_plain
         sums = ready.run()
         self.bytes_sent += ready.bytes_sent - sent
         self.bytes_plain += ready.bytes_plain - plain
-        if not replay:
-            self._check_labels(data)
+        if self.layout.execution != "replay":
+            self._check_labels(batch.dataset)
         return sums
+
+    def _ready(self, batch: Batch, step: int) -> Runner:
+        """What a batch needs, pointing at its samples."""
+        data = batch.dataset
+        ready = self.prepare(len(batch.indices), data.sample_shape)
+        if ready.data is not data:
+            if self.layout.execution == "replay":
+                self._check_labels(data)
+            ready.use(data)
+        ready.batch, ready.upcoming = batch, self.upcoming
+        ready.context.rows = batch.indices.ctypes.data
+        ready.context.step, ready.context.loss_scale = step, self.loss_scale
+        return ready
 
     def prepare(self, samples: int, sample_shape: tuple[int, ...]) -> Runner:
         """What a batch size needs; made when it is first met."""
-        key = (samples, *sample_shape)
+        key = (samples, self.shard_size_of(samples), *sample_shape)
         runner = self._prepared.pop(key, None)
         if runner is None:
             try:
                 runner = self._runner(samples, sample_shape)
             except OdysseyError as error:
-                error.everywhere = True  # all ranks record the same model for the same layout
+                error.raised_on_all_ranks = True  # all ranks record the same model for the same layout
                 raise
             # making a runner may be a collective call, so all ranks keep the same ones
-            if self.layout.comm.all_reduce(np.array([self._grown], np.int32), "max")[0]:
+            if self.layout.comm.all_reduce(np.array([self._storage.grown], np.int32), "max")[0]:
                 self._prepared.clear()
-            self._grown = False
+            self._storage.grown = False
         self._prepared[key] = runner
         while len(self._prepared) > RUNNERS:
             del self._prepared[next(iter(self._prepared))]
         return runner
 
-    def storage(self, name: str, nbytes: int) -> np.ndarray:
-        """Memory (nbytes,) uint8 that all runners use for the same thing, as one runs at a time.
-
-        Where one needs more than the others, on any rank, they are made anew when they are needed again.
-        """
-        if len(self._storage.get(name, ())) < nbytes:
-            self._grown = True
-            self._storage[name] = native.aligned(nbytes, np.uint8, zero=False)
-        return self._storage[name][:nbytes]
-
     def _runner(self, samples: int, sample_shape: tuple[int, ...]) -> Runner:
-        lay = self.layout
+        lay, n, parts, records = self.layout, self.shard_size_of(samples), None, []
         if lay.execution == "replay":
             parts = self.parts_for(samples, sample_shape)
+            records = self.record(n, sample_shape)
+        recorded = Recorded(
+            records,
+            lambda executor: self._traced(executor, n, sample_shape),
+            self.arena,
+            lay,
+            self.groups,
+            self.train,
+            self.seed,
+            self.precision,
+            samples,
+            n,
+            sample_shape,
+            parts,
+            self.placing(records, n, sample_shape),
+            (self._like or self)._cut_by is not None,
+            self.counted,
+            self._storage,
+            self.memories,
+            self.warnings,
+        )
         if self.team is not None:
             from .gpu.runner import GpuRunner
 
-            return GpuRunner(self, samples, sample_shape)
+            return GpuRunner(recorded, self.team)
         if lay.split:
-            from .parallel.waves import Waves
-
-            return Waves(self, samples, sample_shape)
-        if lay.execution == "replay":
-            several = self.train and (parts.stage > 1 or len(parts.buckets) > 1)
-            if lay.comm.size > 1 and (parts.spread or several):
-                from .parallel.layerwise import Layerwise
-
-                return Layerwise(self, samples, sample_shape)
-        return Direct(self, samples, sample_shape)
+            return PipelineRunner(recorded)
+        several = parts is not None and self.train and (parts.stage > 1 or len(parts.buckets) > 1)
+        if parts is not None and lay.comm.size > 1 and (parts.spread or several):
+            return BucketedRunner(recorded)
+        return DirectRunner(recorded)
 
     @property
     def looks_ahead(self) -> bool:
@@ -287,7 +210,7 @@ class Engine:
         """Bytes on this rank (or its first GPU) of gradients and what their reduction works in, and of activations."""
         if self.team is not None:
             return self.team.workers[0].memory()
-        shared = {name: a.nbytes for name, a in self._storage.items()}
+        shared = {name: a.nbytes for name, a in self._storage.arrays.items()}
         work = shared.pop("work", 0) + sum(r.work_bytes for r in self.runners if not r.shares_work)
         return sum(shared.values()) + sum(r.grad_bytes for r in self.runners), work
 
@@ -330,22 +253,6 @@ class Engine:
             self._parts = Parts(lay.zero, buckets, self.groups.dp, self.arena)
         return self._parts
 
-    def content(self, samples: int, b: int = 0, whole: bool = False) -> Content | None:
-        """What a reduction for batches of so many samples holds: bucket b, or the `whole` arena; None if no gradients.
-
-        What a strategy keeps from step to step is kept here, so batches of all sizes share it.
-        """
-        if not self.train:
-            return None
-        bucket = bucketing.of_ranges([(0, self.arena.size)], ()) if whole else self.parts.buckets[b]
-        shapes = [
-            (piece.at + self.arena.offsets[name] - piece.lo, tuple(p.shape))
-            for name, p in self.arena.named
-            for piece in bucket.pieces
-            if piece.lo <= self.arena.offsets[name] and self.arena.offsets[name] + p.size <= piece.lo + piece.n
-        ]
-        return Content(bucket.floats, tuple(shapes), samples, self.memories.setdefault(b, {}))
-
     def placing(self, records: list[Record], n: int, sample_shape: tuple[int, ...]) -> Callable[[Record], int]:
         """The position in the pipeline of each record of the program of one shard of n samples.
 
@@ -368,11 +275,6 @@ class Engine:
                 here = owner[used[id(r)][0]]
             of_tag[r.tag] = here
         return lambda r: of_tag[r.tag]
-
-    @property
-    def cut_automatically(self) -> bool:
-        """Whether the stages were cut by measured cost, not by the model's own placement."""
-        return (self._like or self)._cut_by is not None
 
     def _first_placing(self, records: list[Record], n: int, sample_shape: tuple[int, ...]) -> Callable[[Record], int]:
         """From records to positions in the pipeline: by the model's own placement, or an automatic one.
@@ -547,14 +449,14 @@ class Engine:
             return ok
         return bool(self.layout.comm.all_reduce(np.array([ok], np.int32), "min")[0])
 
-    def take(self, optimizer: Optimizer, sums: Sums, divisor: int, lr: float) -> bool:
+    def commit_step(self, optimizer: Optimizer, sums: Sums, divisor: int, lr: float) -> bool:
         """Updates the parameters if loss and gradients are finite, on all ranks; returns whether they were.
 
         Args:
             divisor: address of the number (float32) that gradients are divided by.
         """
         if self.team is not None:
-            return self.team.take(optimizer, sums, divisor, lr)
+            return self.team.commit_step(optimizer, sums, divisor, lr)
         agree = self.agree if self.layout.split or self.layout.zero else None
         return math.isfinite(sums.loss) and optimizer.apply(sums.updates, divisor, lr, agree)
 
@@ -583,8 +485,9 @@ class Engine:
             self._parts.changed()
 
     def shard_size_of(self, samples: int) -> int:
-        """Samples per shard in a batch of so many."""
-        return effective_shard_size(samples, self.layout.shard_size, self.team is not None)
+        """Samples per shard in a batch of so many: of `shard_size`, or of the default for such a batch."""
+        size = self.shard_size or planning.default_shard_size(samples)
+        return effective_shard_size(samples, size, self.team is not None)
 
     # --- recording ---
 
@@ -624,13 +527,34 @@ class Engine:
 
     def _fused(self, n: int, sample_shape: tuple[int, ...]) -> list[Record]:
         """The records of one shard of n samples on one rank."""
+        return fused(self.recorded(n, sample_shape))
+
+    def recorded(self, n: int, sample_shape: tuple[int, ...]) -> list[Record]:
+        """The records of one shard of n samples as the model makes them, the same on all ranks; not to be changed."""
         key = (n, *sample_shape)
         if key not in self._records:
-            recorder = Recorder(self.arena, 4 * self.arena.size, n, self.precision)
-            recorder.gpu = self.team is not None
-            self._traced(recorder, n, sample_shape)
-            self._records[key] = recorder.records
-        return fused(self._records[key])
+            self._records[key] = self._record(n, sample_shape, lambda recorder: None)
+        return self._records[key]
+
+    def _record(self, n: int, sample_shape: tuple[int, ...], listen: Callable[[Any], None]) -> list[Record]:
+        recorder = Recorder(self.arena, 4 * self.arena.size, n, self.precision)
+        recorder.gpu = self.team is not None
+        listen(recorder)
+        self._traced(recorder, n, sample_shape)
+        return recorder.records
+
+    def trace(self, batch: Batch, step: int, listen: Callable[[Any], None]) -> None:
+        """Runs the model for the first shard of a batch, as `execution` says: recorded once more, or op by op.
+
+        Args:
+            listen: called with the executor before.
+        """
+        if self.layout.execution == "replay":
+            self._record(self.shard_size_of(len(batch.indices)), batch.dataset.sample_shape, listen)
+            return
+        ready = self._ready(batch, step)
+        assert isinstance(ready, DirectRunner)
+        ready.run_eager(0, native.aligned(ready.floats), listen)
 
     def _traced(self, executor: Recorder | ShardEager, n: int, sample_shape: tuple[int, ...]) -> None:
         before = [(m, m.training) for m in self.model.modules()]
@@ -642,157 +566,3 @@ class Engine:
             for m, training in before:
                 m.training = training
         self._outputs = executor.outputs
-
-
-def overlaps(run: tuple[int, int], runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The parts of a run (start, length) that are in one of several runs that do not overlap."""
-    lo, n = run
-    cut = ((max(lo, a), min(lo + n, a + k)) for a, k in runs)
-    return [(a, b - a) for a, b in cut if b > a]
-
-
-def without(run: tuple[int, int], runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The parts of a run (start, length) that are in none of several runs."""
-    left = [run]
-    for a, k in runs:
-        left = [
-            piece
-            for lo, n in left
-            for piece in ((lo, min(n, a - lo)), (max(lo, a + k), lo + n - max(lo, a + k)))
-            if piece[1] > 0
-        ]
-    return left
-
-
-@dataclasses.dataclass(frozen=True)
-class Owned:
-    """What a rank has to do with a parameter; runs of the arena are (start, floats).
-
-    whole: the run that it updates. valid: the runs of it that come out right, and that other ranks take from it.
-    counted: whether its gradients are this rank's share of the global norm.
-    """
-
-    whole: tuple[int, int]
-    valid: list[tuple[int, int]]
-    counted: bool
-
-
-def owned(offset: int, shape: tuple[int, ...], piece: tensor.Piece | None, t: int) -> Owned:
-    """The share of rank t of a tensor-parallel group in a parameter; without a piece it is everybody's."""
-    floats = -(-math.prod(shape) // 16) * 16
-    if piece is None or piece.axis is None:
-        return Owned((offset, floats), [(offset, floats)], t == 0)
-    lo, hi = piece.ranges[t]
-    row = math.prod(shape[1:])
-    if piece.axis == 0:
-        run = (offset + lo * row, (hi - lo) * row)
-        return Owned(run, [run], True)
-    # columns: gradients of the others' are zero, and what becomes of their parameters here is never used
-    return Owned((offset, floats), [(offset + r * row + lo, hi - lo) for r in range(shape[0])], True)
-
-
-class Direct(Runner):
-    """All shards of this process in one native call, one after the other on each thread, then one reduction."""
-
-    def __init__(self, engine: Engine, samples: int, sample_shape: tuple[int, ...]) -> None:
-        super().__init__(engine, samples)
-        self.engine, self.sample_shape = engine, sample_shape
-        lay, lib, arena = engine.layout, native.library(), engine.arena
-        comm = engine.groups.dp
-        self.floats = (arena.size if engine.train else 0) + lib.stats
-        self.stats_at = self.floats - lib.stats
-        self.plan = planning.make(self.shards, comm.rank, comm.size, lay.workers, lay.threads)
-        content = engine.content(samples, whole=True)
-        self._reduce = strategy.make(lay.reduction, comm, self.plan, self.floats, lay.workers, content=content)
-        lists = [numbers(a) for a in (*self.plan.threads, self.plan.final)]
-        starts = np.array([a.ctypes.data for a in lists], np.int64)
-        counts = np.array([len(a) for a in lists], np.int64)
-        self._keep: list[Any] = [lists, starts, counts]
-        self.step = native.Step(
-            threads=len(self.plan.threads),
-            actions=starts.ctypes.data,
-            counts=counts.ctypes.data,
-            params=arena.address(native.PARAMS),
-            zero=1,
-            buffers=self._reduce.buffers.ctypes.data,
-            buffer_floats=self.floats,
-            shard_size=self.shard_size,
-            samples=samples,
-        )
-        if lay.execution == "replay":
-            records = engine.record(self.shard_size, sample_shape)
-            work_bytes = place(records)
-            threads = len(self.plan.threads)
-            work = engine.storage("work", threads * work_bytes).reshape(threads, work_bytes)
-            table = encoded(records, arena, self._keep, None if engine.train else self._without_gradients)
-            self.step.program, self.step.records = table.ctypes.data, len(table)
-            self.step.work, self.step.work_bytes = work.ctypes.data, work_bytes
-            self.work_bytes = work.nbytes
-            self._keep += [table, work]
-        self.result = result = self._reduce.result  # (floats,): gradients if it trains, then the statistics
-        self.stats = result[self.stats_at :]
-        self.samples_address = self.stats[1:].ctypes.data
-        self.updates = self._updates(result) if engine.train else []
-        self.grad_bytes = 4 * self._reduce.floats_needed
-
-    def _updates(self, result: np.ndarray) -> list[Update]:
-        engine, at = self.engine, result.ctypes.data
-        if engine.layout.zero == 0:
-            return [Update(engine.arena.address(native.PARAMS), at, 0, engine.arena.size, 0)]
-        parts = engine.parts
-        return [
-            Update(parts.param_address(b, p), at + 4 * p.lo, parts.state_at(b, p), p.n, p.lo)
-            for b in range(len(parts.buckets))
-            for p in parts.pieces(b)
-        ]
-
-    def _without_gradients(self, space: int, offset: int) -> int:
-        return offset - self.engine.arena.size if space == native.GRADS else offset
-
-    def run(self) -> Sums:
-        s = self.step
-        s.context = self.context
-        s.rows = self.context.rows
-        if self.engine.arena.mirror is not None:  # another trainer's GPUs may be ahead
-            s.params = self.engine.arena.address(native.PARAMS)
-        if self.engine.layout.execution == "replay":
-            native.library().step(s)
-        else:
-            self._run_eager()
-        self._reduce.start()
-        self._reduce.finish()
-        loss, samples, correct = self.stats[:3].tolist()
-        return Sums(loss, samples, correct, self.samples_address, self.updates)
-
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes that this rank's reductions have sent so far."""
-        return self._reduce.bytes_sent
-
-    @property
-    def bytes_plain(self) -> int:
-        return self._reduce.bytes_plain
-
-    def _run_eager(self) -> None:
-        """The same plan, each shard through Python, one after the other."""
-        s, buffers = self.step, self._reduce.buffers
-        for actions in (*self.plan.threads, self.plan.final):
-            for a in actions:
-                if a.kind == "add":
-                    executor = ShardEager(s.context, 0, 0, 0)
-                    rows = [Block(buffers[i]) for i in (a.a, a.b)]
-                    executor.emit("add", rows[0], rows[0], rows[1], self.floats)
-                    continue
-                buffer = buffers[a.b]
-                buffer[:] = 0
-                c = native.Context.from_buffer_copy(s.context)
-                c.first = a.a * s.shard_size
-                c.valid = min(s.shard_size, s.samples - c.first)
-                c.rows = s.rows + 8 * c.first
-                executor = ShardEager(c, buffer.ctypes.data, 4 * self.stats_at, s.shard_size, self.engine.precision)
-                self.engine._traced(executor, s.shard_size, self.sample_shape)
-
-
-def numbers(actions: tuple[planning.Action, ...]) -> np.ndarray:
-    """A plan's actions as the executor reads them, (n, 3) int64."""
-    return np.array([(0 if a.kind == "run" else 1, a.a, a.b) for a in actions], np.int64).reshape(-1, 3)

@@ -14,11 +14,12 @@ class OdysseyError(Exception):
 
     `exit_code` is what a command ends with (sysexits-like: 64 usage, 65 data, 69 unavailable, 70 internal, 73 output,
     75 stopped and can go on, 76 protocol). `lines`: its message has several lines; elsewhere a line break is part of
-    somebody's name and shown as such.
+    somebody's name and shown as such. `raised_on_all_ranks`: every rank raises it, so rank 0 alone needs to say it.
     """
 
     exit_code = 64
     lines = False
+    raised_on_all_ranks = False
 
 
 class ConfigError(OdysseyError):

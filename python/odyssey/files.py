@@ -1,4 +1,4 @@
-"""Small files that must be there whole or not at all, and JSON from files that nobody has vouched for.
+"""Files that must be there whole or not at all, and JSON from untrusted input.
 
 Written aside in the same directory, flushed to the disk, renamed, and the directory flushed: after a crash at any
 moment the old file is there or the new one. What it is not: a format; what the files say is their owners' business.
@@ -7,10 +7,13 @@ moment the old file is there or the new one. What it is not: a format; what the 
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import json
 import math
 import os
 import stat
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,28 +22,66 @@ from .errors import DataError, OutputError, printable
 
 JSON_LIMIT = 16 << 20  # bytes; a longer one is refused before it is read
 DEPTH = 32  # of nested lists and objects
+NO_DIRECTORY = "the current directory has been removed; change to one that is there (cd)"
 DIGITS = 20  # of an integer, its sign included: 64 bits
+_HELD = (errno.EWOULDBLOCK, errno.EACCES)
+_NO_FLOCK = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)
+_AT_FDCWD, _EXCHANGE = -100, 2  # of renameat2, Linux
 
 
-def write_whole(path: Path, write: Callable[[BinaryIO], Any]) -> None:
+def current_directory() -> str:
+    """The working directory; "" where it has been removed."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return ""
+
+
+def write_whole(path: Path, write: Callable[[BinaryIO], Any], mode: int = 0o600, durable: bool = True) -> None:
     """Lets `write` fill a file aside, then puts it in place of `path`.
+
+    Args:
+        mode: permissions, less the umask.
+        durable: flush file and directory to the disk; else a machine's crash may leave the file empty.
 
     Raises:
         OSError: it could not be written; `path` is as it was and nothing is left aside.
     """
     aside = path.with_name(f".{path.name[:100]}.{os.getpid()}.tmp")
-    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
     try:
         with open(descriptor, "wb") as file:
             write(file)
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
         os.replace(aside, path)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(aside)
         raise
-    sync_directory(path.parent)
+    if durable:
+        with contextlib.suppress(PermissionError):  # of a directory that may be written to and not read
+            sync_directory(path.parent)
+
+
+def exchange(new: Path, old: Path, aside: Path) -> None:
+    """Lets two directories change names, in one step where the system can (Linux), else in three by way of `aside`.
+
+    In three, a crash in between can lose `old`, never tear it.
+    """
+    import ctypes  # takes milliseconds, and most processes exchange nothing
+
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is not None:
+        if rename(_AT_FDCWD, os.fsencode(new), _AT_FDCWD, os.fsencode(old), _EXCHANGE) == 0:
+            return
+        number = ctypes.get_errno()
+        if number not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):  # not on this file system
+            raise OSError(number, os.strerror(number), old.name)
+    os.rename(old, aside)
+    os.rename(new, old)
+    os.rename(aside, new)
 
 
 def sync_directory(path: Path) -> None:
@@ -50,6 +91,56 @@ def sync_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+class LockFile:
+    """A file that one process holds, and in which the holder says who it is (a JSON object).
+
+    The lock is flock's: it ends with the process, however that ends. The file is never removed: who unlinked it could
+    unlink another one's. In a child (fork), `release` gives nothing back of its parent's.
+    """
+
+    def __init__(self, path: Path, flags: int = os.O_RDWR | os.O_CREAT) -> None:
+        """Opens the file. Raises OSError: it cannot be, or is a symbolic link."""
+        self.path, self._pid = path, os.getpid()
+        self.descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+
+    def take(self, kind: int = fcntl.LOCK_EX) -> bool | None:
+        """Takes the lock if it is free, and says whether it was; None: the file system has no locks."""
+        try:
+            fcntl.flock(self.descriptor, kind | fcntl.LOCK_NB)
+        except OSError as problem:
+            if problem.errno in _NO_FLOCK:
+                return None
+            if problem.errno not in _HELD:
+                raise
+            return False
+        return True
+
+    def in_place(self) -> bool:
+        """Whether the name still is this file's. Raises OSError: nothing has the name."""
+        return os.path.samestat(os.stat(self.path), os.fstat(self.descriptor))
+
+    def read(self) -> dict[str, Any]:
+        """What the file says; {} where it says nothing, or is torn."""
+        with contextlib.suppress(OSError, DataError):
+            found = parse_json(os.pread(self.descriptor, 1 << 16, 0), self.path.name)
+            return found if isinstance(found, dict) else {}
+        return {}
+
+    def write(self, value: dict[str, Any], durable: bool = False) -> None:
+        """Says who holds it. Raises OSError."""
+        os.ftruncate(self.descriptor, 0)
+        os.pwrite(self.descriptor, (json.dumps(value) + "\n").encode(), 0)
+        if durable:
+            os.fsync(self.descriptor)
+
+    def release(self, empty: bool = True) -> None:
+        """Gives the lock back, and empties the file unless it says now who else holds it."""
+        if empty and self._pid == os.getpid():
+            with contextlib.suppress(OSError):
+                os.ftruncate(self.descriptor, 0)
+        os.close(self.descriptor)
 
 
 def private_directory(path: Path) -> Path:
@@ -89,9 +180,42 @@ def private_directory(path: Path) -> Path:
     return path
 
 
+def foreign(found: os.stat_result) -> str | None:
+    """Why a file or directory may be somebody else's doing: another user than this one or root owns it, or others may
+    write to it. None: it may not. A directory such as /tmp, where all may make files and nobody may rename those of
+    others, is no such one, and neither is what the user's own group, which is nobody else's, may write to.
+    """
+    if found.st_uid not in (0, os.geteuid()):
+        return f"it belongs to user {found.st_uid}"
+    if stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX:
+        return None
+    if found.st_mode & stat.S_IWOTH:
+        return "everybody may write to it"
+    if found.st_mode & stat.S_IWGRP and not _own_group(found.st_gid):
+        return f"group {found.st_gid} may write to it"
+    return None
+
+
+def _own_group(number: int) -> bool:
+    """Whether a group has this user alone in it: it has the user's name (as many systems make them), and no others."""
+    import grp
+    import pwd
+
+    try:
+        user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(number)
+    except KeyError:
+        return False
+    return group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}
+
+
+def encode_json(value: Any) -> bytes:
+    """The text of a JSON file; NaN and infinities are refused (ValueError)."""
+    return (json.dumps(value, indent=1, allow_nan=False) + "\n").encode()
+
+
 def write_json(path: Path, value: Any) -> None:
     """Writes one JSON value, whole or not at all; NaN and infinities are refused (ValueError)."""
-    data = (json.dumps(value, indent=1, allow_nan=False) + "\n").encode()
+    data = encode_json(value)
     write_whole(path, lambda file: file.write(data))
 
 
@@ -164,3 +288,19 @@ def _check_depth(data: bytes, name: str) -> None:
                 raise DataError(f"{name} is nested deeper than {DEPTH}")
         elif byte in b"]}":
             depth -= 1
+
+
+def wait_until_read(descriptor: int, seconds: float = 0.5) -> None:
+    """Waits until the reader of a pipe has taken what was written, but not for long: who ends a job at once may end
+    the launcher's process that was to read the reason."""
+    import fcntl
+    import termios
+
+    until = time.monotonic() + seconds
+    with contextlib.suppress(OSError, ValueError):
+        while time.monotonic() < until:
+            answer = fcntl.ioctl(descriptor, termios.FIONREAD, b"\0\0\0\0")
+            if not int.from_bytes(answer, "little"):
+                break
+            time.sleep(0.005)
+    time.sleep(0.05)

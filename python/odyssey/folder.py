@@ -24,7 +24,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, BinaryIO
 
 from odyssey import compiler
 from odyssey.errors import BuildError
@@ -149,16 +149,22 @@ def library(home: Path, accelerator: str | None, sources: str | None) -> Path:
 def verify(home: Path, manifest: Manifest, names: Iterable[str]) -> None:
     """Raises BuildError unless these files are as they were written."""
     for name in names:
-        size, digest = manifest.files[name]
         try:
-            if os.stat(home / name).st_size != size:
-                raise _refused(home, f"{name} has not the {size} bytes that it had")
             with open(home / name, "rb") as file:
-                found = hashlib.sha256(file.read()).hexdigest()
+                found = damage(file, *manifest.files[name])
         except OSError as problem:
             raise _refused(home, f"{name} cannot be read: {problem.strerror}") from problem
-        if found != digest:
-            raise _refused(home, f"{name} does not match its SHA-256")
+        if found:
+            raise _refused(home, f"{name} {found}")
+
+
+def damage(file: BinaryIO, size: int, digest: str) -> str | None:
+    """What an open file is not, that once had `size` bytes with this SHA-256; None if it is as it was."""
+    if os.fstat(file.fileno()).st_size != size:
+        return f"has not the {size} bytes that it had"
+    if hashlib.sha256(file.read(size + 1)).hexdigest() != digest:
+        return "does not match its SHA-256"
+    return None
 
 
 def _refused(home: Path, why: str, then: str = "copy the folder again, or build it again") -> BuildError:

@@ -9,6 +9,7 @@ Gradients of parameters are added to the parameter's `grad` by the kernels; grad
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,38 +18,21 @@ from . import native
 from .errors import ConfigError, DeviceError, ShapeError
 from .placement import Device
 from .placement import device as place_of
-from .precision import scratch_bytes
 from .program import Block, Memory, Recorder, ShardEager, current
-from .tensor import Tensor, apart, attach, empty, in_checkpoint, layout_of, make, new_like
+from .tensor import Tensor, apart, attach, empty, in_checkpoint, layout_of, make, new_like, to_lanes
+from .tensor import to_rows as to_rows
 
 # --- layouts -----------------------------------------------------------------------------
 
 
-def to_lanes(x: Tensor) -> Tensor:
-    """The same samples in lanes; the first axis is the batch."""
-    if x.layout == "lanes":
-        return x
-    if x.ndim < 1 or x.size == 0:
-        raise ShapeError(f"[tensor] shape {x.shape} has no samples; the first axis is the batch and must not be empty")
-    y = empty(x.shape, "lanes")
-    current().emit("pack_rows", y.memory, x.memory, x.shape[0], x.features)
-    return attach(y, (x,), lambda dy: (to_rows(dy),))
-
-
 def batched(x: Tensor) -> Tensor:
-    """The same samples in the layout that a batch of this size is computed in. Raises ShapeError for an empty batch."""
+    """The same samples in the layout that a batch of this size is computed in. Raises ShapeError for an empty batch, or
+    what is no tensor."""
+    if not isinstance(x, Tensor):
+        raise ShapeError(f"[tensor] a layer is called with a {type(x).__name__}; give it a Tensor, such as Tensor(x)")
     if x.size == 0:
         raise ShapeError(f"[tensor] shape {x.shape} has no samples; the first axis is the batch and must not be empty")
     return to_lanes(x) if x.ndim < 1 or layout_of(x.shape[0]) == "lanes" else x
-
-
-def to_rows(x: Tensor) -> Tensor:
-    """The same samples in rows, as NumPy sees them."""
-    if x.layout == "rows":
-        return x
-    y = empty(x.shape)
-    current().emit("unpack_rows", y.memory, x.memory, x.shape[0], x.features)
-    return attach(y, (x,), lambda dy: (to_lanes(dy),))
 
 
 def reshape(x: Tensor, *shape: int) -> Tensor:
@@ -181,17 +165,12 @@ def _bias(b: Tensor | None, size: int) -> Memory:
     return Block(native.aligned(size)) if b is None else b.memory
 
 
-def _product(
-    op: str, precision: str, memory: tuple[Memory, ...], sizes: tuple[int, ...], *flags: int, layout: str
-) -> None:
-    """Emits a product; one that rounds its operands takes scratch memory behind them."""
-    if precision != "fp32":
-        executor = current()
-        if precision == "tf32" and not executor.gpu:
-            raise ConfigError("[precision] tf32 products are a GPU's; use fp32 or bf16, or train on a GPU")
-        memory = (*memory, executor.alloc(16 if executor.gpu else scratch_bytes(op, precision, layout, sizes)))
-        op = f"{op}_{precision}"
-    current().emit(op, *memory, *sizes, *flags, layout=layout)
+def _precision() -> str:
+    """What the products called now round their operands to."""
+    executor = current()
+    if executor.precision == "tf32" and not executor.gpu:
+        raise ConfigError("[precision] tf32 products are a GPU's; use fp32 or bf16, or train on a GPU")
+    return executor.precision
 
 
 def _pair(v: int | tuple[int, int]) -> tuple[int, int]:
@@ -245,20 +224,18 @@ def conv2d(
     y = empty((n, k, (h - r) // stride + 1, (w - t) // stride + 1), x.layout)
     sizes = (x.groups, c, h, w, k, r, t, stride)
     # One channel fills half of a pair; packing would cost what is left to gain (docs/precision.md).
-    precision = current().precision if c > 1 else "fp32"
-    operands = (y.memory, x.memory, weight.memory, _bias(bias, k))
-    _product("conv2d_forward", precision, operands, sizes, 0, layout=x.layout)
+    how = {"layout": x.layout, "dtype": _precision() if c > 1 else "fp32"}
+    current().emit("conv2d_forward", y.memory, x.memory, weight.memory, _bias(bias, k), *sizes, 0, **how)
 
     def backward(dy: Tensor) -> tuple[Tensor | None, ...]:
         if weight.requires_grad or (bias is not None and bias.requires_grad):
             db = _grad_memory("conv2d", bias, k)
-            operands = (_grad_memory("conv2d", weight), db, dy.memory, x.memory)
-            _product("conv2d_backward_weight", precision, operands, sizes, layout=x.layout)
+            dw = _grad_memory("conv2d", weight)
+            current().emit("conv2d_backward_weight", dw, db, dy.memory, x.memory, *sizes, **how)
         if not x.requires_grad:
             return (None, None, None)
         dx = empty(x.shape, x.layout)
-        operands = (dx.memory, dy.memory, weight.memory)
-        _product("conv2d_backward_input", precision, operands, sizes, layout=x.layout)
+        current().emit("conv2d_backward_input", dx.memory, dy.memory, weight.memory, *sizes, **how)
         return (dx, None, None)
 
     return attach(y, (x, weight, weight if bias is None else bias), backward)
@@ -274,22 +251,18 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     x = batched(x)
     (o, i), g = weight.shape, x.groups
     y = empty((x.shape[0], o), x.layout)
-    sizes, precision = (g, i, o), current().precision
-    operands = (y.memory, x.memory, weight.memory, _bias(bias, o))
-    _product("linear_forward", precision, operands, sizes, 0, layout=x.layout)
+    how = {"layout": x.layout, "dtype": _precision()}
+    current().emit("linear_forward", y.memory, x.memory, weight.memory, _bias(bias, o), g, i, o, 0, **how)
 
     def backward(dy: Tensor) -> tuple[Tensor | None, ...]:
         if weight.requires_grad or (bias is not None and bias.requires_grad):
             db = _grad_memory("linear", bias, o)
-            operands = (_grad_memory("linear", weight), db, dy.memory, x.memory)
-            if precision == "fp32":
-                operands = (*operands, current().alloc(16 if current().gpu else 4 * x.floats))
-            _product("linear_backward_weight", precision, operands, sizes, layout=x.layout)
+            dw = _grad_memory("linear", weight)
+            current().emit("linear_backward_weight", dw, db, dy.memory, x.memory, g, i, o, **how)
         if not x.requires_grad:
             return (None, None, None)
         dx = empty(x.shape, x.layout)
-        operands = (dx.memory, dy.memory, weight.memory)
-        _product("linear_backward_input", precision, operands, sizes, layout=x.layout)
+        current().emit("linear_backward_input", dx.memory, dy.memory, weight.memory, g, i, o, **how)
         return (dx, None, None)
 
     return attach(y, (x, weight, weight if bias is None else bias), backward)
@@ -347,32 +320,40 @@ def avg_pool2d(x: Tensor, kernel_size: int | tuple[int, int], stride: int | None
 # --- activations --------------------------------------------------------------------------------
 
 
-def _activation(name: str, x: Tensor) -> Tensor:
-    y = empty(x.shape, x.layout)
-    saved, n = y.memory, y.floats  # not y: its node would hold it, and it its node
-    current().emit(f"{name}_forward", saved, x.memory, n, layout=x.layout)
-
-    def backward(dy: Tensor) -> tuple[Tensor]:
-        dx = empty(x.shape, x.layout)
-        current().emit(f"{name}_backward", dx.memory, dy.memory, saved, n, layout=x.layout)
-        return (dx,)
-
-    return attach(y, (x,), backward)
+ACTIVATIONS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {}  # name of the layer in nn: what it is, the function
 
 
-def relu(x: Tensor) -> Tensor:
-    """max(x, 0)."""
-    return _activation("relu", x)
+def unary(name: str, doc: str = "", *, saves: str = "y", layer: str = "") -> Callable[[Tensor], Tensor]:
+    """An elementwise op from its two kernels, `name`_forward (y; x; n) and `name`_backward (dx; dy, saved; n).
+
+    Args:
+        saves: what its gradient needs: "x", or "y".
+        layer: its name in nn, if it is an activation.
+    """
+
+    def op(x: Tensor) -> Tensor:
+        y = empty(x.shape, x.layout)
+        saved, n = (x if saves == "x" else y).memory, y.floats  # not y: its node would hold it, and it its node
+        current().emit(f"{name}_forward", y.memory, x.memory, n, layout=x.layout)
+
+        def backward(dy: Tensor) -> tuple[Tensor]:
+            dx = empty(x.shape, x.layout)
+            current().emit(f"{name}_backward", dx.memory, dy.memory, saved, n, layout=x.layout)
+            return (dx,)
+
+        return attach(y, (x,), backward, name=name)
+
+    op.__name__, op.__qualname__, op.__doc__ = name, name, doc
+    if layer:
+        ACTIVATIONS[layer] = doc, op
+    return op
 
 
-def tanh(x: Tensor) -> Tensor:
-    """Hyperbolic tangent."""
-    return _activation("tanh", x)
-
-
-def sigmoid(x: Tensor) -> Tensor:
-    """1 / (1 + exp(-x))."""
-    return _activation("sigmoid", x)
+relu = unary("relu", "max(x, 0).", layer="ReLU")
+tanh = unary("tanh", "Hyperbolic tangent.", layer="Tanh")
+sigmoid = unary("sigmoid", "1 / (1 + exp(-x)).", layer="Sigmoid")
+gelu = unary("gelu", "x times the share of a normal distribution that lies below x.", saves="x", layer="GELU")
+silu = unary("silu", "x sigmoid(x).", saves="x", layer="SiLU")
 
 
 def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
@@ -396,30 +377,61 @@ def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
     return attach(apply(x), (x,), lambda dy: (apply(dy),))
 
 
-def _over_classes(name: str, x: Tensor) -> Tensor:
-    if x.ndim != 2:
-        raise ShapeError(f"[{name}] input of shape {x.shape}; it must be (N, classes)")
+def _over_classes(name: str, doc: str, layer: str) -> Callable[[Tensor], Tensor]:
+    """An op on the classes of x (N, classes), with kernels as those of `unary` but for the sizes G, F."""
+
+    def op(x: Tensor) -> Tensor:
+        if x.ndim != 2:
+            raise ShapeError(f"[{name}] input of shape {x.shape}; it must be (N, classes)")
+        x = batched(x)
+        y = empty(x.shape, x.layout)
+        saved, size = y.memory, (x.groups, x.features)
+        current().emit(f"{name}_forward", saved, x.memory, *size, layout=x.layout)
+
+        def backward(dy: Tensor) -> tuple[Tensor]:
+            dx = empty(x.shape, x.layout)
+            current().emit(f"{name}_backward", dx.memory, dy.memory, saved, *size, layout=x.layout)
+            return (dx,)
+
+        return attach(y, (x,), backward, name=name)
+
+    op.__name__, op.__qualname__, op.__doc__ = name, name, doc
+    ACTIVATIONS[layer] = doc, op
+    return op
+
+
+softmax = _over_classes("softmax", "exp(x) / sum exp(x) over the classes of x (N, classes).", "Softmax")
+log_softmax = _over_classes("log_softmax", "x - log sum exp(x) over the classes of x (N, classes).", "LogSoftmax")
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
+    """Each sample of x (N, F) moved and scaled to mean 0 and variance 1, times weight (F), plus bias (F).
+
+    Ba, Kiros, Hinton 2016. The variance is that of the F numbers, plus eps. Raises ShapeError.
+    """
+    if x.ndim != 2 or weight.shape != x.shape[1:] or bias.shape != x.shape[1:]:
+        raise ShapeError(
+            f"[layer_norm] input {x.shape}, weight {weight.shape}, bias {bias.shape}; they must be (N, F), (F), (F)"
+        )
     x = batched(x)
-    y = empty(x.shape, x.layout)
-    saved = y.memory
-    current().emit(f"{name}_forward", saved, x.memory, x.groups, x.features, layout=x.layout)
+    y, size = empty(x.shape, x.layout), (x.groups, x.features)
+    stats = current().alloc(8 * (x.floats // x.features))  # mean and 1 / deviation of each sample
+    where = y.memory, stats, x.memory, weight.memory, bias.memory
+    current().emit("layer_norm_forward", *where, *size, float(eps), layout=x.layout)
 
-    def backward(dy: Tensor) -> tuple[Tensor]:
+    def backward(dy: Tensor) -> tuple[Tensor | None, ...]:
+        for kind, p, saved in (("weight", weight, (x.memory, stats)), ("bias", bias, ())):
+            if p.requires_grad:
+                to = _grad_memory("layer_norm", p)
+                current().emit(f"layer_norm_backward_{kind}", to, dy.memory, *saved, *size, layout=x.layout)
+        if not x.requires_grad:
+            return (None, None, None)
         dx = empty(x.shape, x.layout)
-        current().emit(f"{name}_backward", dx.memory, dy.memory, saved, x.groups, x.features, layout=x.layout)
-        return (dx,)
+        where = dx.memory, dy.memory, x.memory, stats, weight.memory
+        current().emit("layer_norm_backward_input", *where, *size, layout=x.layout)
+        return (dx, None, None)
 
-    return attach(y, (x,), backward)
-
-
-def softmax(x: Tensor) -> Tensor:
-    """exp(x) / sum exp(x) over the classes of x (N, classes)."""
-    return _over_classes("softmax", x)
-
-
-def log_softmax(x: Tensor) -> Tensor:
-    """x - log sum exp(x) over the classes of x (N, classes)."""
-    return _over_classes("log_softmax", x)
+    return attach(y, (x, weight, bias), backward)
 
 
 # --- losses ---------------------------------------------------------------------------------------
@@ -486,3 +498,11 @@ def nll_loss(x: Tensor, target: Any, reduction: str = "mean") -> Tensor:
 def accuracy(x: Tensor, target: Any) -> float:
     """The share of samples whose largest entry of x (N, classes) is at the target."""
     return float(np.mean(np.argmax(x.data, axis=1) == np.asarray(target)))
+
+
+# --- of a tensor ----------------------------------------------------------------------------------
+
+Tensor.__add__ = Tensor.__radd__ = add  # type: ignore[assignment]
+Tensor.__mul__ = Tensor.__rmul__ = multiply  # type: ignore[assignment]
+for _op in (sum, mean, reshape, flatten, to):
+    setattr(Tensor, _op.__name__, _op)

@@ -1,7 +1,8 @@
 """What an MPI launcher, srun or a torchrun-like one put into the environment of this process, read in one place.
 
-What it is not: MPI. It knows names of variables only and imports nothing heavy, so that a message can be given to the
-right rank before MPI is loaded. The rank that counts comes from `odyssey.comm`.
+What it is not: MPI. It knows names of variables, and which library understands which launcher, and imports nothing
+heavy, so that a message can be given to the right rank before MPI is loaded. The rank that counts comes from
+`odyssey.comm`.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from typing import NamedTuple
+
+from .errors import ConfigError, printable
 
 
 class Launched(NamedTuple):
@@ -102,3 +105,34 @@ def rank(environment: Mapping[str, str] | None = None) -> int | None:
             return found
     found = rendezvous(environment)
     return None if found is None else found.rank
+
+
+def mpi_library(text: str) -> str:
+    """ "MPICH 5.0.2" from what an MPI library says about itself."""
+    line = " ".join(text.split("\n", 1)[0].replace("\0", " ").replace(":", " ").split())
+    for name in ("MPICH", "Open MPI"):
+        if line.startswith(name):
+            words = line.removeprefix(name).replace(",", " ").split()
+            number = next((word.lstrip("v") for word in words if word.lstrip("v")[:1].isdigit()), "")
+            return f"{name} {number}".rstrip()
+    return printable(line, limit=60)
+
+
+def check_library(found: Launched | None, text: str) -> None:
+    """Raises ConfigError where MPI would abort at its start, as the launcher is another MPI's.
+
+    Args:
+        text: what the MPI library says about itself.
+    """
+    library = mpi_library(text)
+    if found is None or found.launcher not in ("Open MPI", "PMIx") or not library.startswith("MPICH"):
+        return
+    if "pmix" not in text.lower():  # else it was configured to understand this one
+        how = "srun --mpi=pmix" if found.launcher == "PMIx" else "Open MPI's mpirun"
+        do = "srun --mpi=pmi2" if found.launcher == "PMIx" else "the mpirun of this environment"
+        error = ConfigError(
+            f"[comm] {how} started {found.size} processes, but the MPI library of mpi4py is {library}, which it cannot "
+            f"start; use {do}"
+        )
+        error.raised_on_all_ranks = True
+        raise error

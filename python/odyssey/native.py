@@ -1,23 +1,23 @@
 """The compiled kernel library: the only file that loads it and knows its C interface (mojo/capi.mojo).
 
-A program is an int64 array (records, RECORD); what its numbers mean is said in shared/training/record.mojo. ctypes lets
-the GIL go during every call.
+A program is an int64 array (records, RECORD); what its numbers mean is said in mojo/kernels/record.mojo. What ops there
+are, and the roles of their arguments, the library says (mojo/kernels/op.mojo). ctypes lets the GIL go in every call.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import os
 import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 
 from . import build
-
-# Threads of the pool wait this long (microseconds) for work before they sleep. Waking a sleeping one costs about
-# 200 us, a fifth of a LeNet-5 step at batch 64. Read by the runtime when it starts; the user's own value is kept.
-BUSY_WAIT_US = "2000"
+from .errors import BuildError, ConfigError
+from .process import limits
+from .recipes import PRECISIONS
 
 # Spaces of an operand: (space << 56) | byte offset.
 ABSOLUTE, PARAMS, GRADS, WORK = range(4)
@@ -25,7 +25,7 @@ ALIGNMENT = 64  # bytes; one vector of 16 floats
 
 
 class Context(ctypes.Structure):
-    """Mirrors `Context` in shared/training/record.mojo."""
+    """Mirrors `Context` in mojo/kernels/record.mojo."""
 
     _fields_ = [
         ("seed", ctypes.c_uint64),
@@ -39,6 +39,7 @@ class Context(ctypes.Structure):
         ("scale", ctypes.c_int64),
         ("shift", ctypes.c_int64),
         ("loss_scale", ctypes.c_double),
+        ("stopped", ctypes.c_int64),
     ]
 
 
@@ -46,6 +47,7 @@ class Step(ctypes.Structure):
     """Mirrors `Step` in shared/training/executor.mojo."""
 
     _fields_ = [
+        ("table", ctypes.c_int64),
         ("program", ctypes.c_int64),
         ("records", ctypes.c_int64),
         ("threads", ctypes.c_int64),
@@ -100,8 +102,95 @@ class Job(ctypes.Structure):
     ]
 
 
-class Library:
-    """The loaded library: its constants, the codes of its ops, and the two ways to run a program.
+# Bits of a record's header, above the op's code; and how products round their operands, in the order of their numbers.
+ROWS, DTYPE = 16, 24
+OPS = 1024  # places for ops, those that programs bring included
+
+
+@dataclass(frozen=True)
+class Op:
+    """An op as its kernel file declares it (mojo/kernels/op.mojo).
+
+    Attributes:
+        outputs, inputs, sizes: names of its arguments, which come in this order.
+        added: outputs that are added to instead of written.
+        scratch: place of the scratch memory among the arguments; None if it wants none.
+        traits: words that say what the rest of the program may do with it.
+    """
+
+    name: str
+    code: int
+    outputs: tuple[str, ...] = ()
+    inputs: tuple[str, ...] = ()
+    sizes: tuple[str, ...] = ()
+    added: frozenset[str] = frozenset()
+    scratch: int | None = None
+    traits: frozenset[str] = frozenset()
+
+    @classmethod
+    def parse(cls, code: int, text: str) -> Op:
+        """What `odyssey_op` says: lines of name, roles and traits. Raises BuildError for what cannot be roles."""
+        name, roles, traits = text.split("\n")
+        groups = [tuple(filter(None, (word.strip() for word in group.split(",")))) for group in roles.split(";")]
+        if len(groups) > 3 or any(word[0] == "~" for group in (groups[0], *groups[2:]) for word in group):
+            raise BuildError(
+                f"[ops] {name} has the roles {roles!r}; expected 'outputs; inputs; sizes', with + before what is added "
+                "to and ~ before scratch memory, which stands among the inputs"
+            )
+        outputs, inputs, sizes = (*groups, (), ())[:3]
+        arguments = (*outputs, *inputs)
+        scratch = [i for i, word in enumerate(arguments) if word[0] == "~"]
+        return cls(
+            name,
+            code,
+            tuple(word.lstrip("+") for word in outputs),
+            tuple(word.lstrip("~") for word in inputs),
+            sizes,
+            frozenset(word[1:] for word in outputs if word[0] == "+"),
+            scratch[0] if scratch else None,
+            frozenset(traits.split()),
+        )
+
+
+class Table:
+    """The ops of a library, by name, and where their kernels are, by code; programs may bring more.
+
+    Args:
+        lib: exports `prefix`_ops, `prefix`_op and `prefix`_kernels.
+    """
+
+    def __init__(self, lib: ctypes.CDLL, prefix: str) -> None:
+        self.ops: dict[str, Op] = {}
+        self.codes: dict[str, int] = {}
+        self._kernels = np.zeros((OPS, 2), np.int64)  # as mojo/kernels/op.mojo has them: kernel, scratch function
+        self.table: int = self._kernels.ctypes.data
+        self.add(lib, prefix)
+
+    def add(self, lib: ctypes.CDLL | str, prefix: str) -> list[Op]:
+        """Takes the ops of a library, or of the one at a path, into the table, and returns them. Raises ConfigError."""
+        if isinstance(lib, str):
+            lib = ctypes.CDLL(lib)
+        count: int = getattr(lib, f"{prefix}_ops")()
+        describe, kernels = getattr(lib, f"{prefix}_op"), getattr(lib, f"{prefix}_kernels")
+        describe.restype = ctypes.c_ssize_t
+        describe.argtypes = [ctypes.c_ssize_t, ctypes.c_char_p, ctypes.c_ssize_t]
+        kernels.restype = ctypes.c_void_p
+        text, first = ctypes.create_string_buffer(4096), len(self.codes)
+        added = []
+        for i in range(count):
+            length = describe(i, text, len(text))
+            op = Op.parse(first + i, text.raw[:length].decode())
+            if op.name in self.codes:
+                raise ConfigError(f"[ops] there is an op {op.name} already; give yours another name")
+            added.append(op)
+        self._kernels[first : first + count] = memory(kernels(), 16 * count).view(np.int64).reshape(count, 2)
+        self.ops.update((op.name, op) for op in added)
+        self.codes.update((op.name, op.code) for op in added)
+        return added
+
+
+class Library(Table):
+    """The loaded library: its constants, its ops, and the two ways to run a program.
 
     `shared_*` are the functions of mojo/kernels/shared_reduce.mojo; addresses and numbers, as they are.
     """
@@ -114,21 +203,23 @@ class Library:
         lib.odyssey_init()
         lib.odyssey_constant.restype = ctypes.c_ssize_t
         lib.odyssey_constant.argtypes = [ctypes.c_ssize_t]
-        self.lanes, self.record, self.stats, self.rows, n_ops = (lib.odyssey_constant(i) for i in range(5))
-        self.bf16 = bool(lib.odyssey_constant(5))  # products of bf16 are instructions, not emulated
-        lib.odyssey_op_name.restype = ctypes.c_ssize_t
-        lib.odyssey_op_name.argtypes = [ctypes.c_ssize_t, ctypes.c_char_p, ctypes.c_ssize_t]
-        text = ctypes.create_string_buffer(64)
-        self.codes: dict[str, int] = {}
-        for op in range(n_ops):
-            length = lib.odyssey_op_name(op, text, len(text))
-            self.codes[text.raw[:length].decode()] = op
+        self.lanes, self.record, self.stats = (lib.odyssey_constant(i) for i in range(3))
+        self.bf16 = bool(lib.odyssey_constant(3))  # products of bf16 are instructions, not emulated
+        super().__init__(lib, "odyssey")
+        self._kernels[len(self.codes) :] = self._kernels[self.codes["unknown"]]  # a code that is no op's ends a program
+        lib.odyssey_scratch.restype = ctypes.c_ssize_t
+        lib.odyssey_scratch.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+        self._scratch = lib.odyssey_scratch
         self._run = lib.odyssey_run
         self._run.restype = ctypes.c_ssize_t
-        self._run.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_void_p, ctypes.POINTER(Context)]
+        self._run.argtypes = [
+            ctypes.c_void_p, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_void_p, ctypes.POINTER(Context)
+        ]  # fmt: skip
         self._step = lib.odyssey_step
         self._step.restype = ctypes.c_ssize_t
-        self._step.argtypes = [ctypes.POINTER(Step)]
+        self._step.argtypes = [ctypes.POINTER(Step), ctypes.c_ssize_t]
+        lib.odyssey_helpers.restype = ctypes.c_ssize_t
+        self._helpers = lib.odyssey_helpers()
         pointer, number = ctypes.c_void_p, ctypes.c_ssize_t
         self.fingerprint = lib.odyssey_fingerprint  # mojo/kernels/fingerprint.mojo
         self.fingerprint.argtypes, self.fingerprint.restype = [pointer, number], ctypes.c_uint64
@@ -145,26 +236,41 @@ class Library:
         self._bases = np.zeros(4, np.int64)
         self._bases_address = self._bases.ctypes.data
 
+    def scratch(self, op: Op, sizes: Iterable[int], layout: str = "lanes", dtype: str = "fp32") -> int:
+        """Bytes of scratch memory that a record of these sizes wants."""
+        record = np.zeros(self.record, np.int64)
+        start = 1 + len(op.outputs) + len(op.inputs)
+        for i, size in enumerate(sizes, start):
+            record[i] = size
+        record[0] = header(op.code, layout, dtype)
+        return self._scratch(self.table, record.ctypes.data)
+
     def run(self, program: int, records: int, context: Context, bases: int | None = None) -> int:
         """Runs records at address `program`. Returns -1, or the record that stopped it.
 
         `bases` is the address of the spaces' base addresses, int64 (4,); without it all operands are absolute.
         """
-        return self._run(program, records, self._bases_address if bases is None else bases, context)
+        return self._run(self.table, program, records, self._bases_address if bases is None else bases, context)
 
     def step(self, step: Step) -> None:
         """Runs all shards of a step of this process. A record that failed is a defect of the program: RuntimeError."""
-        stopped = self._step(step)
+        step.table = self.table
+        stopped = self._step(step, self._helpers)
         if stopped >= 0:
             raise RuntimeError(f"record {stopped} of {step.records} of the program of a step failed")
 
 
 @functools.cache
 def library() -> Library:
-    """The library, compiled on first use on this machine. Raises BuildError."""
-    os.environ.setdefault("MODULAR_THREAD_BUSY_WAIT_US", BUSY_WAIT_US)
-    path = build.library_path()
-    return Library(str(path), [str(p) for p in build.runtime_libraries()])
+    """The library, compiled on first use on this machine. Raises BuildError, ConfigError."""
+    limits.check_addresses()
+    found = build.open_library()
+    return Library(found.to_load(), [str(p) for p in build.runtime_libraries()])
+
+
+def header(code: int, layout: str = "lanes", dtype: str = "fp32") -> int:
+    """The first number of a record."""
+    return code | (layout == "rows") << ROWS | PRECISIONS.index(dtype) << DTYPE
 
 
 def float_bits(x: float) -> int:

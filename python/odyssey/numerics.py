@@ -16,8 +16,8 @@ from .comm import Communicator
 from .data.sampler import check_integer
 from .errors import ConfigError, NumericsError
 from .fingerprint import signed
+from .recipes import NONFINITE
 
-POLICIES = ("stop", "skip", "rollback")
 SKIPS, ROLLBACKS = 10, 3
 
 
@@ -43,8 +43,8 @@ class NonFinite:
     """
 
     def __init__(self, policy: str = "stop", limit: int = SKIPS, rollbacks: int = ROLLBACKS) -> None:
-        if policy not in POLICIES:
-            raise ConfigError(f"[train] the policy for non-finite numbers is {policy!r}; choose from {POLICIES}")
+        if policy not in NONFINITE:
+            raise ConfigError(f"[train] nonfinite is {policy!r}; choose from {', '.join(NONFINITE)}")
         self.policy = policy
         self.limit = check_integer("[train] limit of skipped steps", limit, 1)
         self.rollbacks = check_integer("[train] limit of rollbacks", rollbacks, 1)
@@ -119,7 +119,7 @@ class NonFinite:
     @staticmethod
     def _end(text: str) -> NumericsError:
         error = NumericsError(text)
-        error.everywhere = True
+        error.raised_on_all_ranks = True
         return error
 
 
@@ -138,7 +138,7 @@ def check_replicas(comm: Communicator, step: int, fingerprints: Mapping[str, int
     message = replicas_differ(step, list(fingerprints), everyone)
     if message:
         error = NumericsError(message)
-        error.everywhere = True
+        error.raised_on_all_ranks = True
         raise error
 
 

@@ -277,7 +277,9 @@ def constant() -> Schedule:
 
 
 def step_decay(every: int, gamma: float = 0.1) -> Schedule:
-    """gamma to the power of (step // every)."""
+    """gamma to the power of (step // every). Raises ConfigError if `every` is below 1."""
+    if every < 1:
+        raise ConfigError(f"[schedule] step_decay every {every} steps; at least 1 is allowed")
     return lambda step: gamma ** (step // every)
 
 
@@ -291,7 +293,12 @@ def cosine(total_steps: int, floor: float = 0.0) -> Schedule:
 
 
 def linear_warmup(warmup_steps: int, after: Schedule | None = None) -> Schedule:
-    """A straight line from 1 / warmup_steps to 1, then `after` (counted from the end of the warm-up), else 1."""
+    """A straight line from 1 / warmup_steps to 1, then `after` (counted from the end of the warm-up), else 1.
+
+    Raises ConfigError if `warmup_steps` is negative.
+    """
+    if warmup_steps < 0:
+        raise ConfigError(f"[schedule] a warm-up of {warmup_steps} steps; 0 or more are allowed")
 
     def factor(step: int) -> float:
         if step < warmup_steps:

@@ -5,15 +5,15 @@ What it is not: the files of a run or a checkpoint, which have names and owners 
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from .errors import OutputError
+from .files import encode_json, write_whole
 
 
 class ReaderGone(Exception):
@@ -36,6 +36,22 @@ def say(line: str) -> None:
         raise OutputError(f"[output] standard output cannot be written: {problem.strerror or problem}") from problem
 
 
+def open_streams() -> None:
+    """Opens those of standard input, output and error that are closed, on nothing: what is opened next would take their
+    numbers, and get what was meant for a user."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != number:  # never with a lower one closed: those are open by now
+                os.dup2(opened, number, inheritable=True)
+                os.close(opened)
+            os.set_inheritable(number, True)
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w" if number else "r"))  # noqa: SIM115
+
+
 def drop() -> None:
     """Gives up what standard output has not taken, or the flush at exit would fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -53,7 +69,7 @@ def check(path: Path, option: str) -> None:
             raise OutputError(f"[output] {option} {path} is there and write-protected; name another file")
         if target.exists() and not target.is_file():
             return  # a pipe or a device: written in place
-        aside = _aside(target)
+        aside = target.with_name(f".odyssey-{os.getpid()}.tmp")
         with open(aside, "xb"):
             pass
         aside.unlink()
@@ -61,27 +77,17 @@ def check(path: Path, option: str) -> None:
         raise OutputError(f"[output] {option} {path} cannot be written: {problem.strerror}") from problem
 
 
-def write(path: Path, option: str, make: Callable[[Path], None]) -> None:
-    """Let `make` make the file aside, then rename it: the file is there whole or not at all."""
+def write(path: Path, option: str, make: Callable[[BinaryIO], Any]) -> None:
+    """Lets `make` fill the file, which is there whole or not at all; a pipe or a device is written in place."""
     target = Path(os.path.realpath(path))
     try:
         if target.exists() and not target.is_file():
-            make(target)
-            return
-        aside = _aside(target)
-        try:
-            make(aside)
-            with open(aside, "rb") as file:
-                os.fsync(file.fileno())
-            os.replace(aside, target)
-        finally:
-            aside.unlink(missing_ok=True)
+            with open(target, "wb") as file:
+                make(file)
+        else:
+            write_whole(target, make, mode=0o666)
     except OSError as problem:
         raise OutputError(f"[output] {option} {path} cannot be written: {problem.strerror or problem}") from problem
-
-
-def _aside(target: Path) -> Path:
-    return target.with_name(f".odyssey-{os.getpid()}{target.suffix[:20]}")
 
 
 def finite(value: Any) -> Any:
@@ -97,9 +103,12 @@ def finite(value: Any) -> Any:
 
 def write_json(path: Path, option: str, value: Any) -> None:
     """Writes a value as JSON; null for a number that JSON has none for."""
-    text = json.dumps(finite(value), indent=1, allow_nan=False) + "\n"
+    data = encode_json(finite(value))
+    write(path, option, lambda file: file.write(data))
 
-    def make(aside: Path) -> None:
-        aside.write_text(text, encoding="utf-8")
 
-    write(path, option, make)
+def write_weights(file: BinaryIO, state: dict[str, Any]) -> None:
+    """Writes arrays by name in the safetensors format."""
+    from safetensors.numpy import save
+
+    file.write(save(state))

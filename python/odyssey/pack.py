@@ -21,6 +21,7 @@ from typing import NamedTuple
 import odyssey
 from odyssey import build, compiler, elf, folder, gpus
 from odyssey.errors import BuildError, OutputError
+from odyssey.files import exchange
 
 # What odyssey imports besides numpy and mpi4py, which are compiled for a version of Python and bring an MPI: click for
 # every command, rich for a terminal, safetensors to write weights.
@@ -129,20 +130,13 @@ def _usable(output: Path) -> None:
 
 
 def _put(aside: Path, output: Path) -> None:
-    """Renames, with what was there before out of the way first: a process that uses it keeps its open files."""
-    old = None
+    """Gives the folder its name; what had it is at `aside` then. A process that uses that keeps its open files."""
+    if output.is_symlink():
+        output.unlink()
     if output.exists():
-        old = Path(tempfile.mkdtemp(prefix=f".{output.name}.old-", dir=output.parent))
-        os.rename(output, old / "was")
-    try:
+        exchange(aside, output, aside.with_name(f"{aside.name}.old"))
+    else:
         os.rename(aside, output)
-    except OSError:
-        if old is not None:
-            os.rename(old / "was", output)
-        raise
-    finally:
-        if old is not None:
-            shutil.rmtree(old, ignore_errors=True)
 
 
 # -- libraries --------------------------------------------------------------------------------------------------------
@@ -188,12 +182,8 @@ def _strip(library: Path) -> None:
     """Removes what only a linker or a debugger reads, where there is a tool for it."""
     strip = shutil.which("strip")
     if strip and elf.is_elf(library):
-        aside = library.with_name(f"{library.name}.stripped")
-        command = [strip, "--strip-unneeded", "-o", str(aside), str(library)]
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True)
-        if done.returncode == 0:
-            os.replace(aside, library)
-        aside.unlink(missing_ok=True)
+        command = [strip, "--strip-unneeded", str(library)]  # where it fails, the library is as it was
+        subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True)
 
 
 # -- Python -----------------------------------------------------------------------------------------------------------

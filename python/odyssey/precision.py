@@ -1,8 +1,8 @@
 """Mixed precision: which products round their operands, and the loss scale that keeps fp16 gradients in range.
 
-What it is: `autocast` (the precision of the ops of this thread), `GradScaler` (dynamic loss scaling), and how much
-scratch memory a rounded product needs. What it is not: the rounding itself (mojo/kernels/lowp.mojo). Tensors,
-parameters and gradients are float32 in every precision; docs/precision.md says what is rounded where.
+What it is: `autocast` (the precision of the ops of this thread) and `GradScaler` (dynamic loss scaling). What it is
+not: the rounding itself (mojo/kernels/lowp.mojo). Tensors, parameters and gradients are float32 in every precision;
+docs/precision.md says what is rounded where.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ import numpy as np
 from . import native
 from .errors import ConfigError, NumericsError
 from .program import current
+from .recipes import PRECISIONS
 
 if TYPE_CHECKING:
-    from .optim import Optimizer
     from .tensor import Tensor
 
-PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 LARGEST_SCALE = 2.0**64  # times 2^24 samples it is a float32, and so is what one is divided by it
 
 
@@ -46,52 +45,6 @@ def autocast(precision: str = "bf16") -> Iterator[None]:
         yield
     finally:
         executor.precision = before
-
-
-# --- scratch memory -----------------------------------------------------------------------------
-
-
-def scratch_bytes(op: str, precision: str, layout: str, sizes: tuple[int, ...]) -> int:
-    """Scratch that the rounded form of a product needs: packed operands, or float32 copies of them.
-
-    Args:
-        op: "linear_forward", "conv2d_backward_input", ...
-        sizes: (G, I, O) of a linear layer, (G, C, H, W, K, R, T, S) of a convolution.
-    """
-    lib = native.library()
-    lanes = lib.lanes if layout == "lanes" else 1
-    packed = precision == "bf16" and lib.bf16 and layout == "lanes"
-    kind, _, pass_ = op.partition("_")
-    if kind == "linear":
-        g, i, o = sizes
-        n = g * lanes
-        if packed:
-            return {
-                "forward": 4 * _half(i) * (lanes * g + 12),  # x and 12 rows of w
-                "backward_input": 4 * _half(o) * (lanes * g + 96),  # dy and 96 columns of w
-                "backward_weight": 2 * n * (-(-i // lanes) * lanes + o),  # x and dy
-            }[pass_]
-        return (
-            4
-            * {"forward": n * i + i * o, "backward_input": n * o + i * o, "backward_weight": n * (2 * i + o) + o}[pass_]
-        )
-    g, c, h, w, k, r, t, s = sizes
-    n, plane = g * lanes, ((h - r) // s + 1) * ((w - t) // s + 1)
-    x, y, weights = c * h * w, k * plane, k * c * r * t
-    if packed and pass_ == "forward":
-        return 4 * _half(c) * (lanes * h * w + k * r * t)  # one group of x, all weights
-    if packed and pass_ == "backward_weight":
-        return 4 * lanes * (x + y)  # two groups of x and dy
-    if packed and s == 1 and t in (1, 3, 5):
-        return 4 * _half(k) * (lanes * plane + c * r * t)  # one group of dy, all weights
-    return (
-        4 * {"forward": n * x + weights, "backward_input": n * y + weights, "backward_weight": n * (x + y) + k}[pass_]
-    )
-
-
-def _half(n: int) -> int:
-    """Pairs of n numbers; a last odd one is a pair with 0."""
-    return (n + 1) // 2
 
 
 # --- loss scaling -----------------------------------------------------------------------------------
@@ -186,8 +139,11 @@ class GradScaler:
         record[:5] = (lib.codes["scale"], at, at, native.float_bits(1 / self.value), array.size)
         lib.run(record.ctypes.data, 1, native.Context())
 
-    def step(self, optimizer: Optimizer) -> bool:
+    def step(self, optimizer: Any) -> bool:
         """Divides the gradients by the scale and updates the parameters, or skips the step; then sets the next scale.
+
+        Args:
+            optimizer: an optim.Optimizer.
 
         Returns:
             Whether the step was taken.

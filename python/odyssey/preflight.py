@@ -1,8 +1,8 @@
 """What is checked before a run begins: that the ranks fit together, and that this machine has room for them.
 
-`before_mpi` looks at shared memory before MPI does, which ends by a bus error where it is too small. `at_start` is one
-all-gather of hashes: every rank compares the same numbers, so all raise the same error or none does. What it is not: a
-look at everything that can be wrong with a machine; that is `odyssey doctor` (doctor.py), which takes seconds.
+`at_start` is one all-gather of hashes: every rank compares the same numbers, so all raise the same error or none does.
+What it is not: a look at shared memory and limits, before MPI starts (process/limits.py), or at everything that can be
+wrong with a machine; that is `odyssey doctor` (doctor.py), which takes seconds.
 """
 
 from __future__ import annotations
@@ -14,20 +14,18 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from .comm import Communicator
 from .errors import ConfigError, OutputError, printable
-from .launcher import Launched
+from .launcher import mpi_library
+from .process.limits import MIB
 from .runs import ATTEMPT, EXPECTED_RANKS
-
-if TYPE_CHECKING:
-    from .comm import Communicator
+from .settings import Settings, declared
 
 #: Settings that may differ between ranks: places on their hosts, and what only rank 0 does.
-OWN = frozenset({"data_dir", "json", "save_weights", "progress", "threads", "checkpoint_dir", "run_dir"})
+OWN = frozenset(name for name, s in declared(Settings).items() if not s.same)
 
-MIB = 1 << 20
-SHARED_BASE, SHARED_RANK = 12 * MIB, 21 * MIB // 4  # what MPICH needs in /dev/shm; measured, docs/doctor.md
 CHECKPOINTS = 2.2  # of the newest there must be room for: the old one, the new one, what surrounds them
 
 _CORES = 1024  # that a mask tells apart
@@ -58,55 +56,6 @@ def versions() -> dict[str, str]:
         "mpi4py": version("mpi4py"),
         "MPI": "none" if mpi is None else mpi_library(mpi.MPI.Get_library_version()),
     }
-
-
-def mpi_library(text: str) -> str:
-    """ "MPICH 5.0.2" from what an MPI library says about itself."""
-    line = " ".join(text.split("\n", 1)[0].replace("\0", " ").replace(":", " ").split())
-    for name in ("MPICH", "Open MPI"):
-        if line.startswith(name):
-            words = line.removeprefix(name).replace(",", " ").split()
-            number = next((word.lstrip("v") for word in words if word.lstrip("v")[:1].isdigit()), "")
-            return f"{name} {number}".rstrip()
-    return printable(line, limit=60)
-
-
-# -- before MPI -------------------------------------------------------------------------------------------------------
-
-
-def shared_memory(place: str = "/dev/shm") -> tuple[int, int] | None:
-    """(size, free) in bytes of where shared memory comes from; None where there is no such place."""
-    try:
-        found = os.statvfs(place)
-    except OSError:
-        return None
-    return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
-
-
-def shared_need(ranks: int) -> int:
-    """Bytes that MPICH needs in /dev/shm for so many ranks of one machine."""
-    return SHARED_BASE + SHARED_RANK * ranks
-
-
-def before_mpi(found: Launched | None) -> None:
-    """Raises ConfigError if MPICH would end by a bus error or a segmentation fault, as it does without a word.
-
-    It compares the size, not what is free: ranks that are a moment ahead have taken their part already. Where the
-    launcher does not say how many ranks are on this machine (srun), there may be two.
-    """
-    if found is None or found.launcher != "PMI" or found.local_size < 2:
-        return
-    ranks = found.local_size if "MPI_LOCALNRANKS" in os.environ else 2
-    room = shared_memory()
-    if room is None or not room[0] or room[0] >= shared_need(ranks):
-        return
-    error = ConfigError(
-        f"[preflight] /dev/shm has {room[0] / MIB:.0f} MiB, but MPICH needs {shared_need(ranks) / MIB:.0f} "
-        f"MiB for {ranks} ranks on a machine and would crash; make it larger (docker run --shm-size=256m, "
-        "mount -o remount,size=256m /dev/shm), or start fewer ranks"
-    )
-    error.everywhere = found.local_size == found.size  # type: ignore[attr-defined]  # one rank says it
-    raise error
 
 
 # -- between the ranks ------------------------------------------------------------------------------------------------

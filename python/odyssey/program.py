@@ -13,16 +13,13 @@ import dataclasses
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from . import native
 from .errors import ConfigError
 from .placement import FIRST, Device
-
-if TYPE_CHECKING:
-    from .arena import Arena
 
 # --- memory ------------------------------------------------------------------------------
 
@@ -42,7 +39,7 @@ class Range:
 
     __slots__ = ("arena", "space", "offset")
 
-    def __init__(self, arena: Arena, space: int, offset: int) -> None:
+    def __init__(self, arena: Any, space: int, offset: int) -> None:
         self.arena, self.space, self.offset = arena, space, offset  # offset in bytes
 
     @property
@@ -98,6 +95,17 @@ class Executor:
         self.scope = Scope()
         self.layer = 0  # number of the next dropout
 
+    def with_scratch(self, op: str, args: tuple[Any, ...], layout: str, dtype: str) -> tuple[Any, ...]:
+        """The arguments of a record, with the scratch memory that the op wants. A GPU has its own."""
+        lib = native.library()
+        declared = lib.ops[op]
+        at = declared.scratch
+        if at is None:
+            return args
+        sizes = args[len(declared.outputs) + len(declared.inputs) - 1 :]
+        need = 0 if self.gpu else lib.scratch(declared, sizes, layout, dtype)
+        return (*args[:at], self.alloc(need) if need else None, *args[at:])
+
     def next_layer(self) -> int:
         """Number of the next dropout, so that no two draw the same mask."""
         self.layer = (self.layer + 1) % 2**32
@@ -146,15 +154,20 @@ class Eager(Executor):
     def operand(self, memory: Memory) -> int:
         return memory.address
 
-    def emit(self, op: str, *args: Any, layout: str = "lanes") -> None:
-        """Runs one op. Arguments: memory, sizes (int) and numbers (float), in the order of ops.mojo.
+    def emit(self, op: str, *args: Any, layout: str = "lanes", dtype: str = "fp32") -> None:
+        """Runs one op.
 
-        `layout` is that of the activations, for ops to which it matters.
+        Args:
+            op: its name in its kernel file.
+            args: memory, sizes (int) and numbers (float), in the order that it declares; without its scratch memory.
+            layout: of the activations, for ops to which it matters.
+            dtype: what operands are rounded to, for products.
         """
         lib = native.library()
         if self._record is None:
             self._record = np.zeros(lib.record, np.int64)
-        self._record[: len(args) + 1] = encode(lib, op, args, self.operand, layout)
+        args = self.with_scratch(op, args, layout, dtype)
+        self._record[: len(args) + 1] = encode(lib, op, args, self.operand, layout, dtype)
         lib.run(self._record.ctypes.data, 1, self.context)
 
 
@@ -197,6 +210,12 @@ class Record:
     tag: int = -1  # number of the forward op it belongs to, the same in both phases
     phase: str = "forward"  # or "backward"
     again: bool = False  # a forward op of a checkpoint, repeated in the backward phase
+    dtype: str = "fp32"  # what its operands are rounded to, for products
+
+    @property
+    def declared(self) -> native.Op:
+        """What its kernel file says of the op."""
+        return native.library().ops[self.op]
 
 
 class Recorder(Executor):
@@ -204,7 +223,7 @@ class Recorder(Executor):
 
     shard = True
 
-    def __init__(self, arena: Arena, stats_offset: int, samples: int, precision: str = "fp32") -> None:
+    def __init__(self, arena: Any, stats_offset: int, samples: int, precision: str = "fp32") -> None:
         super().__init__()
         self.arena = arena
         self.precision = precision
@@ -218,10 +237,11 @@ class Recorder(Executor):
     def alloc(self, nbytes: int) -> Memory:
         return Slot(nbytes)
 
-    def emit(self, op: str, *args: Any, layout: str = "lanes") -> None:
+    def emit(self, op: str, *args: Any, layout: str = "lanes", dtype: str = "fp32") -> None:
         scope = self.scope
         tag = -1 if scope.tag is None else scope.tag
-        self.records.append(Record(op, list(args), layout, scope.device.slot, tag, scope.phase, scope.again))
+        given = list(self.with_scratch(op, args, layout, dtype))
+        self.records.append(Record(op, given, layout, scope.device.slot, tag, scope.phase, scope.again, dtype))
         if tag >= 0:
             self._closed = len(self.records)
 
@@ -241,7 +261,7 @@ class Recorder(Executor):
 
 def encoded(
     records: list[Record],
-    arena: Arena,
+    arena: Any,
     keep: list[Any],
     locate: Callable[[int, int], int] | None = None,
 ) -> np.ndarray:
@@ -264,18 +284,22 @@ def encoded(
 
     table = np.zeros((len(records), lib.record), np.int64)
     for row, r in zip(table, records, strict=True):
-        row[: len(r.args) + 1] = encode(lib, r.op, r.args, operand, r.layout)
+        row[: len(r.args) + 1] = encode(lib, r.op, r.args, operand, r.layout, r.dtype)
     return table
 
 
-def encode(lib: native.Library, op: str, args: Any, operand: Any, layout: str = "lanes") -> list[int]:
-    """The numbers of one record."""
-    out = [lib.codes[op] + (lib.rows if layout == "rows" else 0)]
+def encode(lib: Any, op: str, args: Any, operand: Any, layout: str = "lanes", dtype: str = "fp32") -> list[int]:
+    """The numbers of one record for a library, that of the CPU or one of GPUs. None stands for memory of no bytes."""
+    if layout == "rows" and "lanes" in lib.ops[op].traits:
+        raise ConfigError(f"[ops] {op} has no form for activations in rows, of at most 4 samples; use larger shards")
+    out = [native.header(lib.codes[op], layout, dtype)]
     for a in args:
         if isinstance(a, float):
             out.append(native.float_bits(a))
         elif isinstance(a, int):
             out.append(a)
+        elif a is None:
+            out.append(0)
         else:
             out.append(operand(a))
     return out
@@ -358,11 +382,7 @@ def fused(records: list[Record]) -> list[Record]:
             before = users.get(id(x), [])
             if len(before) == 2 and before[1] == i:
                 maker = out[before[0]]
-                if (
-                    maker is not None
-                    and maker.op.startswith(("conv2d_forward", "linear_forward"))
-                    and maker.args[0] is x
-                ):
+                if maker is not None and maker.declared.sizes[-1:] == ("relu",) and maker.args[0] is x:
                     maker.args[0] = y
                     maker.args[-1] = 1
                     out[i] = None

@@ -6,7 +6,10 @@ The calls, in order: `begin` once, then per epoch several `step` (the trainer se
 
 from __future__ import annotations
 
+import time
 from typing import Any, Protocol, TextIO
+
+from .callbacks import Callback, Context
 
 
 class Progress(Protocol):
@@ -26,6 +29,42 @@ class Progress(Protocol):
 
     def end(self) -> None:
         """The run is over, finished or not."""
+
+
+class Shown(Callback):
+    """Tells a Progress object of a training."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.progress = progress
+        self._since = self._shown = 0.0  # when the epoch went on, and when a step was shown last
+        self._before = 0  # samples of the epoch before it went on
+
+    def on_fit_start(self, context: Context) -> None:
+        """The run starts."""
+        self.progress.begin(context.epochs, context.steps_per_epoch, context.batch_size)
+
+    def on_epoch_start(self, context: Context) -> None:
+        """Time starts."""
+        self._since = self._shown = time.perf_counter()
+        self._before = context.tally.samples
+
+    def on_step_end(self, context: Context) -> None:
+        """Shows a step, at most ten times a second."""
+        now = time.perf_counter()
+        if now - self._shown > 0.1:
+            self._shown, tally = now, context.tally
+            rate = (tally.samples - self._before) / (now - self._since)
+            self.progress.step(context.cursor.epoch, tally.steps, context.loss, rate)
+
+    on_server_update = on_step_end
+
+    def on_epoch_end(self, context: Context) -> None:
+        """Shows an epoch."""
+        self.progress.epoch(context.record)
+
+    def on_fit_end(self, context: Context) -> None:
+        """The run is over, finished or not."""
+        self.progress.end()
 
 
 def make(no_progress: bool, stream: TextIO) -> Progress | None:

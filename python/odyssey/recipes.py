@@ -59,3 +59,5 @@ REDUCTIONS: tuple[str, ...] = (
 NONFINITE: tuple[str, ...] = ("stop", "skip", "rollback")
 LR_SCALINGS: tuple[str, ...] = ("none", "sqrt", "linear")
 COMPRESSIONS: tuple[str, ...] = ("fp16", "bf16", "topk", "powersgd")
+PRECISIONS: tuple[str, ...] = ("fp32", "tf32", "bf16", "fp16")
+BACKENDS: tuple[str, ...] = ("auto", "mpi", "shm", "local", "gloo", "nccl")

@@ -1,33 +1,25 @@
-"""Records of the steps of a training on all its ranks, for the step log (steplog.py): who has which part of what.
+"""Records of the steps of a training on all its ranks, for the step log (steplog.py): a callback.
 
-Each rank takes the fingerprints of the parameters and gradients that it counts (Engine.counted_updates). Where ranks
-have parts (ZeRO, pipeline and tensor parallelism) these are added up over ranks, of many steps at once: `flush`. Rank 0
-writes. What it is not: the format of the log, or the fingerprint.
+Where ranks have parts of the weights (Trainable.partial) fingerprints are added up over ranks, of many steps at once:
+`flush`. Rank 0 writes. What it is not: the format of the log, or the fingerprint.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from . import fingerprint
+from .callbacks import Callback, Context
 from .errors import OutputError
-from .optim import Update
 from .steplog import Record, StepLog, shown
 from .steplog import difference as differs
-
-Fingerprints = Callable[[], list[int]]  # of gradients and weights
-
-if TYPE_CHECKING:
-    from .resume import Cursor
-    from .trainer import DistributedTrainer
+from .trainable import Trainable
 
 
-class Records:
+class Records(Callback):
     """Takes the record of each step; all ranks call all methods at the same steps.
 
     Args:
@@ -35,42 +27,48 @@ class Records:
         attempt: of the run.
     """
 
-    def __init__(self, trainer: DistributedTrainer, path: Path, attempt: int) -> None:
+    def __init__(self, trainer: Trainable, path: Path, attempt: int) -> None:
         self._trainer = trainer
         self._log = StepLog(path, attempt) if trainer.comm.rank == 0 else None
         if self._log is not None and self._log.notice:
-            trainer._show(self._log.notice)
-        lay = trainer.layout
-        self._shared = lay.comm.size > 1 and (lay.split or lay.zero > 0)  # ranks count parts
+            trainer.say(self._log.notice)
         self._waiting: list[Record] = []
-        self._runs: dict[int, tuple[list[Update], Fingerprints]] = {}
         self._told = self._failed = False
 
-    def step(self, cursor: Cursor, samples: int, loss: float, rate: float, taken: bool, updates: list[Update]) -> None:
-        """The step that was just taken, or skipped, over the batch at `cursor`."""
+    def on_step_end(self, context: Context) -> None:
+        """The step that was just taken, or skipped."""
         gradients = weights = 0
-        if self._shared or self._log is not None:
-            own = self._runs.get(id(updates))
-            if own is None:
-                own = self._runs[id(updates)] = self._prepare(updates)
-            gradients, weights = own[1]()
-        steps, attempt = self._trainer.steps, 0 if self._log is None else self._log.attempt
+        trainer, cursor, step, log = self._trainer, context.cursor, context.step, self._log
+        if trainer.partial or log is not None:
+            gradients, weights = trainer.fingerprints()
         record = Record(
-            steps, cursor.loader_epoch, cursor.step, samples, loss, gradients, weights, rate, taken, attempt
+            trainer.steps,
+            cursor.loader_epoch,
+            cursor.step,
+            len(context.batch.indices),
+            step.loss,
+            gradients,
+            weights,
+            step.rate,
+            step.taken,
+            0 if log is None else log.attempt,
         )
-        if self._shared:
+        if trainer.partial:
             self._waiting.append(record)
         else:
             self._write(record)
 
-    def _prepare(self, updates: list[Update]) -> tuple[list[Update], Fingerprints]:
-        counted = self._trainer._train.counted_updates(updates)
-        return (
-            updates,  # kept, so that its id stays its own
-            self._trainer._train.fingerprints(
-                [(u.grads, u.n, u.at) for u in counted], [(u.params, u.n, u.at) for u in counted], after=updates
-            ),
-        )
+    def on_sync(self, context: Context) -> None:
+        """Writes what is waiting."""
+        self.flush()
+
+    def on_checkpoint(self, context: Context) -> None:
+        """The records of all steps before a checkpoint are on disk before it."""
+        self.flush(to_disk=True)
+
+    def on_fit_end(self, context: Context) -> None:
+        """Writes what is complete."""
+        self.close()
 
     def flush(self, to_disk: bool = False) -> None:
         """Completes and writes what is waiting."""
@@ -93,12 +91,12 @@ class Records:
         except OutputError as problem:  # it keeps them, and tries again
             if not self._failed:
                 self._failed = True
-                self._trainer._show(f"{problem}; training goes on, the records of these steps may be missing")
+                self._trainer.say(f"{problem}; training goes on, the records of these steps may be missing")
             return
         if before is not None and not self._told:
             self._told = True
             what = differs(before, record) or "?"
-            self._trainer._show(
+            self._trainer.say(
                 f"[steps] step {record.step} came out otherwise than in attempt {before.attempt}: {what} "
                 f"{shown(before, what)} then, {shown(record, what)} now; training should be the same to the last bit"
             )

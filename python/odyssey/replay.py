@@ -21,18 +21,19 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
 from . import steplog, verify
+from .callbacks import Callback, Context
+from .comm import Communicator
 from .errors import ConfigError, DataError, OdysseyError, OutputError
-from .files import read_json, write_json
+from .files import read_json, write_json, write_whole
+from .outputs import write_weights
+from .records import Records
 from .runs import ATTEMPT, EXPECTED_RANKS, RUN_DIR, Run
 from .steplog import Record, difference, shown
-
-if TYPE_CHECKING:
-    from .comm import Communicator
 
 REPLAY = "ODYSSEY_REPLAY"
 REQUEST, STATE = "request.json", "state.safetensors"
@@ -49,9 +50,9 @@ OUTPUTS = frozenset(
 # --- inside a run that is replayed ------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Session:
-    """What a trainer is to do in a replay.
+@dataclasses.dataclass
+class Session(Callback):
+    """A replay, in a trainer: it goes to the step before, keeps the log, and ends the process after the step.
 
     step: the step that is replayed, counted from 1; training ends after it. folder: where everything goes that is
     written. checkpoint: the directory of the checkpoint to start from; None: from the beginning. layout: as in
@@ -64,6 +65,7 @@ class Session:
     checkpoint: Path | None = None
     layout: str = ""
     save: bool = False
+    records: Records | None = dataclasses.field(default=None, compare=False)
 
     @classmethod
     def current(cls, environment: Mapping[str, str] | None = None) -> Session | None:
@@ -107,21 +109,36 @@ class Session:
 
     @property
     def state(self) -> Path:
-        """Where `end` writes weights and gradients."""
+        """Where weights and gradients of the step go."""
         return self.folder / STATE
 
-    def arguments(self) -> dict[str, Any]:
-        """What goes before the trainer's own arguments (verify.on_its_layout). What a layout leaves out is as on one
-        process: the run's own may need more ranks."""
-        if not self.layout:
-            return {}
-        return {"zero": 0, "servers": 1, **verify.Trace(self.folder, 0, verify.parse(self.layout)).arguments()}
+    def arguments(self, given: dict[str, Any]) -> dict[str, Any]:
+        """What a layout leaves out is as on one process: the run's own may need more ranks."""
+        return {"zero": 0, "servers": 1, **verify.arguments(verify.parse(self.layout))} if self.layout else {}
+
+    def on_fit_plan(self, context: Context) -> None:
+        """Nothing is written but the log."""
+        start = "auto" if self.checkpoint is None else self.checkpoint
+        context.saving = dataclasses.replace(context.saving, folder=None, every=None, resume=start, off=True)
+
+    def on_fit_start(self, context: Context) -> None:
+        """Opens the log."""
+        self.records = Records(context.trainer, self.log, 0)
+
+    def on_step_end(self, context: Context) -> None:
+        """Takes the record; ends after the step that is replayed."""
+        if self.records is None:
+            return  # a loop of one's own
+        self.records.on_step_end(context)
+        trainer = context.trainer
+        if trainer.steps >= self.step:
+            self.records.flush()
+            self.records.close()
+            found = (trainer.state_dict(), trainer.last_gradients()) if self.save else ({}, {})
+            self.end(trainer.comm, *found)
 
     def end(
-        self,
-        comm: Communicator,
-        weights: Mapping[str, np.ndarray] | None = None,
-        gradients: Mapping[str, np.ndarray] | None = None,
+        self, comm: Communicator, weights: Mapping[str, np.ndarray], gradients: Mapping[str, np.ndarray]
     ) -> NoReturn:
         """Ends this process after the step, with exit code 0; all ranks call it, their logs closed.
 
@@ -131,14 +148,14 @@ class Session:
             SystemExit: so that nothing which comes after the training in the user's script is done again.
         """
         if self.save and comm.rank == 0:
-            from .trainer import write_weights
-
             given = {"weights": weights, "gradients": gradients}
-            write_weights(
-                self.state, {f"{kind}/{name}": a for kind, found in given.items() for name, a in (found or {}).items()}
-            )
+            arrays = {f"{kind}/{name}": a for kind, some in given.items() for name, a in some.items()}
+            write_whole(self.state, lambda file: write_weights(file, arrays), durable=False)
         comm.barrier()
         raise SystemExit(0)
+
+
+joins = Session.current
 
 
 # --- outside: what two logs say about each other ----------------------------------------------------------------------
@@ -319,7 +336,7 @@ def command_of(run: Path) -> tuple[list[str], Path]:
         )
     if words[0] == "train":
         words = [sys.executable, "-m", "odyssey.train", *words[1:]]
-    elif words[0].endswith(".py"):
+    elif words[0] == "-m" or words[0].endswith(".py"):
         words = [sys.executable, *words]
     return words, Path(folder)
 

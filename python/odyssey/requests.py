@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from .callbacks import Callback, Context
 from .comm import Communicator
 from .errors import DataError
 from .files import read_json
@@ -24,10 +25,10 @@ from .runs import Run
 PERIOD = 0.1  # seconds between two agreements
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 CONTROL = 1000  # the request came by control.json
-AGAIN = 2.0  # seconds after a signal from which on one more is another request, and not the same by another way
+AGAIN = 2.0  # seconds after a signal from which on a SIGINT is another request, and not the same by another way
 
 
-class Requests:
+class Requests(Callback):
     """What this training is asked for.
 
     Args:
@@ -44,18 +45,19 @@ class Requests:
         self._since = time.monotonic()
         self.met = False  # whether ranks talked after the last step
 
-    def listen(self) -> None:
-        """Takes signals as requests from now on. One that comes after AGAIN seconds has the effect that it had before.
+    def on_fit_start(self, context: Context) -> None:
+        """Takes signals as requests from now on. A SIGINT that comes after AGAIN seconds has the effect that it had
+        before; any number of others shortens nothing: service managers and schedulers send several.
 
-        One request may bring several: SLURM sends a signal to all processes of a step, srun and what is around a rank
-        hand on theirs.
+        One request may bring several as well: SLURM sends a signal to all processes of a step, srun and what is around
+        a rank hand on theirs.
         """
         if threading.current_thread() is not threading.main_thread():
             return  # Python delivers signals to the main thread only; control.json works
         for number in SIGNALS:
-            self._before[number] = signal.signal(number, self._asked)
+            self._before[number] = signal.signal(number, self._asked) or signal.SIG_DFL  # None: C's, in a Mojo program
 
-    def close(self) -> None:
+    def on_fit_end(self, context: Context) -> None:
         """Gives the signals back."""
         for number in list(self._before):
             signal.signal(number, self._before.pop(number))
@@ -63,9 +65,20 @@ class Requests:
     def _asked(self, number: int, _: FrameType | None) -> None:
         if not self._wanted:
             self._wanted, self._asked_at = number, time.monotonic()
-        elif time.monotonic() - self._asked_at > AGAIN:
+        elif number == signal.SIGINT and time.monotonic() - self._asked_at > AGAIN:
             signal.signal(number, self._before.pop(number, signal.SIG_DFL))
             os.kill(os.getpid(), number)
+
+    def on_step_end(self, context: Context) -> None:
+        """Asks the others, if it is time to."""
+        if context.trainer.mode.settled:  # else each rank has weights of its own: no step to stop at
+            context.stop = self.agreed() or context.stop
+            if self.met:
+                context.emit("on_sync")
+
+    def on_epoch_end(self, context: Context) -> None:
+        """Asks the others."""
+        context.stop = self.agreed(now=True) or context.stop
 
     def agreed(self, now: bool = False) -> str | None:
         """Called by all ranks after each step: why to stop here, if one of them was asked to.

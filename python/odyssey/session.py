@@ -5,72 +5,42 @@
     epoch     after each epoch: likewise
     end       the last checkpoint; a run's record that it is complete
 
-The trainer takes the steps; resume.py knows what the state of a training is, checkpoints/ how it is kept, requests.py
-who may stop it. All methods are called by all ranks at the same steps; only rank 0 reads and writes files.
+A trainer (trainable.py) takes the steps and knows its state; checkpoints/ knows how that is kept. Who listens, and who
+may stop a training, are callbacks. All methods are called by all ranks at the same steps; only rank 0 reads and writes
+files.
 """
 
 from __future__ import annotations
 
 import atexit
 import dataclasses
+import json
 import math
 import os
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from . import preflight, resume
+from . import agreement, preflight, resume
+from .callbacks import Context
 from .checkpoints import Snapshot, Store, environment_key
 from .comm.base import Communicator
-from .data.sampler import check_integer
+from .data import Batch
 from .errors import CheckpointError, ConfigError, DataError, NumericsError, OdysseyError, OutputError, Stopped
-from .files import read_json, write_json
-from .parallel.asynchronous import AsynchronousServer, Tally
-from .records import Records
-from .replay import Session as Replay
-from .requests import Requests
-from .resume import Cursor
+from .files import parse_json, read_json, write_json
+from .process import entry, slot
 from .runs import Run
 from .steplog import NAME
-from .watch import entry, slot
-
-if TYPE_CHECKING:
-    from .trainer import DistributedTrainer, History
+from .trainable import Cursor, Tally, Trainable
 
 RESUME = ("auto", "never")
-KEEP = 2
+EARLIER = ("history", "records")  # file and tensor of a checkpoint: JSON of all epochs' records but the last one's
 
 _complete: dict[str, Any] = {}  # "record": what DONE.json will say
 _fits = 0  # calls of fit() of this process that belonged to a run: each has checkpoints of its own
-
-
-@dataclasses.dataclass(frozen=True)
-class Saving:
-    """Where and when checkpoints are made.
-
-    Args:
-        folder: the directory; None makes none, unless the process belongs to a run, which has one.
-        every: optimizer steps from one to the next; None: at the end of every `epochs`-th epoch.
-        keep: the newest so many stay.
-        resume: "auto": from the newest that is valid, if there is one; "never": refuses a directory that has some;
-            a path: from this checkpoint, or from the newest of this directory, which must be there; once `folder` has
-            checkpoints that come from it, from the newest of them.
-    """
-
-    folder: Path | None = None
-    every: int | None = None
-    keep: int = KEEP
-    resume: str | Path = "auto"
-    epochs: int = 1
-
-    def __post_init__(self) -> None:
-        if self.every is not None:
-            check_integer("[checkpoint] checkpoint_every", self.every, 1)
-        check_integer("[checkpoint] keep", self.keep, 2)
-        check_integer("[checkpoint] checkpoint_epochs", self.epochs, 1)
 
 
 class Session:
@@ -79,54 +49,50 @@ class Session:
     Args:
         trainer: whose fit() it is.
         loader: a DataLoader, or an iterable of batches that is the same whenever it is iterated.
-        epochs, steps: how far it goes.
-        history: filled as it goes on.
+        context: the plan of the fit(), and where it is: kept up to date here.
     """
 
-    def __init__(
-        self,
-        trainer: DistributedTrainer,
-        loader: Any,
-        epochs: int,
-        steps: int | None,
-        saving: Saving,
-        history: History,
-    ) -> None:
+    def __init__(self, trainer: Trainable, loader: Any, context: Context) -> None:
         global _fits
-        self.trainer, self.loader, self.epochs, self.limit = trainer, loader, epochs, steps
-        self.saving, self.history = saving, history
+        self.trainer, self.loader, self.context = trainer, loader, context
         self.comm: Communicator = trainer.comm
-        self.cursor = Cursor(loader_epoch=int(getattr(loader, "next_epoch", 0)))
-        self.tally = Tally()  # of the epoch that is under way
-        self._before, self._since = 0.0, time.perf_counter()  # seconds of it before a checkpoint; when it went on
+        self.saving = saving = context.saving
+        context.cursor = Cursor(loader_epoch=int(getattr(loader, "next_epoch", 0)))
+        self._before, self._since = 0.0, time.perf_counter()  # seconds of the epoch before it was resumed
         self._complete = False  # the limit was reached within an epoch
         self._due = False  # a checkpoint, as soon as all ranks have the same weights
-        self._again = Replay.current()
-        self.run = Run.current() if self._again is None else None
+        self.run = None if saving.off else Run.current()
         self._store: Store | None = None
         self._saved: int | None = None  # the step of the newest checkpoint
-        self._requests: Requests | None = None
-        self._records: Records | None = None
+        self._last: tuple[int, int, Batch] | None = None  # epoch as the loader counts, step of it, and its batch
         self._origin: str | None = None  # the checkpoint of another directory that this training came from
         folder = saving.folder
-        if self._again is not None:
-            folder = None  # it writes nothing but its records
-        elif self.run is not None:
+        if self.run is not None:
             _fits += 1
             if folder is None:
                 folder = self.run.checkpoints
                 if _fits > 1:
                     folder = folder.with_name(f"{folder.name}-{_fits}")
         self.folder = folder
-        if folder is None and self._again is None and (saving.every is not None or saving.resume not in RESUME):
+        if folder is None and not saving.off and (saving.every is not None or saving.resume not in RESUME):
             raise ConfigError(
                 "[checkpoint] checkpoint_every or resume is given, but no checkpoint_dir; give one, or leave both out"
             )
-        if saving.every is not None and self._apart:
+        if saving.every is not None and trainer.mode.own_loop:
             raise ConfigError(
                 "[checkpoint] checkpoint_every counts steps that all ranks take together, and async_parameter_server "
                 "has none; leave it out: checkpoints are made at the ends of epochs"
             )
+
+    @property
+    def log(self) -> Path:
+        """Where the step log of this fit() goes, if it belongs to a run."""
+        return self.run.steps / (NAME if _fits == 1 else f"{_fits}-{NAME}")
+
+    @property
+    def saves(self) -> bool:
+        """Whether it makes checkpoints."""
+        return self.folder is not None
 
     # --- begin ---
 
@@ -138,35 +104,30 @@ class Session:
             CheckpointError: the checkpoint that was asked for is not valid.
             OutputError: the directory cannot be used.
         """
-        if self._again is not None:
-            self._begin_again(self._again)
-            return
         if self.folder is None:
+            if self.saving.resume not in RESUME:
+                found = resume.shared(self.comm, lambda: resume.find(Path(self.saving.resume), self.trainer.say))
+                self._go_to(*found)
             return
         self._first_in_its_directory()
         self._complete_no_more()
         snapshot, name = resume.shared(self.comm, self._find)
         if snapshot is not None:
             self._go_to(snapshot, name)
-            self.trainer._show(
-                f"resumed from {name}: step {snapshot.step}, epoch {self.cursor.epoch + 1}, "
-                f"{self.cursor.samples:,} samples done"
+            self._check_data(snapshot, name)
+            self.trainer.say(
+                f"resumed from {name}: step {snapshot.step}, epoch {self.context.cursor.epoch + 1}, "
+                f"{self.context.cursor.samples:,} samples done"
             )
-        if self.run is not None and self.trainer.mode is None:  # where ranks step apart there is no step of all
-            name = NAME if _fits == 1 else f"{_fits}-{NAME}"
-            self._records = Records(self.trainer, self.run.steps / name, self.run.attempt)
         if self.comm.rank == 0:
             sampler = getattr(self.loader, "sampler", None)
             if sampler is not None and not hasattr(sampler, "set_epoch"):
-                self.trainer._show(
+                self.trainer.say(
                     f"[checkpoint] the loader's {type(sampler).__name__} has no set_epoch(): a training that goes on "
                     "has the same bits only if it gives the same order whenever an epoch is begun again"
                 )
-            states = len(self.trainer.optimizer.states)
-            for warning in preflight.space(self.folder, 4 * self.trainer.arena.size * (1 + states)):
-                self.trainer._show(warning)
-        self._requests = Requests(self.comm, self.run)
-        self._requests.listen()
+            for warning in preflight.space(self.folder, self.trainer.state_bytes):
+                self.trainer.say(warning)
 
     def _complete_no_more(self) -> None:
         """There is more to do: the run is not complete any more, or not yet."""
@@ -190,27 +151,12 @@ class Session:
             )
         self.trainer.saved_in.add(place)
 
-    def _begin_again(self, again: Replay) -> None:
-        """Goes to the step before the one that is replayed, or as near as there is a checkpoint."""
-        if again.checkpoint is not None:
-            snapshot, name = resume.shared(self.comm, lambda: resume.find(again.checkpoint, self.trainer._show))
-            self._go_to(snapshot, name)
-        self._records = Records(self.trainer, again.log, 0)
-
-    def _end_again(self, again: Replay) -> None:
-        """The step has been taken again: that is all."""
-        self._records.flush()
-        self._records.close()
-        found: tuple[Any, Any] = (None, None)
-        if again.save:
-            found = self.trainer.state_dict(), self.trainer.last_gradients()
-        again.end(self.comm, *found)
-
     def _find(self) -> tuple[Snapshot | None, str]:
         """The checkpoint to start from, and its name; opens the store."""
         saving, folder = self.saving, self.folder
         attempt = self.run.attempt if self.run else 0
-        self._store = Store(folder, keep=saving.keep, attempt=attempt, key=environment_key())
+        key = environment_key()
+        self._store = Store(folder, keep=saving.keep, attempt=attempt, key=key, tell=self.trainer.say)
         if saving.resume == "never" and (self.run is None or self.run.attempt < 2):  # a restart of a run is no start
             if self._store.names():
                 raise ConfigError(
@@ -223,9 +169,9 @@ class Session:
             self._origin = snapshot.values.get("origin")
         if saving.resume in RESUME or (snapshot is not None and self._origin == self._asked):
             for one in refused:
-                self.trainer._show(one.message(snapshot))
+                self.trainer.say(one.message(snapshot))
             return snapshot, "" if snapshot is None else self._store.path_of(snapshot.step).name
-        found, name = resume.find(Path(saving.resume), self.trainer._show)
+        found, name = resume.find(Path(saving.resume), self.trainer.say)
         if snapshot is not None and snapshot.step != found.step:
             raise ConfigError(
                 f"[checkpoint] resume is {saving.resume} (step {found.step}), but {folder} has checkpoints that do not "
@@ -245,25 +191,67 @@ class Session:
         try:
             cursor = Cursor(**values["cursor"])
             tally, seconds = Tally(**values["tally"]), float(values["seconds"])
-            history, numerics = type(self.history)(**values["history"]), dict(values["numerics"])
+            history, numerics = type(self.context.history)(**values["history"]), dict(values["numerics"])
+            history.records = _earlier(snapshot) + history.records
             cursor.check()
             if not all(isinstance(record, dict) for record in history.records):
                 raise TypeError("its history is no list of records")
-        except (KeyError, TypeError, ValueError) as problem:
+        except (DataError, KeyError, TypeError, ValueError) as problem:
             raise CheckpointError(f"[resume] {name} does not say where the training is: {problem}") from problem
         for record in history.records:
             if record.get("train_loss") is None:
                 record["train_loss"] = math.nan  # which JSON has not
-        resume.restore(self.trainer, snapshot, name)
+        self.trainer.load(snapshot, name)
         self.trainer.numerics.load_state_dict(numerics)
-        if self.trainer.mode is not None and self.comm.rank:
+        if not self.trainer.mode.together and self.comm.rank:
             tally.loss = tally.correct = 0.0  # rank 0 has those of all ranks
-        self.cursor, self.tally, self._before, self._since = cursor, tally, seconds, time.perf_counter()
-        vars(self.history).update(vars(history))
+        self.context.cursor, self.context.tally = cursor, tally
+        self._before, self._since = seconds, time.perf_counter()
+        vars(self.context.history).update(vars(history))
         self._saved = snapshot.step
         if hasattr(self.loader, "start_at"):
             batch = min(cursor.step * self.trainer.accumulation_steps, len(self.loader))  # the last group may be short
             self.loader.start_at(cursor.loader_epoch, batch)
+
+    def _check_data(self, snapshot: Snapshot, name: str) -> None:
+        """Reads the last batch before a checkpoint again: it must be what it was, or the bits would be others.
+
+        Nothing is read for a checkpoint that does not know its last batch, nor where that would take an epoch.
+
+        Raises:
+            DataError: on all ranks: it is not.
+        """
+        last = snapshot.values.get("last batch")
+        if last is None:
+            return
+        try:
+            epoch, step, wanted = int(last["epoch"]), int(last["step"]), int(last["fingerprint"], 16)
+        except (KeyError, TypeError, ValueError) as problem:
+            raise CheckpointError(f"[resume] {name} does not say what its last batch was: {problem}") from problem
+        same = True
+        for _ in range(2):  # what draws from a generator gives its first batch again once, in a new process
+            batch = self.trainer.read_again(self.loader, epoch, step, self.context.cursor.step > 0)
+            if batch is None:
+                return
+            same = same and agreement.of_batch(batch) == wanted
+        self._last = epoch, step, batch
+        found = self.comm.all_gather(np.array([same], np.int32))[:, 0]
+        if found.all():
+            return
+        where = "" if not found.any() else f" on rank {int(np.argmin(found))}"
+        text = (
+            f"[resume] the last batch before {name} (epoch {epoch + 1}, step {step + 1} of it), read again, is another"
+            f"{where}: the data set does not repeat itself"
+        )
+        if self.saving.nondeterministic:
+            self.trainer.say(f"{text}; training goes on, and its bits will not come again")
+            return
+        error = DataError(
+            f"{text}, so training would go on with other bits; {agreement.CURE}, or use --allow-nondeterministic-data "
+            "(allow_nondeterministic_data=True)"
+        )
+        error.raised_on_all_ranks = True
+        raise error
 
     def seconds(self) -> float:
         """Seconds that training has taken in this epoch so far."""
@@ -272,21 +260,23 @@ class Session:
     @property
     def finished(self) -> bool:
         """Whether there is nothing left to do."""
-        return self.cursor.epoch >= self.epochs or self._complete or (self.left == 0 and not self.tally.samples)
+        c = self.context
+        return c.cursor.epoch >= c.epochs or self._complete or (self.left == 0 and not c.tally.samples)
 
     @property
     def first_batch(self) -> int:
         """How many batches of this epoch a loader that cannot be told where to start must leave out."""
-        return 0 if hasattr(self.loader, "start_at") else self.cursor.step * self.trainer.accumulation_steps
+        return 0 if hasattr(self.loader, "start_at") else self.context.cursor.step * self.trainer.accumulation_steps
 
     @property
     def left(self) -> int | None:
         """Steps until the limit, None without one."""
-        return None if self.limit is None else max(self.limit - self.history.steps - self.tally.steps, 0)
+        c = self.context
+        return None if c.limit is None else max(c.limit - c.history.steps - c.tally.steps, 0)
 
     def saved(self) -> int | None:
         """The step of the newest checkpoint of this training; a collective call."""
-        if self._requests is None:
+        if not self.saves:
             return None
         step = -1
         if self.comm.rank == 0:
@@ -300,14 +290,14 @@ class Session:
         try:
             self._store.wait()
         except (OutputError, NumericsError) as problem:
-            self.trainer._show(f"{problem}; training goes on, the one before stays")
+            self.trainer.say(f"{problem}; training goes on, the one before stays")
 
     def roll_back(self) -> None:
         """Goes back to the newest checkpoint."""
 
         def newest() -> tuple[Snapshot | None, str]:
             self._settle_store()
-            return resume.find(self.folder, self.trainer._show)
+            return resume.find(self.folder, self.trainer.say)
 
         snapshot, name = resume.shared(self.comm, newest)
         numerics = self.trainer.numerics.state_dict()
@@ -316,34 +306,25 @@ class Session:
 
     # --- in between ---
 
-    def stepped(self, samples: int) -> None:
-        """After a step over so many samples.
+    def stepped(self, batch: Batch, samples: int) -> None:
+        """After a step on a batch, over so many samples: none, if it was left out.
 
         Raises:
             Stopped: somebody asked for it; a checkpoint of this step is there.
         """
-        last = self.trainer.last
-        if self._records is not None and last is not None:
-            self._records.step(self.cursor, samples, *last)
-        self.cursor.step += 1
-        self.cursor.samples += samples
-        if self._again is not None and self.trainer.steps >= self._again.step:
-            self._end_again(self._again)
+        cursor = self.context.cursor
+        self._last = cursor.loader_epoch, cursor.step, batch
+        cursor.step += 1
+        cursor.samples += samples
         every = self.trainer.check_every
-        if every and self.trainer.steps % every == 0 and self.comm.size > 1 and self.trainer.mode is None:
+        if every and self.trainer.steps % every == 0 and self.comm.size > 1 and self.trainer.mode.together:
             self.trainer.check_replicas()
-        if self._requests is None:
-            return
-        if self.saving.every is not None and self.trainer.steps % self.saving.every == 0:
+        if self.saves and self.saving.every is not None and self.trainer.steps % self.saving.every == 0:
             self._due = True
-        mode = self.trainer.mode
-        if mode is not None and not mode.settled:
+        if not self.trainer.mode.settled:
             return  # each rank has weights of its own
-        why = self._requests.agreed()
-        if self._requests.met and self._records is not None:
-            self._records.flush()
-        if why is not None:
-            self._stop(why)
+        if self.context.stop is not None:
+            self._stop(self.context.stop)
         elif self._due:
             self._save()
 
@@ -353,48 +334,44 @@ class Session:
         Where the limit cuts an epoch short, the last checkpoint is made here: with a higher limit training goes on
         within this epoch.
         """
-        self.tally = tally
-        if self.trainer.mode is not None and self.comm.rank:
-            self.tally = dataclasses.replace(tally, loss=0.0, correct=0.0)  # rank 0 has those of all ranks
-        if self.limit is None or self.history.steps + tally.steps < self.limit or self._apart:
+        self.context.tally = tally
+        if not self.trainer.mode.together and self.comm.rank:
+            self.context.tally = dataclasses.replace(tally, loss=0.0, correct=0.0)  # rank 0 has those of all ranks
+        limit = self.context.limit
+        if limit is None or self.context.history.steps + tally.steps < limit or self.trainer.mode.own_loop:
             return
         try:
             length = -(-len(self.loader) // self.trainer.accumulation_steps)
         except TypeError:
             length = 0
-        if self.cursor.step != length:
+        if self.context.cursor.step != length:
             self._complete = True
-            if self._requests is not None:
+            if self.saves:
                 self._save(wait=True)
             if hasattr(self.loader, "start_at"):  # as it is where all steps were taken in this process
-                self.loader.start_at(self.cursor.loader_epoch + 1, 0)
+                self.loader.start_at(self.context.cursor.loader_epoch + 1, 0)
 
     def epoch_ended(self) -> None:
         """After an epoch and its evaluation."""
+        context = self.context
+        context.emit("on_epoch_end")
         if self._complete:
             return
-        self.tally, self._before, self._since = Tally(), 0.0, time.perf_counter()
-        self.cursor = Cursor(self.cursor.epoch + 1, 0, self.cursor.loader_epoch + 1, self.cursor.samples)
-        if self._requests is None:
-            return
-        why = self._requests.agreed(now=True)
-        if why is not None and self.cursor.epoch < self.epochs:
-            self._stop(why)
-        elif self.saving.every is None and self.cursor.epoch % self.saving.epochs == 0:
+        context.tally, self._before, self._since = Tally(), 0.0, time.perf_counter()
+        before = context.cursor
+        context.cursor = Cursor(before.epoch + 1, 0, before.loader_epoch + 1, before.samples)
+        if context.stop is not None and context.cursor.epoch < context.epochs:
+            self._stop(context.stop)
+        elif self.saves and self.saving.every is None and context.cursor.epoch % self.saving.epochs == 0:
             self._save()
 
-    @property
-    def _apart(self) -> bool:
-        """Whether ranks do not take steps together, so that only an epoch has an end."""
-        return isinstance(self.trainer.mode, AsynchronousServer)
-
     def _stop(self, why: str) -> None:
-        self._save(wait=True)
-        error = Stopped(
-            f"[train] stopped by {why} after step {self.trainer.steps}; checkpoint "
-            f"{self._name()} is written, the same command goes on from it"
-        )
-        error.everywhere = True
+        text = f"[train] stopped by {why} after step {self.trainer.steps}"
+        if self.saves:
+            self._save(wait=True)
+            text += f"; checkpoint {self._name()} is written, the same command goes on from it"
+        error = Stopped(text)
+        error.raised_on_all_ranks = True
         raise error
 
     def _name(self) -> str:
@@ -407,16 +384,26 @@ class Session:
         """
         before = slot.phase("checkpoint")
         self._due = False
-        if self._records is not None:
-            self._records.flush(to_disk=True)
+        self.context.emit("on_checkpoint")
         if self._saved != self.trainer.steps or (wait and not self._there()):
-            snapshot = resume.capture(self.trainer, self._values())
-            if snapshot is not None:
-                self._settle_store()
-                self._write(snapshot, wait)
+            snapshot = self.trainer.state(self._values())
+            if snapshot is not None and (earlier := self.context.history.records[:-1]):
+                text = json.dumps(_finite(earlier), allow_nan=False).encode()
+                snapshot.arrays[EARLIER[0]] = {EARLIER[1]: np.frombuffer(text, np.uint8)}
+
+            def write() -> tuple[None, str]:
+                if snapshot is not None:
+                    self._settle_store()
+                    self._write(snapshot, wait)
+                return None, ""
+
+            if wait:
+                resume.shared(self.comm, write)  # nobody ends before it is there; all end if it cannot be written
+            else:
+                write()
             self._saved = self.trainer.steps
-        if wait:
-            self.comm.barrier()  # nobody ends before it is there
+        elif wait:
+            self.comm.barrier()
         slot.phase(before)
 
     def _there(self) -> bool:
@@ -434,20 +421,25 @@ class Session:
         try:
             self._store.save_later(snapshot)
         except NumericsError as problem:  # an update has overflowed: the next step finds it, on all ranks
-            self.trainer._show(f"{problem}")
+            self.trainer.say(f"{problem}")
 
     def _values(self) -> dict[str, Any]:
         """This session's part of a checkpoint; a collective call where ranks have tallies of their own."""
-        tally = self.tally
-        if self.trainer.mode is not None:
-            tally = self.trainer.mode.whole_tally(tally)
+        tally = self.trainer.mode.whole_tally(self.context.tally)
+        kept: dict[str, Any] = {}
+        if self._last is not None and self.comm.rank == 0:
+            epoch, step, batch = self._last
+            kept["last batch"] = {"epoch": epoch, "step": step, "fingerprint": f"{agreement.of_batch(batch):016x}"}
+        if self.saving.nondeterministic:
+            kept["nondeterministic data"] = True
         return {
-            "cursor": dataclasses.asdict(self.cursor),
+            **kept,
+            "cursor": dataclasses.asdict(self.context.cursor),
             "seconds": self.seconds(),
             "tally": _finite(dataclasses.asdict(tally)),
-            "history": _finite(dataclasses.asdict(self.history)),
+            "history": _finite({**vars(self.context.history), "records": self.context.history.records[-1:]}),
             "numerics": self.trainer.numerics.state_dict(),
-            "epochs": self.epochs,
+            "epochs": self.context.epochs,
             "origin": self._origin,
         }
 
@@ -455,7 +447,7 @@ class Session:
 
     def end(self) -> None:
         """The training is complete: its last checkpoint, and in a run the record that says so."""
-        if self._requests is None:
+        if not self.saves:
             return
         self._save(wait=True)
         if self.run is not None:
@@ -467,17 +459,12 @@ class Session:
                 _complete["record"] = (self.run, record)
 
     def close(self) -> None:
-        """Gives back signals, threads and the directory, whatever happened."""
-        if self._requests is not None:
-            self._requests.close()
-            self._requests = None
-        if self._records is not None:
-            self._records.close()
+        """Gives back threads and the directory, whatever happened."""
         if self._store is not None:
             try:
                 self._store.close()
             except (OutputError, NumericsError) as problem:  # where the training failed, that is the error
-                self.trainer._show(str(problem))
+                self.trainer.say(str(problem))
             self._store = None
 
 
@@ -512,6 +499,13 @@ def _write_complete() -> None:
         write_json(run.done, record)
     except (OSError, OdysseyError, AttributeError, TypeError) as problem:
         print(f"odyssey: [run] {run.done} is not written: {problem}", file=sys.stderr, flush=True)
+
+
+def _earlier(snapshot: Snapshot) -> list[Any]:
+    """The records of epochs before the last one; in older checkpoints they are among `values`, as that one is."""
+    stem, name = EARLIER
+    text = snapshot.arrays.get(stem, {}).get(name)
+    return [] if text is None else parse_json(text.tobytes(), f"{stem}/{name}")
 
 
 def _finite(value: Any) -> Any:

@@ -9,12 +9,13 @@ rows: most lanes would be empty.
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -80,8 +81,6 @@ class Tensor:
     __slots__ = ("memory", "shape", "layout", "dtype", "requires_grad", "grad", "node", "device", "__weakref__")
 
     def __init__(self, data: Any, requires_grad: bool = False) -> None:
-        if isinstance(data, Tensor):
-            data = data.numpy()
         array = np.asarray(data)
         if array.dtype.kind not in "fiub":
             raise ShapeError(f"[tensor] dtype {array.dtype} is not a number; give floats or integers")
@@ -135,10 +134,19 @@ class Tensor:
             _ = self.memory.address  # raises: there are no values yet
         if self.layout == "rows":
             return _view(self.memory, self.shape, self.dtype)
-        from .functional import to_rows
-
         with no_grad():
             return to_rows(self).data
+
+    @data.setter
+    def data(self, values: Any) -> None:
+        """Overwrites the values, in the memory that they have."""
+        if (array := np.asarray(values)).shape != self.shape:
+            raise ShapeError(f"[tensor] data of shape {array.shape} for a tensor of shape {self.shape}; give the same")
+        if self.layout == "rows":
+            self.data[...] = array
+        else:
+            rows = Block(np.ascontiguousarray(array, self.dtype))
+            program.current().emit("pack_rows", self.memory, rows, self.shape[0], self.features)
 
     def numpy(self) -> np.ndarray:
         """Same as `data`."""
@@ -171,21 +179,19 @@ class Tensor:
         body = np.array2string(self.data, prefix="Tensor(", threshold=64)
         return f"Tensor({body}{', requires_grad=True' if self.requires_grad else ''})"
 
-    # --- arithmetic (functional.py) ---
+    # --- arithmetic: functional.py gives the class + and *, sum, mean, reshape, flatten and to ---
 
-    def __add__(self, other: Tensor | float) -> Tensor:
-        from . import functional as F
+    if TYPE_CHECKING:
 
-        return F.add(self, other)
+        def __add__(self, other: Tensor | float) -> Tensor: ...
+        def __mul__(self, other: Tensor | float) -> Tensor: ...
+        def sum(self) -> Tensor: ...
+        def mean(self) -> Tensor: ...
+        def reshape(self, *shape: int) -> Tensor: ...
+        def flatten(self) -> Tensor: ...
+        def to(self, device: int | str | Device) -> Tensor: ...
 
-    __radd__ = __add__
-
-    def __mul__(self, other: Tensor | float) -> Tensor:
-        from . import functional as F
-
-        return F.multiply(self, other)
-
-    __rmul__ = __mul__
+        __radd__, __rmul__ = __add__, __mul__
 
     def __neg__(self) -> Tensor:
         return self * -1.0
@@ -199,40 +205,11 @@ class Tensor:
     def __truediv__(self, other: float) -> Tensor:
         return self * (1.0 / other)
 
-    def sum(self) -> Tensor:
-        from . import functional as F
-
-        return F.sum(self)
-
-    def mean(self) -> Tensor:
-        from . import functional as F
-
-        return F.mean(self)
-
-    def reshape(self, *shape: int) -> Tensor:
-        from . import functional as F
-
-        return F.reshape(self, *shape)
-
-    def flatten(self) -> Tensor:
-        from . import functional as F
-
-        return F.flatten(self)
-
-    # --- places ---
-
-    def to(self, device: int | str | Device) -> Tensor:
-        """The same values on another place; the gradient goes the way back. The tensor itself if it is there."""
-        from . import functional as F
-
-        return F.to(self, device)
-
     # --- gradients ---
 
     def detach(self) -> Tensor:
         """The same values, cut from the tape."""
-        t = new_like(self, self.memory)
-        return t
+        return new_like(self, self.memory)
 
     def backward(self, gradient: Any = None) -> None:
         """Walks the tape from here and adds to `grad` of every leaf that requires it.
@@ -277,6 +254,9 @@ class Tensor:
             self.grad.data[...] = 0
 
 
+_gradient: Any = Tensor.grad  # the slot
+
+
 class Parameter(Tensor):
     """A tensor that a module trains. Its gradient exists from the start and is added to by every backward pass.
 
@@ -292,10 +272,23 @@ class Parameter(Tensor):
         own[...] = self.data
         self.place(Block(own), Block(native.aligned(self.shape)))
 
+    @property
+    def grad(self) -> Tensor | None:
+        """What backward passes have added. Assigning overwrites the values, in the memory that the optimizer reads."""
+        return _gradient.__get__(self)
+
+    @grad.setter
+    def grad(self, value: Any) -> None:
+        mine = getattr(self, "grad", None)
+        if mine is None or (isinstance(value, Tensor) and value.memory is mine.memory):
+            _gradient.__set__(self, value)
+        else:
+            mine.data = np.zeros(self.shape, np.float32) if value is None else value
+
     def place(self, memory: Memory, grad: Memory) -> None:
         """Moves the parameter to other memory (an arena's); the caller copies the values."""
         self.memory = memory
-        self.grad = make(grad, self.shape)
+        _gradient.__set__(self, make(grad, self.shape))
         self.grad.device = self.device
 
     def put(self, device: Device) -> None:
@@ -321,8 +314,7 @@ def new_like(t: Tensor, memory: Memory) -> Tensor:
 
 def empty(shape: Shape, layout: str = "rows") -> Tensor:
     """An uninitialised tensor from the current executor."""
-    executor = program.current()
-    t = make(None, shape, layout)  # type: ignore[arg-type]
+    executor, t = program.current(), make(None, shape, layout)  # type: ignore[arg-type]
     t.memory, t.device = executor.alloc(max(4 * t.floats, 16)), executor.scope.device
     return t
 
@@ -342,11 +334,14 @@ def no_grad() -> Iterator[None]:
         _tape.enabled = before
 
 
-def attach(out: Tensor, inputs: tuple[Tensor, ...], backward: Backward, device: Device | None = None) -> Tensor:
+def attach(
+    out: Tensor, inputs: tuple[Tensor, ...], backward: Backward, device: Device | None = None, name: str = ""
+) -> Tensor:
     """Completes an op: its place, and the tape if one of its inputs wants a gradient.
 
     Args:
         device: where the op runs and its output is, if that is not where its inputs are.
+        name: of the op in messages; default that of the function that `backward` was written in.
 
     Raises:
         DeviceError: the inputs are on different places.
@@ -354,12 +349,11 @@ def attach(out: Tensor, inputs: tuple[Tensor, ...], backward: Backward, device: 
     where = inputs[0].device
     for t in inputs[1:]:
         if t.device.slot != where.slot:
-            raise DeviceError(apart(backward.__qualname__.split(".")[0].lstrip("_"), inputs[0], t))
+            raise DeviceError(apart(name or backward.__qualname__.split(".")[0].lstrip("_"), inputs[0], t))
     out.device = where if device is None else device
     number = program.current().close(out.device)
     if _tape.enabled and any(t.requires_grad for t in inputs):
-        out.requires_grad = True
-        out.node = Node(inputs, backward, number)
+        out.requires_grad, out.node = True, Node(inputs, backward, number)
     return out
 
 
@@ -372,8 +366,8 @@ def checkpointed(fn: Callable[..., Tensor], args: tuple[Any, ...]) -> Tensor:
     if not _tape.enabled:
         return fn(*args)
     executor = program.current()
-    ops, layer, started = executor.scope.ops, executor.layer, next(_sequence)
-    precision = executor.precision
+    ops, layer, precision = executor.scope.ops, executor.layer, executor.precision
+    started = next(_sequence)
 
     def run() -> Tensor:
         _tape.checkpoints += 1
@@ -386,21 +380,18 @@ def checkpointed(fn: Callable[..., Tensor], args: tuple[Any, ...]) -> Tensor:
         return y
 
     def repeat() -> Tensor:
-        from .precision import autocast
-
-        _tape.enabled = True
+        here = program.current()
+        _tape.enabled, before, here.precision = True, here.precision, precision
         try:
-            with program.current().repeat(ops, layer), autocast(precision):
+            with here.repeat(ops, layer):
                 return run()
         finally:
-            _tape.enabled = False
+            _tape.enabled, here.precision = False, before
 
-    y = run()
-    if y.node is None or y.node.order < started:  # nothing was computed that wants a gradient
+    if (y := run()).node is None or y.node.order < started:  # nothing was computed that wants a gradient
         return y
     out = new_like(y, y.memory)
-    out.requires_grad = True
-    out.node = Node((), None, y.node.number, repeat)
+    out.requires_grad, out.node = True, Node((), None, y.node.number, repeat)
     return out
 
 
@@ -520,8 +511,6 @@ class _Watch:
 
 def _walk(root: Tensor, seed: Tensor, watch: _Watch | None = None) -> None:
     """Takes the gradient back through the tape, the newest op first, so each op is met once with its whole gradient."""
-    from . import functional as F
-
     executor = program.current()
     # the tensor, its gradient so far, and the number of the op that gave it last
     pending: dict[int, tuple[Tensor, Tensor, int]] = {id(root): (root, seed, executor.scope.tag)}
@@ -549,7 +538,7 @@ def _walk(root: Tensor, seed: Tensor, watch: _Watch | None = None) -> None:
             executor.enter(number, place)  # a backward may have walked a tape of its own
             g.device = source.device
             have = pending.get(id(source))
-            pending[id(source)] = (source, g if have is None else F.add(have[1], g), number)
+            pending[id(source)] = (source, g if have is None else have[1] + g, number)
         if watch is not None:
             for p in watch.used(t.node.inputs):
                 if id(p) in pending:
@@ -568,11 +557,27 @@ def _accumulate(leaf: Tensor, grad: Tensor) -> None:
 
 
 def _as_layout(t: Tensor, layout: str) -> Tensor:
-    from . import functional as F
+    return to_rows(t) if layout == "rows" else to_lanes(t)
 
-    if t.layout == layout:
-        return t
-    return F.to_rows(t) if layout == "rows" else F.to_lanes(t)
+
+def to_lanes(x: Tensor) -> Tensor:
+    """The same samples in lanes; the first axis is the batch."""
+    if x.layout == "lanes":
+        return x
+    if x.ndim < 1 or x.size == 0:
+        raise ShapeError(f"[tensor] shape {x.shape} has no samples; the first axis is the batch and must not be empty")
+    y = empty(x.shape, "lanes")
+    program.current().emit("pack_rows", y.memory, x.memory, x.shape[0], x.features)
+    return attach(y, (x,), lambda dy: (to_rows(dy),))
+
+
+def to_rows(x: Tensor) -> Tensor:
+    """The same samples in rows, as NumPy sees them."""
+    if x.layout == "rows":
+        return x
+    y = empty(x.shape)
+    program.current().emit("unpack_rows", y.memory, x.memory, x.shape[0], x.features)
+    return attach(y, (x,), lambda dy: (to_lanes(dy),))
 
 
 def layout_of(samples: int) -> str:
@@ -590,3 +595,6 @@ def _view(memory: Memory, shape: Shape, dtype: Any) -> np.ndarray:
     if array.dtype == dtype and array.shape == shape:
         return array
     return array.reshape(-1).view(np.uint8)[: 4 * n].view(dtype).reshape(shape)
+
+
+importlib.import_module(".functional", __package__)  # whoever has tensors has their ops

@@ -14,8 +14,6 @@ process is named.
 from __future__ import annotations
 
 import dataclasses
-import functools
-import inspect
 import itertools
 import math
 import os
@@ -25,17 +23,16 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .callbacks import Callback, Context
 from .errors import ConfigError, printable
+from .files import write_whole
 
 if TYPE_CHECKING:
     import numpy as np
-
-    from .data import Batch
-    from .trainer import DistributedTrainer
 
 TRACE, LAYOUT = "ODYSSEY_TRACE", "ODYSSEY_TRACE_LAYOUT"
 
@@ -95,14 +92,23 @@ def ranks(options: dict[str, Any]) -> int:
 # --- inside a run: what the trainer writes --------------------------------------------------------
 
 
+def arguments(options: dict[str, Any]) -> dict[str, Any]:
+    """A layout as keywords of a trainer."""
+    from .parallel.mesh import Mesh
+
+    axes = ("dp", "pp", "tp")
+    given = {name: value for name, value in options.items() if name not in axes}
+    return {**given, "mesh": Mesh(*(options.get(axis, 1) for axis in axes))}
+
+
 @dataclasses.dataclass
-class Trace:
+class Trace(Callback):
     """Where a trainer of a run writes its steps, and what the layout is."""
 
     folder: Path
     steps: int
     options: dict[str, Any]
-    trainer: int = 0  # which one: a script may make several
+    trainer: int | None = None  # which one, in the order of their first steps: a script may make several
     done: int = 0
 
     @classmethod
@@ -116,83 +122,56 @@ class Trace:
             raise ConfigError(f"[verify] {TRACE} is {where!r}; it must be DIRECTORY:STEPS")
         return cls(Path(folder), int(steps), parse(os.environ.get(LAYOUT, "")))
 
-    def arguments(self) -> dict[str, Any]:
-        """What goes before the trainer's own arguments."""
-        from .parallel.mesh import Mesh
+    def arguments(self, given: dict[str, Any]) -> dict[str, Any]:
+        """The layout."""
+        from .parallel.strategy import MODES
 
-        axes = ("dp", "pp", "tp")
-        given = {name: value for name, value in self.options.items() if name not in axes}
-        return {**given, "mesh": Mesh(*(self.options.get(axis, 1) for axis in axes))}
+        own = given.get("accumulation_steps", 1)
+        if own != 1 and "accumulation_steps" in self.options:
+            raise ConfigError(
+                f"[verify] the training accumulates {own} batches itself; leave accumulation out of the layout"
+            )
+        out = arguments(self.options)
+        reduction = {**given, **out}.get("reduction")
+        if reduction in MODES:
+            raise ConfigError(
+                f"[verify] reduction={reduction!r} gives other bits than one process; verify a synchronous one"
+            )
+        return out
 
-    def limit(self, steps: int | None) -> int:
-        """Steps of a training that is traced."""
-        return min(steps or self.steps, self.steps)
+    def on_fit_plan(self, context: Context) -> None:
+        """Some steps, without evaluation; with accumulation a step sees the same samples as without."""
+        context.limit = min(context.limit or self.steps, self.steps)
+        context.validate = False
+        context.pieces = self.options.get("accumulation_steps", 1)
 
-    def cut(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """With accumulation each batch in as many pieces, so that a step sees the same samples as without."""
-        from .data import Batch
-
-        k = self.options.get("accumulation_steps", 1)
-        for b in batches:
-            n = len(b.indices)
-            for i in range(k):
-                yield Batch(b.dataset, b.indices[n * i // k : n * (i + 1) // k], b.epoch, b.index * k + i)
-
-    def step(self, trainer: DistributedTrainer, loss: float, correct: float) -> None:
+    def on_step_end(self, context: Context) -> None:
         """Writes what a trainer holds after a step; called by all its ranks."""
+        if self.trainer is None:
+            self.trainer = next(_numbers)
         self.done += 1
         if self.done > self.steps:
             return
         import numpy as np
 
-        arrays = {f"weight {name}": value for name, value in trainer.state_dict().items()}
-        for name, flat in trainer.optimizer_state().items():
-            if isinstance(flat, np.ndarray):
-                views = ((p, trainer.arena.view(flat, p)) for p, _ in trainer.arena.named)
-                arrays.update((f"optimizer {name} of {p}", value) for p, value in views)
-        arrays["loss"] = np.array(loss, np.float64)
-        arrays["correct predictions"] = np.array(correct, np.float64)
+        trainer = context.trainer
+        arrays = {
+            **trainer.named_state(),
+            "loss": np.array(context.step.loss, np.float64),
+            "correct predictions": np.array(context.step.correct, np.float64),
+        }
         if trainer.comm.rank == 0:
             file = step_file(self.folder, self.trainer, self.done)
-            aside = file.with_name(f".{file.name}")
-            np.savez(aside, **arrays)
-            os.replace(aside, file)
+            write_whole(file, lambda target: np.savez(target, **arrays), durable=False)
+
+
+_numbers = itertools.count()
+joins = Trace.current
 
 
 def step_file(folder: Path, trainer: int, step: int) -> Path:
     """What a trainer held after a step, counted from 1."""
     return folder / f"trainer{trainer}-step{step}.npz"
-
-
-def on_its_layout(init: Callable[..., None]) -> Callable[..., None]:
-    """Decorates a trainer's __init__: where a run is traced or replayed, that layout goes before its arguments."""
-    signature = inspect.signature(init)
-    numbers = itertools.count()
-
-    @functools.wraps(init)
-    def traced(trainer: DistributedTrainer, *args: Any, **kwargs: Any) -> None:
-        trace = Trace.current()
-        if trace is None:
-            from .replay import Session
-
-            replayed = Session.current()
-            given = {} if replayed is None else replayed.arguments()
-            if not given:
-                return init(trainer, *args, **kwargs)
-            bound = signature.bind(trainer, *args, **kwargs)
-            bound.arguments.update(given)
-            return init(*bound.args, **bound.kwargs)
-        bound = signature.bind(trainer, *args, **kwargs)
-        own = bound.arguments.get("accumulation_steps", 1)
-        if own != 1 and "accumulation_steps" in trace.options:
-            raise ConfigError(
-                f"[verify] the training accumulates {own} batches itself; leave accumulation out of the layout"
-            )
-        bound.arguments.update(trace.arguments())
-        init(*bound.args, **bound.kwargs)
-        trainer._trace.trainer = next(numbers)
-
-    return traced
 
 
 # --- outside: running and comparing ------------------------------------------------------------------

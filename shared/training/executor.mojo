@@ -1,21 +1,24 @@
 """Replays programs: one thread through a program, several threads through the shards of a step.
 
-The executor decides nothing. Which thread computes which shard into which buffer, and which buffers are added in which
-order, comes as lists of actions from a plan (python/odyssey/parallel/plan.py); the result does not depend on how
-many threads there are because the plan follows the tree of docs/determinism.md. A check that fails ends the step, and
-which one is reported is as independent of the threads.
+Which sums are made comes from a plan (python/odyssey/parallel/plan.py): a node of the tree of docs/determinism.md is
+the sum of its two children, whoever computed them and in whatever order, so the bits do not depend on threads. Each
+thread begins with a run of shards of its own and then takes what is left of the others' runs, always the first that
+nobody has taken; who completes the second child of a node adds the two. A shard that a check stops does not keep the
+others from being computed, so which one is reported is as independent of the threads.
+
+The lists of actions of `run_step` fix all of that beforehand; the Mojo front end has them.
 """
 
 from max.algorithm import parallelize
-from std.memory import unsafe_memset_zero
+from std.atomic import Atomic, Ordering
+from std.ffi import c_int, external_call
+from std.memory import unsafe_memset_zero, unsafe_stack_allocation
+from std.sys import CompilationTarget, inlined_assembly, llvm_intrinsic
 
 from kernels.elementwise import add
-from kernels.lanes import Ptr
-from kernels.layout import LongPtr
-
-from .ops import execute
-from .record import (
-    ABSOLUTE,
+from kernels.lanes import LongPtr, Ptr
+from kernels.op import Kernel, kernel_of
+from kernels.record import (
     Context,
     ContextPtr,
     GRADS,
@@ -26,19 +29,80 @@ from .record import (
     WORK,
 )
 
+from .helpers import together
+
 comptime RUN = 0
 """Kind of an action (kind, a, b): compute shard a into buffer b."""
 comptime ADD = 1
 """Kind of an action: buffer a += buffer b."""
 
 
+struct FloatMode:
+    """How this thread treats subnormal numbers: as IEEE 754 says while this lives, then as before.
+
+    The pool's threads flush them to zero and a program's own threads do not; a library may have changed either. What a
+    shard gives must not depend on who computes it.
+    """
+
+    var before: UInt64
+    """The control register as it was."""
+
+    @always_inline
+    def __init__(out self):
+        """Nothing is flushed, numbers are rounded to nearest, nothing traps."""
+        comptime if CompilationTarget.is_x86():
+            self.before = UInt64(_mxcsr())
+            _set_mxcsr(0x1F80)
+        else:
+            self.before = llvm_intrinsic["llvm.aarch64.get.fpcr", UInt64]()
+            llvm_intrinsic["llvm.aarch64.set.fpcr", NoneType](UInt64(0))
+
+    @always_inline
+    def __deinit__(deinit self):
+        """As it was before."""
+        comptime if CompilationTarget.is_x86():
+            _set_mxcsr(UInt32(self.before))
+        else:
+            llvm_intrinsic["llvm.aarch64.set.fpcr", NoneType](self.before)
+
+
+@always_inline
+def _mxcsr() -> UInt32:
+    var word = Array[UInt32, 1](fill=0)
+    var p = word.unsafe_ptr()
+    inlined_assembly[
+        "stmxcsr ($0)",
+        NoneType,
+        constraints="r,~{memory}",
+        has_side_effect=True,
+    ](Int(p))
+    return p[unsafe_offset=0]
+
+
+@always_inline
+def _set_mxcsr(value: UInt32):
+    var word = Array[UInt32, 1](fill=value)
+    inlined_assembly[
+        "ldmxcsr ($0)",
+        NoneType,
+        constraints="r,~{memory}",
+        has_side_effect=True,
+    ](Int(word.unsafe_ptr()))
+    _ = word^
+
+
 def run_program(
-    program: LongPtr, records: Int, bases: LongPtr, ctx: Context
+    table: LongPtr,
+    program: LongPtr,
+    records: Int,
+    bases: LongPtr,
+    ctx: ContextPtr,
 ) -> Int:
     """Runs all records in order.
 
     Args:
-        program: Where they are.
+        table: The ops, as op.addresses has them. Python keeps it: programs may bring ops of their own.
+        program: Where the records are.
         records: How many.
         bases: Base addresses of the SPACES spaces.
         ctx: Of the run.
@@ -46,8 +110,26 @@ def run_program(
     Returns:
         -1, or the record at which a check stopped the program.
     """
+    var mode = FloatMode()
+    var stopped = _replay(table, program, records, bases, ctx)
+    _ = mode^
+    return stopped
+
+
+@always_inline
+def _replay(
+    table: LongPtr,
+    program: LongPtr,
+    records: Int,
+    bases: LongPtr,
+    ctx: ContextPtr,
+) -> Int:
+    ctx[].stopped = 0
+    var stopped = Pointer(to=ctx[].stopped)
     for i in range(records):
-        if not execute(Record(program.unsafe_offset(i * RECORD), bases), ctx):
+        var r = Record(program.unsafe_offset(i * RECORD), bases, ctx)
+        kernel_of[Kernel](table, r.code())(r)
+        if stopped.unsafe_load[volatile=True]():  # kernels write it
             return i
     return -1
 
@@ -57,6 +139,8 @@ struct Step(TrivialRegisterPassable):
     """The forward and backward passes of one process in one step, as both front ends describe them.
     """
 
+    var table: LongPtr
+    """The ops, as op.addresses has them."""
     var program: LongPtr
     """Records of one shard."""
     var records: Int64
@@ -64,9 +148,9 @@ struct Step(TrivialRegisterPassable):
     var threads: Int64
     """How many run side by side."""
     var actions: LongPtr
-    """Addresses of the threads' action lists, then of the final one."""
+    """Addresses of the threads' action lists, then of the final one; of `run_shared`: the tables of a plan."""
     var counts: LongPtr
-    """The lengths of those lists."""
+    """The lengths of those lists; not used by `run_shared`."""
     var params: Int64
     """Address of the arena."""
     var work: Int64
@@ -111,14 +195,18 @@ def run_step(s: Step) -> Int:
     var all = ends.unsafe_ptr().unsafe_origin_cast[MutUntrackedOrigin]()
 
     def work(t: Int) {imm s, imm all}:
+        var mode = FloatMode()
         all[unsafe_offset=t] = _run_actions(s, t)
+        _ = mode^
 
     parallelize(work, Int(s.threads), Int(s.threads))
     var first = _DONE
     for end in ends:
         first = min(first, end)
     if first == _DONE:
+        var mode = FloatMode()
         _ = _run_actions(s, Int(s.threads))
+        _ = mode^
         return -1
     return first & (_RECORDS - 1)
 
@@ -150,6 +238,188 @@ def _run_actions(s: Step, t: Int) -> Int:
     return _DONE
 
 
+# --- shards taken by whoever is free -------------------------------------------------
+
+comptime NONE = -1
+"""No node, no buffer."""
+comptime STRIDE = 8
+"""Numbers from one counter to the next: a cache line."""
+
+
+struct Tables(TrivialRegisterPassable):
+    """Where things lie in the tables of a plan, int64 (parallel/plan.py, `Plan.tables`).
+
+    Nodes 0 to shards - 1 are the shards of this process, the others the sums. Buffers are those that the finished
+    nodes of this process end in, each for one shard, and those of the pool, for any other.
+    """
+
+    var shards: Int
+    var threads: Int
+    var pooled: Int
+    # As the plan says.
+    var parent: LongPtr  # of a node, or NONE
+    var left: LongPtr  # of a sum
+    var right: LongPtr
+    var fixed: LongPtr  # of a shard: its buffer, or NONE if it takes one of the pool
+    var ends: LongPtr  # of the threads' runs
+    var pool: LongPtr  # buffers
+    var begins: LongPtr
+    # Of the step that is under way.
+    var next: LongPtr  # of each thread's run the first shard that is not taken, a cache line each
+    var stopped: LongPtr  # by thread: see _RECORDS; in the same line
+    var complete: LongPtr  # children of a node
+    var place: LongPtr  # buffer of a complete node
+    var used: LongPtr  # of each buffer of the pool: 1 or 0
+    var first: Int
+
+    def __init__(out self, tables: LongPtr):
+        self.first = Int(tables[])
+        self.shards = Int(tables[unsafe_offset=1])
+        var nodes = Int(tables[unsafe_offset=2])
+        self.threads = Int(tables[unsafe_offset=3])
+        self.pooled = Int(tables[unsafe_offset=4])
+        self.parent = tables.unsafe_offset(STRIDE)
+        self.left = self.parent.unsafe_offset(nodes)
+        self.right = self.left.unsafe_offset(nodes)
+        self.fixed = self.right.unsafe_offset(nodes)
+        self.begins = self.fixed.unsafe_offset(self.shards)
+        self.ends = self.begins.unsafe_offset(self.threads)
+        self.pool = self.ends.unsafe_offset(self.threads)
+        self.complete = self.pool.unsafe_offset(self.pooled)
+        self.place = self.complete.unsafe_offset(nodes)
+        self.used = self.place.unsafe_offset(nodes)
+        self.next = self.used.unsafe_offset(self.pooled)
+        self.stopped = self.next.unsafe_offset(1)
+
+    def reset(self):
+        """Before a step."""
+        unsafe_memset_zero(
+            self.complete, (Int(self.place) - Int(self.complete)) // 8
+        )
+        unsafe_memset_zero(self.used, self.pooled)
+        for t in range(self.threads):
+            self.next[unsafe_offset=STRIDE * t] = self.begins[unsafe_offset=t]
+            self.stopped[unsafe_offset=STRIDE * t] = Int64(_DONE)
+
+    def take_buffer(self, t: Int) -> Int:
+        """A buffer of the pool, by preference one that thread t had before; its place in the pool, or NONE.
+        """
+        var start = self.pooled * t // self.threads
+        for i in range(self.pooled):
+            var p = (start + i) % self.pooled
+            var used = self.used.unsafe_offset(p)
+            var free = Int64(0)
+            if Atomic.load[ordering=Ordering.RELAXED](used) == 0:
+                if Atomic.compare_exchange(used, free, 1):
+                    return p
+        return NONE
+
+    @always_inline
+    def give_back(self, p: Int):
+        Atomic.store[ordering=Ordering.RELEASE](
+            self.used.unsafe_offset(p), Int64(0)
+        )
+
+
+def run_shared(s: Step, helpers: Int) -> Int:
+    """Runs all shards of this process, and adds what comes out, on up to `threads` threads.
+
+    Args:
+        s: What to run; `actions` are the tables of a plan for so many threads.
+        helpers: Of the process (helpers.make_pool).
+
+    Returns:
+        -1, or the record at which a check stopped the first of the shards that were stopped.
+    """
+    var tables = Tables(s.actions)
+    tables.reset()
+    var step = s
+    together[_take_shards](helpers, Int(Pointer(to=step)), Int(s.threads))
+    _ = step
+    var first = Int64(_DONE)
+    for t in range(tables.threads):
+        first = min(first, tables.stopped[unsafe_offset=STRIDE * t])
+    return -1 if first == Int64(_DONE) else Int(first) & (_RECORDS - 1)
+
+
+def _take_shards(step: Int, t: Int):
+    """Takes shards until none is left: those of the run of thread t, then those of the runs after it.
+    """
+    var mode = FloatMode()
+    var s = StepPtr(unsafe_from_address=step)[]
+    var tables = Tables(s.actions)
+    var left = tables.threads  # runs that may have a shard left
+    var run = t
+    while left:
+        var next = tables.next.unsafe_offset(STRIDE * run)
+        var shard = Atomic.load[ordering=Ordering.ACQUIRE](next)
+        if shard >= tables.ends[unsafe_offset=run]:
+            left -= 1
+            run = (run + 1) % tables.threads
+            continue
+        # The buffer first: a shard that is taken must be computed, and it is others who give buffers back.
+        var pooled = NONE
+        if s.zero and tables.fixed[unsafe_offset=Int(shard)] == NONE:
+            pooled = tables.take_buffer(t)
+            if pooled == NONE:
+                _ = external_call["sched_yield", c_int]()
+                continue
+        var mine = shard
+        if not Atomic.compare_exchange(next, mine, shard + 1):
+            if pooled != NONE:
+                tables.give_back(pooled)
+            continue
+        var b = tables.fixed[unsafe_offset=Int(shard)]
+        if pooled != NONE:
+            b = tables.pool[unsafe_offset=pooled]
+        elif not s.zero:
+            b = 0
+        var buffer = _buffer(s, b)
+        if s.zero:
+            unsafe_memset_zero(buffer, Int(s.buffer_floats))
+        var stopped = _run_shard(s, t, tables.first + Int(shard), buffer)
+        if stopped >= 0:
+            var all = tables.stopped.unsafe_offset(STRIDE * t)
+            all[] = min(all[], shard * _RECORDS + Int64(stopped))
+        if s.zero:
+            _add_up(s, tables, Int(shard), b, pooled)
+    _ = mode^
+
+
+@always_inline
+def _buffer(s: Step, b: Int64) -> Ptr:
+    return Ptr(
+        unsafe_from_address=Int(s.buffers) + Int(b) * Int(s.buffer_floats) * 4
+    )
+
+
+def _add_up(s: Step, tables: Tables, shard: Int, b: Int64, pooled: Int):
+    """A shard is complete, in buffer b: makes all sums that are complete with it.
+    """
+    # A place says which buffer, and where in the pool it is (above), so that it can be given back.
+    var node = shard
+    tables.place[unsafe_offset=node] = b | Int64(pooled + 1) << 32
+    while True:
+        var parent = Int(tables.parent[unsafe_offset=node])
+        if parent == NONE:
+            return
+        if Atomic.fetch_add(tables.complete.unsafe_offset(parent), 1) == 0:
+            return  # whoever completes the other child goes on
+        var x = tables.place[
+            unsafe_offset=Int(tables.left[unsafe_offset=parent])
+        ]
+        var y = tables.place[
+            unsafe_offset=Int(tables.right[unsafe_offset=parent])
+        ]
+        var to = _buffer(s, x & 0xFFFFFFFF)
+        add(to, to, _buffer(s, y & 0xFFFFFFFF), Int(s.buffer_floats))
+        tables.give_back(
+            Int(y >> 32) - 1
+        )  # of the pool, as it is no left child
+        tables.place[unsafe_offset=parent] = x
+        node = parent
+
+
 def _run_shard(s: Step, t: Int, shard: Int, grads: Ptr) -> Int:
     var bases = Array[Int64, SPACES](fill=0)
     bases[PARAMS] = s.params
@@ -158,15 +428,18 @@ def _run_shard(s: Step, t: Int, shard: Int, grads: Ptr) -> Int:
     if s.slots:
         slot = (Int64(shard) - s.base) % s.slots
     bases[WORK] = s.work + slot * s.work_bytes
-    var ctx = s.context
-    ctx.first = Int64(shard) * s.shard_size
-    ctx.valid = min(s.shard_size, s.samples - ctx.first)
-    ctx.rows = Int64(Int(s.rows.unsafe_offset(Int(ctx.first))))
-    var stopped = run_program(
+    # Kernels write to it (`stopped`): memory that the compiler does not take for this function's alone.
+    var ctx = unsafe_stack_allocation[1, Context]()
+    ctx.unsafe_write(s.context)
+    ctx[].first = Int64(shard) * s.shard_size
+    ctx[].valid = min(s.shard_size, s.samples - ctx[].first)
+    ctx[].rows = Int64(Int(s.rows.unsafe_offset(Int(ctx[].first))))
+    var stopped = _replay(
+        s.table,
         s.program,
         Int(s.records),
         bases.unsafe_ptr().unsafe_origin_cast[MutUntrackedOrigin](),
-        ctx,
+        ctx.unsafe_origin_cast[MutUntrackedOrigin](),
     )
     _ = bases^
     return stopped

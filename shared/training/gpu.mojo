@@ -18,11 +18,10 @@ from max.gpu.host import (
 )
 from max.gpu.host._nvidia_cuda import CUDA
 
-from kernels.gpu.launch import LongPtr, Queue, StepContextPtr
-from kernels.lanes import Ptr
-
-from .gpu_ops import Launch, enqueue, scratch_floats
-from .record import GRADS, PARAMS, RECORD, SPACES, WORK
+from kernels.gpu.launch import Enqueue, Launch, Queue, StepContextPtr
+from kernels.lanes import LongPtr, Ptr
+from kernels.op import kernel_of, scratch_of
+from kernels.record import CODES, GRADS, PARAMS, RECORD, SPACES, WORK
 
 comptime U8 = DType.uint8
 """Memory is handled as bytes."""
@@ -41,6 +40,8 @@ struct GpuStep(TrivialRegisterPassable):
     python/odyssey/gpu/native.py mirrors it.
     """
 
+    var table: LongPtr
+    """The ops, in host memory, as op.addresses has them."""
     var program: LongPtr
     """The records, in host memory."""
     var records: Int64
@@ -375,7 +376,7 @@ struct Gpu(Movable):
         for i in range(Int(s.records)):
             var at = s.program.unsafe_offset(i * RECORD)
             try:
-                enqueue(
+                kernel_of[Enqueue](s.table, Int(at[] & (CODES - 1)))(
                     self.compute,
                     Launch(
                         at,
@@ -406,5 +407,7 @@ struct Gpu(Movable):
         var most = 0
         for i in range(Int(s.records)):
             var at = s.program.unsafe_offset(i * RECORD)
-            most = max(most, scratch_floats(at, Int(s.shards), Int(s.fold)))
-        return most
+            most = max(
+                most, scratch_of(s.table, at, Int(s.shards), Int(s.fold))
+            )
+        return most // 4

@@ -240,7 +240,7 @@ KINDS: dict[str, Callable[[Run], None]] = {
     "rank: loop with the GIL": _within("loop", holding_gil=True),
     "rank: one late step": _within("slow", ms=2000, until=None),
     "two ranks: SIGKILL": _both,
-    "keeper: SIGKILL": lambda run: run.outside.kill(role="keeper"),
+    "wrapper: SIGKILL": lambda run: run.outside.kill(role="wrapper"),
     "watcher: SIGKILL": lambda run: run.outside.kill(role="watcher"),
     "MPI daemon: SIGKILL": lambda run: run.outside.kill(role="proxy"),
     "mpirun: SIGKILL": lambda run: run.outside.kill(role="mpirun"),

@@ -32,7 +32,7 @@ WHY_SLOW = "takes long; ODYSSEY_SLOW_TESTS=1 runs it"
 
 
 class Process(NamedTuple):
-    """A living process of a job. `role`: rank, keeper, watcher, proxy, mpirun, launcher or other."""
+    """A living process of a job. `role`: rank, wrapper, watcher, proxy, mpirun, launcher or other."""
 
     pid: int
     parent: int
@@ -45,14 +45,14 @@ class Process(NamedTuple):
 
 def _role(words: Sequence[str], rank: int | None) -> str:
     first, names = Path(words[0]).name if words else "", {Path(word).name for word in words[:8]}
-    if first in ("nsenter", "ssh") or "tether.py" in names:
+    if first in ("nsenter", "ssh") or "die_with_parent.py" in names:
         return "other"  # it only starts another
     if first in ("hydra_pmi_proxy", "prted", "slurmstepd"):
         return "proxy"
     if first in ("mpirun", "mpiexec", "mpiexec.hydra", "prterun", "srun"):
         return "mpirun"
-    if "keeper.py" in names:
-        return "keeper"
+    if "rank_wrapper.py" in names:
+        return "wrapper"
     if "watcher.py" in names:
         return "watcher"
     if rank is not None:

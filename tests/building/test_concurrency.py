@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import time
+from pathlib import Path
+
+import pytest
 
 REAL = "import sys; sys.argv[0] = 'mojo'; from mojo._entrypoints import exec_mojo; exec_mojo()"
 STUCK = "import time; time.sleep(300)"
@@ -34,6 +38,20 @@ def test_killed_builder_is_taken_over(start, entries):
     out, err = heir.communicate(timeout=120)
     assert out.endswith("libodyssey.so\n"), err
     assert entries() != left and len(entries()) == 1 and ".tmp-" not in entries()[0]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc; the kernel ends it on Linux only")
+def test_a_killed_builder_takes_its_compiler_along(start, entries):
+    stuck = start(STUCK)
+    wait_for(lambda: any(".tmp-" in name for name in entries()) and children(stuck.pid))
+    compiler = children(stuck.pid)
+    stuck.kill()
+    stuck.wait()
+    wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in compiler), 10)
+
+
+def children(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
 
 
 def test_ranks_other_than_the_first_wait_in_silence(start, entries):

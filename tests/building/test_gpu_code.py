@@ -8,8 +8,9 @@ from __future__ import annotations
 import re
 
 import pytest
+from building import gpu_code, ptx
 
-from odyssey import build, ptx, targets
+from odyssey import build
 
 ENOUGH = 100  # kernels; there are some 150, many of them forms of one function
 # For NVIDIA's tensor cores; other GPUs have the plain ones.
@@ -20,8 +21,8 @@ SPILLED = 64  # bytes, of any kernel
 @pytest.mark.skipif(not ptx.available(), reason="the PTX assembler is not installed")
 def test_the_library_for_sm_90_assembles_and_spills_nothing(monkeypatch):
     monkeypatch.delenv("ODYSSEY_KERNELS", raising=False)
-    found = targets.of_library(build.gpu_library_path("sm_90"))
-    print("", *targets.lines(found), sep="\n")
+    found = gpu_code.of_library(build.gpu_library_path("sm_90"))
+    print("", *gpu_code.lines(found), sep="\n")
     assert len(found) > ENOUGH
     assert {ptx.target(kernel.text) for kernel in found} == {"sm_90a"}
     assert all(kernel.usage for kernel in found)
@@ -32,7 +33,7 @@ def test_the_library_for_sm_90_assembles_and_spills_nothing(monkeypatch):
 def test_every_kernel_compiles_for_sm_80_and_gfx942():
     """Minutes of the compiler."""
     lines: list[str] = []
-    failures = targets.check_accelerators(lines.append, ("sm_80", "gfx942"))
+    failures = gpu_code.check_accelerators(lines.append, ("sm_80", "gfx942"))
     print("", *lines, sep="\n")
     assert failures == 0, lines
     assert [line.split()[0] for line in lines][:2] == ["sm_80", "gfx942"]

@@ -7,8 +7,9 @@ import subprocess
 import sys
 
 import pytest
+from building import gpu_code, ptx
 
-from odyssey import build, elf, ptx, targets
+from odyssey import build, elf, targets
 from odyssey.errors import BuildError
 
 
@@ -30,7 +31,10 @@ def test_cpus_that_fail_are_counted(tree, monkeypatch):
 
 def test_accelerators(gpu_tree, entries):
     lines = []
-    assert targets.check_accelerators(lines.append, ("sm_90", "gfx942"), table=True) == 0, lines
+    assert targets.check_accelerators(lines.append, ("sm_90", "gfx942")) == 0, lines
+    assert [line.split()[0] for line in lines] == ["sm_90", "gfx942"] and all(line.endswith("KiB") for line in lines)
+    lines = []
+    assert gpu_code.check_accelerators(lines.append, ("sm_90", "gfx942"), table=True) == 0, lines
     names = [line.split()[0] for line in lines if not line.startswith(" ")]
     assert names == ["sm_90", "gfx942"]
     assert "1 kernels from 1 functions, assembled: at most" in lines[0] and "0 bytes spilled" in lines[0]
@@ -43,14 +47,14 @@ def test_a_kernel_that_nothing_reaches_is_named(gpu_tree):
     text = source.read_text()
     source.write_text(text + text[text.index("def _double") :].replace("double", "doubles"))
     lines = []
-    assert targets.check_accelerators(lines.append, ("sm_80",)) == 0
+    assert gpu_code.check_accelerators(lines.append, ("sm_80",)) == 0
     assert lines[0].endswith("; without _doubles (mojo/kernels/gpu/numbers.mojo)")
     assert lines[1].endswith("nothing reaches, so nothing compiles: _doubles (mojo/kernels/gpu/numbers.mojo)")
 
 
 @pytest.mark.skipif(not ptx.available(), reason="the PTX assembler is not installed")
 def test_kernels_of_a_library(gpu_tree):
-    (kernel,) = targets.of_library(build.gpu_library_path("sm_90"))
+    (kernel,) = gpu_code.of_library(build.gpu_library_path("sm_90"))
     assert kernel.entry.startswith("kernels_gpu_numbers__double") and ptx.target(kernel.text) == "sm_90a"
     assert 4 <= kernel.usage.registers <= 32 and kernel.usage.spilled == 0
     assert kernel.text.rstrip().endswith("}")
@@ -77,13 +81,13 @@ def test_kernels_are_known_by_their_functions(tmp_path):
     )
     (folder / "b.mojo").write_text("from .a import all\ndef _map(): ...\ndef _map2(): ...\n")
     a, b = "mojo/kernels/gpu/a.mojo", "mojo/kernels/gpu/b.mojo"
-    assert targets.launched(tmp_path) == {(a, name) for name in ("_map2", "_real", "_one", "_two")} | {(b, "_map")}
+    assert gpu_code.launched(tmp_path) == {(a, name) for name in ("_map2", "_real", "_one", "_two")} | {(b, "_map")}
 
-    known = sorted(targets.launched(tmp_path))
+    known = sorted(gpu_code.launched(tmp_path))
 
     def source(entry, *lines, of="a.mojo"):
         text = f'\t.file\t2 "/x/other.mojo"\n\t.file\t7 "{folder}/{of}"\n\t.loc\t2 1 0\n'
-        return targets._source(tmp_path, entry, text + "".join(f"\t.loc\t7 {line} 5\n" for line in lines), known)
+        return gpu_code._source(tmp_path, entry, text + "".join(f"\t.loc\t7 {line} 5\n" for line in lines), known)
 
     assert source("kernels_gpu_b__map_Po6A6A_1234", of="b.mojo") == (b, "_map")
     assert source("kernels_gpu_a__real6A6A_1234") == (a, "_real")
@@ -96,13 +100,13 @@ def test_kernels_are_known_by_their_functions(tmp_path):
         "def all():\n    enqueue_function[_max_pool_forward](x)\n    enqueue_function[_max_pool_forward_2x2](x)\n"
     )
     (folder / "with_a_long_name_x.mojo").write_text("def _one(): ...\ndef all():\n    enqueue_function[_one]()\n")
-    known = sorted(targets.launched(tmp_path))
+    known = sorted(gpu_code.launched(tmp_path))
     pools = "mojo/kernels/gpu/pools.mojo"
     assert source("kernels_gpu_pools__max_pool_f6A6A_12", 8, 2, of="pools.mojo") == (pools, "_max_pool_forward")
     assert source("kernels_gpu_pools__max_pool_f6A6A_13", 5, 2, of="pools.mojo") == (pools, "_max_pool_forward_2x2")
     assert source("kernels_gpu_pools__max_pool_f6A6A_14", 8, of="pools.mojo") is None
     amd = f'\t.file\t1 "{folder}" "pools.mojo"\n\t.loc\t1 4 0\n'
-    found = targets._source(tmp_path, "kernels_gpu_pools__max_pool_f6A6A_12", amd, known)
+    found = gpu_code._source(tmp_path, "kernels_gpu_pools__max_pool_f6A6A_12", amd, known)
     assert found == (pools, "_max_pool_forward_2x2")
     assert source("kernels_gpu_with_a_long_name_6A6A_12") == ("mojo/kernels/gpu/with_a_long_name_x.mojo", "_one")
 

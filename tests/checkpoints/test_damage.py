@@ -3,6 +3,8 @@ it is used."""
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import json
 import os
 import random
@@ -11,9 +13,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors
 
 from odyssey.checkpoints import CheckpointError, Snapshot, Store, read_key, reader
-from odyssey.checkpoints.header import HEADER_LIMIT, header_length, make_header, parse_header
+from odyssey.checkpoints.header import encode_header, make_header
 from odyssey.checkpoints.manifest import parse_manifest
 from odyssey.errors import ConfigError
 
@@ -228,102 +231,91 @@ def test_one_that_is_replaced_while_it_is_read_is_no_damage(store, monkeypatch):
     assert found is not None and found.step == 120 and refusals == []
 
 
-# --- headers that somebody made ---------------------------------------------------------------------------------------
+# --- manifests and headers that somebody made -------------------------------------------------------------------------
 
 
-def header(text: str | bytes) -> bytes:
-    data = text.encode() if isinstance(text, str) else text
-    return len(data).to_bytes(8, "little") + data
-
-
-def entry(dtype: object = "F32", shape: object = (2,), offsets: object = (0, 8)) -> dict:
-    return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
-
-
-def of(**entries: object) -> str:
-    return json.dumps(entries)
+def entry(dtype: object = "F32", shape: object = (2,), offsets: object = (0, 8), name: object = "a") -> dict:
+    return {"name": name, "dtype": dtype, "shape": shape, "data_offsets": offsets, "sha256": "0" * 64}
 
 
 BAD = {
-    "no JSON": ("{{", 0, "not JSON"),
-    "a list": ("[]", 0, "no JSON object"),
-    "space first": (" {}", 0, "no JSON object"),
-    "no text": (b"{\xff}", 0, "not JSON"),
-    "key twice": ('{"a":1,"a":2}', 0, "names a key twice"),
-    "field twice": ('{"a":{"dtype":"F32","dtype":"F32","shape":[2],"data_offsets":[0,8]}}', 8, "names a key twice"),
-    "deep": ('{"a":' + "[" * 100 + "]" * 100 + "}", 0, "nested deeper"),
-    "NaN": ('{"a":NaN}', 0, "the number NaN"),
-    "huge number": ('{"a":' + "9" * 10000 + "}", 0, "not JSON"),
-    "field more": (of(a={**entry(), "x": 1}), 8, "a tensor has dtype, shape and data_offsets"),
-    "field less": (of(a={"dtype": "F32"}), 8, "a tensor has dtype, shape and data_offsets"),
-    "no object": (of(a=[]), 0, "a tensor has dtype, shape and data_offsets"),
-    "dtype": (of(a=entry("F33")), 8, "dtype 'F33' is none of"),
-    "dtype no text": (of(a=entry(["F32"])), 8, "is none of"),
-    "negative": (of(a=entry(shape=[-2])), 8, "a shape is"),
-    "float": (of(a=entry(shape=[2.0])), 8, "a shape is"),
-    "bool": (of(a=entry(shape=[True, 2])), 8, "a shape is"),
-    "9 dimensions": (of(a=entry(shape=[1] * 8 + [2])), 8, "a shape is"),
-    "2^64": (of(a=entry(shape=[2**64, 0], offsets=[0, 0])), 0, "a shape is"),
-    "overflow": (of(a=entry(shape=[2**62, 2**62, 16], offsets=[0, 0])), 0, "is not 0 bytes"),
-    "overflow of 64 bits": (of(a=entry(shape=[2**62 + 2])), 8, "is not 8 bytes"),
-    "1 TB": (of(a=entry(shape=[2**38], offsets=[0, 2**40])), 8, "are not within the 8 bytes"),
-    "offsets backwards": (of(a=entry(offsets=[8, 0])), 8, "are not within"),
-    "one offset": (of(a=entry(offsets=[8])), 8, "are not within"),
-    "past the end": (of(a=entry(offsets=[8, 16])), 8, "are not within"),
-    "gap before": (of(a=entry(offsets=[4, 12])), 12, "a gap or an overlap"),
-    "gap after": (of(a=entry()), 12, "the tensors fill 8 bytes, the file has 12"),
-    "overlap": (of(a=entry(), b=entry(offsets=[4, 12])), 12, "a gap or an overlap"),
-    "same place": (of(a=entry(), b=entry()), 8, "a gap or an overlap"),
-    "nothing but data": (of(), 8, "fill 0 bytes"),
-    "absolute": (of(**{"/a": entry()}), 8, "neither absolute"),
-    "parent": (of(**{"a/../b": entry()}), 8, "neither absolute nor has .."),
-    "empty name": (of(**{"": entry()}), 8, "a tensor's name is"),
-    "escape": (of(**{"\x1b[2J": entry()}), 8, "a tensor's name is"),
-    "letter": (of(**{"ä": entry()}), 8, "a tensor's name is"),
-    "long": (of(**{"a" * 513: entry()}), 8, "a tensor's name is"),
-    "metadata": (of(__metadata__={"a": 1}), 0, "__metadata__"),
-    "metadata list": (of(__metadata__=[]), 0, "__metadata__"),
+    "field more": ([{**entry(), "x": 1}], 8, "a tensor has the entries name dtype shape data_offsets sha256"),
+    "field less": ([{"name": "a", "dtype": "F32"}], 8, "a tensor has the entries"),
+    "no object": ([[]], 0, "a tensor has the entries"),
+    "dtype": ([entry("F33")], 8, "dtype 'F33' is none of"),
+    "dtype no text": ([entry(["F32"])], 8, "is none of"),
+    "negative": ([entry(shape=[-2])], 8, "a shape is"),
+    "float": ([entry(shape=[2.0])], 8, "a shape is"),
+    "bool": ([entry(shape=[True, 2])], 8, "a shape is"),
+    "9 dimensions": ([entry(shape=[1] * 8 + [2])], 8, "a shape is"),
+    "2^63": ([entry(shape=[2**63, 0], offsets=[0, 0])], 0, "a shape is"),
+    "overflow": ([entry(shape=[2**62, 2**62, 16], offsets=[0, 0])], 0, "is not 0 bytes"),
+    "overflow of 64 bits": ([entry(shape=[2**62 + 2])], 8, "is not 8 bytes"),
+    "1 TB": ([entry(shape=[2**38], offsets=[0, 2**40])], 8, "are not within the 8 bytes"),
+    "offsets backwards": ([entry(offsets=[8, 0])], 8, "are not within"),
+    "one offset": ([entry(offsets=[8])], 8, "are not within"),
+    "past the end": ([entry(offsets=[8, 16])], 8, "are not within"),
+    "gap before": ([entry(offsets=[4, 12])], 12, "a gap or an overlap"),
+    "overlap": ([entry(), entry(offsets=[4, 12], name="b")], 12, "a gap or an overlap"),
+    "same place": ([entry(), entry(name="b")], 8, "a gap or an overlap"),
+    "name twice": ([entry(), entry(offsets=[8, 16])], 16, "names a tensor twice"),
+    "absolute": ([entry(name="/a")], 8, "neither absolute"),
+    "parent": ([entry(name="a/../b")], 8, "neither absolute nor has .."),
+    "empty name": ([entry(name="")], 8, "a tensor's name is"),
+    "escape": ([entry(name="\x1b[2J")], 8, "a tensor's name is"),
+    "letter": ([entry(name="ä")], 8, "a tensor's name is"),
+    "long": ([entry(name="a" * 513)], 8, "a tensor's name is"),
+    "too many": ([{}] * 100_001, 8, "100001 tensors are more than 100000"),
 }
 
 
-@pytest.mark.parametrize(("text", "data", "reason"), BAD.values(), ids=BAD.keys())
-def test_a_header_is_refused(text, data, reason):
-    made = header(text)
+@pytest.mark.parametrize(("tensors", "size", "reason"), BAD.values(), ids=BAD.keys())
+def test_tensors_that_cannot_be_are_refused(tensors, size, reason):
+    file = {"name": "a.safetensors", "size": size, "header_sha256": "0" * 64, "tensors": tensors}
+    text = {"format": "odyssey checkpoint", "version": 1, "step": 1, "attempt": 0, "values": {}, "files": [file]}
     with pytest.raises(CheckpointError, match=reason) as raised:
-        parse_header(made, len(made) + data)
+        parse_manifest(json.dumps({**text, "sha256": "0" * 64}).encode())
     assert len(str(raised.value)) < 400 and str(raised.value).isprintable()
 
 
-@pytest.mark.parametrize("length", [0, 1, 93, 101, HEADER_LIMIT + 1, 2**40, 2**63, 2**64 - 1])
-def test_a_length_that_cannot_be_is_refused_before_anything_is_made_of_it(length):
-    with pytest.raises(CheckpointError):
-        header_length(length.to_bytes(8, "little"), 100)
-    with pytest.raises(CheckpointError):
-        parse_header(length.to_bytes(8, "little") + b" " * 92, 100)
+HEADERS = {
+    "metadata": lambda text: text.replace(b"{", b'{"__metadata__":{"a":"b"},', 1),
+    "key twice": lambda text: text.replace(b"{", b'{"w":{},', 1),
+    "another name": lambda text: text.replace(b'"w"', b'"v"'),
+    "another shape": lambda text: text.replace(b"[2,2]", b"[1,4]"),
+    "space inside": lambda text: text.replace(b":", b": ", 1),
+    "none": lambda text: b"",
+    "data behind the tensors": lambda text: text,
+}
 
 
-@pytest.mark.parametrize("data", [b"", b"1234567", (2).to_bytes(8, "little"), (50).to_bytes(8, "little") + b"{}"])
-def test_a_header_that_ends_early_is_refused(data):
-    with pytest.raises(CheckpointError):
-        parse_header(data, len(data))
-    with pytest.raises(CheckpointError):
-        parse_header(data, 100)
+@pytest.mark.parametrize("what", HEADERS)
+def test_a_header_that_is_not_that_of_the_manifests_tensors_is_refused(tmp_path, what):
+    """Also where somebody has made all digests anew."""
+    with Store(tmp_path) as store:
+        path = store.save(Snapshot(1, {"parameters": {"w": np.ones((2, 2), "f4")}}))
+    manifest, file = parse_manifest((path / "manifest.json").read_bytes()), path / "parameters.safetensors"
+    data, length = file.read_bytes(), int.from_bytes(file.read_bytes()[:8], "little")
+    text = HEADERS[what](data[8 : 8 + length])
+    header = len(text).to_bytes(8, "little") + text
+    file.write_bytes(header + data[8 + length :] + bytes(4 if what.startswith("data") else 0))
+    made = manifest.files[0]
+    made = dataclasses.replace(made, size=file.stat().st_size, header_sha256=hashlib.sha256(header).hexdigest())
+    (path / "manifest.json").write_bytes(dataclasses.replace(manifest, files=(made,)).encoded())
+    with pytest.raises(
+        CheckpointError, match=r"parameters\.safetensors: (header and tensors fill|its header does not)"
+    ):
+        store.load(path)
 
 
-def test_too_many_tensors_are_refused():
-    one = json.dumps(entry(shape=[0], offsets=[0, 0]))
-    made = header("{" + ",".join(f'"{number}":{one}' for number in range(100_001)) + "}")
-    with pytest.raises(CheckpointError, match="100001 tensors are more than 100000"):
-        parse_header(made, len(made))
-
-
-def test_a_header_that_is_right_is_read():
-    made, tensors = make_header({"a/b.c-d_1": np.zeros((2, 3), "f8"), "e": np.zeros(0, "u1"), "x": np.array(True)})
-    size = len(made) + 49
-    assert parse_header(made, size) == {tensor.name: tensor for tensor in tensors}
-    assert len(made) % 8 == 0
-    other = header(json.dumps({"__metadata__": {"format": "pt"}, "h": entry("BF16", [4])}) + "   ")
-    assert parse_header(other, len(other) + 8)["h"].shape == (4,)
+def test_the_library_reads_what_is_written():
+    arrays = {"a/b.c-d_1": np.zeros((2, 3), "f8"), "e": np.zeros(0, "u1"), "x": np.array(True)}
+    made, tensors = make_header(arrays)
+    assert len(made) % 8 == 0 and made == encode_header(tensors)
+    found = dict(safetensors.deserialize(made + bytes(49)))
+    assert {name: (one["dtype"], tuple(one["shape"])) for name, one in found.items()} == {
+        one.name: (one.dtype, one.shape) for one in tensors
+    }
 
 
 # --- signatures -------------------------------------------------------------------------------------------------------

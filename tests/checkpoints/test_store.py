@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -16,6 +18,7 @@ import numpy as np
 import pytest
 from safetensors import numpy as library
 
+from odyssey import files
 from odyssey.checkpoints import CheckpointError, Refused, Snapshot, Store
 from odyssey.checkpoints import lock as locks
 from odyssey.checkpoints import writer as writers
@@ -152,7 +155,7 @@ def test_the_same_again_is_left(tmp_path):
 @pytest.mark.parametrize("exchange", ["in one step", "in three"])
 def test_another_state_of_the_same_step_replaces_it(tmp_path, exchange, monkeypatch):
     if exchange == "in three":
-        monkeypatch.setattr(writers.ctypes, "CDLL", lambda *_, **__: object())
+        monkeypatch.setattr("ctypes.CDLL", lambda *_, **__: object())
     with Store(tmp_path, attempt=2) as store:
         store.save(snapshot(1))
         store.save(snapshot(1, ranks=3))
@@ -224,7 +227,6 @@ def test_a_checkpoint_is_finite(tmp_path, value, stem, later):
         Snapshot(True, {"p": {}}),
         Snapshot(1.0, {"p": {}}),
     ],
-    ids=str,
 )
 def test_what_cannot_be_read_back_is_not_written(tmp_path, bad):
     with Store(tmp_path) as store, pytest.raises(OutputError, match=r"^\[checkpoint\] "):
@@ -371,7 +373,7 @@ class _NoFlock:
 
     @staticmethod
     def flock(*_):
-        raise OSError(locks.errno.ENOLCK, "No locks available")
+        raise OSError(errno.ENOLCK, "No locks available")
 
 
 @pytest.mark.parametrize(
@@ -385,7 +387,7 @@ class _NoFlock:
 )
 def test_without_flock_the_file_decides(tmp_path, monkeypatch, held, attempt, free):
     monkeypatch.setattr(locks, "PATIENCE", 0.1)
-    monkeypatch.setattr(locks, "fcntl", _NoFlock)
+    monkeypatch.setattr(files, "fcntl", _NoFlock)
     (tmp_path / ".lock").write_text(json.dumps(held))
     if free:
         Store(tmp_path, attempt=attempt).close()
@@ -406,6 +408,7 @@ def test_without_flock_the_file_decides(tmp_path, monkeypatch, held, attempt, fr
         (".step_00000003.tmp", False),
         ("mine", False),
     ],
+    ids=list("abcdefgh"),  # the names hold process numbers
 )
 def test_only_what_is_certainly_left_over_is_removed(tmp_path, name, gone):
     (tmp_path / name).mkdir()
@@ -538,7 +541,7 @@ def _as_nobody(folder: Path, action) -> str:
 
 def test_a_directory_that_cannot_be_written_is_named(tmp_path):
     tmp_path.chmod(0o755)
-    for above in tmp_path.parents[:2]:
+    for above in tmp_path.parents[:3]:  # pytest-xdist adds one
         above.chmod(0o755)
     folder = tmp_path / "c"
     folder.mkdir(0o555)
@@ -546,6 +549,51 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path):
     assert said == f"[files] {folder} cannot be written to; name another, or change its permissions"
     said = _as_nobody(folder, lambda: Store(folder / "deeper"))
     assert said == f"[files] {folder}/deeper cannot be used as a directory: Permission denied; name another"
+
+
+@pytest.mark.parametrize("gone", ["directory", "all above it", "lock"])
+@pytest.mark.parametrize("later", [False, True])
+def test_what_somebody_removed_is_made_anew(tmp_path, monkeypatch, gone, later):
+    monkeypatch.setattr(locks, "PATIENCE", 0.1)
+    told: list[str] = []
+    folder = tmp_path / "a" / "b"
+    with Store(folder, tell=told.append) as store:
+        save = store.save_later if later else store.save
+        save(snapshot(1))
+        store.wait()
+        if gone == "lock":
+            (folder / ".lock").unlink()
+        else:
+            shutil.rmtree(folder if gone == "directory" else folder.parent)
+        save(snapshot(2))
+        store.wait()
+        assert len(told) == 1 and "made anew" in told[0]
+        save(snapshot(3))
+        store.wait()
+        with pytest.raises(OutputError, match="is in use by pid"):
+            Store(folder)
+    assert [path.name for path in sorted(folder.glob("step_*"))] == ["step_00000002", "step_00000003"]
+    assert len(told) == 1
+
+
+def test_a_directory_that_is_removed_at_the_start_is_one_line(tmp_path, monkeypatch):
+    take = locks.Lock._take
+
+    def taken(lock):
+        descriptor = take(lock)
+        shutil.rmtree(lock.folder)
+        return descriptor
+
+    monkeypatch.setattr(locks.Lock, "_take", taken)
+    with pytest.raises(OutputError, match="cannot be used: No such file"):
+        Store(tmp_path / "a")
+
+
+def test_a_directory_that_was_removed_and_is_held_by_another_now_is_left_to_it(tmp_path):
+    with Store(tmp_path / "a") as store:
+        shutil.rmtree(tmp_path / "a")
+        with Store(tmp_path / "a"), pytest.raises(OutputError, match="is held by|is not saved"):
+            store.save(snapshot(1))
 
 
 def test_a_file_is_no_directory(tmp_path):

@@ -7,11 +7,15 @@ import types
 import pytest
 
 import odyssey
+import odyssey.progress
+import odyssey.verify  # both as they are, before what they import is replaced
 from odyssey import cli
 
 
 class World:
     """A communicator of one process, or one that pretends to be of several."""
+
+    why = "local: one process"
 
     def __init__(self, rank=0, size=1):
         self.rank, self.size, self.local_size, self.aborted = rank, size, size, []
@@ -58,7 +62,7 @@ def fake(monkeypatch):
     record.history = history
 
     class Trainer:
-        workers, threads, device = 4, 2, "cpu"
+        workers, threads, shard_size, device = 4, 2, 32, "cpu"
         scaler = types.SimpleNamespace(value=1.0, skipped=0)
 
         def __init__(self, **kwargs):
@@ -84,12 +88,12 @@ def fake(monkeypatch):
         def memory(self):
             return {"parameters": 1}
 
-    def write_weights(path, state):
+    def write_weights(file, state):
         assert state == "state"
-        path.write_bytes(b"half")
+        file.write(b"wei")
         if record.save_error is not None:
             raise record.save_error
-        path.write_bytes(b"weights")
+        file.write(b"ghts")
 
     def world(backend):
         record.met = record.world
@@ -99,8 +103,9 @@ def fake(monkeypatch):
         sample_shape, classes = (1, 28, 28), 10
 
     modules = {
-        "comm": types.SimpleNamespace(world=world, met=lambda: record.met, base=types.SimpleNamespace(cores=lambda: 2)),
-        "preflight": types.SimpleNamespace(before_mpi=lambda found: None, at_start=lambda *a, **k: []),
+        "comm": types.SimpleNamespace(world=world, met=lambda: record.met),
+        "comm.cores": types.SimpleNamespace(default_threads=lambda ranks: 2),
+        "preflight": types.SimpleNamespace(at_start=lambda *a, **k: []),
         "nn": types.SimpleNamespace(models=types.SimpleNamespace(build=record.call("model", "model"))),
         "optim": types.SimpleNamespace(
             SGD=record.call("SGD", "sgd"),
@@ -113,9 +118,10 @@ def fake(monkeypatch):
     }
     for name, module in modules.items():
         monkeypatch.setitem(__import__("sys").modules, f"odyssey.{name}", module)
-        monkeypatch.setattr(odyssey, name, module, raising=False)
+        if "." not in name:
+            monkeypatch.setattr(odyssey, name, module, raising=False)
     # a rank that cannot join the others ends after a while whatever it does then: here it would be the tests
-    monkeypatch.setattr("odyssey.watch.entry._end_in", lambda seconds, code: None)
+    monkeypatch.setattr("odyssey.process.entry._end_in", lambda seconds, code: None)
     for name in ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
     return record

@@ -12,13 +12,14 @@ import pytest
 from odyssey import build, commands, gpus, pack, progress, targets
 from odyssey.comm import Request
 from odyssey.errors import BuildError, CollectiveError, ConfigError, NumericsError
+from odyssey.settings import OUTPUT, Settings, declared
 
 
 def test_json(odyssey_command, fake, tmp_path):
     path = tmp_path / "out.json"
     assert odyssey_command("train", "--json", path, "--seed", "3").code == 0
     report = json.loads(path.read_text())
-    assert report == {
+    expected = {
         "test_accuracy": 0.9905,
         "test_loss": None,  # not a number: JSON has none
         "train_loss": 0.0123,
@@ -66,6 +67,12 @@ def test_json(odyssey_command, fake, tmp_path):
         "schedule": "cosine",
         "version": commands.version(),
         "history": [{"epoch": 1, "train_loss": 0.5, "test_accuracy": 0.9}],
+    }
+    assert {key: report[key] for key in expected} == expected
+    assert set(report) - set(expected) == {
+        name
+        for name, s in declared(Settings).items()
+        if s.kind is not pathlib.Path and s.section != OUTPUT and name not in expected
     }
     assert os.listdir(tmp_path) == ["out.json"]
 
@@ -172,7 +179,7 @@ def test_error_of_one_rank_names_it_and_ends_all(odyssey_command, fake):
 def test_error_of_all_ranks_is_printed_by_the_first(odyssey_command, fake, rank, line):
     fake.world.rank, fake.world.size = rank, 4
     fake.error = ConfigError("all")
-    fake.error.everywhere = True
+    fake.error.raised_on_all_ranks = True
     fake.world.meet_start = Request  # all came
     done = odyssey_command("train", "--no-progress")
     assert done.err == line
@@ -184,7 +191,7 @@ def test_error_of_all_ranks_is_printed_by_the_first(odyssey_command, fake, rank,
 def test_error_of_all_ranks_that_some_do_not_have(odyssey_command, fake, rank, line):
     fake.world.rank, fake.world.size = rank, 4
     fake.error = ConfigError("all")
-    fake.error.everywhere = True
+    fake.error.raised_on_all_ranks = True
 
     def meet_start():
         raise CollectiveError("another rank is elsewhere")
@@ -249,9 +256,9 @@ def test_build_check_targets(odyssey_command, monkeypatch, failures, code):
     monkeypatch.setattr(targets, "check_cpus", lambda report: report("x86-64 1 s") or failures)
     done = odyssey_command("build", "--check-targets")
     assert (done.code, done.out) == (code, "x86-64 1 s\n")
-    monkeypatch.setattr(targets, "check_accelerators", lambda report, table: report(f"sm_90 {table}") or failures)
+    monkeypatch.setattr(targets, "check_accelerators", lambda report: report("sm_90 1 s") or failures)
     done = odyssey_command("build", "--check-targets", "--accelerators")
-    assert (done.code, done.out) == (code, "sm_90 True\n")
+    assert (done.code, done.out) == (code, "sm_90 1 s\n")
 
 
 @pytest.mark.parametrize(

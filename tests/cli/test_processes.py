@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -27,9 +28,9 @@ def run(*command, **environment):
 
 @pytest.mark.parametrize("module", [("odyssey.train",), ("odyssey", "train"), ("odyssey.cli", "train")])
 def test_the_same_command_in_every_way(module):
-    done = run(sys.executable, "-m", *module, "--num-gpus", "5")
+    done = run(sys.executable, "-m", *module, "--epochs", "0")
     assert done.returncode == 64
-    assert done.stderr.startswith("odyssey: error: [train] 5 workers but 4 shards")
+    assert done.stderr.startswith("odyssey: error: [train] --epochs is 0")
     assert done.stderr.count("\n") == 1
     assert run(sys.executable, "-m", *module, "--help").returncode == 0
 
@@ -87,11 +88,13 @@ def test_closed_pipe_is_no_traceback():
             "[output] standard output cannot be written: No space",
         ),
         ("train --steps 1 --no-eval --no-progress | true", 141, ""),
+        ("--version > /dev/full", 73, "[output] standard output cannot be written: No space"),
         ("inspect --help > /dev/full", 73, "[output] standard output cannot be written: No space"),
     ],
 )
-def test_standard_output_that_takes_nothing(rest, code, said):
-    done = run("bash", "-c", f"set -o pipefail; PYTHONUNBUFFERED= '{sys.executable}' -m odyssey {rest}")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_standard_output_that_takes_nothing(rest, code, said, unbuffered):
+    done = run("bash", "-c", f"set -o pipefail; PYTHONUNBUFFERED={unbuffered} '{sys.executable}' -m odyssey {rest}")
     assert done.returncode == code
     assert (
         (done.stderr.startswith(f"odyssey: error: {said}") and done.stderr.count("\n") == 1)
@@ -107,6 +110,15 @@ def test_a_reader_that_has_gone_is_no_difference(tmp_path):
     done = subprocess.run(words, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60, env=ENVIRONMENT)
     os.close(write)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize("command", ["inspect x", "launch train", "train --steps 1 --no-eval --checkpoint-dir x"])
+def test_a_removed_current_directory_is_one_line(command, tmp_path):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    done = run("bash", "-c", f"cd '{gone}' && rmdir '{gone}' && exec '{sys.executable}' -m odyssey {command}")
+    assert done.returncode == 64
+    assert re.fullmatch(r"odyssey: error: .*the current directory has been removed; .*\n", done.stderr), done.stderr
 
 
 def mpiexec():
@@ -127,7 +139,7 @@ ONE_RANK_FAILS = """
 from odyssey import cli, comm
 from odyssey.commands import train
 from odyssey.errors import DataError
-def run(settings):
+def run(settings, verbose=False):
     world = comm.world("mpi")
     world.barrier()
     if world.rank == 1:
@@ -157,7 +169,7 @@ from pathlib import Path
 from odyssey import cli, comm
 from odyssey.commands import train
 from odyssey.errors import DataError
-def run(settings):
+def run(settings, verbose=False):
     world = comm.world("mpi")
     files = re.findall(r"/dev/shm/(?:mpich|sm)_\\S+", Path("/proc/self/maps").read_text())
     if world.rank == 0:

@@ -73,7 +73,7 @@ def place_in_the_group(c):
 def barriers(c):
     for _ in range(3):
         c.barrier()
-    request = c.barrier_start()
+    request = c.barrier(wait=False)
     assert request.wait() is None and request.wait() is None and request.test()
 
 
@@ -264,7 +264,7 @@ def neighbours(c):
 def messages_of_every_dtype_around_a_ring(c):
     after, before = neighbours(c)
     for dtype, shape in itertools.product(DTYPES.values(), SHAPES):
-        request = c.send_start(array(dtype, shape, c.rank), after, tag=7)
+        request = c.send(array(dtype, shape, c.rank), after, tag=7, wait=False)
         out = np.zeros(shape, dtype)
         assert c.recv(out, before, tag=7) is out
         assert equal(out, array(dtype, shape, before))
@@ -274,8 +274,8 @@ def messages_of_every_dtype_around_a_ring(c):
 @case
 def messages_keep_their_order_and_their_tags(c):
     after, before = neighbours(c)
-    sends = [c.send_start(np.array([100 * tag + i]), after, tag) for i in range(3) for tag in (0, 5)]
-    receives = {(tag, i): c.recv_start(np.zeros(1, np.int64), before, tag) for tag in (5, 0) for i in range(3)}
+    sends = [c.send(np.array([100 * tag + i]), after, tag, wait=False) for i in range(3) for tag in (0, 5)]
+    receives = {(tag, i): c.recv(np.zeros(1, np.int64), before, tag, wait=False) for tag in (5, 0) for i in range(3)}
     for (tag, i), request in reversed(receives.items()):
         assert request.wait().tolist() == [100 * tag + i]
         assert request.wait() is request.wait() and request.test()
@@ -286,8 +286,8 @@ def messages_keep_their_order_and_their_tags(c):
 @case
 def large_messages_both_ways_at_once(c):
     after, before = neighbours(c)
-    receive = c.recv_start(np.zeros(300_000, np.float32), before)
-    send = c.send_start(np.full(300_000, c.rank, np.float32), after)
+    receive = c.recv(np.zeros(300_000, np.float32), before, wait=False)
+    send = c.send(np.full(300_000, c.rank, np.float32), after, wait=False)
     gc.collect()
     assert (receive.wait() == before).all()
     send.wait()
@@ -297,7 +297,7 @@ def large_messages_both_ways_at_once(c):
 def messages_to_oneself(c):
     c.send(np.arange(3), c.rank, 1)
     assert c.recv(np.zeros(3, np.int64), c.rank, 1).tolist() == [0, 1, 2]
-    request = c.recv_start(np.zeros(2), c.rank)
+    request = c.recv(np.zeros(2), c.rank, wait=False)
     assert not request.test()
     a = np.ones(2)
     c.send(a, c.rank)
@@ -311,12 +311,12 @@ def messages_to_oneself(c):
 def messages_that_do_not_fit_are_errors(c):
     after, before = neighbours(c)
     for wrong in (np.zeros(4), np.zeros(2), np.zeros(3, np.float32), np.zeros(3, np.int64), np.zeros(0)):
-        request = c.send_start(np.ones(3), after)
+        request = c.send(np.ones(3), after, wait=False)
         with pytest.raises(CollectiveError, match=r"sends 3 elements of float64.*contract\.py:\d+") as caught:
             c.recv(wrong, before)
         assert f"rank {c.ranks[before]} sends" in str(caught.value) and not wrong.any()
         request.wait()
-    request = c.send_start(np.ones(3), after)  # and the next one arrives whole
+    request = c.send(np.ones(3), after, wait=False)  # and the next one arrives whole
     assert c.recv(np.zeros((3, 1)), before).tolist() == [[1], [1], [1]]
     request.wait()
 
@@ -348,7 +348,7 @@ def arrays_that_are_read_may_have_any_layout(c):
     every = c.all_to_all(np.arange(2 * c.size)[::2])
     assert every.tolist() == [2 * c.rank] * c.size
     after, before = neighbours(c)
-    request = c.send_start(a, after)
+    request = c.send(a, after, wait=False)
     assert equal(c.recv(np.zeros((3, 2), np.int64), before), wanted[before])
     request.wait()
     frozen = np.ones(3)
@@ -410,23 +410,23 @@ def megabytes(c):
 
 
 @case
-def every_start_form(c):
+def every_call_may_be_waited_for_later(c):
     n, r = c.size, c.rank
     a, rows = np.full(3, r + 1.0), np.arange(2.0 * n).reshape(n, 2) + r
     total = n * (n + 1) / 2
     v, w = np.zeros(n), np.where(np.arange(n) == r, r, -1)
     requests = {
-        "broadcast": c.broadcast_start(np.full(2, r), 0),
-        "all_reduce": c.all_reduce_start(a),
-        "reduce": c.reduce_start(a, "max", 0),
-        "scatter": c.scatter_start(rows if r == 0 else None, 0),
-        "barrier": c.barrier_start(),
-        "gather": c.gather_start(a, n - 1),
-        "all_gather": c.all_gather_start(a),
-        "reduce_scatter": c.reduce_scatter_start(rows, "min"),
-        "all_to_all": c.all_to_all_start(rows),
-        "all_to_all_v": c.all_to_all_v_start(np.full(n, r + 1.0), [1] * n, v, [1] * n),
-        "all_gather_v": c.all_gather_v_start(w, [(p, p + 1) for p in range(n)]),
+        "broadcast": c.broadcast(np.full(2, r), 0, wait=False),
+        "all_reduce": c.all_reduce(a, wait=False),
+        "reduce": c.reduce(a, "max", 0, wait=False),
+        "scatter": c.scatter(rows if r == 0 else None, 0, wait=False),
+        "barrier": c.barrier(wait=False),
+        "gather": c.gather(a, n - 1, wait=False),
+        "all_gather": c.all_gather(a, wait=False),
+        "reduce_scatter": c.reduce_scatter(rows, "min", wait=False),
+        "all_to_all": c.all_to_all(rows, wait=False),
+        "all_to_all_v": c.all_to_all_v(np.full(n, r + 1.0), [1] * n, v, [1] * n, wait=False),
+        "all_gather_v": c.all_gather_v(w, [(p, p + 1) for p in range(n)], wait=False),
     }
     got = {name: requests[name].wait() for name in reversed(requests)}
     assert got["broadcast"].tolist() == [0, 0] and got["all_reduce"].tolist() == [total] * 3
@@ -441,8 +441,16 @@ def every_start_form(c):
 
 
 @case
+def the_older_spelling_starts_the_same_calls(c):
+    requests = [c.barrier_start(), c.all_reduce_start(np.ones(3), out=np.zeros(3)), c.all_gather_start(np.ones(1))]
+    assert requests[1].wait().tolist() == [c.size] * 3 and requests[2].wait().shape == (c.size, 1)
+    send, receive = c.send_start(np.ones(2), c.rank), c.recv_start(np.zeros(2), c.rank)
+    assert receive.wait().tolist() == [1, 1] and send.test()
+
+
+@case
 def requests_complete_out_of_order(c):
-    requests = [c.all_reduce_start(np.full(i + 1, i + c.rank)) for i in range(20)]
+    requests = [c.all_reduce(np.full(i + 1, i + c.rank), wait=False) for i in range(20)]
     between = c.all_gather(np.array([c.rank]))  # a blocking call while others are under way
     assert between.ravel().tolist() == list(range(c.size))
     order = range(20) if c.rank % 2 else reversed(range(20))  # each rank waits in an order of its own
@@ -450,7 +458,7 @@ def requests_complete_out_of_order(c):
         result = requests[i].wait()
         assert result.tolist() == [sum(i + p for p in range(c.size))] * (i + 1)
         assert requests[i].wait() is result
-    request = c.all_reduce_start(np.ones(1000))
+    request = c.all_reduce(np.ones(1000), wait=False)
     while not request.test():
         pass
     assert request.wait()[0] == c.size
@@ -458,7 +466,7 @@ def requests_complete_out_of_order(c):
 
 @case
 def requests_own_their_buffers(c):
-    requests = [c.all_reduce_start(np.full(50_000, float(i))) for i in range(5)]
+    requests = [c.all_reduce(np.full(50_000, float(i)), wait=False) for i in range(5)]
     gc.collect()
     other = [np.full(50_000, -1.0) for _ in range(10)]  # would take the place of buffers that were let go
     for i, request in enumerate(requests):
@@ -480,7 +488,7 @@ def calls_made_again_and_again(c):
         for turn in range(4):
             send[:] = np.repeat(np.arange(n), counts) + 10 * r + turn
             whole[:] = r + turn
-            requests = [out.start(), c.all_reduce_start(np.ones(2)), back.start()]
+            requests = [out.start(), c.all_reduce(np.ones(2), wait=False), back.start()]
             for request in reversed(requests) if turn % 2 else requests:
                 request.wait()
             assert requests[0].test() and requests[2].wait() is None
@@ -522,7 +530,7 @@ def another_operation(c):
     a = np.ones(4)
     different(c, lambda: c.all_reduce(a), lambda: c.broadcast(a), words=("all_reduce", "broadcast"))
     different(c, lambda: c.barrier(), lambda: c.all_gather(a), words=("barrier", "all_gather"))
-    different(c, lambda: c.gather(a), lambda: c.all_reduce_start(a).wait(), words=("gather", "all_reduce"))
+    different(c, lambda: c.gather(a), lambda: c.all_reduce(a, wait=False).wait(), words=("gather", "all_reduce"))
     assert (a == 1).all()
 
 
@@ -583,9 +591,9 @@ def a_wrong_start_form_fails_when_waited_for(c):
     if c.size == 1:
         return
     a = np.ones(4)
-    good = c.all_reduce_start(a)
-    bad = c.all_reduce_start(a) if c.rank else c.all_gather_start(a)
-    after = c.all_reduce_start(a)
+    good = c.all_reduce(a, wait=False)
+    bad = c.all_reduce(a, wait=False) if c.rank else c.all_gather(a, wait=False)
+    after = c.all_reduce(a, wait=False)
     assert after.wait().tolist() == [c.size] * 4
     with pytest.raises(CollectiveError) as first:
         bad.wait()
@@ -659,14 +667,14 @@ def groups_of_groups(c):
 def groups_work_at_the_same_time(c):
     """Each half makes calls of its own, of different kinds and numbers, mixed with calls of the whole."""
     half = c.split(c.rank % 2)
-    pending = c.all_reduce_start(np.ones(3))
+    pending = c.all_reduce(np.ones(3), wait=False)
     for i in range(3 if c.rank % 2 else 5):
         assert half.all_reduce(np.array([i])).tolist() == [i * half.size]
-    mine = half.all_gather_start(np.array([c.rank]))
+    mine = half.all_gather(np.array([c.rank]), wait=False)
     assert pending.wait().tolist() == [c.size] * 3
     assert len(mine.wait()) == half.size
     after, before = neighbours(half)
-    request = half.send_start(np.array([c.ranks[c.rank]]), after)
+    request = half.send(np.array([c.ranks[c.rank]]), after, wait=False)
     assert half.recv(np.zeros(1, np.int64), before).tolist() == [half.ranks[before]]
     request.wait()
     c.barrier()
@@ -710,7 +718,7 @@ def a_receive_that_was_started_lets_its_sender_go_on(c):
     got = np.zeros_like(x)
     if c.size == 1:
         return
-    request = c.recv_start(got, (c.rank - 1) % c.size, 9)
+    request = c.recv(got, (c.rank - 1) % c.size, 9, wait=False)
     c.send(x, (c.rank + 1) % c.size, 9)
     request.wait()
     assert (got == (c.rank - 1) % c.size).all()

@@ -55,21 +55,21 @@ elif which == "waits for a message":
         attempt(lambda: world.recv(a, world.size - 1))
 elif which == "unfinished":  # a request that was started and never waited for, whose partners never come
     if last:
-        world.all_reduce_start(a)
+        world.all_reduce(a, wait=False)
 elif which == "unfinished, and exits":  # with a code, while the others wait for something else
     if last:
-        world.all_reduce_start(a)
+        world.all_reduce(a, wait=False)
         sys.exit(3)
     attempt(lambda: world.recv(a, world.size - 1))
 elif which == "unfinished in two groups":  # each ends with a call that the others never come to
     part = world.split(0)
-    (part if last else world).all_reduce_start(a)
+    (part if last else world).all_reduce(a, wait=False)
 elif which == "forgotten":  # started by all and waited for by none: nothing is wrong
-    world.all_reduce_start(a)
+    world.all_reduce(a, wait=False)
 elif which == "forgotten, and one is late":
     if last:
         time.sleep(4)
-    world.all_reduce_start(a)
+    world.all_reduce(a, wait=False)
 elif which == "caught":  # the error is caught; the program may go on to its end, but not to a hang
     if last:
         clock.wait_for(others)
@@ -87,7 +87,7 @@ elif which == "cores":  # waits 2 s for the last rank, and counts what it used m
     used = time.process_time()
     world.barrier()
     used = time.process_time() - used
-    world.all_reduce_start(a).wait()
+    world.all_reduce(a, wait=False).wait()
     print(f"rank {world.rank} used {used:.3f} s\n", end="", flush=True)
 elif which.startswith("again"):  # calls that are made again and again, whose data do not wait for headers
     n = world.size

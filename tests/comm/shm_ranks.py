@@ -33,7 +33,7 @@ def bits(world: comm.Communicator) -> None:
             world.all_reduce(x),
             world.all_reduce(x, out=y),
             world.all_reduce(z, out=z),
-            world.all_reduce_start(x).wait(),
+            world.all_reduce(x, wait=False).wait(),
         ):
             assert result.tobytes() == wanted.tobytes(), count
         room = np.zeros(count + 5, np.float32)  # the result may overlap what is given
@@ -129,14 +129,14 @@ def short_and_long_way(world: comm.Communicator) -> None:
     """One rank waits at once, the other starts and waits later: the same call. And a wait longer than a slice."""
     x = np.ones(100, np.float32)
     for _ in range(20):
-        result = world.all_reduce(x) if world.rank else world.all_reduce_start(x).wait()
+        result = world.all_reduce(x) if world.rank else world.all_reduce(x, wait=False).wait()
         assert (result == world.size).all()
     for floats in (100, 300_000):
         if world.rank == 0:
             time.sleep(3 * shm.SLICE_NS / 1e9)
         assert (world.all_reduce(np.ones(floats, np.float32)) == world.size).all()
     part = world.split(0)
-    one = world.all_reduce_start(x)
+    one = world.all_reduce(x, wait=False)
     assert (part.all_reduce(x) == world.size).all()  # while a call of another group is under way
     assert (one.wait() == world.size).all()
     try:
@@ -151,11 +151,11 @@ def short_and_long_way(world: comm.Communicator) -> None:
 def ring(world: comm.Communicator) -> None:
     """A message that is larger than what MPI keeps for later, sent by all before anybody waits for theirs."""
     after, before = (world.rank + 1) % world.size, (world.rank - 1) % world.size
-    received = world.recv_start(np.empty(300_000), before)
+    received = world.recv(np.empty(300_000), before, wait=False)
     world.send(np.full(300_000, float(world.rank)), after)
     assert (received.wait() == before).all()
-    sent = world.send_start(np.full(300_000, 1.0), after)
-    summed = world.all_reduce_start(np.ones(4))
+    sent = world.send(np.full(300_000, 1.0), after, wait=False)
+    summed = world.all_reduce(np.ones(4), wait=False)
     assert (world.recv(np.empty(300_000), before) == 1).all()
     sent.wait()
     assert (summed.wait() == world.size).all()

@@ -57,12 +57,12 @@ def test_a_rank_whose_process_is_gone_is_named_at_once(launch):
 
 
 def test_a_killed_rank_leaves_no_process_and_no_memory(launch):
-    """But for the files that the library itself leaves whenever a rank is killed: MPICH one, Open MPI three."""
+    """But for three files that Open MPI itself leaves whenever a rank is killed."""
     done = launch.python(RANKS, "killed", ranks=3)
     assert done.returncode != 0 and "as expected" not in done.stdout
     named = set(re.findall(r"named (\S+)", done.stdout))
     assert all(int(n) >= 3 for n in re.findall(r"maps (\d+)", done.stdout))  # two windows and more were there
-    library = [name for name in named if "mpich_shm_" in name or "sm_segment." in name]
+    library = [name for name in named if "sm_segment." in name]
     assert len(named) == len(library) <= 3, named  # of the windows none has a name
     for name in named:
         Path(name).unlink(missing_ok=True)
@@ -81,7 +81,7 @@ def test_ranks_of_several_machines_are_refused_with_their_number(monkeypatch):
 
 def test_too_little_shared_memory_is_said_before_it_is_used(launch):
     code = (
-        "from odyssey import comm\nfrom odyssey.comm import shm\nshm._free = lambda: 1 << 20\n"
+        "from odyssey import comm\nfrom odyssey.comm import memory\nmemory._free = lambda: 1 << 20\n"
         "w = comm.world()\ntext = f'{w.name} | {w.why}\\n'\n"
         "try: comm.world('shm')\nexcept comm.ConfigError as e: text += f'refused {e}\\n'\n"
         "for rank in range(w.size):  # whole texts, one after the other: launchers may cut lines of several ranks\n"

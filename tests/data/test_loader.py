@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -356,3 +357,20 @@ def test_the_consumer_does_not_wait_for_the_next_epochs_order(monkeypatch: pytes
         list(loader)
     assert wait_until(lambda: len(threads) == 4)
     assert [name == "odyssey-order" for name in threads].count(False) == 1
+
+
+def test_the_page_s_data_set_repeats_itself():
+    """docs/determinism.md: samples that are a function of (seed, epoch, sample index)."""
+    page = (Path(__file__).parents[2] / "docs" / "determinism.md").read_text()
+    code = page.split("### Samples that are drawn")[1].split("```python\n")[1].split("```")[0]
+    names: dict = {}
+    exec(code, names)
+    images = np.arange(40 * 4, dtype=np.float32).reshape(40, 1, 2, 2)
+    a, b = (DataLoader(names["Flipped"](images, np.arange(40) % 10), 8, True, seed=3) for _ in range(2))
+    epochs = [[next(iter(batch)) for batch in a] for _ in range(3)]
+    b.start_at(2, 1)
+    assert all(np.array_equal(x, next(iter(y))) for x, y in zip(epochs[2][1:], b, strict=True))
+    b.set_epoch(0)
+    assert all(np.array_equal(x, next(iter(y))) for x, y in zip(epochs[0], b, strict=True))
+    flips = [{x.tobytes() for x in np.concatenate(e)} for e in epochs]
+    assert flips[0] != flips[1]

@@ -103,8 +103,8 @@ def test_lenet5_learns_as_well_as_in_float32(launch, exact, precision):
     ("options", "words"),
     [
         (("--precision", "fp8"), "'fp8' is not one of 'fp32', 'tf32', 'bf16', 'fp16'"),
-        (("--scaler-init-scale", 4), "--precision fp32 scales no loss"),
-        (("--precision", "bf16", "--scaler-growth-interval", 4), "--precision bf16 scales no loss"),
+        (("--scaler-init-scale", 4), "--scaler-init-scale applies only to --precision fp16, not fp32; remove it"),
+        (("--precision", "bf16", "--scaler-growth-interval", 4), "applies only to --precision fp16, not bf16"),
         (("--precision", "fp16", "--scaler-init-scale", 1000), "init_scale is 1000; a power of two"),
     ],
 )

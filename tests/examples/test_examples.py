@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ PRINTED = {
     "manual_multi_device.py": ["step 3: loss 2."],
     "metric_average.py": ["loss 2.30", "of 101 samples", "on each of {n} ranks"],
     "mnist_distributed.py": ["epoch 1: test loss ", "({n} ranks)"],
+    "own_op.py": ["with mish, on {n} ranks"],
     "save_and_load.py": ["net.safetensors: 10 arrays, read by {n} ranks, the same outputs"],
 }
 
@@ -44,3 +46,14 @@ def test_figures_do_not_depend_on_the_ranks(launch):
     assert alone.stdout.splitlines()[0] == two.stdout.splitlines()[0]
     alone, two = (launch.python(EXAMPLES / "accumulation.py", "--quick", ranks=ranks) for ranks in (0, 2))
     assert alone.stdout.split(" on ")[0] == two.stdout.split(" on ")[0]
+
+
+def test_copies_by_hand_give_the_same_bits_wherever_they_are(launch):
+    example = EXAMPLES / "manual_multi_device.py"
+    said = {
+        launch.python(example, "--devices", 4 // ranks, "--steps", 12, ranks=ranks).stdout.replace("\r", "")
+        for ranks in (1, 2, 4)
+    }
+    assert len(said) == 1 and re.search(
+        r"^step 12: loss 2\.\d{4} on 4 devices\nweights [0-9a-f]{12}$", said.pop(), re.M
+    )

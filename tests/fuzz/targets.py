@@ -29,8 +29,9 @@ from odyssey.data.idx import parse_idx  # noqa: E402
 from odyssey.errors import DataError, OdysseyError  # noqa: E402
 from odyssey.files import parse_json  # noqa: E402
 from odyssey.launch.hosts import parse_hostfile_text, parse_hosts  # noqa: E402
+from odyssey.process import slot  # noqa: E402
 from odyssey.settings import settings  # noqa: E402
-from odyssey.watch import judge, link, slot  # noqa: E402
+from odyssey.watch import judge, link  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -112,8 +113,7 @@ def _toml_spans() -> Spans:
 def _settings(data: bytes) -> Any:
     """The whole way of a configuration file: TOML, types, choices, recipe, ranges."""
     with train.make_context("train", [], default_map=parse_config(data, "run.toml", train.params)) as context:
-        given = {name: value for name, value in context.params.items() if name not in ("no_progress", "ranks")}
-        return settings({**given, "progress": False})
+        return settings(context.params)
 
 
 def _json(data: bytes) -> Any:
@@ -177,15 +177,6 @@ _SPACE = sum(tensor.nbytes for tensor in _TENSORS[1])
 
 
 _CHECKPOINT_WORDS = (*WORDS, *NUMBERS, *(f'"{name}"'.encode() for name in header.DTYPES), b'"a/../b"', b'"/a"')
-
-
-def _header(data: bytes) -> Any:
-    return header.parse_header(data, len(data) + _SPACE)
-
-
-def _header_text(text: bytes) -> Any:
-    """The JSON alone, behind a length that is right."""
-    return _header(len(text).to_bytes(header.LENGTH_BYTES, "little") + text)
 
 
 def _manifests() -> list[bytes]:
@@ -265,10 +256,6 @@ TARGETS: dict[str, Target] = {
     "json": Target(_json, _JSONS, json_spans),
     "steps": Target(_steps, _STEPS, _steps_spans),
     "steps sealed": Target(lambda data: _steps(_sealed(data)), _STEPS, _steps_spans),
-    "header": Target(_header, [_TENSORS[0]]),
-    "header text": Target(
-        _header_text, [_TENSORS[0][8:], b'{"__metadata__":{"a":"b"},' + _TENSORS[0][9:]], json_spans, _CHECKPOINT_WORDS
-    ),
     "manifest": Target(manifest.parse_manifest, _manifests(), json_spans),
     "manifest sealed": Target(_sealed_manifest, _manifests()[::2], json_spans, _CHECKPOINT_WORDS),
     "status slot": Target(_slot, [_slot_bytes()]),

@@ -22,7 +22,6 @@ from trainings import loader, trainer
 
 from odyssey.gpu import team
 from odyssey.records import Records
-from odyssey.resume import Cursor
 
 CASES: dict[str, Callable[[], list[dict[str, int]]]] = {}
 STEPS, LAST = 6, 3  # steps that are taken, of which the last so many are looked at
@@ -73,7 +72,7 @@ def step_log() -> list[dict[str, int]]:
         def logged(t: Any, batch: Any) -> None:
             if not records:
                 records.append(Records(t, Path(folder) / "steps", 1))
-            records[0].step(Cursor(), len(batch.indices), *t.last)
+            records[0].on_step_end(t.context)
 
         return fitted(after=logged)
 

@@ -1,18 +1,26 @@
 """What only walks over memory, element by element or along a generator's counters. Part of the tests in ops.mojo."""
 
 from std.testing import TestSuite, assert_equal, assert_raises
+from std.utils import StaticTuple
 from std.utils.numerics import inf, nan
 from kernels import dropout as cpu_dropout
-from kernels import elementwise as cpu
+from kernels.elementwise import maps
 from kernels.gpu import dropout as gpu_dropout
 from kernels.gpu import elementwise as gpu
 from kernels.gpu import layout as gpu_layout
-from kernels.gpu.launch import Queue
+from kernels.gpu.elementwise import OnGpu
+from kernels.gpu.launch import Launch, Queue, StepContextPtr
 from kernels.gpu.quads import divide, divisor
-from kernels.lanes import LANES
+from kernels.lanes import LANES, LongPtr
+from kernels.op import Cpu
+from kernels.record import ContextPtr, RECORD, Record, SPACES
 from lab import Lab, Shape, put_context, up
 
 comptime L = LANES
+comptime EXACT = (
+    " relu_forward relu_backward tanh_backward sigmoid_backward add multiply"
+    " scale "
+)
 
 
 # --- index arithmetic -------------------------------------------------------------------
@@ -63,123 +71,73 @@ def special(mut lab: Lab, at: Int):
         lab.host[at + i] = odd[i]
 
 
-def each_elementwise(
+def each_map(
     q: Queue, mut lab: Lab, shards: Int, n: Int, stride: Int, first: Int
 ) raises:
-    """All elementwise ops over operands at `first`, one after the other."""
+    """All elementwise ops of the tables over operands at `first`, one after the other.
+    """
     var size = up(first + shards * stride)
-    var y = first
-    var a = size + first
+    var a = size + first  # what was saved, if the op is a gradient
     var b = 2 * size + first
     special(lab, a)
+    var on_cpu = maps[Cpu]()
+    var on_gpu = maps[OnGpu]()
+    assert_equal(len(on_cpu), len(on_gpu))
+    for k in range(len(on_cpu)):
+        ref op = on_cpu[k]
+        assert_equal(String(op.name), String(on_gpu[k].name))
+        var two = op.roles.split(";")[1].count(",") == 1
+        var numbers = List[Int64](length=RECORD, fill=0)
+        var at = LongPtr(unsafe_from_address=Int(numbers.unsafe_ptr()))
 
-    @always_inline
-    def run(name: String, which: Int, tolerance: Float32) raises {mut lab, imm}:
+        def fill(y: Int, x: Int, dy: Int) {mut numbers, imm}:
+            numbers[1] = Int64(y)
+            numbers[2] = Int64(dy if two else x)
+            numbers[3] = Int64(x) if two else 0x3E99999A  # 0.3
+            numbers[4] = Int64(n)
+            if not two and op.name != "scale":
+                numbers[3] = Int64(n)
+
         lab.upload()
-        var oy = lab.op(y, stride)
-        var oa = lab.op(a, stride)
-        var ob = lab.op(b, stride)
         for s in range(shards):
-            var py = lab.ptr(y + s * stride)
-            var pa = lab.ptr(a + s * stride)
-            var pb = lab.ptr(b + s * stride)
-            if which == 0:
-                cpu.relu_forward(py, pa, n)
-            elif which == 1:
-                cpu.relu_backward(py, pb, pa, n)
-            elif which == 2:
-                cpu.tanh_forward(py, pa, n)
-            elif which == 3:
-                cpu.tanh_backward(py, pb, pa, n)
-            elif which == 4:
-                cpu.sigmoid_forward(py, pa, n)
-            elif which == 5:
-                cpu.sigmoid_backward(py, pb, pa, n)
-            elif which == 6:
-                cpu.add(py, pa, pb, n)
-            elif which == 7:
-                cpu.multiply(py, pa, pb, n)
-            elif which == 8:
-                cpu.scale(py, pa, 0.3, n)
-            elif which == 9:
-                for i in range(n):
-                    py[unsafe_offset=i] = pa[unsafe_offset=i]
-            else:
-                cpu.fill(py, 0.3, n)
-        if which == 0:
-            gpu.relu_forward(q, shards, oy, oa, n)
-        elif which == 1:
-            gpu.relu_backward(q, shards, oy, ob, oa, n)
-        elif which == 2:
-            gpu.tanh_forward(q, shards, oy, oa, n)
-        elif which == 3:
-            gpu.tanh_backward(q, shards, oy, ob, oa, n)
-        elif which == 4:
-            gpu.sigmoid_forward(q, shards, oy, oa, n)
-        elif which == 5:
-            gpu.sigmoid_backward(q, shards, oy, ob, oa, n)
-        elif which == 6:
-            gpu.add(q, shards, oy, oa, ob, n)
-        elif which == 7:
-            gpu.multiply(q, shards, oy, oa, ob, n)
-        elif which == 8:
-            gpu.scale(q, shards, oy, oa, 0.3, n)
-        elif which == 9:
-            gpu.copy(q, shards, oy, oa, n)
-        else:
-            gpu.fill(q, shards, oy, 0.3, n)
-        lab.compare(
-            String(t"{name}, {shards} shards of {n}, stride {stride}"),
-            tolerance,
+            fill(
+                Int(lab.ptr(first + s * stride)),
+                Int(lab.ptr(a + s * stride)),
+                Int(lab.ptr(b + s * stride)),
+            )
+            var bases = List[Int64](length=SPACES, fill=0)
+            var from_ = LongPtr(unsafe_from_address=Int(bases.unsafe_ptr()))
+            op.run(Record(at, from_, ContextPtr(unsafe_from_address=Int(at))))
+            _ = bases^
+        fill(lab.op(first).address, lab.op(a).address, lab.op(b).address)
+        on_gpu[k].run(
+            q,
+            Launch(
+                at,
+                StaticTuple[Int, SPACES](fill=0),
+                StaticTuple[Int, SPACES](fill=stride),
+                shards,
+                1,
+                False,
+                lab.ptr(0),
+                StepContextPtr(unsafe_from_address=Int(at)),
+                0,
+            ),
         )
-
-    run("relu_forward", 0, 0)
-    run("relu_backward", 1, 0)
-    run("tanh_forward", 2, 1e-6)
-    run("tanh_backward", 3, 0)
-    run("sigmoid_forward", 4, 1e-6)
-    run("sigmoid_backward", 5, 0)
-    run("add", 6, 0)
-    run("multiply", 7, 0)
-    run("scale", 8, 0)
-    run("copy", 9, 0)
-    run("fill", 10, 0)
+        _ = numbers^
+        lab.compare(
+            String(t"{op.name}, {shards} shards of {n}, stride {stride}"),
+            Float32(0) if String(t" {op.name} ") in EXACT else Float32(2e-6),
+        )
 
 
 def test_elementwise() raises:
     var q = Queue(device_id=0)
     for n in [1, 5, 16, 1027]:
         var aligned = Lab(q, 4 * up(3 * up(n) + 16))
-        each_elementwise(q, aligned, 3, n, up(n), 0)
+        each_map(q, aligned, 3, n, up(n), 0)
         var odd = Lab(q, 4 * up(3 * (n + 7) + 16))
-        each_elementwise(q, odd, 3, n, n + 7, 3)
-
-
-def test_tanh_and_sigmoid_to_the_last_bits() raises:
-    """Over their whole range, also where they are small."""
-    var q = Queue(device_id=0)
-    var n = 20000
-    var lab = Lab(q, 2 * up(n))
-    for i in range(n):
-        lab.host[up(n) + i] = Float32(i - n // 2) * Float32(0.002)
-    for which in range(2):
-        lab.upload()
-        for i in range(n):
-            lab.host[i] = 0
-        if which == 0:
-            cpu.tanh_forward(lab.ptr(0), lab.ptr(up(n)), n)
-            gpu.tanh_forward(q, 1, lab.op(0), lab.op(up(n)), n)
-        else:
-            cpu.sigmoid_forward(lab.ptr(0), lab.ptr(up(n)), n)
-            gpu.sigmoid_forward(q, 1, lab.op(0), lab.op(up(n)), n)
-        var got = List[Float32](length=2 * up(n), fill=0)
-        lab.q.enqueue_copy(got.unsafe_ptr(), lab.device)
-        lab.q.synchronize()
-        for i in range(n):
-            var a = got[i]
-            var b = lab.host[i]
-            if not (abs(a - b) <= 5e-7 * abs(b)):
-                raise Error(t"{which} at {lab.host[up(n) + i]}: {a}, {b}")
+        each_map(q, odd, 3, n, n + 7, 3)
 
 
 def test_tensors_in_lanes_must_be_aligned() raises:
@@ -245,6 +203,5 @@ def add_tests(mut suite: TestSuite):
     """The tests of this file."""
     suite.test[test_division]()
     suite.test[test_elementwise]()
-    suite.test[test_tanh_and_sigmoid_to_the_last_bits]()
     suite.test[test_tensors_in_lanes_must_be_aligned]()
     suite.test[test_dropout]()

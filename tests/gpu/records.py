@@ -21,9 +21,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from odyssey import native as host
-from odyssey.gpu.native import Gpu, GpuStep, StepContext
+from odyssey.gpu.native import Gpu, GpuStep, StepContext, library
 from odyssey.parallel.plan import split
-from odyssey.precision import scratch_bytes
 
 LANES = 16
 TOLERANCE = 2e-5
@@ -68,40 +67,33 @@ def g(name: str, floats: int) -> Operand:
     return Operand(name, floats, host.GRADS, "zero")
 
 
-def product(op: str, form: str, operands: list[str], scratch: Operand | None, *numbers: int) -> tuple:
-    """A product in a precision. The CPU has no tf32: there it is the float32 product."""
-    between = [scratch.name] if scratch else []
-    mine = (op + form, *operands, *between, *numbers)
-    if form != "_tf32":
-        return mine
-    plain = ["s"] if op == "linear_backward_weight" else []
-    return (mine, [(op, *operands, *plain, *numbers)])
+def product(op: str, dtype: str, operands: list[str], *numbers: int) -> tuple:
+    """A product in a precision, "op:dtype", with its scratch memory "s". The CPU has no tf32: there it is float32's."""
+    mine = (f"{op}:{dtype}", *operands, "s", *numbers)
+    return (mine, [(op, *operands, "s", *numbers)]) if dtype == "tf32" else mine
 
 
-def scratch_of(op: str, form: str, sizes: tuple[int, ...]) -> Operand | None:
-    """The scratch memory of a rounded product, and of one that is not where it wants some."""
-    if form in ("_bf16", "_fp16"):
-        return w("s", -(-scratch_bytes(op, form[1:], "lanes", sizes) // 4), "zero")
-    if op == "linear_backward_weight":
-        return w("s", sizes[0] * sizes[1] * LANES, "zero")
-    return w("s", 16, "zero") if form else None
+def scratch_of(op: str, dtype: str, sizes: tuple[int, ...]) -> Operand:
+    """The scratch memory that the CPU's product wants."""
+    lib = host.library()
+    need = lib.scratch(lib.ops[op], sizes, dtype="fp32" if dtype == "tf32" else dtype)
+    return w("s", max(need // 4, 16), "zero")
 
 
-LOOSE = {"": TOLERANCE, "_bf16": 2e-5, "_fp16": 2e-5, "_tf32": 2e-3}  # tf32 against float32: 10 bits of mantissa
+LOOSE = {"fp32": TOLERANCE, "bf16": 2e-5, "fp16": 2e-5, "tf32": 2e-3}  # tf32 against float32: 10 bits of mantissa
 
 
 def products(kind: str, sizes: tuple[int, ...], n: tuple[int, int, int, int], form: str, fold: int) -> Iterator[Case]:
     """A layer's forward pass and both gradients; n: floats of x, y, w and b."""
-    tail = f" {'x'.join(map(str, sizes))}{form}"
+    tail = f" {'x'.join(map(str, sizes))} {form}"
     x, y, dy, dx = w("x", n[0]), w("y", n[1], "zero"), w("dy", n[1]), w("dx", n[0], "zero")
     weight, bias = p("w", n[2]), p("b", n[3])
 
     def case(pass_: str, tensors: list[Operand], *numbers: int, fold: int = 1, note: str = "") -> Case:
         op = f"{kind}_{pass_}"
         scratch = scratch_of(op, form, sizes)
-        record = product(op, form, [t.name for t in tensors], scratch, *sizes, *numbers)
-        operands = [*tensors, *([scratch] if scratch else [])]
-        return Case(f"{op}{tail}{note}", operands, [record], tolerance=LOOSE[form], fold=fold)
+        record = product(op, form, [t.name for t in tensors], *sizes, *numbers)
+        return Case(f"{op}{tail}{note}", [*tensors, scratch], [record], tolerance=LOOSE[form], fold=fold)
 
     for relu in (0, 1):
         yield case("forward", [y, x, weight, bias], relu, note=f" relu={relu}")
@@ -110,11 +102,11 @@ def products(kind: str, sizes: tuple[int, ...], n: tuple[int, int, int, int], fo
     yield case("backward_weight", [dw, db, dy, x], fold=fold, note=f" fold={fold}")
 
 
-def linear(G: int, I: int, O: int, form: str = "", fold: int = 1) -> Iterator[Case]:  # noqa: E741
+def linear(G: int, I: int, O: int, form: str = "fp32", fold: int = 1) -> Iterator[Case]:  # noqa: E741
     yield from products("linear", (G, I, O), (G * I * LANES, G * O * LANES, O * I, O), form, fold)
 
 
-def conv(G, C, H, W, K, R, T, S, form="", fold=1) -> Iterator[Case]:
+def conv(G, C, H, W, K, R, T, S, form="fp32", fold=1) -> Iterator[Case]:
     P, Q = (H - R) // S + 1, (W - T) // S + 1
     n = (G * C * H * W * LANES, G * K * P * Q * LANES, K * C * R * T, K)
     yield from products("conv2d", (G, C, H, W, K, R, T, S), n, form, fold)
@@ -237,11 +229,11 @@ def others() -> Iterator[Case]:
 
 
 def cases() -> Iterator[Case]:
-    for form in ("", "_bf16", "_fp16", "_tf32"):
+    for form in host.PRECISIONS:
         for fold in (1, 4):
             yield from linear(2, 400, 120, form, fold)
         for sizes in ((2, 120, 84), (2, 84, 10), (1, 3, 5), (1, 1, 1), (2, 784, 33), (4, 64, 64)):
-            if form != "_tf32" or sizes != (1, 1, 1):  # one number: there is no larger one to be relative to
+            if form != "tf32" or sizes != (1, 1, 1):  # one number: there is no larger one to be relative to
                 yield from linear(*sizes, form)
         for fold in (1, 4):
             yield from conv(2, 6, 14, 14, 16, 5, 5, 1, form, fold)
@@ -269,7 +261,7 @@ def cases() -> Iterator[Case]:
             (
                 ("conv2d_relu_maxpool_forward", "y", "a", "x", "w", "b", *sizes, 2, 2, 2),
                 [
-                    ("conv2d_forward", "c", "x", "w", "b", *sizes, 1),
+                    ("conv2d_forward", "c", "x", "w", "b", 0, *sizes, 1),
                     ("maxpool_forward", "y", "a", "c", 12, 28, 28, 2, 2, 2),
                 ],
             ),
@@ -305,12 +297,13 @@ def layout(case: Case) -> dict[int, int]:
     return {space: max(n, 16) for space, n in used.items()}
 
 
-def encode(case: Case, records: list[tuple]) -> np.ndarray:
-    lib = host.library()
+def encode(case: Case, records: list[tuple], lib: host.Table) -> np.ndarray:
+    """The program for a library, that of the CPU or that of GPUs."""
     places = {o.name: o.space << 56 | 4 * o.at for o in case.operands}
-    table = np.zeros((len(records), lib.record), np.int64)
+    table = np.zeros((len(records), host.library().record), np.int64)
     for row, (op, *args) in zip(table, records, strict=True):
-        row[0] = lib.codes[op]
+        name, _, dtype = op.partition(":")
+        row[0] = host.header(lib.codes[name], dtype=dtype or "fp32")
         for i, a in enumerate(args, 1):
             row[i] = places[a] if isinstance(a, str) else host.float_bits(a) if isinstance(a, float) else a
     return table
@@ -346,7 +339,8 @@ def run_case(gpu: Gpu, case: Case, shards: int, rng: np.random.Generator) -> dic
     grads = host.aligned((shards, sizes[host.GRADS]))
 
     # the CPU, shard by shard
-    lib, table = host.library(), encode(case, of(case.records, False))
+    lib = host.library()
+    table = encode(case, of(case.records, False), lib)
     mine = host.aligned(work.shape)
     mine[:] = work
     for s in range(shards):
@@ -374,7 +368,7 @@ def run_case(gpu: Gpu, case: Case, shards: int, rng: np.random.Generator) -> dic
     context.images, context.labels, context.rows = up(images), up(labels), up(rows)
     context.scale, context.shift = up(scale), up(shift)
     told = np.frombuffer(bytes(context), np.uint8)
-    table = encode(case, of(case.records, True))
+    table = encode(case, of(case.records, True), library())
     buffers = -(-shards // case.fold)
     theirs = np.zeros((buffers, sizes[host.GRADS]), np.float32)
     step = GpuStep(

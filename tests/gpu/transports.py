@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -175,6 +176,18 @@ def ranks_without_shards() -> None:
     assert make("mpi").evaluate([(X[:8], Y[:8])]).samples == 8
 
 
+def stops_in_its_next_step(trainer: DistributedTrainer, first: Callable[[], Any]) -> None:
+    """This rank compares what it trains on with the others, and comes no further."""
+
+    def run(*_: Any) -> None:
+        first()
+        sys.stdout.flush()
+        time.sleep(60)  # the others end it
+        os._exit(76)
+
+    trainer._train.run = run
+
+
 @case
 def a_rank_is_gone() -> None:
     """NCCL of one rank ends in a step: the others say so, with exit code 76, and nobody waits for ever."""
@@ -182,12 +195,7 @@ def a_rank_is_gone() -> None:
     _, trainer = train("nccl")
     (links,) = exchange._known[trainer._train.team].values()
     if world.rank == world.size - 1:
-        links[0].abort()
-        sys.stdout.flush()
-        import time
-
-        time.sleep(60)  # the others end it
-        os._exit(76)
+        stops_in_its_next_step(trainer, links[0].abort)
     try:
         trainer.fit(BATCHES, epochs=2)
     except CollectiveError as error:
@@ -199,14 +207,12 @@ def a_rank_is_gone() -> None:
 @case
 def a_rank_does_not_come() -> None:
     """A rank takes no step: the others name it at the deadline."""
-    import time
-
     world = comm.world("nccl")
     _, trainer = train("nccl")
     if world.rank == world.size - 1:
-        time.sleep(60)  # the other one ends it
-        os._exit(76)
-    os.environ["ODYSSEY_TIMEOUT"] = "2"  # only now: a busy machine starts the ranks seconds apart
+        stops_in_its_next_step(trainer, lambda: None)
+    else:
+        os.environ["ODYSSEY_TIMEOUT"] = "2"  # only now: a busy machine starts the ranks seconds apart
     begun = time.monotonic()
     try:
         trainer.fit(BATCHES, epochs=2)

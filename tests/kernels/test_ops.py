@@ -1,4 +1,5 @@
-"""Every op of odyssey.functional, forward and backward, against float64 references (reference.py).
+"""Ops of odyssey.functional against float64 references (reference.py), where ops_samples.py does not say all: losses,
+sums, ties, NaN, large numbers, chains. Forward and backward.
 
 Batches on both sides of where small ones end (4) and of whole vectors of lanes (16). An error is the
 largest difference over the largest value of the tensor; `pytest -s` prints the worst of each op.
@@ -56,101 +57,6 @@ def check(name, op, formula, backward, *arrays, parameters=0):
         assert np.array_equal(t.numpy(), a), "an input was changed"
 
 
-# C, H, W, K, R, T, stride, padding
-CONVOLUTIONS = [
-    (1, 1, 1, 1, 1, 1, 1, 0),
-    (1, 28, 28, 6, 5, 5, 1, 2),  # LeNet-5
-    (6, 14, 14, 16, 5, 5, 1, 0),
-    (3, 9, 7, 5, 3, 3, 1, 1),
-    (2, 8, 11, 7, 3, 3, 2, 0),
-    (4, 7, 7, 3, 1, 1, 1, 0),
-    (2, 9, 10, 3, 1, 1, 3, 0),
-    (3, 6, 13, 2, 2, 5, 1, (1, 2)),
-    (2, 10, 6, 9, 5, 2, 2, (0, 3)),
-    (5, 5, 5, 4, 5, 5, 1, 0),
-    (1, 12, 12, 1, 7, 7, 1, 3),
-    (1, 9, 9, 2, 4, 3, 3, 2),
-    (2, 4, 29, 3, 3, 3, 1, 1),
-]
-
-
-@pytest.mark.parametrize("n", BATCHES)
-@pytest.mark.parametrize(("c", "h", "w", "k", "r", "t", "stride", "padding"), CONVOLUTIONS)
-def test_conv2d(n, c, h, w, k, r, t, stride, padding):
-    check(
-        "conv2d",
-        lambda x, weight, bias: F.conv2d(x, weight, bias, stride, padding),
-        lambda x, weight, bias: R.conv2d(x, weight, bias, stride, padding),
-        lambda x, weight, bias, dy: R.conv2d_backward(x, weight, bias, stride, padding, dy),
-        normal(n, c, h, w),
-        normal(k, c, r, t),
-        normal(k),
-        parameters=2,
-    )
-
-
-@pytest.mark.parametrize("n", (1, 17))
-def test_conv2d_without_bias(n):
-    check(
-        "conv2d",
-        lambda x, w: F.conv2d(x, w),
-        lambda x, w: R.conv2d(x, w, np.zeros(3), 1, 0),
-        lambda x, w, dy: R.conv2d_backward(x, w, None, 1, 0, dy)[:2],
-        normal(n, 2, 5, 6),
-        normal(3, 2, 3, 3),
-        parameters=1,
-    )
-
-
-@pytest.mark.parametrize("n", BATCHES)
-@pytest.mark.parametrize(
-    ("i", "o"), [(1, 1), (400, 120), (120, 84), (84, 10), (17, 33), (16, 12), (15, 5), (3, 64), (130, 23)]
-)
-def test_linear(n, i, o):
-    check("linear", F.linear, R.linear, R.linear_backward, normal(n, i), normal(o, i), normal(o), parameters=2)
-
-
-def test_linear_without_bias():
-    check(
-        "linear",
-        F.linear,
-        lambda x, w: R.linear(x, w, 0),
-        lambda x, w, dy: R.linear_backward(x, w, None, dy)[:2],
-        normal(5, 7),
-        normal(3, 7),
-        parameters=1,
-    )
-
-
-# H, W, window, stride
-POOLS = [
-    (28, 28, 2, None),
-    (2, 2, 2, None),
-    (5, 7, 2, None),  # a row and a column left over
-    (7, 7, 3, 2),  # overlapping
-    (8, 6, 3, 1),
-    (9, 9, 2, 3),  # gaps
-    (6, 5, (3, 2), 2),
-    (4, 9, (1, 4), 1),
-    (16, 17, 16, 1),  # 256 places
-    (3, 3, 1, None),
-]
-
-
-@pytest.mark.parametrize("n", BATCHES)
-@pytest.mark.parametrize(("h", "w", "window", "stride"), POOLS)
-@pytest.mark.parametrize("kind", ["max_pool2d", "avg_pool2d"])
-def test_pool(kind, n, h, w, window, stride):
-    step = stride or window
-    check(
-        kind,
-        lambda x: getattr(F, kind)(x, window, stride),
-        lambda x: getattr(R, kind)(x, window, step),
-        lambda x, dy: getattr(R, f"{kind}_backward")(x, window, step, dy),
-        normal(n, 3, h, w),
-    )
-
-
 @pytest.mark.parametrize(("window", "stride"), [(2, 2), (3, 2)])
 def test_max_pool_hands_the_gradient_to_the_first_of_equals(window, stride):
     x = np.ones((3, 2, 6, 6), np.float32)
@@ -161,26 +67,6 @@ def test_max_pool_hands_the_gradient_to_the_first_of_equals(window, stride):
         lambda x, dy: R.max_pool2d_backward(x, window, stride, dy),
         x,
     )
-
-
-@pytest.mark.parametrize("n", BATCHES)
-@pytest.mark.parametrize("padding", [1, (2, 0), (0, 3), (3, 1)])
-def test_pad2d(n, padding):
-    check(
-        "pad2d",
-        lambda x: F.pad2d(x, padding),
-        lambda x: R.pad2d(x, padding),
-        lambda x, dy: R.pad2d_backward(x, padding, dy),
-        normal(n, 2, 3, 5),
-    )
-
-
-@pytest.mark.parametrize("n", BATCHES)
-@pytest.mark.parametrize("shape", [(1,), (7,), (3, 5, 2)])
-@pytest.mark.parametrize("kind", ["relu", "tanh", "sigmoid"])
-def test_activation(kind, n, shape):
-    forward, backward = getattr(R, kind), getattr(R, f"{kind}_backward")
-    check(kind, getattr(F, kind), forward, backward, normal(n, *shape))
 
 
 @pytest.mark.parametrize("kind", ["relu", "tanh", "sigmoid"])
@@ -202,14 +88,6 @@ def test_large_inputs_overflow_nowhere(kind):
     with np.errstate(over="ignore"):  # the reference of the gradient of tanh
         forward, backward = getattr(R, kind), getattr(R, f"{kind}_backward")
         check(kind, getattr(F, kind), forward, backward, x)
-
-
-@pytest.mark.parametrize("n", BATCHES)
-@pytest.mark.parametrize("classes", [1, 2, 10, 37])
-@pytest.mark.parametrize("kind", ["softmax", "log_softmax"])
-def test_over_classes(kind, n, classes):
-    forward, backward = getattr(R, kind), getattr(R, f"{kind}_backward")
-    check(kind, getattr(F, kind), forward, backward, normal(n, classes))
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -238,21 +116,10 @@ def test_accuracy_counts_the_largest(n):
 
 @pytest.mark.parametrize("shape", [(1, 1), (2, 3), (16, 5), (17, 2, 3), (33, 1, 2, 2)])
 def test_arithmetic(shape):
-    a, b = normal(*shape), normal(*shape, seed=2)
-    check("add", F.add, lambda a, b: a + b, lambda a, b, dy: (dy, dy), a, b)
-    check("multiply", F.multiply, lambda a, b: a * b, lambda a, b, dy: (dy * b, dy * a), a, b)
-    check("scale", lambda x: F.scale(x, -2.5), lambda x: -2.5 * x, lambda x, dy: -2.5 * dy, a)
+    a = normal(*shape)
     check("add", lambda x: F.add(x, 3), lambda x: x + 3, lambda x, dy: dy, a)
     check("sum", F.sum, np.sum, lambda x, dy: np.full_like(x, dy), a)
     check("mean", F.mean, np.mean, lambda x, dy: np.full_like(x, dy / x.size), a)
-    check(
-        "mixed",
-        lambda a, b: (a - b) * 3 - a / 2,
-        lambda a, b: 2.5 * a - 3 * b,
-        lambda a, b, dy: (2.5 * dy, -3 * dy),
-        a,
-        b,
-    )
 
 
 def test_add_of_what_ops_made_and_what_came_in():

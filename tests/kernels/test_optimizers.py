@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import reference as R
 
-from odyssey import optim
+from odyssey import native, optim
 from odyssey.errors import NumericsError
 from odyssey.nn import Parameter
+from odyssey.optim import Update
 
 SETTINGS = [
     (optim.SGD, R.sgd, {"lr": 0.1}),
@@ -78,3 +79,42 @@ def test_space_between_parameters_stays_zero():
         optimizer.step()
     used = sum(p.size for p in parameters)
     assert np.count_nonzero(optimizer.arena.params) == used
+
+
+@pytest.mark.parametrize("optimizer", [optim.SGD(lr=0.1, momentum=0.9, weight_decay=0.1), optim.AdamW(lr=0.1)])
+@pytest.mark.parametrize("n", [1, 15, 16, 17, 100])
+def test_an_update_touches_nothing_outside_of_its_run(optimizer, n):
+    """What lies behind a run is another parameter of the rank; a run in pieces gives the bits of the whole."""
+    rng = np.random.default_rng(n)
+    start = np.abs(rng.standard_normal((4, 128))).astype(np.float32)
+    divisor = np.ones(1, np.float32)
+    optimizer.steps = 0
+
+    def updated(cuts):
+        arrays = [native.aligned(128) for _ in start]
+        for array, values in zip(arrays, start, strict=True):
+            array[:] = values
+        w, g, *states = (a.ctypes.data for a in arrays)
+        states = states[: len(optimizer.states)]
+        runs = [Update(w + 4 * a, g + 4 * a, a, b - a, a, tuple(states)) for a, b in cuts]
+        optimizer._context, optimizer.steps = native.Context(), 0
+        assert optimizer.apply(runs, divisor.ctypes.data, 0.1)
+        return np.stack(arrays)
+
+    whole = updated([(3, 3 + n)])
+    assert np.array_equal(whole[:, :3], start[:, :3]) and np.array_equal(whole[:, 3 + n :], start[:, 3 + n :])
+    assert not np.any(whole[0, 3 : 3 + n] == start[0, 3 : 3 + n])
+    assert whole.tobytes() == updated([(3, 3 + n // 3), (3 + n // 3, 3 + n)]).tobytes()
+
+
+@pytest.mark.parametrize("floats", [1, 15, 33])
+def test_a_tree_sum_writes_no_more_than_it_was_asked_for(floats):
+    values = np.random.default_rng(0).standard_normal((3, 64)).astype(np.float32)
+    out = np.full(64, 7, np.float32)
+    addresses = np.array([row.ctypes.data for row in values], np.int64)
+    lib = native.library()
+    record = np.zeros((1, lib.record), np.int64)
+    record[0, :5] = (lib.codes["tree_sum"], out.ctypes.data, addresses.ctypes.data, 3, floats)
+    lib.run(record.ctypes.data, 1, native.Context())
+    assert np.array_equal(out[:floats], (values[0] + values[1] + values[2])[:floats])
+    assert (out[floats:] == 7).all()

@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from odyssey.launch.attempt import newest_step
-from odyssey.watch import slot
+from odyssey.process import slot
 
 TRAINING = "--steps 600 --global-batch-size 256 --checkpoint-every 20 --no-eval --no-progress".split()
-HELPERS = ("rank", "keeper", "daemon", "mpirun")
+HELPERS = ("rank", "wrapper", "daemon", "mpirun")
 
 
 class Result(NamedTuple):

@@ -136,6 +136,27 @@ def test_a_second_signal_ends_at_once_and_one_during_startup_too(job):
     assert early.gone()
 
 
+def test_several_sigterms_do_not_shorten_the_grace(job):
+    run = job("-n", 2, "--grace", 60, COUNTING, 600, 0.3)
+    run.reach(4)
+    for _ in range(4):  # the step that is under way takes longer
+        run.process.send_signal(signal.SIGTERM)
+        time.sleep(0.02)
+    assert run.end() == 75, run.err
+    assert "again" not in run.err
+
+
+@pytest.mark.parametrize(("streams", "code"), [("2>&-", 0), ("<&- >&- 2>&-", 0), (">/dev/full", 73)])
+def test_standard_streams_that_are_closed_or_full(launch, tmp_path, streams, code):
+    script = tmp_path / "script.py"
+    script.write_text("print('a word')\n")
+    done = launch("bash", "-c", f"'{sys.executable}' -m odyssey launch -n 2 --run-dir run {script} {streams}")
+    assert done.returncode == code, done.stderr
+    assert (tmp_path / "run" / "logs" / "attempt-1" / "output.log").read_text() == "a word\n" * 2
+    if code:
+        assert "standard output cannot be written: No space left on device" in done.stderr
+
+
 def test_an_error_that_would_come_again_is_not_tried_again(job):
     run = job("-n", 2, COUNTING, 20, 0.01, "*:1:3:exit65")
     assert run.end() == 65
@@ -192,7 +213,7 @@ def test_killing_the_launcher_leaves_no_process_and_the_next_start_cleans_up(job
     assert not there(used)
 
 
-@pytest.mark.parametrize("whom", ["the keeper", "the daemon"])
+@pytest.mark.parametrize("whom", ["the wrapper", "the daemon"])
 def test_killing_a_helper_leaves_no_process_and_the_run_goes_on(job, whom):
     """The daemon: hydra_pmi_proxy, or prterun."""
     run = job("-n", 2, COUNTING, 40, 0.02)
@@ -200,7 +221,7 @@ def test_killing_a_helper_leaves_no_process_and_the_run_goes_on(job, whom):
     used = run.maps()
     helper = run.parent(run.pid(1))
     ranks = [run.pid(0), run.pid(1)]
-    os.kill(helper if whom == "the keeper" else run.parent(helper), signal.SIGKILL)
+    os.kill(helper if whom == "the wrapper" else run.parent(helper), signal.SIGKILL)
     run.reach(12, attempt=2)
     assert not any(alive(pid) for pid in ranks)
     assert run.end() == 0, run.err
@@ -245,3 +266,26 @@ def test_a_training_that_is_killed_ends_with_the_bytes_of_one_that_is_not():
     assert result.code == 0, result.printed
     assert result.kills >= 1 and result.printed.count("; restarting ") >= 1, result.printed
     assert result.weights == clean.weights
+
+
+@pytest.mark.parametrize("words", ["script.py a -n 7", "-- python -m pkg.module a -n 7", "-m pkg.module a -n 7"])
+def test_scripts_and_modules_are_started_alike(job, launch, words):
+    (launch.folder / "pkg").mkdir()
+    (launch.folder / "pkg" / "__init__.py").touch()
+    for name in ("script.py", "pkg/module.py"):
+        (launch.folder / name).write_text(
+            "import sys\nfrom odyssey import distributed as dist\ndist.init_process_group()\n"
+            "total = dist.all_reduce(1)\nif dist.get_rank() == 0:\n    print(total, sys.argv[1:], __name__)\n"
+        )
+    run = job("-n", 2, *words.split())
+    assert run.end() == 0, run.err
+    assert run.out == "2 ['a', '-n', '7'] __main__\n"
+
+
+def test_a_program_that_is_not_python(job, launch):
+    program = launch.folder / "program"
+    program.write_text("#!/bin/sh\necho has $1\n")
+    program.chmod(0o755)
+    run = job("-n", 2, "./program", "it")
+    assert run.end() == 0, run.err
+    assert run.out == "has it\nhas it\n"

@@ -1,4 +1,4 @@
-"""The launcher's parts by themselves: argument lists, environment, output, lock, keeper, leftovers, option orders."""
+"""The launcher's parts by themselves: argument lists, environment, output, lock, wrapper, leftovers, option orders."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import json
 import os
 import pty
 import re
+import secrets
+import shutil
 import subprocess
 import sys
 import threading
@@ -27,7 +29,7 @@ from odyssey.launch.lock import Lock, holder
 from odyssey.launch.output import LINE_LIMIT, Pump
 from odyssey.launch.supervisor import DistributedLauncher, default_run_dir, launch_distributed_training
 
-KEEPER = Path(odyssey.__file__).parent / "launch" / "keeper.py"
+WRAPPER = Path(odyssey.__file__).parent / "launch" / "rank_wrapper.py"
 MPICH = starting.Starter("mpich", "/x/mpirun", "MPICH 5", "mpich")
 OPEN_MPI = starting.Starter("openmpi", "/x/mpirun", "Open MPI 5", "openmpi")
 SRUN = starting.Starter("srun", "/x/srun", "srun", "mpich")
@@ -41,7 +43,7 @@ def test_argument_lists():
     layout = place(config.hosts, 4)
     words = starting.command(config, MPICH, 4, layout, ["python", "a b;c"], ["ODYSSEY_X"])
     assert words[:7] == ["/x/mpirun", "-hosts", "h1:2,h2:2", "-iface", "eth1", "-n", "4"]
-    assert words[-3].endswith("keeper.py") and words[-2:] == ["python", "a b;c"]
+    assert words[-3].endswith("rank_wrapper.py") and words[-2:] == ["python", "a b;c"]
     words = starting.command(config, OPEN_MPI, 4, layout, ["python"], ["ODYSSEY_X"])
     assert words[words.index("--host") + 1] == "h1:2,h2:2" and words[words.index("-x") + 1] == "ODYSSEY_X"
     assert "--oversubscribe" in words and words[words.index("btl_tcp_if_include") + 1] == "eth1"
@@ -232,7 +234,7 @@ def test_the_lock_is_recovered_from_a_launcher_that_is_gone(tmp_path, monkeypatc
     Lock(path).close()
 
 
-# --- keeper ----------------------------------------------------------------------------------------------------------
+# --- wrapper ----------------------------------------------------------------------------------------------------------
 
 
 def kept(folder: Path, *words: str, **environment: str) -> tuple[int, dict]:
@@ -240,12 +242,12 @@ def kept(folder: Path, *words: str, **environment: str) -> tuple[int, dict]:
         (folder / name).mkdir(exist_ok=True)
     own = {"ODYSSEY_RUN_DIR": str(folder), "ODYSSEY_ATTEMPT": "2", "PMI_RANK": "3", **environment}
     done = subprocess.run(
-        [sys.executable, "-I", "-S", str(KEEPER), *words], env={**os.environ, **own}, timeout=30, capture_output=True
+        [sys.executable, "-I", "-S", str(WRAPPER), *words], env={**os.environ, **own}, timeout=30, capture_output=True
     )
     return done.returncode, json.loads((folder / "ends" / "3.json").read_text())
 
 
-def test_a_keeper_says_how_its_program_ended_and_ends_the_same_way(tmp_path):
+def test_a_rank_wrapper_says_how_its_program_ended_and_ends_the_same_way(tmp_path):
     code, record = kept(tmp_path, "sh", "-c", "exit 5")
     assert code == 5 and (record["rank"], record["attempt"], record["code"], record["signal"]) == (3, 2, 5, None)
     code, record = kept(tmp_path, "sh", "-c", "kill -SEGV $$")
@@ -265,7 +267,7 @@ def test_a_rank_s_own_word_is_kept(tmp_path):
     assert ends.started(tmp_path / "ranks", 2)[3].pid == record["pid"]
 
 
-def test_a_keeper_leaves_the_record_of_a_later_attempt(tmp_path):
+def test_a_rank_wrapper_leaves_the_record_of_a_later_attempt(tmp_path):
     (tmp_path / "ends").mkdir()
     later = {"attempt": 3, "rank": 3, "code": 0}
     (tmp_path / "ends" / "3.json").write_text(json.dumps(later))
@@ -273,7 +275,7 @@ def test_a_keeper_leaves_the_record_of_a_later_attempt(tmp_path):
     assert [path.name for path in (tmp_path / "ends").iterdir()] == ["3.json"]
 
 
-def test_a_keeper_knows_the_end_where_signals_of_children_are_ignored(tmp_path):
+def test_a_rank_wrapper_knows_the_end_where_signals_of_children_are_ignored(tmp_path):
     (tmp_path / "ranks").mkdir()
     (tmp_path / "ends").mkdir()
     script = (
@@ -282,7 +284,7 @@ def test_a_keeper_knows_the_end_where_signals_of_children_are_ignored(tmp_path):
     )
     show = "import signal, sys; sys.exit(6 if signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL else 1)"
     done = subprocess.run(
-        [sys.executable, "-c", script, str(KEEPER), sys.executable, "-c", show],
+        [sys.executable, "-c", script, str(WRAPPER), sys.executable, "-c", show],
         env={**os.environ, "ODYSSEY_RUN_DIR": str(tmp_path), "ODYSSEY_ATTEMPT": "2", "PMI_RANK": "3"},
         timeout=30,
     )
@@ -301,7 +303,7 @@ def test_a_program_gets_signals_descriptors_and_default_dispositions(tmp_path):
     (tmp_path / "ends").mkdir()
     with open(file) as opened:
         process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(KEEPER), sys.executable, "-c", script],
+            [sys.executable, "-I", "-S", str(WRAPPER), sys.executable, "-c", script],
             env={**os.environ, "ODYSSEY_RUN_DIR": str(tmp_path), "FD": str(opened.fileno())},
             pass_fds=[opened.fileno()],
             stdout=subprocess.PIPE,
@@ -322,7 +324,7 @@ def test_records_that_are_garbage_are_not_there(tmp_path):
 
 
 def test_a_signal_that_only_the_watcher_tells_is_no_exit_code(tmp_path):
-    """Its keeper was killed as well, by a launcher that had lost another host."""
+    """Its wrapper was killed as well, by a launcher that had lost another host."""
     said = {
         "attempt": 1,
         "rank": 1,
@@ -508,12 +510,50 @@ def test_options_before_and_behind_the_script():
     ]
     assert parse([*options, "train.py", "--epochs", "1"]) == expected
     assert parse(["train.py", *options, "--epochs", "1"]) == expected
+    assert parse(["--nnodes=1", "-m", "pkg.module", "-x"])[1] == ["-m", "pkg.module", "-x"]
     assert parse(["train.py", "--hosts=x", "--", "--nnodes=2"])[1] == ["train.py", "--hosts=x", "--nnodes=2"]
     for words in (["--nope", "train.py"], ["--nnodes"], [], ["--nnodes=x", "t.py"], ["--node_rank=1", "t.py"]):
         with pytest.raises(ConfigError):
             parse(words)
     with pytest.raises(ConfigError, match="--hosts"):
         parse(["--master_addr=10.0.0.1", "t.py"])
+
+
+FORMS = {
+    "s.py a": "s.py a",
+    "python s.py a": "s.py a",
+    "python3 -m pkg.module a": "-m pkg.module a",
+    "-m pkg.module a": "-m pkg.module a",
+    "-m odyssey.train --lr 1": "train --lr 1",
+    "python -m odyssey.train": "train",
+    "odyssey train": "train",
+    "python -u s.py": "python -u s.py",
+    "./program a": "./program a",
+}
+
+
+@pytest.mark.parametrize(("words", "kept"), FORMS.items())
+def test_what_torchrun_and_mpirun_take_is_one_thing(tmp_path, monkeypatch, words, kept):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pkg").mkdir()
+    for name in ("s.py", "pkg/__init__.py", "pkg/module.py", "program"):
+        (tmp_path / name).touch()
+    (tmp_path / "program").chmod(0o755)
+    assert starting.plain(words.split()) == kept.split()
+    started = starting.program(kept.split())
+    if kept.startswith("train"):
+        assert started[0] == sys.executable and "odyssey.train" in started
+    elif "program" in kept:
+        assert started == ["././program", "a"]
+    else:
+        assert started == [sys.executable, *kept.removeprefix("python ").split()]
+
+
+@pytest.mark.parametrize("words", ["nothing.py", "./nothing", "-m", "-m nothing.at_all", "-m ../x", "no-such-program"])
+def test_what_cannot_be_started_is_refused(tmp_path, monkeypatch, words):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"is no file and no program|there is no module|has no module"):
+        starting.program(words.split())
 
 
 def test_newest_step(tmp_path):
@@ -557,6 +597,34 @@ def test_ranks_that_do_not_meet_are_told_once(tmp_path, watchdog, limit):
         assert len(said) == 2 and said[1].startswith(
             "attempt 2: after 61 s the ranks have not met: they are in MPI_Init"
         )
+
+
+@pytest.mark.parametrize(
+    ("said", "meets"), [("slurmstepd: error: mpi/pmi2: invalid client request", False), ("", True)]
+)
+def test_a_start_of_srun_that_cannot_meet_is_made_again(tmp_path, monkeypatch, said, meets):
+    """What SLURM's PMI daemon has spoiled; and odyssey's own training, whose ranks are known to meet."""
+    monkeypatch.setattr(attempt, "MEETING", 0.5)
+    monkeypatch.setattr(attempt, "LOST", 0.2)
+    run, lines = runs.Run(tmp_path, 1), []
+    run.ranks.mkdir(parents=True)
+    for rank in (0, 1):
+        record = {"rank": rank, "host": "h", "pid": 1, "attempt": 1}
+        (run.ranks / f"{rank}.json").write_text(json.dumps(record))
+    config, environment = (
+        LaunchConfig(nproc_per_node=2, max_restarts=3),
+        {**os.environ, starting.TOKEN: secrets.token_hex(8)},
+    )
+    words = ["sh", "-c", f"echo '{said}' >&2; exec sleep 60"]
+    outcome = attempt.Attempt(
+        config, run, words, environment, 2, (), [], lines.append, scancel=shutil.which("true"), meets=meets
+    )()
+    assert outcome.unmet
+    action = decide.decide(outcome, decide.Past(), config, ())
+    assert action.code is None and action.delay == 0
+    assert "the ranks that srun started have not met; restarting" in action.line
+    outcome = attempt.Attempt(config, run, words[:2] + ["sleep 1"], environment, 2, (), [], print, scancel="true")()
+    assert not outcome.unmet  # a script may not use odyssey
 
 
 def test_who_has_read_a_request():

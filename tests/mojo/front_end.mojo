@@ -1,4 +1,4 @@
-"""All examples of examples/mojo in one program, so that the kernels are compiled once: the name it is called by picks one.
+"""All examples of examples/mojo in one program, so that one is compiled: the name it is called by picks one.
 """
 
 from std.sys import argv
@@ -10,11 +10,15 @@ from example_manual_multi_device import manual_multi_device
 from example_own_layer import own_layer
 from example_pipeline import pipeline
 from refusals import refusals
+from settings import ends, settings, uncaught
 from shared.training import stop
 from zoo import elsewhere, zoo
 
 
-def main():
+def main() raises:
+    if String(argv()[0]).endswith("/uncaught"):
+        uncaught()
+        return
     try:
         var path = String(argv()[0])
         var name = path[byte = path.rfind("/") + 1 : path.byte_length()]
@@ -36,6 +40,10 @@ def main():
             elsewhere()
         elif name == "refusals":
             refusals()
+        elif name == "settings":
+            settings()
+        elif name == "ends":
+            ends()
         else:
             raise Error("[usage] there is no example ", name)
     except e:

@@ -141,8 +141,10 @@ def train[O: Optimizer](var optimizer: O) raises:
             print(
                 r.train_loss,
                 r.train_accuracy,
-                r.test.value().loss,
-                r.test.value().accuracy,
+                r.test_loss.value(),
+                r.test_accuracy.value(),
             )
         print(history.steps, trainer.weights_sha256())
-        print(trainer.engine.parameters.names)
+        for pair in trainer.py.arena.named:
+            print(pair[0], end=" ")
+        print()

@@ -1,12 +1,23 @@
-"""What README, docs/ and examples/ say: links lead somewhere, and the commands that are shown work."""
+"""What README, docs/ and examples/ say: links lead somewhere, and what is shown in blocks or tables of commands works.
+
+How a block is to be marked: pages.py.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import pages  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.md")])
@@ -52,23 +63,132 @@ def test_the_readme_has_commands():
     assert len(KINDS) >= 7
 
 
-def refused() -> list[tuple[str, str]]:
-    text = (ROOT / "docs" / "parallelism.md").read_text()
-    return re.findall(r"^\$ mpirun -n (.+)\n(odyssey: error: .+)$", text, re.M)
+# -- every block ------------------------------------------------------------------------------------------------------
+
+LOGS = {"log.md", "CHANGELOG.md"}  # what was once measured, or done, stays as it was written
+SHOWN = [page for page in PAGES if page.name not in LOGS]
 
 
-@pytest.mark.parametrize(("command", "line"), refused(), ids=lambda value: value[:40])
-def test_refused_combinations(launch, command, line):
-    ranks, _, _, *arguments = shlex.split(command)
-    done = launch.train(*arguments, "--no-progress", ranks=int(ranks))
-    assert done.returncode == 64
-    assert [said for said in done.stderr.splitlines() if said.startswith("odyssey")] == [line]
-    if not launch.open_mpi:  # which adds words of its own
-        assert done.stderr == line + "\n"
+@pytest.fixture(scope="module")
+def results(request, launch_once, tmp_path_factory):
+    """What came of each page that is asked for: a process for each, some at a time, for they wait a lot."""
+    mine = (item for item in request.session.items if item.path == request.path and "results" in item.fixturenames)
+    asked = {item.callspec.params["page"] for item in mine}
+
+    def run(page: Path) -> tuple[str, str]:
+        command = [sys.executable, pages.__file__, page, tmp_path_factory.mktemp(page.stem)]
+        done = subprocess.run(command, capture_output=True, text=True, env=launch_once.environment)
+        return done.stdout, done.stderr
+
+    with ThreadPoolExecutor(3) as pool:
+        yield {page: pool.submit(run, page) for page in sorted(asked, key=lambda page: -len(page.read_text()))}
 
 
-def test_refusals_are_there():
-    assert len(refused()) >= 6
+@pytest.mark.parametrize("page", SHOWN, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_s_blocks_do_what_they_show(page, results):
+    said, errors = results[page].result()
+    assert said, errors
+    wrong = [f"{page.relative_to(ROOT)}:{line}: {what}" for line, what in json.loads(said)]
+    assert not wrong, "\n\n".join(wrong)
+
+
+def test_no_rule_for_shorter_commands_is_without_a_command():
+    shown = [command for page in SHOWN for block in pages.blocks(page.read_text()) for command in of_shell(block)]
+    first = {next((part for part, *_ in pages.SHORTER if re.search(part, command)), None) for command in shown}
+    assert first >= {part for part, *_ in pages.SHORTER}
+    assert None in first  # most are run as they are
+
+
+def of_shell(block: pages.Block) -> list[str]:
+    return [command for command, _ in pages.commands(block)] if block.kind in ("sh", "console") else []
+
+
+PAGE = """
+Text with ``` in it.
+
+```python
+a = 1
+print(a)
+```
+
+```output
+1
+```
+
+<!-- file: b.txt -->
+```
+b
+```
+
+1. indented
+
+   ```console
+   $ cat b.txt  # shown
+   b
+   $ false
+   error: none
+   ```
+"""
+
+
+def test_a_page_is_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    page = tmp_path / "page.md"
+
+    def wrong(text: str) -> list[tuple[int, str]]:
+        for place in tmp_path.iterdir():
+            place.unlink()
+        page.write_text(text)
+        return list(pages.run(page))
+
+    assert [block.kind for block in pages.blocks(PAGE)] == ["python", "output", "", "console"]
+    ((line, said),) = wrong(PAGE)  # what a refused command says must be what is shown
+    assert line == 20 and "does not print 'error: none'" in said
+    right = PAGE.replace("error: none\n   ", "")
+    assert "exit code 1" in wrong(right)[0][1]
+    right = right.replace("   $ false\n", "")
+    assert wrong(right) == []
+    for old, new, said in (
+        ("```output\n1", "```output\n2", "the block before it prints\n1"),
+        ("```output", "```", "neither run nor marked"),
+        ("print(a)", "print(c)", "NameError: name 'c' is not defined"),
+        ("<!-- file: b.txt -->\n", "", "neither run nor marked"),
+        ("\n   b\n", "\n   c\n", "does not print 'c'"),
+    ):
+        assert old in right
+        assert said in wrong(right.replace(old, new, 1))[0][1]
+    assert wrong("<!-- not run: a fragment -->\n```mojo\nfoo\n```\n") == []
+
+
+@pytest.mark.parametrize(
+    ("shown", "printed", "line"),
+    [
+        ("step 2  1,000 samples/s", "so\nstep 9  3.5 samples/s\n", None),
+        ("weights f3acb2254559e712  0.4 s", "weights f3acb2254559e712  9 s", None),
+        ("weights f3acb2254559e712", "weights f3acb2254559e713", "weights f3acb2254559e712"),
+        ("...\nepoch 1", "epoch\n", "epoch 1"),
+    ],
+)
+def test_what_differs(shown, printed, line):
+    assert pages.differs(shown, printed) == line
+
+
+@pytest.mark.parametrize("page", SHOWN, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_in_the_text_have_options_that_are_there(page):
+    from odyssey.cli import group
+
+    text = re.sub(r"^ *```.*?^ *```$", "", page.read_text(), flags=re.M | re.S)
+    for code in re.findall(r"`([^`\n]+)`", text):
+        if not (found := re.match(r"(?:mpirun -n \w+ )?odyssey (\w+) (.*)", code)):
+            continue
+        command = group.get_command(None, found[1])
+        assert command is not None, code
+        own = re.split(r"\btrain\b|\.py\b", found[2])[0]  # what stands behind these is the script's
+        for option in re.findall(r"(?<!\S)--[a-z][\w-]*", own):
+            assert option == "--help" or any(option in (*p.opts, *p.secondary_opts) for p in command.params), option
+
+
+# -- what is said of the package --------------------------------------------------------------------------------------
 
 
 def test_every_python_file_has_its_line():

@@ -135,7 +135,7 @@ def test_a_gradient_that_is_not_finite_ends_all_ranks():
             trainer.gradients = spoiled
         with pytest.raises(NumericsError, match="Lower --lr, warm up, or lower --staleness") as caught:
             trainer.fit(loader(), epochs=1)
-        assert caught.value.everywhere
+        assert caught.value.raised_on_all_ranks
         assert np.isfinite(trainer.arena.params).all()
         return trainer.weights_sha256()
 
@@ -234,10 +234,13 @@ def test_combinations_that_are_refused(settings, mesh, zero, precision, message)
     "settings, message",
     [
         ({"reduction": ASYNC, "compression": "topk"}, "leave reduction='async_parameter_server' out"),
-        ({"staleness": 2}, "use reduction='async_parameter_server'"),
+        ({"staleness": 2}, "only to reduction='async_parameter_server', not tree"),
         ({"reduction": ASYNC, "staleness": -1}, "at least 0"),
         ({"reduction": "local_sgd", "local_steps": 0}, "at least 1"),
-        ({"reduction": "local_sgd", "servers": 2}, "use reduction='parameter_server' or 'async_parameter_server'"),
+        (
+            {"reduction": "local_sgd", "servers": 2},
+            "only to reduction='parameter_server' or 'async_parameter_server', not local_sgd",
+        ),
     ],
 )
 def test_settings_that_are_refused(settings, message):
@@ -270,6 +273,9 @@ def test_the_rate_follows_the_batch_size(scaling, factor, capsys):
 
 
 def test_a_scaled_rate_needs_its_batch_size():
-    for settings in ({"lr_scaling": "sqrt"}, {"base_batch_size": 32}):
-        with pytest.raises(ConfigError, match="give both, or neither"):
+    for settings, says in (
+        ({"lr_scaling": "sqrt"}, "needs the batch size that the rate is for; give base_batch_size"),
+        ({"base_batch_size": 32}, "applies only to lr_scaling='sqrt' or 'linear'"),
+    ):
+        with pytest.raises(ConfigError, match=says):
             mock.run(1, lambda c, s=settings: made(c, **s))

@@ -212,8 +212,8 @@ def test_what_powersgd_keeps_and_what_it_sends_add_up():
         ({"compression": "zip"}, "choose from fp16, bf16, topk, powersgd, or None"),
         ({"compression": "topk", "compression_ratio": 0.0}, "above 0 and at most 1"),
         ({"compression": "topk", "compression_ratio": "1 %"}, "must be a number above 0 and at most 1"),
-        ({"compression": "fp16", "compression_ratio": 0.1}, "use compression='topk'"),
-        ({"compression": "topk", "powersgd_rank": 4}, "use compression='powersgd'"),
+        ({"compression": "fp16", "compression_ratio": 0.1}, "only to compression='topk', not fp16"),
+        ({"compression": "topk", "powersgd_rank": 4}, "only to compression='powersgd', not topk"),
         ({"compression": "topk", "reduction": "ring"}, "leave reduction='ring' out"),
     ],
 )
@@ -306,6 +306,14 @@ def test_gradient_compression_of_a_list_without_feedback():
         assert back.tolist() == [[0.0, -4.0]]
 
 
+def test_a_gradient_that_is_none_stays_none():
+    compression = GradientCompression(1.0)
+    for gradients in ([np.ones(3), None], {"w": np.ones(3), "unused": None}):
+        back = compression.decompress_gradients(compression.compress_gradients(gradients))
+        first, none = back if isinstance(back, list) else back.values()
+        assert first.tolist() == [1, 1, 1] and none is None
+
+
 def test_gradient_compression_refuses():
     with pytest.raises(ConfigError, match="above 0 and at most 1"):
         GradientCompression(compression_ratio=0)
@@ -331,3 +339,25 @@ def test_a_step_that_is_not_finite_is_taken_by_no_rank():
         return trainer.weights_sha256() == before
 
     assert mock.run(2, rank) == [True, True]
+
+
+@pytest.mark.parametrize("settings", [{"compression": "topk", "compression_ratio": 0.1}, {"compression": "powersgd"}])
+def test_a_pipeline_goes_on_with_what_its_stages_have_not_sent(tmp_path, settings):
+    """Stages have gradients of other sizes, so other remainders; on another mesh they would be of no use."""
+
+    def train(comm, mesh, steps, folder):
+        nn.manual_seed(0)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(784, 9), nn.ReLU(), nn.Linear(9, 30), nn.Linear(30, 10))
+        trainer = DistributedTrainer(
+            model, optim.SGD(lr=0.1), comm=comm, device="cpu", threads=1, shard_size=8, mesh=mesh, **settings
+        )
+        loader = data.DataLoader(data.load("mnist", train=True).take(200), batch_size=64)
+        trainer.fit(loader, epochs=2, steps=steps, **({"checkpoint_dir": tmp_path} if folder else {}))
+        return trainer.weights_sha256()
+
+    pipeline = Mesh(dp=2, pp=2)
+    expected = mock.run(4, train, pipeline, None, False)
+    mock.run(4, train, pipeline, 3, True)
+    with pytest.raises(ConfigError, match=r"dp\(2\) x pp\(2\) x tp\(1\) with compression.*Give the same --dp and --pp"):
+        mock.run(4, train, Mesh(dp=4, pp=1), None, True)
+    assert mock.run(4, train, pipeline, None, True) == expected

@@ -171,9 +171,12 @@ def test_a_node_hands_on_one_partial_sum():
     "settings, message",
     [
         ({"reduction": "star"}, "choose from tree, mpi, ring"),
-        ({"servers": 2}, "servers is given, but reduction='tree' has none"),
+        (
+            {"servers": 2},
+            "servers applies only to reduction='parameter_server' or 'async_parameter_server', not tree; remove",
+        ),
         ({"reduction": "parameter_server", "servers": 0}, "an integer of at least 1"),
-        ({"reduction": "ring", "ranks_per_node": 2}, "use reduction='hierarchical'"),
+        ({"reduction": "ring", "ranks_per_node": 2}, "applies only to reduction='hierarchical', not ring"),
     ],
 )
 def test_settings_that_are_refused(settings, message):

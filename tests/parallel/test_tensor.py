@@ -334,10 +334,10 @@ def test_work_is_divided():
         total = 0
         for r in records:
             if r.op == "conv2d_forward":
-                g, c, h, w, k, height, width, step, _ = r.args[4:]
+                g, c, h, w, k, height, width, step, _ = r.args[5:]
                 total += g * k * ((h - height) // step + 1) * ((w - width) // step + 1) * c * height * width
             elif r.op == "linear_forward":
-                g, i, o, _ = r.args[4:]
+                g, i, o, _ = r.args[5:]
                 total += g * i * o
             elif r.op == "linear_forward_parts":
                 g, i, o, _, parts = r.args[3:]

@@ -15,6 +15,7 @@ from odyssey import preflight
 from odyssey.comm import mock
 from odyssey.errors import ConfigError, OutputError
 from odyssey.launcher import Launched
+from odyssey.process import limits
 
 SETTINGS = {"lr": 0.1, "model": "mlp", "data_dir": None}
 
@@ -121,7 +122,7 @@ def test_a_crowded_machine_is_a_warning_on_all_ranks_alike(monkeypatch):
 
 
 def test_room_for_checkpoints(tmp_path):
-    mib = preflight.MIB
+    mib = limits.MIB
     assert preflight.check_space(22 * mib, 10 * mib, "d") == []
     assert "d has 21.0 MiB left and a checkpoint takes 10.0" in preflight.check_space(21 * mib, 10 * mib, "d")[0]
     with pytest.raises(OutputError, match="d has 9.0 MiB left"):
@@ -140,19 +141,56 @@ def test_names_of_mpi_libraries():
 def test_shared_memory_is_looked_at_before_mpi_starts(monkeypatch):
     ranks = Launched("PMI", 0, 8, 0, 8, True)
     monkeypatch.setenv("MPI_LOCALNRANKS", "8")
-    monkeypatch.setattr(preflight, "shared_memory", lambda: (preflight.MIB, preflight.MIB))
+    monkeypatch.setattr(limits, "shared_memory", lambda: (limits.MIB, limits.MIB))
     with pytest.raises(ConfigError, match="/dev/shm has 1 MiB, but MPICH needs 54 MiB for 8 ranks"):
-        preflight.before_mpi(ranks)
+        limits.before_mpi(ranks)
     monkeypatch.delenv("MPI_LOCALNRANKS")  # they may be on eight machines
     with pytest.raises(ConfigError, match="MPICH needs 22 MiB for 2 ranks"):
-        preflight.before_mpi(ranks)
+        limits.before_mpi(ranks)
     monkeypatch.setenv("MPI_LOCALNRANKS", "8")
-    preflight.before_mpi(None)
-    preflight.before_mpi(ranks._replace(local_size=1, size=1))
-    preflight.before_mpi(ranks._replace(launcher="Open MPI"))
-    for room in (None, (64 * preflight.MIB, 0), (0, 0)):  # no such place, ranks that are ahead, no limit
-        monkeypatch.setattr(preflight, "shared_memory", lambda room=room: room)
-        preflight.before_mpi(ranks)
+    limits.before_mpi(None)
+    limits.before_mpi(ranks._replace(local_size=1, size=1))
+    limits.before_mpi(ranks._replace(launcher="Open MPI"))
+    monkeypatch.setattr(limits, "shared_memory", lambda: (64 * limits.MIB, 5 * limits.MIB))
+    with pytest.raises(ConfigError, match=r"/dev/shm has 5.0 MiB left, but MPICH needs 54 MiB for 8 ranks"):
+        limits.before_mpi(ranks)
+    for room in (
+        None,
+        (64 * limits.MIB, 6 * limits.MIB),
+        (0, 0),
+    ):  # no such place, ranks that are ahead, no limit
+        monkeypatch.setattr(limits, "shared_memory", lambda room=room: room)
+        limits.before_mpi(ranks)
+
+
+@pytest.mark.parametrize(
+    ("name", "mib", "ranks", "says"),
+    [
+        ("AS", 100, 0, "address space is limited to 100 MiB (ulimit -v), but a process needs 2400 MiB"),
+        ("AS", 2300, 0, "address space is limited to 2300 MiB (ulimit -v), but a process needs 2400 MiB"),
+        ("AS", 600, 2, "address space is limited to 600 MiB (ulimit -v), but a rank needs 2816 MiB"),
+        ("AS", 2500, 2, "address space is limited to 2500 MiB (ulimit -v), but a rank needs 2816 MiB"),
+        ("FSIZE", 1, 2, "files are limited to 1.0 MiB (ulimit -f), but 2 ranks share one of 8 MiB in /dev/shm"),
+        ("FSIZE", 7, 2, "files are limited to 7.0 MiB (ulimit -f), but 2 ranks share one of 8 MiB in /dev/shm"),
+    ],
+)
+def test_a_limit_is_a_line_not_a_crash(launch, name, mib, ranks, says):
+    if name == "FSIZE" and launch.open_mpi:
+        pytest.skip("Open MPI has other files")
+    limits = (
+        f"import resource as r, sys; r.setrlimit(r.RLIMIT_{name}, ({mib} << 20,) * 2); from odyssey.cli import main"
+    )
+    done = launch(sys.executable, "-c", f"{limits}; main(['train', '--steps', '1', '--no-eval'])", ranks=ranks)
+    assert done.returncode == ConfigError.exit_code, done.stderr
+    assert done.stderr.count(says) == 1 and done.stderr.count("odyssey: ") == 1, done.stderr
+
+
+def test_limits_are_looked_at_wherever_kernels_are_loaded():
+    code = (
+        "import resource as r; r.setrlimit(r.RLIMIT_AS, (1 << 30,) * 2); from odyssey import native; native.library()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "ConfigError: [preflight] address space is limited to 1024 MiB" in done.stderr
 
 
 def test_a_place_that_cannot_be_seen_is_not_the_end(monkeypatch, tmp_path):
@@ -181,15 +219,21 @@ def test_processes(launch):
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="needs root, to mount a small /dev/shm")
-def test_a_small_dev_shm_is_a_line_not_a_bus_error(launch):
-    """Test 41: eight ranks, 1 MiB."""
+@pytest.mark.parametrize(
+    ("mounted", "says"),
+    [
+        ("size=1m", "/dev/shm has 1 MiB, but MPICH needs 54 MiB for 8 ranks"),  # test 41
+        ("ro", "no file can be made in /dev/shm (Read-only file system)"),
+    ],
+)
+def test_a_small_or_read_only_dev_shm_is_a_line_not_a_bus_error(launch, mounted, says):
     if launch.open_mpi:
         pytest.skip("Open MPI runs with a small /dev/shm")
-    script = 'mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$@"'
+    script = f'mount -t tmpfs -o {mounted} tmpfs /dev/shm && exec "$@"'
     command = ["unshare", "-m", "sh", "-c", script, "sh", launch.mpirun, "-n", "8", sys.executable, "-m"]
     done = subprocess.run(
         [*command, "odyssey.train", "--steps", "1"], capture_output=True, text=True, timeout=60, env=launch.environment
     )
     assert done.returncode == ConfigError.exit_code, done.stderr
-    assert done.stderr.count("/dev/shm has 1 MiB, but MPICH needs 54 MiB for 8 ranks") == 1
+    assert done.stderr.count(says) == 1
     assert "signal" not in done.stderr + done.stdout

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from odyssey import data, nn, optim
+from odyssey import data, manual_seed, nn, optim
 from odyssey.errors import ConfigError
 from odyssey.trainer import DistributedTrainer
 
@@ -43,6 +43,30 @@ def test_many_small_data_sets_share_one_plan() -> None:
     b.fit(pairs)
     assert len(b._train._prepared) == 1
     assert a.weights_sha256() == b.weights_sha256()
+
+
+def test_a_loader_may_fill_the_same_memory_again() -> None:
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(5, 8, 4)).astype(np.float32), rng.integers(0, 3, (5, 8))
+
+    class Filled:
+        def __iter__(self):
+            samples, labels = np.empty_like(x[0]), np.empty_like(y[0])
+            for samples[:], labels[:] in zip(x, y, strict=True):
+                yield samples, labels
+
+    def trained(loader: object) -> str:
+        manual_seed(0)
+        t = DistributedTrainer(nn.Linear(4, 3), optim.SGD(lr=0.1), threads=1, accumulation_steps=2)
+        t.fit(loader)
+        return t.weights_sha256()
+
+    assert trained(Filled()) == trained(list(zip(x, y, strict=True)))
+
+
+def test_what_is_no_batch_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"the loader gave a dict; give batches of \(x, y\)"):
+        trainer().fit([{"image": 1, "label": 2, "weight": 3}])
 
 
 def test_training_mode_is_left_as_it_was() -> None:
@@ -97,6 +121,12 @@ def test_a_forward_that_returns_nothing_is_refused(execution: str) -> None:
         DistributedTrainer(Forgot(), optim.SGD(lr=0.1), execution=execution).fit(
             data.DataLoader(images(64), batch_size=64)
         )
+
+
+@pytest.mark.parametrize("layers", [[], [nn.ReLU()]])
+def test_a_model_without_parameters_is_refused(layers: list) -> None:
+    with pytest.raises(ConfigError, match="the model has no parameters"):
+        DistributedTrainer(nn.Sequential(*layers), optim.Adam(), shard_size=4)
 
 
 def test_num_gpus_must_be_an_integer() -> None:

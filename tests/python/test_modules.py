@@ -273,3 +273,11 @@ def test_a_plain_list_of_what_is_found_anyway_is_not_refused():
     held = Holder([fc, (fc.weight, 3)], known=fc)
     assert [name for name, _ in held.named_parameters()] == ["known.weight", "known.bias"]
     assert len(list(Holder([1, "a", F.relu, np.ones(3)]).parameters())) == 0
+
+
+@pytest.mark.parametrize("rows", [2, 20])
+@pytest.mark.parametrize("layer", [nn.Linear(4, 3), nn.Sequential(nn.Conv2d(1, 2, 2), nn.ReLU())])
+def test_an_array_is_no_tensor(layer, rows):
+    shape = (4,) if isinstance(layer, nn.Linear) else (1, 4, 4)
+    with pytest.raises(ShapeError, match=r"a layer is called with a ndarray; give it a Tensor, such as Tensor\(x\)"):
+        layer(np.ones((rows, *shape), np.float32))

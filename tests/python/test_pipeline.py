@@ -106,9 +106,9 @@ def test_flatten_is_put_in_and_shown(made, flattens):
 def test_a_micro_batch_is_a_shard():
     fcs = [nn.Linear(4, 4) for _ in range(4)]
     small = PipelineParallel([Stage([fcs[0]])], micro_batch_size=4)
-    assert DistributedTrainer(small, optim.SGD()).layout.shard_size == 4
-    assert DistributedTrainer(fcs[1], optim.SGD()).layout.shard_size == 32
-    assert DistributedTrainer(fcs[2], optim.SGD(), shard_size=6).layout.shard_size == 6
+    assert DistributedTrainer(small, optim.SGD()).shard_size == 4
+    assert DistributedTrainer(fcs[1], optim.SGD()).shard_size is None  # the global batch is to come
+    assert DistributedTrainer(fcs[2], optim.SGD(), shard_size=6).shard_size == 6
     with pytest.raises(
         ConfigError, match="shard_size is 8 and the model's micro_batch_size 4; a micro-batch is a shard"
     ):

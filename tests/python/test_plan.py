@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import functools
 import itertools
+import random
 
 import pytest
 
-from odyssey.errors import ConfigError
 from odyssey.parallel import plan as planning
 
 SHARDS = range(1, 41)
@@ -74,6 +74,52 @@ def test_threads_share_no_buffer_and_there_are_no_more_than_asked_for(shards):
             for one, other in itertools.combinations(used, 2):
                 assert not one & other
             assert set().union(*used) <= set(range(plan.buffers))
+
+
+def taken_by_whoever_is_free(plan: planning.Plan, rng: random.Random) -> dict:
+    """What is in the buffers after threads of any speed have taken the shards as the executor does, by its tables."""
+    lo, shards, nodes, threads, pooled = (int(n) for n in plan.tables()[:5])
+    rest = iter(plan.tables()[planning.LINE :])
+    parent, left, right = ([next(rest) for _ in range(nodes)] for _ in range(3))
+    fixed = [next(rest) for _ in range(shards)]
+    begins, ends = ([next(rest) for _ in range(threads)] for _ in range(2))
+    pool, place, complete = {next(rest) for _ in range(pooled)}, {}, dict.fromkeys(range(nodes), 0)
+    free, buffers, under_way = set(pool), {}, []
+    while under_way or any(a < b for a, b in zip(begins, ends, strict=True)):
+        able = [
+            t for t in range(threads) if begins[t] < ends[t] and (free or fixed[begins[t]] >= 0)
+        ] if len(under_way) < threads else []  # fmt: skip
+        assert able or under_way, "all wait for a buffer"
+        if able and (not under_way or rng.random() < 0.5):
+            t = rng.choice(able)
+            shard, begins[t] = begins[t], begins[t] + 1
+            b = fixed[shard] if fixed[shard] >= 0 else free.pop()
+            assert b not in place.values()
+            under_way.append((shard, b))
+            continue
+        node, b = under_way.pop(rng.randrange(len(under_way)))
+        place[node], buffers[b] = b, lo + node
+        while parent[node] >= 0:
+            node = parent[node]
+            complete[node] += 1
+            if complete[node] < 2:
+                break
+            a, b = place.pop(left[node]), place.pop(right[node])
+            buffers[a], place[node] = (buffers[a], buffers.pop(b)), a
+            assert b in pool
+            free.add(b)
+    return buffers
+
+
+@pytest.mark.parametrize("shards", SHARDS)
+def test_shards_taken_by_whoever_is_free_give_the_same_tree(shards):
+    rng = random.Random(shards)
+    for ranks, threads in itertools.product((1, 2, 3), (1, 2, 3, 5)):
+        for rank in range(ranks):
+            plan = planning.make(shards, rank, ranks, 1, threads)
+            for _ in range(3):
+                buffers = taken_by_whoever_is_free(plan, rng)
+                assert {b: tree(lo, n) for (lo, n), b in plan.partial} == buffers
 
 
 @pytest.mark.parametrize("shards", [1, 8, 13, 40, 512])
@@ -146,9 +192,3 @@ def test_a_plan_can_be_read():
         "b1 = shard 2",
         "b0 += b1",
     ]
-
-
-def test_more_workers_than_shards():
-    planning.check_workers(4, 100, 32)
-    with pytest.raises(ConfigError, match="5 workers but 4 shards .global batch 100 / shard size 32."):
-        planning.check_workers(5, 100, 32)

@@ -7,10 +7,11 @@ import time
 import numpy as np
 import pytest
 
-from odyssey import data, nn, optim, profiling
+from odyssey import data, nn, optim
 from odyssey import distributed as dist
 from odyssey.comm import mock
 from odyssey.config import DistributedConfig
+from odyssey.distributed import profiling
 from odyssey.errors import ConfigError
 from odyssey.trainer import DistributedTrainer
 

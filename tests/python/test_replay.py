@@ -189,7 +189,7 @@ def test_values_that_live_at_the_same_time_do_not_overlap(name, samples, monkeyp
         seen.append((records, place(records)))
         return seen[-1][1]
 
-    monkeypatch.setattr("odyssey.engine.place", spy)
+    monkeypatch.setattr("odyssey.parallel.direct.place", spy)
     sums(name, samples)
     ((records, total),) = seen
     lives: dict[int, list] = {}

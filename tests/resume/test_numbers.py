@@ -63,6 +63,23 @@ def test_rollback_takes_the_steps_since_the_checkpoint_again(tmp_path, capfd):
     assert back.weights_sha256() == skip.weights_sha256()
 
 
+def test_an_epoch_whose_only_batch_is_left_out_has_no_samples(tmp_path):
+    draw = np.random.default_rng(5)
+    x = draw.normal(size=(32, 1, 6, 6)).astype(np.float32)
+    good, bad = (x, np.arange(32) % 4), (np.full_like(x, 3e38), np.arange(32) % 4)
+
+    class Epochs:
+        number = 0
+
+        def __iter__(self):
+            self.number += 1
+            yield good if self.number == 1 else bad
+
+    t = trainer("rollback")
+    history = t.fit(Epochs(), epochs=2, checkpoint_dir=tmp_path)
+    assert (t.steps, history.samples, [np.isfinite(r["train_loss"]) for r in history.records]) == (2, 32, [True, False])
+
+
 def test_rollback_needs_a_checkpoint():
     with pytest.raises(NumericsError, match="no checkpoint to go back to"):
         trainer("rollback").fit(poisoned())

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from odyssey import data, nn, optim
+from odyssey.checkpoints import Store, reader
 from odyssey.errors import CheckpointError, ConfigError, Stopped
 from odyssey.resume import PROBES
 from odyssey.trainer import DistributedTrainer
@@ -97,6 +98,21 @@ def test_a_complete_training_gives_its_history_again(tmp_path, undisturbed):
     again = trainer(seed=1)
     assert records(again.fit(loader(), dataset(40), epochs=3, checkpoint_dir=tmp_path)) == undisturbed[1]
     assert again.weights_sha256() == undisturbed[0]
+
+
+def test_the_manifest_does_not_grow_with_the_epochs(tmp_path, undisturbed):
+    """The last record is in it, those before lie beside it; checkpoints that have all of them there are read."""
+    trainer().fit(loader(), dataset(40), epochs=3, checkpoint_dir=tmp_path / "new", keep=3)
+    snapshots = [reader.load(path)[0] for path in sorted((tmp_path / "new").glob("step_*"))]
+    assert [len(one.values["history"]["records"]) for one in snapshots] == [1, 1, 1]
+    before = json.loads(snapshots[-1].arrays.pop("history")["records"].tobytes())
+    assert [record["epoch"] for record in before] == [1, 2]
+    snapshots[-1].values["history"]["records"][:0] = before
+    with Store(tmp_path / "old") as store:
+        store.save(snapshots[-1])
+    for form in ("new", "old"):
+        again = trainer(seed=1)
+        assert records(again.fit(loader(), dataset(40), epochs=3, checkpoint_dir=tmp_path / form)) == undisturbed[1]
 
 
 def test_other_layouts_of_one_process(tmp_path, undisturbed):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import subprocess
@@ -10,7 +11,7 @@ import sys
 import pytest
 
 from odyssey.errors import DataError, OutputError, printable
-from odyssey.files import private_directory, write_whole
+from odyssey.files import LockFile, private_directory, write_whole
 
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a directory to another user")
 
@@ -61,6 +62,39 @@ def test_a_directory_is_made_for_its_owner_only(tmp_path):
     private_directory(tmp_path / "runs")  # that is there already
     write_whole(tmp_path / "runs" / "x.json", lambda file: file.write(b"{}"))
     assert stat.S_IMODE((tmp_path / "runs" / "x.json").stat().st_mode) == 0o600
+
+
+def test_a_file_is_there_whole_or_as_it_was(tmp_path):
+    def half(file):
+        file.write(b"half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    before = os.umask(0o027)
+    try:
+        write_whole(tmp_path / "w", lambda file: file.write(b"old"), mode=0o666, durable=False)
+    finally:
+        os.umask(before)
+    with pytest.raises(OSError, match="No space left"):
+        write_whole(tmp_path / "w", half)
+    assert stat.S_IMODE((tmp_path / "w").stat().st_mode) == 0o640 and (tmp_path / "w").read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["w"]
+
+
+def test_a_forked_child_does_not_give_back_its_parents_lock(tmp_path):
+    lock = LockFile(tmp_path / "lock")
+    assert lock.take() and not lock.write({"pid": os.getpid()})
+    if not (child := os.fork()):
+        lock.release()
+        os._exit(0)
+    os.waitpid(child, 0)
+    other = LockFile(tmp_path / "lock")
+    assert other.take() is False and other.read() == {"pid": os.getpid()}
+    lock.release()
+    assert other.take() is True and other.read() == {}
+    other.release()
+    (tmp_path / "link").symlink_to(tmp_path / "lock")
+    with pytest.raises(OSError, match="symbolic link"):
+        LockFile(tmp_path / "link")
 
 
 def test_a_directory_with_permissions_of_ones_own_stays_as_it_is(tmp_path):

@@ -19,7 +19,7 @@ def test_stop():
         NumericsError, match=r"the loss is not finite at step 7 \(epoch 1, batch 4, rate 0.1\)"
     ) as caught:
         NonFinite().found(7, 0, 3, None, "loss", 0.1)
-    assert caught.value.everywhere
+    assert caught.value.raised_on_all_ranks
 
 
 def test_skip_at_most_limit_in_a_row():
@@ -144,7 +144,7 @@ def test_a_flipped_bit_on_one_rank_is_named_on_all():
             NumericsError, match=r"step 300: the weights of rank 2 differ from those of ranks 0, 1, 3"
         ) as e:
             check_replicas(comm, 300, {"weights": fingerprint.of(weights)})
-        return e.value.everywhere
+        return e.value.raised_on_all_ranks
 
     assert run(4, rank) == [True] * 4
 

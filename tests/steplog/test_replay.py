@@ -220,10 +220,10 @@ def test_a_session_is_what_was_requested(tmp_path):
     given = Session(12, tmp_path, tmp_path / "step_00000010", "dp=2,zero=1", True)
     given.request()
     assert Session.current({REPLAY: given.variable}) == given
-    assert given.arguments() == {"mesh": Mesh(2, 1, 1), "zero": 1, "servers": 1}
+    assert given.arguments({}) == {"mesh": Mesh(2, 1, 1), "zero": 1, "servers": 1}
     Session(3, tmp_path).request()
     assert Session.current({REPLAY: f"3:{tmp_path}"}) == Session(3, tmp_path)
-    assert Session(3, tmp_path).arguments() == {}
+    assert Session(3, tmp_path).arguments({}) == {}
 
 
 @pytest.mark.parametrize("value", ["12", "x:/tmp", ":/tmp", "12:", "-1:/tmp"])

@@ -16,8 +16,9 @@ from starved import starved
 
 import odyssey
 from odyssey import comm
+from odyssey.data import DataLoader
 from odyssey.errors import ConfigError
-from odyssey.watch import slot
+from odyssey.process import slot
 
 how = sys.argv[1]
 mine = int(os.environ.get("PMI_RANK") or os.environ["OMPI_COMM_WORLD_RANK"])
@@ -29,6 +30,14 @@ if mine == 1 and how == "exits before MPI":
 world = comm.world(sys.argv[2] if len(sys.argv) > 2 else "auto")
 rank, last = world.rank, world.rank == world.size - 1
 weights = np.zeros(8, np.float32)
+
+
+class Exits:
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> None:
+        sys.exit(5)
 
 
 def now() -> None:
@@ -46,6 +55,8 @@ def misbehave() -> None:
         time.sleep(60)
     if how == "exits":
         sys.exit(3)
+    if how == "exits in a data set":
+        next(iter(DataLoader(Exits())))
     if how == "os._exit":
         os._exit(0)
     if how == "os._exit with a code":

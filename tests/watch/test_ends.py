@@ -33,6 +33,7 @@ ENDING = [
     "raises before MPI",
     "exits before MPI",
     "exits",
+    "exits in a data set",
     "os._exit",
     "os._exit with a code",
     "is killed",
@@ -50,6 +51,7 @@ ENDING = [
 ]
 PROMISED = {
     **dict.fromkeys(["raises", "raises an error of odyssey", "raises in a thread", "exits", "is interrupted"], 2.0),
+    "exits in a data set": 2.0,
     **dict.fromkeys(["os._exit", "os._exit with a code", "is killed", "returns"], 2.0),
     **dict.fromkeys(["other op", "other count", "other dtype", "other call", "other root"], 1.0),
     **dict.fromkeys(["stops", "sleeps", "loops", "loops in C"], WATCHDOG + 1),
@@ -129,6 +131,11 @@ def ours(outcome) -> list[str]:
             r"odyssey: \[rank 1\] sys.exit\(3\) at watch/misbehave.py:\d+, before the ranks met; .*",
         ),
         ("exits", 3, r"odyssey: \[rank 1\] sys.exit\(3\) at watch/misbehave.py:\d+, and others go on; all are ended"),
+        (
+            "exits in a data set",
+            5,
+            r"odyssey: \[rank 1\] sys.exit\(5\) at watch/misbehave.py:\d+, and others go on; all are ended",
+        ),
         ("is interrupted", 130, "odyssey: interrupted"),
     ],
 )

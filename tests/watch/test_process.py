@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from odyssey.watch import judge, process, slot
+from odyssey.process import slot
+from odyssey.watch import judge, process
 
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the watcher reads /proc")
@@ -148,7 +149,7 @@ while (mine := open(f"/proc/self/task/{os.getpid()}/children").read().split()) a
     time.sleep(0.05)
 print(f"children {len(mine)}\\n", end="", flush=True)
 def watched():  # it leaves the rank before it listens
-    names = [line.rpartition("-")[2].strip() for line in open("/proc/net/unix") if "@odyssey-watch-" in line]
+    names = [line.split("-")[-2] for line in open("/proc/net/unix") if "@odyssey-watch-" in line]
     return str(os.getpid()) in names
 while world.rank == 0 and not watched() and time.monotonic() < until:
     time.sleep(0.05)

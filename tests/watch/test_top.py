@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ JOB = """
 import sys, time
 import numpy as np
 from odyssey import comm
-from odyssey.watch import slot
+from odyssey.process import slot
 world = comm.world()
 slot.note("a file")
 for i in range(100000):
@@ -105,6 +106,34 @@ def test_as_json(job, launch_once):
     done = launch_once.python("-m", "odyssey", "top", job[1], "--once", "--json")
     value = json.loads(done.stdout)
     assert [judge.seen_of(item).rank for item in value["ranks"]] == [0, 1]
+
+
+SYSTEM = shutil.which("python3", path="/usr/bin:/bin:/usr/local/bin")  # one that any user can run
+OTHER = """
+import socket, sys
+held = []
+for name in sys.argv[1:]:
+    held.append(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+    held[-1].bind("\\0" + name)
+    held[-1].listen()
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or SYSTEM is None, reason="root can be another user, who has another Python")
+def test_names_that_another_user_has_taken_are_passed_over(job):
+    pid = shown(job, lambda now: now["ranks"][0].step > 5)["ranks"][0].pid
+    names = ["odyssey-watch-0-1", f"odyssey-watch-0-1-{'0' * 16}", f"odyssey-watch-0-{pid}-{'0' * 16}"]
+    other = subprocess.Popen(
+        [SYSTEM, "-c", OTHER, *names], stdin=subprocess.PIPE, stdout=subprocess.PIPE, user=65534, text=True, cwd="/"
+    )
+    try:
+        assert other.stdout.readline() == "ready\n"
+        assert pid in view.pids() and 1 not in view.pids()
+        assert view.local(pid).look()["pid"] == pid
+    finally:
+        other.communicate("")
 
 
 def test_runs_that_cannot_be_shown(tmp_path, monkeypatch):

@@ -1,23 +1,80 @@
-"""Elementwise ops on a GPU (kernels/elementwise.mojo): one launch each, four floats per thread, shards side by side.
+"""The loops of kernels/elementwise.mojo on a GPU: one launch each, four floats per thread, shards side by side.
 
-n counts the floats of one shard and may be any number. All but tanh and sigmoid give the bits of the CPU.
+n counts the floats of one shard and may be any number. What neither divides nor has exp or tanh has the bits of the CPU.
 """
 
-from ..elementwise import relu
-from ..lanes import F32, Ptr
-from .functions import sigmoid, tanh
-from .launch import Operand, Queue, StepContextPtr, blocks
-from .quads import THREADS, Four, aligned, index, load4, of_shard, store4
+from std.math import ceildiv
 
-# A function of a vector and a number that is the same everywhere, and one of two vectors.
-comptime Of1 = def[w: Int](SIMD[F32, w], Float32) thin -> SIMD[F32, w]
-comptime Of2 = def[w: Int](SIMD[F32, w], SIMD[F32, w]) thin -> SIMD[F32, w]
+from max.gpu import block_idx
+
+from ..lanes import F32, LANES, Ptr
+from ..op import Device, Of1, Of2, OfNumber, OfRow, OfTerm, Row
+from .launch import (
+    Enqueue,
+    GpuOp,
+    Launch,
+    Operand,
+    Queue,
+    StepContextPtr,
+    blocks,
+)
+from .quads import THREADS, Four, aligned, index, load4, of_shard, store4
+from .reduce import tree
+
+
+struct OnGpu(Device):
+    """The maps of a GPU."""
+
+    comptime Run = Enqueue
+
+    @staticmethod
+    def map[f: Of1]() -> Self.Run:
+        return _enqueue1[f]
+
+    @staticmethod
+    def map[f: OfNumber]() -> Self.Run:
+        return _enqueue_number[f]
+
+    @staticmethod
+    def map[f: Of2]() -> Self.Run:
+        return _enqueue2[f]
+
+    @staticmethod
+    def rows[f: OfRow, operands: Int]() -> Self.Run:
+        return _enqueue_rows[f, operands]
+
+    @staticmethod
+    def columns[f: OfTerm, operands: Int]() -> Self.Run:
+        return _enqueue_columns[f, operands]
+
+
+def _enqueue1[f: Of1](q: Queue, r: Launch) raises:
+    @always_inline
+    def g[w: Int](x: SIMD[F32, w], a: Float32) -> SIMD[F32, w]:
+        return f[w](x)
+
+    _launch[g](q, r.shards, r.op(1), r.op(2), 0, r.int(3))
+
+
+def _enqueue_number[f: OfNumber](q: Queue, r: Launch) raises:
+    _launch[f](q, r.shards, r.op(1), r.op(2), r.float(3), r.int(4))
+
+
+def _enqueue2[f: Of2](q: Queue, r: Launch) raises:
+    _launch2[f](q, r.shards, r.op(1), r.op(2), r.op(3), r.int(4))
 
 
 # --- one kernel for all -----------------------------------------------------------------
 
 
-def _map[f: Of1](y_: Ptr, ys: Int64, x_: Ptr, xs: Int64, a: Float32, n_: Int64):
+@always_inline
+def _same[w: Int](x: SIMD[F32, w], a: Float32) -> SIMD[F32, w]:
+    return x
+
+
+def _map[
+    f: OfNumber
+](y_: Ptr, ys: Int64, x_: Ptr, xs: Int64, a: Float32, n_: Int64):
     var n = Int(n_)
     var y = of_shard(y_, ys)
     var x = of_shard(x_, xs)
@@ -50,7 +107,7 @@ def _map2[
 
 @always_inline
 def _launch[
-    f: Of1
+    f: OfNumber
 ](q: Queue, shards: Int, y: Operand, x: Operand, a: Float32, n: Int) raises:
     q.enqueue_function[_map[f]](
         y.ptr(),
@@ -81,127 +138,192 @@ def _launch2[
     )
 
 
-# --- the functions ------------------------------------------------------------------------
+# --- rows and columns: a thread has a sample, or a feature of all samples of a gradient buffer -----------------------------
 
 
 @always_inline
-def _relu[w: Int](x: SIMD[F32, w], a: Float32) -> SIMD[F32, w]:
-    return relu[w](x)
+def _row(
+    shard: Int,
+    group: Int,
+    lane: Int,
+    F: Int,
+    number: Float32,
+    a: Ptr,
+    a_s: Int64,
+    b: Ptr,
+    b_s: Int64,
+    c: Ptr,
+    c_s: Int64,
+    d: Ptr,
+    d_s: Int64,
+    e: Ptr,
+    e_s: Int64,
+) -> Row[1]:
+    return Row[1](
+        a.unsafe_offset(shard * Int(a_s)),
+        b.unsafe_offset(shard * Int(b_s)),
+        c.unsafe_offset(shard * Int(c_s)),
+        d.unsafe_offset(shard * Int(d_s)),
+        e.unsafe_offset(shard * Int(e_s)),
+        F,
+        number,
+        group,
+        lane,
+        LANES,
+    )
 
 
-@always_inline
-def _relu_gradient[w: Int](d: SIMD[F32, w], y: SIMD[F32, w]) -> SIMD[F32, w]:
-    return y.gt(0).select(d, SIMD[F32, w](0))
+def _rows[
+    f: OfRow
+](
+    a: Ptr,
+    a_s: Int64,
+    b: Ptr,
+    b_s: Int64,
+    c: Ptr,
+    c_s: Int64,
+    d: Ptr,
+    d_s: Int64,
+    e: Ptr,
+    e_s: Int64,
+    G: Int32,
+    F: Int32,
+    number: Float32,
+):
+    var i = index()
+    if i >= Int(G) * LANES:
+        return
+    f[1](
+        _row(
+            block_idx.y,
+            i // LANES,
+            i % LANES,
+            Int(F),
+            number,
+            a,
+            a_s,
+            b,
+            b_s,
+            c,
+            c_s,
+            d,
+            d_s,
+            e,
+            e_s,
+        )
+    )
 
 
-@always_inline
-def _tanh[w: Int](x: SIMD[F32, w], a: Float32) -> SIMD[F32, w]:
-    return tanh(x)
+def _columns[
+    f: OfTerm
+](
+    a: Ptr,
+    a_s: Int64,
+    b: Ptr,
+    b_s: Int64,
+    c: Ptr,
+    c_s: Int64,
+    d: Ptr,
+    d_s: Int64,
+    e: Ptr,
+    e_s: Int64,
+    G: Int32,
+    F: Int32,
+    number: Float32,
+    shards: Int32,
+    fold: Int32,
+    accumulate: Int32,
+):
+    var i = index()
+    if i >= Int(F):
+        return
+    var first = block_idx.y * Int(fold)
+
+    @always_inline
+    def of_shard_(j: Int) {imm} -> SIMD[F32, 1]:
+        var s = Float32(0)
+        for g in range(Int(G)):
+            for lane in range(LANES):
+                s += f[1](
+                    _row(
+                        first + j,
+                        g,
+                        lane,
+                        Int(F),
+                        number,
+                        a,
+                        0,
+                        b,
+                        b_s,
+                        c,
+                        c_s,
+                        d,
+                        d_s,
+                        e,
+                        e_s,
+                    ),
+                    i,
+                )[0]
+        return s
+
+    var s = tree[1](of_shard_, min(Int(fold), Int(shards) - first))
+    var y = a.unsafe_offset(block_idx.y * Int(a_s))
+    if accumulate != 0:
+        s += y[unsafe_offset=i]
+    y[unsafe_offset=i] = s[0]
 
 
-@always_inline
-def _tanh_gradient[w: Int](d: SIMD[F32, w], y: SIMD[F32, w]) -> SIMD[F32, w]:
-    return d * (1 - y * y)
+def _enqueue_rows[f: OfRow, operands: Int](q: Queue, r: Launch) raises:
+    var b = r.op(min(2, operands))
+    var c = r.op(min(3, operands))
+    var d = r.op(min(4, operands))
+    var e = r.op(min(5, operands))
+    var G = r.int(operands + 1)
+    q.enqueue_function[_rows[f]](
+        r.op(1).ptr(),
+        r.op(1).step(),
+        b.ptr(),
+        b.step(),
+        c.ptr(),
+        c.step(),
+        d.ptr(),
+        d.step(),
+        e.ptr(),
+        e.step(),
+        Int32(G),
+        Int32(r.int(operands + 2)),
+        r.float(operands + 3),
+        grid_dim=(blocks(G * LANES, THREADS), r.shards),
+        block_dim=THREADS,
+    )
 
 
-@always_inline
-def _sigmoid[w: Int](x: SIMD[F32, w], a: Float32) -> SIMD[F32, w]:
-    return sigmoid[w](x)
-
-
-@always_inline
-def _sigmoid_gradient[w: Int](d: SIMD[F32, w], y: SIMD[F32, w]) -> SIMD[F32, w]:
-    return d * y * (1 - y)
-
-
-@always_inline
-def _add[w: Int](u: SIMD[F32, w], v: SIMD[F32, w]) -> SIMD[F32, w]:
-    return u + v
-
-
-@always_inline
-def _multiply[w: Int](u: SIMD[F32, w], v: SIMD[F32, w]) -> SIMD[F32, w]:
-    return u * v
-
-
-@always_inline
-def _scale[w: Int](x: SIMD[F32, w], a: Float32) -> SIMD[F32, w]:
-    return x * a
-
-
-@always_inline
-def _same[w: Int](x: SIMD[F32, w], a: Float32) -> SIMD[F32, w]:
-    return x
-
-
-# --- activations --------------------------------------------------------------------------
-
-
-def relu_forward(q: Queue, shards: Int, y: Operand, x: Operand, n: Int) raises:
-    """Computes y = max(x, 0)."""
-    _launch[_relu](q, shards, y, x, 0, n)
-
-
-def relu_backward(
-    q: Queue, shards: Int, dx: Operand, dy: Operand, y: Operand, n: Int
-) raises:
-    """Passes dy where y > 0."""
-    _launch2[_relu_gradient](q, shards, dx, dy, y, n)
-
-
-def tanh_forward(q: Queue, shards: Int, y: Operand, x: Operand, n: Int) raises:
-    """Computes y = tanh(x)."""
-    _launch[_tanh](q, shards, y, x, 0, n)
-
-
-def tanh_backward(
-    q: Queue, shards: Int, dx: Operand, dy: Operand, y: Operand, n: Int
-) raises:
-    """Computes dx = dy (1 - y^2)."""
-    _launch2[_tanh_gradient](q, shards, dx, dy, y, n)
-
-
-def sigmoid_forward(
-    q: Queue, shards: Int, y: Operand, x: Operand, n: Int
-) raises:
-    """Computes y = 1 / (1 + exp(-x))."""
-    _launch[_sigmoid](q, shards, y, x, 0, n)
-
-
-def sigmoid_backward(
-    q: Queue, shards: Int, dx: Operand, dy: Operand, y: Operand, n: Int
-) raises:
-    """Computes dx = dy y (1 - y)."""
-    _launch2[_sigmoid_gradient](q, shards, dx, dy, y, n)
-
-
-# --- arithmetic -----------------------------------------------------------------------------
-
-
-def add(
-    q: Queue, shards: Int, y: Operand, a: Operand, b: Operand, n: Int
-) raises:
-    """Computes y = a + b. y may be a or b."""
-    _launch2[_add](q, shards, y, a, b, n)
-
-
-def multiply(
-    q: Queue, shards: Int, y: Operand, a: Operand, b: Operand, n: Int
-) raises:
-    """Computes y = a b. y may be a or b."""
-    _launch2[_multiply](q, shards, y, a, b, n)
-
-
-def scale(
-    q: Queue, shards: Int, y: Operand, x: Operand, a: Float32, n: Int
-) raises:
-    """Computes y = a x. y may be x."""
-    _launch[_scale](q, shards, y, x, a, n)
-
-
-def copy(q: Queue, shards: Int, y: Operand, x: Operand, n: Int) raises:
-    """Copies n floats of each shard."""
-    _launch[_same](q, shards, y, x, 0, n)
+def _enqueue_columns[f: OfTerm, operands: Int](q: Queue, r: Launch) raises:
+    var b = r.op(min(2, operands))
+    var c = r.op(min(3, operands))
+    var d = r.op(min(4, operands))
+    var e = r.op(min(5, operands))
+    var F = r.int(operands + 2)
+    q.enqueue_function[_columns[f]](
+        r.op(1).ptr(),
+        r.op(1).step(),
+        b.ptr(),
+        b.step(),
+        c.ptr(),
+        c.step(),
+        d.ptr(),
+        d.step(),
+        e.ptr(),
+        e.step(),
+        Int32(r.int(operands + 1)),
+        Int32(F),
+        r.float(operands + 3),
+        Int32(r.shards),
+        Int32(r.fold),
+        Int32(r.accumulate),
+        grid_dim=(blocks(F, THREADS), ceildiv(r.shards, r.fold)),
+        block_dim=THREADS,
+    )
 
 
 def _fill(y_: Ptr, ys: Int64, a: Float32, n_: Int64):
@@ -245,3 +367,32 @@ def loss_scale(q: Queue, shards: Int, y: Operand, ctx: StepContextPtr) raises:
         grid_dim=blocks(shards, THREADS),
         block_dim=THREADS,
     )
+
+
+def copy(q: Queue, shards: Int, y: Operand, x: Operand, n: Int) raises:
+    """Copies n floats of each shard."""
+    _launch[_same](q, shards, y, x, 0, n)
+
+
+# --- ops ----------------------------------------------------------------------------------
+
+
+def _copy_op(q: Queue, r: Launch) raises:
+    copy(q, r.shards, r.op(1), r.op(2), r.int(3))
+
+
+def _fill_op(q: Queue, r: Launch) raises:
+    fill(q, r.shards, r.op(1), r.float(2), r.int(3))
+
+
+def _loss_scale_op(q: Queue, r: Launch) raises:
+    loss_scale(q, r.shards, r.op(1), r.context)
+
+
+def ops() -> List[GpuOp]:
+    """The ops of this file."""
+    return [
+        GpuOp("copy", _copy_op),
+        GpuOp("fill", _fill_op),
+        GpuOp("loss_scale", _loss_scale_op),
+    ]

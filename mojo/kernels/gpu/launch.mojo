@@ -17,19 +17,16 @@ alone, never on `shards`, `fold`, the grid or the device's size. No atomics on f
 """
 
 from std.math import ceildiv
+from std.memory import bitcast
+from std.utils import StaticTuple
 
 from max.gpu.host import DeviceContext
 
-from ..lanes import IntPtr, Ptr
+from ..lanes import IntPtr, LongPtr, Ptr
+from ..op import OpOf
+from ..record import BF16, DTYPE, FP16, FP32, OFFSET, SPACES, TF32
 
 comptime Queue = DeviceContext
-comptime LongPtr = Pointer[Int64, MutUntrackedOrigin]
-
-# How the operands of a product are rounded before they are multiplied; sums are float32.
-comptime FP32 = 0
-comptime TF32 = 1  # 10 bits of mantissa, on tensor cores
-comptime BF16 = 2
-comptime FP16 = 3
 
 
 @fieldwise_init
@@ -94,3 +91,120 @@ comptime StepContextPtr = Pointer[StepContext, MutUntrackedOrigin]
 def blocks(n: Int, size: Int) -> Int:
     """Blocks of `size` threads for n of them; at least one."""
     return max(1, ceildiv(n, size))
+
+
+# --- records -----------------------------------------------------------------------------
+
+
+@fieldwise_init
+struct Launch(Copyable):
+    """One record with what it needs to become a launch. An operand in a space becomes an address and a stride, and the op
+    is enqueued for all shards at once.
+    """
+
+    var at: LongPtr  # numbers of the record
+    var bases: StaticTuple[Int, SPACES]  # addresses of the spaces, of shard 0
+    var strides: StaticTuple[Int, SPACES]  # floats from one shard to the next
+    var shards: Int  # of the chunk
+    var fold: Int  # shards that share a gradient buffer: 1, 2, 4 or 8
+    var accumulate: Bool  # whether gradients are added to what the buffers hold
+    var scratch: Ptr  # memory that launches share
+    var context: StepContextPtr  # what a run brings to the program
+    var flag: Int  # address of an int32: 1 while all numbers checked were finite
+
+    @always_inline
+    def dtype(self) -> Int:
+        """FP32, TF32, BF16 or FP16."""
+        return Int((self.at[] >> DTYPE) & 0xFF)
+
+    @always_inline
+    def int(self, i: Int) -> Int:
+        """Argument i as a size."""
+        return Int(self.at[unsafe_offset=i])
+
+    @always_inline
+    def float(self, i: Int) -> Float32:
+        """Argument i as a float."""
+        return bitcast[DType.float32](
+            UInt32(self.at[unsafe_offset=i] & 0xFFFFFFFF)
+        )
+
+    @always_inline
+    def op(self, i: Int) -> Operand:
+        """Argument i as an operand that walks over the shards."""
+        var v = Int(self.at[unsafe_offset=i])
+        return Operand(
+            self.bases[v >> 56] + (v & OFFSET), self.strides[v >> 56]
+        )
+
+    @always_inline
+    def ptr(self, i: Int) -> Ptr:
+        """Argument i as an operand that there is once."""
+        return Ptr(unsafe_from_address=self.op(i).address)
+
+    @always_inline
+    def ok(self) -> IntPtr:
+        """The flag: 1 while all numbers checked were finite."""
+        return IntPtr(unsafe_from_address=self.flag)
+
+
+comptime Enqueue = def(Queue, Launch) raises thin
+"""Enqueues a record."""
+comptime GpuOp = OpOf[Enqueue]
+"""One op of a GPU."""
+
+
+# Launchers that take their arguments one by one, for all shards.
+
+
+def call[
+    f: def(Queue, Int, Operand, Operand, Int, Int) raises thin
+](q: Queue, r: Launch) raises:
+    f(q, r.shards, r.op(1), r.op(2), r.int(3), r.int(4))
+
+
+def call[
+    f: def(Queue, Int, Operand, Operand, Operand, Int, Int) raises thin
+](q: Queue, r: Launch) raises:
+    f(q, r.shards, r.op(1), r.op(2), r.op(3), r.int(4), r.int(5))
+
+
+def call[
+    f: def(Queue, Int, Operand, Operand, Operand, Operand, Int, Int) raises thin
+](q: Queue, r: Launch) raises:
+    f(q, r.shards, r.op(1), r.op(2), r.op(3), r.op(4), r.int(5), r.int(6))
+
+
+def call[
+    f: def(Queue, Int, Operand, Operand, Int, Int, Int, Int, Int) raises thin
+](q: Queue, r: Launch) raises:
+    f(
+        q,
+        r.shards,
+        r.op(1),
+        r.op(2),
+        r.int(3),
+        r.int(4),
+        r.int(5),
+        r.int(6),
+        r.int(7),
+    )
+
+
+def call[
+    f: def(
+        Queue, Int, Operand, Operand, Int, Int, Int, Int, Int, Int
+    ) raises thin
+](q: Queue, r: Launch) raises:
+    f(
+        q,
+        r.shards,
+        r.op(1),
+        r.op(2),
+        r.int(3),
+        r.int(4),
+        r.int(5),
+        r.int(6),
+        r.int(7),
+        r.int(8),
+    )

@@ -7,7 +7,16 @@ and written in whole sectors of 32 bytes (uint8: a sector serves four warps), la
 from max.gpu import block_idx
 
 from ..lanes import F32, LANES, IntPtr, Ptr
-from .launch import LongPtr, Operand, Queue, StepContextPtr, blocks
+from .launch import (
+    blocks,
+    call,
+    GpuOp,
+    Launch,
+    LongPtr,
+    Operand,
+    Queue,
+    StepContextPtr,
+)
 from .quads import (
     QUADS,
     THREADS,
@@ -340,3 +349,26 @@ def pad_backward(
         grid_dim=(blocks(n, THREADS), shards),
         block_dim=THREADS,
     )
+
+
+# --- ops ----------------------------------------------------------------------------------
+
+
+def _input_op(q: Queue, r: Launch) raises:
+    input(q, r.shards, r.op(1), r.int(2), r.int(3), r.int(4), r.context)
+
+
+def _labels_op(q: Queue, r: Launch) raises:
+    labels(q, r.shards, r.op(1), r.int(2), r.context)
+
+
+def ops() -> List[GpuOp]:
+    """The ops of this file."""
+    return [
+        GpuOp("input", _input_op),
+        GpuOp("labels", _labels_op),
+        GpuOp("pack_rows", call[pack_rows]),
+        GpuOp("unpack_rows", call[unpack_rows]),
+        GpuOp("pad_forward", call[pad_forward]),
+        GpuOp("pad_backward", call[pad_backward]),
+    ]

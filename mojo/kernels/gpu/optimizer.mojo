@@ -5,7 +5,7 @@ The device decides itself whether the step is taken: where *ok is 0 nothing chan
 
 from ..lanes import F32, IntPtr, Ptr
 from ..optimizer import adam_update, sgd_update
-from .launch import Queue, blocks
+from .launch import blocks, GpuOp, Launch, Queue
 from .quads import THREADS, aligned, index
 
 
@@ -190,3 +190,48 @@ def adam(
         grid_dim=blocks(n, 4 * THREADS),
         block_dim=THREADS,
     )
+
+
+# --- ops ----------------------------------------------------------------------------------
+
+
+def _sgd_op(q: Queue, r: Launch) raises:
+    sgd(
+        q,
+        r.ok(),
+        r.ptr(1),
+        r.ptr(2),
+        r.ptr(3),
+        r.ptr(4),
+        r.int(5),
+        r.float(6),
+        r.float(7),
+        r.float(8),
+        r.int(9) != 0,
+    )
+
+
+def _adam_op(q: Queue, r: Launch) raises:
+    adam(
+        q,
+        r.ok(),
+        r.ptr(1),
+        r.ptr(2),
+        r.ptr(3),
+        r.ptr(4),
+        r.ptr(5),
+        r.int(6),
+        r.float(7),
+        r.float(8),
+        r.float(9),
+        r.float(10),
+        r.float(11),
+        r.int(12) != 0,
+        r.float(13),
+        r.float(14),
+    )
+
+
+def ops() -> List[GpuOp]:
+    """The ops of this file."""
+    return [GpuOp("sgd", _sgd_op), GpuOp("adam", _adam_op)]

@@ -8,8 +8,8 @@ from max.gpu import block_idx
 from std.utils.numerics import isnan
 
 from ..lanes import LANES, BytePtr, Ptr
-from .functions import rounded
-from .launch import Operand, Queue, blocks
+from ..functions import rounded
+from .launch import blocks, call, GpuOp, Launch, Operand, Queue
 from .quads import (
     QUADS,
     THREADS,
@@ -482,3 +482,56 @@ def avgpool_backward(
         grid_dim=(blocks(n, THREADS), shards),
         block_dim=THREADS,
     )
+
+
+# --- ops ----------------------------------------------------------------------------------
+
+
+def _max_forward_op(q: Queue, r: Launch) raises:
+    maxpool_forward(
+        q,
+        r.shards,
+        r.op(1),
+        r.op(2),
+        r.op(3),
+        r.int(4),
+        r.int(5),
+        r.int(6),
+        r.int(7),
+        r.int(8),
+        r.int(9),
+    )
+
+
+def _max_backward[relu: Bool](q: Queue, r: Launch) raises:
+    maxpool_backward[relu](
+        q,
+        r.shards,
+        r.op(1),
+        r.op(2),
+        r.op(3),
+        r.op(4),
+        r.int(5),
+        r.int(6),
+        r.int(7),
+        r.int(8),
+        r.int(9),
+        r.int(10),
+    )
+
+
+def _max_backward_op(q: Queue, r: Launch) raises:
+    if r.int(11):
+        _max_backward[True](q, r)
+    else:
+        _max_backward[False](q, r)
+
+
+def ops() -> List[GpuOp]:
+    """The ops of this file."""
+    return [
+        GpuOp("maxpool_forward", _max_forward_op),
+        GpuOp("maxpool_backward", _max_backward_op),
+        GpuOp("avgpool_forward", call[avgpool_forward]),
+        GpuOp("avgpool_backward", call[avgpool_backward]),
+    ]

@@ -12,7 +12,15 @@ from std.sys import is_apple_gpu
 from max.gpu import block_dim, block_idx, grid_dim, thread_idx
 
 from ..lanes import F32, LANES, IntPtr, Ptr
-from .launch import LongPtr, Operand, Queue, StepContextPtr, blocks
+from .launch import (
+    blocks,
+    GpuOp,
+    Launch,
+    LongPtr,
+    Operand,
+    Queue,
+    StepContextPtr,
+)
 from .quads import (
     QUADS,
     THREADS,
@@ -484,3 +492,59 @@ def finite(q: Queue, flag: IntPtr, x: Ptr, n: Int) raises:
         grid_dim=min(2 * MOST_BLOCKS, blocks(n, 4 * MANY)),
         block_dim=MANY,
     )
+
+
+# --- ops ----------------------------------------------------------------------------------
+
+
+def _stats_op(q: Queue, r: Launch) raises:
+    stats(
+        q,
+        r.shards,
+        r.fold,
+        r.op(1),
+        r.op(2),
+        r.op(3),
+        r.context,
+        r.accumulate,
+    )
+
+
+def _sum_lanes_op(q: Queue, r: Launch) raises:
+    sum_lanes(
+        q,
+        r.shards,
+        r.op(1),
+        r.op(2),
+        r.int(3),
+        r.int(4),
+        r.int(5),
+        r.context,
+    )
+
+
+def _sum_lanes_backward_op(q: Queue, r: Launch) raises:
+    sum_lanes_backward(
+        q,
+        r.shards,
+        r.op(1),
+        r.op(2),
+        r.int(3),
+        r.int(4),
+        r.int(5),
+        r.context,
+    )
+
+
+def _finite_op(q: Queue, r: Launch) raises:
+    finite(q, r.ok(), r.ptr(1), r.int(2))
+
+
+def ops() -> List[GpuOp]:
+    """The ops of this file."""
+    return [
+        GpuOp("stats", _stats_op),
+        GpuOp("sum_lanes", _sum_lanes_op),
+        GpuOp("sum_lanes_backward", _sum_lanes_backward_op),
+        GpuOp("finite", _finite_op),
+    ]

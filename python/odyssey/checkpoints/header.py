@@ -1,7 +1,8 @@
-"""The header of a safetensors file: made from arrays, and parsed from bytes that nobody has vouched for.
+"""The header of a safetensors file, and which tensors a checkpoint may have.
 
 A file is 8 bytes (length of the JSON, little-endian), the JSON, then the data of all tensors without gaps. Format:
-https://github.com/huggingface/safetensors. What it is not: a reader of files; see reader.py.
+https://github.com/huggingface/safetensors. No header is ever parsed: the manifest names a file's tensors, and there is
+one header for them, which the file must begin with (reader.py).
 """
 
 from __future__ import annotations
@@ -9,13 +10,12 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..errors import CheckpointError, DataError, OutputError
-from ..files import parse_json
+from ..errors import CheckpointError, OutputError
 
 HEADER_LIMIT = 16 << 20  # bytes of JSON
 TENSORS_LIMIT = 100_000
@@ -42,7 +42,6 @@ DTYPES = {  # name in the file -> numpy dtype, little-endian; numpy has no bfloa
 _WIDTHS = {name: np.dtype(code).itemsize for name, code in DTYPES.items()}
 _NAMES = {code: name for name, code in DTYPES.items() if name != "BF16"}
 _CHARACTERS = re.compile(r"[A-Za-z0-9_./-]+")
-_KEYS = {"dtype", "shape", "data_offsets"}
 
 
 class Tensor(NamedTuple):
@@ -100,45 +99,14 @@ def check_tiling(tensors: list[Tensor], space: int) -> None:
         raise CheckpointError(f"the tensors fill {at} bytes, the file has {space} of data")
 
 
-def header_length(first: bytes, size: int) -> int:
-    """The bytes of JSON that a file of `size` bytes says it has; checked before anything is allocated for them."""
-    if len(first) != LENGTH_BYTES:
-        raise CheckpointError(f"{size} bytes are no safetensors file")
-    length = int.from_bytes(first, "little")
-    if not 2 <= length <= min(HEADER_LIMIT, size - LENGTH_BYTES):
-        raise CheckpointError(f"a header of {length} bytes is not within the file's {size}, at most {HEADER_LIMIT}")
-    return length
-
-
-def parse_header(data: bytes, size: int) -> dict[str, Tensor]:
-    """The tensors of a safetensors file of `size` bytes that begins with `data`: the 8 bytes of length and the JSON.
-
-    Raises:
-        CheckpointError: the header is not one, or does not describe exactly the file's bytes.
-    """
-    length = header_length(data[:LENGTH_BYTES], size)
-    if len(data) < LENGTH_BYTES + length:
-        raise CheckpointError("the header ends early")
-    text = data[LENGTH_BYTES : LENGTH_BYTES + length]
-    if not text.startswith(b"{"):
-        raise CheckpointError("the header is no JSON object")
-    try:
-        entries = parse_json(text, "the header")
-    except DataError as problem:
-        raise CheckpointError(str(problem)) from None
-    metadata = entries.pop("__metadata__", {})
-    if type(metadata) is not dict or not all(type(value) is str for value in metadata.values()):
-        raise CheckpointError("the header's __metadata__ is not an object of texts")
-    if len(entries) > TENSORS_LIMIT:
-        raise CheckpointError(f"{len(entries)} tensors are more than {TENSORS_LIMIT}")
-    space = size - LENGTH_BYTES - length
-    tensors = {}
-    for name, entry in entries.items():
-        if type(entry) is not dict or entry.keys() != _KEYS:
-            raise CheckpointError(f"{ascii(name)[:80]}: a tensor has dtype, shape and data_offsets")
-        tensors[name] = check_tensor(name, entry["dtype"], entry["shape"], entry["data_offsets"], space)
-    check_tiling(list(tensors.values()), space)
-    return tensors
+def encode_header(tensors: Sequence[Tensor]) -> bytes:
+    """The header of a file with these tensors: length and JSON."""
+    entries = {
+        one.name: {"dtype": one.dtype, "shape": one.shape, "data_offsets": [one.begin, one.end]} for one in tensors
+    }
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % LENGTH_BYTES)
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
 
 def make_header(arrays: Mapping[str, np.ndarray]) -> tuple[bytes, list[Tensor]]:
@@ -164,14 +132,10 @@ def make_header(arrays: Mapping[str, np.ndarray]) -> tuple[bytes, list[Tensor]]:
         array = arrays[name]
         tensors.append(Tensor(name, _NAMES[array.dtype.str], array.shape, at, at + array.nbytes))
         at += array.nbytes
-    entries = {
-        one.name: {"dtype": one.dtype, "shape": one.shape, "data_offsets": [one.begin, one.end]} for one in tensors
-    }
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % LENGTH_BYTES)
-    if len(text) > HEADER_LIMIT:
-        raise OutputError(f"a header of {len(text)} bytes is longer than {HEADER_LIMIT}; use fewer tensors per file")
-    return len(text).to_bytes(LENGTH_BYTES, "little") + text, tensors
+    header = encode_header(tensors)
+    if len(header) - LENGTH_BYTES > HEADER_LIMIT:
+        raise OutputError(f"a header of {len(header)} bytes is longer than {HEADER_LIMIT}; use fewer tensors per file")
+    return header, tensors
 
 
 def _whole_numbers(value: Any) -> bool:

@@ -8,23 +8,17 @@ earlier one finds out before it puts the next checkpoint in place. Where there i
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
-import json
 import os
 import time
 from pathlib import Path
 from typing import NamedTuple
 
-from ..errors import DataError, OutputError, printable
-from ..files import parse_json
+from ..errors import OutputError, printable
+from ..files import LockFile
 from .writer import host_name
 
 NAME = ".lock"
 PATIENCE = 2.0  # seconds: a killed process may still be ending
-_LIMIT = 4096
-_HELD = (errno.EWOULDBLOCK, errno.EACCES)
-_NO_FLOCK = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL)
 
 
 class Holder(NamedTuple):
@@ -68,16 +62,17 @@ class Lock:
         """
         self.folder, self.path = folder, folder / NAME
         self.mine = Holder(host_name(), os.getpid(), attempt)
-        self._descriptor = self._take()
+        self._file: LockFile | None = self._take()
 
     def check(self) -> None:
         """Raises OutputError if another process has taken the directory meanwhile."""
+        assert self._file is not None
         try:
-            now, own = os.stat(self.path), os.fstat(self._descriptor)
-            if (now.st_dev, now.st_ino) == (own.st_dev, own.st_ino) and _read(self._descriptor) == self.mine:
+            if self._file.in_place() and _holder(self._file) == self.mine:
                 return
-            with open(self.path, "rb") as file:
-                holder = str(_read(file.fileno()) or "another process")
+            now = LockFile(self.path, os.O_RDONLY)
+            holder = str(_holder(now) or "another process")
+            now.release(empty=False)
         except OSError as problem:
             holder = f"nobody ({self.path.name}: {problem.strerror})"
         raise OutputError(
@@ -85,25 +80,23 @@ class Lock:
         )
 
     def release(self) -> None:
-        """Gives it back; the file stays, empty: who unlinked it could unlink another one's."""
-        if self._descriptor < 0:
-            return
-        with contextlib.suppress(OSError):
-            if _read(self._descriptor) == self.mine:
-                os.ftruncate(self._descriptor, 0)
-        os.close(self._descriptor)
-        self._descriptor = -1
+        """Gives it back."""
+        if self._file is not None:
+            self._file.release(empty=_holder(self._file) == self.mine)
+            self._file = None
 
-    def _take(self) -> int:
+    def _take(self) -> LockFile:
         until = time.monotonic() + PATIENCE
         while True:
-            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            file = LockFile(self.path)
             try:
-                if self._try(descriptor):
-                    return descriptor
-                holder = _read(descriptor)
+                if self._try(file):
+                    return file
+                holder = _holder(file)
                 if holder is not None and holder.attempt < self.mine.attempt:
-                    return self._take_over(descriptor)
+                    made = self._take_over()
+                    file.release(empty=False)
+                    return made
                 if time.monotonic() > until:
                     who = holder or "another process"
                     raise OutputError(
@@ -111,61 +104,44 @@ class Lock:
                         "wait for its end, or give another directory"
                     )
             except BaseException:
-                os.close(descriptor)
+                file.release(empty=False)
                 raise
-            os.close(descriptor)
+            file.release(empty=False)
             time.sleep(0.05)
 
-    def _try(self, descriptor: int) -> bool:
+    def _try(self, file: LockFile) -> bool:
         """Takes the file if it is free."""
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as problem:
-            if problem.errno in _HELD:
-                return False
-            if problem.errno not in _NO_FLOCK:
-                raise
-            holder = _read(descriptor)
-            free = holder is None or holder.dead or holder == self.mine or holder.attempt < self.mine.attempt
-            if not free:
-                return False
-        named = os.stat(self.path)
-        own = os.fstat(descriptor)
-        if (named.st_dev, named.st_ino) != (own.st_dev, own.st_ino):
-            return False  # it was replaced meanwhile
-        self._sign(descriptor)
+        taken = file.take()
+        if taken is None:
+            holder = _holder(file)
+            taken = holder is None or holder.dead or holder == self.mine or holder.attempt < self.mine.attempt
+        if not taken or not file.in_place():  # it was replaced meanwhile
+            return False
+        file.write(self.mine._asdict(), durable=True)
         return True
 
-    def _take_over(self, descriptor: int) -> int:
+    def _take_over(self) -> LockFile:
         """Puts a new file in the place of one that an earlier attempt still holds."""
-        aside = self.path.with_name(f"{NAME}.{self.mine.attempt}.{self.mine.host}.{self.mine.pid}")
-        made = os.open(aside, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        made = LockFile(self.path.with_name(f"{NAME}.{self.mine.attempt}.{self.mine.host}.{self.mine.pid}"))
         try:
-            with contextlib.suppress(OSError):  # where there is no flock there is none to take
-                fcntl.flock(made, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._sign(made)
-            os.rename(aside, self.path)
-        except BaseException:
-            os.close(made)
             with contextlib.suppress(OSError):
-                os.unlink(aside)
+                made.take()
+            made.write(self.mine._asdict(), durable=True)
+            os.rename(made.path, self.path)
+        except BaseException:
+            made.release()
+            with contextlib.suppress(OSError):
+                os.unlink(made.path)
             raise
-        os.close(descriptor)
+        made.path = self.path
         return made
 
-    def _sign(self, descriptor: int) -> None:
-        data = (json.dumps(self.mine._asdict()) + "\n").encode()
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, data, 0)
-        os.fsync(descriptor)
 
-
-def _read(descriptor: int) -> Holder | None:
+def _holder(file: LockFile) -> Holder | None:
     """Who a lock file names; None where it names nobody, or is torn."""
     try:
-        content = parse_json(os.pread(descriptor, _LIMIT, 0), NAME)
-        holder = Holder(**content)
-    except (DataError, TypeError):
+        holder = Holder(**file.read())
+    except TypeError:
         return None
     right = type(holder.host) is str and type(holder.pid) is int and type(holder.attempt) is int
     return holder if right and holder.pid > 0 and holder.attempt >= 0 else None

@@ -19,7 +19,7 @@ import numpy as np
 
 from ..errors import CheckpointError
 from . import manifest
-from .header import DTYPES, LENGTH_BYTES, Tensor, header_length, parse_header
+from .header import DTYPES, Tensor, encode_header
 from .manifest import File, Manifest, parse_manifest
 from .snapshot import SUFFIX, Snapshot, step_name, step_of
 
@@ -137,17 +137,16 @@ def _check_files(directory: int, found: Manifest, digest: Callable[[int, int, Fi
 
 
 def _check_header(descriptor: int, file: File) -> int:
-    """Compares a file's header with the manifest; says where its data begins."""
-    first = bytearray(min(LENGTH_BYTES, file.size))
-    _read_into(descriptor, memoryview(first), 0)
-    start = LENGTH_BYTES + header_length(bytes(first), file.size)
-    header = bytearray(start)
-    _read_into(descriptor, memoryview(header), 0)
-    if not hmac.compare_digest(hashlib.sha256(header).hexdigest(), file.header_sha256):
+    """Compares a file's header with that of the manifest's tensors; says where its data begins."""
+    header = encode_header(file.tensors)
+    size = len(header) + sum(tensor.nbytes for tensor in file.tensors)
+    if size != file.size:
+        raise CheckpointError(f"header and tensors fill {size} bytes, the file has {file.size}")
+    found = bytearray(len(header))
+    _read_into(descriptor, memoryview(found), 0)
+    if found != header or hashlib.sha256(header).hexdigest() != file.header_sha256:
         raise CheckpointError("its header does not match its SHA-256")
-    if parse_header(bytes(header), file.size) != {tensor.name: tensor for tensor in file.tensors}:
-        raise CheckpointError("its header has other tensors than the manifest")
-    return start
+    return len(header)
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 import concurrent.futures
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,10 +46,17 @@ class Store:
     """
 
     def __init__(
-        self, folder: Path | str, keep: int = 2, attempt: int = 0, owner: bool = True, key: bytes | None = None
+        self,
+        folder: Path | str,
+        keep: int = 2,
+        attempt: int = 0,
+        owner: bool = True,
+        key: bytes | None = None,
+        tell: Callable[[str], None] = lambda line: None,
     ) -> None:
         """`owner` makes the directory, locks it and removes what dead writers left aside; without it nothing is
-        written. `attempt` is that of the run, 0 outside one. With a `key`, manifests are signed and must be.
+        written. `attempt` is that of the run, 0 outside one. With a `key`, manifests are signed and must be. `tell`
+        gets a line for a person, also from another thread.
 
         Raises:
             ConfigError: `keep` is less than 2.
@@ -60,7 +68,7 @@ class Store:
                 f"[checkpoint] keep {keep} leaves nothing to fall back to when the newest is damaged; keep 2 or more"
             )
         self.folder = Path(os.path.abspath(folder))
-        self.keep, self.attempt, self.owner, self.key = keep, attempt, owner, key
+        self.keep, self.attempt, self.owner, self.key, self.tell = keep, attempt, owner, key, tell
         self._valid: set[str] = set()  # names that this process has written or verified
         self._staged: dict[tuple[str, str], np.ndarray] = {}  # copies of the arrays that are being written
         # Its own thread, and not one per save: starting one lets this thread wait while the other begins its work.
@@ -71,9 +79,9 @@ class Store:
             private_directory(self.folder)
             try:
                 self._lock = Lock(self.folder, attempt)
+                self._sweep()
             except OSError as problem:
                 raise OutputError(f"[checkpoint] {self._place} cannot be used: {problem.strerror}") from problem
-            self._sweep()
 
     def __enter__(self) -> Store:
         return self
@@ -240,6 +248,7 @@ class Store:
     def _save(self, step: int, arrays: dict[str, dict[str, np.ndarray]], values: dict[str, Any]) -> Path:
         name, written = step_name(step), False
         try:
+            self._hold()
             planned = Planned(step, self.attempt, values, arrays, self.key)
             if not self._is_there(name, planned):
                 self._valid.discard(name)
@@ -268,6 +277,19 @@ class Store:
                 ) from problem
         self._remove_old(name)
         return self.path_of(step)
+
+    def _hold(self) -> None:
+        """Makes the directory and its lock anew where somebody has removed them: the training is worth more than that,
+        and who has no lock there holds nothing."""
+        assert self._lock is not None
+        if os.path.lexists(self._lock.path):
+            return
+        what = f"the lock of {self._place}" if self.folder.is_dir() else f"{self._place}, with its checkpoints,"
+        private_directory(self.folder)
+        former, self._lock = self._lock, Lock(self.folder, self.attempt)
+        former.release()
+        self._valid.clear()
+        self.tell(f"[checkpoint] {what} was removed by somebody else, and is made anew")
 
     def _is_there(self, name: str, planned: Planned) -> bool:
         """Whether a valid checkpoint of this name says the same already; refuses to replace a later attempt's."""

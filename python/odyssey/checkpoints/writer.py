@@ -7,7 +7,6 @@ what is kept and what is removed; see store.py.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import hashlib
 import os
@@ -20,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import CheckpointError, OutputError
-from ..files import sync_directory
+from ..files import exchange, sync_directory
 from . import manifest
 from .header import make_header
 from .manifest import File, Manifest, parse_manifest
@@ -28,7 +27,6 @@ from .reader import bytes_of, in_threads
 from .snapshot import SUFFIX, is_file_name, step_name
 
 _ASIDE = re.compile(r"\.step_([0-9]{8,18})\.(tmp|old)\.([0-9]{1,18})\.([A-Za-z0-9_.-]{1,64})\.([0-9]{1,10})")
-_AT_FDCWD, _EXCHANGE = -100, 2  # of renameat2, Linux
 
 
 class Aside(NamedTuple):
@@ -121,7 +119,7 @@ class Planned:
             sync_directory(temporary)
             allowed()
             if os.path.lexists(final):
-                _exchange(temporary, final)
+                exchange(temporary, final, folder / aside._replace(kind="old").name)
             else:
                 os.rename(temporary, final)
         except BaseException:
@@ -180,23 +178,3 @@ def _write_file(path: Path, parts: list[memoryview]) -> None:
     except OSError as problem:
         problem.filename = path.name
         raise
-
-
-def _exchange(new: Path, old: Path) -> None:
-    """Lets two directories change names, in one step where the system can (Linux), else in three.
-
-    In three, a crash in between can lose `old`, never tear it: the checkpoint before it is used then.
-    """
-    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if rename is not None:
-        if rename(_AT_FDCWD, os.fsencode(new), _AT_FDCWD, os.fsencode(old), _EXCHANGE) == 0:
-            return
-        number = ctypes.get_errno()
-        if number not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):  # not on this file system
-            raise OSError(number, os.strerror(number), old.name)
-    parsed = Aside.parse(new.name)
-    assert parsed is not None
-    aside = old.with_name(parsed._replace(kind="old").name)
-    os.rename(old, aside)
-    os.rename(new, old)
-    os.rename(aside, new)

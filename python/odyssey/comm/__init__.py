@@ -5,7 +5,7 @@
 | local | base.py | this process alone |
 | mpi | mpi.py | processes under an MPI launcher |
 | shm | shm.py | the same, on one machine, through shared memory |
-| nccl | nccl_world.py | processes under an MPI launcher, each with a GPU of its own, through NVIDIA's NCCL |
+| nccl | nccl.py | mpi or shm, and NVIDIA's NCCL between the GPUs of the ranks, one of its own each |
 | gloo | gloo.py | processes with the variables of env://, through PyTorch's Gloo |
 | mock | mock.py | threads of this process, for tests: `mock.run(ranks, function)` |
 
@@ -18,20 +18,20 @@ import importlib
 import importlib.util
 import os
 
-from .. import launcher, preflight
+from .. import launcher, process
 from ..errors import ConfigError
-from ..watch import start
-from . import base
+from ..process import limits
+from ..recipes import BACKENDS
+from . import base, mock
 from .base import Communicator, Request
 from .calls import DTYPES, ReduceOp, bfloat16
 
-__all__ = ["BACKENDS", "DTYPES", "Communicator", "ReduceOp", "Request", "bfloat16", "launched", "world"]
+__all__ = ["BACKENDS", "DTYPES", "Communicator", "ReduceOp", "Request", "bfloat16", "launched", "mock", "world"]
 
 ASKED = "ODYSSEY_BACKEND"  # what "auto" stands for, where that is not to be found out
-BACKENDS = ("auto", "mpi", "shm", "local", "gloo", "nccl")
 
 # Modules of this package with a function `connect() -> Communicator`, all processes of the run.
-_MODULES = {"mpi": ".mpi", "shm": ".shm", "gloo": ".gloo", "nccl": ".nccl_world"}
+_MODULES = {"mpi": ".mpi", "shm": ".shm", "gloo": ".gloo", "nccl": ".nccl"}
 
 _worlds: dict[str, Communicator] = {}
 
@@ -64,13 +64,16 @@ def world(backend: str = "auto") -> Communicator:
         if "auto" not in _worlds:
             picked, why = _pick()
             if picked == "mpi" and not os.environ.get(ASKED):
-                picked, why = _nearer(world("mpi"), why)
+                picked, why = nearer(world("mpi"), why)
             _worlds["auto"] = world(picked)
             _worlds["auto"].why += f"; {why}"
         return _worlds["auto"]
     if backend not in _worlds:
-        _worlds[backend] = Communicator() if backend == "local" else _connect(backend)
-        start.begin(_worlds[backend])
+        _worlds[backend] = made = Communicator() if backend == "local" else _connect(backend)
+        made._is_world = True
+        process.worlds.append(made)
+        for hook in process.on_world:
+            hook(made)
     return _worlds[backend]
 
 
@@ -95,7 +98,7 @@ def _pick() -> tuple[str, str]:
     return "local", "no launcher" if found is None else f"{found.launcher} started one"
 
 
-def _nearer(mpi: Communicator, why: str) -> tuple[str, str]:
+def nearer(mpi: Communicator, why: str) -> tuple[str, str]:
     """Shared memory instead of MPI if all ranks are on one machine.
 
     There is no size from which it does not pay: from 1 KB to 64 MB an all-reduce takes 0.2 to 0.75 of the time of
@@ -114,7 +117,7 @@ def _connect(backend: str) -> Communicator:
     if importlib.util.find_spec(_MODULES[backend], __name__) is None:
         raise ConfigError(f"[comm] backend {backend!r} is not part of this installation; use auto")
     if backend != "gloo":
-        preflight.before_mpi(launcher.launched())
+        limits.before_mpi(launcher.launched())
         try:
             importlib.import_module(".mpi", __name__)
         except (ImportError, RuntimeError) as e:

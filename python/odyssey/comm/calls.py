@@ -1,16 +1,18 @@
 """What a call of a collective operation is: dtypes, operations, its buffers, and what the other ranks see of it.
 
-Pure functions and plain records: `verdict` says what is wrong between the calls of several ranks. What it is not: a
+Functions and plain records: `mismatch` says what is wrong between the calls of several ranks. What it is not: a
 communicator (base.py), or a transport.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import functools
 import hashlib
 import os
 import struct
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -23,20 +25,7 @@ from ..errors import ConfigError
 bfloat16 = np.dtype([("bfloat16", "<u2")])
 
 DTYPES: dict[str, np.dtype] = {
-    name: np.dtype(name)
-    for name in (
-        "float32",
-        "float64",
-        "float16",
-        "int8",
-        "int16",
-        "int32",
-        "int64",
-        "uint8",
-        "uint16",
-        "uint32",
-        "uint64",
-    )
+    name: np.dtype(name) for name in "float32 float64 float16 int8 int16 int32 int64 uint8 uint16 uint32 uint64".split()
 } | {"bfloat16": bfloat16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 CODES = {dtype: code for code, dtype in enumerate(DTYPES.values())}
@@ -48,9 +37,11 @@ class ReduceOp(str, enum.Enum):
     SUM = "sum"
     MEAN = "mean"
     AVERAGE = "mean"
+    AVG = "mean"
     MAX = "max"
     MIN = "min"
     PROD = "prod"
+    PRODUCT = "prod"
 
     def __str__(self) -> str:
         return self.value
@@ -62,7 +53,7 @@ class ReduceOp(str, enum.Enum):
         Raises:
             ConfigError: there is none of this name.
         """
-        found = _OPERATIONS.get(op)
+        found = _OPERATIONS.get(op) if isinstance(op, str) else None
         if found is None:
             raise ConfigError(f"[comm] operation {op!r}; it must be sum, mean, max, min or prod")
         return found
@@ -118,6 +109,7 @@ def tree_reduce(arrays: Sequence[np.ndarray], op: ReduceOp) -> np.ndarray:
 # --- a call, and what the other ranks see of it ----------------------------------------------------------------------
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class Call:
     """One collective operation with its buffers, checked; what a backend carries out.
 
@@ -129,50 +121,26 @@ class Call:
             not know the shape yet (`place` makes it). `send is out` means in place.
         op: SUM, MAX, MIN or PROD where numbers are combined. MEAN is the sum here; 16-bit floats are float32 here.
         root: rank in the group, -1 without one.
+        described: what must be the same on all ranks, beside the kind: (dtype, shape, root, op, ranges or members).
         send_counts, receive_counts: elements per rank ("all_to_all_v").
         ranges: elements [a, b) of each rank ("all_gather_v").
         finish: gives the result when `out` is filled.
         blocking: the caller waits at once.
     """
 
-    __slots__ = (
-        "kind",
-        "send",
-        "out",
-        "op",
-        "root",
-        "send_counts",
-        "receive_counts",
-        "ranges",
-        "finish",
-        "blocking",
-        "described",
-        "header",
-        "place",
-    )
-
-    def __init__(
-        self,
-        kind: str,
-        send: np.ndarray | None = None,
-        out: np.ndarray | None = None,
-        *,
-        op: ReduceOp | None = None,
-        root: int = -1,
-        send_counts: tuple[int, ...] = (),
-        receive_counts: tuple[int, ...] = (),
-        ranges: tuple[tuple[int, int], ...] = (),
-        described: tuple = (),
-        finish: Callable[[], Any] | None = None,
-    ) -> None:
-        self.kind, self.send, self.out, self.op, self.root = kind, send, out, op, root
-        self.send_counts, self.receive_counts, self.ranges = send_counts, receive_counts, ranges
-        #: what must be the same on all ranks, beside the kind: (dtype, shape, root, op, ranges or members)
-        self.described = described
-        self.finish = finish
-        self.blocking = False
-        self.header: Header | None = None
-        self.place: Callable[[np.dtype, tuple[int, ...]], None] | None = None
+    kind: str
+    send: np.ndarray | None = None
+    out: np.ndarray | None = None
+    op: ReduceOp | None = None
+    root: int = -1
+    described: tuple = ()
+    send_counts: tuple[int, ...] = ()
+    receive_counts: tuple[int, ...] = ()
+    ranges: tuple[tuple[int, int], ...] = ()
+    finish: Callable[[], Any] | None = None
+    blocking: bool = False
+    header: Header | None = None
+    place: Callable[[np.dtype, tuple[int, ...]], None] | None = None
 
     def result(self) -> Any:
         """What the caller gets; called once, when `out` is filled."""
@@ -240,7 +208,7 @@ PREFIX = 18
 TAIL = _HEAD.size
 
 
-def verdict(headers: Sequence[Header], ranks: Sequence[int]) -> str | None:
+def mismatch(headers: Sequence[Header], ranks: Sequence[int]) -> str | None:
     """What is wrong with the calls of all ranks of a group, or None. The same answer on all of them.
 
     Args:
@@ -291,9 +259,52 @@ def piece_tail(array: np.ndarray | None, shape: tuple[int, ...]) -> tuple[int, .
     return (CODES[array.dtype], len(shape), *shape, *(0,) * (DIMENSIONS - len(shape)))
 
 
+def caller_location(depth: int) -> tuple[str, int]:
+    """File and line of the program that called odyssey: those of the nearest frame outside of the package.
+
+    Where nobody outside called it, in `odyssey train` and in threads of its own, the nearest outside of `comm`.
+    """
+    frame: Any = sys._getframe(depth)
+    own = None
+    while frame is not None:
+        file = frame.f_code.co_filename
+        owner = _owners.get(file) or _owner_of(file)
+        if owner == _USER:
+            return file, frame.f_lineno
+        if owner != _COMM and own is None:
+            own = frame
+        if owner == _PROGRAM:
+            break
+        frame = frame.f_back
+    own = own or sys._getframe(depth)
+    return own.f_code.co_filename, own.f_lineno
+
+
+#: Whose code a file is: a user's; that of comm; the rest of the package and the standard library, which stands between
+#: them in context managers, decorators and threads; that of the package's own commands, which no program has called.
+_USER, _COMM, _BETWEEN, _PROGRAM = range(1, 5)
+_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_LIBRARY = os.path.dirname(os.__file__) + os.sep
+
+
+_owners: dict[str, int] = {}  # by file: a string is looked up in 30 ns, the name of a frame's module in 150
+
+
+def _owner_of(file: str) -> int:
+    packages = f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"
+    if file.startswith(_PACKAGE):
+        folder = file.removeprefix(_PACKAGE).split(os.sep)[0]
+        owner = {"comm": _COMM, "commands": _PROGRAM}.get(folder, _BETWEEN)
+    elif file.startswith("<frozen ") or (file.startswith(_LIBRARY) and not any(name in file for name in packages)):
+        owner = _BETWEEN
+    else:
+        owner = _USER
+    return _owners.setdefault(file, owner)
+
+
 @functools.lru_cache(4096)
-def describe(kind: str, described: tuple, code: Any, line: int) -> tuple[int, str]:
-    """(signature, text) of a call."""
+def describe(kind: str, described: tuple, path: str, line: int) -> tuple[int, str]:
+    """(signature, text) of a call that a line of a file makes."""
     digest = hashlib.blake2b(repr((kind, described)).encode(), digest_size=8).digest()
     words = [kind]
     if described:
@@ -304,33 +315,33 @@ def describe(kind: str, described: tuple, code: Any, line: int) -> tuple[int, st
         words += [f"root {root}"] if root >= 0 else []
         words += [more if isinstance(more, str) else str(more).replace(" ", "")] if more else []
     call = " ".join(words)
-    file = "/".join(code.co_filename.split(os.sep)[-2:])
+    file = "/".join(path.split(os.sep)[-2:])
     site = f" at {file[-60:]}:{line}"
     room = TEXT - len(site.encode())
     call = call if len(call.encode()) <= room else call[: room - 3] + "..."
     return int.from_bytes(digest, "little", signed=True), call + site
 
 
-_LETTER = struct.Struct(f"<qq{TEXT}s")
+_ENVELOPE = struct.Struct(f"<qq{TEXT}s")
 
 
-def letter_bytes() -> int:
-    """Length of a packed letter, the header of a message from one rank to another."""
-    return _LETTER.size
+def envelope_bytes() -> int:
+    """Length of a packed envelope, the header of a message from one rank to another."""
+    return _ENVELOPE.size
 
 
-def pack_letter(letter: Header) -> np.ndarray:
-    """A letter, (dtype code, elements) and text, as uint8."""
-    return np.frombuffer(bytearray(_LETTER.pack(*letter.tail, _encoded(letter.text))), np.uint8)
+def pack_envelope(envelope: Header) -> np.ndarray:
+    """An envelope, (dtype code, elements) and text, as uint8."""
+    return np.frombuffer(bytearray(_ENVELOPE.pack(*envelope.tail, _encoded(envelope.text))), np.uint8)
 
 
-def unpack_letter(data: np.ndarray) -> tuple[tuple[int, int], str]:
+def unpack_envelope(data: np.ndarray) -> tuple[tuple[int, int], str]:
     """((dtype code, elements), text)."""
-    dtype, count, text = _LETTER.unpack(data)
+    dtype, count, text = _ENVELOPE.unpack(data)
     return (dtype, count), text.rstrip(b"\0").decode(errors="replace")
 
 
-def check_letter(sent: Sequence[int], text: str, out: np.ndarray, mine: Header, source: int, rank: int) -> str | None:
+def check_envelope(sent: Sequence[int], text: str, out: np.ndarray, mine: Header, source: int, rank: int) -> str | None:
     """What is wrong between a message of (dtype code, elements) and the array that is to receive it, or None."""
     if tuple(sent) == mine.tail:
         return None

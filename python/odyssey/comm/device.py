@@ -11,21 +11,33 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from ..errors import CollectiveError, ConfigError, DeviceError
-from ..watch import slot
-from .base import Communicator, Waiting, did_not_come
-
-if TYPE_CHECKING:
-    from ..gpu.native import Gpu
+from ..process import slot
+from .base import Communicator
+from .requests import Waiting
 
 Message = tuple[int, int, int]  # rank of the group, address in device memory, bytes
 
 GPU_MPI = "ODYSSEY_GPU_MPI"
 PROBE = (64, 1 << 20)  # bytes: libraries send short and long messages in different ways
+
+
+class Gpu(Protocol):
+    """What is needed of a GPU of this process (gpu/native.py): its memory, and its COMPUTE queue."""
+
+    number: int
+
+    def stream(self) -> int: ...
+    def synchronize(self) -> None: ...
+    def allocate(self, size: int) -> int: ...
+    def free(self, address: int) -> None: ...
+    def clear(self, address: int, size: int) -> None: ...
+    def upload(self, address: int, array: np.ndarray) -> None: ...
+    def download(self, array: np.ndarray, address: int) -> None: ...
 
 
 class DeviceTransport:
@@ -80,13 +92,13 @@ class Exchanged(Waiting):
         links: all that are used for it.
     """
 
-    __slots__ = ("_links", "_text", "_sequence", "_marked", "_seen")
+    __slots__ = ("_links", "_sequence", "_marked")
 
     def __init__(self, comm: Communicator, links: Sequence[DeviceTransport], text: str) -> None:
-        super().__init__(comm)
+        super().__init__(comm, text)
         if comm._broken is not None:
             raise comm._broken
-        self._links, self._text, self._marked, self._seen = links, text, False, 0
+        self._links, self._marked = links, False
         self._sequence = comm._sequence  # one of the calls of its group, so a watcher sees who has not come so far
         comm._sequence += 1
         slot.call(self._sequence, text, comm._mark)
@@ -118,22 +130,8 @@ class Exchanged(Waiting):
     def _number(self) -> int:
         return self._sequence
 
-    def describe(self) -> str:
-        return self._text
-
-    def _absent(self) -> str:
-        return did_not_come([p for p in self._comm.ranks if p != self._comm.ranks[self._comm.rank]])
-
-    def _look(self) -> bool:
-        comm = self._comm
-        over = getattr(comm, "_over", comm)
-        gone = over._gone([p for p in range(comm.size) if p != comm.rank]) if hasattr(over, "_gone") else []
-        self._seen += bool(gone)
-        if self._seen > 3:  # what was sent before the end would have come by now
-            names = ", ".join(str(comm.ranks[p]) for p in gone)
-            error = CollectiveError(f"[comm] rank {names} has ended; {self._text} waits for it for ever")
-            self.broke(error)
-        return bool(gone)
+    def _late(self) -> list[int]:
+        return [p for p in range(self._comm.size) if p != self._comm.rank]
 
 
 def wanted(comm: Communicator) -> bool:
@@ -187,9 +185,9 @@ def probe(comm: Communicator, links: Sequence[DeviceTransport], gpus: Sequence[G
     for link, gpu in zip(links, gpus, strict=True):
         for size in PROBE:
             failed = failed or _probe(link, gpu, size, comm.rank, before, after)
-            verdict = comm.all_gather(np.array([bool(failed)]).view(np.uint8)).reshape(-1)
-            if verdict.any():
-                rank = comm.ranks[int(verdict.argmax())]
+            failures = comm.all_gather(np.array([bool(failed)]).view(np.uint8)).reshape(-1)
+            if failures.any():
+                rank = comm.ranks[int(failures.argmax())]
                 return f"the probe failed on rank {rank}" + (f" ({failed})" if failed else "")
     return ""
 

@@ -7,7 +7,6 @@ program makes for itself is left alone. What it is not: fast; docs/log.md has fi
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import os
 import sys
@@ -19,21 +18,23 @@ import numpy as np
 
 from .. import launcher
 from ..errors import CollectiveError, ConfigError
-from .base import Waiting, cores, deadline
+from ..process import machine
 from .calls import (
     CODES,
     Call,
     Header,
     ReduceOp,
-    check_letter,
+    check_envelope,
+    envelope_bytes,
     header_bytes,
-    letter_bytes,
     pack,
-    pack_letter,
+    pack_envelope,
     tree_reduce,
     unpack,
-    unpack_letter,
+    unpack_envelope,
 )
+from .cores import cores
+from .requests import Message, deadline
 from .staged import Staged
 
 try:
@@ -72,7 +73,7 @@ class GlooCommunicator(Staged):
         self._lines: dict[tuple[str, int, int], ThreadPoolExecutor] = {}
         self._told: set[int] = set()
         if of is None:
-            self._nodes = self._learn_nodes()
+            self._nodes = self._machines()
             self.why = f"gloo: {self.size} ranks, PyTorch {torch.__version__}"
             self._crowded = self._nodes.count(self._nodes[me]) > cores()
             self._world_size = self.size
@@ -90,15 +91,11 @@ class GlooCommunicator(Staged):
         except RuntimeError as e:
             raise _lost(e) from None
 
-    def _learn_nodes(self) -> list[str]:
-        """The machine of each rank."""
-        node = os.uname().nodename
-        with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
-            node += file.read().strip()  # two machines may have one name
-        mine = np.frombuffer(node.encode()[-128:].ljust(128, b"\0"), np.uint8).copy()
-        names = np.zeros((self.size, 128), np.uint8)
-        self._head.allgather([list(torch.from_numpy(names))], [torch.from_numpy(mine)]).wait()
-        return [name.tobytes().decode(errors="replace") for name in names]
+    def _machines(self) -> list[int]:
+        """That of each rank."""
+        found = np.zeros((self.size, 1), np.int64)
+        self._head.allgather([list(torch.from_numpy(found))], [torch.from_numpy(np.array([machine()]))]).wait()
+        return found.reshape(-1).tolist()
 
     # --- headers ---
 
@@ -128,54 +125,34 @@ class GlooCommunicator(Staged):
     # --- data ---
 
     def _post(self, call: Call, blocking: bool) -> Callable[[], bool]:
-        kind, send, out, n = call.kind, call.send, call.out, self.size
+        kind, send, out, n, group = call.kind, call.send, call.out, self.size, self._data
         bulk = send if send is not None else out
         if kind in ("barrier", "group") or (not bulk.size and kind != "all_to_all_v"):
             return _now
-        group = self._data
         if call.op is not None:
-            if send.dtype not in _ADDED:
-                return self._add_here(call)
-            total = send.copy()
-            tensor = torch.from_numpy(total.reshape(-1))
-            options = dist.ReduceOptions() if kind == "reduce" else dist.AllreduceOptions()
-            options.reduceOp = _OPS[call.op]
-            if kind == "reduce":
-                options.rootRank, options.rootTensor = call.root, 0
-                work = group.reduce([tensor], options)
-            else:
-                work = group.allreduce([tensor], options)
-            if out is None:
-                return _when(work, total)
-            mine = total.reshape(n, -1)[self.rank] if kind == "reduce_scatter" else total.reshape(-1)
-            return _when(work, total, then=lambda: _copy(out, mine))
+            return self._combine(call)
+        give = None if send is None else _bytes(send)
+        take = None if out is None else _bytes(out)
         if kind == "broadcast":
-            options = dist.BroadcastOptions()
-            options.rootRank, options.rootTensor = call.root, 0
-            return _when(group.broadcast([_bytes(out)], options), out)
+            return _when(group.broadcast([take], _options(dist.BroadcastOptions(), call.root)), out)
         if kind == "scatter":
-            options = dist.ScatterOptions()
-            options.rootRank = call.root
-            rows = [] if send is None else [list(_bytes(send).view(n, -1))]
-            return _when(group.scatter([_bytes(out)], rows, options), send, out)
+            rows = [] if send is None else [list(give.view(n, -1))]
+            return _when(group.scatter([take], rows, _options(dist.ScatterOptions(), call.root)), send, out)
         if kind == "gather":
-            options = dist.GatherOptions()
-            options.rootRank = call.root
-            rows = [] if out is None else [list(_bytes(out).view(n, -1))]
-            return _when(group.gather(rows, [_bytes(send)], options), send, out)
+            rows = [] if out is None else [list(take.view(n, -1))]
+            return _when(group.gather(rows, [give], _options(dist.GatherOptions(), call.root)), send, out)
         if kind == "all_gather":
-            return _when(group.allgather([list(_bytes(out).view(n, -1))], [_bytes(send)]), send, out)
+            return _when(group.allgather([list(take.view(n, -1))], [give]), send, out)
         if kind == "all_to_all":
-            return _when(group.alltoall_base(_bytes(out), _bytes(send), [], []), send, out)
+            return _when(group.alltoall_base(take, give, [], []), send, out)
         size = bulk.dtype.itemsize
         if kind == "all_to_all_v":
-            give, take = ([size * count for count in counts] for counts in (call.send_counts, call.receive_counts))
-            sent, received = _bytes(send[: sum(call.send_counts)]), _bytes(out[: sum(call.receive_counts)])
-            return _when(group.alltoall_base(received, sent, take, give), send, out)
+            gives, takes = ([size * count for count in counts] for counts in (call.send_counts, call.receive_counts))
+            return _when(group.alltoall_base(take[: sum(takes)], give[: sum(gives)], takes, gives), send, out)
         a, b = call.ranges[self.rank]
         copies = np.tile(out[a:b], n)
         pieces = np.empty(sum(b - a for a, b in call.ranges), out.dtype)
-        take = [size * (b - a) for a, b in call.ranges]
+        takes = [size * (b - a) for a, b in call.ranges]
 
         def place() -> None:
             at = 0
@@ -183,25 +160,35 @@ class GlooCommunicator(Staged):
                 out[a:b] = pieces[at : at + b - a]
                 at += b - a
 
-        work = group.alltoall_base(_bytes(pieces), _bytes(copies), take, [size * (b - a)] * n)
+        work = group.alltoall_base(_bytes(pieces), _bytes(copies), takes, [size * (b - a)] * n)
         return _when(work, copies, then=place)
 
-    def _add_here(self, call: Call) -> Callable[[], bool]:
-        every = np.empty((self.size, call.send.size), call.send.dtype)
-        work = self._data.allgather([list(_bytes(every).view(self.size, -1))], [_bytes(call.send)])
+    def _combine(self, call: Call) -> Callable[[], bool]:
+        """Sums and the like, into an array of its own first; what Gloo cannot add is gathered and added here."""
+        kind, send, out, group = call.kind, call.send, call.out, self._data
+        every = send.copy()
+        if send.dtype not in _ADDED:
+            every = np.empty((self.size, send.size), send.dtype)
+            work = group.allgather([list(_bytes(every).view(self.size, -1))], [_bytes(send)])
+        elif kind == "reduce":
+            options = _options(dist.ReduceOptions(), call.root, call.op)
+            work = group.reduce([torch.from_numpy(every.reshape(-1))], options)
+        else:
+            options = _options(dist.AllreduceOptions(), op=call.op)
+            work = group.allreduce([torch.from_numpy(every.reshape(-1))], options)
 
-        def add() -> None:
-            if call.out is not None:
-                total = tree_reduce(list(every), call.op)
-                part = total.reshape(self.size, -1)[self.rank] if call.kind == "reduce_scatter" else total
-                _copy(call.out, part)
+        def put() -> None:
+            if out is not None:
+                total = every if send.dtype in _ADDED else tree_reduce(list(every), call.op)
+                part = total.reshape(self.size, -1)[self.rank] if kind == "reduce_scatter" else total
+                out.reshape(-1)[...] = part.reshape(-1)
 
-        return _when(work, call.send, every, then=add)
+        return _when(work, send, every, then=put)
 
     def _posted(self, done: Callable[[], bool]) -> bool:
         return done()
 
-    # --- one to one: a letter that says what follows, then the data; threads wait for them, in order ---
+    # --- one to one: an envelope that says what follows, then the data; threads wait for them, in order ---
 
     def _in_line(self, way: str, peer: int, tag: int, work: Callable[[], Any]) -> Future:
         line = self._lines.get((way, peer, tag))
@@ -209,21 +196,21 @@ class GlooCommunicator(Staged):
             line = self._lines[way, peer, tag] = ThreadPoolExecutor(1, f"odyssey {way} {peer} {tag}")
         return line.submit(work)
 
-    def _send(self, array: np.ndarray, dest: int, tag: int, letter: Header) -> _Message:
+    def _send(self, array: np.ndarray, dest: int, tag: int, envelope: Header) -> _Message:
         def work() -> None:
-            paper = torch.from_numpy(pack_letter(letter))
+            paper = torch.from_numpy(pack_envelope(envelope))
             self._data.send([paper], dest, 2 * tag + 1).wait()
             if array.size:
                 self._data.send([_bytes(array)], dest, 2 * tag).wait()
 
-        return _Message(self, letter.text, self._in_line("send", dest, tag, work), self.ranks[dest])
+        return _Message(self, envelope, dest, self._in_line("send", dest, tag, work))
 
-    def _recv(self, out: np.ndarray, source: int, tag: int, letter: Header) -> _Message:
+    def _recv(self, out: np.ndarray, source: int, tag: int, envelope: Header) -> _Message:
         def work() -> np.ndarray:
-            paper = np.zeros(letter_bytes(), np.uint8)
+            paper = np.zeros(envelope_bytes(), np.uint8)
             self._data.recv([torch.from_numpy(paper)], source, 2 * tag + 1).wait()
-            sent, text = unpack_letter(paper)
-            wrong = check_letter(sent, text, out, letter, self.ranks[source], self.ranks[self.rank])
+            sent, text = unpack_envelope(paper)
+            wrong = check_envelope(sent, text, out, envelope, self.ranks[source], self.ranks[self.rank])
             target = np.empty(sent[1], list(CODES)[sent[0]]) if wrong else out
             if target.size:
                 self._data.recv([_bytes(target)], source, 2 * tag).wait()
@@ -231,7 +218,7 @@ class GlooCommunicator(Staged):
                 raise CollectiveError(wrong)
             return out
 
-        return _Message(self, letter.text, self._in_line("recv", source, tag, work), self.ranks[source])
+        return _Message(self, envelope, source, self._in_line("recv", source, tag, work))
 
     # --- groups and ends ---
 
@@ -246,15 +233,12 @@ class GlooCommunicator(Staged):
         os._exit(code)
 
 
-class _Message(Waiting):
-    __slots__ = ("_text", "_future", "_other")
+class _Message(Message):
+    __slots__ = ("_future",)
 
-    def __init__(self, comm: GlooCommunicator, text: str, future: Future, other: int) -> None:
-        super().__init__(comm)
-        self._text, self._future, self._other = text, future, other
-
-    def _waited_for(self) -> tuple[int, str]:
-        return 0, str(self._other)
+    def __init__(self, comm: GlooCommunicator, envelope: Header, peer: int, future: Future) -> None:
+        super().__init__(comm, envelope, peer)
+        self._future = future
 
     def test(self) -> bool:
         if not self._complete and self._future.done():
@@ -265,19 +249,17 @@ class _Message(Waiting):
                 self._fail(error if isinstance(error, CollectiveError) else _lost(error))
         return self._complete
 
-    def describe(self) -> str:
-        return self._text
-
-    def _absent(self) -> str:
-        return "the other side did not come; see what it does instead, or set ODYSSEY_TIMEOUT=SECONDS to wait longer"
-
 
 def _bytes(array: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(array.reshape(-1).view(np.uint8))
 
 
-def _copy(out: np.ndarray, part: np.ndarray) -> None:
-    out.reshape(-1)[...] = part
+def _options(options: Any, root: int = -1, op: ReduceOp | None = None) -> Any:
+    if root >= 0:
+        options.rootRank = root
+    if op is not None:
+        options.reduceOp = _OPS[op]
+    return options
 
 
 def _lost(error: BaseException) -> CollectiveError:

@@ -16,8 +16,9 @@ import numpy as np
 
 from ..errors import CollectiveError, ConfigError
 from . import base
-from .base import Communicator, Line, Received, Request, deadline, did_not_come
-from .calls import Call, Header, piece, tree_reduce, verdict
+from .base import Communicator
+from .calls import Call, Header, mismatch, piece, tree_reduce
+from .requests import Line, Received, Request, Waiting, deadline
 
 
 class _World:
@@ -69,25 +70,25 @@ class MockCommunicator(Communicator):
             meeting.calls[self.rank] = call
             if None not in meeting.calls:
                 del self._group.meetings[sequence]
-                meeting.wrong = verdict([c.header for c in meeting.calls], self.ranks)
+                meeting.wrong = mismatch([c.header for c in meeting.calls], self.ranks)
                 if meeting.wrong is None:
                     exchange(meeting.calls)
                 meeting.done = True
                 self._world.changed.notify_all()
         return _Met(self, meeting, call)
 
-    def _send(self, array: np.ndarray, dest: int, tag: int, letter: Header) -> Request:
+    def _send(self, array: np.ndarray, dest: int, tag: int, envelope: Header) -> Request:
         with self._world.changed:
             line = self._group.lines.setdefault((self.rank, dest, tag), Line())
-            line.messages.append((array.copy(), letter))
+            line.messages.append((array.copy(), envelope))
             self._world.changed.notify_all()
         return Request()
 
-    def _recv(self, out: np.ndarray, source: int, tag: int, letter: Header) -> Request:
+    def _recv(self, out: np.ndarray, source: int, tag: int, envelope: Header) -> Request:
         with self._world.changed:
             line = self._group.lines.setdefault((source, self.rank, tag), Line())
-            receive = Received(line, out, letter, self.ranks[source], self.ranks[self.rank])
-        return _Received(self, receive, self.ranks[source])
+            receive = Received(line, out, envelope, self.ranks[source], self.ranks[self.rank])
+        return _Received(self, receive, source)
 
     def _sub(self, members: tuple[int, ...]) -> MockCommunicator:
         ranks = tuple(self.ranks[p] for p in members)
@@ -143,17 +144,10 @@ def exchange(calls: Sequence[Call]) -> None:
             call.out.reshape(-1)[: len(part)] = part
 
 
-class _Patient(Request):
+class _Patient(Waiting):
     """Waits on the condition of the world."""
 
-    __slots__ = ("_comm", "_text")
-
-    def __init__(self, comm: MockCommunicator, text: str) -> None:
-        self._result, self._error, self._complete = None, None, False
-        self._comm, self._text = comm, text
-
-    def describe(self) -> str:
-        return self._text
+    __slots__ = ()
 
     def test(self) -> bool:
         if not self._complete:
@@ -165,33 +159,24 @@ class _Patient(Request):
         """Completes if it can; the lock is held."""
         raise NotImplementedError
 
-    def _waited_for(self) -> list[int]:
-        """World ranks that did not come yet."""
-        raise NotImplementedError
-
     def _block(self) -> None:
-        world, until = self._comm._world, time.monotonic() + deadline()
+        world, timeout = self._comm._world, deadline()
+        until = time.monotonic() + timeout
         with world.changed:
             while True:
                 self._take()
                 if self._complete:
                     return
-                missing = self._waited_for()
-                gone = sorted(world.ended & set(missing))
+                gone = sorted(world.ended & {self._comm.ranks[p] for p in self._late()})
                 left = until - time.monotonic()
                 if world.aborted is not None:
-                    text = f"[comm] {self._text}: all ranks were ended with code {world.aborted}"
+                    self._give_up(f"[comm] {self._text}: all ranks were ended with code {world.aborted}")
                 elif gone:
-                    names = ", ".join(map(str, gone))
-                    text = f"[comm] rank {names} has ended; {self._text} waits for it for ever"
+                    self._give_up(self._ended(gone))
                 elif left <= 0:
-                    text = f"[comm] waited {deadline():g} s in {self._text}: {did_not_come(missing)}"
+                    self._give_up(self._timed_out(timeout))
                 else:
                     world.changed.wait(left)
-                    continue
-                self._fail(CollectiveError(text))
-                self._comm._broke(self._error)
-                return
 
 
 class _Met(_Patient):
@@ -206,14 +191,14 @@ class _Met(_Patient):
             return
         if self._meeting.wrong:
             error = CollectiveError(self._meeting.wrong)
-            error.everywhere = self._comm.size == self._comm._world.size
+            error.raised_on_all_ranks = self._comm.size == self._comm._world.size
             self._fail(error)
         else:
             self._result, self._complete = self._call.result(), True
         self._meeting = self._call = None
 
-    def _waited_for(self) -> list[int]:
-        return [rank for rank, call in zip(self._comm.ranks, self._meeting.calls, strict=True) if call is None]
+    def _late(self) -> list[int]:
+        return [p for p, call in enumerate(self._meeting.calls) if call is None]
 
 
 class _Received(_Patient):
@@ -227,7 +212,7 @@ class _Received(_Patient):
         if self._receive.test():
             self._result, self._error, self._complete = self._receive.outcome()
 
-    def _waited_for(self) -> list[int]:
+    def _late(self) -> list[int]:
         return [self._source]
 
 

@@ -25,29 +25,41 @@ import numpy as np
 os.environ.setdefault("OMPI_MCA_osc", "^ucx")
 
 _begun = time.time_ns()
+from mpi4py import rc  # noqa: E402
+
+# What mpi4py would do when MPI is imported is done here, after a look at the library: it would abort.
+rc.finalize, rc.initialize = rc.initialize if rc.finalize is None else rc.finalize, False
 from mpi4py import MPI  # noqa: E402
 
+from .. import launcher  # noqa: E402
+
+if not MPI.Is_initialized():
+    launcher.check_library(launcher.launched(), MPI.Get_library_version())
+    MPI.Init_thread(getattr(MPI, f"THREAD_{rc.thread_level.upper()}"))
 _started = time.time_ns()
 
-from ..errors import CollectiveError  # noqa: E402
-from ..watch import entry, slot  # noqa: E402
-from .base import Repeated, Request, Waiting, cores, deadline, site  # noqa: E402
+from ..errors import CollectiveError, ConfigError  # noqa: E402
+from ..process import entry, slot  # noqa: E402
+from .base import Repeated  # noqa: E402
 from .calls import (  # noqa: E402
     PREFIX,
     TAIL,
     Call,
     Header,
     ReduceOp,
-    check_letter,
+    caller_location,
+    check_envelope,
     describe,
+    envelope_bytes,
     header_bytes,
-    letter_bytes,
+    mismatch,
     pack,
-    pack_letter,
+    pack_envelope,
     unpack,
-    unpack_letter,
-    verdict,
+    unpack_envelope,
 )
+from .cores import cores  # noqa: E402
+from .requests import Message, Request, Waiting, deadline  # noqa: E402
 from .staged import Headed, Staged  # noqa: E402
 
 STARTED = _begun, _started  # ns; between these MPI started, and its launcher made a file for it (watch/start.py)
@@ -60,6 +72,18 @@ _NUMBERS = {
         "float64": "DOUBLE",
         **{f"{sign}int{bits}": f"{sign}int{bits}_t".upper() for sign in ("", "u") for bits in (8, 16, 32, 64)},
     }.items()
+}
+_FUNCTIONS = {  # of a kind of call: at once, and when it is done
+    "broadcast": (MPI.Comm.Ibcast, MPI.Comm.Bcast),
+    "reduce": (MPI.Comm.Ireduce, MPI.Comm.Reduce),
+    "all_reduce": (MPI.Comm.Iallreduce, MPI.Comm.Allreduce),
+    "scatter": (MPI.Comm.Iscatter, MPI.Comm.Scatter),
+    "gather": (MPI.Comm.Igather, MPI.Comm.Gather),
+    "all_gather": (MPI.Comm.Iallgather, MPI.Comm.Allgather),
+    "reduce_scatter": (MPI.Comm.Ireduce_scatter_block, MPI.Comm.Reduce_scatter_block),
+    "all_to_all": (MPI.Comm.Ialltoall, MPI.Comm.Alltoall),
+    "all_to_all_v": (MPI.Comm.Ialltoallv, MPI.Comm.Alltoallv),
+    "all_gather_v": (MPI.Comm.Iallgatherv, MPI.Comm.Allgatherv),
 }
 MEMORY_TAG = 32767  # above those of messages, which take two each; MPI promises so many
 # Up to so many ranks each sends its data to each other itself (`_Repeated`); beyond that the library knows better ways.
@@ -103,7 +127,7 @@ class _Repeated(Headed):
         me, size = comm.rank, comm.size
         self._heads = head = _Heads(comm._head, me, size)
         self._number_of = memoryview(head.mine)[:8].cast("q")
-        self._place: tuple[Any, int] = (None, 0)
+        self._place: tuple[str, int] = ("", 0)
         if call.kind == "all_to_all_v":
             gives, takes = _runs(call.send_counts), _runs(call.receive_counts)
             self._own = call.out[slice(*takes[me])], call.send[slice(*gives[me])]
@@ -126,7 +150,7 @@ class _Repeated(Headed):
             raise comm._broken
         if not self._complete:
             raise CollectiveError(f"[comm] {self._text} is started again before it is complete; wait for it first")
-        sequence, place = comm._sequence, site(2)
+        sequence, place = comm._sequence, caller_location(2)
         if place != self._place:
             self._place = place
             signature, self._text = describe(call.kind, call.described, *place)
@@ -169,7 +193,7 @@ class _Repeated(Headed):
             return None
         comm, mine = self._comm, self._header._replace(sequence=self._sequence)
         headers = [unpack(h, mine) for h in head.heads]
-        wrong = verdict(headers, comm.ranks)
+        wrong = mismatch(headers, comm.ranks)
         if wrong is None:
             self._known = [bytes(tail) for tail in self._ends]
             return None
@@ -219,7 +243,7 @@ class MPICommunicator(Staged):
         self._receives: dict[tuple[int, int], deque[_Received]] = {}
         if of is None:
             self.ranks = tuple(range(self.size))
-            self.why = f"mpi: {self.size} ranks, {MPI.Get_library_version().splitlines()[0].split(',')[0].strip()}"
+            self.why = f"mpi: {self.size} ranks, {launcher.mpi_library(MPI.Get_library_version())}"
             self._exits = _Exits(self)
             crowded = np.array([self.local_size > cores()], np.uint8)
             comm.Allreduce(MPI.IN_PLACE, crowded, MPI.MAX)
@@ -256,58 +280,41 @@ class MPICommunicator(Staged):
     # --- data ---
 
     def _post(self, call: Call, blocking: bool) -> Any:
-        kind, send, out, data = call.kind, call.send, call.out, self._data
+        kind, send, out = call.kind, call.send, call.out
         if kind in ("barrier", "group"):
             return None  # that all headers came is all there is to it
-        bulk = send if send is not None else out
-        # Where ranks outnumber cores and all of them wait for this call, the blocking form is faster (docs/log.md).
-        direct = blocking and self._crowded
-        if call.op is not None:
-            mpi, op = _NUMBERS[bulk.dtype], _OPS[call.op]
-            sent = MPI.IN_PLACE if send is out else [send, mpi]
-            if kind == "all_reduce":
-                return (data.Allreduce if direct else data.Iallreduce)(sent, [out, mpi], op)
-            if kind == "reduce":
-                received = None if out is None else [out, mpi]
-                return (data.Reduce if direct else data.Ireduce)(sent, received, op, call.root)
-            return (data.Reduce_scatter_block if direct else data.Ireduce_scatter_block)(sent, [out, mpi], op)
-        mpi = _WORDS[bulk.dtype.itemsize]
-        if kind == "broadcast":
-            return (data.Bcast if direct else data.Ibcast)([out, mpi], call.root)
-        if kind == "scatter":
-            return (data.Scatter if direct else data.Iscatter)(
-                None if send is None else [send, mpi], [out, mpi], call.root
-            )
-        if kind == "gather":
-            return (data.Gather if direct else data.Igather)(
-                [send, mpi], None if out is None else [out, mpi], call.root
-            )
-        if kind == "all_gather":
-            return (data.Allgather if direct else data.Iallgather)([send, mpi], [out, mpi])
-        if kind == "all_to_all":
-            return (data.Alltoall if direct else data.Ialltoall)([send, mpi], [out, mpi])
+        dtype = (send if send is not None else out).dtype
+        mpi = _NUMBERS[dtype] if call.op is not None else _WORDS[dtype.itemsize]
+        give = None if send is None else MPI.IN_PLACE if send is out else [send, mpi]
+        take = None if out is None else [out, mpi]
         if kind == "all_to_all_v":
             give, take = [send, list(call.send_counts), mpi], [out, list(call.receive_counts), mpi]
-            return (data.Alltoallv if direct else data.Ialltoallv)(give, take)
-        counts, starts = [b - a for a, b in call.ranges], [a for a, _ in call.ranges]
-        return (data.Allgatherv if direct else data.Iallgatherv)(MPI.IN_PLACE, [out, counts, starts, mpi])
+        elif kind == "all_gather_v":
+            take = [out, [b - a for a, b in call.ranges], [a for a, _ in call.ranges], mpi]
+        arguments = [take] if kind == "broadcast" else [give, take]
+        if call.op is not None:
+            arguments.append(_OPS[call.op])
+        if call.root >= 0:
+            arguments.append(call.root)
+        # Where ranks outnumber cores and all of them wait for this call, the blocking form is faster (docs/log.md).
+        return _FUNCTIONS[kind][blocking](self._data, *arguments)
 
     def _posted(self, request: Any) -> bool:
         return request is None or request.Test()
 
-    # --- one to one: a letter that says what follows, then the data, on tags 2t + 1 and 2t ---
+    # --- one to one: an envelope that says what follows, then the data, on tags 2t + 1 and 2t ---
 
-    def _send(self, array: np.ndarray, dest: int, tag: int, letter: Header) -> _Sent:
-        return _Sent(self, array, dest, tag, letter)
+    def _send(self, array: np.ndarray, dest: int, tag: int, envelope: Header) -> _Sent:
+        return _Sent(self, array, dest, tag, envelope)
 
-    def _recv(self, out: np.ndarray, source: int, tag: int, letter: Header) -> _Received:
-        return _Received(self, out, source, tag, letter)
+    def _recv(self, out: np.ndarray, source: int, tag: int, envelope: Header) -> _Received:
+        return _Received(self, out, source, tag, envelope)
 
     def exchange_memory(
         self, sends: Sequence[tuple[int, int, int]], receives: Sequence[tuple[int, int, int]]
     ) -> Waiting:
         """Starts messages (rank, address, bytes) from and to memory that need not be the host's (device.py); without
-        letters: those between two ranks are matched in the order given."""
+        envelopes: those between two ranks are matched in the order given."""
         return _Memory(self, sends, receives)
 
     # --- groups and ends ---
@@ -330,7 +337,9 @@ class MPICommunicator(Staged):
         return [*super().unfinished(), *self._active]
 
     def _progress(self) -> None:
-        """Receives that were started take their data when the letter is there, or their senders could not go on."""
+        """Calls in other groups go on. Receives that were started take their data when the envelope is there, or their
+        senders could not go on."""
+        super()._progress()
         for comm in self._exits.communicators:
             if not isinstance(comm, MPICommunicator):
                 continue  # shared memory carries its messages over one of these
@@ -339,10 +348,8 @@ class MPICommunicator(Staged):
                     line.popleft()._open()
 
     def close(self) -> None:
-        if self._exits.owner() is self:
-            return  # the world ends with the process
-        if self not in self._exits.communicators:
-            return  # closed before
+        if self._is_world or self not in self._exits.communicators:
+            return  # it ends with the process, or was closed before
         self._exits.communicators.discard(self)
         for heads in self._heads:
             for request in heads.requests:
@@ -362,14 +369,20 @@ def _abort(code: int) -> None:
     """Ends all ranks, without the files in shared memory that the library removes only at an orderly end."""
     sys.stdout.flush()
     sys.stderr.flush()
-    with contextlib.suppress(OSError), open("/proc/self/maps") as maps:
-        for path in {line.rsplit(maxsplit=1)[-1] for line in maps if "/dev/shm/" in line}:
-            if path.startswith(("/dev/shm/mpich_shm_", "/dev/shm/sm_segment.")):
-                with contextlib.suppress(OSError):
-                    os.unlink(path)
+    _unname("mpich_shm_", "sm_segment.")
     if entry.hydra_abort(code):
         time.sleep(1)  # it ends this process
     MPI.COMM_WORLD.Abort(code)
+
+
+def _unname(*names: str) -> None:
+    """Removes the names of files in shared memory that the library has mapped here; the memory stays until all end."""
+    begin = tuple(f"/dev/shm/{name}" for name in names)
+    with contextlib.suppress(OSError), open("/proc/self/maps") as maps:
+        for path in {line.split(None, 5)[5].rstrip("\n") for line in maps if "/dev/shm/" in line}:
+            if path.startswith(begin) and not path.endswith(" (deleted)"):
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
 
 
 class _Meeting(Request):
@@ -389,15 +402,14 @@ class _Meeting(Request):
         self._request.Wait()
 
 
-class _Sent(Waiting):
-    __slots__ = ("_array", "_letter", "_requests", "_text", "_dest")
+class _Sent(Message):
+    __slots__ = ("_array", "_envelope", "_requests")
 
-    def __init__(self, comm: MPICommunicator, array: np.ndarray, dest: int, tag: int, letter: Header) -> None:
-        super().__init__(comm)
-        self._array, self._text, self._dest = array, letter.text, comm.ranks[dest]
-        self._letter = pack_letter(letter)
+    def __init__(self, comm: MPICommunicator, array: np.ndarray, dest: int, tag: int, envelope: Header) -> None:
+        super().__init__(comm, envelope, dest)
+        self._array, self._envelope = array, pack_envelope(envelope)
         self._requests = [
-            comm._data.Isend([self._letter, MPI.BYTE], dest, 2 * tag + 1),
+            comm._data.Isend([self._envelope, MPI.BYTE], dest, 2 * tag + 1),
             comm._data.Isend([array, _WORDS[array.dtype.itemsize]], dest, 2 * tag),
         ]
 
@@ -406,26 +418,16 @@ class _Sent(Waiting):
             self._complete, self._array = True, None
         return self._complete
 
-    def describe(self) -> str:
-        return self._text
 
-    def _waited_for(self) -> tuple[int, str]:
-        return 0, str(self._dest)
-
-    def _absent(self) -> str:
-        return f"rank {self._dest} did not receive it; see what it does instead"
-
-
-class _Received(Waiting):
-    __slots__ = ("_out", "_letter", "_mine", "_text", "_source", "_request", "_line", "_at", "_wrong", "_suspect")
+class _Received(Message):
+    __slots__ = ("_out", "_envelope", "_mine", "_request", "_line", "_tag", "_wrong")
 
     def __init__(self, comm: MPICommunicator, out: np.ndarray, source: int, tag: int, mine: Header) -> None:
-        super().__init__(comm)
-        self._out, self._mine, self._text = out, mine, mine.text
-        self._at, self._source, self._wrong, self._suspect = (source, tag), comm.ranks[source], None, 0
-        self._letter = np.zeros(letter_bytes(), np.uint8)
-        self._request = comm._data.Irecv([self._letter, MPI.BYTE], source, 2 * tag + 1)
-        # Data must be received in the order of their letters: only the first of a line may read its letter.
+        super().__init__(comm, mine, source)
+        self._out, self._mine, self._tag, self._wrong = out, mine, 2 * tag, None
+        self._envelope = np.zeros(envelope_bytes(), np.uint8)
+        self._request = comm._data.Irecv([self._envelope, MPI.BYTE], source, 2 * tag + 1)
+        # Data must be received in the order of their envelopes: only the first of a line may read its envelope.
         self._line = comm._receives.setdefault((source, tag), deque())
         self._line.append(self)
 
@@ -433,7 +435,7 @@ class _Received(Waiting):
         line = self._line
         while not self._complete and line and line[0]._request.Test():
             line.popleft()._open()
-        if not self._complete and self._letter is None and self._request.Test():
+        if not self._complete and self._envelope is None and self._request.Test():
             if self._wrong:
                 self._fail(CollectiveError(self._wrong))
             else:
@@ -442,50 +444,30 @@ class _Received(Waiting):
         return self._complete
 
     def _open(self) -> None:
-        """Reads the letter and has the data come into the array, or, if they do not fit, out of the way."""
-        sent, text = unpack_letter(self._letter)
-        self._letter = None
-        comm, (source, tag) = self._comm, self._at
-        me = comm.ranks[comm.rank]
-        self._wrong = check_letter(sent, text, self._out, self._mine, self._source, me)
+        """Reads the envelope and has the data come into the array, or, if they do not fit, out of the way."""
+        sent, text = unpack_envelope(self._envelope)
+        self._envelope = None
+        comm, source = self._comm, self._peer
+        self._wrong = check_envelope(sent, text, self._out, self._mine, comm.ranks[source], comm.ranks[comm.rank])
         if self._wrong:
             status = MPI.Status()
-            comm._data.Probe(source, 2 * tag, status)
+            comm._data.Probe(source, self._tag, status)
             self._out = np.empty(status.Get_count(MPI.BYTE), np.uint8)
-        self._request = comm._data.Irecv([self._out, _WORDS[self._out.dtype.itemsize]], source, 2 * tag)
+        self._request = comm._data.Irecv([self._out, _WORDS[self._out.dtype.itemsize]], source, self._tag)
 
-    def describe(self) -> str:
-        return self._text
-
-    def _waited_for(self) -> tuple[int, str]:
-        return 0, str(self._source)
-
-    def _absent(self) -> str:
-        return f"rank {self._source} did not send it; see what it does instead"
-
-    def _look(self) -> bool:
-        if self._letter is None or not self._comm._exits.ended(self._source):
-            return False  # behind a letter the data are on their way, however long that takes
-        self._suspect += 1
-        if self._suspect > 3:
-            error = CollectiveError(f"[comm] rank {self._source} has ended; {self._text} waits for it for ever")
-            self._fail(error)
-            self._comm._broke(error)
-        return True
+    def _late(self) -> Sequence[int]:
+        return () if self._envelope is None else (self._peer,)  # behind an envelope the data are on their way
 
 
 class _Memory(Waiting):
-    __slots__ = ("_requests", "_peers", "_suspect")
+    __slots__ = ("_requests", "_peers")
 
     def __init__(
-        self,
-        comm: MPICommunicator,
-        sends: Sequence[tuple[int, int, int]],
-        receives: Sequence[tuple[int, int, int]],
+        self, comm: MPICommunicator, sends: Sequence[tuple[int, int, int]], receives: Sequence[tuple[int, int, int]]
     ) -> None:
-        super().__init__(comm)
-        data, self._suspect = comm._data, 0
-        self._peers = sorted({p for p, _, _ in (*sends, *receives)})
+        self._peers, data = sorted({p for p, _, _ in (*sends, *receives)}), comm._data
+        names = ", ".join(str(comm.ranks[p]) for p in self._peers)
+        super().__init__(comm, f"an exchange of device memory with rank {names}")
         self._requests = [
             *(data.Irecv([MPI.memory.fromaddress(at, n), MPI.BYTE], p, MEMORY_TAG) for p, at, n in receives),
             *(data.Isend([MPI.memory.fromaddress(at, n), MPI.BYTE], p, MEMORY_TAG) for p, at, n in sends),
@@ -496,28 +478,11 @@ class _Memory(Waiting):
             self._complete = True
         return self._complete
 
-    def _names(self, peers: Sequence[int]) -> str:
-        return ", ".join(str(self._comm.ranks[p]) for p in peers)
-
-    def describe(self) -> str:
-        return f"messages of device memory with rank {self._names(self._peers)}"
-
     def _waited_for(self) -> tuple[int, str]:
         return 0, slot.ranges([self._comm.ranks[p] for p in self._peers])
 
-    def _absent(self) -> str:
-        return "they did not end; see what these ranks do, or set ODYSSEY_TIMEOUT=SECONDS to wait longer"
-
-    def _look(self) -> bool:
-        gone = self._comm._gone(self._peers)
-        self._suspect += bool(gone)
-        if self._suspect > 3:
-            error = CollectiveError(
-                f"[comm] rank {self._names(gone)} has ended; {self.describe()} wait for it for ever"
-            )
-            self._fail(error)
-            self._comm._broke(error)
-        return bool(gone)
+    def _late(self) -> Sequence[int]:
+        return self._peers
 
 
 class _Exits:
@@ -606,7 +571,13 @@ class Window:
     """
 
     def __init__(self, comm: MPICommunicator, size: int) -> None:
-        self._window = MPI.Win.Allocate_shared(size, 1, comm=comm._data)
+        try:
+            self._window = MPI.Win.Allocate_shared(size, 1, comm=comm._data)
+        except MPI.Exception as problem:
+            raise ConfigError(
+                f"[comm] {size / 2**20:.0f} MiB of memory that ranks share cannot be had from this rank; look at the "
+                "size of /dev/shm and the limits (ulimit -f, ulimit -v): `odyssey doctor` does"
+            ) from problem
         self.addresses = [self._window.Shared_query(p)[0].address for p in range(comm.size)]
 
     def free(self) -> None:
@@ -615,4 +586,12 @@ class Window:
 
 def connect() -> MPICommunicator:
     """All processes that MPI knows; called once per process."""
-    return MPICommunicator(MPI.COMM_WORLD.Dup())
+    world = MPI.COMM_WORLD.Dup()
+    _unname("mpich_shm_")  # all ranks have it by now; MPICH would keep the name to the end, and a killed job leave it
+    return MPICommunicator(world)
+
+
+def finalize() -> None:
+    """Ends MPI in a process whose end is not that of its interpreter (process/entry.py); nothing is called after."""
+    if MPI.Is_initialized() and not MPI.Is_finalized():
+        MPI.Finalize()

@@ -2,7 +2,8 @@
 
 NCCL is found at run time: the file that ODYSSEY_NCCL_LIBRARY names, the wheel nvidia-nccl-cu12 or -cu13, or the one of
 the system. The only file that knows the interfaces of NCCL and, as far as streams and events for another library
-need it, of CUDA's driver. What it is not: the communicator of backend "nccl" (nccl_world.py).
+need it, of CUDA's driver. Backend "nccl" is the ordinary one of the ranks, with this between their GPUs. What it is
+not: a way for arrays of the host.
 """
 
 from __future__ import annotations
@@ -14,40 +15,23 @@ import os
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from .. import launcher
 from ..errors import CollectiveError, ConfigError, DeviceError, OdysseyError
-from ..watch import slot
+from ..process import machine, slot
 from .base import Communicator
-from .calls import ReduceOp
-from .device import DeviceTransport, Message
-
-if TYPE_CHECKING:
-    from ..gpu.native import Gpu
+from .device import DeviceTransport, Gpu, Message
 
 LIBRARY = "ODYSSEY_NCCL_LIBRARY"
 OLDEST = 21300  # 2.13: the first that says in words what went wrong (ncclGetLastError)
 LOOK_S = 0.05  # between two questions whether something went wrong elsewhere
 
-BYTE = 1
-TYPES = {
-    np.dtype(name): code
-    for name, code in {
-        "int8": 0,
-        "uint8": BYTE,
-        "int32": 2,
-        "uint32": 3,
-        "int64": 4,
-        "uint64": 5,
-        "float32": 7,
-        "float64": 8,
-    }.items()
-}
-OPS = {ReduceOp.SUM: 0, ReduceOp.PROD: 1, ReduceOp.MAX: 2, ReduceOp.MIN: 3}
+_BYTE = 1  # ncclUint8
 _REMOTE = 6  # ncclRemoteError
 _NOT_READY = 600  # CUDA: what an event waits for is not done
 
@@ -80,11 +64,6 @@ class Nccl:
             "GroupEnd": [],
             "Send": [pointer, size, number, number, pointer, pointer],
             "Recv": [pointer, size, number, number, pointer, pointer],
-            "Broadcast": [pointer, pointer, size, number, number, pointer, pointer],
-            "AllGather": [pointer, pointer, size, number, pointer, pointer],
-            "AllReduce": [pointer, pointer, size, number, number, pointer, pointer],
-            "ReduceScatter": [pointer, pointer, size, number, number, pointer, pointer],
-            "Reduce": [pointer, pointer, size, number, number, number, pointer, pointer],
         }.items():
             function = getattr(lib, f"nccl{name}")
             function.argtypes, function.restype = arguments, number
@@ -200,80 +179,11 @@ def cuda() -> Cuda:
 # --- ranks that are connected ----------------------------------------------------------------------------------------
 
 
-class Link:
-    """The ranks of a communicator, each with the thread's current device. Made by all of them at the same time.
+class NcclTransport(DeviceTransport):
+    """Messages between GPUs that training uses, in their COMPUTE queues. Made by all ranks at the same time.
 
     Args:
         comm: over which rank 0 tells the others NCCL's id.
-    """
-
-    def __init__(self, comm: Communicator) -> None:
-        self._lib = lib = library()
-        self._handle: int | None = None
-        unique, handle = _Id(), ctypes.c_void_p()
-        memory = np.frombuffer(unique, np.uint8)
-        if comm.rank == 0:
-            lib.call("GetUniqueId", ctypes.addressof(unique), error=DeviceError)
-        comm.broadcast(memory, 0)
-        slot.enter(comm._sequence, f"connecting ranks {slot.ranges(comm.ranks)} by NCCL", comm._mark)
-        try:
-            lib.call("CommInitRank", ctypes.addressof(handle), comm.size, unique, comm.rank, error=DeviceError)
-        finally:
-            slot.leave()
-        self._handle = handle.value
-        self._looked = 0.0
-        self._end = weakref.finalize(self, _destroy, lib, handle.value)
-
-    def call(self, name: str, *args: Any) -> None:
-        """Calls nccl`name` with this communicator; the stream is the last argument."""
-        if self._handle is None:
-            raise CollectiveError(f"[comm] nccl{name} after an error of NCCL; the ranks are not connected any more")
-        self._lib.call(name, *args[:-1], self._handle, args[-1])
-
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message], stream: int) -> None:
-        """Messages, all at once."""
-        if not sends and not receives:
-            return
-        self._lib.call("GroupStart")
-        try:
-            for peer, address, size in receives:
-                self.call("Recv", address, size, BYTE, peer, stream)
-            for peer, address, size in sends:
-                self.call("Send", address, size, BYTE, peer, stream)
-        finally:
-            self._lib.call("GroupEnd")
-
-    def check(self) -> None:
-        """Raises CollectiveError if NCCL knows that what was started cannot end; asks it now and then."""
-        now = time.monotonic()
-        if self._handle is None or now < self._looked + LOOK_S:
-            return
-        self._looked = now
-        result = ctypes.c_int()
-        self._lib.call("CommGetAsyncError", self._handle, ctypes.addressof(result))
-        if result.value:
-            raise self._lib.error(result.value)
-
-    def abort(self) -> None:
-        """Ends what is under way; nobody need take part."""
-        if self._end.detach() is not None:
-            handle, self._handle = self._handle, None
-            self._lib._lib.ncclCommAbort(handle)  # whatever it says: there is nothing left to do
-
-    def close(self) -> None:
-        """Gives it back when all is done."""
-        self._end()
-        self._handle = None
-
-
-def _destroy(lib: Nccl, handle: int) -> None:
-    lib._lib.ncclCommDestroy(handle)
-
-
-class NcclTransport(DeviceTransport):
-    """Messages between GPUs that training uses, in their COMPUTE queues.
-
-    Args:
         gpu: of this rank; no two ranks may have the same.
 
     Raises:
@@ -284,14 +194,37 @@ class NcclTransport(DeviceTransport):
 
     def __init__(self, comm: Communicator, gpu: Gpu) -> None:
         check_apart(comm, gpu.number)
-        self._gpu, self._cuda = gpu, cuda()
+        self._gpu, self._cuda, self._lib = gpu, cuda(), library()
         self._stream = gpu.stream()
-        self._link = Link(comm)
+        unique, handle = _Id(), ctypes.c_void_p()
+        if comm.rank == 0:
+            self._lib.call("GetUniqueId", ctypes.addressof(unique), error=DeviceError)
+        comm.broadcast(np.frombuffer(unique, np.uint8), 0)
+        slot.enter(comm._sequence, f"connecting ranks {slot.ranges(comm.ranks)} by NCCL", comm._mark)
+        try:
+            at = ctypes.addressof(handle)
+            self._lib.call("CommInitRank", at, comm.size, unique, comm.rank, error=DeviceError)
+        finally:
+            slot.leave()
+        self._handle: int | None = handle.value
+        self._looked = 0.0
+        self._end = weakref.finalize(self, _destroy, self._lib, handle.value)
         self._event = self._cuda.event()
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        if not sends and not receives:
+            return
+        if self._handle is None:
+            raise CollectiveError("[comm] exchange after an error of NCCL; the ranks are not connected any more")
         self._gpu.stream()  # makes the device the current one
-        self._link.exchange(sends, receives, self._stream)
+        self._lib.call("GroupStart")
+        try:
+            for peer, address, size in receives:
+                self._lib.call("Recv", address, size, _BYTE, peer, self._handle, self._stream)
+            for peer, address, size in sends:
+                self._lib.call("Send", address, size, _BYTE, peer, self._handle, self._stream)
+        finally:
+            self._lib.call("GroupEnd")
 
     def mark(self) -> None:
         self._cuda.call("cuEventRecord", self._event, self._stream)
@@ -299,22 +232,29 @@ class NcclTransport(DeviceTransport):
     def done(self) -> bool:
         if self._cuda.ready(self._event):
             return True
-        self._link.check()
+        now = time.monotonic()
+        if self._handle is not None and now >= self._looked + LOOK_S:
+            self._looked = now
+            result = ctypes.c_int()
+            self._lib.call("CommGetAsyncError", self._handle, ctypes.addressof(result))
+            if result.value:  # what was started cannot end
+                raise self._lib.error(result.value)
         return False
 
     def abort(self) -> None:
-        self._link.abort()
+        if self._end.detach() is not None:
+            handle, self._handle = self._handle, None
+            self._lib._lib.ncclCommAbort(handle)  # whatever it says: there is nothing left to do
+
+
+def _destroy(lib: Nccl, handle: int) -> None:
+    lib._lib.ncclCommDestroy(handle)
 
 
 def check_apart(comm: Communicator, number: int) -> None:
     """Raises ConfigError, on all ranks, if two of them use the same GPU, which NCCL refuses; a collective call."""
-    node = os.uname().nodename
-    try:
-        node += Path("/proc/sys/kernel/random/boot_id").read_text()
-    except OSError:
-        pass
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    mine = np.array([zlib.crc32(node.encode()), zlib.crc32(visible.encode()), number], np.int64)
+    mine = np.array([machine(), zlib.crc32(visible.encode()), number], np.int64)
     seen: dict[tuple[int, ...], int] = {}
     for p, place in enumerate(comm.all_gather(mine).tolist()):
         other = seen.setdefault(tuple(place), p)
@@ -323,97 +263,43 @@ def check_apart(comm: Communicator, number: int) -> None:
                 f"[comm] backend nccl: ranks {comm.ranks[other]} and {comm.ranks[p]} share GPU {place[2]} of one "
                 "machine, which NCCL does not allow; start at most one rank per GPU, or use backend mpi"
             )
-            error.everywhere = True  # type: ignore[attr-defined]
+            error.raised_on_all_ranks = True
             raise error
 
 
-# --- host arrays that go through a GPU -------------------------------------------------------------------------------
+def connect() -> Communicator:
+    """All processes that MPI knows: a group of backend "shm" or "mpi" that says "nccl", so that GPUs exchange by NCCL.
 
-
-class Block:
-    """Device memory, and as much pinned host memory."""
-
-    def __init__(self, driver: Cuda, size: int) -> None:
-        self.size = size
-        self.device = driver.get(ctypes.c_uint64, "cuMemAlloc_v2", size)
-        self.pinned = driver.get(ctypes.c_void_p, "cuMemAllocHost_v2", size)
-        self.host = np.frombuffer((ctypes.c_uint8 * size).from_address(self.pinned), np.uint8)
-        self.event = driver.event()
-
-
-class Stage:
-    """The GPU of a communicator of host arrays: a stream of its own, and blocks that are used again and again.
-
-    A stream of its own, because ranks may post calls of different groups in different orders: in one stream they would
-    wait for each other.
+    Raises:
+        ConfigError: one process alone, no NCCL, different ones, or two ranks with the same GPU. DeviceError: no GPU.
     """
+    from . import nearer, world
 
-    def __init__(self, number: int) -> None:
-        self.cuda = driver = cuda()
-        self.number = number
-        device = driver.get(ctypes.c_int, "cuDeviceGet", number)
-        self._context = driver.get(ctypes.c_void_p, "cuDevicePrimaryCtxRetain", device)
-        self.use()
-        self.stream = driver.get(ctypes.c_void_p, "cuStreamCreate", 1)  # does not wait for the default stream
-        self._free: dict[int, list[Block]] = {}
-
-    def use(self) -> None:
-        """Makes the device the thread's current one."""
-        self.cuda.call("cuCtxSetCurrent", self._context)
-
-    def take(self, size: int) -> Block:
-        """A block of at least so many bytes."""
-        size = max(4096, 1 << (size - 1).bit_length())
-        free = self._free.get(size)
-        return free.pop() if free else Block(self.cuda, size)
-
-    def give(self, block: Block) -> None:
-        """Nothing uses it any more."""
-        self._free.setdefault(block.size, []).append(block)
-
-    def close(self) -> None:
-        """Frees all blocks that were given back."""
-        self.use()
-        for block in (b for blocks in self._free.values() for b in blocks):
-            self.cuda.call("cuMemFree_v2", block.device)
-            self.cuda.call("cuMemFreeHost", block.pinned)
-        self._free.clear()
-
-
-class Transfer:
-    """A call under way: arrays went to the device, were exchanged, and come back."""
-
-    def __init__(
-        self,
-        stage: Stage,
-        link: Link,
-        give: Sequence[np.ndarray],
-        take: Sequence[np.ndarray],
-        enqueue: Callable[[list[int], list[int]], None],
-    ) -> None:
-        self._stage, self._link, at = stage, link, [0]
-        for array in (*give, *take):
-            at.append(at[-1] + -(-array.nbytes // 256) * 256)
-        self._block = block = stage.take(max(at[-1], 1))
-        self._take = [(array, start) for array, start in zip(take, at[len(give) :], strict=False)]
-        driver, stream = stage.cuda, stage.stream
-        stage.use()
-        for array, start in zip(give, at, strict=False):
-            block.host[start : start + array.nbytes] = array
-            driver.call("cuMemcpyHtoDAsync_v2", block.device + start, block.pinned + start, array.nbytes, stream)
-        where = [block.device + start for start in at]
-        enqueue(where[: len(give)], where[len(give) : -1])
-        for array, start in self._take:
-            driver.call("cuMemcpyDtoHAsync_v2", block.pinned + start, block.device + start, array.nbytes, stream)
-        driver.call("cuEventRecord", block.event, stream)
-
-    def done(self) -> bool:
-        """Whether the arrays are there."""
-        block = self._block
-        if not self._stage.cuda.ready(block.event):
-            self._link.check()
-            return False
-        for array, start in self._take:
-            array[:] = block.host[start : start + array.nbytes]
-        self._stage.give(block)
-        return True
+    found = launcher.launched()
+    if found is None or found.size == 1:
+        raise ConfigError(
+            "[comm] backend nccl connects several ranks, and this one is alone; use backend local (or auto)"
+        )
+    mpi = world("mpi")
+    try:
+        version, count, problem = library().version, cuda().count(), None
+    except OdysseyError as error:
+        version, count, problem = 0, 0, error
+    versions = mpi.all_gather(np.array([version])).reshape(-1).tolist()
+    if problem is not None:
+        problem.raised_on_all_ranks = not any(versions)
+        raise problem
+    if not all(versions):
+        raise ConfigError(f"[comm] backend nccl: rank {versions.index(0)} cannot use it; see what it says")
+    for rank, other in enumerate(versions):
+        if other != versions[0]:
+            raise ConfigError(
+                f"[comm] backend nccl: rank {rank} has NCCL {spelled(other)}, rank 0 {spelled(versions[0])}; "
+                "install the same on all machines"
+            )
+    check_apart(mpi, mpi.local_rank % count)
+    ordinary = world(nearer(mpi, "")[0])
+    made = ordinary._part(tuple(range(ordinary.size)))
+    made.name, made._mark = "nccl", ordinary._mark
+    made.why = f"nccl: {made.size} ranks, NCCL {spelled(version)} between their GPUs; else {ordinary.why}"
+    return made

@@ -4,7 +4,7 @@ Each rank has a segment of the window; all segments look alike:
 
     two headers     64 bytes each: number of the barrier, sequence and signature of the call (Header)
     the counter     64 bytes, and 64 for the number of sleepers; only those of rank 0 are used
-    two letters     whole headers, packed; written only for calls with a tail, and to explain a mismatch
+    two envelopes     whole headers, packed; written only for calls with a tail, and to explain a mismatch
     two slots       SLOT bytes each: what this rank gives
     two results     a slot divided by the ranks: what this rank has added
 
@@ -21,31 +21,32 @@ also makes sub-groups. Ranks of several machines are refused.
 
 from __future__ import annotations
 
-import mmap
 import os
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from .. import native
 from ..errors import CollectiveError, ConfigError
-from ..watch import slot
-from . import mpi
-from .base import Communicator, Request, Waiting, cores, deadline, did_not_come, site
-from .calls import DTYPES, Call, Header, ReduceOp, describe, header_bytes, pack, piece, unpack, verdict
-
-# Bytes of a slot. What is copied in is added before the cache has forgotten it, so it must not be large; each piece
-# costs a barrier, which is cheap while all ranks have a core and dear while other programs take theirs, so it must not
-# be small. On a quiet machine 512 KiB to 1 MiB were best, on a busy one 1 to 2 MiB (docs/log.md).
-SLOT = 1 << 20
-
-# Up to this many bytes every rank adds everything itself: one barrier instead of three, but all data is read by all.
-DIRECT = 32 << 10
+from ..process import process_space, slot
+from . import memory, mpi
+from .calls import (
+    Call,
+    Header,
+    ReduceOp,
+    caller_location,
+    describe,
+    header_bytes,
+)
+from .cores import cores
+from .memory import LINE, PAGE, up
+from .requests import Collective, Request, Waiting, deadline
+from .steps import DIRECT, DONE, SLOT, WAITING, SteppedCommunicator
 
 # How long a wait stays in the kernel before Python looks at signals, other requests and the deadline.
 SLICE_NS = 50_000_000
@@ -58,14 +59,7 @@ SPINS, YIELDS = 2000, 100
 
 MAX_RANKS = 1024  # as in shared_reduce.mojo, where a sum has a table of so many addresses
 
-DONE, WAITING, DIFFERENT = range(3)
-_HEADER, _COUNTER, _LETTERS = 64, 128, 256  # bytes; offsets
-_PAGE = 4096
-_TYPES = {
-    DTYPES[name]: code
-    for code, name in enumerate("float32 float64 int8 int16 int32 int64 uint8 uint16 uint32 uint64".split())
-}
-_OPS = {ReduceOp.SUM: 0, ReduceOp.PROD: 1, ReduceOp.MAX: 2, ReduceOp.MIN: 3}
+_COUNTER, _ENVELOPES = 128, 256  # offsets, in bytes
 _FLOAT = np.dtype(np.float32)
 
 # Groups with calls under way: whoever waits for one moves the others on as well, as MPI would.
@@ -73,14 +67,8 @@ _active: set[ShmCommunicator] = set()
 _messages: weakref.WeakSet[_Carried] = weakref.WeakSet()  # not complete
 _lock = threading.RLock()
 
-Steps = Generator[Any, int, None]
 
-
-def _up(n: int, to: int) -> int:
-    return -(-n // to) * to
-
-
-class ShmCommunicator(Communicator):
+class ShmCommunicator(SteppedCommunicator):
     """A communicator over shared memory; see the head of this file.
 
     Args:
@@ -99,9 +87,10 @@ class ShmCommunicator(Communicator):
         self.rank, self.size, self.ranks = over.rank, over.size, over.ranks
         self.local_rank, self.local_size = over.local_rank, over.local_size
         if over.local_size != over.size:
+            machines = int((over.all_gather(np.array([over.local_rank])) == 0).sum())
             raise ConfigError(
-                f"[comm] backend 'shm' connects ranks of one machine, but {over.size} ranks are on "
-                f"{_machines(over)} machines; use backend 'mpi' (or auto)"
+                f"[comm] backend 'shm' connects ranks of one machine, but {over.size} ranks are on {machines} "
+                "machines; use backend 'mpi' (or auto)"
             )
         if over.size > MAX_RANKS:
             raise ConfigError(
@@ -117,7 +106,7 @@ class ShmCommunicator(Communicator):
             self.why = f"shm: {self.size} ranks on one machine"
         else:
             self._core_count, self._crowded, self.why = of._core_count, of._crowded, of.why
-        self._is_world, self._world_size = of is None, over._world_size
+        self._world_size = over._world_size
         over._exits.communicators.add(self)
         self._lay_out()
 
@@ -131,22 +120,22 @@ class ShmCommunicator(Communicator):
 
     def _lay_out(self) -> None:
         """Makes the window, clears the heads of the segments and waits until all have."""
-        letter = _up(header_bytes(self.size), _HEADER)
-        slots = _up(_LETTERS + 2 * letter, _PAGE)
-        result = SLOT // self.size // _HEADER * _HEADER + 2 * _HEADER  # as `_result` in shared_reduce.mojo
+        envelope = up(header_bytes(self.size), LINE)
+        slots = up(_ENVELOPES + 2 * envelope, PAGE)
+        result = SLOT // self.size // LINE * LINE + 2 * LINE  # as `_result` in shared_reduce.mojo
         bases = self._window(slots + 2 * SLOT + 2 * result)
-        native.memory(bases[self.rank], _LETTERS)[:] = 0
+        native.memory(bases[self.rank], _ENVELOPES)[:] = 0
 
-        def memory(rank: int, offset: int, size: int) -> np.ndarray:
+        def at(rank: int, offset: int, size: int) -> np.ndarray:
             return native.memory(bases[rank] + offset, size)
 
         self._bases = np.array(bases, np.int64)
-        self._heads = [memory(r, 0, 2 * _HEADER).view(np.int64).reshape(2, -1) for r in range(self.size)]
-        self._letters = [
-            [memory(r, _LETTERS + i * letter, letter)[: header_bytes(self.size)] for i in range(2)]
+        self._heads = [at(r, 0, 2 * LINE).view(np.int64).reshape(2, -1) for r in range(self.size)]
+        self._envelopes = [
+            [at(r, _ENVELOPES + i * envelope, envelope)[: header_bytes(self.size)] for i in range(2)]
             for r in range(self.size)
         ]
-        self._slots = [[memory(r, slots + i * SLOT, SLOT) for i in range(2)] for r in range(self.size)]
+        self._slots = [[at(r, slots + i * SLOT, SLOT) for i in range(2)] for r in range(self.size)]
         self._slot_addresses = [[bases[r] + slots + i * SLOT for r in range(self.size)] for i in range(2)]
         self._team = native.Team(
             ranks=self.size,
@@ -162,21 +151,8 @@ class ShmCommunicator(Communicator):
         self._team_address = native.address(self._team)
         self._job = native.Job(item=4, dtype=0, op=0, direct=DIRECT)
         self._job_address = native.address(self._job)
-        self._processes = self._over.all_gather(np.array([os.getpid(), _process_space()], np.int64))
+        self._processes = self._over.all_gather(np.array([os.getpid(), process_space()], np.int64))
         self._over.barrier()
-
-    def _window(self, size: int) -> list[int]:
-        """Shared memory of `size` bytes on each rank; all ranks call it. Addresses of whole cache lines."""
-        size = _up(size + _HEADER, _PAGE)
-        free = int(self._over.all_reduce(np.array([_free()]), "min")[0])
-        if size * self.size > free:
-            raise ConfigError(
-                f"[comm] {self.size} ranks need {size * self.size >> 20} MiB of shared memory, but /dev/shm has "
-                f"{free >> 20} MiB left; make it larger (docker run --shm-size), or use backend 'mpi'"
-            )
-        window = mpi.Window(self._over, size)
-        self._windows.append(window)
-        return [_up(address, _HEADER) for address in window.addresses]
 
     def shared(self, nbytes: int) -> list[np.ndarray]:
         """Memory that all ranks see: uint8 arrays of `nbytes` bytes, one per rank, each on a cache line of its own.
@@ -189,48 +165,25 @@ class ShmCommunicator(Communicator):
             ConfigError: there is not so much shared memory.
         """
         size = int(nbytes)
-        self._now(Call("group", described=("", None, -1, None, f"shared {size} bytes")))
-        found = self._anonymous(size)
+        self._run(Call("group", described=("", None, -1, None, f"shared {size} bytes")), True)
+        found = memory.files(self, self._processes, size)
         if found is None:  # a window, which lives as long as the group
             found = [native.memory(base, size) for base in self._window(size)]
         return found
 
-    def _anonymous(self, size: int) -> list[np.ndarray] | None:
-        """Files without a name: no rank that ends in whatever way leaves one behind. None where that does not work.
-
-        The others open them through the number of the process, so all must agree on what these numbers mean.
-        """
-        handle, mine = -1, [os.getpid(), -1, 0]
-        try:
-            handle = os.memfd_create("odyssey")
-            os.ftruncate(handle, _up(max(size, 1), _PAGE))
-            mine[1:] = handle, os.fstat(handle).st_ino
-        except (AttributeError, OSError, OverflowError):
-            pass
-        places = self.all_gather(np.array(mine))
-        maps: list[mmap.mmap] = []
-        try:
-            for (process, number, inode), (_, space) in zip(places.tolist(), self._processes.tolist(), strict=True):
-                if number < 0 or not space or space != _process_space():
-                    break
-                theirs = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR)
-                try:
-                    if os.fstat(theirs).st_ino == inode:
-                        maps.append(mmap.mmap(theirs, _up(max(size, 1), _PAGE)))
-                finally:
-                    os.close(theirs)
-        except (OSError, OverflowError, ValueError):
-            pass
-        complete = self.all_reduce(np.array([len(maps) == self.size], np.int8), "min")[0]
-        if handle >= 0:
-            os.close(handle)  # all have opened it
-        return [np.frombuffer(m, np.uint8)[:size] for m in maps] if complete else None
+    def _window(self, size: int) -> list[int]:
+        window, addresses = memory.window(self._over, size)
+        self._windows.append(window)
+        return addresses
 
     # --- the short way: a sum of float32 that is waited for ---
 
-    def all_reduce(self, array: np.ndarray, op: ReduceOp | str = "sum", out: np.ndarray | None = None) -> np.ndarray:
+    def all_reduce(
+        self, array: np.ndarray, op: ReduceOp | str = "sum", out: np.ndarray | None = None, *, wait: bool = True
+    ) -> Any:
         if (
             op != "sum"
+            or not wait
             or _active
             or _messages
             or self._broken is not None
@@ -239,7 +192,7 @@ class ShmCommunicator(Communicator):
             or not array.flags.c_contiguous
             or not native.DATA
         ):
-            return super().all_reduce(array, op, out)
+            return super().all_reduce(array, op, out, wait=wait)
         shape = array.shape
         if out is None:
             out = np.empty(shape, _FLOAT)
@@ -250,10 +203,10 @@ class ShmCommunicator(Communicator):
                 or out.shape != shape
                 or (array.nbytes > DIRECT and np.may_share_memory(array, out))
             ):
-                return super().all_reduce(array, op, out)
+                return super().all_reduce(array, op, out, wait=wait)
         flags = out.flags
         if not (flags.c_contiguous and flags.writeable):
-            return super().all_reduce(array, op, out)
+            return super().all_reduce(array, op, out, wait=wait)
         known = self._signatures.get(shape)
         signature, text = self._signature(shape) if known is None else known
         sequence = self._sequence
@@ -281,7 +234,7 @@ class ShmCommunicator(Communicator):
         """Of a sum; and what it is, without the place, which may be another the next time."""
         if len(self._signatures) >= 4096:
             self._signatures.clear()
-        signature, text = describe("all_reduce", ("float32", shape, -1, "sum", None), *site(1))
+        signature, text = describe("all_reduce", ("float32", shape, -1, "sum", None), *caller_location(1))
         self._signatures[shape] = signature, text.rpartition(" at ")[0]
         return self._signatures[shape]
 
@@ -289,7 +242,8 @@ class ShmCommunicator(Communicator):
         """The short way did not get to its end in one slice: from here on it is a call like others."""
         call = self._reduce("all_reduce", array, "sum", out)
         call.blocking = True
-        call.header = Header(sequence, *describe(call.kind, call.described, *site(1)), (), call.kind, -1, True)
+        named = describe(call.kind, call.described, *caller_location(1))
+        call.header = Header(sequence, *named, (), call.kind, -1, True)
         job = native.Job.from_buffer_copy(self._job)
         pending = _Pending(self, call)
         pending.steps = self._all_reduce_steps(call, job, state)
@@ -348,189 +302,13 @@ class ShmCommunicator(Communicator):
             _active.discard(self)
         return moved
 
-    def _steps(self, call: Call) -> Steps:
-        """The steps of a call: writes before a barrier, yields to wait for it, reads after it.
-
-        Yields None to wait for the barrier at which it has arrived, or the job of an all-reduce; gets the state back.
-        """
-        if call.kind in ("all_reduce", "reduce"):
-            job = native.Job(
-                x=call.send.ctypes.data,
-                y=0 if call.out is None else call.out.ctypes.data,
-                count=call.send.size,
-                item=call.send.itemsize,
-                dtype=_TYPES[call.send.dtype],
-                op=_OPS[call.op],
-                direct=DIRECT,
-                sequence=call.header.sequence,
-                signature=call.header.signature,
-            )
-            return self._all_reduce_steps(call, job, None)
-        return getattr(self, f"_{call.kind}_steps")(call)
-
-    def _all_reduce_steps(self, call: Call, job: native.Job, state: int | None) -> Steps:
-        if state is None or state == WAITING:
-            state = yield job
-        if state == DIFFERENT:
-            yield from self._explain(call)
-
-    def _meet(self, call: Call) -> Steps:
-        """One barrier."""
-        self._library.shared_arrive(self._team_address, call.header.sequence, call.header.signature)
-        state = yield None
-        if state == DIFFERENT:
-            yield from self._explain(call)
-
-    def _explain(self, call: Call) -> Steps:
-        """All ranks have seen that their headers differ: they show each other the whole of them. Raises the error."""
-        headers = yield from self._exchange(call, -1, -1)
-        error = CollectiveError(verdict(headers, self.ranks) or f"[comm] the calls of the ranks differ in {call.kind}")
-        error.everywhere = len(self.ranks) == self._world_size
-        raise error
-
-    def _exchange(self, call: Call, sequence: int, signature: int) -> Generator[Any, int, list[Header]]:
-        """The headers of all ranks."""
-        pack(call.header, self._letters[self.rank][self._next])
-        self._library.shared_arrive(self._team_address, sequence, signature)
-        state = yield None
-        if state == DIFFERENT:
-            yield from self._explain(call)
-        return [unpack(letters[self._last], call.header) for letters in self._letters]
-
-    @property
-    def _next(self) -> int:
-        """Number of the places to write in before the coming barrier."""
-        return (self._team.barrier + 1) & 1
-
-    @property
-    def _last(self) -> int:
-        """Number of the places to read from after the barrier that was passed."""
-        return self._team.barrier & 1
-
-    def _barrier_steps(self, call: Call) -> Steps:
-        yield from self._meet(call)
-
-    _group_steps = _barrier_steps
-
-    def _broadcast_steps(self, call: Call) -> Steps:
-        data = _bytes(call.out)
-        for a in _pieces(data.size, SLOT):
-            part = data[a : a + SLOT]
-            if self.rank == call.root:
-                self._slots[self.rank][self._next][: part.size] = part
-            yield from self._meet(call)
-            if self.rank != call.root:
-                part[:] = self._slots[call.root][self._last][: part.size]
-
-    def _gather_steps(self, call: Call) -> Steps:
-        data = _bytes(call.send)
-        rows = None if call.out is None else _bytes(call.out).reshape(self.size, -1)
-        for a in _pieces(data.size, SLOT):
-            part = data[a : a + SLOT]
-            self._slots[self.rank][self._next][: part.size] = part
-            yield from self._meet(call)
-            if rows is not None:
-                for row, slots in zip(rows, self._slots, strict=True):
-                    row[a : a + SLOT] = slots[self._last][: part.size]
-
-    _all_gather_steps = _gather_steps
-
-    @property
-    def _share(self) -> int:
-        """Bytes of a slot for each rank, where a rank has something else for each."""
-        return SLOT // self.size // _HEADER * _HEADER
-
-    def _put(self, rows: np.ndarray, a: int) -> None:
-        """Bytes a to a + share of row p into my slot's part for rank p."""
-        part = rows[:, a : a + self._share]
-        slot = self._slots[self.rank][self._next]
-        slot[: self.size * self._share].reshape(self.size, -1)[:, : part.shape[1]] = part
-
-    def _scatter_steps(self, call: Call) -> Steps:
-        headers = yield from self._exchange(call, call.header.sequence, call.header.signature)
-        wrong = verdict(headers, self.ranks)
-        if wrong:
-            raise CollectiveError(wrong)
-        call.place(*piece(headers[call.root].tail))
-        data = _bytes(call.out)
-        rows = None if call.send is None else _bytes(call.send).reshape(self.size, -1)
-        for a in _pieces(data.size, self._share):
-            if rows is not None:
-                self._put(rows, a)
-            yield from self._meet(call)
-            part = data[a : a + self._share]
-            at = self.rank * self._share
-            part[:] = self._slots[call.root][self._last][at : at + part.size]
-
-    def _reduce_scatter_steps(self, call: Call) -> Steps:
-        rows = _bytes(call.send).reshape(self.size, -1)
-        item = call.send.itemsize
-        for a in _pieces(rows.shape[1], self._share):
-            self._put(rows, a)
-            yield from self._meet(call)
-            count = min(self._share, rows.shape[1] - a) // item
-            if count:
-                at = self.rank * self._share
-                buffers = np.array(self._slot_addresses[self._last], np.int64) + at
-                self._library.shared_reduce(
-                    call.out.ctypes.data + a,
-                    buffers.ctypes.data,
-                    self.size,
-                    count,
-                    _TYPES[call.send.dtype],
-                    _OPS[call.op],
-                )
-
-    def _all_to_all_steps(self, call: Call) -> Steps:
-        rows, received = (_bytes(array).reshape(self.size, -1) for array in (call.send, call.out))
-        for a in _pieces(rows.shape[1], self._share):
-            self._put(rows, a)
-            yield from self._meet(call)
-            width = min(self._share, rows.shape[1] - a)
-            at = self.rank * self._share
-            for row, slots in zip(received, self._slots, strict=True):
-                row[a : a + width] = slots[self._last][at : at + width]
-
-    def _all_to_all_v_steps(self, call: Call) -> Steps:
-        headers = yield from self._exchange(call, call.header.sequence, call.header.signature)
-        wrong = verdict(headers, self.ranks)
-        if wrong:
-            raise CollectiveError(wrong)
-        item, share = call.send.itemsize, self._share
-        send, received = _bytes(call.send), _bytes(call.out)
-        gives, wants = _ranges(call.send_counts, item), _ranges(call.receive_counts, item)
-        longest = max(max(header.tail[: self.size]) for header in headers) * item
-        for a in _pieces(longest, share) if longest else ():
-            slot = self._slots[self.rank][self._next]
-            for p, (lo, hi) in enumerate(gives):
-                part = send[lo + a : min(hi, lo + a + share)]
-                slot[p * share : p * share + part.size] = part
-            yield from self._meet(call)
-            for (lo, hi), slots in zip(wants, self._slots, strict=True):
-                part = received[lo + a : min(hi, lo + a + share)]
-                at = self.rank * share
-                part[:] = slots[self._last][at : at + part.size]
-
-    def _all_gather_v_steps(self, call: Call) -> Steps:
-        data, item = _bytes(call.out), call.out.itemsize
-        ranges = [(a * item, b * item) for a, b in call.ranges]
-        lo, hi = ranges[self.rank]
-        for a in _pieces(max(b - a for a, b in ranges), SLOT):
-            part = data[lo + a : min(hi, lo + a + SLOT)] if lo + a < hi else data[:0]
-            self._slots[self.rank][self._next][: part.size] = part
-            yield from self._meet(call)
-            for p, (first, end) in enumerate(ranges):
-                if p != self.rank and first + a < end:
-                    part = data[first + a : min(end, first + a + SLOT)]
-                    part[:] = self._slots[p][self._last][: part.size]
-
     # --- what MPI does underneath ---
 
-    def _send(self, array: np.ndarray, dest: int, tag: int, letter: Header) -> Request:
-        return _Carried(self, self._over._send(array, dest, tag, letter))
+    def _send(self, array: np.ndarray, dest: int, tag: int, envelope: Header) -> Request:
+        return _Carried(self, self._over._send(array, dest, tag, envelope))
 
-    def _recv(self, out: np.ndarray, source: int, tag: int, letter: Header) -> Request:
-        return _Carried(self, self._over._recv(out, source, tag, letter))
+    def _recv(self, out: np.ndarray, source: int, tag: int, envelope: Header) -> Request:
+        return _Carried(self, self._over._recv(out, source, tag, envelope))
 
     def _sub(self, members: tuple[int, ...]) -> ShmCommunicator:
         return ShmCommunicator(self._over._sub(members), self)
@@ -566,34 +344,24 @@ class ShmCommunicator(Communicator):
         k = self._team.barrier
         return [p for p, heads in enumerate(self._heads) if heads[k & 1, 0] != k]
 
-    def _ended(self, rank: int) -> bool:
-        """Whether a rank of this group has said that it ends, or its process is gone."""
-        if rank == self.rank:
-            return False
-        if self._over._gone([rank]):
-            return True
-        process, space = (int(n) for n in self._processes[rank])
-        if not space or space != _process_space():
-            return False
-        try:
-            os.kill(process, 0)
-        except ProcessLookupError:
-            return True
-        except PermissionError:
-            pass
-        return False
+    def _gone(self, ranks: Sequence[int]) -> list[int]:
+        """Those that have said that they end, or whose processes are gone."""
+        said = self._over._gone(ranks)
+        return [
+            p for p in ranks if p in said or (p != self.rank and memory.process_ended(*self._processes[p].tolist()))
+        ]
 
 
-class _Pending(Waiting):
+class _Pending(Collective):
     """A call under way: its generator, and the job of an all-reduce that it waits for."""
 
-    __slots__ = ("call", "steps", "job", "begun", "_text", "_suspect", "_sequence")
+    __slots__ = ("steps", "job", "begun")
     _spins = 0  # the library spins itself
+    _looks = 1  # it did not arrive just before its end
 
     def __init__(self, comm: ShmCommunicator, call: Call) -> None:
-        super().__init__(comm)
-        self.call, self.steps, self.job, self.begun = call, None, None, False
-        self._text, self._suspect, self._sequence = call.header.text, 0, call.header.sequence
+        super().__init__(comm, call, call.header.text, call.header.sequence)
+        self.steps, self.job, self.begun = None, None, False
 
     def finish(self) -> None:
         self._result, self._complete = self.call.result(), True
@@ -603,9 +371,6 @@ class _Pending(Waiting):
         if not self._complete:
             _move()
         return self._complete
-
-    def _number(self) -> int:
-        return self._sequence
 
     def _test_on(self) -> None:
         comm = self._comm
@@ -620,30 +385,13 @@ class _Pending(Waiting):
                 continue
             now = time.monotonic()
             if now - start > timeout:
-                self._fail(CollectiveError(f"[comm] waited {timeout:g} s in {self._text}: {self._absent()}"))
-                comm._broke(self._error)
+                self._give_up(self._timed_out(timeout))
             elif now > look:
                 look = now + 0.25
                 self._look()
 
-    def _absent(self) -> str:
-        comm = self._comm
-        return did_not_come([comm.ranks[p] for p in comm._missing()])
-
-    def _look(self) -> bool:
-        comm = self._comm
-        missing = comm._missing()
-        slot.missing([comm.ranks[p] for p in missing])
-        gone = [comm.ranks[p] for p in missing if comm._ended(p)]
-        self._suspect += bool(gone)
-        if self._suspect > 1:  # seen twice: it did not arrive just before its end
-            names = ", ".join(map(str, gone))
-            self._fail(CollectiveError(f"[comm] rank {names} has ended; {self._text} waits for it for ever"))
-            comm._broke(self._error)
-        return bool(gone)
-
-    def describe(self) -> str:
-        return self._text
+    def _late(self) -> Sequence[int]:
+        return self._comm._missing()
 
 
 class _Carried(Waiting):
@@ -652,7 +400,7 @@ class _Carried(Waiting):
     __slots__ = ("_inner",)
 
     def __init__(self, comm: ShmCommunicator, inner: Waiting) -> None:
-        super().__init__(comm)
+        super().__init__(comm, inner.describe())
         self._inner = inner
         _messages.add(self)
 
@@ -669,27 +417,11 @@ class _Carried(Waiting):
     def _waited_for(self) -> tuple[int, str]:
         return self._inner._waited_for()
 
-    def describe(self) -> str:
-        return self._inner.describe()
+    def _late(self) -> Sequence[int]:
+        return self._inner._late()
 
     def _absent(self) -> str:
         return self._inner._absent()
-
-    def _look(self) -> bool:
-        return self._inner._look()
-
-
-def _free() -> int:
-    """Bytes left where shared memory comes from; very many where that is not known."""
-    try:
-        found = os.statvfs("/dev/shm")
-    except OSError:
-        return 2**62
-    return found.f_bavail * found.f_frsize
-
-
-def _machines(over: mpi.MPICommunicator) -> int:
-    return int((over.all_gather(np.array([over.local_rank])) == 0).sum())
 
 
 def _move() -> None:
@@ -698,29 +430,6 @@ def _move() -> None:
         comm._advance()
     for message in tuple(_messages):
         message._try()
-
-
-def _bytes(array: np.ndarray) -> np.ndarray:
-    """The memory of a contiguous array as uint8."""
-    return array.reshape(-1).view(np.uint8)
-
-
-def _pieces(size: int, step: int) -> Sequence[int]:
-    """Where the pieces of `size` bytes begin; there is at least one, as every call has a barrier."""
-    return range(0, size, step) if size else (0,)
-
-
-def _ranges(counts: Sequence[int], item: int) -> list[tuple[int, int]]:
-    ends = np.cumsum([0, *counts]) * item
-    return [(int(a), int(b)) for a, b in zip(ends[:-1], ends[1:], strict=True)]
-
-
-def _process_space() -> int:
-    """Names the space in which process numbers mean something; 0 where that is not known."""
-    try:
-        return os.stat("/proc/self/ns/pid").st_ino
-    except OSError:
-        return 0
 
 
 def connect() -> ShmCommunicator:

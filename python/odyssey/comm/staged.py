@@ -6,18 +6,23 @@ What it is not: a transport; mpi.py and gloo.py are.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 from ..errors import CollectiveError
-from ..watch import slot
-from .base import _YIELD_S, Communicator, Request, Waiting, did_not_come
-from .calls import Call, Header, piece, verdict
+from ..process import slot
+from .base import Communicator
+from .calls import Call, Header, mismatch, piece
+from .requests import YIELD_S, Collective, Request, Waiting
 
 # Bytes per second below which a transfer is waited for asleep. With naps of up to 1 ms between tests an all-to-all of
 # 36 MB between two ranks took MPICH 2,300 ms; without them it takes 8: one test moves some 16 KB.
 _SLOWEST = 1e8
+
+
+_active: weakref.WeakSet[Staged] = weakref.WeakSet()  # those with calls whose headers have not come
 
 
 class Staged(Communicator):
@@ -38,42 +43,54 @@ class Staged(Communicator):
         with self._lock:
             pending = _Staged(self, call, self._send_header(call.header))
             self._queue.append(pending)
+            _active.add(self)
         return pending
 
     def _advance(self, pending: _Staged) -> None:
+        with self._lock:
+            self._post_all()
+            if pending.posted and not pending._complete and self._posted(pending.handle):
+                pending._result, pending._complete = pending.call.result(), True
+                pending.handle = pending.call = None
+
+    def _progress(self) -> None:
+        """Data of calls in other groups: a rank that waits there may be one that this one's wait is for."""
+        for other in tuple(_active):
+            if other is not self:
+                other._post_all()
+
+    def _post_all(self) -> None:
+        """Posts the data of the calls whose headers are there."""
         with self._lock:
             while self._queue:
                 head = self._queue[0]
                 headers = self._headers(head.handle, head.call.header)
                 if headers is None:
-                    break
+                    return
                 self._queue.popleft()
-                wrong = headers and verdict(headers, self.ranks)
+                wrong = headers and mismatch(headers, self.ranks)
                 if wrong:
                     head._fail(self._different(wrong, headers))
                     continue
                 call = head.call
                 if call.place is not None:
                     call.place(*piece(headers[call.root].tail))
-                blocking = all(h.blocking for h in headers) if headers else call.blocking
-                if blocking and self._crowded:  # the library waits itself
+                blocking = self._crowded and (all(h.blocking for h in headers) if headers else call.blocking)
+                if blocking:
                     slot.enter(call.header.sequence, call.header.text, self._mark)
-                    try:
-                        head.handle, head.posted = self._post(call, blocking), True
-                    finally:
-                        slot.leave()
-                else:
+                try:
                     head.handle, head.posted = self._post(call, blocking), True
-            if pending.posted and not pending._complete and self._posted(pending.handle):
-                pending._result, pending._complete = pending.call.result(), True
-                pending.handle = pending.call = None
+                finally:
+                    if blocking:
+                        slot.leave()
+            _active.discard(self)
 
     _world_size = 1
 
     def _different(self, wrong: str, headers: Sequence[Header]) -> CollectiveError:
         """What all ranks raise for calls that differ. If data were on their way the group is over, on all ranks."""
         error = CollectiveError(wrong)
-        error.everywhere = len(self.ranks) == self._world_size
+        error.raised_on_all_ranks = len(self.ranks) == self._world_size
         if any(h.repeated for h in headers):
             self._broke(error)
             while self._queue:
@@ -99,12 +116,9 @@ class Staged(Communicator):
         """Ranks of this group whose headers have not come."""
         raise NotImplementedError
 
-    def _gone(self, ranks: Sequence[int]) -> list[int]:
-        """Those of these ranks of which is known that they have ended."""
-        return []
-
     def _post(self, call: Call, blocking: bool) -> Any:
-        """Starts the data; returns a handle. blocking: all ranks wait for this call at once."""
+        """Starts the data; returns a handle. blocking: all ranks wait for this call at once, and outnumber the cores:
+        the library may wait itself."""
         raise NotImplementedError
 
     def _posted(self, handle: Any) -> bool:
@@ -112,52 +126,24 @@ class Staged(Communicator):
         raise NotImplementedError
 
 
-class Headed(Waiting):
+class Headed(Collective):
     """A call that waits for the headers of all ranks, and then for data.
 
     posted: the headers are there, and agree.
     """
 
-    __slots__ = ("call", "posted", "_text", "_suspect", "_sequence")
+    __slots__ = ("posted",)
 
     def __init__(self, comm: Staged, call: Call, text: str, sequence: int) -> None:
-        super().__init__(comm)
-        self.call, self.posted = call, False
-        self._text, self._suspect, self._sequence = text, 0, sequence
-
-    def _number(self) -> int:
-        return self._sequence
-
-    def describe(self) -> str:
-        return self._text
+        super().__init__(comm, call, text, sequence)
+        self.posted = False
 
     def _patience(self) -> float:
         """Longer while data are under way: a long message moves on by a piece per test only."""
         call = self.call
         if not self.posted or call is None:
-            return _YIELD_S
-        return _YIELD_S + sum(0 if a is None else a.nbytes for a in (call.send, call.out)) / _SLOWEST
-
-    def _late(self) -> list[int]:
-        """Whose headers are missing."""
-        raise NotImplementedError
-
-    def _absent(self) -> str:
-        return did_not_come([self._comm.ranks[p] for p in self._late()])
-
-    def _look(self) -> bool:
-        late = self._late()
-        slot.missing([self._comm.ranks[p] for p in late])
-        gone = self._comm._gone(late)
-        if not gone:
-            return False
-        self._suspect += 1
-        if self._suspect > 3:  # a header that was sent before the end would have come by now
-            names = ", ".join(str(self._comm.ranks[p]) for p in gone)
-            error = CollectiveError(f"[comm] rank {names} has ended; {self._text} waits for it for ever")
-            self._fail(error)
-            self._comm._broke(error)
-        return True
+            return YIELD_S
+        return YIELD_S + sum(0 if a is None else a.nbytes for a in (call.send, call.out)) / _SLOWEST
 
 
 class _Staged(Headed):
@@ -170,6 +156,8 @@ class _Staged(Headed):
     def test(self) -> bool:
         if not self._complete:
             self._comm._advance(self)
+            if not self._complete:
+                self._comm._progress()
         return self._complete
 
     def _late(self) -> list[int]:

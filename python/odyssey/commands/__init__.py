@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,13 @@ class File(click.Path):
 FILE = File(path_type=Path)
 
 
+def near(word: str, known: Iterable[str]) -> list[str]:
+    """Those of the known words that one may have meant."""
+    import difflib
+
+    return difflib.get_close_matches(word[:60], list(known), 3)
+
+
 def version() -> str:
     """The installed version."""
     from importlib import metadata
@@ -61,5 +68,5 @@ def on_all_ranks(kind: type[OdysseyError] = OdysseyError) -> Iterator[None]:
     try:
         yield
     except kind as error:
-        error.everywhere = True  # type: ignore[attr-defined]
+        error.raised_on_all_ranks = True
         raise

@@ -33,9 +33,7 @@ from . import FILE, HELP
 )
 @click.option("--with-dependencies", is_flag=True, help="Put click, rich and safetensors into DIR too. (default: off)")
 @click.option("--check-targets", is_flag=True, help="Compile for every supported CPU, keep nothing. (default: off)")
-@click.option(
-    "--accelerators", is_flag=True, help="With --check-targets: for the GPUs instead, with a table. (default: off)"
-)
+@click.option("--accelerators", is_flag=True, help="With --check-targets: for the GPUs instead. (default: off)")
 def command(
     target_cpu: str | None,
     targets: tuple[str, ...],
@@ -54,7 +52,7 @@ def command(
         from odyssey import targets as check
 
         if accelerators:
-            failures, number = check.check_accelerators(click.echo, table=True), len(check.ACCELERATORS)
+            failures, number = check.check_accelerators(click.echo), len(check.ACCELERATORS)
         else:
             failures, number = check.check_cpus(click.echo), len(check.CPUS)
         if failures:

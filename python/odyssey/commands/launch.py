@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from odyssey.commands import FILE, HELP
+from odyssey.commands import FILE, HELP, near
 
 
 @click.command(
@@ -39,9 +39,11 @@ from odyssey.commands import FILE, HELP
 @click.option("--env", multiple=True, metavar="NAME", help="A variable that ranks get too; may be repeated.")
 @click.option("--bind-if", metavar="IF", help="Network interface for MPI. (default: MPI's choice)")
 @click.option("--allow-root", is_flag=True, help="Start as root although others work on this machine.")
-@click.argument("script", metavar="SCRIPT.py|train")
+@click.argument("script", metavar="SCRIPT.py|-m MODULE|PROGRAM|train")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@click.pass_context
 def command(
+    context: click.Context,
     ranks: int,
     hosts: str | None,
     hostfile: Path | None,
@@ -52,17 +54,23 @@ def command(
 ) -> None:
     """Start ranks of a script and keep the run going: restart after a failure, stop on request with a checkpoint.
 
-    `odyssey launch -n 4 train --epochs 8` trains with four ranks. The same command with the same --run-dir goes on
-    with a run that was stopped. Exit codes: 0 complete, 75 stopped on request, 69 given up, else that of the rank that
-    failed.
+    `odyssey launch -n 4 train --epochs 8` trains with four ranks; `odyssey launch -n 4 script.py`, `-m package.module`,
+    `python script.py` and `./program` start others, with or without "--" before them. The same command with the same
+    --run-dir goes on with a run that was stopped. Exit codes: 0 complete, 75 stopped on request, 69 given up, else that
+    of the rank that failed.
     """
     from odyssey.errors import ConfigError
     from odyssey.launch import DistributedLauncher, LaunchConfig
     from odyssey.launch.config import parse_elastic
     from odyssey.launch.hosts import parse_hostfile, parse_hosts
+    from odyssey.launch.starting import plain
 
+    if script.startswith("-") and script != "-m":
+        known = [name for option in command.params for name in option.opts if name.startswith("--")]
+        raise click.NoSuchOption(script, possibilities=near(script.partition("=")[0], known), ctx=context)
+    script, *rest = plain([script, *arguments])
     if script == "train":
-        _check_configuration(arguments)
+        _check_configuration(tuple(rest))
     if hosts is not None and hostfile is not None:
         raise ConfigError("[launch] --hosts and --hostfile are both given; give one")
     machines = parse_hosts(hosts) if hosts is not None else parse_hostfile(hostfile) if hostfile is not None else ()
@@ -72,7 +80,7 @@ def command(
         elastic=None if elastic is None else parse_elastic(elastic),
         **given,
     )
-    sys.exit(DistributedLauncher(config).launch(script, *arguments))
+    sys.exit(DistributedLauncher(config).launch(script, *rest))
 
 
 def _check_configuration(words: tuple[str, ...]) -> None:

@@ -26,15 +26,19 @@ class Batch:
     dataset: the ArrayDataset that holds the samples.
     indices: int64 (B,), their places in it.
     epoch: number of the epoch. index: number of the batch within the epoch, from 0.
+    numbers: int64 (B,), which samples of the loader's data set these are, where `dataset` holds only copies of them.
     """
 
-    __slots__ = ("dataset", "epoch", "index", "indices")
+    __slots__ = ("dataset", "epoch", "index", "indices", "numbers")
 
-    def __init__(self, dataset: ArrayDataset, indices: np.ndarray, epoch: int, index: int) -> None:
+    def __init__(
+        self, dataset: ArrayDataset, indices: np.ndarray, epoch: int, index: int, numbers: np.ndarray | None = None
+    ) -> None:
         self.dataset = dataset
         self.indices = indices
         self.epoch = epoch
         self.index = index
+        self.numbers = numbers
 
     def __len__(self) -> int:
         """B, the number of samples (not of the two things that iterating gives)."""
@@ -50,7 +54,9 @@ class DataLoader:
 
     dataset: an ArrayDataset, or any object with `__len__` and `__getitem__(i)` that gives (image, label) with an
         array-like image of (C, H, W), (H, W) or (F,), uint8 or floating point, and an integer label; its attribute
-        `classes`, if it has one, bounds the labels. Such samples are taken as they are, without scale or shift.
+        `classes`, if it has one, bounds the labels. Such samples are taken as they are, without scale or shift. Its
+        `set_epoch`, if it has one, is told the epoch before each iteration. `ds[i]` must be the same on all ranks, and
+        the same whenever it is asked for within an epoch.
     batch_size: the GLOBAL batch size: the samples of one optimizer step over all workers, however many there are.
     shuffle: a new order each epoch, from `permutation(len(dataset), seed, epoch)`.
     seed: 0 to 2**64 - 1.
@@ -113,6 +119,25 @@ class DataLoader:
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(self._next_epoch)
 
+    def read_again(self, epoch: int, batch: int) -> Batch:
+        """Batch number `batch` (from 0) of `epoch`, made now; what the next iteration gives stays as it was.
+
+        Raises:
+            ConfigError: there is no such batch.
+        """
+        before, first = self._next_epoch, self._first
+        try:
+            self.start_at(epoch, batch)
+            self._begin_epoch()
+            piece = next(self._cut(self._order(epoch), batch), None)
+            if piece is None:
+                raise ConfigError(f"[data] there is no batch {batch} in epoch {epoch}; {len(self)} are there")
+            if isinstance(self._dataset, ArrayDataset):
+                return Batch(self._dataset, piece, epoch, batch)
+            return next(_collated(self._dataset, self._classes, iter([(batch, piece)]), epoch, lambda: False))
+        finally:
+            self.start_at(before, first)
+
     def start_at(self, epoch: int, batch: int) -> None:
         """Make the next iteration begin at batch number `batch` (from 0) of `epoch`; ConfigError if out of range."""
         self.set_epoch(epoch)
@@ -153,6 +178,8 @@ class DataLoader:
             sampler.set_epoch(epoch)
             if hasattr(sampler, "epoch_was_set"):
                 sampler.epoch_was_set = False
+        if hasattr(self._dataset, "set_epoch"):
+            self._dataset.set_epoch(epoch)
         self._next_epoch = epoch + 1
         return epoch
 
@@ -241,6 +268,7 @@ def _prefetched(dataset: Any, classes: int | None, pieces: Pieces, epoch: int, p
         daemon=True,
     )
     thread.start()
+    error = None
     try:
         while True:
             batch, error = ready.get()
@@ -251,6 +279,7 @@ def _prefetched(dataset: Any, classes: int | None, pieces: Pieces, epoch: int, p
             slots.release()
             yield batch
     finally:
+        del error  # it would hold itself, by this frame: a sys.exit of the data set counts when it is gone
         stop.set()
         slots.release()
 
@@ -281,7 +310,7 @@ def _collate(dataset: Any, classes: int | None, piece: np.ndarray, samples: list
         images.append(image)
         labels.append(label)
     own = arrays(np.stack(images), np.array(labels, np.int64), classes=classes, name=name)
-    return Batch(own, np.arange(len(samples), dtype=np.int64), epoch, index)
+    return Batch(own, np.arange(len(samples), dtype=np.int64), epoch, index, piece)
 
 
 def _check_sample(

@@ -3,10 +3,12 @@
     from odyssey import distributed as dist
 
     dist.init_process_group()                      # mpirun -n 4 python script.py; alone it is a world of one
-    total = dist.all_reduce(np.ones(3))            # a new array; out= for in place
+    dist.all_reduce(gradient)                      # in place, and returned
     mean = dist.metric_average(loss.item(), weight=len(batch))
 
-Values are odyssey.Tensor, NumPy arrays or Python numbers; what comes back is of the same kind, and not on the tape.
+Values are odyssey.Tensor, NumPy arrays or Python numbers (and torch tensors on the CPU, where PyTorch is in use). A
+collective overwrites what it is given and returns it, as PyTorch's does; a number comes back as a new one. Nothing is
+on the tape.
 `DistributedDataParallel` (ddp.py) keeps a model's gradients in step.
 
 groups.py: who is in a group; collectives.py: what they send. What it is not: a transport (comm/), or a plan of who
@@ -22,11 +24,13 @@ from ..comm import ReduceOp
 from .collectives import (
     Work,
     all_gather,
+    all_gather_into_tensor,
     all_reduce,
     all_reduce_mean,
     all_reduce_sum,
     all_reduce_sum_group,
     all_to_all,
+    all_to_all_single,
     barrier,
     broadcast,
     gather,
@@ -36,6 +40,7 @@ from .collectives import (
     recv,
     reduce,
     reduce_scatter,
+    reduce_scatter_tensor,
     scatter,
     send,
 )
@@ -58,20 +63,20 @@ from .groups import (
 if TYPE_CHECKING:
     from ..config import DistributedConfig
     from ..data import DistributedSampler
-    from ..ddp import DDP, DistributedDataParallel
     from ..launch import DistributedLauncher, LaunchConfig, launch_distributed_training
-    from ..profiling import PerformanceMonitor, profile_communication
+    from .ddp import DDP, DistributedDataParallel
+    from .profiling import PerformanceMonitor, profile_communication
 
 _HOME = {
-    "DDP": "ddp",
+    "DDP": "distributed.ddp",
     "DistributedConfig": "config",
-    "DistributedDataParallel": "ddp",
+    "DistributedDataParallel": "distributed.ddp",
     "DistributedLauncher": "launch",
     "DistributedSampler": "data",
     "LaunchConfig": "launch",
-    "PerformanceMonitor": "profiling",
+    "PerformanceMonitor": "distributed.profiling",
     "launch_distributed_training": "launch",
-    "profile_communication": "profiling",
+    "profile_communication": "distributed.profiling",
 }
 
 __all__ = [
@@ -88,11 +93,13 @@ __all__ = [
     "Work",
     "World",
     "all_gather",
+    "all_gather_into_tensor",
     "all_reduce",
     "all_reduce_mean",
     "all_reduce_sum",
     "all_reduce_sum_group",
     "all_to_all",
+    "all_to_all_single",
     "barrier",
     "broadcast",
     "destroy_process_group",
@@ -114,6 +121,7 @@ __all__ = [
     "recv",
     "reduce",
     "reduce_scatter",
+    "reduce_scatter_tensor",
     "scatter",
     "send",
 ]

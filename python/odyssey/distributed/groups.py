@@ -20,6 +20,7 @@ from .. import comm as communication
 from .. import launcher
 from ..comm import Communicator
 from ..comm import base as _base
+from ..comm.requests import deadline
 from ..errors import ConfigError
 
 
@@ -361,7 +362,7 @@ def get_distributed_info() -> dict[str, Any]:
         "local_world_size": comm and comm.local_size,
         "backend": comm and comm.name,
         "why": comm and comm.why,
-        "timeout": _base.deadline(),
+        "timeout": deadline(),
         "launcher": found and found.launcher,
     }
 

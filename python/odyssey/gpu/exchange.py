@@ -85,7 +85,7 @@ def make(runner: GpuRunner, comm: Communicator, own: planning.Run) -> Exchange:
     Args:
         own: shards of this process.
     """
-    chosen = runner.engine.layout.reduction
+    chosen = runner.recorded.layout.reduction
     plain = chosen.reduction == "tree" and chosen.compression is None
     if devices.wanted(comm):
         if plain:
@@ -114,8 +114,8 @@ def _links(runner: GpuRunner, comm: Communicator) -> _Links:
 
 
 def _warn(runner: GpuRunner, text: str) -> None:
-    if text not in runner.engine.warnings:
-        runner.engine.warnings.append(text)
+    if text not in runner.recorded.warnings:
+        runner.recorded.warnings.append(text)
 
 
 class StagedExchange(Exchange):
@@ -128,9 +128,9 @@ class StagedExchange(Exchange):
 
     def __init__(self, runner: GpuRunner, comm: Communicator, own: planning.Run) -> None:
         super().__init__(runner, comm)
-        lay, nodes = runner.engine.layout, runner.meeting.nodes
+        lay, nodes = runner.recorded.layout, runner.meeting.nodes
         self.nodes = len(nodes)
-        content = runner.engine.content(runner.samples, whole=True)
+        content = runner.recorded.content(whole=True)
         whole = lay.reduction.compression is not None  # it looks at all gradients at once
         size = runner.floats if whole else PIECE
         self.pieces = [(lo, min(lo + size, runner.floats)) for lo in range(0, runner.floats, size)]
@@ -206,7 +206,7 @@ class DirectExchange(Exchange):
     ) -> None:
         super().__init__(runner, comm)
         self.links = links
-        x = planning.exchange(runner.shards, comm.size, runner.engine.layout.workers, runner.floats)
+        x = planning.exchange(runner.shards, comm.size, runner.recorded.layout.workers, runner.floats)
         assert x.nodes[comm.rank] == runner.meeting.nodes
         self._first = [sum(map(len, x.nodes[:p])) for p in range(comm.size + 1)]  # number of each rank's first node
         self._adds = [(add.a, add.b) for add in x.adds]

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import build
+from .. import build, own_ops
 from .. import native as host
 from ..errors import DeviceError
 
@@ -48,6 +48,7 @@ class GpuStep(ctypes.Structure):
     _fields_ = [
         (name, ctypes.c_int64)
         for name in (
+            "table",
             "program",
             "records",
             "params",
@@ -80,7 +81,7 @@ BLOCK_BYTES = ctypes.sizeof(Block)
 _ERROR = 1024  # bytes of a message
 
 
-class Library:
+class Library(host.Table):
     """The loaded library. A function that fails raises DeviceError with the driver's words."""
 
     def __init__(self, path: str, runtime: list[str]) -> None:
@@ -92,6 +93,9 @@ class Library:
         size = lib.odyssey_gpu_context_size()
         assert size == ctypes.sizeof(StepContext), (size, ctypes.sizeof(StepContext))
         number, pointer = ctypes.c_ssize_t, ctypes.c_void_p
+        super().__init__(lib, "odyssey_gpu")
+        known = host.library().ops
+        self.ops = {name: known.get(name, op) for name, op in self.ops.items()}  # as the CPU's table declares them
         for name, arguments in {
             "open": [number, pointer],
             "memory": [pointer, pointer],
@@ -151,7 +155,9 @@ def library() -> Library:
     os.environ.setdefault("MODULAR_DEVICE_CONTEXT_MEMORY_MANAGER_SIZE", "0")
     os.environ.setdefault("MODULAR_DEVICE_CONTEXT_HOST_MEMORY_MANAGER_SIZE", "0")  # else 1.28 GiB, pinned, per device
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # the order of NVML, which was asked for their kinds
-    return Library(str(build.gpu_library_path()), [str(p) for p in build.runtime_libraries()])
+    loaded = Library(build.open_gpu_library().to_load(), [str(p) for p in build.runtime_libraries()])
+    own_ops.add_to_gpus(loaded)
+    return loaded
 
 
 class Gpu:
@@ -250,10 +256,12 @@ class Gpu:
 
     def run(self, step: GpuStep) -> None:
         """Enqueues a program."""
+        step.table = self._library.table
         self._call("run", ctypes.addressof(step))
 
     def scratch(self, step: GpuStep) -> int:
         """Floats of scratch memory that a program wants."""
+        step.table = self._library.table
         return self._call("scratch", ctypes.addressof(step))
 
     def tree_sum(self, to: int, address: int, stride: int, n: int, floats: int) -> None:

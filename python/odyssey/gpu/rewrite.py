@@ -16,11 +16,7 @@ from .. import native as host
 from ..arena import Arena
 from ..errors import ConfigError
 from ..program import Range, Record, Slot, encode
-
-# Ops that add up, shard by shard, what they write to a gradient buffer: the only ones that may share one (fold).
-SUMMING = ("conv2d_backward_weight", "linear_backward_weight", "stats")
-# Ops that need activations of other ranks.
-SHARED = ("_parts", "_columns", "linear_bias", "take_features")
+from .native import library
 
 
 def fused(records: list[Record]) -> list[Record]:
@@ -42,7 +38,7 @@ def _with_pool(records: list[Record]) -> list[Record]:
     users = _users(records)
     out: list[Record | None] = list(records)
     for i, r in enumerate(records):
-        if r.op != "conv2d_forward" or r.args[-1] != 1:
+        if r.op != "conv2d_forward" or r.dtype != "fp32" or r.args[-1] != 1:
             continue
         y = r.args[0]
         used = users.get(id(y), [])
@@ -50,8 +46,9 @@ def _with_pool(records: list[Record]) -> list[Record]:
             continue
         pool = records[used[1]]
         pooled, argmax, _, _, _, _, *window = pool.args
+        _, x, w, b, _, *sizes, _ = r.args
         out[used[1]] = dataclasses.replace(
-            pool, op="conv2d_relu_maxpool_forward", args=[pooled, argmax, *r.args[1:-1], *window]
+            pool, op="conv2d_relu_maxpool_forward", args=[pooled, argmax, x, w, b, *sizes, *window]
         )
         out[i] = None
     return [r for r in out if r is not None]
@@ -84,7 +81,7 @@ def _with_gradient(records: list[Record]) -> list[Record]:
 def check(records: Sequence[Record]) -> None:
     """Raises ConfigError for what no GPU can run."""
     for r in records:
-        if r.layout == "rows" or r.op.endswith(SHARED):
+        if r.layout == "rows" or r.op not in library().codes:
             raise ConfigError(f"[gpu] {r.op} ({r.layout}) has no form for GPUs; use --device cpu")
 
 
@@ -95,7 +92,7 @@ def written_once(records: Sequence[Record], arena: Arena) -> bool:
         written = [a for a in r.args if isinstance(a, Range) and a.arena is arena and a.space == host.GRADS]
         if not written:
             continue
-        if not r.op.startswith(SUMMING):
+        if "sums" not in library().ops[r.op].traits:
             return False
         for a in written:
             if a.offset in seen:
@@ -113,7 +110,7 @@ def encoded(
         constant: the address on the device of memory that is neither the program's nor the arena's.
         without_gradients: gradient buffers hold only the statistics behind them.
     """
-    lib = host.library()
+    lib = library()
 
     def operand(memory: Any) -> int:
         if isinstance(memory, Slot):
@@ -123,7 +120,7 @@ def encoded(
             return memory.space << 56 | memory.offset - shift
         return constant(memory)
 
-    table = np.zeros((len(records), lib.record), np.int64)
+    table = np.zeros((len(records), host.library().record), np.int64)
     for row, r in zip(table, records, strict=True):
-        row[: len(r.args) + 1] = encode(lib, r.op, r.args, operand, r.layout)
+        row[: len(r.args) + 1] = encode(lib, r.op, r.args, operand, r.layout, r.dtype)
     return table

@@ -17,7 +17,7 @@ from .. import gpus
 from .. import native as host
 from ..errors import DeviceError, NumericsError
 from ..parallel import plan as planning
-from ..parallel.runner import Runner
+from ..parallel.runner import Recorded, Runner
 from ..program import place
 from . import exchange, rewrite
 from . import plan as pieces
@@ -27,7 +27,6 @@ from .team import Placed, Worker
 
 if TYPE_CHECKING:
     from ..data import ArrayDataset, Batch
-    from ..engine import Engine
     from ..optim import Update
     from .team import Team
 
@@ -78,16 +77,13 @@ class GpuSums:
 class GpuRunner(Runner):
     """All shards of this process on its GPUs, for batches of one size."""
 
-    def __init__(self, engine: Engine, samples: int, sample_shape: tuple[int, ...]) -> None:
-        super().__init__(engine, samples)
-        assert engine.team is not None
-        self.engine, self.team, self.sample_shape = engine, engine.team, sample_shape
-        self.train = engine.train
-        lay, lib, arena = engine.layout, host.library(), engine.arena
-        comm = engine.groups.dp
+    def __init__(self, recorded: Recorded, team: Team) -> None:
+        super().__init__(recorded)
+        self.team, self.train = team, recorded.train
+        lay, lib, arena, comm = recorded.layout, host.library(), recorded.arena, recorded.groups.dp
         self.floats = (arena.size if self.train else 0) + lib.stats
         self.stats_at = self.floats - lib.stats
-        records = rewrite.fused(engine.record(self.shard_size, sample_shape))
+        records = rewrite.fused(recorded.records)
         rewrite.check(records)
         self.work_floats = place(records) // 4
         self.once = rewrite.written_once(records, arena)
@@ -110,7 +106,7 @@ class GpuRunner(Runner):
         self._results: list[int] = []
         self._exchange = exchange.make(self, comm, own) if comm.size > 1 else None
         self._batches = [
-            _Batches(worker, run, self.shard_size, samples)
+            _Batches(worker, run, self.shard_size, self.samples)
             for worker, run in zip(self.team.workers, self.runs, strict=True)
         ]
         self._placed: list[Placed | None] = []
@@ -136,7 +132,7 @@ class GpuRunner(Runner):
         """Shards that fit into a device at a time, and into a launch; the same on all workers of this process."""
         per_shard = 4 * (self.work_floats + self.floats)
         limit = min(self.shards, MOST_SHARDS, MOST_SUMS * most)
-        lay = self.engine.layout
+        lay = self.recorded.layout
         for worker in self.team.workers:
             here = sum(other.gpu.number == worker.gpu.number for other in self.team.workers)
             sharing = here * -(-lay.comm.local_size * lay.workers // max(gpus.count(), 1))
@@ -150,7 +146,7 @@ class GpuRunner(Runner):
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether it helps to name the next batch (Engine.upcoming)."""
+        """Whether it helps to name the next batch (`upcoming`)."""
         return None in self._placed
 
     # --- a step ---
@@ -161,9 +157,8 @@ class GpuRunner(Runner):
             self.team.pending.fetch()  # its block and rows are still being read
         self.team.write()
         self._results = []
-        batch = self.engine.batch
         for w, (worker, plan) in enumerate(zip(self.team.workers, self.plans, strict=True)):
-            self._compute(w, worker, plan, self._batches[w].bring(batch, self._placed[w]))
+            self._compute(w, worker, plan, self._batches[w].bring(self.batch, self._placed[w]))
         if len(self.team.workers) > 1:
             self._meet()
         else:
@@ -180,11 +175,12 @@ class GpuRunner(Runner):
 
     def _look_ahead(self) -> None:
         """Brings the next batch, if it is one for this runner, where its data set is not on the device."""
-        following = self.engine.upcoming
+        following = self.upcoming
         if following is None or len(following.indices) != self.samples:
             return
         same = following.dataset is self.data
-        if not same and (len(following.dataset) > self.samples or following.dataset.sample_shape != self.sample_shape):
+        shape = following.dataset.sample_shape
+        if not same and (len(following.dataset) > self.samples or shape != self.recorded.sample_shape):
             return
         for batches, placed in zip(self._batches, self._placed, strict=True):
             if placed is None or not same:

@@ -17,7 +17,7 @@ from ..errors import DeviceError
 from ..optim import Update
 from . import graph
 from .mirror import Mirror
-from .native import BLOCK_BYTES, COMPUTE, COPY, Block, Event, Gpu, GpuStep
+from .native import BLOCK_BYTES, COMPUTE, COPY, Block, Event, Gpu, GpuStep, library
 
 if TYPE_CHECKING:
     from .. import fingerprint
@@ -192,7 +192,7 @@ class Team:
         state = () if self._state is None else tuple(self._state.addresses[w])
         return Update(self.parameters.addresses[w][0], result, 0, self.arena.size, 0, state)
 
-    def take(self, optimizer: Optimizer, sums: Any, divisor: int, lr: float) -> bool:
+    def commit_step(self, optimizer: Optimizer, sums: Any, divisor: int, lr: float) -> bool:
         """Takes the step on all workers if the loss and all gradients are finite; returns whether they were.
 
         The devices decide that themselves: the update is enqueued behind the check and does nothing if it failed.
@@ -201,7 +201,7 @@ class Team:
             sums: of runner.GpuRunner; those of its own step.
             divisor: address of the number gradients are divided by: sums.samples_address, or one of the host.
         """
-        lib, n = host.library(), self.arena.size
+        lib, n = library(), self.arena.size
         self.write()
         optimizer.steps += 1
         own = divisor == sums.samples_address
@@ -215,7 +215,7 @@ class Team:
                     worker.gpu.upload(worker.divisor, worker.told[Block.divisor.offset :][:4])
                 by = worker.divisor
             records = self._records[w]
-            records[0, :3] = (lib.codes["finite"], result, n + lib.stats)
+            records[0, :3] = (lib.codes["finite"], result, n + host.library().stats)
             record = optimizer._record(lib, self.update(w, result), by, lr)
             records[1, : len(record)] = record
             worker.run(records)

@@ -8,8 +8,8 @@
 | supervisor.py | `DistributedLauncher`: attempt after attempt |
 | attempt.py | one attempt: mpirun or srun, watched and ended |
 | output.py | what ranks print, on its way through |
-| keeper.py, tether.py | programs of their own: the parent of a rank; a program that ends with its parent |
-| ends.py | how ranks ended, from what keepers write |
+| rank_wrapper.py, die_with_parent.py | programs of their own: a rank's parent; what ends with its parent |
+| ends.py | how ranks ended, from what the rank wrappers write |
 | decide.py | what comes after an attempt |
 | leftovers.py | processes and files that a killed attempt left |
 | lock.py, users.py | one launcher per run; root |

@@ -1,6 +1,7 @@
 """`python -m odyssey.launch`: `odyssey launch` with the options of other launchers, before the script or behind it.
 
     python -m odyssey.launch --nproc_per_node=4 train.py --epochs 100
+    python -m odyssey.launch --nproc_per_node=4 -m package.module --epochs 100
     python -m odyssey.launch train.py --nproc_per_node=4 --nnodes=1 --master_addr=localhost --backend=gloo --epochs 100
 
 Behind the script only the options below are the launcher's, whatever the script would make of them; all else is the
@@ -14,6 +15,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from .. import outputs
 from ..errors import ConfigError, OdysseyError, printable
 
 _BEFORE = ("max_restarts", "hosts", "run_dir")  # before the script only: the names are common
@@ -43,7 +45,7 @@ def parse(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
                     raise ConfigError(f"[launch] {word} has no value; write {word}=VALUE")
                 value = rest.pop(0)
             given[name] = value
-        elif not command and word.startswith("-"):
+        elif not command and word.startswith("-") and word != "-m":
             allowed = ", ".join(f"--{n}" for n in _EVERYWHERE + _BEFORE)
             raise ConfigError(f"[launch] {word[:60]!r} before the script is no option; choose from {allowed}")
         else:
@@ -93,6 +95,7 @@ def main() -> NoReturn:
     """Run the command line of this process."""
     from . import DistributedLauncher, LaunchConfig
 
+    outputs.open_streams()
     words = sys.argv[1:]
     if not words or words[0] in ("-h", "--help"):
         print(__doc__)

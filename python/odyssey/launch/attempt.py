@@ -1,6 +1,6 @@
 """One attempt: starts mpirun or srun, passes on what ranks print, watches them, and ends all of it.
 
-What ends an attempt: its launcher ends; a rank's keeper writes down a failure; the heartbeat that the ranks' watcher
+What ends an attempt: its launcher ends; a rank's wrapper writes down a failure; the heartbeat that the ranks' watcher
 writes stops coming; ranks do not start; somebody asks for an end and the ranks do not follow in time. In every case no
 process of the attempt is left on this machine when `run` returns, and what happened is an `Outcome`. What it is not: a
 judge of outcomes (decide.py), or a restart (supervisor.py).
@@ -34,6 +34,9 @@ from .starting import TOKEN
 SILENT = 10.0  # seconds without a heartbeat, after there was one, that mean a lost host
 ENDING = 5.0  # seconds that the launcher has to end by itself after its ranks have
 MEETING = 60.0  # seconds after which it is worth a word that ranks have not met; or the watchdog's, if it was given
+# What SLURM's daemon (22.05) says when it has read a request of MPICH's PMI in part, and seconds from then on in which
+# ranks may meet after all: as a rule they wait in MPI_Init for ever.
+SPOILED, LOST = b"mpi/pmi2: invalid client request", 3.0
 LONGER = 4  # times the grace that ranks have while one of them writes a checkpoint
 UNREAD = 2.0  # seconds after which ranks that read no request are sent a signal
 UNKNOWN = 10.0  # seconds after the start in which a trainer may not have shown itself yet
@@ -53,7 +56,8 @@ class Attempt:
             starting.py. layout: hosts and their ranks.
         signals: numbers of the signals that the launcher got, in order; others append to it.
         say: prints a line of the launcher's own. scancel: SLURM's, if srun starts the ranks.
-        idle: called now and then while the ranks run, for chores that can wait.
+        idle: called now and then while the ranks run, for chores that can wait. meets: the ranks are known to meet, as
+            odyssey's own training does.
     """
 
     def __init__(
@@ -68,10 +72,11 @@ class Attempt:
         say: Callable[[str], None],
         scancel: str | None = None,
         idle: Callable[[], None] = lambda: None,
+        meets: bool = False,
     ) -> None:
         self.config, self.run, self.words, self.environment = config, run, list(words), dict(environment)
         self.ranks, self.layout, self.signals, self.say = ranks, layout, signals, say
-        self.scancel, self.idle = scancel, idle
+        self.scancel, self.idle, self.meets = scancel, idle, meets
         self.token = f"{TOKEN}={self.environment[TOKEN]}"
         self._handled = 0
         self._stop: int | None = None
@@ -86,6 +91,9 @@ class Attempt:
         self._beat_at: float | None = None
         self._control: tuple[int, int] | None = None
         self._seldom = self._looked = 0.0
+        self._said_at = 0.0
+        self._met = False
+        self.unwritten = False  # standard output did not take what ranks printed
 
     # -- from start to end ------------------------------------------------------------------------
 
@@ -110,7 +118,7 @@ class Attempt:
             except OSError as problem:
                 raise LaunchError(f"[launch] {self.words[0]} cannot be started: {problem.strerror}") from problem
             try:
-                pumps = _pumps(process, log)
+                pumps = _pumps(process, log, b"" if self.scancel is None else SPOILED)
                 why = self._watch(process, pumps, _handle(process, stack))
             finally:
                 left = self._end(process)
@@ -122,6 +130,7 @@ class Attempt:
             process.stderr.close()
             for pump in pumps:
                 pump.close()
+            self._tell_what_is_not_written(pumps[0])
             missed = sum(pump.unshown for pump in pumps)
             if missed:
                 self.say(f"attempt {self.run.attempt}: {missed} bytes of output not shown, see {log.name}")
@@ -147,6 +156,7 @@ class Attempt:
                 return {"code": process.returncode}
             if said:
                 quiet = now
+            self._tell_what_is_not_written(pumps[0])
             started = started or self._all_started() or self._beat_at is not None
             if now - begun > CHORES:
                 self.idle()
@@ -166,6 +176,8 @@ class Attempt:
                     return {}
             elif not started and now - begun > self.config.start_timeout:
                 return {"late": True}
+            elif self._spoiled(now, pumps[1].heard):
+                return {"unmet": True}
             elif (silent := self._silence(now)) > SILENT:
                 return {"silent": silent}
 
@@ -259,6 +271,25 @@ class Attempt:
             what = "the ranks have not met: they are in MPI_Init or before, or the program does not use odyssey"
         self.say(f"attempt {self.run.attempt}: after {seconds:.0f} s {what}")
 
+    def _spoiled(self, now: float, said: bool) -> bool:
+        """Whether ranks below srun will never meet: SLURM's PMI daemon has `said` that it lost a request of theirs, or
+        they are known to meet and do not. Where mpirun starts ranks they wait for one that is late, and only that is
+        told."""
+        self._met = self._met or self._beat_at is not None
+        if self.scancel is None or self._met:
+            return False
+        self._said_at = self._said_at or (now if said else 0.0)
+        limit = MEETING if self.config.watchdog is None else self.config.watchdog
+        late = self.meets and limit and now - self._begun > limit and self._all_started()
+        return bool(late) or (said and now - self._said_at > LOST)
+
+    def _tell_what_is_not_written(self, pump: Pump) -> None:
+        """Says once that standard output is full, or the like."""
+        if pump.problem and not self.unwritten:
+            self.unwritten = True
+            log = self.run.logs / "output.log"
+            self.say(f"[output] standard output cannot be written: {pump.problem}; what ranks print is in {log}")
+
     def _ended(self) -> tuple[ends.End | None, bool]:
         """The failure that came first, and whether all ranks have ended."""
         if not _numbers(self.run.ends):
@@ -269,7 +300,7 @@ class Attempt:
     def _silence(self, now: float) -> float:
         """Seconds since the heartbeat changed; 0 before the first, and once rank 0 has ended.
 
-        Also 0 where that would say nothing about a host: all ranks are on this machine, whose keepers tell how they
+        Also 0 where that would say nothing about a host: all ranks are on this machine, whose wrappers tell how they
         end; the file is gone, so that nobody is watched; or nothing can be written where it lies.
         """
         if now - self._looked < 0.25:
@@ -308,6 +339,8 @@ class Attempt:
             self._handled += 1
             name = ends.signal_name(number)
             if self._stop is not None:
+                if number != signal.SIGINT or signal.SIGINT not in self.signals[: self._handled - 1]:
+                    continue  # a service manager may send several; a person presses Ctrl-C twice
                 self._forced = True
                 self.say(f"attempt {self.run.attempt}: {name} again: all ranks are killed")
                 return True
@@ -394,7 +427,7 @@ def unread(phases: dict[int, str]) -> bool:
 
 
 def elsewhere(layout: tuple[tuple[str, int], ...], hosts: set[str], here: str) -> bool:
-    """Whether ranks may be on other machines than this one: by what was asked for, or by what keepers wrote."""
+    """Whether ranks may be on other machines than this one: by what was asked for, or by what rank wrappers wrote."""
     return len(layout) > 1 or bool(hosts - {here})
 
 
@@ -429,7 +462,7 @@ def _numbers(folder: Path) -> list[str]:
     return []
 
 
-def _pumps(process: subprocess.Popen[bytes], log: BinaryIO) -> list[Pump]:
+def _pumps(process: subprocess.Popen[bytes], log: BinaryIO, words: bytes) -> list[Pump]:
     assert process.stdout is not None and process.stderr is not None
     targets = []
     for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
@@ -438,7 +471,7 @@ def _pumps(process: subprocess.Popen[bytes], log: BinaryIO) -> list[Pump]:
             targets.append(stream.fileno())
         except (AttributeError, OSError, ValueError):  # a stand-in without a descriptor, as in notebooks
             targets.append(number)
-    return [Pump(process.stdout.fileno(), targets[0], log), Pump(process.stderr.fileno(), targets[1], log)]
+    return [Pump(process.stdout.fileno(), targets[0], log), Pump(process.stderr.fileno(), targets[1], log, words)]
 
 
 def _handle(process: subprocess.Popen[bytes], stack: contextlib.ExitStack) -> int | None:

@@ -29,13 +29,15 @@ class Outcome:
 
     Attributes:
         attempt, ranks: its number, how many ranks it had. layout: hosts and their ranks, empty for this machine.
-        started, ended: what the keepers wrote. code: of mpirun or srun; negative: its signal; None: it was killed here.
+        started, ended: what rank wrappers wrote. code: of mpirun or srun; negative: its
+        signal; None: it was killed here.
         done: the run's record of completion is there. promised: the program writes it when it is complete.
         stop: number of the signal by which the launcher was asked to end, None if it was not.
-        forced: it was then killed: no rank ran yet, the time was over, or a second signal came.
+        forced: it was then killed: no rank ran yet, the time was over, or a second SIGINT came.
         scale: how many ranks somebody asked for meanwhile. former: how many there were before such a request was
             followed by this attempt.
         silent: seconds without a sign of life, after which it was killed. late: ranks were not all started in time.
+        unmet: they were, and cannot meet, as what started them has lost a request of theirs.
         lost: hosts that do not answer. unsure: none does, which says more about this one or the network.
         step: the last step that anybody is known to have done. checkpoint: step of the newest checkpoint.
         seen: the last step that each rank was seen at.
@@ -55,6 +57,7 @@ class Outcome:
     former: int | None = None
     silent: float | None = None
     late: bool = False
+    unmet: bool = False
     lost: tuple[str, ...] = ()
     unsure: bool = False
     step: int | None = None
@@ -216,6 +219,8 @@ def _failure(outcome: Outcome, cause: End | None) -> str:
         return str(cause) + (f", last seen at step {seen}" if cause.step is None and seen is not None else "")
     if outcome.silent is not None:
         return f"no sign of life for {outcome.silent:.0f} s"
+    if outcome.unmet:
+        return "the ranks that srun started have not met"
     if outcome.late:
         return f"{len(outcome.started)} of {_ranks(outcome.ranks)} were started in time"
     how = "was killed" if outcome.code is None else f"ended with exit code {outcome.code}"

@@ -1,7 +1,7 @@
 """How ranks of an attempt began and ended, from the files in the run's directory; which end came first, in words.
 
-The keepers write these files (keeper.py). What it is not: a decision what to do about it; decide.py makes that. What is
-read here may be torn, old or garbage: then it is not there.
+The rank wrappers write these files (rank_wrapper.py). What it is not: a decision what to do about it; decide.py makes
+that. What is read here may be torn, old or garbage: then it is not there.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def signal_name(number: int) -> str:
 
 
 def started(folder: Path, attempt: int) -> dict[int, Started]:
-    """The ranks that a keeper has started."""
+    """The ranks that a wrapper has started."""
     found = {}
     for rank, record in _records(folder, attempt).items():
         if type(record.get("host")) is str and type(record.get("pid")) is int:
@@ -89,7 +89,7 @@ def started(folder: Path, attempt: int) -> dict[int, Started]:
 
 
 def ended(folder: Path, attempt: int) -> dict[int, End]:
-    """The ranks whose end is known, from their keeper or, where that was killed as well, from themselves."""
+    """The ranks whose end is known, from their wrapper or, where that was killed as well, from themselves."""
     found = {}
     for rank, record in _records(folder, attempt).items():
         code, number, when = record.get("code"), record.get("signal"), record.get("time")
@@ -141,7 +141,7 @@ def _records(folder: Path, attempt: int) -> dict[int, dict[str, Any]]:
         if isinstance(record, dict) and record.get("attempt", attempt) == attempt:
             with contextlib.suppress(OSError):
                 record.setdefault("time", os.stat(folder / name).st_mtime)
-            if known is not None:  # the watcher's word came after the keeper's
+            if known is not None:  # the watcher's word came after the wrapper's
                 known.update((key, record[key]) for key in ("step", "following") if key in record)
                 continue
             found[int(match[1])] = record

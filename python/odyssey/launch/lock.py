@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import socket
 import time
 from pathlib import Path
 
 from ..errors import LaunchError, OutputError, printable
+from ..files import LockFile
 
 FRESH = 20.0  # seconds in which a launcher of another host renews its lock, if it lives
 RENEWED = 5.0  # seconds
@@ -30,52 +30,39 @@ class Lock:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
         self._renewed = time.monotonic()
-        self._descriptor = -1
         try:
-            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-            self._take()
-        except BaseException as problem:
-            if self._descriptor >= 0:
-                os.close(self._descriptor)
-            if isinstance(problem, OSError):
-                raise OutputError(
-                    f"[launch] {path} cannot be written: {problem.strerror}; name another --run-dir"
-                ) from problem
-            raise
+            self._file = LockFile(path)
+            try:
+                self._take()
+            except BaseException:
+                self._file.release(empty=False)
+                raise
+        except OSError as problem:
+            raise OutputError(
+                f"[launch] {path} cannot be written: {problem.strerror}; name another --run-dir"
+            ) from problem
 
     def _take(self) -> None:
-        here = socket.gethostname()
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            held = False
-        except OSError:
-            held = True
-        found = _read(self._descriptor)
-        if held or (_elsewhere(found) and _renewed(self.path)):
+        path = self._file.path
+        taken, found = self._file.take(), self._file.read()
+        if not taken or (_elsewhere(found) and _renewed(path)):
             who = f"process {found.get('pid', '?')} on host {printable(str(found.get('host', '?')))[:256]}"
             raise LaunchError(
-                f"[launch] {self.path.parent} is being run by {who}; wait for it, stop it, or name another --run-dir"
+                f"[launch] {path.parent} is being run by {who}; wait for it, stop it, or name another --run-dir"
             )
-        self._write({"host": here, "pid": os.getpid(), "held": True})
-
-    def _write(self, value: dict) -> None:
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, json.dumps(value).encode(), 0)
+        self._file.write({"host": socket.gethostname(), "pid": os.getpid(), "held": True})
 
     def renew(self) -> None:
         """Shows other hosts that the holder lives; cheap, call it often."""
         if time.monotonic() - self._renewed > RENEWED:
             self._renewed = time.monotonic()
             with contextlib.suppress(OSError):
-                os.utime(self._descriptor)
+                os.utime(self._file.descriptor)
 
     def close(self) -> None:
         """Gives the lock up."""
-        with contextlib.suppress(OSError):
-            self._write({})
-        os.close(self._descriptor)
+        self._file.release()
 
 
 def holder(path: Path, sure: bool = True) -> dict | None:
@@ -85,26 +72,16 @@ def holder(path: Path, sure: bool = True) -> dict | None:
         sure: look for up to FRESH seconds whether a launcher of another host renews it; else believe what it says.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        file = LockFile(path, os.O_RDONLY)
     except OSError:
         return None
     try:
-        found = _read(descriptor)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:
+        found = file.read()
+        if not file.take(fcntl.LOCK_SH):
             return found
         return found if _elsewhere(found) and (not sure or _renewed(path)) else None
     finally:
-        os.close(descriptor)
-
-
-def _read(descriptor: int) -> dict:
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        found = json.loads(os.pread(descriptor, 4096, 0))
-        if isinstance(found, dict):
-            return found
-    return {}
+        file.release(empty=False)
 
 
 def _elsewhere(found: dict) -> bool:

@@ -30,10 +30,10 @@ class Pump:
 
     Args:
         source: descriptor to read; it is made non-blocking. target: descriptor to write. log: file that gets everything
-            unchanged, or None.
+            unchanged, or None. words: that it listens for.
     """
 
-    def __init__(self, source: int, target: int, log: BinaryIO | None) -> None:
+    def __init__(self, source: int, target: int, log: BinaryIO | None, words: bytes = b"") -> None:
         os.set_blocking(source, False)
         self.source, self.target, self.log = source, target, log
         self.terminal = os.isatty(target)
@@ -44,7 +44,10 @@ class Pump:
             with contextlib.suppress(OSError):
                 self._own = os.open(os.ttyname(target), os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
                 self.target = self._own
+        self.words, self._last = words, b""
+        self.heard = False  # the words came
         self.closed = False
+        self.problem = ""  # why the target takes no more; "" also where its reader is gone
         self._shown = 0  # bytes of the current line
         self._pending = bytearray()
 
@@ -66,6 +69,9 @@ class Pump:
             with contextlib.suppress(OSError):  # a full disk does not end the training
                 self.log.write(data)
                 self.log.flush()
+        if self.words and not self.heard:
+            self.heard = self.words in self._last + data
+            self._last = data[-len(self.words) :]
         text = self.shown(data)
         if self.unshown or (len(self._pending) + len(text) > BACKLOG and self._stalled):
             self.unshown += len(text)
@@ -129,7 +135,9 @@ class Pump:
                 self._taken = time.monotonic()
             except BlockingIOError:
                 return False
-            except (OSError, ValueError):  # the reader is gone: the training goes on, its log is complete
+            except (OSError, ValueError) as problem:  # the training goes on, its log is complete
+                if not isinstance(problem, BrokenPipeError):
+                    self.problem = getattr(problem, "strerror", None) or str(problem)
                 self._pending.clear()
                 self.unshown = 0
                 self.shown = lambda data: b""

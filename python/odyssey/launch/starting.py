@@ -11,11 +11,12 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import NamedTuple
 
 from .. import runs
-from ..errors import LaunchError
+from ..errors import ConfigError, LaunchError, printable
 from .config import LaunchConfig
 
 TOKEN = "ODYSSEY_LAUNCH"  # in the environment of every process of a launch, by which they are found
@@ -26,7 +27,8 @@ HERE = Path(__file__).parent
 ALLOWED = (
     "PATH HOME USER LOGNAME SHELL TERM LANG LANGUAGE TZ TMPDIR LC_* VIRTUAL_ENV CONDA_PREFIX LD_LIBRARY_PATH "
     "PYTHONPATH PYTHONUNBUFFERED PYTHONDONTWRITEBYTECODE PYTHONPYCACHEPREFIX PYTHONHASHSEED PYTHONWARNINGS "
-    "ODYSSEY_* MODULAR_* XDG_CACHE_HOME OMP_* MKL_NUM_THREADS OPENBLAS_NUM_THREADS CUDA_VISIBLE_DEVICES "
+    "ODYSSEY_* MODULAR_* MOJO_PYTHON MOJO_PYTHON_LIBRARY XDG_CACHE_HOME "
+    "OMP_* MKL_NUM_THREADS OPENBLAS_NUM_THREADS CUDA_VISIBLE_DEVICES "
     "NVIDIA_VISIBLE_DEVICES HIP_VISIBLE_DEVICES ROCR_VISIBLE_DEVICES "
     "OMPI_* PRTE_* PMIX_* PMI_* HYDRA_* MPICH_* MPIR_* MPIEXEC_* MPI4PY_* FI_* UCX_* I_MPI_* NCCL_* SLURM_* "
     "MUNGE_SOCKET SSH_AUTH_SOCK KRB5CCNAME"
@@ -118,6 +120,7 @@ def environment(
             TOKEN: token,
         }
     )
+    out.setdefault("MOJO_PYTHON", sys.executable)  # the Python that a Mojo program finds odyssey in
     if config.watchdog is not None:
         out["ODYSSEY_WATCHDOG"] = f"{config.watchdog:g}"
     if starter.mpi == "openmpi" and os.geteuid() == 0:
@@ -158,8 +161,8 @@ def command(
     program: Sequence[str],
     exported: Sequence[str],
 ) -> list[str]:
-    """The argument list that starts `program`, each rank of it below a keeper; arguments as `words`."""
-    kept = [sys.executable, "-I", "-S", str(HERE / "keeper.py"), *program]
+    """The argument list that starts `program`, each rank of it below its wrapper; arguments as `words`."""
+    kept = [sys.executable, "-I", "-S", str(HERE / "rank_wrapper.py"), *program]
     return words(config, starter, ranks, layout, exported) + kept
 
 
@@ -201,12 +204,56 @@ def words(
 
 def tied(words: Sequence[str], parent: int) -> list[str]:
     """The same, ended by the kernel when process `parent` ends."""
-    return [sys.executable, "-I", "-S", str(HERE / "tether.py"), str(parent), *words]
+    return [sys.executable, "-I", "-S", str(HERE / "die_with_parent.py"), str(parent), *words]
 
 
-def program(script: str, arguments: Sequence[str]) -> list[str]:
-    """What a rank runs: `train` is odyssey's own training, anything else a Python script."""
-    if script == "train":
+_INTERPRETERS = ("python", "python3")
+
+
+def plain(words: Sequence[str]) -> list[str]:
+    """A command line as `odyssey launch` keeps it: what can be written in several ways, in one.
+
+    "python script.py" is "script.py" and "python -m module" is "-m module"; "-m odyssey.train" and "odyssey train" are
+    "train".
+    """
+    words = list(words)
+    if words[0] in _INTERPRETERS and len(words) > 1 and (words[1] == "-m" or not words[1].startswith("-")):
+        del words[0]
+    if words[:2] in (["-m", "odyssey.train"], ["odyssey", "train"]):
+        words[:2] = ["train"]
+    return words
+
+
+def program(words: Sequence[str]) -> list[str]:
+    """What a rank runs: odyssey's own training ("train"), a module ("-m"), a Python script or another program.
+
+    Raises:
+        ConfigError: there is no such file, module or program.
+    """
+    first = words[0]
+    if first == "train":
         # -P: a file of the current directory does not stand in for a module
-        return [sys.executable, *(["-P"] if sys.version_info >= (3, 11) else []), "-m", "odyssey.train", *arguments]
-    return [sys.executable, script, *arguments]
+        return [sys.executable, *(["-P"] if sys.version_info >= (3, 11) else []), "-m", "odyssey.train", *words[1:]]
+    if first == "-m":
+        if len(words) == 1:
+            raise ConfigError("[launch] -m has no module; write -m PACKAGE.MODULE")
+        name = words[1].partition(".")[0]
+        if not name.isidentifier() or PathFinder.find_spec(name, [os.getcwd(), *sys.path]) is None:
+            raise ConfigError(
+                f"[launch] there is no module {printable(words[1], limit=60)}; start in the folder that its package "
+                "lies in, or name that in PYTHONPATH"
+            )
+        return [sys.executable, *words]
+    if first in _INTERPRETERS:
+        return [sys.executable, *words[1:]]
+    if Path(first).is_file():
+        if first.endswith(".py") or not os.access(first, os.X_OK):
+            return [sys.executable, *words]
+        return [os.path.join(os.curdir, first), *words[1:]]
+    found = shutil.which(first)
+    if found is None or os.sep in first:
+        raise ConfigError(
+            f"[launch] {printable(first, limit=200)} is no file and no program; give a Python script, -m MODULE, a "
+            "program, or train"
+        )
+    return [found, *words[1:]]

@@ -29,7 +29,7 @@ from typing import Any
 
 from .. import __version__, runs
 from ..errors import ConfigError, DataError, OutputError, printable
-from ..files import private_directory, read_json, write_json
+from ..files import NO_DIRECTORY, current_directory, private_directory, read_json, write_json
 from ..launcher import launched
 from . import leftovers, starting, users
 from .attempt import Attempt
@@ -60,25 +60,29 @@ class DistributedLauncher:
         self._signals: list[int] = []
 
     def launch(self, script: str, *arguments: str) -> int:
-        """Runs `python script arguments...` as ranks ("train": odyssey's own training); returns when the run is over.
+        """Runs `python script arguments...` as ranks; returns when the run is over.
+
+        Args:
+            script: a Python script; "train", odyssey's own training; "-m", with a module behind it; or a program.
 
         Returns:
             The exit code: 0 complete; 75 stopped on request, to be gone on with by the same call; 69 given up; 128 +
-            the signal if ranks did not stop in time; else that of the rank that failed first.
+            the signal if ranks did not stop in time; 73 if all is complete, but standard output did not take what ranks
+            printed; else that of the rank that failed first.
 
         Raises:
             ConfigError: something is not allowed, the script is not there, or the run directory belongs to another
                 command or a complete run. LaunchError: nothing can be started, or another launcher is at work.
             OutputError: the run directory cannot be written.
         """
-        words = [os.fspath(script), *map(str, arguments)]
+        words = starting.plain([os.fspath(script), *map(str, arguments)])
         _check(words)
         users.check(self.config.allow_root)
         probe_seconds(os.environ)  # a wrong value is refused now, not when a host is lost
         starter = starting.find(self.config, os.environ)
         if self.config.nnodes > 1 and not self.config.hosts and starter.kind != "srun":
             raise ConfigError(f"[launch] {self.config.nnodes} nodes, but no hosts; give --hosts or --hostfile")
-        path = self.config.run_dir or default_run_dir(words[0])
+        path = self.config.run_dir or default_run_dir(words[words[0] == "-m"])
         run = runs.Run(private_directory(Path(os.path.abspath(path))))
         renewed = _modified(run.lock)
         lock = Lock(run.lock)
@@ -160,6 +164,7 @@ class DistributedLauncher:
         former: int | None = None
         wanted = config.ranks
         chores: list[Callable[[], object]] = []
+        unwritten = False
         while True:
             if self._signals:  # it came while nothing ran
                 name = signal_name(self._signals[0])
@@ -179,7 +184,7 @@ class DistributedLauncher:
                 starter,
                 action.ranks,
                 layout,
-                starting.program(words[0], words[1:]),
+                starting.program(words),
                 _exported(environment, config),
             )
             attempt = Attempt(
@@ -193,8 +198,10 @@ class DistributedLauncher:
                 self._say,
                 scancel=str(Path(starter.path).with_name("scancel")) if starter.kind == "srun" else None,
                 idle=lambda: self._idle(lock, chores),
+                meets=words[0] == "train",
             )
             outcome = dataclasses.replace(attempt(), promised=words[0] == "train", former=former)
+            unwritten = unwritten or attempt.unwritten
             ended = time.time()
             before = leftovers.Snapshot.of(record["before"])
             if before is not None:
@@ -223,7 +230,7 @@ class DistributedLauncher:
             self._pause(action.delay, lock)
             number += 1
         self._idle(lock, chores)
-        return code
+        return OutputError.exit_code if unwritten and code == 0 else code
 
     def _asked_hosts(
         self, outcome: Outcome, starter: starting.Starter, environment: dict[str, str], idle: Callable[[], None]
@@ -363,11 +370,12 @@ def default_run_dir(script: str, now: datetime.datetime | None = None) -> Path:
 
 
 def _check(words: list[str]) -> None:
+    if not current_directory():
+        raise ConfigError(f"[launch] {NO_DIRECTORY}")
     for word in words:
         if "\0" in word:
             raise ConfigError(f"[launch] {ascii(word[:60])} has a NUL character, which no argument can have")
-    if words[0] != "train" and not Path(words[0]).is_file():
-        raise ConfigError(f"[launch] {_shown(words[0])} is no file; give a Python script, or train")
+    starting.program(words)  # it can be started
     rank = any(os.environ.get(name) for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK"))
     started = launched()
     alone = started is not None and started.size == 1  # an interactive shell, as `srun --pty bash`
@@ -424,7 +432,7 @@ def _line(words: object) -> str:
 
 def _to_stderr(line: str) -> None:
     with contextlib.suppress(OSError, ValueError):
-        if not select.select([], [sys.stderr], [], 1.0)[1]:
+        if sys.stderr is None or not select.select([], [sys.stderr], [], 1.0)[1]:
             return  # a stopped terminal: the ranks are not left alone for it
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.write(f"odyssey: {line}\n")

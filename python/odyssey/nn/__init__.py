@@ -1,20 +1,9 @@
 """Layers, losses and models. A model is a `Module` with `forward`; nobody writes a backward pass."""
 
-from . import models, utils
+from .. import functional
+from . import layers, models, utils
 from .checkpoint import Checkpoint, checkpoint
-from .layers import (
-    AvgPool2d,
-    Conv2d,
-    Dropout,
-    Flatten,
-    Linear,
-    LogSoftmax,
-    MaxPool2d,
-    ReLU,
-    Sigmoid,
-    Softmax,
-    Tanh,
-)
+from .layers import AvgPool2d, Conv2d, Dropout, Flatten, LayerNorm, Linear, MaxPool2d
 from .losses import CrossEntropyLoss, NLLLoss
 from .models import MLP, ConvNet, LeNet5
 from .module import Module, ModuleList, Parameter, Sequential, manual_seed
@@ -29,23 +18,29 @@ __all__ = [
     "CrossEntropyLoss",
     "Dropout",
     "Flatten",
+    "LayerNorm",
     "LeNet5",
     "Linear",
-    "LogSoftmax",
     "MaxPool2d",
     "Module",
     "ModuleList",
     "NLLLoss",
     "Parameter",
     "PipelineParallel",
-    "ReLU",
     "Sequential",
-    "Sigmoid",
-    "Softmax",
     "Stage",
-    "Tanh",
     "checkpoint",
     "manual_seed",
     "models",
     "utils",
 ]
+
+__all__ += functional.ACTIVATIONS
+
+
+def __getattr__(name: str) -> type[layers.Activation]:
+    """The layers of activations: ReLU, Tanh, ..., and those that programs add (functional.unary)."""
+    if name not in functional.ACTIVATIONS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    made = globals()[name] = layers.activation(name, *functional.ACTIVATIONS[name])
+    return made

@@ -7,10 +7,13 @@ with a = sqrt(5)).
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+
+import numpy as np
 
 from .. import functional as F
 from ..errors import ConfigError
-from ..tensor import Tensor
+from ..tensor import Parameter, Tensor
 from .module import Module, uniform
 
 
@@ -89,39 +92,35 @@ class AvgPool2d(MaxPool2d):
         return F.avg_pool2d(x, self.kernel_size, self.stride)
 
 
-class ReLU(Module):
-    """max(x, 0)."""
+class Activation(Module):
+    """A function of one tensor that keeps its shape; a class for each of functional.ACTIVATIONS (nn.__getattr__)."""
+
+    function: Callable[[Tensor], Tensor]
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.relu(x)
+        return type(self).function(x)
 
 
-class Tanh(Module):
-    """Hyperbolic tangent."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.tanh(x)
-
-
-class Sigmoid(Module):
-    """1 / (1 + exp(-x))."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.sigmoid(x)
+def activation(name: str, doc: str, function: Callable[[Tensor], Tensor]) -> type[Activation]:
+    """The layer of an activation."""
+    body = {"__doc__": doc, "__module__": __name__, "function": staticmethod(function)}
+    return type(name, (Activation,), body)
 
 
-class Softmax(Module):
-    """Softmax over the classes of (N, classes)."""
+class LayerNorm(Module):
+    """Each sample of (N, features) with mean 0 and variance 1, times weight plus bias; see functional.layer_norm."""
+
+    def __init__(self, features: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        _at_least_one("LayerNorm", features=features)
+        self.weight, self.bias = Parameter(np.ones(features, np.float32)), Parameter(np.zeros(features, np.float32))
+        self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.softmax(x)
+        return F.layer_norm(x, self.weight, self.bias, self.eps)
 
-
-class LogSoftmax(Module):
-    """Log-softmax over the classes of (N, classes)."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.log_softmax(x)
+    def extra_repr(self) -> str:
+        return f"{self.weight.size}, eps={self.eps}"
 
 
 class Flatten(Module):

@@ -10,10 +10,10 @@ from ..errors import ConfigError
 from ..placement import FIRST, SCHEDULES, Device, check_places
 from ..placement import device as place_of
 from ..tensor import Tensor
-from .layers import Dropout, Flatten, Linear, LogSoftmax, ReLU, Sigmoid, Softmax, Tanh
+from .layers import Activation, Dropout, Flatten, Linear
 from .module import Module
 
-KEEP_SHAPE = (Dropout, LogSoftmax, ReLU, Sigmoid, Softmax, Tanh)
+KEEP_SHAPE = (Activation, Dropout)
 
 
 class Function(Module):

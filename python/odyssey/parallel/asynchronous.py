@@ -1,9 +1,9 @@
 """Trainings whose ranks do not take every step together: local SGD, and a parameter server with a staleness bound.
 
 What they have in common: an engine of one rank (`alone`), and parameters that are the same on all ranks only at times.
-The trainer asks a mode for its steps; everything else (evaluation, history, files) is the trainer's. Neither keeps the
-promise of the same bits on any number of ranks: `LocalSGD` gives the same bits in every run on the same number of
-ranks, `AsynchronousServer` in none, as its result depends on who comes first.
+The trainer asks its mode for the steps of an epoch, and a mode asks a `Worker`; everything else (evaluation, history,
+files) is the trainer's. Neither keeps the promise of the same bits on any number of ranks: `LocalSGD` gives the same
+bits in every run on the same number of ranks, `AsynchronousServer` in none, as its result depends on who comes first.
 """
 
 from __future__ import annotations
@@ -12,39 +12,78 @@ import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any, Protocol
 
 import numpy as np
 
 from .. import native
+from ..callbacks import Context
 from ..comm import Communicator, Request
-from ..comm.base import deadline
+from ..comm.requests import deadline
 from ..data import Batch
 from ..errors import CollectiveError, NumericsError
-from ..optim import Update
+from ..optim import Optimizer, Update
+from ..trainable import Mode, Tally
 from . import plan as planning
+from .layout import Layout
 from .mesh import Groups, Mesh
 from .plan import ranges, share
 from .strategy import MODES, Strategy, make
 
-if TYPE_CHECKING:
-    from ..engine import Layout
-    from ..trainer import DistributedTrainer
 
-Show = Callable[[int, float, float], None]  # steps of this epoch, mean loss, samples so far
+class Worker(Protocol):
+    """What a mode asks of the trainer of its rank."""
+
+    comm: Communicator
+    layout: Layout
+    arena: Any
+    optimizer: Optimizer
+    context: Context
+    steps: int
+
+    def take_steps(self, batches: Iterable[Batch], limit: int | None) -> None:
+        """A step for each of the batches, at most `limit`, counted in `context.tally`."""
+
+    def gradients(self, batch: Batch, step: int) -> tuple[Any, np.ndarray, float]:
+        """Sums over a batch computed by this rank alone, its gradients, and what they are to be divided by."""
+
+    def compare(self, batch: Batch) -> None:
+        """Compares what the ranks are given; a collective call."""
+
+    def rate(self, step: int) -> float:
+        """The learning rate of a step."""
+
+    def count_bytes(self, sent: int) -> None:
+        """Adds to what this rank has sent."""
 
 
-@dataclasses.dataclass
-class Tally:
-    """What some steps did, over all ranks: sums, and numbers for the record of an epoch."""
+class Together(Mode):
+    """All ranks take every step together."""
 
-    loss: float = 0.0
-    correct: float = 0.0
-    counted: float = 0.0  # samples whose loss is known
-    samples: int = 0
-    steps: int = 0
-    extra: dict[str, Any] = dataclasses.field(default_factory=dict)
+    def __init__(self, trainer: Worker) -> None:
+        self.trainer, self.comm = trainer, trainer.comm
+
+    def part(self, batch: Batch) -> Batch | None:
+        """What the engine of this rank is given of a batch; None: nothing."""
+        return batch
+
+    def shared_out(self, samples: int) -> tuple[int, list[int]]:
+        """Workers that share a part of a batch of so many samples, and the parts' numbers of samples."""
+        layout = self.trainer.layout
+        return layout.workers * layout.mesh.dp, [samples]
+
+    def stepped(self) -> None:
+        """After a step of all ranks."""
+
+    def epoch(self, batches: Iterable[Batch], limit: int | None) -> Tally:
+        """Steps over the batches, at most `limit`; the same number on all ranks."""
+        self.trainer.take_steps(batches, limit)
+        return self.trainer.context.tally
+
+    def summary(self, record: dict[str, Any]) -> str:
+        """One line about a training, from the record of its last epoch."""
+        return ""
 
 
 def alone(layout: Layout, comm: Communicator) -> tuple[Layout, Groups]:
@@ -59,7 +98,7 @@ def added(comm: Communicator, *numbers: float) -> list[float]:
     return [math.fsum(column) for column in rows.T.tolist()]
 
 
-class LocalSGD:
+class LocalSGD(Together):
     """Every rank trains by itself on its own share of each batch; every `local_steps` steps all average (Stich 2019).
 
     Averaged are the parameters and the optimizer's state (momentum and the like), along the tree over ranks. A rank's
@@ -67,8 +106,11 @@ class LocalSGD:
     but for rounding and, where shares differ in size, the weight of a sample.
     """
 
-    def __init__(self, trainer: DistributedTrainer, every: int) -> None:
-        self.trainer, self.every = trainer, every
+    together = False
+
+    def __init__(self, trainer: Worker, every: int) -> None:
+        super().__init__(trainer)
+        self.every = every
         self._since = 0
         self._reduction: Any = None
 
@@ -77,6 +119,11 @@ class LocalSGD:
         comm = self.trainer.comm
         lo, hi = share(len(batch.indices), comm.size, comm.rank)
         return Batch(batch.dataset, batch.indices[lo:hi], batch.epoch, batch.index) if hi > lo else None
+
+    def shared_out(self, samples: int) -> tuple[int, list[int]]:
+        """Workers that share a part of a batch of so many samples, and the parts' numbers of samples."""
+        size = self.trainer.comm.size
+        return self.trainer.layout.workers, [hi - lo for lo, hi in (share(samples, size, r) for r in range(size))]
 
     def stepped(self) -> None:
         """After a step of all ranks."""
@@ -115,9 +162,9 @@ class LocalSGD:
             at += a.size
         trainer.count_bytes(r.bytes_sent - sent)
 
-    def epoch(self, batches: Iterable[Batch], limit: int | None, show: Show) -> Tally:
-        """Steps over the batches, at most `limit`; the same number on all ranks."""
-        tally = self.trainer.take_steps(batches, limit, show)
+    def epoch(self, batches: Iterable[Batch], limit: int | None) -> Tally:
+        """Likewise, and an average at the end."""
+        tally = super().epoch(batches, limit)
         self.settle()
         return self.whole_tally(tally)
 
@@ -143,7 +190,7 @@ class Message:
         self.floats = self.array[-16:]
 
 
-class AsynchronousServer:
+class AsynchronousServer(Together):
     """A parameter server that updates with each gradient as it comes, with a bound on staleness (Ho et al. 2013).
 
     Ranks 0 to servers - 1 each own a range of the parameters and compute nothing else. The others are workers: batch i
@@ -156,8 +203,12 @@ class AsynchronousServer:
     all ranks get the parameters and the optimizer's state.
     """
 
-    def __init__(self, trainer: DistributedTrainer, staleness: int, servers: int) -> None:
-        self.trainer, self.comm, self.staleness = trainer, trainer.comm, staleness
+    together = False
+    own_loop = True
+
+    def __init__(self, trainer: Worker, staleness: int, servers: int) -> None:
+        super().__init__(trainer)
+        self.staleness = staleness
         self.servers = range(servers)
         self.workers = range(servers, self.comm.size)
         self.ranges = ranges(trainer.arena.size, servers)
@@ -166,28 +217,20 @@ class AsynchronousServer:
         self._late, self._latest, self._lead, self._pushes = 0, 0, 0, 0
         self._steps = dict.fromkeys(self.workers, 0)
 
-    def part(self, batch: Batch) -> Batch | None:
-        """Not used: a worker takes whole batches."""
-        return batch
+    def shared_out(self, samples: int) -> tuple[int, list[int]]:
+        """A batch belongs to one rank."""
+        return self.trainer.layout.workers, [samples]
 
-    def stepped(self) -> None:
-        """Not used: workers take their steps in `epoch`."""
-
-    settled = True  # whenever the trainer asks: after an epoch
-
-    def whole_tally(self, tally: Tally) -> Tally:
-        """The tally itself: it is that of all ranks."""
-        return tally
-
-    def settle(self) -> None:
-        """Nothing to do: after an epoch all ranks hold the same."""
-
-    def epoch(self, batches: Iterable[Batch], limit: int | None, show: Show) -> Tally:
+    def epoch(self, batches: Iterable[Batch], limit: int | None) -> Tally:
         """Works or serves until all workers have had their batches, of which all together take at most `limit`."""
         trainer, comm = self.trainer, self.comm
-        tally = Tally()
+        tally, batches = Tally(), iter(batches)
+        first = list(itertools.islice(batches, 1))
+        for batch in first:  # all ranks read it, and compare what they are given
+            trainer.compare(batch)
+        batches = itertools.chain(first, batches)
         if comm.rank in self.servers:
-            self._serve(show)
+            self._serve()
         else:
             self._work(batches, limit, tally)
         self._hand_out()
@@ -199,7 +242,7 @@ class AsynchronousServer:
                 f"[async] a gradient or loss is not finite within {int(steps)} steps after step {trainer.steps}; its "
                 "step was not taken. Lower --lr, warm up, or lower --staleness"
             )
-            error.everywhere = True
+            error.raised_on_all_ranks = True
             raise error
         trainer.steps += int(steps)
         return Tally(loss, correct, samples, int(samples), int(steps), self._figures())
@@ -223,8 +266,8 @@ class AsynchronousServer:
                 message.body[:] = gradients[a:b]
                 message.numbers[:4] = PUSH, tally.steps, versions[s], len(batch.indices)
                 message.floats[:2] = divisor if math.isfinite(sums.loss) else math.nan, sums.loss
-                requests.append(comm.recv_start(back[s].array, s, TAG))
-                requests.append(comm.send_start(message.array, s, TAG))
+                requests.append(comm.recv(back[s].array, s, TAG, wait=False))
+                requests.append(comm.send(message.array, s, TAG, wait=False))
                 trainer.count_bytes(message.array.nbytes)
             tally.loss, tally.correct = tally.loss + sums.loss, tally.correct + sums.correct
             tally.samples += len(batch.indices)
@@ -241,14 +284,14 @@ class AsynchronousServer:
 
     # --- a server ---
 
-    def _serve(self, show: Show) -> None:
+    def _serve(self) -> None:
         comm, trainer = self.comm, self.trainer
         a, b = self.ranges[comm.rank]
         inbox = {w: Message(b - a) for w in self.workers}
         outbox = {w: Message(b - a) for w in self.workers}
         steps = dict.fromkeys(self.workers, 0)  # of this epoch
         active, held = set(self.workers), set()
-        receives = {w: comm.recv_start(inbox[w].array, w, TAG) for w in self.workers}
+        receives = {w: comm.recv(inbox[w].array, w, TAG, wait=False) for w in self.workers}
         sends: dict[int, Request] = {}
         samples, updates = 0, 0
         heard, nap = time.monotonic(), 20e-6
@@ -271,7 +314,10 @@ class AsynchronousServer:
                 updates, samples = updates + 1, samples + n
                 held.add(w)
                 if comm.rank == 0:
-                    show(updates, float(message.floats[1]) / n, samples)
+                    context = trainer.context
+                    context.tally.steps, context.tally.samples = updates, samples
+                    context.loss = float(message.floats[1]) / n
+                    context.emit("on_server_update")
             slowest = min((steps[w] for w in active), default=0)
             for w in [w for w in held if self._failed or steps[w] - slowest <= self.staleness]:
                 held.discard(w)
@@ -279,8 +325,8 @@ class AsynchronousServer:
                     sends.pop(w).wait()
                 outbox[w].body[:] = trainer.arena.params[a:b]
                 outbox[w].numbers[:2] = trainer.steps + updates, int(self._failed)
-                receives[w] = comm.recv_start(inbox[w].array, w, TAG)
-                sends[w] = comm.send_start(outbox[w].array, w, TAG)
+                receives[w] = comm.recv(inbox[w].array, w, TAG, wait=False)
+                sends[w] = comm.send(outbox[w].array, w, TAG, wait=False)
                 trainer.count_bytes(outbox[w].array.nbytes)
             if came:
                 heard, nap = time.monotonic(), 20e-6
@@ -336,20 +382,20 @@ class AsynchronousServer:
             "lead_largest": lead,
         }
 
-    def summary(self, extra: dict[str, Any]) -> str:
-        """One line about a training, from the figures of its last epoch."""
-        steps = ", ".join(f"{n} of rank {w}" for w, n in extra["steps_of_worker"].items())
+    def summary(self, record: dict[str, Any]) -> str:
+        """Steps of the workers, and how late they were."""
+        steps = ", ".join(f"{n} of rank {w}" for w, n in record["steps_of_worker"].items())
         return (
-            f"[async] steps: {steps}; a gradient was {extra['staleness_mean']:.2f} updates old in the mean, at most "
-            f"{extra['staleness_largest']}; the fastest worker was at most {extra['lead_largest']} steps ahead "
+            f"[async] steps: {steps}; a gradient was {record['staleness_mean']:.2f} updates old in the mean, at most "
+            f"{record['staleness_largest']}; the fastest worker was at most {record['lead_largest']} steps ahead "
             f"(bound {self.staleness} before it waits)"
         )
 
 
-def mode(trainer: DistributedTrainer, strategy: Strategy) -> LocalSGD | AsynchronousServer | None:
-    """How the trainer's ranks take steps; None: together."""
+def mode(trainer: Worker, strategy: Strategy) -> Together:
+    """How the trainer's ranks take steps."""
     if strategy.reduction not in MODES or trainer.comm.size == 1:
-        return None
+        return Together(trainer)
     if strategy.reduction == "local_sgd":
         return LocalSGD(trainer, strategy.local_steps)
     return AsynchronousServer(trainer, strategy.staleness, strategy.servers)

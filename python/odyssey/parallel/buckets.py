@@ -94,22 +94,45 @@ def cut(records: list[Record], arena: Arena, limit: int, *, by_params: bool = Fa
     writes = [[o for o in touched(r, arena, native.GRADS) if o < arena.size] for r in records]
     reads = [touched(r, arena, native.PARAMS) if by_params else [] for r in records]
     last = {o: i for i, found in enumerate(writes) for o in found}
-    sizes = {arena.offsets[n]: -(-p.size // 16) * 16 for n, p in arena.named}
+    sizes = _sizes(arena)
     begun = {o: i for i, r in reversed(list(enumerate(records))) for o in touched(r, arena, native.PARAMS)}
     rest = sorted((o for o in sizes if o not in last), key=lambda o: (begun.get(o, len(records)), o))
+    cuts = _grouped([*sorted(last, key=lambda o: (last[o], o)), *rest], sizes, limit, last)
+    while (joined := _joined(cuts, writes, reads)) != cuts:
+        cuts = joined
+    return _named(arena, cuts)
+
+
+def from_the_end(arena: Arena, limit: int) -> list[Bucket]:
+    """Buckets of at least `limit` floats for programs that are not recorded: the last parameters first, as backward
+    passes mostly finish them; each is one piece of the arena."""
+    sizes = _sizes(arena)
+    return _named(arena, _grouped(sorted(sizes, reverse=True), sizes, limit, {}))
+
+
+def _sizes(arena: Arena) -> dict[int, int]:
+    """Floats of each parameter, with what follows it up to a vector boundary, by its offset."""
+    return {arena.offsets[name]: -(-p.size // 16) * 16 for name, p in arena.named}
+
+
+def _named(arena: Arena, cuts: list[list[int]]) -> list[Bucket]:
+    names = {o: n for n, o in arena.offsets.items()}
+    return [some(arena, tuple(names[o] for o in sorted(offsets))) for offsets in cuts]
+
+
+def _grouped(order: list[int], sizes: dict[int, int], limit: int, last: dict[int, int]) -> list[list[int]]:
+    """Parameters in order, a new group once one has `limit` floats; those that have one record as their `last` to write
+    them stay together."""
     cuts: list[list[int]] = []
     before = None
-    for o in (*sorted(last, key=lambda o: (last[o], o)), *rest):
-        together = o in last and last[o] == before  # written by the same record
+    for o in order:
+        together = o in last and last[o] == before
         if cuts and (together or sum(sizes[x] for x in cuts[-1]) < limit):
             cuts[-1].append(o)
         else:
             cuts.append([o])
         before = last.get(o)
-    while (joined := _joined(cuts, writes, reads)) != cuts:
-        cuts = joined
-    names = {o: n for n, o in arena.offsets.items()}
-    return [some(arena, tuple(names[o] for o in sorted(offsets))) for offsets in cuts]
+    return cuts
 
 
 def _joined(cuts: list[list[int]], writes: list[list[int]], reads: list[list[int]]) -> list[list[int]]:
@@ -141,8 +164,8 @@ def _joined(cuts: list[list[int]], writes: list[list[int]], reads: list[list[int
 
 def some(arena: Arena, names: Iterable[str]) -> Bucket:
     """One bucket of some parameters."""
-    sizes = {n: -(-p.size // 16) * 16 for n, p in arena.named}
-    return of_ranges([(arena.offsets[n], sizes[n]) for n in names], tuple(names))
+    sizes = _sizes(arena)
+    return of_ranges([(arena.offsets[n], sizes[arena.offsets[n]]) for n in names], tuple(names))
 
 
 def of_ranges(ranges: Iterable[tuple[int, int]], names: tuple[str, ...]) -> Bucket:

@@ -146,7 +146,7 @@ class HalfReduction(Compressed):
             at += n
         mine = self._words[self.comm.rank]
         self.bytes_sent += 2 * (sum(self._words) - mine)
-        return self.comm.all_to_all_v_start(self._send, self._words, self._receive, [mine] * self.comm.size)
+        return self.comm.all_to_all_v(self._send, self._words, self._receive, [mine] * self.comm.size, wait=False)
 
     def _add(self) -> None:
         n = self._words[self.comm.rank]
@@ -163,7 +163,7 @@ class HalfReduction(Compressed):
         if b > a:
             self._pack(self._sum, self._wire[a:b])
         self.bytes_sent += 2 * (b - a) * (self.comm.size - 1)
-        return self._back.all_gather_v_start(self._wire, self._wire_ranges)
+        return self._back.all_gather_v(self._wire, self._wire_ranges, wait=False)
 
     def _unpack(self) -> None:
         for (a, b), (c, d) in zip(self.cut, self._wire_ranges, strict=True):
@@ -205,7 +205,7 @@ class TopKReduction(Compressed):
             mine[:k], mine[k:] = np.arange(k), np.full(k, np.nan, np.float32).view(np.int32)
         self.bytes_sent += mine.nbytes * (comm.size - 1)
         pairs = [(2 * k * p, 2 * k * (p + 1)) for p in range(comm.size)]
-        return comm.all_gather_v_start(self._wire[: pairs[-1][1]], pairs)
+        return comm.all_gather_v(self._wire[: pairs[-1][1]], pairs, wait=False)
 
     def _add(self) -> None:
         k, size = self._k, self.comm.size
@@ -261,7 +261,7 @@ class PowerReduction(Compressed):
             wire[at : at + part.size] = part.ravel()
             at += part.size
         self.bytes_sent += 4 * n * (comm.size - 1)
-        return comm.all_gather_v_start(wire, [(n * p, n * (p + 1)) for p in range(comm.size)])
+        return comm.all_gather_v(wire, [(n * p, n * (p + 1)) for p in range(comm.size)], wait=False)
 
     def _summed(self, wire: np.ndarray, n: int) -> np.ndarray:
         """What the ranks sent, added in their order."""
@@ -394,7 +394,8 @@ class GradientCompression:
     def compress_gradients(self, gradients: Any) -> Any:
         """A dict or list of arrays (float32 of any shape, or tensors) as the same of `Sparse`.
 
-        An array is known again by its key or position, and must keep its shape.
+        An array is known again by its key or position, and must keep its shape. None, a parameter without a gradient,
+        stays None.
         """
         return _each(gradients, self._compress)
 
@@ -429,10 +430,10 @@ def _dense(sparse: Sparse) -> np.ndarray:
 
 def _each(items: Any, function: Any) -> Any:
     if isinstance(items, Mapping):
-        return {key: function(key, value) for key, value in items.items()}
+        return {key: None if value is None else function(key, value) for key, value in items.items()}
     if not isinstance(items, (list, tuple)):
         raise ConfigError(f"[compression] gradients are a {type(items).__name__}; give a dict or a list of arrays")
-    return [function(i, value) for i, value in enumerate(items)]
+    return [None if value is None else function(i, value) for i, value in enumerate(items)]
 
 
 def check_ratio(owner: str, name: str, value: float) -> float:

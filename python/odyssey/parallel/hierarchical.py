@@ -13,13 +13,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
-import socket
 import weakref
-from pathlib import Path
 
 import numpy as np
 
+from .. import process
 from ..comm import Communicator, Request
 from .plan import Action, Node, Run, ranges, split
 from .reduction import Adder, Phased, rows
@@ -63,9 +61,7 @@ def machines(comm: Communicator, ranks_per_node: int | None) -> Machines:
     if ranks_per_node is not None:
         here = comm.rank // ranks_per_node
     else:
-        boot = Path("/proc/sys/kernel/random/boot_id")
-        name = socket.gethostname() + (boot.read_text() if boot.exists() else "")
-        here = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little")
+        here = process.machine()
     found: dict[int, list[int]] = {}
     for rank, where in enumerate(comm.all_gather(np.array([here], np.int64)).ravel().tolist()):
         found.setdefault(where, []).append(rank)
@@ -154,7 +150,7 @@ class HierarchicalReduction(Phased):
                 at += b - a
         self.bytes_sent += 4 * (self._send.size - self._send_counts[self.places.place])
         comm = self.places.within[0]
-        return comm.all_to_all_v_start(self._send, self._send_counts, self._came, self._came_counts)
+        return comm.all_to_all_v(self._send, self._send_counts, self._came, self._came_counts, wait=False)
 
     def _to_counterparts(self) -> Request:
         self._within.run()
@@ -165,7 +161,7 @@ class HierarchicalReduction(Phased):
                 at += b - a
         self.bytes_sent += 4 * (self._out.size - self._out_counts[self.places.machine])
         comm = self.places.between[0]
-        return comm.all_to_all_v_start(self._out, self._out_counts, self._in, self._in_counts)
+        return comm.all_to_all_v(self._out, self._out_counts, self._in, self._in_counts, wait=False)
 
     def _from_counterparts(self) -> Request:
         self._across.run()
@@ -174,7 +170,7 @@ class HierarchicalReduction(Phased):
         a, b = self._parts[self.places.machine]
         share[a:b] = self._root
         self.bytes_sent += 4 * (b - a) * (len(self._parts) - 1)
-        return self.places.between[1].all_gather_v_start(share, self._parts)
+        return self.places.between[1].all_gather_v(share, self._parts, wait=False)
 
     def _nothing(self) -> None:
         """This rank has no part in this phase."""
@@ -182,4 +178,4 @@ class HierarchicalReduction(Phased):
     def _spread(self) -> Request:
         lo, hi = self.shares[self.places.place]
         self.bytes_sent += 4 * (hi - lo) * (len(self.shares) - 1)
-        return self.places.within[1].all_gather_v_start(self.result, self.shares)
+        return self.places.within[1].all_gather_v(self.result, self.shares, wait=False)

@@ -10,10 +10,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from ..errors import ConfigError
-
 Node = tuple[int, int]  # first shard, number of shards
 Run = tuple[int, int]  # first shard, one past the last
+LINE = 8  # numbers of a cache line
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +33,9 @@ class Plan:
 
     `threads` are the lists of actions that run side by side, `final` what follows when all have ended. `partial` are
     the nodes of the tree that are complete then, in order, with the buffers they are in. It needs `buffers` buffers.
+
+    That is how it goes where all threads are equally fast. The executor has a thread that is done take shards of the
+    others (`tables`): a shard then has a buffer of `pool`, the first of a partial node always that of the node.
     """
 
     shards: int
@@ -42,11 +44,54 @@ class Plan:
     final: tuple[Action, ...]
     partial: tuple[tuple[Node, int], ...]
     buffers: int
+    pool: tuple[int, ...] = ()
+
+    def tables(self) -> list[int]:
+        """The plan as the executor reads it, as int64: `Tables` in shared/training/executor.mojo says what lies where.
+
+        It has room for the executor's own numbers of a step, so two steps must not use one at the same time.
+        """
+        lo, hi = self.run
+        number = {(s, 1): s - lo for s in range(lo, hi)}
+        sums: list[Node] = []
+        todo = [node for node, _ in self.partial]
+        while todo:
+            first, n = todo.pop()
+            if n > 1:
+                number[first, n] = hi - lo + len(sums)
+                sums.append((first, n))
+                todo += [(first, split(n)), (first + split(n), n - split(n))]
+        parent, left, right = ([-1] * len(number) for _ in range(3))
+        for first, n in sums:
+            here = number[first, n]
+            left[here], right[here] = number[first, split(n)], number[first + split(n), n - split(n)]
+            parent[left[here]] = parent[right[here]] = here
+        fixed = [-1] * (hi - lo)
+        for (first, _), b in self.partial:
+            fixed[first - lo] = b
+        runs = [share(hi - lo, len(self.threads), t) for t in range(len(self.threads))]
+        head = [lo, hi - lo, len(number), len(runs), len(self.pool)]
+        head += [0] * (LINE - len(head))
+        own = [0] * (2 * len(number) + len(self.pool) + LINE * len(runs))
+        return [*head, *parent, *left, *right, *fixed, *(a for a, _ in runs), *(b for _, b in runs), *self.pool, *own]
 
 
 def shard_count(samples: int, shard_size: int) -> int:
     """Shards of a global batch; the last may be partly filled."""
     return -(-samples // shard_size)
+
+
+def default_shard_size(samples: int) -> int:
+    """Samples per shard where nothing else is given, for a global batch of so many.
+
+    Shards of 32 keep the kernels busy; from 32 samples on there are at least two, for two workers. Fewer are one shard.
+    """
+    return 16 if 32 <= samples < 128 else 32
+
+
+def idle(workers: int, samples: int, shard_size: int) -> int:
+    """How many of the workers that share out so many samples have no shard."""
+    return max(0, workers - shard_count(samples, shard_size))
 
 
 def share(n: int, parts: int, i: int) -> Run:
@@ -73,21 +118,11 @@ def nodes(run: Run, shards: int) -> list[Node]:
     return inside(0, shards) if shards else []
 
 
-def check_workers(workers: int, samples: int, shard_size: int) -> None:
-    """Raises ConfigError if some worker would have no shard."""
-    shards = shard_count(samples, shard_size)
-    if workers > shards:
-        raise ConfigError(
-            f"[train] {workers} workers but {shards} shards (global batch {samples} / shard size {shard_size}); "
-            "use fewer workers, or smaller shards, or a larger global batch"
-        )
-
-
 @functools.lru_cache(maxsize=64)
 def make(shards: int, rank: int, ranks: int, workers: int, threads: int) -> Plan:
     """The plan of process `rank` of `ranks`, each with `workers` workers whose shards `threads` threads compute.
 
-    Worker w of all ranks * workers owns run w, which is empty for some if a last batch has fewer shards than workers.
+    Worker w of all ranks * workers owns run w, which is empty for some if a batch has fewer shards than workers.
     Threads take whole workers, or share one if there are more threads.
     """
     runs = [share(shards, ranks * workers, rank * workers + w) for w in range(workers)]
@@ -136,7 +171,27 @@ def make(shards: int, rank: int, ranks: int, workers: int, threads: int) -> Plan
         return a
 
     partial = tuple((node, complete(node)) for node in nodes(own, shards))
-    return Plan(shards, own, tuple(lists), tuple(final), partial, max(count, 1))
+    fixed = {b for _, b in partial}
+    first = {lo for (lo, _), _ in partial}
+    runs = (share(own[1] - own[0], threads, t) for t in range(threads))
+    needed = sum(_pooled((own[0] + a, own[0] + b), shards, first) for a, b in runs)
+    count = max(count, len(fixed) + needed, 1)
+    pool = tuple(b for b in range(count) if b not in fixed)
+    return Plan(shards, own, tuple(lists), tuple(final), partial, count, pool)
+
+
+def _pooled(run: Run, shards: int, fixed: set[int]) -> int:
+    """Buffers of the pool that are in use at the most while a run is computed in its order.
+
+    With so many for every run there is always one for the next shard of a run of which none is being computed, so no
+    thread waits for a buffer for ever. Shards of `fixed` have buffers of their own.
+    """
+    most = 0
+    for shard in range(*run):
+        if shard not in fixed:
+            done = nodes((run[0], shard), shards)
+            most = max(most, 1 + sum(lo not in fixed for lo, _ in done))
+    return most
 
 
 def unshared(plan: Plan) -> Plan:

@@ -280,4 +280,4 @@ class LibraryReduction(Phased):
     def _reduce(self) -> Request:
         self._add_up(self.result)
         self.bytes_sent += 8 * self.floats * (self.comm.size - 1) // self.comm.size  # of a ring; the library may differ
-        return self.comm.all_reduce_start(self.result, out=self.result)
+        return self.comm.all_reduce(self.result, out=self.result, wait=False)

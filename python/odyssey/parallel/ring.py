@@ -64,10 +64,10 @@ class RingReduction(Phased):
         """Sends to the next rank and receives from the one before; empty chunks stay away."""
         comm, requests = self.comm, []
         if incoming.size:
-            requests.append(comm.recv_start(incoming, (comm.rank - 1) % comm.size, self._tag))
+            requests.append(comm.recv(incoming, (comm.rank - 1) % comm.size, self._tag, wait=False))
         if outgoing.size:
             self.bytes_sent += outgoing.nbytes
-            requests.append(comm.send_start(outgoing, (comm.rank + 1) % comm.size, self._tag))
+            requests.append(comm.send(outgoing, (comm.rank + 1) % comm.size, self._tag, wait=False))
         return Both(requests)
 
 

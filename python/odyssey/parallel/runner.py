@@ -3,15 +3,83 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
 
 from .. import native
+from ..arena import Arena
+from ..data import ArrayDataset, Batch
 from ..optim import Update
+from ..program import Record
+from . import buckets as bucketing
 from . import plan as planning
+from .layout import Layout
+from .mesh import Groups
+from .strategy import Content
+from .zero import Parts
 
-if TYPE_CHECKING:
-    from ..data import ArrayDataset
-    from ..engine import Engine
+
+class Storage:
+    """Memory (bytes,) uint8 by name that all runners of an engine use for the same thing, as one runs at a time.
+
+    Where one needs more than the others, on any rank, they are made anew when they are needed again (`grown`).
+    """
+
+    def __init__(self) -> None:
+        self.arrays: dict[str, np.ndarray] = {}
+        self.grown = False
+
+    def __call__(self, name: str, nbytes: int) -> np.ndarray:
+        if name not in self.arrays or len(self.arrays[name]) < nbytes:
+            self.grown = True
+            self.arrays[name] = native.aligned(nbytes, np.uint8, zero=False)
+        return self.arrays[name][:nbytes]
+
+
+@dataclasses.dataclass(frozen=True)
+class Recorded:
+    """What a runner is made from: the program of one shard as this rank runs it, and where shards are computed.
+
+    records: the runner's own, to be changed; none where shards are computed op by op. trace: runs the model once with
+    an executor. parts: which parameters this rank computes with and updates. place_of: position in the pipeline of a
+    record. counted: runs of the arena whose gradients are this rank's share of the global norm. memories: what a
+    strategy keeps from step to step, by bucket, for batches of all sizes. warnings: for the user, in the first step.
+    """
+
+    records: list[Record]
+    trace: Callable[[Any], None]
+    arena: Arena
+    layout: Layout
+    groups: Groups
+    train: bool
+    seed: int
+    precision: str
+    samples: int
+    shard_size: int
+    sample_shape: tuple[int, ...]
+    parts: Parts | None
+    place_of: Callable[[Record], int]
+    cut_automatically: bool
+    counted: list[tuple[int, int]]
+    storage: Storage
+    memories: dict[int, dict[str, Any]]
+    warnings: list[str]
+
+    def content(self, b: int = 0, whole: bool = False) -> Content | None:
+        """What a reduction holds: bucket b, or the `whole` arena; None if no gradients."""
+        if not self.train:
+            return None
+        arena = self.arena
+        bucket = bucketing.of_ranges([(0, arena.size)], ()) if whole else self.parts.buckets[b]
+        shapes = [
+            (piece.at + arena.offsets[name] - piece.lo, tuple(p.shape))
+            for name, p in arena.named
+            for piece in bucket.pieces
+            if piece.lo <= arena.offsets[name] and arena.offsets[name] + p.size <= piece.lo + piece.n
+        ]
+        return Content(bucket.floats, tuple(shapes), self.samples, self.memories.setdefault(b, {}))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,22 +99,21 @@ class Sums:
 
 
 class Runner:
-    """Base of engine.Direct, layerwise.Layerwise and waves.Waves."""
+    """Base of DirectRunner, BucketedRunner, PipelineRunner and gpu.runner.GpuRunner."""
 
     work_bytes = 0  # activations and scratch memory
-    shares_work = True  # with other runners (Engine.storage)
+    shares_work = True  # with other runners (Storage)
     bytes_sent = 0  # by this rank, so far
     bytes_plain = 0  # the same if gradients were summed along the tree, uncompressed
     grad_bytes = 0
     looks_ahead = False  # it can bring the next batch to its device while this one is computed
 
-    def __init__(self, engine: Engine, samples: int) -> None:
-        self.samples = samples
-        self.shard_size = engine.shard_size_of(samples)
-        self.shards = planning.shard_count(samples, self.shard_size)
-        self.context = native.Context(seed=engine.seed)
-        self.arena_size = engine.arena.size
-        self.overlap = engine.layout.overlap
+    def __init__(self, recorded: Recorded) -> None:
+        self.recorded, self.samples, self.shard_size = recorded, recorded.samples, recorded.shard_size
+        self.shards = planning.shard_count(self.samples, self.shard_size)
+        self.context = native.Context(seed=recorded.seed)
+        self.batch: Batch | None = None  # that is being run
+        self.upcoming: Batch | None = None  # the one after it, where known
         self.data: ArrayDataset | None = None
 
     def use(self, data: ArrayDataset) -> None:

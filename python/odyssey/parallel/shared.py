@@ -71,7 +71,7 @@ class SharedReduction(Phased):
         lo, hi = self.ranges[self.comm.rank]
         read = len(self.plan.partial) * (self.floats - (hi - lo))  # by the others, out of this rank's buffers
         self.bytes_sent += 4 * (read + (0 if self.scatter else (hi - lo) * (self.comm.size - 1)))
-        return self.comm.barrier_start()
+        return self.comm.barrier(wait=False)
 
     def _add(self) -> Request:
         lo, hi = self.ranges[self.comm.rank]
@@ -79,4 +79,4 @@ class SharedReduction(Phased):
             native.library().run(self._records.ctypes.data, len(self._records), self._context)
         elif self._only is not None:
             self.result[lo:hi] = self._only[lo:hi]
-        return self._end.barrier_start()
+        return self._end.barrier(wait=False)

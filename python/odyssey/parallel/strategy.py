@@ -10,7 +10,8 @@ from typing import Any
 
 from ..comm import Communicator
 from ..errors import ConfigError
-from .compression import COMPRESSIONS, check_ratio
+from ..settings import Exchange, check
+from .compression import COMPRESSIONS
 from .hierarchical import HierarchicalReduction
 from .mesh import Mesh
 from .plan import Plan
@@ -27,18 +28,6 @@ REDUCTIONS: dict[str, type[Reduction]] = {
     "parameter_server": ServerReduction,  # same bits on any world
 }
 MODES = ("async_parameter_server", "local_sgd")  # where ranks do not take each step together (asynchronous.py)
-
-
-#: (setting, the setting it belongs to, and which values of that have it)
-OWNERS = (
-    ("staleness", "reduction", "async_parameter_server"),
-    ("local_steps", "reduction", "local_sgd"),
-    ("servers", "reduction", "parameter_server", "async_parameter_server"),
-    ("ranks_per_node", "reduction", "hierarchical"),
-    ("compression_ratio", "compression", "topk"),
-    ("compression_warmup_steps", "compression", "topk"),
-    ("powersgd_rank", "compression", "powersgd"),
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,61 +48,16 @@ class Content:
 
 
 @dataclasses.dataclass(frozen=True)
-class Strategy:
-    """How gradients are summed between ranks.
-
-    Args:
-        reduction: a name of REDUCTIONS or MODES.
-        servers: of "parameter_server": ranks 0 to servers - 1 add; of "async_parameter_server": they serve.
-        ranks_per_node: of "hierarchical": so many neighbouring ranks count as a node; None: those on one machine.
-        compression: None, or a name of COMPRESSIONS, which takes the place of the reduction's own exchange.
-        compression_ratio: of "topk": the share of the gradients that is sent.
-        compression_warmup_steps: of "topk": steps in which the ratio falls to that.
-        powersgd_rank: of "powersgd".
-        staleness: of "async_parameter_server": steps that a worker may be ahead of the slowest before it waits.
-        local_steps: of "local_sgd": steps from one average to the next.
+class Strategy(Exchange):
+    """How gradients are summed between ranks: the settings of `settings.Exchange`, checked.
 
     Raises:
         ConfigError: a setting is not allowed, or belongs to another kind.
     """
 
-    reduction: str = "tree"
-    servers: int = 1
-    ranks_per_node: int | None = None
-    compression: str | None = None
-    compression_ratio: float = 0.01
-    compression_warmup_steps: int = 0
-    powersgd_rank: int = 2
-    staleness: int = 4
-    local_steps: int = 8
-
     def __post_init__(self) -> None:
-        allowed = (*REDUCTIONS, *MODES)
-        if self.reduction not in allowed:
-            raise ConfigError(f"[train] reduction is {self.reduction!r}; choose from {', '.join(allowed)}")
-        if self.compression is not None and self.compression not in COMPRESSIONS:
-            raise ConfigError(
-                f"[train] compression is {self.compression!r}; choose from {', '.join(COMPRESSIONS)}, or None"
-            )
-        for name, low in (
-            ("servers", 1),
-            ("ranks_per_node", 1),
-            ("compression_warmup_steps", 0),
-            ("powersgd_rank", 1),
-            ("staleness", 0),
-            ("local_steps", 1),
-        ):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < low):
-                raise ConfigError(f"[train] {name} is {value!r}; it must be an integer of at least {low}")
-        check_ratio("train", "compression_ratio", self.compression_ratio)
-        defaults = {f.name: f.default for f in dataclasses.fields(self)}
-        for name, setting, *owners in OWNERS:
-            if getattr(self, name) != defaults[name] and getattr(self, setting) not in owners:
-                raise ConfigError(
-                    f"[train] {name} is given, but {setting}={getattr(self, setting)!r} has none; "
-                    f"leave it out, or use {setting}={' or '.join(map(repr, owners))}"
-                )
+        for name, value in check(Strategy, vars(self)).items():
+            object.__setattr__(self, name, value)
         if self.compression and self.reduction != "tree":
             raise ConfigError(
                 f"[train] compression={self.compression!r} has an exchange of its own; "

@@ -205,8 +205,8 @@ def rewrite(records: Sequence[Record], rank: int, size: int, like: Mapping[str, 
 
     Works on records before or after `program.fused`, and before `program.place`; the records given are not changed. A
     layer is split by inputs if its input lies split just so, else by outputs. A layer with fewer than four outputs, of
-    which some rank would get none, stays whole. Between two layers, values stay split as long as only ReLU, tanh,
-    sigmoid and pooling use them, and are gathered before anything else.
+    which some rank would get none, stays whole. Between two layers, values stay split as long as only pooling and ops
+    with the trait "features" (mojo/kernels/op.mojo) use them, and are gathered before anything else.
 
     `like` is the ownership of another program of the same model, whose splits are to be followed: a rank may read only
     what it trains, and an evaluation, without dropout, would be split in another way than the training.
@@ -284,21 +284,21 @@ class _Rewriter:
             "avgpool_forward": self._avgpool_forward,
             "avgpool_backward": self._avgpool_backward,
         }
-        for name in ("relu", "tanh", "sigmoid"):
-            self.handlers[f"{name}_forward"] = self._elementwise_forward
-            self.handlers[f"{name}_backward"] = self._elementwise_backward
 
     def take(self, r: Record) -> None:
         """Rewrites the next record."""
-        if r.op.startswith(("linear_", "conv2d_")):
-            if r.op not in self.handlers:
-                raise ConfigError(f"[tp] {r.op}: only products in fp32 are split; use --precision fp32, or --tp 1")
+        traits = r.declared.traits
+        if "rounds" in traits:
+            if r.dtype != "fp32":
+                raise ConfigError(
+                    f"[tp] {r.op} in {r.dtype}: only products in fp32 are split; use --precision fp32, or --tp 1"
+                )
             if r.layout == "rows":
                 raise ConfigError(
                     "[tp] a shard of at most 4 samples is computed in rows, which are not split; "
                     "use a larger --shard-size or batch, or --tp 1"
                 )
-        self.handlers.get(r.op, self._any)(r)
+        self.handlers.get(r.op, self._features if "features" in traits else self._any)(r)
 
     def note(self, records: Sequence[Record]) -> None:
         """Completes the ownership: what was not split is everybody's."""
@@ -403,18 +403,29 @@ class _Rewriter:
         if plan is None:
             name, split, ranges = _name(w), "whole", ()
             v = self._lies_split(x)
+            shared = self.ownership.get(_name(b)) if isinstance(b, Range) else None  # of a layer with the same bias
             if name in self.like:
                 piece = self.like[name]
                 split, ranges = {None: "whole", 0: "outputs", 1: "inputs"}[piece.axis], piece.ranges
-            elif r.op == "linear_forward" and v is not None and v.ranges == self._owned(shape[1]):
+            elif shared in (None, Piece()) and (
+                r.op == "linear_forward" and v is not None and v.ranges == self._owned(shape[1])
+            ):
                 split, ranges = "inputs", v.ranges
-            elif all(b > a for a, b in self._owned(shape[0])):
+            elif shared != Piece() and all(b > a for a, b in self._owned(shape[0])):
                 split, ranges = "outputs", self._owned(shape[0])
-            if split != "whole":
-                self.ownership[name] = Piece(0 if split == "outputs" else 1, ranges)
-            if split == "outputs" and isinstance(b, Range):
-                self.ownership[_name(b)] = Piece(0, ranges)
+            self.ownership[name] = {
+                "outputs": Piece(0, ranges),
+                "inputs": Piece(1, ranges),
+                "whole": Piece(),
+            }[split]
             plan = self.plans[w.offset] = _Plan(name.removesuffix(".weight"), shape, split, ranges)
+        if isinstance(b, Range):  # a weight may have a bias of its own in each layer that shares it
+            piece = Piece(0, plan.ranges) if plan.split == "outputs" else Piece()
+            if self.ownership.setdefault(_name(b), piece) != piece:
+                raise ConfigError(
+                    f"[tp] {_name(b)} is the bias of layers that are shared by ranks in different ways; "
+                    "give each a bias of its own, or use --tp 1"
+                )
         if r.tag >= 0:
             self.tags[r.tag] = plan
         return plan
@@ -432,12 +443,12 @@ class _Rewriter:
         )
 
     def _linear_forward(self, r: Record) -> None:
-        y, x, w, b, g, i, o, relu = r.args
+        y, x, w, b, _, g, i, o, relu = r.args
         plan = self._plan(r, w, b, (o, i), x)
         if plan.split == "outputs":
             lo, hi = plan.ranges[self.rank]
             mine = self._split_value(y, r, g, plan.ranges, plan.name)
-            self._emit(r, r.op, mine, self._whole(x, r), _from(w, lo * i), _from(b, lo), g, i, hi - lo, relu)
+            self._emit(r, r.op, mine, self._whole(x, r), _from(w, lo * i), _from(b, lo), None, g, i, hi - lo, relu)
         elif plan.split == "inputs":
             node = self._slot(g, o)
             xs = self._mine(x, r, g, plan.ranges)
@@ -465,7 +476,7 @@ class _Rewriter:
             self._any(r)
 
     def _linear_backward_input(self, r: Record) -> None:
-        dx, dy, w, g, i, o = r.args
+        dx, dy, w, _, g, i, o = r.args
         plan = self._planned(r, w)
         if plan is not None and plan.split == "outputs":
             node = self._slot(g, i)
@@ -481,7 +492,7 @@ class _Rewriter:
             self._any(r)
 
     def _conv2d_forward(self, r: Record) -> None:
-        y, x, w, b, G, C, H, W, K, R, T, S, relu = r.args
+        y, x, w, b, _, G, C, H, W, K, R, T, S, relu = r.args
         plan = self._plan(r, w, b, (K, C, R, T), x)
         if plan.split == "whole":
             return self._any(r)
@@ -489,21 +500,22 @@ class _Rewriter:
         pixels = ((H - R) // S + 1) * ((W - T) // S + 1)
         whole = self._whole(x, r)
         mine = self._split_value(y, r, G, _times(plan.ranges, pixels), plan.name)
-        self._emit(r, r.op, mine, whole, _from(w, lo * C * R * T), _from(b, lo), G, C, H, W, hi - lo, R, T, S, relu)
+        ws, bs = _from(w, lo * C * R * T), _from(b, lo)
+        self._emit(r, r.op, mine, whole, ws, bs, None, G, C, H, W, hi - lo, R, T, S, relu)
 
     def _conv2d_backward_weight(self, r: Record) -> None:
-        dw, db, dy, x, G, C, H, W, K, R, T, S = r.args
+        dw, db, dy, x, _, G, C, H, W, K, R, T, S = r.args
         plan = self._planned(r, dw)
         if plan is None or plan.split == "whole":
             return self._any(r)
         lo, hi = plan.ranges[self.rank]
         pixels = ((H - R) // S + 1) * ((W - T) // S + 1)
         dys = self._mine(dy, r, G, _times(plan.ranges, pixels))
-        args = (_from(dw, lo * C * R * T), _from(db, lo), dys, self._whole(x, r), G, C, H, W, hi - lo, R, T, S)
-        self._emit(r, r.op, *args)
+        args = (_from(dw, lo * C * R * T), _from(db, lo), dys, self._whole(x, r), None)
+        self._emit(r, r.op, *args, G, C, H, W, hi - lo, R, T, S)
 
     def _conv2d_backward_input(self, r: Record) -> None:
-        dx, dy, w, G, C, H, W, K, R, T, S = r.args
+        dx, dy, w, _, G, C, H, W, K, R, T, S = r.args
         plan = self._planned(r, w)
         if plan is None or plan.split == "whole":
             return self._any(r)
@@ -515,22 +527,18 @@ class _Rewriter:
 
     # --- what runs on a rank's features as on all ---
 
-    def _elementwise_forward(self, r: Record) -> None:
-        y, x, _ = r.args
-        v = self._lies_split(x)
-        if v is None:
-            return self._any(r)
-        mine = self._split_value(y, r, v.groups, v.ranges, v.layer)
-        self._emit(r, r.op, mine, v.mine, mine.nbytes // 4)
+    def _features(self, r: Record) -> None:
+        """An op that computes every feature by itself; its last size counts numbers.
 
-    def _elementwise_backward(self, r: Record) -> None:
-        dx, dy, y, _ = r.args
-        v = self._made_split(y)
+        With one input it goes by how that lies; a gradient goes by what was saved, its last input.
+        """
+        inputs = r.args[1 : 1 + len(r.declared.inputs)]
+        v = self._lies_split(inputs[0]) if len(inputs) == 1 else self._made_split(inputs[-1])
         if v is None:
             return self._any(r)
-        dys = self._mine(dy, r, v.groups, v.ranges)
-        mine = self._split_value(dx, r, v.groups, v.ranges, v.layer)
-        self._emit(r, r.op, mine, dys, v.mine, mine.nbytes // 4)
+        mine = [self._mine(a, r, v.groups, v.ranges) for a in inputs]
+        y = self._split_value(r.args[0], r, v.groups, v.ranges, v.layer)
+        self._emit(r, r.op, y, *mine, *r.args[1 + len(inputs) : -1], y.nbytes // 4)
 
     def _made_split(self, memory: Memory) -> _Value | None:
         """The value of an activation that a layer made split, whether it was gathered later or not."""

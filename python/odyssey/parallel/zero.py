@@ -18,8 +18,6 @@ from ..comm import Communicator, Request
 from .buckets import Bucket, Piece
 from .plan import Run, exchange
 
-STAGES = (0, 1, 2, 3)
-
 
 class Parts:
     """The parts of all buckets over one data-parallel group, and with stage 3 the parameters themselves.
@@ -40,7 +38,8 @@ class Parts:
         for a, b in self.own:
             self.starts.append(self.starts[-1] + b - a)
         self.floats = self.starts.pop()
-        self.whole = everything and self.floats == arena.size  # the state is then of the arena's own layout
+        # The state is then of the arena's own layout. `floats` would not do: it counts the padding of pieces as well.
+        self.whole = everything and sum(p.n for b in buckets for p in b.pieces) == arena.size
         self.spread = stage == 3 and comm.size > 1
         if self.spread:
             self._store = [self._cut(arena.params, b, *own) for b, own in zip(buckets, self.own, strict=True)]
@@ -79,7 +78,7 @@ class Parts:
         into = self._slots[slot][: self.buckets[b].floats]
         into[lo:hi] = self._store[b]
         self._holds[slot] = b
-        self._requests[slot] = self.comm.all_gather_v_start(into, self.ranges[b])
+        self._requests[slot] = self.comm.all_gather_v(into, self.ranges[b], wait=False)
 
     def use(self, b: int) -> int:
         """The address of a bucket's parameters, complete; valid until the next `use` of another one."""
@@ -125,7 +124,7 @@ class Parts:
             elif not direct:
                 for p in self.pieces(b):
                     whole[p.at : p.at + p.n] = flat[p.lo : p.lo + p.n]
-            requests.append((bucket, whole, direct, self.comm.all_gather_v_start(whole, self.ranges[b])))
+            requests.append((bucket, whole, direct, self.comm.all_gather_v(whole, self.ranges[b], wait=False)))
         for bucket, whole, direct, request in requests:
             request.wait()
             if not direct:

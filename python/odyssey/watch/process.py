@@ -11,30 +11,13 @@ import signal
 import time
 from collections import deque
 
-from . import slot
+from ..process import slot
 from .judge import WINDOW, Seen
 
-STACKS_SIGNAL = getattr(signal, "SIGRTMIN", 0) + 7  # a real-time one: none of the named ones is free in every MPI
 STACKS_LIMIT = 256 << 10  # bytes of one rank's stacks
 _TICK = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 SHARED = ("/dev/shm/mpich_shm_", "/dev/shm/sm_segment.")
-
-
-def taken(descriptor: int, seconds: float = 0.5) -> None:
-    """Waits until the reader of a pipe has taken what was written, but not for long: who ends a job at once may end
-    the launcher's process that was to read the reason."""
-    import fcntl
-    import termios
-
-    until = time.monotonic() + seconds
-    with contextlib.suppress(OSError, ValueError):
-        while time.monotonic() < until:
-            answer = fcntl.ioctl(descriptor, termios.FIONREAD, b"\0\0\0\0")
-            if not int.from_bytes(answer, "little"):
-                break
-            time.sleep(0.005)
-    time.sleep(0.05)
 
 
 def attach(pid: int, descriptor: int) -> tuple[int, int]:
@@ -236,7 +219,7 @@ class Watched:
             at = os.fstat(self._stacks).st_size
         except OSError:
             return -1
-        return at if self.signal(STACKS_SIGNAL) else -1
+        return at if self.signal(slot.STACKS_SIGNAL) else -1
 
     def answer(self, at: int) -> int:
         """Bytes that it has answered from there on; -1 if there can be no answer."""

@@ -6,16 +6,20 @@ What it is not: a way to act on a job. It only reads.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import re
 import select
 import socket
+import struct
 import time
 from pathlib import Path
 from typing import Any
 
 from ..errors import LaunchError, printable
 from ..files import read_json
-from . import judge, link, slot
+from ..process import slot
+from . import judge, link
 
 WAIT_S = 3.0  # seconds for an answer
 
@@ -85,13 +89,35 @@ def checked(value: dict[str, Any]) -> dict[str, Any]:
 def pids() -> list[int]:
     """Rank 0 of each job of this user on this machine, the newest first."""
     found = set()
-    start = f"@odyssey-watch-{os.getuid()}-"
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/net/unix").read_text().splitlines():
-            name = line.rpartition(" ")[2]
-            if name.startswith(start) and name[len(start) :].isdigit():
-                found.add(int(name[len(start) :]))
+    for pid, name in _names():
+        with contextlib.suppress(OSError), _asked(name, 0.0):
+            found.add(pid)
     return sorted(found, key=_started, reverse=True)
+
+
+def _names() -> list[tuple[int, str]]:
+    """Rank 0, and the name of a socket, of what seems to be a watcher of this user: anybody can take such a name."""
+    try:
+        text = Path("/proc/net/unix").read_text(errors="replace")
+    except OSError:
+        return []
+    found = re.findall(rf" @(odyssey-watch-{os.getuid()}-([0-9]{{1,10}})-[0-9a-f]{{16}})$", text, re.MULTILINE)
+    return [(int(pid), name) for name, pid in sorted(set(found))]
+
+
+def _asked(name: str, seconds: float) -> socket.socket:
+    """A connection to what listens at a name. OSError: nobody does, or a process of another user."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.settimeout(seconds)
+        connection.connect(f"\0{name}")
+        who = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        if struct.unpack("3i", who)[1] != os.getuid():
+            raise PermissionError(errno.EPERM, "it is another user's")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
 
 
 def _started(pid: int) -> int:
@@ -108,14 +134,14 @@ def _parent(pid: int) -> int:
 
 def local(pid: int) -> Job:
     """The job whose rank 0 is this process, on this machine."""
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    connection.settimeout(WAIT_S)
-    try:
-        connection.connect(f"\0odyssey-watch-{os.getuid()}-{pid}")
-    except OSError as problem:
-        connection.close()
-        raise LaunchError(f"[top] the job of process {pid} cannot be asked: {problem.strerror or problem}") from None
-    return Job(link.Lines(connection))
+    why: OSError | str = "it has no watcher"
+    for leader, name in _names():
+        if leader == pid:
+            try:
+                return Job(link.Lines(_asked(name, WAIT_S)))
+            except OSError as problem:
+                why = problem.strerror or problem
+    raise LaunchError(f"[top] the job of process {pid} cannot be asked: {why}")
 
 
 def of_process(pid: int) -> Job:

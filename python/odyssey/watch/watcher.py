@@ -23,13 +23,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-if __name__ == "__main__":  # -I: this package is found by its place alone, behind the standard library
-    sys.path.append(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    from watch import judge, link, writer
-    from watch.process import Watched
-else:
-    from . import judge, link, writer
-    from .process import Watched
+if __name__ == "__main__":  # -I: the package is found by its place alone, and its own __init__.py does not run
+    sys.modules["odyssey"] = type(sys)("odyssey")
+    sys.modules["odyssey"].__path__ = [os.path.dirname(os.path.dirname(os.path.abspath(__file__)))]
+
+from odyssey.watch import judge, link, writer  # noqa: E402
+from odyssey.watch.process import Watched  # noqa: E402
 
 TICK = 0.25  # seconds between looks
 BEAT = 0.5  # seconds between messages of machines
@@ -97,10 +96,10 @@ class Watcher:
                 self.poll.unregister(handle)
 
     def _open_local(self) -> None:
-        """Where `odyssey top` asks: a name that is no file and ends with this process."""
+        """Where `odyssey top` asks: a name that is no file, ends with this process, and that nobody can take before."""
         try:
             self.local = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            self.local.bind(f"\0odyssey-watch-{os.getuid()}-{self.ranks[0].pid}")
+            self.local.bind(f"\0odyssey-watch-{os.getuid()}-{self.ranks[0].pid}-{os.urandom(8).hex()}")
             self.local.listen(8)
             self.local.setblocking(False)
             self._listen_to(self.local.fileno(), self.local)

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from .process import taken
+from ..files import wait_until_read
 
 QUEUE = 64  # what waits to be written; more is left out
 
@@ -61,7 +61,7 @@ def say(text: str) -> None:
     with contextlib.suppress(OSError):
         while data:
             data = data[os.write(2, data) :]
-        taken(2)
+        wait_until_read(2)
 
 
 def write_text(path: str, text: str) -> bool:

@@ -28,8 +28,7 @@
 
 enum { SUCCESS, UNHANDLED_CUDA, SYSTEM, INTERNAL, INVALID_ARGUMENT, INVALID_USAGE, REMOTE };
 enum { INT8, UINT8, INT32, UINT32, INT64, UINT64, FLOAT16, FLOAT32, FLOAT64, BFLOAT16, TYPES };
-enum { SUM, PROD, MAX, MIN };
-enum Kind { SEND = 1, RECV, BROADCAST, ALL_GATHER, ALL_REDUCE, REDUCE, REDUCE_SCATTER };
+enum Kind { SEND = 1, RECV };
 static const size_t sizes[TYPES] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2};
 
 typedef struct { char bytes[128]; } ncclUniqueId;
@@ -43,11 +42,10 @@ typedef struct Task {
     const char *send;
     char *recv;
     size_t count;
-    int type, op, peer; /* peer: the other rank, or the root */
+    int type, peer;
     Comm *comm;
     void *stream;
     struct Task *next;
-    char *room; /* of reductions: what came, one row per rank */
 } Task;
 
 static char last_error[512];
@@ -235,61 +233,11 @@ static int move(Line *line, int fd, bool out) {
     return 0;
 }
 
-#define COMBINE(T, ADD)                                                                      \
-    {                                                                                        \
-        T *a = y;                                                                            \
-        const T *b = x;                                                                      \
-        for (size_t i = 0; i < n; i++)                                                       \
-            a[i] = op == SUM ? (T)((ADD)a[i] + (ADD)b[i]) : op == PROD ? (T)((ADD)a[i] * (ADD)b[i]) \
-                 : op == MAX ? (a[i] > b[i] ? a[i] : b[i]) : (a[i] < b[i] ? a[i] : b[i]);    \
-        break;                                                                               \
-    }
-static void combine(void *y, const void *x, size_t n, int type, int op) {
-    switch (type) { /* integers wrap around: they are added as unsigned */
-        case INT8: COMBINE(int8_t, uint32_t)
-        case UINT8: COMBINE(uint8_t, uint32_t)
-        case INT32: COMBINE(int32_t, uint32_t)
-        case UINT32: COMBINE(uint32_t, uint32_t)
-        case INT64: COMBINE(int64_t, uint64_t)
-        case UINT64: COMBINE(uint64_t, uint64_t)
-        case FLOAT32: COMBINE(float, float)
-        case FLOAT64: COMBINE(double, double)
-    }
-}
-
 static void prepare(Task *t, Line *out, Line *in, Line *own_out, Line *own_in) {
     Comm *c = t->comm;
     size_t n = t->count * sizes[t->type];
     if (t->kind == SEND) add(t->peer == c->rank ? own_out : out + t->peer, SEND, t->send, n);
     if (t->kind == RECV) add(t->peer == c->rank ? own_in : in + t->peer, RECV, t->recv, n);
-    if (t->kind >= ALL_REDUCE) t->room = malloc((size_t)c->size * n + 1);
-    for (int p = 0; p < c->size && t->kind > RECV; p++) {
-        size_t at = (size_t)p * n;
-        bool gives, takes; /* to p, from p */
-        const char *give = t->send;
-        char *take = t->room ? t->room + at : t->recv;
-        gives = takes = true;
-        if (t->kind == BROADCAST) gives = c->rank == t->peer, takes = p == t->peer;
-        if (t->kind == REDUCE) gives = p == t->peer, takes = c->rank == t->peer;
-        if (t->kind == ALL_GATHER) take = t->recv + at;
-        if (t->kind == REDUCE_SCATTER) give = t->send + at;
-        if (p == c->rank) {
-            if (gives && takes && give != take) memmove(take, give, n);
-            continue;
-        }
-        if (gives) add(out + p, t->kind, give, n);
-        if (takes) add(in + p, t->kind, take, n);
-    }
-}
-
-static void finish(Task *t) {
-    Comm *c = t->comm;
-    size_t n = t->count * sizes[t->type];
-    if (t->room && (t->kind != REDUCE || c->rank == t->peer)) {
-        for (int p = 1; p < c->size; p++) combine(t->room, t->room + (size_t)p * n, t->count, t->type, t->op);
-        memcpy(t->recv, t->room, n);
-    }
-    free(t->room);
 }
 
 static void clear(Line *line) {
@@ -321,13 +269,10 @@ static void run(void *list) {
         }
         if (busy && !c->error) poll(fds, (nfds_t)k, 20);
     }
-    bool good = !c->error && !c->stop;
     for (int p = 0; p < c->size; p++) clear(out + p), clear(in + p);
     clear(&own_out), clear(&own_in);
     for (Task *t = tasks, *next; t; t = next) {
         next = t->next;
-        if (good) finish(t);
-        else free(t->room);
         free(t);
     }
     c->running--;
@@ -368,38 +313,21 @@ API int ncclGroupEnd(void) {
     return launch(tasks);
 }
 
-static int call(enum Kind kind, const void *send, void *recv, size_t count, int type, int op, int peer, Comm *c, void *s) {
+static int call(enum Kind kind, const void *send, void *recv, size_t count, int type, int peer, Comm *c, void *s) {
     if (!c) return fail(INVALID_ARGUMENT, "comm argument is NULL");
     if (c->error) return fail(c->error, "an earlier operation has failed");
     if (type < 0 || type >= TYPES) return fail(INVALID_ARGUMENT, "invalid type %d", type);
-    if (peer < 0 || peer >= c->size) return fail(INVALID_ARGUMENT, "invalid peer or root %d (nranks=%d)", peer, c->size);
-    if (kind >= ALL_REDUCE && (type == FLOAT16 || type == BFLOAT16 || op < SUM || op > MIN))
-        return fail(INVALID_ARGUMENT, "type %d, operation %d are not emulated", type, op);
+    if (peer < 0 || peer >= c->size) return fail(INVALID_ARGUMENT, "invalid peer %d (nranks=%d)", peer, c->size);
     Task *t = calloc(1, sizeof *t);
-    *t = (Task){kind, send, recv, count, type, op, peer, c, s, NULL, NULL};
+    *t = (Task){kind, send, recv, count, type, peer, c, s, NULL};
     if (!depth) return launch(t);
     *end = t, end = &t->next;
     return SUCCESS;
 }
 
 API int ncclSend(const void *x, size_t n, int type, int peer, Comm *c, void *s) {
-    return call(SEND, x, NULL, n, type, 0, peer, c, s);
+    return call(SEND, x, NULL, n, type, peer, c, s);
 }
 API int ncclRecv(void *y, size_t n, int type, int peer, Comm *c, void *s) {
-    return call(RECV, NULL, y, n, type, 0, peer, c, s);
-}
-API int ncclBroadcast(const void *x, void *y, size_t n, int type, int root, Comm *c, void *s) {
-    return call(BROADCAST, x, y, n, type, 0, root, c, s);
-}
-API int ncclAllGather(const void *x, void *y, size_t n, int type, Comm *c, void *s) {
-    return call(ALL_GATHER, x, y, n, type, 0, 0, c, s);
-}
-API int ncclAllReduce(const void *x, void *y, size_t n, int type, int op, Comm *c, void *s) {
-    return call(ALL_REDUCE, x, y, n, type, op, 0, c, s);
-}
-API int ncclReduce(const void *x, void *y, size_t n, int type, int op, int root, Comm *c, void *s) {
-    return call(REDUCE, x, y, n, type, op, root, c, s);
-}
-API int ncclReduceScatter(const void *x, void *y, size_t n, int type, int op, Comm *c, void *s) {
-    return call(REDUCE_SCATTER, x, y, n, type, op, 0, c, s);
+    return call(RECV, NULL, y, n, type, peer, c, s);
 }

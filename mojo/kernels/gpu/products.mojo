@@ -1,0 +1,224 @@
+"""Ops of convolutions and linear layers on a GPU: the launcher for a record's precision, with or without its ReLU."""
+
+from ..record import Record
+from .conv2d import (
+    conv2d_backward_input,
+    conv2d_backward_weight,
+    conv2d_backward_weight_scratch,
+    conv2d_forward,
+    conv2d_relu_maxpool_forward,
+)
+from .launch import BF16, FP16, FP32, GpuOp, Launch, Queue, TF32
+from .linear import (
+    linear_backward_input,
+    linear_backward_weight,
+    linear_backward_weight_scratch,
+    linear_forward,
+)
+
+
+def _by_dtype[
+    f: def[precision: Int](Queue, Launch) raises thin
+](q: Queue, r: Launch) raises:
+    """f for the record's precision."""
+    if r.dtype() == FP32:
+        f[FP32](q, r)
+    elif r.dtype() == TF32:
+        f[TF32](q, r)
+    elif r.dtype() == BF16:
+        f[BF16](q, r)
+    else:
+        f[FP16](q, r)
+
+
+def _conv2d_forward_with[
+    precision: Int, relu: Bool
+](q: Queue, r: Launch) raises:
+    conv2d_forward[precision, relu](
+        q,
+        r.shards,
+        r.op(1),
+        r.op(2),
+        r.op(3),
+        r.op(4),
+        r.int(6),
+        r.int(7),
+        r.int(8),
+        r.int(9),
+        r.int(10),
+        r.int(11),
+        r.int(12),
+        r.int(13),
+    )
+
+
+def _conv2d_forward[precision: Int](q: Queue, r: Launch) raises:
+    if r.int(14):
+        _conv2d_forward_with[precision, True](q, r)
+    else:
+        _conv2d_forward_with[precision, False](q, r)
+
+
+def _conv2d_relu_maxpool_forward(q: Queue, r: Launch) raises:
+    conv2d_relu_maxpool_forward[FP32](
+        q,
+        r.shards,
+        r.op(1),
+        r.op(2),
+        r.op(3),
+        r.op(4),
+        r.op(5),
+        r.int(6),
+        r.int(7),
+        r.int(8),
+        r.int(9),
+        r.int(10),
+        r.int(11),
+        r.int(12),
+        r.int(13),
+        r.int(14),
+        r.int(15),
+        r.int(16),
+    )
+
+
+def _conv2d_backward_weight[precision: Int](q: Queue, r: Launch) raises:
+    conv2d_backward_weight[precision](
+        q,
+        r.shards,
+        r.fold,
+        r.op(1),
+        r.op(2),
+        r.op(3),
+        r.op(4),
+        r.scratch,
+        r.int(6),
+        r.int(7),
+        r.int(8),
+        r.int(9),
+        r.int(10),
+        r.int(11),
+        r.int(12),
+        r.int(13),
+        r.accumulate,
+    )
+
+
+def _conv2d_scratch(r: Record, shards: Int, fold: Int) -> Int:
+    return 4 * conv2d_backward_weight_scratch(
+        shards,
+        fold,
+        r.int(6),
+        r.int(7),
+        r.int(8),
+        r.int(9),
+        r.int(10),
+        r.int(11),
+        r.int(12),
+        r.int(13),
+    )
+
+
+def _conv2d_backward_input[precision: Int](q: Queue, r: Launch) raises:
+    conv2d_backward_input[precision](
+        q,
+        r.shards,
+        r.op(1),
+        r.op(2),
+        r.op(3),
+        r.int(5),
+        r.int(6),
+        r.int(7),
+        r.int(8),
+        r.int(9),
+        r.int(10),
+        r.int(11),
+        r.int(12),
+    )
+
+
+def _linear_forward_with[
+    precision: Int, relu: Bool
+](q: Queue, r: Launch) raises:
+    linear_forward[precision, relu](
+        q,
+        r.shards,
+        r.op(1),
+        r.op(2),
+        r.op(3),
+        r.op(4),
+        r.int(6),
+        r.int(7),
+        r.int(8),
+    )
+
+
+def _linear_forward[precision: Int](q: Queue, r: Launch) raises:
+    if r.int(9):
+        _linear_forward_with[precision, True](q, r)
+    else:
+        _linear_forward_with[precision, False](q, r)
+
+
+def _linear_backward_weight[precision: Int](q: Queue, r: Launch) raises:
+    linear_backward_weight[precision](
+        q,
+        r.shards,
+        r.fold,
+        r.op(1),
+        r.op(2),
+        r.op(3),
+        r.op(4),
+        r.scratch,
+        r.int(6),
+        r.int(7),
+        r.int(8),
+        r.accumulate,
+    )
+
+
+def _linear_scratch(r: Record, shards: Int, fold: Int) -> Int:
+    return 4 * linear_backward_weight_scratch(
+        shards, fold, r.int(6), r.int(7), r.int(8)
+    )
+
+
+def _linear_backward_input[precision: Int](q: Queue, r: Launch) raises:
+    linear_backward_input[precision](
+        q,
+        r.shards,
+        r.op(1),
+        r.op(2),
+        r.op(3),
+        r.int(5),
+        r.int(6),
+        r.int(7),
+    )
+
+
+def ops() -> List[GpuOp]:
+    """The ops of this file."""
+    return [
+        GpuOp("conv2d_forward", _by_dtype[_conv2d_forward]),
+        GpuOp(
+            "conv2d_backward_weight",
+            _by_dtype[_conv2d_backward_weight],
+            _conv2d_scratch,
+        ),
+        GpuOp("conv2d_backward_input", _by_dtype[_conv2d_backward_input]),
+        GpuOp(
+            "conv2d_relu_maxpool_forward",
+            (
+                "y, argmax; x, w, b; G, C, H, W, K, R, T, S, pool R, pool T,"
+                " pool S"
+            ),
+            _conv2d_relu_maxpool_forward,
+        ),
+        GpuOp("linear_forward", _by_dtype[_linear_forward]),
+        GpuOp(
+            "linear_backward_weight",
+            _by_dtype[_linear_backward_weight],
+            _linear_scratch,
+        ),
+        GpuOp("linear_backward_input", _by_dtype[_linear_backward_input]),
+    ]

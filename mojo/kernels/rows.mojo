@@ -1,0 +1,88 @@
+"""Ops that compute each sample's row, once for all devices (op.Row)."""
+
+from std.math import sqrt
+
+from .lanes import F32, Ptr
+from .op import Device, OpOf, Row
+
+
+# --- layer norm: Ba, Kiros, Hinton 2016. stats are (mean, 1 / standard deviation) of each sample --------------------------
+
+
+def _layer_norm[L: Int](r: Row[L]):
+    """Arguments y, stats; x, w, b; G, F, eps."""
+    var mean = SIMD[F32, L](0)
+    for f in range(r.F):
+        mean += r.get(r.c, f, r.F)
+    mean /= Float32(r.F)
+    var square = SIMD[F32, L](0)
+    for f in range(r.F):
+        var d = r.get(r.c, f, r.F) - mean
+        square += d * d
+    var inverse = 1 / sqrt(square / Float32(r.F) + r.number)
+    r.put(r.b, 0, 2, mean)
+    r.put(r.b, 1, 2, inverse)
+    for f in range(r.F):
+        var v = (r.get(r.c, f, r.F) - mean) * inverse
+        r.put(r.a, f, r.F, v * r.at(r.d, f) + r.at(r.e, f))
+
+
+@always_inline
+def _normalized[L: Int](r: Row[L], x: Ptr, stats: Ptr, f: Int) -> SIMD[F32, L]:
+    return (r.get(x, f, r.F) - r.get(stats, 0, 2)) * r.get(stats, 1, 2)
+
+
+def _layer_norm_input[L: Int](r: Row[L]):
+    """Arguments dx; dy, x, stats, w; G, F."""
+    var s = SIMD[F32, L](0)
+    var t = SIMD[F32, L](0)
+    for f in range(r.F):
+        var g = r.get(r.b, f, r.F) * r.at(r.e, f)
+        s += g
+        t += g * _normalized(r, r.c, r.d, f)
+    s /= Float32(r.F)
+    t /= Float32(r.F)
+    for f in range(r.F):
+        var g = r.get(r.b, f, r.F) * r.at(r.e, f)
+        var v = g - s - _normalized(r, r.c, r.d, f) * t
+        r.put(r.a, f, r.F, v * r.get(r.d, 1, 2))
+
+
+@always_inline
+def _layer_norm_weight[L: Int](r: Row[L], f: Int) -> SIMD[F32, L]:
+    """Arguments +dw; dy, x, stats; G, F."""
+    return r.get(r.b, f, r.F) * _normalized(r, r.c, r.d, f)
+
+
+@always_inline
+def _layer_norm_bias[L: Int](r: Row[L], f: Int) -> SIMD[F32, L]:
+    """Arguments +db; dy; G, F."""
+    return r.get(r.b, f, r.F)
+
+
+def ops[D: Device]() -> List[OpOf[D.Run]]:
+    """The ops of this file."""
+    return [
+        OpOf(
+            "layer_norm_forward",
+            "y, stats; x, w, b; G, F, eps",
+            D.rows[_layer_norm, 5](),
+        ),
+        OpOf(
+            "layer_norm_backward_input",
+            "dx; dy, x, stats, w; G, F",
+            D.rows[_layer_norm_input, 5](),
+        ),
+        OpOf(
+            "layer_norm_backward_weight",
+            "+dw; dy, x, stats; G, F",
+            D.columns[_layer_norm_weight, 4](),
+            "sums",
+        ),
+        OpOf(
+            "layer_norm_backward_bias",
+            "+db; dy; G, F",
+            D.columns[_layer_norm_bias, 2](),
+            "sums",
+        ),
+    ]

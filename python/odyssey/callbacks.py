@@ -1,0 +1,131 @@
+"""Callbacks: who wants to know how a training goes on, and what the environment adds to one.
+
+A trainer says what happens and knows nobody that listens: progress, step log, requests to stop, verify and replay are
+callbacks. The order of events:
+
+    on_fit_plan                              before anything is done; may change the plan (Context)
+    on_fit_start                             the checkpoint, if there is one, is put back
+      on_epoch_start
+        on_step_end, on_sync, on_checkpoint
+      on_validation_end, on_epoch_end
+    on_exception                             where fit() ends with one, on the ranks that raise it
+    on_fit_end                               finished or not
+
+All ranks call all of them at the same steps (but on_exception and on_server_update), so a callback may call
+collectives, and must then call them on all ranks. A callback is called with a `Context`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import inspect
+import os
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from .trainable import Cursor, History, Saving, Step, Tally, Trainable
+
+if TYPE_CHECKING:
+    from .data import Batch
+
+#: A variable of the environment -> the module whose joins() gives a callback for every trainer of the process. These
+#: are loaded only where the variable is set.
+JOINING = {"ODYSSEY_TRACE": "verify", "ODYSSEY_REPLAY": "replay"}
+
+
+@dataclasses.dataclass
+class Context:
+    """Where a training is: one object per fit(), the same for all its events.
+
+    The plan, which on_fit_plan may change: `limit` (optimizer steps, None: all epochs), `validate` (False: the
+    validation set is left out), `pieces` (in so many each batch of the loader is cut), `saving`.
+    """
+
+    trainer: Trainable
+    history: History = dataclasses.field(default_factory=History)
+    epochs: int = 0
+    limit: int | None = None
+    validate: bool = True
+    pieces: int = 1
+    saving: Saving = dataclasses.field(default_factory=Saving)
+    batch_size: int = 0  # of a step; 0: not known
+    steps_per_epoch: int = 0  # 0: not known
+    cursor: Cursor = dataclasses.field(default_factory=Cursor)  # in on_step_end: of the step that has ended
+    tally: Tally = dataclasses.field(default_factory=Tally)  # of the epoch that is under way
+    batch: Batch | None = None  # of the last step
+    step: Step | None = None  # the last one
+    loss: float = 0.0  # mean over the samples of the last step
+    record: dict[str, Any] = dataclasses.field(default_factory=dict)  # of the last epoch
+    error: Exception | None = None
+    stop: str | None = None  # why the training is to end after this step; set on all ranks alike
+    callbacks: Sequence[Callback] = ()
+
+    def emit(self, event: str) -> None:
+        """Calls a method of all callbacks, in their order."""
+        for callback in self.callbacks:
+            getattr(callback, event)(self)
+
+
+class Callback:
+    """Hears of a training; override what you need."""
+
+    def arguments(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Of one that joins from the environment: keywords that go before those that the trainer was `given`."""
+        return {}
+
+    def on_fit_plan(self, context: Context) -> None:
+        """fit() was called."""
+
+    def on_fit_start(self, context: Context) -> None:
+        """The first step comes next; of a training that is resumed, `cursor` and `history` say where it is."""
+
+    def on_epoch_start(self, context: Context) -> None:
+        """An epoch begins, or what is left of it."""
+
+    def on_step_end(self, context: Context) -> None:
+        """An optimizer step was taken or skipped: `step`, `batch`, `loss`; `tally` counts it. Also outside of fit()."""
+
+    def on_server_update(self, context: Context) -> None:
+        """Of an asynchronous parameter server, on rank 0 alone: an update (`loss`, `tally`)."""
+
+    def on_sync(self, context: Context) -> None:
+        """Ranks have just talked to each other, as about ten times a second: a time for collective calls."""
+
+    def on_checkpoint(self, context: Context) -> None:
+        """A checkpoint of this moment is about to be made."""
+
+    def on_validation_end(self, context: Context) -> None:
+        """The validation set was evaluated: `record`."""
+
+    def on_epoch_end(self, context: Context) -> None:
+        """An epoch is done: `record`."""
+
+    def on_exception(self, context: Context) -> None:
+        """fit() ends with `error`."""
+
+    def on_fit_end(self, context: Context) -> None:
+        """fit() ends, finished or not."""
+
+
+def joining() -> list[Callback]:
+    """The callbacks that the environment asks for."""
+    names = [name for variable, name in JOINING.items() if os.environ.get(variable)]
+    return [importlib.import_module(f".{name}", __package__).joins() for name in names[:1]]
+
+
+def joined(init: Callable[..., None]) -> Callable[..., None]:
+    """Decorates a trainer's __init__: sets `trainer.callbacks`, whose arguments go before those that were given."""
+    signature = inspect.signature(init)
+
+    @functools.wraps(init)
+    def wrapped(trainer: Any, *args: Any, **kwargs: Any) -> None:
+        trainer.callbacks = joining()
+        for callback in trainer.callbacks:
+            bound = signature.bind(trainer, *args, **kwargs)
+            bound.arguments.update(callback.arguments(dict(bound.arguments)))
+            args, kwargs = bound.args[1:], bound.kwargs
+        init(trainer, *args, **kwargs)
+
+    return wrapped

@@ -1,0 +1,99 @@
+"""Memory that several ranks of one machine see: windows of MPI, and files without a name.
+
+What it is not: what is in it (shm.py, parallel/shared.py).
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+import numpy as np
+
+from ..errors import ConfigError
+from ..process import process_space
+from . import mpi
+from .base import Communicator
+
+LINE = 64  # bytes of a cache line
+PAGE = 4096
+
+
+def up(n: int, to: int) -> int:
+    """The next multiple of `to`."""
+    return -(-n // to) * to
+
+
+def window(over: mpi.MPICommunicator, size: int) -> tuple[mpi.Window, list[int]]:
+    """Shared memory of `size` bytes on each rank, and where it begins, on whole cache lines; all ranks call it.
+
+    Raises:
+        ConfigError: there is not so much.
+    """
+    size = up(size + LINE, PAGE)
+    free = int(over.all_reduce(np.array([_free()]), "min")[0])
+    if size * over.size > free:
+        raise ConfigError(
+            f"[comm] {over.size} ranks need {size * over.size >> 20} MiB of shared memory, but /dev/shm has "
+            f"{free >> 20} MiB left; make it larger (docker run --shm-size), or use backend 'mpi'"
+        )
+    made = mpi.Window(over, size)
+    return made, [up(address, LINE) for address in made.addresses]
+
+
+def _free() -> int:
+    """Bytes left where shared memory comes from; very many where that is not known."""
+    try:
+        found = os.statvfs("/dev/shm")
+    except OSError:
+        return 2**62
+    return found.f_bavail * found.f_frsize
+
+
+def files(comm: Communicator, processes: np.ndarray, size: int) -> list[np.ndarray] | None:
+    """uint8 arrays of `size` bytes, one per rank: files without a name, so no rank that ends in whatever way leaves
+    one behind. None where that does not work; all ranks call it.
+
+    The others open them through the number of the process, so all must agree on what these numbers mean.
+
+    Args:
+        processes: (pid, `process_space()`) of each rank.
+    """
+    handle, mine = -1, [os.getpid(), -1, 0]
+    try:
+        handle = os.memfd_create("odyssey")
+        os.ftruncate(handle, up(max(size, 1), PAGE))
+        mine[1:] = handle, os.fstat(handle).st_ino
+    except (AttributeError, OSError, OverflowError):
+        pass
+    places = comm.all_gather(np.array(mine))
+    maps: list[mmap.mmap] = []
+    try:
+        for (process, number, inode), (_, space) in zip(places.tolist(), processes.tolist(), strict=True):
+            if number < 0 or not space or space != process_space():
+                break
+            theirs = os.open(f"/proc/{process}/fd/{number}", os.O_RDWR)
+            try:
+                if os.fstat(theirs).st_ino == inode:
+                    maps.append(mmap.mmap(theirs, up(max(size, 1), PAGE)))
+            finally:
+                os.close(theirs)
+    except (OSError, OverflowError, ValueError):
+        pass
+    complete = comm.all_reduce(np.array([len(maps) == comm.size], np.int8), "min")[0]
+    if handle >= 0:
+        os.close(handle)  # all have opened it
+    return [np.frombuffer(m, np.uint8)[:size] for m in maps] if complete else None
+
+
+def process_ended(process: int, space: int) -> bool:
+    """Whether a process of this machine is known to be gone."""
+    if not space or space != process_space():
+        return False
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass
+    return False

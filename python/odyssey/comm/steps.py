@@ -1,0 +1,239 @@
+"""What each kind of call does in the segments of shm.py, step by step: writes before a barrier, reads after it.
+
+What it is not: who moves the steps on, and waits at the barriers (shm.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from typing import Any
+
+import numpy as np
+
+from .. import native
+from ..errors import CollectiveError
+from .base import Communicator
+from .calls import DTYPES, Call, Header, ReduceOp, mismatch, pack, piece, unpack
+from .memory import LINE
+
+# Bytes of a slot. What is copied in is added before the cache has forgotten it, so it must not be large; each piece
+# costs a barrier, which is cheap while all ranks have a core and dear while other programs take theirs, so it must not
+# be small. On a quiet machine 512 KiB to 1 MiB were best, on a busy one 1 to 2 MiB (docs/log.md).
+SLOT = 1 << 20
+
+# Up to this many bytes every rank adds everything itself: one barrier instead of three, but all data is read by all.
+DIRECT = 32 << 10
+
+DONE, WAITING, DIFFERENT = range(3)
+_TYPES = {
+    DTYPES[name]: code
+    for code, name in enumerate("float32 float64 int8 int16 int32 int64 uint8 uint16 uint32 uint64".split())
+}
+_OPS = {ReduceOp.SUM: 0, ReduceOp.PROD: 1, ReduceOp.MAX: 2, ReduceOp.MIN: 3}
+
+Steps = Generator[Any, int, None]
+
+
+class SteppedCommunicator(Communicator):
+    """Of a communicator over segments that all ranks see, how each call is carried out.
+
+    Attributes:
+        _slots, _slot_addresses, _envelopes: the places of each rank, two of each kind.
+        _team, _team_address: this rank's place at the barriers, for the kernels.
+    """
+
+    _slots: list[list[np.ndarray]]
+    _slot_addresses: list[list[int]]
+    _envelopes: list[list[np.ndarray]]
+    _team: native.Team
+    _team_address: int
+    _library: Any
+    _world_size: int
+
+    def _steps(self, call: Call) -> Steps:
+        """The steps of a call: writes before a barrier, yields to wait for it, reads after it.
+
+        Yields None to wait for the barrier at which it has arrived, or the job of an all-reduce; gets the state back.
+        """
+        if call.kind in ("all_reduce", "reduce"):
+            job = native.Job(
+                x=call.send.ctypes.data,
+                y=0 if call.out is None else call.out.ctypes.data,
+                count=call.send.size,
+                item=call.send.itemsize,
+                dtype=_TYPES[call.send.dtype],
+                op=_OPS[call.op],
+                direct=DIRECT,
+                sequence=call.header.sequence,
+                signature=call.header.signature,
+            )
+            return self._all_reduce_steps(call, job, None)
+        return getattr(self, f"_{call.kind}_steps")(call)
+
+    def _all_reduce_steps(self, call: Call, job: native.Job, state: int | None) -> Steps:
+        if state is None or state == WAITING:
+            state = yield job
+        if state == DIFFERENT:
+            yield from self._explain(call)
+
+    def _meet(self, call: Call) -> Steps:
+        """One barrier."""
+        self._library.shared_arrive(self._team_address, call.header.sequence, call.header.signature)
+        state = yield None
+        if state == DIFFERENT:
+            yield from self._explain(call)
+
+    def _explain(self, call: Call) -> Steps:
+        """All ranks have seen that their headers differ: they show each other the whole of them. Raises the error."""
+        headers = yield from self._exchange(call, -1, -1)
+        error = CollectiveError(mismatch(headers, self.ranks) or f"[comm] the calls of the ranks differ in {call.kind}")
+        error.raised_on_all_ranks = len(self.ranks) == self._world_size
+        raise error
+
+    def _exchange(self, call: Call, sequence: int, signature: int) -> Generator[Any, int, list[Header]]:
+        """The headers of all ranks."""
+        pack(call.header, self._envelopes[self.rank][self._next])
+        self._library.shared_arrive(self._team_address, sequence, signature)
+        state = yield None
+        if state == DIFFERENT:
+            yield from self._explain(call)
+        return [unpack(envelopes[self._last], call.header) for envelopes in self._envelopes]
+
+    def _agree(self, headers: list[Header]) -> None:
+        """Raises where numbers that each rank may have of its own do not fit those of the others."""
+        wrong = mismatch(headers, self.ranks)
+        if wrong:
+            raise CollectiveError(wrong)
+
+    @property
+    def _next(self) -> int:
+        """Number of the places to write in before the coming barrier."""
+        return (self._team.barrier + 1) & 1
+
+    @property
+    def _last(self) -> int:
+        """Number of the places to read from after the barrier that was passed."""
+        return self._team.barrier & 1
+
+    _barrier_steps = _group_steps = _meet
+
+    def _broadcast_steps(self, call: Call) -> Steps:
+        size = call.out.nbytes
+        return self._spread(call, [(0, size) if p == call.root else (0, 0) for p in range(self.size)])
+
+    def _gather_steps(self, call: Call) -> Steps:
+        data = _bytes(call.send)
+        rows = None if call.out is None else _bytes(call.out).reshape(self.size, -1)
+        for a in _pieces(data.size, SLOT):
+            part = data[a : a + SLOT]
+            self._slots[self.rank][self._next][: part.size] = part
+            yield from self._meet(call)
+            if rows is not None:
+                last = self._last
+                for row, slots in zip(rows, self._slots, strict=True):
+                    row[a : a + SLOT] = slots[last][: part.size]
+
+    _all_gather_steps = _gather_steps
+
+    @property
+    def _share(self) -> int:
+        """Bytes of a slot for each rank, where a rank has something else for each."""
+        return SLOT // self.size // LINE * LINE
+
+    def _put(self, send: np.ndarray, gives: Sequence[tuple[int, int]], a: int) -> None:
+        """A share of bytes gives[p], from their a-th, into my slot's part for rank p."""
+        slot, share = self._slots[self.rank][self._next], self._share
+        for p, (lo, hi) in enumerate(gives):
+            part = send[lo + a : min(hi, lo + a + share)]
+            slot[p * share : p * share + part.size] = part
+
+    def _swap(
+        self,
+        call: Call,
+        send: np.ndarray,
+        gives: Sequence[tuple[int, int]],
+        received: np.ndarray,
+        wants: Sequence[tuple[int, int]],
+        longest: int,
+    ) -> Steps:
+        """Bytes gives[p] of `send` go to rank p, wants[p] of `received` come from it; none is longer than `longest`."""
+        share = self._share
+        at = self.rank * share
+        for a in _pieces(longest, share):
+            self._put(send, gives, a)
+            yield from self._meet(call)
+            last = self._last
+            for (lo, hi), slots in zip(wants, self._slots, strict=True):
+                part = received[lo + a : min(hi, lo + a + share)]
+                part[:] = slots[last][at : at + part.size]
+
+    def _scatter_steps(self, call: Call) -> Steps:
+        headers = yield from self._exchange(call, call.header.sequence, call.header.signature)
+        self._agree(headers)
+        call.place(*piece(headers[call.root].tail))
+        out, size = _bytes(call.out), call.out.nbytes
+        send, gives = (out, []) if call.send is None else (_bytes(call.send), self._rows_at(size))
+        wants = [(0, size) if p == call.root else (0, 0) for p in range(self.size)]
+        yield from self._swap(call, send, gives, out, wants, size)
+
+    def _rows_at(self, width: int) -> list[tuple[int, int]]:
+        return [(p * width, (p + 1) * width) for p in range(self.size)]
+
+    def _reduce_scatter_steps(self, call: Call) -> Steps:
+        width, item = call.send.nbytes // self.size, call.send.itemsize
+        send, gives = _bytes(call.send), self._rows_at(width)
+        for a in _pieces(width, self._share):
+            self._put(send, gives, a)
+            yield from self._meet(call)
+            count = min(self._share, width - a) // item
+            if count:
+                at = self.rank * self._share
+                buffers = np.array(self._slot_addresses[self._last], np.int64) + at
+                how = _TYPES[call.send.dtype], _OPS[call.op]
+                self._library.shared_reduce(call.out.ctypes.data + a, buffers.ctypes.data, self.size, count, *how)
+
+    def _all_to_all_steps(self, call: Call) -> Steps:
+        width = call.send.nbytes // self.size
+        rows = self._rows_at(width)
+        return self._swap(call, _bytes(call.send), rows, _bytes(call.out), rows, width)
+
+    def _all_to_all_v_steps(self, call: Call) -> Steps:
+        headers = yield from self._exchange(call, call.header.sequence, call.header.signature)
+        self._agree(headers)
+        item = call.send.itemsize
+        longest = max(max(header.tail[: self.size]) for header in headers) * item
+        if longest:
+            gives, wants = _ranges(call.send_counts, item), _ranges(call.receive_counts, item)
+            yield from self._swap(call, _bytes(call.send), gives, _bytes(call.out), wants, longest)
+
+    def _all_gather_v_steps(self, call: Call) -> Steps:
+        item = call.out.itemsize
+        return self._spread(call, [(a * item, b * item) for a, b in call.ranges])
+
+    def _spread(self, call: Call, ranges: Sequence[tuple[int, int]]) -> Steps:
+        """Bytes ranges[p] of the result, from rank p to all others."""
+        data, (lo, hi) = _bytes(call.out), ranges[self.rank]
+        for a in _pieces(max(b - a for a, b in ranges), SLOT):
+            part = data[lo + a : min(hi, lo + a + SLOT)] if lo + a < hi else data[:0]
+            self._slots[self.rank][self._next][: part.size] = part
+            yield from self._meet(call)
+            last = self._last
+            for p, (first, end) in enumerate(ranges):
+                if p != self.rank and first + a < end:
+                    part = data[first + a : min(end, first + a + SLOT)]
+                    part[:] = self._slots[p][last][: part.size]
+
+
+def _bytes(array: np.ndarray) -> np.ndarray:
+    """The memory of a contiguous array as uint8."""
+    return array.reshape(-1).view(np.uint8)
+
+
+def _pieces(size: int, step: int) -> Sequence[int]:
+    """Where the pieces of `size` bytes begin; there is at least one, as every call has a barrier."""
+    return range(0, size, step) if size else (0,)
+
+
+def _ranges(counts: Sequence[int], item: int) -> list[tuple[int, int]]:
+    ends = np.cumsum([0, *counts]) * item
+    return [(int(a), int(b)) for a, b in zip(ends[:-1], ends[1:], strict=True)]

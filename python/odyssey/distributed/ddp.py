@@ -1,0 +1,577 @@
+"""DistributedDataParallel: a model whose gradients are the mean over all ranks when `loss.backward()` returns.
+
+For custom training loops: every rank computes its own batch, and the gradients are reduced inside the backward pass,
+bucket by bucket, while it goes on. A DistributedTrainer does all that by itself and is faster; it takes the bare model.
+
+How gradients are added, which decides about the bits: every backward pass is a leaf. The leaves of a rank are added
+along the tree of parallel/plan.py as they come, like a binary counter (nodes of equal size merge), then the ranks' sums
+along the tree over ranks. So R ranks with k passes each give the bits of one rank with R * k passes, for k a power of
+two. With average="ranks" the mean is exact only if the number of ranks is one too; average="samples" divides once, by
+the number of all samples.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import weakref
+from bisect import bisect
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from .. import tensor as tensors
+from ..arena import Arena
+from ..comm import Communicator, Request
+from ..comm.calls import CODES, DIMENSIONS, DTYPES
+from ..errors import ConfigError
+from ..nn import Module
+from ..nn.module import Parameter
+from ..parallel import plan as planning
+from ..parallel import strategy as strategies
+from ..parallel.buckets import FLOATS_PER_MB, Bucket, from_the_end
+from ..parallel.mesh import Mesh
+from ..program import current
+from ..tensor import Tensor, Watcher
+from .groups import ProcessGroup, joined, state_here
+
+AVERAGES = ("ranks", "samples")
+
+
+class Partial:
+    """The sum of several backward passes, as nodes of the tree: (number of passes, sum), large ones first."""
+
+    def __init__(self) -> None:
+        self.nodes: list[tuple[int, np.ndarray]] = []
+        self._free: list[np.ndarray] = []  # memory of nodes that were merged or forgotten
+
+    def push(self, pass_: np.ndarray) -> np.ndarray:
+        """Adds one more pass, copied."""
+        leaf = self._free.pop() if self._free else np.empty_like(pass_)
+        leaf[:] = pass_
+        size = 1
+        while self.nodes and self.nodes[-1][0] == size:
+            _, other = self.nodes.pop()
+            np.add(other, leaf, out=leaf)
+            self._free.append(other)
+            size *= 2
+        self.nodes.append((size, leaf))
+
+    def clear(self) -> None:
+        """Forgets all passes."""
+        self._free += [node for _, node in self.nodes]
+        self.nodes = []
+
+    def add_to(self, array: np.ndarray, lo: int, hi: int) -> None:
+        """Adds [lo, hi) of all nodes to `array`, which holds the newest pass or nothing, the smallest node first."""
+        for _, node in reversed(self.nodes):
+            np.add(node[lo:hi], array, out=array)
+
+
+class DistributedDataParallel(Module):
+    """A model with a copy on every rank, whose gradients are averaged inside every backward pass.
+
+        net = DDP(net)
+        opt = optim.SGD(net.parameters(), lr=0.1)
+        for x, y in loader:                       # each rank its own samples
+            opt.zero_grad()
+            F.cross_entropy(net(Tensor(x)), y).backward()
+            opt.step()                            # p.grad is the mean over ranks, the same bits on all
+
+    All ranks construct it, and make the same number of synchronizing backward passes (`join` for uneven data).
+    Parameters of all ranks become those of rank 0. A parameter that a pass does not reach counts as zero. Dropout draws
+    other masks on every rank, so a model with dropout does not give the same bits on another number of ranks here (in a
+    DistributedTrainer it does).
+
+    Args:
+        module: the model. Its names stay as they are in state_dict().
+        process_group: a `World` or `ProcessGroup`; default the initialized world.
+        bucket_size_mb: gradients are reduced in pieces of at least this many MB (2^20 bytes of float32).
+        broadcast_buffers: tensors and floating-point arrays that modules keep beside their parameters (running means)
+            become rank 0's: at construction, and before each forward pass in training that is to be synchronized.
+        find_unused_parameters: name parameters that no rank's first synchronized pass reached, once, on standard error.
+            They count as zero whatever is given here.
+        average: "ranks": the sum of the ranks' gradients divided by the number of ranks, as in PyTorch; right if all
+            ranks have batches of one size. "samples": each pass weighs as many samples as the first argument of
+            forward() had; for losses that are means over a batch. Right for any sizes.
+        reduction: how sums travel: a name of parallel.strategy.REDUCTIONS, or a Strategy with its settings, compression
+            among them. Those that keep the tree give the bits that the head of this file promises.
+
+    Attributes:
+        module: the model. reductions: synchronized backward passes so far. bytes_sent: by this rank, in those.
+        active: False while `join` fills in for a rank without data.
+
+    Raises:
+        ConfigError: the ranks' models differ, a setting is not allowed, or there is no process group.
+    """
+
+    def __init__(
+        self,
+        module: Module,
+        process_group: ProcessGroup | None = None,
+        bucket_size_mb: float = 25.0,
+        broadcast_buffers: bool = True,
+        find_unused_parameters: bool = True,
+        *,
+        average: str = "ranks",
+        reduction: strategies.Strategy | str = "tree",
+    ) -> None:
+        super().__init__()
+        if not isinstance(module, Module) or isinstance(module, DistributedDataParallel):
+            raise ConfigError(f"[ddp] a {type(module).__name__} was given; give the model, a nn.Module")
+        if not isinstance(bucket_size_mb, (int, float)) or not 0 < bucket_size_mb < math.inf:
+            raise ConfigError(f"[ddp] bucket_size_mb is {bucket_size_mb!r}; it must be above 0")
+        if average not in AVERAGES:
+            raise ConfigError(f"[ddp] average is {average!r}; choose from {', '.join(AVERAGES)}")
+        strategy = strategies.Strategy.of(reduction)
+        if strategy.reduction in strategies.MODES:
+            raise ConfigError(
+                f"[ddp] reduction={strategy.reduction!r} takes steps of its own; use DistributedTrainer, or one of "
+                f"{', '.join(strategies.REDUCTIONS)}"
+            )
+        self.module = module
+        self.average, self.broadcast_buffers = average, bool(broadcast_buffers)
+        self.find_unused_parameters = bool(find_unused_parameters)
+        self.reductions = 0
+        self.active = True
+        self._group = joined(process_group)
+        self._comm = comm = self._group._member("DistributedDataParallel")
+        self._arena = arena = Arena.of(module.named_parameters())
+        strategy.check(Mesh(dp=comm.size, pp=1, tp=1), 0)
+        if strategy.compression in ("topk", "powersgd") and average == "samples":
+            raise ConfigError(
+                f"[ddp] compression={strategy.compression!r} adds what it did not send to a later step, which may "
+                "be of another number of samples; use average='ranks', or compression='bf16'"
+            )
+        self._same_everywhere(average, strategy, bucket_size_mb)
+        self._sync = _Sync(comm, arena, from_the_end(arena, max(1, int(bucket_size_mb * FLOATS_PER_MB))), strategy)
+        comm.broadcast(arena.params)
+        self._broadcast_buffers()
+        self._enabled = True  # whether the next backward pass communicates
+        self._forwards: deque[tuple[int, int, int]] = deque(maxlen=4096)  # between which ops, of how many samples
+        self._replaced = False
+        self._pass = _Pass(self)
+        # The k-th sample of a batch is another one on every rank: it must not get the same dropout mask on all.
+        current().context.first = comm.rank * (2**32 // comm.size)
+        if isinstance(arena.watcher, _Pass) and (old := arena.watcher.ddp()) is not None:
+            old._replaced = True
+        arena.watcher = self._pass
+        Watcher.exist = True
+        state_here().models.add(self)
+
+    @classmethod
+    def builder(cls, module: Module) -> Builder:
+        """`DDP.builder(model).world(world).bucket_size_mb(25.0).broadcast_buffers(True).build()`."""
+        return Builder(module)
+
+    def _same_everywhere(self, *settings: Any) -> None:
+        """Raises ConfigError on all ranks if one has another model or other settings than rank 0."""
+        from ..agreement import hash_of
+
+        buffers = [(name, b.shape) for name, b in self._buffers()]
+        mine = [self._arena.layout_hash() >> 1, hash_of(buffers), hash_of(settings)]
+        everyone = self._comm.all_gather(np.array(mine, np.int64))
+        for name, column in zip(("model", "buffers", "average, reduction or bucket size"), everyone.T, strict=True):
+            different = np.flatnonzero(column != column[0])
+            if len(different):
+                ranks = self._group.ranks
+                raise ConfigError(
+                    f"[ddp] the {name} of rank {ranks[different[0]]} differs from that of rank {ranks[0]}; start all "
+                    "ranks alike"
+                )
+
+    # --- as a module ---
+
+    def forward(self, *args: Any) -> Any:
+        """The model's forward pass."""
+        if self._replaced:
+            raise ConfigError("[ddp] this model was wrapped again; use the newer DistributedDataParallel")
+        if current().shard:
+            raise ConfigError("[ddp] a DistributedTrainer synchronizes by itself; give it the model, ddp.module")
+        if not tensors._tape.enabled:
+            return self.module(*args)
+        if self.broadcast_buffers and self.training and self._enabled:
+            self._broadcast_buffers()
+        shape = getattr(args[0], "shape", ()) if args else ()
+        start = tensors.tick()
+        out = self.module(*args)
+        self._forwards.append((start, tensors.tick(), shape[0] if shape else 0))
+        return out
+
+    def _samples_of(self, ops: set[int]) -> int:
+        """Samples of the forward passes that these ops belong to."""
+        order, samples = sorted(ops), 0
+        for start, end, n in reversed(self._forwards):
+            if end < order[0]:
+                break
+            if bisect(order, end) > bisect(order, start):
+                samples += n
+        return samples
+
+    def _named(self, prefix: str) -> Iterator[tuple[str, Parameter]]:
+        return self.module._named(prefix)
+
+    def _buffers(self) -> Iterator[tuple[str, np.ndarray]]:
+        """Tensors and floating-point arrays that modules keep beside their parameters."""
+        for i, m in enumerate(self.module.modules()):
+            for name, value in vars(m).items():
+                if isinstance(value, Tensor) and not isinstance(value, Parameter) and value.layout == "rows":
+                    yield f"{i}.{name}", value.data
+                elif isinstance(value, np.ndarray) and value.dtype.kind == "f" and value.flags.c_contiguous:
+                    yield f"{i}.{name}", value
+
+    def _broadcast_buffers(self) -> None:
+        if self._comm.size > 1 and self.broadcast_buffers:
+            for _, b in self._buffers():
+                self._comm.broadcast(b)
+
+    # --- synchronization ---
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside add to this rank's gradients and do not communicate.
+
+        The next one outside reduces what has come together. Until then p.grad is this rank's sum (with
+        average="samples" each pass times its samples).
+        """
+        before, self._enabled = self._enabled, False
+        try:
+            yield
+        finally:
+            self._enabled = before
+
+    def sync_gradients(self) -> None:
+        """Reduces what passes under no_sync() have left in p.grad; all ranks call it.
+
+        Nothing happens on any rank after a backward pass that has synchronized by itself: all ranks call it then.
+        """
+        self._pass.flush()
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank's reductions have sent so far."""
+        return self._sync.bytes_sent
+
+    def join(self, loader: Any) -> Joined:
+        """The loader's batches, on all ranks as many as the longest loader has; all ranks call it, once per epoch.
+
+            for x, y in ddp.join(loader): ...     # forward, backward, step on all ranks
+
+        A rank that runs out gets its first batch again (one without data that of another rank), with `active` False:
+        the loop goes on in step, the batch's gradients are left out, and it counts no samples. With average="ranks" the
+        divisor stays the number of ranks, as in PyTorch; with "samples" the mean is over the samples there are. Use
+        each batch before the next is taken: `active` is that of the newest.
+
+        Args:
+            loader: has a length, and gives tuples of arrays, or data.Batch.
+
+        Raises:
+            ConfigError: the loader has no length, or gives another number of batches; no rank has data.
+        """
+        return Joined(self, loader)
+
+
+DDP = DistributedDataParallel
+
+
+class Joined:
+    """What `DistributedDataParallel.join` gives: an iterable of as many batches on all ranks; len() is how many."""
+
+    def __init__(self, ddp: DistributedDataParallel, loader: Any) -> None:
+        if not hasattr(loader, "__len__"):
+            raise ConfigError(
+                f"[ddp] join of a {type(loader).__name__}, which has no length; give a DataLoader or a list of batches"
+            )
+        self._ddp, self._loader = ddp, loader
+        self._lengths = ddp._comm.all_gather(np.array([len(loader)], np.int64))[:, 0]
+        if not self._lengths.any():
+            raise ConfigError("[ddp] join: no rank has a batch; give at least one of them data")
+
+    def __len__(self) -> int:
+        return int(self._lengths.max())
+
+    def __iter__(self) -> Iterator[Any]:
+        ddp, mine = self._ddp, int(self._lengths[self._ddp._comm.rank])
+        first, given = None, 0
+        for item in self._loader:
+            if given == mine:
+                raise ConfigError(f"[ddp] join: the loader said {mine} batches and gives more; correct its length")
+            if not given:
+                first = self._lend(item)
+            given += 1
+            yield item
+        if given != mine:
+            raise ConfigError(f"[ddp] join: the loader said {mine} batches and gave {given}; correct its length")
+        if not given:
+            first = self._lend(None)
+        ddp.active = False
+        try:
+            for _ in range(len(self) - mine):
+                yield first
+        finally:
+            ddp.active = True
+
+    def _lend(self, batch: Any) -> Any:
+        """Brings a batch to the ranks that have none; they get it as a tuple of arrays."""
+        if self._lengths.all():
+            return batch
+        root, comm = int(np.flatnonzero(self._lengths)[0]), self._ddp._comm
+        arrays = [np.asarray(a, order="C") for a in batch] if comm.rank == root else []
+        count = comm.broadcast(np.array([len(arrays)], np.int64), root)[0]
+        for i in range(count):
+            head = np.zeros(2 + DIMENSIONS, np.int64)
+            if comm.rank == root:
+                head[: 2 + arrays[i].ndim] = (CODES[arrays[i].dtype], arrays[i].ndim, *arrays[i].shape)
+            code, ndim, *shape = comm.broadcast(head, root).tolist()
+            if comm.rank != root:
+                arrays.append(np.empty(shape[:ndim], list(DTYPES.values())[code]))
+            comm.broadcast(arrays[i], root)
+        return tuple(arrays) if batch is None else batch
+
+
+class _Pass(Watcher):
+    """What happens around a backward pass; the arena holds it, and it holds the model weakly."""
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self.ddp = weakref.ref(ddp)
+        self._arena, self._sync = ddp._arena, ddp._sync
+        self._grads = ddp._arena.grads[: ddp._arena.size]
+        self._partial = Partial()  # passes that are not reduced yet
+        self._samples = 0  # of those
+        self._mean: np.ndarray | None = None  # gradients that are reduced already and were not set to zero
+        self._left: np.ndarray | None = None  # what p.grad was left as, if that is not all zero
+        self._reduced = False  # whether that was after a reduction
+        self._named = False
+        self._syncing = False  # in this pass
+        self._weight: float | None = None  # of this pass; None: it does not matter to this object
+        self._reached: set[int] = set()  # parameters
+
+    # --- one pass ---
+
+    def begin(self, ops: set[int]) -> None:
+        ddp = self.ddp()
+        if ddp is None:  # the wrapper is gone, the module lives on alone
+            self._syncing, self._weight = False, None
+            return
+        self._take_in()
+        self._syncing = ddp._enabled
+        by_samples = ddp.average == "samples"
+        self._weight = 0
+        if ddp.active:
+            self._weight = ddp._samples_of(ops) if by_samples else 1
+            if not self._weight:
+                raise ConfigError(
+                    "[ddp] average='samples', but no forward pass of the wrapped model is behind this loss; call "
+                    "ddp(x), with the batch as its first argument"
+                )
+        self._samples += self._weight
+        self._reached = set()
+        if self._syncing:
+            self._sync.begin(self._samples if by_samples else None, self._fill)
+
+    def ready(self, p: Parameter) -> None:
+        if self._weight is None:
+            return
+        self._reached.add(id(p))
+        if self._syncing:
+            self._sync.ready(p.memory.offset // 4)
+
+    def end(self) -> None:
+        if self._weight is None:
+            return
+        if self._syncing:
+            self._complete()
+        else:
+            self._weigh(self._grads)
+            self._partial.push(self._grads)
+            self._show()
+
+    def flush(self) -> None:
+        """Reduces passes that are not reduced yet."""
+        ddp = self.ddp()
+        self._take_in()
+        pending = bool(self._partial.nodes)
+        if ddp._comm.all_reduce(np.array([pending], np.int32), "max")[0] == 0:
+            if self._mean is not None:
+                self._grads[:] = self._mean
+                self._mean, self._left, self._reduced = None, None, True
+            return
+        by_samples = ddp.average == "samples"
+        self._weight, self._reached = 0, set()
+        self._sync.begin(self._samples if by_samples else None, self._fill)
+        self._complete()
+
+    # --- parts of it ---
+
+    def _take_in(self) -> None:
+        """Looks at what p.grad holds before a pass, and sets it to zero: the pass is to be a leaf of its own.
+
+        All zero: the user has begun anew. What was left there: nothing happened. Else the user has changed it, and it
+        is the sum from here on.
+        """
+        g = self._grads
+        if not g.view(np.uint32).max():
+            self._forget()
+            return
+        if self._left is None or not np.array_equal(g.view(np.int32), self._left.view(np.int32)):
+            samples, reduced = self._samples, self._reduced
+            self._forget()
+            if reduced:
+                self._mean = g.copy()
+            elif self.ddp().average == "samples" and not samples:
+                raise ConfigError(
+                    "[ddp] p.grad holds a gradient of an unknown number of samples, which the wrapped model did not "
+                    "make; call zero_grad() first"
+                )
+            else:
+                self._partial.push(g)
+                self._samples = samples
+        g[:] = 0
+
+    def _forget(self) -> None:
+        self._partial.clear()
+        self._samples, self._mean, self._left, self._reduced = 0, None, None, False
+
+    def _weigh(self, array: np.ndarray) -> None:
+        """Multiplies the newest pass by what it counts."""
+        if not self._weight:
+            array[:] = 0
+        elif self._weight != 1:
+            np.multiply(array, np.float32(self._weight), out=array)
+
+    def _fill(self, out: np.ndarray, lo: int, hi: int) -> None:
+        """This rank's sum of a range of the gradients."""
+        out[:] = self._grads[lo:hi]
+        self._weigh(out)
+        self._partial.add_to(out, lo, hi)
+
+    def _show(self) -> None:
+        """Puts the sum so far into p.grad."""
+        g = self._grads
+        g[:] = 0
+        self._partial.add_to(g, 0, len(g))
+        if self._mean is not None:
+            g += self._mean
+        if len(self._partial.nodes) == 1 and self._mean is None:
+            self._left = self._partial.nodes[0][1]
+        else:
+            self._left = g.copy()
+        self._reduced = False
+
+    def _complete(self) -> None:
+        """Ends the reduction of all buckets."""
+        ddp, g = self.ddp(), self._grads
+        for lo, hi, total, divisor in self._sync.finish():
+            np.divide(total, np.float32(divisor), out=g[lo:hi])
+        mean = self._mean
+        self._forget()
+        if mean is not None:
+            g += mean
+        self._reduced = True
+        ddp.reductions += 1
+        if not self._named:
+            self._named = True
+            self._name_unused(ddp)
+
+    def _name_unused(self, ddp: DistributedDataParallel) -> None:
+        """Says once which parameters no rank has reached."""
+        named = self._arena.named
+        reached = np.array([id(p) in self._reached for _, p in named], np.int32)
+        reached = ddp._comm.all_reduce(reached, "max")
+        names = [name for (name, p), r in zip(named, reached, strict=True) if not r and p.requires_grad]
+        if names and ddp.find_unused_parameters and ddp._comm.rank == 0:
+            print(f"odyssey: no gradient reaches {', '.join(names)}: counted as zero", file=sys.stderr, flush=True)
+
+
+class _Sync:
+    """Reduces the buckets of an arena's gradients, in their order, each as soon as it is complete."""
+
+    def __init__(self, comm: Communicator, arena: Arena, buckets: list[Bucket], strategy: strategies.Strategy) -> None:
+        self.comm = comm
+        self.cut = [(b.pieces[0].lo, b.pieces[0].lo + b.floats) for b in buckets]
+        plan = planning.make(comm.size, comm.rank, comm.size, 1, 1)  # one shard per rank
+        shapes = {name: p.shape for name, p in arena.named}
+        self.reductions = []
+        for b in buckets:
+            here = tuple((b.locate(arena.offsets[name]), shapes[name]) for name in b.names)
+            content = strategies.Content(b.floats, here, 1, {})  # of one sample: means do not change their scale
+            self.reductions.append(strategies.make(strategy, comm, plan, b.floats, 1, content=content))
+        # offset of a parameter -> its bucket
+        self.bucket = {arena.offsets[name]: i for i, b in enumerate(buckets) for name in b.names}
+        self.wanted = [len(b.names) for b in buckets]  # parameters of each bucket
+
+    @property
+    def bytes_sent(self) -> int:
+        return sum(r.bytes_sent for r in self.reductions)
+
+    def begin(self, samples: int | None, fill: Any) -> None:
+        """samples: of this rank, if the mean is over samples. fill(out, lo, hi) gives this rank's sum of a range."""
+        self._missing = list(self.wanted)
+        self._started = 0
+        self._fill = fill
+        self._count: Request | None = None
+        if samples is not None:
+            self._count = self.comm.all_reduce(np.array([samples], np.int64), wait=False)
+
+    def ready(self, offset: int) -> None:
+        """The gradient of the parameter at an offset is complete."""
+        self._missing[self.bucket[offset]] -= 1
+        while self._started < len(self.cut) and not self._missing[self._started]:
+            self._start()
+        if self._started:
+            self.reductions[self._started - 1].poll()
+
+    def _start(self) -> None:
+        r = self.reductions[self._started]
+        self._fill(r.buffers[0], *self.cut[self._started])
+        r.start()
+        self._started += 1
+
+    def finish(self) -> Iterator[tuple[int, int, np.ndarray, float]]:
+        """Starts what is left and waits; gives (lo, hi, sum over ranks, divisor) of each bucket."""
+        while self._started < len(self.cut):
+            self._start()
+        divisor = self.comm.size if self._count is None else int(self._count.wait()[0])
+        for (lo, hi), r in zip(self.cut, self.reductions, strict=True):
+            yield lo, hi, r.finish(), max(divisor, 1)
+
+
+class Builder:
+    """Collects the settings of a DistributedDataParallel; `build()` makes it."""
+
+    def __init__(self, module: Module) -> None:
+        self._module = module
+        self._world: ProcessGroup | None = None
+        self._settings: dict[str, Any] = {}
+
+    def world(self, world: ProcessGroup) -> Builder:
+        """The ranks: a World or ProcessGroup."""
+        self._world = world
+        return self
+
+    def bucket_size_mb(self, size: float) -> Builder:
+        """See DistributedDataParallel."""
+        self._settings["bucket_size_mb"] = size
+        return self
+
+    def broadcast_buffers(self, on: bool) -> Builder:
+        """See DistributedDataParallel."""
+        self._settings["broadcast_buffers"] = on
+        return self
+
+    def find_unused_parameters(self, on: bool) -> Builder:
+        """See DistributedDataParallel."""
+        self._settings["find_unused_parameters"] = on
+        return self
+
+    def average(self, kind: str) -> Builder:
+        """See DistributedDataParallel."""
+        self._settings["average"] = kind
+        return self
+
+    def build(self) -> DistributedDataParallel:
+        """The wrapped model; all ranks build."""
+        return DistributedDataParallel(self._module, self._world, **self._settings)

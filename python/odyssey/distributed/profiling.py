@@ -1,0 +1,229 @@
+"""How long things take: named timers, a monitored training, and what communication costs at which size.
+
+What it is not: a profiler of kernels. Times are of this process's clock; where ranks differ, the slowest counts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from ..data.sampler import check_integer
+from ..errors import ConfigError
+from ..fit import Trainer, batches_of
+from .groups import ProcessGroup, get_rank, is_initialized, joined
+
+# What a rank has to send, at least, for each byte of the result, as a function of the number of ranks n: the time is
+# compared with that and not with the size alone (the "bus bandwidth" of nccl-tests). The size is that of the whole:
+# the reduced array, or all pieces together.
+FACTORS: dict[str, Callable[[int], float]] = {
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "all_gather": lambda n: (n - 1) / n,
+    "reduce_scatter": lambda n: (n - 1) / n,
+    "all_to_all": lambda n: (n - 1) / n,
+    "broadcast": lambda n: 1.0 if n > 1 else 0.0,
+}
+
+
+class PerformanceMonitor:
+    """Timers by name, of one process.
+
+    Args:
+        show: print a line when a timer ends.
+
+    Attributes:
+        timings: seconds of every time that a timer ran, by name.
+    """
+
+    def __init__(self, show: bool = False) -> None:
+        self.show = show
+        self.timings: dict[str, list[float]] = {}
+        self._running: dict[str, float] = {}
+
+    def start_timer(self, name: str) -> None:
+        """Starts a timer. Raises ConfigError if one of this name is running."""
+        if name in self._running:
+            raise ConfigError(f"[monitor] the timer {name!r} is running already; end it first, or give another name")
+        self._running[name] = time.perf_counter()
+
+    def end_timer(self, name: str) -> float:
+        """Ends a timer; returns its seconds. Raises ConfigError if none of this name is running."""
+        now = time.perf_counter()
+        if name not in self._running:
+            raise ConfigError(f"[monitor] no timer {name!r} is running; call start_timer({name!r}) first")
+        seconds = now - self._running.pop(name)
+        self.timings.setdefault(name, []).append(seconds)
+        if self.show:
+            print(f"{name}: {seconds:.4f} s", flush=True)
+        return seconds
+
+    @contextmanager
+    def timer(self, name: str) -> Iterator[None]:
+        """`with monitor.timer("epoch"):` starts it and ends it, whatever happens inside."""
+        self.start_timer(name)
+        try:
+            yield
+        finally:
+            self.end_timer(name)
+
+    def summary(self) -> dict[str, dict[str, float]]:
+        """For each name: count, and total, mean, median, smallest and largest in seconds."""
+        return {
+            name: {
+                "count": len(times),
+                "total": sum(times),
+                "mean": statistics.fmean(times),
+                "median": statistics.median(times),
+                "min": min(times),
+                "max": max(times),
+            }
+            for name, times in self.timings.items()
+        }
+
+    def monitor_training(self, trainer: Any, data_loader: Any, num_steps: int = 100, every: int = 10) -> dict[str, Any]:
+        """Takes steps and times them, apart from the waiting for data; rank 0 prints a line now and then.
+
+        Args:
+            trainer: a DistributedTrainer, or an object with train_step(*item) for what the loader gives.
+            data_loader: gone through again until there are enough steps.
+            num_steps: to take. every: steps per line printed.
+
+        Returns:
+            steps, samples (of the items, by the length of their first part), seconds, samples_per_second,
+            step_seconds (median) and data_seconds (median). The timers "total_training", "data" and "train_step" have
+            the rest.
+        """
+        check_integer("[monitor] num_steps", num_steps, 1)
+        check_integer("[monitor] every", every, 1)
+        ours = isinstance(trainer, Trainer)
+        rank = trainer.comm.rank if ours else get_rank() if is_initialized() else 0
+        samples = since = 0
+        first = len(self.timings.get("train_step", ()))
+        shown = time.perf_counter()
+        items = _again(lambda: batches_of(data_loader) if ours else data_loader)
+        with self.timer("total_training"):
+            for step in range(1, num_steps + 1):
+                with self.timer("data"):
+                    item = next(items)
+                with self.timer("train_step"):
+                    trainer.train_step(item) if ours else trainer.train_step(*item)
+                n = len(item) if ours else len(item[0])
+                samples, since = samples + n, since + n
+                if step % every == 0 or step == num_steps:
+                    now = time.perf_counter()
+                    if rank == 0:
+                        print(f"step {step}/{num_steps}  {since / (now - shown):,.0f} samples/s", flush=True)
+                    shown, since = now, 0
+        seconds = self.timings["total_training"][-1]
+        return {
+            "steps": num_steps,
+            "samples": samples,
+            "seconds": seconds,
+            "samples_per_second": samples / seconds,
+            "step_seconds": statistics.median(self.timings["train_step"][first:]),
+            "data_seconds": statistics.median(self.timings["data"][-num_steps:]),
+        }
+
+
+def _again(make: Callable[[], Any]) -> Iterator[Any]:
+    """The items of a loader, again and again."""
+    for _ in itertools.count():
+        empty = True
+        for item in make():
+            empty = False
+            yield item
+        if empty:
+            raise ConfigError("[monitor] the loader gives no batch; give it data")
+
+
+def profile_communication(
+    sizes: Sequence[int] = (1024, 10240, 102400, 1024000),
+    operation: str = "all_reduce",
+    repeats: int = 20,
+    warm_up: int = 3,
+    group: ProcessGroup | None = None,
+    show: bool = True,
+) -> list[dict[str, Any]]:
+    """Times a collective of float32 at several sizes; all ranks of the group call it.
+
+    Each repeat starts after a barrier and counts as long as the slowest rank took; the median of the repeats is given.
+
+    Args:
+        sizes: numbers of float32: of the reduced array, or of all pieces together (rounded up to one per rank).
+        operation: one of FACTORS.
+        repeats, warm_up: times that count, and times before that do not.
+        show: rank 0 prints a table.
+
+    Returns:
+        A dict per size: operation, ranks, backend, floats, bytes, seconds (median), best (seconds), bytes_per_second
+        (bytes / seconds), bus_bytes_per_second (that times what a rank has to send per byte: 2 (n - 1) / n for an
+        all-reduce over n ranks; 0 for one rank, which sends nothing).
+    """
+    g = joined(group)
+    comm = g._member("profile_communication")
+    if operation not in FACTORS:
+        raise ConfigError(f"[profile] operation {operation!r} is unknown; choose from {', '.join(FACTORS)}")
+    check_integer("[profile] repeats", repeats, 1)
+    check_integer("[profile] warm_up", warm_up, 0)
+    rows = []
+    for size in sizes:
+        n, run = _prepared(comm, operation, check_integer("[profile] size", size, 1))
+        times = np.zeros(warm_up + repeats)
+        for i in range(len(times)):
+            comm.barrier()
+            start = time.perf_counter()
+            run()
+            times[i] = time.perf_counter() - start
+        counted = comm.all_reduce(times, "max")[warm_up:]
+        seconds = float(np.median(counted))
+        rows.append(
+            {
+                "operation": operation,
+                "ranks": comm.size,
+                "backend": comm.name,
+                "floats": n,
+                "bytes": 4 * n,
+                "seconds": seconds,
+                "best": float(counted.min()),
+                "bytes_per_second": 4 * n / seconds,
+                "bus_bytes_per_second": 4 * n * FACTORS[operation](comm.size) / seconds,
+            }
+        )
+    if show and comm.rank == 0:
+        print(table(rows), flush=True)
+    return rows
+
+
+def _prepared(comm: Any, operation: str, size: int) -> tuple[int, Callable[[], Any]]:
+    """(floats of the whole, a call of the operation)."""
+    each = -(-size // comm.size)
+    if operation in ("all_reduce", "broadcast"):
+        a = np.ones(size, np.float32)
+        b = np.empty_like(a)
+        return size, (lambda: comm.all_reduce(a, out=b)) if operation == "all_reduce" else (lambda: comm.broadcast(a))
+    piece, whole = np.ones(each, np.float32), np.ones((comm.size, each), np.float32)
+    if operation == "all_gather":
+        return whole.size, lambda: comm.all_gather(piece, out=whole)
+    if operation == "all_to_all":
+        other = np.empty_like(whole)
+        return whole.size, lambda: comm.all_to_all(whole, out=other)
+    flat = whole.reshape(-1)
+    return whole.size, lambda: comm.reduce_scatter(flat, out=piece)
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Rows of profile_communication() as text."""
+    head = f"{rows[0]['operation']} on {rows[0]['ranks']} ranks, {rows[0]['backend']}" if rows else ""
+    lines = [head, f"{'floats':>12} {'MB':>10} {'median us':>12} {'MB/s':>10} {'bus MB/s':>10}"]
+    for r in rows:
+        lines.append(
+            f"{r['floats']:>12,} {r['bytes'] / 1e6:>10.3f} {1e6 * r['seconds']:>12.1f} "
+            f"{r['bytes_per_second'] / 1e6:>10.1f} {r['bus_bytes_per_second'] / 1e6:>10.1f}"
+        )
+    return "\n".join(lines)

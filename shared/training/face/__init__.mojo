@@ -1,0 +1,54 @@
+"""Typed tensors, layers, models, data and trainers over the objects of the Python package (docs/mojo.md)."""
+
+from .arguments import argument, check_options, flag, number
+from .bridge import Value, stop
+from .composition import Module, PipelineParallel, Sequential, Stage
+from .data import Batch, DataLoader, Dataset
+from .engine import Engine, Sums
+from .history import EpochRecord, Evaluation, History
+from .layers import (
+    AvgPool2d,
+    Conv2d,
+    Dropout,
+    Flatten,
+    Layer,
+    Linear,
+    LogSoftmax,
+    MaxPool2d,
+    ReLU,
+    Shape,
+    Sigmoid,
+    Softmax,
+    Tanh,
+)
+from .models import LeNet5, MLP
+from .optim import (
+    Adam,
+    AdamW,
+    CrossEntropyLoss,
+    Loss,
+    NLLLoss,
+    Optimizer,
+    SGD,
+    Schedule,
+    constant,
+    cosine,
+    linear_warmup,
+    schedule,
+    step_decay,
+)
+from .tensor import (
+    AnyTensor,
+    Tensor,
+    avg_pool2d,
+    dropout,
+    flatten,
+    log_softmax,
+    max_pool2d,
+    relu,
+    sigmoid,
+    softmax,
+    tanh,
+)
+from .trainer import DistributedTrainer, mesh
+from .world import World, connect

@@ -1,0 +1,301 @@
+"""Runs the cases of draws.py on ranks that are there already, and compares each with one process.
+
+A result is a dict of arrays: weights, the optimizer's values, what fit() and evaluate() said. All ranks of a case must
+have the same, and that of one process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import draws
+import numpy as np
+from draws import ALONE, Layout, Stop, Training
+
+from odyssey import data, nn
+from odyssey.comm import Communicator, mock
+from odyssey.errors import CollectiveError, ConfigError, NumericsError, OdysseyError
+from odyssey.parallel.reduction import Lanes
+from odyssey.trainer import DistributedTrainer, History
+
+Result = dict[str, np.ndarray]
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What became of a case; `kind` is "same", "refused" or "differs"."""
+
+    kind: str
+    text: str = ""
+
+
+class Quiet:
+    """A progress that keeps what is said."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def begin(self, *_: Any) -> None: ...
+
+    step = epoch = end = begin
+
+    def say(self, line: str) -> None:
+        self.lines.append(line)
+
+
+def trained(
+    case: Training, layout: Layout, comm: Communicator, last: tuple[int, int] | None = None, **fit: Any
+) -> Result:
+    """What a rank holds after the training, which fails at batch `last`, if it is given."""
+    nn.manual_seed(case.settings["seed"])
+    quiet = Quiet()
+    trainer = DistributedTrainer(
+        case.network.build(),
+        case.optimizer[1](),
+        comm=comm,
+        device="cpu",
+        loss=case.loss.build(),
+        schedule=case.schedule[1],
+        progress=quiet,
+        **case.settings,
+        **layout.settings,
+    )
+    try:
+        loader = case.data.loader(data.DataLoader if last is None else _Failing)
+        if last is not None:
+            loader.last = last
+        evaluated = loader.dataset if isinstance(loader.dataset, data.ArrayDataset) else case.data.loader()
+        history, sums = _looped(case, trainer, loader, **{"epochs": case.epochs, **fit})
+        evaluation = trainer.evaluate(evaluated)
+        result = {f"weight {name}": value for name, value in trainer.state_dict().items()}
+        for name, value in trainer.optimizer_state().items():
+            result[f"optimizer {name}"] = np.asarray(value)
+        for i, record in enumerate(history.records):
+            for name in ("train_loss", "train_accuracy", "test_loss", "test_accuracy"):
+                result[f"{name} of epoch {i + 1}"] = np.asarray(record[name], np.float64)
+        result["sums of steps"] = np.array(sums)
+        result["evaluation"] = np.array([evaluation.loss, evaluation.accuracy, evaluation.samples])
+        result["steps"] = np.array([trainer.steps, history.steps, history.samples])
+        if trainer.grad_norm is not None:
+            result["norm of the gradients"] = np.asarray(trainer.grad_norm)
+        result["loss scale"] = np.asarray(trainer.scaler.value)
+        result["weights_sha256"] = np.frombuffer(bytes.fromhex(trainer.weights_sha256()), np.uint8)
+        return result
+    finally:
+        _close(trainer, comm)
+
+
+def _looped(
+    case: Training, trainer: DistributedTrainer, loader: data.DataLoader, **fit: Any
+) -> tuple[History, list[tuple[float, float]]]:
+    """Trains as case.loop says; the last History, and what train_step() gave."""
+    if case.loop == "fit with a validation set":
+        fit["val_loader"] = case.data.loader()
+    if case.loop in ("fit", "fit with a validation set"):
+        return trainer.fit(loader, **fit), []
+    history, sums = History(), []
+    for epoch in range(case.epochs):
+        if epoch % 2 and case.loop != "train_step":
+            history = trainer.fit(loader, epochs=1)
+        else:
+            sums += [trainer.train_step(batch) for batch in loader]
+    return history, sums
+
+
+def _close(trainer: DistributedTrainer, comm: Communicator) -> None:
+    """Gives the trainer's groups back: MPI has no more than about 2,000."""
+    groups = getattr(getattr(trainer, "_train", None), "groups", None)
+    if groups is None:
+        return
+    for part in (groups.tp, groups.pp, groups.dp, groups.model):
+        if part is not comm and part.size > 1:
+            for lane in Lanes.of(part)._more:
+                lane.close()
+            part.close()
+
+
+def difference(expected: Result, found: Result) -> str:
+    """The first difference, in words; empty if there is none."""
+    if list(expected) != list(found):
+        return f"holds {sorted(set(expected) ^ set(found))[:3]}, or in another order"
+    for name, x in expected.items():
+        y = found[name]
+        if x.shape != y.shape or x.dtype != y.dtype:
+            return f"{name} is {y.dtype} {y.shape} instead of {x.dtype} {x.shape}"
+        if x.tobytes() != y.tobytes():
+            bits = [np.ascontiguousarray(v).reshape(-1).view(f"u{v.itemsize}") for v in (x, y)]
+            where = np.flatnonzero(bits[0] != bits[1])
+            at = np.unravel_index(where[0], x.shape) if x.shape else ()
+            return f"{name}{list(map(int, at))} is {y[at]!r} instead of {x[at]!r}, {len(where)} differ"
+    return ""
+
+
+Ran = Result | Exception  # or what it ended with, an error for the user
+
+
+def tried(case: Training, layout: Layout, comm: Communicator, **fit: Any) -> Ran:
+    """The same, or the error that says why not; what is no error of odyssey's is a crash and goes through."""
+    try:
+        return trained(case, layout, comm, **fit)
+    except CollectiveError:
+        raise
+    except OdysseyError as error:
+        return error
+
+
+def judged(expected: Ran, everyone: Sequence[Ran]) -> Outcome:
+    """Of what one process gave, and what each rank of a layout gave."""
+    first = everyone[0]
+    if any(str(e) != str(first) for e in everyone if isinstance(e, Exception) or isinstance(first, Exception)):
+        return Outcome("differs", f"not all ranks end with: {next(e for e in everyone if isinstance(e, Exception))}")
+    if isinstance(expected, Exception) or isinstance(first, Exception):
+        if isinstance(first, ConfigError) or (isinstance(first, NumericsError) and "[checkpoint]" in str(first)):
+            return Outcome("refused", str(first))  # numbers that are not finite are never saved
+        if str(expected) == str(first):
+            return Outcome("same")  # a step that is not finite ends both
+        ends = [str(r) if isinstance(r, Exception) else "a result" for r in (first, expected)]
+        return Outcome("differs", f"ends with {ends[0]} instead of {ends[1]}")
+    for rank, found in enumerate(everyone):
+        text = difference(expected, found)
+        if text:
+            return Outcome("differs", f"{f'rank {rank}: ' * (rank > 0)}{text}")
+    return Outcome("same")
+
+
+# --- ranks -----------------------------------------------------------------------------------------------------------
+
+
+class Threads:
+    """Ranks that are threads of this process (comm.mock)."""
+
+    leads = True
+
+    def run(self, ranks: int, function: Callable[[Communicator], Any]) -> list[Any]:
+        """What `function(communicator)` gives on each of so many ranks."""
+        return mock.run(ranks, function)
+
+    def alone(self, function: Callable[[Communicator], Any]) -> Any:
+        """What it gives on one process."""
+        return function(Communicator())
+
+    @contextlib.contextmanager
+    def folder(self) -> Iterator[Path]:
+        """A directory that all see."""
+        with tempfile.TemporaryDirectory(prefix="odyssey-layouts-") as made:
+            yield Path(made)
+
+    def meet(self) -> None:
+        """Waits for all."""
+
+
+class Processes:
+    """Ranks that mpirun has started; all make the same calls, and the first has the results."""
+
+    def __init__(self, world: Communicator) -> None:
+        self.world, self.leads = world, world.rank == 0
+        self._groups = {n: world.group(range(n)) for n in range(1, world.size + 1)}
+
+    def run(self, ranks: int, function: Callable[[Communicator], Any]) -> list[Any]:
+        comm = self._groups[ranks]
+        if comm is None:
+            return []
+        return self._gathered(comm, function(comm))
+
+    def alone(self, function: Callable[[Communicator], Any]) -> Any:
+        return function(Communicator()) if self.leads else None
+
+    @contextlib.contextmanager
+    def folder(self) -> Iterator[Path]:
+        made = tempfile.TemporaryDirectory(prefix="odyssey-layouts-") if self.leads else None
+        name = np.zeros(256, np.uint8)
+        if made is not None:
+            name[: len(made.name)] = np.frombuffer(made.name.encode(), np.uint8)
+        self.world.broadcast(name)
+        with made or contextlib.nullcontext():
+            yield Path(name.tobytes().rstrip(b"\0").decode())
+            self.meet()
+
+    def meet(self) -> None:
+        self.world.barrier()
+
+    @staticmethod
+    def _gathered(comm: Communicator, own: Any) -> list[Any]:
+        """What all ranks have: of equal ones, the first's; so a digest of each will do."""
+        text = repr(own) if isinstance(own, Exception) else _digest(own)
+        mine = np.frombuffer(hashlib.sha256(text.encode()).digest()[:8], np.int64)
+        everyone = comm.all_gather(mine)[:, 0] if comm.size > 1 else mine
+        other = np.flatnonzero(everyone != everyone[0])
+        return [own, *(RuntimeError(f"rank {p} has something else") for p in other)]
+
+
+def _digest(found: Any) -> str:
+    if not isinstance(found, dict):
+        return repr(found)
+    digest = hashlib.sha256()
+    for name, value in found.items():
+        digest.update(f"{name} {value.shape} {value.dtype}".encode() + np.ascontiguousarray(value).tobytes())
+    return digest.hexdigest()
+
+
+def play(team: Threads | Processes, seed: int, index: int) -> tuple[Outcome, bool, str]:
+    """A case on its layout and on one process; what became of it, whether ranks had parts, what it was."""
+    case = draws.case(seed, index)
+    everyone = team.run(case.layout.ranks, lambda comm: tried(case.training, case.layout, comm))
+    expected = team.alone(lambda comm: tried(case.training, ALONE, comm))
+    outcome = judged(expected, everyone) if team.leads else Outcome("")
+    return outcome, case.layout.splits, str(case)
+
+
+class _Failure(Exception):
+    """What a data set raises where a training is to fail."""
+
+
+class _Failing(data.DataLoader):
+    """Raises where it is asked for batch `last` = (epoch, number) or a later one."""
+
+    last = (0, 0)
+
+    def __iter__(self) -> Iterator[data.Batch]:
+        for batch in super().__iter__():
+            if (batch.epoch, batch.index) >= self.last:
+                raise _Failure
+            yield batch
+
+
+def _until(case: Training, stop: Stop, comm: Communicator, folder: Path, every: int | None) -> Ran:
+    """What a rank holds, or the error with which it ended, at a stop of a training that goes on from `folder`."""
+    saving = {"checkpoint_dir": folder, "checkpoint_every": every}
+    if stop.after is None:
+        return tried(case, stop.layout, comm, **saving)
+    if stop.kind == "limit":
+        return tried(case, stop.layout, comm, steps=stop.after, **saving)
+    epoch, step = divmod(stop.after, case.steps)
+    last = epoch, step * case.settings["accumulation_steps"]
+    try:
+        return tried(case, stop.layout, comm, last=last, **saving)
+    except _Failure:
+        return {}
+
+
+def play_resumed(team: Threads | Processes, seed: int, index: int) -> tuple[Outcome, bool, str]:
+    """An interrupted training of a case, and the undisturbed one."""
+    case = draws.interrupted(seed, index)
+    what = case.training
+    expected = team.run(case.undisturbed.ranks, lambda comm: tried(what, case.undisturbed, comm))
+    outcome = None
+    with team.folder() as folder:
+        for stop in case.stops:
+            everyone = team.run(stop.layout.ranks, lambda comm, at=stop: _until(what, at, comm, folder, case.every))
+            team.meet()
+            if outcome is None and team.leads:
+                errors = [str(ran) for ran in everyone if isinstance(ran, Exception)]
+                if errors or stop.after is None:
+                    outcome = judged(expected[0], everyone)
+                    outcome.text += f" ({stop})" * bool(errors)
+    return outcome or Outcome(""), any(s.layout.splits for s in case.stops), str(case)

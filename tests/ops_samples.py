@@ -1,0 +1,122 @@
+"""One row per op: the op, its formula in NumPy on float64 arrays, shapes to try it with. odyssey.testing.check_op makes
+all tests of it (tests/kernels/test_samples.py; on an emulated GPU tests/gpu/test_gpu_samples.py)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+from kernels import reference as R
+
+from odyssey import functional as F
+
+erf = np.vectorize(math.erf)
+
+
+class Sample(NamedTuple):
+    """Arguments of check_op. shapes: of the tensors, without the batch axis; parameters: of those behind them."""
+
+    op: Any
+    formula: Any
+    shapes: tuple[tuple[int, ...], ...]
+    parameters: tuple[tuple[int, ...], ...] = ()
+    training: bool = True
+
+
+def of_each(op: Any, formula: Any) -> list[Sample]:
+    """An elementwise op, on vectors and on images."""
+    return [Sample(op, formula, ((16,),)), Sample(op, formula, ((3, 5, 4),)), Sample(op, formula, ((1,),), (), False)]
+
+
+def over_classes(op: Any, formula: Any) -> list[Sample]:
+    """An op over the classes of (N, classes)."""
+    return [Sample(op, formula, ((classes,),), (), classes == 12) for classes in (1, 2, 12, 37)]
+
+
+def layer_norm(x, w, b):
+    d = x - x.mean(axis=1, keepdims=True)
+    return d / np.sqrt((d * d).mean(axis=1, keepdims=True) + 1e-5) * w + b
+
+
+# C, H, W, K, R, T, stride, padding; with the first two a model is trained as well
+CONVOLUTIONS = [
+    (3, 7, 8, 5, 3, 3, 1, 1),
+    (2, 8, 9, 4, 3, 3, 2, 0),
+    (1, 1, 1, 1, 1, 1, 1, 0),
+    (1, 28, 28, 6, 5, 5, 1, 2),  # LeNet-5
+    (6, 14, 14, 16, 5, 5, 1, 0),
+    (4, 7, 7, 3, 1, 1, 1, 0),
+    (2, 9, 10, 3, 1, 1, 3, 0),
+    (3, 6, 13, 2, 2, 5, 1, (1, 2)),
+    (2, 10, 6, 9, 5, 2, 2, (0, 3)),
+    (5, 5, 5, 4, 5, 5, 1, 0),
+    (1, 12, 12, 1, 7, 7, 1, 3),
+    (1, 9, 9, 2, 4, 3, 3, 2),
+    (2, 4, 29, 3, 3, 3, 1, 1),
+]
+LINEAR = [(13, 9), (1, 1), (400, 120), (120, 84), (84, 10), (17, 33), (16, 12), (15, 5), (3, 64), (130, 23)]
+# H, W, window, stride; with the first two a model is trained as well
+POOLS = [
+    (5, 7, 2, None),  # a row and a column left over
+    (7, 7, 3, 2),  # overlapping
+    (2, 2, 2, None),
+    (28, 28, 2, None),
+    (8, 6, 3, 1),
+    (9, 9, 2, 3),  # gaps
+    (6, 5, (3, 2), 2),
+    (4, 9, (1, 4), 1),
+    (16, 17, 16, 1),  # 256 places
+    (3, 3, 1, None),
+]
+
+
+def pools(op: Any, formula: Any) -> list[Sample]:
+    return [
+        Sample(lambda x, k=k, s=s: op(x, k, s), lambda x, k=k, s=s: formula(x, k, s or k), ((4, h, w),), (), i < 2)
+        for i, (h, w, k, s) in enumerate(POOLS)
+    ]
+
+
+SAMPLES = [
+    *of_each(F.relu, lambda x: np.maximum(x, 0)),
+    *of_each(F.tanh, np.tanh),
+    *of_each(F.sigmoid, R.sigmoid),
+    *of_each(F.gelu, lambda x: x * (1 + erf(x / math.sqrt(2))) / 2),
+    *of_each(F.silu, lambda x: x * R.sigmoid(x)),
+    *over_classes(F.softmax, R.softmax),
+    *over_classes(F.log_softmax, R.log_softmax),
+    Sample(F.layer_norm, layer_norm, ((24,),), ((24,), (24,))),
+    Sample(F.layer_norm, layer_norm, ((1,),), ((1,), (1,)), False),
+    Sample(F.add, lambda a, b: a + b, ((8,), (8,))),
+    Sample(F.multiply, lambda a, b: a * b, ((2, 3, 3), (2, 3, 3))),
+    Sample(lambda x: F.scale(x, -2.5), lambda x: -2.5 * x, ((9,),)),
+    Sample(lambda a, b: (a - b) * 3 - a / 2, lambda a, b: 2.5 * a - 3 * b, ((2, 3), (2, 3))),
+    Sample(lambda x: F.pad2d(x, (1, 2)), lambda x: R.pad2d(x, (1, 2)), ((2, 3, 4),)),
+    *(
+        Sample(lambda x, p=p: F.pad2d(x, p), lambda x, p=p: R.pad2d(x, p), ((2, 3, 5),), (), False)
+        for p in (1, (2, 0), (0, 3), (3, 1))
+    ),
+    *pools(F.max_pool2d, R.max_pool2d),
+    *pools(F.avg_pool2d, R.avg_pool2d),
+    *(Sample(F.linear, R.linear, ((i,),), ((o, i), (o,)), (i, o) == LINEAR[0]) for i, o in LINEAR),
+    Sample(lambda x, w: F.linear(x, w), lambda x, w: R.linear(x, w, 0), ((7,),), ((4, 7),)),
+    *(
+        Sample(
+            lambda x, w, b, s=s, p=p: F.conv2d(x, w, b, s, p),
+            lambda x, w, b, s=s, p=p: R.conv2d(x, w, b, s, p),
+            ((c, h, w),),
+            ((k, c, r, t), (k,)),
+            i < 2,
+        )
+        for i, (c, h, w, k, r, t, s, p) in enumerate(CONVOLUTIONS)
+    ),
+    Sample(lambda x, w: F.conv2d(x, w), lambda x, w: R.conv2d(x, w, np.zeros(4), 1, 0), ((2, 5, 6),), ((4, 2, 3, 3),)),
+]
+
+
+def name_of(sample: Sample) -> str:
+    """For pytest."""
+    shapes = " ".join("x".join(map(str, shape)) for shape in (*sample.shapes, *sample.parameters))
+    name = sample.op.__name__
+    return f"{'op' if name == '<lambda>' else name} {shapes}"
