@@ -67,7 +67,7 @@ def pin(core: int | None = None) -> int | None:
 
 def machine() -> dict[str, Any]:
     """Facts that a figure means nothing without."""
-    from odyssey import build
+    from odyssey.build import library as build
 
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -184,7 +184,7 @@ def write_json(path: Path | None, benchmark: str, facts: Mapping[str, Any], **co
 
 def peak_program() -> Path:
     """peak.mojo, compiled for this machine into the cache of the kernels. Raises odyssey's BuildError."""
-    from odyssey import build
+    from odyssey.build import library as build
     from odyssey.errors import BuildError
 
     source = HERE / "peak.mojo"

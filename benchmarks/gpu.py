@@ -146,7 +146,7 @@ def peaks(options: Any) -> dict[str, float]:
 
 def host_time(trainer: Any, step: Step, steps: int) -> float:
     """Median seconds until a step of ours is enqueued, before it is waited for."""
-    from odyssey.gpu.runner import GpuRunner
+    from odyssey.engine.gpu.runner import GpuRunner
 
     fetch, enqueued = GpuRunner.fetch, []
     begun = 0
@@ -234,7 +234,7 @@ def main() -> None:
     batches = [int(word) for word in options.batches.split(",")]
 
     from odyssey import data
-    from odyssey.gpu.native import Gpu
+    from odyssey.core.gpu_native import Gpu
 
     emulated = "ODYSSEY_EMULATED_GPUS" in os.environ
     kinds = [] if options.no_torch or emulated or not torch_on_gpu() else options.kinds.split(",")

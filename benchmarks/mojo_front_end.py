@@ -17,7 +17,8 @@ from typing import Any
 
 import common
 
-from odyssey import build, data
+from odyssey import data
+from odyssey.build import library as build
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "mojo" / "lenet.mojo"
 

@@ -132,7 +132,7 @@ def in_turns(sides: dict[str, Step], rounds: int, steps: int | None, seconds: fl
 
 def python_share(step: Step, steps: int) -> float:
     """Share of a step that is not spent in calls of the kernel library (median)."""
-    from odyssey import native
+    from odyssey.core import native
 
     lib = native.library()
     inside = 0

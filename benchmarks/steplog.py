@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from odyssey import fingerprint, native
-from odyssey.steplog import Record, StepLog
+from odyssey.audit.steplog import Record, StepLog
+from odyssey.core import fingerprint, native
 
 ROUNDS = 21
 LENET5 = 61_706  # floats

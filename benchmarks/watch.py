@@ -44,7 +44,7 @@ class Switch:
 
     def __init__(self) -> None:
         from odyssey.comm import base, mpi, shm
-        from odyssey.process import slot
+        from odyssey.watch import slot
 
         self.watcher = watcher()
         self.slot, self.on = slot, {name: getattr(slot, name) for name in SLOT}
@@ -91,7 +91,7 @@ class Switch:
 
 def watcher() -> int | None:
     """The pid of the watcher that this process has started, which is no child of it; None of the other ranks."""
-    from odyssey.process.entry import MARK
+    from odyssey.watch.entry import MARK
 
     mine = f"{MARK}={os.getpid()}".encode()
     for path in Path("/proc").glob("[0-9]*/cmdline"):
@@ -117,8 +117,8 @@ def rank(options: Any) -> None:
     """One rank of the job."""
     from odyssey import DistributedTrainer, comm, data, nn, optim
     from odyssey.callbacks import Context
-    from odyssey.session import Session
-    from odyssey.trainable import Saving
+    from odyssey.checkpoints.trainable import Saving
+    from odyssey.train.session import Session
 
     world = comm.world(options.backend)
     nn.manual_seed(0)

@@ -1,4 +1,4 @@
-"""The engine behind a C interface: the root file of the library that python/odyssey/native.py loads.
+"""The engine behind a C interface: the root file of the library that python/odyssey/core/native.py loads.
 
 Functions take addresses and sizes and return numbers; nothing here computes.
 """

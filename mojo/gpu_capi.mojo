@@ -1,4 +1,4 @@
-"""GPUs behind a C interface: the root file of the library that python/odyssey/gpu/native.py loads.
+"""GPUs behind a C interface: the root file of the library that python/odyssey/core/gpu_native.py loads.
 
 Functions take numbers and addresses and return 0, or -1 with what went wrong, in UTF-8, in `error` (of `size` bytes).
 """

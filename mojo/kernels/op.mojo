@@ -10,8 +10,8 @@ scratch memory, of as many bytes as the op's last function says. Traits are word
     sums      what it adds up is a sum over samples: shards may share the buffer that it adds to
     features  every feature is computed by itself, so it runs on some of them as on all; the last size counts numbers
 
-Everything else is generic: Python reads the table of the library (python/odyssey/native.py), so an op's name is written
-in its kernel file and in python/odyssey/functional.py and nowhere else. A kernel file ends with the list of its ops.
+Everything else is generic: Python reads the table of the library (python/odyssey/core/native.py), so an op's name is written
+in its kernel file and in python/odyssey/core/functional.py and nowhere else. A kernel file ends with the list of its ops.
 
 An op whose arithmetic is one function - of vectors, of a sample's row, of a term of a sum over samples - is declared once
 for all devices: `Device` has the loops.

@@ -41,7 +41,7 @@ comptime STATS = 16
 comptime OFFSET = (1 << 56) - 1
 """The bits of an operand that are its offset, in bytes."""
 
-# How the operands of a product are rounded before they are multiplied; sums are float32. python/odyssey/precision.py
+# How the operands of a product are rounded before they are multiplied; sums are float32. python/odyssey/core/precision.py
 # has their names in this order.
 comptime FP32 = 0
 comptime TF32 = 1  # 10 bits of mantissa, on a GPU's tensor cores

@@ -5,61 +5,60 @@ Names are loaded when they are first used, so that importing the package costs l
 
 from __future__ import annotations
 
-import importlib
+import importlib.machinery
+import sys
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
 _HOME = {
     "DDP": "distributed.ddp",
-    "DistributedConfig": "config",
+    "DistributedConfig": "distributed.config",
     "DistributedDataParallel": "distributed.ddp",
-    "DistributedTrainer": "trainer",
-    "GradScaler": "precision",
+    "DistributedTrainer": "train.trainer",
+    "GradScaler": "core.precision",
     "GradientCompression": "parallel.compression",
-    "History": "trainer",
+    "History": "train.trainer",
     "Mesh": "parallel.mesh",
-    "Tensor": "tensor",
-    "no_grad": "tensor",
-    "autocast": "precision",
-    "load_ops": "own_ops",
-    "from_dlpack": "tensor",
-    "Device": "placement",
-    "device": "placement",
+    "Tensor": "core.tensor",
+    "no_grad": "core.tensor",
+    "autocast": "core.precision",
+    "load_ops": "core.own_ops",
+    "from_dlpack": "core.tensor",
+    "Device": "core.placement",
+    "device": "core.placement",
     "manual_seed": "nn",
     "checkpoint": "nn",
     "PipelineParallel": "nn",
     "Stage": "nn",
     "OdysseyError": "errors",
 }
-_MODULES = (
-    "comm",
-    "data",
-    "distributed",
-    "errors",
-    "functional",
-    "nn",
-    "optim",
-    "parallel",
-    "placement",
-    "tensor",
-    "testing",
-    "trainer",
-)
+_SHORT = {  # modules by the names that users import them by: `import odyssey.functional as F`
+    "functional": "core.functional",
+    "placement": "core.placement",
+    "steplog": "audit.steplog",
+    "tensor": "core.tensor",
+    "trainer": "train.trainer",
+    "verify": "audit.verify",
+}
+_MODULES = {*_SHORT, "comm", "data", "distributed", "errors", "nn", "optim", "parallel", "testing"}
 
 if TYPE_CHECKING:
-    from . import comm, data, distributed, errors, functional, nn, optim, parallel, placement, tensor, testing, trainer
-    from .config import DistributedConfig
+    from . import comm, data, distributed, errors, nn, optim, parallel, testing
+    from .audit import steplog, verify
+    from .core import functional, placement, tensor
+    from .core.own_ops import load_ops
+    from .core.placement import Device, device
+    from .core.precision import GradScaler, autocast
+    from .core.tensor import Tensor, from_dlpack, no_grad
+    from .distributed.config import DistributedConfig
     from .distributed.ddp import DDP, DistributedDataParallel
     from .errors import OdysseyError
     from .nn import PipelineParallel, Stage, checkpoint, manual_seed
-    from .own_ops import load_ops
     from .parallel.compression import GradientCompression
     from .parallel.mesh import Mesh
-    from .placement import Device, device
-    from .precision import GradScaler, autocast
-    from .tensor import Tensor, from_dlpack, no_grad
-    from .trainer import DistributedTrainer, History
+    from .train import trainer
+    from .train.trainer import DistributedTrainer, History
 
 __all__ = [
     "DDP",
@@ -91,9 +90,11 @@ __all__ = [
     "optim",
     "parallel",
     "placement",
+    "steplog",
     "tensor",
     "testing",
     "trainer",
+    "verify",
 ]
 
 
@@ -101,7 +102,7 @@ def __getattr__(name: str) -> Any:
     if name in _HOME:
         return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
     if name in _MODULES:
-        return importlib.import_module(f".{name}", __name__)
+        return importlib.import_module(f".{_SHORT.get(name, name)}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -109,15 +110,32 @@ def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])
 
 
+class _Short:
+    """Finds the modules of _SHORT by their short names; asked last, for what is found nowhere else."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        package, _, short = name.partition(".")
+        return importlib.machinery.ModuleSpec(name, self) if package == __name__ and short in _SHORT else None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> Any:
+        module = importlib.import_module(f".{_SHORT[spec.name.partition('.')[2]]}", __name__)
+        self._spec = module.__spec__
+        return module
+
+    def exec_module(self, module: Any) -> None:
+        module.__spec__ = self._spec  # that of the module itself, which the machinery of imports has replaced
+
+
 def _enter() -> None:
     """Lets rooms hear of each other that do not know each other, and a process that a launcher started as one of
-    several ranks end as one: process/entry.py."""
-    from . import launcher, process
+    several ranks end as one: watch/entry.py."""
+    from .watch import hooks, launcher
 
-    process.on_world.append(lambda world: importlib.import_module(".watch.start", __name__).begin(world))
-    process.connect.append(lambda: importlib.import_module(".comm", __name__).world("auto"))
+    sys.meta_path.append(_Short())
+    hooks.on_world.append(lambda world: importlib.import_module(".watch.start", __name__).begin(world))
+    hooks.connect.append(lambda: importlib.import_module(".comm", __name__).world("auto"))
     if launcher.rank() is not None:
-        from .process import entry
+        from .watch import entry
 
         entry.install()
 

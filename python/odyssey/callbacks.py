@@ -25,14 +25,14 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .trainable import Cursor, History, Saving, Step, Tally, Trainable
+from .checkpoints.trainable import Cursor, History, Saving, Step, Tally, Trainable
 
 if TYPE_CHECKING:
     from .data import Batch
 
 #: A variable of the environment -> the module whose joins() gives a callback for every trainer of the process. These
 #: are loaded only where the variable is set.
-JOINING = {"ODYSSEY_TRACE": "verify", "ODYSSEY_REPLAY": "replay"}
+JOINING = {"ODYSSEY_TRACE": "audit.verify", "ODYSSEY_REPLAY": "audit.replay"}
 
 
 @dataclasses.dataclass

@@ -18,17 +18,18 @@ from typing import Any
 
 import numpy as np
 
-from . import data, native
-from . import functional as F
-from .arena import Arena
+from . import data
 from .comm import Communicator
-from .engine import Engine, Layout
+from .core import functional as F
+from .core import native
+from .core.arena import Arena
+from .core.tensor import Tensor
+from .engine.engine import Engine, Layout
 from .errors import ConfigError, DataError, OdysseyError
 from .nn import Module, Sequential
 from .optim import Optimizer, Update
-from .process import entry
-from .tensor import Tensor
-from .trainer import DistributedTrainer, History, shard_size_of
+from .train.trainer import DistributedTrainer, History, shard_size_of
+from .watch import entry
 
 _latest: BaseException | None = None  # that went into Mojo
 _weights: weakref.WeakKeyDictionary[DistributedTrainer, tuple[int, str]] = weakref.WeakKeyDictionary()  # after fit()
@@ -39,8 +40,10 @@ _training = False  # whether the model that is being recorded is
 
 
 def part(name: str) -> Any:
-    """A module of the package."""
-    return importlib.import_module(f"odyssey.{name}")
+    """A module of the package, by the name that users import it by."""
+    return (
+        importlib.import_module(f"odyssey.{name}") if "." in name else getattr(importlib.import_module("odyssey"), name)
+    )
 
 
 def call(target: Any, name: str, arguments: Sequence[Any], settings: dict[str, Any]) -> Any:
@@ -175,7 +178,7 @@ def part_of(batch: data.Batch, first: int, samples: int) -> data.Batch:
 
 def trainer(model: Module, optimizer: Optimizer, settings: dict[str, Any]) -> DistributedTrainer:
     """A DistributedTrainer; `verbose` shows progress."""
-    from . import progress
+    from .train import progress
 
     verbose = settings.pop("verbose")
     if verbose:

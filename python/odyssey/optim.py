@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import native
-from .arena import Arena
+from .core import native
+from .core.arena import Arena
+from .core.recipes import LR_SCALINGS, SCHEDULES
+from .core.tensor import Parameter
 from .errors import ConfigError, NumericsError
-from .recipes import LR_SCALINGS, SCHEDULES
-from .tensor import Parameter
 
 
 def _number(owner: str, name: str, value: float, low: float, high: float, *, open_low: bool = False) -> float:

@@ -14,14 +14,16 @@ from typing import Any
 
 import numpy as np
 
-from . import data, gpus, native, nn, optim, program
-from . import functional as F
+from . import data, nn, optim
+from .build import gpus
 from .comm import mock
+from .core import functional as F
+from .core import native, program
+from .core.tensor import Tensor, make
 from .errors import OdysseyError
 from .nn.module import Parameter
 from .parallel.mesh import Mesh
-from .tensor import Tensor, make
-from .trainer import DistributedTrainer
+from .train.trainer import DistributedTrainer
 
 Op = Callable[..., Tensor]
 Formula = Callable[..., np.ndarray]

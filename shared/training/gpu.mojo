@@ -37,7 +37,7 @@ comptime COPY = 1
 struct GpuStep(TrivialRegisterPassable):
     """A program for the shards of one chunk, as Python describes it; addresses are of device memory.
 
-    python/odyssey/gpu/native.py mirrors it.
+    python/odyssey/core/gpu_native.py mirrors it.
     """
 
     var table: LongPtr

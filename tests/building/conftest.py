@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from odyssey import build, gpus
+from odyssey.build import gpus
+from odyssey.build import library as build
 
 SOURCE = '@export\ndef od_answer() abi("C") -> Int32:\n    return 42\n'
 GPU_SOURCE = """
@@ -103,7 +104,7 @@ def start(tree):
     running = []
 
     def run(compiler: str | None = None, **environment: str) -> subprocess.Popen[str]:
-        script = "import sys; from pathlib import Path; from odyssey import build, compiler\n"
+        script = "import sys; from pathlib import Path; from odyssey.build import compiler, library as build\n"
         script += f"build.source_root = lambda: Path({str(tree)!r})\n"
         if compiler is not None:
             script += f"compiler.mojo_command = lambda: [sys.executable, '-c', {compiler!r}]\n"

@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 from building import ptx
 
-from odyssey import build, compiler
+from odyssey.build import compiler
+from odyssey.build import library as build
 from odyssey.errors import BuildError
 
 _CUT = 29  # characters of a module's and a function's name in that of an entry

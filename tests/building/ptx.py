@@ -11,7 +11,7 @@ import functools
 import re
 from typing import NamedTuple
 
-from odyssey import compiler
+from odyssey.build import compiler
 from odyssey.errors import BuildError
 
 LIBRARY = "libNVPTX.so"

@@ -11,7 +11,8 @@ import time
 
 import pytest
 
-from odyssey import build, compiler
+from odyssey.build import compiler
+from odyssey.build import library as build
 from odyssey.errors import BuildError, DeviceError
 
 

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from odyssey import build, doctor, gpus
+from odyssey.build import gpus
+from odyssey.build import library as build
+from odyssey.build.gpus import Gpu
+from odyssey.cli import doctor
 from odyssey.errors import DeviceError
-from odyssey.gpus import Gpu
 
 H200 = Gpu("H200", "sm_90", "580.65.06", "GPU-aaaa-1")
 A100 = Gpu("A100", "sm_80", "580.65.06", "GPU-bbbb-2")
@@ -186,6 +188,7 @@ def test_a_library_in_c_is_called_as_it_is_declared(tmp_path):
     subprocess.run(["cc", "-w", "-shared", "-fPIC", "-o", tmp_path / gpus.NVML, tmp_path / "nvml.c"], check=True)
     environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     environment |= {"LD_LIBRARY_PATH": str(tmp_path), "PYTHONPATH": str(Path(gpus.__file__).parents[1])}
-    script = "from odyssey import gpus; print(*(f'{g.name} {g.accelerator} {g.driver}' for g in gpus.found()), sep=';')"
+    script = "from odyssey.build import gpus\n"
+    script += "print(*(f'{g.name} {g.accelerator} {g.driver}' for g in gpus.found()), sep=';')"
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("Chip sm_100 580.1;Chip sm_103 580.1\n", "")

@@ -15,7 +15,8 @@ import pytest
 from gpu import emulated
 
 import odyssey
-from odyssey import build, compiler, folder, gpus, pack
+from odyssey.build import compiler, folder, gpus, pack
+from odyssey.build import library as build
 from odyssey.errors import BuildError, DeviceError, OutputError
 
 LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="run-time libraries as they are on Linux")

@@ -9,7 +9,8 @@ import sys
 import pytest
 from building import gpu_code, ptx
 
-from odyssey import build, elf, targets
+from odyssey.build import elf, targets
+from odyssey.build import library as build
 from odyssey.errors import BuildError
 
 

@@ -12,8 +12,10 @@ import sys
 
 import pytest
 
-from odyssey import build, compiler, files
+from odyssey.build import compiler
+from odyssey.build import library as build
 from odyssey.errors import BuildError
+from odyssey.watch import files
 
 ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
 NOBODY = 65534

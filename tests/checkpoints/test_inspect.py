@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from odyssey.checkpoints import Snapshot, Store
-from odyssey.commands.inspect import command
+from odyssey.cli.commands.inspect import command
 
 
 def inspect(*arguments: object) -> Result:

@@ -6,9 +6,6 @@ import types
 
 import pytest
 
-import odyssey
-import odyssey.progress
-import odyssey.verify  # both as they are, before what they import is replaced
 from odyssey import cli
 
 
@@ -105,7 +102,7 @@ def fake(monkeypatch):
     modules = {
         "comm": types.SimpleNamespace(world=world, met=lambda: record.met),
         "comm.cores": types.SimpleNamespace(default_threads=lambda ranks: 2),
-        "preflight": types.SimpleNamespace(at_start=lambda *a, **k: []),
+        "train.preflight": types.SimpleNamespace(at_start=lambda *a, **k: []),
         "nn": types.SimpleNamespace(models=types.SimpleNamespace(build=record.call("model", "model"))),
         "optim": types.SimpleNamespace(
             SGD=record.call("SGD", "sgd"),
@@ -114,14 +111,14 @@ def fake(monkeypatch):
             schedule=record.call("schedule", "schedule"),
         ),
         "data": types.SimpleNamespace(load=record.call("load", Set()), DataLoader=lambda *a, **k: range(469)),
-        "trainer": types.SimpleNamespace(DistributedTrainer=Trainer, write_weights=write_weights),
+        "train.trainer": types.SimpleNamespace(DistributedTrainer=Trainer, write_weights=write_weights),
     }
     for name, module in modules.items():
         monkeypatch.setitem(__import__("sys").modules, f"odyssey.{name}", module)
-        if "." not in name:
-            monkeypatch.setattr(odyssey, name, module, raising=False)
+        home, _, last = f"odyssey.{name}".rpartition(".")
+        monkeypatch.setattr(__import__("importlib").import_module(home), last, module, raising=False)
     # a rank that cannot join the others ends after a while whatever it does then: here it would be the tests
-    monkeypatch.setattr("odyssey.process.entry._end_in", lambda seconds, code: None)
+    monkeypatch.setattr("odyssey.watch.entry._end_in", lambda seconds, code: None)
     for name in ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
     return record

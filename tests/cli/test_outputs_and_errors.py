@@ -9,10 +9,13 @@ import pathlib
 
 import pytest
 
-from odyssey import build, commands, gpus, pack, progress, targets
+from odyssey.build import gpus, pack, targets
+from odyssey.build import library as build
+from odyssey.cli import commands
 from odyssey.comm import Request
+from odyssey.core.settings import OUTPUT, Settings, declared
 from odyssey.errors import BuildError, CollectiveError, ConfigError, NumericsError
-from odyssey.settings import OUTPUT, Settings, declared
+from odyssey.train import progress
 
 
 def test_json(odyssey_command, fake, tmp_path):

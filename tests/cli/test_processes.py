@@ -13,7 +13,7 @@ import pytest
 
 from odyssey import cli
 
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1])}
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[2])}
 
 
 def run(*command, **environment):
@@ -137,7 +137,7 @@ def test_the_same_mistake_on_three_ranks_is_one_line():
 
 ONE_RANK_FAILS = """
 from odyssey import cli, comm
-from odyssey.commands import train
+from odyssey.cli.commands import train
 from odyssey.errors import DataError
 def run(settings, verbose=False):
     world = comm.world("mpi")
@@ -167,7 +167,7 @@ ONE_RANK_FAILS_AND_SHARES_MEMORY = """
 import re
 from pathlib import Path
 from odyssey import cli, comm
-from odyssey.commands import train
+from odyssey.cli.commands import train
 from odyssey.errors import DataError
 def run(settings, verbose=False):
     world = comm.world("mpi")

@@ -8,10 +8,10 @@ import types
 
 import pytest
 
-from odyssey import runs
-from odyssey.commands import train
-from odyssey.recipes import OPTIMIZERS, RECIPES, SCHEDULES
-from odyssey.settings import SECTIONS, Settings, declared
+from odyssey.cli.commands import train
+from odyssey.core.recipes import OPTIMIZERS, RECIPES, SCHEDULES
+from odyssey.core.settings import SECTIONS, Settings, declared
+from odyssey.watch import runs
 
 
 def test_defaults_are_the_recipe(odyssey_command, fake):

@@ -10,9 +10,10 @@ import time
 import clock
 import numpy as np
 
-from odyssey import comm, native
+from odyssey import comm
 from odyssey.comm import shm
 from odyssey.comm.calls import ReduceOp, tree_reduce
+from odyssey.core import native
 from odyssey.errors import CollectiveError, ConfigError
 
 COUNTS = (1, 15, 16, 17, 1000, shm.DIRECT // 4, shm.DIRECT // 4 + 1, 61_706, shm.SLOT // 4, 3 * shm.SLOT // 4 + 1_001)

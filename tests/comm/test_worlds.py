@@ -6,9 +6,10 @@ import importlib.util
 
 import pytest
 
-from odyssey import comm, launcher
+from odyssey import comm
 from odyssey.comm import mock
 from odyssey.errors import ConfigError
+from odyssey.watch import launcher
 
 HYDRA = {"PMI_RANK": "3", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
 OPEN_MPI = {

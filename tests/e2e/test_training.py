@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from odyssey import data, nn, optim
-from odyssey.trainer import DistributedTrainer
+from odyssey.train.trainer import DistributedTrainer
 
 SHORT = ("--steps", 3, "--no-eval", "--no-progress")
 MNIST = Path(data.__file__).parent / "mnist"

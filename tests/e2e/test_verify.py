@@ -10,9 +10,9 @@ import textwrap
 import numpy as np
 import pytest
 
-from odyssey import verify
+from odyssey.audit import verify
 from odyssey.errors import ConfigError
-from odyssey.trainer import DistributedTrainer
+from odyssey.train.trainer import DistributedTrainer
 
 HEAD = """
     import sys

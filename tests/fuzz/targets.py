@@ -20,18 +20,22 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent))
 from mutate import JSON_LITERALS, NUMBERS, WORDS, Spans, Statistics, fuzz, json_spans, line_parts  # noqa: E402
 
-from odyssey import steplog, verify  # noqa: E402
+from odyssey import steplog  # noqa: E402
+from odyssey.audit import verify  # noqa: E402
 from odyssey.checkpoints import header, manifest  # noqa: E402
-from odyssey.commands.train import command as train  # noqa: E402
-from odyssey.configfile import parse_config  # noqa: E402
+from odyssey.cli.commands.train import command as train  # noqa: E402
+from odyssey.cli.configfile import parse_config  # noqa: E402
+from odyssey.core.settings import settings  # noqa: E402
 from odyssey.data.datasets import parse_records  # noqa: E402
 from odyssey.data.idx import parse_idx  # noqa: E402
 from odyssey.errors import DataError, OdysseyError  # noqa: E402
-from odyssey.files import parse_json  # noqa: E402
 from odyssey.launch.hosts import parse_hostfile_text, parse_hosts  # noqa: E402
-from odyssey.process import slot  # noqa: E402
-from odyssey.settings import settings  # noqa: E402
-from odyssey.watch import judge, link  # noqa: E402
+from odyssey.watch import (  # noqa: E402
+    judge,
+    link,
+    slot,  # noqa: E402
+)
+from odyssey.watch.files import parse_json  # noqa: E402
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ import numpy as np
 
 from odyssey import DistributedTrainer, Mesh, data, nn, optim
 from odyssey import functional as F
-from odyssey.build import compiler_version, host_cpu
+from odyssey.build.library import compiler_version, host_cpu
 from odyssey.comm import mock
 
 HERE = Path(__file__).parent

@@ -20,8 +20,8 @@ import numpy as np
 from emulated import counts
 from trainings import loader, trainer
 
-from odyssey.gpu import team
-from odyssey.records import Records
+from odyssey.audit.records import Records
+from odyssey.engine.gpu import team
 
 CASES: dict[str, Callable[[], list[dict[str, int]]]] = {}
 STEPS, LAST = 6, 3  # steps that are taken, of which the last so many are looked at

@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from odyssey.build import cache_dir
+from odyssey.build.library import cache_dir
 
 SOURCES = Path(__file__).with_name("emulator")
 FLAGS = [

@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from odyssey.build import cache_dir
+from odyssey.build.library import cache_dir
 
 sys.path.append(str(Path(__file__).parents[1]))
 from gpu import emulated  # noqa: E402

@@ -14,7 +14,7 @@ import time
 import numpy as np
 
 from odyssey.comm import Communicator, nccl
-from odyssey.gpu.native import Gpu
+from odyssey.core.gpu_native import Gpu
 
 
 def wait(done) -> None:

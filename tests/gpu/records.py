@@ -20,8 +20,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from odyssey import native as host
-from odyssey.gpu.native import Gpu, GpuStep, StepContext, library
+from odyssey.core import native as host
+from odyssey.core.gpu_native import Gpu, GpuStep, StepContext, library
 from odyssey.parallel.plan import split
 
 LANES = 16

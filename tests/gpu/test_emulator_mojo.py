@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from gpu import emulated
 
-from odyssey.build import cache_dir
+from odyssey.build.library import cache_dir
 
 SOURCE = Path(__file__).with_name("emulator_kernels.mojo")
 MOJO = shutil.which("mojo", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")

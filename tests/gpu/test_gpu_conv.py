@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 from gpu import emulated
 
-from odyssey import build, compiler
+from odyssey.build import compiler
+from odyssey.build import library as build
 
 HERE = Path(__file__).parent
 

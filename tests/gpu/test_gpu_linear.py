@@ -19,7 +19,8 @@ import numpy as np
 import pytest
 from gpu import emulated
 
-from odyssey import build, compiler
+from odyssey.build import compiler
+from odyssey.build import library as build
 
 LANES = 16
 FORWARD, INPUT, WEIGHT = range(3)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from odyssey import build
+from odyssey.build import library as build
 
 sys.path.insert(0, str(Path(__file__).parent))  # under importmode=importlib a test file does not see its neighbours
 

@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 
+from odyssey.engine.gpu import plan as pieces
+from odyssey.engine.gpu.team import devices
 from odyssey.errors import DeviceError
-from odyssey.gpu import plan as pieces
-from odyssey.gpu.team import devices
 from odyssey.parallel import plan as planning
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from gpu import emulated, emulated_nccl
 
-from odyssey.gpu import exchange
+from odyssey.engine.gpu import exchange
 from odyssey.parallel import plan as planning
 
 HERE = Path(__file__).parent

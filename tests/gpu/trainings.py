@@ -140,8 +140,8 @@ def not_finite() -> dict[str, Any]:
 @check
 def pieces() -> dict[str, Any]:
     """Shards computed in several pieces, for want of memory, give the same bits; so do those with one fold."""
-    from odyssey.gpu import plan
-    from odyssey.gpu.runner import GpuRunner
+    from odyssey.engine.gpu import plan
+    from odyssey.engine.gpu.runner import GpuRunner
 
     whole = steps(trainer(), 2, 416)
     limit, fold = GpuRunner._limit, plan.SIDE_BY_SIDE
@@ -161,7 +161,7 @@ def pieces() -> dict[str, Any]:
 @check
 def data_that_does_not_fit() -> dict[str, Any]:
     """A data set brought batch by batch, ahead of its step, gives the bits of one that lies on the device."""
-    from odyssey.gpu import team
+    from odyssey.engine.gpu import team
 
     def run(workers: int) -> tuple[str, float]:
         t = trainer(num_gpus=workers)
@@ -272,7 +272,7 @@ def several_trainers() -> dict[str, Any]:
 @check
 def evaluated_between_steps() -> dict[str, Any]:
     """An evaluation between two steps does not touch the batch that was brought ahead."""
-    from odyssey.gpu import team
+    from odyssey.engine.gpu import team
 
     def run(evaluate: bool) -> str:
         t = trainer("mlp")
@@ -293,7 +293,7 @@ def evaluated_between_steps() -> dict[str, Any]:
 @check
 def fingerprints() -> dict[str, Any]:
     """Fingerprints and norms taken on the device are those of the same numbers on the host."""
-    from odyssey import fingerprint, norm
+    from odyssey.core import fingerprint, norm
 
     t = trainer()
     steps(t, 1)

@@ -18,8 +18,8 @@ import numpy as np
 
 from odyssey import DistributedTrainer, comm, nn, optim
 from odyssey.comm import device as devices
+from odyssey.engine.gpu import exchange
 from odyssey.errors import CollectiveError
-from odyssey.gpu import exchange
 
 CASES: dict[str, Callable[[], Any]] = {}
 WORKERS = 1

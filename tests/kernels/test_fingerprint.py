@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from odyssey import fingerprint, native
+from odyssey.core import fingerprint, native
 from odyssey.errors import ShapeError
 
 ROW = 32

@@ -1,4 +1,4 @@
-"""Ops of odyssey.functional against float64 references (reference.py), where ops_samples.py does not say all: losses,
+"""Ops of core/functional.py against float64 references (reference.py), where ops_samples.py does not say all: losses,
 sums, ties, NaN, large numbers, chains. Forward and backward.
 
 Batches on both sides of where small ones end (4) and of whole vectors of lanes (16). An error is the
@@ -12,8 +12,8 @@ import pytest
 import reference as R
 
 from odyssey import functional as F
+from odyssey.core.tensor import Tensor
 from odyssey.nn import Parameter
-from odyssey.tensor import Tensor
 
 BATCHES = (1, 2, 4, 5, 16, 17, 33)
 TOLERANCE = 1e-5

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import reference as R
 
-from odyssey import native, optim
+from odyssey import optim
+from odyssey.core import native
 from odyssey.errors import NumericsError
 from odyssey.nn import Parameter
 from odyssey.optim import Update

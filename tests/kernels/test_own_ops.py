@@ -9,7 +9,8 @@ import pytest
 
 import odyssey
 from odyssey import functional as F
-from odyssey import native, nn
+from odyssey import nn
+from odyssey.core import native
 from odyssey.errors import BuildError, ConfigError
 from odyssey.testing import check_op
 

@@ -8,11 +8,11 @@ import reference as R
 
 import odyssey
 from odyssey import functional as F
-from odyssey import native, program
+from odyssey.core import native, program
+from odyssey.core.precision import PRECISIONS
+from odyssey.core.tensor import Tensor, no_grad
 from odyssey.errors import ConfigError
 from odyssey.nn import Parameter
-from odyssey.precision import PRECISIONS
-from odyssey.tensor import Tensor, no_grad
 
 BATCHES = (1, 4, 5, 16, 17, 33, 64)
 TIGHT = 1e-5  # of the largest element: float32 sums of exact products

@@ -8,8 +8,8 @@ import reference as R
 
 from odyssey import functional as F
 from odyssey import nn
-from odyssey.program import Eager, using
-from odyssey.tensor import Tensor
+from odyssey.core.program import Eager, using
+from odyssey.core.tensor import Tensor
 
 
 def dropout(x, p=0.3, seed=5, step=0, first=0, layer=0):

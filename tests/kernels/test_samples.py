@@ -8,8 +8,8 @@ import ops_samples
 import pytest
 
 from odyssey import functional as F
-from odyssey.program import current
-from odyssey.tensor import attach, empty
+from odyssey.core.program import current
+from odyssey.core.tensor import attach, empty
 from odyssey.testing import OpError, check_op
 
 

@@ -10,7 +10,8 @@ import time
 import numpy as np
 import pytest
 
-from odyssey import DistributedTrainer, data, native, nn, optim
+from odyssey import DistributedTrainer, data, nn, optim
+from odyssey.core import native
 from odyssey.parallel import plan as planning
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from odyssey import build
+from odyssey.build import library as build
 
 LEVELS = ["x86-64", "x86-64-v3", "x86-64-v4", "x86-64-v4+avx512bf16"]
 HOST = build.host_cpu()

@@ -16,7 +16,7 @@ import time
 import numpy as np
 from mpi4py import MPI
 
-from odyssey import runs
+from odyssey.watch import runs
 
 comm = MPI.COMM_WORLD
 run = runs.Run.current()

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from odyssey.launch.attempt import newest_step
-from odyssey.process import slot
+from odyssey.watch import slot
 
 TRAINING = "--steps 600 --global-batch-size 256 --checkpoint-every 20 --no-eval --no-progress".split()
 HELPERS = ("rank", "wrapper", "daemon", "mpirun")

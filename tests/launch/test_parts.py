@@ -19,7 +19,6 @@ from pathlib import Path
 import pytest
 
 import odyssey
-from odyssey import runs
 from odyssey.errors import ConfigError, LaunchError, OutputError
 from odyssey.launch import LaunchConfig, attempt, decide, ends, leftovers, output, starting, supervisor, users
 from odyssey.launch import lock as lock_file
@@ -28,6 +27,7 @@ from odyssey.launch.hosts import parse_hosts, place
 from odyssey.launch.lock import Lock, holder
 from odyssey.launch.output import LINE_LIMIT, Pump
 from odyssey.launch.supervisor import DistributedLauncher, default_run_dir, launch_distributed_training
+from odyssey.watch import runs
 
 WRAPPER = Path(odyssey.__file__).parent / "launch" / "rank_wrapper.py"
 MPICH = starting.Starter("mpich", "/x/mpirun", "MPICH 5", "mpich")

@@ -22,7 +22,7 @@ from odyssey import data, nn
 from odyssey.comm import Communicator, mock
 from odyssey.errors import CollectiveError, ConfigError, NumericsError, OdysseyError
 from odyssey.parallel.reduction import Lanes
-from odyssey.trainer import DistributedTrainer, History
+from odyssey.train.trainer import DistributedTrainer, History
 
 Result = dict[str, np.ndarray]
 

@@ -21,8 +21,8 @@ import numpy as np
 
 from odyssey import data, device, nn, optim
 from odyssey import functional as F
+from odyssey.core.tensor import Tensor
 from odyssey.parallel.mesh import Mesh
-from odyssey.tensor import Tensor
 
 RANKS = 4  # of the largest layout
 ROWS = 4  # samples of a shard up to which it is computed in rows, which tensor parallelism does not split

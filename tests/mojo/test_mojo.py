@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from odyssey import build, targets
+from odyssey.build import library as build
+from odyssey.build import targets
 
 HERE = Path(__file__).parent
 ROOT = build.source_root()

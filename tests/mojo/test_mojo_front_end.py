@@ -17,10 +17,11 @@ import pytest
 from gpu import emulated
 
 import odyssey
-from odyssey import build, data, nn, optim
+from odyssey import data, nn, optim
 from odyssey import functional as F
-from odyssey.placement import device
-from odyssey.trainer import DistributedTrainer
+from odyssey.build import library as build
+from odyssey.core.placement import device
+from odyssey.train.trainer import DistributedTrainer
 
 HERE = Path(__file__).parent
 ROOT = build.source_root()

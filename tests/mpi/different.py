@@ -8,7 +8,7 @@ import numpy as np
 
 from odyssey import comm, data, nn, optim
 from odyssey.errors import ConfigError
-from odyssey.trainer import DistributedTrainer
+from odyssey.train.trainer import DistributedTrainer
 
 world = comm.world()
 which = sys.argv[1] if world.rank == 1 else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from odyssey import nn, optim
 from odyssey.comm import world
-from odyssey.trainer import DistributedTrainer
+from odyssey.train.trainer import DistributedTrainer
 
 nn.manual_seed(world().rank)
 trainer = DistributedTrainer(nn.Linear(4, 3), optim.SGD())

@@ -181,7 +181,7 @@ def test_the_line_that_is_named_is_the_users(launch):
         "import numpy as np\n"
         "from odyssey import data, nn, optim\n"
         "from odyssey import distributed as dist\n"
-        "from odyssey.trainer import DistributedTrainer\n"
+        "from odyssey.train.trainer import DistributedTrainer\n"
         "dist.init_process_group()\n"
         "if dist.get_rank() == 0:\n"
         "    dist.all_reduce(np.ones(4, np.float32))\n"

@@ -45,7 +45,7 @@ def test_wheel_has_the_kernels_and_mnist(wheel):
     inside = names(wheel)
     assert {f"odyssey/_mojo/{name}" for name in SOURCES} <= set(inside)
     assert {f"odyssey/data/mnist/{name}" for name in MNIST} <= set(inside)
-    assert {"odyssey/cli.py", "odyssey/build.py", "odyssey/data/__init__.py"} <= set(inside)
+    assert {"odyssey/cli/__init__.py", "odyssey/build/library.py", "odyssey/data/__init__.py"} <= set(inside)
 
 
 def test_wheel_has_nothing_else(wheel):
@@ -68,7 +68,8 @@ def test_wheel_metadata(wheel):
 
 def test_unpacked_wheel_finds_its_sources(wheel, tmp_path):
     zipfile.ZipFile(wheel).extractall(tmp_path)
-    script = "from odyssey import build; print(build.source_root()); print(build.source_hash(build.source_root()))"
+    script = "from odyssey.build import library, source_root\n"
+    script += "print(source_root()); print(library.source_hash(source_root()))"
     done = subprocess.run(
         [sys.executable, "-P", "-c", script] if sys.version_info >= (3, 11) else [sys.executable, "-c", script],
         cwd=tmp_path,
@@ -79,7 +80,7 @@ def test_unpacked_wheel_finds_its_sources(wheel, tmp_path):
     assert done.returncode == 0, done.stderr
     root, digest = done.stdout.split()
     assert Path(root) == tmp_path / "odyssey" / "_mojo"
-    from odyssey import build as installed
+    from odyssey.build import library as installed
 
     assert digest == installed.source_hash(ROOT)  # the same cache entry as the checkout's
 

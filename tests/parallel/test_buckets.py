@@ -6,13 +6,14 @@ import random
 
 import pytest
 
-from odyssey import data, native, nn, optim
+from odyssey import data, nn, optim
 from odyssey import functional as F
-from odyssey.arena import Arena
+from odyssey.core import native
+from odyssey.core.arena import Arena
+from odyssey.core.program import Range, Record
+from odyssey.core.tensor import Parameter
 from odyssey.parallel import buckets
-from odyssey.program import Range, Record
-from odyssey.tensor import Parameter
-from odyssey.trainer import DistributedTrainer
+from odyssey.train.trainer import DistributedTrainer
 
 
 def programs(seed: int) -> tuple[list[Record], Arena, set[int]]:

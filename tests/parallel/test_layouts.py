@@ -11,12 +11,12 @@ import pytest
 from odyssey import data, device, nn, optim
 from odyssey import functional as F
 from odyssey.comm import mock
+from odyssey.engine.bucketed import BucketedRunner
+from odyssey.engine.pipeline import PipelineRunner
 from odyssey.errors import ConfigError, NumericsError
 from odyssey.nn import PipelineParallel, Stage
-from odyssey.parallel.bucketed import BucketedRunner
 from odyssey.parallel.mesh import Mesh
-from odyssey.parallel.pipeline import PipelineRunner
-from odyssey.trainer import DistributedTrainer
+from odyssey.train.trainer import DistributedTrainer
 
 MNIST = data.load("mnist", train=True)
 

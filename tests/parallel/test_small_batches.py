@@ -11,11 +11,11 @@ from odyssey import data, nn, optim
 from odyssey import distributed as dist
 from odyssey import functional as F
 from odyssey.comm import mock
+from odyssey.core.tensor import Tensor
 from odyssey.distributed.ddp import DistributedDataParallel
 from odyssey.parallel.mesh import Mesh
 from odyssey.parallel.plan import default_shard_size, shard_count
-from odyssey.tensor import Tensor
-from odyssey.trainer import DistributedTrainer
+from odyssey.train.trainer import DistributedTrainer
 
 RNG = np.random.default_rng(0)
 DATA = data.arrays(RNG.standard_normal((210, 20)).astype(np.float32), RNG.integers(0, 6, 210))

@@ -8,11 +8,11 @@ import pytest
 
 from odyssey import device, nn, optim
 from odyssey import functional as F
+from odyssey.core.program import Record, Slot
 from odyssey.errors import ConfigError
 from odyssey.parallel import schedule as schedules
 from odyssey.parallel.stages import Part, edges, partition
-from odyssey.program import Record, Slot
-from odyssey.trainer import DistributedTrainer
+from odyssey.train.trainer import DistributedTrainer
 
 
 class Skipping(nn.Module):

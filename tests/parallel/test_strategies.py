@@ -8,8 +8,9 @@ import time
 import numpy as np
 import pytest
 
-from odyssey import DistributedTrainer, data, nn, optim, recipes
+from odyssey import DistributedTrainer, data, nn, optim
 from odyssey.comm import mock
+from odyssey.core import recipes
 from odyssey.errors import CollectiveError, ConfigError
 from odyssey.parallel import plan as planning
 from odyssey.parallel import strategy as strategies

@@ -9,17 +9,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from odyssey import device, native, nn
+from odyssey import device, nn
 from odyssey import functional as F
-from odyssey.arena import Arena
 from odyssey.comm import mock
+from odyssey.core import native
+from odyssey.core.arena import Arena
+from odyssey.core.program import Range, Record, Recorder, Slot, encode, fused, place, using
+from odyssey.core.tensor import empty, layout_of, make
 from odyssey.errors import ConfigError
 from odyssey.parallel import tensor as tp
 from odyssey.parallel.exchange import Exchange
 from odyssey.parallel.plan import nodes
 from odyssey.parallel.stages import partition
-from odyssey.program import Range, Record, Recorder, Slot, encode, fused, place, using
-from odyssey.tensor import empty, layout_of, make
 
 SIZES = (1, 2, 3, 4)
 

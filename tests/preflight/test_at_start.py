@@ -11,11 +11,11 @@ import threading
 import numpy as np
 import pytest
 
-from odyssey import preflight
 from odyssey.comm import mock
 from odyssey.errors import ConfigError, OutputError
-from odyssey.launcher import Launched
-from odyssey.process import limits
+from odyssey.train import preflight
+from odyssey.watch import limits
+from odyssey.watch.launcher import Launched
 
 SETTINGS = {"lr": 0.1, "model": "mlp", "data_dir": None}
 
@@ -187,7 +187,8 @@ def test_a_limit_is_a_line_not_a_crash(launch, name, mib, ranks, says):
 
 def test_limits_are_looked_at_wherever_kernels_are_loaded():
     code = (
-        "import resource as r; r.setrlimit(r.RLIMIT_AS, (1 << 30,) * 2); from odyssey import native; native.library()"
+        "import resource as r; r.setrlimit(r.RLIMIT_AS, (1 << 30,) * 2)\n"
+        "from odyssey.core import native; native.library()"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and "ConfigError: [preflight] address space is limited to 1024 MiB" in done.stderr
@@ -203,7 +204,8 @@ def test_a_place_that_cannot_be_seen_is_not_the_end(monkeypatch, tmp_path):
 
 CHECK = """
 import numpy as np
-from odyssey import comm, preflight
+from odyssey import comm
+from odyssey.train import preflight
 world = comm.world()
 print(world.rank, preflight.at_start(world, {"lr": 0.1}, threads=64), flush=True)
 """

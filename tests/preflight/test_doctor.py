@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from odyssey import doctor, preflight
-from odyssey.doctor import FAIL, GIB, MIB, OK, WARN
+from odyssey.cli import doctor
+from odyssey.cli.doctor import FAIL, GIB, MIB, OK, WARN
 from odyssey.errors import ConfigError
+from odyssey.train import preflight
 
 
 def program(path: Path, text: str) -> Path:
@@ -50,7 +51,7 @@ def quick(monkeypatch):
     for name in ("mpi", "launching", "kernels"):
         monkeypatch.setattr(doctor, name, lambda *_, name=name: doctor.Check(name, OK, "x"))
     monkeypatch.setattr(doctor, "probe", lambda words: doctor.Probed([{"MPI": "MPICH 5.0.2"}]))
-    from odyssey.launcher import VARIABLES
+    from odyssey.watch.launcher import VARIABLES
 
     for variable in VARIABLES:
         monkeypatch.delenv(variable, raising=False)

@@ -10,10 +10,10 @@ import pytest
 
 from odyssey import Mesh, data, manual_seed, nn, optim
 from odyssey import functional as F
-from odyssey.agreement import data_set
 from odyssey.comm import mock
 from odyssey.errors import ConfigError, DataError, OdysseyError, ShapeError
-from odyssey.trainer import DistributedTrainer
+from odyssey.train.agreement import data_set
+from odyssey.train.trainer import DistributedTrainer
 
 SAMPLES, CLASSES = 24, 3
 

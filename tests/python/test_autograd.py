@@ -9,7 +9,7 @@ import pytest
 
 from odyssey import Tensor, nn, no_grad
 from odyssey import functional as F
-from odyssey.tensor import Parameter
+from odyssey.core.tensor import Parameter
 
 
 def leaf(*values):

@@ -10,13 +10,13 @@ import pytest
 from odyssey import DistributedTrainer, data, nn, optim, steplog
 from odyssey.callbacks import Callback, Context
 from odyssey.checkpoints import Snapshot
+from odyssey.checkpoints.trainable import Evaluation, Step
 from odyssey.comm import Communicator
+from odyssey.core.fingerprint import of
 from odyssey.errors import Stopped
-from odyssey.fingerprint import of
-from odyssey.fit import Trainer
-from odyssey.numerics import NonFinite
-from odyssey.parallel.asynchronous import Together
-from odyssey.trainable import Evaluation, Step
+from odyssey.train.asynchronous import Together
+from odyssey.train.fit import Trainer
+from odyssey.train.numerics import NonFinite
 
 EVENTS = [name for name in vars(Callback) if name.startswith("on_")]
 

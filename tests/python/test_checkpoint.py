@@ -9,11 +9,11 @@ import pytest
 
 from odyssey import Tensor, checkpoint, data, device, nn, no_grad
 from odyssey import functional as F
-from odyssey.arena import Arena
 from odyssey.comm import Communicator
-from odyssey.engine import Engine, Layout
+from odyssey.core.arena import Arena
+from odyssey.core.program import Eager, fused, using
+from odyssey.engine.engine import Engine, Layout
 from odyssey.errors import ConfigError, DeviceError, ShapeError
-from odyssey.program import Eager, fused, using
 
 
 class Block(nn.Module):
@@ -195,7 +195,7 @@ def test_what_is_between_is_freed_in_eager_mode():
 def test_what_nobody_reads_is_not_repeated(monkeypatch):
     """The last product of a block is not needed for its own backward pass."""
     seen = []
-    monkeypatch.setattr("odyssey.engine.fused", lambda records: seen.append(list(records)) or fused(records))
+    monkeypatch.setattr("odyssey.engine.engine.fused", lambda records: seen.append(list(records)) or fused(records))
 
     class Net(nn.Module):
         def __init__(self) -> None:

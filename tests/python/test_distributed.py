@@ -15,13 +15,13 @@ import pytest
 from odyssey import Tensor, checkpoint, data, nn, optim
 from odyssey import distributed as dist
 from odyssey import functional as F
-from odyssey.arena import Arena
 from odyssey.comm import mock
+from odyssey.core.arena import Arena
 from odyssey.distributed.ddp import DDP, DistributedDataParallel, Partial
 from odyssey.errors import CollectiveError, ConfigError, ShapeError
 from odyssey.parallel.buckets import from_the_end
 from odyssey.parallel.strategy import Strategy
-from odyssey.trainer import DistributedTrainer
+from odyssey.train.trainer import DistributedTrainer
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(96, 1, 28, 28)).astype(np.float32)

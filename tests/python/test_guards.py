@@ -7,7 +7,7 @@ import pytest
 
 from odyssey import data, manual_seed, nn, optim
 from odyssey.errors import ConfigError
-from odyssey.trainer import DistributedTrainer
+from odyssey.train.trainer import DistributedTrainer
 
 
 def images(n: int, classes: int = 10) -> data.ArrayDataset:

@@ -8,12 +8,12 @@ import pytest
 
 from odyssey import Tensor, data, device, nn, no_grad, optim, placement
 from odyssey import functional as F
-from odyssey.arena import Arena
 from odyssey.comm import Communicator
-from odyssey.engine import Engine, Layout
+from odyssey.core.arena import Arena
+from odyssey.core.placement import Device
+from odyssey.engine.engine import Engine, Layout
 from odyssey.errors import ConfigError, DeviceError
-from odyssey.placement import Device
-from odyssey.trainer import DistributedTrainer
+from odyssey.train.trainer import DistributedTrainer
 
 
 def batch(n=20, features=(1, 4, 4), classes=3):
@@ -55,7 +55,7 @@ def engine(model, train=True, execution="replay"):
 
 def recorded(model, monkeypatch, train=True):
     """The records of one shard, before fusion."""
-    monkeypatch.setattr("odyssey.engine.fused", list)
+    monkeypatch.setattr("odyssey.engine.engine.fused", list)
     return engine(model, train).record(32, (1, 4, 4))
 
 

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 import odyssey
-from odyssey import DistributedTrainer, GradScaler, data, nn, optim, precision
+from odyssey import DistributedTrainer, GradScaler, data, nn, optim
 from odyssey import functional as F
+from odyssey.core import precision
 from odyssey.errors import ConfigError, NumericsError
 
 

@@ -10,10 +10,10 @@ import pytest
 from odyssey import data, nn, optim
 from odyssey import distributed as dist
 from odyssey.comm import mock
-from odyssey.config import DistributedConfig
 from odyssey.distributed import profiling
+from odyssey.distributed.config import DistributedConfig
 from odyssey.errors import ConfigError
-from odyssey.trainer import DistributedTrainer
+from odyssey.train.trainer import DistributedTrainer
 
 X = np.random.default_rng(0).normal(size=(64, 1, 28, 28)).astype(np.float32)
 Y = np.arange(64) % 10

@@ -8,15 +8,16 @@ import dataclasses
 import numpy as np
 import pytest
 
-from odyssey import data, nn, optim, program
+from odyssey import data, nn, optim
 from odyssey import functional as F
-from odyssey.arena import Arena
 from odyssey.comm import Communicator
-from odyssey.engine import Engine, Layout
+from odyssey.core import program
+from odyssey.core.arena import Arena
+from odyssey.core.program import Slot
+from odyssey.core.tensor import Tensor
+from odyssey.engine.engine import Engine, Layout
 from odyssey.errors import ConfigError
-from odyssey.program import Slot
-from odyssey.tensor import Tensor
-from odyssey.trainer import DistributedTrainer
+from odyssey.train.trainer import DistributedTrainer
 
 
 class Residual(nn.Module):
@@ -123,7 +124,7 @@ def test_fusion_changes_no_bit(name, monkeypatch):
     for samples in (2, 24):
         results = []
         for fuse in (True, False):
-            monkeypatch.setattr("odyssey.engine.fused", lambda records, fuse=fuse: noted(records, fuse))
+            monkeypatch.setattr("odyssey.engine.engine.fused", lambda records, fuse=fuse: noted(records, fuse))
             results.append(sums(name, samples))
         assert results[0] == results[1]
         fused, plain = programs[-3], programs[-1]
@@ -189,7 +190,7 @@ def test_values_that_live_at_the_same_time_do_not_overlap(name, samples, monkeyp
         seen.append((records, place(records)))
         return seen[-1][1]
 
-    monkeypatch.setattr("odyssey.parallel.direct.place", spy)
+    monkeypatch.setattr("odyssey.engine.direct.place", spy)
     sums(name, samples)
     ((records, total),) = seen
     lives: dict[int, list] = {}

@@ -12,11 +12,11 @@ import click
 import pytest
 
 from odyssey import DistributedTrainer, nn, optim
-from odyssey.commands.train import _option
-from odyssey.config import DistributedConfig
-from odyssey.configfile import parse_config
+from odyssey.cli.commands.train import _option
+from odyssey.cli.configfile import parse_config
+from odyssey.core.settings import RANKS, SECTIONS, Settings, Training, check, declared, keywords, made, option, setting
+from odyssey.distributed.config import DistributedConfig
 from odyssey.errors import ConfigError
-from odyssey.settings import RANKS, SECTIONS, Settings, Training, check, declared, keywords, made, option, setting
 
 ROOT = Path(__file__).parents[2]
 
@@ -124,7 +124,7 @@ def test_other_platforms_keys_are_declared_with_the_settings():
 def test_help_imports_nothing_heavy():
     code = (
         "import sys\nfrom odyssey import cli\ntry:\n    cli.main(['train', '--help'])\nexcept SystemExit: pass\n"
-        "print([m for m in ('numpy', 'mpi4py', 'odyssey.engine', 'odyssey.comm') if m in sys.modules])"
+        "print([m for m in ('numpy', 'mpi4py', 'odyssey.engine.engine', 'odyssey.comm') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.endswith("[]\n")

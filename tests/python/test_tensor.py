@@ -7,8 +7,8 @@ import pytest
 
 from odyssey import Tensor, from_dlpack, nn
 from odyssey import functional as F
+from odyssey.core.tensor import Parameter
 from odyssey.errors import ShapeError
-from odyssey.tensor import Parameter
 
 
 def shared(a: np.ndarray, b: np.ndarray) -> bool:

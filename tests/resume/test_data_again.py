@@ -9,8 +9,8 @@ import pytest
 
 from odyssey import data, manual_seed, nn, optim
 from odyssey.errors import ConfigError, DataError
-from odyssey.session import Session
-from odyssey.trainer import DistributedTrainer
+from odyssey.train.session import Session
+from odyssey.train.trainer import DistributedTrainer
 
 
 class Drawing:

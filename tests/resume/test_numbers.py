@@ -7,7 +7,7 @@ import pytest
 
 from odyssey import data, nn, optim
 from odyssey.errors import NumericsError
-from odyssey.trainer import DistributedTrainer
+from odyssey.train.trainer import DistributedTrainer
 
 POISON = 70  # the sample whose sums overflow
 
@@ -88,7 +88,7 @@ def test_rollback_needs_a_checkpoint():
 SCRIPT = """
 import numpy as np
 from odyssey import comm, data, nn, optim
-from odyssey.trainer import DistributedTrainer
+from odyssey.train.trainer import DistributedTrainer
 
 world = comm.world()
 draw = np.random.default_rng(0)

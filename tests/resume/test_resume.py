@@ -15,8 +15,8 @@ import pytest
 from odyssey import data, nn, optim
 from odyssey.checkpoints import Store, reader
 from odyssey.errors import CheckpointError, ConfigError, Stopped
-from odyssey.resume import PROBES
-from odyssey.trainer import DistributedTrainer
+from odyssey.train.resume import PROBES
+from odyssey.train.trainer import DistributedTrainer
 
 RECIPE = ("--model", "mlp", "--global-batch-size", 96, "--shard-size", 16, "--no-eval", "--no-progress", "--seed", 3)
 
@@ -255,7 +255,7 @@ def test_a_signal_to_the_launcher_stops_all_ranks(launch, plain):
 
 
 def test_a_configuration_under_other_names(tmp_path):
-    from odyssey.config import DistributedConfig
+    from odyssey.distributed.config import DistributedConfig
 
     config = DistributedConfig(checkpoint_dir=tmp_path, checkpoint_frequency=2, epochs=3, resume_from_checkpoint=False)
     first = trainer()
@@ -372,7 +372,7 @@ def test_batches_of_ones_own(tmp_path, undisturbed):
 
 def test_two_fits_of_a_run_go_on_where_they_were(tmp_path, monkeypatch):
     """The second begins where the first left the loader, also where the first only finds its own end."""
-    from odyssey import session
+    from odyssey.train import session
 
     def both(t: DistributedTrainer, dies: int | None = None) -> str:
         monkeypatch.setattr(session, "_fits", 0)
@@ -420,7 +420,7 @@ def test_a_schedule_made_of_a_table(tmp_path):
 STRATEGIES = """
 import sys
 from odyssey import comm, data, nn, optim
-from odyssey.trainer import DistributedTrainer
+from odyssey.train.trainer import DistributedTrainer
 import numpy as np
 
 draw = np.random.default_rng(5)

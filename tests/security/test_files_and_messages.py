@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from odyssey.errors import DataError, OutputError, printable
-from odyssey.files import LockFile, private_directory, write_whole
+from odyssey.watch.files import LockFile, private_directory, write_whole
 
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a directory to another user")
 

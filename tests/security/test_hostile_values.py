@@ -58,7 +58,7 @@ def no_process(monkeypatch):
 def train(monkeypatch, capsys, *arguments):
     """The exit code of `odyssey train` in this process, and what it said; a defect would be 70."""
     from odyssey import cli
-    from odyssey.commands import train as command
+    from odyssey.cli.commands import train as command
 
     monkeypatch.setattr(
         command, "run", lambda made, verbose: (_ for _ in ()).throw(ConfigError(f"[train] accepted {made.data_dir}"))

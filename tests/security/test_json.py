@@ -7,7 +7,7 @@ import json
 import pytest
 
 from odyssey.errors import DataError
-from odyssey.files import DIGITS, parse_json, read_json
+from odyssey.watch.files import DIGITS, parse_json, read_json
 
 
 @pytest.mark.parametrize(

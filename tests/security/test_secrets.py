@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from odyssey import commands
-from odyssey.commands.train import command as train
+from odyssey.cli import commands
+from odyssey.cli.commands.train import command as train
 
 SECRETS = {
     "AWS_SECRET_ACCESS_KEY": "planted-8c1f07aa",

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from odyssey.files import write_json
-from odyssey.runs import Run
-from odyssey.steplog import NAME, Record, StepLog
+from odyssey.audit.steplog import NAME, Record, StepLog
+from odyssey.watch.files import write_json
+from odyssey.watch.runs import Run
 
 
 def step(at: int, **changes) -> Record:

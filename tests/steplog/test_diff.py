@@ -7,8 +7,8 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from odyssey import replay
-from odyssey.commands.diff import command
+from odyssey.audit import replay
+from odyssey.cli.commands.diff import command
 
 COMMAND = ["/usr/bin/python", "-m", "odyssey.train", "--model", "mlp", "--lr", "0.1"]
 

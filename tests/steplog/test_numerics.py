@@ -7,11 +7,11 @@ import json
 import numpy as np
 import pytest
 
-from odyssey import fingerprint
 from odyssey.comm import Communicator
 from odyssey.comm.mock import run
+from odyssey.core import fingerprint
 from odyssey.errors import ConfigError, NumericsError
-from odyssey.numerics import NonFinite, check_replicas, replicas_differ
+from odyssey.train.numerics import NonFinite, check_replicas, replicas_differ
 
 
 def test_stop():

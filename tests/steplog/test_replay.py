@@ -11,23 +11,24 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from odyssey import replay
-from odyssey.commands.replay import command
+from odyssey.audit import replay
+from odyssey.audit.replay import REPLAY, Session
+from odyssey.cli.commands.replay import command
 from odyssey.errors import ConfigError, DataError, OdysseyError
-from odyssey.files import write_json
 from odyssey.parallel.mesh import Mesh
-from odyssey.replay import REPLAY, Session
-from odyssey.runs import RUN_DIR
+from odyssey.watch.files import write_json
+from odyssey.watch.runs import RUN_DIR
 
 # Halves a vector's distance to its target each step, as a user's script might; FLAKY changes one weight at step 8.
 SCRIPT = """
 import os, sys
 import numpy as np
-from odyssey import comm, fingerprint
+from odyssey import comm
+from odyssey.core import fingerprint
 from odyssey.checkpoints import Snapshot, Store
-from odyssey.replay import Session
-from odyssey.runs import Run
-from odyssey.steplog import Record, StepLog
+from odyssey.audit.replay import Session
+from odyssey.watch.runs import Run
+from odyssey.audit.steplog import Record, StepLog
 
 session, world = Session.current(), comm.world()
 run = None if session else Run.current()
@@ -168,7 +169,7 @@ def test_what_is_refused(make_run, steps, options, code, said):
     [
         ("raise SystemExit('odyssey: error: no luck')", "failed with exit code 1: odyssey: error: no luck"),
         ("pass", "ended without a log of its steps"),
-        ("from odyssey.steplog import *; from odyssey.replay import *; StepLog(Session.current().log).close()",
+        ("from odyssey.audit.replay import *; steplog.StepLog(Session.current().log).close()",
          "ended before step 3"),
     ],
 )  # fmt: skip

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from odyssey import steplog
+from odyssey.audit.steplog import SIZE, Record, StepLog
 from odyssey.errors import DataError, OutputError
-from odyssey.steplog import SIZE, Record, StepLog
 
 
 def record(at, attempt=0, **changes):
@@ -240,7 +240,7 @@ def test_records_wait_in_memory_until_they_are_flushed(tmp_path, monkeypatch):
 
 KILLED = """
 import os, signal, sys
-from odyssey.steplog import Record, StepLog
+from odyssey.audit.steplog import Record, StepLog
 log = StepLog(sys.argv[1], 1)
 for step in range(1, 100):
     log.append(Record(step, 0, step, 64, 1.0, step, step, 0.1))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from odyssey import steplog
-from odyssey.steplog import SIZE
+from odyssey.audit.steplog import SIZE
 
 STEPS = 12
 OPTIONS = ("--model", "mlp", "--steps", STEPS, "--global-batch-size", 96, "--no-eval", "--no-progress")
@@ -96,7 +96,8 @@ def test_a_step_taken_again(launch_once, runs, run, step, options, start):
 def test_saved_weights_have_the_fingerprint_of_the_log(launch_once, runs):
     from safetensors.numpy import load_file
 
-    from odyssey import DistributedTrainer, fingerprint, nn, optim
+    from odyssey import DistributedTrainer, nn, optim
+    from odyssey.core import fingerprint
 
     path = launch_once.folder / "state.safetensors"
     done = launch_once.python("-m", "odyssey", "replay", runs["three ranks"], "--step", "9", "--save", path)
@@ -135,7 +136,7 @@ open(sys.argv[1], "a").write("trained")
 
 
 def test_a_script_ends_after_the_step(launch_once, tmp_path):
-    from odyssey.files import write_json
+    from odyssey.watch.files import write_json
 
     script, run, out = tmp_path / "script.py", tmp_path / "run", tmp_path / "out"
     script.write_text(SCRIPT)

@@ -18,7 +18,7 @@ import odyssey
 from odyssey import comm
 from odyssey.data import DataLoader
 from odyssey.errors import ConfigError
-from odyssey.process import slot
+from odyssey.watch import slot
 
 how = sys.argv[1]
 mine = int(os.environ.get("PMI_RANK") or os.environ["OMPI_COMM_WORLD_RANK"])

@@ -11,8 +11,7 @@ import time
 
 import pytest
 
-from odyssey import launcher
-from odyssey.process import entry
+from odyssey.watch import entry, launcher
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="names of sockets that are no files")
 
@@ -112,6 +111,6 @@ def test_a_thread_that_fails_after_the_end_ends_nobody():
 
 
 def test_a_rank_that_cannot_join_the_others_ends_all_the_same():
-    code = "import time; from odyssey.process import entry; entry._end_in(0.2, 70); time.sleep(60)"
+    code = "import time; from odyssey.watch import entry; entry._end_in(0.2, 70); time.sleep(60)"
     done = subprocess.run([sys.executable, "-c", code], timeout=50)
     assert done.returncode == 70

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from odyssey.process import slot
-from odyssey.watch import judge, process
+from odyssey.watch import judge, process, slot
 
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the watcher reads /proc")

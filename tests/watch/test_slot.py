@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from odyssey.comm import mock
-from odyssey.process import slot
+from odyssey.watch import slot
 
 
 @pytest.fixture
@@ -118,7 +118,7 @@ def test_ranks_from_any_text():
 
 READER = """
 import os, sys
-from odyssey.process import slot
+from odyssey.watch import slot
 found = slot.read(os.open(f"/proc/{sys.argv[1]}/fd/{sys.argv[2]}", os.O_RDONLY))
 print(found.rank, found.step, found.doing, found.wait_text)
 """

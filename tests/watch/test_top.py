@@ -22,7 +22,7 @@ JOB = """
 import sys, time
 import numpy as np
 from odyssey import comm
-from odyssey.process import slot
+from odyssey.watch import slot
 world = comm.world()
 slot.note("a file")
 for i in range(100000):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import OutputError, printable
-from ..files import LockFile
+from ..watch.files import LockFile
 from .writer import host_name
 
 NAME = ".lock"

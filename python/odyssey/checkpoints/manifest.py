@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError, ConfigError, DataError
-from ..files import parse_json
+from ..watch.files import parse_json
 from .header import INTEGER_LIMIT, TENSORS_LIMIT, Tensor, check_tensor, check_tiling
 from .snapshot import is_file_name
 

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import CheckpointError, ConfigError, DataError, OdysseyError, OutputError, printable
-from ..files import private_directory, read_json
-from ..runs import Run
+from ..watch.files import private_directory, read_json
+from ..watch.runs import Run
 from . import reader
 from .lock import Lock, alive
 from .manifest import Manifest

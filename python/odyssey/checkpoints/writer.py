@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import CheckpointError, OutputError
-from ..files import exchange, sync_directory
+from ..watch.files import exchange, sync_directory
 from . import manifest
 from .header import make_header
 from .manifest import File, Manifest, parse_manifest

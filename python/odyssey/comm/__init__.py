@@ -18,10 +18,9 @@ import importlib
 import importlib.util
 import os
 
-from .. import launcher, process
+from ..core.recipes import BACKENDS
 from ..errors import ConfigError
-from ..process import limits
-from ..recipes import BACKENDS
+from ..watch import hooks, launcher, limits
 from . import base, mock
 from .base import Communicator, Request
 from .calls import DTYPES, ReduceOp, bfloat16
@@ -71,8 +70,8 @@ def world(backend: str = "auto") -> Communicator:
     if backend not in _worlds:
         _worlds[backend] = made = Communicator() if backend == "local" else _connect(backend)
         made._is_world = True
-        process.worlds.append(made)
-        for hook in process.on_world:
+        hooks.worlds.append(made)
+        for hook in hooks.on_world:
             hook(made)
     return _worlds[backend]
 

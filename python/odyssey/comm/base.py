@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import CollectiveError, ConfigError, ShapeError
-from ..process import slot
+from ..watch import slot
 from .calls import (
     CODES,
     DIMENSIONS,

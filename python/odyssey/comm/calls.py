@@ -294,7 +294,7 @@ def _owner_of(file: str) -> int:
     packages = f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"
     if file.startswith(_PACKAGE):
         folder = file.removeprefix(_PACKAGE).split(os.sep)[0]
-        owner = {"comm": _COMM, "commands": _PROGRAM}.get(folder, _BETWEEN)
+        owner = {"comm": _COMM, "cli": _PROGRAM}.get(folder, _BETWEEN)
     elif file.startswith("<frozen ") or (file.startswith(_LIBRARY) and not any(name in file for name in packages)):
         owner = _BETWEEN
     else:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..errors import CollectiveError, ConfigError, DeviceError
-from ..process import slot
+from ..watch import slot
 from .base import Communicator
 from .requests import Waiting
 

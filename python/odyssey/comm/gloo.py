@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from .. import launcher
 from ..errors import CollectiveError, ConfigError
-from ..process import machine
+from ..watch import launcher
+from ..watch.hooks import machine
 from .calls import (
     CODES,
     Call,

@@ -11,7 +11,7 @@ import os
 import numpy as np
 
 from ..errors import ConfigError
-from ..process import process_space
+from ..watch.hooks import process_space
 from . import mpi
 from .base import Communicator
 

@@ -31,7 +31,7 @@ from mpi4py import rc  # noqa: E402
 rc.finalize, rc.initialize = rc.initialize if rc.finalize is None else rc.finalize, False
 from mpi4py import MPI  # noqa: E402
 
-from .. import launcher  # noqa: E402
+from ..watch import launcher  # noqa: E402
 
 if not MPI.Is_initialized():
     launcher.check_library(launcher.launched(), MPI.Get_library_version())
@@ -39,7 +39,7 @@ if not MPI.Is_initialized():
 _started = time.time_ns()
 
 from ..errors import CollectiveError, ConfigError  # noqa: E402
-from ..process import entry, slot  # noqa: E402
+from ..watch import entry, slot  # noqa: E402
 from .base import Repeated  # noqa: E402
 from .calls import (  # noqa: E402
     PREFIX,

@@ -21,9 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from .. import launcher
 from ..errors import CollectiveError, ConfigError, DeviceError, OdysseyError
-from ..process import machine, slot
+from ..watch import launcher, slot
+from ..watch.hooks import machine
 from .base import Communicator
 from .device import DeviceTransport, Gpu, Message
 

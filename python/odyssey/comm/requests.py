@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import CollectiveError, ConfigError
-from ..process import slot
+from ..watch import slot
 from .calls import Call, Header, check_envelope
 
 if TYPE_CHECKING:

@@ -31,18 +31,12 @@ from typing import Any
 
 import numpy as np
 
-from .. import native
+from ..core import native
 from ..errors import CollectiveError, ConfigError
-from ..process import process_space, slot
+from ..watch import slot
+from ..watch.hooks import process_space
 from . import memory, mpi
-from .calls import (
-    Call,
-    Header,
-    ReduceOp,
-    caller_location,
-    describe,
-    header_bytes,
-)
+from .calls import Call, Header, ReduceOp, caller_location, describe, header_bytes
 from .cores import cores
 from .memory import LINE, PAGE, up
 from .requests import Collective, Request, Waiting, deadline

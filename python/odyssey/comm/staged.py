@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..errors import CollectiveError
-from ..process import slot
+from ..watch import slot
 from .base import Communicator
 from .calls import Call, Header, mismatch, piece
 from .requests import YIELD_S, Collective, Request, Waiting

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import native
+from ..core import native
 from ..errors import CollectiveError
 from .base import Communicator
 from .calls import DTYPES, Call, Header, ReduceOp, mismatch, pack, piece, unpack

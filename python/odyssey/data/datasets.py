@@ -16,10 +16,11 @@ from pathlib import Path
 
 import numpy as np
 
-from odyssey.build import cache_dir
 from odyssey.data.idx import read_idx, read_unpacked
 from odyssey.data.sampler import check_integer
 from odyssey.errors import ConfigError, DataError, printable
+
+from ..build.library import cache_dir
 
 _SHIPPED = Path(__file__).parent / "mnist"
 

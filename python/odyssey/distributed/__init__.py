@@ -61,15 +61,15 @@ from .groups import (
 )
 
 if TYPE_CHECKING:
-    from ..config import DistributedConfig
     from ..data import DistributedSampler
     from ..launch import DistributedLauncher, LaunchConfig, launch_distributed_training
+    from .config import DistributedConfig
     from .ddp import DDP, DistributedDataParallel
     from .profiling import PerformanceMonitor, profile_communication
 
 _HOME = {
     "DDP": "distributed.ddp",
-    "DistributedConfig": "config",
+    "DistributedConfig": "distributed.config",
     "DistributedDataParallel": "distributed.ddp",
     "DistributedLauncher": "launch",
     "DistributedSampler": "data",

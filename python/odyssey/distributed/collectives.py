@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from ..comm import Communicator, ReduceOp, bfloat16
+from ..core.program import Block
+from ..core.tensor import Tensor, make
 from ..errors import CollectiveError, ConfigError, ShapeError
-from ..program import Block
-from ..tensor import Tensor, make
 from .groups import ProcessGroup, joined
 
 # --- values ----------------------------------------------------------------------------------------------------------

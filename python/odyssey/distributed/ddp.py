@@ -23,10 +23,12 @@ from typing import Any
 
 import numpy as np
 
-from .. import tensor as tensors
-from ..arena import Arena
 from ..comm import Communicator, Request
 from ..comm.calls import CODES, DIMENSIONS, DTYPES
+from ..core import tensor as tensors
+from ..core.arena import Arena
+from ..core.program import current
+from ..core.tensor import Tensor, Watcher
 from ..errors import ConfigError
 from ..nn import Module
 from ..nn.module import Parameter
@@ -34,8 +36,6 @@ from ..parallel import plan as planning
 from ..parallel import strategy as strategies
 from ..parallel.buckets import FLOATS_PER_MB, Bucket, from_the_end
 from ..parallel.mesh import Mesh
-from ..program import current
-from ..tensor import Tensor, Watcher
 from .groups import ProcessGroup, joined, state_here
 
 AVERAGES = ("ranks", "samples")
@@ -169,7 +169,7 @@ class DistributedDataParallel(Module):
 
     def _same_everywhere(self, *settings: Any) -> None:
         """Raises ConfigError on all ranks if one has another model or other settings than rank 0."""
-        from ..agreement import hash_of
+        from ..train.agreement import hash_of
 
         buffers = [(name, b.shape) for name, b in self._buffers()]
         mine = [self._arena.layout_hash() >> 1, hash_of(buffers), hash_of(settings)]

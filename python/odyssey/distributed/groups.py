@@ -17,11 +17,11 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from .. import comm as communication
-from .. import launcher
 from ..comm import Communicator
 from ..comm import base as _base
 from ..comm.requests import deadline
 from ..errors import ConfigError
+from ..watch import launcher
 
 
 class Backend(str, enum.Enum):

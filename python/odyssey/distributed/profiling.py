@@ -16,7 +16,7 @@ import numpy as np
 
 from ..data.sampler import check_integer
 from ..errors import ConfigError
-from ..fit import Trainer, batches_of
+from ..train.fit import Trainer, batches_of
 from .groups import ProcessGroup, get_rank, is_initialized, joined
 
 # What a rank has to send, at least, for each byte of the result, as a function of the number of ranks n: the time is

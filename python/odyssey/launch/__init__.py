@@ -14,7 +14,7 @@
 | leftovers.py | processes and files that a killed attempt left |
 | lock.py, users.py | one launcher per run; root |
 
-What it is not: `odyssey.launcher`, which reads what a launcher put into the environment of a rank.
+What it is not: `odyssey.watch.launcher`, which reads what a launcher put into the environment of a rank.
 """
 
 from .config import LaunchConfig

@@ -15,8 +15,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from .. import outputs
 from ..errors import ConfigError, OdysseyError, printable
+from ..watch import outputs
 
 _BEFORE = ("max_restarts", "hosts", "run_dir")  # before the script only: the names are common
 _EVERYWHERE = ("nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port", "backend")

@@ -20,10 +20,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from .. import runs
 from ..errors import DataError, LaunchError
-from ..files import private_directory, read_json, write_json
-from ..watch import judge
+from ..watch import judge, runs
+from ..watch.files import private_directory, read_json, write_json
 from . import ends, leftovers
 from .config import LaunchConfig
 from .decide import Outcome

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import DataError, printable
-from ..files import read_json
+from ..watch.files import read_json
 
 _KILLED = (signal.SIGKILL, signal.SIGTERM)
 RECORD_LIMIT = 1 << 17  # bytes

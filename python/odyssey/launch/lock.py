@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from ..errors import LaunchError, OutputError, printable
-from ..files import LockFile
+from ..watch.files import LockFile
 
 FRESH = 20.0  # seconds in which a launcher of another host renews its lock, if it lives
 RENEWED = 5.0  # seconds

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .. import runs
 from ..errors import ConfigError, DataError, LaunchError, OutputError, printable
-from ..files import read_json, write_json
+from ..watch import runs
+from ..watch.files import read_json, write_json
 from . import ends, lock
 from .config import MOST
 

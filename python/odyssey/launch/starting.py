@@ -15,8 +15,8 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import NamedTuple
 
-from .. import runs
 from ..errors import ConfigError, LaunchError, printable
+from ..watch import runs
 from .config import LaunchConfig
 
 TOKEN = "ODYSSEY_LAUNCH"  # in the environment of every process of a launch, by which they are found

@@ -27,10 +27,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from .. import __version__, runs
+from .. import __version__
 from ..errors import ConfigError, DataError, OutputError, printable
-from ..files import NO_DIRECTORY, current_directory, private_directory, read_json, write_json
-from ..launcher import launched
+from ..watch import runs
+from ..watch.files import NO_DIRECTORY, current_directory, private_directory, read_json, write_json
+from ..watch.launcher import launched
 from . import leftovers, starting, users
 from .attempt import Attempt
 from .config import LaunchConfig

@@ -1,6 +1,6 @@
 """Layers, losses and models. A model is a `Module` with `forward`; nobody writes a backward pass."""
 
-from .. import functional
+from ..core import functional
 from . import layers, models, utils
 from .checkpoint import Checkpoint, checkpoint
 from .layers import AvgPool2d, Conv2d, Dropout, Flatten, LayerNorm, Linear, MaxPool2d

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from ..core.tensor import Parameter, Tensor, checkpointed
 from ..errors import ConfigError
-from ..tensor import Parameter, Tensor, checkpointed
 from .module import Module
 
 

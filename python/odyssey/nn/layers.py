@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from .. import functional as F
+from ..core import functional as F
+from ..core.tensor import Parameter, Tensor
 from ..errors import ConfigError
-from ..tensor import Parameter, Tensor
 from .module import Module, uniform
 
 

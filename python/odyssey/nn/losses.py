@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from .. import functional as F
+from ..core import functional as F
+from ..core.tensor import Tensor
 from ..errors import ConfigError
-from ..tensor import Tensor
 from .module import Module
 
 

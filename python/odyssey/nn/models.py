@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from .. import functional as F
+from ..core import functional as F
+from ..core.tensor import Tensor
 from ..errors import ConfigError
-from ..tensor import Tensor
 from .layers import Conv2d, Dropout, Linear
 from .losses import CrossEntropyLoss, NLLLoss
 from .module import Module, manual_seed

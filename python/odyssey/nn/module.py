@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from ..core.placement import Device
+from ..core.placement import device as place_of
+from ..core.program import Eager, current
+from ..core.tensor import Parameter, Tensor
 from ..errors import ConfigError, ShapeError
-from ..placement import Device
-from ..placement import device as place_of
-from ..program import Eager, current
-from ..tensor import Parameter, Tensor
 
 # --- initial values -------------------------------------------------------------------------
 

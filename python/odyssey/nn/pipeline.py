@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from ..core.placement import FIRST, SCHEDULES, Device, check_places
+from ..core.placement import device as place_of
+from ..core.tensor import Tensor
 from ..errors import ConfigError
-from ..placement import FIRST, SCHEDULES, Device, check_places
-from ..placement import device as place_of
-from ..tensor import Tensor
 from .layers import Activation, Dropout, Flatten, Linear
 from .module import Module
 

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from ..norm import clip_grad_norm_
+from ..core.norm import clip_grad_norm_
 
 __all__ = ["clip_grad_norm_"]

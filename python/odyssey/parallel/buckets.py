@@ -11,10 +11,10 @@ import bisect
 import dataclasses
 from collections.abc import Iterable
 
-from .. import native
-from ..arena import Arena
+from ..core import native
+from ..core.arena import Arena
+from ..core.program import Range, Record
 from ..errors import ConfigError
-from ..program import Range, Record
 
 FLOATS_PER_MB = 2**20 // 4
 

@@ -1,7 +1,8 @@
 """What a model's ops cost here: measures a recorded program record by record, for automatic placement (auto.py).
 
 Rank 0 measures and tells the others, so all make the same cuts. The times depend on the machine; where a model is cut
-changes no bit of its training.
+changes no bit of its training, but with a compression or an order of additions that depends on the layout: there bytes
+are counted instead.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from .. import native
-from ..arena import Arena
 from ..comm import Communicator
-from ..program import Record, Slot, encoded, place
+from ..core import native
+from ..core.arena import Arena
+from ..core.program import Record, Slot, encoded, place
 from . import auto
 from .buckets import touched
 
@@ -104,15 +105,29 @@ def ops(records: list[Record], arena: Arena, samples: int, costs: np.ndarray) ->
 
 
 def stages(
-    records: list[Record], arena: Arena, samples: int, count: int, comm: Communicator
+    records: list[Record], arena: Arena, samples: int, count: int, comm: Communicator, *, measured: bool
 ) -> tuple[Callable[[Record], int], auto.Plan]:
-    """Cuts a program into `count` stages by measured cost; a function from records to stages, and the plan.
+    """Cuts a program into `count` stages by cost; a function from records to stages, and the plan.
+
+    Args:
+        measured: by time on this machine; else by bytes that are touched, which are the same in every run.
 
     Raises:
         ConfigError: there are fewer ops than stages.
     """
-    costs = seconds(records, arena, samples) if comm.rank == 0 else np.zeros(len(records))
-    comm.broadcast(costs, 0)
+    if measured:
+        costs = seconds(records, arena, samples) if comm.rank == 0 else np.zeros(len(records))
+        comm.broadcast(costs, 0)
+    else:
+        size_of = {arena.offsets[name]: 4 * p.size for name, p in arena.named}
+        costs = np.array(
+            [
+                sum(a.nbytes for a in r.args if isinstance(a, Slot))
+                + samples * sum(size_of[o] for o in touched(r, arena, native.PARAMS))
+                for r in records
+            ],
+            float,
+        )
     tags, found = ops(records, arena, samples, costs)
     plan = auto.cut(found, count)
     firsts = [tags[c] for c in plan.cuts]

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .. import native
-from ..program import Slot, encode
+from ..core import native
+from ..core.program import Slot, encode
 from .tensor import LANES, Gather, Pseudo, TreeSlice, blocks, by_all
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ import weakref
 
 import numpy as np
 
-from .. import process
 from ..comm import Communicator, Request
+from ..watch import hooks
 from .plan import Action, Node, Run, ranges, split
 from .reduction import Adder, Phased, rows
 
@@ -61,7 +61,7 @@ def machines(comm: Communicator, ranks_per_node: int | None) -> Machines:
     if ranks_per_node is not None:
         here = comm.rank // ranks_per_node
     else:
-        here = process.machine()
+        here = hooks.machine()
     found: dict[int, list[int]] = {}
     for rank, where in enumerate(comm.all_gather(np.array([here], np.int64)).ravel().tolist()):
         found.setdefault(where, []).append(rank)

@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .. import native
 from ..comm import Communicator, Request
-from ..program import Block, encode
+from ..core import native
+from ..core.program import Block, encode
 from .plan import Action, Plan, Run, exchange
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
+from ..core.placement import SCHEDULES, check_places
 from ..errors import ConfigError
-from ..placement import SCHEDULES, check_places
 
 Edge = tuple[int, int]
 

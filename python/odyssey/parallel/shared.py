@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from .. import native
 from ..comm import Request
-from ..program import Block, encode
+from ..core import native
+from ..core.program import Block, encode
 from .reduction import Phased
 
 # Floats that are added at once where several additions follow each other: what is in between stays in the first cache.

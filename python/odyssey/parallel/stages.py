@@ -11,8 +11,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+from ..core.program import Record, Slot
 from ..errors import ConfigError
-from ..program import Record, Slot
 
 
 @dataclasses.dataclass

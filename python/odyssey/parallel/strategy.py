@@ -9,8 +9,8 @@ import dataclasses
 from typing import Any
 
 from ..comm import Communicator
+from ..core.settings import Exchange, check
 from ..errors import ConfigError
-from ..settings import Exchange, check
 from .compression import COMPRESSIONS
 from .hierarchical import HierarchicalReduction
 from .mesh import Mesh
@@ -68,6 +68,11 @@ class Strategy(Exchange):
     def of(cls, given: Strategy | str) -> Strategy:
         """A strategy, or that of a reduction's name."""
         return given if isinstance(given, cls) else cls(given)
+
+    @property
+    def same_bits(self) -> bool:
+        """Whether the bits are those of one process on any number of ranks and in any layout."""
+        return not self.compression and self.reduction in ("tree", "hierarchical", "parameter_server")
 
     def check(self, mesh: Mesh, zero: int, precision: str = "fp32") -> None:
         """Raises ConfigError if it does not go with a fitted mesh, a ZeRO stage or a precision."""

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..core.program import Block, Memory, Range, Record, Slot
 from ..errors import ConfigError
-from ..program import Block, Memory, Range, Record, Slot
 from .plan import Run, share
 
 PARTS = 4  # as in mojo/kernels/parts.mojo

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from .. import native
-from ..arena import Arena
 from ..comm import Communicator, Request
+from ..core import native
+from ..core.arena import Arena
 from .buckets import Bucket, Piece
 from .plan import Run, exchange
 

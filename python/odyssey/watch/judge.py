@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ..process.slot import SLOW, ranges, ranks_of
+from .slot import SLOW, ranges, ranks_of
 
 LONG = 10, 600.0  # a slow phase may take so many times the watchdog's time, and at least so many seconds
 BUSY = 0.1  # of a core: who uses more than that computes, and does not sleep

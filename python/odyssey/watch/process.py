@@ -11,7 +11,7 @@ import signal
 import time
 from collections import deque
 
-from ..process import slot
+from . import slot
 from .judge import WINDOW, Seen
 
 STACKS_LIMIT = 256 << 10  # bytes of one rank's stacks

@@ -17,18 +17,15 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from .. import runs
 from ..errors import ConfigError
-from ..process import entry, machine, process_space, slot
+from . import entry, runs, slot
+from .hooks import machine, process_space
 from .judge import name
 from .process import SHARED, attach
-
-if TYPE_CHECKING:
-    from ..comm import Communicator
 
 WATCHDOG, HEARTBEAT = "ODYSSEY_WATCHDOG", "ODYSSEY_HEARTBEAT"
 ADDRESSES = 6
@@ -54,8 +51,8 @@ def seconds(name: str, default: float, *, zero: bool) -> float:
     return value
 
 
-def begin(world: Communicator) -> None:
-    """Has this process and its peers watched; once per process, by all ranks of the world.
+def begin(world: Any) -> None:
+    """Has this process and its peers watched; once per process, by all ranks of the world, a Communicator.
 
     Raises:
         ConfigError: ODYSSEY_WATCHDOG or ODYSSEY_HEARTBEAT is no time.

@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import LaunchError, printable
-from ..files import read_json
-from ..process import slot
-from . import judge, link
+from . import judge, link, slot
+from .files import read_json
 
 WAIT_S = 3.0  # seconds for an answer
 

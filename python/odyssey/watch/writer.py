@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from ..files import wait_until_read
+from .files import wait_until_read
 
 QUEUE = 64  # what waits to be written; more is left out
 

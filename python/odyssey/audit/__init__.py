@@ -1,0 +1,1 @@
+"""What was computed, kept and compared: verify (layouts), steplog (every step), replay and diff (runs)."""

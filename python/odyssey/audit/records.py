@@ -1,0 +1,109 @@
+"""Records of the steps of a training on all its ranks, for the step log (steplog.py): a callback.
+
+Where ranks have parts of the weights (Trainable.partial) fingerprints are added up over ranks, of many steps at once:
+`flush`. Rank 0 writes. What it is not: the format of the log, or the fingerprint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import numpy as np
+
+from ..callbacks import Callback, Context
+from ..checkpoints.trainable import Trainable
+from ..core import fingerprint
+from ..errors import OutputError
+from .steplog import Record, StepLog, shown
+from .steplog import difference as differs
+
+
+class Records(Callback):
+    """Takes the record of each step; all ranks call all methods at the same steps.
+
+    Args:
+        path: of the log; rank 0 opens it.
+        attempt: of the run.
+    """
+
+    def __init__(self, trainer: Trainable, path: Path, attempt: int) -> None:
+        self._trainer = trainer
+        self._log = StepLog(path, attempt) if trainer.comm.rank == 0 else None
+        if self._log is not None and self._log.notice:
+            trainer.say(self._log.notice)
+        self._waiting: list[Record] = []
+        self._told = self._failed = False
+
+    def on_step_end(self, context: Context) -> None:
+        """The step that was just taken, or skipped."""
+        gradients = weights = 0
+        trainer, cursor, step, log = self._trainer, context.cursor, context.step, self._log
+        if trainer.partial or log is not None:
+            gradients, weights = trainer.fingerprints()
+        record = Record(
+            trainer.steps,
+            cursor.loader_epoch,
+            cursor.step,
+            len(context.batch.indices),
+            step.loss,
+            gradients,
+            weights,
+            step.rate,
+            step.taken,
+            0 if log is None else log.attempt,
+        )
+        if trainer.partial:
+            self._waiting.append(record)
+        else:
+            self._write(record)
+
+    def on_sync(self, context: Context) -> None:
+        """Writes what is waiting."""
+        self.flush()
+
+    def on_checkpoint(self, context: Context) -> None:
+        """The records of all steps before a checkpoint are on disk before it."""
+        self.flush(to_disk=True)
+
+    def on_fit_end(self, context: Context) -> None:
+        """Writes what is complete."""
+        self.close()
+
+    def flush(self, to_disk: bool = False) -> None:
+        """Completes and writes what is waiting."""
+        if self._waiting:
+            parts = [(fingerprint.signed(r.gradients), fingerprint.signed(r.weights)) for r in self._waiting]
+            with np.errstate(over="ignore"):
+                whole = self._trainer.comm.all_reduce(np.array(parts, np.int64), "sum")
+            for record, (g, w) in zip(self._waiting, whole.tolist(), strict=True):
+                self._write(record._replace(gradients=fingerprint.unsigned(g), weights=fingerprint.unsigned(w)))
+            self._waiting.clear()
+        if to_disk and self._log is not None:
+            with contextlib.suppress(OutputError):  # the next record says so
+                self._log.flush()
+
+    def _write(self, record: Record) -> None:
+        if self._log is None:
+            return
+        try:
+            before = self._log.append(record)
+        except OutputError as problem:  # it keeps them, and tries again
+            if not self._failed:
+                self._failed = True
+                self._trainer.say(f"{problem}; training goes on, the records of these steps may be missing")
+            return
+        if before is not None and not self._told:
+            self._told = True
+            what = differs(before, record) or "?"
+            self._trainer.say(
+                f"[steps] step {record.step} came out otherwise than in attempt {before.attempt}: {what} "
+                f"{shown(before, what)} then, {shown(record, what)} now; training should be the same to the last bit"
+            )
+
+    def close(self) -> None:
+        """Writes what is complete; no collective call."""
+        if self._log is not None:
+            with contextlib.suppress(OutputError):  # said before
+                self._log.close()
+            self._log = None

@@ -1,0 +1,365 @@
+"""The step log: what each optimizer step did, 64 bytes a step, in RUN/steps/steps.log.
+
+A file is a header and records of one size, little-endian, appended by rank 0 only:
+
+    header   8 bytes "odysteps", uint32 version, uint32 size of a record, uint32 CRC-32 of these 16 bytes, 44 zeros
+    record   the fields of LAYOUT, then a uint32 CRC-32 of the 60 bytes before
+
+Records gather in memory and are written when half a second has passed since the last write, and whenever somebody
+calls `flush` (at a checkpoint, at the end): a kill loses half a second of records at most. A torn end is cut off when
+the log is opened again. After a resume the steps since the checkpoint are taken again: their new records follow the old
+ones, and the newest record of a step is the valid one (`history`). A step that comes out otherwise than before is a
+broken promise of determinism, so `append` says it.
+
+What it is not: a checkpoint (it holds fingerprints, no weights) or a profile (it holds no times).
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import time
+import zlib
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from ..errors import DataError, OutputError
+
+NAME = "steps.log"
+MAGIC, VERSION = b"odysteps", 1
+SIZE = 64  # bytes of a record, and of the header
+LIMIT = 1 << 30  # bytes of a log that is read: 16 million steps
+FLUSH_SECONDS = 0.5
+KEPT_DIFFERENCES = 100
+UNKNOWN = "not known"  # a fingerprint that was not taken, in words
+
+# name, type: the fields of a record. `flags`: 1 the step was taken, 2 and 4 the fingerprints are known.
+LAYOUT = np.dtype(
+    [
+        ("step", "<u8"),
+        ("epoch", "<u4"),
+        ("batch", "<u4"),
+        ("samples", "<u4"),
+        ("attempt", "<u4"),
+        ("loss", "<f8"),
+        ("gradients", "<u8"),
+        ("weights", "<u8"),
+        ("rate", "<f8"),
+        ("flags", "<u4"),
+        ("crc", "<u4"),
+    ]
+)
+TAKEN, GRADIENTS, WEIGHTS = 1, 2, 4
+_FIELDS = struct.Struct("<QIIIIdQQdI")
+_CRC = struct.Struct("<I")
+_HEADER = struct.Struct("<8sII")
+
+
+class Record(NamedTuple):
+    """One optimizer step.
+
+    step: counted from 1. epoch, batch: the cursor, both from 0: which batch of which epoch it was of. samples: of the
+    global batch. loss: the sum of losses as the step knew it. gradients: fingerprint of the summed gradients; None:
+    not taken. weights: fingerprint of the weights after the step, likewise. rate: the learning rate. taken: False if
+    the step was skipped. attempt: of the run (StepLog writes its own).
+    """
+
+    step: int
+    epoch: int
+    batch: int
+    samples: int
+    loss: float
+    gradients: int | None
+    weights: int | None
+    rate: float
+    taken: bool = True
+    attempt: int = 0
+
+    def encoded(self) -> bytes:
+        """The 64 bytes of the record.
+
+        Raises:
+            DataError: a field does not fit its type.
+        """
+        flags = TAKEN if self.taken else 0
+        gradients, weights = self.gradients, self.weights
+        if gradients is None:
+            gradients = 0
+        else:
+            flags |= GRADIENTS
+        if weights is None:
+            weights = 0
+        else:
+            flags |= WEIGHTS
+        try:
+            body = _FIELDS.pack(
+                self.step,
+                self.epoch,
+                self.batch,
+                self.samples,
+                self.attempt,
+                self.loss,
+                gradients,
+                weights,
+                self.rate,
+                flags,
+            )
+        except struct.error as problem:
+            raise DataError(f"[steps] a field of {self} is out of range: {problem}") from None
+        return body + _CRC.pack(zlib.crc32(body))
+
+
+def difference(a: Record, b: Record) -> str | None:
+    """In what two records of the same step part first: "cursor", "rate", "loss", "gradients", "taken" or "weights".
+
+    In the order in which a step computes them, by bits; a fingerprint that one of them lacks is not compared. The
+    attempt does not count.
+    """
+    if (a.epoch, a.batch, a.samples) != (b.epoch, b.batch, b.samples):
+        return "cursor"
+    if _bits(a.rate) != _bits(b.rate):
+        return "rate"
+    if _bits(a.loss) != _bits(b.loss):
+        return "loss"
+    if None not in (a.gradients, b.gradients) and a.gradients != b.gradients:
+        return "gradients"
+    if a.taken != b.taken:
+        return "taken"
+    if None not in (a.weights, b.weights) and a.weights != b.weights:
+        return "weights"
+    return None
+
+
+def shown(record: Record, what: str) -> str:
+    """One thing that `difference` names, as text that tells all bits; epochs and batches from 1, as people count."""
+    if what == "cursor":
+        return f"epoch {record.epoch + 1} batch {record.batch + 1} with {record.samples} samples"
+    value = getattr(record, what)
+    if what in ("gradients", "weights"):
+        return UNKNOWN if value is None else f"{value:016x}"
+    return repr(value)
+
+
+class StepLog:
+    """The log of a run, open for more records; for rank 0. Appending costs about 2 us (benchmarks/steplog.py).
+
+    path: the file; made if it is not there, and so is its directory. attempt: of this process; 0 if nobody counts them:
+        then that of the last record found.
+
+    differences: pairs (record of before, record of now) of steps that came out otherwise than in an earlier attempt,
+        the first KEPT_DIFFERENCES. notice: what the user should know about the file that was found, or None.
+
+    Raises:
+        OutputError: the file cannot be written.
+    """
+
+    def __init__(self, path: str | Path, attempt: int = 0) -> None:
+        self.path, self.attempt = Path(path), attempt
+        self.differences: list[tuple[Record, Record]] = []
+        self.notice: str | None = None
+        self._earlier: dict[int, Record] | None = None  # of the steps that may be taken again
+        try:
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._before, length = self._found()
+            self._file = self._open(length)
+        except OSError as problem:
+            raise OutputError(
+                f"[steps] {self.path} cannot be written: {problem.strerror}; give a run directory that can be"
+            ) from problem
+        if not attempt and self._before is not None and len(self._before):
+            self.attempt = int(self._before["attempt"][-1])
+        self._buffer = bytearray() if length else bytearray(header())
+        self._written = time.monotonic()
+
+    def _found(self) -> tuple[np.ndarray | None, int]:
+        """The records that are there already, and how many bytes of the file are good."""
+        if not self.path.exists():
+            return None, 0
+        try:
+            data = _content(self.path)
+            records = parse(data, str(self.path))
+        except DataError as problem:
+            aside = self.path.with_name(f"{self.path.name}.damaged-{self.attempt}-{os.getpid()}")
+            os.replace(self.path, aside)
+            self.notice = f"{problem}; it is kept as {aside.name}, and a new one begun"
+            return None, 0
+        length = SIZE + SIZE * len(records) if len(data) >= SIZE else 0
+        if length < len(data):
+            self.notice = f"[steps] {self.path}: a torn end of {len(data) - length} bytes was cut off"
+        return records, length
+
+    def _open(self, length: int) -> int:
+        file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        os.ftruncate(file, length)
+        return file
+
+    def append(self, record: Record) -> Record | None:
+        """Adds the record of a step, under this log's attempt.
+
+        Returns:
+            The newest record of the same step from before this log was opened, if it differs; else None.
+
+        Raises:
+            DataError: a field is out of range. OutputError: the file cannot be written.
+        """
+        if record.attempt != self.attempt:
+            record = record._replace(attempt=self.attempt)
+        self._buffer += record.encoded()
+        if time.monotonic() - self._written > FLUSH_SECONDS:
+            self.flush()
+        if self._earlier is None:
+            self._earlier = _newest(self._before, record.step)
+            self._before = None
+        if not self._earlier:
+            return None
+        before = self._earlier.pop(record.step, None)
+        if before is None or difference(before, record) is None:
+            return None
+        if len(self.differences) < KEPT_DIFFERENCES:
+            self.differences.append((before, record))
+        return before
+
+    def flush(self) -> None:
+        """Gives all records to the operating system: the end of this process loses none of them any more.
+
+        Raises:
+            OutputError: they cannot be written; what is left is kept for the next time.
+        """
+        try:
+            while self._buffer:
+                done = os.write(self._file, self._buffer)
+                del self._buffer[:done]
+        except OSError as problem:
+            raise OutputError(f"[steps] {self.path} cannot be written: {problem.strerror}") from problem
+        finally:
+            self._written = time.monotonic()
+
+    def close(self) -> None:
+        """Flushes and closes; a second time does nothing."""
+        if self._file >= 0:
+            try:
+                self.flush()
+            finally:
+                os.close(self._file)
+                self._file = -1
+
+    def __enter__(self) -> StepLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def header() -> bytes:
+    """The 64 bytes that a log begins with."""
+    text = _HEADER.pack(MAGIC, VERSION, SIZE)
+    return (text + _CRC.pack(zlib.crc32(text))).ljust(SIZE, b"\0")
+
+
+def parse(data: bytes, name: str = "the step log") -> np.ndarray:
+    """The records of a log as an array of LAYOUT, in the order of the file; one that is torn at the end is left out.
+
+    Torn is: fewer than 64 bytes, or records whose CRC is wrong with none behind them whose CRC is right (a power cut
+    leaves zeros).
+
+    Raises:
+        DataError: no step log, one of another version, or with a damaged record before others.
+    """
+    if len(data) < SIZE:
+        if header().startswith(data):
+            return np.zeros(0, LAYOUT)
+        raise DataError(f"[steps] {name} is no step log")
+    if data[:SIZE] != header():
+        magic, version, size = _HEADER.unpack_from(data)
+        if magic == MAGIC and version != VERSION:
+            raise DataError(f"[steps] {name} is of version {version}; this odyssey reads version {VERSION}")
+        raise DataError(f"[steps] {name} is no step log, or its first {SIZE} bytes are damaged")
+    records = np.frombuffer(data, LAYOUT, (len(data) - SIZE) // SIZE, SIZE)
+    view, good = memoryview(data), np.zeros(len(records), bool)
+    for i, crc in enumerate(records["crc"].tolist()):
+        at = SIZE + i * SIZE
+        good[i] = zlib.crc32(view[at : at + SIZE - 4]) == crc
+    whole = int(np.flatnonzero(good)[-1]) + 1 if good.any() else 0
+    if not good[:whole].all():
+        raise DataError(
+            f"[steps] {name}: record {int(np.flatnonzero(~good)[0]) + 1} of {len(records)} does not match its CRC-32"
+        )
+    records = records[:whole]
+    if (records["flags"] & ~np.uint32(TAKEN | GRADIENTS | WEIGHTS)).any():
+        raise DataError(f"[steps] {name} has records with flags that this odyssey does not know")
+    return records
+
+
+def read(path: str | Path) -> list[Record]:
+    """All records of a log, in the order of the file, those that others have superseded too.
+
+    Raises:
+        DataError: the file is not there, is too long, or is no step log (see `parse`).
+    """
+    return decoded(load(path))
+
+
+def load(path: str | Path) -> np.ndarray:
+    """As `read`, but as an array of LAYOUT."""
+    try:
+        data = _content(Path(path))
+    except OSError as problem:
+        raise DataError(f"[steps] {path} cannot be read: {problem.strerror}") from problem
+    return parse(data, str(path))
+
+
+def history(records: np.ndarray) -> np.ndarray:
+    """What the run did in the end: of the records of a log those that no later one has superseded, by ascending step.
+
+    A record of step s supersedes all before it of steps >= s: whoever takes step s again has gone back to before it.
+    Records of an attempt behind those of a later attempt are no part of the run: their writer had been replaced.
+    """
+    attempts = records["attempt"]
+    records = records[attempts == np.maximum.accumulate(attempts)] if len(records) else records
+    if len(records) < 2:
+        return records
+    steps = records["step"]
+    lowest = np.minimum.accumulate(steps[::-1])[::-1]  # of this record and all behind it
+    return records[np.append(steps[:-1] < lowest[1:], True)]
+
+
+def decoded(records: np.ndarray) -> list[Record]:
+    """Records of an array of LAYOUT."""
+    return [
+        Record(
+            step,
+            epoch,
+            batch,
+            samples,
+            loss,
+            gradients if flags & GRADIENTS else None,
+            weights if flags & WEIGHTS else None,
+            rate,
+            bool(flags & TAKEN),
+            attempt,
+        )
+        for step, epoch, batch, samples, attempt, loss, gradients, weights, rate, flags, _ in records.tolist()
+    ]
+
+
+def _newest(records: np.ndarray | None, first: int) -> dict[int, Record]:
+    """The newest record of each step from `first` on."""
+    if records is None or not len(records):
+        return {}
+    return {record.step: record for record in decoded(records[records["step"] >= first])}
+
+
+def _content(path: Path) -> bytes:
+    """The bytes of a log; OSError, or DataError if it is longer than LIMIT."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with open(descriptor, "rb") as file:
+        data = file.read(LIMIT + 1)
+    if len(data) > LIMIT:
+        raise DataError(f"[steps] {path} is longer than {LIMIT} bytes; a step log of {LIMIT // SIZE} steps is not")
+    return data
+
+
+def _bits(x: float) -> bytes:
+    return struct.pack("<d", x)

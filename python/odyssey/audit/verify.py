@@ -1,0 +1,358 @@
+"""`odyssey verify`: is a training the same, bit for bit, on other layouts? This file runs it on each and compares.
+
+A layout is a text such as "pp=2,dp=2,zero=1". Every run is the same command as an ordinary one, started by mpirun if it
+has several ranks, with two environment variables:
+
+    ODYSSEY_TRACE         directory and number of steps, "DIR:5": the trainer writes what it holds after each step
+    ODYSSEY_TRACE_LAYOUT  the layout, which goes before the trainer's own arguments
+
+so a user's own script is verified unchanged, if it trains with a DistributedTrainer. After every step rank 0 writes the
+loss, all parameters and all values of the optimizer, whole, whoever had them; the first difference to the run on one
+process is named.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..callbacks import Callback, Context
+from ..errors import ConfigError, printable
+from ..watch.files import write_whole
+
+if TYPE_CHECKING:
+    import numpy as np
+
+TRACE, LAYOUT = "ODYSSEY_TRACE", "ODYSSEY_TRACE_LAYOUT"
+
+# key of a layout -> (what it is in the trainer, its type)
+KEYS: dict[str, tuple[str, type]] = {
+    "dp": ("dp", int),
+    "pp": ("pp", int),
+    "tp": ("tp", int),
+    "zero": ("zero", int),
+    "workers": ("num_gpus", int),
+    "threads": ("threads", int),
+    "accumulation": ("accumulation_steps", int),
+    "reduction": ("reduction", str),
+    "servers": ("servers", int),
+    "schedule": ("pipeline_schedule", str),
+    "bucket": ("bucket_size_mb", float),
+    "overlap": ("overlap", int),
+    "execution": ("execution", str),
+}
+
+
+def parse(text: str) -> dict[str, Any]:
+    """A layout as options of the trainer, e.g. "dp=2,zero=3".
+
+    Raises:
+        ConfigError: an unknown key, or a value that is no number where one is wanted.
+    """
+    options: dict[str, Any] = {}
+    whole = repr(printable(text, limit=80))
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        key, _, value = item.partition("=")
+        shown = repr(printable(item, limit=40))
+        if key not in KEYS or not value:
+            raise ConfigError(f"[verify] {shown} in layout {whole}; write key=value with {', '.join(KEYS)}")
+        name, kind = KEYS[key]
+        if name in options:
+            raise ConfigError(f"[verify] {key} is given twice in layout {whole}; give it once")
+        if kind is int and not re.fullmatch(r"-?[0-9]{1,9}", value):
+            raise ConfigError(f"[verify] {shown} in layout {whole}: {key} must be a number")
+        try:
+            options[name] = kind(value)
+        except ValueError:
+            raise ConfigError(f"[verify] {shown} in layout {whole}: {key} must be a number") from None
+        if kind is float and not math.isfinite(options[name]):
+            raise ConfigError(f"[verify] {shown} in layout {whole}: {key} must be a finite number")
+    return options
+
+
+def ranks(options: dict[str, Any]) -> int:
+    """How many ranks a layout has."""
+    sizes = [options.get(axis, 1) for axis in ("dp", "pp", "tp")]
+    if min(sizes) < 1:
+        raise ConfigError(f"[verify] dp x pp x tp = {' x '.join(map(str, sizes))}; each must be at least 1")
+    return math.prod(sizes)
+
+
+# --- inside a run: what the trainer writes --------------------------------------------------------
+
+
+def arguments(options: dict[str, Any]) -> dict[str, Any]:
+    """A layout as keywords of a trainer."""
+    from ..parallel.mesh import Mesh
+
+    axes = ("dp", "pp", "tp")
+    given = {name: value for name, value in options.items() if name not in axes}
+    return {**given, "mesh": Mesh(*(options.get(axis, 1) for axis in axes))}
+
+
+@dataclasses.dataclass
+class Trace(Callback):
+    """Where a trainer of a run writes its steps, and what the layout is."""
+
+    folder: Path
+    steps: int
+    options: dict[str, Any]
+    trainer: int | None = None  # which one, in the order of their first steps: a script may make several
+    done: int = 0
+
+    @classmethod
+    def current(cls) -> Trace | None:
+        """The trace that the environment asks for."""
+        where = os.environ.get(TRACE)
+        if not where:
+            return None
+        folder, _, steps = where.rpartition(":")
+        if not folder or not steps.isdigit():
+            raise ConfigError(f"[verify] {TRACE} is {where!r}; it must be DIRECTORY:STEPS")
+        return cls(Path(folder), int(steps), parse(os.environ.get(LAYOUT, "")))
+
+    def arguments(self, given: dict[str, Any]) -> dict[str, Any]:
+        """The layout."""
+        from ..parallel.strategy import MODES
+
+        own = given.get("accumulation_steps", 1)
+        if own != 1 and "accumulation_steps" in self.options:
+            raise ConfigError(
+                f"[verify] the training accumulates {own} batches itself; leave accumulation out of the layout"
+            )
+        out = arguments(self.options)
+        reduction = {**given, **out}.get("reduction")
+        if reduction in MODES:
+            raise ConfigError(
+                f"[verify] reduction={reduction!r} gives other bits than one process; verify a synchronous one"
+            )
+        return out
+
+    def on_fit_plan(self, context: Context) -> None:
+        """Some steps, without evaluation; with accumulation a step sees the same samples as without."""
+        context.limit = min(context.limit or self.steps, self.steps)
+        context.validate = False
+        context.pieces = self.options.get("accumulation_steps", 1)
+
+    def on_step_end(self, context: Context) -> None:
+        """Writes what a trainer holds after a step; called by all its ranks."""
+        if self.trainer is None:
+            self.trainer = next(_numbers)
+        self.done += 1
+        if self.done > self.steps:
+            return
+        import numpy as np
+
+        trainer = context.trainer
+        arrays = {
+            **trainer.named_state(),
+            "loss": np.array(context.step.loss, np.float64),
+            "correct predictions": np.array(context.step.correct, np.float64),
+        }
+        if trainer.comm.rank == 0:
+            file = step_file(self.folder, self.trainer, self.done)
+            write_whole(file, lambda target: np.savez(target, **arrays), durable=False)
+
+
+_numbers = itertools.count()
+joins = Trace.current
+
+
+def step_file(folder: Path, trainer: int, step: int) -> Path:
+    """What a trainer held after a step, counted from 1."""
+    return folder / f"trainer{trainer}-step{step}.npz"
+
+
+# --- outside: running and comparing ------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Difference:
+    """The first difference between two runs."""
+
+    step: int
+    tensor: str
+    element: tuple[int, ...]
+    expected: float
+    found: float
+    differing: int  # elements of this tensor
+
+    def __str__(self) -> str:
+        at = f"[{', '.join(map(str, self.element))}]" if self.element else ""
+        return (
+            f"step {self.step}: {self.tensor}{at} is {self.found!r} instead of {self.expected!r} "
+            f"({self.differing} element{'s differ' if self.differing > 1 else ' differs'})"
+        )
+
+
+@dataclasses.dataclass
+class Result:
+    """What became of a layout: `same`, or a difference, or an error."""
+
+    layout: str
+    ranks: int
+    steps: int = 0
+    values: int = 0  # compared
+    difference: Difference | None = None
+    error: str | None = None
+
+    @property
+    def same(self) -> bool:
+        """Whether every bit was the same."""
+        return self.difference is None and self.error is None and self.steps > 0
+
+    def __str__(self) -> str:
+        if self.error:
+            return f"FAILED  {self.error}"
+        if self.difference:
+            return f"DIFFERS  {self.difference}"
+        return f"same bits  {self.values:,} values in {self.steps} step{'s' * (self.steps != 1)}"
+
+    def json(self) -> dict[str, Any]:
+        """For machines."""
+        out = dataclasses.asdict(self)
+        return {**out, "same": self.same}
+
+
+def compare(expected: Path, found: Path, steps: int) -> tuple[Difference | None, int, int]:
+    """The first difference between two traces, and how many steps and values were compared.
+
+    Raises:
+        ConfigError: a trace has no steps, or they have other tensors.
+    """
+    import numpy as np
+
+    values = done = 0
+    for trainer, step in ((t, s) for t in itertools.count() for s in range(1, steps + 1)):
+        files = [step_file(folder, trainer, step) for folder in (expected, found)]
+        if not any(f.exists() for f in files):
+            if step == 1:
+                break  # there are no more trainers
+            continue
+        for f, whose in zip(files, ("the run on one process", "this layout"), strict=True):
+            if not f.exists():
+                raise ConfigError(
+                    f"[verify] {whose} ended before step {step}{_of(trainer)}; the other went on: a script must train "
+                    "alike on any number of ranks"
+                )
+        with np.load(files[0], allow_pickle=False) as a, np.load(files[1], allow_pickle=False) as b:
+            if a.files != b.files:
+                odd = sorted(set(a.files) ^ set(b.files))[:1] or ["their order"]
+                raise ConfigError(f"[verify] the runs hold other tensors: {odd[0]}")
+            for name in a.files:
+                x, y = a[name], b[name]
+                difference = _first(step, name + _of(trainer), x, y)
+                if difference:
+                    return difference, done, values
+                values += x.size
+        done += 1
+    if not done:
+        raise ConfigError("[verify] the run took no step with a DistributedTrainer; there is nothing to compare")
+    return None, done, values
+
+
+def _of(trainer: int) -> str:
+    return f" of trainer {trainer + 1}" if trainer else ""
+
+
+def _first(step: int, name: str, x: np.ndarray, y: np.ndarray) -> Difference | None:
+    """The first element of two arrays whose bits differ."""
+    import numpy as np
+
+    if x.shape != y.shape or x.dtype != y.dtype:
+        raise ConfigError(f"[verify] {name} is {y.shape} {y.dtype} instead of {x.shape} {x.dtype}")
+    if x.tobytes() == y.tobytes():
+        return None
+    bits = [np.ascontiguousarray(v).reshape(-1).view(f"u{v.itemsize}") for v in (x, y)]
+    where = np.flatnonzero(bits[0] != bits[1])
+    at = np.unravel_index(where[0], x.shape) if x.shape else ()
+    return Difference(step, name, tuple(int(i) for i in at), float(x[at]), float(y[at]), len(where))
+
+
+class Verifier:
+    """Runs one command on one process and on layouts, and compares.
+
+    Args:
+        command: what to run, e.g. [sys.executable, "-m", "odyssey.train", ...] or a user's script.
+        steps: optimizer steps that are compared.
+        launcher: words that start several processes, "{ranks}" standing for their number.
+    """
+
+    def __init__(self, command: Sequence[str], steps: int, launcher: str | None = None, timeout: float = 600) -> None:
+        self.command, self.steps, self.timeout = list(command), steps, timeout
+        self.launcher = shlex.split(launcher) if launcher else [find_mpirun(), "-n", "{ranks}"]
+        if not any("{ranks}" in word for word in self.launcher):
+            raise ConfigError(f"[verify] launcher {launcher!r} has no {{ranks}}; write e.g. 'mpirun -n {{ranks}}'")
+
+    def __call__(self, layouts: Sequence[str], show: Callable[[Result], None] = lambda result: None) -> list[Result]:
+        """One result per layout, shown as soon as it is there.
+
+        Raises:
+            ConfigError: a layout cannot be read, or the run on one process fails.
+        """
+        plans = [(text, parse(text)) for text in layouts]
+        results = []
+        with tempfile.TemporaryDirectory(prefix="odyssey-verify-") as folder:
+            reference = Path(folder) / "reference"
+            error = self._run(reference, "", 1)
+            if error:
+                raise ConfigError(f"[verify] the run on one process failed: {error}")
+            if not step_file(reference, 0, 1).exists():
+                raise ConfigError("[verify] the run on one process took no step with a DistributedTrainer")
+            for text, options in plans:
+                result = Result(text, ranks(options))
+                found = Path(folder) / "layout"
+                result.error = self._run(found, text, result.ranks)
+                if result.error is None:
+                    try:
+                        result.difference, result.steps, result.values = compare(reference, found, self.steps)
+                    except ConfigError as problem:
+                        result.error = str(problem)
+                shutil.rmtree(found, ignore_errors=True)
+                results.append(result)
+                show(result)
+        return results
+
+    def _run(self, folder: Path, layout: str, n: int) -> str | None:
+        """Runs the command on n ranks; the last line it printed if it failed."""
+        folder.mkdir()
+        words = self.command
+        if n > 1:
+            words = [word.replace("{ranks}", str(n)) for word in self.launcher] + words
+        environment = {
+            **os.environ,
+            TRACE: f"{folder}:{self.steps}",
+            LAYOUT: layout,
+            # Open MPI: more ranks than cores, and root in containers; others do not read these
+            "OMPI_ALLOW_RUN_AS_ROOT": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+            "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+        }
+        try:
+            done = subprocess.run(words, capture_output=True, text=True, timeout=self.timeout, env=environment)
+        except subprocess.TimeoutExpired:
+            return f"not over after {self.timeout:g} s"
+        except OSError as problem:
+            return f"{words[0]} cannot be started: {problem.strerror}; `odyssey doctor` says what is missing"
+        if done.returncode == 0:
+            return None
+        lines = [line.strip() for line in (done.stderr or done.stdout).splitlines() if line.strip()]
+        said = [line for line in lines if "error:" in line or "defect:" in line or "Error:" in line]
+        return f"{(said or lines or ['no output'])[-1]} (exit code {done.returncode})"
+
+
+def find_mpirun() -> str:
+    """The mpirun of this environment, else of the path."""
+    beside = Path(sys.executable).parent / "mpirun"
+    return str(beside) if beside.exists() else "mpirun"

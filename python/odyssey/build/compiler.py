@@ -1,0 +1,241 @@
+"""The Mojo compiler of this environment: where it is, its version, the processors it compiles for, and how it is run.
+
+What it is not: what is compiled and where the result is kept (build.py), or for which processors (targets.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from odyssey.errors import BuildError
+
+ROOT_SOURCE = Path("mojo") / "capi.mojo"
+_STDERR_LINES = 40
+_DIE_WITH_PARENT = Path(__file__).parents[1] / "launch" / "die_with_parent.py"
+
+
+def source_root() -> Path:
+    """The directory that holds `mojo/` and `shared/`: inside an installed wheel, else the checkout."""
+    package = Path(__file__).resolve().parents[1]
+    for root in (package / "_mojo", package.parents[1]):
+        if (root / ROOT_SOURCE).is_file():
+            return root
+    raise BuildError(
+        f"[build] the kernel sources ({ROOT_SOURCE}) are neither in {package / '_mojo'} nor in {package.parents[1]}; "
+        "install odyssey again, or name a prebuilt library with ODYSSEY_KERNELS"
+    )
+
+
+# -- the compiler -----------------------------------------------------------------------------------------------------
+
+
+def mojo_package() -> Path | None:
+    """The directory of the installed `mojo` package. A folder or file of that name in the current directory may stand
+    before it on the path: only the one with the entry points counts."""
+    places = (os.path.join(place, "mojo") for place in sys.path)
+    return next((Path(p) for p in places if os.path.isfile(os.path.join(p, "_entrypoints.py"))), None)
+
+
+def sdk_roots() -> list[Path]:
+    """Where the compiler's `bin/` and `lib/` may be: in the wheel, or in a conda environment."""
+    package = mojo_package()
+    if package is None:
+        return []
+    site = package.resolve().parent
+    return [site / "modular", *site.parents[2:3]]
+
+
+def compiler_version() -> str:
+    """The version of the installed compiler, from the name of its metadata directory: importing
+    `importlib.metadata` would take longer than all the rest of a start with a warm cache."""
+    package = mojo_package()
+    if package is not None:
+        for path in package.parent.glob("mojo_compiler-*.dist-info"):
+            return path.name[len("mojo_compiler-") : -len(".dist-info")]
+    from importlib import metadata
+
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        return metadata.version("mojo-compiler")
+    found = shutil.which("mojo")
+    if found is None:
+        return "none"
+    info = os.stat(found)
+    return f"{found}-{info.st_size}-{info.st_mtime_ns}"
+
+
+def mojo_command() -> list[str]:
+    """How to start the compiler: the one of this Python environment, else the one on PATH."""
+    if mojo_package() is not None:
+        start = "import sys; sys.argv[0] = 'mojo'; from mojo._entrypoints import exec_mojo; exec_mojo()"
+        return [sys.executable, "-c", start]
+    beside = Path(sys.executable).parent / "mojo"
+    found = str(beside) if beside.is_file() else shutil.which("mojo")
+    if found is None:
+        raise BuildError(
+            "[build] the Mojo compiler is not installed in this environment; install the package `max`, "
+            "or name a prebuilt library with ODYSSEY_KERNELS"
+        )
+    return [found]
+
+
+def run_mojo(arguments: list[str], cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Runs the Mojo compiler with these arguments and captures what it prints; it ends when this process is killed.
+
+    Raises:
+        BuildError: there is none.
+    """
+    quiet = {"MODULAR_CRASH_REPORTING_ENABLED": "false", "MODULAR_TELEMETRY_ENABLED": "false"}
+    return subprocess.run(
+        [sys.executable, "-I", "-S", str(_DIE_WITH_PARENT), str(os.getpid()), *mojo_command(), *arguments],
+        cwd=cwd,
+        env={**os.environ, **quiet},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+    )
+
+
+def compile_kernels(
+    root: Path,
+    source: Path,
+    output: Path,
+    cpu: str,
+    *,
+    accelerator: str | None = None,
+    emit: str = "shared-lib",
+    triple: str | None = None,
+    flags: Iterable[str] = (),
+) -> None:
+    """One call of the compiler.
+
+    Args:
+        root: directory of `mojo/` and `shared/`. source: the root file, below it.
+        cpu: a target such as "x86-64-v4+avx512bf16". accelerator: what GPU kernels are compiled for.
+        emit: what `output` is: "shared-lib", "object" or "asm"; with the last one the kernels of a GPU lie beside it.
+
+    Raises:
+        BuildError: with what the compiler said.
+    """
+    if emit != "asm" and not any(shutil.which(name) for name in ("cc", "gcc", "clang")):
+        raise BuildError(
+            "[build] no C compiler (cc, gcc or clang) is on PATH, and the kernels are linked with one; install it "
+            "(`apt-get install gcc`, `dnf install gcc`, `conda install c-compiler`, `xcode-select --install`), "
+            "or name a prebuilt library with ODYSSEY_KERNELS"
+        )
+    command = ["build", "--emit", emit, str(root / source), "-I", str(root / "mojo"), "-I", str(root)]
+    command += [*target_options(cpu), *(["--target-triple", triple] if triple else []), *flags]
+    command += [*(["--target-accelerator", accelerator] if accelerator else []), "-o", str(output)]
+    done = run_mojo(command, cwd=output.parent)
+    if done.returncode == 0 and output.is_file():
+        return
+    said = done.stderr.strip() or done.stdout.strip() or f"nothing, exit code {done.returncode}"
+    if "unknown target CPU" in said:
+        raise BuildError(_unknown_cpu(cpu, triple))
+    target = f"{accelerator} and {cpu}" if accelerator else cpu
+    raise BuildError(f"[build] the kernels did not compile for {target} (mojo {compiler_version()}):\n{_trim(said)}")
+
+
+def _trim(text: str) -> str:
+    """From the first error on, at most 40 lines; the last line of a long list of notes is kept, it has the reason."""
+    lines = text.splitlines()
+    first = next((i for i, line in enumerate(lines) if "error:" in line), 0)
+    lines = lines[first:]
+    if len(lines) > _STDERR_LINES:
+        tail = 9
+        head = _STDERR_LINES - tail - 1
+        lines = [*lines[:head], f"... {len(lines) - head - tail} lines left out ...", *lines[-tail:]]
+    return "\n".join(lines)
+
+
+def _unknown_cpu(cpu: str, triple: str | None) -> str:
+    native = "arm64-apple-darwin" if sys.platform == "darwin" else f"{platform.machine()}-unknown-linux-gnu"
+    listed = run_mojo(["build", "--print-supported-cpus", "--target-triple", triple or native])
+    names = [line.strip() for line in listed.stdout.splitlines() if line.startswith("  ")]
+    source = "ODYSSEY_TARGET_CPU or --target-cpu"
+    return f"[build] the compiler knows no target CPU '{cpu}' ({source}); {_near(cpu, names)}"
+
+
+def _near(name: str, names: list[str]) -> str:
+    near = difflib.get_close_matches(name, names, 3, 0.5)
+    return f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(names[:12])}, ..."
+
+
+def check_accelerator(name: str) -> None:
+    """Raises BuildError unless the compiler knows this accelerator; for sources without GPU code it takes any name."""
+    listed = run_mojo(["build", "--print-supported-accelerators"])
+    names = re.findall(r"^ +([a-z0-9_-]+) +- ", listed.stdout, re.MULTILINE)
+    if name not in names:
+        source = "ODYSSEY_TARGET_ACCELERATOR or --target"
+        raise BuildError(
+            f"[build] the compiler knows no accelerator {name!r} ({source}); {_near(name, names)}"
+            if names
+            else f"[build] the compiler names no accelerators: {_trim(listed.stderr)}"
+        )
+
+
+# -- the target CPU ---------------------------------------------------------------------------------------------------
+
+# The features of the x86-64 levels, as /proc/cpuinfo spells them (abm: lzcnt).
+_V3 = frozenset("avx avx2 bmi1 bmi2 f16c fma abm movbe xsave".split())
+_V4 = _V3 | frozenset("avx512f avx512bw avx512cd avx512dq avx512vl".split())
+_CPUINFO = {"avx512bf16": "avx512_bf16"}  # the compiler's name: that of /proc/cpuinfo
+
+
+def host_cpu() -> str:
+    """The target for this machine, from what the CPU can do. The compiler guesses from the model number instead,
+    which is wrong on virtual machines. A target is a CPU of the compiler, and single features after it: `x86-64-v4`
+    alone has no bf16 instructions."""
+    machine = platform.machine().lower()
+    if machine in ("x86_64", "amd64"):
+        return x86_level(cpu_features())
+    return "apple-m1" if sys.platform == "darwin" else "generic"
+
+
+def x86_level(features: frozenset[str]) -> str:
+    """The highest x86-64 level whose features are all there, and the bf16 products if they are."""
+    if features >= _V4:
+        return "x86-64-v4+avx512bf16" if "avx512_bf16" in features else "x86-64-v4"
+    if features >= _V3:
+        return "x86-64-v3"
+    return "x86-64"
+
+
+def target_options(target: str) -> list[str]:
+    """The compiler's options for a target such as "x86-64-v4+avx512bf16"."""
+    cpu, *features = target.split("+")
+    options = ["--target-cpu", cpu]
+    return [*options, "--target-features", ",".join(f"+{name}" for name in features)] if features else options
+
+
+def lacking(target: str) -> list[str]:
+    """What this CPU would need for kernels that were compiled for a target; [] if nothing, or if it cannot be told."""
+    if platform.machine().lower() not in ("x86_64", "amd64") or not (own := cpu_features()):
+        return []
+    cpu, *features = target.split("+")
+    wanted = {"x86-64-v3": _V3, "x86-64-v4": _V4}.get(cpu, frozenset())
+    return sorted((wanted | {_CPUINFO.get(name, name) for name in features}) - own)
+
+
+def portable_cpu() -> str:
+    """The target for kernels that go to other machines of this architecture, and for what need not be fast: x86-64-v3
+    is what nearly all x86 machines have, so if this one has it too."""
+    here = host_cpu()
+    return "x86-64-v3" if platform.machine().lower() in ("x86_64", "amd64") and here != "x86-64" else here
+
+
+def cpu_features() -> frozenset[str]:
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
+        for line in file:
+            if line.startswith("flags"):
+                return frozenset(line.partition(":")[2].split())
+    return frozenset()

@@ -1,0 +1,198 @@
+"""Folders that hold odyssey and its compiled kernels for machines without the compiler: what is in one, and whether it
+may be used here.
+
+    <folder>/odyssey                  a launcher: `<folder>/odyssey train` and all other commands
+    <folder>/manifest.json            versions, targets, and the SHA-256 of every file
+    <folder>/libodyssey.so            the kernels for the CPU
+    <folder>/libodyssey-sm_90.so      those for a kind of GPU, one file for each
+    <folder>/lib/                     the compiler's run-time libraries
+    <folder>/python/                  the package, with the Mojo sources in it as in a wheel
+    <folder>/site/                    Python packages that it needs, if they were asked for
+
+`ODYSSEY_KERNELS=<folder>` has the libraries used by whatever odyssey runs, if its sources are the same. What it is not:
+the making of one (pack.py). The digests find what was torn or altered by accident; whoever can write to the folder can
+write the manifest too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO
+
+from odyssey.errors import BuildError
+
+from . import compiler
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+LIMIT = 16 << 20  # bytes of a manifest
+
+
+def library_name(accelerator: str | None) -> str:
+    """The file of the kernels for an accelerator, or for the CPU."""
+    return f"libodyssey-{accelerator}.so" if accelerator else "libodyssey.so"
+
+
+def system() -> str:
+    """What a library is for besides the CPU's features: such as "linux-x86_64"."""
+    return f"{sys.platform}-{platform.machine()}"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a folder says of itself.
+
+    Attributes:
+        odyssey, compiler: versions. system, cpu, accelerators: what its libraries are for. sources: SHA-256 of the Mojo
+        sources (build.source_hash). glibc: the oldest that the libraries run with, () if unknown. files: size in bytes
+        and SHA-256 by name, "/" between folders.
+    """
+
+    odyssey: str
+    compiler: str
+    system: str
+    cpu: str
+    accelerators: tuple[str, ...]
+    sources: str
+    glibc: tuple[int, ...]
+    files: dict[str, tuple[int, str]]
+
+    def json(self) -> dict[str, Any]:
+        """As the file holds it."""
+        files = {name: {"bytes": size, "sha256": digest} for name, (size, digest) in sorted(self.files.items())}
+        fields = {name: getattr(self, name) for name in ("odyssey", "compiler", "system", "cpu", "sources")}
+        return {
+            "format": FORMAT,
+            **fields,
+            "accelerators": list(self.accelerators),
+            "glibc": ".".join(map(str, self.glibc)),
+            "files": files,
+        }
+
+
+def is_folder(path: Path) -> bool:
+    """Whether a directory has a manifest."""
+    return (path / MANIFEST).is_file()
+
+
+def read(home: Path) -> Manifest:
+    """The manifest of a folder.
+
+    Raises:
+        BuildError: there is none that this version reads.
+    """
+    try:
+        with open(home / MANIFEST, "rb") as file:
+            data = file.read(LIMIT + 1)
+        value = json.loads(data) if len(data) <= LIMIT else None
+    except (OSError, ValueError, RecursionError) as problem:
+        raise _refused(home, f"{MANIFEST} cannot be read ({type(problem).__name__})") from problem
+    number = value.get("format") if isinstance(value, dict) else None
+    if type(number) is int and number != FORMAT:
+        raise BuildError(f"[build] {home} is refused: it has format {number}, and {FORMAT} is read; build it again")
+    try:
+        if type(number) is not int or not isinstance(value["accelerators"], list):
+            raise TypeError
+        texts = [_text(value[name]) for name in ("odyssey", "compiler", "system", "cpu")]
+        accelerators = tuple(_text(name) for name in value["accelerators"])
+        glibc = tuple(int(part) for part in _text(value["glibc"]).split(".") if part)
+        files = {_name(name): (int(entry["bytes"]), _text(entry["sha256"])) for name, entry in value["files"].items()}
+        return Manifest(*texts, accelerators, _text(value["sources"]), glibc, files)
+    except (KeyError, TypeError, ValueError, AttributeError) as problem:
+        raise _refused(home, f"{MANIFEST} is not one that `odyssey build` writes") from problem
+
+
+def library(home: Path, accelerator: str | None, sources: str | None) -> Path:
+    """A library of a folder, after everything that can be wrong with it here has been looked at.
+
+    Args:
+        accelerator: of the GPU; None: the library for the CPU. sources: SHA-256 of the Mojo sources of the odyssey that
+            runs, None if it has none.
+
+    Raises:
+        BuildError: it is for another machine or another version, or a file is not as it was written.
+    """
+    manifest = read(home)
+    here = system()
+    if manifest.system != here:
+        raise _refused(home, f"it is for {manifest.system}, and this is {here}", "build one on such a machine")
+    if lacking := compiler.lacking(manifest.cpu):
+        why = f"it is for {manifest.cpu}, and this CPU has no {', '.join(lacking)}"
+        raise _refused(home, why, f"build one with --target-cpu {compiler.host_cpu()}")
+    if (own := _glibc()) and own < manifest.glibc:
+        versions = (".".join(map(str, version)) for version in (manifest.glibc, own))
+        raise _refused(home, "it needs glibc {} and this system has {}".format(*versions), "use a newer system")
+    if sources is not None and sources != manifest.sources:
+        why = f"it is of odyssey {manifest.odyssey} with other kernel sources than the odyssey that runs"
+        raise _refused(home, why, f"start {home / 'odyssey'}, or build it again")
+    if accelerator is not None and accelerator not in manifest.accelerators:
+        kinds = ", ".join(manifest.accelerators) or "no GPU"
+        raise _refused(home, f"it is for {kinds}, not for {accelerator}", f"build one with --target {accelerator}")
+    name = library_name(accelerator)
+    if name not in manifest.files:
+        raise _refused(home, f"{MANIFEST} does not name {name}")
+    wanted = [name]
+    if accelerator is None:  # what is used along with it; all at the first library that is asked for
+        wanted += [file for file in manifest.files if file.startswith("lib/")]
+        if _within(home):
+            wanted += [file for file in manifest.files if file.startswith("python/") and file.endswith(".py")]
+    verify(home, manifest, wanted)
+    return home / name
+
+
+def verify(home: Path, manifest: Manifest, names: Iterable[str]) -> None:
+    """Raises BuildError unless these files are as they were written."""
+    for name in names:
+        try:
+            with open(home / name, "rb") as file:
+                found = damage(file, *manifest.files[name])
+        except OSError as problem:
+            raise _refused(home, f"{name} cannot be read: {problem.strerror}") from problem
+        if found:
+            raise _refused(home, f"{name} {found}")
+
+
+def damage(file: BinaryIO, size: int, digest: str) -> str | None:
+    """What an open file is not, that once had `size` bytes with this SHA-256; None if it is as it was."""
+    if os.fstat(file.fileno()).st_size != size:
+        return f"has not the {size} bytes that it had"
+    if hashlib.sha256(file.read(size + 1)).hexdigest() != digest:
+        return "does not match its SHA-256"
+    return None
+
+
+def _refused(home: Path, why: str, then: str = "copy the folder again, or build it again") -> BuildError:
+    return BuildError(f"[build] {home} is refused: {why}; {then}")
+
+
+def _within(home: Path) -> bool:
+    """Whether the odyssey that runs is the folder's."""
+    return Path(__file__).resolve().is_relative_to((home / "python").resolve())
+
+
+def _glibc() -> tuple[int, ...]:
+    try:
+        text = os.confstr("CS_GNU_LIBC_VERSION") or ""
+        return tuple(map(int, text.split()[1].split(".")))
+    except (AttributeError, ValueError, IndexError, OSError):
+        return ()
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(value)
+    return value
+
+
+def _name(name: str) -> str:
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or not path.parts:
+        raise ValueError(name)
+    return name

@@ -1,0 +1,151 @@
+"""Which GPUs this machine has and what the compiler calls them: NVIDIA's driver is asked, AMD's has said so in /sys.
+
+NVML is what is asked: unlike CUDA it starts nothing on a GPU. What it is not: the use of a GPU, or a choice between
+GPUs and CPUs (trainer.py).
+
+Environment: `ODYSSEY_TARGET_ACCELERATOR` names the kind, whatever is here; `CUDA_VISIBLE_DEVICES`, and for AMD
+`ROCR_VISIBLE_DEVICES` and `HIP_VISIBLE_DEVICES`, as the drivers themselves read them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from ..errors import DeviceError
+
+NVML = "libnvidia-ml.so.1"
+KFD = Path("/sys/class/kfd/kfd/topology/nodes")
+DRIVER = 580  # NVIDIA's oldest driver that MAX 26.7 takes PTX to; older ones need its MODULAR_NVPTX_COMPILER_PATH
+
+
+class Gpu(NamedTuple):
+    """One GPU. accelerator: as `mojo build --target-accelerator` takes it, such as "sm_90"."""
+
+    name: str
+    accelerator: str
+    driver: str = ""  # version, "" if it is not known
+    uuid: str = ""
+
+
+@functools.cache
+def found() -> tuple[Gpu, ...]:
+    """The GPUs that a process of this environment sees, in the driver's order; asked once in a process."""
+    nvidia = visible(_nvidia(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    amd = visible(_amd(), os.environ.get("ROCR_VISIBLE_DEVICES"))
+    return tuple(nvidia) or tuple(visible(amd, os.environ.get("HIP_VISIBLE_DEVICES")))
+
+
+def count() -> int:
+    """How many there are."""
+    return len(found())
+
+
+def accelerator(index: int = 0) -> str | None:
+    """What kernels are compiled for: `ODYSSEY_TARGET_ACCELERATOR`, else the kind of GPU `index`; None without a GPU.
+
+    Raises:
+        DeviceError: no name of an accelerator, or there are GPUs but fewer.
+    """
+    named = os.environ.get("ODYSSEY_TARGET_ACCELERATOR")
+    if named:
+        return canonical(named, "ODYSSEY_TARGET_ACCELERATOR")
+    here = found()
+    if not here:
+        return None
+    if not 0 <= index < len(here):
+        raise DeviceError(f"[gpu] GPU {index} was asked for and {len(here)} found; the first one is 0")
+    return here[index].accelerator
+
+
+def canonical(name: str, source: str = "--target") -> str:
+    """One name for each kind: "nvidia:sm_90" and "sm_90a" are "sm_90", whose code may use all that the chip has.
+
+    Raises:
+        DeviceError: this is no name.
+    """
+    form = re.fullmatch(r"(?:(?:nvidia|amdgpu):)?([a-z][a-z0-9_-]{1,30})", name.strip().lower())
+    if form is None:
+        raise DeviceError(f"[gpu] {source} is {name!r}, which names no accelerator; give one such as sm_90 or gfx942")
+    return re.sub(r"^(sm_\d+)a$", r"\1", form[1])
+
+
+def visible(gpus: Sequence[Gpu], setting: str | None) -> list[Gpu]:
+    """Those that a list of indices and UUIDs lets through, in its order. As in CUDA the first entry that fits none ends
+    the list, and a UUID may be cut short; an instance of a GPU (MIG-...) is of the kind of the first."""
+    if setting is None:
+        return list(gpus)
+    chosen: list[Gpu] = []
+    for word in (word.strip() for word in setting.split(",")):
+        if word.isdecimal():
+            fits = list(gpus[int(word) : int(word) + 1])
+        elif word.startswith("MIG-"):
+            fits = list(gpus[:1])
+        else:
+            fits = [gpu for gpu in gpus if word and gpu.uuid.startswith(word)]
+        if len(fits) != 1 or (fits[0] in chosen and not word.startswith("MIG-")):
+            break
+        chosen += fits
+    return chosen
+
+
+def _nvidia() -> list[Gpu]:
+    """What NVML says; [] where it is not installed, or does not answer."""
+    try:
+        nvml = ctypes.CDLL(NVML)
+        if nvml.nvmlInit_v2() != 0:
+            return []
+    except (OSError, AttributeError):
+        return []
+    try:
+        number = ctypes.c_uint(0)
+        if nvml.nvmlDeviceGetCount_v2(ctypes.byref(number)) != 0:
+            return []
+        driver = _text(nvml, "nvmlSystemGetDriverVersion")
+        gpus = []
+        for index in range(number.value):
+            handle, major, minor = ctypes.c_void_p(), ctypes.c_int(0), ctypes.c_int(0)
+            if nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(handle)) != 0:
+                continue
+            if nvml.nvmlDeviceGetCudaComputeCapability(handle, ctypes.byref(major), ctypes.byref(minor)) != 0:
+                continue
+            name = _text(nvml, "nvmlDeviceGetName", handle) or "NVIDIA GPU"
+            uuid = _text(nvml, "nvmlDeviceGetUUID", handle)
+            gpus.append(Gpu(name, f"sm_{major.value}{minor.value}", driver, uuid))
+        return gpus
+    except AttributeError:
+        return []
+    finally:
+        with contextlib.suppress(AttributeError):
+            nvml.nvmlShutdown()
+
+
+def _text(nvml: ctypes.CDLL, function: str, *arguments: ctypes.c_void_p) -> str:
+    text = ctypes.create_string_buffer(128)
+    with contextlib.suppress(AttributeError):
+        if getattr(nvml, function)(*arguments, text, ctypes.c_uint(len(text))) == 0:
+            return text.value.decode(errors="replace")
+    return ""
+
+
+def _amd() -> list[Gpu]:
+    """What the kernel's driver shows: a node for each processor, with a version of its instructions if it is a GPU."""
+    gpus = []
+    with contextlib.suppress(OSError):
+        for node in sorted((n for n in KFD.iterdir() if n.name.isdecimal()), key=lambda n: int(n.name)):
+            with contextlib.suppress(OSError):
+                text = (node / "properties").read_text(errors="replace")
+                version = re.search(r"^gfx_target_version (\d+)$", text, re.MULTILINE)
+                if version and (number := int(version[1])):
+                    # 90402 is gfx942, 90010 is gfx90a: the last digit is hexadecimal
+                    gfx = f"gfx{number // 10000}{number // 100 % 100}{number % 100:x}"
+                    unique = re.search(r"^unique_id (\d+)$", text, re.MULTILINE)
+                    uuid = f"GPU-{int(unique[1]):016x}" if unique else ""
+                    gpus.append(Gpu(f"AMD {gfx}", gfx, uuid=uuid))
+    return gpus

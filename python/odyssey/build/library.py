@@ -1,0 +1,556 @@
+"""Compiles the Mojo kernels into shared libraries, once, and says where they are.
+
+What it is: the way from `mojo/` and `shared/` (the sources) to `libodyssey.so`, and to `libodyssey-sm_90.so` for a kind
+of GPU, in the user's cache. The cache key is the sources, the compiler's version, the target, the flags and the
+platform, so a changed kernel is a new entry and nothing is ever out of date. Processes that start together compile
+once. What it is not: the loader. Nothing here opens a library; see `odyssey.core.native`. How the compiler is run:
+compiler.py; folders for machines without it: folder.py.
+
+    <cache>/kernels/<key>/libodyssey.so     the library
+    <cache>/kernels/<key>/build.json        what it was built from, and its SHA-256
+    <cache>/kernels/<key>.lock              held while compiling; names the process that does
+    <cache>/kernels/<key>.tmp-*             a build that is going on, or was killed: the next builder removes it
+
+Environment: `ODYSSEY_KERNELS` (a prebuilt library, or the directory it is in), `ODYSSEY_CACHE_DIR`,
+`ODYSSEY_TARGET_CPU`, `ODYSSEY_TARGET_ACCELERATOR`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import re
+import shutil
+import stat
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from ..errors import BuildError, DeviceError
+from ..watch import files, launcher, slot
+from . import compiler, folder
+from .compiler import ROOT_SOURCE, compiler_version, host_cpu, run_mojo, source_root, target_options
+
+__all__ = [
+    "cache_dir",
+    "cached",
+    "cached_library",
+    "compiler_version",
+    "gpu_library_path",
+    "host_cpu",
+    "library_path",
+    "open_gpu_library",
+    "open_library",
+    "run_mojo",
+    "runtime_libraries",
+    "source_hash",
+    "source_root",
+    "target_options",
+]
+
+LIBRARY = folder.library_name(None)
+GPU_ROOT_SOURCE = Path("mojo") / "gpu_capi.mojo"
+SOURCE_DIRS = ("mojo", "shared")
+FACE = "shared/training/face/"  # of Mojo programs; libraries are made without it
+FLAGS: tuple[str, ...] = ()  # more options for `mojo build`; part of the key
+
+# What the kernels need at run time. A loader opens these with RTLD_GLOBAL; they find those that they need beside them.
+_RUNTIME = ("KGENCompilerRTShared", "AsyncRTMojoBindings")
+
+_WAIT_NOTICE_S = 2.0
+_RECORD_LIMIT = 1 << 16  # bytes of build.json
+_DIRECTORY = os.O_DIRECTORY | getattr(os, "O_PATH", os.O_RDONLY)  # with Linux's O_PATH it need not be readable
+_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+
+
+class Opened(NamedTuple):
+    """A library that was looked at. descriptor: of the file whose bytes these were, None for a prebuilt one."""
+
+    path: Path
+    descriptor: int | None = None
+
+    def to_load(self) -> str:
+        """What a loader is to be given. It names the open file, whatever its path has come to mean since; for that
+        the file stays open, and tools that look at this process from outside find it by the same name."""
+        if self.descriptor is None:
+            return str(self.path)
+        name = f"/proc/{os.getpid()}/fd/{self.descriptor}"
+        return name if os.path.exists(name) else str(self.path)  # no /proc, as on macOS
+
+    def close(self) -> Path:
+        """The path, for those who do not load it."""
+        if self.descriptor is not None:
+            os.close(self.descriptor)
+        return self.path
+
+
+def open_library() -> Opened:
+    """The compiled kernels: the prebuilt library that was named, the cached one, or a new one compiled now.
+
+    Raises:
+        BuildError: they cannot be compiled, or what is there is refused.
+    """
+    named = os.environ.get("ODYSSEY_KERNELS")
+    return Opened(_prebuilt(Path(named))) if named else _cached_library()
+
+
+def library_path() -> Path:
+    """Where that library is."""
+    return open_library().close()
+
+
+def open_gpu_library(accelerator: str | None = None) -> Opened:
+    """The kernels for a kind of GPU, found as `open_library` finds those for the CPU.
+
+    Args:
+        accelerator: such as "sm_90"; None: what gpus.accelerator() says of this machine.
+
+    Raises:
+        DeviceError: None, and there is no GPU; or no name. BuildError: they cannot be compiled, or the prebuilt ones
+            are for other GPUs.
+    """
+    name = _accelerator(accelerator)
+    named = os.environ.get("ODYSSEY_KERNELS")
+    return Opened(_prebuilt(Path(named), name)) if named else _cached_library(accelerator=name)
+
+
+def gpu_library_path(accelerator: str | None = None) -> Path:
+    """Where that library is."""
+    return open_gpu_library(accelerator).close()
+
+
+def _accelerator(name: str | None) -> str:
+    from . import gpus
+
+    found = gpus.accelerator() if name is None else gpus.canonical(name, "the accelerator")
+    if found is None:
+        raise DeviceError(
+            "[build] this machine has no GPU to compile for; set ODYSSEY_TARGET_ACCELERATOR, say to sm_90"
+        )
+    return found
+
+
+def runtime_libraries() -> list[Path]:
+    """The run-time libraries of the compiler, in loading order, as absolute paths.
+
+    They come with the compiler; with `ODYSSEY_KERNELS` the ones beside the prebuilt library go first.
+    """
+    suffix = ".dylib" if sys.platform == "darwin" else ".so"
+    places = []
+    named = os.environ.get("ODYSSEY_KERNELS")
+    if named:
+        path = Path(named).absolute()
+        directory = path if path.is_dir() else path.parent
+        places += [directory, directory / "lib"]
+    places += [root / "lib" for root in compiler.sdk_roots()]
+    found = []
+    for stem in _RUNTIME:
+        name = f"lib{stem}{suffix}"
+        for place in places:
+            if (place / name).is_file():
+                found.append(place / name)
+                break
+        else:
+            where = ", ".join(map(str, places)) or "no installed compiler"
+            raise BuildError(
+                f"[build] {name} is in none of: {where}; install the package `max`, or put it beside the library"
+            )
+    return found
+
+
+# -- what is compiled -----------------------------------------------------------------------------------------------
+
+
+def source_hash(root: Path, gpu: bool = True) -> str:
+    """SHA-256 over the names and the bytes of every Mojo file under `mojo/` and `shared/`, but not the face of
+    Mojo programs; gpu False: without those that are for GPUs alone, a folder `gpu` and files `gpu_*`, which the library
+    for the CPU does not import."""
+    digest = hashlib.sha256()
+    for top in SOURCE_DIRS:
+        for path in sorted((root / top).rglob("*.mojo")):
+            relative = path.relative_to(root).as_posix()
+            if relative.startswith(FACE) or (not gpu and for_gpus(relative)):
+                continue
+            name, data = relative.encode(), path.read_bytes()
+            digest.update(b"%d %d\n" % (len(name), len(data)))
+            digest.update(name)
+            digest.update(data)
+    return digest.hexdigest()
+
+
+def for_gpus(name: str) -> bool:
+    """Whether a source such as "mojo/kernels/gpu/pool.mojo" is for GPUs alone, by its name."""
+    return re.search(r"/gpu[/_.]", f"/{name}") is not None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything a library depends on."""
+
+    sources: str  # source_hash
+    compiler: str
+    cpu: str
+    flags: tuple[str, ...]
+    system: str
+    accelerator: str | None = None  # of the kernels for GPUs
+    own: tuple[bytes, str] | None = None  # a file of a user's own ops (own_ops.py), and the root file that exports them
+
+    @property
+    def key(self) -> str:
+        """The name of the cache entry."""
+        parts = [self.sources, self.compiler, self.cpu, self.flags, self.system]
+        text = json.dumps([*parts, self.accelerator] if self.accelerator else parts)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def record(self) -> dict[str, object]:
+        """The same for build.json."""
+        return {
+            "compiler": self.compiler,
+            "cpu": self.cpu,
+            **({"accelerator": self.accelerator} if self.accelerator else {}),
+            "flags": list(self.flags),
+            "system": self.system,
+            "source_sha256": self.sources,
+        }
+
+    @property
+    def library(self) -> str:
+        """The name of the file."""
+        return "libown.so" if self.own else folder.library_name(self.accelerator)
+
+
+def plan(root: Path, target_cpu: str | None = None, accelerator: str | None = None) -> Plan:
+    """What would be compiled from `root` on this machine. A library for GPUs only starts work on the CPU: unless told
+    otherwise it is for all CPUs of this kind, and one file serves all."""
+    own = compiler.portable_cpu() if accelerator else os.environ.get("ODYSSEY_TARGET_CPU") or host_cpu()
+    return Plan(
+        sources=source_hash(root, gpu=accelerator is not None),
+        compiler=compiler_version(),
+        cpu=target_cpu or own,
+        flags=FLAGS,
+        system=folder.system(),
+        accelerator=accelerator,
+    )
+
+
+# -- the cache --------------------------------------------------------------------------------------------------------
+
+
+def cache_dir() -> Path:
+    """`$ODYSSEY_CACHE_DIR`, else `$XDG_CACHE_HOME/odyssey`, else `~/.cache/odyssey`."""
+    own = os.environ.get("ODYSSEY_CACHE_DIR")
+    if own:
+        return Path(own).absolute()
+    xdg = os.environ.get("XDG_CACHE_HOME")
+    if xdg and os.path.isabs(xdg):
+        return Path(xdg) / "odyssey"
+    return Path(os.path.expanduser("~")).absolute() / ".cache" / "odyssey"
+
+
+def cached(accelerator: str | None = None) -> Path | None:
+    """The library for this machine, or that of an accelerator, if it has been compiled already and is as it was.
+
+    Raises:
+        BuildError: there is one that somebody else may have put there.
+    """
+    found = _whole(cache_dir(), plan(source_root(), accelerator=accelerator))
+    return found.close() if found else None
+
+
+def cached_library(target_cpu: str | None = None, accelerator: str | None = None) -> Path:
+    """The library for this machine (or `target_cpu`), or that of an accelerator, from the cache; compiled first when it
+    is not there, or not as it was."""
+    return _cached_library(target_cpu, accelerator).close()
+
+
+def open_own_library(source: bytes, exports: str, accelerator: str | None = None) -> Opened:
+    """The library of a user's own ops, from the cache or compiled now.
+
+    Args:
+        source: the user's file. exports: the root file, which imports it as `own`.
+
+    Raises:
+        BuildError: it does not compile, or what is there is refused.
+    """
+    root = source_root()
+    what = plan(root, accelerator=_accelerator(accelerator) if accelerator is not None else None)
+    sources = hashlib.sha256(b"\0".join((what.sources.encode(), source, exports.encode()))).hexdigest()
+    return _from_cache(root, replace(what, sources=sources, own=(source, exports)))
+
+
+def _cached_library(target_cpu: str | None = None, accelerator: str | None = None) -> Opened:
+    root = source_root()
+    return _from_cache(root, plan(root, target_cpu, accelerator))
+
+
+def _from_cache(root: Path, what: Plan) -> Opened:
+    cache = cache_dir()
+    if (found := _whole(cache, what)) is not None:
+        return found
+    try:
+        _make_writable(cache / "kernels")
+    except OSError as problem:
+        reason = problem.strerror or problem
+        fallback = _temporary_cache(cache)
+        if (found := _whole(fallback, what)) is not None:
+            return found
+        _say(f"{cache} cannot be written ({reason}); the kernels are kept in {fallback}")
+        cache = fallback
+    return _build_once(root, what, cache)
+
+
+class _Damaged(Exception):
+    """An entry is there and is not what was compiled. The text says what is wrong with it."""
+
+
+def _whole(cache: Path, what: Plan) -> Opened | None:
+    """The library of this entry if it is there, undamaged.
+
+    Raises:
+        BuildError: it is not this user's or root's, or others may write to it.
+    """
+    with contextlib.suppress(_Damaged):
+        return _open_entry(cache, what)
+    return None
+
+
+def _open_entry(cache: Path, what: Plan) -> Opened | None:
+    """The library of this entry if it is there. Each directory is looked at and then opened from, no link is followed
+    below the cache's directory, and what is checked of a file is what is behind the descriptor.
+
+    Raises:
+        BuildError: somebody else may have put it there. _Damaged: it is not as it was written.
+    """
+    entry = cache / "kernels" / what.key
+    with contextlib.ExitStack() as opened:
+
+        def look(path: Path, flags: int, within: int | None = None) -> int:
+            try:
+                descriptor = os.open(path if within is None else path.name, flags | os.O_CLOEXEC, dir_fd=within)
+            except OSError as problem:
+                if within is not None and path.is_symlink():
+                    raise _foreign(cache, path, "it is a link") from problem
+                raise
+            opened.callback(os.close, descriptor)
+            if why := files.foreign(os.fstat(descriptor)):
+                raise _foreign(cache, path, why)
+            return descriptor
+
+        try:
+            place = look(cache, _DIRECTORY)
+            place = look(cache / "kernels", _DIRECTORY | os.O_NOFOLLOW, place)
+            place = look(entry, _DIRECTORY | os.O_NOFOLLOW, place)
+        except OSError:
+            return None  # where it cannot be used, writing to it says why
+        try:
+            with open(look(entry / "build.json", _FILE, place), "rb", closefd=False) as file:
+                recorded = json.loads(file.read(_RECORD_LIMIT))
+            if {name: recorded[name] for name in what.record()} != what.record():
+                raise _Damaged("build.json is of another library")
+            library = look(entry / what.library, _FILE, place)
+            if not stat.S_ISREG(os.fstat(library).st_mode):
+                raise _Damaged(f"{what.library} is no file")
+            with open(library, "rb", closefd=False) as file:
+                if found := folder.damage(file, recorded["bytes"], recorded["sha256"]):
+                    raise _Damaged(f"{what.library} {found}")
+            return Opened(entry / what.library, os.dup(library))
+        except OSError as problem:
+            raise _Damaged(f"{problem.filename or 'build.json'} cannot be read ({problem.strerror})") from problem
+        except (ValueError, KeyError, TypeError, RecursionError) as problem:
+            raise _Damaged("build.json is not one that this version writes") from problem
+
+
+def _foreign(cache: Path, path: Path, why: str) -> BuildError:
+    return BuildError(
+        f"[build] {path} is refused: {why}, and compiled kernels are code that runs; "
+        f"{'' if path == cache else 'delete it, or '}set ODYSSEY_CACHE_DIR to a directory that only you can write to"
+    )
+
+
+def _make_writable(directory: Path) -> None:
+    """Makes it where it is not there, and those above it, for nobody else to write to."""
+    for place in (*reversed(directory.parents), directory):
+        if not place.is_dir():
+            place.mkdir(0o755, exist_ok=True)
+    with tempfile.TemporaryFile(dir=directory):
+        pass
+
+
+def _temporary_cache(instead_of: Path) -> Path:
+    """A directory of this user alone under the system's temporary one. Others can write there, so nothing that
+    somebody else may have put in place is used: code is loaded from it."""
+    path = Path(tempfile.gettempdir()) / f"odyssey-{os.getuid()}"
+    try:
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+        info = path.lstat()
+        if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o077:
+            raise BuildError(
+                f"[build] {instead_of} cannot be written, and {path} is not this user's alone (mode 0700); "
+                "set ODYSSEY_CACHE_DIR to a directory that can be written"
+            )
+        _make_writable(path / "kernels")
+    except OSError as problem:
+        raise BuildError(
+            f"[build] neither {instead_of} nor {path} can be written ({problem.strerror}); "
+            "set ODYSSEY_CACHE_DIR to a directory that can be written"
+        ) from problem
+    return path
+
+
+def _build_once(root: Path, what: Plan, cache: Path) -> Opened:
+    """Compile into the entry unless another process has just done so. Whoever waited for a build that failed gets
+    the same error instead of compiling the same sources again."""
+    before = slot.phase("compile")
+    try:
+        return _build_alone(root, what, cache)
+    finally:
+        slot.phase(before)
+
+
+def _build_alone(root: Path, what: Plan, cache: Path) -> Opened:
+    kernels = cache / "kernels"
+    with _locked(kernels / f"{what.key}.lock") as (lock, waited):
+        damaged = None
+        try:
+            if (found := _open_entry(cache, what)) is not None:
+                return found
+        except _Damaged as problem:
+            damaged = problem
+        failed = lock.read().get("failed") if waited else None
+        if failed:
+            raise BuildError(failed)
+        if damaged is not None:
+            _say(f"{kernels / what.key} is damaged: {damaged}; the kernels are compiled anew")
+        for stale in kernels.glob(f"{what.key}.tmp-*"):
+            shutil.rmtree(stale, ignore_errors=True)
+        lock.write({"pid": os.getpid(), "host": platform.node()})
+        try:
+            return _build(root, what, kernels)
+        except BuildError as error:
+            lock.write({"pid": os.getpid(), "host": platform.node(), "failed": str(error)})
+            raise
+
+
+def _build(root: Path, what: Plan, kernels: Path) -> Opened:
+    """Compile beside the entry, then rename: an entry is there whole or not at all."""
+    directory = Path(tempfile.mkdtemp(prefix=f"{what.key}.tmp-", dir=kernels))
+    aside = directory.with_name(f"{directory.name}-damaged")
+    entry = kernels / what.key
+    try:
+        os.chmod(directory, 0o755 & ~_umask())
+        if what.accelerator:
+            compiler.check_accelerator(what.accelerator)
+        target, up_to = (what.accelerator, "some minutes") if what.accelerator else (what.cpu, "a minute")
+        start = time.perf_counter()
+        source, library = (GPU_ROOT_SOURCE if what.accelerator else ROOT_SOURCE), directory / what.library
+        if what.own:  # some seconds
+            source = directory / "root.mojo"
+            (directory / "own.mojo").write_bytes(what.own[0])
+            source.write_text(what.own[1])
+        else:
+            _say(f"compiling the kernels for {target}, once (up to {up_to}) ...")
+        compiler.compile_kernels(root, source, library, what.cpu, accelerator=what.accelerator, flags=what.flags)
+        seconds = time.perf_counter() - start
+        code = library.read_bytes()
+        record = {
+            **what.record(),
+            "bytes": len(code),
+            "sha256": hashlib.sha256(code).hexdigest(),
+            "seconds": round(seconds, 1),
+            "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        }
+        (directory / "build.json").write_text(json.dumps(record, indent=1) + "\n")
+        for name, mode in ((what.library, 0o755), ("build.json", 0o644)):
+            os.chmod(directory / name, mode & ~_umask())
+            _fsync(directory / name)
+        if os.path.lexists(entry):  # damaged, or it would have been used
+            files.exchange(directory, entry, aside)
+        else:
+            with contextlib.suppress(OSError):  # where locks do not work, another process may have been faster
+                os.rename(directory, entry)
+        found = _whole(kernels.parent, what)
+        if found is None:
+            raise BuildError(f"[build] {entry} cannot be written, or is damaged at once; set ODYSSEY_CACHE_DIR")
+        if not what.own:
+            _say(f"compiling the kernels ... done in {seconds:.0f} s")
+        return found
+    except OSError as problem:
+        raise BuildError(f"[build] {entry} cannot be written: {problem}; set ODYSSEY_CACHE_DIR") from problem
+    finally:
+        for path in (directory, aside):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+# -- the lock ---------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[tuple[files.LockFile, bool]]:
+    """Hold the lock file; yields it and whether another process had it first. On a file system without locks everybody
+    compiles for himself."""
+    lock = files.LockFile(path)
+    waited, said = False, False
+    try:
+        start = time.monotonic()
+        with contextlib.suppress(OSError):
+            while lock.take() is False:
+                waited = True
+                if not said and time.monotonic() - start > _WAIT_NOTICE_S:
+                    said = True
+                    if launcher.rank() in (None, 0):
+                        _say(f"waiting for process {lock.read().get('pid', '?')} to compile the kernels")
+                time.sleep(0.05)
+        yield lock, waited
+    finally:
+        lock.release(empty=False)  # who waits reads it
+
+
+# -- prebuilt libraries -----------------------------------------------------------------------------------------------
+
+
+def _prebuilt(named: Path, accelerator: str | None = None) -> Path:
+    """A library that ODYSSEY_KERNELS names. Of a folder that `odyssey build --output` made everything is checked; of
+    a library by itself nothing is known."""
+    path = named.absolute()
+    home = path if path.is_dir() else path.parent
+    if folder.is_folder(home):
+        sources = None
+        with contextlib.suppress(BuildError):
+            sources = source_hash(source_root())
+        return folder.library(home, accelerator, sources)
+    if accelerator:
+        path = home / folder.library_name(accelerator)
+    elif path.is_dir():
+        path = path / LIBRARY
+    if not path.is_file():
+        raise BuildError(
+            f"[build] ODYSSEY_KERNELS={named}, but there is no file {path}; make it with `odyssey build --output DIR"
+            f"{f' --target {accelerator}' if accelerator else ''}`, or unset ODYSSEY_KERNELS to compile the kernels"
+        )
+    return path
+
+
+# -- small things -----------------------------------------------------------------------------------------------------
+
+
+def _say(line: str) -> None:
+    print(f"odyssey: {line}", file=sys.stderr, flush=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask
+
+
+def _fsync(path: Path) -> None:
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())

@@ -1,0 +1,77 @@
+"""Does everything compile for the processors that are not here? CPUs to object files, GPUs to the code of each kernel.
+
+What it is not: a test of what the code computes, or a look at it; that is tests/building/gpu_code.py.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from odyssey.errors import BuildError
+
+from . import compiler
+from . import library as build
+
+# (triple, CPU)
+CPUS: tuple[tuple[str, str], ...] = (
+    ("x86_64-unknown-linux-gnu", "x86-64"),
+    ("x86_64-unknown-linux-gnu", "x86-64-v3"),
+    ("x86_64-unknown-linux-gnu", "x86-64-v4"),
+    ("x86_64-unknown-linux-gnu", "x86-64-v4+avx512bf16"),
+    ("aarch64-unknown-linux-gnu", "generic"),
+)
+ACCELERATORS = ("sm_90", "sm_80", "gfx942")
+
+
+def check_cpus(report: Callable[[str], None]) -> int:
+    """Compiles the kernels to object files for every CPU of `CPUS`, one reported line each; how many failed."""
+    names = [cpu if cpu.startswith("x86") else f"{triple.partition('-')[0]} {cpu}" for triple, cpu in CPUS]
+
+    def compile_for(number: int, home: Path) -> None:
+        triple, cpu = CPUS[number]
+        _compile(build.ROOT_SOURCE, home / "kernels.o", cpu, emit="object", triple=triple)
+
+    return _check(report, names, compile_for)
+
+
+def check_accelerators(report: Callable[[str], None], accelerators: Sequence[str] = ACCELERATORS) -> int:
+    """Compiles the GPU kernels for each accelerator, one reported line each; how many failed."""
+
+    def compile_for(number: int, home: Path) -> None:
+        compiler.check_accelerator(name := accelerators[number])
+        _compile(build.GPU_ROOT_SOURCE, home / "gpu.s", compiler.portable_cpu(), emit="asm", accelerator=name)
+
+    return _check(report, accelerators, compile_for)
+
+
+def _compile(source: Path, output: Path, cpu: str, **options: Any) -> None:
+    compiler.compile_kernels(build.source_root(), source, output, cpu, **options)
+
+
+def _check(report: Callable[[str], None], names: Sequence[str], compile_for: Callable[[int, Path], None]) -> int:
+    """As many at a time as there are cores, at most 2: a compiler takes some GiB."""
+
+    def one(number: int) -> str:
+        home = Path(directory) / str(number)
+        home.mkdir()
+        start = time.perf_counter()
+        try:
+            compile_for(number, home)
+        except BuildError as error:
+            return f"failed: {error}"
+        size = sum(path.stat().st_size for path in home.iterdir())
+        return f"{time.perf_counter() - start:6.1f} s  {size / 1024:8.0f} KiB"
+
+    failures = 0
+    with tempfile.TemporaryDirectory(prefix="odyssey-targets-") as directory:
+        with concurrent.futures.ThreadPoolExecutor(min(2, os.cpu_count() or 1)) as pool:
+            for name, line in zip(names, pool.map(one, range(len(names))), strict=True):
+                failures += line.startswith("failed")
+                report(f"{name:<22} {line}")
+    return failures

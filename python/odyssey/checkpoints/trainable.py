@@ -1,0 +1,231 @@
+"""What a training is: where it is, what it did, and what fit(), checkpoints, step log, replay, verify ask of a trainer.
+
+`Trainable` is all that these know of a trainer, so that something else than the engine can stand there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from ..data.sampler import check_integer
+from ..errors import ConfigError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ..comm import Communicator
+    from ..data import Batch
+    from . import Snapshot
+
+KEEP = 2
+
+
+@dataclasses.dataclass
+class History:
+    """What a training did. `records` has one dict per epoch; the last epoch's figures are attributes too."""
+
+    records: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    steps: int = 0
+    samples: int = 0
+    seconds: float = 0.0  # in training steps, without evaluation
+    total_time: float = 0.0  # with it
+
+    def _last(self, key: str) -> Any:
+        return self.records[-1].get(key) if self.records else None
+
+    @property
+    def train_loss(self) -> float | None:
+        """Mean training loss over the samples of the last epoch."""
+        return self._last("train_loss")
+
+    @property
+    def test_loss(self) -> float | None:
+        """Mean loss on the validation set after the last epoch."""
+        return self._last("test_loss")
+
+    @property
+    def test_accuracy(self) -> float | None:
+        """Share of the validation set that is right after the last epoch."""
+        return self._last("test_accuracy")
+
+    @property
+    def best_accuracy(self) -> float | None:
+        """The best test_accuracy of all epochs."""
+        return max((r["test_accuracy"] for r in self.records if r.get("test_accuracy") is not None), default=None)
+
+    @property
+    def bytes_per_step(self) -> float | None:
+        """Bytes that a rank sent per step of the last epoch to sum gradients."""
+        return self._last("bytes_per_step")
+
+    @property
+    def bytes_per_step_uncompressed(self) -> float | None:
+        """The same if gradients were summed along the tree, uncompressed."""
+        return self._last("bytes_per_step_uncompressed")
+
+    @property
+    def samples_per_second(self) -> float:
+        """Training samples of all ranks per second of training."""
+        return self.samples / self.seconds if self.seconds else 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """Means over a data set."""
+
+    loss: float
+    accuracy: float
+    samples: int
+
+
+@dataclasses.dataclass
+class Tally:
+    """What some steps did, over all ranks: sums, and numbers for the record of an epoch."""
+
+    loss: float = 0.0
+    correct: float = 0.0
+    counted: float = 0.0  # samples whose loss is known
+    samples: int = 0
+    steps: int = 0
+    extra: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
+class Cursor:
+    """Where a training is in its data: the next step is number `step` of epoch `epoch` (both from 0) of a fit()."""
+
+    epoch: int = 0
+    step: int = 0
+    loader_epoch: int = 0  # that epoch as the loader counts them
+    samples: int = 0  # that steps have consumed so far, in all epochs
+
+    def check(self) -> None:
+        """TypeError if it is not made of numbers from 0."""
+        if any(type(n) is not int or n < 0 for n in dataclasses.astuple(self)):
+            raise TypeError(f"its cursor is {self}")
+
+
+class Step(NamedTuple):
+    """A step: sums of loss and correct predictions over its samples, learning rate, whether it changed the weights.
+
+    `updates` is the trainer's own: what its fingerprints() are of.
+    """
+
+    loss: float
+    correct: float
+    rate: float
+    taken: bool
+    updates: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Saving:
+    """Where and when checkpoints are made.
+
+    Args:
+        folder: the directory; None makes none, unless the process belongs to a run, which has one.
+        every: optimizer steps from one to the next; None: at the end of every `epochs`-th epoch.
+        keep: number of most recent checkpoints to keep.
+        resume: "auto": from the newest that is valid, if there is one; "never": refuses a directory that has some;
+            a path: from this checkpoint, or from the newest of this directory, which must be there; once `folder` has
+            checkpoints that come from it, from the newest of them.
+        nondeterministic: data may be others than before a checkpoint.
+        off: nothing is written, whatever run the process belongs to; `resume` may still name where to start.
+    """
+
+    folder: Path | None = None
+    every: int | None = None
+    keep: int = KEEP
+    resume: str | Path = "auto"
+    epochs: int = 1
+    nondeterministic: bool = False
+    off: bool = False
+
+    def __post_init__(self) -> None:
+        if self.every is not None:
+            check_integer("[checkpoint] checkpoint_every", self.every, 1)
+        check_integer("[checkpoint] keep", self.keep, 2)
+        check_integer("[checkpoint] checkpoint_epochs", self.epochs, 1)
+        if not isinstance(self.nondeterministic, bool):
+            raise ConfigError(
+                f"[train] allow_nondeterministic_data is {self.nondeterministic!r}; True or False is allowed"
+            )
+
+
+class Mode:
+    """How ranks take steps: all of them together. The others are in parallel/asynchronous.py."""
+
+    together = True
+    settled = True  # weights and the optimizer's state are the same on all ranks now
+    own_loop = False  # it takes the steps of an epoch itself: only the end of one is the same moment on all ranks
+
+    def settle(self) -> None:
+        """Makes weights and state the same on all ranks, if they are not; a collective call."""
+
+    def whole_tally(self, tally: Tally) -> Tally:
+        """A tally with the sums of all ranks; a collective call."""
+        return tally
+
+
+class Trainable(Protocol):
+    """A trainer, whatever it trains with. All methods are collective calls unless they say otherwise."""
+
+    comm: Communicator
+    mode: Mode
+    steps: int  # optimizer steps so far, over all fit()s
+    accumulation_steps: int  # batches of a loader that make one of them
+    check_every: int  # steps from one check_replicas() to the next; 0: never
+    saved_in: set[str]  # directories of checkpoints of its fit()s
+    numerics: Any  # numerics.NonFinite
+    last: Step | None
+
+    def say(self, line: str) -> None:
+        """One line to the user, from rank 0, without tearing a progress bar; not collective."""
+
+    def take_step(self, batch: Batch) -> Step:
+        """One optimizer step over a global batch."""
+
+    def configuration(self) -> dict[str, Any]:
+        """What decides the bits of the training, as JSON values by the names that users know; not collective."""
+
+    def state(self, values: dict[str, Any]) -> Snapshot | None:
+        """All that training goes on from, and `values`: on rank 0. Arrays may be those that training goes on with."""
+
+    def load(self, snapshot: Snapshot, name: str) -> None:
+        """Takes back what state() gave, on whatever layout; `name` is for messages.
+
+        Raises:
+            ConfigError: it is of another training. CheckpointError: something is missing. Nothing was changed.
+        """
+
+    @property
+    def state_bytes(self) -> int:
+        """About how large a checkpoint is; not collective."""
+
+    @property
+    def partial(self) -> bool:
+        """Whether fingerprints() are of this rank's part, to be added up over all ranks."""
+
+    def fingerprints(self) -> tuple[int, int]:
+        """Fingerprints of the gradients of the last step, and of the weights (fingerprint.py)."""
+
+    def check_replicas(self) -> None:
+        """Compares what ranks hold alike. Raises NumericsError."""
+
+    def named_state(self) -> Mapping[str, np.ndarray]:
+        """Weights ("weight NAME") and the optimizer's arrays ("optimizer STATE of NAME"), whole, on every rank."""
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """The weights by name, whole, on every rank."""
+
+    def last_gradients(self) -> dict[str, np.ndarray]:
+        """The summed gradients of the last step by the weights' names."""
+
+    def weights_sha256(self) -> str:
+        """SHA-256 of all weights."""
+
+    def read_again(self, loader: Any, epoch: int, step: int, begun: bool) -> Batch | None:
+        """The batch of an earlier step; see fit.Trainer."""

@@ -1,0 +1,145 @@
+"""The command line: finds the command of odyssey/cli/commands that was asked for, runs it, and ends the process.
+
+What it is: an error becomes one line and an exit code, and takes the other ranks along. What it is not: a command, or a
+place for training logic. Heavy imports stand inside the commands: `--help` and a mistyped option answer at once.
+
+Exit codes: 0, 1 verify found a difference, 64 usage, 65 data, 69 unavailable, 70 defect, 73 output, 75 stopped on
+request, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import click
+
+from ..errors import LINE, CollectiveError, OdysseyError, OutputError, printable
+from ..watch import files, outputs
+from .commands import COMMANDS, HELP, near, version
+
+USAGE, DEFECT, INTERRUPTED, BROKEN_PIPE = 64, 70, 130, 141
+
+
+def _print_version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
+    if wanted and not context.resilient_parsing:
+        click.echo(f"odyssey {version()}")
+        context.exit()
+
+
+class _Commands(click.Group):
+    """Finds the commands of odyssey/cli/commands when they are asked for: each is `command` of a module of its own."""
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        if name in COMMANDS:
+            return importlib.import_module(f"odyssey.cli.commands.{name}").command
+        return super().get_command(context, name)
+
+    def resolve_command(self, context: click.Context, args: list[str]) -> Any:
+        if args[0] not in COMMANDS and not args[0].startswith("-"):
+            meant = near(args[0], COMMANDS)
+            hint = f"; did you mean {' or '.join(meant)}?" if meant else f"; choose from {', '.join(COMMANDS)}"
+            context.fail(f"No such command '{printable(args[0], limit=60)}'{hint}")
+        return super().resolve_command(context, args)
+
+    def invoke(self, context: click.Context) -> Any:
+        try:
+            return super().invoke(context)
+        except BrokenPipeError as problem:  # click would end with 1, which says that something differs
+            outputs.drop()
+            raise outputs.ReaderGone from problem
+
+
+@click.group(cls=_Commands, context_settings=HELP, invoke_without_command=True)
+@click.option(
+    "--version",
+    "-V",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_print_version,
+    help="Print the version and exit.",
+)
+@click.pass_context
+def group(context: click.Context) -> None:
+    """Train neural nets: Mojo kernels, Python, MPI. The same bits on any number of workers."""
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
+
+
+# -- the way out ------------------------------------------------------------------------------------------------------
+
+
+def main(
+    arguments: Sequence[str] | None = None, prog_name: str = "odyssey", command: click.Command = group
+) -> NoReturn:
+    """Run a command and end the process with its exit code."""
+    outputs.open_streams()
+    sys.exit(_run_command(command, arguments, prog_name))
+
+
+def _run_command(command: click.Command, arguments: Sequence[str] | None, prog_name: str) -> int:
+    try:
+        code = command.main(arguments, prog_name=prog_name, standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except OdysseyError as error:
+        line = printable(f"error: {error}", keep="\n\t" if error.lines else "", limit=LINE)
+        on_all_ranks = error.raised_on_all_ranks
+        return _end(error.exit_code, line, on_all_ranks=on_all_ranks, late=isinstance(error, CollectiveError))
+    except click.ClickException as error:
+        text = printable(" ".join(error.format_message().split()).rstrip("."), limit=LINE)
+        context = getattr(error, "ctx", None)
+        name = context.command_path if context else prog_name
+        return _end(USAGE, f"error: {text} (see `{name} --help`)", on_all_ranks=True)
+    except (click.Abort, KeyboardInterrupt):
+        return _end(INTERRUPTED, "interrupted")
+    except outputs.ReaderGone:
+        return _end(BROKEN_PIPE, None)
+    except Exception as error:
+        if isinstance(error, OSError) and (why := _unwritable(error)):
+            return _end(OutputError.exit_code, f"error: [output] standard output cannot be written: {why}")
+        if isinstance(error, FileNotFoundError) and not files.current_directory():
+            return _end(USAGE, f"error: {files.NO_DIRECTORY}", on_all_ranks=True)
+        import traceback
+
+        text = printable(traceback.format_exc(), keep="\n\t")
+        return _end(DEFECT, printable(f"defect: {type(error).__name__}: {error}", limit=LINE), text=text)
+
+
+def _unwritable(error: OSError) -> str:
+    """Why standard output does not take what it was given; "" if it does, and the error is another's."""
+    at = error.__traceback__
+    while at is not None and at.tb_next is not None:
+        at = at.tb_next
+    if at is None or at.tb_frame.f_code is not click.echo.__code__:  # without a buffer it is there that it fails
+        try:
+            sys.stdout.flush()
+            return ""
+        except OSError as problem:
+            error = problem
+    outputs.drop()
+    return error.strerror or str(error)
+
+
+def _end(code: int, line: str | None, *, text: str = "", on_all_ranks: bool = False, late: bool = False) -> int:
+    """Says what happened and takes the other ranks along, which may be waiting for this one: process/entry.py."""
+    if "odyssey.train.session" in sys.modules:
+        sys.modules["odyssey.train.session"].incomplete()
+    from ..watch import entry
+
+    return entry.end(code, line, text=text, on_all_ranks=on_all_ranks, late=late and not on_all_ranks, world=_world())
+
+
+def _world() -> Any:
+    """All processes of this run, if they have met: an error must then end the others as well."""
+    comm = sys.modules.get("odyssey.comm")
+    return None if comm is None else comm.met()
+
+
+if __name__ == "__main__":
+    main()

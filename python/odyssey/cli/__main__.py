@@ -1,0 +1,5 @@
+"""`python -m odyssey.cli`: the same as the command `odyssey`."""
+
+from . import main
+
+main(prog_name="odyssey")

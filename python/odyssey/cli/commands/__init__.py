@@ -1,0 +1,72 @@
+"""The commands of `odyssey`, each a file with the click command `command`; and what they have in common. See cli.py.
+
+A command's file turns options into calls of the library; anything heavy is imported inside the command.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ...errors import OdysseyError, printable
+
+COMMANDS: tuple[str, ...] = (  # names of modules in this package, as `odyssey --help` lists them
+    "train",
+    "launch",
+    "verify",
+    "top",
+    "inspect",
+    "diff",
+    "replay",
+    "scale",
+    "doctor",
+    "build",
+)
+
+HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
+NAME_LIMIT, PATH_LIMIT = 255, 4095  # bytes of a file's name and of a path, as Linux and macOS have them
+
+
+class File(click.Path):
+    """A path that a file can have: asking for one that is too long would be an OSError wherever it is looked at."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        path = super().convert(value, param, ctx)
+        if len(os.fsencode(path)) > PATH_LIMIT or any(len(os.fsencode(p)) > NAME_LIMIT for p in Path(path).parts):
+            self.fail(f"{printable(str(path), limit=60)!r}: file name too long", param, ctx)
+        return path
+
+
+FILE = File(path_type=Path)
+
+
+def near(word: str, known: Iterable[str]) -> list[str]:
+    """Those of the known words that one may have meant."""
+    import difflib
+
+    return difflib.get_close_matches(word[:60], list(known), 3)
+
+
+def version() -> str:
+    """The installed version."""
+    from importlib import metadata
+
+    try:
+        return metadata.version("odyssey")
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+@contextlib.contextmanager
+def on_all_ranks(kind: type[OdysseyError] = OdysseyError) -> Iterator[None]:
+    """Errors of this kind come from here on every rank alike, so one rank prints them."""
+    try:
+        yield
+    except kind as error:
+        error.raised_on_all_ranks = True
+        raise

@@ -1,0 +1,78 @@
+"""`odyssey build`: kernels compiled before they are needed, folders for machines without the compiler, checks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from . import FILE, HELP
+
+
+@click.command(
+    "build", short_help="Compile the kernels, or make a folder for machines without a compiler.", context_settings=HELP
+)
+@click.option(
+    "--target-cpu",
+    metavar="CPU",
+    help="Compile for this CPU. (default: the features of this machine's; with --output x86-64-v3 on x86)",
+)
+@click.option(
+    "--target",
+    "targets",
+    multiple=True,
+    metavar="GPU",
+    help="Compile for this kind of GPU too, such as sm_90 or gfx942; several times for several. (default: none)",
+)
+@click.option(
+    "--output",
+    type=FILE,
+    metavar="DIR",
+    help="Make a folder for machines without the compiler: kernels, run-time libraries, this package, and a launcher "
+    "DIR/odyssey. ODYSSEY_KERNELS=DIR uses its kernels in another odyssey. (default: into the cache only)",
+)
+@click.option("--with-dependencies", is_flag=True, help="Put click, rich and safetensors into DIR too. (default: off)")
+@click.option("--check-targets", is_flag=True, help="Compile for every supported CPU, keep nothing. (default: off)")
+@click.option("--accelerators", is_flag=True, help="With --check-targets: for the GPUs instead. (default: off)")
+def command(
+    target_cpu: str | None,
+    targets: tuple[str, ...],
+    output: Path | None,
+    with_dependencies: bool,
+    check_targets: bool,
+    accelerators: bool,
+) -> None:
+    """Compile the kernels now, instead of at first use, and print where the library is."""
+    from odyssey.errors import BuildError, ConfigError
+
+    from ...build import library as build
+
+    if check_targets:
+        if target_cpu is not None or output is not None or targets or with_dependencies:
+            raise ConfigError("[build] --check-targets keeps nothing; leave the options other than --accelerators out")
+        from ...build import targets as check
+
+        if accelerators:
+            failures, number = check.check_accelerators(click.echo), len(check.ACCELERATORS)
+        else:
+            failures, number = check.check_cpus(click.echo), len(check.CPUS)
+        if failures:
+            raise BuildError(f"[build] {failures} of {number} targets do not compile; see above")
+        return
+    if accelerators:
+        raise ConfigError("[build] --accelerators belongs to --check-targets; --target sm_90 compiles for one")
+    if output is None:
+        if with_dependencies:
+            raise ConfigError("[build] --with-dependencies belongs to --output DIR")
+        click.echo(build.cached_library(target_cpu))
+        for name in targets:
+            from ...build import gpus
+
+            click.echo(build.cached_library(target_cpu, gpus.canonical(name)))
+        return
+    from ...build.pack import pack
+
+    made = pack(output, target_cpu=target_cpu, accelerators=targets, dependencies=with_dependencies)
+    parts = ", ".join(f"{name} {size / 2**20:.1f}" for name, size in made.sizes.items() if size)
+    click.echo(f"odyssey: {made.bytes / 2**20:.1f} MiB in {made.files} files ({parts})", err=True)
+    click.echo(made.path)

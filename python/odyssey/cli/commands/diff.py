@@ -1,0 +1,75 @@
+"""`odyssey diff RUN_A RUN_B`: the first step in which two runs part, and in what; see odyssey/audit/replay.py."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from . import FILE, HELP
+
+DIFFERENT = 1
+
+
+@click.command("diff", short_help="Find the step where two runs part.", context_settings=HELP)
+@click.argument("run_a", type=FILE)
+@click.argument("run_b", type=FILE)
+@click.option("--json", "json_file", type=FILE, metavar="FILE", help="Write the result. (default: not written)")
+def command(run_a: Path, run_b: Path, json_file: Path | None) -> None:
+    """Compare two runs step by step, by their step logs: cursor, rate, loss, gradients and weights, all bits.
+
+    Names the settings that differ, too. Ends with 0 if all steps that both have are the same, with 1 if not.
+    """
+    from odyssey.errors import DataError
+
+    from ...audit.replay import compare, log_of, settings_that_differ
+    from ...audit.steplog import shown
+    from ...watch import outputs
+    from ...watch.runs import Run
+
+    if json_file is not None:
+        outputs.check(json_file, "--json")
+    logs = [log_of(run) for run in (run_a, run_b)]
+    found = compare(*logs)
+    spans = [f"{name} has steps {log['step'][0]} to {log['step'][-1]}" for name, log in zip("AB", logs, strict=True)]
+    if not found.common:
+        raise DataError(f"[diff] the runs have no step in common: {', '.join(spans)}")
+    described = [Run(run).description.exists() for run in (run_a, run_b)]
+    settings = settings_that_differ(run_a, run_b) if all(described) else {}
+    for name, (a, b) in settings.items():
+        click.echo(f"setting {name}: {_told(a)} in A, {_told(b)} in B")
+    for run, there in zip((run_a, run_b), described, strict=True):
+        if not there:
+            click.echo(f"odyssey: {run} has no run.json; settings are not compared", err=True)
+    for name in found.unknown:
+        click.echo(f"odyssey: no step has a fingerprint of its {name} in both runs; they are not compared", err=True)
+    if found.first is None:
+        ends = {len(log) for log in logs} == {found.common}
+        more = "" if ends else f" ({', '.join(spans)})"
+        click.echo(f"same for all {found.common:,} common steps{more}")
+    else:
+        a, b = found.first
+        step, values = a.step, [shown(r, found.what) for r in (a, b)]
+        click.echo(
+            f"the runs part at step {step:,} of {found.last:,} (epoch {a.epoch + 1}, batch {a.batch + 1}), "
+            f"in the {found.what}: {values[0]} in A, {values[1]} in B"
+        )
+    if json_file is not None:
+        result = {
+            "same": found.same,
+            "common_steps": found.common,
+            "step": found.first and found.first[0].step,
+            "what": found.what,
+            "values": found.first and [shown(r, found.what) for r in found.first],
+            "steps": [[int(log["step"][0]), int(log["step"][-1])] for log in logs],
+            "not_compared": list(found.unknown),
+            "settings": {name: list(pair) for name, pair in settings.items()},
+        }
+        outputs.write_json(json_file, "--json", result)
+    if not found.same:
+        sys.exit(DIFFERENT)
+
+
+def _told(value: str | None) -> str:
+    return "not given" if value is None else value if len(value) <= 100 else value[:97] + "..."

@@ -1,0 +1,126 @@
+"""`odyssey inspect`: what is in a checkpoint, in all checkpoints of a directory or of a run, and whether it is intact.
+
+Reads every byte and compares it with its checksum; loads nothing, needs neither kernels nor MPI.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ...errors import CheckpointError, printable
+from . import FILE, HELP
+
+REFUSED = 65
+_VALUE_LIMIT = 200  # characters of a value that are printed; --json has all
+
+
+@click.command("inspect", short_help="Print and verify checkpoints.", context_settings=HELP)
+@click.argument("path", type=FILE)
+@click.option("--tensors", is_flag=True, help="List the tensors as well.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, with everything.")
+@click.option(
+    "--key-file",
+    type=FILE,
+    envvar="ODYSSEY_CHECKPOINT_KEY_FILE",
+    help="Refuse what is not signed with the key in this file.",
+)
+def command(path: Path, tensors: bool, as_json: bool, key_file: Path | None) -> None:
+    """Print and verify a checkpoint, or all of a checkpoint directory or run.
+
+    Every checksum is compared. Exit code 0: all are valid; 65: one is refused, or there is none.
+    """
+    from ...checkpoints import Refused, Store, read_key
+    from ...checkpoints.manifest import NAME
+    from ...checkpoints.snapshot import step_name
+
+    key = None if key_file is None else read_key(key_file)
+    if (path / NAME).is_file() or not path.is_dir():
+        found = [_look(path, key)]
+    else:
+        folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+        found = [
+            (one.path, None, one.reason) if isinstance(one, Refused) else (folder / step_name(one.step), one, None)
+            for one in Store(folder, owner=False, key=key).verified()
+        ]
+    if as_json:
+        click.echo(json.dumps({"path": str(path), "checkpoints": [_plain(*one) for one in found]}, indent=1))
+    elif not found:
+        click.echo(f"{printable(str(path))}: no checkpoint")
+    else:
+        detailed = len(found) == 1
+        for number, one in enumerate(found):
+            if detailed or tensors:
+                if number:
+                    click.echo()
+                _print(*one, tensors, key is not None)
+            else:
+                click.echo(_line(*one))
+    if not found or any(reason is not None for _, _, reason in found):
+        raise click.exceptions.Exit(REFUSED)
+
+
+def _look(path: Path, key: bytes | None) -> tuple[Path, Any, str | None]:
+    """A checkpoint's manifest, or why it is refused."""
+    from ...checkpoints.reader import verify
+
+    try:
+        return path, verify(path, key, follow=True), None
+    except CheckpointError as problem:
+        return path, None, str(problem)
+
+
+def _line(path: Path, manifest: Any, reason: str | None) -> str:
+    name = printable(os.path.basename(os.path.abspath(path)))
+    if manifest is None:
+        return f"{name}  refused: {reason}"
+    return f"{name}  valid  attempt {manifest.attempt}, {_tensor_count(manifest)} tensors, {_size(manifest.nbytes)}"
+
+
+def _print(path: Path, manifest: Any, reason: str | None, tensors: bool, keyed: bool) -> None:
+    click.echo(_line(path, manifest, reason))
+    if manifest is None:
+        return
+    click.echo(f"  step {manifest.step}")
+    checked = "yes, with this key" if keyed else "yes, not checked: no key is given"
+    click.echo(f"  signed {checked if manifest.signed else 'no'}")
+    for name, value in manifest.values.items():
+        text = json.dumps(value)
+        click.echo(f"  {printable(name)} {text if len(text) <= _VALUE_LIMIT else text[: _VALUE_LIMIT - 4] + ' ...'}")
+    for file in manifest.files:
+        click.echo(f"  {file.name}  {len(file.tensors)} tensors, {_size(file.size)}")
+        for tensor, digest in zip(file.tensors, file.digests, strict=True):
+            if tensors:
+                shape = "x".join(map(str, tensor.shape)) or "scalar"
+                click.echo(f"    {tensor.name}  {tensor.dtype} {shape}  sha256 {digest[:16]}")
+
+
+def _plain(path: Path, manifest: Any, reason: str | None) -> dict[str, Any]:
+    """A checkpoint for --json."""
+    if manifest is None:
+        return {"path": str(path), "valid": False, "reason": reason}
+    files = [
+        {
+            "name": file.name,
+            "bytes": file.size,
+            "tensors": [
+                {"name": one.name, "dtype": one.dtype, "shape": one.shape, "sha256": digest}
+                for one, digest in zip(file.tensors, file.digests, strict=True)
+            ],
+        }
+        for file in manifest.files
+    ]
+    facts = {"step": manifest.step, "attempt": manifest.attempt, "signed": manifest.signed}
+    return {"path": str(path), "valid": True, **facts, "values": manifest.values, "files": files}
+
+
+def _tensor_count(manifest: Any) -> int:
+    return sum(len(file.tensors) for file in manifest.files)
+
+
+def _size(count: int) -> str:
+    return f"{count:,} bytes"

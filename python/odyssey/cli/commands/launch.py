@@ -1,0 +1,102 @@
+"""`odyssey launch`: options become a LaunchConfig; the rest is odyssey.launch."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from . import FILE, HELP, near
+
+
+@click.command(
+    "launch",
+    short_help="Start ranks, and start them again when something fails.",
+    context_settings={**HELP, "ignore_unknown_options": True, "allow_interspersed_args": False},
+)
+@click.option("-n", "--ranks", type=click.IntRange(1), default=1, help="Ranks altogether. (default: 1)")
+@click.option("--run-dir", type=FILE, metavar="RUN", help="The run's directory. (default: runs/DATE-TIME-NAME)")
+@click.option("--hosts", metavar="H1,H2:N", help="Machines, and how many ranks each takes. (default: this one)")
+@click.option("--hostfile", type=FILE, metavar="FILE", help="The same from a file, one a line.")
+@click.option(
+    "--launcher",
+    type=click.Choice(["auto", "mpirun", "srun"]),
+    default="auto",
+    help="What starts ranks. (default: auto: srun in a SLURM allocation, else this environment's mpirun)",
+)
+@click.option("--elastic", metavar="MIN:MAX", help="Ranks the run may go on with. (default: always as many)")
+@click.option("--max-restarts", type=int, default=3, help="Restarts without progress in between. (default: 3)")
+@click.option(
+    "--backoff", type=float, default=1.0, help="Seconds before the second of them, then doubled. (default: 1)"
+)
+@click.option("--grace", type=float, default=30.0, help="Seconds that ranks have to stop on request. (default: 30)")
+@click.option(
+    "--watchdog", type=float, help="Seconds without progress that mean a hung rank. (default: the ranks' own)"
+)
+@click.option("--env", multiple=True, metavar="NAME", help="A variable that ranks get too; may be repeated.")
+@click.option("--bind-if", metavar="IF", help="Network interface for MPI. (default: MPI's choice)")
+@click.option("--allow-root", is_flag=True, help="Start as root although others work on this machine.")
+@click.argument("script", metavar="SCRIPT.py|-m MODULE|PROGRAM|train")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@click.pass_context
+def command(
+    context: click.Context,
+    ranks: int,
+    hosts: str | None,
+    hostfile: Path | None,
+    elastic: str | None,
+    script: str,
+    arguments: tuple[str, ...],
+    **given: Any,
+) -> None:
+    """Start ranks of a script and keep the run going: restart after a failure, stop on request with a checkpoint.
+
+    `odyssey launch -n 4 train --epochs 8` trains with four ranks; `odyssey launch -n 4 script.py`, `-m package.module`,
+    `python script.py` and `./program` start others, with or without "--" before them. The same command with the same
+    --run-dir goes on with a run that was stopped. Exit codes: 0 complete, 75 stopped on request, 69 given up, else that
+    of the rank that failed.
+    """
+    from odyssey.errors import ConfigError
+    from odyssey.launch import DistributedLauncher, LaunchConfig
+    from odyssey.launch.config import parse_elastic
+    from odyssey.launch.hosts import parse_hostfile, parse_hosts
+    from odyssey.launch.starting import plain
+
+    if script.startswith("-") and script != "-m":
+        known = [name for option in command.params for name in option.opts if name.startswith("--")]
+        raise click.NoSuchOption(script, possibilities=near(script.partition("=")[0], known), ctx=context)
+    script, *rest = plain([script, *arguments])
+    if script == "train":
+        _check_configuration(tuple(rest))
+    if hosts is not None and hostfile is not None:
+        raise ConfigError("[launch] --hosts and --hostfile are both given; give one")
+    machines = parse_hosts(hosts) if hosts is not None else parse_hostfile(hostfile) if hostfile is not None else ()
+    config = LaunchConfig(
+        nproc_per_node=ranks,
+        hosts=machines,
+        elastic=None if elastic is None else parse_elastic(elastic),
+        **given,
+    )
+    sys.exit(DistributedLauncher(config).launch(script, *rest))
+
+
+def _check_configuration(words: tuple[str, ...]) -> None:
+    """Refuses a configuration file of `train` that says what only this command can do."""
+    from odyssey.errors import ConfigError
+
+    from ..configfile import read_config
+    from . import train
+
+    files = [following for word, following in itertools.pairwise(words) if word == "--config"]
+    files += [word.removeprefix("--config=") for word in words if word.startswith("--config=")]
+    for path in files:
+        given = read_config(Path(path), train.command.params)
+        for name, option in (("ranks", "-n"), ("run_dir", "--run-dir")):
+            if name in given:
+                raise ConfigError(
+                    f"[launch] {path} has {name.replace('_', '-')}, which is too late for ranks that are started; give "
+                    f"`odyssey launch {option}` and take it out, or use `odyssey train --config`"
+                )

@@ -1,0 +1,93 @@
+"""`odyssey replay RUN --step N`: a logged step of a run taken again, alone; see odyssey/audit/replay.py."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from . import FILE, HELP
+
+DIFFERENT = 1
+
+
+@click.command("replay", short_help="Take a step of a run again and compare its bits.", context_settings=HELP)
+@click.argument("run", type=FILE)
+@click.option("--step", type=int, required=True, help="Which step, counted from 1, as the step log counts them.")
+@click.option("--ranks", type=int, help="On how many ranks, each with the whole model. (default: 1)")
+@click.option("--layout", metavar="LAYOUT", help='On another layout, e.g. "pp=2,dp=2"; as in odyssey verify.')
+@click.option(
+    "--save", type=FILE, metavar="FILE.safetensors", help="Write the step's gradients and the weights after it."
+)
+@click.option(
+    "--launcher", metavar="WORDS", help="What starts ranks. (default: 'mpirun -n {ranks}', that of this environment)"
+)
+@click.option("--json", "json_file", type=FILE, metavar="FILE", help="Write the result. (default: not written)")
+def command(
+    run: Path,
+    step: int,
+    ranks: int | None,
+    layout: str | None,
+    save: Path | None,
+    launcher: str | None,
+    json_file: Path | None,
+) -> None:
+    """Take a step of a run again, from the newest checkpoint before it, and compare all bits with the run's log.
+
+    It runs the command that stands in RUN/run.json: replay only runs that you trust. Nothing is written in RUN.
+    Ends with 0 if loss, gradients and weights have the same bits, with 1 if not.
+    """
+    from odyssey.errors import ConfigError
+
+    from ...audit.replay import COMPARED, replay
+    from ...audit.steplog import UNKNOWN, shown
+    from ...watch import outputs
+
+    if step < 1:
+        raise ConfigError(f"[replay] --step is {step}; 1 or more is allowed")
+    if ranks is not None and layout is not None:
+        raise ConfigError("[replay] --ranks and --layout are given; give one")
+    if ranks is not None and ranks < 1:
+        raise ConfigError(f"[replay] --ranks is {ranks}; 1 or more is allowed")
+    for path, option in ((save, "--save"), (json_file, "--json")):
+        if path is not None:
+            outputs.check(path, option)
+    result = replay(
+        run,
+        step,
+        layout or f"dp={ranks or 1}",
+        save=save,
+        launcher=launcher,
+        tell=lambda line: click.echo(f"odyssey: {line}", err=True),
+    )
+    rows = [(what, shown(result.logged, what), shown(result.replayed, what)) for what in COMPARED]
+    for what, logged, replayed in rows:
+        if UNKNOWN in (logged, replayed):
+            said = f"{UNKNOWN} in the {'log' if logged == UNKNOWN else 'replay'}: not compared"
+        else:
+            said = f"{logged}  same" if logged == replayed else f"{logged} in the log, {replayed} now  DIFFERS"
+        click.echo(f"{what:10}{said}")
+    first, start, n = result.comparison.first, result.checkpoint or "the beginning", result.comparison.common
+    if first is None:
+        click.echo(f"step {step}: same bits, in all {n} step{'s' if n > 1 else ''} from {start}")
+    elif first[0].step < step:
+        click.echo(f"step {step}: DIFFERS, as does step {first[0].step}, the first that differs from {start} on")
+    else:
+        before = f"; the {n - 1} before it, from {start} on, are the same" if n > 1 else ""
+        click.echo(f"step {step}: DIFFERS{before}")
+    if json_file is not None:
+        found = {
+            "run": str(run),
+            "step": step,
+            "same": result.same,
+            "differing": list(result.differing),
+            "values": {what: {"logged": logged, "replayed": replayed} for what, logged, replayed in rows},
+            "first_different_step": first and first[0].step,
+            "steps": result.comparison.common,
+            "checkpoint": result.checkpoint,
+            "ranks": result.ranks,
+        }
+        outputs.write_json(json_file, "--json", found)
+    if not result.same:
+        sys.exit(DIFFERENT)

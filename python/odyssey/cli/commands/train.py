@@ -1,0 +1,305 @@
+"""`odyssey train`: its options, and a run of training as they say.
+
+What it is not: a place for training logic. Anything that is done here can be done from Python with the same objects.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from odyssey.errors import ConfigError
+
+from ...core.settings import (
+    DATA,
+    OUTPUT,
+    REPLAY,
+    SECTIONS,
+    Command,
+    Setting,
+    Settings,
+    Training,
+    check,
+    declared,
+    option,
+    settings,
+)
+from ...watch import launcher as launchers
+from ...watch import outputs, runs
+from ..configfile import read_config
+from . import FILE, HELP, on_all_ranks, version
+
+
+def _load_config(context: click.Context, _: click.Parameter, path: Path | None) -> None:
+    if path is not None:
+        context.default_map = read_config(path, context.command.params)
+        if runs.ATTEMPT in os.environ:  # what is the launcher's it has read already, here or on its command line
+            for name in ("ranks", "run_dir"):
+                context.default_map.pop(name, None)
+
+
+def _option(s: Setting) -> click.Option:
+    """The option of a setting."""
+    kind = click.Choice(s.choices) if s.choices else FILE if s.kind is Path else s.kind
+    files = ("FILE", "DIR")[s.name.endswith("_dir")] if s.kind is Path else None
+    more: dict[str, Any] = {"is_flag": True} if s.kind is bool else {"type": kind, "metavar": s.metavar or files}
+    return click.Option([s.name, *(s.flags or (option(s.name),))], default=s.default, help=s.help_text(option), **more)
+
+
+CONFIG = click.Option(
+    ["--config"],
+    type=FILE,
+    is_eager=True,
+    expose_value=False,
+    callback=_load_config,
+    metavar="FILE.toml",
+    help="Read options from a TOML file; the command line goes before it. (default: none)",
+)
+
+
+class _Sectioned(click.Command):
+    """A command whose help lists its options under headings."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        of = {"config": DATA, **{name: s.section for name, s in declared(Command).items()}}
+        for section in (*SECTIONS, "Other"):
+            options = [o for o in self.get_params(ctx) if of.get(str(o.name), "Other") == section]
+            with formatter.section(section):
+                formatter.write_dl([row for row in (o.get_help_record(ctx) for o in options) if row])
+
+
+@click.pass_context
+def _command(
+    context: click.Context,
+    verbose: bool,
+    batch_size: int | None,
+    ranks: int | None,
+    **given: Any,
+) -> None:
+    """Train a network and print one line of results.
+
+    Under mpirun or srun the processes train together: mpirun -n 4 odyssey train. To start them, and to start them again
+    when something fails: odyssey launch -n 4 train
+    """
+    with on_all_ranks():
+        if given["no_progress"] and verbose:
+            raise ConfigError("[train] --quiet and --verbose are both given; leave one out")
+        check(Command, {"batch_size": batch_size, "ranks": ranks}, option)
+        if batch_size is not None:
+            given["global_batch_size"] = _one_batch_size(context, batch_size, ranks, given["num_gpus"])
+        made = settings(given)
+        if ranks is not None and launchers.launched() is not None:
+            raise ConfigError(
+                f"[train] --ranks {ranks} is given, but the ranks were started already; leave out --ranks, or mpirun"
+            )
+    if ranks is None:
+        run(made, verbose=verbose)
+        return
+    from odyssey.launch import DistributedLauncher, LaunchConfig
+
+    gc.enable()
+    config = LaunchConfig(nproc_per_node=ranks, run_dir=made.run_dir, max_restarts=3, watchdog=made.watchdog)
+    words = without(sys.argv[1:], {"--ranks": 1, "--run-dir": 1, "--watchdog": 1})
+    sys.exit(DistributedLauncher(config).launch("train", *(words[1:] if words[:1] == ["train"] else words)))
+
+
+command = _Sectioned(
+    "train",
+    callback=_command,
+    params=[CONFIG, *(_option(s) for s in declared(Command).values() if s.option)],
+    help=_command.__doc__,
+    short_help="Train a network.",
+    context_settings=HELP,
+)
+
+
+def _one_batch_size(context: click.Context, size: int, ranks: int | None, workers: int | None) -> int:
+    """--batch-size as the global one, if it can mean nothing else."""
+    source = context.get_parameter_source("global_batch_size")
+    if source not in (None, click.core.ParameterSource.DEFAULT):
+        raise ConfigError("[train] --batch-size and --global-batch-size are both given; leave out --batch-size")
+    started = launchers.launched()
+    count = (ranks or (started.size if started else 1)) * (workers or 1)
+    if count > 1:
+        raise ConfigError(
+            f"[train] --batch-size {size} on {count} workers is not clear; give --global-batch-size {count * size} "
+            f"({size} samples on each) or --global-batch-size {size} (over all of them)"
+        )
+    return size
+
+
+def without(words: Sequence[str], options: dict[str, int]) -> list[str]:
+    """Words of a command line without some options, given as "--option value" or "--option=value"."""
+    left, skip = [], 0
+    for word in words:
+        if skip:
+            skip -= 1
+        elif word in options:
+            skip = options[word]
+        elif word.split("=")[0] not in options:
+            left.append(word)
+    return left
+
+
+# --- the run ---------------------------------------------------------------------------------------------------------
+
+
+def run(made: Settings, *, verbose: bool = False) -> None:
+    """Train as the settings say: print one summary line and write the files that were asked for."""
+    if made.watchdog is not None:
+        os.environ["ODYSSEY_WATCHDOG"] = f"{made.watchdog:g}"
+    again = os.environ.get(REPLAY)
+    if made.run_dir is not None and not again:
+        os.environ[runs.RUN_DIR] = os.path.realpath(made.run_dir)
+    from ...watch import limits
+
+    limits.before_mpi(launchers.launched())  # also before NumPy, which needs memory as well
+    from odyssey.comm.cores import default_threads
+    from odyssey.parallel.mesh import Mesh
+
+    from ... import comm
+    from ...audit import verify
+    from ...train import preflight
+
+    world = comm.world(backend="auto")
+    first = world.rank == 0
+    with on_all_ranks():
+        threads = made.threads or default_threads(world.local_size)
+        warnings = preflight.at_start(world, dataclasses.asdict(made), threads=threads)
+        mesh = Mesh(made.dp, made.pp, made.tp)
+        if verify.Trace.current() is None and not again:  # else the layout is not that of the options
+            mesh = mesh.fit(world.size)
+    if first:
+        for path, name in ((made.save_weights, "--save-weights"), (made.json, "--json")):
+            if path is not None:
+                outputs.check(path, name)
+        if made.run_dir is not None and not again:
+            words = sys.argv[2:] if sys.argv[1:2] == ["train"] else sys.argv[1:]
+            runs.begin(runs.Run.current(), [sys.executable, "-m", "odyssey.train", *words])
+
+    from odyssey import data, nn, optim
+
+    from ...train.progress import make
+    from ...train.trainer import DistributedTrainer, write_weights
+
+    train_set = data.load(made.dataset, train=True, data_dir=made.data_dir)
+    micro = made.global_batch_size // made.accumulation_steps
+    loader = data.DataLoader(train_set, batch_size=micro, shuffle=True, seed=made.seed)
+    validation = None
+    if made.evaluate:
+        test_set = data.load(made.dataset, train=False, data_dir=made.data_dir)
+        validation = data.DataLoader(test_set, batch_size=1024)
+    with on_all_ranks():
+        epochs, total = made.length(-(-len(loader) // made.accumulation_steps))
+        schedule = optim.schedule(made.schedule, total_steps=total, warmup_steps=made.warmup(total))
+        model = nn.models.build(
+            made.model, sample_shape=train_set.sample_shape, classes=train_set.classes, seed=made.seed
+        )
+        if made.optimizer == "sgd":
+            optimizer = optim.SGD(
+                lr=made.lr, momentum=made.momentum, nesterov=made.nesterov, weight_decay=made.weight_decay
+            )
+        else:
+            kind = optim.Adam if made.optimizer == "adam" else optim.AdamW
+            optimizer = kind(lr=made.lr, weight_decay=made.weight_decay)
+    progress = make(made.no_progress, sys.stderr) if first else None
+    with on_all_ranks(ConfigError):
+        trainer = DistributedTrainer(
+            model=model,
+            optimizer=optimizer,
+            comm=world,
+            mesh=mesh,
+            schedule=schedule,
+            progress=progress,
+            **{name: getattr(made, name) for name in declared(Training)},
+        )
+    if first and not made.no_progress:
+        for warning in warnings:
+            print(f"odyssey: {warning}", file=sys.stderr, flush=True)
+    if first and world.size > 1 and not made.no_progress:
+        print(f"odyssey: {world.size} ranks as {trainer.mesh}; {world.why}", file=sys.stderr, flush=True)
+    if first and verbose:
+        for name, value in dataclasses.asdict(made).items():
+            if value is not None:
+                print(f"odyssey: {name.replace('_', '-')} = {value}", file=sys.stderr)
+        print(
+            f"odyssey: ranks {world.size}, mesh {trainer.mesh}, workers {trainer.workers}, device {trainer.device}, "
+            f"threads {trainer.threads} of each rank; {world.why}",
+            file=sys.stderr,
+            flush=True,
+        )
+    if first and trainer.notice:
+        print(f"odyssey: {trainer.notice}", file=sys.stderr, flush=True)
+    gc.freeze()
+    gc.enable()  # train.py has turned it off
+    try:
+        history = trainer.fit(
+            loader,
+            validation,
+            epochs=epochs,
+            steps=made.steps,
+            checkpoint_dir=made.checkpoint_dir,
+            checkpoint_every=made.checkpoint_every,
+            keep=made.keep,
+            resume=made.resume,
+            allow_nondeterministic_data=made.allow_nondeterministic_data,
+        )
+    finally:
+        if progress is not None:
+            progress.end()
+    weights = trainer.weights_sha256()
+    state = None if made.save_weights is None else trainer.state_dict()  # ranks may have parts: all take part
+    if first:
+        if state is not None:
+            outputs.write(made.save_weights, "--save-weights", lambda file: write_weights(file, state))
+        if made.json is not None:
+            outputs.write_json(made.json, "--json", _report(made, world, trainer, history, weights))
+        outputs.say(summary(history, weights))
+
+
+def _report(made: Settings, world: Any, trainer: Any, history: Any, weights: str) -> dict[str, Any]:
+    """What `--json` writes."""
+    asked = {n: getattr(made, n) for n, s in declared(Settings).items() if s.kind is not Path and s.section != OUTPUT}
+    return {
+        **asked,
+        "test_accuracy": history.test_accuracy if made.evaluate else None,
+        "test_loss": history.test_loss if made.evaluate else None,
+        "train_loss": history.train_loss,
+        "steps": history.steps,
+        "epochs": len(history.records),
+        "samples_per_second": history.samples_per_second,
+        "seconds": history.seconds,
+        "world_size": world.size,
+        "workers": trainer.workers,
+        "threads": trainer.threads,
+        "device": trainer.device,
+        "shard_size": trainer.shard_size,
+        "weights_sha256": weights,
+        "bytes_per_step": history.bytes_per_step,
+        "bytes_per_step_uncompressed": history.bytes_per_step_uncompressed,
+        "mesh": {"dp": trainer.mesh.dp, "pp": trainer.mesh.pp, "tp": trainer.mesh.tp},
+        "memory_bytes": trainer.memory(),
+        "loss_scale": trainer.scaler.value,
+        "skipped_steps": trainer.scaler.skipped,
+        "version": version(),
+        "history": history.records,
+    }
+
+
+def summary(history: Any, weights: str) -> str:
+    """The last line of a run."""
+    from ...train.progress import traffic
+
+    parts = [f"train loss {history.train_loss:.4f}", f"{history.steps} steps"]
+    if history.test_accuracy is not None:
+        parts.insert(0, f"test accuracy {100 * history.test_accuracy:.2f} %")
+    parts += traffic(history.bytes_per_step, history.bytes_per_step_uncompressed)
+    parts += [f"{history.samples_per_second:,.0f} samples/s", f"{history.seconds:.1f} s", f"weights {weights[:16]}"]
+    return "  ".join(parts)

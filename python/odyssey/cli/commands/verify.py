@@ -1,0 +1,84 @@
+"""`odyssey verify`: the call of odyssey.audit.verify, with what it found printed."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from odyssey.errors import ConfigError
+
+from ...watch import launcher as launchers
+from ...watch import outputs
+from . import FILE, HELP, on_all_ranks
+
+DIFFERENT = 1
+
+
+@click.command(
+    "verify",
+    short_help="Compare the bits of layouts with those of one process.",
+    context_settings={**HELP, "ignore_unknown_options": True},
+)
+@click.option(
+    "--layouts",
+    "-l",
+    multiple=True,
+    required=True,
+    metavar="LAYOUT",
+    help='What to compare, e.g. "dp=4" "pp=2,dp=2,schedule=gpipe" "tp=2" "dp=2,zero=3"; several may follow one option.',
+)
+@click.option("--steps", type=int, default=5, help="Optimizer steps to compare. (default: 5)")
+@click.option("--script", type=FILE, help="A script that uses DistributedTrainer, instead of odyssey train.")
+@click.option(
+    "--launcher", metavar="WORDS", help="What starts ranks. (default: 'mpirun -n {ranks}', that of this environment)"
+)
+@click.option("--json", "json_file", type=FILE, metavar="FILE", help="Write the results. (default: not written)")
+@click.argument("rest", nargs=-1, metavar="[OPTIONS OF TRAIN OR OF THE SCRIPT]...", type=click.UNPROCESSED)
+def command(
+    layouts: tuple[str, ...],
+    steps: int,
+    script: Path | None,
+    launcher: str | None,
+    json_file: Path | None,
+    rest: tuple[str, ...],
+) -> None:
+    """Train on one process and on each layout, and compare every bit after every step.
+
+    Options that are not listed here are those of `odyssey train` (--model, --global-batch-size, ...), or the script's.
+    Ends with 0 if all layouts gave the same bits, with 1 if one did not.
+    """
+    from ...audit.verify import Verifier
+
+    found = launchers.launched()
+    if found is not None and found.size > 1:
+        with on_all_ranks():
+            raise ConfigError("[verify] it starts the ranks of each layout itself; run it without mpirun or srun")
+    layouts, rest = _layouts(layouts, rest)
+    if steps < 1:
+        raise ConfigError(f"[verify] --steps is {steps}; 1 or more is allowed")
+    if json_file is not None:
+        outputs.check(json_file, "--json")
+    words = [sys.executable, *(["-m", "odyssey.train", "--no-progress"] if script is None else [str(script)]), *rest]
+    width = max(len(text) for text in layouts)
+    results = Verifier(words, steps, launcher)(
+        layouts,
+        lambda result: click.echo(
+            f"{result.layout:{width}}  {result.ranks} rank{'s' if result.ranks > 1 else ' '}  {result}"
+        ),
+    )
+    same = sum(result.same for result in results)
+    click.echo(f"{same} of {len(results)} layouts give the bits of one process")
+    if json_file is not None:
+        outputs.write_json(json_file, "--json", {"command": words[1:], "results": [r.json() for r in results]})
+    if same < len(results):
+        sys.exit(DIFFERENT)
+
+
+def _layouts(given: tuple[str, ...], rest: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Layouts that follow the option's first one without repeating it are among the arguments: "key=value" words."""
+    from ...audit.verify import KEYS
+
+    more = tuple(word for word in rest if word.split("=")[0] in KEYS and "=" in word)
+    return given + more, tuple(word for word in rest if word not in more)

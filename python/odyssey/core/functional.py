@@ -1,0 +1,508 @@
+"""The ops: for each a shape rule, the record of its forward kernel, and the records of its backward.
+
+Letters as in mojo/kernels/lanes.mojo: G groups of samples, C, H, W input channels, height, width, K output channels,
+R, T kernel, S stride, I, O features of a linear layer, F features of anything.
+
+Gradients of parameters are added to the parameter's `grad` by the kernels; gradients of activations are new tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ..errors import ConfigError, DeviceError, ShapeError
+from . import native
+from .placement import Device
+from .placement import device as place_of
+from .program import Block, Memory, Recorder, ShardEager, current
+from .tensor import Tensor, apart, attach, empty, in_checkpoint, layout_of, make, new_like, to_lanes
+from .tensor import to_rows as to_rows
+
+# --- layouts -----------------------------------------------------------------------------
+
+
+def batched(x: Tensor) -> Tensor:
+    """The same samples in the layout that a batch of this size is computed in. Raises ShapeError for an empty batch, or
+    what is no tensor."""
+    if not isinstance(x, Tensor):
+        raise ShapeError(f"[tensor] a layer is called with a {type(x).__name__}; give it a Tensor, such as Tensor(x)")
+    if x.size == 0:
+        raise ShapeError(f"[tensor] shape {x.shape} has no samples; the first axis is the batch and must not be empty")
+    return to_lanes(x) if x.ndim < 1 or layout_of(x.shape[0]) == "lanes" else x
+
+
+def reshape(x: Tensor, *shape: int) -> Tensor:
+    """The same numbers in another shape; in lanes the batch axis stays. One size may be -1."""
+    given = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
+    known = math.prod(s for s in given if s != -1)
+    new = tuple(x.size // max(known, 1) if s == -1 else s for s in given)
+    if min(new, default=1) < 0 or math.prod(new) != x.size or (x.layout == "lanes" and new[0] != x.shape[0]):
+        raise ShapeError(f"[reshape] {x.shape} cannot become {given}")
+    y = make(x.memory, new, x.layout, x.dtype)
+    return attach(y, (x,), lambda dy: (make(dy.memory, x.shape, dy.layout),))
+
+
+def flatten(x: Tensor) -> Tensor:
+    """(N, ...) to (N, F). No copy."""
+    return reshape(x, x.shape[0], x.features)
+
+
+def to(x: Tensor, device: int | str | Device) -> Tensor:
+    """The same values on another place (placement.device); x itself if it is there. The gradient goes the way back."""
+    where = place_of(device)
+    if where == x.device:
+        return x
+    if in_checkpoint():
+        raise DeviceError(
+            f"[to] a checkpoint goes from {x.device} to {where}; it must stay on one place: end it before .to({where})"
+        )
+
+    def moved(v: Tensor) -> Tensor:
+        y = make(current().alloc(max(4 * v.floats, 16)), v.shape, v.layout, v.dtype)
+        current().emit("copy", y.memory, v.memory, v.floats)
+        return y
+
+    return attach(moved(x), (x,), lambda dy: (moved(dy),), where)
+
+
+# --- arithmetic -----------------------------------------------------------------------------
+
+
+def _same(name: str, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    if a.shape != b.shape:
+        raise ShapeError(f"[{name}] shapes {a.shape} and {b.shape} differ; they must be equal (nothing is broadcast)")
+    return (a, b) if a.layout == b.layout else (to_lanes(a), to_lanes(b))
+
+
+def add(a: Tensor, b: Tensor | float) -> Tensor:
+    """a + b, of equal shapes, or with a number."""
+    if not isinstance(b, Tensor):
+        value, b = float(b), empty(a.shape, a.layout)
+        b.device = a.device
+        current().emit("fill", b.memory, value, b.floats)
+    a, b = _same("add", a, b)
+    y = empty(a.shape, a.layout)
+    current().emit("add", y.memory, a.memory, b.memory, y.floats)
+    return attach(y, (a, b), lambda dy: (dy, dy))
+
+
+def multiply(a: Tensor, b: Tensor | float) -> Tensor:
+    """a * b, of equal shapes, or with a number."""
+    if not isinstance(b, Tensor):
+        return scale(a, float(b))
+    a, b = _same("multiply", a, b)
+    y = empty(a.shape, a.layout)
+    current().emit("multiply", y.memory, a.memory, b.memory, y.floats)
+    return attach(y, (a, b), lambda dy: (multiply(dy, b), multiply(dy, a)))
+
+
+def scale(x: Tensor, factor: float) -> Tensor:
+    """x * factor."""
+    y = empty(x.shape, x.layout)
+    current().emit("scale", y.memory, x.memory, float(factor), y.floats)
+    return attach(y, (x,), lambda dy: (scale(dy, factor),))
+
+
+def sum(x: Tensor) -> Tensor:
+    """The sum of all elements, of shape ()."""
+    executor = current()
+    if isinstance(executor, (Recorder, ShardEager)) and (x.ndim < 1 or x.shape[0] != executor.samples):
+        raise ConfigError(
+            f"[sum] in a trainer only values of samples can be summed, of shape ({executor.samples}, ...), "
+            f"not {x.shape}; for a penalty on weights use the optimizer's weight_decay"
+        )
+    x = batched(x)
+    n = -1 if executor.shard else x.shape[0]  # -1: the samples that the shard really has
+    y = empty(())
+    current().emit("sum_lanes", y.memory, x.memory, n, x.groups, x.features, layout=x.layout)
+
+    def backward(dy: Tensor) -> tuple[Tensor]:
+        dx = new_like(x, empty(x.shape, x.layout).memory)
+        current().emit("sum_lanes_backward", dx.memory, dy.memory, n, x.groups, x.features, layout=x.layout)
+        return (dx,)
+
+    return attach(y, (x,), backward)
+
+
+def mean(x: Tensor) -> Tensor:
+    """The mean of all elements, of shape ()."""
+    return mean_over_samples(scale(sum(x), 1.0 / max(x.features, 1)), x.shape[0])
+
+
+def mean_over_samples(total: Tensor, samples: int) -> Tensor:
+    """A sum over samples as a mean.
+
+    The one rule about means: inside a trainer this is the sum itself. Shard gradients are sums over samples, and the
+    whole is divided once, by the samples of the global batch.
+    """
+    return total if current().shard else scale(total, 1.0 / samples)
+
+
+# --- layers -----------------------------------------------------------------------------------
+
+
+def _grad_memory(name: str, p: Tensor | None, size: int = 0) -> Memory:
+    """Where the kernel adds the gradient of a weight or bias; scratch memory if nobody wants it."""
+    if p is None or not p.requires_grad:
+        return current().alloc(4 * (size if p is None else p.size))
+    if p.node is not None:
+        raise ShapeError(f"[{name}] the weight is the result of another op; it must be a parameter")
+    if p.grad is None:
+        p.grad = make(Block(native.aligned(p.shape)), p.shape)
+    return p.grad.memory
+
+
+def _check_bias(name: str, b: Tensor | None, weight: Tensor) -> None:
+    if b is not None and b.shape != weight.shape[:1]:
+        raise ShapeError(f"[{name}] bias of shape {b.shape} for weight {weight.shape}; it must be {weight.shape[:1]}")
+
+
+def _bias(b: Tensor | None, size: int) -> Memory:
+    return Block(native.aligned(size)) if b is None else b.memory
+
+
+def _precision() -> str:
+    """What the products called now round their operands to."""
+    executor = current()
+    if executor.precision == "tf32" and not executor.gpu:
+        raise ConfigError("[precision] tf32 products are a GPU's; use fp32 or bf16, or train on a GPU")
+    return executor.precision
+
+
+def _pair(v: int | tuple[int, int]) -> tuple[int, int]:
+    return (v, v) if isinstance(v, int) else (v[0], v[1])
+
+
+def pad2d(x: Tensor, padding: int | tuple[int, int]) -> Tensor:
+    """(N, C, H, W) in a frame of zeros, `padding` high and wide."""
+    ph, pw = _pair(padding)
+    if ph < 0 or pw < 0 or x.ndim != 4:
+        raise ShapeError(f"[pad2d] padding {padding} of shape {x.shape}; give 0 or more, and a tensor of (N, C, H, W)")
+    if ph == pw == 0:
+        return x
+    x = batched(x)
+    n, c, h, w = x.shape
+    y = empty((n, c, h + 2 * ph, w + 2 * pw), x.layout)
+    current().emit("pad_forward", y.memory, x.memory, x.groups * c, h, w, ph, pw, layout=x.layout)
+
+    def backward(dy: Tensor) -> tuple[Tensor]:
+        dx = empty(x.shape, x.layout)
+        current().emit("pad_backward", dx.memory, dy.memory, x.groups * c, h, w, ph, pw, layout=x.layout)
+        return (dx,)
+
+    return attach(y, (x,), backward)
+
+
+def conv2d(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: int = 1, padding: int | tuple[int, int] = 0
+) -> Tensor:
+    """Cross-correlation of x (N, C, H, W) with weight (K, C, R, T), plus bias (K).
+
+    Returns:
+        (N, K, P, Q) with P = (H + 2 padding - R) / stride + 1.
+
+    Raises:
+        ShapeError: the channels differ, or the kernel is larger than the padded input.
+    """
+    if x.ndim != 4 or weight.ndim != 4 or x.shape[1] != weight.shape[1]:
+        raise ShapeError(
+            f"[conv2d] input {x.shape} and weight {weight.shape}; they must be (N, C, H, W) and (K, C, R, T) "
+            "with the same C"
+        )
+    if stride < 1:
+        raise ShapeError(f"[conv2d] stride is {stride}; it must be at least 1")
+    _check_bias("conv2d", bias, weight)
+    x = batched(pad2d(x, padding))
+    n, c, h, w = x.shape
+    k, _, r, t = weight.shape
+    if r > h or t > w:
+        raise ShapeError(f"[conv2d] a kernel of {r} x {t} does not fit an input of {h} x {w}; add padding")
+    y = empty((n, k, (h - r) // stride + 1, (w - t) // stride + 1), x.layout)
+    sizes = (x.groups, c, h, w, k, r, t, stride)
+    # One channel fills half of a pair; packing would cost what is left to gain (docs/precision.md).
+    how = {"layout": x.layout, "dtype": _precision() if c > 1 else "fp32"}
+    current().emit("conv2d_forward", y.memory, x.memory, weight.memory, _bias(bias, k), *sizes, 0, **how)
+
+    def backward(dy: Tensor) -> tuple[Tensor | None, ...]:
+        if weight.requires_grad or (bias is not None and bias.requires_grad):
+            db = _grad_memory("conv2d", bias, k)
+            dw = _grad_memory("conv2d", weight)
+            current().emit("conv2d_backward_weight", dw, db, dy.memory, x.memory, *sizes, **how)
+        if not x.requires_grad:
+            return (None, None, None)
+        dx = empty(x.shape, x.layout)
+        current().emit("conv2d_backward_input", dx.memory, dy.memory, weight.memory, *sizes, **how)
+        return (dx, None, None)
+
+    return attach(y, (x, weight, weight if bias is None else bias), backward)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x (N, I) times weight (O, I) transposed, plus bias (O): (N, O)."""
+    if x.ndim != 2 or weight.ndim != 2 or x.shape[1] != weight.shape[1]:
+        raise ShapeError(
+            f"[linear] input {x.shape} and weight {weight.shape}; they must be (N, I) and (O, I) with the same I"
+        )
+    _check_bias("linear", bias, weight)
+    x = batched(x)
+    (o, i), g = weight.shape, x.groups
+    y = empty((x.shape[0], o), x.layout)
+    how = {"layout": x.layout, "dtype": _precision()}
+    current().emit("linear_forward", y.memory, x.memory, weight.memory, _bias(bias, o), g, i, o, 0, **how)
+
+    def backward(dy: Tensor) -> tuple[Tensor | None, ...]:
+        if weight.requires_grad or (bias is not None and bias.requires_grad):
+            db = _grad_memory("linear", bias, o)
+            dw = _grad_memory("linear", weight)
+            current().emit("linear_backward_weight", dw, db, dy.memory, x.memory, g, i, o, **how)
+        if not x.requires_grad:
+            return (None, None, None)
+        dx = empty(x.shape, x.layout)
+        current().emit("linear_backward_input", dx.memory, dy.memory, weight.memory, g, i, o, **how)
+        return (dx, None, None)
+
+    return attach(y, (x, weight, weight if bias is None else bias), backward)
+
+
+def _pool_sizes(name: str, x: Tensor, kernel: Any, stride: int | None) -> tuple[int, ...]:
+    r, t = _pair(kernel)
+    s = r if stride is None else stride
+    if r < 1 or t < 1 or s < 1:
+        raise ShapeError(f"[{name}] a window of {r} x {t} at stride {s}; all must be at least 1")
+    if x.ndim != 4 or r > x.shape[2] or t > x.shape[3]:
+        raise ShapeError(f"[{name}] a window of {r} x {t} does not fit an input of shape {x.shape}, (N, C, H, W)")
+    if stride is None and r != t:
+        raise ShapeError(f"[{name}] a window of {r} x {t} needs a stride; give one")
+    return (x.shape[2], x.shape[3], r, t, s)
+
+
+def max_pool2d(x: Tensor, kernel_size: int | tuple[int, int], stride: int | None = None) -> Tensor:
+    """Largest value of each window of x (N, C, H, W), of at most 256 places; stride = kernel_size unless given."""
+    x = batched(x)
+    sizes = _pool_sizes("max_pool2d", x, kernel_size, stride)
+    h, w, r, t, s = sizes
+    if r * t > 256:
+        raise ShapeError(f"[max_pool2d] a window of {r} x {t} has {r * t} places; at most 256 are supported")
+    y = empty((*x.shape[:2], (h - r) // s + 1, (w - t) // s + 1), x.layout)
+    argmax, saved = current().alloc(y.floats), y.memory
+    planes = x.groups * x.shape[1]
+    current().emit("maxpool_forward", y.memory, argmax, x.memory, planes, *sizes, layout=x.layout)
+
+    def backward(dy: Tensor) -> tuple[Tensor]:
+        dx = empty(x.shape, x.layout)
+        current().emit("maxpool_backward", dx.memory, dy.memory, argmax, saved, planes, *sizes, 0, layout=x.layout)
+        return (dx,)
+
+    return attach(y, (x,), backward)
+
+
+def avg_pool2d(x: Tensor, kernel_size: int | tuple[int, int], stride: int | None = None) -> Tensor:
+    """Mean of each window of x (N, C, H, W); stride = kernel_size unless given."""
+    x = batched(x)
+    sizes = _pool_sizes("avg_pool2d", x, kernel_size, stride)
+    h, w, r, t, s = sizes
+    y = empty((*x.shape[:2], (h - r) // s + 1, (w - t) // s + 1), x.layout)
+    planes = x.groups * x.shape[1]
+    current().emit("avgpool_forward", y.memory, x.memory, planes, *sizes, layout=x.layout)
+
+    def backward(dy: Tensor) -> tuple[Tensor]:
+        dx = empty(x.shape, x.layout)
+        current().emit("avgpool_backward", dx.memory, dy.memory, planes, *sizes, layout=x.layout)
+        return (dx,)
+
+    return attach(y, (x,), backward)
+
+
+# --- activations --------------------------------------------------------------------------------
+
+
+ACTIVATIONS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {}  # name of the layer in nn: what it is, the function
+
+
+def unary(name: str, doc: str = "", *, saves: str = "y", layer: str = "") -> Callable[[Tensor], Tensor]:
+    """An elementwise op from its two kernels, `name`_forward (y; x; n) and `name`_backward (dx; dy, saved; n).
+
+    Args:
+        saves: what its gradient needs: "x", or "y".
+        layer: its name in nn, if it is an activation.
+    """
+
+    def op(x: Tensor) -> Tensor:
+        y = empty(x.shape, x.layout)
+        saved, n = (x if saves == "x" else y).memory, y.floats  # not y: its node would hold it, and it its node
+        current().emit(f"{name}_forward", y.memory, x.memory, n, layout=x.layout)
+
+        def backward(dy: Tensor) -> tuple[Tensor]:
+            dx = empty(x.shape, x.layout)
+            current().emit(f"{name}_backward", dx.memory, dy.memory, saved, n, layout=x.layout)
+            return (dx,)
+
+        return attach(y, (x,), backward, name=name)
+
+    op.__name__, op.__qualname__, op.__doc__ = name, name, doc
+    if layer:
+        ACTIVATIONS[layer] = doc, op
+    return op
+
+
+relu = unary("relu", "max(x, 0).", layer="ReLU")
+tanh = unary("tanh", "Hyperbolic tangent.", layer="Tanh")
+sigmoid = unary("sigmoid", "1 / (1 + exp(-x)).", layer="Sigmoid")
+gelu = unary("gelu", "x times the share of a normal distribution that lies below x.", saves="x", layer="GELU")
+silu = unary("silu", "x sigmoid(x).", saves="x", layer="SiLU")
+
+
+def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
+    """Zeroes each element with probability p in [0, 1) and divides the others by 1 - p; x itself unless `training`.
+
+    The mask is a function of (seed, step, position of the sample in the global batch, number of the dropout in the
+    model, element): the same on any number of workers.
+    """
+    if not 0 <= p < 1:
+        raise ShapeError(f"[dropout] p is {p}; it must be at least 0 and below 1")
+    if not training or p == 0:
+        return x
+    x = batched(x)
+    layer = current().next_layer()
+
+    def apply(v: Tensor) -> Tensor:
+        y = empty(x.shape, x.layout)
+        current().emit("dropout", y.memory, v.memory, x.groups, x.features, float(p), layer, layout=x.layout)
+        return y
+
+    return attach(apply(x), (x,), lambda dy: (apply(dy),))
+
+
+def _over_classes(name: str, doc: str, layer: str) -> Callable[[Tensor], Tensor]:
+    """An op on the classes of x (N, classes), with kernels as those of `unary` but for the sizes G, F."""
+
+    def op(x: Tensor) -> Tensor:
+        if x.ndim != 2:
+            raise ShapeError(f"[{name}] input of shape {x.shape}; it must be (N, classes)")
+        x = batched(x)
+        y = empty(x.shape, x.layout)
+        saved, size = y.memory, (x.groups, x.features)
+        current().emit(f"{name}_forward", saved, x.memory, *size, layout=x.layout)
+
+        def backward(dy: Tensor) -> tuple[Tensor]:
+            dx = empty(x.shape, x.layout)
+            current().emit(f"{name}_backward", dx.memory, dy.memory, saved, *size, layout=x.layout)
+            return (dx,)
+
+        return attach(y, (x,), backward, name=name)
+
+    op.__name__, op.__qualname__, op.__doc__ = name, name, doc
+    ACTIVATIONS[layer] = doc, op
+    return op
+
+
+softmax = _over_classes("softmax", "exp(x) / sum exp(x) over the classes of x (N, classes).", "Softmax")
+log_softmax = _over_classes("log_softmax", "x - log sum exp(x) over the classes of x (N, classes).", "LogSoftmax")
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
+    """Each sample of x (N, F) moved and scaled to mean 0 and variance 1, times weight (F), plus bias (F).
+
+    Ba, Kiros, Hinton 2016. The variance is that of the F numbers, plus eps. Raises ShapeError.
+    """
+    if x.ndim != 2 or weight.shape != x.shape[1:] or bias.shape != x.shape[1:]:
+        raise ShapeError(
+            f"[layer_norm] input {x.shape}, weight {weight.shape}, bias {bias.shape}; they must be (N, F), (F), (F)"
+        )
+    x = batched(x)
+    y, size = empty(x.shape, x.layout), (x.groups, x.features)
+    stats = current().alloc(8 * (x.floats // x.features))  # mean and 1 / deviation of each sample
+    where = y.memory, stats, x.memory, weight.memory, bias.memory
+    current().emit("layer_norm_forward", *where, *size, float(eps), layout=x.layout)
+
+    def backward(dy: Tensor) -> tuple[Tensor | None, ...]:
+        for kind, p, saved in (("weight", weight, (x.memory, stats)), ("bias", bias, ())):
+            if p.requires_grad:
+                to = _grad_memory("layer_norm", p)
+                current().emit(f"layer_norm_backward_{kind}", to, dy.memory, *saved, *size, layout=x.layout)
+        if not x.requires_grad:
+            return (None, None, None)
+        dx = empty(x.shape, x.layout)
+        where = dx.memory, dy.memory, x.memory, stats, weight.memory
+        current().emit("layer_norm_backward_input", *where, *size, layout=x.layout)
+        return (dx, None, None)
+
+    return attach(y, (x, weight, bias), backward)
+
+
+# --- losses ---------------------------------------------------------------------------------------
+
+
+def labels_of(target: Any, samples: int, classes: int) -> Memory:
+    """Labels as the kernels read them: int32, -1 in lanes without a sample. Raises ShapeError for a bad label."""
+    if isinstance(target, Tensor):
+        if target.dtype == np.int32:
+            return target.memory
+        target = target.data
+    a = np.asarray(target)
+    if a.shape != (samples,):
+        raise ShapeError(f"[loss] labels of shape {a.shape} for {samples} samples; give one class index per sample")
+    whole = a.astype(np.int32)
+    if not np.array_equal(whole, a) or whole.min() < 0 or whole.max() >= classes:
+        bad = int(np.flatnonzero((whole != a) | (whole < 0) | (whole >= classes))[0])
+        raise ShapeError(f"[loss] label {bad} is {a[bad]}; it must be a class index from 0 to {classes - 1}")
+    lanes = native.library().lanes
+    padded = native.aligned(-(-samples // lanes) * lanes, np.int32)
+    padded[:] = -1
+    padded[:samples] = whole
+    return Block(padded)
+
+
+def _loss(name: str, x: Tensor, target: Any, reduction: str) -> Tensor:
+    if x.ndim != 2:
+        raise ShapeError(f"[{name}] input of shape {x.shape}; it must be (N, classes)")
+    if reduction not in ("mean", "sum"):
+        raise ShapeError(f"[{name}] reduction {reduction!r}; it must be 'mean' or 'sum'")
+    x = batched(x)
+    if isinstance(target, Tensor) and target.device != x.device:
+        raise DeviceError(apart(name, target, x))
+    labels = labels_of(target, x.shape[0], x.features)
+    size = (x.groups, x.features)
+    total = empty(())
+    saved: tuple[Memory, ...] = ()
+    if name == "cross_entropy":
+        saved = (current().alloc(4 * x.floats),)
+    current().emit(f"{name}_forward", total.memory, *saved, x.memory, labels, *size, layout=x.layout)
+    executor = current()
+    if isinstance(executor, (Recorder, ShardEager)) and executor.first_stats is None:
+        executor.first_stats, executor.outputs = total.memory, x.features
+
+    def backward(dloss: Tensor) -> tuple[Tensor]:
+        dx = empty(x.shape, x.layout)
+        current().emit(f"{name}_backward", dx.memory, dloss.memory, *saved, labels, *size, layout=x.layout)
+        return (dx,)
+
+    attach(total, (x,), backward)
+    return mean_over_samples(total, x.shape[0]) if reduction == "mean" else total
+
+
+def cross_entropy(x: Tensor, target: Any, reduction: str = "mean") -> Tensor:
+    """log sum exp(x) - x[target] of logits x (N, classes) and class indices target (N), mean or sum over samples."""
+    return _loss("cross_entropy", x, target, reduction)
+
+
+def nll_loss(x: Tensor, target: Any, reduction: str = "mean") -> Tensor:
+    """-x[target] of log-probabilities x (N, classes) and class indices target (N), mean or sum over samples."""
+    return _loss("nll", x, target, reduction)
+
+
+def accuracy(x: Tensor, target: Any) -> float:
+    """The share of samples whose largest entry of x (N, classes) is at the target."""
+    return float(np.mean(np.argmax(x.data, axis=1) == np.asarray(target)))
+
+
+# --- of a tensor ----------------------------------------------------------------------------------
+
+Tensor.__add__ = Tensor.__radd__ = add  # type: ignore[assignment]
+Tensor.__mul__ = Tensor.__rmul__ = multiply  # type: ignore[assignment]
+for _op in (sum, mean, reshape, flatten, to):
+    setattr(Tensor, _op.__name__, _op)

@@ -1,0 +1,308 @@
+"""The compiled kernel library: the only file that loads it and knows its C interface (mojo/capi.mojo).
+
+A program is an int64 array (records, RECORD); what its numbers mean is said in mojo/kernels/record.mojo. What ops there
+are, and the roles of their arguments, the library says (mojo/kernels/op.mojo). ctypes lets the GIL go in every call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..build import library as build
+from ..errors import BuildError, ConfigError
+from ..watch import limits
+from .recipes import PRECISIONS
+
+# Spaces of an operand: (space << 56) | byte offset.
+ABSOLUTE, PARAMS, GRADS, WORK = range(4)
+ALIGNMENT = 64  # bytes; one vector of 16 floats
+
+
+class Context(ctypes.Structure):
+    """Mirrors `Context` in mojo/kernels/record.mojo."""
+
+    _fields_ = [
+        ("seed", ctypes.c_uint64),
+        ("step", ctypes.c_int64),
+        ("first", ctypes.c_int64),
+        ("valid", ctypes.c_int64),
+        ("images", ctypes.c_int64),
+        ("bytes", ctypes.c_int64),
+        ("labels", ctypes.c_int64),
+        ("rows", ctypes.c_int64),
+        ("scale", ctypes.c_int64),
+        ("shift", ctypes.c_int64),
+        ("loss_scale", ctypes.c_double),
+        ("stopped", ctypes.c_int64),
+    ]
+
+
+class Step(ctypes.Structure):
+    """Mirrors `Step` in shared/training/executor.mojo."""
+
+    _fields_ = [
+        ("table", ctypes.c_int64),
+        ("program", ctypes.c_int64),
+        ("records", ctypes.c_int64),
+        ("threads", ctypes.c_int64),
+        ("actions", ctypes.c_int64),
+        ("counts", ctypes.c_int64),
+        ("params", ctypes.c_int64),
+        ("work", ctypes.c_int64),
+        ("work_bytes", ctypes.c_int64),
+        ("slots", ctypes.c_int64),
+        ("base", ctypes.c_int64),
+        ("zero", ctypes.c_int64),
+        ("buffers", ctypes.c_int64),
+        ("buffer_floats", ctypes.c_int64),
+        ("shard_size", ctypes.c_int64),
+        ("samples", ctypes.c_int64),
+        ("rows", ctypes.c_int64),
+        ("context", Context),
+    ]
+
+
+class Team(ctypes.Structure):
+    """Mirrors `Team` in mojo/kernels/shared_reduce.mojo."""
+
+    _fields_ = [
+        ("ranks", ctypes.c_int64),
+        ("rank", ctypes.c_int64),
+        ("counter", ctypes.c_int64),
+        ("bases", ctypes.c_int64),
+        ("slots", ctypes.c_int64),
+        ("slot_bytes", ctypes.c_int64),
+        ("barrier", ctypes.c_int64),
+        ("spins", ctypes.c_int64),
+        ("yields", ctypes.c_int64),
+    ]
+
+
+class Job(ctypes.Structure):
+    """Mirrors `Job` in mojo/kernels/shared_reduce.mojo."""
+
+    _fields_ = [
+        ("x", ctypes.c_int64),
+        ("y", ctypes.c_int64),
+        ("count", ctypes.c_int64),
+        ("item", ctypes.c_int64),
+        ("dtype", ctypes.c_int64),
+        ("op", ctypes.c_int64),
+        ("direct", ctypes.c_int64),
+        ("step", ctypes.c_int64),
+        ("arrived", ctypes.c_int64),
+        ("sequence", ctypes.c_int64),
+        ("signature", ctypes.c_int64),
+    ]
+
+
+# Bits of a record's header, above the op's code; and how products round their operands, in the order of their numbers.
+ROWS, DTYPE = 16, 24
+OPS = 1024  # places for ops, those that programs bring included
+
+
+@dataclass(frozen=True)
+class Op:
+    """An op as its kernel file declares it (mojo/kernels/op.mojo).
+
+    Attributes:
+        outputs, inputs, sizes: names of its arguments, which come in this order.
+        added: outputs that are added to instead of written.
+        scratch: place of the scratch memory among the arguments; None if it wants none.
+        traits: words that say what the rest of the program may do with it.
+    """
+
+    name: str
+    code: int
+    outputs: tuple[str, ...] = ()
+    inputs: tuple[str, ...] = ()
+    sizes: tuple[str, ...] = ()
+    added: frozenset[str] = frozenset()
+    scratch: int | None = None
+    traits: frozenset[str] = frozenset()
+
+    @classmethod
+    def parse(cls, code: int, text: str) -> Op:
+        """What `odyssey_op` says: lines of name, roles and traits. Raises BuildError for what cannot be roles."""
+        name, roles, traits = text.split("\n")
+        groups = [tuple(filter(None, (word.strip() for word in group.split(",")))) for group in roles.split(";")]
+        if len(groups) > 3 or any(word[0] == "~" for group in (groups[0], *groups[2:]) for word in group):
+            raise BuildError(
+                f"[ops] {name} has the roles {roles!r}; expected 'outputs; inputs; sizes', with + before what is added "
+                "to and ~ before scratch memory, which stands among the inputs"
+            )
+        outputs, inputs, sizes = (*groups, (), ())[:3]
+        arguments = (*outputs, *inputs)
+        scratch = [i for i, word in enumerate(arguments) if word[0] == "~"]
+        return cls(
+            name,
+            code,
+            tuple(word.lstrip("+") for word in outputs),
+            tuple(word.lstrip("~") for word in inputs),
+            sizes,
+            frozenset(word[1:] for word in outputs if word[0] == "+"),
+            scratch[0] if scratch else None,
+            frozenset(traits.split()),
+        )
+
+
+class Table:
+    """The ops of a library, by name, and where their kernels are, by code; programs may bring more.
+
+    Args:
+        lib: exports `prefix`_ops, `prefix`_op and `prefix`_kernels.
+    """
+
+    def __init__(self, lib: ctypes.CDLL, prefix: str) -> None:
+        self.ops: dict[str, Op] = {}
+        self.codes: dict[str, int] = {}
+        self._kernels = np.zeros((OPS, 2), np.int64)  # as mojo/kernels/op.mojo has them: kernel, scratch function
+        self.table: int = self._kernels.ctypes.data
+        self.add(lib, prefix)
+
+    def add(self, lib: ctypes.CDLL | str, prefix: str) -> list[Op]:
+        """Takes the ops of a library, or of the one at a path, into the table, and returns them. Raises ConfigError."""
+        if isinstance(lib, str):
+            lib = ctypes.CDLL(lib)
+        count: int = getattr(lib, f"{prefix}_ops")()
+        describe, kernels = getattr(lib, f"{prefix}_op"), getattr(lib, f"{prefix}_kernels")
+        describe.restype = ctypes.c_ssize_t
+        describe.argtypes = [ctypes.c_ssize_t, ctypes.c_char_p, ctypes.c_ssize_t]
+        kernels.restype = ctypes.c_void_p
+        text, first = ctypes.create_string_buffer(4096), len(self.codes)
+        added = []
+        for i in range(count):
+            length = describe(i, text, len(text))
+            op = Op.parse(first + i, text.raw[:length].decode())
+            if op.name in self.codes:
+                raise ConfigError(f"[ops] there is an op {op.name} already; give yours another name")
+            added.append(op)
+        self._kernels[first : first + count] = memory(kernels(), 16 * count).view(np.int64).reshape(count, 2)
+        self.ops.update((op.name, op) for op in added)
+        self.codes.update((op.name, op.code) for op in added)
+        return added
+
+
+class Library(Table):
+    """The loaded library: its constants, its ops, and the two ways to run a program.
+
+    `shared_*` are the functions of mojo/kernels/shared_reduce.mojo; addresses and numbers, as they are.
+    """
+
+    def __init__(self, path: str, runtime: list[str]) -> None:
+        for name in runtime:
+            ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL)
+        self.path = path
+        lib = ctypes.CDLL(path)
+        lib.odyssey_init()
+        lib.odyssey_constant.restype = ctypes.c_ssize_t
+        lib.odyssey_constant.argtypes = [ctypes.c_ssize_t]
+        self.lanes, self.record, self.stats = (lib.odyssey_constant(i) for i in range(3))
+        self.bf16 = bool(lib.odyssey_constant(3))  # products of bf16 are instructions, not emulated
+        super().__init__(lib, "odyssey")
+        self._kernels[len(self.codes) :] = self._kernels[self.codes["unknown"]]  # a code that is no op's ends a program
+        lib.odyssey_scratch.restype = ctypes.c_ssize_t
+        lib.odyssey_scratch.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+        self._scratch = lib.odyssey_scratch
+        self._run = lib.odyssey_run
+        self._run.restype = ctypes.c_ssize_t
+        self._run.argtypes = [
+            ctypes.c_void_p, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_void_p, ctypes.POINTER(Context)
+        ]  # fmt: skip
+        self._step = lib.odyssey_step
+        self._step.restype = ctypes.c_ssize_t
+        self._step.argtypes = [ctypes.POINTER(Step), ctypes.c_ssize_t]
+        lib.odyssey_helpers.restype = ctypes.c_ssize_t
+        self._helpers = lib.odyssey_helpers()
+        pointer, number = ctypes.c_void_p, ctypes.c_ssize_t
+        self.fingerprint = lib.odyssey_fingerprint  # mojo/kernels/fingerprint.mojo
+        self.fingerprint.argtypes, self.fingerprint.restype = [pointer, number], ctypes.c_uint64
+        for name, arguments in (
+            ("arrive", [pointer, number, number]),
+            ("wait", [pointer, number]),
+            ("all_reduce", [pointer, pointer, number]),
+            ("all_reduce_at_once", [pointer] * 4 + [number] * 4),
+            ("reduce", [pointer, pointer] + [number] * 4),
+        ):
+            function = getattr(lib, f"odyssey_shared_{name}")
+            function.argtypes, function.restype = arguments, None if name in ("arrive", "reduce") else number
+            setattr(self, f"shared_{name}", function)
+        self._bases = np.zeros(4, np.int64)
+        self._bases_address = self._bases.ctypes.data
+
+    def scratch(self, op: Op, sizes: Iterable[int], layout: str = "lanes", dtype: str = "fp32") -> int:
+        """Bytes of scratch memory that a record of these sizes wants."""
+        record = np.zeros(self.record, np.int64)
+        start = 1 + len(op.outputs) + len(op.inputs)
+        for i, size in enumerate(sizes, start):
+            record[i] = size
+        record[0] = header(op.code, layout, dtype)
+        return self._scratch(self.table, record.ctypes.data)
+
+    def run(self, program: int, records: int, context: Context, bases: int | None = None) -> int:
+        """Runs records at address `program`. Returns -1, or the record that stopped it.
+
+        `bases` is the address of the spaces' base addresses, int64 (4,); without it all operands are absolute.
+        """
+        return self._run(self.table, program, records, self._bases_address if bases is None else bases, context)
+
+    def step(self, step: Step) -> None:
+        """Runs all shards of a step of this process. A record that failed is a defect of the program: RuntimeError."""
+        step.table = self.table
+        stopped = self._step(step, self._helpers)
+        if stopped >= 0:
+            raise RuntimeError(f"record {stopped} of {step.records} of the program of a step failed")
+
+
+@functools.cache
+def library() -> Library:
+    """The library, compiled on first use on this machine. Raises BuildError, ConfigError."""
+    limits.check_addresses()
+    found = build.open_library()
+    return Library(found.to_load(), [str(p) for p in build.runtime_libraries()])
+
+
+def header(code: int, layout: str = "lanes", dtype: str = "fp32") -> int:
+    """The first number of a record."""
+    return code | (layout == "rows") << ROWS | PRECISIONS.index(dtype) << DTYPE
+
+
+def float_bits(x: float) -> int:
+    """The 32 bits of a float, as a record holds it."""
+    return struct.unpack("<I", struct.pack("<f", x))[0]
+
+
+def aligned(shape: int | tuple[int, ...], dtype: type = np.float32, *, zero: bool = True) -> np.ndarray:
+    """A C-contiguous array that starts on a vector boundary."""
+    count = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    raw = (np.zeros if zero else np.empty)(count + ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT
+    return raw[start : start + count].view(dtype).reshape(shape)
+
+
+def address(structure: ctypes.Structure) -> int:
+    """Where a structure lies."""
+    return ctypes.addressof(structure)
+
+
+def memory(start: int, size: int) -> np.ndarray:
+    """`size` bytes that somebody else keeps, as uint8 (size,)."""
+    return np.frombuffer((ctypes.c_uint8 * size).from_address(start), np.uint8)
+
+
+def _offset_of_data() -> int:
+    probe, offset = np.zeros(3, np.float32)[1:], object.__basicsize__
+    found = ctypes.c_ssize_t.from_address(id(probe) + offset).value
+    return offset if found == probe.ctypes.data else 0
+
+
+# Where in the object of a NumPy array the address of its data stands: behind the head that all objects have
+# (PyArrayObject, part of NumPy's binary interface). `array.ctypes.data` takes 0.8 us, a quarter of a small all-reduce
+# of two ranks. 0 where it is not as expected: then the slow way is to be taken.
+DATA = _offset_of_data()

@@ -1,0 +1,88 @@
+"""Places: which slot of the mesh's model axis computes a layer.
+
+A slot is a number, not hardware: another rank under MPI, another worker of one process, the same CPU when alone. So a
+script that places its layers is the same everywhere. This file knows nothing of ranks; who fills a slot is decided
+where the mesh is made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+
+from ..errors import ConfigError, DeviceError
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved")  # orders in which a pipeline runs its micro-batches; parallel/schedule.py
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """Slot `slot` of the model axis."""
+
+    slot: int = 0
+
+    def __repr__(self) -> str:
+        return f"device({self.slot})"
+
+
+FIRST = Device()  # where the samples arrive, and where everything is that nobody placed
+
+
+def device(where: int | str | Device = 0) -> Device:
+    """A place for layers and activations.
+
+    Args:
+        where: a slot, 0 or more; or "cpu", "cpu:1", "gpu:1" (also written "cuda:1"): the slot of that number, on a CPU
+            or a GPU. A `Device` is given back as it is.
+
+    Raises:
+        ConfigError: no such form.
+        DeviceError: a GPU on a machine without one, or that this version cannot use.
+    """
+    if isinstance(where, Device):
+        return where
+    if isinstance(where, int) and not isinstance(where, bool) and where >= 0:
+        return Device(where) if where else FIRST
+    if isinstance(where, str):
+        form = re.fullmatch(r"(cpu|gpu|cuda)(?::(\d+))?", where)
+        if form:
+            kind, slot = form[1], int(form[2] or 0)
+            if kind == "cpu":
+                return Device(slot)
+            found = gpus()
+            if slot >= found:
+                raise DeviceError(
+                    f"[device] {where!r} needs {slot + 1} GPUs and this machine has {found or 'none'}; "
+                    f"use device({slot}) or 'cpu'"
+                )
+            raise DeviceError(
+                f"[device] {where!r}: layers are placed on slots, and a trainer with device='gpu' runs all of them on "
+                f"its GPUs; use device({slot}) or 'cpu'"
+            )
+        if where.isdigit():
+            return device(int(where))
+    raise ConfigError(f"[device] {where!r} is no place; give a slot from 0, or 'cpu', 'cpu:1', 'gpu:1'")
+
+
+def check_places(schedule: str, place: Sequence[int]) -> None:
+    """Raises ConfigError if stages on the slots `place`, in order, do not fit a pipeline's schedule."""
+    count = len(set(place))
+    if schedule == "interleaved":
+        if list(place) != [s % count for s in range(len(place))] or len(place) % count:
+            raise ConfigError(
+                f"[pipeline] schedule 'interleaved' needs stages = v x devices with stage s on device s mod devices, "
+                f"but {len(place)} stages are on {list(place)}; change Stage(device=), or add stages"
+            )
+    elif list(place) != list(range(len(place))):
+        raise ConfigError(
+            f"[pipeline] schedule {schedule!r} needs stage s on device s, but the {len(place)} stages are on "
+            f"{list(place)}; change Stage(device=), or use 'interleaved' for several stages per device"
+        )
+
+
+def gpus() -> int:
+    """GPUs that this process sees; the drivers are asked, and nothing is started on one."""
+    from ..build.gpus import count
+
+    return count()

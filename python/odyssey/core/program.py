@@ -1,0 +1,428 @@
+"""Who runs an op: at once (`Eager`), at once for one shard of a batch (`ShardEager`), or later (`Recorder`).
+
+Every op of tensor.py and functional.py asks the current executor for memory and hands it records; it does not know
+which one it is talking to. That is why eager and replayed training have the same bits: they are the same records.
+
+A recorder computes nothing. `fused` makes one op of two where that changes no bit, `place` lays the memory of one shard
+out in a workspace, `encoded` writes the records as the numbers that the executor reads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from ..errors import ConfigError
+from . import native
+from .placement import FIRST, Device
+
+# --- memory ------------------------------------------------------------------------------
+
+
+class Block:
+    """Memory of its own, allocated now."""
+
+    __slots__ = ("array", "address")
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array  # kept alive; C-contiguous
+        self.address: int = array.ctypes.data
+
+
+class Range:
+    """A piece of an arena's parameters or gradients."""
+
+    __slots__ = ("arena", "space", "offset")
+
+    def __init__(self, arena: Any, space: int, offset: int) -> None:
+        self.arena, self.space, self.offset = arena, space, offset  # offset in bytes
+
+    @property
+    def address(self) -> int:
+        return self.arena.address(self.space) + self.offset
+
+
+class Slot:
+    """Memory of a recorded program; it gets its place in the workspace when the recording is finished."""
+
+    __slots__ = ("nbytes", "first", "last", "offset")
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.first = self.last = self.offset = -1  # first and last record that uses it; offset in bytes
+
+    @property
+    def address(self) -> int:
+        raise ConfigError(
+            "[replay] a value was read while the step was being recorded; a forward() that looks at values "
+            "(print, if, .numpy()) needs execution='eager'"
+        )
+
+
+Memory = Block | Range | Slot
+
+
+# --- executors ---------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(slots=True)
+class Scope:
+    """Which forward op the records being made belong to, and where they run.
+
+    In the forward pass an op's number and place are known when it is complete (`close`), in the backward pass before it
+    starts (`enter`).
+    """
+
+    phase: str = "forward"
+    tag: int | None = None  # of the op whose backward is running; None: close() will say
+    device: Device = FIRST  # of new tensors
+    ops: int = 0  # number of the next forward op
+    again: bool = False  # forward ops are being repeated, for their backward
+
+
+class Executor:
+    """What all executors share: the numbering of ops and of dropouts, and the precision of products."""
+
+    def __init__(self) -> None:
+        self.precision = "fp32"  # see precision.py
+        self.gpu = False  # what is recorded will run on GPUs
+        self.scaled = False  # backward() starts from the context's loss scale instead of 1
+        self.scope = Scope()
+        self.layer = 0  # number of the next dropout
+
+    def with_scratch(self, op: str, args: tuple[Any, ...], layout: str, dtype: str) -> tuple[Any, ...]:
+        """The arguments of a record, with the scratch memory that the op wants. A GPU has its own."""
+        lib = native.library()
+        declared = lib.ops[op]
+        at = declared.scratch
+        if at is None:
+            return args
+        sizes = args[len(declared.outputs) + len(declared.inputs) - 1 :]
+        need = 0 if self.gpu else lib.scratch(declared, sizes, layout, dtype)
+        return (*args[:at], self.alloc(need) if need else None, *args[at:])
+
+    def next_layer(self) -> int:
+        """Number of the next dropout, so that no two draw the same mask."""
+        self.layer = (self.layer + 1) % 2**32
+        return (self.layer - 1) % 2**32
+
+    def close(self, device: Device) -> int:
+        """An op is complete: what was emitted since the last one belongs to it, on `device`. Returns its number."""
+        if self.scope.tag is not None:
+            return self.scope.tag
+        self.scope.ops += 1
+        return self.scope.ops - 1
+
+    def enter(self, number: int, device: Device) -> None:
+        """From here on records belong to the backward of forward op `number`, on `device`."""
+        self.scope.tag, self.scope.device, self.scope.phase = number, device, "backward"
+
+    def leave(self) -> None:
+        """The backward pass is over."""
+        self.scope.tag, self.scope.device, self.scope.phase = None, FIRST, "forward"
+
+    @contextmanager
+    def repeat(self, ops: int, layer: int) -> Iterator[None]:
+        """Forward ops inside are those from number `ops` on once more, in a backward pass: the same numbers, and the
+        same dropouts from number `layer` on."""
+        before = self.scope, self.layer
+        self.scope, self.layer = Scope("backward", ops=ops, again=True), layer
+        try:
+            yield
+        finally:
+            self.scope, self.layer = before
+
+
+class Eager(Executor):
+    """Runs each op when it is called, on memory that Python owns."""
+
+    shard = False  # True inside a trainer: a loss is then a sum, see functional.mean_over_samples
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.context = native.Context()
+        self._record: np.ndarray | None = None
+
+    def alloc(self, nbytes: int) -> Memory:
+        return Block(native.aligned(nbytes, np.uint8, zero=False))
+
+    def operand(self, memory: Memory) -> int:
+        return memory.address
+
+    def emit(self, op: str, *args: Any, layout: str = "lanes", dtype: str = "fp32") -> None:
+        """Runs one op.
+
+        Args:
+            op: its name in its kernel file.
+            args: memory, sizes (int) and numbers (float), in the order that it declares; without its scratch memory.
+            layout: of the activations, for ops to which it matters.
+            dtype: what operands are rounded to, for products.
+        """
+        lib = native.library()
+        if self._record is None:
+            self._record = np.zeros(lib.record, np.int64)
+        args = self.with_scratch(op, args, layout, dtype)
+        self._record[: len(args) + 1] = encode(lib, op, args, self.operand, layout, dtype)
+        lib.run(self._record.ctypes.data, 1, self.context)
+
+
+class ShardEager(Eager):
+    """Runs one shard of a trainer's step op by op, its parameter gradients going into the shard's buffer."""
+
+    shard = True
+
+    def __init__(
+        self, context: native.Context, grads_address: int, stats_offset: int, samples: int, precision: str = "fp32"
+    ) -> None:
+        super().__init__()
+        self.context = context
+        self.precision = precision
+        self.samples = samples
+        self.outputs: int | None = None  # classes that the loss saw
+        self._grads = grads_address
+        self.stats = Block.__new__(Block)
+        self.stats.address = grads_address + stats_offset
+        self.first_stats: Memory | None = None
+
+    def operand(self, memory: Memory) -> int:
+        if isinstance(memory, Range) and memory.space == native.GRADS:
+            return self._grads + memory.offset
+        return memory.address
+
+
+@dataclasses.dataclass
+class Record:
+    """One call: the op's name, its arguments as they were given to emit(), and what it belongs to.
+
+    A program is cut into stages by `device`. A "copy" between two places is the destination's in the forward pass and
+    the source's in the backward pass: whoever reads it there needs what the other has made.
+    """
+
+    op: str
+    args: list[Any]
+    layout: str = "lanes"
+    device: int = 0  # slot that runs it
+    tag: int = -1  # number of the forward op it belongs to, the same in both phases
+    phase: str = "forward"  # or "backward"
+    again: bool = False  # a forward op of a checkpoint, repeated in the backward phase
+    dtype: str = "fp32"  # what its operands are rounded to, for products
+
+    @property
+    def declared(self) -> native.Op:
+        """What its kernel file says of the op."""
+        return native.library().ops[self.op]
+
+
+class Recorder(Executor):
+    """Writes down the ops of one shard instead of running them."""
+
+    shard = True
+
+    def __init__(self, arena: Any, stats_offset: int, samples: int, precision: str = "fp32") -> None:
+        super().__init__()
+        self.arena = arena
+        self.precision = precision
+        self.samples = samples  # of the shard
+        self.outputs: int | None = None  # classes that the loss saw
+        self.records: list[Record] = []
+        self.stats: Memory = Range(arena, native.GRADS, stats_offset)
+        self.first_stats: Memory | None = None
+        self._closed = 0  # records whose op is complete
+
+    def alloc(self, nbytes: int) -> Memory:
+        return Slot(nbytes)
+
+    def emit(self, op: str, *args: Any, layout: str = "lanes", dtype: str = "fp32") -> None:
+        scope = self.scope
+        tag = -1 if scope.tag is None else scope.tag
+        given = list(self.with_scratch(op, args, layout, dtype))
+        self.records.append(Record(op, given, layout, scope.device.slot, tag, scope.phase, scope.again, dtype))
+        if tag >= 0:
+            self._closed = len(self.records)
+
+    def close(self, device: Device) -> int:
+        number = super().close(device)
+        if self.scope.tag is None:
+            for r in self.records[self._closed :]:
+                r.device, r.tag = device.slot, number
+        self._closed = len(self.records)
+        return number
+
+    def leave(self) -> None:
+        super().leave()
+        self.records[:] = needed(self.records)
+        self._closed = len(self.records)
+
+
+def encoded(
+    records: list[Record],
+    arena: Any,
+    keep: list[Any],
+    locate: Callable[[int, int], int] | None = None,
+) -> np.ndarray:
+    """The numbers of placed records, (n, RECORD) int64.
+
+    Args:
+        keep: what the numbers name by address is appended here; it must live as long as they are used.
+        locate: (space, offset in the arena in floats) -> offset in floats from the base that the space will have.
+    """
+    lib = native.library()
+
+    def operand(memory: Memory) -> int:
+        if isinstance(memory, Slot):
+            return native.WORK << 56 | memory.offset
+        if isinstance(memory, Range) and memory.arena is arena:
+            at = memory.offset if locate is None else 4 * locate(memory.space, memory.offset // 4)
+            return memory.space << 56 | at
+        keep.append(memory)
+        return memory.address
+
+    table = np.zeros((len(records), lib.record), np.int64)
+    for row, r in zip(table, records, strict=True):
+        row[: len(r.args) + 1] = encode(lib, r.op, r.args, operand, r.layout, r.dtype)
+    return table
+
+
+def encode(lib: Any, op: str, args: Any, operand: Any, layout: str = "lanes", dtype: str = "fp32") -> list[int]:
+    """The numbers of one record for a library, that of the CPU or one of GPUs. None stands for memory of no bytes."""
+    if layout == "rows" and "lanes" in lib.ops[op].traits:
+        raise ConfigError(f"[ops] {op} has no form for activations in rows, of at most 4 samples; use larger shards")
+    out = [native.header(lib.codes[op], layout, dtype)]
+    for a in args:
+        if isinstance(a, float):
+            out.append(native.float_bits(a))
+        elif isinstance(a, int):
+            out.append(a)
+        elif a is None:
+            out.append(0)
+        else:
+            out.append(operand(a))
+    return out
+
+
+# --- the workspace -------------------------------------------------------------------------
+
+
+def place(records: list[Record]) -> int:
+    """Gives every slot an offset so that slots in use at the same time do not overlap; returns the bytes needed.
+
+    First fit over the intervals between a slot's first and last record, largest slots first.
+    """
+    slots: dict[int, Slot] = {}
+    for i, r in enumerate(records):
+        for a in r.args:
+            if isinstance(a, Slot):
+                if id(a) not in slots:
+                    slots[id(a)] = a
+                    a.first = i
+                a.last = i
+    placed: list[Slot] = []
+    total = 0
+    for s in sorted(slots.values(), key=lambda s: (-s.nbytes, s.first)):
+        at = 0
+        for p in placed:  # in order of offset
+            if p.first <= s.last and s.first <= p.last:
+                if at + s.nbytes <= p.offset:
+                    break
+                at = max(at, -(-(p.offset + p.nbytes) // native.ALIGNMENT) * native.ALIGNMENT)
+        s.offset = at
+        total = max(total, at + s.nbytes)
+        placed.append(s)
+        placed.sort(key=lambda p: p.offset)
+    return -(-total // 4096) * 4096
+
+
+# --- what need not be repeated ---------------------------------------------------------------
+
+
+def needed(records: list[Record]) -> list[Record]:
+    """Without the repeated ops whose results nobody reads, as the last one of a checkpoint often is."""
+    read: set[int] = set()
+    kept: list[Record] = []
+    first: dict[int, int] = {}
+    for i, r in enumerate(records):
+        for a in r.args:
+            if isinstance(a, Slot):
+                first.setdefault(id(a), i)
+    for i in reversed(range(len(records))):
+        r = records[i]
+        slots = [id(a) for a in r.args if isinstance(a, Slot)]
+        if r.again and not any(first[s] == i and s in read for s in slots):  # a forward op writes only new memory
+            continue
+        read.update(slots)
+        kept.append(r)
+    return kept[::-1]
+
+
+# --- fusion ----------------------------------------------------------------------------------
+
+
+def fused(records: list[Record]) -> list[Record]:
+    """The same program with pairs of ops made one where not a bit changes (tests/python/test_replay.py).
+
+    A ReLU becomes the epilogue of the convolution or linear layer before it; the backward of a ReLU whose output went
+    only into a max-pool becomes part of the pool's backward.
+    """
+    users: dict[int, list[int]] = {}
+    for i, r in enumerate(records):
+        for a in r.args:
+            if isinstance(a, Slot):
+                users.setdefault(id(a), []).append(i)
+    out: list[Record | None] = [dataclasses.replace(r, args=list(r.args)) for r in records]
+    pooled = {id(r.args[2]): r for r in records if r.op == "maxpool_forward"}  # by input
+    merged: dict[int, int] = {}  # forward op -> the one it is part of now, to which its backward belongs as well
+    for i, r in enumerate(records):
+        if r.op == "relu_forward":
+            y, x = r.args[0], r.args[1]
+            before = users.get(id(x), [])
+            if len(before) == 2 and before[1] == i:
+                maker = out[before[0]]
+                if maker is not None and maker.declared.sizes[-1:] == ("relu",) and maker.args[0] is x:
+                    maker.args[0] = y
+                    maker.args[-1] = 1
+                    out[i] = None
+                    merged[r.tag] = maker.tag
+        elif r.op == "relu_backward":
+            dx, dy, y = r.args[:3]
+            before = users.get(id(dy), [])
+            if len(before) == 2 and before[1] == i and id(y) in pooled:
+                maker, pool = out[before[0]], pooled[id(y)]
+                if maker is not None and maker.op == "maxpool_backward" and maker.args[2] is pool.args[1]:
+                    maker.args[0] = dx
+                    maker.args[-1] = 1
+                    out[i] = None
+    for r in out:
+        if r is not None:
+            r.tag = merged.get(r.tag, r.tag)
+    return [r for r in out if r is not None]
+
+
+# --- the current one -----------------------------------------------------------------------
+
+
+class _State(threading.local):
+    def __init__(self) -> None:
+        self.executor: Eager | Recorder = Eager()
+
+
+_state = _State()
+
+
+def current() -> Eager | Recorder:
+    """The executor that ops of this thread go to."""
+    return _state.executor
+
+
+@contextmanager
+def using(executor: Eager | Recorder) -> Iterator[None]:
+    """Sends the ops of this thread to another executor for a while."""
+    before, _state.executor = _state.executor, executor
+    try:
+        yield
+    finally:
+        _state.executor = before

@@ -1,0 +1,168 @@
+"""DistributedConfig: a training's settings under the names that other platforms use, turned into odyssey's own.
+
+What it is not: a place where defaults of odyssey live, or a reader of files (`odyssey train --config` is one). A key
+that is unknown, or a value that this version cannot do, is refused with what to use instead.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..comm import BACKENDS
+from ..core.settings import Settings, Training, declared, did_you_mean
+from ..data.sampler import check_integer
+from ..errors import ConfigError
+from ..nn import Module
+from ..optim import Optimizer
+
+# What stands in other platforms' configurations and is done in another way here, or not yet.
+_INSTEAD = {
+    "deepspeed_config": "use zero_stage=1, 2 or 3",
+    "device_ids": "leave it out: the ranks decide",
+    "bucket_cap_mb": "use bucket_size_mb",
+    "num_workers": "leave it out: the DataLoader reads ahead by itself (prefetch=)",
+    "pin_memory": "leave it out",
+    "mlflow_tracking": "log history.records, which fit() returns",
+    "tensorboard": "log history.records, which fit() returns",
+    "tensorboard_dir": "log history.records, which fit() returns",
+    "log_every_n_steps": "give DistributedTrainer a progress= object, which hears of the steps",
+}
+_FRAMEWORKS = ("pytorch-ddp", "horovod", "ray", "tensorflow", "deepspeed")
+_OWN: dict[str, Any] = {  # keys that mean something else than a setting of odyssey
+    "num_gpus": None,
+    "num_nodes": None,
+    "gpus_per_node": None,
+    "backend": None,
+    "batch_size": 32,
+    "mixed_precision": False,
+    "find_unused_parameters": False,
+    "checkpoint_frequency": 1,
+    "resume_from_checkpoint": True,
+}
+_SETTINGS = {s.alias: s for s in declared(Settings).values() if s.alias}
+_SETTINGS["bucket_size_mb"] = dataclasses.replace(_SETTINGS["bucket_size_mb"], default=25.0)
+for _key, _default in (("epochs", 1), ("learning_rate", 0.001)):  # here no recipe gives them
+    _SETTINGS[_key] = dataclasses.replace(_SETTINGS[_key], default=_default, optional=False)
+_DEFAULTS = {**_OWN, **{key: s.default for key, s in _SETTINGS.items()}}
+
+
+class DistributedConfig:
+    """Settings by keyword, checked when it is made; attributes of the same names.
+
+    Keys, beside those that docs/settings.md names as other platforms' names of a setting:
+        num_gpus: workers of all ranks together; or num_nodes and gpus_per_node. Default: one per rank.
+        batch_size: samples per worker (default 32). learning_rate: 0.001. epochs: 1.
+        mixed_precision: True or "fp16" (with loss scaling: scaler_init_scale, scaler_growth_interval), "bf16", False.
+        checkpoint_dir: where checkpoints go; none by default. checkpoint_frequency: epochs from one to the next.
+        resume_from_checkpoint: True: from the newest valid one, if there is one; a path: from that; False: refuse a
+            directory that has some.
+        find_unused_parameters: either; unused parameters count as zero and are named, which costs nothing.
+
+    Raises:
+        ConfigError: a key is unknown, a value not allowed, or a key is done in another way here.
+    """
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, key: str) -> Any: ...
+
+    def __init__(self, **settings: Any) -> None:
+        for key, value in settings.items():
+            if key in _INSTEAD:
+                if value not in (None, False):
+                    raise ConfigError(f"[config] {key}={value!r} is not a setting here; {_INSTEAD[key]}")
+            elif key not in _DEFAULTS:
+                raise ConfigError(f"[config] unknown key {key!r}{did_you_mean(key, _DEFAULTS)}")
+        for key, default in _DEFAULTS.items():
+            setattr(self, key, settings.get(key, default))
+        self._check()
+
+    def _check(self) -> None:
+        if self.backend is not None:
+            if self.backend in BACKENDS:
+                raise ConfigError(f"[config] backend={self.backend!r}; say communication_backend={self.backend!r}")
+            known = self.backend in _FRAMEWORKS
+            raise ConfigError(
+                f"[config] backend={self.backend!r} {'is another framework' if known else 'is unknown'}; leave backend "
+                "out: odyssey trains, and communication_backend says how its ranks are connected"
+            )
+        for key, setting in _SETTINGS.items():
+            setattr(self, key, setting.check(getattr(self, key), f"[config] {key}"))
+        for key in ("num_gpus", "num_nodes", "gpus_per_node", "batch_size", "checkpoint_frequency"):
+            if getattr(self, key) is not None or _OWN[key] is not None:
+                check_integer(f"[config] {key}", getattr(self, key), 1)
+        if not isinstance(self.resume_from_checkpoint, (bool, str, Path)):
+            raise ConfigError(f"[config] resume_from_checkpoint is {self.resume_from_checkpoint!r}; give a path")
+        if self.mixed_precision not in (True, False, "fp16", "bf16"):
+            raise ConfigError(
+                f"[config] mixed_precision={self.mixed_precision!r}; choose from False, True, 'fp16', 'bf16'"
+            )
+        by_node = None
+        if self.num_nodes is not None or self.gpus_per_node is not None:
+            by_node = (self.num_nodes or 1) * (self.gpus_per_node or 1)
+        if None not in (by_node, self.num_gpus) and by_node != self.num_gpus:
+            raise ConfigError(
+                f"[config] num_nodes({self.num_nodes or 1}) x gpus_per_node({self.gpus_per_node or 1}) = {by_node}, "
+                f"but num_gpus is {self.num_gpus}; leave one of them out"
+            )
+        self._workers = by_node if self.num_gpus is None else self.num_gpus
+
+    def workers(self, ranks: int) -> int:
+        """Workers of all ranks together.
+
+        Raises:
+            ConfigError: they cannot be shared out evenly over so many ranks.
+        """
+        total = ranks if self._workers is None else self._workers
+        if total % ranks:
+            raise ConfigError(
+                f"[config] {total} workers on {ranks} ranks; start a number of ranks that divides them, or change "
+                "num_gpus"
+            )
+        return total
+
+    def global_batch_size(self, ranks: int) -> int:
+        """Samples of one optimizer step: batch_size x workers x gradient_accumulation_steps."""
+        return self.batch_size * self.workers(ranks) * self.gradient_accumulation_steps
+
+    def loader_options(self, ranks: int) -> dict[str, Any]:
+        """Keywords of a data.DataLoader; `gradient_accumulation_steps` of its batches make one step."""
+        return {"batch_size": self.batch_size * self.workers(ranks), "shuffle": True, "seed": self.seed}
+
+    def trainer_options(self, ranks: int) -> dict[str, Any]:
+        """Keywords of a DistributedTrainer on so many ranks."""
+        mixed = self.mixed_precision
+        precision = "fp16" if mixed is True else mixed or "fp32"
+        return {
+            **{s.name: getattr(self, key) for key, s in _SETTINGS.items() if s.name in declared(Training)},
+            "num_gpus": None if self._workers is None else self.workers(ranks) // ranks,
+            "precision": precision,
+        }
+
+    def fit_options(self) -> dict[str, Any]:
+        """Keywords of DistributedTrainer.fit()."""
+        resume = self.resume_from_checkpoint
+        return {
+            "epochs": self.epochs,
+            "checkpoint_dir": self.checkpoint_dir,
+            "checkpoint_epochs": self.checkpoint_frequency,
+            "resume": {True: "auto", False: "never"}[resume] if isinstance(resume, bool) else resume,
+        }
+
+    def trainer(self, model: Module, optimizer: Optimizer, **more: Any) -> Any:
+        """A DistributedTrainer with these settings, on the ranks that are running; `more` goes before them.
+
+        The optimizer's rate becomes `learning_rate`.
+        """
+        from ..comm import world
+        from ..train.trainer import DistributedTrainer
+
+        comm = more.get("comm") or world(more.get("backend", self.communication_backend))
+        optimizer.lr = float(self.learning_rate)
+        return DistributedTrainer(model, optimizer, **{**self.trainer_options(comm.size), "comm": comm, **more})
+
+    def __repr__(self) -> str:
+        changed = {k: getattr(self, k) for k, v in _DEFAULTS.items() if getattr(self, k) != v}
+        return f"DistributedConfig({', '.join(f'{k}={v!r}' for k, v in changed.items())})"

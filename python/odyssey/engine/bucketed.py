@@ -1,0 +1,204 @@
+"""A step taken layer by layer: every segment of the program for all of this rank's shards before the next one.
+
+Used when more than one bucket is reduced: a bucket's reduction starts when its segment has run and goes on while the
+backward pass does (overlap), and with ZeRO 2 and 3 its gradients and parameters need to exist only then. The
+activations of all shards are kept for it; a step in one bucket (direct.py) needs those of one shard per thread.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+
+from ..core import native
+from ..core.program import encoded, place
+from ..optim import Update
+from ..parallel import plan as planning
+from ..parallel import reduction, strategy
+from ..parallel.buckets import STATS, Segment, segments
+from .runner import Recorded, Runner, Sums
+
+
+class BucketedRunner(Runner):
+    """One batch size: native steps per segment, a reduction per bucket.
+
+    waited: seconds spent waiting for reductions after the last segment, and computed: in all segments.
+    """
+
+    def __init__(self, recorded: Recorded) -> None:
+        super().__init__(recorded)
+        lay, comm, arena, records = recorded.layout, recorded.groups.dp, recorded.arena, recorded.records
+        self.plan = planning.make(self.shards, comm.rank, comm.size, lay.workers, lay.threads)
+        self.parts = parts = recorded.parts
+        self.segments = segments(records, arena, parts.buckets, by_params=parts.spread)
+        own = self.plan.run[1] - self.plan.run[0]
+        work_bytes = place(records)
+        self._work = recorded.storage("work", max(own, 1) * work_bytes).reshape(max(own, 1), work_bytes)
+        self.work_bytes = self._work.nbytes
+        self._reductions: dict[int, reduction.Reduction] = {}
+        self._own_grads: dict[int, np.ndarray] = {}
+        self._make_reductions()
+        self._keep: list[Any] = []
+        self._tables = np.array(self.plan.tables(), np.int64)  # of all segments: one runs at a time
+        self._steps = [self._step(s) for s in self.segments]
+        self._next_need = self._needs()
+        self.updates = self._updates() if recorded.train else []
+        self.waited = self.computed = 0.0
+
+    # --- preparation ---
+
+    def _make_reductions(self) -> None:
+        recorded, parts, lib = self.recorded, self.parts, native.library()
+        lay, comm = recorded.layout, recorded.groups.dp
+        pooled = parts.stage >= 2 and comm.size > 1
+        options: dict[str, Any] = {"scatter": parts.stage > 0 and comm.size > 1, "shared": not pooled}
+        written = [s.grads for s in self.segments if s.grads not in (None, STATS)]
+        self._pool: list[np.ndarray] = []
+        if pooled and written:
+            # what a reduction of the largest bucket needs is known by making one
+            b = max(written, key=lambda b: parts.buckets[b].floats)
+            probe = strategy.make(
+                lay.reduction,
+                comm,
+                self.plan,
+                parts.buckets[b].floats,
+                lay.workers,
+                content=recorded.content(b),
+                **options,
+            ).floats_needed
+            names = [f"pool {i}" for i in range(min(2, len(written)))]
+            self._pool = [recorded.storage(name, 4 * probe).view(np.float32) for name in names]
+        for i, b in enumerate(written):
+            storage = self._pool[i % len(self._pool)] if pooled else None
+            self._reductions[b] = strategy.make(
+                lay.reduction,
+                comm,
+                self.plan,
+                parts.buckets[b].floats,
+                lay.workers,
+                storage=storage,
+                content=recorded.content(b),
+                **options,
+            )
+            if pooled:
+                a, z = parts.own[b]
+                self._own_grads[b] = recorded.storage(f"gradients {b}", 4 * (z - a)).view(np.float32)
+        self._pooled = pooled
+        self._stats = strategy.make(lay.reduction, comm, self.plan, lib.stats, lay.workers)
+
+    def _step(self, s: Segment) -> native.Step:
+        buffers = self._stats if s.grads in (None, STATS) else self._reductions[s.grads]
+        table = encoded(self.recorded.records[s.start : s.stop], self.recorded.arena, self._keep, self._locate(s))
+        self._keep.append(table)
+        return native.Step(
+            program=table.ctypes.data,
+            records=len(table),
+            threads=len(self.plan.threads),
+            actions=self._tables.ctypes.data,
+            params=0 if self.parts.spread else self.recorded.arena.address(native.PARAMS),
+            work=self._work.ctypes.data,
+            work_bytes=self._work.strides[0],
+            slots=len(self._work),
+            base=self.plan.run[0],
+            zero=int(s.grads is not None),
+            buffers=buffers.buffers.ctypes.data,
+            buffer_floats=buffers.floats,
+            shard_size=self.shard_size,
+            samples=self.samples,
+        )
+
+    def _locate(self, s: Segment) -> Any:
+        """Where an offset of the arena (in floats) is for the records of a segment."""
+        buckets, size = self.parts.buckets, self.recorded.arena.size
+
+        def locate(space: int, offset: int) -> int:
+            if space == native.GRADS:
+                return offset - size if offset >= size else buckets[s.grads].locate(offset)
+            return buckets[s.params].locate(offset) if self.parts.spread else offset
+
+        return locate
+
+    def _needs(self) -> list[int | None]:
+        """For each segment the next bucket of parameters that a later one needs."""
+        out: list[int | None] = []
+        for i, s in enumerate(self.segments):
+            later = (t.params for t in self.segments[i + 1 :] if t.params not in (None, s.params))
+            out.append(next(later, None))
+        return out
+
+    def _updates(self) -> list[Update]:
+        updates = []
+        for b in range(len(self.parts.buckets)):
+            lo = self.parts.own[b][0]
+            if b in self._own_grads:
+                grads, origin = self._own_grads[b].ctypes.data, lo
+            elif b in self._reductions:
+                grads, origin = self._reductions[b].result.ctypes.data, 0
+            else:  # no parameter of this bucket has a gradient
+                zeros = native.aligned(self.parts.buckets[b].floats)
+                self._keep.append(zeros)
+                grads, origin = zeros.ctypes.data, 0
+            for p in self.parts.pieces(b):
+                at = self.parts.state_at(b, p)
+                updates.append(Update(self.parts.param_address(b, p), grads + 4 * (p.at - origin), at, p.n, p.lo))
+        return updates
+
+    # --- a step ---
+
+    def run(self) -> Sums:
+        lib, parts, pending = native.library(), self.parts, []
+        started = time.perf_counter()
+        done = 0
+        for s, step, need in zip(self.segments, self._steps, self._next_need, strict=True):
+            if parts.spread:
+                if s.params is not None:
+                    step.params = parts.use(s.params)
+                if need is not None:
+                    parts.prefetch(need)
+            reducing = s.grads is not None and s.grads != STATS
+            if reducing and self._pooled and len(pending) - done >= len(self._pool):
+                self._finish(pending[done])
+                done += 1
+            step.context = self.context
+            step.rows = self.context.rows
+            lib.step(step)
+            if s.grads == STATS:
+                self._stats.start()
+            elif reducing:
+                pending.append(s.grads)
+                if self.recorded.layout.overlap:
+                    self._reductions[s.grads].start()
+            if self.recorded.layout.overlap:
+                for b in pending[done:]:
+                    self._reductions[b].poll()
+        computed = time.perf_counter()
+        for b in pending[done:]:
+            self._finish(b)
+        stats = self._stats.finish()
+        self.computed += computed - started
+        self.waited += time.perf_counter() - computed
+        return Sums(float(stats[0]), float(stats[1]), float(stats[2]), stats[1:2].ctypes.data, self.updates)
+
+    def _finish(self, b: int) -> None:
+        if not self.recorded.layout.overlap:
+            self._reductions[b].start()
+        result = self._reductions[b].finish()
+        if self._pooled:
+            lo, hi = self.parts.own[b]
+            self._own_grads[b][:] = result[lo:hi]
+
+    @property
+    def grad_bytes(self) -> int:
+        """Bytes of gradients and of what their reduction works in, without what runners share."""
+        return 0 if self._pooled else sum(4 * r.floats_needed for r in self._reductions.values())
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank's reductions have sent so far."""
+        return sum(r.bytes_sent for r in (*self._reductions.values(), self._stats))
+
+    @property
+    def bytes_plain(self) -> int:
+        return sum(r.bytes_plain for r in (*self._reductions.values(), self._stats))

@@ -1,0 +1,115 @@
+"""A step in one native call for all shards, then one reduction: the ordinary case, and shards computed op by op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ..core import native
+from ..core.program import Block, ShardEager, encoded, place
+from ..optim import Update
+from ..parallel import plan as planning
+from ..parallel import strategy
+from .runner import Recorded, Runner, Sums
+
+
+class DirectRunner(Runner):
+    """All shards of this process in one native call, one after the other on each thread, then one reduction."""
+
+    def __init__(self, recorded: Recorded) -> None:
+        super().__init__(recorded)
+        lay, lib, arena, comm = recorded.layout, native.library(), recorded.arena, recorded.groups.dp
+        self.floats = (arena.size if recorded.train else 0) + lib.stats
+        self.stats_at = self.floats - lib.stats
+        self.plan = planning.make(self.shards, comm.rank, comm.size, lay.workers, lay.threads)
+        content = recorded.content(whole=True)
+        self._reduce = strategy.make(lay.reduction, comm, self.plan, self.floats, lay.workers, content=content)
+        tables = np.array(self.plan.tables(), np.int64)
+        self._keep: list[Any] = [tables]
+        self.step = native.Step(
+            threads=len(self.plan.threads),
+            actions=tables.ctypes.data,
+            params=arena.address(native.PARAMS),
+            zero=1,
+            buffers=self._reduce.buffers.ctypes.data,
+            buffer_floats=self.floats,
+            shard_size=self.shard_size,
+            samples=self.samples,
+        )
+        if lay.execution == "replay":
+            work_bytes = place(recorded.records)
+            threads = len(self.plan.threads)
+            work = recorded.storage("work", threads * work_bytes).reshape(threads, work_bytes)
+            table = encoded(recorded.records, arena, self._keep, None if recorded.train else self._without_gradients)
+            self.step.program, self.step.records = table.ctypes.data, len(table)
+            self.step.work, self.step.work_bytes = work.ctypes.data, work_bytes
+            self.work_bytes = work.nbytes
+            self._keep += [table, work]
+        self.result = result = self._reduce.result  # (floats,): gradients if it trains, then the statistics
+        self.stats = result[self.stats_at :]
+        self.samples_address = self.stats[1:].ctypes.data
+        self.updates = self._updates(result) if recorded.train else []
+        self.grad_bytes = 4 * self._reduce.floats_needed
+
+    def _updates(self, result: np.ndarray) -> list[Update]:
+        arena, parts, at = self.recorded.arena, self.recorded.parts, result.ctypes.data
+        if self.recorded.layout.zero == 0:
+            return [Update(arena.address(native.PARAMS), at, 0, arena.size, 0)]
+        return [
+            Update(parts.param_address(b, p), at + 4 * p.lo, parts.state_at(b, p), p.n, p.lo)
+            for b in range(len(parts.buckets))
+            for p in parts.pieces(b)
+        ]
+
+    def _without_gradients(self, space: int, offset: int) -> int:
+        return offset - self.recorded.arena.size if space == native.GRADS else offset
+
+    def run(self) -> Sums:
+        s = self.step
+        s.context = self.context
+        s.rows = self.context.rows
+        if self.recorded.arena.mirror is not None:  # another trainer's GPUs may be ahead
+            s.params = self.recorded.arena.address(native.PARAMS)
+        if self.recorded.layout.execution == "replay":
+            native.library().step(s)
+        else:
+            self._run_eager()
+        self._reduce.start()
+        self._reduce.finish()
+        loss, samples, correct = self.stats[:3].tolist()
+        return Sums(loss, samples, correct, self.samples_address, self.updates)
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank's reductions have sent so far."""
+        return self._reduce.bytes_sent
+
+    @property
+    def bytes_plain(self) -> int:
+        return self._reduce.bytes_plain
+
+    def _run_eager(self) -> None:
+        """The same plan, each shard through Python, one after the other."""
+        s, buffers = self.step, self._reduce.buffers
+        for actions in (*self.plan.threads, self.plan.final):
+            for a in actions:
+                if a.kind == "add":
+                    executor = ShardEager(s.context, 0, 0, 0)
+                    rows = [Block(buffers[i]) for i in (a.a, a.b)]
+                    executor.emit("add", rows[0], rows[0], rows[1], self.floats)
+                    continue
+                self.run_eager(a.a, buffers[a.b])
+
+    def run_eager(self, shard: int, buffer: np.ndarray, listen: Callable[[Any], None] | None = None) -> None:
+        """Computes one shard op by op into a buffer (floats,); `listen` is called with the executor before."""
+        s, c = self.step, native.Context.from_buffer_copy(self.context)
+        buffer[:] = 0
+        c.first = shard * s.shard_size
+        c.valid = min(s.shard_size, s.samples - c.first)
+        c.rows += 8 * c.first
+        executor = ShardEager(c, buffer.ctypes.data, 4 * self.stats_at, s.shard_size, self.recorded.precision)
+        if listen is not None:
+            listen(executor)
+        self.recorded.trace(executor)

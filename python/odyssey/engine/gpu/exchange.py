@@ -1,0 +1,312 @@
+"""Sums between processes whose workers are GPUs: how the tree of docs/determinism.md is completed across ranks.
+
+Each worker has complete nodes of the tree for its range of the floats (`Part`). Two ways lead from there to the whole
+sum on every device:
+
+    StagedExchange   through pinned host memory and a reduction of parallel/: every kind of reduction, every transport
+    DirectExchange   from device to device (comm/device.py), added up on the devices: reduction "tree" alone
+
+Both add along the same tree, so the bits are the same. What it is not: a transport, or the sums within a process
+(runner.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ...comm import Communicator
+from ...comm import device as devices
+from ...core.gpu_native import COMPUTE, COPY, Event
+from ...errors import CollectiveError
+from ...parallel import plan as planning
+from ...parallel import strategy
+
+if TYPE_CHECKING:
+    from .runner import GpuRunner
+    from .team import Team
+
+PIECE = 1 << 20  # floats that go from device to host, over the network and back at a time; 4 MB
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Where a worker has floats lo .. hi-1 of the sums of this process's nodes.
+
+    Float x of node i is at address + 4 (stride rows[i] + x - lo) in device memory.
+    """
+
+    address: int
+    stride: int
+    rows: tuple[int, ...]
+    lo: int
+    hi: int
+
+    def at(self, i: int, x: int) -> int:
+        """Address of float x of node i."""
+        return self.address + 4 * (self.stride * self.rows[i] + x - self.lo)
+
+
+class Exchange:
+    """Completes the sums of a runner; made by all ranks at the same time, used once per step.
+
+    bytes_sent: by this rank, so far; bytes_plain: what the tree would have sent.
+    """
+
+    def __init__(self, runner: GpuRunner, comm: Communicator) -> None:
+        self.runner, self.comm, self.workers = runner, comm, runner.team.workers
+
+    def run(self) -> list[int]:
+        """Sees to it that the whole sum is, or arrives in the COMPUTE queue, at these addresses, one per worker."""
+        raise NotImplementedError
+
+    def wait(self) -> None:
+        """Waits until nothing that the devices still do waits for another rank. Raises CollectiveError."""
+
+    @property
+    def bytes_sent(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def bytes_plain(self) -> int:
+        raise NotImplementedError
+
+    def _result(self, w: int) -> int:
+        return self.workers[w].area(f"result {self.runner.floats}", 4 * self.runner.floats, clear=True)
+
+
+def make(runner: GpuRunner, comm: Communicator, own: planning.Run) -> Exchange:
+    """The exchange of a runner between the ranks of `comm`; a collective call.
+
+    Args:
+        own: shards of this process.
+    """
+    chosen = runner.recorded.layout.reduction
+    plain = chosen.reduction == "tree" and chosen.compression is None
+    if devices.wanted(comm):
+        if plain:
+            links = _links(runner, comm)
+            if links:
+                return DirectExchange(runner, comm, own, links)
+        elif runner.train:
+            what = f"compression={chosen.compression!r}" if chosen.compression else f"reduction={chosen.reduction!r}"
+            _warn(runner, f"{what} goes through the host: only reduction='tree' goes from GPU to GPU")
+    return StagedExchange(runner, comm, own)
+
+
+_Links = Sequence[devices.DeviceTransport]
+_known: weakref.WeakKeyDictionary[Team, dict[Communicator, _Links]] = weakref.WeakKeyDictionary()
+
+
+def _links(runner: GpuRunner, comm: Communicator) -> _Links:
+    """A transport per worker, made when it is first asked for; none if sums are to go through the host."""
+    known = _known.setdefault(runner.team, {})
+    if comm not in known:
+        links, why = devices.connect(comm, runner.team.gpus)
+        if why:
+            _warn(runner, why)
+        known[comm] = links
+    return known[comm]
+
+
+def _warn(runner: GpuRunner, text: str) -> None:
+    if text not in runner.recorded.warnings:
+        runner.recorded.warnings.append(text)
+
+
+class StagedExchange(Exchange):
+    """From the devices through pinned memory into a reduction, and back to every device.
+
+    The floats are cut into pieces: while one is sent, the next comes from the device and the one before goes back. What
+    comes takes the COPY queue, what goes back COMPUTE, so a device does both at once. The host waits for every piece
+    that comes, so a step ends with nothing left in the COPY queue, and the next may overwrite the sums.
+    """
+
+    def __init__(self, runner: GpuRunner, comm: Communicator, own: planning.Run) -> None:
+        super().__init__(runner, comm)
+        lay, nodes = runner.recorded.layout, runner.meeting.nodes
+        self.nodes = len(nodes)
+        content = runner.recorded.content(whole=True)
+        whole = lay.reduction.compression is not None  # it looks at all gradients at once
+        size = runner.floats if whole else PIECE
+        self.pieces = [(lo, min(lo + size, runner.floats)) for lo in range(0, runner.floats, size)]
+        plan = planning.Plan(
+            runner.shards, own, ((),), (), tuple((node, i) for i, node in enumerate(nodes)), max(self.nodes, 1)
+        )
+        self.reductions = [
+            strategy.make(lay.reduction, comm, plan, hi - lo, lay.workers, content=content if whole else None)
+            for lo, hi in self.pieces
+        ]
+        self._computed = [w.gpu.event() for w in self.workers]
+        self._came: list[list[Event]] = [[w.gpu.event() for w in self.workers] for _ in self.pieces]
+
+    def run(self) -> list[int]:
+        runner, workers = self.runner, self.workers
+        rows = max(self.nodes, 1)
+        # pinned memory of one device is that of all; the step before has ended, so nothing reads or writes it
+        out = workers[0].pinned("out", 4 * runner.floats * rows).view(np.float32).reshape(rows, runner.floats)
+        back = workers[0].pinned("in", 4 * runner.floats).view(np.float32)
+        parts = runner.parts()
+        for event in self._computed:
+            event.record(COMPUTE)
+            event.hold(COPY)
+        for (lo, hi), events in zip(self.pieces, self._came, strict=True):
+            for worker, part, event in zip(workers, parts, events, strict=True):
+                a, b = max(lo, part.lo), min(hi, part.hi)
+                for i in range(len(part.rows) if b > a else 0):
+                    worker.gpu.download(out[i, a:b], part.at(i, a), COPY)
+                event.record(COPY)
+        results = [self._result(w) for w in range(len(workers))]
+        sent = 0  # pieces that are on their way back
+        for k, (lo, hi) in enumerate(self.pieces):
+            for event in self._came[k]:
+                event.wait()
+            reduction = self.reductions[k]
+            for i in range(self.nodes):
+                reduction.buffers[i] = out[i, lo:hi]
+            reduction.start()
+            while sent < k and self.reductions[sent].poll():
+                self._send_back(sent, back, results)
+                sent += 1
+        for k in range(sent, len(self.pieces)):
+            self._send_back(k, back, results)
+        return results
+
+    def _send_back(self, k: int, back: np.ndarray, results: Sequence[int]) -> None:
+        lo, hi = self.pieces[k]
+        back[lo:hi] = self.reductions[k].finish()
+        for worker, result in zip(self.workers, results, strict=True):
+            worker.gpu.upload(result + 4 * lo, back[lo:hi], COMPUTE)
+
+    @property
+    def bytes_sent(self) -> int:
+        return sum(r.bytes_sent for r in self.reductions)
+
+    @property
+    def bytes_plain(self) -> int:
+        return sum(r.bytes_plain for r in self.reductions)
+
+
+class DirectExchange(Exchange):
+    """The tree completed from device to device: an all-to-all, additions and an all-gather, all in COMPUTE queues.
+
+    Worker w of every rank has range w of the floats (runner.py); these are cut again between the ranks, and rank p adds
+    piece p of every worker's range. Nothing here waits if the transport does not.
+
+    Args:
+        links: of each worker to those of the same number in the other ranks.
+    """
+
+    def __init__(
+        self, runner: GpuRunner, comm: Communicator, own: planning.Run, links: Sequence[devices.DeviceTransport]
+    ) -> None:
+        super().__init__(runner, comm)
+        self.links = links
+        x = planning.exchange(runner.shards, comm.size, runner.recorded.layout.workers, runner.floats)
+        assert x.nodes[comm.rank] == runner.meeting.nodes
+        self._first = [sum(map(len, x.nodes[:p])) for p in range(comm.size + 1)]  # number of each rank's first node
+        self._adds = [(add.a, add.b) for add in x.adds]
+        total = self._first[-1]
+        self._at_once = self._adds == tree_adds(total)
+        self._sent = 0
+        self._exchanged: devices.Exchanged | None = None
+
+    def run(self) -> list[int]:
+        parts = self.runner.parts()
+        results = [self._result(w) for w in range(len(self.workers))]
+        self._exchanged = devices.Exchanged(self.comm, self.links, f"exchange of {self.runner.floats} float32 on GPUs")
+        try:
+            self._run(parts, results)
+        except CollectiveError as error:
+            self._exchanged.broke(error)
+            raise
+        self._exchanged.mark()
+        return results
+
+    def _run(self, parts: Sequence[Part], results: Sequence[int]) -> None:
+        cuts = []
+        for w, part in enumerate(parts):
+            cut = [(part.lo + a, part.lo + b) for a, b in planning.ranges(part.hi - part.lo, self.comm.size)]
+            cuts.append(cut)
+            self._hand_out(w, part, cut, results[w])
+        for w, cut in enumerate(cuts):
+            self._spread(w, cut, results[w])
+        for q, worker in enumerate(self.workers):
+            for p, part in enumerate(parts):
+                if p != q and part.hi > part.lo:
+                    at = 4 * part.lo
+                    worker.gpu.take(self.workers[p].gpu, results[q] + at, results[p] + at, 4 * (part.hi - part.lo))
+
+    def _hand_out(self, w: int, part: Part, cut: Sequence[planning.Run], result: int) -> None:
+        """Piece p of all nodes goes to rank p, which adds them up into its result."""
+        rank, worker = self.comm.rank, self.workers[w]
+        a, b = cut[rank]
+        n, total = b - a, self._first[-1]
+        area = worker.area("exchange", max(4 * n * total, 16))
+        mine = range(len(part.rows))
+        sends = [(p, part.at(i, c), 4 * (d - c)) for p, (c, d) in enumerate(cut) if p != rank for i in mine if d > c]
+        receives = [
+            (p, area + 4 * n * j, 4 * n)
+            for p in range(self.comm.size)
+            if p != rank
+            for j in range(self._first[p], self._first[p + 1])
+            if n
+        ]
+        for i in mine:
+            if n:
+                worker.gpu.move(area + 4 * n * (self._first[rank] + i), part.at(i, a), 4 * n)
+        self._sent += sum(size for _, _, size in sends)
+        self.links[w].exchange(sends, receives)
+        if not n:
+            return
+        to = result + 4 * a
+        if total == 1:
+            worker.gpu.move(to, area, 4 * n)
+        elif self._at_once:
+            worker.gpu.tree_sum(to, area, n, total, n)
+        else:
+            for k, (i, j) in enumerate(self._adds):
+                at = area + 4 * n * i
+                worker.gpu.tree_sum(to if k == len(self._adds) - 1 else at, at, n * (j - i), 2, n)
+
+    def _spread(self, w: int, cut: Sequence[planning.Run], result: int) -> None:
+        """What each rank has added goes to all others."""
+        rank = self.comm.rank
+        a, b = cut[rank]
+        others = [p for p in range(self.comm.size) if p != rank]
+        sends = [(p, result + 4 * a, 4 * (b - a)) for p in others if b > a]
+        receives = [(p, result + 4 * c, 4 * (d - c)) for p, (c, d) in enumerate(cut) if p != rank and d > c]
+        self._sent += sum(size for _, _, size in sends)
+        self.links[w].exchange(sends, receives)
+
+    def wait(self) -> None:
+        if self._exchanged is not None:
+            exchanged, self._exchanged = self._exchanged, None
+            exchanged.wait()
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._sent
+
+    @property
+    def bytes_plain(self) -> int:
+        return self._sent
+
+
+def tree_adds(n: int) -> list[tuple[int, int]]:
+    """The additions, (to, from), of a tree over n leaves that lie side by side, as kernels' `tree_sum` makes them."""
+    adds: list[tuple[int, int]] = []
+
+    def complete(lo: int, n: int) -> None:
+        if n > 1:
+            left = planning.split(n)
+            complete(lo, left)
+            complete(lo + left, n - left)
+            adds.append((lo, lo + left))
+
+    complete(0, n)
+    return adds

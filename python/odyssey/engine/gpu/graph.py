@@ -1,0 +1,106 @@
+"""CUDA graphs: what a piece of a step enqueues, captured once and enqueued as one from then on.
+
+Enqueueing costs the host some microseconds per launch, and the device a gap between launches; a LeNet-5 step of 64
+samples has about thirty. A graph has one launch and smaller gaps. The same launches run in the same order, so no bit
+changes. What changes from step to step is in device memory (StepContext), so a graph is valid as long as addresses are.
+
+The driver is asked directly, as MAX has no call for capture. Where it has none, or refuses, launches are enqueued one
+by one; ODYSSEY_GPU_GRAPHS=0 asks for that.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import gc
+import os
+from collections.abc import Callable
+
+from ...core.gpu_native import Gpu
+from ...errors import DeviceError
+
+THREAD_LOCAL = 1  # capture mode: calls of other threads, say of NCCL's, are none of this capture's business
+
+
+def wanted() -> bool:
+    """Whether graphs are to be used where they can be."""
+    return os.environ.get("ODYSSEY_GPU_GRAPHS", "1") != "0"
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    """The driver, which is loaded already. Raises DeviceError if it is not NVIDIA's."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        pointer, number = ctypes.c_void_p, ctypes.c_int
+        for name, arguments in {
+            "cuStreamBeginCapture_v2": [pointer, number],
+            "cuStreamEndCapture": [pointer, pointer],
+            "cuGraphInstantiateWithFlags": [pointer, pointer, ctypes.c_ulonglong],
+            "cuGraphLaunch": [pointer, pointer],
+            "cuGraphDestroy": [pointer],
+            "cuGraphExecDestroy": [pointer],
+            "cuGetErrorName": [number, ctypes.POINTER(ctypes.c_char_p)],
+        }.items():
+            function = getattr(driver, name)
+            function.argtypes, function.restype = arguments, number
+    except (OSError, AttributeError) as problem:
+        raise DeviceError(f"[gpu] no CUDA graphs: {problem}") from None
+    return driver
+
+
+def _checked(name: str, *args: object) -> None:
+    code = getattr(_driver(), name)(*args)
+    if code:
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorName(code, ctypes.byref(text))
+        raise DeviceError(f"[gpu] {name}: {(text.value or b'error').decode()} ({code})")
+
+
+class Graph:
+    """What `enqueue` puts into a device's compute queue, captured; nothing of it is run here.
+
+    Raises:
+        DeviceError: the driver has no graphs, or something in it cannot be captured. The queue is as it was.
+    """
+
+    def __init__(self, gpu: Gpu, enqueue: Callable[[], None]) -> None:
+        self._exec: ctypes.c_void_p | None = None
+        self._gpu, self._stream = gpu, gpu.stream()
+        graph, executable = ctypes.c_void_p(), ctypes.c_void_p()
+        _checked("cuStreamBeginCapture_v2", self._stream, THREAD_LOCAL)
+        problem: BaseException | None = None
+        collects = gc.isenabled()
+        gc.disable()  # what is collected may free device memory, which ends a capture
+        try:
+            enqueue()
+        except BaseException as error:  # a capture that nobody ends would take everything that follows
+            problem = error
+        finally:
+            if collects:
+                gc.enable()
+        try:
+            _checked("cuStreamEndCapture", self._stream, ctypes.byref(graph))
+            if isinstance(problem, Exception):
+                raise DeviceError(f"[gpu] what was captured failed: {problem}")
+            _checked("cuGraphInstantiateWithFlags", ctypes.byref(executable), graph, 0)
+            self._exec = executable
+        finally:
+            if graph.value:
+                _driver().cuGraphDestroy(graph)
+            if problem is not None and not isinstance(problem, Exception):
+                raise problem
+
+    def launch(self) -> None:
+        """Enqueues it."""
+        self._gpu.stream()  # makes the device this thread's current one
+        _checked("cuGraphLaunch", self._exec, self._stream)
+
+    def close(self) -> None:
+        """Gives it back, once nothing of it is under way."""
+        if self._exec is not None:
+            _driver().cuGraphExecDestroy(self._exec)
+            self._exec = None
+
+    def __del__(self) -> None:
+        self.close()

@@ -1,0 +1,123 @@
+"""Plans for the GPUs of one process: in which pieces shards are computed, and how the sums of its workers meet.
+
+Pure functions. The tree is that of parallel/plan.py; what is computed in one go, and where, does not change it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from ...parallel.plan import Node, nodes, split
+
+# Shards whose parameter gradients a kernel adds before they go to memory: at most 8, and only where at least this many
+# sums are left to compute side by side.
+FOLD = 8
+SIDE_BY_SIDE = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Compute:
+    """Computes the node (first shard, shards) in one go, `fold` shards per gradient buffer, into sum `to`."""
+
+    first: int
+    shards: int
+    fold: int
+    to: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Add:
+    """Adds sum `b` to sum `a`."""
+
+    a: int
+    b: int
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkerPlan:
+    """What one worker does: actions in order; afterwards sum i is that of node i of `nodes`, for all of them.
+
+    It needs room for `sums` sums, and for the largest piece: `pieces` gradient buffers and `shards` workspaces.
+    """
+
+    actions: tuple[Compute | Add, ...]
+    nodes: tuple[Node, ...]
+    sums: int
+    pieces: int
+    shards: int
+
+
+def fold_of(shards: int, most: int = FOLD) -> int:
+    """How many shards share a gradient buffer in a piece of so many: a power of two."""
+    fold = 1
+    while fold < most and shards >= 2 * fold * SIDE_BY_SIDE:
+        fold *= 2
+    return fold
+
+
+def worker(run: tuple[int, int], shards: int, limit: int, most: int = FOLD) -> WorkerPlan:
+    """The plan of a worker that owns shards run[0] .. run[1]-1 of `shards`, and has memory for `limit` at a time.
+
+    Args:
+        most: largest fold allowed, 1 where gradients of a parameter come from several ops.
+    """
+    own = tuple(nodes(run, shards))
+    actions: list[Compute | Add] = []
+    sums = len(own)
+    largest = pieces = 0
+    free: list[int] = []
+
+    def compute(node: Node, to: int) -> None:
+        nonlocal sums, largest, pieces
+        first, n = node
+        if n <= limit:
+            fold = fold_of(n, most)
+            actions.append(Compute(first, n, fold, to))
+            largest, pieces = max(largest, n), max(pieces, -(-n // fold))
+            return
+        left = split(n)
+        compute((first, left), to)
+        if free:
+            other = free.pop()
+        else:
+            other, sums = sums, sums + 1
+        compute((first + left, n - left), other)
+        actions.append(Add(to, other))
+        free.append(other)
+
+    for i, node in enumerate(own):
+        compute(node, i)
+    return WorkerPlan(tuple(actions), own, sums, pieces, largest)
+
+
+@dataclasses.dataclass(frozen=True)
+class Meeting:
+    """How the sums of a process's workers become those of its own nodes.
+
+    Sums are numbered through, worker after worker. `adds` are done in order; then that of node i of `nodes` is number
+    `at[i]`.
+    """
+
+    adds: tuple[Add, ...]
+    nodes: tuple[Node, ...]
+    at: tuple[int, ...]
+
+
+def meeting(workers: Sequence[Sequence[Node]], run: tuple[int, int], shards: int) -> Meeting:
+    """The plan for workers that have the sums of these nodes, of a process that owns the shards of `run`."""
+    number = {node: i for i, node in enumerate(n for own in workers for n in own)}
+    adds: list[Add] = []
+
+    def complete(node: Node) -> int:
+        if node in number:
+            return number[node]
+        first, n = node
+        left = split(n)
+        a, b = complete((first, left)), complete((first + left, n - left))
+        adds.append(Add(a, b))
+        return a
+
+    own = tuple(nodes(run, shards))
+    at = tuple(complete(node) for node in own)
+    return Meeting(tuple(adds), own, at)

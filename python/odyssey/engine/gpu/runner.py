@@ -1,0 +1,433 @@
+"""A step on the GPUs of this process: launches for all shards, then sums between devices and between processes.
+
+run() only enqueues: what the step needs from the host goes in one copy, every op is one launch for all shards of a
+piece, gradients are added along the tree on the device, devices exchange ranges of their sums, and processes exchange
+through pinned memory in pieces, so that copying, sending and adding overlap. The host waits once, when it is asked for
+the sums.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from ...build import gpus
+from ...core import native as host
+from ...core.gpu_native import COMPUTE, COPY, Block, Gpu, GpuStep
+from ...core.program import place
+from ...errors import DeviceError, NumericsError
+from ...parallel import plan as planning
+from ..runner import Recorded, Runner
+from . import exchange, rewrite
+from . import plan as pieces
+from .graph import Graph
+from .team import Placed, Worker
+
+if TYPE_CHECKING:
+    from ...data import ArrayDataset, Batch
+    from ...optim import Update
+    from .team import Team
+
+# Of the memory that is free before the data set is placed (which takes at most team.DATA_SHARE of it) what the shards
+# of a piece may take.
+MEMORY_SHARE = 0.4
+EXACT = 1 << 24  # samples that sums of float32 count exactly
+MOST_SHARDS, MOST_SUMS = 65535, 8191  # of a launch; that are added in one
+
+
+class GpuSums:
+    """Like runner.Sums, but the numbers are on their way: reading one waits for the step."""
+
+    def __init__(self, runner: GpuRunner, results: list[int], updates: list[Update]) -> None:
+        self._runner, self.results, self.updates = runner, results, updates
+        self.samples_address = results[0] + 4 * (runner.stats_at + 1)
+        self.counted = None
+        self._values: np.ndarray | None = None
+
+    def fetch(self) -> bool:
+        """Waits for the step; whether all numbers that were checked are finite."""
+        self._values, ok = self._runner.fetch(self.results[0])
+        return ok
+
+    def _value(self, i: int) -> float:
+        if self._values is None:
+            self.fetch()
+        assert self._values is not None
+        return float(self._values[i])
+
+    @property
+    def loss(self) -> float:
+        """Sum over the samples of the global batch."""
+        return self._value(0)
+
+    @property
+    def samples(self) -> float:
+        """How many there are; known before the step has ended, but where float32 cannot count them."""
+        n = self._runner.samples
+        return float(n) if n <= EXACT else self._value(1)
+
+    @property
+    def correct(self) -> float:
+        """Of them, predicted right."""
+        return self._value(2)
+
+
+class GpuRunner(Runner):
+    """All shards of this process on its GPUs, for batches of one size."""
+
+    def __init__(self, recorded: Recorded, team: Team) -> None:
+        super().__init__(recorded)
+        self.team, self.train = team, recorded.train
+        lay, lib, arena, comm = recorded.layout, host.library(), recorded.arena, recorded.groups.dp
+        self.floats = (arena.size if self.train else 0) + lib.stats
+        self.stats_at = self.floats - lib.stats
+        records = rewrite.fused(recorded.records)
+        rewrite.check(records)
+        self.work_floats = place(records) // 4
+        self.once = rewrite.written_once(records, arena)
+        self._constants: list[tuple[Any, list[int]]] = []
+        self._tables = [
+            rewrite.encoded(records, arena, lambda m, w=w: self._constant(m, w), not self.train)
+            for w in range(len(self.team.workers))
+        ]
+        self.runs = [
+            planning.share(self.shards, comm.size * lay.workers, comm.rank * lay.workers + w)
+            for w in range(lay.workers)
+        ]
+        own = (self.runs[0][0], self.runs[-1][1])
+        most = pieces.FOLD if self.once else 1
+        limit = self._limit(most)
+        self.plans = [pieces.worker(run, self.shards, limit, most) for run in self.runs]
+        self.meeting = pieces.meeting([p.nodes for p in self.plans], own, self.shards)
+        self.ranges = planning.ranges(self.floats, lay.workers)
+        self._updates: list[Update] = []
+        self._results: list[int] = []
+        self._exchange = exchange.make(self, comm, own) if comm.size > 1 else None
+        self._batches = [
+            _Batches(worker, run, self.shard_size, self.samples)
+            for worker, run in zip(self.team.workers, self.runs, strict=True)
+        ]
+        self._placed: list[Placed | None] = []
+        self._prepared: list[_Prepared | None] = [None] * lay.workers
+
+    # --- what it needs ---
+
+    def _constant(self, memory: Any, w: int) -> int:
+        """A copy on worker w's device of what a program names by address, such as the zeros of a missing bias."""
+        for known, addresses in self._constants:
+            if known is memory:
+                return addresses[w]
+        addresses = []
+        for worker in self.team.workers:
+            at = worker.gpu.allocate(memory.array.nbytes)
+            worker.gpu.upload(at, memory.array)
+            worker.gpu.synchronize()
+            addresses.append(at)
+        self._constants.append((memory, addresses))
+        return addresses[w]
+
+    def _limit(self, most: int) -> int:
+        """Shards that fit into a device at a time, and into a launch; the same on all workers of this process."""
+        per_shard = 4 * (self.work_floats + self.floats)
+        limit = min(self.shards, MOST_SHARDS, MOST_SUMS * most)
+        lay = self.recorded.layout
+        for worker in self.team.workers:
+            here = sum(other.gpu.number == worker.gpu.number for other in self.team.workers)
+            sharing = here * -(-lay.comm.local_size * lay.workers // max(gpus.count(), 1))
+            free = worker.gpu.memory()[0] + worker.nbytes
+            limit = min(limit, max(int(MEMORY_SHARE * free / sharing / per_shard), 1))
+        return limit
+
+    def use(self, data: ArrayDataset) -> None:
+        """Brings the data set to the devices, or gets ready to bring its batches."""
+        self.data, self._placed = data, self.team.place(data, self.samples)
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether it helps to name the next batch (`upcoming`)."""
+        return None in self._placed
+
+    # --- a step ---
+
+    def run(self) -> Any:
+        """Enqueues the step; see GpuSums."""
+        if self.team.pending is not None:
+            self.team.pending.fetch()  # its block and rows are still being read
+        self.team.write()
+        self._results = []
+        for w, (worker, plan) in enumerate(zip(self.team.workers, self.plans, strict=True)):
+            self._compute(w, worker, plan, self._batches[w].bring(self.batch, self._placed[w]))
+        if len(self.team.workers) > 1:
+            self._meet()
+        else:
+            self._results = [self._sums(0)]
+        if self._exchange is not None:
+            self._results = self._exchange.run()
+        self._look_ahead()
+        updates = [self.team.update(0, self._results[0])] if self.train else []
+        if self._updates and updates == self._updates:
+            updates = self._updates  # the same list: who has prepared something for it finds it again
+        self._updates = updates
+        self.team.pending = sums = GpuSums(self, self._results, updates)
+        return sums
+
+    def _look_ahead(self) -> None:
+        """Brings the next batch, if it is one for this runner, where its data set is not on the device."""
+        following = self.upcoming
+        if following is None or len(following.indices) != self.samples:
+            return
+        same = following.dataset is self.data
+        shape = following.dataset.sample_shape
+        if not same and (len(following.dataset) > self.samples or shape != self.recorded.sample_shape):
+            return
+        for batches, placed in zip(self._batches, self._placed, strict=True):
+            if placed is None or not same:
+                batches.ahead(following)
+
+    def _sums(self, w: int) -> int:
+        """Address of the sums of worker w's nodes.
+
+        Areas that hold gradients go by their layout: what no kernel writes there is zero from the start and stays so.
+        """
+        return self.team.workers[w].area(
+            f"sums {self.floats}", 4 * self.floats * max(self.plans[w].sums, 1), clear=True
+        )
+
+    def _compute(self, w: int, worker: Worker, plan: pieces.WorkerPlan, where: tuple[int, ...]) -> None:
+        """Enqueues worker w's shards. `where`: see _Batches.bring."""
+        gpu, told = worker.gpu, worker.tell
+        told.flag = 1
+        told.divisor = self.samples * self.context.loss_scale  # of gradients that are not clipped
+        if not plan.nodes:  # a last batch may have fewer shards than there are workers; it takes the others' step
+            gpu.upload(worker.divisor, worker.told[Block.divisor.offset : Block.unused.offset])
+            return
+        prepared = self._prepared[w]
+        if prepared is None or prepared.generation != worker.generation:
+            prepared = self._prepared[w] = self._prepare(w, worker, plan)
+        for k, piece in enumerate(prepared.pieces):
+            if isinstance(piece, tuple):  # two sums
+                gpu.tree_sum(*piece)
+                continue
+            if k:
+                gpu.synchronize()  # the block is being read
+            if worker.told_for != (self, k, where):
+                worker.told_for = (self, k, where)
+                context, action = told.context, piece.action
+                first = action.first * self.shard_size
+                context.seed, context.first = self.context.seed, first
+                context.samples, context.shard_size = self.samples, self.shard_size
+                images, labels, rows, context.scale, context.shift, context.bytes = where
+                context.images, context.labels = images, labels
+                context.rows = rows + 8 * (first - self._first(w))
+            told.context.step, told.context.loss_scale = self.context.step, self.context.loss_scale
+            gpu.upload(worker.block, worker.told)
+            piece.enqueue(self.team)
+
+    def _first(self, w: int) -> int:
+        """Position in the global batch of worker w's first sample."""
+        return min(self.runs[w][0] * self.shard_size, self.samples)
+
+    def _prepare(self, w: int, worker: Worker, plan: pieces.WorkerPlan) -> _Prepared:
+        """What does not change from step to step, while the worker's areas stay where they are."""
+        size = 4 * self.floats
+        sums = self._sums(w)
+        grads = worker.area(f"gradients {self.floats}", size * plan.pieces, clear=True)
+        work = worker.area("work", 4 * self.work_floats * plan.shards)
+        table = self._tables[w]
+        prepared: list[_Piece | tuple[int, ...]] = []
+        wanted = 0
+        for action in plan.actions:
+            if isinstance(action, pieces.Add):
+                at = sums + size * action.a
+                prepared.append((at, at, self.floats * (action.b - action.a), 2, self.floats))
+                continue
+            to = sums + size * action.to
+            buffers = -(-action.shards // action.fold)
+            step = GpuStep(
+                program=table.ctypes.data,
+                records=len(table),
+                params=self.team.parameters.addresses[w][0],
+                grads=to if buffers == 1 else grads,
+                grad_floats=self.floats,
+                work=work,
+                work_floats=self.work_floats,
+                context=worker.block,
+                flag=worker.flag,
+                shards=action.shards,
+                fold=action.fold,
+                accumulate=int(not self.once),
+            )
+            wanted = max(wanted, 4 * worker.gpu.scratch(step))
+            prepared.append(_Piece(worker.gpu, action, step, to, buffers))
+        scratch = worker.area("scratch", wanted) if wanted else 0
+        for piece in prepared:
+            if isinstance(piece, _Piece):
+                piece.step.scratch = scratch
+        return _Prepared(worker.generation, prepared)
+
+    def _meet(self) -> None:
+        """Worker p adds range p of the sums of all; a process alone hands the whole back to everyone."""
+        workers, meeting = self.team.workers, self.meeting
+        places = [
+            (q, self._sums(q) + 4 * self.floats * i) for q, p in enumerate(self.plans) for i in range(len(p.nodes))
+        ]
+        self._results = [w.area(f"result {self.floats}", 4 * self.floats, clear=True) for w in workers]
+        self._met: list[tuple[int, int]] = []  # by worker: address of its ranges of all sums, floats of one
+        for p, (lo, hi) in enumerate(self.ranges):
+            n = hi - lo
+            gpu = workers[p].gpu
+            met = workers[p].area("met", max(4 * n * len(places), 16))
+            self._met.append((met, n))
+            if not n:
+                continue
+            for i, (q, at) in enumerate(places):
+                if q == p:
+                    gpu.move(met + 4 * n * i, at + 4 * lo, 4 * n)
+                else:
+                    gpu.take(workers[q].gpu, met + 4 * n * i, at + 4 * lo, 4 * n)
+            for add in meeting.adds:
+                a = met + 4 * n * add.a
+                gpu.tree_sum(a, a, n * (add.b - add.a), 2, n)
+        if self._exchange is not None:
+            return
+        root = meeting.at[0]
+        for q, worker in enumerate(workers):
+            for p, (lo, hi) in enumerate(self.ranges):
+                if hi == lo:
+                    continue
+                met, n = self._met[p]
+                at = met + 4 * n * root
+                if p == q:
+                    worker.gpu.move(self._results[q] + 4 * lo, at, 4 * n)
+                else:
+                    worker.gpu.take(workers[p].gpu, self._results[q] + 4 * lo, at, 4 * n)
+
+    def parts(self) -> list[exchange.Part]:
+        """Where each worker has its range of the sums of this process's nodes, once they have met."""
+        if len(self.team.workers) == 1:
+            return [exchange.Part(self._sums(0), self.floats, tuple(range(len(self.meeting.nodes))), 0, self.floats)]
+        return [
+            exchange.Part(met, n, self.meeting.at, lo, hi)
+            for (met, n), (lo, hi) in zip(self._met, self.ranges, strict=True)
+        ]
+
+    def fetch(self, result: int) -> tuple[np.ndarray, bool]:
+        """Waits for the step; its statistics, and whether the numbers checked are finite, on the first worker."""
+        lib = host.library()
+        self.team.pending = None
+        for w, worker in enumerate(self.team.workers):
+            back = worker.pinned("back", 4 * lib.stats + 4)
+            if w == 0:
+                worker.gpu.download(back[: 4 * lib.stats], result + 4 * self.stats_at)
+            worker.gpu.download(back[4 * lib.stats :], worker.flag)
+        if self._exchange is not None:
+            self._exchange.wait()
+        for worker in self.team.workers:
+            worker.gpu.synchronize()
+        backs = [worker.pinned("back", 4 * lib.stats + 4) for worker in self.team.workers]
+        flags = {bool(back[4 * lib.stats :].view(np.int32)[0]) for back in backs}
+        if len(flags) > 1:
+            raise NumericsError("[gpu] workers disagree whether a step is finite: a memory or hardware error")
+        back, taken = backs[0], flags.pop()
+        return back[: 4 * lib.stats].view(np.float32).copy(), taken
+
+    @property
+    def bytes_sent(self) -> int:  # type: ignore[override]
+        """Bytes that this rank has sent so far."""
+        return 0 if self._exchange is None else self._exchange.bytes_sent
+
+    @property
+    def bytes_plain(self) -> int:  # type: ignore[override]
+        return 0 if self._exchange is None else self._exchange.bytes_plain
+
+
+class _Prepared(NamedTuple):
+    """What a worker enqueues per step: pieces, and (arguments of tree_sum) additions of two sums."""
+
+    generation: int  # of the worker's areas
+    pieces: list[Any]
+
+
+class _Piece:
+    """The launches of one piece: launch by launch at first, which loads the kernels, then as a graph."""
+
+    def __init__(self, gpu: Gpu, action: pieces.Compute, step: GpuStep, to: int, buffers: int) -> None:
+        self._gpu, self.action, self.step, self._to, self._buffers = gpu, action, step, to, buffers
+        self._graph: Graph | None = None
+        self._runs = 0
+
+    def enqueue(self, team: Team) -> None:
+        """Enqueues them."""
+        if self._graph is not None:
+            self._graph.launch()
+            return
+        self._runs += 1
+        if self._runs > 1 and team.graphs:
+            try:
+                self._graph = Graph(self._gpu, self._launches)
+            except DeviceError as problem:
+                team.graphs = False
+                team.notes.append(f"{problem}; kernels are launched one by one")
+            else:
+                self._graph.launch()
+                return
+        self._launches()
+
+    def _launches(self) -> None:
+        s = self.step
+        if s.accumulate:
+            self._gpu.clear(s.grads, 4 * s.grad_floats * self._buffers)
+        self._gpu.run(s)
+        if self._buffers > 1:
+            self._gpu.tree_sum(self._to, s.grads, s.grad_floats, self._buffers, s.grad_floats)
+
+
+class _Batches:
+    """Brings what a worker needs of a batch to its device: numbers of its samples, and these if they are not there."""
+
+    def __init__(self, worker: Worker, run: tuple[int, int], shard_size: int, samples: int) -> None:
+        self.worker = worker
+        self.first = min(run[0] * shard_size, samples)
+        self.count = min(run[1] * shard_size, samples) - self.first
+
+    def bring(self, batch: Batch, placed: Placed | None) -> tuple[int, ...]:
+        """For this batch: addresses on the device of images, labels, rows, scale and shift; `bytes` (StepContext)."""
+        if placed is not None:
+            told = self.worker.pinned("rows", 8 * self.count)
+            told.view(np.int64)[:] = batch.indices[self.first : self.first + self.count]
+            rows = self.worker.area("rows", 8 * self.count)
+            self.worker.gpu.upload(rows, told)
+            return (placed.images, placed.labels, rows, placed.scale, placed.shift, placed.bytes)
+        brought = self.worker.brought
+        if brought is None or brought[0] is not self or brought[1] is not batch:
+            self.ahead(batch)
+        where: tuple[int, ...] = self.worker.brought[2]
+        self.worker.brought = None
+        self.worker.events[self.worker.turn].hold(COMPUTE)
+        return where
+
+    def ahead(self, batch: Batch) -> None:
+        """Gathers a batch in pinned memory and sends it on the copy queue, while the step before is computed."""
+        worker, data, n = self.worker, batch.dataset, self.count
+        turn = worker.turn = 1 - worker.turn
+        indices = batch.indices[self.first : self.first + n]
+        shape = (n, *data.images.shape[1:])
+        nbytes = math.prod(shape) * data.images.dtype.itemsize
+        # what is small goes in one copy: numbers of samples, labels, scale and shift of the channels
+        scale = -(-12 * n // 16) * 16
+        shift, end = scale + data.scale.nbytes, scale + data.scale.nbytes + data.shift.nbytes
+        images, small = worker.area(f"images {turn}", max(nbytes, 16)), worker.area(f"batch {turn}", end)
+        told, words = worker.pinned(f"images {turn}", nbytes), worker.pinned(f"batch {turn}", end)
+        worker.events[turn].wait()  # the last copy from this pinned memory is done
+        np.take(data.images, indices, axis=0, out=told.view(data.images.dtype).reshape(shape))
+        words[: 8 * n].view(np.int64)[:] = np.arange(n)
+        np.take(data.labels, indices, out=words[8 * n : 12 * n].view(np.int32))
+        words[scale:shift].view(np.float32)[:] = data.scale
+        words[shift:end].view(np.float32)[:] = data.shift
+        worker.gpu.upload(images, told, COPY)
+        worker.gpu.upload(small, words, COPY)
+        worker.events[turn].record(COPY)
+        where = (images, small + 8 * n, small, small + scale, small + shift, int(data.images.dtype.itemsize == 1))
+        worker.brought = (self, batch, where)

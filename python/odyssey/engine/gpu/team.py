@@ -1,0 +1,396 @@
+"""The GPUs of this process: one per worker, each with the parameters, the optimizer's state and room to compute in.
+
+All workers hold the same parameters and take the same steps. What is decided per step (which shards, which sums) is in
+plan.py and runner.py; here is what lasts.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...core import native as host
+from ...core.gpu_native import BLOCK_BYTES, COMPUTE, COPY, Block, Event, Gpu, GpuStep, library
+from ...errors import DeviceError
+from ...optim import Update
+from . import graph
+from .mirror import Mirror
+
+if TYPE_CHECKING:
+    from ...core import fingerprint
+    from ...core.arena import Arena
+    from ...data import ArrayDataset
+    from ...optim import Optimizer
+
+# A data set is kept on a device if it leaves this share of the free memory to the training.
+DATA_SHARE = 0.5
+
+GRADIENTS = ("sums", "gradients", "result", "met")  # areas that hold some
+
+
+class Worker:
+    """One worker's device and what it holds there. Areas grow when more is asked for and keep nothing then."""
+
+    def __init__(self, number: int) -> None:
+        self.gpu = Gpu(number)
+        self._areas: dict[str, tuple[int, int]] = {}
+        self._pinned: dict[str, np.ndarray] = {}
+        self.generation = 0  # goes up when an area moves
+        self.told_for: Any = None  # whom the block's lasting fields were written for
+        self.turn = 0  # of the two places for batches that are brought
+        self.brought: Any = None  # the last one: who brought it, the batch, where it is
+        self._events: list[Event] = []
+        self.block = self.area("block", BLOCK_BYTES)
+        self.told = self.pinned("block", BLOCK_BYTES)
+        self.tell = Block.from_address(self.told.ctypes.data)
+
+    def area(self, name: str, nbytes: int, *, clear: bool = False) -> int:
+        """Address of device memory that all runners use for the same thing, as one runs at a time."""
+        at, size = self._areas.get(name, (0, -1))
+        if size < nbytes:
+            if size >= 0:
+                self.idle()
+                self.gpu.free(at)
+                self.generation += 1
+            at = self.gpu.allocate(nbytes)
+            self._areas[name] = (at, nbytes)
+            if clear:
+                self.gpu.clear(at, nbytes)
+        return at
+
+    def pinned(self, name: str, nbytes: int) -> np.ndarray:
+        """The same of pinned host memory (nbytes,) uint8."""
+        if len(self._pinned.get(name, ())) < max(nbytes, 1):
+            if name in self._pinned:
+                self.idle()
+                self.gpu.free(self._pinned.pop(name).ctypes.data)
+            self._pinned[name] = self.gpu.pinned(max(nbytes, 16))
+        return self._pinned[name][:nbytes]
+
+    @property
+    def events(self) -> list[Event]:
+        """Of the two places for batches: the copy into it is done."""
+        if not self._events:
+            self._events = [self.gpu.event(), self.gpu.event()]
+        return self._events
+
+    def idle(self) -> None:
+        """Waits until nothing is under way."""
+        self.gpu.synchronize(COMPUTE)
+        self.gpu.synchronize(COPY)
+
+    @property
+    def flag(self) -> int:
+        """Address of the flag on the device: 1 while all numbers checked in this step were finite."""
+        return self.block + Block.flag.offset
+
+    @property
+    def divisor(self) -> int:
+        """Address of the number on the device that gradients are divided by, where the host has set one."""
+        return self.block + Block.divisor.offset
+
+    def run(self, records: np.ndarray) -> None:
+        """Enqueues records whose operands are addresses."""
+        step = GpuStep(
+            program=records.ctypes.data,
+            records=len(records),
+            context=self.block,
+            flag=self.flag,
+            shards=1,
+            fold=1,
+        )
+        self.gpu.run(step)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory in areas."""
+        return sum(size for _, size in self._areas.values())
+
+    def memory(self) -> tuple[int, int]:
+        """Bytes of device memory for gradients and their sums, and for everything else in areas."""
+        gradients = sum(size for name, (_, size) in self._areas.items() if name.split()[0] in GRADIENTS)
+        return gradients, self.nbytes - gradients
+
+
+class Team:
+    """The workers of this process.
+
+    Args:
+        numbers: the device of each worker; one may come several times (oversubscribed).
+        arena: the parameters that they train.
+
+    Raises:
+        DeviceError: a device cannot be opened, or has too little memory.
+    """
+
+    def __init__(self, numbers: Sequence[int], arena: Arena) -> None:
+        numbers = list(numbers)
+        self.workers = [Worker(n) for n in numbers]
+        self.arena = arena
+        _ = arena.params  # as another trainer's GPUs left them
+        self.parameters = Mirror(self.gpus, lambda: [arena.host])
+        arena.mirror = self.parameters
+        self._state: Mirror | None = None
+        self._records = [np.zeros((2, host.library().record), np.int64) for _ in numbers]  # of an update
+        self._checks: list[Fingerprints] = []
+        self._asked: dict[int, Fingerprints] = {}  # that are taken with a step, by its updates
+        self._norm = (0.0, np.zeros(2, np.int64))  # the last one's largest number, and squares
+        self.graphs = graph.wanted()
+        self.notes: list[str] = []  # what the user should know, until it was shown
+        self.pending: Any = None  # sums of the last step, whose blocks are being read until they are fetched
+        self._data: dict[int, tuple[weakref.ref[Any], list[Placed | None]]] = {}
+        self._peers()
+
+    @property
+    def gpus(self) -> list[Gpu]:
+        """The workers' devices."""
+        return [w.gpu for w in self.workers]
+
+    def _peers(self) -> None:
+        """Lets every device read the others' memory where it can; where not, the driver copies through the host."""
+        self.direct = True
+        for a in self.gpus:
+            for b in self.gpus:
+                if a.number != b.number and not a.reaches(b):
+                    self.direct = False
+
+    def describe(self) -> str:
+        """One line for the user."""
+        names = [g.name for g in self.gpus]
+        devices = {g.number: g.name for g in self.gpus}
+        text = ", ".join(f"gpu:{n} {name}" for n, name in sorted(devices.items()))
+        if len(devices) < len(names):
+            text += f" ({len(names)} workers)"
+        return text
+
+    def keep(self, optimizer: Optimizer) -> None:
+        """Takes the optimizer's state to the devices."""
+        _ = optimizer.state
+        self._optimizer = optimizer
+        self._state = Mirror(self.gpus, lambda: list(optimizer.arrays.values()))
+        optimizer.mirror = self._state
+
+    def write(self) -> None:
+        """Brings the devices what the host, or another trainer of the same parameters, may have changed."""
+        if self.arena.mirror is not self.parameters:
+            _ = self.arena.params
+            self.arena.mirror = self.parameters
+            self.parameters.outdated()
+        self.parameters.write()
+        if self._state is not None:
+            if self._optimizer.mirror is not self._state:
+                _ = self._optimizer.state
+                self._optimizer.mirror = self._state
+                self._state.outdated()
+            self._state.write()
+
+    def update(self, w: int, result: int) -> Update:
+        """The update of all parameters on worker w from gradients at `result`."""
+        state = () if self._state is None else tuple(self._state.addresses[w])
+        return Update(self.parameters.addresses[w][0], result, 0, self.arena.size, 0, state)
+
+    def commit_step(self, optimizer: Optimizer, sums: Any, divisor: int, lr: float) -> bool:
+        """Takes the step on all workers if the loss and all gradients are finite; returns whether they were.
+
+        The devices decide that themselves: the update is enqueued behind the check and does nothing if it failed.
+
+        Args:
+            sums: of runner.GpuRunner; those of its own step.
+            divisor: address of the number gradients are divided by: sums.samples_address, or one of the host.
+        """
+        lib, n = library(), self.arena.size
+        self.write()
+        optimizer.steps += 1
+        own = divisor == sums.samples_address
+        value = 0.0 if own else float(host.memory(divisor, 4).view(np.float32)[0])
+        for w, worker in enumerate(self.workers):
+            result = sums.results[w]
+            by = result + 4 * (n + 1)
+            if not own:
+                if worker.tell.divisor != value:  # else the block has brought it; one on its way may bring this too
+                    worker.tell.divisor = value
+                    worker.gpu.upload(worker.divisor, worker.told[Block.divisor.offset :][:4])
+                by = worker.divisor
+            records = self._records[w]
+            records[0, :3] = (lib.codes["finite"], result, n + host.library().stats)
+            record = optimizer._record(lib, self.update(w, result), by, lr)
+            records[1, : len(record)] = record
+            worker.run(records)
+        self.parameters.changed()
+        if self._state is not None:
+            self._state.changed()
+        asked = self._asked.get(id(sums.updates))
+        if asked is not None:
+            asked.enqueue()
+        ok = sums.fetch()
+        if asked is not None:
+            asked.came()
+        if not ok:
+            optimizer.steps -= 1
+        return ok
+
+    # --- numbers on the first worker's device ---
+
+    def read(self, address: int, array: np.ndarray) -> np.ndarray:
+        """Fills an array from the first worker's memory."""
+        gpu = self.gpus[0]
+        gpu.download(array, address)
+        gpu.synchronize()
+        return array
+
+    def largest(self, runs: Sequence[tuple[int, int]]) -> float:
+        """The largest absolute value of a run (address, floats) there; its squares are counted behind it."""
+        ((address, floats),) = runs  # all ranks hold all gradients, in one run
+        worker = self.workers[0]
+        there, back = worker.area("norm", 24), worker.pinned("norm", 24)
+        worker.gpu.norm(there, address, floats)
+        worker.gpu.download(back, there)
+        worker.gpu.synchronize()
+        self._norm = float(back[16:20].view(np.float32)[0]), back[:16].view(np.int64).copy()
+        return self._norm[0]
+
+    def squares(self, runs: Sequence[tuple[int, int]], unit: float) -> np.ndarray:
+        """The sum of squares, int64 (2,), of the run that `largest` was just asked for, in the unit that follows."""
+        largest, squares = self._norm
+        assert 0.5 <= largest * unit < 1, (largest, unit)
+        return squares
+
+    def weights(self) -> list[int]:
+        """The fingerprint of the parameters of each worker; all must be equal."""
+        if not self._checks:
+            of = zip(self.workers, self.parameters.addresses, strict=True)
+            self._checks = [Fingerprints(worker, [[(own[0], self.arena.size, 0)]]) for worker, own in of]
+        self.write()
+        for check in self._checks:
+            check.enqueue()
+        return [check()[0] for check in self._checks]
+
+    def fingerprints(
+        self, wholes: Sequence[Sequence[fingerprint.Run]], after: list[Update] | None = None
+    ) -> Callable[[], list[int]]:
+        """See Engine.fingerprints. Those of a step's updates are enqueued with it: the host waits for both at once."""
+        made = Fingerprints(self.workers[0], wholes)
+        if after is not None:
+            self._asked[id(after)] = made
+            made.after = after  # kept, so that its id stays its own
+        return made
+
+    # --- data ---
+
+    def place(self, data: ArrayDataset, samples: int) -> list[Placed | None]:
+        """The data set on the devices of all workers; None where it is brought batch by batch, as it does not fit.
+
+        One that has no more than the samples of a batch is brought as a batch: a loader of arrays makes a new one each.
+        """
+        if len(data) <= samples:
+            return [None] * len(self.workers)
+        key = id(data)
+        found = self._data.get(key)
+        if found is not None and found[0]() is data:
+            return found[1]
+        for k in [k for k, (alive, _) in self._data.items() if alive() is None]:
+            for worker, gone in zip(self.workers, self._data.pop(k)[1], strict=True):
+                if gone is not None:
+                    gone.free(worker)
+        placed = [Placed(worker, data) if fits(worker, data) else None for worker in self.workers]
+        self._data[key] = (weakref.ref(data), placed)
+        return placed
+
+
+class Fingerprints:
+    """The fingerprints (fingerprint.py) of several wholes on a worker's device, taken again and again.
+
+    Calling it gives one number per whole: those that were enqueued, or those of now.
+
+    Args:
+        wholes: of each its runs (address, floats, start).
+    """
+
+    def __init__(self, worker: Worker, wholes: Sequence[Sequence[fingerprint.Run]]) -> None:
+        self._gpu = gpu = worker.gpu
+        self.after: list[Update] | None = None
+        tables = [np.array(list(runs), np.int64).reshape(-1, 3) for runs in wholes]
+        self._out = gpu.pinned(8 * len(tables)).view(np.uint64)
+        self._at = gpu.allocate(8 * len(tables))
+        gpu.clear(self._at, 8 * len(tables))
+        self._calls: list[tuple[int, ...]] = []  # of Gpu.fingerprint
+        for i, table in enumerate(tables):
+            longest = int(table[:, 1].max(initial=0))
+            if longest:
+                runs = gpu.allocate(table.nbytes + gpu.fingerprint_scratch(len(table), longest))
+                gpu.upload(runs, table)
+                self._calls.append((self._at + 8 * i, runs + table.nbytes, runs, len(table), longest))
+        gpu.synchronize()
+        self._enqueued = self._here = False
+
+    def enqueue(self) -> None:
+        """They are taken behind what is in the COMPUTE queue."""
+        for call in self._calls:
+            self._gpu.fingerprint(*call)
+        self._gpu.download(self._out.view(np.uint8), self._at)
+        self._enqueued, self._here = True, False
+
+    def came(self) -> None:
+        """The host has waited for them."""
+        self._here = self._enqueued
+
+    def __call__(self) -> list[int]:
+        if not self._enqueued:
+            self.enqueue()
+        if not self._here:
+            self._gpu.synchronize()
+        self._enqueued = self._here = False
+        return [int(value) for value in self._out]
+
+
+def fits(worker: Worker, data: ArrayDataset) -> bool:
+    """Whether a data set leaves enough of the free memory to the training."""
+    return data.images.nbytes + data.labels.nbytes <= DATA_SHARE * worker.gpu.memory()[0]
+
+
+class Placed:
+    """A whole data set on one worker's device: addresses of its arrays; `bytes` is 1 if images are uint8."""
+
+    def __init__(self, worker: Worker, data: ArrayDataset) -> None:
+        arrays = [data.images, data.labels, data.scale, data.shift]
+        self._addresses = [worker.gpu.allocate(max(a.nbytes, 16)) for a in arrays]
+        for at, a in zip(self._addresses, arrays, strict=True):
+            worker.gpu.upload(at, np.ascontiguousarray(a))
+            worker.gpu.synchronize()
+        self.images, self.labels, self.scale, self.shift = self._addresses
+        self.bytes = int(data.images.dtype.itemsize == 1)
+
+    def free(self, worker: Worker) -> None:
+        """Gives the memory back."""
+        worker.gpu.synchronize()
+        for at in self._addresses:
+            worker.gpu.free(at)
+
+
+def devices(
+    count: int, workers: int, local_rank: int, local_size: int, oversubscribe: bool, own: bool = False
+) -> list[int]:
+    """The devices of a process's workers: consecutive ones, rank after rank on a machine with `count` GPUs.
+
+    Args:
+        own: this rank sees GPUs that no other rank sees, as some launchers arrange it.
+
+    Raises:
+        DeviceError: there are too few, and they are not to be shared.
+    """
+    if own:
+        local_rank, local_size = 0, 1
+    wanted = workers * local_size
+    if count < 1:
+        raise DeviceError("[gpu] this machine has no GPU that can be used; use --device cpu")
+    if wanted > count and not oversubscribe:
+        who = f"{local_size} ranks x {workers} = {wanted} GPUs" if local_size > 1 else f"{wanted} GPUs"
+        raise DeviceError(
+            f"[gpu] {who} were asked for and this {'rank' if own else 'machine'} has {count}; use "
+            + (f"--num-gpus {count}, " if local_size == 1 else f"-n {max(count // workers, 1)}, ")
+            + "--oversubscribe to share them, or --device cpu"
+        )
+    return [(local_rank * workers + w) % count for w in range(workers)]

@@ -1,0 +1,87 @@
+"""The layout of a training: where the shards of a step are computed. Everything that must not change the result."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ..comm import Communicator
+from ..errors import ConfigError
+from ..parallel import buckets as bucketing
+from ..parallel import strategy
+from ..parallel.mesh import Mesh
+from ..parallel.strategy import Strategy
+
+BUCKET_MB = 25.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Where the shards of a step are computed: everything that must not change the result."""
+
+    comm: Communicator
+    workers: int  # of this process
+    threads: int  # of this process
+    shard_size: int | None  # None: a function of the batch (Engine.shard_size_of)
+    reduction: Strategy | str  # a Strategy once made
+    execution: str
+    mesh: Mesh = Mesh(1, 1, 1)  # fitted to the world
+    zero: int = 0
+    bucket_size_mb: float | None = None  # None: see `bucket_floats`
+    overlap: bool = True
+    schedule: str = "1f1b"
+    gpus: tuple[int, ...] = ()  # the device of each worker of this process; none: they compute on the CPU
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reduction", Strategy.of(self.reduction))
+        if self.execution == "eager" and (self.split or self.zero):
+            raise ConfigError(
+                f"[mesh] {self.mesh} with zero={self.zero} runs recorded programs; use execution='replay'"
+            )
+        if self.split and self.zero > 1:
+            raise ConfigError(
+                f"[mesh] {self.mesh} with zero={self.zero}: gradients and parameters can be spread over replicas only "
+                "where each has the whole model; use --zero 1, or --pp 1 --tp 1"
+            )
+
+        self.reduction.check(self.mesh, self.zero)
+        if self.gpus:
+            self._check_gpus()
+
+    def _check_gpus(self) -> None:
+        """Raises ConfigError for what GPUs cannot do yet."""
+        wrong = next(
+            (
+                text
+                for text, found in (
+                    (f"{self.mesh}", self.split),
+                    (f"zero={self.zero}", self.zero),
+                    ("execution='eager'", self.execution != "replay"),
+                    (f"reduction={self.reduction.reduction!r}", self.reduction.reduction in strategy.MODES),
+                    (f"bucket_size_mb={self.bucket_size_mb}", self.bucket_size_mb is not None),
+                    ("overlap=False", not self.overlap),
+                )
+                if found
+            ),
+            None,
+        )
+        if wrong:
+            raise ConfigError(
+                f"[gpu] {wrong} is not there for GPUs: they replicate the whole model, take steps together and sum "
+                "gradients in pieces of their own; leave it out, or use --device cpu"
+            )
+
+    def bucket_floats(self, size: int) -> int:
+        """Floats of a bucket of a model of `size` floats: as given, or 25 MB.
+
+        With ZeRO 2 and 3 a rank has four buckets on top of its parts (two gathered, two being reduced), so by default
+        they are at most a 32nd of the model.
+        """
+        if self.bucket_size_mb is not None:
+            return int(self.bucket_size_mb * bucketing.FLOATS_PER_MB)
+        floats = int(BUCKET_MB * bucketing.FLOATS_PER_MB)
+        return min(floats, size // 32) if self.zero > 1 else floats
+
+    @property
+    def split(self) -> bool:
+        """Whether several ranks make up one replica of the model."""
+        return self.mesh.pp * self.mesh.tp > 1

@@ -1,0 +1,288 @@
+"""A step taken micro-batch by micro-batch by ranks that share the model: pipeline stages, tensor-parallel layers.
+
+A micro-batch is a shard. Each rank runs its parts of the program (stages.py) in the order of a schedule (schedule.py)
+and exchanges activations and their gradients in between. The gradients of its own parameters are added over its shards
+and over the replicas along the same tree as everywhere, so pipeline and tensor parallelism change no bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import deque
+from typing import Any
+
+import numpy as np
+
+from ..comm.base import MAX_TAG
+from ..core import native
+from ..core.placement import check_places
+from ..core.program import Record, Slot, encoded, place
+from ..errors import ConfigError
+from ..optim import Update
+from ..parallel import plan as planning
+from ..parallel import schedule as schedules
+from ..parallel import strategy, tensor
+from ..parallel.exchange import Exchange
+from ..parallel.stages import Part, Transfer, edges, partition
+from .runner import Recorded, Runner, Sums
+
+
+@dataclasses.dataclass(frozen=True)
+class Native:
+    """Records that run without a stop: address and number."""
+
+    address: int
+    records: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Move:
+    """A transfer whose value has its place in the workspace: bytes [at, at + size)."""
+
+    number: int
+    source: int
+    target: int
+    at: int
+    size: int
+
+
+class PipelineRunner(Runner):
+    """One batch size on one rank of a mesh with pp or tp above 1.
+
+    waited: seconds spent waiting for messages; computed: seconds in kernels.
+    """
+
+    shares_work = False
+
+    def __init__(self, recorded: Recorded) -> None:
+        super().__init__(recorded)
+        self.groups, self.parts = recorded.groups, recorded.parts
+        lay, lib, records = recorded.layout, native.library(), recorded.records
+        comm, here = self.groups.dp, self.groups.p
+        self.plan = planning.make(self.shards, comm.rank, comm.size, lay.workers, 1)
+        self._stats_slot = Slot(4 * lib.stats)  # `stats` adds to it; it lives as long as its micro-batch
+        for r in records:
+            if r.op == "stats":
+                r.args[0] = self._stats_slot
+        parts = partition(records, recorded.place_of)
+        mine = [p for p in parts if p.place == here]
+        self.loss_place = next(p.place for p in parts for r in p.records if r.op == "stats")
+        items = [item for p in mine for item in (*p.receives, *p.records, *p.sends)]
+        marker = Record("stats", [self._stats_slot])
+        work_bytes = place([marker, *items, marker])
+        self._stats_at = self._stats_slot.offset
+        self.micro = self.plan.run[1] - self.plan.run[0]
+        stages = 1 + max(p.stage for p in parts)
+        used = sorted({p.place for p in parts})  # an evaluation may have nothing to do for some
+        where = [used.index(next(p.place for p in parts if p.stage == s)) for s in range(stages)]
+        self.schedule = schedules.make(
+            self._kind(where),
+            stages,
+            self.micro,
+            where,
+            edges=edges(parts),
+            backward=recorded.train,
+        )
+        computes = self.schedule.compute[used.index(here)] if mine else ()
+        self._actions = [(_phase(a), a.stage, a.micro) for a in computes]
+        self._window = self._in_flight()
+        self._work = native.aligned((self._window, work_bytes), np.uint8, zero=False)
+        self.work_bytes = self._work.nbytes
+        self._keep: list[Any] = []
+        self._code = {(p.phase, p.stage): self._steps(p) for p in mine}
+        self._plan_sums()
+        bucket = self.parts.buckets[0]
+        scatter = self.parts.stage > 0 and comm.size > 1
+        floats = bucket.floats if recorded.train else 0
+        self._sum = strategy.make(
+            lay.reduction, comm, self.plan, floats, lay.workers, scatter=scatter, content=recorded.content()
+        )
+        self._stats = strategy.make(lay.reduction, comm, self.plan, lib.stats, lay.workers)
+        self.grad_bytes = 4 * self._sum.floats_needed
+        self._bases = np.zeros(4, np.int64)
+        self._transfers = 1 + max((t.number for p in parts for t in p.sends), default=0)
+        self.updates = self._updates() if recorded.train else []
+        self._counted = self._share_of_norm() if recorded.train else []
+        self.result = np.zeros(lib.stats, np.float32)
+        self.waited = self.computed = 0.0
+        self.bytes_moved = 0
+
+    # --- preparation ---
+
+    def _kind(self, where: list[int]) -> str:
+        """The schedule's kind: of a last, small batch an automatic cut may have other stages than it was made for."""
+        kind = self.recorded.layout.schedule if self.recorded.train else "gpipe"
+        if self.recorded.cut_automatically:
+            try:
+                check_places(kind, where)
+            except ConfigError:
+                return "gpipe"
+        return kind
+
+    def _in_flight(self) -> int:
+        """How many micro-batches, counted on from the oldest, need a workspace at the same time."""
+        last = {m: i for i, (_, _, m) in enumerate(self._actions)}
+        width, oldest = 1, 0
+        for i, (_, _, m) in enumerate(self._actions):
+            while last.get(oldest, i) < i:
+                oldest += 1
+            width = max(width, m - oldest + 1)
+        return width
+
+    def _steps(self, part: Part) -> list[Any]:
+        """A part as things to do one after the other: transfers, native runs, tensor-parallel exchanges."""
+
+        def moves(transfers: list[Transfer]) -> list[Move]:
+            return [Move(t.number, t.source, t.target, t.slot.offset, t.slot.nbytes) for t in transfers]
+
+        steps: list[Any] = list(moves(part.receives))
+        run: list[Record] = []
+
+        def flush() -> None:
+            if run:
+                table = encoded(run, self.recorded.arena, self._keep, self._locate)
+                self._keep.append(table)
+                steps.append(Native(table.ctypes.data, len(table)))
+                run.clear()
+
+        for r in part.records:
+            if isinstance(r, tensor.Pseudo):
+                flush()
+                steps.append([Exchange(self.groups.tp, r, [work]) for work in self._work])
+            else:
+                run.append(r)
+        flush()
+        return steps + moves(part.sends)
+
+    def _locate(self, space: int, offset: int) -> int:
+        return self.parts.buckets[0].locate(offset) if space == native.GRADS else offset
+
+    def _plan_sums(self) -> None:
+        """When a shard's gradients are complete: what is added to what. Buffers are reused if shards end in order."""
+        ends: dict[int, int] = {}
+        begins: dict[int, int] = {}
+        for i, (phase, _, m) in enumerate(self._actions):
+            if phase == "backward" or not self.recorded.train:
+                begins.setdefault(m, i)
+                ends[m] = i
+        in_turn = all(begins[m] > ends[m - 1] for m in range(1, self.micro) if m in begins and m - 1 in ends)
+        if not in_turn:
+            self.plan = planning.unshared(self.plan)
+        self._adds: dict[int, list[tuple[int, int]]] = {}
+        self._buffer: dict[int, int] = {}
+        shard = self.plan.run[0]
+        for a in (*self.plan.threads[0], *self.plan.final) if self.micro else ():
+            if a.kind == "run":
+                shard = a.a
+                self._buffer[shard - self.plan.run[0]] = a.b
+            else:
+                self._adds.setdefault(shard - self.plan.run[0], []).append((a.a, a.b))
+        self._begins = {i: m for m, i in begins.items()}
+        self._ends = {i: m for m, i in ends.items()}
+        self._late = not in_turn
+
+    def _updates(self) -> list[Update]:
+        parts = self.parts
+        grads = self._sum.result.ctypes.data
+        return [
+            Update(parts.param_address(0, p), grads + 4 * p.at, parts.state_at(0, p), p.n, p.lo)
+            for p in parts.pieces(0)
+        ]
+
+    def _share_of_norm(self) -> list[tuple[int, int]]:
+        a, b = self.parts.own[0]
+        grads, out = self._sum.result.ctypes.data, []
+        for lo, n in self.recorded.counted:
+            at = self.parts.buckets[0].locate(lo)
+            first, last = max(at, a), min(at + n, b)
+            if first < last:
+                out.append((grads + 4 * first, last - first))
+        return out
+
+    # --- a step ---
+
+    def run(self) -> Sums:
+        lib, run, stats_bytes = native.library(), self.plan.run[0], 4 * native.library().stats
+        bases, bases_address = self._bases, self._bases.ctypes.data
+        bases[native.PARAMS] = self.recorded.arena.address(native.PARAMS)
+        work, stride = self._work.ctypes.data, self._work.strides[0]
+        c = native.Context.from_buffer_copy(self.context)
+        grads, stats = self._sum.buffers, self._stats.buffers
+        pending: deque[Any] = deque()
+        seen: set[int] = set()
+        for i, (phase, stage, m) in enumerate(self._actions):
+            slot = m % self._window
+            base = work + slot * stride
+            bases[native.WORK] = base
+            c.first = (run + m) * self.shard_size
+            c.valid = min(self.shard_size, self.samples - c.first)
+            c.rows = self.context.rows + 8 * c.first
+            here = self._work[slot]
+            if m not in seen:
+                seen.add(m)
+                here[self._stats_at : self._stats_at + stats_bytes] = 0
+            if i in self._begins:
+                grads[self._buffer[m]] = 0  # (of an evaluation: no floats)
+            bases[native.GRADS] = grads[self._buffer[m]].ctypes.data
+            for step in self._code[phase, stage]:
+                if isinstance(step, Native):
+                    started = time.perf_counter()
+                    lib.run(step.address, step.records, c, bases_address)
+                    self.computed += time.perf_counter() - started
+                elif isinstance(step, Move):
+                    self._move(step, m, here, pending)
+                else:
+                    started = time.perf_counter()
+                    step[slot]()
+                    self.waited += time.perf_counter() - started
+            if i in self._ends:
+                stats[self._buffer[m]] = here[self._stats_at : self._stats_at + stats_bytes].view(np.float32)
+                if not self._late:
+                    self._add(m)
+        if self._late:
+            for m in range(self.micro):
+                self._add(m)
+        for request in pending:
+            request.wait()
+        if self.recorded.train:
+            self._sum.start()
+        self._stats.start()
+        self.result[:] = self._stats.finish()
+        if self.recorded.train:
+            self._sum.finish()
+        self.groups.pp.broadcast(self.result, self.loss_place)
+        r = self.result
+        return Sums(float(r[0]), float(r[1]), float(r[2]), r[1:2].ctypes.data, self.updates, self._counted)
+
+    def _move(self, t: Move, m: int, here: np.ndarray, pending: deque[Any]) -> None:
+        tag = (m * self._transfers + t.number) % (MAX_TAG + 1)
+        value = here[t.at : t.at + t.size]
+        if t.source == self.groups.p:
+            while pending and pending[0].test():  # what has arrived need not be kept to the end of the step
+                pending.popleft().wait()
+            pending.append(self.groups.pp.send(value.copy(), t.target, tag, wait=False))
+            self.bytes_moved += t.size
+        else:
+            started = time.perf_counter()
+            self.groups.pp.recv(value, t.source, tag)
+            self.waited += time.perf_counter() - started
+
+    def _add(self, m: int) -> None:
+        with np.errstate(all="ignore"):  # whether a sum is finite is looked at where the step is taken
+            for a, b in self._adds.get(m, ()):
+                self._sum.buffers[a] += self._sum.buffers[b]
+                self._stats.buffers[a] += self._stats.buffers[b]
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank has sent so far."""
+        return self.bytes_moved + self._sum.bytes_sent + self._stats.bytes_sent
+
+    @property
+    def bytes_plain(self) -> int:
+        return self.bytes_moved + self._sum.bytes_plain + self._stats.bytes_plain
+
+
+def _phase(action: schedules.Compute) -> str:
+    return "forward" if isinstance(action, schedules.Forward) else "backward"

@@ -1,0 +1,405 @@
+"""fit(): epochs over batches, with evaluation, history and checkpoints, for any trainer that can take a step.
+
+What a step is, and what the state of a training, is the subclass's (trainer.py); what happens between two steps is
+session.py's; who hears of it is wired here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .. import data as datasets
+from ..audit.records import Records
+from ..callbacks import Callback, Context
+from ..checkpoints import Store, environment_key
+from ..checkpoints.trainable import KEEP, History, Saving, Step
+from ..comm import Communicator
+from ..errors import ConfigError
+from ..watch import slot
+from . import agreement, resume
+from .asynchronous import Together
+from .progress import Shown
+from .requests import Requests
+from .session import Session
+
+
+class Rollback(Exception):
+    """Within fit(): training goes back to its last checkpoint, on all ranks."""
+
+
+class Trainer:
+    """fit() and steps of a trainer (trainable.Trainable); a subclass has the rest."""
+
+    comm: Communicator
+    mode: Together
+    accumulation_steps: int
+    numerics: Any
+    progress: Any
+    callbacks: list[Callback]  # those that the environment asks for
+    context: Context  # of the fit() that is under way, or the last one
+    replicas: int  # that share out a batch
+    data_configuration: dict[str, Any]  # of the data of fit(), to compare with a checkpoint's
+    steps = 0
+    last: Step | None = None  # step
+    _session: Session | None = None  # of the fit() that is under way
+
+    # --- what a subclass may do, beside what Trainable asks of it ---
+
+    def traffic(self) -> tuple[int, int]:
+        """Bytes that this rank has sent so far to sum gradients, and what it would have sent without compression."""
+        return 0, 0
+
+    def _check_loader(self, loader: datasets.DataLoader, size: int, steps: int | None) -> None:
+        """Raises ConfigError for data that cannot be shared out; `size`: samples of a step."""
+
+    def _begin_fit(self, context: Context, whole: datasets.ArrayDataset | None) -> None:
+        """All ranks have the same data; `whole`: the data set, if it was compared."""
+
+    def _share_out(self, samples: int) -> None:
+        """The samples of a step are known."""
+
+    def _ahead(self, batches: Iterator[datasets.Batch]) -> Iterator[datasets.Batch]:
+        return batches
+
+    def _end_epoch(self) -> None:
+        """The last step of an epoch was taken."""
+
+    # --- steps ---
+
+    def train_step(self, batch: datasets.Batch) -> tuple[float, float]:
+        """One optimizer step over a global batch; returns (sum of losses, correct predictions) over its samples.
+
+        Every rank is given the same batch and computes its own shards of it. With precision="fp16" a step whose
+        gradients overflowed changes nothing, on no rank, and counts as a step.
+
+        Raises:
+            NumericsError: the loss or a gradient is NaN or infinite (with "fp16": at a loss scale that cannot be
+                lowered any more); nothing was changed, on no rank.
+        """
+        step, context, n = self.take_step(batch), self.context, len(batch.indices)
+        tally = context.tally
+        tally.samples, tally.steps = tally.samples + n, tally.steps + 1
+        if math.isfinite(step.loss):  # a step that was skipped may have no loss
+            tally.loss, tally.correct = tally.loss + step.loss, tally.correct + step.correct
+            tally.counted += n
+        context.batch, context.step = batch, step
+        context.loss = step.loss / (n if self.mode.together else n / self.comm.size)  # that of the samples it is of
+        context.emit("on_step_end")
+        return step.loss, step.correct
+
+    def take_steps(self, batches: Iterable[datasets.Batch], limit: int | None) -> None:
+        """A step for each of the batches, at most `limit`."""
+        session, cursor = self._session, self.context.cursor
+        batches = self._ahead(itertools.islice(batches, limit))
+        while True:
+            slot.phase("data")
+            batch = next(batches, None)
+            slot.phase("compute")
+            if batch is None:
+                break
+            if session is not None and self.numerics.leaves_out(cursor.epoch, cursor.step):
+                self.steps, self.last = self.steps + 1, None
+                self.context.tally.steps += 1
+                session.stepped(batch, 0)
+                continue
+            self.train_step(batch)
+            n = len(batch.indices)
+            slot.step(self.steps, n // self.replicas)
+            if session is not None:
+                session.stepped(batch, n)
+
+    def read_again(self, loader: Any, epoch: int, step: int, begun: bool) -> datasets.Batch | None:
+        """The batch that step `step` of an epoch took, read once more; None where a loader would have to give an epoch.
+
+        Args:
+            epoch: as the loader counts. begun: a loader that only counts up has this epoch before it.
+        """
+        k = self.accumulation_steps
+        if isinstance(loader, datasets.DataLoader):
+            ends = range(step * k, min((step + 1) * k, len(loader)))
+            batches: Iterable[datasets.Batch] = (loader.read_again(epoch, b) for b in ends)
+        elif isinstance(loader, Sequence):
+            batches = batches_of(loader[step * k : (step + 1) * k])
+        elif begun and not hasattr(loader, "start_at") and not isinstance(loader, Iterator):  # it gives them once
+            batches = itertools.islice(batches_of(loader), step * k, (step + 1) * k)
+        else:
+            return None
+        return next(iter(joined(batches, k)), None)
+
+    # --- epochs ---
+
+    def fit(
+        self,
+        train_loader: Any,
+        val_loader: Any = None,
+        epochs: int = 1,
+        steps: int | None = None,
+        *,
+        checkpoint_dir: str | Path | None = None,
+        checkpoint_every: int | None = None,
+        checkpoint_epochs: int = 1,
+        keep: int = KEEP,
+        resume: str | Path = "auto",
+        allow_nondeterministic_data: bool = False,
+    ) -> History:
+        """Trains for `epochs` epochs, or until `steps` optimizer steps have been taken.
+
+        With checkpoints it goes on where the newest valid one is, whatever the layout that made it, with the bits of a
+        training that was never stopped (docs/fault-tolerance.md). SIGTERM, SIGINT and SIGUSR1 then stop it after a step
+        that all ranks agree on, with a checkpoint of that step.
+
+        Args:
+            train_loader: a data.DataLoader (its batch_size is the global batch), or any iterable of (x, y) arrays
+                that is the same on all ranks, and the same whenever it is iterated if training is to be resumed.
+            val_loader: evaluated after each epoch, if given.
+            checkpoint_dir: where checkpoints go; default: none, or those of the run that this process belongs to.
+            checkpoint_every: steps from one to the next; default: at the ends of epochs.
+            checkpoint_epochs: epochs from one to the next, without checkpoint_every.
+            keep: number of most recent checkpoints to keep, at least 2.
+            resume: "auto": from the newest valid one, if there is one; "never": refuse a directory that has some;
+                or the path of a checkpoint.
+            allow_nondeterministic_data: go on, with a line about it, where samples that a data set makes differ between
+                ranks, or from what they were before a checkpoint; the bits are then those of no other training.
+
+        Returns:
+            A History, of all epochs since the training began.
+
+        Raises:
+            ConfigError: a setting is not allowed, a checkpoint is of another training, or ranks differ.
+            DataError: ranks are given other samples, or a data set does not repeat itself.
+            CheckpointError: the checkpoint that was asked for is not valid.
+            OutputError: the last checkpoint could not be written.
+            Stopped: the training was asked to stop; it can go on from its last checkpoint.
+        """
+        saving = Saving(
+            None if checkpoint_dir is None else Path(checkpoint_dir),
+            checkpoint_every,
+            keep,
+            resume,
+            checkpoint_epochs,
+            allow_nondeterministic_data,
+        )
+        if epochs < 1:
+            raise ConfigError(f"[train] epochs is {epochs}; it must be at least 1")
+        if steps is not None and steps < 1:
+            raise ConfigError(f"[train] steps is {steps}; it must be at least 1")
+        started = time.perf_counter()
+        context = self.context = Context(self, History(), epochs, steps, saving=saving, callbacks=self.callbacks)
+        context.emit("on_fit_plan")
+        if not context.validate:
+            val_loader = None
+        self._compare_data(train_loader, val_loader, context)
+        history, session = context.history, Session(self, train_loader, context)
+        self._session = session
+        try:
+            session.begin()
+            context.callbacks = [*self.callbacks, *self._listeners(session)]
+            try:
+                context.emit("on_fit_start")
+                if context.batch_size:
+                    self._share_out(context.batch_size)
+                before = history.total_time
+                while not session.finished:
+                    try:
+                        self._epoch(train_loader, val_loader, session)
+                    except Rollback:
+                        session.roll_back()
+                    history.total_time = before + time.perf_counter() - started
+                session.end()
+            except Exception as error:
+                context.error = error
+                context.emit("on_exception")
+                raise
+            finally:
+                context.emit("on_fit_end")
+        finally:
+            self._session, context.callbacks = None, self.callbacks
+            session.close()
+        if self.mode.own_loop:
+            self.say(self.mode.summary(history.records[-1]))
+        return history
+
+    train = fit
+
+    def _listeners(self, session: Session) -> list[Callback]:
+        """Who hears of a fit(), in this order."""
+        listeners: list[Callback] = [] if self.progress is None else [Shown(self.progress)]
+        if session.run is not None and self.mode.together:  # where ranks step apart there is no step of all
+            listeners.append(Records(self, session.log, session.run.attempt))
+        if session.saves:
+            listeners.append(Requests(self.comm, session.run))
+        return listeners
+
+    def _compare_data(self, loader: Any, val_loader: Any, context: Context) -> None:
+        """Sees to it that all ranks have the same data. Raises ConfigError or DataError."""
+        size = getattr(loader, "batch_size", 0)
+        whole = None
+        if isinstance(loader, datasets.DataLoader):
+            if getattr(loader.sampler, "num_replicas", 1) > 1:
+                raise ConfigError(
+                    "[train] the loader's DistributedSampler gives each rank other samples, but the trainer shares "
+                    "every global batch out itself; leave the sampler out and use shuffle=True"
+                )
+            size *= self.accumulation_steps // context.pieces
+            self._check_loader(loader, size, context.limit)
+            agreement.compare(
+                self.comm,
+                {
+                    "kind of data set": isinstance(loader.dataset, datasets.ArrayDataset),
+                    "number of samples": len(loader.dataset),
+                    "batch size": size,
+                    "data order": (loader.seed, loader.shuffle, len(loader)),
+                },
+            )
+            if isinstance(loader.dataset, datasets.ArrayDataset):
+                whole = loader.dataset
+                agreement.data_set(self.comm, whole)
+            self.data_configuration = resume.data_configuration(loader, size)
+        validation = None if val_loader is None else type(val_loader).__name__
+        agreement.compare(self.comm, {"length": (context.epochs, context.limit), "validation set": validation})
+        context.batch_size = size
+        context.steps_per_epoch = -(-len(loader) // self.accumulation_steps) if hasattr(loader, "__len__") else 0
+        self._begin_fit(context, whole)
+
+    def _epoch(self, train_loader: Any, val_loader: Any, session: Session) -> None:
+        """Takes what is left of an epoch, evaluates and makes its record."""
+        context = self.context
+        history, before = context.history, dataclasses.replace(context.tally)  # what was done before a checkpoint
+        sent, plain = self.traffic()
+        context.emit("on_epoch_start")
+        batches = itertools.islice(batches_of(train_loader), session.first_batch, None)
+        batches = joined(cut(batches, context.pieces), self.accumulation_steps)
+        tally = self.mode.epoch(batches, session.left)
+        self._end_epoch()
+        seconds = session.seconds()
+        if not (tally.samples or tally.steps):  # steps without samples were left out
+            if context.cursor.epoch and isinstance(train_loader, Iterator):
+                raise ConfigError(
+                    f"[train] epoch {context.cursor.epoch + 1} has no batch, as a {type(train_loader).__name__} gives "
+                    "its batches only once; give a list of batches, or an object whose __iter__ begins anew"
+                )
+            raise ConfigError("[train] the loader gave no batch; give it data, or a smaller batch size")
+        session.taken(tally)
+        steps = max(tally.steps - before.steps, 1)
+        history.seconds += seconds
+        history.samples += tally.samples
+        history.steps += tally.steps
+        all_sent, all_plain = self.traffic()
+        record: dict[str, Any] = {
+            "epoch": context.cursor.epoch + 1,
+            "train_loss": tally.loss / tally.counted if tally.counted else math.nan,
+            "train_accuracy": tally.correct / max(tally.counted, 1),
+            "samples_per_second": tally.samples / seconds,
+            "seconds": seconds,
+            "bytes_per_step": (all_sent - sent) / steps,
+            "bytes_per_step_uncompressed": (all_plain - plain) / steps,
+            **tally.extra,
+            "test_loss": None,
+            "test_accuracy": None,
+        }
+        context.record = record
+        if val_loader is not None:
+            result = self.evaluate(val_loader)
+            record.update(test_loss=result.loss, test_accuracy=result.accuracy)
+            context.emit("on_validation_end")
+        history.records.append(record)
+        session.epoch_ended()
+
+    # --- checkpoints of a loop of one's own ---
+
+    def save_checkpoint(self, folder: str | Path) -> None:
+        """Writes everything that training goes on from as the next step of a directory of checkpoints; all ranks call.
+
+        For a loop of one's own; fit() makes its own, and says in them where it is in its data.
+
+        Raises:
+            OutputError: it could not be written; those that are there stay.
+        """
+        self.mode.settle()
+        snapshot = self.state({})
+
+        def write() -> tuple[None, str]:
+            with Store(Path(folder), key=environment_key()) as store:
+                store.save(snapshot)
+            return None, ""
+
+        resume.shared(self.comm, write)
+
+    def load_checkpoint(self, path: str | Path) -> int:
+        """Takes back a checkpoint, made on any layout; returns its step. All ranks call.
+
+        Args:
+            path: a checkpoint, or a directory of them: then the newest that is valid.
+
+        Raises:
+            CheckpointError: there is none that is valid.
+            ConfigError: it is of another training.
+        """
+        snapshot, name = resume.shared(self.comm, lambda: resume.find(Path(path), self.say))
+        self.load(snapshot, name)
+        return snapshot.step
+
+
+def batches_of(loader: Any) -> Iterable[datasets.Batch]:
+    """The loader's batches; pairs of arrays become batches of their own."""
+    if not isinstance(loader, Iterable) or isinstance(loader, tuple):
+        raise ConfigError(
+            f"[train] {type(loader).__name__} is no loader; give a data.DataLoader, or a list of (x, y) batches"
+        )
+    for item in loader:
+        if isinstance(item, datasets.Batch):
+            yield item
+        else:
+            try:
+                x, y = item
+            except (TypeError, ValueError):
+                raise ConfigError(
+                    f"[train] the loader gave a {type(item).__name__}; give batches of (x, y), samples and labels"
+                ) from None
+            data = datasets.arrays(np.array(x), np.asarray(y))  # a copy: a loader may fill the same memory again
+            yield datasets.Batch(data, np.arange(len(data)), 0, 0)
+
+
+def joined(batches: Iterable[datasets.Batch], k: int) -> Iterable[datasets.Batch]:
+    """Every k batches as one; the last may be of fewer. A step then divides once, by all their samples."""
+    if k == 1:
+        yield from batches
+        return
+    batches = iter(batches)
+    while group := list(itertools.islice(batches, k)):
+        data, numbers = group[0].dataset, None
+        if all(b.dataset is data for b in group):
+            indices = np.concatenate([b.indices for b in group])
+        else:
+            parts = [b.dataset.gather(b.indices) for b in group]
+            data = datasets.arrays(*(np.concatenate(p) for p in zip(*parts, strict=True)), name=data.name)
+            indices = np.arange(len(data))
+            if all(b.numbers is not None for b in group):
+                numbers = np.concatenate([b.numbers for b in group])
+        yield datasets.Batch(data, indices, group[0].epoch, group[0].index // k, numbers)
+
+
+def whole_batches(loader: Any) -> Iterable[datasets.Batch]:
+    """A data set or loader as batches for evaluation."""
+    if isinstance(loader, datasets.ArrayDataset):
+        loader = datasets.DataLoader(loader, batch_size=8192)
+    return batches_of(loader)
+
+
+def cut(batches: Iterable[datasets.Batch], k: int) -> Iterator[datasets.Batch]:
+    """Each batch in k pieces."""
+    if k == 1:
+        yield from batches
+        return
+    for b in batches:
+        n = len(b.indices)
+        for i in range(k):
+            yield datasets.Batch(b.dataset, b.indices[n * i // k : n * (i + 1) // k], b.epoch, b.index * k + i)

@@ -1,0 +1,180 @@
+"""Numbers that are wrong: what a training does when they are not finite, and how ranks find that their weights differ.
+
+Both decide only. The trainer asks them with what all ranks know alike, so all ranks decide alike; taking a step back,
+leaving a batch out and ending are its business.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..comm import Communicator
+from ..core.fingerprint import signed
+from ..core.recipes import NONFINITE
+from ..data.sampler import check_integer
+from ..errors import ConfigError, NumericsError
+
+SKIPS, ROLLBACKS = 10, 3
+
+
+class Decision(NamedTuple):
+    """What to do about a step that was not finite: "skip" it, or "rollback" to the checkpoint of step `to`."""
+
+    kind: str
+    to: int | None
+    message: str  # one line for the user
+
+
+class NonFinite:
+    """What a training does when the loss or a gradient is NaN or infinite. The step was not applied in any case.
+
+    policy:
+        "stop": it ends.
+        "skip": the step changes nothing and counts as a step; more than `limit` of them in a row end the training.
+        "rollback": it goes back to its last checkpoint and leaves out the batch that did it; after more than
+            `rollbacks` times to the same checkpoint it ends.
+
+    Raises:
+        ConfigError: no such policy, or a number below 1.
+    """
+
+    def __init__(self, policy: str = "stop", limit: int = SKIPS, rollbacks: int = ROLLBACKS) -> None:
+        if policy not in NONFINITE:
+            raise ConfigError(f"[train] nonfinite is {policy!r}; choose from {', '.join(NONFINITE)}")
+        self.policy = policy
+        self.limit = check_integer("[train] limit of skipped steps", limit, 1)
+        self.rollbacks = check_integer("[train] limit of rollbacks", rollbacks, 1)
+        self._row = 0  # skipped steps since the last that was taken
+        self._gone_back: Counter[int] = Counter()  # step of a checkpoint -> how often
+        self._left_out: set[tuple[int, int]] = set()
+
+    def found(
+        self, step: int, epoch: int, batch: int, checkpoint: int | None, what: str = "gradient", rate: float = 0.0
+    ) -> Decision:
+        """Decides about step `step` (from 1) on batch `batch` of `epoch` (from 0), whose `what` is not finite.
+
+        checkpoint: the step of the newest checkpoint, None if there is none.
+
+        Raises:
+            NumericsError: the training ends; all ranks raise it alike.
+        """
+        said = f"[train] the {what} is not finite at step {step} (epoch {epoch + 1}, batch {batch + 1}, rate {rate:g})"
+        cure = "lower --lr, or warm up"
+        if self.policy == "stop":
+            raise self._end(f"{said}; the step was not taken. Lower --lr, or warm up")
+        if self.policy == "skip":
+            if self._row >= self.limit:
+                raise self._end(f"{said}, and the {self._row} steps before it were skipped for the same reason; {cure}")
+            self._row += 1
+            return Decision("skip", None, f"{said}; the step is skipped ({self._row} of at most {self.limit} in a row)")
+        if checkpoint is None:
+            raise self._end(f"{said} and there is no checkpoint to go back to; {cure}, or give --checkpoint-every")
+        if self._gone_back[checkpoint] >= self.rollbacks:
+            raise self._end(
+                f"{said}; the training went back to step {checkpoint} {self.rollbacks} times already; {cure}"
+            )
+        self._gone_back[checkpoint] += 1
+        self._left_out.add((epoch, batch))
+        return Decision(
+            "rollback",
+            checkpoint,
+            f"{said}; going back to step {checkpoint} and leaving this batch out "
+            f"({self._gone_back[checkpoint]} of at most {self.rollbacks} times)",
+        )
+
+    def fine(self) -> None:
+        """A step was taken."""
+        self._row = 0
+
+    def leaves_out(self, epoch: int, batch: int) -> bool:
+        """Whether this batch is not to be used, as it led to a rollback."""
+        return (epoch, batch) in self._left_out
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it, as JSON values."""
+        return {
+            "row": self._row,
+            "gone_back": sorted([step, count] for step, count in self._gone_back.items()),
+            "left_out": sorted(list(cursor) for cursor in self._left_out),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse, for a training that is resumed. Not after a rollback: the batch would come back.
+
+        Raises:
+            ConfigError: the state is none of this class; nothing was changed.
+        """
+        try:
+            row = int(state["row"])
+            gone_back = Counter({int(step): int(count) for step, count in state["gone_back"]})
+            left_out = {(int(epoch), int(batch)) for epoch, batch in state["left_out"]}
+        except (KeyError, TypeError, ValueError) as problem:
+            raise ConfigError(f"[train] {state!r:.80} is no state of a policy for non-finite numbers") from problem
+        self._row, self._gone_back, self._left_out = row, gone_back, left_out
+
+    @staticmethod
+    def _end(text: str) -> NumericsError:
+        error = NumericsError(text)
+        error.raised_on_all_ranks = True
+        return error
+
+
+def check_replicas(comm: Communicator, step: int, fingerprints: Mapping[str, int], group: int = 0) -> None:
+    """Compares what must be the same on all ranks of a group after step `step`; a collective call of `comm`.
+
+    comm: the world, so that all ranks learn of it. fingerprints: what it is ("weights") -> its 64 bits on this rank.
+    group: ranks with the same number are compared: those that hold the same (with pipeline and tensor parallelism the
+        replicas of one share of the model). A group of one rank is always in order.
+
+    Raises:
+        NumericsError: on all ranks, naming those that differ.
+    """
+    mine = np.array([group, *(signed(value) for value in fingerprints.values())], np.int64)
+    everyone = mine[None] if comm.size == 1 else comm.all_gather(mine)
+    message = replicas_differ(step, list(fingerprints), everyone)
+    if message:
+        error = NumericsError(message)
+        error.raised_on_all_ranks = True
+        raise error
+
+
+def replicas_differ(step: int, names: Sequence[str], table: np.ndarray) -> str | None:
+    """What to say about the fingerprints of all ranks; None if replicas are the same.
+
+    table: int64 (ranks, 1 + names): the group of each rank, then its fingerprints.
+    """
+    if (table == table[0]).all():
+        return None  # by far the most frequent, and quickly seen
+    for column, name in enumerate(names, 1):
+        for group in np.unique(table[:, 0]):
+            ranks = np.flatnonzero(table[:, 0] == group)
+            values, counts = np.unique(table[ranks, column], return_counts=True)
+            if len(values) == 1:
+                continue
+            sets = [ranks[table[ranks, column] == value].tolist() for value in values]
+            sets.sort(key=lambda s: (-len(s), s))
+            largest, others = sets[0], sorted(sum(sets[1:], []))
+            if len(sets[1]) < len(largest):
+                found = f"the {name} of {_ranks(others)} differ from those of {_ranks(largest)}"
+            elif len(largest) > 1:
+                found = f"the {name} of {' differ from those of '.join(map(_ranks, sets))}"
+            else:
+                found = f"the {name} of {_ranks(sorted(sum(sets, [])), ' and ')} differ"
+            return (
+                f"[check] step {step}: {found}; they must be equal: a memory or hardware error, or a write into "
+                "parameters outside the optimizer. Go on from the last checkpoint (--resume auto)"
+            )
+    return None
+
+
+def _ranks(ranks: Sequence[int], last: str = ", ") -> str:
+    """Ranks in words, at most eight by number."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > 8:
+        return f"{len(ranks)} ranks ({', '.join(map(str, ranks[:8]))}, ...)"
+    return f"ranks {', '.join(map(str, ranks[:-1]))}{last}{ranks[-1]}"

@@ -1,0 +1,264 @@
+"""What is checked before a run begins: that the ranks fit together, and that this machine has room for them.
+
+`at_start` is one all-gather of hashes: every rank compares the same numbers, so all raise the same error or none does.
+What it is not: a look at shared memory and limits, before MPI starts (process/limits.py), or at everything that can be
+wrong with a machine; that is `odyssey doctor` (doctor.py), which takes seconds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..comm import Communicator
+from ..core.settings import Settings, declared
+from ..errors import ConfigError, OutputError, printable
+from ..watch.launcher import mpi_library
+from ..watch.limits import MIB
+from ..watch.runs import ATTEMPT, EXPECTED_RANKS
+
+#: Settings that may differ between ranks: places on their hosts, and what only rank 0 does.
+OWN = frozenset(name for name, s in declared(Settings).items() if not s.same)
+
+CHECKPOINTS = 2.2  # of the newest there must be room for: the old one, the new one, what surrounds them
+
+_CORES = 1024  # that a mask tells apart
+_TEXT = 16 << 10  # bytes by which ranks explain a difference
+
+
+def version(package: str) -> str:
+    """The installed version of a package, "none" where it is not."""
+    module = sys.modules.get(package)
+    found = getattr(module, "__version__", None)
+    if isinstance(found, str):
+        return found  # a look at files takes longer
+    from importlib import metadata
+
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "none"
+
+
+def versions() -> dict[str, str]:
+    """What must be the same on all ranks; "MPI" where this process has started it."""
+    mpi = sys.modules.get("odyssey.comm.mpi")
+    return {
+        "odyssey": version("odyssey"),
+        "Python": ".".join(map(str, sys.version_info[:2])),
+        "numpy": version("numpy"),
+        "mpi4py": version("mpi4py"),
+        "MPI": "none" if mpi is None else mpi_library(mpi.MPI.Get_library_version()),
+    }
+
+
+# -- between the ranks ------------------------------------------------------------------------------------------------
+
+
+class Odd(NamedTuple):
+    """Rank `rank` has something else in column `column` than the ranks like `other`."""
+
+    column: int
+    rank: int
+    other: int
+
+
+def odd_one(rows: Sequence[Sequence[int]]) -> Odd | None:
+    """The first column whose numbers are not all the same, and a rank whose number fewest have; pure."""
+    for column in range(len(rows[0])):
+        values = [row[column] for row in rows]
+        if len(set(values)) > 1:
+            counts = Counter(values)
+            usual = max(counts, key=lambda value: (counts[value], value == values[0]))
+            rank = next(r for r, value in enumerate(values) if value != usual)
+            return Odd(column, rank, values.index(usual))
+    return None
+
+
+class Place(NamedTuple):
+    """What a rank computes on: its host, its threads, and the cores that it may use, as bits."""
+
+    host: int
+    threads: int
+    cores: int
+
+
+def crowded(places: Sequence[Place]) -> list[str]:
+    """A warning for each machine with more threads than cores; pure. Ranks bound to a core each are not crowded."""
+    warnings = []
+    hosts: dict[int, list[int]] = {}
+    for rank, place in enumerate(places):
+        hosts.setdefault(place.host, []).append(rank)
+    for ranks in hosts.values():
+        threads = sum(places[r].threads for r in ranks)
+        mask = 0
+        for r in ranks:
+            mask |= places[r].cores
+        cores = mask.bit_count()
+        if cores and threads > cores:
+            most = max(places[r].threads for r in ranks)
+            count = f"{len(ranks)} rank{'s' * (len(ranks) > 1)}"
+            count += f" x {most}" if len(ranks) * most == threads else f" with {threads}"
+            where = "this machine" if 0 in ranks else f"the machine of rank {ranks[0]}"
+            do = ["lower --threads"] * (most > 1) + ["start fewer ranks"] * (len(ranks) > 1)
+            warnings.append(
+                f"{count} thread{'s' * (threads > len(ranks))} on {where}, which has {cores} core{'s' * (cores > 1)}: "
+                f"they take turns; {', or '.join(do)}"
+            )
+    return warnings
+
+
+def check_space(free: int, checkpoint: int, directory: str) -> list[str]:
+    """A warning where checkpoints of so many bytes will be tight; pure.
+
+    Raises:
+        OutputError: not even one fits.
+    """
+    if checkpoint <= 0 or free >= CHECKPOINTS * checkpoint:
+        return []
+    said = f"{directory} has {free / MIB:,.1f} MiB left and a checkpoint takes {checkpoint / MIB:,.1f}"
+    if free < checkpoint:
+        raise OutputError(f"[preflight] {said}; make room, or name another directory")
+    return [f"{said}: room for {CHECKPOINTS} of them is needed, the old one and the new one; make room"]
+
+
+def space(directory: Path, checkpoint: int) -> list[str]:
+    """As `check_space`, of the disk that a directory is or will be on; for rank 0."""
+    return check_space(_free(directory), checkpoint, str(directory))
+
+
+def at_start(
+    comm: Communicator,
+    settings: Mapping[str, Any] | None = None,
+    *,
+    threads: int = 1,
+    directory: Path | None = None,
+    checkpoint: int = 0,
+    environment: Mapping[str, str] | None = None,
+) -> list[str]:
+    """Checks that the ranks of a run belong together. Every rank calls it, once, before the first step.
+
+    Args:
+        comm: all ranks.
+        settings: the configuration; all but `OWN` must be the same on all ranks.
+        threads: that this rank computes with.
+        directory, checkpoint: where checkpoints go, as rank 0 sees it, and how many bytes one takes.
+        environment: instead of that of the process.
+
+    Returns:
+        Warnings, the same on every rank: rank 0 shows them.
+
+    Raises:
+        ConfigError: on every rank alike: not as many ranks as were started, or a rank with another version or
+            configuration; the rank and the field are named.
+        OutputError: on every rank alike: no room for a checkpoint.
+    """
+    environment = os.environ if environment is None else environment
+    expected = environment.get(EXPECTED_RANKS, "")
+    if expected.isascii() and expected.isdigit() and int(expected) != comm.size:
+        raise ConfigError(
+            f"[preflight] {expected} ranks were started, but this world has {comm.size}; "
+            "use the mpirun of the MPI that mpi4py uses (see `odyssey doctor`)"
+        )
+    free = 0
+    if comm.rank == 0 and directory is not None and checkpoint:
+        free = _free(directory)
+    if comm.size == 1:
+        places = [Place(0, threads, _mask())]
+    else:
+        fields = {**versions(), "attempt": environment.get(ATTEMPT, ""), "configuration": _text(settings)}
+        rows = comm.all_gather(_row(fields, threads, free))
+        free = int(rows[0, len(fields) + 2])
+        odd = odd_one(rows[:, : len(fields)].tolist())
+        if odd is not None:
+            raise _explained(comm, fields, odd)
+        masks = rows[:, len(fields) + 3 :].astype("<u8")
+        places = [
+            Place(int(row[len(fields)]), int(row[len(fields) + 1]), int.from_bytes(mask.tobytes(), "little"))
+            for row, mask in zip(rows, masks, strict=True)
+        ]
+    return crowded(places) + check_space(free, checkpoint, str(directory))
+
+
+def _row(fields: Mapping[str, str], threads: int, free: int) -> Any:
+    import numpy as np
+
+    mask = np.frombuffer(_mask().to_bytes(_CORES // 8, "little"), "<i8")
+    return np.concatenate([np.array([*map(_hash, fields.values()), _hash(_host()), threads, free], np.int64), mask])
+
+
+def _explained(comm: Communicator, fields: Mapping[str, str], odd: Odd) -> ConfigError:
+    """What differs, in words: every rank sends its value. All ranks come here together."""
+    import numpy as np
+
+    name, value = list(fields.items())[odd.column]
+    data = np.zeros(_TEXT, np.uint8)
+    mine = value.encode()[:_TEXT]
+    data[: len(mine)] = np.frombuffer(mine, np.uint8)
+    texts = [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in comm.all_gather(data)]
+    a, b = texts[odd.rank], texts[odd.other]
+    if name != "configuration":
+        advice = "start all ranks by one command" if name == "attempt" else "install the same on every host"
+        return ConfigError(
+            f"[preflight] rank {odd.rank} has {name} {printable(a, limit=60) or 'none'}, "
+            f"rank {odd.other} has {printable(b, limit=60) or 'none'}; {advice}"
+        )
+    what = "another configuration"
+    try:
+        ours, theirs = json.loads(a), json.loads(b)
+        key = next(key for key in {**theirs, **ours} if ours.get(key) != theirs.get(key))
+        shown = [printable(json.dumps(side.get(key)), limit=60) for side in (ours, theirs)]
+        what = f"{key} = {shown[0]}, and rank {odd.other} {key} = {shown[1]}"
+    except (ValueError, StopIteration):
+        what += f" than rank {odd.other}"
+    return ConfigError(f"[preflight] rank {odd.rank} has {what}; start all ranks with the same options")
+
+
+def _text(settings: Mapping[str, Any] | None) -> str:
+    kept = {key: value for key, value in (settings or {}).items() if key not in OWN}
+    return json.dumps(kept, sort_keys=True, default=str)
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(
+        hashlib.blake2b(text.encode(errors="surrogateescape"), digest_size=8).digest(), "little", signed=True
+    )
+
+
+def _host() -> str:
+    """Names the machine: ranks in containers of one machine share its cores."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        return os.uname().nodename
+
+
+def _mask(cores: Iterable[int] | None = None) -> int:
+    """The cores of this process as bits; 0 where that is not known."""
+    if cores is None:
+        cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 0)
+    mask = 0
+    for core in cores:
+        if core >= _CORES:
+            return 0
+        mask |= 1 << core
+    return mask
+
+
+def _free(directory: Path) -> int:
+    """Bytes that are free where `directory` is or will be; very many where that cannot be seen: the others wait for
+    this rank, and who writes there will say what is wrong."""
+    place = os.path.abspath(directory)
+    while not os.path.exists(place) and place != os.path.dirname(place):
+        place = os.path.dirname(place)
+    try:
+        found = os.statvfs(place)
+    except OSError:
+        return 2**62
+    return found.f_bavail * found.f_frsize

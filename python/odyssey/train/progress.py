@@ -1,0 +1,177 @@
+"""What a training run shows while it runs. Not where numbers are made: the trainer calls these on rank 0 with its own.
+
+The calls, in order: `begin` once, then per epoch several `step` (the trainer sends at most about ten a second) and one
+`epoch` with the epoch's record, then `end`.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Protocol, TextIO
+
+from ..callbacks import Callback, Context
+
+
+class Progress(Protocol):
+    """Whatever wants to see a run go on."""
+
+    def begin(self, epochs: int, steps_per_epoch: int, batch: int) -> None:
+        """The run starts: so many epochs of so many steps of `batch` samples."""
+
+    def step(self, epoch: int, step_in_epoch: int, loss: float, samples_per_second: float) -> None:
+        """A step is done. Epochs count from 0 here (from 1 in records); `step_in_epoch` steps of it are done."""
+
+    def epoch(self, record: dict[str, Any]) -> None:
+        """An epoch is done: its record as in the history."""
+
+    def say(self, line: str) -> None:
+        """Something happened that the user should know. May be missing: the trainer then prints the line."""
+
+    def end(self) -> None:
+        """The run is over, finished or not."""
+
+
+class Shown(Callback):
+    """Tells a Progress object of a training."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.progress = progress
+        self._since = self._shown = 0.0  # when the epoch went on, and when a step was shown last
+        self._before = 0  # samples of the epoch before it went on
+
+    def on_fit_start(self, context: Context) -> None:
+        """The run starts."""
+        self.progress.begin(context.epochs, context.steps_per_epoch, context.batch_size)
+
+    def on_epoch_start(self, context: Context) -> None:
+        """Time starts."""
+        self._since = self._shown = time.perf_counter()
+        self._before = context.tally.samples
+
+    def on_step_end(self, context: Context) -> None:
+        """Shows a step, at most ten times a second."""
+        now = time.perf_counter()
+        if now - self._shown > 0.1:
+            self._shown, tally = now, context.tally
+            rate = (tally.samples - self._before) / (now - self._since)
+            self.progress.step(context.cursor.epoch, tally.steps, context.loss, rate)
+
+    on_server_update = on_step_end
+
+    def on_epoch_end(self, context: Context) -> None:
+        """Shows an epoch."""
+        self.progress.epoch(context.record)
+
+    def on_fit_end(self, context: Context) -> None:
+        """The run is over, finished or not."""
+        self.progress.end()
+
+
+def make(no_progress: bool, stream: TextIO) -> Progress | None:
+    """A live line on a terminal, a plain line per epoch elsewhere, nothing when none is wanted."""
+    if no_progress:
+        return None
+    return RichProgress(stream) if stream.isatty() else PlainProgress(stream)
+
+
+def epoch_line(record: dict[str, Any], epochs: int) -> str:
+    """One line about one epoch; `epochs` 0 when unknown."""
+    number = int(record["epoch"])
+    parts = [f"epoch {number}/{epochs}" if epochs else f"epoch {number}"]
+    for key, name, scale, unit in (
+        ("train_loss", "train loss", 1, ""),
+        ("train_accuracy", "train accuracy", 100, " %"),
+        ("test_loss", "test loss", 1, ""),
+        ("test_accuracy", "test accuracy", 100, " %"),
+    ):
+        value = record.get(key)
+        if value is not None:
+            parts.append(f"{name} {value * scale:.{2 if unit else 4}f}{unit}")
+    if record.get("samples_per_second") is not None:
+        parts.append(f"{record['samples_per_second']:,.0f} samples/s")
+    if record.get("seconds") is not None:
+        parts.append(f"{record['seconds']:.1f} s")
+    return "  ".join(parts + traffic(record.get("bytes_per_step"), record.get("bytes_per_step_uncompressed")))
+
+
+def traffic(sent: float | None, uncompressed: float | None) -> list[str]:
+    """What a step sends, if it is not what it would be without compression."""
+    if not sent or not uncompressed or sent == uncompressed:
+        return []
+    return [f"{sent / 1e3:,.1f} KB/step sent (uncompressed {uncompressed / 1e3:,.1f})"]
+
+
+class PlainProgress:
+    """One line per epoch, no control characters: for pipes, files and batch systems."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._epochs = 0
+
+    def begin(self, epochs: int, steps_per_epoch: int, batch: int) -> None:
+        """Remember how many epochs there are."""
+        self._epochs = epochs
+
+    def step(self, epoch: int, step_in_epoch: int, loss: float, samples_per_second: float) -> None:
+        """Nothing: a file wants no line per step."""
+
+    def epoch(self, record: dict[str, Any]) -> None:
+        """Print the epoch's line."""
+        print(epoch_line(record, self._epochs), file=self._stream, flush=True)
+
+    def say(self, line: str) -> None:
+        """Print the line."""
+        print(f"odyssey: {line}", file=self._stream, flush=True)
+
+    def end(self) -> None:
+        """Nothing to put away."""
+
+
+class RichProgress:
+    """One live line: epoch, bar, loss, samples per second, time left; each finished epoch stays above it."""
+
+    def __init__(self, stream: TextIO) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as Bar
+
+        self._console = Console(file=stream)
+        self._bar = Bar(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            TextColumn("loss {task.fields[loss]}  {task.fields[rate]} samples/s"),
+            TimeRemainingColumn(),
+            console=self._console,
+            transient=True,
+        )
+        self._task: Any = None
+        self._epochs = 0
+        self._steps = 0
+
+    def begin(self, epochs: int, steps_per_epoch: int, batch: int) -> None:
+        """Draw the empty bar."""
+        self._epochs, self._steps = epochs, steps_per_epoch
+        self._task = self._bar.add_task(f"epoch 1/{epochs}", total=epochs * steps_per_epoch, loss="-", rate="-")
+        self._bar.start()
+
+    def step(self, epoch: int, step_in_epoch: int, loss: float, samples_per_second: float) -> None:
+        """Move the bar."""
+        self._bar.update(
+            self._task,
+            completed=epoch * self._steps + step_in_epoch,
+            description=f"epoch {epoch + 1}/{self._epochs}",
+            loss=f"{loss:.4f}",
+            rate=f"{samples_per_second:,.0f}",
+        )
+
+    def epoch(self, record: dict[str, Any]) -> None:
+        """Leave the epoch's line above the bar."""
+        self._console.print(epoch_line(record, self._epochs), highlight=False, markup=False, soft_wrap=True)
+
+    def say(self, line: str) -> None:
+        """Print the line above the bar."""
+        self._console.print(f"odyssey: {line}", highlight=False, markup=False, soft_wrap=True)
+
+    def end(self) -> None:
+        """Take the bar away."""
+        self._bar.stop()

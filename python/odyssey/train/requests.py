@@ -1,0 +1,114 @@
+"""Requests to a running training: to stop after a step that all ranks agree on, by a signal or by the run's directory.
+
+A rank alone must not stop: the others would wait for it. So every rank notes what it is asked for, and now and then,
+about ten times a second, all tell each other (`Requests.agreed`): what one wants, all do at the same step. How many
+steps lie in between is agreed as well, so nothing is sent in the others.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from types import FrameType
+from typing import Any
+
+import numpy as np
+
+from ..callbacks import Callback, Context
+from ..comm import Communicator
+from ..errors import DataError
+from ..watch.files import read_json
+from ..watch.runs import Run
+
+PERIOD = 0.1  # seconds between two agreements
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+CONTROL = 1000  # the request came by control.json
+AGAIN = 2.0  # seconds after a signal from which on a SIGINT is another request, and not the same by another way
+
+
+class Requests(Callback):
+    """What this training is asked for.
+
+    Args:
+        comm: the world of the training.
+        run: the run that it belongs to, whose control.json rank 0 reads.
+    """
+
+    def __init__(self, comm: Communicator, run: Run | None) -> None:
+        self._comm, self._run = comm, run
+        self._wanted = 0  # number of a signal, or CONTROL
+        self._asked_at = 0.0
+        self._before: dict[int, Any] = {}
+        self._left = self._every = 1
+        self._since = time.monotonic()
+        self.met = False  # whether ranks talked after the last step
+
+    def on_fit_start(self, context: Context) -> None:
+        """Takes signals as requests from now on. A SIGINT that comes after AGAIN seconds has the effect that it had
+        before; any number of others shortens nothing: service managers and schedulers send several.
+
+        One request may bring several as well: SLURM sends a signal to all processes of a step, srun and what is around
+        a rank hand on theirs.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            return  # Python delivers signals to the main thread only; control.json works
+        for number in SIGNALS:
+            self._before[number] = signal.signal(number, self._asked) or signal.SIG_DFL  # None: C's, in a Mojo program
+
+    def on_fit_end(self, context: Context) -> None:
+        """Gives the signals back."""
+        for number in list(self._before):
+            signal.signal(number, self._before.pop(number))
+
+    def _asked(self, number: int, _: FrameType | None) -> None:
+        if not self._wanted:
+            self._wanted, self._asked_at = number, time.monotonic()
+        elif number == signal.SIGINT and time.monotonic() - self._asked_at > AGAIN:
+            signal.signal(number, self._before.pop(number, signal.SIG_DFL))
+            os.kill(os.getpid(), number)
+
+    def on_step_end(self, context: Context) -> None:
+        """Asks the others, if it is time to."""
+        if context.trainer.mode.settled:  # else each rank has weights of its own: no step to stop at
+            context.stop = self.agreed() or context.stop
+            if self.met:
+                context.emit("on_sync")
+
+    def on_epoch_end(self, context: Context) -> None:
+        """Asks the others."""
+        context.stop = self.agreed(now=True) or context.stop
+
+    def agreed(self, now: bool = False) -> str | None:
+        """Called by all ranks after each step: why to stop here, if one of them was asked to.
+
+        Args:
+            now: ask the others at this step in any case; the same on all ranks.
+        """
+        self._left -= 1
+        self.met = now or self._left <= 0
+        if not self.met:
+            return None
+        seconds = (time.monotonic() - self._since) / max(self._every - self._left, 1)
+        wish = max(1, min(1000, int(PERIOD / max(seconds, 1e-6))))
+        if self._comm.rank == 0 and not self._wanted:
+            self._wanted = self._controlled()
+        wanted, negative = self._comm.all_reduce(np.array([self._wanted, -wish], np.int64), "max").tolist()
+        self._left = self._every = -negative
+        self._since = time.monotonic()
+        if not wanted:
+            return None
+        return "a request" if wanted == CONTROL else signal.Signals(wanted).name
+
+    def _controlled(self) -> int:
+        """Whether control.json asks this attempt to stop: the signal that it names, CONTROL, or 0."""
+        if self._run is None or not os.path.exists(self._run.control):
+            return 0
+        try:
+            asked = read_json(self._run.control)
+        except DataError:
+            return 0  # it is being replaced, or is not ours
+        if not isinstance(asked, dict) or not asked.get("stop") or asked.get("attempt") != self._run.attempt:
+            return 0
+        return next((int(number) for number in signal.Signals if number.name == asked["stop"]), CONTROL)

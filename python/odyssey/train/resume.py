@@ -1,0 +1,155 @@
+"""Going on from a checkpoint: which settings must be the same for the same bits, and how all ranks get it.
+
+What the state of a training is, its trainer knows (state.py); how it is kept, checkpoints/.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .. import errors
+from ..checkpoints import Snapshot, Store, environment_key
+from ..data import ArrayDataset
+from ..errors import CheckpointError, ConfigError, OdysseyError
+
+if TYPE_CHECKING:
+    from ..comm import Communicator
+    from ..data import DataLoader
+    from ..optim import Schedule
+
+#: Steps whose learning-rate factor is compared: schedules are functions and cannot be.
+PROBES = (0, *(n * 10**k for k in range(6) for n in (1, 2, 5)))
+
+
+# --- what must be the same -------------------------------------------------------------------------------------------
+
+
+def probed(schedule: Schedule) -> list[float | None]:
+    """A schedule's factors at PROBES; None where it has none, as one made of a table."""
+    factors: list[float | None] = []
+    for step in PROBES:
+        try:
+            factors.append(float(schedule(step)))
+        except Exception:
+            factors.append(None)
+    return factors
+
+
+def data_configuration(loader: DataLoader, batch_size: int) -> dict[str, Any]:
+    """What decides which samples a step sees, where a DataLoader gives them.
+
+    Of the samples only some are looked at: the first and last of an ArrayDataset.
+    """
+    data, sampler = loader.dataset, loader.sampler
+    digest = hashlib.sha256()
+    if isinstance(data, ArrayDataset):
+        ends = np.unique([0, len(data) // 2, len(data) - 1])
+        for array in data.gather(ends):
+            digest.update(np.ascontiguousarray(array).tobytes())
+    return {
+        "batch size": batch_size,
+        "data set": [len(data), digest.hexdigest()[:16]],
+        "data order": [loader.seed, loader.shuffle, None if sampler is None else type(sampler).__name__],
+        "short last batch": not loader.drop_last,
+    }
+
+
+def check(saved: dict[str, Any], now: dict[str, Any], name: str) -> None:
+    """ConfigError if a checkpoint called `name` was made with other settings: going on would be another training."""
+    for key, value in now.items():
+        if key not in saved:
+            raise ConfigError(f"[resume] {name} says nothing of the {key}; use --resume never, or another checkpoint")
+        if saved[key] != value and key == "schedule":  # told by probes of its factors, which say nothing to a reader
+            raise ConfigError(
+                f"[resume] {name} was made with another learning rate over time than this training has; give the same "
+                "schedule and length (--schedule, --warmup-steps, --epochs, --steps), or start anew (--resume never, "
+                "another directory)"
+            )
+        if saved[key] != value:
+            raise ConfigError(
+                f"[resume] {name} was made with {key} {_brief(saved[key], value)}, this training has "
+                f"{_brief(value, saved[key])}; give the same, or start anew (--resume never, another directory)"
+            )
+
+
+def _brief(value: Any, other: Any) -> str:
+    """A value for a message; of two lists only what is the first to differ."""
+    while isinstance(value, list) and isinstance(other, list) and len(value) == len(other):
+        pair = next(((a, b) for a, b in zip(value, other, strict=True) if a != b), None)
+        if pair is None or not isinstance(pair[0], list):
+            break
+        value, other = pair
+    text = json.dumps(value)
+    return text if len(text) <= 120 else text[:117] + "..."
+
+
+# --- out of a file, to all ranks -----------------------------------------------------------------------------------
+
+
+def shared(comm: Communicator, read: Callable[[], tuple[Snapshot | None, str]]) -> tuple[Snapshot | None, str]:
+    """What `read` gives on rank 0, a snapshot and its name, on all ranks; a collective call.
+
+    Raises:
+        OdysseyError: what `read` raised, on all ranks.
+    """
+    snapshot, name, error = None, "", None
+    if comm.rank == 0:
+        try:
+            snapshot, name = read()
+        except OdysseyError as problem:
+            error = problem
+    text = b""
+    if comm.rank == 0 and comm.size > 1:
+        head, table = None, []
+        if snapshot is not None:
+            head = [snapshot.step, snapshot.values]
+            table = [
+                [stem, key, a.dtype.name, list(a.shape)]
+                for stem, tensors in snapshot.arrays.items()
+                for key, a in tensors.items()
+            ]
+        problem = None if error is None else [type(error).__name__, str(error)]
+        text = json.dumps([head, name, problem, table]).encode()
+    if comm.size > 1:
+        length = int(comm.broadcast(np.array([len(text)], np.int64))[0])
+        data = np.frombuffer(bytearray(text) or bytearray(length), np.uint8)
+        head, name, problem, table = json.loads(comm.broadcast(data).tobytes())
+        if problem is not None and error is None:
+            error = getattr(errors, problem[0])(problem[1])
+    if error is not None:
+        error.raised_on_all_ranks = True
+        raise error
+    if comm.size == 1 or head is None:
+        return snapshot, name
+    step, values = head
+    arrays: dict[str, dict[str, np.ndarray]] = {}
+    for stem, key, dtype, shape in table:
+        if comm.rank == 0:
+            array = np.array(snapshot.arrays[stem][key], order="C")
+        else:
+            array = np.empty(shape, dtype)
+        arrays.setdefault(stem, {})[key] = comm.broadcast(array)
+    return Snapshot(step, arrays, values), name
+
+
+def find(path: Path, tell: Callable[[str], None]) -> tuple[Snapshot, str]:
+    """The checkpoint at a path, or the newest valid one of a directory of them, with its name; no collective call.
+
+    Raises:
+        CheckpointError: there is none that is valid.
+    """
+    if (path / "manifest.json").exists():
+        return Store(path.parent, owner=False, key=environment_key()).load(path), path.name
+    store = Store(path, owner=False, key=environment_key())
+    snapshot, refused = store.newest()
+    for one in refused:
+        tell(one.message(snapshot))
+    if snapshot is None:
+        raise CheckpointError(f"[resume] {path} has no valid checkpoint; name another, or use resume 'auto'")
+    return snapshot, f"{path.name}/{store.path_of(snapshot.step).name}"

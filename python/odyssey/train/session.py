@@ -1,0 +1,519 @@
+"""One fit(): where it is in its data, and what happens between two of its steps.
+
+    begin     the newest checkpoint is put back, if there is one
+    stepped   after each step: a checkpoint if one is due, a stop if somebody asked for it
+    epoch     after each epoch: likewise
+    end       the last checkpoint; a run's record that it is complete
+
+A trainer (trainable.py) takes the steps and knows its state; checkpoints/ knows how that is kept. Who listens, and who
+may stop a training, are callbacks. All methods are called by all ranks at the same steps; only rank 0 reads and writes
+files.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import json
+import math
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..audit.steplog import NAME
+from ..callbacks import Context
+from ..checkpoints import Snapshot, Store, environment_key
+from ..checkpoints.trainable import Cursor, Tally, Trainable
+from ..comm.base import Communicator
+from ..data import Batch
+from ..errors import CheckpointError, ConfigError, DataError, NumericsError, OdysseyError, OutputError, Stopped
+from ..watch import entry, slot
+from ..watch.files import parse_json, read_json, write_json
+from ..watch.runs import Run
+from . import agreement, preflight, resume
+
+RESUME = ("auto", "never")
+EARLIER = ("history", "records")  # file and tensor of a checkpoint: JSON of all epochs' records but the last one's
+
+_complete: dict[str, Any] = {}  # "record": what DONE.json will say
+_fits = 0  # calls of fit() of this process that belonged to a run: each has checkpoints of its own
+
+
+class Session:
+    """See the head of this file.
+
+    Args:
+        trainer: whose fit() it is.
+        loader: a DataLoader, or an iterable of batches that is the same whenever it is iterated.
+        context: the plan of the fit(), and where it is: kept up to date here.
+    """
+
+    def __init__(self, trainer: Trainable, loader: Any, context: Context) -> None:
+        global _fits
+        self.trainer, self.loader, self.context = trainer, loader, context
+        self.comm: Communicator = trainer.comm
+        self.saving = saving = context.saving
+        context.cursor = Cursor(loader_epoch=int(getattr(loader, "next_epoch", 0)))
+        self._before, self._since = 0.0, time.perf_counter()  # seconds of the epoch before it was resumed
+        self._complete = False  # the limit was reached within an epoch
+        self._due = False  # a checkpoint, as soon as all ranks have the same weights
+        self.run = None if saving.off else Run.current()
+        self._store: Store | None = None
+        self._saved: int | None = None  # the step of the newest checkpoint
+        self._last: tuple[int, int, Batch] | None = None  # epoch as the loader counts, step of it, and its batch
+        self._origin: str | None = None  # the checkpoint of another directory that this training came from
+        folder = saving.folder
+        if self.run is not None:
+            _fits += 1
+            if folder is None:
+                folder = self.run.checkpoints
+                if _fits > 1:
+                    folder = folder.with_name(f"{folder.name}-{_fits}")
+        self.folder = folder
+        if folder is None and not saving.off and (saving.every is not None or saving.resume not in RESUME):
+            raise ConfigError(
+                "[checkpoint] checkpoint_every or resume is given, but no checkpoint_dir; give one, or leave both out"
+            )
+        if saving.every is not None and trainer.mode.own_loop:
+            raise ConfigError(
+                "[checkpoint] checkpoint_every counts steps that all ranks take together, and async_parameter_server "
+                "has none; leave it out: checkpoints are made at the ends of epochs"
+            )
+
+    @property
+    def log(self) -> Path:
+        """Where the step log of this fit() goes, if it belongs to a run."""
+        return self.run.steps / (NAME if _fits == 1 else f"{_fits}-{NAME}")
+
+    @property
+    def saves(self) -> bool:
+        """Whether it makes checkpoints."""
+        return self.folder is not None
+
+    # --- begin ---
+
+    def begin(self) -> None:
+        """Goes to where the newest valid checkpoint is, or starts at the first step.
+
+        Raises:
+            ConfigError: the checkpoint is of another training.
+            CheckpointError: the checkpoint that was asked for is not valid.
+            OutputError: the directory cannot be used.
+        """
+        if self.folder is None:
+            if self.saving.resume not in RESUME:
+                found = resume.shared(self.comm, lambda: resume.find(Path(self.saving.resume), self.trainer.say))
+                self._go_to(*found)
+            return
+        self._first_in_its_directory()
+        self._complete_no_more()
+        snapshot, name = resume.shared(self.comm, self._find)
+        if snapshot is not None:
+            self._go_to(snapshot, name)
+            self._check_data(snapshot, name)
+            self.trainer.say(
+                f"resumed from {name}: step {snapshot.step}, epoch {self.context.cursor.epoch + 1}, "
+                f"{self.context.cursor.samples:,} samples done"
+            )
+        if self.comm.rank == 0:
+            sampler = getattr(self.loader, "sampler", None)
+            if sampler is not None and not hasattr(sampler, "set_epoch"):
+                self.trainer.say(
+                    f"[checkpoint] the loader's {type(sampler).__name__} has no set_epoch(): a training that goes on "
+                    "has the same bits only if it gives the same order whenever an epoch is begun again"
+                )
+            for warning in preflight.space(self.folder, self.trainer.state_bytes):
+                self.trainer.say(warning)
+
+    def _complete_no_more(self) -> None:
+        """There is more to do: the run is not complete any more, or not yet."""
+        incomplete()
+
+        def unmark() -> tuple[None, str]:
+            if self.run is not None:
+                _check_attempt(self.run)
+                self.run.done.unlink(missing_ok=True)
+            return None, ""
+
+        resume.shared(self.comm, unmark)
+
+    def _first_in_its_directory(self) -> None:
+        """ConfigError where an earlier fit() of this trainer saved here: it would only find its own end again."""
+        place = os.path.realpath(self.folder)
+        if place in self.trainer.saved_in:
+            raise ConfigError(
+                f"[checkpoint] an earlier fit() of this trainer has its checkpoints in {self.folder}; name another "
+                "checkpoint_dir for this one"
+            )
+        self.trainer.saved_in.add(place)
+
+    def _find(self) -> tuple[Snapshot | None, str]:
+        """The checkpoint to start from, and its name; opens the store."""
+        saving, folder = self.saving, self.folder
+        attempt = self.run.attempt if self.run else 0
+        key = environment_key()
+        self._store = Store(folder, keep=saving.keep, attempt=attempt, key=key, tell=self.trainer.say)
+        if saving.resume == "never" and (self.run is None or self.run.attempt < 2):  # a restart of a run is no start
+            if self._store.names():
+                raise ConfigError(
+                    f"[checkpoint] {folder} has checkpoints ({', '.join(self._store.names()[-2:])}) and resume is "
+                    "'never'; name another directory, or resume"
+                )
+            return None, ""
+        snapshot, refused = self._store.newest()
+        if snapshot is not None:
+            self._origin = snapshot.values.get("origin")
+        if saving.resume in RESUME or (snapshot is not None and self._origin == self._asked):
+            for one in refused:
+                self.trainer.say(one.message(snapshot))
+            return snapshot, "" if snapshot is None else self._store.path_of(snapshot.step).name
+        found, name = resume.find(Path(saving.resume), self.trainer.say)
+        if snapshot is not None and snapshot.step != found.step:
+            raise ConfigError(
+                f"[checkpoint] resume is {saving.resume} (step {found.step}), but {folder} has checkpoints that do not "
+                f"come from it, up to step {snapshot.step}; name another directory for the new ones, or delete those"
+            )
+        self._origin = self._asked
+        return found, name
+
+    @property
+    def _asked(self) -> str | None:
+        """The path that training is to start from, as its checkpoints remember it."""
+        return None if self.saving.resume in RESUME else os.path.realpath(self.saving.resume)
+
+    def _go_to(self, snapshot: Snapshot, name: str) -> None:
+        """Puts a snapshot back: into the trainer, and this session's own part of it."""
+        values = snapshot.values
+        try:
+            cursor = Cursor(**values["cursor"])
+            tally, seconds = Tally(**values["tally"]), float(values["seconds"])
+            history, numerics = type(self.context.history)(**values["history"]), dict(values["numerics"])
+            history.records = _earlier(snapshot) + history.records
+            cursor.check()
+            if not all(isinstance(record, dict) for record in history.records):
+                raise TypeError("its history is no list of records")
+        except (DataError, KeyError, TypeError, ValueError) as problem:
+            raise CheckpointError(f"[resume] {name} does not say where the training is: {problem}") from problem
+        for record in history.records:
+            if record.get("train_loss") is None:
+                record["train_loss"] = math.nan  # which JSON has not
+        self.trainer.load(snapshot, name)
+        self.trainer.numerics.load_state_dict(numerics)
+        if not self.trainer.mode.together and self.comm.rank:
+            tally.loss = tally.correct = 0.0  # rank 0 has those of all ranks
+        self.context.cursor, self.context.tally = cursor, tally
+        self._before, self._since = seconds, time.perf_counter()
+        vars(self.context.history).update(vars(history))
+        self._saved = snapshot.step
+        if hasattr(self.loader, "start_at"):
+            batch = min(cursor.step * self.trainer.accumulation_steps, len(self.loader))  # the last group may be short
+            self.loader.start_at(cursor.loader_epoch, batch)
+
+    def _check_data(self, snapshot: Snapshot, name: str) -> None:
+        """Reads the last batch before a checkpoint again: it must be what it was, or the bits would be others.
+
+        Nothing is read for a checkpoint that does not know its last batch, nor where that would take an epoch.
+
+        Raises:
+            DataError: on all ranks: it is not.
+        """
+        last = snapshot.values.get("last batch")
+        if last is None:
+            return
+        try:
+            epoch, step, wanted = int(last["epoch"]), int(last["step"]), int(last["fingerprint"], 16)
+        except (KeyError, TypeError, ValueError) as problem:
+            raise CheckpointError(f"[resume] {name} does not say what its last batch was: {problem}") from problem
+        same = True
+        for _ in range(2):  # what draws from a generator gives its first batch again once, in a new process
+            batch = self.trainer.read_again(self.loader, epoch, step, self.context.cursor.step > 0)
+            if batch is None:
+                return
+            same = same and agreement.of_batch(batch) == wanted
+        self._last = epoch, step, batch
+        found = self.comm.all_gather(np.array([same], np.int32))[:, 0]
+        if found.all():
+            return
+        where = "" if not found.any() else f" on rank {int(np.argmin(found))}"
+        text = (
+            f"[resume] the last batch before {name} (epoch {epoch + 1}, step {step + 1} of it), read again, is another"
+            f"{where}: the data set does not repeat itself"
+        )
+        if self.saving.nondeterministic:
+            self.trainer.say(f"{text}; training goes on, and its bits will not come again")
+            return
+        error = DataError(
+            f"{text}, so training would go on with other bits; {agreement.CURE}, or use --allow-nondeterministic-data "
+            "(allow_nondeterministic_data=True)"
+        )
+        error.raised_on_all_ranks = True
+        raise error
+
+    def seconds(self) -> float:
+        """Seconds that training has taken in this epoch so far."""
+        return self._before + time.perf_counter() - self._since
+
+    @property
+    def finished(self) -> bool:
+        """Whether there is nothing left to do."""
+        c = self.context
+        return c.cursor.epoch >= c.epochs or self._complete or (self.left == 0 and not c.tally.samples)
+
+    @property
+    def first_batch(self) -> int:
+        """How many batches of this epoch a loader that cannot be told where to start must leave out."""
+        return 0 if hasattr(self.loader, "start_at") else self.context.cursor.step * self.trainer.accumulation_steps
+
+    @property
+    def left(self) -> int | None:
+        """Steps until the limit, None without one."""
+        c = self.context
+        return None if c.limit is None else max(c.limit - c.history.steps - c.tally.steps, 0)
+
+    def saved(self) -> int | None:
+        """The step of the newest checkpoint of this training; a collective call."""
+        if not self.saves:
+            return None
+        step = -1
+        if self.comm.rank == 0:
+            self._settle_store()
+            step = max((int(name.split("_")[1]) for name in self._store.names()), default=-1)
+        step = int(self.comm.broadcast(np.array([step], np.int64))[0])
+        return None if step < 0 else step
+
+    def _settle_store(self) -> None:
+        """Waits for the save in the background, and tells what went wrong with it; on rank 0."""
+        try:
+            self._store.wait()
+        except (OutputError, NumericsError) as problem:
+            self.trainer.say(f"{problem}; training goes on, the one before stays")
+
+    def roll_back(self) -> None:
+        """Goes back to the newest checkpoint."""
+
+        def newest() -> tuple[Snapshot | None, str]:
+            self._settle_store()
+            return resume.find(self.folder, self.trainer.say)
+
+        snapshot, name = resume.shared(self.comm, newest)
+        numerics = self.trainer.numerics.state_dict()
+        self._go_to(snapshot, name)
+        self.trainer.numerics.load_state_dict(numerics)  # it knows which batch to leave out now
+
+    # --- in between ---
+
+    def stepped(self, batch: Batch, samples: int) -> None:
+        """After a step on a batch, over so many samples: none, if it was left out.
+
+        Raises:
+            Stopped: somebody asked for it; a checkpoint of this step is there.
+        """
+        cursor = self.context.cursor
+        self._last = cursor.loader_epoch, cursor.step, batch
+        cursor.step += 1
+        cursor.samples += samples
+        every = self.trainer.check_every
+        if every and self.trainer.steps % every == 0 and self.comm.size > 1 and self.trainer.mode.together:
+            self.trainer.check_replicas()
+        if self.saves and self.saving.every is not None and self.trainer.steps % self.saving.every == 0:
+            self._due = True
+        if not self.trainer.mode.settled:
+            return  # each rank has weights of its own
+        if self.context.stop is not None:
+            self._stop(self.context.stop)
+        elif self._due:
+            self._save()
+
+    def taken(self, tally: Tally) -> None:
+        """After the last step of an epoch, before its record is made.
+
+        Where the limit cuts an epoch short, the last checkpoint is made here: with a higher limit training goes on
+        within this epoch.
+        """
+        self.context.tally = tally
+        if not self.trainer.mode.together and self.comm.rank:
+            self.context.tally = dataclasses.replace(tally, loss=0.0, correct=0.0)  # rank 0 has those of all ranks
+        limit = self.context.limit
+        if limit is None or self.context.history.steps + tally.steps < limit or self.trainer.mode.own_loop:
+            return
+        try:
+            length = -(-len(self.loader) // self.trainer.accumulation_steps)
+        except TypeError:
+            length = 0
+        if self.context.cursor.step != length:
+            self._complete = True
+            if self.saves:
+                self._save(wait=True)
+            if hasattr(self.loader, "start_at"):  # as it is where all steps were taken in this process
+                self.loader.start_at(self.context.cursor.loader_epoch + 1, 0)
+
+    def epoch_ended(self) -> None:
+        """After an epoch and its evaluation."""
+        context = self.context
+        context.emit("on_epoch_end")
+        if self._complete:
+            return
+        context.tally, self._before, self._since = Tally(), 0.0, time.perf_counter()
+        before = context.cursor
+        context.cursor = Cursor(before.epoch + 1, 0, before.loader_epoch + 1, before.samples)
+        if context.stop is not None and context.cursor.epoch < context.epochs:
+            self._stop(context.stop)
+        elif self.saves and self.saving.every is None and context.cursor.epoch % self.saving.epochs == 0:
+            self._save()
+
+    def _stop(self, why: str) -> None:
+        text = f"[train] stopped by {why} after step {self.trainer.steps}"
+        if self.saves:
+            self._save(wait=True)
+            text += f"; checkpoint {self._name()} is written, the same command goes on from it"
+        error = Stopped(text)
+        error.raised_on_all_ranks = True
+        raise error
+
+    def _name(self) -> str:
+        return f"step_{self.trainer.steps:08d}"
+
+    def _save(self, wait: bool = False) -> None:
+        """Writes a checkpoint of this moment, in the background unless `wait`, if there is none of it.
+
+        A failure is told and training goes on; with `wait` it is an error.
+        """
+        before = slot.phase("checkpoint")
+        self._due = False
+        self.context.emit("on_checkpoint")
+        if self._saved != self.trainer.steps or (wait and not self._there()):
+            snapshot = self.trainer.state(self._values())
+            if snapshot is not None and (earlier := self.context.history.records[:-1]):
+                text = json.dumps(_finite(earlier), allow_nan=False).encode()
+                snapshot.arrays[EARLIER[0]] = {EARLIER[1]: np.frombuffer(text, np.uint8)}
+
+            def write() -> tuple[None, str]:
+                if snapshot is not None:
+                    self._settle_store()
+                    self._write(snapshot, wait)
+                return None, ""
+
+            if wait:
+                resume.shared(self.comm, write)  # nobody ends before it is there; all end if it cannot be written
+            else:
+                write()
+            self._saved = self.trainer.steps
+        elif wait:
+            self.comm.barrier()
+        slot.phase(before)
+
+    def _there(self) -> bool:
+        """Whether the checkpoint of this step, begun in the background, has been written; a collective call."""
+        there = False
+        if self.comm.rank == 0:
+            self._settle_store()
+            there = self._store.path_of(self.trainer.steps).exists()
+        return bool(self.comm.broadcast(np.array([there], np.int32))[0])
+
+    def _write(self, snapshot: Snapshot, wait: bool) -> None:
+        if wait:
+            self._store.save(snapshot)
+            return
+        try:
+            self._store.save_later(snapshot)
+        except NumericsError as problem:  # an update has overflowed: the next step finds it, on all ranks
+            self.trainer.say(f"{problem}")
+
+    def _values(self) -> dict[str, Any]:
+        """This session's part of a checkpoint; a collective call where ranks have tallies of their own."""
+        tally = self.trainer.mode.whole_tally(self.context.tally)
+        kept: dict[str, Any] = {}
+        if self._last is not None and self.comm.rank == 0:
+            epoch, step, batch = self._last
+            kept["last batch"] = {"epoch": epoch, "step": step, "fingerprint": f"{agreement.of_batch(batch):016x}"}
+        if self.saving.nondeterministic:
+            kept["nondeterministic data"] = True
+        return {
+            **kept,
+            "cursor": dataclasses.asdict(self.context.cursor),
+            "seconds": self.seconds(),
+            "tally": _finite(dataclasses.asdict(tally)),
+            "history": _finite({**vars(self.context.history), "records": self.context.history.records[-1:]}),
+            "numerics": self.trainer.numerics.state_dict(),
+            "epochs": self.context.epochs,
+            "origin": self._origin,
+        }
+
+    # --- end ---
+
+    def end(self) -> None:
+        """The training is complete: its last checkpoint, and in a run the record that says so."""
+        if not self.saves:
+            return
+        self._save(wait=True)
+        if self.run is not None:
+            sha = self.trainer.weights_sha256()
+            if self.comm.rank == 0:
+                atexit.unregister(_write_complete)
+                atexit.register(_write_complete)
+                record = {"attempt": self.run.attempt, "steps": self.trainer.steps, "weights_sha256": sha}
+                _complete["record"] = (self.run, record)
+
+    def close(self) -> None:
+        """Gives back threads and the directory, whatever happened."""
+        if self._store is not None:
+            try:
+                self._store.close()
+            except (OutputError, NumericsError) as problem:  # where the training failed, that is the error
+                self.trainer.say(str(problem))
+            self._store = None
+
+
+def _check_attempt(run: Run) -> None:
+    """DataError where a later attempt of the run has taken over."""
+    number = read_json(run.attempt_file)["attempt"] if run.attempt_file.exists() else 0
+    if number > run.attempt:
+        raise DataError(
+            f"[run] attempt {run.attempt} of {run.path} is over, attempt {number} writes now"
+            if run.attempt
+            else f"[run] {run.path} is a run of odyssey launch; go on with the command that began it"
+        )
+
+
+def incomplete() -> None:
+    """The program ends with an error: its run is not complete, whatever its fit()s did."""
+    _complete.clear()
+
+
+def _write_complete() -> None:
+    """At the end of the program: the record that says that its run is complete, if it ends in order.
+
+    Not at the end of a fit(): a program may have several. An exception, and an attempt that another has replaced, leave
+    no record.
+    """
+    found = _complete.pop("record", None)
+    if found is None or getattr(sys, "last_type", None) is not None or entry.leaving()[0]:
+        return
+    run, record = found
+    try:
+        _check_attempt(run)
+        write_json(run.done, record)
+    except (OSError, OdysseyError, AttributeError, TypeError) as problem:
+        print(f"odyssey: [run] {run.done} is not written: {problem}", file=sys.stderr, flush=True)
+
+
+def _earlier(snapshot: Snapshot) -> list[Any]:
+    """The records of epochs before the last one; in older checkpoints they are among `values`, as that one is."""
+    stem, name = EARLIER
+    text = snapshot.arrays.get(stem, {}).get(name)
+    return [] if text is None else parse_json(text.tobytes(), f"{stem}/{name}")
+
+
+def _finite(value: Any) -> Any:
+    """The same with None for numbers that JSON has not."""
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(v) for v in value]
+    if hasattr(value, "item"):
+        value = value.item()
+    return None if isinstance(value, float) and not math.isfinite(value) else value

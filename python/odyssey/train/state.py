@@ -1,0 +1,423 @@
+"""The state of a training with the engine: taken from the ranks as named tensors that know nothing of ranks, meshes or
+ZeRO stages, put back on any layout, and looked at.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..checkpoints import Snapshot
+from ..comm import Communicator
+from ..core.arena import Arena
+from ..core.precision import GradScaler
+from ..core.settings import Training, of_checkpoint
+from ..engine.engine import Engine
+from ..engine.layout import Layout
+from ..errors import CheckpointError, ConfigError, NumericsError
+from ..nn import Module
+from ..optim import Optimizer, Schedule
+from ..parallel.mesh import Mesh
+from ..watch.files import write_whole
+from ..watch.outputs import write_weights
+from . import resume
+from .fit import Trainer
+from .numerics import check_replicas
+
+TREE = ("tree", "hierarchical", "parameter_server")  # the same bits on any number of ranks
+
+
+class EngineState(Trainer):
+    """The part of a DistributedTrainer that is about its state."""
+
+    settings: Training
+    layout: Layout
+    mesh: Mesh
+    model: Module
+    loss: Any
+    optimizer: Optimizer
+    schedule: Schedule
+    scaler: GradScaler
+    arena: Arena
+    _train: Engine
+    _warned: bool
+    _replicas: Callable[[], list[int]] | None = None
+    _prints: dict[int, tuple[Any, Callable[[], list[int]]]]  # by id of a step's updates: these, and what makes them
+
+    @property
+    def shard_size(self) -> int | None:
+        """Samples per shard of a training step; None as long as neither it nor the global batch is known."""
+        return self._train.shard_size
+
+    @shard_size.setter
+    def shard_size(self, size: int | None) -> None:
+        self._train.shard_size = size
+
+    # --- what ranks hold ---
+
+    @property
+    def partial(self) -> bool:
+        """Whether fingerprints() are of this rank's part."""
+        return self.comm.size > 1 and (self.layout.split or self.layout.zero > 0)
+
+    def fingerprints(self) -> tuple[int, int]:
+        """Of the gradients of the last step, and of the weights, as far as this rank counts them (fingerprint.py)."""
+        updates = self.last.updates
+        own = self._prints.get(id(updates))
+        if own is None:  # the updates are kept, so that their id stays their own
+            counted = self._train.counted_updates(updates)
+            gradients, weights = [(u.grads, u.n, u.at) for u in counted], [(u.params, u.n, u.at) for u in counted]
+            own = self._prints[id(updates)] = updates, self._train.fingerprints(gradients, weights, after=updates)
+        gradients, weights = own[1]()
+        return gradients, weights
+
+    def check_replicas(self) -> None:
+        """Compares what the ranks hold alike; a collective call.
+
+        Raises:
+            NumericsError: on all ranks: they differ, as after a flipped bit in one rank's memory.
+        """
+        if self.layout.zero == 3:
+            return
+        if self._train.team is not None:
+            own = self._train.team.weights()
+            wrong = [w for w, value in enumerate(own) if value != own[0]]
+            if wrong:
+                raise NumericsError(
+                    f"[check] step {self.steps}: the weights of worker {wrong[0]} of rank {self.comm.rank} differ from "
+                    f"those of its worker 0; a memory or hardware error. Go on from the last checkpoint (--resume auto)"
+                )
+            mine = own[0]
+        else:
+            if self._replicas is None:
+                at = self._train.parameters_address
+                runs = self._train.replicated()  # none on a rank whose stage has no parameters
+                self._replicas = self._train.fingerprints([(at + 4 * lo, n, lo) for lo, n in runs])
+            (mine,) = self._replicas()
+        check_replicas(self.comm, self.steps, {"weights": mine}, self._train.groups.model.rank)
+
+    # --- everything on every rank ---
+
+    def weights_sha256(self) -> str:
+        """SHA-256 over the bytes of the arena: one value for one training, on any layout. Collective, as below."""
+        self.mode.settle()
+        return hashlib.sha256(self._train.parameters().tobytes()).hexdigest()
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """The parameters by name, whole, on every rank; a collective call if ranks keep parts of them."""
+        self.mode.settle()
+        flat = self._train.parameters()
+        return {name: self.arena.view(flat, name).copy() for name, _ in self.arena.named}
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """Step count, rate and state arrays in the arena's layout, whole, on every rank; collective likewise."""
+        self.mode.settle()
+        arrays = {name: whole.copy() for name, whole in self.optimizer_arrays().items()}
+        return {"steps": self.optimizer.steps, "lr": self.optimizer.lr, **arrays}
+
+    def optimizer_arrays(self) -> dict[str, np.ndarray]:
+        """The optimizer's arrays in the arena's layout, whole, on every rank; training may go on in them."""
+        whole = self._train.state if self._warned else lambda state: state  # cut into parts at the first step
+        return {name: whole(own) for name, own in self.optimizer.state.items()}
+
+    def load_optimizer_state(self, state: dict[str, Any]) -> None:
+        """Takes back what optimizer_state() gave, on this layout or another; all ranks call it.
+
+        Raises:
+            ConfigError: the state is of another optimizer or model; nothing was changed.
+        """
+        arrays = {name: np.asarray(state.get(name, ())) for name in self.optimizer.states}
+        wrong = next((name for name, a in arrays.items() if a.shape != (self.arena.size,)), None)
+        if wrong or "steps" not in state or "lr" not in state:
+            raise ConfigError(
+                f"[train] the state has no {wrong or 'steps and lr'} of this optimizer and model "
+                f"({self.arena.size} numbers); give what optimizer_state() gave"
+            )
+        for name, whole in arrays.items():
+            own = np.ascontiguousarray(whole, np.float32)
+            self.optimizer.state[name][...] = self._train.own_state(own) if self._warned else own
+        self.optimizer.steps, self.optimizer.lr = int(state["steps"]), float(state["lr"])
+
+    @property
+    def plan(self) -> str:
+        """How the model is cut over ranks, where odyssey decided it; known after the first step."""
+        return "\n".join(self._train.plans)
+
+    def memory(self) -> dict[str, int]:
+        """Bytes that training takes on this rank: parameters, gradients and their reduction, optimizer, activations."""
+        gradients, activations = self._train.memory()
+        return {
+            "parameters": self._train.parameter_bytes,
+            "gradients": gradients,
+            "optimizer": sum(a.nbytes for a in self.optimizer.state.values()),
+            "activations": activations,
+        }
+
+    @property
+    def bytes_per_step(self) -> float:
+        """Bytes that this rank has sent per training step to sum gradients (and, with pp or tp, activations)."""
+        return self._train.bytes_sent / max(self.steps, 1)
+
+    @property
+    def bytes_per_step_uncompressed(self) -> float:
+        """The same if gradients were summed along the tree, uncompressed."""
+        return self._train.bytes_plain / max(self.steps, 1)
+
+    def last_gradients(self) -> dict[str, np.ndarray]:
+        """The summed gradients of the last step by the parameters' names; before division, scaling and clipping.
+
+        Raises:
+            ConfigError: ranks have parts of them (zero=, or a mesh).
+        """
+        updates = self.last.updates if self.last is not None else []
+        if len(updates) != 1 or updates[0].n != self.arena.size:
+            raise ConfigError("[train] the gradients are spread over ranks; they are whole with one rank, or zero=0")
+        flat = self._train.gradients(updates[0])
+        return {name: self.arena.view(flat, name).copy() for name, _ in self.arena.named}
+
+    def named_state(self) -> dict[str, np.ndarray]:
+        """Weights as "weight NAME", the optimizer's arrays as "optimizer STATE of NAME", whole; collective likewise."""
+        arrays = {f"weight {name}": value for name, value in self.state_dict().items()}
+        for state, flat in self.optimizer_arrays().items():
+            views = ((name, self.arena.view(flat, name).copy()) for name, _ in self.arena.named)
+            arrays.update((f"optimizer {state} of {name}", value) for name, value in views)
+        return arrays
+
+    def save_weights(self, path: str | Path) -> None:
+        """Writes the parameters as safetensors, whole or not at all. Rank 0 writes; all ranks call."""
+        state = self.state_dict()
+        if self.comm.rank == 0:
+            write_whole(Path(path), lambda file: write_weights(file, state), mode=0o666)
+
+    # --- checkpoints ---
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the tensors of a checkpoint."""
+        return 4 * self.arena.size * (1 + len(self.optimizer.states))
+
+    def configuration(self) -> dict[str, Any]:
+        """What decides the bits of a training, beside its data, as JSON values by the names that users know them by.
+
+        Ranks, workers, threads, mesh, ZeRO stage, buckets and execution are not in it: they change nothing.
+        """
+        lay, optimizer = self.layout, self.optimizer
+        settings = {k: v for k, v in vars(optimizer).items() if isinstance(v, (int, float, tuple)) and k != "steps"}
+        modules = [(type(m).__name__, *(getattr(m, k) for k in ("p",) if hasattr(m, k))) for m in self.model.modules()]
+        strategy = lay.reduction
+        kind = "tree" if strategy.reduction in TREE and strategy.compression is None else repr(strategy)
+        return as_json(
+            {
+                "model": [[name, list(p.shape)] for name, p in self.arena.named],
+                "optimizer": [type(optimizer).__name__, sorted(settings.items())],
+                "shard size": self.shard_size,
+                "layers": modules,
+                "loss": type(self.loss).__name__,
+                "precision": [self.precision, self.scaler.growth_interval if self.scaler.enabled else 0],
+                "reduction": kind,
+                **of_checkpoint(self.settings),
+                "schedule": resume.probed(self.schedule),
+                **(self.data_configuration or {"accumulation": self.accumulation_steps}),
+            }
+        )
+
+    def state(self, values: dict[str, Any]) -> Snapshot | None:
+        """What a checkpoint of this moment holds, on rank 0; None on the others. A collective call.
+
+        The arrays may be those that training goes on with: copy or write them before the next step.
+        """
+        arena = self.arena
+        flat = self._train.parameters()
+        states = self.optimizer_arrays()
+        residuals, counts = self._residuals()
+        if self.comm.rank != 0:
+            return None
+        arrays = {
+            "parameters": {name: arena.view(flat, name) for name, _ in arena.named},
+            "optimizer": {
+                f"{state}/{name}": arena.view(whole, name) for state, whole in states.items() for name, _ in arena.named
+            },
+        }
+        if residuals:
+            arrays["residuals"] = residuals
+        optimizer = self.optimizer
+        return Snapshot(
+            step=self.steps,
+            arrays={stem: tensors for stem, tensors in arrays.items() if tensors},
+            values={
+                "optimizer": {"steps": optimizer.steps, "lr": optimizer.lr},
+                "scaler": self.scaler.state_dict(),
+                "lr_scaling": [self._lr_factor, self._lr_scaled],
+                "configuration": self.configuration(),
+                "bucket size": self.layout.bucket_size_mb,
+                "ranks": self.comm.size,
+                "mesh": str(self.mesh),
+                "zero": self.layout.zero,
+                "layout": f"{self.mesh}, zero {self.layout.zero}, {self.layout.workers} workers",
+                "residuals": counts,
+                **values,
+            },
+        )
+
+    def _residuals(self) -> tuple[dict[str, np.ndarray], dict[str, int]]:
+        """What a compression still has to send: arrays (replicas, ...) on rank 0, and numbers that replicas have alike.
+
+        The first part of a name is the bucket; in a pipeline, where a stage has one, it is the stage.
+        """
+        groups = self._train.groups
+        arrays: dict[str, np.ndarray] = {}
+        counts: dict[str, int] = {}
+        for b, memory in sorted(self._train.memories.items()):
+            for name, value in sorted(memory.items()):
+                key = f"{b + groups.p}/{name}"
+                if isinstance(value, int):
+                    counts[key] = value
+                    continue
+                many = isinstance(value, list)
+                for i, array in enumerate(value if many else [value]):
+                    rows = groups.dp.gather(array)
+                    if rows is not None:
+                        arrays[f"{key}/{i}" if many else key] = rows
+        if groups.pp.size > 1 and groups.d == 0:
+            _collect(groups.pp, arrays, counts)
+        return arrays, counts
+
+    def load(self, snapshot: Snapshot, name: str) -> None:
+        """Puts a snapshot that all ranks have into their trainers, of whatever layout.
+
+        Args:
+            name: of the checkpoint, for messages.
+
+        Raises:
+            ConfigError: it is of another training; nothing was changed.
+            CheckpointError: something is missing in it; nothing was changed.
+        """
+        values, arrays, arena = snapshot.values, snapshot.arrays, self.arena
+        now, saved = self.configuration(), _entry(values, "configuration", name)
+        own_size = self.layout.shard_size
+        size = saved.get("shard size") if own_size is None else own_size
+        if saved.get("shard size") is None:  # made before the first step: it had none yet
+            now.pop("shard size")
+        elif own_size is None:
+            now["shard size"] = size
+        resume.check(saved, now, name)
+        if size is not None and (type(size) is not int or size < 1):
+            raise CheckpointError(
+                f"[resume] {name} says that its shard size is {size!r}; it was not written by a trainer"
+            )
+        if now["reduction"] != "tree":
+            self._tell_of_other_bits(values, name)
+        optimizer, scaler = _entry(values, "optimizer", name), _entry(values, "scaler", name)
+        flat = _flat(arena, arrays.get("parameters", {}), "", name)
+        states = {s: _flat(arena, arrays.get("optimizer", {}), f"{s}/", name) for s in self.optimizer.states}
+        memories = self._memories(snapshot, name)
+        try:
+            self.scaler.load_state_dict(scaler)
+            self._lr_factor, self._lr_scaled = float(values["lr_scaling"][0]), bool(values["lr_scaling"][1])
+            self.load_optimizer_state({**states, "steps": optimizer["steps"], "lr": optimizer["lr"]})
+        except (KeyError, ConfigError, TypeError, ValueError) as problem:
+            raise CheckpointError(
+                f"[resume] {name}: its state of the optimizer is not complete: {problem}"
+            ) from problem
+        self._train.load(flat, memories)
+        self.shard_size = size
+        self.steps = snapshot.step
+
+    def _tell_of_other_bits(self, values: dict[str, Any], name: str) -> None:
+        """Says what differs from the layout of a checkpoint, where the order of additions depends on the layout."""
+        lay = self.layout
+        now = {"ranks": self.comm.size, "mesh": str(lay.mesh), "zero": lay.zero, "bucket size": lay.bucket_size_mb}
+        for what, value in now.items():
+            before = values.get(what, value)
+            if before != value:
+                was, runs = (
+                    (f"{before} ranks", f"{value} run now") if what == "ranks" else (f"{what} {before}", f"{value} now")
+                )
+                return self.say(
+                    f"[resume] {name} was made by {was}, {runs}: with this reduction the bits depend on it, "
+                    "so the training goes on with others"
+                )
+
+    def _memories(self, snapshot: Snapshot, name: str) -> dict[int, dict[str, Any]]:
+        """This rank's part of what a compression still has to send."""
+        counts, arrays = snapshot.values.get("residuals", {}), snapshot.arrays.get("residuals", {})
+        if not counts and not arrays:
+            return {}
+        ranks = snapshot.values.get("ranks")
+        if ranks != self.comm.size:
+            raise ConfigError(
+                f"[resume] {name} was made by {ranks} ranks with compression, which keeps on each rank what it has not "
+                f"sent yet; {self.comm.size} ranks run now. Use {ranks} ranks"
+            )
+        if snapshot.values.get("bucket size") != self.layout.bucket_size_mb:
+            raise ConfigError(
+                f"[resume] {name} was made with compression in buckets of {snapshot.values.get('bucket size')} MB, and "
+                f"this training has {self.layout.bucket_size_mb}; give the same"
+            )
+        groups, mesh = self._train.groups, snapshot.values.get("mesh")
+        if mesh != str(self.mesh) and (mesh is not None or groups.pp.size > 1):
+            raise ConfigError(
+                f"[resume] {name} was made by {mesh or 'replicas'} with compression, which keeps on each rank what it "
+                f"has not sent yet; the mesh is {self.mesh} now. Give the same --dp and --pp"
+            )
+        memories: dict[int, dict[str, Any]] = {}
+        for key, value in counts.items():
+            b, _, what = key.partition("/")
+            memories.setdefault(int(b), {})[what] = int(value)
+        for key in sorted(arrays, key=lambda k: [int(w) if w.isdigit() else w for w in k.split("/")]):
+            b, what, *index = key.split("/")
+            memory, own = memories.setdefault(int(b), {}), np.array(arrays[key][groups.dp.rank], order="C")
+            if index:
+                memory.setdefault(what, []).append(own)
+            else:
+                memory[what] = own
+        if groups.pp.size == 1:
+            return memories
+        return {0: memories[groups.p]} if groups.p in memories else {}
+
+
+def _collect(comm: Communicator, arrays: dict[str, np.ndarray], counts: dict[str, int]) -> None:
+    """Brings what the other stages of a pipeline have to the first."""
+    text = json.dumps([counts, [[key, a.dtype.name, list(a.shape)] for key, a in arrays.items()]]).encode()
+    lengths = comm.all_gather(np.array([len(text)], np.int64))[:, 0]
+    padded = np.zeros(lengths.max(), np.uint8)
+    padded[: len(text)] = np.frombuffer(text, np.uint8)
+    texts = comm.gather(padded)
+    if texts is None:
+        for array in arrays.values():
+            comm.send(array, 0)
+        return
+    for stage in range(1, comm.size):
+        found, table = json.loads(texts[stage, : lengths[stage]].tobytes())
+        counts.update(found)
+        for key, dtype, shape in table:
+            arrays[key] = comm.recv(np.empty(shape, dtype), stage)
+
+
+def _entry(values: dict[str, Any], key: str, name: str) -> dict[str, Any]:
+    found = values.get(key)
+    if not isinstance(found, dict):
+        raise CheckpointError(f"[resume] {name} has no {key}; it was not written by a trainer")
+    return found
+
+
+def _flat(arena: Any, tensors: dict[str, np.ndarray], prefix: str, name: str) -> np.ndarray:
+    """Named tensors as one array of the arena's layout."""
+    flat = np.zeros(arena.size, np.float32)
+    for own, p in arena.named:
+        found = tensors.get(prefix + own)
+        if found is None or found.shape != tuple(p.shape) or found.dtype != np.float32:
+            what = "is missing" if found is None else f"is {found.dtype} {found.shape}"
+            raise CheckpointError(f"[resume] {name}: {prefix}{own} {what}; float32 {tuple(p.shape)} is needed")
+        arena.view(flat, own)[...] = found
+    return flat
+
+
+def as_json(value: Any) -> Any:
+    """A value as it comes back from JSON."""
+    return json.loads(json.dumps(value))

@@ -1,0 +1,501 @@
+"""DistributedTrainer: a step that all ranks take or none, and evaluation, with the engine.
+
+fit() is fit.py's, the state of a training state.py's. It decides nothing about where shards are computed (engine.py) or
+how sums travel (parallel/); a group of one rank and one worker is the ordinary case.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from .. import callbacks
+from .. import comm as communication
+from .. import data as datasets
+from ..build import gpus
+from ..checkpoints.trainable import Evaluation, History, Step
+from ..comm.cores import default_threads
+from ..core import precision as precisions
+from ..core import settings as declaration
+from ..core.arena import Arena
+from ..core.settings import Training
+from ..core.tensor import layout_of
+from ..engine.engine import Engine
+from ..engine.layout import Layout
+from ..engine.runner import Sums
+from ..errors import ConfigError, DeviceError, NumericsError
+from ..nn import CrossEntropyLoss, Module
+from ..optim import Optimizer, Schedule, lr_factor
+from ..parallel.mesh import Groups, Mesh
+from ..parallel.plan import default_shard_size, idle, shard_count
+from ..parallel.strategy import MODES, Strategy
+from ..parallel.tensor import PARTS
+from ..watch import launcher, slot
+from ..watch.outputs import write_weights
+from . import agreement, asynchronous, resume
+from .agreement import hash_of
+from .fit import Rollback, whole_batches
+from .numerics import NonFinite
+from .state import EngineState
+
+__all__ = ["DistributedTrainer", "Evaluation", "History", "write_weights"]
+
+
+class DistributedTrainer(EngineState):
+    """Trains a model on all workers of all ranks, with the same bits whatever their number.
+
+    Args:
+        model: any Module.
+        optimizer: SGD(lr=0.01), Adam(...), ...; bound to the model here unless it already is.
+        loss: called as loss(model(x), labels); default the model's own `loss`, else CrossEntropyLoss.
+        schedule: factor on the learning rate as a function of the step (optim.schedule).
+        mesh: how many ranks replicate the model (dp), form a pipeline (pp) and share layers (tp); default: the model's
+            own placement decides pp, the other ranks are replicas.
+        progress: an object with begin, step, epoch and end (progress.py); called on rank 0.
+        comm: the communicator, if not comm.world(backend).
+        settings: by keyword; those of settings.Training.
+
+    {settings}
+
+    Raises:
+        ConfigError: a setting is unknown or not allowed, or the ranks' models differ.
+        DeviceError: a GPU was asked for and there is none.
+    """
+
+    @callbacks.joined
+    @declaration.keywords(Training)
+    def __init__(
+        self,
+        model: Module,
+        optimizer: Optimizer,
+        num_gpus: int | None = None,
+        backend: str = "auto",
+        *,
+        loss: Any = None,
+        schedule: Schedule | None = None,
+        mesh: Mesh | None = None,
+        progress: Any = None,
+        comm: communication.Communicator | None = None,
+        **settings: Any,
+    ) -> None:
+        if settings.get("precision") != "fp16":  # the same call may serve every precision
+            settings = {k: v for k, v in settings.items() if k not in ("scaler_init_scale", "scaler_growth_interval")}
+        made = declaration.made(Training, {"num_gpus": num_gpus, "backend": backend, **settings})
+        for what, given, kind in (("model", model, Module), ("optimizer", optimizer, Optimizer)):
+            if not isinstance(given, kind):
+                name = f"the class {given.__name__}" if isinstance(given, type) else f"of type {type(given).__name__}"
+                raise ConfigError(f"[train] {what} is {name}; give an object of a subclass of {kind.__name__}")
+        if schedule is not None and not callable(schedule):
+            raise ConfigError(f"[train] schedule is {schedule!r}; give a function, such as optim.cosine(total_steps)")
+        if mesh is not None and not isinstance(mesh, Mesh):
+            raise ConfigError(f"[train] mesh is {mesh!r}; give Mesh(dp=, pp=, tp=)")
+        self.comm = comm or connect(made.backend, made.device, made.num_gpus)
+        devices, self.notice = choose_devices(made.device, made.num_gpus, self.comm, made.oversubscribe)
+        self.settings = made = dataclasses.replace(
+            made,
+            num_gpus=made.num_gpus or 1,
+            device="gpu" if devices else "cpu",
+            threads=made.threads or default_threads(self.comm.local_size),
+            shard_size=shard_size_of(model, made.shard_size),
+            pipeline_schedule=made.pipeline_schedule or getattr(model, "schedule", None) or "1f1b",
+        )
+        declaration.check(Training, {"pipeline_schedule": made.pipeline_schedule})
+        self.device, self.threads, self.seed, self.precision = made.device, made.threads, made.seed, made.precision
+        self.accumulation_steps, self.clip_norm = made.accumulation_steps, made.clip_norm
+        self.check_every, self.base_batch_size = made.check_every, made.base_batch_size
+        self.numerics = NonFinite(made.nonfinite)
+        self.mesh = (mesh or Mesh()).fit(self.comm.size, places(model))
+        strategy = declaration.part(Strategy, made)
+        strategy.check(self.mesh, made.zero, made.precision)
+        if strategy.reduction in MODES and made.nonfinite != "stop":
+            raise ConfigError(
+                f"[train] nonfinite is {made.nonfinite!r}, but with reduction={made.reduction!r} a rank's step is its "
+                "own; use 'stop'"
+            )
+        self.layout = declaration.part(
+            Layout,
+            made,
+            comm=self.comm,
+            workers=made.num_gpus,
+            reduction=strategy,
+            mesh=self.mesh,
+            schedule=made.pipeline_schedule,
+            gpus=devices,
+        )
+        self.workers, self.replicas = made.num_gpus * self.mesh.dp, self.mesh.dp  # that share out a batch
+        self.model, self.optimizer = model, optimizer
+        self.schedule = schedule or (lambda step: 1.0)
+        self.progress = progress if self.comm.rank == 0 else None
+        check_shared(self.mesh, made.precision)
+        self.scaler = precisions.GradScaler(
+            made.scaler_init_scale, growth_interval=made.scaler_growth_interval, enabled=made.precision == "fp16"
+        )
+        self.lr_scaling, self._lr_factor, self._lr_scaled = made.lr_scaling, 1.0, False
+        self.steps = 0
+        self.arena = Arena.of(model.named_parameters())
+        optimizer.bind(self.arena)
+        optimizer.check_whole()
+        self._same_everywhere()
+        team = None
+        if devices:
+            from ..engine.gpu.team import Team
+
+            team = Team(devices, self.arena)
+            team.keep(optimizer)
+            self.notice = team.describe()
+        elif made.precision == "tf32":
+            raise ConfigError("[train] precision is 'tf32', which only GPUs have; use 'bf16', or --device gpu")
+        loss = self.loss = loss or getattr(model, "loss", None) or CrossEntropyLoss()
+        if getattr(loss, "reduction", "mean") != "mean":
+            raise ConfigError(
+                "[train] the loss has reduction='sum', but a trainer divides by the samples of the global batch; "
+                "use 'mean'"
+            )
+        self.mode = asynchronous.mode(self, strategy)
+        groups = Groups(self.comm, self.mesh)
+        common: dict[str, Any] = {"seed": made.seed, "precision": made.precision}
+        layout, its_groups, own = self.layout, groups, {}
+        if not self.mode.together:
+            layout, its_groups = asynchronous.alone(self.layout, self.comm)
+            own = {"seed": (made.seed + 0x9E3779B97F4A7C15 * self.comm.rank) % 2**63}  # other masks for other samples
+        self._train = Engine(
+            model,
+            loss,
+            self.arena,
+            layout,
+            its_groups,
+            train=True,
+            scaled=self.scaler.enabled,
+            team=team,
+            **{**common, **own},
+        )
+        common["team"] = team
+        self._eval = Engine(model, loss, self.arena, self.layout, groups, train=False, like=self._train, **common)
+        self._watch = agreement.Watch(self.comm, self.check_every)
+        self._warned = False
+        self._counted_idle = False
+        self.saved_in: set[str] = set()  # directories of checkpoints of this trainer's fit()s
+        self._prints = {}
+        self.data_configuration = {}
+        self.context = callbacks.Context(self, callbacks=self.callbacks)
+        self.grad_norm: float | None = None  # of the last step, if clip_norm is given
+
+    def _same_everywhere(self) -> None:
+        """Compares the settings of all ranks, then gives all of them rank 0's parameters."""
+        if self.comm.size == 1:
+            return
+        settings = {k: v for k, v in vars(self.optimizer).items() if isinstance(v, (int, float, str, tuple))}
+        agreement.compare(
+            self.comm,
+            {
+                **{n: getattr(self.settings, n) for n, s in declaration.declared(Training).items() if s.same},
+                "kind of GPUs": [gpus.found()[i].accelerator for i in self.layout.gpus],
+                "mesh": str(self.mesh),
+                "optimizer": (type(self.optimizer).__name__, sorted(settings.items())),
+                "schedule": resume.probed(self.schedule),
+            },
+        )
+        agreement.parameters(self.comm, self.arena)
+        self.comm.broadcast(self.arena.params)
+
+    # --- shards ---
+
+    def _share_out(self, samples: int) -> None:
+        """Once the global batch is known: decides its shards, and says if there are too few for all workers."""
+        if self.shard_size is None:
+            self.shard_size = default_shard_size(samples)
+        if self._counted_idle:
+            return
+        self._counted_idle = True
+        sharing, parts = self.mode.shared_out(samples)
+        without = sum(idle(sharing, part, self.shard_size) for part in parts)
+        if without:
+            workers, shards = sharing * len(parts), sum(shard_count(part, self.shard_size) for part in parts)
+            self.say(
+                f"{workers} workers but {shards} shard{'s' * (shards > 1)} (global batch {samples}, shard size "
+                f"{self.shard_size}): {without} {'is' if without == 1 else 'are'} idle"
+            )
+
+    # --- steps ---
+
+    def take_step(self, batch: datasets.Batch) -> Step:
+        """See train_step()."""
+        if self.mode.own_loop:
+            raise ConfigError("[async] ranks do not take steps together; call fit()")
+        self._scale_rate(len(batch.indices))
+        self._share_out(len(batch.indices))
+        self.compare(batch)
+        part = self.mode.part(batch)
+        if part is None:  # the others take this step; this rank's state counts it too
+            self.steps, self.optimizer.steps = self.steps + 1, self.optimizer.steps + 1
+            self.mode.stepped()
+            return Step(0.0, 0.0, self.rate(self.steps - 1), True, None)
+        self._train.loss_scale = self.scaler.value
+        sums = self._train.run(part, self.steps)
+        self._begin(sums)
+        lr = self.rate(self.steps)
+        taken = self._train.commit_step(self.optimizer, sums, self._divisor(sums), lr)
+        if self.scaler.enabled:
+            self._scale(taken, part, lr)
+        elif not taken:
+            self._not_finite(part, "gradient" if math.isfinite(sums.loss) else "loss", lr)
+        if taken:
+            self._train.updated()
+            self.numerics.fine()
+        self.steps += 1
+        self.last = Step(sums.loss, sums.correct, lr, taken, sums.updates)
+        self.mode.stepped()
+        if self._train.team is not None:
+            while self._train.team.notes:
+                self.say(self._train.team.notes.pop())
+        return self.last
+
+    def compare(self, batch: datasets.Batch, engine: Engine | None = None) -> None:
+        """Compares what the ranks are given and what their models do with it, where that is due (agreement.py)."""
+        if engine is None:
+            engine = self._train
+            self._watch.batch(batch, self.steps, self.rate)
+        n = engine.shard_size_of(len(batch.indices))
+        if self._watch.program((engine.train, n, *batch.dataset.sample_shape)):
+            agreement.programs(self.comm, engine, batch, self.steps)
+
+    def _not_finite(self, batch: datasets.Batch, what: str, lr: float) -> None:
+        """Ends the training, has the step skipped (by returning), or has fit() go back to a checkpoint."""
+        session, cursor = self._session, self.context.cursor
+        epoch, index = (batch.epoch, batch.index) if session is None else (cursor.epoch, cursor.step)
+        try:
+            saved = None if session is None or not self.mode.together else session.saved()
+            decision = self.numerics.found(self.steps + 1, epoch, index, saved, what, lr)
+        except NumericsError as error:
+            error.raised_on_all_ranks = self.mode.together  # all ranks know the same
+            raise
+        self.say(decision.message)
+        if decision.kind == "rollback":
+            raise Rollback
+
+    def rate(self, step: int) -> float:
+        """The learning rate of a step, counted from 0. Raises NumericsError if the schedule makes it no number."""
+        rate = self.optimizer.lr * self._lr_factor * self.schedule(step)
+        if not math.isfinite(rate):
+            error = NumericsError(
+                f"[train] the learning rate of step {step + 1} is {rate:g}; a schedule must give finite factors"
+            )
+            error.raised_on_all_ranks = self.mode.together
+            raise error
+        return rate
+
+    def _scale_rate(self, batch: int) -> None:
+        """Once the batch size is known: sets, and says, what `lr_scaling` makes of the rate."""
+        if self.lr_scaling == "none" or self._lr_scaled:
+            return
+        self._lr_scaled, lr = True, self.optimizer.lr
+        self._lr_factor = lr_factor(self.lr_scaling, batch, self.base_batch_size)
+        ratio = f"{batch} / {self.base_batch_size}"
+        ratio = f"sqrt({ratio})" if self.lr_scaling == "sqrt" else ratio
+        self.say(f"learning rate {lr:g} x {ratio} = {lr * self._lr_factor:g}")
+
+    def gradients(self, batch: datasets.Batch, step: int) -> tuple[Sums, np.ndarray, float]:
+        """For a mode: sums over a batch computed by this rank alone, its gradients, and what they are divided by."""
+        sums = self._train.run(batch, step)
+        self._divisor(sums)
+        divisor = sums.samples if self.clip_norm is None else float(self._divide[0])
+        return sums, self._train.runners[-1].result[: self.arena.size], divisor
+
+    def count_bytes(self, sent: int) -> None:
+        """For a mode: adds to what this rank has sent."""
+        self._train.bytes_sent += sent
+        self._train.bytes_plain += sent
+
+    def _begin(self, sums: Sums) -> None:
+        """At the first step: what is known only once the model has been recorded."""
+        if self._warned:
+            return
+        self._warned = True
+        self.optimizer.keep({name: self._train.own_state(a) for name, a in self.optimizer.state.items()})
+        for line in self._train.warnings:
+            self.say(line)
+        if self.progress is not None:
+            for plan in self._train.plans:
+                self.say(plan)
+
+    def _divisor(self, sums: Sums) -> int:
+        """Address of the number that gradients are divided by: samples, loss scale, and more if they are clipped."""
+        if self.clip_norm is None and not self.scaler.enabled:
+            return sums.samples_address
+        divisor = sums.samples * self.scaler.value
+        if self.clip_norm is not None:
+            norm = self.grad_norm = self._train.norm(sums) / divisor
+            if math.isfinite(norm) and norm > self.clip_norm:
+                divisor *= norm / self.clip_norm
+        self._divide = np.array([divisor], np.float32)
+        return self._divide.ctypes.data
+
+    def _scale(self, taken: bool, batch: datasets.Batch, lr: float) -> None:
+        """Sets the loss scale for the next step; all ranks hold the same sums, so all set the same."""
+        before = self.scaler.value
+        try:
+            self.scaler.update(taken)
+        except NumericsError as error:
+            if self.numerics.policy != "stop":  # no smaller scale is left: it is not the scale that overflows
+                return self._not_finite(batch, "gradient", lr)
+            error.raised_on_all_ranks = True
+            raise
+        if not taken:
+            self.say(
+                f"[precision] step {self.steps + 1} skipped: gradients overflowed at loss scale "
+                f"{precisions.scale_text(before)}; scale is now {precisions.scale_text(self.scaler.value)}"
+            )
+
+    def say(self, line: str) -> None:
+        """One line to the user, from rank 0, without tearing a progress bar."""
+        if self.comm.rank == 0:
+            say = getattr(self.progress, "say", None) or (lambda text: print(f"odyssey: {text}", file=sys.stderr))
+            say(line)
+
+    # --- fit() ---
+
+    def traffic(self) -> tuple[int, int]:
+        return self._train.bytes_sent, self._train.bytes_plain
+
+    def _check_loader(self, loader: datasets.DataLoader, size: int, steps: int | None) -> None:
+        self._scale_rate(size)
+        check_last_step(self.mesh, loader, size, steps)
+
+    def _begin_fit(self, context: callbacks.Context, whole: datasets.ArrayDataset | None) -> None:
+        self._watch.begin(whole, self.say if context.saving.nondeterministic else None)
+        self.shard_size = self.layout.shard_size
+
+    def _ahead(self, batches: Iterator[datasets.Batch]) -> Iterator[datasets.Batch]:
+        return self._train.ahead(batches)
+
+    def _end_epoch(self) -> None:
+        self._watch.end()
+
+    def evaluate(self, loader: Any) -> Evaluation:
+        """Mean loss and accuracy over a data set or loader, dropout off."""
+        self.mode.settle()
+        slot.phase("evaluate")
+        loss = correct = count = 0.0
+        data = loader.dataset if isinstance(loader, datasets.DataLoader) else loader
+        watch = agreement.Watch(self.comm, self.check_every, "validation batch")
+        if isinstance(data, datasets.ArrayDataset):
+            agreement.data_set(self.comm, data, "validation")
+            watch.begin(data)
+        else:
+            watch.begin(tell=self._watch.tell)
+        for number, batch in enumerate(self._eval.ahead(iter(whole_batches(loader)))):
+            watch.batch(batch, number)
+            self.compare(batch, self._eval)
+            sums = self._eval.run(batch, 0)
+            loss, count, correct = loss + sums.loss, count + sums.samples, correct + sums.correct
+        watch.end()
+        slot.phase("compute")
+        if not count:
+            raise ConfigError("[evaluate] the data set is empty; give at least one sample")
+        return Evaluation(loss / count, correct / count, int(count))
+
+
+DistributedTrainer.__doc__ = (DistributedTrainer.__doc__ or "").format(settings=declaration.documentation(Training))
+
+
+def shard_size_of(model: Module, shard_size: int | None) -> int | None:
+    """The shard size of a training: as given, or as the model's micro-batches are; None: by its global batch.
+
+    Raises:
+        ConfigError: two different numbers are given.
+    """
+    micro = getattr(model, "micro_batch_size", None)
+    if micro is not None and shard_size is not None and micro != shard_size:
+        raise ConfigError(
+            f"[train] shard_size is {shard_size} and the model's micro_batch_size {micro}; "
+            "a micro-batch is a shard: give one of them"
+        )
+    return shard_size if micro is None else micro
+
+
+def places(model: Module) -> int:
+    """On how many devices a model is placed; 1 also for one without parameters, which the arena refuses."""
+    return len(set(getattr(model, "places", None) or (p.device.slot for p in model.parameters()))) or 1
+
+
+def check_shared(mesh: Mesh, precision: str) -> None:
+    """ConfigError, before anything is recorded, for what tensor parallelism cannot share."""
+    if mesh.tp > PARTS:
+        raise ConfigError(
+            f"[mesh] tp is {mesh.tp}; sums are cut in {PARTS} parts, so 1 to {PARTS} is allowed; "
+            "raise --dp or --pp instead"
+        )
+    if mesh.tp > 1 and precision != "fp32":
+        raise ConfigError(
+            f"[mesh] {mesh} with precision {precision}: only float32 products are shared; "
+            "use --precision fp32, or --tp 1"
+        )
+
+
+def check_last_step(mesh: Mesh, loader: datasets.DataLoader, step: int, limit: int | None) -> None:
+    """ConfigError, before the first step, if an epoch's last one has too few samples for layers that ranks share.
+
+    Args:
+        step: samples of the others.
+        limit: steps that will be taken; None: all of the epoch.
+    """
+    samples = len(loader.dataset if loader.sampler is None else loader.sampler)
+    full, last = divmod(len(loader) * loader.batch_size if loader.drop_last else samples, step)
+    if mesh.tp > 1 and last and layout_of(last) == "rows" and (limit is None or limit > full):
+        raise ConfigError(
+            f"[tp] {samples:,} samples in steps of {step} leave {last} for an epoch's last step, and so few are "
+            "computed in rows, which are not split; use another batch size, drop_last=True, or --tp 1"
+        )
+
+
+def connect(backend: str, device: str, num_gpus: int | None) -> communication.Communicator:
+    """The ranks that a backend connects; "nccl" in a single process is its GPUs.
+
+    Raises:
+        DeviceError: a single process asks for them, and this machine has none.
+    """
+    found = launcher.launched()
+    if backend != "nccl" or num_gpus is None or device == "cpu" or (found is not None and found.size > 1):
+        return communication.world(backend)
+    if not gpus.count():
+        raise DeviceError(
+            f"[train] backend='nccl' with num_gpus={num_gpus} in one process needs GPUs, and no GPU was found on this "
+            "machine; use backend='auto', which takes CPU workers then"
+        )
+    return communication.world("local")
+
+
+def choose_devices(
+    device: str, num_gpus: int | None, comm: communication.Communicator, oversubscribe: bool
+) -> tuple[tuple[int, ...], str | None]:
+    """The GPU of each worker of this process, none for CPU workers; and what the user should know, in one line.
+
+    Raises:
+        DeviceError: GPUs were asked for that are not there.
+    """
+    if device == "cpu" or (device == "auto" and num_gpus is None):
+        return (), None
+    found, own = gpus.count(), False
+    if comm.size > 1:  # what each rank sees: the same GPUs as its neighbours, or GPUs of its own
+        seen = hash_of([gpu.uuid for gpu in gpus.found()])
+        everyone = comm.all_gather(np.array([found, seen], np.int64))
+        if (everyone[:, 0] > 0).any() and (everyone[:, 0] == 0).any():
+            none, some = (int(np.flatnonzero((everyone[:, 0] > 0) == s)[0]) for s in (False, True))
+            error = DeviceError(
+                f"[gpu] rank {none} sees no GPU and rank {some} has some; start all ranks alike, or use --device cpu"
+            )
+            error.raised_on_all_ranks = True
+            raise error
+        own = found > 0 and comm.local_size > 1 and len(set(everyone[:, 1].tolist())) == comm.size
+    if not found:
+        if device == "gpu":
+            raise DeviceError("[train] device is 'gpu' but this machine has none; use --device cpu or auto")
+        return (), f"no GPU found: {num_gpus} CPU workers are used"
+    from ..engine.gpu.team import devices
+
+    return tuple(devices(found, num_gpus or 1, comm.local_rank, comm.local_size, oversubscribe, own)), None

@@ -1,0 +1,34 @@
+"""What lies above and what lies below hear of each other here: `odyssey/__init__.py` fills the lists.
+
+What is not here: who calls need not know who is called. Also how this machine and its process numbers are named.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+# odyssey/__init__.py fills these lists: who calls need not know who is called.
+on_world: list[Callable[[Any], None]] = []  # with each communicator of all processes, when comm has made it
+connect: list[Callable[[], Any]] = []  # one function, which makes the communicator of all processes
+
+worlds: list[Any] = []  # the communicators of all processes that there are, as comm has made them
+
+
+def machine() -> int:
+    """Names this machine, as two may have one host name."""
+    name = os.uname().nodename
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
+        name += file.read()
+    return zlib.crc32(name.encode())
+
+
+def process_space() -> int:
+    """Names the space in which process numbers mean something; 0 where that is not known."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0

@@ -1,0 +1,138 @@
+"""What an MPI launcher, srun or a torchrun-like one put into the environment of this process, read in one place.
+
+What it is not: MPI. It knows names of variables, and which library understands which launcher, and imports nothing
+heavy, so that a message can be given to the right rank before MPI is loaded. The rank that counts comes from
+`odyssey.comm`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from ..errors import ConfigError, printable
+
+
+class Launched(NamedTuple):
+    """What a launcher announced.
+
+    `local_rank` and `local_size` are those on this machine; where the launcher is silent about them, `local_size` is
+    `size` and `local_rank` is `rank`. `mpi`: an MPI library that understands this launcher finds its ranks by it.
+    """
+
+    launcher: str
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    mpi: bool
+
+
+# launcher, rank, size, rank on this machine, ranks on this machine, MPI. Hydra (MPICH, Intel MPI) and `srun
+# --mpi=pmi2`; Open MPI; MVAPICH; PMIx, which names no size itself; srun that offers no PMI. SLURM_NTASKS would not
+# do: a batch script has it too, with SLURM_PROCID 0, and is no rank.
+_NAMES = (
+    ("PMI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", True),
+    (
+        "Open MPI",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+        True,
+    ),
+    (
+        "MVAPICH",
+        "MV2_COMM_WORLD_RANK",
+        "MV2_COMM_WORLD_SIZE",
+        "MV2_COMM_WORLD_LOCAL_RANK",
+        "MV2_COMM_WORLD_LOCAL_SIZE",
+        True,
+    ),
+    ("PMIx", "PMIX_RANK", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE", True),
+    ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE", False),
+)
+
+#: What `torch.distributed` calls env://.
+RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+#: Every variable that is read here; tests clear them.
+VARIABLES = tuple(
+    sorted({str(name) for row in _NAMES for name in row[1:5]} | {*RENDEZVOUS, "LOCAL_RANK", "LOCAL_WORLD_SIZE"})
+)
+
+
+def _number(environment: Mapping[str, str], name: str) -> int | None:
+    text = environment.get(name, "")
+    return int(text) if text.isascii() and text.isdigit() else None
+
+
+def launched(environment: Mapping[str, str] | None = None) -> Launched | None:
+    """What an MPI launcher or srun announced, or None where nothing started several processes."""
+    environment = os.environ if environment is None else environment
+    for launcher, *names, mpi in _NAMES:
+        rank, size, local_rank, local_size = (_number(environment, name) for name in names)
+        if rank is not None and size is not None:
+            return Launched(
+                launcher,
+                rank,
+                size,
+                rank if local_rank is None else local_rank,
+                size if local_size is None else local_size,
+                mpi,
+            )
+    return None
+
+
+def rendezvous(environment: Mapping[str, str] | None = None) -> Launched | None:
+    """What the variables of env:// say (RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are all there), or None."""
+    environment = os.environ if environment is None else environment
+    rank, size = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
+    if rank is None or size is None or not environment.get("MASTER_ADDR") or not environment.get("MASTER_PORT"):
+        return None
+    local_rank, local_size = _number(environment, "LOCAL_RANK"), _number(environment, "LOCAL_WORLD_SIZE")
+    local_rank = rank if local_rank is None else local_rank
+    return Launched("env://", rank, size, local_rank, size if local_size is None else local_size, False)
+
+
+def rank(environment: Mapping[str, str] | None = None) -> int | None:
+    """The rank that a launcher gave this process, None without one. Only for deciding who speaks."""
+    environment = os.environ if environment is None else environment
+    for _, name, *_ in _NAMES:
+        found = _number(environment, name)
+        if found is not None:
+            return found
+    found = rendezvous(environment)
+    return None if found is None else found.rank
+
+
+def mpi_library(text: str) -> str:
+    """ "MPICH 5.0.2" from what an MPI library says about itself."""
+    line = " ".join(text.split("\n", 1)[0].replace("\0", " ").replace(":", " ").split())
+    for name in ("MPICH", "Open MPI"):
+        if line.startswith(name):
+            words = line.removeprefix(name).replace(",", " ").split()
+            number = next((word.lstrip("v") for word in words if word.lstrip("v")[:1].isdigit()), "")
+            return f"{name} {number}".rstrip()
+    return printable(line, limit=60)
+
+
+def check_library(found: Launched | None, text: str) -> None:
+    """Raises ConfigError where MPI would abort at its start, as the launcher is another MPI's.
+
+    Args:
+        text: what the MPI library says about itself.
+    """
+    library = mpi_library(text)
+    if found is None or found.launcher not in ("Open MPI", "PMIx") or not library.startswith("MPICH"):
+        return
+    if "pmix" not in text.lower():  # else it was configured to understand this one
+        how = "srun --mpi=pmix" if found.launcher == "PMIx" else "Open MPI's mpirun"
+        do = "srun --mpi=pmi2" if found.launcher == "PMIx" else "the mpirun of this environment"
+        error = ConfigError(
+            f"[comm] {how} started {found.size} processes, but the MPI library of mpi4py is {library}, which it cannot "
+            f"start; use {do}"
+        )
+        error.raised_on_all_ranks = True
+        raise error

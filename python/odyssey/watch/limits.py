@@ -1,0 +1,109 @@
+"""What this process may have: shared memory and limits, looked at before MPI and the kernels' runtime do.
+
+These end by a bus error or the like where it is too little, which says nothing. Nothing heavy is imported: it comes
+before NumPy.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+
+from ..errors import ConfigError
+from .launcher import Launched
+
+MIB = 1 << 20
+ADDRESSES = 2400 * MIB, 2816 * MIB  # of a process alone (the kernels' runtime reserves 2 GiB), of one of several ranks
+SHARED_FILE = 2 * MIB  # the largest file in shared memory has so much for each rank, and twice more
+SHARED_BASE, SHARED_RANK = 12 * MIB, 21 * MIB // 4  # what MPICH needs in /dev/shm; measured, docs/doctor.md
+
+
+def shared_memory(place: str = "/dev/shm") -> tuple[int, int] | None:
+    """(size, free) in bytes of where shared memory comes from; None where there is no such place."""
+    try:
+        found = os.statvfs(place)
+    except OSError:
+        return None
+    return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+
+
+def shared_need(ranks: int) -> int:
+    """Bytes that MPICH needs in /dev/shm for so many ranks of one machine."""
+    return SHARED_BASE + SHARED_RANK * ranks
+
+
+def limit(name: str) -> float:
+    """Bytes of a limit of this process, such as "AS" for `ulimit -v`; infinite without one."""
+    import resource
+
+    found = resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))[0]
+    return math.inf if found == resource.RLIM_INFINITY else found
+
+
+def check_addresses(ranks: int = 1) -> None:
+    """Raises ConfigError where the kernels' runtime or MPI would crash for want of address space."""
+    found, needed = limit("AS"), ADDRESSES[ranks > 1]
+    if found < needed:
+        raise ConfigError(
+            f"[preflight] address space is limited to {found / MIB:.0f} MiB (ulimit -v), but a "
+            f"{'rank' if ranks > 1 else 'process'} needs {needed / MIB:.0f} MiB and would crash; raise it "
+            "(ulimit -v unlimited), or limit memory by a cgroup instead"
+        )
+
+
+def before_mpi(found: Launched | None) -> None:
+    """Raises ConfigError if MPI, or the kernels of a process alone, would end by a bus error or the like, which says
+    little."""
+    if found is None or not found.mpi:
+        check_addresses()
+        return
+    try:
+        check_addresses(found.size)
+        if found.launcher == "PMI" and found.local_size > 1:
+            # Where the launcher does not say how many ranks are on this machine (srun), there may be two.
+            _check_shared(found.local_size if "MPI_LOCALNRANKS" in os.environ else 2)
+    except ConfigError as error:
+        error.raised_on_all_ranks = found.local_size == found.size  # one rank says it
+        raise
+
+
+def _check_shared(ranks: int) -> None:
+    """As `before_mpi`, of what MPICH keeps in /dev/shm for so many ranks of this machine.
+
+    Of the room, the size must be enough for all; but free must be what this rank takes: others may be a moment ahead
+    and have taken theirs.
+    """
+    wanted = f"MPICH needs {shared_need(ranks) / MIB:.0f} MiB for {ranks} ranks on a machine and would crash"
+    room = shared_memory()
+    if room is not None and room[0]:
+        larger = "make it larger (docker run --shm-size=256m, mount -o remount,size=256m /dev/shm)"
+        if room[0] < shared_need(ranks):
+            raise ConfigError(
+                f"[preflight] /dev/shm has {room[0] / MIB:.0f} MiB, but {wanted}; {larger}, or start fewer ranks"
+            )
+        if room[1] < SHARED_RANK:
+            raise ConfigError(
+                f"[preflight] /dev/shm has {room[1] / MIB:.1f} MiB left, but {wanted}; remove files there that nobody "
+                f"uses, or {larger}"
+            )
+    if limit("FSIZE") < SHARED_FILE * (ranks + 2):
+        raise ConfigError(
+            f"[preflight] files are limited to {limit('FSIZE') / MIB:.1f} MiB (ulimit -f), but {ranks} ranks share one "
+            f"of {SHARED_FILE * (ranks + 2) / MIB:.0f} MiB in /dev/shm; raise it (ulimit -f unlimited)"
+        )
+    if room is not None and (problem := unwritable()):
+        raise ConfigError(
+            f"[preflight] no file can be made in /dev/shm ({problem}), which ranks on a machine share memory by; mount "
+            "it anew (mount -t tmpfs -o size=256m tmpfs /dev/shm)"
+        )
+
+
+def unwritable(place: str = "/dev/shm") -> str:
+    """Why no file can be made in a directory; "" if one can."""
+    import tempfile
+
+    try:
+        with tempfile.TemporaryFile(dir=place):
+            return ""
+    except OSError as problem:
+        return problem.strerror or str(problem)
