@@ -16,8 +16,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from xdist.scheduler import LoadFileScheduling
 
 import odyssey
+from odyssey.core import native
 
 sys.path.append(str(Path(__file__).parent))  # for `from beds import faults`, in tests and in scripts that they start
 
@@ -57,14 +59,42 @@ KINDS = {
     "tests/steplog/": "procs",
     "tests/watch/": "procs",
 }
+#: Files whose tests measure time: one after the other, on one worker, when the rest is done.
+TIMED = (
+    "tests/launch/test_launch.py",
+    "tests/launch/test_parts.py",
+    "tests/watch/test_ends.py",
+    "tests/watch/test_entry.py",
+    "tests/watch/test_slot.py",
+    "tests/watch/test_top.py",
+    "tests/watch/test_watcher.py",
+)
+ORDER = ("bed", "compile", "procs", "unit", "timed")  # what takes longest begins first
 _unit: str | None = None  # the unit test that is running
 _started: list[str] = []  # processes that it started
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    turn = {}
     for item in items:
         path = item.location[0]
-        item.add_marker(KINDS.get(max((p for p in KINDS if path.startswith(p)), key=len, default=""), "unit"))
+        kind = KINDS.get(max((p for p in KINDS if path.startswith(p)), key=len, default=""), "unit")
+        item.add_marker(kind)
+        turn[item] = ORDER.index("timed" if path in TIMED else kind)
+    items.sort(key=turn.__getitem__)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadFileScheduling:
+    config.option.loadscopereorder = False  # the order above
+    return _Files(config, log)
+
+
+class _Files(LoadFileScheduling):
+    """A file's tests on one worker, those of all TIMED files on one."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        return "timed" if file.endswith(TIMED) else file
 
 
 def _hear(event: str, arguments: tuple) -> None:
@@ -88,6 +118,8 @@ def pytest_runtest_call(item: pytest.Item):
 def _alone(item: pytest.Item):
     """Fails a unit test that starts a process."""
     global _unit
+    if item.get_closest_marker("unit"):
+        native.library()  # compiled by a process, where nobody has used it before
     _started.clear()
     _unit = item.nodeid if item.get_closest_marker("unit") else None
     try:

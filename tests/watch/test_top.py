@@ -75,10 +75,10 @@ def test_where_the_time_goes_and_who_is_slow(job):
     assert view.shares(fast)[2] > 0.4 > view.shares(slow)[2]  # the one waits for the other
     assert view.shares(slow)[0] > 0.5
     assert fast.rate > 0 and fast.rss > 1 << 20 and fast.note == "a file"
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while "data loading" not in job[2].read_text() and time.monotonic() < until:
         time.sleep(0.2)
-    assert job[2].read_text().count("x the median, in data loading (step ") == 1  # and no more for a minute
+    assert job[2].read_text().count("x the median, in data loading (step ") == 1
 
 
 def test_the_heartbeat_of_a_run(job):
