@@ -8,6 +8,7 @@ import pytest
 from odyssey import DistributedTrainer, data, nn, optim
 from odyssey.comm import mock
 from odyssey.errors import ConfigError, NumericsError
+from odyssey.parallel import costs
 from odyssey.parallel import plan as planning
 from odyssey.parallel import strategy as strategies
 from odyssey.parallel.compression import GradientCompression, count, largest, orthonormal
@@ -339,6 +340,25 @@ def test_a_step_that_is_not_finite_is_taken_by_no_rank():
         return trainer.weights_sha256() == before
 
     assert mock.run(2, rank) == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("settings", "measures"), [({"compression": "topk"}, False), ({"reduction": "ring"}, False), ({}, True)]
+)
+def test_where_bits_depend_on_the_cut_of_a_pipeline_it_does_not_depend_on_time(monkeypatch, settings, measures):
+    seen = []
+    seconds = costs.seconds
+    monkeypatch.setattr(costs, "seconds", lambda *given: seen.append(0) or seconds(*given))
+
+    def train(comm):
+        model = nn.Sequential(nn.Flatten(), nn.Linear(784, 9), nn.ReLU(), nn.Linear(9, 30), nn.Linear(30, 10))
+        trainer = DistributedTrainer(
+            model, optim.SGD(lr=0.1), comm=comm, threads=1, shard_size=8, mesh=Mesh(dp=2, pp=2), **settings
+        )
+        trainer.fit(data.DataLoader(data.load("mnist", train=True).take(64), batch_size=64), steps=1)
+
+    mock.run(4, train)
+    assert bool(seen) == measures
 
 
 @pytest.mark.parametrize("settings", [{"compression": "topk", "compression_ratio": 0.1}, {"compression": "powersgd"}])

@@ -187,7 +187,7 @@ def test_settings_that_are_refused(settings, message):
 
 def test_the_command_line_knows_the_same_names():
     """recipes.py is plain data that imports nothing."""
-    assert (*REDUCTIONS, *MODES) == recipes.REDUCTIONS
+    assert (*REDUCTIONS, *MODES) == tuple(recipes.REDUCTIONS)
     assert tuple(COMPRESSIONS) == recipes.COMPRESSIONS
 
 

@@ -47,15 +47,15 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 SCHEDULES: tuple[str, ...] = ("constant", "step", "cosine", "linear-warmup")
 DATASETS: tuple[str, ...] = ("mnist", "fashion-mnist", "cifar10")
 
-REDUCTIONS: tuple[str, ...] = (
-    "tree",
-    "mpi",
-    "ring",
-    "hierarchical",
-    "parameter_server",
-    "async_parameter_server",
-    "local_sgd",
-)
+REDUCTIONS: dict[str, bool] = {  # whether the bits are the same on any number of ranks
+    "tree": True,
+    "mpi": False,  # where the library gives them
+    "ring": False,  # on the same number of ranks
+    "hierarchical": True,
+    "parameter_server": True,
+    "async_parameter_server": False,
+    "local_sgd": False,
+}
 NONFINITE: tuple[str, ...] = ("stop", "skip", "rollback")
 LR_SCALINGS: tuple[str, ...] = ("none", "sqrt", "linear")
 COMPRESSIONS: tuple[str, ...] = ("fp16", "bf16", "topk", "powersgd")

@@ -155,7 +155,7 @@ class Exchange:
 
     reduction: str = setting(
         RANKS, "tree", "how gradients are summed; tree, hierarchical and parameter_server give the same bits on any "
-        "number of workers", choices=recipes.REDUCTIONS
+        "number of workers", choices=tuple(recipes.REDUCTIONS)
     )
     servers: int = setting(RANKS, 1, "ranks that add, or serve, of a parameter server", low=1, only=SERVERS)
     ranks_per_node: int | None = setting(

@@ -9,6 +9,7 @@ import dataclasses
 from typing import Any
 
 from ..comm import Communicator
+from ..core import recipes
 from ..core.settings import Exchange, check
 from ..errors import ConfigError
 from .compression import COMPRESSIONS
@@ -21,11 +22,11 @@ from .server import ServerReduction
 from .shared import SharedReduction
 
 REDUCTIONS: dict[str, type[Reduction]] = {
-    "tree": TreeReduction,  # same bits on any world
-    "mpi": LibraryReduction,  # same bits where the library gives them
-    "ring": RingReduction,  # same bits on the same number of ranks
-    "hierarchical": HierarchicalReduction,  # same bits on any world
-    "parameter_server": ServerReduction,  # same bits on any world
+    "tree": TreeReduction,
+    "mpi": LibraryReduction,
+    "ring": RingReduction,
+    "hierarchical": HierarchicalReduction,
+    "parameter_server": ServerReduction,
 }
 MODES = ("async_parameter_server", "local_sgd")  # where ranks do not take each step together (asynchronous.py)
 
@@ -72,7 +73,7 @@ class Strategy(Exchange):
     @property
     def same_bits(self) -> bool:
         """Whether the bits are those of one process on any number of ranks and in any layout."""
-        return not self.compression and self.reduction in ("tree", "hierarchical", "parameter_server")
+        return not self.compression and recipes.REDUCTIONS[self.reduction]
 
     def check(self, mesh: Mesh, zero: int, precision: str = "fp32") -> None:
         """Raises ConfigError if it does not go with a fitted mesh, a ZeRO stage or a precision."""

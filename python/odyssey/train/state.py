@@ -29,8 +29,6 @@ from . import resume
 from .fit import Trainer
 from .numerics import check_replicas
 
-TREE = ("tree", "hierarchical", "parameter_server")  # the same bits on any number of ranks
-
 
 class EngineState(Trainer):
     """The part of a DistributedTrainer that is about its state."""
@@ -210,7 +208,7 @@ class EngineState(Trainer):
         settings = {k: v for k, v in vars(optimizer).items() if isinstance(v, (int, float, tuple)) and k != "steps"}
         modules = [(type(m).__name__, *(getattr(m, k) for k in ("p",) if hasattr(m, k))) for m in self.model.modules()]
         strategy = lay.reduction
-        kind = "tree" if strategy.reduction in TREE and strategy.compression is None else repr(strategy)
+        kind = "tree" if strategy.same_bits else repr(strategy)
         return as_json(
             {
                 "model": [[name, list(p.shape)] for name, p in self.arena.named],
