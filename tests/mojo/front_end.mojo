@@ -8,6 +8,7 @@ from example_large_model import large_model
 from example_lenet import lenet
 from example_manual_multi_device import manual_multi_device
 from example_own_layer import own_layer
+from example_own_op import own_op
 from example_pipeline import pipeline
 from refusals import refusals
 from settings import ends, settings, uncaught
@@ -30,6 +31,8 @@ def main() raises:
             pipeline()
         elif name == "own_layer":
             own_layer()
+        elif name == "own_op":
+            own_op()
         elif name == "accumulation":
             accumulation()
         elif name == "manual_multi_device":

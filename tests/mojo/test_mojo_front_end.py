@@ -128,6 +128,23 @@ def test_a_layer_of_ones_own(launch, program):
     assert len((EXAMPLES / "own_layer.mojo").read_text().splitlines()) < 60
 
 
+def test_an_op_of_ones_own(launch, program):
+    ops = REPOSITORY / "examples" / "own_ops.mojo"
+    code = (
+        "from odyssey import DistributedTrainer, data, functional as F, load_ops, nn, optim\n"
+        f"load_ops({str(ops)!r}); F.unary('mish', saves='x', layer='Mish'); nn.manual_seed(0)\n"
+        "model = nn.Sequential(nn.Flatten(), nn.Linear(784, 64), nn.Mish(), nn.Linear(64, 10))\n"
+        "trainer = DistributedTrainer(model, optim.Adam(lr=1e-3))\n"
+        "trainer.fit(data.DataLoader(data.load('mnist', train=True), 128, shuffle=True), steps=4)\n"
+        "print(trainer.weights_sha256())"
+    )
+    expected = weights(launch.python("-c", code))
+    for ranks in (0, 2):
+        assert weights(launch(program / "own_op", "--steps", 4, "--ops", ops, *MNIST, ranks=ranks)) == expected
+    done = launch(program / "own_op", "--ops", "none.mojo", *MNIST)
+    assert done.returncode == 64 and "there is no file none.mojo" in done.stderr
+
+
 def test_loops_of_ones_own(launch, program):
     done = launch(program / "manual_multi_device", "--steps", 10, *MNIST)
     loss = next(float(line.split()[3]) for line in done.stdout.splitlines() if line.startswith("step 10 "))

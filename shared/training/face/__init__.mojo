@@ -22,6 +22,7 @@ from .layers import (
     Tanh,
 )
 from .models import LeNet5, MLP
+from .own_ops import Unary, load_ops
 from .optim import (
     Adam,
     AdamW,
