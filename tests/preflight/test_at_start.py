@@ -166,6 +166,7 @@ def test_shared_memory_is_looked_at_before_mpi_starts(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "mib", "ranks", "says"),
     [
+        ("NOFILE", 40 / 2**20, 2, "may have 40 files open (ulimit -n), but a rank needs 64; raise it (ulimit -n 1024)"),
         ("AS", 100, 0, "address space is limited to 100 MiB (ulimit -v), but a process needs 2400 MiB"),
         ("AS", 2300, 0, "address space is limited to 2300 MiB (ulimit -v), but a process needs 2400 MiB"),
         ("AS", 600, 2, "address space is limited to 600 MiB (ulimit -v), but a rank needs 2816 MiB"),
@@ -178,9 +179,9 @@ def test_a_limit_is_a_line_not_a_crash(launch, name, mib, ranks, says):
     if name == "FSIZE" and launch.open_mpi:
         pytest.skip("Open MPI has other files")
     limits = (
-        f"import resource as r, sys; r.setrlimit(r.RLIMIT_{name}, ({mib} << 20,) * 2); from odyssey.cli import main"
+        f"import resource as r; r.setrlimit(r.RLIMIT_{name}, ({int(mib * 2**20)},) * 2)\nfrom odyssey.cli import main"
     )
-    done = launch(sys.executable, "-c", f"{limits}; main(['train', '--steps', '1', '--no-eval'])", ranks=ranks)
+    done = launch(sys.executable, "-c", f"{limits}\nmain(['train', '--steps', '1', '--no-eval'])", ranks=ranks)
     assert done.returncode == ConfigError.exit_code, done.stderr
     assert done.stderr.count(says) == 1 and done.stderr.count("odyssey: ") == 1, done.stderr
 

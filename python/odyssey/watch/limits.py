@@ -14,6 +14,7 @@ from .launcher import Launched
 
 MIB = 1 << 20
 ADDRESSES = 2400 * MIB, 2816 * MIB  # of a process alone (the kernels' runtime reserves 2 GiB), of one of several ranks
+FILES = 64  # open at once by a rank: MPI, its sockets, the kernels; measured: 48 are enough for two ranks, 40 are not
 SHARED_FILE = 2 * MIB  # the largest file in shared memory has so much for each rank, and twice more
 SHARED_BASE, SHARED_RANK = 12 * MIB, 21 * MIB // 4  # what MPICH needs in /dev/shm; measured, docs/doctor.md
 
@@ -33,7 +34,7 @@ def shared_need(ranks: int) -> int:
 
 
 def limit(name: str) -> float:
-    """Bytes of a limit of this process, such as "AS" for `ulimit -v`; infinite without one."""
+    """A limit of this process, such as "AS" (bytes) for `ulimit -v`; infinite without one."""
     import resource
 
     found = resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))[0]
@@ -59,6 +60,11 @@ def before_mpi(found: Launched | None) -> None:
         return
     try:
         check_addresses(found.size)
+        if limit("NOFILE") < FILES:
+            raise ConfigError(
+                f"[preflight] a process may have {limit('NOFILE'):.0f} files open (ulimit -n), but a rank needs {FILES}; "
+                "raise it (ulimit -n 1024)"
+            )
         if found.launcher == "PMI" and found.local_size > 1:
             # Where the launcher does not say how many ranks are on this machine (srun), there may be two.
             _check_shared(found.local_size if "MPI_LOCALNRANKS" in os.environ else 2)
