@@ -25,7 +25,7 @@ from . import base, mock
 from .base import Communicator, Request
 from .calls import DTYPES, ReduceOp, bfloat16
 
-__all__ = ["BACKENDS", "DTYPES", "Communicator", "ReduceOp", "Request", "bfloat16", "launched", "mock", "world"]
+__all__ = ["DTYPES", "Communicator", "ReduceOp", "Request", "bfloat16", "mock", "world"]
 
 ASKED = "ODYSSEY_BACKEND"  # what "auto" stands for, where that is not to be found out
 
