@@ -62,8 +62,8 @@ def before_mpi(found: Launched | None) -> None:
         check_addresses(found.size)
         if limit("NOFILE") < FILES:
             raise ConfigError(
-                f"[preflight] a process may have {limit('NOFILE'):.0f} files open (ulimit -n), but a rank needs {FILES}; "
-                "raise it (ulimit -n 1024)"
+                f"[preflight] a process may have {limit('NOFILE'):.0f} files open (ulimit -n), but a rank needs "
+                f"{FILES}; raise it (ulimit -n 1024)"
             )
         if found.launcher == "PMI" and found.local_size > 1:
             # Where the launcher does not say how many ranks are on this machine (srun), there may be two.
