@@ -398,10 +398,11 @@ def test_a_process_that_has_just_begun_its_program_is_not_missed(monkeypatch):
         pid, what = path.split("/")[2:]
         if what == "environ":
             return shown[pid].pop(0)
-        return cmdline.get(pid, b"") if what == "cmdline" else stat_of.encode()
+        return cmdline.get(pid, b"")
 
-    monkeypatch.setattr(leftovers, "_pids", lambda: (1, 2, 3))
+    monkeypatch.setattr(leftovers, "pids", lambda: (1, 2, 3))
     monkeypatch.setattr(leftovers, "_read", read)
+    monkeypatch.setattr(leftovers, "status", lambda pid: stat_of.encode().rpartition(b")")[2].split())
     monkeypatch.setattr(os, "stat", lambda path: os.lstat("/proc/self"))
     assert leftovers.processes(token.decode(), 60.0) == [1]
     assert len(shown["3"]) == 7  # two looks

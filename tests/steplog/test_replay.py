@@ -167,7 +167,7 @@ def test_what_is_refused(make_run, steps, options, code, said):
 @pytest.mark.parametrize(
     ("program", "said"),
     [
-        ("raise SystemExit('odyssey: error: no luck')", "failed with exit code 1: odyssey: error: no luck"),
+        ("raise SystemExit('odyssey: error: no luck')", "the command failed: odyssey: error: no luck"),
         ("pass", "ended without a log of its steps"),
         ("from odyssey.audit.replay import *; steplog.StepLog(Session.current().log).close()",
          "ended before step 3"),

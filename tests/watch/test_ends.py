@@ -179,14 +179,14 @@ def test_an_exit_that_is_caught_is_none(outcomes):
 
 
 @pytest.mark.parametrize("how", ["os._exit", "os._exit with a code", "is killed"])
-def test_a_rank_that_is_gone_without_a_word_is_named(outcomes, how, launch):
+def test_a_rank_that_reports_no_error_is_named(outcomes, how, launch):
     outcome = outcomes[how]
     # Hydra gives ranks that it kills the code 0, if it collects them late, and takes the others' for the job's.
     assert outcome.code != 0 or (how == "os._exit" and not launch.open_mpi)
     assert in_time(how, outcome), outcome
     lines = [line for line in ours(outcome) if "[watch]" in line]
     if lines:  # where all ranks were gone before the watcher ran once, nobody can say who was the first
-        assert re.search(r"\[watch\] rank \d \(pid \d+ on \S+, step \d, .*\) (was killed by|ended without)", lines[0])
+        assert re.search(r"\[watch\] rank \d \(pid \d+ on \S+, step \d, .*\) (was killed by|exited without)", lines[0])
 
 
 @pytest.mark.parametrize("how", ["returns", "skips"])

@@ -128,21 +128,21 @@ def test_who_calls_and_says_nothing_is_dropped(make, monkeypatch):
     listener = socket.create_server(("127.0.0.1", 0))
     w = make(listen=listener.detach(), run="")
     address = w.listener.getsockname()
-    monkeypatch.setattr(watcher, "SHY", (2.0, 2))
+    monkeypatch.setattr(watcher, "UNAUTHENTICATED_LIMIT", 2)
     strangers = [socket.create_connection(address) for _ in range(3)]
     until = time.monotonic() + 10
     while len(w.peers) < 2 and time.monotonic() < until:
         w.pump(0.05)
     w.pump(0.1)
-    assert len(w.peers) == len(w.shy) == 2  # the third is one too many
+    assert len(w.peers) == len(w.unauthenticated) == 2  # the third is one too many
     w._tick_main(time.monotonic() + 3)
-    assert not w.peers and not w.shy
+    assert not w.peers and not w.unauthenticated
     friend = link.Sealed(socket.create_connection(address), bytes(32), caller=True, role="node")
     while not friend.ready and time.monotonic() < until:
         w.pump(0.05)
         friend.receive()
     w._tick_main(time.monotonic() + 3)
-    assert len(w.peers) == 1 and not w.shy
+    assert len(w.peers) == 1 and not w.unauthenticated
     for s in (*strangers, friend):
         s.close()
 

@@ -16,7 +16,6 @@ import dataclasses
 import os
 import shlex
 import stat
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -409,26 +408,11 @@ def replay(
 
 def _run(words: list[str], folder: Path, session: Session, ranks: int, launcher: str | None) -> None:
     """Runs the command as a replay. ConfigError with the last line it printed if it fails."""
-    if ranks > 1:
-        start = shlex.split(launcher) if launcher else [verify.find_mpirun(), "-n", "{ranks}"]
-        if not any("{ranks}" in word for word in start):
-            raise ConfigError(f"[replay] launcher {launcher!r} has no {{ranks}}; write e.g. 'mpirun -n {{ranks}}'")
-        words = [word.replace("{ranks}", str(ranks)) for word in start] + words
+    words = verify.started(words, ranks, verify.launcher_words(launcher, "replay") if ranks > 1 else ())
     others = (RUN_DIR, ATTEMPT, EXPECTED_RANKS, verify.TRACE, verify.LAYOUT)
-    environment = {
-        **{name: value for name, value in os.environ.items() if name not in others},
-        REPLAY: session.variable,
-        # Open MPI: more ranks than cores, and root in containers; others do not read these
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-    }
     try:
-        done = subprocess.run(words, capture_output=True, text=True, errors="replace", env=environment, cwd=folder)
-    except OSError as problem:
-        raise ConfigError(f"[replay] {words[0]} cannot be started in {folder}: {problem.strerror}") from problem
-    if done.returncode:
-        lines = [line.strip() for line in (done.stderr or done.stdout).splitlines() if line.strip()]
-        said = [line for line in lines if "error:" in line or "defect:" in line or "Error:" in line]
-        last = (said or lines or ["no output"])[-1]
-        raise ConfigError(f"[replay] the command failed with exit code {done.returncode}: {last}")
+        problem = verify.failure(words, {REPLAY: session.variable}, others, cwd=folder)
+    except OSError as why:
+        raise ConfigError(f"[replay] {words[0]} cannot be started in {folder}: {why.strerror}") from why
+    if problem:
+        raise ConfigError(f"[replay] the command failed: {problem}")

@@ -10,8 +10,6 @@ calls `flush` (at a checkpoint, at the end): a kill loses half a second of recor
 the log is opened again. After a resume the steps since the checkpoint are taken again: their new records follow the old
 ones, and the newest record of a step is the valid one (`history`). A step that comes out otherwise than before is a
 broken promise of determinism, so `append` says it.
-
-What it is not: a checkpoint (it holds fingerprints, no weights) or a profile (it holds no times).
 """
 
 from __future__ import annotations
@@ -37,19 +35,8 @@ UNKNOWN = "not known"  # a fingerprint that was not taken, in words
 
 # name, type: the fields of a record. `flags`: 1 the step was taken, 2 and 4 the fingerprints are known.
 LAYOUT = np.dtype(
-    [
-        ("step", "<u8"),
-        ("epoch", "<u4"),
-        ("batch", "<u4"),
-        ("samples", "<u4"),
-        ("attempt", "<u4"),
-        ("loss", "<f8"),
-        ("gradients", "<u8"),
-        ("weights", "<u8"),
-        ("rate", "<f8"),
-        ("flags", "<u4"),
-        ("crc", "<u4"),
-    ]
+    [("step", "<u8"), *((name, "<u4") for name in ("epoch", "batch", "samples", "attempt"))]
+    + [("loss", "<f8"), ("gradients", "<u8"), ("weights", "<u8"), ("rate", "<f8"), ("flags", "<u4"), ("crc", "<u4")]
 )
 TAKEN, GRADIENTS, WEIGHTS = 1, 2, 4
 _FIELDS = struct.Struct("<QIIIIdQQdI")
@@ -83,29 +70,11 @@ class Record(NamedTuple):
         Raises:
             DataError: a field does not fit its type.
         """
-        flags = TAKEN if self.taken else 0
-        gradients, weights = self.gradients, self.weights
-        if gradients is None:
-            gradients = 0
-        else:
-            flags |= GRADIENTS
-        if weights is None:
-            weights = 0
-        else:
-            flags |= WEIGHTS
+        step, epoch, batch, samples, loss, gradients, weights, rate, taken, attempt = self
+        flags = TAKEN * taken | GRADIENTS * (gradients is not None) | WEIGHTS * (weights is not None)
+        fingerprints = gradients or 0, weights or 0
         try:
-            body = _FIELDS.pack(
-                self.step,
-                self.epoch,
-                self.batch,
-                self.samples,
-                self.attempt,
-                self.loss,
-                gradients,
-                weights,
-                self.rate,
-                flags,
-            )
+            body = _FIELDS.pack(step, epoch, batch, samples, attempt, loss, *fingerprints, rate, flags)
         except struct.error as problem:
             raise DataError(f"[steps] a field of {self} is out of range: {problem}") from None
         return body + _CRC.pack(zlib.crc32(body))
@@ -117,19 +86,15 @@ def difference(a: Record, b: Record) -> str | None:
     In the order in which a step computes them, by bits; a fingerprint that one of them lacks is not compared. The
     attempt does not count.
     """
-    if (a.epoch, a.batch, a.samples) != (b.epoch, b.batch, b.samples):
-        return "cursor"
-    if _bits(a.rate) != _bits(b.rate):
-        return "rate"
-    if _bits(a.loss) != _bits(b.loss):
-        return "loss"
-    if None not in (a.gradients, b.gradients) and a.gradients != b.gradients:
-        return "gradients"
-    if a.taken != b.taken:
-        return "taken"
-    if None not in (a.weights, b.weights) and a.weights != b.weights:
-        return "weights"
-    return None
+    differing = {
+        "cursor": (a.epoch, a.batch, a.samples) != (b.epoch, b.batch, b.samples),
+        "rate": _bits(a.rate) != _bits(b.rate),
+        "loss": _bits(a.loss) != _bits(b.loss),
+        "gradients": None not in (a.gradients, b.gradients) and a.gradients != b.gradients,
+        "taken": a.taken != b.taken,
+        "weights": None not in (a.weights, b.weights) and a.weights != b.weights,
+    }
+    return next((what for what, differs in differing.items() if differs), None)
 
 
 def shown(record: Record, what: str) -> str:
@@ -327,21 +292,13 @@ def history(records: np.ndarray) -> np.ndarray:
 
 def decoded(records: np.ndarray) -> list[Record]:
     """Records of an array of LAYOUT."""
-    return [
-        Record(
-            step,
-            epoch,
-            batch,
-            samples,
-            loss,
-            gradients if flags & GRADIENTS else None,
-            weights if flags & WEIGHTS else None,
-            rate,
-            bool(flags & TAKEN),
-            attempt,
-        )
-        for step, epoch, batch, samples, attempt, loss, gradients, weights, rate, flags, _ in records.tolist()
-    ]
+
+    def one(step, epoch, batch, samples, attempt, loss, gradients, weights, rate, flags, _):  # type: ignore[no-untyped-def]
+        gradients = gradients if flags & GRADIENTS else None
+        weights = weights if flags & WEIGHTS else None
+        return Record(step, epoch, batch, samples, loss, gradients, weights, rate, bool(flags & TAKEN), attempt)
+
+    return [one(*fields) for fields in records.tolist()]
 
 
 def _newest(records: np.ndarray | None, first: int) -> dict[int, Record]:

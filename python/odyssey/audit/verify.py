@@ -23,13 +23,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..callbacks import Callback, Context
 from ..errors import ConfigError, printable
 from ..watch.files import write_whole
+from ..watch.launcher import OPEN_MPI
 
 if TYPE_CHECKING:
     import numpy as np
@@ -38,10 +39,7 @@ TRACE, LAYOUT = "ODYSSEY_TRACE", "ODYSSEY_TRACE_LAYOUT"
 
 # key of a layout -> (what it is in the trainer, its type)
 KEYS: dict[str, tuple[str, type]] = {
-    "dp": ("dp", int),
-    "pp": ("pp", int),
-    "tp": ("tp", int),
-    "zero": ("zero", int),
+    **{name: (name, int) for name in ("dp", "pp", "tp", "zero")},
     "workers": ("num_gpus", int),
     "threads": ("threads", int),
     "accumulation": ("accumulation_steps", int),
@@ -70,9 +68,9 @@ def parse(text: str) -> dict[str, Any]:
         name, kind = KEYS[key]
         if name in options:
             raise ConfigError(f"[verify] {key} is given twice in layout {whole}; give it once")
-        if kind is int and not re.fullmatch(r"-?[0-9]{1,9}", value):
-            raise ConfigError(f"[verify] {shown} in layout {whole}: {key} must be a number")
         try:
+            if kind is int and not re.fullmatch(r"-?[0-9]{1,9}", value):
+                raise ValueError
             options[name] = kind(value)
         except ValueError:
             raise ConfigError(f"[verify] {shown} in layout {whole}: {key} must be a number") from None
@@ -221,8 +219,7 @@ class Result:
 
     def json(self) -> dict[str, Any]:
         """For machines."""
-        out = dataclasses.asdict(self)
-        return {**out, "same": self.same}
+        return {**dataclasses.asdict(self), "same": self.same}
 
 
 def compare(expected: Path, found: Path, steps: int) -> tuple[Difference | None, int, int]:
@@ -291,9 +288,7 @@ class Verifier:
 
     def __init__(self, command: Sequence[str], steps: int, launcher: str | None = None, timeout: float = 600) -> None:
         self.command, self.steps, self.timeout = list(command), steps, timeout
-        self.launcher = shlex.split(launcher) if launcher else [find_mpirun(), "-n", "{ranks}"]
-        if not any("{ranks}" in word for word in self.launcher):
-            raise ConfigError(f"[verify] launcher {launcher!r} has no {{ranks}}; write e.g. 'mpirun -n {{ranks}}'")
+        self.launcher = launcher_words(launcher, "verify")
 
     def __call__(self, layouts: Sequence[str], show: Callable[[Result], None] = lambda result: None) -> list[Result]:
         """One result per layout, shown as soon as it is there.
@@ -327,32 +322,40 @@ class Verifier:
     def _run(self, folder: Path, layout: str, n: int) -> str | None:
         """Runs the command on n ranks; the last line it printed if it failed."""
         folder.mkdir()
-        words = self.command
-        if n > 1:
-            words = [word.replace("{ranks}", str(n)) for word in self.launcher] + words
-        environment = {
-            **os.environ,
-            TRACE: f"{folder}:{self.steps}",
-            LAYOUT: layout,
-            # Open MPI: more ranks than cores, and root in containers; others do not read these
-            "OMPI_ALLOW_RUN_AS_ROOT": "1",
-            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-            "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-        }
+        words = started(self.command, n, self.launcher)
         try:
-            done = subprocess.run(words, capture_output=True, text=True, timeout=self.timeout, env=environment)
+            return failure(words, {TRACE: f"{folder}:{self.steps}", LAYOUT: layout}, timeout=self.timeout)
         except subprocess.TimeoutExpired:
             return f"not over after {self.timeout:g} s"
         except OSError as problem:
             return f"{words[0]} cannot be started: {problem.strerror}; `odyssey doctor` says what is missing"
-        if done.returncode == 0:
-            return None
-        lines = [line.strip() for line in (done.stderr or done.stdout).splitlines() if line.strip()]
-        said = [line for line in lines if "error:" in line or "defect:" in line or "Error:" in line]
-        return f"{(said or lines or ['no output'])[-1]} (exit code {done.returncode})"
 
 
-def find_mpirun() -> str:
-    """The mpirun of this environment, else of the path."""
+def launcher_words(launcher: str | None, who: str) -> list[str]:
+    """The words that start several ranks, "{ranks}" standing for their number; default: the mpirun of this environment,
+    else of the path. Raises ConfigError, in the name of `who`, where "{ranks}" is missing."""
     beside = Path(sys.executable).parent / "mpirun"
-    return str(beside) if beside.exists() else "mpirun"
+    words = shlex.split(launcher) if launcher else [str(beside if beside.exists() else "mpirun"), "-n", "{ranks}"]
+    if not any("{ranks}" in word for word in words):
+        raise ConfigError(f"[{who}] launcher {launcher!r} has no {{ranks}}; write e.g. 'mpirun -n {{ranks}}'")
+    return words
+
+
+def started(words: Sequence[str], ranks: int, launcher: Sequence[str]) -> list[str]:
+    """The words of a command, behind those of a launcher if it has several ranks."""
+    return [*(word.replace("{ranks}", str(ranks)) for word in (launcher if ranks > 1 else ())), *words]
+
+
+def failure(words: Sequence[str], variables: Mapping[str, str], without: Sequence[str] = (), **how: Any) -> str | None:
+    """Runs a command with more environment variables and `without` some; the line that says why it failed, or None."""
+    environment = {
+        **{name: value for name, value in os.environ.items() if name not in without},
+        **variables,
+        **OPEN_MPI,
+    }
+    done = subprocess.run(words, capture_output=True, text=True, errors="replace", env=environment, **how)
+    if done.returncode == 0:
+        return None
+    lines = [line.strip() for line in (done.stderr or done.stdout).splitlines() if line.strip()]
+    said = [line for line in lines if "error:" in line or "defect:" in line or "Error:" in line]
+    return f"{(said or lines or ['no output'])[-1]} (exit code {done.returncode})"

@@ -23,6 +23,11 @@ if TYPE_CHECKING:
 KEEP = 2
 
 
+def _last(key: str, text: str) -> Any:
+    """A figure of the last epoch's record; None without one."""
+    return property(lambda history: history.records[-1].get(key) if history.records else None, doc=text)
+
+
 @dataclasses.dataclass
 class History:
     """What a training did. `records` has one dict per epoch; the last epoch's figures are attributes too."""
@@ -33,38 +38,18 @@ class History:
     seconds: float = 0.0  # in training steps, without evaluation
     total_time: float = 0.0  # with it
 
-    def _last(self, key: str) -> Any:
-        return self.records[-1].get(key) if self.records else None
-
-    @property
-    def train_loss(self) -> float | None:
-        """Mean training loss over the samples of the last epoch."""
-        return self._last("train_loss")
-
-    @property
-    def test_loss(self) -> float | None:
-        """Mean loss on the validation set after the last epoch."""
-        return self._last("test_loss")
-
-    @property
-    def test_accuracy(self) -> float | None:
-        """Share of the validation set that is right after the last epoch."""
-        return self._last("test_accuracy")
+    train_loss = _last("train_loss", "Mean training loss over the samples of the last epoch.")
+    test_loss = _last("test_loss", "Mean loss on the validation set after the last epoch.")
+    test_accuracy = _last("test_accuracy", "Share of the validation set that is right after the last epoch.")
+    bytes_per_step = _last("bytes_per_step", "Bytes that a rank sent per step of the last epoch to sum gradients.")
+    bytes_per_step_uncompressed = _last(
+        "bytes_per_step_uncompressed", "The same if gradients were summed along the tree, uncompressed."
+    )
 
     @property
     def best_accuracy(self) -> float | None:
         """The best test_accuracy of all epochs."""
         return max((r["test_accuracy"] for r in self.records if r.get("test_accuracy") is not None), default=None)
-
-    @property
-    def bytes_per_step(self) -> float | None:
-        """Bytes that a rank sent per step of the last epoch to sum gradients."""
-        return self._last("bytes_per_step")
-
-    @property
-    def bytes_per_step_uncompressed(self) -> float | None:
-        """The same if gradients were summed along the tree, uncompressed."""
-        return self._last("bytes_per_step_uncompressed")
 
     @property
     def samples_per_second(self) -> float:

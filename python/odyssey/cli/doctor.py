@@ -1,18 +1,17 @@
 """`odyssey doctor`: looks at everything a run needs on this machine and says what to do where something is missing.
 
-Each check is a function that gives one `Check`; those that start processes or wait for hosts run side by side. What it
-is not: part of a run (that is `preflight`), or a repair: nothing is changed, nothing is left behind.
-
-`python -m odyssey.cli.doctor` is the probe that it starts: each process prints one line of JSON about itself and its
-MPI.
+Each check is a function that gives one `Check`; those that start processes or wait for hosts run side by side. Nothing
+is changed, nothing is left behind. `python -m odyssey.cli.doctor` is the probe that it starts: each process prints one
+line of JSON about itself and its MPI.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import json
+import math
 import os
-import resource
 import shlex
 import shutil
 import socket
@@ -26,6 +25,7 @@ from typing import Any, NamedTuple
 
 from ..errors import BuildError, ConfigError, OdysseyError, printable
 from ..train import preflight
+from ..watch import launcher
 from ..watch import limits as machine
 
 OK, WARN, FAIL = "ok", "warn", "fail"
@@ -62,8 +62,6 @@ def examine(plan: Plan) -> list[Check]:
     Raises:
         ConfigError: this process is a rank of a job, where no other job can be started.
     """
-    from ..watch import launcher
-
     started = launcher.launched()
     if started is not None and started.size > 1:  # one process: an interactive shell, as `srun --pty bash`
         raise ConfigError("[doctor] it starts ranks itself; run it without mpirun or srun")
@@ -211,10 +209,9 @@ def mpi(found: Probed) -> Check:
         advice = "pip install mpi4py mpich, or load your site's MPI"
         return Check("mpi", FAIL, f"cannot be loaded: {found.problem}", advice)
     level = found.said[0].get("level")
-    text = f"{library(found)}, threads {level}"
-    if level in THREAD_LEVELS[:2]:
-        return Check("mpi", WARN, text, "load an MPI that was built for several threads")
-    return Check("mpi", OK, text)
+    weak = level in THREAD_LEVELS[:2]
+    advice = "load an MPI that was built for several threads" if weak else ""
+    return Check("mpi", WARN if weak else OK, f"{library(found)}, threads {level}", advice)
 
 
 def find_mpirun() -> str | None:
@@ -246,14 +243,11 @@ def launching(mpirun: str | None, alone: Callable[[], Probed]) -> Check:
 
 def maker(mpirun: str) -> str:
     """ "MPICH" or "Open MPI", whose launcher it is; "" where it does not say."""
-    try:
+    said = ""
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         said = _run([mpirun, "--version"]).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    for word, name in (("Open MPI", "Open MPI"), ("OpenRTE", "Open MPI"), ("HYDRA", "MPICH")):
-        if word in said:
-            return name
-    return ""
+    makers = {"Open MPI": "Open MPI", "OpenRTE": "Open MPI", "HYDRA": "MPICH"}
+    return next((name for word, name in makers.items() if word in said), "")
 
 
 def reach(host: str) -> Check:
@@ -274,8 +268,8 @@ def reach(host: str) -> Check:
         advice = f"`ssh {host} true` must work without a question: a key, and the host in known_hosts"
         return Check(name, FAIL, f"ssh does not get there: {_last(done)}", advice)
     if done.returncode or not said:
-        return Check(name, FAIL, f"{sys.executable} with odyssey does not run there: {_last(done)}",
-                     "install the same environment at the same place")  # fmt: skip
+        text = f"{sys.executable} with odyssey does not run there: {_last(done)}"
+        return Check(name, FAIL, text, "install the same environment at the same place")
     here = {key: value for key, value in preflight.versions().items() if key != "MPI"}
     for key, value in here.items():
         if said[-1].get(key) != value:
@@ -318,25 +312,22 @@ def shared_memory(ranks: int, room: tuple[int, int] | None, mpi: str) -> Check:
 def memory(ranks: int, limit: int | None, available: int) -> Check:
     """`limit`: of the cgroup; `available`: what this process could still get, both in bytes."""
     need = ranks * RANK_MEMORY
-    text = f"{available / GIB:,.1f} GiB available" + (
-        f", limit {limit / GIB:,.1f} GiB" if limit else ", no cgroup limit"
-    )
+    limited = f"limit {limit / GIB:,.1f} GiB" if limit else "no cgroup limit"
+    text = f"{available / GIB:,.1f} GiB available, {limited}"
     if available < need:
-        return Check("memory", WARN, f"{text}; {ranks} ranks of a small model take {need / GIB:.1f} GiB",
-                     "start fewer ranks, or raise the limit: a rank that exceeds it is killed")  # fmt: skip
+        advice = "start fewer ranks, or raise the limit: a rank that exceeds it is killed"
+        return Check("memory", WARN, f"{text}; {ranks} ranks of a small model take {need / GIB:.1f} GiB", advice)
     return Check("memory", OK, text)
 
 
 def memory_limit(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> int | None:
     """The smallest memory limit of this process' control groups (version 1 or 2) in bytes; None: no limit."""
     found = []
-    try:
+    lines: list[str] = []
+    with contextlib.suppress(OSError):
         lines = (proc / "self/cgroup").read_text().splitlines()
-    except OSError:
-        return None
     for line in lines:
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
+        _, controllers, path = line.split(":", 2)
         if controllers == "":
             base, name = groups, "memory.max"
         elif "memory" in controllers.split(","):
@@ -358,14 +349,12 @@ def memory_limit(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup
 
 def _available() -> int:
     """Bytes of memory that can still be had; many where that is not known. The limit of a control group included."""
-    free, limit = 1 << 60, memory_limit()
-    try:
+    free = 1 << 60
+    with contextlib.suppress(OSError, ValueError, IndexError):
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 free = int(line.split()[1]) * 1024
-    except (OSError, ValueError, IndexError):
-        pass
-    return free if limit is None else min(free, limit)
+    return min(free, memory_limit() or free)
 
 
 def run_directory(path: Path | None) -> Check:
@@ -420,19 +409,14 @@ def cache() -> Check:
     while not place.exists() and place != place.parent:
         place = place.parent
     if not os.access(place, os.W_OK | os.X_OK):
-        return Check(
-            "cache", WARN, f"{where} cannot be written to", "set ODYSSEY_CACHE_DIR; else a folder in /tmp is used"
-        )
+        advice = "set ODYSSEY_CACHE_DIR; else a folder in /tmp is used"
+        return Check("cache", WARN, f"{where} cannot be written to", advice)
     return Check("cache", OK, str(where))
 
 
 def _limits() -> dict[str, int]:
-    names = {"nofile": "RLIMIT_NOFILE", "nproc": "RLIMIT_NPROC", "fsize": "RLIMIT_FSIZE", "as": "RLIMIT_AS"}
-    found = {}
-    for name, constant in names.items():
-        soft = resource.getrlimit(getattr(resource, constant))[0]
-        found[name] = -1 if soft == resource.RLIM_INFINITY else soft
-    return found
+    found = {name: machine.limit(name.upper()) for name in ("nofile", "nproc", "fsize", "as")}
+    return {name: -1 if math.isinf(value) else int(value) for name, value in found.items()}
 
 
 def limits(ranks: int, found: Mapping[str, int]) -> Check:
@@ -451,8 +435,8 @@ def user(uid: int, others: Sequence[int]) -> Check:
     if uid:
         return Check("user", OK, f"user {uid}")
     if others:
-        return Check("user", WARN, f"root, and user {others[0]} works on this machine too",
-                     "train as an ordinary user (`odyssey launch` wants --allow-root)")  # fmt: skip
+        advice = "train as an ordinary user (`odyssey launch` wants --allow-root)"
+        return Check("user", WARN, f"root, and user {others[0]} works on this machine too", advice)
     return Check("user", OK, "root, and nobody else works here")
 
 
@@ -461,18 +445,9 @@ def user(uid: int, others: Sequence[int]) -> Check:
 
 def _run(words: Sequence[str], more: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     foreign = ("PMI_", "PMIX_RANK", "PMIX_NAMESPACE", "PMIX_SERVER_", "OMPI_COMM_WORLD_", "HYDI_")  # of an outer job
-    environment = {
-        **{name: value for name, value in os.environ.items() if not name.startswith(foreign)},
-        # Open MPI: more ranks than cores, and root in containers; others do not read these
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-        **(more or {}),
-    }
-    return subprocess.run(
-        list(words), capture_output=True, text=True, errors="replace", timeout=SECONDS, env=environment,
-        stdin=subprocess.DEVNULL,
-    )  # fmt: skip
+    own = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
+    how = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "errors": "replace", "timeout": SECONDS}
+    return subprocess.run(list(words), env={**own, **launcher.OPEN_MPI, **(more or {})}, **how)
 
 
 def _answers(text: str) -> list[dict[str, Any]]:
@@ -480,12 +455,8 @@ def _answers(text: str) -> list[dict[str, Any]]:
     found = []
     for line in text.splitlines():
         if line.startswith('{"'):
-            try:
-                value = json.loads(line)
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(value, dict):
-                found.append(value)
+            with contextlib.suppress(ValueError, RecursionError):
+                found.append(json.loads(line))
     return found
 
 

@@ -11,8 +11,10 @@ each, so that --node_rank is 0 and --master_addr names this machine.
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from ..errors import ConfigError, OdysseyError, printable
@@ -56,38 +58,24 @@ def parse(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _settings(given: dict[str, str]) -> dict[str, Any]:
-    from pathlib import Path
-
     from .hosts import parse_hosts
 
-    out: dict[str, Any] = {}
-    for name, value in given.items():
-        if name == "hosts":
-            out[name] = parse_hosts(value)
-        elif name == "run_dir":
-            out[name] = Path(value)
-        elif name == "backend":
-            out[name] = value
-        elif name == "master_addr":
-            if value not in _HERE:
-                raise ConfigError(
-                    f"[launch] --master_addr={value[:60]!r}: one command starts the ranks of all nodes; run it on one "
-                    "of them with --hosts, and leave --master_addr out"
-                )
-        elif not (value.isascii() and value.isdigit() and len(value) < 8):
-            raise ConfigError(f"[launch] --{name}={value[:60]!r}; a whole number is allowed")
-        elif name == "node_rank":
-            if int(value):
-                raise ConfigError(
-                    f"[launch] --node_rank={value}: one command starts the ranks of all nodes; run it once, with "
-                    "--hosts"
-                )
-        elif name == "master_port":
-            if not 0 < int(value) < 65536:
-                raise ConfigError(f"[launch] --master_port={value}; a port from 1 to 65535 is allowed")
-            out[name] = int(value)
-        else:
-            out[name] = int(value)
+    def number(name: str, text: str) -> int:
+        if not (text.isascii() and text.isdigit() and len(text) < 8):
+            raise ConfigError(f"[launch] --{name}={text[:60]!r}; a whole number is allowed")
+        return int(text)
+
+    kinds: dict[str, Callable[[str], Any]] = {"hosts": parse_hosts, "run_dir": Path, "backend": str, "master_addr": str}
+    out = {name: kinds.get(name, functools.partial(number, name))(value) for name, value in given.items()}
+    port, others = out.get("master_port", 1), "one command starts the ranks of all nodes; run it"
+    if (address := out.pop("master_addr", "")) not in _HERE:
+        raise ConfigError(
+            f"[launch] --master_addr={address[:60]!r}: {others} on one of them with --hosts, and leave it out"
+        )
+    if rank := out.pop("node_rank", 0):
+        raise ConfigError(f"[launch] --node_rank={rank}: {others} once, with --hosts")
+    if not 0 < port < 65536:
+        raise ConfigError(f"[launch] --master_port={port}; a port from 1 to 65535 is allowed")
     return out
 
 

@@ -2,8 +2,7 @@
 
 What ends an attempt: its launcher ends; a rank's wrapper writes down a failure; the heartbeat that the ranks' watcher
 writes stops coming; ranks do not start; somebody asks for an end and the ranks do not follow in time. In every case no
-process of the attempt is left on this machine when `run` returns, and what happened is an `Outcome`. What it is not: a
-judge of outcomes (decide.py), or a restart (supervisor.py).
+process of the attempt is left on this machine when `run` returns, and what happened is an `Outcome`.
 """
 
 from __future__ import annotations
@@ -77,21 +76,17 @@ class Attempt:
         self.ranks, self.layout, self.signals, self.say = ranks, layout, signals, say
         self.scancel, self.idle, self.meets = scancel, idle, meets
         self.token = f"{TOKEN}={self.environment[TOKEN]}"
-        self._handled = 0
-        self._stop: int | None = None
-        self._stop_at = 0.0
-        self._forced = False
-        self._begun = time.monotonic()
+        self._begun, self._handled = time.monotonic(), 0
+        self._stop_at = self._seldom = self._looked = self._said_at = 0.0
+        self._forced = self._met = False
         self._told = False  # ranks were sent a SIGTERM
         self._met_or_told = False  # the ranks have met, or were said to be late
+        self._stop: int | None = None
         self._scale: int | None = None
-        self._beat: tuple[int, int] | None = None
-        self._beats: dict[str, Any] = {}
+        self._beats: dict[str, Any] = {}  # the heartbeat: what it says, when it came, which file it was
         self._beat_at: float | None = None
+        self._beat: tuple[int, int] | None = None
         self._control: tuple[int, int] | None = None
-        self._seldom = self._looked = 0.0
-        self._said_at = 0.0
-        self._met = False
         self.unwritten = False  # standard output did not take what ranks printed
 
     # -- from start to end ------------------------------------------------------------------------
@@ -106,14 +101,8 @@ class Attempt:
         with contextlib.ExitStack() as stack:
             log = stack.enter_context(open(self.run.logs / "output.log", "ab", opener=_private))
             try:
-                process = subprocess.Popen(
-                    self.words,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    env=self.environment,
-                    start_new_session=True,
-                )
+                pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+                process = subprocess.Popen(self.words, **pipes, env=self.environment, start_new_session=True)
             except OSError as problem:
                 raise LaunchError(f"[launch] {self.words[0]} cannot be started: {problem.strerror}") from problem
             try:
@@ -185,12 +174,8 @@ class Attempt:
         pass on."""
         waiting = [pump for pump in pumps if pump.reading]
         full = [pump for pump in pumps if pump.full]
-        sources, targets, _ = select.select(
-            [*(pump.source for pump in waiting), *([] if handle is None else [handle])],
-            [pump.target for pump in full],
-            [],
-            seconds,
-        )
+        wanted = [pump.source for pump in waiting] + ([] if handle is None else [handle])
+        sources, targets, _ = select.select(wanted, [pump.target for pump in full], [], seconds)
         return [pump for pump in pumps if pump.source in sources or pump.target in targets]
 
     def _end(self, process: subprocess.Popen[bytes]) -> list[int]:
@@ -205,16 +190,11 @@ class Attempt:
 
     def _end_step(self, process: subprocess.Popen[bytes]) -> None:
         """Has SLURM kill the ranks on all nodes: the death of srun alone would not, and its SIGTERM takes KillWait."""
-        steps = {rank.slurm for rank in ends.started(self.run.ranks, self.run.attempt).values()} - {None}
+        steps = {rank.slurm for rank in self._started.values()} - {None}
+        quiet = {"stdin": subprocess.DEVNULL, "capture_output": True, "timeout": ENDING}
         for step in steps:
             with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-                subprocess.run(
-                    [self.scancel, "--signal=KILL", step],
-                    env=self.environment,
-                    stdin=subprocess.DEVNULL,
-                    capture_output=True,
-                    timeout=ENDING,
-                )
+                subprocess.run([self.scancel, "--signal=KILL", step], env=self.environment, **quiet)
         if not steps:
             process.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -225,21 +205,13 @@ class Attempt:
         fields = {"code": None, **why}
         if "code" not in why and code is not None and code > 0:
             fields["code"] = code
-        ranks = self._beats.get("ranks")
-        seen = {}
-        for entry in ranks if isinstance(ranks, list) else ():
-            if isinstance(entry, dict) and type(entry.get("rank")) is int and type(entry.get("step")) is int:
-                seen[entry["rank"]] = entry["step"]
+        seen = {rank["rank"]: rank["step"] for rank in self._beating() if type(rank.get("step")) is int}
         checkpoint = newest_step(self.run.checkpoints)
         ended = ends.ended(self.run.ends, self.run.attempt)
         steps = [*seen.values(), *(end.step for end in ended.values() if end.step is not None)]
         steps += [] if checkpoint is None else [checkpoint]
         return Outcome(
-            self.run.attempt,
-            self.ranks,
-            self.layout,
-            ends.started(self.run.ranks, self.run.attempt),
-            ended,
+            *(self.run.attempt, self.ranks, self.layout, self._started, ended),
             done=self.run.done.exists(),
             stop=self._stop,
             forced=self._forced,
@@ -252,12 +224,28 @@ class Attempt:
 
     # -- what there is to see ---------------------------------------------------------------------
 
+    @property
+    def _started(self) -> dict[int, ends.Started]:
+        """The ranks that a wrapper has started."""
+        return ends.started(self.run.ranks, self.run.attempt)
+
+    @property
+    def _meeting(self) -> float:
+        """Seconds in which ranks should have met; 0: nothing is said about it."""
+        return MEETING if self.config.watchdog is None else self.config.watchdog
+
+    def _beating(self) -> list[dict[str, Any]]:
+        """What the heartbeat says of each rank."""
+        ranks = self._beats.get("ranks")
+        found = ranks if isinstance(ranks, list) else []
+        return [rank for rank in found if isinstance(rank, dict) and type(rank.get("rank")) is int]
+
     def _all_started(self) -> bool:
         return len(_numbers(self.run.ranks)) >= self.ranks
 
     def _tell_who_is_late(self, seconds: float) -> None:
         """Says once that ranks take long to start, or to meet: nothing else watches them before they have met."""
-        limit = MEETING if self.config.watchdog is None else self.config.watchdog
+        limit = self._meeting
         if self._met_or_told or self._beat_at is not None or not limit or seconds < limit:
             self._met_or_told |= self._beat_at is not None
             return
@@ -278,8 +266,7 @@ class Attempt:
         if self.scancel is None or self._met:
             return False
         self._said_at = self._said_at or (now if said else 0.0)
-        limit = MEETING if self.config.watchdog is None else self.config.watchdog
-        late = self.meets and limit and now - self._begun > limit and self._all_started()
+        late = self.meets and self._meeting and now - self._begun > self._meeting and self._all_started()
         return bool(late) or (said and now - self._said_at > LOST)
 
     def _tell_what_is_not_written(self, pump: Pump) -> None:
@@ -320,7 +307,7 @@ class Attempt:
             return 0.0
         silent = now - self._beat_at
         if silent > SILENT:
-            hosts = {rank.host for rank in ends.started(self.run.ranks, self.run.attempt).values()}
+            hosts = {rank.host for rank in self._started.values()}
             if not elsewhere(self.layout, hosts, os.uname().nodename) or not _writable(self.run.path):
                 self._beat_at = now
                 return 0.0
@@ -354,9 +341,8 @@ class Attempt:
             try:
                 write_json(self.run.control, {"stop": name, "attempt": self.run.attempt})
             except OSError as problem:
-                self.say(
-                    f"attempt {self.run.attempt}: control.json cannot be written ({problem.strerror}): ended at once"
-                )
+                what = f"control.json cannot be written ({problem.strerror}): ended at once"
+                self.say(f"attempt {self.run.attempt}: {what}")
                 self._forced = True
                 return True
         if self._stop is None:
@@ -367,26 +353,21 @@ class Attempt:
             self._told = True
             self._tell()
         times = LONGER if "checkpoint" in phases.values() else 1
-        if asked > times * self.config.grace:
-            self._forced = True
-            return True
-        return False
+        self._forced = asked > times * self.config.grace
+        return self._forced
 
     def _phases(self) -> dict[int, str]:
         """What each rank did when the heartbeat was written, with "" for a rank that has done a step."""
         found = {}
-        ranks = self._beats.get("ranks") if self._beat_at is not None else None
-        for entry in ranks if isinstance(ranks, list) else ():
-            if isinstance(entry, dict) and type(entry.get("rank")) is int and type(entry.get("phase")) is str:
-                stepped = bool(entry.get("step")) and entry["phase"] != "checkpoint"
-                found[entry["rank"]] = "" if stepped else entry["phase"]
+        for rank in self._beating() if self._beat_at is not None else ():
+            if type(phase := rank.get("phase")) is str:
+                found[rank["rank"]] = "" if rank.get("step") and phase != "checkpoint" else phase
         return found
 
     def _tell(self) -> None:
         """Sends SIGTERM to the ranks of this machine: no trainer is there that would read the request."""
         here = os.uname().nodename
-        ranks = ends.started(self.run.ranks, self.run.attempt).values()
-        wanted = {rank.pid for rank in ranks if rank.host == here}
+        wanted = {rank.pid for rank in self._started.values() if rank.host == here}
         for pid in wanted.intersection(leftovers.processes(self.token)):
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGTERM)
@@ -412,7 +393,7 @@ class Attempt:
 def allowed(config: LaunchConfig, ranks: int) -> str | None:
     """Why a run cannot go on with so many ranks, or None if it can."""
     least, most = config.elastic or (1, 1 << 20)
-    room = capacity(config.hosts) if config.hosts else None
+    room = capacity(config.hosts)
     if room is not None and ranks > room:
         return f"the hosts have {room} slots"
     if not least <= ranks <= most:

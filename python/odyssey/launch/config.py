@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 from ..errors import ConfigError
-from .hosts import Host, capacity
+from .hosts import Host, check_room
 
 LAUNCHERS = ("auto", "mpirun", "srun")
 BACKENDS = ("auto", "mpi", "gloo")
@@ -65,20 +65,13 @@ class LaunchConfig:
     master_port: int | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("nproc_per_node", 1), ("nnodes", 1), ("max_restarts", 0)):
+        for name, least in {"nproc_per_node": 1, "nnodes": 1, "max_restarts": 0}.items():
             value = getattr(self, name)
             if type(value) is not int or not least <= value <= MOST:
                 raise ConfigError(f"[launch] {name} is {value!r}; a whole number from {least} is allowed")
-        for name, least in (
-            ("monitor_interval", 0.001),
-            ("start_timeout", 1),
-            ("backoff", 0),
-            ("grace", 0),
-            ("watchdog", 0),
-        ):
-            value = getattr(self, name)
-            if value is None and name == "watchdog":
-                continue
+        times = {"monitor_interval": 0.001, "start_timeout": 1, "backoff": 0, "grace": 0, "watchdog": 0}
+        for name, least in times.items():
+            value = least if name == "watchdog" and self.watchdog is None else getattr(self, name)
             if type(value) not in (int, float) or not (math.isfinite(value) and value >= least):
                 raise ConfigError(f"[launch] {name} is {value!r}; a number of seconds from {least} is allowed")
         if self.master_port is not None and (type(self.master_port) is not int or not 0 < self.master_port < 65536):
@@ -95,9 +88,7 @@ class LaunchConfig:
                 raise ConfigError(f"[launch] --env {ascii(name[:60])} is no name of a variable; give the name alone")
         if self.bind_if is not None and not _INTERFACE.fullmatch(self.bind_if):
             raise ConfigError(f"[launch] --bind-if {ascii(self.bind_if[:60])} is no name of a network interface")
-        room = capacity(self.hosts) if self.hosts else None
-        if room is not None and room < self.ranks:
-            raise ConfigError(f"[launch] {self.ranks} ranks, but the hosts have {room} slots; lower -n or add hosts")
+        check_room(self.hosts, self.ranks)
         if self.elastic is not None:
             least, most = self.elastic
             if not 1 <= least <= self.ranks <= most <= MOST:

@@ -90,9 +90,13 @@ def decide(outcome: Outcome, past: Past, config: LaunchConfig, hosts: tuple[Host
     """See the top of the file. `hosts`: those that the attempt could use."""
     name = f"attempt {outcome.attempt}"
     if outcome.forced and outcome.stop:
-        return Action(
-            f"{name}: ended without a checkpoint of its last step: {_why_forced(outcome)}", 128 + outcome.stop
+        signal = ended.signal_name(outcome.stop)
+        why = (
+            f"{signal}, and ranks did not stop in time"
+            if outcome.started
+            else f"{signal} came before a rank was started"
         )
+        return Action(f"{name}: ended without a checkpoint of its last step: {why}", 128 + outcome.stop)
     cause = ended.first(outcome.ended)
     good = all(end.good for end in outcome.ended.values())
     whole = len(outcome.ended) == outcome.ranks and (outcome.done or not outcome.promised)
@@ -115,9 +119,8 @@ def _failed(outcome: Outcome, past: Past, config: LaunchConfig, hosts: tuple[Hos
     code = None if cause is None else cause.code
     own = GAVE_UP if code is None else code
     if outcome.former is not None and _remembered(outcome, past) == past:  # the run is as healthy as it was
-        return Action(
-            f"{said}; going on with {_ranks(outcome.former)}, as before", None, outcome.former, hosts, 0.0, past
-        )
+        line = f"{said}; going on with {_ranks(outcome.former)}, as before"
+        return Action(line, None, outcome.former, hosts, 0.0, past)
     machines = {rank.host for rank in outcome.started.values()}
     if code in FINAL and not (code == GAVE_UP and len(machines) > 1):  # one of several machines may be lost
         return Action(f"{said}; another attempt would not help", own)
@@ -142,7 +145,7 @@ def _failed(outcome: Outcome, past: Past, config: LaunchConfig, hosts: tuple[Hos
     ranks, hosts, note = _left(outcome, config, hosts, now)
     if ranks < 1:
         return Action(f"{said}; {note}: given up", GAVE_UP)
-    room = capacity(hosts) if hosts else None
+    room = capacity(hosts)
     if outcome.scale is not None and (room is None or outcome.scale <= room):
         ranks = outcome.scale
     delay = 0.0 if restarts == 1 and not outcome.unsure else min(config.backoff * 2 ** max(restarts - 2, 0), LONGEST)
@@ -171,15 +174,13 @@ def taken_back(action: Action, back: tuple[str, ...], config: LaunchConfig, want
     """
     names = {host.name for host in action.hosts}.union(back)
     hosts = tuple(host for host in config.hosts if host.name in names)
-    room = capacity(hosts) if hosts else None
+    room = capacity(hosts)
     return action._replace(hosts=hosts, ranks=max(action.ranks, wanted if room is None else min(room, wanted)))
 
 
 def _remembered(outcome: Outcome, past: Past) -> Past:
     """The past, forgotten as far as the attempt got farther than those before."""
-    reached = max(
-        -1 if outcome.step is None else outcome.step, -1 if outcome.checkpoint is None else outcome.checkpoint
-    )
+    reached = max(-1 if step is None else step for step in (outcome.step, outcome.checkpoint))
     return Past(step=reached) if reached > past.step else past
 
 
@@ -238,13 +239,6 @@ def _failure(outcome: Outcome, cause: End | None) -> str:
     silent = sorted(set(range(outcome.ranks)) - set(outcome.ended))
     those = f"; nothing is known of rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))}" if silent else ""
     return f"the MPI launcher {how}" + (those if len(silent) < outcome.ranks else " and no rank said why")
-
-
-def _why_forced(outcome: Outcome) -> str:
-    name = ended.signal_name(outcome.stop or 0)
-    return (
-        f"{name} came before a rank was started" if not outcome.started else f"{name}, and ranks did not stop in time"
-    )
 
 
 def _ranks(count: int) -> str:

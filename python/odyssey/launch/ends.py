@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from ..errors import DataError, printable
 from ..watch.files import read_json
+from ..watch.judge import signal_name
 
 _KILLED = (signal.SIGKILL, signal.SIGTERM)
 RECORD_LIMIT = 1 << 17  # bytes
@@ -67,14 +68,6 @@ class End(NamedTuple):
         at = "" if self.step is None else f" at step {self.step}" if self.step else " before its first step"
         why = f" ({printable(self.reason, limit=200)})" if self.reason else ""
         return f"{who} {how}{at}{why}"
-
-
-def signal_name(number: int) -> str:
-    """ "SIGKILL" of 9."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def started(folder: Path, attempt: int) -> dict[int, Started]:

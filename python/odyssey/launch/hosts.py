@@ -51,11 +51,10 @@ def parse_hostfile(path: Path) -> tuple[Host, ...]:
     """
     try:
         with open(path, "rb") as file:
-            data = file.read(FILE_LIMIT + 1)
+            return parse_hostfile_text(file.read(FILE_LIMIT + 1), f"host file {path}")
     except (OSError, ValueError) as problem:
         reason = getattr(problem, "strerror", None) or problem
         raise ConfigError(f"[launch] host file {str(path)!r} cannot be read: {reason}") from problem
-    return parse_hostfile_text(data, f"host file {path}")
 
 
 def parse_hostfile_text(data: bytes, name: str) -> tuple[Host, ...]:
@@ -74,13 +73,12 @@ def parse_hostfile_text(data: bytes, name: str) -> tuple[Host, ...]:
         if not words:
             continue
         where = f"{name}, line {number}"
-        if len(words) > 2 or (len(words) == 2 and not words[1].startswith("slots=")):
+        host, *slots = words
+        if slots and (len(slots) > 1 or not slots[0].startswith("slots=")):
             raise ConfigError(f"[launch] {where}: {_short(line)}; write a host, then nothing, ':N' or ' slots=N'")
-        if len(words) == 2:
-            if ":" in words[0]:
-                raise ConfigError(f"[launch] {where}: {_short(line)} gives slots twice")
-            words = [f"{words[0]}:{words[1].removeprefix('slots=')}"]
-        found.append(_host(words[0], where))
+        if slots and ":" in host:
+            raise ConfigError(f"[launch] {where}: {_short(line)} gives slots twice")
+        found.append(_host(":".join([host, *(word.removeprefix("slots=") for word in slots)]), where))
     return _checked(found, name)
 
 
@@ -122,10 +120,17 @@ def _short(text: str) -> str:
 
 
 def capacity(hosts: Sequence[Host]) -> int | None:
-    """How many ranks the hosts take together; None where nothing limits it."""
+    """How many ranks the hosts take together; None where nothing limits it, or where there are none."""
     if all(host.slots is None for host in hosts):
         return None
     return sum(host.slots or 1 for host in hosts)
+
+
+def check_room(hosts: Sequence[Host], ranks: int) -> None:
+    """Raises ConfigError if the hosts have fewer slots than there are ranks."""
+    room = capacity(hosts)
+    if room is not None and room < ranks:
+        raise ConfigError(f"[launch] {ranks} ranks, but the hosts have {room} slots; lower -n or add hosts")
 
 
 def place(hosts: Sequence[Host], ranks: int) -> tuple[tuple[str, int], ...]:
@@ -137,15 +142,12 @@ def place(hosts: Sequence[Host], ranks: int) -> tuple[tuple[str, int], ...]:
     Raises:
         ConfigError: the hosts have fewer slots than there are ranks.
     """
-    room = capacity(hosts)
-    if room is None:
+    check_room(hosts, ranks)
+    if capacity(hosts) is None:
         each, more = divmod(ranks, len(hosts))
         counts = [each + (i < more) for i in range(len(hosts))]
     else:
-        if room < ranks:
-            raise ConfigError(f"[launch] {ranks} ranks, but the hosts have {room} slots; lower -n or add hosts")
-        counts, left = [], ranks
+        counts = []
         for host in hosts:
-            counts.append(min(host.slots or 1, left))
-            left -= counts[-1]
+            counts.append(min(host.slots or 1, ranks - sum(counts)))
     return tuple((host.name, count) for host, count in zip(hosts, counts, strict=True) if count)

@@ -5,8 +5,6 @@ directory and segments whenever mpirun is. A process is ours if the launch's tok
 if its name is one that these libraries give, it is this user's, it was not there before the attempt, it is not newer
 than the attempt, and no process that lives has it open or mapped. A description of the machine is never held open:
 there no other launcher of this user that sees the same /tmp may have been starting when it was written.
-
-What it is not: a tidy-up of other jobs' files, or of other machines.
 """
 
 from __future__ import annotations
@@ -21,6 +19,8 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
+
+from ..watch.process import stat as status
 
 MEMORY = Path("/dev/shm")
 _SHARED = re.compile(r"(mpich_shm_|sm_segment\.|vader_segment\.|osc_sm\.|osc_rdma\.|ucx_shm_posix_|odyssey[-_.])\S*")
@@ -69,7 +69,7 @@ def _look(token: bytes) -> tuple[list[int], bool]:
     """The processes with the token, and whether there is one that has just begun a program and cannot be told yet."""
     own, here = os.geteuid(), os.getpid()
     found, starting = [], False
-    for pid in _pids():
+    for pid in pids():
         if pid != here:
             with contextlib.suppress(OSError):
                 if os.stat(f"/proc/{pid}").st_uid != own:
@@ -82,7 +82,8 @@ def _look(token: bytes) -> tuple[list[int], bool]:
     return found, starting
 
 
-def _pids() -> Iterator[int]:
+def pids() -> Iterator[int]:
+    """The processes of this machine."""
     with contextlib.suppress(OSError):
         for name in os.listdir("/proc"):
             if name.isdigit():
@@ -97,14 +98,14 @@ def _read(path: str) -> bytes:
 def _dead(pid: int) -> bool:
     """Whether a process is gone, or waits only for its parent to notice."""
     try:
-        return _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()[0] in (b"Z", b"X")
+        return status(pid)[0] in (b"Z", b"X")
     except OSError:
         return True
 
 
 def _kernel(pid: int) -> bool:
     """Whether this is a thread of the kernel, which has no environment and no arguments ever (PF_KTHREAD)."""
-    return bool(int(_read(f"/proc/{pid}/stat").rpartition(b")")[2].split()[6]) & 0x00200000)
+    return bool(int(status(pid)[6]) & 0x00200000)
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
@@ -215,7 +216,7 @@ def _held() -> tuple[set[str], list[float]]:
     launchers = []
     booted = time.time() - float(_read("/proc/uptime").split()[0])
     ticks = os.sysconf("SC_CLK_TCK")
-    for pid in _pids():
+    for pid in pids():
         with contextlib.suppress(OSError, ValueError, IndexError):
             if os.stat(f"/proc/{pid}").st_uid != os.geteuid():
                 continue  # this user's files are closed to others; root's own are looked at as root

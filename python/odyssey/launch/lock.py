@@ -2,8 +2,8 @@
 
 The kernel releases the lock with the process that holds it. Where the file lies on a network file system whose locks
 are not seen by other hosts, the file's time, renewed every few seconds, tells a living launcher of another host: it
-changes while one looks (clocks of hosts are not compared). What it is not: what keeps two attempts from writing; that
-is the attempt's number.
+changes while one looks (clocks of hosts are not compared). What keeps two attempts from writing is not the lock but the
+attempt's number.
 """
 
 from __future__ import annotations
@@ -77,9 +77,8 @@ def holder(path: Path, sure: bool = True) -> dict | None:
         return None
     try:
         found = file.read()
-        if not file.take(fcntl.LOCK_SH):
-            return found
-        return found if _elsewhere(found) and (not sure or _renewed(path)) else None
+        held = not file.take(fcntl.LOCK_SH) or (_elsewhere(found) and (not sure or _renewed(path)))
+        return found if held else None
     finally:
         file.release(empty=False)
 

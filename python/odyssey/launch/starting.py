@@ -1,6 +1,5 @@
 """How one attempt is started: which launcher, its argument list, the environment that ranks get. Pure but for `find`.
-
-What it is not: the start itself (attempt.py). Everything is a list of words; no shell sees any of it.
+Everything is a list of words; no shell sees any of it.
 """
 
 from __future__ import annotations
@@ -80,16 +79,9 @@ def find(config: LaunchConfig, environment: Mapping[str, str]) -> Starter:
 
 
 def _version(mpirun: str, environment: Mapping[str, str]) -> tuple[str, str]:
+    how = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "errors": "replace", "timeout": 30}
     try:
-        said = subprocess.run(
-            [mpirun, "--version"],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=30,
-            env=dict(environment),
-        ).stdout
+        said = subprocess.run([mpirun, "--version"], env=dict(environment), **how).stdout
     except (OSError, subprocess.TimeoutExpired) as problem:
         raise LaunchError(f"[launch] {mpirun} --version does not answer: {problem}") from problem
     lines = [line.strip() for line in said.splitlines()]
@@ -112,14 +104,7 @@ def environment(
 ) -> dict[str, str]:
     """What mpirun and the ranks of an attempt get: the allowed part of `given`, and what the run adds."""
     out = {name: value for name, value in given.items() if _allowed(name, config.env)}
-    out.update(
-        {
-            runs.RUN_DIR: str(run.path),
-            runs.ATTEMPT: str(run.attempt),
-            runs.EXPECTED_RANKS: str(ranks),
-            TOKEN: token,
-        }
-    )
+    out |= {runs.RUN_DIR: str(run.path), runs.ATTEMPT: str(run.attempt), runs.EXPECTED_RANKS: str(ranks), TOKEN: token}
     out.setdefault("MOJO_PYTHON", sys.executable)  # the Python that a Mojo program finds odyssey in
     if config.watchdog is not None:
         out["ODYSSEY_WATCHDOG"] = f"{config.watchdog:g}"

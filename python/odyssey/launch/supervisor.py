@@ -3,7 +3,7 @@
     DistributedLauncher(LaunchConfig(nproc_per_node=4, max_restarts=3)).launch("train.py", "--epochs", "100")
 
 It holds the run's lock, gives each attempt its number before it starts (so that one of before can no longer write a
-checkpoint), cleans up after it, and does what decide.py says. What it is not: a rank; it imports neither NumPy nor MPI.
+checkpoint), cleans up after it, and does what decide.py says. It imports neither NumPy nor MPI.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class DistributedLauncher:
             "ranks": ranks,
             "hosts": [list(pair) for pair in place(hosts, ranks)] if hosts else [],
             "elastic": list(self.config.elastic) if self.config.elastic else None,
-            "room": capacity(hosts) if hosts else None,
+            "room": capacity(hosts),
             "token": token,
             "before": leftovers.snapshot(os.environ.get("TMPDIR")).json(),
         }
@@ -168,8 +168,7 @@ class DistributedLauncher:
         unwritten = False
         while True:
             if self._signals:  # it came while nothing ran
-                name = signal_name(self._signals[0])
-                self._say(f"attempt {number}: {name} came before it was started")
+                self._say(f"attempt {number}: {signal_name(self._signals[0])} came before it was started")
                 code = 128 + self._signals[0]
                 break
             run = runs.Run(run.path, number)
@@ -180,23 +179,11 @@ class DistributedLauncher:
             except OSError as problem:
                 raise OutputError(f"[launch] {_shown(run.path)} cannot be written: {problem.strerror}") from problem
             environment = starting.environment(config, os.environ, starter, run, action.ranks, token, layout)
-            command = starting.command(
-                config,
-                starter,
-                action.ranks,
-                layout,
-                starting.program(words),
-                _exported(environment, config),
-            )
+            exported = _exported(environment, config)
+            command = starting.command(config, starter, action.ranks, layout, starting.program(words), exported)
             attempt = Attempt(
-                config,
-                run,
-                starting.tied(command, os.getpid()),
-                environment,
-                action.ranks,
-                layout,
-                self._signals,
-                self._say,
+                *(config, run, starting.tied(command, os.getpid()), environment, action.ranks, layout),
+                *(self._signals, self._say),
                 scancel=str(Path(starter.path).with_name("scancel")) if starter.kind == "srun" else None,
                 idle=lambda: self._idle(lock, chores),
                 meets=words[0] == "train",
@@ -302,14 +289,9 @@ def probe(
     running = {}
     for host in hosts:
         words = starting.words(config, starter, 1, ((host, 1),), ()) + nothing
-        running[host] = subprocess.Popen(
-            starting.tied(words, os.getpid()),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            env=environment,
-            start_new_session=True,
-        )
+        silent = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+        tied = starting.tied(words, os.getpid())
+        running[host] = subprocess.Popen(tied, **silent, env=environment, start_new_session=True)
     until = time.monotonic() + (probe_seconds(os.environ) if seconds is None else seconds)
     lost = []
     for host, process in running.items():
@@ -339,15 +321,11 @@ def probe_seconds(environment: Mapping[str, str]) -> float:
 
 
 def launch_distributed_training(script: str, *arguments: str, **settings: Any) -> int:
-    """`DistributedLauncher(LaunchConfig(**settings)).launch(script, *arguments)`.
+    """`DistributedLauncher(LaunchConfig(**settings)).launch(script, *arguments)`, which see for exit code and errors.
 
-        launch_distributed_training("train.py", "--model", "mlp", nproc_per_node=4, nnodes=1, backend="gloo")
+    launch_distributed_training("train.py", "--model", "mlp", nproc_per_node=4, nnodes=1, backend="gloo")
 
-    Returns:
-        The exit code, see DistributedLauncher.launch.
-
-    Raises:
-        ConfigError: a setting is unknown or not allowed; else as DistributedLauncher.launch.
+    Raises ConfigError if a setting is unknown or not allowed.
     """
     known = [field.name for field in dataclasses.fields(LaunchConfig)]
     unknown = sorted(set(settings) - set(known))
@@ -403,18 +381,16 @@ def _exported(environment: dict[str, str], config: LaunchConfig) -> list[str]:
 
 
 def _modified(path: Path) -> float:
-    try:
+    with contextlib.suppress(OSError):
         return path.stat().st_mtime
-    except OSError:
-        return 0.0
+    return 0.0
 
 
 def _full() -> bool:
-    try:
+    with contextlib.suppress(OSError):
         usage = shutil.disk_usage(leftovers.MEMORY)
-    except OSError:
-        return False
-    return usage.free < ROOM * usage.total
+        return usage.free < ROOM * usage.total
+    return False
 
 
 def _shown(path: object) -> str:

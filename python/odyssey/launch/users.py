@@ -2,7 +2,7 @@
 
 A rank as root reads and writes everybody's files, and MPI's connections are not authenticated. In a container root is
 the usual user, and nobody else is there. What counts is who has a process now, not who has an account: images of
-containers and machines come with accounts that nobody uses. What it is not: a check of rights.
+containers and machines come with accounts that nobody uses.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import os
 
 from ..errors import ConfigError
+from . import leftovers
 
 FIRST, LAST = 1000, 59999  # user ids of people; below and above are those of services
 ALLOW = "ODYSSEY_ALLOW_ROOT"
@@ -31,9 +32,7 @@ def check(allowed: bool) -> None:
 def working() -> list[int]:
     """Ids of the people that have a process on this machine."""
     found = set()
-    with contextlib.suppress(OSError):
-        for name in os.listdir("/proc"):
-            if name.isdigit():
-                with contextlib.suppress(OSError):
-                    found.add(os.stat(f"/proc/{name}").st_uid)
+    for pid in leftovers.pids():
+        with contextlib.suppress(OSError):
+            found.add(os.stat(f"/proc/{pid}").st_uid)
     return sorted(user for user in found if FIRST <= user <= LAST)

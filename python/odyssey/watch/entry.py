@@ -25,7 +25,6 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -208,8 +207,8 @@ def leave_with_c() -> None:
     """Has C's exit() run Python's exit handlers, for a program that only embeds the interpreter; to be called often.
 
     Handlers run in the opposite order, and MPICH has one that takes leave of its launcher: this one must be registered
-    behind it, and is, the second time, once MPI is there. on_exit, where there is one, tells the exit code that a
-    program ends with without a word.
+    behind it, and is, the second time, once MPI is there. on_exit, where there is one, tells the exit code of a program
+    that reports none.
     """
     if len(_with_c) > ("odyssey.comm.mpi" in sys.modules):
         return
@@ -364,24 +363,12 @@ def record(code: int, reason: str, *, following: bool = False) -> None:
     run = runs.Run.current()
     if run is None or not first:
         return
-    write_reason(run, found.rank, code, reason, found.step, following=following)
-
-
-def write_reason(run: runs.Run, rank: int, code: int, reason: str, step: int, *, following: bool = False) -> None:
-    """RUN/ends/RANK.reason.json: {"rank", "host", "code", "signal", "step", "reason", "attempt", "following"}."""
-    value = {
-        "rank": rank,
-        "host": os.uname().nodename,
-        "code": code,
-        "signal": None,
-        "step": step,
-        "reason": reason[:500],
-        "attempt": run.attempt,
-        "following": following,  # it is the consequence of another rank's end
-    }
+    value = runs.end_record(
+        found.rank, os.uname().nodename, code, None, found.step, reason, run.attempt, following=following
+    )
     with contextlib.suppress(OSError):
-        Path(run.ends).mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_json(run.ends / f"{rank}.reason.json", value)
+        run.ends.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_json(run.ends / f"{found.rank}.reason.json", value)
 
 
 def _say(line: str | None, text: str | Callable[[], Any], rank: int | None) -> None:

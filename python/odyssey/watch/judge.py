@@ -6,6 +6,7 @@ What it is not: an observer (watcher.py is), or a judge of numbers. The standard
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -221,6 +222,14 @@ def about(rank: Seen, stack: str) -> str:
     note = f", {rank.note}" if rank.note and not rank.ended else ""
     last = f"; its last call was {rank.call}, {rank.call_text}" if rank.call >= 0 and not rank.waits else ""
     return f"rank {rank.rank} (pid {rank.pid} on {rank.host}, {so_far}) {does}{note}{last}"
+
+
+def signal_name(number: int) -> str:
+    """ "SIGKILL" of 9."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def name(ranks: Sequence[int]) -> str:

@@ -32,27 +32,21 @@ class Launched(NamedTuple):
 # launcher, rank, size, rank on this machine, ranks on this machine, MPI. Hydra (MPICH, Intel MPI) and `srun
 # --mpi=pmi2`; Open MPI; MVAPICH; PMIx, which names no size itself; srun that offers no PMI. SLURM_NTASKS would not
 # do: a batch script has it too, with SLURM_PROCID 0, and is no rank.
+_COMM_WORLD = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
 _NAMES = (
     ("PMI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", True),
-    (
-        "Open MPI",
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-        True,
-    ),
-    (
-        "MVAPICH",
-        "MV2_COMM_WORLD_RANK",
-        "MV2_COMM_WORLD_SIZE",
-        "MV2_COMM_WORLD_LOCAL_RANK",
-        "MV2_COMM_WORLD_LOCAL_SIZE",
-        True,
-    ),
+    ("Open MPI", *(f"OMPI_COMM_WORLD_{name}" for name in _COMM_WORLD), True),
+    ("MVAPICH", *(f"MV2_COMM_WORLD_{name}" for name in _COMM_WORLD), True),
     ("PMIx", "PMIX_RANK", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE", True),
     ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE", False),
 )
+
+#: Open MPI: more ranks than cores, and root in containers; others do not read these.
+OPEN_MPI = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+}
 
 #: What `torch.distributed` calls env://.
 RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -68,32 +62,27 @@ def _number(environment: Mapping[str, str], name: str) -> int | None:
     return int(text) if text.isascii() and text.isdigit() else None
 
 
+def _announced(environment: Mapping[str, str], launcher: str, *names: str, mpi: bool) -> Launched | None:
+    """What variables of these names (rank, size, both on this machine) say; None without the first two."""
+    rank, size, local_rank, local_size = (_number(environment, name) for name in names)
+    if rank is None or size is None:
+        return None
+    local_rank = rank if local_rank is None else local_rank
+    return Launched(launcher, rank, size, local_rank, size if local_size is None else local_size, mpi)
+
+
 def launched(environment: Mapping[str, str] | None = None) -> Launched | None:
     """What an MPI launcher or srun announced, or None where nothing started several processes."""
     environment = os.environ if environment is None else environment
-    for launcher, *names, mpi in _NAMES:
-        rank, size, local_rank, local_size = (_number(environment, name) for name in names)
-        if rank is not None and size is not None:
-            return Launched(
-                launcher,
-                rank,
-                size,
-                rank if local_rank is None else local_rank,
-                size if local_size is None else local_size,
-                mpi,
-            )
-    return None
+    return next(filter(None, (_announced(environment, *row[:-1], mpi=row[-1]) for row in _NAMES)), None)
 
 
 def rendezvous(environment: Mapping[str, str] | None = None) -> Launched | None:
     """What the variables of env:// say (RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are all there), or None."""
     environment = os.environ if environment is None else environment
-    rank, size = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
-    if rank is None or size is None or not environment.get("MASTER_ADDR") or not environment.get("MASTER_PORT"):
+    if not environment.get("MASTER_ADDR") or not environment.get("MASTER_PORT"):
         return None
-    local_rank, local_size = _number(environment, "LOCAL_RANK"), _number(environment, "LOCAL_WORLD_SIZE")
-    local_rank = rank if local_rank is None else local_rank
-    return Launched("env://", rank, size, local_rank, size if local_size is None else local_size, False)
+    return _announced(environment, "env://", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", mpi=False)
 
 
 def rank(environment: Mapping[str, str] | None = None) -> int | None:

@@ -12,6 +12,7 @@ import hmac
 import json
 import os
 import socket
+import struct
 from typing import Any
 
 LIMIT = 4 << 20  # bytes of a line, and of what waits to be sent
@@ -28,19 +29,23 @@ def mac(key: bytes, *parts: bytes) -> bytes:
     return code.digest()
 
 
+def user_of(connection: socket.socket) -> int:
+    """Who is at the other end of a unix socket."""
+    return struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))[1]
+
+
 class Closed(Exception):
     """The other side is gone, or did not keep to the protocol."""
 
 
 class Lines:
-    """JSON values over a connected, non-blocking socket. Reading and writing never wait.
+    """JSON values over a connected, non-blocking socket. Reading and writing never wait; both raise Closed."""
 
-    Raises:
-        Closed: from `receive` and `send`.
-    """
+    role, ready = "", True  # what the caller is, and whether both sides are known to know the secret
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
+        self.limit = LIMIT  # bytes of what has come and is no line yet
         self.socket = connection
         self._in = bytearray()
         self._out = bytearray()
@@ -56,9 +61,9 @@ class Lines:
     def receive(self) -> list[Any]:
         """What has come."""
         while True:
-            limit = self._limit()
+            most = min(65536, self.limit + 1)
             try:
-                data = self.socket.recv(min(65536, limit + 1))
+                data = self.socket.recv(most)
             except BlockingIOError:
                 break
             except OSError as problem:
@@ -68,9 +73,9 @@ class Lines:
                     break
                 raise Closed("closed")
             self._in += data
-            if len(self._in) > limit:
+            if len(self._in) > self.limit:
                 raise Closed("a line is too long")
-            if len(data) < min(65536, limit + 1):
+            if len(data) < most:
                 break
         *lines, rest = self._in.split(b"\n")
         self._in = bytearray(rest)
@@ -97,9 +102,6 @@ class Lines:
 
     def close(self) -> None:
         self.socket.close()
-
-    def _limit(self) -> int:
-        return LIMIT
 
     def _sealed(self, data: bytes) -> bytes:
         return data
@@ -130,7 +132,7 @@ class Sealed(Lines):
         self._mine, self._theirs = os.urandom(NONCE).hex().encode(), b""
         self._sent = self._got = 0
         self._keys = (b"", b"")
-        self.ready = False
+        self.ready, self.limit = False, LIMIT if caller else HELLO_LIMIT
         super()._put(_HELLO + b" " + self._mine)
 
     def _sealed(self, data: bytes) -> bytes:
@@ -157,16 +159,13 @@ class Sealed(Lines):
             raise Closed("it does not know the secret")
         self._got += 1
         if not self.ready:
-            self.ready = True
+            self.ready, self.limit = True, LIMIT
             if not self._caller:
                 value = self._parse(data)
                 self.role = value.get("role", "") if isinstance(value, dict) else ""
                 self.send({"hello": True})
             return b"null"
         return data
-
-    def _limit(self) -> int:
-        return LIMIT if self.ready or self._caller else HELLO_LIMIT
 
     def receive(self) -> list[Any]:
         return [value for value in super().receive() if value is not None]

@@ -20,6 +20,15 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 SHARED = ("/dev/shm/mpich_shm_", "/dev/shm/sm_segment.")
 
 
+def stat(pid: int) -> list[bytes]:
+    """The fields of /proc/PID/stat from the state on: 0 state, 1 parent, 11 and 12 ticks used, 19 start, 21 memory.
+
+    Raises OSError: there is no such process, or no /proc.
+    """
+    with open(f"/proc/{pid}/stat", "rb") as file:
+        return file.read().rpartition(b")")[2].split()
+
+
 def attach(pid: int, descriptor: int) -> tuple[int, int]:
     """(a handle of a process, its slot opened for reading): they show how it ended also when it is long gone.
 
@@ -31,6 +40,11 @@ def attach(pid: int, descriptor: int) -> tuple[int, int]:
     with contextlib.suppress(OSError, OverflowError):
         opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
     return handle, opened
+
+
+#: What a rank's slot says that is shown as it is.
+_OF_SLOT = "host step samples phase doing call call_group call_text wait_sequence wait_group wait_text members missing"
+_OF_SLOT = (*_OF_SLOT.split(), "note", "ended", "code", "end")
 
 
 def _signs(of: slot.Slot) -> tuple[int, ...]:
@@ -87,27 +101,13 @@ class Watched:
             return Seen(self.rank, pid=self.pid, state=self._state, idle=idle)
         waited = now - max(last.waiting / 1e9, floor) if last.waiting else 0.0
         own, own_data = self._own(now, last)
+        if not last.waiting:
+            last = last._replace(wait_text="", members="", missing="")
         return Seen(
             rank=self.rank,
-            host=last.host,
             pid=self.pid,
             state=self._state,
-            step=last.step,
-            samples=last.samples,
-            phase=last.phase,
-            doing=last.doing,
-            call=last.call,
-            call_group=last.call_group,
-            call_text=last.call_text,
-            wait_sequence=last.wait_sequence,
-            wait_group=last.wait_group,
-            wait_text=last.wait_text if last.waiting else "",
-            members=last.members if last.waiting else "",
-            missing=last.missing if last.waiting else "",
-            note=last.note,
-            ended=last.ended,
-            code=last.code,
-            end=last.end,
+            **{name: getattr(last, name) for name in _OF_SLOT},
             idle=round(now - max(self._changed, floor), 3),
             waited=round(max(waited, 0.0), 3),
             cpu=round(self._use(), 3),
@@ -125,8 +125,7 @@ class Watched:
             self._state = "gone"
             return
         try:
-            with open(f"/proc/{self.pid}/stat", "rb") as file:
-                words = file.read().rpartition(b")")[2].split()
+            words = stat(self.pid)
             if self._start not in (None, words[19]):
                 raise ProcessLookupError  # the number belongs to another process now
             self._start = words[19]
@@ -141,9 +140,8 @@ class Watched:
 
     def code(self) -> int | None:
         """The wait status of a process that its parent has not collected yet; None where it is not to be had."""
-        with contextlib.suppress(OSError, IndexError, ValueError), open(f"/proc/{self.pid}/stat", "rb") as file:
-            words = file.read().rpartition(b")")[2].split()
-            if words[0] in (b"Z", b"X"):
+        with contextlib.suppress(OSError, IndexError, ValueError):
+            if (words := stat(self.pid))[0] in (b"Z", b"X"):
                 return int(words[49])
         return None
 
@@ -203,9 +201,8 @@ class Watched:
             else:
                 return True
         try:
-            with open(f"/proc/{self.pid}/stat", "rb") as file:
-                if self._start is None or file.read().rpartition(b")")[2].split()[19] != self._start:
-                    return False
+            if self._start is None or stat(self.pid)[19] != self._start:
+                return False
             os.kill(self.pid, number)
         except (OSError, IndexError):
             return False

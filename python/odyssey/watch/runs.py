@@ -21,7 +21,7 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..errors import OutputError
 from .files import private_directory, write_json
@@ -52,6 +52,11 @@ def begin(run: Run, command: list[str]) -> None:
         raise OutputError(f"[run] {run.description} cannot be written: {problem.strerror}") from problem
 
 
+def _file(name: str) -> Any:
+    """The file or directory of a run that has this name."""
+    return property(lambda run: run.path / name)
+
+
 class Run(NamedTuple):
     """A run's directory, and the number of the attempt that this process belongs to (from 1; 0: none)."""
 
@@ -68,46 +73,26 @@ class Run(NamedTuple):
         number = environment.get(ATTEMPT, "")
         return cls(Path(where), int(number) if number.isascii() and number.isdigit() else 0)
 
-    @property
-    def description(self) -> Path:
-        return self.path / "run.json"
-
-    @property
-    def attempt_file(self) -> Path:
-        return self.path / "attempt.json"
-
-    @property
-    def control(self) -> Path:
-        return self.path / "control.json"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def steps(self) -> Path:
-        return self.path / "steps"
-
-    @property
-    def heartbeat(self) -> Path:
-        return self.path / "heartbeat.json"
-
-    @property
-    def ranks(self) -> Path:
-        return self.path / "ranks"
-
-    @property
-    def ends(self) -> Path:
-        return self.path / "ends"
-
-    @property
-    def lock(self) -> Path:
-        return self.path / "launch.lock"
+    description = _file("run.json")
+    attempt_file = _file("attempt.json")
+    control = _file("control.json")
+    checkpoints = _file("checkpoints")
+    steps = _file("steps")
+    heartbeat = _file("heartbeat.json")
+    ranks = _file("ranks")
+    ends = _file("ends")
+    lock = _file("launch.lock")
+    done = _file("DONE.json")
 
     @property
     def logs(self) -> Path:
         return self.path / "logs" / f"attempt-{self.attempt}"
 
-    @property
-    def done(self) -> Path:
-        return self.path / "DONE.json"
+
+def end_record(
+    rank: int, host: str, code: int | None, signal: int | None, step: int, reason: str, attempt: int,
+    following: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """RUN/ends/RANK.reason.json; `following`: it is the consequence of another rank's end."""
+    value = {"rank": rank, "host": host, "code": code, "signal": signal, "step": step, "reason": reason[:500]}
+    return {**value, "attempt": attempt, "following": following}

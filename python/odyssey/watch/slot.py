@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import mmap
 import os
 import signal
@@ -32,20 +33,8 @@ WAIT = CODES["wait"]
 SLOW = ("start", "compile", "checkpoint", "end")  # phases that may take long without any sign of life
 
 # Numbers of 8 bytes, from the start.
-(
-    _MAGIC,
-    _VERSION,
-    _RANK,
-    _WORLD,
-    _PID,
-    _ATTEMPT,
-    _STEP,
-    _SAMPLES,
-    _PROGRESS,
-    _PHASE,
-    _SINCE,  # CLOCK_MONOTONIC ns: how far the times of phases are counted
-    _TIMES,
-) = range(12)
+# _SINCE is CLOCK_MONOTONIC ns: how far the times of phases are counted.
+(_MAGIC, _VERSION, _RANK, _WORLD, _PID, _ATTEMPT, _STEP, _SAMPLES, _PROGRESS, _PHASE, _SINCE, _TIMES) = range(12)
 (_CALL, _CALL_GROUP, _WAITING, _WAIT_SEQUENCE, _WAIT_GROUP, _ENDED, _CODE, _STACKS, _ORDERS) = range(
     _TIMES + len(PHASES), _TIMES + len(PHASES) + 9
 )
@@ -56,20 +45,10 @@ STACKS_SIGNAL = getattr(signal, "SIGRTMIN", 0) + 7  # a real-time one: none of t
 
 # Texts, UTF-8, padded with zeros.
 TEXT = 144  # as in comm/calls.py
-_PLACES = {}
-_at = 8 * _NUMBERS
-for _name, _size in (
-    ("host", 64),
-    ("call", TEXT),
-    ("wait", TEXT),
-    ("members", 64),
-    ("missing", 64),
-    ("note", 112),
-    ("end", 176),
-):
-    _PLACES[_name] = (_at, _at + _size)
-    _at += _size
-assert _at == SIZE
+_SIZES = {"host": 64, "call_text": TEXT, "wait_text": TEXT, "members": 64, "missing": 64, "note": 112, "end": 176}
+_ENDS = (8 * _NUMBERS, *itertools.accumulate(_SIZES.values(), initial=8 * _NUMBERS))[1:]
+_PLACES = {_name: (_at - _size, _at) for (_name, _size), _at in zip(_SIZES.items(), _ENDS[1:], strict=True)}
+assert _ENDS[-1] == SIZE
 
 _now = time.monotonic_ns
 
@@ -140,7 +119,7 @@ def call(sequence: int, text: str, group: tuple[int, str] = _EVERYONE) -> None:
     q[_VERSION] = _version - 1
     q[_CALL] = sequence
     q[_CALL_GROUP] = group[0]
-    _memory[_CALL_AT:_CALL_TO] = _fitted(text, "call")
+    _memory[_CALL_AT:_CALL_TO] = _fitted(text, "call_text")
     q[_PROGRESS] += 1
     q[_VERSION] = _version
 
@@ -162,7 +141,7 @@ def enter(sequence: int, text: str, group: tuple[int, str] = _EVERYONE) -> None:
     q[_WAITING] = now
     q[_WAIT_SEQUENCE] = sequence
     q[_WAIT_GROUP] = group[0]
-    _memory[_WAIT_AT:_WAIT_TO] = _fitted(text, "wait")
+    _memory[_WAIT_AT:_WAIT_TO] = _fitted(text, "wait_text")
     _memory[_WAIT_TO:_MISSING_TO] = _waited_for(group[1])
     q[_VERSION] = _version
 
@@ -202,7 +181,7 @@ def quick(sequence: int, group: int, text: str) -> None:
     if text is not _quick:
         _quick = text
         _q[_CALL_GROUP] = group
-        _text("call", text)
+        _text("call_text", text)
 
 
 def note(text: str) -> None:
@@ -232,8 +211,8 @@ def _text(name: str, text: str) -> None:
     _q[_VERSION] = _version
 
 
-_CALL_AT, _CALL_TO = _PLACES["call"]
-_WAIT_AT, _WAIT_TO = _PLACES["wait"]
+_CALL_AT, _CALL_TO = _PLACES["call_text"]
+_WAIT_AT, _WAIT_TO = _PLACES["wait_text"]
 _MISSING_TO = _PLACES["missing"][1]
 assert _PLACES["members"][0] == _WAIT_TO and _PLACES["members"][1] == _PLACES["missing"][0]
 
@@ -349,7 +328,8 @@ if hasattr(os, "register_at_fork"):
 
 
 class Slot(NamedTuple):
-    """What a slot says. Times are CLOCK_MONOTONIC of its machine in ns; `waiting` is 0 for a rank that does not wait.
+    """What a slot says, in the order in which it stands there. Times are CLOCK_MONOTONIC of its machine in ns;
+    `waiting` is 0 for a rank that does not wait.
 
     `times`: ns in each of PHASES, up to `since`. `whole`: it is of one moment. `call` numbers the latest collective
     call that it has started, in group `call_group`; -1: none.
@@ -403,27 +383,15 @@ def parse(data: bytes) -> Slot | None:
         for name, (a, b) in _PLACES.items()
     }
     return Slot(
-        *(q[i] for i in (_RANK, _WORLD, _PID, _ATTEMPT, _STEP, _SAMPLES, _PROGRESS)),
-        phase=PHASES[q[_PHASE]],
-        since=q[_SINCE],
-        times=tuple(q[_TIMES : _TIMES + len(PHASES)]),
-        call=q[_CALL],
-        call_group=q[_CALL_GROUP],
-        waiting=q[_WAITING],
-        wait_sequence=q[_WAIT_SEQUENCE],
-        wait_group=q[_WAIT_GROUP],
-        ended=bool(q[_ENDED]),
-        code=q[_CODE],
-        stacks=q[_STACKS],
-        orders=q[_ORDERS],
-        host=texts["host"],
-        call_text=texts["call"],
-        wait_text=texts["wait"],
-        members=texts["members"],
-        missing=texts["missing"],
-        note=texts["note"],
-        end=texts["end"],
+        *q[_RANK : _PROGRESS + 1],
+        PHASES[q[_PHASE]],
+        q[_SINCE],
+        tuple(q[_TIMES:_CALL]),
+        *q[_CALL : _WAIT_GROUP + 1],
+        bool(q[_ENDED]),
+        *q[_CODE : _ORDERS + 1],
         whole=not q[_VERSION] & 1,
+        **texts,
     )
 
 

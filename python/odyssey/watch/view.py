@@ -11,7 +11,6 @@ import os
 import re
 import select
 import socket
-import struct
 import time
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 from ..errors import LaunchError, printable
 from . import judge, link, slot
 from .files import read_json
+from .process import stat
 
 WAIT_S = 3.0  # seconds for an answer
 
@@ -91,7 +91,7 @@ def pids() -> list[int]:
     for pid, name in _names():
         with contextlib.suppress(OSError), _asked(name, 0.0):
             found.add(pid)
-    return sorted(found, key=_started, reverse=True)
+    return sorted(found, key=lambda pid: _field(pid, 19), reverse=True)
 
 
 def _names() -> list[tuple[int, str]]:
@@ -110,8 +110,7 @@ def _asked(name: str, seconds: float) -> socket.socket:
     try:
         connection.settimeout(seconds)
         connection.connect(f"\0{name}")
-        who = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-        if struct.unpack("3i", who)[1] != os.getuid():
+        if link.user_of(connection) != os.getuid():
             raise PermissionError(errno.EPERM, "it is another user's")
     except BaseException:
         connection.close()
@@ -119,15 +118,10 @@ def _asked(name: str, seconds: float) -> socket.socket:
     return connection
 
 
-def _started(pid: int) -> int:
+def _field(pid: int, number: int) -> int:
+    """A field of process.stat; 0 for a process that is gone."""
     with contextlib.suppress(OSError, IndexError, ValueError):
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    return 0
-
-
-def _parent(pid: int) -> int:
-    with contextlib.suppress(OSError, IndexError, ValueError):
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        return int(stat(pid)[number])
     return 0
 
 
@@ -149,7 +143,7 @@ def of_process(pid: int) -> Job:
         chain, at = set(), leader
         while at > 1:
             chain.add(at)
-            at = _parent(at)
+            at = _field(at, 1)
         if pid in chain:
             return local(leader)
     for leader in pids():

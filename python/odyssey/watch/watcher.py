@@ -17,7 +17,6 @@ import os
 import select
 import signal
 import socket
-import struct
 import sys
 import time
 from collections.abc import Callable
@@ -27,7 +26,7 @@ if __name__ == "__main__":  # -I: the package is found by its place alone, and i
     sys.modules["odyssey"] = type(sys)("odyssey")
     sys.modules["odyssey"].__path__ = [os.path.dirname(os.path.dirname(os.path.abspath(__file__)))]
 
-from odyssey.watch import judge, link, writer  # noqa: E402
+from odyssey.watch import judge, link, runs, writer  # noqa: E402
 from odyssey.watch.process import Watched  # noqa: E402
 
 TICK = 0.25  # seconds between looks
@@ -40,7 +39,8 @@ QUIET = 60.0  # seconds between lines about stragglers
 SLOW_LOOKS = 20  # in a row, before a rank is called slow: a busy machine slows one down for a moment
 STACKS_S = 2.0  # seconds for answers, of ranks that may have to wait for a core
 SETTLED_S = 0.15  # an answer that has not grown for so long is whole
-SHY = 2.0, 64  # seconds that who calls has to show that it knows the secret, and how many may be about to
+UNAUTHENTICATED_TIMEOUT = 2.0  # seconds that who calls has to show that it knows the secret
+UNAUTHENTICATED_LIMIT = 64  # callers that may be about to
 
 
 class Watcher:
@@ -72,7 +72,7 @@ class Watcher:
                 self._listen_to(watched.handle, watched)
         # Between machines. Of the main one: who has called; of the others: their connection.
         self.peers: dict[int, link.Lines] = {}
-        self.shy: dict[link.Lines, float] = {}  # who has called and not yet shown that it knows the secret, and when
+        self.unauthenticated: dict[link.Lines, float] = {}  # who has called and not yet shown the secret, and when
         self.heard: dict[int, float] = {}  # index of a node -> when it was last heard of
         self.left: set[int] = set()  # nodes whose ranks have all ended
         self.answers: dict[int, str] = {}
@@ -164,13 +164,12 @@ class Watcher:
             self._kill()
 
     def _tick_main(self, now: float) -> None:
-        for peer in [peer for peer, since in self.shy.items() if now - since > SHY[0]]:
-            self._drop(peer)
+        for peer, since in list(self.unauthenticated.items()):
+            if now - since > UNAUTHENTICATED_TIMEOUT:
+                self._drop(peer)
         if now >= self.next_beat:
             self.next_beat = now + BEAT
-            for peer in list(self.peers.values()):
-                if getattr(peer, "role", "") == "node":
-                    self._tell(peer, {"beat": True})
+            self._tell_nodes({"beat": True})
         if self.run_dir and now >= self.next_file:
             self.next_file = now + 1
             self._write_heartbeat()
@@ -222,9 +221,7 @@ class Watcher:
         """The stacks of all ranks that can give any."""
         starts = {rank: watched.ask_for_stacks() for rank, watched in self.ranks.items()}
         self.answers = {}
-        for peer in list(self.peers.values()):
-            if getattr(peer, "role", "") == "node":
-                self._tell(peer, {"stacks": True})
+        self._tell_nodes({"stacks": True})
         away = {rank for node in self.heard if node not in self.left for rank in self.nodes[node]}
         found = self._settled(starts, STACKS_S, self.pump, lambda: away <= self.answers.keys())
         return {**found, **self.answers}
@@ -256,7 +253,7 @@ class Watcher:
             about = judge.about(self.seen[rank], "")
             parts.append(f"=== {about}\n{stacks.get(rank) or '(no stacks)'}\n")
         path, text, done = os.path.join(folder, name), "\n".join(parts), []
-        self.writer.put(lambda: done.append(writer.write_text(path, text)))
+        self.writer.put(lambda: done.append(writer.write(path, text)))
         self.writer.drain(WORDS_S)
         return path if any(done) else ""
 
@@ -294,9 +291,9 @@ class Watcher:
         how, code, number = "was killed by a signal, or called os._exit", None, None
         if status is not None and status & 0x7F:
             number = status & 0x7F
-            how = f"was killed by {signal_name(number)}"
+            how = f"was killed by {judge.signal_name(number)}"
         elif status is not None:
-            how, code = f"ended without a word (exit code {status >> 8}: os._exit?)", status >> 8 or DEFECT
+            how, code = f"exited without reporting an error (exit code {status >> 8}; os._exit?)", status >> 8 or DEFECT
         last = f"; its last call was {first.call}, {first.call_text}" if first.call >= 0 else ""
         doing = f"waiting in {first.wait_text}" if first.waits else f"in {first.phase}"
         who = f"rank {first.rank} (pid {first.pid} on {first.host or self.host}, step {first.step}, {doing})"
@@ -314,9 +311,7 @@ class Watcher:
             w for rank, w in self.ranks.items() if w.alive and rank not in avoid and self.seen[rank].state != "T"
         ]
         asked = [w for w in sorted(healthy, key=lambda w: not self.seen[w.rank].waits) if w.order(code)][:1]
-        for peer in list(self.peers.values()):
-            if getattr(peer, "role", "") == "node":
-                self._tell(peer, {"end": code, "order": not asked})
+        self._tell_nodes({"end": code, "order": not asked})
 
     def _kill(self) -> None:
         for watched in self.ranks.values():
@@ -351,7 +346,7 @@ class Watcher:
 
     def _write(self, name: str, value: Any) -> None:
         path = os.path.join(self.run_dir, name)
-        self.writer.put(lambda: writer.write(path, value))
+        self.writer.put(lambda: writer.write(path, json.dumps(value) + "\n"))
 
     def _write_heartbeat(self) -> None:
         ranks = [{"rank": s.rank, "step": s.step, "phase": s.doing} for _, s in sorted(self.seen.items())]
@@ -362,18 +357,15 @@ class Watcher:
     def _write_address(self) -> None:
         if self.main and self.run_dir:
             secret = self.secret.hex() if self.address else ""
-            value = {"host": self.host, "pid": self.pid, "address": self.address, "secret": secret}
-            value["attempt"] = self.attempt
-            self._write("watch.json", value)
+            who = {"host": self.host, "pid": self.pid, "attempt": self.attempt}
+            self._write("watch.json", {**who, "address": self.address, "secret": secret})
 
     def _write_reason(self, rank: int, code: int | None, reason: str, number: int | None = None) -> None:
-        """As `write_reason` in entry.py, for a rank that cannot do it. code: None where it is not known, or a signal
-        (`number`) has ended it."""
+        """For a rank that cannot do it. code: None where it is not known, or a signal (`number`) has ended it."""
         if not self.run_dir:
             return
         seen = self.seen[rank]
-        value = {"rank": rank, "host": seen.host, "code": code, "signal": number, "step": seen.step}
-        value |= {"reason": reason[:500], "attempt": self.attempt, "following": False}
+        value = runs.end_record(rank, seen.host, code, number, seen.step, reason, self.attempt)
         self._write(os.path.join("ends", f"{rank}.reason.json"), value)
 
     # --- between machines, and `odyssey top` ---
@@ -383,22 +375,21 @@ class Watcher:
             connection, _ = listener.accept()
         except OSError:
             return
-        if len(self.peers) > 2 * len(self.nodes) + 16 or (listener is not self.local and len(self.shy) >= SHY[1]):
+        local = listener is self.local
+        full = len(self.peers) > 2 * len(self.nodes) + 16
+        if local:
+            refused = full or link.user_of(connection) not in (os.getuid(), 0)
+        else:
+            refused = full or len(self.unauthenticated) >= UNAUTHENTICATED_LIMIT
+        peer: link.Lines | None = None
+        if not refused:
+            with contextlib.suppress(link.Closed):
+                peer = link.Lines(connection) if local else link.Sealed(connection, self.secret, caller=False)
+        if peer is None:
             connection.close()
             return
-        if listener is self.local:
-            credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-            if struct.unpack("3i", credentials)[1] not in (os.getuid(), 0):
-                connection.close()
-                return
-            peer: link.Lines = link.Lines(connection)
-        else:
-            try:
-                peer = link.Sealed(connection, self.secret, caller=False)
-            except link.Closed:
-                connection.close()
-                return
-            self.shy[peer] = time.monotonic()
+        if not local:
+            self.unauthenticated[peer] = time.monotonic()
         self.peers[peer.fileno()] = peer
         self._listen_to(peer.fileno(), peer)
 
@@ -408,11 +399,16 @@ class Watcher:
         except link.Closed:
             self._drop(peer)
 
+    def _tell_nodes(self, value: Any) -> None:
+        """To the watchers of all other machines."""
+        for peer in [peer for peer in self.peers.values() if peer.role == "node"]:
+            self._tell(peer, value)
+
     def _drop(self, peer: link.Lines) -> None:
         handle = peer.fileno()
         self._forget(handle)
         self.peers.pop(handle, None)
-        self.shy.pop(peer, None)
+        self.unauthenticated.pop(peer, None)
         if peer is self.up:
             self.up = None
         peer.close()
@@ -423,15 +419,15 @@ class Watcher:
         except link.Closed:
             self._drop(peer)
             return
-        if peer in self.shy and getattr(peer, "ready", False):
-            del self.shy[peer]
+        if peer.ready:
+            self.unauthenticated.pop(peer, None)
         if peer is self.up and peer.ready:
             self.up_heard = time.monotonic()
         for value in values:
             if isinstance(value, dict):
                 if peer is self.up:
                     self._from_main(value)
-                elif getattr(peer, "role", "") == "node":
+                elif peer.role == "node":
                     self._from_node(peer, value)
                 elif value.get("look"):
                     self._tell(peer, self.snapshot())
@@ -540,14 +536,6 @@ def brief(seen: judge.Seen) -> dict[str, Any]:
     """A `Seen` as JSON, without what is as it is when nothing is said."""
     default = judge.Seen(0)
     return {k: v for k, v in seen._asdict().items() if k == "rank" or v != getattr(default, k)}
-
-
-def signal_name(number: int) -> str:
-    """SIGKILL of 9."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def main() -> None:

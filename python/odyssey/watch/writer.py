@@ -1,8 +1,7 @@
 """What the watcher writes, in a thread of its own: files of a run, and words for people. A disk that does not answer,
 or a terminal that nobody reads, must not keep it from telling other machines that it is there.
 
-What it is not: durable. A file is whole or not there, but not flushed to the disk: it is old a second later. The
-standard library only.
+A file is whole or not there, but not flushed to the disk: it is old a second later. The standard library only.
 """
 
 from __future__ import annotations
@@ -12,9 +11,10 @@ import json
 import os
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from .files import wait_until_read
+from .files import wait_until_read, write_whole
 
 QUEUE = 64  # what waits to be written; more is left out
 
@@ -64,33 +64,19 @@ def say(text: str) -> None:
         wait_until_read(2)
 
 
-def write_text(path: str, text: str) -> bool:
-    """Writes a file of this user alone; whether it could be."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+def write(path: str, text: str) -> bool:
+    """Writes a file of this user alone, whole or not at all; whether it could be."""
     try:
         os.makedirs(os.path.dirname(path) or ".", mode=0o700, exist_ok=True)
-        with open(os.open(path, flags, 0o600), "w", errors="replace") as file:
-            file.write(text)
+        write_whole(Path(path), lambda file: file.write(text.encode(errors="replace")), durable=False)
     except OSError:
         return False
     return True
 
 
-def write(path: str, value: Any) -> bool:
-    """Writes JSON, whole or not at all; whether it could be."""
-    aside = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.{os.getpid()}.tmp")
-    with contextlib.suppress(OSError):
-        if write_text(aside, json.dumps(value) + "\n"):
-            os.replace(aside, path)
-            return True
-    with contextlib.suppress(OSError):
-        os.unlink(aside)
-    return False
-
-
 def renew(path: str, value: dict[str, Any], **mine: Any) -> None:
     """As `write`; on a full disk the old file has to do, if it is of `mine`: its age says what is to be said."""
-    if not write(path, value) and is_of(path, **mine):
+    if not write(path, json.dumps(value) + "\n") and is_of(path, **mine):
         with contextlib.suppress(OSError):
             os.utime(path)
 

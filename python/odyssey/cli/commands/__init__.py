@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from ...errors import OdysseyError, printable
+from ...errors import ConfigError, OdysseyError, printable
 
 COMMANDS: tuple[str, ...] = (  # names of modules in this package, as `odyssey --help` lists them
     "train",
@@ -43,6 +43,22 @@ class File(click.Path):
 
 
 FILE = File(path_type=Path)
+DIFFERENT, REFUSED, UNAVAILABLE = 1, 65, 69  # exit codes
+
+# Options of several commands.
+JSON = click.option("--json", "json_file", type=FILE, metavar="FILE", help="Write the result. (default: not written)")
+LAUNCHER = click.option(
+    "--launcher", metavar="WORDS", help="What starts ranks. (default: 'mpirun -n {ranks}', that of this environment)"
+)
+
+
+def machines(who: str, hosts: str | None, hostfile: Path | None) -> Any:
+    """The hosts that --hosts or --hostfile of a command names. Raises ConfigError."""
+    from ...launch.hosts import parse_hostfile, parse_hosts
+
+    if hosts is not None and hostfile is not None:
+        raise ConfigError(f"[{who}] --hosts and --hostfile are both given; give one")
+    return parse_hosts(hosts) if hosts is not None else parse_hostfile(hostfile) if hostfile is not None else ()
 
 
 def near(word: str, known: Iterable[str]) -> list[str]:

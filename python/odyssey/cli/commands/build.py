@@ -35,13 +35,9 @@ from . import FILE, HELP
 @click.option("--check-targets", is_flag=True, help="Compile for every supported CPU, keep nothing. (default: off)")
 @click.option("--accelerators", is_flag=True, help="With --check-targets: for the GPUs instead. (default: off)")
 def command(
-    target_cpu: str | None,
-    targets: tuple[str, ...],
-    output: Path | None,
-    with_dependencies: bool,
-    check_targets: bool,
-    accelerators: bool,
-) -> None:
+    target_cpu: str | None, targets: tuple[str, ...], output: Path | None, with_dependencies: bool,
+    check_targets: bool, accelerators: bool,
+) -> None:  # fmt: skip
     """Compile the kernels now, instead of at first use, and print where the library is."""
     from odyssey.errors import BuildError, ConfigError
 

@@ -7,24 +7,21 @@ from pathlib import Path
 
 import click
 
-from . import FILE, HELP
-
-DIFFERENT = 1
+from . import DIFFERENT, FILE, HELP, JSON
 
 
 @click.command("diff", short_help="Find the step where two runs part.", context_settings=HELP)
 @click.argument("run_a", type=FILE)
 @click.argument("run_b", type=FILE)
-@click.option("--json", "json_file", type=FILE, metavar="FILE", help="Write the result. (default: not written)")
+@JSON
 def command(run_a: Path, run_b: Path, json_file: Path | None) -> None:
     """Compare two runs step by step, by their step logs: cursor, rate, loss, gradients and weights, all bits.
 
     Names the settings that differ, too. Ends with 0 if all steps that both have are the same, with 1 if not.
     """
-    from odyssey.errors import DataError
-
     from ...audit.replay import compare, log_of, settings_that_differ
     from ...audit.steplog import shown
+    from ...errors import DataError
     from ...watch import outputs
     from ...watch.runs import Run
 

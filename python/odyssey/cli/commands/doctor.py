@@ -7,9 +7,7 @@ from pathlib import Path
 
 import click
 
-from . import FILE, HELP
-
-UNAVAILABLE = 69
+from . import FILE, HELP, UNAVAILABLE, machines
 
 
 @click.command("doctor", short_help="Look whether this machine has what a run needs.", context_settings=HELP)
@@ -23,27 +21,17 @@ UNAVAILABLE = 69
 @click.option("--json", "as_json", is_flag=True, help="Print the checks as JSON. (default: as lines)")
 @click.pass_context
 def command(
-    context: click.Context,
-    ranks: int,
-    threads: int | None,
-    run_dir: Path | None,
-    hosts: str | None,
-    hostfile: Path | None,
-    as_json: bool,
-) -> None:
+    context: click.Context, ranks: int, threads: int | None, run_dir: Path | None, hosts: str | None,
+    hostfile: Path | None, as_json: bool,
+) -> None:  # fmt: skip
     """Look at this machine: is everything there that a run needs?
 
     Ends with 0 if a run can start, warnings allowed, and with 69 if one of the checks fails.
     """
-    from odyssey.errors import ConfigError, printable
-    from odyssey.launch.hosts import parse_hostfile, parse_hosts
-
+    from ...errors import printable
     from ..doctor import FAIL, OK, WARN, Plan, examine
 
-    if hosts is not None and hostfile is not None:
-        raise ConfigError("[doctor] --hosts and --hostfile are both given; give one")
-    named = parse_hosts(hosts) if hosts is not None else parse_hostfile(hostfile) if hostfile is not None else ()
-    checks = examine(Plan(ranks, threads, run_dir, [host.name for host in named]))
+    checks = examine(Plan(ranks, threads, run_dir, [host.name for host in machines("doctor", hosts, hostfile)]))
     count = {state: sum(check.state == state for check in checks) for state in (OK, WARN, FAIL)}
     if as_json:
         click.echo(json.dumps({"checks": [check._asdict() for check in checks], **count}, indent=1))

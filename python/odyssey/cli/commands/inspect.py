@@ -13,9 +13,8 @@ from typing import Any
 import click
 
 from ...errors import CheckpointError, printable
-from . import FILE, HELP
+from . import FILE, HELP, REFUSED
 
-REFUSED = 65
 _VALUE_LIMIT = 200  # characters of a value that are printed; --json has all
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from . import FILE, HELP, near
+from . import FILE, HELP, machines, near
 
 
 @click.command(
@@ -43,15 +43,9 @@ from . import FILE, HELP, near
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
 def command(
-    context: click.Context,
-    ranks: int,
-    hosts: str | None,
-    hostfile: Path | None,
-    elastic: str | None,
-    script: str,
-    arguments: tuple[str, ...],
-    **given: Any,
-) -> None:
+    context: click.Context, ranks: int, hosts: str | None, hostfile: Path | None, elastic: str | None, script: str,
+    arguments: tuple[str, ...], **given: Any,
+) -> None:  # fmt: skip
     """Start ranks of a script and keep the run going: restart after a failure, stop on request with a checkpoint.
 
     `odyssey launch -n 4 train --epochs 8` trains with four ranks; `odyssey launch -n 4 script.py`, `-m package.module`,
@@ -59,10 +53,8 @@ def command(
     --run-dir goes on with a run that was stopped. Exit codes: 0 complete, 75 stopped on request, 69 given up, else that
     of the rank that failed.
     """
-    from odyssey.errors import ConfigError
     from odyssey.launch import DistributedLauncher, LaunchConfig
     from odyssey.launch.config import parse_elastic
-    from odyssey.launch.hosts import parse_hostfile, parse_hosts
     from odyssey.launch.starting import plain
 
     if script.startswith("-") and script != "-m":
@@ -71,15 +63,8 @@ def command(
     script, *rest = plain([script, *arguments])
     if script == "train":
         _check_configuration(tuple(rest))
-    if hosts is not None and hostfile is not None:
-        raise ConfigError("[launch] --hosts and --hostfile are both given; give one")
-    machines = parse_hosts(hosts) if hosts is not None else parse_hostfile(hostfile) if hostfile is not None else ()
-    config = LaunchConfig(
-        nproc_per_node=ranks,
-        hosts=machines,
-        elastic=None if elastic is None else parse_elastic(elastic),
-        **given,
-    )
+    named, bounds = machines("launch", hosts, hostfile), None if elastic is None else parse_elastic(elastic)
+    config = LaunchConfig(nproc_per_node=ranks, hosts=named, elastic=bounds, **given)
     sys.exit(DistributedLauncher(config).launch(script, *rest))
 
 

@@ -7,9 +7,7 @@ from pathlib import Path
 
 import click
 
-from . import FILE, HELP
-
-DIFFERENT = 1
+from . import DIFFERENT, FILE, HELP, JSON, LAUNCHER
 
 
 @click.command("replay", short_help="Take a step of a run again and compare its bits.", context_settings=HELP)
@@ -20,28 +18,20 @@ DIFFERENT = 1
 @click.option(
     "--save", type=FILE, metavar="FILE.safetensors", help="Write the step's gradients and the weights after it."
 )
-@click.option(
-    "--launcher", metavar="WORDS", help="What starts ranks. (default: 'mpirun -n {ranks}', that of this environment)"
-)
-@click.option("--json", "json_file", type=FILE, metavar="FILE", help="Write the result. (default: not written)")
+@LAUNCHER
+@JSON
 def command(
-    run: Path,
-    step: int,
-    ranks: int | None,
-    layout: str | None,
-    save: Path | None,
-    launcher: str | None,
+    run: Path, step: int, ranks: int | None, layout: str | None, save: Path | None, launcher: str | None,
     json_file: Path | None,
-) -> None:
+) -> None:  # fmt: skip
     """Take a step of a run again, from the newest checkpoint before it, and compare all bits with the run's log.
 
     It runs the command that stands in RUN/run.json: replay only runs that you trust. Nothing is written in RUN.
     Ends with 0 if loss, gradients and weights have the same bits, with 1 if not.
     """
-    from odyssey.errors import ConfigError
-
     from ...audit.replay import COMPARED, replay
     from ...audit.steplog import UNKNOWN, shown
+    from ...errors import ConfigError
     from ...watch import outputs
 
     if step < 1:
@@ -53,14 +43,8 @@ def command(
     for path, option in ((save, "--save"), (json_file, "--json")):
         if path is not None:
             outputs.check(path, option)
-    result = replay(
-        run,
-        step,
-        layout or f"dp={ranks or 1}",
-        save=save,
-        launcher=launcher,
-        tell=lambda line: click.echo(f"odyssey: {line}", err=True),
-    )
+    told = {"tell": lambda line: click.echo(f"odyssey: {line}", err=True)}
+    result = replay(run, step, layout or f"dp={ranks or 1}", save=save, launcher=launcher, **told)
     rows = [(what, shown(result.logged, what), shown(result.replayed, what)) for what in COMPARED]
     for what, logged, replayed in rows:
         if UNKNOWN in (logged, replayed):

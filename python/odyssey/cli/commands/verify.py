@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -11,9 +12,7 @@ from odyssey.errors import ConfigError
 
 from ...watch import launcher as launchers
 from ...watch import outputs
-from . import FILE, HELP, on_all_ranks
-
-DIFFERENT = 1
+from . import DIFFERENT, FILE, HELP, JSON, LAUNCHER, on_all_ranks
 
 
 @click.command(
@@ -31,19 +30,13 @@ DIFFERENT = 1
 )
 @click.option("--steps", type=int, default=5, help="Optimizer steps to compare. (default: 5)")
 @click.option("--script", type=FILE, help="A script that uses DistributedTrainer, instead of odyssey train.")
-@click.option(
-    "--launcher", metavar="WORDS", help="What starts ranks. (default: 'mpirun -n {ranks}', that of this environment)"
-)
-@click.option("--json", "json_file", type=FILE, metavar="FILE", help="Write the results. (default: not written)")
+@LAUNCHER
+@JSON
 @click.argument("rest", nargs=-1, metavar="[OPTIONS OF TRAIN OR OF THE SCRIPT]...", type=click.UNPROCESSED)
 def command(
-    layouts: tuple[str, ...],
-    steps: int,
-    script: Path | None,
-    launcher: str | None,
-    json_file: Path | None,
+    layouts: tuple[str, ...], steps: int, script: Path | None, launcher: str | None, json_file: Path | None,
     rest: tuple[str, ...],
-) -> None:
+) -> None:  # fmt: skip
     """Train on one process and on each layout, and compare every bit after every step.
 
     Options that are not listed here are those of `odyssey train` (--model, --global-batch-size, ...), or the script's.
@@ -62,12 +55,11 @@ def command(
         outputs.check(json_file, "--json")
     words = [sys.executable, *(["-m", "odyssey.train", "--no-progress"] if script is None else [str(script)]), *rest]
     width = max(len(text) for text in layouts)
-    results = Verifier(words, steps, launcher)(
-        layouts,
-        lambda result: click.echo(
-            f"{result.layout:{width}}  {result.ranks} rank{'s' if result.ranks > 1 else ' '}  {result}"
-        ),
-    )
+
+    def show(result: Any) -> None:
+        click.echo(f"{result.layout:{width}}  {result.ranks} rank{'s' if result.ranks > 1 else ' '}  {result}")
+
+    results = Verifier(words, steps, launcher)(layouts, show)
     same = sum(result.same for result in results)
     click.echo(f"{same} of {len(results)} layouts give the bits of one process")
     if json_file is not None:
