@@ -89,20 +89,11 @@ def mojo_command() -> list[str]:
 
 def run_mojo(arguments: list[str], cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     """Runs the Mojo compiler with these arguments and captures what it prints; it ends when this process is killed.
-
-    Raises:
-        BuildError: there is none.
-    """
+    Raises BuildError: there is none."""
     quiet = {"MODULAR_CRASH_REPORTING_ENABLED": "false", "MODULAR_TELEMETRY_ENABLED": "false"}
-    return subprocess.run(
-        [sys.executable, "-I", "-S", str(_DIE_WITH_PARENT), str(os.getpid()), *mojo_command(), *arguments],
-        cwd=cwd,
-        env={**os.environ, **quiet},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        errors="replace",
-    )
+    words = [sys.executable, "-I", "-S", str(_DIE_WITH_PARENT), str(os.getpid()), *mojo_command(), *arguments]
+    how = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "errors": "replace"}
+    return subprocess.run(words, cwd=cwd, env={**os.environ, **quiet}, **how)
 
 
 def compile_kernels(
@@ -148,12 +139,9 @@ def compile_kernels(
 def _trim(text: str) -> str:
     """From the first error on, at most 40 lines; the last line of a long list of notes is kept, it has the reason."""
     lines = text.splitlines()
-    first = next((i for i, line in enumerate(lines) if "error:" in line), 0)
-    lines = lines[first:]
+    lines = lines[next((i for i, line in enumerate(lines) if "error:" in line), 0) :]
     if len(lines) > _STDERR_LINES:
-        tail = 9
-        head = _STDERR_LINES - tail - 1
-        lines = [*lines[:head], f"... {len(lines) - head - tail} lines left out ...", *lines[-tail:]]
+        lines[_STDERR_LINES - 10 : -9] = [f"... {len(lines) - _STDERR_LINES + 1} lines left out ..."]
     return "\n".join(lines)
 
 

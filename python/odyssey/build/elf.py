@@ -1,7 +1,6 @@
 """What a shared library of Linux needs: other libraries, and versions of their symbols. A reader of ELF headers.
 
-What it is not: a loader, or a reader of anything else; 64-bit little-endian files only. Layout: the System V gABI, and
-for versions the Linux Standard Base.
+64-bit little-endian files only. Layout: the System V gABI, and for versions the Linux Standard Base.
 """
 
 from __future__ import annotations
@@ -29,11 +28,7 @@ def is_elf(path: Path) -> bool:
 
 
 def read(path: Path) -> Elf:
-    """Reads a library.
-
-    Raises:
-        ValueError: not a library of this kind, or a torn one. OSError: it cannot be read.
-    """
+    """Reads a library. Raises ValueError: not one of this kind, or torn. OSError: it cannot be read."""
     data = path.read_bytes()
     if data[:6] != b"\x7fELF\x02\x01":
         raise ValueError(f"{path} is no 64-bit little-endian ELF file")

@@ -9,9 +9,8 @@ may be used here.
     <folder>/python/                  the package, with the Mojo sources in it as in a wheel
     <folder>/site/                    Python packages that it needs, if they were asked for
 
-`ODYSSEY_KERNELS=<folder>` has the libraries used by whatever odyssey runs, if its sources are the same. What it is not:
-the making of one (pack.py). The digests find what was torn or altered by accident; whoever can write to the folder can
-write the manifest too.
+`ODYSSEY_KERNELS=<folder>` has the libraries used by whatever odyssey runs, if its sources are the same. The digests
+find what was torn or altered by accident; whoever can write to the folder can write the manifest too.
 """
 
 from __future__ import annotations
@@ -68,13 +67,8 @@ class Manifest:
         """As the file holds it."""
         files = {name: {"bytes": size, "sha256": digest} for name, (size, digest) in sorted(self.files.items())}
         fields = {name: getattr(self, name) for name in ("odyssey", "compiler", "system", "cpu", "sources")}
-        return {
-            "format": FORMAT,
-            **fields,
-            "accelerators": list(self.accelerators),
-            "glibc": ".".join(map(str, self.glibc)),
-            "files": files,
-        }
+        rest = {"accelerators": list(self.accelerators), "glibc": ".".join(map(str, self.glibc)), "files": files}
+        return {"format": FORMAT, **fields, **rest}
 
 
 def is_folder(path: Path) -> bool:

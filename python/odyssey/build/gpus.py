@@ -104,16 +104,15 @@ def _nvidia() -> list[Gpu]:
     except (OSError, AttributeError):
         return []
     try:
-        number = ctypes.c_uint(0)
-        if nvml.nvmlDeviceGetCount_v2(ctypes.byref(number)) != 0:
+        number, by = ctypes.c_uint(0), ctypes.byref
+        if nvml.nvmlDeviceGetCount_v2(by(number)) != 0:
             return []
         driver = _text(nvml, "nvmlSystemGetDriverVersion")
         gpus = []
         for index in range(number.value):
             handle, major, minor = ctypes.c_void_p(), ctypes.c_int(0), ctypes.c_int(0)
-            if nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(handle)) != 0:
-                continue
-            if nvml.nvmlDeviceGetCudaComputeCapability(handle, ctypes.byref(major), ctypes.byref(minor)) != 0:
+            failed = nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), by(handle))
+            if failed or nvml.nvmlDeviceGetCudaComputeCapability(handle, by(major), by(minor)):
                 continue
             name = _text(nvml, "nvmlDeviceGetName", handle) or "NVIDIA GPU"
             uuid = _text(nvml, "nvmlDeviceGetUUID", handle)

@@ -3,8 +3,7 @@
 What it is: the way from `mojo/` and `shared/` (the sources) to `libodyssey.so`, and to `libodyssey-sm_90.so` for a kind
 of GPU, in the user's cache. The cache key is the sources, the compiler's version, the target, the flags and the
 platform, so a changed kernel is a new entry and nothing is ever out of date. Processes that start together compile
-once. What it is not: the loader. Nothing here opens a library; see `odyssey.core.native`. How the compiler is run:
-compiler.py; folders for machines without it: folder.py.
+once. Nothing here opens a library; see `odyssey.core.native`.
 
     <cache>/kernels/<key>/libodyssey.so     the library
     <cache>/kernels/<key>/build.json        what it was built from, and its SHA-256
@@ -36,24 +35,7 @@ from typing import NamedTuple
 from ..errors import BuildError, DeviceError
 from ..watch import files, launcher, slot
 from . import compiler, folder
-from .compiler import ROOT_SOURCE, compiler_version, host_cpu, run_mojo, source_root, target_options
-
-__all__ = [
-    "cache_dir",
-    "cached",
-    "cached_library",
-    "compiler_version",
-    "gpu_library_path",
-    "host_cpu",
-    "library_path",
-    "open_gpu_library",
-    "open_library",
-    "run_mojo",
-    "runtime_libraries",
-    "source_hash",
-    "source_root",
-    "target_options",
-]
+from .compiler import ROOT_SOURCE, compiler_version, host_cpu, run_mojo, source_root, target_options  # noqa: F401
 
 LIBRARY = folder.library_name(None)
 GPU_ROOT_SOURCE = Path("mojo") / "gpu_capi.mojo"
@@ -143,25 +125,20 @@ def runtime_libraries() -> list[Path]:
     They come with the compiler; with `ODYSSEY_KERNELS` the ones beside the prebuilt library go first.
     """
     suffix = ".dylib" if sys.platform == "darwin" else ".so"
-    places = []
-    named = os.environ.get("ODYSSEY_KERNELS")
-    if named:
+    places = [root / "lib" for root in compiler.sdk_roots()]
+    if named := os.environ.get("ODYSSEY_KERNELS"):
         path = Path(named).absolute()
         directory = path if path.is_dir() else path.parent
-        places += [directory, directory / "lib"]
-    places += [root / "lib" for root in compiler.sdk_roots()]
+        places = [directory, directory / "lib", *places]
     found = []
-    for stem in _RUNTIME:
-        name = f"lib{stem}{suffix}"
-        for place in places:
-            if (place / name).is_file():
-                found.append(place / name)
-                break
-        else:
+    for name in (f"lib{stem}{suffix}" for stem in _RUNTIME):
+        there = next((place / name for place in places if (place / name).is_file()), None)
+        if there is None:
             where = ", ".join(map(str, places)) or "no installed compiler"
             raise BuildError(
                 f"[build] {name} is in none of: {where}; install the package `max`, or put it beside the library"
             )
+        found.append(there)
     return found
 
 
@@ -211,14 +188,9 @@ class Plan:
 
     def record(self) -> dict[str, object]:
         """The same for build.json."""
-        return {
-            "compiler": self.compiler,
-            "cpu": self.cpu,
-            **({"accelerator": self.accelerator} if self.accelerator else {}),
-            "flags": list(self.flags),
-            "system": self.system,
-            "source_sha256": self.sources,
-        }
+        accelerator = {"accelerator": self.accelerator} if self.accelerator else {}
+        rest = {"flags": list(self.flags), "system": self.system, "source_sha256": self.sources}
+        return {"compiler": self.compiler, "cpu": self.cpu, **accelerator, **rest}
 
     @property
     def library(self) -> str:
@@ -230,14 +202,8 @@ def plan(root: Path, target_cpu: str | None = None, accelerator: str | None = No
     """What would be compiled from `root` on this machine. A library for GPUs only starts work on the CPU: unless told
     otherwise it is for all CPUs of this kind, and one file serves all."""
     own = compiler.portable_cpu() if accelerator else os.environ.get("ODYSSEY_TARGET_CPU") or host_cpu()
-    return Plan(
-        sources=source_hash(root, gpu=accelerator is not None),
-        compiler=compiler_version(),
-        cpu=target_cpu or own,
-        flags=FLAGS,
-        system=folder.system(),
-        accelerator=accelerator,
-    )
+    sources = source_hash(root, gpu=accelerator is not None)
+    return Plan(sources, compiler_version(), target_cpu or own, FLAGS, folder.system(), accelerator)
 
 
 # -- the cache --------------------------------------------------------------------------------------------------------
@@ -245,13 +211,10 @@ def plan(root: Path, target_cpu: str | None = None, accelerator: str | None = No
 
 def cache_dir() -> Path:
     """`$ODYSSEY_CACHE_DIR`, else `$XDG_CACHE_HOME/odyssey`, else `~/.cache/odyssey`."""
-    own = os.environ.get("ODYSSEY_CACHE_DIR")
-    if own:
+    if own := os.environ.get("ODYSSEY_CACHE_DIR"):
         return Path(own).absolute()
-    xdg = os.environ.get("XDG_CACHE_HOME")
-    if xdg and os.path.isabs(xdg):
-        return Path(xdg) / "odyssey"
-    return Path(os.path.expanduser("~")).absolute() / ".cache" / "odyssey"
+    xdg = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(xdg) if os.path.isabs(xdg) else Path(os.path.expanduser("~")).absolute() / ".cache") / "odyssey"
 
 
 def cached(accelerator: str | None = None) -> Path | None:
@@ -303,7 +266,11 @@ def _from_cache(root: Path, what: Plan) -> Opened:
             return found
         _say(f"{cache} cannot be written ({reason}); the kernels are kept in {fallback}")
         cache = fallback
-    return _build_once(root, what, cache)
+    before = slot.phase("compile")
+    try:
+        return _build_once(root, what, cache)
+    finally:
+        slot.phase(before)
 
 
 class _Damaged(Exception):
@@ -387,35 +354,24 @@ def _temporary_cache(instead_of: Path) -> Path:
     """A directory of this user alone under the system's temporary one. Others can write there, so nothing that
     somebody else may have put in place is used: code is loaded from it."""
     path = Path(tempfile.gettempdir()) / f"odyssey-{os.getuid()}"
+    advice = "set ODYSSEY_CACHE_DIR to a directory that can be written"
     try:
         with contextlib.suppress(FileExistsError):
             path.mkdir(mode=0o700)
         info = path.lstat()
         if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o077:
-            raise BuildError(
-                f"[build] {instead_of} cannot be written, and {path} is not this user's alone (mode 0700); "
-                "set ODYSSEY_CACHE_DIR to a directory that can be written"
-            )
+            what = f"{instead_of} cannot be written, and {path} is not this user's alone (mode 0700)"
+            raise BuildError(f"[build] {what}; {advice}")
         _make_writable(path / "kernels")
     except OSError as problem:
-        raise BuildError(
-            f"[build] neither {instead_of} nor {path} can be written ({problem.strerror}); "
-            "set ODYSSEY_CACHE_DIR to a directory that can be written"
-        ) from problem
+        what = f"neither {instead_of} nor {path} can be written ({problem.strerror})"
+        raise BuildError(f"[build] {what}; {advice}") from problem
     return path
 
 
 def _build_once(root: Path, what: Plan, cache: Path) -> Opened:
     """Compile into the entry unless another process has just done so. Whoever waited for a build that failed gets
     the same error instead of compiling the same sources again."""
-    before = slot.phase("compile")
-    try:
-        return _build_alone(root, what, cache)
-    finally:
-        slot.phase(before)
-
-
-def _build_alone(root: Path, what: Plan, cache: Path) -> Opened:
     kernels = cache / "kernels"
     with _locked(kernels / f"{what.key}.lock") as (lock, waited):
         damaged = None
@@ -431,11 +387,12 @@ def _build_alone(root: Path, what: Plan, cache: Path) -> Opened:
             _say(f"{kernels / what.key} is damaged: {damaged}; the kernels are compiled anew")
         for stale in kernels.glob(f"{what.key}.tmp-*"):
             shutil.rmtree(stale, ignore_errors=True)
-        lock.write({"pid": os.getpid(), "host": platform.node()})
+        me = {"pid": os.getpid(), "host": platform.node()}
+        lock.write(me)
         try:
             return _build(root, what, kernels)
         except BuildError as error:
-            lock.write({"pid": os.getpid(), "host": platform.node(), "failed": str(error)})
+            lock.write({**me, "failed": str(error)})
             raise
 
 
@@ -460,17 +417,13 @@ def _build(root: Path, what: Plan, kernels: Path) -> Opened:
         compiler.compile_kernels(root, source, library, what.cpu, accelerator=what.accelerator, flags=what.flags)
         seconds = time.perf_counter() - start
         code = library.read_bytes()
-        record = {
-            **what.record(),
-            "bytes": len(code),
-            "sha256": hashlib.sha256(code).hexdigest(),
-            "seconds": round(seconds, 1),
-            "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        }
+        record = {**what.record(), "bytes": len(code), "sha256": hashlib.sha256(code).hexdigest()}
+        record |= {"seconds": round(seconds, 1), "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
         (directory / "build.json").write_text(json.dumps(record, indent=1) + "\n")
         for name, mode in ((what.library, 0o755), ("build.json", 0o644)):
             os.chmod(directory / name, mode & ~_umask())
-            _fsync(directory / name)
+            with open(directory / name, "rb") as file:
+                os.fsync(file.fileno())
         if os.path.lexists(entry):  # damaged, or it would have been used
             files.exchange(directory, entry, aside)
         else:
@@ -549,8 +502,3 @@ def _umask() -> int:
     mask = os.umask(0o022)
     os.umask(mask)
     return mask
-
-
-def _fsync(path: Path) -> None:
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())

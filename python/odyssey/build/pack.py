@@ -1,11 +1,7 @@
-"""Makes the folders of folder.py: odyssey, its kernels and what they need, for machines without the compiler.
-
-What it is not: the reader of one, or an installer of Python packages: those that are copied are copied as they are.
-"""
+"""Makes the folders of folder.py: odyssey, its kernels and what they need, for machines without the compiler."""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -87,48 +83,40 @@ def pack(
                 _dependencies(aside / "site")
             (aside / "odyssey").write_text(_LAUNCHER)
             (aside / "odyssey").chmod(0o755)
-            manifest = folder.Manifest(
-                odyssey=odyssey.__version__,
-                compiler=build.compiler_version(),
-                system=folder.system(),
-                cpu=cpu,
-                accelerators=tuple(names),
-                sources=build.source_hash(build.source_root()),
-                glibc=glibc,
-                files=dict(_digests(aside)),
-            )
+            versions = odyssey.__version__, build.compiler_version(), folder.system()
+            sources, digests = build.source_hash(build.source_root()), dict(_digests(aside))
+            manifest = folder.Manifest(*versions, cpu, tuple(names), sources, glibc, digests)
             (aside / folder.MANIFEST).write_text(json.dumps(manifest.json(), indent=1) + "\n")
             _put(aside, output)
         finally:
             shutil.rmtree(aside, ignore_errors=True)
     except OSError as problem:
-        raise OutputError(
-            f"[build] {output} cannot be written: {problem.strerror}; choose another --output"
-        ) from problem
+        what = f"{output} cannot be written: {problem.strerror}"
+        raise OutputError(f"[build] {what}; choose another --output") from problem
     return Packed(output, len(manifest.files) + 1, _sizes(manifest))
 
 
 def _usable(output: Path) -> None:
     """Raises OutputError if there is anything at `output` that would be lost."""
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        names = os.listdir(output)
-        if not names:
-            return
-        advice = "choose another --output, or empty it"
-        if not folder.is_folder(output):
-            raise OutputError(f"[build] {output} is refused: it is not empty and not a folder of odyssey's; {advice}")
-        try:
-            known = set(folder.read(output).files) | {folder.MANIFEST}
-        except BuildError as problem:
-            raise OutputError(
-                f"[build] {output} is refused: its {folder.MANIFEST} is unreadable; {advice}"
-            ) from problem
-        for name in _names(output):
-            if name not in known:
-                raise OutputError(f"[build] {output} is refused: {name} was put into it; {advice}")
+
+    def refused(why: str, advice: str = "choose another --output, or empty it") -> OutputError:
+        return OutputError(f"[build] {output} is refused: {why}; {advice}")
+
+    if not output.is_dir():
+        if os.path.lexists(output):
+            raise refused("it is no directory", "choose another --output")
         return
-    if os.path.lexists(output) and not output.is_dir():
-        raise OutputError(f"[build] {output} is refused: it is no directory; choose another --output")
+    if not folder.is_folder(output):
+        if os.listdir(output):
+            raise refused("it is not empty and not a folder of odyssey's")
+        return
+    try:
+        known = {*folder.read(output).files, folder.MANIFEST}
+    except BuildError as problem:
+        raise refused(f"its {folder.MANIFEST} is unreadable") from problem
+    for name in _names(output):
+        if name not in known:
+            raise refused(f"{name} was put into it")
 
 
 def _put(aside: Path, output: Path) -> None:
@@ -174,9 +162,8 @@ def _libraries(libraries: Iterable[Path], target: Path) -> tuple[int, ...]:
             if beside.is_file():
                 open_.append((beside, target / "lib" / name))
             elif name not in _SYSTEM:
-                raise BuildError(
-                    f"[build] {source.name} needs {name}, which is neither the compiler's nor the system's"
-                )
+                what = f"{source.name} needs {name}, which is neither the compiler's nor the system's"
+                raise BuildError(f"[build] {what}")
     return glibc
 
 

@@ -25,19 +25,9 @@ INTEGER_LIMIT = 1 << 63
 LENGTH_BYTES = 8
 
 DTYPES = {  # name in the file -> numpy dtype, little-endian; numpy has no bfloat16: its bits come as uint16
-    "F64": "<f8",
-    "F32": "<f4",
-    "F16": "<f2",
-    "BF16": "<u2",
-    "I64": "<i8",
-    "I32": "<i4",
-    "I16": "<i2",
-    "I8": "|i1",
-    "U64": "<u8",
-    "U32": "<u4",
-    "U16": "<u2",
-    "U8": "|u1",
-    "BOOL": "|b1",
+    **{"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"},
+    **{"I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "|i1"},
+    **{"U64": "<u8", "U32": "<u4", "U16": "<u2", "U8": "|u1", "BOOL": "|b1"},
 }
 _WIDTHS = {name: np.dtype(code).itemsize for name, code in DTYPES.items()}
 _NAMES = {code: name for name, code in DTYPES.items() if name != "BF16"}
@@ -68,11 +58,7 @@ def name_problem(name: Any) -> str | None:
 
 
 def check_tensor(name: Any, dtype: Any, shape: Any, offsets: Any, space: int) -> Tensor:
-    """The tensor that a file describes, if it can be one within `space` bytes of data.
-
-    Raises:
-        CheckpointError: it cannot.
-    """
+    """The tensor that a file describes; CheckpointError if it cannot be one within `space` bytes of data."""
     problem = name_problem(name)
     if problem:
         raise CheckpointError(f"{ascii(name)[:80]}: {problem}")
@@ -101,9 +87,7 @@ def check_tiling(tensors: list[Tensor], space: int) -> None:
 
 def encode_header(tensors: Sequence[Tensor]) -> bytes:
     """The header of a file with these tensors: length and JSON."""
-    entries = {
-        one.name: {"dtype": one.dtype, "shape": one.shape, "data_offsets": [one.begin, one.end]} for one in tensors
-    }
+    entries = {t.name: {"dtype": t.dtype, "shape": t.shape, "data_offsets": [t.begin, t.end]} for t in tensors}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % LENGTH_BYTES)
     return len(text).to_bytes(LENGTH_BYTES, "little") + text

@@ -71,15 +71,10 @@ class Manifest:
 
     def _body(self) -> bytes:
         """Everything but the digests. One line per tensor: it can be read, and compared with diff."""
+        head = {"format": FORMAT, "version": VERSION, "step": self.step, "attempt": self.attempt, "values": self.values}
+        lines = [f'"{name}":{_text(value)}' for name, value in head.items()]
         files = ",\n".join(_file_text(file) for file in self.files)
-        lines = [
-            f'"format":{_text(FORMAT)}',
-            f'"version":{VERSION}',
-            f'"step":{self.step}',
-            f'"attempt":{self.attempt}',
-        ]
-        lines += [f'"values":{_text(self.values)}', f'"files":[\n{files}\n]']
-        return ("{\n" + ",\n".join(lines)).encode()
+        return ("{\n" + ",\n".join([*lines, f'"files":[\n{files}\n]'])).encode()
 
 
 def parse_manifest(data: bytes, key: bytes | None = None) -> Manifest:

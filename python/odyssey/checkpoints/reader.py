@@ -25,15 +25,11 @@ from .snapshot import SUFFIX, Snapshot, step_name, step_of
 
 PIECE = 1 << 20  # bytes hashed at a time when nothing is kept
 THREADS_FROM = 4 << 20  # bytes from which on threads are worth starting: hashing runs at about 1 GB/s
-_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 
 def load(path: Path, key: bytes | None = None, follow: bool = False) -> tuple[Snapshot, Manifest]:
-    """The checkpoint in a directory; `follow` allows the directory itself to be a symbolic link.
-
-    Raises:
-        CheckpointError: what is wrong with which file and tensor.
-    """
+    """The checkpoint in a directory; `follow` allows the directory itself to be a symbolic link. CheckpointError says
+    what is wrong with which file and tensor."""
     arrays: dict[str, dict[str, np.ndarray]] = {}
 
     def keep(descriptor: int, start: int, file: File, tensor: Tensor) -> str:
@@ -76,11 +72,7 @@ def bytes_of(array: np.ndarray) -> memoryview:
 
 
 def check_owner(status: os.stat_result) -> None:
-    """Refuses a directory in which anybody could have put a file, or another one in its place.
-
-    Raises:
-        CheckpointError: everybody may write to it, and it is another user's.
-    """
+    """Raises CheckpointError for a directory in which anybody could have put a file, or another one in its place."""
     if status.st_mode & stat.S_IWOTH and status.st_uid != os.geteuid():
         raise CheckpointError(f"it belongs to user {status.st_uid} and everybody may write to it")
 
@@ -150,39 +142,35 @@ def _check_header(descriptor: int, file: File) -> int:
 
 
 @contextlib.contextmanager
-def _opened(path: Path, follow: bool) -> Iterator[int]:
-    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
+def _open(what: str, path: Path | str, flags: int, within: int | None = None) -> Iterator[int]:
+    """A file or directory, open; `what` is its name in messages."""
     try:
-        descriptor = os.open(path, flags)
+        descriptor = os.open(path, flags | os.O_RDONLY | os.O_CLOEXEC, dir_fd=within)
+    except FileNotFoundError as problem:
+        raise CheckpointError(f"{what} is missing") from problem
     except OSError as problem:
-        raise CheckpointError(_cannot(problem, "the directory")) from problem
+        raise CheckpointError(f"{what} cannot be opened: {problem.strerror}") from problem
     try:
-        check_owner(os.fstat(descriptor))
         yield descriptor
     finally:
         os.close(descriptor)
 
 
 @contextlib.contextmanager
+def _opened(path: Path, follow: bool) -> Iterator[int]:
+    with _open("the directory", path, os.O_DIRECTORY | (0 if follow else os.O_NOFOLLOW)) as descriptor:
+        check_owner(os.fstat(descriptor))
+        yield descriptor
+
+
+@contextlib.contextmanager
 def _file(directory: int, name: str) -> Iterator[tuple[int, int]]:
     """A regular file of a directory, open, and its size."""
-    try:
-        descriptor = os.open(name, _FILE, dir_fd=directory)
-    except OSError as problem:
-        raise CheckpointError(_cannot(problem, name)) from problem
-    try:
+    with _open(name, name, os.O_NOFOLLOW | os.O_NONBLOCK, directory) as descriptor:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise CheckpointError(f"{name} is no regular file")
         yield descriptor, status.st_size
-    finally:
-        os.close(descriptor)
-
-
-def _cannot(problem: OSError, what: str) -> str:
-    if isinstance(problem, FileNotFoundError):
-        return f"{what} is missing"
-    return f"{what} cannot be opened: {problem.strerror}"
 
 
 def _read_into(descriptor: int, target: memoryview, at: int) -> None:

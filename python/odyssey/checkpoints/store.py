@@ -7,6 +7,7 @@ any process may read, without a lock.
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import os
 import shutil
 from collections.abc import Callable
@@ -129,9 +130,8 @@ class Store:
         Raises:
             CheckpointError: the directory itself cannot be read.
         """
-        refused: list[Refused] = []
         for look in range(LOOKS):
-            refused = []
+            refused: list[Refused] = []
             for name in reversed(self.names()):
                 path = self.folder / name
                 before = _identity(path)
@@ -197,8 +197,7 @@ class Store:
         """
         self.wait()
         arrays = {stem: {name: _plain(one) for name, one in some.items()} for stem, some in snapshot.arrays.items()}
-        values = self._checked(Snapshot(snapshot.step, arrays, snapshot.values))
-        return self._save(snapshot.step, arrays, values)
+        return self._save(self._checked(Snapshot(snapshot.step, arrays, snapshot.values)))
 
     def save_later(self, snapshot: Snapshot) -> None:
         """Copies a snapshot, which may change after the call, and writes it on a thread.
@@ -221,9 +220,7 @@ class Store:
                 np.copyto(copy, one)
                 arrays[stem][name] = staged[stem, name] = copy
         self._staged = staged
-        values = self._checked(Snapshot(snapshot.step, arrays, snapshot.values))
-
-        self._writing = self._thread.submit(self._save, snapshot.step, arrays, values)
+        self._writing = self._thread.submit(self._save, self._checked(Snapshot(snapshot.step, arrays, snapshot.values)))
 
     def wait(self) -> None:
         """Waits for the save in the background, if there is one.
@@ -235,21 +232,21 @@ class Store:
         if writing is not None:
             writing.result()
 
-    def _checked(self, snapshot: Snapshot) -> dict[str, Any]:
-        """Refuses what must not be saved; returns the values as they will be read."""
+    def _checked(self, snapshot: Snapshot) -> Snapshot:
+        """Refuses what must not be saved; returns it with the values as they will be read."""
         if self._lock is None:
             raise OutputError(f"[checkpoint] {self._place} is open for reading only, or closed")
         check_step(snapshot.step)
         for stem, some in snapshot.arrays.items():
             for name, one in some.items():
                 check_finite(snapshot.step, stem, name, one)
-        return plain_values(snapshot.step, snapshot.values)
+        return dataclasses.replace(snapshot, values=plain_values(snapshot.step, snapshot.values))
 
-    def _save(self, step: int, arrays: dict[str, dict[str, np.ndarray]], values: dict[str, Any]) -> Path:
-        name, written = step_name(step), False
+    def _save(self, snapshot: Snapshot) -> Path:
+        step, name, written = snapshot.step, step_name(snapshot.step), False
         try:
             self._hold()
-            planned = Planned(step, self.attempt, values, arrays, self.key)
+            planned = Planned(snapshot, self.attempt, self.key)
             if not self._is_there(name, planned):
                 self._valid.discard(name)
                 planned.write(self.folder, self._aside(step, "tmp"), self._check_fence)
@@ -257,9 +254,8 @@ class Store:
         except OutputError as problem:
             raise OutputError(f"[checkpoint] {name} is not saved: {problem}") from None
         except MemoryError:
-            raise OutputError(
-                f"[checkpoint] {name} is not saved: out of memory; those before it are as they were"
-            ) from None
+            what = "out of memory; those before it are as they were"
+            raise OutputError(f"[checkpoint] {name} is not saved: {what}") from None
         except OSError as problem:
             where = printable(os.path.basename(str(problem.filename))) + ": " if problem.filename else ""
             raise OutputError(
@@ -335,10 +331,8 @@ class Store:
                 elif self._is_valid(name):
                     found += 1
         except (OSError, OdysseyError) as problem:
-            reason = getattr(problem, "strerror", None) or problem
-            raise OutputError(
-                f"[checkpoint] {saved} is saved, but an older one cannot be removed: {reason}"
-            ) from problem
+            what = f"an older one cannot be removed: {getattr(problem, 'strerror', None) or problem}"
+            raise OutputError(f"[checkpoint] {saved} is saved, but {what}") from problem
 
     def _is_valid(self, name: str) -> bool:
         if name not in self._valid:

@@ -1,7 +1,7 @@
 """Writes one checkpoint: aside, flushed, manifest last, then in place of nothing or of the one with its name.
 
-A checkpoint's directory is complete from the moment its name exists. What it is not: a decision about who may write,
-what is kept and what is removed; see store.py.
+A checkpoint's directory is complete from the moment its name exists. Who may write, what is kept and what is removed is
+decided in store.py.
 """
 
 from __future__ import annotations
@@ -12,11 +12,9 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import NamedTuple
 
 from ..errors import CheckpointError, OutputError
 from ..watch.files import exchange, sync_directory
@@ -24,7 +22,7 @@ from . import manifest
 from .header import make_header
 from .manifest import File, Manifest, parse_manifest
 from .reader import bytes_of, in_threads
-from .snapshot import SUFFIX, is_file_name, step_name
+from .snapshot import SUFFIX, Snapshot, is_file_name, step_name
 
 _ASIDE = re.compile(r"\.step_([0-9]{8,18})\.(tmp|old)\.([0-9]{1,18})\.([A-Za-z0-9_.-]{1,64})\.([0-9]{1,10})")
 
@@ -56,19 +54,10 @@ def host_name() -> str:
 class Planned:
     """The files of a checkpoint before they are written: headers and digests of everything."""
 
-    def __init__(
-        self,
-        step: int,
-        attempt: int,
-        values: dict[str, Any],
-        arrays: Mapping[str, Mapping[str, np.ndarray]],
-        key: bytes | None = None,
-    ) -> None:
-        """`arrays` are contiguous and stay as they are until the checkpoint is written.
-
-        Raises:
-            OutputError: something that a checkpoint cannot have, and that would be refused when it is read.
-        """
+    def __init__(self, snapshot: Snapshot, attempt: int, key: bytes | None = None) -> None:
+        """Its arrays are contiguous and stay as they are until the checkpoint is written. Raises OutputError for what a
+        checkpoint cannot have, and would be refused when it is read."""
+        arrays = snapshot.arrays
         self.headers: list[bytes] = []
         self.data: list[list[memoryview]] = []
         tensors = []
@@ -91,7 +80,7 @@ class Planned:
             size = len(header) + sum(len(part) for part in parts)
             own = tuple(next(digests) for _ in places)
             files.append(File(stem + SUFFIX, size, hashlib.sha256(header).hexdigest(), places, own))
-        self.manifest = Manifest(step, attempt, values, tuple(files), signed=key is not None)
+        self.manifest = Manifest(snapshot.step, attempt, snapshot.values, tuple(files), signed=key is not None)
         self.encoded = self.manifest.encoded(key)
         try:
             readable = parse_manifest(self.encoded, key) == self.manifest
@@ -164,17 +153,14 @@ def _write_file(path: Path, parts: list[memoryview]) -> None:
     """Writes a new file and flushes it to the disk; errors name it."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
+        with open(descriptor, "wb", buffering=0) as file:
             for part in parts:
-                done = 0
-                while done < len(part):  # a disk may take less than it was given
-                    count = os.write(descriptor, part[done:])
-                    if count == 0:
+                while part:  # a disk may take less than it was given
+                    count = file.write(part)
+                    if not count:
                         raise OSError(errno.EIO, os.strerror(errno.EIO))
-                    done += count
+                    part = part[count:]
             os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
     except OSError as problem:
         problem.filename = path.name
         raise

@@ -327,7 +327,7 @@ def memory_limit(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup
     with contextlib.suppress(OSError):
         lines = (proc / "self/cgroup").read_text().splitlines()
     for line in lines:
-        _, controllers, path = line.split(":", 2)
+        controllers, path = [*line.split(":", 2), "", ""][1:3]
         if controllers == "":
             base, name = groups, "memory.max"
         elif "memory" in controllers.split(","):
@@ -336,12 +336,9 @@ def memory_limit(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup
             continue
         place = base / path.lstrip("/")
         for folder in (place, *place.parents):
-            try:
+            with contextlib.suppress(OSError):  # in a container the path may be that of the host
                 text = (folder / name).read_text().strip()
-            except OSError:
-                text = ""  # in a container the path may be that of the host
-            if text.isascii() and text.isdigit() and int(text) < 1 << 60:
-                found.append(int(text))
+                found += [int(text)] if text.isascii() and text.isdigit() and int(text) < 1 << 60 else []
             if folder == base:
                 break
     return min(found, default=None)
