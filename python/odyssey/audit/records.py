@@ -1,7 +1,7 @@
 """Records of the steps of a training on all its ranks, for the step log (steplog.py): a callback.
 
 Where ranks have parts of the weights (Trainable.partial) fingerprints are added up over ranks, of many steps at once:
-`flush`. Rank 0 writes. What it is not: the format of the log, or the fingerprint.
+`flush`. Rank 0 writes.
 """
 
 from __future__ import annotations
@@ -20,12 +20,8 @@ from .steplog import difference as differs
 
 
 class Records(Callback):
-    """Takes the record of each step; all ranks call all methods at the same steps.
-
-    Args:
-        path: of the log; rank 0 opens it.
-        attempt: of the run.
-    """
+    """Takes the record of each step; all ranks call all methods at the same steps. `path`: of the log; rank 0 opens it.
+    `attempt`: of the run."""
 
     def __init__(self, trainer: Trainable, path: Path, attempt: int) -> None:
         self._trainer = trainer
@@ -41,18 +37,9 @@ class Records(Callback):
         trainer, cursor, step, log = self._trainer, context.cursor, context.step, self._log
         if trainer.partial or log is not None:
             gradients, weights = trainer.fingerprints()
-        record = Record(
-            trainer.steps,
-            cursor.loader_epoch,
-            cursor.step,
-            len(context.batch.indices),
-            step.loss,
-            gradients,
-            weights,
-            step.rate,
-            step.taken,
-            0 if log is None else log.attempt,
-        )
+        place = trainer.steps, cursor.loader_epoch, cursor.step, len(context.batch.indices)
+        attempt = 0 if log is None else log.attempt
+        record = Record(*place, step.loss, gradients, weights, step.rate, step.taken, attempt)
         if trainer.partial:
             self._waiting.append(record)
         else:

@@ -6,8 +6,6 @@ A replay runs the command of RUN/run.json again with one environment variable,
 
 The trainer then starts from the newest checkpoint before that step, keeps a step log in DIRECTORY instead of the run's,
 writes nothing else, and ends the process after that step. What its records say is compared with the run's, by bits.
-
-What it is not: a debugger, or a judge of who is right; both sides may be wrong alike.
 """
 
 from __future__ import annotations
@@ -81,14 +79,11 @@ class Session(Callback):
             raise ConfigError(f"[replay] {REPLAY} is {given!r}; it must be STEP:DIRECTORY")
         path = Path(folder) / REQUEST
         request = read_json(path)
-        try:
-            checkpoint, layout, save = request["checkpoint"], request["layout"], request["save"]
-            if not (isinstance(checkpoint, str | None) and isinstance(layout, str) and isinstance(save, bool)):
-                raise TypeError
-        except (KeyError, TypeError):
-            raise DataError(
-                f"[replay] {path} has no checkpoint, layout and save as odyssey replay writes them"
-            ) from None
+        asked = [request.get(key, 0) for key in ("checkpoint", "layout", "save")] if isinstance(request, dict) else ()
+        kinds = (str | None, str, bool)
+        if not asked or not all(map(isinstance, asked, kinds)):
+            raise DataError(f"[replay] {path} has no checkpoint, layout and save as odyssey replay writes them")
+        checkpoint, layout, save = asked
         return cls(int(number), Path(folder), None if checkpoint is None else Path(checkpoint), layout, save)
 
     def request(self) -> None:
@@ -96,20 +91,9 @@ class Session(Callback):
         checkpoint = None if self.checkpoint is None else str(self.checkpoint)
         write_json(self.folder / REQUEST, {"checkpoint": checkpoint, "layout": self.layout, "save": self.save})
 
-    @property
-    def variable(self) -> str:
-        """The value of ODYSSEY_REPLAY."""
-        return f"{self.step}:{self.folder}"
-
-    @property
-    def log(self) -> Path:
-        """Where the records of the steps go."""
-        return self.folder / steplog.NAME
-
-    @property
-    def state(self) -> Path:
-        """Where weights and gradients of the step go."""
-        return self.folder / STATE
+    variable = property(lambda self: f"{self.step}:{self.folder}", doc="The value of ODYSSEY_REPLAY.")
+    log = property(lambda self: self.folder / steplog.NAME, doc="Where the records of the steps go.")
+    state = property(lambda self: self.folder / STATE, doc="Where weights and gradients of the step go.")
 
     def arguments(self, given: dict[str, Any]) -> dict[str, Any]:
         """What a layout leaves out is as on one process: the run's own may need more ranks."""
@@ -127,7 +111,7 @@ class Session(Callback):
     def on_step_end(self, context: Context) -> None:
         """Takes the record; ends after the step that is replayed."""
         if self.records is None:
-            return  # a loop of one's own
+            return  # a custom training loop
         self.records.on_step_end(context)
         trainer = context.trainer
         if trainer.steps >= self.step:
@@ -185,9 +169,7 @@ def compare(a: np.ndarray, b: np.ndarray) -> Comparison:
     unknown = tuple(name for name, flag in kinds if len(steps) and not (flags & flag).any())
     last = int(steps[-1]) if len(steps) else None
     fields = [name for name in steplog.LAYOUT.names if name not in ("step", "attempt", "crc")]
-    suspicious = np.zeros(len(steps), bool)
-    for name in fields:
-        suspicious |= _bits(x[name]) != _bits(y[name])
+    suspicious = np.any([_bits(x[name]) != _bits(y[name]) for name in fields], axis=0)
     for at in np.flatnonzero(suspicious):
         pair = steplog.decoded(x[at : at + 1])[0], steplog.decoded(y[at : at + 1])[0]
         what = difference(*pair)
@@ -208,10 +190,8 @@ def log_of(run: Path) -> np.ndarray:
     """
     path = Run(run).steps / steplog.NAME
     if not path.exists():
-        raise DataError(
-            f"[steps] {run} has no step log ({path.relative_to(run)}); name the directory of a run whose ranks take "
-            "every step together"
-        )
+        advice = "name the directory of a run whose ranks take every step together"
+        raise DataError(f"[steps] {run} has no step log ({path.relative_to(run)}); {advice}")
     records = steplog.history(steplog.load(path))
     if not len(records):
         raise DataError(f"[steps] {path} has no steps yet")
@@ -322,9 +302,8 @@ def command_of(run: Path) -> tuple[list[str], Path]:
     found, path = _description(run), Run(run).description
     words, folder = found.get("command"), found.get("directory", os.getcwd())
     if not (isinstance(words, list) and words and all(isinstance(word, str) and "\0" not in word for word in words)):
-        raise DataError(
-            f"[replay] {path} has no command; replay needs a run of odyssey train --run-dir or odyssey launch"
-        )
+        needed = "replay needs a run of odyssey train --run-dir or odyssey launch"
+        raise DataError(f"[replay] {path} has no command; {needed}")
     if not isinstance(folder, str):
         raise DataError(f"[replay] {path}: its directory is {folder!r:.80}")
     about = os.stat(path)
@@ -375,10 +354,8 @@ def replay(
     words, folder = command_of(run)
     start = checkpoint_before(run, step, tell)
     first = int(start.name.rpartition("_")[2]) if start else 0
-    tell(
-        f"steps {first + 1} to {step} are taken again on {ranks} rank{'s' if ranks > 1 else ''}, from "
-        f"{start.name if start else 'the beginning'}: {shlex.join(words)}"
-    )
+    where = f"on {ranks} rank{'s' if ranks > 1 else ''}, from {start.name if start else 'the beginning'}"
+    tell(f"steps {first + 1} to {step} are taken again {where}: {shlex.join(words)}")
     with tempfile.TemporaryDirectory(prefix="odyssey-replay-") as work:
         session = Session(step, Path(work), start and start.absolute(), layout, save is not None)
         session.request()

@@ -126,15 +126,13 @@ class Trace(Callback):
 
         own = given.get("accumulation_steps", 1)
         if own != 1 and "accumulation_steps" in self.options:
-            raise ConfigError(
-                f"[verify] the training accumulates {own} batches itself; leave accumulation out of the layout"
-            )
+            what = f"the training accumulates {own} batches itself"
+            raise ConfigError(f"[verify] {what}; leave accumulation out of the layout")
         out = arguments(self.options)
         reduction = {**given, **out}.get("reduction")
         if reduction in MODES:
-            raise ConfigError(
-                f"[verify] reduction={reduction!r} gives other bits than one process; verify a synchronous one"
-            )
+            what = f"reduction={reduction!r} gives other bits than one process"
+            raise ConfigError(f"[verify] {what}; verify a synchronous one")
         return out
 
     def on_fit_plan(self, context: Context) -> None:
@@ -153,11 +151,8 @@ class Trace(Callback):
         import numpy as np
 
         trainer = context.trainer
-        arrays = {
-            **trainer.named_state(),
-            "loss": np.array(context.step.loss, np.float64),
-            "correct predictions": np.array(context.step.correct, np.float64),
-        }
+        sums = {"loss": context.step.loss, "correct predictions": context.step.correct}
+        arrays = {**trainer.named_state(), **{name: np.array(value, np.float64) for name, value in sums.items()}}
         if trainer.comm.rank == 0:
             file = step_file(self.folder, self.trainer, self.done)
             write_whole(file, lambda target: np.savez(target, **arrays), durable=False)
@@ -188,10 +183,8 @@ class Difference:
 
     def __str__(self) -> str:
         at = f"[{', '.join(map(str, self.element))}]" if self.element else ""
-        return (
-            f"step {self.step}: {self.tensor}{at} is {self.found!r} instead of {self.expected!r} "
-            f"({self.differing} element{'s differ' if self.differing > 1 else ' differs'})"
-        )
+        many = f"{self.differing} element{'s differ' if self.differing > 1 else ' differs'}"
+        return f"step {self.step}: {self.tensor}{at} is {self.found!r} instead of {self.expected!r} ({many})"
 
 
 @dataclasses.dataclass
@@ -348,11 +341,7 @@ def started(words: Sequence[str], ranks: int, launcher: Sequence[str]) -> list[s
 
 def failure(words: Sequence[str], variables: Mapping[str, str], without: Sequence[str] = (), **how: Any) -> str | None:
     """Runs a command with more environment variables and `without` some; the line that says why it failed, or None."""
-    environment = {
-        **{name: value for name, value in os.environ.items() if name not in without},
-        **variables,
-        **OPEN_MPI,
-    }
+    environment = {name: value for name, value in os.environ.items() if name not in without} | {**variables, **OPEN_MPI}
     done = subprocess.run(words, capture_output=True, text=True, errors="replace", env=environment, **how)
     if done.returncode == 0:
         return None

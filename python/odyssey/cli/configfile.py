@@ -1,6 +1,6 @@
 """The configuration file of `odyssey train`: TOML whose keys are option names, checked before anything uses it.
 
-What it is not: a place where a value acts. A value is a number, true or false, or a text; a text is never given to a
+A value is a number, true or false, or a text; a text is never given to a
 shell, never expanded, never evaluated. What values mean and which go together is checked where `Settings` are made.
 """
 

@@ -4,8 +4,6 @@
 exception, `sys.exit(3)` or Ctrl-C in one rank ends the job, after the first rank to fail has said why; without it the
 others would wait for this rank for ever. A rank dies with the process that started it, and in a run it leaves no core
 file.
-
-What it is not: a way to go on. What ends here is started again by `odyssey launch`, or by nobody.
 """
 
 from __future__ import annotations
@@ -49,9 +47,7 @@ _said: weakref.ref[SystemExit] | None = None  # the latest
 def install() -> None:
     """Takes over the ends of this process, if it is one of several ranks; once."""
     global _installed
-    found = launcher.launched()
-    if found is None:
-        found = launcher.rendezvous()
+    found = launcher.launched() or launcher.rendezvous()
     if found is None or (found.size == 1 and runs.Run.current() is None) or _installed == os.getpid():
         return
     if os.environ.get(MARK, str(os.getpid())) != str(os.getpid()):
@@ -70,8 +66,7 @@ def install() -> None:
         _before["main"] = sys.excepthook
     if threading.excepthook not in (threading.__excepthook__, _uncaught_in_thread):
         _before["thread"] = threading.excepthook
-    sys.excepthook = _uncaught
-    threading.excepthook = _uncaught_in_thread
+    sys.excepthook, threading.excepthook = _uncaught, _uncaught_in_thread
     sys.exit = _exit
     atexit.register(_leave_before_mpi)
 
@@ -105,12 +100,9 @@ def _uncaught(kind: type[BaseException], error: BaseException, trace: TracebackT
         return
     code, line, text = told(error)
     _flush(sys.stdout)
-    words: str | Callable[[], Any] = text
-    if text and "main" in _before:
-        words = functools.partial(_before["main"], kind, error, trace)
-    code = end(
-        code, line, text=words, on_all_ranks=getattr(error, "raised_on_all_ranks", False), late=may_follow(error)
-    )
+    words = functools.partial(_before["main"], kind, error, trace) if text and "main" in _before else text
+    alike = getattr(error, "raised_on_all_ranks", False)
+    code = end(code, line, text=words, on_all_ranks=alike, late=may_follow(error))
     raise SystemExit(code)  # out of an excepthook: the interpreter ends in order, with this code
 
 
@@ -120,9 +112,7 @@ def _uncaught_in_thread(arguments: Any) -> None:
         _before.get("thread", threading.__excepthook__)(arguments)
         return
     code, line, text = told(error)
-    words: str | Callable[[], Any] = text
-    if text and "thread" in _before:
-        words = functools.partial(_before["thread"], arguments)
+    words = functools.partial(_before["thread"], arguments) if text and "thread" in _before else text
     name = arguments.thread.name if arguments.thread else "?"
     if arguments.thread is not None and (arguments.thread.daemon or not threading.main_thread().is_alive()):
         _say(f"{line} (in thread {name}; the rank goes on)", words, launcher.rank())
@@ -331,16 +321,10 @@ def _first() -> bool:
     return True
 
 
-#: What tells a job from others, as far as launchers say it; that of `odyssey launch` cannot be guessed by other users.
-_JOB_VARIABLES = (
-    ("ODYSSEY_LAUNCH", runs.ATTEMPT),
-    ("PMIX_NAMESPACE",),
-)
-
-
 def _job_before_mpi() -> str:
-    """What the ranks of a job on this machine have in common: what its launcher says, or their parent."""
-    for names in _JOB_VARIABLES:
+    """What the ranks of a job on this machine have in common: what its launcher says, or their parent. What
+    `odyssey launch` says cannot be guessed by other users."""
+    for names in (("ODYSSEY_LAUNCH", runs.ATTEMPT), ("PMIX_NAMESPACE",)):
         if os.environ.get(names[0]):
             said = "\0".join(os.environ.get(name, "") for name in names)  # not shown: others could take a name they see
             return hashlib.sha256(said.encode(errors="replace")).hexdigest()[:16]

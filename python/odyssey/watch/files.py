@@ -1,7 +1,7 @@
 """Files that must be there whole or not at all, and JSON from untrusted input.
 
 Written aside in the same directory, flushed to the disk, renamed, and the directory flushed: after a crash at any
-moment the old file is there or the new one. What it is not: a format; what the files say is their owners' business.
+moment the old file is there or the new one.
 """
 
 from __future__ import annotations
@@ -278,22 +278,18 @@ def parse_json(data: bytes, name: str) -> Any:
 
 def _check_depth(data: bytes, name: str) -> None:
     """Refuses deep nesting before the parser meets it. Brackets inside texts count too: they are rare and few."""
-    depth = 0
     if data.count(b"[") + data.count(b"{") <= DEPTH:
         return
+    depth = 0
     for byte in data:
-        if byte in b"[{":
-            depth += 1
-            if depth > DEPTH:
-                raise DataError(f"{name} is nested deeper than {DEPTH}")
-        elif byte in b"]}":
-            depth -= 1
+        depth += (byte in b"[{") - (byte in b"]}")
+        if depth > DEPTH:
+            raise DataError(f"{name} is nested deeper than {DEPTH}")
 
 
 def wait_until_read(descriptor: int, seconds: float = 0.5) -> None:
     """Waits until the reader of a pipe has taken what was written, but not for long: who ends a job at once may end
     the launcher's process that was to read the reason."""
-    import fcntl
     import termios
 
     until = time.monotonic() + seconds

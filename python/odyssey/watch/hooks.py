@@ -1,7 +1,4 @@
-"""What lies above and what lies below hear of each other here: `odyssey/__init__.py` fills the lists.
-
-What is not here: who calls need not know who is called. Also how this machine and its process numbers are named.
-"""
+"""What lies above and what lies below hear of each other here; and names of this machine and its process numbers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""What the watcher makes of what it sees: who hangs, who is slow, and how that is said. Pure functions.
-
-What it is not: an observer (watcher.py is), or a judge of numbers. The standard library only.
-"""
+"""What the watcher makes of what it sees: who hangs, who is slow, and how that is said. Pure functions, and the
+standard library only."""
 
 from __future__ import annotations
 
@@ -75,15 +73,14 @@ def seen_of(value: Any) -> Seen | None:
     for name, given in value.items():
         wanted = getattr(default, name)
         if name == "times":
-            if not isinstance(given, list) or len(given) > 32 or not all(_number(t) for t in given):
-                return None
+            right = isinstance(given, list) and len(given) <= 32 and all(_number(t) for t in given)
         elif isinstance(wanted, bool):
-            if not isinstance(given, bool):
-                return None
+            right = isinstance(given, bool)
         elif isinstance(wanted, str):
-            if not isinstance(given, str) or len(given) > 400 or not given.isprintable():
-                return None
-        elif not _number(given) or (isinstance(wanted, int) and not isinstance(given, int)):
+            right = isinstance(given, str) and len(given) <= 400 and given.isprintable()
+        else:
+            right = _number(given) and (isinstance(given, int) or not isinstance(wanted, int))
+        if not right:
             return None
     if not 0 <= value["rank"] < 1 << 24:
         return None
@@ -124,21 +121,16 @@ def allowance(rank: Seen, limit: float, preparing: bool = False) -> float:
 
 def blamed(rank: Seen, ranks: Mapping[int, Seen], world: int) -> list[int]:
     """The ranks that this one waits for, as far as that can be told."""
-    if rank.missing:
-        named = ranks_of(rank.missing, world)
-        if named:
-            return named
+    if rank.missing and (named := ranks_of(rank.missing, world)):
+        return named
     members = ranks_of(rank.members, world)
     if members is None:
         members = list(range(world))
     if rank.wait_sequence < 0:
         return members
     others = [ranks[p] for p in members if p in ranks and p != rank.rank]
-    elsewhere = [
-        s.rank
-        for s in others
-        if not (s.waits and (s.wait_group, s.wait_sequence) == (rank.wait_group, rank.wait_sequence))
-    ]
+    call = rank.wait_group, rank.wait_sequence
+    elsewhere = [s.rank for s in others if not (s.waits and (s.wait_group, s.wait_sequence) == call)]
     stopped = [s.rank for s in others if s.state in ("T", "t") or not s.alive]
     return elsewhere or stopped
 

@@ -1,8 +1,7 @@
 """What an MPI launcher, srun or a torchrun-like one put into the environment of this process, read in one place.
 
-What it is not: MPI. It knows names of variables, and which library understands which launcher, and imports nothing
-heavy, so that a message can be given to the right rank before MPI is loaded. The rank that counts comes from
-`odyssey.comm`.
+It imports nothing heavy, so that a message can be given to the right rank before MPI is loaded. The rank that counts
+comes from `odyssey.comm`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What a command leaves where the user said. A file: looked at before the work, and there whole or not at all after it.
-
-What it is not: the files of a run or a checkpoint, which have names and owners of their own (runs.py, files.py).
-"""
+"""What a command leaves where the user said: files that are looked at before the work, and whole or not there after."""
 
 from __future__ import annotations
 

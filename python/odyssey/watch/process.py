@@ -1,7 +1,5 @@
-"""One rank on this machine, as the watcher sees it: its slot, its process, its stacks; and what can be done to it.
-
-What it is not: a decision (judge.py). The standard library only.
-"""
+"""One rank on this machine, as the watcher sees it: its slot, its process, its stacks; and what can be done to it. The
+standard library only."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Ranks get to know each other's processes, and one on each machine starts the watcher: called once, by `comm.world`.
 
-What it is not: the watcher. It runs in the ranks, at the start, and everything that goes wrong here is survived: then
-a rank, or a machine, is not watched.
+Everything that goes wrong here is survived: then a rank, or a machine, is not watched.
 """
 
 from __future__ import annotations
@@ -33,11 +32,7 @@ _begun = 0  # pid
 
 
 def seconds(name: str, default: float, *, zero: bool) -> float:
-    """A number of seconds out of the environment.
-
-    Raises:
-        ConfigError: it is none.
-    """
+    """A number of seconds out of the environment. Raises ConfigError: it is none."""
     text = os.environ.get(name, "")
     if not text:
         return default
@@ -52,11 +47,8 @@ def seconds(name: str, default: float, *, zero: bool) -> float:
 
 
 def begin(world: Any) -> None:
-    """Has this process and its peers watched; once per process, by all ranks of the world, a Communicator.
-
-    Raises:
-        ConfigError: ODYSSEY_WATCHDOG or ODYSSEY_HEARTBEAT is no time.
-    """
+    """Has this process and its peers watched; once per process, by all ranks of the world, a Communicator. Raises
+    ConfigError: ODYSSEY_WATCHDOG or ODYSSEY_HEARTBEAT is no time."""
     global _begun
     run = runs.Run.current()
     if _begun == os.getpid() or (world.size == 1 and run is None):
@@ -135,13 +127,12 @@ def _start(settings: dict[str, Any], descriptors: list[int]) -> None:
     """Starts the watcher, which takes over these open files."""
     program = Path(__file__).with_name("watcher.py")
     with contextlib.suppress(OSError):
-        process = subprocess.Popen(
+        words, pipes = (
             [sys.executable, "-I", "-S", str(program)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            start_new_session=True,  # it outlives the ranks by a moment, also when their process group is killed
-            pass_fds=descriptors,
+            {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL},
         )
+        # in a session of its own: it outlives the ranks by a moment, also when their process group is killed
+        process = subprocess.Popen(words, **pipes, start_new_session=True, pass_fds=descriptors)
         # It goes on in a process that is no child of this one.
         threading.Thread(target=process.wait, name="odyssey watcher", daemon=True).start()
         assert process.stdin is not None

@@ -1,7 +1,4 @@
-"""What `odyssey top` shows: finds the main watcher of a job, asks it, and makes a table of the answer.
-
-What it is not: a way to act on a job. It only reads.
-"""
+"""What `odyssey top` shows: finds the main watcher of a job, asks it, makes a table of the answer. It only reads."""
 
 from __future__ import annotations
 
@@ -24,11 +21,7 @@ WAIT_S = 3.0  # seconds for an answer
 
 
 class Job:
-    """A running job's main watcher, connected.
-
-    Raises:
-        LaunchError: there is no such job, or it does not answer.
-    """
+    """A running job's main watcher, connected. Raises LaunchError: there is no such job, or it does not answer."""
 
     def __init__(self, lines: link.Lines) -> None:
         self._lines = lines
@@ -70,11 +63,10 @@ def checked(value: dict[str, Any]) -> dict[str, Any]:
     """A snapshot whose ranks are `Seen`; what else it says is made printable."""
     ranks = [judge.seen_of(item) for item in value.get("ranks", []) if isinstance(value.get("ranks"), list)]
     slow = value.get("slow")
+    numbers = {name: value.get(name) for name in ("pid", "world", "attempt")}
     return {
         "host": printable(str(value.get("host", "")), limit=100),
-        "pid": value.get("pid") if isinstance(value.get("pid"), int) else 0,
-        "world": value.get("world") if isinstance(value.get("world"), int) else 0,
-        "attempt": value.get("attempt") if isinstance(value.get("attempt"), int) else 0,
+        **{name: number if isinstance(number, int) else 0 for name, number in numbers.items()},
         "run": printable(str(value.get("run", "")), limit=400),
         "ranks": [seen for seen in ranks if seen is not None],
         "slow": {
@@ -236,11 +228,5 @@ def plain(now: dict[str, Any]) -> str:
     """The table as lines of text."""
     table = [COLUMNS, *rows(now)]
     widths = [max(len(row[i]) for row in table) for i in range(len(COLUMNS) - 1)]
-    left = (1,)
-    lines = [
-        "  ".join([c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=False))])
-        + "  "
-        + row[-1]
-        for row in table
-    ]
-    return "\n".join([title(now), *lines])
+    form = "  ".join(f"{{:{'<' if i == 1 else '>'}{width}}}" for i, width in enumerate(widths))
+    return "\n".join([title(now), *(f"{form.format(*row)}  {row[-1]}" for row in table)])

@@ -1,7 +1,5 @@
-"""`odyssey train`: its options, and a run of training as they say.
-
-What it is not: a place for training logic. Anything that is done here can be done from Python with the same objects.
-"""
+"""`odyssey train`: its options, and a run of training as they say. Anything that is done here can be done from
+Python with the same objects."""
 
 from __future__ import annotations
 
@@ -17,20 +15,8 @@ import click
 
 from odyssey.errors import ConfigError
 
-from ...core.settings import (
-    DATA,
-    OUTPUT,
-    REPLAY,
-    SECTIONS,
-    Command,
-    Setting,
-    Settings,
-    Training,
-    check,
-    declared,
-    option,
-    settings,
-)
+from ...core import settings as core
+from ...core.settings import SECTIONS, Command, Setting, Settings, Training, declared, option
 from ...watch import launcher as launchers
 from ...watch import outputs, runs
 from ..configfile import read_config
@@ -68,7 +54,7 @@ class _Sectioned(click.Command):
     """A command whose help lists its options under headings."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        of = {"config": DATA, **{name: s.section for name, s in declared(Command).items()}}
+        of = {"config": core.DATA, **{name: s.section for name, s in declared(Command).items()}}
         for section in (*SECTIONS, "Other"):
             options = [o for o in self.get_params(ctx) if of.get(str(o.name), "Other") == section]
             with formatter.section(section):
@@ -76,13 +62,7 @@ class _Sectioned(click.Command):
 
 
 @click.pass_context
-def _command(
-    context: click.Context,
-    verbose: bool,
-    batch_size: int | None,
-    ranks: int | None,
-    **given: Any,
-) -> None:
+def _command(context: click.Context, verbose: bool, batch_size: int | None, ranks: int | None, **given: Any) -> None:
     """Train a network and print one line of results.
 
     Under mpirun or srun the processes train together: mpirun -n 4 odyssey train. To start them, and to start them again
@@ -91,10 +71,10 @@ def _command(
     with on_all_ranks():
         if given["no_progress"] and verbose:
             raise ConfigError("[train] --quiet and --verbose are both given; leave one out")
-        check(Command, {"batch_size": batch_size, "ranks": ranks}, option)
+        core.check(Command, {"batch_size": batch_size, "ranks": ranks}, option)
         if batch_size is not None:
             given["global_batch_size"] = _one_batch_size(context, batch_size, ranks, given["num_gpus"])
-        made = settings(given)
+        made = core.settings(given)
         if ranks is not None and launchers.launched() is not None:
             raise ConfigError(
                 f"[train] --ranks {ranks} is given, but the ranks were started already; leave out --ranks, or mpirun"
@@ -155,7 +135,7 @@ def run(made: Settings, *, verbose: bool = False) -> None:
     """Train as the settings say: print one summary line and write the files that were asked for."""
     if made.watchdog is not None:
         os.environ["ODYSSEY_WATCHDOG"] = f"{made.watchdog:g}"
-    again = os.environ.get(REPLAY)
+    again = os.environ.get(core.REPLAY)
     if made.run_dir is not None and not again:
         os.environ[runs.RUN_DIR] = os.path.realpath(made.run_dir)
     from ...watch import limits
@@ -199,58 +179,23 @@ def run(made: Settings, *, verbose: bool = False) -> None:
     with on_all_ranks():
         epochs, total = made.length(-(-len(loader) // made.accumulation_steps))
         schedule = optim.schedule(made.schedule, total_steps=total, warmup_steps=made.warmup(total))
-        model = nn.models.build(
-            made.model, sample_shape=train_set.sample_shape, classes=train_set.classes, seed=made.seed
-        )
-        if made.optimizer == "sgd":
-            optimizer = optim.SGD(
-                lr=made.lr, momentum=made.momentum, nesterov=made.nesterov, weight_decay=made.weight_decay
-            )
-        else:
-            kind = optim.Adam if made.optimizer == "adam" else optim.AdamW
-            optimizer = kind(lr=made.lr, weight_decay=made.weight_decay)
+        about = {"sample_shape": train_set.sample_shape, "classes": train_set.classes}
+        model = nn.models.build(made.model, seed=made.seed, **about)
+        kind = {"sgd": optim.SGD, "adam": optim.Adam, "adamw": optim.AdamW}[made.optimizer]
+        more = {"momentum": made.momentum, "nesterov": made.nesterov} if kind is optim.SGD else {}
+        optimizer = kind(lr=made.lr, weight_decay=made.weight_decay, **more)
     progress = make(made.no_progress, sys.stderr) if first else None
     with on_all_ranks(ConfigError):
-        trainer = DistributedTrainer(
-            model=model,
-            optimizer=optimizer,
-            comm=world,
-            mesh=mesh,
-            schedule=schedule,
-            progress=progress,
-            **{name: getattr(made, name) for name in declared(Training)},
-        )
-    if first and not made.no_progress:
-        for warning in warnings:
-            print(f"odyssey: {warning}", file=sys.stderr, flush=True)
-    if first and world.size > 1 and not made.no_progress:
-        print(f"odyssey: {world.size} ranks as {trainer.mesh}; {world.why}", file=sys.stderr, flush=True)
-    if first and verbose:
-        for name, value in dataclasses.asdict(made).items():
-            if value is not None:
-                print(f"odyssey: {name.replace('_', '-')} = {value}", file=sys.stderr)
-        print(
-            f"odyssey: ranks {world.size}, mesh {trainer.mesh}, workers {trainer.workers}, device {trainer.device}, "
-            f"threads {trainer.threads} of each rank; {world.why}",
-            file=sys.stderr,
-            flush=True,
-        )
-    if first and trainer.notice:
-        print(f"odyssey: {trainer.notice}", file=sys.stderr, flush=True)
+        keywords = {name: getattr(made, name) for name in declared(Training)}
+        with_what = {"comm": world, "mesh": mesh, "schedule": schedule, "progress": progress}
+        trainer = DistributedTrainer(model=model, optimizer=optimizer, **with_what, **keywords)
+    if first:
+        _tell_what_is_trained(made, trainer, world, warnings, verbose)
     gc.freeze()
     gc.enable()  # train.py has turned it off
     try:
-        history = trainer.fit(
-            loader,
-            validation,
-            epochs=epochs,
-            steps=made.steps,
-            checkpoint_dir=made.checkpoint_dir,
-            checkpoint_every=made.checkpoint_every,
-            keep=made.keep,
-            resume=made.resume,
-            allow_nondeterministic_data=made.allow_nondeterministic_data,
-        )
+        names = ("steps", "checkpoint_dir", "checkpoint_every", "keep", "resume", "allow_nondeterministic_data")
+        history = trainer.fit(loader, validation, epochs=epochs, **{name: getattr(made, name) for name in names})
     finally:
         if progress is not None:
             progress.end()
@@ -264,26 +209,36 @@ def run(made: Settings, *, verbose: bool = False) -> None:
         outputs.say(summary(history, weights))
 
 
+def _tell_what_is_trained(made: Settings, trainer: Any, world: Any, warnings: Sequence[str], verbose: bool) -> None:
+    lines = [] if made.no_progress else list(warnings)
+    if world.size > 1 and not made.no_progress:
+        lines.append(f"{world.size} ranks as {trainer.mesh}; {world.why}")
+    if verbose:
+        asked = dataclasses.asdict(made).items()
+        lines += [f"{name.replace('_', '-')} = {value}" for name, value in asked if value is not None]
+        lines.append(
+            f"ranks {world.size}, mesh {trainer.mesh}, workers {trainer.workers}, device {trainer.device}, "
+            f"threads {trainer.threads} of each rank; {world.why}"
+        )
+    for line in lines + ([trainer.notice] if trainer.notice else []):
+        print(f"odyssey: {line}", file=sys.stderr, flush=True)
+
+
 def _report(made: Settings, world: Any, trainer: Any, history: Any, weights: str) -> dict[str, Any]:
     """What `--json` writes."""
-    asked = {n: getattr(made, n) for n, s in declared(Settings).items() if s.kind is not Path and s.section != OUTPUT}
+    asked = {
+        n: getattr(made, n) for n, s in declared(Settings).items() if s.kind is not Path and s.section != core.OUTPUT
+    }
+    figures = ("train_loss", "steps", "samples_per_second", "seconds", "bytes_per_step", "bytes_per_step_uncompressed")
     return {
         **asked,
         "test_accuracy": history.test_accuracy if made.evaluate else None,
         "test_loss": history.test_loss if made.evaluate else None,
-        "train_loss": history.train_loss,
-        "steps": history.steps,
+        **{name: getattr(history, name) for name in figures},
         "epochs": len(history.records),
-        "samples_per_second": history.samples_per_second,
-        "seconds": history.seconds,
         "world_size": world.size,
-        "workers": trainer.workers,
-        "threads": trainer.threads,
-        "device": trainer.device,
-        "shard_size": trainer.shard_size,
+        **{name: getattr(trainer, name) for name in ("workers", "threads", "device", "shard_size")},
         "weights_sha256": weights,
-        "bytes_per_step": history.bytes_per_step,
-        "bytes_per_step_uncompressed": history.bytes_per_step_uncompressed,
         "mesh": {"dp": trainer.mesh.dp, "pp": trainer.mesh.pp, "tp": trainer.mesh.tp},
         "memory_bytes": trainer.memory(),
         "loss_scale": trainer.scaler.value,
