@@ -49,7 +49,7 @@ def test_what_is_in_a_folder(made, tree):
         f"lib/lib{stem}.so"
         for stem in ("KGENCompilerRTShared", "AsyncRTMojoBindings", "MSupportGlobals", "AsyncRTRuntimeGlobals")
     }
-    assert {"odyssey", "libodyssey.so", "python/odyssey/cli.py", "python/odyssey/_mojo/mojo/capi.mojo"} <= there
+    assert {"odyssey", "libodyssey.so", "python/odyssey/nn/layers.py", "python/odyssey/_mojo/mojo/capi.mojo"} <= there
     assert "python/odyssey/data/mnist/train-images-idx3-ubyte.gz" in there
     assert not [name for name in there if name.endswith(".pyc") or name.startswith("site/")]
     assert os.access(home / "odyssey", os.X_OK)

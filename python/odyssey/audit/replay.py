@@ -66,11 +66,8 @@ class Session(Callback):
 
     @classmethod
     def current(cls, environment: Mapping[str, str] | None = None) -> Session | None:
-        """The replay that this process is, if it is one.
-
-        Raises:
-            ConfigError: the variable is not STEP:DIRECTORY. DataError: the request in the directory cannot be read.
-        """
+        """The replay that this process is, if it is one. Raises ConfigError: the variable is not STEP:DIRECTORY.
+        DataError: the request in the directory cannot be read."""
         given = (os.environ if environment is None else environment).get(REPLAY)
         if not given:
             return None
@@ -183,11 +180,7 @@ def _bits(column: np.ndarray) -> np.ndarray:
 
 
 def log_of(run: Path) -> np.ndarray:
-    """The history of a run, an array of steplog.LAYOUT.
-
-    Raises:
-        DataError: there is none, or it is damaged.
-    """
+    """The history of a run, an array of steplog.LAYOUT. Raises DataError: there is none, or it is damaged."""
     path = Run(run).steps / steplog.NAME
     if not path.exists():
         advice = "name the directory of a run whose ranks take every step together"
@@ -294,11 +287,8 @@ def checkpoint_before(run: Path, step: int, tell: Callable[[str], None] = lambda
 
 
 def command_of(run: Path) -> tuple[list[str], Path]:
-    """What run.json says that the run is, as words, and the directory in which it ran.
-
-    Raises:
-        DataError: it does not say it. ConfigError: other users could have written it: it is not run.
-    """
+    """What run.json says that the run is, as words, and the directory in which it ran. Raises DataError: it does not
+    say it. ConfigError: other users could have written it: it is not run."""
     found, path = _description(run), Run(run).description
     words, folder = found.get("command"), found.get("directory", os.getcwd())
     if not (isinstance(words, list) and words and all(isinstance(word, str) and "\0" not in word for word in words)):

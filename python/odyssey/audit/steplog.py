@@ -65,11 +65,7 @@ class Record(NamedTuple):
     attempt: int = 0
 
     def encoded(self) -> bytes:
-        """The 64 bytes of the record.
-
-        Raises:
-            DataError: a field does not fit its type.
-        """
+        """The 64 bytes of the record. Raises DataError: a field does not fit its type."""
         step, epoch, batch, samples, loss, gradients, weights, rate, taken, attempt = self
         flags = TAKEN * taken | GRADIENTS * (gradients is not None) | WEIGHTS * (weights is not None)
         fingerprints = gradients or 0, weights or 0
@@ -187,11 +183,8 @@ class StepLog:
         return before
 
     def flush(self) -> None:
-        """Gives all records to the operating system: the end of this process loses none of them any more.
-
-        Raises:
-            OutputError: they cannot be written; what is left is kept for the next time.
-        """
+        """Gives all records to the operating system: the end of this process loses none of them any more. Raises
+        OutputError: they cannot be written; what is left is kept for the next time."""
         try:
             while self._buffer:
                 done = os.write(self._file, self._buffer)
@@ -258,11 +251,8 @@ def parse(data: bytes, name: str = "the step log") -> np.ndarray:
 
 
 def read(path: str | Path) -> list[Record]:
-    """All records of a log, in the order of the file, those that others have superseded too.
-
-    Raises:
-        DataError: the file is not there, is too long, or is no step log (see `parse`).
-    """
+    """All records of a log, in the order of the file, those that others have superseded too. Raises DataError: the file
+    is not there, is too long, or is no step log (see `parse`)."""
     return decoded(load(path))
 
 

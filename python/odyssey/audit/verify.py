@@ -53,11 +53,8 @@ KEYS: dict[str, tuple[str, type]] = {
 
 
 def parse(text: str) -> dict[str, Any]:
-    """A layout as options of the trainer, e.g. "dp=2,zero=3".
-
-    Raises:
-        ConfigError: an unknown key, or a value that is no number where one is wanted.
-    """
+    """A layout as options of the trainer, e.g. "dp=2,zero=3". Raises ConfigError: an unknown key, or a value that is no
+    number where one is wanted."""
     options: dict[str, Any] = {}
     whole = repr(printable(text, limit=80))
     for item in filter(None, (part.strip() for part in text.split(","))):
@@ -216,11 +213,8 @@ class Result:
 
 
 def compare(expected: Path, found: Path, steps: int) -> tuple[Difference | None, int, int]:
-    """The first difference between two traces, and how many steps and values were compared.
-
-    Raises:
-        ConfigError: a trace has no steps, or they have other tensors.
-    """
+    """The first difference between two traces, and how many steps and values were compared. Raises ConfigError: a trace
+    has no steps, or they have other tensors."""
     import numpy as np
 
     values = done = 0
@@ -284,11 +278,8 @@ class Verifier:
         self.launcher = launcher_words(launcher, "verify")
 
     def __call__(self, layouts: Sequence[str], show: Callable[[Result], None] = lambda result: None) -> list[Result]:
-        """One result per layout, shown as soon as it is there.
-
-        Raises:
-            ConfigError: a layout cannot be read, or the run on one process fails.
-        """
+        """One result per layout, shown as soon as it is there. Raises ConfigError: a layout cannot be read, or the run
+        on one process fails."""
         plans = [(text, parse(text)) for text in layouts]
         results = []
         with tempfile.TemporaryDirectory(prefix="odyssey-verify-") as folder:

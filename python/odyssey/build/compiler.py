@@ -1,7 +1,4 @@
-"""The Mojo compiler of this environment: where it is, its version, the processors it compiles for, and how it is run.
-
-What it is not: what is compiled and where the result is kept (build.py), or for which processors (targets.py).
-"""
+"""The Mojo compiler of this environment: where it is, its version, the processors it compiles for, and how it is run."""
 
 from __future__ import annotations
 

@@ -77,11 +77,7 @@ def is_folder(path: Path) -> bool:
 
 
 def read(home: Path) -> Manifest:
-    """The manifest of a folder.
-
-    Raises:
-        BuildError: there is none that this version reads.
-    """
+    """The manifest of a folder. Raises BuildError: there is none that this version reads."""
     try:
         with open(home / MANIFEST, "rb") as file:
             data = file.read(LIMIT + 1)

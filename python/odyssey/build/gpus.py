@@ -49,10 +49,7 @@ def count() -> int:
 
 def accelerator(index: int = 0) -> str | None:
     """What kernels are compiled for: `ODYSSEY_TARGET_ACCELERATOR`, else the kind of GPU `index`; None without a GPU.
-
-    Raises:
-        DeviceError: no name of an accelerator, or there are GPUs but fewer.
-    """
+    Raises DeviceError: no name of an accelerator, or there are GPUs but fewer."""
     named = os.environ.get("ODYSSEY_TARGET_ACCELERATOR")
     if named:
         return canonical(named, "ODYSSEY_TARGET_ACCELERATOR")
@@ -65,11 +62,8 @@ def accelerator(index: int = 0) -> str | None:
 
 
 def canonical(name: str, source: str = "--target") -> str:
-    """One name for each kind: "nvidia:sm_90" and "sm_90a" are "sm_90", whose code may use all that the chip has.
-
-    Raises:
-        DeviceError: this is no name.
-    """
+    """One name for each kind: "nvidia:sm_90" and "sm_90a" are "sm_90", whose code may use all that the chip has. Raises
+    DeviceError: this is no name."""
     form = re.fullmatch(r"(?:(?:nvidia|amdgpu):)?([a-z][a-z0-9_-]{1,30})", name.strip().lower())
     if form is None:
         raise DeviceError(f"[gpu] {source} is {name!r}, which names no accelerator; give one such as sm_90 or gfx942")

@@ -74,11 +74,8 @@ class Opened(NamedTuple):
 
 
 def open_library() -> Opened:
-    """The compiled kernels: the prebuilt library that was named, the cached one, or a new one compiled now.
-
-    Raises:
-        BuildError: they cannot be compiled, or what is there is refused.
-    """
+    """The compiled kernels: the prebuilt library that was named, the cached one, or a new one compiled now. Raises
+    BuildError: they cannot be compiled, or what is there is refused."""
     named = os.environ.get("ODYSSEY_KERNELS")
     return Opened(_prebuilt(Path(named))) if named else _cached_library()
 
@@ -218,11 +215,8 @@ def cache_dir() -> Path:
 
 
 def cached(accelerator: str | None = None) -> Path | None:
-    """The library for this machine, or that of an accelerator, if it has been compiled already and is as it was.
-
-    Raises:
-        BuildError: there is one that somebody else may have put there.
-    """
+    """The library for this machine, or that of an accelerator, if it has been compiled already and is as it was. Raises
+    BuildError: there is one that somebody else may have put there."""
     found = _whole(cache_dir(), plan(source_root(), accelerator=accelerator))
     return found.close() if found else None
 
@@ -278,11 +272,8 @@ class _Damaged(Exception):
 
 
 def _whole(cache: Path, what: Plan) -> Opened | None:
-    """The library of this entry if it is there, undamaged.
-
-    Raises:
-        BuildError: it is not this user's or root's, or others may write to it.
-    """
+    """The library of this entry if it is there, undamaged. Raises BuildError: it is not this user's or root's, or
+    others may write to it."""
     with contextlib.suppress(_Damaged):
         return _open_entry(cache, what)
     return None

@@ -1,7 +1,4 @@
-"""Does everything compile for the processors that are not here? CPUs to object files, GPUs to the code of each kernel.
-
-What it is not: a test of what the code computes, or a look at it; that is tests/building/gpu_code.py.
-"""
+"""Does everything compile for processors that are not here? CPUs to object files, GPUs to the code of each kernel."""
 
 from __future__ import annotations
 

@@ -56,10 +56,7 @@ class Lock:
     """Holds a directory from when it is made until `release`."""
 
     def __init__(self, folder: Path, attempt: int) -> None:
-        """Raises:
-        OutputError: somebody else holds it.
-        OSError: the file cannot be made.
-        """
+        """Raises OutputError: somebody else holds it. OSError: the file cannot be made."""
         self.folder, self.path = folder, folder / NAME
         self.mine = Holder(host_name(), os.getpid(), attempt)
         self._file: LockFile | None = self._take()

@@ -78,11 +78,8 @@ class Manifest:
 
 
 def parse_manifest(data: bytes, key: bytes | None = None) -> Manifest:
-    """The manifest that these bytes are.
-
-    Raises:
-        CheckpointError: they are none; they were changed; or there is a key, and no MAC made with it.
-    """
+    """The manifest that these bytes are. Raises CheckpointError: they are none; they were changed; or there is a key,
+    and no MAC made with it."""
     if len(data) > LIMIT:
         raise CheckpointError(f"{NAME} is longer than {LIMIT} bytes")
     try:
@@ -121,10 +118,7 @@ def parse_manifest(data: bytes, key: bytes | None = None) -> Manifest:
 
 def read_key(path: Path) -> bytes:
     """The key in a file: its bytes without spaces and line ends around them, at least 16; for its owner's eyes only.
-
-    Raises:
-        ConfigError: the file cannot be a key.
-    """
+    Raises ConfigError: the file cannot be a key."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         with open(descriptor, "rb") as file:

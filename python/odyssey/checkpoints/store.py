@@ -108,11 +108,8 @@ class Store:
         return self.folder / step_name(step)
 
     def names(self) -> list[str]:
-        """The checkpoints that are there, oldest first, valid or not.
-
-        Raises:
-            CheckpointError: the directory cannot be read, or can be written by anybody and is somebody else's.
-        """
+        """The checkpoints that are there, oldest first, valid or not. Raises CheckpointError: the directory cannot be
+        read, or can be written by anybody and is somebody else's."""
         try:
             reader.check_owner(os.stat(self.folder))
             found = [name for name in os.listdir(self.folder) if step_of(name) is not None]
@@ -126,10 +123,7 @@ class Store:
 
     def newest(self) -> tuple[Snapshot | None, list[Refused]]:
         """The newest checkpoint whose every byte is as it was written, and those that were refused on the way to it.
-
-        Raises:
-            CheckpointError: the directory itself cannot be read.
-        """
+        Raises CheckpointError: the directory itself cannot be read."""
         for look in range(LOOKS):
             refused: list[Refused] = []
             for name in reversed(self.names()):
@@ -172,11 +166,7 @@ class Store:
         return found
 
     def load(self, path: Path | str) -> Snapshot:
-        """One checkpoint, wherever it is.
-
-        Raises:
-            CheckpointError: it is none, or was changed; names file and tensor.
-        """
+        """One checkpoint, wherever it is. Raises CheckpointError: it is none, or was changed; names file and tensor."""
         path = Path(path)
         try:
             return reader.load(path, self.key, follow=True)[0]
@@ -223,11 +213,8 @@ class Store:
         self._writing = self._thread.submit(self._save, self._checked(Snapshot(snapshot.step, arrays, snapshot.values)))
 
     def wait(self) -> None:
-        """Waits for the save in the background, if there is one.
-
-        Raises:
-            OutputError: it failed, as in `save`. Raised once.
-        """
+        """Waits for the save in the background, if there is one. Raises OutputError: it failed, as in `save`. Raised
+        once."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()

@@ -180,11 +180,8 @@ class Trainable(Protocol):
         """All that training goes on from, and `values`: on rank 0. Arrays may be those that training goes on with."""
 
     def load(self, snapshot: Snapshot, name: str) -> None:
-        """Takes back what state() gave, on whatever layout; `name` is for messages.
-
-        Raises:
-            ConfigError: it is of another training. CheckpointError: something is missing. Nothing was changed.
-        """
+        """Takes back what state() gave, on whatever layout; `name` is for messages. Raises ConfigError: it is of
+        another training. CheckpointError: something is missing. Nothing was changed."""
 
     @property
     def state_bytes(self) -> int:

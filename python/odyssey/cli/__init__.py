@@ -127,7 +127,7 @@ def _unwritable(error: OSError) -> str:
 
 
 def _end(code: int, line: str | None, *, text: str = "", on_all_ranks: bool = False, late: bool = False) -> int:
-    """Says what happened and takes the other ranks along, which may be waiting for this one: process/entry.py."""
+    """Says what happened and takes the other ranks along, which may be waiting for this one: watch/entry.py."""
     if "odyssey.train.session" in sys.modules:
         sys.modules["odyssey.train.session"].incomplete()
     from ..watch import entry

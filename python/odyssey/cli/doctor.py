@@ -57,11 +57,8 @@ class Plan(NamedTuple):
 
 
 def examine(plan: Plan) -> list[Check]:
-    """All checks, in the order of their importance; takes seconds.
-
-    Raises:
-        ConfigError: this process is a rank of a job, where no other job can be started.
-    """
+    """All checks, in the order of their importance; takes seconds. Raises ConfigError: this process is a rank of a job,
+    where no other job can be started."""
     started = launcher.launched()
     if started is not None and started.size > 1:  # one process: an interactive shell, as `srun --pty bash`
         raise ConfigError("[doctor] it starts ranks itself; run it without mpirun or srun")

@@ -365,11 +365,8 @@ def keyword(name: str, *values: Any) -> str:
 
 
 def check(kind: type, values: Mapping[str, Any], spell: Callable[..., str] = keyword) -> dict[str, Any]:
-    """The values of settings of a class, each checked alone and with the setting that it belongs to; pure.
-
-    Raises:
-        ConfigError: a value is not allowed, or applies only to another choice.
-    """
+    """The values of settings of a class, each checked alone and with the setting that it belongs to; pure. Raises
+    ConfigError: a value is not allowed, or applies only to another choice."""
     known = declared(kind)
     values = {name: known[name].check(value, f"[train] {spell(name)}") for name, value in values.items()}
     for name, value in values.items():

@@ -26,11 +26,8 @@ _HERE = ("", "localhost", "127.0.0.1")
 
 
 def parse(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Settings of a LaunchConfig, and the script with its arguments.
-
-    Raises:
-        ConfigError: no script, an option of the launcher without a value or with one that is not allowed.
-    """
+    """Settings of a LaunchConfig, and the script with its arguments. Raises ConfigError: no script, an option of the
+    launcher without a value or with one that is not allowed."""
     given: dict[str, str] = {}
     command: list[str] = []
     rest = list(words)

@@ -92,11 +92,7 @@ class Attempt:
     # -- from start to end ------------------------------------------------------------------------
 
     def __call__(self) -> Outcome:
-        """Runs the attempt until nothing of it is left.
-
-        Raises:
-            LaunchError: it cannot be started.
-        """
+        """Runs the attempt until nothing of it is left. Raises LaunchError: it cannot be started."""
         private_directory(self.run.logs)
         with contextlib.ExitStack() as stack:
             log = stack.enter_context(open(self.run.logs / "output.log", "ab", opener=_private))

@@ -103,11 +103,7 @@ class LaunchConfig:
 
 
 def parse_elastic(text: str) -> tuple[int, int]:
-    """The fewest and the most ranks of a text such as "2:8".
-
-    Raises:
-        ConfigError: it is not two numbers.
-    """
+    """The fewest and the most ranks of a text such as "2:8". Raises ConfigError: it is not two numbers."""
     found = re.fullmatch(r"([0-9]{1,7}):([0-9]{1,7})", text, re.ASCII)
     if not found:
         raise ConfigError(f"[launch] --elastic {ascii(text[:60])}; write MIN:MAX, as 2:8")

@@ -1,7 +1,7 @@
 """How ranks of an attempt began and ended, from the files in the run's directory; which end came first, in words.
 
-The rank wrappers write these files (rank_wrapper.py). What it is not: a decision what to do about it; decide.py makes
-that. What is read here may be torn, old or garbage: then it is not there.
+The rank wrappers write these files (rank_wrapper.py). What is read here may be torn, old or garbage: then it is not
+there.
 """
 
 from __future__ import annotations
@@ -91,19 +91,11 @@ def ended(folder: Path, attempt: int) -> dict[int, End]:
             code, number = own, None
         if type(number) is int:
             code = None  # 128 + the signal, as a shell says it, is no code that a rank chose
-        said = record.get("reason"), record.get("step")
-        found[rank] = End(
-            rank,
-            _host(record),
-            code if type(code) is int else None,
-            number if type(number) is int else None,
-            float(when) if type(when) in (int, float) else 0.0,
-            said[0] if type(said[0]) is str else None,
-            said[1] if type(said[1]) is int else None,
-            record["oom"] if type(record.get("oom")) is int else None,
-            record["memory"] if type(record.get("memory")) is int else None,
-            record.get("following") is True,
-        )
+        code, number = (value if type(value) is int else None for value in (code, number))
+        when = float(when) if type(when) in (int, float) else 0.0
+        kinds = {"reason": str, "step": int, "oom": int, "memory": int}
+        said = {name: record[name] for name, kind in kinds.items() if type(record.get(name)) is kind}
+        found[rank] = End(rank, _host(record), code, number, when, **said, following=record.get("following") is True)
     return found
 
 
@@ -149,11 +141,8 @@ def first(ends: dict[int, End]) -> End | None:
     """
     bad = [e for e in ends.values() if not e.good and e.code != 75]
     bad.sort(key=lambda e: (e.following, e.time, e.rank))
-    for end in bad:
-        if end.code == CONTRACT:
-            others = [e for e in bad if e.code != CONTRACT and e.time - end.time <= AFTERMATH]
-            others = [e for e in others if e.signal != signal.SIGTERM]  # so launchers end the rest
-            if others:
-                return others[0]
-        return end
-    return None
+    first = next(iter(bad), None)
+    if first is not None and first.code == CONTRACT:
+        others = [e for e in bad if e.code != CONTRACT and e.time - first.time <= AFTERMATH]
+        return next((e for e in others if e.signal != signal.SIGTERM), first)  # so launchers end the rest
+    return first

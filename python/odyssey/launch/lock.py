@@ -23,11 +23,8 @@ RENEWED = 5.0  # seconds
 
 
 class Lock:
-    """Holds the lock until `close`, or the end of the process.
-
-    Raises:
-        LaunchError: another launcher holds it. OutputError: the file cannot be written.
-    """
+    """Holds the lock until `close`, or the end of the process. Raises LaunchError: another launcher holds it.
+    OutputError: the file cannot be written."""
 
     def __init__(self, path: Path) -> None:
         self._renewed = time.monotonic()

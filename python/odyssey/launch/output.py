@@ -2,8 +2,7 @@
 long lines cut, and without control characters where that is a terminal.
 
 Where that output takes nothing for STALLED seconds (a stopped terminal, a pager), the ranks do not wait for it: the log
-goes on, and what the reader misses is counted and said. What it is not: a formatter. Bytes are passed on when they
-come, complete lines or not.
+goes on, and what the reader misses is counted and said. Bytes are passed on when they come, complete lines or not.
 """
 
 from __future__ import annotations
@@ -112,12 +111,8 @@ class Pump:
         out = []
         for line in re.findall(rb"[^\n]*\n|[^\n]+", data):
             room = max(0, LINE_LIMIT - self._shown)
-            ends = line.endswith(b"\n")
-            if len(line) <= room:
-                out.append(line)
-            elif room:
-                out.append(line[:room] + _CUT)
-            self._shown = 0 if ends else self._shown + len(line)
+            out.append(line if len(line) <= room else line[:room] + _CUT if room else b"")
+            self._shown = 0 if line.endswith(b"\n") else self._shown + len(line)
         text = b"".join(out)
         return _CONTROL.sub(lambda m: b"".join(b"\\x%02x" % byte for byte in m[0]), text) if self.terminal else text
 

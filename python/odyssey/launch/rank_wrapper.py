@@ -16,8 +16,7 @@ launcher's sockets) goes to the program untouched and stays open here until the 
 rank's death after it is written down. Signals are handed on. If the launcher's process on this machine dies, so does
 the wrapper, and with it the program.
 
-What it is not: part of the package at run time. It imports only the standard library, and little of it: it is on the
-way of every restart.
+It imports only the standard library, and little of it: it is on the way of every restart.
 """
 
 import _signal as signal  # what the module signal is made of: without its enums, which take milliseconds
@@ -127,6 +126,18 @@ def rendezvous() -> None:
         os.environ.update(RANK=str(rank()), LOCAL_RANK=str(local))
 
 
+def read(folder: str, kind: str, name: str) -> dict:
+    """A record that is there; {} where there is none, or something else."""
+    import json
+
+    try:
+        with open(os.path.join(folder, kind, name), "rb") as file:
+            found = json.loads(file.read(REASON_LIMIT))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def write(folder: str, kind: str, record: dict) -> None:
     """Puts a record in place whole, unless one of a later attempt is there: then this wrapper is a straggler's.
 
@@ -140,41 +151,22 @@ def write(folder: str, kind: str, record: dict) -> None:
     try:
         with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
             json.dump(record, file)
-        if later(os.path.join(where, name), record["attempt"]):
+        there = read(folder, kind, name).get("attempt")
+        if type(there) is int and there > record["attempt"]:
             os.unlink(aside)
         else:
             os.rename(aside, os.path.join(where, name))
     except OSError as problem:  # no shared directory, a full disk: the rank goes on without
-        line = (
-            f"odyssey: rank {record['rank']} on {record['host']}: {kind}/{name} cannot be written: {problem.strerror}\n"
-        )
-        os.write(2, line.encode())
-
-
-def later(path: str, attempt: int) -> bool:
-    """Whether a record is there and belongs to a later attempt."""
-    import json
-
-    try:
-        with open(path, "rb") as file:
-            there = json.loads(file.read(REASON_LIMIT)).get("attempt")
-    except (OSError, ValueError, RecursionError, AttributeError):
-        return False
-    return type(there) is int and there > attempt
+        who = f"rank {record['rank']} on {record['host']}"
+        os.write(2, f"odyssey: {who}: {kind}/{name} cannot be written: {problem.strerror}\n".encode())
 
 
 def reason(folder: str, rank: int, attempt: int) -> dict:
     """What the rank said about its end, as far as it is of this attempt and has the right form."""
-    import json
-
     found = {}
     for name in (f"{rank}.json", f"{rank}.reason.json"):
-        try:
-            with open(os.path.join(folder, "ends", name), "rb") as file:
-                said = json.loads(file.read(REASON_LIMIT))
-        except (OSError, ValueError, RecursionError):
-            continue
-        if isinstance(said, dict) and said.get("attempt", attempt) == attempt:
+        said = read(folder, "ends", name)
+        if said.get("attempt", attempt) == attempt:
             kinds = {"reason": str, "step": int, "following": bool}
             found.update((key, said[key]) for key, kind in kinds.items() if type(said.get(key)) is kind)
             if type(said.get("code")) is int:

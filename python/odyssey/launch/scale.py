@@ -1,7 +1,6 @@
 """Asks a running run to go on with another number of ranks: an agreed checkpoint, then the next attempt.
 
-The request is a file in the run's directory (control.json): the ranks read "stop", the launcher the number. What it is
-not: a launcher; the one that is at work does it.
+The request is a file in the run's directory (control.json): the ranks read "stop", the launcher the number.
 """
 
 from __future__ import annotations
@@ -40,9 +39,8 @@ def scale(path: Path, ranks: int, wait: float = 60.0, say: Callable[[str], None]
     if run.done.exists():
         raise ConfigError(f"[scale] {name} is complete")
     if lock.holder(run.lock) is None:
-        raise LaunchError(
-            f"[scale] {name} is not running; start it with `odyssey launch -n {ranks} --run-dir {name} ...`"
-        )
+        advice = f"start it with `odyssey launch -n {ranks} --run-dir {name} ...`"
+        raise LaunchError(f"[scale] {name} is not running; {advice}")
     now = _attempt(run)
     least, most = _bounds(now)
     room = now.get("room")
@@ -75,10 +73,8 @@ def scale(path: Path, ranks: int, wait: float = 60.0, say: Callable[[str], None]
             return then["attempt"]
         if lock.holder(run.lock, sure=False) is None:
             raise LaunchError(f"[scale] the launcher of {name} has ended; its output says why")
-    raise LaunchError(
-        f"[scale] attempt {number} of {name} did not stop within {wait:g} s; it does after a step, if the script "
-        "uses a DistributedTrainer"
-    )
+    advice = "it does after a step, if the script uses a DistributedTrainer"
+    raise LaunchError(f"[scale] attempt {number} of {name} did not stop within {wait:g} s; {advice}")
 
 
 def _attempt(run: runs.Run) -> dict[str, Any]:

@@ -56,10 +56,7 @@ class Starter(NamedTuple):
 
 def find(config: LaunchConfig, environment: Mapping[str, str]) -> Starter:
     """The launcher to use: srun inside a SLURM allocation, else the mpirun beside this Python, else that of PATH.
-
-    Raises:
-        LaunchError: there is none, it does not answer, or srun was asked for outside of an allocation.
-    """
+    Raises LaunchError: there is none, it does not answer, or srun was asked for outside of an allocation."""
     beside = f"{Path(sys.executable).parent}{os.pathsep}{environment.get('PATH', os.defpath)}"
     inside = bool(environment.get("SLURM_JOB_ID"))
     if config.launcher == "srun" and not inside:
@@ -69,9 +66,8 @@ def find(config: LaunchConfig, environment: Mapping[str, str]) -> Starter:
     if config.launcher == "srun" or (config.launcher == "auto" and inside and not config.hosts):
         srun = shutil.which("srun", path=beside)
         if srun is None:
-            raise LaunchError(
-                "[launch] this is a SLURM allocation, but there is no srun on PATH; use --launcher mpirun"
-            )
+            what = "this is a SLURM allocation, but there is no srun on PATH"
+            raise LaunchError(f"[launch] {what}; use --launcher mpirun")
         return Starter("srun", srun, f"srun, {version or 'MPICH'}", kind or "mpich")
     if mpirun is None:
         raise LaunchError("[launch] there is no mpirun beside this Python or on PATH; pip install mpich, or load MPI")
@@ -210,11 +206,8 @@ def plain(words: Sequence[str]) -> list[str]:
 
 
 def program(words: Sequence[str]) -> list[str]:
-    """What a rank runs: odyssey's own training ("train"), a module ("-m"), a Python script or another program.
-
-    Raises:
-        ConfigError: there is no such file, module or program.
-    """
+    """What a rank runs: odyssey's own training ("train"), a module ("-m"), a Python script or another program. Raises
+    ConfigError: there is no such file, module or program."""
     first = words[0]
     if first == "train":
         # -P: a file of the current directory does not stand in for a module

@@ -89,10 +89,8 @@ class DistributedLauncher:
         lock = Lock(run.lock)
         try:
             number = self._open(run, words, starter, renewed)
-            self._say(
-                f"run {_shown(run.path)}: attempt {number} on {self.config.ranks} "
-                f"rank{'s' * (self.config.ranks > 1)} ({starter.version})"
-            )
+            ranks = f"{self.config.ranks} rank{'s' * (self.config.ranks > 1)}"
+            self._say(f"run {_shown(run.path)}: attempt {number} on {ranks} ({starter.version})")
             with self._hearing():
                 return self._attempts(run, number, words, starter, lock)
         finally:
@@ -102,30 +100,27 @@ class DistributedLauncher:
 
     def _open(self, run: runs.Run, words: list[str], starter: starting.Starter, renewed: float) -> int:
         """Checks that the directory is this command's, clears up behind a launcher that was killed; next attempt."""
+        advice = "name another --run-dir, or delete the directory"
         if run.done.exists():
-            raise ConfigError(
-                f"[launch] {_shown(run.path)} is complete (DONE.json); name another --run-dir, or delete the directory"
-            )
+            raise ConfigError(f"[launch] {_shown(run.path)} is complete (DONE.json); {advice}")
         try:
             if run.description.exists():
                 known = read_json(run.description)
                 before = known.get("command") if isinstance(known, dict) else None
                 if before != words:
-                    raise ConfigError(
-                        f"[launch] {_shown(run.path)} is a run of {_line(before)}, not of {_line(words)}; name another "
-                        "--run-dir, or delete the directory"
-                    )
+                    what = f"{_shown(run.path)} is a run of {_line(before)}, not of {_line(words)}"
+                    raise ConfigError(f"[launch] {what}; {advice}")
             else:
                 write_json(run.description, _description(self.config, words, starter))
-            last = read_json(run.attempt_file) if run.attempt_file.exists() else {}
+            found = read_json(run.attempt_file) if run.attempt_file.exists() else {}
         except OSError as problem:
-            raise OutputError(f"[launch] {_shown(run.path)} cannot be written: {problem.strerror}") from problem
+            raise _unwritable(run.path, problem) from problem
         except DataError as problem:
             raise ConfigError(f"[launch] {problem}; delete the directory to begin anew") from problem
-        number = last.get("attempt", 0) if isinstance(last, dict) else 0
+        last = found if isinstance(found, dict) else {}
+        number, token = last.get("attempt", 0), last.get("token")
         if type(number) is not int or number < 0:
             raise ConfigError(f"[launch] {_shown(run.attempt_file)} has no attempt's number; delete the directory")
-        token = last.get("token") if isinstance(last, dict) else None
         if isinstance(token, str) and re.fullmatch(r"[0-9a-f]{16}", token) and not last.get("cleaned"):
             left = leftovers.processes(f"{starting.TOKEN}={token}")
             leftovers.kill(f"{starting.TOKEN}={token}")
@@ -177,7 +172,7 @@ class DistributedLauncher:
             try:
                 record = self._prepare(run, action.ranks, action.hosts, token)
             except OSError as problem:
-                raise OutputError(f"[launch] {_shown(run.path)} cannot be written: {problem.strerror}") from problem
+                raise _unwritable(run.path, problem) from problem
             environment = starting.environment(config, os.environ, starter, run, action.ranks, token, layout)
             exported = _exported(environment, config)
             command = starting.command(config, starter, action.ranks, layout, starting.program(words), exported)
@@ -307,11 +302,7 @@ def probe(
 
 
 def probe_seconds(environment: Mapping[str, str]) -> float:
-    """How long a host has to answer.
-
-    Raises:
-        ConfigError: the variable is no number of seconds from 1 to 3600.
-    """
+    """How long a host has to answer. Raises ConfigError: the variable is no number of seconds from 1 to 3600."""
     text = environment.get(PROBE_VARIABLE)
     if not text:
         return PROBE
@@ -394,11 +385,15 @@ def _full() -> bool:
 
 
 def _shown(path: object) -> str:
-    text = os.fspath(path) if isinstance(path, os.PathLike) else str(path)
+    text = str(path)
     with contextlib.suppress(ValueError):
         near = os.path.relpath(text)
         text = near if not near.startswith("..") else text
     return printable(text)
+
+
+def _unwritable(path: Path, problem: OSError) -> OutputError:
+    return OutputError(f"[launch] {_shown(path)} cannot be written: {problem.strerror}")
 
 
 def _line(words: object) -> str:

@@ -220,11 +220,8 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path, limit: int = JSON_LIMIT) -> Any:
-    """The JSON value in a file, which must be a regular file of at most `limit` bytes.
-
-    Raises:
-        DataError: it is not there, too long, no JSON, nested deeper than DEPTH, or names a key twice.
-    """
+    """The JSON value in a file, which must be a regular file of at most `limit` bytes. Raises DataError: it is not
+    there, too long, no JSON, nested deeper than DEPTH, or names a key twice."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         with open(descriptor, "rb") as file:

@@ -18,11 +18,7 @@ class ReaderGone(Exception):
 
 
 def say(line: str) -> None:
-    """Prints a line on standard output, at once.
-
-    Raises:
-        ReaderGone, OutputError: it does not get there.
-    """
+    """Prints a line on standard output, at once. Raises ReaderGone, OutputError: it does not get there."""
     try:
         print(line, flush=True)
     except BrokenPipeError as problem:

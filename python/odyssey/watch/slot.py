@@ -297,11 +297,7 @@ def publish() -> int:
 
 def nameless(name: str) -> int:
     """A descriptor of a file without a name: in memory, or, where an old Python or a filter of system calls is against
-    that, one of this user alone that was unlinked at once.
-
-    Raises:
-        OSError: there is none to be had.
-    """
+    that, one of this user alone that was unlinked at once. Raises OSError: there is none to be had."""
     with contextlib.suppress(AttributeError, OSError):
         return os.memfd_create(name)
     import tempfile

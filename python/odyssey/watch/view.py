@@ -148,12 +148,8 @@ def of_process(pid: int) -> Job:
 
 
 def of_run(run: Path) -> Job:
-    """The running job of a run directory, here or, of a job on several machines, from any of them.
-
-    Raises:
-        LaunchError: it is not running, or it runs on one other machine.
-        DataError: RUN/watch.json is not what a watcher writes.
-    """
+    """The running job of a run directory, here or, of a job on several machines, from any of them. Raises LaunchError:
+    it is not running, or it runs on one other machine. DataError: RUN/watch.json is not what a watcher writes."""
     path = run / "watch.json"
     if not path.exists():
         raise LaunchError(f"[top] {run} is not running, or not a run: there is no watch.json in it")
