@@ -1,4 +1,4 @@
-"""The Mojo compiler of this environment: where it is, its version, the processors it compiles for, and how it is run."""
+"""The Mojo compiler of this environment: where it is, its version, the processors it compiles for, how it is run."""
 
 from __future__ import annotations
 

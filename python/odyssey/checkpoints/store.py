@@ -59,10 +59,8 @@ class Store:
         written. `attempt` is that of the run, 0 outside one. With a `key`, manifests are signed and must be. `tell`
         gets a line for a person, also from another thread.
 
-        Raises:
-            ConfigError: `keep` is less than 2.
-            OutputError: the directory cannot be made, is another job's now, or can be written by anybody and is
-                somebody else's.
+        Raises ConfigError: `keep` is less than 2. OutputError: the directory cannot be made, is another job's now, or
+        can be written by anybody and is somebody else's.
         """
         if keep < 2:
             raise ConfigError(
@@ -152,8 +150,7 @@ class Store:
             CheckpointError: the directory itself cannot be read.
         """
         found: list[Manifest | Refused] = []
-        for name in self.names():
-            path = self.folder / name
+        for path in [self.folder / name for name in self.names()]:
             for _ in range(LOOKS):
                 before = _identity(path)
                 try:
@@ -205,7 +202,7 @@ class Store:
             for name, one in some.items():
                 one = np.asarray(one)
                 copy = self._staged.get((stem, name))
-                if copy is None or copy.shape != one.shape or copy.dtype != one.dtype:
+                if copy is None or (copy.shape, copy.dtype) != (one.shape, one.dtype):
                     copy = np.empty(one.shape, one.dtype)  # C order
                 np.copyto(copy, one)
                 arrays[stem][name] = staged[stem, name] = copy
@@ -360,5 +357,4 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 def _plain(array: Any) -> np.ndarray:
     """The array in C order; the same one where it is already."""
-    array = np.asarray(array)
-    return array if array.flags.c_contiguous else np.ascontiguousarray(array)
+    return np.asarray(array, order="C")

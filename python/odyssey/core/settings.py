@@ -3,8 +3,7 @@
 From the declaration come the options of `odyssey train` and the keys of its TOML file (commands/train.py), the keywords
 of DistributedTrainer and their documentation, the checks, what ranks compare, what a checkpoint compares, the keys of
 DistributedConfig, the report of --json and docs/settings.md. CONTRIBUTING.md shows how to add one.
-What it is not: a reader of files or options, or anything that looks at the machine. It imports nothing heavy, as
-`odyssey train --help` needs it.
+It imports nothing heavy, as `odyssey train --help` needs it.
 """
 
 from __future__ import annotations
@@ -102,9 +101,7 @@ class Setting:
         """The default as help and documentation say it."""
         if "{recipe}" in self.shown or not self.shown and self.name in recipes.RECIPES["lenet5"]:
             return (self.shown or "{recipe}").format(recipe=_recipes(self.name))
-        if self.shown:
-            return self.shown
-        return ("off", "on")[self.default] if self.kind is bool else f"{self.default}"
+        return self.shown or (("off", "on")[self.default] if self.kind is bool else f"{self.default}")
 
     def help_text(self, spell: Callable[..., str]) -> str:
         """What it does, what it belongs to, and its default."""
@@ -318,9 +315,7 @@ class Settings(Training):
 
     def length(self, steps_per_epoch: int) -> tuple[int, int]:
         """Epochs, and optimizer steps altogether, for a data set of so many steps."""
-        epochs = self.epochs
-        if epochs is None:
-            epochs = -(-(self.steps or 1) // steps_per_epoch)
+        epochs = -(-(self.steps or 1) // steps_per_epoch) if self.epochs is None else self.epochs
         total = epochs * steps_per_epoch
         return epochs, total if self.steps is None else min(self.steps, total)
 

@@ -4,8 +4,8 @@ It is no thread of a rank, as a rank that is stopped, or that holds the interpre
 itself. That of rank 0's machine, the main one, hears from the others, says what hangs, ends the job, keeps the
 heartbeat of a run, and answers `odyssey top`. A watcher ends with the last rank of its machine, and leaves nothing.
 
-Started by start.py as `python -I -S watcher.py`, with its settings on stdin; the standard library only. What it is not:
-a part of the training. Nothing that happens to it can hurt the ranks, unless machines lose each other.
+Started by start.py as `python -I -S watcher.py`, with its settings on stdin; the standard library only. Nothing that
+happens to it can hurt the ranks, unless machines lose each other.
 """
 
 from __future__ import annotations
@@ -264,21 +264,18 @@ class Watcher:
 
     def _also_gone(self) -> list[Watched]:
         """Other ranks of which the kernel says at this moment that they are gone."""
-        found = []
-        for handle, _ in self.poll.poll(0):
-            what = self.files_by_handle.get(handle)
-            if isinstance(what, Watched):
-                self._forget(handle)
-                found.append(what)
-        return found
+        ready = {handle: self.files_by_handle.get(handle) for handle, _ in self.poll.poll(0)}
+        gone = {handle: what for handle, what in ready.items() if isinstance(what, Watched)}
+        for handle in gone:
+            self._forget(handle)
+        return list(gone.values())
 
     def _gone(self, ranks: list[Watched]) -> None:
         """Some ranks are gone, at the same time as far as can be told."""
         statuses = {watched.rank: watched.code() for watched in ranks}
         for watched in ranks:
-            self.seen[watched.rank] = watched.look(time.monotonic(), self.floor)
+            self.seen[watched.rank] = watched.look(time.monotonic(), self.floor)._replace(state="gone")
             watched.alive = False
-            self.seen[watched.rank] = self.seen[watched.rank]._replace(state="gone")
         # Who was gone before anybody could look may have said why, unless it was killed.
         spoke = {w.rank for w in ranks if w.last is None and not (statuses[w.rank] or 0) & 0x7F}
         silent = [w.rank for w in ranks if not self.seen[w.rank].ended and w.rank not in spoke]
@@ -307,9 +304,8 @@ class Watcher:
         """Ends the job: by a rank that can, here or elsewhere; who is left is killed."""
         self.writer.drain(WORDS_S)
         self.ending = time.monotonic() + GRACE
-        healthy = [
-            w for rank, w in self.ranks.items() if w.alive and rank not in avoid and self.seen[rank].state != "T"
-        ]
+        there = [w for rank, w in self.ranks.items() if w.alive and rank not in avoid]
+        healthy = [w for w in there if self.seen[w.rank].state != "T"]
         asked = [w for w in sorted(healthy, key=lambda w: not self.seen[w.rank].waits) if w.order(code)][:1]
         self._tell_nodes({"end": code, "order": not asked})
 
@@ -434,17 +430,10 @@ class Watcher:
 
     def snapshot(self) -> dict[str, Any]:
         """What `odyssey top` shows."""
-        slow = {rank: [times, where] for rank, times, where in judge.stragglers(list(self.seen.values()))}
-        return {
-            "host": self.host,
-            "pid": self.pid,
-            "world": self.world,
-            "attempt": self.attempt,
-            "run": self.run_dir,
-            "watchdog": self.limit,
-            "ranks": [brief(s) for _, s in sorted(self.seen.items())],
-            "slow": {str(rank): found for rank, found in slow.items()},
-        }
+        slow = {str(rank): [times, where] for rank, times, where in judge.stragglers(list(self.seen.values()))}
+        ranks = [brief(s) for _, s in sorted(self.seen.items())]
+        job = {"host": self.host, "pid": self.pid, "world": self.world, "attempt": self.attempt, "run": self.run_dir}
+        return {**job, "watchdog": self.limit, "ranks": ranks, "slow": slow}
 
     # --- the main watcher and the others ---
 
@@ -453,8 +442,8 @@ class Watcher:
         if not isinstance(node, int) or not 0 < node < len(self.nodes):
             return
         self.heard[node] = time.monotonic()
-        for item in value.get("seen") if isinstance(value.get("seen"), list) else ():
-            seen = judge.seen_of(item)
+        items = value.get("seen")
+        for seen in map(judge.seen_of, items if isinstance(items, list) else ()):
             if seen is not None and seen.rank in self.nodes[node]:
                 self.seen[seen.rank] = seen
         stacks = value.get("answer")
@@ -490,10 +479,9 @@ class Watcher:
             ranks = [brief(self.seen[rank]) for rank in self.ranks]
             self._tell(up, {"node": self._node, "seen": ranks})
         if self.up_heard and now - self.up_heard > self.patience and not self.ending:
-            self._say(
-                f"odyssey: [watch] {self.host} is cut off from rank 0's machine for {now - self.up_heard:.0f} s; "
-                f"{judge.name(sorted(self.ranks))} {'is' if len(self.ranks) == 1 else 'are'} ended\n"
-            )
+            ended = f"{judge.name(sorted(self.ranks))} {'is' if len(self.ranks) == 1 else 'are'} ended"
+            what = f"is cut off from rank 0's machine for {now - self.up_heard:.0f} s"
+            self._say(f"odyssey: [watch] {self.host} {what}; {ended}\n")
             for rank in self.ranks:
                 self._write_reason(rank, LOST, f"{self.host} was cut off from rank 0's machine")
             self.writer.drain(WORDS_S)
