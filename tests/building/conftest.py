@@ -116,7 +116,7 @@ def start(tree):
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": str(Path(build.__file__).parents[1]), **environment},
+            env={**os.environ, "PYTHONPATH": str(Path(build.__file__).parents[2]), **environment},
         )
         running.append(process)
         return process

@@ -135,7 +135,8 @@ def test_no_mojo(tree, tmp_path, monkeypatch):
 
 
 def test_sources_missing(tmp_path, monkeypatch):
-    monkeypatch.setattr(build, "__file__", str(tmp_path / "lib" / "site-packages" / "odyssey" / "build.py"))
+    home = tmp_path / "lib" / "site-packages" / "odyssey"
+    monkeypatch.setattr(compiler, "__file__", str(home / "build" / "compiler.py"))
     with pytest.raises(BuildError, match="install odyssey again"):
         build.source_root()
 
@@ -145,7 +146,7 @@ def test_sources_of_an_installed_package_come_first(tmp_path, monkeypatch):
     for root in (package / "_mojo", tmp_path):
         (root / "mojo").mkdir(parents=True)
         (root / "mojo" / "capi.mojo").touch()
-    monkeypatch.setattr(build, "__file__", str(package / "build.py"))
+    monkeypatch.setattr(compiler, "__file__", str(package / "build" / "compiler.py"))
     assert build.source_root() == package / "_mojo"
     (package / "_mojo" / "mojo" / "capi.mojo").unlink()
     assert build.source_root() == tmp_path
