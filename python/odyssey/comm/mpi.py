@@ -592,6 +592,6 @@ def connect() -> MPICommunicator:
 
 
 def finalize() -> None:
-    """Ends MPI in a process whose end is not that of its interpreter (process/entry.py); nothing is called after."""
+    """Ends MPI in a process whose end is not that of its interpreter (watch/entry.py); nothing is called after."""
     if MPI.Is_initialized() and not MPI.Is_finalized():
         MPI.Finalize()

@@ -1,7 +1,7 @@
 """What is checked before a run begins: that the ranks fit together, and that this machine has room for them.
 
 `at_start` is one all-gather of hashes: every rank compares the same numbers, so all raise the same error or none does.
-What it is not: a look at shared memory and limits, before MPI starts (process/limits.py), or at everything that can be
+What it is not: a look at shared memory and limits, before MPI starts (watch/limits.py), or at everything that can be
 wrong with a machine; that is `odyssey doctor` (doctor.py), which takes seconds.
 """
 
