@@ -72,7 +72,7 @@ def test_the_sums_of_workers_meet_in_the_tree():
             runs = [planning.share(shards, ranks * workers, rank * workers + w) for w in range(workers)]
             own = (runs[0][0], runs[-1][1])
             nodes = [planning.nodes(r, shards) for r in runs]
-            meeting = pieces.meeting(nodes, own, shards)
+            meeting = pieces.meeting(nodes, shards)
             sums = [tree(*node) for mine in nodes for node in mine]
             for add in meeting.adds:
                 sums[add.a] = (sums[add.a], sums[add.b])

@@ -12,48 +12,16 @@ mpirun places them) about one partial sum, with ranks dealt round-robin all of t
 from __future__ import annotations
 
 import dataclasses
-import functools
 import weakref
 
 import numpy as np
 
 from ..comm import Communicator, Request
 from ..watch import hooks
-from .plan import Action, Node, Run, ranges, split
+from .plan import Run, combine, ranges
 from .reduction import Adder, Phased, rows
 
 Machines = tuple[tuple[int, ...], ...]  # ranks of each machine
-
-
-@functools.lru_cache(maxsize=64)
-def combine(given: tuple[Node, ...], shards: int) -> tuple[tuple[Action, ...], tuple[tuple[Node, int], ...]]:
-    """The additions that complete as much of the tree as some of its nodes allow, and what remains.
-
-    Returns:
-        (adds, kept): actions over the numbers of `given`; the nodes that remain, in order, and where they are.
-    """
-    number = {node: i for i, node in enumerate(given)}
-    adds: list[Action] = []
-    kept: list[tuple[Node, int]] = []
-
-    def complete(lo: int, n: int) -> int | None:
-        if (lo, n) in number:
-            return number[lo, n]
-        if n == 1:
-            return None
-        left = split(n)
-        children = ((lo, left), (lo + left, n - left))
-        a, b = (complete(*child) for child in children)
-        if a is not None and b is not None:
-            adds.append(Action("add", a, b))
-            return a
-        kept.extend((child, at) for child, at in zip(children, (a, b), strict=True) if at is not None)
-        return None
-
-    root = complete(0, shards)
-    if root is not None:
-        kept.append(((0, shards), root))
-    return tuple(adds), tuple(sorted(kept))
 
 
 def machines(comm: Communicator, ranks_per_node: int | None) -> Machines:

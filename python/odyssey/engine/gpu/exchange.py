@@ -299,14 +299,5 @@ class DirectExchange(Exchange):
 
 def tree_adds(n: int) -> list[tuple[int, int]]:
     """The additions, (to, from), of a tree over n leaves that lie side by side, as kernels' `tree_sum` makes them."""
-    adds: list[tuple[int, int]] = []
-
-    def complete(lo: int, n: int) -> None:
-        if n > 1:
-            left = planning.split(n)
-            complete(lo, left)
-            complete(lo + left, n - left)
-            adds.append((lo, lo + left))
-
-    complete(0, n)
-    return adds
+    adds, _ = planning.combine(tuple((i, 1) for i in range(n)), n)
+    return [(add.a, add.b) for add in adds]

@@ -100,7 +100,7 @@ class GpuRunner(Runner):
         most = pieces.FOLD if self.once else 1
         limit = self._limit(most)
         self.plans = [pieces.worker(run, self.shards, limit, most) for run in self.runs]
-        self.meeting = pieces.meeting([p.nodes for p in self.plans], own, self.shards)
+        self.meeting = pieces.meeting([p.nodes for p in self.plans], self.shards)
         self.ranges = planning.ranges(self.floats, lay.workers)
         self._updates: list[Update] = []
         self._results: list[int] = []
@@ -239,7 +239,7 @@ class GpuRunner(Runner):
         prepared: list[_Piece | tuple[int, ...]] = []
         wanted = 0
         for action in plan.actions:
-            if isinstance(action, pieces.Add):
+            if isinstance(action, planning.Action):
                 at = sums + size * action.a
                 prepared.append((at, at, self.floats * (action.b - action.a), 2, self.floats))
                 continue
@@ -277,32 +277,23 @@ class GpuRunner(Runner):
         self._met: list[tuple[int, int]] = []  # by worker: address of its ranges of all sums, floats of one
         for p, (lo, hi) in enumerate(self.ranges):
             n = hi - lo
-            gpu = workers[p].gpu
             met = workers[p].area("met", max(4 * n * len(places), 16))
             self._met.append((met, n))
             if not n:
                 continue
             for i, (q, at) in enumerate(places):
-                if q == p:
-                    gpu.move(met + 4 * n * i, at + 4 * lo, 4 * n)
-                else:
-                    gpu.take(workers[q].gpu, met + 4 * n * i, at + 4 * lo, 4 * n)
+                workers[p].copy(workers[q], met + 4 * n * i, at + 4 * lo, 4 * n)
             for add in meeting.adds:
                 a = met + 4 * n * add.a
-                gpu.tree_sum(a, a, n * (add.b - add.a), 2, n)
+                workers[p].gpu.tree_sum(a, a, n * (add.b - add.a), 2, n)
         if self._exchange is not None:
             return
         root = meeting.at[0]
         for q, worker in enumerate(workers):
             for p, (lo, hi) in enumerate(self.ranges):
-                if hi == lo:
-                    continue
-                met, n = self._met[p]
-                at = met + 4 * n * root
-                if p == q:
-                    worker.gpu.move(self._results[q] + 4 * lo, at, 4 * n)
-                else:
-                    worker.gpu.take(workers[p].gpu, self._results[q] + 4 * lo, at, 4 * n)
+                if hi > lo:
+                    met, n = self._met[p]
+                    worker.copy(workers[p], self._results[q] + 4 * lo, met + 4 * n * root, 4 * n)
 
     def parts(self) -> list[exchange.Part]:
         """Where each worker has its range of the sums of this process's nodes, once they have met."""

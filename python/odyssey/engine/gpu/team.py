@@ -77,6 +77,13 @@ class Worker:
             self._events = [self.gpu.event(), self.gpu.event()]
         return self._events
 
+    def copy(self, other: Worker, to: int, at: int, nbytes: int) -> None:
+        """Enqueues a copy of `nbytes` to an address here from one on another worker's device, or on this one."""
+        if other is self:
+            self.gpu.move(to, at, nbytes)
+        else:
+            self.gpu.take(other.gpu, to, at, nbytes)
+
     def idle(self) -> None:
         """Waits until nothing is under way."""
         self.gpu.synchronize(COMPUTE)
