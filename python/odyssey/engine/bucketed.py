@@ -53,35 +53,30 @@ class BucketedRunner(Runner):
         recorded, parts, lib = self.recorded, self.parts, native.library()
         lay, comm = recorded.layout, recorded.groups.dp
         pooled = parts.stage >= 2 and comm.size > 1
-        options: dict[str, Any] = {"scatter": parts.stage > 0 and comm.size > 1, "shared": not pooled}
+        scatter = parts.stage > 0 and comm.size > 1
+
+        def make(b: int, storage: np.ndarray | None = None) -> reduction.Reduction:
+            return strategy.make(
+                lay.reduction,
+                comm,
+                self.plan,
+                parts.buckets[b].floats,
+                lay.workers,
+                scatter=scatter,
+                shared=not pooled,
+                storage=storage,
+                content=recorded.content(b),
+            )
+
         written = [s.grads for s in self.segments if s.grads not in (None, STATS)]
         self._pool: list[np.ndarray] = []
         if pooled and written:
             # what a reduction of the largest bucket needs is known by making one
-            b = max(written, key=lambda b: parts.buckets[b].floats)
-            probe = strategy.make(
-                lay.reduction,
-                comm,
-                self.plan,
-                parts.buckets[b].floats,
-                lay.workers,
-                content=recorded.content(b),
-                **options,
-            ).floats_needed
+            probe = make(max(written, key=lambda b: parts.buckets[b].floats)).floats_needed
             names = [f"pool {i}" for i in range(min(2, len(written)))]
             self._pool = [recorded.storage(name, 4 * probe).view(np.float32) for name in names]
         for i, b in enumerate(written):
-            storage = self._pool[i % len(self._pool)] if pooled else None
-            self._reductions[b] = strategy.make(
-                lay.reduction,
-                comm,
-                self.plan,
-                parts.buckets[b].floats,
-                lay.workers,
-                storage=storage,
-                content=recorded.content(b),
-                **options,
-            )
+            self._reductions[b] = make(b, self._pool[i % len(self._pool)] if pooled else None)
             if pooled:
                 a, z = parts.own[b]
                 self._own_grads[b] = recorded.storage(f"gradients {b}", 4 * (z - a)).view(np.float32)
