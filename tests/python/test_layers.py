@@ -66,6 +66,7 @@ def test_the_sources_are_found():
                 "core/native.py",
                 "core/gpu_native.py",
                 "engine/gpu/graph.py",
+                "core/cuda.py",
                 "build/gpus.py",
                 "comm/nccl.py",
                 "watch/files.py",
