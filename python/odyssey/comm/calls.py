@@ -10,6 +10,7 @@ import dataclasses
 import enum
 import functools
 import hashlib
+import itertools
 import os
 import struct
 import sys
@@ -106,6 +107,14 @@ def tree_reduce(arrays: Sequence[np.ndarray], op: ReduceOp) -> np.ndarray:
         return np.asarray(UFUNCS[op](a, b, out=a if a.ndim else None), a.dtype)
 
 
+Run = tuple[int, int]
+
+
+def runs(counts: Sequence[int]) -> list[Run]:
+    """[start, end) of consecutive pieces of so many."""
+    return list(itertools.pairwise(itertools.accumulate(counts, initial=0)))
+
+
 # --- a call, and what the other ranks see of it ----------------------------------------------------------------------
 
 
@@ -145,6 +154,25 @@ class Call:
     def result(self) -> Any:
         """What the caller gets; called once, when `out` is filled."""
         return self.out if self.finish is None else self.finish()
+
+    def routes(self, rank: int, size: int) -> tuple[list[Run], list[Run]]:
+        """Elements [a, b) of the flat `send` that go to each of `size` ranks from `rank`, and of the flat `out` that
+        come from each; for all kinds that move numbers and do not combine them."""
+        if self.kind == "all_to_all_v":
+            return runs(self.send_counts), runs(self.receive_counts)
+        if self.kind == "all_gather_v":
+            return [self.ranges[rank]] * size, list(self.ranges)
+        of_root = self.kind in ("broadcast", "scatter")
+        gives = takes = [(0, 0)] * size
+        if self.send is not None and not (of_root and rank != self.root):
+            n = self.send.size
+            gives = runs([n // size] * size) if self.kind in ("scatter", "all_to_all") else [(0, n)] * size
+            if self.kind == "gather":
+                gives = [(0, n * (p == self.root)) for p in range(size)]
+        if self.out is not None:
+            n = self.out.size
+            takes = [(0, n * (p == self.root)) for p in range(size)] if of_root else runs([n // size] * size)
+        return gives, takes
 
 
 class Header(NamedTuple):
