@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from odyssey.engine.gpu import plan as pieces
-from odyssey.engine.gpu.team import devices
+from odyssey.engine.gpu.group import devices
 from odyssey.errors import DeviceError
 from odyssey.parallel import plan as planning
 

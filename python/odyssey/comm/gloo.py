@@ -73,7 +73,7 @@ class GlooCommunicator(Staged):
         self._path = "odyssey" if of is None else f"{of._path}/{of._sequence}:{'.'.join(map(str, ranks))}"
         self._data, self._head = self._connect("data"), self._connect("head")
         self._lines: dict[tuple[str, int, int], ThreadPoolExecutor] = {}
-        self._told: set[int] = set()
+        self._noted: set[int] = set()
         if of is None:
             self._nodes = self._machines()
             self.why = f"gloo: {self.size} ranks, PyTorch {torch.__version__}"
@@ -117,8 +117,8 @@ class GlooCommunicator(Staged):
         sequence = handle[3]
         key = f"{self._path}/{sequence}"
         try:
-            if sequence not in self._told:
-                self._told.add(sequence)
+            if sequence not in self._noted:
+                self._noted.add(sequence)
                 self._store.set(f"{key}/{self.rank}", "here")
             return [p for p in range(self.size) if p != self.rank and not self._store.check([f"{key}/{p}"])]
         except RuntimeError:  # the process that holds the store has ended

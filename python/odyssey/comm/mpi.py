@@ -506,12 +506,12 @@ class _Exits:
         # Others may be late with a call of this rank, but they come; with one that fails they are not waited for long.
         until = time.monotonic() + (ALONE_S if code else deadline())
         for comm in list(self.communicators):
-            told = comm._broken is not None
-            if not told:
+            known = comm._broken is not None
+            if not known:
                 self._wait_for_last(comm, until)
             if comm._broken is not None or comm.unfinished():
                 sys.stdout.flush()
-                if not told:
+                if not known:
                     first = next((r.describe() for r in comm.unfinished()), "")
                     if code:
                         entry.end(code, f"{why}, while {first} is unfinished; all are ended", world=self.owner())

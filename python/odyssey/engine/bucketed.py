@@ -32,7 +32,7 @@ class BucketedRunner(Runner):
         lay, comm, arena, records = recorded.layout, recorded.groups.dp, recorded.arena, recorded.records
         self.plan = planning.make(self.shards, comm.rank, comm.size, lay.workers, lay.threads)
         self.parts = parts = recorded.parts
-        self.segments = segments(records, arena, parts.buckets, by_params=parts.spread)
+        self.segments = segments(records, arena, parts.buckets, by_params=parts.partitioned)
         own = self.plan.run[1] - self.plan.run[0]
         work_bytes = place(records)
         self._work = recorded.storage("work", max(own, 1) * work_bytes).reshape(max(own, 1), work_bytes)
@@ -92,7 +92,7 @@ class BucketedRunner(Runner):
             records=len(table),
             threads=len(self.plan.threads),
             actions=self._tables.ctypes.data,
-            params=0 if self.parts.spread else self.recorded.arena.address(native.PARAMS),
+            params=0 if self.parts.partitioned else self.recorded.arena.address(native.PARAMS),
             work=self._work.ctypes.data,
             work_bytes=self._work.strides[0],
             slots=len(self._work),
@@ -111,7 +111,7 @@ class BucketedRunner(Runner):
         def locate(space: int, offset: int) -> int:
             if space == native.GRADS:
                 return offset - size if offset >= size else buckets[s.grads].locate(offset)
-            return buckets[s.params].locate(offset) if self.parts.spread else offset
+            return buckets[s.params].locate(offset) if self.parts.partitioned else offset
 
         return locate
 
@@ -147,7 +147,7 @@ class BucketedRunner(Runner):
         started = time.perf_counter()
         done = 0
         for s, step, need in zip(self.segments, self._steps, self._next_need, strict=True):
-            if parts.spread:
+            if parts.partitioned:
                 if s.params is not None:
                     step.params = parts.use(s.params)
                 if need is not None:

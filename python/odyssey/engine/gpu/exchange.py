@@ -27,8 +27,8 @@ from ...parallel import plan as planning
 from ...parallel import strategy
 
 if TYPE_CHECKING:
+    from .group import DeviceGroup
     from .runner import GpuRunner
-    from .team import Team
 
 PIECE = 1 << 20  # floats that go from device to host, over the network and back at a time; 4 MB
 
@@ -58,7 +58,7 @@ class Exchange:
     """
 
     def __init__(self, runner: GpuRunner, comm: Communicator) -> None:
-        self.runner, self.comm, self.workers = runner, comm, runner.team.workers
+        self.runner, self.comm, self.workers = runner, comm, runner.group.workers
 
     def run(self) -> list[int]:
         """Sees to it that the whole sum is, or arrives in the COMPUTE queue, at these addresses, one per worker."""
@@ -99,14 +99,14 @@ def make(runner: GpuRunner, comm: Communicator, own: planning.Run) -> Exchange:
 
 
 _Links = Sequence[devices.DeviceTransport]
-_known: weakref.WeakKeyDictionary[Team, dict[Communicator, _Links]] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[DeviceGroup, dict[Communicator, _Links]] = weakref.WeakKeyDictionary()
 
 
 def _links(runner: GpuRunner, comm: Communicator) -> _Links:
     """A transport per worker, made when it is first asked for; none if sums are to go through the host."""
-    known = _known.setdefault(runner.team, {})
+    known = _known.setdefault(runner.group, {})
     if comm not in known:
-        links, why = devices.connect(comm, runner.team.gpus)
+        links, why = devices.connect(comm, runner.group.gpus)
         if why:
             _warn(runner, why)
         known[comm] = links
