@@ -319,7 +319,7 @@ def refusals() -> dict[str, Any]:
             trainer("mlp", **settings)
         except ConfigError as error:
             said.append(str(error))
-    return {"ok": len(said) == 3 and all("not there for GPUs" in s or "[train]" in s for s in said), "said": said}
+    return {"ok": len(said) == 3 and all("not supported on GPUs" in s or "[train]" in s for s in said), "said": said}
 
 
 def main() -> int:

@@ -16,7 +16,7 @@ import weakref
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,7 +25,10 @@ from ..errors import CollectiveError, ConfigError, DeviceError, OdysseyError
 from ..watch import launcher, slot
 from ..watch.hooks import machine
 from .base import Communicator
-from .device import DeviceTransport, Gpu, Message
+from .device import DeviceTransport, Message
+
+if TYPE_CHECKING:
+    from ..core.gpu_native import Gpu
 
 LIBRARY = "ODYSSEY_NCCL_LIBRARY"
 OLDEST = 21300  # 2.13: the first that says in words what went wrong (ncclGetLastError)

@@ -82,6 +82,7 @@ class BucketedRunner(Runner):
                 self._own_grads[b] = recorded.storage(f"gradients {b}", 4 * (z - a)).view(np.float32)
         self._pooled = pooled
         self._stats = strategy.make(lay.reduction, comm, self.plan, lib.stats, lay.workers)
+        self.reductions = (*self._reductions.values(), self._stats)
 
     def _step(self, s: Segment) -> native.Step:
         buffers = self._stats if s.grads in (None, STATS) else self._reductions[s.grads]
@@ -188,12 +189,3 @@ class BucketedRunner(Runner):
     def grad_bytes(self) -> int:
         """Bytes of gradients and of what their reduction works in, without what runners share."""
         return 0 if self._pooled else sum(4 * r.floats_needed for r in self._reductions.values())
-
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes that this rank's reductions have sent so far."""
-        return sum(r.bytes_sent for r in (*self._reductions.values(), self._stats))
-
-    @property
-    def bytes_plain(self) -> int:
-        return sum(r.bytes_plain for r in (*self._reductions.values(), self._stats))

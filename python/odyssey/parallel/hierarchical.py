@@ -19,7 +19,7 @@ import numpy as np
 from ..comm import Communicator, Request
 from ..watch import hooks
 from .plan import Run, combine, ranges
-from .reduction import Adder, Phased, rows
+from .reduction import Adder, Phased, pack, rows
 
 Machines = tuple[tuple[int, ...], ...]  # ranks of each machine
 
@@ -111,22 +111,14 @@ class HierarchicalReduction(Phased):
             self.phases = (self._to_node, self._nothing, self._nothing, self._spread)
 
     def _to_node(self) -> Request:
-        at = 0
-        for a, b in self.shares:
-            for _, buffer in self.plan.partial:
-                self._send[at : at + b - a] = self.buffers[buffer, a:b]
-                at += b - a
+        pack(self._send, [self.buffers[b] for _, b in self.plan.partial], self.shares)
         self.bytes_sent += 4 * (self._send.size - self._send_counts[self.places.place])
         comm = self.places.within[0]
         return comm.all_to_all_v(self._send, self._send_counts, self._came, self._came_counts, wait=False)
 
     def _to_counterparts(self) -> Request:
         self._within.run()
-        at = 0
-        for a, b in self._parts:
-            for piece in self._kept:
-                self._out[at : at + b - a] = piece[a:b]
-                at += b - a
+        pack(self._out, self._kept, self._parts)
         self.bytes_sent += 4 * (self._out.size - self._out_counts[self.places.machine])
         comm = self.places.between[0]
         return comm.all_to_all_v(self._out, self._out_counts, self._in, self._in_counts, wait=False)

@@ -105,6 +105,7 @@ class GpuRunner(Runner):
         self._updates: list[Update] = []
         self._results: list[int] = []
         self._exchange = exchange.make(self, comm, own) if comm.size > 1 else None
+        self.reductions = () if self._exchange is None else self._exchange.reductions
         self._batches = [
             _Batches(worker, run, self.shard_size, self.samples)
             for worker, run in zip(self.group.workers, self.runs, strict=True)
@@ -323,15 +324,6 @@ class GpuRunner(Runner):
             raise NumericsError("[gpu] workers disagree whether a step is finite: a memory or hardware error")
         back, taken = backs[0], flags.pop()
         return back[: 4 * lib.stats].view(np.float32).copy(), taken
-
-    @property
-    def bytes_sent(self) -> int:  # type: ignore[override]
-        """Bytes that this rank has sent so far."""
-        return 0 if self._exchange is None else self._exchange.bytes_sent
-
-    @property
-    def bytes_plain(self) -> int:  # type: ignore[override]
-        return 0 if self._exchange is None else self._exchange.bytes_plain
 
 
 class _Prepared(NamedTuple):
