@@ -181,11 +181,11 @@ class SteppedCommunicator(Communicator):
 
     _broadcast_steps = _gather_steps = _all_gather_steps = _all_gather_v_steps = _spread
 
-    def _bytes_of(self, call: Call) -> tuple[np.ndarray, np.ndarray, list[Run], list[Run], int]:
+    def _bytes_of(self, call: Call) -> tuple[np.ndarray, np.ndarray, Sequence[Run], Sequence[Run], int]:
         """The memory of a call that moves numbers, which bytes of it go to and come from each rank, and how many the
         longest of these are."""
         item = (call.out if call.send is None else call.send).itemsize
-        gives, takes = ([(a * item, b * item) for a, b in found] for found in call.routes(self.rank, self.size))
+        gives, takes = call.routes(self.rank, self.size, item)
         send, out = (_bytes(_NOTHING if array is None else array) for array in (call.send, call.out))
         return send, out, gives, takes, max(b - a for a, b in (*gives, *takes))
 
