@@ -21,7 +21,7 @@ from emulated import counts
 from trainings import loader, trainer
 
 from odyssey.audit.records import Records
-from odyssey.engine.gpu import team
+from odyssey.engine.gpu import group
 
 CASES: dict[str, Callable[[], list[dict[str, int]]]] = {}
 STEPS, LAST = 6, 3  # steps that are taken, of which the last so many are looked at
@@ -95,11 +95,11 @@ def fp16_clipped() -> list[dict[str, int]]:
 @case
 def brought() -> list[dict[str, int]]:
     """A data set that does not fit."""
-    share, team.DATA_SHARE = team.DATA_SHARE, 0.0
+    share, group.DATA_SHARE = group.DATA_SHARE, 0.0
     try:
         return fitted()
     finally:
-        team.DATA_SHARE = share
+        group.DATA_SHARE = share
 
 
 @case
@@ -110,14 +110,14 @@ def of_arrays() -> list[dict[str, int]]:
 @case
 def evaluation() -> list[dict[str, int]]:
     """Of a data set that does not fit, in batches."""
-    share, team.DATA_SHARE = team.DATA_SHARE, 0.0
+    share, group.DATA_SHARE = group.DATA_SHARE, 0.0
     try:
         t, marks = trainer("mlp"), []
         own, there = t._eval.run, []
 
         def run(batch: Any, step: int) -> Any:
             marks.append(counts())
-            brought = t._eval.team.workers[0].brought
+            brought = t._eval.team.workers[0].prefetched
             there.append(brought is not None and brought[1] is batch)
             return own(batch, step)
 
@@ -126,7 +126,7 @@ def evaluation() -> list[dict[str, int]]:
         assert there == [False, False, *[True] * (STEPS - 2)], there  # brought while the batch before was computed
         return between(marks)
     finally:
-        team.DATA_SHARE = share
+        group.DATA_SHARE = share
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from odyssey.engine.gpu import plan as pieces
-from odyssey.engine.gpu.team import devices
+from odyssey.engine.gpu.group import devices
 from odyssey.errors import DeviceError
 from odyssey.parallel import plan as planning
 
@@ -72,7 +72,7 @@ def test_the_sums_of_workers_meet_in_the_tree():
             runs = [planning.share(shards, ranks * workers, rank * workers + w) for w in range(workers)]
             own = (runs[0][0], runs[-1][1])
             nodes = [planning.nodes(r, shards) for r in runs]
-            meeting = pieces.meeting(nodes, own, shards)
+            meeting = pieces.meeting(nodes, shards)
             sums = [tree(*node) for mine in nodes for node in mine]
             for add in meeting.adds:
                 sums[add.a] = (sums[add.a], sums[add.b])

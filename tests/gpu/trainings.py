@@ -161,20 +161,20 @@ def pieces() -> dict[str, Any]:
 @check
 def data_that_does_not_fit() -> dict[str, Any]:
     """A data set brought batch by batch, ahead of its step, gives the bits of one that lies on the device."""
-    from odyssey.engine.gpu import team
+    from odyssey.engine.gpu import group
 
     def run(workers: int) -> tuple[str, float]:
         t = trainer(num_gpus=workers)
         t.fit(loader(), MNIST.take(100), epochs=1, steps=4)
         return t.weights_sha256(), t.evaluate(MNIST.take(100)).loss
 
-    share = team.DATA_SHARE
+    share = group.DATA_SHARE
     whole = run(1)
-    team.DATA_SHARE = 0.0
+    group.DATA_SHARE = 0.0
     try:
         parts = [run(1), run(2)]
     finally:
-        team.DATA_SHARE = share
+        group.DATA_SHARE = share
     return {"ok": parts == [whole, whole], "results": [whole, *parts]}
 
 
@@ -272,7 +272,7 @@ def several_trainers() -> dict[str, Any]:
 @check
 def evaluated_between_steps() -> dict[str, Any]:
     """An evaluation between two steps does not touch the batch that was brought ahead."""
-    from odyssey.engine.gpu import team
+    from odyssey.engine.gpu import group
 
     def run(evaluate: bool) -> str:
         t = trainer("mlp")
@@ -282,11 +282,11 @@ def evaluated_between_steps() -> dict[str, Any]:
         t.fit(loader(), epochs=1, steps=4)
         return t.weights_sha256()
 
-    share, team.DATA_SHARE = team.DATA_SHARE, 0.0
+    share, group.DATA_SHARE = group.DATA_SHARE, 0.0
     try:
         hashes = [run(False), run(True)]
     finally:
-        team.DATA_SHARE = share
+        group.DATA_SHARE = share
     return {"ok": hashes[0] == hashes[1], "hashes": hashes}
 
 
@@ -319,7 +319,7 @@ def refusals() -> dict[str, Any]:
             trainer("mlp", **settings)
         except ConfigError as error:
             said.append(str(error))
-    return {"ok": len(said) == 3 and all("not there for GPUs" in s or "[train]" in s for s in said), "said": said}
+    return {"ok": len(said) == 3 and all("not supported on GPUs" in s or "[train]" in s for s in said), "said": said}
 
 
 def main() -> int:

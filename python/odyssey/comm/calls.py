@@ -10,10 +10,11 @@ import dataclasses
 import enum
 import functools
 import hashlib
+import itertools
 import os
 import struct
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -106,6 +107,14 @@ def tree_reduce(arrays: Sequence[np.ndarray], op: ReduceOp) -> np.ndarray:
         return np.asarray(UFUNCS[op](a, b, out=a if a.ndim else None), a.dtype)
 
 
+Run = tuple[int, int]
+
+
+def runs(counts: Iterable[int]) -> list[Run]:
+    """[start, end) of consecutive pieces of so many."""
+    return list(itertools.pairwise(itertools.accumulate(counts, initial=0)))
+
+
 # --- a call, and what the other ranks see of it ----------------------------------------------------------------------
 
 
@@ -145,6 +154,32 @@ class Call:
     def result(self) -> Any:
         """What the caller gets; called once, when `out` is filled."""
         return self.out if self.finish is None else self.finish()
+
+    def routes(self, rank: int, size: int, unit: int = 1) -> tuple[Sequence[Run], Sequence[Run]]:
+        """Elements [a, b) of the flat `send` that go to each of `size` ranks from `rank`, and of the flat `out` that
+        come from each, times `unit`; for all kinds that move numbers and do not combine them."""
+        given, taken = (None if array is None else array.size * unit for array in (self.send, self.out))
+        if self.kind == "all_to_all_v":
+            return runs(n * unit for n in self.send_counts), runs(n * unit for n in self.receive_counts)
+        if self.kind == "all_gather_v":
+            ranges = [(a * unit, b * unit) for a, b in self.ranges]
+            return [ranges[rank]] * size, ranges
+        return _routes(self.kind, given, taken, self.root, rank, size)
+
+
+@functools.lru_cache(1024)
+def _routes(
+    kind: str, given: int | None, taken: int | None, root: int, rank: int, size: int
+) -> tuple[Sequence[Run], Sequence[Run]]:
+    of_root = kind in ("broadcast", "scatter")
+    gives = takes = [(0, 0)] * size
+    if given is not None and not (of_root and rank != root):
+        gives = runs([given // size] * size) if kind in ("scatter", "all_to_all") else [(0, given)] * size
+        if kind == "gather":
+            gives = [(0, given * (p == root)) for p in range(size)]
+    if taken is not None:
+        takes = [(0, taken * (p == root)) for p in range(size)] if of_root else runs([taken // size] * size)
+    return gives, takes
 
 
 class Header(NamedTuple):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,24 +20,13 @@ from ..watch import slot
 from .base import Communicator
 from .requests import Waiting
 
+if TYPE_CHECKING:
+    from ..core.gpu_native import Gpu
+
 Message = tuple[int, int, int]  # rank of the group, address in device memory, bytes
 
 GPU_MPI = "ODYSSEY_GPU_MPI"
 PROBE = (64, 1 << 20)  # bytes: libraries send short and long messages in different ways
-
-
-class Gpu(Protocol):
-    """What is needed of a GPU of this process (gpu/native.py): its memory, and its COMPUTE queue."""
-
-    number: int
-
-    def stream(self) -> int: ...
-    def synchronize(self) -> None: ...
-    def allocate(self, size: int) -> int: ...
-    def free(self, address: int) -> None: ...
-    def clear(self, address: int, size: int) -> None: ...
-    def upload(self, address: int, array: np.ndarray) -> None: ...
-    def download(self, array: np.ndarray, address: int) -> None: ...
 
 
 class DeviceTransport:

@@ -8,9 +8,10 @@ program makes for itself is left alone. What it is not: fast; docs/log.md has fi
 from __future__ import annotations
 
 import datetime
+import itertools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -24,6 +25,7 @@ from .calls import (
     Call,
     Header,
     ReduceOp,
+    Run,
     check_envelope,
     envelope_bytes,
     header_bytes,
@@ -71,7 +73,7 @@ class GlooCommunicator(Staged):
         self._path = "odyssey" if of is None else f"{of._path}/{of._sequence}:{'.'.join(map(str, ranks))}"
         self._data, self._head = self._connect("data"), self._connect("head")
         self._lines: dict[tuple[str, int, int], ThreadPoolExecutor] = {}
-        self._told: set[int] = set()
+        self._noted: set[int] = set()
         if of is None:
             self._nodes = self._machines()
             self.why = f"gloo: {self.size} ranks, PyTorch {torch.__version__}"
@@ -115,8 +117,8 @@ class GlooCommunicator(Staged):
         sequence = handle[3]
         key = f"{self._path}/{sequence}"
         try:
-            if sequence not in self._told:
-                self._told.add(sequence)
+            if sequence not in self._noted:
+                self._noted.add(sequence)
                 self._store.set(f"{key}/{self.rank}", "here")
             return [p for p in range(self.size) if p != self.rank and not self._store.check([f"{key}/{p}"])]
         except RuntimeError:  # the process that holds the store has ended
@@ -131,37 +133,21 @@ class GlooCommunicator(Staged):
             return _now
         if call.op is not None:
             return self._combine(call)
-        give = None if send is None else _bytes(send)
-        take = None if out is None else _bytes(out)
         if kind == "broadcast":
-            return _when(group.broadcast([take], _options(dist.BroadcastOptions(), call.root)), out)
-        if kind == "scatter":
-            rows = [] if send is None else [list(give.view(n, -1))]
-            return _when(group.scatter([take], rows, _options(dist.ScatterOptions(), call.root)), send, out)
-        if kind == "gather":
-            rows = [] if out is None else [list(take.view(n, -1))]
-            return _when(group.gather(rows, [give], _options(dist.GatherOptions(), call.root)), send, out)
+            return _when(group.broadcast([_bytes(out)], _options(dist.BroadcastOptions(), call.root)), out)
         if kind == "all_gather":
-            return _when(group.allgather([list(take.view(n, -1))], [give]), send, out)
-        if kind == "all_to_all":
-            return _when(group.alltoall_base(take, give, [], []), send, out)
-        size = bulk.dtype.itemsize
-        if kind == "all_to_all_v":
-            gives, takes = ([size * count for count in counts] for counts in (call.send_counts, call.receive_counts))
-            return _when(group.alltoall_base(take[: sum(takes)], give[: sum(gives)], takes, gives), send, out)
-        a, b = call.ranges[self.rank]
-        copies = np.tile(out[a:b], n)
-        pieces = np.empty(sum(b - a for a, b in call.ranges), out.dtype)
-        takes = [size * (b - a) for a, b in call.ranges]
+            return _when(group.allgather([list(_bytes(out).view(n, -1))], [_bytes(send)]), send, out)
+        gives, takes = call.routes(self.rank, n)
+        given, taken = _in_line(bulk if send is None else send, gives), _in_line(bulk if out is None else out, takes)
+        sizes = [[bulk.itemsize * (b - a) for a, b in found] for found in (takes, gives)]
 
         def place() -> None:
             at = 0
-            for a, b in call.ranges:
-                out[a:b] = pieces[at : at + b - a]
+            for a, b in takes if taken.base is None else ():
+                out.reshape(-1)[a:b] = taken[at : at + b - a]
                 at += b - a
 
-        work = group.alltoall_base(_bytes(pieces), _bytes(copies), takes, [size * (b - a)] * n)
-        return _when(work, copies, then=place)
+        return _when(group.alltoall_base(_bytes(taken), _bytes(given), *sizes), given, then=place)
 
     def _combine(self, call: Call) -> Callable[[], bool]:
         """Sums and the like, into an array of its own first; what Gloo cannot add is gathered and added here."""
@@ -248,6 +234,14 @@ class _Message(Message):
             else:
                 self._fail(error if isinstance(error, CollectiveError) else _lost(error))
         return self._complete
+
+
+def _in_line(array: np.ndarray, pieces: Sequence[Run]) -> np.ndarray:
+    """The pieces of the flat array one after the other: a view where they lie so, else a copy."""
+    flat, pieces = array.reshape(-1), [(a, b) for a, b in pieces if a < b] or [(0, 0)]
+    if all(a[1] == b[0] for a, b in itertools.pairwise(pieces)):
+        return flat[pieces[0][0] : pieces[-1][1]]
+    return np.concatenate([flat[a:b] for a, b in pieces])
 
 
 def _bytes(array: np.ndarray) -> torch.Tensor:

@@ -106,42 +106,22 @@ class MockCommunicator(Communicator):
 
 def exchange(calls: Sequence[Call]) -> None:
     """Carries out one collective whose calls, of ranks 0, 1, ..., agree."""
-    first = calls[0]
-    sends = [None if c.send is None else c.send.copy() for c in calls]  # an out may be another's send
+    first, size = calls[0], len(calls)
+    sends = [None if c.send is None else c.send.copy().reshape(-1) for c in calls]  # an out may be another's send
     if first.op is not None:
         total = tree_reduce(sends, first.op)
-        if first.kind == "reduce_scatter":
-            parts = total.reshape(len(calls), -1)
-        else:
-            parts = [total.reshape(-1)] * len(calls)
-    elif first.kind == "broadcast":
-        parts = [sends[first.root].reshape(-1)] * len(calls)
-    elif first.kind == "scatter":
-        parts = sends[first.root].reshape(len(calls), -1)
-        given = piece(calls[first.root].header.tail)
-        for call in calls:
-            call.place(*given)
-    elif first.kind in ("gather", "all_gather"):
-        parts = [np.stack(sends).reshape(-1)] * len(calls)
-    elif first.kind == "all_to_all":
-        rows = [send.reshape(len(calls), -1) for send in sends]
-        parts = [np.concatenate([row[p] for row in rows]) for p in range(len(calls))]
-    elif first.kind == "all_to_all_v":
-        starts = [np.cumsum([0, *call.send_counts]) for call in calls]
-        parts = [
-            np.concatenate([send[at[p] : at[p + 1]] for send, at in zip(sends, starts, strict=True)])
-            for p in range(len(calls))
-        ]
-    elif first.kind == "all_gather_v":
-        for call in calls:
-            for (a, b), send in zip(first.ranges, sends, strict=True):
-                call.out[a:b] = send[a:b]
-        return
-    else:
-        return
-    for call, part in zip(calls, parts, strict=True):
-        if call.out is not None:
-            call.out.reshape(-1)[: len(part)] = part
+        parts = total.reshape(size, -1) if first.kind == "reduce_scatter" else [total] * size
+        for call, part in zip(calls, parts, strict=True):
+            if call.out is not None:
+                call.out.reshape(-1)[...] = part
+    elif first.kind not in ("barrier", "group"):
+        for call in calls if first.kind == "scatter" else ():
+            call.place(*piece(calls[first.root].header.tail))
+        routes = [call.routes(p, size) for p, call in enumerate(calls)]
+        for p, (gives, _) in enumerate(routes):
+            for q, (a, b) in enumerate(gives):
+                if b > a:
+                    calls[q].out.reshape(-1)[slice(*routes[q][1][p])] = sends[p][a:b]
 
 
 class _Patient(Waiting):

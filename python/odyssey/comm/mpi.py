@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import itertools
 import os
 import sys
 import time
@@ -128,11 +127,8 @@ class _Repeated(Headed):
         self._heads = head = _Heads(comm._head, me, size)
         self._number_of = memoryview(head.mine)[:8].cast("q")
         self._place: tuple[str, int] = ("", 0)
-        if call.kind == "all_to_all_v":
-            gives, takes = _runs(call.send_counts), _runs(call.receive_counts)
-            self._own = call.out[slice(*takes[me])], call.send[slice(*gives[me])]
-        else:
-            gives, takes, self._own = [call.ranges[me]] * size, call.ranges, None
+        gives, takes = call.routes(me, size)
+        self._own = None if call.send is call.out else (call.out[slice(*takes[me])], call.send[slice(*gives[me])])
         word, others = _WORDS[call.out.dtype.itemsize], [p for p in range(size) if p != me]
         self._messages = []
         for make, array, runs in ((comm._head.Recv_init, call.out, takes), (comm._head.Send_init, call.send, gives)):
@@ -211,12 +207,6 @@ class _Repeated(Headed):
     def __del__(self) -> None:
         if self._all and not MPI.Is_finalized():
             self.free()
-
-
-def _runs(counts: Sequence[int]) -> list[tuple[int, int]]:
-    """[start, end) of consecutive pieces."""
-    ends = list(itertools.accumulate(counts, initial=0))
-    return list(itertools.pairwise(ends))
 
 
 class MPICommunicator(Staged):
@@ -516,12 +506,12 @@ class _Exits:
         # Others may be late with a call of this rank, but they come; with one that fails they are not waited for long.
         until = time.monotonic() + (ALONE_S if code else deadline())
         for comm in list(self.communicators):
-            told = comm._broken is not None
-            if not told:
+            known = comm._broken is not None
+            if not known:
                 self._wait_for_last(comm, until)
             if comm._broken is not None or comm.unfinished():
                 sys.stdout.flush()
-                if not told:
+                if not known:
                     first = next((r.describe() for r in comm.unfinished()), "")
                     if code:
                         entry.end(code, f"{why}, while {first} is unfinished; all are ended", world=self.owner())

@@ -1,9 +1,8 @@
 """NVIDIA's NCCL, loaded when it is asked for: ranks that it connects, and what they move between their GPUs.
 
 NCCL is found at run time: the file that ODYSSEY_NCCL_LIBRARY names, the wheel nvidia-nccl-cu12 or -cu13, or the one of
-the system. The only file that knows the interfaces of NCCL and, as far as streams and events for another library
-need it, of CUDA's driver. Backend "nccl" is the ordinary one of the ranks, with this between their GPUs. What it is
-not: a way for arrays of the host.
+the system. The only file that knows the interfaces of NCCL. Backend "nccl" is the ordinary one of the ranks, with this
+between their GPUs. What it is not: a way for arrays of the host.
 """
 
 from __future__ import annotations
@@ -17,15 +16,19 @@ import weakref
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..core.cuda import driver
 from ..errors import CollectiveError, ConfigError, DeviceError, OdysseyError
 from ..watch import launcher, slot
 from ..watch.hooks import machine
 from .base import Communicator
-from .device import DeviceTransport, Gpu, Message
+from .device import DeviceTransport, Message
+
+if TYPE_CHECKING:
+    from ..core.gpu_native import Gpu
 
 LIBRARY = "ODYSSEY_NCCL_LIBRARY"
 OLDEST = 21300  # 2.13: the first that says in words what went wrong (ncclGetLastError)
@@ -33,7 +36,6 @@ LOOK_S = 0.05  # between two questions whether something went wrong elsewhere
 
 _BYTE = 1  # ncclUint8
 _REMOTE = 6  # ncclRemoteError
-_NOT_READY = 600  # CUDA: what an event waits for is not done
 
 
 class _Id(ctypes.Structure):
@@ -42,7 +44,7 @@ class _Id(ctypes.Structure):
     _fields_ = [("bytes", ctypes.c_uint8 * 128)]
 
 
-# --- the libraries ---------------------------------------------------------------------------------------------------
+# --- the library ---------------------------------------------------------------------------------------------------
 
 
 class Nccl:
@@ -126,56 +128,6 @@ def spelled(version: int) -> str:
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
 
 
-class Cuda:
-    """Of CUDA's driver what is needed to work in a stream without the kernel library."""
-
-    def __init__(self) -> None:
-        try:
-            self._lib = ctypes.CDLL("libcuda.so.1")
-        except OSError as error:
-            raise DeviceError("[comm] backend nccl: no GPU driver on this machine; use backend mpi") from error
-        self._lib.cuGetErrorString.argtypes = [ctypes.c_int, ctypes.c_void_p]
-        if self._lib.cuInit(0) or self.count() < 1:
-            raise DeviceError("[comm] backend nccl: no GPU on this machine that can be used; use backend mpi")
-
-    def count(self) -> int:
-        """GPUs that this process sees."""
-        return self.get(ctypes.c_int, "cuDeviceGetCount")
-
-    def call(self, name: str, *args: Any) -> None:
-        """Calls a function; integers are addresses or sizes, 8 bytes."""
-        self._check(name, getattr(self._lib, name)(*[ctypes.c_uint64(a) if isinstance(a, int) else a for a in args]))
-
-    def _check(self, name: str, result: int) -> None:
-        if result:
-            text = ctypes.c_char_p()
-            self._lib.cuGetErrorString(result, ctypes.byref(text))
-            raise DeviceError(f"[comm] {name}: {(text.value or b'?').decode(errors='replace')} ({result})")
-
-    def get(self, kind: Any, name: str, *args: Any) -> int:
-        """What a function writes through its first argument."""
-        out = kind()
-        self.call(name, ctypes.byref(out), *args)
-        return out.value or 0
-
-    def ready(self, event: int) -> bool:
-        """Whether an event has happened."""
-        result = self._lib.cuEventQuery(ctypes.c_uint64(event))
-        if result not in (0, _NOT_READY):
-            self._check("cuEventQuery", result)
-        return result == 0
-
-    def event(self) -> int:
-        """A new event on the current device."""
-        return self.get(ctypes.c_void_p, "cuEventCreate", 2)  # without times
-
-
-@functools.cache
-def cuda() -> Cuda:
-    """The driver. Raises DeviceError if there is none, or no GPU."""
-    return Cuda()
-
-
 # --- ranks that are connected ----------------------------------------------------------------------------------------
 
 
@@ -194,7 +146,7 @@ class NcclTransport(DeviceTransport):
 
     def __init__(self, comm: Communicator, gpu: Gpu) -> None:
         check_apart(comm, gpu.number)
-        self._gpu, self._cuda, self._lib = gpu, cuda(), library()
+        self._gpu, self._driver, self._lib = gpu, driver(), library()
         self._stream = gpu.stream()
         unique, handle = _Id(), ctypes.c_void_p()
         if comm.rank == 0:
@@ -209,7 +161,7 @@ class NcclTransport(DeviceTransport):
         self._handle: int | None = handle.value
         self._looked = 0.0
         self._end = weakref.finalize(self, _destroy, self._lib, handle.value)
-        self._event = self._cuda.event()
+        self._event = self._driver.get(ctypes.c_void_p, "cuEventCreate", 2)  # without times
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         if not sends and not receives:
@@ -227,10 +179,10 @@ class NcclTransport(DeviceTransport):
             self._lib.call("GroupEnd")
 
     def mark(self) -> None:
-        self._cuda.call("cuEventRecord", self._event, self._stream)
+        self._driver.call("cuEventRecord", self._event, self._stream)
 
     def done(self) -> bool:
-        if self._cuda.ready(self._event):
+        if self._driver.ready(self._event):
             return True
         now = time.monotonic()
         if self._handle is not None and now >= self._looked + LOOK_S:
@@ -267,6 +219,18 @@ def check_apart(comm: Communicator, number: int) -> None:
             raise error
 
 
+def gpus() -> int:
+    """GPUs that this process sees. Raises DeviceError if there is none that can be used."""
+    try:
+        driver().call("cuInit", 0)
+        count = driver().get(ctypes.c_int, "cuDeviceGetCount")
+    except DeviceError:
+        count = 0
+    if count < 1:
+        raise DeviceError("[comm] backend nccl: no GPU on this machine that can be used; use backend mpi")
+    return count
+
+
 def connect() -> Communicator:
     """All processes that MPI knows: a group of backend "shm" or "mpi" that says "nccl", so that GPUs exchange by NCCL.
 
@@ -282,7 +246,7 @@ def connect() -> Communicator:
         )
     mpi = world("mpi")
     try:
-        version, count, problem = library().version, cuda().count(), None
+        version, count, problem = library().version, gpus(), None
     except OdysseyError as error:
         version, count, problem = 0, 0, error
     versions = mpi.all_gather(np.array([version])).reshape(-1).tolist()

@@ -13,7 +13,7 @@ import numpy as np
 from ..core import native
 from ..errors import CollectiveError
 from .base import Communicator
-from .calls import DTYPES, Call, Header, ReduceOp, mismatch, pack, piece, unpack
+from .calls import DTYPES, Call, Header, ReduceOp, Run, mismatch, pack, piece, runs, unpack
 from .memory import LINE
 
 # Bytes of a slot. What is copied in is added before the cache has forgotten it, so it must not be large; each piece
@@ -29,6 +29,7 @@ _TYPES = {
     DTYPES[name]: code
     for code, name in enumerate("float32 float64 int8 int16 int32 int64 uint8 uint16 uint32 uint64".split())
 }
+_NOTHING = np.zeros(0, np.uint8)
 _OPS = {ReduceOp.SUM: 0, ReduceOp.PROD: 1, ReduceOp.MAX: 2, ReduceOp.MIN: 3}
 
 Steps = Generator[Any, int, None]
@@ -117,24 +118,6 @@ class SteppedCommunicator(Communicator):
 
     _barrier_steps = _group_steps = _meet
 
-    def _broadcast_steps(self, call: Call) -> Steps:
-        size = call.out.nbytes
-        return self._spread(call, [(0, size) if p == call.root else (0, 0) for p in range(self.size)])
-
-    def _gather_steps(self, call: Call) -> Steps:
-        data = _bytes(call.send)
-        rows = None if call.out is None else _bytes(call.out).reshape(self.size, -1)
-        for a in _pieces(data.size, SLOT):
-            part = data[a : a + SLOT]
-            self._slots[self.rank][self._next][: part.size] = part
-            yield from self._meet(call)
-            if rows is not None:
-                last = self._last
-                for row, slots in zip(rows, self._slots, strict=True):
-                    row[a : a + SLOT] = slots[last][: part.size]
-
-    _all_gather_steps = _gather_steps
-
     @property
     def _share(self) -> int:
         """Bytes of a slot for each rank, where a rank has something else for each."""
@@ -147,19 +130,19 @@ class SteppedCommunicator(Communicator):
             part = send[lo + a : min(hi, lo + a + share)]
             slot[p * share : p * share + part.size] = part
 
-    def _swap(
-        self,
-        call: Call,
-        send: np.ndarray,
-        gives: Sequence[tuple[int, int]],
-        received: np.ndarray,
-        wants: Sequence[tuple[int, int]],
-        longest: int,
-    ) -> Steps:
-        """Bytes gives[p] of `send` go to rank p, wants[p] of `received` come from it; none is longer than `longest`."""
+    def _swap(self, call: Call) -> Steps:
+        """Something else for each rank."""
+        if call.kind != "all_to_all":
+            headers = yield from self._exchange(call, call.header.sequence, call.header.signature)
+            self._agree(headers)
+        if call.kind == "scatter":
+            call.place(*piece(headers[call.root].tail))
+        send, received, gives, wants, longest = self._bytes_of(call)
+        if call.kind == "all_to_all_v":
+            longest = max(max(header.tail[: self.size]) for header in headers) * call.out.itemsize
         share = self._share
         at = self.rank * share
-        for a in _pieces(longest, share):
+        for a in _pieces(longest, share) if longest or call.kind != "all_to_all_v" else ():
             self._put(send, gives, a)
             yield from self._meet(call)
             last = self._last
@@ -167,21 +150,11 @@ class SteppedCommunicator(Communicator):
                 part = received[lo + a : min(hi, lo + a + share)]
                 part[:] = slots[last][at : at + part.size]
 
-    def _scatter_steps(self, call: Call) -> Steps:
-        headers = yield from self._exchange(call, call.header.sequence, call.header.signature)
-        self._agree(headers)
-        call.place(*piece(headers[call.root].tail))
-        out, size = _bytes(call.out), call.out.nbytes
-        send, gives = (out, []) if call.send is None else (_bytes(call.send), self._rows_at(size))
-        wants = [(0, size) if p == call.root else (0, 0) for p in range(self.size)]
-        yield from self._swap(call, send, gives, out, wants, size)
-
-    def _rows_at(self, width: int) -> list[tuple[int, int]]:
-        return [(p * width, (p + 1) * width) for p in range(self.size)]
+    _scatter_steps = _all_to_all_steps = _all_to_all_v_steps = _swap
 
     def _reduce_scatter_steps(self, call: Call) -> Steps:
         width, item = call.send.nbytes // self.size, call.send.itemsize
-        send, gives = _bytes(call.send), self._rows_at(width)
+        send, gives = _bytes(call.send), runs([width] * self.size)
         for a in _pieces(width, self._share):
             self._put(send, gives, a)
             yield from self._meet(call)
@@ -192,36 +165,29 @@ class SteppedCommunicator(Communicator):
                 how = _TYPES[call.send.dtype], _OPS[call.op]
                 self._library.shared_reduce(call.out.ctypes.data + a, buffers.ctypes.data, self.size, count, *how)
 
-    def _all_to_all_steps(self, call: Call) -> Steps:
-        width = call.send.nbytes // self.size
-        rows = self._rows_at(width)
-        return self._swap(call, _bytes(call.send), rows, _bytes(call.out), rows, width)
-
-    def _all_to_all_v_steps(self, call: Call) -> Steps:
-        headers = yield from self._exchange(call, call.header.sequence, call.header.signature)
-        self._agree(headers)
-        item = call.send.itemsize
-        longest = max(max(header.tail[: self.size]) for header in headers) * item
-        if longest:
-            gives, wants = _ranges(call.send_counts, item), _ranges(call.receive_counts, item)
-            yield from self._swap(call, _bytes(call.send), gives, _bytes(call.out), wants, longest)
-
-    def _all_gather_v_steps(self, call: Call) -> Steps:
-        item = call.out.itemsize
-        return self._spread(call, [(a * item, b * item) for a, b in call.ranges])
-
-    def _spread(self, call: Call, ranges: Sequence[tuple[int, int]]) -> Steps:
-        """Bytes ranges[p] of the result, from rank p to all others."""
-        data, (lo, hi) = _bytes(call.out), ranges[self.rank]
-        for a in _pieces(max(b - a for a, b in ranges), SLOT):
-            part = data[lo + a : min(hi, lo + a + SLOT)] if lo + a < hi else data[:0]
+    def _spread(self, call: Call) -> Steps:
+        """The same from a rank to all others."""
+        send, received, gives, wants, longest = self._bytes_of(call)
+        lo, hi = max(gives, key=lambda run: run[1] - run[0])
+        for a in _pieces(longest, SLOT):
+            part = send[lo + a : min(hi, lo + a + SLOT)]
             self._slots[self.rank][self._next][: part.size] = part
             yield from self._meet(call)
             last = self._last
-            for p, (first, end) in enumerate(ranges):
-                if p != self.rank and first + a < end:
-                    part = data[first + a : min(end, first + a + SLOT)]
+            for p, (first, end) in enumerate(wants):
+                if first + a < end and not (p == self.rank and call.send is call.out):
+                    part = received[first + a : min(end, first + a + SLOT)]
                     part[:] = self._slots[p][last][: part.size]
+
+    _broadcast_steps = _gather_steps = _all_gather_steps = _all_gather_v_steps = _spread
+
+    def _bytes_of(self, call: Call) -> tuple[np.ndarray, np.ndarray, Sequence[Run], Sequence[Run], int]:
+        """The memory of a call that moves numbers, which bytes of it go to and come from each rank, and how many the
+        longest of these are."""
+        item = (call.out if call.send is None else call.send).itemsize
+        gives, takes = call.routes(self.rank, self.size, item)
+        send, out = (_bytes(_NOTHING if array is None else array) for array in (call.send, call.out))
+        return send, out, gives, takes, max(b - a for a, b in (*gives, *takes))
 
 
 def _bytes(array: np.ndarray) -> np.ndarray:
@@ -232,8 +198,3 @@ def _bytes(array: np.ndarray) -> np.ndarray:
 def _pieces(size: int, step: int) -> Sequence[int]:
     """Where the pieces of `size` bytes begin; there is at least one, as every call has a barrier."""
     return range(0, size, step) if size else (0,)
-
-
-def _ranges(counts: Sequence[int], item: int) -> list[tuple[int, int]]:
-    ends = np.cumsum([0, *counts]) * item
-    return [(int(a), int(b)) for a, b in zip(ends[:-1], ends[1:], strict=True)]

@@ -539,39 +539,28 @@ class _Sync:
             yield lo, hi, r.finish(), max(divisor, 1)
 
 
+def _setting(name: str) -> Any:
+    def give(self: Builder, value: Any) -> Builder:
+        self._settings[name] = value
+        return self
+
+    give.__doc__ = f"Gives `{name}`; see DistributedDataParallel."
+    return give
+
+
 class Builder:
     """Collects the settings of a DistributedDataParallel; `build()` makes it."""
 
+    world = _setting("process_group")
+    bucket_size_mb = _setting("bucket_size_mb")
+    broadcast_buffers = _setting("broadcast_buffers")
+    find_unused_parameters = _setting("find_unused_parameters")
+    average = _setting("average")
+
     def __init__(self, module: Module) -> None:
         self._module = module
-        self._world: ProcessGroup | None = None
         self._settings: dict[str, Any] = {}
-
-    def world(self, world: ProcessGroup) -> Builder:
-        """The ranks: a World or ProcessGroup."""
-        self._world = world
-        return self
-
-    def bucket_size_mb(self, size: float) -> Builder:
-        """See DistributedDataParallel."""
-        self._settings["bucket_size_mb"] = size
-        return self
-
-    def broadcast_buffers(self, on: bool) -> Builder:
-        """See DistributedDataParallel."""
-        self._settings["broadcast_buffers"] = on
-        return self
-
-    def find_unused_parameters(self, on: bool) -> Builder:
-        """See DistributedDataParallel."""
-        self._settings["find_unused_parameters"] = on
-        return self
-
-    def average(self, kind: str) -> Builder:
-        """See DistributedDataParallel."""
-        self._settings["average"] = kind
-        return self
 
     def build(self) -> DistributedDataParallel:
         """The wrapped model; all ranks build."""
-        return DistributedDataParallel(self._module, self._world, **self._settings)
+        return DistributedDataParallel(self._module, **self._settings)

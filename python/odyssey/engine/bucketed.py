@@ -32,7 +32,7 @@ class BucketedRunner(Runner):
         lay, comm, arena, records = recorded.layout, recorded.groups.dp, recorded.arena, recorded.records
         self.plan = planning.make(self.shards, comm.rank, comm.size, lay.workers, lay.threads)
         self.parts = parts = recorded.parts
-        self.segments = segments(records, arena, parts.buckets, by_params=parts.spread)
+        self.segments = segments(records, arena, parts.buckets, by_params=parts.partitioned)
         own = self.plan.run[1] - self.plan.run[0]
         work_bytes = place(records)
         self._work = recorded.storage("work", max(own, 1) * work_bytes).reshape(max(own, 1), work_bytes)
@@ -53,40 +53,36 @@ class BucketedRunner(Runner):
         recorded, parts, lib = self.recorded, self.parts, native.library()
         lay, comm = recorded.layout, recorded.groups.dp
         pooled = parts.stage >= 2 and comm.size > 1
-        options: dict[str, Any] = {"scatter": parts.stage > 0 and comm.size > 1, "shared": not pooled}
+        scatter = parts.stage > 0 and comm.size > 1
+
+        def make(b: int, storage: np.ndarray | None = None) -> reduction.Reduction:
+            return strategy.make(
+                lay.reduction,
+                comm,
+                self.plan,
+                parts.buckets[b].floats,
+                lay.workers,
+                scatter=scatter,
+                shared=not pooled,
+                storage=storage,
+                content=recorded.content(b),
+            )
+
         written = [s.grads for s in self.segments if s.grads not in (None, STATS)]
         self._pool: list[np.ndarray] = []
         if pooled and written:
             # what a reduction of the largest bucket needs is known by making one
-            b = max(written, key=lambda b: parts.buckets[b].floats)
-            probe = strategy.make(
-                lay.reduction,
-                comm,
-                self.plan,
-                parts.buckets[b].floats,
-                lay.workers,
-                content=recorded.content(b),
-                **options,
-            ).floats_needed
+            probe = make(max(written, key=lambda b: parts.buckets[b].floats)).floats_needed
             names = [f"pool {i}" for i in range(min(2, len(written)))]
             self._pool = [recorded.storage(name, 4 * probe).view(np.float32) for name in names]
         for i, b in enumerate(written):
-            storage = self._pool[i % len(self._pool)] if pooled else None
-            self._reductions[b] = strategy.make(
-                lay.reduction,
-                comm,
-                self.plan,
-                parts.buckets[b].floats,
-                lay.workers,
-                storage=storage,
-                content=recorded.content(b),
-                **options,
-            )
+            self._reductions[b] = make(b, self._pool[i % len(self._pool)] if pooled else None)
             if pooled:
                 a, z = parts.own[b]
                 self._own_grads[b] = recorded.storage(f"gradients {b}", 4 * (z - a)).view(np.float32)
         self._pooled = pooled
         self._stats = strategy.make(lay.reduction, comm, self.plan, lib.stats, lay.workers)
+        self.reductions = (*self._reductions.values(), self._stats)
 
     def _step(self, s: Segment) -> native.Step:
         buffers = self._stats if s.grads in (None, STATS) else self._reductions[s.grads]
@@ -97,7 +93,7 @@ class BucketedRunner(Runner):
             records=len(table),
             threads=len(self.plan.threads),
             actions=self._tables.ctypes.data,
-            params=0 if self.parts.spread else self.recorded.arena.address(native.PARAMS),
+            params=0 if self.parts.partitioned else self.recorded.arena.address(native.PARAMS),
             work=self._work.ctypes.data,
             work_bytes=self._work.strides[0],
             slots=len(self._work),
@@ -116,7 +112,7 @@ class BucketedRunner(Runner):
         def locate(space: int, offset: int) -> int:
             if space == native.GRADS:
                 return offset - size if offset >= size else buckets[s.grads].locate(offset)
-            return buckets[s.params].locate(offset) if self.parts.spread else offset
+            return buckets[s.params].locate(offset) if self.parts.partitioned else offset
 
         return locate
 
@@ -152,7 +148,7 @@ class BucketedRunner(Runner):
         started = time.perf_counter()
         done = 0
         for s, step, need in zip(self.segments, self._steps, self._next_need, strict=True):
-            if parts.spread:
+            if parts.partitioned:
                 if s.params is not None:
                     step.params = parts.use(s.params)
                 if need is not None:
@@ -193,12 +189,3 @@ class BucketedRunner(Runner):
     def grad_bytes(self) -> int:
         """Bytes of gradients and of what their reduction works in, without what runners share."""
         return 0 if self._pooled else sum(4 * r.floats_needed for r in self._reductions.values())
-
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes that this rank's reductions have sent so far."""
-        return sum(r.bytes_sent for r in (*self._reductions.values(), self._stats))
-
-    @property
-    def bytes_plain(self) -> int:
-        return sum(r.bytes_plain for r in (*self._reductions.values(), self._stats))

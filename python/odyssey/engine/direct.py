@@ -26,6 +26,7 @@ class DirectRunner(Runner):
         self.plan = planning.make(self.shards, comm.rank, comm.size, lay.workers, lay.threads)
         content = recorded.content(whole=True)
         self._reduce = strategy.make(lay.reduction, comm, self.plan, self.floats, lay.workers, content=content)
+        self.reductions = (self._reduce,)
         tables = np.array(self.plan.tables(), np.int64)
         self._keep: list[Any] = [tables]
         self.step = native.Step(
@@ -80,15 +81,6 @@ class DirectRunner(Runner):
         self._reduce.finish()
         loss, samples, correct = self.stats[:3].tolist()
         return Sums(loss, samples, correct, self.samples_address, self.updates)
-
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes that this rank's reductions have sent so far."""
-        return self._reduce.bytes_sent
-
-    @property
-    def bytes_plain(self) -> int:
-        return self._reduce.bytes_plain
 
     def _run_eager(self) -> None:
         """The same plan, each shard through Python, one after the other."""

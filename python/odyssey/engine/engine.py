@@ -44,7 +44,7 @@ from .pipeline import PipelineRunner
 from .runner import Recorded, Runner, Storage, Sums
 
 if TYPE_CHECKING:
-    from .gpu.team import Team
+    from .gpu.group import DeviceGroup
 
 RUNNERS = 8  # batch sizes that are kept prepared; an epoch has two, batches of one's own may have any number
 
@@ -84,7 +84,7 @@ class Engine:
         like: Engine | None = None,
         precision: str = "fp32",
         scaled: bool = False,
-        team: Team | None = None,
+        team: DeviceGroup | None = None,
     ) -> None:
         self.model, self.loss, self.arena, self.layout, self.train = model, loss, arena, layout, train
         self.team = team
@@ -184,7 +184,7 @@ class Engine:
         if lay.split:
             return PipelineRunner(recorded)
         several = parts is not None and self.train and (parts.stage > 1 or len(parts.buckets) > 1)
-        if parts is not None and lay.comm.size > 1 and (parts.spread or several):
+        if parts is not None and lay.comm.size > 1 and (parts.partitioned or several):
             return BucketedRunner(recorded)
         return DirectRunner(recorded)
 

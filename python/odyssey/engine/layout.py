@@ -66,7 +66,7 @@ class Layout:
         )
         if wrong:
             raise ConfigError(
-                f"[gpu] {wrong} is not there for GPUs: they replicate the whole model, take steps together and sum "
+                f"[gpu] {wrong} is not supported on GPUs: they replicate the whole model, take steps together and sum "
                 "gradients in pieces of their own; leave it out, or use --device cpu"
             )
 

@@ -99,6 +99,7 @@ class PipelineRunner(Runner):
             lay.reduction, comm, self.plan, floats, lay.workers, scatter=scatter, content=recorded.content()
         )
         self._stats = strategy.make(lay.reduction, comm, self.plan, lib.stats, lay.workers)
+        self.reductions = (self._sum, self._stats)
         self.grad_bytes = 4 * self._sum.floats_needed
         self._bases = np.zeros(4, np.int64)
         self._transfers = 1 + max((t.number for p in parts for t in p.sends), default=0)
@@ -106,7 +107,6 @@ class PipelineRunner(Runner):
         self._counted = self._share_of_norm() if recorded.train else []
         self.result = np.zeros(lib.stats, np.float32)
         self.waited = self.computed = 0.0
-        self.bytes_moved = 0
 
     # --- preparation ---
 
@@ -273,15 +273,6 @@ class PipelineRunner(Runner):
             for a, b in self._adds.get(m, ()):
                 self._sum.buffers[a] += self._sum.buffers[b]
                 self._stats.buffers[a] += self._stats.buffers[b]
-
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes that this rank has sent so far."""
-        return self.bytes_moved + self._sum.bytes_sent + self._stats.bytes_sent
-
-    @property
-    def bytes_plain(self) -> int:
-        return self.bytes_moved + self._sum.bytes_plain + self._stats.bytes_plain
 
 
 def _phase(action: schedules.Compute) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from ..optim import Update
 from ..parallel import buckets as bucketing
 from ..parallel import plan as planning
 from ..parallel.mesh import Groups
+from ..parallel.reduction import Reduction
 from ..parallel.strategy import Content
 from ..parallel.zero import Parts
 from .layout import Layout
@@ -103,8 +104,8 @@ class Runner:
 
     work_bytes = 0  # activations and scratch memory
     shares_work = True  # with other runners (Storage)
-    bytes_sent = 0  # by this rank, so far
-    bytes_plain = 0  # the same if gradients were summed along the tree, uncompressed
+    reductions: Sequence[Reduction] = ()  # that it uses, between processes
+    bytes_moved = 0  # by this rank so far, beside those of its reductions
     grad_bytes = 0
     looks_ahead = False  # it can bring the next batch to its device while this one is computed
 
@@ -115,6 +116,16 @@ class Runner:
         self.batch: Batch | None = None  # that is being run
         self.upcoming: Batch | None = None  # the one after it, where known
         self.data: ArrayDataset | None = None
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank has sent so far."""
+        return self.bytes_moved + sum(r.bytes_sent for r in self.reductions)
+
+    @property
+    def bytes_plain(self) -> int:
+        """The same if gradients were summed along the tree, uncompressed."""
+        return self.bytes_moved + sum(r.bytes_plain for r in self.reductions)
 
     def use(self, data: ArrayDataset) -> None:
         """Points at the arrays of a data set."""

@@ -76,7 +76,7 @@ class Exchange:
         self._mine = [m[:floats] for m in self._mine]
         n = floats * shards
         self._send = self._mine[0] if shards == 1 else native.aligned(n)
-        self._sent = [] if shards == 1 else np.split(self._send, shards)
+        self._pack = [] if shards == 1 else list(zip(np.split(self._send, shards), self._mine, strict=True))
         if by_all(ranks, n):
             self._received = native.aligned((ranks, n))
             results = [(y.ctypes.data, s * floats, floats) for s, y in enumerate(self._y)]
@@ -108,7 +108,11 @@ class Exchange:
         self._run = self._slice
 
     def _slice(self) -> None:
-        for to, value in self._pack:
+        self._swap(self._pack)
+
+    def _swap(self, values: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+        """Copies (to, value) into what is sent, gives each rank its count of it, and adds what came."""
+        for to, value in values:
             to[...] = value
         flat = self._received.reshape(-1)
         self._comm.all_to_all_v(self._send, self._counts, flat, [self._received.shape[1]] * self._comm.size)
@@ -130,17 +134,13 @@ class Exchange:
             native.library().run(self._adds.ctypes.data, len(self._adds), self._context)
 
     def _sum_by_all(self) -> None:
-        for to, value in zip(self._sent, self._mine, strict=False):
+        for to, value in self._pack:
             to[...] = value
         self._comm.all_gather(self._send, out=self._received)
         self._add()
 
     def _sum_by_ranges(self) -> None:
-        for to, value in zip(self._sent, self._mine, strict=False):
-            to[...] = value
-        flat = self._received.reshape(-1)
-        self._comm.all_to_all_v(self._send, self._counts, flat, [self._received.shape[1]] * self._comm.size)
-        self._add()
+        self._swap(self._pack)
         self._comm.all_gather_v(self._flat, self._ranges)
         for y, value in zip(self._y, self._results, strict=True):
             y[...] = value

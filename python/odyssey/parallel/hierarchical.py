@@ -12,48 +12,16 @@ mpirun places them) about one partial sum, with ranks dealt round-robin all of t
 from __future__ import annotations
 
 import dataclasses
-import functools
 import weakref
 
 import numpy as np
 
 from ..comm import Communicator, Request
 from ..watch import hooks
-from .plan import Action, Node, Run, ranges, split
-from .reduction import Adder, Phased, rows
+from .plan import Run, combine, ranges
+from .reduction import Adder, Phased, pack, rows
 
 Machines = tuple[tuple[int, ...], ...]  # ranks of each machine
-
-
-@functools.lru_cache(maxsize=64)
-def combine(given: tuple[Node, ...], shards: int) -> tuple[tuple[Action, ...], tuple[tuple[Node, int], ...]]:
-    """The additions that complete as much of the tree as some of its nodes allow, and what remains.
-
-    Returns:
-        (adds, kept): actions over the numbers of `given`; the nodes that remain, in order, and where they are.
-    """
-    number = {node: i for i, node in enumerate(given)}
-    adds: list[Action] = []
-    kept: list[tuple[Node, int]] = []
-
-    def complete(lo: int, n: int) -> int | None:
-        if (lo, n) in number:
-            return number[lo, n]
-        if n == 1:
-            return None
-        left = split(n)
-        children = ((lo, left), (lo + left, n - left))
-        a, b = (complete(*child) for child in children)
-        if a is not None and b is not None:
-            adds.append(Action("add", a, b))
-            return a
-        kept.extend((child, at) for child, at in zip(children, (a, b), strict=True) if at is not None)
-        return None
-
-    root = complete(0, shards)
-    if root is not None:
-        kept.append(((0, shards), root))
-    return tuple(adds), tuple(sorted(kept))
 
 
 def machines(comm: Communicator, ranks_per_node: int | None) -> Machines:
@@ -143,22 +111,14 @@ class HierarchicalReduction(Phased):
             self.phases = (self._to_node, self._nothing, self._nothing, self._spread)
 
     def _to_node(self) -> Request:
-        at = 0
-        for a, b in self.shares:
-            for _, buffer in self.plan.partial:
-                self._send[at : at + b - a] = self.buffers[buffer, a:b]
-                at += b - a
+        pack(self._send, [self.buffers[b] for _, b in self.plan.partial], self.shares)
         self.bytes_sent += 4 * (self._send.size - self._send_counts[self.places.place])
         comm = self.places.within[0]
         return comm.all_to_all_v(self._send, self._send_counts, self._came, self._came_counts, wait=False)
 
     def _to_counterparts(self) -> Request:
         self._within.run()
-        at = 0
-        for a, b in self._parts:
-            for piece in self._kept:
-                self._out[at : at + b - a] = piece[a:b]
-                at += b - a
+        pack(self._out, self._kept, self._parts)
         self.bytes_sent += 4 * (self._out.size - self._out_counts[self.places.machine])
         comm = self.places.between[0]
         return comm.all_to_all_v(self._out, self._out_counts, self._in, self._in_counts, wait=False)

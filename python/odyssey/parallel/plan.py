@@ -119,6 +119,38 @@ def nodes(run: Run, shards: int) -> list[Node]:
 
 
 @functools.lru_cache(maxsize=64)
+def combine(given: tuple[Node, ...], shards: int) -> tuple[tuple[Action, ...], tuple[tuple[Node, int], ...]]:
+    """The additions that complete as much of the tree over `shards` leaves as some of its nodes allow.
+
+    Returns:
+        (adds, kept): actions over the numbers of `given`; the nodes that remain, in order, and where they are.
+    """
+    number = {node: i for i, node in enumerate(given)}
+    begin, end = min((lo for lo, _ in given), default=0), max((lo + n for lo, n in given), default=0)
+    adds: list[Action] = []
+    kept: list[tuple[Node, int]] = []
+
+    def complete(lo: int, n: int) -> int | None:
+        if (lo, n) in number:
+            return number[lo, n]
+        if n == 1 or lo >= end or lo + n <= begin:
+            return None
+        left = split(n)
+        children = ((lo, left), (lo + left, n - left))
+        a, b = (complete(*child) for child in children)
+        if a is not None and b is not None:
+            adds.append(Action("add", a, b))
+            return a
+        kept.extend((child, at) for child, at in zip(children, (a, b), strict=True) if at is not None)
+        return None
+
+    root = complete(0, shards) if given else None
+    if root is not None:
+        kept.append(((0, shards), root))
+    return tuple(adds), tuple(sorted(kept))
+
+
+@functools.lru_cache(maxsize=64)
 def make(shards: int, rank: int, ranks: int, workers: int, threads: int) -> Plan:
     """The plan of process `rank` of `ranks`, each with `workers` workers whose shards `threads` threads compute.
 
@@ -159,25 +191,17 @@ def make(shards: int, rank: int, ranks: int, workers: int, threads: int) -> Plan
                 have[node] = subtree(node)
         lists.append(tuple(actions))
 
-    final: list[Action] = []
-
-    def complete(node: Node) -> int:
-        if node in have:
-            return have[node]
-        lo, n = node
-        left = split(n)
-        a, b = complete((lo, left)), complete((lo + left, n - left))
-        final.append(Action("add", a, b))
-        return a
-
-    partial = tuple((node, complete(node)) for node in nodes(own, shards))
+    buffers = list(have.values())
+    adds, kept = combine(tuple(have), shards)
+    final = tuple(Action("add", buffers[add.a], buffers[add.b]) for add in adds)
+    partial = tuple((node, buffers[i]) for node, i in kept)
     fixed = {b for _, b in partial}
     first = {lo for (lo, _), _ in partial}
     runs = (share(own[1] - own[0], threads, t) for t in range(threads))
     needed = sum(_pooled((own[0] + a, own[0] + b), shards, first) for a, b in runs)
     count = max(count, len(fixed) + needed, 1)
     pool = tuple(b for b in range(count) if b not in fixed)
-    return Plan(shards, own, tuple(lists), tuple(final), partial, count, pool)
+    return Plan(shards, own, tuple(lists), final, partial, count, pool)
 
 
 def _pooled(run: Run, shards: int, fixed: set[int]) -> int:
@@ -197,18 +221,9 @@ def _pooled(run: Run, shards: int, fixed: set[int]) -> int:
 def unshared(plan: Plan) -> Plan:
     """The same plan on one thread with a buffer for every shard, for shards that are not completed one by one."""
     lo, hi = plan.run
-    actions = [Action("run", s, s - lo) for s in range(lo, hi)]
-
-    def subtree(first: int, n: int) -> int:
-        if n == 1:
-            return first - lo
-        left = split(n)
-        a, b = subtree(first, left), subtree(first + left, n - left)
-        actions.append(Action("add", a, b))
-        return a
-
-    partial = tuple(((first, n), subtree(first, n)) for first, n in nodes(plan.run, plan.shards))
-    return Plan(plan.shards, plan.run, (tuple(actions),), (), partial, max(hi - lo, 1))
+    runs = tuple(Action("run", s, s - lo) for s in range(lo, hi))
+    adds, partial = combine(tuple((s, 1) for s in range(lo, hi)), plan.shards)
+    return Plan(plan.shards, plan.run, ((*runs, *adds),), (), partial, max(hi - lo, 1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,28 +248,7 @@ def ranges(floats: int, parts: int, align: int = 16) -> tuple[Run, ...]:
 @functools.lru_cache(maxsize=64)
 def exchange(shards: int, ranks: int, workers: int, floats: int, align: int = 16) -> Exchange:
     """The plan of the reduction between `ranks` processes of `workers` workers over buffers of `floats` floats."""
-    per_rank = tuple(
-        tuple(
-            nodes(
-                (
-                    share(shards, ranks * workers, r * workers)[0],
-                    share(shards, ranks * workers, (r + 1) * workers - 1)[1],
-                ),
-                shards,
-            )
-        )
-        for r in range(ranks)
-    )
-    number = {node: i for i, node in enumerate(n for ns in per_rank for n in ns)}
-    adds: list[Action] = []
-
-    def complete(lo: int, n: int) -> int:
-        if (lo, n) in number:
-            return number[lo, n]
-        left = split(n)
-        a, b = complete(lo, left), complete(lo + left, n - left)
-        adds.append(Action("add", a, b))
-        return a
-
-    complete(0, shards)
-    return Exchange(ranges(floats, ranks, align), per_rank, tuple(adds))
+    cuts = [share(shards, ranks * workers, w) for w in range(ranks * workers)]
+    per_rank = tuple(tuple(nodes((cuts[r * workers][0], cuts[(r + 1) * workers - 1][1]), shards)) for r in range(ranks))
+    adds, _ = combine(tuple(node for own in per_rank for node in own), shards)
+    return Exchange(ranges(floats, ranks, align), per_rank, adds)

@@ -222,6 +222,15 @@ def rows(flat: np.ndarray, count: int, floats: int) -> list[np.ndarray]:
     return [flat[i * floats : (i + 1) * floats] for i in range(count if floats else 0)]
 
 
+def pack(send: np.ndarray, pieces: Sequence[np.ndarray], cut: Sequence[Run]) -> None:
+    """Puts each range of all pieces behind each other, range after range."""
+    at = 0
+    for a, b in cut:
+        for piece in pieces:
+            send[at : at + b - a] = piece[a:b]
+            at += b - a
+
+
 class TreeReduction(Phased):
     """The tree of plan.py, completed by an all-to-all, additions and an all-gather."""
 
@@ -250,11 +259,7 @@ class TreeReduction(Phased):
 
     def _hand_out(self) -> Request:
         if len(self.plan.partial) > 1:
-            at = 0
-            for a, b in self.cut:
-                for _, buffer in self.plan.partial:
-                    self._send[at : at + b - a] = self.buffers[buffer, a:b]
-                    at += b - a
+            pack(self._send, [self.buffers[b] for _, b in self.plan.partial], self.cut)
         self.bytes_sent += 4 * (len(self._send) - self._send_counts[self.comm.rank])
         return self._out.start()
 

@@ -28,33 +28,28 @@ Edge = tuple[int, int]
 
 
 @dataclasses.dataclass(frozen=True)
-class Forward:
+class Compute:
+    """One computation of a device."""
+
+    stage: int
+    micro: int
+
+    def __str__(self) -> str:
+        return f"{type(self).__name__[0]}{self.stage}.{self.micro}"
+
+
+class Forward(Compute):
     """Compute stage `stage` of micro-batch `micro`."""
 
-    stage: int
-    micro: int
 
-    def __str__(self) -> str:
-        return f"F{self.stage}.{self.micro}"
-
-
-@dataclasses.dataclass(frozen=True)
-class Backward:
+class Backward(Compute):
     """Take the gradient of micro-batch `micro` back through stage `stage`."""
 
-    stage: int
-    micro: int
-
-    def __str__(self) -> str:
-        return f"B{self.stage}.{self.micro}"
-
 
 @dataclasses.dataclass(frozen=True)
-class Send:
-    """Start sending what `stage` made of micro-batch `micro` for stage `to`, on device `device`.
-
-    `what` is "activation" (to a later stage) or "gradient" (to an earlier one).
-    """
+class Message:
+    """What `stage` made of micro-batch `micro` for stage `to`; `what` is "activation" (`to` is a later stage) or
+    "gradient" (an earlier one). device: that of the other end."""
 
     what: str
     stage: int
@@ -62,26 +57,26 @@ class Send:
     micro: int
     device: int
 
-    def __str__(self) -> str:
-        return f"send {self.what} {self.stage}>{self.to}.{self.micro} to device {self.device}"
-
-
-@dataclasses.dataclass(frozen=True)
-class Recv:
-    """Wait for what stage `stage` on device `device` made of micro-batch `micro` for stage `to`, which is here."""
-
-    what: str
-    stage: int
-    to: int
-    micro: int
-    device: int
+    @property
+    def key(self) -> tuple[str, int, int, int]:
+        """By which a receive finds its send."""
+        return (self.what, self.stage, self.to, self.micro)
 
     def __str__(self) -> str:
-        return f"recv {self.what} {self.stage}>{self.to}.{self.micro} from device {self.device}"
+        way = "to" if isinstance(self, Send) else "from"
+        name = type(self).__name__.lower()
+        return f"{name} {self.what} {self.stage}>{self.to}.{self.micro} {way} device {self.device}"
 
 
-Compute = Forward | Backward
-Action = Forward | Backward | Send | Recv
+class Send(Message):
+    """Start sending it."""
+
+
+class Recv(Message):
+    """Wait for it."""
+
+
+Action = Compute | Message
 
 
 @dataclasses.dataclass(frozen=True)
@@ -267,10 +262,10 @@ def check(schedule: Schedule, *, buffered: bool = True) -> None:
     """
     seen: dict[Compute, int] = {}
     for d, order in enumerate(schedule.actions):
-        if tuple(a for a in order if isinstance(a, (Forward, Backward))) != schedule.compute[d]:
+        if tuple(a for a in order if isinstance(a, Compute)) != schedule.compute[d]:
             raise ConfigError(f"[pipeline] the two lists of device {d} differ in what it computes; make it anew")
         for a in order:
-            if isinstance(a, (Forward, Backward)):
+            if isinstance(a, Compute):
                 if a in seen:
                     raise ConfigError(f"[pipeline] {a} is done twice, on device {seen[a]} and on device {d}")
                 if schedule.place[a.stage] != d:
@@ -282,8 +277,8 @@ def check(schedule: Schedule, *, buffered: bool = True) -> None:
         odd = min(map(str, seen.keys() ^ wanted))
         raise ConfigError(f"[pipeline] {odd} is {'missing' if len(seen) < len(wanted) else 'too much'}; make it anew")
     everything = [a for order in schedule.actions for a in order]
-    sends = {_message(a): a for a in everything if isinstance(a, Send)}
-    receives = {_message(a): a for a in everything if isinstance(a, Recv)}
+    sends = {a.key: a for a in everything if isinstance(a, Send)}
+    receives = {a.key: a for a in everything if isinstance(a, Recv)}
     for m in sorted(sends.keys() ^ receives.keys()):
         a = sends.get(m) or receives[m]
         raise ConfigError(f"[pipeline] '{a}' has no {'receive' if m in sends else 'send'} on device {a.device}")
@@ -306,29 +301,29 @@ def check(schedule: Schedule, *, buffered: bool = True) -> None:
         """The device that the next action of d waits for, or None if it can go on."""
         a = next_of(d)
         if isinstance(a, Recv):
-            return None if _message(a) in sent else a.device
+            return None if a.key in sent else a.device
         if isinstance(a, Send) and not buffered:
             other = next_of(a.device)
-            return None if isinstance(other, Recv) and _message(other) == _message(a) else a.device
+            return None if isinstance(other, Recv) and other.key == a.key else a.device
         return None
 
     while True:
         moved = False
         for d in range(schedule.devices):
             while (a := next_of(d)) is not None and waits_for(d) is None:
-                if isinstance(a, (Forward, Backward)):
+                if isinstance(a, Compute):
                     lost = [n for n in _needs(schedule, a) if not there(n, a, d)]
                     if lost:
                         raise ConfigError(f"[pipeline] device {d} does {a} before {lost[0]}, which it needs")
                     done.add(a)
                 elif isinstance(a, Recv):
-                    received.add(_message(a))
+                    received.add(a.key)
                 elif isinstance(a, Send):
                     if (Forward if a.what == "activation" else Backward)(a.stage, a.micro) not in done:
                         raise ConfigError(f"[pipeline] device {d} has to '{a}' before it is made")
-                    sent.add(_message(a))
+                    sent.add(a.key)
                     if not buffered:
-                        received.add(_message(a))
+                        received.add(a.key)
                         at[a.device] += 1  # the receive that waited for it
                 at[d] += 1
                 moved = True
@@ -344,10 +339,6 @@ def check(schedule: Schedule, *, buffered: bool = True) -> None:
             "[pipeline] devices wait for each other: "
             + "; ".join(f"device {d} waits for device {waits_for(d)} at '{next_of(d)}'" for d in cycle)
         )
-
-
-def _message(a: Send | Recv) -> tuple[str, int, int, int]:
-    return (a.what, a.stage, a.to, a.micro)
 
 
 def _needs(schedule: Schedule, a: Compute) -> list[Compute]:

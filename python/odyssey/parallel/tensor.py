@@ -13,7 +13,8 @@ arena, of which a rank reads and trains its pieces (`Piece`).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +24,7 @@ from ..errors import ConfigError
 from .plan import Run, share
 
 PARTS = 4  # as in mojo/kernels/parts.mojo
+POOL = ("planes", "H", "W", "R", "T", "S")  # the sizes of an op that computes each channel by itself
 LANES = 16  # samples of a group, as in mojo/kernels/lanes.mojo
 
 # A sum over more ranks than two is made by everyone from everyone's nodes up to this many bytes of a node; above it,
@@ -225,7 +227,7 @@ def rewrite(records: Sequence[Record], rank: int, size: int, like: Mapping[str, 
         work.note(records)
         return Split(list(records), work.ownership, ())
     for r in records:
-        work.take(r)
+        work.rewrite(r)
     work.note(records)
     split = Split(work.out, work.ownership, work.summary())
     if all(layer.split == "whole" for layer in split.layers):
@@ -272,21 +274,9 @@ class _Rewriter:
         self.tags: dict[int, _Plan] = {}  # by forward op
         self.pools: dict[int, tuple[_Value, tuple[Run, ...]]] = {}  # inputs and channels of split pools, by forward op
         self.values: dict[int, _Value] = {}  # by id of the activation's own memory, which the records keep alive
-        self.handlers: dict[str, Callable[[Record], None]] = {
-            "linear_forward": self._linear_forward,
-            "linear_backward_weight": self._linear_backward_weight,
-            "linear_backward_input": self._linear_backward_input,
-            "conv2d_forward": self._conv2d_forward,
-            "conv2d_backward_weight": self._conv2d_backward_weight,
-            "conv2d_backward_input": self._conv2d_backward_input,
-            "maxpool_forward": self._maxpool_forward,
-            "maxpool_backward": self._maxpool_backward,
-            "avgpool_forward": self._avgpool_forward,
-            "avgpool_backward": self._avgpool_backward,
-        }
 
-    def take(self, r: Record) -> None:
-        """Rewrites the next record."""
+    def rewrite(self, r: Record) -> None:
+        """Rewrites the next record: by its traits, and by what its arguments are called (mojo/kernels/op.mojo)."""
         traits = r.declared.traits
         if "rounds" in traits:
             if r.dtype != "fp32":
@@ -298,7 +288,13 @@ class _Rewriter:
                     "[tp] a shard of at most 4 samples is computed in rows, which are not split; "
                     "use a larger --shard-size or batch, or --tp 1"
                 )
-        self.handlers.get(r.op, self._features if "features" in traits else self._any)(r)
+            self._product(r)
+        elif r.declared.sizes[: len(POOL)] == POOL:
+            self._pool(r)
+        elif "features" in traits:
+            self._features(r)
+        else:
+            self._any(r)
 
     def note(self, records: Sequence[Record]) -> None:
         """Completes the ownership: what was not split is everybody's."""
@@ -408,7 +404,7 @@ class _Rewriter:
                 piece = self.like[name]
                 split, ranges = {None: "whole", 0: "outputs", 1: "inputs"}[piece.axis], piece.ranges
             elif shared in (None, Piece()) and (
-                r.op == "linear_forward" and v is not None and v.ranges == self._owned(shape[1])
+                len(shape) == 2 and v is not None and v.ranges == self._owned(shape[1])
             ):
                 split, ranges = "inputs", v.ranges
             elif shared != Piece() and all(b > a for a, b in self._owned(shape[0])):
@@ -442,88 +438,60 @@ class _Rewriter:
             groups, (), r.device, r.tag, layer, None, node=node, floats=groups * features * LANES
         )
 
-    def _linear_forward(self, r: Record) -> None:
-        y, x, w, b, _, g, i, o, relu = r.args
-        plan = self._plan(r, w, b, (o, i), x)
-        if plan.split == "outputs":
-            lo, hi = plan.ranges[self.rank]
-            mine = self._split_value(y, r, g, plan.ranges, plan.name)
-            self._emit(r, r.op, mine, self._whole(x, r), _from(w, lo * i), _from(b, lo), None, g, i, hi - lo, relu)
-        elif plan.split == "inputs":
+    def _product(self, r: Record) -> None:
+        """A linear layer or a convolution, forward (y) or backward (dw, db; dx)."""
+        a = _arguments(r)
+        if "K" in a:
+            shape, inputs = (a["K"], a["C"], a["R"], a["T"]), a["C"] * a["H"] * a["W"]
+        else:
+            shape, inputs = (a["O"], a["I"]), a["I"]
+        plan = self._plan(r, a["w"], a["b"], shape, a["x"]) if "y" in a else self._planned(r, a.get("dw", a.get("w")))
+        if plan is not None and plan.split == "outputs":
+            self._by_outputs(r, a, plan, math.prod(shape[1:]), inputs)
+        elif plan is not None and plan.split == "inputs":
+            self._by_inputs(r, a, plan)
+        else:
+            self._any(r)
+
+    def _by_outputs(self, r: Record, a: dict[str, Any], plan: _Plan, weights: int, inputs: int) -> None:
+        """A product of which this rank makes, or has, some outputs; weights: per output. inputs: features of x."""
+        lo, hi = plan.ranges[self.rank]
+        ranges, g = _times(plan.ranges, _pixels(a)), a["G"]
+        some = [hi - lo if name in ("K", "O") else a[name] for name in r.declared.sizes]
+        if "y" in a:
+            mine = self._split_value(a["y"], r, g, ranges, plan.name)
+            w, b = _from(a["w"], lo * weights), _from(a["b"], lo)
+            self._emit(r, r.op, mine, self._whole(a["x"], r), w, b, None, *some)
+        elif "dw" in a:
+            dys = self._mine(a["dy"], r, g, ranges)
+            dw, db = _from(a["dw"], lo * weights), _from(a["db"], lo)
+            self._emit(r, r.op, dw, db, dys, self._whole(a["x"], r), a["scratch"], *some)
+        else:
+            node = self._slot(g, inputs)
+            dys = self._mine(a["dy"], r, g, ranges)
+            whole = [a[name] for name in r.declared.sizes]
+            self._emit(r, f"{r.op}_parts", node, dys, a["w"], *whole, self.part, self.parts)
+            self._sum(r, a["dx"], node, g, inputs, plan.name)
+
+    def _by_inputs(self, r: Record, a: dict[str, Any], plan: _Plan) -> None:
+        """A linear layer of which this rank has some inputs."""
+        lo, hi = plan.ranges[self.rank]
+        g, i, o = a["G"], a["I"], a["O"]
+        if "y" in a:
             node = self._slot(g, o)
-            xs = self._mine(x, r, g, plan.ranges)
-            self._emit(r, "linear_forward_parts", node, xs, w, g, i, o, self.part, self.parts)
-            self._sum(r, y, node, g, o, plan.name)
-            self._emit(r, "linear_bias", y, self._whole(y, r), b, g, o, relu)
-            self._made(y)
+            xs = self._mine(a["x"], r, g, plan.ranges)
+            self._emit(r, f"{r.op}_parts", node, xs, a["w"], g, i, o, self.part, self.parts)
+            self._sum(r, a["y"], node, g, o, plan.name)
+            self._emit(r, "linear_bias", a["y"], self._whole(a["y"], r), a["b"], g, o, a["relu"])
+            self._made(a["y"])
+            return
+        if "dw" in a:
+            xs = self._mine(a["x"], r, g, plan.ranges)
+            memory = (_from(a["dw"], lo), a["db"], self._whole(a["dy"], r), xs, a["scratch"])
         else:
-            self._any(r)
-
-    def _linear_backward_weight(self, r: Record) -> None:
-        dw, db, dy, x, scratch, g, i, o = r.args
-        plan = self._planned(r, dw)
-        if plan is not None and plan.split == "outputs":
-            lo, hi = plan.ranges[self.rank]
-            dys = self._mine(dy, r, g, plan.ranges)
-            args = (_from(dw, lo * i), _from(db, lo), dys, self._whole(x, r), scratch, g, i, hi - lo)
-            self._emit(r, r.op, *args)
-        elif plan is not None and plan.split == "inputs":
-            lo, hi = plan.ranges[self.rank]
-            xs = self._mine(x, r, g, plan.ranges)
-            args = (_from(dw, lo), db, self._whole(dy, r), xs, scratch, g, hi - lo, o, i)
-            self._emit(r, "linear_backward_weight_columns", *args)
-        else:
-            self._any(r)
-
-    def _linear_backward_input(self, r: Record) -> None:
-        dx, dy, w, _, g, i, o = r.args
-        plan = self._planned(r, w)
-        if plan is not None and plan.split == "outputs":
-            node = self._slot(g, i)
-            dys = self._mine(dy, r, g, plan.ranges)
-            self._emit(r, "linear_backward_input_parts", node, dys, w, g, i, o, self.part, self.parts)
-            self._sum(r, dx, node, g, i, plan.name)
-        elif plan is not None and plan.split == "inputs":
-            lo, hi = plan.ranges[self.rank]
-            whole = self._whole(dy, r)
-            mine = self._split_value(dx, r, g, plan.ranges, plan.name)
-            self._emit(r, "linear_backward_input_columns", mine, whole, _from(w, lo), g, hi - lo, o, i)
-        else:
-            self._any(r)
-
-    def _conv2d_forward(self, r: Record) -> None:
-        y, x, w, b, _, G, C, H, W, K, R, T, S, relu = r.args
-        plan = self._plan(r, w, b, (K, C, R, T), x)
-        if plan.split == "whole":
-            return self._any(r)
-        lo, hi = plan.ranges[self.rank]
-        pixels = ((H - R) // S + 1) * ((W - T) // S + 1)
-        whole = self._whole(x, r)
-        mine = self._split_value(y, r, G, _times(plan.ranges, pixels), plan.name)
-        ws, bs = _from(w, lo * C * R * T), _from(b, lo)
-        self._emit(r, r.op, mine, whole, ws, bs, None, G, C, H, W, hi - lo, R, T, S, relu)
-
-    def _conv2d_backward_weight(self, r: Record) -> None:
-        dw, db, dy, x, _, G, C, H, W, K, R, T, S = r.args
-        plan = self._planned(r, dw)
-        if plan is None or plan.split == "whole":
-            return self._any(r)
-        lo, hi = plan.ranges[self.rank]
-        pixels = ((H - R) // S + 1) * ((W - T) // S + 1)
-        dys = self._mine(dy, r, G, _times(plan.ranges, pixels))
-        args = (_from(dw, lo * C * R * T), _from(db, lo), dys, self._whole(x, r), None)
-        self._emit(r, r.op, *args, G, C, H, W, hi - lo, R, T, S)
-
-    def _conv2d_backward_input(self, r: Record) -> None:
-        dx, dy, w, _, G, C, H, W, K, R, T, S = r.args
-        plan = self._planned(r, w)
-        if plan is None or plan.split == "whole":
-            return self._any(r)
-        pixels = ((H - R) // S + 1) * ((W - T) // S + 1)
-        dys = self._mine(dy, r, G, _times(plan.ranges, pixels))
-        node = self._slot(G, C * H * W)
-        self._emit(r, "conv2d_backward_input_parts", node, dys, w, G, C, H, W, K, R, T, S, self.part, self.parts)
-        self._sum(r, dx, node, G, C * H * W, plan.name)
+            whole = self._whole(a["dy"], r)
+            memory = (self._split_value(a["dx"], r, g, plan.ranges, plan.name), whole, _from(a["w"], lo))
+        self._emit(r, f"{r.op}_columns", *memory, g, hi - lo, o, i)
 
     # --- what runs on a rank's features as on all ---
 
@@ -545,61 +513,46 @@ class _Rewriter:
         v = self.values.get(id(memory))
         return v if v is not None and v.layer else None
 
-    def _pool_split(self, r: Record, x: Memory, planes: int, size: int) -> tuple[_Value, tuple[Run, ...]] | None:
-        """The value of a pool's input of planes of `size`, and the channels of each rank, if its channels are split."""
-        v = self._lies_split(x)
-        if v is None or any(edge % size for run in v.ranges for edge in run):
-            return None
-        channels = tuple((a // size, b // size) for a, b in v.ranges)
-        if channels[-1][1] * v.groups != planes:
-            return None
-        self.pools[r.tag] = v, channels
-        return v, channels
-
-    def _maxpool_forward(self, r: Record) -> None:
-        y, argmax, x, planes, H, W, R, T, S = r.args
-        found = self._pool_split(r, x, planes, H * W)
-        if found is None:
-            return self._any(r)
-        v, channels = found
-        pixels = ((H - R) // S + 1) * ((W - T) // S + 1)
-        lo, hi = channels[self.rank]
-        mine = self._split_value(y, r, v.groups, _times(channels, pixels), v.layer)
-        places = self._split_value(argmax, r, v.groups, _times(channels, pixels), v.layer)
-        places.nbytes //= 4  # a byte each
-        self._emit(r, r.op, mine, places, v.mine, v.groups * (hi - lo), H, W, R, T, S)
-
-    def _maxpool_backward(self, r: Record) -> None:
-        dx, dy, argmax, y, _, H, W, R, T, S, relu = r.args
-        places, value = self._made_split(argmax), self._made_split(y)
-        if places is None or value is None:
-            return self._any(r)
-        pixels = ((H - R) // S + 1) * ((W - T) // S + 1)
-        channels = tuple((a // pixels, b // pixels) for a, b in places.ranges)
-        lo, hi = channels[self.rank]
-        dys = self._mine(dy, r, places.groups, places.ranges)
-        mine = self._split_value(dx, r, places.groups, _times(channels, H * W), places.layer)
-        self._emit(r, r.op, mine, dys, places.mine, value.mine, places.groups * (hi - lo), H, W, R, T, S, relu)
-
-    def _avgpool_forward(self, r: Record) -> None:
-        y, x, planes, H, W, R, T, S = r.args
-        found = self._pool_split(r, x, planes, H * W)
-        if found is None:
-            return self._any(r)
-        v, channels = found
-        lo, hi = channels[self.rank]
-        mine = self._split_value(y, r, v.groups, _times(channels, ((H - R) // S + 1) * ((W - T) // S + 1)), v.layer)
-        self._emit(r, r.op, mine, v.mine, v.groups * (hi - lo), H, W, R, T, S)
-
-    def _avgpool_backward(self, r: Record) -> None:
-        dx, dy, _, H, W, R, T, S = r.args
-        if r.tag not in self.pools or r.tag < 0:
+    def _pool(self, r: Record) -> None:
+        """A pool, forward or backward, whose channels are split."""
+        a = _arguments(r)
+        size, pixels, backward = a["H"] * a["W"], _pixels(a), "dx" in a
+        if not backward:
+            self._split_pool(r, a["x"], a["planes"], size)
+        saved = [self._made_split(a[name]) for name in r.declared.inputs[1:]]
+        if r.tag not in self.pools or (backward and r.tag < 0) or None in saved:
             return self._any(r)
         v, channels = self.pools[r.tag]
         lo, hi = channels[self.rank]
-        dys = self._mine(dy, r, v.groups, _times(channels, ((H - R) // S + 1) * ((W - T) // S + 1)))
-        mine = self._split_value(dx, r, v.groups, _times(channels, H * W), v.layer)
-        self._emit(r, r.op, mine, dys, v.groups * (hi - lo), H, W, R, T, S)
+        small, large = _times(channels, pixels), _times(channels, size)
+        if backward:
+            dys = self._mine(a["dy"], r, v.groups, small)
+            memory = [self._split_value(a["dx"], r, v.groups, large, v.layer), dys, *(s.mine for s in saved)]
+        else:
+            memory = [self._split_value(a[name], r, v.groups, small, v.layer) for name in r.declared.outputs]
+            for places in memory[1:]:
+                places.nbytes //= 4  # a byte each
+            memory.append(v.mine)
+        self._emit(r, r.op, *memory, v.groups * (hi - lo), *r.args[len(memory) + 1 :])
+
+    def _split_pool(self, r: Record, x: Memory, planes: int, size: int) -> None:
+        """Notes the value of a pool's input, and each rank's channels, if they are split; `size`: of a plane."""
+        self.pools.pop(r.tag, None)
+        v = self._lies_split(x)
+        if v is not None and not any(edge % size for run in v.ranges for edge in run):
+            channels = tuple((a // size, b // size) for a, b in v.ranges)
+            if channels[-1][1] * v.groups == planes:
+                self.pools[r.tag] = v, channels
+
+
+def _arguments(r: Record) -> dict[str, Any]:
+    """The arguments of a record by the names that its op declares."""
+    return dict(zip((*r.declared.outputs, *r.declared.inputs, *r.declared.sizes), r.args, strict=True))
+
+
+def _pixels(a: Mapping[str, Any]) -> int:
+    """Numbers that a convolution or pool with these arguments makes per channel; 1 for a linear layer."""
+    return ((a["H"] - a["R"]) // a["S"] + 1) * ((a["W"] - a["T"]) // a["S"] + 1) if "H" in a else 1
 
 
 def _times(ranges: tuple[Run, ...], n: int) -> tuple[Run, ...]:

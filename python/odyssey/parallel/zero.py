@@ -40,8 +40,8 @@ class Parts:
         self.floats = self.starts.pop()
         # The state is then of the arena's own layout. `floats` would not do: it counts the padding of pieces as well.
         self.whole = everything and sum(p.n for b in buckets for p in b.pieces) == arena.size
-        self.spread = stage == 3 and comm.size > 1
-        if self.spread:
+        self.partitioned = stage == 3 and comm.size > 1
+        if self.partitioned:
             self._store = [self._cut(arena.params, b, *own) for b, own in zip(buckets, self.own, strict=True)]
             self._slots = [native.aligned(max(b.floats for b in buckets)) for _ in range(2)]
             self._holds: list[int | None] = [None, None]
@@ -62,7 +62,7 @@ class Parts:
 
     def param_address(self, b: int, piece: Piece) -> int:
         """Where the parameters of a piece of this rank's part are updated."""
-        if self.spread:
+        if self.partitioned:
             return self._store[b].ctypes.data + 4 * (piece.at - self.own[b][0])
         return self.arena.address(native.PARAMS) + 4 * piece.lo
 
@@ -99,7 +99,7 @@ class Parts:
         """After an update: what was gathered is out of date (stage 3), or the others' parts are (stages 1 and 2)."""
         if self.comm.size == 1 or self.stage == 0:
             return
-        if self.spread:
+        if self.partitioned:
             for slot in (0, 1):
                 self._abandon(slot)
             return
@@ -133,7 +133,7 @@ class Parts:
 
     def parameters(self) -> np.ndarray:
         """All parameters of these buckets in an array of the arena's layout; a collective call at stage 3."""
-        if not self.spread:
+        if not self.partitioned:
             return self.arena.params
         flat = np.zeros(self.arena.size, np.float32)
         self.fill(flat, self._store)
@@ -141,7 +141,7 @@ class Parts:
 
     def load(self, flat: np.ndarray) -> None:
         """Takes all parameters from an array of the arena's layout that all ranks have."""
-        if not self.spread:
+        if not self.partitioned:
             self.arena.params[:] = flat
             return
         self.changed()
@@ -180,6 +180,6 @@ class Parts:
     @property
     def nbytes(self) -> int:
         """Bytes of parameters on this rank that this object keeps."""
-        if not self.spread:
+        if not self.partitioned:
             return self.arena.params.nbytes
         return sum(a.nbytes for a in (*self._store, *self._slots))

@@ -143,9 +143,9 @@ class DistributedTrainer(EngineState):
         self._same_everywhere()
         team = None
         if devices:
-            from ..engine.gpu.team import Team
+            from ..engine.gpu.group import DeviceGroup
 
-            team = Team(devices, self.arena)
+            team = DeviceGroup(devices, self.arena)
             team.keep(optimizer)
             self.notice = team.describe()
         elif made.precision == "tf32":
@@ -496,6 +496,6 @@ def choose_devices(
         if device == "gpu":
             raise DeviceError("[train] device is 'gpu' but this machine has none; use --device cpu or auto")
         return (), f"no GPU found: {num_gpus} CPU workers are used"
-    from ..engine.gpu.team import devices
+    from ..engine.gpu.group import devices
 
     return tuple(devices(found, num_gpus or 1, comm.local_rank, comm.local_size, oversubscribe, own)), None

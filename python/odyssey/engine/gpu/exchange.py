@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -27,8 +27,8 @@ from ...parallel import plan as planning
 from ...parallel import strategy
 
 if TYPE_CHECKING:
+    from .group import DeviceGroup
     from .runner import GpuRunner
-    from .team import Team
 
 PIECE = 1 << 20  # floats that go from device to host, over the network and back at a time; 4 MB
 
@@ -54,11 +54,13 @@ class Part:
 class Exchange:
     """Completes the sums of a runner; made by all ranks at the same time, used once per step.
 
-    bytes_sent: by this rank, so far; bytes_plain: what the tree would have sent.
+    reductions: what counts the bytes that it sends.
     """
 
+    reductions: Sequence[Any]
+
     def __init__(self, runner: GpuRunner, comm: Communicator) -> None:
-        self.runner, self.comm, self.workers = runner, comm, runner.team.workers
+        self.runner, self.comm, self.workers = runner, comm, runner.group.workers
 
     def run(self) -> list[int]:
         """Sees to it that the whole sum is, or arrives in the COMPUTE queue, at these addresses, one per worker."""
@@ -66,14 +68,6 @@ class Exchange:
 
     def wait(self) -> None:
         """Waits until nothing that the devices still do waits for another rank. Raises CollectiveError."""
-
-    @property
-    def bytes_sent(self) -> int:
-        raise NotImplementedError
-
-    @property
-    def bytes_plain(self) -> int:
-        raise NotImplementedError
 
     def _result(self, w: int) -> int:
         return self.workers[w].area(f"result {self.runner.floats}", 4 * self.runner.floats, clear=True)
@@ -99,14 +93,14 @@ def make(runner: GpuRunner, comm: Communicator, own: planning.Run) -> Exchange:
 
 
 _Links = Sequence[devices.DeviceTransport]
-_known: weakref.WeakKeyDictionary[Team, dict[Communicator, _Links]] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[DeviceGroup, dict[Communicator, _Links]] = weakref.WeakKeyDictionary()
 
 
 def _links(runner: GpuRunner, comm: Communicator) -> _Links:
     """A transport per worker, made when it is first asked for; none if sums are to go through the host."""
-    known = _known.setdefault(runner.team, {})
+    known = _known.setdefault(runner.group, {})
     if comm not in known:
-        links, why = devices.connect(comm, runner.team.gpus)
+        links, why = devices.connect(comm, runner.group.gpus)
         if why:
             _warn(runner, why)
         known[comm] = links
@@ -182,14 +176,6 @@ class StagedExchange(Exchange):
         for worker, result in zip(self.workers, results, strict=True):
             worker.gpu.upload(result + 4 * lo, back[lo:hi], COMPUTE)
 
-    @property
-    def bytes_sent(self) -> int:
-        return sum(r.bytes_sent for r in self.reductions)
-
-    @property
-    def bytes_plain(self) -> int:
-        return sum(r.bytes_plain for r in self.reductions)
-
 
 class DirectExchange(Exchange):
     """The tree completed from device to device: an all-to-all, additions and an all-gather, all in COMPUTE queues.
@@ -212,7 +198,8 @@ class DirectExchange(Exchange):
         self._adds = [(add.a, add.b) for add in x.adds]
         total = self._first[-1]
         self._at_once = self._adds == tree_adds(total)
-        self._sent = 0
+        self.reductions = (self,)
+        self.bytes_sent = self.bytes_plain = 0
         self._exchanged: devices.Exchanged | None = None
 
     def run(self) -> list[int]:
@@ -259,8 +246,7 @@ class DirectExchange(Exchange):
         for i in mine:
             if n:
                 worker.gpu.move(area + 4 * n * (self._first[rank] + i), part.at(i, a), 4 * n)
-        self._sent += sum(size for _, _, size in sends)
-        self.links[w].exchange(sends, receives)
+        self._exchange(w, sends, receives)
         if not n:
             return
         to = result + 4 * a
@@ -280,7 +266,11 @@ class DirectExchange(Exchange):
         others = [p for p in range(self.comm.size) if p != rank]
         sends = [(p, result + 4 * a, 4 * (b - a)) for p in others if b > a]
         receives = [(p, result + 4 * c, 4 * (d - c)) for p, (c, d) in enumerate(cut) if p != rank and d > c]
-        self._sent += sum(size for _, _, size in sends)
+        self._exchange(w, sends, receives)
+
+    def _exchange(self, w: int, sends: list[devices.Message], receives: list[devices.Message]) -> None:
+        self.bytes_sent += sum(size for _, _, size in sends)
+        self.bytes_plain = self.bytes_sent
         self.links[w].exchange(sends, receives)
 
     def wait(self) -> None:
@@ -288,25 +278,8 @@ class DirectExchange(Exchange):
             exchanged, self._exchanged = self._exchanged, None
             exchanged.wait()
 
-    @property
-    def bytes_sent(self) -> int:
-        return self._sent
-
-    @property
-    def bytes_plain(self) -> int:
-        return self._sent
-
 
 def tree_adds(n: int) -> list[tuple[int, int]]:
     """The additions, (to, from), of a tree over n leaves that lie side by side, as kernels' `tree_sum` makes them."""
-    adds: list[tuple[int, int]] = []
-
-    def complete(lo: int, n: int) -> None:
-        if n > 1:
-            left = planning.split(n)
-            complete(lo, left)
-            complete(lo + left, n - left)
-            adds.append((lo, lo + left))
-
-    complete(0, n)
-    return adds
+    adds, _ = planning.combine(tuple((i, 1) for i in range(n)), n)
+    return [(add.a, add.b) for add in adds]

@@ -11,11 +11,11 @@ by one; ODYSSEY_GPU_GRAPHS=0 asks for that.
 from __future__ import annotations
 
 import ctypes
-import functools
 import gc
 import os
 from collections.abc import Callable
 
+from ...core.cuda import driver
 from ...core.gpu_native import Gpu
 from ...errors import DeviceError
 
@@ -25,36 +25,6 @@ THREAD_LOCAL = 1  # capture mode: calls of other threads, say of NCCL's, are non
 def wanted() -> bool:
     """Whether graphs are to be used where they can be."""
     return os.environ.get("ODYSSEY_GPU_GRAPHS", "1") != "0"
-
-
-@functools.cache
-def _driver() -> ctypes.CDLL:
-    """The driver, which is loaded already. Raises DeviceError if it is not NVIDIA's."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-        pointer, number = ctypes.c_void_p, ctypes.c_int
-        for name, arguments in {
-            "cuStreamBeginCapture_v2": [pointer, number],
-            "cuStreamEndCapture": [pointer, pointer],
-            "cuGraphInstantiateWithFlags": [pointer, pointer, ctypes.c_ulonglong],
-            "cuGraphLaunch": [pointer, pointer],
-            "cuGraphDestroy": [pointer],
-            "cuGraphExecDestroy": [pointer],
-            "cuGetErrorName": [number, ctypes.POINTER(ctypes.c_char_p)],
-        }.items():
-            function = getattr(driver, name)
-            function.argtypes, function.restype = arguments, number
-    except (OSError, AttributeError) as problem:
-        raise DeviceError(f"[gpu] no CUDA graphs: {problem}") from None
-    return driver
-
-
-def _checked(name: str, *args: object) -> None:
-    code = getattr(_driver(), name)(*args)
-    if code:
-        text = ctypes.c_char_p()
-        _driver().cuGetErrorName(code, ctypes.byref(text))
-        raise DeviceError(f"[gpu] {name}: {(text.value or b'error').decode()} ({code})")
 
 
 class Graph:
@@ -68,7 +38,7 @@ class Graph:
         self._exec: ctypes.c_void_p | None = None
         self._gpu, self._stream = gpu, gpu.stream()
         graph, executable = ctypes.c_void_p(), ctypes.c_void_p()
-        _checked("cuStreamBeginCapture_v2", self._stream, THREAD_LOCAL)
+        driver().call("cuStreamBeginCapture_v2", self._stream, THREAD_LOCAL)
         problem: BaseException | None = None
         collects = gc.isenabled()
         gc.disable()  # what is collected may free device memory, which ends a capture
@@ -80,26 +50,26 @@ class Graph:
             if collects:
                 gc.enable()
         try:
-            _checked("cuStreamEndCapture", self._stream, ctypes.byref(graph))
+            driver().call("cuStreamEndCapture", self._stream, ctypes.byref(graph))
             if isinstance(problem, Exception):
                 raise DeviceError(f"[gpu] what was captured failed: {problem}")
-            _checked("cuGraphInstantiateWithFlags", ctypes.byref(executable), graph, 0)
+            driver().call("cuGraphInstantiateWithFlags", ctypes.byref(executable), graph, 0)
             self._exec = executable
         finally:
             if graph.value:
-                _driver().cuGraphDestroy(graph)
+                driver().call("cuGraphDestroy", graph)
             if problem is not None and not isinstance(problem, Exception):
                 raise problem
 
     def launch(self) -> None:
         """Enqueues it."""
         self._gpu.stream()  # makes the device this thread's current one
-        _checked("cuGraphLaunch", self._exec, self._stream)
+        driver().call("cuGraphLaunch", self._exec, self._stream)
 
     def close(self) -> None:
         """Gives it back, once nothing of it is under way."""
         if self._exec is not None:
-            _driver().cuGraphExecDestroy(self._exec)
+            driver().call("cuGraphExecDestroy", self._exec)
             self._exec = None
 
     def __del__(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from ...parallel.plan import Node, nodes, split
+from ...parallel.plan import Action, Node, combine, nodes, split
 
 # Shards whose parameter gradients a kernel adds before they go to memory: at most 8, and only where at least this many
 # sums are left to compute side by side.
@@ -27,21 +27,13 @@ class Compute:
 
 
 @dataclasses.dataclass(frozen=True)
-class Add:
-    """Adds sum `b` to sum `a`."""
-
-    a: int
-    b: int
-
-
-@dataclasses.dataclass(frozen=True)
 class WorkerPlan:
     """What one worker does: actions in order; afterwards sum i is that of node i of `nodes`, for all of them.
 
     It needs room for `sums` sums, and for the largest piece: `pieces` gradient buffers and `shards` workspaces.
     """
 
-    actions: tuple[Compute | Add, ...]
+    actions: tuple[Compute | Action, ...]
     nodes: tuple[Node, ...]
     sums: int
     pieces: int
@@ -63,7 +55,7 @@ def worker(run: tuple[int, int], shards: int, limit: int, most: int = FOLD) -> W
         most: largest fold allowed, 1 where gradients of a parameter come from several ops.
     """
     own = tuple(nodes(run, shards))
-    actions: list[Compute | Add] = []
+    actions: list[Compute | Action] = []
     sums = len(own)
     largest = pieces = 0
     free: list[int] = []
@@ -83,7 +75,7 @@ def worker(run: tuple[int, int], shards: int, limit: int, most: int = FOLD) -> W
         else:
             other, sums = sums, sums + 1
         compute((first + left, n - left), other)
-        actions.append(Add(to, other))
+        actions.append(Action("add", to, other))
         free.append(other)
 
     for i, node in enumerate(own):
@@ -99,25 +91,12 @@ class Meeting:
     `at[i]`.
     """
 
-    adds: tuple[Add, ...]
+    adds: tuple[Action, ...]
     nodes: tuple[Node, ...]
     at: tuple[int, ...]
 
 
-def meeting(workers: Sequence[Sequence[Node]], run: tuple[int, int], shards: int) -> Meeting:
-    """The plan for workers that have the sums of these nodes, of a process that owns the shards of `run`."""
-    number = {node: i for i, node in enumerate(n for own in workers for n in own)}
-    adds: list[Add] = []
-
-    def complete(node: Node) -> int:
-        if node in number:
-            return number[node]
-        first, n = node
-        left = split(n)
-        a, b = complete((first, left)), complete((first + left, n - left))
-        adds.append(Add(a, b))
-        return a
-
-    own = tuple(nodes(run, shards))
-    at = tuple(complete(node) for node in own)
-    return Meeting(tuple(adds), own, at)
+def meeting(workers: Sequence[Sequence[Node]], shards: int) -> Meeting:
+    """The plan for workers that have the sums of these nodes, of a process with the shards of all of them."""
+    adds, kept = combine(tuple(node for own in workers for node in own), shards)
+    return Meeting(adds, tuple(node for node, _ in kept), tuple(at for _, at in kept))

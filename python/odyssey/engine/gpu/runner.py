@@ -23,14 +23,14 @@ from ..runner import Recorded, Runner
 from . import exchange, rewrite
 from . import plan as pieces
 from .graph import Graph
-from .team import Placed, Worker
+from .group import Placed, Worker
 
 if TYPE_CHECKING:
     from ...data import ArrayDataset, Batch
     from ...optim import Update
-    from .team import Team
+    from .group import DeviceGroup
 
-# Of the memory that is free before the data set is placed (which takes at most team.DATA_SHARE of it) what the shards
+# Of the memory that is free before the data set is placed (which takes at most group.DATA_SHARE of it) what the shards
 # of a piece may take.
 MEMORY_SHARE = 0.4
 EXACT = 1 << 24  # samples that sums of float32 count exactly
@@ -77,9 +77,9 @@ class GpuSums:
 class GpuRunner(Runner):
     """All shards of this process on its GPUs, for batches of one size."""
 
-    def __init__(self, recorded: Recorded, team: Team) -> None:
+    def __init__(self, recorded: Recorded, group: DeviceGroup) -> None:
         super().__init__(recorded)
-        self.team, self.train = team, recorded.train
+        self.group, self.train = group, recorded.train
         lay, lib, arena, comm = recorded.layout, host.library(), recorded.arena, recorded.groups.dp
         self.floats = (arena.size if self.train else 0) + lib.stats
         self.stats_at = self.floats - lib.stats
@@ -90,7 +90,7 @@ class GpuRunner(Runner):
         self._constants: list[tuple[Any, list[int]]] = []
         self._tables = [
             rewrite.encoded(records, arena, lambda m, w=w: self._constant(m, w), not self.train)
-            for w in range(len(self.team.workers))
+            for w in range(len(self.group.workers))
         ]
         self.runs = [
             planning.share(self.shards, comm.size * lay.workers, comm.rank * lay.workers + w)
@@ -100,14 +100,15 @@ class GpuRunner(Runner):
         most = pieces.FOLD if self.once else 1
         limit = self._limit(most)
         self.plans = [pieces.worker(run, self.shards, limit, most) for run in self.runs]
-        self.meeting = pieces.meeting([p.nodes for p in self.plans], own, self.shards)
+        self.meeting = pieces.meeting([p.nodes for p in self.plans], self.shards)
         self.ranges = planning.ranges(self.floats, lay.workers)
         self._updates: list[Update] = []
         self._results: list[int] = []
         self._exchange = exchange.make(self, comm, own) if comm.size > 1 else None
+        self.reductions = () if self._exchange is None else self._exchange.reductions
         self._batches = [
             _Batches(worker, run, self.shard_size, self.samples)
-            for worker, run in zip(self.team.workers, self.runs, strict=True)
+            for worker, run in zip(self.group.workers, self.runs, strict=True)
         ]
         self._placed: list[Placed | None] = []
         self._prepared: list[_Prepared | None] = [None] * lay.workers
@@ -120,7 +121,7 @@ class GpuRunner(Runner):
             if known is memory:
                 return addresses[w]
         addresses = []
-        for worker in self.team.workers:
+        for worker in self.group.workers:
             at = worker.gpu.allocate(memory.array.nbytes)
             worker.gpu.upload(at, memory.array)
             worker.gpu.synchronize()
@@ -133,8 +134,8 @@ class GpuRunner(Runner):
         per_shard = 4 * (self.work_floats + self.floats)
         limit = min(self.shards, MOST_SHARDS, MOST_SUMS * most)
         lay = self.recorded.layout
-        for worker in self.team.workers:
-            here = sum(other.gpu.number == worker.gpu.number for other in self.team.workers)
+        for worker in self.group.workers:
+            here = sum(other.gpu.number == worker.gpu.number for other in self.group.workers)
             sharing = here * -(-lay.comm.local_size * lay.workers // max(gpus.count(), 1))
             free = worker.gpu.memory()[0] + worker.nbytes
             limit = min(limit, max(int(MEMORY_SHARE * free / sharing / per_shard), 1))
@@ -142,7 +143,7 @@ class GpuRunner(Runner):
 
     def use(self, data: ArrayDataset) -> None:
         """Brings the data set to the devices, or gets ready to bring its batches."""
-        self.data, self._placed = data, self.team.place(data, self.samples)
+        self.data, self._placed = data, self.group.place(data, self.samples)
 
     @property
     def looks_ahead(self) -> bool:
@@ -153,24 +154,24 @@ class GpuRunner(Runner):
 
     def run(self) -> Any:
         """Enqueues the step; see GpuSums."""
-        if self.team.pending is not None:
-            self.team.pending.fetch()  # its block and rows are still being read
-        self.team.write()
+        if self.group.pending is not None:
+            self.group.pending.fetch()  # its block and rows are still being read
+        self.group.write()
         self._results = []
-        for w, (worker, plan) in enumerate(zip(self.team.workers, self.plans, strict=True)):
+        for w, (worker, plan) in enumerate(zip(self.group.workers, self.plans, strict=True)):
             self._compute(w, worker, plan, self._batches[w].bring(self.batch, self._placed[w]))
-        if len(self.team.workers) > 1:
+        if len(self.group.workers) > 1:
             self._meet()
         else:
             self._results = [self._sums(0)]
         if self._exchange is not None:
             self._results = self._exchange.run()
         self._look_ahead()
-        updates = [self.team.update(0, self._results[0])] if self.train else []
+        updates = [self.group.update(0, self._results[0])] if self.train else []
         if self._updates and updates == self._updates:
             updates = self._updates  # the same list: who has prepared something for it finds it again
         self._updates = updates
-        self.team.pending = sums = GpuSums(self, self._results, updates)
+        self.group.pending = sums = GpuSums(self, self._results, updates)
         return sums
 
     def _look_ahead(self) -> None:
@@ -184,24 +185,24 @@ class GpuRunner(Runner):
             return
         for batches, placed in zip(self._batches, self._placed, strict=True):
             if placed is None or not same:
-                batches.ahead(following)
+                batches.prefetch(following)
 
     def _sums(self, w: int) -> int:
         """Address of the sums of worker w's nodes.
 
         Areas that hold gradients go by their layout: what no kernel writes there is zero from the start and stays so.
         """
-        return self.team.workers[w].area(
+        return self.group.workers[w].area(
             f"sums {self.floats}", 4 * self.floats * max(self.plans[w].sums, 1), clear=True
         )
 
     def _compute(self, w: int, worker: Worker, plan: pieces.WorkerPlan, where: tuple[int, ...]) -> None:
         """Enqueues worker w's shards. `where`: see _Batches.bring."""
-        gpu, told = worker.gpu, worker.tell
-        told.flag = 1
-        told.divisor = self.samples * self.context.loss_scale  # of gradients that are not clipped
+        gpu, params = worker.gpu, worker.host_params
+        params.flag = 1
+        params.divisor = self.samples * self.context.loss_scale  # of gradients that are not clipped
         if not plan.nodes:  # a last batch may have fewer shards than there are workers; it takes the others' step
-            gpu.upload(worker.divisor, worker.told[Block.divisor.offset : Block.unused.offset])
+            gpu.upload(worker.divisor, worker.host_block[Block.divisor.offset : Block.unused.offset])
             return
         prepared = self._prepared[w]
         if prepared is None or prepared.generation != worker.generation:
@@ -212,18 +213,18 @@ class GpuRunner(Runner):
                 continue
             if k:
                 gpu.synchronize()  # the block is being read
-            if worker.told_for != (self, k, where):
-                worker.told_for = (self, k, where)
-                context, action = told.context, piece.action
+            if worker.written_for != (self, k, where):
+                worker.written_for = (self, k, where)
+                context, action = params.context, piece.action
                 first = action.first * self.shard_size
                 context.seed, context.first = self.context.seed, first
                 context.samples, context.shard_size = self.samples, self.shard_size
                 images, labels, rows, context.scale, context.shift, context.bytes = where
                 context.images, context.labels = images, labels
                 context.rows = rows + 8 * (first - self._first(w))
-            told.context.step, told.context.loss_scale = self.context.step, self.context.loss_scale
-            gpu.upload(worker.block, worker.told)
-            piece.enqueue(self.team)
+            params.context.step, params.context.loss_scale = self.context.step, self.context.loss_scale
+            gpu.upload(worker.block, worker.host_block)
+            piece.enqueue(self.group)
 
     def _first(self, w: int) -> int:
         """Position in the global batch of worker w's first sample."""
@@ -239,7 +240,7 @@ class GpuRunner(Runner):
         prepared: list[_Piece | tuple[int, ...]] = []
         wanted = 0
         for action in plan.actions:
-            if isinstance(action, pieces.Add):
+            if isinstance(action, planning.Action):
                 at = sums + size * action.a
                 prepared.append((at, at, self.floats * (action.b - action.a), 2, self.floats))
                 continue
@@ -248,7 +249,7 @@ class GpuRunner(Runner):
             step = GpuStep(
                 program=table.ctypes.data,
                 records=len(table),
-                params=self.team.parameters.addresses[w][0],
+                params=self.group.parameters.addresses[w][0],
                 grads=to if buffers == 1 else grads,
                 grad_floats=self.floats,
                 work=work,
@@ -269,7 +270,7 @@ class GpuRunner(Runner):
 
     def _meet(self) -> None:
         """Worker p adds range p of the sums of all; a process alone hands the whole back to everyone."""
-        workers, meeting = self.team.workers, self.meeting
+        workers, meeting = self.group.workers, self.meeting
         places = [
             (q, self._sums(q) + 4 * self.floats * i) for q, p in enumerate(self.plans) for i in range(len(p.nodes))
         ]
@@ -277,36 +278,27 @@ class GpuRunner(Runner):
         self._met: list[tuple[int, int]] = []  # by worker: address of its ranges of all sums, floats of one
         for p, (lo, hi) in enumerate(self.ranges):
             n = hi - lo
-            gpu = workers[p].gpu
             met = workers[p].area("met", max(4 * n * len(places), 16))
             self._met.append((met, n))
             if not n:
                 continue
             for i, (q, at) in enumerate(places):
-                if q == p:
-                    gpu.move(met + 4 * n * i, at + 4 * lo, 4 * n)
-                else:
-                    gpu.take(workers[q].gpu, met + 4 * n * i, at + 4 * lo, 4 * n)
+                workers[p].copy(workers[q], met + 4 * n * i, at + 4 * lo, 4 * n)
             for add in meeting.adds:
                 a = met + 4 * n * add.a
-                gpu.tree_sum(a, a, n * (add.b - add.a), 2, n)
+                workers[p].gpu.tree_sum(a, a, n * (add.b - add.a), 2, n)
         if self._exchange is not None:
             return
         root = meeting.at[0]
         for q, worker in enumerate(workers):
             for p, (lo, hi) in enumerate(self.ranges):
-                if hi == lo:
-                    continue
-                met, n = self._met[p]
-                at = met + 4 * n * root
-                if p == q:
-                    worker.gpu.move(self._results[q] + 4 * lo, at, 4 * n)
-                else:
-                    worker.gpu.take(workers[p].gpu, self._results[q] + 4 * lo, at, 4 * n)
+                if hi > lo:
+                    met, n = self._met[p]
+                    worker.copy(workers[p], self._results[q] + 4 * lo, met + 4 * n * root, 4 * n)
 
     def parts(self) -> list[exchange.Part]:
         """Where each worker has its range of the sums of this process's nodes, once they have met."""
-        if len(self.team.workers) == 1:
+        if len(self.group.workers) == 1:
             return [exchange.Part(self._sums(0), self.floats, tuple(range(len(self.meeting.nodes))), 0, self.floats)]
         return [
             exchange.Part(met, n, self.meeting.at, lo, hi)
@@ -316,31 +308,22 @@ class GpuRunner(Runner):
     def fetch(self, result: int) -> tuple[np.ndarray, bool]:
         """Waits for the step; its statistics, and whether the numbers checked are finite, on the first worker."""
         lib = host.library()
-        self.team.pending = None
-        for w, worker in enumerate(self.team.workers):
+        self.group.pending = None
+        for w, worker in enumerate(self.group.workers):
             back = worker.pinned("back", 4 * lib.stats + 4)
             if w == 0:
                 worker.gpu.download(back[: 4 * lib.stats], result + 4 * self.stats_at)
             worker.gpu.download(back[4 * lib.stats :], worker.flag)
         if self._exchange is not None:
             self._exchange.wait()
-        for worker in self.team.workers:
+        for worker in self.group.workers:
             worker.gpu.synchronize()
-        backs = [worker.pinned("back", 4 * lib.stats + 4) for worker in self.team.workers]
+        backs = [worker.pinned("back", 4 * lib.stats + 4) for worker in self.group.workers]
         flags = {bool(back[4 * lib.stats :].view(np.int32)[0]) for back in backs}
         if len(flags) > 1:
             raise NumericsError("[gpu] workers disagree whether a step is finite: a memory or hardware error")
         back, taken = backs[0], flags.pop()
         return back[: 4 * lib.stats].view(np.float32).copy(), taken
-
-    @property
-    def bytes_sent(self) -> int:  # type: ignore[override]
-        """Bytes that this rank has sent so far."""
-        return 0 if self._exchange is None else self._exchange.bytes_sent
-
-    @property
-    def bytes_plain(self) -> int:  # type: ignore[override]
-        return 0 if self._exchange is None else self._exchange.bytes_plain
 
 
 class _Prepared(NamedTuple):
@@ -358,18 +341,18 @@ class _Piece:
         self._graph: Graph | None = None
         self._runs = 0
 
-    def enqueue(self, team: Team) -> None:
+    def enqueue(self, group: DeviceGroup) -> None:
         """Enqueues them."""
         if self._graph is not None:
             self._graph.launch()
             return
         self._runs += 1
-        if self._runs > 1 and team.graphs:
+        if self._runs > 1 and group.graphs:
             try:
                 self._graph = Graph(self._gpu, self._launches)
             except DeviceError as problem:
-                team.graphs = False
-                team.notes.append(f"{problem}; kernels are launched one by one")
+                group.graphs = False
+                group.notes.append(f"{problem}; kernels are launched one by one")
             else:
                 self._graph.launch()
                 return
@@ -395,20 +378,20 @@ class _Batches:
     def bring(self, batch: Batch, placed: Placed | None) -> tuple[int, ...]:
         """For this batch: addresses on the device of images, labels, rows, scale and shift; `bytes` (StepContext)."""
         if placed is not None:
-            told = self.worker.pinned("rows", 8 * self.count)
-            told.view(np.int64)[:] = batch.indices[self.first : self.first + self.count]
+            pinned = self.worker.pinned("rows", 8 * self.count)
+            pinned.view(np.int64)[:] = batch.indices[self.first : self.first + self.count]
             rows = self.worker.area("rows", 8 * self.count)
-            self.worker.gpu.upload(rows, told)
+            self.worker.gpu.upload(rows, pinned)
             return (placed.images, placed.labels, rows, placed.scale, placed.shift, placed.bytes)
-        brought = self.worker.brought
-        if brought is None or brought[0] is not self or brought[1] is not batch:
-            self.ahead(batch)
-        where: tuple[int, ...] = self.worker.brought[2]
-        self.worker.brought = None
+        prefetched = self.worker.prefetched
+        if prefetched is None or prefetched[0] is not self or prefetched[1] is not batch:
+            self.prefetch(batch)
+        where: tuple[int, ...] = self.worker.prefetched[2]
+        self.worker.prefetched = None
         self.worker.events[self.worker.turn].hold(COMPUTE)
         return where
 
-    def ahead(self, batch: Batch) -> None:
+    def prefetch(self, batch: Batch) -> None:
         """Gathers a batch in pinned memory and sends it on the copy queue, while the step before is computed."""
         worker, data, n = self.worker, batch.dataset, self.count
         turn = worker.turn = 1 - worker.turn
@@ -419,15 +402,15 @@ class _Batches:
         scale = -(-12 * n // 16) * 16
         shift, end = scale + data.scale.nbytes, scale + data.scale.nbytes + data.shift.nbytes
         images, small = worker.area(f"images {turn}", max(nbytes, 16)), worker.area(f"batch {turn}", end)
-        told, words = worker.pinned(f"images {turn}", nbytes), worker.pinned(f"batch {turn}", end)
+        pinned, words = worker.pinned(f"images {turn}", nbytes), worker.pinned(f"batch {turn}", end)
         worker.events[turn].wait()  # the last copy from this pinned memory is done
-        np.take(data.images, indices, axis=0, out=told.view(data.images.dtype).reshape(shape))
+        np.take(data.images, indices, axis=0, out=pinned.view(data.images.dtype).reshape(shape))
         words[: 8 * n].view(np.int64)[:] = np.arange(n)
         np.take(data.labels, indices, out=words[8 * n : 12 * n].view(np.int32))
         words[scale:shift].view(np.float32)[:] = data.scale
         words[shift:end].view(np.float32)[:] = data.shift
-        worker.gpu.upload(images, told, COPY)
+        worker.gpu.upload(images, pinned, COPY)
         worker.gpu.upload(small, words, COPY)
         worker.events[turn].record(COPY)
         where = (images, small + 8 * n, small, small + scale, small + shift, int(data.images.dtype.itemsize == 1))
-        worker.brought = (self, batch, where)
+        worker.prefetched = (self, batch, where)

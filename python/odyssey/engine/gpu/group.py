@@ -39,13 +39,13 @@ class Worker:
         self._areas: dict[str, tuple[int, int]] = {}
         self._pinned: dict[str, np.ndarray] = {}
         self.generation = 0  # goes up when an area moves
-        self.told_for: Any = None  # whom the block's lasting fields were written for
+        self.written_for: Any = None  # whom the block's lasting fields were written for
         self.turn = 0  # of the two places for batches that are brought
-        self.brought: Any = None  # the last one: who brought it, the batch, where it is
+        self.prefetched: Any = None  # the last one: who asked for it, the batch, where it is
         self._events: list[Event] = []
         self.block = self.area("block", BLOCK_BYTES)
-        self.told = self.pinned("block", BLOCK_BYTES)
-        self.tell = Block.from_address(self.told.ctypes.data)
+        self.host_block = self.pinned("block", BLOCK_BYTES)
+        self.host_params = Block.from_address(self.host_block.ctypes.data)
 
     def area(self, name: str, nbytes: int, *, clear: bool = False) -> int:
         """Address of device memory that all runners use for the same thing, as one runs at a time."""
@@ -76,6 +76,13 @@ class Worker:
         if not self._events:
             self._events = [self.gpu.event(), self.gpu.event()]
         return self._events
+
+    def copy(self, other: Worker, to: int, at: int, nbytes: int) -> None:
+        """Enqueues a copy of `nbytes` to an address here from one on another worker's device, or on this one."""
+        if other is self:
+            self.gpu.move(to, at, nbytes)
+        else:
+            self.gpu.take(other.gpu, to, at, nbytes)
 
     def idle(self) -> None:
         """Waits until nothing is under way."""
@@ -115,7 +122,7 @@ class Worker:
         return gradients, self.nbytes - gradients
 
 
-class Team:
+class DeviceGroup:
     """The workers of this process.
 
     Args:
@@ -210,9 +217,9 @@ class Team:
             result = sums.results[w]
             by = result + 4 * (n + 1)
             if not own:
-                if worker.tell.divisor != value:  # else the block has brought it; one on its way may bring this too
-                    worker.tell.divisor = value
-                    worker.gpu.upload(worker.divisor, worker.told[Block.divisor.offset :][:4])
+                if worker.host_params.divisor != value:  # else the block has it
+                    worker.host_params.divisor = value
+                    worker.gpu.upload(worker.divisor, worker.host_block[Block.divisor.offset :][:4])
                 by = worker.divisor
             records = self._records[w]
             records[0, :3] = (lib.codes["finite"], result, n + host.library().stats)
