@@ -251,8 +251,13 @@ IMAGE = np.zeros((1, 2, 2), np.float32)
     [
         ((IMAGE, 2), r"label 2 of sample 3; 0 to 1 are allowed"),
         ((IMAGE, -1), r"label -1 of sample 3; 0 to 1 are allowed"),
-        ((IMAGE, 0.5), r"sample 3 is tuple \(ndarray, float\); \(array, integer label\) expected"),
-        ((IMAGE,), r"sample 3 is tuple \(ndarray\)"),
+        ((IMAGE, 0.5), r"the target of sample 3 is float32 \(\), an earlier one is int64 \(\); all samples must"),
+        (
+            (IMAGE, "two"),
+            r"the target of sample 3 has a part that is a str \(of <U3\); arrays of numbers, numbers, and tu",
+        ),
+        ((IMAGE,), r"sample 3 is tuple \(ndarray\); \(sample, target\) expected"),
+        ({"image": IMAGE, "label": 0}, r"sample 3 is a dict with 'image', 'label'; .* with data\.columns"),
         (IMAGE[0, 0, 0], r"sample 3 is float32"),
         ((IMAGE[:, :1], 0), r"sample 3 is float32 \(1, 1, 2\), an earlier one is float32 \(1, 2, 2\)"),
         ((IMAGE.astype(np.uint8), 0), r"sample 3 is uint8"),

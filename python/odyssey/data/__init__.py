@@ -3,9 +3,11 @@
 It does not train, split batches over workers or use a device.
 """
 
+from odyssey.data import transforms
 from odyssey.data.datasets import DATASETS, ArrayDataset, arrays, load
 from odyssey.data.idx import read_idx
-from odyssey.data.loader import Batch, DataLoader
+from odyssey.data.loader import DataLoader
+from odyssey.data.reader import Batch
 from odyssey.data.sampler import DistributedSampler, permutation
 
 __all__ = [
@@ -18,4 +20,5 @@ __all__ = [
     "load",
     "permutation",
     "read_idx",
+    "transforms",
 ]

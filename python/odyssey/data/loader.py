@@ -1,11 +1,13 @@
-"""Batches: cuts the order of an epoch into global batches and, for data sets that make samples one by one, runs ahead.
+"""Cuts the order of an epoch into global batches and, for samples that are read or transformed, runs ahead.
 
-A batch of an `ArrayDataset` is only its indices: whoever consumes it gathers the samples, all of them or one worker's
-part. Nothing here splits a batch over workers, copies to a device or augments.
+A batch of a data set in memory is only its indices: whoever consumes it gathers the samples, all of them or one
+worker's part. Of other data sets a process reads the run of samples of each batch that it is told (`steps`).
 """
 
 from __future__ import annotations
 
+import collections
+import itertools
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -13,50 +15,25 @@ from typing import Any
 
 import numpy as np
 
-from odyssey.data.datasets import ArrayDataset, arrays
+from odyssey.data import workers
+from odyssey.data.datasets import ArrayDataset
+from odyssey.data.reader import Batch, Reader
 from odyssey.data.sampler import DistributedSampler, check_integer, permutation
-from odyssey.errors import ConfigError, DataError
+from odyssey.errors import ConfigError
 
 Pieces = Iterator[tuple[int, np.ndarray]]  # number of a batch in its epoch, and the indices of its samples
-
-
-class Batch:
-    """The samples of one global batch; gathers them when iterated, so `images, labels = batch` works.
-
-    dataset: the ArrayDataset that holds the samples.
-    indices: int64 (B,), their places in it.
-    epoch: number of the epoch. index: number of the batch within the epoch, from 0.
-    numbers: int64 (B,), which samples of the loader's data set these are, where `dataset` holds only copies of them.
-    """
-
-    __slots__ = ("dataset", "epoch", "index", "indices", "numbers")
-
-    def __init__(
-        self, dataset: ArrayDataset, indices: np.ndarray, epoch: int, index: int, numbers: np.ndarray | None = None
-    ) -> None:
-        self.dataset = dataset
-        self.indices = indices
-        self.epoch = epoch
-        self.index = index
-        self.numbers = numbers
-
-    def __len__(self) -> int:
-        """B, the number of samples (not of the two things that iterating gives)."""
-        return len(self.indices)
-
-    def __iter__(self) -> Iterator[np.ndarray]:
-        """Gives two arrays: images float32 (B, *sample_shape), normalised, then labels int32 (B,)."""
-        return iter(self.dataset.gather(self.indices))
+Part = Callable[[int], tuple[int, int]]  # of a batch of so many samples: first that is read, one past the last
 
 
 class DataLoader:
     """Gives the batches of an epoch each time it is iterated.
 
-    dataset: an ArrayDataset, or any object with `__len__` and `__getitem__(i)` that gives (image, label) with an
-        array-like image of (C, H, W), (H, W) or (F,), uint8 or floating point, and an integer label; its attribute
-        `classes`, if it has one, bounds the labels. Such samples are taken as they are, without scale or shift. Its
-        `set_epoch`, if it has one, is told the epoch before each iteration. `ds[i]` must be the same on all ranks, and
-        the same whenever it is asked for within an epoch.
+    dataset: a data set of `arrays`, `load` or another function of odyssey.data, or any object with `__len__` and
+        `__getitem__(i)` that gives (sample, target), such as PyTorch's data sets: each an array or number, a picture of
+        Pillow, or a tuple or dict of them, of the same shape and dtype for all samples. With an image, (C, H, W),
+        (H, W) or (F,), and an integer it is a classification; its attribute `classes`, if it has one, bounds the
+        integers. Its `set_epoch`, if it has one, is told the epoch before each iteration. `ds[i]` must be the same on
+        all ranks, and the same whenever it is asked for within an epoch.
     batch_size: the GLOBAL batch size: the samples of one optimizer step over all workers, however many there are.
     shuffle: a new order each epoch, from `permutation(len(dataset), seed, epoch)`.
     seed: 0 to 2**64 - 1.
@@ -64,6 +41,13 @@ class DataLoader:
         has `set_epoch`, it is told the epoch before each iteration.
     drop_last: leave out a last batch with fewer than batch_size samples.
     prefetch: how many batches a thread prepares ahead of the consumer; 0 uses no thread.
+    transform: a function of (sample, rng) that gives the sample to train with, one of `odyssey.data.transforms`, or a
+        list of them, applied in order. `rng` is a numpy.random.Generator that depends on (seed, epoch, number of
+        the sample) alone, so the same augmented sample comes on any number of ranks and workers, and after a resume.
+        It is given what a batch would hold without it: images as float32, normalised if the data set says how.
+    num_workers: processes that read and transform samples ahead, `prefetch` batches and one for each; 0: a thread of
+        this one does. They import the program anew, so it must train under `if __name__ == "__main__":` only, and its
+        data set and transforms must be defined at the top of a module. What they give does not depend on their number.
 
     Epochs count up from 0 with each iteration; `set_epoch` on the loader, or on a DistributedSampler that it has, fixes
     the next one, and counting goes on from there.
@@ -82,13 +66,19 @@ class DataLoader:
         sampler: Iterable[int] | None = None,
         drop_last: bool = False,
         prefetch: int = 2,
+        transform: Any = None,
+        num_workers: int = 0,
     ) -> None:
+        workers.refuse_import()
         _check_dataset(dataset)
         self._dataset = dataset
-        self._classes = _class_count(dataset)
         self._batch_size = check_integer("[data] batch_size", batch_size, 1)
         self.seed = check_integer("[data] seed", seed, 0, (1 << 64) - 1)
         self._prefetch = check_integer("[data] prefetch", prefetch, 0)
+        self._reader = Reader(dataset, _class_count(dataset), transform, self.seed)
+        self._in_memory = isinstance(dataset, ArrayDataset) and not self._reader.transforms
+        self._worker_count = check_integer("[data] num_workers", num_workers, 0)
+        self._workers: workers.Workers | None = None  # that are at rest
         if sampler is not None and shuffle:
             raise ConfigError("DataLoader: shuffle is True and a sampler is given; one is allowed; leave the other out")
         self.shuffle = bool(shuffle)
@@ -119,8 +109,13 @@ class DataLoader:
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(self._next_epoch)
 
-    def read_again(self, epoch: int, batch: int) -> Batch:
-        """Batch number `batch` (from 0) of `epoch`, made now; what the next iteration gives stays as it was.
+    @property
+    def in_memory(self) -> bool:
+        """Whether batches are places in a data set in memory, so that nothing is read or transformed."""
+        return self._in_memory
+
+    def read_again(self, epoch: int, batch: int, join: int = 1) -> Batch:
+        """Batch number `batch` (from 0) of `epoch`, with the `join` - 1 that follow, made now; nothing else changes.
 
         Raises:
             ConfigError: there is no such batch.
@@ -129,12 +124,11 @@ class DataLoader:
         try:
             self.start_at(epoch, batch)
             self._begin_epoch()
-            piece = next(self._cut(self._order(epoch), batch), None)
-            if piece is None:
+            pieces = itertools.islice(self._cut(self._order(epoch), batch), join)
+            made = next(self._batches(_joined(enumerate(pieces, batch), join), epoch, None, lambda: False), None)
+            if made is None:
                 raise ConfigError(f"[data] there is no batch {batch} in epoch {epoch}; {len(self)} are there")
-            if isinstance(self._dataset, ArrayDataset):
-                return Batch(self._dataset, piece, epoch, batch)
-            return next(_collated(self._dataset, self._classes, iter([(batch, piece)]), epoch, lambda: False))
+            return made
         finally:
             self.start_at(before, first)
 
@@ -159,15 +153,59 @@ class DataLoader:
         return samples // self._batch_size if self._drop_last else -(-samples // self._batch_size)
 
     def __iter__(self) -> Iterator[Batch]:
+        return self.steps()
+
+    def steps(self, *, pieces: int = 1, join: int = 1, part: Part | None = None) -> Iterator[Batch]:
+        """The batches of the next epoch as a trainer takes them.
+
+        Args:
+            pieces: each batch is cut into so many. join: so many of these make one batch then.
+            part: of a batch of n samples part(n) is the run that this process reads, (first, one past the last); the
+                others are read when somebody asks for the whole batch. All are read without it, or in memory.
+        """
+        workers.refuse_import()
         epoch = self._begin_epoch()
         order = self._order(epoch)
         first, self._first = self._first, 0
-        pieces = enumerate(self._cut(order, first), first)
-        if isinstance(self._dataset, ArrayDataset):
-            return _slices(self._dataset, pieces, epoch)
-        if self._prefetch == 0:
-            return _collated(self._dataset, self._classes, pieces, epoch, lambda: False)
-        return _prefetched(self._dataset, self._classes, pieces, epoch, self._prefetch)
+        cut = _joined(_pieces(enumerate(self._cut(order, first), first), pieces), join)
+        if self._in_memory or (self._prefetch == 0 and not self._worker_count):
+            return self._batches(cut, epoch, part, lambda: False)
+        # The thread refers to nothing of the iteration, so an abandoned one is closed by the garbage collector.
+        if self._worker_count:
+            return _prefetched(lambda stopped: self._by_workers(cut, epoch, part, stopped), max(self._prefetch, 1))
+        return _prefetched(lambda stopped: self._batches(cut, epoch, part, stopped), self._prefetch)
+
+    def _batches(self, cut: Pieces, epoch: int, part: Part | None, stopped: Callable[[], bool]) -> Iterator[Batch]:
+        """Batches; ends early, between two samples, once `stopped()`."""
+        for index, numbers in cut:
+            if self._in_memory:
+                yield Batch(self._dataset, numbers, epoch, index)
+                continue
+            lo, hi = run = (0, len(numbers)) if part is None else part(len(numbers))
+            both = self._reader.read(numbers[lo:hi], epoch, stopped)
+            if both is None:
+                return
+            yield self._reader.batch(both, numbers, epoch, index, run)
+
+    def _by_workers(self, cut: Pieces, epoch: int, part: Part | None, stopped: Callable[[], bool]) -> Iterator[Batch]:
+        """The same, prepared by processes, each of which has at most two batches before it."""
+        team, self._workers = self._workers or workers.Workers(self._reader, self._worker_count), None
+        asked: collections.deque[Any] = collections.deque()
+        try:
+            for count in itertools.count():
+                while len(asked) < 2 * len(team) and (following := next(cut, None)) is not None:
+                    index, numbers = following
+                    lo, hi = run = (0, len(numbers)) if part is None else part(len(numbers))
+                    team.ask(count + len(asked), epoch, numbers[lo:hi])
+                    asked.append((numbers, epoch, index, run))
+                if not asked or stopped():
+                    return
+                yield self._reader.batch(team.get(count), *asked.popleft())
+        finally:
+            if team.idle:
+                self._workers = team
+            else:
+                team.close()
 
     def _begin_epoch(self) -> int:
         sampler = self.sampler
@@ -235,35 +273,27 @@ class _OrderAhead:
         return self._order
 
 
-def _slices(dataset: ArrayDataset, pieces: Pieces, epoch: int) -> Iterator[Batch]:
-    for index, piece in pieces:
-        yield Batch(dataset, piece, epoch, index)
+def _pieces(cut: Pieces, k: int) -> Pieces:
+    """Each batch in k pieces, each a batch."""
+    for index, numbers in cut:
+        n = len(numbers)
+        yield from ((index * k + i, numbers[n * i // k : n * (i + 1) // k]) for i in range(k))
 
 
-def _collated(
-    dataset: Any, classes: int | None, pieces: Pieces, epoch: int, stopped: Callable[[], bool]
-) -> Iterator[Batch]:
-    """Batches that hold their own samples; ends early, between two samples, once `stopped()`."""
-    for index, piece in pieces:
-        samples = []
-        for at in piece.tolist():
-            if stopped():
-                return
-            samples.append(dataset[at])
-        yield _collate(dataset, classes, piece, samples, epoch, index)
+def _joined(cut: Pieces, k: int) -> Pieces:
+    """Every k batches as one; the last may be of fewer."""
+    while group := list(itertools.islice(cut, k)):
+        yield group[0][0] // k, group[0][1] if k == 1 else np.concatenate([numbers for _, numbers in group])
 
 
-def _prefetched(dataset: Any, classes: int | None, pieces: Pieces, epoch: int, prefetch: int) -> Iterator[Batch]:
-    """What `_collated` gives, made on a thread at most `prefetch` batches ahead.
-
-    The thread refers to nothing of this generator, so an abandoned iteration is closed by the garbage collector.
-    """
+def _prefetched(made: Callable[[Callable[[], bool]], Iterator[Batch]], prefetch: int) -> Iterator[Batch]:
+    """The batches of `made`, which is told how to know that nobody wants more, made at most `prefetch` ahead."""
     ready: queue.SimpleQueue[tuple[Batch | None, BaseException | None]] = queue.SimpleQueue()
     slots = threading.Semaphore(prefetch)
     stop = threading.Event()
     thread = threading.Thread(
         target=_produce,
-        args=(_collated(dataset, classes, pieces, epoch, stop.is_set), ready, slots, stop),
+        args=(made(stop.is_set), ready, slots, stop),
         name="odyssey-prefetch",
         daemon=True,
     )
@@ -301,44 +331,6 @@ def _produce(
         ready.put((None, error))
 
 
-def _collate(dataset: Any, classes: int | None, piece: np.ndarray, samples: list[Any], epoch: int, index: int) -> Batch:
-    name = f"{type(dataset).__name__}, batch {index} of epoch {epoch}"
-    images: list[np.ndarray] = []
-    labels: list[int] = []
-    for at, sample in zip(piece.tolist(), samples, strict=True):
-        image, label = _check_sample(sample, at, images, classes, name)
-        images.append(image)
-        labels.append(label)
-    own = arrays(np.stack(images), np.array(labels, np.int64), classes=classes, name=name)
-    return Batch(own, np.arange(len(samples), dtype=np.int64), epoch, index, piece)
-
-
-def _check_sample(
-    sample: Any, at: int, earlier: list[np.ndarray], classes: int | None, name: str
-) -> tuple[np.ndarray, int]:
-    """The image and label of sample `at`; checked here where its index in the data set is still known."""
-    try:
-        image, label = sample
-        image = np.asarray(image)
-        number = label.__index__()
-    except (TypeError, ValueError, AttributeError):
-        raise DataError(f"{name}: sample {at} is {_brief(sample)}; (array, integer label) expected") from None
-    if number < 0 or number >= (2**31 - 1 if classes is None else classes):
-        allowed = "0 and more" if classes is None else f"0 to {classes - 1}"
-        raise DataError(f"{name}: label {number} of sample {at}; {allowed} are allowed; correct the data set")
-    if earlier and (image.shape != earlier[0].shape or image.dtype != earlier[0].dtype):
-        raise DataError(
-            f"{name}: sample {at} is {image.dtype} {image.shape}, an earlier one is {earlier[0].dtype} "
-            f"{earlier[0].shape}; all samples must have the same shape and dtype"
-        )
-    return image, number
-
-
-def _brief(sample: Any) -> str:
-    parts = ", ".join(type(part).__name__ for part in sample) if isinstance(sample, list | tuple) else ""
-    return f"{type(sample).__name__} ({parts})" if parts else type(sample).__name__
-
-
 def _sampled(sampler: Iterable[int], count: int) -> np.ndarray:
     given = sampler.indices() if isinstance(sampler, DistributedSampler) else list(sampler)
     order = np.array(given, dtype=np.int64)
@@ -362,9 +354,9 @@ def _check_dataset(dataset: Any) -> None:
 
 
 def _class_count(dataset: Any) -> int | None:
-    """The data set's attribute `classes`, a number or a list of names; None if it has none."""
+    """The data set's attribute `classes`, a number or a list of names; None if it has none, or targets are none."""
     classes = getattr(dataset, "classes", None)
-    if classes is None:
+    if classes is None or (isinstance(dataset, ArrayDataset) and classes == 0):
         return None
     name = f"DataLoader: the attribute classes of {type(dataset).__name__}"
     return check_integer(name, len(classes) if isinstance(classes, (list, tuple)) else classes, 1)

@@ -142,6 +142,15 @@ def _stream(start: int, n: int) -> np.ndarray:
     return values
 
 
+def mixed_words(seed: int, epoch: int, which: int, numbers: np.ndarray) -> np.ndarray:
+    """Random words, uint64 (B,), each a function of the three integers and its sample's number, int64 (B,)."""
+    start = _mix(_mix(_mix(seed + _GAMMA) + (epoch + 1) * _GAMMA) + (which + 1) * _GAMMA)
+    values = (numbers.astype(np.uint64) + np.uint64(1)) * np.uint64(_GAMMA) + np.uint64(start)
+    for shift, factor in ((30, _MIX_1), (27, _MIX_2), (31, 1)) * 2:  # mixed twice: neighbours share nothing then
+        values = (values ^ (values >> np.uint64(shift))) * np.uint64(factor)
+    return values
+
+
 def _size_of(dataset: Sized | int | None, dataset_size: int | None) -> int:
     if (dataset is None) == (dataset_size is None):
         raise ConfigError("DistributedSampler: give either a data set or dataset_size, and not both")

@@ -1,0 +1,302 @@
+"""Batches, and how samples that a data set makes one by one become one: read, transformed, stacked, checked.
+
+What a sample becomes is a function of (data set, transform, seed, epoch, number of the sample): who reads it, in which
+batch and how often makes no difference.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from odyssey.data import transforms
+from odyssey.data.datasets import ArrayDataset, arrays
+from odyssey.data.trees import leaves, mapped
+from odyssey.errors import DataError
+
+Tree = Any  # an array, or a tuple or dict of trees
+
+
+class Batch:
+    """The samples of one global batch; gathers them when iterated, so `images, labels = batch` works.
+
+    dataset: the ArrayDataset or TreeDataset that holds the samples.
+    indices: int64 (B,), their places in it.
+    epoch: number of the epoch. index: number of the batch within the epoch, from 0.
+    numbers: int64 (B,), which samples of the loader's data set these are, where `dataset` holds only copies of them.
+    run: (first, one past the last) of the B samples that `dataset` holds, where this process reads no others; the
+        indices of the others are 0.
+    """
+
+    __slots__ = ("_complete", "dataset", "epoch", "index", "indices", "numbers", "run")
+
+    def __init__(
+        self,
+        dataset: ArrayDataset,
+        indices: np.ndarray,
+        epoch: int,
+        index: int,
+        numbers: np.ndarray | None = None,
+        run: tuple[int, int] | None = None,
+        complete: Callable[[Batch], Batch] | None = None,
+    ) -> None:
+        self.dataset = dataset
+        self.indices = indices
+        self.epoch = epoch
+        self.index = index
+        self.numbers = numbers
+        self.run = run
+        self._complete = complete
+
+    def __len__(self) -> int:
+        """B, the number of samples (not of the two things that iterating gives)."""
+        return len(self.indices)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Gives two trees of arrays (B, ...): samples, of images float32 and normalised, and targets."""
+        whole = self.whole()
+        return iter(whole.dataset.gather(whole.indices))
+
+    @property
+    def inputs(self) -> Tree:
+        """The samples, a tree of arrays (B, ...)."""
+        return next(iter(self))
+
+    @property
+    def targets(self) -> Tree:
+        """What the model should make of them, a tree of arrays (B, ...)."""
+        return list(self)[1]
+
+    def whole(self) -> Batch:
+        """The same batch with all of its samples: those that another process was to read are read now."""
+        return self if self._complete is None else self._complete(self)
+
+
+class Reader:
+    """Makes batches of samples of a data set, on any thread or process.
+
+    dataset: has `gather(indices)`, which gives trees of arrays (B, ...), or `__getitem__(i)`, which gives (sample,
+        target). classes: number of classes, None if it has none.
+    transform: see DataLoader. seed: of its random numbers.
+    """
+
+    def __init__(self, dataset: Any, classes: int | None, transform: Any, seed: int) -> None:
+        self.dataset, self.classes, self.seed = dataset, classes, seed
+        self.transforms = transforms.as_list(transform)
+        self.name = type(dataset).__name__
+        self._lock = threading.Lock()  # of the data set
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in vars(self).items() if key != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _lock=threading.Lock())
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Tells the data set the epoch, if it wants to know."""
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+
+    def read(
+        self, numbers: np.ndarray, epoch: int, stopped: Callable[[], bool] = lambda: False
+    ) -> tuple[Tree, Tree] | None:
+        """Samples and targets, trees of arrays (B, ...); None once `stopped()`, which is asked between two samples."""
+        return self._made(numbers, epoch, len(self.transforms), stopped)
+
+    def _made(
+        self, numbers: np.ndarray, epoch: int, count: int, stopped: Callable[[], bool]
+    ) -> tuple[Tree, Tree] | None:
+        """Samples after the first `count` transforms."""
+        if not count:
+            if hasattr(self.dataset, "gather"):
+                with self._lock:
+                    return self.dataset.gather(numbers)
+            return self._stacked(numbers, epoch, stopped)
+        transform, draw = self.transforms[count - 1], transforms.Draw(self.seed, epoch, numbers, count - 1)
+        both = self._made(numbers, epoch, count - 1, stopped)
+        if both is None:
+            return None
+        if isinstance(transform, transforms.Mixup):
+            partners = transform.partners(draw, len(self.dataset))
+            others = self._made(partners, epoch, count - 1, stopped)
+            return None if others is None else transform.mixed(both, others, self.classes, draw)
+        if isinstance(transform, transforms.Vectorized):
+            return transform.batch(both[0], draw), both[1]
+        return self._one_by_one(transform, both, draw, epoch, stopped)
+
+    def _one_by_one(
+        self, transform: Any, both: Any, draw: transforms.Draw, epoch: int, stopped: Callable[[], bool]
+    ) -> tuple[Tree, Tree] | None:
+        stack = Stack(f"{self.name} after its transform")
+        for at, number in enumerate(draw.numbers.tolist()):
+            if stopped():
+                return None
+            x, y = (mapped(lambda a, at=at: a[at], t) for t in both)
+            rng = draw.generator(at)
+            try:
+                made = transform((x, y), rng) if isinstance(transform, transforms.Paired) else (transform(x, rng), y)
+            except Exception as error:
+                noted(error, f"in the transform of sample {number} of {self.name}, epoch {epoch}")
+                raise
+            stack.add(number, made, len(draw.numbers))
+        return stack.both
+
+    def _stacked(self, numbers: np.ndarray, epoch: int, stopped: Callable[[], bool]) -> tuple[Tree, Tree] | None:
+        stack = Stack(self.name)
+        for number in numbers.tolist():
+            if stopped():
+                return None
+            try:
+                with self._lock:
+                    sample = self.dataset[number]
+            except Exception as error:
+                noted(error, f"when sample {number} of {self.name} was read, epoch {epoch}")
+                raise
+            stack.add(number, sample, len(numbers))
+        return stack.both
+
+    def dataset_of(self, both: tuple[Tree, Tree], numbers: np.ndarray, what: str) -> ArrayDataset:
+        """A checked data set of samples that were read; `what` batch they are."""
+        name, (inputs, labels) = f"{self.name}, {what}", both
+        scaling = {}
+        if self.classes is not None and not isinstance(labels, tuple | dict) and labels.dtype.kind in "iu":
+            wrong = np.flatnonzero((labels < 0) | (labels >= self.classes)) if labels.ndim == 1 else ()
+            if len(wrong):
+                raise DataError(
+                    f"{name}: label {labels[wrong[0]]} of sample {numbers[wrong[0]]}; 0 to {self.classes - 1} are "
+                    "allowed; correct the data set"
+                )
+        if not isinstance(inputs, tuple | dict) and inputs.dtype == np.uint8 and not self.transforms:
+            scaling = {key: getattr(self.dataset, key) for key in ("scale", "shift") if hasattr(self.dataset, key)}
+        classes = self.classes if _classified(inputs, labels) else None
+        return arrays(inputs, labels, classes=classes, name=name, **scaling)
+
+    def batch(
+        self, both: tuple[Tree, Tree], numbers: np.ndarray, epoch: int, index: int, run: tuple[int, int]
+    ) -> Batch:
+        """The batch of the samples `numbers`, of which those of `run` were read."""
+        lo, hi = run
+        data = self.dataset_of(both, numbers[lo:hi], f"batch {index} of epoch {epoch}")
+        if hi - lo == len(numbers):
+            return Batch(data, np.arange(hi, dtype=np.int64), epoch, index, numbers)
+        indices = np.zeros(len(numbers), np.int64)
+        indices[lo:hi] = np.arange(hi - lo)
+        return Batch(data, indices, epoch, index, numbers, run, self.complete)
+
+    def complete(self, batch: Batch) -> Batch:
+        """A batch with all its samples, of which those that it has are not read again."""
+        (lo, hi), numbers = batch.run, batch.numbers
+        held = (batch.dataset.images, batch.dataset.labels)
+        parts = [self.read(numbers[:lo], batch.epoch), held, self.read(numbers[hi:], batch.epoch)]
+        parts = [part for part, n in zip(parts, (lo, hi - lo, len(numbers) - hi), strict=True) if n]
+        both = zipped(lambda *arrays: np.concatenate(arrays), *(tuple(part) for part in parts))
+        return self.batch(both, numbers, batch.epoch, batch.index, (0, len(numbers)))
+
+
+def _classified(inputs: Any, labels: Any) -> bool:
+    """Whether the data set's number of classes is about these targets."""
+    return not isinstance(labels, tuple | dict) and labels.ndim == 1 and labels.dtype.kind in "iu"
+
+
+def noted(error: BaseException, text: str) -> None:
+    """Adds a line to what Python shows of an error."""
+    if hasattr(error, "add_note"):  # since Python 3.11
+        error.add_note(f"({text})")
+
+
+def zipped(function: Callable[..., Any], *trees: Tree) -> Tree:
+    """The tree of what a function makes of the leaves at the same place of several trees."""
+    if isinstance(trees[0], dict):
+        return {key: zipped(function, *(t[key] for t in trees)) for key in trees[0]}
+    if isinstance(trees[0], tuple):
+        return tuple(zipped(function, *parts) for parts in zip(*trees, strict=True))
+    return function(*trees)
+
+
+def places(tree: Tree, name: str = "") -> list[tuple[str, Any]]:
+    """The leaves with their places in the tree, such as ("['image'][0]", leaf)."""
+    if not isinstance(tree, tuple | dict):
+        return [(name, tree)]
+    parts = sorted(tree.items()) if isinstance(tree, dict) else enumerate(tree)
+    return [pair for key, part in parts for pair in places(part, f"{name}[{key!r}]")]
+
+
+def array(leaf: Any, what: str) -> np.ndarray:
+    """Part of a sample as an array: of Python's integers int64, of floats float32, of a picture uint8 (C, H, W).
+
+    Raises:
+        DataError: it is no array of numbers.
+    """
+    try:
+        made = np.asarray(leaf)
+        if hasattr(leaf, "getbands"):  # a picture of Pillow
+            made = made[None] if made.ndim == 2 else made.transpose(2, 0, 1)
+        if made.dtype.kind not in "biuf":
+            raise TypeError(f"of {made.dtype}")
+    except (TypeError, ValueError) as problem:
+        raise DataError(
+            f"{what} has a part that is a {type(leaf).__name__} ({problem}); arrays of numbers, numbers, and tuples or "
+            "dicts of them are allowed"
+        ) from None
+    if made.dtype.kind == "f":
+        with np.errstate(over="ignore"):  # infinity, which is reported as such
+            return made.astype(np.float32, copy=False)
+    return made.astype(np.int64) if made.ndim == 0 and made.dtype.kind in "iu" else made
+
+
+class Stack:
+    """Samples, checked against the first and put one behind the other.
+
+    name: what messages call their data set. both: trees of arrays (B, ...): samples and targets.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name, self.both = name, None
+        self._forms: Any = None
+        self._to: list[np.ndarray] = []
+        self._count = 0
+
+    def add(self, number: int, sample: Any, room: int) -> None:
+        """Puts sample `number` behind the others; `room`: how many there will be."""
+        pair = sample if isinstance(sample, Sequence) and not isinstance(sample, str) and len(sample) == 2 else None
+        if pair is None:
+            raise DataError(f"{self.name}: sample {number} is {_brief(sample)}; {_EXPECTED}")
+        made = tuple(
+            mapped(lambda leaf, what=what: array(leaf, f"{self.name}: {what} {number}"), part)
+            for what, part in zip(_PARTS, pair, strict=True)
+        )
+        forms = [[(place, leaf.dtype.name, leaf.shape) for place, leaf in places(part)] for part in made]
+        if self.both is None:
+            self._forms = forms
+            self.both = mapped(lambda a: np.empty((room, *a.shape), a.dtype), made)
+            self._to = leaves(self.both)
+        for what, one, first in zip(_PARTS, forms, self._forms, strict=True):
+            if one != first:
+                raise DataError(
+                    f"{self.name}: {what} {number} is {_shown(one)}, an earlier one is {_shown(first)}; "
+                    "all samples must have the same shape and dtype"
+                )
+        for to, leaf in zip(self._to, leaves(made), strict=True):
+            to[self._count] = leaf
+        self._count += 1
+
+
+_PARTS = ("sample", "the target of sample")
+_EXPECTED = (
+    "(sample, target) expected: two arrays or numbers, or tuples or dicts of them; rows of a table become such pairs "
+    "with data.columns"
+)
+
+
+def _shown(form: Any) -> str:
+    return ", ".join(f"{place} {dtype} {shape}".lstrip() for place, dtype, shape in form)
+
+
+def _brief(sample: Any) -> str:
+    if isinstance(sample, dict):
+        return f"a dict with {', '.join(map(repr, sample))}"
+    parts = ", ".join(type(part).__name__ for part in sample) if isinstance(sample, list | tuple) else ""
+    return f"{type(sample).__name__} ({parts})" if parts else type(sample).__name__

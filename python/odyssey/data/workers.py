@@ -1,0 +1,219 @@
+"""Processes that prepare samples ahead: started afresh (not forked, which MPI does not allow), ended with the run.
+
+A process is sent the data set and its transforms once, then (epoch, numbers of samples), and sends back arrays, through
+a pair of sockets. It ends when its socket does, so also when this process is killed. Nothing lies in shared memory or
+in files. What is not in a module that can be imported, as a lambda, cannot be sent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+import weakref
+from multiprocessing import spawn
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import numpy as np
+
+from odyssey import errors
+from odyssey.errors import ConfigError, DataError, OdysseyError
+
+_MAIN = b"__main__"
+#: What tells a process that it is a rank: a worker is none.
+_RANKS = ("PMI", "PMIX", "OMPI_", "MPI_", "HYDRA", "SLURM_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "ODYSSEY_")
+_CODE = "import sys; sys.path[:] = {path!r}; from odyssey.data.workers import main; main({socket})"
+importing = False  # this process is a worker that imports the program it works for
+
+
+class Workers:
+    """So many processes that read for one Reader. Batch k is prepared by process k modulo their number.
+
+    Raises:
+        ConfigError: the data set or a transform cannot be sent to another process.
+    """
+
+    def __init__(self, reader: Any, count: int) -> None:
+        self.name = reader.name
+        what = f"[data] num_workers={count} sends the data set ({self.name}) and its transforms to other processes"
+        try:
+            about = dict(spawn.get_preparation_data("odyssey data worker"), authkey=None)
+            payload = bytes(ForkingPickler.dumps(reader))
+        except Exception as problem:
+            raise ConfigError(
+                f"{what}, which cannot be done: {problem}; define functions and classes at the top of a module (no "
+                "lambda, nothing that is open), or use num_workers=0"
+            ) from None
+        if _MAIN not in payload:  # then the program need not be imported again
+            about = {key: value for key, value in about.items() if not key.startswith("init_main")}
+        del about["authkey"]
+        self._sent, self._received = [0] * count, [0] * count
+        self._links, self._processes = [], []
+        self._end = weakref.finalize(self, _end, self._links, self._processes)
+        for _ in range(count):
+            self._start()
+        for link in self._links:
+            link.send(about)
+            link.send_bytes(payload)
+
+    def _start(self) -> None:
+        here, there = socket.socketpair()
+        with there:
+            environment = {key: value for key, value in os.environ.items() if not key.startswith(_RANKS)}
+            environment.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
+            words = [sys.executable, "-c", _CODE.format(path=sys.path, socket=there.fileno())]
+            process = subprocess.Popen(words, pass_fds=[there.fileno()], stdin=subprocess.DEVNULL, env=environment)
+        self._links.append(Connection(here.detach()))
+        self._processes.append(process)
+
+    def __len__(self) -> int:
+        return len(self._links)
+
+    @property
+    def idle(self) -> bool:
+        """Whether all that was asked for was received."""
+        return self._sent == self._received and self._end.alive
+
+    def ask(self, batch: int, epoch: int, numbers: np.ndarray) -> None:
+        """Has the samples of batch number `batch` prepared."""
+        self._sent[batch % len(self)] += 1
+        try:
+            self._links[batch % len(self)].send((epoch, numbers))
+        except OSError:  # it has ended: `get` finds out how
+            pass
+
+    def get(self, batch: int) -> Any:
+        """What `ask` asked for, in the same order for each process: trees of arrays, samples and targets.
+
+        Raises:
+            OdysseyError: what the process has raised.
+            DataError: something else was raised, or the process has ended.
+        """
+        at = batch % len(self)
+        try:
+            both, problem = self._links[at].recv()
+        except (EOFError, OSError):
+            code = self._processes[at].wait()
+            how = f"signal {-code}" if code < 0 else f"exit code {code}"
+            raise DataError(
+                f"[data] a worker process of {self.name} has ended ({how}) before its batch was ready; look "
+                "at what it printed, give it more memory, or use num_workers=0"
+            ) from None
+        self._received[at] += 1
+        if problem is None:
+            return both
+        kind, text, trace = problem
+        raise getattr(errors, kind, DataError)(text) from _InWorker(trace)
+
+    def close(self) -> None:
+        """Ends the processes."""
+        self._end()
+
+
+class _InWorker(Exception):
+    """Where in a worker an error was raised, for Python to show."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+def _end(links: list[Connection], processes: list[subprocess.Popen[bytes]]) -> None:
+    for link in links:
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(link.fileno())) as end:
+            end.shutdown(socket.SHUT_RDWR)  # a thread may be waiting at the link: closing alone would tell nobody
+        link.close()
+    for process in processes:
+        try:
+            process.wait(1)
+        except subprocess.TimeoutExpired:  # in the middle of a sample
+            process.kill()
+            process.wait()
+
+
+# --- in the worker ---------------------------------------------------------------------------------------------------
+
+
+def main(number: int) -> None:
+    """A worker's work, through the socket with this number of a file."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that this one works for
+    link = Connection(number)
+    reader: Any = None
+    problem: tuple[str, str, str] | None = None
+    try:
+        _prepare(link.recv())
+        reader = ForkingPickler.loads(link.recv_bytes())
+    except EOFError:
+        return
+    except BaseException as error:
+        problem = _unprepared(error)
+    asked: queue.SimpleQueue[tuple[int, np.ndarray]] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(link, asked), daemon=True).start()
+    epoch = None
+    while True:
+        now, numbers = asked.get()
+        both = None
+        if reader is not None:
+            try:
+                if now != epoch:
+                    reader.begin_epoch(now)
+                    epoch = now
+                both, problem = reader.read(numbers, now), None
+            except BaseException as error:
+                problem = _told(error)
+        try:
+            link.send((both, problem))
+        except OSError:
+            os._exit(0)
+
+
+def _listen(link: Connection, asked: queue.SimpleQueue[Any]) -> None:
+    """Ends this process with the one it works for, also in the middle of a sample."""
+    try:
+        while True:
+            asked.put(link.recv())
+    except (EOFError, OSError):
+        os._exit(0)
+
+
+def _prepare(about: dict[str, Any]) -> None:
+    global importing
+    importing = True
+    try:
+        spawn.prepare(about)
+    finally:
+        importing = False
+
+
+def refuse_import() -> None:
+    """Raises ConfigError in a worker that, instead of a program's classes, has imported a program that trains."""
+    if importing:
+        raise ConfigError(
+            "[data] num_workers starts processes that import this program for its classes, and it starts to train when "
+            'it is imported; put what trains under `if __name__ == "__main__":`, or use num_workers=0'
+        )
+
+
+def _unprepared(error: BaseException) -> tuple[str, str, str]:
+    if isinstance(error, OdysseyError):
+        return _told(error)
+    text = (
+        f"[data] a worker process cannot be given the data set: {type(error).__name__}: {error}; define its classes "
+        "and functions in a file that can be imported, or use num_workers=0"
+    )
+    return "ConfigError", text, traceback.format_exc()
+
+
+def _told(error: BaseException) -> tuple[str, str, str]:
+    """An error's class, line and traceback."""
+    if isinstance(error, OdysseyError):
+        return type(error).__name__, str(error), traceback.format_exc()
+    where = " ".join(getattr(error, "__notes__", ["(in a worker process)"]))
+    return "DataError", f"[data] {type(error).__name__}: {error} {where}", traceback.format_exc()
