@@ -353,7 +353,7 @@ def test_samples_that_are_made_are_looked_at_every_so_many_steps():
     (steps, error), (_, other) = mock.run(2, rank)
     assert steps == 2 and str(error) == str(other)
     assert "[data] at step 3 sample 37 of Late is not on rank 1 what it is on rank 0" in str(error)
-    assert "draw random numbers from (seed, epoch, sample index), as docs/determinism.md shows" in str(error)
+    assert "draw random numbers from (seed, epoch, sample index), as transform= of DataLoader does" in str(error)
 
 
 def test_batches_of_a_list_are_compared_as_well():

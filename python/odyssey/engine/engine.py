@@ -491,6 +491,14 @@ class Engine:
         size = self.shard_size or planning.default_shard_size(samples)
         return effective_shard_size(samples, size, self.team is not None)
 
+    def part(self, samples: int) -> tuple[int, int]:
+        """Which run of a batch's samples this rank computes, (first, one past the last); one sample if it has none."""
+        n, dp, workers = self.shard_size_of(samples), self.groups.dp, self.layout.workers
+        shards = planning.shard_count(samples, n)
+        runs = [planning.share(shards, dp.size * workers, dp.rank * workers + w) for w in (0, workers - 1)]
+        lo, hi = runs[0][0] * n, min(runs[1][1] * n, samples)
+        return (lo, hi) if hi > lo else (0, min(1, samples))
+
     # --- recording ---
 
     def _pass(self, executor: Recorder | ShardEager, n: int, sample_shape: tuple[int, ...]) -> None:

@@ -32,7 +32,10 @@ if TYPE_CHECKING:
     from ..engine.engine import Engine
     from ..nn import Module
 
-CURE = "draw random numbers from (seed, epoch, sample index), as docs/determinism.md shows"
+CURE = (
+    "draw random numbers from (seed, epoch, sample index), as transform= of DataLoader does and docs/determinism.md "
+    "shows"
+)
 BLOCKS = 256  # of a data set, when a sample that differs is looked for
 CHUNK = 1 << 20  # bytes that are copied at once where memory does not lie on words
 PACKAGE = __name__.partition(".")[0]
@@ -394,6 +397,7 @@ class Watch:
         rates = [] if rate is None else [_or_none(rate, s) for s in ahead]
         order = self._order()
         known = self.whole is not None and batch.dataset is self.whole
+        batch = batch if known else batch.whole()
         mine = [
             hash_of((len(order), batch.dataset.sample_shape)),
             _of_order(order),

@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,10 @@ class Trainer:
     def _ahead(self, batches: Iterator[datasets.Batch]) -> Iterator[datasets.Batch]:
         return batches
 
+    def _part(self, training: bool) -> Callable[[int], tuple[int, int]] | None:
+        """Which samples of a batch this rank needs, as DataLoader.steps() asks for it; None: all."""
+        return None
+
     def _end_epoch(self) -> None:
         """The last step of an epoch was taken."""
 
@@ -124,10 +128,9 @@ class Trainer:
         """
         k = self.accumulation_steps
         if isinstance(loader, datasets.DataLoader):
-            ends = range(step * k, min((step + 1) * k, len(loader)))
-            batches: Iterable[datasets.Batch] = (loader.read_again(epoch, b) for b in ends)
-        elif isinstance(loader, Sequence):
-            batches = batches_of(loader[step * k : (step + 1) * k])
+            return loader.read_again(epoch, step * k, k) if step * k < len(loader) else None
+        if isinstance(loader, Sequence):
+            batches: Iterable[datasets.Batch] = batches_of(loader[step * k : (step + 1) * k])
         elif begun and not hasattr(loader, "start_at") and not isinstance(loader, Iterator):  # it gives them once
             batches = itertools.islice(batches_of(loader), step * k, (step + 1) * k)
         else:
@@ -253,15 +256,15 @@ class Trainer:
             agreement.compare(
                 self.comm,
                 {
-                    "kind of data set": isinstance(loader.dataset, datasets.ArrayDataset),
+                    "kind of data set": (isinstance(loader.dataset, datasets.ArrayDataset), loader.in_memory),
                     "number of samples": len(loader.dataset),
                     "batch size": size,
                     "data order": (loader.seed, loader.shuffle, len(loader)),
                 },
             )
             if isinstance(loader.dataset, datasets.ArrayDataset):
-                whole = loader.dataset
-                agreement.data_set(self.comm, whole)
+                agreement.data_set(self.comm, loader.dataset)
+                whole = loader.dataset if loader.in_memory else None
             self.data_configuration = resume.data_configuration(loader, size)
         validation = None if val_loader is None else type(val_loader).__name__
         agreement.compare(self.comm, {"length": (context.epochs, context.limit), "validation set": validation})
@@ -275,8 +278,13 @@ class Trainer:
         history, before = context.history, dataclasses.replace(context.tally)  # what was done before a checkpoint
         sent, plain = self.traffic()
         context.emit("on_epoch_start")
-        batches = itertools.islice(batches_of(train_loader), session.first_batch, None)
-        batches = joined(cut(batches, context.pieces), self.accumulation_steps)
+        if own_steps(train_loader):
+            batches = train_loader.steps(
+                pieces=context.pieces, join=self.accumulation_steps, part=self._part(training=True)
+            )
+        else:
+            batches = itertools.islice(batches_of(train_loader), session.first_batch, None)
+            batches = joined(cut(batches, context.pieces), self.accumulation_steps)
         tally = self.mode.epoch(batches, session.left)
         self._end_epoch()
         seconds = session.seconds()
@@ -348,6 +356,11 @@ class Trainer:
         return snapshot.step
 
 
+def own_steps(loader: Any) -> bool:
+    """Whether a loader can give each rank its samples of a step: a DataLoader whose iteration nobody has replaced."""
+    return isinstance(loader, datasets.DataLoader) and type(loader).__iter__ is datasets.DataLoader.__iter__
+
+
 def batches_of(loader: Any) -> Iterable[datasets.Batch]:
     """The loader's batches; pairs of arrays become batches of their own."""
     if not isinstance(loader, Iterable) or isinstance(loader, tuple):
@@ -387,10 +400,12 @@ def joined(batches: Iterable[datasets.Batch], k: int) -> Iterable[datasets.Batch
         yield datasets.Batch(data, indices, group[0].epoch, group[0].index // k, numbers)
 
 
-def whole_batches(loader: Any) -> Iterable[datasets.Batch]:
-    """A data set or loader as batches for evaluation."""
+def evaluated(loader: Any, part: Callable[[int], tuple[int, int]] | None) -> Iterable[datasets.Batch]:
+    """A data set or loader as batches for evaluation; `part`: of which samples this rank needs so many."""
     if isinstance(loader, datasets.ArrayDataset):
         loader = datasets.DataLoader(loader, batch_size=8192)
+    if own_steps(loader):
+        return loader.steps(part=part)
     return batches_of(loader)
 
 

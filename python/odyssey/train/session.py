@@ -429,7 +429,11 @@ class Session:
         kept: dict[str, Any] = {}
         if self._last is not None and self.comm.rank == 0:
             epoch, step, batch = self._last
-            kept["last batch"] = {"epoch": epoch, "step": step, "fingerprint": f"{agreement.of_batch(batch):016x}"}
+            kept["last batch"] = {
+                "epoch": epoch,
+                "step": step,
+                "fingerprint": f"{agreement.of_batch(batch.whole()):016x}",
+            }
         if self.saving.nondeterministic:
             kept["nondeterministic data"] = True
         return {

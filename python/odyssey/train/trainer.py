@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -39,7 +39,7 @@ from ..watch import launcher, slot
 from ..watch.outputs import write_weights
 from . import agreement, asynchronous, resume
 from .agreement import hash_of
-from .fit import Rollback, whole_batches
+from .fit import Rollback, evaluated
 from .numerics import NonFinite
 from .state import EngineState
 
@@ -373,6 +373,11 @@ class DistributedTrainer(EngineState):
     def _ahead(self, batches: Iterator[datasets.Batch]) -> Iterator[datasets.Batch]:
         return self._train.ahead(batches)
 
+    def _part(self, training: bool) -> Callable[[int], tuple[int, int]] | None:
+        if not self.mode.together:  # each rank has samples of its own, and evaluates them all
+            return None
+        return self._train.part if training else self._eval.part
+
     def _end_epoch(self) -> None:
         self._watch.end()
 
@@ -388,7 +393,7 @@ class DistributedTrainer(EngineState):
             watch.begin(data)
         else:
             watch.begin(tell=self._watch.tell)
-        for number, batch in enumerate(self._eval.ahead(iter(whole_batches(loader)))):
+        for number, batch in enumerate(self._eval.ahead(iter(evaluated(loader, self._part(training=False))))):
             watch.batch(batch, number)
             self.compare(batch, self._eval)
             sums = self._eval.run(batch, 0)
