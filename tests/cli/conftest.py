@@ -110,7 +110,7 @@ def fake(monkeypatch):
             AdamW=record.call("AdamW", "adamw"),
             schedule=record.call("schedule", "schedule"),
         ),
-        "data": types.SimpleNamespace(load=record.call("load", Set()), DataLoader=lambda *a, **k: range(469)),
+        "data": types.SimpleNamespace(opened=record.call("opened", Set()), DataLoader=lambda *a, **k: range(469)),
         "train.trainer": types.SimpleNamespace(DistributedTrainer=Trainer, write_weights=write_weights),
     }
     for name, module in modules.items():

@@ -45,6 +45,7 @@ def test_wheel_has_the_kernels_and_mnist(wheel):
     inside = names(wheel)
     assert {f"odyssey/_mojo/{name}" for name in SOURCES} <= set(inside)
     assert {f"odyssey/data/mnist/{name}" for name in MNIST} <= set(inside)
+    assert {f"odyssey/data/shakespeare/{name}" for name in ("shakespeare.txt.gz", "LICENSE.txt")} <= set(inside)
     assert {"odyssey/cli/__init__.py", "odyssey/build/library.py", "odyssey/data/__init__.py"} <= set(inside)
 
 

@@ -126,7 +126,7 @@ ORDER = (*ROOMS[: ROOMS.index("audit")], "callbacks", *ROOMS[ROOMS.index("audit"
 BUDGETS = {  # lines of all its files together
     "mojo": 13_600,
     "shared/training": 3_150,
-    "python/odyssey": 35_000,
+    "python/odyssey": 36_500,
     "python/odyssey/comm": 3_960,
     "python/odyssey/parallel": 3_650,
     "python/odyssey/distributed": 2_080,

@@ -45,7 +45,16 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 
 SCHEDULES: tuple[str, ...] = ("constant", "step", "cosine", "linear-warmup")
-DATASETS: tuple[str, ...] = ("mnist", "fashion-mnist", "cifar10")
+DATASETS: tuple[str, ...] = (
+    "mnist",
+    "fashion-mnist",
+    "cifar10",
+    "shakespeare",
+    "image-folder",
+    "csv",
+    "npz",
+    "text",
+)
 
 REDUCTIONS: dict[str, bool] = {  # whether the bits are the same on any number of ranks
     "tree": True,

@@ -262,7 +262,13 @@ class Settings(Training):
 
     model: str = setting(DATA, "lenet5", "the network", choices=tuple(recipes.RECIPES))
     dataset: str = setting(DATA, "mnist", "the data set", choices=recipes.DATASETS)
-    data_dir: Path | None = setting(DATA, None, "where the data set's files are", "the MNIST that comes with odyssey")
+    data_dir: Path | None = setting(
+        DATA, None, "where the data set's files are: a folder, or one file", "what comes with odyssey"
+    )
+    image_size: int = setting(DATA, 32, "height and width to which pictures of an image-folder are scaled", low=1)
+    target: str | None = setting(DATA, None, "the column of a csv that is learnt", "the last one", metavar="COLUMN")
+    sequence_length: int = setting(DATA, 64, "tokens of a sample of text", low=1)
+    num_workers: int = setting(DATA, 0, "processes of each rank that read samples ahead", low=0)
     epochs: int | None = setting(DATA, None, "passes over the training set", low=1, alias="epochs")
     steps: int | None = setting(
         DATA, None, "stop after so many optimizer steps", "at the end of the last epoch", low=1

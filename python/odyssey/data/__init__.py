@@ -9,6 +9,7 @@ from odyssey.data.idx import read_idx
 from odyssey.data.loader import DataLoader
 from odyssey.data.reader import Batch
 from odyssey.data.sampler import DistributedSampler, permutation
+from odyssey.data.sources import ImageFolder, columns, csv, npy, npz, opened, shakespeare, split, text, tokens
 
 __all__ = [
     "DATASETS",
@@ -16,9 +17,19 @@ __all__ = [
     "Batch",
     "DataLoader",
     "DistributedSampler",
+    "ImageFolder",
     "arrays",
+    "columns",
+    "csv",
     "load",
+    "npy",
+    "npz",
+    "opened",
     "permutation",
     "read_idx",
+    "shakespeare",
+    "split",
+    "text",
+    "tokens",
     "transforms",
 ]

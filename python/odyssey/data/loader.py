@@ -344,7 +344,7 @@ def _sampled(sampler: Iterable[int], count: int) -> np.ndarray:
 
 
 def _check_dataset(dataset: Any) -> None:
-    if not (hasattr(dataset, "__len__") and (isinstance(dataset, ArrayDataset) or hasattr(dataset, "__getitem__"))):
+    if not (hasattr(dataset, "__len__") and (hasattr(dataset, "gather") or hasattr(dataset, "__getitem__"))):
         raise ConfigError(
             f"DataLoader: the data set is a {type(dataset).__name__}; an ArrayDataset, or an object with __len__ and "
             "__getitem__, is allowed; make one with odyssey.data.arrays"

@@ -148,10 +148,12 @@ def main(number: int) -> None:
     reader: Any = None
     problem: tuple[str, str, str] | None = None
     try:
-        _prepare(link.recv())
-        reader = ForkingPickler.loads(link.recv_bytes())
-    except EOFError:
+        about, payload = link.recv(), link.recv_bytes()
+    except (EOFError, OSError):
         return
+    try:
+        _prepare(about)
+        reader = ForkingPickler.loads(payload)
     except BaseException as error:
         problem = _unprepared(error)
     asked: queue.SimpleQueue[tuple[int, np.ndarray]] = queue.SimpleQueue()

@@ -169,17 +169,19 @@ def run(made: Settings, *, verbose: bool = False) -> None:
     from ...train.progress import make
     from ...train.trainer import DistributedTrainer, write_weights
 
-    train_set = data.load(made.dataset, train=True, data_dir=made.data_dir)
+    own = {"size": made.image_size, "target": made.target, "length": made.sequence_length}
+    train_set = data.opened(made.dataset, made.data_dir, train=True, **own)
     micro = made.global_batch_size // made.accumulation_steps
-    loader = data.DataLoader(train_set, batch_size=micro, shuffle=True, seed=made.seed)
+    workers = {"num_workers": made.num_workers}
+    loader = data.DataLoader(train_set, batch_size=micro, shuffle=True, seed=made.seed, **workers)
     validation = None
     if made.evaluate:
-        test_set = data.load(made.dataset, train=False, data_dir=made.data_dir)
-        validation = data.DataLoader(test_set, batch_size=1024)
+        test_set = data.opened(made.dataset, made.data_dir, train=False, **own)
+        validation = data.DataLoader(test_set, batch_size=1024, **workers)
     with on_all_ranks():
         epochs, total = made.length(-(-len(loader) // made.accumulation_steps))
         schedule = optim.schedule(made.schedule, total_steps=total, warmup_steps=made.warmup(total))
-        about = {"sample_shape": train_set.sample_shape, "classes": train_set.classes}
+        about = {"sample_shape": train_set.sample_shape, "classes": _outputs(train_set, made)}
         model = nn.models.build(made.model, seed=made.seed, **about)
         kind = {"sgd": optim.SGD, "adam": optim.Adam, "adamw": optim.AdamW}[made.optimizer]
         more = {"momentum": made.momentum, "nesterov": made.nesterov} if kind is optim.SGD else {}
@@ -188,6 +190,7 @@ def run(made: Settings, *, verbose: bool = False) -> None:
     with on_all_ranks(ConfigError):
         keywords = {name: getattr(made, name) for name in declared(Training)}
         with_what = {"comm": world, "mesh": mesh, "schedule": schedule, "progress": progress}
+        with_what["loss"] = None if train_set.classes else nn.MSELoss()
         trainer = DistributedTrainer(model=model, optimizer=optimizer, **with_what, **keywords)
     if first:
         _tell_what_is_trained(made, trainer, world, warnings, verbose)
@@ -222,6 +225,24 @@ def _tell_what_is_trained(made: Settings, trainer: Any, world: Any, warnings: Se
         )
     for line in lines + ([trainer.notice] if trainer.notice else []):
         print(f"odyssey: {line}", file=sys.stderr, flush=True)
+
+
+def _outputs(train_set: Any, made: Settings) -> int:
+    """How many numbers a model must give: one for each class, or as many as a target has."""
+    if hasattr(train_set, "vocabulary"):
+        raise ConfigError(
+            f"[train] --dataset {made.dataset} gives tokens, which --model {made.model} does not take; train a model "
+            "of your own on it from Python"
+        )
+    classes = train_set.classes
+    if not classes:
+        shape = getattr(train_set.labels, "shape", ())
+        if len(shape) > 2:
+            raise ConfigError(
+                f"[train] targets have the shape {shape[1:]}; --model {made.model} gives one row of numbers"
+            )
+        return shape[1] if len(shape) == 2 else 1
+    return len(classes) if isinstance(classes, list) else classes
 
 
 def _report(made: Settings, world: Any, trainer: Any, history: Any, weights: str) -> dict[str, Any]:
