@@ -433,7 +433,7 @@ def _run_shard(s: Step, t: Int, shard: Int, grads: Ptr) -> Int:
     ctx.unsafe_write(s.context)
     ctx[].first = Int64(shard) * s.shard_size
     ctx[].valid = min(s.shard_size, s.samples - ctx[].first)
-    ctx[].rows = Int64(Int(s.rows.unsafe_offset(Int(ctx[].first))))
+    ctx[].rows = s.rows.unsafe_offset(Int(ctx[].first))
     var stopped = _replay(
         s.table,
         s.program,
