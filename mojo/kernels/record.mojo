@@ -247,3 +247,12 @@ def _read[
             )
         return
     i += 1
+
+
+@always_inline
+def sizes_of[T: TrivialRegisterPassable](r: Record, i: Int) -> T:
+    """The arguments from i on as a T."""
+    var value = Array[T, 1](uninitialized=True)
+    var at = i
+    _read(r, at, value.unsafe_ptr().unsafe_origin_cast[MutUntrackedOrigin]())
+    return value[0]
