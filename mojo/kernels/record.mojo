@@ -105,6 +105,10 @@ trait Source:
         """Floats from one shard's copy of the operand to the next."""
         ...
 
+    def run(self) -> Int:
+        """The address of what the run brings: the context of its device."""
+        ...
+
 
 trait Argument(TrivialRegisterPassable):
     """A type of kernel arguments that is read in a way of its own."""
@@ -173,6 +177,10 @@ struct Record(Argument, Source):
         return 0
 
     @always_inline
+    def run(self) -> Int:
+        return Int(self.context)
+
+    @always_inline
     def ptr(self, i: Int) -> Ptr:
         """The operand that is argument i, as float32."""
         return Ptr(unsafe_from_address=self.address(i))
@@ -182,8 +190,8 @@ struct Record(Argument, Source):
 
 
 struct Arguments[Ts: TypeList[Trait=AnyType, ...]]:
-    """Room for arguments of the types Ts: Int, Bool, Float32, pointers, structs of them (one number of the record for each
-    of their fields), or an `Argument`.
+    """Room for arguments of the types Ts: Int, Bool, Float32, pointers to numbers, structs of them (one number of the
+    record for each of their fields), a pointer to the context of the run, or an `Argument`.
 
     `read` fills it from a record, in order, and returns them as what `f(*pack)` takes; they live as long as this does.
     """
@@ -239,6 +247,9 @@ def _read[
         to.unsafe_bitcast[Float32]()[] = r.float(i)
     elif T == Ptr or T == IntPtr or T == BytePtr or T == LongPtr:
         to.unsafe_bitcast[Int]()[] = r.address(i)
+    elif reflect[T].base_name() == "Pointer":
+        to.unsafe_bitcast[Int]()[] = r.run()
+        return
     else:
         comptime for field in range(reflect[T].field_count()):
             ref place = reflect[T].field_ref[field](to[])
@@ -250,7 +261,7 @@ def _read[
 
 
 @always_inline
-def sizes_of[T: TrivialRegisterPassable](r: Record, i: Int) -> T:
+def sizes_of[S: Source, //, T: TrivialRegisterPassable](r: S, i: Int) -> T:
     """The arguments from i on as a T."""
     var value = Array[T, 1](uninitialized=True)
     var at = i
