@@ -12,6 +12,46 @@ from std.memory import unsafe_stack_allocation
 from .lanes import F32, LANES, REGISTERS, Ptr, Vec, load, splat, store, madd
 from .parts import PARTS, cut, fold
 
+
+@fieldwise_init
+struct Conv(TrivialRegisterPassable):
+    """The sizes of a convolution."""
+
+    var G: Int
+    var C: Int
+    var H: Int
+    var W: Int
+    var K: Int
+    var R: Int
+    var T: Int
+    var S: Int
+
+    @always_inline
+    def P(self) -> Int:
+        """Rows of y."""
+        return (self.H - self.R) // self.S + 1
+
+    @always_inline
+    def Q(self) -> Int:
+        """Columns of y."""
+        return (self.W - self.T) // self.S + 1
+
+    @always_inline
+    def taps(self) -> Int:
+        """Weights of one output channel."""
+        return self.C * self.R * self.T
+
+    @always_inline
+    def x(self) -> Int:
+        """Numbers of one sample of x."""
+        return self.C * self.H * self.W
+
+    @always_inline
+    def y(self) -> Int:
+        """Numbers of one sample of y."""
+        return self.K * self.P() * self.Q()
+
+
 # --- register tiles -----------------------------------------------------------
 # A tile keeps KB x QB sums in registers and needs QB loads and KB broadcasts for KB * QB FMAs.
 # 4 x 6 (24 sums + 6 + 1 = 31 of 32 registers): 24 FMAs take 12 cycles, 10 loads take 5.
@@ -24,34 +64,23 @@ comptime QB = 6 if REGISTERS == 32 else (2 if REGISTERS == 8 else 1)
 @always_inline
 def _forward_tile[
     kb: Int, qb: Int, relu: Bool
-](
-    y: Ptr,
-    x: Ptr,
-    w: Ptr,
-    b: Ptr,
-    C: Int,
-    R: Int,
-    T: Int,
-    S: Int,
-    x_channel: Int,
-    x_row: Int,
-    y_channel: Int,
-):
+](y: Ptr, x: Ptr, w: Ptr, b: Ptr, size: Conv,):
     """One row piece: kb output channels, qb neighbouring pixels."""
+    var plane = size.P() * size.Q()
     var acc = Array[Vec, kb * qb](fill=Vec(0))
     comptime for k in range(kb):
         var bias = splat(b, k)
         comptime for q in range(qb):
             acc[k * qb + q] = bias
-    var taps = C * R * T
+    var taps = size.taps()
     var wi = 0
-    for c in range(C):
-        for r in range(R):
-            var xp = x.unsafe_offset(c * x_channel + r * x_row)
-            for _ in range(T):
+    for c in range(size.C):
+        for r in range(size.R):
+            var xp = x.unsafe_offset((c * size.H + r) * size.W * LANES)
+            for _ in range(size.T):
                 var v = Array[Vec, qb](fill=Vec(0))
                 comptime for q in range(qb):
-                    v[q] = load(xp, q * S * LANES)
+                    v[q] = load(xp, q * size.S * LANES)
                 comptime for k in range(kb):
                     var wk = splat(w, k * taps + wi)
                     comptime for q in range(qb):
@@ -63,7 +92,7 @@ def _forward_tile[
             var s = acc[k * qb + q]
             comptime if relu:
                 s = s.lt(0).select(Vec(0), s)
-            store(y, k * y_channel + q * LANES, s)
+            store(y, (k * plane + q) * LANES, s)
 
 
 def conv2d_forward[
@@ -73,42 +102,31 @@ def conv2d_forward[
     x: Ptr,  # (G, C, H, W, L)
     w: Ptr,  # (K, C, R, T)
     b: Ptr,  # (K)
-    G: Int,
-    C: Int,
-    H: Int,
-    W: Int,
-    K: Int,
-    R: Int,
-    T: Int,
-    S: Int,
+    size: Conv,
 ):
     """Computes y = x * w + b (cross-correlation), then max(y, 0) if `relu`."""
-    var P = (H - R) // S + 1
-    var Q = (W - T) // S + 1
-    var taps = C * R * T
-    for g in range(G):
+    var P = size.P()
+    var Q = size.Q()
+    var taps = size.taps()
+    for g in range(size.G):
         for p in range(P):
-            var xr = x.unsafe_offset(((g * C) * H + p * S) * W * LANES)
+            var xr = x.unsafe_offset(
+                ((g * size.C) * size.H + p * size.S) * size.W * LANES
+            )
 
             @always_inline
             def row[kb: Int](k: Int) {imm}:
-                var yr = y.unsafe_offset(((g * K + k) * P + p) * Q * LANES)
+                var yr = y.unsafe_offset(((g * size.K + k) * P + p) * Q * LANES)
                 var q = 0
 
                 @always_inline
                 def piece[qb: Int]() {mut q, imm}:
                     _forward_tile[kb, qb, relu](
                         yr.unsafe_offset(q * LANES),
-                        xr.unsafe_offset(q * S * LANES),
+                        xr.unsafe_offset(q * size.S * LANES),
                         w.unsafe_offset(k * taps),
                         b.unsafe_offset(k),
-                        C,
-                        R,
-                        T,
-                        S,
-                        H * W * LANES,
-                        W * LANES,
-                        P * Q * LANES,
+                        size,
                     )
                     q += qb
 
@@ -119,11 +137,11 @@ def conv2d_forward[
                         piece[n]()
 
             var k = 0
-            while k + KB <= K:
+            while k + KB <= size.K:
                 row[KB](k)
                 k += KB
             comptime for n in range(1, KB):
-                if K - k == n:
+                if size.K - k == n:
                     row[n](k)
 
 
@@ -136,33 +154,21 @@ comptime TB = 5 if REGISTERS == 32 else (2 if REGISTERS == 8 else 1)
 @always_inline
 def _weight_tile[
     kb: Int, tb: Int
-](
-    dw: Ptr,
-    dy: Ptr,
-    x: Ptr,
-    tap: Int,
-    taps: Int,
-    G: Int,
-    C: Int,
-    H: Int,
-    W: Int,
-    K: Int,
-    R: Int,
-    T: Int,
-    S: Int,
-    P: Int,
-    Q: Int,
-):
+](dw: Ptr, dy: Ptr, x: Ptr, tap: Int, taps: Int, size: Conv,):
+    var P = size.P()
+    var Q = size.Q()
     var offset = Array[Int, tb](fill=0)
     comptime for j in range(tb):
-        var c = (tap + j) // (R * T)
-        var r = (tap + j) // T % R
-        offset[j] = ((c * H + r) * W + (tap + j) % T) * LANES
+        var c = (tap + j) // (size.R * size.T)
+        var r = (tap + j) // size.T % size.R
+        offset[j] = ((c * size.H + r) * size.W + (tap + j) % size.T) * LANES
     var acc = Array[Vec, kb * tb](fill=Vec(0))
-    for g in range(G):
+    for g in range(size.G):
         for p in range(P):
-            var dyp = dy.unsafe_offset((g * K * P + p) * Q * LANES)
-            var xp = x.unsafe_offset((g * C * H + p * S) * W * LANES)
+            var dyp = dy.unsafe_offset((g * size.K * P + p) * Q * LANES)
+            var xp = x.unsafe_offset(
+                (g * size.C * size.H + p * size.S) * size.W * LANES
+            )
             for _ in range(Q):
                 var d = Array[Vec, kb](fill=Vec(0))
                 comptime for k in range(kb):
@@ -172,7 +178,7 @@ def _weight_tile[
                     comptime for k in range(kb):
                         acc[k * tb + j] = madd(v, d[k], acc[k * tb + j])
                 dyp = dyp.unsafe_offset(LANES)
-                xp = xp.unsafe_offset(S * LANES)
+                xp = xp.unsafe_offset(size.S * LANES)
     comptime for k in range(kb):
         comptime for j in range(tb):
             dw[unsafe_offset=k * taps + j] += acc[k * tb + j].reduce_add()
@@ -183,20 +189,13 @@ def conv2d_backward_weight(
     db: Ptr,  # (K), added to
     dy: Ptr,  # (G, K, P, Q, L)
     x: Ptr,  # (G, C, H, W, L)
-    G: Int,
-    C: Int,
-    H: Int,
-    W: Int,
-    K: Int,
-    R: Int,
-    T: Int,
-    S: Int,
+    size: Conv,
 ):
     """Adds the gradients of weights and bias, summed over samples and pixels.
     """
-    var P = (H - R) // S + 1
-    var Q = (W - T) // S + 1
-    var taps = C * R * T
+    var P = size.P()
+    var Q = size.Q()
+    var taps = size.taps()
 
     @always_inline
     def channels[kb: Int](k: Int) {imm}:
@@ -208,16 +207,7 @@ def conv2d_backward_weight(
                 x,
                 tap,
                 taps,
-                G,
-                C,
-                H,
-                W,
-                K,
-                R,
-                T,
-                S,
-                P,
-                Q,
+                size,
             )
 
         var tap = 0
@@ -229,17 +219,17 @@ def conv2d_backward_weight(
                 tile[n](tap)
 
     var k = 0
-    while k + KB <= K:
+    while k + KB <= size.K:
         channels[KB](k)
         k += KB
     comptime for n in range(1, KB):
-        if K - k == n:
+        if size.K - k == n:
             channels[n](k)
 
-    for kk in range(K):
+    for kk in range(size.K):
         var s = Vec(0)
-        for g in range(G):
-            var d = dy.unsafe_offset((g * K + kk) * P * Q * LANES)
+        for g in range(size.G):
+            var d = dy.unsafe_offset((g * size.K + kk) * P * Q * LANES)
             for i in range(P * Q):
                 s += load(d, i * LANES)
         db[unsafe_offset=kk] += s.reduce_add()
@@ -317,34 +307,24 @@ def _spread_piece[
 
 def _backward_input_spread[
     T: Int
-](
-    dx: Ptr,
-    dy: Ptr,
-    w: Ptr,
-    G: Int,
-    C: Int,
-    H: Int,
-    W: Int,
-    K: Int,
-    R: Int,
-    part: Int,
-    parts: Int,
-):
-    var P = H - R + 1
-    var Q = W - T + 1
-    var start = cut(K, part)
-    var held = cut(K, part + parts) - start
+](dx: Ptr, dy: Ptr, w: Ptr, size: Conv, part: Int, parts: Int,):
+    var P = size.P()
+    var Q = size.Q()
+    var start = cut(size.K, part)
+    var held = cut(size.K, part + parts) - start
     # one vector more than needed, so that there is one for T = 1
     var carry = unsafe_stack_allocation[
         (PARTS * (T - 1) + 1) * LANES, F32, alignment=64
     ]()
     var saved = unsafe_stack_allocation[2 * LANES, F32, alignment=64]()
-    for g in range(G):
-        for h in range(H):
+    for g in range(size.G):
+        for h in range(size.H):
             var r0 = max(0, h - P + 1)
-            var r1 = min(R, h + 1)
-            for c in range(C):
-                var row = dx.unsafe_offset(((g * C + c) * H + h) * W * LANES)
+            var r1 = min(size.R, h + 1)
+            for c in range(size.C):
+                var row = dx.unsafe_offset(
+                    ((g * size.C + c) * size.H + h) * size.W * LANES
+                )
                 for i in range(parts * (T - 1)):
                     store(carry, i * LANES, Vec(0))
                 var q = 0
@@ -357,16 +337,18 @@ def _backward_input_spread[
                                 dy.unsafe_offset(
                                     ((g * held * P + h) * Q + q) * LANES
                                 ),
-                                w.unsafe_offset((start * C + c) * R * T),
+                                w.unsafe_offset(
+                                    (start * size.C + c) * size.R * T
+                                ),
                                 carry,
-                                K,
+                                size.K,
                                 part,
                                 parts,
                                 r0,
                                 r1,
                                 P * Q * LANES,
                                 Q * LANES,
-                                C * R * T,
+                                size.taps(),
                             )
                             q += qb
                 for i in range(T - 1):
@@ -379,52 +361,37 @@ def _backward_input_spread[
 
 def conv2d_backward_input_any[
     L: Int
-](
-    dx: Ptr,
-    dy: Ptr,
-    w: Ptr,
-    G: Int,
-    C: Int,
-    H: Int,
-    W: Int,
-    K: Int,
-    R: Int,
-    T: Int,
-    S: Int,
-    part: Int = 0,
-    parts: Int = PARTS,
-):
+](dx: Ptr, dy: Ptr, w: Ptr, size: Conv, part: Int = 0, parts: Int = PARTS,):
     """Any stride and kernel: each input pixel gathers the taps that used it."""
-    var P = (H - R) // S + 1
-    var Q = (W - T) // S + 1
-    var start = cut(K, part)
-    var held = cut(K, part + parts) - start
-    var wp = w.unsafe_offset(start * C * R * T)
+    var P = size.P()
+    var Q = size.Q()
+    var start = cut(size.K, part)
+    var held = cut(size.K, part + parts) - start
+    var wp = w.unsafe_offset(start * size.taps())
     var saved = unsafe_stack_allocation[2 * L, F32, alignment=64]()
-    for g in range(G):
-        for c in range(C):
-            for h in range(H):
-                for i in range(W):
+    for g in range(size.G):
+        for c in range(size.C):
+            for h in range(size.H):
+                for i in range(size.W):
                     var acc = Array[SIMD[F32, L], 1](fill=SIMD[F32, L](0))
                     for p in range(parts):
                         acc[0] = SIMD[F32, L](0)
                         _gather_taps[L](
                             acc[0],
                             dy.unsafe_offset(g * held * P * Q * L),
-                            wp.unsafe_offset(c * R * T),
-                            cut(K, part + p) - start,
-                            cut(K, part + p + 1) - start,
+                            wp.unsafe_offset(c * size.R * size.T),
+                            cut(size.K, part + p) - start,
+                            cut(size.K, part + p + 1) - start,
                             h,
                             i,
-                            P,
-                            Q,
-                            R,
-                            T,
-                            S,
-                            C * R * T,
+                            size,
                         )
                         fold(acc, saved, p, parts)
-                    store[L](dx, (((g * C + c) * H + h) * W + i) * L, acc[0])
+                    store[L](
+                        dx,
+                        (((g * size.C + c) * size.H + h) * size.W + i) * L,
+                        acc[0],
+                    )
 
 
 @always_inline
@@ -438,26 +405,25 @@ def _gather_taps[
     k1: Int,
     h: Int,
     i: Int,
-    P: Int,
-    Q: Int,
-    R: Int,
-    T: Int,
-    S: Int,
-    w_channel: Int,
+    size: Conv,
 ):
     """Adds what pixel (h, i) of one channel got from output channels k0..k1."""
-    for r in range(h % S, R, S):
-        var p = (h - r) // S
+    var P = size.P()
+    var Q = size.Q()
+    for r in range(h % size.S, size.R, size.S):
+        var p = (h - r) // size.S
         if h < r or p >= P:
             continue
-        for t in range(i % S, T, S):
-            var q = (i - t) // S
+        for t in range(i % size.S, size.T, size.S):
+            var q = (i - t) // size.S
             if i < t or q >= Q:
                 continue
             for k in range(k0, k1):
                 acc = madd(
                     load[L](dy, ((k * P + p) * Q + q) * L),
-                    SIMD[F32, L](w[unsafe_offset=k * w_channel + r * T + t]),
+                    SIMD[F32, L](
+                        w[unsafe_offset=k * size.taps() + r * size.T + t]
+                    ),
                     acc,
                 )
 
@@ -466,14 +432,7 @@ def conv2d_backward_input(
     dx: Ptr,  # (G, C, H, W, L)
     dy: Ptr,  # (G, K, P, Q, L), or of the output channels of the parts only
     w: Ptr,  # (K, C, R, T), all of it
-    G: Int,
-    C: Int,
-    H: Int,
-    W: Int,
-    K: Int,
-    R: Int,
-    T: Int,
-    S: Int,
+    size: Conv,
     part: Int = 0,
     parts: Int = PARTS,
 ):
@@ -481,16 +440,14 @@ def conv2d_backward_input(
 
     With `parts` of 1 or 2 it writes their node of the sum only, for tensor parallelism.
     """
-    if S == 1 and T == 5:
-        _backward_input_spread[5](dx, dy, w, G, C, H, W, K, R, part, parts)
-    elif S == 1 and T == 3:
-        _backward_input_spread[3](dx, dy, w, G, C, H, W, K, R, part, parts)
-    elif S == 1 and T == 1:
-        _backward_input_spread[1](dx, dy, w, G, C, H, W, K, R, part, parts)
+    if size.S == 1 and size.T == 5:
+        _backward_input_spread[5](dx, dy, w, size, part, parts)
+    elif size.S == 1 and size.T == 3:
+        _backward_input_spread[3](dx, dy, w, size, part, parts)
+    elif size.S == 1 and size.T == 1:
+        _backward_input_spread[1](dx, dy, w, size, part, parts)
     else:
-        conv2d_backward_input_any[LANES](
-            dx, dy, w, G, C, H, W, K, R, T, S, part, parts
-        )
+        conv2d_backward_input_any[LANES](dx, dy, w, size, part, parts)
 
 
 # --- the definitions -------------------------------------------------------------
@@ -498,43 +455,36 @@ def conv2d_backward_input(
 
 def conv2d_forward_naive[
     L: Int = LANES
-](
-    y: Ptr,
-    x: Ptr,
-    w: Ptr,
-    b: Ptr,
-    G: Int,
-    C: Int,
-    H: Int,
-    W: Int,
-    K: Int,
-    R: Int,
-    T: Int,
-    S: Int,
-):
+](y: Ptr, x: Ptr, w: Ptr, b: Ptr, size: Conv,):
     """The sum as it is written in a textbook, one float at a time."""
-    var P = (H - R) // S + 1
-    var Q = (W - T) // S + 1
-    for g in range(G):
-        for k in range(K):
+    var P = size.P()
+    var Q = size.Q()
+    for g in range(size.G):
+        for k in range(size.K):
             for p in range(P):
                 for q in range(Q):
                     for l in range(L):
                         var s = b[unsafe_offset=k]
-                        for c in range(C):
-                            for r in range(R):
-                                for t in range(T):
+                        for c in range(size.C):
+                            for r in range(size.R):
+                                for t in range(size.T):
                                     s += (
                                         w[
-                                            unsafe_offset=((k * C + c) * R + r)
-                                            * T
+                                            unsafe_offset=(
+                                                (k * size.C + c) * size.R + r
+                                            )
+                                            * size.T
                                             + t
                                         ]
                                         * x[
                                             unsafe_offset=(
-                                                ((g * C + c) * H + p * S + r)
-                                                * W
-                                                + q * S
+                                                (
+                                                    (g * size.C + c) * size.H
+                                                    + p * size.S
+                                                    + r
+                                                )
+                                                * size.W
+                                                + q * size.S
                                                 + t
                                             )
                                             * L
@@ -542,50 +492,44 @@ def conv2d_forward_naive[
                                         ]
                                     )
                         y[
-                            unsafe_offset=(((g * K + k) * P + p) * Q + q) * L
+                            unsafe_offset=(((g * size.K + k) * P + p) * Q + q)
+                            * L
                             + l
                         ] = s
 
 
 def conv2d_backward_naive[
     L: Int = LANES
-](
-    dx: Ptr,
-    dw: Ptr,
-    db: Ptr,
-    dy: Ptr,
-    x: Ptr,
-    w: Ptr,
-    G: Int,
-    C: Int,
-    H: Int,
-    W: Int,
-    K: Int,
-    R: Int,
-    T: Int,
-    S: Int,
-):
+](dx: Ptr, dw: Ptr, db: Ptr, dy: Ptr, x: Ptr, w: Ptr, size: Conv,):
     """Every product of the forward sum hands dy to both its factors. Adds to dx, too.
     """
-    var P = (H - R) // S + 1
-    var Q = (W - T) // S + 1
-    for g in range(G):
-        for k in range(K):
+    var P = size.P()
+    var Q = size.Q()
+    for g in range(size.G):
+        for k in range(size.K):
             for p in range(P):
                 for q in range(Q):
                     for l in range(L):
                         var d = dy[
-                            unsafe_offset=(((g * K + k) * P + p) * Q + q) * L
+                            unsafe_offset=(((g * size.K + k) * P + p) * Q + q)
+                            * L
                             + l
                         ]
                         db[unsafe_offset=k] += d
-                        for c in range(C):
-                            for r in range(R):
-                                for t in range(T):
-                                    var wi = ((k * C + c) * R + r) * T + t
+                        for c in range(size.C):
+                            for r in range(size.R):
+                                for t in range(size.T):
+                                    var wi = (
+                                        (k * size.C + c) * size.R + r
+                                    ) * size.T + t
                                     var xi = (
-                                        ((g * C + c) * H + p * S + r) * W
-                                        + q * S
+                                        (
+                                            (g * size.C + c) * size.H
+                                            + p * size.S
+                                            + r
+                                        )
+                                        * size.W
+                                        + q * size.S
                                         + t
                                     ) * L + l
                                     dw[unsafe_offset=wi] += (

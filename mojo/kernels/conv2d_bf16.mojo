@@ -8,6 +8,7 @@ a group at a time: what was packed is still in the second-level cache when it is
 A layer of one input channel would multiply every second time with zero; it stays in float32 (functional.py).
 """
 
+from .conv2d import Conv
 from .lanes import LANES, Ptr, Vec, load, splat, store
 from .lowp import (
     HalfPtr,
@@ -54,35 +55,23 @@ def _pack_weights(
 @no_inline
 def _forward_tile[
     kb: Int, qb: Int, relu: Bool
-](
-    y: Ptr,
-    x: HalfPtr,
-    w: HalfPtr,
-    b: Ptr,
-    pairs: Int,
-    R: Int,
-    T: Int,
-    S: Int,
-    x_channel: Int,
-    x_row: Int,
-    y_channel: Int,
-):
-    """One row piece: kb output channels, qb neighbouring pixels. Strides of x in vectors.
-    """
+](y: Ptr, x: HalfPtr, w: HalfPtr, b: Ptr, pairs: Int, size: Conv):
+    """One row piece: kb output channels, qb neighbouring pixels."""
+    var plane = size.P() * size.Q()
     var acc = Array[Vec, kb * qb](fill=Vec(0))
     comptime for k in range(kb):
         var bias = splat(b, k)
         comptime for q in range(qb):
             acc[k * qb + q] = bias
-    var taps = pairs * R * T
+    var taps = pairs * size.R * size.T
     var wi = 0
     for c in range(pairs):
-        for r in range(R):
-            var xp = x.unsafe_offset((c * x_channel + r * x_row) * 2 * LANES)
-            for _ in range(T):
+        for r in range(size.R):
+            var xp = x.unsafe_offset(((c * size.H + r) * size.W) * 2 * LANES)
+            for _ in range(size.T):
                 var v = Array[Pair, qb](fill=Pair(0))
                 comptime for q in range(qb):
-                    v[q] = load_pair(xp, q * S)
+                    v[q] = load_pair(xp, q * size.S)
                 comptime for k in range(kb):
                     var wk = splat_pair(w, k * taps + wi)
                     comptime for q in range(qb):
@@ -94,7 +83,7 @@ def _forward_tile[
             var s = acc[k * qb + q]
             comptime if relu:
                 s = s.lt(0).select(Vec(0), s)
-            store(y, k * y_channel + q * LANES, s)
+            store(y, (k * plane + q) * LANES, s)
 
 
 def conv2d_forward_bf16[
@@ -105,26 +94,29 @@ def conv2d_forward_bf16[
     w: Ptr,  # (K, C, R, T)
     b: Ptr,  # (K)
     scratch: Ptr,  # pairs of one group of x, and of w
-    G: Int,
-    C: Int,
-    H: Int,
-    W: Int,
-    K: Int,
-    R: Int,
-    T: Int,
-    S: Int,
+    size: Conv,
 ):
     """Computes y = x * w + b (cross-correlation), then max(y, 0) if `relu`."""
-    var P = (H - R) // S + 1
-    var Q = (W - T) // S + 1
-    var pairs = (C + 1) // 2
-    var taps = pairs * R * T
+    var P = size.P()
+    var Q = size.Q()
+    var pairs = (size.C + 1) // 2
+    var taps = pairs * size.R * size.T
     var xp = scratch.unsafe_bitcast[BFloat16]()  # (pairs, H, W, L, 2)
-    var wp = xp.unsafe_offset(pairs * H * W * 2 * LANES)  # (K, pairs, R, T, 2)
-    _pack_weights(wp, w, K, C, R * T, C * R * T, R * T)
+    var wp = xp.unsafe_offset(
+        pairs * size.H * size.W * 2 * LANES
+    )  # (K, pairs, R, T, 2)
+    _pack_weights(
+        wp, w, size.K, size.C, size.R * size.T, size.taps(), size.R * size.T
+    )
     var pieces = (Q + QB - 1) // QB
-    for g in range(G):
-        pack_neighbours(xp, x.unsafe_offset(g * C * H * W * LANES), 1, C, H * W)
+    for g in range(size.G):
+        pack_neighbours(
+            xp,
+            x.unsafe_offset(g * size.x() * LANES),
+            1,
+            size.C,
+            size.H * size.W,
+        )
         for p in range(P):
             for i in range(pieces):
                 var q = Q * i // pieces
@@ -136,28 +128,25 @@ def conv2d_forward_bf16[
                         if n == qb:
                             _forward_tile[kb, qb, relu](
                                 y.unsafe_offset(
-                                    (((g * K + k) * P + p) * Q + q) * LANES
+                                    (((g * size.K + k) * P + p) * Q + q) * LANES
                                 ),
                                 xp.unsafe_offset(
-                                    (p * S * W + q * S) * 2 * LANES
+                                    (p * size.S * size.W + q * size.S)
+                                    * 2
+                                    * LANES
                                 ),
                                 wp.unsafe_offset(2 * k * taps),
                                 b.unsafe_offset(k),
                                 pairs,
-                                R,
-                                T,
-                                S,
-                                H * W,
-                                W,
-                                P * Q * LANES,
+                                size,
                             )
 
                 var k = 0
-                while k + KB <= K:
+                while k + KB <= size.K:
                     tile[KB](k)
                     k += KB
                 comptime for kb in range(1, KB):
-                    if K - k == kb:
+                    if size.K - k == kb:
                         tile[kb](k)
 
 
@@ -170,29 +159,18 @@ def conv2d_forward_bf16[
 @no_inline
 def _weight_tile[
     kb: Int, tb: Int
-](
-    dw: Ptr,
-    dy: HalfPtr,
-    x: HalfPtr,
-    tap: Int,
-    taps: Int,
-    H: Int,
-    W: Int,
-    R: Int,
-    T: Int,
-    S: Int,
-    P: Int,
-    Q: Int,
-):
+](dw: Ptr, dy: HalfPtr, x: HalfPtr, tap: Int, taps: Int, size: Conv):
+    var P = size.P()
+    var Q = size.Q()
     var offset = Array[Int, tb](fill=0)
     comptime for j in range(tb):
-        var c = (tap + j) // (R * T)
-        var r = (tap + j) // T % R
-        offset[j] = (c * H + r) * W + (tap + j) % T
+        var c = (tap + j) // (size.R * size.T)
+        var r = (tap + j) // size.T % size.R
+        offset[j] = (c * size.H + r) * size.W + (tap + j) % size.T
     var acc = Array[Vec, kb * tb](fill=Vec(0))
     for p in range(P):
         var dyp = dy.unsafe_offset(p * Q * 2 * LANES)
-        var xp = x.unsafe_offset(p * S * W * 2 * LANES)
+        var xp = x.unsafe_offset(p * size.S * size.W * 2 * LANES)
         for _ in range(Q):
             var d = Array[Pair, kb](fill=Pair(0))
             comptime for k in range(kb):
@@ -202,7 +180,7 @@ def _weight_tile[
                 comptime for k in range(kb):
                     acc[k * tb + j] = dot2(acc[k * tb + j], v, d[k])
             dyp = dyp.unsafe_offset(2 * LANES)
-            xp = xp.unsafe_offset(S * 2 * LANES)
+            xp = xp.unsafe_offset(size.S * 2 * LANES)
     comptime for k in range(kb):
         comptime for j in range(tb):
             dw[unsafe_offset=k * taps + j] += acc[k * tb + j].reduce_add()
@@ -214,34 +192,31 @@ def conv2d_backward_weight_bf16(
     dy: Ptr,  # (G, K, P, Q, L)
     x: Ptr,  # (G, C, H, W, L)
     scratch: Ptr,  # pairs of two groups of x and dy
-    G: Int,
-    C: Int,
-    H: Int,
-    W: Int,
-    K: Int,
-    R: Int,
-    T: Int,
-    S: Int,
+    size: Conv,
 ):
     """Adds the gradients of weights and bias, summed over samples and pixels.
     """
-    var P = (H - R) // S + 1
-    var Q = (W - T) // S + 1
-    var taps = C * R * T
+    var P = size.P()
+    var Q = size.Q()
+    var taps = size.taps()
     var xp = scratch.unsafe_bitcast[BFloat16]()  # (C, H, W, L, 2)
     # Some channels of dy at a time, a multiple of 3 and of 4: half of a second-level cache of 1 MiB. Packed right before
     # they are used, they stay there for all taps.
-    var batch = max(1, min(512 * 1024 // (P * Q * 4 * LANES), K) // 12) * 12
-    var dyp = xp.unsafe_offset(C * H * W * 2 * LANES)  # (batch, P, Q, L, 2)
-    for g in range(0, G, 2):
-        var xg = x.unsafe_offset(g * C * H * W * LANES)
-        var dyg = dy.unsafe_offset(g * K * P * Q * LANES)
+    var batch = (
+        max(1, min(512 * 1024 // (P * Q * 4 * LANES), size.K) // 12) * 12
+    )
+    var dyp = xp.unsafe_offset(
+        size.C * size.H * size.W * 2 * LANES
+    )  # (batch, P, Q, L, 2)
+    for g in range(0, size.G, 2):
+        var xg = x.unsafe_offset(g * size.C * size.H * size.W * LANES)
+        var dyg = dy.unsafe_offset(g * size.K * P * Q * LANES)
         var xg2 = Optional[Ptr]()
         var dyg2 = Optional[Ptr]()
-        if g + 1 < G:
-            xg2 = xg.unsafe_offset(C * H * W * LANES)
-            dyg2 = dyg.unsafe_offset(K * P * Q * LANES)
-        pack_two(xp, xg, xg2, C * H * W)
+        if g + 1 < size.G:
+            xg2 = xg.unsafe_offset(size.C * size.H * size.W * LANES)
+            dyg2 = dyg.unsafe_offset(size.K * P * Q * LANES)
+        pack_two(xp, xg, xg2, size.C * size.H * size.W)
 
         @always_inline
         def channels[kb: Int, longest: Int](k: Int, tap: Int, n: Int) {imm}:
@@ -253,19 +228,13 @@ def conv2d_backward_weight_bf16(
                         xp,
                         tap,
                         taps,
-                        H,
-                        W,
-                        R,
-                        T,
-                        S,
-                        P,
-                        Q,
+                        size,
                     )
 
         @always_inline
         def all[kb: Int, tb: Int]() {imm}:
-            for first in range(0, K, batch):
-                var end = min(first + batch, K)
+            for first in range(0, size.K, batch):
+                var end = min(first + batch, size.K)
                 var at = first * P * Q * LANES
                 var second = Optional[Ptr]()
                 if dyg2:
@@ -283,11 +252,11 @@ def conv2d_backward_weight_bf16(
                         if end - k == rest:
                             channels[rest, tb](k, tap, n)
 
-        if R * T == 9:
+        if size.R * size.T == 9:
             all[3, 9]()
         else:
             all[4, 5]()
-    bias_gradient[LANES](db, dy, G, K, P * Q)
+    bias_gradient[LANES](db, dy, size.G, size.K, P * Q)
 
 
 # --- gradient of the input -----------------------------------------------------------------------
@@ -355,31 +324,30 @@ def conv2d_backward_input_bf16[
     dy: Ptr,  # (G, K, P, Q, L)
     w: Ptr,  # (K, C, R, T)
     scratch: Ptr,  # pairs of one group of dy, and of w
-    G: Int,
-    C: Int,
-    H: Int,
-    W: Int,
-    K: Int,
-    R: Int,
+    size: Conv,
 ):
     """Writes the gradient of the (padded) input, at stride 1."""
-    var P = H - R + 1
-    var Q = W - T + 1
-    var pairs = (K + 1) // 2
+    var P = size.P()
+    var Q = size.Q()
+    var pairs = (size.K + 1) // 2
     var dyp = scratch.unsafe_bitcast[BFloat16]()  # (pairs, P, Q, L, 2)
     var wp = dyp.unsafe_offset(pairs * P * Q * 2 * LANES)  # (C, pairs, R, T, 2)
-    _pack_weights(wp, w, C, K, R * T, R * T, C * R * T)
+    _pack_weights(
+        wp, w, size.C, size.K, size.R * T, size.R * T, size.C * size.R * T
+    )
     comptime longest = _longest(T)
-    var fitting = min(longest, max(1, CACHE // (pairs * R * 4 * LANES)))
+    var fitting = min(longest, max(1, CACHE // (pairs * size.R * 4 * LANES)))
     var pieces = (Q + fitting - 1) // fitting
-    for g in range(G):
+    for g in range(size.G):
         pack_neighbours(
-            dyp, dy.unsafe_offset(g * K * P * Q * LANES), 1, K, P * Q
+            dyp, dy.unsafe_offset(g * size.K * P * Q * LANES), 1, size.K, P * Q
         )
-        for h in range(H):
+        for h in range(size.H):
             var r0 = max(0, h - P + 1)
-            var r1 = min(R, h + 1)
-            var row = dx.unsafe_offset((g * C * H + h) * W * LANES)
+            var r1 = min(size.R, h + 1)
+            var row = dx.unsafe_offset(
+                (g * size.C * size.H + h) * size.W * LANES
+            )
             for i in range(pieces):
                 var q = Q * i // pieces
                 var n = Q * (i + 1) // pieces - q
@@ -389,23 +357,25 @@ def conv2d_backward_input_bf16[
                     comptime for qb in range(1, longest + 1):
                         if n == qb:
                             _spread_piece[T, cb, qb](
-                                row.unsafe_offset((c * H * W + q) * LANES),
+                                row.unsafe_offset(
+                                    (c * size.H * size.W + q) * LANES
+                                ),
                                 dyp.unsafe_offset((h * Q + q) * 2 * LANES),
-                                wp.unsafe_offset(2 * c * pairs * R * T),
+                                wp.unsafe_offset(2 * c * pairs * size.R * T),
                                 pairs,
                                 r0,
                                 r1,
-                                H * W * LANES,
+                                size.H * size.W * LANES,
                                 P * Q,
                                 Q,
-                                pairs * R * T,
-                                R * T,
+                                pairs * size.R * T,
+                                size.R * T,
                                 i > 0,
                             )
 
                 var c = 0
-                while c + 2 <= C:
+                while c + 2 <= size.C:
                     piece[2](c)
                     c += 2
-                if c < C:
+                if c < size.C:
                     piece[1](c)

@@ -7,7 +7,7 @@ vector of a row is masked. Strides other than 1 are computed one float at a time
 from std.math import iota
 from std.sys import masked_load
 
-from .conv2d import conv2d_forward_naive
+from .conv2d import Conv, conv2d_forward_naive
 from .lanes import (
     madd,
     F32,
@@ -28,33 +28,22 @@ comptime ROWS: List[Int] = [4, 2, 1]
 @always_inline
 def _forward_tile[
     kb: Int, pb: Int, relu: Bool
-](
-    y: Ptr,
-    x: Ptr,
-    w: Ptr,
-    b: Ptr,
-    C: Int,
-    R: Int,
-    T: Int,
-    H: Int,
-    W: Int,
-    Q: Int,
-    PQ: Int,
-    n: Int,
-):
+](y: Ptr, x: Ptr, w: Ptr, b: Ptr, size: Conv, n: Int):
     """Kb channels of pb rows, n <= LANES pixels wide."""
+    var P = size.P()
+    var Q = size.Q()
     var acc = Array[Vec, kb * pb](fill=Vec(0))
     comptime for k in range(kb):
         comptime for p in range(pb):
             acc[k * pb + p] = splat(b, k)
-    var taps = C * R * T
+    var taps = size.taps()
     var i = 0
-    for c in range(C):
-        for r in range(R):
-            for t in range(T):
+    for c in range(size.C):
+        for r in range(size.R):
+            for t in range(size.T):
                 var v = Array[Vec, pb](fill=Vec(0))
                 comptime for p in range(pb):
-                    v[p] = load_first(x, (c * H + r + p) * W + t, n)
+                    v[p] = load_first(x, (c * size.H + r + p) * size.W + t, n)
                 comptime for k in range(kb):
                     var wk = splat(w, k * taps + i)
                     comptime for p in range(pb):
@@ -65,41 +54,26 @@ def _forward_tile[
             var s = acc[k * pb + p]
             comptime if relu:
                 s = s.lt(0).select(Vec(0), s)
-            store_first(y, k * PQ + p * Q, s, n)
+            store_first(y, (k * P + p) * Q, s, n)
 
 
-def conv2d_forward_rows[
-    relu: Bool
-](
-    y: Ptr,
-    x: Ptr,
-    w: Ptr,
-    b: Ptr,
-    G: Int,
-    C: Int,
-    H: Int,
-    W: Int,
-    K: Int,
-    R: Int,
-    T: Int,
-    S: Int,
-):
+def conv2d_forward_rows[relu: Bool](y: Ptr, x: Ptr, w: Ptr, b: Ptr, size: Conv):
     """Computes y = x * w + b, then max(y, 0) if `relu`. Shapes as for conv2d_forward with L = 1.
     """
-    var P = (H - R) // S + 1
-    var Q = (W - T) // S + 1
-    if S != 1:
-        conv2d_forward_naive[1](y, x, w, b, G, C, H, W, K, R, T, S)
+    var P = size.P()
+    var Q = size.Q()
+    if size.S != 1:
+        conv2d_forward_naive[1](y, x, w, b, size)
         comptime if relu:
-            for i in range(G * K * P * Q):
+            for i in range(size.G * size.K * P * Q):
                 if y[unsafe_offset=i] < 0:
                     y[unsafe_offset=i] = 0
         return
-    for s in range(G):
+    for s in range(size.G):
         var k = 0
         comptime for ki in range(len(CHANNELS)):
             comptime kb = materialize[CHANNELS]()[ki] if REGISTERS == 32 else 1
-            while k + kb <= K:
+            while k + kb <= size.K:
                 var p = 0
                 comptime for pi in range(len(ROWS)):
                     comptime pb = materialize[ROWS]()[pi]
@@ -108,18 +82,14 @@ def conv2d_forward_rows[
                             for q in range(0, Q, LANES):
                                 _forward_tile[kb, pb, relu](
                                     y.unsafe_offset(
-                                        ((s * K + k) * P + p) * Q + q
+                                        ((s * size.K + k) * P + p) * Q + q
                                     ),
-                                    x.unsafe_offset((s * C * H + p) * W + q),
-                                    w.unsafe_offset(k * C * R * T),
+                                    x.unsafe_offset(
+                                        (s * size.C * size.H + p) * size.W + q
+                                    ),
+                                    w.unsafe_offset(k * size.taps()),
                                     b.unsafe_offset(k),
-                                    C,
-                                    R,
-                                    T,
-                                    H,
-                                    W,
-                                    Q,
-                                    P * Q,
+                                    size,
                                     min(Q - q, LANES),
                                 )
                             p += pb
@@ -134,33 +104,21 @@ comptime TB = 5 if REGISTERS == 32 else (2 if REGISTERS == 8 else 1)
 @always_inline
 def _weight_tile[
     kb: Int, tb: Int
-](
-    dw: Ptr,
-    dy: Ptr,
-    x: Ptr,
-    tap: Int,
-    G: Int,
-    C: Int,
-    H: Int,
-    W: Int,
-    K: Int,
-    R: Int,
-    T: Int,
-    P: Int,
-    Q: Int,
-):
+](dw: Ptr, dy: Ptr, x: Ptr, tap: Int, size: Conv):
+    var P = size.P()
+    var Q = size.Q()
     var offset = Array[Int, tb](fill=0)
     comptime for j in range(tb):
-        var c = (tap + j) // (R * T)
-        var r = (tap + j) // T % R
-        offset[j] = (c * H + r) * W + (tap + j) % T
+        var c = (tap + j) // (size.R * size.T)
+        var r = (tap + j) // size.T % size.R
+        offset[j] = (c * size.H + r) * size.W + (tap + j) % size.T
     var acc = Array[Vec, kb * tb](fill=Vec(0))
-    for s in range(G):
+    for s in range(size.G):
         for p in range(P):
             for q in range(0, Q, LANES):
                 var n = min(Q - q, LANES)
-                var dyp = dy.unsafe_offset((s * K * P + p) * Q + q)
-                var xp = x.unsafe_offset((s * C * H + p) * W + q)
+                var dyp = dy.unsafe_offset((s * size.K * P + p) * Q + q)
+                var xp = x.unsafe_offset((s * size.C * size.H + p) * size.W + q)
                 var d = Array[Vec, kb](fill=Vec(0))
                 comptime for k in range(kb):
                     d[k] = load_first(dyp, k * P * Q, n)
@@ -170,7 +128,9 @@ def _weight_tile[
                         acc[k * tb + j] = madd(v, d[k], acc[k * tb + j])
     comptime for k in range(kb):
         comptime for j in range(tb):
-            dw[unsafe_offset=k * C * R * T + j] += acc[k * tb + j].reduce_add()
+            dw[unsafe_offset=k * size.taps() + j] += acc[
+                k * tb + j
+            ].reduce_add()
 
 
 def conv2d_backward_weight_rows(
@@ -178,38 +138,35 @@ def conv2d_backward_weight_rows(
     db: Ptr,
     dy: Ptr,
     x: Ptr,
-    G: Int,
-    C: Int,
-    H: Int,
-    W: Int,
-    K: Int,
-    R: Int,
-    T: Int,
-    S: Int,
+    size: Conv,
 ):
     """Adds the gradients of weights and bias. Shapes as for conv2d_backward_weight with L = 1.
     """
-    var P = (H - R) // S + 1
-    var Q = (W - T) // S + 1
-    var taps = C * R * T
-    if S != 1:
-        for k in range(K):
+    var P = size.P()
+    var Q = size.Q()
+    var taps = size.taps()
+    if size.S != 1:
+        for k in range(size.K):
             for i in range(taps):
                 var sum: Float32 = 0
-                for s in range(G):
+                for s in range(size.G):
                     for p in range(P):
                         for q in range(Q):
                             sum += (
-                                dy[unsafe_offset=((s * K + k) * P + p) * Q + q]
+                                dy[
+                                    unsafe_offset=((s * size.K + k) * P + p) * Q
+                                    + q
+                                ]
                                 * x[
                                     unsafe_offset=(
-                                        (s * C + i // (R * T)) * H
-                                        + p * S
-                                        + i // T % R
+                                        (s * size.C + i // (size.R * size.T))
+                                        * size.H
+                                        + p * size.S
+                                        + i // size.T % size.R
                                     )
-                                    * W
-                                    + q * S
-                                    + i % T
+                                    * size.W
+                                    + q * size.S
+                                    + i % size.T
                                 ]
                             )
                 dw[unsafe_offset=k * taps + i] += sum
@@ -224,15 +181,7 @@ def conv2d_backward_weight_rows(
                     dy.unsafe_offset(k * P * Q),
                     x,
                     tap,
-                    G,
-                    C,
-                    H,
-                    W,
-                    K,
-                    R,
-                    T,
-                    P,
-                    Q,
+                    size,
                 )
 
             var tap = 0
@@ -244,17 +193,17 @@ def conv2d_backward_weight_rows(
                     tile[n](tap)
 
         var k = 0
-        while k + KB <= K:
+        while k + KB <= size.K:
             channels[KB](k)
             k += KB
         comptime for n in range(1, KB):
-            if K - k == n:
+            if size.K - k == n:
                 channels[n](k)
 
-    for k in range(K):
+    for k in range(size.K):
         var sum = Vec(0)
-        for s in range(G):
-            var plane = dy.unsafe_offset((s * K + k) * P * Q)
+        for s in range(size.G):
+            var plane = dy.unsafe_offset((s * size.K + k) * P * Q)
             for i in range(0, P * Q, LANES):
                 sum += load_first(plane, i, P * Q - i)
         db[unsafe_offset=k] += sum.reduce_add()
@@ -264,30 +213,16 @@ def conv2d_backward_weight_rows(
 
 
 @always_inline
-def _input_tile[
-    cb: Int
-](
-    dx: Ptr,
-    dy: Ptr,
-    w: Ptr,
-    C: Int,
-    H: Int,
-    W: Int,
-    K: Int,
-    R: Int,
-    T: Int,
-    P: Int,
-    Q: Int,
-    h: Int,
-    i0: Int,
-):
+def _input_tile[cb: Int](dx: Ptr, dy: Ptr, w: Ptr, size: Conv, h: Int, i0: Int):
     """Cb channels of one row, one vector from column i0 on; masks stand for the zeros around dy.
     """
+    var P = size.P()
+    var Q = size.Q()
     var acc = Array[Vec, cb](fill=Vec(0))
-    for k in range(K):
-        for r in range(max(0, h - P + 1), min(R, h + 1)):
+    for k in range(size.K):
+        for r in range(max(0, h - P + 1), min(size.R, h + 1)):
             var row = dy.unsafe_offset((k * P + h - r) * Q)
-            for t in range(T):
+            for t in range(size.T):
                 var column = i0 - t
                 var live = first_between(-column, Q - column)
                 var v = masked_load[LANES](
@@ -295,10 +230,12 @@ def _input_tile[
                 )
                 comptime for c in range(cb):
                     acc[c] = madd(
-                        v, splat(w, ((k * C + c) * R + r) * T + t), acc[c]
+                        v,
+                        splat(w, ((k * size.C + c) * size.R + r) * size.T + t),
+                        acc[c],
                     )
     comptime for c in range(cb):
-        store_first(dx, c * H * W, acc[c], W - i0)
+        store_first(dx, c * size.H * size.W, acc[c], size.W - i0)
 
 
 @always_inline
@@ -312,41 +249,28 @@ def conv2d_backward_input_rows(
     dx: Ptr,
     dy: Ptr,
     w: Ptr,
-    G: Int,
-    C: Int,
-    H: Int,
-    W: Int,
-    K: Int,
-    R: Int,
-    T: Int,
-    S: Int,
+    size: Conv,
 ):
     """Writes the gradient of the (padded) input at stride 1. Shapes as for conv2d_backward_input with L = 1.
     """
-    var P = H - R + 1
-    var Q = W - T + 1
-    for s in range(G):
-        for h in range(H):
+    var P = size.P()
+    var Q = size.Q()
+    for s in range(size.G):
+        for h in range(size.H):
             var c = 0
             comptime for i in range(len(CHANNELS)):
                 comptime cb = materialize[CHANNELS]()[i]
                 comptime if cb + 3 < REGISTERS or cb == 1:
-                    while c + cb <= C:
-                        for i0 in range(0, W, LANES):
+                    while c + cb <= size.C:
+                        for i0 in range(0, size.W, LANES):
                             _input_tile[cb](
                                 dx.unsafe_offset(
-                                    ((s * C + c) * H + h) * W + i0
+                                    ((s * size.C + c) * size.H + h) * size.W
+                                    + i0
                                 ),
-                                dy.unsafe_offset(s * K * P * Q),
-                                w.unsafe_offset(c * R * T),
-                                C,
-                                H,
-                                W,
-                                K,
-                                R,
-                                T,
-                                P,
-                                Q,
+                                dy.unsafe_offset(s * size.K * P * Q),
+                                w.unsafe_offset(c * size.R * size.T),
+                                size,
                                 h,
                                 i0,
                             )

@@ -7,7 +7,7 @@ from std.math import iota
 
 from .lanes import F32, LANES, Ptr, load, store
 from .random import U32, philox, unit
-from .op import Op, by_layout
+from .op import Op, by_layout, call
 from .record import Record
 
 
@@ -19,51 +19,35 @@ def dropout[
     G: Int,
     F: Int,
     p: Float32,
-    seed: UInt64,
-    step: UInt32,
-    first: UInt32,
-    layer: UInt32,
+    layer: Int,
+    r: Record,
 ):
     """Computes y = x / (1 - p) where a number in [0, 1) is at least p, else 0. Its own backward: dx = dropout(dy).
 
     The number of element f of a sample is word f % 4 of the counter (f / 4, sample, step, layer), sample = first +
     position in this tensor = position in the global batch. p must be in [0, 1).
     """
+    ref ctx = r.context[]
     var keep = Float32(1) / (1 - p)
     for g in range(G):
-        var sample = iota[U32, L](first + UInt32(g * L))
+        var sample = iota[U32, L](UInt32(ctx.first) + UInt32(g * L))
         for block in range((F + 3) // 4):
-            var r = philox[L](
+            var words = philox[L](
                 SIMD[U32, L](UInt32(block)),
                 sample,
-                SIMD[U32, L](step),
-                SIMD[U32, L](layer),
-                seed,
+                SIMD[U32, L](UInt32(ctx.step)),
+                SIMD[U32, L](UInt32(layer)),
+                ctx.seed,
             )
             for j in range(min(4, F - 4 * block)):
                 var i = (g * F + 4 * block + j) * L
-                var kept = unit[L](r[j]).ge(p)
+                var kept = unit[L](words[j]).ge(p)
                 store[L](
                     y, i, kept.select(load[L](x, i) * keep, SIMD[F32, L](0))
                 )
 
 
-def _dropout[L: Int](r: Record):
-    ref ctx = r.context[]
-    dropout[L](
-        r.ptr(1),
-        r.ptr(2),
-        r.int(3),
-        r.int(4),
-        r.float(5),
-        ctx.seed,
-        UInt32(ctx.step),
-        UInt32(ctx.first),
-        UInt32(r.int(6)),
-    )
-
-
 def ops() -> List[Op]:
     """The op of this file."""
-    comptime kernel = by_layout[_dropout[LANES], _dropout[1]]
+    comptime kernel = by_layout[call[dropout[LANES]], call[dropout[1]]]
     return [Op("dropout", "y; x; G, F, p, layer", kernel)]

@@ -161,8 +161,8 @@ def _copy(y: Ptr, x: Ptr, n: Int):
     unsafe_memcpy(dest=y, src=x, count=n)
 
 
-def _loss_scale(r: Record):
-    r.ptr(1)[] = Float32(r.context[].loss_scale)
+def _loss_scale(y: Ptr, r: Record):
+    y[] = Float32(r.context[].loss_scale)
 
 
 def ops() -> List[Op]:
@@ -171,5 +171,5 @@ def ops() -> List[Op]:
         Op("axpy", "+y; x; a, n", call[axpy]),
         Op("copy", "y; x; n", call[_copy]),
         Op("fill", "y; ; a, n", call[fill]),
-        Op("loss_scale", "y", _loss_scale),
+        Op("loss_scale", "y", call[_loss_scale]),
     ]

@@ -8,7 +8,7 @@ from std.sys import masked_load, masked_store
 
 from .lanes import F32, LANES, BytePtr, IntPtr, LongPtr, Ptr, Vec, load, store
 from .op import Op, by_layout, call
-from .record import Record
+from .record import Context, Record
 
 
 @always_inline
@@ -23,24 +23,27 @@ def _transpose[dtype: DType](mut a: Array[SIMD[dtype, LANES], LANES]):
             a[2 * i + 1] = z.slice[LANES, offset=LANES]()
 
 
-def gather_rows[
-    dtype: DType
-](
-    y: Ptr,  # (G, F, L)
-    x: Pointer[Scalar[dtype], MutUntrackedOrigin],  # (samples, F)
-    rows: LongPtr,  # (N) which samples
-    scale: Ptr,  # (C)
-    shift: Ptr,  # (C)
-    N: Int,
-    G: Int,
-    F: Int,
-    C: Int,
-):
-    """Lane n of y becomes x[rows[n]] * scale + shift, per channel (F / C features each); lanes from N on become 0.
+def input[L: Int](y: Ptr, G: Int, F: Int, C: Int, r: Record):
+    """Lane n of y (G, F, L) becomes row rows[n] of the data set, times scale plus shift, per channel (F / C features
+    each); lanes without a sample become 0.
     """
+    comptime if L == 1:
+        if r.context[].bytes:
+            _input_in_rows[DType.uint8](y, G, F, C, r.context[])
+        else:
+            _input_in_rows[F32](y, G, F, C, r.context[])
+    else:
+        if r.context[].bytes:
+            _input_in_lanes[DType.uint8](y, G, F, C, r.context[])
+        else:
+            _input_in_lanes[F32](y, G, F, C, r.context[])
+
+
+def _input_in_lanes[dtype: DType](y: Ptr, G: Int, F: Int, C: Int, ctx: Context):
+    var x = ctx.images.unsafe_bitcast[Scalar[dtype]]()
     var plane = F // C
     for g in range(G):
-        var valid = min(max(N - g * LANES, 0), LANES)
+        var valid = min(max(Int(ctx.valid) - g * LANES, 0), LANES)
         var live = iota[F32, LANES]().lt(Float32(valid))
         var f = 0
         while f < F:
@@ -49,7 +52,7 @@ def gather_rows[
             comptime for l in range(LANES):
                 if l < valid:
                     var row = x.unsafe_offset(
-                        Int(rows[unsafe_offset=g * LANES + l]) * F + f
+                        Int(ctx.rows[unsafe_offset=g * LANES + l]) * F + f
                     )
                     if n == LANES:
                         a[l] = row.unsafe_load[width=LANES]()
@@ -59,33 +62,22 @@ def gather_rows[
             _transpose(a)
             for i in range(n):
                 var c = (f + i) // plane
-                var v = a[i].cast[F32]() * scale[unsafe_offset=c]
-                v += shift[unsafe_offset=c]
+                var v = a[i].cast[F32]() * ctx.scale[unsafe_offset=c]
+                v += ctx.shift[unsafe_offset=c]
                 store(y, (g * F + f + i) * LANES, live.select(v, Vec(0)))
             f += LANES
 
 
-def gather_rows_in_rows[
-    dtype: DType
-](
-    y: Ptr,  # (G, F)
-    x: Pointer[Scalar[dtype], MutUntrackedOrigin],  # (samples, F)
-    rows: LongPtr,  # (N)
-    scale: Ptr,  # (C)
-    shift: Ptr,  # (C)
-    N: Int,
-    G: Int,
-    F: Int,
-    C: Int,
-):
-    """Same as gather_rows, for a y in rows."""
+def _input_in_rows[dtype: DType](y: Ptr, G: Int, F: Int, C: Int, ctx: Context):
+    var x = ctx.images.unsafe_bitcast[Scalar[dtype]]()
+    var N = Int(ctx.valid)
     var plane = F // C
     for n in range(G):
         for c in range(C):
-            var a = scale[unsafe_offset=c] if n < N else 0
-            var b = shift[unsafe_offset=c] if n < N else 0
+            var a = ctx.scale[unsafe_offset=c] if n < N else 0
+            var b = ctx.shift[unsafe_offset=c] if n < N else 0
             var at = c * plane
-            var from_ = Int(rows[unsafe_offset=n]) * F + at if n < N else 0
+            var from_ = Int(ctx.rows[unsafe_offset=n]) * F + at if n < N else 0
             var i = 0
             while i + LANES <= plane:
                 var v = (
@@ -101,19 +93,14 @@ def gather_rows_in_rows[
                 i += 1
 
 
-def gather_labels[
-    L: Int
-](
-    y: IntPtr,  # (G * L)
-    labels: IntPtr,  # (samples)
-    rows: LongPtr,  # (N)
-    N: Int,
-    G: Int,
-):
-    """Label of each lane; -1, which every loss ignores, from N on."""
+def labels[L: Int](y: IntPtr, G: Int, r: Record):
+    """Label of each lane; -1, which every loss ignores, where there is no sample.
+    """
+    ref ctx = r.context[]
     for n in range(G * L):
         y[unsafe_offset=n] = (
-            labels[unsafe_offset=Int(rows[unsafe_offset=n])] if n < N else -1
+            ctx.labels[unsafe_offset=Int(ctx.rows[unsafe_offset=n])] if n
+            < Int(ctx.valid) else -1
         )
 
 
@@ -235,52 +222,19 @@ def pad_backward[
                 )
 
 
-# --- ops ------------------------------------------------------------------------------------------------------------------
-
-
-def _gather[L: Int, dtype: DType](r: Record):
-    ref ctx = r.context[]
-    comptime gather = gather_rows_in_rows[dtype] if L == 1 else gather_rows[
-        dtype
-    ]
-    gather(
-        r.ptr(1),
-        Pointer[Scalar[dtype], MutUntrackedOrigin](
-            unsafe_from_address=Int(ctx.images)
-        ),
-        LongPtr(unsafe_from_address=Int(ctx.rows)),
-        Ptr(unsafe_from_address=Int(ctx.scale)),
-        Ptr(unsafe_from_address=Int(ctx.shift)),
-        Int(ctx.valid),
-        r.int(2),
-        r.int(3),
-        r.int(4),
-    )
-
-
-def _input[L: Int](r: Record):
-    if r.context[].bytes:
-        _gather[L, DType.uint8](r)
-    else:
-        _gather[L, DType.float32](r)
-
-
-def _labels[L: Int](r: Record):
-    ref ctx = r.context[]
-    gather_labels[L](
-        r.ints(1),
-        IntPtr(unsafe_from_address=Int(ctx.labels)),
-        LongPtr(unsafe_from_address=Int(ctx.rows)),
-        Int(ctx.valid),
-        r.int(2),
-    )
-
-
 def ops() -> List[Op]:
     """The ops of this file."""
     return [
-        Op("input", "y; ; G, F, C", by_layout[_input[LANES], _input[1]]),
-        Op("labels", "labels; ; G", by_layout[_labels[LANES], _labels[1]]),
+        Op(
+            "input",
+            "y; ; G, F, C",
+            by_layout[call[input[LANES]], call[input[1]]],
+        ),
+        Op(
+            "labels",
+            "labels; ; G",
+            by_layout[call[labels[LANES]], call[labels[1]]],
+        ),
         Op("pack_rows", "y; x; N, F", call[pack_rows]),
         Op("unpack_rows", "y; x; N, F", call[unpack_rows]),
         Op(

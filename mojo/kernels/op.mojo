@@ -19,8 +19,8 @@ for all devices: `Device` has the loops.
 
 from std.memory import Layout, alloc
 
-from .lanes import BytePtr, F32, IntPtr, LANES, LongPtr, Ptr, load, store
-from .record import ContextPtr, Record
+from .lanes import BytePtr, F32, LANES, LongPtr, Ptr, load, store
+from .record import Arguments, ContextPtr, Record
 
 comptime Kernel = def(Record) thin
 """Computes a record on the CPU."""
@@ -170,15 +170,15 @@ struct Cpu(Device):
 
     @staticmethod
     def map[f: Of1]() -> Self.Run:
-        return _map[f]
+        return call[map1[f]]
 
     @staticmethod
     def map[f: OfNumber]() -> Self.Run:
-        return _map_number[f]
+        return call[map_number[f]]
 
     @staticmethod
     def map[f: Of2]() -> Self.Run:
-        return _map2[f]
+        return call[map2[f]]
 
     @staticmethod
     def rows[f: OfRow, operands: Int]() -> Self.Run:
@@ -217,18 +217,6 @@ def _columns[f: OfTerm, operands: Int, L: Int](r: Record):
         for g in range(r.int(operands + 1)):
             s += f[L](_row[L, operands](r, g), i)
         y[unsafe_offset=i] += s.reduce_add()
-
-
-def _map[f: Of1](r: Record):
-    map1[f](r.ptr(1), r.ptr(2), r.int(3))
-
-
-def _map_number[f: OfNumber](r: Record):
-    map_number[f](r.ptr(1), r.ptr(2), r.float(3), r.int(4))
-
-
-def _map2[f: Of2](r: Record):
-    map2[f](r.ptr(1), r.ptr(2), r.ptr(3), r.int(4))
 
 
 @always_inline
@@ -280,42 +268,15 @@ def by_layout[lanes: Kernel, rows: Kernel](r: Record):
         lanes(r)
 
 
-def call[f: def(Ptr, Ptr, Int) thin](r: Record):
-    """f of the record's arguments; the same for all types of functions below.
+def call[
+    Ts: TypeList[Trait=AnyType, ...], //, f: def(* args: * Ts) thin
+](r: Record):
+    """f of the record's arguments, each read as the type that f declares (record.Arguments).
     """
-    f(r.ptr(1), r.ptr(2), r.int(3))
-
-
-def call[f: def(Ptr, Float32, Int) thin](r: Record):
-    f(r.ptr(1), r.float(2), r.int(3))
-
-
-def call[f: def(Ptr, Ptr, Float32, Int) thin](r: Record):
-    f(r.ptr(1), r.ptr(2), r.float(3), r.int(4))
-
-
-def call[f: def(Ptr, Ptr, Int, Int) thin](r: Record):
-    f(r.ptr(1), r.ptr(2), r.int(3), r.int(4))
-
-
-def call[f: def(Ptr, Ptr, Ptr, Int, Int) thin](r: Record):
-    f(r.ptr(1), r.ptr(2), r.ptr(3), r.int(4), r.int(5))
-
-
-def call[f: def(Ptr, Ptr, IntPtr, Int, Int) thin](r: Record):
-    f(r.ptr(1), r.ptr(2), r.ints(3), r.int(4), r.int(5))
-
-
-def call[f: def(Ptr, Ptr, Ptr, IntPtr, Int, Int) thin](r: Record):
-    f(r.ptr(1), r.ptr(2), r.ptr(3), r.ints(4), r.int(5), r.int(6))
-
-
-def call[f: def(Ptr, Ptr, Int, Int, Int, Int) thin](r: Record):
-    f(r.ptr(1), r.ptr(2), r.int(3), r.int(4), r.int(5), r.int(6))
-
-
-def call[f: def(Ptr, Ptr, Int, Int, Int, Int, Int) thin](r: Record):
-    f(r.ptr(1), r.ptr(2), r.int(3), r.int(4), r.int(5), r.int(6), r.int(7))
+    var arguments = Arguments[Ts]()
+    var pack = arguments.read(r)
+    f(*pack)
+    _ = arguments^
 
 
 # --- a table for others ---------------------------------------------------------------------------------------------------

@@ -21,32 +21,7 @@ from .lanes import (
     store_first,
     madd,
 )
-from .op import Op
-from .record import Record
-
-
-@always_inline
-def sgd_update[
-    L: SIMDLength, //
-](
-    mut w: SIMD[F32, L],
-    mut v: SIMD[F32, L],  # neither read nor changed if momentum is 0
-    g: SIMD[F32, L],
-    mean: Float32,
-    lr: Float32,
-    momentum: Float32,
-    weight_decay: Float32,
-    nesterov: Bool,
-):
-    """Stochastic gradient descent as PyTorch writes it (Sutskever et al. 2013, with the rate outside the momentum):
-    d = g + wd w; v = mu v + d; d = d + mu v if nesterov else v; w -= lr d.
-    """
-    var d = g * mean
-    d = madd(w, SIMD[F32, L](weight_decay), d)
-    if momentum != 0:
-        v = madd(v, SIMD[F32, L](momentum), d)
-        d = madd(v, SIMD[F32, L](momentum), d) if nesterov else v
-    w = madd(d, SIMD[F32, L](-lr), w)
+from .op import Op, call
 
 
 @always_inline
@@ -64,173 +39,137 @@ def _root[L: SIMDLength, //](x: SIMD[F32, L]) -> SIMD[F32, L]:
         return sqrt(x)
 
 
-@always_inline
-def adam_update[
-    L: SIMDLength, //
-](
-    mut w: SIMD[F32, L],
-    mut m: SIMD[F32, L],
-    mut v: SIMD[F32, L],
-    g: SIMD[F32, L],
-    mean: Float32,
-    lr: Float32,
-    beta1: Float32,
-    beta2: Float32,
-    eps: Float32,
-    weight_decay: Float32,
-    decoupled: Bool,
-    correction1: Float32,
-    correction2: Float32,
-):
+@fieldwise_init
+struct Sgd(TrivialRegisterPassable):
+    """Stochastic gradient descent as PyTorch writes it (Sutskever et al. 2013, with the rate outside the momentum):
+    d = g + wd w; v = mu v + d; d = d + mu v if nesterov else v; w -= lr d.
+    """
+
+    var lr: Float32
+    var momentum: Float32
+    var weight_decay: Float32
+    var nesterov: Bool
+
+    @always_inline
+    def update[
+        L: SIMDLength, //
+    ](
+        self,
+        mut w: SIMD[F32, L],
+        mut v: SIMD[F32, L],  # neither read nor changed if momentum is 0
+        g: SIMD[F32, L],
+        mean: Float32,
+    ):
+        """One step of L weights; `mean` g is the gradient."""
+        var mu = SIMD[F32, L](self.momentum)
+        var d = madd(w, SIMD[F32, L](self.weight_decay), g * mean)
+        if self.momentum != 0:
+            v = madd(v, mu, d)
+            d = madd(v, mu, d) if self.nesterov else v
+        w = madd(d, SIMD[F32, L](-self.lr), w)
+
+
+@fieldwise_init
+struct Adam(TrivialRegisterPassable):
     """Adam (Kingma and Ba 2015), or AdamW (Loshchilov and Hutter 2019) if `decoupled`; corrections are 1 - beta^t.
 
     d = g (+ wd w); m = b1 m + (1 - b1) d; v = b2 v + (1 - b2) d^2; w = w (1 - lr wd if decoupled)
     - lr (m / c1) / (sqrt(v / c2) + eps).
     """
-    var d = g * mean
-    if decoupled:
-        w = w * (1 - lr * weight_decay)
-    else:
-        d = madd(w, SIMD[F32, L](weight_decay), d)
-    m = m * beta1 + d * (1 - beta1)
-    v = v * beta2 + d * d * (1 - beta2)
-    var step = (m / correction1) / (_root(v / correction2) + eps)
-    w = madd(step, SIMD[F32, L](-lr), w)
 
-
-def sgd(
-    w: Ptr,
-    v: Ptr,  # momentum buffer; untouched if momentum is 0
-    g: Ptr,
-    n: Int,
-    mean: Float32,
-    lr: Float32,
-    momentum: Float32,
-    weight_decay: Float32,
-    nesterov: Bool,
-):
-    """Applies sgd_update to all."""
-
-    var i = 0
-    while i + LANES <= n:
-        var wi = load(w, i)
-        var vi = Vec(0)
-        if momentum != 0:
-            vi = load(v, i)
-        sgd_update(
-            wi, vi, load(g, i), mean, lr, momentum, weight_decay, nesterov
-        )
-        if momentum != 0:
-            store(v, i, vi)
-        store(w, i, wi)
-        i += LANES
-    if i < n:
-        var wi = load_first(w, i, n - i)
-        var vi = Vec(0)
-        if momentum != 0:
-            vi = load_first(v, i, n - i)
-        sgd_update(
-            wi,
-            vi,
-            load_first(g, i, n - i),
-            mean,
-            lr,
-            momentum,
-            weight_decay,
-            nesterov,
-        )
-        if momentum != 0:
-            store_first(v, i, vi, n - i)
-        store_first(w, i, wi, n - i)
-
-
-def adam(
-    w: Ptr,
-    m: Ptr,
-    v: Ptr,
-    g: Ptr,
-    n: Int,
-    mean: Float32,
-    lr: Float32,
-    beta1: Float32,
-    beta2: Float32,
-    eps: Float32,
-    weight_decay: Float32,
-    decoupled: Bool,
-    correction1: Float32,
-    correction2: Float32,
-):
-    """Applies adam_update to all."""
+    var lr: Float32
+    var beta1: Float32
+    var beta2: Float32
+    var eps: Float32
+    var weight_decay: Float32
+    var decoupled: Bool
+    var correction1: Float32
+    var correction2: Float32
 
     @always_inline
-    def update(mut wi: Vec, mut mi: Vec, mut vi: Vec, gi: Vec) {imm}:
-        adam_update(
-            wi,
-            mi,
-            vi,
-            gi,
-            mean,
-            lr,
-            beta1,
-            beta2,
-            eps,
-            weight_decay,
-            decoupled,
-            correction1,
-            correction2,
+    def update[
+        L: SIMDLength, //
+    ](
+        self,
+        mut w: SIMD[F32, L],
+        mut m: SIMD[F32, L],
+        mut v: SIMD[F32, L],
+        g: SIMD[F32, L],
+        mean: Float32,
+    ):
+        """One step of L weights; `mean` g is the gradient."""
+        var d = g * mean
+        if self.decoupled:
+            w = w * (1 - self.lr * self.weight_decay)
+        else:
+            d = madd(w, SIMD[F32, L](self.weight_decay), d)
+        m = m * self.beta1 + d * (1 - self.beta1)
+        v = v * self.beta2 + d * d * (1 - self.beta2)
+        var step = (m / self.correction1) / (
+            _root(v / self.correction2) + self.eps
         )
+        w = madd(step, SIMD[F32, L](-self.lr), w)
 
+
+@always_inline
+def _load[whole: Bool](p: Ptr, i: Int, n: Int) -> Vec:
+    return load(p, i) if whole else load_first(p, i, n - i)
+
+
+@always_inline
+def _store[whole: Bool](p: Ptr, i: Int, v: Vec, n: Int):
+    comptime if whole:
+        store(p, i, v)
+    else:
+        store_first(p, i, v, n - i)
+
+
+@always_inline
+def _each[F: def[whole: Bool](Int) -> None, //](f: F, n: Int):
+    """Calls f with the beginning of every vector of n floats, and whether it is a whole one.
+    """
     var i = 0
     while i + LANES <= n:
-        var wi = load(w, i)
-        var mi = load(m, i)
-        var vi = load(v, i)
-        update(wi, mi, vi, load(g, i))
-        store(m, i, mi)
-        store(v, i, vi)
-        store(w, i, wi)
+        f[True](i)
         i += LANES
     if i < n:
-        var wi = load_first(w, i, n - i)
-        var mi = load_first(m, i, n - i)
-        var vi = load_first(v, i, n - i)
-        update(wi, mi, vi, load_first(g, i, n - i))
-        store_first(m, i, mi, n - i)
-        store_first(v, i, vi, n - i)
-        store_first(w, i, wi, n - i)
+        f[False](i)
 
 
-def _sgd(r: Record):
-    sgd(
-        r.ptr(1),
-        r.ptr(2),
-        r.ptr(3),
-        r.int(5),
-        1 / r.ptr(4)[],
-        r.float(6),
-        r.float(7),
-        r.float(8),
-        r.int(9) != 0,
-    )
+def sgd(w: Ptr, v: Ptr, g: Ptr, samples: Ptr, n: Int, rule: Sgd):
+    """Takes one step of n weights; v is the momentum buffer, untouched if momentum is 0. g is a sum over so many `samples`.
+    """
+    var mean = 1 / samples[]
+
+    @always_inline
+    def step[whole: Bool](i: Int) {imm}:
+        var wi = _load[whole](w, i, n)
+        var vi = Vec(0)
+        if rule.momentum != 0:
+            vi = _load[whole](v, i, n)
+        rule.update(wi, vi, _load[whole](g, i, n), mean)
+        if rule.momentum != 0:
+            _store[whole](v, i, vi, n)
+        _store[whole](w, i, wi, n)
+
+    _each(step, n)
 
 
-def _adam(r: Record):
-    adam(
-        r.ptr(1),
-        r.ptr(2),
-        r.ptr(3),
-        r.ptr(4),
-        r.int(6),
-        1 / r.ptr(5)[],
-        r.float(7),
-        r.float(8),
-        r.float(9),
-        r.float(10),
-        r.float(11),
-        r.int(12) != 0,
-        r.float(13),
-        r.float(14),
-    )
+def adam(w: Ptr, m: Ptr, v: Ptr, g: Ptr, samples: Ptr, n: Int, rule: Adam):
+    """Takes one step of n weights; g is a sum over so many `samples`."""
+    var mean = 1 / samples[]
+
+    @always_inline
+    def step[whole: Bool](i: Int) {imm}:
+        var wi = _load[whole](w, i, n)
+        var mi = _load[whole](m, i, n)
+        var vi = _load[whole](v, i, n)
+        rule.update(wi, mi, vi, _load[whole](g, i, n), mean)
+        _store[whole](m, i, mi, n)
+        _store[whole](v, i, vi, n)
+        _store[whole](w, i, wi, n)
+
+    _each(step, n)
 
 
 def ops() -> List[Op]:
@@ -239,7 +178,7 @@ def ops() -> List[Op]:
         Op(
             "sgd",
             "+w, +v; g, samples; n, lr, momentum, weight decay, nesterov",
-            _sgd,
+            call[sgd],
         ),
         Op(
             "adam",
@@ -247,6 +186,6 @@ def ops() -> List[Op]:
                 "+w, +m, +v; g, samples; n, lr, beta1, beta2, eps, weight"
                 " decay, decoupled, correction1, correction2"
             ),
-            _adam,
+            call[adam],
         ),
     ]

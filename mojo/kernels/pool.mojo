@@ -7,8 +7,34 @@ from std.memory import unsafe_memset_zero
 from std.utils.numerics import isnan
 
 from .lanes import F32, LANES, BytePtr, Ptr, load, store
-from .op import Op, by_layout
-from .record import Record
+from .op import Op, by_layout, call
+
+
+@fieldwise_init
+struct Windows(TrivialRegisterPassable):
+    """The sizes of a pooling."""
+
+    var planes: Int  # G * C
+    var H: Int
+    var W: Int
+    var R: Int
+    var T: Int
+    var S: Int
+
+    @always_inline
+    def P(self) -> Int:
+        """Windows from top to bottom."""
+        return (self.H - self.R) // self.S + 1
+
+    @always_inline
+    def Q(self) -> Int:
+        """Windows from left to right."""
+        return (self.W - self.T) // self.S + 1
+
+    @always_inline
+    def are(self, n: Int) -> Bool:
+        """Whether they are n x n and lie side by side."""
+        return self.R == n and self.T == n and self.S == n
 
 
 def maxpool_forward[
@@ -17,48 +43,31 @@ def maxpool_forward[
     y: Ptr,  # (planes, P, Q, L)
     argmax: BytePtr,  # (planes, P, Q, L): which place of the window, r * T + t
     x: Ptr,  # (planes, H, W, L)
-    planes: Int,  # G * C
-    H: Int,
-    W: Int,
-    R: Int,
-    T: Int,
-    S: Int,
+    s: Windows,
 ):
     """Largest value of each window; the first one of equals; NaN wins, so that it is not hidden.
 
     R * T must be at most 256.
     """
-    if R == 2 and T == 2 and S == 2:
-        _maxpool_forward[L, 2](y, argmax, x, planes, H, W, R, T, S)
+    if s.are(2):
+        _maxpool_forward[L, 2](y, argmax, x, s)
     else:
-        _maxpool_forward[L, 0](y, argmax, x, planes, H, W, R, T, S)
+        _maxpool_forward[L, 0](y, argmax, x, s)
 
 
 @always_inline
 def _maxpool_forward[
     L: Int,
     known: Int,  # window and stride if they are equal and known at compile time, else 0
-](
-    y: Ptr,
-    argmax: BytePtr,
-    x: Ptr,
-    planes: Int,
-    H: Int,
-    W: Int,
-    R_: Int,
-    T_: Int,
-    S_: Int,
-):
-    var R = known if known else R_
-    var T = known if known else T_
-    var S = known if known else S_
-    var P = (H - R) // S + 1
-    var Q = (W - T) // S + 1
+](y: Ptr, argmax: BytePtr, x: Ptr, s: Windows):
+    var T = known if known else s.T
+    var S = known if known else s.S
+    var W = s.W
     var out = 0
-    for plane in range(planes):
-        for p in range(P):
-            var row = x.unsafe_offset((plane * H + p * S) * W * L)
-            for _ in range(Q):
+    for plane in range(s.planes):
+        for p in range(s.P()):
+            var row = x.unsafe_offset((plane * s.H + p * S) * W * L)
+            for _ in range(s.Q()):
                 var best = load[L](row, 0)
                 var at = SIMD[DType.int32, L](0)
 
@@ -75,7 +84,7 @@ def _maxpool_forward[
                     comptime for j in range(1, known * known):
                         look(j // known, j % known)
                 else:
-                    for j in range(1, R * T):
+                    for j in range(1, s.R * T):
                         look(j // T, j % T)
                 store[L](y, out, best)
                 argmax.unsafe_store(out, at.cast[DType.uint8]())
@@ -84,38 +93,42 @@ def _maxpool_forward[
 
 
 def maxpool_backward[
-    L: Int, relu: Bool
+    L: Int
 ](
     dx: Ptr,  # (planes, H, W, L)
     dy: Ptr,  # (planes, P, Q, L)
     argmax: BytePtr,  # (planes, P, Q, L), saved by forward
     y: Ptr,  # (planes, P, Q, L), read only if `relu`
-    planes: Int,
-    H: Int,
-    W: Int,
-    R: Int,
-    T: Int,
-    S: Int,
+    s: Windows,
+    relu: Bool,
 ):
     """Hands each gradient to the place that won. With `relu`, x is the output of a ReLU and its backward is done in the
     same pass: where the winner is 0 nothing passes.
     """
-    if R == 2 and T == 2 and S == 2 and H % 2 == 0 and W % 2 == 0:
-        _maxpool_backward_2x2[L, relu](dx, dy, argmax, y, planes, H, W)
+    if relu:
+        _maxpool_backward[L, True](dx, dy, argmax, y, s)
+    else:
+        _maxpool_backward[L, False](dx, dy, argmax, y, s)
+
+
+def _maxpool_backward[
+    L: Int, relu: Bool
+](dx: Ptr, dy: Ptr, argmax: BytePtr, y: Ptr, s: Windows):
+    if s.are(2) and s.H % 2 == 0 and s.W % 2 == 0:
+        _maxpool_backward_2x2[L, relu](dx, dy, argmax, y, s)
         return
-    var P = (H - R) // S + 1
-    var Q = (W - T) // S + 1
-    unsafe_memset_zero(dx, planes * H * W * L)
+    unsafe_memset_zero(dx, s.planes * s.H * s.W * L)
     var out = 0
-    for plane in range(planes):
-        for p in range(P):
-            for q in range(Q):
+    for plane in range(s.planes):
+        for p in range(s.P()):
+            for q in range(s.Q()):
                 var d = _passing[L, relu](dy, y, out)
                 var at = argmax.unsafe_offset(out).unsafe_load[width=L]()
-                for r in range(R):
-                    for t in range(T):
-                        var i = ((plane * H + p * S + r) * W + q * S + t) * L
-                        var won = at.eq(UInt8(r * T + t))
+                for r in range(s.R):
+                    for t in range(s.T):
+                        var row = plane * s.H + p * s.S + r
+                        var i = (row * s.W + q * s.S + t) * L
+                        var won = at.eq(UInt8(r * s.T + t))
                         store[L](
                             dx,
                             i,
@@ -135,11 +148,12 @@ def _passing[L: Int, relu: Bool](dy: Ptr, y: Ptr, i: Int) -> SIMD[F32, L]:
 @always_inline
 def _maxpool_backward_2x2[
     L: Int, relu: Bool
-](dx: Ptr, dy: Ptr, argmax: BytePtr, y: Ptr, planes: Int, H: Int, W: Int):
+](dx: Ptr, dy: Ptr, argmax: BytePtr, y: Ptr, s: Windows):
     """Windows that tile the plane: every element is written once, none is read.
     """
     var out = 0
-    for row in range(planes * H // 2):
+    var W = s.W
+    for row in range(s.planes * s.H // 2):
         var top = dx.unsafe_offset(row * 2 * W * L)
         for q in range(W // 2):
             var d = _passing[L, relu](dy, y, out)
@@ -153,98 +167,38 @@ def _maxpool_backward_2x2[
             out += L
 
 
-def avgpool_forward[
-    L: Int
-](y: Ptr, x: Ptr, planes: Int, H: Int, W: Int, R: Int, T: Int, S: Int):
+def avgpool_forward[L: Int](y: Ptr, x: Ptr, s: Windows):
     """Mean of each window. Shapes as for maxpool_forward."""
-    var P = (H - R) // S + 1
-    var Q = (W - T) // S + 1
-    var scale = Float32(1) / Float32(R * T)
+    var scale = Float32(1) / Float32(s.R * s.T)
     var out = 0
-    for plane in range(planes):
-        for p in range(P):
-            for q in range(Q):
-                var s = SIMD[F32, L](0)
-                for r in range(R):
-                    for t in range(T):
-                        s += load[L](
-                            x, ((plane * H + p * S + r) * W + q * S + t) * L
-                        )
-                store[L](y, out, s * scale)
+    for plane in range(s.planes):
+        for p in range(s.P()):
+            for q in range(s.Q()):
+                var sum = SIMD[F32, L](0)
+                for r in range(s.R):
+                    var row = (plane * s.H + p * s.S + r) * s.W + q * s.S
+                    for t in range(s.T):
+                        sum += load[L](x, (row + t) * L)
+                store[L](y, out, sum * scale)
                 out += L
 
 
-def avgpool_backward[
-    L: Int
-](dx: Ptr, dy: Ptr, planes: Int, H: Int, W: Int, R: Int, T: Int, S: Int):
+def avgpool_backward[L: Int](dx: Ptr, dy: Ptr, s: Windows):
     """Spreads each gradient evenly over its window. Shapes as for maxpool_backward.
     """
-    var P = (H - R) // S + 1
-    var Q = (W - T) // S + 1
-    var scale = Float32(1) / Float32(R * T)
-    unsafe_memset_zero(dx, planes * H * W * L)
+    var scale = Float32(1) / Float32(s.R * s.T)
+    unsafe_memset_zero(dx, s.planes * s.H * s.W * L)
     var out = 0
-    for plane in range(planes):
-        for p in range(P):
-            for q in range(Q):
+    for plane in range(s.planes):
+        for p in range(s.P()):
+            for q in range(s.Q()):
                 var d = load[L](dy, out) * scale
-                for r in range(R):
-                    for t in range(T):
-                        var i = ((plane * H + p * S + r) * W + q * S + t) * L
+                for r in range(s.R):
+                    var row = (plane * s.H + p * s.S + r) * s.W + q * s.S
+                    for t in range(s.T):
+                        var i = (row + t) * L
                         store[L](dx, i, load[L](dx, i) + d)
                 out += L
-
-
-# --- ops ------------------------------------------------------------------------------------------------------------------
-
-
-def _max_forward[L: Int](r: Record):
-    maxpool_forward[L](
-        r.ptr(1),
-        r.bytes(2),
-        r.ptr(3),
-        r.int(4),
-        r.int(5),
-        r.int(6),
-        r.int(7),
-        r.int(8),
-        r.int(9),
-    )
-
-
-def _max_backward[L: Int, relu: Bool](r: Record):
-    maxpool_backward[L, relu](
-        r.ptr(1),
-        r.ptr(2),
-        r.bytes(3),
-        r.ptr(4),
-        r.int(5),
-        r.int(6),
-        r.int(7),
-        r.int(8),
-        r.int(9),
-        r.int(10),
-    )
-
-
-def _max_backward_op[L: Int](r: Record):
-    if r.int(11):
-        _max_backward[L, True](r)
-    else:
-        _max_backward[L, False](r)
-
-
-def _average[f: def(Ptr, Ptr, Int, Int, Int, Int, Int, Int) thin](r: Record):
-    f(
-        r.ptr(1),
-        r.ptr(2),
-        r.int(3),
-        r.int(4),
-        r.int(5),
-        r.int(6),
-        r.int(7),
-        r.int(8),
-    )
 
 
 def ops() -> List[Op]:
@@ -254,26 +208,21 @@ def ops() -> List[Op]:
         Op(
             "maxpool_forward",
             "y, argmax; x; planes, H, W, R, T, S",
-            by_layout[_max_forward[LANES], _max_forward[1]],
+            by_layout[call[maxpool_forward[LANES]], call[maxpool_forward[1]]],
         ),
         Op(
             "maxpool_backward",
             "dx; dy, argmax, y; planes, H, W, R, T, S, relu",
-            by_layout[_max_backward_op[LANES], _max_backward_op[1]],
+            by_layout[call[maxpool_backward[LANES]], call[maxpool_backward[1]]],
         ),
         Op(
             "avgpool_forward",
             "y; x; planes, H, W, R, T, S",
-            by_layout[
-                _average[avgpool_forward[LANES]], _average[avgpool_forward[1]]
-            ],
+            by_layout[call[avgpool_forward[LANES]], call[avgpool_forward[1]]],
         ),
         Op(
             "avgpool_backward",
             "dx; dy; planes, H, W, R, T, S",
-            by_layout[
-                _average[avgpool_backward[LANES]],
-                _average[avgpool_backward[1]],
-            ],
+            by_layout[call[avgpool_backward[LANES]], call[avgpool_backward[1]]],
         ),
     ]

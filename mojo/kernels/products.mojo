@@ -8,6 +8,7 @@ operands, in scratch memory, for the float32 kernels.
 from std.math import ceildiv
 
 from .conv2d import (
+    Conv,
     conv2d_backward_input,
     conv2d_backward_input_any,
     conv2d_backward_weight,
@@ -45,8 +46,8 @@ from .linear_rows import (
     linear_forward_rows,
 )
 from .lowp import HAS_BF16, bias_gradient, rounded
-from .op import Op
-from .record import BF16, FP32, Record
+from .op import Op, call
+from .record import BF16, FP32, Record, sizes_of
 
 
 @always_inline
@@ -56,12 +57,17 @@ def _packed(r: Record) -> Bool:
 
 
 @always_inline
-def _copy(r: Record, y: Ptr, x: Ptr, n: Int):
-    """Rounds n floats of x to the record's type."""
+def _rounded(r: Record, x: Ptr, scratch: Ptr, n: Int) -> Tuple[Ptr, Ptr]:
+    """The n floats of x rounded to the record's type, which are in scratch memory unless that is float32; and what is left
+    of the scratch memory.
+    """
+    if r.dtype() == FP32:
+        return x, scratch
     if r.dtype() == BF16:
-        rounded[DType.bfloat16](y, x, n)
+        rounded[DType.bfloat16](scratch, x, n)
     else:
-        rounded[DType.float16](y, x, n)
+        rounded[DType.float16](scratch, x, n)
+    return scratch, scratch.unsafe_offset(n)
 
 
 def _bias(r: Record, db: Ptr, dy: Ptr, G: Int, O: Int, n: Int):
@@ -79,350 +85,197 @@ def _half(n: Int) -> Int:
 # --- convolutions ---------------------------------------------------------------------------------------------------------
 
 
-@fieldwise_init
-struct _Conv(TrivialRegisterPassable):
-    """The sizes of a convolution, which are the arguments G, C, H, W, K, R, T, S of a record.
-    """
-
-    var r: Record
-    var i: Int  # where they begin
-
-    @always_inline
-    def size(self, k: Int) -> Int:
-        return self.r.int(self.i + k)
-
-    def x(self) -> Int:
-        """Floats of x."""
-        var floats = self.size(0) * self.size(1) * self.size(2) * self.size(3)
-        return floats * self.r.lanes()
-
-    def plane(self) -> Int:
-        """Pixels of a channel of y."""
-        var S = self.size(7)
-        var P = (self.size(2) - self.size(5)) // S + 1
-        return P * ((self.size(3) - self.size(6)) // S + 1)
-
-    def y(self) -> Int:
-        """Floats of y."""
-        return self.size(0) * self.size(4) * self.plane() * self.r.lanes()
-
-    def w(self) -> Int:
-        """Floats of the weight."""
-        return self.size(4) * self.size(1) * self.size(5) * self.size(6)
-
-    @always_inline
-    def run[
-        f: def(Ptr, Ptr, Ptr, Ptr, Int, Int, Int, Int, Int, Int, Int, Int) thin
-    ](self, a: Ptr, b: Ptr, c: Ptr, d: Ptr):
-        f(
-            a,
-            b,
-            c,
-            d,
-            self.size(0),
-            self.size(1),
-            self.size(2),
-            self.size(3),
-            self.size(4),
-            self.size(5),
-            self.size(6),
-            self.size(7),
-        )
-
-    @always_inline
-    def run[
-        f: def(
-            Ptr, Ptr, Ptr, Ptr, Ptr, Int, Int, Int, Int, Int, Int, Int, Int
-        ) thin
-    ](self, a: Ptr, b: Ptr, c: Ptr, d: Ptr, e: Ptr):
-        f(
-            a,
-            b,
-            c,
-            d,
-            e,
-            self.size(0),
-            self.size(1),
-            self.size(2),
-            self.size(3),
-            self.size(4),
-            self.size(5),
-            self.size(6),
-            self.size(7),
-        )
-
-    @always_inline
-    def run[
-        f: def(Ptr, Ptr, Ptr, Int, Int, Int, Int, Int, Int, Int, Int) thin
-    ](self, a: Ptr, b: Ptr, c: Ptr):
-        f(
-            a,
-            b,
-            c,
-            self.size(0),
-            self.size(1),
-            self.size(2),
-            self.size(3),
-            self.size(4),
-            self.size(5),
-            self.size(6),
-            self.size(7),
-        )
-
-
-def _conv2d_forward[relu: Bool](r: Record):
-    var sizes = _Conv(r, 6)
-    var x = r.ptr(2)
-    var w = r.ptr(3)
+def _conv2d_forward[
+    relu: Bool
+](y: Ptr, x: Ptr, w: Ptr, b: Ptr, scratch: Ptr, size: Conv, r: Record):
     if _packed(r):
         comptime if HAS_BF16:
-            comptime kernel = conv2d_forward_bf16[relu]
-            sizes.run[kernel](r.ptr(1), x, w, r.ptr(4), r.ptr(5))
+            conv2d_forward_bf16[relu](y, x, w, b, scratch, size)
         return
-    if r.dtype() != FP32:
-        x = r.ptr(5)
-        w = x.unsafe_offset(sizes.x())
-        _copy(r, x, r.ptr(2), sizes.x())
-        _copy(r, w, r.ptr(3), sizes.w())
+    var xr = _rounded(r, x, scratch, size.G * size.x() * r.lanes())
+    var wr = _rounded(r, w, xr[1], size.K * size.taps())
     if r.rows():
-        sizes.run[conv2d_forward_rows[relu]](r.ptr(1), x, w, r.ptr(4))
+        conv2d_forward_rows[relu](y, xr[0], wr[0], b, size)
     else:
-        sizes.run[conv2d_forward[relu]](r.ptr(1), x, w, r.ptr(4))
+        conv2d_forward[relu](y, xr[0], wr[0], b, size)
 
 
-def _conv2d_forward_op(r: Record):
-    if r.int(14):
-        _conv2d_forward[True](r)
+def _conv2d_forward_op(
+    y: Ptr,
+    x: Ptr,
+    w: Ptr,
+    b: Ptr,
+    scratch: Ptr,
+    size: Conv,
+    relu: Bool,
+    r: Record,
+):
+    if relu:
+        _conv2d_forward[True](y, x, w, b, scratch, size, r)
     else:
-        _conv2d_forward[False](r)
+        _conv2d_forward[False](y, x, w, b, scratch, size, r)
 
 
-def _conv2d_backward_weight(r: Record):
-    var sizes = _Conv(r, 6)
-    var db = r.ptr(2)
-    var dy = r.ptr(3)
-    var x = r.ptr(4)
-    var K = sizes.size(4)
+def _conv2d_backward_weight(
+    dw: Ptr, db: Ptr, dy: Ptr, x: Ptr, scratch: Ptr, size: Conv, r: Record
+):
     if _packed(r):
         comptime if HAS_BF16:
-            comptime kernel = conv2d_backward_weight_bf16
-            sizes.run[kernel](r.ptr(1), db, dy, x, r.ptr(5))
+            conv2d_backward_weight_bf16(dw, db, dy, x, scratch, size)
         return
+    var xr = _rounded(r, x, scratch, size.G * size.x() * r.lanes())
+    var dyr = _rounded(r, dy, xr[1], size.G * size.y() * r.lanes())
+    var dbr = db
     if r.dtype() != FP32:
-        x = r.ptr(5)
-        dy = x.unsafe_offset(sizes.x())
-        db = dy.unsafe_offset(sizes.y())  # (K): of the rounded dy, not used
-        _copy(r, x, r.ptr(4), sizes.x())
-        _copy(r, dy, r.ptr(3), sizes.y())
-        fill(db, 0, K)
+        dbr = dyr[1]  # (K): of the rounded dy, not used
+        fill(dbr, 0, size.K)
     if r.rows():
-        sizes.run[conv2d_backward_weight_rows](r.ptr(1), db, dy, x)
+        conv2d_backward_weight_rows(dw, dbr, dyr[0], xr[0], size)
     else:
-        sizes.run[conv2d_backward_weight](r.ptr(1), db, dy, x)
+        conv2d_backward_weight(dw, dbr, dyr[0], xr[0], size)
     if r.dtype() != FP32:
-        _bias(r, r.ptr(2), r.ptr(3), sizes.size(0), K, sizes.plane())
+        _bias(r, db, dy, size.G, size.K, size.P() * size.Q())
 
 
-def _conv2d_backward_input(r: Record):
-    var sizes = _Conv(r, 5)
-    var dy = r.ptr(2)
-    var w = r.ptr(3)
-    var one = sizes.size(7) == 1  # the stride
-    if _packed(r) and one:
+def _conv2d_backward_input(
+    dx: Ptr, dy: Ptr, w: Ptr, scratch: Ptr, size: Conv, r: Record
+):
+    if _packed(r) and size.S == 1:
         comptime if HAS_BF16:
             comptime for t in range(1, 6, 2):
-                if sizes.size(6) == t:
-                    conv2d_backward_input_bf16[t](
-                        r.ptr(1),
-                        dy,
-                        w,
-                        r.ptr(4),
-                        r.int(5),
-                        r.int(6),
-                        r.int(7),
-                        r.int(8),
-                        r.int(9),
-                        r.int(10),
-                    )
+                if size.T == t:
+                    conv2d_backward_input_bf16[t](dx, dy, w, scratch, size)
                     return
-    if r.dtype() != FP32:
-        dy = r.ptr(4)
-        w = dy.unsafe_offset(sizes.y())
-        _copy(r, dy, r.ptr(2), sizes.y())
-        _copy(r, w, r.ptr(3), sizes.w())
+    var dyr = _rounded(r, dy, scratch, size.G * size.y() * r.lanes())
+    var wr = _rounded(r, w, dyr[1], size.K * size.taps())
     if not r.rows():
-        sizes.run[_input_of_all](r.ptr(1), dy, w)
-    elif one:
-        sizes.run[conv2d_backward_input_rows](r.ptr(1), dy, w)
+        conv2d_backward_input(dx, dyr[0], wr[0], size)
+    elif size.S == 1:
+        conv2d_backward_input_rows(dx, dyr[0], wr[0], size)
     else:
-        sizes.run[_input_of_any](r.ptr(1), dy, w)
-
-
-def _input_of_all(
-    dx: Ptr,
-    dy: Ptr,
-    w: Ptr,
-    G: Int,
-    C: Int,
-    H: Int,
-    W: Int,
-    K: Int,
-    R: Int,
-    T: Int,
-    S: Int,
-):
-    conv2d_backward_input(dx, dy, w, G, C, H, W, K, R, T, S)
-
-
-def _input_of_any(
-    dx: Ptr,
-    dy: Ptr,
-    w: Ptr,
-    G: Int,
-    C: Int,
-    H: Int,
-    W: Int,
-    K: Int,
-    R: Int,
-    T: Int,
-    S: Int,
-):
-    conv2d_backward_input_any[1](dx, dy, w, G, C, H, W, K, R, T, S)
-
-
-def _conv2d_backward_input_parts(r: Record):
-    conv2d_backward_input(
-        r.ptr(1),
-        r.ptr(2),
-        r.ptr(3),
-        r.int(4),
-        r.int(5),
-        r.int(6),
-        r.int(7),
-        r.int(8),
-        r.int(9),
-        r.int(10),
-        r.int(11),
-        r.int(12),
-        r.int(13),
-    )
+        conv2d_backward_input_any[1](dx, dyr[0], wr[0], size)
 
 
 def _conv2d_forward_scratch(r: Record, shards: Int, fold: Int) -> Int:
-    var s = _Conv(r, 6)
+    var size = sizes_of[Conv](r, 6)
     if r.dtype() == FP32:
         return 0
     if _packed(r):  # one group of x, all weights
-        var pixels = LANES * s.size(2) * s.size(3)
-        return (
-            4 * _half(s.size(1)) * (pixels + s.size(4) * s.size(5) * s.size(6))
-        )
-    return 4 * (s.x() + s.w())
+        var pixels = LANES * size.H * size.W
+        return 4 * _half(size.C) * (pixels + size.K * size.R * size.T)
+    return 4 * (size.G * size.x() * r.lanes() + size.K * size.taps())
 
 
 def _conv2d_weight_scratch(r: Record, shards: Int, fold: Int) -> Int:
-    var s = _Conv(r, 6)
+    var size = sizes_of[Conv](r, 6)
     if r.dtype() == FP32:
         return 0
     if _packed(r):  # two groups of x and dy
-        return 4 * (s.x() + s.y()) // s.size(0)
-    return 4 * (s.x() + s.y() + s.size(4))
+        return 4 * LANES * (size.x() + size.y())
+    return 4 * (size.G * (size.x() + size.y()) * r.lanes() + size.K)
 
 
 def _conv2d_input_scratch(r: Record, shards: Int, fold: Int) -> Int:
-    var s = _Conv(r, 5)
-    var T = s.size(6)
+    var size = sizes_of[Conv](r, 5)
+    var T = size.T
     if r.dtype() == FP32:
         return 0
-    if _packed(r) and s.size(7) == 1 and (T == 1 or T == 3 or T == 5):
-        var weights = s.size(1) * s.size(5) * T  # one group of dy, all weights
-        return 4 * _half(s.size(4)) * (LANES * s.plane() + weights)
-    return 4 * (s.y() + s.w())
+    if _packed(r) and size.S == 1 and (T == 1 or T == 3 or T == 5):
+        var pixels = LANES * size.P() * size.Q()  # one group of dy, all weights
+        return 4 * _half(size.K) * (pixels + size.C * size.R * T)
+    return 4 * (size.G * size.y() * r.lanes() + size.K * size.taps())
 
 
 # --- linear layers --------------------------------------------------------------------------------------------------------
 
 
-def _linear_forward[relu: Bool](r: Record):
-    var G = r.int(6)
-    var I = r.int(7)
-    var O = r.int(8)
-    var x = r.ptr(2)
-    var w = r.ptr(3)
-    var b = r.ptr(4)
+def _linear_forward[
+    relu: Bool
+](
+    y: Ptr,
+    x: Ptr,
+    w: Ptr,
+    b: Ptr,
+    scratch: Ptr,
+    G: Int,
+    I: Int,
+    O: Int,
+    r: Record,
+):
     if _packed(r):
         comptime if HAS_BF16:
-            linear_forward_bf16[relu](r.ptr(1), x, w, b, r.ptr(5), G, I, O)
+            linear_forward_bf16[relu](y, x, w, b, scratch, G, I, O)
         return
-    if r.dtype() != FP32:
-        var n = G * I * r.lanes()
-        x = r.ptr(5)
-        w = x.unsafe_offset(n)
-        _copy(r, x, r.ptr(2), n)
-        _copy(r, w, r.ptr(3), O * I)
+    var xr = _rounded(r, x, scratch, G * I * r.lanes())
+    var wr = _rounded(r, w, xr[1], O * I)
     if r.rows():
-        linear_forward_rows[relu](r.ptr(1), x, w, b, G, I, O)
+        linear_forward_rows[relu](y, xr[0], wr[0], b, G, I, O)
     else:
-        linear_forward[relu](r.ptr(1), x, w, b, G, I, O)
+        linear_forward[relu](y, xr[0], wr[0], b, G, I, O)
 
 
-def _linear_forward_op(r: Record):
-    if r.int(9):
-        _linear_forward[True](r)
+def _linear_forward_op(
+    y: Ptr,
+    x: Ptr,
+    w: Ptr,
+    b: Ptr,
+    scratch: Ptr,
+    G: Int,
+    I: Int,
+    O: Int,
+    relu: Bool,
+    r: Record,
+):
+    if relu:
+        _linear_forward[True](y, x, w, b, scratch, G, I, O, r)
     else:
-        _linear_forward[False](r)
+        _linear_forward[False](y, x, w, b, scratch, G, I, O, r)
 
 
-def _linear_backward_weight(r: Record):
-    var G = r.int(6)
-    var I = r.int(7)
-    var O = r.int(8)
-    var db = r.ptr(2)
-    var dy = r.ptr(3)
-    var x = r.ptr(4)
-    var scratch = r.ptr(5)
+def _linear_backward_weight(
+    dw: Ptr,
+    db: Ptr,
+    dy: Ptr,
+    x: Ptr,
+    scratch: Ptr,
+    G: Int,
+    I: Int,
+    O: Int,
+    r: Record,
+):
     if _packed(r):
         comptime if HAS_BF16:
-            linear_backward_weight_bf16(r.ptr(1), db, dy, x, scratch, G, I, O)
+            linear_backward_weight_bf16(dw, db, dy, x, scratch, G, I, O)
         return
+    var xr = _rounded(r, x, scratch, G * I * r.lanes())
+    var dyr = _rounded(r, dy, xr[1], G * O * r.lanes())
+    var dbr = db
+    var rest = scratch
     if r.dtype() != FP32:
-        var n = G * I * r.lanes()
-        var m = G * O * r.lanes()
-        x = scratch
-        dy = x.unsafe_offset(n)
-        db = dy.unsafe_offset(m)  # (O): of the rounded dy, not used
-        scratch = db.unsafe_offset(O)
-        _copy(r, x, r.ptr(4), n)
-        _copy(r, dy, r.ptr(3), m)
-        fill(db, 0, O)
+        dbr = dyr[1]  # (O): of the rounded dy, not used
+        rest = dbr.unsafe_offset(O)
+        fill(dbr, 0, O)
     if r.rows():
-        linear_backward_weight_rows(r.ptr(1), db, dy, x, G, I, O)
+        linear_backward_weight_rows(dw, dbr, dyr[0], xr[0], G, I, O)
     else:
-        linear_backward_weight(r.ptr(1), db, dy, x, scratch, G, I, O, I)
+        linear_backward_weight(dw, dbr, dyr[0], xr[0], rest, G, I, O, I)
     if r.dtype() != FP32:
-        _bias(r, r.ptr(2), r.ptr(3), G, O, 1)
+        _bias(r, db, dy, G, O, 1)
 
 
-def _linear_backward_input(r: Record):
-    var G = r.int(5)
-    var I = r.int(6)
-    var O = r.int(7)
-    var dy = r.ptr(2)
-    var w = r.ptr(3)
+def _linear_backward_input(
+    dx: Ptr, dy: Ptr, w: Ptr, scratch: Ptr, G: Int, I: Int, O: Int, r: Record
+):
     if _packed(r):
         comptime if HAS_BF16:
-            linear_backward_input_bf16(r.ptr(1), dy, w, r.ptr(4), G, I, O)
+            linear_backward_input_bf16(dx, dy, w, scratch, G, I, O)
         return
-    if r.dtype() != FP32:
-        var m = G * O * r.lanes()
-        dy = r.ptr(4)
-        w = dy.unsafe_offset(m)
-        _copy(r, dy, r.ptr(2), m)
-        _copy(r, w, r.ptr(3), O * I)
+    var dyr = _rounded(r, dy, scratch, G * O * r.lanes())
+    var wr = _rounded(r, w, dyr[1], O * I)
     if r.rows():
-        linear_backward_input_rows(r.ptr(1), dy, w, G, I, O)
+        linear_backward_input_rows(dx, dyr[0], wr[0], G, I, O)
     else:
-        linear_backward_input(r.ptr(1), dy, w, G, I, O)
+        linear_backward_input(dx, dyr[0], wr[0], G, I, O)
 
 
 def _linear_forward_scratch(r: Record, shards: Int, fold: Int) -> Int:
@@ -456,55 +309,11 @@ def _linear_input_scratch(r: Record, shards: Int, fold: Int) -> Int:
     return 4 * O * (n + r.int(6))
 
 
-# --- parts of linear layers, in lanes -------------------------------------------------------------------------------------
-
-
-def _product_parts[
-    f: def(Ptr, Ptr, Ptr, Int, Int, Int, Int, Int) thin
-](r: Record):
-    f(
-        r.ptr(1),
-        r.ptr(2),
-        r.ptr(3),
-        r.int(4),
-        r.int(5),
-        r.int(6),
-        r.int(7),
-        r.int(8),
-    )
-
-
-def _linear_backward_weight_columns(r: Record):
-    linear_backward_weight(
-        r.ptr(1),
-        r.ptr(2),
-        r.ptr(3),
-        r.ptr(4),
-        r.ptr(5),
-        r.int(6),
-        r.int(7),
-        r.int(8),
-        r.int(9),
-    )
-
-
-def _linear_backward_input_columns(r: Record):
-    linear_backward_input_columns(
-        r.ptr(1),
-        r.ptr(2),
-        r.ptr(3),
-        r.int(4),
-        r.int(5),
-        r.int(6),
-        r.int(7),
-    )
-
-
-def _linear_bias(r: Record):
-    if r.int(6):
-        linear_bias[True](r.ptr(1), r.ptr(2), r.ptr(3), r.int(4), r.int(5))
+def _linear_bias(y: Ptr, x: Ptr, b: Ptr, G: Int, O: Int, relu: Bool):
+    if relu:
+        linear_bias[True](y, x, b, G, O)
     else:
-        linear_bias[False](r.ptr(1), r.ptr(2), r.ptr(3), r.int(4), r.int(5))
+        linear_bias[False](y, x, b, G, O)
 
 
 def ops() -> List[Op]:
@@ -514,80 +323,80 @@ def ops() -> List[Op]:
         Op(
             "conv2d_forward",
             "y; x, w, b, ~scratch; G, C, H, W, K, R, T, S, relu",
-            _conv2d_forward_op,
+            call[_conv2d_forward_op],
             "rounds",
             _conv2d_forward_scratch,
         ),
         Op(
             "conv2d_backward_weight",
             "+dw, +db; dy, x, ~scratch; G, C, H, W, K, R, T, S",
-            _conv2d_backward_weight,
+            call[_conv2d_backward_weight],
             "rounds sums",
             _conv2d_weight_scratch,
         ),
         Op(
             "conv2d_backward_input",
             "dx; dy, w, ~scratch; G, C, H, W, K, R, T, S",
-            _conv2d_backward_input,
+            call[_conv2d_backward_input],
             "rounds",
             _conv2d_input_scratch,
         ),
         Op(
             "conv2d_backward_input_parts",
             "dx; dy, w; G, C, H, W, K, R, T, S, part, parts",
-            _conv2d_backward_input_parts,
+            call[conv2d_backward_input],
             "lanes",
         ),
         Op(
             "linear_forward",
             "y; x, w, b, ~scratch; G, I, O, relu",
-            _linear_forward_op,
+            call[_linear_forward_op],
             "rounds",
             _linear_forward_scratch,
         ),
         Op(
             "linear_backward_weight",
             "+dw, +db; dy, x, ~scratch; G, I, O",
-            _linear_backward_weight,
+            call[_linear_backward_weight],
             "rounds sums",
             _linear_weight_scratch,
         ),
         Op(
             "linear_backward_input",
             "dx; dy, w, ~scratch; G, I, O",
-            _linear_backward_input,
+            call[_linear_backward_input],
             "rounds",
             _linear_input_scratch,
         ),
         Op(
             "linear_forward_parts",
             "y; x, w; G, I, O, part, parts",
-            _product_parts[linear_forward_parts],
+            call[linear_forward_parts],
             "lanes",
         ),
         Op(
             "linear_backward_input_parts",
             "dx; dy, w; G, I, O, part, parts",
-            _product_parts[linear_backward_input_parts],
+            call[linear_backward_input_parts],
             "lanes",
         ),
         Op(
             "linear_backward_weight_columns",
             "+dw, +db; dy, x, ~scratch; G, columns, O, stride",
-            _linear_backward_weight_columns,
+            call[linear_backward_weight],
             "lanes sums",
             _linear_weight_scratch,
         ),
         Op(
             "linear_backward_input_columns",
             "dx; dy, w; G, columns, O, stride",
-            _linear_backward_input_columns,
+            call[linear_backward_input_columns],
             "lanes",
         ),
         Op(
             "linear_bias",
             "y; x, b; G, O, relu",
-            _linear_bias,
+            call[_linear_bias],
             "lanes",
         ),
     ]

@@ -14,6 +14,7 @@ with a run, so one program serves every shard, thread and process:
 What changes from shard to shard without being an address is in the context (`Context`).
 """
 
+from std.builtin.rebind import downcast, rebind
 from std.memory import bitcast
 
 from .lanes import BytePtr, IntPtr, LANES, LongPtr, Ptr
@@ -62,18 +63,18 @@ struct Context(TrivialRegisterPassable):
     """Position of the shard's first sample in the global batch."""
     var valid: Int64
     """Samples of this shard that exist."""
-    var images: Int64
-    """Address of the data set, (samples, F)."""
+    var images: BytePtr
+    """The data set, (samples, F)."""
     var bytes: Int64
     """1 if it is uint8, 0 if float32."""
-    var labels: Int64
-    """Address, int32 (samples)."""
-    var rows: Int64
-    """Address, int64: which samples the shard has."""
-    var scale: Int64
-    """Address, float32 (C): what a number of the data set is multiplied with."""
-    var shift: Int64
-    """Address, float32 (C): what is added then."""
+    var labels: IntPtr
+    """Of the data set (samples)."""
+    var rows: LongPtr
+    """Which samples the shard has."""
+    var scale: Ptr
+    """(C): what a number of the data set is multiplied with."""
+    var shift: Ptr
+    """(C): what is added then."""
     var loss_scale: Float64
     """What gradients are multiplied by inside a program; a power of two."""
     var stopped: Int64
@@ -84,9 +85,44 @@ comptime ContextPtr = Pointer[Context, MutUntrackedOrigin]
 """A context that the caller keeps alive."""
 
 
+trait Source:
+    """What has the arguments of an op: a record on the CPU, a launch on a GPU. The first argument is number 1.
+    """
+
+    def int(self, i: Int) -> Int:
+        """Argument i as a size."""
+        ...
+
+    def float(self, i: Int) -> Float32:
+        """Argument i as a float."""
+        ...
+
+    def address(self, i: Int) -> Int:
+        """Where the operand that is argument i lies."""
+        ...
+
+    def stride(self, i: Int) -> Int:
+        """Floats from one shard's copy of the operand to the next."""
+        ...
+
+    def run(self) -> Int:
+        """The address of what the run brings: the context of its device."""
+        ...
+
+
+trait Argument(TrivialRegisterPassable):
+    """A type of kernel arguments that is read in a way of its own."""
+
+    @staticmethod
+    def read[S: Source](r: S, mut i: Int) -> Self:
+        """Of the arguments from i on; i becomes that of the first it does not need.
+        """
+        ...
+
+
 @fieldwise_init
-struct Record(TrivialRegisterPassable):
-    """One op with its arguments, as its kernel reads them; the first argument is number 1.
+struct Record(Argument, Source):
+    """One op with its arguments, as its kernel reads them. As an argument of a kernel it is itself.
     """
 
     var at: LongPtr
@@ -95,6 +131,11 @@ struct Record(TrivialRegisterPassable):
     """Base addresses of the SPACES spaces."""
     var context: ContextPtr
     """Of the run."""
+
+    @staticmethod
+    @always_inline
+    def read[S: Source](r: S, mut i: Int) -> Self:
+        return rebind[Self](r)
 
     @always_inline
     def code(self) -> Int:
@@ -118,33 +159,111 @@ struct Record(TrivialRegisterPassable):
 
     @always_inline
     def int(self, i: Int) -> Int:
-        """Argument i as a size."""
         return Int(self.at[unsafe_offset=i])
 
     @always_inline
     def float(self, i: Int) -> Float32:
-        """Argument i as a float."""
         return bitcast[DType.float32](
             UInt32(self.at[unsafe_offset=i] & 0xFFFFFFFF)
         )
 
     @always_inline
     def address(self, i: Int) -> Int:
-        """Where the operand that is argument i lies."""
         var v = Int(self.at[unsafe_offset=i])
         return Int(self.bases[unsafe_offset=v >> 56]) + (v & OFFSET)
+
+    @always_inline
+    def stride(self, i: Int) -> Int:
+        return 0
+
+    @always_inline
+    def run(self) -> Int:
+        return Int(self.context)
 
     @always_inline
     def ptr(self, i: Int) -> Ptr:
         """The operand that is argument i, as float32."""
         return Ptr(unsafe_from_address=self.address(i))
 
-    @always_inline
-    def ints(self, i: Int) -> IntPtr:
-        """The operand that is argument i, as int32."""
-        return IntPtr(unsafe_from_address=self.address(i))
+
+# --- the arguments of a kernel, by the types it declares ------------------------------------------------------------------
+
+
+struct Arguments[Ts: TypeList[Trait=AnyType, ...]]:
+    """Room for arguments of the types Ts: Int, Bool, Float32, pointers to numbers, structs of them (one number of the
+    record for each of their fields), a pointer to the context of the run, or an `Argument`.
+
+    `read` fills it from a record, in order, and returns them as what `f(*pack)` takes; they live as long as this does.
+    """
+
+    comptime Value[T: AnyType]: Movable & Deinitable = downcast[
+        T, TrivialRegisterPassable
+    ]
+    comptime Place[T: AnyType]: ImplicitlyCopyable & Deinitable = Pointer[
+        T, MutUntrackedOrigin
+    ]
+    comptime Pack = VariadicPack[
+        origin=MutUntrackedOrigin, element_trait=AnyType, False, *Self.Ts
+    ]
+    var values: Tuple[*Self.Ts.map[Self.Value]()]
+    var places: Tuple[*Self.Ts.map[Self.Place]()]
 
     @always_inline
-    def bytes(self, i: Int) -> BytePtr:
-        """The operand that is argument i, as bytes."""
-        return BytePtr(unsafe_from_address=self.address(i))
+    def __init__(out self):
+        # Nothing to construct: all types are trivial, and `read` writes every one.
+        __mlir_op.`lit.ownership.mark_initialized`(__get_mvalue_as_litref(self))
+
+    @always_inline
+    def read[S: Source](mut self, r: S) -> Self.Pack:
+        """The arguments of r."""
+        var at = 1
+        comptime for i in range(Self.Ts.length):
+            var place = Pointer(to=self.values[i]).unsafe_origin_cast[
+                MutUntrackedOrigin
+            ]()
+            self.places[i] = rebind[type_of(self.places[i])](place)
+            _read(r, at, rebind[Self.Place[Self.Ts[i]]](place))
+        # The language makes packs of arguments that are written out alone; the standard library does this for Python's.
+        return Self.Pack(
+            __mlir_op.`lit.ref.pack.from_pointer_pack`[
+                _type=Self.Pack._mlir_type
+            ](self.places._mlir_value)
+        )
+
+
+@always_inline
+def _read[
+    T: AnyType, S: Source
+](r: S, mut i: Int, to: Pointer[T, MutUntrackedOrigin]):
+    comptime if conforms_to(T, Argument):
+        comptime A = downcast[T, Argument]
+        to.unsafe_bitcast[A]().unsafe_write(A.read(r, i))
+        return
+    comptime if T == Int:
+        to.unsafe_bitcast[Int]()[] = r.int(i)
+    elif T == Bool:
+        to.unsafe_bitcast[Bool]()[] = r.int(i) != 0
+    elif T == Float32:
+        to.unsafe_bitcast[Float32]()[] = r.float(i)
+    elif T == Ptr or T == IntPtr or T == BytePtr or T == LongPtr:
+        to.unsafe_bitcast[Int]()[] = r.address(i)
+    elif reflect[T].base_name() == "Pointer":
+        to.unsafe_bitcast[Int]()[] = r.run()
+        return
+    else:
+        comptime for field in range(reflect[T].field_count()):
+            ref place = reflect[T].field_ref[field](to[])
+            _read(
+                r, i, Pointer(to=place).unsafe_origin_cast[MutUntrackedOrigin]()
+            )
+        return
+    i += 1
+
+
+@always_inline
+def sizes_of[S: Source, //, T: TrivialRegisterPassable](r: S, i: Int) -> T:
+    """The arguments from i on as a T."""
+    var value = Array[T, 1](uninitialized=True)
+    var at = i
+    _read(r, at, value.unsafe_ptr().unsafe_origin_cast[MutUntrackedOrigin]())
+    return value[0]

@@ -32,11 +32,7 @@ def split(n: Int) -> Int:
 
 
 @always_inline
-def _tree[
-    w: Int
-](buffers: Pointer[Int64, MutUntrackedOrigin], lo: Int, n: Int, i: Int) -> SIMD[
-    F32, w
-]:
+def _tree[w: Int](buffers: LongPtr, lo: Int, n: Int, i: Int) -> SIMD[F32, w]:
     if n == 1:
         return load[w](
             Ptr(unsafe_from_address=Int(buffers[unsafe_offset=lo])), i
@@ -46,9 +42,7 @@ def _tree[
 
 def _tree_node[
     w: Int
-](buffers: Pointer[Int64, MutUntrackedOrigin], lo: Int, n: Int, i: Int) -> SIMD[
-    F32, w
-]:
+](buffers: LongPtr, lo: Int, n: Int, i: Int) -> SIMD[F32, w]:
     var left = split(n)
     return _tree[w](buffers, lo, left, i) + _tree[w](
         buffers, lo + left, n - left, i
@@ -57,9 +51,7 @@ def _tree_node[
 
 def tree_sum(
     y: Ptr,
-    buffers: Pointer[
-        Int64, MutUntrackedOrigin
-    ],  # addresses of n buffers of `size` floats
+    buffers: LongPtr,  # addresses of n buffers of `size` floats
     n: Int,
     size: Int,
 ):
@@ -94,9 +86,7 @@ comptime Wide = SIMD[DType.float64, LANES]
 comptime Whole = SIMD[DType.int64, LANES]
 
 
-def fixed_squares(
-    y: Pointer[Int64, MutUntrackedOrigin], x: Ptr, n: Int, unit: Float32
-):
+def fixed_squares(y: LongPtr, x: Ptr, n: Int, unit: Float32):
     """Writes the sum of (unit x)^2 over n floats as y[0] 2^-31 + y[1] 2^-62.
 
     |unit x| must be below 1 and unit a power of two, so that a square is exact in a float64. It is cut after 62 binary
@@ -133,11 +123,17 @@ def is_finite(x: Ptr, n: Int) -> Bool:
     return s == 0
 
 
-def sum_lanes[L: Int](y: Ptr, x: Ptr, N: Int, G: Int, F: Int):
-    """Writes the sum over all features of the first N lanes of x (G, F, L)."""
+@always_inline
+def _samples(N: Int, r: Record) -> Int:
+    return N if N >= 0 else Int(r.context[].valid)
+
+
+def sum_lanes[L: Int](y: Ptr, x: Ptr, N: Int, G: Int, F: Int, r: Record):
+    """Writes the sum over all features of the first N lanes of x (G, F, L); of the shard's samples if N is -1.
+    """
     var s = SIMD[F32, L](0)
     for g in range(G):
-        var live = first[L](N - g * L)
+        var live = first[L](_samples(N, r) - g * L)
         var t = SIMD[F32, L](0)
         for f in range(F):
             t += load[L](x, (g * F + f) * L)
@@ -145,67 +141,47 @@ def sum_lanes[L: Int](y: Ptr, x: Ptr, N: Int, G: Int, F: Int):
     y[] = s.reduce_add()
 
 
-def sum_lanes_backward[L: Int](dx: Ptr, dy: Ptr, N: Int, G: Int, F: Int):
+def sum_lanes_backward[
+    L: Int
+](dx: Ptr, dy: Ptr, N: Int, G: Int, F: Int, r: Record):
     """Writes dy into the first N lanes of dx (G, F, L), 0 into the rest."""
     for g in range(G):
-        var live = first[L](N - g * L)
+        var live = first[L](_samples(N, r) - g * L)
         var d = live.select(SIMD[F32, L](dy[]), SIMD[F32, L](0))
         for f in range(F):
             store[L](dx, (g * F + f) * L, d)
 
 
-def _tree_sum(r: Record):
-    var buffers = LongPtr(unsafe_from_address=r.address(2))
-    tree_sum(r.ptr(1), buffers, r.int(3), r.int(4))
-
-
-def _fixed_squares(r: Record):
-    var y = LongPtr(unsafe_from_address=r.address(1))
-    fixed_squares(y, r.ptr(2), r.int(3), r.float(4))
-
-
-def _finite(r: Record):
-    if not is_finite(r.ptr(1), r.int(2)):
+def _finite(x: Ptr, n: Int, r: Record):
+    if not is_finite(x, n):
         r.context[].stopped = 1
 
 
-def _stats(r: Record):
-    var total = r.ptr(1)
-    total[unsafe_offset=0] += r.ptr(2)[]
+def _stats(total: Ptr, loss: Ptr, stats: Ptr, r: Record):
+    total[unsafe_offset=0] += loss[]
     total[unsafe_offset=1] += Float32(r.context[].valid)
-    total[unsafe_offset=2] += r.ptr(3)[unsafe_offset=2]
-
-
-@always_inline
-def _samples(r: Record) -> Int:
-    return r.int(3) if r.int(3) >= 0 else Int(r.context[].valid)
-
-
-def _sum_lanes[L: Int](r: Record):
-    sum_lanes[L](r.ptr(1), r.ptr(2), _samples(r), r.int(4), r.int(5))
-
-
-def _sum_lanes_backward[L: Int](r: Record):
-    sum_lanes_backward[L](r.ptr(1), r.ptr(2), _samples(r), r.int(4), r.int(5))
+    total[unsafe_offset=2] += stats[unsafe_offset=2]
 
 
 def ops() -> List[Op]:
     """The ops of this file. `finite` ends the program if a number is not; N is -1 for the samples of the shard.
     """
     return [
-        Op("tree_sum", "y; addresses; n, size", _tree_sum),
+        Op("tree_sum", "y; addresses; n, size", call[tree_sum]),
         Op("largest", "y; x; n", call[largest]),
-        Op("fixed_squares", "y; x; n, unit", _fixed_squares),
-        Op("finite", "; x; n", _finite),
-        Op("stats", "+totals; loss, stats", _stats, "sums"),
+        Op("fixed_squares", "y; x; n, unit", call[fixed_squares]),
+        Op("finite", "; x; n", call[_finite]),
+        Op("stats", "+totals; loss, stats", call[_stats], "sums"),
         Op(
             "sum_lanes",
             "y; x; N, G, F",
-            by_layout[_sum_lanes[LANES], _sum_lanes[1]],
+            by_layout[call[sum_lanes[LANES]], call[sum_lanes[1]]],
         ),
         Op(
             "sum_lanes_backward",
             "dx; dy; N, G, F",
-            by_layout[_sum_lanes_backward[LANES], _sum_lanes_backward[1]],
+            by_layout[
+                call[sum_lanes_backward[LANES]], call[sum_lanes_backward[1]]
+            ],
         ),
     ]

@@ -312,7 +312,8 @@ def copy(to: Int, source: Int, bytes: Int):
 
 
 struct Job(ImplicitlyCopyable, Movable):
-    """Mirrors `Job` in python/odyssey/core/native.py: one all-reduce under way."""
+    """Mirrors `Job` in python/odyssey/core/native.py: one all-reduce under way.
+    """
 
     var x: Int  # address of what this rank gives
     var y: Int  # address of the result, may be x; 0 if this rank wants none

@@ -5,11 +5,8 @@ the sum of its two children, whoever computed them and in whatever order, so the
 thread begins with a run of shards of its own and then takes what is left of the others' runs, always the first that
 nobody has taken; who completes the second child of a node adds the two. A shard that a check stops does not keep the
 others from being computed, so which one is reported is as independent of the threads.
-
-The lists of actions of `run_step` fix all of that beforehand; the Mojo front end has them.
 """
 
-from max.algorithm import parallelize
 from std.atomic import Atomic, Ordering
 from std.ffi import c_int, external_call
 from std.memory import unsafe_memset_zero, unsafe_stack_allocation
@@ -30,11 +27,6 @@ from kernels.record import (
 )
 
 from .helpers import together
-
-comptime RUN = 0
-"""Kind of an action (kind, a, b): compute shard a into buffer b."""
-comptime ADD = 1
-"""Kind of an action: buffer a += buffer b."""
 
 
 struct FloatMode:
@@ -136,7 +128,7 @@ def _replay(
 
 @fieldwise_init
 struct Step(TrivialRegisterPassable):
-    """The forward and backward passes of one process in one step, as both front ends describe them.
+    """The forward and backward passes of one process in one step, as Python describes them.
     """
 
     var table: LongPtr
@@ -147,10 +139,8 @@ struct Step(TrivialRegisterPassable):
     """How many."""
     var threads: Int64
     """How many run side by side."""
-    var actions: LongPtr
-    """Addresses of the threads' action lists, then of the final one; of `run_shared`: the tables of a plan."""
-    var counts: LongPtr
-    """The lengths of those lists; not used by `run_shared`."""
+    var tables: LongPtr
+    """Those of a plan (`Tables`)."""
     var params: Int64
     """Address of the arena."""
     var work: Int64
@@ -181,61 +171,9 @@ comptime StepPtr = Pointer[Step, MutUntrackedOrigin]
 """A step that the caller keeps alive."""
 
 
-def run_step(s: Step) -> Int:
-    """Runs all shards of this process, on `threads` threads, then the final additions.
-
-    Args:
-        s: What to run.
-
-    Returns:
-        -1, or the record at which a check stopped the first of the shards that were stopped. Then the sums are not
-        made.
-    """
-    var ends = List[Int](length=Int(s.threads) + 1, fill=_DONE)
-    var all = ends.unsafe_ptr().unsafe_origin_cast[MutUntrackedOrigin]()
-
-    def work(t: Int) {imm s, imm all}:
-        var mode = FloatMode()
-        all[unsafe_offset=t] = _run_actions(s, t)
-        _ = mode^
-
-    parallelize(work, Int(s.threads), Int(s.threads))
-    var first = _DONE
-    for end in ends:
-        first = min(first, end)
-    if first == _DONE:
-        var mode = FloatMode()
-        _ = _run_actions(s, Int(s.threads))
-        _ = mode^
-        return -1
-    return first & (_RECORDS - 1)
-
-
-# How the actions of a thread ended: shard * _RECORDS + record of what stopped them, or _DONE.
+# What stopped a thread: shard * _RECORDS + record; _DONE if nothing did.
 comptime _RECORDS = 1 << 24  # more than a program has
 comptime _DONE = Int.MAX
-
-
-def _run_actions(s: Step, t: Int) -> Int:
-    var actions = LongPtr(unsafe_from_address=Int(s.actions[unsafe_offset=t]))
-    var n = Int(s.buffer_floats)
-
-    @always_inline
-    def buffer(i: Int64) {imm} -> Ptr:
-        return Ptr(unsafe_from_address=Int(s.buffers) + Int(i) * n * 4)
-
-    for i in range(Int(s.counts[unsafe_offset=t])):
-        var a = actions[unsafe_offset=3 * i + 1]
-        var b = actions[unsafe_offset=3 * i + 2]
-        if actions[unsafe_offset=3 * i] == RUN:
-            if s.zero:
-                unsafe_memset_zero(buffer(b), n)
-            var stopped = _run_shard(s, t, Int(a), buffer(b))
-            if stopped >= 0:
-                return Int(a) * _RECORDS + stopped
-        else:
-            add(buffer(a), buffer(a), buffer(b), n)
-    return _DONE
 
 
 # --- shards taken by whoever is free -------------------------------------------------
@@ -331,7 +269,7 @@ def run_shared(s: Step, helpers: Int) -> Int:
     Returns:
         -1, or the record at which a check stopped the first of the shards that were stopped.
     """
-    var tables = Tables(s.actions)
+    var tables = Tables(s.tables)
     tables.reset()
     var step = s
     together[_take_shards](helpers, Int(Pointer(to=step)), Int(s.threads))
@@ -347,7 +285,7 @@ def _take_shards(step: Int, t: Int):
     """
     var mode = FloatMode()
     var s = StepPtr(unsafe_from_address=step)[]
-    var tables = Tables(s.actions)
+    var tables = Tables(s.tables)
     var left = tables.threads  # runs that may have a shard left
     var run = t
     while left:
@@ -433,7 +371,7 @@ def _run_shard(s: Step, t: Int, shard: Int, grads: Ptr) -> Int:
     ctx.unsafe_write(s.context)
     ctx[].first = Int64(shard) * s.shard_size
     ctx[].valid = min(s.shard_size, s.samples - ctx[].first)
-    ctx[].rows = Int64(Int(s.rows.unsafe_offset(Int(ctx[].first))))
+    ctx[].rows = s.rows.unsafe_offset(Int(ctx[].first))
     var stopped = _replay(
         s.table,
         s.program,

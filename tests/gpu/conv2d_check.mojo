@@ -21,9 +21,10 @@ from kernels.gpu.conv2d import (
     conv2d_forward,
     conv2d_relu_maxpool_forward,
 )
+from kernels.conv2d import Conv
 from kernels.gpu.launch import BF16, FP16, FP32, Operand, Queue, TF32
 from kernels.lanes import F32, LANES, Ptr
-from kernels.pool import maxpool_forward
+from kernels.pool import Windows, maxpool_forward
 from numbers import Floats, GUARD
 
 comptime Wide = SIMD[DType.float64, LANES]
@@ -46,6 +47,11 @@ struct Case(Copyable):
 
     def Q(self) -> Int:
         return (self.W - self.T) // self.S + 1
+
+    def size(self) -> Conv:
+        return Conv(
+            self.G, self.C, self.H, self.W, self.K, self.R, self.T, self.S
+        )
 
     def x(self) -> Int:
         return self.G * self.C * self.H * self.W * LANES
@@ -252,9 +258,7 @@ def compute[
     var dx = remote(q, Floats(shards * c.x(), 77))
     var dw = remote(q, Floats(buffers * c.w(), start))
     var db = remote(q, Floats(buffers * c.K, start))
-    var n = conv2d_backward_weight_scratch(
-        shards, fold, c.G, c.C, c.H, c.W, c.K, c.R, c.T, c.S
-    )
+    var n = conv2d_backward_weight_scratch(shards, fold, c.size())
     var scratch = remote(q, Floats(n, 55))
     var xo = x.at(x_step)
     var dyo = dy.at(c.y())
@@ -267,14 +271,7 @@ def compute[
         xo,
         w.at(),
         b.at(),
-        c.G,
-        c.C,
-        c.H,
-        c.W,
-        c.K,
-        c.R,
-        c.T,
-        c.S,
+        c.size(),
     )
     conv2d_backward_input[precision](
         q,
@@ -282,14 +279,7 @@ def compute[
         dx.at(c.x()),
         dyo,
         w.at(),
-        c.G,
-        c.C,
-        c.H,
-        c.W,
-        c.K,
-        c.R,
-        c.T,
-        c.S,
+        c.size(),
     )
     conv2d_backward_weight[precision](
         q,
@@ -300,14 +290,7 @@ def compute[
         dyo,
         xo,
         scratch.at().ptr(),
-        c.G,
-        c.C,
-        c.H,
-        c.W,
-        c.K,
-        c.R,
-        c.T,
-        c.S,
+        c.size(),
         accumulate,
     )
     y.fetch(q)
@@ -348,14 +331,7 @@ def check_values[precision: Int](q: Queue, c: Case, shards: Int) raises:
             x.host.p,
             w.host.p,
             b.host.p,
-            c.G,
-            c.C,
-            c.H,
-            c.W,
-            c.K,
-            c.R,
-            c.T,
-            c.S,
+            c.size(),
         )
         check_same("y of the CPU", got.y.host.p, y.p, c.y())
     print(c.name, "precision", precision, "shards", shards, "ok")
@@ -472,14 +448,7 @@ def check_pooled[
         x.at(c.x()),
         w.at(),
         b.at(),
-        c.G,
-        c.C,
-        c.H,
-        c.W,
-        c.K,
-        c.R,
-        c.T,
-        c.S,
+        c.size(),
         PR,
         PT,
         PS,
@@ -505,25 +474,13 @@ def check_pooled[
             x_low.p,
             w_low.p,
             b.host.p,
-            c.G,
-            c.C,
-            c.H,
-            c.W,
-            c.K,
-            c.R,
-            c.T,
-            c.S,
+            c.size(),
         )
         maxpool_forward[LANES](
             pooled.p,
             places.p.unsafe_bitcast[UInt8](),
             full.p,
-            c.G * c.K,
-            c.P(),
-            c.Q(),
-            PR,
-            PT,
-            PS,
+            Windows(c.G * c.K, c.P(), c.Q(), PR, PT, PS),
         )
         check_same("pooled y", y.host.p.unsafe_offset(s * n), pooled.p, n)
         check_same(
@@ -605,7 +562,16 @@ def run() raises:
         try:
             var o = Operand(4096, 0)
             conv2d_backward_weight[FP32](
-                q, 16, 16, o, o, o, o, o.ptr(), 1, 1, 4, 4, 1, 3, 3, 1, False
+                q,
+                16,
+                16,
+                o,
+                o,
+                o,
+                o,
+                o.ptr(),
+                Conv(1, 1, 4, 4, 1, 3, 3, 1),
+                False,
             )
         except e:
             refused = "at most 8" in String(e)

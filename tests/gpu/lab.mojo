@@ -5,11 +5,11 @@ everything, so a write beside a tensor is found as well.
 """
 
 from std.math import isnan
-from std.memory import bitcast
+from std.memory import Layout, alloc, bitcast
 
 from kernels.gpu.launch import Operand, Queue, StepContext, StepContextPtr
-from kernels.lanes import F32, BytePtr, IntPtr, Ptr
-from kernels.layout import LongPtr
+from kernels.lanes import F32, BytePtr, IntPtr, LongPtr, Ptr
+from kernels.record import Context, ContextPtr, Record
 from kernels.reduce import split
 from max.gpu.host import DeviceBuffer
 
@@ -156,13 +156,47 @@ def put_context(
         first=Int64(shape.first),
         samples=Int64(shape.samples),
         shard_size=Int64(shape.shard_size),
-        images=Int64(lab.there(images)),
+        images=BytePtr(unsafe_from_address=lab.there(images)),
         bytes=Int64(bytes),
-        labels=Int64(lab.there(labels)),
-        rows=Int64(lab.there(rows)),
-        scale=Int64(lab.there(scale)),
-        shift=Int64(lab.there(shift)),
+        labels=IntPtr(unsafe_from_address=lab.there(labels)),
+        rows=LongPtr(unsafe_from_address=lab.there(rows)),
+        scale=Ptr(unsafe_from_address=lab.there(scale)),
+        shift=Ptr(unsafe_from_address=lab.there(shift)),
         loss_scale=1024,
         unused=0,
     )
     return StepContextPtr(unsafe_from_address=lab.there(at))
+
+
+def cpu_record(
+    mut lab: Lab,
+    shape: Shape,
+    shard: Int,
+    images: Int = 0,
+    bytes: Int = 0,
+    labels: Int = 0,
+    rows: Int = 0,
+    scale: Int = 0,
+    shift: Int = 0,
+) -> Record:
+    """A record without arguments, for CPU kernels that read the same context for one shard; never freed.
+    """
+    var context = alloc(Layout[Context](count=1)).unsafe_leak()
+    context.unsafe_write(
+        Context(
+            seed=0x123456789ABCDEF,
+            step=77,
+            first=Int64(shape.first + shard * shape.shard_size),
+            valid=Int64(shape.valid(shard)),
+            images=lab.bytes(images),
+            bytes=Int64(bytes),
+            labels=lab.ints(labels),
+            rows=lab.longs(rows).unsafe_offset(shard * shape.shard_size),
+            scale=lab.ptr(scale),
+            shift=lab.ptr(shift),
+            loss_scale=1024,
+            stopped=0,
+        )
+    )
+    var none = lab.longs(0)
+    return Record(none, none, ContextPtr(unsafe_from_address=Int(context)))

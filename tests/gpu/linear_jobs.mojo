@@ -51,7 +51,6 @@ def run[precision: Int](q: Queue, job: List[Int], o: List[Operand]) raises:
             o[1],
             o[2],
             o[3],
-            o[0].ptr(),
             G,
             I,
             O,

@@ -8,7 +8,7 @@ from kernels.gpu import layout as gpu_layout
 from kernels.gpu import pool as gpu_pool
 from kernels.gpu.launch import Queue
 from kernels.lanes import LANES
-from lab import Lab, Shape, put_context, up
+from lab import Lab, Shape, cpu_record, put_context, up
 
 comptime L = LANES
 
@@ -22,6 +22,7 @@ def each_pool(
     var shards = 3
     var P = (H - R) // S + 1
     var Q = (W - T) // S + 1
+    var sizes = cpu_pool.Windows(planes, H, W, R, T, S)
     var n = planes * H * W * L
     var m = planes * P * Q * L
     var xs = n + 16
@@ -48,12 +49,7 @@ def each_pool(
             lab.ptr(y + s * ys),
             lab.bytes(argmax + s * places),
             lab.ptr(x + s * xs),
-            planes,
-            H,
-            W,
-            R,
-            T,
-            S,
+            sizes,
         )
     gpu_pool.maxpool_forward(
         q,
@@ -61,42 +57,29 @@ def each_pool(
         lab.op(y, ys),
         lab.op(argmax, places),
         lab.op(x, xs),
-        planes,
-        H,
-        W,
-        R,
-        T,
-        S,
+        sizes,
     )
     lab.compare("maxpool_forward" + name)
 
     comptime for relu in range(2):
         for s in range(shards):
-            cpu_pool.maxpool_backward[L, relu == 1](
+            cpu_pool.maxpool_backward[L](
                 lab.ptr(dx + s * xs),
                 lab.ptr(dy + s * ys),
                 lab.bytes(argmax + s * places),
                 lab.ptr(y + s * ys),
-                planes,
-                H,
-                W,
-                R,
-                T,
-                S,
+                sizes,
+                relu == 1,
             )
-        gpu_pool.maxpool_backward[relu == 1](
+        gpu_pool.maxpool_backward(
             q,
             shards,
             lab.op(dx, xs),
             lab.op(dy, ys),
             lab.op(argmax, places),
             lab.op(y, ys),
-            planes,
-            H,
-            W,
-            R,
-            T,
-            S,
+            sizes,
+            relu == 1,
         )
         lab.compare("maxpool_backward" + name)
 
@@ -104,17 +87,13 @@ def each_pool(
     lab.upload()
     for s in range(shards):
         cpu_pool.avgpool_forward[L](
-            lab.ptr(y + s * ys), lab.ptr(x + s * xs), planes, H, W, R, T, S
+            lab.ptr(y + s * ys), lab.ptr(x + s * xs), sizes
         )
         cpu_pool.avgpool_backward[L](
-            lab.ptr(dx + s * xs), lab.ptr(dy + s * ys), planes, H, W, R, T, S
+            lab.ptr(dx + s * xs), lab.ptr(dy + s * ys), sizes
         )
-    gpu_pool.avgpool_forward(
-        q, shards, lab.op(y, ys), lab.op(x, xs), planes, H, W, R, T, S
-    )
-    gpu_pool.avgpool_backward(
-        q, shards, lab.op(dx, xs), lab.op(dy, ys), planes, H, W, R, T, S
-    )
+    gpu_pool.avgpool_forward(q, shards, lab.op(y, ys), lab.op(x, xs), sizes)
+    gpu_pool.avgpool_backward(q, shards, lab.op(dx, xs), lab.op(dy, ys), sizes)
     lab.compare("avgpool" + name)
 
 
@@ -259,28 +238,19 @@ def test_input_and_labels() raises:
                     )
                     lab.upload()
                     for s in range(shards):
-                        var from_ = lab.longs(rows).unsafe_offset(s * 32)
-                        comptime dtype = DType.uint8 if bytes else DType.float32
-                        cpu_layout.gather_rows[dtype](
-                            lab.ptr(y + s * ys),
-                            Pointer[Scalar[dtype], MutUntrackedOrigin](
-                                unsafe_from_address=lab.address(images)
-                            ),
-                            from_,
-                            lab.ptr(scale),
-                            lab.ptr(scale + 8),
-                            shape.valid(s),
-                            G,
-                            F,
-                            C,
+                        var r = cpu_record(
+                            lab,
+                            shape,
+                            s,
+                            images=images,
+                            bytes=bytes,
+                            labels=all_labels,
+                            rows=rows,
+                            scale=scale,
+                            shift=scale + 8,
                         )
-                        cpu_layout.gather_labels[L](
-                            lab.ints(labels + s * ls),
-                            lab.ints(all_labels),
-                            from_,
-                            shape.valid(s),
-                            G,
-                        )
+                        cpu_layout.input[L](lab.ptr(y + s * ys), G, F, C, r)
+                        cpu_layout.labels[L](lab.ints(labels + s * ls), G, r)
                     gpu_layout.input(q, shards, lab.op(y, ys), G, F, C, ctx)
                     gpu_layout.labels(q, shards, lab.op(labels, ls), G, ctx)
                     lab.compare(String(t"input {C} x {plane}, {samples}"))

@@ -12,7 +12,8 @@ from kernels.gpu import optimizer as gpu_optimizer
 from kernels.gpu import reduce as gpu_reduce
 from kernels.gpu.launch import Queue
 from kernels.lanes import LANES, Ptr
-from lab import Lab, Shape, added, put_context, up
+from kernels.optimizer import Adam, Sgd
+from lab import Lab, Shape, added, cpu_record, put_context, up
 
 comptime L = LANES
 
@@ -114,9 +115,9 @@ def test_sum_lanes() raises:
                 var ctx = put_context(lab, context, shape)
                 lab.upload()
                 for s in range(shards):
-                    var n = N if N >= 0 else shape.valid(s)
+                    var r = cpu_record(lab, shape, s)
                     cpu_reduce.sum_lanes[L](
-                        lab.ptr(y + 3 * s), lab.ptr(x + s * xs), n, G, F
+                        lab.ptr(y + 3 * s), lab.ptr(x + s * xs), N, G, F, r
                     )
                 gpu_reduce.sum_lanes(
                     q,
@@ -131,9 +132,9 @@ def test_sum_lanes() raises:
                 lab.compare(String(t"sum_lanes {N} {G} {F}"), 1e-4)
                 lab.upload()
                 for s in range(shards):
-                    var n = N if N >= 0 else shape.valid(s)
+                    var r = cpu_record(lab, shape, s)
                     cpu_reduce.sum_lanes_backward[L](
-                        lab.ptr(dx + s * xs), lab.ptr(y + 3 * s), n, G, F
+                        lab.ptr(dx + s * xs), lab.ptr(y + 3 * s), N, G, F, r
                     )
                 gpu_reduce.sum_lanes_backward(
                     q,
@@ -232,18 +233,10 @@ def each_optimizer(q: Queue, n: Int, m: Int) raises:
         lab.host[ok + 1] = 96
         lab.upload()
         var before = lab.host.copy()
-        var mean = 1 / lab.host[ok + 1]
         if form < 3:
+            var rule = Sgd(0.05, Float32(0.9 if form else 0.0), 0.01, form == 2)
             cpu_optimizer.sgd(
-                lab.ptr(w),
-                lab.ptr(v),
-                lab.ptr(g),
-                n,
-                mean,
-                0.05,
-                Float32(0.9) if form else Float32(0),
-                0.01,
-                form == 2,
+                lab.ptr(w), lab.ptr(v), lab.ptr(g), lab.ptr(ok + 1), n, rule
             )
             gpu_optimizer.sgd(
                 q,
@@ -253,28 +246,21 @@ def each_optimizer(q: Queue, n: Int, m: Int) raises:
                 lab.dptr(g),
                 lab.dptr(ok + 1),
                 m,
-                0.05,
-                Float32(0.9) if form else Float32(0),
-                0.01,
-                form == 2,
+                rule,
             )
         else:
+            var rule = Adam(
+                0.01, 0.9, 0.999, 1e-8, 0.01, form == 4, 0.271, 0.003
+            )
             if form < 5:
                 cpu_optimizer.adam(
                     lab.ptr(w),
                     lab.ptr(v),
                     lab.ptr(u),
                     lab.ptr(g),
+                    lab.ptr(ok + 1),
                     n,
-                    mean,
-                    0.01,
-                    0.9,
-                    0.999,
-                    1e-8,
-                    0.01,
-                    form == 4,
-                    0.271,
-                    0.003,
+                    rule,
                 )
             gpu_optimizer.adam(
                 q,
@@ -285,14 +271,7 @@ def each_optimizer(q: Queue, n: Int, m: Int) raises:
                 lab.dptr(g),
                 lab.dptr(ok + 1),
                 m,
-                0.01,
-                0.9,
-                0.999,
-                1e-8,
-                0.01,
-                form == 4,
-                0.271,
-                0.003,
+                rule,
             )
         for i in range(m, n):
             for at in [w, v, u]:
@@ -321,10 +300,7 @@ def test_a_step_that_is_not_taken() raises:
         lab.dptr(32),
         lab.dptr(65),
         16,
-        0.1,
-        0.9,
-        0,
-        False,
+        Sgd(0.1, 0.9, 0, False),
     )
     lab.compare("sgd changes nothing")
 

@@ -14,7 +14,7 @@ from kernels.gpu.quads import divide, divisor
 from kernels.lanes import LANES, LongPtr
 from kernels.op import Cpu
 from kernels.record import ContextPtr, RECORD, Record, SPACES
-from lab import Lab, Shape, put_context, up
+from lab import Lab, Shape, cpu_record, put_context, up
 
 comptime L = LANES
 comptime EXACT = (
@@ -176,10 +176,8 @@ def test_dropout() raises:
                 G,
                 F,
                 0.4,
-                0x123456789ABCDEF,
-                77,
-                UInt32(64 + 32 * s),
                 9,
+                cpu_record(lab, shape, s),
             )
         gpu_dropout.dropout(
             q,

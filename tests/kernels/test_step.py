@@ -22,7 +22,7 @@ def test_a_record_that_fails_in_a_step_is_an_error():
     tables = np.array(planning.make(1, 0, 1, 1, 1).tables(), np.int64)
     buffer = native.aligned(lib.lanes)
     step = native.Step(
-        program=program.ctypes.data, records=2, threads=1, actions=tables.ctypes.data,
+        program=program.ctypes.data, records=2, threads=1, tables=tables.ctypes.data,
         buffers=buffer.ctypes.data, buffer_floats=lib.lanes, shard_size=1, samples=1,
     )  # fmt: skip
     with pytest.raises(RuntimeError, match="record 1 of 2 of the program of a step failed"):

@@ -5,7 +5,11 @@ The definition here is one float at a time: chains over the parts, a tree over t
 
 from std.testing import TestSuite, assert_equal
 
-from kernels.conv2d import conv2d_backward_input, conv2d_backward_input_any
+from kernels.conv2d import (
+    Conv,
+    conv2d_backward_input,
+    conv2d_backward_input_any,
+)
 from kernels.elementwise import add
 from kernels.lanes import F32, LANES, Ptr, madd
 from kernels.linear import (
@@ -226,21 +230,18 @@ def _check_convolution[
     var R = size[4]
     var T = size[5]
     var S = size[6]
-    var pixels = ((H - R) // S + 1) * ((W - T) // S + 1)
+    var sizes = Conv(G, C, H, W, K, R, T, S)
+    var pixels = sizes.P() * sizes.Q()
     var dy = Floats(G * K * pixels * LANES, noise=1)
     var w = Floats(K * C * R * T, noise=2)
 
-    def run(
-        dx: Floats, dy: Floats, part: Int, parts: Int
-    ) {imm w, imm G, imm C, imm H, imm W, imm K, imm R, imm T, imm S}:
+    def run(dx: Floats, dy: Floats, part: Int, parts: Int) {imm w, imm sizes}:
         comptime if any:
             conv2d_backward_input_any[LANES](
-                dx.p, dy.p, w.p, G, C, H, W, K, R, T, S, part, parts
+                dx.p, dy.p, w.p, sizes, part, parts
             )
         else:
-            conv2d_backward_input(
-                dx.p, dy.p, w.p, G, C, H, W, K, R, T, S, part, parts
-            )
+            conv2d_backward_input(dx.p, dy.p, w.p, sizes, part, parts)
 
     var dx = Floats(G * C * H * W * LANES, fill=7)
     run(dx, dy, 0, PARTS)

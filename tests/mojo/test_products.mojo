@@ -3,6 +3,7 @@
 from std.testing import TestSuite
 
 from kernels.conv2d import (
+    Conv,
     conv2d_backward_input,
     conv2d_backward_input_any,
     conv2d_backward_naive,
@@ -71,32 +72,27 @@ def _check_conv[L: Int](G: Int) raises:
         var R = size[4]
         var T = size[5]
         var S = size[6]
-        var P = (H - R) // S + 1
-        var Q = (W - T) // S + 1
+        var sizes = Conv(G, C, H, W, K, R, T, S)
+        var P = sizes.P()
+        var Q = sizes.Q()
         var x = Floats(G * C * H * W * L, noise=1)
         var w = Floats(K * C * R * T, noise=2)
         var b = Floats(K, noise=3)
         var dy = Floats(G * K * P * Q * L, noise=4)
         var y = Floats(dy.n)
         var wanted = Floats(dy.n)
-        conv2d_forward_naive[L](wanted.p, x.p, w.p, b.p, G, C, H, W, K, R, T, S)
+        conv2d_forward_naive[L](wanted.p, x.p, w.p, b.p, sizes)
         for repetition in range(2):
             comptime if L == 1:
-                conv2d_forward_rows[False](
-                    y.p, x.p, w.p, b.p, G, C, H, W, K, R, T, S
-                )
+                conv2d_forward_rows[False](y.p, x.p, w.p, b.p, sizes)
             else:
-                conv2d_forward[False](
-                    y.p, x.p, w.p, b.p, G, C, H, W, K, R, T, S
-                )
+                conv2d_forward[False](y.p, x.p, w.p, b.p, sizes)
             y.check_close(wanted, String("convolution ", repetition))
         var fused = Floats(dy.n)
         comptime if L == 1:
-            conv2d_forward_rows[True](
-                fused.p, x.p, w.p, b.p, G, C, H, W, K, R, T, S
-            )
+            conv2d_forward_rows[True](fused.p, x.p, w.p, b.p, sizes)
         else:
-            conv2d_forward[True](fused.p, x.p, w.p, b.p, G, C, H, W, K, R, T, S)
+            conv2d_forward[True](fused.p, x.p, w.p, b.p, sizes)
         _relu(y)
         fused.check_same(y, "convolution with ReLU")
         fused.check_guards()
@@ -115,40 +111,23 @@ def _check_conv[L: Int](G: Int) raises:
             dy.p,
             x.p,
             w.p,
-            G,
-            C,
-            H,
-            W,
-            K,
-            R,
-            T,
-            S,
+            sizes,
         )
         comptime if L == 1:
-            conv2d_backward_weight_rows(
-                dw.p, db.p, dy.p, x.p, G, C, H, W, K, R, T, S
-            )
+            conv2d_backward_weight_rows(dw.p, db.p, dy.p, x.p, sizes)
             if S == 1:
-                conv2d_backward_input_rows(
-                    dx.p, dy.p, w.p, G, C, H, W, K, R, T, S
-                )
+                conv2d_backward_input_rows(dx.p, dy.p, w.p, sizes)
             else:
-                conv2d_backward_input_any[1](
-                    dx.p, dy.p, w.p, G, C, H, W, K, R, T, S
-                )
+                conv2d_backward_input_any[1](dx.p, dy.p, w.p, sizes)
         else:
-            conv2d_backward_weight(
-                dw.p, db.p, dy.p, x.p, G, C, H, W, K, R, T, S
-            )
-            conv2d_backward_input(dx.p, dy.p, w.p, G, C, H, W, K, R, T, S)
+            conv2d_backward_weight(dw.p, db.p, dy.p, x.p, sizes)
+            conv2d_backward_input(dx.p, dy.p, w.p, sizes)
         dx.check_close(dx_wanted, "gradient of the input")
         dw.check_close(dw_wanted, "gradient of the weights")
         db.check_close(db_wanted, "gradient of the bias")
         if S == 1:
             var other = Floats(x.n)
-            conv2d_backward_input_any[L](
-                other.p, dy.p, w.p, G, C, H, W, K, R, T, S
-            )
+            conv2d_backward_input_any[L](other.p, dy.p, w.p, sizes)
             other.check_close(dx_wanted, "gradient of the input, any")
         x.check_guards()
         w.check_guards()

@@ -124,8 +124,8 @@ ROOMS = (
 FRONT_ENDS = ("callbacks", "loggers", "testing", "mojo", "torch", "horovod", "ray", "tune")
 ORDER = (*ROOMS[: ROOMS.index("audit")], "callbacks", *ROOMS[ROOMS.index("audit") :], *FRONT_ENDS[1:])
 BUDGETS = {  # lines of all its files together
-    "mojo": 13_600,
-    "shared/training": 3_150,
+    "mojo": 12_700,
+    "shared/training": 3_100,
     "python/odyssey": 36_500,
     "python/odyssey/comm": 3_960,
     "python/odyssey/parallel": 3_650,

@@ -12,6 +12,7 @@ Which kernel computes what is chosen here and in correlate(), by the sizes:
 
 from std.sys.info import _has_nvidia_gpu_accelerator
 
+from ..conv2d import Conv
 from ..lanes import Ptr
 from .conv2d_any import gather_input
 from .conv2d_direct import correlate
@@ -42,17 +43,10 @@ def conv2d_forward[
     x: Operand,  # (G, C, H, W, 16)
     w: Operand,  # (K, C, R, T)
     b: Operand,  # (K)
-    G: Int,
-    C: Int,
-    H: Int,
-    W: Int,
-    K: Int,
-    R: Int,
-    T: Int,
-    S: Int,
+    size: Conv,
 ) raises:
     """Computes y = x * w + b (cross-correlation), then max(y, 0) if `relu`."""
-    var s = Shape.forward(G, C, H, W, K, R, T, S, precision, relu)
+    var s = Shape.forward(size, precision, relu)
     comptime if _on_tensor_cores[precision]():
         if worth_it(s):
             correlate_mma[precision, False](q, shards, y, x, w, b, s)
@@ -70,14 +64,7 @@ def conv2d_relu_maxpool_forward[
     x: Operand,  # (G, C, H, W, 16)
     w: Operand,  # (K, C, R, T)
     b: Operand,  # (K)
-    G: Int,
-    C: Int,
-    H: Int,
-    W: Int,
-    K: Int,
-    R: Int,
-    T: Int,
-    S: Int,
+    size: Conv,
     PR: Int,
     PT: Int,
     PS: Int,
@@ -88,7 +75,7 @@ def conv2d_relu_maxpool_forward[
     other. In every precision the products are float32 multiply-adds, of rounded factors: where K is 16 or more and the
     precision low, tensor cores and an op for the pooling may be faster.
     """
-    var s = Shape.forward(G, C, H, W, K, R, T, S, precision, True)
+    var s = Shape.forward(size, precision, True)
     s.PR = PR
     s.PT = PT
     s.PS = PS
@@ -105,28 +92,21 @@ def conv2d_backward_input[
     dx: Operand,  # (G, C, H, W, 16)
     dy: Operand,  # (G, K, P, Q, 16)
     w: Operand,  # (K, C, R, T)
-    G: Int,
-    C: Int,
-    H: Int,
-    W: Int,
-    K: Int,
-    R: Int,
-    T: Int,
-    S: Int,
+    size: Conv,
 ) raises:
     """Writes the gradient of the (padded) input."""
-    var s = Shape.forward(G, C, H, W, K, R, T, S, precision, False)
-    if S != 1:
+    var s = Shape.forward(size, precision, False)
+    if size.S != 1:
         gather_input[precision != FP32](q, shards, dx, dy, w, s)
         return
-    s.C = K
+    s.C = size.K
     s.H = s.P
     s.W = s.Q
-    s.K = C
-    s.P = H
-    s.Q = W
-    s.pad_rows = R - 1
-    s.pad_columns = T - 1
+    s.K = size.C
+    s.P = size.H
+    s.Q = size.W
+    s.pad_rows = size.R - 1
+    s.pad_columns = size.T - 1
     comptime if _on_tensor_cores[precision]():
         if worth_it(s):
             correlate_mma[precision, True](q, shards, dx, dy, w, NONE, s)
@@ -137,21 +117,14 @@ def conv2d_backward_input[
 def conv2d_backward_weight_scratch(
     shards: Int,
     fold: Int,
-    G: Int,
-    C: Int,
-    H: Int,
-    W: Int,
-    K: Int,
-    R: Int,
-    T: Int,
-    S: Int,
+    size: Conv,
 ) -> Int:
     """Floats of scratch memory that conv2d_backward_weight wants."""
-    var s = Shape.forward(G, C, H, W, K, R, T, S, FP32, False)
+    var s = Shape.forward(size, FP32, False)
     var most = pieces(s)
     comptime if _on_tensor_cores[BF16]():
         most = max(most, pieces_mma(s))
-    return shards * most * K * (C * R * T + 1)
+    return shards * most * size.K * (size.taps() + 1)
 
 
 def conv2d_backward_weight[
@@ -165,14 +138,7 @@ def conv2d_backward_weight[
     dy: Operand,  # (G, K, P, Q, 16)
     x: Operand,  # (G, C, H, W, 16)
     scratch: Ptr,
-    G: Int,
-    C: Int,
-    H: Int,
-    W: Int,
-    K: Int,
-    R: Int,
-    T: Int,
-    S: Int,
+    size: Conv,
     accumulate: Bool,
 ) raises:
     """Writes the gradients of weights and bias, or adds them to what is there if `accumulate`.
@@ -186,7 +152,7 @@ def conv2d_backward_weight[
             " shards for one buffer; at most ",
             STRANDS,
         )
-    var s = Shape.forward(G, C, H, W, K, R, T, S, precision, False)
+    var s = Shape.forward(size, precision, False)
     comptime if _on_tensor_cores[precision]():
         if worth_it_for_weights(s):
             weight_gradient_mma[precision](

@@ -15,6 +15,7 @@ from std.utils.numerics import isnan
 from max.gpu import WARP_SIZE
 from max.gpu.primitives.warp import shuffle_xor
 
+from ..conv2d import Conv
 from ..lanes import F32, LANES
 from .launch import BF16, FP16
 
@@ -67,30 +68,19 @@ struct Shape(TrivialRegisterPassable):
     var tiles: Int  # of pixels that each warp computes, one after the other
 
     @staticmethod
-    def forward(
-        G: Int,
-        C: Int,
-        H: Int,
-        W: Int,
-        K: Int,
-        R: Int,
-        T: Int,
-        S: Int,
-        precision: Int,
-        relu: Bool,
-    ) -> Self:
+    def forward(size: Conv, precision: Int, relu: Bool) -> Self:
         """A convolution as the launchers have it."""
         return Self(
-            G,
-            C,
-            H,
-            W,
-            K,
-            (H - R) // S + 1,
-            (W - T) // S + 1,
-            R,
-            T,
-            S,
+            size.G,
+            size.C,
+            size.H,
+            size.W,
+            size.K,
+            size.P(),
+            size.Q(),
+            size.R,
+            size.T,
+            size.S,
             0,
             0,
             1,

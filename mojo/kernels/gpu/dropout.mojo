@@ -7,7 +7,7 @@ from max.gpu import block_idx
 
 from ..lanes import LANES, Ptr
 from ..random import philox, unit
-from .launch import blocks, GpuOp, Launch, Operand, Queue, StepContextPtr
+from .launch import blocks, GpuOp, Operand, Queue, StepContextPtr, call
 from .quads import THREADS, divide, divisor, of_shard, quads, small_index
 
 
@@ -84,20 +84,6 @@ def dropout(
     )
 
 
-def _dropout_op(q: Queue, r: Launch) raises:
-    dropout(
-        q,
-        r.shards,
-        r.op(1),
-        r.op(2),
-        r.int(3),
-        r.int(4),
-        r.float(5),
-        r.int(6),
-        r.context,
-    )
-
-
 def ops() -> List[GpuOp]:
     """The op of this file."""
-    return [GpuOp("dropout", _dropout_op)]
+    return [GpuOp("dropout", call[dropout])]

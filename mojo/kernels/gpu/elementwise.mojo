@@ -17,6 +17,7 @@ from .launch import (
     Queue,
     StepContextPtr,
     blocks,
+    call,
 )
 from .quads import THREADS, Four, aligned, index, load4, of_shard, store4
 from .reduce import tree
@@ -374,25 +375,10 @@ def copy(q: Queue, shards: Int, y: Operand, x: Operand, n: Int) raises:
     _launch[_same](q, shards, y, x, 0, n)
 
 
-# --- ops ----------------------------------------------------------------------------------
-
-
-def _copy_op(q: Queue, r: Launch) raises:
-    copy(q, r.shards, r.op(1), r.op(2), r.int(3))
-
-
-def _fill_op(q: Queue, r: Launch) raises:
-    fill(q, r.shards, r.op(1), r.float(2), r.int(3))
-
-
-def _loss_scale_op(q: Queue, r: Launch) raises:
-    loss_scale(q, r.shards, r.op(1), r.context)
-
-
 def ops() -> List[GpuOp]:
     """The ops of this file."""
     return [
-        GpuOp("copy", _copy_op),
-        GpuOp("fill", _fill_op),
-        GpuOp("loss_scale", _loss_scale_op),
+        GpuOp("copy", call[copy]),
+        GpuOp("fill", call[fill]),
+        GpuOp("loss_scale", call[loss_scale]),
     ]

@@ -22,20 +22,37 @@ from std.utils import StaticTuple
 
 from max.gpu.host import DeviceContext
 
-from ..lanes import IntPtr, LongPtr, Ptr
+from ..lanes import BytePtr, IntPtr, LongPtr, Ptr
 from ..op import OpOf
-from ..record import BF16, DTYPE, FP16, FP32, OFFSET, SPACES, TF32
+from ..record import (
+    Argument,
+    Arguments,
+    BF16,
+    DTYPE,
+    FP16,
+    FP32,
+    OFFSET,
+    SPACES,
+    Source,
+    TF32,
+)
 
 comptime Queue = DeviceContext
 
 
 @fieldwise_init
-struct Operand(TrivialRegisterPassable):
+struct Operand(Argument):
     """Where a tensor of the first shard is, and how many floats further that of the next.
     """
 
     var address: Int
     var stride: Int  # floats; of int32 tensors as well
+
+    @staticmethod
+    @always_inline
+    def read[S: Source](r: S, mut i: Int) -> Self:
+        i += 1
+        return Self(r.address(i - 1), r.stride(i - 1))
 
     @always_inline
     def ptr(self) -> Ptr:
@@ -66,12 +83,12 @@ struct StepContext(TrivialRegisterPassable):
     var first: Int64
     var samples: Int64
     var shard_size: Int64
-    var images: Int64  # address of the data set, (samples, F)
+    var images: BytePtr  # the data set, (samples, F)
     var bytes: Int64  # 1 if it is uint8, 0 if float32
-    var labels: Int64  # address, int32
-    var rows: Int64  # address, int64
-    var scale: Int64  # address, float32 (C)
-    var shift: Int64  # address, float32 (C)
+    var labels: IntPtr
+    var rows: LongPtr
+    var scale: Ptr  # (C)
+    var shift: Ptr  # (C)
     var loss_scale: Float32  # a power of two; Metal has no doubles
     var unused: Float32
 
@@ -97,7 +114,7 @@ def blocks(n: Int, size: Int) -> Int:
 
 
 @fieldwise_init
-struct Launch(Copyable):
+struct Launch(Copyable, Source):
     """One record with what it needs to become a launch. An operand in a space becomes an address and a stride, and the op
     is enqueued for all shards at once.
     """
@@ -119,28 +136,36 @@ struct Launch(Copyable):
 
     @always_inline
     def int(self, i: Int) -> Int:
-        """Argument i as a size."""
         return Int(self.at[unsafe_offset=i])
 
     @always_inline
     def float(self, i: Int) -> Float32:
-        """Argument i as a float."""
         return bitcast[DType.float32](
             UInt32(self.at[unsafe_offset=i] & 0xFFFFFFFF)
         )
 
     @always_inline
+    def address(self, i: Int) -> Int:
+        var v = Int(self.at[unsafe_offset=i])
+        return self.bases[v >> 56] + (v & OFFSET)
+
+    @always_inline
+    def stride(self, i: Int) -> Int:
+        return self.strides[Int(self.at[unsafe_offset=i]) >> 56]
+
+    @always_inline
+    def run(self) -> Int:
+        return Int(self.context)
+
+    @always_inline
     def op(self, i: Int) -> Operand:
         """Argument i as an operand that walks over the shards."""
-        var v = Int(self.at[unsafe_offset=i])
-        return Operand(
-            self.bases[v >> 56] + (v & OFFSET), self.strides[v >> 56]
-        )
+        return Operand(self.address(i), self.stride(i))
 
     @always_inline
     def ptr(self, i: Int) -> Ptr:
         """Argument i as an operand that there is once."""
-        return Ptr(unsafe_from_address=self.op(i).address)
+        return Ptr(unsafe_from_address=self.address(i))
 
     @always_inline
     def ok(self) -> IntPtr:
@@ -154,57 +179,14 @@ comptime GpuOp = OpOf[Enqueue]
 """One op of a GPU."""
 
 
-# Launchers that take their arguments one by one, for all shards.
-
-
 def call[
-    f: def(Queue, Int, Operand, Operand, Int, Int) raises thin
+    Ts: TypeList[Trait=AnyType, ...],
+    //,
+    f: def(Queue, Int, /, * args: * Ts) raises thin,
 ](q: Queue, r: Launch) raises:
-    f(q, r.shards, r.op(1), r.op(2), r.int(3), r.int(4))
-
-
-def call[
-    f: def(Queue, Int, Operand, Operand, Operand, Int, Int) raises thin
-](q: Queue, r: Launch) raises:
-    f(q, r.shards, r.op(1), r.op(2), r.op(3), r.int(4), r.int(5))
-
-
-def call[
-    f: def(Queue, Int, Operand, Operand, Operand, Operand, Int, Int) raises thin
-](q: Queue, r: Launch) raises:
-    f(q, r.shards, r.op(1), r.op(2), r.op(3), r.op(4), r.int(5), r.int(6))
-
-
-def call[
-    f: def(Queue, Int, Operand, Operand, Int, Int, Int, Int, Int) raises thin
-](q: Queue, r: Launch) raises:
-    f(
-        q,
-        r.shards,
-        r.op(1),
-        r.op(2),
-        r.int(3),
-        r.int(4),
-        r.int(5),
-        r.int(6),
-        r.int(7),
-    )
-
-
-def call[
-    f: def(
-        Queue, Int, Operand, Operand, Int, Int, Int, Int, Int, Int
-    ) raises thin
-](q: Queue, r: Launch) raises:
-    f(
-        q,
-        r.shards,
-        r.op(1),
-        r.op(2),
-        r.int(3),
-        r.int(4),
-        r.int(5),
-        r.int(6),
-        r.int(7),
-        r.int(8),
-    )
+    """f for all shards, with the record's arguments, each read as the type that f declares (record.Arguments).
+    """
+    var arguments = Arguments[Ts]()
+    var pack = arguments.read(r)
+    f(q, r.shards, *pack)
+    _ = arguments^

@@ -11,8 +11,6 @@ from .launch import (
     blocks,
     call,
     GpuOp,
-    Launch,
-    LongPtr,
     Operand,
     Queue,
     StepContextPtr,
@@ -31,8 +29,6 @@ from .quads import (
     small_index,
     store4,
 )
-
-comptime BytePtr = Pointer[UInt8, MutUntrackedOrigin]
 
 
 def _input(
@@ -55,25 +51,19 @@ def _input(
     var valid = ctx[].valid(shard)
     var out = Four(0)
     if first < valid:
-        var rows = LongPtr(unsafe_from_address=Int(ctx[].rows)).unsafe_offset(
-            shard * Int(ctx[].shard_size)
-        )
+        var rows = ctx[].rows.unsafe_offset(shard * Int(ctx[].shard_size))
         var v = Four(0)
         comptime for j in range(4):
             var row = rows[unsafe_offset=min(first + j, valid - 1)]
             var at = Int(row) * Int(F) + f
             if ctx[].bytes != 0:
-                v[j] = BytePtr(unsafe_from_address=Int(ctx[].images))[
-                    unsafe_offset=at
-                ].cast[F32]()
+                v[j] = ctx[].images[unsafe_offset=at].cast[F32]()
             else:
-                v[j] = Ptr(unsafe_from_address=Int(ctx[].images))[
-                    unsafe_offset=at
-                ]
+                v[j] = ctx[].images.unsafe_bitcast[Float32]()[unsafe_offset=at]
         var c = Int(divide(UInt32(f), by_plane))
         v = v.fma(
-            Four(Ptr(unsafe_from_address=Int(ctx[].scale))[unsafe_offset=c]),
-            Four(Ptr(unsafe_from_address=Int(ctx[].shift))[unsafe_offset=c]),
+            Four(ctx[].scale[unsafe_offset=c]),
+            Four(ctx[].shift[unsafe_offset=c]),
         )
         comptime for j in range(4):
             out[j] = v[j] if first + j < valid else 0
@@ -114,12 +104,8 @@ def _labels(y: IntPtr, ys: Int64, n: Int32, ctx: StepContextPtr):
         return
     var label = Int32(-1)
     if i < ctx[].valid(shard):
-        var row = LongPtr(unsafe_from_address=Int(ctx[].rows))[
-            unsafe_offset=shard * Int(ctx[].shard_size) + i
-        ]
-        label = IntPtr(unsafe_from_address=Int(ctx[].labels))[
-            unsafe_offset=Int(row)
-        ]
+        var row = ctx[].rows[unsafe_offset=shard * Int(ctx[].shard_size) + i]
+        label = ctx[].labels[unsafe_offset=Int(row)]
     y[unsafe_offset=shard * Int(ys) + i] = label
 
 
@@ -351,22 +337,11 @@ def pad_backward(
     )
 
 
-# --- ops ----------------------------------------------------------------------------------
-
-
-def _input_op(q: Queue, r: Launch) raises:
-    input(q, r.shards, r.op(1), r.int(2), r.int(3), r.int(4), r.context)
-
-
-def _labels_op(q: Queue, r: Launch) raises:
-    labels(q, r.shards, r.op(1), r.int(2), r.context)
-
-
 def ops() -> List[GpuOp]:
     """The ops of this file."""
     return [
-        GpuOp("input", _input_op),
-        GpuOp("labels", _labels_op),
+        GpuOp("input", call[input]),
+        GpuOp("labels", call[labels]),
         GpuOp("pack_rows", call[pack_rows]),
         GpuOp("unpack_rows", call[unpack_rows]),
         GpuOp("pad_forward", call[pad_forward]),

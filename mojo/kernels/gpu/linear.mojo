@@ -10,7 +10,7 @@ from std.math import ceildiv
 
 from max.gpu.host import FuncAttribute
 
-from ..lanes import LANES, Ptr
+from ..lanes import LANES
 from .gemm import product
 from .gemm_tiles import (
     ACCUMULATE,
@@ -228,7 +228,6 @@ def linear_backward_weight[
     db: Operand,  # (O), likewise
     dy: Operand,  # (G, O, L)
     x: Operand,  # (G, I, L)
-    scratch: Ptr,  # not needed
     G: Int,
     I: Int,
     O: Int,
@@ -258,10 +257,3 @@ def linear_backward_weight[
         (ACCUMULATE if accumulate else 0) | (ALIGNED if I % 4 == 0 else 0),
         tile,
     )
-
-
-def linear_backward_weight_scratch(
-    shards: Int, fold: Int, G: Int, I: Int, O: Int
-) -> Int:
-    """Floats of scratch memory that linear_backward_weight wants: none."""
-    return 0

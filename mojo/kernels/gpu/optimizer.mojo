@@ -4,7 +4,8 @@ The device decides itself whether the step is taken: where *ok is 0 nothing chan
 """
 
 from ..lanes import F32, IntPtr, Ptr
-from ..optimizer import adam_update, sgd_update
+from ..optimizer import Adam, Sgd
+from ..record import sizes_of
 from .launch import blocks, GpuOp, Launch, Queue
 from .quads import THREADS, aligned, index
 
@@ -36,6 +37,7 @@ def _sgd(
     if i >= n or ok[] == 0:
         return
     var mean = 1 / samples[]
+    var rule = Sgd(lr, momentum, weight_decay, nesterov != 0)
 
     @always_inline
     def update[width: Int](i: Int) {imm}:
@@ -43,16 +45,7 @@ def _sgd(
         var vi = SIMD[F32, width](0)
         if momentum != 0:
             vi = _load[width](v, i)
-        sgd_update(
-            wi,
-            vi,
-            _load[width](g, i),
-            mean,
-            lr,
-            momentum,
-            weight_decay,
-            nesterov != 0,
-        )
+        rule.update(wi, vi, _load[width](g, i), mean)
         if momentum != 0:
             _store(v, i, vi)
         _store(w, i, wi)
@@ -74,10 +67,7 @@ def sgd(
     g: Ptr,
     samples: Ptr,  # how many samples g is a sum over
     n: Int,
-    lr: Float32,
-    momentum: Float32,
-    weight_decay: Float32,
-    nesterov: Bool,
+    rule: Sgd,
 ) raises:
     """Stochastic gradient descent; the bits of the CPU."""
     q.enqueue_function[_sgd](
@@ -87,10 +77,10 @@ def sgd(
         g,
         samples,
         Int64(n),
-        lr,
-        momentum,
-        weight_decay,
-        Int32(nesterov),
+        rule.lr,
+        rule.momentum,
+        rule.weight_decay,
+        Int32(rule.nesterov),
         grid_dim=blocks(n, 4 * THREADS),
         block_dim=THREADS,
     )
@@ -118,27 +108,23 @@ def _adam(
     if i >= n or ok[] == 0:
         return
     var mean = 1 / samples[]
+    var rule = Adam(
+        lr,
+        beta1,
+        beta2,
+        eps,
+        weight_decay,
+        decoupled != 0,
+        correction1,
+        correction2,
+    )
 
     @always_inline
     def update[width: Int](i: Int) {imm}:
         var wi = _load[width](w, i)
         var mi = _load[width](m, i)
         var vi = _load[width](v, i)
-        adam_update(
-            wi,
-            mi,
-            vi,
-            _load[width](g, i),
-            mean,
-            lr,
-            beta1,
-            beta2,
-            eps,
-            weight_decay,
-            decoupled != 0,
-            correction1,
-            correction2,
-        )
+        rule.update(wi, mi, vi, _load[width](g, i), mean)
         _store(m, i, mi)
         _store(v, i, vi)
         _store(w, i, wi)
@@ -161,14 +147,7 @@ def adam(
     g: Ptr,
     samples: Ptr,  # how many samples g is a sum over
     n: Int,
-    lr: Float32,
-    beta1: Float32,
-    beta2: Float32,
-    eps: Float32,
-    weight_decay: Float32,
-    decoupled: Bool,
-    correction1: Float32,
-    correction2: Float32,
+    rule: Adam,
 ) raises:
     """Adam, or AdamW if `decoupled`; corrections are 1 - beta^t."""
     q.enqueue_function[_adam](
@@ -179,14 +158,14 @@ def adam(
         g,
         samples,
         Int64(n),
-        lr,
-        beta1,
-        beta2,
-        eps,
-        weight_decay,
-        Int32(decoupled),
-        correction1,
-        correction2,
+        rule.lr,
+        rule.beta1,
+        rule.beta2,
+        rule.eps,
+        rule.weight_decay,
+        Int32(rule.decoupled),
+        rule.correction1,
+        rule.correction2,
         grid_dim=blocks(n, 4 * THREADS),
         block_dim=THREADS,
     )
@@ -196,19 +175,8 @@ def adam(
 
 
 def _sgd_op(q: Queue, r: Launch) raises:
-    sgd(
-        q,
-        r.ok(),
-        r.ptr(1),
-        r.ptr(2),
-        r.ptr(3),
-        r.ptr(4),
-        r.int(5),
-        r.float(6),
-        r.float(7),
-        r.float(8),
-        r.int(9) != 0,
-    )
+    var rule = sizes_of[Sgd](r, 6)
+    sgd(q, r.ok(), r.ptr(1), r.ptr(2), r.ptr(3), r.ptr(4), r.int(5), rule)
 
 
 def _adam_op(q: Queue, r: Launch) raises:
@@ -221,14 +189,7 @@ def _adam_op(q: Queue, r: Launch) raises:
         r.ptr(4),
         r.ptr(5),
         r.int(6),
-        r.float(7),
-        r.float(8),
-        r.float(9),
-        r.float(10),
-        r.float(11),
-        r.int(12) != 0,
-        r.float(13),
-        r.float(14),
+        sizes_of[Adam](r, 7),
     )
 
 

@@ -9,7 +9,8 @@ from std.utils.numerics import isnan
 
 from ..lanes import LANES, BytePtr, Ptr
 from ..functions import rounded
-from .launch import blocks, call, GpuOp, Launch, Operand, Queue
+from ..pool import Windows
+from .launch import blocks, call, GpuOp, Operand, Queue
 from .quads import (
     QUADS,
     THREADS,
@@ -104,12 +105,7 @@ def maxpool_forward(
     y: Operand,  # (planes, P, Q, L)
     argmax: Operand,  # (planes, P, Q, L) bytes; shard s is 4 s stride bytes further
     x: Operand,  # (planes, H, W, L)
-    planes: Int,  # G * C
-    H: Int,
-    W: Int,
-    R: Int,
-    T: Int,
-    S: Int,
+    s: Windows,
 ) raises:
     """Largest value of each window; the first one of equals; NaN wins, so that it is not hidden.
 
@@ -118,10 +114,8 @@ def maxpool_forward(
     in_lanes(y, x)
     if argmax.address & 3 != 0:
         raise Error("[gpu] the places of a max-pool are not at a multiple of 4")
-    var P = (H - R) // S + 1
-    var Q = (W - T) // S + 1
-    var n = quads(planes * P * Q)
-    _ = quads(planes * H * W)
+    var n = quads(s.planes * s.P() * s.Q())
+    _ = quads(s.planes * s.H * s.W)
 
     @always_inline
     def launch[known: Int]() raises {imm}:
@@ -133,20 +127,20 @@ def maxpool_forward(
             x.ptr(),
             x.step(),
             UInt32(n),
-            Int32(H),
-            Int32(W),
-            Int32(R),
-            Int32(T),
-            Int32(S),
-            UInt32(P),
-            UInt32(Q),
-            divisor(P),
-            divisor(Q),
+            Int32(s.H),
+            Int32(s.W),
+            Int32(s.R),
+            Int32(s.T),
+            Int32(s.S),
+            UInt32(s.P()),
+            UInt32(s.Q()),
+            divisor(s.P()),
+            divisor(s.Q()),
             grid_dim=(blocks(n, THREADS), shards),
             block_dim=THREADS,
         )
 
-    if R == 2 and T == 2 and S == 2:
+    if s.are(2):
         launch[2]()
     else:
         launch[0]()
@@ -263,34 +257,43 @@ def _maxpool_backward_2x2[
         )
 
 
-def maxpool_backward[
-    relu: Bool
-](
+def maxpool_backward(
     q: Queue,
     shards: Int,
     dx: Operand,  # (planes, H, W, L)
     dy: Operand,  # (planes, P, Q, L)
     argmax: Operand,  # (planes, P, Q, L) bytes, saved by forward
     y: Operand,  # (planes, P, Q, L), read only if `relu`
-    planes: Int,
-    H: Int,
-    W: Int,
-    R: Int,
-    T: Int,
-    S: Int,
+    s: Windows,
+    relu: Bool,
 ) raises:
     """Hands each gradient to the place that won. With `relu`, x is the output of a ReLU and its backward is done in the
     same pass: where the winner is 0 nothing passes.
     """
+    if relu:
+        _launch_maxpool_backward[True](q, shards, dx, dy, argmax, y, s)
+    else:
+        _launch_maxpool_backward[False](q, shards, dx, dy, argmax, y, s)
+
+
+def _launch_maxpool_backward[
+    relu: Bool
+](
+    q: Queue,
+    shards: Int,
+    dx: Operand,
+    dy: Operand,
+    argmax: Operand,
+    y: Operand,
+    s: Windows,
+) raises:
     in_lanes(dx, dy)
     if argmax.address & 3 != 0:
         raise Error("[gpu] the places of a max-pool are not at a multiple of 4")
     comptime if relu:
         in_lanes(y)
-    var P = (H - R) // S + 1
-    var Q = (W - T) // S + 1
-    var n = quads(planes * H * W)
-    if R == 2 and T == 2 and S == 2 and H % 2 == 0 and W % 2 == 0:
+    var n = quads(s.planes * s.H * s.W)
+    if s.are(2) and s.H % 2 == 0 and s.W % 2 == 0:
         q.enqueue_function[_maxpool_backward_2x2[relu]](
             dx.ptr(),
             dx.step(),
@@ -301,8 +304,8 @@ def maxpool_backward[
             y.ptr(),
             y.step(),
             UInt32(n // 4),
-            UInt32(Q),
-            divisor(Q),
+            UInt32(s.Q()),
+            divisor(s.Q()),
             grid_dim=(blocks(n // 4, THREADS), shards),
             block_dim=THREADS,
         )
@@ -317,16 +320,16 @@ def maxpool_backward[
         y.ptr(),
         y.step(),
         UInt32(n),
-        UInt32(H),
-        UInt32(W),
-        Int32(R),
-        Int32(T),
-        Int32(S),
-        Int32(P),
-        Int32(Q),
-        divisor(H),
-        divisor(W),
-        divisor(S),
+        UInt32(s.H),
+        UInt32(s.W),
+        Int32(s.R),
+        Int32(s.T),
+        Int32(s.S),
+        Int32(s.P()),
+        Int32(s.Q()),
+        divisor(s.H),
+        divisor(s.W),
+        divisor(s.S),
         grid_dim=(blocks(n, THREADS), shards),
         block_dim=THREADS,
     )
@@ -374,34 +377,27 @@ def avgpool_forward(
     shards: Int,
     y: Operand,
     x: Operand,
-    planes: Int,
-    H: Int,
-    W: Int,
-    R: Int,
-    T: Int,
-    S: Int,
+    s: Windows,
 ) raises:
     """Mean of each window. Shapes as for maxpool_forward."""
     in_lanes(y, x)
-    var P = (H - R) // S + 1
-    var Q = (W - T) // S + 1
-    var n = quads(planes * P * Q)
-    _ = quads(planes * H * W)
+    var n = quads(s.planes * s.P() * s.Q())
+    _ = quads(s.planes * s.H * s.W)
     q.enqueue_function[_avgpool_forward](
         y.ptr(),
         y.step(),
         x.ptr(),
         x.step(),
         UInt32(n),
-        Int32(H),
-        Int32(W),
-        Int32(R),
-        Int32(T),
-        Int32(S),
-        UInt32(P),
-        UInt32(Q),
-        divisor(P),
-        divisor(Q),
+        Int32(s.H),
+        Int32(s.W),
+        Int32(s.R),
+        Int32(s.T),
+        Int32(s.S),
+        UInt32(s.P()),
+        UInt32(s.Q()),
+        divisor(s.P()),
+        divisor(s.Q()),
         grid_dim=(blocks(n, THREADS), shards),
         block_dim=THREADS,
     )
@@ -453,32 +449,27 @@ def avgpool_backward(
     shards: Int,
     dx: Operand,
     dy: Operand,
-    planes: Int,
-    H: Int,
-    W: Int,
-    R: Int,
-    T: Int,
-    S: Int,
+    s: Windows,
 ) raises:
     """Spreads each gradient evenly over its window. Shapes as for maxpool_backward.
     """
     in_lanes(dx, dy)
-    var n = quads(planes * H * W)
+    var n = quads(s.planes * s.H * s.W)
     q.enqueue_function[_avgpool_backward](
         dx.ptr(),
         dx.step(),
         dy.ptr(),
         dy.step(),
         UInt32(n),
-        UInt32(H),
-        UInt32(W),
-        Int32(R),
-        Int32(T),
-        Int32((H - R) // S + 1),
-        Int32((W - T) // S + 1),
-        divisor(H),
-        divisor(W),
-        divisor(S),
+        UInt32(s.H),
+        UInt32(s.W),
+        Int32(s.R),
+        Int32(s.T),
+        Int32(s.P()),
+        Int32(s.Q()),
+        divisor(s.H),
+        divisor(s.W),
+        divisor(s.S),
         grid_dim=(blocks(n, THREADS), shards),
         block_dim=THREADS,
     )
@@ -487,51 +478,11 @@ def avgpool_backward(
 # --- ops ----------------------------------------------------------------------------------
 
 
-def _max_forward_op(q: Queue, r: Launch) raises:
-    maxpool_forward(
-        q,
-        r.shards,
-        r.op(1),
-        r.op(2),
-        r.op(3),
-        r.int(4),
-        r.int(5),
-        r.int(6),
-        r.int(7),
-        r.int(8),
-        r.int(9),
-    )
-
-
-def _max_backward[relu: Bool](q: Queue, r: Launch) raises:
-    maxpool_backward[relu](
-        q,
-        r.shards,
-        r.op(1),
-        r.op(2),
-        r.op(3),
-        r.op(4),
-        r.int(5),
-        r.int(6),
-        r.int(7),
-        r.int(8),
-        r.int(9),
-        r.int(10),
-    )
-
-
-def _max_backward_op(q: Queue, r: Launch) raises:
-    if r.int(11):
-        _max_backward[True](q, r)
-    else:
-        _max_backward[False](q, r)
-
-
 def ops() -> List[GpuOp]:
     """The ops of this file."""
     return [
-        GpuOp("maxpool_forward", _max_forward_op),
-        GpuOp("maxpool_backward", _max_backward_op),
+        GpuOp("maxpool_forward", call[maxpool_forward]),
+        GpuOp("maxpool_backward", call[maxpool_backward]),
         GpuOp("avgpool_forward", call[avgpool_forward]),
         GpuOp("avgpool_backward", call[avgpool_backward]),
     ]

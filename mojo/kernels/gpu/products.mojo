@@ -1,6 +1,7 @@
 """Ops of convolutions and linear layers on a GPU: the launcher for a record's precision, with or without its ReLU."""
 
-from ..record import Record
+from ..conv2d import Conv
+from ..record import Record, sizes_of
 from .conv2d import (
     conv2d_backward_input,
     conv2d_backward_weight,
@@ -8,11 +9,10 @@ from .conv2d import (
     conv2d_forward,
     conv2d_relu_maxpool_forward,
 )
-from .launch import BF16, FP16, FP32, GpuOp, Launch, Queue, TF32
+from .launch import BF16, FP16, FP32, GpuOp, Launch, Queue, TF32, call
 from .linear import (
     linear_backward_input,
     linear_backward_weight,
-    linear_backward_weight_scratch,
     linear_forward,
 )
 
@@ -31,55 +31,16 @@ def _by_dtype[
         f[FP16](q, r)
 
 
-def _conv2d_forward_with[
-    precision: Int, relu: Bool
-](q: Queue, r: Launch) raises:
-    conv2d_forward[precision, relu](
-        q,
-        r.shards,
-        r.op(1),
-        r.op(2),
-        r.op(3),
-        r.op(4),
-        r.int(6),
-        r.int(7),
-        r.int(8),
-        r.int(9),
-        r.int(10),
-        r.int(11),
-        r.int(12),
-        r.int(13),
-    )
-
-
 def _conv2d_forward[precision: Int](q: Queue, r: Launch) raises:
+    var size = sizes_of[Conv](r, 6)
     if r.int(14):
-        _conv2d_forward_with[precision, True](q, r)
+        conv2d_forward[precision, True](
+            q, r.shards, r.op(1), r.op(2), r.op(3), r.op(4), size
+        )
     else:
-        _conv2d_forward_with[precision, False](q, r)
-
-
-def _conv2d_relu_maxpool_forward(q: Queue, r: Launch) raises:
-    conv2d_relu_maxpool_forward[FP32](
-        q,
-        r.shards,
-        r.op(1),
-        r.op(2),
-        r.op(3),
-        r.op(4),
-        r.op(5),
-        r.int(6),
-        r.int(7),
-        r.int(8),
-        r.int(9),
-        r.int(10),
-        r.int(11),
-        r.int(12),
-        r.int(13),
-        r.int(14),
-        r.int(15),
-        r.int(16),
-    )
+        conv2d_forward[precision, False](
+            q, r.shards, r.op(1), r.op(2), r.op(3), r.op(4), size
+        )
 
 
 def _conv2d_backward_weight[precision: Int](q: Queue, r: Launch) raises:
@@ -92,48 +53,21 @@ def _conv2d_backward_weight[precision: Int](q: Queue, r: Launch) raises:
         r.op(3),
         r.op(4),
         r.scratch,
-        r.int(6),
-        r.int(7),
-        r.int(8),
-        r.int(9),
-        r.int(10),
-        r.int(11),
-        r.int(12),
-        r.int(13),
+        sizes_of[Conv](r, 6),
         r.accumulate,
     )
 
 
 def _conv2d_scratch(r: Record, shards: Int, fold: Int) -> Int:
     return 4 * conv2d_backward_weight_scratch(
-        shards,
-        fold,
-        r.int(6),
-        r.int(7),
-        r.int(8),
-        r.int(9),
-        r.int(10),
-        r.int(11),
-        r.int(12),
-        r.int(13),
+        shards, fold, sizes_of[Conv](r, 6)
     )
 
 
 def _conv2d_backward_input[precision: Int](q: Queue, r: Launch) raises:
+    var size = sizes_of[Conv](r, 5)
     conv2d_backward_input[precision](
-        q,
-        r.shards,
-        r.op(1),
-        r.op(2),
-        r.op(3),
-        r.int(5),
-        r.int(6),
-        r.int(7),
-        r.int(8),
-        r.int(9),
-        r.int(10),
-        r.int(11),
-        r.int(12),
+        q, r.shards, r.op(1), r.op(2), r.op(3), size
     )
 
 
@@ -169,7 +103,6 @@ def _linear_backward_weight[precision: Int](q: Queue, r: Launch) raises:
         r.op(2),
         r.op(3),
         r.op(4),
-        r.scratch,
         r.int(6),
         r.int(7),
         r.int(8),
@@ -177,22 +110,9 @@ def _linear_backward_weight[precision: Int](q: Queue, r: Launch) raises:
     )
 
 
-def _linear_scratch(r: Record, shards: Int, fold: Int) -> Int:
-    return 4 * linear_backward_weight_scratch(
-        shards, fold, r.int(6), r.int(7), r.int(8)
-    )
-
-
 def _linear_backward_input[precision: Int](q: Queue, r: Launch) raises:
     linear_backward_input[precision](
-        q,
-        r.shards,
-        r.op(1),
-        r.op(2),
-        r.op(3),
-        r.int(5),
-        r.int(6),
-        r.int(7),
+        q, r.shards, r.op(1), r.op(2), r.op(3), r.int(5), r.int(6), r.int(7)
     )
 
 
@@ -212,13 +132,9 @@ def ops() -> List[GpuOp]:
                 "y, argmax; x, w, b; G, C, H, W, K, R, T, S, pool R, pool T,"
                 " pool S"
             ),
-            _conv2d_relu_maxpool_forward,
+            call[conv2d_relu_maxpool_forward[FP32]],
         ),
         GpuOp("linear_forward", _by_dtype[_linear_forward]),
-        GpuOp(
-            "linear_backward_weight",
-            _by_dtype[_linear_backward_weight],
-            _linear_scratch,
-        ),
+        GpuOp("linear_backward_weight", _by_dtype[_linear_backward_weight]),
         GpuOp("linear_backward_input", _by_dtype[_linear_backward_input]),
     ]

@@ -20,6 +20,7 @@ from .launch import (
     Operand,
     Queue,
     StepContextPtr,
+    call,
 )
 from .quads import (
     QUADS,
@@ -510,32 +511,6 @@ def _stats_op(q: Queue, r: Launch) raises:
     )
 
 
-def _sum_lanes_op(q: Queue, r: Launch) raises:
-    sum_lanes(
-        q,
-        r.shards,
-        r.op(1),
-        r.op(2),
-        r.int(3),
-        r.int(4),
-        r.int(5),
-        r.context,
-    )
-
-
-def _sum_lanes_backward_op(q: Queue, r: Launch) raises:
-    sum_lanes_backward(
-        q,
-        r.shards,
-        r.op(1),
-        r.op(2),
-        r.int(3),
-        r.int(4),
-        r.int(5),
-        r.context,
-    )
-
-
 def _finite_op(q: Queue, r: Launch) raises:
     finite(q, r.ok(), r.ptr(1), r.int(2))
 
@@ -544,7 +519,7 @@ def ops() -> List[GpuOp]:
     """The ops of this file."""
     return [
         GpuOp("stats", _stats_op),
-        GpuOp("sum_lanes", _sum_lanes_op),
-        GpuOp("sum_lanes_backward", _sum_lanes_backward_op),
+        GpuOp("sum_lanes", call[sum_lanes]),
+        GpuOp("sum_lanes_backward", call[sum_lanes_backward]),
         GpuOp("finite", _finite_op),
     ]

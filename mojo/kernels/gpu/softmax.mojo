@@ -13,7 +13,7 @@ from max.gpu import AddressSpace, barrier, block_dim, block_idx, thread_idx
 from ..lanes import F32, LANES, IntPtr, Ptr
 from ..functions import exp, log, rounded
 from .lane_parts import MOST_THREADS, best_part, sum_parts
-from .launch import blocks, call, GpuOp, Launch, Operand, Queue, StepContextPtr
+from .launch import blocks, call, GpuOp, Operand, Queue, StepContextPtr
 from .quads import (
     QUADS,
     THREADS,
@@ -536,24 +536,6 @@ def nll_backward(
     _launch_backward[NLL](q, shards, dx, dloss, dx, labels, G, F)
 
 
-# --- ops ----------------------------------------------------------------------------------
-
-
-def _cross_entropy_op(q: Queue, r: Launch) raises:
-    cross_entropy(
-        q,
-        r.shards,
-        r.op(1),
-        r.op(2),
-        r.op(3),
-        r.op(4),
-        r.int(5),
-        r.int(6),
-        r.int(7) != 0,
-        r.context,
-    )
-
-
 def ops() -> List[GpuOp]:
     """The ops of this file. cross_entropy is the loss with its gradient, times the loss scale if `scaled`.
     """
@@ -567,7 +549,7 @@ def ops() -> List[GpuOp]:
         GpuOp(
             "cross_entropy",
             "stats, dx; x, labels; G, F, scaled",
-            _cross_entropy_op,
+            call[cross_entropy],
         ),
         GpuOp("nll_forward", call[nll_forward]),
         GpuOp("nll_backward", call[nll_backward]),

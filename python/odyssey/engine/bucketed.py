@@ -92,7 +92,7 @@ class BucketedRunner(Runner):
             program=table.ctypes.data,
             records=len(table),
             threads=len(self.plan.threads),
-            actions=self._tables.ctypes.data,
+            tables=self._tables.ctypes.data,
             params=0 if self.parts.partitioned else self.recorded.arena.address(native.PARAMS),
             work=self._work.ctypes.data,
             work_bytes=self._work.strides[0],

@@ -31,7 +31,7 @@ class DirectRunner(Runner):
         self._keep: list[Any] = [tables]
         self.step = native.Step(
             threads=len(self.plan.threads),
-            actions=tables.ctypes.data,
+            tables=tables.ctypes.data,
             params=arena.address(native.PARAMS),
             zero=1,
             buffers=self._reduce.buffers.ctypes.data,
