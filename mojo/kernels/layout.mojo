@@ -101,20 +101,26 @@ def gather_rows_in_rows[
                 i += 1
 
 
-def gather_labels[
+def gather_array[
     L: Int
 ](
-    y: IntPtr,  # (G * L)
-    labels: IntPtr,  # (samples)
+    y: IntPtr,  # (G, F, L)
+    x: IntPtr,  # (samples, F), numbers of 32 bits
     rows: LongPtr,  # (N)
     N: Int,
     G: Int,
+    F: Int,
+    rest: Int,
 ):
-    """Label of each lane; -1, which every loss ignores, from N on."""
+    """Lane n of y becomes x[rows[n]], bit by bit; lanes from N on become `rest` (labels: -1, which every loss ignores).
+    """
     for n in range(G * L):
-        y[unsafe_offset=n] = (
-            labels[unsafe_offset=Int(rows[unsafe_offset=n])] if n < N else -1
-        )
+        var to = y.unsafe_offset(n // L * F * L + n % L)
+        var at = Int(rows[unsafe_offset=n]) * F if n < N else 0
+        for f in range(F):
+            to[unsafe_offset=f * L] = x[
+                unsafe_offset=at + f
+            ] if n < N else Int32(rest)
 
 
 def pack_rows(y: Ptr, x: Ptr, N: Int, F: Int):
@@ -265,14 +271,17 @@ def _input[L: Int](r: Record):
         _gather[L, DType.float32](r)
 
 
-def _labels[L: Int](r: Record):
+def _array[L: Int](r: Record):
     ref ctx = r.context[]
-    gather_labels[L](
+    var arrays = LongPtr(unsafe_from_address=Int(ctx.arrays))
+    gather_array[L](
         r.ints(1),
-        IntPtr(unsafe_from_address=Int(ctx.labels)),
+        IntPtr(unsafe_from_address=Int(arrays[unsafe_offset=r.int(4)])),
         LongPtr(unsafe_from_address=Int(ctx.rows)),
         Int(ctx.valid),
         r.int(2),
+        r.int(3),
+        r.int(5),
     )
 
 
@@ -280,7 +289,11 @@ def ops() -> List[Op]:
     """The ops of this file."""
     return [
         Op("input", "y; ; G, F, C", by_layout[_input[LANES], _input[1]]),
-        Op("labels", "labels; ; G", by_layout[_labels[LANES], _labels[1]]),
+        Op(
+            "array",
+            "y; ; G, F, k, rest",
+            by_layout[_array[LANES], _array[1]],
+        ),
         Op("pack_rows", "y; x; N, F", call[pack_rows]),
         Op("unpack_rows", "y; x; N, F", call[unpack_rows]),
         Op(

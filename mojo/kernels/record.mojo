@@ -66,8 +66,9 @@ struct Context(TrivialRegisterPassable):
     """Address of the data set, (samples, F)."""
     var bytes: Int64
     """1 if it is uint8, 0 if float32."""
-    var labels: Int64
-    """Address, int32 (samples)."""
+    var arrays: Int64
+    """Address, int64: where the arrays are that `array` gathers, of numbers of 32 bits (samples, F).
+    """
     var rows: Int64
     """Address, int64: which samples the shard has."""
     var scale: Int64

@@ -171,6 +171,9 @@ def _finite(r: Record):
 
 def _stats(r: Record):
     var total = r.ptr(1)
+    if r.int(4):  # of a metric
+        total[unsafe_offset=r.int(4)] += r.ptr(2)[]
+        return
     total[unsafe_offset=0] += r.ptr(2)[]
     total[unsafe_offset=1] += Float32(r.context[].valid)
     total[unsafe_offset=2] += r.ptr(3)[unsafe_offset=2]
@@ -190,14 +193,15 @@ def _sum_lanes_backward[L: Int](r: Record):
 
 
 def ops() -> List[Op]:
-    """The ops of this file. `finite` ends the program if a number is not; N is -1 for the samples of the shard.
+    """The ops of this file. `finite` ends the program if a number is not; N is -1 for the samples of the shard. `stats`
+    adds loss, samples and correct predictions to totals 0, 1, 2; or the loss alone, to total `at`, if that is not 0.
     """
     return [
         Op("tree_sum", "y; addresses; n, size", _tree_sum),
         Op("largest", "y; x; n", call[largest]),
         Op("fixed_squares", "y; x; n, unit", _fixed_squares),
         Op("finite", "; x; n", _finite),
-        Op("stats", "+totals; loss, stats", _stats, "sums"),
+        Op("stats", "+totals; loss, stats; at", _stats, "sums"),
         Op(
             "sum_lanes",
             "y; x; N, G, F",

@@ -68,7 +68,7 @@ struct StepContext(TrivialRegisterPassable):
     var shard_size: Int64
     var images: Int64  # address of the data set, (samples, F)
     var bytes: Int64  # 1 if it is uint8, 0 if float32
-    var labels: Int64  # address, int32
+    var arrays: Int64  # address, int64: of the arrays that `array` gathers
     var rows: Int64  # address, int64
     var scale: Int64  # address, float32 (C)
     var shift: Int64  # address, float32 (C)

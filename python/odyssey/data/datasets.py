@@ -9,15 +9,18 @@ MNIST comes with the package: Yann LeCun, Corinna Cortes, Christopher Burges; li
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from odyssey.data.idx import read_idx, read_unpacked
 from odyssey.data.sampler import check_integer
+from odyssey.data.trees import Form, Leaf, leaves, mapped
 from odyssey.errors import ConfigError, DataError, printable
 
 from ..build.library import cache_dir
@@ -37,100 +40,151 @@ _CIFAR_RECORD = 1 + 3 * 32 * 32
 
 @dataclass(frozen=True, eq=False)
 class ArrayDataset:
-    """Images and labels in memory. Made by `arrays` or `load`; whatever makes it, its parts fit each other.
+    """Samples and targets in memory. Made by `arrays` or `load`; whatever makes it, its parts fit each other.
 
-    images: (N, C, H, W) or (N, F), uint8 or float32, C-contiguous, N >= 1.
-    labels: (N,) int32, 0 <= label < classes.
-    classes: number of classes, at least 1.
+    images: (N, C, H, W) or (N, F), uint8 or float32, C-contiguous, N >= 1; or any tree (trees.py) of C-contiguous
+        float32 or int32 arrays (N, ...).
+    labels: (N,) int32, 0 <= label < classes; or, if `classes` is 0, any tree of float32 or int32 arrays (N, ...).
+    classes: number of classes; 0: the targets are no classes.
     scale, shift: (C,) float32, (1,) for (N, F); a pixel p of channel c stands for the value p * scale[c] + shift[c].
+        Trees are taken as they are.
     name: what error messages call it.
     Raises DataError where one of these does not hold.
     """
 
-    images: np.ndarray
-    labels: np.ndarray
+    images: Any
+    labels: Any
     classes: int
     scale: np.ndarray
     shift: np.ndarray
     name: str
 
     def __post_init__(self) -> None:
-        _check_images(self.images, self.name)
-        _check_labels(self.labels, len(self.images), self.classes, self.name)
-        if self.labels.dtype != np.int32 or not self.labels.flags.c_contiguous:
-            raise DataError(f"{self.name}: labels are {self.labels.dtype}; C-contiguous int32 expected; use arrays()")
+        if self.normalised:
+            _check_images(self.images, self.name)
+        for leaf in leaves(self.labels) + ([] if self.normalised else leaves(self.images)):
+            if leaf.dtype not in (np.int32, np.float32) or not leaf.flags.c_contiguous or len(leaf) != len(self):
+                raise DataError(
+                    f"{self.name}: an array is {leaf.dtype} {leaf.shape}; C-contiguous int32 or float32 of {len(self)} "
+                    "samples expected; use arrays()"
+                )
+        if self.classes:
+            _check_labels(self.labels, len(self), self.classes, self.name)
         for field, values in (("scale", self.scale), ("shift", self.shift)):
             if values.dtype != np.float32 or values.shape != (self._channels,):
                 raise DataError(
                     f"{self.name}: {field} is {values.dtype} {values.shape}; float32 ({self._channels},) expected"
                 )
 
+    @functools.cached_property
+    def normalised(self) -> bool:
+        """Whether samples are one array that goes through `scale` and `shift`."""
+        return isinstance(self.images, np.ndarray) and _is_image(self.images)
+
     @property
     def _channels(self) -> int:
-        return self.images.shape[1] if self.images.ndim == 4 else 1
+        return self.images.shape[1] if self.normalised and self.images.ndim == 4 else 1
 
     @property
-    def sample_shape(self) -> tuple[int, ...]:
-        """Shape of one sample: (C, H, W) or (F,)."""
-        return self.images.shape[1:]
+    def sample_shape(self) -> Any:
+        """Shape of one sample: (C, H, W) or (F,), or a tree of shapes."""
+        return mapped(lambda a: a.shape[1:], self.images)
+
+    @functools.cached_property
+    def form(self) -> Form:
+        """What a sample and its target are, as a model and a loss are given them."""
+
+        def leaf(a: np.ndarray) -> Leaf:
+            return Leaf(a.shape[1:], a.dtype.name)
+
+        inputs = Leaf(self.sample_shape, "float32", True) if self.normalised else mapped(leaf, self.images)
+        return Form(inputs, mapped(leaf, self.labels), self.classes > 0)
+
+    @functools.cached_property
+    def gathered(self) -> list[np.ndarray]:
+        """The arrays that are taken by rows as they are: those of the targets, behind those of a tree of samples."""
+        return ([] if self.normalised else leaves(self.images)) + leaves(self.labels)
+
+    @property
+    def all_arrays(self) -> list[np.ndarray]:
+        """Those, behind the one that is normalised."""
+        return ([self.images] if self.normalised else []) + self.gathered
 
     def __len__(self) -> int:
-        return len(self.images)
+        return len(leaves(self.images)[0])
 
-    def gather(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def gather(self, indices: np.ndarray) -> tuple[Any, Any]:
         """The samples at `indices` (B,), in that order: images float32 (B, *sample_shape) and labels int32 (B,).
 
-        The images are normalised. Both are new arrays. Raises DataError for an index outside 0..N-1 (a negative one
-        does not count from the end).
+        The images are normalised. Trees stay trees. All arrays are new. Raises DataError for an index outside 0..N-1 (a
+        negative one does not count from the end).
         """
         indices = np.asarray(indices, dtype=np.int64)
         if indices.size and not (indices.min() >= 0 and indices.max() < len(self)):
             wrong = indices[(indices < 0) | (indices >= len(self))][0]
             raise DataError(f"{self.name}: index {wrong} is not a sample; 0 to {len(self) - 1} are allowed")
+        targets = mapped(lambda a: a[indices], self.labels)
+        if not self.normalised:
+            return mapped(lambda a: a[indices], self.images), targets
         per_channel = (-1,) + (1,) * (self.images.ndim - 2)
         images = self.images[indices] * self.scale.reshape(per_channel)
         images += self.shift.reshape(per_channel)
-        return images, self.labels[indices]
+        return images, targets
 
     def take(self, n: int) -> ArrayDataset:
         """The first n samples as a data set that shares this one's memory; ConfigError unless 1 <= n <= N."""
         n = check_integer(f"the number of samples to take from {self.name}", n, 1, len(self))
-        return dataclasses.replace(self, images=self.images[:n], labels=self.labels[:n])
+        images, labels = (mapped(lambda a: a[:n], tree) for tree in (self.images, self.labels))
+        return dataclasses.replace(self, images=images, labels=labels)
 
 
 def arrays(
-    images: np.ndarray,
-    labels: np.ndarray,
+    images: Any,
+    labels: Any,
     *,
     classes: int | None = None,
     scale: float | np.ndarray = 1.0,
     shift: float | np.ndarray = 0.0,
     name: str = "arrays",
 ) -> ArrayDataset:
-    """Make a checked data set of your own arrays.
+    """Make a checked data set of your own arrays: of images or rows of numbers and their classes, or of any others.
 
     images: (N, C, H, W), (N, H, W) which becomes (N, 1, H, W), or (N, F). uint8 stays uint8; float16 and float64 become
         float32. A C-contiguous uint8 or float32 array is not copied: leave it unchanged while the data set is in use.
-    labels: (N,) of any integer type, copied to int32.
-    classes: number of classes; the largest label plus one if None.
+        Or a tuple or dict of arrays (N, ...), or integers (N, ...): floats become float32, integers int32. A model is
+        called as model(*inputs) with a tuple, as model(inputs) with a dict.
+    labels: classes (N,) of any integer type, copied to int32. Or any other targets, which a loss is given as they are:
+        numbers (N, ...), integers (N, T), a tuple or dict of arrays.
+    classes: number of classes; the largest label plus one if None. 0: integers (N,) are no classes.
     scale, shift: one number, or one per channel; a pixel p stands for the value p * scale + shift. To have
         (p / 255 - mean) / std of uint8 images, give 1 / (255 * std) and -mean / std.
     Returns an ArrayDataset whose arrays are read-only views.
-    Raises DataError for another dtype or shape, different lengths, no sample, NaN or infinity in float images, a label
-    below 0 or not below `classes`; ConfigError for a wrong `classes`, `scale` or `shift`.
+    Raises DataError for another dtype or shape, different lengths, no sample, NaN or infinity in floats, integers
+    beyond int32, a label below 0 or not below `classes`; ConfigError for a wrong `classes`, `scale` or `shift`.
     """
-    images = _as_images(np.asarray(images), name)
-    labels = _as_labels(np.asarray(labels), name)
     if classes is not None:
-        classes = check_integer(f"{name}: classes", classes, 1, 2**31 - 1)
+        classes = check_integer(f"{name}: classes", classes, 0, 2**31 - 1)
+    images, labels = (t if isinstance(t, (tuple, dict)) else np.asarray(t) for t in (images, labels))
+    if isinstance(images, np.ndarray) and (images.dtype == np.uint8 or images.dtype.kind not in "iub"):
+        images = _as_images(images, name)
+        _check_images(images, name)
+        channels = images.shape[1] if images.ndim == 4 else 1
     else:
-        classes = min(max(int(labels.max(initial=0)), 0) + 1, 2**31 - 1)
-    _check_images(images, name)
-    _check_labels(labels, len(images), classes, name)
-    channels = images.shape[1] if images.ndim == 4 else 1
+        images, channels = _as_tree(images, None, "inputs", name), 1
+    count = len(leaves(images)[0])
+    if classes or (
+        classes is None and isinstance(labels, np.ndarray) and labels.dtype.kind in "iu" and labels.ndim < 2
+    ):
+        labels = _as_labels(labels, name)
+        if classes is None:
+            classes = min(max(int(labels.max(initial=0)), 0) + 1, 2**31 - 1)
+        _check_labels(labels, count, classes, name)
+        labels = labels.astype(np.int32)
+    else:
+        labels, classes = _as_tree(labels, count, "targets", name), 0
     return ArrayDataset(
-        images=_read_only(images),
-        labels=_read_only(labels.astype(np.int32)),
+        images=mapped(_read_only, images),
+        labels=mapped(_read_only, labels),
         classes=classes,
         scale=_per_channel(scale, channels, "scale", name),
         shift=_per_channel(shift, channels, "shift", name),
@@ -328,6 +382,42 @@ def _check_file_labels(labels: np.ndarray, path: Path, classes: int) -> None:
         )
 
 
+def _is_image(array: np.ndarray) -> bool:
+    return array.dtype in (np.uint8, np.float32) and array.ndim in (2, 4)
+
+
+def _as_tree(tree: Any, count: int | None, what: str, name: str) -> Any:
+    """A tree of C-contiguous float32 and int32 arrays of `count` samples (None: of as many as the first has)."""
+    if not leaves(tree):
+        raise DataError(f"{name}: the {what} are an empty {type(tree).__name__}; give at least one array")
+
+    def converted(given: Any) -> np.ndarray:
+        nonlocal count
+        array = np.asarray(given)
+        count = len(array) if count is None and array.ndim else count
+        if array.ndim < 1 or len(array) != count or array.size == 0:
+            raise DataError(
+                f"{name}: an array of the {what} has the shape {array.shape}; ({count or 'samples'}, ...) expected, "
+                "with at least one number per sample"
+            )
+        if array.dtype.kind == "f":
+            with np.errstate(over="ignore"):  # infinity, which the check reports
+                array = array.astype(np.float32, copy=False)
+            _check_finite(array, name, what)
+        elif array.dtype.kind in "iub":
+            limits = np.iinfo(np.int32)
+            if array.dtype.kind != "b" and not limits.min <= array.min() <= array.max() <= limits.max:
+                raise DataError(
+                    f"{name}: the {what} hold integers from {array.min()} to {array.max()}; those of int32 are allowed"
+                )
+            array = array.astype(np.int32, copy=False)
+        else:
+            raise DataError(f"{name}: the {what} are {array.dtype}; floats, integers and booleans are allowed")
+        return np.ascontiguousarray(array)
+
+    return mapped(converted, tree)
+
+
 def _as_images(images: np.ndarray, name: str) -> np.ndarray:
     if images.ndim == 3:
         images = images[:, None]
@@ -336,10 +426,7 @@ def _as_images(images: np.ndarray, name: str) -> np.ndarray:
         with np.errstate(over="ignore"):
             images = images.astype(np.float32, copy=False)
     elif images.dtype != np.uint8:
-        raise DataError(
-            f"{name}: images are {images.dtype}; uint8, float32 and float64 are allowed; "
-            "convert with images.astype(np.uint8) if they are 0 to 255, else images.astype(np.float32)"
-        )
+        raise DataError(f"{name}: images are {images.dtype}; uint8, other integers and floats are allowed")
     images = np.ascontiguousarray(images)
     if images.dtype == np.float32:
         _check_finite(images, name)
@@ -349,18 +436,22 @@ def _as_images(images: np.ndarray, name: str) -> np.ndarray:
 def _as_labels(labels: np.ndarray, name: str) -> np.ndarray:
     if labels.dtype.kind not in "iu":
         raise DataError(
-            f"{name}: labels are {labels.dtype}; an integer type is allowed; convert with labels.astype(np.int32)"
+            f"{name}: labels are {labels.dtype}; classes are integers; for other targets give no number of classes"
         )
     return labels
 
 
-def _check_finite(images: np.ndarray, name: str) -> None:
+def _check_finite(images: np.ndarray, name: str, what: str = "") -> None:
     # The sum is NaN or infinite exactly if a value is (float64 has the range), and needs no array of flags.
     with np.errstate(invalid="ignore"):
         if np.isfinite(images.sum(dtype=np.float64)):
             return
     wrong = np.flatnonzero(~np.isfinite(images))[0]
     at = tuple(int(axis) for axis in np.unravel_index(wrong, images.shape))
+    if what:
+        raise DataError(
+            f"{name}: sample {at[0]} of the {what} holds {images[at]} at index {at}; finite float32 expected"
+        )
     raise DataError(
         f"{name}: image {at[0]} holds {images[at]} at index {at}; finite float32 values are allowed; "
         "clean the images with np.nan_to_num or leave the sample out"

@@ -44,9 +44,19 @@ class Batch:
         """B, the number of samples (not of the two things that iterating gives)."""
         return len(self.indices)
 
-    def __iter__(self) -> Iterator[np.ndarray]:
-        """Gives two arrays: images float32 (B, *sample_shape), normalised, then labels int32 (B,)."""
+    def __iter__(self) -> Iterator[Any]:
+        """Gives two things: images float32 (B, *sample_shape), normalised, then labels int32 (B,); or trees."""
         return iter(self.dataset.gather(self.indices))
+
+    @property
+    def inputs(self) -> Any:
+        """An array (B, ...), or a tree of them."""
+        return self.dataset.gather(self.indices)[0]
+
+    @property
+    def targets(self) -> Any:
+        """An array (B, ...), or a tree of them."""
+        return self.dataset.gather(self.indices)[1]
 
 
 class DataLoader:
@@ -367,4 +377,5 @@ def _class_count(dataset: Any) -> int | None:
     if classes is None:
         return None
     name = f"DataLoader: the attribute classes of {type(dataset).__name__}"
-    return check_integer(name, len(classes) if isinstance(classes, (list, tuple)) else classes, 1)
+    least = 0 if isinstance(dataset, ArrayDataset) else 1
+    return check_integer(name, len(classes) if isinstance(classes, (list, tuple)) else classes, least)

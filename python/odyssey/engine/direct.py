@@ -78,8 +78,7 @@ class DirectRunner(Runner):
             self._run_eager()
         self._reduce.start()
         self._reduce.finish()
-        loss, samples, correct = self.stats[:3].tolist()
-        return Sums(loss, samples, correct, self.samples_address, self.updates)
+        return Sums(self.stats.tolist(), self.samples_address, self.updates)
 
     @property
     def bytes_sent(self) -> int:

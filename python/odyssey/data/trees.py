@@ -1,0 +1,53 @@
+"""Trees: an array, or a tuple or dict of trees. What samples and targets are that are more than one array.
+
+A dict's entries go by the order of their names, so that two dicts with the same names are the same tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+
+class Named(dict[str, Any]):
+    """A dict in the order of its names, which can be a key itself."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(tuple(self.items()))
+
+
+def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
+    """The tree with function(leaf) in the place of each leaf, called in their order."""
+    if isinstance(tree, dict):
+        return Named((name, mapped(function, tree[name])) for name in sorted(tree))
+    if isinstance(tree, tuple):
+        return tuple(mapped(function, part) for part in tree)
+    return function(tree)
+
+
+def leaves(tree: Any) -> list[Any]:
+    """The leaves of a tree in their order."""
+    found: list[Any] = []
+    mapped(found.append, tree)
+    return found
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One array as a model is given it: shape without the batch axis, and "float32" or "int32".
+
+    normalised: a sample's numbers go through the scale and shift of its data set.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    normalised: bool = False
+
+
+class Form(NamedTuple):
+    """What the samples of a data set are: trees of Leaf. Programs are recorded per form."""
+
+    inputs: Any
+    targets: Any
+    classes: bool  # whether the targets are classes
