@@ -51,3 +51,8 @@ class Form(NamedTuple):
     inputs: Any
     targets: Any
     classes: bool  # whether the targets are classes
+
+    @classmethod
+    def of_classes(cls, *shape: int) -> Form:
+        """Samples of one shape, normalised, and their classes."""
+        return cls(Leaf(shape, normalised=True), Leaf((), "int32"), True)
