@@ -532,12 +532,13 @@ class Engine:
             said = f"has shape {loss.shape}" if isinstance(loss, Tensor) else f"is a {type(loss).__name__}"
             raise ConfigError(f"[train] the loss {said}; it must be one number, a sum or mean over samples")
         stats = executor.first_stats
-        if stats is None:  # nobody counted correct predictions
-            stats = executor.alloc(16)
-            executor.emit("fill", stats, 0.0, 4)
+        with executor.within(executor.scope.ops - 1, loss.device):
+            if stats is None:  # nobody counted correct predictions
+                stats = executor.alloc(16)
+                executor.emit("fill", stats, 0.0, 4)
+            self.metric_at = record_metrics(executor, self.metrics, form, y, target)
         executor.emit("stats", executor.stats, loss.memory, stats, 0)
         executor.close(loss.device)
-        self.metric_at = record_metrics(executor, self.metrics, form, y, target, loss.device)
         if self.train:
             executor.scaled = self.scaled
             loss.backward()

@@ -48,21 +48,17 @@ def chosen(given: Any) -> dict[str, Metric]:
 
 
 def record(
-    executor: Recorder | ShardEager, metrics: dict[str, Metric] | None, form: Form, y: Any, target: Any, place: Any
+    executor: Recorder | ShardEager, metrics: dict[str, Metric] | None, form: Form, y: Any, target: Any
 ) -> dict[str, int]:
     """Records the sums of the metrics and returns their places among the statistics.
 
     Args:
         metrics: None: accuracy, where targets are classes.
-        place: the device of the loss, whose op the records are counted to, so that no cut comes between them.
     """
     counted, found = executor.first_stats is not None, {}
     if metrics is None:
         two = isinstance(y, Tensor) and y.ndim == 2
         metrics = {"accuracy": F.top_k} if counted or (form.classes and two) else {}
-    scope = executor.scope
-    before = scope.tag, scope.device
-    scope.tag, scope.device = scope.ops - 2, place
     with no_grad():
         for name, metric in metrics.items():
             if metric is F.top_k and counted:  # the loss has counted them
@@ -78,5 +74,4 @@ def record(
             value = F.mean(value) if value.shape else value
             found[name] = FIRST + sum(at >= FIRST for at in found.values())
             executor.emit("stats", executor.stats, value.memory, value.memory, found[name])
-    scope.tag, scope.device = before
     return found
