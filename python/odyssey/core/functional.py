@@ -532,6 +532,8 @@ def _difference(name: str, x: Tensor, target: Any) -> tuple[Tensor, Tensor]:
             f"[{name}] output {x.shape} and target {t.shape}; they must be of the same shape (nothing is broadcast): "
             "reshape one of them"
         )
+    if t.dtype == np.int32:
+        raise ShapeError(f"[{name}] the target is integers {t.shape}, the output numbers; give target.float()")
     return x, t
 
 
@@ -573,10 +575,10 @@ def smooth_l1_loss(x: Tensor, target: Any, reduction: str = "mean", beta: float 
 def binary_cross_entropy_with_logits(x: Tensor, target: Any, reduction: str = "mean") -> Tensor:
     """-(t log s + (1 - t) log(1 - s)), s = sigmoid(x), of logits x and targets t in [0, 1], equal shapes (N, ...).
 
-    Computed as x - t x + log(1 + exp(-x)). The mean or sum over all numbers, or each ("none").
+    Computed as t log(1 + exp(-x)) + (1 - t) log(1 + exp(x)). The mean or sum over all numbers, or each ("none").
     """
     x, t = _difference("binary_cross_entropy_with_logits", x, target)
-    return _reduced("binary_cross_entropy_with_logits", x - t * x + softplus(-x), reduction)
+    return _reduced("binary_cross_entropy_with_logits", t * softplus(-x) + (1.0 - t) * softplus(x), reduction)
 
 
 def top_k(x: Tensor, target: Any, k: int = 1) -> Tensor:

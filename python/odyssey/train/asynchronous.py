@@ -102,6 +102,14 @@ def added(comm: Communicator, *numbers: float) -> list[float]:
     return [math.fsum(column) for column in rows.T.tolist()]
 
 
+def summed(trainer: Worker, tally: Tally) -> Tally:
+    """A tally with the sums of all ranks; a collective call."""
+    names = trainer.metric_names
+    mine = [tally.loss, tally.correct, *(tally.named.get(name, 0.0) for name in names)]
+    loss, correct, *metrics = added(trainer.comm, *mine)
+    return dataclasses.replace(tally).put(loss, correct, dict(zip(names, metrics, strict=True)))
+
+
 class LocalSGD(Together):
     """Every rank trains by itself on its own share of each batch; every `local_steps` steps all average (Stich 2019).
 
@@ -142,10 +150,7 @@ class LocalSGD(Together):
 
     def whole_tally(self, tally: Tally) -> Tally:
         """A tally with the sums of all ranks; a collective call."""
-        names = self.trainer.metric_names
-        mine = [tally.loss, tally.correct, *(tally.named.get(name, 0.0) for name in names)]
-        loss, correct, *metrics = added(self.trainer.comm, *mine)
-        return dataclasses.replace(tally).put(loss, correct, dict(zip(names, metrics, strict=True)))
+        return summed(self.trainer, tally)
 
     def settle(self) -> None:
         """Makes parameters and state the same on all ranks, if they are not; a collective call."""
@@ -249,10 +254,9 @@ class AsynchronousServer(Together):
             error.raised_on_all_ranks = True
             raise error
         trainer.steps += int(steps)
-        whole = LocalSGD.whole_tally(self, tally)  # type: ignore[arg-type]
-        return dataclasses.replace(
-            whole, counted=samples, samples=int(samples), steps=int(steps), extra=self._figures()
-        )
+        whole = summed(trainer, tally)
+        whole.counted, whole.samples, whole.steps, whole.extra = samples, int(samples), int(steps), self._figures()
+        return whole
 
     # --- a worker ---
 
