@@ -122,9 +122,9 @@ ROOMS = (
 #: Front ends and what is added to a session: above the rooms (callbacks: the interface alone lies below its users).
 FRONT_ENDS = ("callbacks", "loggers", "testing", "mojo", "torch", "horovod", "ray", "tune")
 ORDER = (*ROOMS[: ROOMS.index("audit")], "callbacks", *ROOMS[ROOMS.index("audit") :], *FRONT_ENDS[1:])
-BUDGETS = {"mojo": 13_600, "shared/training": 3_150, "python/odyssey": 36_100}  # lines of all its files together
+BUDGETS = {"mojo": 13_650, "shared/training": 3_150, "python/odyssey": 36_700}  # lines of all its files together
 PACKAGE_LINES, FILE_LINES = 5_000, 600
-LARGE = {"collectives.py": 700, "tensor.py": 620}
+LARGE = {"collectives.py": 700, "tensor.py": 620, "functional.py": 620}
 
 
 def test_the_rooms_of_the_package():
