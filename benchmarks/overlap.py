@@ -53,7 +53,7 @@ def rank(options: Any) -> None:
     for turn in range(options.rounds + 1):  # the first is not counted
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             made, samples_of = runs[name]
-            runner = made._train.prepare(len(samples_of.indices), (options.width,))
+            runner = made._train.prepare(len(samples_of.indices), samples_of.dataset.form)
             before = getattr(runner, "waited", 0.0)
             world.barrier()
             start = time.perf_counter()

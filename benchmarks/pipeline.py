@@ -25,6 +25,7 @@ def rank(options: Any) -> None:
     import numpy as np
 
     from odyssey import DistributedTrainer, comm, data, nn, optim
+    from odyssey.data.trees import Form
     from odyssey.parallel import costs, schedule
     from odyssey.parallel.mesh import Mesh
     from odyssey.parallel.stages import partition
@@ -50,12 +51,12 @@ def rank(options: Any) -> None:
                 pipeline_schedule=kind,
             )
             engine = trainer._train
-            runner = engine.prepare(n, (options.width,))
-            records = engine.record(options.shard_size, (options.width,))
+            runner = engine.prepare(n, Form.of_classes(options.width))
+            records = engine.record(options.shard_size, Form.of_classes(options.width))
             seconds = dict(
                 zip(map(id, records), costs.seconds(records, trainer.arena, options.shard_size), strict=True)
             )
-            parts = partition(records, engine.placing(records, options.shard_size, (options.width,)))
+            parts = partition(records, engine.placing(records, options.shard_size, Form.of_classes(options.width)))
             cost = np.zeros((2, runner.schedule.stages))
             for part in parts:
                 cost[int(part.phase == "backward"), part.stage] = sum(seconds[id(r)] for r in part.records)

@@ -34,6 +34,17 @@ def over_classes(op: Any, formula: Any) -> list[Sample]:
     return [Sample(op, formula, ((classes,),), (), classes == 12) for classes in (1, 2, 12, 37)]
 
 
+def losses(op: Any, formula: Any) -> list[Sample]:
+    """A loss of each number of two tensors: each, and their mean."""
+    each = Sample(lambda x, t: op(x, t, "none"), formula, ((2, 5), (2, 5)))
+    return [each, Sample(op, lambda x, t: formula(x, t).mean(), ((7,), (7,)), (), False)]
+
+
+def smooth_l1(x, t):
+    d = np.abs(x - t)
+    return np.where(d < 1, d * d / 2, d - 0.5)
+
+
 def layer_norm(x, w, b):
     d = x - x.mean(axis=1, keepdims=True)
     return d / np.sqrt((d * d).mean(axis=1, keepdims=True) + 1e-5) * w + b
@@ -84,6 +95,12 @@ SAMPLES = [
     *of_each(F.sigmoid, R.sigmoid),
     *of_each(F.gelu, lambda x: x * (1 + erf(x / math.sqrt(2))) / 2),
     *of_each(F.silu, lambda x: x * R.sigmoid(x)),
+    *of_each(F.softplus, lambda x: np.logaddexp(0, x)),
+    *of_each(F.abs, np.abs),
+    *losses(F.mse_loss, lambda x, t: (x - t) ** 2),
+    *losses(F.l1_loss, lambda x, t: np.abs(x - t)),
+    *losses(F.smooth_l1_loss, smooth_l1),
+    *losses(F.binary_cross_entropy_with_logits, lambda x, t: np.logaddexp(0, x) - t * x),
     *over_classes(F.softmax, R.softmax),
     *over_classes(F.log_softmax, R.log_softmax),
     Sample(F.layer_norm, layer_norm, ((24,),), ((24,), (24,))),

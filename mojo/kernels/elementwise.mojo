@@ -3,9 +3,9 @@
 An activation is one function of a vector and one of (dy, saved) for its gradient, where `saved` is x or y.
 """
 
-from std.memory import unsafe_memcpy
+from std.memory import bitcast, unsafe_memcpy
 
-from .functions import clamp, erf, exp, tanh
+from .functions import clamp, erf, exp, log, tanh
 from .lanes import F32, LANES, Ptr, Vec, load, madd, store
 from .op import Device, Op, OpOf, call, map2
 from .record import Record
@@ -72,6 +72,49 @@ def silu_gradient[w: Int](dy: SIMD[F32, w], x: SIMD[F32, w]) -> SIMD[F32, w]:
     return dy * s * (1 + clamp(x, 80) * (1 - s))
 
 
+# --- for losses and metrics -------------------------------------------------------------------------------------------
+
+
+@always_inline
+def _abs[w: Int](x: SIMD[F32, w]) -> SIMD[F32, w]:
+    return abs(x)
+
+
+@always_inline
+def abs_gradient[w: Int](dy: SIMD[F32, w], x: SIMD[F32, w]) -> SIMD[F32, w]:
+    """The sign of dy where x > 0, its opposite where x < 0, 0 for 0."""
+    var sign = x.gt(0).cast[F32]() - x.lt(0).cast[F32]()
+    return dy * sign
+
+
+@always_inline
+def softplus[w: Int](x: SIMD[F32, w]) -> SIMD[F32, w]:
+    """Log(1 + e^x) as max(x, 0) + log(1 + e), e = exp(-|x|). What 1 + e rounds away is made up for (Kahan): small values
+    keep their digits.
+    """
+    var e = exp(-abs(x))
+    var u = 1 + e
+    var tail = u.eq(1).select(e, log(u) * e / u.eq(1).select(u, u - 1))
+    return relu(x) + tail
+
+
+@always_inline
+def softplus_gradient[
+    w: Int
+](dy: SIMD[F32, w], x: SIMD[F32, w]) -> SIMD[F32, w]:
+    return dy * sigmoid(x)
+
+
+@always_inline
+def _clamp[w: Int](x: SIMD[F32, w], limit: Float32) -> SIMD[F32, w]:
+    return clamp(x, limit)
+
+
+@always_inline
+def _floats[w: Int](x: SIMD[F32, w]) -> SIMD[F32, w]:
+    return bitcast[DType.int32, w](x).cast[F32]()
+
+
 # --- arithmetic -------------------------------------------------------------------------------------------------------
 
 
@@ -121,6 +164,17 @@ def maps[D: Device]() -> List[OpOf[D.Run]]:
         OpOf(
             "silu_backward", "dx; dy, x; n", D.map[silu_gradient](), "features"
         ),
+        OpOf("abs_forward", "y; x; n", D.map[_abs](), "features"),
+        OpOf("abs_backward", "dx; dy, x; n", D.map[abs_gradient](), "features"),
+        OpOf("softplus_forward", "y; x; n", D.map[softplus](), "features"),
+        OpOf(
+            "softplus_backward",
+            "dx; dy, x; n",
+            D.map[softplus_gradient](),
+            "features",
+        ),
+        OpOf("clamp", "y; x; limit, n", D.map[_clamp]()),
+        OpOf("floats", "y; x; n", D.map[_floats]()),
         OpOf("add", "y; a, b; n", D.map[_add]()),
         OpOf("multiply", "y; a, b; n", D.map[_multiply]()),
         OpOf("scale", "y; x; a, n", D.map[_scale]()),

@@ -93,15 +93,29 @@ def _input_in_rows[dtype: DType](y: Ptr, G: Int, F: Int, C: Int, ctx: Context):
                 i += 1
 
 
-def labels[L: Int](y: IntPtr, G: Int, r: Record):
-    """Label of each lane; -1, which every loss ignores, where there is no sample.
+def array[
+    L: Int
+](
+    y: IntPtr,  # (G, F, L), numbers of 32 bits
+    G: Int,
+    F: Int,
+    k: Int,
+    rest: Int,
+    r: Record,
+):
+    """Lane n of y becomes row rows[n] of array k, (samples, F), bit by bit; lanes without a sample become `rest`
+    (labels: -1, which every loss ignores).
     """
     ref ctx = r.context[]
+    var x = IntPtr(unsafe_from_address=Int(ctx.arrays[unsafe_offset=k]))
     for n in range(G * L):
-        y[unsafe_offset=n] = (
-            ctx.labels[unsafe_offset=Int(ctx.rows[unsafe_offset=n])] if n
-            < Int(ctx.valid) else -1
-        )
+        var to = y.unsafe_offset(n // L * F * L + n % L)
+        var there = n < Int(ctx.valid)
+        var at = Int(ctx.rows[unsafe_offset=n]) * F if there else 0
+        for f in range(F):
+            to[unsafe_offset=f * L] = x[
+                unsafe_offset=at + f
+            ] if there else Int32(rest)
 
 
 def pack_rows(y: Ptr, x: Ptr, N: Int, F: Int):
@@ -231,9 +245,9 @@ def ops() -> List[Op]:
             by_layout[call[input[LANES]], call[input[1]]],
         ),
         Op(
-            "labels",
-            "labels; ; G",
-            by_layout[call[labels[LANES]], call[labels[1]]],
+            "array",
+            "y; ; G, F, k, rest",
+            by_layout[call[array[LANES]], call[array[1]]],
         ),
         Op("pack_rows", "y; x; N, F", call[pack_rows]),
         Op("unpack_rows", "y; x; N, F", call[unpack_rows]),

@@ -67,8 +67,8 @@ struct Context(TrivialRegisterPassable):
     """The data set, (samples, F)."""
     var bytes: Int64
     """1 if it is uint8, 0 if float32."""
-    var labels: IntPtr
-    """Of the data set (samples)."""
+    var arrays: LongPtr
+    """Addresses of the arrays that `array` gathers, of numbers of 32 bits (samples, F)."""
     var rows: LongPtr
     """Which samples the shard has."""
     var scale: Ptr

@@ -157,21 +157,25 @@ def _finite(x: Ptr, n: Int, r: Record):
         r.context[].stopped = 1
 
 
-def _stats(total: Ptr, loss: Ptr, stats: Ptr, r: Record):
+def _stats(total: Ptr, loss: Ptr, stats: Ptr, at: Int, r: Record):
+    if at:  # of a metric
+        total[unsafe_offset=at] += loss[]
+        return
     total[unsafe_offset=0] += loss[]
     total[unsafe_offset=1] += Float32(r.context[].valid)
     total[unsafe_offset=2] += stats[unsafe_offset=2]
 
 
 def ops() -> List[Op]:
-    """The ops of this file. `finite` ends the program if a number is not; N is -1 for the samples of the shard.
+    """The ops of this file. `finite` ends the program if a number is not; N is -1 for the samples of the shard. `stats`
+    adds loss, samples and correct predictions to totals 0, 1, 2; or the loss alone, to total `at`, if that is not 0.
     """
     return [
         Op("tree_sum", "y; addresses; n, size", call[tree_sum]),
         Op("largest", "y; x; n", call[largest]),
         Op("fixed_squares", "y; x; n, unit", call[fixed_squares]),
         Op("finite", "; x; n", call[_finite]),
-        Op("stats", "+totals; loss, stats", call[_stats], "sums"),
+        Op("stats", "+totals; loss, stats; at", call[_stats], "sums"),
         Op(
             "sum_lanes",
             "y; x; N, G, F",

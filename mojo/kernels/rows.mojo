@@ -1,6 +1,7 @@
 """Ops that compute each sample's row, once for all devices (op.Row)."""
 
 from std.math import sqrt
+from std.memory import bitcast
 
 from .lanes import F32, Ptr
 from .op import Device, OpOf, Row
@@ -60,9 +61,26 @@ def _layer_norm_bias[L: Int](r: Row[L], f: Int) -> SIMD[F32, L]:
     return r.get(r.b, f, r.F)
 
 
+def _top_k[L: Int](r: Row[L]):
+    """Arguments y; x, labels; G, F, k. Of equal numbers the first counts as larger, as in the loss ops.
+    """
+    var label = bitcast[DType.int32, L](r.get(r.c, 0, 1))
+    var mine = SIMD[F32, L](0)
+    for f in range(r.F):
+        mine = label.eq(Int32(f)).select(r.get(r.b, f, r.F), mine)
+    var larger = SIMD[F32, L](0)
+    for f in range(r.F):
+        var v = r.get(r.b, f, r.F)
+        var before = label.gt(Int32(f)) & v.eq(mine)
+        larger += (v.gt(mine) | before).cast[F32]()
+    r.put(r.a, 0, 1, larger.lt(r.number).cast[F32]())
+
+
 def ops[D: Device]() -> List[OpOf[D.Run]]:
-    """The ops of this file."""
+    """The ops of this file. `top_k`: 1 for samples whose label is among the k largest of their F numbers, else 0.
+    """
     return [
+        OpOf("top_k", "y; x, labels; G, F, k", D.rows[_top_k, 3]()),
         OpOf(
             "layer_norm_forward",
             "y, stats; x, w, b; G, F, eps",

@@ -212,12 +212,16 @@ def test_input_and_labels() raises:
                     var labels = shards * ys
                     var images = up(labels + shards * ls)
                     var all_labels = up(images + 50 * F)
-                    var rows = up(all_labels + 50)
+                    var arrays = up(all_labels + 50)
+                    var rows = arrays + 16
                     var scale = rows + 2 * 128
-                    var context = scale + 16
+                    var host_arrays = scale + 16
+                    var context = host_arrays + 16
                     var lab = Lab(q, context + 32)
                     for i in range(50):
                         lab.ints(all_labels)[unsafe_offset=i] = Int32(i % 10)
+                    lab.longs(arrays)[] = Int64(lab.there(all_labels))
+                    lab.longs(host_arrays)[] = Int64(lab.address(all_labels))
                     for i in range(128):
                         lab.longs(rows)[unsafe_offset=i] = Int64(i * 7 % 50)
                     var shape = Shape(
@@ -231,7 +235,7 @@ def test_input_and_labels() raises:
                         shape,
                         images=images,
                         bytes=bytes,
-                        labels=all_labels,
+                        arrays=arrays,
                         rows=rows,
                         scale=scale,
                         shift=scale + 8,
@@ -244,15 +248,19 @@ def test_input_and_labels() raises:
                             s,
                             images=images,
                             bytes=bytes,
-                            labels=all_labels,
+                            arrays=host_arrays,
                             rows=rows,
                             scale=scale,
                             shift=scale + 8,
                         )
                         cpu_layout.input[L](lab.ptr(y + s * ys), G, F, C, r)
-                        cpu_layout.labels[L](lab.ints(labels + s * ls), G, r)
+                        cpu_layout.array[L](
+                            lab.ints(labels + s * ls), G, 1, 0, -1, r
+                        )
                     gpu_layout.input(q, shards, lab.op(y, ys), G, F, C, ctx)
-                    gpu_layout.labels(q, shards, lab.op(labels, ls), G, ctx)
+                    gpu_layout.array(
+                        q, shards, lab.op(labels, ls), G, 1, 0, -1, ctx
+                    )
                     lab.compare(String(t"input {C} x {plane}, {samples}"))
 
 

@@ -93,6 +93,7 @@ def test_stats() raises:
                     lab.op(totals, 3),
                     lab.op(loss, 7),
                     lab.op(stats, 5),
+                    0,
                     ctx,
                     accumulate,
                 )

@@ -158,7 +158,7 @@ def losses(G: int, F: int) -> Iterator[Case]:
             [(f"{name}_forward", "y", "x", G, F), (f"{name}_backward", "dx", "dy", "y", G, F)],
         )
     stats, seed = w("t", 16, "zero"), w("d", 16, "zero")
-    first = [("labels", "l", G), ("fill", "d", 1.0, 1)]
+    first = [("array", "l", G, 1, 0, -1), ("fill", "d", 1.0, 1)]
     yield Case(
         f"cross_entropy {G}x{F}",
         [x, y, labels, stats, seed, dx, g("total", 16)],
@@ -166,7 +166,8 @@ def losses(G: int, F: int) -> Iterator[Case]:
             *first,
             ("cross_entropy_forward", "t", "y", "x", "l", G, F),
             ("cross_entropy_backward", "dx", "d", "y", "l", G, F),
-            ("stats", "total", "t", "t"),
+            ("stats", "total", "t", "t", 0),
+            ("stats", "total", "t", "t", 7),
         ],
         classes=F,
     )
@@ -182,7 +183,8 @@ def losses(G: int, F: int) -> Iterator[Case]:
                     ("cross_entropy_backward", "dx", "d", "y", "l", G, F),
                 ],
             ),
-            ("stats", "total", "t", "t"),
+            ("stats", "total", "t", "t", 0),
+            ("stats", "total", "t", "t", 7),
         ],
         classes=F,
         fold=2,
@@ -199,7 +201,8 @@ def others() -> Iterator[Case]:
     for C, H in ((1, 28), (3, 9)):
         F = C * H * H
         yield Case(f"input {F}", [w("y", 2 * F * LANES, "zero", True)], [("input", "y", 2, F, C)])
-    yield Case("labels", [w("l", 2 * LANES, "zero", True)], [("labels", "l", 2)])
+    yield Case("labels", [w("l", 2 * LANES, "zero", True)], [("array", "l", 2, 1, 0, -1)])
+    yield Case("array", [w("x", 2 * 5 * LANES, "zero", True)], [("array", "x", 2, 5, 1, 0)])
     n = 2 * 3 * 5 * 4 * LANES
     m = 2 * 3 * 9 * 6 * LANES
     yield Case(
@@ -333,7 +336,8 @@ def run_case(gpu: Gpu, case: Case, shards: int, rng: np.random.Generator) -> dic
     features = max([r[3] for r in case.records if r[0] == "input"], default=4)
     channels = max([r[4] for r in case.records if r[0] == "input"], default=1)
     images = rng.integers(0, 256, (100, features)).astype(np.uint8)
-    labels = rng.integers(0, case.classes, 100).astype(np.int32)
+    arrays = [rng.integers(0, case.classes, 100).astype(np.int32), rng.standard_normal((100, 5)).astype(np.float32)]
+    table_of_arrays = np.array([a.ctypes.data for a in arrays], np.int64)
     rows = rng.integers(0, 100, SHARD * shards).astype(np.int64)
     scale, shift = (rng.standard_normal(channels).astype(np.float32) for _ in range(2))
     grads = host.aligned((shards, sizes[host.GRADS]))
@@ -346,7 +350,7 @@ def run_case(gpu: Gpu, case: Case, shards: int, rng: np.random.Generator) -> dic
     for s in range(shards):
         context = host.Context(seed=7, step=3, first=SHARD * s, loss_scale=4.0)
         context.valid = min(SHARD, samples - SHARD * s)
-        context.images, context.bytes, context.labels = images.ctypes.data, 1, labels.ctypes.data
+        context.images, context.bytes, context.arrays = images.ctypes.data, 1, table_of_arrays.ctypes.data
         context.rows = rows[SHARD * s :].ctypes.data
         context.scale, context.shift = scale.ctypes.data, shift.ctypes.data
         bases = np.array([0, params.ctypes.data, grads[s].ctypes.data, mine[s].ctypes.data], np.int64)
@@ -365,7 +369,8 @@ def run_case(gpu: Gpu, case: Case, shards: int, rng: np.random.Generator) -> dic
         return at
 
     context = StepContext(seed=7, step=3, first=0, samples=samples, shard_size=SHARD, bytes=1, loss_scale=4.0)
-    context.images, context.labels, context.rows = up(images), up(labels), up(rows)
+    there = np.array([up(a) for a in arrays], np.int64)
+    context.images, context.arrays, context.rows = up(images), up(there), up(rows)
     context.scale, context.shift = up(scale), up(shift)
     told = np.frombuffer(bytes(context), np.uint8)
     table = encode(case, of(case.records, True), library())

@@ -75,9 +75,9 @@ def test_what_a_step_asks_the_driver_for() -> None:
         "fp16": {"launches": 2, "up": 2, "down": 2, "waits": 1},
         "clipped": {"launches": 6, "up": 3, "down": 3, "waits": 2},
         "fp16_clipped": {"launches": 6, "up": 3, "down": 3, "waits": 2},
-        "brought": {"launches": 2, "up": 3, "down": 2, "waits": 2},
-        "of_arrays": {"launches": 2, "up": 3, "down": 2, "waits": 2},
-        "evaluation": {"launches": 0, "up": 3, "down": 2, "waits": 2},
+        "brought": {"launches": 2, "up": 2, "down": 2, "waits": 2},
+        "of_arrays": {"launches": 2, "up": 2, "down": 2, "waits": 2},
+        "evaluation": {"launches": 0, "up": 2, "down": 2, "waits": 2},
     }
     none = {"within": 0, "sets": 0, "allocations": 0, "frees": 0, "graphs": 1}
     assert results == {name: [{**none, **each}] * 3 for name, each in expected.items()}

@@ -61,6 +61,7 @@ def trained(
         comm=comm,
         device="cpu",
         loss=case.loss.build(),
+        metrics=case.metrics,
         schedule=case.schedule[1],
         progress=quiet,
         **case.settings,
@@ -77,10 +78,11 @@ def trained(
         for name, value in trainer.optimizer_state().items():
             result[f"optimizer {name}"] = np.asarray(value)
         for i, record in enumerate(history.records):
-            for name in ("train_loss", "train_accuracy", "test_loss", "test_accuracy"):
-                result[f"{name} of epoch {i + 1}"] = np.asarray(record[name], np.float64)
+            for name, value in record.items():
+                if name.startswith(("train_", "test_")):
+                    result[f"{name} of epoch {i + 1}"] = np.asarray(value, np.float64)
         result["sums of steps"] = np.array(sums)
-        result["evaluation"] = np.array([evaluation.loss, evaluation.accuracy, evaluation.samples])
+        result["evaluation"] = np.array([*evaluation.metrics.values(), evaluation.samples])
         result["steps"] = np.array([trainer.steps, history.steps, history.samples])
         if trainer.grad_norm is not None:
             result["norm of the gradients"] = np.asarray(trainer.grad_norm)

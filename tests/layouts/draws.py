@@ -426,6 +426,53 @@ def likelihood(random: Random) -> Loss:
     return Loss("log-likelihood", lambda: lambda y, labels: nn.NLLLoss()(F.log_softmax(y), labels))
 
 
+# --- other tasks: targets that are no classes, inputs that are several arrays ----------------------------------------
+
+
+class Joined(nn.Module):
+    """A model on the sum of its inputs, given one by one or in a dict."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *given: Any) -> Tensor:
+        a, b = (given[0]["a"], given[0]["b"]) if len(given) == 1 else given
+        return self.model(a + b.float())
+
+
+def _targets(shape: Shape, outputs: int, samples: int, inputs: str, mixed: bool) -> Any:
+    generator = np.random.default_rng(samples)
+    x = generator.standard_normal((samples, *shape)).astype(np.float32)
+    y: Any = generator.random((samples, outputs))
+    b = generator.integers(-2, 3, (samples, *shape))
+    given = {"one": x, "two": (x, b), "dict": {"b": b, "a": x}}[inputs]
+    return data.arrays(given, (y, generator.integers(0, outputs, samples)) if mixed else y)
+
+
+def mixed_loss(y: Tensor, target: Any) -> Tensor:
+    """Of numbers and classes."""
+    return F.mse_loss(y, target[0]) * 0.5 + F.cross_entropy(y, target[1])
+
+
+def of_one_s_own(y: Tensor, target: Any) -> Tensor:
+    """A loss written with ops."""
+    d = F.tanh(y) - target
+    return F.mean(d * d * d * d)
+
+
+@draw("task", 2)
+def numbers_as_targets(random: Random) -> tuple[Loss, bool, tuple[str, ...] | dict[str, Any] | None]:
+    kinds = [nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.BCEWithLogitsLoss]
+    made = random.one([*(Loss(k.__name__, k) for k in kinds), Loss("a loss of one's own", lambda: of_one_s_own)])
+    return made, False, random.one([None, ("mae",), {"mse": "mse", "own": of_one_s_own}])
+
+
+@draw("task", 1)
+def numbers_and_classes(random: Random) -> tuple[Loss, bool, tuple[str, ...] | dict[str, Any] | None]:
+    return Loss("squares and classes", lambda: mixed_loss), True, random.one([None, {"both": mixed_loss}])
+
+
 Make = tuple[str, Callable[[], optim.Optimizer]]
 
 
@@ -481,6 +528,7 @@ class Training:
     settings: dict[str, Any]  # of the trainer
     epochs: int
     loop: str = "fit"  # one of LOOPS
+    metrics: Any = None
 
     @property
     def shards(self) -> int:
@@ -515,6 +563,7 @@ class Training:
             f"{self.epochs} epochs",
             *([self.loop] if self.loop != LOOPS[0] else []),
             *(f"{k}={v}" for k, v in given.items()),
+            f"metrics {' '.join(self.metrics)}" if self.metrics else "",
         ]
         return "; ".join(filter(None, words))
 
@@ -531,6 +580,17 @@ def training(seed: int, index: int) -> Training:
     samples = batch * random.integer(1, 2) + (random.integer(1, batch) if random.chance(0.8) else 0)
     text, build = drawn("data", kind("data"), network.shape, network.classes, samples)
     schedule = drawn("schedule", kind("schedule"))
+    loss = drawn("loss", kind("loss"))
+    task = kind("task")
+    metrics = task.one([None, ("accuracy", "top5"), {"second": "top2"}], [4, 1, 1])
+    if task.chance(0.35):
+        loss, mixed, metrics = drawn("task", task)
+        inputs = "one" if network.micro or network.places > 1 else task.one(["one", "two", "dict"])
+        text = f"{inputs} input{'s' * (inputs != 'one')}, targets that are {'also ' * mixed}numbers"
+        build = functools.partial(_targets, network.shape, network.classes, samples, inputs, mixed)
+        if inputs != "one":
+            whole = network.build
+            network = dataclasses.replace(network, build=lambda: Joined(whole()))
     settings = {
         "shard_size": shard,
         "accumulation_steps": random.one([1, 2, 3], [6, 2, 1]),
@@ -543,11 +603,12 @@ def training(seed: int, index: int) -> Training:
     return Training(
         network,
         Data(text, samples, batch, build, random.chance(0.5), random.one([0, 0, 2])),
-        drawn("loss", kind("loss")),
+        loss,
         drawn("optimizer", kind("optimizer")),
         schedule,
         settings,
         random.integer(1, 2),
+        metrics=metrics,
     )
 
 

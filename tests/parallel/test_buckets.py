@@ -12,6 +12,7 @@ from odyssey.core import native
 from odyssey.core.arena import Arena
 from odyssey.core.program import Range, Record
 from odyssey.core.tensor import Parameter
+from odyssey.data.trees import Form
 from odyssey.parallel import buckets
 from odyssey.train.trainer import DistributedTrainer
 
@@ -88,7 +89,7 @@ def test_every_program_can_be_cut(by_params):
 def test_a_layer_is_a_bucket_and_layers_that_share_are_one():
     def names(model, limit):
         trainer = DistributedTrainer(model, optim.SGD())
-        records = trainer._train.record(8, (1, 28, 28))
+        records = trainer._train.record(8, Form.of_classes(1, 28, 28))
         return [b.names for b in buckets.cut(records, trainer.arena, limit)]
 
     chain = nn.Sequential(nn.Flatten(), nn.Linear(784, 64), *(nn.Linear(64, 64) for _ in range(3)), nn.Linear(64, 10))
@@ -117,7 +118,7 @@ def test_a_frozen_layer_between_two_of_a_bucket():
     for p in model[2].parameters():
         p.requires_grad = False
     trainer = DistributedTrainer(model, optim.SGD())
-    records = trainer._train.record(8, (1, 28, 28))
+    records = trainer._train.record(8, Form.of_classes(1, 28, 28))
     for limit in (1, 100, 10**6):
         made = buckets.cut(records, trainer.arena, limit, by_params=True)
         cut = buckets.segments(records, trainer.arena, made, by_params=True)

@@ -9,6 +9,7 @@ import pytest
 from odyssey import device, nn, optim
 from odyssey import functional as F
 from odyssey.core.program import Record, Slot
+from odyssey.data.trees import Form
 from odyssey.errors import ConfigError
 from odyssey.parallel import schedule as schedules
 from odyssey.parallel.stages import Part, edges, partition
@@ -34,7 +35,7 @@ class Skipping(nn.Module):
 
 def program(model, train=True) -> list[Record]:
     trainer = DistributedTrainer(model, optim.SGD())
-    return (trainer._train if train else trainer._eval).record(8, (1, 28, 28))
+    return (trainer._train if train else trainer._eval).record(8, Form.of_classes(1, 28, 28))
 
 
 def holds(parts: list[Part], records: list[Record]) -> None:
@@ -48,7 +49,7 @@ def holds(parts: list[Part], records: list[Record]) -> None:
     position = {id(r): i for i, r in enumerate(records)}
     for p in parts:
         assert all(r.phase == p.phase for r in p.records)
-        order = [position[id(r)] for r in p.records if r.op != "labels"]
+        order = [position[id(r)] for r in p.records if r.op != "array"]
         assert order == sorted(order)
     # play it through: what is on each place
     there: dict[int, set[int]] = {p.place: set() for p in parts}
@@ -85,7 +86,7 @@ def test_a_model_placed_by_hand(train):
     assert sorted((t.source, t.target) for t in first.sends) == [(0, 1), (0, 2)]  # one value, to each place once
     assert len({id(t.slot) for t in first.sends}) == 1
     assert edges(parts) == {(0, 1), (1, 2), (2, 3), (0, 2)}
-    labels = [p for p in parts for r in p.records if r.op == "labels"]
+    labels = [p for p in parts for r in p.records if r.op == "array"]
     assert [p.place for p in labels] == [0] and labels[0].stage == 3  # where the loss is, not sent
 
 
@@ -93,7 +94,7 @@ def test_a_model_placed_by_hand(train):
 def test_any_cut_of_lenet(cut):
     """Two cuts between any two ops: also between those without parameters, and inside of what was one layer."""
     records = program(nn.LeNet5())
-    tags = sorted({r.tag for r in records if r.phase == "forward" and r.op not in ("labels", "stats")})
+    tags = sorted({r.tag for r in records if r.phase == "forward" and r.op not in ("array", "stats")})
     firsts = [tags[min(c, len(tags) - 1)] for c in cut]
     place = {t: sum(t >= f for f in firsts) for t in range(max(r.tag for r in records) + 1)}
     parts = partition(records, lambda r: place[r.tag])

@@ -126,10 +126,10 @@ def record(name: str, n: int = 32, precision: str = "fp32", train: bool = True) 
         y = model(x)
         labels = make(recorder.alloc(4 * x.groups * 16), (n,), layout, np.int32)
         labels.device = y.device
-        recorder.emit("labels", labels.memory, x.groups, layout=layout)
+        recorder.emit("array", labels.memory, x.groups, 1, 0, -1, layout=layout)
         recorder.close(labels.device)
         loss = model.loss(y, labels)
-        recorder.emit("stats", recorder.stats, loss.memory, recorder.first_stats)
+        recorder.emit("stats", recorder.stats, loss.memory, recorder.first_stats, 0)
         recorder.close(loss.device)
         if train:
             loss.backward()
@@ -150,6 +150,7 @@ class Rank:
         total = n * shards
         self.images = rng.standard_normal((total, int(np.prod(shape)))).astype(np.float32)
         self.labels = rng.integers(0, 4, total).astype(np.int32)
+        self.arrays = np.array([self.labels.ctypes.data], np.int64)
         self.rows = np.arange(total, dtype=np.int64)
         channels = shape[0] if len(shape) > 1 else 1
         self.scale, self.shift = np.ones(channels, np.float32), np.zeros(channels, np.float32)
@@ -163,7 +164,7 @@ class Rank:
                     first=s * n,
                     valid=valid,
                     images=self.images.ctypes.data,
-                    labels=self.labels.ctypes.data,
+                    arrays=self.arrays.ctypes.data,
                     rows=self.rows[s * n :].ctypes.data,
                     scale=self.scale.ctypes.data,
                     shift=self.shift.ctypes.data,

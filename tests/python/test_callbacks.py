@@ -64,11 +64,12 @@ class Plain(Trainer):
         self.gradient = images.mean(axis=0)
         self.weights = self.weights - self.gradient
         self.steps += 1
-        self.last = Step(float(self.weights.sum()) * len(images), 0.0, 1.0, True, None)
+        self.last = Step(float(self.weights.sum()) * len(images), 0.0, 1.0, True, None, {"accuracy": 0.0})
         return self.last
 
     def evaluate(self, loader: object) -> Evaluation:
-        return Evaluation(float(self.weights.sum()), 0.5, 1)
+        loss = float(self.weights.sum())
+        return Evaluation(loss, 0.5, 1, {"loss": loss, "accuracy": 0.5})
 
     def configuration(self) -> dict:
         return {"kind": "plain"}

@@ -124,14 +124,14 @@ ROOMS = (
 FRONT_ENDS = ("callbacks", "loggers", "testing", "mojo", "torch", "horovod", "ray", "tune")
 ORDER = (*ROOMS[: ROOMS.index("audit")], "callbacks", *ROOMS[ROOMS.index("audit") :], *FRONT_ENDS[1:])
 BUDGETS = {  # lines of all its files together
-    "mojo": 12_700,
-    "shared/training": 3_100,
-    "python/odyssey": 36_500,
+    "mojo": 12_800,
+    "shared/training": 3_150,
+    "python/odyssey": 37_300,
     "python/odyssey/comm": 3_960,
-    "python/odyssey/parallel": 3_650,
+    "python/odyssey/parallel": 3_700,
     "python/odyssey/distributed": 2_080,
 }
-PACKAGE_LINES, FILE_LINES = 5_000, 600
+PACKAGE_LINES, FILE_LINES = 5_000, 620
 
 
 def test_the_rooms_of_the_package():

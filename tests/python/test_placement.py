@@ -11,6 +11,7 @@ from odyssey import functional as F
 from odyssey.comm import Communicator
 from odyssey.core.arena import Arena
 from odyssey.core.placement import Device
+from odyssey.data.trees import Form
 from odyssey.engine.engine import Engine, Layout
 from odyssey.errors import ConfigError, DeviceError
 from odyssey.train.trainer import DistributedTrainer
@@ -56,7 +57,7 @@ def engine(model, train=True, execution="replay"):
 def recorded(model, monkeypatch, train=True):
     """The records of one shard, before fusion."""
     monkeypatch.setattr("odyssey.engine.engine.fused", list)
-    return engine(model, train).record(32, (1, 4, 4))
+    return engine(model, train).record(32, Form.of_classes(1, 4, 4))
 
 
 # --- device() ---
@@ -201,7 +202,7 @@ def test_every_record_says_where_it_runs_and_what_it_belongs_to(train, monkeypat
         ("copy", 1),
         ("add", 1),
         ("linear_forward", 1),
-        ("labels", 1),
+        ("array", 1),
         ("cross_entropy_forward", 1),
         ("stats", 1),
     ]
@@ -247,7 +248,7 @@ def test_only_copies_cross(monkeypatch):
 def test_the_backward_of_a_fused_op_belongs_to_what_it_is_part_of(name):
     """Else a pipeline would not know the stage of a relu_backward whose relu_forward is part of a convolution."""
     nn.manual_seed(0)
-    records = engine(nn.models.build(name)).record(32, (1, 28, 28))
+    records = engine(nn.models.build(name)).record(32, Form.of_classes(1, 28, 28))
     forward = {r.tag: r.op for r in records if r.phase == "forward"}
     orphans = [r.op for r in records if r.tag not in forward]
     assert not orphans

@@ -12,6 +12,7 @@ import odyssey
 from odyssey import DistributedTrainer, GradScaler, data, nn, optim
 from odyssey import functional as F
 from odyssey.core import precision
+from odyssey.data.trees import Form
 from odyssey.errors import ConfigError, NumericsError
 
 
@@ -213,7 +214,7 @@ def test_a_layer_can_be_taken_out_in_forward():
     def program(outer, inner):
         t = DistributedTrainer(Model(inner), optim.SGD(), precision=outer, backend="local", threads=1)
         t.train_step(next(iter(loader())))
-        return [(r.op, r.dtype) for r in t._train.record(32, (1, 28, 28)) if r.op.startswith("linear")]
+        return [(r.op, r.dtype) for r in t._train.record(32, Form.of_classes(1, 28, 28)) if r.op.startswith("linear")]
 
     assert program("bf16", "fp32") == [
         ("linear_forward", "bf16"),
@@ -227,7 +228,7 @@ def test_a_layer_can_be_taken_out_in_forward():
 
 def test_relu_is_fused_into_rounded_products():
     t = trainer("bf16", "lenet5")
-    ops = [(r.op, r.dtype) for r in t._train.record(32, (1, 28, 28))]
+    ops = [(r.op, r.dtype) for r in t._train.record(32, Form.of_classes(1, 28, 28))]
     assert ("relu_forward", "fp32") not in ops
     assert ops.count(("linear_forward", "bf16")) == 3 and ops.count(("conv2d_forward", "bf16")) == 1
 

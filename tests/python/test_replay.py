@@ -88,7 +88,7 @@ def sums(name, samples, *, train=True, step=3, **layout) -> bytes:
 
 def raw(engine, batch, step) -> bytes:
     engine.run(batch, step)
-    return engine.prepare(len(batch), batch.dataset.sample_shape).result.tobytes()
+    return engine.prepare(len(batch), batch.dataset.form).result.tobytes()
 
 
 # --- the same bits ---

@@ -85,7 +85,7 @@ struct StepContext(TrivialRegisterPassable):
     var shard_size: Int64
     var images: BytePtr  # the data set, (samples, F)
     var bytes: Int64  # 1 if it is uint8, 0 if float32
-    var labels: IntPtr
+    var arrays: LongPtr  # addresses of the arrays that `array` gathers
     var rows: LongPtr
     var scale: Ptr  # (C)
     var shift: Ptr  # (C)

@@ -97,29 +97,54 @@ def input(
     )
 
 
-def _labels(y: IntPtr, ys: Int64, n: Int32, ctx: StepContextPtr):
+def _array(
+    y: IntPtr,
+    ys: Int64,
+    n: Int32,
+    F: Int32,
+    k: Int32,
+    rest: Int32,
+    ctx: StepContextPtr,
+):
     var i = index()
     var shard = block_idx.y
     if i >= Int(n):
         return
-    var label = Int32(-1)
-    if i < ctx[].valid(shard):
-        var row = ctx[].rows[unsafe_offset=shard * Int(ctx[].shard_size) + i]
-        label = ctx[].labels[unsafe_offset=Int(row)]
-    y[unsafe_offset=shard * Int(ys) + i] = label
+    var sample = i // (Int(F) * LANES) * LANES + i % LANES
+    var v = rest
+    if sample < ctx[].valid(shard):
+        var row = ctx[].rows[
+            unsafe_offset=shard * Int(ctx[].shard_size) + sample
+        ]
+        var x = IntPtr(
+            unsafe_from_address=Int(ctx[].arrays[unsafe_offset=Int(k)])
+        )
+        v = x[unsafe_offset=Int(row) * Int(F) + i // LANES % Int(F)]
+    y[unsafe_offset=shard * Int(ys) + i] = v
 
 
-def labels(
-    q: Queue, shards: Int, y: Operand, G: Int, ctx: StepContextPtr
+def array(
+    q: Queue,
+    shards: Int,
+    y: Operand,  # (G, F, L), numbers of 32 bits
+    G: Int,
+    F: Int,
+    k: Int,
+    rest: Int,
+    ctx: StepContextPtr,
 ) raises:
-    """Label of each lane, int32 (G * L); -1, which every loss ignores, where there is no sample.
+    """Sample i of shard s becomes row rows[s shard_size + i] of array k, bit by bit; lanes without a sample `rest`.
     """
-    q.enqueue_function[_labels](
+    var n = G * F * LANES
+    q.enqueue_function[_array](
         y.ints(),
         y.step(),
-        Int32(G * LANES),
+        Int32(n),
+        Int32(F),
+        Int32(k),
+        Int32(rest),
         ctx,
-        grid_dim=(blocks(G * LANES, THREADS), shards),
+        grid_dim=(blocks(n, THREADS), shards),
         block_dim=THREADS,
     )
 
@@ -341,7 +366,7 @@ def ops() -> List[GpuOp]:
     """The ops of this file."""
     return [
         GpuOp("input", call[input]),
-        GpuOp("labels", call[labels]),
+        GpuOp("array", call[array]),
         GpuOp("pack_rows", call[pack_rows]),
         GpuOp("unpack_rows", call[unpack_rows]),
         GpuOp("pad_forward", call[pad_forward]),

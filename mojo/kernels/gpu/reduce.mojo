@@ -153,6 +153,7 @@ def _stats(
     loss_s: Int64,
     stats: Ptr,
     stats_s: Int64,
+    at: Int32,
     shards: Int32,
     fold: Int32,
     buffers: Int32,
@@ -178,6 +179,12 @@ def _stats(
         return Float32(ctx[].valid(first + j))
 
     var totals = totals_.unsafe_offset(b * Int(totals_s))
+    if at != 0:
+        var sum = tree[1](losses, n)[0]
+        if accumulate != 0:
+            sum += totals[unsafe_offset=Int(at)]
+        totals[unsafe_offset=Int(at)] = sum
+        return
     var sums = SIMD[F32, 4](
         tree[1](losses, n), tree[1](valid, n), tree[1](correct, n), 0
     )
@@ -195,11 +202,12 @@ def stats(
     totals: Operand,  # one buffer per `fold` shards
     loss: Operand,  # (1) of each shard
     stats_of_loss: Operand,  # (4) of each shard, of a loss op
+    at: Int,
     ctx: StepContextPtr,
     accumulate: Bool,
 ) raises:
     """Sums (loss, samples, correct predictions) of the shards of a buffer along the tree into its first three floats;
-    with `accumulate` adds the sums to what is there.
+    with `accumulate` adds the sums to what is there. If `at` is not 0, only the losses, into float `at`.
     """
     _check_leaves(fold)
     var buffers = (shards + fold - 1) // fold
@@ -210,6 +218,7 @@ def stats(
         loss.step(),
         stats_of_loss.ptr(),
         stats_of_loss.step(),
+        Int32(at),
         Int32(shards),
         Int32(fold),
         Int32(buffers),
@@ -506,6 +515,7 @@ def _stats_op(q: Queue, r: Launch) raises:
         r.op(1),
         r.op(2),
         r.op(3),
+        r.int(4),
         r.context,
         r.accumulate,
     )

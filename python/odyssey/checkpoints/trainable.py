@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -59,16 +60,20 @@ class History:
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """Means over a data set."""
+    """Means over a data set, by name as well; `accuracy` is None where it is no metric."""
 
     loss: float
-    accuracy: float
+    accuracy: float | None
     samples: int
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
 class Tally:
-    """What some steps did, over all ranks: sums, and numbers for the record of an epoch."""
+    """What some steps did, over all ranks: sums, and numbers for the record of an epoch.
+
+    metrics: sums by name; None: of accuracy alone, which is `correct`.
+    """
 
     loss: float = 0.0
     correct: float = 0.0
@@ -76,6 +81,30 @@ class Tally:
     samples: int = 0
     steps: int = 0
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
+    metrics: dict[str, float] | None = None
+
+    @property
+    def named(self) -> dict[str, float]:
+        """The sums of the metrics."""
+        return {"accuracy": self.correct} if self.metrics is None else self.metrics
+
+    def put(self, loss: float, correct: float, metrics: dict[str, float]) -> Tally:
+        """Sets the sums; returns itself."""
+        self.loss, self.correct = loss, correct
+        self.metrics = None if metrics == {"accuracy": correct} else metrics
+        return self
+
+    def add(self, loss: float, correct: float, metrics: dict[str, float], samples: float) -> None:
+        """Adds sums over some samples; what was not summed from the start on, before a checkpoint, is left out."""
+        before, begun = self.named, self.counted > 0
+        both = {k: before.get(k, 0.0) + v for k, v in metrics.items() if k in before or not begun}
+        self.put(self.loss + loss, self.correct + correct, both)
+        self.counted += samples
+
+    def means(self) -> dict[str, float]:
+        """Of the loss and the metrics."""
+        loss = self.loss / self.counted if self.counted else math.nan
+        return {"loss": loss, **{name: v / max(self.counted, 1) for name, v in self.named.items()}}
 
 
 @dataclasses.dataclass
@@ -96,7 +125,7 @@ class Cursor:
 class Step(NamedTuple):
     """A step: sums of loss and correct predictions over its samples, learning rate, whether it changed the weights.
 
-    `updates` is the trainer's own: what its fingerprints() are of.
+    `updates` is the trainer's own: what its fingerprints() are of. `metrics`: sums by name.
     """
 
     loss: float
@@ -104,6 +133,7 @@ class Step(NamedTuple):
     rate: float
     taken: bool
     updates: Any
+    metrics: dict[str, float]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -97,7 +97,11 @@ def multiply(a: Tensor, b: Tensor | float) -> Tensor:
     a, b = _same("multiply", a, b)
     y = empty(a.shape, a.layout)
     current().emit("multiply", y.memory, a.memory, b.memory, y.floats)
-    return attach(y, (a, b), lambda dy: (multiply(dy, b), multiply(dy, a)))
+
+    def backward(dy: Tensor) -> tuple[Tensor | None, ...]:
+        return (multiply(dy, b) if a.requires_grad else None, multiply(dy, a) if b.requires_grad else None)
+
+    return attach(y, (a, b), backward)
 
 
 def scale(x: Tensor, factor: float) -> Tensor:
@@ -105,6 +109,24 @@ def scale(x: Tensor, factor: float) -> Tensor:
     y = empty(x.shape, x.layout)
     current().emit("scale", y.memory, x.memory, float(factor), y.floats)
     return attach(y, (x,), lambda dy: (scale(dy, factor),))
+
+
+def clamp(x: Tensor, limit: float) -> Tensor:
+    """The nearest numbers from -limit to limit; a constant, without a gradient."""
+    y = empty(x.shape, x.layout)
+    current().emit("clamp", y.memory, x.memory, float(limit), y.floats)
+    return attach(y, (x.detach(),), lambda dy: (None,))
+
+
+def to_float(x: Tensor) -> Tensor:
+    """Integers, such as a batch's targets, as numbers to compute with; x itself if it has these."""
+    if x.dtype != np.int32:
+        return x
+    y = empty(x.shape, x.layout)
+    current().emit("floats", y.memory, x.memory, y.floats)
+    bits = make(x.memory, x.shape, x.layout)
+    bits.device = x.device
+    return attach(y, (bits,), lambda dy: (None,))
 
 
 def sum(x: Tensor) -> Tensor:
@@ -354,6 +376,8 @@ tanh = unary("tanh", "Hyperbolic tangent.", layer="Tanh")
 sigmoid = unary("sigmoid", "1 / (1 + exp(-x)).", layer="Sigmoid")
 gelu = unary("gelu", "x times the share of a normal distribution that lies below x.", saves="x", layer="GELU")
 silu = unary("silu", "x sigmoid(x).", saves="x", layer="SiLU")
+softplus = unary("softplus", "log(1 + exp(x)).", saves="x", layer="Softplus")
+abs = unary("abs", "|x|; its gradient is 0 for 0.", saves="x")
 
 
 def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
@@ -440,8 +464,13 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Te
 def labels_of(target: Any, samples: int, classes: int) -> Memory:
     """Labels as the kernels read them: int32, -1 in lanes without a sample. Raises ShapeError for a bad label."""
     if isinstance(target, Tensor):
-        if target.dtype == np.int32:
+        if target.dtype == np.int32 and target.shape == (samples,):
             return target.memory
+        if current().shard:
+            raise ShapeError(
+                f"[loss] a target of {np.dtype(target.dtype)} {target.shape}; it must be integers ({samples},), the "
+                "class of each sample"
+            )
         target = target.data
     a = np.asarray(target)
     if a.shape != (samples,):
@@ -495,6 +524,77 @@ def nll_loss(x: Tensor, target: Any, reduction: str = "mean") -> Tensor:
     return _loss("nll", x, target, reduction)
 
 
+def _difference(name: str, x: Tensor, target: Any) -> tuple[Tensor, Tensor]:
+    """Both, of one shape. Raises ShapeError."""
+    t = target if isinstance(target, Tensor) else Tensor(target)
+    if t.shape != x.shape:
+        raise ShapeError(
+            f"[{name}] output {x.shape} and target {t.shape}; they must be of the same shape (nothing is broadcast): "
+            "reshape one of them"
+        )
+    if t.dtype == np.int32:
+        raise ShapeError(f"[{name}] the target is integers {t.shape}, the output numbers; give target.float()")
+    return x, t
+
+
+def _reduced(name: str, losses: Tensor, reduction: str) -> Tensor:
+    if reduction not in ("mean", "sum", "none"):
+        raise ShapeError(f"[{name}] reduction {reduction!r}; it must be 'mean', 'sum' or 'none'")
+    return losses if reduction == "none" else mean(losses) if reduction == "mean" else sum(losses)
+
+
+def mse_loss(x: Tensor, target: Any, reduction: str = "mean") -> Tensor:
+    """(x - target)^2 of equal shapes (N, ...): the mean or sum over all numbers, or each ("none")."""
+    x, t = _difference("mse_loss", x, target)
+    d = x - t
+    return _reduced("mse_loss", d * d, reduction)
+
+
+def l1_loss(x: Tensor, target: Any, reduction: str = "mean") -> Tensor:
+    """|x - target| of equal shapes (N, ...): the mean or sum over all numbers, or each ("none")."""
+    x, t = _difference("l1_loss", x, target)
+    return _reduced("l1_loss", abs(x - t), reduction)
+
+
+def smooth_l1_loss(x: Tensor, target: Any, reduction: str = "mean", beta: float = 1.0) -> Tensor:
+    """d^2 / (2 beta) where |d| < beta, else |d| - beta / 2, of d = x - target of equal shapes (N, ...).
+
+    Girshick 2015 (beta 1). The mean or sum over all numbers, or each ("none"). beta 0 is l1_loss.
+    """
+    if not 0 <= beta < math.inf:
+        raise ShapeError(f"[smooth_l1_loss] beta is {beta}; it must be at least 0")
+    if beta == 0:
+        return l1_loss(x, target, reduction)
+    x, t = _difference("smooth_l1_loss", x, target)
+    d = x - t
+    c = clamp(d, beta)
+    # c (d - c / 2) / beta; its derivative is c / beta, as if c were a constant: d = c, or c does not change
+    return _reduced("smooth_l1_loss", c * (d - c * 0.5) * (1 / beta), reduction)
+
+
+def binary_cross_entropy_with_logits(x: Tensor, target: Any, reduction: str = "mean") -> Tensor:
+    """-(t log s + (1 - t) log(1 - s)), s = sigmoid(x), of logits x and targets t in [0, 1], equal shapes (N, ...).
+
+    Computed as t log(1 + exp(-x)) + (1 - t) log(1 + exp(x)). The mean or sum over all numbers, or each ("none").
+    """
+    x, t = _difference("binary_cross_entropy_with_logits", x, target)
+    return _reduced("binary_cross_entropy_with_logits", t * softplus(-x) + (1.0 - t) * softplus(x), reduction)
+
+
+def top_k(x: Tensor, target: Any, k: int = 1) -> Tensor:
+    """1 for each sample whose class target (N) is among the k largest entries of x (N, classes), else 0; shape (N,).
+
+    Of equal entries the first counts as larger. No gradient.
+    """
+    if x.ndim != 2 or k < 1:
+        raise ShapeError(f"[top_k] input of shape {x.shape}, k {k}; it must be (N, classes), and k at least 1")
+    x = batched(x)
+    labels = labels_of(target, x.shape[0], x.features)
+    y = empty((x.shape[0],), x.layout)
+    current().emit("top_k", y.memory, x.memory, labels, x.groups, x.features, float(k), layout=x.layout)
+    return attach(y, (x.detach(),), lambda dy: (None,))
+
+
 def accuracy(x: Tensor, target: Any) -> float:
     """The share of samples whose largest entry of x (N, classes) is at the target."""
     return float(np.mean(np.argmax(x.data, axis=1) == np.asarray(target)))
@@ -506,3 +606,5 @@ Tensor.__add__ = Tensor.__radd__ = add  # type: ignore[assignment]
 Tensor.__mul__ = Tensor.__rmul__ = multiply  # type: ignore[assignment]
 for _op in (sum, mean, reshape, flatten, to):
     setattr(Tensor, _op.__name__, _op)
+Tensor.__abs__ = abs  # type: ignore[attr-defined]
+Tensor.float = to_float  # type: ignore[attr-defined]

@@ -34,7 +34,7 @@ class Context(ctypes.Structure):
         ("valid", ctypes.c_int64),
         ("images", ctypes.c_int64),
         ("bytes", ctypes.c_int64),
-        ("labels", ctypes.c_int64),
+        ("arrays", ctypes.c_int64),
         ("rows", ctypes.c_int64),
         ("scale", ctypes.c_int64),
         ("shift", ctypes.c_int64),

@@ -127,6 +127,17 @@ class Executor:
         self.scope.tag, self.scope.device, self.scope.phase = None, FIRST, "forward"
 
     @contextmanager
+    def within(self, number: int, device: Device) -> Iterator[None]:
+        """Forward ops inside belong to forward op `number`, on `device`: no cut of the program comes between them."""
+        scope = self.scope
+        before = scope.tag, scope.device
+        scope.tag, scope.device = number, device
+        try:
+            yield
+        finally:
+            scope.tag, scope.device = before
+
+    @contextmanager
     def repeat(self, ops: int, layer: int) -> Iterator[None]:
         """Forward ops inside are those from number `ops` on once more, in a backward pass: the same numbers, and the
         same dropouts from number `layer` on."""

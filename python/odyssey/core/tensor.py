@@ -347,6 +347,11 @@ def attach(
         DeviceError: the inputs are on different places.
     """
     where = inputs[0].device
+    if out.dtype != np.int32 and any(t.dtype == np.int32 for t in inputs):
+        op = name or backward.__qualname__.split(".")[0].lstrip("_")
+        raise ShapeError(
+            f"[{op}] a tensor of integers, {inputs[0].shape}, where numbers are computed; use its .float()"
+        )
     for t in inputs[1:]:
         if t.device.slot != where.slot:
             raise DeviceError(apart(name or backward.__qualname__.split(".")[0].lstrip("_"), inputs[0], t))
@@ -567,6 +572,7 @@ def to_lanes(x: Tensor) -> Tensor:
     if x.ndim < 1 or x.size == 0:
         raise ShapeError(f"[tensor] shape {x.shape} has no samples; the first axis is the batch and must not be empty")
     y = empty(x.shape, "lanes")
+    y.dtype = x.dtype
     program.current().emit("pack_rows", y.memory, x.memory, x.shape[0], x.features)
     return attach(y, (x,), lambda dy: (to_rows(dy),))
 
@@ -576,6 +582,7 @@ def to_rows(x: Tensor) -> Tensor:
     if x.layout == "rows":
         return x
     y = empty(x.shape)
+    y.dtype = x.dtype
     program.current().emit("unpack_rows", y.memory, x.memory, x.shape[0], x.features)
     return attach(y, (x,), lambda dy: (to_lanes(dy),))
 

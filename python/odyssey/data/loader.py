@@ -359,4 +359,5 @@ def _class_count(dataset: Any) -> int | None:
     if classes is None or (isinstance(dataset, ArrayDataset) and classes == 0):
         return None
     name = f"DataLoader: the attribute classes of {type(dataset).__name__}"
-    return check_integer(name, len(classes) if isinstance(classes, (list, tuple)) else classes, 1)
+    least = 0 if isinstance(dataset, ArrayDataset) else 1
+    return check_integer(name, len(classes) if isinstance(classes, (list, tuple)) else classes, least)

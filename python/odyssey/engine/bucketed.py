@@ -175,7 +175,7 @@ class BucketedRunner(Runner):
         stats = self._stats.finish()
         self.computed += computed - started
         self.waited += time.perf_counter() - computed
-        return Sums(float(stats[0]), float(stats[1]), float(stats[2]), stats[1:2].ctypes.data, self.updates)
+        return Sums(stats.tolist(), stats[1:2].ctypes.data, self.updates)
 
     def _finish(self, b: int) -> None:
         if not self.recorded.layout.overlap:

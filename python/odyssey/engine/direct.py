@@ -79,8 +79,7 @@ class DirectRunner(Runner):
             self._run_eager()
         self._reduce.start()
         self._reduce.finish()
-        loss, samples, correct = self.stats[:3].tolist()
-        return Sums(loss, samples, correct, self.samples_address, self.updates)
+        return Sums(self.stats.tolist(), self.samples_address, self.updates)
 
     def _run_eager(self) -> None:
         """The same plan, each shard through Python, one after the other."""

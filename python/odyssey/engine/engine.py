@@ -15,6 +15,7 @@ An engine is used twice: for training steps (with a backward pass) and for evalu
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -24,10 +25,11 @@ import numpy as np
 from ..core import fingerprint, native
 from ..core.arena import Arena
 from ..core.norm import global_norm
-from ..core.placement import FIRST
+from ..core.placement import FIRST, Device
 from ..core.program import Record, Recorder, ShardEager, fused, using
-from ..core.tensor import Tensor, empty, layout_of, make, no_grad
+from ..core.tensor import Tensor, empty, layout_of, no_grad
 from ..data import Batch
+from ..data.trees import Form, Leaf, leaves, mapped
 from ..errors import ConfigError, OdysseyError
 from ..nn import Module
 from ..optim import Optimizer, Update
@@ -39,6 +41,8 @@ from ..parallel.zero import Parts
 from .bucketed import BucketedRunner
 from .direct import DirectRunner
 from .layout import Layout
+from .metrics import Metric
+from .metrics import record as record_metrics
 from .owned import overlaps, owned, without
 from .pipeline import PipelineRunner
 from .runner import Recorded, Runner, Storage, Sums
@@ -69,6 +73,7 @@ class Engine:
         scaled: whether gradients come out multiplied by `loss_scale`.
         like: the training engine, whose parts and places an engine for evaluation shares.
         team: the GPUs of this process, if the layout names some.
+        metrics: see metrics.record.
     """
 
     def __init__(
@@ -85,9 +90,11 @@ class Engine:
         precision: str = "fp32",
         scaled: bool = False,
         team: DeviceGroup | None = None,
+        metrics: dict[str, Metric] | None = None,
     ) -> None:
         self.model, self.loss, self.arena, self.layout, self.train = model, loss, arena, layout, train
-        self.team = team
+        self.team, self.metrics = team, metrics
+        self.metric_at: dict[str, int] = {}  # places among the statistics, once a program is recorded
         self.upcoming: Batch | None = None  # the one after it, where known: GPUs may bring it meanwhile
         self.groups, self.seed = groups or Groups(layout.comm, layout.mesh), seed
         self.shard_size = layout.shard_size
@@ -120,10 +127,14 @@ class Engine:
             self._check_labels(batch.dataset)
         return sums
 
+    def measured(self, sums: Sums) -> dict[str, float]:
+        """The metrics of a step: sums over its samples."""
+        return {name: sums.values[at] for name, at in self.metric_at.items()}
+
     def _ready(self, batch: Batch, step: int) -> Runner:
         """What a batch needs, pointing at its samples."""
         data = batch.dataset
-        ready = self.prepare(len(batch.indices), data.sample_shape)
+        ready = self.prepare(len(batch.indices), data.form)
         if ready.data is not data:
             if self.layout.execution == "replay":
                 self._check_labels(data)
@@ -133,13 +144,13 @@ class Engine:
         ready.context.step, ready.context.loss_scale = step, self.loss_scale
         return ready
 
-    def prepare(self, samples: int, sample_shape: tuple[int, ...]) -> Runner:
+    def prepare(self, samples: int, form: Form) -> Runner:
         """What a batch size needs; made when it is first met."""
-        key = (samples, self.shard_size_of(samples), *sample_shape)
+        key = (samples, self.shard_size_of(samples), *form)
         runner = self._prepared.pop(key, None)
         if runner is None:
             try:
-                runner = self._runner(samples, sample_shape)
+                runner = self._runner(samples, form)
             except OdysseyError as error:
                 error.raised_on_all_ranks = True  # all ranks record the same model for the same layout
                 raise
@@ -152,14 +163,14 @@ class Engine:
             del self._prepared[next(iter(self._prepared))]
         return runner
 
-    def _runner(self, samples: int, sample_shape: tuple[int, ...]) -> Runner:
+    def _runner(self, samples: int, form: Form) -> Runner:
         lay, n, parts, records = self.layout, self.shard_size_of(samples), None, []
         if lay.execution == "replay":
-            parts = self.parts_for(samples, sample_shape)
-            records = self.record(n, sample_shape)
+            parts = self.parts_for(samples, form)
+            records = self.record(n, form)
         recorded = Recorded(
             records,
-            lambda executor: self._traced(executor, n, sample_shape),
+            lambda executor: self._traced(executor, n, form),
             self.arena,
             lay,
             self.groups,
@@ -168,9 +179,9 @@ class Engine:
             self.precision,
             samples,
             n,
-            sample_shape,
+            form,
             parts,
-            self.placing(records, n, sample_shape),
+            self.placing(records, n, form),
             (self._like or self)._cut_by is not None,
             self.counted,
             self._storage,
@@ -235,25 +246,25 @@ class Engine:
         assert source._parts is not None
         return source._parts
 
-    def parts_for(self, samples: int, sample_shape: tuple[int, ...]) -> Parts:
+    def parts_for(self, samples: int, form: Form) -> Parts:
         """The same, recording a program of this batch size if there is none yet."""
         if self._like is not None:
-            return self._like.parts_for(samples, sample_shape)
+            return self._like.parts_for(samples, form)
         if self._parts is None:
             lay = self.layout
-            records = self._fused(self.shard_size_of(samples), sample_shape)
+            records = self._fused(self.shard_size_of(samples), form)
             unused = bucketing.unused(records, self.arena)
             if unused:
                 self.warnings.append(f"no gradient reaches {', '.join(unused)}: counted as zero")
             if lay.split:
-                buckets = [self._share(records, self.shard_size_of(samples), sample_shape)]
+                buckets = [self._share(records, self.shard_size_of(samples), form)]
             else:
                 limit = lay.bucket_floats(self.arena.size) if lay.comm.size > 1 else self.arena.size
                 buckets = bucketing.cut(records, self.arena, limit, by_params=lay.zero == 3)
             self._parts = Parts(lay.zero, buckets, self.groups.dp, self.arena)
         return self._parts
 
-    def placing(self, records: list[Record], n: int, sample_shape: tuple[int, ...]) -> Callable[[Record], int]:
+    def placing(self, records: list[Record], n: int, form: Form) -> Callable[[Record], int]:
         """The position in the pipeline of each record of the program of one shard of n samples.
 
         An automatic cut was made by the numbers of the ops of one program. In others, of an evaluation without dropout
@@ -263,11 +274,11 @@ class Engine:
         source = self._like or self
         if self.layout.mesh.pp == 1:
             return lambda r: 0
-        if source._cut_by in (None, (self.train, n, *sample_shape)):
+        if source._cut_by in (None, (self.train, n, *form)):
             return source._places
         owner, of_tag = source._owner, {}
         # not `records`: tensor parallelism may have moved on from the first row of a parameter
-        forward = [r for r in self._fused(n, sample_shape) if r.phase == "forward"]
+        forward = [r for r in self._fused(n, form) if r.phase == "forward"]
         used = {id(r): bucketing.touched(r, self.arena, native.PARAMS) for r in forward}
         here = next((owner[o[0]] for r in forward if (o := used[id(r)])), 0)
         for r in forward:
@@ -276,7 +287,7 @@ class Engine:
             of_tag[r.tag] = here
         return lambda r: of_tag[r.tag]
 
-    def _first_placing(self, records: list[Record], n: int, sample_shape: tuple[int, ...]) -> Callable[[Record], int]:
+    def _first_placing(self, records: list[Record], n: int, form: Form) -> Callable[[Record], int]:
         """From records to positions in the pipeline: by the model's own placement, or an automatic one.
 
         Raises:
@@ -288,7 +299,7 @@ class Engine:
         if placed == 1:
             from ..parallel import costs
 
-            self._cut_by = (self.train, n, *sample_shape)
+            self._cut_by = (self.train, n, *form)
             count, measured = 2 * pp if interleaved else pp, self.layout.reduction.same_bits
             stage_of, plan = costs.stages(records, self.arena, n, count, self.layout.comm, measured=measured)
             by = "measured cost" if measured else "bytes touched"
@@ -302,11 +313,11 @@ class Engine:
         index = {d: i for i, d in enumerate(devices)}
         return lambda r: index[r.device] % pp if interleaved else index[r.device] * pp // placed
 
-    def _share(self, records: list[Record], n: int, sample_shape: tuple[int, ...]) -> bucketing.Bucket:
+    def _share(self, records: list[Record], n: int, form: Form) -> bucketing.Bucket:
         """The parameters of this rank's part of the model, as one bucket."""
         if self.layout.mesh.pp > 1:
-            self._places = self._first_placing(records, n, sample_shape)
-        place_of = self.placing(records, n, sample_shape)
+            self._places = self._first_placing(records, n, form)
+        place_of = self.placing(records, n, form)
         names = {o: n for n, o in self.arena.offsets.items()}
         users: dict[str, set[int]] = {}
         for r in records:
@@ -501,56 +512,69 @@ class Engine:
 
     # --- recording ---
 
-    def _pass(self, executor: Recorder | ShardEager, n: int, sample_shape: tuple[int, ...]) -> None:
+    def _pass(self, executor: Recorder | ShardEager, n: int, form: Form) -> None:
         """Forward and backward of one shard of n samples, through whatever executor is current."""
         layout = layout_of(n)  # `executor` is the current one
-        x = empty((n, *sample_shape), layout)
-        channels = sample_shape[0] if len(sample_shape) > 1 else 1
-        executor.emit("input", x.memory, x.groups, x.features, channels, layout=layout)
-        executor.close(x.device)
-        y = self.model(x)
+        number = itertools.count()  # of the array that is gathered
+
+        def brought(leaf: Leaf, device: Device = FIRST, target: bool = False) -> Tensor:
+            t = empty((n, *leaf.shape), layout)
+            t.dtype, t.device = np.dtype(leaf.dtype).type, device
+            if leaf.normalised:
+                channels = leaf.shape[0] if len(leaf.shape) > 1 else 1
+                executor.emit("input", t.memory, t.groups, t.features, channels, layout=layout)
+            else:  # lanes without a sample: labels of -1, zeros
+                rest = -int(target and leaf.dtype == "int32")
+                executor.emit("array", t.memory, t.groups, t.features, next(number), rest, layout=layout)
+            executor.close(device)
+            return t
+
+        x = mapped(brought, form.inputs)
+        y = self.model(*x) if isinstance(x, tuple) else self.model(x)
         if y is None:
             raise ConfigError(f"[train] forward() of {type(self.model).__name__} returned None; return its result")
-        labels = make(executor.alloc(4 * x.groups * native.library().lanes), (n,), layout, np.int32)
-        labels.device = next((t.device for t in (y if isinstance(y, tuple) else (y,)) if isinstance(t, Tensor)), FIRST)
-        executor.emit("labels", labels.memory, x.groups, layout=layout)  # fetched where the loss is computed
-        executor.close(labels.device)
-        loss = self.loss(y, labels)
-        if loss.shape != ():
-            raise ConfigError(
-                f"[train] the loss has shape {loss.shape}; it must be one number, a sum or mean over samples"
-            )
-        stats = executor.first_stats or loss.memory
-        executor.emit("stats", executor.stats, loss.memory, stats)
+        place = next((t.device for t in leaves(y) if isinstance(t, Tensor)), FIRST)
+        target = mapped(lambda leaf: brought(leaf, place, True), form.targets)  # where the loss is computed
+        loss = self.loss(y, target)
+        if not isinstance(loss, Tensor) or loss.shape != ():
+            said = f"has shape {loss.shape}" if isinstance(loss, Tensor) else f"is a {type(loss).__name__}"
+            raise ConfigError(f"[train] the loss {said}; it must be one number, a sum or mean over samples")
+        stats = executor.first_stats
+        with executor.within(executor.scope.ops - 1, loss.device):
+            if stats is None:  # nobody counted correct predictions
+                stats = executor.alloc(16)
+                executor.emit("fill", stats, 0.0, 4)
+            self.metric_at = record_metrics(executor, self.metrics, form, y, target)
+        executor.emit("stats", executor.stats, loss.memory, stats, 0)
         executor.close(loss.device)
         if self.train:
             executor.scaled = self.scaled
             loss.backward()
 
-    def record(self, n: int, sample_shape: tuple[int, ...]) -> list[Record]:
+    def record(self, n: int, form: Form) -> list[Record]:
         """The records of one shard of n samples as this rank runs them; a fresh list whose records may be changed."""
-        records = self._fused(n, sample_shape)
+        records = self._fused(n, form)
         if self.layout.mesh.tp > 1:
             like = (self._like or self)._ownership
             records = tensor.rewrite(records, self.groups.t, self.layout.mesh.tp, like).records
         return records
 
-    def _fused(self, n: int, sample_shape: tuple[int, ...]) -> list[Record]:
+    def _fused(self, n: int, form: Form) -> list[Record]:
         """The records of one shard of n samples on one rank."""
-        return fused(self.recorded(n, sample_shape))
+        return fused(self.recorded(n, form))
 
-    def recorded(self, n: int, sample_shape: tuple[int, ...]) -> list[Record]:
+    def recorded(self, n: int, form: Form) -> list[Record]:
         """The records of one shard of n samples as the model makes them, the same on all ranks; not to be changed."""
-        key = (n, *sample_shape)
+        key = (n, *form)
         if key not in self._records:
-            self._records[key] = self._record(n, sample_shape, lambda recorder: None)
+            self._records[key] = self._record(n, form, lambda recorder: None)
         return self._records[key]
 
-    def _record(self, n: int, sample_shape: tuple[int, ...], listen: Callable[[Any], None]) -> list[Record]:
+    def _record(self, n: int, form: Form, listen: Callable[[Any], None]) -> list[Record]:
         recorder = Recorder(self.arena, 4 * self.arena.size, n, self.precision)
         recorder.gpu = self.team is not None
         listen(recorder)
-        self._traced(recorder, n, sample_shape)
+        self._traced(recorder, n, form)
         return recorder.records
 
     def trace(self, batch: Batch, step: int, listen: Callable[[Any], None]) -> None:
@@ -560,18 +584,18 @@ class Engine:
             listen: called with the executor before.
         """
         if self.layout.execution == "replay":
-            self._record(self.shard_size_of(len(batch.indices)), batch.dataset.sample_shape, listen)
+            self._record(self.shard_size_of(len(batch.indices)), batch.dataset.form, listen)
             return
         ready = self._ready(batch, step)
         assert isinstance(ready, DirectRunner)
         ready.run_eager(0, native.aligned(ready.floats), listen)
 
-    def _traced(self, executor: Recorder | ShardEager, n: int, sample_shape: tuple[int, ...]) -> None:
+    def _traced(self, executor: Recorder | ShardEager, n: int, form: Form) -> None:
         before = [(m, m.training) for m in self.model.modules()]
         self.model.train(self.train)
         try:
             with using(executor), contextlib.nullcontext() if self.train else no_grad():
-                self._pass(executor, n, sample_shape)
+                self._pass(executor, n, form)
         finally:
             for m, training in before:
                 m.training = training

@@ -253,7 +253,7 @@ class PipelineRunner(Runner):
             self._sum.finish()
         self.groups.pp.broadcast(self.result, self.loss_place)
         r = self.result
-        return Sums(float(r[0]), float(r[1]), float(r[2]), r[1:2].ctypes.data, self.updates, self._counted)
+        return Sums(r.tolist(), r[1:2].ctypes.data, self.updates, self._counted)
 
     def _move(self, t: Move, m: int, here: np.ndarray, pending: deque[Any]) -> None:
         tag = (m * self._transfers + t.number) % (MAX_TAG + 1)

@@ -12,6 +12,7 @@ from ..core import native
 from ..core.arena import Arena
 from ..core.program import Record
 from ..data import ArrayDataset, Batch
+from ..data.trees import Form
 from ..optim import Update
 from ..parallel import buckets as bucketing
 from ..parallel import plan as planning
@@ -59,7 +60,7 @@ class Recorded:
     precision: str
     samples: int
     shard_size: int
-    sample_shape: tuple[int, ...]
+    form: Form
     parts: Parts | None
     place_of: Callable[[Record], int]
     cut_automatically: bool
@@ -87,16 +88,30 @@ class Recorded:
 class Sums:
     """What a step gives: sums over the samples of the global batch, and what this rank has to update.
 
-    samples_address is that of the number of samples as float32. counted: runs of gradients (address, floats) that are
-    this rank's share of the global norm; None: those of the updates.
+    values: losses, samples, correct predictions, -, metrics. samples_address: of the number of samples as float32.
+    counted: runs of gradients (address, floats) that are this rank's share of the global norm; None: those of the
+    updates.
     """
 
-    loss: float
-    samples: float
-    correct: float
+    values: list[float]
     samples_address: int
     updates: list[Update]
     counted: list[tuple[int, int]] | None = None
+
+    @property
+    def loss(self) -> float:
+        """Sum over the samples of the global batch."""
+        return self.values[0]
+
+    @property
+    def samples(self) -> float:
+        """How many there are."""
+        return self.values[1]
+
+    @property
+    def correct(self) -> float:
+        """Of them, predicted right, as the loss counts."""
+        return self.values[2]
 
 
 class Runner:
@@ -130,8 +145,10 @@ class Runner:
     def use(self, data: ArrayDataset) -> None:
         """Points at the arrays of a data set."""
         c = self.context
-        c.images, c.bytes = data.images.ctypes.data, int(data.images.dtype.itemsize == 1)
-        c.labels, c.scale, c.shift = data.labels.ctypes.data, data.scale.ctypes.data, data.shift.ctypes.data
+        if data.normalised:
+            c.images, c.bytes = data.images.ctypes.data, int(data.images.dtype.itemsize == 1)
+        self._arrays = np.array([a.ctypes.data for a in data.gathered], np.int64)
+        c.arrays, c.scale, c.shift = self._arrays.ctypes.data, data.scale.ctypes.data, data.shift.ctypes.data
         self.data = data
 
     def run(self) -> Sums:

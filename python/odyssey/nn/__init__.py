@@ -3,8 +3,8 @@
 from ..core import functional
 from . import layers, models, utils
 from .checkpoint import Checkpoint, checkpoint
-from .layers import AvgPool2d, Conv2d, Dropout, Flatten, LayerNorm, Linear, MaxPool2d
-from .losses import CrossEntropyLoss, NLLLoss
+from .layers import AvgPool2d, Conv2d, Dropout, Flatten, Identity, LayerNorm, Linear, MaxPool2d
+from .losses import BCEWithLogitsLoss, CrossEntropyLoss, L1Loss, MSELoss, NLLLoss, SmoothL1Loss
 from .models import MLP, ConvNet, LeNet5
 from .module import Module, ModuleList, Parameter, Sequential, manual_seed
 from .pipeline import PipelineParallel, Stage
@@ -12,15 +12,19 @@ from .pipeline import PipelineParallel, Stage
 __all__ = [
     "MLP",
     "AvgPool2d",
+    "BCEWithLogitsLoss",
     "Checkpoint",
     "Conv2d",
     "ConvNet",
     "CrossEntropyLoss",
     "Dropout",
     "Flatten",
+    "Identity",
+    "L1Loss",
     "LayerNorm",
     "LeNet5",
     "Linear",
+    "MSELoss",
     "MaxPool2d",
     "Module",
     "ModuleList",
@@ -28,6 +32,7 @@ __all__ = [
     "Parameter",
     "PipelineParallel",
     "Sequential",
+    "SmoothL1Loss",
     "Stage",
     "checkpoint",
     "manual_seed",

@@ -130,6 +130,13 @@ class Flatten(Module):
         return F.flatten(x)
 
 
+class Identity(Module):
+    """Gives what it is given."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
 class Dropout(Module):
     """Zeroes elements with probability p while training; see functional.dropout."""
 

@@ -1,8 +1,10 @@
 """Losses. Each is a sum over samples and a count; `reduction="mean"` divides by the count, in a trainer by that of the
-whole global batch."""
+whole global batch. Names, defaults and reductions are PyTorch's."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 from ..core import functional as F
@@ -12,10 +14,13 @@ from .module import Module
 
 
 class _Loss(Module):
+    reductions: tuple[str, ...] = ("mean", "sum")
+
     def __init__(self, reduction: str = "mean") -> None:
         super().__init__()
-        if reduction not in ("mean", "sum"):
-            raise ConfigError(f"[{type(self).__name__}] reduction is {reduction!r}; it must be 'mean' or 'sum'")
+        if reduction not in self.reductions:
+            allowed = ", ".join(map(repr, self.reductions))
+            raise ConfigError(f"[{type(self).__name__}] reduction is {reduction!r}; allowed are {allowed}")
         self.reduction = reduction
 
 
@@ -31,3 +36,44 @@ class NLLLoss(_Loss):
 
     def forward(self, x: Tensor, target: Any) -> Tensor:
         return F.nll_loss(x, target, self.reduction)
+
+
+class _Elementwise(_Loss):
+    """A loss of each number of the output, against a target of its shape."""
+
+    reductions = ("mean", "sum", "none")
+    function: Callable[..., Tensor]
+
+    def forward(self, x: Tensor, target: Any) -> Tensor:
+        return type(self).function(x, target, self.reduction)
+
+
+class MSELoss(_Elementwise):
+    """Squared differences from targets of the output's shape (N, ...); see functional.mse_loss."""
+
+    function = staticmethod(F.mse_loss)
+
+
+class L1Loss(_Elementwise):
+    """Absolute differences from targets of the output's shape (N, ...); see functional.l1_loss."""
+
+    function = staticmethod(F.l1_loss)
+
+
+class SmoothL1Loss(_Elementwise):
+    """Squares of small differences, absolute values of others; see functional.smooth_l1_loss."""
+
+    def __init__(self, reduction: str = "mean", beta: float = 1.0) -> None:
+        super().__init__(reduction)
+        if not 0 <= beta < math.inf:
+            raise ConfigError(f"[SmoothL1Loss] beta is {beta}; it must be at least 0")
+        self.beta = beta
+
+    def forward(self, x: Tensor, target: Any) -> Tensor:
+        return F.smooth_l1_loss(x, target, self.reduction, self.beta)
+
+
+class BCEWithLogitsLoss(_Elementwise):
+    """Binary cross-entropy of logits and targets in [0, 1]; see functional.binary_cross_entropy_with_logits."""
+
+    function = staticmethod(F.binary_cross_entropy_with_logits)

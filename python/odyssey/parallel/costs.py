@@ -30,14 +30,15 @@ def seconds(records: list[Record], arena: Arena, samples: int) -> np.ndarray:
     work = native.aligned(place(records), np.uint8)
     table = encoded(records, arena, keep)
     grads = native.aligned(arena.size + lib.stats)
-    features = max((int(r.args[2]) for r in records if r.op == "input"), default=1)  # y; G, F, C
+    brought = [r for r in records if r.op in ("input", "array")]  # y; G, F, ...
+    features = max((int(r.args[2]) for r in brought), default=1)
     data = np.zeros((1, features), np.float32)
-    labels, rows = np.zeros(1, np.int32), np.zeros(samples, np.int64)
+    arrays, rows = np.full(len(brought), data.ctypes.data, np.int64), np.zeros(samples, np.int64)
     scale, shift = np.ones(features, np.float32), np.zeros(features, np.float32)
     c = native.Context(
         valid=samples,
         images=data.ctypes.data,
-        labels=labels.ctypes.data,
+        arrays=arrays.ctypes.data,
         rows=rows.ctypes.data,
         scale=scale.ctypes.data,
         shift=shift.ctypes.data,
@@ -59,7 +60,7 @@ def ops(records: list[Record], arena: Arena, samples: int, costs: np.ndarray) ->
     Backward records count for the op they belong to; what fusion has taken away, for the op before it. Ops that share a
     parameter, and those between them, are one: a parameter has one place.
     """
-    forward = [r for r in records if r.phase == "forward" and r.op not in ("labels", "stats")]
+    forward = [r for r in records if r.phase == "forward" and r.op not in ("array", "stats")]
     users: dict[int, list[int]] = {}
     for r in forward:
         for o in touched(r, arena, native.PARAMS):
@@ -80,10 +81,10 @@ def ops(records: list[Record], arena: Arena, samples: int, costs: np.ndarray) ->
         time_of[i] += cost
         offsets = touched(r, arena, native.PARAMS)
         params[i].update(offsets)
-        if r.phase == "forward" and not names[i] and r.op not in ("labels", "stats"):
+        if r.phase == "forward" and not names[i] and r.op not in ("array", "stats"):
             names[i] = name_of[offsets[0]] if offsets else r.op.removesuffix("_forward")
         for a in r.args:
-            if not isinstance(a, Slot) or r.op == "labels":
+            if not isinstance(a, Slot) or r.op == "array":
                 continue
             slots[id(a)] = a
             if r.phase == "forward":

@@ -57,11 +57,11 @@ def partition(records: list[Record], place_of: Callable[[Record], int]) -> list[
     forward = [r for r in records if r.phase == "forward"]
     users: dict[int, Record] = {}
     for r in reversed(records):
-        if r.op != "labels":
+        if r.op != "array":
             users.update((id(a), r) for a in r.args if isinstance(a, Slot))
 
     def place(r: Record) -> int:
-        if r.op == "labels":  # every rank has the data set: whoever needs labels reads them itself
+        if r.op == "array":  # every rank has the data set: whoever needs an array reads it itself
             user = users.get(id(r.args[0]))
             return place_of(user) if user is not None else 0
         return place_of(r)
@@ -69,9 +69,9 @@ def partition(records: list[Record], place_of: Callable[[Record], int]) -> list[
     stage_of: dict[int, int] = {}
     places: list[int] = []
     stages: dict[int, int] = {}
-    for r in (*(r for r in forward if r.op != "labels"), *(r for r in forward if r.op == "labels")):
+    for r in (*(r for r in forward if r.op != "array"), *(r for r in forward if r.op == "array")):
         p = place(r)
-        if r.op == "labels":
+        if r.op == "array":
             stages[id(r)] = stage_of.get(users[id(r.args[0])].tag, 0) if id(r.args[0]) in users else 0
             continue
         if not places or places[-1] != p:
@@ -92,7 +92,7 @@ def partition(records: list[Record], place_of: Callable[[Record], int]) -> list[
         for a in r.args:
             if isinstance(a, Slot):
                 made.setdefault(id(a), index[r.phase, s])
-        if r.op == "labels":
+        if r.op == "array":
             part.records.insert(0, r)
         else:
             part.records.append(r)

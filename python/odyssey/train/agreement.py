@@ -128,7 +128,7 @@ def programs(comm: Communicator, engine: Engine, batch: Batch, step: int) -> Non
     error, listed = None, Listed()
     try:
         if engine.layout.execution == "replay":
-            listed.records = engine.recorded(engine.shard_size_of(len(batch.indices)), batch.dataset.sample_shape)
+            listed.records = engine.recorded(engine.shard_size_of(len(batch.indices)), batch.dataset.form)
         else:
             engine.trace(batch, step, listed.listen)
     except OdysseyError as problem:
@@ -281,7 +281,8 @@ def data_set(comm: Communicator, data: ArrayDataset, what: str = "training") -> 
         {
             f"number of samples of the {what} set": len(data),
             f"shape of the {what} samples": data.sample_shape,
-            f"dtype of the {what} samples": data.images.dtype.name,
+            f"dtype of the {what} samples": [a.dtype.name for a in data.all_arrays],
+            f"samples and targets of the {what} set": data.form,
             f"number of classes of the {what} set": data.classes,
             f"scale and shift of the {what} set": (data.scale.tobytes(), data.shift.tobytes()),
         },
@@ -289,7 +290,7 @@ def data_set(comm: Communicator, data: ArrayDataset, what: str = "training") -> 
     lo, hi = 0, len(data)
     blocks = [(lo, hi)]
     while True:
-        mine = [_of_words(data.images[a:b]) + _of_words(data.labels[a:b], 1 << 40) for a, b in blocks]
+        mine = [sum(_of_words(x[a:b], k << 40) for k, x in enumerate(data.all_arrays)) for a, b in blocks]
         everyone = comm.all_gather(np.array([fingerprint.signed(m & fingerprint.MASK) for m in mine], np.int64))
         other = _first_other(everyone)
         if other is None:
@@ -337,8 +338,9 @@ def of_batch(batch: Batch) -> int:
     It is a sum over samples and a hash of shape and type, so whoever has some of the samples can take their share.
     """
     n, data = len(batch.indices), batch.dataset
-    about = (n, data.sample_shape, data.images.dtype.name, data.scale.tobytes(), data.shift.tobytes())
-    parts, at, step = [hash_of(about)], 0, max(1, CHUNK // data.images[0].nbytes)
+    kind = data.images.dtype.name if data.normalised else data.form
+    about = (n, data.sample_shape, kind, data.scale.tobytes(), data.shift.tobytes())
+    parts, at, step = [hash_of(about)], 0, max(1, CHUNK // max(a[0].nbytes for a in data.all_arrays))
     for lo in range(0, n, step):
         rows = _rows(data, batch.indices[lo : lo + step])
         parts.append(_of_words(rows, at))
@@ -347,12 +349,13 @@ def of_batch(batch: Batch) -> int:
 
 
 def _rows(data: ArrayDataset, indices: np.ndarray) -> np.ndarray:
-    """Samples as they are in their data set: int32 (samples, words), each filled up to whole words, then its label."""
-    n, nbytes = len(indices), data.images[0].nbytes
-    rows = np.zeros((n, -(-nbytes // 4) + 1), np.int32)
-    rows.view(np.uint8)[:, :nbytes] = data.images[indices].reshape(n, -1).view(np.uint8)
-    rows[:, -1] = data.labels[indices]
-    return rows
+    """Samples as they are in their data set: int32 (samples, words), each array filled up to whole words."""
+    n, parts = len(indices), []
+    for a in data.all_arrays:
+        rows = np.zeros((n, -(-a[0].nbytes // 4)), np.int32)
+        rows.view(np.uint8)[:, : a[0].nbytes] = a[indices].reshape(n, -1).view(np.uint8)
+        parts.append(rows)
+    return np.concatenate(parts, axis=1)
 
 
 class Watch:
@@ -399,7 +402,7 @@ class Watch:
         known = self.whole is not None and batch.dataset is self.whole
         batch = batch if known else batch.whole()
         mine = [
-            hash_of((len(order), batch.dataset.sample_shape)),
+            hash_of((len(order), batch.dataset.form)),
             _of_order(order),
             0 if known else fingerprint.signed(of_batch(batch)),
             hash_of(rates),

@@ -41,6 +41,10 @@ class Worker(Protocol):
     optimizer: Optimizer
     context: Context
     steps: int
+    metric_names: list[str]
+
+    def measured(self, sums: Any) -> dict[str, float]:
+        """The metrics of a step's sums."""
 
     def take_steps(self, batches: Iterable[Batch], limit: int | None) -> None:
         """A step for each of the batches, at most `limit`, counted in `context.tally`."""
@@ -98,6 +102,14 @@ def added(comm: Communicator, *numbers: float) -> list[float]:
     return [math.fsum(column) for column in rows.T.tolist()]
 
 
+def summed(trainer: Worker, tally: Tally) -> Tally:
+    """A tally with the sums of all ranks; a collective call."""
+    names = trainer.metric_names
+    mine = [tally.loss, tally.correct, *(tally.named.get(name, 0.0) for name in names)]
+    loss, correct, *metrics = added(trainer.comm, *mine)
+    return dataclasses.replace(tally).put(loss, correct, dict(zip(names, metrics, strict=True)))
+
+
 class LocalSGD(Together):
     """Every rank trains by itself on its own share of each batch; every `local_steps` steps all average (Stich 2019).
 
@@ -138,8 +150,7 @@ class LocalSGD(Together):
 
     def whole_tally(self, tally: Tally) -> Tally:
         """A tally with the sums of all ranks; a collective call."""
-        loss, correct = added(self.trainer.comm, tally.loss, tally.correct)
-        return dataclasses.replace(tally, loss=loss, correct=correct)
+        return summed(self.trainer, tally)
 
     def settle(self) -> None:
         """Makes parameters and state the same on all ranks, if they are not; a collective call."""
@@ -234,9 +245,7 @@ class AsynchronousServer(Together):
         else:
             self._work(batches, limit, tally)
         self._hand_out()
-        failed, loss, correct, samples, steps = added(
-            comm, self._failed, tally.loss, tally.correct, tally.samples, tally.steps
-        )
+        failed, samples, steps = added(comm, self._failed, tally.samples, tally.steps)
         if failed:
             error = NumericsError(
                 f"[async] a gradient or loss is not finite within {int(steps)} steps after step {trainer.steps}; its "
@@ -245,7 +254,9 @@ class AsynchronousServer(Together):
             error.raised_on_all_ranks = True
             raise error
         trainer.steps += int(steps)
-        return Tally(loss, correct, samples, int(samples), int(steps), self._figures())
+        whole = summed(trainer, tally)
+        whole.counted, whole.samples, whole.steps, whole.extra = samples, int(samples), int(steps), self._figures()
+        return whole
 
     # --- a worker ---
 
@@ -269,7 +280,7 @@ class AsynchronousServer(Together):
                 requests.append(comm.recv(back[s].array, s, TAG, wait=False))
                 requests.append(comm.send(message.array, s, TAG, wait=False))
                 trainer.count_bytes(message.array.nbytes)
-            tally.loss, tally.correct = tally.loss + sums.loss, tally.correct + sums.correct
+            tally.add(sums.loss, sums.correct, trainer.measured(sums), len(batch.indices))
             tally.samples += len(batch.indices)
             for request in requests:
                 request.wait()

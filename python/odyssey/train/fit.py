@@ -22,6 +22,7 @@ from ..callbacks import Callback, Context
 from ..checkpoints import Store, environment_key
 from ..checkpoints.trainable import KEEP, History, Saving, Step
 from ..comm import Communicator
+from ..data.trees import leaves, mapped
 from ..errors import ConfigError
 from ..watch import slot
 from . import agreement, resume
@@ -92,8 +93,7 @@ class Trainer:
         tally = context.tally
         tally.samples, tally.steps = tally.samples + n, tally.steps + 1
         if math.isfinite(step.loss):  # a step that was skipped may have no loss
-            tally.loss, tally.correct = tally.loss + step.loss, tally.correct + step.correct
-            tally.counted += n
+            tally.add(step.loss, step.correct, step.metrics, n)
         context.batch, context.step = batch, step
         context.loss = step.loss / (n if self.mode.together else n / self.comm.size)  # that of the samples it is of
         context.emit("on_step_end")
@@ -303,20 +303,18 @@ class Trainer:
         all_sent, all_plain = self.traffic()
         record: dict[str, Any] = {
             "epoch": context.cursor.epoch + 1,
-            "train_loss": tally.loss / tally.counted if tally.counted else math.nan,
-            "train_accuracy": tally.correct / max(tally.counted, 1),
+            **{f"train_{name}": value for name, value in tally.means().items()},
             "samples_per_second": tally.samples / seconds,
             "seconds": seconds,
             "bytes_per_step": (all_sent - sent) / steps,
             "bytes_per_step_uncompressed": (all_plain - plain) / steps,
             **tally.extra,
-            "test_loss": None,
-            "test_accuracy": None,
+            **{f"test_{name}": None for name in tally.means()},
         }
         context.record = record
         if val_loader is not None:
             result = self.evaluate(val_loader)
-            record.update(test_loss=result.loss, test_accuracy=result.accuracy)
+            record.update((f"test_{name}", value) for name, value in result.metrics.items())
             context.emit("on_validation_end")
         history.records.append(record)
         session.epoch_ended()
@@ -377,7 +375,7 @@ def batches_of(loader: Any) -> Iterable[datasets.Batch]:
                 raise ConfigError(
                     f"[train] the loader gave a {type(item).__name__}; give batches of (x, y), samples and labels"
                 ) from None
-            data = datasets.arrays(np.array(x), np.asarray(y))  # a copy: a loader may fill the same memory again
+            data = datasets.arrays(mapped(np.array, x), y)  # a copy: a loader may fill the same memory again
             yield datasets.Batch(data, np.arange(len(data)), 0, 0)
 
 
@@ -393,11 +391,18 @@ def joined(batches: Iterable[datasets.Batch], k: int) -> Iterable[datasets.Batch
             indices = np.concatenate([b.indices for b in group])
         else:
             parts = [b.dataset.gather(b.indices) for b in group]
-            data = datasets.arrays(*(np.concatenate(p) for p in zip(*parts, strict=True)), name=data.name)
+            x, y = (_concatenated(p) for p in zip(*parts, strict=True))
+            data = datasets.arrays(x, y, classes=max(b.dataset.classes for b in group), name=data.name)
             indices = np.arange(len(data))
             if all(b.numbers is not None for b in group):
                 numbers = np.concatenate([b.numbers for b in group])
         yield datasets.Batch(data, indices, group[0].epoch, group[0].index // k, numbers)
+
+
+def _concatenated(trees: Sequence[Any]) -> Any:
+    """Trees of the same form as one."""
+    found = iter([np.concatenate(arrays) for arrays in zip(*map(leaves, trees), strict=True)])
+    return mapped(lambda _: next(found), trees[0])
 
 
 def evaluated(loader: Any, part: Callable[[int], tuple[int, int]] | None) -> Iterable[datasets.Batch]:

@@ -6,6 +6,7 @@ The calls, in order: `begin` once, then per epoch several `step` (the trainer se
 
 from __future__ import annotations
 
+import re
 import time
 from typing import Any, Protocol, TextIO
 
@@ -78,15 +79,11 @@ def epoch_line(record: dict[str, Any], epochs: int) -> str:
     """One line about one epoch; `epochs` 0 when unknown."""
     number = int(record["epoch"])
     parts = [f"epoch {number}/{epochs}" if epochs else f"epoch {number}"]
-    for key, name, scale, unit in (
-        ("train_loss", "train loss", 1, ""),
-        ("train_accuracy", "train accuracy", 100, " %"),
-        ("test_loss", "test loss", 1, ""),
-        ("test_accuracy", "test accuracy", 100, " %"),
-    ):
-        value = record.get(key)
-        if value is not None:
-            parts.append(f"{name} {value * scale:.{2 if unit else 4}f}{unit}")
+    for key, value in record.items():
+        part, _, name = key.partition("_")
+        if part in ("train", "test") and value is not None:
+            share = name == "accuracy" or re.fullmatch(r"top\d+", name)
+            parts.append(f"{part} {name} " + (f"{100 * value:.2f} %" if share else f"{value:.4f}"))
     if record.get("samples_per_second") is not None:
         parts.append(f"{record['samples_per_second']:,.0f} samples/s")
     if record.get("seconds") is not None:

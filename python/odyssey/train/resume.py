@@ -16,6 +16,7 @@ import numpy as np
 from .. import errors
 from ..checkpoints import Snapshot, Store, environment_key
 from ..data import ArrayDataset
+from ..data.trees import leaves
 from ..errors import CheckpointError, ConfigError, OdysseyError
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def data_configuration(loader: DataLoader, batch_size: int) -> dict[str, Any]:
     digest = hashlib.sha256()
     if isinstance(data, ArrayDataset):
         ends = np.unique([0, len(data) // 2, len(data) - 1])
-        for array in data.gather(ends):
+        for array in leaves(data.gather(ends)):
             digest.update(np.ascontiguousarray(array).tobytes())
     return {
         "batch size": batch_size,

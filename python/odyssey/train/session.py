@@ -204,7 +204,7 @@ class Session:
         self.trainer.load(snapshot, name)
         self.trainer.numerics.load_state_dict(numerics)
         if not self.trainer.mode.together and self.comm.rank:
-            tally.loss = tally.correct = 0.0  # rank 0 has those of all ranks
+            tally.put(0.0, 0.0, dict.fromkeys(tally.named, 0.0))  # rank 0 has those of all ranks
         self.context.cursor, self.context.tally = cursor, tally
         self._before, self._since = seconds, time.perf_counter()
         vars(self.context.history).update(vars(history))
@@ -336,7 +336,8 @@ class Session:
         """
         self.context.tally = tally
         if not self.trainer.mode.together and self.comm.rank:
-            self.context.tally = dataclasses.replace(tally, loss=0.0, correct=0.0)  # rank 0 has those of all ranks
+            mine = dataclasses.replace(tally)  # rank 0 has the sums of all ranks
+            self.context.tally = mine.put(0.0, 0.0, dict.fromkeys(tally.named, 0.0))
         limit = self.context.limit
         if limit is None or self.context.history.steps + tally.steps < limit or self.trainer.mode.own_loop:
             return
@@ -440,7 +441,7 @@ class Session:
             **kept,
             "cursor": dataclasses.asdict(self.context.cursor),
             "seconds": self.seconds(),
-            "tally": _finite(dataclasses.asdict(tally)),
+            "tally": _finite({k: v for k, v in dataclasses.asdict(tally).items() if v is not None}),
             "history": _finite({**vars(self.context.history), "records": self.context.history.records[-1:]}),
             "numerics": self.trainer.numerics.state_dict(),
             "epochs": self.context.epochs,

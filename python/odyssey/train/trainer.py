@@ -18,7 +18,7 @@ from .. import callbacks
 from .. import comm as communication
 from .. import data as datasets
 from ..build import gpus
-from ..checkpoints.trainable import Evaluation, History, Step
+from ..checkpoints.trainable import Evaluation, History, Step, Tally
 from ..comm.cores import default_threads
 from ..core import precision as precisions
 from ..core import settings as declaration
@@ -27,6 +27,7 @@ from ..core.settings import Training
 from ..core.tensor import layout_of
 from ..engine.engine import Engine
 from ..engine.layout import Layout
+from ..engine.metrics import chosen
 from ..engine.runner import Sums
 from ..errors import ConfigError, DeviceError, NumericsError
 from ..nn import CrossEntropyLoss, Module
@@ -52,7 +53,10 @@ class DistributedTrainer(EngineState):
     Args:
         model: any Module.
         optimizer: SGD(lr=0.01), Adam(...), ...; bound to the model here unless it already is.
-        loss: called as loss(model(x), labels); default the model's own `loss`, else CrossEntropyLoss.
+        loss: any function of (output, target) that gives a mean or sum over samples, such as nn.MSELoss(); default the
+            model's own `loss`, else CrossEntropyLoss.
+        metrics: a dict of names with functions of (output, target), or one of "accuracy", "top5", "mae", "mse"; or a
+            list of such names (engine/metrics.py); default accuracy, where targets are classes.
         schedule: factor on the learning rate as a function of the step (optim.schedule).
         mesh: how many ranks replicate the model (dp), form a pipeline (pp) and share layers (tp); default: the model's
             own placement decides pp, the other ranks are replicas.
@@ -77,6 +81,7 @@ class DistributedTrainer(EngineState):
         backend: str = "auto",
         *,
         loss: Any = None,
+        metrics: Any = None,
         schedule: Schedule | None = None,
         mesh: Mesh | None = None,
         progress: Any = None,
@@ -151,14 +156,17 @@ class DistributedTrainer(EngineState):
         elif made.precision == "tf32":
             raise ConfigError("[train] precision is 'tf32', which only GPUs have; use 'bf16', or --device gpu")
         loss = self.loss = loss or getattr(model, "loss", None) or CrossEntropyLoss()
-        if getattr(loss, "reduction", "mean") != "mean":
+        if not callable(loss):
+            raise ConfigError(f"[train] loss is {loss!r}; give a function of (output, target), such as nn.MSELoss()")
+        if (how := getattr(loss, "reduction", "mean")) != "mean":
             raise ConfigError(
-                "[train] the loss has reduction='sum', but a trainer divides by the samples of the global batch; "
+                f"[train] the loss has reduction={how!r}, but a trainer divides by the samples of the global batch; "
                 "use 'mean'"
             )
         self.mode = asynchronous.mode(self, strategy)
         groups = Groups(self.comm, self.mesh)
         common: dict[str, Any] = {"seed": made.seed, "precision": made.precision}
+        common["metrics"] = None if metrics is None else chosen(metrics)
         layout, its_groups, own = self.layout, groups, {}
         if not self.mode.together:
             layout, its_groups = asynchronous.alone(self.layout, self.comm)
@@ -234,7 +242,7 @@ class DistributedTrainer(EngineState):
         if part is None:  # the others take this step; this rank's state counts it too
             self.steps, self.optimizer.steps = self.steps + 1, self.optimizer.steps + 1
             self.mode.stepped()
-            return Step(0.0, 0.0, self.rate(self.steps - 1), True, None)
+            return Step(0.0, 0.0, self.rate(self.steps - 1), True, None, {})
         self._train.loss_scale = self.scaler.value
         sums = self._train.run(part, self.steps)
         self._begin(sums)
@@ -248,7 +256,7 @@ class DistributedTrainer(EngineState):
             self._train.updated()
             self.numerics.fine()
         self.steps += 1
-        self.last = Step(sums.loss, sums.correct, lr, taken, sums.updates)
+        self.last = Step(sums.loss, sums.correct, lr, taken, sums.updates, self._train.measured(sums))
         self.mode.stepped()
         if self._train.team is not None:
             while self._train.team.notes:
@@ -261,7 +269,7 @@ class DistributedTrainer(EngineState):
             engine = self._train
             self._watch.batch(batch, self.steps, self.rate)
         n = engine.shard_size_of(len(batch.indices))
-        if self._watch.program((engine.train, n, *batch.dataset.sample_shape)):
+        if self._watch.program((engine.train, n, *batch.dataset.form)):
             agreement.programs(self.comm, engine, batch, self.steps)
 
     def _not_finite(self, batch: datasets.Batch, what: str, lr: float) -> None:
@@ -305,6 +313,15 @@ class DistributedTrainer(EngineState):
         self._divisor(sums)
         divisor = sums.samples if self.clip_norm is None else float(self._divide[0])
         return sums, self._train.runners[-1].result[: self.arena.size], divisor
+
+    def measured(self, sums: Sums) -> dict[str, float]:
+        """For a mode: the metrics of such sums."""
+        return self._train.measured(sums)
+
+    @property
+    def metric_names(self) -> list[str]:
+        """Of the metrics that are summed, once a step was recorded."""
+        return sorted(self._train.metric_at)
 
     def count_bytes(self, sent: int) -> None:
         """For a mode: adds to what this rank has sent."""
@@ -382,10 +399,10 @@ class DistributedTrainer(EngineState):
         self._watch.end()
 
     def evaluate(self, loader: Any) -> Evaluation:
-        """Mean loss and accuracy over a data set or loader, dropout off."""
+        """Mean loss and metrics over a data set or loader, dropout off."""
         self.mode.settle()
         slot.phase("evaluate")
-        loss = correct = count = 0.0
+        total = Tally()
         data = loader.dataset if isinstance(loader, datasets.DataLoader) else loader
         watch = agreement.Watch(self.comm, self.check_every, "validation batch")
         if isinstance(data, datasets.ArrayDataset):
@@ -397,12 +414,13 @@ class DistributedTrainer(EngineState):
             watch.batch(batch, number)
             self.compare(batch, self._eval)
             sums = self._eval.run(batch, 0)
-            loss, count, correct = loss + sums.loss, count + sums.samples, correct + sums.correct
+            total.add(sums.loss, sums.correct, self._eval.measured(sums), sums.samples)
         watch.end()
         slot.phase("compute")
-        if not count:
+        if not total.counted:
             raise ConfigError("[evaluate] the data set is empty; give at least one sample")
-        return Evaluation(loss / count, correct / count, int(count))
+        means = total.means()
+        return Evaluation(means["loss"], means.get("accuracy"), int(total.counted), means)
 
 
 DistributedTrainer.__doc__ = (DistributedTrainer.__doc__ or "").format(settings=declaration.documentation(Training))

@@ -355,20 +355,25 @@ class Fingerprints:
 
 def fits(worker: Worker, data: ArrayDataset) -> bool:
     """Whether a data set leaves enough of the free memory to the training."""
-    return data.images.nbytes + data.labels.nbytes <= DATA_SHARE * worker.gpu.memory()[0]
+    return sum(a.nbytes for a in data.all_arrays) <= DATA_SHARE * worker.gpu.memory()[0]
 
 
 class Placed:
     """A whole data set on one worker's device: addresses of its arrays; `bytes` is 1 if images are uint8."""
 
     def __init__(self, worker: Worker, data: ArrayDataset) -> None:
-        arrays = [data.images, data.labels, data.scale, data.shift]
-        self._addresses = [worker.gpu.allocate(max(a.nbytes, 16)) for a in arrays]
-        for at, a in zip(self._addresses, arrays, strict=True):
-            worker.gpu.upload(at, np.ascontiguousarray(a))
+        self._addresses: list[int] = []
+
+        def put(a: np.ndarray) -> int:
+            self._addresses.append(worker.gpu.allocate(max(a.nbytes, 16)))
+            worker.gpu.upload(self._addresses[-1], np.ascontiguousarray(a))
             worker.gpu.synchronize()
-        self.images, self.labels, self.scale, self.shift = self._addresses
-        self.bytes = int(data.images.dtype.itemsize == 1)
+            return self._addresses[-1]
+
+        self.images = put(data.images) if data.normalised else 0
+        self.bytes = int(data.normalised and data.images.dtype.itemsize == 1)
+        self.arrays = put(np.array([put(a) for a in data.gathered], np.int64))
+        self.scale, self.shift = put(data.scale), put(data.shift)
 
     def free(self, worker: Worker) -> None:
         """Gives the memory back."""

@@ -95,9 +95,10 @@ def written_once(records: Sequence[Record], arena: Arena) -> bool:
         if "sums" not in library().ops[r.op].traits:
             return False
         for a in written:
-            if a.offset in seen:
+            at = a.offset + (4 * r.args[3] if r.op == "stats" else 0)
+            if at in seen:
                 return False
-            seen.add(a.offset)
+            seen.add(at)
     return True
 
 

@@ -8,6 +8,7 @@ the sums.
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -51,27 +52,29 @@ class GpuSums:
         self._values, ok = self._runner.fetch(self.results[0])
         return ok
 
-    def _value(self, i: int) -> float:
+    @property
+    def values(self) -> list[float]:
+        """As runner.Sums has them."""
         if self._values is None:
             self.fetch()
         assert self._values is not None
-        return float(self._values[i])
+        return self._values.tolist()
 
     @property
     def loss(self) -> float:
         """Sum over the samples of the global batch."""
-        return self._value(0)
+        return self.values[0]
 
     @property
     def samples(self) -> float:
         """How many there are; known before the step has ended, but where float32 cannot count them."""
         n = self._runner.samples
-        return float(n) if n <= EXACT else self._value(1)
+        return float(n) if n <= EXACT else self.values[1]
 
     @property
     def correct(self) -> float:
         """Of them, predicted right."""
-        return self._value(2)
+        return self.values[2]
 
 
 class GpuRunner(Runner):
@@ -180,8 +183,7 @@ class GpuRunner(Runner):
         if following is None or len(following.indices) != self.samples:
             return
         same = following.dataset is self.data
-        shape = following.dataset.sample_shape
-        if not same and (len(following.dataset) > self.samples or shape != self.recorded.sample_shape):
+        if not same and (len(following.dataset) > self.samples or following.dataset.form != self.recorded.form):
             return
         for batches, placed in zip(self._batches, self._placed, strict=True):
             if placed is None or not same:
@@ -219,8 +221,8 @@ class GpuRunner(Runner):
                 first = action.first * self.shard_size
                 context.seed, context.first = self.context.seed, first
                 context.samples, context.shard_size = self.samples, self.shard_size
-                images, labels, rows, context.scale, context.shift, context.bytes = where
-                context.images, context.labels = images, labels
+                images, arrays, rows, context.scale, context.shift, context.bytes = where
+                context.images, context.arrays = images, arrays
                 context.rows = rows + 8 * (first - self._first(w))
             params.context.step, params.context.loss_scale = self.context.step, self.context.loss_scale
             gpu.upload(worker.block, worker.host_block)
@@ -376,13 +378,13 @@ class _Batches:
         self.count = min(run[1] * shard_size, samples) - self.first
 
     def bring(self, batch: Batch, placed: Placed | None) -> tuple[int, ...]:
-        """For this batch: addresses on the device of images, labels, rows, scale and shift; `bytes` (StepContext)."""
+        """For this batch: addresses on the device of images, arrays, rows, scale and shift; `bytes` (StepContext)."""
         if placed is not None:
             pinned = self.worker.pinned("rows", 8 * self.count)
             pinned.view(np.int64)[:] = batch.indices[self.first : self.first + self.count]
             rows = self.worker.area("rows", 8 * self.count)
             self.worker.gpu.upload(rows, pinned)
-            return (placed.images, placed.labels, rows, placed.scale, placed.shift, placed.bytes)
+            return (placed.images, placed.arrays, rows, placed.scale, placed.shift, placed.bytes)
         prefetched = self.worker.prefetched
         if prefetched is None or prefetched[0] is not self or prefetched[1] is not batch:
             self.prefetch(batch)
@@ -396,21 +398,21 @@ class _Batches:
         worker, data, n = self.worker, batch.dataset, self.count
         turn = worker.turn = 1 - worker.turn
         indices = batch.indices[self.first : self.first + n]
-        shape = (n, *data.images.shape[1:])
-        nbytes = math.prod(shape) * data.images.dtype.itemsize
-        # what is small goes in one copy: numbers of samples, labels, scale and shift of the channels
-        scale = -(-12 * n // 16) * 16
-        shift, end = scale + data.scale.nbytes, scale + data.scale.nbytes + data.shift.nbytes
-        images, small = worker.area(f"images {turn}", max(nbytes, 16)), worker.area(f"batch {turn}", end)
-        pinned, words = worker.pinned(f"images {turn}", nbytes), worker.pinned(f"batch {turn}", end)
+        taken = [(a, math.prod((n, *a.shape[1:])) * a.dtype.itemsize) for a in data.all_arrays]
+        # all goes in one copy: numbers of samples, scale and shift of the channels, addresses of the arrays, the arrays
+        sizes = [8 * n, data.scale.nbytes, data.shift.nbytes, 8 * len(taken), *(size for _, size in taken)]
+        rows, scale, shift, table, *places = itertools.accumulate((-(-s // 16) * 16 for s in sizes), initial=0)
+        area, words = worker.area(f"batch {turn}", places[-1]), worker.pinned(f"batch {turn}", places[-1])
         worker.events[turn].wait()  # the last copy from this pinned memory is done
-        np.take(data.images, indices, axis=0, out=pinned.view(data.images.dtype).reshape(shape))
         words[: 8 * n].view(np.int64)[:] = np.arange(n)
-        np.take(data.labels, indices, out=words[8 * n : 12 * n].view(np.int32))
-        words[scale:shift].view(np.float32)[:] = data.scale
-        words[shift:end].view(np.float32)[:] = data.shift
-        worker.gpu.upload(images, pinned, COPY)
-        worker.gpu.upload(small, words, COPY)
+        words[scale:][: data.scale.nbytes].view(np.float32)[:] = data.scale
+        words[shift:][: data.shift.nbytes].view(np.float32)[:] = data.shift
+        words[table:][: 8 * len(taken)].view(np.int64)[:] = [area + at for at in places[:-1]]
+        for (a, size), at in zip(taken, places, strict=False):
+            np.take(a, indices, axis=0, out=words[at : at + size].view(a.dtype).reshape(n, *a.shape[1:]))
+        worker.gpu.upload(area, words, COPY)
         worker.events[turn].record(COPY)
-        where = (images, small + 8 * n, small, small + scale, small + shift, int(data.images.dtype.itemsize == 1))
+        arrays = area + table + 8 * data.normalised  # the first is no array that is gathered
+        first = area + places[0]
+        where = (first, arrays, area + rows, area + scale, area + shift, int(taken[0][0].dtype.itemsize == 1))
         worker.prefetched = (self, batch, where)

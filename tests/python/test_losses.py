@@ -1,0 +1,111 @@
+"""Losses and metrics against their formulas in float64, and PyTorch's where it is installed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from odyssey import Tensor, nn
+from odyssey import functional as F
+from odyssey.core.tensor import Parameter
+from odyssey.errors import ConfigError, ShapeError
+
+LOSSES = {
+    "mse_loss": (nn.MSELoss, {}),
+    "l1_loss": (nn.L1Loss, {}),
+    "smooth_l1_loss": (nn.SmoothL1Loss, {"beta": 0.7}),
+    "binary_cross_entropy_with_logits": (nn.BCEWithLogitsLoss, {}),
+}
+
+
+def samples(n):
+    rng = np.random.default_rng(n)
+    return (rng.standard_normal((n, 3, 2)) * 3).astype(np.float32), rng.random((n, 3, 2)).astype(np.float32)
+
+
+@pytest.mark.parametrize("n", [1, 3, 16, 40])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_values_and_gradients_are_those_of_pytorch(name, reduction, n):
+    torch = pytest.importorskip("torch")
+    module, settings = LOSSES[name]
+    x, t = samples(n)
+    mine = [Parameter(x), Tensor(t, requires_grad=True)]
+    y = module(reduction=reduction, **settings)(*mine)
+    y.backward(np.ones(y.shape, np.float32))
+    theirs = [torch.tensor(a.astype(np.float64), requires_grad=True) for a in (x, t)]
+    z = getattr(torch.nn.functional, name)(*theirs, reduction=reduction, **settings)
+    z.backward(torch.ones_like(z))
+    np.testing.assert_allclose(y.numpy(), z.detach().numpy(), rtol=2e-6, atol=1e-6)
+    for a, b in zip(mine, theirs, strict=True):
+        np.testing.assert_allclose(a.grad.numpy(), b.grad.numpy(), rtol=2e-6, atol=1e-6)
+    assert getattr(F, name)(Tensor(x), t, reduction, **settings).numpy().tobytes() == y.numpy().tobytes()
+
+
+def test_logits_far_from_0_lose_nothing():
+    x = np.array([[-80.0, -30, -10, 10, 30, 80]], np.float32)
+    for t in (0, 1):
+        p = Parameter(x)
+        each = F.binary_cross_entropy_with_logits(p, np.full(x.shape, t), "none")
+        right = np.logaddexp(0, np.where(t, -x, x).astype(np.float64))
+        np.testing.assert_allclose(each.numpy(), right, rtol=3e-6)
+        F.sum(each).backward()
+        wide = 1 / (1 + np.exp(-x.astype(np.float64))) - t
+        np.testing.assert_allclose(p.grad.numpy(), wide, rtol=1e-6, atol=1e-7)
+
+
+def test_what_is_not_a_number_stays_one():
+    nan = Tensor(np.array([[np.nan]], np.float32))
+    for name in LOSSES:
+        assert np.isnan(getattr(F, name)(nan, np.zeros((1, 1))).item()), name
+
+
+def test_smooth_l1_without_a_corner_is_l1():
+    x, t = samples(5)
+    assert nn.SmoothL1Loss(beta=0)(Tensor(x), t).item() == F.l1_loss(Tensor(x), t).item()
+
+
+@pytest.mark.parametrize("n", [2, 20])
+def test_top_k(n):
+    rng = np.random.default_rng(n)
+    x, labels = rng.standard_normal((n, 7)).astype(np.float32), rng.integers(0, 7, n)
+    order = np.argsort(-x, axis=1, kind="stable")
+    for k in (1, 3, 7, 9):
+        right = (order[:, :k] == labels[:, None]).any(axis=1)
+        assert F.top_k(Tensor(x), labels, k).numpy().tolist() == right.astype(float).tolist()
+    equal = Tensor(np.zeros((1, 4)))
+    assert [F.top_k(equal, [2], k).item() for k in (1, 2, 3)] == [0, 0, 1]  # the first are the largest
+    assert np.mean(F.top_k(Tensor(x), labels).numpy()) == pytest.approx(F.accuracy(Tensor(x), labels))
+
+
+def test_abs_and_clamp():
+    p = Parameter(np.array([[-2.0, 0, 3]], np.float32))
+    F.sum(abs(p)).backward()
+    assert p.grad.numpy().tolist() == [[-1, 0, 1]]
+    assert F.clamp(p, 2.5).numpy().tolist() == [[-2, 0, 2.5]] and F.clamp(p, 2.5).node is None
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda x: F.mse_loss(x, np.zeros(4)), r"output \(4, 2\) and target \(4,\)"),
+        (lambda x: F.l1_loss(x, np.zeros((4, 2)), "max"), "'max'; it must be 'mean', 'sum' or 'none'"),
+        (lambda x: F.smooth_l1_loss(x, np.zeros((4, 2)), beta=-1), "beta is -1"),
+        (lambda x: F.top_k(x, [0, 1, 0, 1], 0), "k 0"),
+    ],
+)
+def test_what_is_refused(call, said):
+    with pytest.raises(ShapeError, match=said):
+        call(Tensor(np.zeros((4, 2))))
+
+
+def test_what_modules_refuse():
+    with pytest.raises(ConfigError, match="reduction is 'max'; allowed are 'mean', 'sum', 'none'"):
+        nn.MSELoss("max")
+    with pytest.raises(ConfigError, match="beta is nan"):
+        nn.SmoothL1Loss(beta=float("nan"))
+
+
+def test_identity():
+    x = Tensor(np.ones((2, 3)))
+    assert nn.Identity()(x) is x
