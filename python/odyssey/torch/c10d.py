@@ -21,8 +21,6 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
-import odyssey_c10d
-
 from .. import comm as communication
 from ..comm import Communicator, Request, base, bfloat16, calls
 from ..errors import ConfigError, ShapeError
@@ -351,10 +349,10 @@ def _show_errors() -> None:
 
 def set_environment() -> None:
     """Sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT where mpirun or srun started
-    several ranks and they are not set: what env:// and other programs look for. All ranks call it, as importing
+    this process and they are not set: what env:// and other programs look for. All ranks call it, as importing
     `odyssey.torch` does: they agree on a port."""
     found = launcher.launched()
-    if found is None or found.size < 2 or getattr(base.here, "world", None) is not None:
+    if found is None or getattr(base.here, "world", None) is not None:
         return
     if not (os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT")):
         world = communication.world()
@@ -376,4 +374,5 @@ calls.libraries += [  # a call is its user's, not theirs
     for name in ("torch", "accelerate", "lightning", "lightning_fabric", "pytorch_lightning", "transformers")
 ]
 set_environment()
-odyssey_c10d.register()
+if "odyssey" not in dist.Backend.backend_list:  # else `import torch` has: python/odyssey_c10d.py
+    dist.Backend.register_backend("odyssey", create, extended_api=True, devices=["cpu", "cuda"])
