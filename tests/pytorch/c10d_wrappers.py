@@ -1,6 +1,6 @@
 """Run by test_c10d.py under a launcher: torch's own wrappers over backend odyssey, beside the same over Gloo.
 
-    c10d_wrappers.py [plain]       plain: without `import odyssey.torch`, as a script that only names the backend
+c10d_wrappers.py [plain]       plain: without `import odyssey.torch`, as a script that only names the backend
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def alike(values: torch.Tensor) -> None:
 
 
 found = {}
-for name, group in (("odyssey", None), ("gloo", GLOO)):
+for group in (None, GLOO):
     for how in ({}, {"static_graph": True}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}):
         model = DistributedDataParallel(net(), process_group=group, **how)
         train(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))

@@ -47,7 +47,7 @@ def operation(op: Any, dtype: torch.dtype) -> str:
     if dtype is torch.bool:
         found = _OF_BOOL.get(found or "")
     if found is None or dtype not in _NUMBERS:
-        kind = str(op).rpartition(".")[2]
+        kind = next((name for name in dist.ReduceOp.RedOpType.__members__ if op == getattr(dist.ReduceOp, name)), op)
         raise ConfigError(
             f"[torch] backend odyssey cannot combine {dtype} by {kind}; use SUM, AVG (of floats), MAX, MIN or PRODUCT "
             "of integers, booleans, float16, bfloat16, float32 or float64"
@@ -200,7 +200,7 @@ class OdysseyProcessGroup(dist.ProcessGroup):
     ) -> Any:
         values, given = host(output), host(tensor)
         sizes = [_counts(n, t, self.comm.size) for n, t in ((send, given), (receive, values))]
-        width = array(given).size // max(given.numel(), 1)  # 1, or the bytes of an element
+        width = 1 if given.dtype in _NUMBERS else given.element_size()
         counts = [[n * width for n in s] for s in sizes]
         self.comm.all_to_all_v(array(given).reshape(-1), counts[0], array(values).reshape(-1), counts[1])
         put(values, output)
@@ -299,7 +299,7 @@ def _counts(rows: Sequence[int], tensor: torch.Tensor, size: int) -> list[int]:
     """Elements for each rank, of rows for each rank; without them, equal parts."""
     if not len(rows):
         return [tensor.numel() // size] * size
-    return [int(n) * (tensor[0].numel() if tensor.dim() > 1 and len(tensor) else 1) for n in rows]
+    return [int(n) * tensor.shape[1:].numel() for n in rows]
 
 
 # --- groups ----------------------------------------------------------------------------------------------------------
