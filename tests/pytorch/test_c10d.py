@@ -107,5 +107,5 @@ def test_what_is_not_there_is_refused_in_a_line(launch, call, message):
 
 
 def test_importing_odyssey_does_not_import_torch(launch):
-    code = "import odyssey, sys\nassert 'torch' not in sys.modules\nimport torch; assert 'odyssey.torch' not in sys.modules"
-    assert launch(sys.executable, "-c", code).returncode == 0
+    code = "import odyssey, sys\nassert 'torch' not in sys.modules\nimport torch\n"
+    assert launch(sys.executable, "-c", code + "assert 'odyssey.torch' not in sys.modules").returncode == 0
