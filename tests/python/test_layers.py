@@ -76,7 +76,7 @@ def test_the_sources_are_found():
         ),
         ("safetensors", {"watch/outputs.py"}),
         ("rich", {"train/progress.py", "cli/commands/top.py"}),
-        ("pickle", set()),
+        ("pickle", {"torch/objects.py"}),
         ("torch", {"comm/gloo.py"}),
     ],
 )
@@ -92,7 +92,8 @@ def test_nothing_is_pickled():
     for file, path in FILES.items():
         names = {n.id for n in ast.walk(parse(path)) if isinstance(n, ast.Name)}
         names |= {n.attr for n in ast.walk(parse(path)) if isinstance(n, ast.Attribute)}
-        assert not names & {"pickle", "marshal", "dill", "allow_pickle"}, file
+        if file not in ("torch/objects.py", "torch/horovod.py"):  # where the caller wrote allow_pickle=True
+            assert not names & {"pickle", "marshal", "dill", "allow_pickle"}, file
         if file == "comm/mpi.py":  # mpi4py's methods in small letters pickle their arguments
             calls = [n for n in ast.walk(parse(path)) if isinstance(n, ast.Attribute)]
             comms = re.compile(r"(data|comm\._data|self\._(data|head|alarm)|MPI\.(COMM_WORLD|Comm))$")
@@ -126,8 +127,8 @@ ORDER = (*ROOMS[: ROOMS.index("audit")], "callbacks", *ROOMS[ROOMS.index("audit"
 BUDGETS = {  # lines of all its files together
     "mojo": 12_700,
     "shared/training": 3_100,
-    "python/odyssey": 36_500,
-    "python/odyssey/comm": 3_960,
+    "python/odyssey": 38_250,
+    "python/odyssey/comm": 3_970,
     "python/odyssey/parallel": 3_650,
     "python/odyssey/distributed": 2_080,
 }
