@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,14 +15,10 @@ EXAMPLES = HERE.parent / "third_party" / "horovod"
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("torch") is None, reason="torch is not installed (extra [torch])"
 )
-
-@pytest.fixture(scope="module")
-def torchvision():
-    """Skips where the examples' imports fail, as they do with a torchvision of another torch."""
-    done = subprocess.run([sys.executable, "-c", "import torchvision, filelock, packaging"], capture_output=True)
-    if done.returncode:
-        pytest.skip("torchvision (of this torch), filelock or packaging is not installed")
-
+needs_torchvision = pytest.mark.skipif(
+    not all(importlib.util.find_spec(name) for name in ("torchvision", "filelock", "packaging")),
+    reason="torchvision, filelock or packaging is not installed",
+)
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -53,23 +47,37 @@ def example(launch, name: str) -> Path:
     return launch.folder / name
 
 
-@pytest.mark.usefixtures("torchvision")
+@needs_torchvision
 @pytest.mark.parametrize("name", ["pytorch_mnist.py", "pytorch_mnist_elastic.py"])
 def test_horovods_mnist_examples(launch, name):
     program = example(launch, name)
     done = launch.python(
-        "-W", "ignore", program, "--epochs", 2, "--batch-size", 16, "--lr", 0.05, "--data-dir", "data", ranks=2
+        "-W",
+        "ignore",
+        HERE / "run_example.py",
+        program,
+        "--epochs",
+        2,
+        "--batch-size",
+        16,
+        "--lr",
+        0.05,
+        "--data-dir",
+        "data",
+        ranks=2,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("Test set: Average loss") == (2 if name == "pytorch_mnist.py" else 1)
     assert "Train Epoch: 2 [" in done.stdout
 
 
-@pytest.mark.usefixtures("torchvision")
+@needs_torchvision
 def test_horovods_synthetic_benchmark(launch):
     program = example(launch, "pytorch_synthetic_benchmark.py")
     few = ("--num-warmup-batches", 1, "--num-batches-per-iter", 1, "--num-iters", 1, "--fp16-allreduce")
-    done = launch.python("-W", "ignore", program, "--model", "resnet18", "--batch-size", 1, *few, ranks=2)
+    done = launch.python(
+        "-W", "ignore", HERE / "run_example.py", program, "--model", "resnet18", "--batch-size", 1, *few, ranks=2
+    )
     assert done.returncode == 0, done.stderr
     assert "Total img/sec on 2 CPU(s)" in done.stdout
 
