@@ -16,8 +16,8 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("torch") is None, reason="torch is not installed (extra [torch])"
 )
 needs_torchvision = pytest.mark.skipif(
-    not all(importlib.util.find_spec(name) for name in ("torchvision", "filelock", "packaging")),
-    reason="torchvision, filelock or packaging is not installed",
+    not all(importlib.util.find_spec(name) for name in ("torchvision", "PIL", "filelock", "packaging")),
+    reason="torchvision, pillow, filelock or packaging is not installed",
 )
 
 
