@@ -320,6 +320,8 @@ def caller_location(depth: int) -> tuple[str, int]:
 _USER, _COMM, _BETWEEN, _PROGRAM = range(1, 5)
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _LIBRARY = os.path.dirname(os.__file__) + os.sep
+#: Folders of libraries that call on behalf of a user, such as torch: neither are they who called.
+libraries: list[str] = []
 
 
 _owners: dict[str, int] = {}  # by file: a string is looked up in 30 ns, the name of a frame's module in 150
@@ -330,7 +332,9 @@ def _owner_of(file: str) -> int:
     if file.startswith(_PACKAGE):
         folder = file.removeprefix(_PACKAGE).split(os.sep)[0]
         owner = {"comm": _COMM, "cli": _PROGRAM}.get(folder, _BETWEEN)
-    elif file.startswith("<frozen ") or (file.startswith(_LIBRARY) and not any(name in file for name in packages)):
+    elif file.startswith(("<frozen ", *libraries)):
+        owner = _BETWEEN
+    elif file.startswith(_LIBRARY) and not any(name in file for name in packages):
         owner = _BETWEEN
     else:
         owner = _USER

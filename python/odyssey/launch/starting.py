@@ -114,10 +114,10 @@ def environment(
     if config.bind_if is not None:
         out.setdefault("FI_TCP_IFACE", config.bind_if)
         out.setdefault("UCX_NET_DEVICES", config.bind_if)
-    if config.backend == "gloo":
-        port = config.master_port or _free_port()
-        first = layout[0][0] if layout else "127.0.0.1"
-        out.update(MASTER_ADDR=first, MASTER_PORT=str(port), WORLD_SIZE=str(ranks))
+    # What env:// looks for; the wrapper of a rank adds RANK and LOCAL_RANK.
+    port = config.master_port or _free_port()
+    first = layout[0][0] if layout else "127.0.0.1"
+    out.update(MASTER_ADDR=first, MASTER_PORT=str(port), WORLD_SIZE=str(ranks))
     return out
 
 

@@ -1,0 +1,111 @@
+"""`hvd.elastic`: a state that is committed, and a function that begins from the last commit.
+
+Horovod changes the ranks of a running job; here a job that lost a rank is started anew by `odyssey launch`, which may
+give it another number of ranks. So a commit is a file beside the run, written by rank 0; without `odyssey launch` it is
+kept in memory, for `restore`. What it is not: a checkpoint; `odyssey inspect` does not know it.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ..errors import DataError
+from ..watch import files, runs
+from . import horovod, objects
+
+
+class ObjectState:
+    """Values by name, as attributes: `state.epoch`. All of JSON's types and tensors."""
+
+    def __init__(self, **values: Any) -> None:
+        self._names = list(values)
+        self._callbacks: list[Callable[[], Any]] = []
+        self._committed: bytes | None = None
+        self.__dict__.update(values)
+
+    def register_reset_callbacks(self, callbacks: list[Callable[[], Any]]) -> None:
+        """Functions that are called when `run` has restored the state: the number of ranks may have changed."""
+        self._callbacks += callbacks
+
+    def on_reset(self) -> None:
+        """Calls the functions of `register_reset_callbacks`."""
+        for callback in self._callbacks:
+            callback()
+
+    def _take(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self._names}
+
+    def _give(self, values: dict[str, Any]) -> None:
+        self.__dict__.update(values)
+
+    def save(self) -> None:
+        """Keeps the state in memory."""
+        self._committed = objects.encode(self._take())
+
+    def restore(self) -> None:
+        """Takes back what was saved last."""
+        if self._committed is not None:
+            self._give(objects.decode(self._committed))
+
+    def commit(self) -> None:
+        """Saves, and under `odyssey launch` writes the file that a restarted job begins from."""
+        self.save()
+        path = _path()
+        if path is not None and horovod.rank() == 0:
+            assert self._committed is not None
+            data = hashlib.sha256(self._committed).digest() + self._committed
+            files.write_whole(path, lambda file: file.write(data), durable=False)
+
+    def check_host_updates(self) -> None:
+        """Nothing: ranks come and go when the job is started anew."""
+
+    def sync(self) -> None:
+        """Gives all ranks the last commit of the run, or rank 0's state where there is none."""
+        path = _path()
+        data = path.read_bytes() if path is not None and horovod.rank() == 0 and path.exists() else b""
+        if data and hashlib.sha256(data[32:]).digest() != data[:32]:
+            raise DataError(f"[horovod] {path} is damaged; remove it to begin anew")
+        values = objects.decode(data[32:]) if data else self._take()
+        self._give(horovod.broadcast_object(values, 0))
+        self.save()
+
+
+class TorchState(ObjectState):
+    """A state with a module and an optimizer as well."""
+
+    def __init__(self, model: Any = None, optimizer: Any = None, **values: Any) -> None:
+        super().__init__(**values)
+        self._parts = {k: v for k, v in (("model", model), ("optimizer", optimizer)) if v is not None}
+        self.model, self.optimizer = model, optimizer
+
+    def _take(self) -> dict[str, Any]:
+        return {"values": super()._take(), **{name: dict(part.state_dict()) for name, part in self._parts.items()}}
+
+    def _give(self, values: dict[str, Any]) -> None:
+        for name, part in self._parts.items():
+            part.load_state_dict(values[name])
+        super()._give(values["values"])
+
+
+State = ObjectState
+
+
+def run(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of a state that begins with the last commit; when a rank is lost, `odyssey launch` starts all anew."""
+
+    @functools.wraps(function)
+    def begun(state: ObjectState, *arguments: Any, **named: Any) -> Any:
+        state.sync()
+        state.on_reset()
+        return function(state, *arguments, **named)
+
+    return begun
+
+
+def _path() -> Path | None:
+    run = runs.Run.current()
+    return None if run is None else run.path / "elastic-state"

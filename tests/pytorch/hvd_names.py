@@ -1,0 +1,99 @@
+"""Run by test_horovod.py on ranks: Horovod's calls, with what they must give."""
+
+from __future__ import annotations
+
+import torch
+
+import odyssey.horovod.torch as hvd
+import odyssey.torch.horovod
+
+assert hvd is odyssey.torch.horovod
+hvd.init()
+R, N = hvd.rank(), hvd.size()
+assert hvd.local_rank() == R and hvd.cross_size() == 1 and hvd.cross_rank() == 0 and hvd.is_homogeneous()
+
+assert hvd.allreduce(torch.tensor(float(R))).item() == (N - 1) / 2
+assert hvd.allreduce(torch.tensor([R]), op=hvd.Sum).tolist() == [N * (N - 1) // 2]
+assert hvd.allreduce(torch.full((2,), R + 1.0), op=hvd.Max, prescale_factor=2.0, postscale_factor=0.5)[0] == N
+assert hvd.allreduce(torch.ones(3), compression=hvd.Compression.fp16).dtype is torch.float32
+handle = hvd.allreduce_async_(torch.ones(3))
+assert hvd.synchronize(handle).tolist() == [1, 1, 1] and hvd.poll(handle)
+assert [t.item() for t in hvd.grouped_allreduce([torch.tensor(1.0), torch.tensor(2.0)], op=hvd.Sum)] == [N, 2 * N]
+
+rows = hvd.allgather(torch.full((R + 1, 2), R))
+assert rows[:, 0].tolist() == [r for r in range(N) for _ in range(r + 1)]
+assert hvd.broadcast(torch.tensor([R]), N - 1).tolist() == [N - 1]
+assert hvd.alltoall(torch.arange(N) + 10 * R).tolist() == [10 * r + R for r in range(N)]
+got, counts = hvd.alltoall(torch.full((sum(range(1, N + 1)),), R), torch.arange(1, N + 1))
+assert counts.tolist() == [R + 1] * N and got.tolist() == [r for r in range(N) for _ in range(R + 1)]
+part = hvd.reducescatter(torch.arange(N + 1), op=hvd.Sum)
+assert part.tolist() == ([0, N] if R == 0 else [(R + 1) * N])
+first = hvd.add_process_set([0])
+if first.included():
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=first).item() == 1
+hvd.remove_process_set(first)
+
+given = {"a": [1, (2.5, None)], 3: torch.arange(4).bfloat16(), "e": torch.empty(0, 2), "s": torch.tensor(7)}
+sent = hvd.broadcast_object(given if R == 0 else None)
+assert sent["a"] == [1, (2.5, None)] and sent[3].tolist() == [0, 1, 2, 3] and sent["e"].shape == (0, 2)
+assert sent["s"].item() == 7 and sent[3].dtype is torch.bfloat16
+assert hvd.allgather_object({"rank": R})[N - 1] == {"rank": N - 1}
+assert hvd.broadcast_object({1, 2} if R == 0 else None, allow_pickle=True) == {1, 2}
+for call, message in (
+    (lambda: odyssey.torch.horovod.objects.encode({1}), "allow_pickle=True"),
+    (lambda: odyssey.torch.horovod.objects.decode(b"P"), "allow_pickle=True on all ranks"),
+    (lambda: odyssey.torch.horovod.objects.decode(b"J" + bytes(20)), "no object as ranks send them"),
+    (lambda: hvd.allreduce(torch.ones(1), op=hvd.Adasum), "op=Adasum is not there"),
+):
+    try:
+        call()
+        raise AssertionError(message)
+    except odyssey.errors.OdysseyError as e:
+        assert message in str(e)
+
+
+def trained(**how) -> torch.nn.Module:
+    torch.manual_seed(R)
+    model = torch.nn.Linear(3, 2)
+    hvd.broadcast_parameters(model.state_dict(), 0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), **how)
+    assert isinstance(optimizer, torch.optim.SGD)
+    for k in range(3):
+        optimizer.zero_grad()
+        for _ in range(how.get("backward_passes_per_step", 1)):
+            model(torch.full((2, 3), float(R + k))).square().mean().backward()
+        if k == 1:
+            optimizer.synchronize()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        else:
+            optimizer.step()
+    hvd.broadcast_optimizer_state(optimizer, 0)
+    assert all(torch.equal(p, hvd.broadcast(p, N - 1)) for p in model.parameters())
+    return model
+
+
+plain, divided = trained(), trained(gradient_predivide_factor=2.0)
+torch.testing.assert_close(plain.weight, divided.weight)
+trained(backward_passes_per_step=2, compression=hvd.Compression.bf16)
+
+model = torch.nn.Linear(2, 1)
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+for _ in range(1 + R):
+    optimizer.zero_grad()
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+assert hvd.join() == N - 1
+
+for dense in (False, True):
+    table = torch.nn.Embedding(4, 2, sparse=True)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(table.parameters(), lr=0.1), sparse_as_dense=dense)
+    table(torch.tensor([R])).sum().backward()
+    try:
+        optimizer.step()
+        assert dense and table.weight.grad.sum() == 2.0
+    except odyssey.errors.ConfigError as e:
+        assert not dense and "sparse_as_dense=True" in str(e)
+print("same", flush=True)

@@ -1,0 +1,111 @@
+"""The backend of torch.distributed: beside Gloo, under each launcher, and what is said of wrong calls."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("torch") is None, reason="torch is not installed (extra [torch])"
+)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_random_collectives_are_those_of_gloo(launch, ranks):
+    done = launch.python("-W", "ignore", HERE / "c10d_random.py", 7 + ranks, 120, ranks=ranks)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["compared"] * ranks
+
+
+def test_random_collectives_under_torchrun(launch):
+    command = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", HERE / "c10d_random.py", 3, 60)
+    done = launch.python("-W", "ignore", *command)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["compared"] * 2
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "odyssey launch", "torchrun"])
+def test_ddp_fsdp_and_zero_train_as_over_gloo(launch, launcher):
+    program = [HERE / "c10d_wrappers.py"]
+    if launcher == "mpirun":
+        done = launch.python("-W", "ignore", *program, ranks=2)
+    else:
+        if importlib.metadata.entry_points(group="torch.backends", name="odyssey"):
+            program.append("plain")  # only the backend's name
+        module = (
+            ("odyssey", "launch", "-n", 2)
+            if launcher != "torchrun"
+            else ("torch.distributed.run", "--nproc_per_node=2")
+        )
+        done = launch.python("-W", "ignore", "-m", *module, *program)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("trained") == 2
+
+
+START = (
+    "import odyssey.torch, torch, torch.distributed as dist\ndist.init_process_group('odyssey')\nR = dist.get_rank()\n"
+)
+
+
+def ranks_of(launch, code: str, **environment: str):
+    (launch.folder / "user.py").write_text(START + code)
+    launch.environment.update(environment)
+    done = launch.python("-W", "ignore", "user.py", ranks=2)
+    assert done.returncode != 0
+    return done
+
+
+def test_calls_that_differ_are_named_with_the_lines_of_the_program(launch):
+    done = ranks_of(launch, "dist.all_reduce(torch.ones(4 + R))\n")
+    assert done.returncode == 76
+    assert "rank 0 calls all_reduce float32 (4,) sum at" in done.stderr
+    assert "user.py:4, but rank 1 calls all_reduce float32 (5,) sum at" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_backward_pass_that_others_do_not_make_is_named(launch):
+    code = """
+net = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))
+if R == 0:
+    net(torch.ones(2, 4)).sum().backward()
+else:
+    dist.barrier()
+"""
+    done = ranks_of(launch, code)
+    assert "rank 0 calls all_reduce float32 (10,) sum at" in done.stderr
+    assert "user.py:7, but rank 1 calls barrier at" in done.stderr and "user.py:9;" in done.stderr
+
+
+def test_a_rank_that_does_not_come_is_named(launch):
+    code = "import time\nif R == 1:\n    time.sleep(20)\ndist.all_reduce(torch.ones(1))\n"
+    done = ranks_of(launch, code, ODYSSEY_TIMEOUT="1")
+    assert "waited 1 s in all_reduce float32 (1,) sum at" in done.stderr
+    assert "user.py:7: rank 1 did not come" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            "dist.all_reduce(torch.ones(2, dtype=torch.int32), op=dist.ReduceOp.BXOR)",
+            "cannot combine torch.int32 by BXOR",
+        ),
+        ("dist.all_reduce(torch.ones(2).to(torch.float8_e5m2))", "cannot combine torch.float8_e5m2"),
+        ("dist.all_reduce(torch.ones(2).to_sparse())", "takes dense tensors"),
+        ("dist.recv(torch.ones(2))", r"give recv\(tensor, src=RANK\)"),
+    ],
+)
+def test_what_is_not_there_is_refused_in_a_line(launch, call, message):
+    done = ranks_of(launch, f"try:\n    {call}\nexcept Exception as e:\n    print(e)\n    raise SystemExit(3)\n")
+    assert re.search(message, done.stdout), (done.stdout, done.stderr)
+
+
+def test_importing_odyssey_does_not_import_torch(launch):
+    code = "import odyssey, sys\nassert 'torch' not in sys.modules\nimport torch\n"
+    assert launch(sys.executable, "-c", code + "assert 'odyssey.torch' not in sys.modules").returncode == 0

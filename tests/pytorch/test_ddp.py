@@ -1,0 +1,112 @@
+"""odyssey.torch.DistributedDataParallel, DataLoader: the same bits on any number of ranks; wrong loops are refused."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("torch") is None, reason="torch is not installed (extra [torch])"
+)
+
+
+def test_loops_have_the_same_bits_on_any_number_of_ranks(launch):
+    hashes = set()
+    for ranks in (0, 2, 3):
+        done = launch.python("-W", "ignore", HERE / "own_loop.py", ranks=ranks)
+        assert done.returncode == 0, done.stderr
+        hashes |= set(done.stdout.splitlines())
+    assert len(hashes) == 1 and len(hashes.pop().split()) == 6
+
+
+@pytest.fixture
+def net():
+    import torch
+
+    from odyssey.torch import DistributedDataParallel
+
+    return DistributedDataParallel(torch.nn.Linear(4, 2), shard_size=2)
+
+
+@pytest.fixture
+def batch():
+    import torch
+
+    return (torch.ones(5, 4),)
+
+
+def test_a_step_inside_the_loop(net, batch):
+    import torch
+
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    with pytest.raises(Exception, match=r"optimizer.step\(\) before the loop over shards\(\) has ended"):
+        for (x,) in net.shards(batch):
+            net(x).sum().backward()
+            optimizer.step()
+    with pytest.raises(Exception, match="step after it"):  # the loop did not end
+        optimizer.step()
+    for (x,) in net.shards(batch):
+        net(x).sum().backward()
+    torch.optim.SGD(torch.nn.Linear(1, 1).parameters()).step()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("none", [True, False])
+def test_zero_grad_inside_the_loop(net, batch, none):
+    import torch
+
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    with pytest.raises(Exception, match=r"call zero_grad\(\) before it, clip and step after it"):
+        for (x,) in net.shards(batch):
+            net(x).sum().backward()
+            optimizer.zero_grad(set_to_none=none)
+
+
+def test_clipping_inside_the_loop(net, batch):
+    import torch
+
+    with pytest.raises(Exception, match="clip and step after it"):
+        for (x,) in net.shards(batch):
+            net(x).sum().backward()
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 1e-3)
+
+
+def test_backward_outside_and_missing(net, batch):
+    with pytest.raises(Exception, match=r"backward\(\) outside of shards\(\)"):
+        net(batch[0]).sum().backward()
+    with pytest.raises(Exception, match=r"a shard without backward\(\)"):
+        for (x,) in net.shards(batch):
+            net(x)
+    with pytest.raises(Exception, match=r"shards\(\) inside a loop over shards\(\)"):
+        for _ in net.shards(batch):
+            for (x,) in net.shards(batch):
+                net(x).sum().backward()
+
+
+def test_what_is_refused(net):
+    import torch
+
+    from odyssey.errors import ConfigError
+    from odyssey.torch import DataLoader, DistributedDataParallel
+
+    with pytest.raises(ConfigError, match="parameter weight is torch.float64 on cpu; .* trains float32"):
+        DistributedDataParallel(torch.nn.Linear(2, 2).double())
+    with pytest.raises(ConfigError, match="without parameters that require gradients"):
+        DistributedDataParallel(torch.nn.ReLU())
+    with pytest.raises(ConfigError, match=r"DataLoader\(sampler=...\)"):
+        DataLoader([1, 2], 2, sampler=[0, 1])
+    data = torch.utils.data.TensorDataset(torch.ones(8, 4))
+    with pytest.raises(ConfigError, match="shard_size is 2, the DataLoader's 4"):
+        next(net.shards(next(iter(DataLoader(data, 8, shard_size=4)))))
+    with pytest.raises(ConfigError, match="a batch without samples"):
+        next(net.shards((1,)))
+
+
+def test_ranks_with_other_modules_are_told(launch):
+    code = "import torch, odyssey.torch\nfrom odyssey import comm\nn = 2 + comm.world().rank\n"
+    done = launch.python("-c", code + "odyssey.torch.DistributedDataParallel(torch.nn.Linear(n, 1))", ranks=2)
+    assert done.returncode == 64
+    assert "the module of rank 1 differs from that of rank 0" in done.stderr

@@ -1,0 +1,111 @@
+"""odyssey.torch.horovod: Horovod's calls, its own examples with the import changed, a job that is started anew."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from odyssey import data
+
+HERE = Path(__file__).parent
+EXAMPLES = HERE.parent / "third_party" / "horovod"
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("torch") is None, reason="torch is not installed (extra [torch])"
+)
+needs_torchvision = pytest.mark.skipif(
+    not all(importlib.util.find_spec(name) for name in ("torchvision", "PIL", "filelock", "packaging")),
+    reason="torchvision, pillow, filelock or packaging is not installed",
+)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_names_do_what_horovods_do(launch, ranks):
+    done = launch.python("-W", "ignore", HERE / "hvd_names.py", ranks=ranks)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["same"] * ranks
+
+
+def example(launch, name: str) -> Path:
+    """Horovod's program with the import changed, and a small MNIST for torchvision beside it."""
+    text = (EXAMPLES / name).read_text()
+    changed = text.replace("import horovod.torch as hvd", "import odyssey.horovod.torch as hvd")
+    changed = changed.replace("import horovod\n", "import odyssey.horovod as horovod\n")
+    assert changed != text
+    (launch.folder / name).write_text(changed)
+    raw = launch.folder / "data" / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for part, prefix, n in ((True, "train", 320), (False, "t10k", 80)):
+        some = data.load("mnist", train=part).take(n)
+        images, labels = np.asarray(some.images, np.uint8).reshape(n, 28, 28), np.asarray(some.labels, np.uint8)
+        for values, kind in ((images, "images-idx3-ubyte"), (labels, "labels-idx1-ubyte")):
+            head = bytes([0, 0, 8, values.ndim]) + b"".join(int(d).to_bytes(4, "big") for d in values.shape)
+            (raw / f"{prefix}-{kind}").write_bytes(head + values.tobytes())
+    launch.environment["HOME"] = str(launch.folder)  # the examples lock a file there
+    return launch.folder / name
+
+
+@needs_torchvision
+@pytest.mark.parametrize("name", ["pytorch_mnist.py", "pytorch_mnist_elastic.py"])
+def test_horovods_mnist_examples(launch, name):
+    program = example(launch, name)
+    done = launch.python(
+        "-W",
+        "ignore",
+        HERE / "run_example.py",
+        program,
+        "--epochs",
+        2,
+        "--batch-size",
+        16,
+        "--lr",
+        0.05,
+        "--data-dir",
+        "data",
+        ranks=2,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Test set: Average loss") == (2 if name == "pytorch_mnist.py" else 1)
+    assert "Train Epoch: 2 [" in done.stdout
+
+
+@needs_torchvision
+def test_horovods_synthetic_benchmark(launch):
+    program = example(launch, "pytorch_synthetic_benchmark.py")
+    few = ("--num-warmup-batches", 1, "--num-batches-per-iter", 1, "--num-iters", 1, "--fp16-allreduce")
+    done = launch.python(
+        "-W", "ignore", HERE / "run_example.py", program, "--model", "resnet18", "--batch-size", 1, *few, ranks=2
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Total img/sec on 2 CPU(s)" in done.stdout
+
+
+ELASTIC = """
+import os, torch
+import odyssey.torch.horovod as hvd
+hvd.init()
+model = torch.nn.Linear(2, 1)
+optimizer = hvd.DistributedOptimizer(torch.optim.Adam(model.parameters()), model.named_parameters())
+@hvd.elastic.run
+def train(state):
+    begun = state.step
+    while state.step < 6:
+        state.optimizer.zero_grad()
+        state.model(torch.ones(1, 2) * hvd.rank()).sum().backward()
+        state.optimizer.step()
+        state.step += 1
+        state.commit()
+        if state.step == 4 and begun == 0 and hvd.rank() == 1:
+            os.kill(os.getpid(), 9)
+    print(f"rank {hvd.rank()} went from {begun} to {state.step}", flush=True)
+train(hvd.elastic.TorchState(model, optimizer, step=0))
+"""
+
+
+def test_a_job_that_lost_a_rank_goes_on_from_its_last_commit(launch):
+    (launch.folder / "elastic.py").write_text(ELASTIC)
+    done = launch.python("-m", "odyssey", "launch", "-n", 2, "--run-dir", "run", "elastic.py")
+    assert done.returncode == 0, done.stderr
+    assert "went from 4 to 6" in done.stdout or "went from 3 to 6" in done.stdout, (done.stdout, done.stderr)
