@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -22,7 +23,7 @@ from ..callbacks import Callback, Context
 from ..checkpoints import Store, environment_key
 from ..checkpoints.trainable import KEEP, History, Saving, Step
 from ..comm import Communicator
-from ..errors import ConfigError
+from ..errors import ConfigError, NumericsError
 from ..watch import slot
 from . import agreement, resume
 from .asynchronous import Together
@@ -75,6 +76,10 @@ class Trainer:
 
     def _end_epoch(self) -> None:
         """The last step of an epoch was taken."""
+
+    def _batches(self, loader: Any, epoch: int) -> Iterable[datasets.Batch]:
+        """The batches of an epoch, from its first or from where the loader was told to start."""
+        return batches_of(loader)
 
     # --- steps ---
 
@@ -130,12 +135,32 @@ class Trainer:
         if isinstance(loader, datasets.DataLoader):
             return loader.read_again(epoch, step * k, k) if step * k < len(loader) else None
         if isinstance(loader, Sequence):
-            batches: Iterable[datasets.Batch] = batches_of(loader[step * k : (step + 1) * k])
+            batches: Iterable[datasets.Batch] = self._batches(loader[step * k : (step + 1) * k], epoch)
         elif begun and not hasattr(loader, "start_at") and not isinstance(loader, Iterator):  # it gives them once
-            batches = itertools.islice(batches_of(loader), step * k, (step + 1) * k)
+            batches = itertools.islice(self._batches(loader, epoch), step * k, (step + 1) * k)
         else:
             return None
         return next(iter(joined(batches, k)), None)
+
+    def _not_finite(self, batch: datasets.Batch, what: str, lr: float) -> None:
+        """Ends the training, has the step skipped (by returning), or has fit() go back to a checkpoint."""
+        session, cursor = self._session, self.context.cursor
+        epoch, index = (batch.epoch, batch.index) if session is None else (cursor.epoch, cursor.step)
+        try:
+            saved = None if session is None or not self.mode.together else session.saved()
+            decision = self.numerics.found(self.steps + 1, epoch, index, saved, what, lr)
+        except NumericsError as error:
+            error.raised_on_all_ranks = self.mode.together  # all ranks know the same
+            raise
+        self.say(decision.message)
+        if decision.kind == "rollback":
+            raise Rollback
+
+    def say(self, line: str) -> None:
+        """One line to the user, from rank 0, without tearing a progress bar."""
+        if self.comm.rank == 0:
+            say = getattr(self.progress, "say", None) or (lambda text: print(f"odyssey: {text}", file=sys.stderr))
+            say(line)
 
     # --- epochs ---
 
@@ -283,7 +308,8 @@ class Trainer:
                 pieces=context.pieces, join=self.accumulation_steps, part=self._part(training=True)
             )
         else:
-            batches = itertools.islice(batches_of(train_loader), session.first_batch, None)
+            batches = self._batches(train_loader, context.cursor.loader_epoch)
+            batches = itertools.islice(batches, session.first_batch, None)
             batches = joined(cut(batches, context.pieces), self.accumulation_steps)
         tally = self.mode.epoch(batches, session.left)
         self._end_epoch()

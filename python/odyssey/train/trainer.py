@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -264,20 +263,6 @@ class DistributedTrainer(EngineState):
         if self._watch.program((engine.train, n, *batch.dataset.sample_shape)):
             agreement.programs(self.comm, engine, batch, self.steps)
 
-    def _not_finite(self, batch: datasets.Batch, what: str, lr: float) -> None:
-        """Ends the training, has the step skipped (by returning), or has fit() go back to a checkpoint."""
-        session, cursor = self._session, self.context.cursor
-        epoch, index = (batch.epoch, batch.index) if session is None else (cursor.epoch, cursor.step)
-        try:
-            saved = None if session is None or not self.mode.together else session.saved()
-            decision = self.numerics.found(self.steps + 1, epoch, index, saved, what, lr)
-        except NumericsError as error:
-            error.raised_on_all_ranks = self.mode.together  # all ranks know the same
-            raise
-        self.say(decision.message)
-        if decision.kind == "rollback":
-            raise Rollback
-
     def rate(self, step: int) -> float:
         """The learning rate of a step, counted from 0. Raises NumericsError if the schedule makes it no number."""
         rate = self.optimizer.lr * self._lr_factor * self.schedule(step)
@@ -350,12 +335,6 @@ class DistributedTrainer(EngineState):
                 f"[precision] step {self.steps + 1} skipped: gradients overflowed at loss scale "
                 f"{precisions.scale_text(before)}; scale is now {precisions.scale_text(self.scaler.value)}"
             )
-
-    def say(self, line: str) -> None:
-        """One line to the user, from rank 0, without tearing a progress bar."""
-        if self.comm.rank == 0:
-            say = getattr(self.progress, "say", None) or (lambda text: print(f"odyssey: {text}", file=sys.stderr))
-            say(line)
 
     # --- fit() ---
 
