@@ -56,6 +56,7 @@ KINDS = {
     "tests/python/test_layers.py": "procs",
     "tests/python/test_settings.py": "procs",
     "tests/python/test_tensor.py": "procs",
+    "tests/pytorch/": "procs",
     "tests/resume/": "procs",
     "tests/security/": "procs",
     "tests/steplog/": "procs",

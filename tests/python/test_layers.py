@@ -81,7 +81,8 @@ def test_the_sources_are_found():
     ],
 )
 def test_one_file_knows_each_library(library, files):
-    assert importers(library) == files
+    front_end = {file for file in FILES if file.startswith("torch/")}
+    assert importers(library) - (front_end if library == "torch" else set()) == files
 
 
 def test_only_commands_know_the_command_line():

@@ -2,8 +2,9 @@
 
     cases.py FIRST LAST FOLDER whole|half|rest      trains cases FIRST to LAST - 1; prints "CASE HASH LOSS" on rank 0
 
-half: stops in the middle, with a checkpoint in FOLDER/CASE; rest: goes on from there. A case is drawn from its number
-alone: layers of odd shapes, dropout, BatchNorm, embeddings, tied, unused and frozen weights, an optimizer, a loader.
+Case 0 is a CNN with BatchNorm and dropout, case 1 a GPT of 4 layers with dropout and tied weights; the others are drawn
+from their number alone: odd shapes, BatchNorm, embeddings, tied, unused and frozen weights, an optimizer, a loader.
+half: stops in the middle, with a checkpoint in FOLDER/CASE; rest: goes on from there.
 """
 
 from __future__ import annotations
@@ -74,6 +75,42 @@ class Rows(nn.Module):
         return self.sometimes(y) if self.part and float(x[0, 0]) > 0.5 else y
 
 
+class CNN(nn.Sequential):
+    def __init__(self, _: random.Random) -> None:
+        convs = [nn.Conv2d(1, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8)]
+        super().__init__(
+            *convs, nn.ReLU(), nn.Flatten(), nn.Dropout(0.4), nn.Linear(120, 16), nn.ReLU(), nn.Linear(16, 4)
+        )
+
+
+class Block(nn.Module):
+    def __init__(self, d: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2, self.drop = nn.LayerNorm(d), nn.LayerNorm(d), nn.Dropout(0.1)
+        self.qkv, self.out = nn.Linear(d, 3 * d), nn.Linear(d, d)
+        self.mlp = nn.Sequential(nn.Linear(d, 4 * d), nn.GELU(), nn.Linear(4 * d, d), nn.Dropout(0.1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, t, d = x.shape
+        q, k, v = (s.view(b, t, 2, d // 2).transpose(1, 2) for s in self.qkv(self.norm1(x)).split(d, 2))
+        p = 0.1 if self.training else 0.0
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=p)
+        x = x + self.drop(self.out(y.transpose(1, 2).reshape(b, t, d)))
+        return x + self.mlp(self.norm2(x))
+
+
+class GPT(nn.Module):
+    def __init__(self, _: random.Random) -> None:
+        super().__init__()
+        self.embed, self.place = nn.Embedding(11, 16), nn.Parameter(torch.randn(5, 16) * 0.02)
+        self.blocks, self.norm = nn.Sequential(*(Block(16) for _ in range(4))), nn.LayerNorm(16)
+        self.head = nn.Linear(16, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.blocks(self.embed(x) + self.place))).transpose(1, 2)
+
+
 def optimizer(r: random.Random, module: nn.Module) -> torch.optim.Optimizer:
     p = [q for q in module.parameters() if q.requires_grad]
     return r.choice(
@@ -89,10 +126,10 @@ def optimizer(r: random.Random, module: nn.Module) -> torch.optim.Optimizer:
 
 def loader(r: random.Random, kind: type, batch: int, samples: int):
     g = np.random.default_rng(r.randrange(1 << 30))
-    if kind is Images:
+    if kind in (Images, CNN):
         x, y = g.standard_normal((samples, 1, 9, 7), np.float32), g.integers(0, 4, samples)
         return data.DataLoader(data.arrays(x, y), batch_size=batch, shuffle=True, seed=3)
-    if kind is Tokens:
+    if kind in (Tokens, GPT):
         ids = torch.from_numpy(g.integers(0, 11, (samples, 6)))
         return [(ids[i : i + batch, :-1], ids[i : i + batch, 1:]) for i in range(0, samples, batch)]
     x, y = torch.from_numpy(g.standard_normal((samples, 7), np.float32)), torch.from_numpy(g.random((samples, 3)))
@@ -103,7 +140,7 @@ def trainer_of(case: int, ranks: int) -> tuple[DistributedTrainer, object]:
     """A case; of what changes no bits something that depends on the ranks as well."""
     r = random.Random(case)
     torch.manual_seed(case)
-    kind = r.choice([Images, Tokens, Rows])
+    kind = [CNN, GPT][case] if case < 2 else r.choice([Images, Tokens, Rows])
     shard = r.choice([3, 4, 5])
     batch = r.choice([shard, 3 * shard, 4 * shard, 7 * shard - 1])
     module = kind(r)

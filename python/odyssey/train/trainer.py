@@ -38,7 +38,7 @@ from ..watch import launcher, slot
 from ..watch.outputs import write_weights
 from . import agreement, asynchronous, resume
 from .agreement import hash_of
-from .fit import Rollback, evaluated
+from .fit import evaluated
 from .numerics import NonFinite
 from .state import EngineState
 
