@@ -88,10 +88,18 @@ def test_a_killed_rank_costs_time_only(launch):
 
 
 def test_verify_compares_and_names_a_fault(launch):
-    done = launch.python("-m", "odyssey", "verify", "--layout", "dp=2", "--layout", "dp=3,zero=1", "--", TRAINING)
+    verify = ("-m", "odyssey", "verify", "--script", TRAINING, "--layouts", "dp=2")
+    done = launch.python(*verify, "dp=3,zero=1")
     assert done.returncode == 0 and done.stdout.count("same bits") == 2, done.stdout + done.stderr
-    done = launch.python("-m", "odyssey", "verify", "--layout", "dp=2", "--", TRAINING, 6, "--bug")
+    done = launch.python(*verify, "--bug")
     assert done.returncode != 0 and "DIFFERS" in done.stdout and "step 1" in done.stdout, done.stdout + done.stderr
+
+
+def test_the_example_has_the_same_bits_on_two_ranks(launch):
+    example = Path(odyssey.__file__).parents[2] / "examples" / "pytorch.py"
+    said = [launch.python(example, "--steps", 3, ranks=ranks).stdout for ranks in (0, 2)]
+    assert [line.partition(" ")[0] for line in said] == ["1", "2"]
+    assert said[0].partition(":")[2] == said[1].partition(":")[2] != ""
 
 
 # --- in one process ---------------------------------------------------------------------------------------------------
@@ -198,7 +206,7 @@ def test_a_buffer_that_nothing_merges_is_refused_or_told(capsys):
         (net, torch.optim.LBFGS, {}, "LBFGS runs the model several times"),
         (net, torch.optim.SGD, {"zero": 2}, "zero is 2"),
         (net, torch.optim.SGD, {"num_gpus": 2}, "num_gpus=2 is a setting of our own models"),
-        (net, torch.optim.SGD, {"reduction": "local_sgd"}, "take every step together"),
+        (net, torch.optim.SGD, {"reduction": "local_sgd"}, "ranks take every step together"),
         (net, torch.optim.SGD, {"deterministic": "no"}, "choose from error, warn"),
         (net, torch.optim.SGD, {"precision": "fp16"}, "precision is 'fp16'"),
         (net, torch.optim.SGD, {"shard_sise": 2}, "did you mean 'shard_size'"),

@@ -11,7 +11,7 @@ from odyssey.torch import DistributedTrainer
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    steps = int(sys.argv[1]) if len(sys.argv) > 1 else 6
+    steps = int(sys.argv[1]) if sys.argv[1:] and sys.argv[1].isdigit() else 6
     module = nn.Sequential(
         nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Dropout(0.3), nn.Linear(144, 3)
     )

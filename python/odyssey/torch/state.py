@@ -180,7 +180,7 @@ class TorchState(Trainer):
             return found
         whole: dict[str, Any] = {}
         for rank in range(self.comm.size):
-            whole.update(_broadcast(self.comm, found, rank))
+            whole.update(from_rank(self.comm, found, rank))
         order = {name: i for i, (name, _) in enumerate(self.arena.named)}
         return dict(sorted(whole.items(), key=lambda item: order[item[0].partition("/")[2]]))
 
@@ -320,7 +320,7 @@ def _found(arrays: dict[str, Any], stem: str, key: str, like: torch.Tensor, name
     return made
 
 
-def _broadcast(comm: Any, values: dict[str, Any], root: int) -> dict[str, Any]:
+def from_rank(comm: Any, values: dict[str, Any], root: int) -> dict[str, Any]:
     """Named arrays and numbers of one rank, on all; a collective call."""
     text = b""
     if comm.rank == root:

@@ -22,9 +22,9 @@ from .. import data as datasets
 from ..checkpoints.trainable import Evaluation, Step
 from ..core import settings as declaration
 from ..core.settings import Training
+from ..engine.layout import Layout
 from ..errors import ConfigError
 from ..parallel.mesh import Mesh
-from ..parallel.plan import default_shard_size, idle, shard_count
 from ..parallel.strategy import MODES, Strategy
 from ..train import agreement, asynchronous
 from ..train.numerics import NonFinite
@@ -33,7 +33,7 @@ from ..watch.runs import Run
 from .arena import Arena
 from .batches import batches, part
 from .shards import Shards, Sums
-from .state import TorchState, environment
+from .state import TorchState, environment, from_rank
 
 OURS = ("num_gpus", "oversubscribe", "execution", "pipeline_schedule", "bucket_size_mb", "overlap", "lr_scaling")
 DETERMINISTIC = ("error", "warn")
@@ -120,12 +120,12 @@ class DistributedTrainer(TorchState):
             strict=deterministic == "error",
             tell=self.say,
         )
+        self.layout = declaration.part(Layout, made, comm=self.comm, workers=1, reduction=self.strategy, mesh=self.mesh)
         self.mode = asynchronous.Together(self)  # type: ignore[arg-type]
         self._given = self._description()
         self._same_everywhere()
         self._watch = agreement.Watch(self.comm, self.check_every)
         self._grads = torch.from_numpy(self.arena.grads)
-        self._counted_idle = False
         self._scheduled = 0  # epochs that a scheduler of epochs has seen
         self.saved_in: set[str] = set()
         self.data_configuration: dict[str, Any] = {}
@@ -165,19 +165,6 @@ class DistributedTrainer(TorchState):
     @shard_size.setter
     def shard_size(self, size: int | None) -> None:
         self.shards.size = size
-
-    def _share_out(self, samples: int) -> None:
-        """Once the global batch is known: decides its shards, and says if there are too few for all ranks."""
-        if self.shard_size is None:
-            self.shard_size = default_shard_size(samples)
-        without = idle(self.comm.size, samples, self.shard_size)
-        if without and not self._counted_idle:
-            shards = shard_count(samples, self.shard_size)
-            self.say(
-                f"{self.comm.size} ranks but {shards} shard{'s' * (shards > 1)} (global batch {samples}, shard size "
-                f"{self.shard_size}): {without} {'is' if without == 1 else 'are'} idle"
-            )
-        self._counted_idle = True
 
     def take_step(self, batch: datasets.Batch) -> Step:
         """One optimizer step over a global batch, of which this rank runs its shards. See train_step()."""
@@ -315,43 +302,22 @@ class DistributedTrainer(TorchState):
         Returns:
             A tensor (N, ...) of the outputs' dtype, float32 for "bf16". Of outputs that are no tensor: ConfigError.
         """
-        found = []
+        rows: dict[str, np.ndarray] = {}  # by the number of the first
+        count = 0
         with self._evaluating():
             for number, batch in enumerate(self._batches(_loader(loader), 0)):
                 self._share_out(n := len(batch.indices))
-                own, at = [], []
                 for lo, hi in self.shards(n, number, train=False):
                     with self._autocast():
                         out = self._forward(part(batch, lo, hi)[0])
                     if not isinstance(out, torch.Tensor) or out.shape[:1] != (hi - lo,):
                         raise ConfigError(f"[torch] forward() gives {type(out).__name__}; a tensor (N, ...) is needed")
-                    own.append(out.float() if out.dtype == torch.bfloat16 else out)
-                    at.append((lo, hi))
-                found.append(self._whole(own, at, n))
-        if not found:
+                    rows[f"{count + lo}"] = (out.float() if out.dtype == torch.bfloat16 else out).numpy()
+                count += n
+        if not count:
             raise ConfigError("[predict] the loader gave no batch; give it data")
-        return torch.cat(found)
-
-    def _whole(self, own: list[torch.Tensor], at: list[tuple[int, int]], n: int) -> torch.Tensor:
-        """The rows of all ranks; a rank has a run of them, or none."""
-        about = np.full(12, -1, np.int64)
-        if own:
-            numbers = (at[0][0], at[-1][1], KINDS.index(own[0].dtype), *own[0].shape[1:])
-            about[: len(numbers)] = numbers
-        everyone = self.comm.all_gather(about) if self.comm.size > 1 else about[None]
-        one = everyone[everyone[:, 2] >= 0][0]
-        shape = tuple(int(d) for d in one[3:] if d >= 0)
-        whole = torch.empty((n, *shape), dtype=KINDS[int(one[2])])
-        if own:
-            whole[at[0][0] : at[-1][1]] = torch.cat(own)
-        if self.comm.size > 1:
-            raw = whole.view(-1).view(torch.uint8).numpy()
-            row = raw.size // n
-            self.comm.all_gather_v(raw, [(int(max(a, 0)) * row, int(max(b, 0)) * row) for a, b in everyone[:, :2]])
-        return whole
-
-
-KINDS = (torch.float32, torch.float64, torch.int64, torch.int32, torch.bool, torch.uint8, torch.int8, torch.int16)
+        whole = {k: v for rank in range(self.comm.size) for k, v in from_rank(self.comm, rows, rank).items()}
+        return torch.from_numpy(np.concatenate([whole[k] for k in sorted(whole, key=int)]))
 
 
 def correct(out: Any, y: Any) -> float:
@@ -378,40 +344,39 @@ def _check(made: Training, module: Any, optimizer: Any, scheduler: Any) -> None:
         if not isinstance(given, kind):
             name = f"the class {given.__name__}" if isinstance(given, type) else f"of type {type(given).__name__}"
             raise ConfigError(f"[torch] {what} is {name}; give an object of torch's {kind.__name__}")
-    if isinstance(optimizer, (torch.optim.LBFGS, torch.optim.SparseAdam)):
-        raise ConfigError(
-            f"[torch] {type(optimizer).__name__} "
-            + (
-                "runs the model several times in a step"
-                if isinstance(optimizer, torch.optim.LBFGS)
-                else "needs sparse gradients"
-            )
-            + ", which is not held; use SGD, AdamW or another optimizer of one dense gradient"
-        )
-    own = {id(p) for p in module.parameters()}
-    if any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
-        raise ConfigError(
-            "[torch] the optimizer has parameters that are not the module's; make it of module.parameters()"
-        )
-    if any(isinstance(group["lr"], torch.Tensor) for group in optimizer.param_groups):
-        raise ConfigError("[torch] the optimizer's lr is a tensor; give a number")
-    if scheduler is not None and getattr(scheduler, "optimizer", None) is not optimizer:
-        raise ConfigError(f"[torch] scheduler is {type(scheduler).__name__}; give a torch scheduler of this optimizer")
-    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        raise ConfigError("[torch] ReduceLROnPlateau needs a figure at each step(); use a scheduler of steps or epochs")
+    name, own = type(optimizer).__name__, {id(p) for p in module.parameters()}
     defaults = {f.name: f.default for f in dataclasses.fields(Training)}
-    for name in OURS:
-        if getattr(made, name) != defaults[name]:
-            raise ConfigError(f"[torch] {name}={getattr(made, name)!r} is a setting of our own models; leave it out")
-    if made.precision not in ("fp32", "bf16"):
-        raise ConfigError(f"[torch] precision is {made.precision!r}; use 'fp32', or 'bf16' for autocast")
-    if made.device == "gpu":
-        raise ConfigError("[torch] device is 'gpu', and torch modules are trained on CPUs; use device='cpu'")
-    if made.zero > 1:
-        raise ConfigError(f"[torch] zero is {made.zero}; 0 and 1 are there for torch modules")
-    if made.zero and not type(optimizer).__module__.startswith("torch.optim"):
-        raise ConfigError(
-            f"[torch] zero=1 with {type(optimizer).__name__}: only torch.optim's are known to go by parameter"
-        )
-    if made.reduction in MODES:
-        raise ConfigError(f"[torch] reduction={made.reduction!r}: torch modules take every step together; use 'tree'")
+    ours = next((n for n in OURS if getattr(made, n) != defaults[n]), "")
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
+    groups = optimizer.param_groups
+    for wrong, says in (
+        (isinstance(optimizer, torch.optim.LBFGS), "LBFGS runs the model several times in a step; use SGD or AdamW"),
+        (
+            isinstance(optimizer, torch.optim.SparseAdam),
+            "SparseAdam needs sparse gradients, which no tree adds; use Adam",
+        ),
+        (
+            any(id(p) not in own for group in groups for p in group["params"]),
+            f"{name} has parameters that are not the module's; make it of module.parameters()",
+        ),
+        (any(isinstance(group["lr"], torch.Tensor) for group in groups), f"{name}'s lr is a tensor; give a number"),
+        (isinstance(scheduler, plateau), "ReduceLROnPlateau needs a figure at each step(); use another scheduler"),
+        (
+            scheduler is not None and getattr(scheduler, "optimizer", None) is not optimizer,
+            f"scheduler is {type(scheduler).__name__}; give a torch scheduler of this optimizer",
+        ),
+        (ours, f"{ours}={getattr(made, ours, None)!r} is a setting of our own models; leave it out"),
+        (
+            made.precision not in ("fp32", "bf16"),
+            f"precision is {made.precision!r}; use 'fp32', or 'bf16' for autocast",
+        ),
+        (made.device == "gpu", "device is 'gpu', and torch modules are trained on CPUs; use device='cpu'"),
+        (made.zero > 1, f"zero is {made.zero}; 0 and 1 are there for torch modules"),
+        (
+            made.zero and not type(optimizer).__module__.startswith("torch.optim"),
+            f"zero=1 with {name}: only torch.optim's optimizers are known to go by parameter; use zero=0",
+        ),
+        (made.reduction in MODES, f"reduction={made.reduction!r}: ranks take every step together here; use 'tree'"),
+    ):
+        if wrong:
+            raise ConfigError(f"[torch] {says}")

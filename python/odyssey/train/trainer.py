@@ -31,7 +31,6 @@ from ..errors import ConfigError, DeviceError, NumericsError
 from ..nn import CrossEntropyLoss, Module
 from ..optim import Optimizer, Schedule, lr_factor
 from ..parallel.mesh import Groups, Mesh
-from ..parallel.plan import default_shard_size, idle, shard_count
 from ..parallel.strategy import MODES, Strategy
 from ..parallel.tensor import PARTS
 from ..watch import launcher, slot
@@ -177,7 +176,6 @@ class DistributedTrainer(EngineState):
         self._eval = Engine(model, loss, self.arena, self.layout, groups, train=False, like=self._train, **common)
         self._watch = agreement.Watch(self.comm, self.check_every)
         self._warned = False
-        self._counted_idle = False
         self.saved_in: set[str] = set()  # directories of checkpoints of this trainer's fit()s
         self._prints = {}
         self.data_configuration = {}
@@ -201,24 +199,6 @@ class DistributedTrainer(EngineState):
         )
         agreement.parameters(self.comm, self.arena)
         self.comm.broadcast(self.arena.params)
-
-    # --- shards ---
-
-    def _share_out(self, samples: int) -> None:
-        """Once the global batch is known: decides its shards, and says if there are too few for all workers."""
-        if self.shard_size is None:
-            self.shard_size = default_shard_size(samples)
-        if self._counted_idle:
-            return
-        self._counted_idle = True
-        sharing, parts = self.mode.shared_out(samples)
-        without = sum(idle(sharing, part, self.shard_size) for part in parts)
-        if without:
-            workers, shards = sharing * len(parts), sum(shard_count(part, self.shard_size) for part in parts)
-            self.say(
-                f"{workers} workers but {shards} shard{'s' * (shards > 1)} (global batch {samples}, shard size "
-                f"{self.shard_size}): {without} {'is' if without == 1 else 'are'} idle"
-            )
 
     # --- steps ---
 
