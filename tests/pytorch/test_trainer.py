@@ -196,6 +196,21 @@ def test_a_buffer_that_nothing_merges_is_refused_or_told(capsys):
     assert "changes the buffer seen" in capsys.readouterr().err
 
 
+class Put(nn.Linear):
+    """An operation without a deterministic form."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).clone().put_(torch.tensor([0]), torch.zeros(1))
+
+
+def test_an_operation_without_a_deterministic_form_is_refused_or_told():
+    with pytest.raises(ConfigError, match="put_ does not have a deterministic implementation; use another") as found:
+        made(Put(6, 3)).fit([(X, Y)])
+    assert "\n" not in str(found.value)
+    with pytest.warns(UserWarning, match="put_ does not have"):
+        made(Put(6, 3), deterministic="warn").fit([(X, Y)])
+
+
 @pytest.mark.parametrize(
     ("module", "optimizer", "settings", "says"),
     [
@@ -249,6 +264,25 @@ def test_weights_both_ways():
     again = nn.Sequential(nn.Flatten(), nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 10))
     to_torch(ours, again, names)
     assert all(torch.equal(a, b) for a, b in zip(theirs.parameters(), again.parameters(), strict=True))
+
+
+def test_batches_of_which_a_rank_has_its_shards():
+    class Loader(list):
+        batch_size = 20
+
+    class Sharded:
+        def __init__(self, at: int) -> None:
+            self.samples, self.shard_size = 20, 5
+            self.shards = {s: (X[at + 5 * s : at + 5 * s + 5], Y[at + 5 * s : at + 5 * s + 5]) for s in range(4)}
+
+    hashes = []
+    for loader in (Loader([Sharded(0), Sharded(20)]), [(X[:20], Y[:20]), (X[20:], Y[20:])]):
+        trainer = made(net(), shard_size=5)
+        trainer.fit(loader)
+        hashes.append(trainer.weights_sha256())
+    assert hashes[0] == hashes[1]
+    with pytest.raises(ConfigError, match="the loader's shard_size is 5, the trainer's 10"):
+        made(net(), shard_size=10).fit(Loader([Sharded(0)]))
 
 
 def test_our_loader_and_torchs():

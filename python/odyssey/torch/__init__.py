@@ -8,13 +8,20 @@
     weights.py   weights into our own models and back
     names.py     PyTorchDDPTrainer, HorovodTrainer: other platforms' arguments
 
-Names are loaded when they are first used.
+Names are loaded when they are first used. What it is not: imported by `import odyssey`.
 """
 
 from __future__ import annotations
 
 import importlib
 from typing import Any
+
+from ..errors import ConfigError
+
+try:
+    import torch as _torch  # noqa: F401
+except ImportError as e:
+    raise ConfigError(f"[torch] odyssey.torch needs PyTorch ({e}); pip install 'odyssey[torch]'") from e
 
 _HOME = {
     "DataLoader": "data",

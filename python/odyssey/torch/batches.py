@@ -89,6 +89,26 @@ class Samples:
     scale = shift = np.empty(0, np.float32)
 
 
+class Sharded(Samples):
+    """A batch of odyssey.torch.DataLoader, of which this rank has its own shards: ranks compare its length alone."""
+
+    def __init__(self, batch: Any, name: str) -> None:
+        self.batch, self.name, self._length = batch, name, batch.samples
+
+    def shard(self, lo: int, hi: int) -> tuple[Any, Any]:
+        """Samples lo to hi - 1, which are a shard; ConfigError if they are none of the loader's."""
+        size = self.batch.shard_size
+        if lo % size or hi - lo != min(size, len(self) - lo):
+            raise ConfigError(f"[torch] the loader's shard_size is {size}, the trainer's {hi - lo}; give both the same")
+        return self.batch.shards[lo // size]
+
+    def about(self) -> tuple[Any, ...]:
+        """Nothing is known of all samples."""
+        return ()
+
+    images = property(lambda self: np.zeros((len(self), 1), np.uint8))
+
+
 def batches(loader: Any, epoch: int, seed: int, steps: int) -> Iterator[Batch]:
     """The batches of an epoch of any loader; those of pairs of tensors or arrays become batches of their own.
 
@@ -104,11 +124,16 @@ def batches(loader: Any, epoch: int, seed: int, steps: int) -> Iterator[Batch]:
             "(x, y) batches"
         )
     generator.manual_seed(seed_of(seed, ORDER, epoch))
-    if hasattr(getattr(loader, "sampler", None), "set_epoch") and not hasattr(loader, "start_at"):
-        loader.sampler.set_epoch(epoch)
+    for told in () if hasattr(loader, "start_at") else (loader, getattr(loader, "sampler", None)):
+        if hasattr(told, "set_epoch"):
+            told.set_epoch(epoch)
     for index, item in enumerate(loader):
         if isinstance(item, Batch):
             yield item
+            continue
+        if hasattr(item, "shards"):
+            own: Any = Sharded(item, f"batch {index} of epoch {epoch}")
+            yield Batch(own, np.arange(len(own)), epoch, index)
             continue
         try:
             x, y = item
@@ -126,6 +151,8 @@ def batches(loader: Any, epoch: int, seed: int, steps: int) -> Iterator[Batch]:
 
 def part(batch: Batch, lo: int, hi: int) -> tuple[Any, Any]:
     """Samples lo to hi - 1 of a batch as tensors; class numbers as int64."""
+    if isinstance(batch.dataset, Sharded):
+        return batch.dataset.shard(lo, hi)
     x, y = batch.dataset.gather(batch.indices[lo:hi])
     if isinstance(batch.dataset, ArrayDataset):
         y = y.astype(np.int64)

@@ -29,14 +29,12 @@ from .shards import Shards
 
 def environment() -> dict[str, Any]:
     """What torch's bits depend on beside the model, as it is in this process."""
-    autocast = torch.is_autocast_enabled("cpu")
     return {
         "torch version": torch.__version__,
         "instruction set": torch.backends.cpu.get_cpu_capability(),
         "torch threads": torch.get_num_threads(),
         "oneDNN": [torch.backends.mkldnn.is_available(), torch._C._get_mkldnn_enabled()],
         "float32 products": torch.get_float32_matmul_precision(),
-        "autocast": str(torch.get_autocast_dtype("cpu")) if autocast else "off",
     }
 
 

@@ -36,7 +36,6 @@ from .shards import Shards, Sums
 from .state import TorchState, environment, from_rank
 
 OURS = ("num_gpus", "oversubscribe", "execution", "pipeline_schedule", "bucket_size_mb", "overlap", "lr_scaling")
-DETERMINISTIC = ("error", "warn")
 
 
 class DistributedTrainer(TorchState):
@@ -84,19 +83,12 @@ class DistributedTrainer(TorchState):
     ) -> None:
         given = {"shard_size": shard_size, "threads": threads, "backend": backend, **settings}
         self.settings = made = declaration.made(Training, given)
-        _check(made, module, optimizer, scheduler)
-        for name, value, allowed in (
-            ("deterministic", deterministic, DETERMINISTIC),
-            ("scheduler_interval", scheduler_interval, ("step", "epoch")),
-        ):
-            if value not in allowed:
-                raise ConfigError(f"[torch] {name} is {value!r}; choose from {', '.join(allowed)}")
+        _check(made, module, optimizer, scheduler, deterministic, scheduler_interval)
         self.comm = comm or communication.world(backend)
         self.mesh = (mesh or Mesh()).fit(self.comm.size, 1)
         if self.mesh.pp * self.mesh.tp > 1:
             raise ConfigError(f"[torch] the mesh is {self.mesh}; a torch module is trained by replicas: Mesh(dp=)")
         self.strategy = declaration.part(Strategy, made)
-        self.strategy.check(self.mesh, made.zero, made.precision)
         self.module, self.optimizer, self.scheduler = module, optimizer, scheduler
         self.per_epoch = scheduler_interval == "epoch"
         self.loss = nn.CrossEntropyLoss() if loss is None else loss
@@ -200,15 +192,16 @@ class DistributedTrainer(TorchState):
         """Runs this rank's shards of a batch; the sums over all."""
         for lo, hi in self.shards(len(batch.indices), step, train):
             x, y = part(batch, lo, hi)
-            with self._autocast():
-                out = self._forward(x)
-                loss = self.loss(out, y)
-            if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-                found = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-                raise ConfigError(f"[torch] the loss of a shard is {found}; one number is needed: reduction='mean'")
             weight = 1 if self._loss_is_sum else hi - lo
-            if train:
-                (loss if weight == 1 else loss * weight).backward()
+            with in_a_line():
+                with self._autocast():
+                    out = self._forward(x)
+                    loss = self.loss(out, y)
+                if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+                    found = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+                    raise ConfigError(f"[torch] the loss of a shard is {found}; one number is needed: reduction='mean'")
+                if train:
+                    (loss if weight == 1 else loss * weight).backward()
             self.shards.count(float(loss.detach()) * weight, correct(out, y))
         return self.shards.sums()
 
@@ -248,6 +241,8 @@ class DistributedTrainer(TorchState):
         return sum(r.bytes_sent for r in made), sum(r.bytes_plain for r in made)
 
     def _begin_fit(self, context: callbacks.Context, whole: datasets.ArrayDataset | None) -> None:
+        if torch.is_autocast_enabled("cpu"):
+            raise ConfigError("[torch] fit() within torch.autocast would keep old weights; use precision='bf16'")
         if torch.get_num_threads() != self.threads:
             raise ConfigError(
                 f"[torch] torch has {torch.get_num_threads()} threads now, the trainer was made with {self.threads}; "
@@ -320,6 +315,18 @@ class DistributedTrainer(TorchState):
         return torch.from_numpy(np.concatenate([whole[k] for k in sorted(whole, key=int)]))
 
 
+@contextlib.contextmanager
+def in_a_line() -> Iterator[None]:
+    """An operation of torch without a deterministic form is an error of one line."""
+    try:
+        yield
+    except RuntimeError as problem:
+        if "use_deterministic_algorithms" not in str(problem):
+            raise
+        what = str(problem).partition(", but you set")[0]
+        raise ConfigError(f"[torch] {what}; use another operation, or deterministic='warn'") from problem
+
+
 def correct(out: Any, y: Any) -> float:
     """Of targets that are class numbers: how many are right; of a sequence, the share of its positions.
 
@@ -338,7 +345,7 @@ def _loader(given: Any) -> Any:
     return datasets.DataLoader(given, batch_size=8192) if isinstance(given, datasets.ArrayDataset) else given
 
 
-def _check(made: Training, module: Any, optimizer: Any, scheduler: Any) -> None:
+def _check(made: Training, module: Any, optimizer: Any, scheduler: Any, deterministic: str, interval: str) -> None:
     """ConfigError for what cannot be trained with, by name."""
     for what, given, kind in (("module", module, nn.Module), ("optimizer", optimizer, torch.optim.Optimizer)):
         if not isinstance(given, kind):
@@ -365,6 +372,8 @@ def _check(made: Training, module: Any, optimizer: Any, scheduler: Any) -> None:
             scheduler is not None and getattr(scheduler, "optimizer", None) is not optimizer,
             f"scheduler is {type(scheduler).__name__}; give a torch scheduler of this optimizer",
         ),
+        (deterministic not in ("error", "warn"), f"deterministic is {deterministic!r}; choose from error, warn"),
+        (interval not in ("step", "epoch"), f"scheduler_interval is {interval!r}; choose from step, epoch"),
         (ours, f"{ours}={getattr(made, ours, None)!r} is a setting of our own models; leave it out"),
         (
             made.precision not in ("fp32", "bf16"),
