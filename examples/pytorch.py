@@ -34,7 +34,9 @@ def main() -> None:
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.steps)
 
     trainer = DistributedTrainer(module, optimizer, nn.CrossEntropyLoss(), scheduler=scheduler)
-    loader = data.DataLoader(data.load("mnist"), batch_size=128, shuffle=True)  # 128: of all processes together
+    loader = data.DataLoader(
+        data.load("mnist", train=True), batch_size=128, shuffle=True
+    )  # 128: of all processes together
     trainer.fit(loader, epochs=100, steps=options.steps)
 
     result, sha = trainer.evaluate(data.load("mnist", train=False)), trainer.weights_sha256()
