@@ -20,7 +20,7 @@ from ..core.settings import Training, of_checkpoint
 from ..errors import CheckpointError, ConfigError
 from ..parallel.strategy import Strategy
 from ..train import resume
-from ..train.fit import Trainer
+from ..train.fit import Sharing
 from ..train.numerics import check_replicas
 from ..train.state import as_json
 from .arena import Arena
@@ -38,7 +38,7 @@ def environment() -> dict[str, Any]:
     }
 
 
-class TorchState(Trainer):
+class TorchState(Sharing):
     """The part of a DistributedTrainer that is about its state."""
 
     settings: Training

@@ -51,8 +51,6 @@ class Trainer:
     data_configuration: dict[str, Any]  # of the data of fit(), to compare with a checkpoint's
     steps = 0
     last: Step | None = None  # step
-    shard_size: int | None  # samples per shard; None until the global batch is known
-    _counted_idle = False
     _session: Session | None = None  # of the fit() that is under way
 
     # --- what a subclass may do, beside what Trainable asks of it ---
@@ -67,6 +65,9 @@ class Trainer:
     def _begin_fit(self, context: Context, whole: datasets.ArrayDataset | None) -> None:
         """All ranks have the same data; `whole`: the data set, if it was compared."""
 
+    def _share_out(self, samples: int) -> None:
+        """The samples of a step are known."""
+
     def _ahead(self, batches: Iterator[datasets.Batch]) -> Iterator[datasets.Batch]:
         return batches
 
@@ -80,24 +81,6 @@ class Trainer:
     def _batches(self, loader: Any, epoch: int) -> Iterable[datasets.Batch]:
         """The batches of an epoch, from its first or from where the loader was told to start."""
         return batches_of(loader)
-
-    # --- shards ---
-
-    def _share_out(self, samples: int) -> None:
-        """Once the global batch is known: decides its shards, and says if there are too few for all workers."""
-        if self.shard_size is None:
-            self.shard_size = default_shard_size(samples)
-        if self._counted_idle:
-            return
-        self._counted_idle = True
-        sharing, parts = self.mode.shared_out(samples)
-        without = sum(idle(sharing, part, self.shard_size) for part in parts)
-        if without:
-            workers, shards = sharing * len(parts), sum(shard_count(part, self.shard_size) for part in parts)
-            self.say(
-                f"{workers} workers but {shards} shard{'s' * (shards > 1)} (global batch {samples}, shard size "
-                f"{self.shard_size}): {without} {'is' if without == 1 else 'are'} idle"
-            )
 
     # --- steps ---
 
@@ -398,6 +381,29 @@ class Trainer:
         snapshot, name = resume.shared(self.comm, lambda: resume.find(Path(path), self.say))
         self.load(snapshot, name)
         return snapshot.step
+
+
+class Sharing(Trainer):
+    """A trainer whose workers share out the shards of a batch."""
+
+    shard_size: int | None  # samples per shard; None until the global batch is known
+    _counted_idle = False
+
+    def _share_out(self, samples: int) -> None:
+        """Once the global batch is known: decides its shards, and says if there are too few for all workers."""
+        if self.shard_size is None:
+            self.shard_size = default_shard_size(samples)
+        if self._counted_idle:
+            return
+        self._counted_idle = True
+        sharing, parts = self.mode.shared_out(samples)
+        without = sum(idle(sharing, part, self.shard_size) for part in parts)
+        if without:
+            workers, shards = sharing * len(parts), sum(shard_count(part, self.shard_size) for part in parts)
+            self.say(
+                f"{workers} workers but {shards} shard{'s' * (shards > 1)} (global batch {samples}, shard size "
+                f"{self.shard_size}): {without} {'is' if without == 1 else 'are'} idle"
+            )
 
 
 def own_steps(loader: Any) -> bool:
