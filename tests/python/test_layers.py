@@ -127,7 +127,7 @@ ORDER = (*ROOMS[: ROOMS.index("audit")], "callbacks", *ROOMS[ROOMS.index("audit"
 BUDGETS = {  # lines of all its files together
     "mojo": 12_700,
     "shared/training": 3_100,
-    "python/odyssey": 36_500,
+    "python/odyssey": 38_000,
     "python/odyssey/comm": 3_960,
     "python/odyssey/parallel": 3_650,
     "python/odyssey/distributed": 2_080,
