@@ -24,6 +24,7 @@ _HOME = {
     "no_grad": "core.tensor",
     "autocast": "core.precision",
     "load_ops": "core.own_ops",
+    "load_torch": "torch.weights",
     "from_dlpack": "core.tensor",
     "Device": "core.placement",
     "device": "core.placement",
@@ -41,7 +42,7 @@ _SHORT = {  # modules by the names that users import them by: `import odyssey.fu
     "trainer": "train.trainer",
     "verify": "audit.verify",
 }
-_MODULES = {*_SHORT, "comm", "data", "distributed", "errors", "nn", "optim", "parallel", "testing"}
+_MODULES = {*_SHORT, "comm", "data", "distributed", "errors", "nn", "optim", "parallel", "testing", "torch"}
 
 if TYPE_CHECKING:
     from . import comm, data, distributed, errors, nn, optim, parallel, testing

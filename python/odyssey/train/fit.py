@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -23,7 +24,8 @@ from ..checkpoints import Store, environment_key
 from ..checkpoints.trainable import KEEP, History, Saving, Step
 from ..comm import Communicator
 from ..data.trees import leaves, mapped
-from ..errors import ConfigError
+from ..errors import ConfigError, NumericsError
+from ..parallel.plan import default_shard_size, idle, shard_count
 from ..watch import slot
 from . import agreement, resume
 from .asynchronous import Together
@@ -76,6 +78,10 @@ class Trainer:
 
     def _end_epoch(self) -> None:
         """The last step of an epoch was taken."""
+
+    def _batches(self, loader: Any, epoch: int) -> Iterable[datasets.Batch]:
+        """The batches of an epoch, from its first or from where the loader was told to start."""
+        return batches_of(loader)
 
     # --- steps ---
 
@@ -130,12 +136,32 @@ class Trainer:
         if isinstance(loader, datasets.DataLoader):
             return loader.read_again(epoch, step * k, k) if step * k < len(loader) else None
         if isinstance(loader, Sequence):
-            batches: Iterable[datasets.Batch] = batches_of(loader[step * k : (step + 1) * k])
+            batches: Iterable[datasets.Batch] = self._batches(loader[step * k : (step + 1) * k], epoch)
         elif begun and not hasattr(loader, "start_at") and not isinstance(loader, Iterator):  # it gives them once
-            batches = itertools.islice(batches_of(loader), step * k, (step + 1) * k)
+            batches = itertools.islice(self._batches(loader, epoch), step * k, (step + 1) * k)
         else:
             return None
         return next(iter(joined(batches, k)), None)
+
+    def _not_finite(self, batch: datasets.Batch, what: str, lr: float) -> None:
+        """Ends the training, has the step skipped (by returning), or has fit() go back to a checkpoint."""
+        session, cursor = self._session, self.context.cursor
+        epoch, index = (batch.epoch, batch.index) if session is None else (cursor.epoch, cursor.step)
+        try:
+            saved = None if session is None or not self.mode.together else session.saved()
+            decision = self.numerics.found(self.steps + 1, epoch, index, saved, what, lr)
+        except NumericsError as error:
+            error.raised_on_all_ranks = self.mode.together  # all ranks know the same
+            raise
+        self.say(decision.message)
+        if decision.kind == "rollback":
+            raise Rollback
+
+    def say(self, line: str) -> None:
+        """One line to the user, from rank 0, without tearing a progress bar."""
+        if self.comm.rank == 0:
+            say = getattr(self.progress, "say", None) or (lambda text: print(f"odyssey: {text}", file=sys.stderr))
+            say(line)
 
     # --- epochs ---
 
@@ -283,7 +309,8 @@ class Trainer:
                 pieces=context.pieces, join=self.accumulation_steps, part=self._part(training=True)
             )
         else:
-            batches = itertools.islice(batches_of(train_loader), session.first_batch, None)
+            batches = self._batches(train_loader, context.cursor.loader_epoch)
+            batches = itertools.islice(batches, session.first_batch, None)
             batches = joined(cut(batches, context.pieces), self.accumulation_steps)
         tally = self.mode.epoch(batches, session.left)
         self._end_epoch()
@@ -352,6 +379,29 @@ class Trainer:
         snapshot, name = resume.shared(self.comm, lambda: resume.find(Path(path), self.say))
         self.load(snapshot, name)
         return snapshot.step
+
+
+class Sharing(Trainer):
+    """A trainer whose workers share out the shards of a batch."""
+
+    shard_size: int | None  # samples per shard; None until the global batch is known
+    _counted_idle = False
+
+    def _share_out(self, samples: int) -> None:
+        """Once the global batch is known: decides its shards, and says if there are too few for all workers."""
+        if self.shard_size is None:
+            self.shard_size = default_shard_size(samples)
+        if self._counted_idle:
+            return
+        self._counted_idle = True
+        sharing, parts = self.mode.shared_out(samples)
+        without = sum(idle(sharing, part, self.shard_size) for part in parts)
+        if without:
+            workers, shards = sharing * len(parts), sum(shard_count(part, self.shard_size) for part in parts)
+            self.say(
+                f"{workers} workers but {shards} shard{'s' * (shards > 1)} (global batch {samples}, shard size "
+                f"{self.shard_size}): {without} {'is' if without == 1 else 'are'} idle"
+            )
 
 
 def own_steps(loader: Any) -> bool:

@@ -26,11 +26,11 @@ from ..parallel.mesh import Mesh
 from ..watch.files import write_whole
 from ..watch.outputs import write_weights
 from . import resume
-from .fit import Trainer
+from .fit import Sharing
 from .numerics import check_replicas
 
 
-class EngineState(Trainer):
+class EngineState(Sharing):
     """The part of a DistributedTrainer that is about its state."""
 
     settings: Training

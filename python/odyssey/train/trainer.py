@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -33,14 +32,13 @@ from ..errors import ConfigError, DeviceError, NumericsError
 from ..nn import CrossEntropyLoss, Module
 from ..optim import Optimizer, Schedule, lr_factor
 from ..parallel.mesh import Groups, Mesh
-from ..parallel.plan import default_shard_size, idle, shard_count
 from ..parallel.strategy import MODES, Strategy
 from ..parallel.tensor import PARTS
 from ..watch import launcher, slot
 from ..watch.outputs import write_weights
 from . import agreement, asynchronous, resume
 from .agreement import hash_of
-from .fit import Rollback, evaluated
+from .fit import evaluated
 from .numerics import NonFinite
 from .state import EngineState
 
@@ -186,7 +184,6 @@ class DistributedTrainer(EngineState):
         self._eval = Engine(model, loss, self.arena, self.layout, groups, train=False, like=self._train, **common)
         self._watch = agreement.Watch(self.comm, self.check_every)
         self._warned = False
-        self._counted_idle = False
         self.saved_in: set[str] = set()  # directories of checkpoints of this trainer's fit()s
         self._prints = {}
         self.data_configuration = {}
@@ -210,24 +207,6 @@ class DistributedTrainer(EngineState):
         )
         agreement.parameters(self.comm, self.arena)
         self.comm.broadcast(self.arena.params)
-
-    # --- shards ---
-
-    def _share_out(self, samples: int) -> None:
-        """Once the global batch is known: decides its shards, and says if there are too few for all workers."""
-        if self.shard_size is None:
-            self.shard_size = default_shard_size(samples)
-        if self._counted_idle:
-            return
-        self._counted_idle = True
-        sharing, parts = self.mode.shared_out(samples)
-        without = sum(idle(sharing, part, self.shard_size) for part in parts)
-        if without:
-            workers, shards = sharing * len(parts), sum(shard_count(part, self.shard_size) for part in parts)
-            self.say(
-                f"{workers} workers but {shards} shard{'s' * (shards > 1)} (global batch {samples}, shard size "
-                f"{self.shard_size}): {without} {'is' if without == 1 else 'are'} idle"
-            )
 
     # --- steps ---
 
@@ -271,20 +250,6 @@ class DistributedTrainer(EngineState):
         n = engine.shard_size_of(len(batch.indices))
         if self._watch.program((engine.train, n, *batch.dataset.form)):
             agreement.programs(self.comm, engine, batch, self.steps)
-
-    def _not_finite(self, batch: datasets.Batch, what: str, lr: float) -> None:
-        """Ends the training, has the step skipped (by returning), or has fit() go back to a checkpoint."""
-        session, cursor = self._session, self.context.cursor
-        epoch, index = (batch.epoch, batch.index) if session is None else (cursor.epoch, cursor.step)
-        try:
-            saved = None if session is None or not self.mode.together else session.saved()
-            decision = self.numerics.found(self.steps + 1, epoch, index, saved, what, lr)
-        except NumericsError as error:
-            error.raised_on_all_ranks = self.mode.together  # all ranks know the same
-            raise
-        self.say(decision.message)
-        if decision.kind == "rollback":
-            raise Rollback
 
     def rate(self, step: int) -> float:
         """The learning rate of a step, counted from 0. Raises NumericsError if the schedule makes it no number."""
@@ -367,12 +332,6 @@ class DistributedTrainer(EngineState):
                 f"[precision] step {self.steps + 1} skipped: gradients overflowed at loss scale "
                 f"{precisions.scale_text(before)}; scale is now {precisions.scale_text(self.scaler.value)}"
             )
-
-    def say(self, line: str) -> None:
-        """One line to the user, from rank 0, without tearing a progress bar."""
-        if self.comm.rank == 0:
-            say = getattr(self.progress, "say", None) or (lambda text: print(f"odyssey: {text}", file=sys.stderr))
-            say(line)
 
     # --- fit() ---
 

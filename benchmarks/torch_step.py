@@ -1,0 +1,80 @@
+"""Time of a step of a PyTorch module: odyssey.torch.DistributedTrainer against DDP over Gloo, in turns in one run.
+
+    mpirun -n 2 python benchmarks/torch_step.py [--batch 128] [--shards 1 2 4] [--steps 30] [--rounds 8]
+
+Equal global batch, one thread per rank. "1 shard" is one per rank, as DDP computes it; printed is the median of
+odyssey's time divided by DDP's, over rounds.
+"""
+
+import argparse
+import socket
+import statistics
+import time
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from odyssey import comm, data
+from odyssey.torch import DistributedTrainer
+
+
+def lenet() -> nn.Module:
+    torch.manual_seed(0)
+    first = [nn.Conv2d(1, 6, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2)]
+    return nn.Sequential(
+        *first, nn.Flatten(), nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10)
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (("--batch", 128), ("--steps", 30), ("--rounds", 8)):
+        parser.add_argument(name, type=int, default=default)
+    parser.add_argument("--shards", type=int, nargs="+", default=[1, 2, 4])
+    options = parser.parse_args()
+    world, n = comm.world(), options.batch
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = int(world.broadcast(np.array([s.getsockname()[1]], np.int64))[0])
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=world.rank, world_size=world.size)
+    torch.set_num_threads(1)
+    g = np.random.default_rng(0)
+    x, y = g.standard_normal((n, 1, 28, 28), np.float32), g.integers(0, 10, n)
+    whole = next(iter(data.DataLoader(data.arrays(x, y), batch_size=n)))
+    module = lenet()
+    theirs, optimizer = nn.parallel.DistributedDataParallel(module), torch.optim.AdamW(module.parameters())
+    own = slice(n * world.rank // world.size, n * (world.rank + 1) // world.size)
+    mine, targets = torch.from_numpy(x[own]), torch.from_numpy(y[own])
+
+    def ddp() -> None:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(theirs(mine), targets).backward()
+        optimizer.step()
+
+    runs = {"DDP over Gloo": ddp}
+    for k in options.shards:
+        m = lenet()
+        trainer = DistributedTrainer(
+            m, torch.optim.AdamW(m.parameters()), shard_size=-(-n // (k * world.size)), check_every=0
+        )
+        runs[f"{k} shard{'s' * (k > 1)} a rank"] = lambda t=trainer: t.train_step(whole)
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(options.rounds + 1):
+        for name, run in runs.items():
+            world.barrier()
+            begun = time.perf_counter()
+            for _ in range(options.steps):
+                run()
+            times[name].append((time.perf_counter() - begun) / options.steps)
+    if world.rank == 0:
+        base = times["DDP over Gloo"][1:]
+        for name, found in times.items():
+            ratio = statistics.median(a / b for a, b in zip(found[1:], base, strict=True))
+            print(f"{name:16s} {statistics.median(found[1:]) * 1e3:8.2f} ms   {ratio:.2f}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""A module's parameters, gradients and buffers in memory that torch, NumPy and the reductions see.
+
+Parameters become views of one array, with their strides (channels-last stays what it is); those that are trained come
+first, so that gradients are an array of the same layout. The running statistics of normalisations lie behind each other
+too. What it is not: our own Arena (core/arena.py), whose parameters are not torch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..core import native
+from ..errors import ConfigError
+
+ALIGN = 16  # floats; every tensor starts on a vector
+
+
+def aligned_sizes(tensors: Sequence[torch.Tensor]) -> tuple[list[int], int]:
+    """Where each tensor starts, in floats, and the floats of all."""
+    at, size = [], 0
+    for t in tensors:
+        at.append(size)
+        size += -(-t.numel() // ALIGN) * ALIGN
+    return at, size
+
+
+def view(flat: np.ndarray, at: int, like: torch.Tensor) -> torch.Tensor:
+    """The place of a tensor in an array, with its shape and strides; it counts its own changes (`_version`)."""
+    part = torch.from_numpy(flat[at : at + like.numel()])
+    return part.as_strided(like.shape, like.stride())
+
+
+class Arena:
+    """The memory of a module; its parameters and running statistics are moved here, their values stay.
+
+    Attributes:
+        named: parameters by name, each once, those that are trained first.
+        trained: how many these are. size: floats of their gradients. params: all parameters, float32.
+        statistics: float buffers of normalisations (name, tensor), views of `running`; `kept`: their values before a
+            step. counters: integer buffers of normalisations. others: buffers that a shard must leave as they are.
+
+    Raises:
+        ConfigError: a parameter or module cannot be trained this way; the message names it.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        _refuse(module)
+        named = list(module.named_parameters())
+        self.named = sorted(named, key=lambda pair: not pair[1].requires_grad)
+        self.trained = sum(p.requires_grad for _, p in named)
+        if not self.trained:
+            raise ConfigError(f"[torch] {type(module).__name__} has no parameter that requires a gradient")
+        _make_dense(self.named)
+        tensors = [p for _, p in self.named]
+        self.at, floats = aligned_sizes(tensors)
+        self.size = self.at[self.trained] if self.trained < len(tensors) else floats
+        self.params = native.aligned(floats)
+        self.params[:] = 0
+        for p, at in zip(tensors, self.at, strict=True):
+            own = view(self.params, at, p)
+            own.copy_(p.data)
+            p.data = own
+        self.grads = native.aligned(self.size)
+        self.grads[:] = 0
+        self.gradients = self.views(self.grads)
+
+        of_norms = _of_norms(module)
+        buffers = [(n, b) for n, b in module.named_buffers() if b is not None]
+        self.module = module
+        self.statistics = [(n, b) for n, b in buffers if n in of_norms and b.is_floating_point()]
+        self.counters = [(n, b) for n, b in buffers if n in of_norms and not b.is_floating_point()]
+        self.others = [(n, b) for n, b in buffers if n not in of_norms]
+        places, self.floats = aligned_sizes([b for _, b in self.statistics])
+        self.running, self.kept = (native.aligned(max(self.floats, 1))[: self.floats] for _ in range(2))
+        self.running[:] = 0
+        for (_, b), at in zip(self.statistics, places, strict=True):
+            own = view(self.running, at, b.contiguous())
+            own.copy_(b)
+            b.data = own
+        self.kept[:] = self.running
+
+    def views(self, flat: np.ndarray) -> list[torch.Tensor]:
+        """The places of the trained parameters in an array of the layout of gradients."""
+        own = zip(self.named[: self.trained], self.at, strict=False)
+        return [view(flat, at, p) for (_, p), at in own]
+
+    @property
+    def buffers(self) -> list[tuple[str, torch.Tensor]]:
+        """All buffers by name, as they are now."""
+        return [(n, b) for n, b in self.module.named_buffers() if b is not None]
+
+
+def _refuse(module: nn.Module) -> None:
+    for name, part in module.named_modules():
+        kind = type(part).__name__
+        where = f"{name} ({kind})" if name else kind
+        if isinstance(part, nn.SyncBatchNorm):
+            raise ConfigError(
+                f"[torch] {where} talks to other ranks within a step, so its bits depend on their number; use "
+                "BatchNorm, whose statistics are of a shard, or GroupNorm"
+            )
+        if getattr(part, "sparse", False) is True and isinstance(part, nn.Embedding | nn.EmbeddingBag):
+            raise ConfigError(f"[torch] {where} has sparse gradients, which no tree adds; use sparse=False")
+    for name, p in module.named_parameters():
+        if isinstance(p, nn.parameter.UninitializedParameter):
+            raise ConfigError(f"[torch] {name} has no shape yet; run the module on a sample first")
+        if p.dtype != torch.float32 or p.device.type != "cpu" or p.layout != torch.strided:
+            raise ConfigError(
+                f"[torch] {name} is {str(p.dtype).removeprefix('torch.')} on {p.device}; float32 on the "
+                "CPU is allowed: module.float().cpu(), and precision='bf16' for autocast"
+            )
+
+
+def _make_dense(named: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Parameters whose elements do not lie side by side, each at its own place, become contiguous."""
+    for _, p in named:
+        if not torch.ops.aten.is_non_overlapping_and_dense(p):
+            p.data = p.data.contiguous()
+
+
+def _of_norms(module: nn.Module) -> set[str]:
+    """The names of buffers that a normalisation keeps of its inputs: their rule is known."""
+    kinds: tuple[Any, ...] = (nn.modules.batchnorm._NormBase,)
+    found = set()
+    for name, part in module.named_modules():
+        if isinstance(part, kinds):
+            found.update(f"{name}.{b}" if name else b for b in ("running_mean", "running_var", "num_batches_tracked"))
+    return found

@@ -1,0 +1,224 @@
+"""The shards of a global batch, run by torch one after the other; their sums along the tree of parallel/plan.py.
+
+A shard sees nothing of the others: its random numbers are seeded by (seed, step, shard), running statistics begin with
+their values before the step, and its gradients go straight into a buffer of the reduction, for shared memory into that.
+Behind the gradients travel:
+
+    statistics      n_s times the running statistics of shard s, and whether it changed them
+    8 sums          loss, samples, correct predictions
+    parameters      whether the shard reached them: what no shard reaches has no gradient, as in torch alone
+    counters        by how much it raised the integer buffers of normalisations
+
+What it is not: a loop over batches, or an optimizer. DistributedTrainer and DistributedDataParallel take it as it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..comm import Communicator
+from ..errors import ConfigError
+from ..parallel import plan as planning
+from ..parallel import strategy as strategies
+from ..parallel.reduction import Reduction
+from .arena import ALIGN, Arena
+
+SUMS = 8
+generator = torch.random.default_generator
+
+
+def seed_of(*numbers: int) -> int:
+    """A seed of torch's generator from numbers of 64 bits: the same for the same, unrelated for others."""
+    data = struct.pack(f"<{len(numbers)}Q", *(n & (1 << 64) - 1 for n in numbers))
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 1
+
+
+@dataclasses.dataclass
+class Prepared:
+    """What batches of one size need: a plan, a reduction, and the places in its buffers."""
+
+    plan: planning.Plan
+    reduction: Reduction
+    flat: list[torch.Tensor]  # each buffer
+    gradients: list[list[torch.Tensor]]  # of each buffer by parameter
+    result: torch.Tensor
+
+
+@dataclasses.dataclass
+class Sums:
+    """Over the samples of a global batch, on every rank: `gradients` are sums too, not yet divided."""
+
+    loss: float
+    samples: float
+    correct: float
+    gradients: torch.Tensor | None = None
+    reached: list[bool] = dataclasses.field(default_factory=list)  # by trained parameter
+
+
+class Shards:
+    """See the head of this file.
+
+    Args:
+        size: samples per shard; may be set until the first batch.
+        tell: called with a line where `strict` is False and something cannot be held.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        comm: Communicator,
+        strategy: strategies.Strategy,
+        *,
+        size: int | None = None,
+        seed: int = 0,
+        strict: bool = True,
+        tell: Any = None,
+    ) -> None:
+        self.arena, self.comm, self.strategy, self.size, self.seed = arena, comm, strategy, size, seed
+        self.strict, self.tell = strict, tell
+        self.memory: dict[str, Any] = {}  # of a compression
+        self._prepared: dict[tuple[int, bool], Prepared] = {}
+        self._sums = [0.0, 0.0, 0.0]
+        self._told: set[str] = set()
+        params, norms = arena.trained, len(arena.counters)
+        # gradients | statistics | whether changed | SUMS | reached | raised
+        self._places = np.cumsum([arena.size, arena.floats, arena.floats, SUMS, params, norms]).tolist()
+        self.running, self.kept = torch.from_numpy(arena.running), torch.from_numpy(arena.kept)
+
+    def prepared(self, samples: int, train: bool = True) -> Prepared:
+        """For batches of so many samples; a collective call the first time."""
+        key = samples, train
+        if key not in self._prepared:
+            arena = self.arena
+            assert self.size is not None
+            plan = planning.make(planning.shard_count(samples, self.size), self.comm.rank, self.comm.size, 1, 1)
+            floats = -(-self._places[-1] // ALIGN) * ALIGN if train else ALIGN
+            shapes = tuple((at, tuple(g.shape)) for g, at in zip(arena.gradients, arena.at, strict=False))
+            content = strategies.Content(arena.size, shapes, samples, self.memory) if train else None
+            reduction = strategies.make(self.strategy, self.comm, plan, floats, 1, content=content)
+            buffers = [reduction.buffers[i] for i in range(plan.buffers)]
+            self._prepared[key] = Prepared(
+                plan,
+                reduction,
+                [torch.from_numpy(b) for b in buffers],
+                [arena.views(b) for b in buffers] if train else [],
+                torch.from_numpy(reduction.result),
+            )
+        return self._prepared[key]
+
+    def __call__(self, samples: int, step: int, train: bool = True) -> Iterator[tuple[int, int]]:
+        """This rank's shards of a batch, as (first sample, one past the last). Between two of them a caller runs one:
+        backward() of the sum of its losses, and `count`. Then `sums`, on all ranks."""
+        prepared, arena = self.prepared(samples, train), self.arena
+        plan, size = prepared.plan, self.size
+        others = [(n, b, b._version) for n, b in arena.others]
+        before = [int(b) for _, b in arena.counters] if train else []
+        self._generator = generator.get_state()
+        for action in (*plan.threads[0], *plan.final):
+            if action.kind == "add":
+                prepared.flat[action.a].add_(prepared.flat[action.b])
+                continue
+            shard, b = action.a, action.b
+            flat, gradients = prepared.flat[b], prepared.gradients[b] if train else []
+            lo, hi = shard * size, min((shard + 1) * size, samples)
+            flat.zero_()
+            self._sums = [0.0, 0.0, 0.0]
+            versions = self._enter(gradients, before) if train else []
+            generator.manual_seed(seed_of(self.seed, step, shard, train))
+            yield lo, hi
+            loss, _, correct = self._sums
+            at = self._places[2] if train else 0
+            flat[at : at + 3] = torch.tensor([loss, float(hi - lo), correct])
+            if train:
+                self._leave(flat, gradients, versions, before, hi - lo)
+        generator.set_state(self._generator)
+        self._check_others(others)
+        self._begun = prepared, train, before
+
+    def count(self, loss: float, correct: float = 0.0) -> None:
+        """Sums over the samples of the shard that is being run."""
+        self._sums = [loss, 0.0, correct]
+
+    def _enter(self, gradients: list[torch.Tensor], before: list[int]) -> list[int]:
+        for (_, p), place in zip(self.arena.named, gradients, strict=False):
+            p.grad = place
+        if before or self.arena.floats:
+            self.running.copy_(self.kept)
+            for (_, b), value in zip(self.arena.counters, before, strict=True):
+                b.fill_(value)
+        return [g._version for g in gradients]
+
+    def _leave(
+        self, flat: torch.Tensor, gradients: list[torch.Tensor], versions: list[int], before: list[int], n: int
+    ) -> None:
+        """What a shard made, beside its gradients, goes behind them."""
+        arena, (statistics, changed, sums) = self.arena, self._places[:3]
+        reach = []
+        for (name, p), place, version in zip(arena.named, gradients, versions, strict=False):
+            if p.grad is not place:
+                raise ConfigError(
+                    f"[torch] the gradient of {name} was replaced while a shard was run; leave zero_grad() "
+                    "out: it is done here"
+                )
+            reach.append(float(place._version != version))
+        if arena.floats:
+            torch.mul(self.running, float(n), out=flat[statistics : statistics + arena.floats])
+            flat[changed : changed + arena.floats] = (self.running != self.kept).float()
+        reach += [float(int(b) - value) for (_, b), value in zip(arena.counters, before, strict=True)]
+        at = sums + SUMS
+        flat[at : at + len(reach)] = torch.tensor(reach)
+
+    def sums(self) -> Sums:
+        """Completes the sums over all ranks, and sets the running statistics; a collective call."""
+        prepared, train, before = self._begun
+        prepared.reduction.start()
+        prepared.reduction.finish()
+        result, arena = prepared.result, self.arena
+        if not train:
+            return Sums(*result[:3].tolist())
+        statistics, changed, sums = self._places[0], self._places[1], self._places[2]
+        tail = result[sums : self._places[-1]].tolist()
+        loss, samples, correct = tail[:3]
+        flags = tail[SUMS:]
+        if arena.floats:
+            n = arena.floats
+            mean = result[statistics : statistics + n] / samples
+            self.merged = torch.where(result[changed : changed + n] > 0, mean, self.kept)
+        raised = [math.ceil(total / prepared.plan.shards) for total in flags[arena.trained :]]
+        self._counters = [value + by for value, by in zip(before, raised, strict=True)]
+        return Sums(loss, samples, correct, result[: arena.size], [f > 0 for f in flags[: arena.trained]])
+
+    def settle(self, taken: bool = True) -> None:
+        """The buffers of normalisations become those after the step, or those before it where it was not taken."""
+        arena = self.arena
+        if not arena.floats and not arena.counters:
+            return
+        if taken and arena.floats:
+            self.kept.copy_(self.merged)
+        self.running.copy_(self.kept)
+        counters = self._counters if taken else self._begun[2]
+        for (_, b), value in zip(arena.counters, counters, strict=True):
+            b.fill_(value)
+
+    def _check_others(self, before: list[tuple[str, torch.Tensor, int]]) -> None:
+        now = dict(self.arena.buffers) if before else {}
+        for name, b, version in before:
+            if (now.get(name) is b and b._version == version) or name in self._told:
+                continue
+            text = (
+                f"[torch] forward() changes the buffer {name}, and no rule merges what shards make of it: "
+                "ranks would go apart"
+            )
+            if self.strict:
+                raise ConfigError(f"{text}; compute it from parameters, or use deterministic='warn'")
+            self._told.add(name)
+            if self.tell is not None:
+                self.tell(f"{text}; its bits will not come again")

@@ -1,0 +1,338 @@
+"""The state of a training of a torch module: named tensors that know nothing of ranks, put back on any number of them;
+and what decides its bits, compared between ranks and with checkpoints.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import hashlib
+import json
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..checkpoints import Snapshot
+from ..core import fingerprint
+from ..core.settings import Training, of_checkpoint
+from ..errors import CheckpointError, ConfigError
+from ..parallel.strategy import Strategy
+from ..train import resume
+from ..train.fit import Sharing
+from ..train.numerics import check_replicas
+from ..train.state import as_json
+from .arena import Arena
+from .shards import Shards
+
+
+def environment() -> dict[str, Any]:
+    """What torch's bits depend on beside the model, as it is in this process."""
+    return {
+        "torch version": torch.__version__,
+        "instruction set": torch.backends.cpu.get_cpu_capability(),
+        "torch threads": torch.get_num_threads(),
+        "oneDNN": [torch.backends.mkldnn.is_available(), torch._C._get_mkldnn_enabled()],
+        "float32 products": torch.get_float32_matmul_precision(),
+    }
+
+
+class TorchState(Sharing):
+    """The part of a DistributedTrainer that is about its state."""
+
+    settings: Training
+    strategy: Strategy
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: Any
+    per_epoch: bool
+    loss: Any
+    arena: Arena
+    shards: Shards
+    precision: str
+    deterministic: str
+    zero: int
+    _given: dict[str, Any]
+    _scheduled: int
+
+    partial = False
+
+    # --- what is alike ---
+
+    def _description(self) -> dict[str, Any]:
+        """The training as it was given: what must be alike on all ranks, and when it goes on."""
+        names = {id(p): name for name, p in self.arena.named}
+        groups = [[[names[id(p)] for p in group["params"]], _hyper(group)] for group in self.optimizer.param_groups]
+        layers = [[n, type(m).__name__, m.extra_repr()] for n, m in self.module.named_modules()]
+        scheduler = None if self.scheduler is None else _plain(self.scheduler.state_dict())
+        last = [n for n, p in self.arena.named if p.dim() in (4, 5) and not p.is_contiguous()]
+        compiled = any(type(m).__name__ == "OptimizedModule" or m._compiled_call_impl for m in self.module.modules())
+        return as_json(
+            {
+                "parameters": [[name, list(p.shape), p.requires_grad] for name, p in self.arena.named],
+                "layers": layers,
+                "optimizer": [type(self.optimizer).__name__, groups],
+                "scheduler": [type(self.scheduler).__name__, self.per_epoch, scheduler],
+                "loss": getattr(self.loss, "__name__", type(self.loss).__name__),
+                "channels-last parameters": last,
+                "torch.compile": compiled,
+                "deterministic algorithms": self.deterministic,
+            }
+        )
+
+    def configuration(self) -> dict[str, Any]:
+        """What decides the bits of the training beside its data; ranks and zero are not in it, they change nothing."""
+        kind = "tree" if self.strategy.same_bits else repr(self.strategy)
+        return as_json(
+            {
+                **environment(),
+                **self._given,
+                "shard size": self.shards.size,
+                "precision": self.precision,
+                "reduction": kind,
+                **of_checkpoint(self.settings),
+                **(self.data_configuration or {"accumulation": self.accumulation_steps}),
+            }
+        )
+
+    # --- what ranks hold ---
+
+    @functools.cached_property
+    def _prints(self) -> tuple[fingerprint.Runs, fingerprint.Runs]:
+        arena = self.arena
+        weights = [(arena.params.ctypes.data, arena.params.size, 0)]
+        if arena.floats:
+            weights.append((arena.kept.ctypes.data, arena.floats, arena.params.size))
+        return fingerprint.Runs([(arena.grads.ctypes.data, arena.size, 0)]), fingerprint.Runs(weights)
+
+    def fingerprints(self) -> tuple[int, int]:
+        """Of the mean gradients of the last step, and of parameters and running statistics."""
+        gradients, weights = self._prints
+        return gradients(), weights()
+
+    def check_replicas(self) -> None:
+        """Compares parameters and running statistics of all ranks; a collective call. Raises NumericsError."""
+        check_replicas(self.comm, self.steps, {"weights": self._prints[1]()})
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """Parameters and buffers by name, copies; tied parameters once."""
+        tensors = [*self.arena.named, *self.arena.buffers]
+        return {name: t.detach().numpy().copy() for name, t in tensors}
+
+    def last_gradients(self) -> dict[str, np.ndarray]:
+        """The mean gradients of the last step by the parameters' names, as the optimizer saw them."""
+        named = self.arena.named[: self.arena.trained]
+        return {name: g.numpy().copy() for (name, _), g in zip(named, self.arena.gradients, strict=True)}
+
+    def weights_sha256(self) -> str:
+        """SHA-256 over parameters and buffers: one value for one training, on any number of ranks."""
+        digest = hashlib.sha256()
+        for _, t in sorted([*self.arena.named, *self.arena.buffers], key=lambda pair: pair[0]):
+            digest.update(t.detach().contiguous().numpy().tobytes())
+        return digest.hexdigest()
+
+    def named_state(self) -> dict[str, np.ndarray]:
+        """Parameters as "weight NAME", buffers as "buffer NAME", "optimizer STATE of NAME"; collective with zero=1."""
+        arrays = {f"weight {n}": p.detach().numpy().copy() for n, p in self.arena.named}
+        arrays.update((f"buffer {n}", b.detach().numpy().copy()) for n, b in self.arena.buffers)
+        for key, value in self._optimizer_state().items():
+            state, _, name = key.partition("/")
+            arrays[f"optimizer {state} of {name}"] = np.array(value)
+        return arrays
+
+    # --- the optimizer's state, of which with zero=1 each rank has a part ---
+
+    @functools.cached_property
+    def owned(self) -> range:
+        """The trained parameters that this rank updates with zero=1: a run of them."""
+        return self._runs[self.comm.rank]
+
+    @functools.cached_property
+    def _runs(self) -> list[range]:
+        starts, ranks = self.arena.at[: self.arena.trained], self.comm.size
+        cuts = [bisect.bisect_left(starts, self.arena.size * r / ranks) for r in range(ranks)] + [len(starts)]
+        return [range(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
+
+    @property
+    def ranges(self) -> list[tuple[int, int]]:
+        """The floats of the parameters that each rank updates with zero=1."""
+        ends = [*self.arena.at[: self.arena.trained], self.arena.size]
+        return [(ends[r.start], ends[r.stop]) for r in self._runs]
+
+    def _optimizer_state(self) -> dict[str, Any]:
+        """Arrays and numbers as "STATE/NAME", whole; a collective call with zero=1."""
+        found: dict[str, Any] = {}
+        for name, p in self.arena.named:
+            for key, value in self.optimizer.state.get(p, {}).items():
+                if isinstance(value, torch.Tensor):
+                    found[f"{key}/{name}"] = value.detach().cpu().numpy()
+                elif isinstance(value, (int, float, bool)):
+                    found[f"{key}/{name}"] = value
+                elif value is not None:
+                    raise ConfigError(
+                        f"[torch] {type(self.optimizer).__name__} keeps {key} of {name} as a {type(value).__name__}; "
+                        "checkpoints hold tensors and numbers"
+                    )
+        if not self.zero or self.comm.size == 1:
+            return found
+        whole: dict[str, Any] = {}
+        for rank in range(self.comm.size):
+            whole.update(from_rank(self.comm, found, rank))
+        order = {name: i for i, (name, _) in enumerate(self.arena.named)}
+        return dict(sorted(whole.items(), key=lambda item: order[item[0].partition("/")[2]]))
+
+    # --- checkpoints ---
+
+    @property
+    def state_bytes(self) -> int:
+        """About the bytes of a checkpoint: parameters, and two arrays as large for the optimizer."""
+        return 12 * self.arena.params.size + 4 * self.arena.floats
+
+    def state(self, values: dict[str, Any]) -> Snapshot | None:
+        """What a checkpoint of this moment holds, on rank 0; None on the others. A collective call."""
+        optimizer = self._optimizer_state()
+        if self.comm.rank != 0:
+            return None
+        arrays = {
+            "parameters": {name: p.detach().numpy() for name, p in self.arena.named},
+            "buffers": {name: b.detach().numpy() for name, b in self.arena.buffers},
+            "optimizer": {key: v for key, v in optimizer.items() if isinstance(v, np.ndarray)},
+        }
+        return Snapshot(
+            step=self.steps,
+            arrays={stem: tensors for stem, tensors in arrays.items() if tensors},
+            values={
+                "configuration": self.configuration(),
+                "optimizer": {
+                    "groups": [_hyper(group) for group in self.optimizer.param_groups],
+                    "numbers": {key: v for key, v in optimizer.items() if not isinstance(v, np.ndarray)},
+                },
+                "scheduler": None if self.scheduler is None else _plain(self.scheduler.state_dict()),
+                "scheduled": self._scheduled,
+                "ranks": self.comm.size,
+                "layout": f"{self.comm.size} ranks, zero {self.zero}",
+                **values,
+            },
+        )
+
+    def load(self, snapshot: Snapshot, name: str) -> None:
+        """Puts back a snapshot that all ranks have, of whatever number of ranks.
+
+        Raises:
+            ConfigError: it is of another training. CheckpointError: something is missing. Nothing was changed.
+        """
+        values, arrays = snapshot.values, snapshot.arrays
+        saved, now = values.get("configuration"), self.configuration()
+        if not isinstance(saved, dict) or "torch version" not in saved:
+            raise ConfigError(f"[resume] {name} is not of a PyTorch module; name another directory")
+        size = saved.get("shard size") if self.shards.size is None else self.shards.size
+        if saved.get("shard size") is None or self.shards.size is None:
+            now.pop("shard size")
+        resume.check(saved, now, name)
+        tensors = [
+            *((p, _found(arrays, "parameters", n, p, name)) for n, p in self.arena.named),
+            *((b, _found(arrays, "buffers", n, b, name)) for n, b in self.arena.buffers),
+        ]
+        try:
+            groups, numbers = values["optimizer"]["groups"], values["optimizer"]["numbers"]
+            state = self._state_of({**arrays.get("optimizer", {}), **numbers})
+            scheduler, scheduled = values["scheduler"], int(values["scheduled"])
+            hyper = [_merged(_hyper(g), new) for g, new in zip(self.optimizer.param_groups, groups, strict=True)]
+        except (KeyError, TypeError, ValueError) as problem:
+            raise CheckpointError(f"[resume] {name}: its optimizer is not complete: {problem}") from problem
+        if now["reduction"] != "tree" and values.get("ranks") != self.comm.size:
+            self.say(
+                f"[resume] {name} was made by {values.get('ranks')} ranks, {self.comm.size} run now: with this "
+                "reduction the bits depend on it, so the training goes on with others"
+            )
+        with torch.no_grad():
+            for t, value in tensors:
+                t.copy_(value)
+        self.arena.kept[:] = self.arena.running
+        self.optimizer.state.clear()
+        self.optimizer.state.update(state)
+        for group, new in zip(self.optimizer.param_groups, hyper, strict=True):
+            group.update(new)
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(_merged(self.scheduler.state_dict(), scheduler))
+        self._scheduled = scheduled
+        self.shards.size, self.steps = size, snapshot.step
+
+    def _state_of(self, given: dict[str, Any]) -> dict[Any, dict[str, Any]]:
+        """The optimizer's state by parameter, of what this rank keeps."""
+        own = self.arena.named[: self.arena.trained]
+        mine = {name: p for i, (name, p) in enumerate(own) if not self.zero or i in self.owned}
+        known = {name for name, _ in own}
+        state: dict[Any, dict[str, Any]] = {}
+        for key, value in given.items():
+            what, _, name = key.partition("/")
+            if name not in known:
+                raise KeyError(key)
+            if name not in mine:
+                continue
+            p = mine[name]
+            if isinstance(value, np.ndarray):
+                like = torch.from_numpy(np.array(value))
+                value = torch.empty_like(p, dtype=like.dtype).copy_(like) if like.shape == p.shape else like
+            state.setdefault(p, {})[what] = value
+        return state
+
+
+def _hyper(group: dict[str, Any]) -> dict[str, Any]:
+    """A group's hyperparameters."""
+    return {k: v for k, v in group.items() if k != "params" and _is_plain(v)}
+
+
+def _plain(value: Any) -> Any:
+    """The part of a state that JSON has, and gives back as it was."""
+    if isinstance(value, dict):
+        named = {k: v for k, v in value.items() if isinstance(k, str)}
+        return {k: _plain(v) for k, v in named.items() if _is_plain(v)}
+    return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(k, str) for k in value)
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return value is None or type(value) in (int, float, bool, str)
+
+
+def _merged(own: Any, saved: Any) -> Any:
+    """A state with the values that were saved, where JSON had them; tuples are tuples again."""
+    if isinstance(own, dict) and isinstance(saved, dict):
+        return {**own, **{k: _merged(own.get(k), v) for k, v in saved.items()}}
+    if isinstance(own, (list, tuple)) and isinstance(saved, list) and len(own) == len(saved):
+        return type(own)(_merged(a, b) for a, b in zip(own, saved, strict=True))
+    return saved
+
+
+def _found(arrays: dict[str, Any], stem: str, key: str, like: torch.Tensor, name: str) -> torch.Tensor:
+    found = arrays.get(stem, {}).get(key)
+    made = None if found is None else torch.from_numpy(np.array(found))
+    if made is None or made.shape != like.shape or made.dtype != like.dtype:
+        what = "is missing" if made is None else f"is {made.dtype} {tuple(made.shape)}"
+        raise CheckpointError(f"[resume] {name}: {stem}/{key} {what}; {like.dtype} {tuple(like.shape)} is needed")
+    return made
+
+
+def from_rank(comm: Any, values: dict[str, Any], root: int) -> dict[str, Any]:
+    """Named arrays and numbers of one rank, on all; a collective call."""
+    text = b""
+    if comm.rank == root:
+        about = [[k, v.dtype.str, list(v.shape)] if isinstance(v, np.ndarray) else [k, v] for k, v in values.items()]
+        text = json.dumps(about).encode()
+    length = int(comm.broadcast(np.array([len(text)], np.int64), root)[0])
+    raw = np.frombuffer(bytearray(text) or bytearray(length), np.uint8)
+    about = json.loads(comm.broadcast(raw, root).tobytes())
+    out: dict[str, Any] = {}
+    for key, *rest in about:
+        if len(rest) == 1:
+            out[key] = rest[0]
+            continue
+        array = np.ascontiguousarray(values[key]) if comm.rank == root else np.empty(rest[1], rest[0])
+        whole = comm.broadcast(array.reshape(-1).view(np.uint8).copy(), root) if array.size else array
+        out[key] = whole.view(rest[0]).reshape(rest[1])
+    return out

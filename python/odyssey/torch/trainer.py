@@ -1,0 +1,391 @@
+"""DistributedTrainer of a PyTorch module: a step is torch's, what is between shards and around steps is odyssey's.
+
+fit() is train/fit.py's, checkpoints, step log, replay and verify as for our own models; the state is state.py's, the
+shards of a batch shards.py's. docs/pytorch.md says what is held and what is not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from .. import callbacks
+from .. import comm as communication
+from .. import data as datasets
+from ..checkpoints.trainable import Evaluation, Step
+from ..core import settings as declaration
+from ..core.settings import Training
+from ..engine.layout import Layout
+from ..errors import ConfigError
+from ..parallel.mesh import Mesh
+from ..parallel.strategy import MODES, Strategy
+from ..train import agreement, asynchronous
+from ..train.numerics import NonFinite
+from ..watch import slot
+from ..watch.runs import Run
+from .arena import Arena
+from .batches import batches, part
+from .shards import Shards, Sums
+from .state import TorchState, environment, from_rank
+
+OURS = ("num_gpus", "oversubscribe", "execution", "pipeline_schedule", "bucket_size_mb", "overlap", "lr_scaling")
+
+
+class DistributedTrainer(TorchState):
+    """Trains a torch.nn.Module with a torch optimizer on all ranks, with the same bits whatever their number.
+
+    Args:
+        module: of float32 parameters on the CPU. In training it is used in the modes (train, eval) its parts are in.
+        optimizer: a torch.optim optimizer over its parameters.
+        loss: called as loss(module(x), y) on the samples of a shard; gives their mean, or their sum where its
+            `reduction` is "sum". Default nn.CrossEntropyLoss().
+        scheduler: a torch scheduler of this optimizer; its step() is called here.
+        scheduler_interval: "step": after each optimizer step; "epoch": after each epoch.
+        shard_size: samples per shard, which torch runs as one batch: part of what is computed. Default: 32 from a
+            global batch of 128 on, 16 from 32 on, one shard below.
+        threads: of torch, in every rank: part of what is computed, so never the number of cores.
+        deterministic: "error": an operation without a deterministic form ends the training, and so does a buffer that
+            nothing merges; "warn": it is told, and bits are not promised.
+        mesh, progress, comm, backend: as for odyssey.DistributedTrainer; replicas only.
+        settings: by keyword: seed, precision ("fp32", or "bf16": autocast), clip_norm, accumulation_steps, zero (0, 1:
+            each rank keeps the optimizer's state of its parameters), nonfinite, check_every, reduction, servers,
+            ranks_per_node, compression, compression_ratio, compression_warmup_steps, powersgd_rank.
+
+    Raises:
+        ConfigError: something is not allowed, or cannot be held; the message names it. Or the ranks differ.
+    """
+
+    @callbacks.joined
+    @declaration.keywords(Training)
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss: Any = None,
+        *,
+        scheduler: Any = None,
+        scheduler_interval: str = "step",
+        shard_size: int | None = None,
+        threads: int = 1,
+        deterministic: str = "error",
+        mesh: Mesh | None = None,
+        progress: Any = None,
+        comm: communication.Communicator | None = None,
+        backend: str = "auto",
+        **settings: Any,
+    ) -> None:
+        given = {"shard_size": shard_size, "threads": threads, "backend": backend, **settings}
+        self.settings = made = declaration.made(Training, given)
+        _check(made, module, optimizer, scheduler, deterministic, scheduler_interval)
+        self.comm = comm or communication.world(backend)
+        self.mesh = (mesh or Mesh()).fit(self.comm.size, 1)
+        if self.mesh.pp * self.mesh.tp > 1:
+            raise ConfigError(f"[torch] the mesh is {self.mesh}; a torch module is trained by replicas: Mesh(dp=)")
+        self.strategy = declaration.part(Strategy, made)
+        self.module, self.optimizer, self.scheduler = module, optimizer, scheduler
+        self.per_epoch = scheduler_interval == "epoch"
+        self.loss = nn.CrossEntropyLoss() if loss is None else loss
+        self._loss_is_sum = getattr(self.loss, "reduction", "mean") == "sum"
+        self.seed, self.precision, self.clip_norm = made.seed, made.precision, made.clip_norm
+        self.accumulation_steps, self.check_every, self.zero = made.accumulation_steps, made.check_every, made.zero
+        self.threads, self.deterministic = threads, deterministic
+        self.numerics = NonFinite(made.nonfinite)
+        self.progress = progress if self.comm.rank == 0 else None
+        self.replicas = self.comm.size
+        self._hold()
+        self.arena = Arena(module)
+        if not module.training:
+            module.train()
+        self.shards = Shards(
+            self.arena,
+            self.comm,
+            self.strategy,
+            size=made.shard_size,
+            seed=made.seed,
+            strict=deterministic == "error",
+            tell=self.say,
+        )
+        self.layout = declaration.part(Layout, made, comm=self.comm, workers=1, reduction=self.strategy, mesh=self.mesh)
+        self.mode = asynchronous.Together(self)  # type: ignore[arg-type]
+        self._given = self._description()
+        self._same_everywhere()
+        self._watch = agreement.Watch(self.comm, self.check_every)
+        self._grads = torch.from_numpy(self.arena.grads)
+        self._scheduled = 0  # epochs that a scheduler of epochs has seen
+        self.saved_in: set[str] = set()
+        self.data_configuration: dict[str, Any] = {}
+        self.context = callbacks.Context(self, callbacks=self.callbacks)
+        self.grad_norm: float | None = None  # of the last step, if clip_norm is given
+
+    def _hold(self) -> None:
+        """Sets what torch's bits depend on, for this process."""
+        torch.set_num_threads(self.threads)
+        if not torch.are_deterministic_algorithms_enabled():
+            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        torch.use_deterministic_algorithms(True, warn_only=self.deterministic == "warn")
+
+    def _same_everywhere(self) -> None:
+        """Compares the settings of all ranks, then gives all of them rank 0's parameters and buffers."""
+        if self.comm.size == 1:
+            return
+        same = {n: getattr(self.settings, n) for n, s in declaration.declared(Training).items() if s.same}
+        agreement.compare(self.comm, {**same, **environment(), **self._given, "zero": self.zero})
+        agreement.parameters(self.comm, self.arena)  # type: ignore[arg-type]
+        self.comm.broadcast(self.arena.params)
+        for _, b in self.arena.buffers:
+            whole = b.detach().contiguous()
+            raw = whole.view(-1).view(torch.uint8).numpy()
+            if raw.size:
+                self.comm.broadcast(raw)
+                b.copy_(whole)
+        self.arena.kept[:] = self.arena.running
+
+    # --- steps ---
+
+    @property
+    def shard_size(self) -> int | None:
+        """Samples per shard; None as long as neither it nor the global batch is known."""
+        return self.shards.size
+
+    @shard_size.setter
+    def shard_size(self, size: int | None) -> None:
+        self.shards.size = size
+
+    def take_step(self, batch: datasets.Batch) -> Step:
+        """One optimizer step over a global batch, of which this rank runs its shards. See train_step()."""
+        self._share_out(len(batch.indices))
+        self._catch_up()
+        rate = self.rate
+        self._watch.batch(batch, self.steps)
+        sums = self._run(batch, self.steps)
+        taken = self._commit(sums)
+        if taken:
+            self.numerics.fine()
+            if self.scheduler is not None and not self.per_epoch:
+                self.scheduler.step()
+        else:
+            self._not_finite(batch, "gradient" if math.isfinite(sums.loss) else "loss", rate)
+        self.steps += 1
+        self.last = Step(sums.loss, sums.correct, rate, taken, None)
+        return self.last
+
+    @property
+    def rate(self) -> float:
+        """The learning rate of the next step, of the optimizer's first group."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def _catch_up(self) -> None:
+        """Steps a scheduler of epochs to the epoch that this step is of."""
+        if self.scheduler is not None and self.per_epoch:
+            while self._scheduled < self.context.cursor.epoch:
+                self.scheduler.step()
+                self._scheduled += 1
+
+    def _run(self, batch: datasets.Batch, step: int, train: bool = True) -> Sums:
+        """Runs this rank's shards of a batch; the sums over all."""
+        for lo, hi in self.shards(len(batch.indices), step, train):
+            x, y = part(batch, lo, hi)
+            weight = 1 if self._loss_is_sum else hi - lo
+            with in_a_line():
+                with self._autocast():
+                    out = self._forward(x)
+                    loss = self.loss(out, y)
+                if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+                    found = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+                    raise ConfigError(f"[torch] the loss of a shard is {found}; one number is needed: reduction='mean'")
+                if train:
+                    (loss if weight == 1 else loss * weight).backward()
+            self.shards.count(float(loss.detach()) * weight, correct(out, y))
+        return self.shards.sums()
+
+    def _forward(self, x: Any) -> Any:
+        if isinstance(x, dict):
+            return self.module(**x)
+        return self.module(*x) if isinstance(x, tuple) else self.module(x)
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        if self.precision == "bf16":
+            return torch.autocast("cpu", dtype=torch.bfloat16)
+        return contextlib.nullcontext()
+
+    def _commit(self, sums: Sums) -> bool:
+        """Updates the parameters from sums of gradients, unless some are not finite: then nothing is changed."""
+        assert sums.gradients is not None
+        torch.div(sums.gradients, sums.samples, out=self._grads)
+        finite = math.isfinite(sums.loss) and all(math.isfinite(float(v)) for v in torch.aminmax(self._grads))
+        if finite:
+            if self.clip_norm is not None:
+                self.grad_norm = norm = float(torch.linalg.vector_norm(self._grads))
+                if math.isfinite(norm) and norm > self.clip_norm:
+                    self._grads.mul_(self.clip_norm / norm)
+            own = self.owned if self.zero else range(self.arena.trained)
+            for i, (_, p) in enumerate(self.arena.named[: self.arena.trained]):
+                p.grad = self.arena.gradients[i] if sums.reached[i] and i in own else None
+            self.optimizer.step()
+            if self.zero and self.comm.size > 1:
+                self.comm.all_gather_v(self.arena.params, self.ranges)
+        self.shards.settle(finite)
+        return finite
+
+    # --- fit() ---
+
+    def traffic(self) -> tuple[int, int]:
+        made = [p.reduction for p in self.shards._prepared.values()]
+        return sum(r.bytes_sent for r in made), sum(r.bytes_plain for r in made)
+
+    def _begin_fit(self, context: callbacks.Context, whole: datasets.ArrayDataset | None) -> None:
+        if torch.is_autocast_enabled("cpu"):
+            raise ConfigError("[torch] fit() within torch.autocast would keep old weights; use precision='bf16'")
+        if torch.get_num_threads() != self.threads:
+            raise ConfigError(
+                f"[torch] torch has {torch.get_num_threads()} threads now, the trainer was made with {self.threads}; "
+                "give it threads=, and leave torch.set_num_threads() out"
+            )
+        if self.strategy.compression in ("topk", "powersgd") and (context.saving.folder or Run.current()):
+            raise ConfigError(
+                f"[torch] compression={self.strategy.compression!r} keeps on each rank what it has not sent, which "
+                "checkpoints of torch modules do not hold; use compression='bf16', or no checkpoints"
+            )
+        self._watch.begin(whole, self.say if context.saving.nondeterministic else None)
+
+    def _batches(self, loader: Any, epoch: int) -> Iterator[datasets.Batch]:
+        return batches(loader, epoch, self.seed, self.accumulation_steps)
+
+    def _end_epoch(self) -> None:
+        self._watch.end()
+
+    @contextlib.contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Everything in eval mode, without gradients; the modes are what they were afterwards."""
+        modes = [(m, m.training) for m in self.module.modules()]
+        before = slot.phase("evaluate")
+        self.module.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            for m, training in modes:
+                m.training = training
+            slot.phase(before)
+
+    def evaluate(self, loader: Any) -> Evaluation:
+        """Mean loss and accuracy over a data set or loader, in eval mode."""
+        loss = right = count = 0.0
+        watch = agreement.Watch(self.comm, self.check_every, "validation batch")
+        watch.begin(tell=self._watch.tell)
+        with self._evaluating():
+            for number, batch in enumerate(self._batches(_loader(loader), 0)):
+                watch.batch(batch, number)
+                self._share_out(len(batch.indices))
+                sums = self._run(batch, number, train=False)
+                loss, count, right = loss + sums.loss, count + sums.samples, right + sums.correct
+        watch.end()
+        if not count:
+            raise ConfigError("[evaluate] the data set is empty; give at least one sample")
+        return Evaluation(loss / count, right / count, int(count))
+
+    def predict(self, loader: Any) -> torch.Tensor:
+        """What the module gives in eval mode for all samples of a loader of (x, y), in order, whole on every rank.
+
+        Returns:
+            A tensor (N, ...) of the outputs' dtype, float32 for "bf16". Of outputs that are no tensor: ConfigError.
+        """
+        rows: dict[str, np.ndarray] = {}  # by the number of the first
+        count = 0
+        with self._evaluating():
+            for number, batch in enumerate(self._batches(_loader(loader), 0)):
+                self._share_out(n := len(batch.indices))
+                for lo, hi in self.shards(n, number, train=False):
+                    with self._autocast():
+                        out = self._forward(part(batch, lo, hi)[0])
+                    if not isinstance(out, torch.Tensor) or out.shape[:1] != (hi - lo,):
+                        raise ConfigError(f"[torch] forward() gives {type(out).__name__}; a tensor (N, ...) is needed")
+                    rows[f"{count + lo}"] = (out.float() if out.dtype == torch.bfloat16 else out).numpy()
+                count += n
+        if not count:
+            raise ConfigError("[predict] the loader gave no batch; give it data")
+        whole = {k: v for rank in range(self.comm.size) for k, v in from_rank(self.comm, rows, rank).items()}
+        return torch.from_numpy(np.concatenate([whole[k] for k in sorted(whole, key=int)]))
+
+
+@contextlib.contextmanager
+def in_a_line() -> Iterator[None]:
+    """An operation of torch without a deterministic form is an error of one line."""
+    try:
+        yield
+    except RuntimeError as problem:
+        if "use_deterministic_algorithms" not in str(problem):
+            raise
+        what = str(problem).partition(", but you set")[0]
+        raise ConfigError(f"[torch] {what}; use another operation, or deterministic='warn'") from problem
+
+
+def correct(out: Any, y: Any) -> float:
+    """Of targets that are class numbers: how many are right; of a sequence, the share of its positions.
+
+    The classes are dimension 1 of outputs, as for torch's losses, or the last where targets have all others' shape.
+    """
+    if not (isinstance(out, torch.Tensor) and isinstance(y, torch.Tensor)) or y.is_floating_point():
+        return 0.0
+    if out.dim() != y.dim() + 1:
+        return 0.0
+    dim = -1 if out.shape[:-1] == y.shape else 1
+    right = (out.detach().argmax(dim) == y).float()
+    return float(right.flatten(1).mean(1).sum()) if right.dim() > 1 else float(right.sum())
+
+
+def _loader(given: Any) -> Any:
+    return datasets.DataLoader(given, batch_size=8192) if isinstance(given, datasets.ArrayDataset) else given
+
+
+def _check(made: Training, module: Any, optimizer: Any, scheduler: Any, deterministic: str, interval: str) -> None:
+    """ConfigError for what cannot be trained with, by name."""
+    for what, given, kind in (("module", module, nn.Module), ("optimizer", optimizer, torch.optim.Optimizer)):
+        if not isinstance(given, kind):
+            name = f"the class {given.__name__}" if isinstance(given, type) else f"of type {type(given).__name__}"
+            raise ConfigError(f"[torch] {what} is {name}; give an object of torch's {kind.__name__}")
+    name, own = type(optimizer).__name__, {id(p) for p in module.parameters()}
+    defaults = {f.name: f.default for f in dataclasses.fields(Training)}
+    ours = next((n for n in OURS if getattr(made, n) != defaults[n]), "")
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
+    groups = optimizer.param_groups
+    for wrong, says in (
+        (isinstance(optimizer, torch.optim.LBFGS), "LBFGS runs the model several times in a step; use SGD or AdamW"),
+        (
+            isinstance(optimizer, torch.optim.SparseAdam),
+            "SparseAdam needs sparse gradients, which no tree adds; use Adam",
+        ),
+        (
+            any(id(p) not in own for group in groups for p in group["params"]),
+            f"{name} has parameters that are not the module's; make it of module.parameters()",
+        ),
+        (any(isinstance(group["lr"], torch.Tensor) for group in groups), f"{name}'s lr is a tensor; give a number"),
+        (isinstance(scheduler, plateau), "ReduceLROnPlateau needs a figure at each step(); use another scheduler"),
+        (
+            scheduler is not None and getattr(scheduler, "optimizer", None) is not optimizer,
+            f"scheduler is {type(scheduler).__name__}; give a torch scheduler of this optimizer",
+        ),
+        (deterministic not in ("error", "warn"), f"deterministic is {deterministic!r}; choose from error, warn"),
+        (interval not in ("step", "epoch"), f"scheduler_interval is {interval!r}; choose from step, epoch"),
+        (ours, f"{ours}={getattr(made, ours, None)!r} is a setting of our own models; leave it out"),
+        (
+            made.precision not in ("fp32", "bf16"),
+            f"precision is {made.precision!r}; use 'fp32', or 'bf16' for autocast",
+        ),
+        (made.device == "gpu", "device is 'gpu', and torch modules are trained on CPUs; use device='cpu'"),
+        (made.zero > 1, f"zero is {made.zero}; 0 and 1 are there for torch modules"),
+        (
+            made.zero and not type(optimizer).__module__.startswith("torch.optim"),
+            f"zero=1 with {name}: only torch.optim's optimizers are known to go by parameter; use zero=0",
+        ),
+        (made.reduction in MODES, f"reduction={made.reduction!r}: ranks take every step together here; use 'tree'"),
+    ):
+        if wrong:
+            raise ConfigError(f"[torch] {says}")

@@ -1,0 +1,49 @@
+"""Weights of torch modules into our own models and back, by name: one model trains on either engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from .. import nn as own
+from ..errors import ConfigError
+
+
+def load_torch(model: own.Module, source: Any, names: Mapping[str, str] | None = None) -> None:
+    """Gives one of our own models the weights of a torch module. Linear and Conv2d hold theirs alike in both.
+
+    Args:
+        source: a torch module, or its state_dict(), such as safetensors.torch.load_file() gives.
+        names: our name -> torch's, of parameters (or beginnings of names) that are called otherwise there.
+
+    Raises:
+        ShapeError: a name is missing or unknown, or a shape differs; nothing was changed.
+    """
+    state = source.state_dict() if isinstance(source, nn.Module) else dict(source)
+    if not all(isinstance(value, (torch.Tensor, np.ndarray)) for value in state.values()):
+        raise ConfigError(f"[torch] load_torch was given a {type(source).__name__}; give a module, or its state_dict()")
+    back = {theirs: ours for ours, theirs in (names or {}).items()}
+    model.load_state_dict({_renamed(name, back): _array(value) for name, value in state.items()})
+
+
+def to_torch(model: Any, module: nn.Module, names: Mapping[str, str] | None = None) -> None:
+    """The inverse: gives a torch module the weights of our model (or of a trainer's state_dict()).
+
+    Raises:
+        RuntimeError: torch's, naming what is missing or of another shape.
+    """
+    state = model if isinstance(model, Mapping) else model.state_dict()
+    module.load_state_dict({_renamed(name, names or {}): torch.from_numpy(np.array(v)) for name, v in state.items()})
+
+
+def _renamed(name: str, names: Mapping[str, str]) -> str:
+    start = max((n for n in names if name == n or name.startswith(f"{n}.")), key=len, default=None)
+    return name if start is None else names[start] + name[len(start) :]
+
+
+def _array(value: Any) -> np.ndarray:
+    return value.detach().cpu().float().numpy() if isinstance(value, torch.Tensor) else np.asarray(value, np.float32)

@@ -1,0 +1,292 @@
+"""odyssey.torch.DistributedTrainer: the same bits on every number of ranks, across restarts, and what is refused."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+if not hasattr(importlib.util.find_spec("torch"), "origin") or importlib.util.find_spec("torch").origin is None:
+    pytest.skip("torch is not installed (extra [torch])", allow_module_level=True)
+
+import torch
+from torch import nn
+
+import odyssey
+from odyssey import data
+from odyssey.errors import ConfigError, NumericsError
+from odyssey.torch import DistributedTrainer, HorovodTrainer, PyTorchDDPTrainer, load_torch, to_torch
+
+HERE = Path(__file__).parent
+CASES, TRAINING = HERE / "cases.py", HERE / "training.py"
+COUNT = 12
+
+
+def cases(launch, ranks: int, folder: str, mode: str) -> list[str]:
+    done = launch.python(CASES, 0, COUNT, launch.folder / folder, mode, ranks=ranks)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.fixture(scope="module")
+def alone(launch_once):
+    lines = cases(launch_once, 0, "alone", "whole")
+    assert len(lines) == COUNT
+    return lines
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_random_modules_have_the_same_bits_on_any_ranks(launch, alone, ranks):
+    assert cases(launch, ranks, "whole", "whole") == alone
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (4, 1)])
+def test_random_modules_go_on_on_other_ranks(launch, alone, before, after):
+    cases(launch, before, "half", "half")
+    assert cases(launch, after, "half", "rest") == alone
+
+
+def test_a_killed_rank_costs_time_only(launch):
+    """kill -9 of a rank under odyssey launch: the bytes of a training on one rank that was never disturbed."""
+    plain = launch.python(TRAINING, 120)
+    assert plain.returncode == 0, plain.stderr
+    run = launch.folder / "run"
+    words = [
+        sys.executable,
+        "-m",
+        "odyssey",
+        "launch",
+        "-n",
+        "2",
+        "--run-dir",
+        str(run),
+        str(TRAINING),
+        "120",
+        "--every",
+    ]
+    job = subprocess.Popen(words, env=launch.environment, cwd=launch.folder, stderr=subprocess.PIPE, text=True)
+    until = time.monotonic() + 120
+    while not list((run / "checkpoints").glob("step_*")):
+        assert time.monotonic() < until and job.poll() is None
+        time.sleep(0.01)
+    os.kill(json.loads((run / "ranks" / "1.json").read_text())["pid"], signal.SIGKILL)
+    _, said = job.communicate(timeout=180)
+    assert job.returncode == 0, said
+    done = json.loads((run / "DONE.json").read_text())
+    assert done["attempt"] == 2 and done["steps"] == 120 and "SIGKILL" in said
+    assert f"sha256 {done['weights_sha256']}" in plain.stdout
+    replayed = launch.python("-m", "odyssey", "replay", run, "--step", 118, "--layout", "dp=2")
+    assert replayed.returncode == 0, replayed.stdout + replayed.stderr
+
+
+def test_verify_compares_and_names_a_fault(launch):
+    verify = ("-m", "odyssey", "verify", "--script", TRAINING, "--layouts", "dp=2")
+    done = launch.python(*verify, "dp=3,zero=1")
+    assert done.returncode == 0 and done.stdout.count("same bits") == 2, done.stdout + done.stderr
+    done = launch.python(*verify, "--bug")
+    assert done.returncode != 0 and "DIFFERS" in done.stdout and "step 1" in done.stdout, done.stdout + done.stderr
+
+
+def test_the_example_has_the_same_bits_on_two_ranks(launch):
+    example = Path(odyssey.__file__).parents[2] / "examples" / "pytorch.py"
+    said = [launch.python(example, "--steps", 3, ranks=ranks).stdout for ranks in (0, 2)]
+    assert [line.partition(" ")[0] for line in said] == ["1", "2"]
+    assert said[0].partition(":")[2] == said[1].partition(":")[2] != ""
+
+
+# --- in one process ---------------------------------------------------------------------------------------------------
+
+
+def net() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3))
+
+
+def made(module: nn.Module, **settings) -> DistributedTrainer:
+    return DistributedTrainer(module, torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9), **settings)
+
+
+X = torch.randn(40, 6, generator=torch.Generator().manual_seed(0))
+Y = torch.arange(40) % 3
+
+
+def test_one_shard_has_the_bits_of_torch_alone():
+    torch.set_num_threads(1)
+    theirs = net()
+    optimizer = torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    for _ in range(3):
+        for at in (0, 16):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(theirs(X[at : at + 16]), Y[at : at + 16]).backward()
+            optimizer.step()
+            scheduler.step()
+    ours = net()
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.1, momentum=0.9)
+    trainer = DistributedTrainer(
+        ours, optimizer, shard_size=16, scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    )
+    trainer.fit([(X[:16], Y[:16]), (X[16:32], Y[16:32])], epochs=3)
+    assert all(torch.equal(a, b) for a, b in zip(theirs.state_dict().values(), ours.state_dict().values(), strict=True))
+    assert trainer.rate == scheduler.get_last_lr()[0]
+
+
+def test_evaluate_and_predict():
+    module = net()
+    trainer = made(module, shard_size=7)
+    batches = [(X[:24], Y[:24]), (X[24:], Y[24:])]
+    trainer.fit(batches)
+    found, out = trainer.evaluate(batches), trainer.predict(batches)
+    assert module.training
+    module.eval()
+    with torch.no_grad():
+        assert torch.allclose(out, module(X), atol=1e-6)
+        assert found.loss == pytest.approx(float(nn.functional.cross_entropy(module(X), Y)), rel=1e-5)
+        assert found.accuracy == pytest.approx(float((module(X).argmax(1) == Y).float().mean()))
+
+
+def test_what_no_shard_reaches_has_no_gradient():
+    module = net()
+    module.extra = nn.Linear(2, 2)
+    module.forward = lambda x: nn.Sequential(*list(module)[:4])(x)
+    before = module.extra.weight.detach().clone()
+    trainer = DistributedTrainer(module, torch.optim.AdamW(module.parameters(), weight_decay=0.5))
+    trainer.fit([(X, Y)])
+    assert module.extra.weight.grad is None and torch.equal(module.extra.weight, before)
+    assert module[0].weight.grad is not None
+
+
+def test_a_batch_with_nan_changes_nothing(capsys):
+    module = net()
+    trainer = made(module, nonfinite="skip")
+    bad = X.clone()
+    bad[3, 2] = torch.nan
+    before = trainer.weights_sha256()
+    trainer.fit([(bad, Y)])
+    assert trainer.weights_sha256() == before and "skipped" in capsys.readouterr().err
+    with pytest.raises(NumericsError, match="not finite at step 1"):
+        made(net()).fit([(bad, Y)])
+
+
+class Sum(nn.Module):
+    """A buffer that no rule merges."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(6, 3)
+        self.register_buffer("seen", torch.zeros(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += x.detach().sum(0)
+        return self.line(x)
+
+
+def test_a_buffer_that_nothing_merges_is_refused_or_told(capsys):
+    with pytest.raises(ConfigError, match="changes the buffer seen"):
+        made(Sum()).fit([(X, Y)])
+    made(Sum(), deterministic="warn").fit([(X, Y)])
+    assert "changes the buffer seen" in capsys.readouterr().err
+
+
+class Put(nn.Linear):
+    """An operation without a deterministic form."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).clone().put_(torch.tensor([0]), torch.zeros(1))
+
+
+def test_an_operation_without_a_deterministic_form_is_refused_or_told():
+    with pytest.raises(ConfigError, match="put_ does not have a deterministic implementation; use another") as found:
+        made(Put(6, 3)).fit([(X, Y)])
+    assert "\n" not in str(found.value)
+    with pytest.warns(UserWarning, match="put_ does not have"):
+        made(Put(6, 3), deterministic="warn").fit([(X, Y)])
+
+
+@pytest.mark.parametrize(
+    ("module", "optimizer", "settings", "says"),
+    [
+        (lambda: nn.Linear(6, 3).double(), torch.optim.SGD, {}, "weight is float64 on cpu"),
+        (lambda: nn.Linear(6, 3).half(), torch.optim.SGD, {}, "weight is float16 on cpu"),
+        (lambda: nn.Sequential(nn.Embedding(3, 2, sparse=True)), torch.optim.SGD, {}, "0 .Embedding. has sparse"),
+        (lambda: nn.Sequential(nn.SyncBatchNorm(3)), torch.optim.SGD, {}, "0 .SyncBatchNorm. talks to other ranks"),
+        (net, torch.optim.LBFGS, {}, "LBFGS runs the model several times"),
+        (net, torch.optim.SGD, {"zero": 2}, "zero is 2"),
+        (net, torch.optim.SGD, {"num_gpus": 2}, "num_gpus=2 is a setting of our own models"),
+        (net, torch.optim.SGD, {"reduction": "local_sgd"}, "ranks take every step together"),
+        (net, torch.optim.SGD, {"deterministic": "no"}, "choose from error, warn"),
+        (net, torch.optim.SGD, {"precision": "fp16"}, "precision is 'fp16'"),
+        (net, torch.optim.SGD, {"shard_sise": 2}, "did you mean 'shard_size'"),
+    ],
+)
+def test_what_cannot_be_held_is_refused_in_a_line(module, optimizer, settings, says):
+    module = module()
+    with pytest.raises(ConfigError, match=says) as found:
+        DistributedTrainer(module, optimizer(module.parameters(), lr=0.1), **settings)
+    assert "\n" not in str(found.value)
+
+
+def test_a_checkpoint_of_other_settings_is_refused(tmp_path):
+    made(net(), shard_size=8).fit([(X, Y)], checkpoint_dir=tmp_path)
+    for settings, says in (({"shard_size": 4}, "shard size 8"), ({"shard_size": 8, "threads": 2}, "torch threads 1")):
+        with pytest.raises(ConfigError, match=says):
+            made(net(), **settings).fit([(X, Y)], epochs=2, checkpoint_dir=tmp_path)
+
+
+def test_other_platforms_names(capsys):
+    pairs = torch.utils.data.TensorDataset(X, Y)
+    trainer = PyTorchDDPTrainer(net(), num_gpus=4, batch_size=20, epochs=2, learning_rate=0.01)
+    history = trainer.fit(torch.utils.data.DataLoader(pairs, 20, shuffle=True), pairs, max_steps=3)
+    assert history.steps == 3 and "odyssey launch -n 4" in capsys.readouterr().err
+    assert type(trainer.optimizer) is torch.optim.Adam and trainer.rate == 0.01
+    quiet = HorovodTrainer(net(), loss_fn=nn.CrossEntropyLoss(), compression="fp16", verbose=False)
+    quiet.fit(pairs, epochs=1)
+    assert quiet.metric_average(0.5, name="accuracy") == 0.5 and capsys.readouterr().err == ""
+
+
+def test_weights_both_ways():
+    theirs = nn.Sequential(nn.Flatten(), nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 10))
+    names = {"fc1": "1", "fc2": "3"}
+    ours = odyssey.nn.MLP()
+    load_torch(ours, theirs, names)
+    x = np.random.default_rng(0).standard_normal((4, 1, 28, 28), np.float32)
+    with odyssey.no_grad():
+        out = np.asarray(ours(odyssey.Tensor(x)).numpy())
+    assert np.allclose(out, theirs(torch.from_numpy(x)).detach().numpy(), atol=1e-4)
+    again = nn.Sequential(nn.Flatten(), nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 10))
+    to_torch(ours, again, names)
+    assert all(torch.equal(a, b) for a, b in zip(theirs.parameters(), again.parameters(), strict=True))
+
+
+def test_batches_of_which_a_rank_has_its_shards():
+    class Loader(list):
+        batch_size = 20
+
+    class Sharded:
+        def __init__(self, at: int) -> None:
+            self.samples, self.shard_size = 20, 5
+            self.shards = {s: (X[at + 5 * s : at + 5 * s + 5], Y[at + 5 * s : at + 5 * s + 5]) for s in range(4)}
+
+    hashes = []
+    for loader in (Loader([Sharded(0), Sharded(20)]), [(X[:20], Y[:20]), (X[20:], Y[20:])]):
+        trainer = made(net(), shard_size=5)
+        trainer.fit(loader)
+        hashes.append(trainer.weights_sha256())
+    assert hashes[0] == hashes[1]
+    with pytest.raises(ConfigError, match="the loader's shard_size is 5, the trainer's 10"):
+        made(net(), shard_size=10).fit(Loader([Sharded(0)]))
+
+
+def test_our_loader_and_torchs():
+    module = net()
+    trainer = made(module)
+    history = trainer.fit(data.DataLoader(data.arrays(X.numpy(), Y.numpy()), batch_size=10, shuffle=True))
+    assert history.steps == 4 and history.train_loss > 0
