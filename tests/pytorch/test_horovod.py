@@ -43,6 +43,7 @@ def example(launch, name: str) -> Path:
         for values, kind in ((images, "images-idx3-ubyte"), (labels, "labels-idx1-ubyte")):
             head = bytes([0, 0, 8, values.ndim]) + b"".join(int(d).to_bytes(4, "big") for d in values.shape)
             (raw / f"{prefix}-{kind}").write_bytes(head + values.tobytes())
+    launch.environment.setdefault("XDG_CACHE_HOME", str(Path.home() / ".cache"))  # the compiled kernels
     launch.environment["HOME"] = str(launch.folder)  # the examples lock a file there
     return launch.folder / name
 
