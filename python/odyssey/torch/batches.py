@@ -85,8 +85,9 @@ class Samples:
         rows = [t.view(torch.uint8).numpy() for t in whole]
         return np.concatenate(rows, axis=1)
 
-    labels = property(lambda self: np.zeros(len(self), np.int32))
+    all_arrays = property(lambda self: [self.images])
     scale = shift = np.empty(0, np.float32)
+    normalised = True
 
 
 class Sharded(Samples):
@@ -154,6 +155,6 @@ def part(batch: Batch, lo: int, hi: int) -> tuple[Any, Any]:
     if isinstance(batch.dataset, Sharded):
         return batch.dataset.shard(lo, hi)
     x, y = batch.dataset.gather(batch.indices[lo:hi])
-    if isinstance(batch.dataset, ArrayDataset):
+    if isinstance(batch.dataset, ArrayDataset) and isinstance(y, np.ndarray) and y.dtype == np.int32:
         y = y.astype(np.int64)
     return over(tensor, x), over(tensor, y)

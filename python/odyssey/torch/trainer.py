@@ -173,7 +173,7 @@ class DistributedTrainer(TorchState):
         else:
             self._not_finite(batch, "gradient" if math.isfinite(sums.loss) else "loss", rate)
         self.steps += 1
-        self.last = Step(sums.loss, sums.correct, rate, taken, None)
+        self.last = Step(sums.loss, sums.correct, rate, taken, None, {"accuracy": sums.correct})
         return self.last
 
     @property
@@ -289,7 +289,8 @@ class DistributedTrainer(TorchState):
         watch.end()
         if not count:
             raise ConfigError("[evaluate] the data set is empty; give at least one sample")
-        return Evaluation(loss / count, right / count, int(count))
+        means = {"loss": loss / count, "accuracy": right / count}
+        return Evaluation(means["loss"], means["accuracy"], int(count), means)
 
     def predict(self, loader: Any) -> torch.Tensor:
         """What the module gives in eval mode for all samples of a loader of (x, y), in order, whole on every rank.
