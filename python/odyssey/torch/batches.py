@@ -73,10 +73,7 @@ class Samples:
         """Shape and dtype of a sample's tensors."""
         return tuple((str(t.dtype), tuple(t.shape[1:])) for t in leaves((self.inputs, self.targets)))
 
-    @property
-    def sample_shape(self) -> tuple[Any, ...]:
-        """The same."""
-        return self.about()
+    form = sample_shape = property(lambda self: self.about())
 
     @property
     def images(self) -> np.ndarray:
