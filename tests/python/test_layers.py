@@ -125,7 +125,7 @@ ROOMS = (
 FRONT_ENDS = ("callbacks", "loggers", "testing", "mojo", "torch", "horovod", "ray", "tune")
 ORDER = (*ROOMS[: ROOMS.index("audit")], "callbacks", *ROOMS[ROOMS.index("audit") :], *FRONT_ENDS[1:])
 BUDGETS = {  # lines of all its files together
-    "mojo": 12_800,
+    "mojo": 12_850,
     "shared/training": 3_150,
     "python/odyssey": 40_000,
     "python/odyssey/comm": 3_970,
