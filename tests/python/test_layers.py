@@ -124,9 +124,9 @@ ROOMS = (
 FRONT_ENDS = ("callbacks", "loggers", "testing", "mojo", "torch", "horovod", "ray", "tune")
 ORDER = (*ROOMS[: ROOMS.index("audit")], "callbacks", *ROOMS[ROOMS.index("audit") :], *FRONT_ENDS[1:])
 BUDGETS = {  # lines of all its files together
-    "mojo": 12_700,
+    "mojo": 13_900,
     "shared/training": 3_100,
-    "python/odyssey": 36_500,
+    "python/odyssey": 37_200,
     "python/odyssey/comm": 3_960,
     "python/odyssey/parallel": 3_650,
     "python/odyssey/distributed": 2_080,

@@ -3,7 +3,19 @@
 from ..core import functional
 from . import layers, models, utils
 from .checkpoint import Checkpoint, checkpoint
-from .layers import AvgPool2d, Conv2d, Dropout, Flatten, LayerNorm, Linear, MaxPool2d
+from .layers import (
+    AdaptiveAvgPool2d,
+    AvgPool2d,
+    Conv2d,
+    Dropout,
+    Embedding,
+    Flatten,
+    GroupNorm,
+    LayerNorm,
+    Linear,
+    MaxPool2d,
+    RMSNorm,
+)
 from .losses import CrossEntropyLoss, NLLLoss
 from .models import MLP, ConvNet, LeNet5
 from .module import Module, ModuleList, Parameter, Sequential, manual_seed
@@ -11,13 +23,16 @@ from .pipeline import PipelineParallel, Stage
 
 __all__ = [
     "MLP",
+    "AdaptiveAvgPool2d",
     "AvgPool2d",
     "Checkpoint",
     "Conv2d",
     "ConvNet",
     "CrossEntropyLoss",
     "Dropout",
+    "Embedding",
     "Flatten",
+    "GroupNorm",
     "LayerNorm",
     "LeNet5",
     "Linear",
@@ -27,6 +42,7 @@ __all__ = [
     "NLLLoss",
     "Parameter",
     "PipelineParallel",
+    "RMSNorm",
     "Sequential",
     "Stage",
     "checkpoint",
