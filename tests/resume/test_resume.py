@@ -344,11 +344,11 @@ def test_a_failed_save_of_the_last_step_is_made_again(tmp_path, monkeypatch):
 
     write, calls = Store._save, []
 
-    def fails_once(self, step, *arguments):
-        calls.append(step)
+    def fails_once(self, snapshot, *arguments):
+        calls.append(snapshot.step)
         if calls == [5]:
             raise OutputError("[checkpoint] no space")
-        return write(self, step, *arguments)
+        return write(self, snapshot, *arguments)
 
     monkeypatch.setattr(Store, "_save", fails_once)
     trainer().fit(loader(), epochs=1, checkpoint_dir=tmp_path, checkpoint_every=5)
