@@ -14,7 +14,7 @@ from odyssey import functional as F
 from odyssey.comm import mock
 from odyssey.core import native
 from odyssey.core.arena import Arena
-from odyssey.core.program import Range, Record, Recorder, Slot, encode, fused, place, using
+from odyssey.core.program import Range, Record, Recorder, Slot, encode, fuse, plan_memory, using
 from odyssey.core.tensor import empty, layout_of, make
 from odyssey.errors import ConfigError
 from odyssey.parallel import tensor as tp
@@ -140,7 +140,7 @@ class Rank:
     """Runs a program of one rank over shards, each with a workspace and a gradient buffer."""
 
     def __init__(self, arena: Arena, records: list[Record], shape: tuple[int, ...], shards: int, n: int) -> None:
-        size = place(records)
+        size = plan_memory(records)
         self.works = [native.aligned(size, np.uint8) for _ in range(shards)]
         for work in self.works:
             work.view(np.float32)[:] = np.nan
@@ -216,7 +216,7 @@ def test_same_bits(name, size, order, shards=2, n=32):
     """Loss, and every gradient, on every rank: its pieces, nothing beside them, and the others' to the bit."""
     arena, records = record(name, n)
     shape = MODELS[name][1]
-    wanted = Rank(arena, fused(records), shape, shards, n).run()
+    wanted = Rank(arena, fuse(records), shape, shards, n).run()
     assert all(np.isfinite(w).all() for w in wanted)
 
     recordings = [record(name, n) for _ in range(size)]  # placing a program writes into its slots
@@ -225,9 +225,9 @@ def test_same_bits(name, size, order, shards=2, n=32):
         own, given = recordings[comm.rank]
         if order == "rewritten, then fused":
             split = tp.rewrite(given, comm.rank, size)
-            mine = fused(split.records)
+            mine = fuse(split.records)
         else:
-            split = tp.rewrite(fused(given), comm.rank, size)
+            split = tp.rewrite(fuse(given), comm.rank, size)
             mine = split.records
         spoil(own, split.ownership, comm.rank)
         return split, Rank(own, mine, shape, shards, n).run(comm), comm.rank
@@ -244,18 +244,18 @@ def test_same_bits(name, size, order, shards=2, n=32):
         assert set(split.ownership) == {name_ for name_, _ in arena.named}
 
 
-@pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_a_rewritten_program_can_be_cut_into_stages(size, fuse):
+def test_a_rewritten_program_can_be_cut_into_stages(size, fused):
     """Every exchange is in a part of the place where its values lie; the parts one after the other are the program."""
     recordings = [record("stages") for _ in range(size + 1)]
     arena, records = recordings.pop()
-    wanted = Rank(arena, fused(records), (20,), 2, 32).run()
+    wanted = Rank(arena, fuse(records), (20,), 2, 32).run()
 
     def rank(comm):
         own, given = recordings[comm.rank]
         split = tp.rewrite(given, comm.rank, size)
-        parts = partition(fused(split.records) if fuse else split.records, lambda r: r.device)
+        parts = partition(fuse(split.records) if fused else split.records, lambda r: r.device)
         assert [(p.phase, p.place) for p in parts] == [("forward", 0), ("forward", 1), ("backward", 1), ("backward", 0)]
         for part in parts:
             meetings = [r for r in part.records if isinstance(r, tp.Pseudo)]
@@ -276,14 +276,14 @@ def test_another_program_is_split_like_the_first(size):
     recordings = [record("convnet") for _ in range(size)]
     evaluations = [record("convnet", train=False) for _ in range(size + 1)]
     arena, records = evaluations.pop()
-    wanted = Rank(arena, fused(records), shape, 2, 32).run()
+    wanted = Rank(arena, fuse(records), shape, 2, 32).run()
     assert dict((layer.name, layer.split) for layer in tp.rewrite(records, 0, size).layers)["fc1"] == "inputs"
 
     def rank(comm):
         ownership = tp.rewrite(recordings[comm.rank][1], comm.rank, size).ownership
         own, given = evaluations[comm.rank]
         spoil(own, ownership, comm.rank)
-        split = tp.rewrite(fused(given), comm.rank, size, like=ownership)
+        split = tp.rewrite(fuse(given), comm.rank, size, like=ownership)
         assert split.ownership == ownership
         assert [layer.split for layer in split.layers] == ["outputs"] * 4
         return Rank(own, split.records, shape, 2, 32).run(comm)
@@ -387,7 +387,7 @@ def test_sums_small_and_large(size, floats, shards):
     def rank(comm):
         y, mine = Slot(4 * floats), Slot(4 * floats)
         r = tp.TreeSum("tp_sum", [y, mine], floats=floats, ranks=size)
-        bytes_ = place([r])
+        bytes_ = plan_memory([r])
         works = [native.aligned(bytes_, np.uint8) for _ in range(shards)]
         exchange = Exchange(comm, r, works)
         for _ in range(2):

@@ -11,7 +11,7 @@ from odyssey import Tensor, checkpoint, data, device, nn, no_grad
 from odyssey import functional as F
 from odyssey.comm import Communicator
 from odyssey.core.arena import Arena
-from odyssey.core.program import Eager, fused, using
+from odyssey.core.program import Eager, fuse, using
 from odyssey.engine.engine import Engine, Layout
 from odyssey.errors import ConfigError, DeviceError, ShapeError
 
@@ -195,7 +195,7 @@ def test_what_is_between_is_freed_in_eager_mode():
 def test_what_nobody_reads_is_not_repeated(monkeypatch):
     """The last product of a block is not needed for its own backward pass."""
     seen = []
-    monkeypatch.setattr("odyssey.engine.engine.fused", lambda records: seen.append(list(records)) or fused(records))
+    monkeypatch.setattr("odyssey.engine.engine.fuse", lambda records: seen.append(list(records)) or fuse(records))
 
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -208,13 +208,13 @@ def test_what_nobody_reads_is_not_repeated(monkeypatch):
 
     sums(Net())
     records = seen[0]
-    again = [r for r in records if r.again]
+    again = [r for r in records if r.recompute]
     assert [r.op for r in again] == ["linear_forward", "tanh_forward"]
     assert {r.phase for r in again} == {"backward"}
     first = {r.tag: r.op for r in records if r.phase == "forward"}
     assert all(first[r.tag] == r.op for r in again), "they belong to the op they repeat"
     for r in records:
-        if r.phase == "backward" and not r.again and r.op.endswith("_backward_weight"):
+        if r.phase == "backward" and not r.recompute and r.op.endswith("_backward_weight"):
             assert first[r.tag] == "linear_forward"
 
 

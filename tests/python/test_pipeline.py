@@ -8,7 +8,7 @@ import pytest
 import odyssey
 from odyssey import PipelineParallel, Stage, Tensor, data, device, nn, optim
 from odyssey import functional as F
-from odyssey.core.program import fused
+from odyssey.core.program import fuse
 from odyssey.errors import ConfigError
 from odyssey.train.trainer import DistributedTrainer
 
@@ -123,7 +123,7 @@ def test_stages_without_a_device_are_numbered():
 
 def test_each_move_between_stages_is_one_copy(monkeypatch):
     seen = []
-    monkeypatch.setattr("odyssey.engine.engine.fused", lambda records: seen.append(list(records)) or fused(records))
+    monkeypatch.setattr("odyssey.engine.engine.fuse", lambda records: seen.append(list(records)) or fuse(records))
     trained(seeds_example())
     copies = [(r.phase, r.device) for r in seen[0] if r.op == "copy"]
     assert copies == [("forward", 1), ("forward", 2), ("backward", 1), ("backward", 0)]

@@ -56,7 +56,7 @@ def engine(model, train=True, execution="replay"):
 
 def recorded(model, monkeypatch, train=True):
     """The records of one shard, before fusion."""
-    monkeypatch.setattr("odyssey.engine.engine.fused", list)
+    monkeypatch.setattr("odyssey.engine.engine.fuse", list)
     return engine(model, train).record(32, Form.of_classes(1, 4, 4))
 
 

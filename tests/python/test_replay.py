@@ -118,13 +118,13 @@ def test_fusion_changes_no_bit(name, monkeypatch):
     programs = []
 
     def noted(records, fuse):
-        programs.append([r.op for r in (program.fused(records) if fuse else records)])
-        return program.fused(records) if fuse else [dataclasses.replace(r) for r in records]
+        programs.append([r.op for r in (program.fuse(records) if fuse else records)])
+        return program.fuse(records) if fuse else [dataclasses.replace(r) for r in records]
 
     for samples in (2, 24):
         results = []
         for fuse in (True, False):
-            monkeypatch.setattr("odyssey.engine.engine.fused", lambda records, fuse=fuse: noted(records, fuse))
+            monkeypatch.setattr("odyssey.engine.engine.fuse", lambda records, fuse=fuse: noted(records, fuse))
             results.append(sums(name, samples))
         assert results[0] == results[1]
         fused, plain = programs[-3], programs[-1]
@@ -184,13 +184,13 @@ def test_the_gradient_is_that_of_the_tape():
 @pytest.mark.parametrize("name", MODELS)
 def test_values_that_live_at_the_same_time_do_not_overlap(name, samples, monkeypatch):
     seen = []
-    place = program.place
+    plan_memory = program.plan_memory
 
     def spy(records):
-        seen.append((records, place(records)))
+        seen.append((records, plan_memory(records)))
         return seen[-1][1]
 
-    monkeypatch.setattr("odyssey.engine.direct.place", spy)
+    monkeypatch.setattr("odyssey.engine.direct.plan_memory", spy)
     sums(name, samples)
     ((records, total),) = seen
     lives: dict[int, list] = {}

@@ -87,8 +87,8 @@ class Arena:
         assert self._params is not None
         return self._params
 
-    def spread(self) -> None:
-        """Lets the parameters go: the ranks keep parts of them (parallel/zero.py)."""
+    def release_full_parameters(self) -> None:
+        """The ranks keep parts of the parameters from here on (parallel/zero.py)."""
         self._params = None
         self._addresses.pop(native.PARAMS)
 

@@ -3,8 +3,8 @@
 Every op of tensor.py and functional.py asks the current executor for memory and hands it records; it does not know
 which one it is talking to. That is why eager and replayed training have the same bits: they are the same records.
 
-A recorder computes nothing. `fused` makes one op of two where that changes no bit, `place` lays the memory of one shard
-out in a workspace, `encoded` writes the records as the numbers that the executor reads.
+A recorder computes nothing. `fuse` makes one op of two where that changes no bit, `plan_memory` lays the memory of one
+shard out in a workspace, `serialize` writes the records as the numbers that the executor reads.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Scope:
     tag: int | None = None  # of the op whose backward is running; None: close() will say
     device: Device = FIRST  # of new tensors
     ops: int = 0  # number of the next forward op
-    again: bool = False  # forward ops are being repeated, for their backward
+    recompute: bool = False  # forward ops are being repeated, for their backward
 
 
 class Executor:
@@ -142,7 +142,7 @@ class Executor:
         """Forward ops inside are those from number `ops` on once more, in a backward pass: the same numbers, and the
         same dropouts from number `layer` on."""
         before = self.scope, self.layer
-        self.scope, self.layer = Scope("backward", ops=ops, again=True), layer
+        self.scope, self.layer = Scope("backward", ops=ops, recompute=True), layer
         try:
             yield
         finally:
@@ -220,7 +220,7 @@ class Record:
     device: int = 0  # slot that runs it
     tag: int = -1  # number of the forward op it belongs to, the same in both phases
     phase: str = "forward"  # or "backward"
-    again: bool = False  # a forward op of a checkpoint, repeated in the backward phase
+    recompute: bool = False  # a forward op of a checkpoint, repeated in the backward phase
     dtype: str = "fp32"  # what its operands are rounded to, for products
 
     @property
@@ -252,7 +252,7 @@ class Recorder(Executor):
         scope = self.scope
         tag = -1 if scope.tag is None else scope.tag
         given = list(self.with_scratch(op, args, layout, dtype))
-        self.records.append(Record(op, given, layout, scope.device.slot, tag, scope.phase, scope.again, dtype))
+        self.records.append(Record(op, given, layout, scope.device.slot, tag, scope.phase, scope.recompute, dtype))
         if tag >= 0:
             self._closed = len(self.records)
 
@@ -266,11 +266,11 @@ class Recorder(Executor):
 
     def leave(self) -> None:
         super().leave()
-        self.records[:] = needed(self.records)
+        self.records[:] = eliminate_dead_code(self.records)
         self._closed = len(self.records)
 
 
-def encoded(
+def serialize(
     records: list[Record],
     arena: Any,
     keep: list[Any],
@@ -319,7 +319,7 @@ def encode(lib: Any, op: str, args: Any, operand: Any, layout: str = "lanes", dt
 # --- the workspace -------------------------------------------------------------------------
 
 
-def place(records: list[Record]) -> int:
+def plan_memory(records: list[Record]) -> int:
     """Gives every slot an offset so that slots in use at the same time do not overlap; returns the bytes needed.
 
     First fit over the intervals between a slot's first and last record, largest slots first.
@@ -351,7 +351,7 @@ def place(records: list[Record]) -> int:
 # --- what need not be repeated ---------------------------------------------------------------
 
 
-def needed(records: list[Record]) -> list[Record]:
+def eliminate_dead_code(records: list[Record]) -> list[Record]:
     """Without the repeated ops whose results nobody reads, as the last one of a checkpoint often is."""
     read: set[int] = set()
     kept: list[Record] = []
@@ -363,7 +363,7 @@ def needed(records: list[Record]) -> list[Record]:
     for i in reversed(range(len(records))):
         r = records[i]
         slots = [id(a) for a in r.args if isinstance(a, Slot)]
-        if r.again and not any(first[s] == i and s in read for s in slots):  # a forward op writes only new memory
+        if r.recompute and not any(first[s] == i and s in read for s in slots):  # a forward op writes only new memory
             continue
         read.update(slots)
         kept.append(r)
@@ -373,7 +373,7 @@ def needed(records: list[Record]) -> list[Record]:
 # --- fusion ----------------------------------------------------------------------------------
 
 
-def fused(records: list[Record]) -> list[Record]:
+def fuse(records: list[Record]) -> list[Record]:
     """The same program with pairs of ops made one where not a bit changes (tests/python/test_replay.py).
 
     A ReLU becomes the epilogue of the convolution or linear layer before it; the backward of a ReLU whose output went

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..core import native
-from ..core.program import encoded, place
+from ..core.program import plan_memory, serialize
 from ..optim import Update
 from ..parallel import plan as planning
 from ..parallel import reduction, strategy
@@ -34,7 +34,7 @@ class BucketedRunner(Runner):
         self.parts = parts = recorded.parts
         self.segments = segments(records, arena, parts.buckets, by_params=parts.partitioned)
         own = self.plan.run[1] - self.plan.run[0]
-        work_bytes = place(records)
+        work_bytes = plan_memory(records)
         self._work = recorded.storage("work", max(own, 1) * work_bytes).reshape(max(own, 1), work_bytes)
         self.work_bytes = self._work.nbytes
         self._reductions: dict[int, reduction.Reduction] = {}
@@ -86,7 +86,7 @@ class BucketedRunner(Runner):
 
     def _step(self, s: Segment) -> native.Step:
         buffers = self._stats if s.grads in (None, STATS) else self._reductions[s.grads]
-        table = encoded(self.recorded.records[s.start : s.stop], self.recorded.arena, self._keep, self._locate(s))
+        table = serialize(self.recorded.records[s.start : s.stop], self.recorded.arena, self._keep, self._locate(s))
         self._keep.append(table)
         return native.Step(
             program=table.ctypes.data,

@@ -26,7 +26,7 @@ from ..core import fingerprint, native
 from ..core.arena import Arena
 from ..core.norm import global_norm
 from ..core.placement import FIRST, Device
-from ..core.program import Record, Recorder, ShardEager, fused, using
+from ..core.program import Record, Recorder, ShardEager, fuse, using
 from ..core.tensor import Tensor, empty, layout_of, no_grad
 from ..data import Batch
 from ..data.trees import Form, Leaf, leaves, mapped
@@ -561,7 +561,7 @@ class Engine:
 
     def _fused(self, n: int, form: Form) -> list[Record]:
         """The records of one shard of n samples on one rank."""
-        return fused(self.recorded(n, form))
+        return fuse(self.recorded(n, form))
 
     def recorded(self, n: int, form: Form) -> list[Record]:
         """The records of one shard of n samples as the model makes them, the same on all ranks; not to be changed."""

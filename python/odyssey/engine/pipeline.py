@@ -17,7 +17,7 @@ import numpy as np
 from ..comm.base import MAX_TAG
 from ..core import native
 from ..core.placement import check_places
-from ..core.program import Record, Slot, encoded, place
+from ..core.program import Record, Slot, plan_memory, serialize
 from ..errors import ConfigError
 from ..optim import Update
 from ..parallel import plan as planning
@@ -70,7 +70,7 @@ class PipelineRunner(Runner):
         self.loss_place = next(p.place for p in parts for r in p.records if r.op == "stats")
         items = [item for p in mine for item in (*p.receives, *p.records, *p.sends)]
         marker = Record("stats", [self._stats_slot])
-        work_bytes = place([marker, *items, marker])
+        work_bytes = plan_memory([marker, *items, marker])
         self._stats_at = self._stats_slot.offset
         self.micro = self.plan.run[1] - self.plan.run[0]
         stages = 1 + max(p.stage for p in parts)
@@ -141,7 +141,7 @@ class PipelineRunner(Runner):
 
         def flush() -> None:
             if run:
-                table = encoded(run, self.recorded.arena, self._keep, self._locate)
+                table = serialize(run, self.recorded.arena, self._keep, self._locate)
                 self._keep.append(table)
                 steps.append(Native(table.ctypes.data, len(table)))
                 run.clear()

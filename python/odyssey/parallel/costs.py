@@ -16,7 +16,7 @@ import numpy as np
 from ..comm import Communicator
 from ..core import native
 from ..core.arena import Arena
-from ..core.program import Record, Slot, encoded, place
+from ..core.program import Record, Slot, plan_memory, serialize
 from . import auto
 from .buckets import touched
 
@@ -27,8 +27,8 @@ def seconds(records: list[Record], arena: Arena, samples: int) -> np.ndarray:
     """Seconds of each record on `samples` zeros, float64 (len(records),)."""
     lib = native.library()
     keep: list[object] = []
-    work = native.aligned(place(records), np.uint8)
-    table = encoded(records, arena, keep)
+    work = native.aligned(plan_memory(records), np.uint8)
+    table = serialize(records, arena, keep)
     grads = native.aligned(arena.size + lib.stats)
     brought = [r for r in records if r.op in ("input", "array")]  # y; G, F, ...
     features = max((int(r.args[2]) for r in brought), default=1)

@@ -27,7 +27,7 @@ class Exchange:
 
     Args:
         comm: the tensor-parallel group; its rank is that of the rewritten program.
-        record: after `program.place`.
+        record: after `program.plan_memory`.
         works: per shard, the workspace (bytes,) uint8 in which the record's slots are. All ranks give as many.
     """
 

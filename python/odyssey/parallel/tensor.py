@@ -67,7 +67,7 @@ class Pseudo:
     device: int = 0
     tag: int = -1
     phase: str = "forward"
-    again: bool = False
+    recompute: bool = False
     layer: str = ""  # whose output or gradient it is
 
     def received(self, rank: int) -> int:
@@ -205,7 +205,7 @@ def segments(records: Sequence[Record | Pseudo]) -> list[list[Record] | Pseudo]:
 def rewrite(records: Sequence[Record], rank: int, size: int, like: Mapping[str, Piece] | None = None) -> Split:
     """The program of a rank of a tensor-parallel group of `size`.
 
-    Works on records before or after `program.fused`, and before `program.place`; the records given are not changed. A
+    Works on records before or after `program.fuse`, before `program.plan_memory`; the records given are not changed. A
     layer is split by inputs if its input lies split just so, else by outputs. A layer with fewer than four outputs, of
     which some rank would get none, stays whole. Between two layers, values stay split as long as only pooling and ops
     with the trait "features" (mojo/kernels/op.mojo) use them, and are gathered before anything else.
@@ -353,7 +353,7 @@ class _Rewriter:
     def _meet(self, r: Record, v: _Value, meeting: Pseudo) -> None:
         """Adds a pseudo-record that r needs, behind the op that made the value: r may be of another pipeline stage."""
         meeting.device, meeting.tag, meeting.layer = v.device, v.tag, v.layer
-        meeting.phase, meeting.again = r.phase, r.again
+        meeting.phase, meeting.recompute = r.phase, r.recompute
         at = len(self.out)
         while at and (self.out[at - 1].tag, self.out[at - 1].phase) != (v.tag, r.phase):
             at -= 1

@@ -47,7 +47,7 @@ class Parts:
             self._holds: list[int | None] = [None, None]
             self._requests: list[Request | None] = [None, None]
             self._current = 0
-            arena.spread()
+            arena.release_full_parameters()
 
     @staticmethod
     def _cut(flat: np.ndarray, bucket: Bucket, a: int, b: int) -> np.ndarray:

@@ -192,7 +192,9 @@ class Listed:
         def note_emit(op: str, *args: Any, layout: str = "lanes", dtype: str = "fp32") -> None:
             scope = executor.scope
             tag = scope.ops if scope.tag is None else scope.tag
-            self.records.append(Record(op, list(args), layout, scope.device.slot, tag, scope.phase, scope.again, dtype))
+            self.records.append(
+                Record(op, list(args), layout, scope.device.slot, tag, scope.phase, scope.recompute, dtype)
+            )
             emit(op, *args, layout=layout, dtype=dtype)
 
         def note_close(device: Any) -> int:
@@ -208,7 +210,7 @@ class Listed:
         return [self._line(r, order) for r in self.records]
 
     def _line(self, r: Record, order: dict[int, int]) -> str:
-        words = [r.op, r.layout, r.dtype, f"{r.device}.{r.tag}.{r.phase}.{r.again:d}"]
+        words = [r.op, r.layout, r.dtype, f"{r.device}.{r.tag}.{r.phase}.{r.recompute:d}"]
         for a in r.args:
             if isinstance(a, Range):
                 words.append(f"{a.space}:{a.offset}")

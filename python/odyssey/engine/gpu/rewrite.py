@@ -19,7 +19,7 @@ from ...core.program import Range, Record, Slot, encode
 from ...errors import ConfigError
 
 
-def fused(records: list[Record]) -> list[Record]:
+def fuse(records: list[Record]) -> list[Record]:
     """The same program with fewer launches."""
     return _with_pool(_with_gradient(records))
 
@@ -102,7 +102,7 @@ def written_once(records: Sequence[Record], arena: Arena) -> bool:
     return True
 
 
-def encoded(
+def serialize(
     records: Sequence[Record], arena: Arena, constant: Callable[[Any], int], without_gradients: bool
 ) -> np.ndarray:
     """The numbers of placed records, (n, RECORD) int64.

@@ -17,7 +17,7 @@ import numpy as np
 from ...build import gpus
 from ...core import native as host
 from ...core.gpu_native import COMPUTE, COPY, Block, Gpu, GpuStep
-from ...core.program import place
+from ...core.program import plan_memory
 from ...errors import DeviceError, NumericsError
 from ...parallel import plan as planning
 from ..runner import Recorded, Runner
@@ -86,13 +86,13 @@ class GpuRunner(Runner):
         lay, lib, arena, comm = recorded.layout, host.library(), recorded.arena, recorded.groups.dp
         self.floats = (arena.size if self.train else 0) + lib.stats
         self.stats_at = self.floats - lib.stats
-        records = rewrite.fused(recorded.records)
+        records = rewrite.fuse(recorded.records)
         rewrite.check(records)
-        self.work_floats = place(records) // 4
+        self.work_floats = plan_memory(records) // 4
         self.once = rewrite.written_once(records, arena)
         self._constants: list[tuple[Any, list[int]]] = []
         self._tables = [
-            rewrite.encoded(records, arena, lambda m, w=w: self._constant(m, w), not self.train)
+            rewrite.serialize(records, arena, lambda m, w=w: self._constant(m, w), not self.train)
             for w in range(len(self.group.workers))
         ]
         self.runs = [
