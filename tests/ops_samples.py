@@ -132,6 +132,82 @@ SAMPLES = [
 ]
 
 
+def looked_up(x, w):
+    return F.embedding(F.where(x > 0, 1, 3), w) + x[..., None]
+
+
+def _softplus(x):
+    return np.log(1 + np.exp(x))
+
+
+# Ops of tensors of any shape (operators.py, shapes.py): arguments are checked as they come, and through the batch.
+SAMPLES += [
+    # slices, permutations, joins
+    Sample(lambda x: x[:, 1:4], lambda x: x[:, 1:4], ((5,),)),
+    Sample(lambda x: x[:, ::2, 1], lambda x: x[:, ::2, 1], ((5, 3),)),
+    Sample(lambda x: x[..., None, -1], lambda x: x[..., None, -1], ((2, 3),), (), False),
+    Sample(lambda x: x[:, 0] * x[:, 1, None, 2], lambda x: x[:, 0] * x[:, 1, None, 2], ((2, 3),), (), False),
+    Sample(lambda x: x.permute(0, 3, 1, 2), lambda x: x.transpose(0, 3, 1, 2), ((2, 3, 5),)),
+    Sample(lambda x: x.transpose(1, 2), lambda x: x.transpose(0, 2, 1), ((3, 7),)),
+    Sample(lambda x: x.transpose(0, 1)[1:].transpose(0, 1), lambda x: x[:, 1:], ((4, 3),)),
+    Sample(lambda x: x.reshape(-1, 3).reshape(-1, 2, 6), lambda x: x.reshape(-1, 2, 6), ((3, 4),)),
+    Sample(lambda x, y: F.cat([x, y, x], 1), lambda x, y: np.concatenate([x, y, x], 1), ((3, 2), (1, 2))),
+    Sample(lambda x, y: F.cat([x, y], -1), lambda x, y: np.concatenate([x, y], -1), ((3, 2), (3, 5)), (), False),
+    Sample(lambda x, y: F.stack([x, y], 2), lambda x, y: np.stack([x, y], 2), ((4,), (4,))),
+    Sample(
+        lambda x: F.cat(x.split(3, 1)[::-1], 1),
+        lambda x: np.concatenate([x[:, 6:], x[:, 3:6], x[:, :3]], 1),
+        ((8,),),
+        (),
+        False,
+    ),
+    Sample(lambda x: x.expand(-1, 4, 3), lambda x: np.broadcast_to(x, (len(x), 4, 3)), ((1, 3),)),
+    # broadcasting
+    Sample(lambda x, w: x + w, lambda x, w: x + w, ((2, 3),), ((3,),)),
+    Sample(lambda x, w: w - x, lambda x, w: w - x, ((2, 3),), ((2, 1),), False),
+    Sample(lambda x, w: x * w * 0.5 + 1, lambda x, w: x * w * 0.5 + 1, ((2, 3, 2),), ((1, 3, 1),)),
+    Sample(lambda x, y: x * y, lambda x, y: x * y, ((3, 1), (1, 4))),
+    Sample(lambda x, y: x / (y * y + 1), lambda x, y: x / (y * y + 1), ((3, 5), (1, 5))),
+    Sample(lambda x, w: 2 / (x * x + w * w + 1), lambda x, w: 2 / (x * x + w * w + 1), ((7,),), ((7,),)),
+    Sample(lambda x: x**3 - x**2, lambda x: x**3 - x**2, ((3, 4),)),
+    Sample(lambda x: (x * x + 1) ** 1.7, lambda x: (x * x + 1) ** 1.7, ((3, 4),)),
+    Sample(lambda x: 2**x + (x * x + 1) ** -2, lambda x: 2**x + (x * x + 1) ** -2, ((5,),), (), False),
+    Sample(lambda x, y: (x * x + 1) ** y, lambda x, y: (x * x + 1) ** y, ((5,), (5,))),
+    Sample(lambda x: F.log(1 + F.exp(x)), _softplus, ((3, 5),)),
+    Sample(lambda x: F.sqrt(x * x + 1), lambda x: np.sqrt(x * x + 1), ((3, 5),)),
+    Sample(lambda x: abs(x), np.abs, ((3, 5),)),
+    Sample(F.maximum, np.maximum, ((3, 5), (3, 5))),
+    Sample(lambda x, w: F.minimum(x, w), np.minimum, ((3, 5),), ((5,),)),
+    Sample(lambda x: x.clamp(-0.5, 0.75), lambda x: x.clip(-0.5, 0.75), ((9,),)),
+    Sample(lambda x: x.clamp(min=0.1), lambda x: x.clip(0.1), ((9,),), (), False),
+    Sample(lambda x, y: F.where(x > y, x, 2 * y), lambda x, y: np.where(x > y, x, 2 * y), ((6,), (6,))),
+    Sample(lambda x: F.where(x <= 0.3, -1, x), lambda x: np.where(x <= 0.3, -1, x), ((6,),), (), False),
+    # products and tables
+    Sample(lambda x, w: x @ w, lambda x, w: x @ w, ((3, 7),), ((7, 5),)),
+    Sample(lambda x, w: w @ x, lambda x, w: w @ x, ((3, 7),), ((4, 3),)),
+    Sample(lambda x, y: x @ y.transpose(2, 3), lambda x, y: x @ y.swapaxes(2, 3), ((2, 3, 17), (2, 50, 17))),
+    Sample(lambda x, w: x @ w, lambda x, w: x @ w, ((9,),), ((9,),), False),
+    Sample(lambda x, w: x * w[[2, 0, 2]].sum(0), lambda x, w: x * w[[2, 0, 2]].sum(0), ((6,),), ((3, 6),)),
+    Sample(looked_up, lambda x, w: w[np.where(x > 0, 1, 3)] + x[..., None], ((2,),), ((4, 3),)),
+    # layers over the last of several axes
+    Sample(F.linear, lambda x, w, b: x @ w.T + b, ((5, 7),), ((3, 7), (3,))),
+    Sample(F.softmax, lambda x: np.exp(x) / np.exp(x).sum(-1, keepdims=True), ((3, 5),)),
+    Sample(lambda x: F.log_softmax(x, 1), lambda x: x - np.log(np.exp(x).sum(1, keepdims=True)), ((3, 5),), (), False),
+    Sample(F.layer_norm, lambda x, w, b: layer_norm(x.reshape(-1, 6), w, b).reshape(x.shape), ((4, 6),), ((6,), (6,))),
+    # over axes
+    Sample(lambda x: x.sum(1), lambda x: x.sum(1), ((37,),)),
+    Sample(lambda x: x.sum((1, 3), True), lambda x: x.sum((1, 3), keepdims=True), ((2, 3, 5),)),
+    Sample(lambda x: x - x.mean(0), lambda x: x - x.mean(0), ((6,),)),
+    Sample(lambda x: x.mean((-1, -2)), lambda x: x.mean((-1, -2)), ((3, 4, 5),)),
+    Sample(lambda x: x.var(1), lambda x: x.var(1, ddof=1), ((9,),)),
+    Sample(lambda x: x.var((1, 2), 0, True) * x, lambda x: x.var((1, 2), keepdims=True) * x, ((3, 4),), (), False),
+    Sample(lambda x: x.max(2), lambda x: x.max(2), ((3, 21),)),
+    Sample(
+        lambda x: x.min((1, 2)) + x.max(-1).sum(1), lambda x: x.min((1, 2)) + x.max(-1).sum(1), ((3, 4),), (), False
+    ),
+]
+
+
 def name_of(sample: Sample) -> str:
     """For pytest."""
     shapes = " ".join("x".join(map(str, shape)) for shape in (*sample.shapes, *sample.parameters))

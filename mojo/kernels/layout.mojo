@@ -12,7 +12,7 @@ from .record import Context, Record
 
 
 @always_inline
-def _transpose[dtype: DType](mut a: Array[SIMD[dtype, LANES], LANES]):
+def transpose[dtype: DType](mut a: Array[SIMD[dtype, LANES], LANES]):
     """Transposes 16 x 16: four rounds of a perfect shuffle (one permutation per vector and round).
     """
     comptime for _ in range(4):
@@ -59,7 +59,7 @@ def _input_in_lanes[dtype: DType](y: Ptr, G: Int, F: Int, C: Int, ctx: Context):
                     else:
                         for i in range(n):
                             a[l][i] = row[unsafe_offset=i]
-            _transpose(a)
+            transpose(a)
             for i in range(n):
                 var c = (f + i) // plane
                 var v = a[i].cast[F32]() * ctx.scale[unsafe_offset=c]
@@ -129,7 +129,7 @@ def pack_rows(y: Ptr, x: Ptr, N: Int, F: Int):
             comptime for l in range(LANES):
                 if l < valid:
                     a[l] = _load_part(x, (g * LANES + l) * F + f, n)
-            _transpose(a)
+            transpose(a)
             for i in range(n):
                 store(y, (g * F + f + i) * LANES, a[i])
             f += LANES
@@ -146,7 +146,7 @@ def unpack_rows(y: Ptr, x: Ptr, N: Int, F: Int):
             comptime for i in range(LANES):
                 if i < n:
                     a[i] = load(x, (g * F + f + i) * LANES)
-            _transpose(a)
+            transpose(a)
             comptime for l in range(LANES):
                 if l < valid:
                     var at = (g * LANES + l) * F + f

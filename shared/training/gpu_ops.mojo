@@ -2,20 +2,26 @@
 with this table's code; ops that share a layer between ranks have no form here.
 """
 
-from kernels import rows
+from kernels import arithmetic, rows
+from kernels import gather as shared_gather
 from kernels.elementwise import maps
 from kernels.gpu import (
     dropout,
     elementwise,
+    gather,
     layout,
+    matmul,
     optimizer,
     pool,
     products,
     reduce,
+    reduce_axes,
     softmax,
+    strided,
 )
 from kernels.gpu.elementwise import OnGpu
 from kernels.gpu.launch import GpuOp
+from kernels.gpu.strided import GpuStrided
 
 
 def gpu_ops() -> List[GpuOp]:
@@ -30,4 +36,11 @@ def gpu_ops() -> List[GpuOp]:
     all.extend(softmax.ops())
     all.extend(reduce.ops())
     all.extend(optimizer.ops())
+    all.extend(arithmetic.maps[OnGpu]())
+    all.extend(arithmetic.pairs[GpuStrided]())
+    all.extend(strided.ops())
+    all.extend(reduce_axes.ops())
+    all.extend(matmul.ops())
+    all.extend(shared_gather.maps[OnGpu]())
+    all.extend(gather.ops())
     return all^

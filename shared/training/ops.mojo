@@ -1,19 +1,25 @@
 """The op table: the lists of all kernel files, one after the other. An op's place in it is its code."""
 
 from kernels import (
+    arithmetic,
     dropout,
     elementwise,
+    gather,
     layout,
+    matmul,
     optimizer,
     pool,
     products,
     random,
     reduce,
+    reduce_axes,
     rows,
     softmax,
+    strided,
 )
 from kernels.op import Cpu, Op
 from kernels.record import Record
+from kernels.strided import CpuStrided
 
 
 def _unknown(r: Record):
@@ -34,5 +40,12 @@ def ops() -> List[Op]:
     all.extend(reduce.ops())
     all.extend(random.ops())
     all.extend(optimizer.ops())
+    all.extend(arithmetic.maps[Cpu]())
+    all.extend(arithmetic.pairs[CpuStrided]())
+    all.extend(strided.ops())
+    all.extend(reduce_axes.ops())
+    all.extend(matmul.ops())
+    all.extend(gather.maps[Cpu]())
+    all.extend(gather.ops())
     all.append(Op("unknown", "", _unknown))
     return all^

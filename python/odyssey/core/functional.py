@@ -16,39 +16,17 @@ import numpy as np
 
 from ..errors import ConfigError, DeviceError, ShapeError
 from . import native
+from .operators import *  # noqa: F403
+from .operators import mean, mean_over_samples, sum
 from .placement import Device
 from .placement import device as place_of
 from .program import Block, Memory, Recorder, ShardEager, current
-from .tensor import Tensor, apart, attach, empty, in_checkpoint, layout_of, make, new_like, to_lanes
+from .shapes import axis_of, batched, reshape, transpose
+from .tensor import Tensor, apart, attach, empty, in_checkpoint, make
+from .tensor import to_lanes as to_lanes
 from .tensor import to_rows as to_rows
 
-# --- layouts -----------------------------------------------------------------------------
-
-
-def batched(x: Tensor) -> Tensor:
-    """The same samples in the layout that a batch of this size is computed in. Raises ShapeError for an empty batch, or
-    what is no tensor."""
-    if not isinstance(x, Tensor):
-        raise ShapeError(f"[tensor] a layer is called with a {type(x).__name__}; give it a Tensor, such as Tensor(x)")
-    if x.size == 0:
-        raise ShapeError(f"[tensor] shape {x.shape} has no samples; the first axis is the batch and must not be empty")
-    return to_lanes(x) if x.ndim < 1 or layout_of(x.shape[0]) == "lanes" else x
-
-
-def reshape(x: Tensor, *shape: int) -> Tensor:
-    """The same numbers in another shape; in lanes the batch axis stays. One size may be -1."""
-    given = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
-    known = math.prod(s for s in given if s != -1)
-    new = tuple(x.size // max(known, 1) if s == -1 else s for s in given)
-    if min(new, default=1) < 0 or math.prod(new) != x.size or (x.layout == "lanes" and new[0] != x.shape[0]):
-        raise ShapeError(f"[reshape] {x.shape} cannot become {given}")
-    y = make(x.memory, new, x.layout, x.dtype)
-    return attach(y, (x,), lambda dy: (make(dy.memory, x.shape, dy.layout),))
-
-
-def flatten(x: Tensor) -> Tensor:
-    """(N, ...) to (N, F). No copy."""
-    return reshape(x, x.shape[0], x.features)
+# --- places -----------------------------------------------------------------------------
 
 
 def to(x: Tensor, device: int | str | Device) -> Tensor:
@@ -62,56 +40,17 @@ def to(x: Tensor, device: int | str | Device) -> Tensor:
         )
 
     def moved(v: Tensor) -> Tensor:
-        y = make(current().alloc(max(4 * v.floats, 16)), v.shape, v.layout, v.dtype)
+        y = make(empty(v.shape, v.layout).memory, v.shape, v.layout, v.dtype)
         current().emit("copy", y.memory, v.memory, v.floats)
         return y
 
     return attach(moved(x), (x,), lambda dy: (moved(dy),), where)
 
 
-# --- arithmetic -----------------------------------------------------------------------------
+# --- numbers ---------------------------------------------------------------------------------
 
 
-def _same(name: str, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    if a.shape != b.shape:
-        raise ShapeError(f"[{name}] shapes {a.shape} and {b.shape} differ; they must be equal (nothing is broadcast)")
-    return (a, b) if a.layout == b.layout else (to_lanes(a), to_lanes(b))
-
-
-def add(a: Tensor, b: Tensor | float) -> Tensor:
-    """a + b, of equal shapes, or with a number."""
-    if not isinstance(b, Tensor):
-        value, b = float(b), empty(a.shape, a.layout)
-        b.device = a.device
-        current().emit("fill", b.memory, value, b.floats)
-    a, b = _same("add", a, b)
-    y = empty(a.shape, a.layout)
-    current().emit("add", y.memory, a.memory, b.memory, y.floats)
-    return attach(y, (a, b), lambda dy: (dy, dy))
-
-
-def multiply(a: Tensor, b: Tensor | float) -> Tensor:
-    """a * b, of equal shapes, or with a number."""
-    if not isinstance(b, Tensor):
-        return scale(a, float(b))
-    a, b = _same("multiply", a, b)
-    y = empty(a.shape, a.layout)
-    current().emit("multiply", y.memory, a.memory, b.memory, y.floats)
-
-    def backward(dy: Tensor) -> tuple[Tensor | None, ...]:
-        return (multiply(dy, b) if a.requires_grad else None, multiply(dy, a) if b.requires_grad else None)
-
-    return attach(y, (a, b), backward)
-
-
-def scale(x: Tensor, factor: float) -> Tensor:
-    """x * factor."""
-    y = empty(x.shape, x.layout)
-    current().emit("scale", y.memory, x.memory, float(factor), y.floats)
-    return attach(y, (x,), lambda dy: (scale(dy, factor),))
-
-
-def clamp(x: Tensor, limit: float) -> Tensor:
+def _clamp(x: Tensor, limit: float) -> Tensor:
     """The nearest numbers from -limit to limit; a constant, without a gradient."""
     y = empty(x.shape, x.layout)
     current().emit("clamp", y.memory, x.memory, float(limit), y.floats)
@@ -127,41 +66,6 @@ def to_float(x: Tensor) -> Tensor:
     bits = make(x.memory, x.shape, x.layout)
     bits.device = x.device
     return attach(y, (bits,), lambda dy: (None,))
-
-
-def sum(x: Tensor) -> Tensor:
-    """The sum of all elements, of shape ()."""
-    executor = current()
-    if isinstance(executor, (Recorder, ShardEager)) and (x.ndim < 1 or x.shape[0] != executor.samples):
-        raise ConfigError(
-            f"[sum] in a trainer only values of samples can be summed, of shape ({executor.samples}, ...), "
-            f"not {x.shape}; for a penalty on weights use the optimizer's weight_decay"
-        )
-    x = batched(x)
-    n = -1 if executor.shard else x.shape[0]  # -1: the samples that the shard really has
-    y = empty(())
-    current().emit("sum_lanes", y.memory, x.memory, n, x.groups, x.features, layout=x.layout)
-
-    def backward(dy: Tensor) -> tuple[Tensor]:
-        dx = new_like(x, empty(x.shape, x.layout).memory)
-        current().emit("sum_lanes_backward", dx.memory, dy.memory, n, x.groups, x.features, layout=x.layout)
-        return (dx,)
-
-    return attach(y, (x,), backward)
-
-
-def mean(x: Tensor) -> Tensor:
-    """The mean of all elements, of shape ()."""
-    return mean_over_samples(scale(sum(x), 1.0 / max(x.features, 1)), x.shape[0])
-
-
-def mean_over_samples(total: Tensor, samples: int) -> Tensor:
-    """A sum over samples as a mean.
-
-    The one rule about means: inside a trainer this is the sum itself. Shard gradients are sums over samples, and the
-    whole is divided once, by the samples of the global batch.
-    """
-    return total if current().shard else scale(total, 1.0 / samples)
 
 
 # --- layers -----------------------------------------------------------------------------------
@@ -264,10 +168,12 @@ def conv2d(
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x (N, I) times weight (O, I) transposed, plus bias (O): (N, O)."""
+    """x (..., I) times weight (O, I) transposed, plus bias (O): (..., O)."""
+    if x.ndim > 2 and weight.ndim == 2 and x.shape[-1] == weight.shape[1]:
+        return reshape(linear(reshape(x, -1, x.shape[-1]), weight, bias), *x.shape[:-1], weight.shape[0])
     if x.ndim != 2 or weight.ndim != 2 or x.shape[1] != weight.shape[1]:
         raise ShapeError(
-            f"[linear] input {x.shape} and weight {weight.shape}; they must be (N, I) and (O, I) with the same I"
+            f"[linear] input {x.shape} and weight {weight.shape}; they must be (..., I) and (O, I) with the same I"
         )
     _check_bias("linear", bias, weight)
     x = batched(x)
@@ -356,11 +262,11 @@ def unary(name: str, doc: str = "", *, saves: str = "y", layer: str = "") -> Cal
     def op(x: Tensor) -> Tensor:
         y = empty(x.shape, x.layout)
         saved, n = (x if saves == "x" else y).memory, y.floats  # not y: its node would hold it, and it its node
-        current().emit(f"{name}_forward", y.memory, x.memory, n, layout=x.layout)
+        current().emit(f"{name}_forward", y.memory, x.memory, n)
 
         def backward(dy: Tensor) -> tuple[Tensor]:
             dx = empty(x.shape, x.layout)
-            current().emit(f"{name}_backward", dx.memory, dy.memory, saved, n, layout=x.layout)
+            current().emit(f"{name}_backward", dx.memory, dy.memory, saved, n)
             return (dx,)
 
         return attach(y, (x,), backward, name=name)
@@ -402,11 +308,15 @@ def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
 
 
 def _over_classes(name: str, doc: str, layer: str) -> Callable[[Tensor], Tensor]:
-    """An op on the classes of x (N, classes), with kernels as those of `unary` but for the sizes G, F."""
+    """An op along an axis of x (N, ...), with kernels for (N, classes) as those of `unary` but for the sizes G, F."""
 
-    def op(x: Tensor) -> Tensor:
-        if x.ndim != 2:
-            raise ShapeError(f"[{name}] input of shape {x.shape}; it must be (N, classes)")
+    def op(x: Tensor, dim: int = -1) -> Tensor:
+        if x.ndim < 2:
+            raise ShapeError(f"[{name}] input of shape {x.shape}; it must be (N, ..., classes)")
+        if axis_of(name, dim, x.ndim) != x.ndim - 1:
+            return transpose(op(transpose(x, dim, -1)), dim, -1)
+        if x.ndim > 2:
+            return reshape(op(reshape(x, -1, x.shape[-1])), x.shape)
         x = batched(x)
         y = empty(x.shape, x.layout)
         saved, size = y.memory, (x.groups, x.features)
@@ -424,18 +334,22 @@ def _over_classes(name: str, doc: str, layer: str) -> Callable[[Tensor], Tensor]
     return op
 
 
-softmax = _over_classes("softmax", "exp(x) / sum exp(x) over the classes of x (N, classes).", "Softmax")
-log_softmax = _over_classes("log_softmax", "x - log sum exp(x) over the classes of x (N, classes).", "LogSoftmax")
+softmax = _over_classes("softmax", "exp(x) / sum exp(x) along an axis of x, the last one unless given.", "Softmax")
+log_softmax = _over_classes(
+    "log_softmax", "x - log sum exp(x) along an axis of x, the last one unless given.", "LogSoftmax"
+)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
-    """Each sample of x (N, F) moved and scaled to mean 0 and variance 1, times weight (F), plus bias (F).
+    """Each row of x (..., F) moved and scaled to mean 0 and variance 1, times weight (F), plus bias (F).
 
     Ba, Kiros, Hinton 2016. The variance is that of the F numbers, plus eps. Raises ShapeError.
     """
+    if x.ndim > 2:
+        return reshape(layer_norm(reshape(x, -1, x.shape[-1]), weight, bias, eps), x.shape)
     if x.ndim != 2 or weight.shape != x.shape[1:] or bias.shape != x.shape[1:]:
         raise ShapeError(
-            f"[layer_norm] input {x.shape}, weight {weight.shape}, bias {bias.shape}; they must be (N, F), (F), (F)"
+            f"[layer_norm] input {x.shape}, weight {weight.shape}, bias {bias.shape}; they must be (..., F), (F), (F)"
         )
     x = batched(x)
     y, size = empty(x.shape, x.layout), (x.groups, x.features)
@@ -567,7 +481,7 @@ def smooth_l1_loss(x: Tensor, target: Any, reduction: str = "mean", beta: float 
         return l1_loss(x, target, reduction)
     x, t = _difference("smooth_l1_loss", x, target)
     d = x - t
-    c = clamp(d, beta)
+    c = _clamp(d, beta)
     # c (d - c / 2) / beta; its derivative is c / beta, as if c were a constant: d = c, or c does not change
     return _reduced("smooth_l1_loss", c * (d - c * 0.5) * (1 / beta), reduction)
 
@@ -602,9 +516,6 @@ def accuracy(x: Tensor, target: Any) -> float:
 
 # --- of a tensor ----------------------------------------------------------------------------------
 
-Tensor.__add__ = Tensor.__radd__ = add  # type: ignore[assignment]
-Tensor.__mul__ = Tensor.__rmul__ = multiply  # type: ignore[assignment]
-for _op in (sum, mean, reshape, flatten, to):
-    setattr(Tensor, _op.__name__, _op)
-Tensor.__abs__ = abs  # type: ignore[attr-defined]
+Tensor.to = to  # type: ignore[method-assign]
 Tensor.float = to_float  # type: ignore[attr-defined]
+Tensor.abs = Tensor.__abs__ = abs  # type: ignore[attr-defined]

@@ -355,17 +355,10 @@ def eliminate_dead_code(records: list[Record]) -> list[Record]:
     """Without the repeated ops whose results nobody reads, as the last one of a checkpoint often is."""
     read: set[int] = set()
     kept: list[Record] = []
-    first: dict[int, int] = {}
-    for i, r in enumerate(records):
-        for a in r.args:
-            if isinstance(a, Slot):
-                first.setdefault(id(a), i)
-    for i in reversed(range(len(records))):
-        r = records[i]
-        slots = [id(a) for a in r.args if isinstance(a, Slot)]
-        if r.recompute and not any(first[s] == i and s in read for s in slots):  # a forward op writes only new memory
+    for r in reversed(records):
+        if r.recompute and not any(id(a) in read for a in r.args[: len(r.declared.outputs)]):
             continue
-        read.update(slots)
+        read.update(id(a) for a in r.args if isinstance(a, Slot))
         kept.append(r)
     return kept[::-1]
 

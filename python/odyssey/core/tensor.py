@@ -74,18 +74,21 @@ class Tensor:
         data: anything NumPy can read. A C-contiguous float32 array is used as it is, without a copy; other
             floats and integers are converted.
         requires_grad: whether `backward()` should fill `grad`.
+        dtype: float32, or int32 for what is an index.
 
     `device` is the place it is on (placement.py): that of its inputs, and device(0) for what was made from an array.
     """
 
     __slots__ = ("memory", "shape", "layout", "dtype", "requires_grad", "grad", "node", "device", "__weakref__")
 
-    def __init__(self, data: Any, requires_grad: bool = False) -> None:
+    def __init__(self, data: Any, requires_grad: bool = False, dtype: Any = np.float32) -> None:
         array = np.asarray(data)
         if array.dtype.kind not in "fiub":
             raise ShapeError(f"[tensor] dtype {array.dtype} is not a number; give floats or integers")
-        array = np.ascontiguousarray(array, np.float32).reshape(array.shape)
-        self._set(Block(array), array.shape, "rows", np.float32)
+        if dtype not in (np.float32, np.int32) or (dtype == np.int32 and (requires_grad or array.dtype.kind == "f")):
+            raise ShapeError(f"[tensor] dtype {dtype} of {array.dtype}; float32, or int32 without gradient")
+        array = np.ascontiguousarray(array, dtype).reshape(array.shape)
+        self._set(Block(array), array.shape, "rows", dtype)
         self.requires_grad = requires_grad
 
     def _set(self, memory: Memory, shape: Shape, layout: str, dtype: Any) -> None:
@@ -179,17 +182,16 @@ class Tensor:
         body = np.array2string(self.data, prefix="Tensor(", threshold=64)
         return f"Tensor({body}{', requires_grad=True' if self.requires_grad else ''})"
 
-    # --- arithmetic: functional.py gives the class + and *, sum, mean, reshape, flatten and to ---
+    # --- arithmetic: operators.py gives the class its operators and methods, functional.py `to` ---
 
     if TYPE_CHECKING:
 
         def __add__(self, other: Tensor | float) -> Tensor: ...
         def __mul__(self, other: Tensor | float) -> Tensor: ...
-        def sum(self) -> Tensor: ...
-        def mean(self) -> Tensor: ...
         def reshape(self, *shape: int) -> Tensor: ...
         def flatten(self) -> Tensor: ...
         def to(self, device: int | str | Device) -> Tensor: ...
+        def __getattr__(self, name: str) -> Any: ...
 
         __radd__, __rmul__ = __add__, __mul__
 
@@ -201,9 +203,6 @@ class Tensor:
 
     def __rsub__(self, other: float) -> Tensor:
         return (-self) + other
-
-    def __truediv__(self, other: float) -> Tensor:
-        return self * (1.0 / other)
 
     # --- gradients ---
 
@@ -558,7 +557,7 @@ def _accumulate(leaf: Tensor, grad: Tensor) -> None:
     if leaf.grad is None:
         leaf.grad = empty(leaf.shape, leaf.layout)
         program.current().emit("fill", leaf.grad.memory, 0.0, leaf.floats)
-    program.current().emit("add", leaf.grad.memory, leaf.grad.memory, grad.memory, leaf.floats)
+    program.current().emit("accumulate", leaf.grad.memory, grad.memory, leaf.floats)
 
 
 def _as_layout(t: Tensor, layout: str) -> Tensor:

@@ -3,7 +3,20 @@
 from ..core import functional
 from . import layers, models, utils
 from .checkpoint import Checkpoint, checkpoint
-from .layers import AvgPool2d, Conv2d, Dropout, Flatten, Identity, LayerNorm, Linear, MaxPool2d
+from .layers import (
+    AdaptiveAvgPool2d,
+    AvgPool2d,
+    Conv2d,
+    Dropout,
+    Embedding,
+    Flatten,
+    GroupNorm,
+    Identity,
+    LayerNorm,
+    Linear,
+    MaxPool2d,
+    RMSNorm,
+)
 from .losses import BCEWithLogitsLoss, CrossEntropyLoss, L1Loss, MSELoss, NLLLoss, SmoothL1Loss
 from .models import MLP, ConvNet, LeNet5
 from .module import Module, ModuleList, Parameter, Sequential, manual_seed
@@ -11,6 +24,7 @@ from .pipeline import PipelineParallel, Stage
 
 __all__ = [
     "MLP",
+    "AdaptiveAvgPool2d",
     "AvgPool2d",
     "BCEWithLogitsLoss",
     "Checkpoint",
@@ -18,7 +32,9 @@ __all__ = [
     "ConvNet",
     "CrossEntropyLoss",
     "Dropout",
+    "Embedding",
     "Flatten",
+    "GroupNorm",
     "Identity",
     "L1Loss",
     "LayerNorm",
@@ -31,6 +47,7 @@ __all__ = [
     "NLLLoss",
     "Parameter",
     "PipelineParallel",
+    "RMSNorm",
     "Sequential",
     "SmoothL1Loss",
     "Stage",

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from ..core import functional as F
 from ..core.tensor import Parameter, Tensor
-from ..errors import ConfigError
-from .module import Module, uniform
+from ..errors import ConfigError, ShapeError
+from .module import Module, normal, uniform
 
 
 def _at_least_one(layer: str, **sizes: int) -> None:
@@ -24,7 +25,7 @@ def _at_least_one(layer: str, **sizes: int) -> None:
 
 
 class Linear(Module):
-    """y = x W^T + b for x (N, in_features), W (out_features, in_features)."""
+    """y = x W^T + b for x (..., in_features), W (out_features, in_features)."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
         super().__init__()
@@ -108,7 +109,7 @@ def activation(name: str, doc: str, function: Callable[[Tensor], Tensor]) -> typ
 
 
 class LayerNorm(Module):
-    """Each sample of (N, features) with mean 0 and variance 1, times weight plus bias; see functional.layer_norm."""
+    """Each row of (..., features) with mean 0 and variance 1, times weight plus bias; see functional.layer_norm."""
 
     def __init__(self, features: int, eps: float = 1e-5) -> None:
         super().__init__()
@@ -121,6 +122,67 @@ class LayerNorm(Module):
 
     def extra_repr(self) -> str:
         return f"{self.weight.size}, eps={self.eps}"
+
+
+class RMSNorm(Module):
+    """Each row of (..., features) divided by the root of its mean square, times weight (Zhang, Sennrich 2019)."""
+
+    def __init__(self, features: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        _at_least_one("RMSNorm", features=features)
+        self.weight, self.eps = Parameter(np.ones(features, np.float32)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / F.sqrt((x * x).mean(-1, True) + self.eps) * self.weight
+
+
+class GroupNorm(Module):
+    """Channels (N, C, ...) in groups, each group of a sample with mean 0 and variance 1, times weight plus bias (C).
+
+    Wu, He 2018.
+    """
+
+    def __init__(self, num_groups: int, num_channels: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        _at_least_one("GroupNorm", num_groups=num_groups, num_channels=num_channels)
+        if num_channels % num_groups:
+            raise ConfigError(f"[GroupNorm] {num_channels} channels in {num_groups} groups; the groups must be equal")
+        self.weight = Parameter(np.ones(num_channels, np.float32))
+        self.bias = Parameter(np.zeros(num_channels, np.float32))
+        self.num_groups, self.eps = num_groups, eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.reshape(x.shape[0], self.num_groups, -1)
+        d = y - y.mean(2, True)
+        y = (d / F.sqrt((d * d).mean(2, True) + self.eps)).reshape(x.shape)
+        each = (-1, *[1] * (x.ndim - 2))
+        return y * self.weight.reshape(*each) + self.bias.reshape(*each)
+
+
+class AdaptiveAvgPool2d(Module):
+    """Means of (N, C, H, W) over windows that leave (N, C, *output_size); H and W must be multiples of it."""
+
+    def __init__(self, output_size: int | tuple[int, int]) -> None:
+        super().__init__()
+        self.output_size = (output_size, output_size) if isinstance(output_size, int) else tuple(output_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        (n, c, h, w), (p, q) = x.shape, self.output_size
+        if h % p or w % q:
+            raise ShapeError(f"[AdaptiveAvgPool2d] {h} x {w} to {p} x {q}; the size must be a multiple of the output's")
+        return x.reshape(n, c * p, h // p, q, w // q).mean((2, 4)).reshape(n, c, p, q)
+
+
+class Embedding(Module):
+    """The rows of weight (num_embeddings, embedding_dim), normal with variance 1 at first, that an index names."""
+
+    def __init__(self, num_embeddings: int, embedding_dim: int) -> None:
+        super().__init__()
+        _at_least_one("Embedding", num_embeddings=num_embeddings, embedding_dim=embedding_dim)
+        self.weight = normal((num_embeddings, embedding_dim))
+
+    def forward(self, index: Any) -> Tensor:
+        return F.embedding(index, self.weight)
 
 
 class Flatten(Module):

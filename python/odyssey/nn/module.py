@@ -46,6 +46,11 @@ def uniform(shape: tuple[int, ...], bound: float) -> Parameter:
     return p
 
 
+def normal(shape: tuple[int, ...]) -> Parameter:
+    """A parameter with numbers of mean 0 and variance 1: sums of twelve uniform ones (the bits of no library's log)."""
+    return Parameter(uniform((12, *shape), 0.5).data.sum(axis=0))
+
+
 # --- modules -----------------------------------------------------------------------------------
 
 

@@ -1,0 +1,477 @@
+"""Arithmetic of tensors that are broadcast, comparisons, functions of one number, means and extremes over axes.
+
+Names are PyTorch's, but that comparisons are functions with float32 results, 1 or 0, and `max` returns values alone.
+Shapes and the way that tensors lie in memory are those of shapes.py.
+"""
+
+from __future__ import annotations
+
+import builtins
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ..errors import DeviceError, ShapeError
+from . import native
+from .program import Slot, current
+from .shapes import (
+    AXES,
+    Dims,
+    axes_of,
+    axis_of,
+    cat,
+    expand,
+    flatten,
+    getitem,
+    memory_shape,
+    merged,
+    permute,
+    reduced,
+    reshape,
+    split,
+    squeeze,
+    stack,
+    strides_of,
+    sum,
+    sum_to,
+    transpose,
+    unsqueeze,
+    without,
+)
+from .tensor import Shape, Tensor, apart, attach, empty, new_like, to_lanes, to_rows
+
+__all__ = [
+    "add", "argmax", "cat", "clamp", "divide", "embedding", "eq", "exp", "expand", "flatten", "ge", "getitem",
+    "gt", "le", "log", "lt", "matmul", "max", "maximum", "mean", "min", "minimum", "multiply", "permute", "power",
+    "reshape", "scale", "split", "sqrt", "squeeze", "stack", "sum", "take", "transpose", "unsqueeze", "var", "where",
+]  # fmt: skip
+Number = float | int
+
+# --- pairs of numbers -------------------------------------------------------------------------------------------------
+
+
+def _number(value: float, like: Tensor) -> Tensor:
+    t = empty(())
+    t.device = like.device
+    current().emit("fill", t.memory, float(value), 1)
+    return t
+
+
+def _operands(name: str, a: Any, b: Any) -> tuple[Tensor, Tensor, Shape]:
+    """The two as tensors that an op can read side by side, and the shape of the result."""
+    if not isinstance(a, Tensor):
+        a = _number(a, b) if np.ndim(a) == 0 else Tensor(a)
+    if not isinstance(b, Tensor):
+        b = _number(b, a) if np.ndim(b) == 0 else Tensor(b)
+    try:
+        shape = np.broadcast_shapes(a.shape, b.shape)
+    except ValueError:
+        raise ShapeError(
+            f"[{name}] shapes {a.shape} and {b.shape} do not fit; from the last axis on, sizes must be equal or 1"
+        ) from None
+    if "lanes" in (a.layout, b.layout):
+        whole = [t.ndim == len(shape) and t.shape[0] == shape[0] for t in (a, b)]
+        if all(
+            w if t.layout == "lanes" else w or t.ndim < len(shape) or t.shape[0] == 1
+            for t, w in zip((a, b), whole, strict=True)
+        ):
+            a, b = (to_lanes(t) if w else t for t, w in zip((a, b), whole, strict=True))
+        else:
+            a, b = to_rows(a), to_rows(b)
+    return a, b, shape
+
+
+def _pair(op: str, a: Any, b: Any) -> Tensor:
+    """One of the ops of two numbers, without a gradient."""
+    a, b, shape = _operands(op, a, b)
+    layout = "lanes" if "lanes" in (a.layout, b.layout) else "rows"
+    y = empty(shape, layout)
+    dims = memory_shape(shape, layout)
+    strides = []
+    for t in (a, b):
+        wide = (1,) * (len(shape) - t.ndim) + t.shape
+        memory = (*wide, 1) if layout == "lanes" and t.layout == "rows" else memory_shape(wide, t.layout)
+        strides.append([0 if n == 1 else s for n, s in zip(memory, strides_of(memory), strict=True)])
+    sizes = merged(op, AXES, dims, *strides)
+    current().emit(op, y.memory, a.memory, b.memory, *(n for column in sizes for n in column))
+    return y
+
+
+def _attached(
+    name: str, y: Tensor, a: Tensor, b: Tensor, da: Callable[[Tensor], Tensor], db: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Completes an op of two tensors, with the derivatives by each of them in the shape of y."""
+
+    def backward(dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        return (
+            sum_to(da(dy), a.shape) if a.requires_grad else None,
+            sum_to(db(dy), b.shape) if b.requires_grad else None,
+        )
+
+    return attach(y, (a, b), backward, name=name)
+
+
+def _plain(a: Tensor, b: Any) -> bool:
+    return isinstance(b, Tensor) and a.shape == b.shape and a.layout == b.layout
+
+
+def add(a: Tensor, b: Tensor | Number) -> Tensor:
+    """a + b, broadcast."""
+    if not _plain(a, b):
+        a, b, _ = _operands("add", a, b)
+    if _plain(a, b):
+        y = empty(a.shape, a.layout)
+        current().emit("add", y.memory, a.memory, b.memory, y.floats)
+    else:
+        y = _pair("add_strided", a, b)
+    return _attached("add", y, a, b, lambda dy: dy, lambda dy: dy)
+
+
+def multiply(a: Tensor, b: Tensor | Number) -> Tensor:
+    """a * b, broadcast."""
+    if isinstance(b, (int, float)):
+        return scale(a, float(b))
+    if not _plain(a, b):
+        a, b, _ = _operands("multiply", a, b)
+    if _plain(a, b):
+        y = empty(a.shape, a.layout)
+        current().emit("multiply", y.memory, a.memory, b.memory, y.floats)
+    else:
+        y = _pair("multiply_strided", a, b)
+    return _attached("multiply", y, a, b, lambda dy: multiply(dy, b), lambda dy: multiply(dy, a))
+
+
+def scale(x: Tensor, factor: float) -> Tensor:
+    """x * factor."""
+    y = empty(x.shape, x.layout)
+    current().emit("scale", y.memory, x.memory, float(factor), y.floats)
+    return attach(y, (x,), lambda dy: (scale(dy, factor),))
+
+
+def _full(x: Any) -> Any:
+    """The tensor without unused lanes: those hold 0, of which a logarithm or a quotient is no number."""
+    lanes = isinstance(x, Tensor) and x.layout == "lanes" and x.shape[0] % native.library().lanes
+    return to_rows(x) if lanes else x
+
+
+def divide(a: Tensor | Number, b: Tensor | Number) -> Tensor:
+    """a / b, broadcast; by a number: times 1 / b."""
+    if not isinstance(b, Tensor) and np.ndim(b) == 0:
+        return scale(a, 1.0 / b)  # type: ignore[arg-type]
+    a, b, _ = _operands("divide", _full(a), _full(b))
+    y = _pair("divide", a, b)
+    saved = new_like(y, y.memory)  # not y: its node would hold it, and it its node
+    return _attached(
+        "divide", y, a, b, lambda dy: divide(dy, b), lambda dy: scale(divide(multiply(dy, saved), b), -1.0)
+    )
+
+
+def power(a: Tensor | Number, b: Tensor | Number) -> Tensor:
+    """a ** b, broadcast. Whole exponents to 64 are products, others e^(b log a), which is NaN for a below 0."""
+    if isinstance(a, Tensor) and isinstance(b, (int, float)):
+        if b < 0 and b == int(b):
+            return divide(1.0, power(a, -b))
+        if b == 1:
+            return a
+        if b in range(2, 65):
+            half = power(a, b // 2)
+            return multiply(multiply(half, half), a) if b % 2 else multiply(half, half)
+        if b == 0.5:
+            return sqrt(a)
+    a, b, _ = _operands("power", _full(a), _full(b))
+    y = _pair("power", a, b)
+    saved = new_like(y, y.memory)
+
+    def by_exponent(dy: Tensor) -> Tensor:
+        return multiply(multiply(dy, saved), log(a))
+
+    return _attached("power", y, a, b, lambda dy: multiply(dy, multiply(power(a, add(b, -1.0)), b)), by_exponent)
+
+
+def maximum(a: Tensor, b: Tensor | Number) -> Tensor:
+    """The larger of a and b, broadcast; where they are equal, each has half of the gradient."""
+    a, b, _ = _operands("maximum", a, b)
+    return _attached(
+        "maximum",
+        _pair("maximum", a, b),
+        a,
+        b,
+        lambda dy: multiply(dy, _pair("share", a, b)),
+        lambda dy: multiply(dy, _pair("share", b, a)),
+    )
+
+
+def minimum(a: Tensor, b: Tensor | Number) -> Tensor:
+    """The smaller of a and b, broadcast; where they are equal, each has half of the gradient."""
+    a, b, _ = _operands("minimum", a, b)
+    return _attached(
+        "minimum",
+        _pair("minimum", a, b),
+        a,
+        b,
+        lambda dy: multiply(dy, _pair("share", b, a)),
+        lambda dy: multiply(dy, _pair("share", a, b)),
+    )
+
+
+def _compared(op: str, a: Any, b: Any) -> Tensor:
+    a, b, _ = _operands(op, a, b)
+    y = _pair(op, a, b)
+    return attach(y, (a.detach(), b.detach()), lambda dy: (None, None), name=op)
+
+
+def lt(a: Tensor, b: Tensor | Number) -> Tensor:
+    """1 where a < b, else 0."""
+    return _compared("less", a, b)
+
+
+def le(a: Tensor, b: Tensor | Number) -> Tensor:
+    """1 where a <= b, else 0."""
+    return _compared("less_equal", a, b)
+
+
+def gt(a: Tensor, b: Tensor | Number) -> Tensor:
+    """1 where a > b, else 0."""
+    return _compared("less", b, a)
+
+
+def ge(a: Tensor, b: Tensor | Number) -> Tensor:
+    """1 where a >= b, else 0."""
+    return _compared("less_equal", b, a)
+
+
+def eq(a: Tensor, b: Tensor | Number) -> Tensor:
+    """1 where a = b, else 0."""
+    return _compared("equal", a, b)
+
+
+def where(condition: Tensor, a: Tensor | Number, b: Tensor | Number) -> Tensor:
+    """a where the condition is not 0, b elsewhere; broadcast."""
+
+    def part(op: str, x: Any) -> Tensor:
+        c, v, _ = _operands("where", condition, x)
+        return _attached("where", _pair(op, c, v), c.detach(), v, lambda dy: dy, lambda dy: _pair(op, c, dy))
+
+    return add(part("where", a), part("where_not", b))
+
+
+def clamp(x: Tensor, min: Number | None = None, max: Number | None = None) -> Tensor:
+    """The nearest number from min to max; the gradient goes through where x is one."""
+    y, inside = x.detach(), []
+    if min is not None:
+        y, inside = _pair("maximum", y, min), [lambda dy: _pair("where", ge(x, min), dy)]
+    if max is not None:
+        y, inside = _pair("minimum", y, max), [*inside, lambda dy: _pair("where", le(x, max), dy)]
+
+    def backward(dy: Tensor) -> tuple[Tensor]:
+        for masked in inside:
+            dy = masked(dy)
+        return (dy,)
+
+    return attach(y, (x,), backward)
+
+
+# --- functions of one number ----------------------------------------------------------------------------------------
+
+
+def _map(op: str, x: Tensor, derivative: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
+    """An op of one number; derivative(dy, x, y) is its gradient."""
+    y = empty(x.shape, x.layout)
+    current().emit(op, y.memory, x.memory, y.floats)
+    saved = new_like(y, y.memory)
+    return attach(y, (x,), lambda dy: (derivative(dy, x, saved),), name=op)
+
+
+def exp(x: Tensor) -> Tensor:
+    """e^x."""
+    return _map("exp", x, lambda dy, x, y: multiply(dy, y))
+
+
+def log(x: Tensor) -> Tensor:
+    """Natural logarithm."""
+    return _map("log", _full(x), lambda dy, x, y: divide(dy, x))
+
+
+def sqrt(x: Tensor) -> Tensor:
+    """Square root."""
+    return _map("sqrt", _full(x), lambda dy, x, y: scale(divide(dy, y), 0.5))
+
+
+# --- over axes --------------------------------------------------------------------------------------------------------
+
+
+def mean(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
+    """The mean of all elements, of shape (), or over some axes."""
+    if dim is None:
+        return mean_over_samples(scale(sum(x), 1.0 / builtins.max(x.features, 1)), x.shape[0])
+    return scale(sum(x, dim, keepdim), 1.0 / math.prod(x.shape[d] for d in axes_of("mean", x, dim)))
+
+
+def var(x: Tensor, dim: Dims = None, correction: int = 1, keepdim: bool = False) -> Tensor:
+    """The mean square of what is left without the mean, of n numbers divided by n - correction."""
+    dims = axes_of("var", x, dim)
+    d = add(x, scale(mean(x, dims, True), -1.0))
+    n = math.prod(x.shape[i] for i in dims)
+    return scale(
+        sum(multiply(d, d), dims, keepdim), 1.0 / builtins.max(n - correction, 0) if n > correction else math.nan
+    )
+
+
+def max(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
+    """The largest element, or over some axes; those that are equal share its gradient."""
+    dims = axes_of("max", x, dim)
+    y = reduced("reduce_max", x, dims)
+    saved = new_like(y, y.memory)
+
+    def backward(dy: Tensor) -> tuple[Tensor]:
+        mask = _pair("equal", x, saved)
+        return (multiply(mask, divide(dy, reduced("reduce_sum", mask, dims))),)
+
+    attach(y, (x,), backward, name="max")
+    return without(y, dims, keepdim)
+
+
+def min(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
+    """The smallest element, as `max`."""
+    return scale(max(scale(x, -1.0), dim, keepdim), -1.0)
+
+
+def argmax(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
+    """The place of the first of the largest elements along an axis, int32. No gradient."""
+    at, x = axis_of("argmax", dim, x.ndim), to_rows(x.detach())
+    y = empty((*x.shape[:at], 1, *x.shape[at + 1 :]))
+    y.dtype = np.int32
+    sizes = math.prod(x.shape[:at]), x.shape[at], math.prod(x.shape[at + 1 :])
+    current().emit("argmax", y.memory, x.memory, *sizes)
+    return without(attach(y, (x,), lambda dy: (None,)), (at,), keepdim)
+
+
+# --- products and tables ----------------------------------------------------------------------------------------------
+
+
+def _product(a: Tensor, b: Tensor, turn_a: bool = False, turn_b: bool = False) -> Tensor:
+    """The product of the last two axes, one of which may be transposed, for all others; in rows, without a gradient."""
+    a, b = to_rows(a), to_rows(b)
+    (m, k), (k_of_b, n) = (t.shape[-2:][::-1] if turn else t.shape[-2:] for t, turn in ((a, turn_a), (b, turn_b)))
+    try:
+        batch = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    except ValueError:
+        batch = None
+    if batch is None or k != k_of_b:
+        raise ShapeError(
+            f"[matmul] shapes {a.shape} and {b.shape}; they must be (..., M, K) and (..., K, N) with the same K, "
+            "and axes before that are equal or 1"
+        )
+    c, strides = empty((*batch, m, n)), []
+    for t in (a, b):
+        wide = (1,) * (len(batch) - t.ndim + 2) + t.shape
+        strides.append([0 if d == 1 else s for d, s in zip(wide, strides_of(wide), strict=True)][:-2])
+    sizes, by_a, by_b = merged("matmul", 2, batch, *strides)
+    at_a = (1, a.shape[-1]) if turn_a else (a.shape[-1], 1)
+    at_b = (1, b.shape[-1]) if turn_b else (b.shape[-1], 1)
+    current().emit("matmul", c.memory, a.memory, b.memory, *sizes, m, n, k, *by_a, *at_a, *by_b, *at_b)
+    return c
+
+
+def matmul(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b: (..., M, K) by (..., K, N), the axes before broadcast; a vector is a row (a) or a column (b).
+
+    Each number is one chain of multiply-adds in float32, in the order of K.
+    """
+    if not isinstance(b, Tensor):
+        b = Tensor(b)
+    if 1 in (a.ndim, b.ndim):
+        rows, columns = a.ndim == 1, b.ndim == 1
+        y = matmul(unsqueeze(a, 0) if rows else a, unsqueeze(b, 1) if columns else b)
+        y = squeeze(y, -1) if columns else y
+        return squeeze(y, -1 if columns else -2) if rows else y
+    if a.ndim < 2 or b.ndim < 2:
+        raise ShapeError(f"[matmul] shapes {a.shape} and {b.shape}; each must have at least one axis")
+    if a.ndim > 2 and b.ndim == 2:  # one product, and one sum for the gradient of b
+        return reshape(matmul(reshape(a, -1, a.shape[-1]), b), *a.shape[:-1], b.shape[1])
+    a, b = to_rows(a), to_rows(b)
+    return _attached(
+        "matmul", _product(a, b), a, b, lambda dy: _product(dy, b, turn_b=True), lambda dy: _product(a, dy, turn_a=True)
+    )
+
+
+def _places(name: str, index: Any, n: int) -> Tensor:
+    """An index into n rows as the kernels read it, int32 in rows. Raises ShapeError for one that is out of range."""
+    if not isinstance(index, Tensor):
+        a = np.asarray(index)
+        if a.dtype.kind not in "iu":
+            raise ShapeError(f"[{name}] an index of dtype {a.dtype}; give whole numbers")
+        index = Tensor(np.where(a < 0, a + n, a) if a.size and -n <= a.min() else a, dtype=np.int32)
+    if index.dtype != np.int32:
+        x = to_rows(index.detach())
+        index = empty(x.shape)
+        index.dtype, index.device = np.int32, x.device
+        current().emit("to_int32", index.memory, x.memory, x.floats)
+    if not isinstance(index.memory, Slot) and index.size and not 0 <= index.data.min() <= index.data.max() < n:
+        bad = index.data.min() if index.data.min() < 0 else index.data.max()
+        raise ShapeError(f"[{name}] index {bad} of {n} rows; give 0 to {n - 1}")
+    return to_rows(index.detach())
+
+
+def take(x: Tensor, index: Any) -> Tensor:
+    """x[index]: the rows of x (V, ...) that an index of whole numbers names, in any shape. Also of floats, as data sets
+    hand them out. In a recorded step a number out of range gives NaN.
+
+    Its gradient adds rows in the order of the index.
+    """
+    x = to_rows(x)
+    rows = _places("index", index, x.shape[0])
+    if not isinstance(index, Tensor):
+        rows.device = x.device
+    elif rows.device.slot != x.device.slot:
+        raise DeviceError(apart("index", rows, x))
+    y = empty((*rows.shape, *x.shape[1:]))
+    y.dtype = x.dtype
+    sizes, shape = (rows.size, x.shape[0], math.prod(x.shape[1:])), x.shape
+    current().emit("take", y.memory, x.memory, rows.memory, *sizes)
+
+    def backward(dy: Tensor) -> tuple[Tensor]:
+        dx = empty(shape)
+        current().emit("take_backward", dx.memory, dy.memory, rows.memory, *sizes)
+        return (dx,)
+
+    return attach(y, (x,), backward)
+
+
+def embedding(index: Any, weight: Tensor) -> Tensor:
+    """The rows of weight (V, D) that an index names: (...) to (..., D)."""
+    return take(weight, index)
+
+
+def _indexed(x: Tensor, key: Any) -> Tensor:
+    return take(x, key) if isinstance(key, (Tensor, np.ndarray, list)) else getitem(x, key)
+
+
+def mean_over_samples(total: Tensor, samples: int) -> Tensor:
+    """A sum over samples as a mean.
+
+    The one rule about means: inside a trainer this is the sum itself. Shard gradients are sums over samples, and the
+    whole is divided once, by the samples of the global batch.
+    """
+    return total if current().shard else scale(total, 1.0 / samples)
+
+
+# --- of a tensor ------------------------------------------------------------------------------------------------------
+
+
+_OPERATORS = {"__add__": add, "__radd__": add, "__mul__": multiply, "__rmul__": multiply, "__truediv__": divide}
+_OPERATORS |= {"__rtruediv__": lambda x, other: divide(other, x), "__pow__": power}
+_OPERATORS |= {"__rpow__": lambda x, other: power(other, x), "__lt__": lt, "__le__": le, "__gt__": gt}
+_OPERATORS |= {
+    "__ge__": ge,
+    "__getitem__": _indexed,
+    "__matmul__": matmul,
+    "__iter__": lambda x: (getitem(x, i) for i in range(len(x))),
+    "T": property(lambda x: transpose(x, 0, 1)),
+}
+_METHODS = (argmax, clamp, eq, exp, expand, flatten, log, max, mean, min, permute, reshape, split, sqrt, squeeze)
+_METHODS += (sum, transpose, unsqueeze, var)
+for _name, _op in {**_OPERATORS, **{op.__name__: op for op in _METHODS}}.items():
+    setattr(Tensor, _name, _op)

@@ -1,0 +1,324 @@
+"""The shapes of tensors, slices and joins, and sums over axes, which are the gradient of what is repeated.
+
+Every op here works on memory: `memory_shape` says how a tensor lies there, samples in lanes being its first axis, of
+groups, and its last, of 16; the kernels take sizes and strides (mojo/kernels/strided.mojo, reduce_axes.mojo). What
+keeps the samples stays in lanes; what moves or adds up samples goes to rows.
+"""
+
+from __future__ import annotations
+
+import builtins
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..errors import ConfigError, ShapeError
+from . import native
+from .program import Memory, Recorder, ShardEager, current
+from .tensor import Shape, Tensor, attach, empty, layout_of, make, new_like, to_lanes, to_rows
+
+AXES = 5  # of a strided op, as in mojo/kernels/strided.mojo
+Dims = int | Sequence[int] | None
+
+# --- how tensors lie in memory ----------------------------------------------------------------------------------------
+
+
+def batched(x: Tensor) -> Tensor:
+    """The same samples in the layout that a batch of this size is computed in. Raises ShapeError for an empty batch, or
+    what is no tensor."""
+    if not isinstance(x, Tensor):
+        raise ShapeError(f"[tensor] a layer is called with a {type(x).__name__}; give it a Tensor, such as Tensor(x)")
+    if x.size == 0:
+        raise ShapeError(f"[tensor] shape {x.shape} has no samples; the first axis is the batch and must not be empty")
+    return to_lanes(x) if x.ndim < 1 or layout_of(x.shape[0]) == "lanes" else x
+
+
+def memory_shape(shape: Shape, layout: str) -> Shape:
+    lanes = native.library().lanes
+    return shape if layout == "rows" else (-(-shape[0] // lanes), *shape[1:], lanes)
+
+
+def strides_of(dims: Shape) -> list[int]:
+    """Of memory without gaps."""
+    return [math.prod(dims[i + 1 :]) for i in range(len(dims))]
+
+
+def merged(name: str, most: int, dims: Sequence[int], *strides: Sequence[int]) -> list[list[int]]:
+    """Sizes and strides with axes that lie one behind the other made one, filled up to `most` axes with axes of one."""
+    kept: list[list[int]] = []
+    for size, *steps in zip(dims, *strides, strict=True):
+        if size == 1:
+            continue
+        if kept and all(before == step * size for before, step in zip(kept[-1][1:], steps, strict=True)):
+            kept[-1] = [kept[-1][0] * size, *steps]
+        else:
+            kept.append([size, *steps])
+    if len(kept) > most:
+        raise ShapeError(
+            f"[{name}] {len(kept)} axes that cannot be made one; at most {most} are supported: reshape first"
+        )
+    kept = [[1] + [0] * len(strides)] * (most - len(kept)) + kept
+    return [list(column) for column in zip(*kept, strict=True)]
+
+
+def _copy(
+    name: str, y: Memory, x: Memory, dims: Sequence[int], ys: Sequence[int], xs: Sequence[int], y0: int = 0, x0: int = 0
+) -> None:
+    """Copies dims numbers from x, from number x0 on at strides xs, to y."""
+    sizes = merged(name, AXES, dims, ys, xs)
+    current().emit("copy_strided", y, x, y0, x0, *(n for column in sizes for n in column))
+
+
+def _like(x: Tensor, shape: Shape, layout: str) -> Tensor:
+    y = empty(shape, layout)
+    y.dtype = x.dtype
+    return y
+
+
+# --- shapes -----------------------------------------------------------------------------------------------------------
+
+
+def _given(sizes: tuple[Any, ...]) -> tuple[int, ...]:
+    return tuple(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else sizes
+
+
+def axis_of(name: str, dim: int, ndim: int) -> int:
+    if not -ndim <= dim < ndim:
+        raise ShapeError(f"[{name}] axis {dim} of a tensor of {ndim} axes; give {-ndim} to {ndim - 1}")
+    return dim % ndim
+
+
+def reshape(x: Tensor, *shape: int) -> Tensor:
+    """The same numbers in another shape. One size may be -1."""
+    given = _given(shape)
+    known = math.prod(s for s in given if s != -1)
+    new = tuple(x.size // builtins.max(known, 1) if s == -1 else s for s in given)
+    if builtins.min(new, default=1) < 0 or given.count(-1) > 1 or math.prod(new) != x.size:
+        raise ShapeError(f"[reshape] {x.shape} cannot become {given}")
+    if x.layout == "lanes" and new[:1] != x.shape[:1]:
+        x = to_rows(x)
+    y = make(x.memory, new, x.layout, x.dtype)
+    before = x.shape
+    return attach(y, (x,), lambda dy: (reshape(dy, before),))
+
+
+def flatten(x: Tensor) -> Tensor:
+    """(N, ...) to (N, F). No copy."""
+    return reshape(x, x.shape[0], x.features)
+
+
+def unsqueeze(x: Tensor, dim: int) -> Tensor:
+    """With an axis of one more."""
+    at = axis_of("unsqueeze", dim, x.ndim + 1)
+    return reshape(x, *x.shape[:at], 1, *x.shape[at:])
+
+
+def squeeze(x: Tensor, dim: int) -> Tensor:
+    """Without an axis of one."""
+    at = axis_of("squeeze", dim, x.ndim)
+    return reshape(x, *x.shape[:at], *x.shape[at + 1 :]) if x.shape[at] == 1 else x
+
+
+def permute(x: Tensor, *dims: int) -> Tensor:
+    """The axes in another order."""
+    order = tuple(axis_of("permute", d, x.ndim) for d in _given(dims))
+    if sorted(order) != list(range(x.ndim)):
+        raise ShapeError(f"[permute] axes {_given(dims)} of shape {x.shape}; name each axis once")
+    x = x if order[:1] == (0,) else to_rows(x)
+    y = _like(x, tuple(x.shape[d] for d in order), x.layout)
+    strides = strides_of(memory_shape(x.shape, x.layout))
+    dims_of_y = memory_shape(y.shape, x.layout)
+    along = [strides[d] for d in order] + strides[x.ndim :]
+    _copy("permute", y.memory, x.memory, dims_of_y, strides_of(dims_of_y), along)
+    back = tuple(order.index(i) for i in range(x.ndim))
+    return attach(y, (x,), lambda dy: (permute(dy, back),))
+
+
+def transpose(x: Tensor, dim0: int, dim1: int) -> Tensor:
+    """Two axes exchanged."""
+    order = list(range(x.ndim))
+    a, b = axis_of("transpose", dim0, x.ndim), axis_of("transpose", dim1, x.ndim)
+    order[a], order[b] = b, a
+    return permute(x, order)
+
+
+def expand(x: Tensor, *sizes: int) -> Tensor:
+    """Axes of one repeated to the sizes given; -1 leaves a size. Axes may be added in front."""
+    given = _given(sizes)
+    old = (1,) * (len(given) - x.ndim) + x.shape
+    new = tuple(o if g == -1 else g for o, g in zip(old, given, strict=False))
+    if len(given) < x.ndim or any(o not in (1, n) for o, n in zip(old, new, strict=True)):
+        raise ShapeError(f"[expand] {x.shape} cannot become {given}; only axes of size 1 are repeated")
+    if x.layout == "lanes" and (len(new) != x.ndim or new[0] != x.shape[0]):
+        x = to_rows(x)
+    y = _like(x, new, x.layout)
+    memory, dims = memory_shape(old, x.layout), memory_shape(new, x.layout)
+    strides = [0 if n == 1 else s for n, s in zip(memory, strides_of(memory), strict=True)]
+    _copy("expand", y.memory, x.memory, dims, strides_of(dims), strides)
+    before = x.shape
+    return attach(y, (x,), lambda dy: (sum_to(dy, before),))
+
+
+def _cut(x: Tensor, starts: Sequence[int], sizes: Sequence[int], steps: Sequence[int]) -> Tensor:
+    """sizes[i] numbers along each axis i, from starts[i] on, steps[i] apart."""
+    if x.layout == "lanes" and (sizes[0], steps[0]) != (x.shape[0], 1):
+        x = to_rows(x)
+    y = _like(x, tuple(sizes), x.layout)
+    memory = strides_of(memory_shape(x.shape, x.layout))
+    at = builtins.sum(s * n for s, n in zip(starts, memory, strict=False))
+    along = [s * n for s, n in zip(steps, memory, strict=False)] + memory[x.ndim :]
+    dims = memory_shape(y.shape, x.layout)
+    packed = strides_of(dims)
+    _copy("slice", y.memory, x.memory, dims, packed, along, 0, at)
+    before, layout = x.shape, x.layout
+
+    def backward(dy: Tensor) -> tuple[Tensor]:
+        dx = empty(before, layout)
+        current().emit("fill", dx.memory, 0.0, dx.floats)
+        _copy("slice", dx.memory, dy.memory, dims, along, packed, at, 0)
+        return (dx,)
+
+    return attach(y, (x,), backward, name="slice")
+
+
+def getitem(x: Tensor, key: Any) -> Tensor:
+    """x[key]: integers, slices of a positive step, ... and None, as in NumPy. The numbers are copied."""
+    keys = list(key) if isinstance(key, tuple) else [key]
+    named = len([k for k in keys if k is not None and k is not Ellipsis])
+    if keys.count(Ellipsis) > 1 or named > x.ndim:
+        raise ShapeError(f"[index] {len(keys)} indices for shape {x.shape}; give at most one for each axis")
+    at = keys.index(Ellipsis) if Ellipsis in keys else len(keys)
+    keys[at : at + 1] = [slice(None)] * (x.ndim - named)
+    starts, sizes, steps, shape = [], [], [], []
+    for k in keys:
+        if k is None:
+            shape.append(1)
+            continue
+        n = x.shape[len(starts)]
+        if isinstance(k, slice):
+            start, stop, step = k.indices(n)
+            if step < 1:
+                raise ShapeError(f"[index] a slice of step {step}; it must be at least 1")
+            sizes.append(len(range(start, stop, step)))
+            shape.append(sizes[-1])
+        elif isinstance(k, (int, np.integer)):
+            if not -n <= k < n:
+                raise ShapeError(f"[index] {k} of axis {len(starts)}, of size {n}; give {-n} to {n - 1}")
+            start, step = int(k) % n, 1
+            sizes.append(1)
+        else:
+            raise ShapeError(f"[index] an index of type {type(k).__name__}; give integers, slices, ... or None")
+        starts.append(start)
+        steps.append(step)
+    if 0 in sizes:
+        raise ShapeError(f"[index] {key} leaves nothing of shape {x.shape}")
+    y = x if tuple(sizes) == x.shape else _cut(x, starts, sizes, steps)
+    return y if tuple(shape) == y.shape else reshape(y, tuple(shape))
+
+
+def cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """Tensors joined along an axis, along which alone they may differ."""
+    if not tensors:
+        raise ShapeError("[cat] no tensors; give at least one")
+    at = axis_of("cat", dim, tensors[0].ndim)
+    rest = [(*t.shape[:at], *t.shape[at + 1 :]) for t in tensors]
+    if len(set(rest)) > 1:
+        raise ShapeError(f"[cat] shapes {[t.shape for t in tensors]}; they may differ along axis {at} alone")
+    lanes = at > 0 and any(t.layout == "lanes" for t in tensors)
+    parts = tuple(to_lanes(t) if lanes else to_rows(t) for t in tensors)
+    x, ends = parts[0], np.cumsum([t.shape[at] for t in parts]).tolist()
+    y = _like(x, (*x.shape[:at], ends[-1], *x.shape[at + 1 :]), x.layout)
+    strides = strides_of(memory_shape(y.shape, y.layout))
+    for t, end in zip(parts, ends, strict=True):
+        dims = memory_shape(t.shape, t.layout)
+        _copy("cat", y.memory, t.memory, dims, strides, strides_of(dims), (end - t.shape[at]) * strides[at])
+    return attach(y, parts, lambda dy: split(dy, [t.shape[at] for t in parts], at))
+
+
+def stack(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """Tensors of one shape side by side along a new axis."""
+    return cat([unsqueeze(t, dim) for t in tensors], dim)
+
+
+def split(x: Tensor, split_size: int | Sequence[int], dim: int = 0) -> tuple[Tensor, ...]:
+    """Pieces along an axis: of one size, the last one being what is left, or of the sizes given."""
+    at = axis_of("split", dim, x.ndim)
+    n = x.shape[at]
+    if isinstance(split_size, int):
+        if split_size < 1:
+            raise ShapeError(f"[split] pieces of {split_size}; they must be at least 1 long")
+        split_size = [builtins.min(split_size, n - i) for i in range(0, n, split_size)]
+    if builtins.sum(split_size) != n:
+        raise ShapeError(f"[split] pieces of {list(split_size)} of axis {at}, of size {n}; their sum must be {n}")
+    ends = np.cumsum(split_size).tolist()
+    whole = (slice(None),) * at
+    return tuple(getitem(x, (*whole, slice(end - size, end))) for size, end in zip(split_size, ends, strict=True))
+
+
+# --- over axes -------------------------------------------------------------------------------------------------------
+
+
+def axes_of(name: str, x: Tensor, dim: Dims) -> tuple[int, ...]:
+    """The axes as numbers from 0 on, each once, in order."""
+    given = range(x.ndim) if dim is None else (dim,) if isinstance(dim, int) else dim
+    return tuple(sorted({axis_of(name, d, x.ndim) for d in given}))
+
+
+def reduced(op: str, x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """One number for all along the axes, which stay with the size 1; without a gradient."""
+    x = to_rows(x) if 0 in dims else x
+    y = empty(tuple(1 if i in dims else n for i, n in enumerate(x.shape)), x.layout)
+    memory = memory_shape(x.shape, x.layout)
+    axes = [(i in dims, n, s) for i, (n, s) in enumerate(zip(memory, strides_of(memory), strict=True))]
+    sizes = [
+        merged(op, 3, [n for r, n, _ in axes if r == reduced], [s for r, _, s in axes if r == reduced])
+        for reduced in (False, True)
+    ]
+    (kept, kept_strides), (gone, strides) = sizes
+    current().emit(op, y.memory, x.memory, *kept, *gone, *kept_strides, *strides)
+    return y
+
+
+def without(y: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
+    return y if keepdim else reshape(y, tuple(n for i, n in enumerate(y.shape) if i not in dims))
+
+
+def sum_to(dy: Tensor, shape: Shape) -> Tensor:
+    """The gradient of a tensor of that shape that was broadcast."""
+    if dy.shape == shape:
+        return dy
+    more = dy.ndim - len(shape)
+    dims = [i for i in range(dy.ndim) if i < more or (shape[i - more] == 1 and dy.shape[i] != 1)]
+    return reshape(sum(dy, dims, True), *shape)
+
+
+def _sum_of_samples(x: Tensor) -> Tensor:
+    executor = current()
+    if isinstance(executor, (Recorder, ShardEager)) and (x.ndim < 1 or x.shape[0] != executor.samples):
+        raise ConfigError(
+            f"[sum] in a trainer only values of samples can be summed, of shape ({executor.samples}, ...), "
+            f"not {x.shape}; for a penalty on weights use the optimizer's weight_decay"
+        )
+    x = batched(x)
+    n = -1 if executor.shard else x.shape[0]  # -1: the samples that the shard really has
+    y = empty(())
+    current().emit("sum_lanes", y.memory, x.memory, n, x.groups, x.features, layout=x.layout)
+
+    def backward(dy: Tensor) -> tuple[Tensor]:
+        dx = new_like(x, empty(x.shape, x.layout).memory)
+        current().emit("sum_lanes_backward", dx.memory, dy.memory, n, x.groups, x.features, layout=x.layout)
+        return (dx,)
+
+    return attach(y, (x,), backward, name="sum")
+
+
+def sum(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
+    """The sum of all elements, of shape (), or over some axes."""
+    if dim is None:
+        return _sum_of_samples(x)
+    dims = axes_of("sum", x, dim)
+    y, before = reduced("reduce_sum", x, dims), x.shape
+    attach(y, (x,), lambda dy: (expand(dy, before),), name="sum")
+    return without(y, dims, keepdim)
