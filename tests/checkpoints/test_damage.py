@@ -3,7 +3,6 @@ it is used."""
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import os
@@ -300,8 +299,8 @@ def test_a_header_that_is_not_that_of_the_manifests_tensors_is_refused(tmp_path,
     header = len(text).to_bytes(8, "little") + text
     file.write_bytes(header + data[8 + length :] + bytes(4 if what.startswith("data") else 0))
     made = manifest.files[0]
-    made = dataclasses.replace(made, size=file.stat().st_size, header_sha256=hashlib.sha256(header).hexdigest())
-    (path / "manifest.json").write_bytes(dataclasses.replace(manifest, files=(made,)).encoded())
+    made = made._replace(size=file.stat().st_size, header_sha256=hashlib.sha256(header).hexdigest())
+    (path / "manifest.json").write_bytes(manifest._replace(files=(made,)).encoded())
     with pytest.raises(
         CheckpointError, match=r"parameters\.safetensors: (header and tensors fill|its header does not)"
     ):

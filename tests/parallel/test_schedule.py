@@ -3,7 +3,6 @@ and the memory that the papers promise."""
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import random
 
@@ -135,7 +134,7 @@ def with_actions(s, d, change):
     actions = [list(order) for order in s.actions]
     change(actions[d])
     compute = tuple(tuple(a for a in o if isinstance(a, (Forward, Backward))) for o in actions)
-    return dataclasses.replace(s, compute=compute, actions=tuple(map(tuple, actions)))
+    return s._replace(compute=compute, actions=tuple(map(tuple, actions)))
 
 
 def swap(i, j):
@@ -187,7 +186,7 @@ def test_random_orders_end_or_are_refused():
                 i = rng.randrange(len(order) - 1)
                 order[i], order[i + 1] = order[i + 1], order[i]
         compute = tuple(tuple(a for a in o if isinstance(a, (Forward, Backward))) for o in actions)
-        mixed = dataclasses.replace(s, compute=compute, actions=tuple(map(tuple, actions)))
+        mixed = s._replace(compute=compute, actions=tuple(map(tuple, actions)))
         try:
             schedule.check(mixed)
         except ConfigError:

@@ -10,11 +10,10 @@ import pytest
 from odyssey import DistributedTrainer, data, nn, optim, steplog
 from odyssey.callbacks import Callback, Context
 from odyssey.checkpoints import Snapshot
-from odyssey.checkpoints.trainable import Evaluation, Step
+from odyssey.checkpoints.trainable import Evaluation, Mode, Step
 from odyssey.comm import Communicator
 from odyssey.core.fingerprint import of
 from odyssey.errors import Stopped
-from odyssey.train.asynchronous import Together
 from odyssey.train.fit import Trainer
 from odyssey.train.numerics import NonFinite
 
@@ -52,7 +51,7 @@ class Plain(Trainer):
         self.accumulation_steps = self.replicas = 1
         self.check_every, self.saved_in, self.numerics = 0, set(), NonFinite()
         self.layout = type("Layout", (), {"workers": 1})
-        self.mode = Together(self)
+        self.mode = Mode(self)
         self.weights, self.gradient = np.ones(6, np.float32), np.zeros(6, np.float32)
         self.partial, self.state_bytes = False, 24
 

@@ -18,7 +18,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -141,8 +141,7 @@ joins = Session.current
 # --- outside: what two logs say about each other ----------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Comparison:
+class Comparison(NamedTuple):
     """Two logs: how many steps both have, and the first that differs with what differs in it; `first` None if none."""
 
     common: int
@@ -242,8 +241,7 @@ def _description(run: Path) -> dict[str, Any]:
 # --- outside: running a step again ------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Result:
+class Result(NamedTuple):
     """What became of a replay: the run's record of the step and the new one, and how the steps before it compare."""
 
     logged: Record

@@ -25,7 +25,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..callbacks import Callback, Context
 from ..errors import ConfigError, printable
@@ -167,8 +167,7 @@ def step_file(folder: Path, trainer: int, step: int) -> Path:
 # --- outside: running and comparing ------------------------------------------------------------------
 
 
-@dataclasses.dataclass
-class Difference:
+class Difference(NamedTuple):
     """The first difference between two runs."""
 
     step: int

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import os
 import platform
 import re
@@ -151,6 +150,8 @@ def _unknown_cpu(cpu: str, triple: str | None) -> str:
 
 
 def _near(name: str, names: list[str]) -> str:
+    import difflib
+
     near = difflib.get_close_matches(name, names, 3, 0.5)
     return f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(names[:12])}, ..."
 

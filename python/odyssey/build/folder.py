@@ -21,9 +21,8 @@ import os
 import platform
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from odyssey.errors import BuildError
 
@@ -44,8 +43,7 @@ def system() -> str:
     return f"{sys.platform}-{platform.machine()}"
 
 
-@dataclass(frozen=True)
-class Manifest:
+class Manifest(NamedTuple):
     """What a folder says of itself.
 
     Attributes:

@@ -25,10 +25,8 @@ import re
 import shutil
 import stat
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -164,8 +162,7 @@ def for_gpus(name: str) -> bool:
     return re.search(r"/gpu[/_.]", f"/{name}") is not None
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """Everything a library depends on."""
 
     sources: str  # source_hash
@@ -239,7 +236,7 @@ def open_own_library(source: bytes, exports: str, accelerator: str | None = None
     root = source_root()
     what = plan(root, accelerator=_accelerator(accelerator) if accelerator is not None else None)
     sources = hashlib.sha256(b"\0".join((what.sources.encode(), source, exports.encode()))).hexdigest()
-    return _from_cache(root, replace(what, sources=sources, own=(source, exports)))
+    return _from_cache(root, what._replace(sources=sources, own=(source, exports)))
 
 
 def _cached_library(target_cpu: str | None = None, accelerator: str | None = None) -> Opened:
@@ -337,6 +334,8 @@ def _make_writable(directory: Path) -> None:
     for place in (*reversed(directory.parents), directory):
         if not place.is_dir():
             place.mkdir(0o755, exist_ok=True)
+    import tempfile
+
     with tempfile.TemporaryFile(dir=directory):
         pass
 
@@ -344,6 +343,8 @@ def _make_writable(directory: Path) -> None:
 def _temporary_cache(instead_of: Path) -> Path:
     """A directory of this user alone under the system's temporary one. Others can write there, so nothing that
     somebody else may have put in place is used: code is loaded from it."""
+    import tempfile
+
     path = Path(tempfile.gettempdir()) / f"odyssey-{os.getuid()}"
     advice = "set ODYSSEY_CACHE_DIR to a directory that can be written"
     try:
@@ -389,6 +390,8 @@ def _build_once(root: Path, what: Plan, cache: Path) -> Opened:
 
 def _build(root: Path, what: Plan, kernels: Path) -> Opened:
     """Compile beside the entry, then rename: an entry is there whole or not at all."""
+    import tempfile
+
     directory = Path(tempfile.mkdtemp(prefix=f"{what.key}.tmp-", dir=kernels))
     aside = directory.with_name(f"{directory.name}-damaged")
     entry = kernels / what.key

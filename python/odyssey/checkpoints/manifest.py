@@ -12,9 +12,8 @@ import json
 import os
 import re
 import stat
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import CheckpointError, ConfigError, DataError
 from ..watch.files import parse_json
@@ -33,8 +32,7 @@ _FILE_KEYS = ("name", "size", "header_sha256", "tensors")
 _TENSOR_KEYS = ("name", "dtype", "shape", "data_offsets", "sha256")
 
 
-@dataclass(frozen=True)
-class File:
+class File(NamedTuple):
     """One safetensors file: its size in bytes, its tensors in the order of its header, and their digests (hex)."""
 
     name: str
@@ -44,8 +42,7 @@ class File:
     digests: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Manifest:
+class Manifest(NamedTuple):
     """What a checkpoint holds. `signed` says that a MAC is there, which is worth something only where a key is."""
 
     step: int

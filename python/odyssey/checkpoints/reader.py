@@ -5,7 +5,6 @@ Sizes are compared with the files before anything is allocated; what is hashed i
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import hashlib
 import hmac
@@ -81,7 +80,9 @@ def in_threads(work: Callable[[Any], Any], items: Sequence[Any], nbytes: int) ->
     """What `work` gives for each item; on as many threads as there are cores, at most 4, if there is much to hash."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if nbytes >= THREADS_FROM and cores > 1:
-        with concurrent.futures.ThreadPoolExecutor(min(4, cores)) as pool:
+        from concurrent.futures import ThreadPoolExecutor
+
+        with ThreadPoolExecutor(min(4, cores)) as pool:
             try:
                 running = [pool.submit(work, item) for item in items]
             except RuntimeError:  # a save that goes on while the interpreter ends: no new threads any more

@@ -6,7 +6,6 @@ any process may read, without a lock.
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import os
 import shutil
@@ -70,9 +69,11 @@ class Store:
         self.keep, self.attempt, self.owner, self.key, self.tell = keep, attempt, owner, key, tell
         self._valid: set[str] = set()  # names that this process has written or verified
         self._staged: dict[tuple[str, str], np.ndarray] = {}  # copies of the arrays that are being written
+        from concurrent.futures import Future, ThreadPoolExecutor
+
         # Its own thread, and not one per save: starting one lets this thread wait while the other begins its work.
-        self._thread = concurrent.futures.ThreadPoolExecutor(1, "odyssey-checkpoint")
-        self._writing: concurrent.futures.Future[Path] | None = None
+        self._thread = ThreadPoolExecutor(1, "odyssey-checkpoint")
+        self._writing: Future[Path] | None = None
         self._lock: Lock | None = None
         if owner:
             private_directory(self.folder)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -171,11 +171,35 @@ class Saving:
 
 
 class Mode:
-    """How ranks take steps: all of them together. The others are in parallel/asynchronous.py."""
+    """How ranks take steps: all of them together. The others are in train/asynchronous.py."""
 
     together = True
     settled = True  # weights and the optimizer's state are the same on all ranks now
     own_loop = False  # it takes the steps of an epoch itself: only the end of one is the same moment on all ranks
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer, self.comm = trainer, trainer.comm
+
+    def part(self, batch: Batch) -> Batch | None:
+        """What the engine of this rank is given of a batch; None: nothing."""
+        return batch
+
+    def shared_out(self, samples: int) -> tuple[int, list[int]]:
+        """Workers that share a part of a batch of so many samples, and the parts' numbers of samples."""
+        layout = self.trainer.layout
+        return layout.workers * layout.mesh.dp, [samples]
+
+    def stepped(self) -> None:
+        """After a step of all ranks."""
+
+    def epoch(self, batches: Iterable[Batch], limit: int | None) -> Tally:
+        """Steps over the batches, at most `limit`; the same number on all ranks."""
+        self.trainer.take_steps(batches, limit)
+        return self.trainer.context.tally
+
+    def summary(self, record: dict[str, Any]) -> str:
+        """One line about a training, from the record of its last epoch."""
+        return ""
 
     def settle(self) -> None:
         """Makes weights and state the same on all ranks, if they are not; a collective call."""

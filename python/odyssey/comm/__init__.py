@@ -17,11 +17,12 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+from typing import Any
 
 from ..core.recipes import BACKENDS
 from ..errors import ConfigError
 from ..watch import hooks, launcher, limits
-from . import base, mock
+from . import base
 from .base import Communicator, Request
 from .calls import DTYPES, ReduceOp, bfloat16
 
@@ -33,6 +34,12 @@ ASKED = "ODYSSEY_BACKEND"  # what "auto" stands for, where that is not to be fou
 _MODULES = {"mpi": ".mpi", "shm": ".shm", "gloo": ".gloo", "nccl": ".nccl"}
 
 _worlds: dict[str, Communicator] = {}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "mock":  # imported where it is used
+        return importlib.import_module(".mock", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def launched() -> launcher.Launched | None:

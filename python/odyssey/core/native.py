@@ -10,7 +10,7 @@ import ctypes
 import functools
 import struct
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -106,8 +106,7 @@ ROWS, DTYPE = 16, 24
 OPS = 1024  # places for ops, those that programs bring included
 
 
-@dataclass(frozen=True)
-class Op:
+class Op(NamedTuple):
     """An op as its kernel file declares it (mojo/kernels/op.mojo).
 
     Attributes:

@@ -16,7 +16,7 @@ import numbers
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from ..errors import ConfigError
 from ..watch import runs
@@ -35,8 +35,7 @@ SECTIONS = (DATA, UPDATE, PROCESS, RANKS, SAVING, OUTPUT)
 Kind = TypeVar("Kind")
 
 
-@dataclasses.dataclass(frozen=True)
-class Setting:
+class Setting(NamedTuple):
     """What is declared of a setting beside its field's name, type and default, which `declared` fills in."""
 
     section: str  # one of SECTIONS
@@ -129,7 +128,7 @@ def declared(kind: type) -> dict[str, Setting]:
     for name in (n for cls in kind.__mro__ for n in vars(cls).get("__annotations__", ()) if n in fields):
         first, *rest = str(fields[name].type).split(" | ")
         about = {"name": name, "kind": KINDS[first], "optional": "None" in rest, "default": fields[name].default}
-        found[name] = dataclasses.replace(fields[name].metadata["setting"], **about)
+        found[name] = fields[name].metadata["setting"]._replace(**about)
     return found
 
 

@@ -17,15 +17,15 @@ import sys
 import threading
 import traceback
 import weakref
-from multiprocessing import spawn
-from multiprocessing.connection import Connection
-from multiprocessing.reduction import ForkingPickler
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from odyssey import errors
 from odyssey.errors import ConfigError, DataError, OdysseyError
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
 
 _MAIN = b"__main__"
 #: What tells a process that it is a rank: a worker is none.
@@ -42,6 +42,9 @@ class Workers:
     """
 
     def __init__(self, reader: Any, count: int) -> None:
+        from multiprocessing import spawn
+        from multiprocessing.reduction import ForkingPickler
+
         self.name = reader.name
         what = f"[data] num_workers={count} sends the data set ({self.name}) and its transforms to other processes"
         try:
@@ -143,6 +146,9 @@ def _end(links: list[Connection], processes: list[subprocess.Popen[bytes]]) -> N
 
 def main(number: int) -> None:
     """A worker's work, through the socket with this number of a file."""
+    from multiprocessing.connection import Connection
+    from multiprocessing.reduction import ForkingPickler
+
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that this one works for
     link = Connection(number)
     reader: Any = None
@@ -187,6 +193,8 @@ def _listen(link: Connection, asked: queue.SimpleQueue[Any]) -> None:
 
 def _prepare(about: dict[str, Any]) -> None:
     global importing
+    from multiprocessing import spawn
+
     importing = True
     try:
         spawn.prepare(about)

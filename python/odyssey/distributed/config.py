@@ -6,7 +6,6 @@ that is unknown, or a value that this version cannot do, is refused with what to
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,9 +41,9 @@ _OWN: dict[str, Any] = {  # keys that mean something else than a setting of odys
     "resume_from_checkpoint": True,
 }
 _SETTINGS = {s.alias: s for s in declared(Settings).values() if s.alias}
-_SETTINGS["bucket_size_mb"] = dataclasses.replace(_SETTINGS["bucket_size_mb"], default=25.0)
+_SETTINGS["bucket_size_mb"] = _SETTINGS["bucket_size_mb"]._replace(default=25.0)
 for _key, _default in (("epochs", 1), ("learning_rate", 0.001)):  # here no recipe gives them
-    _SETTINGS[_key] = dataclasses.replace(_SETTINGS[_key], default=_default, optional=False)
+    _SETTINGS[_key] = _SETTINGS[_key]._replace(default=_default, optional=False)
 _DEFAULTS = {**_OWN, **{key: s.default for key, s in _SETTINGS.items()}}
 
 

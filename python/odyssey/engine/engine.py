@@ -2,7 +2,7 @@
 
 The trainer says which batch; this file makes sure that the sums of loss, samples, correct predictions and gradients
 come out, the same bits whatever the layout. There are four ways of taking a step, chosen by the layout alone and made
-from what was recorded (parallel/runner.Recorded):
+from what was recorded (runner.Recorded):
 
     DirectRunner    one native call for all shards, then one reduction        the ordinary case
     BucketedRunner  segment by segment, a reduction per bucket                several buckets, ZeRO 2 and 3
@@ -35,19 +35,17 @@ from ..nn import Module
 from ..optim import Optimizer, Update
 from ..parallel import buckets as bucketing
 from ..parallel import plan as planning
-from ..parallel import tensor
 from ..parallel.mesh import Groups
 from ..parallel.zero import Parts
-from .bucketed import BucketedRunner
 from .direct import DirectRunner
 from .layout import Layout
 from .metrics import Metric
 from .metrics import record as record_metrics
 from .owned import overlaps, owned, without
-from .pipeline import PipelineRunner
 from .runner import Recorded, Runner, Storage, Sums
 
 if TYPE_CHECKING:
+    from ..parallel import tensor
     from .gpu.group import DeviceGroup
 
 RUNNERS = 8  # batch sizes that are kept prepared; an epoch has two, batches of one's own may have any number
@@ -193,9 +191,13 @@ class Engine:
 
             return GpuRunner(recorded, self.team)
         if lay.split:
+            from .pipeline import PipelineRunner
+
             return PipelineRunner(recorded)
         several = parts is not None and self.train and (parts.stage > 1 or len(parts.buckets) > 1)
         if parts is not None and lay.comm.size > 1 and (parts.partitioned or several):
+            from .bucketed import BucketedRunner
+
             return BucketedRunner(recorded)
         return DirectRunner(recorded)
 
@@ -333,6 +335,8 @@ class Engine:
         here = [n for n in self.arena.offsets if users.get(n, {self.groups.p}) == {self.groups.p}]
         ownership: dict[str, tensor.Piece] = {}
         if self.layout.mesh.tp > 1:
+            from ..parallel import tensor
+
             split = tensor.rewrite(records, self.groups.t, self.layout.mesh.tp)
             ownership = self._ownership = split.ownership
             self.plans.append(
@@ -555,6 +559,8 @@ class Engine:
         """The records of one shard of n samples as this rank runs them; a fresh list whose records may be changed."""
         records = self._fused(n, form)
         if self.layout.mesh.tp > 1:
+            from ..parallel import tensor
+
             like = (self._like or self)._ownership
             records = tensor.rewrite(records, self.groups.t, self.layout.mesh.tp, like).records
         return records

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
+from typing import TYPE_CHECKING, NamedTuple
 
-from ..parallel import tensor
+if TYPE_CHECKING:
+    from ..parallel import tensor
 
 
 def overlaps(run: tuple[int, int], runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -28,8 +29,7 @@ def without(run: tuple[int, int], runs: list[tuple[int, int]]) -> list[tuple[int
     return left
 
 
-@dataclasses.dataclass(frozen=True)
-class Owned:
+class Owned(NamedTuple):
     """What a rank has to do with a parameter; runs of the arena are (start, floats).
 
     whole: the run that it updates. valid: the runs of it that come out right, and that other ranks take from it.

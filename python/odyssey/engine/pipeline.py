@@ -7,10 +7,9 @@ and over the replicas along the same tree as everywhere, so pipeline and tensor 
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections import deque
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,16 +27,14 @@ from ..parallel.stages import Part, Transfer, edges, partition
 from .runner import Recorded, Runner, Sums
 
 
-@dataclasses.dataclass(frozen=True)
-class Native:
+class Native(NamedTuple):
     """Records that run without a stop: address and number."""
 
     address: int
     records: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Move:
+class Move(NamedTuple):
     """A transfer whose value has its place in the workspace: bytes [at, at + size)."""
 
     number: int

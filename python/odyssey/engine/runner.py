@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -40,8 +39,7 @@ class Storage:
         return self.arrays[name][:nbytes]
 
 
-@dataclasses.dataclass(frozen=True)
-class Recorded:
+class Recorded(NamedTuple):
     """What a runner is made from: the program of one shard as this rank runs it, and where shards are computed.
 
     records: the runner's own, to be changed; none where shards are computed op by op. trace: runs the model once with
@@ -84,8 +82,7 @@ class Recorded:
         return Content(bucket.floats, tuple(shapes), self.samples, self.memories.setdefault(b, {}))
 
 
-@dataclasses.dataclass(frozen=True)
-class Sums:
+class Sums(NamedTuple):
     """What a step gives: sums over the samples of the global batch, and what this rank has to update.
 
     values: losses, samples, correct predictions, -, metrics. samples_address: of the number of samples as float32.

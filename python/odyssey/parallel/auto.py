@@ -7,14 +7,13 @@ and k stages. A pure function: ranks that are given the same numbers make the sa
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from ..errors import ConfigError
 
 
-@dataclasses.dataclass(frozen=True)
-class Op:
+class Op(NamedTuple):
     """One step of the model in forward order: a layer, or an op.
 
     Args:
@@ -33,8 +32,7 @@ class Op:
     crossing_bytes: int = 0
 
 
-@dataclasses.dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """One stage of a plan: ops `first` to `last` - 1. Bytes as in `Op`; `memory_bytes` is what its device needs."""
 
     first: int
@@ -46,8 +44,7 @@ class Part:
     sends: int  # bytes per sample; 0 for the last stage
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """Where a model is cut: `cuts` are the first ops of stages 1, 2, ..."""
 
     parts: tuple[Part, ...]

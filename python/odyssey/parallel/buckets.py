@@ -8,8 +8,8 @@ which gradients and parameters come and go. No hooks: which record writes which 
 from __future__ import annotations
 
 import bisect
-import dataclasses
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from ..core import native
 from ..core.arena import Arena
@@ -19,8 +19,7 @@ from ..errors import ConfigError
 FLOATS_PER_MB = 2**20 // 4
 
 
-@dataclasses.dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """A run of floats of the arena: [lo, lo + n), and where it is within its bucket."""
 
     lo: int
@@ -28,8 +27,7 @@ class Piece:
     at: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Bucket:
+class Bucket(NamedTuple):
     """Parameters whose gradients are reduced together."""
 
     names: tuple[str, ...]
@@ -57,8 +55,7 @@ class Bucket:
         return out
 
 
-@dataclasses.dataclass(frozen=True)
-class Segment:
+class Segment(NamedTuple):
     """Records [start, stop) of a program; `params` is the bucket they read (None: any), `grads` the one they write."""
 
     start: int

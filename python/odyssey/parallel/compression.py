@@ -12,11 +12,10 @@ kind of processor; only what a rank sends comes from products of matrices.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import numbers
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -350,19 +349,10 @@ def product(p: np.ndarray, q: np.ndarray, out: np.ndarray) -> np.ndarray:
     return out
 
 
-COMPRESSIONS: dict[str, type[Compressed]] = {
-    "fp16": HalfReduction,
-    "bf16": HalfReduction,
-    "topk": TopKReduction,
-    "powersgd": PowerReduction,
-}
-
-
 # --- for a loop of one's own ---
 
 
-@dataclasses.dataclass(frozen=True)
-class Sparse:
+class Sparse(NamedTuple):
     """An array of which only some numbers are kept: positions (k,) int32 in the flat array, values (k,) float32."""
 
     indices: np.ndarray

@@ -11,8 +11,8 @@ mpirun places them) about one partial sum, with ranks dealt round-robin all of t
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
+from typing import NamedTuple
 
 import numpy as np
 
@@ -36,8 +36,7 @@ def machines(comm: Communicator, ranks_per_node: int | None) -> Machines:
     return tuple(tuple(ranks) for ranks in found.values())
 
 
-@dataclasses.dataclass(frozen=True)
-class Places:
+class Places(NamedTuple):
     """This rank among its neighbours: two communicators of each kind, one per phase that uses it (see Lanes).
 
     between is None where this rank has no counterpart on the smallest node.

@@ -17,6 +17,8 @@ from ..errors import ConfigError
 if TYPE_CHECKING:
     from ..comm import Communicator
 
+PARTS = 4  # of which sums are made, as in mojo/kernels/parts.mojo: so many ranks can share a layer
+
 
 @dataclasses.dataclass(frozen=True)
 class Mesh:

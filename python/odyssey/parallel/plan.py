@@ -7,16 +7,15 @@ tree is completed from those. So the result depends on V alone, not on who compu
 
 from __future__ import annotations
 
-import dataclasses
 import functools
+from typing import NamedTuple
 
 Node = tuple[int, int]  # first shard, number of shards
 Run = tuple[int, int]  # first shard, one past the last
 LINE = 8  # numbers of a cache line
 
 
-@dataclasses.dataclass(frozen=True)
-class Action:
+class Action(NamedTuple):
     """One line of a plan: compute shard `a` into buffer `b`, or add buffer `b` to buffer `a`."""
 
     kind: str  # "run" or "add"
@@ -27,8 +26,7 @@ class Action:
         return f"b{self.b} = shard {self.a}" if self.kind == "run" else f"b{self.a} += b{self.b}"
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """What one process does in one step.
 
     `threads` are the lists of actions that run side by side, `final` what follows when all have ended. `partial` are
@@ -226,8 +224,7 @@ def unshared(plan: Plan) -> Plan:
     return Plan(plan.shards, plan.run, ((*runs, *adds),), (), partial, max(hi - lo, 1))
 
 
-@dataclasses.dataclass(frozen=True)
-class Exchange:
+class Exchange(NamedTuple):
     """How the ranks complete the tree: rank p sums range p of the arena over all nodes of all ranks.
 
     `ranges` are in floats. `nodes[r]` are the nodes rank r hands on, in order; `adds` the additions over all of them,

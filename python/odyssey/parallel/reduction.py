@@ -2,7 +2,7 @@
 
 A reduction is made once per plan and range of parameters, and used once per step: the engine fills `buffers`, calls
 `start()` when its shards are done, may go on computing and `poll()` now and then, and takes the sum from `finish()`.
-Here are the contract and the two plainest ones; which there are, and how one is chosen, says strategy.py.
+Here are the contract and the plainest ones; which there are, and how one is chosen, says strategy.py.
 
 `tree` completes the tree of plan.py: range p of the floats goes to rank p from everyone (one all-to-all), is added
 there in the tree's order by a kernel, and comes back to everyone (one all-gather; left out if `scatter`). With a power
@@ -26,7 +26,7 @@ import numpy as np
 from ..comm import Communicator, Request
 from ..core import native
 from ..core.program import Block, encode
-from .plan import Action, Plan, Run, exchange
+from .plan import Action, Plan, Run, exchange, ranges
 
 if TYPE_CHECKING:
     from .strategy import Content, Strategy
@@ -286,3 +286,15 @@ class LibraryReduction(Phased):
         self._add_up(self.result)
         self.bytes_sent += 8 * self.floats * (self.comm.size - 1) // self.comm.size  # of a ring; the library may differ
         return self.comm.all_reduce(self.result, out=self.result, wait=False)
+
+
+class ServerReduction(TreeReduction):
+    """`parameter_server`, synchronous: ranks 0 to k - 1 each add a range of everyone's gradients and send it back.
+
+    With one server all traffic goes through one rank, with as many as ranks this is `tree`; the bits are those of
+    `tree`. For a cluster where a few hosts have much faster links than the rest, and to compare.
+    """
+
+    def _cut(self) -> tuple[Run, ...]:
+        servers = self.strategy.servers if self.strategy else 1
+        return ranges(self.floats, servers) + ((self.floats, self.floats),) * (self.comm.size - servers)

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from ..core.placement import SCHEDULES, check_places
 from ..errors import ConfigError
@@ -46,8 +47,7 @@ class Backward(Compute):
     """Take the gradient of micro-batch `micro` back through stage `stage`."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Message:
+class Message(NamedTuple):
     """What `stage` made of micro-batch `micro` for stage `to`; `what` is "activation" (`to` is a later stage) or
     "gradient" (an earlier one). device: that of the other end."""
 
@@ -79,8 +79,7 @@ class Recv(Message):
 Action = Compute | Message
 
 
-@dataclasses.dataclass(frozen=True)
-class Schedule:
+class Schedule(NamedTuple):
     """Ordered actions of each device.
 
     `place[s]` is the device of stage s; `edges` are the pairs (r, s), r < s, where stage r hands something to stage s.
@@ -105,8 +104,7 @@ class Schedule:
         return len(self.compute)
 
 
-@dataclasses.dataclass(frozen=True)
-class Slice:
+class Slice(NamedTuple):
     """One computation of a simulated run: on `device`, from `start` to `end`."""
 
     device: int

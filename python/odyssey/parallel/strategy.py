@@ -6,33 +6,34 @@ What it is not: a reduction; those are in the files named below. docs/strategies
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import importlib
+from typing import Any, NamedTuple
 
 from ..comm import Communicator
 from ..core import recipes
 from ..core.settings import Exchange, check
 from ..errors import ConfigError
-from .compression import COMPRESSIONS
-from .hierarchical import HierarchicalReduction
 from .mesh import Mesh
 from .plan import Plan
-from .reduction import LibraryReduction, Reduction, TreeReduction
-from .ring import RingReduction
-from .server import ServerReduction
-from .shared import SharedReduction
+from .reduction import Reduction
 
-REDUCTIONS: dict[str, type[Reduction]] = {
-    "tree": TreeReduction,
-    "mpi": LibraryReduction,
-    "ring": RingReduction,
-    "hierarchical": HierarchicalReduction,
-    "parameter_server": ServerReduction,
+REDUCTIONS = {  # imported when one is made
+    "tree": "reduction.TreeReduction",
+    "mpi": "reduction.LibraryReduction",
+    "ring": "ring.RingReduction",
+    "hierarchical": "hierarchical.HierarchicalReduction",
+    "parameter_server": "reduction.ServerReduction",
+}
+COMPRESSIONS = {  # in compression.py
+    "fp16": "HalfReduction",
+    "bf16": "HalfReduction",
+    "topk": "TopKReduction",
+    "powersgd": "PowerReduction",
 }
 MODES = ("async_parameter_server", "local_sgd")  # where ranks do not take each step together (asynchronous.py)
 
 
-@dataclasses.dataclass(frozen=True)
-class Content:
+class Content(NamedTuple):
     """What the first `floats` floats of a reduction are; the rest (sums and counts) is exact whatever the strategy.
 
     Args:
@@ -145,13 +146,13 @@ def make(
         shared: whether it may work in memory that all ranks see; not if it has storage, or will have.
         options: scatter and storage, as for Reduction.
     """
-    kind: type[Reduction]
+    where = REDUCTIONS.get(strategy.reduction, REDUCTIONS["tree"])  # a mode still adds up evaluations
     if comm.size == 1:
-        kind = Reduction
+        where = "reduction.Reduction"
     elif strategy.compression and content is not None and content.floats:
-        kind = COMPRESSIONS[strategy.compression]
-    else:
-        kind = REDUCTIONS.get(strategy.reduction, TreeReduction)  # a mode still adds up evaluations
-    if kind is TreeReduction and hasattr(comm, "shared") and shared:
-        kind = SharedReduction  # the same tree, in memory that all ranks see
+        where = f"compression.{COMPRESSIONS[strategy.compression]}"
+    elif where == REDUCTIONS["tree"] and hasattr(comm, "shared") and shared:
+        where = "shared.SharedReduction"  # the same tree, in memory that all ranks see
+    module, _, name = where.partition(".")
+    kind = getattr(importlib.import_module(f".{module}", __package__), name)
     return kind(comm, plan, floats, workers, strategy=strategy, content=content, **options)

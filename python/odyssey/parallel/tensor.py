@@ -21,9 +21,9 @@ import numpy as np
 
 from ..core.program import Block, Memory, Range, Record, Slot
 from ..errors import ConfigError
+from .mesh import PARTS
 from .plan import Run, share
 
-PARTS = 4  # as in mojo/kernels/parts.mojo
 POOL = ("planes", "H", "W", "R", "T", "S")  # the sizes of an op that computes each channel by itself
 LANES = 16  # samples of a group, as in mojo/kernels/lanes.mojo
 
@@ -119,8 +119,7 @@ class TreeSlice(Pseudo):
         return 4 * LANES * self.groups * (b - a) * (len(self.ranges) - 1)
 
 
-@dataclasses.dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """Who trains which piece of a parameter.
 
     axis 0: rank r trains rows ranges[r], contiguous in the arena. axis 1: columns ranges[r] of each row; gradients lie
@@ -139,8 +138,7 @@ class Piece:
         return array[a:b] if self.axis == 0 else array[:, a:b]
 
 
-@dataclasses.dataclass(frozen=True)
-class Layer:
+class Layer(NamedTuple):
     """How one layer is split, and the bytes that a rank receives for it per shard."""
 
     name: str
@@ -251,8 +249,7 @@ class _Value:
     floats: int = 0  # of the node
 
 
-@dataclasses.dataclass
-class _Plan:
+class _Plan(NamedTuple):
     """What was decided for a weight."""
 
     name: str

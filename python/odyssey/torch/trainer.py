@@ -19,14 +19,14 @@ from torch import nn
 from .. import callbacks
 from .. import comm as communication
 from .. import data as datasets
-from ..checkpoints.trainable import Evaluation, Step
+from ..checkpoints.trainable import Evaluation, Mode, Step
 from ..core import settings as declaration
 from ..core.settings import Training
 from ..engine.layout import Layout
 from ..errors import ConfigError
 from ..parallel.mesh import Mesh
 from ..parallel.strategy import MODES, Strategy
-from ..train import agreement, asynchronous
+from ..train import agreement
 from ..train.numerics import NonFinite
 from ..watch import slot
 from ..watch.runs import Run
@@ -113,7 +113,7 @@ class DistributedTrainer(TorchState):
             tell=self.say,
         )
         self.layout = declaration.part(Layout, made, comm=self.comm, workers=1, reduction=self.strategy, mesh=self.mesh)
-        self.mode = asynchronous.Together(self)  # type: ignore[arg-type]
+        self.mode = Mode(self)
         self._given = self._description()
         self._same_everywhere()
         self._watch = agreement.Watch(self.comm, self.check_every)

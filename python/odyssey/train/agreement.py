@@ -300,7 +300,7 @@ def data_set(comm: Communicator, data: ArrayDataset, what: str = "training") -> 
         lo, hi = blocks[int(np.flatnonzero(everyone[other] != everyone[0])[0])]
         if hi - lo == 1:
             break
-        edges = np.unique(np.linspace(lo, hi, min(BLOCKS, hi - lo) + 1).astype(np.int64)).tolist()
+        edges = sorted(set(np.linspace(lo, hi, min(BLOCKS, hi - lo) + 1).astype(np.int64).tolist()))
         blocks = list(zip(edges, edges[1:], strict=False))
     raise _on_all_ranks(
         DataError(

@@ -29,7 +29,7 @@ from ..optim import Optimizer, Update
 from ..parallel import plan as planning
 from ..parallel.mesh import Groups, Mesh
 from ..parallel.plan import ranges, share
-from ..parallel.strategy import MODES, Strategy, make
+from ..parallel.strategy import Strategy, make
 
 
 class Worker(Protocol):
@@ -62,34 +62,6 @@ class Worker(Protocol):
         """Adds to what this rank has sent."""
 
 
-class Together(Mode):
-    """All ranks take every step together."""
-
-    def __init__(self, trainer: Worker) -> None:
-        self.trainer, self.comm = trainer, trainer.comm
-
-    def part(self, batch: Batch) -> Batch | None:
-        """What the engine of this rank is given of a batch; None: nothing."""
-        return batch
-
-    def shared_out(self, samples: int) -> tuple[int, list[int]]:
-        """Workers that share a part of a batch of so many samples, and the parts' numbers of samples."""
-        layout = self.trainer.layout
-        return layout.workers * layout.mesh.dp, [samples]
-
-    def stepped(self) -> None:
-        """After a step of all ranks."""
-
-    def epoch(self, batches: Iterable[Batch], limit: int | None) -> Tally:
-        """Steps over the batches, at most `limit`; the same number on all ranks."""
-        self.trainer.take_steps(batches, limit)
-        return self.trainer.context.tally
-
-    def summary(self, record: dict[str, Any]) -> str:
-        """One line about a training, from the record of its last epoch."""
-        return ""
-
-
 def alone(layout: Layout, comm: Communicator) -> tuple[Layout, Groups]:
     """The layout and the groups of a rank that computes by itself."""
     one, mesh = Communicator(parent=comm), Mesh(1, 1, 1)
@@ -110,7 +82,7 @@ def summed(trainer: Worker, tally: Tally) -> Tally:
     return dataclasses.replace(tally).put(loss, correct, dict(zip(names, metrics, strict=True)))
 
 
-class LocalSGD(Together):
+class LocalSGD(Mode):
     """Every rank trains by itself on its own share of each batch; every `local_steps` steps all average (Stich 2019).
 
     Averaged are the parameters and the optimizer's state (momentum and the like), along the tree over ranks. A rank's
@@ -201,7 +173,7 @@ class Message:
         self.floats = self.array[-16:]
 
 
-class AsynchronousServer(Together):
+class AsynchronousServer(Mode):
     """A parameter server that updates with each gradient as it comes, with a bound on staleness (Ho et al. 2013).
 
     Ranks 0 to servers - 1 each own a range of the parameters and compute nothing else. The others are workers: batch i
@@ -403,10 +375,8 @@ class AsynchronousServer(Together):
         )
 
 
-def mode(trainer: Worker, strategy: Strategy) -> Together:
+def mode(trainer: Worker, strategy: Strategy) -> Mode:
     """How the trainer's ranks take steps."""
-    if strategy.reduction not in MODES or trainer.comm.size == 1:
-        return Together(trainer)
     if strategy.reduction == "local_sgd":
         return LocalSGD(trainer, strategy.local_steps)
     return AsynchronousServer(trainer, strategy.staleness, strategy.servers)

@@ -21,14 +21,13 @@ from .. import data as datasets
 from ..audit.records import Records
 from ..callbacks import Callback, Context
 from ..checkpoints import Store, environment_key
-from ..checkpoints.trainable import KEEP, History, Saving, Step
+from ..checkpoints.trainable import KEEP, History, Mode, Saving, Step
 from ..comm import Communicator
 from ..data.trees import leaves, mapped
 from ..errors import ConfigError, NumericsError
 from ..parallel.plan import default_shard_size, idle, shard_count
 from ..watch import slot
 from . import agreement, resume
-from .asynchronous import Together
 from .progress import Shown
 from .requests import Requests
 from .session import Session
@@ -42,7 +41,7 @@ class Trainer:
     """fit() and steps of a trainer (trainable.Trainable); a subclass has the rest."""
 
     comm: Communicator
-    mode: Together
+    mode: Mode
     accumulation_steps: int
     numerics: Any
     progress: Any

@@ -34,7 +34,7 @@ from ..errors import CheckpointError, ConfigError, DataError, NumericsError, Ody
 from ..watch import entry, slot
 from ..watch.files import parse_json, read_json, write_json
 from ..watch.runs import Run
-from . import agreement, preflight, resume
+from . import agreement, resume
 
 RESUME = ("auto", "never")
 EARLIER = ("history", "records")  # file and tensor of a checkpoint: JSON of all epochs' records but the last one's
@@ -126,6 +126,8 @@ class Session:
                     f"[checkpoint] the loader's {type(sampler).__name__} has no set_epoch(): a training that goes on "
                     "has the same bits only if it gives the same order whenever an epoch is begun again"
                 )
+            from . import preflight
+
             for warning in preflight.space(self.folder, self.trainer.state_bytes):
                 self.trainer.say(warning)
 

@@ -17,7 +17,7 @@ from .. import callbacks
 from .. import comm as communication
 from .. import data as datasets
 from ..build import gpus
-from ..checkpoints.trainable import Evaluation, History, Step, Tally
+from ..checkpoints.trainable import Evaluation, History, Mode, Step, Tally
 from ..comm.cores import default_threads
 from ..core import precision as precisions
 from ..core import settings as declaration
@@ -31,12 +31,11 @@ from ..engine.runner import Sums
 from ..errors import ConfigError, DeviceError, NumericsError
 from ..nn import CrossEntropyLoss, Module
 from ..optim import Optimizer, Schedule, lr_factor
-from ..parallel.mesh import Groups, Mesh
+from ..parallel.mesh import PARTS, Groups, Mesh
 from ..parallel.strategy import MODES, Strategy
-from ..parallel.tensor import PARTS
 from ..watch import launcher, slot
 from ..watch.outputs import write_weights
-from . import agreement, asynchronous, resume
+from . import agreement, resume
 from .agreement import hash_of
 from .fit import evaluated
 from .numerics import NonFinite
@@ -161,12 +160,15 @@ class DistributedTrainer(EngineState):
                 f"[train] the loss has reduction={how!r}, but a trainer divides by the samples of the global batch; "
                 "use 'mean'"
             )
-        self.mode = asynchronous.mode(self, strategy)
+        self.mode = Mode(self)
         groups = Groups(self.comm, self.mesh)
         common: dict[str, Any] = {"seed": made.seed, "precision": made.precision}
         common["metrics"] = None if metrics is None else chosen(metrics)
         layout, its_groups, own = self.layout, groups, {}
-        if not self.mode.together:
+        if strategy.reduction in MODES and self.comm.size > 1:
+            from . import asynchronous
+
+            self.mode = asynchronous.mode(self, strategy)
             layout, its_groups = asynchronous.alone(self.layout, self.comm)
             own = {"seed": (made.seed + 0x9E3779B97F4A7C15 * self.comm.rank) % 2**63}  # other masks for other samples
         self._train = Engine(

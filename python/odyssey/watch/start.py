@@ -23,8 +23,6 @@ import numpy as np
 from ..errors import ConfigError
 from . import entry, runs, slot
 from .hooks import machine, process_space
-from .judge import name
-from .process import SHARED, attach
 
 WATCHDOG, HEARTBEAT = "ODYSSEY_WATCHDOG", "ODYSSEY_HEARTBEAT"
 ADDRESSES = 6
@@ -53,6 +51,9 @@ def begin(world: Any) -> None:
     run = runs.Run.current()
     if _begun == os.getpid() or (world.size == 1 and run is None):
         return
+    from .judge import name
+    from .process import attach
+
     _begun = os.getpid()
     settings = {
         "watchdog": seconds(WATCHDOG, 60.0, zero=True),
@@ -186,6 +187,8 @@ def _left_behind(started: list[list[int]]) -> list[str]:
     one that hydra made for the ranks of this machine when the first of them started MPI: between the earliest begin
     and the earliest end of `started`, in ns. If there are several of that age, none."""
     import tempfile
+
+    from .process import SHARED
 
     found = []
     with contextlib.suppress(OSError), open("/proc/self/maps") as maps:

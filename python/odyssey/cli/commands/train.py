@@ -144,8 +144,7 @@ def run(made: Settings, *, verbose: bool = False) -> None:
     from odyssey.comm.cores import default_threads
     from odyssey.parallel.mesh import Mesh
 
-    from ... import comm
-    from ...audit import verify
+    from ... import callbacks, comm
     from ...train import preflight
 
     world = comm.world(backend="auto")
@@ -154,7 +153,7 @@ def run(made: Settings, *, verbose: bool = False) -> None:
         threads = made.threads or default_threads(world.local_size)
         warnings = preflight.at_start(world, dataclasses.asdict(made), threads=threads)
         mesh = Mesh(made.dp, made.pp, made.tp)
-        if verify.Trace.current() is None and not again:  # else the layout is not that of the options
+        if not any(map(os.environ.get, callbacks.JOINING)):  # else the layout is not that of the options
             mesh = mesh.fit(world.size)
     if first:
         for path, name in ((made.save_weights, "--save-weights"), (made.json, "--json")):

@@ -12,10 +12,9 @@ Both add along the same tree, so the bits are the same. What it is not: a transp
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -33,8 +32,7 @@ if TYPE_CHECKING:
 PIECE = 1 << 20  # floats that go from device to host, over the network and back at a time; 4 MB
 
 
-@dataclasses.dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """Where a worker has floats lo .. hi-1 of the sums of this process's nodes.
 
     Float x of node i is at address + 4 (stride rows[i] + x - lo) in device memory.

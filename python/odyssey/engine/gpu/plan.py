@@ -5,8 +5,8 @@ Pure functions. The tree is that of parallel/plan.py; what is computed in one go
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from ...parallel.plan import Action, Node, combine, nodes, split
 
@@ -16,8 +16,7 @@ FOLD = 8
 SIDE_BY_SIDE = 32
 
 
-@dataclasses.dataclass(frozen=True)
-class Compute:
+class Compute(NamedTuple):
     """Computes the node (first shard, shards) in one go, `fold` shards per gradient buffer, into sum `to`."""
 
     first: int
@@ -26,8 +25,7 @@ class Compute:
     to: int
 
 
-@dataclasses.dataclass(frozen=True)
-class WorkerPlan:
+class WorkerPlan(NamedTuple):
     """What one worker does: actions in order; afterwards sum i is that of node i of `nodes`, for all of them.
 
     It needs room for `sums` sums, and for the largest piece: `pieces` gradient buffers and `shards` workspaces.
@@ -83,8 +81,7 @@ def worker(run: tuple[int, int], shards: int, limit: int, most: int = FOLD) -> W
     return WorkerPlan(tuple(actions), own, sums, pieces, largest)
 
 
-@dataclasses.dataclass(frozen=True)
-class Meeting:
+class Meeting(NamedTuple):
     """How the sums of a process's workers become those of its own nodes.
 
     Sums are numbered through, worker after worker. `adds` are done in order; then that of node i of `nodes` is number
