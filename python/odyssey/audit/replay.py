@@ -122,10 +122,8 @@ class Session(Callback):
     ) -> NoReturn:
         """Ends this process after the step, with exit code 0; all ranks call it, their logs closed.
 
-        weights, gradients: by the parameters' names, whole, on rank 0; only if `save`.
-
-        Raises:
-            SystemExit: so that nothing which comes after the training in the user's script is done again.
+        weights, gradients: by the parameters' names, whole, on rank 0; only if `save`. Raises SystemExit: so that
+        nothing which comes after the training in the user's script is done again.
         """
         if self.save and comm.rank == 0:
             given = {"weights": weights, "gradients": gradients}

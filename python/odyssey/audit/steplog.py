@@ -220,10 +220,7 @@ def parse(data: bytes, name: str = "the step log") -> np.ndarray:
     """The records of a log as an array of LAYOUT, in the order of the file; one that is torn at the end is left out.
 
     Torn is: fewer than 64 bytes, or records whose CRC is wrong with none behind them whose CRC is right (a power cut
-    leaves zeros).
-
-    Raises:
-        DataError: no step log, one of another version, or with a damaged record before others.
+    leaves zeros). Raises DataError: no step log, one of another version, or with a damaged record before others.
     """
     if len(data) < SIZE:
         if header().startswith(data):

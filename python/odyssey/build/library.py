@@ -280,8 +280,7 @@ def _open_entry(cache: Path, what: Plan) -> Opened | None:
     """The library of this entry if it is there. Each directory is looked at and then opened from, no link is followed
     below the cache's directory, and what is checked of a file is what is behind the descriptor.
 
-    Raises:
-        BuildError: somebody else may have put it there. _Damaged: it is not as it was written.
+    Raises BuildError: somebody else may have put it there. _Damaged: it is not as it was written.
     """
     entry = cache / "kernels" / what.key
     with contextlib.ExitStack() as opened:

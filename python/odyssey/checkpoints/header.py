@@ -96,10 +96,8 @@ def encode_header(tensors: Sequence[Tensor]) -> bytes:
 def make_header(arrays: Mapping[str, np.ndarray]) -> tuple[bytes, list[Tensor]]:
     """The header for these arrays (length and JSON), and their places in the order of the data.
 
-    Wide dtypes come first, so each tensor is aligned; then by name: the same arrays give the same bytes.
-
-    Raises:
-        OutputError: a name or a dtype that the format, or its limits, do not have.
+    Wide dtypes come first, so each tensor is aligned; then by name: the same arrays give the same bytes. Raises
+    OutputError: a name or a dtype that the format, or its limits, do not have.
     """
     for name, array in arrays.items():
         problem = name_problem(name)

@@ -145,10 +145,8 @@ class Store:
     def verified(self) -> list[Manifest | Refused]:
         """Every checkpoint, oldest first: its manifest if every byte is right, or why it is refused.
 
-        In constant memory. One that its owner removes meanwhile is left out.
-
-        Raises:
-            CheckpointError: the directory itself cannot be read.
+        In constant memory. One that its owner removes meanwhile is left out. Raises CheckpointError: the directory
+        itself cannot be read.
         """
         found: list[Manifest | Refused] = []
         for path in [self.folder / name for name in self.names()]:
@@ -176,12 +174,9 @@ class Store:
     def save(self, snapshot: Snapshot) -> Path:
         """Writes a checkpoint, whole or not at all, then removes those that are too old; returns its directory.
 
-        One of the same step stays if it is valid and says the same; else it is replaced, unless a later attempt
-        wrote it.
-
-        Raises:
-            NumericsError: parameters or optimizer hold NaN or infinity.
-            OutputError: it cannot be written; the checkpoints before it are as they were.
+        One of the same step stays if it is valid and says the same; else it is replaced, unless a later attempt wrote
+        it. Raises NumericsError: parameters or optimizer hold NaN or infinity. OutputError: it cannot be written; the
+        checkpoints before it are as they were.
         """
         self.wait()
         arrays = {stem: {name: _plain(one) for name, one in some.items()} for stem, some in snapshot.arrays.items()}
@@ -190,10 +185,8 @@ class Store:
     def save_later(self, snapshot: Snapshot) -> None:
         """Copies a snapshot, which may change after the call, and writes it on a thread.
 
-        Waits for the save before it. What that one raised is raised here, and then this snapshot is not taken.
-
-        Raises:
-            NumericsError, OutputError: as `save`.
+        Waits for the save before it. What that one raised is raised here, and then this snapshot is not taken. Raises
+        NumericsError, OutputError: as `save`.
         """
         self.wait()
         arrays: dict[str, dict[str, np.ndarray]] = {}

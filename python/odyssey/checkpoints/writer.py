@@ -92,10 +92,8 @@ class Planned:
     def write(self, folder: Path, aside: Aside, allowed: Callable[[], None]) -> None:
         """Puts the checkpoint into `folder`; `allowed` raises if somebody else has taken over, and is asked last.
 
-        What had its name before lies aside afterwards: see `settle`.
-
-        Raises:
-            OSError: with the file in `filename`; what was there before is as it was, and nothing is left aside.
+        What had its name before lies aside afterwards: see `settle`. Raises OSError: with the file in `filename`; what
+        was there before is as it was, and nothing is left aside.
         """
         temporary, final = folder / aside.name, folder / step_name(aside.step)
         with contextlib.suppress(FileNotFoundError):

@@ -207,10 +207,8 @@ class Communicator:
     ) -> Repeated:
         """`all_to_all_v` that is started again and again with the same arrays (MPI's MPI_Alltoallv_init).
 
-        What it may cost if the ranks' calls differ, says Repeated. All ranks make theirs in the same order.
-
-        Raises:
-            ShapeError: as `all_to_all_v`; or `send` would have to be copied, and later values would not be sent.
+        What it may cost if the ranks' calls differ, says Repeated. All ranks make theirs in the same order. Raises
+        ShapeError: as `all_to_all_v`; or `send` would have to be copied, and later values would not be sent.
         """
         apart = isinstance(send, np.ndarray) and send.flags.c_contiguous
         if not apart or (send.size and isinstance(receive, np.ndarray) and np.may_share_memory(send, receive)):
@@ -238,11 +236,8 @@ class Communicator:
         return request.wait() if wait else request
 
     def recv(self, out: np.ndarray, source: int, tag: int = 0, *, wait: bool = True) -> Any:
-        """Receives from rank `source` what it sent with this tag, in the order sent, into `out`; returns it.
-
-        Raises:
-            CollectiveError: what was sent has another dtype or number of elements; it is lost.
-        """
+        """Receives from rank `source` what it sent with this tag, in the order sent, into `out`; returns it. Raises
+        CollectiveError: what was sent has another dtype or number of elements; it is lost."""
         self._check_peer("recv", "source", source, tag)
         self._written("recv", out)
         envelope = self._envelope("recv", out, source, tag)

@@ -49,11 +49,7 @@ class ReduceOp(str, enum.Enum):
 
     @classmethod
     def of(cls, op: ReduceOp | str) -> ReduceOp:
-        """The operation of a name; "average" and "avg" are "mean".
-
-        Raises:
-            ConfigError: there is none of this name.
-        """
+        """The operation of a name; "average" and "avg" are "mean". Raises ConfigError: there is none of this name."""
         found = _OPERATIONS.get(op) if isinstance(op, str) else None
         if found is None:
             raise ConfigError(f"[comm] operation {op!r}; it must be sum, mean, max, min or prod")

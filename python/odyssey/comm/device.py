@@ -39,10 +39,7 @@ class DeviceTransport:
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
         """Sends and receives behind what is in the COMPUTE queue of the GPU, before what is put there afterwards.
-
-        Raises:
-            CollectiveError: a rank is gone, or the library refuses.
-        """
+        Raises CollectiveError: a rank is gone, or the library refuses."""
         raise NotImplementedError
 
     def mark(self) -> None:
@@ -124,11 +121,8 @@ class Exchanged(Waiting):
 
 
 def wanted(comm: Communicator) -> bool:
-    """Whether somebody asked for transfers between GPUs; a group of one needs none.
-
-    Raises:
-        ConfigError: ODYSSEY_GPU_MPI has a value that is not allowed.
-    """
+    """Whether somebody asked for transfers between GPUs; a group of one needs none. Raises ConfigError: ODYSSEY_GPU_MPI
+    has a value that is not allowed."""
     return comm.size > 1 and (comm.name == "nccl" or gpu_mpi())
 
 

@@ -25,11 +25,8 @@ def up(n: int, to: int) -> int:
 
 
 def window(over: mpi.MPICommunicator, size: int) -> tuple[mpi.Window, list[int]]:
-    """Shared memory of `size` bytes on each rank, and where it begins, on whole cache lines; all ranks call it.
-
-    Raises:
-        ConfigError: there is not so much.
-    """
+    """Shared memory of `size` bytes on each rank, and where it begins, on whole cache lines; all ranks call it. Raises
+    ConfigError: there is not so much."""
     size = up(size + LINE, PAGE)
     free = int(over.all_reduce(np.array([_free()]), "min")[0])
     if size * over.size > free:

@@ -199,10 +199,8 @@ class _Received(_Patient):
 def run(ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """Calls `function(communicator, *arguments)` on ranks 0 to `ranks` - 1, each in a thread; returns their results.
 
-    In these threads `comm.world()` is the rank's communicator.
-
-    Raises:
-        Whatever a rank raised: of several errors one that is not a CollectiveError, of the lowest rank.
+    In these threads `comm.world()` is the rank's communicator. Raises Whatever a rank raised: of several errors one
+    that is not a CollectiveError, of the lowest rank.
     """
     if ranks < 1:
         raise ConfigError(f"[comm] mock world of {ranks} ranks; give at least 1")

@@ -234,8 +234,7 @@ def gpus() -> int:
 def connect() -> Communicator:
     """All processes that MPI knows: a group of backend "shm" or "mpi" that says "nccl", so that GPUs exchange by NCCL.
 
-    Raises:
-        ConfigError: one process alone, no NCCL, different ones, or two ranks with the same GPU. DeviceError: no GPU.
+    Raises ConfigError: one process alone, no NCCL, different ones, or two ranks with the same GPU. DeviceError: no GPU.
     """
     from . import nearer, world
 

@@ -66,11 +66,8 @@ class Request:
         return self._complete
 
     def wait(self) -> Any:
-        """The result, when it is there; again the same if called again.
-
-        Raises:
-            CollectiveError: the ranks' calls differ, or one did not come before the deadline.
-        """
+        """The result, when it is there; again the same if called again. Raises CollectiveError: the ranks' calls
+        differ, or one did not come before the deadline."""
         if not self._complete and not self.test():
             self._block()
         if self._error is not None:

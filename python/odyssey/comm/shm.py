@@ -152,11 +152,8 @@ class ShmCommunicator(SteppedCommunicator):
         """Memory that all ranks see: uint8 arrays of `nbytes` bytes, one per rank, each on a cache line of its own.
 
         All ranks call it with the same number. Who reads what another has written must pass a barrier in between. The
-        memory lives as long as one of the arrays, on one of the ranks.
-
-        Raises:
-            CollectiveError: the ranks give different numbers.
-            ConfigError: there is not so much shared memory.
+        memory lives as long as one of the arrays, on one of the ranks. Raises CollectiveError: the ranks give different
+        numbers. ConfigError: there is not so much shared memory.
         """
         size = int(nbytes)
         self._run(Call("group", described=("", None, -1, None, f"shared {size} bytes")), True)
@@ -427,11 +424,8 @@ def _move() -> None:
 
 
 def connect() -> ShmCommunicator:
-    """All processes that MPI knows, over the world of backend "mpi"; called once per process.
-
-    Raises:
-        ConfigError: they are on several machines, or there is too little shared memory.
-    """
+    """All processes that MPI knows, over the world of backend "mpi"; called once per process. Raises ConfigError: they
+    are on several machines, or there is too little shared memory."""
     from . import world
 
     return ShmCommunicator(world("mpi"))

@@ -150,11 +150,8 @@ class Work:
         self._error: BaseException | None = None
 
     def wait(self) -> Any:
-        """Waits and returns what the blocking form does; the same again if called again.
-
-        Raises:
-            CollectiveError: the ranks' calls differ, or one did not come before the deadline.
-        """
+        """Waits and returns what the blocking form does; the same again if called again. Raises CollectiveError: the
+        ranks' calls differ, or one did not come before the deadline."""
         if not self._done:
             try:
                 self._result = self._finish(self._request.wait())

@@ -109,11 +109,7 @@ class DistributedConfig:
         self._workers = by_node if self.num_gpus is None else self.num_gpus
 
     def workers(self, ranks: int) -> int:
-        """Workers of all ranks together.
-
-        Raises:
-            ConfigError: they cannot be shared out evenly over so many ranks.
-        """
+        """Workers of all ranks together. Raises ConfigError: they cannot be shared out evenly over so many ranks."""
         total = ranks if self._workers is None else self._workers
         if total % ranks:
             raise ConfigError(

@@ -149,11 +149,7 @@ def _world() -> World:
 
 
 def joined(group: ProcessGroup | None) -> ProcessGroup:
-    """The group that was given, or the world.
-
-    Raises:
-        ConfigError: it is no group, or none is initialized.
-    """
+    """The group that was given, or the world. Raises ConfigError: it is no group, or none is initialized."""
     if group is None:
         return _world()
     if not isinstance(group, ProcessGroup):

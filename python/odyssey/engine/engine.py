@@ -290,11 +290,8 @@ class Engine:
         return lambda r: of_tag[r.tag]
 
     def _first_placing(self, records: list[Record], n: int, form: Form) -> Callable[[Record], int]:
-        """From records to positions in the pipeline: by the model's own placement, or an automatic one.
-
-        Raises:
-            ConfigError: the model is placed on a number of devices that does not fit.
-        """
+        """From records to positions in the pipeline: by the model's own placement, or an automatic one. Raises
+        ConfigError: the model is placed on a number of devices that does not fit."""
         pp, interleaved = self.layout.mesh.pp, self.layout.schedule == "interleaved"
         devices = sorted({r.device for r in records})
         placed = len(devices)

@@ -25,11 +25,8 @@ NAMED: dict[str, Metric] = {"accuracy": F.top_k, "mae": F.l1_loss, "mse": F.mse_
 
 
 def chosen(given: Any) -> dict[str, Metric]:
-    """Metrics by their names, from such a dict (its values may be names of NAMED) or a list of names.
-
-    Raises:
-        ConfigError: a name is unknown, what is given is no function, or there are too many.
-    """
+    """Metrics by their names, from such a dict (its values may be names of NAMED) or a list of names. Raises
+    ConfigError: a name is unknown, what is given is no function, or there are too many."""
     if isinstance(given, str) or not isinstance(given, Iterable):
         raise ConfigError(f"[train] metrics is {given!r}; give a dict of names and functions, or a list of names")
     found = {}

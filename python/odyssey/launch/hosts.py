@@ -33,9 +33,8 @@ class Host(NamedTuple):
 def parse_hosts(text: str) -> tuple[Host, ...]:
     """The hosts of a list such as "h1,h2:4", a number after a colon being slots.
 
-    Raises:
-        ConfigError: no host, a host named twice, a name that is neither a host name nor an IPv4 address, slots outside
-            1 to SLOTS, or more than HOSTS hosts.
+    Raises ConfigError: no host, a host named twice, a name that is neither a host name nor an IPv4 address, slots
+    outside 1 to SLOTS, or more than HOSTS hosts.
     """
     if len(text) > FILE_LIMIT:
         raise ConfigError(f"[launch] --hosts has {len(text)} characters; at most {FILE_LIMIT} are allowed")
@@ -45,9 +44,8 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
 def parse_hostfile(path: Path) -> tuple[Host, ...]:
     """The hosts of a file: one a line as "h1", "h1:4" (MPICH) or "h1 slots=4" (Open MPI); "#" begins a comment.
 
-    Raises:
-        ConfigError: it cannot be read, is longer than FILE_LIMIT bytes or is not ASCII; else as `parse_hosts`, naming
-            the line.
+    Raises ConfigError: it cannot be read, is longer than FILE_LIMIT bytes or is not ASCII; else as `parse_hosts`,
+    naming the line.
     """
     try:
         with open(path, "rb") as file:
@@ -137,10 +135,8 @@ def place(hosts: Sequence[Host], ranks: int) -> tuple[tuple[str, int], ...]:
     """Which host gets how many ranks, in blocks: the first ranks go to the first host.
 
     Hosts with slots are filled in order, one without among them has one slot. Where no host has slots, each gets as
-    many as the others, the first ones one more. Hosts that get none are left out.
-
-    Raises:
-        ConfigError: the hosts have fewer slots than there are ranks.
+    many as the others, the first ones one more. Hosts that get none are left out. Raises ConfigError: the hosts have
+    fewer slots than there are ranks.
     """
     check_room(hosts, ranks)
     if capacity(hosts) is None:

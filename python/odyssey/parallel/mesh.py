@@ -41,11 +41,8 @@ class Mesh:
                 raise ConfigError(f"[mesh] {name} is {value!r}; it must be an integer of at least 1")
 
     def fit(self, world: int, devices: int = 1) -> Mesh:
-        """The same with every number known, for `world` ranks and a model placed on `devices` devices.
-
-        Raises:
-            ConfigError: the numbers do not give `world`, with the equation.
-        """
+        """The same with every number known, for `world` ranks and a model placed on `devices` devices. Raises
+        ConfigError: the numbers do not give `world`, with the equation."""
         tp = self.tp or 1
         pp = self.pp
         if pp is None:

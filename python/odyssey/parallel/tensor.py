@@ -209,11 +209,9 @@ def rewrite(records: Sequence[Record], rank: int, size: int, like: Mapping[str, 
     with the trait "features" (mojo/kernels/op.mojo) use them, and are gathered before anything else.
 
     `like` is the ownership of another program of the same model, whose splits are to be followed: a rank may read only
-    what it trains, and an evaluation, without dropout, would be split in another way than the training.
-
-    Raises:
-        ConfigError: size is not 1 to 4; a shard in rows (of at most four samples); products of another precision than
-            fp32; a program of which nothing can be split.
+    what it trains, and an evaluation, without dropout, would be split in another way than the training. Raises
+    ConfigError: size is not 1 to 4; a shard in rows (of at most four samples); products of another precision than fp32;
+    a program of which nothing can be split.
     """
     if not 1 <= size <= PARTS or not 0 <= rank < size:
         raise ConfigError(

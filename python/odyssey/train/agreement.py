@@ -119,11 +119,9 @@ def programs(comm: Communicator, engine: Engine, batch: Batch, step: int) -> Non
     """Compares what the ranks' models do with a shard of a batch, op by op; a collective call.
 
     Compared is what the model records, the same on all ranks whatever part of it they run; where nothing is recorded
-    (execution="eager"), what it does with the first shard, which all ranks compute for that.
-
-    Raises:
-        ConfigError: on all ranks, naming the first op that differs, its layer and, where it is the user's, its line.
-        OdysseyError: on all ranks: a model cannot be run.
+    (execution="eager"), what it does with the first shard, which all ranks compute for that. Raises ConfigError: on all
+    ranks, naming the first op that differs, its layer and, where it is the user's, its line. OdysseyError: on all
+    ranks: a model cannot be run.
     """
     error, listed = None, Listed()
     try:
@@ -271,11 +269,8 @@ def watched(model: Module) -> Iterator[list[str]]:
 
 
 def data_set(comm: Communicator, data: ArrayDataset, what: str = "training") -> None:
-    """Compares all bytes of a data set, at the speed of memory; a collective call.
-
-    Raises:
-        ConfigError, DataError: on all ranks, naming what differs and the first sample.
-    """
+    """Compares all bytes of a data set, at the speed of memory; a collective call. Raises ConfigError, DataError: on
+    all ranks, naming what differs and the first sample."""
     if comm.size == 1:
         return
     compare(
@@ -386,11 +381,8 @@ class Watch:
         self._orders.clear()
 
     def batch(self, batch: Batch, step: int, rate: Callable[[int], float] | None = None) -> None:
-        """Before step `step` (from 0); a collective call where something is due.
-
-        Raises:
-            ConfigError, DataError: on all ranks: they differ.
-        """
+        """Before step `step` (from 0); a collective call where something is due. Raises ConfigError, DataError: on all
+        ranks: they differ."""
         if self.comm.size == 1:
             return
         if self._first or self.every:

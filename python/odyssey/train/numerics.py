@@ -57,10 +57,8 @@ class NonFinite:
     ) -> Decision:
         """Decides about step `step` (from 1) on batch `batch` of `epoch` (from 0), whose `what` is not finite.
 
-        checkpoint: the step of the newest checkpoint, None if there is none.
-
-        Raises:
-            NumericsError: the training ends; all ranks raise it alike.
+        checkpoint: the step of the newest checkpoint, None if there is none. Raises NumericsError: the training ends;
+        all ranks raise it alike.
         """
         said = f"[train] the {what} is not finite at step {step} (epoch {epoch + 1}, batch {batch + 1}, rate {rate:g})"
         cure = "lower --lr, or warm up"
@@ -103,11 +101,8 @@ class NonFinite:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse, for a training that is resumed. Not after a rollback: the batch would come back.
-
-        Raises:
-            ConfigError: the state is none of this class; nothing was changed.
-        """
+        """The inverse, for a training that is resumed. Not after a rollback: the batch would come back. Raises
+        ConfigError: the state is none of this class; nothing was changed."""
         try:
             row = int(state["row"])
             gone_back = Counter({int(step): int(count) for step, count in state["gone_back"]})
@@ -130,8 +125,7 @@ def check_replicas(comm: Communicator, step: int, fingerprints: Mapping[str, int
     group: ranks with the same number are compared: those that hold the same (with pipeline and tensor parallelism the
         replicas of one share of the model). A group of one rank is always in order.
 
-    Raises:
-        NumericsError: on all ranks, naming those that differ.
+    Raises NumericsError: on all ranks, naming those that differ.
     """
     mine = np.array([group, *(signed(value) for value in fingerprints.values())], np.int64)
     everyone = mine[None] if comm.size == 1 else comm.all_gather(mine)

@@ -115,11 +115,7 @@ def crowded(places: Sequence[Place]) -> list[str]:
 
 
 def check_space(free: int, checkpoint: int, directory: str) -> list[str]:
-    """A warning where checkpoints of so many bytes will be tight; pure.
-
-    Raises:
-        OutputError: not even one fits.
-    """
+    """A warning where checkpoints of so many bytes will be tight; pure. Raises OutputError: not even one fits."""
     if checkpoint <= 0 or free >= CHECKPOINTS * checkpoint:
         return []
     said = f"{directory} has {free / MIB:,.1f} MiB left and a checkpoint takes {checkpoint / MIB:,.1f}"

@@ -99,10 +99,8 @@ class Session:
     def begin(self) -> None:
         """Goes to where the newest valid checkpoint is, or starts at the first step.
 
-        Raises:
-            ConfigError: the checkpoint is of another training.
-            CheckpointError: the checkpoint that was asked for is not valid.
-            OutputError: the directory cannot be used.
+        Raises ConfigError: the checkpoint is of another training. CheckpointError: the checkpoint that was asked for is
+        not valid. OutputError: the directory cannot be used.
         """
         if self.folder is None:
             if self.saving.resume not in RESUME:
@@ -218,10 +216,8 @@ class Session:
     def _check_data(self, snapshot: Snapshot, name: str) -> None:
         """Reads the last batch before a checkpoint again: it must be what it was, or the bits would be others.
 
-        Nothing is read for a checkpoint that does not know its last batch, nor where that would take an epoch.
-
-        Raises:
-            DataError: on all ranks: it is not.
+        Nothing is read for a checkpoint that does not know its last batch, nor where that would take an epoch. Raises
+        DataError: on all ranks: it is not.
         """
         last = snapshot.values.get("last batch")
         if last is None:
@@ -309,11 +305,8 @@ class Session:
     # --- in between ---
 
     def stepped(self, batch: Batch, samples: int) -> None:
-        """After a step on a batch, over so many samples: none, if it was left out.
-
-        Raises:
-            Stopped: somebody asked for it; a checkpoint of this step is there.
-        """
+        """After a step on a batch, over so many samples: none, if it was left out. Raises Stopped: somebody asked for
+        it; a checkpoint of this step is there."""
         cursor = self.context.cursor
         self._last = cursor.loader_epoch, cursor.step, batch
         cursor.step += 1

@@ -75,11 +75,8 @@ class EngineState(Sharing):
         return gradients, weights
 
     def check_replicas(self) -> None:
-        """Compares what the ranks hold alike; a collective call.
-
-        Raises:
-            NumericsError: on all ranks: they differ, as after a flipped bit in one rank's memory.
-        """
+        """Compares what the ranks hold alike; a collective call. Raises NumericsError: on all ranks: they differ, as
+        after a flipped bit in one rank's memory."""
         if self.layout.zero == 3:
             return
         if self._train.team is not None:
@@ -124,11 +121,8 @@ class EngineState(Sharing):
         return {name: whole(own) for name, own in self.optimizer.state.items()}
 
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
-        """Takes back what optimizer_state() gave, on this layout or another; all ranks call it.
-
-        Raises:
-            ConfigError: the state is of another optimizer or model; nothing was changed.
-        """
+        """Takes back what optimizer_state() gave, on this layout or another; all ranks call it. Raises ConfigError: the
+        state is of another optimizer or model; nothing was changed."""
         arrays = {name: np.asarray(state.get(name, ())) for name in self.optimizer.states}
         wrong = next((name for name, a in arrays.items() if a.shape != (self.arena.size,)), None)
         if wrong or "steps" not in state or "lr" not in state:
@@ -167,11 +161,8 @@ class EngineState(Sharing):
         return self._train.bytes_plain / max(self.steps, 1)
 
     def last_gradients(self) -> dict[str, np.ndarray]:
-        """The summed gradients of the last step by the parameters' names; before division, scaling and clipping.
-
-        Raises:
-            ConfigError: ranks have parts of them (zero=, or a mesh).
-        """
+        """The summed gradients of the last step by the parameters' names; before division, scaling and clipping. Raises
+        ConfigError: ranks have parts of them (zero=, or a mesh)."""
         updates = self.last.updates if self.last is not None else []
         if len(updates) != 1 or updates[0].n != self.arena.size:
             raise ConfigError("[train] the gradients are spread over ranks; they are whole with one rank, or zero=0")

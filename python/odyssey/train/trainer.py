@@ -388,11 +388,8 @@ DistributedTrainer.__doc__ = (DistributedTrainer.__doc__ or "").format(settings=
 
 
 def shard_size_of(model: Module, shard_size: int | None) -> int | None:
-    """The shard size of a training: as given, or as the model's micro-batches are; None: by its global batch.
-
-    Raises:
-        ConfigError: two different numbers are given.
-    """
+    """The shard size of a training: as given, or as the model's micro-batches are; None: by its global batch. Raises
+    ConfigError: two different numbers are given."""
     micro = getattr(model, "micro_batch_size", None)
     if micro is not None and shard_size is not None and micro != shard_size:
         raise ConfigError(
@@ -438,11 +435,8 @@ def check_last_step(mesh: Mesh, loader: datasets.DataLoader, step: int, limit: i
 
 
 def connect(backend: str, device: str, num_gpus: int | None) -> communication.Communicator:
-    """The ranks that a backend connects; "nccl" in a single process is its GPUs.
-
-    Raises:
-        DeviceError: a single process asks for them, and this machine has none.
-    """
+    """The ranks that a backend connects; "nccl" in a single process is its GPUs. Raises DeviceError: a single process
+    asks for them, and this machine has none."""
     found = launcher.launched()
     if backend != "nccl" or num_gpus is None or device == "cpu" or (found is not None and found.size > 1):
         return communication.world(backend)
@@ -457,11 +451,8 @@ def connect(backend: str, device: str, num_gpus: int | None) -> communication.Co
 def choose_devices(
     device: str, num_gpus: int | None, comm: communication.Communicator, oversubscribe: bool
 ) -> tuple[tuple[int, ...], str | None]:
-    """The GPU of each worker of this process, none for CPU workers; and what the user should know, in one line.
-
-    Raises:
-        DeviceError: GPUs were asked for that are not there.
-    """
+    """The GPU of each worker of this process, none for CPU workers; and what the user should know, in one line. Raises
+    DeviceError: GPUs were asked for that are not there."""
     if device == "cpu" or (device == "auto" and num_gpus is None):
         return (), None
     found, own = gpus.count(), False

@@ -146,11 +146,9 @@ class LockFile:
 def private_directory(path: Path) -> Path:
     """A directory for what a run leaves, made (mode 0700, also those above it) where it is not there yet.
 
-    One that is there is used as it is, unless everybody may write to it and it is another user's: whoever can put
-    files there decides what a run resumes from.
-
-    Raises:
-        OutputError: it cannot be made, is no directory, cannot be written to, or is such a one.
+    One that is there is used as it is, unless everybody may write to it and it is another user's: whoever can put files
+    there decides what a run resumes from. Raises OutputError: it cannot be made, is no directory, cannot be written to,
+    or is such a one.
     """
     path = Path(path)
     try:

@@ -34,11 +34,8 @@ EXPECTED_RANKS = "ODYSSEY_RANKS"  # how many the launcher of a run started
 def begin(run: Run, command: list[str]) -> None:
     """Makes the directory of a run, or goes on in it, and says in it what is run: the first command stays.
 
-    Whether a command goes on with the same training is not compared here, but where its checkpoint is read: it may
-    be another layout.
-
-    Raises:
-        OutputError: it cannot be written, or belongs to another user.
+    Whether a command goes on with the same training is not compared here, but where its checkpoint is read: it may be
+    another layout. Raises OutputError: it cannot be written, or belongs to another user.
     """
     private_directory(run.path)
     if run.description.exists():
