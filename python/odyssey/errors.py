@@ -6,6 +6,9 @@ and exits with the code; the library raises it. Anything that is not an `Odyssey
 
 from __future__ import annotations
 
+from typing import TypeVar
+
+Error = TypeVar("Error", bound="OdysseyError")
 LINE = 4000  # characters of an error's line
 
 
@@ -20,6 +23,11 @@ class OdysseyError(Exception):
     exit_code = 64
     lines = False
     raised_on_all_ranks = False
+
+    def on_all_ranks(self: Error) -> Error:
+        """Itself, marked as raised on all ranks."""
+        self.raised_on_all_ranks = True
+        return self
 
 
 class ConfigError(OdysseyError):

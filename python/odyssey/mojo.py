@@ -80,7 +80,7 @@ def stop(text: str) -> int:
     """Says why the program ends, ends the other ranks, and returns the exit code; nothing else follows."""
     error = _error(text)
     if error is _latest or isinstance(error, OdysseyError):
-        code, line, trace = entry.told(error)
+        code, line, trace = entry.described(error)
     else:  # a plain error of the program's own
         code, line, trace = entry.DEFECT, f"error: {text}", ""
     on_all_ranks = getattr(error, "raised_on_all_ranks", False) or text.startswith("[usage]")

@@ -17,9 +17,10 @@ from odyssey import distributed as dist
 from odyssey import functional as F
 from odyssey.comm import mock
 from odyssey.core.arena import Arena
-from odyssey.distributed.ddp import DDP, DistributedDataParallel, Partial
+from odyssey.distributed.ddp import DDP, DistributedDataParallel
 from odyssey.errors import CollectiveError, ConfigError, ShapeError
 from odyssey.parallel.buckets import from_the_end
+from odyssey.parallel.reduction import TreeSum
 from odyssey.parallel.strategy import Strategy
 from odyssey.train.trainer import DistributedTrainer
 
@@ -337,7 +338,7 @@ def test_passes_are_added_along_the_tree():
 
     leaves = RNG.normal(size=(13, 100)).astype(np.float32)
     for n in range(1, 14):
-        partial = Partial()
+        partial = TreeSum()
         for leaf in leaves[: n - 1]:
             partial.push(leaf)
         last = leaves[n - 1].copy()

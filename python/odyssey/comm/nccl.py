@@ -211,12 +211,10 @@ def check_apart(comm: Communicator, number: int) -> None:
     for p, place in enumerate(comm.all_gather(mine).tolist()):
         other = seen.setdefault(tuple(place), p)
         if other != p:
-            error = ConfigError(
+            raise ConfigError(
                 f"[comm] backend nccl: ranks {comm.ranks[other]} and {comm.ranks[p]} share GPU {place[2]} of one "
                 "machine, which NCCL does not allow; start at most one rank per GPU, or use backend mpi"
-            )
-            error.raised_on_all_ranks = True
-            raise error
+            ).on_all_ranks()
 
 
 def gpus() -> int:

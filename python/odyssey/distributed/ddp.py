@@ -36,39 +36,10 @@ from ..parallel import plan as planning
 from ..parallel import strategy as strategies
 from ..parallel.buckets import FLOATS_PER_MB, Bucket, from_the_end
 from ..parallel.mesh import Mesh
+from ..parallel.reduction import TreeSum
 from .groups import ProcessGroup, joined, state_here
 
 AVERAGES = ("ranks", "samples")
-
-
-class Partial:
-    """The sum of several backward passes, as nodes of the tree: (number of passes, sum), large ones first."""
-
-    def __init__(self) -> None:
-        self.nodes: list[tuple[int, np.ndarray]] = []
-        self._free: list[np.ndarray] = []  # memory of nodes that were merged or forgotten
-
-    def push(self, pass_: np.ndarray) -> np.ndarray:
-        """Adds one more pass, copied."""
-        leaf = self._free.pop() if self._free else np.empty_like(pass_)
-        leaf[:] = pass_
-        size = 1
-        while self.nodes and self.nodes[-1][0] == size:
-            _, other = self.nodes.pop()
-            np.add(other, leaf, out=leaf)
-            self._free.append(other)
-            size *= 2
-        self.nodes.append((size, leaf))
-
-    def clear(self) -> None:
-        """Forgets all passes."""
-        self._free += [node for _, node in self.nodes]
-        self.nodes = []
-
-    def add_to(self, array: np.ndarray, lo: int, hi: int) -> None:
-        """Adds [lo, hi) of all nodes to `array`, which holds the newest pass or nothing, the smallest node first."""
-        for _, node in reversed(self.nodes):
-            np.add(node[lo:hi], array, out=array)
 
 
 class DistributedDataParallel(Module):
@@ -339,7 +310,7 @@ class _Pass(Watcher):
         self.ddp = weakref.ref(ddp)
         self._arena, self._sync = ddp._arena, ddp._sync
         self._grads = ddp._arena.grads[: ddp._arena.size]
-        self._partial = Partial()  # passes that are not reduced yet
+        self._partial = TreeSum()  # passes that are not reduced yet
         self._samples = 0  # of those
         self._mean: np.ndarray | None = None  # gradients that are reduced already and were not set to zero
         self._left: np.ndarray | None = None  # what p.grad was left as, if that is not all zero

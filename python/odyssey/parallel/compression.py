@@ -59,9 +59,7 @@ class Compressed(Phased):
 
     def start(self) -> None:
         self._steps += 1
-        self.local[:] = 0
-        for _, b in self.plan.partial:
-            self.local += self.buffers[b, : self.n]
+        self._add_up(self.local)
         if self._exact is not None:
             self._exact.buffers[:] = self.buffers[:, self.n :]
             self._exact.start()

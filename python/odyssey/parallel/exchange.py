@@ -5,6 +5,7 @@ What it is not: a decision. Who has what and who needs what stands in the record
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -105,10 +106,7 @@ class Exchange:
         n = self._counts[self._comm.rank] // shards
         self._received = native.aligned((ranks, n * shards))
         self._plan_adds([(y.ctypes.data, s * n, n) for s, y in enumerate(self._y)], ranks)
-        self._run = self._slice
-
-    def _slice(self) -> None:
-        self._swap(self._pack)
+        self._run = functools.partial(self._swap, self._pack)
 
     def _swap(self, values: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
         """Copies (to, value) into what is sent, gives each rank its count of it, and adds what came."""

@@ -107,10 +107,11 @@ class Reduction:
         return self.result
 
     def _add_up(self, out: np.ndarray) -> np.ndarray:
-        """This rank's partial sums as one, in their order, into `out` (floats,); for kinds that leave the tree."""
+        """This rank's partial sums of the first floats as one, in their order, into `out` (at most all floats); for
+        kinds that leave the tree."""
         out[:] = 0
         for _, b in self.plan.partial:
-            out += self.buffers[b]
+            out += self.buffers[b, : out.size]
         return out
 
 
@@ -215,6 +216,37 @@ class Adder:
         """Adds."""
         if len(self._records):
             native.library().run(self._records.ctypes.data, len(self._records), self._context)
+
+
+class TreeSum:
+    """The sum of arrays that come one after the other, along the tree of plan.py like a binary counter: the nodes
+    (number of arrays, sum) that are complete, large ones first."""
+
+    def __init__(self) -> None:
+        self.nodes: list[tuple[int, np.ndarray]] = []
+        self._free: list[np.ndarray] = []  # memory of nodes that were merged or forgotten
+
+    def push(self, array: np.ndarray) -> None:
+        """Adds one more array, copied."""
+        leaf = self._free.pop() if self._free else np.empty_like(array)
+        leaf[:] = array
+        size = 1
+        while self.nodes and self.nodes[-1][0] == size:
+            _, other = self.nodes.pop()
+            np.add(other, leaf, out=leaf)
+            self._free.append(other)
+            size *= 2
+        self.nodes.append((size, leaf))
+
+    def clear(self) -> None:
+        """Forgets all arrays."""
+        self._free += [node for _, node in self.nodes]
+        self.nodes = []
+
+    def add_to(self, array: np.ndarray, lo: int, hi: int) -> None:
+        """Adds [lo, hi) of all nodes to `array`, which holds the newest one or nothing, the smallest node first."""
+        for _, node in reversed(self.nodes):
+            np.add(node[lo:hi], array, out=array)
 
 
 def rows(flat: np.ndarray, count: int, floats: int) -> list[np.ndarray]:

@@ -43,11 +43,6 @@ AHEAD = 1000  # steps whose rates, or samples, are compared at once at most
 TEXT = 400  # bytes of what a rank says to the others
 
 
-def _on_all_ranks(error: OdysseyError) -> OdysseyError:
-    error.raised_on_all_ranks = True
-    return error
-
-
 def hash_of(value: Any) -> int:
     """63 bits of a hash over a value's repr."""
     return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:8], "little") >> 1
@@ -76,9 +71,9 @@ def compare(comm: Communicator, settings: dict[str, Any]) -> None:
     for name, column in zip(settings, everyone.T, strict=True):
         other = _first_other(column)
         if other is not None:
-            raise _on_all_ranks(
-                ConfigError(f"[train] the {name} of rank {other} differs from that of rank 0; start all ranks alike")
-            )
+            raise ConfigError(
+                f"[train] the {name} of rank {other} differs from that of rank 0; start all ranks alike"
+            ).on_all_ranks()
 
 
 def parameters(comm: Communicator, arena: Arena) -> None:
@@ -88,12 +83,10 @@ def parameters(comm: Communicator, arena: Arena) -> None:
     if found is not None:
         other, at = found
         said = _texts(comm, lines[at] if at < len(lines) else "none")
-        raise _on_all_ranks(
-            ConfigError(
-                f"[train] the model of rank {other} differs from that of rank 0 in parameter {at + 1}: {said[other]}; "
-                f"on rank 0 {said[0]}; start all ranks alike"
-            )
-        )
+        raise ConfigError(
+            f"[train] the model of rank {other} differs from that of rank 0 in parameter {at + 1}: {said[other]}; "
+            f"on rank 0 {said[0]}; start all ranks alike"
+        ).on_all_ranks()
 
 
 def _first_other_line(comm: Communicator, lines: list[str]) -> tuple[int, int] | None:
@@ -136,12 +129,10 @@ def programs(comm: Communicator, engine: Engine, batch: Batch, step: int) -> Non
     if failed.any():
         text = _texts(comm, str(error or ""))[int(np.argmax(failed))]
         if error is not None and failed.all():
-            raise _on_all_ranks(error)
-        raise _on_all_ranks(
-            ConfigError(
-                f"[train] the model runs on rank {np.argmin(failed)}, but not on rank {np.argmax(failed)}: {text}"
-            )
-        )
+            raise error.on_all_ranks()
+        raise ConfigError(
+            f"[train] the model runs on rank {np.argmin(failed)}, but not on rank {np.argmax(failed)}: {text}"
+        ).on_all_ranks()
     found = _first_other_line(comm, lines)
     if found is None:
         return
@@ -155,12 +146,10 @@ def programs(comm: Communicator, engine: Engine, batch: Batch, step: int) -> Non
         rounded = "" if r.dtype == "fp32" else f" in {r.dtype}"
         mine = f"{r.op}{rounded} ({', '.join(numbers)}){layers.where.get(r.tag, '')}"
     said = _texts(comm, mine)
-    raise _on_all_ranks(
-        ConfigError(
-            f"[train] the model of rank {other} differs from that of rank 0 in op {at + 1}: {said[other]}; on rank 0 "
-            f"{said[0]}; start all ranks alike"
-        )
-    )
+    raise ConfigError(
+        f"[train] the model of rank {other} differs from that of rank 0 in op {at + 1}: {said[other]}; on rank 0 "
+        f"{said[0]}; start all ranks alike"
+    ).on_all_ranks()
 
 
 class Listed:
@@ -297,12 +286,10 @@ def data_set(comm: Communicator, data: ArrayDataset, what: str = "training") -> 
             break
         edges = sorted(set(np.linspace(lo, hi, min(BLOCKS, hi - lo) + 1).astype(np.int64).tolist()))
         blocks = list(zip(edges, edges[1:], strict=False))
-    raise _on_all_ranks(
-        DataError(
-            f"[data] sample {lo} of the {what} set of rank {other} differs from that of rank 0: every rank must be "
-            "given the whole set, the same; read the same files, and seed what is drawn alike on all ranks"
-        )
-    )
+    raise DataError(
+        f"[data] sample {lo} of the {what} set of rank {other} differs from that of rank 0: every rank must be "
+        "given the whole set, the same; read the same files, and seed what is drawn alike on all ranks"
+    ).on_all_ranks()
 
 
 def _of_words(array: np.ndarray, start: int = 0) -> int:
@@ -408,9 +395,9 @@ class Watch:
         shapes, orders, data, _ = (everyone[other] != everyone[0]).tolist()
         if shapes:
             said = _texts(self.comm, f"{len(batch.indices)} samples of {batch.dataset.sample_shape}")
-            raise _on_all_ranks(
-                DataError(f"[data] {self._at(step)} has {said[other]} on rank {other}, {said[0]} on rank 0; {_ALIKE}")
-            )
+            raise DataError(
+                f"[data] {self._at(step)} has {said[other]} on rank {other}, {said[0]} on rank 0; {_ALIKE}"
+            ).on_all_ranks()
         if orders:
             self._differ_in_order(order, other, step)
         if data:
@@ -418,12 +405,10 @@ class Watch:
             return
         everyone = self.comm.all_gather(np.array([-np.inf if r is None else r for r in rates], np.float64))
         at = int(np.flatnonzero(everyone[other].view(np.int64) != everyone[0].view(np.int64))[0])
-        raise _on_all_ranks(
-            ConfigError(
-                f"[train] the learning rate of step {step + at + 1} is {everyone[other, at]:g} on rank {other}, and "
-                f"{everyone[0, at]:g} on rank 0; give all ranks the same schedule"
-            )
-        )
+        raise ConfigError(
+            f"[train] the learning rate of step {step + at + 1} is {everyone[other, at]:g} on rank {other}, and "
+            f"{everyone[0, at]:g} on rank 0; give all ranks the same schedule"
+        ).on_all_ranks()
 
     def end(self) -> None:
         """After the last step of an epoch: compares which samples the steps had that were not compared yet."""
@@ -433,9 +418,9 @@ class Watch:
         everyone = self.comm.all_gather(np.array([len(order), _of_order(order)], np.int64))
         other = _first_other(everyone)
         if other is not None:
-            raise _on_all_ranks(
-                DataError(f"[data] the last batches of rank {other} have other samples than those of rank 0; {_ALIKE}")
-            )
+            raise DataError(
+                f"[data] the last batches of rank {other} have other samples than those of rank 0; {_ALIKE}"
+            ).on_all_ranks()
 
     def program(self, key: tuple[Any, ...]) -> bool:
         """Whether the program of this kind of batch was not compared yet; from now on it is."""
@@ -455,12 +440,10 @@ class Watch:
     def _differ_in_order(self, order: np.ndarray, other: int, step: int) -> None:
         everyone = self.comm.all_gather(order)
         at = int(np.flatnonzero(everyone[other] != everyone[0])[0])
-        raise _on_all_ranks(
-            DataError(
-                f"[data] by {self._at(step)} rank {other} is given sample {everyone[other, at]} where rank 0 is given "
-                f"sample {everyone[0, at]}; {_ALIKE}, such as a sampler with one seed"
-            )
-        )
+        raise DataError(
+            f"[data] by {self._at(step)} rank {other} is given sample {everyone[other, at]} where rank 0 is given "
+            f"sample {everyone[0, at]}; {_ALIKE}, such as a sampler with one seed"
+        ).on_all_ranks()
 
     def _differ_in_samples(self, batch: Batch, other: int, step: int) -> None:
         own = [fingerprint.signed(_of_words(_rows(batch.dataset, i[None]))) for i in batch.indices]
@@ -470,7 +453,7 @@ class Watch:
         number = f"sample {at} of the batch" if batch.numbers is None else f"sample {batch.numbers[at]}"
         text = f"[data] at {self._at(step)} {number} of {_name(batch)} is not on rank {other} what it is on rank 0"
         if self.tell is None:
-            raise _on_all_ranks(DataError(f"{text}: every rank must be given the same samples; {CURE}"))
+            raise DataError(f"{text}: every rank must be given the same samples; {CURE}").on_all_ranks()
         self.tell(f"{text}; training goes on, as data may be nondeterministic, and its bits will not come again")
         self.tell = _silent
 

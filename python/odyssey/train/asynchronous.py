@@ -219,12 +219,10 @@ class AsynchronousServer(Mode):
         self._hand_out()
         failed, samples, steps = added(comm, self._failed, tally.samples, tally.steps)
         if failed:
-            error = NumericsError(
+            raise NumericsError(
                 f"[async] a gradient or loss is not finite within {int(steps)} steps after step {trainer.steps}; its "
                 "step was not taken. Lower --lr, warm up, or lower --staleness"
-            )
-            error.raised_on_all_ranks = True
-            raise error
+            ).on_all_ranks()
         trainer.steps += int(steps)
         whole = summed(trainer, tally)
         whole.counted, whole.samples, whole.steps, whole.extra = samples, int(samples), int(steps), self._figures()

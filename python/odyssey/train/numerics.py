@@ -63,18 +63,22 @@ class NonFinite:
         said = f"[train] the {what} is not finite at step {step} (epoch {epoch + 1}, batch {batch + 1}, rate {rate:g})"
         cure = "lower --lr, or warm up"
         if self.policy == "stop":
-            raise self._end(f"{said}; the step was not taken. Lower --lr, or warm up")
+            raise NumericsError(f"{said}; the step was not taken. Lower --lr, or warm up").on_all_ranks()
         if self.policy == "skip":
             if self._row >= self.limit:
-                raise self._end(f"{said}, and the {self._row} steps before it were skipped for the same reason; {cure}")
+                raise NumericsError(
+                    f"{said}, and the {self._row} steps before it were skipped for the same reason; {cure}"
+                ).on_all_ranks()
             self._row += 1
             return Decision("skip", None, f"{said}; the step is skipped ({self._row} of at most {self.limit} in a row)")
         if checkpoint is None:
-            raise self._end(f"{said} and there is no checkpoint to go back to; {cure}, or give --checkpoint-every")
+            raise NumericsError(
+                f"{said} and there is no checkpoint to go back to; {cure}, or give --checkpoint-every"
+            ).on_all_ranks()
         if self._gone_back[checkpoint] >= self.rollbacks:
-            raise self._end(
+            raise NumericsError(
                 f"{said}; the training went back to step {checkpoint} {self.rollbacks} times already; {cure}"
-            )
+            ).on_all_ranks()
         self._gone_back[checkpoint] += 1
         self._left_out.add((epoch, batch))
         return Decision(
@@ -111,12 +115,6 @@ class NonFinite:
             raise ConfigError(f"[train] {state!r:.80} is no state of a policy for non-finite numbers") from problem
         self._row, self._gone_back, self._left_out = row, gone_back, left_out
 
-    @staticmethod
-    def _end(text: str) -> NumericsError:
-        error = NumericsError(text)
-        error.raised_on_all_ranks = True
-        return error
-
 
 def check_replicas(comm: Communicator, step: int, fingerprints: Mapping[str, int], group: int = 0) -> None:
     """Compares what must be the same on all ranks of a group after step `step`; a collective call of `comm`.
@@ -131,9 +129,7 @@ def check_replicas(comm: Communicator, step: int, fingerprints: Mapping[str, int
     everyone = mine[None] if comm.size == 1 else comm.all_gather(mine)
     message = replicas_differ(step, list(fingerprints), everyone)
     if message:
-        error = NumericsError(message)
-        error.raised_on_all_ranks = True
-        raise error
+        raise NumericsError(message).on_all_ranks()
 
 
 def replicas_differ(step: int, names: Sequence[str], table: np.ndarray) -> str | None:

@@ -134,8 +134,6 @@ def at_start(
     settings: Mapping[str, Any] | None = None,
     *,
     threads: int = 1,
-    directory: Path | None = None,
-    checkpoint: int = 0,
     environment: Mapping[str, str] | None = None,
 ) -> list[str]:
     """Checks that the ranks of a run belong together. Every rank calls it, once, before the first step.
@@ -144,7 +142,6 @@ def at_start(
         comm: all ranks.
         settings: the configuration; all but `OWN` must be the same on all ranks.
         threads: that this rank computes with.
-        directory, checkpoint: where checkpoints go, as rank 0 sees it, and how many bytes one takes.
         environment: instead of that of the process.
 
     Returns:
@@ -153,7 +150,6 @@ def at_start(
     Raises:
         ConfigError: on every rank alike: not as many ranks as were started, or a rank with another version or
             configuration; the rank and the field are named.
-        OutputError: on every rank alike: no room for a checkpoint.
     """
     environment = os.environ if environment is None else environment
     expected = environment.get(EXPECTED_RANKS, "")
@@ -162,31 +158,23 @@ def at_start(
             f"[preflight] {expected} ranks were started, but this world has {comm.size}; "
             "use the mpirun of the MPI that mpi4py uses (see `odyssey doctor`)"
         )
-    free = 0
-    if comm.rank == 0 and directory is not None and checkpoint:
-        free = _free(directory)
     if comm.size == 1:
-        places = [Place(0, threads, _mask())]
-    else:
-        fields = {**versions(), "attempt": environment.get(ATTEMPT, ""), "configuration": _text(settings)}
-        rows = comm.all_gather(_row(fields, threads, free))
-        free = int(rows[0, len(fields) + 2])
-        odd = odd_one(rows[:, : len(fields)].tolist())
-        if odd is not None:
-            raise _explained(comm, fields, odd)
-        masks = rows[:, len(fields) + 3 :].astype("<u8")
-        places = [
-            Place(int(row[len(fields)]), int(row[len(fields) + 1]), int.from_bytes(mask.tobytes(), "little"))
-            for row, mask in zip(rows, masks, strict=True)
-        ]
-    return crowded(places) + check_space(free, checkpoint, str(directory))
+        return crowded([Place(0, threads, _mask())])
+    fields = {**versions(), "attempt": environment.get(ATTEMPT, ""), "configuration": _text(settings)}
+    rows = comm.all_gather(_row(fields, threads))
+    n = len(fields)
+    odd = odd_one(rows[:, :n].tolist())
+    if odd is not None:
+        raise _explained(comm, fields, odd)
+    masks = [int.from_bytes(row.tobytes(), "little") for row in rows[:, n + 2 :].astype("<u8")]
+    return crowded([Place(*map(int, row[n : n + 2]), mask) for row, mask in zip(rows, masks, strict=True)])
 
 
-def _row(fields: Mapping[str, str], threads: int, free: int) -> Any:
+def _row(fields: Mapping[str, str], threads: int) -> Any:
     import numpy as np
 
     mask = np.frombuffer(_mask().to_bytes(_CORES // 8, "little"), "<i8")
-    return np.concatenate([np.array([*map(_hash, fields.values()), _hash(_host()), threads, free], np.int64), mask])
+    return np.concatenate([np.array([*map(_hash, fields.values()), _hash(_host()), threads], np.int64), mask])
 
 
 def _explained(comm: Communicator, fields: Mapping[str, str], odd: Odd) -> ConfigError:

@@ -244,12 +244,10 @@ class Session:
         if self.saving.nondeterministic:
             self.trainer.say(f"{text}; training goes on, and its bits will not come again")
             return
-        error = DataError(
+        raise DataError(
             f"{text}, so training would go on with other bits; {agreement.CURE}, or use --allow-nondeterministic-data "
             "(allow_nondeterministic_data=True)"
-        )
-        error.raised_on_all_ranks = True
-        raise error
+        ).on_all_ranks()
 
     def seconds(self) -> float:
         """Seconds that training has taken in this epoch so far."""
@@ -366,9 +364,7 @@ class Session:
         if self.saves:
             self._save(wait=True)
             text += f"; checkpoint {self._name()} is written, the same command goes on from it"
-        error = Stopped(text)
-        error.raised_on_all_ranks = True
-        raise error
+        raise Stopped(text).on_all_ranks()
 
     def _name(self) -> str:
         return f"step_{self.trainer.steps:08d}"

@@ -461,11 +461,9 @@ def choose_devices(
         everyone = comm.all_gather(np.array([found, seen], np.int64))
         if (everyone[:, 0] > 0).any() and (everyone[:, 0] == 0).any():
             none, some = (int(np.flatnonzero((everyone[:, 0] > 0) == s)[0]) for s in (False, True))
-            error = DeviceError(
+            raise DeviceError(
                 f"[gpu] rank {none} sees no GPU and rank {some} has some; start all ranks alike, or use --device cpu"
-            )
-            error.raised_on_all_ranks = True
-            raise error
+            ).on_all_ranks()
         own = found > 0 and comm.local_size > 1 and len(set(everyone[:, 1].tolist())) == comm.size
     if not found:
         if device == "gpu":

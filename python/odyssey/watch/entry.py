@@ -98,7 +98,7 @@ def _uncaught(kind: type[BaseException], error: BaseException, trace: TracebackT
     if os.getpid() != _installed:
         _before.get("main", sys.__excepthook__)(kind, error, trace)
         return
-    code, line, text = told(error)
+    code, line, text = described(error)
     _flush(sys.stdout)
     words = functools.partial(_before["main"], kind, error, trace) if text and "main" in _before else text
     alike = getattr(error, "raised_on_all_ranks", False)
@@ -111,7 +111,7 @@ def _uncaught_in_thread(arguments: Any) -> None:
     if os.getpid() != _installed or error is None or isinstance(error, SystemExit):
         _before.get("thread", threading.__excepthook__)(arguments)
         return
-    code, line, text = told(error)
+    code, line, text = described(error)
     words = functools.partial(_before["thread"], arguments) if text and "thread" in _before else text
     name = arguments.thread.name if arguments.thread else "?"
     if arguments.thread is not None and (arguments.thread.daemon or not threading.main_thread().is_alive()):
@@ -122,7 +122,7 @@ def _uncaught_in_thread(arguments: Any) -> None:
     os._exit(code)
 
 
-def told(error: BaseException) -> tuple[int, str, str]:
+def described(error: BaseException) -> tuple[int, str, str]:
     """(exit code, one line, traceback or nothing) of an exception."""
     trace = error.__traceback__
     if isinstance(error, KeyboardInterrupt):

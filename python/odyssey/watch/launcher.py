@@ -118,9 +118,7 @@ def check_library(found: Launched | None, text: str) -> None:
     if "pmix" not in text.lower():  # else it was configured to understand this one
         how = "srun --mpi=pmix" if found.launcher == "PMIx" else "Open MPI's mpirun"
         do = "srun --mpi=pmi2" if found.launcher == "PMIx" else "the mpirun of this environment"
-        error = ConfigError(
+        raise ConfigError(
             f"[comm] {how} started {found.size} processes, but the MPI library of mpi4py is {library}, which it cannot "
             f"start; use {do}"
-        )
-        error.raised_on_all_ranks = True
-        raise error
+        ).on_all_ranks()
