@@ -58,17 +58,16 @@ class History:
         return self.samples / self.seconds if self.seconds else 0.0
 
 
-@dataclasses.dataclass(frozen=True)
-class Evaluation:
+class Evaluation(NamedTuple):
     """Means over a data set, by name as well; `accuracy` is None where it is no metric."""
 
     loss: float
     accuracy: float | None
     samples: int
-    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+    metrics: dict[str, float] = {}  # noqa: RUF012
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False, repr=False)
 class Tally:
     """What some steps did, over all ranks: sums, and numbers for the record of an epoch.
 
@@ -136,7 +135,7 @@ class Step(NamedTuple):
     metrics: dict[str, float]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False, repr=False)
 class Saving:
     """Where and when checkpoints are made.
 

@@ -114,7 +114,7 @@ def runs(counts: Iterable[int]) -> list[Run]:
 # --- a call, and what the other ranks see of it ----------------------------------------------------------------------
 
 
-@dataclasses.dataclass(slots=True, eq=False)
+@dataclasses.dataclass(slots=True, eq=False, repr=False)
 class Call:
     """One collective operation with its buffers, checked; what a backend carries out.
 

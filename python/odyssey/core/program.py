@@ -70,7 +70,7 @@ Memory = Block | Range | Slot
 # --- executors ---------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(eq=False, repr=False)
 class Scope:
     """Which forward op the records being made belong to, and where they run.
 

@@ -10,7 +10,6 @@ import dataclasses
 import gzip
 import hashlib
 import os
-import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -155,6 +154,8 @@ def _is_number(field: str) -> bool:
 
 def npz(path: str | Path, inputs: Any = "x", targets: Any = "y") -> ArrayDataset:
     """Arrays of an .npz file; inputs, targets: a name, or a tuple or dict of names. DataError as `arrays`."""
+    import zipfile
+
     try:
         with zipfile.ZipFile(path) as file:
             names = [name.removesuffix(".npy") for name in file.namelist()]

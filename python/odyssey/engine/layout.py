@@ -14,7 +14,7 @@ from ..parallel.strategy import Strategy
 BUCKET_MB = 25.0
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False, repr=False)
 class Layout:
     """Where the shards of a step are computed: everything that must not change the result."""
 
@@ -32,7 +32,7 @@ class Layout:
     gpus: tuple[int, ...] = ()  # the device of each worker of this process; none: they compute on the CPU
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "reduction", Strategy.of(self.reduction))
+        self.reduction = Strategy.of(self.reduction)
         if self.execution == "eager" and (self.split or self.zero):
             raise ConfigError(
                 f"[mesh] {self.mesh} with zero={self.zero} runs recorded programs; use execution='replay'"
