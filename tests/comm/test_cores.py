@@ -38,10 +38,37 @@ PODS = "33 25 0:29 /kubepods/pod7/c1 /sys/fs/cgroup/cpu ro,nosuid - cgroup cgrou
     ],
 )  # fmt: skip
 def test_quotas(tmp_path, groups, mounts, files, quota):
-    for name, text in {"proc/self/cgroup": groups, "proc/self/mountinfo": mounts, **files}.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
+    put(tmp_path, {"proc/self/cgroup": groups, "proc/self/mountinfo": mounts, **files})
     assert cores.cpu_quota(tmp_path) == quota
+
+
+def put(root, files):
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("groups", "limit"),
+    [
+        ("0::/a", None),
+        ("0::/a/b", 1048576),
+        ("0::/a/b/c", 1048576),  # of the group around it
+        ("4:memory:/c/d\n3:cpu:/\n0::/a", 4096),
+        ("junk\n9:memory", None),
+    ],
+)
+def test_limits_of_memory(tmp_path, groups, limit):
+    put(tmp_path, {
+        "proc/self/cgroup": groups,
+        "proc/self/mountinfo": f"{MEMORY}\n{V2}",
+        "sys/fs/cgroup/a/memory.max": "max\n",
+        "sys/fs/cgroup/a/b/memory.max": "1048576\n",
+        "sys/fs/cgroup/a/b/c/other": "",
+        "sys/fs/cgroup/memory/c/memory.limit_in_bytes": "4096",
+        "sys/fs/cgroup/memory/c/d/other": "",
+    })  # fmt: skip
+    assert cores.memory_limit(tmp_path) == limit
 
 
 def test_no_proc(tmp_path):

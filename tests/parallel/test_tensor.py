@@ -386,7 +386,7 @@ def test_sums_small_and_large(size, floats, shards):
 
     def rank(comm):
         y, mine = Slot(4 * floats), Slot(4 * floats)
-        r = tp.TreeSum("tp_sum", [y, mine], floats=floats, ranks=size)
+        r = tp.TreeSum([y, mine], floats, size)
         bytes_ = plan_memory([r])
         works = [native.aligned(bytes_, np.uint8) for _ in range(shards)]
         exchange = Exchange(comm, r, works)

@@ -23,6 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..comm.cores import memory_limit
 from ..errors import BuildError, ConfigError, OdysseyError, printable
 from ..train import preflight
 from ..watch import launcher
@@ -77,7 +78,7 @@ def _tasks(plan: Plan, alone: Callable[[], Probed]) -> list[Callable[[], Check |
         packages,
         kernels,
         lambda: mpi(alone()),
-        lambda: launching(find_mpirun(), alone),
+        lambda: launching(shutil.which("mpirun"), alone),
         lambda: cores(plan.ranks, plan.threads),
         lambda: shared_memory(plan.ranks, machine.shared_memory(), library(alone())),
         lambda: memory(plan.ranks, memory_limit(), _available()),
@@ -211,11 +212,6 @@ def mpi(found: Probed) -> Check:
     return Check("mpi", WARN if weak else OK, f"{library(found)}, threads {level}", advice)
 
 
-def find_mpirun() -> str | None:
-    """The launcher that a shell would find."""
-    return shutil.which("mpirun")
-
-
 def launching(mpirun: str | None, alone: Callable[[], Probed]) -> Check:
     """Whether that launcher starts ranks of the MPI library that mpi4py uses: else each is a world of its own, or none
     starts. `alone`: the probe of one process."""
@@ -315,30 +311,6 @@ def memory(ranks: int, limit: int | None, available: int) -> Check:
         advice = "start fewer ranks, or raise the limit: a rank that exceeds it is killed"
         return Check("memory", WARN, f"{text}; {ranks} ranks of a small model take {need / GIB:.1f} GiB", advice)
     return Check("memory", OK, text)
-
-
-def memory_limit(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """The smallest memory limit of this process' control groups (version 1 or 2) in bytes; None: no limit."""
-    found = []
-    lines: list[str] = []
-    with contextlib.suppress(OSError):
-        lines = (proc / "self/cgroup").read_text().splitlines()
-    for line in lines:
-        controllers, path = [*line.split(":", 2), "", ""][1:3]
-        if controllers == "":
-            base, name = groups, "memory.max"
-        elif "memory" in controllers.split(","):
-            base, name = groups / "memory", "memory.limit_in_bytes"
-        else:
-            continue
-        place = base / path.lstrip("/")
-        for folder in (place, *place.parents):
-            with contextlib.suppress(OSError):  # in a container the path may be that of the host
-                text = (folder / name).read_text().strip()
-                found += [int(text)] if text.isascii() and text.isdigit() and int(text) < 1 << 60 else []
-            if folder == base:
-                break
-    return min(found, default=None)
 
 
 def _available() -> int:

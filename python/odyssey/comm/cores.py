@@ -1,7 +1,9 @@
-"""How many cores this process may use: its affinity mask, and the CPU quota of its control groups (v1 and v2)."""
+"""What this process may use: cores, by its affinity mask and the CPU quota of its control groups (v1 and v2), and
+memory, by their limit."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,7 +33,7 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
         root: where proc and sys are.
     """
     least: float | None = None
-    for folder, version in _groups(root):
+    for folder, version in _groups("cpu", root):
         try:
             if version == 2:
                 quota, period = (folder / "cpu.max").read_text().split()
@@ -45,8 +47,19 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
     return least
 
 
-def _groups(root: Path) -> Iterator[tuple[Path, int]]:
-    """Folders of the groups that this process is in and of those around them, with the version of their files."""
+def memory_limit(root: Path = Path("/")) -> int | None:
+    """The smallest memory limit of the control groups of this process in bytes; None: no limit."""
+    found = []
+    for folder, version in _groups("memory", root):
+        with contextlib.suppress(OSError):
+            text = (folder / ("memory.max" if version == 2 else "memory.limit_in_bytes")).read_text().strip()
+            found += [int(text)] if text.isascii() and text.isdigit() and int(text) < 1 << 60 else []
+    return min(found, default=None)
+
+
+def _groups(controller: str, root: Path) -> Iterator[tuple[Path, int]]:
+    """Folders of the groups of a controller that this process is in and of those around them, with the version of
+    their files."""
     try:
         memberships = (root / "proc/self/cgroup").read_text().splitlines()
         mounts = (root / "proc/self/mountinfo").read_text().splitlines()
@@ -54,16 +67,16 @@ def _groups(root: Path) -> Iterator[tuple[Path, int]]:
         return
     paths = {}  # by version
     for line in memberships:  # number:controllers:path, proc(5)
-        _, controllers, path = line.split(":", 2)
+        controllers, path = [*line.split(":", 2), "", ""][1:3]
         if not controllers:
             paths[2] = path
-        elif "cpu" in controllers.split(","):
+        elif controller in controllers.split(","):
             paths[1] = path
     for line in mounts:  # ... root mount-point options [more] - type source options
         before, _, after = line.partition(" - ")
         fields, (kind, _, options) = before.split(), after.split(maxsplit=2)
         version = {"cgroup2": 2, "cgroup": 1}.get(kind)
-        if version not in paths or (version == 1 and "cpu" not in options.split(",")):
+        if version not in paths or (version == 1 and controller not in options.split(",")):
             continue
         mount = root / fields[4].lstrip("/")
         inside = os.path.relpath(paths[version], fields[3])  # of the part of the hierarchy that is mounted

@@ -12,6 +12,7 @@ import numpy as np
 
 from ..errors import ConfigError
 from ..watch.hooks import process_space
+from ..watch.limits import shared_memory
 from . import mpi
 from .base import Communicator
 
@@ -28,7 +29,8 @@ def window(over: mpi.MPICommunicator, size: int) -> tuple[mpi.Window, list[int]]
     """Shared memory of `size` bytes on each rank, and where it begins, on whole cache lines; all ranks call it. Raises
     ConfigError: there is not so much."""
     size = up(size + LINE, PAGE)
-    free = int(over.all_reduce(np.array([_free()]), "min")[0])
+    room = shared_memory()
+    free = int(over.all_reduce(np.array([2**62 if room is None else room[1]]), "min")[0])
     if size * over.size > free:
         raise ConfigError(
             f"[comm] {over.size} ranks need {size * over.size >> 20} MiB of shared memory, but /dev/shm has "
@@ -36,15 +38,6 @@ def window(over: mpi.MPICommunicator, size: int) -> tuple[mpi.Window, list[int]]
         )
     made = mpi.Window(over, size)
     return made, [up(address, LINE) for address in made.addresses]
-
-
-def _free() -> int:
-    """Bytes left where shared memory comes from; very many where that is not known."""
-    try:
-        found = os.statvfs("/dev/shm")
-    except OSError:
-        return 2**62
-    return found.f_bavail * found.f_frsize
 
 
 def files(comm: Communicator, processes: np.ndarray, size: int) -> list[np.ndarray] | None:

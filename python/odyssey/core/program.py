@@ -9,6 +9,7 @@ shard out in a workspace, `serialize` writes the records as the numbers that the
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import threading
 from collections.abc import Callable, Iterator
@@ -223,6 +224,12 @@ class Record:
     recompute: bool = False  # a forward op of a checkpoint, repeated in the backward phase
     dtype: str = "fp32"  # what its operands are rounded to, for products
 
+    def changed(self, **fields: Any) -> Record:
+        """A copy with other values of some fields."""
+        new = copy.copy(self)
+        vars(new).update(fields)
+        return new
+
     @property
     def declared(self) -> native.Op:
         """What its kernel file says of the op."""
@@ -377,7 +384,7 @@ def fuse(records: list[Record]) -> list[Record]:
         for a in r.args:
             if isinstance(a, Slot):
                 users.setdefault(id(a), []).append(i)
-    out: list[Record | None] = [dataclasses.replace(r, args=list(r.args)) for r in records]
+    out: list[Record | None] = [r.changed(args=list(r.args)) for r in records]
     pooled = {id(r.args[2]): r for r in records if r.op == "maxpool_forward"}  # by input
     merged: dict[int, int] = {}  # forward op -> the one it is part of now, to which its backward belongs as well
     for i, r in enumerate(records):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import functools
 import os
 import platform
 import re
@@ -188,7 +189,7 @@ class DistributedLauncher:
             ended = time.time()
             before = leftovers.Snapshot.of(record["before"])
             if before is not None:
-                chores.append(_Cleaning(before, ended, run, record))
+                chores.append(functools.partial(_clean, before, ended, run, record))
             outcome = self._asked_hosts(outcome, starter, environment, lock.renew)
             action = decide(outcome, action.past, config, action.hosts)
             scaled = action.code is None and outcome.scale == action.ranks != outcome.ranks
@@ -258,17 +259,12 @@ class DistributedLauncher:
                 signal.signal(number, handler)
 
 
-class _Cleaning:
+def _clean(before: leftovers.Snapshot, ended: float, run: runs.Run, record: dict[str, Any]) -> None:
     """Removes what an attempt left, and notes that it was done."""
-
-    def __init__(self, before: leftovers.Snapshot, ended: float, run: runs.Run, record: dict[str, Any]) -> None:
-        self.before, self.ended, self.run, self.record = before, ended, run, record
-
-    def __call__(self) -> None:
-        leftovers.clean(self.before, self.ended, os.environ.get("TMPDIR"))
-        with contextlib.suppress(OSError, DataError):
-            if read_json(self.run.attempt_file).get("attempt") == self.run.attempt:
-                write_json(self.run.attempt_file, {**self.record, "before": None, "cleaned": True})
+    leftovers.clean(before, ended, os.environ.get("TMPDIR"))
+    with contextlib.suppress(OSError, DataError):
+        if read_json(run.attempt_file).get("attempt") == run.attempt:
+            write_json(run.attempt_file, {**record, "before": None, "cleaned": True})
 
 
 def probe(

@@ -57,45 +57,37 @@ def blocks(floats: int, ranks: int) -> tuple[Run, ...]:
 # --- what a rewritten program consists of ----------------------------------------------------------------------------
 
 
-@dataclasses.dataclass
-class Pseudo:
-    """A place between native records where the ranks meet. The first fields are those of a Record."""
+class Pseudo(Record):
+    """A place between native records where the ranks meet. args: [y, mine]: what it makes, from what each rank has."""
 
-    op: str
-    args: list[Any]  # [y, mine]: what it makes, from what each rank has
-    layout: str = "lanes"
-    device: int = 0
-    tag: int = -1
-    phase: str = "forward"
-    recompute: bool = False
-    layer: str = ""  # whose output or gradient it is
+    layer = ""  # whose output or gradient it is
 
     def received(self, rank: int) -> int:
         """Bytes that one rank gets from the others, for one shard that is exchanged alone."""
         raise NotImplementedError
 
 
-@dataclasses.dataclass
 class Gather(Pseudo):
-    """Args [y, mine]: y (groups, F, 16) from every rank's compact slice `mine` (groups, F_r, 16).
+    """y (groups, F, 16) from every rank's compact slice `mine` (groups, F_r, 16).
 
     `ranges[r]` are the features of rank r; together they are 0..F.
     """
 
-    groups: int = 0
-    ranges: tuple[Run, ...] = ()
+    def __init__(self, args: list[Any], groups: int, ranges: tuple[Run, ...]) -> None:
+        super().__init__("tp_gather", args)
+        self.groups, self.ranges = groups, ranges
 
     def received(self, rank: int) -> int:
         a, b = self.ranges[rank]
         return 4 * LANES * self.groups * (self.ranges[-1][1] - (b - a))
 
 
-@dataclasses.dataclass
 class TreeSum(Pseudo):
-    """Args [y, mine]: y (floats,) becomes the sum of all ranks' nodes `mine` along their tree."""
+    """y (floats,) becomes the sum of all ranks' nodes `mine` along their tree."""
 
-    floats: int = 0
-    ranks: int = 0
+    def __init__(self, args: list[Any], floats: int, ranks: int) -> None:
+        super().__init__("tp_sum", args)
+        self.floats, self.ranks = floats, ranks
 
     def received(self, rank: int) -> int:
         if by_all(self.ranks, self.floats):
@@ -104,15 +96,15 @@ class TreeSum(Pseudo):
         return 4 * ((b - a) * (self.ranks - 1) + self.floats - (b - a))
 
 
-@dataclasses.dataclass
 class TreeSlice(Pseudo):
-    """Args [y, mine]: y (groups, F_r, 16) becomes features ranges[r] of that sum, on rank r.
+    """y (groups, F_r, 16) becomes features ranges[r] of that sum, on rank r.
 
     `mine` is a node (groups, F, 16). For a sum of which nobody needs more than his features: half of TreeSum's bytes.
     """
 
-    groups: int = 0
-    ranges: tuple[Run, ...] = ()
+    def __init__(self, args: list[Any], groups: int, ranges: tuple[Run, ...]) -> None:
+        super().__init__("tp_slice", args)
+        self.groups, self.ranges = groups, ranges
 
     def received(self, rank: int) -> int:
         a, b = self.ranges[rank]
@@ -152,7 +144,7 @@ class Layer(NamedTuple):
 class Split(NamedTuple):
     """A program as one rank of a tensor-parallel group runs it."""
 
-    records: list[Record | Pseudo]  # the pseudo-records in the same order on all ranks
+    records: list[Record]  # the pseudo-records in the same order on all ranks
     ownership: dict[str, Piece]  # of every parameter of the arena, by name
     layers: tuple[Layer, ...]  # in the order of the forward pass
 
@@ -184,7 +176,7 @@ def describe(layers: Sequence[Layer], shards: int = 1) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def segments(records: Sequence[Record | Pseudo]) -> list[list[Record] | Pseudo]:
+def segments(records: Sequence[Record]) -> list[list[Record] | Pseudo]:
     """Runs of native records, and the pseudo-records between them."""
     out: list[list[Record] | Pseudo] = []
     for r in records:
@@ -263,7 +255,7 @@ class _Rewriter:
         self.rank, self.size, self.like = rank, size, like
         self.part, end = parts(rank, size)
         self.parts = end - self.part
-        self.out: list[Record | Pseudo] = []
+        self.out: list[Record] = []
         self.ownership: dict[str, Piece] = {}
         self.plans: dict[int, _Plan] = {}  # by the weight's offset in the arena
         self.tags: dict[int, _Plan] = {}  # by forward op
@@ -314,7 +306,7 @@ class _Rewriter:
 
     def _emit(self, r: Record, op: str, *args: Any) -> None:
         """A native record in the place of r."""
-        self.out.append(dataclasses.replace(r, op=op, args=list(args)))
+        self.out.append(r.changed(op=op, args=list(args)))
 
     def _owned(self, n: int) -> tuple[Run, ...]:
         return tuple(owned(n, t, self.size) for t in range(self.size))
@@ -340,9 +332,9 @@ class _Rewriter:
         if v is not None and not v.whole:
             v.whole = True
             if v.mine is not None:
-                self._meet(r, v, Gather("tp_gather", [memory, v.mine], groups=v.groups, ranges=v.ranges))
+                self._meet(r, v, Gather([memory, v.mine], v.groups, v.ranges))
             else:
-                self._meet(r, v, TreeSum("tp_sum", [memory, v.node], floats=v.floats, ranks=self.size))
+                self._meet(r, v, TreeSum([memory, v.node], v.floats, self.size))
         return memory
 
     def _meet(self, r: Record, v: _Value, meeting: Pseudo) -> None:
@@ -363,7 +355,7 @@ class _Rewriter:
         mine = self._slot(groups, b - a)
         if v is not None and v.mine is None and not v.whole:
             v.mine, v.groups, v.ranges = mine, groups, ranges
-            self._meet(r, v, TreeSlice("tp_slice", [mine, v.node], groups=groups, ranges=ranges))
+            self._meet(r, v, TreeSlice([mine, v.node], groups, ranges))
             return mine
         self._whole(memory, r)
         self._emit(r, "take_features", mine, memory, groups, ranges[-1][1], a, b - a)
@@ -380,7 +372,7 @@ class _Rewriter:
         for a in r.args:
             if isinstance(a, Slot):
                 self._whole(a, r)
-        self.out.append(dataclasses.replace(r, args=list(r.args)))
+        self.out.append(r.changed(args=list(r.args)))
         if r.args and isinstance(r.args[0], Slot):
             self._made(r.args[0])
 

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from ..comm import Communicator
 from ..core.settings import Settings, declared
 from ..errors import ConfigError, OutputError, printable
+from ..watch.hooks import machine
 from ..watch.launcher import mpi_library
 from ..watch.limits import MIB
 from ..watch.runs import ATTEMPT, EXPECTED_RANKS
@@ -174,7 +175,7 @@ def _row(fields: Mapping[str, str], threads: int) -> Any:
     import numpy as np
 
     mask = np.frombuffer(_mask().to_bytes(_CORES // 8, "little"), "<i8")
-    return np.concatenate([np.array([*map(_hash, fields.values()), _hash(_host()), threads], np.int64), mask])
+    return np.concatenate([np.array([*map(_hash, fields.values()), machine(), threads], np.int64), mask])
 
 
 def _explained(comm: Communicator, fields: Mapping[str, str], odd: Odd) -> ConfigError:
@@ -213,14 +214,6 @@ def _hash(text: str) -> int:
     return int.from_bytes(
         hashlib.blake2b(text.encode(errors="surrogateescape"), digest_size=8).digest(), "little", signed=True
     )
-
-
-def _host() -> str:
-    """Names the machine: ranks in containers of one machine share its cores."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text()
-    except OSError:
-        return os.uname().nodename
 
 
 def _mask(cores: Iterable[int] | None = None) -> int:

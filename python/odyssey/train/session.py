@@ -27,12 +27,14 @@ import numpy as np
 from ..audit.steplog import NAME
 from ..callbacks import Context
 from ..checkpoints import Snapshot, Store, environment_key
+from ..checkpoints.snapshot import step_name
 from ..checkpoints.trainable import Cursor, Tally, Trainable
 from ..comm.base import Communicator
 from ..data import Batch
 from ..errors import CheckpointError, ConfigError, DataError, NumericsError, OdysseyError, OutputError, Stopped
 from ..watch import entry, slot
 from ..watch.files import parse_json, read_json, write_json
+from ..watch.outputs import finite
 from ..watch.runs import Run
 from . import agreement, resume
 
@@ -363,11 +365,8 @@ class Session:
         text = f"[train] stopped by {why} after step {self.trainer.steps}"
         if self.saves:
             self._save(wait=True)
-            text += f"; checkpoint {self._name()} is written, the same command goes on from it"
+            text += f"; checkpoint {step_name(self.trainer.steps)} is written, the same command goes on from it"
         raise Stopped(text).on_all_ranks()
-
-    def _name(self) -> str:
-        return f"step_{self.trainer.steps:08d}"
 
     def _save(self, wait: bool = False) -> None:
         """Writes a checkpoint of this moment, in the background unless `wait`, if there is none of it.
@@ -380,7 +379,7 @@ class Session:
         if self._saved != self.trainer.steps or (wait and not self._there()):
             snapshot = self.trainer.state(self._values())
             if snapshot is not None and (earlier := self.context.history.records[:-1]):
-                text = json.dumps(_finite(earlier), allow_nan=False).encode()
+                text = json.dumps(finite(earlier), allow_nan=False).encode()
                 snapshot.arrays[EARLIER[0]] = {EARLIER[1]: np.frombuffer(text, np.uint8)}
 
             def write() -> tuple[None, str]:
@@ -432,8 +431,8 @@ class Session:
             **kept,
             "cursor": dataclasses.asdict(self.context.cursor),
             "seconds": self.seconds(),
-            "tally": _finite({k: v for k, v in dataclasses.asdict(tally).items() if v is not None}),
-            "history": _finite({**vars(self.context.history), "records": self.context.history.records[-1:]}),
+            "tally": finite({k: v for k, v in dataclasses.asdict(tally).items() if v is not None}),
+            "history": finite({**vars(self.context.history), "records": self.context.history.records[-1:]}),
             "numerics": self.trainer.numerics.state_dict(),
             "epochs": self.context.epochs,
             "origin": self._origin,
@@ -502,14 +501,3 @@ def _earlier(snapshot: Snapshot) -> list[Any]:
     stem, name = EARLIER
     text = snapshot.arrays.get(stem, {}).get(name)
     return [] if text is None else parse_json(text.tobytes(), f"{stem}/{name}")
-
-
-def _finite(value: Any) -> Any:
-    """The same with None for numbers that JSON has not."""
-    if isinstance(value, dict):
-        return {k: _finite(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(v) for v in value]
-    if hasattr(value, "item"):
-        value = value.item()
-    return None if isinstance(value, float) and not math.isfinite(value) else value

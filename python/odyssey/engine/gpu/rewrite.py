@@ -6,7 +6,6 @@ op: a convolution with its ReLU and max-pool, and a loss with its gradient.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -47,9 +46,7 @@ def _with_pool(records: list[Record]) -> list[Record]:
         pool = records[used[1]]
         pooled, argmax, _, _, _, _, *window = pool.args
         _, x, w, b, _, *sizes, _ = r.args
-        out[used[1]] = dataclasses.replace(
-            pool, op="conv2d_relu_maxpool_forward", args=[pooled, argmax, x, w, b, *sizes, *window]
-        )
+        out[used[1]] = pool.changed(op="conv2d_relu_maxpool_forward", args=[pooled, argmax, x, w, b, *sizes, *window])
         out[i] = None
     return [r for r in out if r is not None]
 
@@ -73,7 +70,7 @@ def _with_gradient(records: list[Record]) -> list[Record]:
         scaled = first.op == "loss_scale"
         if not scaled and not (first.op == "fill" and first.args[1] == 1.0 and first.args[2] == 1):
             continue
-        out[i] = dataclasses.replace(r, op="cross_entropy", args=[total, dx, x, labels, *sizes, int(scaled)])
+        out[i] = r.changed(op="cross_entropy", args=[total, dx, x, labels, *sizes, int(scaled)])
         out[backward[0]] = out[seeded[0]] = None
     return [r for r in out if r is not None]
 
