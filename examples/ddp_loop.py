@@ -1,4 +1,4 @@
-"""Data-parallel training in a loop of one's own: DistributedSampler, DDP, an optimizer, a mean loss per epoch.
+"""Data-parallel training in a custom training loop: DistributedSampler, DDP, an optimizer, a mean loss per epoch.
 
     python examples/ddp_loop.py
     mpirun -n 2 python examples/ddp_loop.py

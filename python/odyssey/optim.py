@@ -1,8 +1,8 @@
 """Optimizers over an arena, and learning-rate schedules.
 
 An optimizer is one kernel over all parameters (mojo/kernels/optimizer.mojo); this file holds its settings and state.
-`step()` is for a loop of one's own; a trainer calls `apply()` with the summed gradients of the whole global batch. Both
-check first that the gradients are finite and change nothing if they are not.
+`step()` is for a custom training loop; a trainer calls `apply()` with the summed gradients of the whole global batch.
+Both check first that the gradients are finite and change nothing if they are not.
 """
 
 from __future__ import annotations

@@ -9,9 +9,9 @@ import pathlib
 
 import pytest
 
+import odyssey
 from odyssey.build import gpus, pack, targets
 from odyssey.build import library as build
-from odyssey.cli import commands
 from odyssey.comm import Request
 from odyssey.core.settings import OUTPUT, Settings, declared
 from odyssey.errors import BuildError, CollectiveError, ConfigError, NumericsError
@@ -68,7 +68,7 @@ def test_json(odyssey_command, fake, tmp_path):
         "nesterov": False,
         "weight_decay": 5e-4,
         "schedule": "cosine",
-        "version": commands.version(),
+        "version": odyssey.__version__,
         "history": [{"epoch": 1, "train_loss": 0.5, "test_accuracy": 0.9}],
     }
     assert {key: report[key] for key in expected} == expected

@@ -93,7 +93,7 @@ def test_unknown_reduction_is_refused_at_once() -> None:
 
 @pytest.mark.parametrize("loader", [(np.zeros((4, 1, 28, 28)), np.zeros(4, int)), 3])
 def test_what_is_no_loader_is_refused(loader: object) -> None:
-    with pytest.raises(ConfigError, match="is no loader"):
+    with pytest.raises(ConfigError, match="expected a data.DataLoader"):
         trainer().fit(loader)
 
 

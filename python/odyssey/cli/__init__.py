@@ -16,16 +16,17 @@ from typing import Any, NoReturn
 
 import click
 
+from .. import __version__
 from ..errors import LINE, CollectiveError, OdysseyError, OutputError, printable
 from ..watch import files, outputs
-from .commands import COMMANDS, HELP, near, version
+from .commands import COMMANDS, HELP, near
 
 USAGE, DEFECT, INTERRUPTED, BROKEN_PIPE = 64, 70, 130, 141
 
 
 def _print_version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
     if wanted and not context.resilient_parsing:
-        click.echo(f"odyssey {version()}")
+        click.echo(f"odyssey {__version__}")
         context.exit()
 
 

@@ -165,7 +165,7 @@ class SteppedCommunicator(Communicator):
                 how = _TYPES[call.send.dtype], _OPS[call.op]
                 self._library.shared_reduce(call.out.ctypes.data + a, buffers.ctypes.data, self.size, count, *how)
 
-    def _spread(self, call: Call) -> Steps:
+    def _copy_to_all(self, call: Call) -> Steps:
         """The same from a rank to all others."""
         send, received, gives, wants, longest = self._bytes_of(call)
         lo, hi = max(gives, key=lambda run: run[1] - run[0])
@@ -179,7 +179,7 @@ class SteppedCommunicator(Communicator):
                     part = received[first + a : min(end, first + a + SLOT)]
                     part[:] = self._slots[p][last][: part.size]
 
-    _broadcast_steps = _gather_steps = _all_gather_steps = _all_gather_v_steps = _spread
+    _broadcast_steps = _gather_steps = _all_gather_steps = _all_gather_v_steps = _copy_to_all
 
     def _bytes_of(self, call: Call) -> tuple[np.ndarray, np.ndarray, Sequence[Run], Sequence[Run], int]:
         """The memory of a call that moves numbers, which bytes of it go to and come from each rank, and how many the

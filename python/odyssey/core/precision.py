@@ -36,8 +36,8 @@ def check(precision: str, owner: str = "train") -> str:
 def autocast(precision: str = "bf16") -> Iterator[None]:
     """Convolutions and linear layers called inside round their operands to `precision`, and so will their gradients.
 
-    "fp32" inside takes single layers out. Works in a loop of one's own, and in the forward() of a model that a trainer
-    trains. Raises ConfigError for an unknown precision.
+    "fp32" inside takes single layers out. Works in a custom training loop, and in the forward() of a model that a
+    trainer trains. Raises ConfigError for an unknown precision.
     """
     executor = current()
     before, executor.precision = executor.precision, check(precision, "autocast")
@@ -61,7 +61,7 @@ class GradScaler:
 
     The scale is a power of two, so neither changes a digit. When a gradient is not finite the step is skipped and the
     scale multiplied by `backoff_factor`; after `growth_interval` steps without that it is multiplied by
-    `growth_factor`. A trainer with precision="fp16" does all of it. In a loop of one's own:
+    `growth_factor`. A trainer with precision="fp16" does all of it. In a custom training loop:
 
         scaler.scale(loss).backward()
         scaler.step(optimizer)          # False if the step was skipped

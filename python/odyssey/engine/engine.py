@@ -518,7 +518,7 @@ class Engine:
         layout = layout_of(n)  # `executor` is the current one
         number = itertools.count()  # of the array that is gathered
 
-        def brought(leaf: Leaf, device: Device = FIRST, target: bool = False) -> Tensor:
+        def gathered(leaf: Leaf, device: Device = FIRST, target: bool = False) -> Tensor:
             t = empty((n, *leaf.shape), layout)
             t.dtype, t.device = np.dtype(leaf.dtype).type, device
             if leaf.normalised:
@@ -530,12 +530,12 @@ class Engine:
             executor.close(device)
             return t
 
-        x = mapped(brought, form.inputs)
+        x = mapped(gathered, form.inputs)
         y = self.model(*x) if isinstance(x, tuple) else self.model(x)
         if y is None:
             raise ConfigError(f"[train] forward() of {type(self.model).__name__} returned None; return its result")
         place = next((t.device for t in leaves(y) if isinstance(t, Tensor)), FIRST)
-        target = mapped(lambda leaf: brought(leaf, place, True), form.targets)  # where the loss is computed
+        target = mapped(lambda leaf: gathered(leaf, place, True), form.targets)  # where the loss is computed
         loss = self.loss(y, target)
         if not isinstance(loss, Tensor) or loss.shape != ():
             said = f"has shape {loss.shape}" if isinstance(loss, Tensor) else f"is a {type(loss).__name__}"

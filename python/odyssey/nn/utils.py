@@ -1,4 +1,4 @@
-"""What a loop of one's own does with gradients between backward and step. The arithmetic is in norm.py."""
+"""What a custom training loop does with gradients between backward and step. The arithmetic is in norm.py."""
 
 from __future__ import annotations
 

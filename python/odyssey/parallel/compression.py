@@ -7,7 +7,7 @@ feedback; Stich, Cordonnier and Jaggi 2018), with topk and powersgd. Sums and co
 What all ranks compute for themselves from what they received is elementwise or exact, so it is the same bits on every
 kind of processor; only what a rank sends comes from products of matrices.
 
-`GradientCompression` is top-k for a loop of one's own.
+`GradientCompression` is top-k for a custom training loop.
 """
 
 from __future__ import annotations
@@ -347,7 +347,7 @@ def product(p: np.ndarray, q: np.ndarray, out: np.ndarray) -> np.ndarray:
     return out
 
 
-# --- for a loop of one's own ---
+# --- for a custom training loop ---
 
 
 class Sparse(NamedTuple):

@@ -1,4 +1,4 @@
-"""`hierarchical`: sums within a node first, then between nodes, then spread within the node.
+"""`hierarchical`: sums within a node first, then between nodes, then back to all ranks of the node.
 
 Between nodes each rank talks only to its counterparts, and only about its share of the floats: a node of L ranks sends
 what one rank of `tree` would, instead of L times that. Nodes may have different numbers of ranks; as many ranks of each
@@ -90,7 +90,7 @@ class HierarchicalReduction(Phased):
         adds, kept = merged[p.machine]
         self._within = Adder(pieces, adds)
         self._kept = [pieces[i] for _, i in kept] if pieces else []
-        self.phases = (self._to_node, self._spread)
+        self.phases = (self._to_node, self._gather_in_node)
         # second phase
         if p.between is not None:
             self._parts = ranges(hi - lo, len(p.machines))
@@ -105,9 +105,9 @@ class HierarchicalReduction(Phased):
             pieces = rows(self._in, len(nodes), b - a)
             self._across = Adder(pieces, adds)
             self._root = pieces[root[0][1]] if pieces else self._in[:0]
-            self.phases = (self._to_node, self._to_counterparts, self._from_counterparts, self._spread)
+            self.phases = (self._to_node, self._to_counterparts, self._from_counterparts, self._gather_in_node)
         else:
-            self.phases = (self._to_node, self._nothing, self._nothing, self._spread)
+            self.phases = (self._to_node, self._nothing, self._nothing, self._gather_in_node)
 
     def _to_node(self) -> Request:
         pack(self._send, [self.buffers[b] for _, b in self.plan.partial], self.shares)
@@ -134,7 +134,7 @@ class HierarchicalReduction(Phased):
     def _nothing(self) -> None:
         """This rank has no part in this phase."""
 
-    def _spread(self) -> Request:
+    def _gather_in_node(self) -> Request:
         lo, hi = self.shares[self.places.place]
         self.bytes_sent += 4 * (hi - lo) * (len(self.shares) - 1)
         return self.places.within[1].all_gather_v(self.result, self.shares, wait=False)

@@ -345,12 +345,12 @@ class Trainer:
         history.records.append(record)
         session.epoch_ended()
 
-    # --- checkpoints of a loop of one's own ---
+    # --- checkpoints of a custom training loop ---
 
     def save_checkpoint(self, folder: str | Path) -> None:
         """Writes everything that training goes on from as the next step of a directory of checkpoints; all ranks call.
 
-        For a loop of one's own; fit() makes its own, and says in them where it is in its data.
+        For a custom training loop; fit() makes its own, and says in them where it is in its data.
 
         Raises:
             OutputError: it could not be written; those that are there stay.
@@ -412,7 +412,7 @@ def batches_of(loader: Any) -> Iterable[datasets.Batch]:
     """The loader's batches; pairs of arrays become batches of their own."""
     if not isinstance(loader, Iterable) or isinstance(loader, tuple):
         raise ConfigError(
-            f"[train] {type(loader).__name__} is no loader; give a data.DataLoader, or a list of (x, y) batches"
+            f"[train] expected a data.DataLoader or a list of (x, y) batches, got {type(loader).__name__}"
         )
     for item in loader:
         if isinstance(item, datasets.Batch):

@@ -68,16 +68,6 @@ def near(word: str, known: Iterable[str]) -> list[str]:
     return difflib.get_close_matches(word[:60], list(known), 3)
 
 
-def version() -> str:
-    """The installed version."""
-    from importlib import metadata
-
-    try:
-        return metadata.version("odyssey")
-    except metadata.PackageNotFoundError:
-        return "unknown"
-
-
 @contextlib.contextmanager
 def on_all_ranks(kind: type[OdysseyError] = OdysseyError) -> Iterator[None]:
     """Errors of this kind come from here on every rank alike, so one rank prints them."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import click
 
+from odyssey import __version__
 from odyssey.errors import ConfigError
 
 from ...core import settings as core
@@ -20,7 +21,7 @@ from ...core.settings import SECTIONS, Command, Setting, Settings, Training, dec
 from ...watch import launcher as launchers
 from ...watch import outputs, runs
 from ..configfile import read_config
-from . import FILE, HELP, on_all_ranks, version
+from . import FILE, HELP, on_all_ranks
 
 
 def _load_config(context: click.Context, _: click.Parameter, path: Path | None) -> None:
@@ -263,7 +264,7 @@ def _report(made: Settings, world: Any, trainer: Any, history: Any, weights: str
         "memory_bytes": trainer.memory(),
         "loss_scale": trainer.scaler.value,
         "skipped_steps": trainer.scaler.skipped,
-        "version": version(),
+        "version": __version__,
         "history": history.records,
     }
 

@@ -219,7 +219,7 @@ class DirectExchange(Exchange):
             cuts.append(cut)
             self._hand_out(w, part, cut, results[w])
         for w, cut in enumerate(cuts):
-            self._spread(w, cut, results[w])
+            self._all_gather(w, cut, results[w])
         for q, worker in enumerate(self.workers):
             for p, part in enumerate(parts):
                 if p != q and part.hi > part.lo:
@@ -257,7 +257,7 @@ class DirectExchange(Exchange):
                 at = area + 4 * n * i
                 worker.gpu.tree_sum(to if k == len(self._adds) - 1 else at, at, n * (j - i), 2, n)
 
-    def _spread(self, w: int, cut: Sequence[planning.Run], result: int) -> None:
+    def _all_gather(self, w: int, cut: Sequence[planning.Run], result: int) -> None:
         """What each rank has added goes to all others."""
         rank = self.comm.rank
         a, b = cut[rank]
