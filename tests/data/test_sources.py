@@ -41,6 +41,10 @@ def test_an_image_folder(folder):
     x, y = batch
     assert batch.dataset.images.dtype == np.uint8 and y.tolist() == [0] * 4 + [1] * 4 + [2] * 4
     np.testing.assert_allclose(x[9, :, 0, 0], (np.array([0, 1, 200]) / 255 - 0.5) / 0.5, atol=1e-6)
+    seen = []
+    seeing = next(iter(data.DataLoader(made, 12, transform=lambda pixels, rng: seen.append(pixels) or pixels)))
+    np.testing.assert_array_equal(seeing.inputs, x)  # a transform is given what a model would be given without it
+    assert (seen[9].dtype, seen[9].shape) == (np.float32, (3, 6, 8))
     assert data.ImageFolder(folder, (4, 5))[0][0].shape == data.ImageFolder(folder, (4, 5)).sample_shape == (3, 4, 5)
     picture(folder / "ant" / "4.jpg", 7, (30, 40), "L")
     picture(folder / "ant" / "5.png", 3, (9, 9), "P")
@@ -173,6 +177,9 @@ def test_text(tmp_path):
     assert (len(whole), len(train), len(test)) == (17, 15, 1)
     x, y = whole.gather(np.array([0]))
     assert (x.tolist(), y.tolist(), x.dtype) == ([[0, 1, 2, 3]], [[1, 2, 3, 4]], np.int32)
+    assert whole.vocabulary.decode(whole.vocabulary.encode("€ba")) == "€ba"
+    with pytest.raises(DataError, match=r"character 1 of the text is 'z', which is not among the 5"):
+        whole.vocabulary.encode("az")
     path.write_bytes(b"\xff")
     with pytest.raises(DataError, match=r"t\.txt cannot be read as text"):
         data.text(path)
@@ -188,7 +195,9 @@ def test_text_with_a_tokenizer(tmp_path):
     found = data.text(tmp_path / "t.txt", length=5, tokenizer=tmp_path / "tokenizer.json")
     assert found.gather(np.array([0]))[1].tolist() == [[0, 1, 2, 3, 0]]
     assert (found.classes, found.vocabulary) == (6, ["be", "or", "not", "to", "", "?"])
-    with pytest.raises(DataError, match="cannot be read as a tokenizer"):
+    back = data.Vocabulary(tokenizer=found.vocabulary.saved["tokenizer"])
+    assert back == found.vocabulary and back.encode("to be").tolist() == [3, 0] and back.decode([3, 0]) == "to be"
+    with pytest.raises(DataError, match=r"t\.txt cannot be read as a tokenizer"):
         data.text(tmp_path / "t.txt", tokenizer=tmp_path / "t.txt")
 
 

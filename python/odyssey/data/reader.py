@@ -6,6 +6,7 @@ batch and how often makes no difference.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -156,7 +157,19 @@ class Reader:
                 noted(error, f"when sample {number} of {self.name} was read, epoch {epoch}")
                 raise
             stack.add(number, sample, len(numbers))
-        return stack.both
+        return self._as_seen(stack.both) if self.transforms else stack.both
+
+    def _as_seen(self, both: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
+        """Samples as a model gets them: images of bytes as float32, normalised if the data set says how."""
+        inputs, labels = both
+        if isinstance(inputs, np.ndarray) and inputs.dtype == np.uint8:
+            every = np.arange(len(inputs))
+            inputs = arrays(inputs, every, **self._scaling, name=self.name).gather(every)[0]
+        return inputs, labels
+
+    @property
+    def _scaling(self) -> dict[str, Any]:
+        return {key: getattr(self.dataset, key) for key in ("scale", "shift") if hasattr(self.dataset, key)}
 
     def dataset_of(self, both: tuple[Tree, Tree], numbers: np.ndarray, what: str) -> ArrayDataset:
         """A checked data set of samples that were read; `what` batch they are."""
@@ -170,7 +183,7 @@ class Reader:
                     "allowed; correct the data set"
                 )
         if not isinstance(inputs, tuple | dict) and inputs.dtype == np.uint8 and not self.transforms:
-            scaling = {key: getattr(self.dataset, key) for key in ("scale", "shift") if hasattr(self.dataset, key)}
+            scaling = self._scaling
         classes = self.classes if _classified(inputs, labels) else None
         return arrays(inputs, labels, classes=classes, name=name, **scaling)
 
@@ -184,16 +197,15 @@ class Reader:
             return Batch(data, np.arange(hi, dtype=np.int64), epoch, index, numbers)
         indices = np.zeros(len(numbers), np.int64)
         indices[lo:hi] = np.arange(hi - lo)
-        return Batch(data, indices, epoch, index, numbers, run, self.complete)
+        return Batch(data, indices, epoch, index, numbers, run, functools.partial(self.complete, both))
 
-    def complete(self, batch: Batch) -> Batch:
-        """A batch with all its samples, of which those that it has are not read again."""
+    def complete(self, both: tuple[Tree, Tree], batch: Batch) -> Batch:
+        """A batch with all its samples, of which those that it has, `both`, are not read again."""
         (lo, hi), numbers = batch.run, batch.numbers
-        held = (batch.dataset.images, batch.dataset.labels)
-        parts = [self.read(numbers[:lo], batch.epoch), held, self.read(numbers[hi:], batch.epoch)]
-        parts = [part for part, n in zip(parts, (lo, hi - lo, len(numbers) - hi), strict=True) if n]
-        both = zipped(lambda *arrays: np.concatenate(arrays), *(tuple(part) for part in parts))
-        return self.batch(both, numbers, batch.epoch, batch.index, (0, len(numbers)))
+        before, after = (self.read(part, batch.epoch) if len(part) else None for part in (numbers[:lo], numbers[hi:]))
+        parts = [tuple(part) for part in (before, both, after) if part is not None]
+        whole = zipped(lambda *arrays: np.concatenate(arrays), *parts)
+        return self.batch(whole, numbers, batch.epoch, batch.index, (0, len(numbers)))
 
 
 def _classified(inputs: Any, labels: Any) -> bool:

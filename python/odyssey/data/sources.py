@@ -20,6 +20,7 @@ import numpy as np
 from odyssey.data.datasets import DATASETS, ArrayDataset, arrays, load
 from odyssey.data.sampler import check_integer, permutation
 from odyssey.data.trees import mapped
+from odyssey.data.vocabulary import Vocabulary
 from odyssey.errors import ConfigError, DataError
 
 PICTURES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
@@ -235,7 +236,7 @@ class Tokens:
     classes: how many different ids there may be. vocabulary: what each id stands for, if it is known.
     """
 
-    def __init__(self, ids: Any, length: int, classes: int, vocabulary: list[str] | None = None) -> None:
+    def __init__(self, ids: Any, length: int, classes: int, vocabulary: Vocabulary | None = None) -> None:
         self.length, self.classes, self.vocabulary = check_integer("[data] length", length, 1), classes, vocabulary
         self._ids = ids
         if len(ids) <= length:
@@ -277,39 +278,25 @@ def text(
     tokenizer: a tokenizer.json of the package tokenizers. train: True: the first nine tenths of the text, False: the
         rest, None: all; the vocabulary is that of all.
     """
-    try:
-        content = Path(path).read_bytes()
-        content = gzip.decompress(content) if str(path).endswith(".gz") else content
-        written = content.decode()
-    except (OSError, EOFError, UnicodeDecodeError) as problem:
-        raise DataError(f"{path} cannot be read as text ({problem}); give a file in UTF-8") from None
-    if Path(path) == _SHAKESPEARE and hashlib.sha256(content).hexdigest() != _SHAKESPEARE_SHA256:
+    written = _read(path)
+    if Path(path) == _SHAKESPEARE and hashlib.sha256(written.encode()).hexdigest() != _SHAKESPEARE_SHA256:
         raise DataError(f"{path} was altered; install odyssey again")
     if tokenizer is None:
-        points = np.frombuffer(written.encode("utf-32-le"), np.uint32)
-        known, ids = np.unique(points, return_inverse=True)
-        vocabulary = [chr(point) for point in known]
+        vocabulary = Vocabulary(sorted(set(written)))
     else:
-        vocabulary, ids = _tokenized(written, Path(tokenizer))
+        vocabulary = Vocabulary((), _read(tokenizer), str(tokenizer))
+    ids = vocabulary.encode(written)
     edge = len(ids) * 9 // 10
     ids = ids if train is None else ids[:edge] if train else ids[edge:]
-    return Tokens(ids.astype(np.int32), length, len(vocabulary), vocabulary)
+    return Tokens(ids, length, len(vocabulary), vocabulary)
 
 
-def _tokenized(written: str, path: Path) -> tuple[list[str], np.ndarray]:
+def _read(path: str | Path) -> str:
     try:
-        from tokenizers import Tokenizer
-
-        tokenizer = Tokenizer.from_file(str(path))
-    except ImportError:
-        raise ConfigError("[data] a tokenizer file needs the package tokenizers; install odyssey[text]") from None
-    except Exception as problem:  # its own class
-        raise DataError(f"{path} cannot be read as a tokenizer ({problem}); give a tokenizer.json") from None
-    known = tokenizer.get_vocab()
-    vocabulary = [""] * (max(known.values()) + 1)
-    for word, number in known.items():
-        vocabulary[number] = word
-    return vocabulary, np.array(tokenizer.encode(written).ids)
+        content = Path(path).read_bytes()
+        return (gzip.decompress(content) if str(path).endswith(".gz") else content).decode()
+    except (OSError, EOFError, UnicodeDecodeError) as problem:
+        raise DataError(f"{path} cannot be read as text ({problem}); give a file in UTF-8") from None
 
 
 def shakespeare(*, length: int = 64, train: bool | None = None) -> Tokens:
@@ -375,8 +362,8 @@ def split(dataset: Any, fraction: float = 0.1, seed: int = 0) -> tuple[Any, Any]
     parts = np.sort(order[count:]), np.sort(order[:count])
     if not isinstance(dataset, ArrayDataset):
         return Subset(dataset, parts[0]), Subset(dataset, parts[1])
-    fields = (mapped(lambda a, p=p: a[p], tree) for p in parts for tree in (dataset.images, dataset.labels))
-    return tuple(dataclasses.replace(dataset, images=x, labels=y) for x, y in zip(fields, fields, strict=True))
+    rows = [dataset.rows(part) for part in parts]
+    return tuple(dataclasses.replace(dataset, images=x, labels=y) for x, y in rows)
 
 
 def _folder(path: Path) -> Path:

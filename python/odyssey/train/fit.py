@@ -439,9 +439,12 @@ def joined(batches: Iterable[datasets.Batch], k: int) -> Iterable[datasets.Batch
         if all(b.dataset is data for b in group):
             indices = np.concatenate([b.indices for b in group])
         else:
-            parts = [b.dataset.gather(b.indices) for b in group]
+            scaling = [{"scale": b.dataset.scale, "shift": b.dataset.shift} for b in group]
+            alike = all(np.array_equal(s[k], scaling[0][k]) for s in scaling for k in s)  # then bytes stay bytes
+            parts = [b.dataset.rows(b.indices) if alike else b.dataset.gather(b.indices) for b in group]
             x, y = (_concatenated(p) for p in zip(*parts, strict=True))
-            data = datasets.arrays(x, y, classes=max(b.dataset.classes for b in group), name=data.name)
+            about = {"classes": max(b.dataset.classes for b in group), "name": data.name}
+            data = datasets.arrays(x, y, **about, **(scaling[0] if alike else {}))
             indices = np.arange(len(data))
             if all(b.numbers is not None for b in group):
                 numbers = np.concatenate([b.numbers for b in group])

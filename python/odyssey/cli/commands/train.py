@@ -190,6 +190,7 @@ def run(made: Settings, *, verbose: bool = False) -> None:
         keywords = {name: getattr(made, name) for name in declared(Training)}
         with_what = {"comm": world, "mesh": mesh, "schedule": schedule, "progress": progress}
         with_what["loss"] = None if train_set.classes else nn.MSELoss()
+        with_what["metrics"] = None if made.metrics is None else [n.strip() for n in made.metrics.split(",")]
         trainer = DistributedTrainer(model=model, optimizer=optimizer, **with_what, **keywords)
     if first:
         _tell_what_is_trained(made, trainer, world, warnings, verbose)
