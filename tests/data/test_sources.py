@@ -164,6 +164,9 @@ def test_tokens(tmp_path):
         data.tokens(path, length=10, classes=40).gather(np.arange(100))
     with pytest.raises(DataError, match="are too few for one sample of 2000"):
         data.tokens(path, length=2000, classes=50)
+    np.save(tmp_path / "t.npy", ids.astype(np.float32))
+    with pytest.raises(DataError, match=r"t\.npy holds float32 rows \(\); token ids \(N,\), integers"):
+        data.tokens(tmp_path / "t.npy", length=10, classes=50)
     path.write_bytes(b"odd")
     with pytest.raises(DataError, match=r"t\.bin holds 3 bytes of numbers, which are no uint16 rows"):
         data.tokens(path, length=1, classes=50)
@@ -264,8 +267,8 @@ import numpy as np
 from odyssey import data
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 made = data.tokens(sys.argv[1], length=1023, classes=65536)
-assert len(made) > 1_000_000
-for batch in data.DataLoader(made, 1024, sampler=range(0, len(made), 31)):
+assert len(made) > 100_000
+for batch in data.DataLoader(made, 512, sampler=range(0, len(made), 11)):
     assert batch.targets[-1, -1] == 0
 print(before, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
@@ -274,7 +277,7 @@ print(before, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 def test_a_file_larger_than_the_memory_it_takes(tmp_path):
     path = tmp_path / "tokens.bin"
     with path.open("wb") as file:
-        file.truncate(2 << 30)
+        file.truncate(300 << 20)
     done = subprocess.run([sys.executable, "-c", MEASURED, path], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     before, after = map(int, done.stdout.split())  # KiB

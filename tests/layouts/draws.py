@@ -148,7 +148,7 @@ def training(seed: int, index: int, all_data: bool = False) -> Training:
         made = kinds.KINDS[chosen][2](kind("source"), network.shape, network.classes, samples)
         made = kinds.transformed(kind("transform"), made, network.shape)
         text, build, transform, network = made.text, made.build, made.transform, kinds.fitted(network, made)
-        loss, metrics = kinds.loss_of(task, made.targets)
+        loss, metrics = kinds.loss_of(task, made.targets, network.classes)
     elif task.chance(0.35):
         loss, mixed, metrics = drawn("task", task)
         inputs = "one" if network.micro or network.places > 1 else task.one(["one", "two", "dict"])

@@ -316,12 +316,15 @@ def of_shares(y: Tensor, target: Tensor) -> Tensor:
     return F.mean(F.log_softmax(y) * target) * -1.0
 
 
-def loss_of(random: Random, targets: str) -> tuple[Loss, Any]:
-    """A loss and metrics."""
+def loss_of(random: Random, targets: str, outputs: int) -> tuple[Loss, Any]:
+    """A loss and metrics for so many outputs."""
     if targets == "classes":
         return drawn("loss", random), random.one([None, ("accuracy", "top5"), {"second": "top2"}])
     if targets == "numbers":
         loss, _, metrics = numbers_as_targets(random)
+        if random.chance(0.2):
+            weights = {"weight": np.linspace(0.5, 2, outputs), "pos_weight": 1.5}
+            loss = Loss("weighted BCEWithLogitsLoss", lambda: nn.BCEWithLogitsLoss(**weights))
         return loss, metrics
     if targets == "both":
         loss, _, metrics = numbers_and_classes(random)

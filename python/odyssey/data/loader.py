@@ -347,7 +347,7 @@ def _check_dataset(dataset: Any) -> None:
     if not (hasattr(dataset, "__len__") and (hasattr(dataset, "gather") or hasattr(dataset, "__getitem__"))):
         raise ConfigError(
             f"DataLoader: the data set is a {type(dataset).__name__}; an ArrayDataset, or an object with __len__ and "
-            "__getitem__, is allowed; make one with odyssey.data.arrays"
+            "__getitem__, is allowed; make one with odyssey.data.arrays, or give what yields batches (x, y) to fit()"
         )
     if len(dataset) < 1:
         raise ConfigError(f"DataLoader: the data set ({type(dataset).__name__}) is empty; give it at least one sample")

@@ -185,7 +185,17 @@ class Reader:
         if not isinstance(inputs, tuple | dict) and inputs.dtype == np.uint8 and not self.transforms:
             scaling = self._scaling
         classes = self.classes if _classified(inputs, labels) else None
-        return arrays(inputs, labels, classes=classes, name=name, **scaling)
+        try:
+            return arrays(inputs, labels, classes=classes, name=name, **scaling)
+        except DataError:
+            for what, tree in zip(_PARTS, both, strict=True):
+                for place, leaf in places(tree):
+                    if wrong := [n for n, a in zip(numbers.tolist(), leaf, strict=True) if not np.isfinite(a).all()]:
+                        raise DataError(
+                            f"{self.name}: {what} {wrong[0]}{place} holds NaN or infinity"
+                            f"{' after its transform' * bool(self.transforms)}; clean it, or leave the sample out"
+                        ) from None
+            raise
 
     def batch(
         self, both: tuple[Tree, Tree], numbers: np.ndarray, epoch: int, index: int, run: tuple[int, int]
@@ -248,7 +258,7 @@ def array(leaf: Any, what: str) -> np.ndarray:
             made = made[None] if made.ndim == 2 else made.transpose(2, 0, 1)
         if made.dtype.kind not in "biuf":
             raise TypeError(f"of {made.dtype}")
-    except (TypeError, ValueError) as problem:
+    except (TypeError, ValueError, RuntimeError) as problem:  # PyTorch's own: a tensor that has a gradient
         raise DataError(
             f"{what} has a part that is a {type(leaf).__name__} ({problem}); arrays of numbers, numbers, and tuples or "
             "dicts of them are allowed"

@@ -178,7 +178,7 @@ class Rows:
     """
 
     def __init__(self, path: str | Path, dtype: Any = np.uint16) -> None:
-        self.path, self.offset, self.row = str(path), 0, ()
+        self.path, self.offset, self.row, self._file = os.path.abspath(path), 0, (), None
         try:
             with open(path, "rb") as file:
                 if self.path.endswith(".npy"):
@@ -201,11 +201,15 @@ class Rows:
 
     def read(self, first: int, n: int) -> np.ndarray:
         """Rows first to first + n - 1, (n, ...)."""
-        at = self.offset + first * self._bytes
-        found = np.fromfile(self.path, self.dtype, n * self._bytes // self.dtype.itemsize, offset=at)
-        if found.nbytes != n * self._bytes:
+        if self._file is None:
+            self._file = open(self.path, "rb", buffering=0)  # noqa: SIM115 - open as long as this is used
+        found = os.pread(self._file.fileno(), n * self._bytes, self.offset + first * self._bytes)
+        if len(found) != n * self._bytes:
             raise DataError(f"{self.path} has become shorter while it was in use; leave it unchanged")
-        return found.reshape(n, *self.row)
+        return np.frombuffer(found, self.dtype).reshape(n, *self.row)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_file": None}
 
 
 class npy:  # noqa: N801 - called like the functions here
@@ -239,6 +243,10 @@ class Tokens:
     def __init__(self, ids: Any, length: int, classes: int, vocabulary: Vocabulary | None = None) -> None:
         self.length, self.classes, self.vocabulary = check_integer("[data] length", length, 1), classes, vocabulary
         self._ids = ids
+        if isinstance(ids, Rows) and (ids.dtype.kind not in "iu" or ids.row):
+            raise DataError(
+                f"{ids.path} holds {ids.dtype} rows {ids.row}; token ids are integers, one behind the other"
+            )
         if len(ids) <= length:
             raise DataError(f"[data] {len(ids)} tokens are too few for one sample of {length} and the one that follows")
 
@@ -256,7 +264,7 @@ class Tokens:
         pieces = [
             ids.read(i * t, t + 1) if isinstance(ids, Rows) else ids[i * t : i * t + t + 1] for i in indices.tolist()
         ]
-        rows = np.stack(pieces).astype(np.int64)
+        rows = np.stack(pieces)
         if rows.min() < 0 or rows.max() >= self.classes:
             at = np.flatnonzero((rows < 0).any(1) | (rows >= self.classes).any(1))[0]
             raise DataError(
