@@ -244,9 +244,7 @@ class Tokens:
         self.length, self.classes, self.vocabulary = check_integer("[data] length", length, 1), classes, vocabulary
         self._ids = ids
         if isinstance(ids, Rows) and (ids.dtype.kind not in "iu" or ids.row):
-            raise DataError(
-                f"{ids.path} holds {ids.dtype} rows {ids.row}; token ids are integers, one behind the other"
-            )
+            raise DataError(f"{ids.path} holds {ids.dtype} rows {tuple(ids.row)}; token ids (N,), integers, expected")
         if len(ids) <= length:
             raise DataError(f"[data] {len(ids)} tokens are too few for one sample of {length} and the one that follows")
 
