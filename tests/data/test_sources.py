@@ -84,6 +84,11 @@ def test_a_table(tmp_path):
     assert made.labels.tolist() == [[0.5], [-1], [2]] and made.labels.dtype == np.float32
     assert data.csv(path, "kind").labels.tolist() == [0, 1, 0] and data.csv(path, "kind").classes == 2
     assert data.csv(path, ["a", "y"]).labels.tolist() == [[1, 0.5], [3, -1], [5, 2]]
+    assert data.csv(path, "kind", classes=False).labels.tolist() == [[0], [1], [0]]
+    for missing in ("", "nan"):
+        path.write_text(f"a,kind\n1,red\n3,{missing}\n")
+        with pytest.raises(DataError, match="column kind: '" + ("red" if missing else "") + "' is no finite number"):
+            data.csv(path)
     path.write_text("a,kind\n1,red\n3,blue\n")
     assert data.csv(path).labels.tolist() == [1, 0]
     with pytest.raises(DataError, match=r"line 2, column kind: 'red'"):

@@ -15,7 +15,7 @@ import numpy as np
 
 from odyssey.data import transforms
 from odyssey.data.datasets import ArrayDataset, arrays
-from odyssey.data.trees import leaves, mapped
+from odyssey.data.trees import leaves, mapped, places, zipped
 from odyssey.errors import DataError
 
 Tree = Any  # an array, or a tuple or dict of trees
@@ -175,16 +175,16 @@ class Reader:
         """A checked data set of samples that were read; `what` batch they are."""
         name, (inputs, labels) = f"{self.name}, {what}", both
         scaling = {}
-        if self.classes is not None and not isinstance(labels, tuple | dict) and labels.dtype.kind in "iu":
-            wrong = np.flatnonzero((labels < 0) | (labels >= self.classes)) if labels.ndim == 1 else ()
-            if len(wrong):
+        classified = isinstance(labels, np.ndarray) and labels.ndim == 1 and labels.dtype.kind in "iu"
+        if classified and self.classes is not None:
+            if (wrong := np.flatnonzero((labels < 0) | (labels >= self.classes))).size:
                 raise DataError(
                     f"{name}: label {labels[wrong[0]]} of sample {numbers[wrong[0]]}; 0 to {self.classes - 1} are "
                     "allowed; correct the data set"
                 )
         if not isinstance(inputs, tuple | dict) and inputs.dtype == np.uint8 and not self.transforms:
             scaling = self._scaling
-        classes = self.classes if _classified(inputs, labels) else None
+        classes = self.classes if classified else None
         try:
             return arrays(inputs, labels, classes=classes, name=name, **scaling)
         except DataError:
@@ -218,32 +218,10 @@ class Reader:
         return self.batch(whole, numbers, batch.epoch, batch.index, (0, len(numbers)))
 
 
-def _classified(inputs: Any, labels: Any) -> bool:
-    """Whether the data set's number of classes is about these targets."""
-    return not isinstance(labels, tuple | dict) and labels.ndim == 1 and labels.dtype.kind in "iu"
-
-
 def noted(error: BaseException, text: str) -> None:
     """Adds a line to what Python shows of an error."""
     if hasattr(error, "add_note"):  # since Python 3.11
         error.add_note(f"({text})")
-
-
-def zipped(function: Callable[..., Any], *trees: Tree) -> Tree:
-    """The tree of what a function makes of the leaves at the same place of several trees."""
-    if isinstance(trees[0], dict):
-        return {key: zipped(function, *(t[key] for t in trees)) for key in trees[0]}
-    if isinstance(trees[0], tuple):
-        return tuple(zipped(function, *parts) for parts in zip(*trees, strict=True))
-    return function(*trees)
-
-
-def places(tree: Tree, name: str = "") -> list[tuple[str, Any]]:
-    """The leaves with their places in the tree, such as ("['image'][0]", leaf)."""
-    if not isinstance(tree, tuple | dict):
-        return [(name, tree)]
-    parts = sorted(tree.items()) if isinstance(tree, dict) else enumerate(tree)
-    return [pair for key, part in parts for pair in places(part, f"{name}[{key!r}]")]
 
 
 def array(leaf: Any, what: str) -> np.ndarray:

@@ -45,7 +45,8 @@ class ImageFolder:
             import PIL.Image  # noqa: F401
         except ImportError:
             raise ConfigError("[data] ImageFolder needs Pillow; install odyssey[image]") from None
-        root = _folder(Path(root))
+        if not (root := Path(root)).is_dir():
+            raise DataError(f"{root} is not a folder; give one that is there")
         self.classes = sorted(d.name for d in root.iterdir() if d.is_dir() and d.name[0] != ".")
         self.files: list[tuple[str, int]] = []
         for number, name in enumerate(self.classes):
@@ -98,12 +99,15 @@ class ImageFolder:
 # --- tables and arrays -----------------------------------------------------------------------------------------------
 
 
-def csv(path: str | Path, target: str | Sequence[str] | None = None, *, words: bool = True) -> ArrayDataset:
+def csv(
+    path: str | Path, target: str | Sequence[str] | None = None, *, classes: bool = True, words: bool = True
+) -> ArrayDataset:
     """A table of numbers with a header: samples (N, F) float32 of all columns but the targets.
 
     target: name of a column, or names; default the last one. One column of whole numbers from 0, or of words, is
         classes (words in sorted order); anything else becomes float32, (N, T) for T names.
-    words: False: refuse classes that are words, as where another file may have others.
+    classes: False: whole numbers are no classes, such as prices. words: False: words are none, as another file may have
+        other ones.
     Raises DataError for a missing column, a line of another length, a field that is no finite number.
     """
     path = Path(path)
@@ -123,14 +127,13 @@ def csv(path: str | Path, target: str | Sequence[str] | None = None, *, words: b
 
     def column(name: str) -> np.ndarray:
         at = header.index(name)
-        for number, line in lines:
-            try:
-                finite = np.isfinite(float(line[at]))
-            except ValueError:
-                finite = False
-            if not finite:
-                raise DataError(f"{path}, line {number}, column {name}: {line[at]!r} is no finite number")
-        return np.array([float(line[at]) for _, line in lines], np.float32)
+        values = np.array([_number(line[at]) for _, line in lines], np.float64)  # None: NaN
+        if (wrong := np.flatnonzero(~np.isfinite(values))).size:
+            empty = (i for i in wrong if not lines[i][1][at].strip())
+            number, line = lines[next(empty, wrong[0])]
+            fault = f"{path}, line {number}, column {name}: {line[at]!r} is no finite number"
+            raise DataError(f"{fault}; fill it, or leave the line or the column out")
+        return values.astype(np.float32)
 
     x = np.stack([column(name) for name in header if name not in wanted], 1) if len(header) > len(wanted) else None
     if x is None:
@@ -138,20 +141,19 @@ def csv(path: str | Path, target: str | Sequence[str] | None = None, *, words: b
     if len(wanted) > 1:
         return arrays(x, np.stack([column(name) for name in wanted], 1), name=path.name)
     fields = [line[header.index(wanted[0])].strip() for _, line in lines]
-    if all(field.isdecimal() for field in fields):
+    if classes and all(field.isdecimal() for field in fields):
         return arrays(x, np.array([int(field) for field in fields]), name=path.name)
-    if words and not any(_is_number(field) for field in fields):
+    if classes and words and all(field and _number(field) is None for field in fields):
         names, labels = np.unique(fields, return_inverse=True)
         return arrays(x, labels, classes=len(names), name=path.name)
     return arrays(x, column(wanted[0])[:, None], name=path.name)
 
 
-def _is_number(field: str) -> bool:
+def _number(field: str) -> float | None:
     try:
-        float(field)
+        return float(field)
     except ValueError:
-        return False
-    return True
+        return None
 
 
 def npz(path: str | Path, inputs: Any = "x", targets: Any = "y") -> ArrayDataset:
@@ -370,12 +372,6 @@ def split(dataset: Any, fraction: float = 0.1, seed: int = 0) -> tuple[Any, Any]
         return Subset(dataset, parts[0]), Subset(dataset, parts[1])
     rows = [dataset.rows(part) for part in parts]
     return tuple(dataclasses.replace(dataset, images=x, labels=y) for x, y in rows)
-
-
-def _folder(path: Path) -> Path:
-    if not path.is_dir():
-        raise DataError(f"{path} is not a folder; give one that is there")
-    return path
 
 
 # --- by name ---------------------------------------------------------------------------------------------------------

@@ -56,10 +56,7 @@ class Vocabulary(list[str]):
 
     @classmethod
     def of_checkpoint(cls, path: str | Path) -> Vocabulary:
-        """The vocabulary of a training on text, from one of its checkpoints (a folder with a manifest.json).
-
-        Raises DataError: there is none.
-        """
+        """That of a training on text, from a checkpoint's folder; DataError if there is none."""
         try:
             content = parse_json((Path(path) / "manifest.json").read_bytes(), "manifest.json")
             saved = content["values"]["configuration"]["vocabulary"]
