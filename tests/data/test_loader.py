@@ -261,7 +261,7 @@ IMAGE = np.zeros((1, 2, 2), np.float32)
         (IMAGE[0, 0, 0], r"sample 3 is float32"),
         ((IMAGE[:, :1], 0), r"sample 3 is float32 \(1, 1, 2\), an earlier one is float32 \(1, 2, 2\)"),
         ((IMAGE.astype(np.uint8), 0), r"sample 3 is uint8"),
-        ((IMAGE + np.nan, 0), r"Listed, batch 0 of epoch 0: image 3 holds nan"),
+        ((IMAGE + np.nan, 0), r"Listed: sample 3 holds NaN or infinity; clean it"),
     ],
 )
 def test_unsuitable_samples_are_refused(sample: object, message: str, prefetch: int) -> None:

@@ -76,7 +76,8 @@ def one_sample(case: dict, dataset, epoch: int, number: int, count: int):
         if hasattr(dataset, "gather"):
             return tuple(mapped(lambda a: a[0], t) for t in dataset.gather(np.array([number])))
         dataset.set_epoch(epoch)
-        return tuple(mapped(plain, t) for t in dataset[number])
+        x, y = (mapped(plain, t) for t in dataset[number])
+        return (x.astype(np.float32) if case["transform"] and case["kind"] == "bytes" else x), y
     x, y = one_sample(case, dataset, epoch, number, count - 1)
     transform, draw = case["transform"][count - 1], transforms.Draw(case["seed"], epoch, np.array([number]), count - 1)
     if isinstance(transform, transforms.Mixup):

@@ -11,8 +11,8 @@ import pytest
 
 from odyssey import data, manual_seed, nn, optim
 from odyssey.comm import mock
-from odyssey.data import transforms
-from odyssey.errors import DataError
+from odyssey.data import sources, transforms
+from odyssey.errors import ConfigError, DataError
 from odyssey.parallel.mesh import Mesh
 from odyssey.train.trainer import DistributedTrainer
 
@@ -120,3 +120,40 @@ def test_augmented_samples_are_the_same_on_any_ranks_and_after_a_resume(tmp_path
     fitted(None, dataset(), {"steps": steps, "checkpoint_dir": tmp_path}, loader=AUGMENTED)
     again = mock.run(2, lambda comm: fitted(comm, dataset(), {"checkpoint_dir": tmp_path}, loader=AUGMENTED))
     assert [a[0] for a in again] == [whole[0]] * 2
+
+
+class OfText(nn.Module):
+    """Numbers made of ids, and one for each id that follows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, ids):
+        return self.layer(ids.float() * (1 / 76))
+
+
+def test_a_checkpoint_of_a_training_on_text_has_its_vocabulary(tmp_path):
+    def fit(part, comm=None, **more):
+        manual_seed(0)
+        loss = lambda y, target: nn.MSELoss()(y, target.float() * (1 / 76))  # noqa: E731
+        t = DistributedTrainer(OfText(), optim.SGD(lr=0.05), comm=comm, loss=loss, shard_size=4, threads=1)
+        t.fit(data.DataLoader(part, 16, True), epochs=2, **more)
+        return t.weights_sha256()
+
+    plays = data.shakespeare(length=8, train=False)
+    some = sources.Subset(plays, np.arange(50))
+    whole = fit(some)
+    saving = {"checkpoint_dir": tmp_path / "kept"}
+    mock.run(2, lambda comm: fit(some, comm, steps=3, **saving))
+    assert mock.run(3, lambda comm: fit(some, comm, **saving)) == [whole] * 3
+    (newest, *_) = sorted((tmp_path / "kept").glob("step_*"), reverse=True)
+    back = data.Vocabulary.of_checkpoint(newest)
+    assert back == plays.vocabulary and len(back) == 76
+    assert back.decode(back.encode("To be, or not to be")) == "To be, or not to be"
+    (tmp_path / "other.txt").write_text("abc" * 200)
+    other = sources.Subset(data.text(tmp_path / "other.txt", length=8), np.arange(50))
+    with pytest.raises(ConfigError, match=r'was made with vocabulary .*, this training has \{"characters": "abc"\}'):
+        fit(other, **saving)
+    with pytest.raises(DataError, match="has no manifest.json with a vocabulary; give a checkpoint of a training on"):
+        data.Vocabulary.of_checkpoint(tmp_path)

@@ -57,3 +57,39 @@ def test_classes_and_other_targets() -> None:
 def test_what_is_refused(x: object, y: object, said: str) -> None:
     with pytest.raises(DataError, match=said):
         arrays(x, y)
+
+
+def test_trees_of_pytorchs_data_sets() -> None:
+    torch = pytest.importorskip("torch")
+    x, y = torch.arange(60.0).reshape(10, 2, 3), torch.arange(10) % 3
+    found = next(iter(DataLoader(torch.utils.data.TensorDataset(x, y), 4)))
+    np.testing.assert_array_equal(found.inputs[:, 0], x[:4].numpy())  # (H, W) is an image of one channel
+    assert found.dataset.form.classes and found.targets.tolist() == [0, 1, 2, 0]
+
+    class Own(torch.utils.data.Dataset):
+        def __init__(self, made):
+            self.made = made
+
+        def __len__(self):
+            return len(x)
+
+        def __getitem__(self, i):
+            return self.made(i)
+
+    made = Own(lambda i: ({"image": x[i], "more": (i, x[i] > 20)}, {"kind": y[i], "size": x[i, 0].double()}))
+    part = torch.utils.data.Subset(made, [7, 2, 5])
+    found = next(iter(DataLoader(part, 3)))
+    assert found.inputs["more"][0].tolist() == [7, 2, 5] and found.inputs["more"][1].dtype == np.int32
+    np.testing.assert_array_equal(found.targets["size"], x[[7, 2, 5], 0].numpy())
+    assert found.targets["kind"].tolist() == [1, 2, 2] and not found.dataset.form.classes
+    for wrong, said in [
+        (lambda i: (x[i].clone().requires_grad_(), 1), "Own: sample 0 has a part that is a Tensor .*requires grad"),
+        (lambda i: (x[i], x[i], 1), r"Own: sample 0 is tuple \(Tensor, Tensor, int\); \(sample, target\) expected"),
+        (lambda i: ((x[i], np.nan if i == 3 else 0.5), 1), r"Own: sample 3\[1\] holds NaN or infinity; clean it"),
+        (
+            lambda i: (x[i], torch.tensor(np.inf if i == 6 else 1.0)),
+            "Own: the target of sample 6 holds NaN or infinity",
+        ),
+    ]:
+        with pytest.raises(DataError, match=said):
+            list(DataLoader(Own(wrong), 4, sampler=[9, 0, 3, 6] if "sample 0" not in said else None))

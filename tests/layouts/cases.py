@@ -68,10 +68,10 @@ def trained(
         **layout.settings,
     )
     try:
-        loader = case.data.loader(data.DataLoader if last is None else _Failing)
+        loader = case.data.loader(data.DataLoader if last is None else _Failing, layout.readers)
         if last is not None:
             loader.last = last
-        evaluated = loader.dataset if isinstance(loader.dataset, data.ArrayDataset) else case.data.loader()
+        evaluated = loader.dataset if loader.in_memory else case.data.loader()
         history, sums = _looped(case, trainer, loader, **{"epochs": case.epochs, **fit})
         evaluation = trainer.evaluate(evaluated)
         result = {f"weight {name}": value for name, value in trainer.state_dict().items()}
@@ -245,9 +245,9 @@ def _digest(found: Any) -> str:
     return digest.hexdigest()
 
 
-def play(team: Threads | Processes, seed: int, index: int) -> tuple[Outcome, bool, str]:
+def play(team: Threads | Processes, seed: int, index: int, all_data: bool = False) -> tuple[Outcome, bool, str]:
     """A case on its layout and on one process; what became of it, whether ranks had parts, what it was."""
-    case = draws.case(seed, index)
+    case = draws.case(seed, index, all_data)
     everyone = team.run(case.layout.ranks, lambda comm: tried(case.training, case.layout, comm))
     expected = team.alone(lambda comm: tried(case.training, ALONE, comm))
     outcome = judged(expected, everyone) if team.leads else Outcome("")
@@ -285,9 +285,9 @@ def _until(case: Training, stop: Stop, comm: Communicator, folder: Path, every: 
         return {}
 
 
-def play_resumed(team: Threads | Processes, seed: int, index: int) -> tuple[Outcome, bool, str]:
+def play_resumed(team: Threads | Processes, seed: int, index: int, all_data: bool = False) -> tuple[Outcome, bool, str]:
     """An interrupted training of a case, and the undisturbed one."""
-    case = draws.interrupted(seed, index)
+    case = draws.interrupted(seed, index, all_data)
     what = case.training
     expected = team.run(case.undisturbed.ranks, lambda comm: tried(what, case.undisturbed, comm))
     outcome = None

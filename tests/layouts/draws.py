@@ -12,466 +12,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
-import zlib
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
+import kinds
+from chance import Random, draw, drawn
+from networks import Network
+from samples import Data, Joined, Loss, targets
 
-from odyssey import data, device, nn, optim
-from odyssey import functional as F
-from odyssey.core.tensor import Tensor
+from odyssey import optim
 from odyssey.parallel.mesh import Mesh
 
 RANKS = 4  # of the largest layout
 ROWS = 4  # samples of a shard up to which it is computed in rows, which tensor parallelism does not split
 
-
-class Random:
-    """Numbers for one kind of draws of one case."""
-
-    def __init__(self, seed: int, index: int, kind: str) -> None:
-        self._generator = np.random.default_rng([seed, index, zlib.crc32(kind.encode())])
-
-    def integer(self, low: int, high: int) -> int:
-        """From low to high, both possible."""
-        return int(self._generator.integers(low, high + 1))
-
-    def size(self, high: int = 100) -> int:
-        """From 1 to high: half of them up to 20, as small layers are where pieces are odd."""
-        return self.integer(1, min(20, high)) if self.chance(0.5) else self.integer(1, high)
-
-    def chance(self, share: float) -> bool:
-        return bool(self._generator.random() < share)
-
-    def one(self, values: Sequence[Any], weights: Sequence[float] | None = None) -> Any:
-        total = None if weights is None else np.array(weights) / sum(weights)
-        return values[int(self._generator.choice(len(values), p=total))]
-
-    def number(self, low: float, high: float) -> float:
-        """A number of three digits, its logarithm uniform."""
-        return float(f"{math.exp(self._generator.uniform(math.log(low), math.log(high))):.3g}")
-
-
-DRAWS: dict[str, list[tuple[float, Callable[..., Any]]]] = {}
-
-
-def draw(kind: str, weight: float = 1.0) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorator: adds a function (random, ...) to the draws of a kind, chosen in proportion to its weight."""
-
-    def add(function: Callable[..., Any]) -> Callable[..., Any]:
-        DRAWS.setdefault(kind, []).append((weight, function))
-        return function
-
-    return add
-
-
-def drawn(kind: str, random: Random, *given: Any) -> Any:
-    """What one of the draws of a kind gives."""
-    weights, functions = zip(*DRAWS[kind], strict=True)
-    return random.one(functions, weights)(random, *given)
-
-
-# --- networks --------------------------------------------------------------------------------------------------------
-
-Shape = tuple[int, ...]
-Op = tuple[Any, ...]  # name, place, arguments
-
-
-@dataclasses.dataclass(frozen=True)
-class Network:
-    """A model that can be made any number of times. `places`: devices that its layers are on."""
-
-    text: str
-    shape: Shape  # of a sample
-    classes: int
-    build: Callable[[], nn.Module]
-    places: int = 1
-    schedules: tuple[str, ...] = ("gpipe", "1f1b", "interleaved")  # that its placement goes with
-    micro: int | None = None  # samples of a micro-batch, where the model says so
-
-
-class Chain(nn.Module):
-    """Ops one after the other, as `Draft` writes them down."""
-
-    def __init__(self, ops: Sequence[Op], unused: Sequence[int] = (), frozen: Sequence[int] = ()) -> None:
-        super().__init__()
-        self.ops = tuple(ops)
-        for i, (name, place, *given) in enumerate(ops):
-            make = {"linear": nn.Linear, "conv": nn.Conv2d, "add linear": nn.Linear, "from input": nn.Linear}.get(name)
-            if make is not None:
-                layer = make(*given[:-1], bias=given[-1])
-                setattr(self, f"layer{i}", layer @ device(place) if place else layer)
-            if name == "tied":  # the weight of another layer, a bias of its own
-                other = getattr(self, f"layer{given[0]}")
-                layer = nn.Linear(*other.weight.shape[::-1])
-                layer.weight = other.weight
-                setattr(self, f"layer{i}", layer @ device(place) if place else layer)
-        for i in frozen:
-            getattr(self, f"layer{i}").weight.requires_grad = False
-        for i, size in enumerate(unused):
-            setattr(self, f"unused{i}", nn.Linear(size, 3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        made: list[Tensor] = []
-        first, here = x, 0
-        for i, (name, place, *given) in enumerate(self.ops):
-            if place != here:
-                x, here = x.to(place), place
-            if name in ("linear", "conv", "tied"):
-                x = getattr(self, f"layer{i}")(x)
-            elif name == "add linear":
-                x = x + getattr(self, f"layer{i}")(x)
-            elif name == "again":
-                x = getattr(self, f"layer{given[0]}")(x)
-            elif name == "checkpoint":  # activations are computed again in the backward pass
-                x = nn.checkpoint(getattr(self, f"layer{given[0]}"), x)
-            elif name == "add":
-                x = x + made[given[0]].to(place)
-            elif name == "dropout":
-                x = F.dropout(x, given[0], self.training)
-            elif name == "gate":
-                x = x * F.sigmoid(x)
-            elif name == "from input":
-                x = F.add(x, getattr(self, f"layer{i}")(F.flatten(first).to(place)))
-            else:
-                x = getattr(F, name)(x, *given)
-            made.append(x)
-        return x
-
-
-@dataclasses.dataclass
-class Draft:
-    """Ops that fit one another; `shape` is what they give."""
-
-    random: Random
-    shape: Shape
-    place: int = 0
-    ops: list[Op] = dataclasses.field(default_factory=list)
-    shapes: list[Shape] = dataclasses.field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.inputs = math.prod(self.shape)
-
-    def put(self, name: str, *given: Any, shape: Shape | None = None) -> None:
-        self.shape = shape or self.shape
-        self.ops.append((name, self.place, *given))
-        self.shapes.append(self.shape)
-
-    def linear(self, outputs: int) -> None:
-        if len(self.shape) > 1:
-            self.put("flatten", shape=(math.prod(self.shape),))
-        self.put("linear", self.shape[0], outputs, self.random.chance(0.8), shape=(outputs,))
-
-    def activation(self) -> None:
-        self.put(self.random.one(["relu", "tanh", "sigmoid", "gate"], [4, 3, 2, 1]))
-
-    def extra(self) -> None:
-        """Perhaps a residual addition, a layer used again, dropout."""
-        random, (n, *more) = self.random, self.shape
-        if random.chance(0.1):
-            self.put("scale", random.one([0.5, -1.25]))
-        if random.chance(0.05) and not more:
-            self.put(random.one(["softmax", "log_softmax"]))
-        if not more and n <= 60 and random.chance(0.2):
-            self.put("add linear", n, n, random.chance(0.5))
-        squares = [
-            i for i, op in enumerate(self.ops) if op[0] == "linear" and op[1:4] == (self.place, n, n) and not more
-        ]
-        if squares and random.chance(0.6):
-            self.put(random.one(["again", "checkpoint", "tied"]), random.one(squares))
-        if not more and random.chance(0.08):
-            self.put("from input", self.inputs, n, random.chance(0.5))
-        same = [i for i, shape in enumerate(self.shapes[:-1]) if shape == self.shape]
-        if same and random.chance(0.3):
-            self.put("add", random.one(same))
-        if random.chance(0.25):
-            self.put("dropout", random.one([0.1, 0.5, 0.9]))
-
-    def convolution(self) -> bool:
-        """A convolution that fits, perhaps with pooling; False where none does."""
-        random, (c, h, w) = self.random, self.shape
-        kernel, stride, padding = (
-            (random.integer(1, 4), random.integer(1, 4)),
-            random.one([1, 1, 2]),
-            random.one([0, 1]),
-        )
-        k = random.integer(1, 13)
-        p, q = ((n + 2 * padding - r) // stride + 1 for n, r in zip((h, w), kernel, strict=True))
-        if min(p, q) < 1 or kernel[0] > h + 2 * padding or kernel[1] > w + 2 * padding:
-            return False
-        self.put("conv", c, k, kernel, stride, padding, random.chance(0.8), shape=(k, p, q))
-        self.activation()
-        if min(p, q) >= 2 and random.chance(0.6):
-            size = random.integer(2, min(3, p, q))
-            step = random.one([None, 1, 2])
-            by = step or size
-            self.put(
-                random.one(["max_pool2d", "avg_pool2d"]),
-                size,
-                step,
-                shape=(k, (p - size) // by + 1, (q - size) // by + 1),
-            )
-        return True
-
-    def network(self, classes: int, shape: Shape, unused: Sequence[int] = (), **more: Any) -> Network:
-        """It, with a last layer."""
-        self.linear(classes)
-        ops, text = tuple(self.ops), _text(shape, self.ops)
-        layers = [i for i, op in enumerate(ops[:-1]) if op[0] in ("linear", "conv")]
-        frozen = (self.random.one(layers),) if layers and self.random.chance(0.07) else ()
-        if unused:
-            text += f", unused {' '.join(map(str, unused))}"
-        if frozen:
-            text += f", the weight of layer {frozen[0]} is fixed"
-        return Network(text, shape, classes, functools.partial(Chain, ops, tuple(unused), frozen), **more)
-
-
-def _text(shape: Shape, ops: Sequence[Op]) -> str:
-    words = []
-    for name, place, *given in ops:
-        at = f"@{place}" if place else ""
-        if name in ("linear", "add linear", "from input"):
-            words.append(f"{name} {given[1]}{'' if given[-1] else ' without bias'}{at}")
-        elif name == "conv":
-            _, k, (r, t), stride, padding, bias = given
-            words.append(f"conv {k}x{r}x{t}/{stride}+{padding}{'' if bias else ' without bias'}{at}")
-        else:
-            words.append(" ".join([name, *(str(g) for g in given if g is not None)]))
-    return f"{'x'.join(map(str, shape))}: {', '.join(words)}"
-
-
-def _unused(random: Random) -> list[int]:
-    return [random.size(40)] if random.chance(0.1) else []
-
-
-@draw("network", 4)
-def multilayer(random: Random) -> Network:
-    """Linear layers of any width; some of the same, so that there is something to share and to add."""
-    shape = (random.size(),)
-    draft = Draft(random, shape)
-    width = random.size(60)
-    for _ in range(random.integer(0, 4)):
-        draft.linear(width if random.chance(0.4) else random.size())
-        draft.activation()
-        draft.extra()
-    return draft.network(random.size(20), shape, _unused(random))
-
-
-@draw("network", 3)
-def convolutional(random: Random) -> Network:
-    """Convolutions and pools, then linear layers."""
-    shape = (random.integer(1, 4), random.integer(3, 13), random.integer(3, 13))
-    draft = Draft(random, shape)
-    for _ in range(random.integer(1, 3)):
-        if not draft.convolution():
-            break
-        if random.chance(0.2):
-            draft.put("dropout", 0.3)
-    for _ in range(random.integer(0, 2)):
-        draft.linear(random.size())
-        draft.activation()
-        draft.extra()
-    return draft.network(random.size(20), shape, _unused(random))
-
-
-@draw("network", 1.5)
-def placed(random: Random) -> Network:
-    """Layers with places of their own, in order, and sums of what was made on different ones."""
-    places = random.integer(2, 4)
-    shape = (random.size(),)
-    draft = Draft(random, shape)
-    width = random.size(50)
-    for place in range(places):
-        draft.place = place
-        for _ in range(random.integer(1, 2)):
-            draft.linear(width if random.chance(0.6) else random.size())
-            draft.activation()
-        draft.extra()
-    schedules = ("gpipe", "1f1b")
-    if random.chance(0.3):  # back where it began
-        draft.place, schedules = 0, ("gpipe",)
-    return draft.network(random.size(20), shape, places=places, schedules=schedules)
-
-
-@draw("network", 1)
-def staged(random: Random) -> Network:
-    """A PipelineParallel of stages."""
-    shape, classes = (random.size(),), random.size(20)
-    widths = [random.size() for _ in range(random.integer(1, 3))]
-    sizes = [shape[0], *widths, classes]
-    kind = random.one([nn.Tanh, nn.ReLU, nn.Sigmoid])
-    micro = random.integer(5, 20) if random.chance(0.8) else random.integer(1, 4)
-
-    def build() -> nn.Module:
-        stages = []
-        for i, (a, b) in enumerate(zip(sizes, sizes[1:], strict=False)):
-            last = i == len(sizes) - 2
-            stages.append(nn.Stage([nn.Linear(a, b), *([] if last else [kind()])]))
-        return nn.PipelineParallel(stages, micro_batch_size=micro, schedule="1f1b")
-
-    text = f"stages {'-'.join(map(str, sizes))} {kind.__name__}, micro-batches of {micro}"
-    return Network(text, shape, classes, build, len(sizes) - 1, ("gpipe", "1f1b"), micro)
-
-
-# --- data ------------------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Data:
-    """A data set, the same whenever it is made, and how it is cut into batches."""
-
-    text: str
-    samples: int
-    batch: int
-    build: Callable[[], Any]
-    shuffle: bool = False
-    prefetch: int = 0
-
-    def loader(self, kind: type[data.DataLoader] = data.DataLoader) -> data.DataLoader:
-        """A new one."""
-        return kind(
-            self.build(), batch_size=self.batch, shuffle=self.shuffle, seed=self.samples, prefetch=self.prefetch
-        )
-
-
-@draw("data", 3)
-def numbers(random: Random, shape: Shape, classes: int, samples: int) -> tuple[str, Callable[[], Any]]:
-    """Normal floats."""
-    return "floats", functools.partial(_numbers, shape, classes, samples)
-
-
-def _numbers(shape: Shape, classes: int, samples: int) -> Any:
-    generator = np.random.default_rng(samples)
-    x = generator.standard_normal((samples, *shape)).astype(np.float32)
-    return data.arrays(x, generator.integers(0, classes, samples), classes=classes)
-
-
-@draw("data", 1)
-def bytes_with_a_scale(random: Random, shape: Shape, classes: int, samples: int) -> tuple[str, Callable[[], Any]]:
-    """uint8, scaled and shifted where they are read."""
-    return "bytes", functools.partial(_bytes, shape, classes, samples)
-
-
-def _bytes(shape: Shape, classes: int, samples: int) -> Any:
-    generator = np.random.default_rng(samples)
-    x = generator.integers(0, 256, (samples, *shape), np.uint8)
-    return data.arrays(x, generator.integers(0, classes, samples), classes=classes, scale=1 / 128, shift=-1.0)
-
-
-@draw("data", 1)
-def mostly_zeros(random: Random, shape: Shape, classes: int, samples: int) -> tuple[str, Callable[[], Any]]:
-    """Floats of which one in ten is not 0, some of them -0: sums whose terms vanish."""
-    return "mostly zeros", functools.partial(_zeros, shape, classes, samples)
-
-
-def _zeros(shape: Shape, classes: int, samples: int) -> Any:
-    generator = np.random.default_rng(samples)
-    x = generator.standard_normal((samples, *shape)).astype(np.float32)
-    x *= generator.random(x.shape) < 0.1
-    return data.arrays(x, generator.integers(0, classes, samples), classes=classes)
-
-
-@draw("data", 0.7)
-def overflowing(random: Random, shape: Shape, classes: int, samples: int) -> tuple[str, Callable[[], Any]]:
-    """A few samples are so large that gradients, or the loss, are not finite."""
-    return "floats, some huge", functools.partial(_huge, shape, classes, samples)
-
-
-def _huge(shape: Shape, classes: int, samples: int) -> Any:
-    generator = np.random.default_rng(samples)
-    x = generator.standard_normal((samples, *shape)).astype(np.float32)
-    x[generator.random(samples) < 1 / 30] *= np.float32(1e38)
-    x = np.clip(x, -3e38, 3e38)
-    return data.arrays(x, generator.integers(0, classes, samples), classes=classes)
-
-
-@draw("data", 1)
-def one_by_one(random: Random, shape: Shape, classes: int, samples: int) -> tuple[str, Callable[[], Any]]:
-    """A data set of one's own that gives a sample at a time."""
-    return "a sample at a time", functools.partial(_Samples, shape, classes, samples)
-
-
-class _Samples:
-    def __init__(self, shape: Shape, classes: int, samples: int) -> None:
-        self.classes = classes
-        self._all = _numbers(shape, classes, samples)
-
-    def __len__(self) -> int:
-        return len(self._all)
-
-    def __getitem__(self, i: int) -> tuple[np.ndarray, int]:
-        return self._all.images[i], int(self._all.labels[i])
-
-
-# --- losses, optimizers, schedules -----------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Loss:
-    """A loss and what a network needs behind its last layer for it."""
-
-    text: str
-    build: Callable[[], Any]
-
-
-@draw("loss", 4)
-def cross_entropy(random: Random) -> Loss:
-    return Loss("cross entropy", nn.CrossEntropyLoss)
-
-
-@draw("loss", 1)
-def likelihood(random: Random) -> Loss:
-    return Loss("log-likelihood", lambda: lambda y, labels: nn.NLLLoss()(F.log_softmax(y), labels))
-
-
-# --- other tasks: targets that are no classes, inputs that are several arrays ----------------------------------------
-
-
-class Joined(nn.Module):
-    """A model on the sum of its inputs, given one by one or in a dict."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, *given: Any) -> Tensor:
-        a, b = (given[0]["a"], given[0]["b"]) if len(given) == 1 else given
-        return self.model(a + b.float())
-
-
-def _targets(shape: Shape, outputs: int, samples: int, inputs: str, mixed: bool) -> Any:
-    generator = np.random.default_rng(samples)
-    x = generator.standard_normal((samples, *shape)).astype(np.float32)
-    y: Any = generator.random((samples, outputs))
-    b = generator.integers(-2, 3, (samples, *shape))
-    given = {"one": x, "two": (x, b), "dict": {"b": b, "a": x}}[inputs]
-    return data.arrays(given, (y, generator.integers(0, outputs, samples)) if mixed else y)
-
-
-def mixed_loss(y: Tensor, target: Any) -> Tensor:
-    """Of numbers and classes."""
-    return F.mse_loss(y, target[0]) * 0.5 + F.cross_entropy(y, target[1])
-
-
-def of_one_s_own(y: Tensor, target: Any) -> Tensor:
-    """A loss written with ops."""
-    d = F.tanh(y) - target
-    return F.mean(d * d * d * d)
-
-
-@draw("task", 2)
-def numbers_as_targets(random: Random) -> tuple[Loss, bool, tuple[str, ...] | dict[str, Any] | None]:
-    kinds = [nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.BCEWithLogitsLoss]
-    made = random.one([*(Loss(k.__name__, k) for k in kinds), Loss("a loss of one's own", lambda: of_one_s_own)])
-    return made, False, random.one([None, ("mae",), {"mse": "mse", "own": of_one_s_own}])
-
-
-@draw("task", 1)
-def numbers_and_classes(random: Random) -> tuple[Loss, bool, tuple[str, ...] | dict[str, Any] | None]:
-    return Loss("squares and classes", lambda: mixed_loss), True, random.one([None, {"both": mixed_loss}])
-
+# --- optimizers, schedules -------------------------------------------------------------------------------------------
 
 Make = tuple[str, Callable[[], optim.Optimizer]]
 
@@ -568,11 +124,15 @@ class Training:
         return "; ".join(filter(None, words))
 
 
-def training(seed: int, index: int) -> Training:
-    """The training of a case."""
+def training(seed: int, index: int, all_data: bool = False) -> Training:
+    """The training of a case; `all_data`: its data set is of any kind (kinds.py)."""
     kind = functools.partial(Random, seed, index)
     random = kind("training")
-    network = drawn("network", kind("network"))
+    network, chosen = drawn("network", kind("network")), ""
+    if all_data:
+        chosen = kind("kind").one(list(kinds.KINDS), [weight for weight, *_ in kinds.KINDS.values()])
+        tries = (drawn("network", kind(f"network {i}")) for i in itertools.count())
+        network = next(made for made in tries if kinds.KINDS[chosen][1](made))
     shard = network.micro or (random.integer(1, ROWS) if random.chance(0.15) else random.integer(ROWS + 1, 33))
     batch = shard * random.integer(1, 9) + random.one([0, 0, random.integer(0, shard - 1)])
     if random.chance(0.1):
@@ -583,11 +143,17 @@ def training(seed: int, index: int) -> Training:
     loss = drawn("loss", kind("loss"))
     task = kind("task")
     metrics = task.one([None, ("accuracy", "top5"), {"second": "top2"}], [4, 1, 1])
-    if task.chance(0.35):
+    transform = None
+    if all_data:
+        made = kinds.KINDS[chosen][2](kind("source"), network.shape, network.classes, samples)
+        made = kinds.transformed(kind("transform"), made, network.shape)
+        text, build, transform, network = made.text, made.build, made.transform, kinds.fitted(network, made)
+        loss, metrics = kinds.loss_of(task, made.targets, network.classes)
+    elif task.chance(0.35):
         loss, mixed, metrics = drawn("task", task)
         inputs = "one" if network.micro or network.places > 1 else task.one(["one", "two", "dict"])
         text = f"{inputs} input{'s' * (inputs != 'one')}, targets that are {'also ' * mixed}numbers"
-        build = functools.partial(_targets, network.shape, network.classes, samples, inputs, mixed)
+        build = functools.partial(targets, network.shape, network.classes, samples, inputs, mixed)
         if inputs != "one":
             whole = network.build
             network = dataclasses.replace(network, build=lambda: Joined(whole()))
@@ -602,7 +168,7 @@ def training(seed: int, index: int) -> Training:
     }
     return Training(
         network,
-        Data(text, samples, batch, build, random.chance(0.5), random.one([0, 0, 2])),
+        Data(text, samples, batch, build, random.chance(0.5), random.one([0, 0, 2]), transform),
         loss,
         drawn("optimizer", kind("optimizer")),
         schedule,
@@ -621,6 +187,7 @@ class Layout:
 
     ranks: int
     settings: dict[str, Any]
+    readers: int = 0  # num_workers of the loaders
 
     @property
     def splits(self) -> bool:
@@ -630,7 +197,8 @@ class Layout:
 
     def __str__(self) -> str:
         words = (str(v) if k == "mesh" else f"{k}={v}" for k, v in self.settings.items())
-        return f"{self.ranks} rank{'s' * (self.ranks != 1)}: {', '.join(words)}"
+        reading = f", num_workers={self.readers}" * (self.readers > 0)
+        return f"{self.ranks} rank{'s' * (self.ranks != 1)}: {', '.join(words)}{reading}"
 
 
 ALONE = Layout(1, {"threads": 1})
@@ -731,10 +299,11 @@ def _mesh(random: Random, training: Training, pp: int, tp: int) -> Layout:
     return Layout(dp * pp * tp, settings)
 
 
-def layout(seed: int, index: int, of: Training, number: int = 0) -> Layout:
+def layout(seed: int, index: int, of: Training, number: int = 0, all_data: bool = False) -> Layout:
     """The layout of a case, or number so and so of several."""
-    random = Random(seed, index, f"layout {number}")
-    return drawn("layout", random, of)
+    made = drawn("layout", Random(seed, index, f"layout {number}"), of)
+    readers = Random(seed, index, f"readers {number}").one([0, 1, 2], [6, 1, 1]) if all_data else 0
+    return dataclasses.replace(made, readers=readers)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -748,12 +317,12 @@ class Case:
         return f"{self.training} | {self.layout}"
 
 
-def case(seed: int, index: int) -> Case:
+def case(seed: int, index: int, all_data: bool = False) -> Case:
     """Case number `index` of a seed; only what is stopped and resumed is always one fit()."""
-    random, made = Random(seed, index, "loop"), training(seed, index)
+    random, made = Random(seed, index, "loop"), training(seed, index, all_data)
     if (loop := random.one(LOOPS, [5, 1, 1, 1])) != LOOPS[0]:
         made = dataclasses.replace(made, loop=loop, epochs=random.integer(2, 4))
-    return Case(made, layout(seed, index, made))
+    return Case(made, layout(seed, index, made, 0, all_data))
 
 
 # --- stops and resumes -----------------------------------------------------------------------------------------------
@@ -787,17 +356,17 @@ class Interrupted:
         return f"{self.training} | checkpoint every {self.every or 'epoch'} | {' | '.join(map(str, self.stops))}"
 
 
-def interrupted(seed: int, index: int) -> Interrupted:
+def interrupted(seed: int, index: int, all_data: bool = False) -> Interrupted:
     """The interrupted training of a case: on other layouts, or with sums that only such a layout gives."""
-    random, made = Random(seed, index, "stops"), training(seed, index)
+    random, made = Random(seed, index, "stops"), training(seed, index, all_data)
     while made.steps * made.epochs < 2:
         made = dataclasses.replace(made, epochs=made.epochs + 1)
     alike = made.shards > 1 and random.chance(0.2)
-    first = of_its_own(random, made) if alike else layout(seed, index, made)
+    first = of_its_own(random, made) if alike else layout(seed, index, made, 0, all_data)
     points = sorted(random.integer(1, made.steps * made.epochs - 1) for _ in range(random.integer(1, 3)))
     stops = []
     for number, after in enumerate([*dict.fromkeys(points), None]):
-        where = _alike(random, made, first) if alike else layout(seed, index, made, number)
+        where = _alike(random, made, first) if alike else layout(seed, index, made, number, all_data)
         stops.append(Stop(where, after, random.one(["limit", "failure"])))
     every = random.one([None, 1, 2, 3])
     return Interrupted(made, first if alike else ALONE, tuple(stops), every)

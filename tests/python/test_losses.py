@@ -42,6 +42,30 @@ def test_values_and_gradients_are_those_of_pytorch(name, reduction, n):
     assert getattr(F, name)(Tensor(x), t, reduction, **settings).numpy().tobytes() == y.numpy().tobytes()
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"weight": [[1.0, 2.0], [0.5, 0], [3, 1]]},
+        {"pos_weight": [0.5, 4]},
+        {"weight": 2, "pos_weight": [[1.0], [2], [3]]},
+    ],
+)
+def test_weights_of_outputs_and_of_targets_that_are_1(settings):
+    torch = pytest.importorskip("torch")
+    x, t = samples(20)
+    mine = Parameter(x)
+    loss = nn.BCEWithLogitsLoss(**settings)(mine, t)
+    loss.backward()
+    theirs = torch.tensor(x.astype(np.float64), requires_grad=True)
+    wide = {name: torch.tensor(value, dtype=torch.float64) for name, value in settings.items()}
+    right = torch.nn.BCEWithLogitsLoss(**wide)(theirs, torch.tensor(t.astype(np.float64)))
+    right.backward()
+    np.testing.assert_allclose(loss.item(), right.item(), rtol=2e-6)
+    np.testing.assert_allclose(mine.grad.numpy(), theirs.grad.numpy(), rtol=2e-6, atol=1e-7)
+    with pytest.raises(ShapeError, match=r"shapes \(20, 3, 2\) and \(4,\) do not fit"):
+        nn.BCEWithLogitsLoss(weight=[1, 2, 3, 4])(mine, t)
+
+
 def test_logits_far_from_0_lose_nothing():
     x = np.array([[-80.0, -30, -10, 10, 30, 80]], np.float32)
     for t in (0, 1):

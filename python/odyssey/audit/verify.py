@@ -7,8 +7,8 @@ has several ranks, with two environment variables:
     ODYSSEY_TRACE_LAYOUT  the layout, which goes before the trainer's own arguments
 
 so a user's own script is verified unchanged, if it trains with a DistributedTrainer. After every step rank 0 writes the
-loss, all parameters and all values of the optimizer, whole, whoever had them; the first difference to the run on one
-process is named.
+loss, the metrics, all parameters and all values of the optimizer, whole, whoever had them; the first difference to the
+run on one process is named.
 """
 
 from __future__ import annotations
@@ -148,7 +148,8 @@ class Trace(Callback):
         import numpy as np
 
         trainer = context.trainer
-        sums = {"loss": context.step.loss, "correct predictions": context.step.correct}
+        metrics = {f"metric {name}": value for name, value in context.step.metrics.items()}
+        sums = {"loss": context.step.loss, "correct predictions": context.step.correct, **metrics}
         arrays = {**trainer.named_state(), **{name: np.array(value, np.float64) for name, value in sums.items()}}
         if trainer.comm.rank == 0:
             file = step_file(self.folder, self.trainer, self.done)

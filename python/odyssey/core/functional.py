@@ -486,13 +486,18 @@ def smooth_l1_loss(x: Tensor, target: Any, reduction: str = "mean", beta: float 
     return _reduced("smooth_l1_loss", c * (d - c * 0.5) * (1 / beta), reduction)
 
 
-def binary_cross_entropy_with_logits(x: Tensor, target: Any, reduction: str = "mean") -> Tensor:
-    """-(t log s + (1 - t) log(1 - s)), s = sigmoid(x), of logits x and targets t in [0, 1], equal shapes (N, ...).
+def binary_cross_entropy_with_logits(
+    x: Tensor, target: Any, reduction: str = "mean", weight: Any = None, pos_weight: Any = None
+) -> Tensor:
+    """-w (p t log s + (1 - t) log(1 - s)), s = sigmoid(x), of logits x and targets t in [0, 1], equal shapes (N, ...).
 
-    Computed as t log(1 + exp(-x)) + (1 - t) log(1 + exp(x)). The mean or sum over all numbers, or each ("none").
+    weight w, pos_weight p: constants that are broadcast to x, such as one number per output, (F,) of (N, F); default 1.
+    Computed as p t log(1 + exp(-x)) + (1 - t) log(1 + exp(x)). The mean or sum over all numbers, or each ("none").
     """
     x, t = _difference("binary_cross_entropy_with_logits", x, target)
-    return _reduced("binary_cross_entropy_with_logits", t * softplus(-x) + (1.0 - t) * softplus(x), reduction)
+    w, p = (None if c is None else Tensor(np.asarray(c, np.float32)) for c in (weight, pos_weight))
+    losses = (t if p is None else t * p) * softplus(-x) + (1.0 - t) * softplus(x)
+    return _reduced("binary_cross_entropy_with_logits", losses if w is None else losses * w, reduction)
 
 
 def top_k(x: Tensor, target: Any, k: int = 1) -> Tensor:

@@ -267,6 +267,10 @@ class Settings(Training):
     image_size: int = setting(DATA, 32, "height and width to which pictures of an image-folder are scaled", low=1)
     target: str | None = setting(DATA, None, "the column of a csv that is learnt", "the last one", metavar="COLUMN")
     sequence_length: int = setting(DATA, 64, "tokens of a sample of text", low=1)
+    metrics: str | None = setting(
+        DATA, None, "what is measured beside the loss: accuracy, top5 (any number), mae, mse, with commas",
+        "accuracy of classes", metavar="NAME,..."
+    )
     num_workers: int = setting(DATA, 0, "processes of each rank that read samples ahead", low=0)
     epochs: int | None = setting(DATA, None, "passes over the training set", low=1, alias="epochs")
     steps: int | None = setting(

@@ -10,6 +10,7 @@ from odyssey.data.loader import DataLoader
 from odyssey.data.reader import Batch
 from odyssey.data.sampler import DistributedSampler, permutation
 from odyssey.data.sources import ImageFolder, columns, csv, npy, npz, opened, shakespeare, split, text, tokens
+from odyssey.data.vocabulary import Vocabulary
 
 __all__ = [
     "DATASETS",
@@ -18,6 +19,7 @@ __all__ = [
     "DataLoader",
     "DistributedSampler",
     "ImageFolder",
+    "Vocabulary",
     "arrays",
     "columns",
     "csv",

@@ -123,18 +123,21 @@ class ArrayDataset:
         if indices.size and not (indices.min() >= 0 and indices.max() < len(self)):
             wrong = indices[(indices < 0) | (indices >= len(self))][0]
             raise DataError(f"{self.name}: index {wrong} is not a sample; 0 to {len(self) - 1} are allowed")
-        targets = mapped(lambda a: a[indices], self.labels)
-        if not self.normalised:
-            return mapped(lambda a: a[indices], self.images), targets
-        per_channel = (-1,) + (1,) * (self.images.ndim - 2)
-        images = self.images[indices] * self.scale.reshape(per_channel)
-        images += self.shift.reshape(per_channel)
+        images, targets = self.rows(indices)
+        if self.normalised:
+            per_channel = (-1,) + (1,) * (self.images.ndim - 2)
+            images = images * self.scale.reshape(per_channel)
+            images += self.shift.reshape(per_channel)
         return images, targets
+
+    def rows(self, which: Any) -> tuple[Any, Any]:
+        """Samples and targets as they are held, by their numbers or a slice."""
+        return mapped(lambda a: a[which], self.images), mapped(lambda a: a[which], self.labels)
 
     def take(self, n: int) -> ArrayDataset:
         """The first n samples as a data set that shares this one's memory; ConfigError unless 1 <= n <= N."""
         n = check_integer(f"the number of samples to take from {self.name}", n, 1, len(self))
-        images, labels = (mapped(lambda a: a[:n], tree) for tree in (self.images, self.labels))
+        images, labels = self.rows(slice(n))
         return dataclasses.replace(self, images=images, labels=labels)
 
 

@@ -51,6 +51,9 @@ class DataLoader:
 
     Epochs count up from 0 with each iteration; `set_epoch` on the loader, or on a DistributedSampler that it has, fixes
     the next one, and counting goes on from there.
+
+    Attributes, to be read: dataset, batch_size, drop_last; in_memory: whether batches are places in a data set in
+    memory, so that nothing is read or transformed; next_epoch: the epoch of the next iteration.
     Raises ConfigError for a setting out of range, an unsuitable or empty data set, or when no batch would be left.
     While iterating: DataError for unsuitable samples, ConfigError for a sampler's index that is not in the data set;
     what the data set itself raises comes through unchanged.
@@ -71,48 +74,33 @@ class DataLoader:
     ) -> None:
         workers.refuse_import()
         _check_dataset(dataset)
-        self._dataset = dataset
-        self._batch_size = check_integer("[data] batch_size", batch_size, 1)
+        self.dataset = dataset
+        self.batch_size = check_integer("[data] batch_size", batch_size, 1)
         self.seed = check_integer("[data] seed", seed, 0, (1 << 64) - 1)
         self._prefetch = check_integer("[data] prefetch", prefetch, 0)
         self._reader = Reader(dataset, _class_count(dataset), transform, self.seed)
-        self._in_memory = isinstance(dataset, ArrayDataset) and not self._reader.transforms
+        self.in_memory = isinstance(dataset, ArrayDataset) and not self._reader.transforms
         self._worker_count = check_integer("[data] num_workers", num_workers, 0)
         self._workers: workers.Workers | None = None  # that are at rest
         if sampler is not None and shuffle:
             raise ConfigError("DataLoader: shuffle is True and a sampler is given; one is allowed; leave the other out")
         self.shuffle = bool(shuffle)
         self.sampler = sampler
-        self._drop_last = bool(drop_last)
-        self._next_epoch = int(getattr(sampler, "epoch", 0))
+        self.drop_last = bool(drop_last)
+        self.next_epoch = int(getattr(sampler, "epoch", 0))
         self._first = 0  # batch of the next iteration
         self._ahead: _OrderAhead | None = None
         if sampler is None and len(self) == 0:
             raise ConfigError(
-                f"[data] batch_size is {self._batch_size} with drop_last, but the data set has {len(dataset)} samples; "
+                f"[data] batch_size is {self.batch_size} with drop_last, but the data set has {len(dataset)} samples; "
                 "no batch would be left; make batch_size smaller"
             )
 
-    @property
-    def dataset(self) -> Any:
-        """The data set that was given."""
-        return self._dataset
-
-    @property
-    def batch_size(self) -> int:
-        """Samples of one optimizer step over all workers."""
-        return self._batch_size
-
     def set_epoch(self, epoch: int) -> None:
         """Make `epoch` (0 to 2**64 - 1) the epoch of the next iteration; ConfigError if it is out of range."""
-        self._next_epoch = check_integer("epoch", epoch, 0, (1 << 64) - 1)
+        self.next_epoch = check_integer("epoch", epoch, 0, (1 << 64) - 1)
         if hasattr(self.sampler, "set_epoch"):
-            self.sampler.set_epoch(self._next_epoch)
-
-    @property
-    def in_memory(self) -> bool:
-        """Whether batches are places in a data set in memory, so that nothing is read or transformed."""
-        return self._in_memory
+            self.sampler.set_epoch(self.next_epoch)
 
     def read_again(self, epoch: int, batch: int, join: int = 1) -> Batch:
         """Batch number `batch` (from 0) of `epoch`, with the `join` - 1 that follow, made now; nothing else changes.
@@ -120,7 +108,7 @@ class DataLoader:
         Raises:
             ConfigError: there is no such batch.
         """
-        before, first = self._next_epoch, self._first
+        before, first = self.next_epoch, self._first
         try:
             self.start_at(epoch, batch)
             self._begin_epoch()
@@ -137,20 +125,10 @@ class DataLoader:
         self.set_epoch(epoch)
         self._first = check_integer("batch", batch, 0, len(self))
 
-    @property
-    def drop_last(self) -> bool:
-        """Whether a last batch with fewer samples is left out."""
-        return self._drop_last
-
-    @property
-    def next_epoch(self) -> int:
-        """The epoch of the next iteration."""
-        return self._next_epoch
-
     def __len__(self) -> int:
         """Number of batches in an epoch."""
-        samples = len(self._dataset if self.sampler is None else self.sampler)  # type: ignore[arg-type]
-        return samples // self._batch_size if self._drop_last else -(-samples // self._batch_size)
+        samples = len(self.dataset if self.sampler is None else self.sampler)  # type: ignore[arg-type]
+        return samples // self.batch_size if self.drop_last else -(-samples // self.batch_size)
 
     def __iter__(self) -> Iterator[Batch]:
         return self.steps()
@@ -168,7 +146,7 @@ class DataLoader:
         order = self._order(epoch)
         first, self._first = self._first, 0
         cut = _joined(_pieces(enumerate(self._cut(order, first), first), pieces), join)
-        if self._in_memory or (self._prefetch == 0 and not self._worker_count):
+        if self.in_memory or (self._prefetch == 0 and not self._worker_count):
             return self._batches(cut, epoch, part, lambda: False)
         # The thread refers to nothing of the iteration, so an abandoned one is closed by the garbage collector.
         if self._worker_count:
@@ -178,8 +156,8 @@ class DataLoader:
     def _batches(self, cut: Pieces, epoch: int, part: Part | None, stopped: Callable[[], bool]) -> Iterator[Batch]:
         """Batches; ends early, between two samples, once `stopped()`."""
         for index, numbers in cut:
-            if self._in_memory:
-                yield Batch(self._dataset, numbers, epoch, index)
+            if self.in_memory:
+                yield Batch(self.dataset, numbers, epoch, index)
                 continue
             lo, hi = run = (0, len(numbers)) if part is None else part(len(numbers))
             both = self._reader.read(numbers[lo:hi], epoch, stopped)
@@ -210,20 +188,20 @@ class DataLoader:
     def _begin_epoch(self) -> int:
         sampler = self.sampler
         if getattr(sampler, "epoch_was_set", False):
-            self._next_epoch = int(sampler.epoch)  # type: ignore[union-attr]
-        epoch = self._next_epoch
+            self.next_epoch = int(sampler.epoch)  # type: ignore[union-attr]
+        epoch = self.next_epoch
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
             if hasattr(sampler, "epoch_was_set"):
                 sampler.epoch_was_set = False
-        if hasattr(self._dataset, "set_epoch"):
-            self._dataset.set_epoch(epoch)
-        self._next_epoch = epoch + 1
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+        self.next_epoch = epoch + 1
         return epoch
 
     def _order(self, epoch: int) -> np.ndarray:
         """The indices of the epoch, int64, read-only: batches are views of it."""
-        count = len(self._dataset)
+        count = len(self.dataset)
         if self.sampler is not None:
             order = _sampled(self.sampler, count)
         elif self.shuffle:
@@ -244,8 +222,8 @@ class DataLoader:
 
     def _cut(self, order: np.ndarray, first: int) -> Iterator[np.ndarray]:
         """Pieces of batch_size from number `first` on, made when asked for."""
-        size = self._batch_size
-        stop = len(order) // size * size if self._drop_last else len(order)
+        size = self.batch_size
+        stop = len(order) // size * size if self.drop_last else len(order)
         return (order[at : at + size] for at in range(first * size, stop, size))
 
 
@@ -347,7 +325,7 @@ def _check_dataset(dataset: Any) -> None:
     if not (hasattr(dataset, "__len__") and (hasattr(dataset, "gather") or hasattr(dataset, "__getitem__"))):
         raise ConfigError(
             f"DataLoader: the data set is a {type(dataset).__name__}; an ArrayDataset, or an object with __len__ and "
-            "__getitem__, is allowed; make one with odyssey.data.arrays"
+            "__getitem__, is allowed; make one with odyssey.data.arrays, or give what yields batches (x, y) to fit()"
         )
     if len(dataset) < 1:
         raise ConfigError(f"DataLoader: the data set ({type(dataset).__name__}) is empty; give it at least one sample")

@@ -6,6 +6,7 @@ batch and how often makes no difference.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ import numpy as np
 
 from odyssey.data import transforms
 from odyssey.data.datasets import ArrayDataset, arrays
-from odyssey.data.trees import leaves, mapped
+from odyssey.data.trees import leaves, mapped, places, zipped
 from odyssey.errors import DataError
 
 Tree = Any  # an array, or a tuple or dict of trees
@@ -156,23 +157,45 @@ class Reader:
                 noted(error, f"when sample {number} of {self.name} was read, epoch {epoch}")
                 raise
             stack.add(number, sample, len(numbers))
-        return stack.both
+        return self._as_seen(stack.both) if self.transforms else stack.both
+
+    def _as_seen(self, both: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
+        """Samples as a model gets them: images of bytes as float32, normalised if the data set says how."""
+        inputs, labels = both
+        if isinstance(inputs, np.ndarray) and inputs.dtype == np.uint8:
+            every = np.arange(len(inputs))
+            inputs = arrays(inputs, every, **self._scaling, name=self.name).gather(every)[0]
+        return inputs, labels
+
+    @property
+    def _scaling(self) -> dict[str, Any]:
+        return {key: getattr(self.dataset, key) for key in ("scale", "shift") if hasattr(self.dataset, key)}
 
     def dataset_of(self, both: tuple[Tree, Tree], numbers: np.ndarray, what: str) -> ArrayDataset:
         """A checked data set of samples that were read; `what` batch they are."""
         name, (inputs, labels) = f"{self.name}, {what}", both
         scaling = {}
-        if self.classes is not None and not isinstance(labels, tuple | dict) and labels.dtype.kind in "iu":
-            wrong = np.flatnonzero((labels < 0) | (labels >= self.classes)) if labels.ndim == 1 else ()
-            if len(wrong):
+        classified = isinstance(labels, np.ndarray) and labels.ndim == 1 and labels.dtype.kind in "iu"
+        if classified and self.classes is not None:
+            if (wrong := np.flatnonzero((labels < 0) | (labels >= self.classes))).size:
                 raise DataError(
                     f"{name}: label {labels[wrong[0]]} of sample {numbers[wrong[0]]}; 0 to {self.classes - 1} are "
                     "allowed; correct the data set"
                 )
         if not isinstance(inputs, tuple | dict) and inputs.dtype == np.uint8 and not self.transforms:
-            scaling = {key: getattr(self.dataset, key) for key in ("scale", "shift") if hasattr(self.dataset, key)}
-        classes = self.classes if _classified(inputs, labels) else None
-        return arrays(inputs, labels, classes=classes, name=name, **scaling)
+            scaling = self._scaling
+        classes = self.classes if classified else None
+        try:
+            return arrays(inputs, labels, classes=classes, name=name, **scaling)
+        except DataError:
+            for what, tree in zip(_PARTS, both, strict=True):
+                for place, leaf in places(tree):
+                    if wrong := [n for n, a in zip(numbers.tolist(), leaf, strict=True) if not np.isfinite(a).all()]:
+                        raise DataError(
+                            f"{self.name}: {what} {wrong[0]}{place} holds NaN or infinity"
+                            f"{' after its transform' * bool(self.transforms)}; clean it, or leave the sample out"
+                        ) from None
+            raise
 
     def batch(
         self, both: tuple[Tree, Tree], numbers: np.ndarray, epoch: int, index: int, run: tuple[int, int]
@@ -184,44 +207,21 @@ class Reader:
             return Batch(data, np.arange(hi, dtype=np.int64), epoch, index, numbers)
         indices = np.zeros(len(numbers), np.int64)
         indices[lo:hi] = np.arange(hi - lo)
-        return Batch(data, indices, epoch, index, numbers, run, self.complete)
+        return Batch(data, indices, epoch, index, numbers, run, functools.partial(self.complete, both))
 
-    def complete(self, batch: Batch) -> Batch:
-        """A batch with all its samples, of which those that it has are not read again."""
+    def complete(self, both: tuple[Tree, Tree], batch: Batch) -> Batch:
+        """A batch with all its samples, of which those that it has, `both`, are not read again."""
         (lo, hi), numbers = batch.run, batch.numbers
-        held = (batch.dataset.images, batch.dataset.labels)
-        parts = [self.read(numbers[:lo], batch.epoch), held, self.read(numbers[hi:], batch.epoch)]
-        parts = [part for part, n in zip(parts, (lo, hi - lo, len(numbers) - hi), strict=True) if n]
-        both = zipped(lambda *arrays: np.concatenate(arrays), *(tuple(part) for part in parts))
-        return self.batch(both, numbers, batch.epoch, batch.index, (0, len(numbers)))
-
-
-def _classified(inputs: Any, labels: Any) -> bool:
-    """Whether the data set's number of classes is about these targets."""
-    return not isinstance(labels, tuple | dict) and labels.ndim == 1 and labels.dtype.kind in "iu"
+        before, after = (self.read(part, batch.epoch) if len(part) else None for part in (numbers[:lo], numbers[hi:]))
+        parts = [tuple(part) for part in (before, both, after) if part is not None]
+        whole = zipped(lambda *arrays: np.concatenate(arrays), *parts)
+        return self.batch(whole, numbers, batch.epoch, batch.index, (0, len(numbers)))
 
 
 def noted(error: BaseException, text: str) -> None:
     """Adds a line to what Python shows of an error."""
     if hasattr(error, "add_note"):  # since Python 3.11
         error.add_note(f"({text})")
-
-
-def zipped(function: Callable[..., Any], *trees: Tree) -> Tree:
-    """The tree of what a function makes of the leaves at the same place of several trees."""
-    if isinstance(trees[0], dict):
-        return {key: zipped(function, *(t[key] for t in trees)) for key in trees[0]}
-    if isinstance(trees[0], tuple):
-        return tuple(zipped(function, *parts) for parts in zip(*trees, strict=True))
-    return function(*trees)
-
-
-def places(tree: Tree, name: str = "") -> list[tuple[str, Any]]:
-    """The leaves with their places in the tree, such as ("['image'][0]", leaf)."""
-    if not isinstance(tree, tuple | dict):
-        return [(name, tree)]
-    parts = sorted(tree.items()) if isinstance(tree, dict) else enumerate(tree)
-    return [pair for key, part in parts for pair in places(part, f"{name}[{key!r}]")]
 
 
 def array(leaf: Any, what: str) -> np.ndarray:
@@ -236,7 +236,7 @@ def array(leaf: Any, what: str) -> np.ndarray:
             made = made[None] if made.ndim == 2 else made.transpose(2, 0, 1)
         if made.dtype.kind not in "biuf":
             raise TypeError(f"of {made.dtype}")
-    except (TypeError, ValueError) as problem:
+    except (TypeError, ValueError, RuntimeError) as problem:  # PyTorch's own: a tensor that has a gradient
         raise DataError(
             f"{what} has a part that is a {type(leaf).__name__} ({problem}); arrays of numbers, numbers, and tuples or "
             "dicts of them are allowed"

@@ -19,6 +19,7 @@ import numpy as np
 from odyssey.data.datasets import DATASETS, ArrayDataset, arrays, load
 from odyssey.data.sampler import check_integer, permutation
 from odyssey.data.trees import mapped
+from odyssey.data.vocabulary import Vocabulary
 from odyssey.errors import ConfigError, DataError
 
 PICTURES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
@@ -43,7 +44,8 @@ class ImageFolder:
             import PIL.Image  # noqa: F401
         except ImportError:
             raise ConfigError("[data] ImageFolder needs Pillow; install odyssey[image]") from None
-        root = _folder(Path(root))
+        if not (root := Path(root)).is_dir():
+            raise DataError(f"{root} is not a folder; give one that is there")
         self.classes = sorted(d.name for d in root.iterdir() if d.is_dir() and d.name[0] != ".")
         self.files: list[tuple[str, int]] = []
         for number, name in enumerate(self.classes):
@@ -96,12 +98,15 @@ class ImageFolder:
 # --- tables and arrays -----------------------------------------------------------------------------------------------
 
 
-def csv(path: str | Path, target: str | Sequence[str] | None = None, *, words: bool = True) -> ArrayDataset:
+def csv(
+    path: str | Path, target: str | Sequence[str] | None = None, *, classes: bool = True, words: bool = True
+) -> ArrayDataset:
     """A table of numbers with a header: samples (N, F) float32 of all columns but the targets.
 
     target: name of a column, or names; default the last one. One column of whole numbers from 0, or of words, is
         classes (words in sorted order); anything else becomes float32, (N, T) for T names.
-    words: False: refuse classes that are words, as where another file may have others.
+    classes: False: whole numbers are no classes, such as prices. words: False: words are none, as another file may have
+        other ones.
     Raises DataError for a missing column, a line of another length, a field that is no finite number.
     """
     path = Path(path)
@@ -121,14 +126,13 @@ def csv(path: str | Path, target: str | Sequence[str] | None = None, *, words: b
 
     def column(name: str) -> np.ndarray:
         at = header.index(name)
-        for number, line in lines:
-            try:
-                finite = np.isfinite(float(line[at]))
-            except ValueError:
-                finite = False
-            if not finite:
-                raise DataError(f"{path}, line {number}, column {name}: {line[at]!r} is no finite number")
-        return np.array([float(line[at]) for _, line in lines], np.float32)
+        values = np.array([_number(line[at]) for _, line in lines], np.float64)  # None: NaN
+        if (wrong := np.flatnonzero(~np.isfinite(values))).size:
+            empty = (i for i in wrong if not lines[i][1][at].strip())
+            number, line = lines[next(empty, wrong[0])]
+            fault = f"{path}, line {number}, column {name}: {line[at]!r} is no finite number"
+            raise DataError(f"{fault}; fill it, or leave the line or the column out")
+        return values.astype(np.float32)
 
     x = np.stack([column(name) for name in header if name not in wanted], 1) if len(header) > len(wanted) else None
     if x is None:
@@ -136,20 +140,19 @@ def csv(path: str | Path, target: str | Sequence[str] | None = None, *, words: b
     if len(wanted) > 1:
         return arrays(x, np.stack([column(name) for name in wanted], 1), name=path.name)
     fields = [line[header.index(wanted[0])].strip() for _, line in lines]
-    if all(field.isdecimal() for field in fields):
+    if classes and all(field.isdecimal() for field in fields):
         return arrays(x, np.array([int(field) for field in fields]), name=path.name)
-    if words and not any(_is_number(field) for field in fields):
+    if classes and words and all(field and _number(field) is None for field in fields):
         names, labels = np.unique(fields, return_inverse=True)
         return arrays(x, labels, classes=len(names), name=path.name)
     return arrays(x, column(wanted[0])[:, None], name=path.name)
 
 
-def _is_number(field: str) -> bool:
+def _number(field: str) -> float | None:
     try:
-        float(field)
+        return float(field)
     except ValueError:
-        return False
-    return True
+        return None
 
 
 def npz(path: str | Path, inputs: Any = "x", targets: Any = "y") -> ArrayDataset:
@@ -178,7 +181,7 @@ class Rows:
     """
 
     def __init__(self, path: str | Path, dtype: Any = np.uint16) -> None:
-        self.path, self.offset, self.row = str(path), 0, ()
+        self.path, self.offset, self.row, self._file = os.path.abspath(path), 0, (), None
         try:
             with open(path, "rb") as file:
                 if self.path.endswith(".npy"):
@@ -201,11 +204,15 @@ class Rows:
 
     def read(self, first: int, n: int) -> np.ndarray:
         """Rows first to first + n - 1, (n, ...)."""
-        at = self.offset + first * self._bytes
-        found = np.fromfile(self.path, self.dtype, n * self._bytes // self.dtype.itemsize, offset=at)
-        if found.nbytes != n * self._bytes:
+        if self._file is None:
+            self._file = open(self.path, "rb", buffering=0)  # noqa: SIM115 - open as long as this is used
+        found = os.pread(self._file.fileno(), n * self._bytes, self.offset + first * self._bytes)
+        if len(found) != n * self._bytes:
             raise DataError(f"{self.path} has become shorter while it was in use; leave it unchanged")
-        return found.reshape(n, *self.row)
+        return np.frombuffer(found, self.dtype).reshape(n, *self.row)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_file": None}
 
 
 class npy:  # noqa: N801 - called like the functions here
@@ -236,9 +243,11 @@ class Tokens:
     classes: how many different ids there may be. vocabulary: what each id stands for, if it is known.
     """
 
-    def __init__(self, ids: Any, length: int, classes: int, vocabulary: list[str] | None = None) -> None:
+    def __init__(self, ids: Any, length: int, classes: int, vocabulary: Vocabulary | None = None) -> None:
         self.length, self.classes, self.vocabulary = check_integer("[data] length", length, 1), classes, vocabulary
         self._ids = ids
+        if isinstance(ids, Rows) and (ids.dtype.kind not in "iu" or ids.row):
+            raise DataError(f"{ids.path} holds {ids.dtype} rows {tuple(ids.row)}; token ids (N,), integers, expected")
         if len(ids) <= length:
             raise DataError(f"[data] {len(ids)} tokens are too few for one sample of {length} and the one that follows")
 
@@ -256,7 +265,7 @@ class Tokens:
         pieces = [
             ids.read(i * t, t + 1) if isinstance(ids, Rows) else ids[i * t : i * t + t + 1] for i in indices.tolist()
         ]
-        rows = np.stack(pieces).astype(np.int64)
+        rows = np.stack(pieces)
         if rows.min() < 0 or rows.max() >= self.classes:
             at = np.flatnonzero((rows < 0).any(1) | (rows >= self.classes).any(1))[0]
             raise DataError(
@@ -278,39 +287,25 @@ def text(
     tokenizer: a tokenizer.json of the package tokenizers. train: True: the first nine tenths of the text, False: the
         rest, None: all; the vocabulary is that of all.
     """
-    try:
-        content = Path(path).read_bytes()
-        content = gzip.decompress(content) if str(path).endswith(".gz") else content
-        written = content.decode()
-    except (OSError, EOFError, UnicodeDecodeError) as problem:
-        raise DataError(f"{path} cannot be read as text ({problem}); give a file in UTF-8") from None
-    if Path(path) == _SHAKESPEARE and hashlib.sha256(content).hexdigest() != _SHAKESPEARE_SHA256:
+    written = _read(path)
+    if Path(path) == _SHAKESPEARE and hashlib.sha256(written.encode()).hexdigest() != _SHAKESPEARE_SHA256:
         raise DataError(f"{path} was altered; install odyssey again")
     if tokenizer is None:
-        points = np.frombuffer(written.encode("utf-32-le"), np.uint32)
-        known, ids = np.unique(points, return_inverse=True)
-        vocabulary = [chr(point) for point in known]
+        vocabulary = Vocabulary(sorted(set(written)))
     else:
-        vocabulary, ids = _tokenized(written, Path(tokenizer))
+        vocabulary = Vocabulary((), _read(tokenizer), str(tokenizer))
+    ids = vocabulary.encode(written)
     edge = len(ids) * 9 // 10
     ids = ids if train is None else ids[:edge] if train else ids[edge:]
-    return Tokens(ids.astype(np.int32), length, len(vocabulary), vocabulary)
+    return Tokens(ids, length, len(vocabulary), vocabulary)
 
 
-def _tokenized(written: str, path: Path) -> tuple[list[str], np.ndarray]:
+def _read(path: str | Path) -> str:
     try:
-        from tokenizers import Tokenizer
-
-        tokenizer = Tokenizer.from_file(str(path))
-    except ImportError:
-        raise ConfigError("[data] a tokenizer file needs the package tokenizers; install odyssey[text]") from None
-    except Exception as problem:  # its own class
-        raise DataError(f"{path} cannot be read as a tokenizer ({problem}); give a tokenizer.json") from None
-    known = tokenizer.get_vocab()
-    vocabulary = [""] * (max(known.values()) + 1)
-    for word, number in known.items():
-        vocabulary[number] = word
-    return vocabulary, np.array(tokenizer.encode(written).ids)
+        content = Path(path).read_bytes()
+        return (gzip.decompress(content) if str(path).endswith(".gz") else content).decode()
+    except (OSError, EOFError, UnicodeDecodeError) as problem:
+        raise DataError(f"{path} cannot be read as text ({problem}); give a file in UTF-8") from None
 
 
 def shakespeare(*, length: int = 64, train: bool | None = None) -> Tokens:
@@ -376,14 +371,8 @@ def split(dataset: Any, fraction: float = 0.1, seed: int = 0) -> tuple[Any, Any]
     parts = np.sort(order[count:]), np.sort(order[:count])
     if not isinstance(dataset, ArrayDataset):
         return Subset(dataset, parts[0]), Subset(dataset, parts[1])
-    fields = (mapped(lambda a, p=p: a[p], tree) for p in parts for tree in (dataset.images, dataset.labels))
-    return tuple(dataclasses.replace(dataset, images=x, labels=y) for x, y in zip(fields, fields, strict=True))
-
-
-def _folder(path: Path) -> Path:
-    if not path.is_dir():
-        raise DataError(f"{path} is not a folder; give one that is there")
-    return path
+    rows = [dataset.rows(part) for part in parts]
+    return tuple(dataclasses.replace(dataset, images=x, labels=y) for x, y in rows)
 
 
 # --- by name ---------------------------------------------------------------------------------------------------------

@@ -33,6 +33,23 @@ def leaves(tree: Any) -> list[Any]:
     return found
 
 
+def zipped(function: Callable[..., Any], *trees: Any) -> Any:
+    """The tree of what a function makes of the leaves at the same place of several trees."""
+    if isinstance(trees[0], dict):
+        return {key: zipped(function, *(t[key] for t in trees)) for key in trees[0]}
+    if isinstance(trees[0], tuple):
+        return tuple(zipped(function, *parts) for parts in zip(*trees, strict=True))
+    return function(*trees)
+
+
+def places(tree: Any, name: str = "") -> list[tuple[str, Any]]:
+    """The leaves with their places in the tree, such as ("['image'][0]", leaf)."""
+    if not isinstance(tree, tuple | dict):
+        return [(name, tree)]
+    parts = sorted(tree.items()) if isinstance(tree, dict) else enumerate(tree)
+    return [pair for key, part in parts for pair in places(part, f"{name}[{key!r}]")]
+
+
 @dataclass(frozen=True)
 class Leaf:
     """One array as a model is given it: shape without the batch axis, and "float32" or "int32".

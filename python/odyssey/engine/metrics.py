@@ -16,7 +16,7 @@ from ..core import native
 from ..core.program import Recorder, ShardEager
 from ..core.tensor import Tensor, no_grad
 from ..data.trees import Form
-from ..errors import ConfigError
+from ..errors import ConfigError, OdysseyError
 
 Metric = Callable[[Any, Any], Tensor]
 CORRECT, FIRST = 2, 4  # places among the statistics: of the correct predictions of a loss, and of metrics
@@ -61,7 +61,10 @@ def record(
             if metric is F.top_k and counted:  # the loss has counted them
                 found[name] = CORRECT
                 continue
-            value = metric(y, target)
+            try:
+                value = metric(y, target)
+            except OdysseyError as problem:
+                raise type(problem)(f"[train] the metric {name}: {problem}") from None
             if not isinstance(value, Tensor) or (value.shape and value.shape[0] != executor.samples):
                 said = f"of shape {value.shape}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
                 raise ConfigError(

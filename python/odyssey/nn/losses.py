@@ -74,6 +74,14 @@ class SmoothL1Loss(_Elementwise):
 
 
 class BCEWithLogitsLoss(_Elementwise):
-    """Binary cross-entropy of logits and targets in [0, 1]; see functional.binary_cross_entropy_with_logits."""
+    """Binary cross-entropy of logits and targets in [0, 1]; see functional.binary_cross_entropy_with_logits.
 
-    function = staticmethod(F.binary_cross_entropy_with_logits)
+    weight, pos_weight: arrays or numbers, broadcast to the output; pos_weight counts where the target is 1.
+    """
+
+    def __init__(self, reduction: str = "mean", *, weight: Any = None, pos_weight: Any = None) -> None:
+        super().__init__(reduction)
+        self.weight, self.pos_weight = weight, pos_weight
+
+    def forward(self, x: Tensor, target: Any) -> Tensor:
+        return F.binary_cross_entropy_with_logits(x, target, self.reduction, self.weight, self.pos_weight)

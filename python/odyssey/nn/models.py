@@ -1,6 +1,8 @@
-"""The models that `odyssey train --model` knows. Each takes samples of (C, H, W) and has `loss`, its training loss."""
+"""The models that `odyssey train --model` knows. Each has `loss`, its training loss; samples are (C, H, W)."""
 
 from __future__ import annotations
+
+import math
 
 from ..core import functional as F
 from ..core.tensor import Tensor
@@ -38,12 +40,11 @@ class LeNet5(Module):
 
 
 class MLP(Module):
-    """784-512-10 with ReLU (the input size follows the images)."""
+    """784-512-10 with ReLU; the input size follows the samples, images or rows of numbers (F,)."""
 
-    def __init__(self, sample_shape: Shape = (1, 28, 28), classes: int = 10, hidden: int = 512) -> None:
+    def __init__(self, sample_shape: tuple[int, ...] = (1, 28, 28), classes: int = 10, hidden: int = 512) -> None:
         super().__init__()
-        c, h, w = sample_shape
-        self.fc1 = Linear(c * h * w, hidden)
+        self.fc1 = Linear(math.prod(sample_shape), hidden)
         self.fc2 = Linear(hidden, classes)
         self.loss = CrossEntropyLoss()
 
@@ -75,9 +76,18 @@ class ConvNet(Module):
 MODELS = {"lenet5": LeNet5, "mlp": MLP, "convnet": ConvNet}
 
 
-def build(name: str, sample_shape: Shape = (1, 28, 28), classes: int = 10, seed: int = 0) -> Module:
-    """A model by name, with initial weights that depend on the seed alone. Raises ConfigError for an unknown name."""
+def build(name: str, sample_shape: tuple[int, ...] = (1, 28, 28), classes: int = 10, seed: int = 0) -> Module:
+    """A model by name, with initial weights that depend on the seed alone.
+
+    Raises ConfigError for an unknown name, or samples that the model does not take.
+    """
     if name not in MODELS:
         raise ConfigError(f"[model] {name!r} is unknown; choose from {', '.join(MODELS)}")
+    least = {"lenet5": 12, "convnet": 6}.get(name)
+    if least and (len(sample_shape) != 3 or min(sample_shape[1:]) < least):
+        raise ConfigError(
+            f"[model] {name} takes images (C, H, W) of at least {least} x {least}; the samples are {sample_shape}; "
+            "choose mlp"
+        )
     manual_seed(seed)
     return MODELS[name](sample_shape, classes)

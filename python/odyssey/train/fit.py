@@ -23,7 +23,7 @@ from ..callbacks import Callback, Context
 from ..checkpoints import Store, environment_key
 from ..checkpoints.trainable import KEEP, History, Mode, Saving, Step
 from ..comm import Communicator
-from ..data.trees import leaves, mapped
+from ..data.trees import mapped, zipped
 from ..errors import ConfigError, NumericsError
 from ..parallel.plan import default_shard_size, idle, shard_count
 from ..watch import slot
@@ -439,19 +439,16 @@ def joined(batches: Iterable[datasets.Batch], k: int) -> Iterable[datasets.Batch
         if all(b.dataset is data for b in group):
             indices = np.concatenate([b.indices for b in group])
         else:
-            parts = [b.dataset.gather(b.indices) for b in group]
-            x, y = (_concatenated(p) for p in zip(*parts, strict=True))
-            data = datasets.arrays(x, y, classes=max(b.dataset.classes for b in group), name=data.name)
+            scaling = [{"scale": b.dataset.scale, "shift": b.dataset.shift} for b in group]
+            alike = all(np.array_equal(s[k], scaling[0][k]) for s in scaling for k in s)  # then bytes stay bytes
+            parts = [b.dataset.rows(b.indices) if alike else b.dataset.gather(b.indices) for b in group]
+            x, y = zipped(lambda *arrays: np.concatenate(arrays), *parts)
+            about = {"classes": max(b.dataset.classes for b in group), "name": data.name}
+            data = datasets.arrays(x, y, **about, **(scaling[0] if alike else {}))
             indices = np.arange(len(data))
             if all(b.numbers is not None for b in group):
                 numbers = np.concatenate([b.numbers for b in group])
         yield datasets.Batch(data, indices, group[0].epoch, group[0].index // k, numbers)
-
-
-def _concatenated(trees: Sequence[Any]) -> Any:
-    """Trees of the same form as one."""
-    found = iter([np.concatenate(arrays) for arrays in zip(*map(leaves, trees), strict=True)])
-    return mapped(lambda _: next(found), trees[0])
 
 
 def evaluated(loader: Any, part: Callable[[int], tuple[int, int]] | None) -> Iterable[datasets.Batch]:

@@ -15,7 +15,7 @@ import numpy as np
 
 from .. import errors
 from ..checkpoints import Snapshot, Store, environment_key
-from ..data import ArrayDataset
+from ..data import ArrayDataset, Vocabulary
 from ..data.trees import leaves
 from ..errors import CheckpointError, ConfigError, OdysseyError
 
@@ -53,7 +53,9 @@ def data_configuration(loader: DataLoader, batch_size: int) -> dict[str, Any]:
         ends = np.array(sorted({0, len(data) // 2, len(data) - 1}))
         for array in leaves(data.gather(ends)):
             digest.update(np.ascontiguousarray(array).tobytes())
+    vocabulary = getattr(data, "vocabulary", None)
     return {
+        **({"vocabulary": vocabulary.saved} if isinstance(vocabulary, Vocabulary) else {}),
         "batch size": batch_size,
         "data set": [len(data), digest.hexdigest()[:16]],
         "data order": [loader.seed, loader.shuffle, None if sampler is None else type(sampler).__name__],

@@ -191,6 +191,7 @@ def run(made: Settings, *, verbose: bool = False) -> None:
         keywords = {name: getattr(made, name) for name in declared(Training)}
         with_what = {"comm": world, "mesh": mesh, "schedule": schedule, "progress": progress}
         with_what["loss"] = None if train_set.classes else nn.MSELoss()
+        with_what["metrics"] = None if made.metrics is None else [n.strip() for n in made.metrics.split(",")]
         trainer = DistributedTrainer(model=model, optimizer=optimizer, **with_what, **keywords)
     if first:
         _tell_what_is_trained(made, trainer, world, warnings, verbose)
@@ -276,6 +277,8 @@ def summary(history: Any, weights: str) -> str:
     parts = [f"train loss {history.train_loss:.4f}", f"{history.steps} steps"]
     if history.test_accuracy is not None:
         parts.insert(0, f"test accuracy {100 * history.test_accuracy:.2f} %")
+    elif history.test_loss is not None:
+        parts.insert(0, f"test loss {history.test_loss:.4f}")
     parts += traffic(history.bytes_per_step, history.bytes_per_step_uncompressed)
     parts += [f"{history.samples_per_second:,.0f} samples/s", f"{history.seconds:.1f} s", f"weights {weights[:16]}"]
     return "  ".join(parts)

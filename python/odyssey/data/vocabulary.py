@@ -1,0 +1,79 @@
+"""What token ids stand for: text to ids and back, also from a checkpoint that a training with them has written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from odyssey.errors import ConfigError, DataError
+from odyssey.watch.files import parse_json
+
+
+class Vocabulary(list[str]):
+    """The text of each id, in their order: characters, or the words of a tokenizer.
+
+    tokenizer: the content of a tokenizer.json of the package tokenizers; "": `words` are characters, sorted.
+    name: what messages call that.
+    Raises ConfigError if tokenizers is missing; DataError for content that it does not read.
+    """
+
+    def __init__(self, words: Iterable[str] = (), tokenizer: str = "", name: str = "the tokenizer") -> None:
+        self.tokenizer, self._made = tokenizer, None
+        if tokenizer:
+            self._made = _tokenizer(tokenizer, name)
+            known = self._made.get_vocab()
+            words = [""] * (max(known.values()) + 1)
+            for word, number in known.items():
+                words[number] = word
+        super().__init__(words)
+
+    def encode(self, text: str) -> np.ndarray:
+        """Ids of a text, int32 (N,). Raises DataError for a character that is not in the vocabulary."""
+        if self._made is not None:
+            return np.array(self._made.encode(text).ids, np.int32)
+        points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+        known = np.frombuffer("".join(self).encode("utf-32-le"), np.uint32)  # sorted
+        ids = np.searchsorted(known, points)
+        if (wrong := np.flatnonzero(known[np.minimum(ids, len(known) - 1)] != points)).size:
+            raise DataError(
+                f"[data] character {wrong[0]} of the text is {text[wrong[0]]!r}, which is not among the {len(self)} of "
+                "the vocabulary; leave it out"
+            )
+        return ids.astype(np.int32)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of ids."""
+        numbers = [int(i) for i in ids]
+        return "".join(self[i] for i in numbers) if self._made is None else self._made.decode(numbers)
+
+    @property
+    def saved(self) -> dict[str, str]:
+        """It as JSON, for a checkpoint."""
+        return {"tokenizer": self.tokenizer} if self.tokenizer else {"characters": "".join(self)}
+
+    @classmethod
+    def of_checkpoint(cls, path: str | Path) -> Vocabulary:
+        """That of a training on text, from a checkpoint's folder; DataError if there is none."""
+        try:
+            content = parse_json((Path(path) / "manifest.json").read_bytes(), "manifest.json")
+            saved = content["values"]["configuration"]["vocabulary"]
+            words, tokenizer = saved.get("characters", ""), saved.get("tokenizer", "")
+        except (OSError, DataError, KeyError, TypeError, AttributeError):
+            raise DataError(
+                f"{path} has no manifest.json with a vocabulary; give a checkpoint of a training on text"
+            ) from None
+        return cls(words, tokenizer, f"the tokenizer in {path}")
+
+
+def _tokenizer(content: str, name: str) -> Any:
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        raise ConfigError("[data] a tokenizer file needs the package tokenizers; install odyssey[text]") from None
+    try:
+        return Tokenizer.from_str(content)
+    except Exception as problem:  # its own class
+        raise DataError(f"{name} cannot be read as a tokenizer ({problem}); give a tokenizer.json") from None

@@ -1,0 +1,66 @@
+"""Data of a user's own from the command line alone: stopped, and gone on with on other ranks, with the same bits."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+Image = pytest.importorskip("PIL.Image")
+
+
+def pictures(root):
+    """Small JPEGs of three colours, not all of one size."""
+    draw = np.random.default_rng(0)
+    for part, count in (("train", 18), ("test", 5)):
+        for k, name in enumerate(("blue", "green", "red")):
+            (root / part / name).mkdir(parents=True)
+            for i in range(count):
+                pixels = draw.integers(0, 200, (14 + i % 3, 12, 3), np.uint8)
+                pixels[..., 2 - k] += 50
+                Image.fromarray(pixels).save(root / part / name / f"{i:02}.jpg")
+    return "image-folder", root, "--image-size", 12, "--metrics", "accuracy,top2"
+
+
+def table(root):
+    draw = np.random.default_rng(0)
+    x = draw.normal(size=(90, 4))
+    rows = np.column_stack([x, x @ [1, 2, -1, 0.5]])
+    path = root / "houses.csv"
+    np.savetxt(path, rows[:, [0, 4, 1, 2, 3]], delimiter=",", header="a,price,b,c,d", comments="")
+    return "csv", path, "--target", "price", "--metrics", "mae,mse", "--lr", 0.05
+
+
+@pytest.mark.parametrize(("made", "more"), [(pictures, ("--num-workers", 1)), (table, ())])
+def test_it_is_stopped_and_goes_on_on_other_ranks(launch, made, more):
+    name, path, *options = made(launch.folder)
+    words = ["--dataset", name, "--data-dir", path, *options, "--model", "mlp", "--epochs", 3, "--shard-size", 4]
+    words += ["--global-batch-size", 16, "--schedule", "constant", "--warmup-steps", 0, "--no-progress"]
+    whole = launch.result(*words)
+    stopped = launch.result(*words, "--checkpoint-dir", "kept", "--steps", 6, ranks=2)
+    assert stopped["steps"] == 6 < whole["steps"] and stopped["weights_sha256"] != whole["weights_sha256"]
+    again = launch.result(*words, *more, "--checkpoint-dir", "kept", "--zero", 2, ranks=3)
+    assert again["weights_sha256"] == whole["weights_sha256"]
+    kept = [n for n in whole["history"][-1] if n.startswith(("train_", "test_"))]
+    assert len(kept) == 6
+    for mine, theirs in zip(again["history"], whole["history"], strict=True):
+        assert [mine[n] for n in kept] == [theirs[n] for n in kept]
+    first, last = whole["history"][0], whole["history"][-1]
+    assert last["test_loss"] < first["test_loss"] and whole["metrics"] == options[options.index("--metrics") + 1]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--metrics", "far"), "[train] metrics has 'far': 'far'; allowed are words, with functions of"),
+        (
+            ("--metrics", "accuracy"),
+            "[train] the metric accuracy: [loss] a target of float32 (32, 1); it must be integers",
+        ),
+        (("--model", "lenet5"), "[model] lenet5 takes images (C, H, W) of at least 12 x 12; the samples are (4,)"),
+        (("--target", "prize"), "has no column 'prize'; its columns are a, price, b, c, d"),
+    ],
+)
+def test_what_is_wrong_is_one_line(launch, words, message):
+    name, path, *options = table(launch.folder)
+    done = launch.train("--dataset", name, "--data-dir", path, *options, "--model", "mlp", "--steps", 1, "-q", *words)
+    assert done.returncode in (64, 65) and done.stderr.count("\n") == 1 and message in done.stderr, done.stderr

@@ -1,0 +1,254 @@
+"""Random networks: chains of ops that fit one another, on one place or several."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from chance import Random, draw
+
+from odyssey import device, nn
+from odyssey import functional as F
+from odyssey.core.tensor import Tensor
+
+Shape = tuple[int, ...]
+Op = tuple[Any, ...]  # name, place, arguments
+
+
+@dataclasses.dataclass(frozen=True)
+class Network:
+    """A model that can be made any number of times. `places`: devices that its layers are on."""
+
+    text: str
+    shape: Shape  # of a sample
+    classes: int
+    build: Callable[[], nn.Module]
+    places: int = 1
+    schedules: tuple[str, ...] = ("gpipe", "1f1b", "interleaved")  # that its placement goes with
+    micro: int | None = None  # samples of a micro-batch, where the model says so
+
+
+class Chain(nn.Module):
+    """Ops one after the other, as `Draft` writes them down."""
+
+    def __init__(self, ops: Sequence[Op], unused: Sequence[int] = (), frozen: Sequence[int] = ()) -> None:
+        super().__init__()
+        self.ops = tuple(ops)
+        for i, (name, place, *given) in enumerate(ops):
+            make = {"linear": nn.Linear, "conv": nn.Conv2d, "add linear": nn.Linear, "from input": nn.Linear}.get(name)
+            if make is not None:
+                layer = make(*given[:-1], bias=given[-1])
+                setattr(self, f"layer{i}", layer @ device(place) if place else layer)
+            if name == "tied":  # the weight of another layer, a bias of its own
+                other = getattr(self, f"layer{given[0]}")
+                layer = nn.Linear(*other.weight.shape[::-1])
+                layer.weight = other.weight
+                setattr(self, f"layer{i}", layer @ device(place) if place else layer)
+        for i in frozen:
+            getattr(self, f"layer{i}").weight.requires_grad = False
+        for i, size in enumerate(unused):
+            setattr(self, f"unused{i}", nn.Linear(size, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: list[Tensor] = []
+        first, here = x, 0
+        for i, (name, place, *given) in enumerate(self.ops):
+            if place != here:
+                x, here = x.to(place), place
+            if name in ("linear", "conv", "tied"):
+                x = getattr(self, f"layer{i}")(x)
+            elif name == "add linear":
+                x = x + getattr(self, f"layer{i}")(x)
+            elif name == "again":
+                x = getattr(self, f"layer{given[0]}")(x)
+            elif name == "checkpoint":  # activations are computed again in the backward pass
+                x = nn.checkpoint(getattr(self, f"layer{given[0]}"), x)
+            elif name == "add":
+                x = x + made[given[0]].to(place)
+            elif name == "dropout":
+                x = F.dropout(x, given[0], self.training)
+            elif name == "gate":
+                x = x * F.sigmoid(x)
+            elif name == "from input":
+                x = F.add(x, getattr(self, f"layer{i}")(F.flatten(first).to(place)))
+            else:
+                x = getattr(F, name)(x, *given)
+            made.append(x)
+        return x
+
+
+@dataclasses.dataclass
+class Draft:
+    """Ops that fit one another; `shape` is what they give."""
+
+    random: Random
+    shape: Shape
+    place: int = 0
+    ops: list[Op] = dataclasses.field(default_factory=list)
+    shapes: list[Shape] = dataclasses.field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.inputs = math.prod(self.shape)
+
+    def put(self, name: str, *given: Any, shape: Shape | None = None) -> None:
+        self.shape = shape or self.shape
+        self.ops.append((name, self.place, *given))
+        self.shapes.append(self.shape)
+
+    def linear(self, outputs: int) -> None:
+        if len(self.shape) > 1:
+            self.put("flatten", shape=(math.prod(self.shape),))
+        self.put("linear", self.shape[0], outputs, self.random.chance(0.8), shape=(outputs,))
+
+    def activation(self) -> None:
+        self.put(self.random.one(["relu", "tanh", "sigmoid", "gate"], [4, 3, 2, 1]))
+
+    def extra(self) -> None:
+        """Perhaps a residual addition, a layer used again, dropout."""
+        random, (n, *more) = self.random, self.shape
+        if random.chance(0.1):
+            self.put("scale", random.one([0.5, -1.25]))
+        if random.chance(0.05) and not more:
+            self.put(random.one(["softmax", "log_softmax"]))
+        if not more and n <= 60 and random.chance(0.2):
+            self.put("add linear", n, n, random.chance(0.5))
+        squares = [
+            i for i, op in enumerate(self.ops) if op[0] == "linear" and op[1:4] == (self.place, n, n) and not more
+        ]
+        if squares and random.chance(0.6):
+            self.put(random.one(["again", "checkpoint", "tied"]), random.one(squares))
+        if not more and random.chance(0.08):
+            self.put("from input", self.inputs, n, random.chance(0.5))
+        same = [i for i, shape in enumerate(self.shapes[:-1]) if shape == self.shape]
+        if same and random.chance(0.3):
+            self.put("add", random.one(same))
+        if random.chance(0.25):
+            self.put("dropout", random.one([0.1, 0.5, 0.9]))
+
+    def convolution(self) -> bool:
+        """A convolution that fits, perhaps with pooling; False where none does."""
+        random, (c, h, w) = self.random, self.shape
+        kernel, stride, padding = (
+            (random.integer(1, 4), random.integer(1, 4)),
+            random.one([1, 1, 2]),
+            random.one([0, 1]),
+        )
+        k = random.integer(1, 13)
+        p, q = ((n + 2 * padding - r) // stride + 1 for n, r in zip((h, w), kernel, strict=True))
+        if min(p, q) < 1 or kernel[0] > h + 2 * padding or kernel[1] > w + 2 * padding:
+            return False
+        self.put("conv", c, k, kernel, stride, padding, random.chance(0.8), shape=(k, p, q))
+        self.activation()
+        if min(p, q) >= 2 and random.chance(0.6):
+            size = random.integer(2, min(3, p, q))
+            step = random.one([None, 1, 2])
+            by = step or size
+            self.put(
+                random.one(["max_pool2d", "avg_pool2d"]),
+                size,
+                step,
+                shape=(k, (p - size) // by + 1, (q - size) // by + 1),
+            )
+        return True
+
+    def network(self, classes: int, shape: Shape, unused: Sequence[int] = (), **more: Any) -> Network:
+        """It, with a last layer."""
+        self.linear(classes)
+        ops, text = tuple(self.ops), _text(shape, self.ops)
+        layers = [i for i, op in enumerate(ops[:-1]) if op[0] in ("linear", "conv")]
+        frozen = (self.random.one(layers),) if layers and self.random.chance(0.07) else ()
+        if unused:
+            text += f", unused {' '.join(map(str, unused))}"
+        if frozen:
+            text += f", the weight of layer {frozen[0]} is fixed"
+        return Network(text, shape, classes, functools.partial(Chain, ops, tuple(unused), frozen), **more)
+
+
+def _text(shape: Shape, ops: Sequence[Op]) -> str:
+    words = []
+    for name, place, *given in ops:
+        at = f"@{place}" if place else ""
+        if name in ("linear", "add linear", "from input"):
+            words.append(f"{name} {given[1]}{'' if given[-1] else ' without bias'}{at}")
+        elif name == "conv":
+            _, k, (r, t), stride, padding, bias = given
+            words.append(f"conv {k}x{r}x{t}/{stride}+{padding}{'' if bias else ' without bias'}{at}")
+        else:
+            words.append(" ".join([name, *(str(g) for g in given if g is not None)]))
+    return f"{'x'.join(map(str, shape))}: {', '.join(words)}"
+
+
+def _unused(random: Random) -> list[int]:
+    return [random.size(40)] if random.chance(0.1) else []
+
+
+@draw("network", 4)
+def multilayer(random: Random) -> Network:
+    """Linear layers of any width; some of the same, so that there is something to share and to add."""
+    shape = (random.size(),)
+    draft = Draft(random, shape)
+    width = random.size(60)
+    for _ in range(random.integer(0, 4)):
+        draft.linear(width if random.chance(0.4) else random.size())
+        draft.activation()
+        draft.extra()
+    return draft.network(random.size(20), shape, _unused(random))
+
+
+@draw("network", 3)
+def convolutional(random: Random) -> Network:
+    """Convolutions and pools, then linear layers."""
+    shape = (random.integer(1, 4), random.integer(3, 13), random.integer(3, 13))
+    draft = Draft(random, shape)
+    for _ in range(random.integer(1, 3)):
+        if not draft.convolution():
+            break
+        if random.chance(0.2):
+            draft.put("dropout", 0.3)
+    for _ in range(random.integer(0, 2)):
+        draft.linear(random.size())
+        draft.activation()
+        draft.extra()
+    return draft.network(random.size(20), shape, _unused(random))
+
+
+@draw("network", 1.5)
+def placed(random: Random) -> Network:
+    """Layers with places of their own, in order, and sums of what was made on different ones."""
+    places = random.integer(2, 4)
+    shape = (random.size(),)
+    draft = Draft(random, shape)
+    width = random.size(50)
+    for place in range(places):
+        draft.place = place
+        for _ in range(random.integer(1, 2)):
+            draft.linear(width if random.chance(0.6) else random.size())
+            draft.activation()
+        draft.extra()
+    schedules = ("gpipe", "1f1b")
+    if random.chance(0.3):  # back where it began
+        draft.place, schedules = 0, ("gpipe",)
+    return draft.network(random.size(20), shape, places=places, schedules=schedules)
+
+
+@draw("network", 1)
+def staged(random: Random) -> Network:
+    """A PipelineParallel of stages."""
+    shape, classes = (random.size(),), random.size(20)
+    widths = [random.size() for _ in range(random.integer(1, 3))]
+    sizes = [shape[0], *widths, classes]
+    kind = random.one([nn.Tanh, nn.ReLU, nn.Sigmoid])
+    micro = random.integer(5, 20) if random.chance(0.8) else random.integer(1, 4)
+
+    def build() -> nn.Module:
+        stages = []
+        for i, (a, b) in enumerate(zip(sizes, sizes[1:], strict=False)):
+            last = i == len(sizes) - 2
+            stages.append(nn.Stage([nn.Linear(a, b), *([] if last else [kind()])]))
+        return nn.PipelineParallel(stages, micro_batch_size=micro, schedule="1f1b")
+
+    text = f"stages {'-'.join(map(str, sizes))} {kind.__name__}, micro-batches of {micro}"
+    return Network(text, shape, classes, build, len(sizes) - 1, ("gpipe", "1f1b"), micro)
