@@ -17,6 +17,7 @@ from cases import Outcome, Processes, Quiet, Ran, Result, judged
 from torch_draws import ALONE, Layout, Training
 
 from odyssey.comm import Communicator
+from odyssey.data.trees import mapped
 from odyssey.errors import CollectiveError, OdysseyError
 from odyssey.torch import DistributedDataParallel, DistributedTrainer
 
@@ -96,10 +97,8 @@ def _of(loader: Any, epoch: int, seed: int) -> Any:
             yield batch
             continue
         x, y = batch
-        tensors = [draws.odyssey.torch.batches.over(draws.odyssey.torch.batches.tensor, t) for t in (x, y)]
-        if isinstance(tensors[1], torch.Tensor) and tensors[1].dtype == torch.int32:
-            tensors[1] = tensors[1].long()
-        yield tuple(tensors)
+        x, y = (mapped(torch.as_tensor, tree) for tree in (x, y))
+        yield x, y.long() if y.dtype == torch.int32 else y
 
 
 def tried(case: Training, layout: Layout, comm: Communicator, **fit: Any) -> Ran:

@@ -24,6 +24,7 @@ from torch.optim import lr_scheduler as schedulers
 import odyssey.torch
 from odyssey import data
 from odyssey.comm import Communicator
+from odyssey.data.trees import mapped
 
 RANKS = 4  # of the largest layout
 
@@ -179,10 +180,10 @@ class Pair(nn.Module):
         super().__init__()
         d = size(r, 20)
         self.line, self.bag = nn.Linear(width, d), nn.EmbeddingBag(words, d, mode=r.choice(["sum", "mean", "max"]))
-        self.mix, self.norm = nn.Bilinear(d, d, out), nn.BatchNorm1d(d)
+        self.mix, self.norm = nn.Linear(d, out), nn.BatchNorm1d(d)
 
     def forward(self, numbers: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
-        return self.mix(torch.tanh(self.norm(self.line(numbers))), self.bag(words))
+        return self.mix(torch.tanh(self.norm(self.line(numbers))) * self.bag(words))
 
 
 class More(nn.Module):
@@ -341,7 +342,10 @@ class Training:
                 lambda: s.ChainedScheduler([s.ConstantLR(optimizer, 0.5, 2), s.ExponentialLR(optimizer, 0.9)]),
                 lambda: s.SequentialLR(optimizer, [s.LinearLR(optimizer, 0.1), s.CosineAnnealingLR(optimizer, 5)], [2]),
                 lambda: s.OneCycleLR(
-                    optimizer, 0.05, total_steps=n + 1, cycle_momentum=any("momentum" in g for g in optimizer.param_groups)
+                    optimizer,
+                    0.05,
+                    total_steps=n + 1,
+                    cycle_momentum=any("momentum" in g for g in optimizer.param_groups),
                 ),
             ]
         )()
@@ -350,7 +354,7 @@ class Training:
         """The loader: ours, torch's, odyssey.torch's, or a list."""
         x, y = self.tensors
         if self.loader == "ours":
-            made = data.arrays(*data.trees.mapped(lambda t: t.numpy(), (x, y)))
+            made = data.arrays(*mapped(lambda t: t.numpy(), (x, y)))
             return data.DataLoader(made, batch_size=self.batch, shuffle=self.shuffle, seed=self.index)
         if self.loader == "ours, of samples":
             made = Samples(x, y)
@@ -362,7 +366,7 @@ class Training:
         if self.loader == "torch":
             return torch.utils.data.DataLoader(Samples(x, y), self.batch, shuffle=self.shuffle)
         cuts = [slice(at, at + self.batch) for at in range(0, self.samples, self.batch)]
-        return [tuple(odyssey.torch.batches.over(lambda t, c=c: t[c], tree) for tree in (x, y)) for c in cuts]
+        return [tuple(mapped(lambda t, c=c: t[c], tree) for tree in (x, y)) for c in cuts]
 
     def __str__(self) -> str:
         module = self.module()
@@ -388,8 +392,7 @@ class Samples(torch.utils.data.Dataset):
         return len(self.y)
 
     def __getitem__(self, i: int) -> Any:
-        over = odyssey.torch.batches.over
-        return over(lambda t: t[i], self.x), over(lambda t: t[i], self.y)
+        return mapped(lambda t: t[i], self.x), mapped(lambda t: t[i], self.y)
 
 
 @dataclasses.dataclass
@@ -466,7 +469,17 @@ def case(seed: int, index: int) -> Case:
     }
     loop = "own" if accumulation == 1 and r.random() < 0.2 else "fit"
     training = Training(
-        seed, index, kind, batch, shard, samples, r.random() < 0.7, loader, loop, r.randint(1, 3), settings,
+        seed,
+        index,
+        kind,
+        batch,
+        shard,
+        samples,
+        r.random() < 0.7,
+        loader,
+        loop,
+        r.randint(1, 3),
+        settings,
         r.random() < 0.3,
     )
     where = numbers(seed, index, "layout")
