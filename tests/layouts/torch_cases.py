@@ -16,6 +16,7 @@ import torch_draws as draws
 from cases import Outcome, Processes, Quiet, Ran, Result, judged
 from torch_draws import ALONE, Layout, Training
 
+from odyssey import data
 from odyssey.comm import Communicator
 from odyssey.data.trees import mapped
 from odyssey.errors import CollectiveError, OdysseyError
@@ -62,8 +63,7 @@ def looped(case: Training, module: Any, optimizer: Any, scheduler: Any, comm: Co
     net = DistributedDataParallel(
         module, shard_size=case.shard, seed=settings["seed"], threads=settings["threads"], comm=comm
     )
-    loader, losses = case.batches(comm), []
-    whole = [isinstance(a, torch.nn.Module) for a in (loss,)]
+    loader = case.batches(comm)
     for epoch in range(case.epochs):
         for batch in _of(loader, epoch, settings["seed"]):
             for x, y in net.shards(batch):
@@ -71,7 +71,7 @@ def looped(case: Training, module: Any, optimizer: Any, scheduler: Any, comm: Co
                     given = x if isinstance(x, (tuple, list)) else (x,)
                     out = net(**x) if isinstance(x, dict) else net(*given)
                     error = loss(out, y)
-                if whole[0] and loss.reduction == "sum":
+                if getattr(loss, "reduction", "mean") == "sum":
                     error = error / len(y)
                 error.backward()
             if settings["clip_norm"]:
@@ -85,15 +85,14 @@ def looped(case: Training, module: Any, optimizer: Any, scheduler: Any, comm: Co
         for name, value in optimizer.state.get(p, {}).items():
             if isinstance(value, (torch.Tensor, int, float)):
                 found[f"optimizer {name} of {i}"] = np.array(value)
-    found["losses"] = np.array(losses)
     return found
 
 
 def _of(loader: Any, epoch: int, seed: int) -> Any:
-    """A loader's batches of an epoch as tensors, or as a ShardedBatch."""
+    """A loader's batches of an epoch; those of our own loader as tensors."""
     torch.manual_seed(seed % 2**40 + epoch)
     for batch in loader:
-        if hasattr(batch, "shards"):
+        if not isinstance(batch, data.Batch):
             yield batch
             continue
         x, y = batch

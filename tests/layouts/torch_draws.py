@@ -12,10 +12,8 @@ import functools
 import itertools
 import random
 import zlib
-from collections.abc import Callable, Iterable
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -506,6 +504,3 @@ def even_joined(batch: int, shard: int, samples: int, k: int) -> tuple[int, int]
         if (b * k) % shard != 1:
             return b, b * k * max(1, samples // (b * k))
     raise AssertionError
-
-
-__all__ = ["ALONE", "Callable", "Case", "Iterable", "Layout", "Training", "case", "np"]
