@@ -5,7 +5,8 @@
 
 Each run gets one SIGKILL, on a random rank, at a random moment: while its ranks start (a fifth of the runs), or at a
 random step; each of the double faults a second one within a second and a half of the first, while the run recovers.
-With --uniform the moment is uniform over the time of an undisturbed run: start, steps, checkpoints, evaluation, end.
+With --uniform each of PHASES is as likely, whatever its share of the time: the kill comes at the first moment after a
+random step at which rank 0 shows that phase.
 Steps, and the time from the kill to the next one, are read from the ranks' status slots. What it is not: a benchmark of
 training.
 """
@@ -31,6 +32,7 @@ from odyssey.launch.attempt import newest_step
 from odyssey.watch import slot
 
 TRAINING = "--steps 600 --global-batch-size 256 --checkpoint-every 20 --no-eval --no-progress".split()
+PHASES = ("start", "data", "compute", "checkpoint", "evaluate")
 HELPERS = ("rank", "wrapper", "daemon", "mpirun")
 
 
@@ -101,12 +103,20 @@ class Run:
                 return
             time.sleep(0.002)
 
+    def wait_for(self, phase: str) -> None:
+        """Waits until rank 0 shows a phase."""
+        while self.process.poll() is None:
+            found = self.shown(self.pid(0))
+            if found is not None and found.phase == phase:
+                return
+            time.sleep(0.0005)
+
     def kill(self, rank: int, whom: str) -> bool:
         """Kills a rank, or what stands above it, as soon as there is one; False if the run is over."""
         while self.process.poll() is None:
             pid = self.pid(rank)
             if pid is not None:
-                found = self.shown(pid)
+                found = self.shown(self.pid(0))
                 with contextlib.suppress(OSError):
                     for _ in range(HELPERS.index(whom)):
                         pid = parent(pid)
@@ -146,12 +156,18 @@ class Run:
         )
 
 
-def one(ranks: int, training: list[str], kills: list[tuple[int, float]], whom: str, dice: random.Random) -> Result:
-    """A run with kills, each at a step (0: once a rank has started; -1: whatever happens) and some seconds later."""
+Kill = tuple[int, float] | tuple[int, float, str]
+
+
+def one(ranks: int, training: list[str], kills: list[Kill], whom: str, dice: random.Random) -> Result:
+    """A run with kills, each at a step (0: once a rank has started; -1: whatever happens), in a phase if one is given,
+    and some seconds later."""
     with tempfile.TemporaryDirectory(prefix="odyssey-kill-loop-") as folder:
         run = Run(Path(folder) / "run", ranks, training)
-        for number, (step, delay) in enumerate(kills):
+        for number, (step, delay, *phase) in enumerate(kills):
             run.wait(step)
+            if phase:
+                run.wait_for(phase[0])
             time.sleep(delay)
             if not run.kill(dice.randrange(ranks), whom):
                 break
@@ -178,7 +194,10 @@ def loop(
     for number in range(runs + double):
         early = dice.random() < 0.2
         kills = [(0, dice.uniform(0, 1)) if early else (dice.randint(1, clean.steps - 2), 0.0)]
-        kills = [(-1, dice.uniform(0, clean.total))] if uniform else kills
+        if uniform and (phase := dice.choice(PHASES)) != "start":
+            kills = [(dice.randint(1, clean.steps - 20), 0.0, phase)]
+        elif uniform:
+            kills = [(-1, dice.uniform(0, clean.total / 2))]
         kills += [(-1, dice.uniform(0, 1.5))] if number >= runs else []
         result = one(ranks, training, kills, whom, dice)
         done += result.kills
@@ -208,7 +227,7 @@ if __name__ == "__main__":
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--whom", choices=HELPERS, default="rank", help="what is killed")
-    parser.add_argument("--uniform", action="store_true", help="kill at any moment of a run's time")
+    parser.add_argument("--uniform", action="store_true", help="kill in every phase of a run alike")
     parser.add_argument("--program", help="instead of odyssey train; what follows is given to it")
     given, rest = parser.parse_known_args()
     words = [given.program, *rest] if given.program else ["train", *(rest or TRAINING)]
