@@ -9,6 +9,7 @@ else the machine does meets both.
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -50,6 +51,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7, help="turns that count")
     arguments = parser.parse_args()
+    if "RANK" not in os.environ:
+        parser.error("it compares ranks; start it as `mpirun -n 2 python benchmarks/c10d.py`")
     torch.set_num_threads(1)
     dist.init_process_group("odyssey")
     gloo = dist.new_group(list(range(dist.get_world_size())), backend="gloo")

@@ -258,7 +258,7 @@ def test_a_training_that_is_killed_ends_with_the_bytes_of_one_that_is_not():
     sys.path.insert(0, str(Path(__file__).parent))
     import kill_loop
 
-    training = "--steps 60 --global-batch-size 256 --checkpoint-every 10 --no-eval --no-progress".split()
+    training = "train --steps 60 --global-batch-size 256 --checkpoint-every 10 --no-eval --no-progress".split()
     dice = random.Random(1)
     clean = kill_loop.one(2, training, [], "rank", dice)
     assert clean.code == 0 and clean.steps == 60, clean.printed

@@ -196,6 +196,32 @@ def test_a_buffer_that_nothing_merges_is_refused_or_told(capsys):
     assert "changes the buffer seen" in capsys.readouterr().err
 
 
+def test_a_parameter_that_forward_changes_is_refused():
+    module = nn.Sequential(nn.Embedding(9, 3, max_norm=0.1), nn.Flatten(), nn.Linear(6, 3))
+    with pytest.raises(ConfigError, match="forward.. changes the parameter 0.weight"):
+        made(module).fit([(torch.arange(16).view(8, 2) % 9, Y[:8])])
+    module = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(6, 3)))
+    with pytest.raises(ConfigError, match="forward.. changes the buffer 0.parametrizations.weight.0._u"):
+        made(module).fit([(X, Y)])
+
+
+def test_a_parameter_that_was_frozen_stays_so():
+    module = net()
+    module[0].weight.requires_grad_(False)
+    trainer = made(module)
+    trainer.fit([(X, Y)])
+    module[0].weight.requires_grad_(True)
+    with pytest.raises(ConfigError, match="0.weight was frozen and is not any more; make a new trainer"):
+        trainer.fit([(X, Y)])
+
+
+def test_a_scheduler_of_figures_is_refused():
+    module = net()
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    with pytest.raises(ConfigError, match="ReduceLROnPlateau needs a figure"):
+        DistributedTrainer(module, optimizer, scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
+
+
 class Put(nn.Linear):
     """An operation without a deterministic form."""
 
@@ -218,7 +244,13 @@ def test_an_operation_without_a_deterministic_form_is_refused_or_told():
         (lambda: nn.Linear(6, 3).half(), torch.optim.SGD, {}, "weight is float16 on cpu"),
         (lambda: nn.Sequential(nn.Embedding(3, 2, sparse=True)), torch.optim.SGD, {}, "0 .Embedding. has sparse"),
         (lambda: nn.Sequential(nn.SyncBatchNorm(3)), torch.optim.SGD, {}, "0 .SyncBatchNorm. talks to other ranks"),
+        (lambda: nn.Linear(6, 3).bfloat16(), torch.optim.SGD, {}, "weight is bfloat16 on cpu; float32 on the CPU"),
+        (nn.ReLU, lambda *_, **__: torch.optim.SGD([torch.zeros(1)]), {}, "parameters that are not the module's"),
+        (lambda: nn.LazyLinear(3), torch.optim.SGD, {}, "weight has no shape yet"),
         (net, torch.optim.LBFGS, {}, "LBFGS runs the model several times"),
+        (net, torch.optim.SparseAdam, {}, "SparseAdam needs sparse gradients"),
+        (net, lambda p, lr: torch.optim.SGD(p, torch.tensor(lr)), {}, "SGD's lr is a tensor"),
+        (net, type("Own", (torch.optim.SGD,), {}), {"zero": 1}, "zero=1 with Own"),
         (net, torch.optim.SGD, {"zero": 2}, "zero is 2"),
         (net, torch.optim.SGD, {"num_gpus": 2}, "num_gpus=2 is a setting of our own models"),
         (net, torch.optim.SGD, {"reduction": "local_sgd"}, "ranks take every step together"),
@@ -239,6 +271,66 @@ def test_a_checkpoint_of_other_settings_is_refused(tmp_path):
     for settings, says in (({"shard_size": 4}, "shard size 8"), ({"shard_size": 8, "threads": 2}, "torch threads 1")):
         with pytest.raises(ConfigError, match=says):
             made(net(), **settings).fit([(X, Y)], epochs=2, checkpoint_dir=tmp_path)
+
+
+def test_what_torch_is_told_is_of_the_configuration(tmp_path, monkeypatch):
+    """oneDNN, the precision of products, channels-last and torch.compile change bits: a checkpoint knows them."""
+    made(net(), shard_size=8).fit([(X, Y)], checkpoint_dir=tmp_path)
+    with torch.backends.mkldnn.flags(enabled=False), pytest.raises(ConfigError, match="oneDNN"):
+        made(net(), shard_size=8).fit([(X, Y)], epochs=2, checkpoint_dir=tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "get_float32_matmul_precision", lambda: "medium")
+        with pytest.raises(ConfigError, match="float32 products"):
+            made(net(), shard_size=8).fit([(X, Y)], epochs=2, checkpoint_dir=tmp_path)
+    compiled = net()
+    compiled.compile(backend="eager")  # needs no C++ compiler
+    with pytest.raises(ConfigError, match="made with torch.compile false, this training has true"):
+        made(compiled, shard_size=8).fit([(X, Y)], epochs=2, checkpoint_dir=tmp_path)
+    with pytest.raises(ConfigError, match="deterministic algorithms"):
+        made(net(), shard_size=8, deterministic="warn").fit([(X, Y)], epochs=2, checkpoint_dir=tmp_path)
+
+
+def test_ranks_with_other_settings_of_torch_are_refused(launch):
+    code = (
+        "import torch\nfrom odyssey import comm\nfrom odyssey.torch import DistributedTrainer\n"
+        "m = torch.nn.Linear(2, 2)\no = torch.optim.SGD(m.parameters(), 0.1)\n"
+        "DistributedTrainer(m, o, threads=1 + comm.world().rank)\n"
+    )
+    done = launch.python("-c", code, ranks=2)
+    assert done.returncode == 64 and "threads" in done.stderr, done.stderr
+
+
+class Counted(torch.utils.data.Dataset):
+    """Samples made one by one, which counts them; on some numbers it is asked for more than once."""
+
+    def __init__(self) -> None:
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, i: int):
+        self.read.append(i)
+        return X[i].numpy(), int(Y[i])
+
+
+def test_a_rank_reads_its_shards_only(monkeypatch):
+    """Of our own loaders; rank 1 of 2 as the loader sees it."""
+    samples = Counted()
+    trainer = made(net(), shard_size=5)
+    monkeypatch.setattr(trainer.shards, "share", lambda n: (10, 20))
+    loader = data.DataLoader(samples, batch_size=20, prefetch=0)
+    batch = next(loader.steps(part=trainer._part(training=True)))
+    assert samples.read == list(range(10, 20)) and batch.run == (10, 20)
+
+
+def test_only_a_sampler_that_cannot_be_repeated_is_told_of(tmp_path, capsys):
+    pairs = torch.utils.data.TensorDataset(X, Y)
+    made(net()).fit(torch.utils.data.DataLoader(pairs, 20, shuffle=True), checkpoint_dir=tmp_path / "a")
+    assert "set_epoch" not in capsys.readouterr().err
+    own = torch.utils.data.DataLoader(pairs, 20, shuffle=True, generator=torch.Generator())
+    made(net()).fit(own, checkpoint_dir=tmp_path / "b")
+    assert "RandomSampler has no set_epoch" in capsys.readouterr().err
 
 
 def test_other_platforms_names(capsys):

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..comm import Communicator
 from ..core import native
 from ..errors import ConfigError
 
@@ -88,6 +89,17 @@ class Arena:
         """The places of the trained parameters in an array of the layout of gradients."""
         own = zip(self.named[: self.trained], self.at, strict=False)
         return [view(flat, at, p) for (_, p), at in own]
+
+    def send(self, comm: Communicator) -> None:
+        """Gives all ranks the values of rank 0; a collective call."""
+        comm.broadcast(self.params)
+        for _, b in self.buffers:
+            whole = b.detach().contiguous()
+            raw = whole.view(-1).view(torch.uint8).numpy()
+            if raw.size:
+                comm.broadcast(raw)
+                b.copy_(whole)
+        self.kept[:] = self.running
 
     @property
     def buffers(self) -> list[tuple[str, torch.Tensor]]:

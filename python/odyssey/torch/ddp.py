@@ -7,19 +7,18 @@
         torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         optimizer.step()
 
-When the inner loop ends, `p.grad` is the mean over the global batch, the same bits on any number of ranks: a shard's
-gradient lands in the reduction's own buffer (`p.grad` is a view of it), buffers are added along the tree of
-parallel/plan.py, BatchNorm's statistics behind the gradients. What it is not: torch's class, whose sums depend on the
-number of ranks; that works over `init_process_group("odyssey")`.
+When the inner loop ends, `p.grad` is the mean over the global batch, the same bits on any number of ranks: the shards
+are those of shards.py, which the trainer takes as well. What it is not: torch's class, whose sums depend on the number
+of ranks; that works over `init_process_group("odyssey")`.
 """
 
 from __future__ import annotations
 
+import warnings
 import weakref
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any
 
-import numpy as np
 import torch
 from torch.optim import optimizer as optimizers
 from torch.utils import _pytree as pytree
@@ -27,65 +26,33 @@ from torch.utils import _pytree as pytree
 from .. import comm as communication
 from ..comm import Communicator
 from ..data.sampler import check_integer
-from ..errors import ConfigError, OdysseyError
-from ..parallel import plan as planning
-from ..parallel import strategy as strategies
+from ..errors import ConfigError
+from ..parallel.plan import default_shard_size
+from ..parallel.strategy import Strategy
 from ..train import agreement
-from . import c10d
-from .data import ShardedBatch, seed_of
-
-_ALIGN = 16  # floats, to which each tensor's place is rounded up
-
-
-class LoopError(OdysseyError):
-    """A training loop calls things in an order that cannot give the promised gradient."""
-
-
-class _Places:
-    """Where tensors lie one after the other in a flat float32 buffer."""
-
-    def __init__(self, tensors: list[torch.Tensor], start: int = 0) -> None:
-        self.tensors, self.at, end = tensors, [], start
-        for t in tensors:
-            self.at.append(end)
-            end += -(-t.numel() // _ALIGN) * _ALIGN
-        self.end = end
-
-    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors' places in `flat`, in their shapes and memory formats."""
-        found = []
-        for t, at in zip(self.tensors, self.at, strict=True):
-            dense = torch.empty_like(t, device="meta").stride()  # without gaps, in the tensor's own order of axes
-            found.append(flat[at : at + t.numel()].as_strided(t.shape, dense))
-        return found
-
-
-class _Sums(NamedTuple):
-    """What a global batch of one size needs: the plan, the reduction, and its buffers as torch sees them."""
-
-    plan: planning.Plan
-    reduction: Any
-    buffers: list[torch.Tensor]
-    gradients: list[list[torch.Tensor]]  # of each buffer
-    statistics: list[list[torch.Tensor]]
-    result: torch.Tensor
+from .arena import Arena
+from .data import ShardedBatch
+from .shards import LoopError, Shards
+from .state import described, environment, hold
 
 
 class DistributedDataParallel(torch.nn.Module):
     """A module trained by a loop of one's own, with the same bits on any number of ranks.
 
     The loss must be a mean over the samples that `shards` gave. Gradients add up over several `shards(...)` loops until
-    an optimizer steps, or zero_grad(): accumulation is leaving the step out. Parameters that no shard reaches have
-    gradient 0. Bits depend on shard_size, seed, threads, torch's version and the processor, not on the ranks.
+    an optimizer steps, or zero_grad(): accumulation is leaving the step out. Bits depend on shard_size, seed, threads,
+    torch's version and the processor, not on the ranks.
 
     Args:
         module: on the CPU, parameters of float32; rank 0's values are sent to all.
         shard_size: samples per shard; None: the loader's, or the default for the first batch's size.
         seed: of torch's generator, which is seeded anew for each shard.
         threads: torch's threads; not more, where a rank has more cores, as sums depend on it.
+        deterministic: "error": an operation without a deterministic form, or a buffer that nothing merges, ends the
+            training; "warn": it is told, and bits are not promised.
 
     Raises:
-        ConfigError: a parameter that cannot be held; ranks whose modules or settings differ.
+        ConfigError: a parameter or module that cannot be held; ranks whose modules or settings differ.
     """
 
     def __init__(
@@ -95,57 +62,41 @@ class DistributedDataParallel(torch.nn.Module):
         seed: int = 0,
         *,
         threads: int = 1,
+        deterministic: str = "error",
         comm: Communicator | None = None,
     ) -> None:
         super().__init__()
         self.module = module
         self.comm = communication.world() if comm is None else comm
-        self.shard_size = None if shard_size is None else check_integer("shard_size", shard_size, 1)
-        self.seed = check_integer("seed", seed, 0, 2**63 - 1)
-        torch.set_num_threads(check_integer("threads", threads, 1))
-        named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
-        if not named:
-            raise ConfigError("[torch] DistributedDataParallel of a module without parameters that require gradients")
-        for name, p in named:
-            if p.dtype is not torch.float32 or p.device.type != "cpu":
-                raise ConfigError(
-                    f"[torch] parameter {name} is {p.dtype} on {p.device}; DistributedDataParallel trains float32 "
-                    "parameters on the CPU (torch.autocast computes in bfloat16)"
-                )
-        self._parameters_ = [p for _, p in named]
-        self._floating = [b for b in module.buffers() if b.is_floating_point()]
-        self._counters = [b for b in module.buffers() if not b.is_floating_point()]
-        self._at = _Places(self._parameters_)
-        self._at_buffers = _Places(self._floating, self._at.end)
-        self._agree(named)
-        self._mean = torch.zeros(self._at.end)
-        self._means = self._at.views(self._mean)
-        self._sums: dict[tuple[int, int], _Sums] = {}
+        hold(check_integer("threads", threads, 1), deterministic)
+        self._arena = Arena(module)
+        self._shards = Shards(
+            self._arena,
+            self.comm,
+            Strategy("tree"),
+            size=None if shard_size is None else check_integer("shard_size", shard_size, 1),
+            seed=check_integer("seed", seed, 0, 2**63 - 1),
+            mean=True,
+            strict=deterministic == "error",
+            tell=lambda line: warnings.warn(line, stacklevel=2),
+        )
+        same = {"shard_size": shard_size, "seed": seed, "deterministic": deterministic, **described(self._arena)}
+        agreement.compare(self.comm, {**environment(), **same})
+        self._arena.send(self.comm)
+        self._own = [p for _, p in self._arena.named[: self._arena.trained]]
+        self._grads = torch.from_numpy(self._arena.grads)
         self.steps = 0  # loops over shards that have ended
         self._open = False  # a loop over shards has begun and not ended
         self._stepped: set[int] = set()  # ids of parameters whose gradient an optimizer has used
-        self._target: torch.Tensor | None = None  # the buffer of the shard that is under way
-        self._seen = -1  # its version after the last backward pass
-        for p in self._parameters_:
+        self._versions: dict[int, int] = {}  # of the gradients, by parameter, while a shard is under way
+        for p in self._own:
             p.register_post_accumulate_grad_hook(self._accumulated)
         _nets.add(self)
 
-    def _agree(self, named: list[tuple[str, torch.Tensor]]) -> None:
-        """Compares what must be alike on all ranks, and sends rank 0's values; a collective call."""
-        settings = {
-            "PyTorch version": torch.__version__,
-            "instruction set of PyTorch": torch.backends.cpu.get_cpu_capability(),
-            "number of PyTorch threads": torch.get_num_threads(),
-            "module": [(n, tuple(p.shape), p.stride()) for n, p in named],
-            "buffers of the module": [(n, str(b.dtype), tuple(b.shape)) for n, b in self.module.named_buffers()],
-            "shard_size": self.shard_size,
-            "seed": self.seed,
-        }
-        agreement.compare(self.comm, settings)
-        for t in (*self.module.parameters(), *self.module.buffers()):
-            values = c10d.host(t)
-            self.comm.broadcast(c10d.array(values))
-            c10d.put(values, t)
+    @property
+    def shard_size(self) -> int | None:
+        """Samples per shard; None as long as neither it nor a batch is known."""
+        return self._shards.size
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """The module's own."""
@@ -157,7 +108,9 @@ class DistributedDataParallel(torch.nn.Module):
 
     def load_state_dict(self, *arguments: Any, **named: Any) -> Any:
         """The module's own; all ranks must load the same."""
-        return self.module.load_state_dict(*arguments, **named)
+        found = self.module.load_state_dict(*arguments, **named)
+        self._arena.kept[:] = self._arena.running
+        return found
 
     # --- a global batch ---
 
@@ -173,139 +126,79 @@ class DistributedDataParallel(torch.nn.Module):
                 another.
             ConfigError: no tensor in the batch, or a loader with another shard_size.
         """
-        if self._open and self._target is not None:
+        if self._versions:
             raise LoopError("[torch] shards() inside a loop over shards(); end that one first")
-        samples, size, pieces = self._pieces(batch)
-        sums = self._sums_of(samples, size)
-        kept = [None if self._open or id(p) in self._stepped else p.grad for p in self._parameters_]
+        samples, piece = self._pieces(batch)
+        kept = [None if self._open or id(p) in self._stepped else p.grad for p in self._own]
         kept = [None if g is None else g.clone() for g in kept]
-        generator, before = torch.get_rng_state(), [b.clone() for b in (*self._floating, *self._counters)]
         self._open = True
+        self._arena.kept[:] = self._arena.running  # a forward pass between two batches may have moved them
         try:
-            for action in (*sums.plan.threads[0], *sums.plan.final):
-                if action.kind == "add":
-                    sums.buffers[action.a].add_(sums.buffers[action.b])
-                    continue
-                yield from self._shard(sums, action, pieces(action.a), min(size, samples - action.a * size), before)
+            for lo, hi in self._shards(samples, self.steps):
+                before = {id(p): p.grad._version for p in self._own}
+                self._versions = dict(before)
+                yield piece(lo, hi)
+                self._check_shard(before)
         finally:
-            self._target = None
-            torch.set_rng_state(generator)
-        self._finish(sums, samples, kept, before)
-
-    def _shard(self, sums: _Sums, action: planning.Action, data: Any, count: int, before: list[Any]) -> Iterator[Any]:
-        """One shard: its gradients, times its samples, and its buffers into their place."""
-        buffer, views = sums.buffers[action.b], sums.gradients[action.b]
-        buffer.zero_()
-        for p, view in zip(self._parameters_, views, strict=True):
-            p.grad = view
-        own = (*self._floating, *self._counters)
-        with torch.no_grad():
-            for b, value in zip(own, before, strict=True):
-                b.copy_(value)
-        torch.default_generator.manual_seed(seed_of(self.seed, self.steps, action.a))
-        self._target, self._seen = buffer, -1
-        yield data
-        if self._seen < 0:
-            raise LoopError("[torch] a shard without backward(); call loss.backward() for each of shards()")
-        replaced = any(p.grad is not v for p, v in zip(self._parameters_, views, strict=True))
-        if replaced or buffer._version != self._seen:
-            raise LoopError(
-                "[torch] gradients were changed inside the loop over shards(): call zero_grad() before it, clip and "
-                "step after it"
-            )
-        self._target = None
-        buffer[: self._at.end] *= count
-        with torch.no_grad():
-            for b, place in zip(self._floating, sums.statistics[action.b], strict=True):
-                torch.mul(b, count, out=place)
-            tail = buffer[self._at_buffers.end :]
-            changed = [not torch.equal(b, value) for b, value in zip(own, before, strict=True)]
-            tail[: len(own)] = count * torch.tensor(changed, dtype=torch.float32)
-            first = len(self._floating)
-            for k, (b, value) in enumerate(zip(self._counters, before[first:], strict=True)):
-                if changed[first + k]:
-                    tail[len(own) + k] = count * float((b.long() - value.long()).max())
-
-    def _finish(self, sums: _Sums, samples: int, kept: list[torch.Tensor | None], before: list[Any]) -> None:
-        """Completes the sums and puts the mean into p.grad; merges buffers."""
-        sums.reduction.start()
-        sums.reduction.finish()
-        torch.div(sums.result[: self._at.end], samples, out=self._mean)
-        for p, mean, old in zip(self._parameters_, self._means, kept, strict=True):
-            p.grad = mean if old is None else old.add_(mean)
-        own = (*self._floating, *self._counters)
-        tail = sums.result[self._at_buffers.end :]
-        changed = (tail[: len(own)] > 0).tolist()
-        with torch.no_grad():
-            for b, value in zip(own, before, strict=True):
-                b.copy_(value)
-            for k, b in enumerate(self._floating):
-                if changed[k]:
-                    at = self._at_buffers.at[k]
-                    b.copy_((sums.result[at : at + b.numel()] / samples).view(b.shape))
-            for k, b in enumerate(self._counters):
-                if changed[len(self._floating) + k]:
-                    b += round(float(tail[len(own) + k]) / samples)
+            self._versions = {}
+        sums = self._shards.sums()
+        assert sums.gradients is not None
+        torch.div(sums.gradients, sums.samples, out=self._grads)
+        for p, mean, old, reached in zip(self._own, self._arena.gradients, kept, sums.reached, strict=True):
+            p.grad = old if not reached else mean if old is None else old.add_(mean)
+        self._shards.settle()
         self._stepped.clear()
         self._open = False
         self.steps += 1
 
-    def _pieces(self, batch: Any) -> tuple[int, int, Any]:
-        """(samples, shard size, function from a shard's number to its data)."""
+    def _pieces(self, batch: Any) -> tuple[int, Callable[[int, int], Any]]:
+        """(samples, function from a shard's first and last to its data); the shard size is known from here on."""
+        made = self._shards
         if isinstance(batch, ShardedBatch):
-            if self.shard_size not in (None, batch.shard_size):
+            if made.size not in (None, batch.shard_size):
                 raise ConfigError(
-                    f"[torch] shard_size is {self.shard_size}, the DataLoader's {batch.shard_size}; give both the same"
+                    f"[torch] shard_size is {made.size}, the DataLoader's {batch.shard_size}; give both the same"
                 )
-            return batch.samples, batch.shard_size, batch.shards.__getitem__
+            made.size = batch.shard_size
+            return batch.samples, lambda lo, hi: batch.shards[lo // batch.shard_size]
         tensors = [t for t in pytree.tree_leaves(batch) if isinstance(t, torch.Tensor) and t.dim()]
         if not tensors or not len(tensors[0]):
             raise ConfigError("[torch] shards() of a batch without samples; give tensors (samples, ...)")
         samples = len(tensors[0])
-        if self.shard_size is None:
-            self.shard_size = planning.default_shard_size(samples)
-        size = self.shard_size
+        made.size = made.size or default_shard_size(samples)
 
-        def piece(s: int) -> Any:
+        def piece(lo: int, hi: int) -> Any:
             def cut(t: Any) -> Any:
-                whole = isinstance(t, torch.Tensor) and t.dim() and len(t) == samples
-                return t[s * size : (s + 1) * size] if whole else t
+                return t[lo:hi] if isinstance(t, torch.Tensor) and t.dim() and len(t) == samples else t
 
             return pytree.tree_map(cut, batch)
 
-        return samples, size, piece
-
-    def _sums_of(self, samples: int, size: int) -> _Sums:
-        key = samples, size
-        if key not in self._sums:
-            count = planning.shard_count(samples, size)
-            plan = planning.make(count, self.comm.rank, self.comm.size, 1, 1)
-            floats = self._at_buffers.end + len(self._floating) + 2 * len(self._counters)
-            reduction = strategies.make(strategies.Strategy("tree"), self.comm, plan, -(-floats // _ALIGN) * _ALIGN, 1)
-            buffers = [torch.from_numpy(reduction.buffers[i]) for i in range(plan.buffers)]
-            self._sums[key] = _Sums(
-                plan,
-                reduction,
-                buffers,
-                [self._at.views(b) for b in buffers],
-                [self._at_buffers.views(b) for b in buffers],
-                torch.from_numpy(np.asarray(reduction.result)),
-            )
-        return self._sums[key]
+        return samples, piece
 
     # --- wrong use ---
 
+    def _check_shard(self, before: dict[int, int]) -> None:
+        """Raises LoopError unless backward(), and nothing else, has written gradients since `before`."""
+        if self._versions == before:
+            raise LoopError("[torch] a shard without backward(); call loss.backward() for each of shards()")
+        if any(p.grad is None or p.grad._version != self._versions[id(p)] for p in self._own):
+            raise LoopError(
+                "[torch] gradients were changed inside the loop over shards(): call zero_grad() before it, clip and "
+                "step after it"
+            )
+
     def _accumulated(self, parameter: torch.Tensor) -> None:
         """After a backward pass has added to a parameter's gradient."""
-        if self._target is None:
+        if not self._versions:
             raise LoopError(
                 "[torch] backward() outside of shards(); write `for x, y in net.shards(batch): "
                 "loss(net(x), y).backward()`"
             )
-        self._seen = self._target._version
+        assert parameter.grad is not None
+        self._versions[id(parameter)] = parameter.grad._version
 
     def _before_step(self, ids: set[int]) -> None:
-        if self._open and any(id(p) in ids for p in self._parameters_):
+        if self._open and any(id(p) in ids for p in self._own):
             raise LoopError("[torch] optimizer.step() before the loop over shards() has ended; step after it")
 
 

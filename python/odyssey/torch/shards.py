@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from ..comm import Communicator
-from ..errors import ConfigError
+from ..errors import ConfigError, OdysseyError
 from ..parallel import plan as planning
 from ..parallel import strategy as strategies
 from ..parallel.reduction import Reduction
@@ -39,6 +39,10 @@ def seed_of(*numbers: int) -> int:
     """A seed of torch's generator from numbers of 64 bits: the same for the same, unrelated for others."""
     data = struct.pack(f"<{len(numbers)}Q", *(n & (1 << 64) - 1 for n in numbers))
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 1
+
+
+class LoopError(OdysseyError):
+    """A training loop calls things in an order that cannot give the promised gradient."""
 
 
 @dataclasses.dataclass
@@ -68,6 +72,7 @@ class Shards:
 
     Args:
         size: samples per shard; may be set until the first batch.
+        mean: backward() is of a shard's mean, not of its sum.
         tell: called with a line where `strict` is False and something cannot be held.
     """
 
@@ -79,13 +84,14 @@ class Shards:
         *,
         size: int | None = None,
         seed: int = 0,
+        mean: bool = False,
         strict: bool = True,
         tell: Any = None,
     ) -> None:
         self.arena, self.comm, self.strategy, self.size, self.seed = arena, comm, strategy, size, seed
-        self.strict, self.tell = strict, tell
+        self.mean, self.strict, self.tell = mean, strict, tell
         self.memory: dict[str, Any] = {}  # of a compression
-        self._prepared: dict[tuple[int, bool], Prepared] = {}
+        self._prepared: dict[tuple[int, int | None, bool], Prepared] = {}
         self._sums = [0.0, 0.0, 0.0]
         self._told: set[str] = set()
         params, norms = arena.trained, len(arena.counters)
@@ -95,7 +101,7 @@ class Shards:
 
     def prepared(self, samples: int, train: bool = True) -> Prepared:
         """For batches of so many samples; a collective call the first time."""
-        key = samples, train
+        key = samples, self.size, train
         if key not in self._prepared:
             arena = self.arena
             assert self.size is not None
@@ -114,33 +120,45 @@ class Shards:
             )
         return self._prepared[key]
 
+    def share(self, samples: int) -> tuple[int, int]:
+        """The samples of a batch that this rank's shards have, (first, one past the last); one if it has no shard."""
+        assert self.size is not None
+        run = planning.share(planning.shard_count(samples, self.size), self.comm.size, self.comm.rank)
+        lo, hi = run[0] * self.size, min(run[1] * self.size, samples)
+        return (lo, hi) if hi > lo else (0, min(1, samples))
+
     def __call__(self, samples: int, step: int, train: bool = True) -> Iterator[tuple[int, int]]:
         """This rank's shards of a batch, as (first sample, one past the last). Between two of them a caller runs one:
         backward() of the sum of its losses, and `count`. Then `sums`, on all ranks."""
         prepared, arena = self.prepared(samples, train), self.arena
         plan, size = prepared.plan, self.size
-        others = [(n, b, b._version) for n, b in arena.others]
+        fixed = [(name, t, t._version) for name, t in (*arena.others, *arena.named)]
         before = [int(b) for _, b in arena.counters] if train else []
-        self._generator = generator.get_state()
-        for action in (*plan.threads[0], *plan.final):
-            if action.kind == "add":
-                prepared.flat[action.a].add_(prepared.flat[action.b])
-                continue
-            shard, b = action.a, action.b
-            flat, gradients = prepared.flat[b], prepared.gradients[b] if train else []
-            lo, hi = shard * size, min((shard + 1) * size, samples)
-            flat.zero_()
-            self._sums = [0.0, 0.0, 0.0]
-            versions = self._enter(gradients, before) if train else []
-            generator.manual_seed(seed_of(self.seed, step, shard, train))
-            yield lo, hi
-            loss, _, correct = self._sums
-            at = self._places[2] if train else 0
-            flat[at : at + 3] = torch.tensor([loss, float(hi - lo), correct])
-            if train:
-                self._leave(flat, gradients, versions, before, hi - lo)
-        generator.set_state(self._generator)
-        self._check_others(others)
+        for name, p in arena.named[arena.trained :]:
+            if p.requires_grad:
+                raise ConfigError(f"[torch] {name} was frozen and is not any more; make a new trainer of the module")
+        drawn = generator.get_state()
+        try:
+            for action in (*plan.threads[0], *plan.final):
+                if action.kind == "add":
+                    prepared.flat[action.a].add_(prepared.flat[action.b])
+                    continue
+                shard, b = action.a, action.b
+                flat, gradients = prepared.flat[b], prepared.gradients[b] if train else []
+                lo, hi = shard * size, min((shard + 1) * size, samples)
+                flat.zero_()
+                self._sums = [0.0, 0.0, 0.0]
+                versions = self._enter(gradients, before) if train else []
+                generator.manual_seed(seed_of(self.seed, step, shard, train))
+                yield lo, hi
+                loss, _, correct = self._sums
+                at = self._places[2] if train else 0
+                flat[at : at + 3] = torch.tensor([loss, float(hi - lo), correct])
+                if train:
+                    self._leave(flat, gradients, versions, before, hi - lo)
+        finally:
+            generator.set_state(drawn)
+        self._check_fixed(fixed)
         self._begun = prepared, train, before
 
     def count(self, loss: float, correct: float = 0.0) -> None:
@@ -164,11 +182,13 @@ class Shards:
         reach = []
         for (name, p), place, version in zip(arena.named, gradients, versions, strict=False):
             if p.grad is not place:
-                raise ConfigError(
-                    f"[torch] the gradient of {name} was replaced while a shard was run; leave zero_grad() "
-                    "out: it is done here"
+                raise LoopError(
+                    f"[torch] the gradient of {name} was replaced while a shard was run: call zero_grad() before the "
+                    "shards, clip and step after them"
                 )
             reach.append(float(place._version != version))
+        if self.mean:
+            flat[: arena.size] *= n
         if arena.floats:
             torch.mul(self.running, float(n), out=flat[statistics : statistics + arena.floats])
             flat[changed : changed + arena.floats] = (self.running != self.kept).float()
@@ -208,13 +228,16 @@ class Shards:
         for (_, b), value in zip(arena.counters, counters, strict=True):
             b.fill_(value)
 
-    def _check_others(self, before: list[tuple[str, torch.Tensor, int]]) -> None:
-        now = dict(self.arena.buffers) if before else {}
-        for name, b, version in before:
-            if (now.get(name) is b and b._version == version) or name in self._told:
+    def _check_fixed(self, before: list[tuple[str, torch.Tensor, int]]) -> None:
+        """Parameters, and buffers that nothing merges, must be what they were before the shards."""
+        now = dict(self.arena.buffers) if self.arena.others else {}
+        for name, t, version in before:
+            what = "parameter" if isinstance(t, torch.nn.Parameter) else "buffer"
+            same = t._version == version and (what == "parameter" or now.get(name) is t)
+            if same or name in self._told:
                 continue
             text = (
-                f"[torch] forward() changes the buffer {name}, and no rule merges what shards make of it: "
+                f"[torch] forward() changes the {what} {name}, and no rule merges what shards make of it: "
                 "ranks would go apart"
             )
             if self.strict:

@@ -38,6 +38,27 @@ def environment() -> dict[str, Any]:
     }
 
 
+def hold(threads: int, deterministic: str) -> None:
+    """Sets what torch's bits depend on, for this process. deterministic: "error" or "warn"."""
+    if deterministic not in ("error", "warn"):
+        raise ConfigError(f"[torch] deterministic is {deterministic!r}; choose from error, warn")
+    torch.set_num_threads(threads)
+    if not torch.are_deterministic_algorithms_enabled():
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(True, warn_only=deterministic == "warn")
+
+
+def described(arena: Arena) -> dict[str, Any]:
+    """A module, as far as it must be alike on all ranks, and when a training goes on."""
+    modules = list(arena.module.named_modules())
+    return {
+        "parameters": [[name, list(p.shape), p.requires_grad] for name, p in arena.named],
+        "layers": [[name, type(m).__name__, m.extra_repr()] for name, m in modules],
+        "channels-last parameters": [n for n, p in arena.named if p.dim() in (4, 5) and not p.is_contiguous()],
+        "torch.compile": any(type(m).__name__ == "OptimizedModule" or m._compiled_call_impl for _, m in modules),
+    }
+
+
 class TorchState(Sharing):
     """The part of a DistributedTrainer that is about its state."""
 
@@ -64,19 +85,13 @@ class TorchState(Sharing):
         """The training as it was given: what must be alike on all ranks, and when it goes on."""
         names = {id(p): name for name, p in self.arena.named}
         groups = [[[names[id(p)] for p in group["params"]], _hyper(group)] for group in self.optimizer.param_groups]
-        layers = [[n, type(m).__name__, m.extra_repr()] for n, m in self.module.named_modules()]
         scheduler = None if self.scheduler is None else _plain(self.scheduler.state_dict())
-        last = [n for n, p in self.arena.named if p.dim() in (4, 5) and not p.is_contiguous()]
-        compiled = any(type(m).__name__ == "OptimizedModule" or m._compiled_call_impl for m in self.module.modules())
         return as_json(
             {
-                "parameters": [[name, list(p.shape), p.requires_grad] for name, p in self.arena.named],
-                "layers": layers,
+                **described(self.arena),
                 "optimizer": [type(self.optimizer).__name__, groups],
                 "scheduler": [type(self.scheduler).__name__, self.per_epoch, scheduler],
                 "loss": getattr(self.loss, "__name__", type(self.loss).__name__),
-                "channels-last parameters": last,
-                "torch.compile": compiled,
                 "deterministic algorithms": self.deterministic,
             }
         )
@@ -160,10 +175,16 @@ class TorchState(Sharing):
         ends = [*self.arena.at[: self.arena.trained], self.arena.size]
         return [(ends[r.start], ends[r.stop]) for r in self._runs]
 
+    @property
+    def _kept(self) -> list[tuple[str, nn.Parameter]]:
+        """The parameters whose state this rank keeps; some optimizers make it of others as well, and never use it."""
+        own = self.owned if self.zero else range(self.arena.trained)
+        return self.arena.named[own.start : own.stop]
+
     def _optimizer_state(self) -> dict[str, Any]:
         """Arrays and numbers as "STATE/NAME", whole; a collective call with zero=1."""
         found: dict[str, Any] = {}
-        for name, p in self.arena.named:
+        for name, p in self._kept:
             for key, value in self.optimizer.state.get(p, {}).items():
                 if isinstance(value, torch.Tensor):
                     found[f"{key}/{name}"] = value.detach().cpu().numpy()
@@ -261,9 +282,7 @@ class TorchState(Sharing):
 
     def _state_of(self, given: dict[str, Any]) -> dict[Any, dict[str, Any]]:
         """The optimizer's state by parameter, of what this rank keeps."""
-        own = self.arena.named[: self.arena.trained]
-        mine = {name: p for i, (name, p) in enumerate(own) if not self.zero or i in self.owned}
-        known = {name for name, _ in own}
+        mine, known = dict(self._kept), {name for name, _ in self.arena.named[: self.arena.trained]}
         state: dict[Any, dict[str, Any]] = {}
         for key, value in given.items():
             what, _, name = key.partition("/")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -27,13 +27,14 @@ from ..errors import ConfigError
 from ..parallel.mesh import Mesh
 from ..parallel.strategy import MODES, Strategy
 from ..train import agreement
+from ..train.fit import own_steps
 from ..train.numerics import NonFinite
 from ..watch import slot
 from ..watch.runs import Run
 from .arena import Arena
 from .batches import batches, part
 from .shards import Shards, Sums
-from .state import TorchState, environment, from_rank
+from .state import TorchState, environment, from_rank, hold
 
 OURS = ("num_gpus", "oversubscribe", "execution", "pipeline_schedule", "bucket_size_mb", "overlap", "lr_scaling")
 
@@ -83,7 +84,7 @@ class DistributedTrainer(TorchState):
     ) -> None:
         given = {"shard_size": shard_size, "threads": threads, "backend": backend, **settings}
         self.settings = made = declaration.made(Training, given)
-        _check(made, module, optimizer, scheduler, deterministic, scheduler_interval)
+        _check(made, module, optimizer, scheduler, scheduler_interval)
         self.comm = comm or communication.world(backend)
         self.mesh = (mesh or Mesh()).fit(self.comm.size, 1)
         if self.mesh.pp * self.mesh.tp > 1:
@@ -99,7 +100,7 @@ class DistributedTrainer(TorchState):
         self.numerics = NonFinite(made.nonfinite)
         self.progress = progress if self.comm.rank == 0 else None
         self.replicas = self.comm.size
-        self._hold()
+        hold(threads, deterministic)
         self.arena = Arena(module)
         if not module.training:
             module.train()
@@ -124,13 +125,6 @@ class DistributedTrainer(TorchState):
         self.context = callbacks.Context(self, callbacks=self.callbacks)
         self.grad_norm: float | None = None  # of the last step, if clip_norm is given
 
-    def _hold(self) -> None:
-        """Sets what torch's bits depend on, for this process."""
-        torch.set_num_threads(self.threads)
-        if not torch.are_deterministic_algorithms_enabled():
-            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-        torch.use_deterministic_algorithms(True, warn_only=self.deterministic == "warn")
-
     def _same_everywhere(self) -> None:
         """Compares the settings of all ranks, then gives all of them rank 0's parameters and buffers."""
         if self.comm.size == 1:
@@ -138,14 +132,7 @@ class DistributedTrainer(TorchState):
         same = {n: getattr(self.settings, n) for n, s in declaration.declared(Training).items() if s.same}
         agreement.compare(self.comm, {**same, **environment(), **self._given, "zero": self.zero})
         agreement.parameters(self.comm, self.arena)  # type: ignore[arg-type]
-        self.comm.broadcast(self.arena.params)
-        for _, b in self.arena.buffers:
-            whole = b.detach().contiguous()
-            raw = whole.view(-1).view(torch.uint8).numpy()
-            if raw.size:
-                self.comm.broadcast(raw)
-                b.copy_(whole)
-        self.arena.kept[:] = self.arena.running
+        self.arena.send(self.comm)
 
     # --- steps ---
 
@@ -258,8 +245,28 @@ class DistributedTrainer(TorchState):
     def _batches(self, loader: Any, epoch: int) -> Iterator[datasets.Batch]:
         return batches(loader, epoch, self.seed, self.accumulation_steps)
 
+    def _part(self, training: bool) -> Callable[[int], tuple[int, int]] | None:
+        return self.shards.share
+
+    def _repeats(self, sampler: Any) -> bool:
+        """Those of torch draw from its generator, which each epoch is seeded anew, unless they have their own."""
+        own = type(sampler).__module__ == "torch.utils.data.sampler" and getattr(sampler, "generator", None) is None
+        return own or super()._repeats(sampler)
+
     def _end_epoch(self) -> None:
         self._watch.end()
+
+    def _evaluated(self, loader: Any) -> Iterator[datasets.Batch]:
+        """A data set or loader as batches whose shards are known; of our own loaders this rank reads its samples."""
+        if isinstance(loader, datasets.ArrayDataset):
+            loader = datasets.DataLoader(loader, batch_size=8192)
+        if own_steps(loader) and len(loader.dataset):
+            self._share_out(min(loader.batch_size, len(loader.dataset)))
+            yield from loader.steps(part=self._part(training=False))
+            return
+        for batch in self._batches(loader, 0):
+            self._share_out(len(batch.indices))
+            yield batch
 
     @contextlib.contextmanager
     def _evaluating(self) -> Iterator[None]:
@@ -281,9 +288,8 @@ class DistributedTrainer(TorchState):
         watch = agreement.Watch(self.comm, self.check_every, "validation batch")
         watch.begin(tell=self._watch.tell)
         with self._evaluating():
-            for number, batch in enumerate(self._batches(_loader(loader), 0)):
+            for number, batch in enumerate(self._evaluated(loader)):
                 watch.batch(batch, number)
-                self._share_out(len(batch.indices))
                 sums = self._run(batch, number, train=False)
                 loss, count, right = loss + sums.loss, count + sums.samples, right + sums.correct
         watch.end()
@@ -301,9 +307,8 @@ class DistributedTrainer(TorchState):
         rows: dict[str, np.ndarray] = {}  # by the number of the first
         count = 0
         with self._evaluating():
-            for number, batch in enumerate(self._batches(_loader(loader), 0)):
-                self._share_out(n := len(batch.indices))
-                for lo, hi in self.shards(n, number, train=False):
+            for number, batch in enumerate(self._evaluated(loader)):
+                for lo, hi in self.shards(n := len(batch.indices), number, train=False):
                     with self._autocast():
                         out = self._forward(part(batch, lo, hi)[0])
                     if not isinstance(out, torch.Tensor) or out.shape[:1] != (hi - lo,):
@@ -342,11 +347,7 @@ def correct(out: Any, y: Any) -> float:
     return float(right.flatten(1).mean(1).sum()) if right.dim() > 1 else float(right.sum())
 
 
-def _loader(given: Any) -> Any:
-    return datasets.DataLoader(given, batch_size=8192) if isinstance(given, datasets.ArrayDataset) else given
-
-
-def _check(made: Training, module: Any, optimizer: Any, scheduler: Any, deterministic: str, interval: str) -> None:
+def _check(made: Training, module: Any, optimizer: Any, scheduler: Any, interval: str) -> None:
     """ConfigError for what cannot be trained with, by name."""
     for what, given, kind in (("module", module, nn.Module), ("optimizer", optimizer, torch.optim.Optimizer)):
         if not isinstance(given, kind):
@@ -373,7 +374,6 @@ def _check(made: Training, module: Any, optimizer: Any, scheduler: Any, determin
             scheduler is not None and getattr(scheduler, "optimizer", None) is not optimizer,
             f"scheduler is {type(scheduler).__name__}; give a torch scheduler of this optimizer",
         ),
-        (deterministic not in ("error", "warn"), f"deterministic is {deterministic!r}; choose from error, warn"),
         (interval not in ("step", "epoch"), f"scheduler_interval is {interval!r}; choose from step, epoch"),
         (ours, f"{ours}={getattr(made, ours, None)!r} is a setting of our own models; leave it out"),
         (

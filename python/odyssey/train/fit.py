@@ -75,6 +75,10 @@ class Trainer:
         """Which samples of a batch this rank needs, as DataLoader.steps() asks for it; None: all."""
         return None
 
+    def _repeats(self, sampler: Any) -> bool:
+        """Whether a loader's sampler gives the same order whenever an epoch is begun again."""
+        return hasattr(sampler, "set_epoch")
+
     def _end_epoch(self) -> None:
         """The last step of an epoch was taken."""
 

@@ -137,7 +137,8 @@ def shared(comm: Communicator, read: Callable[[], tuple[Snapshot | None, str]]) 
             array = np.array(snapshot.arrays[stem][key], order="C")
         else:
             array = np.empty(shape, dtype)
-        arrays.setdefault(stem, {})[key] = comm.broadcast(array)
+        comm.broadcast(array.reshape(-1).view(np.uint8))  # bytes: of any dtype that a checkpoint holds
+        arrays.setdefault(stem, {})[key] = array
     return Snapshot(step, arrays, values), name
 
 

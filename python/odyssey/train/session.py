@@ -121,7 +121,7 @@ class Session:
             )
         if self.comm.rank == 0:
             sampler = getattr(self.loader, "sampler", None)
-            if sampler is not None and not hasattr(sampler, "set_epoch"):
+            if sampler is not None and not self.trainer._repeats(sampler):
                 self.trainer.say(
                     f"[checkpoint] the loader's {type(sampler).__name__} has no set_epoch(): a training that goes on "
                     "has the same bits only if it gives the same order whenever an epoch is begun again"

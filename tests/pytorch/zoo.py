@@ -1,0 +1,85 @@
+"""A training of a model that people use, as a user writes it; prints the SHA-256 of its weights on rank 0.
+
+    zoo.py --model cnn|gpt|resnet18|vit [--steps 6] [--bf16] [--until 3] [--every 2] [--bug] [--die 3]
+
+resnet18 is torchvision's, vit timm's, with random weights; torchvision needs run_example.py before it. --bug: rank 1
+changes one bit of a weight after step 2. --die: rank 1 is killed before this step of a run's first attempt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+
+import numpy as np
+import torch
+from cases import CNN, GPT
+from torch import nn
+
+from odyssey import data
+from odyssey.torch import DistributedTrainer
+
+
+def made(name: str) -> tuple[nn.Module, tuple[int, ...], int]:
+    """A model, the shape of a sample, and its classes."""
+    if name == "resnet18":
+        import torchvision
+
+        return torchvision.models.resnet18(num_classes=5), (3, 32, 32), 5
+    if name == "vit":
+        import timm
+
+        sizes = {"img_size": 16, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 2}
+        model = timm.create_model(
+            "vit_tiny_patch16_224", num_classes=5, drop_rate=0.1, attn_drop_rate=0.1, drop_path_rate=0.2, **sizes
+        )
+        return model, (3, 16, 16), 5
+    return (GPT(None), (5,), 11) if name == "gpt" else (CNN(None), (1, 9, 7), 4)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="cnn", choices=["cnn", "gpt", "resnet18", "vit"])
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--until", type=int, help="stop after this step")
+    parser.add_argument("--every", type=int, help="steps from one checkpoint to the next")
+    parser.add_argument("--folder", help="of checkpoints")
+    parser.add_argument("--check", type=int, default=0, help="steps from one comparison of ranks to the next")
+    parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--bug", action="store_true")
+    parser.add_argument("--die", type=int)
+    given = parser.parse_args()
+
+    torch.manual_seed(0)
+    module, shape, classes = made(given.model)
+    g = np.random.default_rng(0)
+    if given.model == "gpt":
+        ids = g.integers(0, classes, (60, shape[0] + 1))
+        x, y = ids[:, :-1], ids[:, 1:]
+    else:
+        x, y = g.standard_normal((60, *shape), np.float32), g.integers(0, classes, 60)
+    samples = data.arrays(x, y, classes=0 if given.model == "gpt" else classes)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, given.steps)
+    precision = "bf16" if given.bf16 else "fp32"
+    settings = {"shard_size": 4, "precision": precision, "clip_norm": 1.0, "check_every": given.check}
+    trainer = DistributedTrainer(module, optimizer, scheduler=scheduler, **settings)
+
+    def stepped(*_: object) -> None:
+        if given.bug and trainer.comm.rank == 1 and trainer.steps == 1:
+            trainer.arena.params.view(np.uint32)[3] ^= 1 << 20
+        if trainer.steps + 2 == given.die and trainer.comm.rank == 1 and os.environ.get("ODYSSEY_ATTEMPT") == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    optimizer.register_step_post_hook(stepped)
+    loader = data.DataLoader(samples, batch_size=22, shuffle=True)
+    saving = {"checkpoint_dir": given.folder} if given.folder else {}
+    saving["checkpoint_every"] = given.every
+    trainer.fit(loader, samples.take(20), epochs=10**6, steps=given.until or given.steps, **saving)
+    if trainer.comm.rank == 0:
+        print("sha256", trainer.weights_sha256(), flush=True)
+
+
+if __name__ == "__main__":
+    main()
