@@ -290,3 +290,36 @@ def test_our_loader_and_torchs():
     trainer = made(module)
     history = trainer.fit(data.DataLoader(data.arrays(X.numpy(), Y.numpy()), batch_size=10, shuffle=True))
     assert history.steps == 4 and history.train_loss > 0
+
+
+def test_metrics_are_sums_over_samples_with_the_same_bits_on_any_ranks(launch):
+    program = """
+import torch
+from torch import nn
+from odyssey.torch import DistributedTrainer
+torch.manual_seed(0)
+x, y = torch.randn(50, 6), torch.arange(50) % 7
+module = nn.Linear(6, 7)
+metrics = {"accuracy": "accuracy", "top3": "top3", "margin": lambda out, y: out.amax(1) - out.gather(1, y[:, None])[:, 0]}
+trainer = DistributedTrainer(module, torch.optim.SGD(module.parameters(), lr=0.1), metrics=metrics, shard_size=4)
+record = trainer.fit([(x[:30], y[:30]), (x[30:], y[30:])], [(x, y)], epochs=2).records[-1]
+names = [f"{part}_{name}" for part in ("train", "test") for name in ("accuracy", "top3", "margin")]
+found, out = trainer.evaluate([(x, y)]).metrics, module(x)
+assert found["accuracy"] == record["test_accuracy"] == (out.argmax(1) == y).double().mean()
+assert found["top3"] == (out.topk(3).indices == y[:, None]).any(1).double().mean()
+assert abs(found["margin"] - metrics["margin"](out, y).mean()) < 1e-6
+if trainer.comm.rank == 0:
+    print([record[name].hex() for name in names])
+"""
+    (launch.folder / "program.py").write_text(program)
+    said = [launch.python("program.py", ranks=ranks) for ranks in (0, 2, 3)]
+    assert len({done.stdout for done in said}) == 1 and said[0].stdout.count("0x") == 6, [done.stderr for done in said]
+
+
+def test_metrics_that_cannot_be_summed_are_refused():
+    with pytest.raises(ConfigError, match="accuracy and top5 are of targets that are class numbers"):
+        made(net(), loss=nn.MSELoss(), metrics=["top5"]).fit([(X, X[:, :3])])
+    with pytest.raises(ConfigError, match="must give a value of each sample"):
+        made(net(), metrics={"wrong": lambda out, y: out[:3]}).fit([(X, Y)])
+    with pytest.raises(ConfigError, match="or one of accuracy, mae, mse, top5"):
+        made(net(), metrics=["f1"])
