@@ -3,8 +3,8 @@
     mpirun -n 2 python examples/jax_gradients.py
     python examples/jax_gradients.py
 
-Every rank takes its own samples of each batch, all apply the same mean. Needs JAX (pip install jax). What it is not: the
-same bits on any number of ranks; each adds up its own samples inside JAX.
+Every rank takes its own samples of each batch, all apply the same mean. Needs JAX (pip install jax). What it is not:
+the same bits on any number of ranks; each adds up its own samples inside JAX.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def example(launch, name: str) -> Path:
     """Horovod's program with the import changed, and a small MNIST beside it."""
     mnist(launch.folder / "data")
     changes = [("import horovod.torch as hvd", "import odyssey.horovod.torch as hvd")]
-    if "synthetic" in name:
+    if name == "pytorch_mnist.py":
         changes.append(("import horovod\n", "import odyssey.horovod as horovod\n"))
     return changed(launch, f"horovod/{name}", *changes)
 

@@ -75,7 +75,7 @@ def test_fabrics_image_classifier(launch):
     assert done.returncode == 0, done.stderr
     assert "distributed_backend=odyssey" in done.stderr
     said = [line for line in done.stdout.splitlines() if line.startswith("Test set")]
-    assert len(said) == 4 and said[0] == said[1] and said[2] == said[3]  # of both ranks, two epochs
+    assert len(said) == 4 and len(set(said)) == 2, said  # two epochs, the same on both ranks
 
 
 KERAS = """
@@ -85,7 +85,8 @@ import keras, numpy as np, torch
 from odyssey.torch import DistributedTrainer
 
 keras.utils.set_random_seed(0)
-layers = [keras.layers.Dense(16, activation="relu"), keras.layers.TorchModuleWrapper(torch.nn.Dropout(0.2)), keras.layers.Dense(3)]
+dropout = keras.layers.TorchModuleWrapper(torch.nn.Dropout(0.2))
+layers = [keras.layers.Dense(16, activation="relu"), dropout, keras.layers.Dense(3)]
 model = keras.Sequential([keras.Input((8,)), keras.layers.Rescaling(0.5), *layers])
 g = np.random.default_rng(0)
 x, y = torch.from_numpy(g.standard_normal((96, 8), np.float32)), torch.from_numpy(g.integers(0, 3, 96))
