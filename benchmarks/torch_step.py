@@ -2,8 +2,9 @@
 
     mpirun -n 2 python benchmarks/torch_step.py [--batch 128] [--shards 1 2 4] [--steps 30] [--rounds 8]
 
-Equal global batch, one thread per rank. "1 shard" is one per rank, as DDP computes it; printed is the median of
-odyssey's time divided by DDP's, over rounds.
+Equal global batch, one thread per rank. "1 shard" is one per rank, as DDP computes it; "own engine" is LeNet-5 of
+odyssey.nn, by our own kernels. Printed is the median of odyssey's time divided by DDP's, over rounds; then how far the
+two engines are apart after SGD steps from the same weights.
 """
 
 import argparse
@@ -16,8 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from odyssey import comm, data
-from odyssey.torch import DistributedTrainer
+import odyssey
+from odyssey import comm, data, optim
+from odyssey.torch import DistributedTrainer, load_torch, to_torch
+
+NAMES = {"conv1": "0", "conv2": "3", "fc1": "7", "fc2": "9", "fc3": "11"}  # of our LeNet5 in lenet()
 
 
 def lenet() -> nn.Module:
@@ -25,6 +29,25 @@ def lenet() -> nn.Module:
     first = [nn.Conv2d(1, 6, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2)]
     return nn.Sequential(
         *first, nn.Flatten(), nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10)
+    )
+
+
+def engines_apart(whole: data.Batch, steps: int) -> str:
+    """The same SGD steps on both engines: their losses, and the largest difference of weights."""
+    module, model, again = lenet(), odyssey.nn.LeNet5(), lenet()
+    load_torch(model, module, NAMES)
+    both = (
+        DistributedTrainer(module, torch.optim.SGD(module.parameters(), lr=0.05), check_every=0),
+        odyssey.DistributedTrainer(model, optim.SGD(lr=0.05), check_every=0),
+    )
+    losses = [[trainer.train_step(whole)[0] for _ in range(steps)][-1] / len(whole.indices) for trainer in both]
+    to_torch(model, again, NAMES)
+    pairs = [(a.detach(), b.detach()) for a, b in zip(module.parameters(), again.parameters(), strict=True)]
+    far = max(float((a - b).abs().max()) for a, b in pairs)
+    same = sum(int((a == b).sum()) for a, b in pairs) / sum(a.numel() for a, _ in pairs)
+    return (
+        f"after {steps} steps: loss {losses[0]:.7f} (torch), {losses[1]:.7f} (ours); weights differ by up to "
+        f"{far:.1e}, {100 * same:.1f} % have the same bits"
     )
 
 
@@ -60,6 +83,8 @@ def main() -> None:
             m, torch.optim.AdamW(m.parameters()), shard_size=-(-n // (k * world.size)), check_every=0
         )
         runs[f"{k} shard{'s' * (k > 1)} a rank"] = lambda t=trainer: t.train_step(whole)
+    engine = odyssey.DistributedTrainer(odyssey.nn.LeNet5(), optim.AdamW(), check_every=0)
+    runs["own engine"] = lambda: engine.train_step(whole)
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(options.rounds + 1):
         for name, run in runs.items():
@@ -73,6 +98,9 @@ def main() -> None:
         for name, found in times.items():
             ratio = statistics.median(a / b for a, b in zip(found[1:], base, strict=True))
             print(f"{name:16s} {statistics.median(found[1:]) * 1e3:8.2f} ms   {ratio:.2f}")
+    apart = engines_apart(whole, options.steps)
+    if world.rank == 0:
+        print(apart)
     dist.destroy_process_group()
 
 

@@ -77,6 +77,7 @@ def test_the_sources_are_found():
         ("safetensors", {"watch/outputs.py"}),
         ("rich", {"train/progress.py", "cli/commands/top.py"}),
         ("pickle", {"torch/objects.py"}),
+        ("ray", {"ray.py"}),
         ("torch", {"comm/gloo.py"}),
     ],
 )

@@ -5,13 +5,10 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-import numpy as np
 import pytest
-
-from odyssey import data
+from pytorch.published import RUN, changed, mnist
 
 HERE = Path(__file__).parent
-EXAMPLES = HERE.parent / "third_party" / "horovod"
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("torch") is None, reason="torch is not installed (extra [torch])"
 )
@@ -29,23 +26,12 @@ def test_names_do_what_horovods_do(launch, ranks):
 
 
 def example(launch, name: str) -> Path:
-    """Horovod's program with the import changed, and a small MNIST for torchvision beside it."""
-    text = (EXAMPLES / name).read_text()
-    changed = text.replace("import horovod.torch as hvd", "import odyssey.horovod.torch as hvd")
-    changed = changed.replace("import horovod\n", "import odyssey.horovod as horovod\n")
-    assert changed != text
-    (launch.folder / name).write_text(changed)
-    raw = launch.folder / "data" / "MNIST" / "raw"
-    raw.mkdir(parents=True)
-    for part, prefix, n in ((True, "train", 320), (False, "t10k", 80)):
-        some = data.load("mnist", train=part).take(n)
-        images, labels = np.asarray(some.images, np.uint8).reshape(n, 28, 28), np.asarray(some.labels, np.uint8)
-        for values, kind in ((images, "images-idx3-ubyte"), (labels, "labels-idx1-ubyte")):
-            head = bytes([0, 0, 8, values.ndim]) + b"".join(int(d).to_bytes(4, "big") for d in values.shape)
-            (raw / f"{prefix}-{kind}").write_bytes(head + values.tobytes())
-    launch.environment.setdefault("XDG_CACHE_HOME", str(Path.home() / ".cache"))  # the compiled kernels
-    launch.environment["HOME"] = str(launch.folder)  # the examples lock a file there
-    return launch.folder / name
+    """Horovod's program with the import changed, and a small MNIST beside it."""
+    mnist(launch.folder / "data")
+    changes = [("import horovod.torch as hvd", "import odyssey.horovod.torch as hvd")]
+    if name == "pytorch_mnist.py":
+        changes.append(("import horovod\n", "import odyssey.horovod as horovod\n"))
+    return changed(launch, f"horovod/{name}", *changes)
 
 
 @needs_torchvision
@@ -55,7 +41,7 @@ def test_horovods_mnist_examples(launch, name):
     done = launch.python(
         "-W",
         "ignore",
-        HERE / "run_example.py",
+        RUN,
         program,
         "--epochs",
         2,
@@ -76,9 +62,7 @@ def test_horovods_mnist_examples(launch, name):
 def test_horovods_synthetic_benchmark(launch):
     program = example(launch, "pytorch_synthetic_benchmark.py")
     few = ("--num-warmup-batches", 1, "--num-batches-per-iter", 1, "--num-iters", 1, "--fp16-allreduce")
-    done = launch.python(
-        "-W", "ignore", HERE / "run_example.py", program, "--model", "resnet18", "--batch-size", 1, *few, ranks=2
-    )
+    done = launch.python("-W", "ignore", RUN, program, "--model", "resnet18", "--batch-size", 1, *few, ranks=2)
     assert done.returncode == 0, done.stderr
     assert "Total img/sec on 2 CPU(s)" in done.stdout
 

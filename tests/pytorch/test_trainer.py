@@ -17,6 +17,7 @@ import pytest
 if not hasattr(importlib.util.find_spec("torch"), "origin") or importlib.util.find_spec("torch").origin is None:
     pytest.skip("torch is not installed (extra [torch])", allow_module_level=True)
 
+import safetensors.torch
 import torch
 from torch import nn
 
@@ -24,6 +25,7 @@ import odyssey
 from odyssey import data
 from odyssey.errors import ConfigError, NumericsError
 from odyssey.torch import DistributedTrainer, HorovodTrainer, PyTorchDDPTrainer, load_torch, to_torch
+from odyssey.torch import horovod as hvd
 
 HERE = Path(__file__).parent
 CASES, TRAINING = HERE / "cases.py", HERE / "training.py"
@@ -333,29 +335,71 @@ def test_only_a_sampler_that_cannot_be_repeated_is_told_of(tmp_path, capsys):
     assert "RandomSampler has no set_epoch" in capsys.readouterr().err
 
 
-def test_other_platforms_names(capsys):
+def test_other_platforms_names(capsys, tmp_path):
+    """The constructors of the platforms that docs/pytorch.md names, with their arguments."""
     pairs = torch.utils.data.TensorDataset(X, Y)
-    trainer = PyTorchDDPTrainer(net(), num_gpus=4, batch_size=20, epochs=2, learning_rate=0.01)
-    history = trainer.fit(torch.utils.data.DataLoader(pairs, 20, shuffle=True), pairs, max_steps=3)
-    assert history.steps == 3 and "odyssey launch -n 4" in capsys.readouterr().err
-    assert type(trainer.optimizer) is torch.optim.Adam and trainer.rate == 0.01
+    loader = torch.utils.data.DataLoader(pairs, 20, shuffle=True)
+    trainer = PyTorchDDPTrainer(
+        model=net(), num_gpus=4, batch_size=20, epochs=2, learning_rate=0.01, mixed_precision=True,
+        scaler_init_scale=2**16, scaler_growth_interval=2000,
+    )  # fmt: skip
+    history = trainer.fit(loader, pairs, checkpoint_dir=tmp_path / "checkpoints", max_steps=3)
+    assert history.steps == 3 and history.best_accuracy > 0 and history.total_time > 0
+    assert "odyssey launch -n 4" in capsys.readouterr().err
+    assert type(trainer.optimizer) is torch.optim.Adam and trainer.rate == 0.01 and trainer.precision == "bf16"
+    settings = {"checkpoint_frequency": 2, "checkpoint_dir": tmp_path / "all", "gradient_clipping": 1e-3}
+    settings |= {"gradient_accumulation_steps": 2, "find_unused_parameters": False}
+    found = [PyTorchDDPTrainer(net(), epochs=n, **settings).fit(loader, pairs) for n in (2, 4)]
+    assert [h.steps for h in found] == [2, 4], "resumed"
+    assert sorted(p.name for p in (tmp_path / "all").glob("step_*"))[-1].endswith("4")
+    with pytest.raises(ConfigError, match="zero is 3"):
+        PyTorchDDPTrainer(net(), num_gpus=4, zero_stage=3)
+    capsys.readouterr()
     quiet = HorovodTrainer(net(), loss_fn=nn.CrossEntropyLoss(), compression="fp16", verbose=False)
-    quiet.fit(pairs, epochs=1)
+    record = quiet.fit(pairs, epochs=1).records[-1]
+    norm = torch.cat([p.grad.flatten() for p in quiet.module.parameters()]).norm()
+    assert record["grad_norm"] == pytest.approx(float(norm))
     assert quiet.metric_average(0.5, name="accuracy") == 0.5 and capsys.readouterr().err == ""
+    assert HorovodTrainer(model=net(), compression=hvd.Compression.fp16).strategy.compression == "fp16"
 
 
-def test_weights_both_ways():
-    theirs = nn.Sequential(nn.Flatten(), nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 10))
-    names = {"fc1": "1", "fc2": "3"}
-    ours = odyssey.nn.MLP()
-    load_torch(ours, theirs, names)
+LENET = {"conv1": "0", "conv2": "3", "fc1": "7", "fc2": "9", "fc3": "11"}
+
+
+def lenet() -> nn.Module:
+    first = [nn.Conv2d(1, 6, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2)]
+    last = [nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10)]
+    return nn.Sequential(*first, nn.Flatten(), *last)
+
+
+def test_weights_both_ways(tmp_path):
+    theirs, ours = lenet(), odyssey.nn.LeNet5()
+    safetensors.torch.save_file(theirs.state_dict(), tmp_path / "lenet.safetensors")
+    odyssey.load_torch(ours, safetensors.torch.load_file(tmp_path / "lenet.safetensors"), LENET)
     x = np.random.default_rng(0).standard_normal((4, 1, 28, 28), np.float32)
     with odyssey.no_grad():
         out = np.asarray(ours(odyssey.Tensor(x)).numpy())
-    assert np.allclose(out, theirs(torch.from_numpy(x)).detach().numpy(), atol=1e-4)
-    again = nn.Sequential(nn.Flatten(), nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 10))
-    to_torch(ours, again, names)
+    assert np.allclose(out, theirs(torch.from_numpy(x)).detach().numpy(), atol=1e-5)
+    again = lenet()
+    to_torch(ours, again, LENET)
     assert all(torch.equal(a, b) for a, b in zip(theirs.parameters(), again.parameters(), strict=True))
+
+
+def test_one_model_trains_on_either_engine():
+    """The same weights, data and settings: losses that agree to float32's precision, and not bit for bit."""
+    theirs, ours = lenet(), odyssey.nn.LeNet5()
+    load_torch(ours, theirs, LENET)
+    some = data.load("mnist", train=True).take(96)
+    batches = list(data.DataLoader(some, batch_size=32))
+    trainers = [
+        DistributedTrainer(theirs, torch.optim.SGD(theirs.parameters(), lr=0.05)),
+        odyssey.DistributedTrainer(ours, odyssey.optim.SGD(lr=0.05)),
+    ]
+    losses = [trainer.fit(batches, epochs=2).train_loss for trainer in trainers]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    again = lenet()
+    to_torch(ours, again, LENET)
+    assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(theirs.parameters(), again.parameters(), strict=True))
 
 
 def test_batches_of_which_a_rank_has_its_shards():
@@ -382,3 +426,37 @@ def test_our_loader_and_torchs():
     trainer = made(module)
     history = trainer.fit(data.DataLoader(data.arrays(X.numpy(), Y.numpy()), batch_size=10, shuffle=True))
     assert history.steps == 4 and history.train_loss > 0
+
+
+def test_metrics_are_sums_over_samples_with_the_same_bits_on_any_ranks(launch):
+    program = """
+import torch
+from torch import nn
+from odyssey.torch import DistributedTrainer
+torch.manual_seed(0)
+x, y = torch.randn(50, 6), torch.arange(50) % 7
+module = nn.Linear(6, 7)
+margin = lambda out, y: out.amax(1) - out.gather(1, y[:, None])[:, 0]
+metrics = {"accuracy": "accuracy", "top3": "top3", "margin": margin}
+trainer = DistributedTrainer(module, torch.optim.SGD(module.parameters(), lr=0.1), metrics=metrics, shard_size=4)
+record = trainer.fit([(x[:30], y[:30]), (x[30:], y[30:])], [(x, y)], epochs=2).records[-1]
+names = [f"{part}_{name}" for part in ("train", "test") for name in ("accuracy", "top3", "margin")]
+found, out = trainer.evaluate([(x, y)]).metrics, module(x)
+assert found["accuracy"] == record["test_accuracy"] == (out.argmax(1) == y).double().mean()
+assert found["top3"] == (out.topk(3).indices == y[:, None]).any(1).double().mean()
+assert abs(found["margin"] - margin(out, y).mean()) < 1e-6
+if trainer.comm.rank == 0:
+    print([record[name].hex() for name in names])
+"""
+    (launch.folder / "program.py").write_text(program)
+    said = [launch.python("program.py", ranks=ranks) for ranks in (0, 2, 3)]
+    assert len({done.stdout for done in said}) == 1 and said[0].stdout.count("0x") == 6, [done.stderr for done in said]
+
+
+def test_metrics_that_cannot_be_summed_are_refused():
+    with pytest.raises(ConfigError, match="accuracy and top5 are of targets that are class numbers"):
+        made(net(), loss=nn.MSELoss(), metrics=["top5"]).fit([(X, X[:, :3])])
+    with pytest.raises(ConfigError, match="must give a value of each sample"):
+        made(net(), metrics={"wrong": lambda out, y: out[:3]}).fit([(X, Y)])
+    with pytest.raises(ConfigError, match="or one of accuracy, mae, mse, top5"):
+        made(net(), metrics=["f1"])

@@ -24,8 +24,8 @@ CORRECT, FIRST = 2, 4  # places among the statistics: of the correct predictions
 NAMED: dict[str, Metric] = {"accuracy": F.top_k, "mae": F.l1_loss, "mse": F.mse_loss}
 
 
-def chosen(given: Any) -> dict[str, Metric]:
-    """Metrics by their names, from such a dict (its values may be names of NAMED) or a list of names. Raises
+def chosen(given: Any, named: dict[str, Metric] = NAMED, top_k: Metric = F.top_k) -> dict[str, Metric]:
+    """Metrics by their names, from such a dict (its values may be names of `named`) or a list of names. Raises
     ConfigError: a name is unknown, what is given is no function, or there are too many."""
     if isinstance(given, str) or not isinstance(given, Iterable):
         raise ConfigError(f"[train] metrics is {given!r}; give a dict of names and functions, or a list of names")
@@ -33,11 +33,11 @@ def chosen(given: Any) -> dict[str, Metric]:
     for name in given:
         metric = given[name] if isinstance(given, dict) else name
         top = re.fullmatch(r"top([1-9]\d*)", metric) if isinstance(metric, str) else None
-        found[name] = functools.partial(F.top_k, k=int(top[1])) if top else NAMED.get(metric, metric)
+        found[name] = functools.partial(top_k, k=int(top[1])) if top else named.get(metric, metric)
         if not isinstance(name, str) or not name.isidentifier() or not callable(found[name]) or name == "loss":
             raise ConfigError(
                 f"[train] metrics has {name!r}: {metric!r}; allowed are words, with functions of (output, target) or "
-                f"one of {', '.join(NAMED)}, top5 (any number)"
+                f"one of {', '.join(named)}, top5 (any number)"
             )
     if len(found) > (most := native.library().stats - FIRST):
         raise ConfigError(f"[train] {len(found)} metrics are given; at most {most} are summed: leave some out")

@@ -7,6 +7,7 @@
 | arena.py | parameters, gradients and buffers of a module in memory that torch and the reductions see |
 | state.py | the state of a training: checkpoints, fingerprints, what must be alike |
 | batches.py | batches of tensors, as the session takes them |
+| metrics.py | what is summed over samples beside the loss |
 | weights.py | weights into our own models and back |
 | names.py | PyTorchDDPTrainer, HorovodTrainer: other platforms' arguments |
 | c10d.py | `init_process_group("odyssey")`: a backend of torch.distributed; registered by importing this package |

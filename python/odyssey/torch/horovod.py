@@ -215,6 +215,41 @@ def poll(handle: Handle) -> bool:
     return handle._request.test()
 
 
+def _made(name: str, text: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def named(function: Callable[..., Any]) -> Callable[..., Any]:
+        function.__name__, function.__doc__ = name, text
+        return function
+
+    return named
+
+
+def _waited(started: Callable[..., Handle]) -> Callable[..., Any]:
+    name = started.__name__.replace("_async", "")
+    return _made(name, f"`{started.__name__}`, waited for.")(lambda *given, **named: started(*given, **named).wait())
+
+
+def _of_a_copy(inplace: Callable[..., Handle]) -> Callable[..., Handle]:
+    def started(tensor: torch.Tensor, *given: Any, **named: Any) -> Handle:
+        return inplace(tensor.detach().clone(), *given, **named)
+
+    return _made(inplace.__name__.rstrip("_"), f"`{inplace.__name__}` of a copy.")(started)
+
+
+def _later(function: Callable[..., Any]) -> Callable[..., Handle]:
+    def started(*given: Any, **named: Any) -> Handle:
+        result = function(*given, **named)
+        return Handle(communication.Request(), lambda: result)
+
+    return _made(f"{function.__name__}_async", f"`{function.__name__}`, complete on return.")(started)
+
+
+def _each(function: Callable[..., Any]) -> Callable[..., list[Any]]:
+    def grouped(tensors: list[torch.Tensor], *given: Any, **named: Any) -> list[Any]:
+        return [function(t, *given, **named) for t in tensors]
+
+    return _made(f"grouped_{function.__name__}", f"`{function.__name__}` of each.")(grouped)
+
+
 def _announce(comm: Communicator, tensor: torch.Tensor | None, op: ReduceOp = Sum) -> np.ndarray:
     """(ranks, 4): what each contributes: whether it does, dtype, elements, operation. For ranks that have joined."""
     mine = (0, 0, 0, 0) if tensor is None else (1, _DTYPES.index(tensor.dtype), tensor.numel(), _OPS.index(op))
@@ -255,14 +290,7 @@ def allreduce_async_(
     return Handle(request, finish)
 
 
-def allreduce_async(tensor: torch.Tensor, *arguments: Any, **named: Any) -> Handle:
-    """`allreduce_async_` of a copy."""
-    return allreduce_async_(tensor.detach().clone(), *arguments, **named)
-
-
-def allreduce_(tensor: torch.Tensor, *arguments: Any, **named: Any) -> torch.Tensor:
-    """`allreduce_async_`, waited for."""
-    return allreduce_async_(tensor, *arguments, **named).wait()
+allreduce_async, allreduce_ = _of_a_copy(allreduce_async_), _waited(allreduce_async_)
 
 
 def allreduce(
@@ -278,19 +306,7 @@ def allreduce(
     return compression.decompress(allreduce_(sent, average, name, op, **named), context)
 
 
-def grouped_allreduce_(tensors: list[torch.Tensor], *arguments: Any, **named: Any) -> list[torch.Tensor]:
-    """`allreduce_` of each."""
-    return [h.wait() for h in grouped_allreduce_async_(tensors, *arguments, **named)]
-
-
-def grouped_allreduce_async_(tensors: list[torch.Tensor], *arguments: Any, **named: Any) -> list[Handle]:
-    """`allreduce_async_` of each."""
-    return [allreduce_async_(t, *arguments, **named) for t in tensors]
-
-
-def grouped_allreduce(tensors: list[torch.Tensor], *arguments: Any, **named: Any) -> list[torch.Tensor]:
-    """`allreduce` of each."""
-    return [allreduce(t, *arguments, **named) for t in tensors]
+grouped_allreduce_async_, grouped_allreduce_, grouped_allreduce = map(_each, (allreduce_async_, allreduce_, allreduce))
 
 
 def broadcast_async_(
@@ -308,19 +324,8 @@ def broadcast_async_(
     return Handle(comm.broadcast(flat, root, wait=False), finish)
 
 
-def broadcast_(tensor: torch.Tensor, root_rank: int, *arguments: Any, **named: Any) -> torch.Tensor:
-    """`broadcast_async_`, waited for."""
-    return broadcast_async_(tensor, root_rank, *arguments, **named).wait()
-
-
-def broadcast_async(tensor: torch.Tensor, root_rank: int, *arguments: Any, **named: Any) -> Handle:
-    """`broadcast_async_` into a copy."""
-    return broadcast_async_(tensor.detach().clone(), root_rank, *arguments, **named)
-
-
-def broadcast(tensor: torch.Tensor, root_rank: int, *arguments: Any, **named: Any) -> torch.Tensor:
-    """The tensor of `root_rank`, as a new one."""
-    return broadcast_async(tensor, root_rank, *arguments, **named).wait()
+broadcast_async, broadcast_ = _of_a_copy(broadcast_async_), _waited(broadcast_async_)
+broadcast = _waited(broadcast_async)
 
 
 def allgather(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet | None = None) -> torch.Tensor:
@@ -369,25 +374,6 @@ def reducescatter(
     total = host(tensor).clone()
     comm.all_reduce(array(total), kind, array(total))
     return total[lo : lo + rows + (comm.rank < more)].clone().to(tensor.device)
-
-
-def _later(function: Callable[..., Any]) -> Callable[..., Handle]:
-    """The `_async` form of a call that is complete when it returns."""
-
-    def started(*arguments: Any, **named: Any) -> Handle:
-        result = function(*arguments, **named)
-        return Handle(communication.Request(), lambda: result)
-
-    started.__name__, started.__doc__ = f"{function.__name__}_async", f"`{function.__name__}`, complete on return."
-    return started
-
-
-def _each(function: Callable[..., Any]) -> Callable[..., list[Any]]:
-    def grouped(tensors: list[torch.Tensor], *arguments: Any, **named: Any) -> list[Any]:
-        return [function(t, *arguments, **named) for t in tensors]
-
-    grouped.__name__, grouped.__doc__ = f"grouped_{function.__name__}", f"`{function.__name__}` of each."
-    return grouped
 
 
 allgather_async, alltoall_async, reducescatter_async = map(_later, (allgather, alltoall, reducescatter))

@@ -11,9 +11,22 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..callbacks import Callback, Context
 from ..checkpoints.trainable import History
 from ..errors import ConfigError
 from .trainer import DistributedTrainer
+
+ALIASES = {"gradient_clipping": "clip_norm", "zero_stage": "zero"}
+NEEDLESS = ("find_unused_parameters", "scaler_growth_interval", "scaler_init_scale")
+
+
+class GradientNorm(Callback):
+    """The norm of the mean gradient of an epoch's last step, in the epoch's record."""
+
+    def on_step_end(self, context: Context) -> None:
+        trainer: Any = context.trainer
+        norm = torch.linalg.vector_norm(trainer._grads) if trainer.grad_norm is None else trainer.grad_norm
+        context.tally.extra["grad_norm"] = float(norm)
 
 
 class PyTorchDDPTrainer(DistributedTrainer):
@@ -24,8 +37,10 @@ class PyTorchDDPTrainer(DistributedTrainer):
         batch_size: samples of one rank, of data sets that fit() is given.
         optimizer: default torch.optim.Adam(lr=learning_rate).
         mixed_precision: autocast to bf16.
+        gradient_accumulation_steps: batches of one rank that make a step, in one larger batch: shards bound its memory.
+        checkpoint_frequency: epochs from one checkpoint to the next.
         resume_from_checkpoint: True: the newest of checkpoint_dir; or a path.
-        more: settings of DistributedTrainer; gradient_clipping and zero_stage are other names of clip_norm and zero.
+        more: arguments of DistributedTrainer, or other names of them (ALIASES); NEEDLESS ones are taken and not used.
     """
 
     def __init__(
@@ -40,18 +55,18 @@ class PyTorchDDPTrainer(DistributedTrainer):
         loss_fn: Any = None,
         mixed_precision: bool = False,
         checkpoint_dir: str | Path | None = None,
+        checkpoint_frequency: int = 1,
+        gradient_accumulation_steps: int = 1,
         resume_from_checkpoint: bool | str | Path = True,
         **more: Any,
     ) -> None:
-        for theirs, ours in (("gradient_clipping", "clip_norm"), ("zero_stage", "zero")):
-            if theirs in more:
-                more[ours] = more.pop(theirs)
+        more = {ALIASES.get(name, name): value for name, value in more.items() if name not in NEEDLESS}
         optimizer = optimizer or torch.optim.Adam(model.parameters(), lr=learning_rate)
         super().__init__(model, optimizer, loss_fn, precision="bf16" if mixed_precision else "fp32", **more)
-        self._epochs, self._batch_size = epochs, batch_size
-        resume = resume_from_checkpoint
-        resume = ("never", "auto")[resume] if isinstance(resume, bool) else resume
-        self._saving = {"checkpoint_dir": checkpoint_dir, "resume": resume} if checkpoint_dir else {}
+        self._epochs, self._batch_size, self._passes = epochs, batch_size, gradient_accumulation_steps
+        resume: Any = {True: "auto", False: "never"}.get(resume_from_checkpoint, resume_from_checkpoint)  # type: ignore
+        self._saving = {"checkpoint_dir": checkpoint_dir, "checkpoint_epochs": checkpoint_frequency, "resume": resume}
+        self.callbacks.append(GradientNorm())
         if num_gpus is not None and num_gpus != self.comm.size:
             self.say(f"[torch] num_gpus is {num_gpus}, {self.comm.size} ranks run; start odyssey launch -n {num_gpus}")
 
@@ -75,14 +90,16 @@ class PyTorchDDPTrainer(DistributedTrainer):
         sets = torch.utils.data
         if isinstance(given, sets.Dataset):
             given = sets.DataLoader(given, self._batch_size, shuffle=what == "training")
-        if self.comm.size == 1 or not isinstance(given, sets.DataLoader) or given.batch_size is None:
+        batches = self.comm.size * (self._passes if what == "training" else 1)
+        if batches == 1 or not isinstance(given, sets.DataLoader) or given.batch_size is None:
             return given
         if not isinstance(given.sampler, sets.RandomSampler | sets.SequentialSampler | sets.DistributedSampler):
             name = type(given.sampler).__name__
             raise ConfigError(f"[torch] the loader's {name} is of one rank; give DistributedTrainer global batches")
-        size = given.batch_size * self.comm.size
+        size = given.batch_size * batches
         shuffle = getattr(given.sampler, "shuffle", isinstance(given.sampler, sets.RandomSampler))
-        self.say(f"[torch] {what} batch of {given.batch_size} x {self.comm.size} ranks: {size} samples a step")
+        passes = f" x {self._passes} passes" if batches > self.comm.size else ""
+        self.say(f"[torch] {what} batch of {given.batch_size} x {self.comm.size} ranks{passes}: {size} samples a step")
         kept = {name: getattr(given, name) for name in ("num_workers", "collate_fn", "drop_last")}
         return sets.DataLoader(given.dataset, size, shuffle=shuffle, **kept)
 

@@ -5,7 +5,7 @@ their values before the step, and its gradients go straight into a buffer of the
 Behind the gradients travel:
 
     statistics      n_s times the running statistics of shard s, and whether it changed them
-    8 sums          loss, samples, correct predictions
+    14 sums         loss, samples, metrics
     parameters      whether the shard reached them: what no shard reaches has no gradient, as in torch alone
     counters        by how much it raised the integer buffers of normalisations
 
@@ -31,7 +31,7 @@ from ..parallel import strategy as strategies
 from ..parallel.reduction import Reduction
 from .arena import ALIGN, Arena
 
-SUMS = 8
+SUMS = 14  # loss, samples, metrics
 generator = torch.random.default_generator
 
 
@@ -62,7 +62,7 @@ class Sums:
 
     loss: float
     samples: float
-    correct: float
+    metrics: list[float]
     gradients: torch.Tensor | None = None
     reached: list[bool] = dataclasses.field(default_factory=list)  # by trained parameter
 
@@ -92,7 +92,6 @@ class Shards:
         self.mean, self.strict, self.tell = mean, strict, tell
         self.memory: dict[str, Any] = {}  # of a compression
         self._prepared: dict[tuple[int, int | None, bool], Prepared] = {}
-        self._sums = [0.0, 0.0, 0.0]
         self._told: set[str] = set()
         params, norms = arena.trained, len(arena.counters)
         # gradients | statistics | whether changed | SUMS | reached | raised
@@ -147,13 +146,12 @@ class Shards:
                 flat, gradients = prepared.flat[b], prepared.gradients[b] if train else []
                 lo, hi = shard * size, min((shard + 1) * size, samples)
                 flat.zero_()
-                self._sums = [0.0, 0.0, 0.0]
+                self._sums = [0.0] * (SUMS - 1)
                 versions = self._enter(gradients, before) if train else []
                 generator.manual_seed(seed_of(self.seed, step, shard, train))
                 yield lo, hi
-                loss, _, correct = self._sums
                 at = self._places[2] if train else 0
-                flat[at : at + 3] = torch.tensor([loss, float(hi - lo), correct])
+                flat[at : at + SUMS] = torch.tensor(self._sums[:1] + [float(hi - lo)] + self._sums[1:])
                 if train:
                     self._leave(flat, gradients, versions, before, hi - lo)
         finally:
@@ -161,9 +159,9 @@ class Shards:
         self._check_fixed(fixed)
         self._begun = prepared, train, before
 
-    def count(self, loss: float, correct: float = 0.0) -> None:
+    def count(self, loss: float, *metrics: float) -> None:
         """Sums over the samples of the shard that is being run."""
-        self._sums = [loss, 0.0, correct]
+        self._sums[: 1 + len(metrics)] = loss, *metrics
 
     def _enter(self, gradients: list[torch.Tensor], before: list[int]) -> list[int]:
         for (_, p), place in zip(self.arena.named, gradients, strict=False):
@@ -203,10 +201,11 @@ class Shards:
         prepared.reduction.finish()
         result, arena = prepared.result, self.arena
         if not train:
-            return Sums(*result[:3].tolist())
+            loss, samples, *metrics = result[:SUMS].tolist()
+            return Sums(loss, samples, metrics)
         statistics, changed, sums = self._places[0], self._places[1], self._places[2]
         tail = result[sums : self._places[-1]].tolist()
-        loss, samples, correct = tail[:3]
+        loss, samples, *metrics = tail[:SUMS]
         flags = tail[SUMS:]
         if arena.floats:
             n = arena.floats
@@ -214,7 +213,7 @@ class Shards:
             self.merged = torch.where(result[changed : changed + n] > 0, mean, self.kept)
         raised = [math.ceil(total / prepared.plan.shards) for total in flags[arena.trained :]]
         self._counters = [value + by for value, by in zip(before, raised, strict=True)]
-        return Sums(loss, samples, correct, result[: arena.size], [f > 0 for f in flags[: arena.trained]])
+        return Sums(loss, samples, metrics, result[: arena.size], [f > 0 for f in flags[: arena.trained]])
 
     def settle(self, taken: bool = True) -> None:
         """The buffers of normalisations become those after the step, or those before it where it was not taken."""

@@ -19,7 +19,7 @@ from torch import nn
 from .. import callbacks
 from .. import comm as communication
 from .. import data as datasets
-from ..checkpoints.trainable import Evaluation, Mode, Step
+from ..checkpoints.trainable import Evaluation, Mode, Step, Tally
 from ..core import settings as declaration
 from ..core.settings import Training
 from ..engine.layout import Layout
@@ -31,6 +31,7 @@ from ..train.fit import own_steps
 from ..train.numerics import NonFinite
 from ..watch import slot
 from ..watch.runs import Run
+from . import metrics as metric_sums
 from .arena import Arena
 from .batches import batches, part
 from .shards import Shards, Sums
@@ -49,6 +50,8 @@ class DistributedTrainer(TorchState):
             `reduction` is "sum". Default nn.CrossEntropyLoss().
         scheduler: a torch scheduler of this optimizer; its step() is called here.
         scheduler_interval: "step": after each optimizer step; "epoch": after each epoch.
+        metrics: a dict of names with functions of (output, target), or one of "accuracy", "top5", "mae", "mse"; or a
+            list of such names (metrics.py); default accuracy, where targets are classes.
         shard_size: samples per shard, which torch runs as one batch: part of what is computed. Default: 32 from a
             global batch of 128 on, 16 from 32 on, one shard below.
         threads: of torch, in every rank: part of what is computed, so never the number of cores.
@@ -73,6 +76,7 @@ class DistributedTrainer(TorchState):
         *,
         scheduler: Any = None,
         scheduler_interval: str = "step",
+        metrics: Any = None,
         shard_size: int | None = None,
         threads: int = 1,
         deterministic: str = "error",
@@ -94,6 +98,7 @@ class DistributedTrainer(TorchState):
         self.per_epoch = scheduler_interval == "epoch"
         self.loss = nn.CrossEntropyLoss() if loss is None else loss
         self._loss_is_sum = getattr(self.loss, "reduction", "mean") == "sum"
+        self.metrics = metric_sums.chosen(metrics)
         self.seed, self.precision, self.clip_norm = made.seed, made.precision, made.clip_norm
         self.accumulation_steps, self.check_every, self.zero = made.accumulation_steps, made.check_every, made.zero
         self.threads, self.deterministic = threads, deterministic
@@ -160,8 +165,12 @@ class DistributedTrainer(TorchState):
         else:
             self._not_finite(batch, "gradient" if math.isfinite(sums.loss) else "loss", rate)
         self.steps += 1
-        self.last = Step(sums.loss, sums.correct, rate, taken, None, {"accuracy": sums.correct})
+        metrics = self._measured(sums)
+        self.last = Step(sums.loss, metrics.get("accuracy", 0.0), rate, taken, None, metrics)
         return self.last
+
+    def _measured(self, sums: Sums) -> dict[str, float]:
+        return dict(zip(self.metrics, sums.metrics, strict=False))
 
     @property
     def rate(self) -> float:
@@ -189,7 +198,7 @@ class DistributedTrainer(TorchState):
                     raise ConfigError(f"[torch] the loss of a shard is {found}; one number is needed: reduction='mean'")
                 if train:
                     (loss if weight == 1 else loss * weight).backward()
-            self.shards.count(float(loss.detach()) * weight, correct(out, y))
+            self.shards.count(float(loss.detach()) * weight, *metric_sums.sums(self.metrics, out, y, hi - lo))
         return self.shards.sums()
 
     def _forward(self, x: Any) -> Any:
@@ -283,20 +292,21 @@ class DistributedTrainer(TorchState):
             slot.phase(before)
 
     def evaluate(self, loader: Any) -> Evaluation:
-        """Mean loss and accuracy over a data set or loader, in eval mode."""
-        loss = right = count = 0.0
+        """Mean loss and metrics over a data set or loader, in eval mode."""
+        total = Tally()
         watch = agreement.Watch(self.comm, self.check_every, "validation batch")
         watch.begin(tell=self._watch.tell)
         with self._evaluating():
             for number, batch in enumerate(self._evaluated(loader)):
                 watch.batch(batch, number)
                 sums = self._run(batch, number, train=False)
-                loss, count, right = loss + sums.loss, count + sums.samples, right + sums.correct
+                metrics = self._measured(sums)
+                total.add(sums.loss, metrics.get("accuracy", 0.0), metrics, sums.samples)
         watch.end()
-        if not count:
+        if not total.counted:
             raise ConfigError("[evaluate] the data set is empty; give at least one sample")
-        means = {"loss": loss / count, "accuracy": right / count}
-        return Evaluation(means["loss"], means["accuracy"], int(count), means)
+        means = total.means()
+        return Evaluation(means["loss"], means.get("accuracy"), int(total.counted), means)
 
     def predict(self, loader: Any) -> torch.Tensor:
         """What the module gives in eval mode for all samples of a loader of (x, y), in order, whole on every rank.
@@ -331,20 +341,6 @@ def in_a_line() -> Iterator[None]:
             raise
         what = str(problem).partition(", but you set")[0]
         raise ConfigError(f"[torch] {what}; use another operation, or deterministic='warn'") from problem
-
-
-def correct(out: Any, y: Any) -> float:
-    """Of targets that are class numbers: how many are right; of a sequence, the share of its positions.
-
-    The classes are dimension 1 of outputs, as for torch's losses, or the last where targets have all others' shape.
-    """
-    if not (isinstance(out, torch.Tensor) and isinstance(y, torch.Tensor)) or y.is_floating_point():
-        return 0.0
-    if out.dim() != y.dim() + 1:
-        return 0.0
-    dim = -1 if out.shape[:-1] == y.shape else 1
-    right = (out.detach().argmax(dim) == y).float()
-    return float(right.flatten(1).mean(1).sum()) if right.dim() > 1 else float(right.sum())
 
 
 def _check(made: Training, module: Any, optimizer: Any, scheduler: Any, interval: str) -> None:
