@@ -16,6 +16,7 @@ import numpy as np
 
 from ..errors import ConfigError, DeviceError, ShapeError
 from . import native
+from .batch_norm import batch_norm as batch_norm
 from .operators import *  # noqa: F403
 from .operators import mean, mean_over_samples, sum
 from .placement import Device

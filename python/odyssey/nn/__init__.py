@@ -6,6 +6,8 @@ from .checkpoint import Checkpoint, checkpoint
 from .layers import (
     AdaptiveAvgPool2d,
     AvgPool2d,
+    BatchNorm1d,
+    BatchNorm2d,
     Conv2d,
     Dropout,
     Embedding,
@@ -27,6 +29,8 @@ __all__ = [
     "AdaptiveAvgPool2d",
     "AvgPool2d",
     "BCEWithLogitsLoss",
+    "BatchNorm1d",
+    "BatchNorm2d",
     "Checkpoint",
     "Conv2d",
     "ConvNet",
