@@ -76,12 +76,17 @@ class Conv2d(Module):
 class MaxPool2d(Module):
     """Largest value of each window; see functional.max_pool2d."""
 
-    def __init__(self, kernel_size: int | tuple[int, int], stride: int | None = None) -> None:
+    def __init__(
+        self,
+        kernel_size: int | tuple[int, int],
+        stride: int | None = None,
+        padding: int | tuple[int, int] = 0,
+    ) -> None:
         super().__init__()
-        self.kernel_size, self.stride = kernel_size, stride
+        self.kernel_size, self.stride, self.padding = kernel_size, stride, padding
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.max_pool2d(x, self.kernel_size, self.stride)
+        return F.max_pool2d(x, self.kernel_size, self.stride, self.padding)
 
     def extra_repr(self) -> str:
         return f"{self.kernel_size}"
@@ -89,6 +94,9 @@ class MaxPool2d(Module):
 
 class AvgPool2d(MaxPool2d):
     """Mean of each window; see functional.avg_pool2d."""
+
+    def __init__(self, kernel_size: int | tuple[int, int], stride: int | None = None) -> None:
+        super().__init__(kernel_size, stride)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.avg_pool2d(x, self.kernel_size, self.stride)
@@ -107,6 +115,17 @@ def activation(name: str, doc: str, function: Callable[[Tensor], Tensor]) -> typ
     """The layer of an activation."""
     body = {"__doc__": doc, "__module__": __name__, "function": staticmethod(function)}
     return type(name, (Activation,), body)
+
+
+class LeakyReLU(Module):
+    """x above 0, negative_slope x elsewhere; see functional.leaky_relu."""
+
+    def __init__(self, negative_slope: float = 0.01) -> None:
+        super().__init__()
+        self.negative_slope = negative_slope
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.leaky_relu(x, self.negative_slope)
 
 
 class LayerNorm(Module):
