@@ -111,6 +111,16 @@ def _clamp[w: Int](x: SIMD[F32, w], limit: Float32) -> SIMD[F32, w]:
 
 
 @always_inline
+def _leaky_slope[w: Int](x: SIMD[F32, w], slope: Float32) -> SIMD[F32, w]:
+    return x.gt(0).select(SIMD[F32, w](1), SIMD[F32, w](slope))
+
+
+@always_inline
+def _leaky_relu[w: Int](x: SIMD[F32, w], slope: Float32) -> SIMD[F32, w]:
+    return x * _leaky_slope(x, slope)
+
+
+@always_inline
 def _floats[w: Int](x: SIMD[F32, w]) -> SIMD[F32, w]:
     return bitcast[DType.int32, w](x).cast[F32]()
 
@@ -174,6 +184,12 @@ def maps[D: Device]() -> List[OpOf[D.Run]]:
             "features",
         ),
         OpOf("clamp", "y; x; limit, n", D.map[_clamp]()),
+        OpOf(
+            "leaky_relu", "y; x; slope, n", D.map[_leaky_relu](), "features"
+        ),
+        OpOf(
+            "leaky_slope", "y; x; slope, n", D.map[_leaky_slope](), "features"
+        ),
         OpOf("floats", "y; x; n", D.map[_floats]()),
         OpOf("add", "y; a, b; n", D.map[_add]()),
         OpOf("multiply", "y; a, b; n", D.map[_multiply]()),

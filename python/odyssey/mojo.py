@@ -205,7 +205,7 @@ class Loop:
     """Sums and gradients of batches that this process computes alone, and steps: an Engine of a Mojo program."""
 
     def __init__(self, model: Module, seed: int) -> None:
-        self.arena = Arena.of(model.named_parameters())
+        self.arena = Arena.of(model.named_parameters(), model.named_buffers())
         layout = Layout(Communicator(), 1, 1, shard_size_of(model, None) or 32, "tree", "replay")
         self.engine = Engine(model, model.loss, self.arena, layout, train=True, seed=seed)
         self.names, self.size = [name for name, _ in self.arena.named], self.arena.size

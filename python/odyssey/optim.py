@@ -70,10 +70,15 @@ class Optimizer:
     def bind(self, arena: Arena) -> None:
         """Attaches the optimizer to the parameters it updates; its state starts at zero."""
         if self.arena is arena:
+            if self._floats < arena.size:  # buffers have been added
+                before, self._floats = self.arrays, arena.size
+                self.keep({name: native.aligned(arena.size) for name in self.states})
+                for name, a in before.items():
+                    self.arrays[name][: a.size] = a
             return
         if self.arena is not None:
             raise ConfigError(f"[{type(self).__name__}] already updates another model; make a second optimizer")
-        self.arena = arena
+        self.arena, self._floats = arena, arena.size
         self._context = native.Context()
         self.keep({name: native.aligned(arena.size) for name in self.states})
 
@@ -98,7 +103,12 @@ class Optimizer:
             )
 
     def apply(
-        self, updates: Sequence[Update], divisor: int, lr: float, agree: Callable[[bool], bool] | None = None
+        self,
+        updates: Sequence[Update],
+        divisor: int,
+        lr: float,
+        agree: Callable[[bool], bool] | None = None,
+        samples: int | None = None,
     ) -> bool:
         """Updates runs of parameters if all gradients are finite; returns whether they were.
 
@@ -107,27 +117,39 @@ class Optimizer:
             divisor: address of the number (float32) that gradients are divided by.
             lr: learning rate of this step.
             agree: asked with what was found here, says whether to go on; for ranks with different updates.
+            samples: address of the number of samples, if that is not the divisor.
         """
         if self.mirror is not None:
             self.mirror.read()
         lib = native.library()
         n = len(updates)
-        records = np.zeros((2 * n, lib.record), np.int64)
         self.steps += 1
+        rules = [r for u in updates for r in self.records(lib, u, divisor, lr, divisor if samples is None else samples)]
+        records = np.zeros((n + len(rules), lib.record), np.int64)
         for i, u in enumerate(updates):
             records[i, :3] = (lib.codes["finite"], u.grads, u.n)
-            record = self._record(lib, u, divisor, lr)
+        for i, record in enumerate(rules):
             records[n + i, : len(record)] = record
         at = records.ctypes.data
         if agree is None:
-            ok = lib.run(at, 2 * n, self._context) < 0
+            ok = lib.run(at, len(records), self._context) < 0
         else:
             ok = agree(lib.run(at, n, self._context) < 0)
             if ok:
-                lib.run(at + 8 * n * lib.record, n, self._context)
+                lib.run(at + 8 * n * lib.record, len(rules), self._context)
         if not ok:
             self.steps -= 1
         return ok
+
+    def records(self, lib: native.Library, u: Update, divisor: int, lr: float, samples: int) -> list[list[int]]:
+        """The update of one run as records: of parameters, and of the buffers behind them (arena.Buffer)."""
+        n, found = min(max(self._bound().trained - u.at, 0), u.n), []
+        if n:
+            found.append(self._record(lib, u._replace(n=n), divisor, lr))
+        if n < u.n:
+            at, one = u.params + 4 * n, native.float_bits(1.0)
+            found.append([lib.codes["sgd"], at, at, u.grads + 4 * n, samples, u.n - n, one, 0, 0, 0])
+        return found
 
     def _record(self, lib: native.Library, u: Update, divisor: int, lr: float) -> list[int]:
         """The update of one run as a record of ops.mojo."""

@@ -6,6 +6,7 @@ from kernels import arithmetic, rows
 from kernels import gather as shared_gather
 from kernels.elementwise import maps
 from kernels.gpu import (
+    batch_norm,
     dropout,
     elementwise,
     gather,
@@ -43,4 +44,5 @@ def gpu_ops() -> List[GpuOp]:
     all.extend(matmul.ops())
     all.extend(shared_gather.maps[OnGpu]())
     all.extend(gather.ops())
+    all.extend(batch_norm.ops())
     return all^

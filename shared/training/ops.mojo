@@ -2,6 +2,7 @@
 
 from kernels import (
     arithmetic,
+    batch_norm,
     dropout,
     elementwise,
     gather,
@@ -47,5 +48,6 @@ def ops() -> List[Op]:
     all.extend(matmul.ops())
     all.extend(gather.maps[Cpu]())
     all.extend(gather.ops())
+    all.extend(batch_norm.ops())
     all.append(Op("unknown", "", _unknown))
     return all^

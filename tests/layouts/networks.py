@@ -31,6 +31,16 @@ class Network:
     micro: int | None = None  # samples of a micro-batch, where the model says so
 
 
+GENERAL: dict[str, Callable[[Tensor], Tensor]] = {  # ops of tensors of any shape; each keeps it
+    "center": lambda x: x - x.mean(1, True),
+    "halves": lambda x: F.cat([x[:, x.shape[1] // 2 :], x[:, : x.shape[1] // 2]], 1),
+    "largest": lambda x: x / (x.abs().max(1, True) + 1),
+    "where": lambda x: F.where(x > 0, x, 0.1 * x**2),
+    "product": lambda x: x @ (x.transpose(-1, -2) @ x) * 0.01 if x.ndim > 2 else x,
+    "leaky": lambda x: F.leaky_relu(x, 0.2),
+}
+
+
 class Chain(nn.Module):
     """Ops one after the other, as `Draft` writes them down."""
 
@@ -38,6 +48,9 @@ class Chain(nn.Module):
         super().__init__()
         self.ops = tuple(ops)
         for i, (name, place, *given) in enumerate(ops):
+            if name == "norm":
+                layer = (nn.BatchNorm2d if given[1] else nn.BatchNorm1d)(given[0])
+                setattr(self, f"layer{i}", layer @ device(place) if place else layer)
             make = {"linear": nn.Linear, "conv": nn.Conv2d, "add linear": nn.Linear, "from input": nn.Linear}.get(name)
             if make is not None:
                 layer = make(*given[:-1], bias=given[-1])
@@ -58,7 +71,7 @@ class Chain(nn.Module):
         for i, (name, place, *given) in enumerate(self.ops):
             if place != here:
                 x, here = x.to(place), place
-            if name in ("linear", "conv", "tied"):
+            if name in ("linear", "conv", "tied", "norm"):
                 x = getattr(self, f"layer{i}")(x)
             elif name == "add linear":
                 x = x + getattr(self, f"layer{i}")(x)
@@ -72,6 +85,8 @@ class Chain(nn.Module):
                 x = F.dropout(x, given[0], self.training)
             elif name == "gate":
                 x = x * F.sigmoid(x)
+            elif name == "general":
+                x = GENERAL[given[0]](x)
             elif name == "from input":
                 x = F.add(x, getattr(self, f"layer{i}")(F.flatten(first).to(place)))
             else:
@@ -127,6 +142,10 @@ class Draft:
             self.put("add", random.one(same))
         if random.chance(0.25):
             self.put("dropout", random.one([0.1, 0.5, 0.9]))
+        if random.chance(0.12):
+            self.put("general", random.one(list(GENERAL)))
+        if random.chance(0.15):
+            self.put("norm", n, len(more))
 
     def convolution(self) -> bool:
         """A convolution that fits, perhaps with pooling; False where none does."""

@@ -20,51 +20,80 @@ from .tensor import Parameter, Watcher
 ALIGN = 16  # floats; every parameter starts on a vector
 
 
-class Arena:
-    """Parameters and gradients of `named`, moved here in order; each parameter's memory becomes a range.
+class Buffer(Parameter):
+    """A tensor of a module that is part of its state and trained by no optimizer: a running statistic, a constant.
 
-    `params` (size,) and `grads` (size + STATS,) are float32; STATS floats behind the gradients hold the step's loss
-    sum, samples and correct predictions.
+    In a trainer's step one that `moves` has a gradient, as a parameter has: what each shard's samples take away from
+    it. It goes along the tree, over the network and to its owner as gradients do; divided by the samples of the global
+    batch, it is subtracted (optim.Optimizer).
     """
 
-    def __init__(self, named: Iterable[tuple[str, Parameter]]) -> None:
-        self.named = list(named)
-        if not self.named:
-            raise ConfigError("[arena] the model has no parameters; give it at least one layer that has some")
+    __slots__ = ()
+
+    def __init__(self, data: Any, moves: bool = False) -> None:
+        super().__init__(data)
+        self.requires_grad = moves
+
+
+class Arena:
+    """Parameters and gradients of `named`, moved here in order, buffers behind them; each one's memory becomes a range.
+
+    `params` (size,) and `grads` (size + STATS,) are float32; STATS floats behind the gradients hold the step's loss
+    sum, samples and correct predictions. From float `trained` on there are buffers.
+    """
+
+    def __init__(self, named: Iterable[tuple[str, Parameter]], buffers: Iterable[tuple[str, Buffer]] = ()) -> None:
+        self.named: list[tuple[str, Parameter]] = []
         self.offsets: dict[str, int] = {}  # in floats
-        size = 0
-        for name, p in self.named:
-            self.offsets[name] = size
-            size += -(-p.size // ALIGN) * ALIGN
-        self.size = size
-        self._params: np.ndarray | None = native.aligned(size)
-        self.grads = native.aligned(size + native.library().stats)  # the system gives memory when it is written to
+        self.size = 0
         self.watcher: Watcher | None = None  # hears of backward passes that reach these parameters
         self.mirror: Any = None  # of the parameters on GPUs that train them (gpu/mirror.py)
+        self._addresses: dict[int, int] = {}
+        named, buffers = list(named), list(buffers)
+        if not named:
+            raise ConfigError("[arena] the model has no parameters; give it at least one layer that has some")
+        self._add([*named, *buffers])
+        self.trained = self.offsets[buffers[0][0]] if buffers else self.size
+
+    def _add(self, named: list[tuple[str, Parameter]]) -> None:
+        """Moves these in, behind what is here, whose offsets stay."""
+        before = [(p, p.data.copy(), p.grad.data.copy()) for _, p in (*self.named, *named)]
+        for name, p in named:
+            self.offsets[name], p.name = self.size, name
+            self.size += -(-p.size // ALIGN) * ALIGN
+        self.named += named
+        self._params: np.ndarray | None = native.aligned(self.size)
+        self.grads = native.aligned(self.size + native.library().stats)  # the system gives memory that is written to
         self._addresses = {native.PARAMS: self._params.ctypes.data, native.GRADS: self.grads.ctypes.data}
-        for name, p in self.named:
-            at = 4 * self.offsets[name]
-            values, gradient = p.data.copy(), p.grad.data.copy()
+        for p, values, gradient in before:
+            at = 4 * self.offsets[p.name]
             p.place(Range(self, native.PARAMS, at), Range(self, native.GRADS, at))
-            p.name = name
             p.data[...] = values
             if gradient.any():
                 p.grad.data[...] = gradient
 
+    @property
+    def buffers(self) -> list[tuple[str, Parameter]]:
+        """The buffers among `named`."""
+        return [(name, p) for name, p in self.named if self.offsets[name] >= self.trained]
+
     @classmethod
-    def of(cls, named: Iterable[tuple[str, Parameter]]) -> Arena:
-        """The arena these parameters already fill, or a new one."""
-        named = list(named)
+    def of(cls, named: Iterable[tuple[str, Parameter]], buffers: Iterable[tuple[str, Buffer]] = ()) -> Arena:
+        """The arena these parameters already fill, or a new one. Buffers that it has not are added."""
+        named, buffers = list(named), list(buffers)
         placed = [p.memory.arena for _, p in named if isinstance(p.memory, Range)]
         if placed:
-            arena = placed[0]
-            if [id(p) for _, p in arena.named] == [id(p) for _, p in named]:
+            arena, wanted = placed[0], [id(p) for _, p in named]
+            if buffers and arena.trained == arena.size and [id(p) for _, p in arena.named] == wanted:
+                arena._add(buffers)
+            wanted += [id(b) for _, b in buffers] if buffers else [id(b) for _, b in arena.buffers]
+            if [id(p) for _, p in arena.named] == wanted:
                 return arena
             raise ConfigError(
                 "[arena] these parameters belong to another optimizer or trainer together with others; "
                 "give both the same model"
             )
-        return cls(named)
+        return cls(named, buffers)
 
     @property
     def params(self) -> np.ndarray:

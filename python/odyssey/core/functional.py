@@ -16,12 +16,13 @@ import numpy as np
 
 from ..errors import ConfigError, DeviceError, ShapeError
 from . import native
+from .batch_norm import batch_norm as batch_norm
 from .operators import *  # noqa: F403
-from .operators import mean, mean_over_samples, sum
+from .operators import mean, mean_over_samples, multiply, sum
 from .placement import Device
 from .placement import device as place_of
 from .program import Block, Memory, Recorder, ShardEager, current
-from .shapes import axis_of, batched, reshape, transpose
+from .shapes import axis_of, batched, framed, reshape, transpose
 from .tensor import Tensor, apart, attach, empty, in_checkpoint, make
 from .tensor import to_lanes as to_lanes
 from .tensor import to_rows as to_rows
@@ -208,9 +209,22 @@ def _pool_sizes(name: str, x: Tensor, kernel: Any, stride: int | None) -> tuple[
     return (x.shape[2], x.shape[3], r, t, s)
 
 
-def max_pool2d(x: Tensor, kernel_size: int | tuple[int, int], stride: int | None = None) -> Tensor:
-    """Largest value of each window of x (N, C, H, W), of at most 256 places; stride = kernel_size unless given."""
+def max_pool2d(
+    x: Tensor,
+    kernel_size: int | tuple[int, int],
+    stride: int | None = None,
+    padding: int | tuple[int, int] = 0,
+) -> Tensor:
+    """Largest value of each window of x (N, C, H, W), of at most 256 places; stride = kernel_size unless given.
+
+    A frame of `padding`, at most half a window, is part of windows and never the largest value.
+    """
+    ph, pw = _pair(padding)
+    if ph < 0 or pw < 0 or any(2 * p > k for p, k in zip((ph, pw), _pair(kernel_size), strict=True)):
+        raise ShapeError(f"[max_pool2d] padding {padding} of windows {kernel_size}; give 0 to half a window")
     x = batched(x)
+    if ph or pw:
+        x = framed(x, ph, pw, -math.inf)
     sizes = _pool_sizes("max_pool2d", x, kernel_size, stride)
     h, w, r, t, s = sizes
     if r * t > 256:
@@ -284,6 +298,17 @@ gelu = unary("gelu", "x times the share of a normal distribution that lies below
 silu = unary("silu", "x sigmoid(x).", saves="x", layer="SiLU")
 softplus = unary("softplus", "log(1 + exp(x)).", saves="x", layer="Softplus")
 abs = unary("abs", "|x|; its gradient is 0 for 0.", saves="x")
+
+
+def leaky_relu(x: Tensor, negative_slope: float = 0.01) -> Tensor:
+    """x above 0, negative_slope x elsewhere (Maas, Hannun, Ng 2013)."""
+
+    def apply(op: str) -> Tensor:
+        y = empty(x.shape, x.layout)
+        current().emit(op, y.memory, x.memory, float(negative_slope), y.floats)
+        return y
+
+    return attach(apply("leaky_relu"), (x,), lambda dy: (multiply(dy, apply("leaky_slope")),))
 
 
 def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:

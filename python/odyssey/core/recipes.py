@@ -36,6 +36,15 @@ RECIPES: dict[str, dict[str, Any]] = {
         "schedule": "cosine",
         "warmup_steps": 100,
     },
+    "resnet18": {
+        "epochs": 6,
+        "optimizer": "sgd",
+        "lr": 0.1,
+        "momentum": 0.9,
+        "weight_decay": 5e-4,
+        "schedule": "cosine",
+        "warmup_steps": 100,
+    },
 }
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {

@@ -237,6 +237,17 @@ def cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     return attach(y, parts, lambda dy: split(dy, [t.shape[at] for t in parts], at))
 
 
+def framed(x: Tensor, high: int, wide: int, value: float) -> Tensor:
+    """(N, C, H, W) in a frame of one value, `high` above and below, `wide` left and right."""
+    n, c, h, w = x.shape
+    y = empty((n, c, h + 2 * high, w + 2 * wide), x.layout)
+    current().emit("fill", y.memory, float(value), y.floats)
+    dims, strides = memory_shape(x.shape, x.layout), strides_of(memory_shape(y.shape, y.layout))
+    _copy("pad", y.memory, x.memory, dims, strides, strides_of(dims), high * strides[2] + wide * strides[3])
+    inside = (slice(None), slice(None), slice(high, high + h), slice(wide, wide + w))
+    return attach(y, (x,), lambda dy: (getitem(dy, inside),))
+
+
 def stack(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     """Tensors of one shape side by side along a new axis."""
     return cat([unsqueeze(t, dim) for t in tensors], dim)

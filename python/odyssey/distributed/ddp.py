@@ -26,7 +26,7 @@ import numpy as np
 from ..comm import Communicator, Request
 from ..comm.calls import CODES, DIMENSIONS, DTYPES
 from ..core import tensor as tensors
-from ..core.arena import Arena
+from ..core.arena import Arena, Buffer
 from ..core.program import current
 from ..core.tensor import Tensor, Watcher
 from ..errors import ConfigError
@@ -189,7 +189,8 @@ class DistributedDataParallel(Module):
         """Tensors and floating-point arrays that modules keep beside their parameters."""
         for i, m in enumerate(self.module.modules()):
             for name, value in vars(m).items():
-                if isinstance(value, Tensor) and not isinstance(value, Parameter) and value.layout == "rows":
+                own = isinstance(value, Tensor) and (not isinstance(value, Parameter) or isinstance(value, Buffer))
+                if own and value.layout == "rows":
                     yield f"{i}.{name}", value.data
                 elif isinstance(value, np.ndarray) and value.dtype.kind == "f" and value.flags.c_contiguous:
                     yield f"{i}.{name}", value

@@ -255,7 +255,8 @@ class Engine:
         if self._parts is None:
             lay = self.layout
             records = self._fused(self.shard_size_of(samples), form)
-            unused = bucketing.unused(records, self.arena)
+            constant = [name for name, b in self.arena.buffers if not b.requires_grad]
+            unused = [name for name in bucketing.unused(records, self.arena) if name not in constant]
             if unused:
                 self.warnings.append(f"no gradient reaches {', '.join(unused)}: counted as zero")
             if lay.split:
@@ -345,7 +346,7 @@ class Engine:
             if name in here:
                 runs.append(owned(self.arena.offsets[name], p.shape, ownership.get(name), self.groups.t))
         self._valid = [run for r in runs for run in r.valid]
-        self.counted = [r.whole for r in runs if r.counted]
+        self.counted = [r.whole for r in runs if r.counted and r.whole[0] < self.arena.trained]
         return bucketing.of_ranges([r.whole for r in runs], tuple(here))
 
     def own_state(self, flat: np.ndarray) -> np.ndarray:
@@ -374,7 +375,10 @@ class Engine:
                 a = groups.dp.all_reduce(a, "sum")
             return groups.model.all_reduce(a, "sum") if self.layout.split else a
 
-        runs = [(u.grads, u.n) for u in sums.updates] if sums.counted is None else sums.counted
+        runs = sums.counted
+        if runs is None:  # without buffers, which lie behind all parameters
+            cut = ((u.grads, min(self.arena.trained - u.at, u.n)) for u in sums.updates)
+            runs = [(at, n) for at, n in cut if n > 0]
         return global_norm(runs, largest, total, self.team)
 
     # --- what of all parameters this rank stands for ---
@@ -472,7 +476,7 @@ class Engine:
         if self.team is not None:
             return self.team.commit_step(optimizer, sums, divisor, lr)
         agree = self.agree if self.layout.split or self.layout.zero else None
-        return math.isfinite(sums.loss) and optimizer.apply(sums.updates, divisor, lr, agree)
+        return math.isfinite(sums.loss) and optimizer.apply(sums.updates, divisor, lr, agree, sums.samples_address)
 
     def fingerprints(
         self, *wholes: Sequence[fingerprint.Run], after: list[Update] | None = None

@@ -6,6 +6,8 @@ from .checkpoint import Checkpoint, checkpoint
 from .layers import (
     AdaptiveAvgPool2d,
     AvgPool2d,
+    BatchNorm1d,
+    BatchNorm2d,
     Conv2d,
     Dropout,
     Embedding,
@@ -13,12 +15,13 @@ from .layers import (
     GroupNorm,
     Identity,
     LayerNorm,
+    LeakyReLU,
     Linear,
     MaxPool2d,
     RMSNorm,
 )
 from .losses import BCEWithLogitsLoss, CrossEntropyLoss, L1Loss, MSELoss, NLLLoss, SmoothL1Loss
-from .models import MLP, ConvNet, LeNet5
+from .models import MLP, ConvNet, LeNet5, ResNet18
 from .module import Module, ModuleList, Parameter, Sequential, manual_seed
 from .pipeline import PipelineParallel, Stage
 
@@ -27,6 +30,8 @@ __all__ = [
     "AdaptiveAvgPool2d",
     "AvgPool2d",
     "BCEWithLogitsLoss",
+    "BatchNorm1d",
+    "BatchNorm2d",
     "Checkpoint",
     "Conv2d",
     "ConvNet",
@@ -39,6 +44,7 @@ __all__ = [
     "L1Loss",
     "LayerNorm",
     "LeNet5",
+    "LeakyReLU",
     "Linear",
     "MSELoss",
     "MaxPool2d",
@@ -48,6 +54,7 @@ __all__ = [
     "Parameter",
     "PipelineParallel",
     "RMSNorm",
+    "ResNet18",
     "Sequential",
     "SmoothL1Loss",
     "Stage",

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..core import functional as F
+from ..core.arena import Buffer
 from ..core.tensor import Parameter, Tensor
 from ..errors import ConfigError, ShapeError
 from .module import Module, normal, uniform
@@ -75,12 +76,17 @@ class Conv2d(Module):
 class MaxPool2d(Module):
     """Largest value of each window; see functional.max_pool2d."""
 
-    def __init__(self, kernel_size: int | tuple[int, int], stride: int | None = None) -> None:
+    def __init__(
+        self,
+        kernel_size: int | tuple[int, int],
+        stride: int | None = None,
+        padding: int | tuple[int, int] = 0,
+    ) -> None:
         super().__init__()
-        self.kernel_size, self.stride = kernel_size, stride
+        self.kernel_size, self.stride, self.padding = kernel_size, stride, padding
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.max_pool2d(x, self.kernel_size, self.stride)
+        return F.max_pool2d(x, self.kernel_size, self.stride, self.padding)
 
     def extra_repr(self) -> str:
         return f"{self.kernel_size}"
@@ -88,6 +94,9 @@ class MaxPool2d(Module):
 
 class AvgPool2d(MaxPool2d):
     """Mean of each window; see functional.avg_pool2d."""
+
+    def __init__(self, kernel_size: int | tuple[int, int], stride: int | None = None) -> None:
+        super().__init__(kernel_size, stride)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.avg_pool2d(x, self.kernel_size, self.stride)
@@ -106,6 +115,17 @@ def activation(name: str, doc: str, function: Callable[[Tensor], Tensor]) -> typ
     """The layer of an activation."""
     body = {"__doc__": doc, "__module__": __name__, "function": staticmethod(function)}
     return type(name, (Activation,), body)
+
+
+class LeakyReLU(Module):
+    """x above 0, negative_slope x elsewhere; see functional.leaky_relu."""
+
+    def __init__(self, negative_slope: float = 0.01) -> None:
+        super().__init__()
+        self.negative_slope = negative_slope
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.leaky_relu(x, self.negative_slope)
 
 
 class LayerNorm(Module):
@@ -157,6 +177,62 @@ class GroupNorm(Module):
         y = (d / F.sqrt((d * d).mean(2, True) + self.eps)).reshape(x.shape)
         each = (-1, *[1] * (x.ndim - 2))
         return y * self.weight.reshape(*each) + self.bias.reshape(*each)
+
+
+class BatchNorm1d(Module):
+    """Each channel of (N, C) or (N, C, L) with mean 0 and variance 1, times weight plus bias; see functional.batch_norm.
+
+    In a trainer mean and variance are those of a shard, whose size is `shard_size`. In evaluation mode the running ones
+    are used: after each step running = (1 - momentum) running + momentum (mean over samples of the shards' statistics).
+    """
+
+    axes: tuple[int, ...] = (2, 3)  # that an input may have
+    configured = ("eps", "momentum")
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        sync: bool = False,
+    ) -> None:
+        super().__init__()
+        name = type(self).__name__
+        _at_least_one(name, num_features=num_features)
+        if momentum is None or not 0 <= momentum <= 1:
+            raise ConfigError(f"[{name}] momentum is {momentum}; it must be from 0 to 1")
+        if sync:
+            raise ConfigError(f"[{name}] sync=True is not supported: statistics are a shard's; raise shard_size")
+        self.weight = Parameter(np.ones(num_features, np.float32)) if affine else None
+        self.bias = Parameter(np.zeros(num_features, np.float32)) if affine else None
+        tracked = track_running_stats
+        self.running_mean = Buffer(np.zeros(num_features, np.float32), moves=True) if tracked else None
+        self.running_var = Buffer(np.ones(num_features, np.float32), moves=True) if tracked else None
+        self.num_batches_tracked = Buffer(np.zeros((), np.float32), moves=True) if tracked else None
+        self.num_features, self.eps, self.momentum = num_features, float(eps), float(momentum)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.ndim not in self.axes:
+            raise ShapeError(
+                f"[{type(self).__name__}] input {x.shape}; it must have {' or '.join(map(str, self.axes))} axes, (N, C, "
+                "...)"
+            )
+        running = self.running_mean, self.running_var
+        training = self.training or self.running_mean is None
+        return F.batch_norm(
+            x, *running, self.weight, self.bias, training, self.momentum, self.eps, self.num_batches_tracked
+        )
+
+    def extra_repr(self) -> str:
+        return f"{self.num_features}, eps={self.eps}, momentum={self.momentum}"
+
+
+class BatchNorm2d(BatchNorm1d):
+    """The same of images (N, C, H, W)."""
+
+    axes = (4,)
 
 
 class AdaptiveAvgPool2d(Module):

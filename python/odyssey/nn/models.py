@@ -7,9 +7,9 @@ import math
 from ..core import functional as F
 from ..core.tensor import Tensor
 from ..errors import ConfigError
-from .layers import Conv2d, Dropout, Linear
+from .layers import AdaptiveAvgPool2d, BatchNorm2d, Conv2d, Dropout, Identity, Linear, MaxPool2d
 from .losses import CrossEntropyLoss, NLLLoss
-from .module import Module, manual_seed
+from .module import Module, Sequential, manual_seed
 
 Shape = tuple[int, int, int]
 
@@ -73,7 +73,54 @@ class ConvNet(Module):
         return F.log_softmax(self.fc2(x))
 
 
-MODELS = {"lenet5": LeNet5, "mlp": MLP, "convnet": ConvNet}
+class BasicBlock(Module):
+    """Two convolutions of 3 x 3, each with batch norm; the input is added to the result (He et al. 2016)."""
+
+    def __init__(self, channels: int, out_channels: int, stride: int = 1) -> None:
+        super().__init__()
+        self.conv1 = Conv2d(channels, out_channels, 3, stride, padding=1, bias=False)
+        self.bn1 = BatchNorm2d(out_channels)
+        self.conv2 = Conv2d(out_channels, out_channels, 3, padding=1, bias=False)
+        self.bn2 = BatchNorm2d(out_channels)
+        self.downsample = None
+        if stride != 1 or channels != out_channels:
+            conv = Conv2d(channels, out_channels, 1, stride, bias=False)
+            self.downsample = Sequential(conv, BatchNorm2d(out_channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
+        return F.relu(y + (x if self.downsample is None else self.downsample(x)))
+
+
+class ResNet18(Module):
+    """ResNet-18 (He et al. 2016) with torchvision's names.
+
+    Images of at least 64 x 64 begin with a 7 x 7 convolution of stride 2 and a max-pool, as ImageNet's; smaller ones with a
+    3 x 3 convolution of stride 1, as is usual for CIFAR-10.
+    """
+
+    def __init__(self, sample_shape: Shape = (3, 32, 32), classes: int = 10) -> None:
+        super().__init__()
+        channels, large = sample_shape[0], min(sample_shape[1:]) >= 64
+        stem = {"kernel_size": 7, "stride": 2, "padding": 3} if large else {"kernel_size": 3, "padding": 1}
+        self.conv1 = Conv2d(channels, 64, **stem, bias=False)
+        self.bn1 = BatchNorm2d(64)
+        self.maxpool = MaxPool2d(3, 2, padding=1) if large else Identity()
+        self.layer1 = Sequential(BasicBlock(64, 64), BasicBlock(64, 64))
+        self.layer2 = Sequential(BasicBlock(64, 128, 2), BasicBlock(128, 128))
+        self.layer3 = Sequential(BasicBlock(128, 256, 2), BasicBlock(256, 256))
+        self.layer4 = Sequential(BasicBlock(256, 512, 2), BasicBlock(512, 512))
+        self.avgpool = AdaptiveAvgPool2d(1)
+        self.fc = Linear(512, classes)
+        self.loss = CrossEntropyLoss()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.maxpool(F.relu(self.bn1(self.conv1(x))))
+        x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
+        return self.fc(F.flatten(self.avgpool(x)))
+
+
+MODELS = {"lenet5": LeNet5, "mlp": MLP, "convnet": ConvNet, "resnet18": ResNet18}
 
 
 def build(name: str, sample_shape: tuple[int, ...] = (1, 28, 28), classes: int = 10, seed: int = 0) -> Module:

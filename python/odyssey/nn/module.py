@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ..core.arena import Buffer
 from ..core.placement import Device
 from ..core.placement import device as place_of
 from ..core.program import Eager, current
@@ -85,11 +86,39 @@ class Module:
             ConfigError: a list, tuple or dictionary holds a module or parameter that would not be found.
         """
         self._refuse_lists()
+        return ((name, p) for name, p in self._state(prefix) if not isinstance(p, Buffer))
+
+    def named_buffers(self, prefix: str = "") -> Iterator[tuple[str, Buffer]]:
+        """Buffers with dotted names, likewise."""
+        return ((name, p) for name, p in self._state(prefix) if isinstance(p, Buffer))
+
+    def _state(self, prefix: str = "") -> Iterator[tuple[str, Parameter]]:
+        """Parameters and buffers, each once."""
         seen: set[int] = set()
         for name, p in self._named(prefix):
             if id(p) not in seen:
                 seen.add(id(p))
                 yield name, p
+
+    def register_buffer(self, name: str, tensor: Any, persistent: bool = True) -> None:
+        """Makes `tensor` an attribute that is part of the module's state, in `state_dict` and checkpoints, and trained
+        by no optimizer; not part of them unless `persistent`.
+
+        Raises:
+            ConfigError: it is not of float32 and persistent, or the name is taken.
+        """
+        if hasattr(self, name) or not name.isidentifier():
+            raise ConfigError(f"[register_buffer] the name {name!r} is taken, or no word; give another one")
+        if not persistent:
+            setattr(self, name, tensor if isinstance(tensor, Tensor) else Tensor(tensor))
+            return
+        dtype = getattr(tensor, "dtype", np.float32)
+        if np.dtype(dtype).kind != "f":
+            raise ConfigError(
+                f"[register_buffer] {name} has the dtype {np.dtype(dtype)}; buffers are float32: give that, or "
+                "persistent=False"
+            )
+        setattr(self, name, Buffer(tensor.data if isinstance(tensor, Tensor) else tensor))
 
     def _refuse_lists(self) -> None:
         """A module in a plain list would not be trained, nor hear of train() and eval()."""
@@ -116,10 +145,15 @@ class Module:
         for _, p in self.named_parameters():
             yield p
 
+    def buffers(self) -> Iterator[Buffer]:
+        """All buffers, each once."""
+        for _, b in self.named_buffers():
+            yield b
+
     def to(self, device: int | str | Device) -> Module:
         """Places the parameters of this module and all below it (placement.device), and returns the module."""
         where = place_of(device)
-        for p in self.parameters():
+        for _, p in self._state():
             p.put(where)
         return self
 
@@ -143,8 +177,8 @@ class Module:
             p.zero_grad()
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """The parameters by name, as copies."""
-        return {name: p.data.copy() for name, p in self.named_parameters()}
+        """Parameters and buffers by name, as copies."""
+        return {name: p.data.copy() for name, p in self._state()}
 
     def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
         """Copies values in. Nothing is changed unless all names and shapes fit.
@@ -152,7 +186,7 @@ class Module:
         Raises:
             ShapeError: a name is missing or unknown, or a shape differs.
         """
-        own = dict(self.named_parameters())
+        own = dict(self._state())
         missing, unknown = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
         if missing or unknown:
             raise ShapeError(f"[load_state_dict] missing: {missing or 'none'}; unknown: {unknown or 'none'}")

@@ -108,6 +108,15 @@ class Strategy(Exchange):
                 "precision='fp16' changes the scale of gradients in between; use precision='bf16'"
             )
 
+    def check_buffers(self, names: list[str]) -> None:
+        """Raises ConfigError if it cannot sum what moves these buffers, exactly and in every step."""
+        if names and (self.compression in ("topk", "powersgd") or self.reduction == "async_parameter_server"):
+            how = f"compression={self.compression!r}" if self.compression else f"reduction={self.reduction!r}"
+            raise ConfigError(
+                f"[train] the model has running statistics ({names[0]}, ...), which {how} does not keep; use "
+                "reduction='tree', or a norm without them, such as GroupNorm"
+            )
+
     def _check_mode(self, mesh: Mesh, zero: int, precision: str) -> None:
         ranks, kind = (mesh.dp or 1) * (mesh.pp or 1) * (mesh.tp or 1), self.reduction
         if ranks != (mesh.dp or 1):

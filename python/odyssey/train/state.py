@@ -166,8 +166,8 @@ class EngineState(Sharing):
         updates = self.last.updates if self.last is not None else []
         if len(updates) != 1 or updates[0].n != self.arena.size:
             raise ConfigError("[train] the gradients are spread over ranks; they are whole with one rank, or zero=0")
-        flat = self._train.gradients(updates[0])
-        return {name: self.arena.view(flat, name).copy() for name, _ in self.arena.named}
+        flat, buffers = self._train.gradients(updates[0]), dict(self.arena.buffers)
+        return {name: self.arena.view(flat, name).copy() for name, _ in self.arena.named if name not in buffers}
 
     def named_state(self) -> dict[str, np.ndarray]:
         """Weights as "weight NAME", the optimizer's arrays as "optimizer STATE of NAME", whole; collective likewise."""
@@ -197,7 +197,7 @@ class EngineState(Sharing):
         """
         lay, optimizer = self.layout, self.optimizer
         settings = {k: v for k, v in vars(optimizer).items() if isinstance(v, (int, float, tuple)) and k != "steps"}
-        modules = [(type(m).__name__, *(getattr(m, k) for k in ("p",) if hasattr(m, k))) for m in self.model.modules()]
+        modules = [(type(m).__name__, *(getattr(m, k) for k in ("p", *getattr(m, "configured", ())) if hasattr(m, k))) for m in self.model.modules()]
         strategy = lay.reduction
         kind = "tree" if strategy.same_bits else repr(strategy)
         return as_json(

@@ -139,7 +139,8 @@ class DistributedTrainer(EngineState):
         )
         self.lr_scaling, self._lr_factor, self._lr_scaled = made.lr_scaling, 1.0, False
         self.steps = 0
-        self.arena = Arena.of(model.named_parameters())
+        self.arena = Arena.of(model.named_parameters(), model.named_buffers())
+        strategy.check_buffers([name for name, b in self.arena.buffers if b.requires_grad])
         optimizer.bind(self.arena)
         optimizer.check_whole()
         self._same_everywhere()

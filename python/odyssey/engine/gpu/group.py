@@ -141,7 +141,7 @@ class DeviceGroup:
         self.parameters = Mirror(self.gpus, lambda: [arena.host])
         arena.mirror = self.parameters
         self._state: Mirror | None = None
-        self._records = [np.zeros((2, host.library().record), np.int64) for _ in numbers]  # of an update
+        self._records = [np.zeros((3, host.library().record), np.int64) for _ in numbers]  # of an update
         self._checks: list[Fingerprints] = []
         self._asked: dict[int, Fingerprints] = {}  # that are taken with a step, by its updates
         self._norm = (0.0, np.zeros(2, np.int64))  # the last one's largest number, and squares
@@ -223,9 +223,10 @@ class DeviceGroup:
                 by = worker.divisor
             records = self._records[w]
             records[0, :3] = (lib.codes["finite"], result, n + host.library().stats)
-            record = optimizer._record(lib, self.update(w, result), by, lr)
-            records[1, : len(record)] = record
-            worker.run(records)
+            rules = optimizer.records(lib, self.update(w, result), by, lr, result + 4 * (n + 1))
+            for i, rule in enumerate(rules):
+                records[1 + i, : len(rule)] = rule
+            worker.run(records[: 1 + len(rules)])
         self.parameters.changed()
         if self._state is not None:
             self._state.changed()

@@ -1,0 +1,85 @@
+"""Batch normalisation and its running statistics (Ioffe, Szegedy 2015).
+
+Inside a trainer the statistics are those of a shard (ghost batch norm: Hoffer, Hubara, Soudry 2017), so they do not know
+on how many ranks the batch is computed; what shards add to the running ones is summed as gradients are (arena.Buffer).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..errors import ShapeError
+from . import native
+from .arena import Buffer
+from .program import Block, Memory, current
+from .shapes import batched
+from .tensor import Tensor, attach, empty
+
+
+def batch_norm(
+    x: Tensor,
+    running_mean: Buffer | None,
+    running_var: Buffer | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    steps: Buffer | None = None,
+) -> Tensor:
+    """Each channel of x (N, C, ...) moved and scaled to mean 0 and variance 1, times weight (C), plus bias (C).
+
+    Args:
+        running_mean, running_var: (C), used unless `training`; then they go by `momentum` towards the mean and the
+            unbiased variance of the batch, in a trainer towards the mean over samples of those of the shards.
+        steps: counts these moves.
+
+    Raises:
+        ShapeError: a shape does not fit, or a channel has one number to normalise by.
+    """
+    c = x.shape[1] if x.ndim > 1 else 0
+    for name, t in (("weight", weight), ("bias", bias), ("mean", running_mean), ("variance", running_var)):
+        if c == 0 or (t is not None and t.shape != (c,)):
+            given = f", {name} {t.shape}" if t is not None else ""
+            raise ShapeError(f"[batch_norm] input {x.shape}{given}; they must be (N, C, ...) and (C)")
+    if training and x.size == c:
+        raise ShapeError(f"[batch_norm] input {x.shape}: one number per channel has no variance; use larger shards")
+    if not training and (running_mean is None or running_var is None):
+        raise ShapeError("[batch_norm] no running mean and variance to evaluate with; give both, or training=True")
+    x, executor = batched(x), current()
+    samples = -1 if executor.shard else x.shape[0]  # -1: those that the shard really has
+    size = x.groups, c, x.features // c, samples
+    ones, zeros = (Block(np.full(c, value, np.float32)) for value in (1, 0))
+    w, b = ones if weight is None else weight.memory, zeros if bias is None else bias.memory
+    mean = zeros if running_mean is None else running_mean.memory
+    variance = ones if running_var is None else running_var.memory
+    y, stats = empty(x.shape, x.layout), executor.alloc(12 * c)
+    given = x.memory, w, b, mean, variance
+    executor.emit("batch_norm_forward", y.memory, stats, *given, *size, float(eps), int(training), 0, layout=x.layout)
+    running = [t for t in (running_mean, running_var, steps) if t is not None] if training else []
+    if running and not executor.shard:
+        if not executor.scope.recompute:
+            for t, d in zip(running, _moves(running, stats, c, samples, momentum), strict=True):
+                t.data -= d.data / np.float32(samples)
+        running = []
+
+    def backward(dy: Tensor) -> tuple[Tensor | None, ...]:
+        dx, dw, db = empty(x.shape, x.layout), empty((c,)), empty((c,))
+        out = dx.memory, dw.memory, db.memory
+        saved = dy.memory, x.memory, stats, w
+        current().emit("batch_norm_backward", *out, *saved, *size, int(training), layout=x.layout)
+        own = [g for t, g in ((weight, dw), (bias, db)) if t is not None]
+        return (dx, *own, *(_moves(running, stats, c, samples, momentum) if running else ()))
+
+    return attach(y, (x, *(t for t in (weight, bias) if t is not None), *running), backward)
+
+
+def _moves(running: list[Buffer], stats: Memory, c: int, samples: int, momentum: float) -> list[Tensor]:
+    """What the samples take away from the running statistics: sums over them."""
+    found = [empty(t.shape) for t in running]
+    ds, memory = found[2].memory if len(found) > 2 else current().alloc(16), [t.memory for t in running]
+    if len(memory) < 3:
+        memory.append(Block(native.aligned(1)))
+    where = found[0].memory, found[1].memory, ds, stats, *memory
+    current().emit("batch_norm_running", *where, c, samples, float(momentum))
+    return found
