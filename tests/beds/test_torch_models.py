@@ -1,4 +1,4 @@
-"""The whole table of scripts/verify-torch; tests/pytorch/test_models.py has two rows of it."""
+"""Two rows of the table of scripts/verify-torch; tests/pytorch/test_models.py has two others."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from beds import torch_models
 pytest.importorskip("torch")
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("model", torch_models.MODELS)
+@pytest.mark.parametrize(("model", "precision"), [("resnet18", "fp32"), ("vit", "bf16")])
 def test_a_model_has_the_same_bits_everywhere(model, precision, tmp_path):
-    pytest.importorskip("timm" if model == "vit" else "PIL")
+    if model == "vit":
+        pytest.importorskip("huggingface_hub")  # that timm imports; timm itself needs run_example.py
     torch_models.row(model, precision, tmp_path)

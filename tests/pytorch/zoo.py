@@ -14,11 +14,46 @@ import signal
 
 import numpy as np
 import torch
-from cases import CNN, GPT
 from torch import nn
 
 from odyssey import data
 from odyssey.torch import DistributedTrainer
+
+
+class CNN(nn.Sequential):
+    def __init__(self) -> None:
+        convs = [nn.Conv2d(1, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8)]
+        super().__init__(
+            *convs, nn.ReLU(), nn.Flatten(), nn.Dropout(0.4), nn.Linear(120, 16), nn.ReLU(), nn.Linear(16, 4)
+        )
+
+
+class Block(nn.Module):
+    def __init__(self, d: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2, self.drop = nn.LayerNorm(d), nn.LayerNorm(d), nn.Dropout(0.1)
+        self.qkv, self.out = nn.Linear(d, 3 * d), nn.Linear(d, d)
+        self.mlp = nn.Sequential(nn.Linear(d, 4 * d), nn.GELU(), nn.Linear(4 * d, d), nn.Dropout(0.1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        b, t, d = x.shape
+        q, k, v = (s.view(b, t, 2, d // 2).transpose(1, 2) for s in self.qkv(self.norm1(x)).split(d, 2))
+        p = 0.1 if self.training else 0.0
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=p)
+        x = x + self.drop(self.out(y.transpose(1, 2).reshape(b, t, d)))
+        return x + self.mlp(self.norm2(x))
+
+
+class GPT(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.place = nn.Embedding(11, 16), nn.Parameter(torch.randn(5, 16) * 0.02)
+        self.blocks, self.norm = nn.Sequential(*(Block(16) for _ in range(4))), nn.LayerNorm(16)
+        self.head = nn.Linear(16, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.blocks(self.embed(x) + self.place))).transpose(1, 2)
 
 
 def made(name: str) -> tuple[nn.Module, tuple[int, ...], int]:
@@ -35,7 +70,7 @@ def made(name: str) -> tuple[nn.Module, tuple[int, ...], int]:
             "vit_tiny_patch16_224", num_classes=5, drop_rate=0.1, attn_drop_rate=0.1, drop_path_rate=0.2, **sizes
         )
         return model, (3, 16, 16), 5
-    return (GPT(None), (5,), 11) if name == "gpt" else (CNN(None), (1, 9, 7), 4)
+    return (GPT(), (5,), 11) if name == "gpt" else (CNN(), (1, 9, 7), 4)
 
 
 def main() -> None:
