@@ -6,14 +6,18 @@ on how many ranks the batch is computed; what shards add to the running ones is 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from ..errors import ShapeError
 from . import native
-from .arena import Buffer
 from .program import Block, Memory, current
 from .shapes import batched
 from .tensor import Tensor, attach, empty
+
+if TYPE_CHECKING:
+    from .arena import Buffer  # which imports the tensors that import this
 
 
 def batch_norm(
