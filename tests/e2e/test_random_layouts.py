@@ -18,8 +18,10 @@ SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "random-layouts"
         (("--transport", "mpi"), 20),
         (("--transport", "mock", "--resume"), 16),
         (("--transport", "auto", "--resume"), 8),
+        (("--transport", "mock", "--data"), 20),
+        (("--transport", "auto", "--data", "--resume"), 8),
     ],
-    ids=["threads", "processes", "mpi", "resume, threads", "resume, processes"],
+    ids=["threads", "processes", "mpi", "resume, threads", "resume, processes", "data", "data, resume, processes"],
 )
 def test_the_bits_of_one_process(launch, options, count):
     done = launch.python(SCRIPT, "--count", count, "--seed", 2026, *options, timeout=600)

@@ -469,7 +469,8 @@ def _difference(name: str, x: Tensor, target: Any) -> tuple[Tensor, Tensor]:
     if t.shape != x.shape:
         raise ShapeError(
             f"[{name}] output {x.shape} and target {t.shape}; they must be of the same shape (nothing is broadcast): "
-            "reshape one of them"
+            + ("give targets (N, 1), such as y[:, None]" if x.shape == (*t.shape, 1) else "reshape one of them")
+            + ("; these are classes: give numbers as floats (data.csv: classes=False)" if t.dtype == np.int32 else "")
         )
     if t.dtype == np.int32:
         raise ShapeError(f"[{name}] the target is integers {t.shape}, the output numbers; give target.float()")

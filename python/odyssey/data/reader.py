@@ -255,7 +255,7 @@ class Stack:
 
     def __init__(self, name: str) -> None:
         self.name, self.both = name, None
-        self._forms: Any = None
+        self._form: Any = None
         self._to: list[np.ndarray] = []
         self._count = 0
 
@@ -268,17 +268,19 @@ class Stack:
             mapped(lambda leaf, what=what: array(leaf, f"{self.name}: {what} {number}"), part)
             for what, part in zip(_PARTS, pair, strict=True)
         )
-        forms = [[(place, leaf.dtype.name, leaf.shape) for place, leaf in places(part)] for part in made]
+        form = mapped(lambda leaf: (leaf.shape, leaf.dtype), made)
         if self.both is None:
-            self._forms = forms
+            self._form = form
             self.both = mapped(lambda a: np.empty((room, *a.shape), a.dtype), made)
             self._to = leaves(self.both)
-        for what, one, first in zip(_PARTS, forms, self._forms, strict=True):
-            if one != first:
-                raise DataError(
-                    f"{self.name}: {what} {number} is {_shown(one)}, an earlier one is {_shown(first)}; "
-                    "all samples must have the same shape and dtype"
-                )
+        elif form != self._form:
+            for what, one, first in zip(_PARTS, made, self.both, strict=True):
+                mine, theirs = _shown(one), _shown(mapped(lambda a: a[0], first))
+                if mine != theirs:
+                    raise DataError(
+                        f"{self.name}: {what} {number} is {mine}, an earlier one is {theirs}; "
+                        "all samples must have the same shape and dtype"
+                    )
         for to, leaf in zip(self._to, leaves(made), strict=True):
             to[self._count] = leaf
         self._count += 1
@@ -291,8 +293,8 @@ _EXPECTED = (
 )
 
 
-def _shown(form: Any) -> str:
-    return ", ".join(f"{place} {dtype} {shape}".lstrip() for place, dtype, shape in form)
+def _shown(tree: Tree) -> str:
+    return ", ".join(f"{place} {a.dtype} {a.shape}".lstrip() for place, a in places(tree))
 
 
 def _brief(sample: Any) -> str:

@@ -89,8 +89,10 @@ class ImageFolder:
             with Image.open(path) as image:
                 if self._cut:
                     image.draft("RGB", self._size)  # a JPEG is decoded at the next larger size that is cheap
-                    image = ImageOps.fit(image.convert("RGB"), self._size, Image.Resampling.BILINEAR)
-                return np.ascontiguousarray(np.asarray(image.convert("RGB")).transpose(2, 0, 1))
+                made = image if image.mode == "RGB" else image.convert("RGB")  # which would copy
+                if self._cut:
+                    made = ImageOps.fit(made, self._size, Image.Resampling.BILINEAR)
+                return np.ascontiguousarray(np.asarray(made).transpose(2, 0, 1))
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as problem:
             raise DataError(f"{path} cannot be read as a picture ({problem}); replace or remove it") from None
 

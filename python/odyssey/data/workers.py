@@ -68,6 +68,8 @@ class Workers:
             link.send_bytes(payload)
 
     def _start(self) -> None:
+        from multiprocessing.connection import Connection
+
         here, there = socket.socketpair()
         with there:
             environment = {key: value for key, value in os.environ.items() if not key.startswith(_RANKS)}
