@@ -130,7 +130,7 @@ def build(name: str, sample_shape: tuple[int, ...] = (1, 28, 28), classes: int =
     """
     if name not in MODELS:
         raise ConfigError(f"[model] {name!r} is unknown; choose from {', '.join(MODELS)}")
-    least = {"lenet5": 12, "convnet": 6}.get(name)
+    least = {"lenet5": 12, "convnet": 6, "resnet18": 1}.get(name)
     if least and (len(sample_shape) != 3 or min(sample_shape[1:]) < least):
         raise ConfigError(
             f"[model] {name} takes images (C, H, W) of at least {least} x {least}; the samples are {sample_shape}; "
