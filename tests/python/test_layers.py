@@ -223,6 +223,7 @@ HEAVY = ("mpi4py", "rich", "click", "max", "mojo", "safetensors", "torch")
 #: What a training of one process with one bucket has no use for: imported where it is used, so that a start is short.
 LAZY = tuple(
     "numpy.ma multiprocessing concurrent.futures odyssey.audit.verify odyssey.audit.replay odyssey.comm.mock "
+    "odyssey.audit.steplog odyssey.checkpoints.store odyssey.checkpoints.manifest odyssey.train.requests "
     "odyssey.engine.bucketed odyssey.engine.pipeline odyssey.engine.gpu odyssey.parallel.compression "
     "odyssey.parallel.exchange odyssey.parallel.hierarchical odyssey.parallel.ring odyssey.parallel.schedule "
     "odyssey.parallel.shared odyssey.parallel.stages odyssey.parallel.tensor odyssey.train.asynchronous "

@@ -67,7 +67,9 @@ def _groups(controller: str, root: Path) -> Iterator[tuple[Path, int]]:
         return
     paths = {}  # by version
     for line in memberships:  # number:controllers:path, proc(5)
-        controllers, path = [*line.split(":", 2), "", ""][1:3]
+        if line.count(":") < 2:
+            continue
+        _, controllers, path = line.split(":", 2)
         if not controllers:
             paths[2] = path
         elif controller in controllers.split(","):

@@ -18,9 +18,7 @@ from typing import Any
 import numpy as np
 
 from .. import data as datasets
-from ..audit.records import Records
 from ..callbacks import Callback, Context
-from ..checkpoints import Store, environment_key
 from ..checkpoints.trainable import KEEP, History, Mode, Saving, Step
 from ..comm import Communicator
 from ..data.trees import mapped, zipped
@@ -28,8 +26,6 @@ from ..errors import ConfigError, NumericsError
 from ..parallel.plan import default_shard_size, idle, shard_count
 from ..watch import slot
 from . import agreement, resume
-from .progress import Shown
-from .requests import Requests
 from .session import Session
 
 
@@ -263,10 +259,18 @@ class Trainer:
 
     def _listeners(self, session: Session) -> list[Callback]:
         """Who hears of a fit(), in this order."""
-        listeners: list[Callback] = [] if self.progress is None else [Shown(self.progress)]
+        listeners: list[Callback] = []
+        if self.progress is not None:
+            from .progress import Shown
+
+            listeners.append(Shown(self.progress))
         if session.run is not None and self.mode.together:  # where ranks step apart there is no step of all
+            from ..audit.records import Records
+
             listeners.append(Records(self, session.log, session.run.attempt))
         if session.saves:
+            from .requests import Requests
+
             listeners.append(Requests(self.comm, session.run))
         return listeners
 
@@ -359,6 +363,8 @@ class Trainer:
         Raises:
             OutputError: it could not be written; those that are there stay.
         """
+        from ..checkpoints import Store, environment_key
+
         self.mode.settle()
         snapshot = self.state({})
 

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .. import errors
-from ..checkpoints import Snapshot, Store, environment_key
 from ..data import ArrayDataset, Vocabulary
 from ..data.trees import leaves
 from ..errors import CheckpointError, ConfigError, OdysseyError
 
 if TYPE_CHECKING:
+    from ..checkpoints import Snapshot
     from ..comm import Communicator
     from ..data import DataLoader
     from ..optim import Schedule
@@ -139,6 +139,8 @@ def shared(comm: Communicator, read: Callable[[], tuple[Snapshot | None, str]]) 
             array = np.empty(shape, dtype)
         comm.broadcast(array.reshape(-1).view(np.uint8))  # bytes: of any dtype that a checkpoint holds
         arrays.setdefault(stem, {})[key] = array
+    from ..checkpoints import Snapshot
+
     return Snapshot(step, arrays, values), name
 
 
@@ -148,6 +150,8 @@ def find(path: Path, tell: Callable[[str], None]) -> tuple[Snapshot, str]:
     Raises:
         CheckpointError: there is none that is valid.
     """
+    from ..checkpoints import Store, environment_key
+
     if (path / "manifest.json").exists():
         return Store(path.parent, owner=False, key=environment_key()).load(path), path.name
     store = Store(path, owner=False, key=environment_key())

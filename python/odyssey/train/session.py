@@ -20,14 +20,11 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..audit.steplog import NAME
 from ..callbacks import Context
-from ..checkpoints import Snapshot, Store, environment_key
-from ..checkpoints.snapshot import step_name
 from ..checkpoints.trainable import Cursor, Tally, Trainable
 from ..comm.base import Communicator
 from ..data import Batch
@@ -37,6 +34,9 @@ from ..watch.files import parse_json, read_json, write_json
 from ..watch.outputs import finite
 from ..watch.runs import Run
 from . import agreement, resume
+
+if TYPE_CHECKING:
+    from ..checkpoints import Snapshot, Store
 
 RESUME = ("auto", "never")
 EARLIER = ("history", "records")  # file and tensor of a checkpoint: JSON of all epochs' records but the last one's
@@ -89,6 +89,8 @@ class Session:
     @property
     def log(self) -> Path:
         """Where the step log of this fit() goes, if it belongs to a run."""
+        from ..audit.steplog import NAME
+
         return self.run.steps / (NAME if _fits == 1 else f"{_fits}-{NAME}")
 
     @property
@@ -155,6 +157,8 @@ class Session:
 
     def _find(self) -> tuple[Snapshot | None, str]:
         """The checkpoint to start from, and its name; opens the store."""
+        from ..checkpoints import Store, environment_key
+
         saving, folder = self.saving, self.folder
         attempt = self.run.attempt if self.run else 0
         key = environment_key()
@@ -364,6 +368,8 @@ class Session:
     def _stop(self, why: str) -> None:
         text = f"[train] stopped by {why} after step {self.trainer.steps}"
         if self.saves:
+            from ..checkpoints.snapshot import step_name
+
             self._save(wait=True)
             text += f"; checkpoint {step_name(self.trainer.steps)} is written, the same command goes on from it"
         raise Stopped(text).on_all_ranks()

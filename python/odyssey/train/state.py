@@ -8,11 +8,10 @@ import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..checkpoints import Snapshot
 from ..comm import Communicator
 from ..core.arena import Arena
 from ..core.precision import GradScaler
@@ -28,6 +27,9 @@ from ..watch.outputs import write_weights
 from . import resume
 from .fit import Sharing
 from .numerics import check_replicas
+
+if TYPE_CHECKING:
+    from ..checkpoints import Snapshot
 
 
 class EngineState(Sharing):
@@ -234,6 +236,8 @@ class EngineState(Sharing):
         }
         if residuals:
             arrays["residuals"] = residuals
+        from ..checkpoints import Snapshot
+
         optimizer = self.optimizer
         return Snapshot(
             step=self.steps,
