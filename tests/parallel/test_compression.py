@@ -11,7 +11,7 @@ from odyssey.errors import ConfigError, NumericsError
 from odyssey.parallel import costs
 from odyssey.parallel import plan as planning
 from odyssey.parallel import strategy as strategies
-from odyssey.parallel.compression import GradientCompression, count, largest, orthonormal
+from odyssey.parallel.compression import COMPRESSIONS, GradientCompression, count, largest, orthonormal
 from odyssey.parallel.mesh import Mesh
 from odyssey.parallel.strategy import Content, Strategy
 
@@ -50,7 +50,7 @@ def exact(ranks: int, step: int = 0) -> np.ndarray:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("compression", strategies.COMPRESSIONS)
+@pytest.mark.parametrize("compression", COMPRESSIONS)
 def test_all_ranks_get_the_same_and_the_same_again(compression, ranks):
     first = mock.run(ranks, session, Strategy(compression=compression), 3)
     again = mock.run(ranks, session, Strategy(compression=compression), 3)
@@ -153,7 +153,7 @@ def test_what_is_kept_counts_for_batches_of_other_sizes(compression):
     assert np.abs(memory[name]).sum() < 0.6 * np.abs(first[name]).sum()
 
 
-@pytest.mark.parametrize("compression", strategies.COMPRESSIONS)
+@pytest.mark.parametrize("compression", COMPRESSIONS)
 def test_a_number_that_is_not_finite_reaches_all_and_nothing_of_it_is_kept(compression):
     def given(rank, step):
         g = gradient(rank, step)

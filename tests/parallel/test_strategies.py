@@ -14,9 +14,10 @@ from odyssey.core import recipes
 from odyssey.errors import CollectiveError, ConfigError
 from odyssey.parallel import plan as planning
 from odyssey.parallel import strategy as strategies
+from odyssey.parallel.compression import COMPRESSIONS
 from odyssey.parallel.hierarchical import combine
 from odyssey.parallel.mesh import Mesh
-from odyssey.parallel.strategy import COMPRESSIONS, MODES, REDUCTIONS, Strategy
+from odyssey.parallel.strategy import MODES, REDUCTIONS, Strategy
 
 KEEP_THE_TREE = [
     Strategy("tree"),

@@ -129,9 +129,9 @@ BUDGETS = {  # lines of all its files together
     "mojo": 14_000,
     "shared/training": 3_150,
     "python/odyssey": 40_800,
-    "python/odyssey/comm": 3_970,
-    "python/odyssey/parallel": 3_700,
-    "python/odyssey/distributed": 2_080,
+    "python/odyssey/comm": 3_945,
+    "python/odyssey/parallel": 3_660,
+    "python/odyssey/distributed": 2_040,
 }
 PACKAGE_LINES, FILE_LINES = 5_000, 620
 

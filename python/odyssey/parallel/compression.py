@@ -347,6 +347,14 @@ def product(p: np.ndarray, q: np.ndarray, out: np.ndarray) -> np.ndarray:
     return out
 
 
+COMPRESSIONS: dict[str, type[Compressed]] = {
+    "fp16": HalfReduction,
+    "bf16": HalfReduction,
+    "topk": TopKReduction,
+    "powersgd": PowerReduction,
+}
+
+
 # --- for a custom training loop ---
 
 

@@ -24,12 +24,6 @@ REDUCTIONS = {  # imported when one is made
     "hierarchical": "hierarchical.HierarchicalReduction",
     "parameter_server": "reduction.ServerReduction",
 }
-COMPRESSIONS = {  # in compression.py
-    "fp16": "HalfReduction",
-    "bf16": "HalfReduction",
-    "topk": "TopKReduction",
-    "powersgd": "PowerReduction",
-}
 MODES = ("async_parameter_server", "local_sgd")  # where ranks do not take each step together (asynchronous.py)
 
 
@@ -155,13 +149,16 @@ def make(
         shared: whether it may work in memory that all ranks see; not if it has storage, or will have.
         options: scatter and storage, as for Reduction.
     """
-    where = REDUCTIONS.get(strategy.reduction, REDUCTIONS["tree"])  # a mode still adds up evaluations
-    if comm.size == 1:
-        where = "reduction.Reduction"
-    elif strategy.compression and content is not None and content.floats:
-        where = f"compression.{COMPRESSIONS[strategy.compression]}"
-    elif where == REDUCTIONS["tree"] and hasattr(comm, "shared") and shared:
-        where = "shared.SharedReduction"  # the same tree, in memory that all ranks see
-    module, _, name = where.partition(".")
-    kind = getattr(importlib.import_module(f".{module}", __package__), name)
+    if comm.size > 1 and strategy.compression and content is not None and content.floats:
+        from .compression import COMPRESSIONS
+
+        kind = COMPRESSIONS[strategy.compression]
+    else:
+        where = REDUCTIONS.get(strategy.reduction, REDUCTIONS["tree"])  # a mode still adds up evaluations
+        if comm.size == 1:
+            where = "reduction.Reduction"
+        elif where == REDUCTIONS["tree"] and hasattr(comm, "shared") and shared:
+            where = "shared.SharedReduction"  # the same tree, in memory that all ranks see
+        module, _, name = where.partition(".")
+        kind = getattr(importlib.import_module(f".{module}", __package__), name)
     return kind(comm, plan, floats, workers, strategy=strategy, content=content, **options)
