@@ -1,4 +1,4 @@
-"""Batch norm and what ResNet needs, against PyTorch in float64: values, gradients, running statistics, at odd shapes."""
+"""Batch norm and what ResNet needs, against PyTorch in float64: values, gradients, running statistics; odd shapes."""
 
 from __future__ import annotations
 

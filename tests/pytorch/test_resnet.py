@@ -1,4 +1,4 @@
-"""ResNet-18 beside torchvision's: its safetensors load by name; outputs, one step's gradients and running statistics agree."""
+"""ResNet-18 beside torchvision's: its safetensors load by name; outputs, gradients, running statistics agree."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Batch normalisation and its running statistics (Ioffe, Szegedy 2015).
 
-Inside a trainer the statistics are those of a shard (ghost batch norm: Hoffer, Hubara, Soudry 2017), so they do not know
-on how many ranks the batch is computed; what shards add to the running ones is summed as gradients are (arena.Buffer).
+Inside a trainer the statistics are those of a shard (ghost batch norm: Hoffer, Hubara, Soudry 2017), so they do not
+know on how many ranks the batch is computed; what shards add to the running ones is summed as gradients are
+(arena.Buffer).
 """
 
 from __future__ import annotations

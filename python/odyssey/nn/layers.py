@@ -180,7 +180,7 @@ class GroupNorm(Module):
 
 
 class BatchNorm1d(Module):
-    """Each channel of (N, C) or (N, C, L) with mean 0 and variance 1, times weight plus bias; see functional.batch_norm.
+    """Each channel of (N, C) or (N, C, L) with mean 0, variance 1, times weight plus bias; see functional.batch_norm.
 
     In a trainer mean and variance are those of a shard, whose size is `shard_size`. In evaluation mode the running ones
     are used: after each step running = (1 - momentum) running + momentum (mean over samples of the shards' statistics).
@@ -216,8 +216,8 @@ class BatchNorm1d(Module):
     def forward(self, x: Tensor) -> Tensor:
         if x.ndim not in self.axes:
             raise ShapeError(
-                f"[{type(self).__name__}] input {x.shape}; it must have {' or '.join(map(str, self.axes))} axes, (N, C, "
-                "...)"
+                f"[{type(self).__name__}] input {x.shape}; it must have {' or '.join(map(str, self.axes))} axes, "
+                "(N, C, ...)"
             )
         running = self.running_mean, self.running_var
         training = self.training or self.running_mean is None

@@ -95,8 +95,8 @@ class BasicBlock(Module):
 class ResNet18(Module):
     """ResNet-18 (He et al. 2016) with torchvision's names.
 
-    Images of at least 64 x 64 begin with a 7 x 7 convolution of stride 2 and a max-pool, as ImageNet's; smaller ones with a
-    3 x 3 convolution of stride 1, as is usual for CIFAR-10.
+    Images of at least 64 x 64 begin with a 7 x 7 convolution of stride 2 and a max-pool, as ImageNet's; smaller ones
+    with a 3 x 3 convolution of stride 1, as is usual for CIFAR-10.
     """
 
     def __init__(self, sample_shape: Shape = (3, 32, 32), classes: int = 10) -> None:
