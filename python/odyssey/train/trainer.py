@@ -265,6 +265,15 @@ class DistributedTrainer(EngineState):
             raise error
         return rate
 
+    @property
+    def base_rate(self) -> float:
+        """What the schedule's factor is multiplied with."""
+        return self.optimizer.lr * self._lr_factor
+
+    def scale_rate(self, factor: float) -> None:
+        """Multiplies the learning rate of all steps from here on; checkpoints keep it."""
+        self._lr_factor *= factor
+
     def _scale_rate(self, batch: int) -> None:
         """Once the batch size is known: sets, and says, what `lr_scaling` makes of the rate."""
         if self.lr_scaling == "none" or self._lr_scaled:
