@@ -42,10 +42,23 @@ _SHORT = {  # modules by the names that users import them by: `import odyssey.fu
     "trainer": "train.trainer",
     "verify": "audit.verify",
 }
-_MODULES = {*_SHORT, "callbacks", "comm", "data", "distributed", "errors", "nn", "optim", "parallel", "testing", "torch"}
+_MODULES = {
+    *_SHORT,
+    "callbacks",
+    "comm",
+    "data",
+    "distributed",
+    "errors",
+    "loggers",
+    "nn",
+    "optim",
+    "parallel",
+    "testing",
+    "torch",
+}
 
 if TYPE_CHECKING:
-    from . import callbacks, comm, data, distributed, errors, nn, optim, parallel, testing
+    from . import callbacks, comm, data, distributed, errors, loggers, nn, optim, parallel, testing
     from .audit import steplog, verify
     from .core import functional, placement, tensor
     from .core.own_ops import load_ops
@@ -86,6 +99,7 @@ __all__ = [
     "from_dlpack",
     "functional",
     "load_ops",
+    "loggers",
     "manual_seed",
     "nn",
     "no_grad",

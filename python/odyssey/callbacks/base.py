@@ -64,7 +64,10 @@ class Context:
     folder: Path | None = None  # of the checkpoints; None: there are none
     stop: str | None = None  # why the training is to stop here, to go on some other time: fit() raises Stopped
     finished: str | None = None  # why it is complete here: fit() returns
-    logged: dict[str, float] = dataclasses.field(default_factory=dict)  # what callbacks say since a logger wrote it
+    logged: dict[str, tuple[int, float]] = dataclasses.field(
+        default_factory=dict
+    )  # by log(): number of the call, value
+    log_calls: int = 0
     due: bool = False  # in on_epoch_end: a checkpoint of this moment is wanted
     marks: set[str] = dataclasses.field(default_factory=set)  # in on_checkpoint: further names of it, as links
     kept: set[int] = dataclasses.field(default_factory=set)  # likewise: steps whose checkpoints stay with the newest
@@ -96,7 +99,8 @@ class Context:
 
     def log(self, name: str, value: float) -> None:
         """Gives loggers a number: it stands with what they write next."""
-        self.logged[name] = float(value)
+        self.log_calls += 1
+        self.logged[name] = self.log_calls, float(value)
 
     def named(self) -> dict[str, Callback]:
         """The callbacks that were given to fit(), by the names that checkpoints have for them: Timer, Timer-2."""

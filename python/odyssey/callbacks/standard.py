@@ -1,7 +1,7 @@
 """The callbacks that come with odyssey: stopping early, keeping the best checkpoint, the learning rate, time.
 
-What they decide by is rank 0's, so all ranks decide alike; what they remember is in checkpoints, so a training that goes
-on decides as one that was never stopped.
+What they decide by is rank 0's, so all ranks decide alike; what they remember is in checkpoints, so a training that
+goes on decides as one that was never stopped.
 """
 
 from __future__ import annotations
@@ -194,7 +194,9 @@ class ModelCheckpoint(Monitor):
         if value is None or math.isnan(value):
             return
         sign = 1 if self.mode == "min" else -1
-        others = [one for one in self.top if one[1] != context.steps]  # an epoch may end twice, before and after a restart
+        others = [
+            one for one in self.top if one[1] != context.steps
+        ]  # an epoch may end twice, before and after a restart
         self.top = sorted([*others, (value, context.steps)], key=lambda one: sign * one[0])[: self.save_top_k]
         context.due = context.due or any(step == context.steps for _, step in self.top)
 
@@ -239,7 +241,9 @@ class Timer(Callback):
             ok = 3 <= len(parts) <= 4 and all(part.isdecimal() for part in parts)
             seconds = sum(int(p) * n for p, n in zip(parts[::-1], (1, 60, 3600, 86400), strict=False)) if ok else None
         ok = _number(seconds) and seconds > 0
-        return float(_check(self, "duration", given, ok, "give seconds above 0, a timedelta, or 'HH:MM:SS'") and seconds)
+        return float(
+            _check(self, "duration", given, ok, "give seconds above 0, a timedelta, or 'HH:MM:SS'") and seconds
+        )
 
     @property
     def elapsed(self) -> float:
@@ -269,7 +273,7 @@ class Timer(Callback):
 
 
 class LambdaCallback(Callback):
-    """Functions of a Context by the names of events: LambdaCallback(on_epoch_end=lambda context: print(context.record)).
+    """Functions of a Context by the names of events: LambdaCallback(on_epoch_end=lambda c: print(c.record)).
 
     Raises ConfigError: there is no such event.
     """
@@ -280,5 +284,7 @@ class LambdaCallback(Callback):
             if name not in events:
                 raise ConfigError(f"[LambdaCallback] {name!r} is no event{did_you_mean(name, events)}")
             if not callable(function):
-                raise ConfigError(f"[LambdaCallback] {name} is a {type(function).__name__}; give a function of a Context")
+                raise ConfigError(
+                    f"[LambdaCallback] {name} is a {type(function).__name__}; give a function of a Context"
+                )
             setattr(self, name, function)

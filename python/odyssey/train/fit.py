@@ -28,7 +28,7 @@ from ..errors import ConfigError, NumericsError
 from ..parallel.plan import default_shard_size, idle, shard_count
 from ..watch import slot
 from . import agreement, resume
-from .progress import Shown, make
+from .progress import Shown, make, tell
 from .requests import Requests
 from .session import Session
 
@@ -52,6 +52,7 @@ class Trainer:
     steps = 0
     last: Step | None = None  # step
     _session: Session | None = None  # of the fit() that is under way
+    _shown: Any = None  # the progress of a fit() whose trainer was given none
 
     # --- what a subclass may do, beside what Trainable asks of it ---
 
@@ -163,10 +164,10 @@ class Trainer:
             raise Rollback
 
     def say(self, line: str) -> None:
-        """One line to the user, from rank 0, without tearing a progress bar."""
+        """One line to the user, from rank 0, without tearing a progress bar; to Python's logger "odyssey" where the
+        program has made use of that (progress.LOGGER)."""
         if self.comm.rank == 0:
-            say = getattr(self.progress, "say", None) or (lambda text: print(f"odyssey: {text}", file=sys.stderr))
-            say(line)
+            tell(getattr(self._shown or self.progress, "say", None), line)
 
     # --- epochs ---
 
@@ -266,6 +267,7 @@ class Trainer:
         finally:
             self._session, context.callbacks = None, self.callbacks
             session.close()
+            self._shown = None
         if self.mode.own_loop:
             self.say(self.mode.summary(history.records[-1]))
         return history
@@ -275,7 +277,7 @@ class Trainer:
     def _listeners(self, session: Session, verbose: bool) -> list[Callback]:
         """Who hears of a fit(), in this order."""
         given = self.context.given
-        progress = self.progress or make(self.comm.rank > 0 or not verbose, sys.stderr)
+        self._shown = progress = self.progress or make(self.comm.rank > 0 or not verbose, sys.stderr)
         listeners: list[Callback] = [] if progress is None else [Shown(progress)]
         if session.run is not None and self.mode.together:  # where ranks step apart there is no step of all
             listeners.append(Records(self, session.log, session.run.attempt))
@@ -321,7 +323,9 @@ class Trainer:
         context = self.context
         history, before = context.history, dataclasses.replace(context.tally)  # what was done before a checkpoint
         sent, plain = self.traffic()
+        now = time.perf_counter()
         context.emit("on_epoch_start")
+        session.leave_out(time.perf_counter() - now)  # loggers open their files there
         if own_steps(train_loader):
             batches = train_loader.steps(
                 pieces=context.pieces, join=self.accumulation_steps, part=self._part(training=True)

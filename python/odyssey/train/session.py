@@ -209,7 +209,7 @@ class Session:
         if not self.trainer.mode.together and self.comm.rank:
             tally.put(0.0, 0.0, dict.fromkeys(tally.named, 0.0))  # rank 0 has those of all ranks
         self.context.cursor, self.context.tally = cursor, tally
-        self._restored = {key: values.get(key) or {} for key in ("callbacks", "finished")}
+        self._restored = {key: values.get(key) or {} for key in ("callbacks", "finished", "logged")}
         self._before, self._since = seconds, time.perf_counter()
         vars(self.context.history).update(vars(history))
         self._saved = snapshot.step
@@ -221,6 +221,8 @@ class Session:
         """Gives callbacks their states of the checkpoint that was put back, after on_fit_start; a training that one of
         them had finished is left so, unless that one has changed its mind."""
         context, restored, self._restored = self.context, self._restored, {}
+        logged = {name: (int(n), math.nan if v is None else v) for name, (n, v) in restored.get("logged", {}).items()}
+        context.logged, context.log_calls = logged, max((n for n, _ in logged.values()), default=0)
         named = context.named()
         for name, state in restored.get("callbacks", {}).items():
             if name in named:
@@ -281,6 +283,10 @@ class Session:
     def seconds(self) -> float:
         """Seconds that training has taken in this epoch so far."""
         return self._before + time.perf_counter() - self._since
+
+    def leave_out(self, seconds: float) -> None:
+        """These were no training."""
+        self._since += seconds
 
     @property
     def finished(self) -> bool:
@@ -470,8 +476,9 @@ class Session:
         if self.saving.nondeterministic:
             kept["nondeterministic data"] = True
         named = self.context.named()
-        if states := {name: state for name, callback in named.items() if (state := _state(name, callback))}:
-            kept["callbacks"] = states
+        if named:
+            kept["logged"] = _finite(self.context.logged)
+            kept["callbacks"] = {name: _state(name, callback) for name, callback in named.items()}
         if self.context.finished is not None:
             by = next((name for name, callback in named.items() if callback is self.context.finisher), None)
             kept["finished"] = {"by": by, "why": self.context.finished}
