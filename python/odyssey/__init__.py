@@ -23,6 +23,7 @@ _HOME = {
     "Tensor": "core.tensor",
     "no_grad": "core.tensor",
     "autocast": "core.precision",
+    "load": "train.saved",
     "load_ops": "core.own_ops",
     "load_torch": "torch.weights",
     "from_dlpack": "core.tensor",
@@ -72,6 +73,7 @@ if TYPE_CHECKING:
     from .parallel.compression import GradientCompression
     from .parallel.mesh import Mesh
     from .train import trainer
+    from .train.saved import load
     from .train.trainer import DistributedTrainer, History
 
 __all__ = [
@@ -98,6 +100,7 @@ __all__ = [
     "errors",
     "from_dlpack",
     "functional",
+    "load",
     "load_ops",
     "loggers",
     "manual_seed",

@@ -36,7 +36,7 @@ from ..watch import entry, slot
 from ..watch.files import parse_json, read_json, write_json
 from ..watch.outputs import finite
 from ..watch.runs import Run
-from . import agreement, resume
+from . import agreement, resume, saved
 
 RESUME = ("auto", "never")
 EARLIER = ("history", "records")  # file and tensor of a checkpoint: JSON of all epochs' records but the last one's
@@ -477,7 +477,7 @@ class Session:
             kept["nondeterministic data"] = True
         named = self.context.named()
         if named:
-            kept["logged"] = _finite(self.context.logged)
+            kept["logged"] = finite(self.context.logged)
             kept["callbacks"] = {name: _state(name, callback) for name, callback in named.items()}
         if self.context.finished is not None:
             by = next((name for name, callback in named.items() if callback is self.context.finisher), None)
@@ -491,6 +491,7 @@ class Session:
             "numerics": self.trainer.numerics.state_dict(),
             "epochs": self.context.epochs,
             "origin": self._origin,
+            "recipe": saved.recipe(self.trainer, self.loader),
         }
 
     # --- end ---
