@@ -122,6 +122,12 @@ class Arena:
         self._params = None
         self._addresses.pop(native.PARAMS)
 
+    @property
+    def frozen(self) -> list[tuple[int, int]]:
+        """Runs (first, one past the last) of parameters that are not to be trained, in order."""
+        sizes = ((self.offsets[name], p) for name, p in self.named if not p.requires_grad)
+        return [(at, at + -(-p.size // ALIGN) * ALIGN) for at, p in sizes if at < self.trained]
+
     @contextmanager
     def lent(self, flat: np.ndarray) -> Iterator[None]:
         """Ops that run inside read the parameters from an array of this layout: where ranks have parts of them."""

@@ -190,9 +190,7 @@ class Module:
         """Parameters and buffers by name, as copies."""
         return {name: p.data.copy() for name, p in self._state()}
 
-    def load_state_dict(
-        self, state: Mapping[str, np.ndarray], strict: bool = True
-    ) -> tuple[list[str], list[str]]:
+    def load_state_dict(self, state: Mapping[str, np.ndarray], strict: bool = True) -> tuple[list[str], list[str]]:
         """Copies values in. Nothing is changed unless all names and shapes fit.
 
         strict: False: names that are missing keep their values, and unknown ones are left out.

@@ -48,6 +48,7 @@ class Trainer:
     callbacks: list[Callback]  # those that the environment asks for
     context: Context  # of the fit() that is under way, or the last one
     replicas: int  # that share out a batch
+    data_source: dict[str, Any] = {}  # what checkpoints say of where the data are
     data_configuration: dict[str, Any]  # of the data of fit(), to compare with a checkpoint's
     steps = 0
     last: Step | None = None  # step

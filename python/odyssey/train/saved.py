@@ -22,7 +22,7 @@ from ..data import ArrayDataset, Batch
 from ..data.trees import mapped
 from ..errors import CheckpointError, ConfigError, ShapeError
 from ..nn import module as modules
-from ..parallel.plan import share, shard_count
+from ..parallel.plan import shard_count, share
 from . import resume
 
 LISTS = {"Sequential": nn.Sequential, "ModuleList": nn.ModuleList}
@@ -101,7 +101,12 @@ class Saved:
 def found(path: str | Path) -> tuple[Snapshot, str]:
     """The checkpoint of a path: one, the newest of a directory of them, or of a run."""
     path = Path(path)
-    return resume.find(path / "checkpoints" if (path / "checkpoints").is_dir() else path, lambda line: None)
+    try:
+        return resume.find(path / "checkpoints" if (path / "checkpoints").is_dir() else path, lambda line: None)
+    except CheckpointError as problem:
+        if "no valid checkpoint" not in str(problem):
+            raise
+        raise CheckpointError(f"[load] {path} has no valid checkpoint; name a run, or a directory that has") from None
 
 
 def opened(path: str | Path, model: nn.Module | None = None) -> Saved:
@@ -203,6 +208,10 @@ def _forward(model: nn.Module, batch: Batch, lo: int, hi: int) -> np.ndarray:
 def batches_of_array(x: np.ndarray) -> Iterable[Batch]:
     """Samples (N, ...) float32, as they are given to a model, in batches."""
     data = ArrayDataset(
-        x, np.zeros(len(x), np.int32), 1, *(np.full(x.shape[1] if x.ndim > 2 else 1, v, np.float32) for v in (1, 0)), "x"
+        x,
+        np.zeros(len(x), np.int32),
+        1,
+        *(np.full(x.shape[1] if x.ndim > 2 else 1, v, np.float32) for v in (1, 0)),
+        "x",
     )
     return [Batch(data, np.arange(a, min(a + 8192, len(x))), 0, i) for i, a in enumerate(range(0, len(x), 8192))]

@@ -202,7 +202,7 @@ class EngineState(Sharing):
         kind = "tree" if strategy.same_bits else repr(strategy)
         return as_json(
             {
-                "model": [[name, list(p.shape)] for name, p in self.arena.named],
+                "model": [[name, list(p.shape), *["frozen"] * (not p.requires_grad)] for name, p in self.arena.named],
                 "optimizer": [type(optimizer).__name__, sorted(settings.items())],
                 "shard size": self.shard_size,
                 "layers": modules,

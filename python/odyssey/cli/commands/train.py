@@ -197,6 +197,8 @@ def run(made: Settings, *, verbose: bool = False) -> None:
         with_what["loss"] = None if train_set.classes else nn.MSELoss()
         with_what["metrics"] = None if made.metrics is None else [n.strip() for n in made.metrics.split(",")]
         trainer = DistributedTrainer(model=model, optimizer=optimizer, **with_what, **keywords)
+    where = None if made.data_dir is None else os.path.abspath(made.data_dir)
+    trainer.data_source = {"source": {"dataset": made.dataset, "data_dir": where, **own}}
     if first:
         _tell_what_is_trained(made, trainer, world, warnings, verbose)
     gc.freeze()
