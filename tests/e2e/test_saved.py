@@ -66,13 +66,31 @@ def test_the_model_of_a_checkpoint(tmp_path):
     assert np.array_equal(nn.Linear(2, 2).weight.data, a)  # what is made next is what it would have been
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"class": "Linear", "arguments": {"in_features": 10**5, "out_features": 10**5}},
+        {"class": "LayerNorm", "arguments": {"features": 10**12}},
+        {"class": "manual_seed", "arguments": {"seed": 1}},
+        {"class": "Module.__init__", "arguments": {}},
+        {"class": "Linear", "arguments": {"in_features": "x"}},
+        {"class": "Sequential", "parts": [{}]},
+        {"class": "Sequential", "parts": 3},
+        {"class": ["Linear"], "arguments": {}},
+    ],
+)
+def test_a_hostile_recipe_makes_nothing(said):
+    with pytest.raises((KeyError, TypeError, ValueError, AttributeError, ConfigError)):
+        saved.build(said, 10_000)
+
+
 def test_what_load_says_where_it_cannot_build_the_model(tmp_path):
     trainer = trained(tmp_path / "own", Own())
     with pytest.raises(ConfigError, match=r"is of a model of your own, Own of .*test_saved.py; build it and give odys"):
         odyssey.load(tmp_path / "own")
     model = odyssey.load(tmp_path / "own", Own())
     assert np.array_equal(model.a.weight.data, trainer.model.a.weight.data)
-    with pytest.raises(ConfigError, match=r"a.bias has shape \(8,\), not \(9,\); the model was changed"):
+    with pytest.raises(ConfigError, match=r"a.weight has shape \(8, 6\), not \(9, 6\); the model was changed"):
         odyssey.load(tmp_path / "own", Own(9))
     with pytest.raises(ConfigError, match="is of a model of your own, Own of"):
         trained(tmp_path / "within", nn.Sequential(Own()))
@@ -104,7 +122,7 @@ def test_predictions_are_the_same_on_any_ranks():
     alone, result = work(None)
     assert alone.shape == (70, 3) and np.mean(alone.argmax(1) == SET.labels) == pytest.approx(result.accuracy)
     for ranks, layout in ((2, LAYOUTS[0]), (3, LAYOUTS[3]), (4, LAYOUTS[4])):
-        for found, _ in mock.run(ranks, work, **layout):
+        for found, _ in mock.run(ranks, lambda comm, layout=layout: work(comm, **layout)):
             assert np.array_equal(found, alone), layout
 
 
@@ -129,7 +147,7 @@ def test_frozen_parameters_keep_their_bits_and_others_theirs_on_all_layouts(froz
     assert alone == work(None, execution="eager")
     for layout in LAYOUTS:
         ranks = 2 if "mesh" in layout else 3
-        assert set(mock.run(ranks, work, **layout)) == {alone}, layout
+        assert set(mock.run(ranks, lambda comm, layout=layout: work(comm, **layout))) == {alone}, layout
 
 
 def test_frozen_layers_are_those_of_pytorch():
@@ -144,7 +162,7 @@ def test_frozen_layers_are_those_of_pytorch():
     trainer.fit([(SET.images[:32], SET.labels[:32])], epochs=3, verbose=False)
     for _ in range(3):
         optimizer.zero_grad()
-        x, y = torch.from_numpy(SET.images[:32]), torch.from_numpy(SET.labels[:32].astype(np.int64))
+        x, y = torch.tensor(SET.images[:32]), torch.from_numpy(SET.labels[:32].astype(np.int64))
         torch.nn.functional.cross_entropy(theirs(x), y).backward()
         optimizer.step()
     for ours, p in zip(model.parameters(), theirs.parameters(), strict=True):

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import json
+import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -25,6 +26,7 @@ from ..errors import ConfigError, ShapeError
 class _Init(threading.local):
     seed = 0
     stream = 0
+    left: int | None = None  # numbers that may still be made; None: any
 
 
 _init = _Init()
@@ -44,7 +46,11 @@ def manual_seed(seed: int) -> None:
 
 
 def uniform(shape: tuple[int, ...], bound: float) -> Parameter:
-    """A parameter with numbers from [-bound, bound)."""
+    """A parameter with numbers from [-bound, bound). Raises ConfigError: there would be more than `limited` allows."""
+    if _init.left is not None:
+        _init.left -= math.prod(shape)
+        if _init.left < 0:
+            raise ConfigError(f"a parameter {shape} is more than there may be")
     p = Parameter(np.zeros(shape, np.float32))
     Eager().emit("uniform", p.memory, p.size, _init.seed, _init.stream, -float(bound), float(bound))
     _init.stream += 1
@@ -54,6 +60,19 @@ def uniform(shape: tuple[int, ...], bound: float) -> Parameter:
 def normal(shape: tuple[int, ...]) -> Parameter:
     """A parameter with numbers of mean 0 and variance 1: sums of twelve uniform ones (the bits of no library's log)."""
     return Parameter(uniform((12, *shape), 0.5).data.sum(axis=0))
+
+
+@contextlib.contextmanager
+def limited(numbers: int) -> Iterator[None]:
+    """Modules that are made inside have at most so many initial values; those made afterwards have the values that they
+    would have without."""
+    before = vars(_init).copy()
+    _init.left = numbers
+    try:
+        yield
+    finally:
+        vars(_init).clear()
+        vars(_init).update(before)
 
 
 # --- modules -----------------------------------------------------------------------------------

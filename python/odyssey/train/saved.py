@@ -7,6 +7,7 @@ that is: nothing of it is run or unpickled.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import inspect
 from collections.abc import Iterable
 from pathlib import Path
@@ -21,7 +22,7 @@ from ..core.tensor import Tensor, no_grad
 from ..data import ArrayDataset, Batch
 from ..data.trees import mapped
 from ..errors import CheckpointError, ConfigError, ShapeError
-from ..nn import module as modules
+from ..nn.module import limited
 from ..parallel.plan import shard_count, share
 from . import resume
 
@@ -72,16 +73,26 @@ def of_data(data: Any) -> dict[str, Any]:
     return found if data is not None else {}
 
 
-def build(said: dict[str, Any]) -> nn.Module:
-    """A model as of_model() says. Raises KeyError, TypeError or a ConfigError where it says something else."""
+def build(said: dict[str, Any], most: int = 2**31) -> nn.Module:
+    """A model as of_model() says, of at most so many numbers. Raises KeyError, TypeError, ValueError or a ConfigError
+    where it says something else."""
+    with limited(most):
+        return _build(said, most)
+
+
+def _build(said: dict[str, Any], most: int) -> nn.Module:
     name = said["class"]
     if name in LISTS:
-        parts = [build(part) for part in said["parts"]]
+        parts = [_build(part, most) for part in said["parts"]]
         return nn.Sequential(*parts) if name == "Sequential" else nn.ModuleList(parts)
     kind = getattr(nn, name) if name in nn.__all__ else None
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
         raise KeyError(name)
-    return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in said["arguments"].items()})
+    given = {k: tuple(v) if isinstance(v, list) else v for k, v in said["arguments"].items()}
+    sizes = (n for v in given.values() for n in (v if isinstance(v, tuple) else (v,)) if isinstance(n, int))
+    if any(n > max(most, 1 << 16) for n in sizes):
+        raise ValueError(f"{name}{given} is larger than its weights")
+    return kind(**given)
 
 
 # --- the model of a checkpoint ---------------------------------------------------------------------------------------
@@ -121,16 +132,18 @@ def opened(path: str | Path, model: nn.Module | None = None) -> Saved:
             raise ConfigError(f"[load] {name} is of a model of your own, {said['user code']} of {where}; {todo}")
         if not said:
             raise ConfigError(f"[load] {name} does not say what its model is, as it is of an older version; {todo}")
-        before = modules._init.seed, modules._init.stream
         try:
-            model = build(said)
-        except (KeyError, TypeError, ValueError, ConfigError) as problem:
+            model = build(said, sum(value.size for value in weights.values()))
+        except (KeyError, TypeError, ValueError, AttributeError, ConfigError) as problem:
             raise CheckpointError(f"[load] {name}: its model cannot be built: {problem}; {todo}") from problem
-        finally:
-            modules._init.seed, modules._init.stream = before
     try:
-        model.load_state_dict(weights)
-    except ShapeError as problem:
+        if isinstance(model, nn.Module):
+            model.load_state_dict(weights)
+        else:  # a torch module; that room is above
+            importlib.import_module("odyssey.torch.weights").to_torch(
+                {**weights, **snapshot.arrays.get("buffers", {})}, model
+            )
+    except (ShapeError, RuntimeError, AttributeError) as problem:
         raise ConfigError(f"[load] {name}: {problem}; the model was changed after it was built: give it") from problem
     return Saved(model.eval(), about.get("data") or {}, about.get("loss") or "", name, snapshot.step)
 
