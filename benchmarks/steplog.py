@@ -1,4 +1,4 @@
-"""What the step log costs: microseconds of a fingerprint and of a record.
+"""What the step log and loggers cost: microseconds of a fingerprint, of a record, of callbacks per step.
 
     python benchmarks/steplog.py
 
@@ -12,11 +12,17 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 
+from odyssey import loggers
 from odyssey.audit.steplog import Record, StepLog
+from odyssey.callbacks import Context, LearningRateMonitor
+from odyssey.checkpoints.trainable import Step
+from odyssey.comm import Communicator
 from odyssey.core import fingerprint, native
+from odyssey.errors import ConfigError
 
 ROUNDS = 21
 LENET5 = 61_706  # floats
@@ -46,6 +52,32 @@ def main() -> None:
             log.append(Record(next(steps), 3, 100, 64, 2.3, 1 << 63, 1 << 62, 0.1, True, 1))
 
         print(f"record                            {microseconds(append, 5000):9.2f} us")
+        loggers_and_callbacks(Path(folder))
+
+
+def loggers_and_callbacks(folder: Path) -> None:
+    """Per step: the events of a step, and a row of each logger that is installed, flushed as at every hundredth."""
+    trainer = SimpleNamespace(steps=0, comm=Communicator(), say=print, configuration=dict)
+    context = Context(trainer)
+    context.step = Step(2.3, 1.0, 0.1, True, None, {})
+    for name in ("csv", "jsonl", "tensorboard"):
+        try:
+            (logger,) = loggers.named(name, folder / name, 1)
+        except ConfigError as problem:
+            print(f"{name}: {problem}")
+            continue
+        context.callbacks = context.given = (LearningRateMonitor(), logger)
+        context.emit("on_fit_start")
+        context.emit("on_epoch_start")
+
+        def step(context: Context = context) -> None:
+            trainer.steps += 1
+            context.emit("on_step_end")
+
+        print(f"a row of {name:<12}             {microseconds(step, 500):9.2f} us")
+        logger.log_every_n_steps = 10
+        print(f"with log_every_n_steps=10         {microseconds(step, 500):9.2f} us")
+        context.emit("on_fit_end")
 
 
 if __name__ == "__main__":

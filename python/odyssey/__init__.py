@@ -23,6 +23,7 @@ _HOME = {
     "Tensor": "core.tensor",
     "no_grad": "core.tensor",
     "autocast": "core.precision",
+    "load": "train.saved",
     "load_ops": "core.own_ops",
     "load_torch": "torch.weights",
     "from_dlpack": "core.tensor",
@@ -42,10 +43,23 @@ _SHORT = {  # modules by the names that users import them by: `import odyssey.fu
     "trainer": "train.trainer",
     "verify": "audit.verify",
 }
-_MODULES = {*_SHORT, "comm", "data", "distributed", "errors", "nn", "optim", "parallel", "testing", "torch"}
+_MODULES = {
+    *_SHORT,
+    "callbacks",
+    "comm",
+    "data",
+    "distributed",
+    "errors",
+    "loggers",
+    "nn",
+    "optim",
+    "parallel",
+    "testing",
+    "torch",
+}
 
 if TYPE_CHECKING:
-    from . import comm, data, distributed, errors, nn, optim, parallel, testing
+    from . import callbacks, comm, data, distributed, errors, loggers, nn, optim, parallel, testing
     from .audit import steplog, verify
     from .core import functional, placement, tensor
     from .core.own_ops import load_ops
@@ -59,6 +73,7 @@ if TYPE_CHECKING:
     from .parallel.compression import GradientCompression
     from .parallel.mesh import Mesh
     from .train import trainer
+    from .train.saved import load
     from .train.trainer import DistributedTrainer, History
 
 __all__ = [
@@ -76,6 +91,7 @@ __all__ = [
     "Stage",
     "Tensor",
     "autocast",
+    "callbacks",
     "checkpoint",
     "comm",
     "data",
@@ -84,7 +100,9 @@ __all__ = [
     "errors",
     "from_dlpack",
     "functional",
+    "load",
     "load_ops",
+    "loggers",
     "manual_seed",
     "nn",
     "no_grad",

@@ -122,6 +122,7 @@ class Optimizer:
         if self.mirror is not None:
             self.mirror.read()
         lib = native.library()
+        updates = self.trained(updates)
         n = len(updates)
         self.steps += 1
         rules = [r for u in updates for r in self.records(lib, u, divisor, lr, divisor if samples is None else samples)]
@@ -150,6 +151,21 @@ class Optimizer:
             at, one = u.params + 4 * n, native.float_bits(1.0)
             found.append([lib.codes["sgd"], at, at, u.grads + 4 * n, samples, u.n - n, one, 0, 0, 0])
         return found
+
+    def trained(self, updates: Sequence[Update]) -> Sequence[Update]:
+        """The same without the parameters that are frozen (requires_grad=False)."""
+        frozen = [] if self.arena is None else self.arena.frozen
+        if not frozen:
+            return updates
+        pieces = []
+        for u in updates:
+            at, end = u.at, u.at + u.n
+            for lo, hi in [*frozen, (end, end)]:
+                if at < (stop := min(lo, end)):
+                    d = at - u.at
+                    pieces.append(Update(u.params + 4 * d, u.grads + 4 * d, u.state + d, stop - at, at, u.arrays))
+                at = max(at, min(hi, end))
+        return pieces
 
     def _record(self, lib: native.Library, u: Update, divisor: int, lr: float) -> list[int]:
         """The update of one run as a record of ops.mojo."""

@@ -122,13 +122,13 @@ ROOMS = (
     "distributed",
     "cli",
 )
-#: Front ends and what is added to a session: above the rooms (callbacks: the interface alone lies below its users).
+#: Front ends and what is added to a session: above the rooms (callbacks, loggers: they lie below their users).
 FRONT_ENDS = ("callbacks", "loggers", "testing", "mojo", "torch", "horovod", "ray", "tune")
-ORDER = (*ROOMS[: ROOMS.index("audit")], "callbacks", *ROOMS[ROOMS.index("audit") :], *FRONT_ENDS[1:])
+ORDER = (*ROOMS[: ROOMS.index("audit")], *FRONT_ENDS[:2], *ROOMS[ROOMS.index("audit") :], *FRONT_ENDS[2:])
 BUDGETS = {  # lines of all its files together
     "mojo": 14_000,
     "shared/training": 3_150,
-    "python/odyssey": 40_800,
+    "python/odyssey": 43_000,
     "python/odyssey/comm": 3_945,
     "python/odyssey/parallel": 3_660,
     "python/odyssey/distributed": 2_040,

@@ -153,7 +153,7 @@ def test_the_scale_comes_down_until_steps_are_taken(capfd):
 
 def test_the_scale_grows(capfd):
     t = trainer("fp16", scaler_init_scale=2.0**4, scaler_growth_interval=4)
-    t.fit(loader(320), epochs=1)
+    t.fit(loader(320), epochs=1, verbose=False)
     assert t.scaler.value == 2.0**6
     assert capfd.readouterr().err == ""
 

@@ -19,6 +19,7 @@ if not hasattr(importlib.util.find_spec("torch"), "origin") or importlib.util.fi
 
 import safetensors.torch
 import torch
+from safetensors.numpy import load_file
 from torch import nn
 
 import odyssey
@@ -85,6 +86,55 @@ def test_the_example_has_the_same_bits_on_two_ranks(launch):
     said = [launch.python(example, "--steps", 3, ranks=ranks).stdout for ranks in (0, 2)]
     assert [line.partition(" ")[0] for line in said] == ["1", "2"]
     assert said[0].partition(":")[2] == said[1].partition(":")[2] != ""
+
+
+CALLED = """
+import sys
+import torch
+from torch import nn
+from odyssey import callbacks, loggers
+from odyssey.torch import DistributedTrainer
+from odyssey.errors import Stopped
+
+class Wish(callbacks.Callback):
+    def on_step_end(self, context):
+        if context.steps == int(sys.argv[2]) and context.trainer.comm.rank == context.trainer.comm.size - 1:
+            context.stop = "a wish"
+        elif context.steps == 13 and context.trainer.comm.rank == 0:
+            context.finish("a wish")
+
+torch.manual_seed(0)
+module = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Dropout(0.2), nn.Linear(5, 3))
+trainer = DistributedTrainer(module, torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9), shard_size=4)
+x, y = torch.randn(40, 6), torch.arange(40) % 3
+batches = [(x[i : i + 16], y[i : i + 16]) for i in range(0, 40, 16)]
+best = callbacks.ModelCheckpoint("test_loss", save_top_k=2)
+given = [Wish(), callbacks.ReduceLROnPlateau(patience=1, min_delta=1.0), callbacks.LearningRateMonitor(), best]
+logger = loggers.CSVLogger(sys.argv[1], 2)
+try:
+    history = trainer.fit(batches, batches[:1], epochs=9, checkpoint_dir=sys.argv[1], callbacks=[*given, logger])
+except Stopped as end:
+    sys.exit(end.exit_code)
+sha = trainer.weights_sha256()
+if trainer.comm.rank == 0:
+    rows = [line.split(",")[:3] for line in logger.path.read_text().splitlines()]
+    print(trainer.steps, sha, best.top, [record["lr"] for record in history.records], rows)
+"""
+
+
+def test_callbacks_and_loggers_have_the_same_bits_on_any_ranks_and_after_a_stop(launch):
+    program = launch.folder / "called.py"
+    program.write_text(CALLED)
+    alone = launch.python(program, "a", 0)
+    assert alone.stdout.startswith("13 ") and "0.1, 0.010000000000000002, 0.001" in alone.stdout, alone.stderr
+    assert launch.python(program, "b", 7, ranks=3).returncode == 75
+    assert launch.python(program, "b", 0, ranks=2).stdout == alone.stdout
+    module = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Dropout(0.2), nn.Linear(5, 3))
+    with pytest.raises(ConfigError, match="a model of your own, Sequential of .*; build it and give odyssey.load"):
+        odyssey.load(launch.folder / "a" / "last")
+    weights = load_file(launch.folder / "a" / "last" / "parameters.safetensors")
+    odyssey.load(launch.folder / "a" / "last", module)
+    assert all(np.array_equal(p.detach().numpy(), weights[name]) for name, p in module.named_parameters())
 
 
 # --- in one process ---------------------------------------------------------------------------------------------------

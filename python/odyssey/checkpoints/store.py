@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -67,6 +67,7 @@ class Store:
             )
         self.folder = Path(os.path.abspath(folder))
         self.keep, self.attempt, self.owner, self.key, self.tell = keep, attempt, owner, key, tell
+        self.kept: frozenset[int] = frozenset()  # steps whose checkpoints stay beside the newest
         self._valid: set[str] = set()  # names that this process has written or verified
         self._staged: dict[tuple[str, str], np.ndarray] = {}  # copies of the arrays that are being written
         from concurrent.futures import Future, ThreadPoolExecutor
@@ -171,8 +172,9 @@ class Store:
 
     # --- writing ---------------------------------------------------------------------------------------------------
 
-    def save(self, snapshot: Snapshot) -> Path:
+    def save(self, snapshot: Snapshot, marks: Sequence[str] = ()) -> Path:
         """Writes a checkpoint, whole or not at all, then removes those that are too old; returns its directory.
+        `marks`: see `mark`.
 
         One of the same step stays if it is valid and says the same; else it is replaced, unless a later attempt wrote
         it. Raises NumericsError: parameters or optimizer hold NaN or infinity. OutputError: it cannot be written; the
@@ -180,9 +182,9 @@ class Store:
         """
         self.wait()
         arrays = {stem: {name: _plain(one) for name, one in some.items()} for stem, some in snapshot.arrays.items()}
-        return self._save(self._checked(Snapshot(snapshot.step, arrays, snapshot.values)))
+        return self._save(self._checked(Snapshot(snapshot.step, arrays, snapshot.values)), marks)
 
-    def save_later(self, snapshot: Snapshot) -> None:
+    def save_later(self, snapshot: Snapshot, marks: Sequence[str] = ()) -> None:
         """Copies a snapshot, which may change after the call, and writes it on a thread.
 
         Waits for the save before it. What that one raised is raised here, and then this snapshot is not taken. Raises
@@ -201,7 +203,22 @@ class Store:
                 np.copyto(copy, one)
                 arrays[stem][name] = staged[stem, name] = copy
         self._staged = staged
-        self._writing = self._thread.submit(self._save, self._checked(Snapshot(snapshot.step, arrays, snapshot.values)))
+        checked = self._checked(Snapshot(snapshot.step, arrays, snapshot.values))
+        self._writing = self._thread.submit(self._save, checked, marks)
+
+    def mark(self, step: int, names: Sequence[str]) -> None:
+        """Gives the checkpoint of a step further names in this directory: links, put in place of what they were.
+        Raises OutputError."""
+        for name in names:
+            aside = self.folder / f".{name}.{host_name()}.{os.getpid()}"
+            try:
+                aside.unlink(missing_ok=True)
+                aside.symlink_to(step_name(step))
+                os.replace(aside, self.folder / name)
+            except OSError as problem:
+                raise OutputError(
+                    f"[checkpoint] {self._place}/{name} cannot be made a link to {step_name(step)}: {problem.strerror}"
+                ) from problem
 
     def wait(self) -> None:
         """Waits for the save in the background, if there is one. Raises OutputError: it failed, as in `save`. Raised
@@ -220,7 +237,7 @@ class Store:
                 check_finite(snapshot.step, stem, name, one)
         return dataclasses.replace(snapshot, values=plain_values(snapshot.step, snapshot.values))
 
-    def _save(self, snapshot: Snapshot) -> Path:
+    def _save(self, snapshot: Snapshot, marks: Sequence[str]) -> Path:
         step, name, written = snapshot.step, step_name(snapshot.step), False
         try:
             self._hold()
@@ -249,6 +266,7 @@ class Store:
                     f"[checkpoint] {name} is in place, but {self._place} cannot be flushed to the disk: "
                     f"{problem.strerror}; a power failure may lose it"
                 ) from problem
+        self.mark(step, marks)
         self._remove_old(name)
         return self.path_of(step)
 
@@ -301,7 +319,7 @@ class Store:
         found = 1
         try:
             for name in reversed(self.names()):
-                if name == saved:
+                if name == saved or step_of(name) in self.kept:
                     continue
                 if found >= self.keep:
                     remove(self.folder / name, self._aside(step_of(name) or 0, "old"))

@@ -226,6 +226,13 @@ class Trainable(Protocol):
     def take_step(self, batch: Batch) -> Step:
         """One optimizer step over a global batch."""
 
+    @property
+    def base_rate(self) -> float:
+        """The learning rate, without what a schedule makes of it; not collective."""
+
+    def scale_rate(self, factor: float) -> None:
+        """Multiplies the learning rate from here on; on all ranks alike, not collective."""
+
     def configuration(self) -> dict[str, Any]:
         """What decides the bits of the training, as JSON values by the names that users know; not collective."""
 

@@ -7,7 +7,8 @@ is a range, and the SHA-256 of the training is that of one buffer.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -120,6 +121,24 @@ class Arena:
         """The ranks keep parts of the parameters from here on (parallel/zero.py)."""
         self._params = None
         self._addresses.pop(native.PARAMS)
+
+    @property
+    def frozen(self) -> list[tuple[int, int]]:
+        """Runs (first, one past the last) of parameters that are not to be trained, in order."""
+        sizes = ((self.offsets[name], p) for name, p in self.named if not p.requires_grad)
+        return [(at, at + -(-p.size // ALIGN) * ALIGN) for at, p in sizes if at < self.trained]
+
+    @contextmanager
+    def lent(self, flat: np.ndarray) -> Iterator[None]:
+        """Ops that run inside read the parameters from an array of this layout: where ranks have parts of them."""
+        before = self._addresses.get(native.PARAMS)
+        self._addresses[native.PARAMS] = flat.ctypes.data
+        try:
+            yield
+        finally:
+            self._addresses.pop(native.PARAMS)
+            if before is not None:
+                self._addresses[native.PARAMS] = before
 
     def address(self, space: int) -> int:
         """Where the parameters (native.PARAMS) or the gradients (native.GRADS) start."""

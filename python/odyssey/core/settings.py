@@ -317,6 +317,12 @@ class Settings(Training):
         OUTPUT, None, "write the weights at the end", "not written", metavar="FILE.safetensors"
     )
     json: Path | None = setting(OUTPUT, None, "write the results at the end", "not written")
+    log: str | None = setting(
+        OUTPUT, None, "write the figures of steps and epochs: csv, jsonl, tensorboard, mlflow, wandb, or several of "
+        "them with commas", "not written", metavar="NAMES"
+    )
+    log_dir: Path | None = setting(OUTPUT, None, "where --log writes", "logs, in the run directory if there is one")
+    log_every_n_steps: int = setting(OUTPUT, 10, "steps between two that --log writes", low=1)
     no_progress: bool = setting(
         OUTPUT, False, "print the summary line only", "progress is shown", flags=("--no-progress", "-q", "--quiet"),
         alike=False

@@ -49,6 +49,7 @@ class ArrayDataset:
     scale, shift: (C,) float32, (1,) for (N, F); a pixel p of channel c stands for the value p * scale[c] + shift[c].
         Trees are taken as they are.
     name: what error messages call it.
+    columns, class_names: of (N, F) that come from a table, and what classes are called, where that is known.
     Raises DataError where one of these does not hold.
     """
 
@@ -58,6 +59,8 @@ class ArrayDataset:
     scale: np.ndarray
     shift: np.ndarray
     name: str
+    columns: tuple[str, ...] = ()
+    class_names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.normalised:

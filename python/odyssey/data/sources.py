@@ -137,17 +137,21 @@ def csv(
         return values.astype(np.float32)
 
     x = np.stack([column(name) for name in header if name not in wanted], 1) if len(header) > len(wanted) else None
+    columns = tuple(name for name in header if name not in wanted)
     if x is None:
         raise DataError(f"{path} has no column besides the target; samples need one")
-    if len(wanted) > 1:
-        return arrays(x, np.stack([column(name) for name in wanted], 1), name=path.name)
     fields = [line[header.index(wanted[0])].strip() for _, line in lines]
-    if classes and all(field.isdecimal() for field in fields):
-        return arrays(x, np.array([int(field) for field in fields]), name=path.name)
-    if classes and words and all(field and _number(field) is None for field in fields):
+    names: Any = ()
+    if len(wanted) > 1:
+        made = arrays(x, np.stack([column(name) for name in wanted], 1), name=path.name)
+    elif classes and all(field.isdecimal() for field in fields):
+        made = arrays(x, np.array([int(field) for field in fields]), name=path.name)
+    elif classes and words and all(field and _number(field) is None for field in fields):
         names, labels = np.unique(fields, return_inverse=True)
-        return arrays(x, labels, classes=len(names), name=path.name)
-    return arrays(x, column(wanted[0])[:, None], name=path.name)
+        made = arrays(x, labels, classes=len(names), name=path.name)
+    else:
+        made = arrays(x, column(wanted[0])[:, None], name=path.name)
+    return dataclasses.replace(made, columns=columns, class_names=tuple(map(str, names)))
 
 
 def _number(field: str) -> float | None:

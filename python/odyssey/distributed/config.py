@@ -26,7 +26,7 @@ _INSTEAD = {
     "mlflow_tracking": "log history.records, which fit() returns",
     "tensorboard": "log history.records, which fit() returns",
     "tensorboard_dir": "log history.records, which fit() returns",
-    "log_every_n_steps": "give DistributedTrainer a progress= object, which hears of the steps",
+    "log_every_n_steps": "give it to a logger of odyssey.loggers, and that to fit(callbacks=)",
 }
 _FRAMEWORKS = ("pytorch-ddp", "horovod", "ray", "tensorflow", "deepspeed")
 _OWN: dict[str, Any] = {  # keys that mean something else than a setting of odyssey

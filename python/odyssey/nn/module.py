@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import inspect
+import json
+import math
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -21,6 +26,7 @@ from ..errors import ConfigError, ShapeError
 class _Init(threading.local):
     seed = 0
     stream = 0
+    left: int | None = None  # numbers that may still be made; None: any
 
 
 _init = _Init()
@@ -40,7 +46,11 @@ def manual_seed(seed: int) -> None:
 
 
 def uniform(shape: tuple[int, ...], bound: float) -> Parameter:
-    """A parameter with numbers from [-bound, bound)."""
+    """A parameter with numbers from [-bound, bound). Raises ConfigError: there would be more than `limited` allows."""
+    if _init.left is not None:
+        _init.left -= math.prod(shape)
+        if _init.left < 0:
+            raise ConfigError(f"a parameter {shape} is more than there may be")
     p = Parameter(np.zeros(shape, np.float32))
     Eager().emit("uniform", p.memory, p.size, _init.seed, _init.stream, -float(bound), float(bound))
     _init.stream += 1
@@ -52,6 +62,19 @@ def normal(shape: tuple[int, ...]) -> Parameter:
     return Parameter(uniform((12, *shape), 0.5).data.sum(axis=0))
 
 
+@contextlib.contextmanager
+def limited(numbers: int) -> Iterator[None]:
+    """Modules that are made inside have at most so many initial values; those made afterwards have the values that they
+    would have without."""
+    before = vars(_init).copy()
+    _init.left = numbers
+    try:
+        yield
+    finally:
+        vars(_init).clear()
+        vars(_init).update(before)
+
+
 # --- modules -----------------------------------------------------------------------------------
 
 
@@ -59,6 +82,12 @@ class Module:
     """Base of layers and models: assign parameters and modules as attributes, write `forward`."""
 
     training = True
+    arguments: dict[str, Any] | None = None  # that one of odyssey's own was made with, as JSON has them
+
+    def __init_subclass__(cls, **more: Any) -> None:
+        super().__init_subclass__(**more)
+        if cls.__module__.startswith(f"{__package__}."):
+            cls.__init__ = _noting(cls.__init__)  # type: ignore[method-assign]
 
     def forward(self, *args: Any) -> Any:
         """What the module computes; every subclass has its own."""
@@ -180,21 +209,23 @@ class Module:
         """Parameters and buffers by name, as copies."""
         return {name: p.data.copy() for name, p in self._state()}
 
-    def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
+    def load_state_dict(self, state: Mapping[str, np.ndarray], strict: bool = True) -> tuple[list[str], list[str]]:
         """Copies values in. Nothing is changed unless all names and shapes fit.
 
-        Raises:
-            ShapeError: a name is missing or unknown, or a shape differs.
+        strict: False: names that are missing keep their values, and unknown ones are left out.
+        Returns (missing, unknown) names. Raises ShapeError: a name is missing or unknown, or a shape differs.
         """
         own = dict(self._state())
         missing, unknown = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
-        if missing or unknown:
+        if strict and (missing or unknown):
             raise ShapeError(f"[load_state_dict] missing: {missing or 'none'}; unknown: {unknown or 'none'}")
+        own = {name: p for name, p in own.items() if name in state}
         for name, p in own.items():
             if tuple(state[name].shape) != p.shape:
                 raise ShapeError(f"[load_state_dict] {name} has shape {tuple(state[name].shape)}, not {p.shape}")
         for name, p in own.items():
             p.data[...] = state[name]
+        return missing, unknown
 
     def __repr__(self) -> str:
         inner = ", ".join(f"{n}={c!r}" for n, c in self.children())
@@ -203,6 +234,22 @@ class Module:
     def extra_repr(self) -> str:
         """What stands between the brackets of a layer's repr."""
         return ""
+
+
+def _noting(init: Callable[..., None]) -> Callable[..., None]:
+    """An __init__ that keeps its arguments in `arguments`, if JSON has them; of the outermost class."""
+    signature = inspect.signature(init)
+
+    @functools.wraps(init)
+    def noted(self: Module, *args: Any, **kwargs: Any) -> None:
+        if "arguments" not in vars(self):
+            self.arguments = None
+            with contextlib.suppress(TypeError, ValueError):  # of another signature, or no JSON
+                bound = signature.bind(self, *args, **kwargs)
+                self.arguments = json.loads(json.dumps(dict(list(bound.arguments.items())[1:])))
+        init(self, *args, **kwargs)
+
+    return noted
 
 
 def _inside(value: Any) -> Iterator[Module | Parameter]:

@@ -73,9 +73,9 @@ def touched(record: Record, arena: Arena, space: int) -> list[int]:
 
 
 def unused(records: list[Record], arena: Arena) -> list[str]:
-    """Names of the parameters that no record gives a gradient to."""
+    """Names of the parameters that no record gives a gradient to, though they are to be trained."""
     written = {o for r in records for o in touched(r, arena, native.GRADS)}
-    return [name for name, _ in arena.named if arena.offsets[name] not in written]
+    return [name for name, p in arena.named if p.requires_grad and arena.offsets[name] not in written]
 
 
 def cut(records: list[Record], arena: Arena, limit: int, *, by_params: bool = False) -> list[Bucket]:

@@ -177,6 +177,20 @@ class DistributedTrainer(TorchState):
         """The learning rate of the next step, of the optimizer's first group."""
         return float(self.optimizer.param_groups[0]["lr"])
 
+    @property
+    def base_rate(self) -> float:
+        """The learning rate of the optimizer's first group."""
+        return self.rate
+
+    def scale_rate(self, factor: float) -> None:
+        """Multiplies the learning rates of all groups. Raises ConfigError: a scheduler sets them."""
+        if self.scheduler is not None:
+            error = ConfigError("[torch] a scheduler sets the learning rate; use either it or ReduceLROnPlateau")
+            error.raised_on_all_ranks = True
+            raise error
+        for group in self.optimizer.param_groups:
+            group["lr"] *= factor
+
     def _catch_up(self) -> None:
         """Steps a scheduler of epochs to the epoch that this step is of."""
         if self.scheduler is not None and self.per_epoch:

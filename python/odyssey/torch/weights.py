@@ -40,6 +40,11 @@ def to_torch(model: Any, module: nn.Module, names: Mapping[str, str] | None = No
     module.load_state_dict({_renamed(name, names or {}): torch.from_numpy(np.array(v)) for name, v in state.items()})
 
 
+def save(state: Mapping[str, np.ndarray], file: Any) -> None:
+    """Writes a state dict of tensors, as torch.load(file, weights_only=True) reads it."""
+    torch.save({name: torch.from_numpy(np.array(value)) for name, value in state.items()}, file)
+
+
 def _renamed(name: str, names: Mapping[str, str]) -> str:
     start = max((n for n in names if name == n or name.startswith(f"{n}.")), key=len, default=None)
     return name if start is None else names[start] + name[len(start) :]

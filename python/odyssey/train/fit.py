@@ -26,6 +26,7 @@ from ..errors import ConfigError, NumericsError
 from ..parallel.plan import default_shard_size, idle, shard_count
 from ..watch import slot
 from . import agreement, resume
+from .progress import Shown, make, tell
 from .session import Session
 
 
@@ -44,10 +45,12 @@ class Trainer:
     callbacks: list[Callback]  # those that the environment asks for
     context: Context  # of the fit() that is under way, or the last one
     replicas: int  # that share out a batch
+    data_source: dict[str, Any] = {}  # what checkpoints say of where the data are
     data_configuration: dict[str, Any]  # of the data of fit(), to compare with a checkpoint's
     steps = 0
     last: Step | None = None  # step
     _session: Session | None = None  # of the fit() that is under way
+    _shown: Any = None  # the progress of a fit() whose trainer was given none
 
     # --- what a subclass may do, beside what Trainable asks of it ---
 
@@ -124,6 +127,8 @@ class Trainer:
             slot.step(self.steps, n // self.replicas)
             if session is not None:
                 session.stepped(batch, n)
+                if self.context.finished is not None:
+                    break
 
     def read_again(self, loader: Any, epoch: int, step: int, begun: bool) -> datasets.Batch | None:
         """The batch that step `step` of an epoch took, read once more; None where a loader would have to give an epoch.
@@ -157,10 +162,10 @@ class Trainer:
             raise Rollback
 
     def say(self, line: str) -> None:
-        """One line to the user, from rank 0, without tearing a progress bar."""
+        """One line to the user, from rank 0, without tearing a progress bar; to Python's logger "odyssey" where the
+        program has made use of that (progress.LOGGER)."""
         if self.comm.rank == 0:
-            say = getattr(self.progress, "say", None) or (lambda text: print(f"odyssey: {text}", file=sys.stderr))
-            say(line)
+            tell(getattr(self._shown or self.progress, "say", None), line)
 
     # --- epochs ---
 
@@ -177,6 +182,8 @@ class Trainer:
         keep: int = KEEP,
         resume: str | Path = "auto",
         allow_nondeterministic_data: bool = False,
+        callbacks: Sequence[Callback] = (),
+        verbose: bool = True,
     ) -> History:
         """Trains for `epochs` epochs, or until `steps` optimizer steps have been taken.
 
@@ -196,6 +203,9 @@ class Trainer:
                 or the path of a checkpoint.
             allow_nondeterministic_data: go on, with a line about it, where samples that a data set makes differ between
                 ranks, or from what they were before a checkpoint; the bits are then those of no other training.
+            callbacks: who hears of the training as well: callbacks.Callback, loggers; the same on all ranks.
+            verbose: show progress, where the trainer was given no `progress`: a live line on a terminal, a line per
+                epoch elsewhere.
 
         Returns:
             A History, of all epochs since the training began.
@@ -220,7 +230,9 @@ class Trainer:
         if steps is not None and steps < 1:
             raise ConfigError(f"[train] steps is {steps}; it must be at least 1")
         started = time.perf_counter()
-        context = self.context = Context(self, History(), epochs, steps, saving=saving, callbacks=self.callbacks)
+        given = sorted(_callbacks(callbacks), key=lambda callback: callback.after)
+        context = Context(self, History(), epochs, steps, saving=saving, callbacks=self.callbacks, given=given)
+        self.context = context
         context.emit("on_fit_plan")
         if not context.validate:
             val_loader = None
@@ -229,9 +241,10 @@ class Trainer:
         self._session = session
         try:
             session.begin()
-            context.callbacks = [*self.callbacks, *self._listeners(session)]
+            context.callbacks = [*self.callbacks, *self._listeners(session, verbose)]
             try:
                 context.emit("on_fit_start")
+                session.restore_callbacks()
                 if context.batch_size:
                     self._share_out(context.batch_size)
                 before = history.total_time
@@ -240,6 +253,7 @@ class Trainer:
                         self._epoch(train_loader, val_loader, session)
                     except Rollback:
                         session.roll_back()
+                        session.restore_callbacks()
                     history.total_time = before + time.perf_counter() - started
                 session.end()
             except Exception as error:
@@ -251,27 +265,27 @@ class Trainer:
         finally:
             self._session, context.callbacks = None, self.callbacks
             session.close()
+            self._shown = None
         if self.mode.own_loop:
             self.say(self.mode.summary(history.records[-1]))
         return history
 
     train = fit
 
-    def _listeners(self, session: Session) -> list[Callback]:
+    def _listeners(self, session: Session, verbose: bool) -> list[Callback]:
         """Who hears of a fit(), in this order."""
-        listeners: list[Callback] = []
-        if self.progress is not None:
-            from .progress import Shown
-
-            listeners.append(Shown(self.progress))
+        given = self.context.given
+        self._shown = progress = self.progress or make(self.comm.rank > 0 or not verbose, sys.stderr)
+        listeners: list[Callback] = [] if progress is None else [Shown(progress)]
         if session.run is not None and self.mode.together:  # where ranks step apart there is no step of all
             from ..audit.records import Records
 
             listeners.append(Records(self, session.log, session.run.attempt))
-        if session.saves:
+        listeners += given
+        if session.saves or given:
             from .requests import Requests
 
-            listeners.append(Requests(self.comm, session.run))
+            listeners.append(Requests(self.comm, session.run, [*self.callbacks, *given], signals=session.saves))
         return listeners
 
     def _compare_data(self, loader: Any, val_loader: Any, context: Context) -> None:
@@ -300,7 +314,8 @@ class Trainer:
                 whole = loader.dataset if loader.in_memory else None
             self.data_configuration = resume.data_configuration(loader, size)
         validation = None if val_loader is None else type(val_loader).__name__
-        agreement.compare(self.comm, {"length": (context.epochs, context.limit), "validation set": validation})
+        same = {"length": (context.epochs, context.limit), "validation set": validation}
+        agreement.compare(self.comm, {**same, "callbacks": list(context.named())})
         context.batch_size = size
         context.steps_per_epoch = -(-len(loader) // self.accumulation_steps) if hasattr(loader, "__len__") else 0
         self._begin_fit(context, whole)
@@ -310,7 +325,9 @@ class Trainer:
         context = self.context
         history, before = context.history, dataclasses.replace(context.tally)  # what was done before a checkpoint
         sent, plain = self.traffic()
+        now = time.perf_counter()
         context.emit("on_epoch_start")
+        session.leave_out(time.perf_counter() - now)  # loggers open their files there
         if own_steps(train_loader):
             batches = train_loader.steps(
                 pieces=context.pieces, join=self.accumulation_steps, part=self._part(training=True)
@@ -411,6 +428,20 @@ class Sharing(Trainer):
                 f"{workers} workers but {shards} shard{'s' * (shards > 1)} (global batch {samples}, shard size "
                 f"{self.shard_size}): {without} {'is' if without == 1 else 'are'} idle"
             )
+
+
+def _callbacks(given: Any) -> list[Callback]:
+    """The callbacks that fit() was given. Raises ConfigError: something else is among them."""
+    if isinstance(given, Callback) or not isinstance(given, Iterable):
+        given = [given]
+    given = list(given or ())
+    wrong = next((one for one in given if not isinstance(one, Callback)), None)
+    if wrong is not None:
+        what = f"the class {wrong.__name__}" if isinstance(wrong, type) else f"a {type(wrong).__name__}"
+        raise ConfigError(f"[train] callbacks has {what}; give objects of subclasses of callbacks.Callback")
+    if len({id(one) for one in given}) < len(given):
+        raise ConfigError("[train] callbacks has one object twice; give each once")
+    return given
 
 
 def own_steps(loader: Any) -> bool:

@@ -6,8 +6,11 @@ The calls, in order: `begin` once, then per epoch several `step` (the trainer se
 
 from __future__ import annotations
 
+import logging
 import re
+import sys
 import time
+from collections.abc import Callable
 from typing import Any, Protocol, TextIO
 
 from ..callbacks import Callback, Context
@@ -68,10 +71,31 @@ class Shown(Callback):
         self.progress.end()
 
 
+#: Where a program has configured logging for INFO, lines go there and not to standard error.
+LOGGER = logging.getLogger("odyssey")
+
+
+def logged() -> bool:
+    """Whether the program wants lines by Python's logging: it has a handler that takes INFO of "odyssey"."""
+    return LOGGER.isEnabledFor(logging.INFO) and LOGGER.hasHandlers()
+
+
+def tell(say: Callable[[str], None] | None, line: str) -> None:
+    """One line to the user: by logging, by `say`, or on standard error."""
+    if logged():
+        LOGGER.info(line)
+    elif say is not None:
+        say(line)
+    else:
+        print(f"odyssey: {line}", file=sys.stderr)
+
+
 def make(no_progress: bool, stream: TextIO) -> Progress | None:
     """A live line on a terminal, a plain line per epoch elsewhere, nothing when none is wanted."""
     if no_progress:
         return None
+    if logged():
+        return PlainProgress(None)
     return RichProgress(stream) if stream.isatty() else PlainProgress(stream)
 
 
@@ -99,9 +123,9 @@ def traffic(sent: float | None, uncompressed: float | None) -> list[str]:
 
 
 class PlainProgress:
-    """One line per epoch, no control characters: for pipes, files and batch systems."""
+    """One line per epoch, no control characters: for pipes, files and batch systems; without a stream to the logger."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO | None) -> None:
         self._stream = stream
         self._epochs = 0
 
@@ -114,7 +138,11 @@ class PlainProgress:
 
     def epoch(self, record: dict[str, Any]) -> None:
         """Print the epoch's line."""
-        print(epoch_line(record, self._epochs), file=self._stream, flush=True)
+        line = epoch_line(record, self._epochs)
+        if self._stream is None:
+            LOGGER.info(line)
+        else:
+            print(line, file=self._stream, flush=True)
 
     def say(self, line: str) -> None:
         """Print the line."""

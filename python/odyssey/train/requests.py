@@ -1,8 +1,10 @@
-"""Requests to a running training: to stop after a step that all ranks agree on, by a signal or by the run's directory.
+"""Requests to a running training: to stop after a step that all ranks agree on, by a signal, by the run's directory, or
+by a callback, which may finish it as well.
 
 A rank alone must not stop: the others would wait for it. So every rank notes what it is asked for, and now and then,
 about ten times a second, all tell each other (`Requests.agreed`): what one wants, all do at the same step. How many
-steps lie in between is agreed as well, so nothing is sent in the others.
+steps lie in between is agreed as well, so nothing is sent in the others. Callbacks whose wishes are `exact` have all
+tell each other after every step.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
@@ -25,20 +28,26 @@ from ..watch.runs import Run
 PERIOD = 0.1  # seconds between two agreements
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 CONTROL = 1000  # the request came by control.json
+STOP, FINISH = 2000, 4000  # it came from the callback of this place, counted from 1; 0: another
 AGAIN = 2.0  # seconds after a signal from which on a SIGINT is another request, and not the same by another way
 
 
 class Requests(Callback):
-    """What this training is asked for.
+    """What this training is asked for. It hears of each event last.
 
     Args:
         comm: the world of the training.
         run: the run that it belongs to, whose control.json rank 0 reads.
+        asking: callbacks that may ask, in the same order on all ranks. signals: whether signals are requests.
     """
 
-    def __init__(self, comm: Communicator, run: Run | None) -> None:
-        self._comm, self._run = comm, run
+    def __init__(self, comm: Communicator, run: Run | None, asking: Sequence[Callback], signals: bool) -> None:
+        self._comm, self._run, self._asking = comm, run, asking
+        self._signals = SIGNALS if signals else ()
+        steps = (c for c in asking if getattr(c.on_step_end, "__func__", None) is not Callback.on_step_end)
+        self._exact = any(c.exact for c in steps)
         self._wanted = 0  # number of a signal, or CONTROL
+        self._wish, self._why = 0, ""  # of a callback
         self._asked_at = 0.0
         self._before: dict[int, Any] = {}
         self._left = self._every = 1
@@ -54,7 +63,7 @@ class Requests(Callback):
         """
         if threading.current_thread() is not threading.main_thread():
             return  # Python delivers signals to the main thread only; control.json works
-        for number in SIGNALS:
+        for number in self._signals:
             self._before[number] = signal.signal(number, self._asked) or signal.SIG_DFL  # None: C's, in a Mojo program
 
     def on_fit_end(self, context: Context) -> None:
@@ -71,35 +80,68 @@ class Requests(Callback):
 
     def on_step_end(self, context: Context) -> None:
         """Asks the others, if it is time to."""
+        self._hear(context)
         if context.trainer.mode.settled:  # else each rank has weights of its own: no step to stop at
-            context.stop = self.agreed() or context.stop
+            self._answer(context, self.agreed(self._exact))
             if self.met:
                 context.emit("on_sync")
 
     def on_epoch_end(self, context: Context) -> None:
         """Asks the others."""
-        context.stop = self.agreed(now=True) or context.stop
+        self._hear(context)
+        self.met = True
+        self._answer(context, self._agree())
 
-    def agreed(self, now: bool = False) -> str | None:
-        """Called by all ranks after each step: why to stop here, if one of them was asked to.
+    def _hear(self, context: Context) -> None:
+        """Takes what a callback of this rank wishes for a request, which is not yet all ranks'."""
+        for base, why in ((STOP, context.stop), (FINISH, context.finished)):
+            if why is not None:
+                asking = context.finisher if base == FINISH else None
+                place = next((i for i, c in enumerate(self._asking, 1) if c is asking), 0)
+                self._wish, self._why = max(self._wish, base + place), why
+        context.stop = context.finished = None
+
+    def _answer(self, context: Context, wanted: int) -> None:
+        """What all ranks want, 0: nothing, as they are to do it."""
+        if not wanted:
+            return
+        if wanted < STOP:
+            context.stop = "a request" if wanted == CONTROL else signal.Signals(wanted).name
+            return
+        why = self._why if wanted == self._wish else "another rank's callback"
+        if wanted < FINISH:
+            context.stop = why
+            return
+        context.finisher = self._asking[wanted - FINISH - 1] if wanted > FINISH else None
+        name = "a callback" if context.finisher is None else type(context.finisher).__name__
+        context.finished = f"{name} ({why})"
+
+    @property
+    def _mine(self) -> int:
+        return max(self._wanted, self._wish)
+
+    def agreed(self, exact: bool = False) -> int:
+        """Called by all ranks after each step: what one of them is asked for, if it is time to tell, else 0.
 
         Args:
-            now: ask the others at this step in any case; the same on all ranks.
+            exact: it is time after every step; the same on all ranks.
         """
         self._left -= 1
-        self.met = now or self._left <= 0
-        if not self.met:
-            return None
+        self.met = self._left <= 0
+        if self.met:
+            return self._agree()
+        return int(self._comm.all_reduce(np.array([self._mine], np.int64), "max")[0]) if exact else 0
+
+    def _agree(self) -> int:
+        """What one rank is asked for, all of them know now; and after how many steps they ask next."""
         seconds = (time.monotonic() - self._since) / max(self._every - self._left, 1)
         wish = max(1, min(1000, int(PERIOD / max(seconds, 1e-6))))
         if self._comm.rank == 0 and not self._wanted:
             self._wanted = self._controlled()
-        wanted, negative = self._comm.all_reduce(np.array([self._wanted, -wish], np.int64), "max").tolist()
+        wanted, negative = self._comm.all_reduce(np.array([self._mine, -wish], np.int64), "max").tolist()
         self._left = self._every = -negative
         self._since = time.monotonic()
-        if not wanted:
-            return None
-        return "a request" if wanted == CONTROL else signal.Signals(wanted).name
+        return wanted
 
     def _controlled(self) -> int:
         """Whether control.json asks this attempt to stop: the signal that it names, CONTROL, or 0."""

@@ -66,6 +66,8 @@ def data_configuration(loader: DataLoader, batch_size: int) -> dict[str, Any]:
 def check(saved: dict[str, Any], now: dict[str, Any], name: str) -> None:
     """ConfigError if a checkpoint called `name` was made with other settings: going on would be another training."""
     for key, value in now.items():
+        if key not in saved and key == "accumulation":  # of a loop of one's own; the checkpoint is fit()'s
+            continue
         if key not in saved:
             raise ConfigError(f"[resume] {name} says nothing of the {key}; use --resume never, or another checkpoint")
         if saved[key] != value and key == "schedule":  # told by probes of its factors, which say nothing to a reader

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..callbacks import Context
+from ..callbacks import Callback, Context
 from ..checkpoints.trainable import Cursor, Tally, Trainable
 from ..comm.base import Communicator
 from ..data import Batch
@@ -33,7 +33,7 @@ from ..watch import entry, slot
 from ..watch.files import parse_json, read_json, write_json
 from ..watch.outputs import finite
 from ..watch.runs import Run
-from . import agreement, resume
+from . import agreement, resume, saved
 
 if TYPE_CHECKING:
     from ..checkpoints import Snapshot, Store
@@ -63,6 +63,7 @@ class Session:
         self._before, self._since = 0.0, time.perf_counter()  # seconds of the epoch before it was resumed
         self._complete = False  # the limit was reached within an epoch
         self._due = False  # a checkpoint, as soon as all ranks have the same weights
+        self._restored: dict[str, Any] = {}  # of a checkpoint: states of callbacks, and who has finished it
         self.run = None if saving.off else Run.current()
         self._store: Store | None = None
         self._saved: int | None = None  # the step of the newest checkpoint
@@ -75,7 +76,7 @@ class Session:
                 folder = self.run.checkpoints
                 if _fits > 1:
                     folder = folder.with_name(f"{folder.name}-{_fits}")
-        self.folder = folder
+        self.folder = context.folder = folder
         if folder is None and not saving.off and (saving.every is not None or saving.resume not in RESUME):
             raise ConfigError(
                 "[checkpoint] checkpoint_every or resume is given, but no checkpoint_dir; give one, or leave both out"
@@ -212,12 +213,40 @@ class Session:
         if not self.trainer.mode.together and self.comm.rank:
             tally.put(0.0, 0.0, dict.fromkeys(tally.named, 0.0))  # rank 0 has those of all ranks
         self.context.cursor, self.context.tally = cursor, tally
+        self._restored = {key: values.get(key) or {} for key in ("callbacks", "finished", "logged")}
         self._before, self._since = seconds, time.perf_counter()
         vars(self.context.history).update(vars(history))
         self._saved = snapshot.step
         if hasattr(self.loader, "start_at"):
             batch = min(cursor.step * self.trainer.accumulation_steps, len(self.loader))  # the last group may be short
             self.loader.start_at(cursor.loader_epoch, batch)
+
+    def restore_callbacks(self) -> None:
+        """Gives callbacks their states of the checkpoint that was put back, after on_fit_start; a training that one of
+        them had finished is left so, unless that one has changed its mind."""
+        context, restored, self._restored = self.context, self._restored, {}
+        logged = {name: (int(n), math.nan if v is None else v) for name, (n, v) in restored.get("logged", {}).items()}
+        context.logged, context.log_calls = logged, max((n for n, _ in logged.values()), default=0)
+        named = context.named()
+        for name, state in restored.get("callbacks", {}).items():
+            if name in named:
+                try:
+                    named[name].load_state_dict(state)
+                except (KeyError, TypeError, ValueError, IndexError) as problem:
+                    raise CheckpointError(
+                        f"[resume] the checkpoint's state of {name} is not taken back: {type(problem).__name__}: "
+                        f"{problem}; leave the callback out, or start anew"
+                    ) from problem
+        finisher = named.get(restored.get("finished", {}).get("by"))
+        if finisher is not None and finisher.still_finished(context):
+            context.finisher, context.finished = finisher, str(restored["finished"].get("why"))
+            self._finish()
+
+    def _finish(self) -> None:
+        """As if the limit were here."""
+        context = self.context
+        context.limit = context.history.steps + context.tally.steps
+        self.trainer.say(f"[train] finished by {context.finished} after step {self.trainer.steps}")
 
     def _check_data(self, snapshot: Snapshot, name: str) -> None:
         """Reads the last batch before a checkpoint again: it must be what it was, or the bits would be others.
@@ -258,6 +287,10 @@ class Session:
     def seconds(self) -> float:
         """Seconds that training has taken in this epoch so far."""
         return self._before + time.perf_counter() - self._since
+
+    def leave_out(self, seconds: float) -> None:
+        """These were no training."""
+        self._since += seconds
 
     @property
     def finished(self) -> bool:
@@ -322,7 +355,9 @@ class Session:
             self._due = True
         if not self.trainer.mode.settled:
             return  # each rank has weights of its own
-        if self.context.stop is not None:
+        if self.context.finished is not None:
+            self._finish()
+        elif self.context.stop is not None:
             self._stop(self.context.stop)
         elif self._due:
             self._save()
@@ -357,12 +392,17 @@ class Session:
         context.emit("on_epoch_end")
         if self._complete:
             return
+        if context.finished is not None and (context.limit is None or context.limit > context.history.steps):
+            context.tally = Tally()
+            self._finish()
         context.tally, self._before, self._since = Tally(), 0.0, time.perf_counter()
         before = context.cursor
         context.cursor = Cursor(before.epoch + 1, 0, before.loader_epoch + 1, before.samples)
-        if context.stop is not None and context.cursor.epoch < context.epochs:
+        regular = self.saving.every is None and context.cursor.epoch % self.saving.epochs == 0
+        due, context.due = context.due or regular, False
+        if context.finished is None and context.stop is not None and context.cursor.epoch < context.epochs:
             self._stop(context.stop)
-        elif self.saves and self.saving.every is None and context.cursor.epoch % self.saving.epochs == 0:
+        elif self.saves and due:
             self._save()
 
     def _stop(self, why: str) -> None:
@@ -381,7 +421,11 @@ class Session:
         """
         before = slot.phase("checkpoint")
         self._due = False
+        self.context.kept, self.context.marks = set(), set()
         self.context.emit("on_checkpoint")
+        if self._store is not None:
+            self._store.kept = frozenset(self.context.kept)
+        marks = tuple(sorted(self.context.marks))
         if self._saved != self.trainer.steps or (wait and not self._there()):
             snapshot = self.trainer.state(self._values())
             if snapshot is not None and (earlier := self.context.history.records[:-1]):
@@ -391,7 +435,7 @@ class Session:
             def write() -> tuple[None, str]:
                 if snapshot is not None:
                     self._settle_store()
-                    self._write(snapshot, wait)
+                    self._write(snapshot, wait, marks)
                 return None, ""
 
             if wait:
@@ -399,8 +443,12 @@ class Session:
             else:
                 write()
             self._saved = self.trainer.steps
-        elif wait:
-            self.comm.barrier()
+        else:
+            if self._store is not None and marks:
+                self._settle_store()
+                self._store.mark(self.trainer.steps, marks)
+            if wait:
+                self.comm.barrier()
         slot.phase(before)
 
     def _there(self) -> bool:
@@ -411,12 +459,12 @@ class Session:
             there = self._store.path_of(self.trainer.steps).exists()
         return bool(self.comm.broadcast(np.array([there], np.int32))[0])
 
-    def _write(self, snapshot: Snapshot, wait: bool) -> None:
+    def _write(self, snapshot: Snapshot, wait: bool, marks: tuple[str, ...]) -> None:
         if wait:
-            self._store.save(snapshot)
+            self._store.save(snapshot, marks)
             return
         try:
-            self._store.save_later(snapshot)
+            self._store.save_later(snapshot, marks)
         except NumericsError as problem:  # an update has overflowed: the next step finds it, on all ranks
             self.trainer.say(f"{problem}")
 
@@ -433,6 +481,13 @@ class Session:
             }
         if self.saving.nondeterministic:
             kept["nondeterministic data"] = True
+        named = self.context.named()
+        if named:
+            kept["logged"] = finite(self.context.logged)
+            kept["callbacks"] = {name: _state(name, callback) for name, callback in named.items()}
+        if self.context.finished is not None:
+            by = next((name for name, callback in named.items() if callback is self.context.finisher), None)
+            kept["finished"] = {"by": by, "why": self.context.finished}
         return {
             **kept,
             "cursor": dataclasses.asdict(self.context.cursor),
@@ -442,6 +497,7 @@ class Session:
             "numerics": self.trainer.numerics.state_dict(),
             "epochs": self.context.epochs,
             "origin": self._origin,
+            "recipe": saved.recipe(self.trainer, self.loader),
         }
 
     # --- end ---
@@ -507,3 +563,13 @@ def _earlier(snapshot: Snapshot) -> list[Any]:
     stem, name = EARLIER
     text = snapshot.arrays.get(stem, {}).get(name)
     return [] if text is None else parse_json(text.tobytes(), f"{stem}/{name}")
+
+
+def _state(name: str, callback: Callback) -> dict[str, Any]:
+    """What a checkpoint keeps of a callback. Raises ConfigError: it is not JSON."""
+    state = callback.state_dict()
+    try:
+        json.dumps(state, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as problem:
+        raise ConfigError(f"[{name}] state_dict() gives no JSON: {problem}; give numbers, texts, lists") from problem
+    return state

@@ -192,6 +192,10 @@ class EngineState(Sharing):
         """Bytes of the tensors of a checkpoint."""
         return 4 * self.arena.size * (1 + len(self.optimizer.states))
 
+    def _frozen(self, name: str, p: Any) -> list[str]:
+        trained = p.requires_grad or self.arena.offsets[name] >= self.arena.trained  # buffers are behind
+        return [] if trained else ["frozen"]
+
     def configuration(self) -> dict[str, Any]:
         """What decides the bits of a training, beside its data, as JSON values by the names that users know them by.
 
@@ -207,7 +211,7 @@ class EngineState(Sharing):
         kind = "tree" if strategy.same_bits else repr(strategy)
         return as_json(
             {
-                "model": [[name, list(p.shape)] for name, p in self.arena.named],
+                "model": [[name, list(p.shape), *self._frozen(name, p)] for name, p in self.arena.named],
                 "optimizer": [type(optimizer).__name__, sorted(settings.items())],
                 "shard size": self.shard_size,
                 "layers": modules,

@@ -35,7 +35,7 @@ from ..parallel.mesh import PARTS, Groups, Mesh
 from ..parallel.strategy import MODES, Strategy
 from ..watch import launcher, slot
 from ..watch.outputs import write_weights
-from . import agreement, resume
+from . import agreement, resume, saved
 from .agreement import hash_of
 from .fit import evaluated
 from .numerics import NonFinite
@@ -265,6 +265,15 @@ class DistributedTrainer(EngineState):
             raise error
         return rate
 
+    @property
+    def base_rate(self) -> float:
+        """What the schedule's factor is multiplied with."""
+        return self.optimizer.lr * self._lr_factor
+
+    def scale_rate(self, factor: float) -> None:
+        """Multiplies the learning rate of all steps from here on; checkpoints keep it."""
+        self._lr_factor *= factor
+
     def _scale_rate(self, batch: int) -> None:
         """Once the batch size is known: sets, and says, what `lr_scaling` makes of the rate."""
         if self.lr_scaling == "none" or self._lr_scaled:
@@ -383,6 +392,13 @@ class DistributedTrainer(EngineState):
             raise ConfigError("[evaluate] the data set is empty; give at least one sample")
         means = total.means()
         return Evaluation(means["loss"], means.get("accuracy"), int(total.counted), means)
+
+    def predict(self, loader: Any) -> np.ndarray:
+        """What the model gives for all samples of a data set or loader, in order, dropout off: (N, ...) float32, whole
+        on every rank. All ranks call it."""
+        self.mode.settle()
+        with self.arena.lent(self._train.parameters()):
+            return saved.predicted(self.model, evaluated(loader, None), self.comm, self.shard_size)
 
 
 DistributedTrainer.__doc__ = (DistributedTrainer.__doc__ or "").format(settings=declaration.documentation(Training))

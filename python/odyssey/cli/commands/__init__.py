@@ -18,6 +18,9 @@ from ...errors import ConfigError, OdysseyError, printable
 COMMANDS: tuple[str, ...] = (  # names of modules in this package, as `odyssey --help` lists them
     "train",
     "launch",
+    "predict",
+    "evaluate",
+    "export",
     "verify",
     "top",
     "inspect",

@@ -164,7 +164,7 @@ def run(made: Settings, *, verbose: bool = False) -> None:
             words = sys.argv[2:] if sys.argv[1:2] == ["train"] else sys.argv[1:]
             runs.begin(runs.Run.current(), [sys.executable, "-m", "odyssey.train", *words])
 
-    from odyssey import data, nn, optim
+    from odyssey import data, loggers, nn, optim
 
     from ...train.progress import make
     from ...train.trainer import DistributedTrainer, write_weights
@@ -186,6 +186,10 @@ def run(made: Settings, *, verbose: bool = False) -> None:
         kind = {"sgd": optim.SGD, "adam": optim.Adam, "adamw": optim.AdamW}[made.optimizer]
         more = {"momentum": made.momentum, "nesterov": made.nesterov} if kind is optim.SGD else {}
         optimizer = kind(lr=made.lr, weight_decay=made.weight_decay, **more)
+        listeners = []
+        if made.log is not None:
+            where = made.log_dir or (None if made.run_dir is None else made.run_dir / "logs")
+            listeners = loggers.named(made.log, where, made.log_every_n_steps)
     progress = make(made.no_progress, sys.stderr) if first else None
     with on_all_ranks(ConfigError):
         keywords = {name: getattr(made, name) for name in declared(Training)}
@@ -193,13 +197,16 @@ def run(made: Settings, *, verbose: bool = False) -> None:
         with_what["loss"] = None if train_set.classes else nn.MSELoss()
         with_what["metrics"] = None if made.metrics is None else [n.strip() for n in made.metrics.split(",")]
         trainer = DistributedTrainer(model=model, optimizer=optimizer, **with_what, **keywords)
+    where = None if made.data_dir is None else os.path.abspath(made.data_dir)
+    trainer.data_source = {"source": {"dataset": made.dataset, "data_dir": where, **own}}
     if first:
         _tell_what_is_trained(made, trainer, world, warnings, verbose)
     gc.freeze()
     gc.enable()  # train.py has turned it off
     try:
         names = ("steps", "checkpoint_dir", "checkpoint_every", "keep", "resume", "allow_nondeterministic_data")
-        history = trainer.fit(loader, validation, epochs=epochs, **{name: getattr(made, name) for name in names})
+        asked = {name: getattr(made, name) for name in names}
+        history = trainer.fit(loader, validation, epochs=epochs, callbacks=listeners, verbose=False, **asked)
     finally:
         if progress is not None:
             progress.end()

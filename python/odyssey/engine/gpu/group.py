@@ -221,9 +221,13 @@ class DeviceGroup:
                     worker.host_params.divisor = value
                     worker.gpu.upload(worker.divisor, worker.host_block[Block.divisor.offset :][:4])
                 by = worker.divisor
+            counted = result + 4 * (n + 1)  # the samples
+            pieces = optimizer.trained([self.update(w, result)])
+            rules = [rule for piece in pieces for rule in optimizer.records(lib, piece, by, lr, counted)]
+            if len(self._records[w]) <= len(rules):
+                self._records[w] = np.zeros((1 + len(rules), host.library().record), np.int64)
             records = self._records[w]
             records[0, :3] = (lib.codes["finite"], result, n + host.library().stats)
-            rules = optimizer.records(lib, self.update(w, result), by, lr, result + 4 * (n + 1))
             for i, rule in enumerate(rules):
                 records[1 + i, : len(rule)] = rule
             worker.run(records[: 1 + len(rules)])

@@ -1,7 +1,7 @@
-"""Callbacks: who wants to know how a training goes on, and what the environment adds to one.
+"""The events of a training, whoever listens, and what the environment adds to one.
 
-A trainer says what happens and knows nobody that listens: progress, step log, requests to stop, verify and replay are
-callbacks. The order of events:
+A trainer says what happens and knows nobody that listens: progress, step log, loggers, requests to stop, verify and
+replay are callbacks, as are those that are given to fit(). The order of events:
 
     on_fit_plan                              before anything is done; may change the plan (Context)
     on_fit_start                             the checkpoint, if there is one, is put back
@@ -12,7 +12,8 @@ callbacks. The order of events:
     on_fit_end                               finished or not
 
 All ranks call all of them at the same steps (but on_exception and on_server_update), so a callback may call
-collectives, and must then call them on all ranks. A callback is called with a `Context`.
+collectives, and must then call them on all ranks. A callback is called with a `Context`. What one rank alone wishes,
+all do: train/requests.py.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ import importlib
 import inspect
 import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .checkpoints.trainable import Cursor, History, Saving, Step, Tally, Trainable
+from ..checkpoints.trainable import Cursor, History, Saving, Step, Tally, Trainable
 
 if TYPE_CHECKING:
-    from .data import Batch
+    from ..data import Batch
 
 #: A variable of the environment -> the module whose joins() gives a callback for every trainer of the process. These
 #: are loaded only where the variable is set.
@@ -59,17 +61,78 @@ class Context:
     loss: float = 0.0  # mean over the samples of the last step
     record: dict[str, Any] = dataclasses.field(default_factory=dict)  # of the last epoch
     error: Exception | None = None
-    stop: str | None = None  # why the training is to end after this step; set on all ranks alike
+    folder: Path | None = None  # of the checkpoints; None: there are none
+    stop: str | None = None  # why the training is to stop here, to go on some other time: fit() raises Stopped
+    finished: str | None = None  # why it is complete here: fit() returns
+    logged: dict[str, tuple[int, float]] = dataclasses.field(
+        default_factory=dict
+    )  # by log(): number of the call, value
+    log_calls: int = 0
+    due: bool = False  # in on_epoch_end: a checkpoint of this moment is wanted
+    marks: set[str] = dataclasses.field(default_factory=set)  # in on_checkpoint: further names of it, as links
+    kept: set[int] = dataclasses.field(default_factory=set)  # likewise: steps whose checkpoints stay with the newest
     callbacks: Sequence[Callback] = ()
+    given: Sequence[Callback] = ()  # those of them that were given to fit()
+    asking: Callback | None = None  # whose event it is, or was
+    finisher: Callback | None = None  # who has finished it
 
     def emit(self, event: str) -> None:
         """Calls a method of all callbacks, in their order."""
         for callback in self.callbacks:
+            self.asking = callback
             getattr(callback, event)(self)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that is under way, from 1."""
+        return self.cursor.epoch + 1
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps so far."""
+        return self.trainer.steps
+
+    def finish(self, why: str) -> None:
+        """Completes the training here, with its last checkpoint, as if it had been asked for so many steps; fit()
+        returns. Said by any rank, in on_step_end, on_validation_end or on_epoch_end."""
+        self.finished, self.finisher = why, self.asking
+
+    def log(self, name: str, value: float) -> None:
+        """Gives loggers a number: it stands with what they write next."""
+        self.log_calls += 1
+        self.logged[name] = self.log_calls, float(value)
+
+    def named(self) -> dict[str, Callback]:
+        """The callbacks that were given to fit(), by the names that checkpoints have for them: Timer, Timer-2."""
+        found: dict[str, Callback] = {}
+        for callback in self.given:
+            name = type(callback).__name__
+            count = sum(other.partition("-")[0] == name for other in found)
+            found[f"{name}-{count + 1}" if count else name] = callback
+        return found
 
 
 class Callback:
-    """Hears of a training; override what you need."""
+    """Hears of a training; override what you need.
+
+    exact: where on_step_end is overridden, a wish to stop or finish takes effect at its very step: ranks then talk
+    after each. False: within about a tenth of a second.
+    after: hears of each event after those whose `after` is lower.
+    """
+
+    exact = True
+    after = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps for it, as JSON has it: rank 0's."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes back, on all ranks, what state_dict() gave; after on_fit_start, and where training goes back."""
+
+    def still_finished(self, context: Context) -> bool:
+        """Whether a training that this callback finished, before it was started again, is to be left so."""
+        return True
 
     def arguments(self, given: dict[str, Any]) -> dict[str, Any]:
         """Of one that joins from the environment: keywords that go before those that the trainer was `given`."""
@@ -112,7 +175,7 @@ class Callback:
 def joining() -> list[Callback]:
     """The callbacks that the environment asks for."""
     names = [name for variable, name in JOINING.items() if os.environ.get(variable)]
-    return [importlib.import_module(f".{name}", __package__).joins() for name in names[:1]]
+    return [importlib.import_module(f"..{name}", __package__).joins() for name in names[:1]]
 
 
 def joined(init: Callable[..., None]) -> Callable[..., None]:

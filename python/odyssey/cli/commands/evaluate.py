@@ -1,0 +1,46 @@
+"""`odyssey evaluate`: loss and metrics of the model of a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from ...core.recipes import DATASETS
+from ...errors import ConfigError
+from . import FILE, HELP, on_all_ranks
+
+
+@click.command("evaluate", short_help="Loss and metrics of a model.", context_settings=HELP)
+@click.argument("model", type=FILE, metavar="RUN|CHECKPOINT_DIR")
+@click.option("--dataset", type=click.Choice(DATASETS), help="The data set. (default: that of the training)")
+@click.option("--data-dir", type=FILE, help="Where its files are. (default: where they were)")
+@click.option("--train", "training", is_flag=True, help="Its training part, not its test part.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def command(model: Path, dataset: str | None, data_dir: Path | None, training: bool, as_json: bool) -> None:
+    """Print the loss and metrics of a model on the test set of its training, or on another. Under mpirun ranks share
+    the work: the same bits."""
+    from ... import data, nn, optim
+    from ...train import saved
+    from ...train.trainer import DistributedTrainer
+
+    with on_all_ranks():
+        found = saved.opened(model)
+        source = found.data.get("source") or {}
+        name = dataset or source.get("dataset")
+        if name is None:
+            raise ConfigError("[evaluate] the checkpoint does not say what its data are; give --dataset and --data-dir")
+        where = data_dir or (Path(source["data_dir"]) if source.get("data_dir") and not dataset else None)
+        own = {key: source[key] for key in ("size", "target", "length") if source.get(key) is not None}
+        test = data.opened(name, where, train=training, **own)
+        loss = getattr(nn, found.loss)() if found.loss in nn.__all__ else None
+    trainer = DistributedTrainer(found.model, optim.SGD(lr=1.0), loss=loss)
+    result = trainer.evaluate(data.DataLoader(test, batch_size=1024))
+    if trainer.comm.rank:
+        return
+    if as_json:
+        click.echo(json.dumps({"checkpoint": found.name, "samples": result.samples, **result.metrics}))
+    else:
+        figures = "  ".join(f"{key} {value:.4f}" for key, value in result.metrics.items())
+        click.echo(f"{found.name}: {figures}  {result.samples:,} samples")

@@ -1,0 +1,125 @@
+"""`odyssey predict`: what the model of a checkpoint says of pictures, or of the rows of a table."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ...errors import ConfigError, DataError, printable
+from . import FILE, HELP, on_all_ranks
+
+
+@click.command("predict", short_help="Predictions for pictures or a table.", context_settings=HELP)
+@click.argument("model", type=FILE, metavar="RUN|CHECKPOINT_DIR")
+@click.argument("inputs", nargs=-1, required=True, metavar="FILES...")
+@click.option("--top", default=1, show_default=True, type=click.IntRange(1), help="Classes that are shown.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per input.")
+def command(model: Path, inputs: tuple[str, ...], top: int, as_json: bool) -> None:
+    """Print what a model that was trained says of inputs: pictures, a table with a header (data.csv), or - for a table
+    on standard input.
+
+    A line per picture or row: classes, each with its probability, or numbers. Under mpirun ranks share the inputs.
+    """
+    import numpy as np
+
+    from ... import comm
+    from ...train import saved
+
+    with on_all_ranks():
+        found = saved.opened(model)
+        names, samples = _samples(inputs, found.data)
+    world = comm.world(backend="auto")
+    outputs = saved.predicted(found.model, saved.batches_of_array(samples), world)
+    if world.rank:
+        return
+    classes = found.data.get("classes")
+    for name, y in zip(names, outputs, strict=True):
+        if not classes:
+            numbers = y.reshape(-1).tolist()
+            line: Any = {"input": name, "output": numbers}
+            text = " ".join(f"{v:.6g}" for v in numbers)
+        else:
+            shares = np.exp(y - y.max(), dtype=np.float64)
+            shares /= shares.sum()
+            best = np.argsort(-shares, kind="stable")[:top].tolist()
+            labels = [classes[k] if isinstance(classes, list) else k for k in best]
+            line = {"input": name, "classes": labels, "probabilities": [float(shares[k]) for k in best]}
+            text = "  ".join(f"{label} {100 * shares[k]:.2f} %" for label, k in zip(labels, best, strict=True))
+        click.echo(json.dumps(line) if as_json else f"{printable(name)}  {printable(text)}")
+
+
+def _samples(inputs: tuple[str, ...], data: dict[str, Any]) -> tuple[list[str], Any]:
+    """The inputs' names, and what the model is given of them (N, ...) float32."""
+    shape = data.get("sample_shape")
+    if not shape:
+        raise ConfigError(
+            "[predict] the checkpoint does not say what its samples are; use odyssey.load() and the model"
+        )
+    tables = [name for name in inputs if name == "-" or name.lower().endswith(".csv")]
+    if not tables:
+        return list(inputs), _pictures(inputs, data, shape)
+    if len(inputs) > 1:
+        raise ConfigError(f"[predict] {tables[0]} is a table; give it alone")
+    return _table(tables[0], data, shape)
+
+
+def _pictures(paths: tuple[str, ...], data: dict[str, Any], shape: list[int]) -> Any:
+    """Pictures scaled, cut and normalised as those of the training."""
+    import numpy as np
+
+    if len(shape) != 3 or shape[0] not in (1, 3):
+        raise ConfigError(f"[predict] the model takes samples {tuple(shape)}, which are no pictures; give a table")
+    try:
+        from PIL import Image, ImageOps
+    except ImportError:
+        raise ConfigError("[predict] pictures need Pillow; install odyssey[image]") from None
+    made = np.empty((len(paths), *shape), np.float32)
+    scale, shift = (np.array(data.get(key, default), np.float32) for key, default in (("scale", [1]), ("shift", [0])))
+    for at, path in enumerate(paths):
+        try:
+            with Image.open(path) as image:
+                image = ImageOps.fit(image.convert("L" if shape[0] == 1 else "RGB"), (shape[2], shape[1]), 2)
+        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as problem:
+            raise DataError(f"{printable(path)} cannot be read as a picture ({problem}); leave it out") from None
+        pixels = np.asarray(image, np.float32).reshape(shape[1], shape[2], -1).transpose(2, 0, 1)
+        made[at] = pixels * scale.reshape(-1, 1, 1) + shift.reshape(-1, 1, 1)
+    return made
+
+
+def _table(path: str, data: dict[str, Any], shape: list[int]) -> tuple[list[str], Any]:
+    """Rows of a table; columns by the names that they had in the training, where those are known."""
+    import numpy as np
+
+    try:
+        if path == "-":
+            rows = list(csv.reader(sys.stdin, strict=True))
+        else:
+            with open(path, newline="", encoding="utf-8-sig") as file:
+                rows = list(csv.reader(file, strict=True))
+    except (OSError, UnicodeDecodeError, csv.Error) as problem:
+        raise DataError(f"{printable(path)} cannot be read as a table ({problem}); give a CSV file") from None
+    if len(shape) != 1 or len(rows) < 2:
+        what = "has no rows" if len(shape) == 1 else f"is a table, and the model takes samples {tuple(shape)}"
+        raise DataError(f"{printable(path)} {what}; give a header and rows, or pictures")
+    header, wanted = [name.strip() for name in rows[0]], data.get("columns") or []
+    missing = [name for name in wanted if name not in header]
+    if missing or (not wanted and len(header) != shape[0]):
+        what = f"has no column {missing[0]!r}" if missing else f"has {len(header)} columns, the model takes {shape[0]}"
+        raise DataError(f"{printable(path)} {what}; its columns are {', '.join(header)}")
+    at = [header.index(name) for name in wanted] or range(len(header))
+    names, made = [], []
+    for number, row in enumerate(rows[1:], 2):
+        if not row:
+            continue
+        try:
+            made.append([float(row[k]) for k in at])
+        except (ValueError, IndexError):
+            raise DataError(f"{printable(path)}, line {number}: {shape[0]} numbers are needed") from None
+        names.append(f"line {number}")
+    scale, shift = (np.array(data.get(key, default), np.float32) for key, default in (("scale", [1]), ("shift", [0])))
+    return names, np.array(made, np.float32) * scale + shift

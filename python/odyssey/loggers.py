@@ -1,0 +1,416 @@
+"""Loggers: callbacks that write the figures of a training where other tools read them.
+
+    from odyssey.loggers import CSVLogger, TensorBoardLogger
+    trainer.fit(loader, validation, epochs=5, callbacks=[CSVLogger("logs"), TensorBoardLogger("logs")])
+
+Rank 0 writes: "loss" of every `log_every_n_steps`-th step and what callbacks gave Context.log(), and at the end of an
+epoch its record. A training that goes on from a checkpoint goes on in the same curves: what was written behind that
+checkpoint is taken away or not written again. docs/logging.md shows how to read the files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import importlib.util
+import io
+import json
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from .callbacks import Callback, Context
+from .core.settings import did_you_mean
+from .data.sampler import check_integer
+from .errors import ConfigError, OutputError, Stopped
+from .watch.files import parse_json, write_whole
+
+Row = dict[str, Any]  # "step", "epoch" where it is an epoch's record, and figures
+
+
+class Logger(Callback):
+    """Base: collects rows on rank 0; a subclass has `open`, `write`, `flush` and `close`.
+
+    log_every_n_steps: steps from one row of a step to the next.
+    """
+
+    exact = False
+    after = 1  # what other callbacks log of an event is there
+
+    def __init__(self, log_every_n_steps: int = 10) -> None:
+        name = f"[{type(self).__name__}] log_every_n_steps"
+        self.log_every_n_steps = check_integer(name, log_every_n_steps, 1)
+        self._state: dict[str, Any] = {}
+        self._opened = self._failed = False
+        self._seen = 0  # of what callbacks logged
+
+    # --- what a subclass does, on rank 0 ---
+
+    def open(self, context: Context, state: dict[str, Any]) -> None:
+        """A training begins, or goes on with what state_dict() gave at the checkpoint."""
+
+    def write(self, row: Row) -> None:
+        """Writes the figures of a step or an epoch."""
+
+    def flush(self) -> None:
+        """A checkpoint follows: what was written must be there if the training goes on from it."""
+
+    def close(self, context: Context) -> None:
+        """fit() ends, with context.error or without."""
+
+    # --- events ---
+
+    def on_fit_start(self, context: Context) -> None:
+        """Opened with the first row: what a checkpoint says comes after this."""
+        self._state, self._opened, self._failed, self._seen = {}, False, False, 0
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self._opened:  # the training goes back
+            self.flush()
+        self._state, self._opened, self._seen = state, False, int(state.get("seen", 0))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self._seen}
+
+    def on_epoch_start(self, context: Context) -> None:
+        if context.trainer.comm.rank == 0 and not self._opened and not self._failed:
+            with self._told(context):
+                self.open(context, self._state)
+                self._opened = True
+
+    def on_step_end(self, context: Context) -> None:
+        if self._opened and context.steps % self.log_every_n_steps == 0:
+            self._row(context, {"step": context.steps, "loss": context.loss})
+
+    def on_epoch_end(self, context: Context) -> None:
+        if self._opened:
+            self._row(context, {"step": context.steps, **context.record})
+
+    def on_checkpoint(self, context: Context) -> None:
+        if self._opened:
+            with self._told(context):
+                self.flush()
+
+    def on_fit_end(self, context: Context) -> None:
+        if self._opened:
+            self._opened = False
+            with self._told(context):
+                self.close(context)
+
+    def _row(self, context: Context, row: dict[str, Any]) -> None:
+        known = {k: v for k, v in row.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
+        new = {name: value for name, (number, value) in context.logged.items() if number > self._seen}
+        self._seen = context.log_calls
+        with self._told(context):
+            self.write({k: v if type(v) is int else float(v) for k, v in {**known, **new}.items()})
+
+    @contextlib.contextmanager
+    def _told(self, context: Context) -> Any:
+        """A file that cannot be written costs the log and not the training."""
+        try:
+            yield
+        except (OSError, OutputError) as problem:
+            self._opened, self._failed = False, True
+            why = getattr(problem, "strerror", None) or problem
+            context.trainer.say(f"[{type(self).__name__}] {why}; training goes on, without this log from here on")
+
+
+class _Rows(Logger):
+    """A file of rows, NAME in a directory. What a training that goes on has behind its checkpoint is taken away."""
+
+    name = ""
+
+    def __init__(self, folder: str | Path = "logs", log_every_n_steps: int = 10) -> None:
+        super().__init__(log_every_n_steps)
+        self.path = Path(folder) / self.name
+        self._rows: list[Row] = []
+
+    def open(self, context: Context, state: dict[str, Any]) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        rows: list[Row] = []
+        if context.steps and self.path.exists():
+            done = context.cursor.epoch  # epochs whose record is made
+            rows = [r for r in self.read() if (r["epoch"] <= done if "epoch" in r else r["step"] <= context.steps)]
+        self._rows = []
+        self.rewrite(rows)
+
+    def write(self, row: Row) -> None:
+        self._rows.append(row)
+        if len(self._rows) >= 100 or "epoch" in row:
+            self.flush()
+
+    def flush(self) -> None:
+        rows, self._rows = self._rows, []
+        if rows:
+            self.append(rows)
+
+    def close(self, context: Context) -> None:
+        self.flush()
+
+    def whole_lines(self) -> str:
+        """The file without a last line that a kill has torn."""
+        text = self.path.read_text(encoding="utf-8")
+        return text[: text.rfind("\n") + 1]
+
+    def read(self) -> list[Row]:
+        """The rows of the file."""
+        raise NotImplementedError
+
+    def text(self, rows: list[Row]) -> str:
+        """Rows as they stand in the file."""
+        raise NotImplementedError
+
+    def rewrite(self, rows: list[Row]) -> None:
+        """Makes these the rows of the file."""
+        write_whole(self.path, lambda file: file.write(self.text(rows).encode()), mode=0o666)
+
+    def append(self, rows: list[Row]) -> None:
+        """Adds rows."""
+        with open(self.path, "a", encoding="utf-8", newline="") as file:
+            file.write(self.text(rows))
+
+
+class JSONLLogger(_Rows):
+    """One JSON object per line, in DIR/metrics.jsonl: "step", figures, and "epoch" where it is the record of one. What
+    is no finite number is null."""
+
+    name = "metrics.jsonl"
+
+    def text(self, rows: list[Row]) -> str:
+        plain = ({k: v if math.isfinite(v) else None for k, v in row.items()} for row in rows)
+        return "".join(json.dumps(row) + "\n" for row in plain)
+
+    def read(self) -> list[Row]:
+        found = [parse_json(line.encode(), self.path.name) for line in self.whole_lines().splitlines()]
+        return [{k: math.nan if v is None else v for k, v in row.items()} for row in found]
+
+
+class CSVLogger(_Rows):
+    """A table, in DIR/metrics.csv: a column per figure, empty where a row has none. A figure that comes later gets a
+    column of its own: the table is then written anew."""
+
+    name = "metrics.csv"
+    _keys: tuple[str, ...] = ()
+
+    def text(self, rows: list[Row]) -> str:
+        out = io.StringIO()
+        csv.writer(out, lineterminator="\n").writerows([row.get(key) for key in self._keys] for row in rows)
+        return out.getvalue()
+
+    def read(self) -> list[Row]:
+        table = csv.DictReader(io.StringIO(self.whole_lines()))
+        return [{k: int(v) if v.isdecimal() else float(v) for k, v in row.items() if v} for row in table]
+
+    def rewrite(self, rows: list[Row]) -> None:
+        self._keys = tuple(dict.fromkeys(key for row in rows for key in row))
+        head = ",".join(self._keys) + "\n"
+        write_whole(self.path, lambda file: file.write((head + self.text(rows)).encode()), mode=0o666)
+
+    def append(self, rows: list[Row]) -> None:
+        if all(key in self._keys for row in rows for key in row):
+            super().append(rows)
+        else:
+            self.rewrite([*self.read(), *rows])
+
+
+def _need(owner: Any, module: str, package: str) -> None:
+    if importlib.util.find_spec(module) is None:
+        raise ConfigError(f"[{type(owner).__name__}] the package {package} is not installed; pip install {package}")
+
+
+class TensorBoardLogger(Logger):
+    """Event files in a directory, which `tensorboard --logdir DIR` shows. Needs tensorboardX: odyssey[track]."""
+
+    def __init__(self, folder: str | Path = "logs", log_every_n_steps: int = 10) -> None:
+        super().__init__(log_every_n_steps)
+        _need(self, "tensorboardX", "tensorboardX")
+        self.folder = Path(folder)
+        self._writer: Any = None
+        self._last: Row = {}  # everything that was written at the newest step
+
+    def open(self, context: Context, state: dict[str, Any]) -> None:
+        if self._writer is not None:
+            self._writer.close()
+        import tensorboardX
+
+        step = context.steps
+        suffix = f".{os.getpid()}.{step:08d}.{time.time_ns()}"  # of one second: told apart, and in order
+        # Readers leave out what earlier files have from this step on; what this step had is written again.
+        self._writer = tensorboardX.SummaryWriter(str(self.folder), purge_step=step, filename_suffix=suffix)
+        self._last = {}
+        last = state.get("last") or {}
+        if last.get("step") == step:
+            self.write(last)
+
+    def write(self, row: Row) -> None:
+        step = row["step"]
+        self._last = {**(self._last if self._last.get("step") == step else {}), **row}
+        for name, value in row.items():
+            if name not in ("step", "epoch"):
+                self._writer.add_scalar(name, value, step)
+
+    def flush(self) -> None:
+        if self._writer is not None:
+            self._writer.flush()
+
+    def close(self, context: Context) -> None:
+        self._writer.close()
+        self._writer = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "last": {k: v for k, v in self._last.items() if math.isfinite(v)}}
+
+
+class MLflowLogger(Logger):
+    """A run of MLflow: the training's configuration as parameters, figures as metrics, the last checkpoint as artifact
+    (its best, with a ModelCheckpoint). Needs mlflow or mlflow-skinny (with sqlalchemy for a SQLite store).
+
+    experiment: its name. uri: of the store, such as "sqlite:///mlflow.db"; default: MLflow's own, MLFLOW_TRACKING_URI.
+    `run_id`: of the run. A training that goes on from a checkpoint goes on in the same run.
+    """
+
+    def __init__(
+        self,
+        experiment: str = "odyssey",
+        uri: str | None = None,
+        log_every_n_steps: int = 10,
+        *,
+        run_name: str | None = None,
+        log_checkpoint: bool = True,
+    ) -> None:
+        super().__init__(log_every_n_steps)
+        _need(self, "mlflow", "mlflow-skinny")
+        self.experiment, self.uri, self.run_name, self.log_checkpoint = experiment, uri, run_name, log_checkpoint
+        self.run_id: str | None = None
+        self._client: Any = None
+        self._metrics: list[Any] = []
+        self._known: dict[str, int] = {}  # the newest step of each metric that an earlier process has written
+
+    def on_fit_start(self, context: Context) -> None:
+        super().on_fit_start(context)
+        self.run_id = None
+
+    def open(self, context: Context, state: dict[str, Any]) -> None:
+        import mlflow
+
+        self._client = client = mlflow.MlflowClient(self.uri)
+        self._known, self._metrics, self.run_id = {}, [], state.get("run")
+        if self.run_id is not None:
+            try:
+                run = client.get_run(self.run_id)
+            except mlflow.MlflowException:  # another store, or removed
+                self.run_id = None
+            else:
+                client.update_run(self.run_id, "RUNNING")
+                for key in run.data.metrics:
+                    self._known[key] = max(m.step for m in client.get_metric_history(self.run_id, key))
+        if self.run_id is None:
+            found = client.get_experiment_by_name(self.experiment)
+            number = client.create_experiment(self.experiment) if found is None else found.experiment_id
+            self.run_id = client.create_run(number, run_name=self.run_name).info.run_id
+            parameters = {**context.trainer.configuration(), "epochs": context.epochs}
+            params = [mlflow.entities.Param(name, str(value)[:500]) for name, value in parameters.items()]
+            client.log_batch(self.run_id, params=params)
+
+    def write(self, row: Row) -> None:
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        for name, value in row.items():
+            if name not in ("step", "epoch") and row["step"] > self._known.get(name, -1):
+                self._metrics.append(Metric(name, value, now, row["step"]))
+        if len(self._metrics) >= 500:
+            self.flush()
+
+    def flush(self) -> None:
+        if self._metrics:
+            self._client.log_batch(self.run_id, metrics=self._metrics)
+            self._metrics = []
+
+    def on_epoch_end(self, context: Context) -> None:
+        super().on_epoch_end(context)
+        if self._opened:
+            with self._told(context):
+                self.flush()
+
+    def close(self, context: Context) -> None:
+        self.flush()
+        names = sorted(path.name for path in context.folder.glob("step_*")) if context.folder is not None else []
+        if self.log_checkpoint and names and context.error is None:
+            best = context.folder / "best"
+            chosen = best if best.exists() else context.folder / names[-1]
+            self._client.log_artifacts(self.run_id, str(chosen), "checkpoint")
+        how = "FINISHED" if context.error is None else "KILLED" if isinstance(context.error, Stopped) else "FAILED"
+        self._client.set_terminated(self.run_id, how)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "run": self.run_id}
+
+
+class WandbLogger(Logger):
+    """A run of Weights & Biases. Needs wandb. mode: "offline" writes files in DIR/wandb, which `wandb sync` sends."""
+
+    def __init__(
+        self,
+        project: str = "odyssey",
+        folder: str | Path = "logs",
+        log_every_n_steps: int = 10,
+        *,
+        mode: str = "offline",
+    ) -> None:
+        super().__init__(log_every_n_steps)
+        _need(self, "wandb", "wandb")
+        self.project, self.folder, self.mode = project, Path(folder), mode
+        self.run_id: str | None = None
+        self._run: Any = None
+
+    def open(self, context: Context, state: dict[str, Any]) -> None:
+        import wandb
+
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._run = wandb.init(
+            project=self.project,
+            dir=str(self.folder),
+            mode=self.mode,
+            id=state.get("run"),
+            resume="allow" if state.get("run") else None,
+            config=context.trainer.configuration(),
+            settings=wandb.Settings(silent=True, console="off"),
+        )
+        self.run_id = self._run.id
+
+    def write(self, row: Row) -> None:
+        self._run.log({k: v for k, v in row.items() if k != "step"}, step=row["step"])
+
+    def close(self, context: Context) -> None:
+        self._run.finish(exit_code=int(context.error is not None))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "run": self.run_id}
+
+
+NAMES = ("csv", "jsonl", "tensorboard", "mlflow", "wandb")
+
+
+def named(names: str, folder: Path | None, log_every_n_steps: int = 10) -> list[Logger]:
+    """The loggers of `odyssey train --log csv,tensorboard --log-dir DIR`; each writes into DIR, default "logs".
+
+    Raises ConfigError: there is no such logger.
+    """
+    folder = folder or Path("logs")
+    made: list[Logger] = []
+    for name in dict.fromkeys(part.strip() for part in names.split(",")):
+        if name not in NAMES:
+            raise ConfigError(f"[train] --log names {name!r}{did_you_mean(name, NAMES)}")
+        if name == "mlflow":
+            uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder.absolute() / 'mlflow.db'}"
+            folder.mkdir(parents=True, exist_ok=True)
+            made.append(MLflowLogger(uri=uri, log_every_n_steps=log_every_n_steps))
+        elif name == "wandb":
+            made.append(WandbLogger(folder=folder, log_every_n_steps=log_every_n_steps))
+        else:
+            kind = {"csv": CSVLogger, "jsonl": JSONLLogger, "tensorboard": TensorBoardLogger}[name]
+            made.append(kind(folder, log_every_n_steps))
+    return made

@@ -1,0 +1,230 @@
+"""What becomes of a trained model: how a checkpoint says to build it, the model of a checkpoint, predictions.
+
+A model of odyssey.nn's own classes is said by their names and arguments; of a model of the user's own code, only where
+that is: nothing of it is run or unpickled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .. import nn
+from ..checkpoints import Snapshot
+from ..comm import Communicator
+from ..core.tensor import Tensor, no_grad
+from ..data import ArrayDataset, Batch
+from ..data.trees import mapped
+from ..errors import CheckpointError, ConfigError, ShapeError
+from ..nn.module import limited
+from ..parallel.plan import shard_count, share
+from . import resume
+
+LISTS = {"Sequential": nn.Sequential, "ModuleList": nn.ModuleList}
+SHARD = 32  # samples that are computed at once, where no training says
+
+
+# --- recipes ---------------------------------------------------------------------------------------------------------
+
+
+def recipe(trainer: Any, loader: Any) -> dict[str, Any]:
+    """What a checkpoint says of the model and of what it was trained on, as JSON values."""
+    model = getattr(trainer, "model", None) or getattr(trainer, "module", None)
+    loss = type(getattr(trainer, "loss", None)).__name__
+    source = getattr(trainer, "data_source", {})
+    return {"model": of_model(model), "loss": loss, "data": {**of_data(getattr(loader, "dataset", None)), **source}}
+
+
+def of_model(model: Any) -> dict[str, Any]:
+    """{"class", "arguments"} of a built-in model, {"class", "parts"} of a list of such; {"user code", "module", "file"}
+    of one that is, or has in it, a class of the user's."""
+    kind = type(model)
+    if kind.__module__.startswith("odyssey.nn."):
+        if kind.__name__ in LISTS:
+            parts = [of_model(child) for _, child in model.children()]
+            own = next((part for part in parts if "class" not in part), None)
+            return own or {"class": kind.__name__, "parts": parts}
+        if model.arguments is not None:
+            return {"class": kind.__name__, "arguments": model.arguments}
+    try:
+        file = inspect.getfile(kind)
+    except (TypeError, OSError):
+        file = None
+    return {"user code": kind.__qualname__, "module": kind.__module__, "file": file}
+
+
+def of_data(data: Any) -> dict[str, Any]:
+    """What a sample is: its shape, the numbers that normalise it, the names of columns and classes."""
+    found: dict[str, Any] = {}
+    shape, classes = getattr(data, "sample_shape", None), getattr(data, "classes", None)
+    if isinstance(shape, tuple) and all(isinstance(n, int) for n in shape):
+        found["sample_shape"] = list(shape)
+    for key in ("scale", "shift"):
+        if (value := getattr(data, key, None)) is not None:
+            found[key] = np.asarray(value, np.float64).reshape(-1).tolist()
+    found["classes"] = list(getattr(data, "class_names", ()) or ()) or classes
+    found["columns"] = list(getattr(data, "columns", ()))
+    return found if data is not None else {}
+
+
+def build(said: dict[str, Any], most: int = 2**31) -> nn.Module:
+    """A model as of_model() says, of at most so many numbers. Raises KeyError, TypeError, ValueError or a ConfigError
+    where it says something else."""
+    with limited(most):
+        return _build(said, most)
+
+
+def _build(said: dict[str, Any], most: int) -> nn.Module:
+    name = said["class"]
+    if name in LISTS:
+        parts = [_build(part, most) for part in said["parts"]]
+        return nn.Sequential(*parts) if name == "Sequential" else nn.ModuleList(parts)
+    kind = getattr(nn, name) if name in nn.__all__ else None
+    if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
+        raise KeyError(name)
+    given = {k: tuple(v) if isinstance(v, list) else v for k, v in said["arguments"].items()}
+    sizes = (n for v in given.values() for n in (v if isinstance(v, tuple) else (v,)) if isinstance(n, int))
+    if any(n > max(most, 1 << 16) for n in sizes):
+        raise ValueError(f"{name}{given} is larger than its weights")
+    return kind(**given)
+
+
+# --- the model of a checkpoint ---------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """A model out of a checkpoint, in eval mode, and what the checkpoint says of its data (of_data)."""
+
+    model: nn.Module
+    data: dict[str, Any]
+    loss: str
+    name: str
+    step: int
+
+
+def found(path: str | Path) -> tuple[Snapshot, str]:
+    """The checkpoint of a path: one, the newest of a directory of them, or of a run."""
+    path = Path(path)
+    try:
+        return resume.find(path / "checkpoints" if (path / "checkpoints").is_dir() else path, lambda line: None)
+    except CheckpointError as problem:
+        if "no valid checkpoint" not in str(problem):
+            raise
+        raise CheckpointError(f"[load] {path} has no valid checkpoint; name a run, or a directory that has") from None
+
+
+def opened(path: str | Path, model: nn.Module | None = None) -> Saved:
+    """The model of a checkpoint, a directory of checkpoints, or a run; see load()."""
+    snapshot, name = found(path)
+    about = snapshot.values.get("recipe") or {}
+    said, weights = about.get("model") or {}, snapshot.arrays.get("parameters", {})
+    if model is None:
+        todo = "build it and give odyssey.load(path, model)"
+        if "user code" in said:
+            where = f"{said.get('file') or said.get('module')}"
+            raise ConfigError(f"[load] {name} is of a model of your own, {said['user code']} of {where}; {todo}")
+        if not said:
+            raise ConfigError(f"[load] {name} does not say what its model is, as it is of an older version; {todo}")
+        try:
+            model = build(said, sum(value.size for value in weights.values()))
+        except (KeyError, TypeError, ValueError, AttributeError, ConfigError) as problem:
+            raise CheckpointError(f"[load] {name}: its model cannot be built: {problem}; {todo}") from problem
+    try:
+        if isinstance(model, nn.Module):
+            model.load_state_dict(weights)
+        else:  # a torch module; that room is above
+            importlib.import_module("odyssey.torch.weights").to_torch(
+                {**weights, **snapshot.arrays.get("buffers", {})}, model
+            )
+    except (ShapeError, RuntimeError, AttributeError) as problem:
+        raise ConfigError(f"[load] {name}: {problem}; the model was changed after it was built: give it") from problem
+    return Saved(model.eval(), about.get("data") or {}, about.get("loss") or "", name, snapshot.step)
+
+
+def load(path: str | Path, model: nn.Module | None = None) -> nn.Module:
+    """The model that a checkpoint holds, in eval mode.
+
+    Args:
+        path: a checkpoint, a directory of them (the newest valid one), or a run. `DIR/best`: of a ModelCheckpoint.
+        model: takes its weights; needed where the model is of your own code.
+
+    Raises:
+        ConfigError: the model is of your own code, or is another. CheckpointError: no checkpoint is valid.
+    """
+    return opened(path, model).model
+
+
+# --- predictions -----------------------------------------------------------------------------------------------------
+
+
+def predicted(model: nn.Module, batches: Iterable[Batch], comm: Communicator, shard: int | None = None) -> np.ndarray:
+    """What a model gives for all samples of some batches, in their order, whole on every rank; a collective call.
+
+    Args:
+        batches: the same on all ranks, each of which computes its shards of each.
+        shard: samples that are computed at once; the result depends on it in its last bits, and on no number of ranks.
+
+    Returns:
+        (N, ...) float32.
+    """
+    size, wholes = shard or SHARD, []
+    modes = [(m, m.training) for m in model.modules()]
+    model.eval()
+    try:
+        with no_grad():
+            for batch in batches:
+                wholes.append(_of_batch(model, batch, comm, size))
+    finally:
+        for m, training in modes:
+            m.training = training
+    if not wholes:
+        raise ConfigError("[predict] the loader gave no batch; give it data")
+    return np.concatenate(wholes)
+
+
+def _of_batch(model: nn.Module, batch: Batch, comm: Communicator, size: int) -> np.ndarray:
+    n = len(batch.indices)
+    cuts = [share(shard_count(n, size), comm.size, rank) for rank in range(comm.size)]
+    runs = [(min(lo * size, n), min(hi * size, n)) for lo, hi in cuts]
+    lo, hi = runs[comm.rank]
+    rows = [_forward(model, batch, a, min(a + size, hi)) for a in range(lo, hi, size)]
+    if comm.size == 1:
+        return np.concatenate(rows)
+    shapes = comm.all_gather(np.array([*(rows[0].shape[1:] if rows else ()), *[-1] * 8][:8], np.int64))
+    shape = next(tuple(int(k) for k in row if k >= 0) for row, (a, b) in zip(shapes, runs, strict=True) if b > a)
+    whole = np.zeros((n, *shape), np.float32)
+    if rows:
+        whole[lo:hi] = np.concatenate(rows)
+    floats = int(np.prod(shape, dtype=np.int64))
+    comm.all_gather_v(whole.reshape(-1), [(a * floats, b * floats) for a, b in runs])
+    return whole
+
+
+def _forward(model: nn.Module, batch: Batch, lo: int, hi: int) -> np.ndarray:
+    """Of some samples of a batch; (hi - lo, ...)."""
+    data, _ = batch.dataset.gather(batch.indices[lo:hi])
+    x = mapped(lambda a: Tensor(a, dtype=np.int32 if a.dtype.kind in "iu" else np.float32), data)
+    y = model(*x) if isinstance(x, tuple) else model(x)
+    if not isinstance(y, Tensor) or y.shape[:1] != (hi - lo,):
+        what = f"a tensor {y.shape}" if isinstance(y, Tensor) else type(y).__name__
+        raise ConfigError(f"[predict] forward() gives {what} for {hi - lo} samples; a tensor (N, ...) is needed")
+    return np.array(y.numpy(), np.float32)
+
+
+def batches_of_array(x: np.ndarray) -> Iterable[Batch]:
+    """Samples (N, ...) float32, as they are given to a model, in batches."""
+    data = ArrayDataset(
+        x,
+        np.zeros(len(x), np.int32),
+        1,
+        *(np.full(x.shape[1] if x.ndim > 2 else 1, v, np.float32) for v in (1, 0)),
+        "x",
+    )
+    return [Batch(data, np.arange(a, min(a + 8192, len(x))), 0, i) for i, a in enumerate(range(0, len(x), 8192))]

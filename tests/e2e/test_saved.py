@@ -1,0 +1,285 @@
+"""After training: the model of a checkpoint, its predictions on any ranks, what other programs get; layers that are not
+trained."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+import odyssey
+from odyssey import DistributedTrainer, Tensor, data, nn, optim
+from odyssey import functional as F
+from odyssey.comm import mock
+from odyssey.errors import CheckpointError, ConfigError, ShapeError
+from odyssey.nn.export import onnx_model
+from odyssey.parallel.mesh import Mesh
+from odyssey.train import saved
+
+RNG = np.random.default_rng(0)
+SET = data.arrays(RNG.normal(size=(70, 6)).astype(np.float32), RNG.integers(0, 3, 70), classes=3)
+
+
+class Own(nn.Module):
+    """A model of a user's own code."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, width), nn.Linear(width, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(F.relu(self.a(x)))
+
+
+def plain() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(6, 8, bias=False), nn.GELU(), nn.LayerNorm(8, eps=1e-3), nn.Dropout(0.1), nn.Linear(8, 3)
+    )
+
+
+def trained(folder, model: nn.Module) -> DistributedTrainer:
+    trainer = DistributedTrainer(model, optim.SGD(lr=0.1), threads=1)
+    trainer.fit(data.DataLoader(SET, 16), epochs=1, checkpoint_dir=folder, verbose=False)
+    return trainer
+
+
+@pytest.mark.parametrize("make", [plain, nn.LeNet5, lambda: nn.MLP(hidden=7), lambda: nn.ConvNet((3, 8, 8), 4)])
+def test_a_built_in_model_is_built_as_its_recipe_says(make):
+    model = make()
+    again = saved.build(json.loads(json.dumps(saved.of_model(model))))
+    assert repr(again) == repr(model)
+    again.load_state_dict(model.state_dict())
+
+
+def test_the_model_of_a_checkpoint(tmp_path):
+    trainer = trained(tmp_path / "checkpoints", plain())
+    for path in (tmp_path, tmp_path / "checkpoints", tmp_path / "checkpoints" / "step_00000005"):
+        model = odyssey.load(path)
+        assert not model.training and repr(model) == repr(trainer.model)
+        x, _ = SET.gather(np.arange(32))
+        assert np.array_equal(model(Tensor(x)).numpy(), trainer.predict(SET)[:32])
+    nn.manual_seed(3)
+    a = nn.Linear(2, 2).weight.data.copy()
+    nn.manual_seed(3)
+    odyssey.load(tmp_path)
+    assert np.array_equal(nn.Linear(2, 2).weight.data, a)  # what is made next is what it would have been
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"class": "Linear", "arguments": {"in_features": 10**5, "out_features": 10**5}},
+        {"class": "LayerNorm", "arguments": {"features": 10**12}},
+        {"class": "manual_seed", "arguments": {"seed": 1}},
+        {"class": "Module.__init__", "arguments": {}},
+        {"class": "Linear", "arguments": {"in_features": "x"}},
+        {"class": "Sequential", "parts": [{}]},
+        {"class": "Sequential", "parts": 3},
+        {"class": ["Linear"], "arguments": {}},
+    ],
+)
+def test_a_hostile_recipe_makes_nothing(said):
+    with pytest.raises((KeyError, TypeError, ValueError, AttributeError, ConfigError)):
+        saved.build(said, 10_000)
+
+
+def test_what_load_says_where_it_cannot_build_the_model(tmp_path):
+    trainer = trained(tmp_path / "own", Own())
+    with pytest.raises(ConfigError, match=r"is of a model of your own, Own of .*test_saved.py; build it and give odys"):
+        odyssey.load(tmp_path / "own")
+    model = odyssey.load(tmp_path / "own", Own())
+    assert np.array_equal(model.a.weight.data, trainer.model.a.weight.data)
+    with pytest.raises(ConfigError, match=r"a.weight has shape \(8, 6\), not \(9, 6\); the model was changed"):
+        odyssey.load(tmp_path / "own", Own(9))
+    with pytest.raises(ConfigError, match="is of a model of your own, Own of"):
+        trained(tmp_path / "within", nn.Sequential(Own()))
+        odyssey.load(tmp_path / "within")
+    trainer.save_checkpoint(tmp_path / "older")  # of a loop of one's own: nothing is said
+    with pytest.raises(ConfigError, match="does not say what its model is.*build it and give odyssey.load"):
+        odyssey.load(tmp_path / "older")
+    with pytest.raises(CheckpointError, match="has no valid checkpoint; name a run"):
+        odyssey.load(tmp_path / "nowhere")
+
+
+LAYOUTS = [
+    {"mesh": Mesh(pp=2)},
+    {"zero": 1},
+    {"zero": 2, "bucket_size_mb": 1e-4},
+    {"zero": 3},
+    {"mesh": Mesh(tp=2)},
+    {},
+]
+
+
+def test_predictions_are_the_same_on_any_ranks():
+    def work(comm, **layout):
+        nn.manual_seed(0)
+        trainer = DistributedTrainer(Own(), optim.Adam(lr=0.1), comm=comm, threads=1, **layout)
+        trainer.fit(data.DataLoader(SET, 32), epochs=2, verbose=False)
+        return trainer.predict(data.DataLoader(SET, 50)), trainer.evaluate(SET)
+
+    alone, result = work(None)
+    assert alone.shape == (70, 3) and np.mean(alone.argmax(1) == SET.labels) == pytest.approx(result.accuracy)
+    for ranks, layout in ((2, LAYOUTS[0]), (3, LAYOUTS[3]), (4, LAYOUTS[4])):
+        for found, _ in mock.run(ranks, lambda comm, layout=layout: work(comm, **layout)):
+            assert np.array_equal(found, alone), layout
+
+
+@pytest.mark.parametrize("frozen", [("a.weight", "a.bias"), ("b.weight",), ("a.bias", "b.weight")])
+@pytest.mark.parametrize(
+    "make", [lambda: optim.SGD(lr=0.1, momentum=0.9, weight_decay=0.1), lambda: optim.AdamW(lr=0.1)]
+)
+def test_frozen_parameters_keep_their_bits_and_others_theirs_on_all_layouts(frozen, make):
+    def work(comm, **layout):
+        nn.manual_seed(0)
+        model = Own()
+        for name, p in model.named_parameters():
+            p.requires_grad = name not in frozen
+        before = model.state_dict()
+        trainer = DistributedTrainer(model, make(), comm=comm, threads=1, clip_norm=0.5, **layout)
+        trainer.fit(data.DataLoader(SET, 32), epochs=2, verbose=False)
+        after = trainer.state_dict()
+        assert {name for name in before if np.array_equal(before[name], after[name])} == set(frozen)
+        return trainer.weights_sha256()
+
+    alone = work(None)
+    assert alone == work(None, execution="eager")
+    for layout in LAYOUTS:
+        ranks = 2 if "mesh" in layout else 3
+        assert set(mock.run(ranks, lambda comm, layout=layout: work(comm, **layout))) == {alone}, layout
+
+
+def test_frozen_layers_are_those_of_pytorch():
+    torch = pytest.importorskip("torch")
+    model = Own()
+    model.a.weight.requires_grad = False
+    theirs = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+    odyssey.torch.to_torch(model, theirs, {"a": "0", "b": "2"})
+    theirs[0].weight.requires_grad = False
+    optimizer = torch.optim.SGD((p for p in theirs.parameters() if p.requires_grad), lr=0.1, weight_decay=0.1)
+    trainer = DistributedTrainer(model, optim.SGD(lr=0.1, weight_decay=0.1), threads=1)
+    trainer.fit([(SET.images[:32], SET.labels[:32])], epochs=3, verbose=False)
+    for _ in range(3):
+        optimizer.zero_grad()
+        x, y = torch.tensor(SET.images[:32]), torch.from_numpy(SET.labels[:32].astype(np.int64))
+        torch.nn.functional.cross_entropy(theirs(x), y).backward()
+        optimizer.step()
+    for ours, p in zip(model.parameters(), theirs.parameters(), strict=True):
+        assert np.allclose(ours.data, p.detach().numpy(), atol=1e-6)
+
+
+def test_a_state_of_another_head_is_loaded_but_for_it():
+    model, other = Own(), nn.Sequential(nn.Linear(6, 8))
+    state = {**Own().state_dict(), "c": np.zeros(1)}
+    del state["b.weight"]
+    kept = model.b.weight.data.copy()
+    assert model.load_state_dict(state, strict=False) == (["b.weight"], ["c"])
+    assert np.array_equal(model.a.weight.data, state["a.weight"]) and np.array_equal(model.b.weight.data, kept)
+    with pytest.raises(ShapeError, match="missing"):
+        other.load_state_dict(state)
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 4, 3, stride=2, padding=1, bias=False), nn.Conv2d(4, 4, 3, padding=1)
+        self.f = nn.Linear(64, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.a(x))
+        return self.f(F.flatten(F.avg_pool2d(y + self.b(y), 2)))
+
+
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [
+        (nn.LeNet5, (1, 28, 28)),
+        (nn.MLP, (1, 28, 28)),
+        (lambda: nn.ConvNet((3, 12, 12), 3), (3, 12, 12)),
+        (plain, (6,)),
+        (Residual, (3, 16, 16)),
+        (lambda: nn.Sequential(nn.Linear(6, 4), nn.SiLU(), nn.Softplus(), nn.Tanh(), nn.Softmax()), (6,)),
+    ],
+)
+def test_onnx_runs_elsewhere_with_the_same_numbers(make, shape):
+    pytest.importorskip("onnx")
+    runtime = pytest.importorskip("onnxruntime")
+    model = make().eval()
+    made = runtime.InferenceSession(onnx_model(model, shape).SerializeToString(), providers=["CPUExecutionProvider"])
+    for n in (1, 3, 20):
+        x = RNG.normal(size=(n, *shape)).astype(np.float32)
+        (y,) = made.run(None, {"x": x})
+        assert y.shape == (n, *y.shape[1:]) and np.allclose(y, model(Tensor(x)).numpy(), atol=1e-5)
+
+
+def test_an_op_without_an_onnx_form_is_named():
+    pytest.importorskip("onnx")
+    with pytest.raises(ConfigError, match=r"\[export\] \w+ has no ONNX form here; .* Use --format safetensors"):
+        onnx_model(nn.Sequential(nn.Linear(6, 8), nn.RMSNorm(8)), (6,))
+
+
+def pictures(folder) -> None:
+    image = pytest.importorskip("PIL.Image")
+    for part, count in (("train", 12), ("test", 4)):
+        for name, colour in (("blue", (30, 30, 200)), ("red", (200, 30, 30))):
+            (folder / part / name).mkdir(parents=True)
+            for i in range(count):
+                pixels = np.clip(RNG.normal(colour, 30, size=(14, 12, 3)), 0, 255).astype(np.uint8)
+                image.fromarray(pixels).save(folder / part / name / f"{i}.png")
+
+
+def test_pictures_from_the_command_line_alone(launch, tmp_path):
+    pictures(tmp_path / "p")
+    words = (
+        "--model",
+        "convnet",
+        "--dataset",
+        "image-folder",
+        "--data-dir",
+        "p",
+        "--image-size",
+        8,
+        "--epochs",
+        3,
+        "-q",
+    )
+    done = launch.train(*words, "--global-batch-size", 8, "--run-dir", "run", "--log", "csv,tensorboard")
+    assert done.returncode == 0, done.stderr
+    found = ["p/test/red/0.png", "p/test/blue/1.png"]
+    one = launch.python("-m", "odyssey", "predict", "run", *found, "--top", 2, "--json")
+    assert one.returncode == 0, one.stderr
+    rows = [json.loads(line) for line in one.stdout.splitlines()]
+    assert [row["input"] for row in rows] == found and [row["classes"][0] for row in rows] == ["red", "blue"]
+    assert all(sum(row["probabilities"]) == pytest.approx(1) for row in rows)
+    three = launch.python("-m", "odyssey", "predict", "run", *found, "--top", 2, "--json", ranks=3)
+    assert three.stdout == one.stdout, three.stderr
+    said = launch.python("-m", "odyssey", "evaluate", "run", "--json", ranks=2)
+    assert json.loads(said.stdout)["samples"] == 8 and json.loads(said.stdout)["accuracy"] > 0.9, said.stderr
+    torch, load = pytest.importorskip("torch"), pytest.importorskip("safetensors.numpy").load_file
+    for kind in ("onnx", "torch", "safetensors"):
+        done = launch.python("-m", "odyssey", "export", "run", "--format", kind, "--output", f"m.{kind}")
+        assert done.returncode == 0, done.stderr
+    state = odyssey.load(tmp_path / "run").state_dict()
+    for other in (load(tmp_path / "m.safetensors"), torch.load(tmp_path / "m.torch", weights_only=True)):
+        assert all(np.array_equal(other[name], value) for name, value in state.items()) and len(other) == len(state)
+    session = pytest.importorskip("onnxruntime").InferenceSession(tmp_path / "m.onnx")
+    x = data.ImageFolder(tmp_path / "p" / "test", 8)[0][0][None].astype(np.float32) / 127.5 - 1
+    (y,) = session.run(None, {"x": x})
+    assert np.exp(y[0]).argmax() == 0
+
+
+def test_a_table_from_the_command_line_alone(launch, tmp_path):
+    x = RNG.normal(size=(60, 3))
+    rows = "".join(f"{a},{a + 2 * b - c},{b},{c}\n" for a, b, c in x.tolist())
+    (tmp_path / "t.csv").write_text("a,price,b,c\n" + rows)
+    words = ("--model", "mlp", "--dataset", "csv", "--data-dir", "t.csv", "--target", "price", "--epochs", 20, "-q")
+    done = launch.train(*words, "--global-batch-size", 16, "--run-dir", "run")
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "new.csv").write_text("c,b,a\n0,0,1\n0,1,0\n")  # columns are found by their names
+    said = launch.python("-m", "odyssey", "predict", "run", "new.csv", "--json")
+    outputs = [json.loads(line)["output"][0] for line in said.stdout.splitlines()]
+    assert outputs == pytest.approx([1, 2], abs=0.7), said.stderr
+    for word, message in (("t.png", "are no pictures; give a table"), ("no.csv", "cannot be read as a table")):
+        said = launch.python("-m", "odyssey", "predict", "run", word)
+        assert said.returncode in (64, 65) and message in said.stderr and said.stderr.count("\n") == 1
