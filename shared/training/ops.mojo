@@ -2,6 +2,7 @@
 
 from kernels import (
     arithmetic,
+    attention,
     dropout,
     elementwise,
     gather,
@@ -37,6 +38,7 @@ def ops() -> List[Op]:
     all.extend(pool.ops())
     all.extend(dropout.ops())
     all.extend(softmax.ops())
+    all.extend(attention.ops())
     all.extend(reduce.ops())
     all.extend(random.ops())
     all.extend(optimizer.ops())
