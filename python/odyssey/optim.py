@@ -51,8 +51,11 @@ class Optimizer:
     Args:
         params: `model.parameters()` or `model.named_parameters()`; may be left out when a trainer binds the model.
         lr: learning rate; change the attribute to change it.
+
+    `undecayed` says of which parameters (name, parameter) the weight decay is 0; set it before the first step.
     """
 
+    undecayed: Callable[[str, Parameter], bool] | None = None
     states: tuple[str, ...] = ()  # names of the state arrays
 
     def __init__(self, params: Iterable[Any] | None, lr: float) -> None:
@@ -111,12 +114,13 @@ class Optimizer:
         if self.mirror is not None:
             self.mirror.read()
         lib = native.library()
+        updates = [piece for u in updates for piece in self.pieces(u)]
         n = len(updates)
         records = np.zeros((2 * n, lib.record), np.int64)
         self.steps += 1
-        for i, u in enumerate(updates):
+        for i, (u, decays) in enumerate(updates):
             records[i, :3] = (lib.codes["finite"], u.grads, u.n)
-            record = self._record(lib, u, divisor, lr)
+            record = self._record(lib, u, divisor, lr, decays)
             records[n + i, : len(record)] = record
         at = records.ctypes.data
         if agree is None:
@@ -129,8 +133,26 @@ class Optimizer:
             self.steps -= 1
         return ok
 
-    def _record(self, lib: native.Library, u: Update, divisor: int, lr: float) -> list[int]:
-        """The update of one run as a record of ops.mojo."""
+    def pieces(self, u: Update) -> list[tuple[Update, bool]]:
+        """The update cut where the parameters that decay begin and end; each piece with whether it does."""
+        if self.undecayed is None:
+            return [(u, True)]
+        found: list[tuple[Update, bool]] = []
+        arena = self._bound()
+        starts = [*arena.offsets.values(), arena.size]
+        for (name, p), lo, hi in zip(arena.named, starts, starts[1:], strict=False):
+            a, b, decays = max(lo, u.at), min(hi, u.at + u.n), not self.undecayed(name, p)
+            if a >= b:
+                continue
+            if found and found[-1][1] == decays:
+                found[-1] = (found[-1][0]._replace(n=b - found[-1][0].at), decays)
+                continue
+            by = a - u.at
+            found.append((Update(u.params + 4 * by, u.grads + 4 * by, u.state + by, b - a, a, u.arrays), decays))
+        return found
+
+    def _record(self, lib: native.Library, u: Update, divisor: int, lr: float, decays: bool = True) -> list[int]:
+        """The update of one run as a record of ops.mojo; without weight decay if it does not `decay`."""
         raise TypeError(f"{type(self).__name__} has no update rule; write _record()")
 
     def step(self) -> None:
@@ -174,6 +196,11 @@ class Optimizer:
         self.steps, self.lr = int(state["steps"]), float(state["lr"])
 
 
+def vectors(name: str, p: Parameter) -> bool:
+    """For `Optimizer.undecayed`: parameters of less than two axes, which are biases and norms (nanoGPT's rule)."""
+    return p.ndim < 2
+
+
 class SGD(Optimizer):
     """Stochastic gradient descent with momentum, Nesterov momentum and weight decay, in PyTorch's form."""
 
@@ -194,7 +221,7 @@ class SGD(Optimizer):
         self.nesterov = nesterov
         super().__init__(params, lr)
 
-    def _record(self, lib: native.Library, u: Update, divisor: int, lr: float) -> list[int]:
+    def _record(self, lib: native.Library, u: Update, divisor: int, lr: float, decays: bool = True) -> list[int]:
         bits = native.float_bits
         return [
             lib.codes["sgd"],
@@ -205,7 +232,7 @@ class SGD(Optimizer):
             u.n,
             bits(lr),
             bits(self.momentum),
-            bits(self.weight_decay),
+            bits(self.weight_decay if decays else 0.0),
             int(self.nesterov),
         ]
 
@@ -230,7 +257,7 @@ class Adam(Optimizer):
         self.weight_decay = _number(owner, "weight_decay", weight_decay, 0, math.inf)
         super().__init__(params, lr)
 
-    def _record(self, lib: native.Library, u: Update, divisor: int, lr: float) -> list[int]:
+    def _record(self, lib: native.Library, u: Update, divisor: int, lr: float, decays: bool = True) -> list[int]:
         bits, (b1, b2) = native.float_bits, self.betas
         return [
             lib.codes["adam"],
@@ -243,7 +270,7 @@ class Adam(Optimizer):
             bits(b1),
             bits(b2),
             bits(self.eps),
-            bits(self.weight_decay),
+            bits(self.weight_decay if decays else 0.0),
             int(self.decoupled),
             bits(1 - b1**self.steps),
             bits(1 - b2**self.steps),

@@ -59,12 +59,12 @@ class Module:
 
     training = True
 
-    def forward(self, *args: Any) -> Any:
+    def forward(self, *args: Any, **named: Any) -> Any:
         """What the module computes; every subclass has its own."""
         raise TypeError(f"{type(self).__name__} has no forward(); write one")
 
-    def __call__(self, *args: Any) -> Any:
-        return self.forward(*args)
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        return self.forward(*args, **named)
 
     def children(self) -> Iterator[tuple[str, Module]]:
         """Sub-modules with their names, in the order they were assigned."""
@@ -143,17 +143,21 @@ class Module:
             p.zero_grad()
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """The parameters by name, as copies."""
-        return {name: p.data.copy() for name, p in self.named_parameters()}
+        """The parameters by name, as copies; one that is used in two places under both names."""
+        self._refuse_lists()
+        return {name: p.data.copy() for name, p in self._named("")}
 
     def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
         """Copies values in. Nothing is changed unless all names and shapes fit.
 
         Raises:
-            ShapeError: a name is missing or unknown, or a shape differs.
+            ShapeError: a name is missing (of a parameter with two names both) or unknown, or a shape differs.
         """
-        own = dict(self.named_parameters())
-        missing, unknown = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
+        own = dict(self._named(""))
+        given = {id(p) for name, p in own.items() if name in state}
+        missing = sorted(name for name, p in own.items() if id(p) not in given)
+        unknown = sorted(state.keys() - own.keys())
+        own = {name: p for name, p in own.items() if name in state}
         if missing or unknown:
             raise ShapeError(f"[load_state_dict] missing: {missing or 'none'}; unknown: {unknown or 'none'}")
         for name, p in own.items():

@@ -20,6 +20,7 @@ COMMANDS: tuple[str, ...] = (  # names of modules in this package, as `odyssey -
     "launch",
     "verify",
     "top",
+    "generate",
     "inspect",
     "diff",
     "replay",

@@ -223,8 +223,12 @@ class DeviceGroup:
                 by = worker.divisor
             records = self._records[w]
             records[0, :3] = (lib.codes["finite"], result, n + host.library().stats)
-            record = optimizer._record(lib, self.update(w, result), by, lr)
-            records[1, : len(record)] = record
+            pieces = optimizer.pieces(self.update(w, result))
+            if len(records) <= len(pieces):
+                records = self._records[w] = np.resize(records, (1 + len(pieces), records.shape[1]))
+            for i, (u, decays) in enumerate(pieces, 1):
+                record = optimizer._record(lib, u, by, lr, decays)
+                records[i, : len(record)] = record
             worker.run(records)
         self.parameters.changed()
         if self._state is not None:
