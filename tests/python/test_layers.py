@@ -125,9 +125,9 @@ ROOMS = (
 FRONT_ENDS = ("callbacks", "loggers", "testing", "mojo", "torch", "horovod", "ray", "tune")
 ORDER = (*ROOMS[: ROOMS.index("audit")], "callbacks", *ROOMS[ROOMS.index("audit") :], *FRONT_ENDS[1:])
 BUDGETS = {  # lines of all its files together
-    "mojo": 14_000,
+    "mojo": 15_600,
     "shared/training": 3_150,
-    "python/odyssey": 40_800,
+    "python/odyssey": 41_700,
     "python/odyssey/comm": 3_970,
     "python/odyssey/parallel": 3_700,
     "python/odyssey/distributed": 2_080,
