@@ -45,6 +45,20 @@ def smooth_l1(x, t):
     return np.where(d < 1, d * d / 2, d - 0.5)
 
 
+def attention(q, k, v, heads, past):
+    """q (N, T, F), k and v (N, S, F); query i sees the keys up to i + past."""
+    n, t, f = q.shape
+    q, k, v = (a.reshape(n, a.shape[1], heads, f // heads).transpose(0, 2, 1, 3) for a in (q, k, v))
+    s = q @ k.transpose(0, 1, 3, 2) / math.sqrt(f // heads)
+    s = np.where(np.arange(s.shape[3]) <= np.arange(t)[:, None] + past, s, -np.inf)
+    p = np.exp(s - s.max(axis=-1, keepdims=True))
+    return (p / p.sum(axis=-1, keepdims=True) @ v).transpose(0, 2, 1, 3).reshape(n, t, f)
+
+
+def fused_attention(x):
+    return attention(*np.split(x, 3, axis=2), 2, 0)
+
+
 def layer_norm(x, w, b):
     d = x - x.mean(axis=1, keepdims=True)
     return d / np.sqrt((d * d).mean(axis=1, keepdims=True) + 1e-5) * w + b
@@ -104,6 +118,31 @@ SAMPLES = [
     *over_classes(F.softmax, R.softmax),
     *over_classes(F.log_softmax, R.log_softmax),
     Sample(F.layer_norm, layer_norm, ((24,),), ((24,), (24,))),
+    *of_each(
+        lambda x: F.gelu(x, "tanh"), lambda x: x / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+    ),
+    *(
+        Sample(
+            lambda q, k, v, h=h, past=past: F.attention(q, k, v, h, past),
+            lambda q, k, v, h=h, past=past: attention(q, k, v, h, past),
+            ((t, f), (s, f), (s, f)),
+            (),
+            t == 7,
+        )
+        for t, s, f, h, past in ((7, 7, 6, 2, 0), (1, 19, 5, 1, 18), (33, 40, 27, 3, 100), (5, 17, 8, 8, 12))
+    ),
+    Sample(lambda x: F.attention(x, None, None, 2, 0), fused_attention, ((18, 24),), (), False),
+    Sample(
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+        lambda q, k, v: (
+            attention(*(a.transpose(0, 2, 1, 3).reshape(len(a), 5, 6) for a in (q, k, v)), 2, 0)
+            .reshape(len(q), 5, 2, 3)
+            .transpose(0, 2, 1, 3)
+        ),
+        ((2, 5, 3), (2, 5, 3), (2, 5, 3)),
+        (),
+        False,
+    ),
     Sample(F.layer_norm, layer_norm, ((1,),), ((1,), (1,)), False),
     Sample(F.add, lambda a, b: a + b, ((8,), (8,))),
     Sample(F.multiply, lambda a, b: a * b, ((2, 3, 3), (2, 3, 3))),

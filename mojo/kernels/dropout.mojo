@@ -20,17 +20,19 @@ def dropout[
     F: Int,
     p: Float32,
     layer: Int,
+    T: Int,
     r: Record,
 ):
     """Computes y = x / (1 - p) where a number in [0, 1) is at least p, else 0. Its own backward: dx = dropout(dy).
 
     The number of element f of a sample is word f % 4 of the counter (f / 4, sample, step, layer), sample = first +
-    position in this tensor = position in the global batch. p must be in [0, 1).
+    position in this tensor = position in the global batch; where lanes are the T tokens of samples, first T + position.
+    p must be in [0, 1).
     """
     ref ctx = r.context[]
     var keep = Float32(1) / (1 - p)
     for g in range(G):
-        var sample = iota[U32, L](UInt32(ctx.first) + UInt32(g * L))
+        var sample = iota[U32, L](UInt32(ctx.first) * UInt32(T) + UInt32(g * L))
         for block in range((F + 3) // 4):
             var words = philox[L](
                 SIMD[U32, L](UInt32(block)),
@@ -50,4 +52,4 @@ def dropout[
 def ops() -> List[Op]:
     """The op of this file."""
     comptime kernel = by_layout[call[dropout[LANES]], call[dropout[1]]]
-    return [Op("dropout", "y; x; G, F, p, layer", kernel)]
+    return [Op("dropout", "y; x; G, F, p, layer, T", kernel)]

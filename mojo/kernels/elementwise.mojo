@@ -61,6 +61,28 @@ def gelu_gradient[w: Int](dy: SIMD[F32, w], x: SIMD[F32, w]) -> SIMD[F32, w]:
 
 
 @always_inline
+def gelu_tanh[w: Int](x: SIMD[F32, w]) -> SIMD[F32, w]:
+    """The approximation of Hendrycks, Gimpel 2016 that GPT-2 has."""
+    return x * (0.5 + 0.5 * tanh(_bent(x)))
+
+
+@always_inline
+def _bent[w: Int](x: SIMD[F32, w]) -> SIMD[F32, w]:
+    return Float32(0.7978845608028654) * (x + Float32(0.044715) * x * x * x)
+
+
+@always_inline
+def gelu_tanh_gradient[
+    w: Int
+](dy: SIMD[F32, w], x: SIMD[F32, w]) -> SIMD[F32, w]:
+    # From 16 on tanh is 1; infinity times 0 would be no number.
+    var v = clamp(x, 16)
+    var t = tanh(_bent(v))
+    var slope = Float32(0.7978845608028654) * (1 + Float32(0.134145) * v * v)
+    return dy * (0.5 + 0.5 * t + 0.5 * v * (1 - t * t) * slope)
+
+
+@always_inline
 def silu[w: Int](x: SIMD[F32, w]) -> SIMD[F32, w]:
     """x sigmoid(x); 0 for minus infinity."""
     return x.lt(-88).select(SIMD[F32, w](-88), x) * sigmoid(x)
@@ -169,6 +191,13 @@ def maps[D: Device]() -> List[OpOf[D.Run]]:
         OpOf("gelu_forward", "y; x; n", D.map[gelu](), "features"),
         OpOf(
             "gelu_backward", "dx; dy, x; n", D.map[gelu_gradient](), "features"
+        ),
+        OpOf("gelu_tanh_forward", "y; x; n", D.map[gelu_tanh](), "features"),
+        OpOf(
+            "gelu_tanh_backward",
+            "dx; dy, x; n",
+            D.map[gelu_tanh_gradient](),
+            "features",
         ),
         OpOf("silu_forward", "y; x; n", D.map[silu](), "features"),
         OpOf(

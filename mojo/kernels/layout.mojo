@@ -99,19 +99,22 @@ def array[
     y: IntPtr,  # (G, F, L), numbers of 32 bits
     G: Int,
     F: Int,
+    T: Int,
     k: Int,
     rest: Int,
     r: Record,
 ):
-    """Lane n of y becomes row rows[n] of array k, (samples, F), bit by bit; lanes without a sample become `rest`
-    (labels: -1, which every loss ignores).
+    """Lane n T + t of y becomes place t of row rows[n] of array k, (samples, T, F), bit by bit; lanes without a sample
+    become `rest` (labels: -1, which every loss ignores). T is 1 unless lanes are tokens.
     """
     ref ctx = r.context[]
     var x = IntPtr(unsafe_from_address=Int(ctx.arrays[unsafe_offset=k]))
     for n in range(G * L):
         var to = y.unsafe_offset(n // L * F * L + n % L)
-        var there = n < Int(ctx.valid)
-        var at = Int(ctx.rows[unsafe_offset=n]) * F if there else 0
+        var there = n < Int(ctx.valid) * T
+        var at = 0
+        if there:
+            at = (Int(ctx.rows[unsafe_offset=n // T]) * T + n % T) * F
         for f in range(F):
             to[unsafe_offset=f * L] = x[
                 unsafe_offset=at + f
@@ -246,7 +249,7 @@ def ops() -> List[Op]:
         ),
         Op(
             "array",
-            "y; ; G, F, k, rest",
+            "y; ; G, F, T, k, rest",
             by_layout[call[array[LANES]], call[array[1]]],
         ),
         Op("pack_rows", "y; x; N, F", call[pack_rows]),

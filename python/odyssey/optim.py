@@ -51,8 +51,11 @@ class Optimizer:
     Args:
         params: `model.parameters()` or `model.named_parameters()`; may be left out when a trainer binds the model.
         lr: learning rate; change the attribute to change it.
+
+    `undecayed` says of which parameters (name, parameter) the weight decay is 0; set it before the first step.
     """
 
+    undecayed: Callable[[str, Parameter], bool] | None = None
     states: tuple[str, ...] = ()  # names of the state arrays
 
     def __init__(self, params: Iterable[Any] | None, lr: float) -> None:
@@ -146,7 +149,8 @@ class Optimizer:
         """The update of one run as records: of parameters, and of the buffers behind them (arena.Buffer)."""
         n, found = min(max(self._bound().trained - u.at, 0), u.n), []
         if n:
-            found.append(self._record(lib, u._replace(n=n), divisor, lr))
+            pieces = self._decaying(u._replace(n=n))
+            found += [self._record(lib, piece, divisor, lr, decays) for piece, decays in pieces]
         if n < u.n:
             at, one = u.params + 4 * n, native.float_bits(1.0)
             found.append([lib.codes["sgd"], at, at, u.grads + 4 * n, samples, u.n - n, one, 0, 0, 0])
@@ -162,13 +166,27 @@ class Optimizer:
             at, end = u.at, u.at + u.n
             for lo, hi in [*frozen, (end, end)]:
                 if at < (stop := min(lo, end)):
-                    d = at - u.at
-                    pieces.append(Update(u.params + 4 * d, u.grads + 4 * d, u.state + d, stop - at, at, u.arrays))
+                    pieces.append(_run(u, at, stop))
                 at = max(at, min(hi, end))
         return pieces
 
-    def _record(self, lib: native.Library, u: Update, divisor: int, lr: float) -> list[int]:
-        """The update of one run as a record of ops.mojo."""
+    def _decaying(self, u: Update) -> list[tuple[Update, bool]]:
+        """The update cut where the parameters that decay begin and end; each piece with whether it does."""
+        if self.undecayed is None:
+            return [(u, True)]
+        found: list[tuple[Update, bool]] = []
+        arena = self._bound()
+        starts = [*arena.offsets.values(), arena.size]
+        for (name, p), lo, hi in zip(arena.named, starts, starts[1:], strict=False):
+            a, b, decays = max(lo, u.at), min(hi, u.at + u.n), not self.undecayed(name, p)
+            if a < b and found and found[-1][1] == decays:
+                found[-1] = (_run(u, found[-1][0].at, b), decays)
+            elif a < b:
+                found.append((_run(u, a, b), decays))
+        return found
+
+    def _record(self, lib: native.Library, u: Update, divisor: int, lr: float, decays: bool = True) -> list[int]:
+        """The update of one run as a record of ops.mojo; without weight decay if it does not `decay`."""
         raise TypeError(f"{type(self).__name__} has no update rule; write _record()")
 
     def step(self) -> None:
@@ -212,6 +230,17 @@ class Optimizer:
         self.steps, self.lr = int(state["steps"]), float(state["lr"])
 
 
+def _run(u: Update, lo: int, hi: int) -> Update:
+    """The part of an update from `lo` up to `hi`, of the arena's floats."""
+    by = lo - u.at
+    return Update(u.params + 4 * by, u.grads + 4 * by, u.state + by, hi - lo, lo, u.arrays)
+
+
+def vectors(name: str, p: Parameter) -> bool:
+    """For `Optimizer.undecayed`: parameters of less than two axes, which are biases and norms (nanoGPT's rule)."""
+    return p.ndim < 2
+
+
 class SGD(Optimizer):
     """Stochastic gradient descent with momentum, Nesterov momentum and weight decay, in PyTorch's form."""
 
@@ -232,7 +261,7 @@ class SGD(Optimizer):
         self.nesterov = nesterov
         super().__init__(params, lr)
 
-    def _record(self, lib: native.Library, u: Update, divisor: int, lr: float) -> list[int]:
+    def _record(self, lib: native.Library, u: Update, divisor: int, lr: float, decays: bool = True) -> list[int]:
         bits = native.float_bits
         return [
             lib.codes["sgd"],
@@ -243,7 +272,7 @@ class SGD(Optimizer):
             u.n,
             bits(lr),
             bits(self.momentum),
-            bits(self.weight_decay),
+            bits(self.weight_decay if decays else 0.0),
             int(self.nesterov),
         ]
 
@@ -268,7 +297,7 @@ class Adam(Optimizer):
         self.weight_decay = _number(owner, "weight_decay", weight_decay, 0, math.inf)
         super().__init__(params, lr)
 
-    def _record(self, lib: native.Library, u: Update, divisor: int, lr: float) -> list[int]:
+    def _record(self, lib: native.Library, u: Update, divisor: int, lr: float, decays: bool = True) -> list[int]:
         bits, (b1, b2) = native.float_bits, self.betas
         return [
             lib.codes["adam"],
@@ -281,7 +310,7 @@ class Adam(Optimizer):
             bits(b1),
             bits(b2),
             bits(self.eps),
-            bits(self.weight_decay),
+            bits(self.weight_decay if decays else 0.0),
             int(self.decoupled),
             bits(1 - b1**self.steps),
             bits(1 - b2**self.steps),

@@ -6,6 +6,7 @@ from kernels import arithmetic, rows
 from kernels import gather as shared_gather
 from kernels.elementwise import maps
 from kernels.gpu import (
+    attention,
     batch_norm,
     dropout,
     elementwise,
@@ -35,6 +36,7 @@ def gpu_ops() -> List[GpuOp]:
     all.extend(pool.ops())
     all.extend(dropout.ops())
     all.extend(softmax.ops())
+    all.extend(attention.ops())
     all.extend(reduce.ops())
     all.extend(optimizer.ops())
     all.extend(arithmetic.maps[OnGpu]())

@@ -2,6 +2,7 @@
 
 from kernels import (
     arithmetic,
+    attention,
     batch_norm,
     dropout,
     elementwise,
@@ -38,6 +39,7 @@ def ops() -> List[Op]:
     all.extend(pool.ops())
     all.extend(dropout.ops())
     all.extend(softmax.ops())
+    all.extend(attention.ops())
     all.extend(reduce.ops())
     all.extend(random.ops())
     all.extend(optimizer.ops())

@@ -17,6 +17,7 @@ PRINTED = {
     "collectives.py": ["rank 0 of {n}", "all_reduce: ", "broadcast: [3.0, 1.0, 4.0]", "sum of my group: 0"],
     "custom_ring_allreduce.py": ["1,003 floats on {n} ranks: largest difference", "ring: ", "all_reduce: "],
     "ddp_loop.py": ["epoch 1: loss 2.", "on {n} ranks"],
+    "gpt.py": ["5 steps on {n} ranks: ", "HAMLET"],
     "jax_gradients.py": ["step 3: loss 1.908 on {n} ranks"],
     "manual_multi_device.py": ["step 3: loss 2."],
     "metric_average.py": ["loss 2.30", "of 101 samples", "on each of {n} ranks"],

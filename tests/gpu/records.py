@@ -158,7 +158,7 @@ def losses(G: int, F: int) -> Iterator[Case]:
             [(f"{name}_forward", "y", "x", G, F), (f"{name}_backward", "dx", "dy", "y", G, F)],
         )
     stats, seed = w("t", 16, "zero"), w("d", 16, "zero")
-    first = [("array", "l", G, 1, 0, -1), ("fill", "d", 1.0, 1)]
+    first = [("array", "l", G, 1, 1, 0, -1), ("fill", "d", 1.0, 1)]
     yield Case(
         f"cross_entropy {G}x{F}",
         [x, y, labels, stats, seed, dx, g("total", 16)],
@@ -201,8 +201,9 @@ def others() -> Iterator[Case]:
     for C, H in ((1, 28), (3, 9)):
         F = C * H * H
         yield Case(f"input {F}", [w("y", 2 * F * LANES, "zero", True)], [("input", "y", 2, F, C)])
-    yield Case("labels", [w("l", 2 * LANES, "zero", True)], [("array", "l", 2, 1, 0, -1)])
-    yield Case("array", [w("x", 2 * 5 * LANES, "zero", True)], [("array", "x", 2, 5, 1, 0)])
+    yield Case("labels", [w("l", 2 * LANES, "zero", True)], [("array", "l", 2, 1, 1, 0, -1)])
+    yield Case("array", [w("x", 2 * 5 * LANES, "zero", True)], [("array", "x", 2, 5, 1, 1, 0)])
+    yield Case("tokens", [w("x", 10 * LANES, "zero", True)], [("array", "x", 10, 1, 5, 1, 0)])
     n = 2 * 3 * 5 * 4 * LANES
     m = 2 * 3 * 9 * 6 * LANES
     yield Case(
@@ -221,7 +222,7 @@ def others() -> Iterator[Case]:
         yield Case(
             f"dropout {F}",
             [w("x", 2 * F * LANES), w("y", 2 * F * LANES, "zero", True)],
-            [("dropout", "y", "x", 2, F, 0.3, 5)],
+            [("dropout", "y", "x", 2, F, 0.3, 5, 1)],
         )
         yield Case(
             f"sum_lanes {F}",

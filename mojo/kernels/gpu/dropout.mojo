@@ -23,6 +23,7 @@ def _dropout(
     p: Float32,
     keep: Float32,
     layer: UInt32,
+    T: UInt32,
     ctx: StepContextPtr,
 ):
     var i = small_index()
@@ -35,8 +36,8 @@ def _dropout(
     var g = divide(counter, by_counters)
     counter -= g * counters
     var sample = (
-        UInt32(ctx[].first)
-        + UInt32(block_idx.y) * UInt32(ctx[].shard_size)
+        (UInt32(ctx[].first) + UInt32(block_idx.y) * UInt32(ctx[].shard_size))
+        * T
         + g * UInt32(LANES)
         + lane
     )
@@ -57,6 +58,7 @@ def dropout(
     F: Int,
     p: Float32,
     layer: Int,
+    T: Int,
     ctx: StepContextPtr,
 ) raises:
     """Computes y = x / (1 - p) where a number in [0, 1) is at least p, else 0. Its own backward: dx = dropout(dy).
@@ -78,6 +80,7 @@ def dropout(
         p,
         Float32(1) / (1 - p),
         UInt32(layer),
+        UInt32(T),
         ctx,
         grid_dim=(blocks(n, THREADS), shards),
         block_dim=THREADS,

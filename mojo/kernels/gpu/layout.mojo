@@ -102,6 +102,7 @@ def _array(
     ys: Int64,
     n: Int32,
     F: Int32,
+    T: Int32,
     k: Int32,
     rest: Int32,
     ctx: StepContextPtr,
@@ -110,7 +111,8 @@ def _array(
     var shard = block_idx.y
     if i >= Int(n):
         return
-    var sample = i // (Int(F) * LANES) * LANES + i % LANES
+    var lane = i // (Int(F) * LANES) * LANES + i % LANES
+    var sample = lane // Int(T)
     var v = rest
     if sample < ctx[].valid(shard):
         var row = ctx[].rows[
@@ -119,7 +121,8 @@ def _array(
         var x = IntPtr(
             unsafe_from_address=Int(ctx[].arrays[unsafe_offset=Int(k)])
         )
-        v = x[unsafe_offset=Int(row) * Int(F) + i // LANES % Int(F)]
+        var place = Int(row) * Int(T) + lane % Int(T)
+        v = x[unsafe_offset=place * Int(F) + i // LANES % Int(F)]
     y[unsafe_offset=shard * Int(ys) + i] = v
 
 
@@ -129,11 +132,13 @@ def array(
     y: Operand,  # (G, F, L), numbers of 32 bits
     G: Int,
     F: Int,
+    T: Int,
     k: Int,
     rest: Int,
     ctx: StepContextPtr,
 ) raises:
-    """Sample i of shard s becomes row rows[s shard_size + i] of array k, bit by bit; lanes without a sample `rest`.
+    """Places i T .. i T + T - 1 of shard s become row rows[s shard_size + i] of array k, bit by bit; lanes without a
+    sample `rest`.
     """
     var n = G * F * LANES
     q.enqueue_function[_array](
@@ -141,6 +146,7 @@ def array(
         y.step(),
         Int32(n),
         Int32(F),
+        Int32(T),
         Int32(k),
         Int32(rest),
         ctx,

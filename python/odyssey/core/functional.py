@@ -16,13 +16,14 @@ import numpy as np
 
 from ..errors import ConfigError, DeviceError, ShapeError
 from . import native
+from .attention import *  # noqa: F403
 from .batch_norm import batch_norm as batch_norm
 from .operators import *  # noqa: F403
-from .operators import mean, mean_over_samples, multiply, sum
+from .operators import mean, mean_over_samples, multiply, scale, sum
 from .placement import Device
 from .placement import device as place_of
 from .program import Block, Memory, Recorder, ShardEager, current
-from .shapes import axis_of, batched, framed, reshape, transpose
+from .shapes import axis_of, batched, framed, reshape, tokens, transpose
 from .tensor import Tensor, apart, attach, empty, in_checkpoint, make
 from .tensor import to_lanes as to_lanes
 from .tensor import to_rows as to_rows
@@ -171,7 +172,7 @@ def conv2d(
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x (..., I) times weight (O, I) transposed, plus bias (O): (..., O)."""
     if x.ndim > 2 and weight.ndim == 2 and x.shape[-1] == weight.shape[1]:
-        return reshape(linear(reshape(x, -1, x.shape[-1]), weight, bias), *x.shape[:-1], weight.shape[0])
+        return reshape(linear(tokens(x), weight, bias), *x.shape[:-1], weight.shape[0])
     if x.ndim != 2 or weight.ndim != 2 or x.shape[1] != weight.shape[1]:
         raise ShapeError(
             f"[linear] input {x.shape} and weight {weight.shape}; they must be (..., I) and (O, I) with the same I"
@@ -294,7 +295,18 @@ def unary(name: str, doc: str = "", *, saves: str = "y", layer: str = "") -> Cal
 relu = unary("relu", "max(x, 0).", layer="ReLU")
 tanh = unary("tanh", "Hyperbolic tangent.", layer="Tanh")
 sigmoid = unary("sigmoid", "1 / (1 + exp(-x)).", layer="Sigmoid")
-gelu = unary("gelu", "x times the share of a normal distribution that lies below x.", saves="x", layer="GELU")
+_gelu_tanh = unary("gelu_tanh", saves="x")
+_gelu = unary("gelu", saves="x")
+
+
+def gelu(x: Tensor, approximate: str = "none") -> Tensor:
+    """x times the share of a normal distribution that lies below x, or "tanh": GPT-2's approximation of it."""
+    if approximate not in ("none", "tanh"):
+        raise ShapeError(f"[gelu] approximate is {approximate!r}; it must be 'none' or 'tanh'")
+    return _gelu(x) if approximate == "none" else _gelu_tanh(x)
+
+
+ACTIVATIONS["GELU"] = "x times the share of a normal distribution that lies below x.", gelu
 silu = unary("silu", "x sigmoid(x).", saves="x", layer="SiLU")
 softplus = unary("softplus", "log(1 + exp(x)).", saves="x", layer="Softplus")
 abs = unary("abs", "|x|; its gradient is 0 for 0.", saves="x")
@@ -321,12 +333,12 @@ def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
         raise ShapeError(f"[dropout] p is {p}; it must be at least 0 and below 1")
     if not training or p == 0:
         return x
-    x = batched(x)
-    layer = current().next_layer()
+    x = to_lanes(x, "tokens") if x.ndim == 3 else batched(x)
+    layer, per = current().next_layer(), x.lanes // x.shape[0]
 
     def apply(v: Tensor) -> Tensor:
         y = empty(x.shape, x.layout)
-        current().emit("dropout", y.memory, v.memory, x.groups, x.features, float(p), layer, layout=x.layout)
+        current().emit("dropout", y.memory, v.memory, x.groups, x.features, float(p), layer, per, layout=x.layout)
         return y
 
     return attach(apply(x), (x,), lambda dy: (apply(dy),))
@@ -341,7 +353,7 @@ def _over_classes(name: str, doc: str, layer: str) -> Callable[[Tensor], Tensor]
         if axis_of(name, dim, x.ndim) != x.ndim - 1:
             return transpose(op(transpose(x, dim, -1)), dim, -1)
         if x.ndim > 2:
-            return reshape(op(reshape(x, -1, x.shape[-1])), x.shape)
+            return reshape(op(tokens(x)), x.shape)
         x = batched(x)
         y = empty(x.shape, x.layout)
         saved, size = y.memory, (x.groups, x.features)
@@ -365,26 +377,25 @@ log_softmax = _over_classes(
 )
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
-    """Each row of x (..., F) moved and scaled to mean 0 and variance 1, times weight (F), plus bias (F).
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+    """Each row of x (..., F) moved and scaled to mean 0 and variance 1, times weight (F), plus bias (F) if given.
 
     Ba, Kiros, Hinton 2016. The variance is that of the F numbers, plus eps. Raises ShapeError.
     """
     if x.ndim > 2:
-        return reshape(layer_norm(reshape(x, -1, x.shape[-1]), weight, bias, eps), x.shape)
-    if x.ndim != 2 or weight.shape != x.shape[1:] or bias.shape != x.shape[1:]:
-        raise ShapeError(
-            f"[layer_norm] input {x.shape}, weight {weight.shape}, bias {bias.shape}; they must be (..., F), (F), (F)"
-        )
+        return reshape(layer_norm(tokens(x), weight, bias, eps), x.shape)
+    if x.ndim != 2 or any(p is not None and p.shape != x.shape[1:] for p in (weight, bias)):
+        shapes = f"weight {weight.shape}, bias {None if bias is None else bias.shape}"
+        raise ShapeError(f"[layer_norm] input {x.shape}, {shapes}; they must be (..., F), (F), (F)")
     x = batched(x)
     y, size = empty(x.shape, x.layout), (x.groups, x.features)
     stats = current().alloc(8 * (x.floats // x.features))  # mean and 1 / deviation of each sample
-    where = y.memory, stats, x.memory, weight.memory, bias.memory
+    where = y.memory, stats, x.memory, weight.memory, _bias(bias, x.features)
     current().emit("layer_norm_forward", *where, *size, float(eps), layout=x.layout)
 
     def backward(dy: Tensor) -> tuple[Tensor | None, ...]:
         for kind, p, saved in (("weight", weight, (x.memory, stats)), ("bias", bias, ())):
-            if p.requires_grad:
+            if p is not None and p.requires_grad:
                 to = _grad_memory("layer_norm", p)
                 current().emit(f"layer_norm_backward_{kind}", to, dy.memory, *saved, *size, layout=x.layout)
         if not x.requires_grad:
@@ -394,55 +405,67 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Te
         current().emit("layer_norm_backward_input", *where, *size, layout=x.layout)
         return (dx, None, None)
 
-    return attach(y, (x, weight, bias), backward)
+    return attach(y, (x, weight, weight if bias is None else bias), backward)
 
 
 # --- losses ---------------------------------------------------------------------------------------
 
 
-def labels_of(target: Any, samples: int, classes: int) -> Memory:
-    """Labels as the kernels read them: int32, -1 in lanes without a sample. Raises ShapeError for a bad label."""
+def labels_of(target: Any, samples: int, classes: int, layout: str, ignored: int = -1) -> Memory:
+    """Labels as the kernels read them: int32, below 0 where nothing is learnt, which is so in lanes without a sample.
+
+    Raises ShapeError for a bad label.
+    """
     if isinstance(target, Tensor):
-        if target.dtype == np.int32 and target.shape == (samples,):
+        if target.ndim > 1:
+            target = reshape(target, -1)
+        if target.dtype == np.int32 and target.shape == (samples,) and layout in (target.layout, "rows"):
             return target.memory
         if current().shard:
             raise ShapeError(
                 f"[loss] a target of {np.dtype(target.dtype)} {target.shape}; it must be integers ({samples},), the "
-                "class of each sample"
+                "class of each sample, or (N, T), of each token, as a data set gives them"
             )
         target = target.data
-    a = np.asarray(target)
+    given = np.asarray(target)
+    a = given.reshape(-1) if given.ndim > 1 else given
     if a.shape != (samples,):
-        raise ShapeError(f"[loss] labels of shape {a.shape} for {samples} samples; give one class index per sample")
+        raise ShapeError(f"[loss] labels of shape {given.shape} for {samples} samples; give one class index per sample")
     whole = a.astype(np.int32)
-    if not np.array_equal(whole, a) or whole.min() < 0 or whole.max() >= classes:
-        bad = int(np.flatnonzero((whole != a) | (whole < 0) | (whole >= classes))[0])
+    wrong = (whole != a) | (whole < 0) & (whole != ignored) | (whole >= classes)
+    if wrong.any():
+        bad = int(np.flatnonzero(wrong)[0])
         raise ShapeError(f"[loss] label {bad} is {a[bad]}; it must be a class index from 0 to {classes - 1}")
     lanes = native.library().lanes
     padded = native.aligned(-(-samples // lanes) * lanes, np.int32)
     padded[:] = -1
-    padded[:samples] = whole
+    padded[:samples] = np.where(whole == ignored, -1, whole)
     return Block(padded)
 
 
-def _loss(name: str, x: Tensor, target: Any, reduction: str) -> Tensor:
-    if x.ndim != 2:
-        raise ShapeError(f"[{name}] input of shape {x.shape}; it must be (N, classes)")
+def _loss(name: str, x: Tensor, target: Any, reduction: str, ignored: int) -> Tensor:
+    if x.ndim < 2:
+        raise ShapeError(f"[{name}] input of shape {x.shape}; it must be (N, classes) or (N, T, classes)")
     if reduction not in ("mean", "sum"):
         raise ShapeError(f"[{name}] reduction {reduction!r}; it must be 'mean' or 'sum'")
-    x = batched(x)
+    if ignored >= 0:
+        raise ShapeError(f"[{name}] ignore_index is {ignored}; it must be below 0")
+    executor = current()
+    x = tokens(x) if x.ndim > 2 else batched(x)
     if isinstance(target, Tensor) and target.device != x.device:
         raise DeviceError(apart(name, target, x))
-    labels = labels_of(target, x.shape[0], x.features)
+    labels = labels_of(target, x.shape[0], x.features, x.layout, ignored)
     size = (x.groups, x.features)
     total = empty(())
     saved: tuple[Memory, ...] = ()
     if name == "cross_entropy":
         saved = (current().alloc(4 * x.floats),)
     current().emit(f"{name}_forward", total.memory, *saved, x.memory, labels, *size, layout=x.layout)
-    executor = current()
-    if isinstance(executor, (Recorder, ShardEager)) and executor.first_stats is None:
-        executor.first_stats, executor.outputs = total.memory, x.features
+    per = 1  # tokens of a sample
+    if isinstance(executor, (Recorder, ShardEager)):
+        executor.outputs, per = executor.outputs or x.features, x.shape[0] // executor.samples
+        if executor.first_stats is None and per == 1:
+            executor.first_stats = total.memory
 
     def backward(dloss: Tensor) -> tuple[Tensor]:
         dx = empty(x.shape, x.layout)
@@ -450,17 +473,24 @@ def _loss(name: str, x: Tensor, target: Any, reduction: str) -> Tensor:
         return (dx,)
 
     attach(total, (x,), backward)
-    return mean_over_samples(total, x.shape[0]) if reduction == "mean" else total
+    if reduction == "sum":
+        return total
+    total = scale(total, 1.0 / per) if per > 1 else total
+    return mean_over_samples(total, int((labels.array >= 0).sum()) if isinstance(labels, Block) else x.shape[0])
 
 
-def cross_entropy(x: Tensor, target: Any, reduction: str = "mean") -> Tensor:
-    """log sum exp(x) - x[target] of logits x (N, classes) and class indices target (N), mean or sum over samples."""
-    return _loss("cross_entropy", x, target, reduction)
+def cross_entropy(x: Tensor, target: Any, reduction: str = "mean", ignore_index: int = -100) -> Tensor:
+    """log sum exp(x) - x[target] of logits x (N, classes) and class indices target (N), mean or sum over samples.
+
+    Or of (N, T, classes) and (N, T): over all tokens; in a trainer the mean over samples of the means over their T
+    tokens. Targets of `ignore_index` (in a trainer: all below 0) have no loss; a trainer counts them as 0 in the mean.
+    """
+    return _loss("cross_entropy", x, target, reduction, ignore_index)
 
 
-def nll_loss(x: Tensor, target: Any, reduction: str = "mean") -> Tensor:
-    """-x[target] of log-probabilities x (N, classes) and class indices target (N), mean or sum over samples."""
-    return _loss("nll", x, target, reduction)
+def nll_loss(x: Tensor, target: Any, reduction: str = "mean", ignore_index: int = -100) -> Tensor:
+    """-x[target] of log-probabilities x and class indices target, of shapes and means as in cross_entropy."""
+    return _loss("nll", x, target, reduction, ignore_index)
 
 
 def _difference(name: str, x: Tensor, target: Any) -> tuple[Tensor, Tensor]:
@@ -529,15 +559,15 @@ def binary_cross_entropy_with_logits(
 def top_k(x: Tensor, target: Any, k: int = 1) -> Tensor:
     """1 for each sample whose class target (N) is among the k largest entries of x (N, classes), else 0; shape (N,).
 
-    Of equal entries the first counts as larger. No gradient.
+    Or for each token: (N, T, classes), (N, T), (N, T). Of equal entries the first counts as larger. No gradient.
     """
-    if x.ndim != 2 or k < 1:
+    if x.ndim < 2 or k < 1:
         raise ShapeError(f"[top_k] input of shape {x.shape}, k {k}; it must be (N, classes), and k at least 1")
-    x = batched(x)
-    labels = labels_of(target, x.shape[0], x.features)
+    shape, x = x.shape[:-1], tokens(x) if x.ndim > 2 else batched(x)
+    labels = labels_of(target, x.shape[0], x.features, x.layout)
     y = empty((x.shape[0],), x.layout)
     current().emit("top_k", y.memory, x.memory, labels, x.groups, x.features, float(k), layout=x.layout)
-    return attach(y, (x.detach(),), lambda dy: (None,))
+    return reshape(attach(y, (x.detach(),), lambda dy: (None,)), shape)
 
 
 def accuracy(x: Tensor, target: Any) -> float:

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from ..errors import DeviceError, ShapeError
-from . import native
 from .program import Slot, current
 from .shapes import (
     AXES,
     Dims,
+    as_lanes,
     axes_of,
     axis_of,
     cat,
@@ -71,6 +71,12 @@ def _operands(name: str, a: Any, b: Any) -> tuple[Tensor, Tensor, Shape]:
         raise ShapeError(
             f"[{name}] shapes {a.shape} and {b.shape} do not fit; from the last axis on, sizes must be equal or 1"
         ) from None
+    if "tokens" in (a.layout, b.layout):
+        wide = [(1,) * (len(shape) - t.ndim) + t.shape for t in (a, b)]
+        if all(w == shape or (w[:2] == (1, 1) and t.layout == "rows") for w, t in zip(wide, (a, b), strict=True)):
+            a, b = (to_lanes(t, "tokens") if w == shape else t for w, t in zip(wide, (a, b), strict=True))
+        else:
+            a, b = to_rows(a), to_rows(b)
     if "lanes" in (a.layout, b.layout):
         whole = [t.ndim == len(shape) and t.shape[0] == shape[0] for t in (a, b)]
         if all(
@@ -86,6 +92,12 @@ def _operands(name: str, a: Any, b: Any) -> tuple[Tensor, Tensor, Shape]:
 def _pair(op: str, a: Any, b: Any) -> Tensor:
     """One of the ops of two numbers, without a gradient."""
     a, b, shape = _operands(op, a, b)
+    if "tokens" in (a.layout, b.layout):
+        flat = [t.detach() if t.layout == "rows" else as_lanes(t.detach(), True) for t in (a, b)]
+        flat = [
+            reshape(t, *t.shape[builtins.max(t.ndim - len(shape) + 2, 0) :]) if t.layout == "rows" else t for t in flat
+        ]
+        return reshape(_pair(op, *flat), shape)
     layout = "lanes" if "lanes" in (a.layout, b.layout) else "rows"
     y = empty(shape, layout)
     dims = memory_shape(shape, layout)
@@ -152,7 +164,7 @@ def scale(x: Tensor, factor: float) -> Tensor:
 
 def _full(x: Any) -> Any:
     """The tensor without unused lanes: those hold 0, of which a logarithm or a quotient is no number."""
-    lanes = isinstance(x, Tensor) and x.layout == "lanes" and x.shape[0] % native.library().lanes
+    lanes = isinstance(x, Tensor) and x.layout != "rows" and x.floats != x.size
     return to_rows(x) if lanes else x
 
 
@@ -305,7 +317,7 @@ def sqrt(x: Tensor) -> Tensor:
 def mean(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
     """The mean of all elements, of shape (), or over some axes."""
     if dim is None:
-        return mean_over_samples(scale(sum(x), 1.0 / builtins.max(x.features, 1)), x.shape[0])
+        return mean_over_samples(scale(sum(x), 1.0 / builtins.max(math.prod(x.shape[1:]), 1)), x.shape[0])
     return scale(sum(x, dim, keepdim), 1.0 / math.prod(x.shape[d] for d in axes_of("mean", x, dim)))
 
 

@@ -27,6 +27,24 @@ RECIPES: dict[str, dict[str, Any]] = {
         "schedule": "cosine",
         "warmup_steps": 100,
     },
+    "gpt": {
+        "epochs": 22,
+        "optimizer": "adamw",
+        "lr": 1e-3,
+        "momentum": 0.0,
+        "weight_decay": 0.1,
+        "schedule": "cosine",
+        "warmup_steps": 100,
+    },
+    "gpt-mini": {
+        "epochs": 2,
+        "optimizer": "adamw",
+        "lr": 1e-3,
+        "momentum": 0.0,
+        "weight_decay": 0.1,
+        "schedule": "cosine",
+        "warmup_steps": 100,
+    },
     "convnet": {
         "epochs": 2,
         "optimizer": "adam",
@@ -52,6 +70,29 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adam": {"lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0},
     "adamw": {"lr": 1e-3, "momentum": 0.0, "weight_decay": 0.01},
 }
+
+# What is not said, beside the recipe: of every model, and of some (nanoGPT's settings for characters; mini: for CPUs).
+GENERAL: dict[str, Any] = {"dataset": "mnist", "global_batch_size": 128, "sequence_length": 64}
+OWN: dict[str, dict[str, Any]] = {
+    "gpt": {
+        "dataset": "shakespeare",
+        "global_batch_size": 64,
+        "shard_size": 4,
+        "sequence_length": 256,
+        "clip_norm": 1.0,
+        "steps": 5000,
+    },
+    "gpt-mini": {
+        "dataset": "shakespeare",
+        "global_batch_size": 12,
+        "shard_size": 3,
+        "sequence_length": 64,
+        "clip_norm": 1.0,
+        "steps": 2000,
+    },
+}
+GPT_DROPOUT: dict[str, float] = {"gpt": 0.2, "gpt-mini": 0.0}
+GPT_BETAS: tuple[float, float] = (0.9, 0.99)
 
 SCHEDULES: tuple[str, ...] = ("constant", "step", "cosine", "linear-warmup")
 DATASETS: tuple[str, ...] = (

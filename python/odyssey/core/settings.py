@@ -260,13 +260,15 @@ class Settings(Training):
     """One run of `odyssey train`. `None` stands for "whatever the model, the machine or the data set gives"."""
 
     model: str = setting(DATA, "lenet5", "the network", choices=tuple(recipes.RECIPES))
-    dataset: str = setting(DATA, "mnist", "the data set", choices=recipes.DATASETS)
+    dataset: str | None = setting(
+        DATA, None, "the data set", "mnist; shakespeare with gpt and gpt-mini", choices=recipes.DATASETS
+    )
     data_dir: Path | None = setting(
         DATA, None, "where the data set's files are: a folder, or one file", "what comes with odyssey"
     )
     image_size: int = setting(DATA, 32, "height and width to which pictures of an image-folder are scaled", low=1)
     target: str | None = setting(DATA, None, "the column of a csv that is learnt", "the last one", metavar="COLUMN")
-    sequence_length: int = setting(DATA, 64, "tokens of a sample of text", low=1)
+    sequence_length: int | None = setting(DATA, None, "tokens of a sample of text", "64; 256 with gpt", low=1)
     metrics: str | None = setting(
         DATA, None, "what is measured beside the loss: accuracy, top5 (any number), mae, mse, with commas",
         "accuracy of classes", metavar="NAME,..."
@@ -276,7 +278,9 @@ class Settings(Training):
     steps: int | None = setting(
         DATA, None, "stop after so many optimizer steps", "at the end of the last epoch", low=1
     )
-    global_batch_size: int = setting(DATA, 128, "samples per optimizer step, over all workers", low=1)
+    global_batch_size: int | None = setting(
+        DATA, None, "samples per optimizer step, over all workers", "128; 64 gpt, 12 gpt-mini", low=1
+    )
     optimizer: str | None = setting(UPDATE, None, "how parameters are updated", choices=tuple(recipes.OPTIMIZERS))
     lr: float | None = setting(UPDATE, None, "peak learning rate", above=0, alias="learning_rate")
     momentum: float | None = setting(UPDATE, None, "momentum of the gradients", "0.9", low=0, below=1, only=SGD)
@@ -422,8 +426,11 @@ def settings(given: Mapping[str, Any]) -> Settings:
     for key in ("lr", "momentum", "weight_decay"):
         values[key] = origin[key] if values[key] is None else values[key]
     values["schedule"] = values["schedule"] or recipe["schedule"]
+    own = recipes.GENERAL | recipes.OWN.get(given["model"], {})
+    steps = own.pop("steps", None)
     if values["epochs"] is None and values["steps"] is None:
-        values["epochs"] = recipe["epochs"]
+        values["epochs"], values["steps"] = recipe["epochs"] if steps is None else None, steps
+    values.update((key, value) for key, value in own.items() if values[key] is None)
     run = Settings(**values)
     _check_together(run)
     return run

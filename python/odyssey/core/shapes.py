@@ -32,7 +32,21 @@ def batched(x: Tensor) -> Tensor:
         raise ShapeError(f"[tensor] a layer is called with a {type(x).__name__}; give it a Tensor, such as Tensor(x)")
     if x.size == 0:
         raise ShapeError(f"[tensor] shape {x.shape} has no samples; the first axis is the batch and must not be empty")
+    if x.layout == "tokens":
+        x = to_rows(x)
     return to_lanes(x) if x.ndim < 1 or layout_of(x.shape[0]) == "lanes" else x
+
+
+def tokens(x: Tensor) -> Tensor:
+    """(..., F) as (rows, F) in lanes, a row in each; without a copy for tokens (N, T, F)."""
+    return to_lanes(reshape(x, -1, x.shape[-1]))
+
+
+def as_lanes(x: Tensor, axes: bool) -> Tensor:
+    """Tokens (N, T, ...) as lanes (N T, ...) if the op leaves these `axes`, else in rows; others as they are."""
+    if x.layout != "tokens":
+        return x
+    return reshape(x, x.shape[0] * x.shape[1], *x.shape[2:]) if axes else to_rows(x)
 
 
 def memory_shape(shape: Shape, layout: str) -> Shape:
@@ -97,16 +111,17 @@ def reshape(x: Tensor, *shape: int) -> Tensor:
     new = tuple(x.size // builtins.max(known, 1) if s == -1 else s for s in given)
     if builtins.min(new, default=1) < 0 or given.count(-1) > 1 or math.prod(new) != x.size:
         raise ShapeError(f"[reshape] {x.shape} cannot become {given}")
-    if x.layout == "lanes" and new[:1] != x.shape[:1]:
+    if x.layout != "rows" and all(math.prod(new[:n]) != x.lanes for n in (1, 2)):
         x = to_rows(x)
-    y = make(x.memory, new, x.layout, x.dtype)
+    layout = "rows" if x.layout == "rows" else "lanes" if new[:1] == (x.lanes,) else "tokens"
+    y = make(x.memory, new, layout, x.dtype)
     before = x.shape
     return attach(y, (x,), lambda dy: (reshape(dy, before),))
 
 
 def flatten(x: Tensor) -> Tensor:
     """(N, ...) to (N, F). No copy."""
-    return reshape(x, x.shape[0], x.features)
+    return reshape(x, x.shape[0], -1)
 
 
 def unsqueeze(x: Tensor, dim: int) -> Tensor:
@@ -126,7 +141,7 @@ def permute(x: Tensor, *dims: int) -> Tensor:
     order = tuple(axis_of("permute", d, x.ndim) for d in _given(dims))
     if sorted(order) != list(range(x.ndim)):
         raise ShapeError(f"[permute] axes {_given(dims)} of shape {x.shape}; name each axis once")
-    x = x if order[:1] == (0,) else to_rows(x)
+    x = x if order[:1] == (0,) and x.layout != "tokens" else to_rows(x)
     y = _like(x, tuple(x.shape[d] for d in order), x.layout)
     strides = strides_of(memory_shape(x.shape, x.layout))
     dims_of_y = memory_shape(y.shape, x.layout)
@@ -151,7 +166,7 @@ def expand(x: Tensor, *sizes: int) -> Tensor:
     new = tuple(o if g == -1 else g for o, g in zip(old, given, strict=False))
     if len(given) < x.ndim or any(o not in (1, n) for o, n in zip(old, new, strict=True)):
         raise ShapeError(f"[expand] {x.shape} cannot become {given}; only axes of size 1 are repeated")
-    if x.layout == "lanes" and (len(new) != x.ndim or new[0] != x.shape[0]):
+    if x.layout == "tokens" or (x.layout == "lanes" and (len(new) != x.ndim or new[0] != x.shape[0])):
         x = to_rows(x)
     y = _like(x, new, x.layout)
     memory, dims = memory_shape(old, x.layout), memory_shape(new, x.layout)
@@ -163,6 +178,11 @@ def expand(x: Tensor, *sizes: int) -> Tensor:
 
 def _cut(x: Tensor, starts: Sequence[int], sizes: Sequence[int], steps: Sequence[int]) -> Tensor:
     """sizes[i] numbers along each axis i, from starts[i] on, steps[i] apart."""
+    if x.layout == "tokens":
+        n, whole = x.lanes, (tuple(sizes[:2]), tuple(steps[:2])) == (x.shape[:2], (1, 1))
+        if whole:
+            return reshape(_cut(as_lanes(x, True), [0, *starts[2:]], [n, *sizes[2:]], [1, *steps[2:]]), *sizes)
+        x = to_rows(x)
     if x.layout == "lanes" and (sizes[0], steps[0]) != (x.shape[0], 1):
         x = to_rows(x)
     y = _like(x, tuple(sizes), x.layout)
@@ -226,6 +246,9 @@ def cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     rest = [(*t.shape[:at], *t.shape[at + 1 :]) for t in tensors]
     if len(set(rest)) > 1:
         raise ShapeError(f"[cat] shapes {[t.shape for t in tensors]}; they may differ along axis {at} alone")
+    if at > 1 and any(t.layout == "tokens" for t in tensors):
+        y = cat([as_lanes(to_lanes(t, "tokens"), True) for t in tensors], at - 1)
+        return reshape(y, *tensors[0].shape[:2], *y.shape[1:])
     lanes = at > 0 and any(t.layout == "lanes" for t in tensors)
     parts = tuple(to_lanes(t) if lanes else to_rows(t) for t in tensors)
     x, ends = parts[0], np.cumsum([t.shape[at] for t in parts]).tolist()
@@ -279,7 +302,10 @@ def axes_of(name: str, x: Tensor, dim: Dims) -> tuple[int, ...]:
 
 def reduced(op: str, x: Tensor, dims: tuple[int, ...]) -> Tensor:
     """One number for all along the axes, which stay with the size 1; without a gradient."""
-    x = to_rows(x) if 0 in dims else x
+    if x.layout == "tokens" and builtins.min(dims, default=2) > 1:
+        y = reduced(op, as_lanes(x.detach(), True), tuple(d - 1 for d in dims))
+        return reshape(y, *x.shape[:2], *y.shape[1:])
+    x = to_rows(x) if 0 in dims or x.layout == "tokens" else x
     y = empty(tuple(1 if i in dims else n for i, n in enumerate(x.shape)), x.layout)
     memory = memory_shape(x.shape, x.layout)
     axes = [(i in dims, n, s) for i, (n, s) in enumerate(zip(memory, strides_of(memory), strict=True))]

@@ -1,10 +1,11 @@
 """Tensors and the tape: values that remember how they were made, and the walk back from a loss.
 
-A tensor is float32 (labels: int32) in one of two layouts. `rows` is NumPy's: C-contiguous, as arrays come in and as
+A tensor is float32 (labels: int32) in one of three layouts. `rows` is NumPy's: C-contiguous, as arrays come in and as
 parameters and their gradients are kept; it shares memory with NumPy both ways. `lanes` is what the kernels compute on
 (mojo/kernels/lanes.mojo: groups of 16 samples, one per vector lane); ops make it by themselves, with the first
 axis as the batch, and `numpy()` of such a tensor is a copy in rows. A batch of at most SMALL_BATCH samples stays in
-rows: most lanes would be empty.
+rows: most lanes would be empty. `tokens` are lanes as well, for sequences (N, T, ...): a lane is a position of one, and
+N T of them fill the groups, so that a layer over the last axis needs no 16 sequences.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from .program import Block, Memory, Range, Slot
 
 # LeNet-5 on one core, forward and backward: 33 us for one sample in rows, 58 for two, 172 for 1 to 16 in lanes.
 SMALL_BATCH = 4
+LEADING = {"rows": 1, "lanes": 1, "tokens": 2}  # axes that count lanes (rows: samples)
 
 Shape = tuple[int, ...]
 Backward = Callable[["Tensor"], tuple["Tensor | None", ...]]
@@ -110,13 +112,18 @@ class Tensor:
 
     @property
     def features(self) -> int:
-        """Numbers per sample: the product of all axes but the first."""
-        return math.prod(self.shape[1:])
+        """Numbers per sample, of tokens per token: the product of all axes but the leading ones."""
+        return math.prod(self.shape[LEADING[self.layout] :])
+
+    @property
+    def lanes(self) -> int:
+        """Samples, or tokens: the product of the leading axes."""
+        return math.prod(self.shape[: LEADING[self.layout]])
 
     @property
     def groups(self) -> int:
         """Groups of samples in the layout the tensor has: one per 16, or one each in rows."""
-        return self.shape[0] if self.layout == "rows" else -(-self.shape[0] // native.library().lanes)
+        return self.shape[0] if self.layout == "rows" else -(-self.lanes // native.library().lanes)
 
     @property
     def floats(self) -> int:
@@ -149,7 +156,7 @@ class Tensor:
             self.data[...] = array
         else:
             rows = Block(np.ascontiguousarray(array, self.dtype))
-            program.current().emit("pack_rows", self.memory, rows, self.shape[0], self.features)
+            program.current().emit("pack_rows", self.memory, rows, self.lanes, self.features)
 
     def numpy(self) -> np.ndarray:
         """Same as `data`."""
@@ -561,18 +568,19 @@ def _accumulate(leaf: Tensor, grad: Tensor) -> None:
 
 
 def _as_layout(t: Tensor, layout: str) -> Tensor:
-    return to_rows(t) if layout == "rows" else to_lanes(t)
+    return to_rows(t) if layout == "rows" else to_lanes(t, layout)
 
 
-def to_lanes(x: Tensor) -> Tensor:
-    """The same samples in lanes; the first axis is the batch."""
-    if x.layout == "lanes":
+def to_lanes(x: Tensor, layout: str = "lanes") -> Tensor:
+    """The same samples in lanes; the first axis is the batch. Or in tokens: the first two axes are sequences."""
+    if x.layout == layout:
         return x
+    x = to_rows(x)
     if x.ndim < 1 or x.size == 0:
         raise ShapeError(f"[tensor] shape {x.shape} has no samples; the first axis is the batch and must not be empty")
-    y = empty(x.shape, "lanes")
+    y = empty(x.shape, layout)
     y.dtype = x.dtype
-    program.current().emit("pack_rows", y.memory, x.memory, x.shape[0], x.features)
+    program.current().emit("pack_rows", y.memory, x.memory, y.lanes, y.features)
     return attach(y, (x,), lambda dy: (to_rows(dy),))
 
 
@@ -580,10 +588,14 @@ def to_rows(x: Tensor) -> Tensor:
     """The same samples in rows, as NumPy sees them."""
     if x.layout == "rows":
         return x
+    layout = x.layout
+    if x.features == 1:  # a number per lane lies as in rows
+        y = make(x.memory, x.shape, "rows", x.dtype)
+        return attach(y, (x,), lambda dy: (to_lanes(dy, layout),))
     y = empty(x.shape)
     y.dtype = x.dtype
-    program.current().emit("unpack_rows", y.memory, x.memory, x.shape[0], x.features)
-    return attach(y, (x,), lambda dy: (to_lanes(dy),))
+    program.current().emit("unpack_rows", y.memory, x.memory, x.lanes, x.features)
+    return attach(y, (x,), lambda dy: (to_lanes(dy, layout),))
 
 
 def layout_of(samples: int) -> str:

@@ -271,8 +271,8 @@ class Tokens:
         pieces = [
             ids.read(i * t, t + 1) if isinstance(ids, Rows) else ids[i * t : i * t + t + 1] for i in indices.tolist()
         ]
-        rows = np.stack(pieces)
-        if rows.min() < 0 or rows.max() >= self.classes:
+        rows = np.array(pieces).reshape(-1, t + 1)
+        if rows.size and (rows.min() < 0 or rows.max() >= self.classes):
             at = np.flatnonzero((rows < 0).any(1) | (rows >= self.classes).any(1))[0]
             raise DataError(
                 f"[data] sample {indices[at]} has the token {rows[at].max()}; 0 to {self.classes - 1} are allowed"

@@ -523,14 +523,16 @@ class Engine:
         number = itertools.count()  # of the array that is gathered
 
         def gathered(leaf: Leaf, device: Device = FIRST, target: bool = False) -> Tensor:
-            t = empty((n, *leaf.shape), layout)
+            sequence = leaf.dtype == "int32" and len(leaf.shape) == 1
+            t = empty((n, *leaf.shape), "tokens" if sequence else layout)
             t.dtype, t.device = np.dtype(leaf.dtype).type, device
             if leaf.normalised:
                 channels = leaf.shape[0] if len(leaf.shape) > 1 else 1
                 executor.emit("input", t.memory, t.groups, t.features, channels, layout=layout)
             else:  # lanes without a sample: labels of -1, zeros
                 rest = -int(target and leaf.dtype == "int32")
-                executor.emit("array", t.memory, t.groups, t.features, next(number), rest, layout=layout)
+                sizes = t.groups, t.features, t.lanes // n, next(number), rest
+                executor.emit("array", t.memory, *sizes, layout=t.layout)
             executor.close(device)
             return t
 

@@ -3,6 +3,7 @@
 from ..core import functional
 from . import layers, models, utils
 from .checkpoint import Checkpoint, checkpoint
+from .gpt import GPT
 from .layers import (
     AdaptiveAvgPool2d,
     AvgPool2d,
@@ -18,6 +19,7 @@ from .layers import (
     LeakyReLU,
     Linear,
     MaxPool2d,
+    MultiheadAttention,
     RMSNorm,
 )
 from .losses import BCEWithLogitsLoss, CrossEntropyLoss, L1Loss, MSELoss, NLLLoss, SmoothL1Loss
@@ -26,6 +28,7 @@ from .module import Module, ModuleList, Parameter, Sequential, manual_seed
 from .pipeline import PipelineParallel, Stage
 
 __all__ = [
+    "GPT",
     "MLP",
     "AdaptiveAvgPool2d",
     "AvgPool2d",
@@ -50,6 +53,7 @@ __all__ = [
     "MaxPool2d",
     "Module",
     "ModuleList",
+    "MultiheadAttention",
     "NLLLoss",
     "Parameter",
     "PipelineParallel",

@@ -131,11 +131,11 @@ class LeakyReLU(Module):
 class LayerNorm(Module):
     """Each row of (..., features) with mean 0 and variance 1, times weight plus bias; see functional.layer_norm."""
 
-    def __init__(self, features: int, eps: float = 1e-5) -> None:
+    def __init__(self, features: int, eps: float = 1e-5, bias: bool = True) -> None:
         super().__init__()
         _at_least_one("LayerNorm", features=features)
-        self.weight, self.bias = Parameter(np.ones(features, np.float32)), Parameter(np.zeros(features, np.float32))
-        self.eps = eps
+        self.weight, self.eps = Parameter(np.ones(features, np.float32)), eps
+        self.bias = Parameter(np.zeros(features, np.float32)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         return F.layer_norm(x, self.weight, self.bias, self.eps)
@@ -259,6 +259,37 @@ class Embedding(Module):
 
     def forward(self, index: Any) -> Tensor:
         return F.embedding(index, self.weight)
+
+
+class MultiheadAttention(Module):
+    """Attention of query (N, T, embed_dim) over key and value (N, S, embed_dim), (query, query) unless given: (N, T,
+    embed_dim). Vaswani et al. 2017. Names and first weights are PyTorch's, the batch is the first axis."""
+
+    def __init__(self, embed_dim: int, num_heads: int, bias: bool = True) -> None:
+        super().__init__()
+        _at_least_one("MultiheadAttention", embed_dim=embed_dim, num_heads=num_heads)
+        if embed_dim % num_heads:
+            raise ConfigError(f"[MultiheadAttention] {embed_dim} features in {num_heads} heads; they must be equal")
+        self.num_heads = num_heads
+        self.in_proj_weight = uniform((3 * embed_dim, embed_dim), math.sqrt(6 / (4 * embed_dim)))  # Glorot, Bengio 2010
+        self.in_proj_bias = Parameter(np.zeros(3 * embed_dim, np.float32)) if bias else None
+        self.out_proj = Linear(embed_dim, embed_dim, bias)
+        if bias:
+            self.out_proj.bias.data[...] = 0
+
+    def forward(
+        self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, is_causal: bool = False
+    ) -> Tensor:
+        past = 0 if is_causal else None
+        if key is None:
+            qkv = F.linear(query, self.in_proj_weight, self.in_proj_bias)
+            return self.out_proj(F.attention(qkv, None, None, self.num_heads, past))
+        f = self.in_proj_weight.shape[1]
+        parts = []
+        for i, x in enumerate((query, key, key if value is None else value)):
+            y = F.linear(x, self.in_proj_weight, self.in_proj_bias)
+            parts.append(y[:, :, i * f : (i + 1) * f])
+        return self.out_proj(F.attention(*parts, self.num_heads, past))
 
 
 class Flatten(Module):

@@ -25,10 +25,14 @@ class _Loss(Module):
 
 
 class CrossEntropyLoss(_Loss):
-    """Cross-entropy of logits (N, classes) and class indices (N); see functional.cross_entropy."""
+    """Cross-entropy of logits (N, classes) and class indices (N), or of tokens; see functional.cross_entropy."""
+
+    def __init__(self, reduction: str = "mean", ignore_index: int = -100) -> None:
+        super().__init__(reduction)
+        self.ignore_index = ignore_index
 
     def forward(self, x: Tensor, target: Any) -> Tensor:
-        return F.cross_entropy(x, target, self.reduction)
+        return F.cross_entropy(x, target, self.reduction, self.ignore_index)
 
 
 class NLLLoss(_Loss):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+from collections.abc import Callable
+from typing import Any
 
 from ..core import functional as F
 from ..core.tensor import Tensor
 from ..errors import ConfigError
+from .gpt import GPT, gpt, gpt_mini
 from .layers import AdaptiveAvgPool2d, BatchNorm2d, Conv2d, Dropout, Identity, Linear, MaxPool2d
 from .losses import CrossEntropyLoss, NLLLoss
 from .module import Module, Sequential, manual_seed
@@ -120,16 +124,23 @@ class ResNet18(Module):
         return self.fc(F.flatten(self.avgpool(x)))
 
 
-MODELS = {"lenet5": LeNet5, "mlp": MLP, "convnet": ConvNet, "resnet18": ResNet18}
+MODELS: dict[str, Callable[..., Module]] = {
+    "lenet5": LeNet5, "mlp": MLP, "convnet": ConvNet, "resnet18": ResNet18, "gpt": gpt, "gpt-mini": gpt_mini
+}  # fmt: skip
 
 
-def build(name: str, sample_shape: tuple[int, ...] = (1, 28, 28), classes: int = 10, seed: int = 0) -> Module:
+def build(name: str, *shape: Any, seed: int = 0, **settings: Any) -> Module:
     """A model by name, with initial weights that depend on the seed alone.
 
-    Raises ConfigError for an unknown name, or samples that the model does not take.
+    Args:
+        shape, settings: what the model's class takes: of images sample_shape and classes, else see GPT.
+
+    Raises:
+        ConfigError: the name is unknown, samples that the model does not take, or a setting is none of the model's.
     """
     if name not in MODELS:
         raise ConfigError(f"[model] {name!r} is unknown; choose from {', '.join(MODELS)}")
+    sample_shape = settings.get("sample_shape", (*shape, (1, 28, 28))[0])
     least = {"lenet5": 12, "convnet": 6, "resnet18": 1}.get(name)
     if least and (len(sample_shape) != 3 or min(sample_shape[1:]) < least):
         raise ConfigError(
@@ -137,4 +148,8 @@ def build(name: str, sample_shape: tuple[int, ...] = (1, 28, 28), classes: int =
             "choose mlp"
         )
     manual_seed(seed)
-    return MODELS[name](sample_shape, classes)
+    try:
+        inspect.signature(GPT if name.startswith("gpt") else MODELS[name]).bind_partial(*shape, **settings)
+    except TypeError as problem:
+        raise ConfigError(f"[model] {name}: {problem}") from None
+    return MODELS[name](*shape, **settings)

@@ -89,12 +89,12 @@ class Module:
         if cls.__module__.startswith(f"{__package__}."):
             cls.__init__ = _noting(cls.__init__)  # type: ignore[method-assign]
 
-    def forward(self, *args: Any) -> Any:
+    def forward(self, *args: Any, **named: Any) -> Any:
         """What the module computes; every subclass has its own."""
         raise TypeError(f"{type(self).__name__} has no forward(); write one")
 
-    def __call__(self, *args: Any) -> Any:
-        return self.forward(*args)
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        return self.forward(*args, **named)
 
     def children(self) -> Iterator[tuple[str, Module]]:
         """Sub-modules with their names, in the order they were assigned."""
@@ -206,17 +206,21 @@ class Module:
             p.zero_grad()
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Parameters and buffers by name, as copies."""
-        return {name: p.data.copy() for name, p in self._state()}
+        """Parameters and buffers by name, as copies; one that is used in two places under both names."""
+        self._refuse_lists()
+        return {name: p.data.copy() for name, p in self._named("")}
 
     def load_state_dict(self, state: Mapping[str, np.ndarray], strict: bool = True) -> tuple[list[str], list[str]]:
         """Copies values in. Nothing is changed unless all names and shapes fit.
 
         strict: False: names that are missing keep their values, and unknown ones are left out.
-        Returns (missing, unknown) names. Raises ShapeError: a name is missing or unknown, or a shape differs.
+        Returns (missing, unknown) names. Raises ShapeError: a name is missing (of a parameter with two names both) or
+            unknown, or a shape differs.
         """
-        own = dict(self._state())
-        missing, unknown = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
+        own = dict(self._named(""))
+        given = {id(p) for name, p in own.items() if name in state}
+        missing = sorted(name for name, p in own.items() if id(p) not in given)
+        unknown = sorted(state.keys() - own.keys())
         if strict and (missing or unknown):
             raise ShapeError(f"[load_state_dict] missing: {missing or 'none'}; unknown: {unknown or 'none'}")
         own = {name: p for name, p in own.items() if name in state}

@@ -30,8 +30,8 @@ def seconds(records: list[Record], arena: Arena, samples: int) -> np.ndarray:
     work = native.aligned(plan_memory(records), np.uint8)
     table = serialize(records, arena, keep)
     grads = native.aligned(arena.size + lib.stats)
-    gathered = [r for r in records if r.op in ("input", "array")]  # y; G, F, ...
-    features = max((int(r.args[2]) for r in gathered), default=1)
+    gathered = [r for r in records if r.op in ("input", "array")]  # y; G, F, and tokens of a sample
+    features = max((int(r.args[2]) * (int(r.args[3]) if r.op == "array" else 1) for r in gathered), default=1)
     data = np.zeros((1, features), np.float32)
     arrays, rows = np.full(len(gathered), data.ctypes.data, np.int64), np.zeros(samples, np.int64)
     scale, shift = np.ones(features, np.float32), np.zeros(features, np.float32)

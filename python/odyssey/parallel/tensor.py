@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..core.native import PARAMS
 from ..core.program import Block, Memory, Range, Record, Slot
 from ..errors import ConfigError
 from .mesh import PARTS
@@ -210,7 +211,7 @@ def rewrite(records: Sequence[Record], rank: int, size: int, like: Mapping[str, 
             f"[tp] rank {rank} of {size}; sums are cut in {PARTS} parts, so --tp must be 1 to {PARTS} "
             "(more ranks: raise --dp or --pp)"
         )
-    work = _Rewriter(rank, size, like or {})
+    work = _Rewriter(rank, size, like or {}, records)
     if size == 1:
         work.note(records)
         return Split(list(records), work.ownership, ())
@@ -251,7 +252,7 @@ class _Plan(NamedTuple):
 class _Rewriter:
     """Follows the records, and for every activation where it is whole and where it is split."""
 
-    def __init__(self, rank: int, size: int, like: Mapping[str, Piece]) -> None:
+    def __init__(self, rank: int, size: int, like: Mapping[str, Piece], records: Sequence[Record]) -> None:
         self.rank, self.size, self.like = rank, size, like
         self.part, end = parts(rank, size)
         self.parts = end - self.part
@@ -260,6 +261,9 @@ class _Rewriter:
         self.plans: dict[int, _Plan] = {}  # by the weight's offset in the arena
         self.tags: dict[int, _Plan] = {}  # by forward op
         self.pools: dict[int, tuple[_Value, tuple[Run, ...]]] = {}  # inputs and channels of split pools, by forward op
+        # parameters that other ops than products read, as an embedding that is the output layer's weight: not split
+        others = (r for r in records if not r.declared.traits & {"rounds", "features"})
+        self.read_whole = {a.offset for r in others for a in r.args if isinstance(a, Range) and a.space == PARAMS}
         self.values: dict[int, _Value] = {}  # by id of the activation's own memory, which the records keep alive
 
     def rewrite(self, r: Record) -> None:
@@ -387,7 +391,9 @@ class _Rewriter:
             name, split, ranges = _name(w), "whole", ()
             v = self._lies_split(x)
             shared = self.ownership.get(_name(b)) if isinstance(b, Range) else None  # of a layer with the same bias
-            if name in self.like:
+            if w.offset in self.read_whole:
+                pass
+            elif name in self.like:
                 piece = self.like[name]
                 split, ranges = {None: "whole", 0: "outputs", 1: "inputs"}[piece.axis], piece.ranges
             elif shared in (None, Piece()) and (

@@ -203,6 +203,8 @@ class EngineState(Sharing):
         """
         lay, optimizer = self.layout, self.optimizer
         settings = {k: v for k, v in vars(optimizer).items() if isinstance(v, (int, float, tuple)) and k != "steps"}
+        names = [name for name, p in self.arena.named if optimizer.undecayed and optimizer.undecayed(name, p)]
+        undecayed = {"undecayed": names} if names else {}
         modules = [
             (type(m).__name__, *(getattr(m, k) for k in ("p", *getattr(m, "configured", ())) if hasattr(m, k)))
             for m in self.model.modules()
@@ -212,7 +214,7 @@ class EngineState(Sharing):
         return as_json(
             {
                 "model": [[name, list(p.shape), *self._frozen(name, p)] for name, p in self.arena.named],
-                "optimizer": [type(optimizer).__name__, sorted(settings.items())],
+                "optimizer": [type(optimizer).__name__, sorted({**settings, **undecayed}.items())],
                 "shard size": self.shard_size,
                 "layers": modules,
                 "loss": type(self.loss).__name__,

@@ -29,7 +29,7 @@ from ..engine.layout import Layout
 from ..engine.metrics import chosen
 from ..engine.runner import Sums
 from ..errors import ConfigError, DeviceError, NumericsError
-from ..nn import CrossEntropyLoss, Module
+from ..nn import CrossEntropyLoss, Module, PipelineParallel
 from ..optim import Optimizer, Schedule, lr_factor
 from ..parallel.mesh import PARTS, Groups, Mesh
 from ..parallel.strategy import MODES, Strategy
@@ -418,7 +418,8 @@ def shard_size_of(model: Module, shard_size: int | None) -> int | None:
 
 def places(model: Module) -> int:
     """On how many devices a model is placed; 1 also for one without parameters, which the arena refuses."""
-    return len(set(getattr(model, "places", None) or (p.device.slot for p in model.parameters()))) or 1
+    placed = model.places if isinstance(model, PipelineParallel) else (p.device.slot for p in model.parameters())
+    return len(set(placed)) or 1
 
 
 def check_shared(mesh: Mesh, precision: str) -> None:

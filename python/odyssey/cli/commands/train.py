@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from odyssey import __version__
 from odyssey.errors import ConfigError
 
 from ...core import settings as core
+from ...core.recipes import GPT_BETAS, GPT_DROPOUT
 from ...core.settings import SECTIONS, Command, Setting, Settings, Training, declared, option
 from ...watch import launcher as launchers
 from ...watch import outputs, runs
@@ -39,6 +41,8 @@ def _option(s: Setting) -> click.Option:
     more: dict[str, Any] = {"is_flag": True} if s.kind is bool else {"type": kind, "metavar": s.metavar or files}
     return click.Option([s.name, *(s.flags or (option(s.name),))], default=s.default, help=s.help_text(option), **more)
 
+
+MODEL = "model.json"  # in a run's directory: what `odyssey generate` makes the model from
 
 CONFIG = click.Option(
     ["--config"],
@@ -181,11 +185,15 @@ def run(made: Settings, *, verbose: bool = False) -> None:
     with on_all_ranks():
         epochs, total = made.length(-(-len(loader) // made.accumulation_steps))
         schedule = optim.schedule(made.schedule, total_steps=total, warmup_steps=made.warmup(total))
-        about = {"sample_shape": train_set.sample_shape, "classes": _outputs(train_set, made)}
+        about = _model_settings(train_set, made)
         model = nn.models.build(made.model, seed=made.seed, **about)
         kind = {"sgd": optim.SGD, "adam": optim.Adam, "adamw": optim.AdamW}[made.optimizer]
         more = {"momentum": made.momentum, "nesterov": made.nesterov} if kind is optim.SGD else {}
+        text = made.model in GPT_DROPOUT
+        if text and kind is not optim.SGD:
+            more["betas"] = GPT_BETAS
         optimizer = kind(lr=made.lr, weight_decay=made.weight_decay, **more)
+        optimizer.undecayed = optim.vectors if text else None
         listeners = []
         if made.log is not None:
             where = made.log_dir or (None if made.run_dir is None else made.run_dir / "logs")
@@ -196,6 +204,9 @@ def run(made: Settings, *, verbose: bool = False) -> None:
         with_what = {"comm": world, "mesh": mesh, "schedule": schedule, "progress": progress}
         with_what["loss"] = None if train_set.classes else nn.MSELoss()
         with_what["metrics"] = None if made.metrics is None else [n.strip() for n in made.metrics.split(",")]
+        if first and text and (folder := made.run_dir or made.checkpoint_dir):
+            folder.mkdir(parents=True, exist_ok=True)
+            outputs.write_json(folder / MODEL, "the model", {"model": made.model, **about})
         trainer = DistributedTrainer(model=model, optimizer=optimizer, **with_what, **keywords)
     where = None if made.data_dir is None else os.path.abspath(made.data_dir)
     trainer.data_source = {"source": {"dataset": made.dataset, "data_dir": where, **own}}
@@ -217,7 +228,7 @@ def run(made: Settings, *, verbose: bool = False) -> None:
             outputs.write(made.save_weights, "--save-weights", lambda file: write_weights(file, state))
         if made.json is not None:
             outputs.write_json(made.json, "--json", _report(made, world, trainer, history, weights))
-        outputs.say(summary(history, weights))
+        outputs.say(summary(history, weights, text))
 
 
 def _tell_what_is_trained(made: Settings, trainer: Any, world: Any, warnings: Sequence[str], verbose: bool) -> None:
@@ -235,12 +246,24 @@ def _tell_what_is_trained(made: Settings, trainer: Any, world: Any, warnings: Se
         print(f"odyssey: {line}", file=sys.stderr, flush=True)
 
 
+def _model_settings(train_set: Any, made: Settings) -> dict[str, Any]:
+    """What models.build is told of the data."""
+    if made.model not in GPT_DROPOUT:
+        return {"sample_shape": train_set.sample_shape, "classes": _outputs(train_set, made)}
+    if not hasattr(train_set, "vocabulary"):
+        raise ConfigError(
+            f"[train] --model {made.model} is for text, --dataset {made.dataset} has none; use shakespeare, or text"
+        )
+    dropout = GPT_DROPOUT[made.model]
+    return {"vocab_size": train_set.classes, "context": made.sequence_length, "dropout": dropout}
+
+
 def _outputs(train_set: Any, made: Settings) -> int:
     """How many numbers a model must give: one for each class, or as many as a target has."""
     if hasattr(train_set, "vocabulary"):
         raise ConfigError(
-            f"[train] --dataset {made.dataset} gives tokens, which --model {made.model} does not take; train a model "
-            "of your own on it from Python"
+            f"[train] --dataset {made.dataset} gives tokens, which --model {made.model} does not take; use "
+            "--model gpt-mini or gpt, or train a model of your own on it from Python"
         )
     classes = train_set.classes
     if not classes:
@@ -277,13 +300,15 @@ def _report(made: Settings, world: Any, trainer: Any, history: Any, weights: str
     }
 
 
-def summary(history: Any, weights: str) -> str:
-    """The last line of a run."""
+def summary(history: Any, weights: str, text: bool = False) -> str:
+    """The last line of a run; of text: the loss in bits."""
     from ...train.progress import traffic
 
     parts = [f"train loss {history.train_loss:.4f}", f"{history.steps} steps"]
     if history.test_accuracy is not None:
         parts.insert(0, f"test accuracy {100 * history.test_accuracy:.2f} %")
+    elif text and history.test_loss is not None:
+        parts.insert(0, f"test {history.test_loss / math.log(2):.4f} bits per token")
     elif history.test_loss is not None:
         parts.insert(0, f"test loss {history.test_loss:.4f}")
     parts += traffic(history.bytes_per_step, history.bytes_per_step_uncompressed)

@@ -1,0 +1,683 @@
+"""Scaled dot-product attention over lanes that are tokens: y = softmax(q k^T scale) v, for each sequence and head.
+
+Scores never leave the cache: of a block of queries, in lanes, the scores of all its keys, or in the backward pass of a
+block of keys (Dao 2023, FlashAttention-2; the maximum is taken before anything is exponentiated, so nothing is rescaled).
+Saved is the log of the sum of exponentials; the backward pass computes probabilities again.
+
+Every sum is one chain of multiply-adds over ascending keys, queries or features, whatever the blocks are. A sequence
+that does not begin a group of lanes is moved to where it would (`_panel`). So a token's result is the same bits beside any
+other sequences, at any place in the batch, and with keys computed in another call.
+
+    N  sequences       T  queries of each       S  keys of each       H  heads       D  features of a head
+    past  keys before the first query: query i sees keys up to i + past. S: all; 0: up to its own
+    fused  1 if q, k and v are thirds of the features of one tensor
+"""
+
+from std.math import ceildiv, iota
+from std.memory import unsafe_memset_zero
+from std.sys import masked_store
+from std.utils.numerics import inf
+
+from .functions import exp, log
+from .lanes import (
+    F32,
+    LANES,
+    REGISTERS,
+    Ptr,
+    Vec,
+    first,
+    load,
+    load_first,
+    madd,
+    splat,
+    store,
+)
+from .layout import transpose
+from .op import Op, call, no_scratch
+from .record import Record, sizes_of
+
+# Register tiles: TILE broadcast numbers x BLOCK vectors. 8 x 2 sums: 16 FMAs for 10 loads.
+comptime TILE = 8 if REGISTERS == 32 else (4 if REGISTERS == 8 else 2)
+comptime TILES: List[Int] = [8, 4, 2, 1]
+comptime BLOCK = 2 if REGISTERS == 32 else 1
+"""Groups of queries at once; and of keys, in the backward pass."""
+comptime SIDE = BLOCK * LANES
+comptime AREA = SIDE * SIDE
+"""Scores of a block of queries and a block of keys."""
+
+
+@fieldwise_init
+struct Attention(TrivialRegisterPassable):
+    """The sizes, as above, in the order of the record."""
+
+    var N: Int
+    var T: Int
+    var S: Int
+    var H: Int
+    var D: Int
+    var past: Int
+    var fused: Int
+    var scale: Float32
+
+    @always_inline
+    def features(self) -> Int:
+        """Of the tensors that q, k, v and their gradients are or are thirds of.
+        """
+        return self.H * self.D * (3 if self.fused else 1)
+
+    @always_inline
+    def at(self, third: Int, head: Int) -> Int:
+        """The first feature of a head of q (0), k (1) or v (2)."""
+        return head * self.D + (third * self.H * self.D if self.fused else 0)
+
+    @always_inline
+    def panel(self, tokens: Int) -> Int:
+        """Floats of a head of one sequence."""
+        return ceildiv(tokens, LANES) * self.D * LANES
+
+
+# --- one head of one sequence -------------------------------------------------------------------------------------------
+
+
+@fieldwise_init
+struct Panel(TrivialRegisterPassable):
+    """Some features of one sequence, whose token t is lane t % 16 of group t // 16. Lanes behind the last token may hold
+    anything.
+    """
+
+    var p: Ptr
+    var step: Int  # floats from one group to the next
+
+    @always_inline
+    def group(self, g: Int) -> Ptr:
+        return self.p.unsafe_offset(g * self.step)
+
+
+def _panel(
+    x: Ptr, of: Int, at: Int, n: Int, tokens: Int, D: Int, room: Ptr
+) -> Panel:
+    """Features at .. at + D - 1 of sequence n of x (G, of, L): where they are, or copied to `room`.
+    """
+    var shift = n * tokens % LANES
+    var p = x.unsafe_offset((n * tokens // LANES * of + at) * LANES)
+    if shift == 0:
+        return Panel(p, of * LANES)
+    for g in range(ceildiv(tokens, LANES)):
+        var here = LANES - shift
+        var rest = min(tokens - g * LANES, LANES) - here  # in the next group
+        for d in range(D):
+            var i = (g * of + d) * LANES
+            var to = (g * D + d) * LANES
+            store(room, to, load_first(p, i + shift, here))
+            if rest > 0:
+                var v = load_first(p, i + of * LANES, rest)
+                masked_store[LANES](
+                    v, room.unsafe_offset(to + here), first(rest)
+                )
+    return Panel(room, D * LANES)
+
+
+def _put(
+    x: Ptr, of: Int, at: Int, n: Int, tokens: Int, D: Int, y: Ptr, group: Int
+):
+    """Writes group `group` of sequence n, y (D, L), to features at .. at + D - 1 of x (G, of, L).
+    """
+    var start = n * tokens + group * LANES
+    var valid = min(tokens - group * LANES, LANES)
+    var shift = start % LANES
+    var here = min(LANES - shift, valid)
+    var p = x.unsafe_offset((start // LANES * of + at) * LANES)
+    for d in range(D):
+        var v = load(y, d * LANES)
+        if here == LANES:
+            store(p, d * LANES, v)
+            continue
+        masked_store[LANES](v, p.unsafe_offset(d * LANES + shift), first(here))
+        if valid > here:
+            v = load_first(y, d * LANES + here, valid - here)
+            masked_store[LANES](
+                v, p.unsafe_offset((of + d) * LANES), first(valid - here)
+            )
+
+
+def _clear_rest(x: Ptr, of: Int, at: Int, tokens: Int, D: Int):
+    """Zeros in the lanes behind the last of `tokens` tokens."""
+    var used = tokens % LANES
+    if used:
+        var p = x.unsafe_offset((tokens // LANES * of + at) * LANES)
+        for d in range(D):
+            masked_store[LANES](
+                Vec(0), p.unsafe_offset(d * LANES), ~first(used)
+            )
+
+
+# --- tiles --------------------------------------------------------------------------------------------------------------
+
+
+@always_inline
+def _dots[
+    n: Int, gb: Int
+](a: Panel, g: Int, b: Ptr, D: Int) -> Array[Vec, n * gb]:
+    """Products of the tokens of gb groups of a, from g on, with the n tokens from lane b on.
+    """
+    var acc = Array[Vec, n * gb](fill=Vec(0))
+    var p = a.group(g)
+    for d in range(D):
+        var v = Array[Vec, gb](fill=Vec(0))
+        comptime for i in range(gb):
+            v[i] = load(p, i * a.step + d * LANES)
+        comptime for j in range(n):
+            var s = splat(b, d * LANES + j)
+            comptime for i in range(gb):
+                acc[j * gb + i] = madd(v[i], s, acc[j * gb + i])
+    return acc^
+
+
+@always_inline
+def _combine[
+    gb: Int
+](
+    y: Ptr,  # (gb, D, L), added to
+    weights: Ptr,  # (count, L) for each of the gb groups
+    of_group: Int,  # floats from one group's weights to the next
+    of_token: Int,  # from one token's to the next
+    b: Panel,
+    g: Int,
+    count: Int,
+    D: Int,
+):
+    """Adds the `count` tokens of b from group g on, each times its weights, to y.
+    """
+
+    @always_inline
+    def tile[n: Int](d: Int) {imm}:
+        var acc = Array[Vec, n * gb](fill=Vec(0))
+        comptime for j in range(n):
+            comptime for i in range(gb):
+                acc[j * gb + i] = load(y, (i * D + d + j) * LANES)
+        for group in range(ceildiv(count, LANES)):
+            var p = b.group(g + group).unsafe_offset(d * LANES)
+            var w = weights.unsafe_offset(group * LANES * of_token)
+            for l in range(min(count - group * LANES, LANES)):
+                var v = Array[Vec, gb](fill=Vec(0))
+                comptime for i in range(gb):
+                    v[i] = load(w, l * of_token + i * of_group)
+                comptime for j in range(n):
+                    var s = splat(p, j * LANES + l)
+                    comptime for i in range(gb):
+                        acc[j * gb + i] = madd(v[i], s, acc[j * gb + i])
+        comptime for j in range(n):
+            comptime for i in range(gb):
+                store(y, (i * D + d + j) * LANES, acc[j * gb + i])
+
+    var d = 0
+    comptime for i in range(len(TILES)):
+        comptime n = materialize[TILES]()[i]
+        comptime if n <= TILE:
+            while d + n <= D:
+                tile[n](d)
+                d += n
+
+
+@always_inline
+def _seen(size: Attention, g: Int) -> SIMD[DType.int32, LANES]:
+    """The last key that each query of a group sees."""
+    var last = iota[DType.int32, LANES](Int32(g * LANES + size.past))
+    return min(last, SIMD[DType.int32, LANES](Int32(size.S - 1)))
+
+
+@always_inline
+def _all_see(size: Attention, g: Int, keys: Int) -> Int:
+    """How many of the keys of a block of two groups, from g on, the first group sees as well, if that is whole groups;
+    else all. What it does not see need not be computed for it.
+    """
+    var first = (g + 1) * LANES + size.past
+    return first if first % LANES == 0 and first < keys else keys
+
+
+# --- forward ------------------------------------------------------------------------------------------------------------
+
+
+@always_inline
+def _score[
+    lo: Int, gb: Int
+](
+    scores: Ptr,  # (keys, gb, L)
+    mut most: Array[Vec, gb],
+    q: Panel,
+    k: Panel,
+    g: Int,
+    start: Int,
+    end: Int,
+    size: Attention,
+):
+    """The scores of keys start .. end - 1 and groups lo .. gb - 1 of a block.
+    """
+    for key in range(start, end, TILE):
+        var from_ = k.group(key // LANES).unsafe_offset(key % LANES)
+        var s = _dots[TILE, gb - lo](q, g + lo, from_, size.D)
+        comptime for i in range(lo, gb):
+            var last = _seen(size, g + i)
+            comptime for j in range(TILE):
+                var score = s[j * (gb - lo) + i - lo] * size.scale
+                var seen = last.ge(Int32(key + j))
+                most[i] = max(most[i], seen.select(score, most[i]))
+                store(scores, ((key + j) * gb + i) * LANES, score)
+
+
+@always_inline
+def _exponentiate[
+    lo: Int, gb: Int
+](
+    scores: Ptr,
+    mut total: Array[Vec, gb],
+    most: Array[Vec, gb],
+    g: Int,
+    start: Int,
+    end: Int,
+    size: Attention,
+):
+    """Turns scores into exponentials, 0 for keys that are not seen, and adds them up.
+    """
+    comptime for i in range(lo, gb):
+        var last = _seen(size, g + i)
+        for key in range(start, end):
+            var at = (key * gb + i) * LANES
+            # selected before as well: exp takes long where it ends in subnormal numbers
+            var seen = last.ge(Int32(key))
+            var e = exp(seen.select(load(scores, at) - most[i], Vec(0)))
+            e = seen.select(e, Vec(0))
+            total[i] += e
+            store(scores, at, e)
+
+
+@always_inline
+def _forward_block[
+    gb: Int
+](
+    y: Ptr,  # (gb, D, L)
+    lse: Ptr,  # (gb, L)
+    scores: Ptr,  # (keys, gb, L)
+    q: Panel,
+    k: Panel,
+    v: Panel,
+    g: Int,
+    size: Attention,
+):
+    """The queries of gb groups from g on."""
+    var keys = min(size.S, (g + gb) * LANES + size.past)
+    var most = Array[Vec, gb](fill=Vec(-inf[F32]()))
+    var total = Array[Vec, gb](fill=Vec(0))
+    var all = keys
+    comptime if gb == 2:
+        all = _all_see(size, g, keys)
+    _score[0, gb](scores, most, q, k, g, 0, all, size)
+    comptime if gb == 2:
+        _score[1, gb](scores, most, q, k, g, all, keys, size)
+    _exponentiate[0, gb](scores, total, most, g, 0, all, size)
+    unsafe_memset_zero(y, gb * size.D * LANES)
+    _combine[gb](y, scores, LANES, gb * LANES, v, 0, all, size.D)
+    comptime if gb == 2:
+        if all < keys:
+            _exponentiate[1, gb](scores, total, most, g, all, keys, size)
+            _combine[1](
+                y.unsafe_offset(size.D * LANES),
+                scores.unsafe_offset((all * gb + 1) * LANES),
+                LANES,
+                gb * LANES,
+                v,
+                all // LANES,
+                keys - all,
+                size.D,
+            )
+    comptime for i in range(gb):
+        store(lse, i * LANES, most[i] + log(total[i]))
+        var inverse = 1 / total[i]
+        for d in range(size.D):
+            var at = (i * size.D + d) * LANES
+            store(y, at, load(y, at) * inverse)
+
+
+def _attention_forward(
+    y: Ptr,  # (G, H * D, L)
+    lse: Ptr,  # (G, H, L): log sum exp of each query's scores
+    q: Ptr,  # (G, features, L)
+    k: Ptr,
+    v: Ptr,
+    scratch: Ptr,
+    size: Attention,
+):
+    """Computes y = softmax(q k^T scale) v."""
+    var s = size
+    var scores = scratch
+    var block = scores.unsafe_offset(_padded(s.S) * SIDE)
+    var sums = block.unsafe_offset(SIDE * s.D)
+    var qr = sums.unsafe_offset(SIDE)
+    var kr = qr.unsafe_offset(s.panel(s.T))
+    var vr = kr.unsafe_offset(s.panel(s.S))
+    for n in range(s.N):
+        for h in range(s.H):
+            var qp = _panel(q, s.features(), s.at(0, h), n, s.T, s.D, qr)
+            var kp = _panel(k, s.features(), s.at(1, h), n, s.S, s.D, kr)
+            var vp = _panel(v, s.features(), s.at(2, h), n, s.S, s.D, vr)
+
+            @always_inline
+            def queries[gb: Int](g: Int) {imm}:
+                _forward_block[gb](block, sums, scores, qp, kp, vp, g, s)
+                comptime for i in range(gb):
+                    var part = block.unsafe_offset(i * s.D * LANES)
+                    var at = h * s.D
+                    _put(y, s.H * s.D, at, n, s.T, s.D, part, g + i)
+                    part = sums.unsafe_offset(i * LANES)
+                    _put(lse, s.H, h, n, s.T, 1, part, g + i)
+
+            var g = 0
+            while g + BLOCK <= ceildiv(s.T, LANES):
+                queries[BLOCK](g)
+                g += BLOCK
+            while g < ceildiv(s.T, LANES):
+                queries[1](g)
+                g += 1
+    _clear_rest(y, s.H * s.D, 0, s.N * s.T, s.H * s.D)
+
+
+# --- backward -----------------------------------------------------------------------------------------------------------
+
+
+@always_inline
+def _transposed[gb: Int](y: Ptr, x: Ptr, groups: Int):
+    """The scores of `groups` groups of keys, x (keys, gb, L of queries), as y (groups, queries, L of keys).
+    """
+    for group in range(groups):
+        comptime for i in range(gb):
+            var a = Array[Vec, LANES](fill=Vec(0))
+            comptime for j in range(LANES):
+                a[j] = load(x, ((group * LANES + j) * gb + i) * LANES)
+            transpose(a)
+            comptime for j in range(LANES):
+                store(y, (group * SIDE + i * LANES + j) * LANES, a[j])
+
+
+@always_inline
+def _differentiate[
+    lo: Int, gb: Int
+](
+    p: Ptr,  # (keys of the block, gb, L of queries)
+    ds: Ptr,
+    dy: Panel,
+    q: Panel,
+    k: Panel,
+    v: Panel,
+    lse: Panel,
+    delta: Panel,
+    g: Int,
+    first: Int,
+    start: Int,
+    end: Int,
+    size: Attention,
+):
+    """The probabilities and the gradients of the scores of keys start .. end - 1 of the block from key `first` on, and
+    of groups lo .. gb - 1 of queries.
+    """
+    comptime n = gb - lo
+    for key in range(start, end, TILE):
+        var group = (first + key) // LANES
+        var s = _dots[TILE, n](
+            q, g + lo, k.group(group).unsafe_offset(key % LANES), size.D
+        )
+        var d = _dots[TILE, n](
+            dy, g + lo, v.group(group).unsafe_offset(key % LANES), size.D
+        )
+        comptime for i in range(lo, gb):
+            var last = _seen(size, g + i)
+            var log_sum = load(lse.group(g + i), 0)
+            var shift = load(delta.group(g + i), 0)
+            comptime for j in range(TILE):
+                var at = ((key + j) * gb + i) * LANES
+                var from_ = j * n + i - lo
+                var seen = last.ge(Int32(first + key + j))
+                var e = seen.select(s[from_] * size.scale - log_sum, Vec(0))
+                var share = seen.select(exp(e), Vec(0))
+                store(p, at, share)
+                var slope = (d[from_] - shift) * (share * size.scale)
+                store(ds, at, seen.select(slope, Vec(0)))
+
+
+@always_inline
+def _backward_block[
+    gb: Int
+](
+    dq: Ptr,  # (gb, D, L)
+    dk: Ptr,  # (groups of S, D, L), added to
+    dv: Ptr,
+    room: Ptr,  # 4 AREA
+    dy: Panel,
+    q: Panel,
+    k: Panel,
+    v: Panel,
+    lse: Panel,
+    delta: Panel,
+    g: Int,
+    size: Attention,
+):
+    """The queries of gb groups from g on, with all keys they see."""
+    var D = size.D
+    var keys = min(size.S, (g + gb) * LANES + size.past)
+    var all = keys
+    comptime if gb == 2:
+        all = _all_see(size, g, keys)
+    var queries = min(size.T - g * LANES, gb * LANES)
+    var p = room  # (keys of the block, gb, L of queries)
+    var ds = room.unsafe_offset(AREA)
+    var pt = room.unsafe_offset(2 * AREA)  # (groups, queries, L of keys)
+    var dst = room.unsafe_offset(3 * AREA)
+    unsafe_memset_zero(dq, gb * D * LANES)
+    for start in range(0, keys, SIDE):
+        var count = min(keys - start, SIDE)
+        var groups = ceildiv(count, LANES)
+        # whether the second group of keys is seen by the second group of queries alone
+        var corner = start + LANES == all and groups == 2
+        var whole = LANES if corner else count
+        _differentiate[0, gb](
+            p,
+            ds,
+            dy,
+            q,
+            k,
+            v,
+            lse,
+            delta,
+            g,
+            start,
+            0,
+            LANES if corner else groups * LANES,
+            size,
+        )
+        _combine[gb](dq, ds, LANES, gb * LANES, k, start // LANES, whole, D)
+        comptime if gb == 2:
+            if corner:
+                _differentiate[1, gb](
+                    p,
+                    ds,
+                    dy,
+                    q,
+                    k,
+                    v,
+                    lse,
+                    delta,
+                    g,
+                    start,
+                    LANES,
+                    2 * LANES,
+                    size,
+                )
+                _combine[1](
+                    dq.unsafe_offset(D * LANES),
+                    ds.unsafe_offset((LANES * gb + 1) * LANES),
+                    LANES,
+                    gb * LANES,
+                    k,
+                    start // LANES + 1,
+                    count - LANES,
+                    D,
+                )
+        _transposed[gb](pt, p, groups)
+        _transposed[gb](dst, ds, groups)
+        var at = start // LANES * D * LANES
+
+        @always_inline
+        def columns[kb: Int](first: Int, count: Int) {imm}:
+            var w = first * LANES
+            var from_ = g + first // LANES
+            _combine[kb](
+                dv.unsafe_offset(at),
+                pt.unsafe_offset(w),
+                SIDE * LANES,
+                LANES,
+                dy,
+                from_,
+                count,
+                D,
+            )
+            _combine[kb](
+                dk.unsafe_offset(at),
+                dst.unsafe_offset(w),
+                SIDE * LANES,
+                LANES,
+                q,
+                from_,
+                count,
+                D,
+            )
+
+        if corner:
+            columns[1](0, LANES)
+            columns[BLOCK](LANES, queries - LANES)
+        elif groups == BLOCK:
+            columns[BLOCK](0, queries)
+        else:
+            columns[1](0, queries)
+
+
+def _delta(delta: Ptr, dy: Ptr, y: Ptr, size: Attention):
+    """The sum over the features of each head of dy y: (G, H, L)."""
+    for g in range(ceildiv(size.N * size.T, LANES)):
+        for h in range(size.H):
+            var i = g * size.H + h
+            var s = Vec(0)
+            for d in range(size.D):
+                var at = (i * size.D + d) * LANES
+                s = madd(load(dy, at), load(y, at), s)
+            store(delta, i * LANES, s)
+
+
+def _attention_backward(
+    dq: Ptr,  # (G, features, L); dk and dv are parts of the same memory if fused
+    dk: Ptr,
+    dv: Ptr,
+    dy: Ptr,  # (G, H * D, L)
+    y: Ptr,
+    lse: Ptr,  # (G, H, L)
+    q: Ptr,
+    k: Ptr,
+    v: Ptr,
+    scratch: Ptr,
+    size: Attention,
+):
+    """Computes the gradients of q, k and v. With p the probabilities: dv = p^T dy, ds = p (dy v^T - sum dy y) scale,
+    dq = ds k, dk = ds^T q.
+    """
+    var s = size
+    var of = s.features()
+    var room = scratch
+    var dqr = room.unsafe_offset(4 * AREA)
+    var dkr = dqr.unsafe_offset(SIDE * s.D)
+    var dvr = dkr.unsafe_offset(s.panel(s.S))
+    var qr = dvr.unsafe_offset(s.panel(s.S))
+    var dyr = qr.unsafe_offset(s.panel(s.T))
+    var kr = dyr.unsafe_offset(s.panel(s.T))
+    var vr = kr.unsafe_offset(s.panel(s.S))
+    var lr = vr.unsafe_offset(s.panel(s.S))
+    var er = lr.unsafe_offset(_padded(s.T))
+    var delta = er.unsafe_offset(_padded(s.T))
+    _delta(delta, dy, y, s)
+    for n in range(s.N):
+        for h in range(s.H):
+            var qp = _panel(q, of, s.at(0, h), n, s.T, s.D, qr)
+            var kp = _panel(k, of, s.at(1, h), n, s.S, s.D, kr)
+            var vp = _panel(v, of, s.at(2, h), n, s.S, s.D, vr)
+            var dp = _panel(dy, s.H * s.D, h * s.D, n, s.T, s.D, dyr)
+            var lp = _panel(lse, s.H, h, n, s.T, 1, lr)
+            var ep = _panel(delta, s.H, h, n, s.T, 1, er)
+            unsafe_memset_zero(dkr, 2 * s.panel(s.S))
+
+            @always_inline
+            def queries[gb: Int](g: Int) {imm}:
+                _backward_block[gb](
+                    dqr, dkr, dvr, room, dp, qp, kp, vp, lp, ep, g, s
+                )
+                comptime for i in range(gb):
+                    var part = dqr.unsafe_offset(i * s.D * LANES)
+                    _put(dq, of, s.at(0, h), n, s.T, s.D, part, g + i)
+
+            var g = 0
+            while g + BLOCK <= ceildiv(s.T, LANES):
+                queries[BLOCK](g)
+                g += BLOCK
+            while g < ceildiv(s.T, LANES):
+                queries[1](g)
+                g += 1
+            for g in range(ceildiv(s.S, LANES)):
+                var at = g * s.D * LANES
+                var part = dkr.unsafe_offset(at)
+                _put(dk, of, s.at(1, h), n, s.S, s.D, part, g)
+                part = dvr.unsafe_offset(at)
+                _put(dv, of, s.at(2, h), n, s.S, s.D, part, g)
+    _clear_rest(dq, of, 0, s.N * s.T, of)
+    if not s.fused:
+        _clear_rest(dk, of, 0, s.N * s.S, of)
+        _clear_rest(dv, of, 0, s.N * s.S, of)
+
+
+# --- the ops ------------------------------------------------------------------------------------------------------------
+
+
+@always_inline
+def _padded(tokens: Int) -> Int:
+    return ceildiv(tokens, LANES) * LANES
+
+
+def _forward_scratch(r: Record, shards: Int, fold: Int) -> Int:
+    var s = sizes_of[Attention](r, 7)
+    var panels = s.panel(s.T) + 2 * s.panel(s.S)
+    return 4 * (_padded(s.S) * SIDE + SIDE * (s.D + 1) + panels)
+
+
+def _backward_scratch(r: Record, shards: Int, fold: Int) -> Int:
+    var s = sizes_of[Attention](r, 11)
+    var panels = 2 * s.panel(s.T) + 4 * s.panel(s.S) + 2 * _padded(s.T)
+    var delta = _padded(s.N * s.T) * s.H
+    return 4 * (4 * AREA + SIDE * s.D + panels + delta)
+
+
+def ops() -> List[Op]:
+    """The ops of this file."""
+    return [
+        Op(
+            "attention_forward",
+            "y, lse; q, k, v, ~scratch; N, T, S, H, D, past, fused, scale",
+            call[_attention_forward],
+            "lanes",
+            _forward_scratch,
+        ),
+        Op(
+            "attention_backward",
+            (
+                "dq, dk, dv; dy, y, lse, q, k, v, ~scratch;"
+                " N, T, S, H, D, past, fused, scale"
+            ),
+            call[_attention_backward],
+            "lanes",
+            _backward_scratch,
+        ),
+    ]
