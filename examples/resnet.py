@@ -3,8 +3,8 @@
     python examples/resnet.py
     mpirun -n 3 python examples/resnet.py
 
-Mean and variance are those of a shard (`shard_size`), so they do not know how many ranks there are; the running ones are
-summed along the tree as gradients are. `nn.models.build("resnet18")` is the large one, with torchvision's names.
+Mean and variance are those of a shard (`shard_size`), so they do not know how many ranks there are; the running ones
+are summed along the tree as gradients are. `nn.models.build("resnet18")` is the large one, with torchvision's names.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class Net(nn.Module):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--quick", action="store_true", help="two steps")
     args = parser.parse_args()
     nn.manual_seed(0)
-    trainer = DistributedTrainer(Net(), optim.SGD(lr=0.1, momentum=0.9), shard_size=32)
+    trainer = DistributedTrainer(Net(), optim.SGD(lr=0.02, momentum=0.9), shard_size=32)
     loader = data.DataLoader(data.load("mnist", train=True), 128, shuffle=True, seed=0)
     trainer.fit(loader, steps=2 if args.quick else args.steps)
     weights = trainer.weights_sha256()
