@@ -64,6 +64,16 @@ def layer_norm(x, w, b):
     return d / np.sqrt((d * d).mean(axis=1, keepdims=True) + 1e-5) * w + b
 
 
+def batch_norm(x, w, b):
+    axes = tuple(i for i in range(x.ndim) if i != 1)
+    d, each = x - x.mean(axes, keepdims=True), (-1, *[1] * (x.ndim - 2))
+    return d / np.sqrt((d * d).mean(axes, keepdims=True) + 1e-5) * w.reshape(each) + b.reshape(each)
+
+
+def normed(x, w, b):
+    return F.batch_norm(x, None, None, w, b, training=True)
+
+
 # C, H, W, K, R, T, stride, padding; with the first two a model is trained as well
 CONVOLUTIONS = [
     (3, 7, 8, 5, 3, 3, 1, 1),
@@ -144,6 +154,14 @@ SAMPLES = [
         False,
     ),
     Sample(F.layer_norm, layer_norm, ((1,),), ((1,), (1,)), False),
+    Sample(normed, batch_norm, ((3, 4, 5),), ((3,), (3,))),
+    Sample(normed, batch_norm, ((2, 37),), ((2,), (2,)), False),
+    Sample(lambda x: F.leaky_relu(x, 0.2), lambda x: np.where(x > 0, x, 0.2 * x), ((3, 5),)),
+    Sample(
+        lambda x: F.max_pool2d(x, 3, 2, 1),
+        lambda x: R.max_pool2d(np.pad(x, ((0, 0), (0, 0), (1, 1), (1, 1)), constant_values=-np.inf), 3, 2),
+        ((2, 5, 6),),
+    ),
     Sample(F.add, lambda a, b: a + b, ((8,), (8,))),
     Sample(F.multiply, lambda a, b: a * b, ((2, 3, 3), (2, 3, 3))),
     Sample(lambda x: F.scale(x, -2.5), lambda x: -2.5 * x, ((9,),)),

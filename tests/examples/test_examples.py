@@ -23,6 +23,7 @@ PRINTED = {
     "metric_average.py": ["loss 2.30", "of 101 samples", "on each of {n} ranks"],
     "mnist_distributed.py": ["epoch 1: test loss ", "({n} ranks)"],
     "own_op.py": ["with mish, on {n} ranks"],
+    "resnet.py": ["test accuracy ", "weights ", " on {n} ranks"],
     "save_and_load.py": ["net.safetensors: 10 arrays, read by {n} ranks, the same outputs"],
 }
 
@@ -48,8 +49,9 @@ def test_an_example_runs(launch, name, ranks):
 def test_figures_do_not_depend_on_the_ranks(launch):
     alone, two = (launch.python(EXAMPLES / "metric_average.py", "--quick", ranks=ranks) for ranks in (0, 2))
     assert alone.stdout.splitlines()[0] == two.stdout.splitlines()[0]
-    alone, two = (launch.python(EXAMPLES / "accumulation.py", "--quick", ranks=ranks) for ranks in (0, 2))
-    assert alone.stdout.split(" on ")[0] == two.stdout.split(" on ")[0]
+    for name in ("accumulation.py", "resnet.py"):
+        alone, two = (launch.python(EXAMPLES / name, "--quick", ranks=ranks) for ranks in (0, 2))
+        assert alone.stdout.split(" on ")[0] == two.stdout.split(" on ")[0]
 
 
 def test_copies_by_hand_give_the_same_bits_wherever_they_are(launch):

@@ -19,9 +19,7 @@ def _of(p: Ptr, stride: Int64) -> Ptr:
 
 
 @always_inline
-def _each[
-    B: def(Int) -> None, //
-](body: B, G: Int, C: Int, P: Int, live: Int):
+def _each[B: def(Int) -> None, //](body: B, G: Int, C: Int, P: Int, live: Int):
     """Calls body(at) for the numbers of this block's channel that are this thread's, those that are no sample's included.
     """
     var plane = P * LANES
