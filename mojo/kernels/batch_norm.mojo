@@ -78,9 +78,7 @@ struct Gradient(TrivialRegisterPassable):
     var t: Float32
 
     @always_inline
-    def at[
-        w: Int
-    ](self, dy: SIMD[F32, w], x: SIMD[F32, w]) -> SIMD[F32, w]:
+    def at[w: Int](self, dy: SIMD[F32, w], x: SIMD[F32, w]) -> SIMD[F32, w]:
         """The gradient by x."""
         var d = madd(
             x - self.mean,
@@ -242,15 +240,15 @@ def _backward(
         db[unsafe_offset=c] = s
         dw[unsafe_offset=c] = t * inverse
         var part = 1 / count if train else Float32(0)
-        var by = Gradient(
-            m, inverse, w[unsafe_offset=c], s * part, t * part
-        )
+        var by = Gradient(m, inverse, w[unsafe_offset=c], s * part, t * part)
 
         @always_inline
         def put[
             whole: Bool, j: Int
         ](i: Int, own: Int, there: Int) {imm x, imm dy, imm dx, imm by}:
-            var v = by.at[LANES](_load[whole](dy, i, own), _load[whole](x, i, own))
+            var v = by.at[LANES](
+                _load[whole](dy, i, own), _load[whole](x, i, own)
+            )
             comptime if not whole:
                 v = first(own).select(v, Vec(0))
             _store[whole](dx, i, v, there)

@@ -213,9 +213,7 @@ def maps[D: Device]() -> List[OpOf[D.Run]]:
             "features",
         ),
         OpOf("clamp", "y; x; limit, n", D.map[_clamp]()),
-        OpOf(
-            "leaky_relu", "y; x; slope, n", D.map[_leaky_relu](), "features"
-        ),
+        OpOf("leaky_relu", "y; x; slope, n", D.map[_leaky_relu](), "features"),
         OpOf(
             "leaky_slope", "y; x; slope, n", D.map[_leaky_slope](), "features"
         ),
