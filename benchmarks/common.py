@@ -182,19 +182,24 @@ def write_json(path: Path | None, benchmark: str, facts: Mapping[str, Any], **co
 # --- the peak --------------------------------------------------------------------------------------
 
 
-def peak_program() -> Path:
-    """peak.mojo, compiled for this machine into the cache of the kernels. Raises odyssey's BuildError."""
+def program(name: str, kernels: Path | None = None) -> Path:
+    """A Mojo program of this folder, compiled for this machine into the cache of the kernels, which it imports from
+    `kernels`, a folder `mojo`. Raises odyssey's BuildError."""
     from odyssey.build import library as build
     from odyssey.errors import BuildError
 
-    source = HERE / "peak.mojo"
-    key = hashlib.sha256(source.read_bytes() + f"{build.host_cpu()} {build.compiler_version()}".encode()).hexdigest()
-    target = build.cache_dir() / "benchmarks" / f"peak-{key[:16]}"
+    source = HERE / f"{name}.mojo"
+    read = [source, *sorted(kernels.rglob("*.mojo") if kernels else ())]
+    parts = [file.read_bytes() for file in read]
+    key = hashlib.sha256(b"\0".join(parts) + f"{build.host_cpu()} {build.compiler_version()}".encode()).hexdigest()
+    target = build.cache_dir() / "benchmarks" / f"{name}-{key[:16]}"
     if target.is_file():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     aside = target.with_name(f".{target.name}.{os.getpid()}")
-    done = build.run_mojo(["build", *build.target_options(build.host_cpu()), str(source), "-o", str(aside)])
+    include = ["-I", str(kernels)] if kernels else []
+    options = [*build.target_options(build.host_cpu()), *include]
+    done = build.run_mojo(["build", *options, str(source), "-o", str(aside)])
     if done.returncode:
         raise BuildError(f"[build] {source} did not compile:\n{done.stderr.strip()}")
     os.replace(aside, target)
@@ -203,7 +208,7 @@ def peak_program() -> Path:
 
 def peak(core: int | None) -> dict[str, float]:
     """Best and median GFLOP/s of independent FMAs on one core, now; `bf16_*` of bf16 products, 0 without them."""
-    command = [str(peak_program())]
+    command = [str(program("peak"))]
     done = subprocess.run(command, capture_output=True, text=True, check=True, preexec_fn=_pinned(core))
     best, middle, lanes, bf16_best, bf16_middle = (float(word) for word in done.stdout.split())
     return {"best": best, "median": middle, "lanes": int(lanes), "bf16_best": bf16_best, "bf16_median": bf16_middle}

@@ -238,15 +238,20 @@ def conv2d_backward_weight(
 # --- gradient of the input -----------------------------------------------------
 # Stride 1, T known at compile time: a piece of qb pixels of one row of dy is spread over qb + T - 1 pixels of dx, held
 # in registers over all k and r, so no multiplication meets a border zero (padding dy instead costs up to twice the
-# work for LeNet's second layer). qb + T - 1 sums + qb pixels + 1 weight must fit the registers.
+# work for LeNet's second layer). qb + T - 1 sums of cb input channels + qb pixels + 1 weight must fit the registers.
 # The first qb pixels are complete then; the others belong to the next piece too, so each part of the sum over k hands
 # its T - 1 on, and adds to them there.
 comptime PIECES: List[Int] = [12, 10, 8, 6, 4, 2, 1]
 
 
+def _fits(T: Int, cb: Int, qb: Int) -> Bool:
+    """Whether the registers hold a piece of qb pixels of cb channels."""
+    return cb * (qb + T - 1) + qb + 1 < REGISTERS or qb == 1
+
+
 @always_inline
 def _spread_piece[
-    T: Int, qb: Int
+    T: Int, cb: Int, qb: Int
 ](
     dx: Ptr,
     dy: Ptr,
@@ -257,24 +262,30 @@ def _spread_piece[
     parts: Int,
     r0: Int,
     r1: Int,
+    dx_channel: Int,
     dy_channel: Int,
     dy_row: Int,
+    w_input: Int,
     w_channel: Int,
 ):
-    """Spreads rows r0..r1 of the kernel; dy points at the row that meets r = 0, dy and w at the first k of `part`.
+    """Spreads rows r0..r1 of the kernel for cb input channels; dy points at the row that meets r = 0, dy and w at the
+    first k of `part`.
 
-    `carry` (parts, T - 1, L) comes from the piece on the left and goes to the one on the right.
+    `carry` (parts, cb, T - 1, L) comes from the piece on the left and goes to the one on the right.
     """
     comptime n = qb + T - 1
-    var saved = unsafe_stack_allocation[2 * qb * LANES, F32, alignment=64]()
+    var saved = unsafe_stack_allocation[
+        2 * cb * qb * LANES, F32, alignment=64
+    ]()
     var start = cut(K, part)
 
     @always_inline
     def chain(p: Int, parts: Int) {imm}:
-        var c = carry.unsafe_offset(p * (T - 1) * LANES)
-        var acc = Array[Vec, n](fill=Vec(0))
-        comptime for i in range(T - 1):
-            acc[i] = load(c, i * LANES)
+        var old = carry.unsafe_offset(p * cb * (T - 1) * LANES)
+        var acc = Array[Vec, cb * n](fill=Vec(0))
+        comptime for c in range(cb):
+            comptime for i in range(T - 1):
+                acc[c * n + i] = load(old, (c * (T - 1) + i) * LANES)
         for k in range(cut(K, part + p) - start, cut(K, part + p + 1) - start):
             for r in range(r0, r1):
                 var d = dy.unsafe_offset(k * dy_channel - r * dy_row)
@@ -282,27 +293,89 @@ def _spread_piece[
                 var v = Array[Vec, qb](fill=Vec(0))
                 comptime for q in range(qb):
                     v[q] = load(d, q * LANES)
-                comptime for t in range(T):
-                    var wt = splat(wr, t)
-                    comptime for q in range(qb):
-                        acc[q + t] = madd(v[q], wt, acc[q + t])
-        comptime for i in range(T - 1):
-            store(c, i * LANES, acc[qb + i])
-        var done = Array[Vec, qb](fill=Vec(0))
-        comptime for q in range(qb):
-            done[q] = acc[q]
+                comptime for c in range(cb):
+                    comptime for t in range(T):
+                        var wt = splat(wr, c * w_input + t)
+                        comptime for q in range(qb):
+                            acc[c * n + q + t] = madd(
+                                v[q], wt, acc[c * n + q + t]
+                            )
+        comptime for c in range(cb):
+            comptime for i in range(T - 1):
+                store(old, (c * (T - 1) + i) * LANES, acc[c * n + qb + i])
+        var done = Array[Vec, cb * qb](fill=Vec(0))
+        comptime for c in range(cb):
+            comptime for q in range(qb):
+                done[c * qb + q] = acc[c * n + q]
         fold(done, saved, p, parts)
         if p + 1 == parts:
-            comptime for q in range(qb):
-                store(dx, q * LANES, done[q])
+            comptime for c in range(cb):
+                comptime for q in range(qb):
+                    store(dx, c * dx_channel + q * LANES, done[c * qb + q])
 
     # Unrolled, because then the registers need no shuffling between parts: 62 us became 63, not 68 (LeNet's second).
-    if parts == PARTS:
-        comptime for p in range(PARTS):
-            chain(p, PARTS)
-    else:
-        for p in range(parts):
-            chain(p, parts)
+    comptime if cb == 1:
+        if parts == PARTS:
+            comptime for p in range(PARTS):
+                chain(p, PARTS)
+            return
+    for p in range(parts):
+        chain(p, parts)
+
+
+@always_inline
+def _spread_row[
+    T: Int, cb: Int
+](
+    dx: Ptr,
+    dy: Ptr,
+    w: Ptr,
+    size: Conv,
+    part: Int,
+    parts: Int,
+    r0: Int,
+    r1: Int,
+):
+    """One row of cb input channels, in pieces from left to right."""
+    var P = size.P()
+    var Q = size.Q()
+    # one vector more than needed, so that there is one for T = 1
+    var carry = unsafe_stack_allocation[
+        (PARTS * cb * (T - 1) + 1) * LANES, F32, alignment=64
+    ]()
+    var saved = unsafe_stack_allocation[2 * LANES, F32, alignment=64]()
+    var channel = size.H * size.W * LANES
+    for i in range(parts * cb * (T - 1)):
+        store(carry, i * LANES, Vec(0))
+    var q = 0
+    comptime for i in range(len(PIECES)):
+        comptime qb = materialize[PIECES]()[i]
+        comptime if _fits(T, cb, qb):
+            while q + qb <= Q:
+                _spread_piece[T, cb, qb](
+                    dx.unsafe_offset(q * LANES),
+                    dy.unsafe_offset(q * LANES),
+                    w,
+                    carry,
+                    size.K,
+                    part,
+                    parts,
+                    r0,
+                    r1,
+                    channel,
+                    P * Q * LANES,
+                    Q * LANES,
+                    size.R * T,
+                    size.taps(),
+                )
+                q += qb
+    for c in range(cb):
+        for i in range(T - 1):
+            var sum = Array[Vec, 1](fill=Vec(0))
+            for p in range(parts):
+                sum[0] = load(carry, ((p * cb + c) * (T - 1) + i) * LANES)
+                fold(sum, saved, p, parts)
+            store(dx, c * channel + (Q + i) * LANES, sum[0])
 
 
 def _backward_input_spread[
@@ -312,51 +385,40 @@ def _backward_input_spread[
     var Q = size.Q()
     var start = cut(size.K, part)
     var held = cut(size.K, part + parts) - start
-    # one vector more than needed, so that there is one for T = 1
-    var carry = unsafe_stack_allocation[
-        (PARTS * (T - 1) + 1) * LANES, F32, alignment=64
-    ]()
-    var saved = unsafe_stack_allocation[2 * LANES, F32, alignment=64]()
     for g in range(size.G):
         for h in range(size.H):
             var r0 = max(0, h - P + 1)
             var r1 = min(size.R, h + 1)
-            for c in range(size.C):
-                var row = dx.unsafe_offset(
-                    ((g * size.C + c) * size.H + h) * size.W * LANES
+
+            @always_inline
+            def channels[cb: Int](c: Int) {imm}:
+                _spread_row[T, cb](
+                    dx.unsafe_offset(
+                        ((g * size.C + c) * size.H + h) * size.W * LANES
+                    ),
+                    dy.unsafe_offset((g * held * P + h) * Q * LANES),
+                    w.unsafe_offset((start * size.C + c) * size.R * T),
+                    size,
+                    part,
+                    parts,
+                    r0,
+                    r1,
                 )
-                for i in range(parts * (T - 1)):
-                    store(carry, i * LANES, Vec(0))
-                var q = 0
-                comptime for i in range(len(PIECES)):
-                    comptime qb = materialize[PIECES]()[i]
-                    comptime if 2 * qb + T <= REGISTERS or qb == 1:
-                        while q + qb <= Q:
-                            _spread_piece[T, qb](
-                                row.unsafe_offset(q * LANES),
-                                dy.unsafe_offset(
-                                    ((g * held * P + h) * Q + q) * LANES
-                                ),
-                                w.unsafe_offset(
-                                    (start * size.C + c) * size.R * T
-                                ),
-                                carry,
-                                size.K,
-                                part,
-                                parts,
-                                r0,
-                                r1,
-                                P * Q * LANES,
-                                Q * LANES,
-                                size.taps(),
-                            )
-                            q += qb
-                for i in range(T - 1):
-                    var sum = Array[Vec, 1](fill=Vec(0))
-                    for p in range(parts):
-                        sum[0] = load(carry, (p * (T - 1) + i) * LANES)
-                        fold(sum, saved, p, parts)
-                    store(row, (Q + i) * LANES, sum[0])
+
+            # Short pieces of one channel have too few sums to hide how long an addition takes (512 -> 512 at 4 x 4: half
+            # the speed); several channels share their loads of dy, too.
+            var c = 0
+            comptime if REGISTERS == 32 and T < 5:
+                if Q < 8:
+                    while c + 3 <= size.C:
+                        channels[3](c)
+                        c += 3
+                while c + 2 <= size.C:
+                    channels[2](c)
+                    c += 2
+            while c < size.C:
+                channels[1](c)
+                c += 1
 
 
 def conv2d_backward_input_any[

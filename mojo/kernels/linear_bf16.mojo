@@ -6,9 +6,21 @@ first-level cache; packing all of them first would cost as much as half the prod
 """
 
 from std.math import iota
+from std.memory import bitcast
 from std.sys import masked_load, masked_store, prefetch
 
-from .lanes import F32, LANES, Ptr, Vec, load, load_first, splat, store
+from .lanes import (
+    F32,
+    LANES,
+    Ptr,
+    Vec,
+    load,
+    load_first,
+    splat,
+    store,
+    store_first,
+)
+from .layout import transpose
 from .lowp import (
     HalfPtr,
     Pair,
@@ -197,6 +209,50 @@ def linear_forward_bf16[
                 panel[False](start)
 
 
+def linear_forward_rows_bf16[
+    relu: Bool
+](
+    y: Ptr,  # (G, O)
+    x: Ptr,  # (G, I)
+    w: Ptr,  # (O, I)
+    b: Ptr,  # (O)
+    scratch: Ptr,  # pairs of x
+    G: Int,
+    I: Int,
+    O: Int,
+):
+    """The same for a few samples in rows, with the bits that they have in lanes. A vector is 16 outputs of one pair of
+    inputs: pairs of weights are transposed on their way (linear_rows.mojo).
+    """
+    var pairs = (I + 1) // 2
+    var xp = scratch.unsafe_bitcast[BFloat16]()  # (G, pairs, 2)
+    for n in range(G):
+        pack_row(xp.unsafe_offset(n * pairs * 2), x.unsafe_offset(n * I), I)
+    for o in range(0, O, LANES):
+        var rows = min(O - o, LANES)
+        for n in range(G):
+            var acc = load_first(b, o, rows)
+            for p in range(0, pairs, LANES):
+                var a = Array[SIMD[DType.uint32, LANES], LANES](fill=0)
+                comptime for r in range(LANES):
+                    if r < rows:
+                        var at = (o + r) * I + 2 * p
+                        var left = I - 2 * p
+                        var low = load_first(w, at, left)
+                        var high = load_first(w, at + LANES, left - LANES)
+                        a[r] = _words(low.join(high).cast[DType.bfloat16]())
+                transpose(a)
+                comptime for c in range(LANES):
+                    if p + c < pairs:
+                        var v = splat_pair(xp, n * pairs + p + c)
+                        acc = dot2(
+                            acc, v, bitcast[DType.bfloat16, 2 * LANES](a[c])
+                        )
+            comptime if relu:
+                acc = acc.lt(0).select(Vec(0), acc)
+            store_first(y, n * O + o, acc, rows)
+
+
 def linear_backward_input_bf16(
     dx: Ptr,  # (G, I, L)
     dy: Ptr,  # (G, O, L)
@@ -299,8 +355,6 @@ def _pack_samples(y: HalfPtr, x: Ptr, row: Int, n: Int):
 
 @always_inline
 def _words(v: Pair) -> SIMD[DType.uint32, LANES]:
-    from std.memory import bitcast
-
     return bitcast[DType.uint32, LANES](v)
 
 

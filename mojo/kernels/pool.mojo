@@ -4,9 +4,21 @@ R x T is the window, S the stride; P = (H - R) / S + 1 as for a convolution.
 """
 
 from std.memory import unsafe_memset_zero
+from std.sys import masked_load, masked_store
 from std.utils.numerics import isnan
 
-from .lanes import F32, LANES, BytePtr, Ptr, load, store
+from .lanes import (
+    F32,
+    LANES,
+    BytePtr,
+    Ptr,
+    Vec,
+    first,
+    load,
+    load_first,
+    store,
+    store_first,
+)
 from .op import Op, by_layout, call
 
 
@@ -49,6 +61,9 @@ def maxpool_forward[
 
     R * T must be at most 256.
     """
+    comptime if L == 1:
+        if s.are(2):
+            return _maxpool_forward_2x2_rows(y, argmax, x, s)
     if s.are(2):
         _maxpool_forward[L, 2](y, argmax, x, s)
     else:
@@ -92,6 +107,43 @@ def _maxpool_forward[
                 row = row.unsafe_offset(S * L)
 
 
+def _maxpool_forward_2x2_rows(y: Ptr, argmax: BytePtr, x: Ptr, s: Windows):
+    """Sixteen windows of a row at a time: pixels of two rows, the even and the odd ones.
+    """
+    var Q = s.Q()
+    for row in range(s.planes * s.P()):
+        var plane = row // s.P()
+        var top = x.unsafe_offset((plane * s.H + row % s.P() * 2) * s.W)
+        for q in range(0, Q, LANES):
+            var n = min(Q - q, LANES)
+            var a = _two(top, 2 * q, 2 * n)
+            var b = _two(top, s.W + 2 * q, 2 * n)
+            var best = a[0]
+            var at = SIMD[DType.uint8, LANES](0)
+
+            @always_inline
+            def look(j: Int, v: Vec) {mut best, mut at}:
+                var better = v.gt(best) | isnan(v)
+                best = better.select(v, best)
+                at = better.select(SIMD[DType.uint8, LANES](UInt8(j)), at)
+
+            look(1, a[1])
+            look(2, b[0])
+            look(3, b[1])
+            store_first(y, row * Q + q, best, n)
+            masked_store[LANES](at, argmax.unsafe_offset(row * Q + q), first(n))
+
+
+@always_inline
+def _two(p: Ptr, i: Int, n: Int) -> Tuple[Vec, Vec]:
+    """The even and the odd ones of the first n of 32 floats."""
+    return (
+        load_first(p, i, n)
+        .join(load_first(p, i + LANES, n - LANES))
+        .deinterleave()
+    )
+
+
 def maxpool_backward[
     L: Int
 ](
@@ -115,7 +167,10 @@ def _maxpool_backward[
     L: Int, relu: Bool
 ](dx: Ptr, dy: Ptr, argmax: BytePtr, y: Ptr, s: Windows):
     if s.are(2) and s.H % 2 == 0 and s.W % 2 == 0:
-        _maxpool_backward_2x2[L, relu](dx, dy, argmax, y, s)
+        comptime if L == 1:
+            _maxpool_backward_2x2_rows[relu](dx, dy, argmax, y, s)
+        else:
+            _maxpool_backward_2x2[L, relu](dx, dy, argmax, y, s)
         return
     unsafe_memset_zero(dx, s.planes * s.H * s.W * L)
     var out = 0
@@ -165,6 +220,36 @@ def _maxpool_backward_2x2[
                     at.eq(UInt8(j)).select(d, SIMD[F32, L](0)),
                 )
             out += L
+
+
+def _maxpool_backward_2x2_rows[
+    relu: Bool
+](dx: Ptr, dy: Ptr, argmax: BytePtr, y: Ptr, s: Windows):
+    """The same, sixteen windows of a row at a time."""
+    var Q = s.W // 2
+    for row in range(s.planes * s.H // 2):
+        for q in range(0, Q, LANES):
+            var n = min(Q - q, LANES)
+            var d = load_first(dy, row * Q + q, n)
+            comptime if relu:
+                d = load_first(y, row * Q + q, n).gt(0).select(d, Vec(0))
+            var at = masked_load[LANES](
+                argmax.unsafe_offset(row * Q + q),
+                first(n),
+                SIMD[DType.uint8, LANES](0),
+            )
+            comptime for r in range(2):
+                var even = at.eq(UInt8(2 * r)).select(d, Vec(0))
+                var odd = at.eq(UInt8(2 * r + 1)).select(d, Vec(0))
+                var both = even.interleave(odd)
+                var to = (row * 2 + r) * s.W + 2 * q
+                store_first(dx, to, both.slice[LANES, offset=0](), 2 * n)
+                store_first(
+                    dx,
+                    to + LANES,
+                    both.slice[LANES, offset=LANES](),
+                    2 * n - LANES,
+                )
 
 
 def avgpool_forward[L: Int](y: Ptr, x: Ptr, s: Windows):

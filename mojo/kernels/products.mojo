@@ -27,6 +27,8 @@ from .conv2d_rows import (
 from .elementwise import fill
 from .lanes import LANES, Ptr
 from .linear import (
+    WEIGHT_SCRATCH,
+    columns_scratch,
     linear_backward_input,
     linear_backward_input_columns,
     linear_backward_input_parts,
@@ -39,6 +41,7 @@ from .linear_bf16 import (
     linear_backward_input_bf16,
     linear_backward_weight_bf16,
     linear_forward_bf16,
+    linear_forward_rows_bf16,
 )
 from .linear_rows import (
     linear_backward_input_rows,
@@ -206,6 +209,10 @@ def _linear_forward[
         comptime if HAS_BF16:
             linear_forward_bf16[relu](y, x, w, b, scratch, G, I, O)
         return
+    if HAS_BF16 and r.dtype() == BF16:
+        comptime if HAS_BF16:
+            linear_forward_rows_bf16[relu](y, x, w, b, scratch, G, I, O)
+        return
     var xr = _rounded(r, x, scratch, G * I * r.lanes())
     var wr = _rounded(r, w, xr[1], O * I)
     if r.rows():
@@ -275,7 +282,7 @@ def _linear_backward_input(
     if r.rows():
         linear_backward_input_rows(dx, dyr[0], wr[0], G, I, O)
     else:
-        linear_backward_input(dx, dyr[0], wr[0], G, I, O)
+        linear_backward_input(dx, dyr[0], wr[0], wr[1], G, I, O)
 
 
 def _linear_forward_scratch(r: Record, shards: Int, fold: Int) -> Int:
@@ -293,20 +300,21 @@ def _linear_weight_scratch(r: Record, shards: Int, fold: Int) -> Int:
     var O = r.int(8)
     var n = r.int(6) * r.lanes()
     if r.dtype() == FP32:
-        return 0 if r.rows() else 4 * n * I
+        return 0 if r.rows() else 4 * WEIGHT_SCRATCH
     if _packed(r):
         return 2 * n * (ceildiv(I, LANES) * LANES + O)  # x and dy
-    return 4 * (n * (2 * I + O) + O)
+    return 4 * (n * (I + O) + O + WEIGHT_SCRATCH)
 
 
 def _linear_input_scratch(r: Record, shards: Int, fold: Int) -> Int:
     var O = r.int(7)
     var n = r.int(5) * r.lanes()
+    var packed = 0 if r.rows() else 4 * columns_scratch(r.int(5), O)
     if r.dtype() == FP32:
-        return 0
+        return packed
     if _packed(r):
         return 4 * _half(O) * (n + 96)  # dy and 96 columns of w
-    return 4 * O * (n + r.int(6))
+    return 4 * O * (n + r.int(6)) + packed
 
 
 def _linear_bias(y: Ptr, x: Ptr, b: Ptr, G: Int, O: Int, relu: Bool):
@@ -376,9 +384,10 @@ def ops() -> List[Op]:
         ),
         Op(
             "linear_backward_input_parts",
-            "dx; dy, w; G, I, O, part, parts",
+            "dx; dy, w, ~scratch; G, I, O, part, parts",
             call[linear_backward_input_parts],
             "lanes",
+            _linear_input_scratch,
         ),
         Op(
             "linear_backward_weight_columns",
@@ -389,9 +398,10 @@ def ops() -> List[Op]:
         ),
         Op(
             "linear_backward_input_columns",
-            "dx; dy, w; G, columns, O, stride",
+            "dx; dy, w, ~scratch; G, columns, O, stride",
             call[linear_backward_input_columns],
             "lanes",
+            _linear_input_scratch,
         ),
         Op(
             "linear_bias",

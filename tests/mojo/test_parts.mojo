@@ -11,8 +11,12 @@ from kernels.conv2d import (
     conv2d_backward_input_any,
 )
 from kernels.elementwise import add
-from kernels.lanes import F32, LANES, Ptr, madd
+from kernels.lanes import F32, IntPtr, LANES, Ptr, madd
+from kernels.layout import unpack_rows
 from kernels.linear import (
+    BLOCK,
+    WEIGHT_SCRATCH,
+    columns_scratch,
     linear_backward_input,
     linear_backward_input_parts,
     linear_backward_weight,
@@ -20,7 +24,12 @@ from kernels.linear import (
     linear_forward,
     linear_forward_parts,
 )
+from kernels.linear_rows import (
+    linear_backward_input_rows,
+    linear_forward_rows,
+)
 from kernels.parts import PARTS, cut
+from kernels.softmax import cross_entropy_forward, log_softmax_forward
 from numbers import Floats
 
 comptime One = SIMD[F32, 1]
@@ -88,6 +97,7 @@ def test_linear_adds_in_this_order() raises:
             var w = Floats(O * I, noise=2)
             var b = Floats(O, noise=3)
             var dy = Floats(G * O * LANES, noise=4)
+            var packed = Floats(columns_scratch(G, O))
             var y = Floats(dy.n)
             var wanted = Floats(dy.n)
             for g in range(G):
@@ -118,8 +128,120 @@ def test_linear_adds_in_this_order() raises:
                             dy.p.unsafe_offset(g * O * LANES + l),
                             O,
                         )
-            linear_backward_input(dx.p, dy.p, w.p, G, I, O)
+            linear_backward_input(dx.p, dy.p, w.p, packed.p, G, I, O)
             dx.check_same(dx_wanted, "gradient of the input")
+            packed.check_guards()
+
+
+def test_linear_weight_gradients_add_in_this_order() raises:
+    """A chain per block of samples; the chains of the blocks one after the other.
+    """
+    for size in materialize[LINEARS]():
+        var I = size[0]
+        var O = size[1]
+        for G in [1, 3, BLOCK, BLOCK + 1, 2 * BLOCK + 3]:
+            var x = Floats(G * I * LANES, noise=1)
+            var dy = Floats(G * O * LANES, noise=4)
+            var dw = Floats(O * I, fill=0.5)
+            var db = Floats(O)
+            var scratch = Floats(WEIGHT_SCRATCH)
+            var wanted = Floats(O * I, fill=0.5)
+            for o in range(O):
+                for i in range(I):
+                    var sum = Float32(0.5)
+                    for first in range(0, G, BLOCK):
+                        var chain = One(0)
+                        for g in range(first, min(first + BLOCK, G)):
+                            for l in range(LANES):
+                                chain = madd(
+                                    One(
+                                        x.p[
+                                            unsafe_offset=(g * I + i) * LANES
+                                            + l
+                                        ]
+                                    ),
+                                    One(
+                                        dy.p[
+                                            unsafe_offset=(g * O + o) * LANES
+                                            + l
+                                        ]
+                                    ),
+                                    chain,
+                                )
+                        sum += chain[0]
+                    wanted.p[unsafe_offset=o * I + i] = sum
+            linear_backward_weight(dw.p, db.p, dy.p, x.p, scratch.p, G, I, O, I)
+            dw.check_same(wanted, String("gradient of the weights, ", G))
+            dw.check_guards()
+            scratch.check_guards()
+
+
+def test_rows_have_the_bits_of_lanes() raises:
+    """Forward, and the gradient of the input: what else is in the batch, and the layout, change nothing.
+    """
+    for size in materialize[LINEARS]():
+        var I = size[0]
+        var O = size[1]
+        var x = Floats(I * LANES, noise=1)
+        var dy = Floats(O * LANES, noise=4)
+        var w = Floats(O * I, noise=2)
+        var b = Floats(O, noise=3)
+        var packed = Floats(columns_scratch(1, O))
+        var y = Floats(dy.n)
+        var dx = Floats(x.n)
+        linear_forward[True](y.p, x.p, w.p, b.p, 1, I, O)
+        linear_backward_input(dx.p, dy.p, w.p, packed.p, 1, I, O)
+        for N in range(1, 10):
+            var xs = Floats(N * I)
+            var dys = Floats(N * O)
+            unpack_rows(xs.p, x.p, N, I)
+            unpack_rows(dys.p, dy.p, N, O)
+            var ys = Floats(N * O, fill=7)
+            var dxs = Floats(N * I, fill=7)
+            linear_forward_rows[True](ys.p, xs.p, w.p, b.p, N, I, O)
+            linear_backward_input_rows(dxs.p, dys.p, w.p, N, I, O)
+            var wanted = Floats(N * O)
+            unpack_rows(wanted.p, y.p, N, O)
+            ys.check_same(wanted, String("linear in rows, ", N))
+            var dx_wanted = Floats(N * I)
+            unpack_rows(dx_wanted.p, dx.p, N, I)
+            dxs.check_same(dx_wanted, String("its gradient in rows, ", N))
+            ys.check_guards()
+            dxs.check_guards()
+
+
+def test_losses_in_rows_have_the_bits_of_lanes() raises:
+    """Lanes without a label count nowhere, so a group's loss can be that of one sample.
+    """
+    for F in [1, 2, 10, 65, 133]:
+        var x = Floats(F * LANES, noise=F)
+        var p = Floats(F * LANES)
+        var logs = Floats(F * LANES)
+        log_softmax_forward[LANES](logs.p, x.p, 1, F)
+        for l in range(LANES):
+            var row = Floats(F)
+            var labels = Floats(LANES)
+            var many = IntPtr(unsafe_from_address=Int(labels.p))
+            for f in range(F):
+                row.p[unsafe_offset=f] = x.p[unsafe_offset=f * LANES + l]
+            for i in range(LANES):
+                many[unsafe_offset=i] = -1
+            many[unsafe_offset=l] = Int32(F // 2)
+            var one = many.unsafe_offset(l)
+            var wanted = Floats(4)
+            var stats = Floats(4)
+            cross_entropy_forward[LANES](wanted.p, p.p, x.p, many, 1, F)
+            var row_p = Floats(F)
+            cross_entropy_forward[1](stats.p, row_p.p, row.p, one, 1, F)
+            stats.check_same(wanted, "cross-entropy")
+            var row_logs = Floats(F)
+            log_softmax_forward[1](row_logs.p, row.p, 1, F)
+            for f in range(F):
+                var at = f * LANES + l
+                assert_equal(row_p.p[unsafe_offset=f], p.p[unsafe_offset=at])
+                assert_equal(
+                    row_logs.p[unsafe_offset=f], logs.p[unsafe_offset=at]
+                )
 
 
 def _add_nodes(mut nodes: List[Floats]):
@@ -145,10 +267,11 @@ def test_nodes_of_linear_add_up() raises:
             var w = Floats(O * I, noise=2)
             var b = Floats(O, noise=3)
             var dy = Floats(G * O * LANES, noise=4)
+            var packed = Floats(columns_scratch(G, O))
             var y = Floats(dy.n)
             var dx = Floats(x.n)
             linear_forward[True](y.p, x.p, w.p, b.p, G, I, O)
-            linear_backward_input(dx.p, dy.p, w.p, G, I, O)
+            linear_backward_input(dx.p, dy.p, w.p, packed.p, G, I, O)
             for n in range(1, PARTS + 1):
                 var ys = List[Floats]()
                 var dxs = List[Floats]()
@@ -171,6 +294,7 @@ def test_nodes_of_linear_add_up() raises:
                         dxs[t].p,
                         _slice(dy, G, O, cut(O, p), cut(O, q)).p,
                         w.p,
+                        packed.p,
                         G,
                         I,
                         O,
@@ -199,7 +323,7 @@ def test_weight_gradients_of_some_columns() raises:
         var whole = Floats(O * I, fill=0.5)
         var pieces = Floats(O * I, fill=0.5)
         var db = Floats(O)
-        var scratch = Floats(x.n)
+        var scratch = Floats(WEIGHT_SCRATCH)
         linear_backward_weight(whole.p, db.p, dy.p, x.p, scratch.p, G, I, O, I)
         for p in range(PARTS):
             var a = cut(I, p)

@@ -20,6 +20,8 @@ from kernels.elementwise import relu
 from kernels.lanes import LANES
 from kernels.layout import pack_rows, unpack_rows
 from kernels.linear import (
+    WEIGHT_SCRATCH,
+    columns_scratch,
     linear_backward_input,
     linear_backward_naive,
     linear_backward_weight,
@@ -168,12 +170,13 @@ def test_linear_in_lanes() raises:
             var dx_wanted = Floats(x.n)
             var dw_wanted = Floats(w.n, fill=0.5)
             var db_wanted = Floats(O, fill=-0.25)
-            var scratch = Floats(x.n)
+            var scratch = Floats(WEIGHT_SCRATCH)
+            var packed = Floats(columns_scratch(G, O))
             linear_backward_naive(
                 dx_wanted.p, dw_wanted.p, db_wanted.p, dy.p, x.p, w.p, G, I, O
             )
             linear_backward_weight(dw.p, db.p, dy.p, x.p, scratch.p, G, I, O, I)
-            linear_backward_input(dx.p, dy.p, w.p, G, I, O)
+            linear_backward_input(dx.p, dy.p, w.p, packed.p, G, I, O)
             dx.check_close(dx_wanted, "gradient of the input")
             dw.check_close(dw_wanted, "gradient of the weights")
             db.check_close(db_wanted, "gradient of the bias")

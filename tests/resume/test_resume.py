@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -39,6 +40,18 @@ def trainer(seed: int = 0, lr: float = 0.05, optimizer: type = optim.Adam, **set
 
 def loader() -> data.DataLoader:
     return data.DataLoader(dataset(), batch_size=32, shuffle=True, seed=7)
+
+
+def test_a_checkpoint_of_other_kernels_is_resumed_and_said(capsys):
+    before = trainer()
+    before.fit(loader(), epochs=1)
+    snapshot = before.state({})
+    for made_with, said in ((snapshot.values["kernels"], 0), (1, 1)):
+        after = trainer()
+        after.data_configuration = before.data_configuration
+        after.load(dataclasses.replace(snapshot, values={**snapshot.values, "kernels": made_with}), "step_5")
+        assert after.weights_sha256() == before.weights_sha256()
+        assert "".join(capsys.readouterr()).count("[resume] step_5 was made with kernels 1, these are") == said
 
 
 class Interrupted(Exception):

@@ -22,6 +22,8 @@ from .recipes import PRECISIONS
 # Spaces of an operand: (space << 56) | byte offset.
 ABSOLUTE, PARAMS, GRADS, WORK = range(4)
 ALIGNMENT = 64  # bytes; one vector of 16 floats
+#: Counts the changes of kernels that gave trainings other bits (CHANGELOG.md). A checkpoint says which made it.
+KERNELS = 2
 
 
 class Context(ctypes.Structure):

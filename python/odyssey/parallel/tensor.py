@@ -463,7 +463,8 @@ class _Rewriter:
             node = self._slot(g, inputs)
             dys = self._mine(a["dy"], r, g, ranges)
             whole = [a[name] for name in r.declared.sizes]
-            self._emit(r, f"{r.op}_parts", node, dys, a["w"], *whole, self.part, self.parts)
+            memory = [node, dys, a["w"]] + [a["scratch"]] * ("I" in a)  # a convolution's has none
+            self._emit(r, f"{r.op}_parts", *memory, *whole, self.part, self.parts)
             self._sum(r, a["dx"], node, g, inputs, plan.name)
 
     def _by_inputs(self, r: Record, a: dict[str, Any], plan: _Plan) -> None:
@@ -483,7 +484,7 @@ class _Rewriter:
             memory = (_from(a["dw"], lo), a["db"], self._whole(a["dy"], r), xs, a["scratch"])
         else:
             whole = self._whole(a["dy"], r)
-            memory = (self._split_value(a["dx"], r, g, plan.ranges, plan.name), whole, _from(a["w"], lo))
+            memory = (self._split_value(a["dx"], r, g, plan.ranges, plan.name), whole, _from(a["w"], lo), a["scratch"])
         self._emit(r, f"{r.op}_columns", *memory, g, hi - lo, o, i)
 
     # --- what runs on a rank's features as on all ---

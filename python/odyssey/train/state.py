@@ -14,6 +14,7 @@ import numpy as np
 
 from ..comm import Communicator
 from ..core.arena import Arena
+from ..core.native import KERNELS
 from ..core.precision import GradScaler
 from ..core.settings import Training, of_checkpoint
 from ..engine.engine import Engine
@@ -256,6 +257,7 @@ class EngineState(Sharing):
                 "scaler": self.scaler.state_dict(),
                 "lr_scaling": [self._lr_factor, self._lr_scaled],
                 "configuration": self.configuration(),
+                "kernels": KERNELS,
                 "bucket size": self.layout.bucket_size_mb,
                 "ranks": self.comm.size,
                 "mesh": str(self.mesh),
@@ -311,6 +313,12 @@ class EngineState(Sharing):
         if size is not None and (type(size) is not int or size < 1):
             raise CheckpointError(
                 f"[resume] {name} says that its shard size is {size!r}; it was not written by a trainer"
+            )
+        kernels = values.get("kernels", 1)
+        if kernels != KERNELS:
+            self.say(
+                f"[resume] {name} was made with kernels {kernels}, these are {KERNELS}: from here on the bits may be "
+                "others than those of a training that was never stopped"
             )
         if now["reduction"] != "tree":
             self._tell_of_other_bits(values, name)

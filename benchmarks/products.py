@@ -1,0 +1,35 @@
+"""The kernels of linear layers and convolutions, shape by shape: GFLOP/s and share of the FMA peak of forward, gradient
+of the weights and gradient of the input, on one core, by processor time (products.mojo).
+
+    python benchmarks/products.py [--layers linear:384:1536:256 conv:64:64:32:32] [--kernels OTHER/mojo]
+
+A layer is linear:INPUTS:OUTPUTS:ROWS or conv:INPUTS:OUTPUTS:PIXELS:SAMPLES (3 x 3, stride 1, with a frame of zeros).
+
+--kernels takes the kernels of another checkout, whose functions must have the same arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+from pathlib import Path
+
+import common
+
+LINEARS = [f"linear:{s}:{n}" for s in ("384:384", "384:1536", "1536:384", "384:65") for n in (48, 256, 1024, 4096)]
+CONVOLUTIONS = ["conv:64:64:32:32", "conv:128:128:16:32", "conv:256:256:8:32", "conv:512:512:4:32"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--layers", nargs="+", default=LINEARS + CONVOLUTIONS, metavar="LAYER")
+    parser.add_argument("--kernels", type=Path, default=common.HERE.parent / "mojo", metavar="DIRECTORY")
+    options = parser.parse_args()
+    program = common.program("products", options.kernels)
+    done = subprocess.run([program, *options.layers], capture_output=True, text=True, check=True)
+    headers = ["layer", "forward", "% of peak", "dW", "% of peak", "dx", "% of peak"]
+    print(common.table(headers, [line.split() for line in done.stdout.splitlines()]))
+
+
+if __name__ == "__main__":
+    main()
