@@ -93,8 +93,28 @@ def test_unknown_reduction_is_refused_at_once() -> None:
 
 @pytest.mark.parametrize("loader", [(np.zeros((4, 1, 28, 28)), np.zeros(4, int)), 3])
 def test_what_is_no_loader_is_refused(loader: object) -> None:
-    with pytest.raises(ConfigError, match="expected a data.DataLoader"):
+    with pytest.raises(ConfigError, match="expected a data.DataLoader .* as training data"):
         trainer().fit(loader)
+    made = trainer()
+    with pytest.raises(ConfigError, match="expected a data.DataLoader .* as validation data"):
+        made.fit(data.DataLoader(images(64), batch_size=32), loader)
+    assert made.context.history.records == []  # at once, not after an epoch
+
+
+def test_a_data_set_is_evaluated_without_a_loader_but_not_trained_on() -> None:
+    class Own:
+        def __len__(self) -> int:
+            return 64
+
+        def __getitem__(self, i: int) -> tuple[np.ndarray, int]:
+            x, y = images(64).gather(np.array([i]))
+            return x[0], int(y[0])
+
+    made = trainer()
+    history = made.fit(data.DataLoader(Own(), batch_size=32), Own())
+    assert history.records[-1]["test_loss"] == made.evaluate(images(64)).loss
+    with pytest.raises(ConfigError, match=r"give data\.DataLoader\(your Own, batch_size=\.\.\.\)"):
+        made.fit(Own())
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ from ..watch import launcher, slot
 from ..watch.outputs import write_weights
 from . import agreement, resume, saved
 from .agreement import hash_of
-from .fit import evaluated
+from .fit import evaluated, in_batches
 from .numerics import NonFinite
 from .state import EngineState
 
@@ -373,7 +373,7 @@ class DistributedTrainer(EngineState):
         """Mean loss and metrics over a data set or loader, dropout off."""
         self.mode.settle()
         slot.phase("evaluate")
-        total = Tally()
+        total, loader = Tally(), in_batches(loader)
         data = loader.dataset if isinstance(loader, datasets.DataLoader) else loader
         watch = agreement.Watch(self.comm, self.check_every, "validation batch")
         if isinstance(data, datasets.ArrayDataset):
