@@ -487,7 +487,7 @@ def _check_images(images: np.ndarray, name: str) -> None:
 
 def _check_labels(labels: np.ndarray, count: int, classes: int, name: str) -> None:
     if labels.shape != (count,):
-        raise DataError(f"{name}: {count} images but labels of the shape {labels.shape}; ({count},) expected")
+        raise DataError(f"{name}: {count} samples but labels of the shape {labels.shape}; ({count},) expected")
     low, high = labels.min(), labels.max()
     if low < 0 or high >= classes:
         wrong = int(np.flatnonzero((labels < 0) | (labels >= classes))[0])

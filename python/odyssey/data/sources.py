@@ -419,6 +419,8 @@ def opened(
         found: Any = csv(here, target, words=whole)
     else:
         found = npz(here) if name == "npz" else ImageFolder(here, size)
+        if name == "npz" and not found.classes and np.ndim(found.labels) == 1:  # numbers (N,), for an output (N, 1)
+            found = dataclasses.replace(found, labels=found.labels[:, None])
     if whole:
         return split(found)[0 if train else 1]
     if name == "image-folder" and not train and found.classes != ImageFolder(parts[0], size).classes:

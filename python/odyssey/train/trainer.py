@@ -154,8 +154,9 @@ class DistributedTrainer(EngineState):
         elif made.precision == "tf32":
             raise ConfigError("[train] precision is 'tf32', which only GPUs have; use 'bf16', or --device gpu")
         loss = self.loss = loss or getattr(model, "loss", None) or CrossEntropyLoss()
-        if not callable(loss):
-            raise ConfigError(f"[train] loss is {loss!r}; give a function of (output, target), such as nn.MSELoss()")
+        if not callable(loss) or isinstance(loss, type):
+            name = f"the class {loss.__name__}" if isinstance(loss, type) else repr(loss)
+            raise ConfigError(f"[train] loss is {name}; give a function of (output, target), such as nn.MSELoss()")
         if (how := getattr(loss, "reduction", "mean")) != "mean":
             raise ConfigError(
                 f"[train] the loss has reduction={how!r}, but a trainer divides by the samples of the global batch; "
