@@ -51,12 +51,16 @@ def test_it_is_stopped_and_goes_on_on_other_ranks(launch, made, more):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--metrics", "far"), "[train] metrics has 'far': 'far'; allowed are words, with functions of"),
+        (
+            ("--metrics", "far"),
+            "[train] there is no metric 'far'; give one of accuracy, mae, mse, top5 (any number), or in",
+        ),
         (
             ("--metrics", "accuracy"),
             "[train] the metric accuracy: [loss] a target of float32 (32, 1); it must be integers",
         ),
         (("--model", "lenet5"), "[model] lenet5 takes images (C, H, W) of at least 12 x 12; the samples are (4,)"),
+        (("--image-size", 8), "[train] --image-size applies only to --dataset image-folder, not csv; remove it"),
         (("--target", "prize"), "has no column 'prize'; its columns are a, price, b, c, d"),
     ],
 )

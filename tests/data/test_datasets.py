@@ -110,7 +110,7 @@ def test_arrays_refuses_other_shapes(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("labels", [[0], [0, 0, 0], 0])
 def test_arrays_refuses_different_lengths(labels: object) -> None:
-    with pytest.raises(DataError, match=r"2 images but labels of the shape .*\(2,\) expected"):
+    with pytest.raises(DataError, match=r"2 samples but labels of the shape .*\(2,\) expected"):
         arrays(np.zeros((2, 3), np.uint8), np.array(labels))
 
 

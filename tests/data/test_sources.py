@@ -102,13 +102,15 @@ def test_a_table(tmp_path):
         ("a,b\n1,2\n3,nan\n", None, r"line 3, column b: 'nan' is no finite number"),
         ("a,b\n1,2\n,1\n", None, r"line 3, column a: '' is no finite number"),
         ("a,b\n1,2\n", "c", r"has no column 'c'; its columns are a, b"),
-        ("a,a\n1,2\n", None, "needs different names and one line"),
-        ("a,b\n", None, "needs different names and one line"),
-        ("", None, "needs different names"),
+        ("a,a\n1,2\n", None, "has two columns 'a'; rename one"),
+        ("a,b\n", None, "has no lines of numbers below"),
+        ("", None, "has no lines of numbers below"),
+        ("0.5,2\n1,2\n", None, r"begins with numbers \(0.5, 2\); put a line with names of columns first"),
+        ("a;b\n0,5;1\n", None, "'0,5' is no finite number; write it as a number"),
         ("y\n1\n", None, "no column besides the target"),
         ('a,b\n"1,2\n', None, "cannot be read as a table"),
         (b"\xff\xfe\x00", None, "cannot be read as a table"),
-        (None, None, "cannot be read as a table"),
+        (None, None, r"t\.csv cannot be read as a table \(No such file or directory\); give"),
     ],
 )
 def test_what_is_wrong_with_a_table_is_named(tmp_path, text, target, message):
@@ -117,6 +119,27 @@ def test_what_is_wrong_with_a_table_is_named(tmp_path, text, target, message):
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(DataError, match=message):
         data.csv(path, target)
+
+
+@pytest.mark.parametrize("text", ["a;b\n1;2\n", "a\tb\r\n1\t2\r\n", '"a";"b, of c"\n"1";2\n', "0,1\n1,2\n"])
+def test_tables_of_other_programs(tmp_path, text):
+    path = tmp_path / "t.csv"
+    path.write_text(text, newline="", encoding="utf-8-sig")
+    x, y = data.csv(path, classes=False)[-1]
+    assert (x.tolist(), y.tolist()) == ([1], [2])
+
+
+def test_one_sample_of_what_is_read_in_batches(tmp_path):
+    tree = data.arrays({"a": np.arange(6).reshape(3, 2), "b": np.ones((3, 1))}, np.arange(3) / 2)
+    x, y = tree[1]
+    assert (x["a"].tolist(), x["b"].tolist(), y) == ([2, 3], [1], 0.5) and tree[-1][1] == 1
+    pixels = data.arrays(np.full((2, 1, 2, 2), 255, np.uint8), [0, 1], scale=1 / 255)
+    assert [y for _, y in pixels] == [0, 1] and pixels[0][0].max() == 1  # as a model is given it
+    with pytest.raises(IndexError):
+        pixels[2]
+    np.arange(7, dtype=np.uint16).tofile(tmp_path / "t.bin")
+    ids, following = data.tokens(tmp_path / "t.bin", length=3, classes=7)[1]
+    assert (ids.tolist(), following.tolist()) == ([3, 4, 5], [4, 5, 6])
 
 
 def test_npz(tmp_path):

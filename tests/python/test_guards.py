@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from odyssey import data, manual_seed, nn, optim
-from odyssey.errors import ConfigError
+from odyssey.errors import ConfigError, DataError, ShapeError
 from odyssey.train.trainer import DistributedTrainer
 
 
@@ -93,8 +93,59 @@ def test_unknown_reduction_is_refused_at_once() -> None:
 
 @pytest.mark.parametrize("loader", [(np.zeros((4, 1, 28, 28)), np.zeros(4, int)), 3])
 def test_what_is_no_loader_is_refused(loader: object) -> None:
-    with pytest.raises(ConfigError, match="expected a data.DataLoader"):
+    with pytest.raises(ConfigError, match="expected a data.DataLoader .* as training data"):
         trainer().fit(loader)
+    made = trainer()
+    with pytest.raises(ConfigError, match="expected a data.DataLoader .* as validation data"):
+        made.fit(data.DataLoader(images(64), batch_size=32), loader)
+    assert made.context.history.records == []  # at once, not after an epoch
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"loss": nn.MSELoss}, r"loss is the class MSELoss; give a function of \(output, target\), such as"),
+        ({"metrics": ["f1"]}, "there is no metric 'f1'; give one of accuracy, mae, mse, top5"),
+    ],
+)
+def test_what_is_no_loss_or_metric_is_refused(given: dict[str, object], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        DistributedTrainer(nn.LeNet5(), optim.SGD(lr=0.1), **given)
+
+
+@pytest.mark.parametrize(
+    ("y", "says"),
+    [
+        (np.arange(64) / 2, r"integers \(32,\), the class of each sample; numbers as targets need nn.MSELoss"),
+        (np.full(64, -1), "label -1 of sample 0; 0 to 2147483646 are allowed"),
+    ],
+)
+def test_targets_that_are_no_classes(y: np.ndarray, says: str) -> None:
+    class Own:
+        def __len__(self) -> int:
+            return 64
+
+        def __getitem__(self, i: int) -> tuple[np.ndarray, object]:
+            return np.zeros((1, 28, 28), np.float32), y[i]
+
+    with pytest.raises((DataError, ShapeError), match=says):
+        trainer(shard_size=32).fit(data.DataLoader(Own(), batch_size=64))
+
+
+def test_a_data_set_is_evaluated_without_a_loader_but_not_trained_on() -> None:
+    class Own:
+        def __len__(self) -> int:
+            return 64
+
+        def __getitem__(self, i: int) -> tuple[np.ndarray, int]:
+            x, y = images(64).gather(np.array([i]))
+            return x[0], int(y[0])
+
+    made = trainer()
+    history = made.fit(data.DataLoader(Own(), batch_size=32), Own())
+    assert history.records[-1]["test_loss"] == made.evaluate(images(64)).loss
+    with pytest.raises(ConfigError, match=r"give data\.DataLoader\(your Own, batch_size=\.\.\.\)"):
+        made.fit(Own())
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,7 @@ def test_every_setting_has_a_section_and_a_default_that_is_allowed():
     [
         ({"acumulation_steps": 2}, "unknown setting 'acumulation_steps'; did you mean 'accumulation_steps'?"),
         ({"model_name": "mlp"}, "unknown setting 'model_name'"),
+        ({"checkpoint_dir": "kept"}, "unknown setting 'checkpoint_dir'; give it to fit()"),
         ({"threads": 0}, "threads is 0; it must be an integer of at least 1"),
         ({"num_gpus": True}, "num_gpus is True; it must be an integer"),
         ({"zero": 4}, "zero is 4; it must be an integer from 0 to 3"),

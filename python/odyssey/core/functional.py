@@ -424,7 +424,8 @@ def labels_of(target: Any, samples: int, classes: int, layout: str, ignored: int
         if current().shard:
             raise ShapeError(
                 f"[loss] a target of {np.dtype(target.dtype)} {target.shape}; it must be integers ({samples},), the "
-                "class of each sample, or (N, T), of each token, as a data set gives them"
+                "class of each sample, or (N, T), of each token, as a data set gives them; numbers as targets need "
+                "nn.MSELoss() or another loss of numbers, and metrics such as 'mae'"
             )
         target = target.data
     given = np.asarray(target)
@@ -503,7 +504,10 @@ def _difference(name: str, x: Tensor, target: Any) -> tuple[Tensor, Tensor]:
             + ("; these are classes: give numbers as floats (data.csv: classes=False)" if t.dtype == np.int32 else "")
         )
     if t.dtype == np.int32:
-        raise ShapeError(f"[{name}] the target is integers {t.shape}, the output numbers; give target.float()")
+        raise ShapeError(
+            f"[{name}] the target is integers {t.shape}, the output numbers; give target.float(), or a data set whose "
+            "targets are floats, y.astype('float32')"
+        )
     return x, t
 
 

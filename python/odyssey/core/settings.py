@@ -266,8 +266,12 @@ class Settings(Training):
     data_dir: Path | None = setting(
         DATA, None, "where the data set's files are: a folder, or one file", "what comes with odyssey"
     )
-    image_size: int = setting(DATA, 32, "height and width to which pictures of an image-folder are scaled", low=1)
-    target: str | None = setting(DATA, None, "the column of a csv that is learnt", "the last one", metavar="COLUMN")
+    image_size: int = setting(
+        DATA, 32, "height and width to which pictures are scaled", low=1, only=("dataset", "image-folder")
+    )
+    target: str | None = setting(
+        DATA, None, "the column that is learnt", "the last one", metavar="COLUMN", only=("dataset", "csv")
+    )
     sequence_length: int | None = setting(DATA, None, "tokens of a sample of text", "64; 256 with gpt", low=1)
     metrics: str | None = setting(
         DATA, None, "what is measured beside the loss: accuracy, top5 (any number), mae, mse, with commas",
@@ -394,11 +398,15 @@ def check(kind: type, values: Mapping[str, Any], spell: Callable[..., str] = key
     return values
 
 
+OF_FIT = ("steps", "checkpoint_dir", "checkpoint_every", "keep", "resume", "allow_nondeterministic_data")
+
+
 def made(kind: type[Kind], given: Mapping[str, Any]) -> Kind:
     """The settings of a class from keywords; ConfigError if one is unknown or not allowed."""
     for name in given:
         if name not in declared(kind):
-            raise ConfigError(f"[train] unknown setting {name!r}{did_you_mean(name, declared(kind))}")
+            of_fit = "; give it to fit()" if name in OF_FIT else did_you_mean(name, declared(kind))
+            raise ConfigError(f"[train] unknown setting {name!r}{of_fit}")
     return kind(**check(kind, given))
 
 
@@ -421,12 +429,13 @@ def settings(given: Mapping[str, Any]) -> Settings:
     recipe = recipes.RECIPES[given["model"]]
     name = given["optimizer"] or recipe["optimizer"]
     known = {key: value for key, value in given.items() if key in declared(Settings)}  # not those of Command
-    values = check(Settings, {**known, "optimizer": name}, option)
+    own = recipes.GENERAL | recipes.OWN.get(given["model"], {})
+    chosen = {"optimizer": name, "dataset": known.get("dataset") or own["dataset"]}
+    values = check(Settings, known | chosen, option)
     origin = recipe if name == recipe["optimizer"] else recipes.OPTIMIZERS[name]
     for key in ("lr", "momentum", "weight_decay"):
         values[key] = origin[key] if values[key] is None else values[key]
     values["schedule"] = values["schedule"] or recipe["schedule"]
-    own = recipes.GENERAL | recipes.OWN.get(given["model"], {})
     steps = own.pop("steps", None)
     if values["epochs"] is None and values["steps"] is None:
         values["epochs"], values["steps"] = recipe["epochs"] if steps is None else None, steps

@@ -38,8 +38,17 @@ _MNIST_COUNT = {True: 60000, False: 10000}
 _CIFAR_RECORD = 1 + 3 * 32 * 32
 
 
+class Gathered:
+    """A data set whose samples are read many at a time, by `gather`; one is such a read too."""
+
+    def __getitem__(self, i: int) -> tuple[Any, Any]:
+        """(sample, target) number i, as a model and a loss are given them; negative numbers count from the end."""
+        both = self.gather(np.array([range(len(self))[i]]))
+        return tuple(mapped(lambda a: a[0], tree) for tree in both)
+
+
 @dataclass(frozen=True, eq=False)
-class ArrayDataset:
+class ArrayDataset(Gathered):
     """Samples and targets in memory. Made by `arrays` or `load`; whatever makes it, its parts fit each other.
 
     images: (N, C, H, W) or (N, F), uint8 or float32, C-contiguous, N >= 1; or any tree (trees.py) of C-contiguous
@@ -478,7 +487,7 @@ def _check_images(images: np.ndarray, name: str) -> None:
 
 def _check_labels(labels: np.ndarray, count: int, classes: int, name: str) -> None:
     if labels.shape != (count,):
-        raise DataError(f"{name}: {count} images but labels of the shape {labels.shape}; ({count},) expected")
+        raise DataError(f"{name}: {count} samples but labels of the shape {labels.shape}; ({count},) expected")
     low, high = labels.min(), labels.max()
     if low < 0 or high >= classes:
         wrong = int(np.flatnonzero((labels < 0) | (labels >= classes))[0])

@@ -176,11 +176,12 @@ class Reader:
         name, (inputs, labels) = f"{self.name}, {what}", both
         scaling = {}
         classified = isinstance(labels, np.ndarray) and labels.ndim == 1 and labels.dtype.kind in "iu"
-        if classified and self.classes is not None:
-            if (wrong := np.flatnonzero((labels < 0) | (labels >= self.classes))).size:
+        if classified:
+            most = np.iinfo(np.int32).max - 1 if self.classes is None else self.classes - 1
+            if (wrong := np.flatnonzero((labels < 0) | (labels > most))).size:
                 raise DataError(
-                    f"{name}: label {labels[wrong[0]]} of sample {numbers[wrong[0]]}; 0 to {self.classes - 1} are "
-                    "allowed; correct the data set"
+                    f"{name}: label {labels[wrong[0]]} of sample {numbers[wrong[0]]}; 0 to {most} are allowed; correct "
+                    "the data set"
                 )
         if not isinstance(inputs, tuple | dict) and inputs.dtype == np.uint8 and not self.transforms:
             scaling = self._scaling

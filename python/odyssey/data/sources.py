@@ -10,13 +10,14 @@ import dataclasses
 import gzip
 import hashlib
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from odyssey.data.datasets import DATASETS, ArrayDataset, arrays, load
+from odyssey.data.datasets import DATASETS, ArrayDataset, Gathered, arrays, load
 from odyssey.data.sampler import check_integer, permutation
 from odyssey.data.trees import mapped
 from odyssey.data.vocabulary import Vocabulary
@@ -105,6 +106,7 @@ def csv(
 ) -> ArrayDataset:
     """A table of numbers with a header: samples (N, F) float32 of all columns but the targets.
 
+    Fields are separated by what the header has most of: commas, semicolons or tabs.
     target: name of a column, or names; default the last one. One column of whole numbers from 0, or of words, is
         classes (words in sorted order); anything else becomes float32, (N, T) for T names.
     classes: False: whole numbers are no classes, such as prices. words: False: words are none, as another file may have
@@ -114,15 +116,23 @@ def csv(
     path = Path(path)
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
-            reader = tables.reader(file, strict=True)
+            delimiter = max(",;\t", key=re.sub('"[^"]*"', "", file.readline()).count)
+            file.seek(0)
+            reader = tables.reader(file, strict=True, delimiter=delimiter)
             header = [name.strip() for name in next(reader, [])]
             lines = [(reader.line_num, line) for line in reader if line]
     except (OSError, UnicodeDecodeError, tables.Error) as problem:
-        raise DataError(f"{path} cannot be read as a table ({problem}); give a CSV file") from None
-    wanted = [header[-1]] if target is None and header else [target] if isinstance(target, str) else list(target or ())
-    if missing := [name for name in wanted if name not in header] or len(set(header)) < len(header) or not lines:
-        what = f"has no column {missing[0]!r}" if isinstance(missing, list) else "needs different names and one line"
-        raise DataError(f"{path} {what}; its columns are {', '.join(header)}")
+        why = getattr(problem, "strerror", None) or problem
+        raise DataError(f"{path} cannot be read as a table ({why}); give a CSV file in UTF-8") from None
+    if not lines:
+        raise DataError(f"{path} has no lines of numbers below a line with the names of columns")
+    if header != [str(i) for i in range(len(header))] and all(_number(name) is not None for name in header):
+        raise DataError(f"{path} begins with numbers ({', '.join(header[:4])}); put a line with names of columns first")
+    if twice := next((name for name in header if header.count(name) > 1), None):
+        raise DataError(f"{path} has two columns {twice!r}; rename one")
+    wanted = [header[-1]] if target is None else [target] if isinstance(target, str) else list(target)
+    if missing := [name for name in wanted if name not in header]:
+        raise DataError(f"{path} has no column {missing[0]!r}; its columns are {', '.join(header)}")
     if wrong := next((number for number, line in lines if len(line) != len(header)), None):
         raise DataError(f"{path}, line {wrong}: {len(header)} fields expected, as in the header")
 
@@ -133,7 +143,8 @@ def csv(
             empty = (i for i in wrong if not lines[i][1][at].strip())
             number, line = lines[next(empty, wrong[0])]
             fault = f"{path}, line {number}, column {name}: {line[at]!r} is no finite number"
-            raise DataError(f"{fault}; fill it, or leave the line or the column out")
+            advice = "write it as a number" if line[at].strip() else "fill it"
+            raise DataError(f"{fault}; {advice}, or leave the line or the column out")
         return values.astype(np.float32)
 
     x = np.stack([column(name) for name in header if name not in wanted], 1) if len(header) > len(wanted) else None
@@ -221,7 +232,7 @@ class Rows:
         return {**vars(self), "_file": None}
 
 
-class npy:  # noqa: N801 - called like the functions here
+class npy(Gathered):  # noqa: N801 - called like the functions here
     """Samples and targets in two .npy files (N, ...), larger than memory if need be: rows are read when asked for."""
 
     def __init__(self, inputs: str | Path, targets: str | Path, classes: int | None = None) -> None:
@@ -242,7 +253,7 @@ class npy:  # noqa: N801 - called like the functions here
 # --- text ------------------------------------------------------------------------------------------------------------
 
 
-class Tokens:
+class Tokens(Gathered):
     """Stretches of a long list of token ids: sample i is ids[i T : i T + T], its target the ids that follow each.
 
     ids: what `read(first, n)` gives (n,), such as Rows, or an array. length: T.
@@ -408,6 +419,8 @@ def opened(
         found: Any = csv(here, target, words=whole)
     else:
         found = npz(here) if name == "npz" else ImageFolder(here, size)
+        if name == "npz" and not found.classes and np.ndim(found.labels) == 1:  # numbers (N,), for an output (N, 1)
+            found = dataclasses.replace(found, labels=found.labels[:, None])
     if whole:
         return split(found)[0 if train else 1]
     if name == "image-folder" and not train and found.classes != ImageFolder(parts[0], size).classes:

@@ -34,6 +34,11 @@ def chosen(given: Any, named: dict[str, Metric] = NAMED, top_k: Metric = F.top_k
         metric = given[name] if isinstance(given, dict) else name
         top = re.fullmatch(r"top([1-9]\d*)", metric) if isinstance(metric, str) else None
         found[name] = functools.partial(top_k, k=int(top[1])) if top else named.get(metric, metric)
+        if isinstance(found[name], str):
+            raise ConfigError(
+                f"[train] there is no metric {metric!r}; give one of {', '.join(named)}, top5 (any number), or in "
+                "Python a dict of names and functions of (output, target)"
+            )
         if not isinstance(name, str) or not name.isidentifier() or not callable(found[name]) or name == "loss":
             raise ConfigError(
                 f"[train] metrics has {name!r}: {metric!r}; allowed are words, with functions of (output, target) or "

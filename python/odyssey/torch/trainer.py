@@ -27,7 +27,7 @@ from ..errors import ConfigError
 from ..parallel.mesh import Mesh
 from ..parallel.strategy import MODES, Strategy
 from ..train import agreement
-from ..train.fit import own_steps
+from ..train.fit import in_batches, own_steps
 from ..train.numerics import NonFinite
 from ..watch import slot
 from ..watch.runs import Run
@@ -281,8 +281,7 @@ class DistributedTrainer(TorchState):
 
     def _evaluated(self, loader: Any) -> Iterator[datasets.Batch]:
         """A data set or loader as batches whose shards are known; of our own loaders this rank reads its samples."""
-        if isinstance(loader, datasets.ArrayDataset):
-            loader = datasets.DataLoader(loader, batch_size=8192)
+        loader = in_batches(loader)
         if own_steps(loader) and len(loader.dataset):
             self._share_out(min(loader.batch_size, len(loader.dataset)))
             yield from loader.steps(part=self._part(training=False))

@@ -194,7 +194,7 @@ class Trainer:
         Args:
             train_loader: a data.DataLoader (its batch_size is the global batch), or any iterable of (x, y) arrays
                 that is the same on all ranks, and the same whenever it is iterated if training is to be resumed.
-            val_loader: evaluated after each epoch, if given.
+            val_loader: a loader, batches or a data set that is evaluated after each epoch, if given.
             checkpoint_dir: where checkpoints go; default: none, or those of the run that this process belongs to.
             checkpoint_every: steps from one to the next; default: at the ends of epochs.
             checkpoint_epochs: epochs from one to the next, without checkpoint_every.
@@ -313,6 +313,9 @@ class Trainer:
                 agreement.data_set(self.comm, loader.dataset)
                 whole = loader.dataset if loader.in_memory else None
             self.data_configuration = resume.data_configuration(loader, size)
+        check_batches(loader, "training data")
+        if val_loader is not None:
+            check_batches(in_batches(val_loader), "validation data")
         validation = None if val_loader is None else type(val_loader).__name__
         same = {"length": (context.epochs, context.limit), "validation set": validation}
         agreement.compare(self.comm, {**same, "callbacks": list(context.named())})
@@ -449,12 +452,27 @@ def own_steps(loader: Any) -> bool:
     return isinstance(loader, datasets.DataLoader) and type(loader).__iter__ is datasets.DataLoader.__iter__
 
 
+def check_batches(loader: Any, what: str = "data") -> None:
+    """Raises ConfigError for what gives no batches."""
+    if not isinstance(loader, Iterable) or isinstance(loader, tuple):
+        name = type(loader).__name__
+        advice = f"; give data.DataLoader(your {name}, batch_size=...)" if is_data_set(loader) else ""
+        if isinstance(loader, tuple):
+            advice = "; give data.DataLoader(data.arrays(x, y), batch_size=...)"
+        raise ConfigError(
+            f"[train] expected a data.DataLoader or a list of (x, y) batches as {what}, got {name}{advice}"
+        )
+
+
+def is_data_set(given: Any) -> bool:
+    """Whether `given` has samples by their numbers, and is not to be iterated over for batches."""
+    by_number = hasattr(given, "gather") or (hasattr(given, "__getitem__") and not isinstance(given, Iterable))
+    return by_number and hasattr(given, "__len__")
+
+
 def batches_of(loader: Any) -> Iterable[datasets.Batch]:
     """The loader's batches; pairs of arrays become batches of their own."""
-    if not isinstance(loader, Iterable) or isinstance(loader, tuple):
-        raise ConfigError(
-            f"[train] expected a data.DataLoader or a list of (x, y) batches, got {type(loader).__name__}"
-        )
+    check_batches(loader)
     for item in loader:
         if isinstance(item, datasets.Batch):
             yield item
@@ -492,10 +510,15 @@ def joined(batches: Iterable[datasets.Batch], k: int) -> Iterable[datasets.Batch
         yield datasets.Batch(data, indices, group[0].epoch, group[0].index // k, numbers)
 
 
+def in_batches(given: Any) -> Any:
+    """What is evaluated: a data set gets a DataLoader, larger batches if it is in memory; a loader stays."""
+    if not is_data_set(given):
+        return given
+    return datasets.DataLoader(given, batch_size=8192 if isinstance(given, datasets.ArrayDataset) else 1024)
+
+
 def evaluated(loader: Any, part: Callable[[int], tuple[int, int]] | None) -> Iterable[datasets.Batch]:
-    """A data set or loader as batches for evaluation; `part`: of which samples this rank needs so many."""
-    if isinstance(loader, datasets.ArrayDataset):
-        loader = datasets.DataLoader(loader, batch_size=8192)
+    """A loader's batches for evaluation; `part`: of which samples this rank needs so many."""
     if own_steps(loader):
         return loader.steps(part=part)
     return batches_of(loader)

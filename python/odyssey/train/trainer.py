@@ -37,7 +37,7 @@ from ..watch import launcher, slot
 from ..watch.outputs import write_weights
 from . import agreement, resume, saved
 from .agreement import hash_of
-from .fit import evaluated
+from .fit import evaluated, in_batches
 from .numerics import NonFinite
 from .state import EngineState
 
@@ -154,8 +154,9 @@ class DistributedTrainer(EngineState):
         elif made.precision == "tf32":
             raise ConfigError("[train] precision is 'tf32', which only GPUs have; use 'bf16', or --device gpu")
         loss = self.loss = loss or getattr(model, "loss", None) or CrossEntropyLoss()
-        if not callable(loss):
-            raise ConfigError(f"[train] loss is {loss!r}; give a function of (output, target), such as nn.MSELoss()")
+        if not callable(loss) or isinstance(loss, type):
+            name = f"the class {loss.__name__}" if isinstance(loss, type) else repr(loss)
+            raise ConfigError(f"[train] loss is {name}; give a function of (output, target), such as nn.MSELoss()")
         if (how := getattr(loss, "reduction", "mean")) != "mean":
             raise ConfigError(
                 f"[train] the loss has reduction={how!r}, but a trainer divides by the samples of the global batch; "
@@ -373,7 +374,7 @@ class DistributedTrainer(EngineState):
         """Mean loss and metrics over a data set or loader, dropout off."""
         self.mode.settle()
         slot.phase("evaluate")
-        total = Tally()
+        total, loader = Tally(), in_batches(loader)
         data = loader.dataset if isinstance(loader, datasets.DataLoader) else loader
         watch = agreement.Watch(self.comm, self.check_every, "validation batch")
         if isinstance(data, datasets.ArrayDataset):

@@ -19,7 +19,7 @@ from odyssey.errors import ConfigError
 
 from ...core import settings as core
 from ...core.recipes import GPT_BETAS, GPT_DROPOUT
-from ...core.settings import SECTIONS, Command, Setting, Settings, Training, declared, option
+from ...core.settings import OF_FIT, SECTIONS, Command, Setting, Settings, Training, declared, option
 from ...watch import launcher as launchers
 from ...watch import outputs, runs
 from ..configfile import read_config
@@ -215,8 +215,7 @@ def run(made: Settings, *, verbose: bool = False) -> None:
     gc.freeze()
     gc.enable()  # train.py has turned it off
     try:
-        names = ("steps", "checkpoint_dir", "checkpoint_every", "keep", "resume", "allow_nondeterministic_data")
-        asked = {name: getattr(made, name) for name in names}
+        asked = {name: getattr(made, name) for name in OF_FIT}
         history = trainer.fit(loader, validation, epochs=epochs, callbacks=listeners, verbose=False, **asked)
     finally:
         if progress is not None:
