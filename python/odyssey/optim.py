@@ -147,7 +147,8 @@ class Optimizer:
 
     def records(self, lib: native.Library, u: Update, divisor: int, lr: float, samples: int) -> list[list[int]]:
         """The update of one run as records: of parameters, and of the buffers behind them (arena.Buffer)."""
-        n, found = min(max(self._bound().trained - u.at, 0), u.n), []
+        trained = u.at + u.n if self.arena is None else self.arena.trained
+        n, found = min(max(trained - u.at, 0), u.n), []
         if n:
             pieces = self._decaying(u._replace(n=n))
             found += [self._record(lib, piece, divisor, lr, decays) for piece, decays in pieces]
