@@ -255,11 +255,11 @@ def test_input_and_labels() raises:
                         )
                         cpu_layout.input[L](lab.ptr(y + s * ys), G, F, C, r)
                         cpu_layout.array[L](
-                            lab.ints(labels + s * ls), G, 1, 0, -1, r
+                            lab.ints(labels + s * ls), G, 1, 1, 0, -1, r
                         )
                     gpu_layout.input(q, shards, lab.op(y, ys), G, F, C, ctx)
                     gpu_layout.array(
-                        q, shards, lab.op(labels, ls), G, 1, 0, -1, ctx
+                        q, shards, lab.op(labels, ls), G, 1, 1, 0, -1, ctx
                     )
                     lab.compare(String(t"input {C} x {plane}, {samples}"))
 

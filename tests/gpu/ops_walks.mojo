@@ -177,6 +177,7 @@ def test_dropout() raises:
                 F,
                 0.4,
                 9,
+                4,
                 cpu_record(lab, shape, s),
             )
         gpu_dropout.dropout(
@@ -188,6 +189,7 @@ def test_dropout() raises:
             F,
             0.4,
             9,
+            4,
             ctx,
         )
         lab.compare(String(t"dropout {F}"))
