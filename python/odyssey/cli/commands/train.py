@@ -193,7 +193,8 @@ def run(made: Settings, *, verbose: bool = False) -> None:
         if text and kind is not optim.SGD:
             more["betas"] = GPT_BETAS
         optimizer = kind(lr=made.lr, weight_decay=made.weight_decay, **more)
-        optimizer.undecayed = optim.vectors if text else None
+        if text:
+            optimizer.undecayed = optim.vectors
         listeners = []
         if made.log is not None:
             where = made.log_dir or (None if made.run_dir is None else made.run_dir / "logs")
