@@ -57,7 +57,7 @@ def test_it_is_stopped_and_goes_on_on_other_ranks(launch, made, more):
         ),
         (
             ("--metrics", "accuracy"),
-            "[train] the metric accuracy: [loss] a target of float32 (32, 1); it must be integers",
+            "[train] the metric accuracy: [loss] a target of float32 (32,); it must be integers",
         ),
         (("--model", "lenet5"), "[model] lenet5 takes images (C, H, W) of at least 12 x 12; the samples are (4,)"),
         (("--image-size", 8), "[train] --image-size applies only to --dataset image-folder, not csv; remove it"),

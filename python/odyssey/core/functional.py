@@ -424,8 +424,8 @@ def labels_of(target: Any, samples: int, classes: int, layout: str, ignored: int
         if current().shard:
             raise ShapeError(
                 f"[loss] a target of {np.dtype(target.dtype)} {target.shape}; it must be integers ({samples},), the "
-                "class of each sample, or (N, T), of each token, as a data set gives them; numbers as targets need "
-                "nn.MSELoss() or another loss of numbers, and metrics such as 'mae'"
+                "class of each sample, or (N, T), of each token; numbers as targets need nn.MSELoss() or "
+                "another loss of numbers, and metrics such as 'mae'"
             )
         target = target.data
     given = np.asarray(target)
