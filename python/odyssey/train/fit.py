@@ -298,7 +298,10 @@ class Trainer:
         validation = None if val_loader is None else type(val_loader).__name__
         agreement.compare(self.comm, {"length": (context.epochs, context.limit), "validation set": validation})
         context.batch_size = size
-        context.steps_per_epoch = -(-len(loader) // self.accumulation_steps) if hasattr(loader, "__len__") else 0
+        try:
+            context.steps_per_epoch = -(-len(loader) // self.accumulation_steps)
+        except TypeError:  # a generator, or torch's loader of an IterableDataset
+            context.steps_per_epoch = 0
         self._begin_fit(context, whole)
 
     def _epoch(self, train_loader: Any, val_loader: Any, session: Session) -> None:

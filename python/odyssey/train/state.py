@@ -197,7 +197,10 @@ class EngineState(Sharing):
         """
         lay, optimizer = self.layout, self.optimizer
         settings = {k: v for k, v in vars(optimizer).items() if isinstance(v, (int, float, tuple)) and k != "steps"}
-        modules = [(type(m).__name__, *(getattr(m, k) for k in ("p", *getattr(m, "configured", ())) if hasattr(m, k))) for m in self.model.modules()]
+        modules = [
+            (type(m).__name__, *(getattr(m, k) for k in ("p", *getattr(m, "configured", ())) if hasattr(m, k)))
+            for m in self.model.modules()
+        ]
         strategy = lay.reduction
         kind = "tree" if strategy.same_bits else repr(strategy)
         return as_json(
