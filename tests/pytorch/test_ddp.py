@@ -105,6 +105,38 @@ def test_what_is_refused(net):
         next(net.shards((1,)))
 
 
+@pytest.mark.parametrize("learns", [True, False])
+def test_another_net_within_the_loop(net, batch, learns):
+    """Its gradients and running statistics would be those of this rank's shards."""
+    import torch
+
+    from odyssey.torch import DistributedDataParallel
+
+    other = DistributedDataParallel(torch.nn.BatchNorm1d(2)).requires_grad_(learns)
+    says = (
+        "reaches the parameters of another: set requires_grad_" if learns else "move the running statistics of another"
+    )
+    with pytest.raises(Exception, match=says):
+        for (x,) in net.shards(batch):
+            other(net(x[:1].repeat(2, 1))).sum().backward()
+
+
+def test_a_module_that_was_moved_and_a_batch_in_a_plain_loop(net, batch):
+    import torch
+
+    from odyssey.torch import DataLoader, DistributedDataParallel
+
+    later = DistributedDataParallel(net.module, shard_size=2)
+    with pytest.raises(Exception, match="weight is not where it was"):
+        next(net.shards(batch))
+    later.double()
+    with pytest.raises(Exception, match="weight is not where it was"):
+        next(later.shards(batch))
+    with pytest.raises(Exception, match=r"`for x, y in net.shards\(batch\)`"):
+        for _, _ in DataLoader(torch.utils.data.TensorDataset(torch.ones(4, 4)), batch_size=2):
+            pass
+
+
 def test_ranks_with_other_modules_are_told(launch):
     code = "import torch, odyssey.torch\nfrom odyssey import comm\nn = 2 + comm.world().rank\n"
     done = launch.python("-c", code + "odyssey.torch.DistributedDataParallel(torch.nn.Linear(n, 1))", ranks=2)

@@ -66,6 +66,7 @@ class Arena:
             own = view(self.params, at, p)
             own.copy_(p.data)
             p.data = own
+        self._addresses = [p.data_ptr() for p in tensors]
         self.grads = native.aligned(self.size)
         self.grads[:] = 0
         self.gradients = self.views(self.grads)
@@ -84,6 +85,15 @@ class Arena:
             own.copy_(b)
             b.data = own
         self.kept[:] = self.running
+
+    def check(self) -> None:
+        """ConfigError if a parameter is not where it was put: what is trained would not be what is saved."""
+        for (name, p), address in zip(self.named, self._addresses, strict=True):
+            if p.data_ptr() != address:
+                raise ConfigError(
+                    f"[torch] {name} is not where it was: a later trainer or DistributedDataParallel of this module, "
+                    "or module.to(), has moved it; use the later one, or make a new one"
+                )
 
     def views(self, flat: np.ndarray) -> list[torch.Tensor]:
         """The places of the trained parameters in an array of the layout of gradients."""

@@ -67,7 +67,7 @@ class Sharded(Samples):
         super().__init__(np.zeros((batch.samples, 1), np.uint8), (), name)
         self.__dict__["batch"] = batch
 
-    def shard(self, lo: int, hi: int) -> tuple[Any, Any]:
+    def shard(self, lo: int, hi: int) -> Any:
         """Samples lo to hi - 1, which are a shard; ConfigError if they are none of the loader's."""
         size = self.batch.shard_size
         if lo % size or hi - lo != min(size, len(self) - lo):
@@ -75,7 +75,7 @@ class Sharded(Samples):
         return self.batch.shards[lo // size]
 
 
-def batches(loader: Any, epoch: int, seed: int, steps: int) -> Iterator[Batch]:
+def batches(loader: Any, epoch: int, seed: int, steps: int, targets: bool = True) -> Iterator[Batch]:
     """The batches of an epoch of any loader; those of pairs of tensors or arrays become batches of their own.
 
     torch's generator is seeded by the epoch first, so that a loader that shuffles with it gives all ranks the same
@@ -83,11 +83,17 @@ def batches(loader: Any, epoch: int, seed: int, steps: int) -> Iterator[Batch]:
 
     Args:
         steps: batches that make one step; those of tensors cannot be joined.
+        targets: whether they are needed; without, batches may be inputs alone.
     """
     if not isinstance(loader, Iterable) or isinstance(loader, (tuple, torch.Tensor)):
         raise ConfigError(
             f"[train] {type(loader).__name__} is no loader; give odyssey.torch.DataLoader or torch's, or a list of "
             "(x, y) batches"
+        )
+    if getattr(getattr(loader, "sampler", None), "num_replicas", 1) > 1:
+        raise ConfigError(
+            "[train] the loader's DistributedSampler gives each rank other samples, but the trainer shares every "
+            "global batch out itself; leave the sampler out, and give batch_size of all ranks together"
         )
     generator.manual_seed(seed_of(seed, ORDER, epoch))
     for told in () if hasattr(loader, "start_at") else (loader, getattr(loader, "sampler", None)):
@@ -101,13 +107,7 @@ def batches(loader: Any, epoch: int, seed: int, steps: int) -> Iterator[Batch]:
         if hasattr(item, "shards"):
             data: Samples = Sharded(item, name)
         else:
-            try:
-                x, y = item
-            except (TypeError, ValueError):
-                raise ConfigError(
-                    f"[train] the loader gave a {type(item).__name__}; give batches of (x, y), samples and targets"
-                ) from None
-            data = Samples(x, y, name)
+            data = Samples(*(_pair(item) if targets else (_inputs(item), ())), name)
         if steps > 1:
             raise ConfigError(
                 f"[torch] accumulation_steps is {steps}, and batches of tensors are not joined; use a larger batch"
@@ -115,10 +115,23 @@ def batches(loader: Any, epoch: int, seed: int, steps: int) -> Iterator[Batch]:
         yield Batch(data, np.arange(len(data)), epoch, index)
 
 
-def part(batch: Batch, lo: int, hi: int) -> tuple[Any, Any]:
+def _pair(item: Any) -> tuple[Any, Any]:
+    if not isinstance(item, (tuple, list)) or len(item) != 2:
+        what = f"{type(item).__name__} of {len(item)}" if isinstance(item, (tuple, list)) else type(item).__name__
+        raise ConfigError(f"[train] the loader gave a {what}; give batches of (x, y), samples and targets")
+    return item[0], item[1]
+
+
+def _inputs(item: Any) -> Any:
+    """The inputs of a batch: (x, y), (x,) or x."""
+    return item[0] if isinstance(item, (tuple, list)) and len(item) in (1, 2) else item
+
+
+def part(batch: Batch, lo: int, hi: int, targets: bool = True) -> tuple[Any, Any]:
     """Samples lo to hi - 1 of a batch as tensors; of our own data sets, integer targets as int64."""
     if isinstance(batch.dataset, Sharded):
-        return batch.dataset.shard(lo, hi)
+        found = batch.dataset.shard(lo, hi)
+        return _pair(found) if targets else (_inputs(found), ())
     x, y = batch.dataset.gather(batch.indices[lo:hi])
     if not isinstance(batch.dataset, Samples):
         y = mapped(lambda a: a.astype(np.int64) if a.dtype == np.int32 else a, y)

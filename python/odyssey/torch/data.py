@@ -45,6 +45,9 @@ class ShardedBatch:
     def __len__(self) -> int:
         return self.samples
 
+    def __iter__(self) -> Iterator[Any]:
+        raise ConfigError("[torch] this is a global batch, shared out over ranks: `for x, y in net.shards(batch)`")
+
 
 class _Seeded(torch.utils.data.Dataset):
     """A data set by (epoch, index), with the generators seeded for each sample and put back afterwards."""

@@ -35,6 +35,8 @@ from .data import ShardedBatch
 from .shards import LoopError, Shards
 from .state import described, environment, hold
 
+TOGETHER = "make one DistributedDataParallel of nn.ModuleDict({name: module, ...})"
+
 
 class DistributedDataParallel(torch.nn.Module):
     """A module trained by a loop of one's own, with the same bits on any number of ranks.
@@ -122,25 +124,32 @@ class DistributedDataParallel(torch.nn.Module):
                 (samples, ...) in tuples, lists or dictionaries.
 
         Raises:
-            LoopError: zero_grad(), clipping or a step inside the loop, a shard without backward(), or one loop inside
-                another.
+            LoopError: zero_grad(), clipping or a step inside the loop, a shard without backward(), one loop inside
+                another, or another net's running statistics or gradients moved by it.
             ConfigError: no tensor in the batch, or a loader with another shard_size.
         """
         if self._versions:
             raise LoopError("[torch] shards() inside a loop over shards(); end that one first")
         samples, piece = self._pieces(batch)
+        others = [(net, net._norms()) for net in _nets if net is not self]
         kept = [None if self._open or id(p) in self._stepped else p.grad for p in self._own]
         kept = [None if g is None else g.clone() for g in kept]
         self._open = True
         self._arena.kept[:] = self._arena.running  # a forward pass between two batches may have moved them
         try:
             for lo, hi in self._shards(samples, self.steps):
-                before = {id(p): p.grad._version for p in self._own}
+                places = [p.grad for p in self._own]
+                before = {id(p): g._version for p, g in zip(self._own, places, strict=True)}
                 self._versions = dict(before)
                 yield piece(lo, hi)
-                self._check_shard(before)
+                self._check_shard(places, before)
         finally:
             self._versions = {}
+        if any(net._norms() != norms for net, norms in others):
+            raise LoopError(
+                "[torch] the shards of one net move the running statistics of another, and ranks would go apart: "
+                f"eval() that one, or {TOGETHER}"
+            )
         sums = self._shards.sums()
         assert sums.gradients is not None
         torch.div(sums.gradients, sums.samples, out=self._grads)
@@ -177,18 +186,28 @@ class DistributedDataParallel(torch.nn.Module):
 
     # --- wrong use ---
 
-    def _check_shard(self, before: dict[int, int]) -> None:
-        """Raises LoopError unless backward(), and nothing else, has written gradients since `before`."""
+    def _norms(self) -> tuple[bytes, list[int]]:
+        """Running statistics and counters of the normalisations, as they are now."""
+        return self._arena.running.tobytes(), [int(b) for _, b in self._arena.counters]
+
+    def _check_shard(self, places: list[torch.Tensor], before: dict[int, int]) -> None:
+        """Raises LoopError unless backward(), and nothing else, has written into `places` since `before`."""
+        for p, place in zip(self._own, places, strict=True):
+            if p.grad is not place or place._version != self._versions[id(p)]:
+                raise LoopError(
+                    "[torch] gradients were changed inside the loop over shards(): call zero_grad() before it, clip "
+                    "and step after it"
+                )
         if self._versions == before:
             raise LoopError("[torch] a shard without backward(); call loss.backward() for each of shards()")
-        if any(p.grad is None or p.grad._version != self._versions[id(p)] for p in self._own):
-            raise LoopError(
-                "[torch] gradients were changed inside the loop over shards(): call zero_grad() before it, clip and "
-                "step after it"
-            )
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
         """After a backward pass has added to a parameter's gradient."""
+        if not self._versions and any(net._versions for net in _nets):
+            raise LoopError(
+                "[torch] backward() inside of one net's shards() reaches the parameters of another: set "
+                f"requires_grad_(False) on them meanwhile, or {TOGETHER}"
+            )
         if not self._versions:
             raise LoopError(
                 "[torch] backward() outside of shards(); write `for x, y in net.shards(batch): "

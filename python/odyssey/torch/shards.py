@@ -131,6 +131,8 @@ class Shards:
         backward() of the sum of its losses, and `count`. Then `sums`, on all ranks."""
         prepared, arena = self.prepared(samples, train), self.arena
         plan, size = prepared.plan, self.size
+        if train:
+            arena.check()
         fixed = [(name, t, t._version) for name, t in (*arena.others, *arena.named)]
         before = [int(b) for _, b in arena.counters] if train else []
         for name, p in arena.named[arena.trained :]:

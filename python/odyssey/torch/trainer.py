@@ -34,6 +34,7 @@ from ..watch.runs import Run
 from . import metrics as metric_sums
 from .arena import Arena
 from .batches import batches, part
+from .data import DataLoader
 from .shards import Shards, Sums
 from .state import TorchState, environment, from_rank, hold
 
@@ -88,7 +89,7 @@ class DistributedTrainer(TorchState):
     ) -> None:
         given = {"shard_size": shard_size, "threads": threads, "backend": backend, **settings}
         self.settings = made = declaration.made(Training, given)
-        _check(made, module, optimizer, scheduler, scheduler_interval)
+        _check(made, module, optimizer, loss, scheduler, scheduler_interval)
         self.comm = comm or communication.world(backend)
         self.mesh = (mesh or Mesh()).fit(self.comm.size, 1)
         if self.mesh.pp * self.mesh.tp > 1:
@@ -279,14 +280,16 @@ class DistributedTrainer(TorchState):
     def _end_epoch(self) -> None:
         self._watch.end()
 
-    def _evaluated(self, loader: Any) -> Iterator[datasets.Batch]:
+    def _evaluated(self, loader: Any, targets: bool = True) -> Iterator[datasets.Batch]:
         """A data set or loader as batches whose shards are known; of our own loaders this rank reads its samples."""
+        if isinstance(loader, torch.utils.data.Dataset):
+            loader = DataLoader(loader, batch_size=256, shard_size=self.shards.size, comm=self.comm)
         loader = in_batches(loader)
         if own_steps(loader) and len(loader.dataset):
             self._share_out(min(loader.batch_size, len(loader.dataset)))
             yield from loader.steps(part=self._part(training=False))
             return
-        for batch in self._batches(loader, 0):
+        for batch in batches(loader, 0, self.seed, 1, targets):
             self._share_out(len(batch.indices))
             yield batch
 
@@ -322,20 +325,28 @@ class DistributedTrainer(TorchState):
         return Evaluation(means["loss"], means.get("accuracy"), int(total.counted), means)
 
     def predict(self, loader: Any) -> torch.Tensor:
-        """What the module gives in eval mode for all samples of a loader of (x, y), in order, whole on every rank.
+        """What the module gives in eval mode for all samples, in order, whole on every rank.
+
+        Args:
+            loader: of batches (x, y), (x,) or x; or a data set; or one tensor of samples (N, ...).
 
         Returns:
             A tensor (N, ...) of the outputs' dtype, float32 for "bf16". Of outputs that are no tensor: ConfigError.
         """
+        if isinstance(loader, torch.Tensor):
+            loader = torch.utils.data.TensorDataset(loader)
         rows: dict[str, np.ndarray] = {}  # by the number of the first
         count = 0
         with self._evaluating():
-            for number, batch in enumerate(self._evaluated(loader)):
+            for number, batch in enumerate(self._evaluated(loader, targets=False)):
                 for lo, hi in self.shards(n := len(batch.indices), number, train=False):
                     with self._autocast():
-                        out = self._forward(part(batch, lo, hi)[0])
+                        out = self._forward(part(batch, lo, hi, targets=False)[0])
                     if not isinstance(out, torch.Tensor) or out.shape[:1] != (hi - lo,):
-                        raise ConfigError(f"[torch] forward() gives {type(out).__name__}; a tensor (N, ...) is needed")
+                        found = tuple(out.shape) if isinstance(out, torch.Tensor) else type(out).__name__
+                        raise ConfigError(
+                            f"[torch] forward() of {hi - lo} samples gives {found}; a tensor ({hi - lo}, ...) is needed"
+                        )
                     rows[f"{count + lo}"] = (out.float() if out.dtype == torch.bfloat16 else out).numpy()
                 count += n
         if not count:
@@ -356,7 +367,7 @@ def in_a_line() -> Iterator[None]:
         raise ConfigError(f"[torch] {what}; use another operation, or deterministic='warn'") from problem
 
 
-def _check(made: Training, module: Any, optimizer: Any, scheduler: Any, interval: str) -> None:
+def _check(made: Training, module: Any, optimizer: Any, loss: Any, scheduler: Any, interval: str) -> None:
     """ConfigError for what cannot be trained with, by name."""
     for what, given, kind in (("module", module, nn.Module), ("optimizer", optimizer, torch.optim.Optimizer)):
         if not isinstance(given, kind):
@@ -382,6 +393,10 @@ def _check(made: Training, module: Any, optimizer: Any, scheduler: Any, interval
         (
             scheduler is not None and getattr(scheduler, "optimizer", None) is not optimizer,
             f"scheduler is {type(scheduler).__name__}; give a torch scheduler of this optimizer",
+        ),
+        (
+            loss is not None and (isinstance(loss, type) or not callable(loss)),
+            f"loss is {loss!r}; give a function of (output, target) or an object such as nn.CrossEntropyLoss()",
         ),
         (interval not in ("step", "epoch"), f"scheduler_interval is {interval!r}; choose from step, epoch"),
         (ours, f"{ours}={getattr(made, ours, None)!r} is a setting of our own models; leave it out"),

@@ -320,7 +320,10 @@ class Trainer:
         same = {"length": (context.epochs, context.limit), "validation set": validation}
         agreement.compare(self.comm, {**same, "callbacks": list(context.named())})
         context.batch_size = size
-        context.steps_per_epoch = -(-len(loader) // self.accumulation_steps) if hasattr(loader, "__len__") else 0
+        try:
+            context.steps_per_epoch = -(-len(loader) // self.accumulation_steps)
+        except TypeError:  # a generator, or torch's loader of an IterableDataset
+            context.steps_per_epoch = 0
         self._begin_fit(context, whole)
 
     def _epoch(self, train_loader: Any, val_loader: Any, session: Session) -> None:
