@@ -5,7 +5,7 @@ block of keys (Dao 2023, FlashAttention-2; the maximum is taken before anything 
 Saved is the log of the sum of exponentials; the backward pass computes probabilities again.
 
 Every sum is one chain of multiply-adds over ascending keys, queries or features, whatever the blocks are. A sequence
-that does not begin a group of lanes is moved to where it would (`_panel`). So a token's result is the same bits beside any
+that does not begin a group of lanes is moved to where it would (`panel_of`). So a token's result is the same bits beside any
 other sequences, at any place in the batch, and with keys computed in another call.
 
     N  sequences       T  queries of each       S  keys of each       H  heads       D  features of a head
@@ -15,7 +15,6 @@ other sequences, at any place in the batch, and with keys computed in another ca
 
 from std.math import ceildiv, iota
 from std.memory import unsafe_memset_zero
-from std.sys import masked_store
 from std.utils.numerics import inf
 
 from .functions import exp, log
@@ -25,14 +24,13 @@ from .lanes import (
     REGISTERS,
     Ptr,
     Vec,
-    first,
     load,
-    load_first,
     madd,
     splat,
     store,
 )
 from .layout import transpose
+from .panels import Panel, clear_rest, panel_of, put_group
 from .op import Op, call, no_scratch
 from .record import Record, sizes_of
 
@@ -74,81 +72,6 @@ struct Attention(TrivialRegisterPassable):
     def panel(self, tokens: Int) -> Int:
         """Floats of a head of one sequence."""
         return ceildiv(tokens, LANES) * self.D * LANES
-
-
-# --- one head of one sequence -------------------------------------------------------------------------------------------
-
-
-@fieldwise_init
-struct Panel(TrivialRegisterPassable):
-    """Some features of one sequence, whose token t is lane t % 16 of group t // 16. Lanes behind the last token may hold
-    anything.
-    """
-
-    var p: Ptr
-    var step: Int  # floats from one group to the next
-
-    @always_inline
-    def group(self, g: Int) -> Ptr:
-        return self.p.unsafe_offset(g * self.step)
-
-
-def _panel(
-    x: Ptr, of: Int, at: Int, n: Int, tokens: Int, D: Int, room: Ptr
-) -> Panel:
-    """Features at .. at + D - 1 of sequence n of x (G, of, L): where they are, or copied to `room`.
-    """
-    var shift = n * tokens % LANES
-    var p = x.unsafe_offset((n * tokens // LANES * of + at) * LANES)
-    if shift == 0:
-        return Panel(p, of * LANES)
-    for g in range(ceildiv(tokens, LANES)):
-        var here = LANES - shift
-        var rest = min(tokens - g * LANES, LANES) - here  # in the next group
-        for d in range(D):
-            var i = (g * of + d) * LANES
-            var to = (g * D + d) * LANES
-            store(room, to, load_first(p, i + shift, here))
-            if rest > 0:
-                var v = load_first(p, i + of * LANES, rest)
-                masked_store[LANES](
-                    v, room.unsafe_offset(to + here), first(rest)
-                )
-    return Panel(room, D * LANES)
-
-
-def _put(
-    x: Ptr, of: Int, at: Int, n: Int, tokens: Int, D: Int, y: Ptr, group: Int
-):
-    """Writes group `group` of sequence n, y (D, L), to features at .. at + D - 1 of x (G, of, L).
-    """
-    var start = n * tokens + group * LANES
-    var valid = min(tokens - group * LANES, LANES)
-    var shift = start % LANES
-    var here = min(LANES - shift, valid)
-    var p = x.unsafe_offset((start // LANES * of + at) * LANES)
-    for d in range(D):
-        var v = load(y, d * LANES)
-        if here == LANES:
-            store(p, d * LANES, v)
-            continue
-        masked_store[LANES](v, p.unsafe_offset(d * LANES + shift), first(here))
-        if valid > here:
-            v = load_first(y, d * LANES + here, valid - here)
-            masked_store[LANES](
-                v, p.unsafe_offset((of + d) * LANES), first(valid - here)
-            )
-
-
-def _clear_rest(x: Ptr, of: Int, at: Int, tokens: Int, D: Int):
-    """Zeros in the lanes behind the last of `tokens` tokens."""
-    var used = tokens % LANES
-    if used:
-        var p = x.unsafe_offset((tokens // LANES * of + at) * LANES)
-        for d in range(D):
-            masked_store[LANES](
-                Vec(0), p.unsafe_offset(d * LANES), ~first(used)
-            )
 
 
 # --- tiles --------------------------------------------------------------------------------------------------------------
@@ -357,9 +280,9 @@ def _attention_forward(
     var vr = kr.unsafe_offset(s.panel(s.S))
     for n in range(s.N):
         for h in range(s.H):
-            var qp = _panel(q, s.features(), s.at(0, h), n, s.T, s.D, qr)
-            var kp = _panel(k, s.features(), s.at(1, h), n, s.S, s.D, kr)
-            var vp = _panel(v, s.features(), s.at(2, h), n, s.S, s.D, vr)
+            var qp = panel_of(q, s.features(), s.at(0, h), n, s.T, s.D, qr)
+            var kp = panel_of(k, s.features(), s.at(1, h), n, s.S, s.D, kr)
+            var vp = panel_of(v, s.features(), s.at(2, h), n, s.S, s.D, vr)
 
             @always_inline
             def queries[gb: Int](g: Int) {imm}:
@@ -367,9 +290,9 @@ def _attention_forward(
                 comptime for i in range(gb):
                     var part = block.unsafe_offset(i * s.D * LANES)
                     var at = h * s.D
-                    _put(y, s.H * s.D, at, n, s.T, s.D, part, g + i)
+                    put_group(y, s.H * s.D, at, n, s.T, s.D, part, g + i)
                     part = sums.unsafe_offset(i * LANES)
-                    _put(lse, s.H, h, n, s.T, 1, part, g + i)
+                    put_group(lse, s.H, h, n, s.T, 1, part, g + i)
 
             var g = 0
             while g + BLOCK <= ceildiv(s.T, LANES):
@@ -378,7 +301,7 @@ def _attention_forward(
             while g < ceildiv(s.T, LANES):
                 queries[1](g)
                 g += 1
-    _clear_rest(y, s.H * s.D, 0, s.N * s.T, s.H * s.D)
+    clear_rest(y, s.H * s.D, 0, s.N * s.T, s.H * s.D)
 
 
 # --- backward -----------------------------------------------------------------------------------------------------------
@@ -603,12 +526,12 @@ def _attention_backward(
     _delta(delta, dy, y, s)
     for n in range(s.N):
         for h in range(s.H):
-            var qp = _panel(q, of, s.at(0, h), n, s.T, s.D, qr)
-            var kp = _panel(k, of, s.at(1, h), n, s.S, s.D, kr)
-            var vp = _panel(v, of, s.at(2, h), n, s.S, s.D, vr)
-            var dp = _panel(dy, s.H * s.D, h * s.D, n, s.T, s.D, dyr)
-            var lp = _panel(lse, s.H, h, n, s.T, 1, lr)
-            var ep = _panel(delta, s.H, h, n, s.T, 1, er)
+            var qp = panel_of(q, of, s.at(0, h), n, s.T, s.D, qr)
+            var kp = panel_of(k, of, s.at(1, h), n, s.S, s.D, kr)
+            var vp = panel_of(v, of, s.at(2, h), n, s.S, s.D, vr)
+            var dp = panel_of(dy, s.H * s.D, h * s.D, n, s.T, s.D, dyr)
+            var lp = panel_of(lse, s.H, h, n, s.T, 1, lr)
+            var ep = panel_of(delta, s.H, h, n, s.T, 1, er)
             unsafe_memset_zero(dkr, 2 * s.panel(s.S))
 
             @always_inline
@@ -618,7 +541,7 @@ def _attention_backward(
                 )
                 comptime for i in range(gb):
                     var part = dqr.unsafe_offset(i * s.D * LANES)
-                    _put(dq, of, s.at(0, h), n, s.T, s.D, part, g + i)
+                    put_group(dq, of, s.at(0, h), n, s.T, s.D, part, g + i)
 
             var g = 0
             while g + BLOCK <= ceildiv(s.T, LANES):
@@ -630,13 +553,13 @@ def _attention_backward(
             for g in range(ceildiv(s.S, LANES)):
                 var at = g * s.D * LANES
                 var part = dkr.unsafe_offset(at)
-                _put(dk, of, s.at(1, h), n, s.S, s.D, part, g)
+                put_group(dk, of, s.at(1, h), n, s.S, s.D, part, g)
                 part = dvr.unsafe_offset(at)
-                _put(dv, of, s.at(2, h), n, s.S, s.D, part, g)
-    _clear_rest(dq, of, 0, s.N * s.T, of)
+                put_group(dv, of, s.at(2, h), n, s.S, s.D, part, g)
+    clear_rest(dq, of, 0, s.N * s.T, of)
     if not s.fused:
-        _clear_rest(dk, of, 0, s.N * s.S, of)
-        _clear_rest(dv, of, 0, s.N * s.S, of)
+        clear_rest(dk, of, 0, s.N * s.S, of)
+        clear_rest(dv, of, 0, s.N * s.S, of)
 
 
 # --- the ops ------------------------------------------------------------------------------------------------------------
