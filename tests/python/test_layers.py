@@ -126,7 +126,7 @@ ROOMS = (
 FRONT_ENDS = ("callbacks", "loggers", "testing", "mojo", "torch", "horovod", "ray", "tune")
 ORDER = (*ROOMS[: ROOMS.index("audit")], *FRONT_ENDS[:2], *ROOMS[ROOMS.index("audit") :], *FRONT_ENDS[2:])
 BUDGETS = {  # lines of all its files together
-    "mojo": 16_050,
+    "mojo": 16_100,
     "shared/training": 3_150,
     "python/odyssey": 43_600,
     "python/odyssey/comm": 3_945,
