@@ -249,6 +249,8 @@ def test_rows_of_tables_of_other_libraries():
     rows = [{"img": PIL.new("L", (3, 2), 10 * i), "label": i % 2, "more": [i, i]} for i in range(5)]
     x, y = next(iter(data.DataLoader(data.columns(rows, "img", "label"), 5)))
     assert x.shape == (5, 1, 2, 3) and x[:, 0, 0, 0].tolist() == [0, 10, 20, 30, 40] and y.tolist() == [0, 1, 0, 1, 0]
+    scaled = next(iter(data.DataLoader(data.columns(rows, "img", "label", scale=1 / 255, shift=-0.5), 5))).inputs
+    np.testing.assert_allclose(scaled, x / 255 - 0.5, atol=1e-6)
     x, y = next(iter(data.DataLoader(data.columns(rows, {"a": "img", "b": "more"}, ("label", "more")), 5)))
     assert x["b"].tolist() == [[i, i] for i in range(5)] and y[1].shape == (5, 2)
     with pytest.raises(DataError, match=r"row 0 has no column 'text'; it has 'img', 'label', 'more'"):

@@ -337,10 +337,11 @@ class columns:  # noqa: N801
     """A data set whose rows are dicts, as those of Hugging Face, as one of (sample, target).
 
     inputs, targets: the name of a column, or a tuple or dict of names.
+    scale, shift: a uint8 pixel p stands for p * scale + shift, one number or per channel.
     """
 
-    def __init__(self, rows: Any, inputs: Any, targets: Any) -> None:
-        self.rows, self.inputs, self.targets = rows, inputs, targets
+    def __init__(self, rows: Any, inputs: Any, targets: Any, *, scale: Any = 1.0, shift: Any = 0.0) -> None:
+        self.rows, self.inputs, self.targets, self.scale, self.shift = rows, inputs, targets, scale, shift
 
     def __len__(self) -> int:
         return len(self.rows)
