@@ -25,7 +25,7 @@ from torch import nn
 import odyssey
 from odyssey import data
 from odyssey.errors import ConfigError, NumericsError
-from odyssey.torch import DistributedTrainer, HorovodTrainer, PyTorchDDPTrainer, load_torch, to_torch
+from odyssey.torch import DataLoader, DistributedTrainer, HorovodTrainer, PyTorchDDPTrainer, load_torch, to_torch
 from odyssey.torch import horovod as hvd
 
 HERE = Path(__file__).parent
@@ -291,6 +291,8 @@ def test_an_operation_without_a_deterministic_form_is_refused_or_told():
         (net, torch.optim.SGD, {"reduction": "local_sgd"}, "ranks take every step together"),
         (net, torch.optim.SGD, {"deterministic": "no"}, "choose from error, warn"),
         (net, torch.optim.SGD, {"precision": "fp16"}, "precision is 'fp16'"),
+        (net, torch.optim.SGD, {"loss": "mse"}, "loss is 'mse'; give a function of .output, target. or an object"),
+        (net, torch.optim.SGD, {"loss": nn.MSELoss}, "loss is <class .*MSELoss'>; give a function"),
         (net, torch.optim.SGD, {"shard_sise": 2}, "did you mean 'shard_size'"),
     ],
 )
@@ -347,6 +349,35 @@ class Counted(torch.utils.data.Dataset):
     def __getitem__(self, i: int):
         self.read.append(i)
         return X[i].numpy(), int(Y[i])
+
+
+def test_what_is_no_loader_of_pairs_is_refused_in_a_line():
+    pairs = torch.utils.data.TensorDataset(X, Y)
+    sampler = torch.utils.data.DistributedSampler(pairs, num_replicas=2, rank=0)
+    for loader, says in (
+        (torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X), 20), "the loader gave a list of 1; give"),
+        (DataLoader(torch.utils.data.TensorDataset(X, Y, Y), 20), "the loader gave a list of 3; give batches of"),
+        (torch.utils.data.DataLoader(pairs, 20, sampler=sampler), "DistributedSampler gives each rank other samples"),
+        (pairs, "TensorDataset is no loader"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            made(net()).fit(loader)
+    with pytest.raises(ConfigError, match="resume is True; give 'auto', 'never' or the path of a checkpoint"):
+        made(net()).fit([(X, Y)], resume=True)
+
+
+def test_data_sets_inputs_alone_and_streams():
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(zip(X, Y, strict=True))
+
+    sets = torch.utils.data
+    trainer = made(net(), shard_size=7)
+    trainer.fit(sets.DataLoader(Stream(), 20), sets.TensorDataset(X, Y))
+    whole = trainer.predict([(X, Y)])
+    for given in (X, sets.TensorDataset(X), sets.TensorDataset(X, Y), [X], DataLoader(X, 40, shard_size=7)):
+        assert torch.equal(trainer.predict(given), whole)
+    assert trainer.evaluate(sets.TensorDataset(X, Y)) == trainer.evaluate([(X, Y)])
 
 
 def test_a_rank_reads_its_shards_only(monkeypatch):
@@ -465,7 +496,7 @@ def test_metrics_are_sums_over_samples_with_the_same_bits_on_any_ranks(launch):
     program = """
 import torch
 from torch import nn
-from odyssey.torch import DistributedTrainer
+from odyssey.torch import DataLoader, DistributedTrainer
 torch.manual_seed(0)
 x, y = torch.randn(50, 6), torch.arange(50) % 7
 module = nn.Linear(6, 7)

@@ -14,6 +14,7 @@ import torch
 from ..data import ArrayDataset, Batch
 from ..data.trees import leaves, mapped
 from ..errors import ConfigError, DataError
+from ..train.fit import check_sampler
 from .shards import generator, seed_of
 
 ORDER = 1 << 62  # apart from the numbers of steps, where loaders' seeds are made
@@ -90,11 +91,7 @@ def batches(loader: Any, epoch: int, seed: int, steps: int, targets: bool = True
             f"[train] {type(loader).__name__} is no loader; give odyssey.torch.DataLoader or torch's, or a list of "
             "(x, y) batches"
         )
-    if getattr(getattr(loader, "sampler", None), "num_replicas", 1) > 1:
-        raise ConfigError(
-            "[train] the loader's DistributedSampler gives each rank other samples, but the trainer shares every "
-            "global batch out itself; leave the sampler out, and give batch_size of all ranks together"
-        )
+    check_sampler(loader)
     generator.manual_seed(seed_of(seed, ORDER, epoch))
     for told in () if hasattr(loader, "start_at") else (loader, getattr(loader, "sampler", None)):
         if hasattr(told, "set_epoch"):

@@ -293,11 +293,7 @@ class Trainer:
         size = getattr(loader, "batch_size", 0)
         whole = None
         if isinstance(loader, datasets.DataLoader):
-            if getattr(loader.sampler, "num_replicas", 1) > 1:
-                raise ConfigError(
-                    "[train] the loader's DistributedSampler gives each rank other samples, but the trainer shares "
-                    "every global batch out itself; leave the sampler out and use shuffle=True"
-                )
+            check_sampler(loader)
             size *= self.accumulation_steps // context.pieces
             self._check_loader(loader, size, context.limit)
             agreement.compare(
@@ -448,6 +444,15 @@ def _callbacks(given: Any) -> list[Callback]:
     if len({id(one) for one in given}) < len(given):
         raise ConfigError("[train] callbacks has one object twice; give each once")
     return given
+
+
+def check_sampler(loader: Any) -> None:
+    """ConfigError for a loader that gives each rank a part of the data."""
+    if getattr(getattr(loader, "sampler", None), "num_replicas", 1) > 1:
+        raise ConfigError(
+            "[train] the loader's DistributedSampler gives each rank other samples, but the trainer shares every "
+            "global batch out itself; leave the sampler out, and give shuffle=True and the batch_size of all ranks"
+        )
 
 
 def own_steps(loader: Any) -> bool:

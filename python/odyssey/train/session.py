@@ -69,6 +69,10 @@ class Session:
         self._saved: int | None = None  # the step of the newest checkpoint
         self._last: tuple[int, int, Batch] | None = None  # epoch as the loader counts, step of it, and its batch
         self._origin: str | None = None  # the checkpoint of another directory that this training came from
+        if not isinstance(saving.resume, (str, os.PathLike)):
+            raise ConfigError(
+                f"[checkpoint] resume is {saving.resume!r}; give 'auto', 'never' or the path of a checkpoint"
+            )
         folder = saving.folder
         if self.run is not None:
             _fits += 1
