@@ -366,6 +366,13 @@ def test_what_is_no_loader_of_pairs_is_refused_in_a_line():
         made(net()).fit([(X, Y)], resume=True)
 
 
+def test_batch_norm_of_a_shard_of_one_sample_is_refused_in_a_line():
+    with pytest.raises(
+        ConfigError, match="BatchNorm has one sample, as the last shard of a batch has one; use another"
+    ):
+        made(nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)), shard_size=16).fit([(X[:33], Y[:33])])
+
+
 def test_data_sets_inputs_alone_and_streams():
     class Stream(torch.utils.data.IterableDataset):
         def __iter__(self):

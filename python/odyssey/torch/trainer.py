@@ -357,9 +357,16 @@ class DistributedTrainer(TorchState):
 
 @contextlib.contextmanager
 def in_a_line() -> Iterator[None]:
-    """An operation of torch without a deterministic form is an error of one line."""
+    """An operation without a deterministic form, and BatchNorm of a shard of one sample, are errors of one line."""
     try:
         yield
+    except ValueError as problem:
+        if "Expected more than 1 value per channel" not in str(problem):
+            raise
+        raise ConfigError(
+            "[torch] BatchNorm has one sample, as the last shard of a batch has one; use another batch size or "
+            "shard_size, or drop_last=True in the loader"
+        ) from problem
     except RuntimeError as problem:
         if "use_deterministic_algorithms" not in str(problem):
             raise
