@@ -43,6 +43,8 @@ class PyTorchDDPTrainer(DistributedTrainer):
         more: arguments of DistributedTrainer, or other names of them (ALIASES); NEEDLESS ones are taken and not used.
     """
 
+    _verbose = True
+
     def __init__(
         self,
         model: torch.nn.Module,
@@ -79,7 +81,7 @@ class PyTorchDDPTrainer(DistributedTrainer):
         **more: Any,
     ) -> History:
         """Trains; `train_loader` gives batches of one rank, of which as many as there are ranks make a step."""
-        options = {**self._saving, "steps": max_steps, **more}
+        options = {**self._saving, "steps": max_steps, "verbose": self._verbose, **more}
         val_loader = None if val_loader is None else self._global(val_loader, "validation")
         return super().fit(self._global(train_loader, "training"), val_loader, epochs or self._epochs, **options)
 
@@ -128,7 +130,7 @@ class HorovodTrainer(PyTorchDDPTrainer):
 
     def say(self, line: str) -> None:
         """One line from rank 0, unless it is not to print."""
-        if getattr(self, "_verbose", True):
+        if self._verbose:
             super().say(line)
 
     def metric_average(self, value: Any, name: str = "") -> float:
