@@ -203,7 +203,8 @@ class EngineState(Sharing):
         Ranks, workers, threads, mesh, ZeRO stage, buckets and execution are not in it: they change nothing.
         """
         lay, optimizer = self.layout, self.optimizer
-        settings = {k: v for k, v in vars(optimizer).items() if isinstance(v, (int, float, tuple)) and k != "steps"}
+        public = {k: v for k, v in vars(optimizer).items() if not k.startswith("_") and k != "steps"}
+        settings = {k: v for k, v in public.items() if isinstance(v, (int, float, tuple))}
         names = [name for name, p in self.arena.named if optimizer.undecayed and optimizer.undecayed(name, p)]
         undecayed = {"undecayed": names} if names else {}
         modules = [

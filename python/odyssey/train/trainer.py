@@ -399,7 +399,7 @@ class DistributedTrainer(EngineState):
         on every rank. All ranks call it."""
         self.mode.settle()
         with self.arena.lent(self._train.parameters()):
-            return saved.predicted(self.model, evaluated(loader, None), self.comm, self.shard_size)
+            return saved.predicted(self.model, evaluated(in_batches(loader), None), self.comm, self.shard_size)
 
 
 DistributedTrainer.__doc__ = (DistributedTrainer.__doc__ or "").format(settings=declaration.documentation(Training))
