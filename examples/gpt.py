@@ -64,7 +64,7 @@ def main() -> None:
     trainer = DistributedTrainer(
         model, optimizer, loss=nn.CrossEntropyLoss(), shard_size=3, clip_norm=1.0, schedule=schedule
     )
-    trainer.fit(data.DataLoader(train, batch_size=12, shuffle=True), steps=steps)
+    trainer.fit(data.DataLoader(train, batch_size=12, shuffle=True), steps=steps, verbose=False)
     few = data.split(test, 0.05)[1] if args.quick else test
     loss = trainer.evaluate(data.DataLoader(few, batch_size=96)).loss
     if trainer.comm.rank:

@@ -31,7 +31,7 @@ def main() -> None:
             scaler_growth_interval=2000,
         )
         loader = data.DataLoader(data.load("mnist", train=True), batch_size=128, shuffle=True)
-        trainer.fit(loader, epochs=100, steps=args.steps)
+        trainer.fit(loader, epochs=100, steps=args.steps, verbose=False)
         accuracy = trainer.evaluate(test_set).accuracy
         weights = trainer.weights_sha256()
         if trainer.comm.rank == 0:

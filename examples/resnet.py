@@ -55,7 +55,7 @@ def main() -> None:
     nn.manual_seed(0)
     trainer = DistributedTrainer(Net(), optim.SGD(lr=0.02, momentum=0.9), shard_size=32)
     loader = data.DataLoader(data.load("mnist", train=True), 128, shuffle=True, seed=0)
-    trainer.fit(loader, steps=2 if args.quick else args.steps)
+    trainer.fit(loader, steps=2 if args.quick else args.steps, verbose=False)
     weights = trainer.weights_sha256()
     result = trainer.evaluate(data.load("mnist", train=False).take(200 if args.quick else 2000))
     if trainer.comm.rank == 0:

@@ -25,7 +25,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ..callbacks import Callback, Context
 from ..errors import ConfigError, printable
@@ -168,7 +168,8 @@ def step_file(folder: Path, trainer: int, step: int) -> Path:
 # --- outside: running and comparing ------------------------------------------------------------------
 
 
-class Difference(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Difference:
     """The first difference between two runs."""
 
     step: int
