@@ -198,7 +198,8 @@ class DistributedTrainer(EngineState):
         """Compares the settings of all ranks, then gives all of them rank 0's parameters."""
         if self.comm.size == 1:
             return
-        settings = {k: v for k, v in vars(self.optimizer).items() if isinstance(v, (int, float, str, tuple))}
+        public = {k: v for k, v in vars(self.optimizer).items() if not k.startswith("_")}
+        settings = {k: v for k, v in public.items() if isinstance(v, (int, float, str, tuple))}
         agreement.compare(
             self.comm,
             {
