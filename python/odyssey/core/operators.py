@@ -202,30 +202,20 @@ def power(a: Tensor | Number, b: Tensor | Number) -> Tensor:
     return _attached("power", y, a, b, lambda dy: multiply(dy, multiply(power(a, add(b, -1.0)), b)), by_exponent)
 
 
+def _extreme(name: str, a: Any, b: Any, sign: int) -> Tensor:
+    a, b, _ = _operands(name, a, b)
+    parts = [lambda dy: multiply(dy, _pair("share", a, b)), lambda dy: multiply(dy, _pair("share", b, a))]
+    return _attached(name, _pair(name, a, b), a, b, *parts[::sign])
+
+
 def maximum(a: Tensor, b: Tensor | Number) -> Tensor:
     """The larger of a and b, broadcast; where they are equal, each has half of the gradient."""
-    a, b, _ = _operands("maximum", a, b)
-    return _attached(
-        "maximum",
-        _pair("maximum", a, b),
-        a,
-        b,
-        lambda dy: multiply(dy, _pair("share", a, b)),
-        lambda dy: multiply(dy, _pair("share", b, a)),
-    )
+    return _extreme("maximum", a, b, 1)
 
 
 def minimum(a: Tensor, b: Tensor | Number) -> Tensor:
     """The smaller of a and b, broadcast; where they are equal, each has half of the gradient."""
-    a, b, _ = _operands("minimum", a, b)
-    return _attached(
-        "minimum",
-        _pair("minimum", a, b),
-        a,
-        b,
-        lambda dy: multiply(dy, _pair("share", b, a)),
-        lambda dy: multiply(dy, _pair("share", a, b)),
-    )
+    return _extreme("minimum", a, b, -1)
 
 
 def _compared(op: str, a: Any, b: Any) -> Tensor:
