@@ -288,7 +288,8 @@ class Engine:
             if used[id(r)]:
                 here = owner[used[id(r)][0]]
             of_tag[r.tag] = here
-        return lambda r: of_tag[r.tag]
+        # An op may have records of the backward pass alone: it is where the op before it is.
+        return lambda r: of_tag[max((tag for tag in of_tag if tag <= r.tag), default=min(of_tag))]
 
     def _first_placing(self, records: list[Record], n: int, form: Form) -> Callable[[Record], int]:
         """From records to positions in the pipeline: by the model's own placement, or an automatic one. Raises
