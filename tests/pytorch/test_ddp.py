@@ -142,3 +142,11 @@ def test_ranks_with_other_modules_are_told(launch):
     done = launch.python("-c", code + "odyssey.torch.DistributedDataParallel(torch.nn.Linear(n, 1))", ranks=2)
     assert done.returncode == 64
     assert "the parameters of rank 1 differs from that of rank 0" in done.stderr
+
+
+def test_a_batch_of_what_is_not_cut_is_refused(net):
+    import numpy as np
+    import torch
+
+    with pytest.raises(Exception, match="a batch with a ndarray, which is not cut; give tensors"):
+        next(net.shards((torch.ones(5, 4), np.ones(5))))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import hashlib
 import importlib.util
 import json
 import os
@@ -10,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +28,15 @@ from torch import nn
 import odyssey
 from odyssey import data
 from odyssey.errors import ConfigError, NumericsError
-from odyssey.torch import DataLoader, DistributedTrainer, HorovodTrainer, PyTorchDDPTrainer, load_torch, to_torch
+from odyssey.torch import (
+    DataLoader,
+    DistributedDataParallel,
+    DistributedTrainer,
+    HorovodTrainer,
+    PyTorchDDPTrainer,
+    load_torch,
+    to_torch,
+)
 from odyssey.torch import horovod as hvd
 
 HERE = Path(__file__).parent
@@ -490,6 +501,52 @@ def test_batches_of_which_a_rank_has_its_shards():
     assert hashes[0] == hashes[1]
     with pytest.raises(ConfigError, match="the loader's shard_size is 5, the trainer's 10"):
         made(net(), shard_size=10).fit(Loader([Sharded(0)]))
+
+
+class Mapped(collections.UserDict):
+    """What a tokenizer gives: a mapping that is no dict."""
+
+
+class Two(nn.Module):
+    """Of two inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(6, 3)
+
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return self.line(a) * b.mean()
+
+
+@pytest.mark.parametrize("kind", [tuple, dict, Mapped])
+def test_inputs_of_several_tensors_from_every_loader(kind):
+    """torch's collate function makes lists of tuples; a shard has its own samples of each."""
+
+    def inputs(at: Any) -> Any:
+        return (X[at], X[at, :2]) if kind is tuple else kind(a=X[at], b=X[at, :2])
+
+    pairs = [(inputs(i), Y[i]) for i in range(40)]
+    whole = [(inputs(slice(at, at + 20)), Y[at : at + 20]) for at in (0, 20)]
+    hashes = set()
+    for loader in (whole, torch.utils.data.DataLoader(pairs, 20), DataLoader(pairs, 20, shard_size=8)):
+        torch.manual_seed(1)
+        trainer = made(Two(), shard_size=8)
+        trainer.fit(loader)
+        assert trainer.predict(loader).shape == (40, 3)
+        hashes.add(trainer.weights_sha256())
+        torch.manual_seed(1)
+        module = Two()
+        net, optimizer = DistributedDataParallel(module, 8), torch.optim.SGD(module.parameters(), 0.1, 0.9)
+        for batch in loader:
+            for x, y in net.shards(batch):
+                nn.functional.cross_entropy(net(*x) if isinstance(x, (tuple, list)) else net(**x), y).backward()
+            optimizer.step()
+        hashes.add(
+            hashlib.sha256(
+                b"".join(p.detach().numpy().tobytes() for p in (module.line.bias, module.line.weight))
+            ).hexdigest()
+        )
+    assert len(hashes) == 2  # the loop takes gradients of means
 
 
 def test_our_loader_and_torchs():

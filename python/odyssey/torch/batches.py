@@ -5,7 +5,7 @@ What it is not: a loader; data.py has one, odyssey.data another, and PyTorch's o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -21,20 +21,25 @@ ORDER = 1 << 62  # apart from the numbers of steps, where loaders' seeds are mad
 _NONE = np.empty(0, np.float32)
 
 
-def arrays_of(tree: Any) -> Any:
-    """A tree of arrays, which share the memory of a tree of tensors; lists as tuples, float64 and bfloat16 as float32.
+def tree_of(given: Any) -> Any:
+    """What a collate function makes as a tree (data/trees.py): lists as tuples, mappings of any kind as dicts."""
+    if isinstance(given, Mapping):
+        return {name: tree_of(part) for name, part in given.items()}
+    return tuple(map(tree_of, given)) if isinstance(given, (tuple, list)) else given
+
+
+def arrays_of(given: Any) -> Any:
+    """A tree of arrays, which share the memory of a tree of tensors; float64 and bfloat16 as float32.
 
     Raises:
         TypeError: something else is in it.
     """
 
     def array(leaf: Any) -> Any:
-        if isinstance(leaf, list):
-            return arrays_of(tuple(leaf))
         made = leaf.detach() if isinstance(leaf, torch.Tensor) else torch.from_numpy(np.array(leaf))
         return (made.float() if made.dtype in (torch.float64, torch.bfloat16) else made).numpy()
 
-    return mapped(array, tree)
+    return mapped(array, tree_of(given))
 
 
 class Samples(ArrayDataset):
@@ -128,7 +133,7 @@ def part(batch: Batch, lo: int, hi: int, targets: bool = True) -> tuple[Any, Any
     """Samples lo to hi - 1 of a batch as tensors; of our own data sets, integer targets as int64."""
     if isinstance(batch.dataset, Sharded):
         found = batch.dataset.shard(lo, hi)
-        return _pair(found) if targets else (_inputs(found), ())
+        return tree_of(_pair(found) if targets else (_inputs(found), ()))
     x, y = batch.dataset.gather(batch.indices[lo:hi])
     if not isinstance(batch.dataset, Samples):
         y = mapped(lambda a: a.astype(np.int64) if a.dtype == np.int32 else a, y)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -31,11 +31,13 @@ from ..parallel.plan import default_shard_size
 from ..parallel.strategy import Strategy
 from ..train import agreement
 from .arena import Arena
+from .batches import tree_of
 from .data import ShardedBatch
 from .shards import LoopError, Shards
 from .state import described, environment, hold
 
 TOGETHER = "make one DistributedDataParallel of nn.ModuleDict({name: module, ...})"
+_LEAVES = (torch.Tensor, int, float, str, bytes, type(None))  # of a batch
 
 
 class DistributedDataParallel(torch.nn.Module):
@@ -170,7 +172,15 @@ class DistributedDataParallel(torch.nn.Module):
                 )
             made.size = batch.shard_size
             return batch.samples, lambda lo, hi: batch.shards[lo // batch.shard_size]
-        tensors = [t for t in pytree.tree_leaves(batch) if isinstance(t, torch.Tensor) and t.dim()]
+        batch = pytree.tree_map(lambda t: tree_of(t) if isinstance(t, Mapping) else t, batch)
+        leaves = pytree.tree_leaves(batch)
+        tensors = [t for t in leaves if isinstance(t, torch.Tensor) and t.dim()]
+        strange = next((t for t in leaves if not isinstance(t, _LEAVES)), None)
+        if strange is not None:
+            name = type(strange).__name__
+            raise ConfigError(
+                f"[torch] shards() of a batch with a {name}, which is not cut; give tensors (samples, ...)"
+            )
         if not tensors or not len(tensors[0]):
             raise ConfigError("[torch] shards() of a batch without samples; give tensors (samples, ...)")
         samples = len(tensors[0])
