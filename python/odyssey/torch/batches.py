@@ -130,11 +130,20 @@ def _inputs(item: Any) -> Any:
 
 
 def part(batch: Batch, lo: int, hi: int, targets: bool = True) -> tuple[Any, Any]:
-    """Samples lo to hi - 1 of a batch as tensors; of our own data sets, integer targets as int64."""
+    """Samples lo to hi - 1 of a batch as tensors; of our own data sets, integer targets as int64.
+
+    They are copies: a forward pass may write into its inputs, and products of matrices that do not begin on a cache
+    line may have other last bits.
+    """
+
+    def own(leaf: Any) -> Any:
+        made = torch.from_numpy(leaf) if isinstance(leaf, np.ndarray) else leaf
+        return made.clone() if isinstance(made, torch.Tensor) else made
+
     if isinstance(batch.dataset, Sharded):
         found = batch.dataset.shard(lo, hi)
-        return tree_of(_pair(found) if targets else (_inputs(found), ()))
+        return mapped(own, tree_of(_pair(found) if targets else (_inputs(found), ())))
     x, y = batch.dataset.gather(batch.indices[lo:hi])
     if not isinstance(batch.dataset, Samples):
         y = mapped(lambda a: a.astype(np.int64) if a.dtype == np.int32 else a, y)
-    return mapped(torch.from_numpy, x), mapped(torch.from_numpy, y)
+    return mapped(own, (x, y))

@@ -9,7 +9,6 @@ What it is not: a DistributedSampler; `shards` of ddp.py takes what it yields.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,11 +22,7 @@ from ..comm import Communicator
 from ..data.sampler import check_integer, permutation
 from ..errors import ConfigError
 from ..parallel import plan
-
-
-def seed_of(*numbers: int) -> int:
-    """63 bits of a hash over integers, the same on every machine."""
-    return int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest(), "little") >> 1
+from .shards import seed_of
 
 
 @dataclasses.dataclass(frozen=True)

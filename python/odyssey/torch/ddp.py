@@ -188,7 +188,8 @@ class DistributedDataParallel(torch.nn.Module):
 
         def piece(lo: int, hi: int) -> Any:
             def cut(t: Any) -> Any:
-                return t[lo:hi] if isinstance(t, torch.Tensor) and t.dim() and len(t) == samples else t
+                whole = not isinstance(t, torch.Tensor) or not t.dim() or len(t) != samples
+                return t if whole else t[lo:hi].clone()  # as batches.part() does
 
             return pytree.tree_map(cut, batch)
 

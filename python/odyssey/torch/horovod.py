@@ -20,6 +20,7 @@ import torch
 from .. import comm as communication
 from ..comm import Communicator, ReduceOp
 from ..errors import CollectiveError, ConfigError, ShapeError
+from ..train.resume import spread
 from . import objects
 from .c10d import array, host, put
 
@@ -102,34 +103,25 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     return True
 
 
-def rank() -> int:
-    """This process's number, from 0."""
-    return _comm().rank
+def _made(name: str, text: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def named(function: Callable[..., Any]) -> Callable[..., Any]:
+        function.__name__, function.__doc__ = name, text
+        return function
+
+    return named
 
 
-def size() -> int:
-    """Number of processes."""
-    return _comm().size
+def _asked(name: str, text: str, of: Callable[[Communicator], int]) -> Callable[[], int]:
+    return _made(name, text)(lambda: of(_comm()))
 
 
-def local_rank() -> int:
-    """This process's number on its machine."""
-    return _comm().local_rank
-
-
-def local_size() -> int:
-    """Processes on this machine."""
-    return _comm().local_size
-
-
-def cross_rank() -> int:
-    """This machine's number, where all machines have as many ranks."""
-    return rank() // local_size()
-
-
-def cross_size() -> int:
-    """Number of machines, where all have as many ranks."""
-    return -(-size() // local_size())
+rank = _asked("rank", "This process's number, from 0.", lambda c: c.rank)
+size = _asked("size", "Number of processes.", lambda c: c.size)
+local_rank = _asked("local_rank", "This process's number on its machine.", lambda c: c.local_rank)
+local_size = _asked("local_size", "Processes on this machine.", lambda c: c.local_size)
+# where all machines have as many ranks:
+cross_rank = _asked("cross_rank", "This machine's number.", lambda c: c.rank // c.local_size)
+cross_size = _asked("cross_size", "Number of machines.", lambda c: -(-c.size // c.local_size))
 
 
 def is_homogeneous() -> bool:
@@ -137,16 +129,10 @@ def is_homogeneous() -> bool:
     return len(set(_comm().all_gather(np.array([local_size()]))[:, 0].tolist())) == 1
 
 
-def _yes() -> bool:
-    return True
-
-
-def _no() -> bool:
-    return False
-
-
-mpi_built = mpi_enabled = mpi_threads_supported = _yes
-gloo_built = gloo_enabled = nccl_built = ddl_built = ccl_built = cuda_built = rocm_built = _no
+mpi_built = mpi_enabled = mpi_threads_supported = _made("mpi_built", "True: ranks meet by MPI.")(lambda: True)
+gloo_built = gloo_enabled = nccl_built = ddl_built = ccl_built = cuda_built = rocm_built = _made(
+    "gloo_built", "False: no other way of Horovod's is here."
+)(lambda: False)
 
 
 class Compression:
@@ -213,14 +199,6 @@ def synchronize(handle: Handle) -> Any:
 def poll(handle: Handle) -> bool:
     """Whether `synchronize` would return at once."""
     return handle._request.test()
-
-
-def _made(name: str, text: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def named(function: Callable[..., Any]) -> Callable[..., Any]:
-        function.__name__, function.__doc__ = name, text
-        return function
-
-    return named
 
 
 def _waited(started: Callable[..., Handle]) -> Callable[..., Any]:
@@ -436,10 +414,8 @@ def broadcast_object(
     comm = _comm(process_set)
     root = comm.ranks.index(root_rank)
     data = objects.encode(obj, allow_pickle) if comm.rank == root else b""
-    length = comm.broadcast(np.array([len(data)], np.int64), root)
-    buffer = np.frombuffer(bytearray(data or bytes(int(length[0]))), np.uint8)
-    comm.broadcast(buffer, root)
-    return obj if comm.rank == root else objects.decode(buffer.tobytes(), allow_pickle)
+    sent = spread(comm, np.frombuffer(data, np.uint8), root)
+    return obj if comm.rank == root else objects.decode(sent.tobytes(), allow_pickle)
 
 
 def allgather_object(

@@ -7,7 +7,6 @@ from __future__ import annotations
 import bisect
 import functools
 import hashlib
-import json
 from typing import Any
 
 import numpy as np
@@ -199,7 +198,7 @@ class TorchState(Sharing):
             return found
         whole: dict[str, Any] = {}
         for rank in range(self.comm.size):
-            whole.update(from_rank(self.comm, found, rank))
+            whole.update(resume.spread(self.comm, found, rank))
         order = {name: i for i, (name, _) in enumerate(self.arena.named)}
         return dict(sorted(whole.items(), key=lambda item: order[item[0].partition("/")[2]]))
 
@@ -335,23 +334,3 @@ def _found(arrays: dict[str, Any], stem: str, key: str, like: torch.Tensor, name
         what = "is missing" if made is None else f"is {made.dtype} {tuple(made.shape)}"
         raise CheckpointError(f"[resume] {name}: {stem}/{key} {what}; {like.dtype} {tuple(like.shape)} is needed")
     return made
-
-
-def from_rank(comm: Any, values: dict[str, Any], root: int) -> dict[str, Any]:
-    """Named arrays and numbers of one rank, on all; a collective call."""
-    text = b""
-    if comm.rank == root:
-        about = [[k, v.dtype.str, list(v.shape)] if isinstance(v, np.ndarray) else [k, v] for k, v in values.items()]
-        text = json.dumps(about).encode()
-    length = int(comm.broadcast(np.array([len(text)], np.int64), root)[0])
-    raw = np.frombuffer(bytearray(text) or bytearray(length), np.uint8)
-    about = json.loads(comm.broadcast(raw, root).tobytes())
-    out: dict[str, Any] = {}
-    for key, *rest in about:
-        if len(rest) == 1:
-            out[key] = rest[0]
-            continue
-        array = np.ascontiguousarray(values[key]) if comm.rank == root else np.empty(rest[1], rest[0])
-        whole = comm.broadcast(array.reshape(-1).view(np.uint8).copy(), root) if array.size else array
-        out[key] = whole.view(rest[0]).reshape(rest[1])
-    return out

@@ -19,7 +19,7 @@ from torch import nn
 from .. import callbacks
 from .. import comm as communication
 from .. import data as datasets
-from ..checkpoints.trainable import Evaluation, Mode, Step, Tally
+from ..checkpoints.trainable import Evaluation, Mode, Step
 from ..core import settings as declaration
 from ..core.settings import Training
 from ..engine.layout import Layout
@@ -29,6 +29,7 @@ from ..parallel.strategy import MODES, Strategy
 from ..train import agreement
 from ..train.fit import in_batches, own_steps
 from ..train.numerics import NonFinite
+from ..train.resume import spread
 from ..watch import slot
 from ..watch.runs import Run
 from . import metrics as metric_sums
@@ -36,7 +37,7 @@ from .arena import Arena
 from .batches import batches, part
 from .data import DataLoader
 from .shards import Shards, Sums
-from .state import TorchState, environment, from_rank, hold
+from .state import TorchState, environment, hold
 
 OURS = ("num_gpus", "oversubscribe", "execution", "pipeline_schedule", "bucket_size_mb", "overlap", "lr_scaling")
 
@@ -309,20 +310,14 @@ class DistributedTrainer(TorchState):
 
     def evaluate(self, loader: Any) -> Evaluation:
         """Mean loss and metrics over a data set or loader, in eval mode."""
-        total = Tally()
-        watch = agreement.Watch(self.comm, self.check_every, "validation batch")
-        watch.begin(tell=self._watch.tell)
+
+        def sums(batch: datasets.Batch, number: int) -> tuple[float, float, dict[str, float], float]:
+            found = self._run(batch, number, train=False)
+            metrics = self._measured(found)
+            return found.loss, metrics.get("accuracy", 0.0), metrics, found.samples
+
         with self._evaluating():
-            for number, batch in enumerate(self._evaluated(loader)):
-                watch.batch(batch, number)
-                sums = self._run(batch, number, train=False)
-                metrics = self._measured(sums)
-                total.add(sums.loss, metrics.get("accuracy", 0.0), metrics, sums.samples)
-        watch.end()
-        if not total.counted:
-            raise ConfigError("[evaluate] the data set is empty; give at least one sample")
-        means = total.means()
-        return Evaluation(means["loss"], means.get("accuracy"), int(total.counted), means)
+            return self._evaluation(self._evaluated(loader), sums)
 
     def predict(self, loader: Any) -> torch.Tensor:
         """What the module gives in eval mode for all samples, in order, whole on every rank.
@@ -351,7 +346,7 @@ class DistributedTrainer(TorchState):
                 count += n
         if not count:
             raise ConfigError("[predict] the loader gave no batch; give it data")
-        whole = {k: v for rank in range(self.comm.size) for k, v in from_rank(self.comm, rows, rank).items()}
+        whole = {k: v for rank in range(self.comm.size) for k, v in spread(self.comm, rows, rank).items()}
         return torch.from_numpy(np.concatenate([whole[k] for k in sorted(whole, key=int)]))
 
 

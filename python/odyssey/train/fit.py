@@ -19,7 +19,7 @@ import numpy as np
 
 from .. import data as datasets
 from ..callbacks import Callback, Context
-from ..checkpoints.trainable import KEEP, History, Mode, Saving, Step
+from ..checkpoints.trainable import KEEP, Evaluation, History, Mode, Saving, Step, Tally
 from ..comm import Communicator
 from ..data.trees import mapped, zipped
 from ..errors import ConfigError, NumericsError
@@ -413,6 +413,8 @@ class Sharing(Trainer):
     """A trainer whose workers share out the shards of a batch."""
 
     shard_size: int | None  # samples per shard; None until the global batch is known
+    check_every: int
+    _watch: agreement.Watch
     _counted_idle = False
 
     def _share_out(self, samples: int) -> None:
@@ -430,6 +432,25 @@ class Sharing(Trainer):
                 f"{workers} workers but {shards} shard{'s' * (shards > 1)} (global batch {samples}, shard size "
                 f"{self.shard_size}): {without} {'is' if without == 1 else 'are'} idle"
             )
+
+    def _evaluation(
+        self,
+        batches: Iterable[datasets.Batch],
+        sums: Callable[[datasets.Batch, int], tuple[float, float, dict[str, float], float]],
+        whole: datasets.ArrayDataset | None = None,
+    ) -> Evaluation:
+        """Means over some batches. sums: (loss, correct, metrics, samples) of a batch; whole: their data set, if it was
+        compared."""
+        total, watch = Tally(), agreement.Watch(self.comm, self.check_every, "validation batch")
+        watch.begin(whole, None if whole is not None else self._watch.tell)
+        for number, batch in enumerate(batches):
+            watch.batch(batch, number)
+            total.add(*sums(batch, number))
+        watch.end()
+        if not total.counted:
+            raise ConfigError("[evaluate] the data set is empty; give at least one sample")
+        means = total.means()
+        return Evaluation(means["loss"], means.get("accuracy"), int(total.counted), means)
 
 
 def _callbacks(given: Any) -> list[Callback]:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 #: Steps whose learning-rate factor is compared: schedules are functions and cannot be.
 PROBES = (0, *(n * 10**k for k in range(6) for n in (1, 2, 5)))
+_ARRAY = "\0array"  # in JSON: dtype and shape of one that follows
 
 
 # --- what must be the same -------------------------------------------------------------------------------------------
@@ -97,53 +98,56 @@ def _brief(value: Any, other: Any) -> str:
 # --- out of a file, to all ranks -----------------------------------------------------------------------------------
 
 
+def spread(comm: Communicator, value: Any, root: int = 0) -> Any:
+    """A tree of JSON's values and arrays that rank `root` has, on all ranks; a collective call. Tuples become lists."""
+    if comm.size == 1:
+        return value
+    arrays: list[np.ndarray] = []
+
+    def described(found: Any) -> dict[str, Any]:
+        if not isinstance(found, np.ndarray):
+            raise TypeError(f"a {type(found).__name__} is not sent; JSON's values and arrays are")
+        arrays.append(found)
+        return {_ARRAY: [found.dtype.name, list(found.shape)]}
+
+    text = json.dumps(value, default=described).encode() if comm.rank == root else b""
+    length = int(comm.broadcast(np.array([len(text)], np.int64), root)[0])
+    text = comm.broadcast(np.frombuffer(bytearray(text) or bytearray(length), np.uint8), root).tobytes()
+    own = iter(arrays)
+
+    def received(found: dict[str, Any]) -> Any:
+        if _ARRAY not in found:
+            return found
+        dtype, shape = found[_ARRAY]
+        array = np.array(next(own), order="C") if comm.rank == root else np.empty(shape, dtype)
+        comm.broadcast(array.reshape(-1).view(np.uint8), root)  # bytes: of any dtype that a checkpoint holds
+        return array
+
+    return json.loads(text, object_hook=received)
+
+
 def shared(comm: Communicator, read: Callable[[], tuple[Snapshot | None, str]]) -> tuple[Snapshot | None, str]:
     """What `read` gives on rank 0, a snapshot and its name, on all ranks; a collective call.
 
     Raises:
         OdysseyError: what `read` raised, on all ranks.
     """
+    from ..checkpoints import Snapshot
+
     snapshot, name, error = None, "", None
     if comm.rank == 0:
         try:
             snapshot, name = read()
         except OdysseyError as problem:
             error = problem
-    text = b""
-    if comm.rank == 0 and comm.size > 1:
-        head, table = None, []
-        if snapshot is not None:
-            head = [snapshot.step, snapshot.values]
-            table = [
-                [stem, key, a.dtype.name, list(a.shape)]
-                for stem, tensors in snapshot.arrays.items()
-                for key, a in tensors.items()
-            ]
-        problem = None if error is None else [type(error).__name__, str(error)]
-        text = json.dumps([head, name, problem, table]).encode()
-    if comm.size > 1:
-        length = int(comm.broadcast(np.array([len(text)], np.int64))[0])
-        data = np.frombuffer(bytearray(text) or bytearray(length), np.uint8)
-        head, name, problem, table = json.loads(comm.broadcast(data).tobytes())
-        if problem is not None and error is None:
-            error = getattr(errors, problem[0])(problem[1])
-    if error is not None:
+    whole = None if snapshot is None else [snapshot.step, snapshot.arrays, snapshot.values]
+    said = None if error is None else [type(error).__name__, str(error)]
+    sent, name, said = spread(comm, [whole, name, said])
+    if said is not None:
+        error = error or getattr(errors, said[0])(said[1])
         error.raised_on_all_ranks = True
         raise error
-    if comm.size == 1 or head is None:
-        return snapshot, name
-    step, values = head
-    arrays: dict[str, dict[str, np.ndarray]] = {}
-    for stem, key, dtype, shape in table:
-        if comm.rank == 0:
-            array = np.array(snapshot.arrays[stem][key], order="C")
-        else:
-            array = np.empty(shape, dtype)
-        comm.broadcast(array.reshape(-1).view(np.uint8))  # bytes: of any dtype that a checkpoint holds
-        arrays.setdefault(stem, {})[key] = array
-    from ..checkpoints import Snapshot
-
-    return Snapshot(step, arrays, values), name
+    return (snapshot if comm.size == 1 or sent is None else Snapshot(*sent)), name
 
 
 def find(path: Path, tell: Callable[[str], None]) -> tuple[Snapshot, str]:

@@ -17,7 +17,7 @@ from .. import callbacks
 from .. import comm as communication
 from .. import data as datasets
 from ..build import gpus
-from ..checkpoints.trainable import Evaluation, History, Mode, Step, Tally
+from ..checkpoints.trainable import Evaluation, History, Mode, Step
 from ..comm.cores import default_threads
 from ..core import precision as precisions
 from ..core import settings as declaration
@@ -375,25 +375,20 @@ class DistributedTrainer(EngineState):
         """Mean loss and metrics over a data set or loader, dropout off."""
         self.mode.settle()
         slot.phase("evaluate")
-        total, loader = Tally(), in_batches(loader)
+        loader = in_batches(loader)
         data = loader.dataset if isinstance(loader, datasets.DataLoader) else loader
-        watch = agreement.Watch(self.comm, self.check_every, "validation batch")
-        if isinstance(data, datasets.ArrayDataset):
-            agreement.data_set(self.comm, data, "validation")
-            watch.begin(data)
-        else:
-            watch.begin(tell=self._watch.tell)
-        for number, batch in enumerate(self._eval.ahead(iter(evaluated(loader, self._part(training=False))))):
-            watch.batch(batch, number)
+        whole = data if isinstance(data, datasets.ArrayDataset) else None
+        if whole is not None:
+            agreement.data_set(self.comm, whole, "validation")
+
+        def sums(batch: datasets.Batch, number: int) -> tuple[float, float, dict[str, float], float]:
             self.compare(batch, self._eval)
-            sums = self._eval.run(batch, 0)
-            total.add(sums.loss, sums.correct, self._eval.measured(sums), sums.samples)
-        watch.end()
+            found = self._eval.run(batch, 0)
+            return found.loss, found.correct, self._eval.measured(found), found.samples
+
+        found = self._evaluation(self._eval.ahead(iter(evaluated(loader, self._part(training=False)))), sums, whole)
         slot.phase("compute")
-        if not total.counted:
-            raise ConfigError("[evaluate] the data set is empty; give at least one sample")
-        means = total.means()
-        return Evaluation(means["loss"], means.get("accuracy"), int(total.counted), means)
+        return found
 
     def predict(self, loader: Any) -> np.ndarray:
         """What the model gives for all samples of a data set or loader, in order, dropout off: (N, ...) float32, whole
