@@ -18,6 +18,7 @@ from kernels import (
     rows,
     softmax,
     strided,
+    winograd,
 )
 from kernels.op import Cpu, Op
 from kernels.record import Record
@@ -36,6 +37,7 @@ def ops() -> List[Op]:
     all.extend(elementwise.ops())
     all.extend(layout.ops())
     all.extend(products.ops())
+    all.extend(winograd.ops())
     all.extend(pool.ops())
     all.extend(dropout.ops())
     all.extend(softmax.ops())

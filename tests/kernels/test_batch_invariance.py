@@ -33,6 +33,20 @@ def mlp(*sizes: int, activation: type[nn.Module]) -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(*sizes[-2:]), nn.Softmax())
 
 
+class Filtered(nn.Module):
+    """Convolutions by Winograd's algorithm."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(1, 9, 3), nn.Conv2d(9, 8, 3, padding=1)
+        self.conv3, self.fc = nn.Conv2d(8, 11, 3, padding=1), nn.Linear(11 * 36, 40)
+
+    def forward(self, x):
+        x = F.relu(F.conv2d(F.relu(self.conv1(x)), self.conv2.weight, self.conv2.bias, 1, 1, algorithm="winograd"))
+        x = F.conv2d(F.max_pool2d(x, 2), self.conv3.weight, self.conv3.bias, 1, 1, algorithm="winograd")
+        return self.fc(F.flatten(F.max_pool2d(x, 2)))
+
+
 MODELS = {
     "relu": lambda: mlp(784, 100, 17, 10, activation=nn.ReLU),
     "gelu": lambda: mlp(784, 33, 65, activation=nn.GELU),
@@ -41,6 +55,7 @@ MODELS = {
     "lenet5": lambda: nn.models.build("lenet5"),
     "convnet": lambda: nn.models.build("convnet"),
     "strided": Strided,
+    "winograd": Filtered,
 }
 
 

@@ -109,7 +109,9 @@ class Training:
         return self.settings["shard_size"] <= ROWS or any(0 < size <= ROWS for size in sizes)
 
     def __str__(self) -> str:
-        given = {k: v for k, v in self.settings.items() if v not in (None, "fp32", 1, "skip") or k == "shard_size"}
+        given = {
+            k: v for k, v in self.settings.items() if v not in (None, "fp32", 1, "skip", "auto") or k == "shard_size"
+        }
         words = [
             self.network.text,
             f"{self.data.samples} samples ({self.data.text}{', shuffled' * self.data.shuffle}) by {self.data.batch}",
@@ -162,6 +164,7 @@ def training(seed: int, index: int, all_data: bool = False) -> Training:
         "accumulation_steps": random.one([1, 2, 3], [6, 2, 1]),
         "clip_norm": random.one([None, 0.05, 1.0], [3, 1, 1]),
         "precision": random.one(["fp32", "bf16", "fp16"], [8, 1, 1]),
+        "conv_algorithm": kind("convolutions").one(["auto", "winograd"]),
         "seed": random.integer(0, 99),
         "nonfinite": random.one(["skip", "stop"], [3, 1]),
         "check_every": random.one([100, 1, 2]),

@@ -126,11 +126,11 @@ ROOMS = (
 FRONT_ENDS = ("callbacks", "loggers", "testing", "mojo", "torch", "horovod", "ray", "tune")
 ORDER = (*ROOMS[: ROOMS.index("audit")], *FRONT_ENDS[:2], *ROOMS[ROOMS.index("audit") :], *FRONT_ENDS[2:])
 BUDGETS = {  # lines of all its files together
-    "mojo": 16_100,
+    "mojo": 16_650,
     "shared/training": 3_150,
-    "python/odyssey": 43_800,
+    "python/odyssey": 43_900,
     "python/odyssey/comm": 3_945,
-    "python/odyssey/parallel": 3_660,
+    "python/odyssey/parallel": 3_675,
     "python/odyssey/distributed": 2_040,
 }
 PACKAGE_LINES, FILE_LINES = 5_000, 620

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ConfigError, DeviceError, ShapeError
+from ..errors import DeviceError, ShapeError
 from . import native
 from .attention import *  # noqa: F403
 from .batch_norm import batch_norm as batch_norm
@@ -22,6 +22,10 @@ from .operators import *  # noqa: F403
 from .operators import mean, mean_over_samples, multiply, scale, sum
 from .placement import Device
 from .placement import device as place_of
+from .products import bias_memory, grad_memory, pair
+from .products import conv2d as conv2d
+from .products import linear as linear
+from .products import pad2d as pad2d
 from .program import Block, Memory, Recorder, ShardEager, current
 from .shapes import axis_of, batched, framed, reshape, tokens, transpose
 from .tensor import Tensor, apart, attach, empty, in_checkpoint, make
@@ -73,133 +77,8 @@ def to_float(x: Tensor) -> Tensor:
 # --- layers -----------------------------------------------------------------------------------
 
 
-def _grad_memory(name: str, p: Tensor | None, size: int = 0) -> Memory:
-    """Where the kernel adds the gradient of a weight or bias; scratch memory if nobody wants it."""
-    if p is None or not p.requires_grad:
-        return current().alloc(4 * (size if p is None else p.size))
-    if p.node is not None:
-        raise ShapeError(f"[{name}] the weight is the result of another op; it must be a parameter")
-    if p.grad is None:
-        p.grad = make(Block(native.aligned(p.shape)), p.shape)
-    return p.grad.memory
-
-
-def _check_bias(name: str, b: Tensor | None, weight: Tensor) -> None:
-    if b is not None and b.shape != weight.shape[:1]:
-        raise ShapeError(f"[{name}] bias of shape {b.shape} for weight {weight.shape}; it must be {weight.shape[:1]}")
-
-
-def _bias(b: Tensor | None, size: int) -> Memory:
-    return Block(native.aligned(size)) if b is None else b.memory
-
-
-def _precision() -> str:
-    """What the products called now round their operands to."""
-    executor = current()
-    if executor.precision == "tf32" and not executor.gpu:
-        raise ConfigError("[precision] tf32 products are a GPU's; use fp32 or bf16, or train on a GPU")
-    return executor.precision
-
-
-def _pair(v: int | tuple[int, int]) -> tuple[int, int]:
-    return (v, v) if isinstance(v, int) else (v[0], v[1])
-
-
-def pad2d(x: Tensor, padding: int | tuple[int, int]) -> Tensor:
-    """(N, C, H, W) in a frame of zeros, `padding` high and wide."""
-    ph, pw = _pair(padding)
-    if ph < 0 or pw < 0 or x.ndim != 4:
-        raise ShapeError(f"[pad2d] padding {padding} of shape {x.shape}; give 0 or more, and a tensor of (N, C, H, W)")
-    if ph == pw == 0:
-        return x
-    x = batched(x)
-    n, c, h, w = x.shape
-    y = empty((n, c, h + 2 * ph, w + 2 * pw), x.layout)
-    current().emit("pad_forward", y.memory, x.memory, x.groups * c, h, w, ph, pw, layout=x.layout)
-
-    def backward(dy: Tensor) -> tuple[Tensor]:
-        dx = empty(x.shape, x.layout)
-        current().emit("pad_backward", dx.memory, dy.memory, x.groups * c, h, w, ph, pw, layout=x.layout)
-        return (dx,)
-
-    return attach(y, (x,), backward)
-
-
-def conv2d(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: int = 1, padding: int | tuple[int, int] = 0
-) -> Tensor:
-    """Cross-correlation of x (N, C, H, W) with weight (K, C, R, T), plus bias (K).
-
-    Returns:
-        (N, K, P, Q) with P = (H + 2 padding - R) / stride + 1.
-
-    Raises:
-        ShapeError: the channels differ, or the kernel is larger than the padded input.
-    """
-    if x.ndim != 4 or weight.ndim != 4 or x.shape[1] != weight.shape[1]:
-        raise ShapeError(
-            f"[conv2d] input {x.shape} and weight {weight.shape}; they must be (N, C, H, W) and (K, C, R, T) "
-            "with the same C"
-        )
-    if stride < 1:
-        raise ShapeError(f"[conv2d] stride is {stride}; it must be at least 1")
-    _check_bias("conv2d", bias, weight)
-    x = batched(pad2d(x, padding))
-    n, c, h, w = x.shape
-    k, _, r, t = weight.shape
-    if r > h or t > w:
-        raise ShapeError(f"[conv2d] a kernel of {r} x {t} does not fit an input of {h} x {w}; add padding")
-    y = empty((n, k, (h - r) // stride + 1, (w - t) // stride + 1), x.layout)
-    sizes = (x.groups, c, h, w, k, r, t, stride)
-    # One channel fills half of a pair; packing would cost what is left to gain (docs/precision.md).
-    how = {"layout": x.layout, "dtype": _precision() if c > 1 else "fp32"}
-    current().emit("conv2d_forward", y.memory, x.memory, weight.memory, _bias(bias, k), *sizes, 0, **how)
-
-    def backward(dy: Tensor) -> tuple[Tensor | None, ...]:
-        if weight.requires_grad or (bias is not None and bias.requires_grad):
-            db = _grad_memory("conv2d", bias, k)
-            dw = _grad_memory("conv2d", weight)
-            current().emit("conv2d_backward_weight", dw, db, dy.memory, x.memory, *sizes, **how)
-        if not x.requires_grad:
-            return (None, None, None)
-        dx = empty(x.shape, x.layout)
-        current().emit("conv2d_backward_input", dx.memory, dy.memory, weight.memory, *sizes, **how)
-        return (dx, None, None)
-
-    return attach(y, (x, weight, weight if bias is None else bias), backward)
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x (..., I) times weight (O, I) transposed, plus bias (O): (..., O)."""
-    if x.ndim > 2 and weight.ndim == 2 and x.shape[-1] == weight.shape[1]:
-        return reshape(linear(tokens(x), weight, bias), *x.shape[:-1], weight.shape[0])
-    if x.ndim != 2 or weight.ndim != 2 or x.shape[1] != weight.shape[1]:
-        raise ShapeError(
-            f"[linear] input {x.shape} and weight {weight.shape}; they must be (..., I) and (O, I) with the same I"
-        )
-    _check_bias("linear", bias, weight)
-    x = batched(x)
-    (o, i), g = weight.shape, x.groups
-    y = empty((x.shape[0], o), x.layout)
-    how = {"layout": x.layout, "dtype": _precision()}
-    current().emit("linear_forward", y.memory, x.memory, weight.memory, _bias(bias, o), g, i, o, 0, **how)
-
-    def backward(dy: Tensor) -> tuple[Tensor | None, ...]:
-        if weight.requires_grad or (bias is not None and bias.requires_grad):
-            db = _grad_memory("linear", bias, o)
-            dw = _grad_memory("linear", weight)
-            current().emit("linear_backward_weight", dw, db, dy.memory, x.memory, g, i, o, **how)
-        if not x.requires_grad:
-            return (None, None, None)
-        dx = empty(x.shape, x.layout)
-        current().emit("linear_backward_input", dx.memory, dy.memory, weight.memory, g, i, o, **how)
-        return (dx, None, None)
-
-    return attach(y, (x, weight, weight if bias is None else bias), backward)
-
-
 def _pool_sizes(name: str, x: Tensor, kernel: Any, stride: int | None) -> tuple[int, ...]:
-    r, t = _pair(kernel)
+    r, t = pair(kernel)
     s = r if stride is None else stride
     if r < 1 or t < 1 or s < 1:
         raise ShapeError(f"[{name}] a window of {r} x {t} at stride {s}; all must be at least 1")
@@ -220,8 +99,8 @@ def max_pool2d(
 
     A frame of `padding`, at most half a window, is part of windows and never the largest value.
     """
-    ph, pw = _pair(padding)
-    if ph < 0 or pw < 0 or any(2 * p > k for p, k in zip((ph, pw), _pair(kernel_size), strict=True)):
+    ph, pw = pair(padding)
+    if ph < 0 or pw < 0 or any(2 * p > k for p, k in zip((ph, pw), pair(kernel_size), strict=True)):
         raise ShapeError(f"[max_pool2d] padding {padding} of windows {kernel_size}; give 0 to half a window")
     x = batched(x)
     if ph or pw:
@@ -390,13 +269,13 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float
     x = batched(x)
     y, size = empty(x.shape, x.layout), (x.groups, x.features)
     stats = current().alloc(8 * (x.floats // x.features))  # mean and 1 / deviation of each sample
-    where = y.memory, stats, x.memory, weight.memory, _bias(bias, x.features)
+    where = y.memory, stats, x.memory, weight.memory, bias_memory(bias, x.features)
     current().emit("layer_norm_forward", *where, *size, float(eps), layout=x.layout)
 
     def backward(dy: Tensor) -> tuple[Tensor | None, ...]:
         for kind, p, saved in (("weight", weight, (x.memory, stats)), ("bias", bias, ())):
             if p is not None and p.requires_grad:
-                to = _grad_memory("layer_norm", p)
+                to = grad_memory("layer_norm", p)
                 current().emit(f"layer_norm_backward_{kind}", to, dy.memory, *saved, *size, layout=x.layout)
         if not x.requires_grad:
             return (None, None, None)

@@ -91,6 +91,7 @@ class Executor:
 
     def __init__(self) -> None:
         self.precision = "fp32"  # see precision.py
+        self.conv_algorithm = "auto"  # see products.py
         self.gpu = False  # what is recorded will run on GPUs
         self.scaled = False  # backward() starts from the context's loss scale instead of 1
         self.scope = Scope()

@@ -118,5 +118,6 @@ REDUCTIONS: dict[str, bool] = {  # whether the bits are the same on any number o
 NONFINITE: tuple[str, ...] = ("stop", "skip", "rollback")
 LR_SCALINGS: tuple[str, ...] = ("none", "sqrt", "linear")
 COMPRESSIONS: tuple[str, ...] = ("fp16", "bf16", "topk", "powersgd")
+CONV_ALGORITHMS: tuple[str, ...] = ("auto", "direct", "winograd")
 PRECISIONS: tuple[str, ...] = ("fp32", "tf32", "bf16", "fp16")
 BACKENDS: tuple[str, ...] = ("auto", "mpi", "shm", "local", "gloo", "nccl")

@@ -189,6 +189,11 @@ class Training(Exchange):
         DATA, "fp32", "what the operands of products are rounded to; tf32 on GPUs only, fp16 scales the loss",
         choices=recipes.PRECISIONS
     )
+    conv_algorithm: str = setting(
+        DATA, "auto", "how 3 x 3 convolutions of stride 1 are computed: directly (auto as well), or on CPUs in fp32 "
+        "from 8 channels and 8 x 8 pixels on by Winograd's algorithm", choices=recipes.CONV_ALGORITHMS,
+        checkpoint="convolution algorithm"
+    )
     scaler_init_scale: float = setting(
         DATA, 65536.0, "first loss scale, a power of two", "65536", low=1, only=FP16, alias="scaler_init_scale"
     )

@@ -68,6 +68,7 @@ class Engine:
         groups: this rank's communicators along the axes of the mesh.
         train: whether to run a backward pass.
         precision: of the products (precision.py).
+        conv_algorithm: of the convolutions (products.py).
         scaled: whether gradients come out multiplied by `loss_scale`.
         like: the training engine, whose parts and places an engine for evaluation shares.
         team: the GPUs of this process, if the layout names some.
@@ -86,6 +87,7 @@ class Engine:
         seed: int,
         like: Engine | None = None,
         precision: str = "fp32",
+        conv_algorithm: str = "auto",
         scaled: bool = False,
         team: DeviceGroup | None = None,
         metrics: dict[str, Metric] | None = None,
@@ -97,7 +99,7 @@ class Engine:
         self.groups, self.seed = groups or Groups(layout.comm, layout.mesh), seed
         self.shard_size = layout.shard_size
         self._like = like
-        self.precision, self.scaled = precision, scaled
+        self.precision, self.conv_algorithm, self.scaled = precision, conv_algorithm, scaled
         self.loss_scale = 1.0  # of the next run, if `scaled`
         self._parts: Parts | None = None
         self._ownership: dict[str, tensor.Piece] = {}  # of tensor parallelism: what this rank trains
@@ -602,6 +604,7 @@ class Engine:
 
     def _traced(self, executor: Recorder | ShardEager, n: int, form: Form) -> None:
         before = [(m, m.training) for m in self.model.modules()]
+        executor.conv_algorithm = self.conv_algorithm
         self.model.train(self.train)
         try:
             with using(executor), contextlib.nullcontext() if self.train else no_grad():

@@ -454,18 +454,24 @@ class _Rewriter:
         if "y" in a:
             mine = self._split_value(a["y"], r, g, ranges, plan.name)
             w, b = _from(a["w"], lo * weights), _from(a["b"], lo)
-            self._emit(r, r.op, mine, self._whole(a["x"], r), w, b, None, *some)
+            self._emit(r, r.op, mine, self._whole(a["x"], r), w, b, a["scratch"], *some)
         elif "dw" in a:
             dys = self._mine(a["dy"], r, g, ranges)
             dw, db = _from(a["dw"], lo * weights), _from(a["db"], lo)
             self._emit(r, r.op, dw, db, dys, self._whole(a["x"], r), a["scratch"], *some)
         else:
-            node = self._slot(g, inputs)
-            dys = self._mine(a["dy"], r, g, ranges)
             whole = [a[name] for name in r.declared.sizes]
-            memory = [node, dys, a["w"]] + [a["scratch"]] * ("I" in a)  # a convolution's has none
+            winograd = "m" in a  # adds what dx is made of afterwards
+            features = _transformed(a) if winograd else inputs
+            node = self._slot(g, features)
+            dys = self._mine(a["dy"], r, g, ranges)
+            memory = [node, dys, a["w"]] + [a["scratch"]] * ("I" in a or winograd)  # a direct convolution's has none
             self._emit(r, f"{r.op}_parts", *memory, *whole, self.part, self.parts)
-            self._sum(r, a["dx"], node, g, inputs, plan.name)
+            total = self._slot(g, features) if winograd else a["dx"]
+            self._sum(r, total, node, g, features, plan.name)
+            if winograd:
+                self._emit(r, f"{r.op}_end", a["dx"], self._whole(total, r), *whole)
+                self._made(a["dx"])
 
     def _by_inputs(self, r: Record, a: dict[str, Any], plan: _Plan) -> None:
         """A linear layer of which this rank has some inputs."""
@@ -547,6 +553,12 @@ def _arguments(r: Record) -> dict[str, Any]:
 def _pixels(a: Mapping[str, Any]) -> int:
     """Numbers that a convolution or pool with these arguments makes per channel; 1 for a linear layer."""
     return ((a["H"] - a["R"]) // a["S"] + 1) * ((a["W"] - a["T"]) // a["S"] + 1) if "H" in a else 1
+
+
+def _transformed(a: Mapping[str, Any]) -> int:
+    """Numbers per sample that are added in the gradient of the input of a Winograd convolution."""
+    tiles = [-(-(a[size] - 2 * a[frame]) // a["m"]) for size, frame in (("H", "ph"), ("W", "pw"))]
+    return math.prod(tiles) * (a["m"] + 2) ** 2 * a["C"]
 
 
 def _times(ranges: tuple[Run, ...], n: int) -> tuple[Run, ...]:

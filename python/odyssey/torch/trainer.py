@@ -39,7 +39,16 @@ from .data import DataLoader
 from .shards import Shards, Sums
 from .state import TorchState, environment, hold
 
-OURS = ("num_gpus", "oversubscribe", "execution", "pipeline_schedule", "bucket_size_mb", "overlap", "lr_scaling")
+OURS = (
+    "num_gpus",
+    "oversubscribe",
+    "execution",
+    "pipeline_schedule",
+    "bucket_size_mb",
+    "overlap",
+    "lr_scaling",
+    "conv_algorithm",
+)
 
 
 class DistributedTrainer(TorchState):

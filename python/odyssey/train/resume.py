@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 #: Steps whose learning-rate factor is compared: schedules are functions and cannot be.
 PROBES = (0, *(n * 10**k for k in range(6) for n in (1, 2, 5)))
 _ARRAY = "\0array"  # in JSON: dtype and shape of one that follows
+#: What a checkpoint was made with that is older than the setting.
+BEFORE = {"convolution algorithm": "auto"}
 
 
 # --- what must be the same -------------------------------------------------------------------------------------------
@@ -69,6 +71,8 @@ def check(saved: dict[str, Any], now: dict[str, Any], name: str) -> None:
     for key, value in now.items():
         if key not in saved and key == "accumulation":  # of a loop of one's own; the checkpoint is fit()'s
             continue
+        if key not in saved and key in BEFORE:
+            saved = {**saved, key: BEFORE[key]}
         if key not in saved:
             raise ConfigError(f"[resume] {name} says nothing of the {key}; use --resume never, or another checkpoint")
         if saved[key] != value and key == "schedule":  # told by probes of its factors, which say nothing to a reader

@@ -148,6 +148,10 @@ class DistributedTrainer(EngineState):
         if devices:
             from ..engine.gpu.group import DeviceGroup
 
+            if made.conv_algorithm == "winograd":
+                raise ConfigError(
+                    "[train] conv_algorithm is 'winograd', which CPUs have; use 'auto' or 'direct', or --device cpu"
+                )
             team = DeviceGroup(devices, self.arena)
             team.keep(optimizer)
             self.notice = team.describe()
@@ -164,7 +168,7 @@ class DistributedTrainer(EngineState):
             )
         self.mode = Mode(self)
         groups = Groups(self.comm, self.mesh)
-        common: dict[str, Any] = {"seed": made.seed, "precision": made.precision}
+        common: dict[str, Any] = {key: getattr(made, key) for key in ("seed", "precision", "conv_algorithm")}
         common["metrics"] = None if metrics is None else chosen(metrics)
         layout, its_groups, own = self.layout, groups, {}
         if strategy.reduction in MODES and self.comm.size > 1:

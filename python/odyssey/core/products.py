@@ -1,0 +1,197 @@
+"""Products of an input and the weights of a layer: convolutions and linear layers, and which kernels compute them.
+
+Letters as in functional.py. A record's dtype says how its operands are rounded (precision.py). A convolution of 3 x 3
+with stride 1 is computed directly, or by Winograd's algorithm (mojo/kernels/winograd.mojo) where `conv_algorithm` says
+so; the shape of the whole layer and that setting alone decide.
+"""
+
+from __future__ import annotations
+
+from ..errors import ConfigError, ShapeError
+from . import native
+from .program import Block, Memory, current
+from .recipes import CONV_ALGORITHMS
+from .shapes import batched, reshape, tokens
+from .tensor import Tensor, attach, empty, make, to_lanes, to_rows
+
+AUTO = "direct"  # what conv_algorithm="auto" stands for; docs/kernels.md has the errors of both
+LEAST = 8  # channels of x and of y, height and width of y that gain by Winograd's algorithm
+LARGE = 16  # height and width of y from which on its tiles have 4 x 4 outputs instead of 2 x 2
+
+
+def grad_memory(name: str, p: Tensor | None, size: int = 0) -> Memory:
+    """Where the kernel adds the gradient of a weight or bias; scratch memory if nobody wants it."""
+    if p is None or not p.requires_grad:
+        return current().alloc(4 * (size if p is None else p.size))
+    if p.node is not None:
+        raise ShapeError(f"[{name}] the weight is the result of another op; it must be a parameter")
+    if p.grad is None:
+        p.grad = make(Block(native.aligned(p.shape)), p.shape)
+    return p.grad.memory
+
+
+def _check_bias(name: str, b: Tensor | None, weight: Tensor) -> None:
+    if b is not None and b.shape != weight.shape[:1]:
+        raise ShapeError(f"[{name}] bias of shape {b.shape} for weight {weight.shape}; it must be {weight.shape[:1]}")
+
+
+def bias_memory(b: Tensor | None, size: int) -> Memory:
+    return Block(native.aligned(size)) if b is None else b.memory
+
+
+def _precision() -> str:
+    """What the products called now round their operands to."""
+    executor = current()
+    if executor.precision == "tf32" and not executor.gpu:
+        raise ConfigError("[precision] tf32 products are a GPU's; use fp32 or bf16, or train on a GPU")
+    return executor.precision
+
+
+def pair(v: int | tuple[int, int]) -> tuple[int, int]:
+    return (v, v) if isinstance(v, int) else (v[0], v[1])
+
+
+def pad2d(x: Tensor, padding: int | tuple[int, int]) -> Tensor:
+    """(N, C, H, W) in a frame of zeros, `padding` high and wide."""
+    ph, pw = pair(padding)
+    if ph < 0 or pw < 0 or x.ndim != 4:
+        raise ShapeError(f"[pad2d] padding {padding} of shape {x.shape}; give 0 or more, and a tensor of (N, C, H, W)")
+    if ph == pw == 0:
+        return x
+    x = batched(x)
+    n, c, h, w = x.shape
+    y = empty((n, c, h + 2 * ph, w + 2 * pw), x.layout)
+    current().emit("pad_forward", y.memory, x.memory, x.groups * c, h, w, ph, pw, layout=x.layout)
+
+    def backward(dy: Tensor) -> tuple[Tensor]:
+        dx = empty(x.shape, x.layout)
+        current().emit("pad_backward", dx.memory, dy.memory, x.groups * c, h, w, ph, pw, layout=x.layout)
+        return (dx,)
+
+    return attach(y, (x,), backward)
+
+
+def conv2d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int = 1,
+    padding: int | tuple[int, int] = 0,
+    *,
+    algorithm: str | None = None,
+) -> Tensor:
+    """Cross-correlation of x (N, C, H, W) with weight (K, C, R, T), plus bias (K).
+
+    Args:
+        algorithm: "auto", "direct" or "winograd", which is for 3 x 3 with stride 1, at least 8 channels of x and y,
+            y of at least 8 x 8 and float32 products, and leaves others direct; None: the trainer's conv_algorithm.
+
+    Returns:
+        (N, K, P, Q) with P = (H + 2 padding - R) / stride + 1.
+
+    Raises:
+        ShapeError: the channels differ, or the kernel is larger than the padded input.
+        ConfigError: another algorithm, or Winograd's on a GPU.
+    """
+    if x.ndim != 4 or weight.ndim != 4 or x.shape[1] != weight.shape[1]:
+        raise ShapeError(
+            f"[conv2d] input {x.shape} and weight {weight.shape}; they must be (N, C, H, W) and (K, C, R, T) "
+            "with the same C"
+        )
+    if stride < 1:
+        raise ShapeError(f"[conv2d] stride is {stride}; it must be at least 1")
+    _check_bias("conv2d", bias, weight)
+    framed = [n + 2 * p for n, p in zip(x.shape[2:], pair(padding), strict=True)]
+    if min(pair(padding)) >= 0 and _by_winograd(algorithm, weight.shape, stride, framed):
+        return _winograd(x, weight, bias, *pair(padding))
+    x = batched(pad2d(x, padding))
+    n, c, h, w = x.shape
+    k, _, r, t = weight.shape
+    if r > h or t > w:
+        raise ShapeError(f"[conv2d] a kernel of {r} x {t} does not fit an input of {h} x {w}; add padding")
+    y = empty((n, k, (h - r) // stride + 1, (w - t) // stride + 1), x.layout)
+    sizes = (x.groups, c, h, w, k, r, t, stride)
+    # One channel fills half of a pair; packing would cost what is left to gain (docs/precision.md).
+    how = {"layout": x.layout, "dtype": _precision() if c > 1 else "fp32"}
+    current().emit("conv2d_forward", y.memory, x.memory, weight.memory, bias_memory(bias, k), *sizes, 0, **how)
+
+    def backward(dy: Tensor) -> tuple[Tensor | None, ...]:
+        if weight.requires_grad or (bias is not None and bias.requires_grad):
+            db = grad_memory("conv2d", bias, k)
+            dw = grad_memory("conv2d", weight)
+            current().emit("conv2d_backward_weight", dw, db, dy.memory, x.memory, *sizes, **how)
+        if not x.requires_grad:
+            return (None, None, None)
+        dx = empty(x.shape, x.layout)
+        current().emit("conv2d_backward_input", dx.memory, dy.memory, weight.memory, *sizes, **how)
+        return (dx, None, None)
+
+    return attach(y, (x, weight, weight if bias is None else bias), backward)
+
+
+def _by_winograd(algorithm: str | None, weight: tuple[int, ...], stride: int, framed: list[int]) -> bool:
+    """Whether a convolution of an input with these height and width, frame included, is one of Winograd's."""
+    chosen = current().conv_algorithm if algorithm is None else algorithm
+    if chosen not in CONV_ALGORITHMS:
+        raise ConfigError(f"[conv2d] algorithm is {chosen!r}; choose from {', '.join(CONV_ALGORITHMS)}")
+    if (AUTO if chosen == "auto" else chosen) == "direct":
+        return False
+    if current().gpu:
+        raise ConfigError("[conv2d] algorithm is 'winograd', which CPUs have; use 'direct' or 'auto' on a GPU")
+    fits = weight[2:] == (3, 3) and stride == 1 and min(*weight[:2], *(n - 2 for n in framed)) >= LEAST
+    return fits and _precision() == "fp32"
+
+
+def _winograd(x: Tensor, weight: Tensor, bias: Tensor | None, ph: int, pw: int) -> Tensor:
+    """conv2d of 3 x 3 and stride 1. A few samples are computed in lanes as well, for the same bits."""
+    rows = (x := batched(x)).layout == "rows"
+    x = to_lanes(x)
+    (n, c, h, w), k, g = x.shape, weight.shape[0], x.groups
+    y = empty((n, k, h + 2 * ph - 2, w + 2 * pw - 2), x.layout)
+    sizes = (g, c, h + 2 * ph, w + 2 * pw, k, 3, 3, 1)
+    frame = (ph, pw, 4 if min(y.shape[2:]) >= LARGE else 2)
+    memory = y.memory, x.memory, weight.memory, bias_memory(bias, k)
+    current().emit("winograd_forward", *memory, *sizes, *frame, 0)
+
+    def backward(dy: Tensor) -> tuple[Tensor | None, ...]:
+        if weight.requires_grad or (bias is not None and bias.requires_grad):
+            db, dw = grad_memory("conv2d", bias, k), grad_memory("conv2d", weight)
+            padded = pad2d(x.detach(), (ph, pw))
+            current().emit("conv2d_backward_weight", dw, db, dy.memory, padded.memory, *sizes)
+        if not x.requires_grad:
+            return (None, None, None)
+        dx = empty(x.shape, x.layout)
+        current().emit("winograd_backward_input", dx.memory, dy.memory, weight.memory, *sizes, *frame)
+        return (dx, None, None)
+
+    y = attach(y, (x, weight, weight if bias is None else bias), backward)
+    return to_rows(y) if rows else y
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x (..., I) times weight (O, I) transposed, plus bias (O): (..., O)."""
+    if x.ndim > 2 and weight.ndim == 2 and x.shape[-1] == weight.shape[1]:
+        return reshape(linear(tokens(x), weight, bias), *x.shape[:-1], weight.shape[0])
+    if x.ndim != 2 or weight.ndim != 2 or x.shape[1] != weight.shape[1]:
+        raise ShapeError(
+            f"[linear] input {x.shape} and weight {weight.shape}; they must be (..., I) and (O, I) with the same I"
+        )
+    _check_bias("linear", bias, weight)
+    x = batched(x)
+    (o, i), g = weight.shape, x.groups
+    y = empty((x.shape[0], o), x.layout)
+    how = {"layout": x.layout, "dtype": _precision()}
+    current().emit("linear_forward", y.memory, x.memory, weight.memory, bias_memory(bias, o), g, i, o, 0, **how)
+
+    def backward(dy: Tensor) -> tuple[Tensor | None, ...]:
+        if weight.requires_grad or (bias is not None and bias.requires_grad):
+            db = grad_memory("linear", bias, o)
+            dw = grad_memory("linear", weight)
+            current().emit("linear_backward_weight", dw, db, dy.memory, x.memory, g, i, o, **how)
+        if not x.requires_grad:
+            return (None, None, None)
+        dx = empty(x.shape, x.layout)
+        current().emit("linear_backward_input", dx.memory, dy.memory, weight.memory, g, i, o, **how)
+        return (dx, None, None)
+
+    return attach(y, (x, weight, weight if bias is None else bias), backward)
