@@ -71,3 +71,49 @@ def torch_model(name: str) -> Any:
             return self.fc2(self.dropout2(self.fc1(x).relu())).log_softmax(1)
 
     return {"lenet5": LeNet5, "mlp": MLP, "convnet": ConvNet}[name]()
+
+
+def torch_gpt(
+    vocab_size: int, context: int, layers: int = 6, heads: int = 6, width: int = 384, dropout: float = 0.0
+) -> Any:
+    """odyssey's GPT in PyTorch, as one writes it there: ids (N, T) to logits; the attention kernel is PyTorch's."""
+    from torch import arange, nn
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ln_1, self.ln_2 = (nn.LayerNorm(width, bias=False) for _ in range(2))
+            self.attn, self.mlp = nn.Module(), nn.Module()
+            self.attn.c_attn, self.attn.c_proj = linear(width, 3 * width), linear(width, width)
+            self.mlp.c_fc, self.mlp.c_proj = linear(width, 4 * width), linear(4 * width, width)
+            self.drop = nn.Dropout(dropout)
+
+        def forward(self, x: Any) -> Any:
+            n, t, f = x.shape
+            parts = self.attn.c_attn(self.ln_1(x)).split(f, dim=2)
+            q, k, v = (part.view(n, t, heads, f // heads).transpose(1, 2) for part in parts)
+            y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + self.drop(self.attn.c_proj(y.transpose(1, 2).reshape(n, t, f)))
+            return x + self.drop(self.mlp.c_proj(nn.functional.gelu(self.mlp.c_fc(self.ln_2(x)))))
+
+    class GPT(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.transformer = nn.ModuleDict({"wte": nn.Embedding(vocab_size, width)})
+            self.transformer.update({"wpe": nn.Embedding(context, width), "drop": nn.Dropout(dropout)})
+            self.transformer.update({"h": nn.ModuleList(Block() for _ in range(layers))})
+            self.transformer.update({"ln_f": nn.LayerNorm(width, bias=False)})
+            self.lm_head = linear(width, vocab_size)
+            self.lm_head.weight = self.transformer.wte.weight
+
+        def forward(self, ids: Any) -> Any:
+            x = self.transformer.wte(ids) + self.transformer.wpe(arange(ids.shape[1]))
+            x = self.transformer.drop(x)
+            for block in self.transformer.h:
+                x = block(x)
+            return self.lm_head(self.transformer.ln_f(x))
+
+    def linear(i: int, o: int) -> Any:
+        return nn.Linear(i, o, bias=False)
+
+    return GPT()

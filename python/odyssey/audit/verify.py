@@ -182,7 +182,8 @@ class Difference:
     def __str__(self) -> str:
         at = f"[{', '.join(map(str, self.element))}]" if self.element else ""
         many = f"{self.differing} element{'s differ' if self.differing > 1 else ' differs'}"
-        return f"step {self.step}: {self.tensor}{at} is {self.found!r} instead of {self.expected!r} ({many})"
+        step = f"step {self.step}: " if self.step else ""
+        return f"{step}{self.tensor}{at} is {self.found!r} instead of {self.expected!r} ({many})"
 
 
 @dataclasses.dataclass
@@ -237,7 +238,7 @@ def compare(expected: Path, found: Path, steps: int) -> tuple[Difference | None,
                 raise ConfigError(f"[verify] the runs hold other tensors: {odd[0]}")
             for name in a.files:
                 x, y = a[name], b[name]
-                difference = _first(step, name + _of(trainer), x, y)
+                difference = first(step, name + _of(trainer), x, y)
                 if difference:
                     return difference, done, values
                 values += x.size
@@ -251,8 +252,8 @@ def _of(trainer: int) -> str:
     return f" of trainer {trainer + 1}" if trainer else ""
 
 
-def _first(step: int, name: str, x: np.ndarray, y: np.ndarray) -> Difference | None:
-    """The first element of two arrays whose bits differ."""
+def first(step: int, name: str, x: np.ndarray, y: np.ndarray) -> Difference | None:
+    """The first element of two arrays whose bits differ; step 0: of no step."""
     import numpy as np
 
     if x.shape != y.shape or x.dtype != y.dtype:

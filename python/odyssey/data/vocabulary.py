@@ -59,13 +59,17 @@ class Vocabulary(list[str]):
         """That of a training on text, from a checkpoint's folder; DataError if there is none."""
         try:
             content = parse_json((Path(path) / "manifest.json").read_bytes(), "manifest.json")
-            saved = content["values"]["configuration"]["vocabulary"]
-            words, tokenizer = saved.get("characters", ""), saved.get("tokenizer", "")
-        except (OSError, DataError, KeyError, TypeError, AttributeError):
+            saved = dict(content["values"]["configuration"]["vocabulary"])
+        except (OSError, DataError, KeyError, TypeError, ValueError):
             raise DataError(
                 f"{path} has no manifest.json with a vocabulary; give a checkpoint of a training on text"
             ) from None
-        return cls(words, tokenizer, f"the tokenizer in {path}")
+        return cls.restored(saved, str(path))
+
+    @classmethod
+    def restored(cls, saved: dict[str, str], path: str) -> Vocabulary:
+        """What `saved` was, of a checkpoint at `path`."""
+        return cls(saved.get("characters", ""), saved.get("tokenizer", ""), f"the tokenizer in {path}")
 
 
 def _tokenizer(content: str, name: str) -> Any:

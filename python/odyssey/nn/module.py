@@ -47,10 +47,18 @@ def manual_seed(seed: int) -> None:
 
 def uniform(shape: tuple[int, ...], bound: float) -> Parameter:
     """A parameter with numbers from [-bound, bound). Raises ConfigError: there would be more than `limited` allows."""
+    _count(shape)
+    return _uniform(shape, bound)
+
+
+def _count(shape: tuple[int, ...]) -> None:
     if _init.left is not None:
         _init.left -= math.prod(shape)
         if _init.left < 0:
             raise ConfigError(f"a parameter {shape} is more than there may be")
+
+
+def _uniform(shape: tuple[int, ...], bound: float) -> Parameter:
     p = Parameter(np.zeros(shape, np.float32))
     Eager().emit("uniform", p.memory, p.size, _init.seed, _init.stream, -float(bound), float(bound))
     _init.stream += 1
@@ -59,7 +67,8 @@ def uniform(shape: tuple[int, ...], bound: float) -> Parameter:
 
 def normal(shape: tuple[int, ...]) -> Parameter:
     """A parameter with numbers of mean 0 and variance 1: sums of twelve uniform ones (the bits of no library's log)."""
-    return Parameter(uniform((12, *shape), 0.5).data.sum(axis=0))
+    _count(shape)
+    return Parameter(_uniform((12, *shape), 0.5).data.sum(axis=0))
 
 
 @contextlib.contextmanager

@@ -15,10 +15,12 @@ from typing import Any
 
 import numpy as np
 
+from .. import data as datasets
 from .. import nn
 from ..checkpoints import Snapshot
 from ..comm import Communicator
-from ..core.tensor import Tensor, no_grad
+from ..core.program import Eager
+from ..core.tensor import Tensor, empty, layout_of, no_grad
 from ..data import ArrayDataset, Batch
 from ..data.trees import mapped
 from ..errors import CheckpointError, ConfigError, ShapeError
@@ -76,7 +78,7 @@ def of_data(data: Any) -> dict[str, Any]:
 def build(said: dict[str, Any], most: int = 2**31) -> nn.Module:
     """A model as of_model() says, of at most so many numbers. Raises KeyError, TypeError, ValueError or a ConfigError
     where it says something else."""
-    with limited(most):
+    with limited(3 * most):  # of a weight that two layers share, and where values are drawn again (GPT)
         return _build(said, most)
 
 
@@ -107,6 +109,7 @@ class Saved:
     loss: str
     name: str
     step: int
+    vocabulary: dict[str, str] | None = None  # of text (data.Vocabulary.restored)
 
 
 def found(path: str | Path) -> tuple[Snapshot, str]:
@@ -145,7 +148,8 @@ def opened(path: str | Path, model: nn.Module | None = None) -> Saved:
             )
     except (ShapeError, RuntimeError, AttributeError) as problem:
         raise ConfigError(f"[load] {name}: {problem}; the model was changed after it was built: give it") from problem
-    return Saved(model.eval(), about.get("data") or {}, about.get("loss") or "", name, snapshot.step)
+    vocabulary = (snapshot.values.get("configuration") or {}).get("vocabulary")
+    return Saved(model.eval(), about.get("data") or {}, about.get("loss") or "", name, snapshot.step, vocabulary)
 
 
 def load(path: str | Path, model: nn.Module | None = None) -> nn.Module:
@@ -159,6 +163,25 @@ def load(path: str | Path, model: nn.Module | None = None) -> nn.Module:
         ConfigError: the model is of your own code, or is another. CheckpointError: no checkpoint is valid.
     """
     return opened(path, model).model
+
+
+def samples(found: Saved, dataset: str | None = None, data_dir: Path | None = None, train: bool = False) -> Any:
+    """A part of the data set that a model was trained on, or of another. Raises ConfigError: neither is known."""
+    source = found.data.get("source") or {}
+    name = dataset or source.get("dataset")
+    if name is None:
+        raise ConfigError(
+            f"[load] {found.name} does not say what its data are, as odyssey train has not made it; give --dataset and "
+            "--data-dir"
+        )
+    where = data_dir or (Path(source["data_dir"]) if source.get("data_dir") and not dataset else None)
+    own = {key: source[key] for key in ("size", "target", "length") if source.get(key) is not None}
+    return datasets.opened(name, where, train=train, **own)
+
+
+def loss_of(found: Saved) -> nn.Module | None:
+    """The loss that a model was trained with, if it is one of odyssey.nn's; None: the model's own."""
+    return getattr(nn, found.loss)() if found.loss in nn.__all__ else None
 
 
 # --- predictions -----------------------------------------------------------------------------------------------------
@@ -194,7 +217,7 @@ def _of_batch(model: nn.Module, batch: Batch, comm: Communicator, size: int) -> 
     cuts = [share(shard_count(n, size), comm.size, rank) for rank in range(comm.size)]
     runs = [(min(lo * size, n), min(hi * size, n)) for lo, hi in cuts]
     lo, hi = runs[comm.rank]
-    rows = [_forward(model, batch, a, min(a + size, hi)) for a in range(lo, hi, size)]
+    rows = [forward(model, batch, a, min(a + size, hi)) for a in range(lo, hi, size)]
     if comm.size == 1:
         return np.concatenate(rows)
     shapes = comm.all_gather(np.array([*(rows[0].shape[1:] if rows else ()), *[-1] * 8][:8], np.int64))
@@ -207,10 +230,13 @@ def _of_batch(model: nn.Module, batch: Batch, comm: Communicator, size: int) -> 
     return whole
 
 
-def _forward(model: nn.Module, batch: Batch, lo: int, hi: int) -> np.ndarray:
+def forward(model: nn.Module, batch: Batch, lo: int, hi: int) -> np.ndarray:
     """Of some samples of a batch; (hi - lo, ...)."""
-    data, _ = batch.dataset.gather(batch.indices[lo:hi])
-    x = mapped(lambda a: Tensor(a, dtype=np.int32 if a.dtype.kind in "iu" else np.float32), data)
+    data, which = batch.dataset, batch.indices[lo:hi]
+    if isinstance(data, ArrayDataset) and data.normalised:
+        x = _normalised(data, which)
+    else:
+        x = mapped(lambda a: Tensor(a, dtype=np.int32 if a.dtype.kind in "iu" else np.float32), data.gather(which)[0])
     y = model(*x) if isinstance(x, tuple) else model(x)
     if not isinstance(y, Tensor) or y.shape[:1] != (hi - lo,):
         what = f"a tensor {y.shape}" if isinstance(y, Tensor) else type(y).__name__
@@ -218,13 +244,20 @@ def _forward(model: nn.Module, batch: Batch, lo: int, hi: int) -> np.ndarray:
     return np.array(y.numpy(), np.float32)
 
 
-def batches_of_array(x: np.ndarray) -> Iterable[Batch]:
-    """Samples (N, ...) float32, as they are given to a model, in batches."""
-    data = ArrayDataset(
-        x,
-        np.zeros(len(x), np.int32),
-        1,
-        *(np.full(x.shape[1] if x.ndim > 2 else 1, v, np.float32) for v in (1, 0)),
-        "x",
-    )
+def _normalised(data: ArrayDataset, which: np.ndarray) -> Tensor:
+    """Samples as a training's steps gather them: by that kernel, which rounds once where NumPy rounds twice."""
+    images, rows, executor = data.rows(which)[0], np.arange(len(which)), Eager()
+    x = empty(images.shape, layout_of(len(which)))
+    c = executor.context
+    c.images, c.bytes, c.valid = images.ctypes.data, int(images.dtype.itemsize == 1), len(which)
+    c.rows, c.scale, c.shift = rows.ctypes.data, data.scale.ctypes.data, data.shift.ctypes.data
+    executor.emit("input", x.memory, x.groups, x.features, len(data.scale), layout=x.layout)
+    return x
+
+
+def batches_of_array(x: np.ndarray, scale: Any = 1.0, shift: Any = 0.0) -> Iterable[Batch]:
+    """Samples (N, ...), float32 or pixels, in batches; scale, shift: as in data.arrays."""
+    channels = x.shape[1] if x.ndim == 4 else 1
+    each = (np.full(channels, np.asarray(v, np.float32)) for v in (scale, shift))
+    data = ArrayDataset(x, np.zeros(len(x), np.int32), 1, *each, "x")
     return [Batch(data, np.arange(a, min(a + 8192, len(x))), 0, i) for i, a in enumerate(range(0, len(x), 8192))]

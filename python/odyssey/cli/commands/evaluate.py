@@ -8,7 +8,6 @@ from pathlib import Path
 import click
 
 from ...core.recipes import DATASETS
-from ...errors import ConfigError
 from . import FILE, HELP, on_all_ranks
 
 
@@ -21,20 +20,14 @@ from . import FILE, HELP, on_all_ranks
 def command(model: Path, dataset: str | None, data_dir: Path | None, training: bool, as_json: bool) -> None:
     """Print the loss and metrics of a model on the test set of its training, or on another. Under mpirun ranks share
     the work: the same bits."""
-    from ... import data, nn, optim
+    from ... import data, optim
     from ...train import saved
     from ...train.trainer import DistributedTrainer
 
     with on_all_ranks():
         found = saved.opened(model)
-        source = found.data.get("source") or {}
-        name = dataset or source.get("dataset")
-        if name is None:
-            raise ConfigError("[evaluate] the checkpoint does not say what its data are; give --dataset and --data-dir")
-        where = data_dir or (Path(source["data_dir"]) if source.get("data_dir") and not dataset else None)
-        own = {key: source[key] for key in ("size", "target", "length") if source.get(key) is not None}
-        test = data.opened(name, where, train=training, **own)
-        loss = getattr(nn, found.loss)() if found.loss in nn.__all__ else None
+        test = saved.samples(found, dataset, data_dir, training)
+    loss = saved.loss_of(found)
     trainer = DistributedTrainer(found.model, optim.SGD(lr=1.0), loss=loss)
     result = trainer.evaluate(data.DataLoader(test, batch_size=1024))
     if trainer.comm.rank:

@@ -34,7 +34,8 @@ def command(model: Path, inputs: tuple[str, ...], top: int, as_json: bool) -> No
         found = saved.opened(model)
         names, samples = _samples(inputs, found.data)
     world = comm.world(backend="auto")
-    outputs = saved.predicted(found.model, saved.batches_of_array(samples), world)
+    normal = (found.data.get("scale", 1.0), found.data.get("shift", 0.0))
+    outputs = saved.predicted(found.model, saved.batches_of_array(samples, *normal), world)
     if world.rank:
         return
     classes = found.data.get("classes")
@@ -54,7 +55,7 @@ def command(model: Path, inputs: tuple[str, ...], top: int, as_json: bool) -> No
 
 
 def _samples(inputs: tuple[str, ...], data: dict[str, Any]) -> tuple[list[str], Any]:
-    """The inputs' names, and what the model is given of them (N, ...) float32."""
+    """The inputs' names, and their pixels or numbers (N, ...), as a data set holds them."""
     shape = data.get("sample_shape")
     if not shape:
         raise ConfigError(
@@ -62,14 +63,14 @@ def _samples(inputs: tuple[str, ...], data: dict[str, Any]) -> tuple[list[str], 
         )
     tables = [name for name in inputs if name == "-" or name.lower().endswith(".csv")]
     if not tables:
-        return list(inputs), _pictures(inputs, data, shape)
+        return list(inputs), _pictures(inputs, shape)
     if len(inputs) > 1:
         raise ConfigError(f"[predict] {tables[0]} is a table; give it alone")
     return _table(tables[0], data, shape)
 
 
-def _pictures(paths: tuple[str, ...], data: dict[str, Any], shape: list[int]) -> Any:
-    """Pictures scaled, cut and normalised as those of the training."""
+def _pictures(paths: tuple[str, ...], shape: list[int]) -> Any:
+    """Pictures scaled and cut as those of the training, uint8 (N, C, H, W)."""
     import numpy as np
 
     if len(shape) != 3 or shape[0] not in (1, 3):
@@ -78,16 +79,14 @@ def _pictures(paths: tuple[str, ...], data: dict[str, Any], shape: list[int]) ->
         from PIL import Image, ImageOps
     except ImportError:
         raise ConfigError("[predict] pictures need Pillow; install odyssey[image]") from None
-    made = np.empty((len(paths), *shape), np.float32)
-    scale, shift = (np.array(data.get(key, default), np.float32) for key, default in (("scale", [1]), ("shift", [0])))
+    made = np.empty((len(paths), *shape), np.uint8)
     for at, path in enumerate(paths):
         try:
             with Image.open(path) as image:
                 image = ImageOps.fit(image.convert("L" if shape[0] == 1 else "RGB"), (shape[2], shape[1]), 2)
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as problem:
             raise DataError(f"{printable(path)} cannot be read as a picture ({problem}); leave it out") from None
-        pixels = np.asarray(image, np.float32).reshape(shape[1], shape[2], -1).transpose(2, 0, 1)
-        made[at] = pixels * scale.reshape(-1, 1, 1) + shift.reshape(-1, 1, 1)
+        made[at] = np.asarray(image, np.uint8).reshape(shape[1], shape[2], -1).transpose(2, 0, 1)
     return made
 
 
@@ -121,5 +120,4 @@ def _table(path: str, data: dict[str, Any], shape: list[int]) -> tuple[list[str]
         except (ValueError, IndexError):
             raise DataError(f"{printable(path)}, line {number}: {shape[0]} numbers are needed") from None
         names.append(f"line {number}")
-    scale, shift = (np.array(data.get(key, default), np.float32) for key, default in (("scale", [1]), ("shift", [0])))
-    return names, np.array(made, np.float32) * scale + shift
+    return names, np.array(made, np.float32)

@@ -42,8 +42,6 @@ def _option(s: Setting) -> click.Option:
     return click.Option([s.name, *(s.flags or (option(s.name),))], default=s.default, help=s.help_text(option), **more)
 
 
-MODEL = "model.json"  # in a run's directory: what `odyssey generate` makes the model from
-
 CONFIG = click.Option(
     ["--config"],
     type=FILE,
@@ -185,8 +183,7 @@ def run(made: Settings, *, verbose: bool = False) -> None:
     with on_all_ranks():
         epochs, total = made.length(-(-len(loader) // made.accumulation_steps))
         schedule = optim.schedule(made.schedule, total_steps=total, warmup_steps=made.warmup(total))
-        about = _model_settings(train_set, made)
-        model = nn.models.build(made.model, seed=made.seed, **about)
+        model = nn.models.build(made.model, seed=made.seed, **_model_settings(train_set, made))
         kind = {"sgd": optim.SGD, "adam": optim.Adam, "adamw": optim.AdamW}[made.optimizer]
         more = {"momentum": made.momentum, "nesterov": made.nesterov} if kind is optim.SGD else {}
         text = made.model in GPT_DROPOUT
@@ -205,9 +202,6 @@ def run(made: Settings, *, verbose: bool = False) -> None:
         with_what = {"comm": world, "mesh": mesh, "schedule": schedule, "progress": progress}
         with_what["loss"] = None if train_set.classes else nn.MSELoss()
         with_what["metrics"] = None if made.metrics is None else [n.strip() for n in made.metrics.split(",")]
-        if first and text and (folder := made.run_dir or made.checkpoint_dir):
-            folder.mkdir(parents=True, exist_ok=True)
-            outputs.write_json(folder / MODEL, "the model", {"model": made.model, **about})
         trainer = DistributedTrainer(model=model, optimizer=optimizer, **with_what, **keywords)
     where = None if made.data_dir is None else os.path.abspath(made.data_dir)
     trainer.data_source = {"source": {"dataset": made.dataset, "data_dir": where, **own}}

@@ -24,23 +24,32 @@ from . import DIFFERENT, FILE, HELP, JSON, LAUNCHER, on_all_ranks
     "--layouts",
     "-l",
     multiple=True,
-    required=True,
     metavar="LAYOUT",
     help='What to compare, e.g. "dp=4" "pp=2,dp=2,schedule=gpipe" "tp=2" "dp=2,zero=3"; several may follow one option.',
 )
 @click.option("--steps", type=int, default=5, help="Optimizer steps to compare. (default: 5)")
+@click.option(
+    "--inference",
+    type=FILE,
+    metavar="RUN|CHECKPOINT_DIR",
+    help="Instead: compare the outputs of a trained model, however they are computed.",
+)
+@click.option("--samples", type=click.IntRange(1), help="How many, with --inference. (default: 48)")
 @click.option("--script", type=FILE, help="A script that uses DistributedTrainer, instead of odyssey train.")
 @LAUNCHER
 @JSON
 @click.argument("rest", nargs=-1, metavar="[OPTIONS OF TRAIN OR OF THE SCRIPT]...", type=click.UNPROCESSED)
 def command(
-    layouts: tuple[str, ...], steps: int, script: Path | None, launcher: str | None, json_file: Path | None,
-    rest: tuple[str, ...],
+    layouts: tuple[str, ...], steps: int, inference: Path | None, samples: int | None, script: Path | None,
+    launcher: str | None, json_file: Path | None, rest: tuple[str, ...],
 ) -> None:  # fmt: skip
     """Train on one process and on each layout, and compare every bit after every step.
 
     Options that are not listed here are those of `odyssey train` (--model, --global-batch-size, ...), or the script's.
     Ends with 0 if all layouts gave the same bits, with 1 if one did not.
+
+    With --inference RUN: compare the outputs of its model for samples one by one, in random batches, in a training's
+    forward pass, and, of a GPT, of texts that go on from a cache.
     """
     from ...audit.verify import Verifier
 
@@ -49,10 +58,19 @@ def command(
         with on_all_ranks():
             raise ConfigError("[verify] it starts the ranks of each layout itself; run it without mpirun or srun")
     layouts, rest = _layouts(layouts, rest)
-    if steps < 1:
-        raise ConfigError(f"[verify] --steps is {steps}; 1 or more is allowed")
     if json_file is not None:
         outputs.check(json_file, "--json")
+    if inference is not None:
+        if layouts or rest or script:
+            wrong = (*layouts, *rest, *["--script"] * bool(script))[0]
+            raise ConfigError(f"[verify] --inference goes without {wrong!r}; leave one of them out")
+        _inference(inference, samples or 48, json_file)
+        return
+    if not layouts or samples is not None:
+        what = "--samples is for --inference RUN" if layouts else "nothing to compare is given"
+        raise ConfigError(f"[verify] {what}; give --layouts, e.g. dp=2 tp=2, or --inference RUN")
+    if steps < 1:
+        raise ConfigError(f"[verify] --steps is {steps}; 1 or more is allowed")
     words = [sys.executable, *(["-m", "odyssey.train", "--no-progress"] if script is None else [str(script)]), *rest]
     width = max(len(text) for text in layouts)
 
@@ -64,6 +82,24 @@ def command(
     click.echo(f"{same} of {len(results)} layouts give the bits of one process")
     if json_file is not None:
         outputs.write_json(json_file, "--json", {"command": words[1:], "results": [r.json() for r in results]})
+    if same < len(results):
+        sys.exit(DIFFERENT)
+
+
+def _inference(run: Path, samples: int, json_file: Path | None) -> None:
+    """Prints a line for each way to compute the outputs of a run's model."""
+    from ...train import saved
+    from ...train.inference import ways
+
+    found = saved.opened(run)
+    data, results = saved.samples(found), []
+    for way in ways(lambda: saved.opened(run).model, data, saved.loss_of(found), samples):
+        click.echo(f"{way.name:44}  {way}")
+        results.append(way)
+    same = sum(way.same for way in results)
+    click.echo(f"{same} of {len(results)} ways give the bits of one batch of {found.name}")
+    if json_file is not None:
+        outputs.write_json(json_file, "--json", {"checkpoint": found.name, "results": [way.json() for way in results]})
     if same < len(results):
         sys.exit(DIFFERENT)
 

@@ -1,0 +1,137 @@
+"""`odyssey verify --inference`: has a sample, or a token, the same outputs, bit for bit, however they are computed?
+
+Wanted are the outputs of all samples in one batch. Compared with them are those of samples one by one, of random
+batches, of a training's forward pass, and, of a GPT, of texts that go on from a cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from .. import nn, optim
+from ..audit.verify import Difference, first
+from ..comm.base import Communicator
+from ..core.tensor import Tensor, no_grad
+from ..data import Batch, DataLoader
+from . import saved
+from .trainer import DistributedTrainer
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """A way to compute outputs, and the first difference of them."""
+
+    name: str
+    compared: str  # what was
+    values: int
+    difference: Difference | None
+
+    @property
+    def same(self) -> bool:
+        """Whether every bit was the same."""
+        return self.difference is None
+
+    def __str__(self) -> str:
+        if self.difference is not None:
+            return f"DIFFERS  {self.difference}"
+        return f"same bits  {self.values:,} values of {self.compared}"
+
+    def json(self) -> dict[str, Any]:
+        """For machines."""
+        return {**dataclasses.asdict(self), "same": self.same}
+
+
+Steps = Iterator[tuple[str, np.ndarray, np.ndarray]]  # what it is, wanted, found
+
+
+def _way(name: str, compared: str, steps: Steps) -> Way:
+    values = 0
+    for what, wanted, found in steps:
+        difference = first(0, what, np.ascontiguousarray(wanted), np.ascontiguousarray(found))
+        if difference is not None:
+            return Way(name, compared, values, difference)
+        values += found.size
+    return Way(name, compared, values, None)
+
+
+def ways(load: Callable[[], nn.Module], data: Any, loss: Any = None, most: int = 48, seed: int = 0) -> Iterator[Way]:
+    """Compares the ways, one by one.
+
+    Args:
+        load: gives the model, with the same weights each time.
+        data: samples; `most` of them are taken. seed: of which, and of the batches.
+        loss: of the training; None: the model's own.
+    """
+    rng = np.random.default_rng(seed)
+    whole = next(iter(DataLoader(data, batch_size=most, sampler=rng.permutation(len(data))[:most].tolist())))
+    n, model = len(whole.indices), load().eval()
+
+    def outputs(which: np.ndarray, shard: int) -> np.ndarray:
+        batch = Batch(whole.dataset, whole.indices[which], 0, 0)
+        return saved.predicted(model, [batch], Communicator(), shard)
+
+    wanted = outputs(np.arange(n), n)
+
+    def alone() -> Steps:
+        found = outputs(np.arange(n), 1)
+        yield from ((f"output of sample {i}", wanted[i], found[i]) for i in range(n))
+
+    def batches() -> Steps:
+        for size in (1, 2, 3, 4, 5, 15, 16, 17, *rng.integers(1, n + 1, 8).tolist()):
+            which = rng.integers(0, n, size)
+            yield f"output in a batch of {size}", wanted[which], outputs(which, int(rng.integers(1, size + 1)))
+
+    yield _way("one by one", f"{n} samples", alone())
+    yield _way("random batches", "16 batches, in random shards", batches())
+    plain = not any(isinstance(m, nn.BatchNorm1d) or (isinstance(m, nn.Dropout) and m.p > 0) for m in model.modules())
+    name = "forward pass of a training step" if plain else "forward pass of a training's evaluation"
+    yield _way(name, "shards of 1, 3, 16", _in_training(load, whole, wanted, loss, plain))
+    if isinstance(model, nn.GPT):
+        texts = whole.dataset.gather(whole.indices[:8])[0]
+        yield _way("texts that go on from a cache", f"{len(texts)} texts", _generated(model, texts, wanted, rng))
+
+
+def _in_training(load: Callable[[], nn.Module], batch: Batch, wanted: np.ndarray, loss: Any, plain: bool) -> Steps:
+    """Outputs of a step, or of an evaluation, as its loss sees them; then what the same gives when it is replayed."""
+    for shard in (1, 3, 16):
+        seen: list[np.ndarray] = []
+
+        def look(own: Any, y: Any, target: Any, seen: list[np.ndarray] = seen) -> Any:
+            seen.append(np.array(y.numpy()))
+            return own(y, target)
+
+        ends: list[np.ndarray] = []
+        for execution in ("eager", "replay"):
+            model = load()
+            own = loss or model.loss
+            trainer = DistributedTrainer(
+                model,
+                optim.SGD(lr=1e-3),
+                loss=(lambda y, t, own=own: look(own, y, t)) if execution == "eager" else own,
+                shard_size=shard,
+                execution=execution,
+                backend="local",
+                threads=1,
+                metrics=[],
+            )
+            total = trainer.train_step(batch)[0] if plain else trainer.evaluate([batch]).loss
+            weights = [a.reshape(-1) for a in trainer.state_dict().values()]
+            ends.append(np.concatenate([np.array([total], np.float64), *weights]))
+        # the last shard is filled up
+        yield f"output in shards of {shard}", wanted, np.concatenate(seen)[: len(wanted)]
+        yield f"loss and weights of the replayed step in shards of {shard}", *ends
+
+
+def _generated(model: nn.GPT, texts: np.ndarray, wanted: np.ndarray, rng: np.random.Generator) -> Steps:
+    """Texts cut at random places: the beginning at once, the rest token by token, with keys and values of a cache."""
+    for i, ids in enumerate(texts):
+        cut, cache = int(rng.integers(1, len(ids))), model.empty_cache()
+        ends = [0, cut, *range(cut + 1, len(ids) + 1)]
+        for lo, hi in zip(ends, ends[1:], strict=False):
+            with no_grad():
+                found = model(Tensor(ids[None, lo:hi], dtype=np.int32), cache).numpy()[0]
+            yield f"output of text {i} from token {lo}", wanted[i, lo:hi], found
