@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import math
+
 import numpy as np
 import pytest
 
@@ -46,6 +49,37 @@ def test_it_is_stopped_and_goes_on_on_other_ranks(launch, made, more):
         assert [mine[n] for n in kept] == [theirs[n] for n in kept]
     first, last = whole["history"][0], whole["history"][-1]
     assert last["test_loss"] < first["test_loss"] and whole["metrics"] == options[options.index("--metrics") + 1]
+
+
+def cifar10(root):
+    """In its own format: a label and 3 x 32 x 32 pixels per image."""
+    draw = np.random.default_rng(0)
+    for name in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"):
+        records = draw.integers(0, 256, (4, 3073), np.uint8)
+        records[:, 0] %= 10
+        records.tofile(root / f"{name}.bin")
+    return f"cifar10:{root}"
+
+
+@pytest.mark.parametrize("made", [cifar10, lambda root: f"image-folder:{pictures(root)[1]}"], ids=["cifar10", "folder"])
+def test_resnet18_on_pictures(launch, made):
+    words = ["--model", "resnet18", "--dataset", made(launch.folder), "--steps", 2, "--no-eval", "--no-progress"]
+    words += ["--global-batch-size", 4, "--shard-size", 2, *(["--image-size", 12] if made is not cifar10 else [])]
+    alone, two = launch.result(*words), launch.result(*words, ranks=2)
+    assert alone["weights_sha256"] == two["weights_sha256"] and alone["dataset"] in ("cifar10", "image-folder")
+
+
+def test_gpt_on_a_text_and_its_bits_per_character(launch):
+    text = launch.folder / "own.txt"
+    text.write_text("ein Text, der sich wiederholt: äöü. " * 60)
+    words = ["--model", "gpt-mini", "--sequence-length", 16, "--steps", 3, "--no-progress", "--run-dir", "run"]
+    found = launch.result("--dataset", f"text:{text}", *words)
+    bits = found["test_loss"] / math.log(2)
+    assert found["bits_per_character"] == pytest.approx(bits)
+    done = launch.python("-m", "odyssey", "evaluate", "run", "--json")
+    assert json.loads(done.stdout)["bits_per_character"] == pytest.approx(bits, rel=1e-6)
+    done = launch.train("--dataset", f"text:{text}", *words, "--data-dir", text)
+    assert done.returncode == 64 and "--dataset text: and --data-dir are both given" in done.stderr
 
 
 @pytest.mark.parametrize(

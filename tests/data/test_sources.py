@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import math
 import subprocess
 import sys
 
@@ -225,6 +226,7 @@ def test_text_with_a_tokenizer(tmp_path):
     (tmp_path / "t.txt").write_text("to be or not to be")
     found = data.text(tmp_path / "t.txt", length=5, tokenizer=tmp_path / "tokenizer.json")
     assert found.gather(np.array([0]))[1].tolist() == [[0, 1, 2, 3, 0]]
+    assert found.bits(math.log(2)) == {"bits_per_character": 6 / 18}
     assert (found.classes, found.vocabulary) == (6, ["be", "or", "not", "to", "", "?"])
     back = data.Vocabulary(tokenizer=found.vocabulary.saved["tokenizer"])
     assert back == found.vocabulary and back.encode("to be").tolist() == [3, 0] and back.decode([3, 0]) == "to be"

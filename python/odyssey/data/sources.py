@@ -9,6 +9,7 @@ import csv as tables
 import dataclasses
 import gzip
 import hashlib
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -258,10 +259,14 @@ class Tokens(Gathered):
 
     ids: what `read(first, n)` gives (n,), such as Rows, or an array. length: T.
     classes: how many different ids there may be. vocabulary: what each id stands for, if it is known.
+    characters: of a token, on average.
     """
 
-    def __init__(self, ids: Any, length: int, classes: int, vocabulary: Vocabulary | None = None) -> None:
+    def __init__(
+        self, ids: Any, length: int, classes: int, vocabulary: Vocabulary | None = None, characters: float = 1.0
+    ) -> None:
         self.length, self.classes, self.vocabulary = check_integer("[data] length", length, 1), classes, vocabulary
+        self.characters = characters
         self._ids = ids
         if isinstance(ids, Rows) and (ids.dtype.kind not in "iu" or ids.row):
             raise DataError(f"{ids.path} holds {ids.dtype} rows {tuple(ids.row)}; token ids (N,), integers, expected")
@@ -272,6 +277,13 @@ class Tokens(Gathered):
     def sample_shape(self) -> tuple[int]:
         """(T,)."""
         return (self.length,)
+
+    def bits(self, loss: float) -> dict[str, float]:
+        """A mean cross-entropy of tokens, in nats, as "bits_per_character"; "bits_per_token" where no text is known."""
+        per_token = loss / math.log(2)
+        if self.vocabulary is None:
+            return {"bits_per_token": per_token}
+        return {"bits_per_character": per_token / self.characters}
 
     def __len__(self) -> int:
         return (len(self._ids) - 1) // self.length
@@ -312,9 +324,9 @@ def text(
     else:
         vocabulary = Vocabulary((), _read(tokenizer), str(tokenizer))
     ids = vocabulary.encode(written)
-    edge = len(ids) * 9 // 10
+    edge, characters = len(ids) * 9 // 10, len(written) / max(len(ids), 1)
     ids = ids if train is None else ids[:edge] if train else ids[edge:]
-    return Tokens(ids, length, len(vocabulary), vocabulary)
+    return Tokens(ids, length, len(vocabulary), vocabulary, characters)
 
 
 def _read(path: str | Path) -> str:

@@ -32,8 +32,9 @@ def command(model: Path, dataset: str | None, data_dir: Path | None, training: b
     result = trainer.evaluate(data.DataLoader(test, batch_size=1024))
     if trainer.comm.rank:
         return
+    metrics = {**result.metrics, **(test.bits(result.loss) if hasattr(test, "bits") else {})}
     if as_json:
-        click.echo(json.dumps({"checkpoint": found.name, "samples": result.samples, **result.metrics}))
+        click.echo(json.dumps({"checkpoint": found.name, "samples": result.samples, **metrics}))
     else:
-        figures = "  ".join(f"{key} {value:.4f}" for key, value in result.metrics.items())
+        figures = "  ".join(f"{key} {value:.4f}" for key, value in metrics.items())
         click.echo(f"{found.name}: {figures}  {result.samples:,} samples")

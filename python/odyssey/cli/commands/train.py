@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import math
 import os
 import sys
 from collections.abc import Sequence
@@ -34,9 +33,18 @@ def _load_config(context: click.Context, _: click.Parameter, path: Path | None) 
                 context.default_map.pop(name, None)
 
 
+class _DataSet(click.Choice[str]):
+    """A name, or NAME:PATH, which is short for NAME with --data-dir PATH."""
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        name, colon, path = value.partition(":")
+        return super().convert(name, param, ctx) + colon + path
+
+
 def _option(s: Setting) -> click.Option:
     """The option of a setting."""
-    kind = click.Choice(s.choices) if s.choices else FILE if s.kind is Path else s.kind
+    choice = _DataSet if s.name == "dataset" else click.Choice
+    kind = choice(s.choices) if s.choices else FILE if s.kind is Path else s.kind
     files = ("FILE", "DIR")[s.name.endswith("_dir")] if s.kind is Path else None
     more: dict[str, Any] = {"is_flag": True} if s.kind is bool else {"type": kind, "metavar": s.metavar or files}
     return click.Option([s.name, *(s.flags or (option(s.name),))], default=s.default, help=s.help_text(option), **more)
@@ -74,6 +82,12 @@ def _command(context: click.Context, verbose: bool, batch_size: int | None, rank
     with on_all_ranks():
         if given["no_progress"] and verbose:
             raise ConfigError("[train] --quiet and --verbose are both given; leave one out")
+        name, colon, path = (given["dataset"] or "").partition(":")
+        if colon:
+            if given["data_dir"] is not None or not path:
+                what = "and --data-dir are both given" if path else "names no file"
+                raise ConfigError(f"[train] --dataset {name}: {what}; write --dataset {name}:PATH, or use --data-dir")
+            given["dataset"], given["data_dir"] = name, Path(path)
         core.check(Command, {"batch_size": batch_size, "ranks": ranks}, option)
         if batch_size is not None:
             given["global_batch_size"] = _one_batch_size(context, batch_size, ranks, given["num_gpus"])
@@ -216,13 +230,14 @@ def run(made: Settings, *, verbose: bool = False) -> None:
         if progress is not None:
             progress.end()
     weights = trainer.weights_sha256()
+    bits = train_set.bits(history.test_loss) if text and history.test_loss is not None else {}
     state = None if made.save_weights is None else trainer.state_dict()  # ranks may have parts: all take part
     if first:
         if state is not None:
             outputs.write(made.save_weights, "--save-weights", lambda file: write_weights(file, state))
         if made.json is not None:
-            outputs.write_json(made.json, "--json", _report(made, world, trainer, history, weights))
-        outputs.say(summary(history, weights, text))
+            outputs.write_json(made.json, "--json", {**_report(made, world, trainer, history, weights), **bits})
+        outputs.say(summary(history, weights, bits))
 
 
 def _tell_what_is_trained(made: Settings, trainer: Any, world: Any, warnings: Sequence[str], verbose: bool) -> None:
@@ -294,15 +309,15 @@ def _report(made: Settings, world: Any, trainer: Any, history: Any, weights: str
     }
 
 
-def summary(history: Any, weights: str, text: bool = False) -> str:
-    """The last line of a run; of text: the loss in bits."""
+def summary(history: Any, weights: str, bits: dict[str, float]) -> str:
+    """The last line of a run; of text with the test loss in bits."""
     from ...train.progress import traffic
 
     parts = [f"train loss {history.train_loss:.4f}", f"{history.steps} steps"]
     if history.test_accuracy is not None:
         parts.insert(0, f"test accuracy {100 * history.test_accuracy:.2f} %")
-    elif text and history.test_loss is not None:
-        parts.insert(0, f"test {history.test_loss / math.log(2):.4f} bits per token")
+    elif bits:
+        parts[:0] = [f"test {value:.4f} {name.replace('_', ' ')}" for name, value in bits.items()]
     elif history.test_loss is not None:
         parts.insert(0, f"test loss {history.test_loss:.4f}")
     parts += traffic(history.bytes_per_step, history.bytes_per_step_uncompressed)
