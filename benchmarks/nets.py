@@ -30,9 +30,11 @@ def flops(name: str, model: Any) -> int:
 
 
 def torch_model(name: str) -> Any:
-    """The same architecture in PyTorch, on images of (1, 28, 28)."""
+    """The same architecture in PyTorch, on images of (1, 28, 28); ResNet-18 on small ones of (3, H, W)."""
     from torch import nn
 
+    if name == "resnet18":
+        return torch_resnet18()
     if name not in MODELS:
         raise ValueError(f"{name!r} is none of {', '.join(MODELS)}")
 
@@ -71,6 +73,41 @@ def torch_model(name: str) -> Any:
             return self.fc2(self.dropout2(self.fc1(x).relu())).log_softmax(1)
 
     return {"lenet5": LeNet5, "mlp": MLP, "convnet": ConvNet}[name]()
+
+
+def torch_resnet18(channels: int = 3, classes: int = 10) -> Any:
+    """odyssey's ResNet-18 for small images, with torchvision's names."""
+    from torch import nn
+
+    def conv(i: int, o: int, size: int = 3, stride: int = 1) -> Any:
+        return nn.Conv2d(i, o, size, stride, padding=size // 2, bias=False)
+
+    class Block(nn.Module):
+        def __init__(self, i: int, o: int, stride: int = 1) -> None:
+            super().__init__()
+            self.conv1, self.bn1, self.conv2, self.bn2 = conv(i, o, 3, stride), norm(o), conv(o, o), norm(o)
+            self.downsample = None if stride == 1 and i == o else nn.Sequential(conv(i, o, 1, stride), norm(o))
+
+        def forward(self, x: Any) -> Any:
+            y = self.bn2(self.conv2(self.bn1(self.conv1(x)).relu_()))
+            return (y + (x if self.downsample is None else self.downsample(x))).relu_()
+
+    class ResNet18(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv1, self.bn1, self.fc = conv(channels, 64), norm(64), nn.Linear(512, classes)
+            widths = (64, 64, 128, 256, 512)
+            for i, (a, b) in enumerate(zip(widths, widths[1:], strict=False), 1):
+                setattr(self, f"layer{i}", nn.Sequential(Block(a, b, 1 + (i > 1)), Block(b, b)))
+
+        def forward(self, x: Any) -> Any:
+            x = self.bn1(self.conv1(x)).relu_()
+            for layer in (self.layer1, self.layer2, self.layer3, self.layer4):
+                x = layer(x)
+            return self.fc(x.mean((2, 3)))
+
+    norm = nn.BatchNorm2d
+    return ResNet18()
 
 
 def torch_gpt(

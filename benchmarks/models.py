@@ -1,0 +1,298 @@
+"""One whole training step of GPT, ResNet-18, LeNet-5 and MLP: ours against the fastest of PyTorch's.
+
+A case is MODEL:BATCH, with each number of threads and each precision. The sides take turns in one process, which has
+one core for one thread: ours; PyTorch eager, with the channels-last memory format (images), and under torch.compile if
+there is a C++ compiler; all with the fused optimizer, on ready tensors, and malloc keeps large blocks (MALLOC_*). bf16
+is torch.autocast there. "ratio" is the time of PyTorch's fastest side / ours, the median over turns; "% of peak" is of
+the FMA peak (bf16: of bf16 products, where there are such) that the same process measured before and after, operations
+being those of linear layers, convolutions as defined (however they are computed) and causal attention, with scores
+computed twice in the backward pass. "activations": of ours the workspace of all threads, of PyTorch what autograd keeps
+for the backward pass, and its peak is above that. --ops prints where our step's time goes, record by record.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import common
+import nets
+from step import in_turns
+
+CASES = "gpt:8 gpt:16 resnet18:32 resnet18:64 resnet18:128 lenet5:1 lenet5:64 lenet5:256 mlp:256".split()
+IMAGES = {"resnet18": (3, 32, 32), "lenet5": (1, 28, 28), "mlp": (1, 28, 28)}
+VOCABULARY, CONTEXT = 76, 256  # of gpt
+TUNED = {"MALLOC_MMAP_THRESHOLD_": "4294967296", "MALLOC_TRIM_THRESHOLD_": "8589934592", "MALLOC_TOP_PAD_": "268435456"}
+Step = Callable[[], object]
+
+
+def samples(name: str, batch: int) -> tuple[Any, Any]:
+    """Inputs and targets of four batches."""
+    import numpy as np
+
+    rng, n = np.random.default_rng(0), 4 * batch
+    if name == "gpt":
+        ids = rng.integers(0, VOCABULARY, (n, CONTEXT + 1)).astype(np.int32)
+        return ids[:, :-1].copy(), ids[:, 1:].copy()
+    return rng.standard_normal((n, *IMAGES[name]), np.float32), rng.integers(0, 10, n).astype(np.int32)
+
+
+def our_model(name: str) -> Any:
+    from odyssey import nn
+
+    if name == "gpt":
+        return nn.models.build("gpt", vocab_size=VOCABULARY, context=CONTEXT)
+    return nn.models.build(name, sample_shape=IMAGES[name])
+
+
+def ours(name: str, batch: int, threads: int, precision: str) -> tuple[Step, Any, Any]:
+    """A step of odyssey, its trainer, and its data set."""
+    from odyssey import DistributedTrainer, data, optim
+
+    x, y = samples(name, batch)
+    dataset = data.arrays(x, y, **({} if name == "gpt" else {"classes": 10}))
+    optimizer = optim.AdamW(lr=1e-4, weight_decay=0.1) if name == "gpt" else optim.SGD(lr=1e-3, momentum=0.9)
+    if name == "gpt":
+        optimizer.undecayed = optim.vectors
+    size = min(batch, {"gpt": 4}.get(name, 32))
+    size = size if batch >= size * threads else -(-batch // threads)  # a shard for each thread
+    model = our_model(name)
+    trainer = DistributedTrainer(
+        model, optimizer, threads=threads, precision=precision, shard_size=size, backend="local", metrics=[]
+    )
+
+    def batches() -> Any:
+        while True:
+            yield from data.DataLoader(dataset, batch_size=batch)
+
+    turn = batches()
+    return lambda: trainer.train_step(next(turn)), trainer, dataset
+
+
+def torch_side(name: str, batch: int, precision: str, kind: str) -> tuple[Step, Callable[[], int]]:
+    """A step of PyTorch, and a function that gives the bytes that autograd keeps."""
+    import torch
+
+    net = nets.torch_gpt(VOCABULARY, CONTEXT) if name == "gpt" else nets.torch_model(name)
+    layout = torch.channels_last if kind == "channels-last" else torch.contiguous_format
+    x, y = samples(name, batch)
+    x, y = torch.from_numpy(x), torch.from_numpy(y).long()
+    if name == "gpt":
+        x = x.long()
+        groups = [
+            {"params": [p for p in net.parameters() if (p.ndim > 1) == m], "weight_decay": 0.1 * m} for m in (1, 0)
+        ]
+        optimizer: Any = torch.optim.AdamW(groups, lr=1e-4, fused=True)
+    else:
+        net = net.to(memory_format=layout)
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-3, momentum=0.9, fused=True)
+        x = x.contiguous(memory_format=layout)
+    held = list(zip(x.split(batch), y.split(batch), strict=True))
+    run = torch.compile(net) if kind == "compiled" else net
+    turn = 0
+
+    def forward() -> Any:
+        nonlocal turn
+        a, b = held[turn % len(held)]
+        turn += 1
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16"):
+            return torch.nn.functional.cross_entropy(run(a).flatten(0, -2), b.flatten())
+
+    def step() -> float:
+        optimizer.zero_grad()
+        loss = forward()
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    def kept() -> int:
+        own, found = {p.untyped_storage().data_ptr() for p in net.parameters()}, {}
+
+        def note(t: Any) -> Any:
+            storage = t.untyped_storage()
+            if storage.data_ptr() not in own:
+                found[storage.data_ptr()] = storage.nbytes()
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+            loss = forward()
+        loss.backward()
+        return sum(found.values())
+
+    return step, kept
+
+
+def operations(record: Any, sizes: tuple[str, ...]) -> float:
+    """Float operations of a record of a convolution, a linear layer or attention; of others 0."""
+    given = dict(zip(sizes, record.args[len(record.args) - len(sizes) :], strict=False))
+    lanes = 16 if record.layout != "rows" else 1
+    if record.op.startswith("linear_"):
+        return 2.0 * lanes * given["G"] * given["I"] * given["O"]
+    if record.op.startswith("conv2d_"):
+        p, q = ((given[n] - given[k]) // given["S"] + 1 for n, k in (("H", "R"), ("W", "T")))
+        return 2.0 * lanes * given["G"] * given["C"] * given["K"] * given["R"] * given["T"] * p * q
+    if record.op.startswith("attention_"):
+        t, s, past = given["T"], given["S"], given["past"]
+        seen = sum(min(s, i + 1 + past) for i in range(t))
+        return (4.0 if record.op.endswith("forward") else 10.0) * given["N"] * given["H"] * given["D"] * seen
+    return 0.0
+
+
+def our_ops(trainer: Any, dataset: Any) -> dict[str, dict[str, float]]:
+    """Of one full shard: by op, seconds of its records one by one (the fastest of five), records and operations."""
+    from odyssey.core import native
+    from odyssey.parallel import costs
+
+    size, table = trainer.shard_size, native.library().ops
+    records = trainer._train.record(size, dataset.form)
+    found: dict[str, dict[str, float]] = {}
+    for record, seconds in zip(records, costs.seconds(records, trainer.arena, size), strict=True):
+        row = found.setdefault(record.op, {"seconds": 0.0, "records": 0, "operations": 0.0})
+        row["seconds"] += float(seconds)
+        row["records"] += 1
+        row["operations"] += operations(record, table[record.op].sizes)
+    return found
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """One case: what a process of its own prints as JSON."""
+    name, batch = options.case.split(":")[0], int(options.case.split(":")[1])
+    threads, precision = options.threads[0], options.precisions[0]
+    core = common.pin() if threads == 1 else None
+    step, trainer, dataset = ours(name, batch, threads, precision)
+    sides: dict[str, Step] = {"ours": step}
+    kept: dict[str, int] = {}
+    missing = ""
+    if common.have_torch():
+        import torch
+
+        torch.set_num_threads(threads)
+        for kind in options.sides:
+            if (kind == "channels-last" and name not in ("resnet18", "lenet5")) or (
+                kind == "compiled" and not shutil.which("g++")
+            ):
+                continue
+            made, bytes_of = torch_side(name, batch, precision, kind)
+            try:
+                made()
+                kept[kind] = bytes_of() if kind == "eager" else 0
+            except Exception as problem:  # a compiler that cannot
+                missing = f"{kind}: {type(problem).__name__}"
+                continue
+            sides[kind] = made
+    peaks = [common.peak(core)]
+    times = in_turns(sides, options.rounds, options.steps, options.seconds)
+    peaks.append(common.peak(core))
+    bf16 = precision == "bf16" and peaks[0]["bf16_best"] > 0
+    peak = max(one["bf16_best" if bf16 else "best"] for one in peaks) * threads
+    by_op = our_ops(trainer, dataset)
+    flops = sum(row["operations"] for row in by_op.values()) * batch / trainer.shard_size
+    row: dict[str, Any] = {"case": options.case, "threads": threads, "precision": precision, "peak": peak}
+    row |= {"operations": flops, "missing": missing, "ops": by_op, "shard_size": trainer.shard_size}
+    row["seconds"] = {key: common.median([t for one in found for t in one]) for key, found in times.items()}
+    row["share"] = {key: flops / seconds * 1e-9 / peak for key, seconds in row["seconds"].items()}
+    row["activations"] = {"ours": trainer.memory()["activations"], "torch": kept.get("eager")}
+    others = {key: seconds for key, seconds in row["seconds"].items() if key != "ours"}
+    if others:
+        row["fastest"] = min(others, key=others.__getitem__)
+        ratios = [
+            common.median(a) / common.median(b) for a, b in zip(times[row["fastest"]], times["ours"], strict=True)
+        ]
+        row["ratio"] = common.spread(ratios)
+    return row
+
+
+def show(rows: list[dict[str, Any]], kinds: list[str]) -> str:
+    """A line per case."""
+    headers = ["case", "threads", "", "ours ms", "% of peak", *(f"{kind} ms" for kind in kinds), "ratio", "% of peak"]
+    lines = []
+    for row in rows:
+        line = [row["case"], row["threads"], row["precision"], common.number(1e3 * row["seconds"]["ours"], 2)]
+        line += [common.number(100 * row["share"]["ours"], 1)]
+        line += [common.number(1e3 * row["seconds"][k], 2) if k in row["seconds"] else None for k in kinds]
+        fastest = row.get("fastest")
+        line += (
+            [common.number(row["ratio"]["median"], 2), common.number(100 * row["share"][fastest], 1)] if fastest else []
+        )
+        memory = (row["activations"][key] for key in ("ours", "torch"))
+        lines.append([*line, *[None] * (len(headers) - len(line)), *(m and common.number(m / 2**20) for m in memory)])
+    return common.table([*headers, "activations MiB", "PyTorch's"], lines)
+
+
+def show_ops(row: dict[str, Any]) -> str:
+    """Where the time of a shard goes, ops of at least half a percent."""
+    whole, peak = sum(op["seconds"] for op in row["ops"].values()), row["peak"] / row["threads"]
+    lines = []
+    for name, op in sorted(row["ops"].items(), key=lambda item: -item[1]["seconds"]):
+        if op["seconds"] < 0.005 * whole:
+            continue
+        speed = op["operations"] / op["seconds"] * 1e-9
+        line = [name, int(op["records"]), common.number(1e3 * op["seconds"], 2)]
+        line += [common.number(100 * op["seconds"] / whole, 1)]
+        lines.append(
+            [*line, *((common.number(speed, 0), common.number(100 * speed / peak, 0)) if speed else (None, None))]
+        )
+    headers = ["op", "records", "ms", "% of time", "GFLOP/s", "% of peak"]
+    title = f"\n{row['case']}, {row['precision']}, a shard of {row['shard_size']} on one thread: {1e3 * whole:.1f} ms"
+    return f"{title}\n{common.table(headers, lines)}"
+
+
+def main() -> int:
+    parser = common.parser(__doc__)
+    parser.add_argument("--cases", nargs="+", default=CASES, metavar="MODEL:BATCH", help="gpt, resnet18, lenet5, mlp")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="of both sides")
+    parser.add_argument("--precisions", nargs="+", choices=("fp32", "bf16"), default=["fp32", "bf16"], help="products")
+    kinds = ("eager", "channels-last", "compiled")
+    parser.add_argument("--sides", nargs="+", choices=kinds, default=list(kinds), help="of PyTorch")
+    parser.add_argument("--rounds", type=int, default=7, help="turns of each side")
+    parser.add_argument("--seconds", type=float, default=2.0, help="length of a turn")
+    parser.add_argument("--steps", type=int, help="steps of a turn, instead of its length")
+    parser.add_argument("--ops", action="store_true", help="print the time of our ops as well")
+    parser.add_argument("--case", help=common.INTERNAL)
+    options = parser.parse_args()
+    if options.case:
+        print(json.dumps(measure(options)))
+        return 0
+    facts, rows = common.machine(), []
+    print(common.machine_line(facts))
+    for case in options.cases:
+        for threads in options.threads:
+            for precision in options.precisions:
+                words = [
+                    "--case",
+                    case,
+                    "--threads",
+                    str(threads),
+                    "--precisions",
+                    precision,
+                    "--sides",
+                    *options.sides,
+                ]
+                words += ["--rounds", str(options.rounds), "--seconds", str(options.seconds)]
+                words += ["--steps", str(options.steps)] if options.steps else []
+                set_before = {"OMP_NUM_THREADS": str(threads), **TUNED, **os.environ}
+                done = subprocess.run(
+                    [sys.executable, __file__, *words], stdout=subprocess.PIPE, text=True, env=set_before
+                )
+                if done.returncode:
+                    print(f"{case}, {threads} threads, {precision}: exit code {done.returncode}", file=sys.stderr)
+                    return 1
+                rows.append(json.loads(done.stdout.splitlines()[-1]))
+                asked = {k: getattr(options, k) for k in ("rounds", "seconds", "steps", "sides")}
+                common.write_json(options.json, "models", facts, options=asked, rows=rows)
+                print(f"{case}, {threads} threads, {precision}: done", file=sys.stderr, flush=True)
+    print(show(rows, options.sides))
+    for row in rows:
+        if options.ops and row["threads"] == min(options.threads):
+            print(show_ops(row))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
