@@ -61,6 +61,7 @@ KINDS = {
     "tests/resume/": "procs",
     "tests/security/": "procs",
     "tests/steplog/": "procs",
+    "tests/tune/test_processes.py": "procs",
     "tests/watch/": "procs",
 }
 #: Files whose tests measure time: one after the other, on one worker, when the rest is done.

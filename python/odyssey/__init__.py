@@ -16,6 +16,7 @@ _HOME = {
     "DistributedConfig": "distributed.config",
     "DistributedDataParallel": "distributed.ddp",
     "DistributedTrainer": "train.trainer",
+    "DistributedTuner": "tune",
     "GradScaler": "core.precision",
     "GradientCompression": "parallel.compression",
     "History": "train.trainer",
@@ -56,6 +57,7 @@ _MODULES = {
     "parallel",
     "testing",
     "torch",
+    "tune",
 }
 
 if TYPE_CHECKING:

@@ -24,6 +24,7 @@ COMMANDS: tuple[str, ...] = (  # names of modules in this package, as `odyssey -
     "verify",
     "top",
     "generate",
+    "tune",
     "inspect",
     "diff",
     "replay",

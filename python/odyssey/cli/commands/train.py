@@ -73,29 +73,14 @@ class _Sectioned(click.Command):
 
 
 @click.pass_context
-def _command(context: click.Context, verbose: bool, batch_size: int | None, ranks: int | None, **given: Any) -> None:
+def _command(context: click.Context, verbose: bool, ranks: int | None, **_: Any) -> None:
     """Train a network and print one line of results.
 
     Under mpirun or srun the processes train together: mpirun -n 4 odyssey train. To start them, and to start them again
     when something fails: odyssey launch -n 4 train
     """
     with on_all_ranks():
-        if given["no_progress"] and verbose:
-            raise ConfigError("[train] --quiet and --verbose are both given; leave one out")
-        name, colon, path = (given["dataset"] or "").partition(":")
-        if colon:
-            if given["data_dir"] is not None or not path:
-                what = "and --data-dir are both given" if path else "names no file"
-                raise ConfigError(f"[train] --dataset {name}: {what}; write --dataset {name}:PATH, or use --data-dir")
-            given["dataset"], given["data_dir"] = name, Path(path)
-        core.check(Command, {"batch_size": batch_size, "ranks": ranks}, option)
-        if batch_size is not None:
-            given["global_batch_size"] = _one_batch_size(context, batch_size, ranks, given["num_gpus"])
-        made = core.settings(given)
-        if ranks is not None and launchers.launched() is not None:
-            raise ConfigError(
-                f"[train] --ranks {ranks} is given, but the ranks were started already; leave out --ranks, or mpirun"
-            )
+        made = settings_of(context)
     if ranks is None:
         run(made, verbose=verbose)
         return
@@ -115,6 +100,29 @@ command = _Sectioned(
     short_help="Train a network.",
     context_settings=HELP,
 )
+
+
+def settings_of(context: click.Context) -> Settings:
+    """What the command line of `context` asks for. Raises ConfigError."""
+    given = dict(context.params)
+    verbose, batch_size, ranks = (given.pop(name) for name in ("verbose", "batch_size", "ranks"))
+    if given["no_progress"] and verbose:
+        raise ConfigError("[train] --quiet and --verbose are both given; leave one out")
+    name, colon, path = (given["dataset"] or "").partition(":")
+    if colon:
+        if given["data_dir"] is not None or not path:
+            what = "and --data-dir are both given" if path else "names no file"
+            raise ConfigError(f"[train] --dataset {name}: {what}; write --dataset {name}:PATH, or use --data-dir")
+        given["dataset"], given["data_dir"] = name, Path(path)
+    core.check(Command, {"batch_size": batch_size, "ranks": ranks}, option)
+    if batch_size is not None:
+        given["global_batch_size"] = _one_batch_size(context, batch_size, ranks, given["num_gpus"])
+    made = core.settings(given)
+    if ranks is not None and launchers.launched() is not None:
+        raise ConfigError(
+            f"[train] --ranks {ranks} is given, but the ranks were started already; leave out --ranks, or mpirun"
+        )
+    return made
 
 
 def _one_batch_size(context: click.Context, size: int, ranks: int | None, workers: int | None) -> int:
@@ -148,8 +156,9 @@ def without(words: Sequence[str], options: dict[str, int]) -> list[str]:
 # --- the run ---------------------------------------------------------------------------------------------------------
 
 
-def run(made: Settings, *, verbose: bool = False) -> None:
-    """Train as the settings say: print one summary line and write the files that were asked for."""
+def run(made: Settings, *, verbose: bool = False, listeners: Sequence[Any] = (), quiet: bool = False) -> Any:
+    """Train as the settings say: print one summary line, unless `quiet`, and write the files that were asked for.
+    listeners: callbacks of fit(), whose history is returned."""
     if made.watchdog is not None:
         os.environ["ODYSSEY_WATCHDOG"] = f"{made.watchdog:g}"
     again = os.environ.get(core.REPLAY)
@@ -206,10 +215,9 @@ def run(made: Settings, *, verbose: bool = False) -> None:
         optimizer = kind(lr=made.lr, weight_decay=made.weight_decay, **more)
         if text:
             optimizer.undecayed = optim.vectors
-        listeners = []
         if made.log is not None:
             where = made.log_dir or (None if made.run_dir is None else made.run_dir / "logs")
-            listeners = loggers.named(made.log, where, made.log_every_n_steps)
+            listeners = [*listeners, *loggers.named(made.log, where, made.log_every_n_steps)]
     progress = make(made.no_progress, sys.stderr) if first else None
     with on_all_ranks(ConfigError):
         keywords = {name: getattr(made, name) for name in declared(Training)}
@@ -237,7 +245,9 @@ def run(made: Settings, *, verbose: bool = False) -> None:
             outputs.write(made.save_weights, "--save-weights", lambda file: write_weights(file, state))
         if made.json is not None:
             outputs.write_json(made.json, "--json", {**_report(made, world, trainer, history, weights), **bits})
-        outputs.say(summary(history, weights, bits))
+        if not quiet:
+            outputs.say(summary(history, weights, bits))
+    return history
 
 
 def _tell_what_is_trained(made: Settings, trainer: Any, world: Any, warnings: Sequence[str], verbose: bool) -> None:

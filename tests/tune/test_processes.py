@@ -1,0 +1,94 @@
+"""odyssey.tune over processes: groups of ranks, a rank that is killed, the command."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+optuna = pytest.importorskip("optuna")
+
+PROGRAM = """
+import os, signal, sys
+from odyssey import comm, data, nn, optim, tune
+import odyssey
+
+digits = data.load("mnist", train=True).take(128)
+loader = data.DataLoader(digits, batch_size=64)
+
+def train_fn(config, trial):
+    if trial.number == 7 and comm.world().rank == 1 and "kill" in sys.argv:
+        os.kill(os.getpid(), signal.SIGKILL)
+    nn.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(784, 10))
+    trainer = odyssey.DistributedTrainer(model, optim.SGD(lr=config["lr"]), shard_size=16)
+    return trainer.fit(loader, loader, epochs=1, verbose=False)
+
+tuner = odyssey.DistributedTuner(
+    train_fn, {"lr": tune.loguniform(1e-3, 1)}, metric="test_loss", ranks_per_trial=2, sampler="random",
+    storage=sys.argv[1],
+)
+best = tuner.tune(20)
+if comm.world().rank == 0:
+    print(best["lr"], tuner.best_value, tuner.groups)
+"""
+
+
+@pytest.mark.parametrize("place", ["study.db", "study.log"])
+def test_twenty_trials_on_two_groups_of_two_ranks_one_killed(launch, place):
+    (launch.folder / "program.py").write_text(PROGRAM)
+    killed = launch.python("program.py", place, "kill", ranks=4)
+    assert killed.returncode != 0
+    done = launch.python("program.py", place, ranks=4)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[-1] == "2"
+    storage = f"sqlite:///{launch.folder / place}"
+    if place == "study.log":
+        storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(launch.folder / place)))
+    study = optuna.load_study(study_name="odyssey", storage=storage)  # as Optuna and its dashboard open it
+    assert [(t.number, t.state.name) for t in study.get_trials()] == [(n, "COMPLETE") for n in range(20)]
+    again = launch.python("program.py", f"again-{place}", ranks=2)  # the same trials, one after the other
+    assert again.stdout.split()[:2] == done.stdout.split()[:2]
+
+
+def test_the_command(launch):
+    more = "--epochs 1 --steps 8 --global-batch-size 32".split()
+    options = [
+        "tune",
+        "--param",
+        "lr:log:1e-3:1",
+        "--param",
+        "optimizer:sgd,adam",
+        "--trials",
+        "4",
+        "--json",
+        "out.json",
+    ]
+    done = launch.python("-m", "odyssey.cli", *options, *more, ranks=2)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((launch.folder / "out.json").read_text())
+    assert [t["state"] for t in found["trials"]] == ["complete"] * 4
+    words = done.stdout.split(": ")[1].split()
+    assert words[0] == "--lr" and float(words[1]) == found["best_params"]["lr"]
+    run = launch.result(*more, *words)  # what it says can be given to train
+    assert run["test_accuracy"] == found["best_value"]
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("--param lr:log:1", "[tune] --param lr:log:1; give NAME:LOW:HIGH, NAME:log:LOW:HIGH"),
+        ("--param lr:2:1", "[tune] --param lr:2:1; give NAME:LOW:HIGH"),
+        ("--param lrr:1:2", "No such option '--lrr'"),
+        ("--param lr:1:2 --stepps 3", "No such option '--stepps'"),
+        ("--param lr:1:2 --ranks 2", "--ranks is of one training"),
+        ("--param lr:1:2 --save-weights x", "--save-weights is of one training"),
+        ("--param momentum:-3:-2", "--momentum"),
+        ("--param lr:1:2 --trials 0", "num_samples"),
+        ("", "Missing option '--param'"),
+    ],
+)
+def test_what_is_wrong_is_one_line(launch, words, line):
+    done = launch.python("-m", "odyssey.cli", "tune", *words.split())
+    assert done.returncode == 64 and line in done.stderr, done.stderr
+    assert done.stderr.count("\n") == 1
