@@ -14,7 +14,6 @@ given and what is decided, a trial is claimed once, and trials that a killed job
 from __future__ import annotations
 
 import inspect
-import json
 import math
 import os
 import shutil
@@ -35,6 +34,7 @@ from .callbacks import Callback, Context
 from .comm import base
 from .data.sampler import check_integer
 from .errors import ConfigError, printable
+from .train.resume import spread
 
 try:
     import optuna
@@ -443,14 +443,13 @@ def _storage(place: str) -> optuna.storages.BaseStorage:
 
 def _shared(comm: base.Communicator, read: Callable[[], Any]) -> Any:
     """What `read` gives on rank 0, on all ranks, as JSON has it. Raises ConfigError there if it does on rank 0."""
-    text = b""
+    value, error = None, None
     if comm.rank == 0:
         try:
-            text = json.dumps([read(), None]).encode()
+            value = read()
         except ConfigError as e:
-            text = json.dumps([None, str(e)]).encode()
-    length = int(comm.broadcast(np.array([len(text)], np.int64))[0])
-    value, error = json.loads(comm.broadcast(np.frombuffer(bytearray(text) or bytearray(length), np.uint8)).tobytes())
+            error = str(e)
+    value, error = spread(comm, [value, error])
     if error is not None:
         problem = ConfigError(error)
         problem.raised_on_all_ranks = comm.size == communication.world().size

@@ -122,13 +122,20 @@ ROOMS = (
     "distributed",
     "cli",
 )
-#: Front ends and what is added to a session: above the rooms (callbacks, loggers: they lie below their users).
-FRONT_ENDS = ("callbacks", "loggers", "testing", "mojo", "torch", "horovod", "ray", "tune")
-ORDER = (*ROOMS[: ROOMS.index("audit")], *FRONT_ENDS[:2], *ROOMS[ROOMS.index("audit") :], *FRONT_ENDS[2:])
+#: Front ends and what is added to a session: above the rooms (callbacks, loggers, tune: they lie below their users).
+FRONT_ENDS = ("callbacks", "loggers", "tune", "testing", "mojo", "torch", "horovod", "ray")
+ORDER = (
+    *ROOMS[: ROOMS.index("audit")],
+    *FRONT_ENDS[:2],
+    *ROOMS[ROOMS.index("audit") : -1],
+    "tune",
+    "cli",
+    *FRONT_ENDS[3:],
+)
 BUDGETS = {  # lines of all its files together
     "mojo": 16_650,
     "shared/training": 3_150,
-    "python/odyssey": 44_120,
+    "python/odyssey": 44_680,
     "python/odyssey/comm": 3_945,
     "python/odyssey/parallel": 3_675,
     "python/odyssey/distributed": 2_040,
