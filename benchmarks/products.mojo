@@ -1,7 +1,7 @@
 """How fast the kernels of linear layers and convolutions are, shape by shape, as shares of the FMA peak of the same moment.
 
     mojo build -I mojo benchmarks/products.mojo -o products    (products.py does it, with the options of the library)
-    ./products [LINES...]                                       a line: linear:I:O:rows or conv:C:K:pixels:samples
+    ./products [LINES...]                                       a line: linear:I:O:rows, conv:C:K:pixels:samples or winograd:...
 
 One thread, lanes, float32. A row is one shape: GFLOP/s and share of the peak of forward, gradient of the input and gradient
 of the weights. Every figure is the best of several calls by processor time, the peak that of independent FMAs in turns with them.
@@ -25,6 +25,11 @@ from kernels.linear import (
     linear_backward_input,
     linear_backward_weight,
     linear_forward,
+)
+from kernels.winograd import (
+    scratch_floats,
+    winograd_backward_input,
+    winograd_forward,
 )
 
 comptime SUMS = 16
@@ -111,8 +116,11 @@ def linear(I: Int, O: Int, rows: Int) -> String:
     return line
 
 
-def convolution(C: Int, K: Int, pixels: Int, samples: Int) -> String:
-    """Those of a convolution of 3 x 3, stride 1, on so many pixels squared and a frame of zeros.
+def convolution(
+    C: Int, K: Int, pixels: Int, samples: Int, winograd: Bool
+) -> String:
+    """Those of a convolution of 3 x 3, stride 1, on so many pixels squared and a frame of zeros. `winograd`: GFLOP/s are
+    those of a direct one that takes as long.
     """
     var G = (samples + LANES - 1) // LANES
     var size = Conv(G, C, pixels + 2, pixels + 2, K, 3, 3, 1)
@@ -121,13 +129,21 @@ def convolution(C: Int, K: Int, pixels: Int, samples: Int) -> String:
     var w = floats(K * size.taps())
     var dw = floats(K * size.taps())
     var b = floats(K)
+    var m = 4 if pixels >= 16 else 2  # as products.py has it
+    var scratch = floats(scratch_floats(size, m))
     var flops = 2 * G * LANES * size.y() * size.C * 9
 
     def forward() {imm}:
-        conv2d_forward[False](y, x, w, b, size)
+        if winograd:
+            winograd_forward(y, x, w, b, scratch, size, 1, 1, m, False)
+        else:
+            conv2d_forward[False](y, x, w, b, size)
 
     def input() {imm}:
-        conv2d_backward_input(x, y, w, size)
+        if winograd:
+            winograd_backward_input(x, y, w, scratch, size, 1, 1, m)
+        else:
+            conv2d_backward_input(x, y, w, size)
 
     def weight() {imm}:
         conv2d_backward_weight(dw, b, y, x, size)
@@ -135,7 +151,7 @@ def convolution(C: Int, K: Int, pixels: Int, samples: Int) -> String:
     var line = measured(forward, flops)
     line += " " + measured(weight, flops)
     line += " " + measured(input, flops)
-    for p in [x, y, w, dw, b]:
+    for p in [x, y, w, dw, b, scratch]:
         p.unsafe_free()
     return line
 
@@ -149,4 +165,8 @@ def main() raises:
         if parts[0] == "linear":
             print(words[i], linear(a, b, Int(parts[3])))
         else:
-            print(words[i], convolution(a, b, Int(parts[3]), Int(parts[4])))
+            var winograd = parts[0] == "winograd"
+            print(
+                words[i],
+                convolution(a, b, Int(parts[3]), Int(parts[4]), winograd),
+            )

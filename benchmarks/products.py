@@ -3,7 +3,8 @@ of the weights and gradient of the input, on one core, by processor time (produc
 
     python benchmarks/products.py [--layers linear:384:1536:256 conv:64:64:32:32] [--kernels OTHER/mojo]
 
-A layer is linear:INPUTS:OUTPUTS:ROWS or conv:INPUTS:OUTPUTS:PIXELS:SAMPLES (3 x 3, stride 1, with a frame of zeros).
+A layer is linear:INPUTS:OUTPUTS:ROWS or conv:INPUTS:OUTPUTS:PIXELS:SAMPLES (3 x 3, stride 1, with a frame of zeros), or
+winograd:... the same by Winograd's algorithm: what a direct convolution would have to reach for the same time.
 
 --kernels takes the kernels of another checkout, whose functions must have the same arguments.
 """
@@ -18,11 +19,12 @@ import common
 
 LINEARS = [f"linear:{s}:{n}" for s in ("384:384", "384:1536", "1536:384", "384:65") for n in (48, 256, 1024, 4096)]
 CONVOLUTIONS = ["conv:64:64:32:32", "conv:128:128:16:32", "conv:256:256:8:32", "conv:512:512:4:32"]
+WINOGRAD = [layer.replace("conv", "winograd") for layer in CONVOLUTIONS[:3]]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--layers", nargs="+", default=LINEARS + CONVOLUTIONS, metavar="LAYER")
+    parser.add_argument("--layers", nargs="+", default=LINEARS + CONVOLUTIONS + WINOGRAD, metavar="LAYER")
     parser.add_argument("--kernels", type=Path, default=common.HERE.parent / "mojo", metavar="DIRECTORY")
     options = parser.parse_args()
     program = common.program("products", options.kernels)

@@ -325,13 +325,16 @@ def _multiply[
 # --- a convolution ------------------------------------------------------------------------------------------------------
 
 
-def _scratch[at: Int](r: Record, shards: Int, fold: Int) -> Int:
-    """The weights, a block of tiles and its sums. Sizes are arguments from `at` on.
+def scratch_floats(size: Conv, m: Int) -> Int:
+    """Of scratch memory that an op wants: the weights, a block of tiles and its sums.
     """
-    var size = sizes_of[Conv](r, at)
-    var n = r.int(at + 10) + 2  # m is behind Conv, ph, pw
     var block = NB * (size.C + size.K) * LANES
-    return 4 * (LANES + n * n * (size.C * size.K + block))
+    return LANES + (m + 2) * (m + 2) * (size.C * size.K + block)
+
+
+def _scratch[at: Int](r: Record, shards: Int, fold: Int) -> Int:
+    """Bytes, for the sizes from argument `at` on: those of Conv, ph, pw, m."""
+    return 4 * scratch_floats(sizes_of[Conv](r, at), r.int(at + 10))
 
 
 def _forward[

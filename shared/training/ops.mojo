@@ -4,6 +4,7 @@ from kernels import (
     arithmetic,
     attention,
     batch_norm,
+    conv2d_general,
     dropout,
     elementwise,
     gather,
@@ -38,6 +39,7 @@ def ops() -> List[Op]:
     all.extend(layout.ops())
     all.extend(products.ops())
     all.extend(winograd.ops())
+    all.extend(conv2d_general.ops())
     all.extend(pool.ops())
     all.extend(dropout.ops())
     all.extend(softmax.ops())

@@ -133,7 +133,7 @@ ORDER = (
     *FRONT_ENDS[3:],
 )
 BUDGETS = {  # lines of all its files together
-    "mojo": 16_650,
+    "mojo": 16_850,
     "shared/training": 3_150,
     "python/odyssey": 44_680,
     "python/odyssey/comm": 3_945,

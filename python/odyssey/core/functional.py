@@ -23,6 +23,7 @@ from .operators import mean, mean_over_samples, multiply, scale, sum
 from .placement import Device
 from .placement import device as place_of
 from .products import bias_memory, grad_memory, pair
+from .products import conv1d as conv1d
 from .products import conv2d as conv2d
 from .products import linear as linear
 from .products import pad2d as pad2d

@@ -77,53 +77,87 @@ def conv2d(
     bias: Tensor | None = None,
     stride: int = 1,
     padding: int | tuple[int, int] = 0,
+    dilation: int = 1,
+    groups: int = 1,
     *,
     algorithm: str | None = None,
 ) -> Tensor:
-    """Cross-correlation of x (N, C, H, W) with weight (K, C, R, T), plus bias (K).
+    """Cross-correlation of x (N, C, H, W) with weight (K, C / groups, R, T), plus bias (K).
 
     Args:
+        dilation: pixels from one tap of a kernel to the next.
+        groups: runs of channels of x, each of which a run of channels of y reads. With these two, products are float32
+            in every precision, and CPUs alone compute them.
         algorithm: "auto", "direct" or "winograd", which is for 3 x 3 with stride 1, at least 8 channels of x and y,
             y of at least 8 x 8 and float32 products, and leaves others direct; None: the trainer's conv_algorithm.
 
     Returns:
-        (N, K, P, Q) with P = (H + 2 padding - R) / stride + 1.
+        (N, K, P, Q) with P = (H + 2 padding - dilation (R - 1) - 1) / stride + 1.
 
     Raises:
-        ShapeError: the channels differ, or the kernel is larger than the padded input.
+        ShapeError: the channels differ or are no multiples of groups, or the kernel is larger than the padded input.
         ConfigError: another algorithm, or Winograd's on a GPU.
     """
-    if x.ndim != 4 or weight.ndim != 4 or x.shape[1] != weight.shape[1]:
+    if x.ndim != 4 or weight.ndim != 4:
         raise ShapeError(
-            f"[conv2d] input {x.shape} and weight {weight.shape}; they must be (N, C, H, W) and (K, C, R, T) "
-            "with the same C"
+            f"[conv2d] input {x.shape} and weight {weight.shape}; they must be (N, C, H, W) and (K, C, R, T)"
         )
-    if stride < 1:
-        raise ShapeError(f"[conv2d] stride is {stride}; it must be at least 1")
-    _check_bias("conv2d", bias, weight)
-    framed = [n + 2 * p for n, p in zip(x.shape[2:], pair(padding), strict=True)]
-    if min(pair(padding)) >= 0 and _by_winograd(algorithm, weight.shape, stride, framed):
-        return _winograd(x, weight, bias, *pair(padding))
+    frame = pair(padding)
+    if _by_winograd(algorithm, weight.shape, stride, [n + 2 * p for n, p in zip(x.shape[2:], frame, strict=True)]) and (
+        dilation == groups == 1 and x.shape[1] == weight.shape[1] and min(frame) >= 0
+    ):
+        _check_bias("conv2d", bias, weight)
+        return _winograd(x, weight, bias, *frame)
+    return _direct("conv2d", x, weight, weight.shape, bias, stride, padding, dilation, groups)
+
+
+def _direct(
+    op: str,
+    x: Tensor,
+    weight: Tensor,
+    kernel: tuple[int, ...],
+    bias: Tensor | None,
+    stride: int,
+    padding: int | tuple[int, int],
+    dilation: int,
+    groups: int,
+) -> Tensor:
+    """conv2d of a weight with the numbers of `kernel` (K, C / groups, R, T); `op` is its name in messages."""
+    k, c, r, t = kernel
+    for name, value in (("stride", stride), ("dilation", dilation), ("groups", groups)):
+        if value < 1:
+            raise ShapeError(f"[{op}] {name} is {value}; it must be at least 1")
+    if x.shape[1] != c * groups:
+        per = f" with {groups} groups" * (groups > 1)
+        raise ShapeError(
+            f"[{op}] input {x.shape} and weight {weight.shape}{per}; the input must have {c * groups} channels"
+        )
+    if k % groups:
+        raise ShapeError(f"[{op}] {k} channels in {groups} groups; the groups must be equal")
+    _check_bias(op, bias, weight)
     x = batched(pad2d(x, padding))
     n, c, h, w = x.shape
-    k, _, r, t = weight.shape
-    if r > h or t > w:
-        raise ShapeError(f"[conv2d] a kernel of {r} x {t} does not fit an input of {h} x {w}; add padding")
-    y = empty((n, k, (h - r) // stride + 1, (w - t) // stride + 1), x.layout)
-    sizes = (x.groups, c, h, w, k, r, t, stride)
+    high, wide = dilation * (r - 1) + 1, dilation * (t - 1) + 1
+    if high > h or wide > w:
+        raise ShapeError(f"[{op}] a kernel of {high} x {wide} does not fit an input of {h} x {w}; add padding")
+    y = empty((n, k, (h - high) // stride + 1, (w - wide) // stride + 1), x.layout)
+    plain = dilation == groups == 1
+    kind, sizes, relu = "conv2d", (x.groups, c, h, w, k, r, t, stride), (0,)
+    if not plain:
+        kind, sizes, relu = "conv2d_general", (*sizes, dilation, groups), ()
     # One channel fills half of a pair; packing would cost what is left to gain (docs/precision.md).
-    how = {"layout": x.layout, "dtype": _precision() if c > 1 else "fp32"}
-    current().emit("conv2d_forward", y.memory, x.memory, weight.memory, bias_memory(bias, k), *sizes, 0, **how)
+    how = {"layout": x.layout, "dtype": _precision() if c > 1 and plain else "fp32"}
+    current().emit(f"{kind}_forward", y.memory, x.memory, weight.memory, bias_memory(bias, k), *sizes, *relu, **how)
 
     def backward(dy: Tensor) -> tuple[Tensor | None, ...]:
         if weight.requires_grad or (bias is not None and bias.requires_grad):
-            db = grad_memory("conv2d", bias, k)
-            dw = grad_memory("conv2d", weight)
-            current().emit("conv2d_backward_weight", dw, db, dy.memory, x.memory, *sizes, **how)
+            db = grad_memory(op, bias, k)
+            dw = grad_memory(op, weight)
+            current().emit(f"{kind}_backward_weight", dw, db, dy.memory, x.memory, *sizes, **how)
         if not x.requires_grad:
             return (None, None, None)
         dx = empty(x.shape, x.layout)
-        current().emit("conv2d_backward_input", dx.memory, dy.memory, weight.memory, *sizes, **how)
+        current().emit(f"{kind}_backward_input", dx.memory, dy.memory, weight.memory, *sizes, **how)
         return (dx, None, None)
 
     return attach(y, (x, weight, weight if bias is None else bias), backward)
@@ -166,6 +200,23 @@ def _winograd(x: Tensor, weight: Tensor, bias: Tensor | None, ph: int, pw: int) 
 
     y = attach(y, (x, weight, weight if bias is None else bias), backward)
     return to_rows(y) if rows else y
+
+
+def conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int = 1,
+    padding: int = 0,
+    dilation: int = 1,
+    groups: int = 1,
+) -> Tensor:
+    """Cross-correlation of x (N, C, W) with weight (K, C / groups, T), plus bias (K): conv2d of one row of pixels."""
+    if x.ndim != 3 or weight.ndim != 3:
+        raise ShapeError(f"[conv1d] input {x.shape} and weight {weight.shape}; they must be (N, C, W) and (K, C, T)")
+    (n, c, w), (k, per, t) = x.shape, weight.shape
+    y = _direct("conv1d", reshape(x, n, c, 1, w), weight, (k, per, 1, t), bias, stride, (0, padding), dilation, groups)
+    return reshape(y, n, k, y.shape[3])
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

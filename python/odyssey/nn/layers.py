@@ -46,6 +46,8 @@ class Linear(Module):
 class Conv2d(Module):
     """Cross-correlation of x (N, in_channels, H, W) with square or (R, T) kernels; see functional.conv2d."""
 
+    function, sizes = staticmethod(F.conv2d), ("height", "width")
+
     def __init__(
         self,
         in_channels: int,
@@ -53,24 +55,46 @@ class Conv2d(Module):
         kernel_size: int | tuple[int, int],
         stride: int = 1,
         padding: int | tuple[int, int] = 0,
+        dilation: int = 1,
+        groups: int = 1,
         bias: bool = True,
     ) -> None:
         super().__init__()
-        r, t = (kernel_size, kernel_size) if isinstance(kernel_size, int) else kernel_size
+        name = type(self).__name__
+        kernel = (kernel_size,) * len(self.sizes) if isinstance(kernel_size, int) else kernel_size
+        named = {f"kernel_{size}": n for size, n in zip(self.sizes, kernel, strict=True)}
         _at_least_one(
-            "Conv2d", in_channels=in_channels, out_channels=out_channels, kernel_height=r, kernel_width=t, stride=stride
+            name,
+            in_channels=in_channels,
+            out_channels=out_channels,
+            **named,
+            stride=stride,
+            dilation=dilation,
+            groups=groups,
         )
-        bound = 1 / math.sqrt(in_channels * r * t)
-        self.weight = uniform((out_channels, in_channels, r, t), bound)
+        if in_channels % groups or out_channels % groups:
+            raise ConfigError(
+                f"[{name}] {in_channels} to {out_channels} channels in {groups} groups; they must be equal"
+            )
+        bound = 1 / math.sqrt(in_channels // groups * math.prod(kernel))
+        self.weight = uniform((out_channels, in_channels // groups, *kernel), bound)
         self.bias = uniform((out_channels,), bound) if bias else None
-        self.stride, self.padding = stride, padding
+        self.stride, self.padding, self.dilation, self.groups = stride, padding, dilation, groups
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.conv2d(x, self.weight, self.bias, self.stride, self.padding)
+        return self.function(x, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
 
     def extra_repr(self) -> str:
-        k, c, r, t = self.weight.shape
-        return f"{c}, {k}, ({r}, {t}), stride={self.stride}, padding={self.padding}"
+        k, c, *kernel = self.weight.shape
+        kernel = f"({', '.join(map(str, kernel))}{',' * (len(kernel) == 1)})"
+        more = "".join(f", {n}={v}" for n, v in (("dilation", self.dilation), ("groups", self.groups)) if v > 1)
+        return f"{c * self.groups}, {k}, {kernel}, stride={self.stride}, padding={self.padding}{more}"
+
+
+class Conv1d(Conv2d):
+    """The same of x (N, in_channels, W); see functional.conv1d."""
+
+    function, sizes = staticmethod(F.conv1d), ("width",)
 
 
 class MaxPool2d(Module):
@@ -236,7 +260,8 @@ class BatchNorm2d(BatchNorm1d):
 
 
 class AdaptiveAvgPool2d(Module):
-    """Means of (N, C, H, W) over windows that leave (N, C, *output_size); H and W must be multiples of it."""
+    """Means of (N, C, H, W) over windows that leave (N, C, *output_size); window i of p along an axis of n is
+    i n // p to ceil((i + 1) n / p), so windows overlap where p does not divide n."""
 
     def __init__(self, output_size: int | tuple[int, int]) -> None:
         super().__init__()
@@ -244,9 +269,12 @@ class AdaptiveAvgPool2d(Module):
 
     def forward(self, x: Tensor) -> Tensor:
         (n, c, h, w), (p, q) = x.shape, self.output_size
-        if h % p or w % q:
-            raise ShapeError(f"[AdaptiveAvgPool2d] {h} x {w} to {p} x {q}; the size must be a multiple of the output's")
-        return x.reshape(n, c * p, h // p, q, w // q).mean((2, 4)).reshape(n, c, p, q)
+        if min(p, q) < 1 or h < p or w < q:
+            raise ShapeError(f"[AdaptiveAvgPool2d] {h} x {w} to {p} x {q}; give 1 to the size of the input")
+        if h % p == w % q == 0:
+            return x.reshape(n, c * p, h // p, q, w // q).mean((2, 4)).reshape(n, c, p, q)
+        rows = F.cat([x[:, :, i * h // p : -(-(i + 1) * h // p)].mean(2, True) for i in range(p)], 2)
+        return F.cat([rows[..., i * w // q : -(-(i + 1) * w // q)].mean(3, True) for i in range(q)], 3)
 
 
 class Embedding(Module):

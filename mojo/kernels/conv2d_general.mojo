@@ -1,0 +1,310 @@
+"""Convolutions with groups of channels or dilation, in lanes and in rows (see lanes.mojo for the letters).
+
+Channels are cut in `groups` equal runs, each of which is a convolution of its own: output channel k reads the C / groups
+channels of its run, so w is (K, C / groups, R, T). With dilation D the taps are D pixels apart. The kernels of conv2d.mojo
+are faster for layers without either; these are one form for both layouts, and each sum has the same order in both.
+"""
+
+from .conv2d import KB, QB, TB
+from .lanes import F32, LANES, Ptr, load, madd, store
+from .op import Op, call
+from .record import Record
+
+
+@fieldwise_init
+struct General(TrivialRegisterPassable):
+    """The sizes of a convolution."""
+
+    var G: Int
+    var C: Int
+    var H: Int
+    var W: Int
+    var K: Int
+    var R: Int
+    var T: Int
+    var S: Int
+    var D: Int
+    var groups: Int
+
+    @always_inline
+    def P(self) -> Int:
+        """Rows of y."""
+        return (self.H - self.D * (self.R - 1) - 1) // self.S + 1
+
+    @always_inline
+    def Q(self) -> Int:
+        """Columns of y."""
+        return (self.W - self.D * (self.T - 1) - 1) // self.S + 1
+
+    @always_inline
+    def inputs(self) -> Int:
+        """Channels of x that a channel of y reads."""
+        return self.C // self.groups
+
+    @always_inline
+    def outputs(self) -> Int:
+        """Channels of y that read a channel of x."""
+        return self.K // self.groups
+
+    @always_inline
+    def tap(self, i: Int) -> Int:
+        """Where tap i of an output channel reads, in numbers of a sample."""
+        var r = i // self.T % self.R
+        var row = i // (self.R * self.T) * self.H + r * self.D
+        return row * self.W + i % self.T * self.D
+
+
+@always_inline
+def _forward_tile[
+    L: Int, kb: Int, qb: Int
+](y: Ptr, x: Ptr, w: Ptr, b: Ptr, s: General):
+    """Neighbouring pixels of kb channels."""
+    var acc = Array[SIMD[F32, L], kb * qb](fill=SIMD[F32, L](0))
+    comptime for k in range(kb):
+        comptime for q in range(qb):
+            acc[k * qb + q] = SIMD[F32, L](b[unsafe_offset=k])
+    var taps = s.inputs() * s.R * s.T
+    var i = 0
+    for c in range(s.inputs()):
+        for r in range(s.R):
+            var row = x.unsafe_offset((c * s.H + r * s.D) * s.W * L)
+            for t in range(s.T):
+                var v = Array[SIMD[F32, L], qb](fill=SIMD[F32, L](0))
+                comptime for q in range(qb):
+                    v[q] = load[L](row, (q * s.S + t * s.D) * L)
+                comptime for k in range(kb):
+                    var wk = SIMD[F32, L](w[unsafe_offset=k * taps + i])
+                    comptime for q in range(qb):
+                        acc[k * qb + q] = madd(v[q], wk, acc[k * qb + q])
+                i += 1
+    comptime for k in range(kb):
+        comptime for q in range(qb):
+            store[L](y, (k * s.P() * s.Q() + q) * L, acc[k * qb + q])
+
+
+def _forward[L: Int](y: Ptr, x: Ptr, w: Ptr, b: Ptr, s: General):
+    var P = s.P()
+    var Q = s.Q()
+    var taps = s.inputs() * s.R * s.T
+    for g in range(s.G):
+        for j in range(s.groups):
+            var first = j * s.outputs()
+            var xj = x.unsafe_offset((g * s.C + j * s.inputs()) * s.H * s.W * L)
+            for p in range(P):
+
+                @always_inline
+                def channels[kb: Int](k: Int) {imm}:
+                    @always_inline
+                    def pixels[qb: Int](q: Int) {imm}:
+                        var o = first + k
+                        _forward_tile[L, kb, qb](
+                            y.unsafe_offset(
+                                (((g * s.K + o) * P + p) * Q + q) * L
+                            ),
+                            xj.unsafe_offset((p * s.W + q) * s.S * L),
+                            w.unsafe_offset(o * taps),
+                            b.unsafe_offset(o),
+                            s,
+                        )
+
+                    var q = 0
+                    while q + QB <= Q:
+                        pixels[QB](q)
+                        q += QB
+                    while q < Q:
+                        pixels[1](q)
+                        q += 1
+
+                var k = 0
+                while k + KB <= s.outputs():
+                    channels[KB](k)
+                    k += KB
+                while k < s.outputs():
+                    channels[1](k)
+                    k += 1
+
+
+@always_inline
+def _weight_tile[
+    L: Int, kb: Int, tb: Int
+](dw: Ptr, dy: Ptr, x: Ptr, tap: Int, s: General):
+    """The sums of tb taps of kb channels over all pixels and samples."""
+    var P = s.P()
+    var Q = s.Q()
+    var taps = s.inputs() * s.R * s.T
+    var offset = Array[Int, tb](fill=0)
+    comptime for i in range(tb):
+        offset[i] = s.tap(tap + i) * L
+    var acc = Array[SIMD[F32, L], kb * tb](fill=SIMD[F32, L](0))
+    for g in range(s.G):
+        for p in range(P):
+            var d = dy.unsafe_offset((g * s.K * P + p) * Q * L)
+            var xp = x.unsafe_offset((g * s.C * s.H + p * s.S) * s.W * L)
+            for q in range(Q):
+                var v = Array[SIMD[F32, L], kb](fill=SIMD[F32, L](0))
+                comptime for k in range(kb):
+                    v[k] = load[L](d, (k * P * Q + q) * L)
+                comptime for i in range(tb):
+                    var u = load[L](xp, q * s.S * L + offset[i])
+                    comptime for k in range(kb):
+                        acc[k * tb + i] = madd(u, v[k], acc[k * tb + i])
+    comptime for k in range(kb):
+        comptime for i in range(tb):
+            dw[unsafe_offset=k * taps + tap + i] += acc[k * tb + i].reduce_add()
+
+
+def _weight[L: Int](dw: Ptr, db: Ptr, dy: Ptr, x: Ptr, s: General):
+    var plane = s.P() * s.Q()
+    var taps = s.inputs() * s.R * s.T
+    for j in range(s.groups):
+        var first = j * s.outputs()
+        var xj = x.unsafe_offset(j * s.inputs() * s.H * s.W * L)
+
+        @always_inline
+        def channels[kb: Int](k: Int) {imm}:
+            var dwk = dw.unsafe_offset((first + k) * taps)
+            var dyk = dy.unsafe_offset((first + k) * plane * L)
+            var tap = 0
+            while tap + TB <= taps:
+                _weight_tile[L, kb, TB](dwk, dyk, xj, tap, s)
+                tap += TB
+            while tap < taps:
+                _weight_tile[L, kb, 1](dwk, dyk, xj, tap, s)
+                tap += 1
+
+        var k = 0
+        while k + KB <= s.outputs():
+            channels[KB](k)
+            k += KB
+        while k < s.outputs():
+            channels[1](k)
+            k += 1
+    for k in range(s.K):
+        var sum = SIMD[F32, L](0)
+        for g in range(s.G):
+            for i in range(plane):
+                sum += load[L](dy, ((g * s.K + k) * plane + i) * L)
+        db[unsafe_offset=k] += sum.reduce_add()
+
+
+@always_inline
+def _input_tile[
+    L: Int, cb: Int
+](dx: Ptr, dy: Ptr, w: Ptr, h: Int, i: Int, s: General):
+    """Pixel (h, i) of cb channels, from all output channels that read them."""
+    var P = s.P()
+    var Q = s.Q()
+    var acc = Array[SIMD[F32, L], cb](fill=SIMD[F32, L](0))
+    for r in range(s.R):
+        var p = (h - r * s.D) // s.S
+        if h < r * s.D or p >= P or p * s.S != h - r * s.D:
+            continue
+        for t in range(s.T):
+            var q = (i - t * s.D) // s.S
+            if i < t * s.D or q >= Q or q * s.S != i - t * s.D:
+                continue
+            for k in range(s.outputs()):
+                var d = load[L](dy, ((k * P + p) * Q + q) * L)
+                var wk = w.unsafe_offset((k * s.inputs() * s.R + r) * s.T + t)
+                comptime for c in range(cb):
+                    var v = SIMD[F32, L](wk[unsafe_offset=c * s.R * s.T])
+                    acc[c] = madd(d, v, acc[c])
+    comptime for c in range(cb):
+        store[L](dx, ((c * s.H + h) * s.W + i) * L, acc[c])
+
+
+def _input[L: Int](dx: Ptr, dy: Ptr, w: Ptr, s: General):
+    var taps = s.inputs() * s.R * s.T
+    for g in range(s.G):
+        for j in range(s.groups):
+            var first = j * s.outputs()
+            var dyj = dy.unsafe_offset((g * s.K + first) * s.P() * s.Q() * L)
+
+            @always_inline
+            def channels[cb: Int](c: Int) {imm}:
+                var at = (g * s.C + j * s.inputs() + c) * s.H * s.W
+                for h in range(s.H):
+                    for i in range(s.W):
+                        _input_tile[L, cb](
+                            dx.unsafe_offset(at * L),
+                            dyj,
+                            w.unsafe_offset(first * taps + c * s.R * s.T),
+                            h,
+                            i,
+                            s,
+                        )
+
+            var c = 0
+            while c + KB <= s.inputs():
+                channels[KB](c)
+                c += KB
+            while c < s.inputs():
+                channels[1](c)
+                c += 1
+
+
+def conv2d_general_forward(
+    y: Ptr,  # (G, K, P, Q, L)
+    x: Ptr,  # (G, C, H, W, L)
+    w: Ptr,  # (K, C / groups, R, T)
+    b: Ptr,  # (K)
+    size: General,
+    r: Record,
+):
+    """Computes y = x * w + b."""
+    if r.rows():
+        _forward[1](y, x, w, b, size)
+    else:
+        _forward[LANES](y, x, w, b, size)
+
+
+def conv2d_general_backward_weight(
+    dw: Ptr,  # (K, C / groups, R, T), added to
+    db: Ptr,  # (K), added to
+    dy: Ptr,  # (G, K, P, Q, L)
+    x: Ptr,  # (G, C, H, W, L)
+    size: General,
+    r: Record,
+):
+    """Adds the gradients of weights and bias, summed over samples and pixels.
+    """
+    if r.rows():
+        _weight[1](dw, db, dy, x, size)
+    else:
+        _weight[LANES](dw, db, dy, x, size)
+
+
+def conv2d_general_backward_input(
+    dx: Ptr,  # (G, C, H, W, L)
+    dy: Ptr,  # (G, K, P, Q, L)
+    w: Ptr,  # (K, C / groups, R, T)
+    size: General,
+    r: Record,
+):
+    """Writes the gradient of the (padded) input."""
+    if r.rows():
+        _input[1](dx, dy, w, size)
+    else:
+        _input[LANES](dx, dy, w, size)
+
+
+def ops() -> List[Op]:
+    """The ops of this file. D: from one tap to the next."""
+    return [
+        Op(
+            "conv2d_general_forward",
+            "y; x, w, b; G, C, H, W, K, R, T, S, D, groups",
+            call[conv2d_general_forward],
+        ),
+        Op(
+            "conv2d_general_backward_weight",
+            "+dw, +db; dy, x; G, C, H, W, K, R, T, S, D, groups",
+            call[conv2d_general_backward_weight],
+            "sums",
+        ),
+        Op(
+            "conv2d_general_backward_input",
+            "dx; dy, w; G, C, H, W, K, R, T, S, D, groups",
+            call[conv2d_general_backward_input],
+        ),
+    ]
