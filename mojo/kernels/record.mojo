@@ -79,6 +79,8 @@ struct Context(TrivialRegisterPassable):
     """What gradients are multiplied by inside a program; a power of two."""
     var stopped: Int64
     """Set by a record whose check failed: the program ends there."""
+    var times: LongPtr
+    """Where each thread writes when its records ran (executor.mojo, `Times`); address 0: they are not timed."""
 
 
 comptime ContextPtr = Pointer[Context, MutUntrackedOrigin]

@@ -82,7 +82,7 @@ class Optimizer:
         if self.arena is not None:
             raise ConfigError(f"[{type(self).__name__}] already updates another model; make a second optimizer")
         self.arena, self._floats = arena, arena.size
-        self._context = native.Context()
+        self._context = native.context("optimizer")
         self.keep({name: native.aligned(arena.size) for name in self.states})
 
     def keep(self, state: dict[str, np.ndarray]) -> None:

@@ -11,6 +11,7 @@ from std.atomic import Atomic, Ordering
 from std.ffi import c_int, external_call
 from std.memory import unsafe_memset_zero, unsafe_stack_allocation
 from std.sys import CompilationTarget, inlined_assembly, llvm_intrinsic
+from std.time import perf_counter_ns
 
 from kernels.elementwise import add
 from kernels.lanes import LongPtr, Ptr
@@ -117,6 +118,8 @@ def _replay(
     ctx: ContextPtr,
 ) -> Int:
     ctx[].stopped = 0
+    if Int(ctx[].times):
+        return _replay_timed(table, program, records, bases, ctx)
     var stopped = Pointer(to=ctx[].stopped)
     for i in range(records):
         var r = Record(program.unsafe_offset(i * RECORD), bases, ctx)
@@ -124,6 +127,58 @@ def _replay(
         if stopped.unsafe_load[volatile=True]():  # kernels write it
             return i
     return -1
+
+
+@no_inline
+def _replay_timed(
+    table: LongPtr,
+    program: LongPtr,
+    records: Int,
+    bases: LongPtr,
+    ctx: ContextPtr,
+) -> Int:
+    var stopped = Pointer(to=ctx[].stopped)
+    var times = Times(ctx[].times)
+    var first = Int(ctx[].first)
+    var begun = Int(perf_counter_ns())
+    for i in range(records):
+        var r = Record(program.unsafe_offset(i * RECORD), bases, ctx)
+        kernel_of[Kernel](table, r.code())(r)
+        var now = Int(perf_counter_ns())
+        times.note(first, i, begun, now)
+        begun = now
+        if stopped.unsafe_load[volatile=True]():
+            return i
+    return -1
+
+
+struct Times(TrivialRegisterPassable):
+    """When records ran on one thread: how many are noted, how many fit, and three numbers for each: its place in the
+    program (SUM: additions of gradients) and the shard's first sample above it, ns of start and end. The threads' follow each other.
+    """
+
+    comptime SUM = _RECORDS - 1
+    var at: LongPtr
+
+    @always_inline
+    def __init__(out self, at: LongPtr):
+        self.at = at
+
+    @always_inline
+    def of(self, thread: Int) -> LongPtr:
+        return self.at.unsafe_offset(
+            thread * (2 + 3 * Int(self.at[unsafe_offset=1]))
+        )
+
+    @always_inline
+    def note(self, first: Int, record: Int, begun: Int, ended: Int):
+        var n = Int(self.at[])
+        if n < Int(self.at[unsafe_offset=1]):
+            var entry = self.at.unsafe_offset(2 + 3 * n)
+            entry[] = Int64(first * _RECORDS + record)
+            entry[unsafe_offset=1] = Int64(begun)
+            entry[unsafe_offset=2] = Int64(ended)
+            self.at[] = Int64(n + 1)
 
 
 @fieldwise_init
@@ -320,7 +375,14 @@ def _take_shards(step: Int, t: Int):
             var all = tables.stopped.unsafe_offset(STRIDE * t)
             all[] = min(all[], shard * _RECORDS + Int64(stopped))
         if s.zero:
-            _add_up(s, tables, Int(shard), b, pooled)
+            if Int(s.context.times):
+                var begun = Int(perf_counter_ns())
+                _add_up(s, tables, Int(shard), b, pooled)
+                var times = Times(Times(s.context.times).of(t))
+                var first = (tables.first + Int(shard)) * Int(s.shard_size)
+                times.note(first, Times.SUM, begun, Int(perf_counter_ns()))
+            else:
+                _add_up(s, tables, Int(shard), b, pooled)
     _ = mode^
 
 
@@ -369,6 +431,8 @@ def _run_shard(s: Step, t: Int, shard: Int, grads: Ptr) -> Int:
     # Kernels write to it (`stopped`): memory that the compiler does not take for this function's alone.
     var ctx = unsafe_stack_allocation[1, Context]()
     ctx.unsafe_write(s.context)
+    if Int(s.context.times):
+        ctx[].times = Times(s.context.times).of(t)
     ctx[].first = Int64(shard) * s.shard_size
     ctx[].valid = min(s.shard_size, s.samples - ctx[].first)
     ctx[].rows = s.rows.unsafe_offset(Int(ctx[].first))

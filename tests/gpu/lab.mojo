@@ -196,6 +196,7 @@ def cpu_record(
             shift=lab.ptr(shift),
             loss_scale=1024,
             stopped=0,
+            times=lab.longs(0),
         )
     )
     var none = lab.longs(0)

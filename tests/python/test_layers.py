@@ -134,10 +134,10 @@ ORDER = (
 )
 BUDGETS = {  # lines of all its files together
     "mojo": 16_850,
-    "shared/training": 3_150,
-    "python/odyssey": 44_680,
+    "shared/training": 3_170,
+    "python/odyssey": 45_440,
     "python/odyssey/comm": 3_945,
-    "python/odyssey/parallel": 3_675,
+    "python/odyssey/parallel": 3_685,
     "python/odyssey/distributed": 2_040,
 }
 PACKAGE_LINES, FILE_LINES = 5_000, 620

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import CheckpointError, ConfigError, DataError, OdysseyError, OutputError, printable
+from ..watch import slot
 from ..watch.files import private_directory, read_json
 from ..watch.runs import Run
 from . import reader
@@ -237,6 +238,7 @@ class Store:
                 check_finite(snapshot.step, stem, name, one)
         return dataclasses.replace(snapshot, values=plain_values(snapshot.step, snapshot.values))
 
+    @slot.span("write checkpoint")
     def _save(self, snapshot: Snapshot, marks: Sequence[str]) -> Path:
         step, name, written = snapshot.step, step_name(snapshot.step), False
         try:

@@ -10,7 +10,7 @@ import ctypes
 import functools
 import struct
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -42,7 +42,9 @@ class Context(ctypes.Structure):
         ("shift", ctypes.c_int64),
         ("loss_scale", ctypes.c_double),
         ("stopped", ctypes.c_int64),
+        ("times", ctypes.c_int64),
     ]
+    what: str | None = None  # what a run with it is called on a timeline, where its records are not told apart
 
 
 class Step(ctypes.Structure):
@@ -206,6 +208,7 @@ class Library(Table):
         self.lanes, self.record, self.stats = (lib.odyssey_constant(i) for i in range(3))
         self.bf16 = bool(lib.odyssey_constant(3))  # products of bf16 are instructions, not emulated
         super().__init__(lib, "odyssey")
+        self.timeline: Any = None  # that is open (timeline.py)
         self._kernels[len(self.codes) :] = self._kernels[self.codes["unknown"]]  # a code that is no op's ends a program
         lib.odyssey_scratch.restype = ctypes.c_ssize_t
         lib.odyssey_scratch.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
@@ -250,12 +253,28 @@ class Library(Table):
 
         `bases` is the address of the spaces' base addresses, int64 (4,); without it all operands are absolute.
         """
-        return self._run(self.table, program, records, self._bases_address if bases is None else bases, context)
+        bases = self._bases_address if bases is None else bases
+        if self.timeline is not None:
+            return self.timeline.run(self, program, records, context, bases)
+        return self._run(self.table, program, records, bases, context)
+
+    def run_records(self, program: int, records: int, context: Context, bases: int) -> int:
+        """As `run`, for who times it."""
+        return self._run(self.table, program, records, bases, context)
+
+    def run_step(self, step: Step) -> int:
+        """As `step`, for who times it: -1, or the record that failed."""
+        return self._step(step, self._helpers)
+
+    @property
+    def named(self) -> dict[int, Op]:
+        """The ops by their codes."""
+        return {op.code: op for op in self.ops.values()}
 
     def step(self, step: Step) -> None:
         """Runs all shards of a step of this process. A record that failed is a defect of the program: RuntimeError."""
         step.table = self.table
-        stopped = self._step(step, self._helpers)
+        stopped = self.run_step(step) if self.timeline is None else self.timeline.step(self, step)
         if stopped >= 0:
             raise RuntimeError(f"record {stopped} of {step.records} of the program of a step failed")
 
@@ -266,6 +285,13 @@ def library() -> Library:
     limits.check_addresses()
     found = build.open_library()
     return Library(found.to_load(), [str(p) for p in build.runtime_libraries()])
+
+
+def context(what: str) -> Context:
+    """One for records that are shown together on a timeline, as `what`."""
+    made = Context()
+    made.what = what
+    return made
 
 
 def header(code: int, layout: str = "lanes", dtype: str = "fp32") -> int:
@@ -289,6 +315,11 @@ def aligned(shape: int | tuple[int, ...], dtype: type = np.float32, *, zero: boo
 def address(structure: ctypes.Structure) -> int:
     """Where a structure lies."""
     return ctypes.addressof(structure)
+
+
+def copied(start: int, size: int) -> bytes:
+    """A copy of `size` bytes."""
+    return ctypes.string_at(start, size)
 
 
 def memory(start: int, size: int) -> np.ndarray:

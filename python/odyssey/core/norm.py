@@ -68,7 +68,7 @@ class Host:
         records = np.zeros((len(runs), lib.record), np.int64)
         for row, (at, n), y in zip(records, runs, out, strict=False):
             row[: 4 + len(more)] = (lib.codes[op], y.ctypes.data, at, n, *more)
-        lib.run(records.ctypes.data, len(records), native.Context())
+        lib.run(records.ctypes.data, len(records), native.context("norm"))
         return out
 
 
@@ -104,5 +104,5 @@ def clip_grad_norm_(
         records = np.zeros((len(runs), lib.record), np.int64)
         for row, (at, n) in zip(records, runs, strict=True):
             row[:5] = (lib.codes["scale"], at, at, native.float_bits(max_norm / norm), n)
-        lib.run(records.ctypes.data, len(records), native.Context())
+        lib.run(records.ctypes.data, len(records), native.context("norm"))
     return norm

@@ -301,8 +301,14 @@ def serialize(
         keep.append(memory)
         return memory.address
 
+    sizes = {4 * at: 4 * p.size for (_, p), at in zip(arena.named, arena.offsets.values(), strict=False)}
     table = np.zeros((len(records), lib.record), np.int64)
     for row, r in zip(table, records, strict=True):
+        scratch = r.declared.scratch
+        used = [a for i, a in enumerate(r.args) if i != scratch]
+        moved = sum(a.nbytes for a in used if isinstance(a, Slot))
+        moved += sum(sizes.get(a.offset, 0) for a in used if isinstance(a, Range) and a.arena is arena)
+        row[-1] = moved << 1 | (r.phase == "backward")  # for timelines: no op has so many arguments
         row[: len(r.args) + 1] = encode(lib, r.op, r.args, operand, r.layout, r.dtype)
     return table
 

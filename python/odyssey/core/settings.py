@@ -336,6 +336,10 @@ class Settings(Training):
     )
     log_dir: Path | None = setting(OUTPUT, None, "where --log writes", "logs, in the run directory if there is one")
     log_every_n_steps: int = setting(OUTPUT, 10, "steps between two that --log writes", low=1)
+    trace: Path | None = setting(
+        OUTPUT, None, "record when each rank and thread did what, for Perfetto and Chrome", "not recorded",
+        metavar="FILE.json"
+    )
     no_progress: bool = setting(
         OUTPUT, False, "print the summary line only", "progress is shown", flags=("--no-progress", "-q", "--quiet"),
         alike=False
@@ -403,7 +407,7 @@ def check(kind: type, values: Mapping[str, Any], spell: Callable[..., str] = key
     return values
 
 
-OF_FIT = ("steps", "checkpoint_dir", "checkpoint_every", "keep", "resume", "allow_nondeterministic_data")
+OF_FIT = ("steps", "checkpoint_dir", "checkpoint_every", "keep", "resume", "allow_nondeterministic_data", "trace")
 
 
 def made(kind: type[Kind], given: Mapping[str, Any]) -> Kind:

@@ -125,7 +125,7 @@ class Exchange:
             addresses[:] = [piece[start:].ctypes.data for piece in self._received]
             args = (to, addresses.ctypes.data, ranks, length)
             row[:5] = encode(lib, "tree_sum", args, None)
-        self._context = native.Context()
+        self._context = native.context("sum")
 
     def _add(self) -> None:
         if len(self._adds):

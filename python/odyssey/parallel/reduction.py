@@ -16,6 +16,7 @@ on the number of ranks, so the bits do too.
 from __future__ import annotations
 
 import itertools
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -26,6 +27,7 @@ import numpy as np
 from ..comm import Communicator, Request
 from ..core import native
 from ..core.program import Block, encode
+from ..watch import slot
 from .plan import Action, Plan, Run, exchange, ranges
 
 if TYPE_CHECKING:
@@ -161,9 +163,12 @@ class Phased(Reduction):
         self._phase = -1
         self._request: Request | None = None
         self._running = False
+        self._begun: tuple[int, int] | None = None  # for a timeline: when, and bytes sent before
 
     def start(self) -> None:
         self._running, self._phase, self._request = True, -1, None
+        if slot.listener is not None:
+            self._begun = time.monotonic_ns(), self.bytes_sent
         self.lanes.under_way.append(self)
         self._advance(wait=False)
 
@@ -189,6 +194,9 @@ class Phased(Reduction):
             following = self._phase + 1
             if following == len(self.phases):
                 self._running, self._request = False, None
+                if slot.listener is not None and self._begun is not None:
+                    (begun, before), name = self._begun, f"sum of {self.floats:,} floats"
+                    slot.listener.span("wire", name, begun, time.monotonic_ns(), bytes=self.bytes_sent - before)
                 self.lanes.under_way.remove(self)
                 return
             for earlier in self.lanes.under_way:
@@ -210,7 +218,7 @@ class Adder:
         for row, action in zip(self._records, actions, strict=False):
             a, b = self._blocks[action.a], self._blocks[action.b]
             row[:5] = encode(lib, "add", (a, a, b, pieces[action.a].size), lambda m: m.address)
-        self._context = native.Context()
+        self._context = native.context("sum")
 
     def run(self) -> None:
         """Adds."""

@@ -46,7 +46,7 @@ class SharedReduction(Phased):
         nodes = [self._everyone[r][self._where[r, 1 + i]] for r, own in enumerate(x.nodes) for i in range(len(own))]
         self._only = None if x.adds else nodes[0]
         self._records = self._additions(nodes, lo, hi)
-        self._context = native.Context()
+        self._context = native.context("sum")
         self.phases = (self._complete, self._add)
         self._end = self.lanes.lane(self.comm, 1)
 

@@ -168,7 +168,8 @@ class DistributedTrainer(TorchState):
         rate = self.rate
         self._watch.batch(batch, self.steps)
         sums = self._run(batch, self.steps)
-        taken = self._commit(sums)
+        with slot.span("optimizer"):
+            taken = self._commit(sums)
         if taken:
             self.numerics.fine()
             if self.scheduler is not None and not self.per_epoch:
@@ -215,14 +216,15 @@ class DistributedTrainer(TorchState):
             x, y = part(batch, lo, hi)
             weight = 1 if self._loss_is_sum else hi - lo
             with in_a_line():
-                with self._autocast():
+                with slot.span("forward"), self._autocast():
                     out = self._forward(x)
                     loss = self.loss(out, y)
                 if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
                     found = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
                     raise ConfigError(f"[torch] the loss of a shard is {found}; one number is needed: reduction='mean'")
                 if train:
-                    (loss if weight == 1 else loss * weight).backward()
+                    with slot.span("backward"):
+                        (loss if weight == 1 else loss * weight).backward()
             self.shards.count(float(loss.detach()) * weight, *metric_sums.sums(self.metrics, out, y, hi - lo))
         return self.shards.sums()
 

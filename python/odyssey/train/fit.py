@@ -183,6 +183,8 @@ class Trainer:
         resume: str | Path = "auto",
         allow_nondeterministic_data: bool = False,
         callbacks: Sequence[Callback] = (),
+        trace: str | Path | None = None,
+        profile: bool = False,
         verbose: bool = True,
     ) -> History:
         """Trains for `epochs` epochs, or until `steps` optimizer steps have been taken.
@@ -204,6 +206,8 @@ class Trainer:
             allow_nondeterministic_data: go on, with a line about it, where samples that a data set makes differ between
                 ranks, or from what they were before a checkpoint; the bits are then those of no other training.
             callbacks: who hears of the training as well: callbacks.Callback, loggers; the same on all ranks.
+            trace: a file for a timeline of all ranks and threads, for Perfetto and Chrome (docs/timeline.md).
+            profile: say in the end which ops took how long on rank 0.
             verbose: show progress, where the trainer was given no `progress`: a live line on a terminal, a line per
                 epoch elsewhere.
 
@@ -242,6 +246,10 @@ class Trainer:
         try:
             session.begin()
             context.callbacks = [*self.callbacks, *self._listeners(session, verbose)]
+            if trace is not None or profile:
+                from ..audit.trace import Recording
+
+                context.callbacks.append(Recording(None if trace is None else Path(trace), session.run, profile))
             try:
                 context.emit("on_fit_start")
                 session.restore_callbacks()
@@ -281,6 +289,10 @@ class Trainer:
             from ..audit.records import Records
 
             listeners.append(Records(self, session.log, session.run.attempt))
+        if session.run is not None:
+            from ..audit.journal import Journal
+
+            listeners.append(Journal(session.run, session.part))
         listeners += given
         if session.saves or given:
             from .requests import Requests

@@ -92,6 +92,11 @@ class Session:
             )
 
     @property
+    def part(self) -> int:
+        """Which fit() of this process it is, of those that belong to a run."""
+        return _fits
+
+    @property
     def log(self) -> Path:
         """Where the step log of this fit() goes, if it belongs to a run."""
         from ..audit.steplog import NAME

@@ -5,6 +5,8 @@
         control.json        what somebody asks of the running job: to stop, to go on with another number of ranks
         checkpoints/        step_00000120/ ... (odyssey.checkpoints)
         steps/              what each step did: cursor, loss, fingerprints (odyssey.audit.steplog)
+        journal.jsonl       what happened when (odyssey.audit.journal)
+        timeline/           recordings of --trace, one directory each (odyssey.audit.trace)
         heartbeat.json      where the ranks are, written each second while they run
         ranks/              where ranks of the latest attempt run: 3.json = rank 3
         ends/               how they ended: 3.json; 3.reason.json is what rank 3 itself had to say
@@ -75,6 +77,7 @@ class Run(NamedTuple):
     control = _file("control.json")
     checkpoints = _file("checkpoints")
     steps = _file("steps")
+    timeline = _file("timeline")
     heartbeat = _file("heartbeat.json")
     ranks = _file("ranks")
     ends = _file("ends")

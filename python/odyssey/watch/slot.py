@@ -19,8 +19,9 @@ import itertools
 import mmap
 import os
 import signal
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 SIZE = 1024
@@ -58,6 +59,7 @@ _q[_MAGIC], _q[_PHASE], _q[_SINCE], _q[_RANK], _q[_WORLD], _q[_CALL] = MAGIC, CO
 _version = 0
 _descriptor = -1
 _quick: Any = None  # the text of the latest call, if `quick` has written it
+listener: Any = None  # a timeline (core/timeline.py): it hears of phases and waits when they end
 
 
 @functools.lru_cache(512)
@@ -92,7 +94,22 @@ def phase(name: str) -> str:
     q[_PHASE] = code
     q[_PROGRESS] += 1
     q[_VERSION] = _version
+    if listener is not None:
+        listener.phase(name, now)
     return PHASES[before]
+
+
+@contextlib.contextmanager
+def span(name: str) -> Iterator[None]:
+    """For timelines: what is done within it, on a track of its thread."""
+    if listener is None:
+        yield
+        return
+    heard, begun, thread = listener, _now(), threading.current_thread()
+    try:
+        yield
+    finally:
+        heard.span("main" if thread is threading.main_thread() else thread.name, name, begun, _now())
 
 
 def step(number: int, samples: int = 0) -> None:
@@ -153,6 +170,8 @@ def leave() -> None:
     if not q[_WAITING]:
         return
     now = _now()
+    if listener is not None:
+        listener.waited(_memory[_WAIT_AT:_WAIT_TO].rstrip(b"\0").decode(errors="replace"), q[_WAITING], now)
     _version += 2
     q[_VERSION] = _version - 1
     q[_TIMES + WAIT] += now - q[_SINCE]
@@ -172,6 +191,9 @@ def waited(nanoseconds: int) -> None:
     q = _q
     q[_TIMES + q[_PHASE]] -= nanoseconds
     q[_TIMES + WAIT] += nanoseconds
+    if listener is not None:
+        now = _now()
+        listener.waited("a short call", now - nanoseconds, now)
 
 
 def quick(sequence: int, group: int, text: str) -> None:

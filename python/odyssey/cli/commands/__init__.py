@@ -23,6 +23,7 @@ COMMANDS: tuple[str, ...] = (  # names of modules in this package, as `odyssey -
     "export",
     "verify",
     "top",
+    "trace",
     "generate",
     "tune",
     "inspect",
