@@ -15,9 +15,9 @@ import pytest
 
 from odyssey import DistributedTrainer, callbacks, data, nn, optim
 from odyssey.audit import journal, trace
+from odyssey.audit.timeline import Timeline
 from odyssey.comm import mock
 from odyssey.core import native
-from odyssey.core.timeline import Timeline
 from odyssey.watch import slot
 
 PHASES = {"X", "i", "C", "M"}

@@ -1,6 +1,6 @@
 """A timeline of all ranks as Chrome and Perfetto read it (Trace Event Format, JSON): of a training, or of a run.
 
-`Recording` is the callback: on each rank it keeps what core/timeline.py writes, in a directory of this recording, and
+`Recording` is the callback: on each rank it keeps what audit/timeline.py writes, in a directory of this recording, and
 rank 0 makes the picture at the end of fit(). `merged` makes it of all recordings of a directory: one process per rank,
 one track per thread. Clocks are set against rank 0's by messages there and back, as NTP does.
 """
@@ -21,12 +21,12 @@ import numpy as np
 
 from ..callbacks import Callback, Context
 from ..comm import Communicator
-from ..core.timeline import BITS, LIMIT, SUM, Timeline
 from ..errors import DataError, OutputError
 from ..watch import outputs
 from ..watch.files import parse_json
 from ..watch.runs import Run
 from . import journal
+from .timeline import BITS, LIMIT, SUM, Timeline
 
 ROUNDS = 8  # messages there and back
 RUN_TRACK = 1_000_000  # the process that stands for the whole run

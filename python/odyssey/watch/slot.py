@@ -59,7 +59,7 @@ _q[_MAGIC], _q[_PHASE], _q[_SINCE], _q[_RANK], _q[_WORLD], _q[_CALL] = MAGIC, CO
 _version = 0
 _descriptor = -1
 _quick: Any = None  # the text of the latest call, if `quick` has written it
-listener: Any = None  # a timeline (core/timeline.py): it hears of phases and waits when they end
+listener: Any = None  # a timeline (audit/timeline.py): it hears of phases and waits when they end
 
 
 @functools.lru_cache(512)

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..core import native
 from ..watch import slot
-from . import native
 
 LIMIT = 500_000  # records that are written; later ones are left out (a page of them is slow to look at)
 FLUSH_NS = 500_000_000
