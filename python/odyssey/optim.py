@@ -334,6 +334,28 @@ class AdamW(Adam):
         super().__init__(params, lr, betas, eps, weight_decay)
 
 
+class RMSprop(Adam):
+    """Gradients divided by the root of a running mean of their squares (Tieleman, Hinton 2012); decay is added to them.
+
+    As PyTorch's without momentum: Adam's kernel with beta1 = 0 and no corrections.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any] | None = None,
+        lr: float = 0.01,
+        alpha: float = 0.99,
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        self.alpha = _number("RMSprop", "alpha", alpha, 0, 1)
+        super().__init__(params, lr, (0.0, self.alpha), eps, weight_decay)
+
+    def _record(self, lib: native.Library, u: Update, divisor: int, lr: float, decays: bool = True) -> list[int]:
+        one = native.float_bits(1.0)
+        return [*super()._record(lib, u, divisor, lr, decays)[:-2], one, one]
+
+
 # --- schedules -----------------------------------------------------------------------------------
 
 Schedule = Callable[[int], float]

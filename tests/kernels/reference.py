@@ -219,6 +219,12 @@ def sgd(w, state, g, t, *, lr, momentum=0.0, weight_decay=0.0, nesterov=False):
     return w - lr * g
 
 
+def rmsprop(w, state, g, t, *, lr, alpha=0.99, eps=1e-8, weight_decay=0.0):
+    g = g + weight_decay * w
+    state["v"] = alpha * state.get("v", 0) + (1 - alpha) * g**2
+    return w - lr * g / (np.sqrt(state["v"]) + eps)
+
+
 def adam(w, state, g, t, *, lr, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, decoupled=False):
     if decoupled:
         w = w - lr * weight_decay * w

@@ -22,6 +22,8 @@ SETTINGS = [
     (optim.Adam, R.adam, {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-3, "weight_decay": 0.1}),
     (optim.AdamW, R.adam, {"lr": 0.01, "weight_decay": 0.1}),
     (optim.AdamW, R.adam, {"lr": 0.02, "weight_decay": 0.3, "betas": (0.7, 0.9)}),
+    (optim.RMSprop, R.rmsprop, {"lr": 0.01}),
+    (optim.RMSprop, R.rmsprop, {"lr": 0.02, "alpha": 0.8, "eps": 1e-3, "weight_decay": 0.1}),
 ]
 
 

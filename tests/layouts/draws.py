@@ -19,7 +19,7 @@ from typing import Any
 import kinds
 from chance import Random, draw, drawn
 from networks import Network
-from samples import Data, Joined, Loss, targets
+from samples import Data, Joined, Loss, targets, token_ids
 
 from odyssey import optim
 from odyssey.parallel.mesh import Mesh
@@ -54,6 +54,24 @@ def adam(random: Random) -> Make:
 def adamw(random: Random) -> Make:
     betas = random.one([(0.9, 0.999), (0.5, 0.9)])
     return _made(optim.AdamW, lr=random.number(1e-3, 3e-2), weight_decay=random.one([0.0, 0.01, 0.5]), betas=betas)
+
+
+@draw("optimizer", 1)
+def rmsprop(random: Random) -> Make:
+    settings = {"alpha": random.one([0.99, 0.7]), "weight_decay": random.one([0.0, 0.1])}
+    return _made(optim.RMSprop, lr=random.number(1e-3, 1e-2), **settings)
+
+
+@draw("optimizer", 1)
+def undecayed(random: Random) -> Make:
+    text, make = adamw(random)
+    return f"{text} without vectors", functools.partial(_without_vectors, make)
+
+
+def _without_vectors(make: Callable[[], optim.Optimizer]) -> optim.Optimizer:
+    made = make()
+    made.undecayed = optim.vectors
+    return made
 
 
 @draw("schedule", 3)
@@ -134,7 +152,7 @@ def training(seed: int, index: int, all_data: bool = False) -> Training:
     if all_data:
         chosen = kind("kind").one(list(kinds.KINDS), [weight for weight, *_ in kinds.KINDS.values()])
         tries = (drawn("network", kind(f"network {i}")) for i in itertools.count())
-        network = next(made for made in tries if kinds.KINDS[chosen][1](made))
+        network = next(made for made in tries if not made.vocabulary and kinds.KINDS[chosen][1](made))
     shard = network.micro or (random.integer(1, ROWS) if random.chance(0.15) else random.integer(ROWS + 1, 33))
     batch = shard * random.integer(1, 9) + random.one([0, 0, random.integer(0, shard - 1)])
     if random.chance(0.1):
@@ -151,6 +169,10 @@ def training(seed: int, index: int, all_data: bool = False) -> Training:
         made = kinds.transformed(kind("transform"), made, network.shape)
         text, build, transform, network = made.text, made.build, made.transform, kinds.fitted(network, made)
         loss, metrics = kinds.loss_of(task, made.targets, network.classes)
+    elif network.vocabulary:
+        sizes = (*network.shape, network.vocabulary, network.classes, samples, network.each)
+        text, build = "token ids", functools.partial(token_ids, *sizes)
+        metrics = task.one([None, ("accuracy",)])
     elif task.chance(0.35):
         loss, mixed, metrics = drawn("task", task)
         inputs = "one" if network.micro or network.places > 1 else task.one(["one", "two", "dict"])

@@ -29,6 +29,8 @@ class Network:
     places: int = 1
     schedules: tuple[str, ...] = ("gpipe", "1f1b", "interleaved")  # that its placement goes with
     micro: int | None = None  # samples of a micro-batch, where the model says so
+    vocabulary: int = 0  # of token ids (T,), if samples are such; targets are then classes of each token, or of all
+    each: bool = False
 
 
 GENERAL: dict[str, Callable[[Tensor], Tensor]] = {  # ops of tensors of any shape; each keeps it
@@ -38,7 +40,22 @@ GENERAL: dict[str, Callable[[Tensor], Tensor]] = {  # ops of tensors of any shap
     "where": lambda x: F.where(x > 0, x, 0.1 * x**2),
     "product": lambda x: x @ (x.transpose(-1, -2) @ x) * 0.01 if x.ndim > 2 else x,
     "leaky": lambda x: F.leaky_relu(x, 0.2),
+    "gelu": F.gelu,
+    "gelu tanh": lambda x: F.gelu(x, "tanh"),
+    "silu": F.silu,
+    "softplus": lambda x: F.softplus(x) - 0.5,
+    "roots": lambda x: F.sqrt(x * x + 1) - F.exp(-x.abs()) + F.log(x * x + 1),
+    "least": lambda x: F.maximum(F.minimum(x, x[:, :1]), -x).clamp(-3, 2.5),
+    "variance": lambda x: x / F.sqrt(x.reshape(x.shape[0], -1).var(1, 0).reshape(-1, *[1] * (x.ndim - 1)) + 1),
+    "stacked": lambda x: F.stack([x, -x], 1).mean(1) + x[:, -1:].expand(*x.shape) + x.min(1, True),
+    "split": lambda x: F.cat(x.split(max(x.shape[1] // 3, 1), 1)[::-1], 1),
+    "powers": lambda x: 2.0 ** x.clamp(-4, 1) + (x * x + 1) ** -0.5,
 }
+
+
+SAMPLE_NORMS: dict[str, Callable[..., nn.Module]] = {
+    "layer_norm": nn.LayerNorm, "rms_norm": nn.RMSNorm, "group_norm": nn.GroupNorm
+}  # fmt: skip
 
 
 class Chain(nn.Module):
@@ -50,6 +67,9 @@ class Chain(nn.Module):
         for i, (name, place, *given) in enumerate(ops):
             if name == "norm":
                 layer = (nn.BatchNorm2d if given[1] else nn.BatchNorm1d)(given[0])
+                setattr(self, f"layer{i}", layer @ device(place) if place else layer)
+            if name in SAMPLE_NORMS:
+                layer = SAMPLE_NORMS[name](*given)
                 setattr(self, f"layer{i}", layer @ device(place) if place else layer)
             make = {"linear": nn.Linear, "conv": nn.Conv2d, "add linear": nn.Linear, "from input": nn.Linear}.get(name)
             if make is not None:
@@ -71,7 +91,7 @@ class Chain(nn.Module):
         for i, (name, place, *given) in enumerate(self.ops):
             if place != here:
                 x, here = x.to(place), place
-            if name in ("linear", "conv", "tied", "norm"):
+            if name in ("linear", "conv", "tied", "norm", *SAMPLE_NORMS):
                 x = getattr(self, f"layer{i}")(x)
             elif name == "add linear":
                 x = x + getattr(self, f"layer{i}")(x)
@@ -146,6 +166,15 @@ class Draft:
             self.put("general", random.one(list(GENERAL)))
         if random.chance(0.15):
             self.put("norm", n, len(more))
+        self.sample_norm(0.2)
+
+    def sample_norm(self, p: float) -> None:
+        """Perhaps a norm of each sample."""
+        random, (n, *more) = self.random, self.shape
+        if random.chance(p) and not more:
+            self.put(random.one(["layer_norm", "rms_norm"]), n)
+        elif random.chance(p) and more:
+            self.put("group_norm", random.one([g for g in range(1, n + 1) if n % g == 0]), n)
 
     def convolution(self) -> bool:
         """A convolution that fits, perhaps with pooling; False where none does."""
@@ -160,6 +189,7 @@ class Draft:
         if min(p, q) < 1 or kernel[0] > h + 2 * padding or kernel[1] > w + 2 * padding:
             return False
         self.put("conv", c, k, kernel, stride, padding, random.chance(0.8), shape=(k, p, q))
+        self.sample_norm(0.15)
         self.activation()
         if min(p, q) >= 2 and random.chance(0.6):
             size = random.integer(2, min(3, p, q))
@@ -202,6 +232,68 @@ def _text(shape: Shape, ops: Sequence[Op]) -> str:
 
 def _unused(random: Random) -> list[int]:
     return [random.size(40)] if random.chance(0.1) else []
+
+
+class Decoder(nn.Module):
+    """Token ids (N, T) to logits of each token (N, T, classes), or of the sample (N, classes): blocks of attention and
+    of layers, each added to what comes in."""
+
+    def __init__(
+        self, vocabulary: int, length: int, width: int, classes: int, blocks: Sequence[Op], tied: bool
+    ) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+        self.blocks, self.length = tuple(blocks), length
+        for i, (kind, norm, *given) in enumerate(blocks):
+            setattr(self, f"norm{i}", SAMPLE_NORMS[norm](width))
+            if kind == "attention":
+                setattr(self, f"inner{i}", nn.MultiheadAttention(width, given[0], bias=given[1]))
+            else:
+                setattr(self, f"inner{i}", nn.Linear(width, given[0]))
+                setattr(self, f"outer{i}", nn.Linear(given[0], width))
+        self.head = nn.Linear(width, classes, bias=not tied)
+        if tied:
+            self.head.weight = self.tokens.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids) + self.places.weight[: self.length]
+        for i, (kind, _, *given) in enumerate(self.blocks):
+            y = getattr(self, f"norm{i}")(x)
+            if kind == "attention":
+                y = getattr(self, f"inner{i}")(y, is_causal=given[2])
+            else:
+                y = getattr(self, f"outer{i}")(getattr(F, given[1])(getattr(self, f"inner{i}")(y)))
+            x = x + F.dropout(y, given[-1], self.training)
+        return self.head(x)
+
+
+class Pooled(Decoder):
+    """The mean of its tokens' logits."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids).mean(1)
+
+
+@draw("network", 2)
+def sequences(random: Random) -> Network:
+    """A decoder or encoder of tokens, of any odd sizes; the output layer may be the embedding's."""
+    heads, length, vocabulary = random.integer(1, 4), random.integer(1, 20), random.integer(2, 30)
+    width, tied, each = heads * random.integer(1, 9), random.chance(0.4), random.chance(0.6)
+    blocks, norms = [], ["layer_norm", "rms_norm"]
+    for _ in range(random.integer(1, 3)):
+        p = random.one([0.0, 0.2])
+        if random.chance(0.6):
+            blocks.append(("attention", random.one(norms), heads, random.chance(0.7), random.chance(0.7), p))
+        else:
+            inner = random.one(["gelu", "silu", "relu", "softplus"])
+            blocks.append(("layers", random.one(norms), random.integer(1, 40), inner, p))
+    classes = vocabulary if tied else random.integer(2, 20)
+    words = [" ".join(str(word) for word in block) for block in blocks]
+    head = " tied" if tied else ", own head"
+    text = f"{length} tokens of {vocabulary}{head} {width} wide{' each' * each}: {' then '.join(words)}"
+    made = Decoder if each else Pooled
+    build = functools.partial(made, vocabulary, length, width, classes, tuple(blocks), tied)
+    return Network(text, (length,), classes, build, vocabulary=vocabulary, each=each)
 
 
 @draw("network", 4)

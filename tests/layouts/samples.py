@@ -122,11 +122,40 @@ def cross_entropy(random: Random) -> Loss:
 
 
 @draw("loss", 1)
+def smoothed(random: Random) -> Loss:
+    return Loss("smoothed cross entropy", lambda: nn.CrossEntropyLoss(label_smoothing=0.1))
+
+
+@draw("loss", 1)
+def weighted(random: Random) -> Loss:
+    smoothing = random.one([0.0, 0.2])
+    return Loss(
+        f"cross entropy of weighted classes, {smoothing}",
+        lambda: (
+            lambda y, target: F.cross_entropy(
+                y, target, weight=np.linspace(0.2, 2, y.shape[-1]), label_smoothing=smoothing
+            )
+        ),
+    )
+
+
+@draw("loss", 1)
 def likelihood(random: Random) -> Loss:
     return Loss("log-likelihood", lambda: lambda y, labels: nn.NLLLoss()(F.log_softmax(y), labels))
 
 
 # --- other tasks: targets that are no classes, inputs that are several arrays ----------------------------------------
+
+
+def token_ids(length: int, vocabulary: int, classes: int, samples: int, each: bool) -> Any:
+    """Ids (T,), and a class of each or of all; some of them without a loss."""
+    generator = np.random.default_rng(samples)
+    ids = generator.integers(0, vocabulary, (samples, length)).astype(np.int32)
+    if not each:
+        return data.arrays(ids, generator.integers(0, classes, samples), classes=classes)
+    wanted = generator.integers(0, classes, (samples, length)).astype(np.int32)
+    wanted[generator.random(wanted.shape) < 0.05] = -100
+    return data.arrays(ids, wanted)
 
 
 class Joined(nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from odyssey import Tensor, nn
+from odyssey import DistributedTrainer, Tensor, data, nn, optim
 from odyssey import functional as F
 from odyssey.core.tensor import Parameter
 from odyssey.errors import ConfigError, ShapeError
@@ -132,3 +132,59 @@ def test_what_modules_refuse():
 def test_identity():
     x = Tensor(np.ones((2, 3)))
     assert nn.Identity()(x) is x
+
+
+SMOOTHED = [
+    {"label_smoothing": 0.1},
+    {"weight": [0.2, 1.0, 3.0, 0.0, 0.5]},
+    {"weight": [0.2, 1.0, 3.0, 0.7, 0.5], "label_smoothing": 0.3},
+]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("tokens", [0, 7])
+@pytest.mark.parametrize("n", [1, 3, 20])
+@pytest.mark.parametrize("settings", SMOOTHED)
+def test_classes_that_count_and_targets_that_are_smoothed(settings, n, tokens, reduction):
+    torch = pytest.importorskip("torch")
+    rng = np.random.default_rng(n)
+    shape = (n, tokens) if tokens else (n,)
+    x, t = rng.standard_normal((*shape, 5)).astype(np.float32) * 2, rng.integers(0, 5, shape)
+    t.reshape(-1)[0] = 2
+    if n > 1:
+        t.reshape(-1)[1] = -100
+    mine = Parameter(x)
+    loss = nn.CrossEntropyLoss(reduction, **settings)(mine, t)
+    loss.backward()
+    theirs = torch.tensor(x.astype(np.float64), requires_grad=True)
+    given = {k: torch.tensor(v, dtype=torch.float64) if k == "weight" else v for k, v in settings.items()}
+    wanted = torch.nn.functional.cross_entropy(
+        theirs.reshape(-1, 5), torch.tensor(t).reshape(-1), reduction=reduction, **given
+    )
+    wanted.backward()
+    np.testing.assert_allclose(loss.item(), wanted.item(), rtol=3e-6)
+    np.testing.assert_allclose(mine.grad.numpy(), theirs.grad.numpy(), rtol=1e-5, atol=1e-6)
+
+
+def test_nothing_but_ignored_targets_is_no_loss():
+    for settings in ({}, {"label_smoothing": 0.1}):
+        assert F.cross_entropy(Tensor(np.ones((2, 3), np.float32)), np.array([-100, -100]), **settings).item() == 0
+
+
+@pytest.mark.parametrize("settings", [{"weight": [1.0, 2.0]}, {"label_smoothing": 1.5}])
+def test_a_weight_for_each_class(settings):
+    with pytest.raises((ConfigError, ShapeError), match=r"label_smoothing"):
+        nn.CrossEntropyLoss(**settings)(Tensor(np.zeros((3, 5), np.float32)), np.zeros(3, int))
+
+
+def test_a_trainer_with_such_a_loss_counts_correct_predictions_of_the_logits():
+    rng = np.random.default_rng(0)
+    x, y = rng.standard_normal((40, 6)).astype(np.float32), rng.integers(0, 5, 40)
+    found = []
+    for settings in ({}, {"weight": [9.0, 1, 0.1, 1, 1], "label_smoothing": 0.2}):
+        nn.manual_seed(0)
+        trainer = DistributedTrainer(
+            nn.Linear(6, 5), optim.SGD(lr=0.1), loss=nn.CrossEntropyLoss(**settings), shard_size=16, backend="local"
+        )
+        found.append(trainer.evaluate(data.DataLoader(data.arrays(x, y, classes=5), batch_size=40)))
+    assert found[0].accuracy == found[1].accuracy > 0 and found[0].loss != found[1].loss

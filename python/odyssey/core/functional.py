@@ -324,7 +324,10 @@ def labels_of(target: Any, samples: int, classes: int, layout: str, ignored: int
     return Block(padded)
 
 
-def _loss(name: str, x: Tensor, target: Any, reduction: str, ignored: int) -> Tensor:
+def _loss(
+    name: str, x: Tensor, target: Any, reduction: str, ignored: int, of_classes: np.ndarray | None = None
+) -> Tensor:
+    """of_classes: what the targets of each class count in a mean; x is then not what predictions are taken from."""
     if x.ndim < 2:
         raise ShapeError(f"[{name}] input of shape {x.shape}; it must be (N, classes) or (N, T, classes)")
     if reduction not in ("mean", "sum"):
@@ -345,7 +348,7 @@ def _loss(name: str, x: Tensor, target: Any, reduction: str, ignored: int) -> Te
     per = 1  # tokens of a sample
     if isinstance(executor, (Recorder, ShardEager)):
         executor.outputs, per = executor.outputs or x.features, x.shape[0] // executor.samples
-        if executor.first_stats is None and per == 1:
+        if executor.first_stats is None and per == 1 and of_classes is None:
             executor.first_stats = total.memory
 
     def backward(dloss: Tensor) -> tuple[Tensor]:
@@ -357,16 +360,45 @@ def _loss(name: str, x: Tensor, target: Any, reduction: str, ignored: int) -> Te
     if reduction == "sum":
         return total
     total = scale(total, 1.0 / per) if per > 1 else total
-    return mean_over_samples(total, int((labels.array >= 0).sum()) if isinstance(labels, Block) else x.shape[0])
+    if executor.shard or not isinstance(labels, Block):
+        return mean_over_samples(total, x.shape[0])
+    counted = labels.array.view(np.int32)
+    counted = counted[counted >= 0]
+    divisor = len(counted) if of_classes is None else float(of_classes[counted].sum())
+    return mean_over_samples(total, divisor or 1)  # 0 where nothing has a loss
 
 
-def cross_entropy(x: Tensor, target: Any, reduction: str = "mean", ignore_index: int = -100) -> Tensor:
+def cross_entropy(
+    x: Tensor,
+    target: Any,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    weight: Any = None,
+    label_smoothing: float = 0.0,
+) -> Tensor:
     """log sum exp(x) - x[target] of logits x (N, classes) and class indices target (N), mean or sum over samples.
 
     Or of (N, T, classes) and (N, T): over all tokens; in a trainer the mean over samples of the means over their T
     tokens. Targets of `ignore_index` (in a trainer: all below 0) have no loss; a trainer counts them as 0 in the mean.
+
+    weight: what each class counts, (classes,). label_smoothing: how much of a target is spread over all classes
+    (Szegedy et al. 2016). As in PyTorch, but that the mean in a trainer is over samples, whatever their class counts.
     """
-    return _loss("cross_entropy", x, target, reduction, ignore_index)
+    if weight is None and label_smoothing == 0:
+        return _loss("cross_entropy", x, target, reduction, ignore_index)
+    classes = x.shape[-1] if x.ndim else 0
+    w = np.ones(classes, np.float32) if weight is None else np.asarray(weight, np.float32)
+    if w.shape != (classes,) or not 0 <= label_smoothing <= 1:
+        raise ShapeError(
+            f"[cross_entropy] weight {w.shape} for {classes} classes, label_smoothing {label_smoothing}; give a number "
+            "for each class, and a label_smoothing from 0 to 1"
+        )
+    p = log_softmax(x)
+    weighted = p if weight is None else p * Tensor(w)
+    y = weighted * (1.0 - label_smoothing)
+    if label_smoothing:  # the same for all classes, so that it is there whatever the target
+        y = y + weighted.sum(-1, True) * (label_smoothing / classes)
+    return _loss("nll", y, target, reduction, ignore_index, w)
 
 
 def nll_loss(x: Tensor, target: Any, reduction: str = "mean", ignore_index: int = -100) -> Tensor:

@@ -451,7 +451,7 @@ def _indexed(x: Tensor, key: Any) -> Tensor:
     return take(x, key) if isinstance(key, (Tensor, np.ndarray, list)) else getitem(x, key)
 
 
-def mean_over_samples(total: Tensor, samples: int) -> Tensor:
+def mean_over_samples(total: Tensor, samples: float) -> Tensor:
     """A sum over samples as a mean.
 
     The one rule about means: inside a trainer this is the sum itself. Shard gradients are sums over samples, and the

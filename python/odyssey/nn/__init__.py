@@ -1,7 +1,7 @@
 """Layers, losses and models. A model is a `Module` with `forward`; nobody writes a backward pass."""
 
 from ..core import functional
-from . import layers, models, utils
+from . import init, layers, models, utils
 from .checkpoint import Checkpoint, checkpoint
 from .gpt import GPT
 from .layers import (
@@ -65,6 +65,7 @@ __all__ = [
     "SmoothL1Loss",
     "Stage",
     "checkpoint",
+    "init",
     "manual_seed",
     "models",
     "utils",

@@ -25,14 +25,25 @@ class _Loss(Module):
 
 
 class CrossEntropyLoss(_Loss):
-    """Cross-entropy of logits (N, classes) and class indices (N), or of tokens; see functional.cross_entropy."""
+    """Cross-entropy of logits (N, classes) and class indices (N), or of tokens; see functional.cross_entropy.
 
-    def __init__(self, reduction: str = "mean", ignore_index: int = -100) -> None:
+    weight: what each class counts, (classes,).
+    """
+
+    def __init__(
+        self,
+        reduction: str = "mean",
+        ignore_index: int = -100,
+        weight: Any = None,
+        label_smoothing: float = 0.0,
+    ) -> None:
         super().__init__(reduction)
-        self.ignore_index = ignore_index
+        if not 0 <= label_smoothing <= 1:
+            raise ConfigError(f"[CrossEntropyLoss] label_smoothing is {label_smoothing}; it must be from 0 to 1")
+        self.ignore_index, self.weight, self.label_smoothing = ignore_index, weight, label_smoothing
 
     def forward(self, x: Tensor, target: Any) -> Tensor:
-        return F.cross_entropy(x, target, self.reduction, self.ignore_index)
+        return F.cross_entropy(x, target, self.reduction, self.ignore_index, self.weight, self.label_smoothing)
 
 
 class NLLLoss(_Loss):
