@@ -104,6 +104,15 @@ def test_any_cut_of_lenet(cut):
         schedules.check(schedules.make(kind, 3, micro, edges=edges(parts)))
 
 
+@pytest.mark.parametrize("cuts", list(itertools.combinations(range(1, 14), 3)))
+def test_any_interleaved_cut_of_a_norm_made_of_ops(cuts):
+    """Two places, each with two stages; some of the norm's ops have records in the backward pass alone."""
+    records = program(nn.Sequential(nn.Flatten(), nn.Linear(784, 6), nn.RMSNorm(6), nn.Tanh(), nn.Linear(6, 10)))
+    tags = sorted({r.tag for r in records if r.phase == "forward" and r.op not in ("array", "stats")})
+    firsts = [tags[min(c, len(tags) - 1)] for c in cuts]
+    holds(partition(records, lambda r: sum(r.tag >= f for f in firsts) % 2), records)
+
+
 def test_a_value_that_is_made_later_is_refused():
     a, b = Slot(4), Slot(4)
     records = [

@@ -8,6 +8,7 @@ they are the gradient of. Whatever a stage uses and another made is sent once, r
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from collections.abc import Callable
 
@@ -84,10 +85,13 @@ def partition(records: list[Record], place_of: Callable[[Record], int]) -> list[
         parts += [Part(s, "backward", places[s]) for s in reversed(range(count))]
     index = {(p.phase, p.stage): i for i, p in enumerate(parts)}
     made: dict[int, int] = {}  # slot -> part of the first record that uses it
+    tags = sorted(stage_of)
     for r in records:
         s = stages.get(id(r), stage_of.get(r.tag, -1))
-        if s < 0:
-            s = max(i for i in range(count) if places[i] == place(r))
+        if s < 0:  # its op has a record in the backward pass alone: of the stage of the op before it, or later
+            before = stage_of[tags[max(bisect.bisect_left(tags, r.tag) - 1, 0)]]
+            there = [i for i in range(count) if places[i] == place(r)]
+            s = min((i for i in there if i >= before), default=there[-1])
         part = parts[index[r.phase, s]]
         for a in r.args:
             if isinstance(a, Slot):
