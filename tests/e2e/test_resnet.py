@@ -143,3 +143,24 @@ def test_resnet18_takes_a_step():
     (batch,) = data.DataLoader(data.arrays(images, [0, 1, 2, 3, 0, 1], classes=4), 6)
     loss, _ = made.train_step(batch)
     assert 0.5 < loss / 6 < 5 and made.state_dict()["layer4.1.bn2.num_batches_tracked"] == 1
+
+
+class Normed(nn.Module):
+    """Norms that are made of ops, whose parameters have ops in the backward pass alone, where a cut might fall."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.norm1 = nn.Conv2d(3, 6, 3, padding=1), nn.GroupNorm(2, 6)
+        self.conv2, self.norm2 = nn.Conv2d(6, 4, 3), nn.GroupNorm(1, 4)
+        self.fc1, self.norm3, self.fc2 = nn.Linear(64, 9), nn.RMSNorm(9), nn.Linear(9, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.tanh(self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x))))))
+        return self.fc2(F.relu(self.norm3(self.fc1(F.flatten(x)))))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+@pytest.mark.parametrize("pp", [2, 3, 4])
+def test_norms_made_of_ops_in_stages(pp, schedule):
+    settings = {"mesh": Mesh(pp=pp), "pipeline_schedule": schedule}
+    assert set(mock.run(pp, lambda comm: train(comm, net=Normed, **settings))) == {train(net=Normed)}

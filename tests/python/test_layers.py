@@ -135,7 +135,7 @@ ORDER = (
 BUDGETS = {  # lines of all its files together
     "mojo": 16_850,
     "shared/training": 3_190,
-    "python/odyssey": 46_110,
+    "python/odyssey": 45_907,
     "python/odyssey/comm": 3_945,
     "python/odyssey/parallel": 3_685,
     "python/odyssey/distributed": 2_040,

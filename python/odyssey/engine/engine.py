@@ -283,14 +283,18 @@ class Engine:
             return source._places
         owner, of_tag = source._owner, {}
         # not `records`: tensor parallelism may have moved on from the first row of a parameter
-        forward = [r for r in self._fused(n, form) if r.phase == "forward"]
+        fused = self._fused(n, form)
+        forward = [r for r in fused if r.phase == "forward"]
         used = {id(r): bucketing.touched(r, self.arena, native.PARAMS) for r in forward}
         here = next((owner[o[0]] for r in forward if (o := used[id(r)])), 0)
         for r in forward:
             if used[id(r)]:
                 here = owner[used[id(r)][0]]
             of_tag[r.tag] = here
-        # An op may have records of the backward pass alone: it is where the op before it is.
+        # An op may have records of the backward pass alone: it is where its parameter or the op before it is.
+        for r in fused:
+            if r.phase == "backward" and (o := bucketing.touched(r, self.arena, native.GRADS)):
+                of_tag.setdefault(r.tag, owner[o[0]])
         return lambda r: of_tag[max((tag for tag in of_tag if tag <= r.tag), default=min(of_tag))]
 
     def _first_placing(self, records: list[Record], n: int, form: Form) -> Callable[[Record], int]:

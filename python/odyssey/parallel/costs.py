@@ -62,8 +62,8 @@ def ops(records: list[Record], arena: Arena, samples: int, costs: np.ndarray) ->
     """
     forward = [r for r in records if r.phase == "forward" and r.op not in ("array", "stats")]
     users: dict[int, list[int]] = {}
-    for r in forward:
-        for o in touched(r, arena, native.PARAMS):
+    for r in records:  # a gradient may be of an op that has a record in the backward pass alone: weight.reshape(1, -1)
+        for o in touched(r, arena, native.PARAMS if r.phase == "forward" else native.GRADS):
             users.setdefault(o, []).append(r.tag)
     inside = {t for found in users.values() for t in range(min(found) + 1, max(found) + 1)}
     tags = sorted({r.tag for r in forward} - inside)
