@@ -253,6 +253,14 @@ def all_gather_v_fills_in_place(c):
             c.all_gather_v(np.zeros(3), wrong)
 
 
+@case
+def all_gather_each_takes_any_lengths(c):
+    for lengths in ([p % 3 for p in range(c.size)], [0] * c.size):
+        for shape in ((), (2,)):
+            own = [array(np.dtype(np.int64), (n, *shape), p) for p, n in enumerate(lengths)]
+            assert all(map(equal, c.all_gather_each(own[c.rank]), own))
+
+
 # --- one to one ------------------------------------------------------------------------------------------------------
 
 

@@ -276,7 +276,7 @@ def test_flipped_byte_in_the_shipped_gzip_is_noticed(shipped_copy: Path) -> None
 
 
 def test_incomplete_installation(shipped_copy: Path) -> None:
-    with pytest.raises(DataError, match=r"train-images-idx3-ubyte\.gz is missing from the installation"):
+    with pytest.raises(DataError, match=r"train-images-idx3-ubyte.* missing from the installation"):
         load("mnist", train=True)
 
 
@@ -418,7 +418,7 @@ def test_cifar10_of_a_wrong_length(tmp_path: Path, change: int) -> None:
 
 def test_cifar10_label_out_of_range(tmp_path: Path) -> None:
     (tmp_path / "test_batch.bin").write_bytes(cifar_bytes([9, 10])[0])
-    with pytest.raises(DataError, match=r"test_batch\.bin: record 1 has the label 10; 0 to 9"):
+    with pytest.raises(DataError, match=r"test_batch\.bin: label 10 at index 1; 0 to 9"):
         load("cifar10", train=False, data_dir=tmp_path)
 
 

@@ -361,7 +361,7 @@ def test_the_consumer_does_not_wait_for_the_next_epochs_order(monkeypatch: pytes
     for _ in range(3):
         list(loader)
     assert wait_until(lambda: len(threads) == 4)
-    assert [name == "odyssey-order" for name in threads].count(False) == 1
+    assert set(threads) == {"odyssey-order"}
 
 
 def test_the_page_s_data_set_repeats_itself():

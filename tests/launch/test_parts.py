@@ -661,9 +661,11 @@ def test_a_lost_host_is_found_by_asking(monkeypatch, tmp_path):
     assert leftovers.processes(f"{starting.TOKEN}=fedcba9876543210") == []
 
 
-def test_seconds_that_a_host_has():
-    assert supervisor.probe_seconds({}) == supervisor.PROBE
-    assert supervisor.probe_seconds({"ODYSSEY_HOST_PROBE": "5"}) == 5
+def test_seconds_that_a_host_has(monkeypatch):
+    assert supervisor.probe_seconds() == supervisor.PROBE
+    monkeypatch.setenv("ODYSSEY_HOST_PROBE", "5")
+    assert supervisor.probe_seconds() == 5
     for text in ("0", "x", "-1", "1e9", "nan", "9999"):
+        monkeypatch.setenv("ODYSSEY_HOST_PROBE", text)
         with pytest.raises(ConfigError, match="ODYSSEY_HOST_PROBE"):
-            supervisor.probe_seconds({"ODYSSEY_HOST_PROBE": text})
+            supervisor.probe_seconds()

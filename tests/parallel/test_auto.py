@@ -61,7 +61,6 @@ def test_no_cut_is_better():
         for s, p in enumerate(plan.parts):
             assert p.memory_bytes == memory(ops, p.first, p.last, copies, per[s]) and p.last > p.first
             assert p.names == tuple(op.name for op in ops[p.first : p.last])
-        assert plan.stage_of() == tuple(s for s, p in enumerate(plan.parts) for _ in p.names)
     assert limited > 20 and impossible > 20 and ties > 20
 
 
@@ -79,7 +78,7 @@ def test_two_hundred_ops_are_quick():
     rng = random.Random(3)
     ops = [Op(str(i), rng.random(), rng.randrange(10**6), 100, rng.randrange(10**4)) for i in range(200)]
     plan = auto.cut(ops, 8, memory_limit=10**9)
-    assert len(plan.parts) == 8 and plan.balance > 0.9
+    assert len(plan.parts) == 8 and sum(p.seconds for p in plan.parts) > 0.9 * 8 * plan.slowest
 
 
 def test_the_table():
@@ -90,7 +89,7 @@ def test_the_table():
         Op("fc", 1, 192_400, 0, 480),
     ]
     plan = auto.cut(ops, 2)
-    assert plan.cuts == (2,) and plan.balance == 1
+    assert plan.cuts == (2,) and {p.seconds for p in plan.parts} == {5}
     assert str(plan) == (
         "stage 0: conv1, pool1  50 % of the time, 624 B parameters, sends 4.7 KB per sample\n"
         "stage 1: conv2, fc  50 % of the time, 202 KB parameters"

@@ -135,10 +135,10 @@ ORDER = (
 BUDGETS = {  # lines of all its files together
     "mojo": 16_850,
     "shared/training": 3_190,
-    "python/odyssey": 45_907,
-    "python/odyssey/comm": 3_945,
-    "python/odyssey/parallel": 3_685,
-    "python/odyssey/distributed": 2_040,
+    "python/odyssey": 45_637,
+    "python/odyssey/comm": 3_940,
+    "python/odyssey/parallel": 3_660,
+    "python/odyssey/distributed": 2_035,
 }
 PACKAGE_LINES, FILE_LINES = 5_000, 620
 

@@ -30,11 +30,10 @@ from ..watch.outputs import write_weights
 from ..watch.runs import ATTEMPT, EXPECTED_RANKS, RUN_DIR, Run
 from . import steplog, verify
 from .records import Records
-from .steplog import Record, difference, shown
+from .steplog import Record, difference
 
 REPLAY = "ODYSSEY_REPLAY"
 REQUEST, STATE = "request.json", "state.safetensors"
-COMPARED = ("cursor", "rate", "loss", "gradients", "taken", "weights")
 
 # Of run.json and of a command: what says where and when a run was, not what it computes.
 PLACES = frozenset({"started", "time", "hosts", "host", "pid", "directory", "run_dir", "launcher"})
@@ -251,8 +250,7 @@ class Result(NamedTuple):
     @property
     def differing(self) -> tuple[str, ...]:
         """In what the two records of the step differ; a fingerprint that one of them lacks is not compared."""
-        pairs = ((what, shown(self.logged, what), shown(self.replayed, what)) for what in COMPARED)
-        return tuple(what for what, a, b in pairs if a != b and steplog.UNKNOWN not in (a, b))
+        return steplog.differences(self.logged, self.replayed)
 
     @property
     def same(self) -> bool:

@@ -76,8 +76,11 @@ class Record(NamedTuple):
         return body + _CRC.pack(zlib.crc32(body))
 
 
-def difference(a: Record, b: Record) -> str | None:
-    """In what two records of the same step part first: "cursor", "rate", "loss", "gradients", "taken" or "weights".
+COMPARED = ("cursor", "rate", "loss", "gradients", "taken", "weights")
+
+
+def differences(a: Record, b: Record) -> tuple[str, ...]:
+    """In what of COMPARED two records of the same step part.
 
     In the order in which a step computes them, by bits; a fingerprint that one of them lacks is not compared. The
     attempt does not count.
@@ -90,7 +93,12 @@ def difference(a: Record, b: Record) -> str | None:
         "taken": a.taken != b.taken,
         "weights": None not in (a.weights, b.weights) and a.weights != b.weights,
     }
-    return next((what for what, differs in differing.items() if differs), None)
+    return tuple(what for what, differs in differing.items() if differs)
+
+
+def difference(a: Record, b: Record) -> str | None:
+    """The first of `differences`."""
+    return next(iter(differences(a, b)), None)
 
 
 def shown(record: Record, what: str) -> str:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from ..errors import OutputError, printable
 from ..watch.files import LockFile
+from ..watch.hooks import gone
 from .writer import host_name
 
 NAME = ".lock"
@@ -38,17 +39,7 @@ class Holder(NamedTuple):
     @property
     def dead(self) -> bool:
         """Whether it is a process of this machine, and gone for certain."""
-        return self.here and not alive(self.pid)
-
-
-def alive(pid: int) -> bool:
-    """Whether a process of this machine has this number."""
-    with contextlib.suppress(PermissionError, OverflowError):
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return False
-    return True
+        return self.here and gone(self.pid)
 
 
 class Lock:

@@ -18,9 +18,10 @@ import numpy as np
 from ..errors import CheckpointError, ConfigError, DataError, OdysseyError, OutputError, printable
 from ..watch import slot
 from ..watch.files import private_directory, read_json
+from ..watch.hooks import gone
 from ..watch.runs import Run
 from . import reader
-from .lock import Lock, alive
+from .lock import Lock
 from .manifest import Manifest
 from .snapshot import Snapshot, check_finite, check_step, plain_values, step_name, step_of
 from .writer import Aside, Planned, host_name, remove, settle
@@ -351,7 +352,7 @@ class Store:
             if aside is None:
                 continue
             here = aside.host == host_name()
-            if aside.attempt < self.attempt or (here and (aside.pid == os.getpid() or not alive(aside.pid))):
+            if aside.attempt < self.attempt or (here and (aside.pid == os.getpid() or gone(aside.pid))):
                 shutil.rmtree(self.folder / name, ignore_errors=True)
 
     @property

@@ -10,6 +10,8 @@ written (in place, `out=`) is refused.
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
 import sys
 import threading
@@ -162,6 +164,16 @@ class Communicator:
         send, out = self._out("all_gather", out, send, (self.size, *send.shape))
         described = (NAMES[send.dtype], send.shape, -1, None, None)
         return self._run(Call("all_gather", send, out, described=described), wait)
+
+    def all_gather_each(self, array: np.ndarray) -> list[np.ndarray]:
+        """The arrays (n, ...) of all ranks, whose n may differ, on all."""
+        lengths = self.all_gather(np.array([len(array)], np.int64)).ravel().tolist()
+        ends, row = list(itertools.accumulate(lengths)), math.prod(array.shape[1:])
+        whole = np.empty((ends[-1], *array.shape[1:]), array.dtype)
+        whole[ends[self.rank] - len(array) : ends[self.rank]] = array
+        ranges = [((end - n) * row, end * row) for n, end in zip(lengths, ends, strict=True)]
+        self.all_gather_v(whole.reshape(-1), ranges)
+        return np.split(whole, ends[:-1])
 
     def reduce_scatter(
         self, array: np.ndarray, op: ReduceOp | str = "sum", out: np.ndarray | None = None, *, wait: bool = True

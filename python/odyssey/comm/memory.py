@@ -11,7 +11,7 @@ import os
 import numpy as np
 
 from ..errors import ConfigError
-from ..watch.hooks import process_space
+from ..watch.hooks import gone, process_space
 from ..watch.limits import shared_memory
 from . import mpi
 from .base import Communicator
@@ -78,12 +78,4 @@ def files(comm: Communicator, processes: np.ndarray, size: int) -> list[np.ndarr
 
 def process_ended(process: int, space: int) -> bool:
     """Whether a process of this machine is known to be gone."""
-    if not space or space != process_space():
-        return False
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        pass
-    return False
+    return space != 0 and space == process_space() and gone(process)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..core.cuda import driver
+from ..core.native import declared
 from ..errors import CollectiveError, ConfigError, DeviceError, OdysseyError
 from ..watch import launcher, slot
 from ..watch.hooks import machine
@@ -67,8 +68,7 @@ class Nccl:
             "Send": [pointer, size, number, number, pointer, pointer],
             "Recv": [pointer, size, number, number, pointer, pointer],
         }.items():
-            function = getattr(lib, f"nccl{name}")
-            function.argtypes, function.restype = arguments, number
+            declared(lib, f"nccl{name}", arguments, number)
         version = ctypes.c_int()
         self.call("GetVersion", ctypes.addressof(version))
         self.version = version.value

@@ -6,7 +6,6 @@ deadline and the end of a wait for a rank that is gone are here, once. What it i
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections import deque
@@ -15,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import CollectiveError, ConfigError
-from ..watch import slot
+from ..errors import CollectiveError
+from ..watch import limits, slot
 from .calls import Call, Header, check_envelope
 
 if TYPE_CHECKING:
@@ -38,16 +37,7 @@ def did_not_come(ranks: Sequence[int]) -> str:
 
 def deadline() -> float:
     """Seconds that an operation waits for others: ODYSSEY_TIMEOUT, default 600."""
-    text = os.environ.get("ODYSSEY_TIMEOUT", "")
-    if not text:
-        return 600.0
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not value > 0:
-        raise ConfigError(f"[comm] ODYSSEY_TIMEOUT={text}; it must be a number of seconds above 0")
-    return value
+    return limits.seconds("comm", "ODYSSEY_TIMEOUT", 600.0)
 
 
 class Request:

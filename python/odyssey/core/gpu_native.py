@@ -28,16 +28,7 @@ class StepContext(ctypes.Structure):
 
     _fields_ = [
         ("seed", ctypes.c_uint64),
-        ("step", ctypes.c_int64),
-        ("first", ctypes.c_int64),
-        ("samples", ctypes.c_int64),
-        ("shard_size", ctypes.c_int64),
-        ("images", ctypes.c_int64),
-        ("bytes", ctypes.c_int64),
-        ("arrays", ctypes.c_int64),
-        ("rows", ctypes.c_int64),
-        ("scale", ctypes.c_int64),
-        ("shift", ctypes.c_int64),
+        *host.numbers("step first samples shard_size images bytes arrays rows scale shift"),
         ("loss_scale", ctypes.c_float),
         ("unused", ctypes.c_float),
     ]
@@ -46,25 +37,9 @@ class StepContext(ctypes.Structure):
 class GpuStep(ctypes.Structure):
     """Mirrors `GpuStep` in shared/training/gpu.mojo."""
 
-    _fields_ = [
-        (name, ctypes.c_int64)
-        for name in (
-            "table",
-            "program",
-            "records",
-            "params",
-            "grads",
-            "grad_floats",
-            "work",
-            "work_floats",
-            "scratch",
-            "context",
-            "flag",
-            "shards",
-            "fold",
-            "accumulate",
-        )
-    ]
+    _fields_ = host.numbers(
+        "table program records params grads grad_floats work work_floats scratch context flag shards fold accumulate"
+    )
 
 
 class Block(ctypes.Structure):
@@ -90,7 +65,6 @@ class Library(host.Table):
             ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL)
         self._lib = lib = ctypes.CDLL(path)
         lib.odyssey_gpu_init()
-        lib.odyssey_gpu_count.restype = ctypes.c_ssize_t
         size = lib.odyssey_gpu_context_size()
         assert size == ctypes.sizeof(StepContext), (size, ctypes.sizeof(StepContext))
         number, pointer = ctypes.c_ssize_t, ctypes.c_void_p
@@ -115,12 +89,11 @@ class Library(host.Table):
             "norm": [pointer] + [number] * 3,
             "fingerprint": [pointer] + [number] * 5,
         }.items():
-            function = getattr(lib, f"odyssey_gpu_{name}")
-            function.restype, function.argtypes = number, [*arguments, ctypes.c_char_p, number]
-        lib.odyssey_gpu_close.argtypes = [pointer]
-        lib.odyssey_gpu_name.argtypes, lib.odyssey_gpu_name.restype = [pointer, ctypes.c_char_p, number], number
-        lib.odyssey_gpu_fingerprint_scratch.argtypes = [number, number]
-        lib.odyssey_gpu_fingerprint_scratch.restype = number
+            host.declared(lib, f"odyssey_gpu_{name}", [*arguments, ctypes.c_char_p, number])
+        host.declared(lib, "odyssey_gpu_name", [pointer, ctypes.c_char_p, number])
+        self.count = host.declared(lib, "odyssey_gpu_count")  # GPUs of this machine that it can use
+        self.close = host.declared(lib, "odyssey_gpu_close", [pointer], None)  # gives a device back
+        self.fingerprint_scratch = host.declared(lib, "odyssey_gpu_fingerprint_scratch", [number, number])
         self._text = ctypes.create_string_buffer(_ERROR)
 
     def call(self, name: str, *args: Any) -> int:
@@ -132,19 +105,11 @@ class Library(host.Table):
             raise DeviceError(f"[gpu] {name}: {words}")
         return result
 
-    def count(self) -> int:
-        """GPUs of this machine that the library can use."""
-        return self._lib.odyssey_gpu_count()
-
     def name(self, handle: int) -> str:
         """What the driver calls a device."""
         text = ctypes.create_string_buffer(256)
         length = self._lib.odyssey_gpu_name(handle, text, 256)
         return text.raw[:length].decode(errors="replace")
-
-    def close(self, handle: int) -> None:
-        """Gives a device back."""
-        self._lib.odyssey_gpu_close(handle)
 
 
 @functools.cache
@@ -275,7 +240,7 @@ class Gpu:
 
     def fingerprint_scratch(self, count: int, longest: int) -> int:
         """Bytes of scratch memory that the fingerprint of `count` runs of at most `longest` floats wants."""
-        return 8 * self._library._lib.odyssey_gpu_fingerprint_scratch(count, longest)
+        return 8 * self._library.fingerprint_scratch(count, longest)
 
     def fingerprint(self, out: int, scratch: int, runs: int, count: int, longest: int) -> None:
         """Enqueues the fingerprint of runs, (count, 3) int64 in device memory, into a uint64 there."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,23 +26,26 @@ ALIGNMENT = 64  # bytes; one vector of 16 floats
 KERNELS = 2
 
 
+def numbers(names: str) -> list[tuple[str, Any]]:
+    """Fields of a structure: int64 of these names."""
+    return [(name, ctypes.c_int64) for name in names.split()]
+
+
+def declared(lib: ctypes.CDLL, name: str, arguments: Sequence[Any] = (), result: Any = ctypes.c_ssize_t) -> Any:
+    """A function of a C library, with its types."""
+    function = getattr(lib, name)
+    function.argtypes, function.restype = arguments, result
+    return function
+
+
 class Context(ctypes.Structure):
     """Mirrors `Context` in mojo/kernels/record.mojo."""
 
     _fields_ = [
         ("seed", ctypes.c_uint64),
-        ("step", ctypes.c_int64),
-        ("first", ctypes.c_int64),
-        ("valid", ctypes.c_int64),
-        ("images", ctypes.c_int64),
-        ("bytes", ctypes.c_int64),
-        ("arrays", ctypes.c_int64),
-        ("rows", ctypes.c_int64),
-        ("scale", ctypes.c_int64),
-        ("shift", ctypes.c_int64),
+        *numbers("step first valid images bytes arrays rows scale shift"),
         ("loss_scale", ctypes.c_double),
-        ("stopped", ctypes.c_int64),
-        ("times", ctypes.c_int64),
+        *numbers("stopped times"),
     ]
     what: str | None = None  # what a run with it is called on a timeline, where its records are not told apart
 
@@ -51,22 +54,8 @@ class Step(ctypes.Structure):
     """Mirrors `Step` in shared/training/executor.mojo."""
 
     _fields_ = [
-        ("table", ctypes.c_int64),
-        ("program", ctypes.c_int64),
-        ("records", ctypes.c_int64),
-        ("threads", ctypes.c_int64),
-        ("tables", ctypes.c_int64),
-        ("params", ctypes.c_int64),
-        ("work", ctypes.c_int64),
-        ("work_bytes", ctypes.c_int64),
-        ("slots", ctypes.c_int64),
-        ("base", ctypes.c_int64),
-        ("zero", ctypes.c_int64),
-        ("buffers", ctypes.c_int64),
-        ("buffer_floats", ctypes.c_int64),
-        ("shard_size", ctypes.c_int64),
-        ("samples", ctypes.c_int64),
-        ("rows", ctypes.c_int64),
+        *numbers("table program records threads tables params work work_bytes slots base zero buffers buffer_floats"),
+        *numbers("shard_size samples rows"),
         ("context", Context),
     ]
 
@@ -74,35 +63,13 @@ class Step(ctypes.Structure):
 class Team(ctypes.Structure):
     """Mirrors `Team` in mojo/kernels/shared_reduce.mojo."""
 
-    _fields_ = [
-        ("ranks", ctypes.c_int64),
-        ("rank", ctypes.c_int64),
-        ("counter", ctypes.c_int64),
-        ("bases", ctypes.c_int64),
-        ("slots", ctypes.c_int64),
-        ("slot_bytes", ctypes.c_int64),
-        ("barrier", ctypes.c_int64),
-        ("spins", ctypes.c_int64),
-        ("yields", ctypes.c_int64),
-    ]
+    _fields_ = numbers("ranks rank counter bases slots slot_bytes barrier spins yields")
 
 
 class Job(ctypes.Structure):
     """Mirrors `Job` in mojo/kernels/shared_reduce.mojo."""
 
-    _fields_ = [
-        ("x", ctypes.c_int64),
-        ("y", ctypes.c_int64),
-        ("count", ctypes.c_int64),
-        ("item", ctypes.c_int64),
-        ("dtype", ctypes.c_int64),
-        ("op", ctypes.c_int64),
-        ("direct", ctypes.c_int64),
-        ("step", ctypes.c_int64),
-        ("arrived", ctypes.c_int64),
-        ("sequence", ctypes.c_int64),
-        ("signature", ctypes.c_int64),
-    ]
+    _fields_ = numbers("x y count item dtype op direct step arrived sequence signature")
 
 
 # Bits of a record's header, above the op's code; and how products round their operands, in the order of their numbers.
@@ -172,11 +139,9 @@ class Table:
         """Takes the ops of a library, or of the one at a path, into the table, and returns them. Raises ConfigError."""
         if isinstance(lib, str):
             lib = ctypes.CDLL(lib)
-        count: int = getattr(lib, f"{prefix}_ops")()
-        describe, kernels = getattr(lib, f"{prefix}_op"), getattr(lib, f"{prefix}_kernels")
-        describe.restype = ctypes.c_ssize_t
-        describe.argtypes = [ctypes.c_ssize_t, ctypes.c_char_p, ctypes.c_ssize_t]
-        kernels.restype = ctypes.c_void_p
+        count: int = declared(lib, f"{prefix}_ops", result=ctypes.c_int)()
+        describe = declared(lib, f"{prefix}_op", [ctypes.c_ssize_t, ctypes.c_char_p, ctypes.c_ssize_t])
+        kernels = declared(lib, f"{prefix}_kernels", result=ctypes.c_void_p)
         text, first = ctypes.create_string_buffer(4096), len(self.codes)
         added = []
         for i in range(count):
@@ -203,29 +168,19 @@ class Library(Table):
         self.path = path
         lib = ctypes.CDLL(path)
         lib.odyssey_init()
-        lib.odyssey_constant.restype = ctypes.c_ssize_t
-        lib.odyssey_constant.argtypes = [ctypes.c_ssize_t]
-        self.lanes, self.record, self.stats = (lib.odyssey_constant(i) for i in range(3))
-        self.bf16 = bool(lib.odyssey_constant(3))  # products of bf16 are instructions, not emulated
+        pointer, number = ctypes.c_void_p, ctypes.c_ssize_t
+        constant = declared(lib, "odyssey_constant", [number])
+        self.lanes, self.record, self.stats = (constant(i) for i in range(3))
+        self.bf16 = bool(constant(3))  # products of bf16 are instructions, not emulated
         super().__init__(lib, "odyssey")
         self.timeline: Any = None  # that is open (timeline.py)
         self._kernels[len(self.codes) :] = self._kernels[self.codes["unknown"]]  # a code that is no op's ends a program
-        lib.odyssey_scratch.restype = ctypes.c_ssize_t
-        lib.odyssey_scratch.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
-        self._scratch = lib.odyssey_scratch
-        self._run = lib.odyssey_run
-        self._run.restype = ctypes.c_ssize_t
-        self._run.argtypes = [
-            ctypes.c_void_p, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_void_p, ctypes.POINTER(Context)
-        ]  # fmt: skip
-        self._step = lib.odyssey_step
-        self._step.restype = ctypes.c_ssize_t
-        self._step.argtypes = [ctypes.POINTER(Step), ctypes.c_ssize_t]
-        lib.odyssey_helpers.restype = ctypes.c_ssize_t
-        self._helpers = lib.odyssey_helpers()
-        pointer, number = ctypes.c_void_p, ctypes.c_ssize_t
-        self.fingerprint = lib.odyssey_fingerprint  # mojo/kernels/fingerprint.mojo
-        self.fingerprint.argtypes, self.fingerprint.restype = [pointer, number], ctypes.c_uint64
+        self._scratch = declared(lib, "odyssey_scratch", [pointer, pointer])
+        self._run = declared(lib, "odyssey_run", [pointer, pointer, number, pointer, ctypes.POINTER(Context)])
+        self._step = declared(lib, "odyssey_step", [ctypes.POINTER(Step), number])
+        self._helpers = declared(lib, "odyssey_helpers")()
+        # mojo/kernels/fingerprint.mojo
+        self.fingerprint = declared(lib, "odyssey_fingerprint", [pointer, number], ctypes.c_uint64)
         for name, arguments in (
             ("arrive", [pointer, number, number]),
             ("wait", [pointer, number]),
@@ -233,9 +188,8 @@ class Library(Table):
             ("all_reduce_at_once", [pointer] * 4 + [number] * 4),
             ("reduce", [pointer, pointer] + [number] * 4),
         ):
-            function = getattr(lib, f"odyssey_shared_{name}")
-            function.argtypes, function.restype = arguments, None if name in ("arrive", "reduce") else number
-            setattr(self, f"shared_{name}", function)
+            result = None if name in ("arrive", "reduce") else number
+            setattr(self, f"shared_{name}", declared(lib, f"odyssey_shared_{name}", arguments, result))
         self._bases = np.zeros(4, np.int64)
         self._bases_address = self._bases.ctypes.data
 

@@ -464,6 +464,8 @@ def mean_over_samples(total: Tensor, samples: float) -> Tensor:
 
 
 _OPERATORS = {"__add__": add, "__radd__": add, "__mul__": multiply, "__rmul__": multiply, "__truediv__": divide}
+_OPERATORS |= {"__neg__": lambda x: x * -1.0, "__sub__": lambda x, other: x + (-other)}
+_OPERATORS |= {"__rsub__": lambda x, other: (-x) + other}
 _OPERATORS |= {"__rtruediv__": lambda x, other: divide(other, x), "__pow__": power}
 _OPERATORS |= {"__rpow__": lambda x, other: power(other, x), "__lt__": lt, "__le__": le, "__gt__": gt}
 _OPERATORS |= {

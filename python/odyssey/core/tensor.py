@@ -10,6 +10,7 @@ N T of them fill the groups, so that a layer over the last axis needs no 16 sequ
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import itertools
 import math
@@ -42,31 +43,23 @@ class _Tape(threading.local):
 _tape = _Tape()
 
 
+def tick() -> int:
+    """A number between those of the ops before and after it (`Node.order`)."""
+    return next(_sequence)
+
+
+@dataclasses.dataclass(eq=False, slots=True)
 class Node:
     """One op on the tape: what went in, how to take a gradient back, and the op's number in a recording.
 
     With `repeat` it stands for several: repeat() computes the same output again, with a tape of its own.
     """
 
-    __slots__ = ("order", "inputs", "backward", "number", "repeat")
-
-    def __init__(
-        self,
-        inputs: tuple[Tensor, ...],
-        backward: Backward | None,
-        number: int,
-        repeat: Callable[[], Tensor] | None = None,
-    ) -> None:
-        self.order = next(_sequence)
-        self.inputs = inputs
-        self.backward = backward
-        self.number = number
-        self.repeat = repeat
-
-
-def tick() -> int:
-    """A number between those of the ops before and after it (`Node.order`)."""
-    return next(_sequence)
+    inputs: tuple[Tensor, ...]
+    backward: Backward | None
+    number: int
+    repeat: Callable[[], Tensor] | None = None
+    order: int = dataclasses.field(default_factory=tick)
 
 
 class Tensor:
@@ -195,21 +188,13 @@ class Tensor:
 
         def __add__(self, other: Tensor | float) -> Tensor: ...
         def __mul__(self, other: Tensor | float) -> Tensor: ...
+        def __neg__(self) -> Tensor: ...
         def reshape(self, *shape: int) -> Tensor: ...
         def flatten(self) -> Tensor: ...
         def to(self, device: int | str | Device) -> Tensor: ...
         def __getattr__(self, name: str) -> Any: ...
 
-        __radd__, __rmul__ = __add__, __mul__
-
-    def __neg__(self) -> Tensor:
-        return self * -1.0
-
-    def __sub__(self, other: Tensor | float) -> Tensor:
-        return self + (-other)
-
-    def __rsub__(self, other: float) -> Tensor:
-        return (-self) + other
+        __radd__, __rmul__, __sub__, __rsub__ = __add__, __mul__, __add__, __add__
 
     # --- gradients ---
 
@@ -378,7 +363,7 @@ def checkpointed(fn: Callable[..., Tensor], args: tuple[Any, ...]) -> Tensor:
         return fn(*args)
     executor = program.current()
     ops, layer, precision = executor.scope.ops, executor.layer, executor.precision
-    started = next(_sequence)
+    started = tick()
 
     def run() -> Tensor:
         _tape.checkpoints += 1
@@ -508,14 +493,10 @@ class _Watch:
         self._met = []
         return [self._left.pop(id(t))[0] for t in dict.fromkeys(done)]
 
-    def ready(self, p: Parameter) -> None:
-        """p's gradient is complete."""
-        p.memory.arena.watcher.ready(p)  # type: ignore[union-attr]
-
     def end(self) -> None:
         """The pass is over."""
         for p, _ in self._left.values():
-            self.ready(p)
+            p.memory.arena.watcher.ready(p)
         for watcher in self._watchers.values():
             watcher.end()
 
@@ -556,7 +537,7 @@ def _walk(root: Tensor, seed: Tensor, watch: _Watch | None = None) -> None:
                     _, g, giver = pending.pop(id(p))
                     executor.enter(giver, p.device)
                     _accumulate(p, g)
-                watch.ready(p)
+                p.memory.arena.watcher.ready(p)  # type: ignore[union-attr]
 
 
 def _accumulate(leaf: Tensor, grad: Tensor) -> None:

@@ -38,6 +38,13 @@ _MNIST_COUNT = {True: 60000, False: 10000}
 _CIFAR_RECORD = 1 + 3 * 32 * 32
 
 
+def outside(numbers: np.ndarray, count: int) -> int | None:
+    """The place of the first of some integers that is not in 0..count-1; None if all are."""
+    if not numbers.size or (numbers.min() >= 0 and numbers.max() < count):
+        return None
+    return int(np.flatnonzero((numbers < 0) | (numbers >= count))[0])
+
+
 class Gathered:
     """A data set whose samples are read many at a time, by `gather`; one is such a read too."""
 
@@ -132,9 +139,8 @@ class ArrayDataset(Gathered):
         negative one does not count from the end).
         """
         indices = np.asarray(indices, dtype=np.int64)
-        if indices.size and not (indices.min() >= 0 and indices.max() < len(self)):
-            wrong = indices[(indices < 0) | (indices >= len(self))][0]
-            raise DataError(f"{self.name}: index {wrong} is not a sample; 0 to {len(self) - 1} are allowed")
+        if (wrong := outside(indices, len(self))) is not None:
+            raise DataError(f"{self.name}: index {indices[wrong]} is not a sample; 0 to {len(self) - 1} are allowed")
         images, targets = self.rows(indices)
         if self.normalised:
             per_channel = (-1,) + (1,) * (self.images.ndim - 2)
@@ -190,7 +196,10 @@ def arrays(
     if classes or (
         classes is None and isinstance(labels, np.ndarray) and labels.dtype.kind in "iu" and labels.ndim < 2
     ):
-        labels = _as_labels(labels, name)
+        if labels.dtype.kind not in "iu":
+            raise DataError(
+                f"{name}: labels are {labels.dtype}; classes are integers; for other targets give no number of classes"
+            )
         if classes is None:
             classes = min(max(int(labels.max(initial=0)), 0) + 1, 2**31 - 1)
         _check_labels(labels, count, classes, name)
@@ -271,9 +280,12 @@ def _find(name: str, train: bool, data_dir: Path | None) -> list[Path]:
     """The files of one part, all in one folder; DataError that names the missing ones if no folder has them all."""
     info = DATASETS[name]
     wanted = info.train_files if train else info.test_files
-    if data_dir is None:
-        return _find_shipped(name, wanted)
-    root = Path(data_dir)
+    if data_dir is None and name != "mnist":
+        raise DataError(
+            f"{name} does not come with odyssey; get {', '.join(info.train_files + info.test_files)} "
+            "and give their folder with --data-dir"
+        )
+    root = _SHIPPED if data_dir is None else Path(data_dir)
     if not os.path.isdir(root):  # False as well for a name that no file can have
         raise DataError(
             f"--data-dir {printable(str(root), limit=200)} is not a folder; give one that holds the files of {name}"
@@ -286,28 +298,14 @@ def _find(name: str, train: bool, data_dir: Path | None) -> list[Path]:
         if found.count(None) < best.count(None):
             best = found
     missing = ", ".join(file for file, path in zip(wanted, best, strict=True) if path is None)
+    if data_dir is None:
+        raise DataError(f"{missing} is missing from the installation; install odyssey again or give --data-dir")
     hint = "the binary version of CIFAR-10" if name == "cifar10" else "plain or .gz"
     raise DataError(
         f"{name}: {missing} not found in {root} nor in its folders "
         f"{', '.join(folder for folder in info.folders if folder != '.')}; put the files there ({hint}) "
         "or give another --data-dir"
     )
-
-
-def _find_shipped(name: str, wanted: tuple[str, ...]) -> list[Path]:
-    info = DATASETS[name]
-    if name != "mnist":
-        raise DataError(
-            f"{name} does not come with odyssey; get {', '.join(info.train_files + info.test_files)} "
-            "and give their folder with --data-dir"
-        )
-    found = [_in_folder(_SHIPPED, file) for file in wanted]
-    if None in found:
-        raise DataError(
-            f"{_SHIPPED / wanted[found.index(None)]}.gz is missing from the installation; install odyssey again "
-            "or give --data-dir"
-        )
-    return [path for path in found if path is not None]
 
 
 def _in_folder(folder: Path, file: str) -> Path | None:
@@ -338,7 +336,7 @@ def _read_idx_pair(name: str, train: bool, files: list[Path]) -> tuple[np.ndarra
         )
     if shipped and len(images) != _MNIST_COUNT[train]:
         raise DataError(f"{files[0]} has {len(images)} images; {_MNIST_COUNT[train]} expected; install odyssey again")
-    _check_file_labels(labels, files[1], DATASETS[name].classes)
+    _check_labels(labels, len(images), DATASETS[name].classes, str(files[1]), _RIGHT)
     if name == "fashion-mnist":
         _refuse_mnist(files[1], labels)
     return images, labels
@@ -379,22 +377,8 @@ def parse_records(content: bytes, path: Path) -> np.ndarray:
     if not content or len(content) % _CIFAR_RECORD:  # the file changed while it was read
         raise DataError(f"{path}: {len(content)} bytes are no multiple of {_CIFAR_RECORD}; get the file again")
     records = np.frombuffer(content, np.uint8).reshape(-1, _CIFAR_RECORD)
-    wrong = np.flatnonzero(records[:, 0] >= DATASETS["cifar10"].classes)
-    if wrong.size:
-        raise DataError(
-            f"{path}: record {wrong[0]} has the label {records[wrong[0], 0]}; 0 to 9 are allowed; "
-            "check that it is the binary version of CIFAR-10"
-        )
+    _check_labels(records[:, 0], len(records), DATASETS["cifar10"].classes, str(path), _RIGHT)
     return records
-
-
-def _check_file_labels(labels: np.ndarray, path: Path, classes: int) -> None:
-    wrong = np.flatnonzero(labels >= classes)
-    if wrong.size:
-        raise DataError(
-            f"{path}: label {labels[wrong[0]]} at index {wrong[0]}; 0 to {classes - 1} are allowed; "
-            "check that it is the right file"
-        )
 
 
 def _is_image(array: np.ndarray) -> bool:
@@ -448,14 +432,6 @@ def _as_images(images: np.ndarray, name: str) -> np.ndarray:
     return images
 
 
-def _as_labels(labels: np.ndarray, name: str) -> np.ndarray:
-    if labels.dtype.kind not in "iu":
-        raise DataError(
-            f"{name}: labels are {labels.dtype}; classes are integers; for other targets give no number of classes"
-        )
-    return labels
-
-
 def _check_finite(images: np.ndarray, name: str, what: str = "") -> None:
     # The sum is NaN or infinite exactly if a value is (float64 has the range), and needs no array of flags.
     with np.errstate(invalid="ignore"):
@@ -485,16 +461,16 @@ def _check_images(images: np.ndarray, name: str) -> None:
         )
 
 
-def _check_labels(labels: np.ndarray, count: int, classes: int, name: str) -> None:
+_RIGHT = "check that it is the right file"
+
+
+def _check_labels(
+    labels: np.ndarray, count: int, classes: int, name: str, advice: str = "correct the labels or the number of classes"
+) -> None:
     if labels.shape != (count,):
         raise DataError(f"{name}: {count} samples but labels of the shape {labels.shape}; ({count},) expected")
-    low, high = labels.min(), labels.max()
-    if low < 0 or high >= classes:
-        wrong = int(np.flatnonzero((labels < 0) | (labels >= classes))[0])
-        raise DataError(
-            f"{name}: label {labels[wrong]} at index {wrong}; 0 to {classes - 1} are allowed; "
-            "correct the labels or the number of classes"
-        )
+    if (wrong := outside(labels, classes)) is not None:
+        raise DataError(f"{name}: label {labels[wrong]} at index {wrong}; 0 to {classes - 1} are allowed; {advice}")
 
 
 def _per_channel(value: float | np.ndarray, channels: int, field: str, name: str) -> np.ndarray:

@@ -83,9 +83,8 @@ def _mapped(path: Path, ndim: int, sha256: str) -> np.ndarray:
     with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
         status = os.fstat(file.fileno())
         header, shape = _read_header(file, path, ndim)
-        expected, held = len(header) + math.prod(shape), status.st_size
-        if held != expected:
-            raise _wrong_length(path, shape, expected, f"{held} found")
+        held = status.st_size
+        _check_length(path, header, shape, held)
         if status.st_uid in (os.getuid(), 0) and not status.st_mode & 0o022:
             data = mmap.mmap(file.fileno(), held, access=mmap.ACCESS_READ)
         else:  # other users could change or shorten it after its digest was looked at
@@ -114,25 +113,21 @@ def _read(
     stream: BinaryIO | gzip.GzipFile, path: Path, packed: bool, held: int, ndim: int | None, sha256: str | None
 ) -> np.ndarray:
     header, shape = _read_header(stream, path, ndim)
-    count = math.prod(shape)
-    expected = len(header) + count
-    if not packed and held != expected:
-        raise _wrong_length(path, shape, expected, f"{held} found")
-    if packed and expected > held * _MAX_INFLATION:
+    expected = len(header) + math.prod(shape)
+    if not packed:
+        _check_length(path, header, shape, held)
+    elif expected > held * _MAX_INFLATION:
         raise DataError(
             f"{path}: the header claims {_by(shape)} = {expected} bytes, more than {held} bytes of gzip can hold; "
             "get the file again"
         )
     try:
-        values = np.empty(count, np.uint8)
+        values = np.empty(math.prod(shape), np.uint8)
     except MemoryError:
         raise DataError(f"{path} ({_by(shape)}) does not fit into memory; use a machine with more") from None
     found = len(header) + _fill(stream, values)
     # Reading on to the end makes gzip verify its checksum. Not further than one byte: a few bytes can unpack to many.
-    if stream.read(1):
-        raise _wrong_length(path, shape, expected, "more found")
-    if found != expected:
-        raise _wrong_length(path, shape, expected, f"{found} found")
+    _check_length(path, header, shape, "more" if stream.read(1) else found)
     if sha256 is not None:
         _check_digest(path, header, values, sha256)
     values.flags.writeable = False
@@ -189,11 +184,13 @@ def _check_digest(path: Path, header: bytes, values: np.ndarray, sha256: str) ->
         )
 
 
-def _wrong_length(path: Path, shape: tuple[int, ...], expected: int, found: str) -> DataError:
-    return DataError(
-        f"{path} is not as long as its header says ({_by(shape)}): {expected} bytes expected, {found}; "
-        "get the file again"
-    )
+def _check_length(path: Path, header: bytes, shape: tuple[int, ...], found: int | str) -> None:
+    expected = len(header) + math.prod(shape)
+    if found != expected:
+        raise DataError(
+            f"{path} is not as long as its header says ({_by(shape)}): {expected} bytes expected, {found} found; "
+            "get the file again"
+        )
 
 
 def _by(shape: tuple[int, ...]) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from odyssey.data import workers
-from odyssey.data.datasets import ArrayDataset
+from odyssey.data.datasets import ArrayDataset, outside
 from odyssey.data.reader import Batch, Reader
 from odyssey.data.sampler import DistributedSampler, check_integer, permutation
 from odyssey.errors import ConfigError
@@ -89,7 +89,7 @@ class DataLoader:
         self.drop_last = bool(drop_last)
         self.next_epoch = int(getattr(sampler, "epoch", 0))
         self._first = 0  # batch of the next iteration
-        self._ahead: _OrderAhead | None = None
+        self._ahead: dict[int, Callable[[], np.ndarray]] = {}  # the order of an epoch
         if sampler is None and len(self) == 0:
             raise ConfigError(
                 f"[data] batch_size is {self.batch_size} with drop_last, but the data set has {len(dataset)} samples; "
@@ -194,8 +194,7 @@ class DataLoader:
             sampler.set_epoch(epoch)
             if hasattr(sampler, "epoch_was_set"):
                 sampler.epoch_was_set = False
-        if hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(epoch)
+        self._reader.begin_epoch(epoch)
         self.next_epoch = epoch + 1
         return epoch
 
@@ -205,19 +204,13 @@ class DataLoader:
         if self.sampler is not None:
             order = _sampled(self.sampler, count)
         elif self.shuffle:
-            order = self._shuffled(count, epoch)
+            ahead, self._ahead = self._ahead, {}
+            order = (ahead.get(epoch) or _permuted(count, self.seed, epoch))()
+            if self._prefetch:  # while this epoch is in use
+                self._ahead = {epoch + 1: _permuted(count, self.seed, epoch + 1)}
         else:
             order = np.arange(count, dtype=np.int64)
         order.flags.writeable = False
-        return order
-
-    def _shuffled(self, count: int, epoch: int) -> np.ndarray:
-        ahead, self._ahead = self._ahead, None
-        order = ahead.take(epoch) if ahead is not None else None
-        if order is None:
-            order = permutation(count, self.seed, epoch)
-        if self._prefetch:
-            self._ahead = _OrderAhead(count, self.seed, epoch + 1)
         return order
 
     def _cut(self, order: np.ndarray, first: int) -> Iterator[np.ndarray]:
@@ -227,28 +220,19 @@ class DataLoader:
         return (order[at : at + size] for at in range(first * size, stop, size))
 
 
-class _OrderAhead:
-    """Computes the permutation of an epoch on a thread while the epoch before it is in use."""
+def _permuted(count: int, seed: int, epoch: int) -> Callable[[], np.ndarray]:
+    """Begins to compute an epoch's permutation on a thread; what it returns gives it."""
+    made: list[np.ndarray] = []
+    thread = threading.Thread(
+        target=lambda: made.append(permutation(count, seed, epoch)), name="odyssey-order", daemon=True
+    )
+    thread.start()
 
-    def __init__(self, count: int, seed: int, epoch: int) -> None:
-        self._arguments = (count, seed, epoch)
-        self._order: np.ndarray | None = None
-        self._thread = threading.Thread(target=self._compute, name="odyssey-order", daemon=True)
-        self._thread.start()
+    def wait() -> np.ndarray:
+        thread.join()
+        return made[0]
 
-    def _compute(self) -> None:
-        try:
-            self._order = permutation(*self._arguments)
-        except Exception:
-            # The consumer computes it again and meets the same error where it can be seen.
-            self._order = None
-
-    def take(self, epoch: int) -> np.ndarray | None:
-        """The permutation if it is of `epoch`, else None."""
-        if epoch != self._arguments[2]:
-            return None
-        self._thread.join()
-        return self._order
+    return wait
 
 
 def _pieces(cut: Pieces, k: int) -> Pieces:
@@ -312,10 +296,9 @@ def _produce(
 def _sampled(sampler: Iterable[int], count: int) -> np.ndarray:
     given = sampler.indices() if isinstance(sampler, DistributedSampler) else list(sampler)
     order = np.array(given, dtype=np.int64)
-    if order.size and not (order.min() >= 0 and order.max() < count):
-        wrong = order[(order < 0) | (order >= count)][0]
+    if (wrong := outside(order, count)) is not None:
         raise ConfigError(
-            f"DataLoader: the sampler gave the index {wrong}; 0 to {count - 1} are allowed; "
+            f"DataLoader: the sampler gave the index {order[wrong]}; 0 to {count - 1} are allowed; "
             "make the sampler for this data set"
         )
     return order

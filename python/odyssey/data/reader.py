@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,10 +22,11 @@ from odyssey.errors import DataError
 Tree = Any  # an array, or a tuple or dict of trees
 
 
+@dataclass(eq=False, slots=True)
 class Batch:
     """The samples of one global batch; gathers them when iterated, so `images, labels = batch` works.
 
-    dataset: the ArrayDataset or TreeDataset that holds the samples.
+    dataset: holds the samples.
     indices: int64 (B,), their places in it.
     epoch: number of the epoch. index: number of the batch within the epoch, from 0.
     numbers: int64 (B,), which samples of the loader's data set these are, where `dataset` holds only copies of them.
@@ -32,25 +34,13 @@ class Batch:
         indices of the others are 0.
     """
 
-    __slots__ = ("_complete", "dataset", "epoch", "index", "indices", "numbers", "run")
-
-    def __init__(
-        self,
-        dataset: ArrayDataset,
-        indices: np.ndarray,
-        epoch: int,
-        index: int,
-        numbers: np.ndarray | None = None,
-        run: tuple[int, int] | None = None,
-        complete: Callable[[Batch], Batch] | None = None,
-    ) -> None:
-        self.dataset = dataset
-        self.indices = indices
-        self.epoch = epoch
-        self.index = index
-        self.numbers = numbers
-        self.run = run
-        self._complete = complete
+    dataset: ArrayDataset
+    indices: np.ndarray
+    epoch: int
+    index: int
+    numbers: np.ndarray | None = None
+    run: tuple[int, int] | None = None
+    _complete: Callable[[Batch], Batch] | None = None
 
     def __len__(self) -> int:
         """B, the number of samples (not of the two things that iterating gives)."""

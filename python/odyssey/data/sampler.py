@@ -33,7 +33,7 @@ def permutation(n: int, seed: int, epoch: int) -> np.ndarray:
     epoch = check_integer("epoch", epoch, 0, _MASK)
     # The second mix keeps epoch e + 1 from being the stream of epoch e moved by one place.
     start = _mix(_mix(seed + _GAMMA) + (epoch + 1) * _GAMMA)
-    return np.argsort(_stream(start, n), kind="stable").astype(np.int64, copy=False)
+    return np.argsort(_stream(start, np.arange(n)), kind="stable").astype(np.int64, copy=False)
 
 
 class DistributedSampler:
@@ -122,33 +122,27 @@ def check_integer(name: str, value: object, low: int, high: int | None = None) -
     return number
 
 
-def _mix(value: int) -> int:
-    value &= _MASK
-    value = ((value ^ (value >> 30)) * _MIX_1) & _MASK
-    value = ((value ^ (value >> 27)) * _MIX_2) & _MASK
-    return value ^ (value >> 31)
-
-
-def _stream(start: int, n: int) -> np.ndarray:
-    """The first n outputs (uint64) of SplitMix64 seeded with `start`: distinct, as mixing is a bijection."""
-    values = np.arange(1, n + 1, dtype=np.uint64)
-    values *= np.uint64(_GAMMA)
-    values += np.uint64(start)
-    values ^= values >> np.uint64(30)
-    values *= np.uint64(_MIX_1)
-    values ^= values >> np.uint64(27)
-    values *= np.uint64(_MIX_2)
-    values ^= values >> np.uint64(31)
+def _mixed(values: np.ndarray) -> np.ndarray:
+    """SplitMix64's mixing of each of the uint64, in place: a bijection."""
+    for shift, factor in ((30, _MIX_1), (27, _MIX_2), (31, 1)):
+        values ^= values >> np.uint64(shift)
+        values *= np.uint64(factor)
     return values
+
+
+def _mix(value: int) -> int:
+    return int(_mixed(np.array([value & _MASK], np.uint64))[0])
+
+
+def _stream(start: int, numbers: np.ndarray) -> np.ndarray:
+    """Outputs (uint64) of SplitMix64 seeded with `start`, by their numbers from 0: distinct ones for distinct."""
+    return _mixed((numbers.astype(np.uint64) + np.uint64(1)) * np.uint64(_GAMMA) + np.uint64(start))
 
 
 def mixed_words(seed: int, epoch: int, which: int, numbers: np.ndarray) -> np.ndarray:
     """Random words, uint64 (B,), each a function of the three integers and its sample's number, int64 (B,)."""
     start = _mix(_mix(_mix(seed + _GAMMA) + (epoch + 1) * _GAMMA) + (which + 1) * _GAMMA)
-    values = (numbers.astype(np.uint64) + np.uint64(1)) * np.uint64(_GAMMA) + np.uint64(start)
-    for shift, factor in ((30, _MIX_1), (27, _MIX_2), (31, 1)) * 2:  # mixed twice: neighbours share nothing then
-        values = (values ^ (values >> np.uint64(shift))) * np.uint64(factor)
-    return values
+    return _mixed(_stream(start, numbers))  # mixed twice: neighbours share nothing then
 
 
 def _size_of(dataset: Sized | int | None, dataset_size: int | None) -> int:
@@ -159,13 +153,10 @@ def _size_of(dataset: Sized | int | None, dataset_size: int | None) -> int:
 
 
 def _world() -> tuple[int, int]:
-    """(number of workers, this worker) of the initialized process group, else of `odyssey.comm`, else (1, 0)."""
+    """(number of workers, this worker) of the initialized process group, else of `odyssey.comm`."""
     distributed = sys.modules.get("odyssey.distributed")
     if distributed is not None and distributed.is_initialized():
         return distributed.get_world_size(), distributed.get_rank()
-    try:
-        from odyssey.comm import world
-    except ImportError:
-        return 1, 0
-    current = world() if callable(world) else world
-    return int(current.size), int(current.rank)
+    from odyssey.comm import world
+
+    return world().size, world().rank

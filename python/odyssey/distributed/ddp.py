@@ -140,19 +140,15 @@ class DistributedDataParallel(Module):
 
     def _same_everywhere(self, *settings: Any) -> None:
         """Raises ConfigError on all ranks if one has another model or other settings than rank 0."""
-        from ..train.agreement import hash_of
+        from ..train import agreement
 
-        buffers = [(name, b.shape) for name, b in self._buffers()]
-        mine = [self._arena.layout_hash() >> 1, hash_of(buffers), hash_of(settings)]
-        everyone = self._comm.all_gather(np.array(mine, np.int64))
-        for name, column in zip(("model", "buffers", "average, reduction or bucket size"), everyone.T, strict=True):
-            different = np.flatnonzero(column != column[0])
-            if len(different):
-                ranks = self._group.ranks
-                raise ConfigError(
-                    f"[ddp] the {name} of rank {ranks[different[0]]} differs from that of rank {ranks[0]}; start all "
-                    "ranks alike"
-                )
+        mine = {
+            "model": self._arena.layout_hash(),
+            "buffers": [(name, b.shape) for name, b in self._buffers()],
+            "average, reduction or bucket size": settings,
+        }
+        if said := agreement.difference(self._comm, mine):
+            raise ConfigError(f"[ddp] {said}")
 
     # --- as a module ---
 

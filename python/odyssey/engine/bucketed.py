@@ -136,9 +136,7 @@ class BucketedRunner(Runner):
                 zeros = native.aligned(self.parts.buckets[b].floats)
                 self._keep.append(zeros)
                 grads, origin = zeros.ctypes.data, 0
-            for p in self.parts.pieces(b):
-                at = self.parts.state_at(b, p)
-                updates.append(Update(self.parts.param_address(b, p), grads + 4 * (p.at - origin), at, p.n, p.lo))
+            updates += self.parts.updates(b, lambda p, at=grads - 4 * origin: at + 4 * p.at)
         return updates
 
     # --- a step ---

@@ -58,11 +58,7 @@ class DirectRunner(Runner):
         arena, parts, at = self.recorded.arena, self.recorded.parts, result.ctypes.data
         if self.recorded.layout.zero == 0:
             return [Update(arena.address(native.PARAMS), at, 0, arena.size, 0)]
-        return [
-            Update(parts.param_address(b, p), at + 4 * p.lo, parts.state_at(b, p), p.n, p.lo)
-            for b in range(len(parts.buckets))
-            for p in parts.pieces(b)
-        ]
+        return [u for b in range(len(parts.buckets)) for u in parts.updates(b, lambda p: at + 4 * p.lo)]
 
     def _without_gradients(self, space: int, offset: int) -> int:
         return offset - self.recorded.arena.size if space == native.GRADS else offset

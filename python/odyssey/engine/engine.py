@@ -404,14 +404,8 @@ class Engine:
         taken: list[tuple[int, int]] = []
         if lay.zero or groups.dp.rank == 0:
             taken = self._valid
-        everyone = groups.model.all_gather(np.array([len(self._valid)], np.int64))[:, 0]
-        table = np.zeros((int(everyone.sum()), 2), np.int64)
-        starts = np.concatenate([[0], np.cumsum(everyone)])
-        me = groups.model.rank
-        table[starts[me] : starts[me + 1]] = np.array(self._valid, np.int64).reshape(-1, 2)
-        ranges = [(2 * int(a), 2 * int(b)) for a, b in zip(starts, starts[1:], strict=False)]
-        groups.model.all_gather_v(table.reshape(-1), ranges)
-        earlier = [(int(lo), int(n)) for lo, n in table[: starts[me]]]
+        everyone = groups.model.all_gather_each(np.array(self._valid, np.int64).reshape(-1, 2))
+        earlier = [run for own in everyone[: groups.model.rank] for run in own.tolist()]
         counted = []
         for u in updates:
             for lo, n in overlaps((u.at, u.n), taken):
@@ -450,20 +444,10 @@ class Engine:
         if comm.size == 1:
             return flat
         mine = np.array((self._like or self)._valid, np.int64).reshape(-1, 2)
-        counts = comm.all_gather(np.array([len(mine), mine[:, 1].sum()], np.int64))
-        rows, floats = np.cumsum(counts[:, 0]), np.cumsum(counts[:, 1])
-        table = np.zeros((rows[-1], 2), np.int64)
-        table[rows[comm.rank] - len(mine) : rows[comm.rank]] = mine
-        rows_of = [(2 * int(b - a), 2 * int(b)) for a, b in zip(counts[:, 0], rows, strict=True)]
-        comm.all_gather_v(table.reshape(-1), rows_of)
-        values = np.zeros(floats[-1], np.float32)
-        if len(mine):
-            values[floats[comm.rank] - mine[:, 1].sum() : floats[comm.rank]] = np.concatenate(
-                [flat[lo : lo + n] for lo, n in mine]
-            )
-        comm.all_gather_v(values, [(int(b - a), int(b)) for a, b in zip(counts[:, 1], floats, strict=True)])
+        runs = np.concatenate(comm.all_gather_each(mine)).tolist()
+        values = np.concatenate(comm.all_gather_each(np.concatenate([flat[:0], *(flat[a : a + n] for a, n in mine)])))
         at = 0
-        for lo, n in table:
+        for lo, n in runs:
             flat[lo : lo + n] = values[at : at + n]
             at += n
         return flat

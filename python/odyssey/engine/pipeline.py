@@ -180,12 +180,8 @@ class PipelineRunner(Runner):
         self._late = not in_turn
 
     def _updates(self) -> list[Update]:
-        parts = self.parts
         grads = self._sum.result.ctypes.data
-        return [
-            Update(parts.param_address(0, p), grads + 4 * p.at, parts.state_at(0, p), p.n, p.lo)
-            for p in parts.pieces(0)
-        ]
+        return self.parts.updates(0, lambda p: grads + 4 * p.at)
 
     def _share_of_norm(self) -> list[tuple[int, int]]:
         a, b = self.parts.own[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -82,7 +83,8 @@ class Recorded(NamedTuple):
         return Content(bucket.floats, tuple(shapes), self.samples, self.memories.setdefault(b, {}))
 
 
-class Sums(NamedTuple):
+@dataclasses.dataclass(eq=False)
+class Sums:
     """What a step gives: sums over the samples of the global batch, and what this rank has to update.
 
     values: losses, samples, correct predictions, -, metrics. samples_address: of the number of samples as float32.

@@ -24,13 +24,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from .. import __version__
 from ..errors import ConfigError, DataError, OutputError, printable
-from ..watch import runs
+from ..watch import limits, runs
 from ..watch.files import NO_DIRECTORY, current_directory, private_directory, read_json, write_json
 from ..watch.launcher import launched
 from . import leftovers, starting, users
@@ -80,7 +80,7 @@ class DistributedLauncher:
         words = starting.plain([os.fspath(script), *map(str, arguments)])
         _check(words)
         users.check(self.config.allow_root)
-        probe_seconds(os.environ)  # a wrong value is refused now, not when a host is lost
+        probe_seconds()  # a wrong value is refused now, not when a host is lost
         starter = starting.find(self.config, os.environ)
         if self.config.nnodes > 1 and not self.config.hosts and starter.kind != "srun":
             raise ConfigError(f"[launch] {self.config.nnodes} nodes, but no hosts; give --hosts or --hostfile")
@@ -283,7 +283,7 @@ def probe(
         silent = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
         tied = starting.tied(words, os.getpid())
         running[host] = subprocess.Popen(tied, **silent, env=environment, start_new_session=True)
-    until = time.monotonic() + (probe_seconds(os.environ) if seconds is None else seconds)
+    until = time.monotonic() + (probe_seconds() if seconds is None else seconds)
     lost = []
     for host, process in running.items():
         while process.poll() is None and time.monotonic() < until:
@@ -297,14 +297,9 @@ def probe(
     return tuple(lost)
 
 
-def probe_seconds(environment: Mapping[str, str]) -> float:
+def probe_seconds() -> float:
     """How long a host has to answer. Raises ConfigError: the variable is no number of seconds from 1 to 3600."""
-    text = environment.get(PROBE_VARIABLE)
-    if not text:
-        return PROBE
-    if not re.fullmatch(r"[0-9]{1,4}(\.[0-9]{1,3})?", text, re.ASCII) or not 1 <= float(text) <= 3600:
-        raise ConfigError(f"[launch] {PROBE_VARIABLE}={ascii(text[:60])}; seconds from 1 to 3600 are allowed")
-    return float(text)
+    return limits.seconds("launch", PROBE_VARIABLE, PROBE, 1, 3600)
 
 
 def launch_distributed_training(script: str, *arguments: str, **settings: Any) -> int:

@@ -59,15 +59,6 @@ class Plan(NamedTuple):
         """Seconds of the slowest stage: the pace of the pipeline."""
         return max(p.seconds for p in self.parts)
 
-    @property
-    def balance(self) -> float:
-        """Mean stage over slowest stage, up to 1: the share of time in which devices work, apart from the bubble."""
-        return sum(p.seconds for p in self.parts) / (len(self.parts) * self.slowest) if self.slowest else 1.0
-
-    def stage_of(self) -> tuple[int, ...]:
-        """The stage of each op."""
-        return tuple(s for s, p in enumerate(self.parts) for _ in range(p.first, p.last))
-
     def __str__(self) -> str:
         return text(self)
 

@@ -40,11 +40,6 @@ class Bucket(NamedTuple):
         assert piece.lo <= offset < piece.lo + piece.n, offset
         return piece.at + offset - piece.lo
 
-    def has(self, offset: int) -> bool:
-        """Whether a place of the arena is in the bucket."""
-        i = bisect.bisect_right(self.pieces, offset, key=lambda p: p.lo) - 1
-        return i >= 0 and offset < self.pieces[i].lo + self.pieces[i].n
-
     def covers(self, lo: int, hi: int) -> list[Piece]:
         """The parts of the arena that [lo, hi) of this bucket is."""
         out = []

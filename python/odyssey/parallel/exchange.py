@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..core import native
-from ..core.program import Slot, encode
+from ..core.program import Slot
+from .reduction import Kernels
 from .tensor import LANES, Gather, Pseudo, TreeSlice, blocks, by_all
 
 if TYPE_CHECKING:
@@ -114,28 +115,19 @@ class Exchange:
             to[...] = value
         flat = self._received.reshape(-1)
         self._comm.all_to_all_v(self._send, self._counts, flat, [self._received.shape[1]] * self._comm.size)
-        self._add()
+        self._adds.run()
 
     def _plan_adds(self, results: list[tuple[int, int, int]], ranks: int) -> None:
-        """Records that add `length` floats from `start` of every rank's row of what was received, to an address."""
-        lib = native.library()
-        self._addresses = np.zeros((max(len(results), 1), ranks), np.int64)
-        self._adds = np.zeros((len(results), lib.record), np.int64)
-        for row, addresses, (to, start, length) in zip(self._adds, self._addresses, results, strict=False):
-            addresses[:] = [piece[start:].ctypes.data for piece in self._received]
-            args = (to, addresses.ctypes.data, ranks, length)
-            row[:5] = encode(lib, "tree_sum", args, None)
-        self._context = native.context("sum")
-
-    def _add(self) -> None:
-        if len(self._adds):
-            native.library().run(self._adds.ctypes.data, len(self._adds), self._context)
+        """What adds `length` floats from `start` of every rank's row of what was received, to an address."""
+        self._addresses = [np.array([p[start:].ctypes.data for p in self._received]) for _, start, _ in results]
+        sums = zip(results, self._addresses, strict=True)
+        self._adds = Kernels("tree_sum", [(to, at.ctypes.data, ranks, n) for (to, _, n), at in sums])
 
     def _sum_by_all(self) -> None:
         for to, value in self._pack:
             to[...] = value
         self._comm.all_gather(self._send, out=self._received)
-        self._add()
+        self._adds.run()
 
     def _sum_by_ranges(self) -> None:
         self._swap(self._pack)

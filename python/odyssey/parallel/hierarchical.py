@@ -19,7 +19,7 @@ import numpy as np
 from ..comm import Communicator, Request
 from ..watch import hooks
 from .plan import Run, combine, ranges
-from .reduction import Adder, Phased, pack, rows
+from .reduction import Phased, adder, pack, rows
 
 Machines = tuple[tuple[int, ...], ...]  # ranks of each machine
 
@@ -88,7 +88,7 @@ class HierarchicalReduction(Phased):
         self._came = self._take(sum(self._came_counts))
         pieces = rows(self._came, len(given[p.machine]), hi - lo)
         adds, kept = merged[p.machine]
-        self._within = Adder(pieces, adds)
+        self._within = adder(pieces, adds)
         self._kept = [pieces[i] for _, i in kept] if pieces else []
         self.phases = (self._to_node, self._gather_in_node)
         # second phase
@@ -103,7 +103,7 @@ class HierarchicalReduction(Phased):
             adds, root = combine(nodes, self.plan.shards)
             assert not nodes or len(root) == 1
             pieces = rows(self._in, len(nodes), b - a)
-            self._across = Adder(pieces, adds)
+            self._across = adder(pieces, adds)
             self._root = pieces[root[0][1]] if pieces else self._in[:0]
             self.phases = (self._to_node, self._to_counterparts, self._from_counterparts, self._gather_in_node)
         else:

@@ -20,7 +20,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -208,22 +208,28 @@ class Phased(Reduction):
             self._request = self.phases[following]()
 
 
-class Adder:
-    """Additions of a plan over arrays, by a kernel: array a += array b, one after the other."""
+class Kernels:
+    """Calls of a kernel, one after the other; arguments are blocks of the host's memory, or addresses, and sizes."""
 
-    def __init__(self, pieces: Sequence[np.ndarray], actions: Sequence[Action]) -> None:
+    def __init__(self, op: str, calls: Sequence[Sequence[Any]]) -> None:
         lib = native.library()
-        self._blocks = [Block(p) for p in pieces]
-        self._records = np.zeros((len(actions) if pieces else 0, lib.record), np.int64)
-        for row, action in zip(self._records, actions, strict=False):
-            a, b = self._blocks[action.a], self._blocks[action.b]
-            row[:5] = encode(lib, "add", (a, a, b, pieces[action.a].size), lambda m: m.address)
+        self._calls = calls  # which hold the memory
+        self._records = np.zeros((len(calls), lib.record), np.int64)
+        for row, arguments in zip(self._records, calls, strict=True):
+            row[: 1 + len(arguments)] = encode(lib, op, arguments, lambda m: m.address)
         self._context = native.context("sum")
 
     def run(self) -> None:
-        """Adds."""
+        """Calls them."""
         if len(self._records):
             native.library().run(self._records.ctypes.data, len(self._records), self._context)
+
+
+def adder(pieces: Sequence[np.ndarray], actions: Sequence[Action]) -> Kernels:
+    """Additions of a plan over arrays: array a += array b, one after the other."""
+    blocks = [Block(p) for p in pieces]
+    calls = [(blocks[x.a], blocks[x.a], blocks[x.b], pieces[x.a].size) for x in actions if pieces]
+    return Kernels("add", calls)
 
 
 class TreeSum:
@@ -287,7 +293,7 @@ class TreeReduction(Phased):
         self._send_counts = [mine * (b - a) for a, b in self.cut]
         self._receive_counts = [len(ns) * (hi - lo) for ns in x.nodes]
         self._receive = self._take(sum(self._receive_counts))
-        self._adder = Adder(rows(self._receive, sum(map(len, x.nodes)), hi - lo), x.adds)
+        self._adder = adder(rows(self._receive, sum(map(len, x.nodes)), hi - lo), x.adds)
         self._out = self.comm.all_to_all_v_init(self._send, self._send_counts, self._receive, self._receive_counts)
         self.phases = (self._hand_out, self._add if self.scatter else self._gather)
         if not self.scatter:

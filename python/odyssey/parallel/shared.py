@@ -10,8 +10,8 @@ import numpy as np
 
 from ..comm import Request
 from ..core import native
-from ..core.program import Block, encode
-from .reduction import Phased
+from ..core.program import Block
+from .reduction import Kernels, Phased
 
 # Floats that are added at once where several additions follow each other: what is in between stays in the first cache.
 BLOCK = 4096
@@ -45,27 +45,23 @@ class SharedReduction(Phased):
         x = self.exchange
         nodes = [self._everyone[r][self._where[r, 1 + i]] for r, own in enumerate(x.nodes) for i in range(len(own))]
         self._only = None if x.adds else nodes[0]
-        self._records = self._additions(nodes, lo, hi)
-        self._context = native.context("sum")
+        self._additions = self._of_blocks(nodes, lo, hi)
         self.phases = (self._complete, self._add)
         self._end = self.lanes.lane(self.comm, 1)
 
-    def _additions(self, nodes: list[np.ndarray], lo: int, hi: int) -> np.ndarray:
-        """Records that add range [lo, hi) of all nodes into the result, block by block; the others are not written."""
-        lib, adds = native.library(), self.exchange.adds
+    def _of_blocks(self, nodes: list[np.ndarray], lo: int, hi: int) -> Kernels:
+        """What adds range [lo, hi) of all nodes into the result, block by block; the others are not written."""
+        adds = self.exchange.adds
         self._between = native.aligned((max(len(adds) - 1, 1), BLOCK))
-        records = []
+        calls = []
         for a in range(lo, hi, BLOCK) if adds else ():
             n = min(BLOCK, hi - a)
             at = [Block(node[a : a + n]) for node in nodes]
             for k, action in enumerate(adds):
                 to = Block(self.result[a : a + n] if k == len(adds) - 1 else self._between[k, :n])
-                records.append(encode(lib, "add", (to, at[action.a], at[action.b], n), lambda m: m.address))
+                calls.append((to, at[action.a], at[action.b], n))
                 at[action.a] = to
-        table = np.zeros((len(records), lib.record), np.int64)
-        for row, record in zip(table, records, strict=True):
-            row[: len(record)] = record
-        return table
+        return Kernels("add", calls)
 
     def _complete(self) -> Request:
         lo, hi = self.ranges[self.comm.rank]
@@ -75,8 +71,7 @@ class SharedReduction(Phased):
 
     def _add(self) -> Request:
         lo, hi = self.ranges[self.comm.rank]
-        if len(self._records):
-            native.library().run(self._records.ctypes.data, len(self._records), self._context)
-        elif self._only is not None:
+        self._additions.run()
+        if self._only is not None:
             self.result[lo:hi] = self._only[lo:hi]
         return self._end.barrier(wait=False)

@@ -10,11 +10,14 @@ while it computes, and are overwritten afterwards.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from ..comm import Communicator, Request
 from ..core import native
 from ..core.arena import Arena
+from ..optim import Update
 from .buckets import Bucket, Piece
 from .plan import Run, exchange
 
@@ -65,6 +68,10 @@ class Parts:
         if self.partitioned:
             return self._store[b].ctypes.data + 4 * (piece.at - self.own[b][0])
         return self.arena.address(native.PARAMS) + 4 * piece.lo
+
+    def updates(self, b: int, grads: Callable[[Piece], int]) -> list[Update]:
+        """The updates of this rank's part of bucket b; `grads`: the address of a piece's gradients."""
+        return [Update(self.param_address(b, p), grads(p), self.state_at(b, p), p.n, p.lo) for p in self.pieces(b)]
 
     # --- stage 3: parameters come and go ---
 

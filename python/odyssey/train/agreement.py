@@ -54,26 +54,29 @@ def _first_other(everyone: np.ndarray) -> int | None:
     return int(other[0]) if len(other) else None
 
 
-def _texts(comm: Communicator, mine: str) -> list[str]:
-    """A short text of each rank, on all ranks; a collective call."""
-    line = mine.encode()[:TEXT].ljust(TEXT, b"\0")
-    return [bytes(row).rstrip(b"\0").decode(errors="ignore") for row in comm.all_gather(np.frombuffer(line, np.uint8))]
+def texts(comm: Communicator, mine: str, limit: int = TEXT) -> list[str]:
+    """A text of each rank, of at most so many bytes, on all ranks; a collective call."""
+    found = comm.all_gather_each(np.frombuffer(mine.encode()[:limit], np.uint8))
+    return [row.tobytes().decode(errors="ignore") for row in found]
 
 
 # --- settings --------------------------------------------------------------------------------------------------------
 
 
-def compare(comm: Communicator, settings: dict[str, Any]) -> None:
-    """Raises ConfigError, on all ranks, if one rank's settings are not those of rank 0; a collective call."""
-    if comm.size == 1:
-        return
+def difference(comm: Communicator, settings: dict[str, Any]) -> str | None:
+    """What to say of the first setting that a rank has otherwise than the first one of a group; a collective call."""
     everyone = comm.all_gather(np.array([hash_of(v) for v in settings.values()], np.int64))
     for name, column in zip(settings, everyone.T, strict=True):
-        other = _first_other(column)
-        if other is not None:
-            raise ConfigError(
-                f"[train] the {name} of rank {other} differs from that of rank 0; start all ranks alike"
-            ).on_all_ranks()
+        if (other := _first_other(column)) is not None:
+            ranks = comm.ranks
+            return f"the {name} of rank {ranks[other]} differs from that of rank {ranks[0]}; start all ranks alike"
+    return None
+
+
+def compare(comm: Communicator, settings: dict[str, Any]) -> None:
+    """Raises ConfigError, on all ranks, if one rank's settings are not those of rank 0; a collective call."""
+    if comm.size > 1 and (said := difference(comm, settings)):
+        raise ConfigError(f"[train] {said}").on_all_ranks()
 
 
 def parameters(comm: Communicator, arena: Arena) -> None:
@@ -82,7 +85,7 @@ def parameters(comm: Communicator, arena: Arena) -> None:
     found = _first_other_line(comm, lines)
     if found is not None:
         other, at = found
-        said = _texts(comm, lines[at] if at < len(lines) else "none")
+        said = texts(comm, lines[at] if at < len(lines) else "none")
         raise ConfigError(
             f"[train] the model of rank {other} differs from that of rank 0 in parameter {at + 1}: {said[other]}; "
             f"on rank 0 {said[0]}; start all ranks alike"
@@ -127,7 +130,7 @@ def programs(comm: Communicator, engine: Engine, batch: Batch, step: int) -> Non
     lines = listed.lines()
     failed = comm.all_gather(np.array([error is not None], np.int32))[:, 0]
     if failed.any():
-        text = _texts(comm, str(error or ""))[int(np.argmax(failed))]
+        text = texts(comm, str(error or ""))[int(np.argmax(failed))]
         if error is not None and failed.all():
             raise error.on_all_ranks()
         raise ConfigError(
@@ -145,7 +148,7 @@ def programs(comm: Communicator, engine: Engine, batch: Batch, step: int) -> Non
         numbers = [f"{a:.9g}" if isinstance(a, float) else str(a) for a in r.args if isinstance(a, (int, float))]
         rounded = "" if r.dtype == "fp32" else f" in {r.dtype}"
         mine = f"{r.op}{rounded} ({', '.join(numbers)}){layers.where.get(r.tag, '')}"
-    said = _texts(comm, mine)
+    said = texts(comm, mine)
     raise ConfigError(
         f"[train] the model of rank {other} differs from that of rank 0 in op {at + 1}: {said[other]}; on rank 0 "
         f"{said[0]}; start all ranks alike"
@@ -394,7 +397,7 @@ class Watch:
             return
         shapes, orders, data, _ = (everyone[other] != everyone[0]).tolist()
         if shapes:
-            said = _texts(self.comm, f"{len(batch.indices)} samples of {batch.dataset.sample_shape}")
+            said = texts(self.comm, f"{len(batch.indices)} samples of {batch.dataset.sample_shape}")
             raise DataError(
                 f"[data] {self._at(step)} has {said[other]} on rank {other}, {said[0]} on rank 0; {_ALIKE}"
             ).on_all_ranks()

@@ -7,7 +7,6 @@ wrong with a machine; that is `odyssey doctor` (doctor.py), which takes seconds.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import sys
@@ -16,6 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ..comm import Communicator
 from ..core.settings import Settings, declared
 from ..errors import ConfigError, OutputError, printable
@@ -23,6 +24,7 @@ from ..watch.hooks import machine
 from ..watch.launcher import mpi_library
 from ..watch.limits import MIB
 from ..watch.runs import ATTEMPT, EXPECTED_RANKS
+from .agreement import hash_of, texts
 
 #: Settings that may differ between ranks: places on their hosts, and what only rank 0 does.
 OWN = frozenset(name for name, s in declared(Settings).items() if not s.same)
@@ -172,22 +174,15 @@ def at_start(
 
 
 def _row(fields: Mapping[str, str], threads: int) -> Any:
-    import numpy as np
-
     mask = np.frombuffer(_mask().to_bytes(_CORES // 8, "little"), "<i8")
-    return np.concatenate([np.array([*map(_hash, fields.values()), machine(), threads], np.int64), mask])
+    return np.concatenate([np.array([*map(hash_of, fields.values()), machine(), threads], np.int64), mask])
 
 
 def _explained(comm: Communicator, fields: Mapping[str, str], odd: Odd) -> ConfigError:
     """What differs, in words: every rank sends its value. All ranks come here together."""
-    import numpy as np
-
     name, value = list(fields.items())[odd.column]
-    data = np.zeros(_TEXT, np.uint8)
-    mine = value.encode()[:_TEXT]
-    data[: len(mine)] = np.frombuffer(mine, np.uint8)
-    texts = [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in comm.all_gather(data)]
-    a, b = texts[odd.rank], texts[odd.other]
+    said = texts(comm, value, _TEXT)
+    a, b = said[odd.rank], said[odd.other]
     if name != "configuration":
         advice = "start all ranks by one command" if name == "attempt" else "install the same on every host"
         return ConfigError(
@@ -208,12 +203,6 @@ def _explained(comm: Communicator, fields: Mapping[str, str], odd: Odd) -> Confi
 def _text(settings: Mapping[str, Any] | None) -> str:
     kept = {key: value for key, value in (settings or {}).items() if key not in OWN}
     return json.dumps(kept, sort_keys=True, default=str)
-
-
-def _hash(text: str) -> int:
-    return int.from_bytes(
-        hashlib.blake2b(text.encode(errors="surrogateescape"), digest_size=8).digest(), "little", signed=True
-    )
 
 
 def _mask(cores: Iterable[int] | None = None) -> int:

@@ -395,16 +395,13 @@ class EngineState(Sharing):
 def _collect(comm: Communicator, arrays: dict[str, np.ndarray], counts: dict[str, int]) -> None:
     """Brings what the other stages of a pipeline have to the first."""
     text = json.dumps([counts, [[key, a.dtype.name, list(a.shape)] for key, a in arrays.items()]]).encode()
-    lengths = comm.all_gather(np.array([len(text)], np.int64))[:, 0]
-    padded = np.zeros(lengths.max(), np.uint8)
-    padded[: len(text)] = np.frombuffer(text, np.uint8)
-    texts = comm.gather(padded)
-    if texts is None:
+    texts = comm.all_gather_each(np.frombuffer(text, np.uint8))
+    if comm.rank:
         for array in arrays.values():
             comm.send(array, 0)
         return
     for stage in range(1, comm.size):
-        found, table = json.loads(texts[stage, : lengths[stage]].tobytes())
+        found, table = json.loads(texts[stage].tobytes())
         counts.update(found)
         for key, dtype, shape in table:
             arrays[key] = comm.recv(np.empty(shape, dtype), stage)

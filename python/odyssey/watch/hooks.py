@@ -23,6 +23,16 @@ def machine() -> int:
     return zlib.crc32(name.encode())
 
 
+def gone(process: int) -> bool:
+    """Whether no process of this machine has this number, for certain."""
+    with contextlib.suppress(PermissionError, OverflowError):
+        try:
+            os.kill(process, 0)
+        except ProcessLookupError:
+            return True
+    return False
+
+
 def process_space() -> int:
     """Names the space in which process numbers mean something; 0 where that is not known."""
     try:

@@ -6,10 +6,11 @@ before NumPy.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 
-from ..errors import ConfigError
+from ..errors import ConfigError, printable
 from .launcher import Launched
 
 MIB = 1 << 20
@@ -17,6 +18,19 @@ ADDRESSES = 2400 * MIB, 2816 * MIB  # of a process alone (the kernels' runtime r
 FILES = 64  # open at once by a rank: MPI, its sockets, the kernels; measured: 48 are enough for two ranks, 40 are not
 SHARED_FILE = 2 * MIB  # the largest file in shared memory has so much for each rank, and twice more
 SHARED_BASE, SHARED_RANK = 12 * MIB, 21 * MIB // 4  # what MPICH needs in /dev/shm; measured, docs/doctor.md
+
+
+def seconds(who: str, name: str, default: float, least: float | None = None, most: float = math.inf) -> float:
+    """A number of seconds out of the environment, from `least` (None: above 0) to `most`. Raises ConfigError, in the
+    name of `who`: it is none."""
+    text = os.environ.get(name, "")
+    if not text:
+        return default
+    with contextlib.suppress(ValueError):
+        if (0 if least is None else least) <= float(text) <= most and (least is not None or float(text)):
+            return float(text)
+    allowed = "above 0" if least is None else f"from {least:g}" + f" to {most:g}" * math.isfinite(most)
+    raise ConfigError(f"[{who}] {name}={printable(text, limit=40)}; it must be a number of seconds {allowed}")
 
 
 def shared_memory(place: str = "/dev/shm") -> tuple[int, int] | None:

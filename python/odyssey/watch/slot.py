@@ -84,11 +84,9 @@ def _open() -> None:
 
 def phase(name: str) -> str:
     """This process now does `name`, one of PHASES; returns what it did before."""
-    global _version
     q, now, code = _q, _now(), CODES[name]
     before = q[_PHASE]
-    _version += 2
-    q[_VERSION] = _version - 1
+    _open()
     q[_TIMES + before] += now - q[_SINCE]
     q[_SINCE] = now
     q[_PHASE] = code
@@ -114,10 +112,8 @@ def span(name: str) -> Iterator[None]:
 
 def step(number: int, samples: int = 0) -> None:
     """Step `number` (the count of steps so far) is complete; it had so many samples on this rank."""
-    global _version
     q = _q
-    _version += 2
-    q[_VERSION] = _version - 1
+    _open()
     q[_STEP] = number
     q[_SAMPLES] += samples
     q[_PROGRESS] += 1
@@ -129,11 +125,10 @@ _EVERYONE = (0, "all")
 
 def call(sequence: int, text: str, group: tuple[int, str] = _EVERYONE) -> None:
     """A collective call was started: its number in its group, what it is and where it stands in the program."""
-    global _version, _quick
+    global _quick
     q = _q
     _quick = None
-    _version += 2
-    q[_VERSION] = _version - 1
+    _open()
     q[_CALL] = sequence
     q[_CALL_GROUP] = group[0]
     _memory[_CALL_AT:_CALL_TO] = _fitted(text, "call_text")
@@ -148,10 +143,8 @@ def enter(sequence: int, text: str, group: tuple[int, str] = _EVERYONE) -> None:
         text: what it is, with file and line, as `Header.text`.
         group: (a number that is the same on all members, who they are as `ranges` writes it).
     """
-    global _version
     q, now = _q, _now()
-    _version += 2
-    q[_VERSION] = _version - 1
+    _open()
     if not q[_WAITING]:
         q[_TIMES + q[_PHASE]] += now - q[_SINCE]
         q[_SINCE] = now
@@ -165,15 +158,13 @@ def enter(sequence: int, text: str, group: tuple[int, str] = _EVERYONE) -> None:
 
 def leave() -> None:
     """What was waited for is there, or will not come."""
-    global _version
     q = _q
     if not q[_WAITING]:
         return
     now = _now()
     if listener is not None:
         listener.waited(_memory[_WAIT_AT:_WAIT_TO].rstrip(b"\0").decode(errors="replace"), q[_WAITING], now)
-    _version += 2
-    q[_VERSION] = _version - 1
+    _open()
     q[_TIMES + WAIT] += now - q[_SINCE]
     q[_SINCE] = now
     q[_WAITING] = 0
@@ -214,7 +205,6 @@ def note(text: str) -> None:
 
 def ended(code: int, line: str = "") -> None:
     """This process ends, with an exit code and for a reason; the first reason stays."""
-    global _version
     q = _q
     if q[_ENDED]:
         return

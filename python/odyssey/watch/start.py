@@ -8,7 +8,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
-import math
 import os
 import socket
 import struct
@@ -20,28 +19,13 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ConfigError
 from . import entry, runs, slot
 from .hooks import machine, process_space
+from .limits import seconds
 
 WATCHDOG, HEARTBEAT = "ODYSSEY_WATCHDOG", "ODYSSEY_HEARTBEAT"
 ADDRESSES = 6
 _begun = 0  # pid
-
-
-def seconds(name: str, default: float, *, zero: bool) -> float:
-    """A number of seconds out of the environment. Raises ConfigError: it is none."""
-    text = os.environ.get(name, "")
-    if not text:
-        return default
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not (0 < value < 1e9 or (zero and value == 0)):
-        allowed = "0 (off) or above" if zero else "above 0"
-        raise ConfigError(f"[watch] {name}={text[:40]}; it must be a number of seconds, {allowed}")
-    return value
 
 
 def begin(world: Any) -> None:
@@ -56,9 +40,9 @@ def begin(world: Any) -> None:
 
     _begun = os.getpid()
     settings = {
-        "watchdog": seconds(WATCHDOG, 60.0, zero=True),
+        "watchdog": seconds("watch", WATCHDOG, 60.0, least=0, most=1e9),
         "given": bool(os.environ.get(WATCHDOG)),
-        "heartbeat": seconds(HEARTBEAT, 5.0, zero=False),
+        "heartbeat": seconds("watch", HEARTBEAT, 5.0, most=1e9),
         "world": world.size,
         "attempt": run.attempt if run else 0,
         "run": str(run.path.absolute()) if run else "",

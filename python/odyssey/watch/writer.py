@@ -14,7 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .files import wait_until_read, write_whole
+from ..errors import DataError
+from .files import read_json, wait_until_read, write_whole
 
 QUEUE = 64  # what waits to be written; more is left out
 
@@ -91,8 +92,7 @@ def remove(path: str, **mine: Any) -> None:
 def is_of(path: str, **mine: Any) -> bool:
     """Whether a JSON file has these values."""
     try:
-        with open(path, errors="replace") as file:
-            found = json.loads(file.read(4 << 20))
-    except (OSError, ValueError, RecursionError):
+        found = read_json(Path(path))
+    except DataError:
         return False
     return isinstance(found, dict) and all(found.get(key) == value for key, value in mine.items())

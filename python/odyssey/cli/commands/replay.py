@@ -29,8 +29,8 @@ def command(
     It runs the command that stands in RUN/run.json: replay only runs that you trust. Nothing is written in RUN.
     Ends with 0 if loss, gradients and weights have the same bits, with 1 if not.
     """
-    from ...audit.replay import COMPARED, replay
-    from ...audit.steplog import UNKNOWN, shown
+    from ...audit.replay import replay
+    from ...audit.steplog import COMPARED, UNKNOWN, shown
     from ...errors import ConfigError
     from ...watch import outputs
 

@@ -20,7 +20,7 @@ from ...core.gpu_native import COMPUTE, COPY, Block, Gpu, GpuStep
 from ...core.program import plan_memory
 from ...errors import DeviceError, NumericsError
 from ...parallel import plan as planning
-from ..runner import Recorded, Runner
+from ..runner import Recorded, Runner, Sums
 from . import exchange, rewrite
 from . import plan as pieces
 from .graph import Graph
@@ -38,13 +38,14 @@ EXACT = 1 << 24  # samples that sums of float32 count exactly
 MOST_SHARDS, MOST_SUMS = 65535, 8191  # of a launch; that are added in one
 
 
-class GpuSums:
-    """Like runner.Sums, but the numbers are on their way: reading one waits for the step."""
+class GpuSums(Sums):
+    """The same, but the numbers are on their way: reading one waits for the step."""
+
+    counted = None
 
     def __init__(self, runner: GpuRunner, results: list[int], updates: list[Update]) -> None:
         self._runner, self.results, self.updates = runner, results, updates
         self.samples_address = results[0] + 4 * (runner.stats_at + 1)
-        self.counted = None
         self._values: np.ndarray | None = None
 
     def fetch(self) -> bool:
@@ -53,28 +54,18 @@ class GpuSums:
         return ok
 
     @property
-    def values(self) -> list[float]:
-        """As runner.Sums has them."""
+    def values(self) -> list[float]:  # type: ignore[override]
+        """As Sums has them."""
         if self._values is None:
             self.fetch()
         assert self._values is not None
         return self._values.tolist()
 
     @property
-    def loss(self) -> float:
-        """Sum over the samples of the global batch."""
-        return self.values[0]
-
-    @property
     def samples(self) -> float:
         """How many there are; known before the step has ended, but where float32 cannot count them."""
         n = self._runner.samples
         return float(n) if n <= EXACT else self.values[1]
-
-    @property
-    def correct(self) -> float:
-        """Of them, predicted right."""
-        return self.values[2]
 
 
 class GpuRunner(Runner):
