@@ -68,6 +68,7 @@ KINDS = {
 TIMED = (
     "tests/launch/test_launch.py",
     "tests/launch/test_parts.py",
+    "tests/launch/test_wrapper.py",
     "tests/watch/test_ends.py",
     "tests/watch/test_entry.py",
     "tests/watch/test_slot.py",

@@ -11,6 +11,7 @@ import traceback
 from pathlib import Path
 
 import contract
+import contract_groups  # noqa: F401 - more cases
 
 from odyssey import comm
 

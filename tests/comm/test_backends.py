@@ -18,6 +18,7 @@ from odyssey.comm import Communicator, mock
 
 sys.path.insert(0, str(Path(__file__).parent))
 import contract  # noqa: E402
+import contract_groups  # noqa: E402, F401 - more cases
 
 HERE = Path(__file__).parent
 GROUPS = ("world", "split", "single")

@@ -133,7 +133,7 @@ def test_arrays_refuses_values_that_are_not_finite(value: float) -> None:
     images = np.zeros((4, 2, 3, 3))
     images[2, 1, 0, 2] = value
     images[3, 0, 0, 0] = np.nan
-    with pytest.raises(DataError, match=r"image 2 holds \S+ at index \(2, 1, 0, 2\)"):
+    with pytest.raises(DataError, match=r"sample 2 of the images holds \S+ at index \(2, 1, 0, 2\)"):
         arrays(images, [0, 0, 0, 0])
 
 

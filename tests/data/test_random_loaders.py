@@ -10,7 +10,7 @@ import pytest
 
 from odyssey import data
 from odyssey.data import transforms
-from odyssey.data.reader import array, zipped
+from odyssey.data.reader import array
 from odyssey.data.trees import leaves, mapped
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -66,7 +66,7 @@ def data_set(case: dict):
         return made
     made.set_epoch(0)
     pairs = [made[i] for i in range(len(made))]
-    x, y = (zipped(lambda *a: np.stack(a), *(mapped(np.asarray, p[k]) for p in pairs)) for k in (0, 1))
+    x, y = (mapped(lambda *a: np.stack(a), *(mapped(np.asarray, p[k]) for p in pairs)) for k in (0, 1))
     return data.arrays(x, y, classes=3) if case["kind"] == "memory" else data.arrays(x, y)
 
 

@@ -8,6 +8,7 @@ import json
 import socket
 import struct
 import sys
+import tempfile
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,8 +27,8 @@ from odyssey.checkpoints import header, manifest  # noqa: E402
 from odyssey.cli.commands.train import command as train  # noqa: E402
 from odyssey.cli.configfile import parse_config  # noqa: E402
 from odyssey.core.settings import settings  # noqa: E402
-from odyssey.data.datasets import parse_records  # noqa: E402
-from odyssey.data.idx import parse_idx  # noqa: E402
+from odyssey.data.datasets import _read_records  # noqa: E402
+from odyssey.data.idx import read_idx  # noqa: E402
 from odyssey.errors import DataError, OdysseyError  # noqa: E402
 from odyssey.launch.hosts import parse_hostfile_text, parse_hosts  # noqa: E402
 from odyssey.watch import (  # noqa: E402
@@ -244,17 +245,24 @@ _SEEN = [
 
 _KEYS = tuple(key.encode() for key in verify.KEYS)
 
+
+def _of_file(read: Callable[[Path], Any], data: bytes) -> Any:
+    """What a reader makes of a file with these bytes."""
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(data)
+        file.flush()
+        return read(Path(file.name))
+
+
 TARGETS: dict[str, Target] = {
     "idx": Target(
-        lambda data: parse_idx(data, "x.idx"), [_idx(2, 3, 4), _idx(5), _idx(1, 1, 1, 1, 1, 1, 1, 2)], _idx_spans
+        lambda data: _of_file(read_idx, data), [_idx(2, 3, 4), _idx(5), _idx(1, 1, 1, 1, 1, 1, 1, 2)], _idx_spans
     ),
-    "gzip": Target(lambda data: parse_idx(data, "x.gz"), _GZIP_SEEDS, _gzip_spans),
+    "gzip": Target(lambda data: _of_file(read_idx, data), _GZIP_SEEDS, _gzip_spans),
     "idx in gzip": Target(
-        lambda data: parse_idx(gzip.compress(data, 1, mtime=0), "x.gz"), [_idx(2, 3, 4), _idx(5)], _idx_spans
+        lambda data: _of_file(read_idx, gzip.compress(data, 1, mtime=0)), [_idx(2, 3, 4), _idx(5)], _idx_spans
     ),
-    "cifar10": Target(
-        lambda data: parse_records(data, Path("x.bin")), [b"\x05" + bytes(3072), (b"\x00" + bytes(3072)) * 2]
-    ),
+    "cifar10": Target(lambda data: _of_file(_read_records, data), [b"\x05" + bytes(3072), (b"\x00" + bytes(3072)) * 2]),
     "config": Target(lambda data: parse_config(data, "run.toml", train.params), _CONFIGS, _toml_spans),
     "settings": Target(_settings, _CONFIGS, _toml_spans, allowed=(OdysseyError, click.UsageError), one_in=10),
     "json": Target(_json, _JSONS, json_spans),

@@ -64,10 +64,10 @@ class Session(Callback):
     records: Records | None = dataclasses.field(default=None, compare=False)
 
     @classmethod
-    def current(cls, environment: Mapping[str, str] | None = None) -> Session | None:
+    def current(cls, environment: Mapping[str, str] = os.environ) -> Session | None:
         """The replay that this process is, if it is one. Raises ConfigError: the variable is not STEP:DIRECTORY.
         DataError: the request in the directory cannot be read."""
-        given = (os.environ if environment is None else environment).get(REPLAY)
+        given = environment.get(REPLAY)
         if not given:
             return None
         number, _, folder = given.partition(":")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import gzip
 import hashlib
-import io
 import math
 import mmap
 import os
@@ -92,11 +91,6 @@ def _mapped(path: Path, ndim: int, sha256: str) -> np.ndarray:
         values = np.frombuffer(data, np.uint8, offset=len(header))
     _check_digest(path, header, values, sha256)
     return values.reshape(shape)
-
-
-def parse_idx(data: bytes, name: str, *, ndim: int | None = None, sha256: str | None = None) -> np.ndarray:
-    """The array in the bytes of an IDX file that messages call `name`; arguments, result and errors as `read_idx`."""
-    return _unpacked(io.BytesIO(data), Path(name), len(data), ndim, sha256)
 
 
 def _unpacked(file: BinaryIO, path: Path, held: int, ndim: int | None, sha256: str | None) -> np.ndarray:

@@ -253,13 +253,20 @@ def _prefetched(made: Callable[[Callable[[], bool]], Iterator[Batch]], prefetch:
     ready: queue.SimpleQueue[tuple[Batch | None, BaseException | None]] = queue.SimpleQueue()
     slots = threading.Semaphore(prefetch)
     stop = threading.Event()
-    thread = threading.Thread(
-        target=_produce,
-        args=(made(stop.is_set), ready, slots, stop),
-        name="odyssey-prefetch",
-        daemon=True,
-    )
-    thread.start()
+    batches = made(stop.is_set)
+
+    def produce() -> None:
+        try:
+            while True:
+                slots.acquire()
+                batch = None if stop.is_set() else next(batches, None)
+                ready.put((batch, None))
+                if batch is None:
+                    return
+        except BaseException as problem:  # whatever it is, the consumer would wait for ever if it were not told
+            ready.put((None, problem))
+
+    threading.Thread(target=produce, name="odyssey-prefetch", daemon=True).start()
     error = None
     try:
         while True:
@@ -274,23 +281,6 @@ def _prefetched(made: Callable[[Callable[[], bool]], Iterator[Batch]], prefetch:
         del error  # it would hold itself, by this frame: a sys.exit of the data set counts when it is gone
         stop.set()
         slots.release()
-
-
-def _produce(
-    batches: Iterator[Batch],
-    ready: queue.SimpleQueue[tuple[Batch | None, BaseException | None]],
-    slots: threading.Semaphore,
-    stop: threading.Event,
-) -> None:
-    try:
-        while True:
-            slots.acquire()
-            batch = None if stop.is_set() else next(batches, None)
-            ready.put((batch, None))
-            if batch is None:
-                return
-    except BaseException as error:  # whatever it is, the consumer would wait for ever if it were not told
-        ready.put((None, error))
 
 
 def _sampled(sampler: Iterable[int], count: int) -> np.ndarray:

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from odyssey.data import transforms
-from odyssey.data.datasets import ArrayDataset, arrays
-from odyssey.data.trees import leaves, mapped, places, zipped
+from odyssey.data.datasets import ArrayDataset, arrays, outside
+from odyssey.data.trees import leaves, mapped, places
 from odyssey.errors import DataError
 
 Tree = Any  # an array, or a tuple or dict of trees
@@ -92,62 +92,60 @@ class Reader:
             self.dataset.set_epoch(epoch)
 
     def read(
-        self, numbers: np.ndarray, epoch: int, stopped: Callable[[], bool] = lambda: False
+        self,
+        numbers: np.ndarray,
+        epoch: int,
+        stopped: Callable[[], bool] = lambda: False,
+        count: int | None = None,
     ) -> tuple[Tree, Tree] | None:
-        """Samples and targets, trees of arrays (B, ...); None once `stopped()`, which is asked between two samples."""
-        return self._made(numbers, epoch, len(self.transforms), stopped)
-
-    def _made(
-        self, numbers: np.ndarray, epoch: int, count: int, stopped: Callable[[], bool]
-    ) -> tuple[Tree, Tree] | None:
-        """Samples after the first `count` transforms."""
+        """Samples and targets, trees of arrays (B, ...), after the first `count` transforms or all; None once
+        `stopped()`, which is asked between two samples."""
+        count = len(self.transforms) if count is None else count
         if not count:
             if hasattr(self.dataset, "gather"):
                 with self._lock:
                     return self.dataset.gather(numbers)
-            return self._stacked(numbers, epoch, stopped)
+            where = f"when sample {{}} of {self.name} was read, epoch {epoch}"
+            both = self._each(self._sample, numbers, self.name, where, stopped)
+            return self._as_seen(both) if self.transforms and both is not None else both
         transform, draw = self.transforms[count - 1], transforms.Draw(self.seed, epoch, numbers, count - 1)
-        both = self._made(numbers, epoch, count - 1, stopped)
+        both = self.read(numbers, epoch, stopped, count - 1)
         if both is None:
             return None
         if isinstance(transform, transforms.Mixup):
-            partners = transform.partners(draw, len(self.dataset))
-            others = self._made(partners, epoch, count - 1, stopped)
+            others = self.read(transform.partners(draw, len(self.dataset)), epoch, stopped, count - 1)
             return None if others is None else transform.mixed(both, others, self.classes, draw)
         if isinstance(transform, transforms.Vectorized):
             return transform.batch(both[0], draw), both[1]
-        return self._one_by_one(transform, both, draw, epoch, stopped)
 
-    def _one_by_one(
-        self, transform: Any, both: Any, draw: transforms.Draw, epoch: int, stopped: Callable[[], bool]
-    ) -> tuple[Tree, Tree] | None:
-        stack = Stack(f"{self.name} after its transform")
-        for at, number in enumerate(draw.numbers.tolist()):
-            if stopped():
-                return None
-            x, y = (mapped(lambda a, at=at: a[at], t) for t in both)
+        def made(at: int, number: int) -> Any:
+            x, y = (mapped(lambda a: a[at], t) for t in both)
             rng = draw.generator(at)
-            try:
-                made = transform((x, y), rng) if isinstance(transform, transforms.Paired) else (transform(x, rng), y)
-            except Exception as error:
-                noted(error, f"in the transform of sample {number} of {self.name}, epoch {epoch}")
-                raise
-            stack.add(number, made, len(draw.numbers))
-        return stack.both
+            return transform((x, y), rng) if isinstance(transform, transforms.Paired) else (transform(x, rng), y)
 
-    def _stacked(self, numbers: np.ndarray, epoch: int, stopped: Callable[[], bool]) -> tuple[Tree, Tree] | None:
-        stack = Stack(self.name)
-        for number in numbers.tolist():
+        where = f"in the transform of sample {{}} of {self.name}, epoch {epoch}"
+        return self._each(made, numbers, f"{self.name} after its transform", where, stopped)
+
+    def _sample(self, at: int, number: int) -> Any:
+        with self._lock:
+            return self.dataset[number]
+
+    @staticmethod
+    def _each(
+        make: Callable[[int, int], Any], numbers: np.ndarray, name: str, where: str, stopped: Callable[[], bool]
+    ) -> tuple[Tree, Tree] | None:
+        """What make(place, number) gives for each of the samples, stacked; `where` is added to its errors."""
+        stack = Stack(name)
+        for at, number in enumerate(numbers.tolist()):
             if stopped():
                 return None
             try:
-                with self._lock:
-                    sample = self.dataset[number]
+                made = make(at, number)
             except Exception as error:
-                noted(error, f"when sample {number} of {self.name} was read, epoch {epoch}")
+                noted(error, where.format(number))
                 raise
-            stack.add(number, sample, len(numbers))
-        return self._as_seen(stack.both) if self.transforms else stack.both
+            stack.add(number, made, len(numbers))
+        return stack.both
 
     def _as_seen(self, both: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
         """Samples as a model gets them: images of bytes as float32, normalised if the data set says how."""
@@ -168,10 +166,10 @@ class Reader:
         classified = isinstance(labels, np.ndarray) and labels.ndim == 1 and labels.dtype.kind in "iu"
         if classified:
             most = np.iinfo(np.int32).max - 1 if self.classes is None else self.classes - 1
-            if (wrong := np.flatnonzero((labels < 0) | (labels > most))).size:
+            if (wrong := outside(labels, most + 1)) is not None:
                 raise DataError(
-                    f"{name}: label {labels[wrong[0]]} of sample {numbers[wrong[0]]}; 0 to {most} are allowed; correct "
-                    "the data set"
+                    f"{name}: label {labels[wrong]} of sample {numbers[wrong]}; 0 to {most} are allowed; correct the "
+                    "data set"
                 )
         if not isinstance(inputs, tuple | dict) and inputs.dtype == np.uint8 and not self.transforms:
             scaling = self._scaling
@@ -205,7 +203,7 @@ class Reader:
         (lo, hi), numbers = batch.run, batch.numbers
         before, after = (self.read(part, batch.epoch) if len(part) else None for part in (numbers[:lo], numbers[hi:]))
         parts = [tuple(part) for part in (before, both, after) if part is not None]
-        whole = zipped(lambda *arrays: np.concatenate(arrays), *parts)
+        whole = mapped(lambda *arrays: np.concatenate(arrays), *parts)
         return self.batch(whole, numbers, batch.epoch, batch.index, (0, len(numbers)))
 
 

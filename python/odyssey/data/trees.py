@@ -17,13 +17,14 @@ class Named(dict[str, Any]):
         return hash(tuple(self.items()))
 
 
-def mapped(function: Callable[[Any], Any], tree: Any) -> Any:
-    """The tree with function(leaf) in the place of each leaf, called in their order."""
+def mapped(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
+    """The tree with function(leaf) in the place of each leaf, called in their order; with trees of the same form
+    function(leaf, theirs, ...)."""
     if isinstance(tree, dict):
-        return Named((name, mapped(function, tree[name])) for name in sorted(tree))
+        return Named((name, mapped(function, tree[name], *(t[name] for t in others))) for name in sorted(tree))
     if isinstance(tree, tuple):
-        return tuple(mapped(function, part) for part in tree)
-    return function(tree)
+        return tuple(mapped(function, *parts) for parts in zip(tree, *others, strict=True))
+    return function(tree, *others)
 
 
 def leaves(tree: Any) -> list[Any]:
@@ -31,15 +32,6 @@ def leaves(tree: Any) -> list[Any]:
     found: list[Any] = []
     mapped(found.append, tree)
     return found
-
-
-def zipped(function: Callable[..., Any], *trees: Any) -> Any:
-    """The tree of what a function makes of the leaves at the same place of several trees."""
-    if isinstance(trees[0], dict):
-        return {key: zipped(function, *(t[key] for t in trees)) for key in trees[0]}
-    if isinstance(trees[0], tuple):
-        return tuple(zipped(function, *parts) for parts in zip(*trees, strict=True))
-    return function(*trees)
 
 
 def places(tree: Any, name: str = "") -> list[tuple[str, Any]]:

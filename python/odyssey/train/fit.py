@@ -21,7 +21,7 @@ from .. import data as datasets
 from ..callbacks import Callback, Context
 from ..checkpoints.trainable import KEEP, Evaluation, History, Mode, Saving, Step, Tally
 from ..comm import Communicator
-from ..data.trees import mapped, zipped
+from ..data.trees import mapped
 from ..errors import ConfigError, NumericsError
 from ..parallel.plan import default_shard_size, idle, shard_count
 from ..watch import slot
@@ -542,7 +542,7 @@ def joined(batches: Iterable[datasets.Batch], k: int) -> Iterable[datasets.Batch
             scaling = [{"scale": b.dataset.scale, "shift": b.dataset.shift} for b in group]
             alike = all(np.array_equal(s[k], scaling[0][k]) for s in scaling for k in s)  # then bytes stay bytes
             parts = [b.dataset.rows(b.indices) if alike else b.dataset.gather(b.indices) for b in group]
-            x, y = zipped(lambda *arrays: np.concatenate(arrays), *parts)
+            x, y = mapped(lambda *arrays: np.concatenate(arrays), *parts)
             about = {"classes": max(b.dataset.classes for b in group), "name": data.name}
             data = datasets.arrays(x, y, **about, **(scaling[0] if alike else {}))
             indices = np.arange(len(data))

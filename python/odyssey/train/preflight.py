@@ -137,7 +137,7 @@ def at_start(
     settings: Mapping[str, Any] | None = None,
     *,
     threads: int = 1,
-    environment: Mapping[str, str] | None = None,
+    environment: Mapping[str, str] = os.environ,
 ) -> list[str]:
     """Checks that the ranks of a run belong together. Every rank calls it, once, before the first step.
 
@@ -154,7 +154,6 @@ def at_start(
         ConfigError: on every rank alike: not as many ranks as were started, or a rank with another version or
             configuration; the rank and the field are named.
     """
-    environment = os.environ if environment is None else environment
     expected = environment.get(EXPECTED_RANKS, "")
     if expected.isascii() and expected.isdigit() and int(expected) != comm.size:
         raise ConfigError(

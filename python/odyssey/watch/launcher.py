@@ -70,23 +70,20 @@ def _announced(environment: Mapping[str, str], launcher: str, *names: str, mpi: 
     return Launched(launcher, rank, size, local_rank, size if local_size is None else local_size, mpi)
 
 
-def launched(environment: Mapping[str, str] | None = None) -> Launched | None:
+def launched(environment: Mapping[str, str] = os.environ) -> Launched | None:
     """What an MPI launcher or srun announced, or None where nothing started several processes."""
-    environment = os.environ if environment is None else environment
     return next(filter(None, (_announced(environment, *row[:-1], mpi=row[-1]) for row in _NAMES)), None)
 
 
-def rendezvous(environment: Mapping[str, str] | None = None) -> Launched | None:
+def rendezvous(environment: Mapping[str, str] = os.environ) -> Launched | None:
     """What the variables of env:// say (RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are all there), or None."""
-    environment = os.environ if environment is None else environment
     if not environment.get("MASTER_ADDR") or not environment.get("MASTER_PORT"):
         return None
     return _announced(environment, "env://", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", mpi=False)
 
 
-def rank(environment: Mapping[str, str] | None = None) -> int | None:
+def rank(environment: Mapping[str, str] = os.environ) -> int | None:
     """The rank that a launcher gave this process, None without one. Only for deciding who speaks."""
-    environment = os.environ if environment is None else environment
     for _, name, *_ in _NAMES:
         found = _number(environment, name)
         if found is not None:

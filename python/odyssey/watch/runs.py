@@ -63,9 +63,8 @@ class Run(NamedTuple):
     attempt: int = 0
 
     @classmethod
-    def current(cls, environment: Mapping[str, str] | None = None) -> Run | None:
+    def current(cls, environment: Mapping[str, str] = os.environ) -> Run | None:
         """The run that this process is part of."""
-        environment = os.environ if environment is None else environment
         where = environment.get(RUN_DIR)
         if not where:
             return None
