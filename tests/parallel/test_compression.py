@@ -378,6 +378,6 @@ def test_a_pipeline_goes_on_with_what_its_stages_have_not_sent(tmp_path, setting
     pipeline = Mesh(dp=2, pp=2)
     expected = mock.run(4, train, pipeline, None, False)
     mock.run(4, train, pipeline, 3, True)
-    with pytest.raises(ConfigError, match=r"dp\(2\) x pp\(2\) x tp\(1\) with compression.*Give the same --dp and --pp"):
+    with pytest.raises(ConfigError, match=r"dp\(2\) x pp\(2\) x tp\(1\) with compression.*give the same --dp and --pp"):
         mock.run(4, train, Mesh(dp=4, pp=1), None, True)
     assert mock.run(4, train, pipeline, None, True) == expected

@@ -7,6 +7,7 @@ and k stages. A pure function: ranks that are given the same numbers make the sa
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -60,7 +61,17 @@ class Plan(NamedTuple):
         return max(p.seconds for p in self.parts)
 
     def __str__(self) -> str:
-        return text(self)
+        """A line for each stage: what is in it, its share of the time, its bytes."""
+        whole = sum(p.seconds for p in self.parts) or 1.0
+        lines = []
+        for s, p in enumerate(self.parts):
+            names = p.names if len(p.names) <= 6 else (*p.names[:3], f"{len(p.names) - 5} more", *p.names[-2:])
+            line = f"stage {s}: {', '.join(names)}  {100 * p.seconds / whole:.0f} % of the time, "
+            line += f"{size(p.parameter_bytes)} parameters"
+            if s + 1 < len(self.parts):
+                line += f", sends {size(p.sends)} per sample"
+            lines.append(line)
+        return "\n".join(lines)
 
 
 def cut(
@@ -94,9 +105,10 @@ def cut(
     for op in ops:
         if not op.seconds >= 0:
             raise ConfigError(f"[placement] {op.name} takes {op.seconds} s; a cost is a number of at least 0")
-    seconds = _running([op.seconds for op in ops])
-    parameters = _running([op.parameter_bytes for op in ops])
-    activations = _running([op.activation_bytes for op in ops])
+    seconds, parameters, activations = (
+        list(itertools.accumulate((getattr(op, name) for op in ops), initial=0))
+        for name in ("seconds", "parameter_bytes", "activation_bytes")
+    )
 
     def time(i: int, j: int, s: int) -> float:
         return seconds[j] - seconds[i]
@@ -122,26 +134,9 @@ def cut(
     best = _best(n, stages, crossing, lambda a, b: a + b, lambda i, j, s: fits(i, j, s) and time(i, j, s) <= pace)
     parts = []
     for s, (i, j) in enumerate(_spans(best, n)):
-        parts.append(
-            Part(
-                i,
-                j,
-                tuple(op.name for op in ops[i:j]),
-                time(i, j, s),
-                parameters[j] - parameters[i],
-                memory(i, j, s),
-                ops[j - 1].crossing_bytes if j < n else 0,
-            )
-        )
+        names, sends = tuple(op.name for op in ops[i:j]), ops[j - 1].crossing_bytes if j < n else 0
+        parts.append(Part(i, j, names, time(i, j, s), parameters[j] - parameters[i], memory(i, j, s), sends))
     return Plan(tuple(parts))
-
-
-def _running(values: Sequence[float]) -> list:
-    """Sums of the first 0, 1, 2, ... values."""
-    out = [0]
-    for v in values:
-        out.append(out[-1] + v)
-    return out
 
 
 def _best(
@@ -172,25 +167,7 @@ def _best(
 
 
 def _spans(cuts: tuple[int, ...] | None, n: int) -> list[tuple[int, int]]:
-    ends = (0, *(cuts or ()), n)
-    return list(zip(ends[:-1], ends[1:], strict=True))
-
-
-# --- showing it ---------------------------------------------------------------------------------
-
-
-def text(plan: Plan) -> str:
-    """A line for each stage: what is in it, its share of the time, its bytes."""
-    whole = sum(p.seconds for p in plan.parts) or 1.0
-    lines = []
-    for s, p in enumerate(plan.parts):
-        names = p.names if len(p.names) <= 6 else (*p.names[:3], f"{len(p.names) - 5} more", *p.names[-2:])
-        line = f"stage {s}: {', '.join(names)}  {100 * p.seconds / whole:.0f} % of the time, "
-        line += f"{size(p.parameter_bytes)} parameters"
-        if s + 1 < len(plan.parts):
-            line += f", sends {size(p.sends)} per sample"
-        lines.append(line)
-    return "\n".join(lines)
+    return list(itertools.pairwise((0, *(cuts or ()), n)))
 
 
 def size(n: float | None) -> str:

@@ -321,8 +321,12 @@ class EngineState(Sharing):
                 f"[resume] {name} was made with kernels {kernels}, these are {KERNELS}: from here on the bits may be "
                 "others than those of a training that was never stopped"
             )
-        if now["reduction"] != "tree":
-            self._tell_of_other_bits(values, name)
+        other = self._other_layout(values, "ranks", "mesh", "zero", "bucket size")
+        if other and now["reduction"] != "tree":
+            self.say(
+                f"[resume] {name} was made by {other[0]}, {other[1]}: with this reduction the bits depend on it, so the "
+                "training goes on with others"
+            )
         optimizer, scaler = _entry(values, "optimizer", name), _entry(values, "scaler", name)
         flat = _flat(arena, arrays.get("parameters", {}), "", name)
         states = {s: _flat(arena, arrays.get("optimizer", {}), f"{s}/", name) for s in self.optimizer.states}
@@ -339,42 +343,26 @@ class EngineState(Sharing):
         self.shard_size = size
         self.steps = snapshot.step
 
-    def _tell_of_other_bits(self, values: dict[str, Any], name: str) -> None:
-        """Says what differs from the layout of a checkpoint, where the order of additions depends on the layout."""
+    def _other_layout(self, values: dict[str, Any], *names: str) -> tuple[str, str] | None:
+        """What made a checkpoint and what runs now, in words, of the first of these parts of a layout that differs."""
         lay = self.layout
         now = {"ranks": self.comm.size, "mesh": str(lay.mesh), "zero": lay.zero, "bucket size": lay.bucket_size_mb}
-        for what, value in now.items():
-            before = values.get(what, value)
-            if before != value:
-                was, runs = (
-                    (f"{before} ranks", f"{value} run now") if what == "ranks" else (f"{what} {before}", f"{value} now")
-                )
-                return self.say(
-                    f"[resume] {name} was made by {was}, {runs}: with this reduction the bits depend on it, "
-                    "so the training goes on with others"
-                )
+        what = next((name for name in names if values.get(name, now[name]) != now[name]), None)
+        if what == "ranks":
+            return f"{values[what]} ranks", f"{now[what]} run now"
+        return None if what is None else (f"{what} {values[what]}", f"{now[what]} now")
 
     def _memories(self, snapshot: Snapshot, name: str) -> dict[int, dict[str, Any]]:
         """This rank's part of what a compression still has to send."""
         counts, arrays = snapshot.values.get("residuals", {}), snapshot.arrays.get("residuals", {})
         if not counts and not arrays:
             return {}
-        ranks = snapshot.values.get("ranks")
-        if ranks != self.comm.size:
+        groups = self._train.groups
+        values = snapshot.values if groups.pp.size == 1 else {"mesh": "of replicas", **snapshot.values}
+        if other := self._other_layout(values, "ranks", "bucket size", "mesh"):
             raise ConfigError(
-                f"[resume] {name} was made by {ranks} ranks with compression, which keeps on each rank what it has not "
-                f"sent yet; {self.comm.size} ranks run now. Use {ranks} ranks"
-            )
-        if snapshot.values.get("bucket size") != self.layout.bucket_size_mb:
-            raise ConfigError(
-                f"[resume] {name} was made with compression in buckets of {snapshot.values.get('bucket size')} MB, and "
-                f"this training has {self.layout.bucket_size_mb}; give the same"
-            )
-        groups, mesh = self._train.groups, snapshot.values.get("mesh")
-        if mesh != str(self.mesh) and (mesh is not None or groups.pp.size > 1):
-            raise ConfigError(
-                f"[resume] {name} was made by {mesh or 'replicas'} with compression, which keeps on each rank what it "
-                f"has not sent yet; the mesh is {self.mesh} now. Give the same --dp and --pp"
+                f"[resume] {name} was made by {other[0]} with compression, which keeps on each rank what it has not "
+                f"sent yet; {other[1]}. Use as many ranks as then, and give the same --dp and --pp and bucket size"
             )
         memories: dict[int, dict[str, Any]] = {}
         for key, value in counts.items():
