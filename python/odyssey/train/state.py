@@ -324,8 +324,8 @@ class EngineState(Sharing):
         other = self._other_layout(values, "ranks", "mesh", "zero", "bucket size")
         if other and now["reduction"] != "tree":
             self.say(
-                f"[resume] {name} was made by {other[0]}, {other[1]}: with this reduction the bits depend on it, so the "
-                "training goes on with others"
+                f"[resume] {name} was made by {other[0]}, {other[1]}: with this reduction the bits depend on it, "
+                "so the training goes on with others"
             )
         optimizer, scaler = _entry(values, "optimizer", name), _entry(values, "scaler", name)
         flat = _flat(arena, arrays.get("parameters", {}), "", name)
