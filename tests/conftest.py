@@ -60,6 +60,7 @@ KINDS = {
     "tests/pytorch/": "procs",
     "tests/resume/": "procs",
     "tests/security/": "procs",
+    "tests/site/": "procs",
     "tests/steplog/": "procs",
     "tests/tune/test_processes.py": "procs",
     "tests/watch/": "procs",
