@@ -60,6 +60,7 @@ KINDS = {
     "tests/pytorch/": "procs",
     "tests/resume/": "procs",
     "tests/security/": "procs",
+    "tests/seeds/": "procs",
     "tests/site/": "procs",
     "tests/steplog/": "procs",
     "tests/tune/test_processes.py": "procs",

@@ -24,7 +24,12 @@ _HOME = {
     "Tensor": "core.tensor",
     "no_grad": "core.tensor",
     "autocast": "core.precision",
+    "HorovodTrainer": "torch.names",  # front ends: loaded where they are asked for, by what they need
+    "PyTorchDDPTrainer": "torch.names",
+    "RayTrainer": "ray",
     "load": "train.saved",
+    "load_model": "train.saved",
+    "save_model": "train.saved",
     "load_ops": "core.own_ops",
     "load_torch": "torch.weights",
     "from_dlpack": "core.tensor",
@@ -60,6 +65,11 @@ _MODULES = {
     "tune",
 }
 
+_ELSEWHERE = {  # other platforms' names of what is done in another way here
+    "TensorFlowDistributedTrainer": "TensorFlow's distribution is tf.distribute; a Keras model trains with "
+    "KERAS_BACKEND=torch and odyssey.torch.DistributedTrainer (docs/migration.md)",
+}
+
 if TYPE_CHECKING:
     from . import callbacks, comm, data, distributed, errors, loggers, nn, optim, parallel, testing
     from .audit import steplog, verify
@@ -75,7 +85,7 @@ if TYPE_CHECKING:
     from .parallel.compression import GradientCompression
     from .parallel.mesh import Mesh
     from .train import trainer
-    from .train.saved import load
+    from .train.saved import load, load_model, save_model
     from .train.trainer import DistributedTrainer, History
 
 __all__ = [
@@ -103,6 +113,7 @@ __all__ = [
     "from_dlpack",
     "functional",
     "load",
+    "load_model",
     "load_ops",
     "loggers",
     "manual_seed",
@@ -111,6 +122,7 @@ __all__ = [
     "optim",
     "parallel",
     "placement",
+    "save_model",
     "steplog",
     "tensor",
     "testing",
@@ -122,6 +134,10 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _HOME:
         return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+    if name in _ELSEWHERE:
+        from .errors import ConfigError
+
+        raise ConfigError(f"[odyssey] there is no {name}: {_ELSEWHERE[name]}")
     if name in _MODULES:
         return importlib.import_module(f".{_SHORT.get(name, name)}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

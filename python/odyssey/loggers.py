@@ -414,3 +414,23 @@ def named(names: str, folder: Path | None, log_every_n_steps: int = 10) -> list[
             kind = {"csv": CSVLogger, "jsonl": JSONLLogger, "tensorboard": TensorBoardLogger}[name]
             made.append(kind(folder, log_every_n_steps))
     return made
+
+
+# --- other platforms' settings ---------------------------------------------------------------------------------------
+
+
+def asked(
+    tensorboard: bool = False,
+    tensorboard_dir: str | Path | None = None,
+    mlflow_tracking: bool = False,
+    mlflow_experiment: str | None = None,
+    log_every_n_steps: int = 10,
+) -> list[Logger]:
+    """The loggers that these keys of other platforms ask for: TensorBoard's (default directory "runs"), MLflow's
+    (default experiment "odyssey"), or none. DistributedConfig, PyTorchDDPTrainer and their like take all of them."""
+    found: list[Logger] = []
+    if tensorboard or tensorboard_dir is not None:
+        found.append(TensorBoardLogger("runs" if tensorboard_dir is None else tensorboard_dir, log_every_n_steps))
+    if mlflow_tracking or mlflow_experiment is not None:
+        found.append(MLflowLogger(mlflow_experiment or "odyssey", log_every_n_steps=log_every_n_steps))
+    return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,6 +45,33 @@ class Update(NamedTuple):
     arrays: tuple[int, ...] = ()
 
 
+class Group(MutableMapping[str, Any]):
+    """An optimizer's numbers by name ("lr", ...), and "params", its parameters; what is set is set in the optimizer."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._of = optimizer
+
+    def __iter__(self) -> Iterator[str]:
+        numbers = (k for k, v in vars(self._of).items() if isinstance(v, (int, float, tuple)) and k[0] != "_")
+        yield from ("params", *(name for name in numbers if name != "steps"))
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in list(self):
+            raise KeyError(name)
+        return [p for _, p in self._of._bound().named] if name == "params" else getattr(self._of, name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name == "params" or name not in list(self):
+            raise KeyError(f"{name}; {', '.join(list(self)[1:])} can be set")
+        setattr(self._of, name, value)
+
+    def __delitem__(self, name: str) -> None:
+        raise TypeError(f"an optimizer keeps its {name}")
+
+
 class Optimizer:
     """Base: binds to an arena, keeps state of the arena's layout, runs one record.
 
@@ -69,6 +96,11 @@ class Optimizer:
             if any(not isinstance(p, Parameter) for _, p in named):
                 raise ConfigError(f"[{type(self).__name__}] params must be parameters; give model.parameters()")
             self.bind(Arena.of(named))
+
+    @property
+    def param_groups(self) -> list[Group]:
+        """The only group, as loops written for PyTorch use it: `for g in opt.param_groups: g["lr"] *= 2`."""
+        return [Group(self)]
 
     def bind(self, arena: Arena) -> None:
         """Attaches the optimizer to the parameters it updates; its state starts at zero."""

@@ -6,7 +6,6 @@ results travel by Ray's own serialization. What it is not: `odyssey launch`; a j
 
 from __future__ import annotations
 
-import inspect
 import os
 import socket
 from collections.abc import Callable
@@ -109,6 +108,14 @@ def _failure(calls: list[Any]) -> LaunchError:
     return LaunchError(f"[ray] rank {rank} failed: {said}")
 
 
+def serve(*_: Any, **named: Any) -> None:
+    """Refused: models are not served here."""
+    raise ConfigError(
+        "[ray] Ray Serve is not there; `odyssey export` writes an ONNX file that servers take, `odyssey predict` "
+        "computes a data set, and odyssey.load() gives the model to a Ray Serve deployment of your own"
+    )
+
+
 class RayTrainer:
     """PyTorchDDPTrainer with ranks as actors of Ray: `RayTrainer(model, {"lr": 1e-3, "num_workers": 4}).fit(loader)`.
 
@@ -129,9 +136,9 @@ class RayTrainer:
         cpus_per_worker: float = 1,
     ) -> None:
         from .core.settings import Training, declared
-        from .torch import PyTorchDDPTrainer
+        from .distributed.config import DistributedConfig
 
-        known = {*inspect.signature(PyTorchDDPTrainer.__init__).parameters, *declared(Training)}
+        known = {*DistributedConfig.KEYS, *declared(Training), "loss_fn"}
         given = dict(config or {})
         self.num_workers, self.cpus_per_worker = int(given.pop("num_workers", 1)), cpus_per_worker
         given = {"learning_rate" if name == "lr" else name: value for name, value in given.items()}

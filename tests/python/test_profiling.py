@@ -138,11 +138,13 @@ def test_a_config_is_the_options_of_a_trainer():
     [
         ({"epoch": 3}, "unknown key 'epoch'; did you mean 'epochs'?"),
         ({"xyz": 3}, "unknown key 'xyz'; choose from num_gpus"),
-        ({"backend": "horovod"}, "another framework; leave backend out"),
+        ({"backend": "tensorflow"}, "another framework; a Keras model trains with KERAS_BACKEND=torch"),
+        ({"backend": "deepspeed"}, "another framework; use zero_stage"),
         ({"backend": "nccl"}, "say communication_backend='nccl'"),
-        ({"backend": "x"}, "is unknown; leave backend out"),
+        ({"backend": "x"}, "is unknown; choose from pytorch-ddp, horovod, ray"),
         ({"communication_backend": "tcp"}, "choose from auto, mpi"),
-        ({"mlflow_tracking": True}, "history.records"),
+        ({"log_every_n_steps": 0}, "log_every_n_steps is 0; it must be at least 1"),
+        ({"num_workers": -1}, "num_workers is -1"),
         ({"checkpoint_frequency": 0}, "checkpoint_frequency is 0; it must be at least 1"),
         ({"deepspeed_config": {}}, "use zero_stage"),
         (

@@ -96,6 +96,11 @@ class DataLoader:
                 "no batch would be left; make batch_size smaller"
             )
 
+    @classmethod
+    def with_sampler(cls, dataset: Any, batch_size: int, sampler: Iterable[int], **options: Any) -> DataLoader:
+        """`DataLoader(dataset, batch_size, sampler=sampler)`."""
+        return cls(dataset, batch_size, sampler=sampler, **options)
+
     def set_epoch(self, epoch: int) -> None:
         """Make `epoch` (0 to 2**64 - 1) the epoch of the next iteration; ConfigError if it is out of range."""
         self.next_epoch = check_integer("epoch", epoch, 0, (1 << 64) - 1)

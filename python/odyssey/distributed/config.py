@@ -6,29 +6,36 @@ that is unknown, or a value that this version cannot do, is refused with what to
 
 from __future__ import annotations
 
+import importlib
+import inspect
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .. import loggers
 from ..comm import BACKENDS
 from ..core.settings import Settings, Training, declared, did_you_mean
 from ..data.sampler import check_integer
 from ..errors import ConfigError
 from ..nn import Module
-from ..optim import Optimizer
 
 # What stands in other platforms' configurations and is done in another way here, or not yet.
 _INSTEAD = {
-    "deepspeed_config": "use zero_stage=1, 2 or 3",
+    "deepspeed_config": "use zero_stage=1, 2 or 3, the stage of its zero_optimization",
     "device_ids": "leave it out: the ranks decide",
     "bucket_cap_mb": "use bucket_size_mb",
-    "num_workers": "leave it out: the DataLoader reads ahead by itself (prefetch=)",
     "pin_memory": "leave it out",
-    "mlflow_tracking": "log history.records, which fit() returns",
-    "tensorboard": "log history.records, which fit() returns",
-    "tensorboard_dir": "log history.records, which fit() returns",
-    "log_every_n_steps": "give it to a logger of odyssey.loggers, and that to fit(callbacks=)",
 }
-_FRAMEWORKS = ("pytorch-ddp", "horovod", "ray", "tensorflow", "deepspeed")
+_TRAINERS = {  # of a torch module; a model of our own has one, whatever its name elsewhere
+    "pytorch-ddp": ("odyssey.torch", "PyTorchDDPTrainer"),
+    "horovod": ("odyssey.torch", "HorovodTrainer"),
+    "ray": ("odyssey.ray", "RayTrainer"),
+}
+_FRAMEWORKS = {
+    "tensorflow": "a Keras model trains with KERAS_BACKEND=torch and backend='pytorch-ddp' (docs/migration.md)",
+    "deepspeed": "use zero_stage=1, 2 or 3",
+}
+_LOGGING = {name: p.default for name, p in inspect.signature(loggers.asked).parameters.items()}
 _OWN: dict[str, Any] = {  # keys that mean something else than a setting of odyssey
     "num_gpus": None,
     "num_nodes": None,
@@ -39,6 +46,8 @@ _OWN: dict[str, Any] = {  # keys that mean something else than a setting of odys
     "find_unused_parameters": False,
     "checkpoint_frequency": 1,
     "resume_from_checkpoint": True,
+    "num_workers": 0,
+    **_LOGGING,
 }
 _SETTINGS = {s.alias: s for s in declared(Settings).values() if s.alias}
 _SETTINGS["bucket_size_mb"] = _SETTINGS["bucket_size_mb"]._replace(default=25.0)
@@ -51,12 +60,15 @@ class DistributedConfig:
     """Settings by keyword, checked when it is made; attributes of the same names.
 
     Keys, beside those that docs/settings.md names as other platforms' names of a setting:
+        backend: "pytorch-ddp", "horovod" or "ray": which trainer() a torch module gets; our own models have one.
         num_gpus: workers of all ranks together; or num_nodes and gpus_per_node. Default: one per rank.
         batch_size: samples per worker (default 32). learning_rate: 0.001. epochs: 1.
         mixed_precision: True or "fp16" (with loss scaling: scaler_init_scale, scaler_growth_interval), "bf16", False.
         checkpoint_dir: where checkpoints go; none by default. checkpoint_frequency: epochs from one to the next.
         resume_from_checkpoint: True: from the newest valid one, if there is one; a path: from that; False: refuse a
             directory that has some.
+        num_workers: processes of a rank that read samples. tensorboard, tensorboard_dir, mlflow_tracking,
+            mlflow_experiment, log_every_n_steps: loggers that fit_options() has (odyssey.loggers).
         find_unused_parameters: either; unused parameters count as zero and are named, which costs nothing.
 
     Raises:
@@ -67,6 +79,8 @@ class DistributedConfig:
 
         def __getattr__(self, key: str) -> Any: ...
 
+    KEYS = frozenset({*_DEFAULTS, *_INSTEAD})
+
     def __init__(self, **settings: Any) -> None:
         for key, value in settings.items():
             if key in _INSTEAD:
@@ -74,24 +88,25 @@ class DistributedConfig:
                     raise ConfigError(f"[config] {key}={value!r} is not a setting here; {_INSTEAD[key]}")
             elif key not in _DEFAULTS:
                 raise ConfigError(f"[config] unknown key {key!r}{did_you_mean(key, _DEFAULTS)}")
+        self.given = {key: value for key, value in settings.items() if key not in _INSTEAD}
         for key, default in _DEFAULTS.items():
             setattr(self, key, settings.get(key, default))
         self._check()
 
     def _check(self) -> None:
-        if self.backend is not None:
-            if self.backend in BACKENDS:
-                raise ConfigError(f"[config] backend={self.backend!r}; say communication_backend={self.backend!r}")
-            known = self.backend in _FRAMEWORKS
-            raise ConfigError(
-                f"[config] backend={self.backend!r} {'is another framework' if known else 'is unknown'}; leave backend "
-                "out: odyssey trains, and communication_backend says how its ranks are connected"
-            )
+        if self.backend in BACKENDS:
+            raise ConfigError(f"[config] backend={self.backend!r}; say communication_backend={self.backend!r}")
+        if self.backend in _FRAMEWORKS:
+            raise ConfigError(f"[config] backend={self.backend!r} is another framework; {_FRAMEWORKS[self.backend]}")
+        if self.backend not in (None, *_TRAINERS):
+            raise ConfigError(f"[config] backend={self.backend!r} is unknown; choose from {', '.join(_TRAINERS)}")
         for key, setting in _SETTINGS.items():
             setattr(self, key, setting.check(getattr(self, key), f"[config] {key}"))
         for key in ("num_gpus", "num_nodes", "gpus_per_node", "batch_size", "checkpoint_frequency"):
             if getattr(self, key) is not None or _OWN[key] is not None:
                 check_integer(f"[config] {key}", getattr(self, key), 1)
+        check_integer("[config] num_workers", self.num_workers, 0)
+        check_integer("[config] log_every_n_steps", self.log_every_n_steps, 1)
         if not isinstance(self.resume_from_checkpoint, (bool, str, Path)):
             raise ConfigError(f"[config] resume_from_checkpoint is {self.resume_from_checkpoint!r}; give a path")
         if self.mixed_precision not in (True, False, "fp16", "bf16"):
@@ -124,33 +139,48 @@ class DistributedConfig:
 
     def loader_options(self, ranks: int) -> dict[str, Any]:
         """Keywords of a data.DataLoader; `gradient_accumulation_steps` of its batches make one step."""
-        return {"batch_size": self.batch_size * self.workers(ranks), "shuffle": True, "seed": self.seed}
+        size = self.batch_size * self.workers(ranks)
+        return {"batch_size": size, "shuffle": True, "seed": self.seed, "num_workers": self.num_workers}
 
     def trainer_options(self, ranks: int) -> dict[str, Any]:
         """Keywords of a DistributedTrainer on so many ranks."""
         mixed = self.mixed_precision
         precision = "fp16" if mixed is True else mixed or "fp32"
         return {
-            **{s.name: getattr(self, key) for key, s in _SETTINGS.items() if s.name in declared(Training)},
+            **self.settings(_SETTINGS),
             "num_gpus": None if self._workers is None else self.workers(ranks) // ranks,
             "precision": precision,
         }
 
+    def settings(self, keys: Iterable[str]) -> dict[str, Any]:
+        """Those of these keys that a trainer has, under the trainer's names."""
+        own = {key: _SETTINGS[key].name for key in keys if key in _SETTINGS}
+        return {name: getattr(self, key) for key, name in own.items() if name in declared(Training)}
+
     def fit_options(self) -> dict[str, Any]:
-        """Keywords of DistributedTrainer.fit()."""
+        """Keywords of DistributedTrainer.fit(); the loggers are made here."""
         resume = self.resume_from_checkpoint
         return {
             "epochs": self.epochs,
             "checkpoint_dir": self.checkpoint_dir,
             "checkpoint_epochs": self.checkpoint_frequency,
             "resume": {True: "auto", False: "never"}[resume] if isinstance(resume, bool) else resume,
+            "callbacks": loggers.asked(**{name: getattr(self, name) for name in _LOGGING}),
         }
 
-    def trainer(self, model: Module, optimizer: Optimizer, **more: Any) -> Any:
+    def trainer(self, model: Any, optimizer: Any = None, **more: Any) -> Any:
         """A DistributedTrainer with these settings, on the ranks that are running; `more` goes before them.
 
-        The optimizer's rate becomes `learning_rate`.
+        The optimizer's rate becomes `learning_rate`. A torch module gets the trainer that `backend` names, by default
+        odyssey.torch.PyTorchDDPTrainer, whose optimizer is by default Adam; fit_options() are its own already.
         """
+        if not isinstance(model, Module):
+            home, name = _TRAINERS[self.backend or "pytorch-ddp"]  # these rooms are above
+            given = {**self.given, **more}
+            if self.backend == "ray":
+                config = {"num_workers": self.workers(1), **{k: v for k, v in given.items() if k != "backend"}}
+                return importlib.import_module(home).RayTrainer(model, config, optimizer=optimizer)
+            return getattr(importlib.import_module(home), name)(model, optimizer=optimizer, **given)
         from ..comm import world
         from ..train.trainer import DistributedTrainer
 

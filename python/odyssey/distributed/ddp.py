@@ -17,7 +17,7 @@ import sys
 import weakref
 from bisect import bisect
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -65,6 +65,7 @@ class DistributedDataParallel(Module):
             become rank 0's: at construction, and before each forward pass in training that is to be synchronized.
         find_unused_parameters: name parameters that no rank's first synchronized pass reached, once, on standard error.
             They count as zero whatever is given here.
+        device_ids: as PyTorch has it, the one device of this process; which one that is, ranks decide here.
         average: "ranks": the sum of the ranks' gradients divided by the number of ranks, as in PyTorch; right if all
             ranks have batches of one size. "samples": each pass weighs as many samples as the first argument of
             forward() had; for losses that are means over a batch. Right for any sizes.
@@ -87,12 +88,18 @@ class DistributedDataParallel(Module):
         broadcast_buffers: bool = True,
         find_unused_parameters: bool = True,
         *,
+        device_ids: Sequence[Any] | None = None,
         average: str = "ranks",
         reduction: strategies.Strategy | str = "tree",
     ) -> None:
         super().__init__()
         if not isinstance(module, Module) or isinstance(module, DistributedDataParallel):
             raise ConfigError(f"[ddp] a {type(module).__name__} was given; give the model, a nn.Module")
+        if device_ids is not None and len(device_ids) != 1:
+            raise ConfigError(
+                f"[ddp] device_ids is {list(device_ids)}, and a process has one replica; start more ranks "
+                "(odyssey launch -n), and leave it out"
+            )
         if not isinstance(bucket_size_mb, (int, float)) or not 0 < bucket_size_mb < math.inf:
             raise ConfigError(f"[ddp] bucket_size_mb is {bucket_size_mb!r}; it must be above 0")
         if average not in AVERAGES:

@@ -73,7 +73,7 @@ class ProcessGroup:
     """Some of the ranks, in an order. All ranks of the world make it, at the same place of the program.
 
     Args:
-        ranks: world ranks of the members, each once.
+        ranks: world ranks of the members, each once; none make a group without members.
 
     Attributes:
         ranks: the same as a tuple. comm: the communicator; None on a rank that is not a member.
@@ -83,7 +83,8 @@ class ProcessGroup:
     """
 
     def __init__(self, ranks: Sequence[int]) -> None:
-        self._open(tuple(int(r) for r in ranks), _world().comm.group(ranks))
+        ranks, world = tuple(int(r) for r in ranks), _world()
+        self._open(ranks, world.comm.group(ranks) if ranks else None)
 
     def _open(self, ranks: tuple[int, ...], comm: Communicator | None) -> None:
         self.ranks, self.comm = ranks, comm

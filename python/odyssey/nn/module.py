@@ -103,6 +103,11 @@ class Module:
         raise TypeError(f"{type(self).__name__} has no forward(); write one")
 
     def __call__(self, *args: Any, **named: Any) -> Any:
+        if not args and not named and inspect.signature(self.forward).parameters:
+            raise ConfigError(
+                f"[nn] {type(self).__name__} is called without inputs; give them, and of DistributedDataParallel, "
+                "ddp.module is the model itself"
+            )
         return self.forward(*args, **named)
 
     def children(self) -> Iterator[tuple[str, Module]]:

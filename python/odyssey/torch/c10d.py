@@ -13,7 +13,7 @@ import os
 import socket
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -368,6 +368,18 @@ def set_environment() -> None:
         os.environ.setdefault(name, str(value))
 
 
+def _env(url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
+    """What env:// finds: as torch has it, but a process that nobody has started as one of several is a world of one."""
+    if launcher.launched() is not None or "?" in url or {"RANK", "WORLD_SIZE", "MASTER_ADDR"} & os.environ.keys():
+        yield from _torchs(url, **options)
+        return
+    print("odyssey: [torch] a world of one: nobody started ranks; odyssey launch -n 4 script.py does", file=sys.stderr)
+    yield dist.HashStore(), 0, 1
+
+
+_handlers = getattr(sys.modules["torch.distributed.rendezvous"], "_rendezvous_handlers", {})  # dist has its function
+_torchs = _handlers.get("env")
+_handlers["env"] = _env if _torchs is not None else None
 _SITE = os.path.dirname(os.path.dirname(torch.__file__))
 calls.libraries += [  # a call is its user's, not theirs
     os.path.join(_SITE, name, "")

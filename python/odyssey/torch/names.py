@@ -5,7 +5,6 @@ There a batch is that of one rank; it is converted here into the global batch, a
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,11 +12,12 @@ import torch
 
 from ..callbacks import Callback, Context
 from ..checkpoints.trainable import History
+from ..distributed.config import DistributedConfig
 from ..errors import ConfigError
 from .trainer import DistributedTrainer
 
-ALIASES = {"gradient_clipping": "clip_norm", "zero_stage": "zero"}
-NEEDLESS = ("find_unused_parameters", "scaler_growth_interval", "scaler_init_scale")
+#: Keys that mean what it is without them here: autocast is to bf16, and parameters that no shard reaches are known.
+NEEDLESS = ("scaler_growth_interval", "scaler_init_scale", "find_unused_parameters")
 
 
 class GradientNorm(Callback):
@@ -34,13 +34,11 @@ class PyTorchDDPTrainer(DistributedTrainer):
 
     Args:
         num_gpus: workers that are meant to be; as many ranks as `odyssey launch -n` starts are there.
-        batch_size: samples of one rank, of data sets that fit() is given.
         optimizer: default torch.optim.Adam(lr=learning_rate).
-        mixed_precision: autocast to bf16.
-        gradient_accumulation_steps: batches of one rank that make a step, in one larger batch: shards bound its memory.
-        checkpoint_frequency: epochs from one checkpoint to the next.
-        resume_from_checkpoint: True: the newest of checkpoint_dir; or a path.
-        more: arguments of DistributedTrainer, or other names of them (ALIASES); NEEDLESS ones are taken and not used.
+        loss_fn: as DistributedTrainer's `loss`.
+        settings: keys of DistributedConfig, and arguments of DistributedTrainer. batch_size is that of one rank, of
+            data sets that fit() is given; mixed_precision is autocast to bf16; gradient_accumulation_steps are
+            batches of one rank that make a step, in one larger batch: shards bound its memory. NEEDLESS: not used.
     """
 
     _verbose = True
@@ -50,50 +48,48 @@ class PyTorchDDPTrainer(DistributedTrainer):
         model: torch.nn.Module,
         num_gpus: int | None = None,
         *,
-        batch_size: int = 32,
-        epochs: int = 1,
-        learning_rate: float = 1e-3,
         optimizer: torch.optim.Optimizer | None = None,
         loss_fn: Any = None,
-        mixed_precision: bool = False,
-        checkpoint_dir: str | Path | None = None,
-        checkpoint_frequency: int = 1,
-        gradient_accumulation_steps: int = 1,
-        resume_from_checkpoint: bool | str | Path = True,
-        **more: Any,
+        **settings: Any,
     ) -> None:
-        more = {ALIASES.get(name, name): value for name, value in more.items() if name not in NEEDLESS}
-        optimizer = optimizer or torch.optim.Adam(model.parameters(), lr=learning_rate)
-        super().__init__(model, optimizer, loss_fn, precision="bf16" if mixed_precision else "fp32", **more)
-        self._epochs, self._batch_size, self._passes = epochs, batch_size, gradient_accumulation_steps
-        resume: Any = {True: "auto", False: "never"}.get(resume_from_checkpoint, resume_from_checkpoint)  # type: ignore
-        self._saving = {"checkpoint_dir": checkpoint_dir, "checkpoint_epochs": checkpoint_frequency, "resume": resume}
+        keys = [key for key in settings if key in DistributedConfig.KEYS]
+        self.config = config = DistributedConfig(num_gpus=num_gpus, **{key: settings.pop(key) for key in keys})
+        self._passes = config.gradient_accumulation_steps
+        own = config.settings(k for k in keys if k not in (*NEEDLESS, "gradient_accumulation_steps"))
+        precision = {"precision": "bf16"} if config.mixed_precision else {}
+        optimizer = optimizer or torch.optim.Adam(model.parameters(), lr=config.learning_rate)
+        super().__init__(model, optimizer, loss_fn, **{**own, **precision, **settings})
         self.callbacks.append(GradientNorm())
-        if num_gpus is not None and num_gpus != self.comm.size:
-            self.say(f"[torch] num_gpus is {num_gpus}, {self.comm.size} ranks run; start odyssey launch -n {num_gpus}")
+        if config.workers(1) not in (1, self.comm.size):
+            workers = config.workers(1)
+            self.say(f"[torch] num_gpus is {workers}, {self.comm.size} ranks run; start odyssey launch -n {workers}")
 
-    def fit(  # type: ignore[override]
-        self,
-        train_loader: Any,
-        val_loader: Any = None,
-        epochs: int | None = None,
-        max_steps: int | None = None,
-        **more: Any,
-    ) -> History:
-        """Trains; `train_loader` gives batches of one rank, of which as many as there are ranks make a step."""
-        options = {**self._saving, "steps": max_steps, "verbose": self._verbose, **more}
-        val_loader = None if val_loader is None else self._global(val_loader, "validation")
-        return super().fit(self._global(train_loader, "training"), val_loader, epochs or self._epochs, **options)
+    def fit(self, train_loader: Any, val_loader: Any = None, epochs: int | None = None, **options: Any) -> History:  # type: ignore[override]
+        """Trains; `train_loader` gives batches of one rank, of which as many as there are ranks make a step. What is
+        not given is as the constructor was told; loggers are those of both."""
+        own = {**self.config.fit_options(), "verbose": self._verbose}
+        given = [*own.pop("callbacks"), *options.pop("callbacks", ())]
+        epochs, val_loader = epochs or own.pop("epochs"), val_loader and self._global(val_loader, "validation")
+        options = {**own, "epochs": epochs, "callbacks": given, **options}
+        return super().fit(self._global(train_loader, "training"), val_loader, **options)
 
     train = fit
+
+    @property
+    def best_accuracy(self) -> float | None:
+        """The best of all epochs of the last fit(), on the validation set."""
+        return self.context.history.best_accuracy
 
     def _global(self, given: Any, what: str) -> Any:
         """A loader of global batches instead of one of a rank's; others are taken as they are."""
         sets = torch.utils.data
         if isinstance(given, sets.Dataset):
-            given = sets.DataLoader(given, self._batch_size, shuffle=what == "training")
+            given = sets.DataLoader(
+                given, self.config.batch_size, shuffle=what == "training", num_workers=self.config.num_workers
+            )
         batches = self.comm.size * (self._passes if what == "training" else 1)
-        if batches == 1 or not isinstance(given, sets.DataLoader) or given.batch_size is None:
+        parted = isinstance(getattr(given, "sampler", None), sets.DistributedSampler)
+        if (batches == 1 and not parted) or not isinstance(given, sets.DataLoader) or given.batch_size is None:
             return given
         if not isinstance(given.sampler, sets.RandomSampler | sets.SequentialSampler | sets.DistributedSampler):
             name = type(given.sampler).__name__

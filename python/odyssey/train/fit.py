@@ -23,6 +23,7 @@ from ..checkpoints.trainable import KEEP, Evaluation, History, Mode, Saving, Ste
 from ..comm import Communicator
 from ..data.trees import mapped
 from ..errors import ConfigError, NumericsError
+from ..loggers import asked
 from ..parallel.plan import default_shard_size, idle, shard_count
 from ..watch import slot
 from . import agreement, resume
@@ -186,6 +187,8 @@ class Trainer:
         trace: str | Path | None = None,
         profile: bool = False,
         verbose: bool = True,
+        max_steps: int | None = None,
+        mlflow_experiment: str | None = None,
     ) -> History:
         """Trains for `epochs` epochs, or until `steps` optimizer steps have been taken.
 
@@ -210,6 +213,7 @@ class Trainer:
             profile: say in the end which ops took how long on rank 0.
             verbose: show progress, where the trainer was given no `progress`: a live line on a terminal, a line per
                 epoch elsewhere.
+            max_steps: other platforms' name of `steps`. mlflow_experiment: adds loggers.MLflowLogger(experiment).
 
         Returns:
             A History, of all epochs since the training began.
@@ -229,6 +233,14 @@ class Trainer:
             checkpoint_epochs,
             allow_nondeterministic_data,
         )
+        if max_steps is not None:
+            if steps is not None:
+                raise ConfigError(
+                    f"[train] steps is {steps} and max_steps {max_steps}, which mean one; give one of them"
+                )
+            steps = max_steps
+        if mlflow_experiment is not None:
+            callbacks = [*_callbacks(callbacks), *asked(mlflow_experiment=mlflow_experiment)]
         if epochs < 1:
             raise ConfigError(f"[train] epochs is {epochs}; it must be at least 1")
         if steps is not None and steps < 1:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,11 @@ from ..core.program import Eager
 from ..core.tensor import Tensor, empty, layout_of, no_grad
 from ..data import ArrayDataset, Batch
 from ..data.trees import mapped
-from ..errors import CheckpointError, ConfigError, ShapeError
+from ..errors import CheckpointError, ConfigError, OdysseyError, ShapeError
 from ..nn.module import limited
 from ..parallel.plan import shard_count, share
+from ..watch.files import write_whole
+from ..watch.outputs import read_weights, write_weights
 from . import resume
 
 LISTS = {"Sequential": nn.Sequential, "ModuleList": nn.ModuleList}
@@ -182,6 +185,34 @@ def samples(found: Saved, dataset: str | None = None, data_dir: Path | None = No
 def loss_of(found: Saved) -> nn.Module | None:
     """The loss that a model was trained with, if it is one of odyssey.nn's; None: the model's own."""
     return getattr(nn, found.loss)() if found.loss in nn.__all__ else None
+
+
+def save_model(model: nn.Module, path: str | Path) -> None:
+    """Writes a model of odyssey.nn as one safetensors file, from which load_model() builds it. Not collective: rank 0
+    calls it, then all wait in a barrier().
+
+    Raises:
+        OutputError: it cannot be written; a file that was there stays.
+    """
+    state, said = model.state_dict(), {"odyssey": json.dumps(of_model(model))}
+    write_whole(Path(path), lambda file: write_weights(file, state, said), mode=0o666)
+
+
+def load_model(path: str | Path, model: nn.Module | None = None) -> nn.Module:
+    """The model of a file of save_model(), in training mode; `model` takes its weights, where it is of your own code.
+
+    Raises:
+        ConfigError: the model is of your own code, or another. CheckpointError: this is no such file.
+    """
+    weights, about = read_weights(Path(path))
+    try:
+        made = model or build(json.loads(about["odyssey"]), sum(value.size for value in weights.values()))
+        made.load_state_dict(weights)
+    except (KeyError, TypeError, ValueError, AttributeError, OdysseyError) as problem:
+        raise ConfigError(
+            f"[load] {path} does not say how to build this model ({problem}); build it and give load_model(path, model)"
+        ) from problem
+    return made
 
 
 # --- predictions -----------------------------------------------------------------------------------------------------

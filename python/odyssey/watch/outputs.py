@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ..errors import OutputError
+from ..errors import CheckpointError, OutputError
 from .files import encode_json, write_whole
 
 
@@ -100,8 +100,19 @@ def write_json(path: Path, option: str, value: Any) -> None:
     write(path, option, lambda file: file.write(data))
 
 
-def write_weights(file: BinaryIO, state: dict[str, Any]) -> None:
-    """Writes arrays by name in the safetensors format."""
+def write_weights(file: BinaryIO, state: dict[str, Any], about: dict[str, str] | None = None) -> None:
+    """Writes arrays by name, and texts about them, in the safetensors format."""
     from safetensors.numpy import save
 
-    file.write(save(state))
+    file.write(save(state, about))
+
+
+def read_weights(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """(arrays by name, texts about them) of such a file. Raises CheckpointError: it is none."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "numpy") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+    except (OSError, SafetensorError) as problem:
+        raise CheckpointError(f"[load] {path} is no safetensors file: {problem}") from problem

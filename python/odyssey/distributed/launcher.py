@@ -1,0 +1,9 @@
+"""`python -m odyssey.distributed.launcher`: `python -m odyssey.launch` by the name of other platforms."""
+
+from ..launch import DistributedLauncher, LaunchConfig, launch_distributed_training
+from ..launch.__main__ import main
+
+__all__ = ["DistributedLauncher", "LaunchConfig", "launch_distributed_training"]
+
+if __name__ == "__main__":
+    main()
