@@ -138,7 +138,7 @@ BUDGETS = {  # lines of all its files together
     "python/odyssey": 45_637,
     "python/odyssey/comm": 3_940,
     "python/odyssey/parallel": 3_660,
-    "python/odyssey/distributed": 2_035,
+    "python/odyssey/distributed": 2_100,
 }
 PACKAGE_LINES, FILE_LINES = 5_000, 620
 
