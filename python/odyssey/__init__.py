@@ -9,7 +9,7 @@ import importlib.machinery
 import sys
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOME = {
     "DDP": "distributed.ddp",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import json
 import os
@@ -15,7 +16,7 @@ import pytest
 from gpu import emulated
 
 import odyssey
-from odyssey.build import compiler, folder, gpus, pack
+from odyssey.build import compiler, elf, folder, gpus, pack
 from odyssey.build import library as build
 from odyssey.errors import BuildError, DeviceError, OutputError
 
@@ -110,6 +111,53 @@ def test_a_library_that_is_nobodys(tree, tmp_path, monkeypatch):
     monkeypatch.setattr(pack, "_SYSTEM", pack._SYSTEM - {"libc.so.6"})
     with pytest.raises(BuildError, match="needs libc.so.6, which is neither the compiler's nor the system's"):
         pack.pack(tmp_path / "out")
+
+
+# -- those of a wheel --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def shipped(tree, tmp_path, monkeypatch):
+    """Kernels for this CPU, as a wheel brings them."""
+    monkeypatch.setattr(pack, "_PLACE", tmp_path / "place")
+    monkeypatch.setitem(pack.SHIPPED, folder.system(), (compiler.host_cpu(),))
+    pack.ship(tmp_path / "shipped", folder.system())
+    assert not (tmp_path / "place").exists()
+    monkeypatch.setattr(build, "SHIPPED", tmp_path / "shipped")
+    return tmp_path / "shipped" / compiler.host_cpu() / build.LIBRARY
+
+
+@LINUX
+def test_kernels_of_a_wheel_are_used_and_nothing_is_compiled(shipped, entries, tmp_path, monkeypatch):
+    pack.ship(tmp_path / "again", folder.system())
+    assert (tmp_path / "again" / shipped.parent.name / build.LIBRARY).read_bytes() == shipped.read_bytes()
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert build.library_path() == build.cached() == build.cached_library() == shipped
+    assert ctypes.CDLL(str(shipped)).od_answer() == 42
+    assert entries() == [] and not (tmp_path / "cache").exists()
+    assert elf.read(shipped).needed == () and str(tmp_path).encode() not in shipped.read_bytes()
+
+
+@LINUX
+@pytest.mark.parametrize("what", ["other sources", "other CPU", "other compiler", "damaged"])
+def test_kernels_of_a_wheel_that_are_not_for_this(shipped, tree, entries, monkeypatch, capfd, what):
+    if what == "other sources":
+        (tree / "mojo" / "capi.mojo").write_text((tree / "mojo" / "capi.mojo").read_text().replace("42", "43"))
+    elif what == "other CPU":
+        monkeypatch.setenv("ODYSSEY_TARGET_CPU", "cortex-a72" if shipped.parent.name == "generic" else "x86-64")
+    elif what == "other compiler":
+        edit(shipped.parent, compiler="0.0.1")
+    else:
+        shipped.write_bytes(shipped.read_bytes()[:-1] + b"x")
+    assert build.library_path() != shipped and len(entries()) == 1
+    assert ctypes.CDLL(str(build.library_path())).od_answer() == (43 if what == "other sources" else 42)
+    assert ("does not match its SHA-256" in capfd.readouterr().err) == (what == "damaged")
+
+
+def test_two_do_not_make_a_wheel_at_once(tree, tmp_path, monkeypatch):
+    monkeypatch.setattr(pack, "_PLACE", tmp_path)
+    with pytest.raises(BuildError, match="wheels are being built on this machine, or a build was killed"):
+        pack.ship(tmp_path / "out", folder.system())
 
 
 # -- using one --------------------------------------------------------------------------------------------------------

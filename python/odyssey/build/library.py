@@ -10,6 +10,10 @@ once. Nothing here opens a library; see `odyssey.core.native`.
     <cache>/kernels/<key>.lock              held while compiling; names the process that does
     <cache>/kernels/<key>.tmp-*             a build that is going on, or was killed: the next builder removes it
 
+A wheel may bring kernels for some CPUs (pack.ship); where one is for this CPU, nothing is compiled:
+
+    odyssey/_kernels/<cpu>/libodyssey.so    a folder of folder.py, which says of what sources and by which compiler
+
 Environment: `ODYSSEY_KERNELS` (a prebuilt library, or the directory it is in), `ODYSSEY_CACHE_DIR`,
 `ODYSSEY_TARGET_CPU`, `ODYSSEY_TARGET_ACCELERATOR`.
 """
@@ -38,6 +42,7 @@ from .compiler import ROOT_SOURCE, compiler_version, host_cpu, run_mojo, source_
 LIBRARY = folder.library_name(None)
 GPU_ROOT_SOURCE = Path("mojo") / "gpu_capi.mojo"
 SOURCE_DIRS = ("mojo", "shared")
+SHIPPED = Path(__file__).resolve().parents[1] / "_kernels"
 FACE = "shared/training/face/"  # of Mojo programs; libraries are made without it
 FLAGS: tuple[str, ...] = ()  # more options for `mojo build`; part of the key
 
@@ -214,7 +219,8 @@ def cache_dir() -> Path:
 def cached(accelerator: str | None = None) -> Path | None:
     """The library for this machine, or that of an accelerator, if it has been compiled already and is as it was. Raises
     BuildError: there is one that somebody else may have put there."""
-    found = _whole(cache_dir(), plan(source_root(), accelerator=accelerator))
+    what = plan(root := source_root(), accelerator=accelerator)
+    found = _shipped(root, what) or _whole(cache_dir(), what)
     return found.close() if found else None
 
 
@@ -241,7 +247,23 @@ def open_own_library(source: bytes, exports: str, accelerator: str | None = None
 
 def _cached_library(target_cpu: str | None = None, accelerator: str | None = None) -> Opened:
     root = source_root()
-    return _from_cache(root, plan(root, target_cpu, accelerator))
+    what = plan(root, target_cpu, accelerator)
+    return _shipped(root, what) or _from_cache(root, what)
+
+
+def _shipped(root: Path, what: Plan) -> Opened | None:
+    """The library that came with the package, if there is one of these sources, by this compiler, for this CPU."""
+    home = SHIPPED / what.cpu
+    if what.accelerator or what.flags or not folder.is_folder(home):
+        return None
+    try:
+        made, sources = folder.read(home), source_hash(root)
+        if (made.compiler, made.sources) != (what.compiler, sources):
+            return None
+        return Opened(folder.library(home, None, sources))
+    except BuildError as problem:
+        _say(f"{problem}; or install odyssey again. Other kernels are taken")
+        return None
 
 
 def _from_cache(root: Path, what: Plan) -> Opened:

@@ -1,7 +1,9 @@
-"""Makes the folders of folder.py: odyssey, its kernels and what they need, for machines without the compiler."""
+"""Makes the folders of folder.py: odyssey, its kernels and what they need, for machines without the compiler; and those
+with kernels alone that a wheel carries."""
 
 from __future__ import annotations
 
+import concurrent.futures
 import hashlib
 import json
 import os
@@ -175,6 +177,63 @@ def _strip(library: Path) -> None:
         subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True)
 
 
+# -- for wheels -------------------------------------------------------------------------------------------------------
+
+# What a wheel has kernels for. compiler.host_cpu() says which are taken.
+SHIPPED = {
+    "linux-x86_64": ("x86-64-v3", "x86-64-v4", "x86-64-v4+avx512bf16"),
+    "linux-aarch64": ("generic",),
+}
+GLIBC = (2, 34)  # what the wheels of `max` ask for
+# The compiler writes where a source lies into what it makes: with one place for all, one source has one library.
+_PLACE = Path("/tmp/odyssey-kernels")
+
+
+def ship(output: Path, system: str) -> None:
+    """Makes a folder for each CPU of a system that wheels have kernels for, on any machine that has the compiler: it is
+    linked with the compiler's own linker, and the bytes depend on sources, compiler and CPU alone.
+
+    Args:
+        output: a directory that is not there. system: one of `SHIPPED`.
+
+    Raises:
+        BuildError: it does not compile, or another process is at it.
+    """
+    root = build.source_root()
+    try:
+        _PLACE.mkdir(mode=0o700)
+    except FileExistsError as problem:
+        why = f"{_PLACE} is there: wheels are being built on this machine, or a build was killed"
+        raise BuildError(f"[build] {why}; wait, or remove it") from problem
+    try:
+        for top in build.SOURCE_DIRS:
+            shutil.copytree(root / top, _PLACE / top)
+        with concurrent.futures.ThreadPoolExecutor(min(2, os.cpu_count() or 1)) as pool:  # a compiler takes some GiB
+            list(pool.map(lambda cpu: _ship(output / cpu, system, cpu), SHIPPED[system]))
+    finally:
+        shutil.rmtree(_PLACE)
+
+
+def _ship(home: Path, system: str, cpu: str) -> None:
+    home.mkdir(parents=True)
+    library, code = home / build.LIBRARY, home / "kernels.o"
+    triple = f"{system.partition('-')[2]}-unknown-linux-gnu"
+    compiler.compile_kernels(_PLACE, build.ROOT_SOURCE, code, cpu, emit="object", triple=triple)
+    # What is not defined is found at run time: the run-time libraries and the C library are there before it is loaded.
+    linker = next((root / "bin" / "lld" for root in compiler.sdk_roots() if (root / "bin" / "lld").is_file()), None)
+    if linker is None:
+        raise BuildError("[build] the compiler's linker, lld, is not installed in this environment; pip install max")
+    command = [linker, "-flavor", "gnu", "-shared", "--strip-all", f"-soname={build.LIBRARY}", "-o", library, code]
+    done = subprocess.run(list(map(str, command)), stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    if done.returncode:
+        raise BuildError(f"[build] the kernels for {cpu} cannot be linked: {done.stderr.strip()}")
+    code.unlink()
+    sources = build.source_hash(build.source_root())
+    versions = odyssey.__version__, build.compiler_version(), system
+    manifest = folder.Manifest(*versions, cpu, (), sources, GLIBC, dict(_digests(home)))
+    (home / folder.MANIFEST).write_text(json.dumps(manifest.json(), indent=1) + "\n")
+
+
 # -- Python -----------------------------------------------------------------------------------------------------------
 
 
@@ -182,7 +241,7 @@ def _package(target: Path) -> None:
     """Copies the package that runs, with the Mojo sources and its version where a wheel has them."""
     package = Path(odyssey.__file__).resolve().parent
     for name in _names(package):
-        if not name.startswith("_mojo/") and not name.endswith((".so", ".pyc")):
+        if not name.startswith(("_mojo/", "_kernels/")) and not name.endswith((".so", ".pyc")):
             _copy(package / name, target / "odyssey" / name)
     root = build.source_root()
     for top in build.SOURCE_DIRS:
