@@ -228,8 +228,7 @@ def _ship(home: Path, system: str, cpu: str) -> None:
     if done.returncode:
         raise BuildError(f"[build] the kernels for {cpu} cannot be linked: {done.stderr.strip()}")
     code.unlink()
-    sources = build.source_hash(build.source_root())
-    versions = odyssey.__version__, build.compiler_version(), system
+    versions, sources = (odyssey.__version__, build.compiler_version(), system), build.source_hash(_PLACE)
     manifest = folder.Manifest(*versions, cpu, (), sources, GLIBC, dict(_digests(home)))
     (home / folder.MANIFEST).write_text(json.dumps(manifest.json(), indent=1) + "\n")
 
