@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -152,3 +153,58 @@ def test_launch_survives_the_death_of_a_node(slurm, job, tmp_path):
     weights, said = ended(slurm, number, tmp_path / "run", 150)
     assert "no sign of life from h2" in said
     assert weights == clean(job, 40)
+
+
+# --- odyssey slurm: scripts that it writes ---
+
+
+@UNDER_SRUN
+def test_a_written_script_is_requeued_at_its_time_limit(slurm, job, tmp_path):
+    """Two at once, tasks of an array, with a limit of a minute for a training of more than that."""
+    script = tmp_path / "job.sh"
+    words = ["slurm", "-N2", "--time=1", "--warn=10", "--array=0-1", "--name=two", f"--scratch={tmp_path}/scratch"]
+    words += [outside.JOB, "--steps", 130, "--step-ms", 500, "--checkpoint-every", 10]
+    made = job([sys.executable, "-m", "odyssey", *words])
+    assert made.wait() == 0, made.output
+    script.write_text(made.output)
+    (tmp_path / "scratch").mkdir()
+    said = slurm.job(["sbatch", "--parsable", f"--chdir={tmp_path}", script])
+    assert said.wait(20) == 0, said.output
+    number = said.output.split()[-1]
+    slurm.wait_for(
+        lambda: slurm.ask("squeue", "-h", "-t", "RUNNING", "-o", "%A").count("\n") == 1, 60, "two jobs at once"
+    )
+    over = ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL", "TIMEOUT")
+
+    def states():
+        words = slurm.ask("scontrol", "show", "job", number).split()
+        return [word.partition("=")[2] for word in words if word.startswith("JobState=")]
+
+    slurm.wait_for(lambda: len(states()) == 2 and all(state in over for state in states()), 420, "end of both")
+    outputs = [(tmp_path / f"two-{number}-{task}.out").read_text() for task in (0, 1)]
+    assert states() == ["COMPLETED"] * 2, outputs
+    expected = clean(job, 130)
+    for task, output in enumerate(outputs):
+        assert re.search(r"stopped by SIGTERM at step \d+(?s:.*)resumed from step_", output), output
+        done = json.loads((tmp_path / "runs" / f"two-{number}-{task}" / "DONE.json").read_text())
+        assert done["weights_sha256"] == expected
+    assert list((tmp_path / "scratch").iterdir()) == []
+
+
+@UNDER_SRUN
+@pytest.mark.skipif(not outside.SLOW, reason=outside.WHY_SLOW)
+def test_a_written_script_that_is_cancelled_stays_so(slurm, job, tmp_path):
+    made = job(
+        [sys.executable, "-m", "odyssey", "slurm", "-N2", "--name=one", outside.JOB, "--steps", 9000, "--step-ms", 20]
+    )
+    assert made.wait() == 0
+    (tmp_path / "job.sh").write_text(made.output)
+    said = slurm.job(["sbatch", "--parsable", f"--chdir={tmp_path}", tmp_path / "job.sh"])
+    assert said.wait(20) == 0, said.output
+    number = int(said.output.split()[-1])
+    output = tmp_path / f"one-{number}.out"
+    slurm.wait_for(lambda: output.exists() and "step 12 " in output.read_text(), 60, "step 12")
+    slurm.ask("scancel", str(number))
+    slurm.wait_for(lambda: slurm.state(number) == "CANCELLED", 60, "CANCELLED")
+    slurm.wait_for(lambda: not slurm.ask("squeue", "-h"), 60, "empty queue")
+    assert "attempt 2" not in output.read_text()

@@ -18,6 +18,8 @@ from ...errors import ConfigError, OdysseyError, printable
 COMMANDS: tuple[str, ...] = (  # names of modules in this package, as `odyssey --help` lists them
     "train",
     "launch",
+    "slurm",
+    "k8s",
     "predict",
     "evaluate",
     "export",

@@ -64,6 +64,13 @@ CONFIG = click.Option(
 class _Sectioned(click.Command):
     """A command whose help lists its options under headings."""
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        from .. import elsewhere
+
+        if elsewhere.asked(args):
+            elsewhere.command.main(args, prog_name=ctx.command_path, standalone_mode=False)
+        return super().parse_args(ctx, args)
+
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         of = {"config": core.DATA, **{name: s.section for name, s in declared(Command).items()}}
         for section in (*SECTIONS, "Other"):

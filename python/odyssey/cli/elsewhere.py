@@ -1,0 +1,52 @@
+"""`odyssey train --script train.py --num-nodes 4`: the words of other platforms' command lines. They start what can be
+started with what they say, and name the command that can where they do not say enough."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import NoReturn
+
+import click
+
+from ..errors import ConfigError
+
+OPTIONS = ("--script", "--num-nodes", "--gpus-per-node", "--address")
+BACKENDS = {"auto": "auto", "mpi": "auto", "horovod": "auto", "gloo": "gloo", "pytorch-ddp": "gloo"}
+NUMBER = click.IntRange(1, 1 << 20)
+
+
+def asked(words: list[str]) -> bool:
+    """Whether there is one of these options among the words of `odyssey train`."""
+    return any(word.partition("=")[0] in OPTIONS for word in words)
+
+
+@click.command("train", context_settings={"ignore_unknown_options": True})
+@click.option("--script", default="train")
+@click.option("--num-gpus", type=NUMBER, default=1)
+@click.option("--num-nodes", type=NUMBER, default=1)
+@click.option("--gpus-per-node", type=NUMBER)
+@click.option("--backend", type=click.Choice([*BACKENDS, "ray"]), default="auto")
+@click.option("--address")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def command(
+    script: str, num_gpus: int, num_nodes: int, gpus_per_node: int | None, backend: str, address: str | None,
+    arguments: tuple[str, ...],
+) -> NoReturn:  # fmt: skip
+    """Start the ranks of a script."""
+    from ..launch import DistributedLauncher, LaunchConfig
+
+    each = gpus_per_node or num_gpus
+    launch = f"`odyssey launch -n {num_nodes * each} --hosts h1:{each},h2:{each} {script}`"
+    if address is not None or backend == "ray":
+        raise ConfigError(
+            "[train] Ray starts ranks from a Python program: ray.init(address=...) and odyssey.ray.RayTrainer; without "
+            f"Ray, {launch} does, over ssh"
+        )
+    if num_nodes > 1 and "SLURM_JOB_ID" not in os.environ:
+        raise ConfigError(
+            f"[train] --num-nodes {num_nodes} does not say which machines; name them: {launch}, or have SLURM "
+            f"find some: `odyssey slurm -N {num_nodes} --ntasks-per-node {each} {script} > job.sh`"
+        )
+    config = LaunchConfig(nproc_per_node=each, nnodes=num_nodes, backend=BACKENDS[backend], max_restarts=3)
+    sys.exit(DistributedLauncher(config).launch(script, *arguments))
