@@ -94,6 +94,10 @@ def test_gpt_on_a_text_and_its_bits_per_character(launch):
             "[train] the metric accuracy: [loss] a target of float32 (32,); it must be integers",
         ),
         (("--model", "lenet5"), "[model] lenet5 takes images (C, H, W) of at least 12 x 12; the samples are (4,)"),
+        (
+            ("--sequence-length", 8),
+            "[train] --sequence-length applies only to --dataset shakespeare or text, not csv; remove it",
+        ),
         (("--image-size", 8), "[train] --image-size applies only to --dataset image-folder, not csv; remove it"),
         (("--target", "prize"), "has no column 'prize'; its columns are a, price, b, c, d"),
     ],

@@ -30,6 +30,7 @@ def folder(tmp_path):
             picture(tmp_path / name / f"{i}.png", (10 * k, i, 200))
     (tmp_path / ".hidden").mkdir()
     (tmp_path / "bee" / ".DS_Store").write_bytes(b"x")
+    (tmp_path / "cat" / "Thumbs.db").write_bytes(b"x")
     return tmp_path
 
 

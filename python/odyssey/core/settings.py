@@ -277,7 +277,9 @@ class Settings(Training):
     target: str | None = setting(
         DATA, None, "the column that is learnt", "the last one", metavar="COLUMN", only=("dataset", "csv")
     )
-    sequence_length: int | None = setting(DATA, None, "tokens of a sample of text", "64; 256 with gpt", low=1)
+    sequence_length: int | None = setting(
+        DATA, None, "tokens of a sample of text", "64; 256 with gpt", low=1, only=("dataset", "shakespeare", "text")
+    )
     metrics: str | None = setting(
         DATA, None, "what is measured beside the loss: accuracy, top5 (any number), mae, mse, with commas",
         "accuracy of classes", metavar="NAME,..."

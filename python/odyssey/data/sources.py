@@ -25,6 +25,7 @@ from odyssey.data.vocabulary import Vocabulary
 from odyssey.errors import ConfigError, DataError
 
 PICTURES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
+LITTER = ("Thumbs.db", "desktop.ini")  # what a Windows desktop leaves in folders of pictures
 _SHAKESPEARE = Path(__file__).parent / "shakespeare" / "shakespeare.txt.gz"
 _SHAKESPEARE_SHA256 = "b821e946a8a5f8b5f04eed56abd8562fd42856bbcb83c71435b54ca1b8377e7f"
 
@@ -51,7 +52,7 @@ class ImageFolder:
         self.classes = sorted(d.name for d in root.iterdir() if d.is_dir() and d.name[0] != ".")
         self.files: list[tuple[str, int]] = []
         for number, name in enumerate(self.classes):
-            found = sorted(p for p in (root / name).iterdir() if p.name[0] != ".")
+            found = sorted(p for p in (root / name).iterdir() if p.name[0] != "." and p.name not in LITTER)
             wrong = next((p for p in found if p.suffix.lower() not in PICTURES), None)
             if wrong or not found:
                 raise DataError(f"{wrong or root / name} {'is no picture' if wrong else 'is empty'}; move it elsewhere")
