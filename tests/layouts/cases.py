@@ -141,14 +141,21 @@ def difference(expected: Result, found: Result) -> str:
 Ran = Result | Exception  # or what it ended with, an error for the user
 
 
-def tried(case: Training, layout: Layout, comm: Communicator, **fit: Any) -> Ran:
+def attempted(trained: Callable[..., Result]) -> Callable[..., Ran]:
     """The same, or the error that says why not; what is no error of odyssey's is a crash and goes through."""
-    try:
-        return trained(case, layout, comm, **fit)
-    except CollectiveError:
-        raise
-    except OdysseyError as error:
-        return error
+
+    def tried(*given: Any, **fit: Any) -> Ran:
+        try:
+            return trained(*given, **fit)
+        except CollectiveError:
+            raise
+        except OdysseyError as error:
+            return error
+
+    return tried
+
+
+tried = attempted(trained)
 
 
 def judged(expected: Ran, everyone: Sequence[Ran]) -> Outcome:

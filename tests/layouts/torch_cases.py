@@ -13,13 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch_draws as draws
-from cases import Outcome, Processes, Quiet, Ran, Result, judged
+from cases import Outcome, Processes, Quiet, Ran, Result, attempted, judged
 from torch_draws import ALONE, Layout, Training
 
 from odyssey import data
 from odyssey.comm import Communicator
 from odyssey.data.trees import mapped
-from odyssey.errors import CollectiveError, OdysseyError
 from odyssey.torch import DistributedDataParallel, DistributedTrainer
 
 warnings.filterwarnings("ignore", message=".*(lr_scheduler|epoch parameter|nested tensor|Overriding).*")
@@ -100,14 +99,7 @@ def _of(loader: Any, epoch: int, seed: int) -> Any:
         yield x, y.long() if y.dtype == torch.int32 else y
 
 
-def tried(case: Training, layout: Layout, comm: Communicator, **fit: Any) -> Ran:
-    """The same, or the error that says why not; what is no error of odyssey's is a crash and goes through."""
-    try:
-        return trained(case, layout, comm, **fit)
-    except CollectiveError:
-        raise
-    except OdysseyError as error:
-        return error
+tried = attempted(trained)
 
 
 def play(team: Processes, seed: int, index: int) -> tuple[Outcome, bool, str]:

@@ -96,8 +96,7 @@ class _Message(dist.Work):
     def is_completed(self) -> bool:
         return self._request.test()
 
-    def is_success(self) -> bool:
-        return self._request.test()
+    is_success = is_completed
 
     def get_future(self) -> Future:
         self.wait()

@@ -227,10 +227,6 @@ class DistributedDataParallel(torch.nn.Module):
         assert parameter.grad is not None
         self._versions[id(parameter)] = parameter.grad._version
 
-    def _before_step(self, ids: set[int]) -> None:
-        if self._open and any(id(p) in ids for p in self._own):
-            raise LoopError("[torch] optimizer.step() before the loop over shards() has ended; step after it")
-
 
 _nets: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
@@ -241,8 +237,8 @@ def _ids(optimizer: torch.optim.Optimizer) -> set[int]:
 
 def _before(optimizer: torch.optim.Optimizer, arguments: Any, named: Any) -> None:
     for net in _nets:
-        if net._open:
-            net._before_step(_ids(optimizer))
+        if net._open and _ids(optimizer) & {id(p) for p in net._own}:
+            raise LoopError("[torch] optimizer.step() before the loop over shards() has ended; step after it")
 
 
 def _after(optimizer: torch.optim.Optimizer, arguments: Any, named: Any) -> None:
