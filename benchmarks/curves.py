@@ -73,7 +73,8 @@ class Setting:
         from odyssey.core.recipes import GPT_BETAS
 
         torch.set_num_threads(1)
-        shape = {"layers": 4, "heads": 4, "width": 128} if len(self.model.transformer.h) == 4 else {}
+        blocks = self.model.transformer.h
+        shape = {"layers": len(blocks), "heads": blocks[0].attn.heads, "width": self.model.width}
         net = nets.torch_gpt(**self.sizes, **shape)
         net.load_state_dict({k: torch.from_numpy(v.copy()) for k, v in self.model.state_dict().items()})
         decay = self.recipe["weight_decay"]

@@ -128,10 +128,12 @@ def torch_side(name: str, batch: int, precision: str, kind: str) -> tuple[Step, 
     return step, kept
 
 
-def operations(record: Any, sizes: tuple[str, ...]) -> float:
-    """Float operations of a record of a convolution, a linear layer or attention; of others 0."""
+def operations(record: Any, sizes: tuple[str, ...], lanes: float) -> float:
+    """Float operations of a record of a convolution, a linear layer or attention; of others 0.
+
+    lanes: of a group, on average, that hold a sample or token.
+    """
     given = dict(zip(sizes, record.args[len(record.args) - len(sizes) :], strict=False))
-    lanes = 16 if record.layout != "rows" else 1
     if record.op.startswith("linear_"):
         return 2.0 * lanes * given["G"] * given["I"] * given["O"]
     if record.op.startswith("conv2d_"):
@@ -147,16 +149,19 @@ def operations(record: Any, sizes: tuple[str, ...]) -> float:
 def our_ops(trainer: Any, dataset: Any) -> dict[str, dict[str, float]]:
     """Of one full shard: by op, seconds of its records one by one (the fastest of five), records and operations."""
     from odyssey.core import native
+    from odyssey.core.tensor import SMALL_BATCH
     from odyssey.parallel import costs
 
     size, table = trainer.shard_size, native.library().ops
     records = trainer._train.record(size, dataset.form)
+    n = size * (CONTEXT if dataset.labels.ndim > 1 else 1)
+    lanes = 1.0 if size <= SMALL_BATCH and n == size else n / -(-n // 16)
     found: dict[str, dict[str, float]] = {}
     for record, seconds in zip(records, costs.seconds(records, trainer.arena, size), strict=True):
         row = found.setdefault(record.op, {"seconds": 0.0, "records": 0, "operations": 0.0})
         row["seconds"] += float(seconds)
         row["records"] += 1
-        row["operations"] += operations(record, table[record.op].sizes)
+        row["operations"] += operations(record, table[record.op].sizes, lanes)
     return found
 
 

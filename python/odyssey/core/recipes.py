@@ -69,6 +69,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "sgd": {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.0},
     "adam": {"lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0},
     "adamw": {"lr": 1e-3, "momentum": 0.0, "weight_decay": 0.01},
+    "rmsprop": {"lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0},
 }
 
 # What is not said, beside the recipe: of every model, and of some (nanoGPT's settings for characters; mini: for CPUs).

@@ -214,10 +214,11 @@ def run(made: Settings, *, verbose: bool = False, listeners: Sequence[Any] = (),
         epochs, total = made.length(-(-len(loader) // made.accumulation_steps))
         schedule = optim.schedule(made.schedule, total_steps=total, warmup_steps=made.warmup(total))
         model = nn.models.build(made.model, seed=made.seed, **_model_settings(train_set, made))
-        kind = {"sgd": optim.SGD, "adam": optim.Adam, "adamw": optim.AdamW}[made.optimizer]
+        kinds = {"sgd": optim.SGD, "adam": optim.Adam, "adamw": optim.AdamW, "rmsprop": optim.RMSprop}
+        kind = kinds[made.optimizer]
         more = {"momentum": made.momentum, "nesterov": made.nesterov} if kind is optim.SGD else {}
         text = made.model in GPT_DROPOUT
-        if text and kind is not optim.SGD:
+        if text and kind in (optim.Adam, optim.AdamW):
             more["betas"] = GPT_BETAS
         optimizer = kind(lr=made.lr, weight_decay=made.weight_decay, **more)
         if text:
