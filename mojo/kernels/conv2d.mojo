@@ -1,7 +1,7 @@
 """Two-dimensional convolution over lanes (see lanes.mojo for the layout and the letters).
 
 Forward, gradient of the weights and gradient of the input. The input comes padded (`pad_forward` in layout.mojo), so
-no kernel here knows about borders. `*_naive` are the definitions; the fast forms are checked against them.
+no kernel here knows about borders. conv2d_naive.mojo has the definitions, which the fast forms are checked against.
 
 In the gradient of the input the sum over K is cut in parts (parts.mojo), so that several processes can compute it
 together. No other sum here is ever shared between processes.
@@ -242,6 +242,8 @@ def conv2d_backward_weight(
 # The first qb pixels are complete then; the others belong to the next piece too, so each part of the sum over k hands
 # its T - 1 on, and adds to them there.
 comptime PIECES: List[Int] = [12, 10, 8, 6, 4, 2, 1]
+comptime CACHED = 1 << 18
+"""Floats of dy that stay in the second level of the cache."""
 
 
 def _fits(T: Int, cb: Int, qb: Int) -> Bool:
@@ -385,25 +387,26 @@ def _backward_input_spread[
     var Q = size.Q()
     var start = cut(size.K, part)
     var held = cut(size.K, part + parts) - start
+    # Rows of dx share the weights of a channel, which lie K rows of w apart, if the dy of a group stays in the cache.
+    var block = size.H if size.y() * LANES <= CACHED else 1
     for g in range(size.G):
-        for h in range(size.H):
-            var r0 = max(0, h - P + 1)
-            var r1 = min(size.R, h + 1)
+        for h0 in range(0, size.H, block):
 
             @always_inline
             def channels[cb: Int](c: Int) {imm}:
-                _spread_row[T, cb](
-                    dx.unsafe_offset(
-                        ((g * size.C + c) * size.H + h) * size.W * LANES
-                    ),
-                    dy.unsafe_offset((g * held * P + h) * Q * LANES),
-                    w.unsafe_offset((start * size.C + c) * size.R * T),
-                    size,
-                    part,
-                    parts,
-                    r0,
-                    r1,
-                )
+                for h in range(h0, min(h0 + block, size.H)):
+                    _spread_row[T, cb](
+                        dx.unsafe_offset(
+                            ((g * size.C + c) * size.H + h) * size.W * LANES
+                        ),
+                        dy.unsafe_offset((g * held * P + h) * Q * LANES),
+                        w.unsafe_offset((start * size.C + c) * size.R * T),
+                        size,
+                        part,
+                        parts,
+                        max(0, h - P + 1),
+                        min(size.R, h + 1),
+                    )
 
             # Short pieces of one channel have too few sums to hide how long an addition takes (512 -> 512 at 4 x 4: half
             # the speed); several channels share their loads of dy, too.
@@ -510,93 +513,3 @@ def conv2d_backward_input(
         _backward_input_spread[1](dx, dy, w, size, part, parts)
     else:
         conv2d_backward_input_any[LANES](dx, dy, w, size, part, parts)
-
-
-# --- the definitions -------------------------------------------------------------
-
-
-def conv2d_forward_naive[
-    L: Int = LANES
-](y: Ptr, x: Ptr, w: Ptr, b: Ptr, size: Conv,):
-    """The sum as it is written in a textbook, one float at a time."""
-    var P = size.P()
-    var Q = size.Q()
-    for g in range(size.G):
-        for k in range(size.K):
-            for p in range(P):
-                for q in range(Q):
-                    for l in range(L):
-                        var s = b[unsafe_offset=k]
-                        for c in range(size.C):
-                            for r in range(size.R):
-                                for t in range(size.T):
-                                    s += (
-                                        w[
-                                            unsafe_offset=(
-                                                (k * size.C + c) * size.R + r
-                                            )
-                                            * size.T
-                                            + t
-                                        ]
-                                        * x[
-                                            unsafe_offset=(
-                                                (
-                                                    (g * size.C + c) * size.H
-                                                    + p * size.S
-                                                    + r
-                                                )
-                                                * size.W
-                                                + q * size.S
-                                                + t
-                                            )
-                                            * L
-                                            + l
-                                        ]
-                                    )
-                        y[
-                            unsafe_offset=(((g * size.K + k) * P + p) * Q + q)
-                            * L
-                            + l
-                        ] = s
-
-
-def conv2d_backward_naive[
-    L: Int = LANES
-](dx: Ptr, dw: Ptr, db: Ptr, dy: Ptr, x: Ptr, w: Ptr, size: Conv,):
-    """Every product of the forward sum hands dy to both its factors. Adds to dx, too.
-    """
-    var P = size.P()
-    var Q = size.Q()
-    for g in range(size.G):
-        for k in range(size.K):
-            for p in range(P):
-                for q in range(Q):
-                    for l in range(L):
-                        var d = dy[
-                            unsafe_offset=(((g * size.K + k) * P + p) * Q + q)
-                            * L
-                            + l
-                        ]
-                        db[unsafe_offset=k] += d
-                        for c in range(size.C):
-                            for r in range(size.R):
-                                for t in range(size.T):
-                                    var wi = (
-                                        (k * size.C + c) * size.R + r
-                                    ) * size.T + t
-                                    var xi = (
-                                        (
-                                            (g * size.C + c) * size.H
-                                            + p * size.S
-                                            + r
-                                        )
-                                        * size.W
-                                        + q * size.S
-                                        + t
-                                    ) * L + l
-                                    dw[unsafe_offset=wi] += (
-                                        d * x[unsafe_offset=xi]
-                                    )
-                                    dx[unsafe_offset=xi] += (
-                                        d * w[unsafe_offset=wi]
-                                    )

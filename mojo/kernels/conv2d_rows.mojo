@@ -7,7 +7,8 @@ vector of a row is masked. Strides other than 1 are computed one float at a time
 from std.math import iota
 from std.sys import masked_load
 
-from .conv2d import Conv, conv2d_forward_naive
+from .conv2d import Conv
+from .conv2d_naive import conv2d_forward_naive
 from .lanes import (
     madd,
     F32,

@@ -6,11 +6,10 @@ from kernels.conv2d import (
     Conv,
     conv2d_backward_input,
     conv2d_backward_input_any,
-    conv2d_backward_naive,
     conv2d_backward_weight,
     conv2d_forward,
-    conv2d_forward_naive,
 )
+from kernels.conv2d_naive import conv2d_backward_naive, conv2d_forward_naive
 from kernels.conv2d_rows import (
     conv2d_backward_input_rows,
     conv2d_backward_weight_rows,
