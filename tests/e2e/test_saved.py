@@ -213,6 +213,33 @@ def test_onnx_runs_elsewhere_with_the_same_numbers(make, shape):
         assert y.shape == (n, *y.shape[1:]) and np.allclose(y, model(Tensor(x)).numpy(), atol=1e-5)
 
 
+@pytest.mark.parametrize("shape", [(1, 9, 9), (3, 64, 64)])
+def test_a_residual_network_as_onnx(shape):
+    pytest.importorskip("onnx")
+    runtime = pytest.importorskip("onnxruntime")
+    model = nn.models.build("resnet18", sample_shape=shape, classes=5).eval()
+    for name, buffer in model.named_buffers():
+        if "running" in name:
+            buffer.data[...] = RNG.uniform(0.5, 1, buffer.shape) * (-0.1 if name.endswith("mean") else 1)
+    made = runtime.InferenceSession(onnx_model(model, shape).SerializeToString(), providers=["CPUExecutionProvider"])
+    x = RNG.normal(size=(3, *shape)).astype(np.float32)
+    (y,) = made.run(None, {"x": x})
+    expected = model(Tensor(x)).numpy()
+    assert expected.std(0).max() > 1e-3 and np.allclose(y, expected, atol=1e-4 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("more", [{}, {"gelu": "tanh", "bias": True, "tied": False}])
+def test_a_gpt_as_onnx(more):
+    pytest.importorskip("onnx")
+    runtime = pytest.importorskip("onnxruntime")
+    model = nn.models.build("gpt", vocab_size=11, context=12, layers=2, heads=2, width=16, **more).eval()
+    made = runtime.InferenceSession(onnx_model(model).SerializeToString(), providers=["CPUExecutionProvider"])
+    for n, length in ((1, 1), (3, 12), (2, 5)):
+        x = RNG.integers(0, 11, (n, length))
+        (y,) = made.run(None, {"x": x})
+        assert np.allclose(y, model(x.astype(np.int32)).numpy(), atol=1e-6)
+
+
 def test_an_op_without_an_onnx_form_is_named():
     pytest.importorskip("onnx")
     with pytest.raises(ConfigError, match=r"\[export\] \w+ has no ONNX form here; .* Use --format safetensors"):

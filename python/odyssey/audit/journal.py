@@ -20,6 +20,7 @@ import numpy as np
 
 from ..callbacks import Callback, Context
 from ..errors import DataError
+from ..parallel.plan import default_shard_size
 from ..watch.files import parse_json
 from ..watch.outputs import finite
 from ..watch.runs import Run
@@ -67,7 +68,8 @@ class Journal(Callback):
             "device": getattr(trainer, "device", "cpu"), "launcher": comm.why,
         }  # fmt: skip
         if parts.get("pp", 1) > 1 and settings is not None:
-            shards = -(-context.batch_size // (getattr(trainer, "shard_size", None) or context.batch_size or 1))
+            size = trainer.shard_size or default_shard_size(max(context.batch_size, 1))
+            shards = -(-context.batch_size // size)
             about["pipeline"] = {"schedule": settings.pipeline_schedule, "micro_batches": -(-shards // parts["dp"])}
         self._write("start", **about, epochs=context.epochs, batch_size=context.batch_size)
 

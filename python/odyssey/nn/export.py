@@ -1,7 +1,8 @@
 """A model as an ONNX graph, from the records of one forward pass: what the kernels compute, op by op.
 
-The ops of images, tables and plain layers are known; a model with others is refused by their names. onnx writes
-the file and checks it. A batch may have any number of samples.
+The ops of images, tables and plain layers are known; a model with others is refused by their names. A GPT's records
+are of tokens in lanes: its graph is written from its layers. onnx writes the file and checks it. A batch may have any
+number of samples, and a GPT's sequences any length.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from ..core.arena import Arena
 from ..core.program import Range, Record, Recorder, using
 from ..core.tensor import Tensor, empty, no_grad
 from ..errors import ConfigError
+from .gpt import GPT
+from .layers import LayerNorm, Linear
 from .module import Module
 
 SAMPLES = 16  # of the pass that is looked at: one group of lanes
@@ -39,6 +42,7 @@ class _Graph:
         self.values: dict[int, str] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.constants: dict[str, np.ndarray] = {}
+        self.fills: dict[int, float] = {}  # memory of one number
 
     def add(self, op: str, inputs: list[str], shape: tuple[int, ...], **attributes: Any) -> str:
         """A node; the name of its output, whose samples have this shape."""
@@ -94,6 +98,25 @@ class _Graph:
         elif r.op == "layer_norm_forward":
             inputs = [self.value(a[2], (a[-2],)), self.weight(a[3]), self.weight(a[4])]
             made = self.add("LayerNormalization", inputs, (a[-2],), axis=-1, epsilon=a[-1])
+        elif r.op == "fill":
+            self.fills[id(out)] = a[1]
+            return
+        elif r.op == "copy_strided" and id(out) in self.fills and a[3:6] == [0, 1, 1]:  # into a frame
+            (planes, h, w), (plane, row) = a[6:9], a[11:13]
+            w, high, wide, top, left = w // SAMPLES, plane // row, row // SAMPLES, a[2] // row, a[2] % row // SAMPLES
+            frame = self.constant(np.array([0, 0, top, left, 0, 0, high - h - top, wide - w - left], np.int64))
+            inputs = [self.value(a[1], (planes, h, w)), frame, self.constant(np.array(self.fills[id(out)], np.float32))]
+            made = self.add("Pad", inputs, (planes, high, wide))
+        elif r.op == "batch_norm_forward":
+            channels, pixels, epsilon = a[-6], a[-5], a[-3]
+            inputs = [self.value(a[2], (channels, pixels)), *map(self.weight, a[3:7])]
+            made = self.add("BatchNormalization", inputs, (channels, pixels), epsilon=epsilon)
+        elif r.op == "reduce_sum" and a[4:8] == [SAMPLES, 1, 1, a[7]] and a[8:] == _last_axis(a[7]):
+            axis = self.constant(np.array([-1], np.int64))
+            made = self.add("ReduceSum", [self.value(a[1], (a[3], a[7])), axis], (a[3],), keepdims=0)
+        elif r.op == "scale":
+            x = self.values[id(a[1])]
+            made = self.add("Mul", [x, self.constant(np.array(a[2], np.float32))], shape[x])
         elif r.op == "silu_forward":
             x = self.values[id(a[1])]
             made = self.add("Mul", [x, self.add("Sigmoid", [x], shape[x])], shape[x])
@@ -108,9 +131,54 @@ class _Graph:
         self.values[id(out)] = made
 
 
-def onnx_model(model: Module, sample_shape: tuple[int, ...]) -> Any:
+def _last_axis(n: int) -> list[int]:
+    """Strides of the sum over the last n places of each feature: of what stays, and of what is added."""
+    return [0, n * SAMPLES, 1, 0, 0, SAMPLES]
+
+
+class _Decoder(_Graph):
+    """A GPT's graph, from ids (N, T) int64 to logits (N, T, vocab_size)."""
+
+    def __call__(self, op: str, *inputs: str | np.ndarray, **attributes: Any) -> str:
+        return self.add(op, [i if isinstance(i, str) else self.constant(i) for i in inputs], (), **attributes)
+
+    def linear(self, layer: Linear, x: str) -> str:
+        y = self("MatMul", x, layer.weight.numpy().T)
+        return y if layer.bias is None else self("Add", y, layer.bias.numpy())
+
+    def norm(self, layer: LayerNorm, x: str) -> str:
+        parts = [p.numpy() for p in (layer.weight, layer.bias) if p is not None]
+        return self("LayerNormalization", x, *parts, axis=-1, epsilon=layer.eps)
+
+    def attention(self, layer: Any, x: str, width: int, mask: str) -> str:
+        d = width // layer.heads
+        found = [f"{what}_{len(self.nodes)}" for what in "qkv"]
+        self.nodes.append(self.make.make_node("Split", [self.linear(layer.c_attn, x)], found, axis=2, num_outputs=3))
+        apart = np.array([0, 0, layer.heads, d], np.int64)
+        turned = [[0, 2, 1, 3], [0, 2, 3, 1], [0, 2, 1, 3]]
+        q, k, v = (self("Transpose", self("Reshape", f, apart), perm=to) for f, to in zip(found, turned, strict=True))
+        scores = self("Add", self("Mul", self("MatMul", q, k), np.array(d**-0.5, np.float32)), mask)
+        y = self("Transpose", self("MatMul", self("Softmax", scores, axis=-1), v), perm=[0, 2, 1, 3])
+        return self.linear(layer.c_proj, self("Reshape", y, np.array([0, 0, width], np.int64)))
+
+    def decoder(self, model: GPT) -> str:
+        inner, number = model.transformer, np.array
+        length = self("Gather", self("Shape", "x"), number(1, np.int64))
+        places = self("Range", number(0, np.int64), length, number(1, np.int64))
+        token, place = (p.weight.numpy() for p in (inner.wte, inner.wpe))
+        x = self("Add", self("Gather", token, "x"), self("Gather", place, places))
+        square = self("Concat", *[self("Unsqueeze", length, number([0], np.int64))] * 2, axis=0)
+        mask = self("Trilu", self("Expand", number([[-np.inf]], np.float32), square), number(1, np.int64), upper=1)
+        for block in inner.h:
+            x = self("Add", x, self.attention(block.attn, self.norm(block.ln_1, x), model.width, mask))
+            wide = self("Gelu", self.linear(block.mlp.c_fc, self.norm(block.ln_2, x)), approximate=block.mlp.gelu)
+            x = self("Add", x, self.linear(block.mlp.c_proj, wide))
+        return self.linear(model.lm_head, self.norm(inner.ln_f, x))
+
+
+def onnx_model(model: Module, sample_shape: tuple[int, ...] = ()) -> Any:
     """The graph of a model in eval mode: input "x" (N, *sample_shape) float32, normalised as the data set gives it;
-    output "y" (N, ...); parameters by their names.
+    output "y" (N, ...); parameters by their names. Of a GPT x is (N, T) int64, and y (N, T, vocab_size).
 
     Raises ConfigError: the package onnx is missing, or the model has an op that is not known here.
     """
@@ -118,7 +186,11 @@ def onnx_model(model: Module, sample_shape: tuple[int, ...]) -> Any:
         import onnx
     except ImportError:
         raise ConfigError("[export] ONNX needs the package onnx; install odyssey[export]") from None
-    arena = Arena.of(model.named_parameters())
+    if isinstance(model, GPT):
+        graph = _Decoder(onnx, {})
+        logits = ["N", "T", model.lm_head.weight.shape[0]]
+        return _made(onnx, graph, model, graph.decoder(model), ["N", "T"], onnx.TensorProto.INT64, logits, {})
+    arena = Arena.of(model.named_parameters(), model.named_buffers())
     recorder = Recorder(arena, 4 * arena.size, SAMPLES)
     modes = [(m, m.training) for m in model.modules()]
     try:
@@ -140,17 +212,23 @@ def onnx_model(model: Module, sample_shape: tuple[int, ...]) -> Any:
                 f"[export] {problem.args[0]} has no ONNX form here; ops of images, tables and plain layers have. Use "
                 "--format safetensors"
             ) from None
-    last = graph.value(y.memory, y.shape[1:])
+    last, floats = graph.value(y.memory, y.shape[1:]), onnx.TensorProto.FLOAT
+    return _made(onnx, graph, model, last, ["N", *sample_shape], floats, ["N", *y.shape[1:]], model.state_dict())
+
+
+def _made(
+    onnx: Any, graph: _Graph, model: Module, last: str, given: list[Any], kind: int, shape: list[Any], state: Any
+) -> Any:
+    """The checked model of a graph whose value `last` is the output, of this shape."""
     graph.nodes.append(graph.make.make_node("Identity", [last], ["y"]))
-    state = {**model.state_dict(), **graph.constants}
-    floats = onnx.TensorProto.FLOAT
+    state = {**state, **graph.constants}
     made = graph.make.make_model(
         graph.make.make_graph(
             graph.nodes,
             type(model).__name__,
-            [graph.make.make_tensor_value_info("x", floats, ["N", *sample_shape])],
-            [graph.make.make_tensor_value_info("y", floats, ["N", *y.shape[1:]])],
-            [onnx.numpy_helper.from_array(np.ascontiguousarray(value), name) for name, value in state.items()],
+            [graph.make.make_tensor_value_info("x", kind, given)],
+            [graph.make.make_tensor_value_info("y", onnx.TensorProto.FLOAT, shape)],
+            [onnx.numpy_helper.from_array(np.asarray(value, order="C"), name) for name, value in state.items()],
         ),
         opset_imports=[graph.make.make_opsetid("", OPSET)],
         producer_name="odyssey",

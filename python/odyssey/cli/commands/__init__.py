@@ -26,6 +26,7 @@ COMMANDS: tuple[str, ...] = (  # names of modules in this package, as `odyssey -
     "verify",
     "top",
     "trace",
+    "report",
     "generate",
     "tune",
     "inspect",
