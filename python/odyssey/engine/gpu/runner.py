@@ -41,8 +41,6 @@ MOST_SHARDS, MOST_SUMS = 65535, 8191  # of a launch; that are added in one
 class GpuSums(Sums):
     """The same, but the numbers are on their way: reading one waits for the step."""
 
-    counted = None
-
     def __init__(self, runner: GpuRunner, results: list[int], updates: list[Update]) -> None:
         self._runner, self.results, self.updates = runner, results, updates
         self.samples_address = results[0] + 4 * (runner.stats_at + 1)
