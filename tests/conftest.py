@@ -34,6 +34,7 @@ KINDS = {
     "tests/checkpoints/test_faults.py": "procs",
     "tests/checkpoints/test_inspect.py": "procs",
     "tests/checkpoints/test_store.py": "procs",
+    "tests/cli/test_completion.py": "procs",
     "tests/cli/test_own_data.py": "procs",
     "tests/cli/test_processes.py": "procs",
     "tests/comm/": "procs",

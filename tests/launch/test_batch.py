@@ -51,9 +51,7 @@ def validate(value, schema, where=""):
 @pytest.fixture(scope="module")
 def schema():
     yaml = pytest.importorskip("yaml")
-    (version,) = yaml.load(gzip.decompress(CRD.read_bytes()), getattr(yaml, "CSafeLoader", yaml.SafeLoader))["spec"][
-        "versions"
-    ]
+    (version,) = yaml.safe_load(gzip.decompress(CRD.read_bytes()))["spec"]["versions"]
     assert version["name"] == "v2beta1"
     schema = version["schema"]["openAPIV3Schema"]
     schema["properties"]["metadata"]["additionalProperties"] = {

@@ -45,7 +45,8 @@ class Journal(Callback):
             return
         row = {"time": time.time(), "attempt": self._attempt, "part": self._part, "event": event, **more}
         try:
-            with open(self._path, "a") as file:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+            with open(os.open(self._path, flags, 0o600), "a") as file:
                 file.write(json.dumps(finite(row), allow_nan=False, default=str) + "\n")
         except OSError:  # a disk that is full costs the journal, not the training
             self._rank = -1

@@ -102,7 +102,7 @@ class Module:
         """What the module computes; every subclass has its own."""
         raise TypeError(f"{type(self).__name__} has no forward(); write one")
 
-    def __call__(self, *args: Any, **named: Any) -> Any:
+    def __call__(self, *args: Any, **named: Any) -> Tensor:
         if not args and not named and inspect.signature(self.forward).parameters:
             raise ConfigError(
                 f"[nn] {type(self).__name__} is called without inputs; give them, and of DistributedDataParallel, "

@@ -35,6 +35,7 @@ COMMANDS: tuple[str, ...] = (  # names of modules in this package, as `odyssey -
     "scale",
     "doctor",
     "build",
+    "completion",
 )
 
 HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
