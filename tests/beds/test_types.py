@@ -56,7 +56,11 @@ def test_wrong_arguments_are_found_and_results_have_types(checker, tmp_path):
     if checker == "pyright":
         (tmp_path / "pyrightconfig.json").write_text(f'{{"extraPaths": ["{root}"]}}')
     done = subprocess.run(
-        [sys.executable, "-m", checker, *words, "user.py"], cwd=tmp_path, capture_output=True, text=True, env=environment
+        [sys.executable, "-m", checker, *words, "user.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env=environment,
     )
     for number, line in enumerate(PROGRAM.splitlines(), 1):
         told = "\n".join(t for t in done.stdout.splitlines() if re.search(rf"user\.py:{number}\b", t))

@@ -6,7 +6,7 @@ import types
 
 import pytest
 
-from odyssey import cli
+from odyssey import callbacks, cli, loggers  # noqa: F401 - the real ones, before there are fakes below them
 
 
 class World:
@@ -108,6 +108,7 @@ def fake(monkeypatch):
             SGD=record.call("SGD", "sgd"),
             Adam=record.call("Adam", "adam"),
             AdamW=record.call("AdamW", "adamw"),
+            RMSprop=record.call("RMSprop", "rmsprop"),
             schedule=record.call("schedule", "schedule"),
         ),
         "data": types.SimpleNamespace(opened=record.call("opened", Set()), DataLoader=lambda *a, **k: range(469)),

@@ -266,7 +266,7 @@ def test_what_ranks_are_started_with(words, left):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("trian", "No such command 'trian'; did you mean train?"),
+        ("trian", "No such command 'trian'; did you mean train"),
         ("zzz", "No such command 'zzz'; choose from train, launch"),
         ("train --lrr 1", "Did you mean"),
         ("launch --elastik 1:2 x.py", "Did you mean"),

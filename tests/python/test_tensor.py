@@ -160,7 +160,10 @@ ERRORS = {
     "no samples": (lambda: F.to_lanes(image(0, 3)), ["(0, 3)", "batch"]),
     "mean of nothing": (lambda: F.mean(image(0, 3)), ["(0, 3)"]),
     "loss of nothing": (lambda: F.cross_entropy(image(0, 3), np.zeros(0, int)), ["(0, 3)"]),
-    "conv channels": (lambda: nn.Conv2d(3, 4, 3)(image(1, 2, 5, 5)), ["conv2d", "(1, 2, 5, 5)", "(4, 3, 3, 3)", "3 channels"]),
+    "conv channels": (
+        lambda: nn.Conv2d(3, 4, 3)(image(1, 2, 5, 5)),
+        ["conv2d", "(1, 2, 5, 5)", "(4, 3, 3, 3)", "3 channels"],
+    ),
     "conv axes": (lambda: nn.Conv2d(1, 1, 3)(image(5, 5)), ["conv2d", "(5, 5)", "(N, C, H, W)"]),
     "conv kernel": (lambda: nn.Conv2d(1, 1, 6)(image(1, 1, 5, 7)), ["conv2d", "6 x 6", "5 x 7", "padding"]),
     "linear": (lambda: nn.Linear(3, 4)(image(2, 5)), ["linear", "(2, 5)", "(4, 3)"]),

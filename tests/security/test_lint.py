@@ -15,7 +15,7 @@ ALLOWED = {
     "tests/packaging/test_pixi.py": "shell of subprocess.run",  # tasks of pixi are lines of a shell
     "tests/packaging/pages.py": "call of exec",  # programs in our own pages
     "tests/python/test_precision.py": "call of exec",
-    "tests/seeds/run.py": "call of exec",  # code blocks of the seeds, which are copies in tests/seeds
+    "tests/seeds/run.py": "call of exec",  # code blocks of the seeds, which are copies in tests/third_party
     "tests/data/test_loader.py": "call of exec",  # a program of docs/determinism.md
     "tests/cli/conftest.py": "call of __import__",
     "benchmarks/faults/anchors/savers.py": "call of torch.load",  # what odyssey is compared with; reads its own files

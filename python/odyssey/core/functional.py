@@ -29,7 +29,7 @@ from .products import linear as linear
 from .products import pad2d as pad2d
 from .program import Block, Memory, Recorder, ShardEager, current
 from .shapes import axis_of, batched, framed, reshape, tokens, transpose
-from .tensor import Tensor, apart, attach, empty, in_checkpoint, make
+from .tensor import Tensor, attach, different_places, empty, in_checkpoint, make
 from .tensor import to_lanes as to_lanes
 from .tensor import to_rows as to_rows
 
@@ -337,7 +337,7 @@ def _loss(
     executor = current()
     x = tokens(x) if x.ndim > 2 else batched(x)
     if isinstance(target, Tensor) and target.device != x.device:
-        raise DeviceError(apart(name, target, x))
+        raise DeviceError(different_places(name, target, x))
     labels = labels_of(target, x.shape[0], x.features, x.layout, ignored)
     size = (x.groups, x.features)
     total = empty(())

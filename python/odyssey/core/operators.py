@@ -40,7 +40,7 @@ from .shapes import (
     unsqueeze,
     without,
 )
-from .tensor import Shape, Tensor, apart, attach, empty, new_like, to_lanes, to_rows
+from .tensor import Shape, Tensor, attach, different_places, empty, new_like, to_lanes, to_rows
 
 __all__ = [
     "add", "argmax", "cat", "clamp", "divide", "embedding", "eq", "exp", "expand", "flatten", "ge", "getitem",
@@ -428,7 +428,7 @@ def take(x: Tensor, index: Any) -> Tensor:
     if not isinstance(index, Tensor):
         rows.device = x.device
     elif rows.device.slot != x.device.slot:
-        raise DeviceError(apart("index", rows, x))
+        raise DeviceError(different_places("index", rows, x))
     y = empty((*rows.shape, *x.shape[1:]))
     y.dtype = x.dtype
     sizes, shape = (rows.size, x.shape[0], math.prod(x.shape[1:])), x.shape

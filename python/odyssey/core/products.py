@@ -160,7 +160,7 @@ def _direct(
         current().emit(f"{kind}_backward_input", dx.memory, dy.memory, weight.memory, *sizes, **how)
         return (dx, None, None)
 
-    return attach(y, (x, weight, weight if bias is None else bias), backward)
+    return attach(y, (x, weight, weight if bias is None else bias), backward, name=op)
 
 
 def _by_winograd(algorithm: str | None, weight: tuple[int, ...], stride: int, framed: list[int]) -> bool:
@@ -198,7 +198,7 @@ def _winograd(x: Tensor, weight: Tensor, bias: Tensor | None, ph: int, pw: int) 
         current().emit("winograd_backward_input", dx.memory, dy.memory, weight.memory, *sizes, *frame)
         return (dx, None, None)
 
-    y = attach(y, (x, weight, weight if bias is None else bias), backward)
+    y = attach(y, (x, weight, weight if bias is None else bias), backward, name="conv2d")
     return to_rows(y) if rows else y
 
 

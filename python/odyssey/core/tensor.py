@@ -345,7 +345,7 @@ def attach(
         )
     for t in inputs[1:]:
         if t.device.slot != where.slot:
-            raise DeviceError(apart(name or backward.__qualname__.split(".")[0].lstrip("_"), inputs[0], t))
+            raise DeviceError(different_places(name or backward.__qualname__.split(".")[0].lstrip("_"), inputs[0], t))
     out.device = where if device is None else device
     number = program.current().close(out.device)
     if _tape.enabled and any(t.requires_grad for t in inputs):
@@ -396,7 +396,7 @@ def in_checkpoint() -> bool:
     return _tape.checkpoints > 0
 
 
-def apart(op: str, a: Tensor, b: Tensor) -> str:
+def different_places(op: str, a: Tensor, b: Tensor) -> str:
     """What to say about two inputs of an op that are on different places."""
 
     def named(t: Tensor) -> str:
