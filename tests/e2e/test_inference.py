@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from odyssey import Tensor, data, nn, no_grad
+from odyssey import DistributedTrainer, Tensor, data, nn, no_grad, optim
 from odyssey import functional as F
 from odyssey.train.inference import ways
 
@@ -103,3 +103,29 @@ def test_a_model_that_looks_at_its_batch_is_found():
     assert not any(way.same for way in found) and "output of sample 0[" in str(found[0])
     with no_grad():
         assert made(Mean, 2, 3, 0.0)(Tensor(np.zeros((2, 3, 5, 7), np.float32))).shape == (2, 5)
+
+
+class Deep(nn.Module):
+    """With convolutions that Winograd's algorithm computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(1, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.fc, self.loss = nn.Linear(8 * 144, 5), nn.CrossEntropyLoss()
+
+    def forward(self, x):
+        return self.fc(F.flatten(F.relu(self.conv2(F.relu(self.conv1(x))))))
+
+
+def test_predictions_are_computed_as_the_training_was():
+    """A training by Winograd's algorithm has other last bits than a direct one, and its predictions have its own."""
+    rng = np.random.default_rng(3)
+    x, y = rng.normal(size=(20, 1, 12, 12)).astype(np.float32), rng.integers(0, 5, 20)
+    outputs = {}
+    for algorithm in ("direct", "winograd"):
+        found = list(ways(lambda: made(Deep), data.arrays(x, y), most=20, algorithm=algorithm))
+        assert len(found) == 3 and all(way.same for way in found), found
+        trainer = DistributedTrainer(made(Deep), optim.SGD(lr=0.1), conv_algorithm=algorithm)
+        outputs[algorithm] = trainer.predict(data.arrays(x, y))
+    assert not np.array_equal(outputs["direct"], outputs["winograd"])
+    np.testing.assert_allclose(outputs["direct"], outputs["winograd"], atol=1e-4)

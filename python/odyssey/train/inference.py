@@ -58,13 +58,15 @@ def _way(name: str, compared: str, steps: Steps) -> Way:
     return Way(name, compared, values, None)
 
 
-def ways(load: Callable[[], nn.Module], data: Any, loss: Any = None, most: int = 48, seed: int = 0) -> Iterator[Way]:
+def ways(
+    load: Callable[[], nn.Module], data: Any, loss: Any = None, most: int = 48, seed: int = 0, algorithm: str = "auto"
+) -> Iterator[Way]:
     """Compares the ways, one by one.
 
     Args:
         load: gives the model, with the same weights each time.
         data: samples; `most` of them are taken. seed: of which, and of the batches.
-        loss: of the training; None: the model's own.
+        loss: of the training; None: the model's own. algorithm: its conv_algorithm.
     """
     rng = np.random.default_rng(seed)
     whole = next(iter(DataLoader(data, batch_size=most, sampler=rng.permutation(len(data))[:most].tolist())))
@@ -72,7 +74,7 @@ def ways(load: Callable[[], nn.Module], data: Any, loss: Any = None, most: int =
 
     def outputs(which: np.ndarray, shard: int) -> np.ndarray:
         batch = Batch(whole.dataset, whole.indices[which], 0, 0)
-        return saved.predicted(model, [batch], Communicator(), shard)
+        return saved.predicted(model, [batch], Communicator(), shard, algorithm)
 
     wanted = outputs(np.arange(n), n)
 
@@ -89,13 +91,15 @@ def ways(load: Callable[[], nn.Module], data: Any, loss: Any = None, most: int =
     yield _way("random batches", "16 batches, in random shards", batches())
     plain = not any(isinstance(m, nn.BatchNorm1d) or (isinstance(m, nn.Dropout) and m.p > 0) for m in model.modules())
     name = "forward pass of a training step" if plain else "forward pass of a training's evaluation"
-    yield _way(name, "shards of 1, 3, 16", _in_training(load, whole, wanted, loss, plain))
+    yield _way(name, "shards of 1, 3, 16", _in_training(load, whole, wanted, loss, plain, algorithm))
     if isinstance(model, nn.GPT):
         texts = whole.dataset.gather(whole.indices[:8])[0]
         yield _way("texts that go on from a cache", f"{len(texts)} texts", _generated(model, texts, wanted, rng))
 
 
-def _in_training(load: Callable[[], nn.Module], batch: Batch, wanted: np.ndarray, loss: Any, plain: bool) -> Steps:
+def _in_training(
+    load: Callable[[], nn.Module], batch: Batch, wanted: np.ndarray, loss: Any, plain: bool, algorithm: str
+) -> Steps:
     """Outputs of a step, or of an evaluation, as its loss sees them; then what the same gives when it is replayed."""
     for shard in (1, 3, 16):
         seen: list[np.ndarray] = []
@@ -114,6 +118,7 @@ def _in_training(load: Callable[[], nn.Module], batch: Batch, wanted: np.ndarray
                 loss=(lambda y, t, own=own: look(own, y, t)) if execution == "eager" else own,
                 shard_size=shard,
                 execution=execution,
+                conv_algorithm=algorithm,
                 backend="local",
                 threads=1,
                 metrics=[],

@@ -20,7 +20,7 @@ from .. import data as datasets
 from .. import nn
 from ..checkpoints import Snapshot
 from ..comm import Communicator
-from ..core.program import Eager
+from ..core.program import Eager, current
 from ..core.tensor import Tensor, empty, layout_of, no_grad
 from ..data import ArrayDataset, Batch
 from ..data.trees import mapped
@@ -113,6 +113,7 @@ class Saved:
     name: str
     step: int
     vocabulary: dict[str, str] | None = None  # of text (data.Vocabulary.restored)
+    algorithm: str = "auto"  # conv_algorithm of its training
 
 
 def found(path: str | Path) -> tuple[Snapshot, str]:
@@ -151,8 +152,10 @@ def opened(path: str | Path, model: nn.Module | None = None) -> Saved:
             )
     except (ShapeError, RuntimeError, AttributeError) as problem:
         raise ConfigError(f"[load] {name}: {problem}; the model was changed after it was built: give it") from problem
-    vocabulary = (snapshot.values.get("configuration") or {}).get("vocabulary")
-    return Saved(model.eval(), about.get("data") or {}, about.get("loss") or "", name, snapshot.step, vocabulary)
+    settings = snapshot.values.get("configuration") or {}
+    algorithm = settings.get("convolution algorithm") or "auto"
+    data, loss = about.get("data") or {}, about.get("loss") or ""
+    return Saved(model.eval(), data, loss, name, snapshot.step, settings.get("vocabulary"), algorithm)
 
 
 def load(path: str | Path, model: nn.Module | None = None) -> nn.Module:
@@ -218,24 +221,30 @@ def load_model(path: str | Path, model: nn.Module | None = None) -> nn.Module:
 # --- predictions -----------------------------------------------------------------------------------------------------
 
 
-def predicted(model: nn.Module, batches: Iterable[Batch], comm: Communicator, shard: int | None = None) -> np.ndarray:
+def predicted(
+    model: nn.Module, batches: Iterable[Batch], comm: Communicator, shard: int | None = None, algorithm: str = "auto"
+) -> np.ndarray:
     """What a model gives for all samples of some batches, in their order, whole on every rank; a collective call.
 
     Args:
         batches: the same on all ranks, each of which computes its shards of each.
         shard: samples that are computed at once; the result depends on it in its last bits, and on no number of ranks.
+        algorithm: conv_algorithm of the model's training.
 
     Returns:
         (N, ...) float32.
     """
     size, wholes = shard or SHARD, []
     modes = [(m, m.training) for m in model.modules()]
+    executor = current()
+    before, executor.conv_algorithm = executor.conv_algorithm, algorithm
     model.eval()
     try:
         with no_grad():
             for batch in batches:
                 wholes.append(_of_batch(model, batch, comm, size))
     finally:
+        executor.conv_algorithm = before
         for m, training in modes:
             m.training = training
     if not wholes:

@@ -399,7 +399,10 @@ class DistributedTrainer(EngineState):
         on every rank. All ranks call it."""
         self.mode.settle()
         with self.arena.lent(self._train.parameters()):
-            return saved.predicted(self.model, evaluated(in_batches(loader), None), self.comm, self.shard_size)
+            algorithm = self.settings.conv_algorithm
+            return saved.predicted(
+                self.model, evaluated(in_batches(loader), None), self.comm, self.shard_size, algorithm
+            )
 
 
 DistributedTrainer.__doc__ = (DistributedTrainer.__doc__ or "").format(settings=declaration.documentation(Training))

@@ -28,7 +28,7 @@ def command(model: Path, dataset: str | None, data_dir: Path | None, training: b
         found = saved.opened(model)
         test = saved.samples(found, dataset, data_dir, training)
     loss = saved.loss_of(found)
-    trainer = DistributedTrainer(found.model, optim.SGD(lr=1.0), loss=loss)
+    trainer = DistributedTrainer(found.model, optim.SGD(lr=1.0), loss=loss, conv_algorithm=found.algorithm)
     result = trainer.evaluate(data.DataLoader(test, batch_size=1024))
     if trainer.comm.rank:
         return

@@ -35,7 +35,7 @@ def command(model: Path, inputs: tuple[str, ...], top: int, as_json: bool) -> No
         names, samples = _samples(inputs, found.data)
     world = comm.world(backend="auto")
     normal = (found.data.get("scale", 1.0), found.data.get("shift", 0.0))
-    outputs = saved.predicted(found.model, saved.batches_of_array(samples, *normal), world)
+    outputs = saved.predicted(found.model, saved.batches_of_array(samples, *normal), world, algorithm=found.algorithm)
     if world.rank:
         return
     classes = found.data.get("classes")

@@ -93,7 +93,7 @@ def _inference(run: Path, samples: int, json_file: Path | None) -> None:
 
     found = saved.opened(run)
     data, results = saved.samples(found), []
-    for way in ways(lambda: saved.opened(run).model, data, saved.loss_of(found), samples):
+    for way in ways(lambda: saved.opened(run).model, data, saved.loss_of(found), samples, algorithm=found.algorithm):
         click.echo(f"{way.name:44}  {way}")
         results.append(way)
     same = sum(way.same for way in results)
