@@ -135,7 +135,7 @@ ORDER = (
 BUDGETS = {  # lines of all its files together
     "mojo": 16_850,
     "shared/training": 3_190,
-    "python/odyssey": 46_565,
+    "python/odyssey": 46_600,
     "python/odyssey/comm": 3_940,
     "python/odyssey/parallel": 3_660,
     "python/odyssey/distributed": 2_100,
