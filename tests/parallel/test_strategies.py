@@ -93,6 +93,32 @@ def test_a_ring_sends_each_float_as_often_as_it_must():
         assert made.bytes_sent == 2 * 4 * 2 * 3 * 160
 
 
+@pytest.mark.parametrize("kind", [k for k in REDUCTIONS if k != "parameter_server"])
+def test_who_has_finished_a_reduction_has_finished_those_before_it(kind):
+    """Else a rank that then waits in another call would not look at what the others wait for: a ring that goes around
+    and a shorter one behind it, which polls had completed, made ranks wait for each other for ever."""
+
+    def rounds(comm, seed: int):
+        rng = random.Random(1000 * seed + comm.rank)
+        plan = planning.make(6, comm.rank, comm.size, 1, 1)
+        long = strategies.make(Strategy(kind), comm, plan, 40, 1, shared=False)
+        short = strategies.make(Strategy(kind), comm, plan, 40, 1, shared=False, scatter=True)
+        for _ in range(4):
+            for one in (long, short):
+                one.buffers[:] = 1
+                one.start()
+            for _ in range(rng.randrange(1, 60)):
+                if short.poll():
+                    break
+            short.finish()
+            assert not long.lanes.under_way
+            comm.barrier()
+            long.finish()
+
+    for seed in range(12):
+        mock.run(3, rounds, seed)
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 @pytest.mark.parametrize("kind", [k for k in REDUCTIONS if k != "parameter_server"])
 def test_scatter_leaves_each_rank_its_range(kind, ranks):

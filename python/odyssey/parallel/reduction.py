@@ -130,6 +130,7 @@ class Lanes:
     def __init__(self) -> None:
         self.under_way: deque[Phased] = deque()
         self.tags = itertools.count()  # of messages from rank to rank
+        self.turns = itertools.count()  # of reductions, as they are started
         self._more: list[Communicator] = []
 
     @classmethod
@@ -162,13 +163,14 @@ class Phased(Reduction):
         self.lanes = Lanes.of(self.comm)
         self._phase = -1
         self._request: Request | None = None
-        self._running = False
+        self._running, self._turn = False, -1
         self._begun: tuple[int, int] | None = None  # for a timeline: when, and bytes sent before
 
     def start(self) -> None:
         self._running, self._phase, self._request = True, -1, None
         if slot.listener is not None:
             self._begun = time.monotonic_ns(), self.bytes_sent
+        self._turn = next(self.lanes.turns)
         self.lanes.under_way.append(self)
         self._advance(wait=False)
 
@@ -180,8 +182,11 @@ class Phased(Reduction):
         return not self._running
 
     def finish(self) -> np.ndarray:
-        while self._running:
-            self.lanes.under_way[0]._advance(wait=True)
+        # Those started before it as well, also where polls have completed it: another rank may be waiting for their
+        # next transfer here, and this one may not look at them before it has waited for that rank in another call.
+        under_way = self.lanes.under_way
+        while under_way and under_way[0]._turn <= self._turn:
+            under_way[0]._advance(wait=True)
         return self.result
 
     def _advance(self, *, wait: bool) -> None:
