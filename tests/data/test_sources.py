@@ -294,6 +294,16 @@ def test_by_name(folder, tmp_path):
         assert len(data.opened("npz", other, train=part == "train")) == 2
 
 
+def test_bytes_of_npz_are_pixels_on_the_command_line(tmp_path):
+    pixels = np.array([0, 51, 255], np.uint8).reshape(3, 1, 1, 1).repeat(2, 1)
+    np.savez(tmp_path / "a.npz", x=pixels, y=np.arange(3))
+    found = [data.opened("npz", tmp_path / "a.npz", train=part) for part in (True, False)]
+    values = {float(v) for part in found for v in np.ravel(part.images[:, 0] * part.scale[0] + part.shift[0])}
+    assert np.allclose(sorted(values), [-1, -0.6, 1], atol=1e-6)
+    np.savez(tmp_path / "a.npz", x=pixels[:, :, 0, 0].astype(np.float32), y=np.arange(3))
+    assert np.all(data.opened("npz", tmp_path / "a.npz", train=True).scale == 1)
+
+
 MEASURED = """
 import resource, sys
 import numpy as np

@@ -435,6 +435,9 @@ def opened(
         found = npz(here) if name == "npz" else ImageFolder(here, size)
         if name == "npz" and not found.classes and np.ndim(found.labels) == 1:  # numbers (N,), for an output (N, 1)
             found = dataclasses.replace(found, labels=found.labels[:, None])
+        if name == "npz" and found.normalised and found.images.dtype == np.uint8:  # bytes are pixels, as a folder's are
+            scale = np.full_like(found.scale, 1 / 127.5)
+            found = dataclasses.replace(found, scale=scale, shift=np.full_like(scale, -1))
     if whole:
         return split(found)[0 if train else 1]
     if name == "image-folder" and not train and found.classes != ImageFolder(parts[0], size).classes:
