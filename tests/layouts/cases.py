@@ -21,6 +21,7 @@ from draws import ALONE, Layout, Stop, Training
 from odyssey import data, nn
 from odyssey.comm import Communicator, mock
 from odyssey.errors import CollectiveError, ConfigError, NumericsError, OdysseyError
+from odyssey.parallel.balance import Balance
 from odyssey.parallel.reduction import Lanes
 from odyssey.train.trainer import DistributedTrainer, History
 
@@ -49,6 +50,21 @@ class Quiet:
         self.lines.append(line)
 
 
+class Anywhere(Balance):
+    """Puts shards anywhere, and elsewhere at each step; all of them on one rank, at some."""
+
+    at = 0
+
+    def before_step(self, shards: int) -> str:
+        self.at += 1
+        return ""
+
+    def counts(self, shards: int) -> tuple[int, ...]:
+        random = np.random.default_rng([self.at, shards])
+        cuts = np.sort(random.integers(0, shards + 1, self.comm.size - 1)) * (random.random() < 0.7)
+        return tuple(np.diff(cuts, prepend=0, append=shards).tolist())
+
+
 def trained(
     case: Training, layout: Layout, comm: Communicator, last: tuple[int, int] | None = None, **fit: Any
 ) -> Result:
@@ -67,6 +83,8 @@ def trained(
         **case.settings,
         **layout.settings,
     )
+    if trainer.layout.balance:
+        trainer.layout.balance = Anywhere(comm, 1)
     try:
         loader = case.data.loader(data.DataLoader if last is None else _Failing, layout.readers)
         if last is not None:

@@ -327,6 +327,9 @@ def _mesh(random: Random, training: Training, pp: int, tp: int) -> Layout:
 def layout(seed: int, index: int, of: Training, number: int = 0, all_data: bool = False) -> Layout:
     """The layout of a case, or number so and so of several."""
     made = drawn("layout", Random(seed, index, f"layout {number}"), of)
+    mesh = made.settings.get("mesh", Mesh(1, 1, 1))
+    if mesh.pp == 1 and mesh.tp in (None, 1) and Random(seed, index, f"rebalance {number}").chance(0.4):
+        made.settings["rebalance"] = True  # cases.Anywhere
     readers = Random(seed, index, f"readers {number}").one([0, 1, 2], [6, 1, 1]) if all_data else 0
     return dataclasses.replace(made, readers=readers)
 

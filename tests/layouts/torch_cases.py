@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch_draws as draws
-from cases import Outcome, Processes, Quiet, Ran, Result, attempted, judged
+from cases import Anywhere, Outcome, Processes, Quiet, Ran, Result, attempted, judged
 from torch_draws import ALONE, Layout, Training
 
 from odyssey import data
@@ -42,6 +42,8 @@ def trained(case: Training, layout: Layout, comm: Communicator, **fit: Any) -> R
         **case.settings,
         **layout.settings,
     )
+    if trainer.layout.balance:
+        trainer.layout.balance = Anywhere(comm, 1)
     history = trainer.fit(case.batches(comm), epochs=case.epochs, **fit)
     evaluation, found = trainer.evaluate(case.batches(comm)), trainer.predict(case.batches(comm))
     result = dict(sorted(trainer.named_state().items()))

@@ -486,6 +486,9 @@ def case(seed: int, index: int) -> Case:
     layouts = [layout(where, accumulation) for _ in range(3)]
     if layouts[0].ranks == 1:
         layouts[0].ranks = where.randint(2, RANKS)
+    for one, moves in zip(layouts, numbers(seed, index, "rebalance").choices([False, True], k=3), strict=True):
+        if moves and loader != "odyssey.torch":  # which reads equal shares
+            one.settings["rebalance"] = True  # cases.Anywhere
     stop = where.randint(1, max(1, training.steps - 1))
     return Case(training, *layouts, stop, where.choice([None, 1, 2]))
 

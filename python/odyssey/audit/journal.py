@@ -81,7 +81,8 @@ class Journal(Callback):
             self._progress(context)
 
     def _progress(self, context: Context) -> None:
-        self._write("progress", step=context.steps, loss=context.loss)
+        shards = context.trainer.shards_moved(context.batch_size)
+        self._write("progress", step=context.steps, loss=context.loss, **({"shards": shards} if shards else {}))
 
     def on_checkpoint(self, context: Context) -> None:
         """A checkpoint is made."""

@@ -251,6 +251,9 @@ class Trainable(Protocol):
     def partial(self) -> bool:
         """Whether fingerprints() are of this rank's part, to be added up over all ranks."""
 
+    def shards_moved(self, samples: int) -> tuple[int, ...]:
+        """Of a step of so many samples how many shards each rank computes, once some have moved; else none."""
+
     def fingerprints(self) -> tuple[int, int]:
         """Fingerprints of the gradients of the last step, and of the weights (fingerprint.py)."""
 

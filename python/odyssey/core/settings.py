@@ -251,6 +251,9 @@ class Training(Exchange):
         "25, with zero 2 and 3 at most a 32nd of the model", above=0, alias="bucket_size_mb"
     )
     overlap: bool = setting(RANKS, True, "reduce buckets during the backward pass", flags=("--overlap/--no-overlap",))
+    rebalance: bool = setting(
+        RANKS, False, "move shards between steps from ranks that take long to the others; the same bits"
+    )
     nonfinite: str = setting(
         SAVING, "stop", "at a NaN or infinity: stop, skip the step, or go back to the last checkpoint and leave the "
         "batch out", choices=recipes.NONFINITE

@@ -61,6 +61,10 @@ class Batch:
         """What the model should make of them, a tree of arrays (B, ...)."""
         return list(self)[1]
 
+    def covering(self, lo: int, hi: int) -> Batch:
+        """A batch that has samples [lo, hi): this one, or the whole."""
+        return self if self.run is None or (self.run[0] <= lo and hi <= self.run[1]) else self.whole()
+
     def whole(self) -> Batch:
         """The same batch with all of its samples: those that another process was to read are read now."""
         return self if self._complete is None else self._complete(self)

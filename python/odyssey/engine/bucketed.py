@@ -30,7 +30,7 @@ class BucketedRunner(Runner):
     def __init__(self, recorded: Recorded) -> None:
         super().__init__(recorded)
         lay, comm, arena, records = recorded.layout, recorded.groups.dp, recorded.arena, recorded.records
-        self.plan = planning.make(self.shards, comm.rank, comm.size, lay.workers, lay.threads)
+        self.plan = planning.make(self.shards, comm.rank, comm.size, lay.workers, lay.threads, lay.counts(self.shards))
         self.parts = parts = recorded.parts
         self.segments = segments(records, arena, parts.buckets, by_params=parts.partitioned)
         own = self.plan.run[1] - self.plan.run[0]

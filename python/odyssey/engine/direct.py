@@ -23,7 +23,7 @@ class DirectRunner(Runner):
         lay, lib, arena, comm = recorded.layout, native.library(), recorded.arena, recorded.groups.dp
         self.floats = (arena.size if recorded.train else 0) + lib.stats
         self.stats_at = self.floats - lib.stats
-        self.plan = planning.make(self.shards, comm.rank, comm.size, lay.workers, lay.threads)
+        self.plan = planning.make(self.shards, comm.rank, comm.size, lay.workers, lay.threads, lay.counts(self.shards))
         content = recorded.content(whole=True)
         self._reduce = strategy.make(lay.reduction, comm, self.plan, self.floats, lay.workers, content=content)
         self.reductions = (self._reduce,)

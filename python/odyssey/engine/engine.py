@@ -133,6 +133,8 @@ class Engine:
 
     def _ready(self, batch: Batch, step: int) -> Runner:
         """What a batch needs, pointing at its samples."""
+        if batch.run is not None:  # it may have been read before shards moved
+            batch = batch.covering(*self.part(len(batch.indices)))
         data = batch.dataset
         ready = self.prepare(len(batch.indices), data.form)
         if ready.data is not data:
@@ -146,9 +148,11 @@ class Engine:
 
     def prepare(self, samples: int, form: Form) -> Runner:
         """What a batch size needs; made when it is first met."""
-        key = (samples, self.shard_size_of(samples), *form)
+        size = self.shard_size_of(samples)
+        key = (samples, size, *form, self.layout.counts(planning.shard_count(samples, size)))
         runner = self._prepared.pop(key, None)
         if runner is None:
+            self._prepared = {k: r for k, r in self._prepared.items() if k[:-1] != key[:-1]}  # shards have moved
             try:
                 runner = self._runner(samples, form)
             except OdysseyError as error:
@@ -502,8 +506,8 @@ class Engine:
         """Which run of a batch's samples this rank computes, (first, one past the last); one sample if it has none."""
         n, dp, workers = self.shard_size_of(samples), self.groups.dp, self.layout.workers
         shards = planning.shard_count(samples, n)
-        runs = [planning.share(shards, dp.size * workers, dp.rank * workers + w) for w in (0, workers - 1)]
-        lo, hi = runs[0][0] * n, min(runs[1][1] * n, samples)
+        runs = planning.runs(shards, dp.size, workers, self.layout.counts(shards))[dp.rank * workers :][:workers]
+        lo, hi = runs[0][0] * n, min(runs[-1][1] * n, samples)
         return (lo, hi) if hi > lo else (0, min(1, samples))
 
     # --- recording ---

@@ -8,6 +8,7 @@ from ..comm import Communicator
 from ..errors import ConfigError
 from ..parallel import buckets as bucketing
 from ..parallel import strategy
+from ..parallel.balance import Balance
 from ..parallel.mesh import Mesh
 from ..parallel.strategy import Strategy
 
@@ -29,6 +30,7 @@ class Layout:
     bucket_size_mb: float | None = None  # None: see `bucket_floats`
     overlap: bool = True
     schedule: str = "1f1b"
+    rebalance: bool = False  # shards may move from rank to rank between steps
     gpus: tuple[int, ...] = ()  # the device of each worker of this process; none: they compute on the CPU
 
     def __post_init__(self) -> None:
@@ -44,6 +46,14 @@ class Layout:
             )
 
         self.reduction.check(self.mesh, self.zero)
+        if self.rebalance and (self.split or not self.reduction.same_bits):
+            how = self.reduction.compression or self.reduction.reduction
+            wrong = f"{self.mesh}: each rank must have a whole model" if self.split else f"{how}: bits would change"
+            raise ConfigError(
+                f"[train] rebalance=True moves shards from rank to rank, which does not go with {wrong}; use --pp 1 "
+                "--tp 1 and reduction='tree', 'hierarchical' or 'parameter_server', or leave it out"
+            )
+        self.balance = Balance(self.comm, self.threads) if self.rebalance and self.comm.size > 1 else None
         if self.gpus:
             self._check_gpus()
 
@@ -59,6 +69,7 @@ class Layout:
                     (f"reduction={self.reduction.reduction!r}", self.reduction.reduction in strategy.MODES),
                     (f"bucket_size_mb={self.bucket_size_mb}", self.bucket_size_mb is not None),
                     ("overlap=False", not self.overlap),
+                    ("rebalance=True", self.rebalance),
                 )
                 if found
             ),
@@ -80,6 +91,10 @@ class Layout:
             return int(self.bucket_size_mb * bucketing.FLOATS_PER_MB)
         floats = int(BUCKET_MB * bucketing.FLOATS_PER_MB)
         return min(floats, size // 32) if self.zero > 1 else floats
+
+    def counts(self, shards: int) -> tuple[int, ...]:
+        """Of a step's shards how many each rank computes now; empty: equal shares."""
+        return self.balance.counts(shards) if self.balance else ()
 
     @property
     def split(self) -> bool:

@@ -43,6 +43,7 @@ class Plan(NamedTuple):
     partial: tuple[tuple[Node, int], ...]
     buffers: int
     pool: tuple[int, ...] = ()
+    counts: tuple[int, ...] = ()  # shards of each process, where they are not shared out equally
 
     def tables(self) -> list[int]:
         """The plan as the executor reads it, as int64: `Tables` in shared/training/executor.mojo says what lies where.
@@ -97,6 +98,15 @@ def share(n: int, parts: int, i: int) -> Run:
     return (n * i // parts, n * (i + 1) // parts)
 
 
+def runs(shards: int, ranks: int, workers: int, counts: tuple[int, ...] = ()) -> list[Run]:
+    """The shards of each worker of each rank, in order: equal shares, or `counts` of them for each rank."""
+    if not counts:
+        return [share(shards, ranks * workers, w) for w in range(ranks * workers)]
+    starts = [sum(counts[:r]) for r in range(ranks)]
+    cuts = ((at, share(n, workers, w)) for at, n in zip(starts, counts, strict=True) for w in range(workers))
+    return [(at + a, at + b) for at, (a, b) in cuts]
+
+
 def split(n: int) -> int:
     """Leaves of the left child of a node over n > 1 leaves: the largest power of two smaller than n."""
     return 1 << (n - 1).bit_length() - 1
@@ -149,16 +159,16 @@ def combine(given: tuple[Node, ...], shards: int) -> tuple[tuple[Action, ...], t
 
 
 @functools.lru_cache(maxsize=64)
-def make(shards: int, rank: int, ranks: int, workers: int, threads: int) -> Plan:
+def make(shards: int, rank: int, ranks: int, workers: int, threads: int, counts: tuple[int, ...] = ()) -> Plan:
     """The plan of process `rank` of `ranks`, each with `workers` workers whose shards `threads` threads compute.
 
     Worker w of all ranks * workers owns run w, which is empty for some if a batch has fewer shards than workers.
-    Threads take whole workers, or share one if there are more threads.
+    Threads take whole workers, or share one if there are more threads. counts: see `runs`.
     """
-    runs = [share(shards, ranks * workers, rank * workers + w) for w in range(workers)]
-    own = (runs[0][0], runs[-1][1])
+    mine = runs(shards, ranks, workers, counts)[rank * workers : (rank + 1) * workers]
+    own = (mine[0][0], mine[-1][1])
     pieces = max(1, threads // workers)
-    cut = [(lo + a, lo + b) for lo, hi in runs for a, b in (share(hi - lo, pieces, i) for i in range(pieces)) if b > a]
+    cut = [(lo + a, lo + b) for lo, hi in mine for a, b in (share(hi - lo, pieces, i) for i in range(pieces)) if b > a]
     threads = max(1, min(threads, len(cut)))
     free: list[int] = []
     count = 0
@@ -195,11 +205,11 @@ def make(shards: int, rank: int, ranks: int, workers: int, threads: int) -> Plan
     partial = tuple((node, buffers[i]) for node, i in kept)
     fixed = {b for _, b in partial}
     first = {lo for (lo, _), _ in partial}
-    runs = (share(own[1] - own[0], threads, t) for t in range(threads))
-    needed = sum(_pooled((own[0] + a, own[0] + b), shards, first) for a, b in runs)
+    parts = (share(own[1] - own[0], threads, t) for t in range(threads))
+    needed = sum(_pooled((own[0] + a, own[0] + b), shards, first) for a, b in parts)
     count = max(count, len(fixed) + needed, 1)
     pool = tuple(b for b in range(count) if b not in fixed)
-    return Plan(shards, own, tuple(lists), final, partial, count, pool)
+    return Plan(shards, own, tuple(lists), final, partial, count, pool, counts)
 
 
 def _pooled(run: Run, shards: int, fixed: set[int]) -> int:
@@ -243,9 +253,11 @@ def ranges(floats: int, parts: int, align: int = 16) -> tuple[Run, ...]:
 
 
 @functools.lru_cache(maxsize=64)
-def exchange(shards: int, ranks: int, workers: int, floats: int, align: int = 16) -> Exchange:
+def exchange(
+    shards: int, ranks: int, workers: int, floats: int, align: int = 16, counts: tuple[int, ...] = ()
+) -> Exchange:
     """The plan of the reduction between `ranks` processes of `workers` workers over buffers of `floats` floats."""
-    cuts = [share(shards, ranks * workers, w) for w in range(ranks * workers)]
+    cuts = runs(shards, ranks, workers, counts)
     per_rank = tuple(tuple(nodes((cuts[r * workers][0], cuts[(r + 1) * workers - 1][1]), shards)) for r in range(ranks))
     adds, _ = combine(tuple(node for own in per_rank for node in own), shards)
     return Exchange(ranges(floats, ranks, align), per_rank, adds)

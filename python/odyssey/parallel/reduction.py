@@ -63,7 +63,7 @@ class Reduction:
     ) -> None:
         self.comm, self.plan, self.floats, self.workers, self.scatter = comm, plan, floats, workers, scatter
         self.strategy, self.content = strategy, content
-        self.exchange = exchange(plan.shards, comm.size, workers, floats)
+        self.exchange = exchange(plan.shards, comm.size, workers, floats, counts=plan.counts)
         self.ranges: tuple[Run, ...] = self.exchange.ranges
         self.own: Run = self.ranges[comm.rank] if scatter else (0, floats)
         self.bytes_sent = 0

@@ -18,7 +18,7 @@ import dataclasses
 import hashlib
 import math
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -90,8 +90,10 @@ class Shards:
     ) -> None:
         self.arena, self.comm, self.strategy, self.size, self.seed = arena, comm, strategy, size, seed
         self.mean, self.strict, self.tell = mean, strict, tell
+        self.counts: Callable[[int], tuple[int, ...]] = lambda shards: ()  # of each rank; empty: equal shares
         self.memory: dict[str, Any] = {}  # of a compression
-        self._prepared: dict[tuple[int, int | None, bool], Prepared] = {}
+        self._prepared: dict[tuple[Any, ...], Prepared] = {}
+        self._sent = 0, 0
         self._told: set[str] = set()
         params, norms = arena.trained, len(arena.counters)
         # gradients | statistics | whether changed | SUMS | reached | raised
@@ -100,11 +102,16 @@ class Shards:
 
     def prepared(self, samples: int, train: bool = True) -> Prepared:
         """For batches of so many samples; a collective call the first time."""
-        key = samples, self.size, train
+        assert self.size is not None
+        shards = planning.shard_count(samples, self.size)
+        counts = self.counts(shards) if train else ()
+        key = samples, self.size, train, counts
         if key not in self._prepared:
             arena = self.arena
-            assert self.size is not None
-            plan = planning.make(planning.shard_count(samples, self.size), self.comm.rank, self.comm.size, 1, 1)
+            for moved in [k for k in self._prepared if k[:3] == key[:3]]:  # shards have moved
+                gone = self._prepared.pop(moved).reduction
+                self._sent = self._sent[0] + gone.bytes_sent, self._sent[1] + gone.bytes_plain
+            plan = planning.make(shards, self.comm.rank, self.comm.size, 1, 1, counts)
             floats = -(-self._places[-1] // ALIGN) * ALIGN if train else ALIGN
             shapes = tuple((at, tuple(g.shape)) for g, at in zip(arena.gradients, arena.at, strict=False))
             content = strategies.Content(arena.size, shapes, samples, self.memory) if train else None
@@ -119,10 +126,16 @@ class Shards:
             )
         return self._prepared[key]
 
-    def share(self, samples: int) -> tuple[int, int]:
+    def traffic(self) -> tuple[int, int]:
+        """Bytes that this rank has sent so far, and what it would have sent without compression."""
+        made = [p.reduction for p in self._prepared.values()]
+        return self._sent[0] + sum(r.bytes_sent for r in made), self._sent[1] + sum(r.bytes_plain for r in made)
+
+    def share(self, samples: int, train: bool = True) -> tuple[int, int]:
         """The samples of a batch that this rank's shards have, (first, one past the last); one if it has no shard."""
         assert self.size is not None
-        run = planning.share(planning.shard_count(samples, self.size), self.comm.size, self.comm.rank)
+        shards = planning.shard_count(samples, self.size)
+        run = planning.runs(shards, self.comm.size, 1, self.counts(shards) if train else ())[self.comm.rank]
         lo, hi = run[0] * self.size, min(run[1] * self.size, samples)
         return (lo, hi) if hi > lo else (0, min(1, samples))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -34,7 +35,7 @@ from ..watch import slot
 from ..watch.runs import Run
 from . import metrics as metric_sums
 from .arena import Arena
-from .batches import batches, part
+from .batches import Sharded, batches, part
 from .data import DataLoader
 from .shards import Shards, Sums
 from .state import TorchState, environment, hold
@@ -129,7 +130,9 @@ class DistributedTrainer(TorchState):
             strict=deterministic == "error",
             tell=self.say,
         )
-        self.layout = declaration.part(Layout, made, comm=self.comm, workers=1, reduction=self.strategy, mesh=self.mesh)
+        own = {"comm": self.comm, "workers": 1, "threads": 1, "reduction": self.strategy, "mesh": self.mesh}
+        self.layout = declaration.part(Layout, made, **own)  # a rank runs its shards one after the other
+        self.shards.counts = self.layout.counts
         self.mode = Mode(self)
         self._given = self._description()
         self._same_everywhere()
@@ -164,6 +167,12 @@ class DistributedTrainer(TorchState):
     def take_step(self, batch: datasets.Batch) -> Step:
         """One optimizer step over a global batch, of which this rank runs its shards. See train_step()."""
         self._share_out(len(batch.indices))
+        if self.layout.rebalance and isinstance(batch.dataset, Sharded):
+            raise ConfigError(
+                "[torch] rebalance=True with odyssey.torch.DataLoader, which reads equal shares of the shards on all "
+                "ranks; use odyssey.data.DataLoader, or leave it out"
+            )
+        self._move_shards(len(batch.indices))
         self._catch_up()
         rate = self.rate
         self._watch.batch(batch, self.steps)
@@ -212,6 +221,7 @@ class DistributedTrainer(TorchState):
 
     def _run(self, batch: datasets.Batch, step: int, train: bool = True) -> Sums:
         """Runs this rank's shards of a batch; the sums over all."""
+        batch = batch.covering(*self.shards.share(len(batch.indices), train))
         for lo, hi in self.shards(len(batch.indices), step, train):
             x, y = part(batch, lo, hi)
             weight = 1 if self._loss_is_sum else hi - lo
@@ -260,8 +270,7 @@ class DistributedTrainer(TorchState):
     # --- fit() ---
 
     def traffic(self) -> tuple[int, int]:
-        made = [p.reduction for p in self.shards._prepared.values()]
-        return sum(r.bytes_sent for r in made), sum(r.bytes_plain for r in made)
+        return self.shards.traffic()
 
     def _begin_fit(self, context: callbacks.Context, whole: datasets.ArrayDataset | None) -> None:
         if torch.is_autocast_enabled("cpu"):
@@ -282,7 +291,7 @@ class DistributedTrainer(TorchState):
         return batches(loader, epoch, self.seed, self.accumulation_steps)
 
     def _part(self, training: bool) -> Callable[[int], tuple[int, int]] | None:
-        return self.shards.share
+        return functools.partial(self.shards.share, train=training)
 
     def _repeats(self, sampler: Any) -> bool:
         """Those of torch draw from its generator, which each epoch is seeded anew, unless they have their own."""

@@ -438,6 +438,7 @@ class Sharing(Trainer):
 
     shard_size: int | None  # samples per shard; None until the global batch is known
     check_every: int
+    layout: Any  # engine.layout.Layout
     _watch: agreement.Watch
     _counted_idle = False
 
@@ -456,6 +457,17 @@ class Sharing(Trainer):
                 f"{workers} workers but {shards} shard{'s' * (shards > 1)} (global batch {samples}, shard size "
                 f"{self.shard_size}): {without} {'is' if without == 1 else 'are'} idle"
             )
+
+    def _move_shards(self, samples: int) -> None:
+        """A step of so many samples begins: with `rebalance`, shards may move to other ranks."""
+        balance = self.layout.balance
+        if balance is not None and (line := balance.before_step(shard_count(samples, self.shard_size))):
+            self.say(f"{line} (step {self.steps + 1})")
+
+    def shards_moved(self, samples: int) -> tuple[int, ...]:
+        """Of a step of so many samples how many shards each rank computes, once some have moved; else none."""
+        balance = self.layout.balance
+        return balance.counts(shard_count(samples, self.shard_size)) if balance and samples else ()
 
     def _evaluation(
         self,

@@ -225,6 +225,7 @@ class DistributedTrainer(EngineState):
             raise ConfigError("[async] ranks do not take steps together; call fit()")
         self._scale_rate(len(batch.indices))
         self._share_out(len(batch.indices))
+        self._move_shards(len(batch.indices))
         self.compare(batch)
         part = self.mode.part(batch)
         if part is None:  # the others take this step; this rank's state counts it too

@@ -187,6 +187,13 @@ def waited(nanoseconds: int) -> None:
         listener.waited("a short call", now - nanoseconds, now)
 
 
+def busy() -> int:
+    """Nanoseconds so far in which this process read data and computed, without those in which it waited."""
+    q, working = _q, [CODES[name] for name in ("start", "data", "compute")]
+    now = _now() - q[_SINCE] if q[_PHASE] in working and not q[_WAITING] else 0
+    return now + sum(q[_TIMES + code] for code in working)
+
+
 def quick(sequence: int, group: int, text: str) -> None:
     """As `call`, for the shortest calls: the text is written when it is another object than the last time."""
     global _quick

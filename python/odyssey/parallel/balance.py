@@ -1,0 +1,101 @@
+"""Moves shards from slow ranks to fast ones, between steps: `rebalance`.
+
+Shards are logical and added along one tree (plan.py), so who computes which changes no bit. Every EVERY steps ranks
+tell each other how long they were busy, without waiting for others, and all decide the same from the same numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+
+from ..comm import Communicator
+from ..watch import slot
+from .plan import runs
+
+EVERY = 8  # steps from one comparison to the next
+SECONDS = 0.25  # that the busiest rank was busy, at least: shorter times are noise
+GAIN = 1.1  # how many times as fast steps must become, as estimated, for shards to move
+
+Costs = tuple[tuple[float, int], ...]  # of each rank: seconds of a round, and shards of one, which threads share out
+
+
+@functools.lru_cache(maxsize=64)
+def counts(shards: int, costs: Costs) -> tuple[int, ...]:
+    """How many shards each rank computes so that the last one is done as early as possible; pure.
+
+    Each has one, if there are so many, for else nobody would see it become fast again. No costs: no counts, which
+    stands for equal shares.
+    """
+    given = [int(shards >= len(costs))] * len(costs)
+    for _ in range(shards - sum(given) if costs else 0):
+        rank = min(range(len(costs)), key=lambda r: -(-(given[r] + 1) // costs[r][1]) * costs[r][0])
+        given[rank] += 1
+    return tuple(given)
+
+
+def span(given: tuple[int, ...], costs: Costs) -> float:
+    """Seconds that the last rank takes."""
+    return max(-(-n // threads) * seconds for n, (seconds, threads) in zip(given, costs, strict=True))
+
+
+class Balance:
+    """How many shards each rank computes, the same on all. `threads`: of this rank."""
+
+    def __init__(self, comm: Communicator, threads: int) -> None:
+        self.comm, self.threads = comm, threads
+        self.costs: Costs = ()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._steps, self._rounds, self._since = -1, 0, 0
+
+    def counts(self, shards: int) -> tuple[int, ...]:
+        """Of a step of so many shards, by rank; empty: equal shares."""
+        return counts(shards, self.costs)
+
+    def _given(self, shards: int) -> tuple[int, ...]:
+        return self.counts(shards) or tuple(b - a for a, b in runs(shards, self.comm.size, 1))
+
+    def before_step(self, shards: int) -> str:
+        """A step of so many shards begins: a collective call now and then. A line where shards move, else ""."""
+        said = ""
+        if self._steps == 0:  # the step before recorded programs, or made room: it is not counted
+            self._since = slot.busy()
+        elif self._steps > 0 and self._steps % EVERY == 0:
+            said = self._compare(shards)
+        self._steps += 1
+        if self._steps > 0:
+            self._rounds += -(-self._given(shards)[self.comm.rank] // self.threads)
+        return said
+
+    def _compare(self, shards: int) -> str:
+        mine = (slot.busy() - self._since) / 1e9, self._rounds, self.threads
+        everyone = self.comm.all_gather(np.array(mine, np.float64)).tolist()
+        if max(seconds for seconds, *_ in everyone) < SECONDS:
+            return ""
+        measured = [max(seconds, 1e-9) / rounds for seconds, rounds, _ in everyone if rounds]
+        if not measured:
+            return ""
+        known = [seconds for seconds, _ in self.costs] or [sum(measured) / len(measured)] * len(everyone)
+        costs = tuple(
+            (max(seconds, 1e-9) / rounds if rounds else before, int(threads))
+            for (seconds, rounds, threads), before in zip(everyone, known, strict=True)
+        )
+        old, new = self._given(shards), counts(shards, costs)
+        self._begin()
+        if span(new, costs) * GAIN > span(old, costs):
+            self._steps, self._since = 0, slot.busy()
+            return ""
+        self.costs = costs
+        moved = [f"rank {r} {b} instead of {a}" for r, (a, b) in enumerate(zip(old, new, strict=True)) if a != b]
+        slow = max(range(len(costs)), key=lambda r: costs[r][0] / costs[r][1])
+        times = costs[slow][0] / costs[slow][1] / min(seconds / threads for seconds, threads in costs)
+        if old[self.comm.rank] != new[self.comm.rank]:
+            slot.note(f"{new[self.comm.rank]} shards instead of {old[self.comm.rank]}")
+        more = f", and {len(moved) - 8} more" * (len(moved) > 8)
+        return (
+            f"[rebalance] a shard takes rank {slow} {times:.1f}x as long as the fastest: shards of a step from now "
+            f"on: {', '.join(moved[:8])}{more}"
+        )
