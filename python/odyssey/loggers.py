@@ -268,6 +268,7 @@ class MLflowLogger(Logger):
     (its best, with a ModelCheckpoint). Needs mlflow or mlflow-skinny (with sqlalchemy for a SQLite store).
 
     experiment: its name. uri: of the store, such as "sqlite:///mlflow.db"; default: MLflow's own, MLFLOW_TRACKING_URI.
+    artifacts: where those of a new experiment go; default: MLflow's own place, with SQLite ./mlruns.
     `run_id`: of the run. A training that goes on from a checkpoint goes on in the same run.
     """
 
@@ -279,9 +280,11 @@ class MLflowLogger(Logger):
         *,
         run_name: str | None = None,
         log_checkpoint: bool = True,
+        artifacts: str | Path | None = None,
     ) -> None:
         super().__init__(log_every_n_steps)
         _need(self, "mlflow", "mlflow-skinny")
+        self._artifacts = None if artifacts is None else Path(artifacts).absolute().as_uri()
         self.experiment, self.uri, self.run_name, self.log_checkpoint = experiment, uri, run_name, log_checkpoint
         self.run_id: str | None = None
         self._client: Any = None
@@ -308,7 +311,9 @@ class MLflowLogger(Logger):
                     self._known[key] = max(m.step for m in client.get_metric_history(self.run_id, key))
         if self.run_id is None:
             found = client.get_experiment_by_name(self.experiment)
-            number = client.create_experiment(self.experiment) if found is None else found.experiment_id
+            number = (
+                client.create_experiment(self.experiment, self._artifacts) if found is None else found.experiment_id
+            )
             self.run_id = client.create_run(number, run_name=self.run_name).info.run_id
             parameters = {**context.trainer.configuration(), "epochs": context.epochs}
             params = [mlflow.entities.Param(name, str(value)[:500]) for name, value in parameters.items()]
@@ -405,9 +410,11 @@ def named(names: str, folder: Path | None, log_every_n_steps: int = 10) -> list[
         if name not in NAMES:
             raise ConfigError(f"[train] --log names {name!r}{did_you_mean(name, NAMES)}")
         if name == "mlflow":
-            uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder.absolute() / 'mlflow.db'}"
-            folder.mkdir(parents=True, exist_ok=True)
-            made.append(MLflowLogger(uri=uri, log_every_n_steps=log_every_n_steps))
+            where: dict[str, Any] = {}
+            if not os.environ.get("MLFLOW_TRACKING_URI"):
+                folder.mkdir(parents=True, exist_ok=True)
+                where = {"uri": f"sqlite:///{folder.absolute() / 'mlflow.db'}", "artifacts": folder / "mlruns"}
+            made.append(MLflowLogger(log_every_n_steps=log_every_n_steps, **where))
         elif name == "wandb":
             made.append(WandbLogger(folder=folder, log_every_n_steps=log_every_n_steps))
         else:

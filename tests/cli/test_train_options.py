@@ -49,6 +49,34 @@ def test_no_eval_loads_no_test_set(odyssey_command, fake):
     assert done.out.startswith("train loss")
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["val_loss"], "names 'val_loss'; choose from test_loss, test_accuracy, train_loss, train_accuracy"),
+        (["test_loss", "--no-eval"], "names 'test_loss'; choose from train_loss, train_accuracy"),
+        (["test_accuracy", "--metrics", "top2, mae"], "choose from test_loss, test_top2, test_mae, train_loss"),
+        (["test_loss:soon"], "is 'test_loss:soon'; give FIGURE[:PATIENCE[:MIN_DELTA]], such as test_loss:3:0.01"),
+        (["test_loss:3:0.1:min"], "is 'test_loss:3:0.1:min'; give FIGURE"),
+        (["test_loss:0"], "[EarlyStopping] patience is 0; it must be"),
+        (["test_loss:2:nan"], "[EarlyStopping] min_delta is nan; it must be"),
+    ],
+)
+def test_early_stopping_by_a_figure_that_is_there(odyssey_command, fake, tmp_path, words, says):
+    done = odyssey_command("train", "--no-progress", "--early-stopping", *words)
+    assert done.code == 64 and says in done.err and done.err.count("\n") == 1 and "fit" not in fake.calls
+
+
+def test_early_stopping_reaches_fit_and_keeps_the_best_where_there_are_checkpoints(odyssey_command, fake, tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text('early-stopping = "test_accuracy: 5 :0.01"\n')
+    odyssey_command("train", "--no-progress", "--config", str(file))
+    (early,) = fake.calls["saving"]["callbacks"]
+    assert (early.monitor, early.patience, early.min_delta, early.mode) == ("test_accuracy", 5, 0.01, "max")
+    odyssey_command("train", "--no-progress", "--early-stopping", "train_loss", "--checkpoint-dir", str(tmp_path / "c"))
+    early, best = fake.calls["saving"]["callbacks"]
+    assert (early.patience, early.mode, best.monitor, best.mode) == (3, "min", "train_loss", "min")
+
+
 def test_options_reach_the_trainer(odyssey_command, fake):
     done = odyssey_command(
         *"train --model mlp -n 2 --threads 3 --reduction mpi --execution eager --device cpu --shard-size 16".split(),

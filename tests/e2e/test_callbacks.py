@@ -154,7 +154,7 @@ def test_a_timer_ends_a_training_and_more_time_lets_it_go_on(tmp_path):
     ("make", "message"),
     [
         (lambda: callbacks.EarlyStopping(patience=0), "[EarlyStopping] patience is 0"),
-        (lambda: callbacks.EarlyStopping(mode="least"), "[EarlyStopping] mode is 'least'; choose from min, max"),
+        (lambda: callbacks.EarlyStopping(mode="least"), "[EarlyStopping] mode is 'least'; choose from auto, min, max"),
         (lambda: callbacks.ReduceLROnPlateau(factor=2), "[ReduceLROnPlateau] factor is 2; it must be between 0 and 1"),
         (lambda: callbacks.Timer("soon"), "[Timer] duration is 'soon'; give seconds above 0"),
         (lambda: callbacks.ModelCheckpoint(name="step_1"), "[ModelCheckpoint] name is 'step_1'"),

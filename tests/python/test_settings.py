@@ -11,14 +11,41 @@ from pathlib import Path
 import click
 import pytest
 
-from odyssey import DistributedTrainer, nn, optim
+from odyssey import DistributedTrainer, data, nn, optim
 from odyssey.cli.commands.train import _option
 from odyssey.cli.configfile import parse_config
-from odyssey.core.settings import RANKS, SECTIONS, Settings, Training, check, declared, keywords, made, option, setting
+from odyssey.core.settings import (
+    ELSEWHERE,
+    OF_FIT,
+    RANKS,
+    SECTIONS,
+    Settings,
+    Training,
+    check,
+    declared,
+    keywords,
+    made,
+    option,
+    setting,
+)
 from odyssey.distributed.config import DistributedConfig
 from odyssey.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
+
+
+def test_what_others_take_is_theirs():
+    takes = {
+        "fit()": [DistributedTrainer.fit],
+        "data.DataLoader": [data.DataLoader],
+        "the optimizer": [optim.SGD, optim.Adam],
+        "optim.schedule()": [optim.schedule],
+    }
+    own = {*declared(Training), *inspect.signature(DistributedTrainer).parameters, "self", "params", "name"}
+    for who, functions in takes.items():
+        names = {name for f in functions for name in inspect.signature(f).parameters} - own
+        assert names == {*ELSEWHERE[who].split(), *(OF_FIT if who == "fit()" else ())} - own, who
+    assert set(takes) == set(ELSEWHERE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +92,9 @@ def test_every_setting_has_a_section_and_a_default_that_is_allowed():
         ({"acumulation_steps": 2}, "unknown setting 'acumulation_steps'; did you mean 'accumulation_steps'?"),
         ({"model_name": "mlp"}, "unknown setting 'model_name'"),
         ({"checkpoint_dir": "kept"}, "unknown setting 'checkpoint_dir'; give it to fit()"),
+        ({"batch_size": 128}, "unknown setting 'batch_size'; give it to data.DataLoader"),
+        ({"verbose": False}, "unknown setting 'verbose'; give it to fit()"),
+        ({"lr": 0.1}, "unknown setting 'lr'; give it to the optimizer"),
         ({"threads": 0}, "threads is 0; it must be an integer of at least 1"),
         ({"num_gpus": True}, "num_gpus is True; it must be an integer"),
         ({"zero": 4}, "zero is 4; it must be an integer from 0 to 3"),

@@ -64,8 +64,8 @@ class Journal(Callback):
         about = {"ranks": comm.size, "hosts": hosts, "mesh": parts, "backend": comm.name, "step": context.steps}
         about["configuration"] = trainer.configuration()
         about["environment"] = {
-            "python": platform.python_version(), "numpy": np.__version__, "system": platform.platform(),
-            "processor": platform.machine(), "cores": os.cpu_count(), "threads": getattr(trainer, "threads", None),
+            "python": platform.python_version(), "numpy": np.__version__, "system": " ".join(os.uname()[:3:2]),
+            "processor": os.uname().machine, "cores": os.cpu_count(), "threads": getattr(trainer, "threads", None),
             "device": getattr(trainer, "device", "cpu"), "launcher": comm.why,
         }  # fmt: skip
         if parts.get("pp", 1) > 1 and settings is not None:

@@ -10,7 +10,7 @@ import datetime
 import math
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from ..data.sampler import check_integer
 from ..errors import ConfigError
 from .base import Callback, Context
 
-MODES = ("min", "max")
+MODES = ("auto", "min", "max")
 
 
 def _check(owner: Any, name: str, value: Any, ok: bool, allowed: str) -> Any:
@@ -37,13 +37,16 @@ def _number(value: Any) -> bool:
 class Monitor(Callback):
     """Looks at a figure of an epoch's record, such as "test_loss", "test_accuracy" or "train_loss".
 
-    mode: "min" if less is better, "max". min_delta: by how much it must be better than the best to count as better.
+    mode: "min" if less is better, "max", or "auto": "max" for what ends in accuracy or top5 (any number), else "min".
+    min_delta: by how much it must be better than the best to count as better.
     Raises ConfigError: a setting is not allowed; at the end of an epoch: it has no such figure.
     """
 
-    def __init__(self, monitor: str = "test_loss", mode: str = "min", min_delta: float = 0.0) -> None:
+    def __init__(self, monitor: str = "test_loss", mode: str = "auto", min_delta: float = 0.0) -> None:
         self.monitor = _check(self, "monitor", monitor, isinstance(monitor, str), "give the name of a figure")
         self.mode = _check(self, "mode", mode, mode in MODES, f"choose from {', '.join(MODES)}")
+        if mode == "auto":
+            self.mode = "max" if re.search(r"(accuracy|top\d+)$", monitor) else "min"
         ok = _number(min_delta) and min_delta >= 0
         self.min_delta = _check(self, "min_delta", min_delta, ok, "it must be a number of at least 0")
         self.best: float | None = None
@@ -115,7 +118,7 @@ class EarlyStopping(Patience):
     """Finishes the training after `patience` epochs in which the figure was not better by more than `min_delta`."""
 
     def __init__(
-        self, monitor: str = "test_loss", patience: int = 3, min_delta: float = 0.0, mode: str = "min"
+        self, monitor: str = "test_loss", patience: int = 3, min_delta: float = 0.0, mode: str = "auto"
     ) -> None:
         super().__init__(monitor, patience, min_delta, mode)
 
@@ -125,6 +128,22 @@ class EarlyStopping(Patience):
 
     def still_finished(self, context: Context) -> bool:
         return self.waited >= self.patience
+
+    @classmethod
+    def parse(cls, text: str, figures: Sequence[str]) -> EarlyStopping:
+        """That of `odyssey train --early-stopping FIGURE[:PATIENCE[:MIN_DELTA]]`.
+
+        Raises ConfigError: it is no such text, or names none of these figures.
+        """
+        monitor, *numbers = (part.strip() for part in text.split(":"))
+        if monitor not in figures:
+            raise ConfigError(f"[train] --early-stopping names {monitor!r}; choose from {', '.join(figures)}")
+        try:
+            return cls(monitor, *(kind(n) for kind, n in zip((int, float, None), numbers, strict=False)))
+        except (TypeError, ValueError):
+            raise ConfigError(
+                f"[train] --early-stopping is {text!r}; give FIGURE[:PATIENCE[:MIN_DELTA]], such as {monitor}:3:0.01"
+            ) from None
 
 
 class ReduceLROnPlateau(Patience):
@@ -137,7 +156,7 @@ class ReduceLROnPlateau(Patience):
         factor: float = 0.1,
         patience: int = 3,
         min_delta: float = 0.0,
-        mode: str = "min",
+        mode: str = "auto",
         min_lr: float = 0.0,
     ) -> None:
         super().__init__(monitor, patience, min_delta, mode)
@@ -163,7 +182,7 @@ class ModelCheckpoint(Monitor):
     """
 
     def __init__(
-        self, monitor: str = "test_loss", mode: str = "min", save_top_k: int = 1, *, name: str = "best"
+        self, monitor: str = "test_loss", mode: str = "auto", save_top_k: int = 1, *, name: str = "best"
     ) -> None:
         super().__init__(monitor, mode)
         self.save_top_k = check_integer("[ModelCheckpoint] save_top_k", save_top_k, 1)

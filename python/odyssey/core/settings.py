@@ -292,6 +292,10 @@ class Settings(Training):
     steps: int | None = setting(
         DATA, None, "stop after so many optimizer steps", "at the end of the last epoch", low=1
     )
+    early_stopping: str | None = setting(
+        DATA, None, "stop when this figure of epochs was no better for PATIENCE of them (3); the best checkpoint is "
+        "then best in the directory of checkpoints", "all epochs", metavar="FIGURE[:PATIENCE[:MIN_DELTA]]"
+    )
     global_batch_size: int | None = setting(
         DATA, None, "samples per optimizer step, over all workers", "128; 64 gpt, 12 gpt-mini", low=1
     )
@@ -413,14 +417,22 @@ def check(kind: type, values: Mapping[str, Any], spell: Callable[..., str] = key
 
 
 OF_FIT = ("steps", "checkpoint_dir", "checkpoint_every", "keep", "resume", "allow_nondeterministic_data", "trace")
+#: Who takes what a trainer does not.
+ELSEWHERE = {
+    "fit()": "train_loader val_loader epochs max_steps callbacks verbose profile checkpoint_epochs mlflow_experiment",
+    "data.DataLoader": "dataset batch_size shuffle sampler drop_last prefetch transform num_workers",
+    "the optimizer": "lr momentum nesterov betas eps weight_decay",
+    "optim.schedule()": "warmup_steps total_steps",
+}
 
 
 def made(kind: type[Kind], given: Mapping[str, Any]) -> Kind:
     """The settings of a class from keywords; ConfigError if one is unknown or not allowed."""
     for name in given:
         if name not in declared(kind):
-            of_fit = "; give it to fit()" if name in OF_FIT else did_you_mean(name, declared(kind))
-            raise ConfigError(f"[train] unknown setting {name!r}{of_fit}")
+            owners = {n: f"; give it to {who}" for who, names in ELSEWHERE.items() for n in names.split()}
+            owner = owners.get(name) or ("; give it to fit()" if name in OF_FIT else "")
+            raise ConfigError(f"[train] unknown setting {name!r}{owner or did_you_mean(name, declared(kind))}")
     return kind(**check(kind, given))
 
 

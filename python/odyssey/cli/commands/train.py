@@ -223,6 +223,8 @@ def run(made: Settings, *, verbose: bool = False, listeners: Sequence[Any] = (),
         optimizer = kind(lr=made.lr, weight_decay=made.weight_decay, **more)
         if text:
             optimizer.undecayed = optim.vectors
+        if made.early_stopping is not None:
+            listeners = [*listeners, *_early_stopping(made, train_set, text)]
         if made.log is not None:
             where = made.log_dir or (None if made.run_dir is None else made.run_dir / "logs")
             listeners = [*listeners, *loggers.named(made.log, where, made.log_every_n_steps)]
@@ -256,6 +258,18 @@ def run(made: Settings, *, verbose: bool = False, listeners: Sequence[Any] = (),
         if not quiet:
             outputs.say(summary(history, weights, bits))
     return history
+
+
+def _early_stopping(made: Settings, train_set: Any, text: bool) -> list[Any]:
+    """The callbacks of --early-stopping; the second keeps the best checkpoint, where there are checkpoints."""
+    from ...callbacks import EarlyStopping, ModelCheckpoint
+
+    names = made.metrics.split(",") if made.metrics else ["accuracy"] * bool(train_set.classes and not text)
+    parts = ("test", "train") if made.evaluate else ("train",)
+    figures = [f"{part}_{name.strip()}" for part in parts for name in ("loss", *names)]
+    stopping = EarlyStopping.parse(made.early_stopping, figures)
+    saves = made.checkpoint_dir or made.run_dir or runs.Run.current()
+    return [stopping, ModelCheckpoint(stopping.monitor)] if saves else [stopping]
 
 
 def _tell_what_is_trained(made: Settings, trainer: Any, world: Any, warnings: Sequence[str], verbose: bool) -> None:
