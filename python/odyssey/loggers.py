@@ -124,7 +124,8 @@ class _Rows(Logger):
 
     def __init__(self, folder: str | Path = "logs", log_every_n_steps: int = 10) -> None:
         super().__init__(log_every_n_steps)
-        self.path = Path(folder) / self.name
+        self.folder = Path(folder)
+        self.path = self.folder / self.name
         self._rows: list[Row] = []
 
     def open(self, context: Context, state: dict[str, Any]) -> None:

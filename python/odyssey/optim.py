@@ -8,6 +8,7 @@ Both check first that the gradients are finite and change nothing if they are no
 from __future__ import annotations
 
 import bisect
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ import numpy as np
 from .core import native
 from .core.arena import Arena
 from .core.recipes import LR_SCALINGS, SCHEDULES
+from .core.settings import brief
 from .core.tensor import Parameter
 from .errors import ConfigError, NumericsError
 
@@ -84,6 +86,7 @@ class Optimizer:
 
     undecayed: Callable[[str, Parameter], bool] | None = None
     states: tuple[str, ...] = ()  # names of the state arrays
+    __repr__ = brief
 
     def __init__(self, params: Iterable[Any] | None, lr: float) -> None:
         self.lr = _number(type(self).__name__, "lr", lr, 0, math.inf, open_low=True)
@@ -393,11 +396,30 @@ class RMSprop(Adam):
 Schedule = Callable[[int], float]
 
 
+def _shown(make: Callable[..., Schedule]) -> Callable[..., Schedule]:
+    """Decorates what makes a schedule: that shows itself as the call that made it."""
+
+    class Made:
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self.factor = make(*args, **kwargs)
+            self._call = ", ".join([*map(repr, args), *(f"{k}={v!r}" for k, v in kwargs.items())])
+
+        def __call__(self, step: int) -> float:
+            return self.factor(step)
+
+        def __repr__(self) -> str:
+            return f"{make.__name__}({self._call})"
+
+    return functools.update_wrapper(lambda *args, **kwargs: Made(*args, **kwargs), make)
+
+
+@_shown
 def constant() -> Schedule:
     """Always 1."""
     return lambda step: 1.0
 
 
+@_shown
 def step_decay(every: int, gamma: float = 0.1) -> Schedule:
     """gamma to the power of (step // every). Raises ConfigError if `every` is below 1."""
     if every < 1:
@@ -405,6 +427,7 @@ def step_decay(every: int, gamma: float = 0.1) -> Schedule:
     return lambda step: gamma ** (step // every)
 
 
+@_shown
 def cosine(total_steps: int, floor: float = 0.0) -> Schedule:
     """Half a cosine from 1 to `floor` over total_steps (Loshchilov and Hutter 2017, without restarts)."""
 
@@ -414,6 +437,7 @@ def cosine(total_steps: int, floor: float = 0.0) -> Schedule:
     return factor
 
 
+@_shown
 def linear_warmup(warmup_steps: int, after: Schedule | None = None) -> Schedule:
     """A straight line from 1 / warmup_steps to 1, then `after` (counted from the end of the warm-up), else 1.
 
@@ -430,12 +454,14 @@ def linear_warmup(warmup_steps: int, after: Schedule | None = None) -> Schedule:
     return factor
 
 
+@_shown
 def linear(start_factor: float, total: int, end_factor: float = 1.0) -> Schedule:
     """A straight line from start_factor to end_factor over `total` steps, then end_factor (PyTorch's LinearLR)."""
     _number("linear", "start_factor", start_factor, 0, math.inf)
     return lambda step: start_factor + (end_factor - start_factor) * min(step / max(total, 1), 1.0)
 
 
+@_shown
 def sequential(schedules: Sequence[Schedule], milestones: Sequence[int]) -> Schedule:
     """One schedule after the other: number k from milestone k - 1 on, counting from there (PyTorch's SequentialLR).
 
@@ -456,6 +482,7 @@ def sequential(schedules: Sequence[Schedule], milestones: Sequence[int]) -> Sche
     return factor
 
 
+@_shown
 def per_epoch(by_epoch: Schedule, steps_per_epoch: int) -> Schedule:
     """A schedule over epochs as one over steps: the factor changes once per epoch."""
     if steps_per_epoch < 1:

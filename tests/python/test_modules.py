@@ -166,7 +166,8 @@ def test_losses_are_their_ops():
 def test_repr():
     model = nn.Sequential(nn.Conv2d(1, 6, (5, 3), stride=2, padding=1), nn.ReLU(), nn.Linear(4, 2), nn.Dropout(0.25))
     assert repr(model) == (
-        "Sequential(0=Conv2d(1, 6, (5, 3), stride=2, padding=1), 1=ReLU(), 2=Linear(4, 2), 3=Dropout(0.25))"
+        "Sequential(\n  (0): Conv2d(1, 6, (5, 3), stride=2, padding=1)\n  (1): ReLU()\n  (2): Linear(4, 2)\n"
+        "  (3): Dropout(0.25)\n)"
     )
     assert repr(nn.MaxPool2d(2)) == "MaxPool2d(2)"
 

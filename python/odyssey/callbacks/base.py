@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoints.trainable import Cursor, History, Saving, Step, Tally, Trainable
+from ..core.settings import brief
 
 if TYPE_CHECKING:
     from ..data import Batch
@@ -76,6 +77,10 @@ class Context:
     asking: Callback | None = None  # whose event it is, or was
     finisher: Callback | None = None  # who has finished it
 
+    def __repr__(self) -> str:
+        where = f"epoch {min(self.epoch, self.epochs)} of {self.epochs}, step {self.steps}"
+        return f"Context({where}, loss={self.loss:.6g}, record={self.record})"
+
     def emit(self, event: str) -> None:
         """Calls a method of all callbacks, in their order."""
         for callback in self.callbacks:
@@ -122,6 +127,9 @@ class Callback:
 
     exact = True
     after = 0
+
+    def __repr__(self) -> str:
+        return brief(self)
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps for it, as JSON has it: rank 0's."""

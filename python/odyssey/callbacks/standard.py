@@ -307,3 +307,6 @@ class LambdaCallback(Callback):
                     f"[LambdaCallback] {name} is a {type(function).__name__}; give a function of a Context"
                 )
             setattr(self, name, function)
+
+    def __repr__(self) -> str:
+        return f"LambdaCallback({', '.join(vars(self))})"

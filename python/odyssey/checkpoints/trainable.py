@@ -47,6 +47,11 @@ class History:
         "bytes_per_step_uncompressed", "The same if gradients were summed along the tree, uncompressed."
     )
 
+    def __repr__(self) -> str:
+        last = (self.records or [{}])[-1].items()
+        figures = "".join(f", {k}={v:.6g}" for k, v in last if k.startswith(("train_", "test_")) and v is not None)
+        return f"History({len(self.records)} epochs, {self.steps} steps{figures}, {self.seconds:.1f} s)"
+
     @property
     def best_accuracy(self) -> float | None:
         """The best test_accuracy of all epochs."""
@@ -65,6 +70,10 @@ class Evaluation(NamedTuple):
     accuracy: float | None
     samples: int
     metrics: dict[str, float] = {}  # noqa: RUF012
+
+    def __repr__(self) -> str:
+        figures = ", ".join(f"{name}={value:.6g}" for name, value in self.metrics.items())
+        return f"Evaluation({figures}, samples={self.samples})"
 
 
 @dataclasses.dataclass(eq=False, repr=False)

@@ -178,6 +178,10 @@ class Exchange:
 class Training(Exchange):
     """What DistributedTrainer takes by keyword, beside objects."""
 
+    def __repr__(self) -> str:
+        both = ((f.name, getattr(self, f.name), f.default) for f in dataclasses.fields(self))
+        return f"{type(self).__name__}({', '.join(f'{name}={v!r}' for name, v, default in both if v != default)})"
+
     shard_size: int | None = setting(
         DATA, None, "samples per shard, whose gradient is computed as one piece; part of what is computed",
         "the checkpoint's, else 32 from a global batch of 128 on, 16 from 32 on, and one shard below", low=1
@@ -498,6 +502,14 @@ def of_checkpoint(of: Any) -> dict[str, Any]:
             value = getattr(of, name)
             found.setdefault(s.checkpoint, []).append(float(value) if s.kind is float and value is not None else value)
     return {key: values[0] if len(values) == 1 else values for key, values in found.items()}
+
+
+def brief(of: Any) -> str:
+    """An object as one line: those arguments of its class that it keeps under their names, if they are short ones."""
+    plain = (str, int, float, tuple, Path, type(None))
+    kept = ((name, vars(of).get(name, of)) for name in inspect.signature(type(of).__init__).parameters)
+    shown = ((name, str(v) if isinstance(v, Path) else v) for name, v in kept if isinstance(v, plain))
+    return f"{type(of).__name__}({', '.join(f'{name}={v!r}' for name, v in shown)})"
 
 
 def keywords(kind: type) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -179,8 +179,10 @@ class Tensor:
     def __repr__(self) -> str:
         if isinstance(self.memory, Slot):
             return f"Tensor(shape={self.shape}, being recorded)"
-        body = np.array2string(self.data, prefix="Tensor(", threshold=64)
-        return f"Tensor({body}{', requires_grad=True' if self.requires_grad else ''})"
+        name, long = type(self).__name__, self.size > 64
+        body = np.array2string(self.data, prefix=f"{name}(", threshold=64, separator=", ", precision=4)
+        shape = f", shape={self.shape}" if long else ""
+        return f"{name}({body}{shape}{', requires_grad=True' if self.requires_grad else ''})"
 
     # --- arithmetic: operators.py gives the class its operators and methods, functional.py `to` ---
 

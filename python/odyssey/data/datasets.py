@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import hashlib
 import os
+import reprlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,23 @@ def outside(numbers: np.ndarray, count: int) -> int | None:
     return int(np.flatnonzero((numbers < 0) | (numbers >= count))[0])
 
 
-class Gathered:
+class Described:
+    """A data set that says what it holds."""
+
+    def __repr__(self) -> str:
+        return described(self)
+
+
+def described(dataset: Any) -> str:
+    """Any data set as one line."""
+    shape, classes = getattr(dataset, "sample_shape", None), getattr(dataset, "classes", None)
+    parts = [f"{len(dataset)} samples"] + [f"of {shape}"] * (shape is not None)
+    what = f", classes={reprlib.repr(classes)}" if classes else ""
+    name = f"{dataset.name}, " if isinstance(getattr(dataset, "name", None), str) else ""
+    return f"{type(dataset).__name__}({name}{' '.join(parts)}{what})"
+
+
+class Gathered(Described):
     """A data set whose samples are read many at a time, by `gather`; one is such a read too."""
 
     def __getitem__(self, i: int) -> tuple[Any, Any]:
@@ -54,7 +71,7 @@ class Gathered:
         return tuple(mapped(lambda a: a[0], tree) for tree in both)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ArrayDataset(Gathered):
     """Samples and targets in memory. Made by `arrays` or `load`; whatever makes it, its parts fit each other.
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from odyssey.data import workers
-from odyssey.data.datasets import ArrayDataset, outside
+from odyssey.data.datasets import ArrayDataset, described, outside
 from odyssey.data.reader import Batch, Reader
 from odyssey.data.sampler import DistributedSampler, check_integer, permutation
 from odyssey.errors import ConfigError
@@ -95,6 +95,11 @@ class DataLoader:
                 f"[data] batch_size is {self.batch_size} with drop_last, but the data set has {len(dataset)} samples; "
                 "no batch would be left; make batch_size smaller"
             )
+
+    def __repr__(self) -> str:
+        how = f"sampler={type(self.sampler).__name__}" if self.sampler is not None else f"shuffle={self.shuffle}"
+        what = described(self.dataset)
+        return f"DataLoader({what}, batch_size={self.batch_size}, {how}, {len(self)} batches)"
 
     @classmethod
     def with_sampler(cls, dataset: Any, batch_size: int, sampler: Iterable[int], **options: Any) -> DataLoader:

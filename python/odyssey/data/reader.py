@@ -22,7 +22,7 @@ from odyssey.errors import DataError
 Tree = Any  # an array, or a tuple or dict of trees
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, repr=False)
 class Batch:
     """The samples of one global batch; gathers them when iterated, so `images, labels = batch` works.
 
@@ -41,6 +41,9 @@ class Batch:
     numbers: np.ndarray | None = None
     run: tuple[int, int] | None = None
     _complete: Callable[[Batch], Batch] | None = None
+
+    def __repr__(self) -> str:
+        return f"Batch({len(self)} samples, epoch={self.epoch}, index={self.index})"
 
     def __len__(self) -> int:
         """B, the number of samples (not of the two things that iterating gives)."""

@@ -52,6 +52,9 @@ class DistributedSampler:
     Raises ConfigError for a size below 1, a rank or seed out of range, or drop_last together with pad.
     """
 
+    def __repr__(self) -> str:
+        return f"DistributedSampler(rank {self.rank} of {self.num_replicas}, {len(self)} samples)"
+
     def __init__(
         self,
         dataset: Sized | int | None = None,

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from odyssey.data.datasets import DATASETS, ArrayDataset, Gathered, arrays, load
+from odyssey.data.datasets import DATASETS, ArrayDataset, Described, Gathered, arrays, load
 from odyssey.data.sampler import check_integer, permutation
 from odyssey.data.trees import mapped
 from odyssey.data.vocabulary import Vocabulary
@@ -33,7 +33,7 @@ _SHAKESPEARE_SHA256 = "b821e946a8a5f8b5f04eed56abd8562fd42856bbcb83c71435b54ca1b
 # --- pictures --------------------------------------------------------------------------------------------------------
 
 
-class ImageFolder:
+class ImageFolder(Described):
     """Pictures in a folder per class, root/class/picture.jpg: uint8 (3, H, W), read when asked for. Needs Pillow.
 
     size: pixels, one number or (height, width), to which pictures are scaled and cut around their middle; None: all
@@ -346,7 +346,7 @@ def shakespeare(*, length: int = 64, train: bool | None = None) -> Tokens:
 # --- other data sets -------------------------------------------------------------------------------------------------
 
 
-class columns:  # noqa: N801
+class columns(Described):  # noqa: N801
     """A data set whose rows are dicts, as those of Hugging Face, as one of (sample, target).
 
     inputs, targets: the name of a column, or a tuple or dict of names.
@@ -370,7 +370,7 @@ class columns:  # noqa: N801
         return mapped(part, self.inputs), mapped(part, self.targets)
 
 
-class Subset:
+class Subset(Described):
     """Some samples of a data set, by their numbers (N,)."""
 
     def __init__(self, dataset: Any, numbers: np.ndarray) -> None:

@@ -7,6 +7,7 @@ import functools
 import inspect
 import json
 import math
+import reprlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -246,12 +247,19 @@ class Module:
         return missing, unknown
 
     def __repr__(self) -> str:
-        inner = ", ".join(f"{n}={c!r}" for n, c in self.children())
-        return f"{type(self).__name__}({inner or self.extra_repr()})"
+        lines: list[tuple[str, str]] = []  # names and layers; neighbours in a list that are alike are on one
+        for name, child in self.children():
+            text = repr(child).replace("\n", "\n  ")
+            if lines and name.isdecimal() and lines[-1][1] == text:
+                lines[-1] = (f"{lines[-1][0].partition('-')[0]}-{name}", text)
+            else:
+                lines.append((name, text))
+        inner = "".join(f"\n  ({name}): {text}" for name, text in lines)
+        return f"{type(self).__name__}({inner}\n)" if inner else f"{type(self).__name__}({self.extra_repr()})"
 
     def extra_repr(self) -> str:
-        """What stands between the brackets of a layer's repr."""
-        return ""
+        """What stands between the brackets of a layer's repr; default: the arguments that it was made with."""
+        return ", ".join(f"{k}={reprlib.repr(v)}" for k, v in (vars(self).get("arguments") or {}).items())
 
 
 def _noting(init: Callable[..., None]) -> Callable[..., None]:

@@ -53,6 +53,11 @@ class Trainer:
     _session: Session | None = None  # of the fit() that is under way
     _shown: Any = None  # the progress of a fit() whose trainer was given none
 
+    def __repr__(self) -> str:
+        parts = ((name, vars(self).get(name)) for name in ("model", "module", "optimizer"))
+        of = "".join(f"{name}={type(part).__name__}, " for name, part in parts if part is not None)
+        return f"{type(self).__name__}({of}rank {self.comm.rank} of {self.comm.size}, {self.steps} steps)"
+
     # --- what a subclass may do, beside what Trainable asks of it ---
 
     def traffic(self) -> tuple[int, int]:
