@@ -271,10 +271,11 @@ class Hosts:
         return [mpirun, "--host", ",".join(slots), "--map-by", "slot", *passed, "-n", ranks, *words]
 
     def job(self, command: Sequence[Any], **settings: Any) -> Job:
-        """Starts a command on h0; arguments of Job. Its `pid` is that of nsenter: signals go to `outside`'s roles."""
+        """Starts a command on h0, or `host=` another; arguments of Job. Its `pid` is that of nsenter: signals go to
+        `outside`'s roles."""
         environment = {"PATH": f"{self.folder / 'bin'}:{job_environment()['PATH']}", **settings.pop("environment", {})}
         settings = {"own_folders": False, "traces": _Traces(self), **settings}
-        job = Job(self.on(0, *command), self.folder.parent, environment=environment, **settings)
+        job = Job(self.on(settings.pop("host", 0), *command), self.folder.parent, environment=environment, **settings)
         self._jobs.append(job)
         return job
 

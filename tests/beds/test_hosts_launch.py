@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
+import shutil
+import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -123,3 +127,56 @@ def test_a_host_that_is_not_there_is_named_in_time(four_hosts, tmp_path, host):
     if host == "h9":  # nothing was ever started there
         assert one.wait(20) == 69
         assert [line for line in one.left() if line.startswith("process")] == []
+
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "clusters.md"
+
+
+@pytest.fixture
+def firewall(four_hosts, tmp_path):
+    """The one of docs/clusters.md, on h1 and h2; gives back its text."""
+    if shutil.which("nft") is None:
+        pytest.skip("needs nft (package nftables)")
+    (rules,) = re.findall(r"^```nft\n(.*?)^```$", PAGE.read_text(), re.M | re.S)
+    file = tmp_path / "odyssey.nft"
+    file.write_text(rules.replace("10.0.0.11", "10.77.0.1").replace("10.0.0.12", "10.77.0.2"))
+    for host in (1, 2):
+        done = subprocess.run(four_hosts.on(host, "nft", "-f", file), capture_output=True, text=True, timeout=30)
+        if "Operation not supported" in done.stderr:
+            pytest.skip("this kernel has no nftables")
+        assert done.returncode == 0, done.stderr
+    yield rules
+    for host in (1, 2):
+        subprocess.run(four_hosts.on(host, "nft", "delete", "table", "inet", "odyssey"), timeout=30)
+
+
+def test_the_page_of_two_plain_machines_behind_its_firewall(four_hosts, firewall, tmp_path, launch):
+    def reached(source, port):
+        """Whether one who listens on a port of h2 hears from a host."""
+        code = f"import socket; s = socket.create_server(('', {port})); s.settimeout(3); print('on', flush=True); "
+        code += "s.accept()"
+        listens = four_hosts.job([sys.executable, "-c", code], host=2)
+        listens.wait_for("^on$")
+        code = f"import socket; socket.create_connection(('h2', {port}), 2)"
+        asks = four_hosts.job([sys.executable, "-c", code], host=source)
+        return asks.wait() == 0, listens.wait() == 0
+
+    first, last = map(int, re.search(r"dport (\d+)-(\d+)", firewall).groups())
+    picked = subprocess.run(
+        four_hosts.on(2, "cat", "/proc/sys/net/ipv4/ip_local_port_range"), capture_output=True, text=True
+    )
+    assert picked.stdout.split() == [str(first), str(last)]
+    for source, port, open_ in ((1, 22, True), (1, last, True), (1, 8080, False), (3, first, False)):
+        assert reached(source, port) == (open_, open_), (source, port)
+
+    (block,) = re.findall(r"^(printf .*?)^```$", PAGE.read_text(), re.M | re.S)
+    assert " -n 8 " in block and block.count("slots=4") == 2 and "--epochs 8" in block
+    said = block.replace("vm", "h").replace(" -n 8 ", " -n 4 ").replace("slots=4", "slots=2")
+    train = ["--steps", "20", "--no-eval", "--no-progress"]
+    said = said.replace("--epochs 8", shlex.join(train)).replace("/shared/", f"{tmp_path}/")
+    one = four_hosts.job(["sh", "-ec", said], host=1)
+    assert one.wait(120) == 0, one.output
+    alone = launch.train(*train)
+    assert re.search("weights [0-9a-f]{16}", one.output)[0] == re.search("weights [0-9a-f]{16}", alone.stdout)[0]
+    assert "h2" in one.output or "4 ranks" in one.output
+    assert "watched" not in one.output and one.left() == []
