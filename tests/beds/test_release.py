@@ -214,13 +214,17 @@ def test_its_kernels_have_the_bits_of_kernels_compiled_here(installed, cpu):
 
 
 @pytest.fixture(scope="module")
-def arm(dist, tmp_path_factory):
+def arm(dist):
     """Debian's Python for ARM in an unpacked root, with the wheel and what it needs: the command that runs it."""
     if missing := [name for name in ("qemu-aarch64-static", "mmdebstrap") if shutil.which(name) is None]:
         pytest.skip(f"needs {' and '.join(missing)} (packages qemu-user-static and mmdebstrap)")
     if os.geteuid():
         pytest.skip("mmdebstrap unpacks a root as root")
-    home = tmp_path_factory.mktemp("arm")
+    with tempfile.TemporaryDirectory(prefix="odyssey-release-test-") as home:  # 1 GB
+        yield _unpacked(Path(home), dist)
+
+
+def _unpacked(home: Path, dist: Path) -> list[object]:
     root, site = home / "root", home / "site"
     suite = platform.freedesktop_os_release().get("VERSION_CODENAME", "stable")
     parts = ["--variant=extract", "--architectures=arm64", "--include=python3,libpython3-stdlib,libstdc++6,libgcc-s1"]
