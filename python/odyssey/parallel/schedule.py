@@ -9,9 +9,9 @@ B(s + 1, m). A schedule is a list of actions per device that keeps to this:
     interleaved  S = v p stages, stage s on device s mod p: a device has v stages that lie apart, so the first reaches
                  the last device v times as early (Narayanan et al. 2021, section 2.2). Less idle time, more messages.
 
-Sends are buffered: a device starts one and goes on. Receives block, and are matched by (what, stage, micro-batch), not
-by order. `check` proves that nobody waits for ever under this rule; with `buffered=False`, where a send waits for its
-receive, 1f1b would stand still, and `check` says where.
+What computations hand on between devices is sent right after it is made and received right before it is needed
+(stages.py has what that is). Sends are buffered: a device starts one and goes on; receives block. `simulate` shows that
+nobody waits for ever under this rule.
 
 Everything here is a pure function of its arguments, so all ranks make the same plan.
 """
@@ -47,43 +47,10 @@ class Backward(Compute):
     """Take the gradient of micro-batch `micro` back through stage `stage`."""
 
 
-class Message(NamedTuple):
-    """What `stage` made of micro-batch `micro` for stage `to`; `what` is "activation" (`to` is a later stage) or
-    "gradient" (an earlier one). device: that of the other end."""
-
-    what: str
-    stage: int
-    to: int
-    micro: int
-    device: int
-
-    @property
-    def key(self) -> tuple[str, int, int, int]:
-        """By which a receive finds its send."""
-        return (self.what, self.stage, self.to, self.micro)
-
-    def __str__(self) -> str:
-        way = "to" if isinstance(self, Send) else "from"
-        name = type(self).__name__.lower()
-        return f"{name} {self.what} {self.stage}>{self.to}.{self.micro} {way} device {self.device}"
-
-
-class Send(Message):
-    """Start sending it."""
-
-
-class Recv(Message):
-    """Wait for it."""
-
-
-Action = Compute | Message
-
-
 class Schedule(NamedTuple):
-    """Ordered actions of each device.
+    """Ordered computations of each device.
 
     `place[s]` is the device of stage s; `edges` are the pairs (r, s), r < s, where stage r hands something to stage s.
-    `compute` has the Forward and Backward of each device, `actions` the transfers between devices as well.
     """
 
     kind: str
@@ -91,7 +58,6 @@ class Schedule(NamedTuple):
     place: tuple[int, ...]
     edges: tuple[Edge, ...]
     compute: tuple[tuple[Compute, ...], ...]
-    actions: tuple[tuple[Action, ...], ...]
 
     @property
     def stages(self) -> int:
@@ -167,8 +133,7 @@ def make(
             orders[d] = _interleaved(own, d, p, micro_batches)
     if not backward:
         orders = [[a for a in order if isinstance(a, Forward)] for order in orders]
-    actions = tuple(tuple(_with_transfers(order, place, links)) for order in orders)
-    return Schedule(kind, micro_batches, place, links, tuple(map(tuple, orders)), actions)
+    return Schedule(kind, micro_batches, place, links, tuple(map(tuple, orders)))
 
 
 def _places(kind: str, stages: int, devices: int | Sequence[int] | None) -> tuple[int, ...]:
@@ -227,116 +192,7 @@ def _interleaved(own: list[int], d: int, p: int, m: int) -> list[Compute]:
     return [a for a in order if a.micro < m]
 
 
-def _with_transfers(order: list[Compute], place: tuple[int, ...], edges: tuple[Edge, ...]) -> list[Action]:
-    """Receives right before what needs them, sends right after what makes them; nothing within a device."""
-    out: list[Action] = []
-    for a in order:
-        s, here = a.stage, place[a.stage]
-        before = [r for r, t in edges if t == s and place[r] != here]  # earlier stages elsewhere
-        after = [t for r, t in edges if r == s and place[t] != here]
-        if isinstance(a, Forward):
-            out += [Recv("activation", r, s, a.micro, place[r]) for r in before]
-            out.append(a)
-            out += [Send("activation", s, t, a.micro, place[t]) for t in after]
-        else:
-            out += [Recv("gradient", t, s, a.micro, place[t]) for t in after]
-            out.append(a)
-            out += [Send("gradient", s, r, a.micro, place[r]) for r in before]
-    return out
-
-
-# --- proving it -----------------------------------------------------------------------------
-
-
-def check(schedule: Schedule, *, buffered: bool = True) -> None:
-    """Runs the schedule on paper.
-
-    Args:
-        buffered: whether a send completes by itself; else it waits for its receive, as a plain blocking send may.
-
-    Raises:
-        ConfigError: an action is missing, there twice, on the wrong device or before what it needs; or devices wait for
-            each other, with the cycle named.
-    """
-    seen: dict[Compute, int] = {}
-    for d, order in enumerate(schedule.actions):
-        if tuple(a for a in order if isinstance(a, Compute)) != schedule.compute[d]:
-            raise ConfigError(f"[pipeline] the two lists of device {d} differ in what it computes; make it anew")
-        for a in order:
-            if isinstance(a, Compute):
-                if a in seen:
-                    raise ConfigError(f"[pipeline] {a} is done twice, on device {seen[a]} and on device {d}")
-                if schedule.place[a.stage] != d:
-                    raise ConfigError(f"[pipeline] {a} is on device {d}, its stage on {schedule.place[a.stage]}")
-                seen[a] = d
-    kinds = (Forward, Backward) if any(isinstance(a, Backward) for a in seen) else (Forward,)
-    wanted = {k(s, i) for k in kinds for s in range(schedule.stages) for i in range(schedule.micro_batches)}
-    if seen.keys() != wanted:
-        odd = min(map(str, seen.keys() ^ wanted))
-        raise ConfigError(f"[pipeline] {odd} is {'missing' if len(seen) < len(wanted) else 'too much'}; make it anew")
-    everything = [a for order in schedule.actions for a in order]
-    sends = {a.key: a for a in everything if isinstance(a, Send)}
-    receives = {a.key: a for a in everything if isinstance(a, Recv)}
-    for m in sorted(sends.keys() ^ receives.keys()):
-        a = sends.get(m) or receives[m]
-        raise ConfigError(f"[pipeline] '{a}' has no {'receive' if m in sends else 'send'} on device {a.device}")
-    at = [0] * schedule.devices
-    done: set[Compute] = set()
-    sent: set[tuple] = set()
-    received: set[tuple] = set()
-
-    def there(need: Compute, a: Compute, d: int) -> bool:
-        """Whether what action a of device d needs is on d."""
-        if schedule.place[need.stage] == d:
-            return need in done
-        what = "activation" if isinstance(need, Forward) else "gradient"
-        return (what, need.stage, a.stage, a.micro) in received
-
-    def next_of(d: int) -> Action | None:
-        return schedule.actions[d][at[d]] if at[d] < len(schedule.actions[d]) else None
-
-    def waits_for(d: int) -> int | None:
-        """The device that the next action of d waits for, or None if it can go on."""
-        a = next_of(d)
-        if isinstance(a, Recv):
-            return None if a.key in sent else a.device
-        if isinstance(a, Send) and not buffered:
-            other = next_of(a.device)
-            return None if isinstance(other, Recv) and other.key == a.key else a.device
-        return None
-
-    while True:
-        moved = False
-        for d in range(schedule.devices):
-            while (a := next_of(d)) is not None and waits_for(d) is None:
-                if isinstance(a, Compute):
-                    lost = [n for n in _needs(schedule, a) if not there(n, a, d)]
-                    if lost:
-                        raise ConfigError(f"[pipeline] device {d} does {a} before {lost[0]}, which it needs")
-                    done.add(a)
-                elif isinstance(a, Recv):
-                    received.add(a.key)
-                elif isinstance(a, Send):
-                    if (Forward if a.what == "activation" else Backward)(a.stage, a.micro) not in done:
-                        raise ConfigError(f"[pipeline] device {d} has to '{a}' before it is made")
-                    sent.add(a.key)
-                    if not buffered:
-                        received.add(a.key)
-                        at[a.device] += 1  # the receive that waited for it
-                at[d] += 1
-                moved = True
-        if not moved:
-            break
-    stuck = [d for d in range(schedule.devices) if next_of(d) is not None]
-    if stuck:
-        path = [stuck[0]]
-        while (d := waits_for(path[-1])) not in path:  # whoever is waited for still has the send before it: it waits
-            path.append(d)
-        cycle = path[path.index(d) :]
-        raise ConfigError(
-            "[pipeline] devices wait for each other: "
-            + "; ".join(f"device {d} waits for device {waits_for(d)} at '{next_of(d)}'" for d in cycle)
-        )
+# --- what it costs ----------------------------------------------------------------------------
 
 
 def _needs(schedule: Schedule, a: Compute) -> list[Compute]:
@@ -345,8 +201,6 @@ def _needs(schedule: Schedule, a: Compute) -> list[Compute]:
         return [Forward(r, a.micro) for r, s in schedule.edges if s == a.stage]
     return [Forward(a.stage, a.micro), *(Backward(s, a.micro) for r, s in schedule.edges if r == a.stage)]
 
-
-# --- what it costs ----------------------------------------------------------------------------
 
 Cost = float | Sequence[float]
 
@@ -359,7 +213,7 @@ def simulate(schedule: Schedule, forward: Cost = 1, backward: Cost = 2, transfer
         transfer: time of a message between devices.
 
     Raises:
-        ConfigError: devices wait for each other.
+        ConfigError: devices wait for each other, or for what nobody computes.
     """
     costs = {Forward: _per_stage(forward, schedule.stages), Backward: _per_stage(backward, schedule.stages)}
     end: dict[Compute, float] = {}
@@ -379,8 +233,13 @@ def simulate(schedule: Schedule, forward: Cost = 1, backward: Cost = 2, transfer
                 out.append(Slice(d, a, start, end[a]))
                 at[d] += 1
         if len(out) == before:
-            check(schedule)
-            raise ConfigError("[pipeline] the schedule does not come to an end; make it anew")
+            stuck = [(d, order[at[d]]) for d, order in enumerate(schedule.compute) if at[d] < len(order)]
+            raise ConfigError(
+                "[pipeline] devices wait for each other: "
+                + "; ".join(
+                    f"device {d} at {a} for {next(n for n in _needs(schedule, a) if n not in end)}" for d, a in stuck
+                )
+            )
     return sorted(out, key=lambda s: (s.start, s.device))
 
 
@@ -451,8 +310,3 @@ def _letter(schedule: Schedule, stage: int) -> str:
         return ""
     i = own.index(stage)
     return chr(ord("a") + i) if len(own) <= 26 else f"/{i}"
-
-
-def listing(schedule: Schedule) -> str:
-    """All actions of all devices, one device after the other."""
-    return "\n".join(f"device {d}: " + ", ".join(map(str, order)) for d, order in enumerate(schedule.actions))
