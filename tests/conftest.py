@@ -1,7 +1,7 @@
 """What kind each test is, and commands as a user starts them: this environment's interpreter, one process or several.
 
 A test is `unit` unless KINDS says otherwise, and one that is unit may start no process: that fails it. So the quick
-tests stay quick, and the table stays true.
+tests stay quick, and the table stays true. `@pytest.mark.long`: a long variation of what another test shows.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ sys.path.append(str(Path(__file__).parent))  # for `from beds import faults`, in
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a shell's background; a launcher would go on ignoring it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # tests start thousands of processes: each would compile all modules
 
 #: What tests need, by the longest beginning of their path. unit: nothing but this process and compiled kernels.
 KINDS = {

@@ -61,7 +61,11 @@ def cifar10(root):
     return f"cifar10:{root}"
 
 
-@pytest.mark.parametrize("made", [cifar10, lambda root: f"image-folder:{pictures(root)[1]}"], ids=["cifar10", "folder"])
+@pytest.mark.parametrize(
+    "made",
+    [pytest.param(cifar10, marks=pytest.mark.long), lambda root: f"image-folder:{pictures(root)[1]}"],
+    ids=["cifar10", "folder"],
+)
 def test_resnet18_on_pictures(launch, made):
     words = ["--model", "resnet18", "--dataset", made(launch.folder), "--steps", 2, "--no-eval", "--no-progress"]
     words += ["--global-batch-size", 4, "--shard-size", 2, *(["--image-size", 12] if made is not cifar10 else [])]

@@ -42,7 +42,9 @@ def compare(launch, layouts, *options):
     return next(iter(results.values()))
 
 
-@pytest.mark.parametrize(("batch", "layouts"), [(256, EVEN), (250, LAYOUTS)], ids=["256", "250"])
+@pytest.mark.parametrize(
+    ("batch", "layouts"), [pytest.param(256, EVEN, marks=pytest.mark.long), (250, LAYOUTS)], ids=["256", "250"]
+)
 def test_lenet5(launch, batch, layouts):
     """250 samples are seven shards and a partly filled one."""
     result = compare(launch, layouts, *LENET5, "--global-batch-size", batch)
@@ -50,6 +52,7 @@ def test_lenet5(launch, batch, layouts):
     assert result["train_loss"] < 2.4
 
 
+@pytest.mark.long
 def test_lenet5_small_shards(launch):
     compare(launch, SHORT, *LENET5, "--global-batch-size", 250, "--shard-size", 16)
 
@@ -59,6 +62,7 @@ def test_lenet5_tiny_shards(launch):
     compare(launch, SHORT, *LENET5, "--global-batch-size", 20, "--shard-size", 3)
 
 
+@pytest.mark.long
 def test_lenet5_a_last_batch_with_fewer_shards_than_workers(launch):
     """60,000 samples in batches of 59,990: the last has one shard, and three workers have none."""
     options = ("--epochs", 1, "--no-eval", "--no-progress", "--global-batch-size", 59_990, "--shard-size", 1000)
@@ -66,12 +70,13 @@ def test_lenet5_a_last_batch_with_fewer_shards_than_workers(launch):
     assert result["steps"] == 2
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "adamw"])
+@pytest.mark.parametrize("optimizer", ["adam", pytest.param("adamw", marks=pytest.mark.long)])
 def test_convnet_with_dropout(launch, optimizer):
     options = (*CONVNET, "--optimizer", optimizer, "--weight-decay", 0.05)
     compare(launch, ("one process", "mpirun -n 3", "2 threads", "eager"), *options)
 
 
+@pytest.mark.long
 def test_convnet_small_shards(launch):
     compare(launch, ("one process", "2 ranks of 2 workers"), *CONVNET, "--shard-size", 16)
 

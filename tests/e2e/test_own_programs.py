@@ -102,7 +102,10 @@ def run(launch, program, limit, *words, ranks):
     return launch.python(path, limit, *words, ranks=ranks)
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.long if n in ("gray folder", "augmented, arrays") else ()) for n in PROGRAMS],
+)
 def test_the_same_bits_on_one_rank_and_three_and_over_a_resume(launch, pictures, name):
     program, word = PROGRAMS[name]
 

@@ -26,8 +26,15 @@ def exact(launch_once):
     return functools.cache(launch_once.result)
 
 
-@pytest.mark.parametrize("model", ["lenet5", "mlp"])
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("precision", "model"),
+    [
+        ("bf16", "lenet5"),
+        ("fp16", "mlp"),
+        pytest.param("bf16", "mlp", marks=pytest.mark.long),
+        pytest.param("fp16", "lenet5", marks=pytest.mark.long),
+    ],
+)
 def test_the_same_bits_on_any_layout(launch, exact, precision, model):
     options = (*SHORT, "--precision", precision, "--model", model)
     results = [launch.result(*options, *more, ranks=ranks) for more, ranks in LAYOUTS]
@@ -43,6 +50,7 @@ def test_convnet_with_dropout(launch):
     assert len(hashes) == 1
 
 
+@pytest.mark.long
 def test_small_shards_in_rows(launch):
     options = ("--steps", 6, "--global-batch-size", 20, "--shard-size", 3, "--no-eval", "--no-progress")
     for precision in ("bf16", "fp16"):
@@ -68,7 +76,7 @@ def test_an_fp16_overflow_is_skipped_by_all_ranks_and_shown_once(launch):
         assert alone[key] == result[key], key
 
 
-@pytest.mark.parametrize("layout", [("--zero", 2), ("--pp", 2)])
+@pytest.mark.parametrize("layout", [("--zero", 2), pytest.param(("--pp", 2), marks=pytest.mark.long)])
 def test_an_overflow_is_skipped_by_pipelines_and_zero_too(launch, layout):
     options = (*SHORT, "--precision", "fp16", "--scaler-init-scale", 2.0**26)
     alone, split = launch.result(*options), launch.result(*options, *layout, ranks=2)
@@ -89,7 +97,7 @@ def test_ranks_of_different_precision_are_refused(launch):
     assert "the precision of rank 1 differs from that of rank 0" in done.stderr
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.long)])
 def test_lenet5_learns_as_well_as_in_float32(launch, exact, precision):
     """Two epochs; the whole recipe with three seeds is in docs/log.md."""
     options = ("--epochs", 2, "--no-progress")

@@ -10,18 +10,24 @@ import pytest
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "random-layouts"
 
 
+def more(*options: str, count: int) -> object:
+    return pytest.param(options, count, marks=pytest.mark.long)
+
+
 @pytest.mark.parametrize(
     ("options", "count"),
     [
-        (("--transport", "mock"), 60),
-        (("--transport", "auto"), 40),
-        (("--transport", "mpi"), 20),
-        (("--transport", "mock", "--resume"), 16),
-        (("--transport", "auto", "--resume"), 8),
-        (("--transport", "mock", "--data"), 20),
-        (("--transport", "auto", "--data", "--resume"), 8),
+        (("--transport", "mock"), 20),
+        (("--transport", "auto"), 10),
+        (("--transport", "auto", "--data", "--resume"), 3),
+        more("--transport", "mock", count=60),
+        more("--transport", "auto", count=40),
+        more("--transport", "mpi", count=20),
+        more("--transport", "mock", "--resume", count=16),
+        more("--transport", "auto", "--resume", count=8),
+        more("--transport", "mock", "--data", count=20),
+        more("--transport", "auto", "--data", "--resume", count=8),
     ],
-    ids=["threads", "processes", "mpi", "resume, threads", "resume, processes", "data", "data, resume, processes"],
 )
 def test_the_bits_of_one_process(launch, options, count):
     done = launch.python(SCRIPT, "--count", count, "--seed", 2026, *options, timeout=600)

@@ -14,9 +14,10 @@ def outcome(run: dict) -> tuple:
 @pytest.mark.parametrize(
     ("model", "layouts"),
     [
-        ("lenet5", [("--tp", 2), ("--tp", 3), ("--tp", 2, "--dp", 2), ("--tp", 2, "--pp", 2)]),
+        ("lenet5", [("--tp", 2), ("--tp", 2, "--pp", 2)]),
+        pytest.param("lenet5", [("--tp", 3), ("--tp", 2, "--dp", 2)], marks=pytest.mark.long),
         # Its evaluation has no dropout, so fc1 could be split by its inputs there, by its outputs in training.
-        ("convnet", [("--tp", 2)]),
+        pytest.param("convnet", [("--tp", 2)], marks=pytest.mark.long),
     ],
 )
 def test_evaluation_and_weights(launch, model, layouts):

@@ -17,6 +17,7 @@ SHORT = ("--steps", 3, "--no-eval", "--no-progress")
 MNIST = Path(data.__file__).parent / "mnist"
 
 
+@pytest.mark.long
 def test_default_training_reaches_98_9_percent(launch):
     result = launch.result("--num-gpus", 4, "--device", "cpu", timeout=300)
     assert result["test_accuracy"] >= 0.989

@@ -42,9 +42,9 @@ def run(launch, *words, script=None, timeout=180):
 @pytest.mark.parametrize(
     "model,options,layouts",
     [
-        ("lenet5", ("--global-batch-size", 200, "--steps", 2),
+        pytest.param("lenet5", ("--global-batch-size", 200, "--steps", 2),
          ("dp=3", "dp=2,pp=2,zero=1", "dp=4,zero=3,bucket=0.01", "tp=2,dp=2", "dp=2,workers=2,accumulation=2",
-          "execution=eager")),
+          "execution=eager"), marks=pytest.mark.long),
         ("mlp", ("--global-batch-size", 96, "--steps", 2, "--optimizer", "adam", "--clip-norm", 0.5),
          ("dp=3,zero=2,bucket=0.5,overlap=0", "pp=2,schedule=interleaved")),
         ("convnet", ("--global-batch-size", 64, "--shard-size", 16, "--steps", 2), ("dp=2", "pp=2")),

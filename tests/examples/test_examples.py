@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 
@@ -33,12 +34,18 @@ def test_every_example_is_here():
     assert PRINTED.keys() <= files
 
 
+@pytest.fixture(scope="module")
+def quick(launch_once):
+    """The quick form of an example, on so many ranks; each is run once."""
+    return functools.cache(lambda name, ranks: launch_once.python(EXAMPLES / name, "--quick", ranks=ranks))
+
+
 @pytest.mark.parametrize("ranks", [0, 2])
 @pytest.mark.parametrize("name", sorted(PRINTED))
-def test_an_example_runs(launch, name, ranks):
+def test_an_example_runs(quick, name, ranks):
     if name.startswith("jax"):
         pytest.importorskip("jax")
-    done = launch.python(EXAMPLES / name, "--quick", ranks=ranks)
+    done = quick(name, ranks)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     for text in PRINTED[name]:
@@ -46,11 +53,11 @@ def test_an_example_runs(launch, name, ranks):
     assert f"python examples/{name}" in (EXAMPLES / name).read_text().split('"""')[1]
 
 
-def test_figures_do_not_depend_on_the_ranks(launch):
-    alone, two = (launch.python(EXAMPLES / "metric_average.py", "--quick", ranks=ranks) for ranks in (0, 2))
+def test_figures_do_not_depend_on_the_ranks(quick):
+    alone, two = (quick("metric_average.py", ranks) for ranks in (0, 2))
     assert alone.stdout.splitlines()[0] == two.stdout.splitlines()[0]
     for name in ("accumulation.py", "resnet.py"):
-        alone, two = (launch.python(EXAMPLES / name, "--quick", ranks=ranks) for ranks in (0, 2))
+        alone, two = (quick(name, ranks) for ranks in (0, 2))
         assert alone.stdout.split(" on ")[0] == two.stdout.split(" on ")[0]
 
 

@@ -16,13 +16,14 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_random_collectives_are_those_of_gloo(launch, ranks):
     done = launch.python("-W", "ignore", HERE / "c10d_random.py", 7 + ranks, 120, ranks=ranks)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["compared"] * ranks
 
 
+@pytest.mark.long
 def test_random_collectives_under_torchrun(launch):
     command = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", HERE / "c10d_random.py", 3, 60)
     done = launch.python("-W", "ignore", *command)
@@ -30,7 +31,7 @@ def test_random_collectives_under_torchrun(launch):
     assert done.stdout.replace("compared", "compared ").split() == ["compared"] * 2  # of two processes on one pipe
 
 
-@pytest.mark.parametrize("launcher", ["mpirun", "odyssey launch", "torchrun"])
+@pytest.mark.parametrize("launcher", ["mpirun", pytest.param("odyssey launch", marks=pytest.mark.long), "torchrun"])
 def test_ddp_fsdp_and_zero_train_as_over_gloo(launch, launcher):
     program = [HERE / "c10d_wrappers.py"]
     if launcher == "mpirun":
@@ -89,21 +90,21 @@ def test_a_rank_that_does_not_come_is_named(launch):
     assert "user.py:7: rank 1 did not come" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (
-            "dist.all_reduce(torch.ones(2, dtype=torch.int32), op=dist.ReduceOp.BXOR)",
-            "cannot combine torch.int32 by BXOR",
-        ),
-        ("dist.all_reduce(torch.ones(2).to(torch.float8_e5m2))", "cannot combine torch.float8_e5m2"),
-        ("dist.all_reduce(torch.ones(2).to_sparse())", "takes dense tensors"),
-        ("dist.recv(torch.ones(2))", r"give recv\(tensor, src=RANK\)"),
-    ],
-)
-def test_what_is_not_there_is_refused_in_a_line(launch, call, message):
-    done = ranks_of(launch, f"try:\n    {call}\nexcept Exception as e:\n    print(e)\n    raise SystemExit(3)\n")
-    assert re.search(message, done.stdout), (done.stdout, done.stderr)
+REFUSED = {
+    "dist.all_reduce(torch.ones(2, dtype=torch.int32), op=dist.ReduceOp.BXOR)": "cannot combine torch.int32 by BXOR",
+    "dist.all_reduce(torch.ones(2).to(torch.float8_e5m2))": "cannot combine torch.float8_e5m2",
+    "dist.all_reduce(torch.ones(2).to_sparse())": "takes dense tensors",
+    "dist.recv(torch.ones(2))": r"give recv\(tensor, src=RANK\)",
+}
+
+
+def test_what_is_not_there_is_refused_in_a_line(launch):
+    code = "".join(f"try:\n    {call}\nexcept Exception as e:\n    print('said:', e)\n" for call in REFUSED)
+    done = ranks_of(launch, code + "raise SystemExit(3)\n")
+    said = sorted(line for line in done.stdout.splitlines() if line.startswith("said: "))[::2]  # two ranks
+    assert len(said) == len(REFUSED), (done.stdout, done.stderr)
+    for message in REFUSED.values():
+        assert any(re.search(message, line) for line in said), (message, said)
 
 
 def test_importing_odyssey_does_not_import_torch(launch):

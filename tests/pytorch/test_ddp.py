@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(
 
 def test_loops_have_the_same_bits_on_any_number_of_ranks(launch):
     hashes = set()
-    for ranks in (0, 2, 3):
+    for ranks in (0, 3):
         done = launch.python("-W", "ignore", HERE / "own_loop.py", ranks=ranks)
         assert done.returncode == 0, done.stderr
         hashes |= set(done.stdout.splitlines())

@@ -18,7 +18,7 @@ needs_torchvision = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_names_do_what_horovods_do(launch, ranks):
     done = launch.python("-W", "ignore", HERE / "hvd_names.py", ranks=ranks)
     assert done.returncode == 0, done.stderr
@@ -35,7 +35,7 @@ def example(launch, name: str) -> Path:
 
 
 @needs_torchvision
-@pytest.mark.parametrize("name", ["pytorch_mnist.py", "pytorch_mnist_elastic.py"])
+@pytest.mark.parametrize("name", ["pytorch_mnist.py", pytest.param("pytorch_mnist_elastic.py", marks=pytest.mark.long)])
 def test_horovods_mnist_examples(launch, name):
     program = example(launch, name)
     done = launch.python(
@@ -58,6 +58,7 @@ def test_horovods_mnist_examples(launch, name):
     assert "Train Epoch: 2 [" in done.stdout
 
 
+@pytest.mark.long
 @needs_torchvision
 def test_horovods_synthetic_benchmark(launch):
     program = example(launch, "pytorch_synthetic_benchmark.py")

@@ -103,6 +103,6 @@ if trainer.comm.rank == 0:
 @needs["keras"]
 def test_a_keras_model_has_the_same_bits_on_any_ranks(launch):
     (launch.folder / "program.py").write_text(KERAS)
-    done = [launch.python("-W", "ignore", "program.py", ranks=ranks) for ranks in (0, 2, 3)]
-    assert [d.returncode for d in done] == [0, 0, 0], [d.stderr for d in done]
+    done = [launch.python("-W", "ignore", "program.py", ranks=ranks) for ranks in (0, 3)]
+    assert [d.returncode for d in done] == [0, 0], [d.stderr for d in done]
     assert len({d.stdout for d in done}) == 1 and len(done[0].stdout) > 64

@@ -43,7 +43,7 @@ HERE = Path(__file__).parent
 TRAINING, RANDOM = HERE / "training.py", HERE.parents[1] / "scripts" / "random-layouts"
 
 
-@pytest.mark.parametrize("seed", [1, 2026])
+@pytest.mark.parametrize("seed", [1, pytest.param(2026, marks=pytest.mark.long)])
 def test_random_modules_have_the_same_bits_on_any_ranks(launch, seed):
     """Whole on one layout; stopped, and gone on with on others."""
     done = launch.python(RANDOM, "--torch", "--count", 8, "--seed", seed, timeout=900)
@@ -590,7 +590,7 @@ if trainer.comm.rank == 0:
     print([record[name].hex() for name in names])
 """
     (launch.folder / "program.py").write_text(program)
-    said = [launch.python("program.py", ranks=ranks) for ranks in (0, 2, 3)]
+    said = [launch.python("program.py", ranks=ranks) for ranks in (0, 3)]
     assert len({done.stdout for done in said}) == 1 and said[0].stdout.count("0x") == 6, [done.stderr for done in said]
 
 
