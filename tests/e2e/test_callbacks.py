@@ -29,7 +29,7 @@ def alone(launch_once):
     return done.stdout
 
 
-@pytest.mark.parametrize(("before", "after"), [(0, 3), (3, 2)])
+@pytest.mark.parametrize(("before", "after"), [pytest.param(0, 3, marks=pytest.mark.long), (3, 2)])
 def test_random_callbacks_decide_alike_on_any_ranks_and_after_a_stop(launch, alone, before, after):
     if before:
         done = called(launch, "runs", "half", before)

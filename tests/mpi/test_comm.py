@@ -14,7 +14,7 @@ from odyssey.errors import ConfigError
 HERE = Path(__file__).parent
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_every_method(launch, ranks):
     done = launch.python(HERE / "communicate.py", ranks=ranks)
     assert done.returncode == 0, done.stderr
@@ -85,7 +85,7 @@ def test_ranks_that_differ_are_refused_by_name(launch, which, name):
         assert done.stdout.count(f"rank {rank}: {text}") == 1
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     ("which", "code", "line"),
     [

@@ -19,9 +19,9 @@ def alone():
 @pytest.mark.parametrize(
     ("model", "schedule", "pp", "ranks"),
     [
-        ("staged", "gpipe", 3, 3),
+        pytest.param("staged", "gpipe", 3, 3, marks=pytest.mark.long),
         ("staged", "1f1b", 3, 3),
-        ("staged", "interleaved", 2, 2),
+        pytest.param("staged", "interleaved", 2, 2, marks=pytest.mark.long),
         ("staged", "interleaved", 2, 4),
         ("checkpointed", "1f1b", 3, 3),
         ("checkpointed", "interleaved", 2, 2),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.long), 3, pytest.param(4, marks=pytest.mark.long)])
 def test_sums_in_shared_memory(launch, ranks):
     done = launch.python(Path(__file__).parent / "shared_sums.py", ranks=ranks)
     assert done.returncode == 0, done.stderr

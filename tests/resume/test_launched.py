@@ -44,7 +44,7 @@ def wait_for(condition, seconds: float = 60) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("victim", [0, pytest.param(2, marks=pytest.mark.long)])
 def test_a_killed_rank_costs_time_only(launch, undisturbed, victim):
     run = launch.folder / "run"
     job = start(launch, run, "launch", "-n", "3")

@@ -207,7 +207,7 @@ def plain(launch_once):
     return launch_once.result(*RECIPE, "--steps", 24)
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("optimizer", [pytest.param("sgd", marks=pytest.mark.long), "adam"])
 def test_on_other_ranks_meshes_and_stages(launch, optimizer):
     """Each stretch of a training on another layout."""
     common = (*RECIPE, "--optimizer", optimizer, "--schedule", "constant", "--warmup-steps", 0)

@@ -34,7 +34,7 @@ if comm.world().rank == 0:
 """
 
 
-@pytest.mark.parametrize("place", ["study.db", "study.log"])
+@pytest.mark.parametrize("place", ["study.db", pytest.param("study.log", marks=pytest.mark.long)])
 def test_twenty_trials_on_two_groups_of_two_ranks_one_killed(launch, place):
     (launch.folder / "program.py").write_text(PROGRAM)
     killed = launch.python("program.py", place, "kill", ranks=4)
