@@ -133,11 +133,11 @@ ORDER = (
     *FRONT_ENDS[3:],
 )
 BUDGETS = {  # lines of all its files together
-    "mojo": 16_850,
-    "shared/training": 3_190,
-    "python/odyssey": 46_990,
+    "mojo": 16_840,
+    "shared/training": 3_175,
+    "python/odyssey": 46_835,
     "python/odyssey/comm": 3_940,
-    "python/odyssey/parallel": 3_765,
+    "python/odyssey/parallel": 3_610,
     "python/odyssey/distributed": 2_100,
 }
 PACKAGE_LINES, FILE_LINES = 5_000, 620
