@@ -27,6 +27,7 @@ safetensors.torch.save_file(model.half().state_dict(), folder / "snapshots" / "0
 """
 
 
+@pytest.mark.long
 @needs["timm"]
 def test_accelerates_cv_example(launch):
     """Its pictures, and random weights in the place of those that it would load from a hub."""
@@ -103,6 +104,6 @@ if trainer.comm.rank == 0:
 @needs["keras"]
 def test_a_keras_model_has_the_same_bits_on_any_ranks(launch):
     (launch.folder / "program.py").write_text(KERAS)
-    done = [launch.python("-W", "ignore", "program.py", ranks=ranks) for ranks in (0, 3)]
+    done = [launch.python("-W", "ignore", "program.py", ranks=ranks) for ranks in (0, 2)]
     assert [d.returncode for d in done] == [0, 0], [d.stderr for d in done]
     assert len({d.stdout for d in done}) == 1 and len(done[0].stdout) > 64
