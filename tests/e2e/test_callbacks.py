@@ -120,6 +120,13 @@ def test_model_checkpoint_keeps_the_best_and_names_them(tmp_path):
         assert other.load_checkpoint(tmp_path / name) == step and other.weights_sha256() == seen[step]
 
 
+def test_figures_that_are_no_numbers_stop_early_too(capsys):
+    trainer, loader = parts()
+    figures = Figures(*[float("nan")] * 5)
+    trainer.fit(loader, loader.dataset, epochs=5, callbacks=[figures, callbacks.EarlyStopping(patience=2)])
+    assert trainer.steps == 6 and "(test_loss was not a number in 2 epochs)" in capsys.readouterr().err
+
+
 def test_a_plateau_lowers_the_rate_to_its_least_and_that_is_resumed(tmp_path):
     def train(epochs: int) -> tuple[DistributedTrainer, list[float]]:
         trainer, loader = parts()

@@ -10,6 +10,7 @@ audit/trace.py makes one picture of those of all ranks.
 from __future__ import annotations
 
 import json
+import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -206,10 +207,12 @@ class Timeline:
         with open(self.path.with_suffix(".jsonl"), "a") as file:
             file.write(json.dumps(rows) + "\n" if rows else "")
         with open(self.path.with_suffix(".ops"), "ab") as ops:
+            size, parts = ops.tell(), []
             for program, thread, entries in chunks:
-                if ops.tell() < 24 * LIMIT:
-                    np.array([program, thread, len(entries) // 3], np.int64).tofile(ops)
-                    entries.tofile(ops)
+                if size < 24 * LIMIT:
+                    parts.append(struct.pack("=3q", program, thread, len(entries) // 3) + entries.tobytes())
+                    size += len(parts[-1])
+            ops.write(b"".join(parts))
 
     def _add_up(self, chunks: list[tuple[int, int, np.ndarray]]) -> None:
         assert self.totals is not None

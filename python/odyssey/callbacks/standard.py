@@ -124,7 +124,8 @@ class EarlyStopping(Patience):
 
     def on_epoch_end(self, context: Context) -> None:
         if self.too_long(context):
-            context.finish(f"{self.monitor} was not better than {self.best} in {self.waited} epochs")
+            what = "a number" if self.best is None else f"better than {self.best:.6g}"
+            context.finish(f"{self.monitor} was not {what} in {self.waited} epochs")
 
     def still_finished(self, context: Context) -> bool:
         return self.waited >= self.patience

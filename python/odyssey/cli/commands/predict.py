@@ -96,7 +96,7 @@ def _table(path: str, data: dict[str, Any], shape: list[int]) -> tuple[list[str]
 
     try:
         if path == "-":
-            rows = list(csv.reader(sys.stdin, strict=True))
+            path, rows = "standard input", list(csv.reader(sys.stdin, strict=True))
         else:
             with open(path, newline="", encoding="utf-8-sig") as file:
                 rows = list(csv.reader(file, strict=True))
