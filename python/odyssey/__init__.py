@@ -23,6 +23,7 @@ _HOME = {
     "Mesh": "parallel.mesh",
     "Tensor": "core.tensor",
     "no_grad": "core.tensor",
+    "offload": "core.offload",
     "autocast": "core.precision",
     "HorovodTrainer": "torch.names",  # front ends: loaded where they are asked for, by what they need
     "PyTorchDDPTrainer": "torch.names",
@@ -74,6 +75,7 @@ if TYPE_CHECKING:
     from . import callbacks, comm, data, distributed, errors, loggers, nn, optim, parallel, testing
     from .audit import steplog, verify
     from .core import functional, placement, tensor
+    from .core.offload import offload
     from .core.own_ops import load_ops
     from .core.placement import Device, device
     from .core.precision import GradScaler, autocast
@@ -119,6 +121,7 @@ __all__ = [
     "manual_seed",
     "nn",
     "no_grad",
+    "offload",
     "optim",
     "parallel",
     "placement",

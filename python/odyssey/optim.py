@@ -108,17 +108,21 @@ class Optimizer:
     def bind(self, arena: Arena) -> None:
         """Attaches the optimizer to the parameters it updates; its state starts at zero."""
         if self.arena is arena:
-            if self._floats < arena.size:  # buffers have been added
-                before, self._floats = self.arrays, arena.size
-                self.keep({name: native.aligned(arena.size) for name in self.states})
+            if self._floats < arena.size or self._make is not arena.make:  # buffers have been added, or it is in files
+                before = self.arrays
+                self._start(arena)
                 for name, a in before.items():
                     self.arrays[name][: a.size] = a
             return
         if self.arena is not None:
             raise ConfigError(f"[{type(self).__name__}] already updates another model; make a second optimizer")
-        self.arena, self._floats = arena, arena.size
+        self.arena = arena
         self._context = native.context("optimizer")
-        self.keep({name: native.aligned(arena.size) for name in self.states})
+        self._start(arena)
+
+    def _start(self, arena: Arena) -> None:
+        self._floats, self._make = arena.size, arena.make
+        self.keep({name: arena.make(arena.size) for name in self.states})
 
     def keep(self, state: dict[str, np.ndarray]) -> None:
         """Takes these arrays as the state: of the whole arena, or of the parameters that this rank updates."""

@@ -20,12 +20,14 @@ from draws import ALONE, Layout, Stop, Training
 
 from odyssey import data, nn
 from odyssey.comm import Communicator, mock
+from odyssey.core import offload
 from odyssey.errors import CollectiveError, ConfigError, NumericsError, OdysseyError
 from odyssey.parallel.balance import Balance
 from odyssey.parallel.reduction import Lanes
 from odyssey.train.trainer import DistributedTrainer, History
 
 Result = dict[str, np.ndarray]
+offload.SMALL = 64  # bytes: small networks are in files too
 
 
 @dataclasses.dataclass

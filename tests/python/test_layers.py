@@ -135,7 +135,7 @@ ORDER = (
 BUDGETS = {  # lines of all its files together
     "mojo": 16_840,
     "shared/training": 3_175,
-    "python/odyssey": 46_840,
+    "python/odyssey": 46_920,
     "python/odyssey/comm": 3_940,
     "python/odyssey/parallel": 3_625,
     "python/odyssey/distributed": 2_100,

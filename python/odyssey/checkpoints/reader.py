@@ -29,10 +29,13 @@ THREADS_FROM = 4 << 20  # bytes from which on threads are worth starting: hashin
 def load(path: Path, key: bytes | None = None, follow: bool = False) -> tuple[Snapshot, Manifest]:
     """The checkpoint in a directory; `follow` allows the directory itself to be a symbolic link. CheckpointError says
     what is wrong with which file and tensor."""
+    from ..core.offload import maker
+
+    make = maker(np.empty)  # on this thread
     arrays: dict[str, dict[str, np.ndarray]] = {}
 
     def keep(descriptor: int, start: int, file: File, tensor: Tensor) -> str:
-        array = np.empty(tensor.shape, DTYPES[tensor.dtype])
+        array = make(tensor.shape, DTYPES[tensor.dtype])
         flat = bytes_of(array)
         _read_into(descriptor, flat, start + tensor.begin)
         arrays[file.name.removesuffix(SUFFIX)][tensor.name] = array

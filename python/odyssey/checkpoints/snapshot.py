@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +31,7 @@ class Snapshot:
     step: int
     arrays: dict[str, dict[str, np.ndarray]] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
+    make: Callable[[tuple[int, ...], Any], np.ndarray] = np.empty  # of copies of arrays
 
 
 def step_name(step: int) -> str:

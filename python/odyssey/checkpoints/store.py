@@ -201,7 +201,7 @@ class Store:
                 one = np.asarray(one)
                 copy = self._staged.get((stem, name))
                 if copy is None or (copy.shape, copy.dtype) != (one.shape, one.dtype):
-                    copy = np.empty(one.shape, one.dtype)  # C order
+                    copy = snapshot.make(one.shape, one.dtype)  # C order
                 np.copyto(copy, one)
                 arrays[stem][name] = staged[stem, name] = copy
         self._staged = staged

@@ -15,6 +15,7 @@ import numpy as np
 
 from ..errors import ConfigError
 from . import native
+from .offload import maker
 from .program import Range
 from .tensor import Parameter, Watcher
 
@@ -50,6 +51,7 @@ class Arena:
         self.watcher: Watcher | None = None  # hears of backward passes that reach these parameters
         self.mirror: Any = None  # of the parameters on GPUs that train them (gpu/mirror.py)
         self._addresses: dict[int, int] = {}
+        self.make = maker()  # of arrays that a training keeps: as native.aligned, or in files (offload.py)
         named, buffers = list(named), list(buffers)
         if not named:
             raise ConfigError("[arena] the model has no parameters; give it at least one layer that has some")
@@ -58,20 +60,27 @@ class Arena:
 
     def _add(self, named: list[tuple[str, Parameter]]) -> None:
         """Moves these in, behind what is here, whose offsets stay."""
-        before = [(p, p.data.copy(), p.grad.data.copy()) for _, p in (*self.named, *named)]
+        moved = [p for _, p in (*self.named, *named)]
         for name, p in named:
             self.offsets[name], p.name = self.size, name
             self.size += -(-p.size // ALIGN) * ALIGN
         self.named += named
-        self._params: np.ndarray | None = native.aligned(self.size)
-        self.grads = native.aligned(self.size + native.library().stats)  # the system gives memory that is written to
-        self._addresses = {native.PARAMS: self._params.ctypes.data, native.GRADS: self.grads.ctypes.data}
-        for p, values, gradient in before:
-            at = 4 * self.offsets[p.name]
-            p.place(Range(self, native.PARAMS, at), Range(self, native.GRADS, at))
-            p.data[...] = values
-            if gradient.any():
-                p.grad.data[...] = gradient
+        params, grads = self.make(self.size), self.make(self.size + native.library().stats)
+        for p in moved:  # one by one: what a parameter had is given back before the next one moves
+            at = self.offsets[p.name]
+            params[at : at + p.size].reshape(p.shape)[...] = p.data
+            if p.grad.data.any():
+                grads[at : at + p.size].reshape(p.shape)[...] = p.grad.data
+            p.place(Range(self, native.PARAMS, 4 * at), Range(self, native.GRADS, 4 * at))
+        self._params: np.ndarray | None = params
+        self.grads = grads  # the system gives memory that is written to
+        self._addresses = {native.PARAMS: params.ctypes.data, native.GRADS: grads.ctypes.data}
+
+    def move_to(self, make: Any) -> None:
+        """Moves everything into memory that `make` makes (offload.Files), unless it is in files already."""
+        if self.make is native.aligned is not make:
+            self.make = make
+            self._add([])
 
     @property
     def buffers(self) -> list[tuple[str, Parameter]]:
@@ -154,7 +163,7 @@ class Arena:
 
     def sha256(self) -> str:
         """SHA-256 over the bytes of the parameters."""
-        return hashlib.sha256(self.params.tobytes()).hexdigest()
+        return hashlib.sha256(self.params).hexdigest()
 
     def layout_hash(self) -> int:
         """64 bits of a hash over names, shapes and offsets; equal on ranks that can train together."""

@@ -258,6 +258,10 @@ class Training(Exchange):
     rebalance: bool = setting(
         RANKS, False, "move shards between steps from ranks that take long to the others; the same bits"
     )
+    offload_dir: Path | None = setting(
+        RANKS, None, "keep parameters, gradients and the optimizer's state in files here, on a disk, of which memory "
+        "holds what is in use", "in memory"
+    )
     nonfinite: str = setting(
         SAVING, "stop", "at a NaN or infinity: stop, skip the step, or go back to the last checkpoint and leave the "
         "batch out", choices=recipes.NONFINITE

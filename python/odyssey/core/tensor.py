@@ -23,6 +23,7 @@ import numpy as np
 
 from ..errors import DeviceError, ShapeError
 from . import native, program
+from .offload import maker
 from .placement import FIRST, Device
 from .program import Block, Memory, Range, Slot
 
@@ -261,9 +262,10 @@ class Parameter(Tensor):
     def __init__(self, data: Any) -> None:
         super().__init__(data, requires_grad=True)
         self.name = ""
-        own = native.aligned(self.shape)
+        make = maker()
+        own = make(self.shape)
         own[...] = self.data
-        self.place(Block(own), Block(native.aligned(self.shape)))
+        self.place(Block(own), Block(make(self.shape)))
 
     @property
     def grad(self) -> Tensor | None:

@@ -32,7 +32,7 @@ class BucketedRunner(Runner):
         lay, comm, arena, records = recorded.layout, recorded.groups.dp, recorded.arena, recorded.records
         self.plan = planning.make(self.shards, comm.rank, comm.size, lay.workers, lay.threads, lay.counts(self.shards))
         self.parts = parts = recorded.parts
-        self.segments = segments(records, arena, parts.buckets, by_params=parts.partitioned)
+        self.segments = segments(records, arena, parts.buckets, by_params=parts.partitioned or bool(lay.offload_dir))
         own = self.plan.run[1] - self.plan.run[0]
         work_bytes = plan_memory(records)
         self._work = recorded.storage("work", max(own, 1) * work_bytes).reshape(max(own, 1), work_bytes)
@@ -52,7 +52,7 @@ class BucketedRunner(Runner):
     def _make_reductions(self) -> None:
         recorded, parts, lib = self.recorded, self.parts, native.library()
         lay, comm = recorded.layout, recorded.groups.dp
-        pooled = parts.stage >= 2 and comm.size > 1
+        pooled = (parts.stage >= 2 and comm.size > 1) or bool(lay.offload_dir)
         scatter = parts.stage > 0 and comm.size > 1
 
         def make(b: int, storage: np.ndarray | None = None) -> reduction.Reduction:
@@ -79,7 +79,8 @@ class BucketedRunner(Runner):
             self._reductions[b] = make(b, self._pool[i % len(self._pool)] if pooled else None)
             if pooled:
                 a, z = parts.own[b]
-                self._own_grads[b] = recorded.storage(f"gradients {b}", 4 * (z - a)).view(np.float32)
+                made = recorded.storage(f"gradients {b}", 4 * (z - a), recorded.arena.make)
+                self._own_grads[b] = made.view(np.float32)
         self._pooled = pooled
         self._stats = strategy.make(lay.reduction, comm, self.plan, lib.stats, lay.workers)
         self.reductions = (*self._reductions.values(), self._stats)
@@ -133,7 +134,7 @@ class BucketedRunner(Runner):
             elif b in self._reductions:
                 grads, origin = self._reductions[b].result.ctypes.data, 0
             else:  # no parameter of this bucket has a gradient
-                zeros = native.aligned(self.parts.buckets[b].floats)
+                zeros = self.recorded.arena.make(self.parts.buckets[b].floats)
                 self._keep.append(zeros)
                 grads, origin = zeros.ctypes.data, 0
             updates += self.parts.updates(b, lambda p, at=grads - 4 * origin: at + 4 * p.at)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 from ..comm import Communicator
 from ..errors import ConfigError
@@ -31,6 +32,7 @@ class Layout:
     overlap: bool = True
     schedule: str = "1f1b"
     rebalance: bool = False  # shards may move from rank to rank between steps
+    offload_dir: Path | None = None  # for files of what a training keeps
     gpus: tuple[int, ...] = ()  # the device of each worker of this process; none: they compute on the CPU
 
     def __post_init__(self) -> None:
@@ -56,6 +58,13 @@ class Layout:
         self.balance = Balance(self.comm, self.threads) if self.rebalance and self.comm.size > 1 else None
         if self.gpus:
             self._check_gpus()
+        if self.offload_dir and (self.split or self.execution == "eager" or self.reduction.reduction in strategy.MODES):
+            wrong = f"{self.mesh}" if self.split else "execution='eager'"
+            wrong = f"reduction={self.reduction.reduction!r}" if self.reduction.reduction in strategy.MODES else wrong
+            raise ConfigError(
+                f"[train] offload_dir does not go with {wrong}: layers come and go in recorded steps of whole models; "
+                "use --pp 1 --tp 1, or leave it out"
+            )
 
     def _check_gpus(self) -> None:
         """Raises ConfigError for what GPUs cannot do yet."""
@@ -70,6 +79,7 @@ class Layout:
                     (f"bucket_size_mb={self.bucket_size_mb}", self.bucket_size_mb is not None),
                     ("overlap=False", not self.overlap),
                     ("rebalance=True", self.rebalance),
+                    ("offload_dir", self.offload_dir),
                 )
                 if found
             ),
@@ -84,13 +94,13 @@ class Layout:
     def bucket_floats(self, size: int) -> int:
         """Floats of a bucket of a model of `size` floats: as given, or 25 MB.
 
-        With ZeRO 2 and 3 a rank has four buckets on top of its parts (two gathered, two being reduced), so by default
-        they are at most a 32nd of the model.
+        With ZeRO 2 and 3, or `offload_dir`, a rank has four buckets on top of its parts (two gathered, two being
+        reduced), so by default they are at most a 32nd of the model.
         """
         if self.bucket_size_mb is not None:
             return int(self.bucket_size_mb * bucketing.FLOATS_PER_MB)
         floats = int(BUCKET_MB * bucketing.FLOATS_PER_MB)
-        return min(floats, size // 32) if self.zero > 1 else floats
+        return min(floats, size // 32) if self.zero > 1 or self.offload_dir else floats
 
     def counts(self, shards: int) -> tuple[int, ...]:
         """Of a step's shards how many each rank computes now; empty: equal shares."""

@@ -33,10 +33,10 @@ class Storage:
         self.arrays: dict[str, np.ndarray] = {}
         self.grown = False
 
-    def __call__(self, name: str, nbytes: int) -> np.ndarray:
+    def __call__(self, name: str, nbytes: int, make: Callable[..., np.ndarray] = native.aligned) -> np.ndarray:
         if name not in self.arrays or len(self.arrays[name]) < nbytes:
             self.grown = True
-            self.arrays[name] = native.aligned(nbytes, np.uint8, zero=False)
+            self.arrays[name] = make(nbytes, np.uint8, zero=False)
         return self.arrays[name][:nbytes]
 
 

@@ -11,6 +11,7 @@ while it computes, and are overwritten afterwards.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -45,7 +46,8 @@ class Parts:
         self.whole = everything and sum(p.n for b in buckets for p in b.pieces) == arena.size
         self.partitioned = stage == 3 and comm.size > 1
         if self.partitioned:
-            self._store = [self._cut(arena.params, b, *own) for b, own in zip(buckets, self.own, strict=True)]
+            cuts = zip(buckets, self.own, strict=True)
+            self._store = [self._cut(arena.params, b, *own, arena.make) for b, own in cuts]
             self._slots = [native.aligned(max(b.floats for b in buckets)) for _ in range(2)]
             self._holds: list[int | None] = [None, None]
             self._requests: list[Request | None] = [None, None]
@@ -53,8 +55,8 @@ class Parts:
             arena.release_full_parameters()
 
     @staticmethod
-    def _cut(flat: np.ndarray, bucket: Bucket, a: int, b: int) -> np.ndarray:
-        out = native.aligned(b - a)
+    def _cut(flat: np.ndarray, bucket: Bucket, a: int, b: int, make: Any = native.aligned) -> np.ndarray:
+        out = make(b - a)
         for piece in bucket.covers(a, b):
             out[piece.at - a : piece.at - a + piece.n] = flat[piece.lo : piece.lo + piece.n]
         return out
@@ -142,7 +144,7 @@ class Parts:
         """All parameters of these buckets in an array of the arena's layout; a collective call at stage 3."""
         if not self.partitioned:
             return self.arena.params
-        flat = np.zeros(self.arena.size, np.float32)
+        flat = self.arena.make(self.arena.size)
         self.fill(flat, self._store)
         return flat
 
@@ -163,7 +165,7 @@ class Parts:
         """An optimizer's array of this rank's parts as an array of the arena's layout; collective from stage 1 on."""
         if self.whole:
             return own
-        flat = np.zeros(self.arena.size, np.float32)
+        flat = self.arena.make(self.arena.size)
         parts = [own[s : s + b - a] for s, (a, b) in zip(self.starts, self.own, strict=True)]
         if self.stage and self.comm.size > 1:
             self.fill(flat, parts)
@@ -177,7 +179,7 @@ class Parts:
         """The inverse of `state`: this rank's parts of an array of the arena's layout."""
         if self.whole:
             return flat
-        own = native.aligned(self.floats)
+        own = self.arena.make(self.floats)
         for b in range(len(self.buckets)):
             for p in self.pieces(b):
                 at = self.state_at(b, p)

@@ -49,6 +49,7 @@ OURS = (
     "overlap",
     "lr_scaling",
     "conv_algorithm",
+    "offload_dir",
 )
 
 

@@ -21,6 +21,7 @@ from .. import data as datasets
 from ..callbacks import Callback, Context
 from ..checkpoints.trainable import KEEP, Evaluation, History, Mode, Saving, Step, Tally
 from ..comm import Communicator
+from ..core.offload import offload
 from ..data.trees import mapped
 from ..errors import ConfigError, NumericsError
 from ..loggers import asked
@@ -39,6 +40,7 @@ class Trainer:
     """fit() and steps of a trainer (trainable.Trainable); a subclass has the rest."""
 
     comm: Communicator
+    layout: Any = None  # engine.layout.Layout
     mode: Mode
     accumulation_steps: int
     numerics: Any
@@ -79,6 +81,10 @@ class Trainer:
     def _part(self, training: bool) -> Callable[[int], tuple[int, int]] | None:
         """Which samples of a batch this rank needs, as DataLoader.steps() asks for it; None: all."""
         return None
+
+    def shards_moved(self, samples: int) -> tuple[int, ...]:
+        """Of a step of so many samples how many shards each rank computes, once some have moved; else none."""
+        return ()
 
     def _repeats(self, sampler: Any) -> bool:
         """Whether a loader's sampler gives the same order whenever an epoch is begun again."""
@@ -261,7 +267,8 @@ class Trainer:
         history, session = context.history, Session(self, train_loader, context)
         self._session = session
         try:
-            session.begin()
+            with offload(self.layout and self.layout.offload_dir):  # a checkpoint is read into files as well
+                session.begin()
             context.callbacks = [*self.callbacks, *self._listeners(session, verbose)]
             if trace is not None or profile:
                 from ..audit.trace import Recording
@@ -433,7 +440,8 @@ class Trainer:
             CheckpointError: there is none that is valid.
             ConfigError: it is of another training.
         """
-        snapshot, name = resume.shared(self.comm, lambda: resume.find(Path(path), self.say))
+        with offload(self.layout and self.layout.offload_dir):
+            snapshot, name = resume.shared(self.comm, lambda: resume.find(Path(path), self.say))
         self.load(snapshot, name)
         return snapshot.step
 
@@ -443,7 +451,6 @@ class Sharing(Trainer):
 
     shard_size: int | None  # samples per shard; None until the global batch is known
     check_every: int
-    layout: Any  # engine.layout.Layout
     _watch: agreement.Watch
     _counted_idle = False
 
@@ -470,7 +477,6 @@ class Sharing(Trainer):
             self.say(f"{line} (step {self.steps + 1})")
 
     def shards_moved(self, samples: int) -> tuple[int, ...]:
-        """Of a step of so many samples how many shards each rank computes, once some have moved; else none."""
         balance = self.layout.balance
         return balance.counts(shard_count(samples, self.shard_size)) if balance and samples else ()
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .. import errors
+from ..core.offload import maker
 from ..data import ArrayDataset, Vocabulary
 from ..data.trees import leaves
 from ..errors import CheckpointError, ConfigError, OdysseyError
@@ -123,7 +124,7 @@ def spread(comm: Communicator, value: Any, root: int = 0) -> Any:
         if _ARRAY not in found:
             return found
         dtype, shape = found[_ARRAY]
-        array = np.array(next(own), order="C") if comm.rank == root else np.empty(shape, dtype)
+        array = np.array(next(own), order="C") if comm.rank == root else maker(np.empty)(shape, dtype)
         comm.broadcast(array.reshape(-1).view(np.uint8), root)  # bytes: of any dtype that a checkpoint holds
         return array
 

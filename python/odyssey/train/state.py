@@ -104,7 +104,7 @@ class EngineState(Sharing):
     def weights_sha256(self) -> str:
         """SHA-256 over the bytes of the arena: one value for one training, on any layout. Collective, as below."""
         self.mode.settle()
-        return hashlib.sha256(self._train.parameters().tobytes()).hexdigest()
+        return hashlib.sha256(self._train.parameters()).hexdigest()
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """The parameters by name, whole, on every rank; a collective call if ranks keep parts of them."""
@@ -167,9 +167,11 @@ class EngineState(Sharing):
         """The summed gradients of the last step by the parameters' names; before division, scaling and clipping. Raises
         ConfigError: ranks have parts of them (zero=, or a mesh)."""
         updates = self.last.updates if self.last is not None else []
-        if len(updates) != 1 or updates[0].n != self.arena.size:
+        if sum(u.n for u in updates) != self.arena.size:
             raise ConfigError("[train] the gradients are spread over ranks; they are whole with one rank, or zero=0")
-        flat, buffers = self._train.gradients(updates[0]), dict(self.arena.buffers)
+        flat, buffers = self.arena.make(self.arena.size), dict(self.arena.buffers)
+        for u in updates:
+            flat[u.at : u.at + u.n] = self._train.gradients(u)
         return {name: self.arena.view(flat, name).copy() for name, _ in self.arena.named if name not in buffers}
 
     def named_state(self) -> dict[str, np.ndarray]:
@@ -251,6 +253,7 @@ class EngineState(Sharing):
 
         optimizer = self.optimizer
         return Snapshot(
+            make=arena.make,
             step=self.steps,
             arrays={stem: tensors for stem, tensors in arrays.items() if tensors},
             values={
@@ -404,7 +407,7 @@ def _entry(values: dict[str, Any], key: str, name: str) -> dict[str, Any]:
 
 def _flat(arena: Any, tensors: dict[str, np.ndarray], prefix: str, name: str) -> np.ndarray:
     """Named tensors as one array of the arena's layout."""
-    flat = np.zeros(arena.size, np.float32)
+    flat = arena.make(arena.size)
     for own, p in arena.named:
         found = tensors.get(prefix + own)
         if found is None or found.shape != tuple(p.shape) or found.dtype != np.float32:

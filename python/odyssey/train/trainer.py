@@ -22,6 +22,7 @@ from ..comm.cores import default_threads
 from ..core import precision as precisions
 from ..core import settings as declaration
 from ..core.arena import Arena
+from ..core.offload import maker, offload
 from ..core.settings import Training
 from ..core.tensor import layout_of
 from ..engine.engine import Engine
@@ -139,7 +140,9 @@ class DistributedTrainer(EngineState):
         )
         self.lr_scaling, self._lr_factor, self._lr_scaled = made.lr_scaling, 1.0, False
         self.steps = 0
-        self.arena = Arena.of(model.named_parameters(), model.named_buffers())
+        with offload(made.offload_dir):
+            self.arena = Arena.of(model.named_parameters(), model.named_buffers())
+            self.arena.move_to(maker())
         strategy.check_buffers([name for name, b in self.arena.buffers if b.requires_grad])
         optimizer.bind(self.arena)
         optimizer.check_whole()
@@ -210,6 +213,7 @@ class DistributedTrainer(EngineState):
                 **{n: getattr(self.settings, n) for n, s in declaration.declared(Training).items() if s.same},
                 "kind of GPUs": [gpus.found()[i].accelerator for i in self.layout.gpus],
                 "mesh": str(self.mesh),
+                "offload_dir is given": self.layout.offload_dir is not None,
                 "optimizer": (type(self.optimizer).__name__, sorted(settings.items())),
                 "schedule": resume.probed(self.schedule),
             },

@@ -198,6 +198,7 @@ def run(made: Settings, *, verbose: bool = False, listeners: Sequence[Any] = (),
 
     from odyssey import data, loggers, nn, optim
 
+    from ...core.offload import offload
     from ...train.progress import make
     from ...train.trainer import DistributedTrainer, write_weights
 
@@ -213,7 +214,8 @@ def run(made: Settings, *, verbose: bool = False, listeners: Sequence[Any] = (),
     with on_all_ranks():
         epochs, total = made.length(-(-len(loader) // made.accumulation_steps))
         schedule = optim.schedule(made.schedule, total_steps=total, warmup_steps=made.warmup(total))
-        model = nn.models.build(made.model, seed=made.seed, **_model_settings(train_set, made))
+        with offload(made.offload_dir):
+            model = nn.models.build(made.model, seed=made.seed, **_model_settings(train_set, made))
         kinds = {"sgd": optim.SGD, "adam": optim.Adam, "adamw": optim.AdamW, "rmsprop": optim.RMSprop}
         kind = kinds[made.optimizer]
         more = {"momentum": made.momentum, "nesterov": made.nesterov} if kind is optim.SGD else {}
