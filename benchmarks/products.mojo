@@ -1,10 +1,11 @@
 """How fast the kernels of linear layers and convolutions are, shape by shape, as shares of the FMA peak of the same moment.
 
     mojo build -I mojo benchmarks/products.mojo -o products    (products.py does it, with the options of the library)
-    ./products [LINES...]                                       a line: linear:I:O:rows, conv:C:K:pixels:samples or winograd:...
+    ./products [LINES...]     a line: linear:I:O:rows, conv:C:K:pixels:samples[:kernel:stride], bf16 in front, or winograd:...
 
-One thread, lanes, float32. A row is one shape: GFLOP/s and share of the peak of forward, gradient of the input and gradient
-of the weights. Every figure is the best of several calls by processor time, the peak that of independent FMAs in turns with them.
+One thread, lanes. A row is one shape: GFLOP/s and share of the peak of forward, gradient of the weights and gradient of the
+input. Every figure is the best of several calls by processor time, the peak that of independent FMAs in turns with them, or
+of products of bf16 pairs.
 """
 
 from std.benchmark import keep
@@ -18,6 +19,11 @@ from kernels.conv2d import (
     conv2d_backward_weight,
     conv2d_forward,
 )
+from kernels.conv2d_bf16 import (
+    conv2d_backward_input_bf16,
+    conv2d_backward_weight_bf16,
+    conv2d_forward_bf16,
+)
 from kernels.lanes import LANES, Ptr, Vec, madd
 from kernels.linear import (
     WEIGHT_SCRATCH,
@@ -26,6 +32,12 @@ from kernels.linear import (
     linear_backward_weight,
     linear_forward,
 )
+from kernels.linear_bf16 import (
+    linear_backward_input_bf16,
+    linear_backward_weight_bf16,
+    linear_forward_bf16,
+)
+from kernels.lowp import HAS_BF16, dot2, pair
 from kernels.winograd import (
     scratch_floats,
     winograd_backward_input,
@@ -55,24 +67,30 @@ def floats(n: Int) -> Ptr:
     return Ptr(unsafe_from_address=Int(p))
 
 
-def peak() -> Float64:
-    """GFLOP/s of FMAs in registers, now."""
+def peak[half: Bool]() -> Float64:
+    """GFLOP/s of FMAs in registers, now; of bf16 pairs if `half`."""
     var a = Vec(0.5)
     keep(a)
     var acc = Array[Vec, SUMS](fill=a)
     var start = now()
     for _ in range(ROUNDS):
         comptime for k in range(SUMS):
-            acc[k] = madd(a, acc[k], a)
+            comptime if half:
+                acc[k] = dot2(acc[k], pair(a, a), pair(a, a))
+            else:
+                acc[k] = madd(a, acc[k], a)
     var end = now()
     var total = Vec(0)
     comptime for k in range(SUMS):
         total += acc[k]
     keep(total)
-    return Float64(2 * LANES * SUMS * ROUNDS) / Float64(end - start)
+    var flops = (4 if half else 2) * LANES * SUMS * ROUNDS
+    return Float64(flops) / Float64(end - start)
 
 
-def measured[F: def() -> None](f: F, flops: Int) -> String:
+def measured[
+    F: def() -> None, //, half: Bool = False
+](f: F, flops: Int) -> String:
     """The best GFLOP/s of f and the share of the best peak in turns with it."""
     var best: Float64 = 0
     var most: Float64 = 0
@@ -80,7 +98,7 @@ def measured[F: def() -> None](f: F, flops: Int) -> String:
     var calls = 0
     while calls < 7 or Float64(now() - begin) * 1e-9 < SECONDS:
         if calls % 4 == 0:
-            most = max(most, peak())
+            most = max(most, peak[half]())
         var start = now()
         f()
         best = max(best, Float64(flops) / Float64(now() - start))
@@ -88,7 +106,7 @@ def measured[F: def() -> None](f: F, flops: Int) -> String:
     return String(Int(best), " ", Int(100 * best / most + 0.5))
 
 
-def linear(I: Int, O: Int, rows: Int) -> String:
+def linear[half: Bool](I: Int, O: Int, rows: Int) -> String:
     """The three products of a linear layer."""
     var G = (rows + LANES - 1) // LANES
     var x = floats(G * LANES * I)
@@ -96,77 +114,104 @@ def linear(I: Int, O: Int, rows: Int) -> String:
     var w = floats(O * I)
     var dw = floats(O * I)
     var b = floats(O)
-    var scratch = floats(WEIGHT_SCRATCH + columns_scratch(G, O))
+    var packed = G * LANES * (I + O + LANES) if half else 0
+    var scratch = floats(WEIGHT_SCRATCH + columns_scratch(G, O) + packed)
     var flops = 2 * G * LANES * I * O
 
     def forward() {imm}:
-        linear_forward[False](y, x, w, b, G, I, O)
+        comptime if half:
+            linear_forward_bf16[False](y, x, w, b, scratch, G, I, O)
+        else:
+            linear_forward[False](y, x, w, b, G, I, O)
 
     def input() {imm}:
-        linear_backward_input(x, y, w, scratch, G, I, O)
+        comptime if half:
+            linear_backward_input_bf16(x, y, w, scratch, G, I, O)
+        else:
+            linear_backward_input(x, y, w, scratch, G, I, O)
 
     def weight() {imm}:
-        linear_backward_weight(dw, b, y, x, scratch, G, I, O, I)
+        comptime if half:
+            linear_backward_weight_bf16(dw, b, y, x, scratch, G, I, O)
+        else:
+            linear_backward_weight(dw, b, y, x, scratch, G, I, O, I)
 
-    var line = measured(forward, flops)
-    line += " " + measured(weight, flops)
-    line += " " + measured(input, flops)
+    var line = measured[half](forward, flops)
+    line += " " + measured[half](weight, flops)
+    line += " " + measured[half](input, flops)
     for p in [x, y, w, dw, b, scratch]:
         p.unsafe_free()
     return line
 
 
-def convolution(
-    C: Int, K: Int, pixels: Int, samples: Int, winograd: Bool
-) -> String:
-    """Those of a convolution of 3 x 3, stride 1, on so many pixels squared and a frame of zeros. `winograd`: GFLOP/s are
-    those of a direct one that takes as long.
+def convolution[half: Bool](size: Conv, winograd: Bool) -> String:
+    """Those of a convolution. `winograd`: GFLOP/s are those of a direct one that takes as long.
     """
-    var G = (samples + LANES - 1) // LANES
-    var size = Conv(G, C, pixels + 2, pixels + 2, K, 3, 3, 1)
-    var x = floats(G * size.x() * LANES)
-    var y = floats(G * size.y() * LANES)
-    var w = floats(K * size.taps())
-    var dw = floats(K * size.taps())
-    var b = floats(K)
-    var m = 4 if pixels >= 16 else 2  # as products.py has it
-    var scratch = floats(scratch_floats(size, m))
-    var flops = 2 * G * LANES * size.y() * size.C * 9
+    var x = floats(size.G * size.x() * LANES)
+    var y = floats(size.G * size.y() * LANES)
+    var w = floats(size.K * size.taps())
+    var dw = floats(size.K * size.taps())
+    var b = floats(size.K)
+    var m = 4 if size.P() >= 16 else 2  # as products.py has it
+    var packed = (size.x() + size.y() + size.K * size.taps()) * 2 * LANES
+    var scratch = floats(packed if half else scratch_floats(size, m))
+    var flops = 2 * size.G * LANES * size.y() * size.taps()
 
     def forward() {imm}:
         if winograd:
             winograd_forward(y, x, w, b, scratch, size, 1, 1, m, False)
+            return
+        comptime if half:
+            conv2d_forward_bf16[False](y, x, w, b, scratch, size)
         else:
             conv2d_forward[False](y, x, w, b, size)
 
     def input() {imm}:
         if winograd:
             winograd_backward_input(x, y, w, scratch, size, 1, 1, m)
+            return
+        comptime if half:
+            conv2d_backward_input_bf16(x, y, w, scratch, size)
         else:
             conv2d_backward_input(x, y, w, size)
 
     def weight() {imm}:
-        conv2d_backward_weight(dw, b, y, x, size)
+        comptime if half:
+            conv2d_backward_weight_bf16(dw, b, y, x, scratch, size)
+        else:
+            conv2d_backward_weight(dw, b, y, x, size)
 
-    var line = measured(forward, flops)
-    line += " " + measured(weight, flops)
-    line += " " + measured(input, flops)
+    var line = measured[half](forward, flops)
+    line += " " + measured[half](weight, flops)
+    line += " " + measured[half](input, flops)
     for p in [x, y, w, dw, b, scratch]:
         p.unsafe_free()
     return line
+
+
+def layer[half: Bool](kind: String, sizes: List[Int]) -> String:
+    """The figures of one layer."""
+    if kind == "linear":
+        return linear[half](sizes[0], sizes[1], sizes[2])
+    var R = sizes[4] if len(sizes) > 4 else 3
+    var S = sizes[5] if len(sizes) > 5 else 1
+    var G = (sizes[3] + LANES - 1) // LANES
+    var side = sizes[2] + R // 2 * 2  # with a frame of zeros
+    var size = Conv(G, sizes[0], side, side, sizes[1], R, R, S)
+    return convolution[half](size, kind == "winograd")
 
 
 def main() raises:
     var words = argv()
     for i in range(1, len(words)):
         var parts = String(words[i]).split(":")
-        var a = Int(parts[1])
-        var b = Int(parts[2])
-        if parts[0] == "linear":
-            print(words[i], linear(a, b, Int(parts[3])))
+        var kind = String(parts[0])
+        var sizes = List[Int]()
+        for p in range(1, len(parts)):
+            sizes.append(Int(parts[p]))
+        if kind.startswith("bf16-"):
+            comptime if HAS_BF16:
+                kind = "linear" if kind == "bf16-linear" else "conv"
+                print(words[i], layer[True](kind, sizes))
         else:
-            var winograd = parts[0] == "winograd"
-            print(
-                words[i],
-                convolution(a, b, Int(parts[3]), Int(parts[4]), winograd),
-            )
+            print(words[i], layer[False](kind, sizes))

@@ -9,7 +9,18 @@ together. No other sum here is ever shared between processes.
 
 from std.memory import unsafe_stack_allocation
 
-from .lanes import F32, LANES, REGISTERS, Ptr, Vec, load, splat, store, madd
+from .lanes import (
+    F32,
+    LANES,
+    REGISTERS,
+    Ptr,
+    Vec,
+    load,
+    splat,
+    store,
+    madd,
+    totals,
+)
 from .parts import PARTS, cut, fold
 
 
@@ -152,16 +163,31 @@ comptime TB = 5 if REGISTERS == 32 else (2 if REGISTERS == 8 else 1)
 
 
 @always_inline
+def tap_offsets[n: Int](tap: Int, size: Conv) -> Array[Int, n]:
+    """Where in x, in vectors, n taps begin. Divisions would take as long as the products of a small image.
+    """
+    var offset = Array[Int, n](fill=0)
+    var c, rest = divmod(tap, size.R * size.T)
+    var r, t = divmod(rest, size.T)
+    comptime for j in range(n):
+        offset[j] = (c * size.H + r) * size.W + t
+        t += 1
+        if t == size.T:
+            t = 0
+            r += 1
+        if r == size.R:
+            r = 0
+            c += 1
+    return offset^
+
+
+@always_inline
 def _weight_tile[
     kb: Int, tb: Int
 ](dw: Ptr, dy: Ptr, x: Ptr, tap: Int, taps: Int, size: Conv,):
     var P = size.P()
     var Q = size.Q()
-    var offset = Array[Int, tb](fill=0)
-    comptime for j in range(tb):
-        var c = (tap + j) // (size.R * size.T)
-        var r = (tap + j) // size.T % size.R
-        offset[j] = ((c * size.H + r) * size.W + (tap + j) % size.T) * LANES
+    var offset = tap_offsets[tb](tap, size)
     var acc = Array[Vec, kb * tb](fill=Vec(0))
     for g in range(size.G):
         for p in range(P):
@@ -174,14 +200,16 @@ def _weight_tile[
                 comptime for k in range(kb):
                     d[k] = load(dyp, k * P * Q * LANES)
                 comptime for j in range(tb):
-                    var v = load(xp, offset[j])
+                    var v = load(xp, offset[j] * LANES)
                     comptime for k in range(kb):
                         acc[k * tb + j] = madd(v, d[k], acc[k * tb + j])
                 dyp = dyp.unsafe_offset(LANES)
                 xp = xp.unsafe_offset(size.S * LANES)
+    var sums = unsafe_stack_allocation[kb * tb + LANES, F32, alignment=64]()
+    totals(acc, sums)
     comptime for k in range(kb):
         comptime for j in range(tb):
-            dw[unsafe_offset=k * taps + j] += acc[k * tb + j].reduce_add()
+            dw[unsafe_offset=k * taps + j] += sums[unsafe_offset=k * tb + j]
 
 
 def conv2d_backward_weight(
@@ -424,73 +452,135 @@ def _backward_input_spread[
                 c += 1
 
 
-def conv2d_backward_input_any[
-    L: Int
-](dx: Ptr, dy: Ptr, w: Ptr, size: Conv, part: Int = 0, parts: Int = PARTS,):
-    """Any stride and kernel: each input pixel gathers the taps that used it."""
-    var P = size.P()
-    var Q = size.Q()
-    var start = cut(size.K, part)
-    var held = cut(size.K, part + parts) - start
-    var wp = w.unsafe_offset(start * size.taps())
-    var saved = unsafe_stack_allocation[2 * L, F32, alignment=64]()
-    for g in range(size.G):
-        for c in range(size.C):
-            for h in range(size.H):
-                for i in range(size.W):
-                    var acc = Array[SIMD[F32, L], 1](fill=SIMD[F32, L](0))
-                    for p in range(parts):
-                        acc[0] = SIMD[F32, L](0)
-                        _gather_taps[L](
-                            acc[0],
-                            dy.unsafe_offset(g * held * P * Q * L),
-                            wp.unsafe_offset(c * size.R * size.T),
-                            cut(size.K, part + p) - start,
-                            cut(size.K, part + p + 1) - start,
-                            h,
-                            i,
-                            size,
-                        )
-                        fold(acc, saved, p, parts)
-                    store[L](
-                        dx,
-                        (((g * size.C + c) * size.H + h) * size.W + i) * L,
-                        acc[0],
-                    )
+# Any stride and kernel: a pixel of dx gathers the taps that used it. Pixels a stride apart have the same taps, but for
+# those near a border, so a tile is some of them, of some channels; it takes its weights once.
+
+
+trait Gather(TrivialRegisterPassable):
+    """How a tile of dx is computed."""
+
+    def tile[cb: Int, qb: Int](self, c: Int, h: Int, i: Int):
+        """Pixels i, i + S ... of row h of channels c, c + 1 ..., which all have the taps of the first.
+        """
+        ...
 
 
 @always_inline
-def _gather_taps[
-    L: Int
-](
-    mut acc: SIMD[F32, L],
-    dy: Ptr,
-    w: Ptr,
-    k0: Int,
-    k1: Int,
-    h: Int,
-    i: Int,
-    size: Conv,
-):
-    """Adds what pixel (h, i) of one channel got from output channels k0..k1."""
-    var P = size.P()
+def gather_rows[T: Gather, //](of: T, size: Conv, c: Int, h0: Int, h1: Int):
+    """Rows h0 to h1 of the channels from c on: KB of them, or those that are left.
+    """
     var Q = size.Q()
-    for r in range(h % size.S, size.R, size.S):
-        var p = (h - r) // size.S
-        if h < r or p >= P:
-            continue
-        for t in range(i % size.S, size.T, size.S):
-            var q = (i - t) // size.S
-            if i < t or q >= Q:
-                continue
-            for k in range(k0, k1):
-                acc = madd(
-                    load[L](dy, ((k * P + p) * Q + q) * L),
-                    SIMD[F32, L](
-                        w[unsafe_offset=k * size.taps() + r * size.T + t]
-                    ),
-                    acc,
+
+    @always_inline
+    def row[cb: Int](h: Int) {imm}:
+        for phase in range(min(size.S, size.W)):
+            var taps = (size.T - phase + size.S - 1) // size.S
+            var n = (size.W - phase + size.S - 1) // size.S
+            var first = min(max(taps - 1, 0), n)  # pixels left of it miss taps
+            var last = max(min(n, Q), first) if taps > 0 else n  # from it on
+            for j in range(first):
+                of.tile[cb, 1](c, h, phase + j * size.S)
+            var pieces = (last - first + QB - 1) // QB
+            for p in range(pieces):
+                var q = (last - first) * p // pieces
+                var long = (last - first) * (p + 1) // pieces - q
+                comptime for qb in range(1, QB + 1):
+                    if long == qb:
+                        of.tile[cb, qb](c, h, phase + (first + q) * size.S)
+            for j in range(last, n):
+                of.tile[cb, 1](c, h, phase + j * size.S)
+
+    comptime for cb in range(1, KB + 1):
+        if min(size.C - c, KB) == cb:
+            for h in range(h0, h1):
+                row[cb](h)
+
+
+@fieldwise_init
+struct _Gather[L: Int](Gather):
+    """One group in float32, the sum over K in parts."""
+
+    var dx: Ptr
+    var dy: Ptr
+    var w: Ptr
+    var size: Conv
+    var part: Int
+    var parts: Int
+
+    @no_inline
+    def tile[cb: Int, qb: Int](self, c: Int, h: Int, i: Int):
+        var size = self.size
+        var P = size.P()
+        var Q = size.Q()
+        var start = cut(size.K, self.part)
+        var saved = unsafe_stack_allocation[
+            2 * cb * qb * Self.L, F32, alignment=64
+        ]()
+        var acc = Array[SIMD[F32, Self.L], cb * qb](fill=SIMD[F32, Self.L](0))
+        for part in range(self.parts):
+            var k0 = cut(size.K, self.part + part)
+            var k1 = cut(size.K, self.part + part + 1)
+            comptime for n in range(cb * qb):
+                acc[n] = SIMD[F32, Self.L](0)
+            for r in range(h % size.S, size.R, size.S):
+                var p = (h - r) // size.S
+                if h < r or p >= P:
+                    continue
+                for t in range(i % size.S, size.T, size.S):
+                    var q = (i - t) // size.S
+                    if i < t or q >= Q:
+                        continue
+                    var d = self.dy.unsafe_offset(
+                        (((k0 - start) * P + p) * Q + q) * Self.L
+                    )
+                    var w = self.w.unsafe_offset(
+                        ((k0 * size.C + c) * size.R + r) * size.T + t
+                    )
+                    for _ in range(k0, k1):
+                        var v = Array[SIMD[F32, Self.L], qb](
+                            fill=SIMD[F32, Self.L](0)
+                        )
+                        comptime for n in range(qb):
+                            v[n] = load[Self.L](d, n * Self.L)
+                        comptime for m in range(cb):
+                            var wm = SIMD[F32, Self.L](
+                                w[unsafe_offset=m * size.R * size.T]
+                            )
+                            comptime for n in range(qb):
+                                acc[m * qb + n] = madd(
+                                    v[n], wm, acc[m * qb + n]
+                                )
+                        d = d.unsafe_offset(P * Q * Self.L)
+                        w = w.unsafe_offset(size.taps())
+            fold(acc, saved, part, self.parts)
+        comptime for m in range(cb):
+            comptime for n in range(qb):
+                store[Self.L](
+                    self.dx,
+                    (((c + m) * size.H + h) * size.W + i + n * size.S) * Self.L,
+                    acc[m * qb + n],
                 )
+
+
+def conv2d_backward_input_any[
+    L: Int
+](dx: Ptr, dy: Ptr, w: Ptr, size: Conv, part: Int = 0, parts: Int = PARTS,):
+    """Any stride and kernel."""
+    var held = cut(size.K, part + parts) - cut(size.K, part)
+    # As for stride 1, all rows share the weights of some channels, or two strides of rows do.
+    var block = size.H if size.y() * L <= CACHED else 2 * size.S
+    for g in range(size.G):
+        var of = _Gather[L](
+            dx.unsafe_offset(g * size.x() * L),
+            dy.unsafe_offset(g * held * size.P() * size.Q() * L),
+            w,
+            size,
+            part,
+            parts,
+        )
+        for h in range(0, size.H, block):
+            for c in range(0, size.C, KB):
+                gather_rows(of, size, c, h, min(h + block, size.H))
 
 
 def conv2d_backward_input(

@@ -8,8 +8,11 @@ a group at a time: what was packed is still in the second-level cache when it is
 A layer of one input channel would multiply every second time with zero; it stays in float32 (functional.py).
 """
 
-from .conv2d import Conv
-from .lanes import LANES, Ptr, Vec, load, splat, store
+from std.memory import unsafe_stack_allocation
+from std.sys import prefetch
+
+from .conv2d import Conv, Gather, gather_rows, tap_offsets
+from .lanes import F32, LANES, Ptr, Vec, load, splat, store, totals
 from .lowp import (
     HalfPtr,
     Pair,
@@ -162,11 +165,11 @@ def _weight_tile[
 ](dw: Ptr, dy: HalfPtr, x: HalfPtr, tap: Int, taps: Int, size: Conv):
     var P = size.P()
     var Q = size.Q()
-    var offset = Array[Int, tb](fill=0)
-    comptime for j in range(tb):
-        var c = (tap + j) // (size.R * size.T)
-        var r = (tap + j) // size.T % size.R
-        offset[j] = (c * size.H + r) * size.W + (tap + j) % size.T
+    var offset = tap_offsets[tb](tap, size)
+    # far apart and in no cache: as far away as the products of a small image are long
+    comptime for k in range(kb):
+        prefetch(dw.unsafe_offset(k * taps))
+        prefetch(dw.unsafe_offset(k * taps + tb - 1))
     var acc = Array[Vec, kb * tb](fill=Vec(0))
     for p in range(P):
         var dyp = dy.unsafe_offset(p * Q * 2 * LANES)
@@ -181,9 +184,11 @@ def _weight_tile[
                     acc[k * tb + j] = dot2(acc[k * tb + j], v, d[k])
             dyp = dyp.unsafe_offset(2 * LANES)
             xp = xp.unsafe_offset(size.S * 2 * LANES)
+    var sums = unsafe_stack_allocation[kb * tb + LANES, F32, alignment=64]()
+    totals(acc, sums)
     comptime for k in range(kb):
         comptime for j in range(tb):
-            dw[unsafe_offset=k * taps + j] += acc[k * tb + j].reduce_add()
+            dw[unsafe_offset=k * taps + j] += sums[unsafe_offset=k * tb + j]
 
 
 def conv2d_backward_weight_bf16(
@@ -317,65 +322,128 @@ def _spread_piece[
             store(dx, c * dx_channel + i * LANES, acc[c * n + i])
 
 
-def conv2d_backward_input_bf16[
-    T: Int
-](
+@always_inline
+def _spread[T: Int](dx: Ptr, dy: HalfPtr, w: HalfPtr, size: Conv):
+    """One group at stride 1."""
+    var P = size.P()
+    var Q = size.Q()
+    var pairs = (size.K + 1) // 2
+    comptime longest = _longest(T)
+    var fitting = min(longest, max(1, CACHE // (pairs * size.R * 4 * LANES)))
+    var pieces = (Q + fitting - 1) // fitting
+    for h in range(size.H):
+        var r0 = max(0, h - P + 1)
+        var r1 = min(size.R, h + 1)
+        for i in range(pieces):
+            var q = Q * i // pieces
+            var n = Q * (i + 1) // pieces - q
+
+            @always_inline
+            def piece[cb: Int](c: Int) {imm}:
+                comptime for qb in range(1, longest + 1):
+                    if n == qb:
+                        _spread_piece[T, cb, qb](
+                            dx.unsafe_offset(
+                                ((c * size.H + h) * size.W + q) * LANES
+                            ),
+                            dy.unsafe_offset((h * Q + q) * 2 * LANES),
+                            w.unsafe_offset(2 * c * pairs * size.R * T),
+                            pairs,
+                            r0,
+                            r1,
+                            size.H * size.W * LANES,
+                            P * Q,
+                            Q,
+                            pairs * size.R * T,
+                            size.R * T,
+                            i > 0,
+                        )
+
+            var c = 0
+            while c + 2 <= size.C:
+                piece[2](c)
+                c += 2
+            if c < size.C:
+                piece[1](c)
+
+
+# Any other stride or kernel: a pixel gathers the taps that used it, as in conv2d.mojo.
+
+
+@fieldwise_init
+struct _Gather(Gather):
+    """One group of pairs."""
+
+    var dx: Ptr
+    var dy: HalfPtr
+    var w: HalfPtr
+    var size: Conv
+
+    @no_inline
+    def tile[cb: Int, qb: Int](self, c: Int, h: Int, i: Int):
+        var size = self.size
+        var P = size.P()
+        var Q = size.Q()
+        var pairs = (size.K + 1) // 2
+        var taps = size.R * size.T
+        var acc = Array[Vec, cb * qb](fill=Vec(0))
+        for r in range(h % size.S, size.R, size.S):
+            var p = (h - r) // size.S
+            if h < r or p >= P:
+                continue
+            for t in range(i % size.S, size.T, size.S):
+                var q = (i - t) // size.S
+                if i < t or q >= Q:
+                    continue
+                var d = self.dy.unsafe_offset((p * Q + q) * 2 * LANES)
+                var w = self.w.unsafe_offset(
+                    2 * (c * pairs * taps + r * size.T + t)
+                )
+                for _ in range(pairs):
+                    var v = Array[Pair, qb](fill=Pair(0))
+                    comptime for n in range(qb):
+                        v[n] = load_pair(d, n)
+                    comptime for m in range(cb):
+                        var wm = splat_pair(w, m * pairs * taps)
+                        comptime for n in range(qb):
+                            acc[m * qb + n] = dot2(acc[m * qb + n], v[n], wm)
+                    d = d.unsafe_offset(P * Q * 2 * LANES)
+                    w = w.unsafe_offset(2 * taps)
+        comptime for m in range(cb):
+            comptime for n in range(qb):
+                store(
+                    self.dx,
+                    (((c + m) * size.H + h) * size.W + i + n * size.S) * LANES,
+                    acc[m * qb + n],
+                )
+
+
+def conv2d_backward_input_bf16(
     dx: Ptr,  # (G, C, H, W, L)
     dy: Ptr,  # (G, K, P, Q, L)
     w: Ptr,  # (K, C, R, T)
     scratch: Ptr,  # pairs of one group of dy, and of w
     size: Conv,
 ):
-    """Writes the gradient of the (padded) input, at stride 1."""
-    var P = size.P()
-    var Q = size.Q()
+    """Writes the gradient of the (padded) input."""
+    var pixels = size.P() * size.Q()
     var pairs = (size.K + 1) // 2
+    var taps = size.R * size.T
     var dyp = scratch.unsafe_bitcast[BFloat16]()  # (pairs, P, Q, L, 2)
-    var wp = dyp.unsafe_offset(pairs * P * Q * 2 * LANES)  # (C, pairs, R, T, 2)
-    _pack_weights(
-        wp, w, size.C, size.K, size.R * T, size.R * T, size.C * size.R * T
-    )
-    comptime longest = _longest(T)
-    var fitting = min(longest, max(1, CACHE // (pairs * size.R * 4 * LANES)))
-    var pieces = (Q + fitting - 1) // fitting
+    var wp = dyp.unsafe_offset(
+        pairs * pixels * 2 * LANES
+    )  # (C, pairs, R, T, 2)
+    _pack_weights(wp, w, size.C, size.K, taps, taps, size.C * taps)
     for g in range(size.G):
-        pack_neighbours(
-            dyp, dy.unsafe_offset(g * size.K * P * Q * LANES), 1, size.K, P * Q
-        )
-        for h in range(size.H):
-            var r0 = max(0, h - P + 1)
-            var r1 = min(size.R, h + 1)
-            var row = dx.unsafe_offset(
-                (g * size.C * size.H + h) * size.W * LANES
-            )
-            for i in range(pieces):
-                var q = Q * i // pieces
-                var n = Q * (i + 1) // pieces - q
-
-                @always_inline
-                def piece[cb: Int](c: Int) {imm}:
-                    comptime for qb in range(1, longest + 1):
-                        if n == qb:
-                            _spread_piece[T, cb, qb](
-                                row.unsafe_offset(
-                                    (c * size.H * size.W + q) * LANES
-                                ),
-                                dyp.unsafe_offset((h * Q + q) * 2 * LANES),
-                                wp.unsafe_offset(2 * c * pairs * size.R * T),
-                                pairs,
-                                r0,
-                                r1,
-                                size.H * size.W * LANES,
-                                P * Q,
-                                Q,
-                                pairs * size.R * T,
-                                size.R * T,
-                                i > 0,
-                            )
-
-                var c = 0
-                while c + 2 <= size.C:
-                    piece[2](c)
-                    c += 2
-                if c < size.C:
-                    piece[1](c)
+        var dyg = dy.unsafe_offset(g * size.y() * LANES)
+        var dxg = dx.unsafe_offset(g * size.x() * LANES)
+        pack_neighbours(dyp, dyg, 1, size.K, pixels)
+        var spread = False
+        comptime for T in range(1, 6, 2):
+            if size.S == 1 and size.T == T:
+                _spread[T](dxg, dyp, wp, size)
+                spread = True
+        if not spread:
+            var of = _Gather(dxg, dyp, wp, size)
+            for c in range(0, size.C, KB):
+                gather_rows(of, size, c, 0, size.H)

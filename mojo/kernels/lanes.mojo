@@ -28,6 +28,7 @@ several uses of one parameter sum up; gradients of activations are written (=).
 
 from std.math import iota
 from std.sys import CompilationTarget, masked_load, masked_store
+from std.utils import IndexList
 
 comptime F32 = DType.float32
 comptime LANES = 16
@@ -91,3 +92,29 @@ def store_first(p: Ptr, i: Int, v: Vec, n: Int):
 def splat(p: Ptr, i: Int) -> Vec:
     """One float at element offset `i`, in every lane."""
     return Vec(p[unsafe_offset=i])
+
+
+def _half(w: Int, second: Int) -> IndexList[LANES]:
+    """Of two vectors, the first or second half of each run of 2 w lanes."""
+    var mask = IndexList[LANES]()
+    for i in range(LANES):
+        mask[i] = i // w * 2 * w + second * w + i % w
+    return mask
+
+
+@always_inline
+def totals[n: Int](v: Array[Vec, n], y: Ptr):
+    """Writes to y the reduce_add of each of n vectors, and zeros up to a multiple of LANES: the same additions, of sixteen
+    vectors at once.
+    """
+    comptime for first in range(0, n, LANES):
+        var a = Array[Vec, LANES](fill=Vec(0))
+        comptime for i in range(min(n - first, LANES)):
+            a[i] = v[first + i]
+        comptime for level in range(4):
+            comptime w = LANES >> (level + 1)
+            comptime for i in range(w):
+                var b = a[2 * i + 1]
+                var halves = a[2 * i].shuffle[mask=_half(w, 0)](b)
+                a[i] = halves + a[2 * i].shuffle[mask=_half(w, 1)](b)
+        store(y, first, a[0])

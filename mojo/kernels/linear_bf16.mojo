@@ -5,12 +5,11 @@ the gradient of the weights. Weights are packed a panel at a time, right before 
 first-level cache; packing all of them first would cost as much as half the product of a shard of 32 samples.
 """
 
-from std.math import iota
+from std.math import ceildiv
 from std.memory import bitcast
-from std.sys import masked_load, masked_store, prefetch
+from std.sys import prefetch
 
 from .lanes import (
-    F32,
     LANES,
     Ptr,
     Vec,
@@ -318,16 +317,17 @@ def _pack_columns(y: HalfPtr, w: Ptr, n: Int, row: Int, two: Bool):
 
 
 # --- gradient of the weights -----------------------------------------------------------------
-# 5 outputs x 5 vectors of inputs: 25 sums + 5 + 1 registers, 10 loads for 25 dot2. Of a shard of 32 samples a tile
-# takes 200 cycles, less than its dw takes from the third level of the cache, so that of a later tile is fetched
-# meanwhile. Four tiles side by side, whose x stays in the first level, come before the next ones, and the tile below is
-# fetched (784 x 512: 57 us instead of 64); where rows are far apart a row goes on to its end, and the tile after the next
-# is fetched (9216 x 128: 310 us instead of 350).
+# 5 outputs x 5 vectors of inputs: 25 sums + 5 + 1 registers, 10 loads for 25 dot2. Blocks and panels as in linear.mojo, of
+# twice the samples in as many bytes.
 comptime OB = 5
 comptime IB = 5
-comptime SIDE = 4
-comptime FAR = 2048  # inputs
+comptime GROUPS = 16  # of a block
 comptime HALF = LANES // 2  # pairs of samples in a group
+
+
+def weight_scratch(G: Int, O: Int) -> Int:
+    """Floats of scratch memory that linear_backward_weight_bf16 wants."""
+    return GROUPS * HALF * IB * LANES + min(G, GROUPS) * HALF * O
 
 
 @always_inline
@@ -360,45 +360,34 @@ def _words(v: Pair) -> SIMD[DType.uint32, LANES]:
 
 @no_inline
 def _weight_tile[
-    ob: Int, ib: Int, partial: Bool
-](
-    dw: Ptr,
-    dy: HalfPtr,
-    xt: HalfPtr,
-    G: Int,
-    I: Int,
-    O: Int,
-    row: Int,
-    valid: Int,
-    ahead: Int,
-):
-    """The dw of ob outputs and ib vectors of inputs; of the last one only `valid` inputs exist if `partial`. What lies
-    `ahead` floats behind it is fetched.
+    ob: Int, ib: Int
+](dw: Ptr, dy: HalfPtr, xt: HalfPtr, G: Int, I: Int, O: Int, valid: Int):
+    """The dw of ob outputs and ib vectors of inputs, of which the last has `valid` inputs. That of the tile below is
+    fetched: of a shard of 32 samples it takes longer than the products.
     """
     comptime for o in range(ob):
         comptime for i in range(ib):
-            prefetch(dw.unsafe_offset(o * I + i * LANES + ahead))
+            prefetch(dw.unsafe_offset((ob + o) * I + i * LANES))
     var acc = Array[Vec, ob * ib](fill=Vec(0))
     for g in range(G):
         var d = dy.unsafe_offset(g * O * LANES)
+        var x = xt.unsafe_offset(g * HALF * ib * 2 * LANES)
         for l in range(HALF):
-            var x = xt.unsafe_offset((g * HALF + l) * row * 2)
             var v = Array[Pair, ib](fill=Pair(0))
             comptime for i in range(ib):
-                v[i] = load_pair(x, i)
+                v[i] = load_pair(x, l * ib + i)
             comptime for o in range(ob):
                 var s = splat_pair(d, o * HALF + l)
                 comptime for i in range(ib):
                     acc[o * ib + i] = dot2(acc[o * ib + i], v[i], s)
     comptime for o in range(ob):
         comptime for i in range(ib):
-            var p = dw.unsafe_offset(o * I + i * LANES)
-            comptime if partial and i == ib - 1:
-                var mask = iota[F32, LANES]().lt(Float32(valid))
-                var sum = masked_load[LANES](p, mask, Vec(0)) + acc[o * ib + i]
-                masked_store[LANES](sum, p, mask)
+            var at = o * I + i * LANES
+            if i < ib - 1 or valid == LANES:
+                store(dw, at, load(dw, at) + acc[o * ib + i])
             else:
-                store(p, 0, load(p, 0) + acc[o * ib + i])
+                var sum = load_first(dw, at, valid) + acc[o * ib + i]
+                store_first(dw, at, sum, valid)
 
 
 def linear_backward_weight_bf16(
@@ -406,61 +395,57 @@ def linear_backward_weight_bf16(
     db: Ptr,  # (O), added to
     dy: Ptr,  # (G, O, L)
     x: Ptr,  # (G, I, L)
-    scratch: Ptr,  # pairs of x, and dy
+    scratch: Ptr,  # weight_scratch floats
     G: Int,
     I: Int,
     O: Int,
 ):
     """Adds dW += dy x^T and db += dy, summed over samples."""
-    var vectors = (I + LANES - 1) // LANES
-    var row = vectors * LANES
-    var xt = scratch.unsafe_bitcast[BFloat16]()  # (G, HALF, row, 2)
-    var dyp = xt.unsafe_offset(G * LANES * row)  # (G, O, HALF, 2)
-    for g in range(G):
-        for v in range(vectors):
-            _pack_samples(
-                xt.unsafe_offset((g * HALF * row + v * LANES) * 2),
-                x.unsafe_offset((g * I + v * LANES) * LANES),
-                row,
-                I - v * LANES,
-            )
-    pack_row(dyp, dy, G * O * LANES)
+    var vectors = ceildiv(I, LANES)
+    var panels = ceildiv(vectors, IB)
+    var xt = scratch.unsafe_bitcast[BFloat16]()  # (groups, HALF, ib L, 2)
+    var dyp = xt.unsafe_offset(
+        GROUPS * HALF * IB * 2 * LANES
+    )  # (groups, O, HALF, 2)
+    for first in range(0, G, GROUPS):
+        var groups = min(GROUPS, G - first)
+        pack_row(dyp, dy.unsafe_offset(first * O * LANES), groups * O * LANES)
 
-    @always_inline
-    def outputs[ob: Int](o: Int, first: Int, end: Int) {imm}:
         @always_inline
-        def tile[ib: Int, partial: Bool](i: Int) {imm}:
-            _weight_tile[ob, ib, partial](
-                dw.unsafe_offset(o * I + i * LANES),
-                dyp.unsafe_offset(o * LANES),
-                xt.unsafe_offset(i * LANES * 2),
-                G,
-                I,
-                O,
-                row,
-                I - (i + ib - 1) * LANES,
-                2 * IB * LANES if I > FAR else OB * I,
-            )
+        def panel[ib: Int](v: Int) {imm}:
+            for g in range(groups):
+                for i in range(ib):
+                    _pack_samples(
+                        xt.unsafe_offset((g * HALF * ib + i) * 2 * LANES),
+                        x.unsafe_offset(
+                            ((first + g) * I + (v + i) * LANES) * LANES
+                        ),
+                        ib * LANES,
+                        I - (v + i) * LANES,
+                    )
 
-        var i = first
-        while i < end:
-            var n = min(IB, end - i)
+            @always_inline
+            def tile[ob: Int](o: Int) {imm}:
+                _weight_tile[ob, ib](
+                    dw.unsafe_offset(o * I + v * LANES),
+                    dyp.unsafe_offset(o * LANES),
+                    xt,
+                    groups,
+                    I,
+                    O,
+                    min(I - (v + ib - 1) * LANES, LANES),
+                )
+
+            for o in range(0, O - OB + 1, OB):
+                tile[OB](o)
+            comptime for n in range(1, OB):
+                if O % OB == n:
+                    tile[n](O - n)
+
+        for p in range(panels):
+            var v = vectors * p // panels
+            var n = vectors * (p + 1) // panels - v
             comptime for ib in range(1, IB + 1):
                 if n == ib:
-                    if (i + ib) * LANES <= I:
-                        tile[ib, False](i)
-                    else:
-                        tile[ib, True](i)
-            i += n
-
-    var side = vectors if I > FAR else SIDE * IB
-    for first in range(0, vectors, side):
-        var end = min(first + side, vectors)
-        var o = 0
-        while o + OB <= O:
-            outputs[OB](o, first, end)
-            o += OB
-        comptime for n in range(1, OB):
-            if O - o == n:
-                outputs[n](o, first, end)
+                    panel[ib](v)
     bias_gradient[LANES](db, dy, G, O, 1)

@@ -5,8 +5,6 @@ The processor's own bf16 products are taken where it has them and the batch is i
 operands, in scratch memory, for the float32 kernels.
 """
 
-from std.math import ceildiv
-
 from .conv2d import (
     Conv,
     conv2d_backward_input,
@@ -42,6 +40,7 @@ from .linear_bf16 import (
     linear_backward_weight_bf16,
     linear_forward_bf16,
     linear_forward_rows_bf16,
+    weight_scratch,
 )
 from .linear_rows import (
     linear_backward_input_rows,
@@ -143,12 +142,10 @@ def _conv2d_backward_weight(
 def _conv2d_backward_input(
     dx: Ptr, dy: Ptr, w: Ptr, scratch: Ptr, size: Conv, r: Record
 ):
-    if _packed(r) and size.S == 1:
+    if _packed(r):
         comptime if HAS_BF16:
-            comptime for t in range(1, 6, 2):
-                if size.T == t:
-                    conv2d_backward_input_bf16[t](dx, dy, w, scratch, size)
-                    return
+            conv2d_backward_input_bf16(dx, dy, w, scratch, size)
+        return
     var dyr = _rounded(r, dy, scratch, size.G * size.y() * r.lanes())
     var wr = _rounded(r, w, dyr[1], size.K * size.taps())
     if not r.rows():
@@ -183,7 +180,7 @@ def _conv2d_input_scratch(r: Record, shards: Int, fold: Int) -> Int:
     var T = size.T
     if r.dtype() == FP32:
         return 0
-    if _packed(r) and size.S == 1 and (T == 1 or T == 3 or T == 5):
+    if _packed(r):
         var pixels = LANES * size.P() * size.Q()  # one group of dy, all weights
         return 4 * _half(size.K) * (pixels + size.C * size.R * T)
     return 4 * (size.G * size.y() * r.lanes() + size.K * size.taps())
@@ -302,7 +299,7 @@ def _linear_weight_scratch(r: Record, shards: Int, fold: Int) -> Int:
     if r.dtype() == FP32:
         return 0 if r.rows() else 4 * WEIGHT_SCRATCH
     if _packed(r):
-        return 2 * n * (ceildiv(I, LANES) * LANES + O)  # x and dy
+        return 4 * weight_scratch(r.int(6), O)
     return 4 * (n * (I + O) + O + WEIGHT_SCRATCH)
 
 
