@@ -133,7 +133,7 @@ ORDER = (
     *FRONT_ENDS[3:],
 )
 BUDGETS = {  # lines of all its files together
-    "mojo": 16_840,
+    "mojo": 17_020,
     "shared/training": 3_175,
     "python/odyssey": 46_920,
     "python/odyssey/comm": 3_940,
