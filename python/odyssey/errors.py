@@ -6,7 +6,7 @@ and exits with the code; the library raises it. Anything that is not an `Odyssey
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 Error = TypeVar("Error", bound="OdysseyError")
 LINE = 4000  # characters of an error's line
@@ -110,3 +110,10 @@ def printable(text: str, *, keep: str = "", limit: int | None = None) -> str:
     if not text.isprintable():
         text = "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode("ascii") for c in text)
     return f"{text}... ({more} more characters)" if more else text
+
+
+def check_kind(who: str, what: str, given: Any, kind: type, of: str) -> None:
+    """ConfigError for what is no object of a class; `of`: what is to be given instead, before the class's name."""
+    if not isinstance(given, kind):
+        name = f"the class {given.__name__}" if isinstance(given, type) else f"of type {type(given).__name__}"
+        raise ConfigError(f"[{who}] {what} is {name}; give an object of {of}{kind.__name__}")

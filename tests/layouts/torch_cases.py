@@ -19,7 +19,7 @@ from torch_draws import ALONE, Layout, Training
 from odyssey import data
 from odyssey.comm import Communicator
 from odyssey.data.trees import mapped
-from odyssey.torch import DistributedDataParallel, DistributedTrainer
+from odyssey.torch import DataLoader, DistributedDataParallel, DistributedTrainer
 
 warnings.filterwarnings("ignore", message=".*(lr_scheduler|epoch parameter|nested tensor|Overriding).*")
 
@@ -90,10 +90,10 @@ def looped(case: Training, module: Any, optimizer: Any, scheduler: Any, comm: Co
 
 
 def _of(loader: Any, epoch: int, seed: int) -> Any:
-    """A loader's batches of an epoch; those of our own loader as tensors."""
+    """A loader's batches of an epoch; those of odyssey.data's loader as tensors."""
     torch.manual_seed(seed % 2**40 + epoch)
     for batch in loader:
-        if not isinstance(batch, data.Batch):
+        if not isinstance(batch, data.Batch) or isinstance(loader, DataLoader):
             yield batch
             continue
         x, y = batch

@@ -453,7 +453,7 @@ def case(seed: int, index: int) -> Case:
     samples = batch * r.randint(1, 3) + r.choice([0, 0, batch // 2, 3])
     batch, samples = even(batch, shard, samples)
     loader = r.choice(["ours", "ours", "ours, of samples", "torch", "odyssey.torch", "list"])
-    accumulation = r.choice([1, 1, 2, 3]) if loader == "ours" else 1
+    accumulation = r.choice([1, 1, 2, 3]) if loader in ("ours", "odyssey.torch") else 1
     if accumulation > 1:  # steps of joined batches: no shard of one sample there either
         samples = batch * accumulation * r.randint(1, 2)
         batch, samples = even_joined(batch, shard, samples, accumulation)

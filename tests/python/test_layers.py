@@ -135,10 +135,11 @@ ORDER = (
 BUDGETS = {  # lines of all its files together
     "mojo": 17_020,
     "shared/training": 3_175,
-    "python/odyssey": 46_920,
+    "python/odyssey": 46_770,
     "python/odyssey/comm": 3_940,
     "python/odyssey/parallel": 3_625,
     "python/odyssey/distributed": 2_100,
+    "python/odyssey/torch": 3_020,
 }
 PACKAGE_LINES, FILE_LINES = 5_000, 620
 

@@ -40,9 +40,9 @@ assert sent["s"].item() == 7 and sent[3].dtype is torch.bfloat16
 assert hvd.allgather_object({"rank": R})[N - 1] == {"rank": N - 1}
 assert hvd.broadcast_object({1, 2} if R == 0 else None, allow_pickle=True) == {1, 2}
 for call, message in (
-    (lambda: odyssey.torch.horovod.objects.encode({1}), "allow_pickle=True"),
-    (lambda: odyssey.torch.horovod.objects.decode(b"P"), "allow_pickle=True on all ranks"),
-    (lambda: odyssey.torch.horovod.objects.decode(b"J" + bytes(20)), "no object as ranks send them"),
+    (lambda: odyssey.torch.horovod.objects.packed({1}), "allow_pickle=True"),
+    (lambda: odyssey.torch.horovod.objects.unpacked({"pickle": b""}), "allow_pickle=True on all ranks"),
+    (lambda: odyssey.torch.horovod.objects.unpacked({"tensor": [1]}), "no object as ranks send them"),
     (lambda: hvd.allreduce(torch.ones(1), op=hvd.Adasum), "op=Adasum is not there"),
 ):
     try:

@@ -415,10 +415,22 @@ def test_a_rank_reads_its_shards_only(monkeypatch):
     """Of our own loaders; rank 1 of 2 as the loader sees it."""
     samples = Counted()
     trainer = made(net(), shard_size=5)
-    monkeypatch.setattr(trainer.shards, "share", lambda n: (10, 20))
+    monkeypatch.setattr(trainer.shards, "share", lambda n, train: (10, 20))
     loader = data.DataLoader(samples, batch_size=20, prefetch=0)
     batch = next(loader.steps(part=trainer._part(training=True)))
     assert samples.read == list(range(10, 20)) and batch.run == (10, 20)
+
+
+def test_samples_that_are_drawn_are_the_same_in_each_evaluation():
+    class Noisy(Counted):
+        def __getitem__(self, i: int):
+            return X[i] + torch.randn(6), int(Y[i])
+
+    trainer = made(net(), shard_size=5)
+    noisy = DataLoader(Noisy(), 20, shard_size=5)
+    assert trainer.evaluate(noisy) == trainer.evaluate(noisy) != trainer.evaluate([(X, Y)])
+    first, second = (torch.cat([b.dataset.shards[s][0] for b in noisy for s in range(4)]) for _ in range(2))
+    assert not torch.equal(first, second), "epochs have other noise"
 
 
 def test_only_a_sampler_that_cannot_be_repeated_is_told_of(tmp_path, capsys):
@@ -497,23 +509,25 @@ def test_one_model_trains_on_either_engine():
     assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(theirs.parameters(), again.parameters(), strict=True))
 
 
-def test_batches_of_which_a_rank_has_its_shards():
-    class Loader(list):
-        batch_size = 20
+def test_batches_of_which_a_rank_has_its_shards(tmp_path):
+    """As whole batches, also joined and gone on with within an epoch; a loader of other shards is refused."""
 
-    class Sharded:
-        def __init__(self, at: int) -> None:
-            self.samples, self.shard_size = 20, 5
-            self.shards = {s: (X[at + 5 * s : at + 5 * s + 5], Y[at + 5 * s : at + 5 * s + 5]) for s in range(4)}
+    def loader(size: int = 20) -> DataLoader:
+        return DataLoader(torch.utils.data.TensorDataset(X, Y), size, shuffle=True, seed=3, shard_size=5)
 
+    order = data.sampler.permutation(40, 3, 0).tolist()
+    whole = [(X[order[at : at + 20]], Y[order[at : at + 20]]) for at in (0, 20)]
     hashes = []
-    for loader in (Loader([Sharded(0), Sharded(20)]), [(X[:20], Y[:20]), (X[20:], Y[20:])]):
-        trainer = made(net(), shard_size=5)
-        trainer.fit(loader)
+    for given, settings in ((loader(), {}), (whole, {}), (loader(10), {"accumulation_steps": 2})):
+        trainer = made(net(), shard_size=5, **settings)
+        trainer.fit(given)
         hashes.append(trainer.weights_sha256())
-    assert hashes[0] == hashes[1]
+    made(net(), shard_size=5).fit(loader(), steps=1, checkpoint_dir=tmp_path)
+    trainer = made(net(), shard_size=5)
+    trainer.fit(loader(), checkpoint_dir=tmp_path)
+    assert trainer.steps == 2 and {*hashes, trainer.weights_sha256()} == {hashes[0]}
     with pytest.raises(ConfigError, match="the loader's shard_size is 5, the trainer's 10"):
-        made(net(), shard_size=10).fit(Loader([Sharded(0)]))
+        made(net(), shard_size=10).fit(loader())
 
 
 class Mapped(collections.UserDict):

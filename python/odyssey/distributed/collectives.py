@@ -172,14 +172,13 @@ class Work:
     result = wait
 
 
-def _collective(body: Callable[..., Any]) -> Callable[..., Any]:
+def collective(body: Callable[..., Any]) -> Callable[..., Any]:
     """Makes a collective of a generator: it yields (group, async_op), is sent the group's communicator, checks its
     arguments and yields the request; is sent what that gave, and returns the result. An argument that it refuses is an
-    error on the other ranks as well."""
+    error on the other ranks as well. Its `start` gives a Work, whatever async_op is."""
     what = body.__name__
 
-    @functools.wraps(body)
-    def call(*args: Any, **named: Any) -> Any:
+    def run(later: bool, args: Any, named: Any) -> Any:
         steps = body(*args, **named)
         group, async_op = next(steps)
         comm = joined(group)._member(what)
@@ -195,8 +194,13 @@ def _collective(body: Callable[..., Any]) -> Callable[..., Any]:
             except StopIteration as end:
                 return end.value
 
-        return Work(request, finish) if async_op else finish(request.wait())
+        return Work(request, finish) if async_op or later else finish(request.wait())
 
+    @functools.wraps(body)
+    def call(*args: Any, **named: Any) -> Any:
+        return run(False, args, named)
+
+    call.start = lambda *args, **named: run(True, args, named)  # type: ignore[attr-defined]
     return call
 
 
@@ -210,7 +214,7 @@ def _shifted(before: Any, group: Any, async_op: bool) -> tuple[Any, bool]:
 # --- collectives -----------------------------------------------------------------------------------------------------
 
 
-@_collective
+@collective
 def all_reduce(
     tensor: Any, op: Op = ReduceOp.SUM, group: Group = None, async_op: bool = False, *, out: Any = None
 ) -> Any:
@@ -252,7 +256,7 @@ def all_reduce_sum_group(tensor: Any, group: ProcessGroup) -> Any:
     return all_reduce(tensor, ReduceOp.SUM, group)
 
 
-@_collective
+@collective
 def reduce(tensor: Any, dst: int = 0, op: Op = ReduceOp.SUM, group: Group = None, async_op: bool = False) -> Any:
     """The values of all ranks combined: in place and returned on world rank `dst`; elsewhere None, nothing written."""
     comm = yield group, async_op
@@ -265,7 +269,7 @@ def reduce(tensor: Any, dst: int = 0, op: Op = ReduceOp.SUM, group: Group = None
     return place.filled((yield comm.reduce(place.array, op, root, place.memory, wait=False)))
 
 
-@_collective
+@collective
 def broadcast(tensor: Any, src: int = 0, group: Group = None, async_op: bool = False, *, out: Any = None) -> Any:
     """The value of world rank `src`, on all ranks: `tensor` is overwritten and returned.
 
@@ -285,7 +289,7 @@ def broadcast(tensor: Any, src: int = 0, group: Group = None, async_op: bool = F
     return place.filled((yield comm.broadcast(place.memory, root, wait=False)))
 
 
-@_collective
+@collective
 def all_gather(
     tensor_list: Any = None, tensor: Any = None, group: Group = None, async_op: bool = False, *, out: Any = None
 ) -> Any:
@@ -327,7 +331,7 @@ def _listed(like: Any, places: Sequence[_Place] | None, values: Any, rows: Seque
     return values
 
 
-@_collective
+@collective
 def all_gather_into_tensor(output_tensor: Any, input_tensor: Any, group: Group = None, async_op: bool = False) -> Any:
     """The values of all ranks, in `output_tensor`: one below the other or stacked, as its shape says."""
     comm = yield group, async_op
@@ -336,7 +340,7 @@ def all_gather_into_tensor(output_tensor: Any, input_tensor: Any, group: Group =
     return place.filled((yield comm.all_gather(a, rows, wait=False)))
 
 
-@_collective
+@collective
 def gather(
     tensor: Any, gather_list: Any = None, dst: int | Group = 0, group: Group = None, async_op: bool = False
 ) -> Any:
@@ -357,7 +361,7 @@ def gather(
     return _listed(tensor, places, gather_list, (yield comm.gather(a, root, wait=False)))
 
 
-@_collective
+@collective
 def scatter(
     tensor: Any = None,
     scatter_list: Any = None,
@@ -406,7 +410,7 @@ def scatter(
     return made if place is None else place.filled()
 
 
-@_collective
+@collective
 def reduce_scatter(
     output: Any,
     input_list: Any = None,
@@ -444,7 +448,7 @@ def reduce_scatter(
     return _like(input_list[0], piece[0]) if listed else _like(input_list, piece)
 
 
-@_collective
+@collective
 def reduce_scatter_tensor(
     output: Any, input: Any, op: Op = ReduceOp.SUM, group: Group = None, async_op: bool = False
 ) -> Any:
@@ -457,7 +461,7 @@ def reduce_scatter_tensor(
     return place.put((yield comm.reduce_scatter(rows, op, wait=False)))
 
 
-@_collective
+@collective
 def all_to_all(
     output_tensor_list: Any, input_tensor_list: Any = None, group: Any = None, async_op: bool = False
 ) -> Any:
@@ -488,7 +492,7 @@ def all_to_all(
     return _listed(None, places, outputs, np.split(received, np.cumsum(counts)[:-1]))
 
 
-@_collective
+@collective
 def all_to_all_single(
     output: Any,
     input: Any,
@@ -517,7 +521,7 @@ def all_to_all_single(
     return place.filled((yield comm.all_to_all_v(a, counts[0], place.memory, counts[1], wait=False)))
 
 
-@_collective
+@collective
 def barrier(group: Group = None, async_op: bool = False) -> Work | None:
     """Waits until all ranks of the group are here."""
     comm = yield group, async_op
@@ -556,7 +560,7 @@ def irecv(tensor: Any, src: int, group: Group = None, tag: int = 0) -> Work:
 # --- metrics ---------------------------------------------------------------------------------------------------------
 
 
-@_collective
+@collective
 def metric_average(value: Any, name: str = "metric", weight: float = 1.0, group: Group = None) -> float:
     """The mean of a number over the ranks, weighted: sum of value * weight / sum of weight, the same on all ranks.
 

@@ -13,7 +13,7 @@ import os
 import socket
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,28 +26,24 @@ from ..comm import Communicator, Request, base, bfloat16, calls
 from ..errors import ConfigError, ShapeError
 from ..watch import launcher
 
-_OPS = {
-    dist.ReduceOp.SUM: "sum",
-    dist.ReduceOp.AVG: "mean",
-    dist.ReduceOp.MAX: "max",
-    dist.ReduceOp.MIN: "min",
-    dist.ReduceOp.PRODUCT: "prod",
-}
+_OPS = {"SUM": "sum", "AVG": "mean", "MAX": "max", "MIN": "min", "PRODUCT": "prod"}
+_KINDS = [(name, getattr(dist.ReduceOp, name)) for name in dist.ReduceOp.RedOpType.__members__]
 _OF_BOOL = {"sum": "max", "max": "max", "prod": "min", "min": "min"}  # or, and
 _NUMBERS = {getattr(torch, name) for name in calls.DTYPES} | {torch.bool}
 
 
-def operation(op: Any, dtype: torch.dtype) -> str:
-    """The name that `comm` has for a ReduceOp of torch.
+def operation(opts: Any, dtype: torch.dtype) -> str:
+    """The name that `comm` has for the ReduceOp of torch's options of a call; without them, the sum.
 
     Raises:
         ConfigError: it has none (bitwise operations, PREMUL_SUM), or the dtype cannot be added.
     """
-    found = next((name for known, name in _OPS.items() if op == known), None)
+    op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
+    kind = next((name for name, known in _KINDS if op == known), op)
+    found = _OPS.get(kind)
     if dtype is torch.bool:
         found = _OF_BOOL.get(found or "")
     if found is None or dtype not in _NUMBERS:
-        kind = next((name for name in dist.ReduceOp.RedOpType.__members__ if op == getattr(dist.ReduceOp, name)), op)
         raise ConfigError(
             f"[torch] backend odyssey cannot combine {dtype} by {kind}; use SUM, AVG (of floats), MAX, MIN or PRODUCT "
             "of integers, booleans, float16, bfloat16, float32 or float64"
@@ -63,10 +59,11 @@ def host(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.is_contiguous() and not tensor.is_cuda else tensor.cpu().contiguous()
 
 
-def put(values: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Copies what was received into a `host(tensor)` to the tensor itself, where they are two."""
+def put(values: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Copies what was received into a `host(tensor)` to the tensor itself, where they are two; returns it."""
     if values.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(values)
+    return tensor
 
 
 def array(tensor: torch.Tensor) -> np.ndarray:
@@ -75,7 +72,24 @@ def array(tensor: torch.Tensor) -> np.ndarray:
         return tensor.view(torch.uint16).numpy().view(bfloat16)
     if tensor.dtype in _NUMBERS and tensor.dtype is not torch.bool:
         return tensor.numpy()
-    return (tensor if tensor.dtype is torch.bool else tensor.reshape(-1)).view(torch.uint8).numpy()
+    return (tensor if tensor.dtype is torch.bool or tensor.dim() else tensor.reshape(1)).view(torch.uint8).numpy()
+
+
+def tensor_of(a: np.ndarray, like: torch.Tensor) -> torch.Tensor:
+    """The inverse of `array`: a tensor of the dtype of `like` with the memory of a contiguous array."""
+    return torch.from_numpy(a.view(np.uint16) if a.dtype == bfloat16 else a).view(like.dtype)
+
+
+def exchange(
+    comm: Communicator, output: torch.Tensor, tensor: torch.Tensor, receive: Sequence[int], send: Sequence[int]
+) -> Request:
+    """Starts sending rows of a `host` tensor to ranks 0, 1, ..., and receiving theirs: as many each, or equal parts."""
+    sides: list[Any] = []
+    for t, rows in ((tensor, send), (output, receive)):
+        flat = array(t).reshape(-1)
+        each = flat.size // max(len(t), 1)
+        sides += [flat, [int(n) * each for n in rows] if len(rows) else [flat.size // comm.size] * comm.size]
+    return comm.all_to_all_v(*sides, wait=False)
 
 
 class _Message(dist.Work):
@@ -116,6 +130,17 @@ def _done(value: Any, options: Any = None) -> Any:
     return torch._C._distributed_c10d._create_work_from_future(_future(value))
 
 
+def _coalesced(single: Callable[..., Any]) -> Callable[..., Any]:
+    """The form of a call that takes several pairs of tensors."""
+
+    def coalesced(self: Any, outputs: Any, tensors: Any, opts: Any = None) -> Any:
+        for out, t in zip(outputs, tensors, strict=True):
+            single(self, out, t, opts)
+        return _done(outputs, opts)
+
+    return coalesced
+
+
 class OdysseyProcessGroup(dist.ProcessGroup):
     """A process group whose calls a communicator carries out. Methods are torch's; it calls them, not users."""
 
@@ -153,117 +178,88 @@ class OdysseyProcessGroup(dist.ProcessGroup):
             message.wait()
         self._messages.clear()
 
-    # --- one tensor per rank, in place ---
+    # --- one tensor of each rank ---
+
+    def _into(self, outputs: Sequence[torch.Tensor], opts: Any, call: Callable[[np.ndarray], Any]) -> Any:
+        """Carries out a call for each of the tensors, which is given its memory to write to."""
+        for t in outputs:
+            values = host(t)
+            call(array(values))
+            put(values, t)
+        return _done(outputs, opts)
 
     def allreduce(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
-        op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
-        for t in tensors:
-            values = host(t)
-            a = array(values)
-            self.comm.all_reduce(a, operation(op, t.dtype), a)
-            put(values, t)
-        return _done(tensors, opts)
+        op = operation(opts, tensors[0].dtype)
+        return self._into(tensors, opts, lambda a: self.comm.all_reduce(a, op, a))
 
     def broadcast(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
-        for t in tensors:
-            values = host(t)
-            self.comm.broadcast(array(values), opts.rootRank)
-            put(values, t)
-        return _done(tensors, opts)
+        return self._into(tensors, opts, lambda a: self.comm.broadcast(a, opts.rootRank))
 
     def reduce(self, tensors: Sequence[torch.Tensor], opts: Any) -> Any:
-        for t in tensors:
-            values = host(t)
-            a, root = array(values), self.comm.rank == opts.rootRank
-            self.comm.reduce(a, operation(opts.reduceOp, t.dtype), opts.rootRank, a if root else None)
-            put(values, t)
-        return _done(tensors, opts)
+        op, root = operation(opts, tensors[0].dtype), opts.rootRank
+        return self._into(tensors, opts, lambda a: self.comm.reduce(a, op, root, a if self.comm.rank == root else None))
 
     # --- one tensor that holds those of all ranks ---
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
-        values, given = host(output), array(host(tensor))
-        self.comm.all_gather(given, array(values).reshape(self.comm.size, *given.shape))
-        put(values, output)
-        return _done([output], opts)
+        given = array(host(tensor))
+        return self._into(
+            [output], opts, lambda a: self.comm.all_gather(given, a.reshape(self.comm.size, *given.shape))
+        )
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
-        op = operation(dist.ReduceOp.SUM if opts is None else opts.reduceOp, tensor.dtype)
-        values = host(output)
-        self.comm.reduce_scatter(array(host(tensor)).reshape(-1), op, array(values).reshape(-1))
-        put(values, output)
-        return _done([output], opts)
+        op, given = operation(opts, tensor.dtype), array(host(tensor)).reshape(-1)
+        return self._into([output], opts, lambda a: self.comm.reduce_scatter(given, op, a.reshape(-1)))
 
     def all_to_all_single(
         self, output: torch.Tensor, tensor: torch.Tensor, receive: list[int], send: list[int], opts: Any = None
     ) -> Any:
-        values, given = host(output), host(tensor)
-        sizes = [_counts(n, t, self.comm.size) for n, t in ((send, given), (receive, values))]
-        width = 1 if given.dtype in _NUMBERS else given.element_size()
-        counts = [[n * width for n in s] for s in sizes]
-        self.comm.all_to_all_v(array(given).reshape(-1), counts[0], array(values).reshape(-1), counts[1])
-        put(values, output)
-        return _done([output], opts)
+        values = host(output)
+        exchange(self.comm, values, host(tensor), receive, send).wait()
+        return _done([put(values, output)], opts)
 
     # --- lists of tensors, one per rank ---
 
     def allgather(self, outputs: Sequence[list[torch.Tensor]], tensors: Sequence[torch.Tensor], opts: Any = None):
         for out, t in zip(outputs, tensors, strict=True):
-            values = torch.empty((self.comm.size, *t.shape), dtype=t.dtype)
-            self.all_gather_single(values, t)
-            for one, row in zip(out, values, strict=True):
-                one.detach().copy_(row)
+            _copy(out, self.comm.all_gather(array(host(t))), t)
         return _done(outputs, opts)
 
     def reduce_scatter(self, outputs: Sequence[torch.Tensor], lists: Sequence[list[torch.Tensor]], opts: Any) -> Any:
         for out, given in zip(outputs, lists, strict=True):
-            self.reduce_scatter_single(out, torch.stack([t.detach() for t in given]), opts)
+            self.reduce_scatter_single(out, torch.stack(list(given)), opts)
         return _done(outputs, opts)
 
     def gather(self, outputs: Sequence[list[torch.Tensor]], tensors: Sequence[torch.Tensor], opts: Any) -> Any:
-        given = host(tensors[0])
-        rows = self.comm.gather(array(given), opts.rootRank)
-        for one, row in zip(outputs[0], rows, strict=True) if rows is not None else ():
-            back = torch.from_numpy(np.ascontiguousarray(row).reshape(-1).view(np.uint8)).view(given.dtype)
-            one.detach().copy_(back.view(given.shape))
+        rows = self.comm.gather(array(host(tensors[0])), opts.rootRank)
+        if rows is not None:
+            _copy(outputs[0], rows, tensors[0])
         return _done(outputs, opts)
 
     def scatter(self, outputs: Sequence[torch.Tensor], lists: Sequence[list[torch.Tensor]], opts: Any) -> Any:
-        values, rows = host(outputs[0]), None
+        rows = None
         if self.comm.rank == opts.rootRank:
-            rows = array(host(torch.stack([t.detach() for t in lists[0]])))
-            rows = rows.reshape(self.comm.size, *array(values).shape)
-        self.comm.scatter(rows, opts.rootRank, array(values))
-        put(values, outputs[0])
-        return _done(outputs, opts)
+            rows = array(host(torch.stack(list(lists[0])))).reshape(self.comm.size, -1)
+        return self._into(outputs, opts, lambda a: self.comm.scatter(rows, opts.rootRank, a.reshape(-1)))
 
     def alltoall(self, outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
-        given = torch.cat([t.detach().reshape(-1) for t in tensors])
-        values = torch.empty(sum(t.numel() for t in outputs), dtype=given.dtype)
-        self.all_to_all_single(values, given, [t.numel() for t in outputs], [t.numel() for t in tensors])
-        for out, part in zip(outputs, values.split([t.numel() for t in outputs]), strict=True):
+        sizes = [[t.numel() for t in each] for each in (outputs, tensors)]
+        values = torch.empty(sum(sizes[0]), dtype=tensors[0].dtype)
+        self.all_to_all_single(values, torch.cat([t.detach().reshape(-1) for t in tensors]), *sizes)
+        for out, part in zip(outputs, values.split(sizes[0]), strict=True):
             out.detach().copy_(part.view(out.shape))
         return _done(outputs, opts)
 
-    # --- several calls in one ---
+    # --- several calls in one: nothing is gained by keeping some back, each is carried out as it comes ---
 
     def allgather_coalesced(self, outputs: Any, tensors: Any, opts: Any = None) -> Any:
-        for k, t in enumerate(tensors):
-            self.allgather([[row[k] for row in outputs]], [t])
-        return _done(outputs, opts)
+        return self.allgather(list(zip(*outputs, strict=True)), tensors, opts)
 
-    def all_gather_single_coalesced(self, outputs: Any, tensors: Any, opts: Any = None) -> Any:
-        for out, t in zip(outputs, tensors, strict=True):
-            self.all_gather_single(out, t)
-        return _done(outputs, opts)
-
-    def reduce_scatter_single_coalesced(self, outputs: Any, tensors: Any, opts: Any = None) -> Any:
-        for out, t in zip(outputs, tensors, strict=True):
-            self.reduce_scatter_single(out, t, opts)
-        return _done(outputs, opts)
+    all_gather_single_coalesced = _coalesced(all_gather_single)
+    reduce_scatter_single_coalesced = _coalesced(reduce_scatter_single)
 
     def _start_coalescing(self, device: Any = None) -> None:
-        """Nothing is gained by keeping calls back: each is carried out as it comes."""
+        pass
 
     def _end_coalescing(self, device: Any = None) -> Any:
         return _done(None)
@@ -294,11 +290,10 @@ class OdysseyProcessGroup(dist.ProcessGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
 
-def _counts(rows: Sequence[int], tensor: torch.Tensor, size: int) -> list[int]:
-    """Elements for each rank, of rows for each rank; without them, equal parts."""
-    if not len(rows):
-        return [tensor.numel() // size] * size
-    return [int(n) * tensor.shape[1:].numel() for n in rows]
+def _copy(outputs: Sequence[torch.Tensor], rows: np.ndarray, like: torch.Tensor) -> None:
+    """Rows that were received, of one tensor per rank, into the user's tensors."""
+    for out, row in zip(outputs, rows, strict=True):
+        out.detach().copy_(tensor_of(np.asarray(row), like).view(like.shape))
 
 
 # --- groups ----------------------------------------------------------------------------------------------------------

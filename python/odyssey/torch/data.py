@@ -1,16 +1,15 @@
-"""`DataLoader`: global batches of a torch data set, of which each rank reads its own fixed shards.
+"""Global batches for torch: `DataLoader`, of which each rank reads its own fixed shards, and what any loader gives.
 
-The order is that of odyssey's own loaders: a permutation of (samples, seed, epoch). A sample is made with torch's,
-NumPy's and Python's generators seeded by (seed, epoch, index), so that random transforms (torchvision's v2 among them)
-draw the same for it on whatever rank and worker. Each shard is collated alone: padding does not depend on the ranks.
-What it is not: a DistributedSampler; `shards` of ddp.py takes what it yields.
+The order is that of odyssey's own loaders, of which `DataLoader` is one. A sample is made with torch's, NumPy's and
+Python's generators seeded by (seed, epoch, index), so that random transforms (torchvision's v2 among them) draw the
+same for it on whatever rank and worker. Each shard is collated alone: padding does not depend on the ranks. What it is
+not: a DistributedSampler; `shards` of ddp.py and the trainer take what it yields.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,29 +17,77 @@ import torch
 import torch.utils.data
 
 from .. import comm as communication
+from .. import data as own
 from ..comm import Communicator
-from ..data.sampler import check_integer, permutation
-from ..errors import ConfigError
+from ..data import ArrayDataset, Batch
+from ..data.loader import Part, Pieces
+from ..data.sampler import check_integer
+from ..data.trees import leaves, mapped
+from ..errors import ConfigError, DataError
 from ..parallel import plan
-from .shards import seed_of
+from ..train.fit import check_batches, check_sampler
+from .shards import generator, seed_of
+
+ORDER = 1 << 62  # apart from the numbers of steps, where loaders' seeds are made
+_NONE = np.empty(0, np.float32)
 
 
-@dataclasses.dataclass(frozen=True)
-class ShardedBatch:
-    """A global batch of which this rank has its shards.
+def tree_of(given: Any) -> Any:
+    """What a collate function makes as a tree (data/trees.py): lists as tuples, mappings of any kind as dicts."""
+    if isinstance(given, Mapping):
+        return {name: tree_of(part) for name, part in given.items()}
+    return tuple(map(tree_of, given)) if isinstance(given, (tuple, list)) else given
 
-    samples: of the global batch. shard_size: samples per shard, the last may have fewer. shards: by number, this
-    rank's, as the loader's collate function made them.
+
+def _array(leaf: Any) -> np.ndarray:
+    """The memory of a tensor, or of what becomes one; float64 and bfloat16 as float32."""
+    made = leaf.detach() if isinstance(leaf, torch.Tensor) else torch.from_numpy(np.array(leaf))
+    return (made.float() if made.dtype in (torch.float64, torch.bfloat16) else made).numpy()
+
+
+class Samples(ArrayDataset):
+    """The samples of one batch of tensors, of any dtype that NumPy has."""
+
+    normalised = False
+
+    def __init__(self, inputs: Any, targets: Any, name: str) -> None:
+        try:
+            x, y = (mapped(_array, tree_of(tree)) for tree in (inputs, targets))
+        except TypeError as problem:
+            raise DataError(f"{name}: {problem}; tensors or arrays, or tuples or dicts of them, are allowed") from None
+        found = [len(a) if a.ndim else 0 for a in (*leaves(x), *leaves(y))]
+        if not found or found[0] < 1 or len(set(found)) > 1:
+            raise DataError(f"{name}: its tensors have {found} samples; the same number, at least one, is needed")
+        super().__init__(x, y, 0, _NONE, _NONE, name)
+
+    def __post_init__(self) -> None:
+        """What an ArrayDataset must be need not hold for what PyTorch is given."""
+
+    def gather(self, indices: np.ndarray) -> tuple[Any, Any]:
+        """Inputs and targets at `indices` (B,), which follow each other; not copies."""
+        lo, hi = int(indices[0]), int(indices[-1]) + 1
+        return tuple(mapped(lambda a: a[lo:hi], tree) for tree in (self.images, self.labels))  # type: ignore[return-value]
+
+
+class Shared(Samples):
+    """The samples of a global batch of which this rank has its shards: ranks compare its length alone.
+
+    shard_size: samples per shard, the last may have fewer. shards: by number, as the collate function made them.
     """
 
-    samples: int
-    shard_size: int
-    shards: dict[int, Any]
+    def __init__(self, samples: int, shard_size: int, shards: dict[int, Any], name: str) -> None:
+        super().__init__(np.zeros((samples, 1), np.uint8), (), name)
+        self.__dict__.update(shard_size=shard_size, shards=shards)
 
-    def __len__(self) -> int:
-        return self.samples
+    def shard(self, lo: int, hi: int) -> Any:
+        """Samples lo to hi - 1, which are a shard; ConfigError if they are none of the loader's."""
+        size = self.shard_size
+        if lo % size or hi - lo != min(size, len(self) - lo):
+            raise ConfigError(f"[torch] the loader's shard_size is {size}, the trainer's {hi - lo}; give both the same")
+        return self.shards[lo // size]
 
-    def __iter__(self) -> Iterator[Any]:
+    def gather(self, indices: np.ndarray) -> tuple[Any, Any]:
+        """Refused: other ranks have the other samples."""
         raise ConfigError("[torch] this is a global batch, shared out over ranks: `for x, y in net.shards(batch)`")
 
 
@@ -65,14 +112,23 @@ class _Seeded(torch.utils.data.Dataset):
             random.setstate(before[2])
 
 
-class DataLoader:
+class _Order:
+    """What torch's loader reads next, shard by shard: the (epoch, index) of each sample."""
+
+    now: Iterator[list[tuple[int, int]]] = iter(())
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        return self.now
+
+
+class DataLoader(own.DataLoader):
     """Global batches of a map-style data set, the same on any number of ranks; a rank reads its shards alone.
 
     Args:
         dataset: with `len` and `[index]`.
         batch_size: samples of a global batch, over all ranks.
         shuffle: a new order each epoch; False keeps 0, 1, ...
-        seed: of the order and of the samples' generators, 0 to 2**63 - 1.
+        seed: of the order and of the samples' generators.
         shard_size: samples per shard; None: that of a `DistributedTrainer` for this batch size.
         drop_last: leave out a last batch that is smaller.
         num_workers: processes of this rank that read; 0 reads in the loop.
@@ -91,8 +147,6 @@ class DataLoader:
         *,
         shard_size: int | None = None,
         drop_last: bool = False,
-        num_workers: int = 0,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
         comm: Communicator | None = None,
         **options: Any,
     ) -> None:
@@ -101,65 +155,82 @@ class DataLoader:
                 raise ConfigError(
                     f"[torch] DataLoader({name}=...): the loader shares batches out by itself; leave it out"
                 )
-        if isinstance(dataset, torch.utils.data.IterableDataset):
-            raise ConfigError("[torch] DataLoader of an IterableDataset; give one with len() and [index]")
-        self.dataset, self.shuffle, self.drop_last = dataset, bool(shuffle), bool(drop_last)
-        self.batch_size = check_integer("batch_size", batch_size, 1)
-        self.seed = check_integer("seed", seed, 0, 2**63 - 1)
+        super().__init__(dataset, batch_size, shuffle, seed=seed, drop_last=drop_last, prefetch=0)
         default = plan.default_shard_size(self.batch_size)
         self.shard_size = check_integer("shard_size", default if shard_size is None else shard_size, 1)
         self.comm = communication.world() if comm is None else comm
-        self.epoch = -1
-        self._next: int | None = None
-        self._shards = _Shards(self)
-        self._loader = torch.utils.data.DataLoader(
-            _Seeded(dataset, self.seed),
-            batch_sampler=self._shards,
-            num_workers=num_workers,
-            collate_fn=collate_fn,
-            generator=torch.Generator(),  # or its base seed would be drawn from the global one, at every epoch
-            **options,
-        )
+        self._read = _Order()
+        # With a generator of its own: its base seed would be drawn from the global one, at every epoch.
+        options = {"generator": torch.Generator(), **options}
+        seeded = _Seeded(dataset, self.seed)
+        self._loader = torch.utils.data.DataLoader(seeded, batch_sampler=self._read, **options)  # type: ignore[arg-type]
 
-    def __len__(self) -> int:
-        """Global batches of an epoch."""
-        n = len(self.dataset)
-        return n // self.batch_size if self.drop_last else -(-n // self.batch_size)
-
-    def set_epoch(self, epoch: int) -> None:
-        """The order of `epoch` from the next iteration on; without it each iteration is the next epoch, from 0."""
-        self._next = check_integer("epoch", epoch, 0)
-
-    def batches(self) -> Iterator[tuple[int, list[int]]]:
-        """(samples, this rank's shards by number) of each global batch."""
-        for i in range(len(self)):
-            samples = min(self.batch_size, len(self.dataset) - i * self.batch_size)
-            shards = plan.shard_count(samples, self.shard_size)
-            yield samples, list(range(*plan.share(shards, self.comm.size, self.comm.rank)))
-
-    def __iter__(self) -> Iterator[ShardedBatch]:
-        self.epoch = self.epoch + 1 if self._next is None else self._next
-        self._next = None
+    def _batches(self, cut: Pieces, epoch: int, part: Part | None, stopped: Callable[[], bool]) -> Iterator[Batch]:
+        """Batches with this rank's shards; torch reads those of an epoch in one go, so that its workers are ahead."""
+        pieces, size = list(cut), self.shard_size
+        runs = [range(*plan.share(plan.shard_count(len(n), size), self.comm.size, self.comm.rank)) for _, n in pieces]
+        shards = (n[s * size : (s + 1) * size] for (_, n), run in zip(pieces, runs, strict=True) for s in run)
+        self._read.now = ([(epoch, k) for k in numbers.tolist()] for numbers in shards)
         read = iter(self._loader)
-        for samples, own in self.batches():
-            yield ShardedBatch(samples, self.shard_size, {s: next(read) for s in own})
+        for (index, numbers), run in zip(pieces, runs, strict=True):
+            n = len(numbers)
+            data = Shared(n, size, {s: next(read) for s in run}, f"batch {index} of epoch {epoch}")
+            yield Batch(data, np.arange(n), epoch, index, numbers)
 
 
-class _Shards:
-    """What torch's loader reads: the (epoch, index) of each sample, shard by shard."""
+def batches(loader: Any, epoch: int, seed: int, steps: int, targets: bool = True) -> Iterator[Batch]:
+    """The batches of an epoch of any loader; those of pairs of tensors or arrays become batches of their own.
 
-    def __init__(self, loader: DataLoader) -> None:
-        self.loader = loader
+    torch's generator is seeded by the epoch first, so that a loader that shuffles with it gives all ranks the same
+    order, and gives it again when a training goes on within the epoch.
 
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        it = self.loader
-        n = len(it.dataset)
-        order = permutation(n, it.seed, it.epoch) if it.shuffle else np.arange(n)
-        for i, (samples, own) in enumerate(it.batches()):
-            for s in own:
-                lo = i * it.batch_size + s * it.shard_size
-                hi = min(lo + it.shard_size, i * it.batch_size + samples)
-                yield [(it.epoch, int(k)) for k in order[lo:hi]]
+    Args:
+        steps: batches that make one step; those of tensors cannot be joined.
+        targets: whether they are needed; without, batches may be inputs alone.
+    """
+    check_batches(loader)
+    check_sampler(loader)
+    generator.manual_seed(seed_of(seed, ORDER, epoch))
+    for told in () if hasattr(loader, "start_at") else (loader, getattr(loader, "sampler", None)):
+        if hasattr(told, "set_epoch"):
+            told.set_epoch(epoch)
+    for index, item in enumerate(loader):
+        if isinstance(item, Batch):
+            yield item
+            continue
+        data = Samples(*_parts(item, targets), f"batch {index} of epoch {epoch}")
+        if steps > 1:
+            raise ConfigError(
+                f"[torch] accumulation_steps is {steps}, and batches of tensors are not joined; use a larger batch"
+            )
+        yield Batch(data, np.arange(len(data)), epoch, index)
 
-    def __len__(self) -> int:
-        return sum(len(own) for _, own in self.loader.batches())
+
+def _parts(item: Any, targets: bool) -> tuple[Any, Any]:
+    """Inputs and targets of a batch (x, y); where these are not needed, of (x,) or x as well, and none."""
+    several = isinstance(item, (tuple, list))
+    if not targets:
+        return (item[0] if several and len(item) in (1, 2) else item), ()
+    if not several or len(item) != 2:
+        what = f"{type(item).__name__} of {len(item)}" if several else type(item).__name__
+        raise ConfigError(f"[train] the loader gave a {what}; give batches of (x, y), samples and targets")
+    return item[0], item[1]
+
+
+def part(batch: Batch, lo: int, hi: int, targets: bool = True) -> tuple[Any, Any]:
+    """Samples lo to hi - 1 of a batch as tensors; of our own data sets, integer targets as int64.
+
+    They are copies: a forward pass may write into its inputs, and products of matrices that do not begin on a cache
+    line may have other last bits.
+    """
+
+    def copy(leaf: Any) -> Any:
+        made = torch.from_numpy(leaf) if isinstance(leaf, np.ndarray) else leaf
+        return made.clone() if isinstance(made, torch.Tensor) else made
+
+    if isinstance(batch.dataset, Shared):
+        return mapped(copy, tree_of(_parts(batch.dataset.shard(lo, hi), targets)))
+    x, y = batch.dataset.gather(batch.indices[lo:hi])
+    if not isinstance(batch.dataset, Samples):
+        y = mapped(lambda a: a.astype(np.int64) if a.dtype == np.int32 else a, y)
+    return mapped(copy, (x, y))

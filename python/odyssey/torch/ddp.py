@@ -25,16 +25,13 @@ from torch.utils import _pytree as pytree
 
 from .. import comm as communication
 from ..comm import Communicator
+from ..data import Batch
 from ..data.sampler import check_integer
 from ..errors import ConfigError
 from ..parallel.plan import default_shard_size
 from ..parallel.strategy import Strategy
-from ..train import agreement
-from .arena import Arena
-from .batches import tree_of
-from .data import ShardedBatch
+from .data import Shared, tree_of
 from .shards import LoopError, Shards
-from .state import described, environment, hold
 
 TOGETHER = "make one DistributedDataParallel of nn.ModuleDict({name: module, ...})"
 _LEAVES = (torch.Tensor, int, float, str, bytes, type(None))  # of a batch
@@ -72,23 +69,20 @@ class DistributedDataParallel(torch.nn.Module):
         super().__init__()
         self.module = module
         self.comm = communication.world() if comm is None else comm
-        hold(check_integer("threads", threads, 1), deterministic)
-        self._arena = Arena(module)
         self._shards = Shards(
-            self._arena,
+            module,
             self.comm,
             Strategy("tree"),
-            size=None if shard_size is None else check_integer("shard_size", shard_size, 1),
+            shard_size=None if shard_size is None else check_integer("shard_size", shard_size, 1),
             seed=check_integer("seed", seed, 0, 2**63 - 1),
+            threads=check_integer("threads", threads, 1),
+            deterministic=deterministic,
             mean=True,
-            strict=deterministic == "error",
             tell=lambda line: warnings.warn(line, stacklevel=2),
         )
-        same = {"shard_size": shard_size, "seed": seed, "deterministic": deterministic, **described(self._arena)}
-        agreement.compare(self.comm, {**environment(), **same})
-        self._arena.send(self.comm)
+        self._shards.agree({"shard_size": shard_size, "seed": seed, "deterministic": deterministic})
+        self._arena = self._shards.arena
         self._own = [p for _, p in self._arena.named[: self._arena.trained]]
-        self._grads = torch.from_numpy(self._arena.grads)
         self.steps = 0  # loops over shards that have ended
         self._open = False  # a loop over shards has begun and not ended
         self._stepped: set[int] = set()  # ids of parameters whose gradient an optimizer has used
@@ -100,7 +94,7 @@ class DistributedDataParallel(torch.nn.Module):
     @property
     def shard_size(self) -> int | None:
         """Samples per shard; None as long as neither it nor a batch is known."""
-        return self._shards.size
+        return self._shards.shard_size
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """The module's own."""
@@ -153,8 +147,6 @@ class DistributedDataParallel(torch.nn.Module):
                 f"eval() that one, or {TOGETHER}"
             )
         sums = self._shards.sums()
-        assert sums.gradients is not None
-        torch.div(sums.gradients, sums.samples, out=self._grads)
         for p, mean, old, reached in zip(self._own, self._arena.gradients, kept, sums.reached, strict=True):
             p.grad = old if not reached else mean if old is None else old.add_(mean)
         self._shards.settle()
@@ -165,13 +157,13 @@ class DistributedDataParallel(torch.nn.Module):
     def _pieces(self, batch: Any) -> tuple[int, Callable[[int, int], Any]]:
         """(samples, function from a shard's first and last to its data); the shard size is known from here on."""
         made = self._shards
-        if isinstance(batch, ShardedBatch):
-            if made.size not in (None, batch.shard_size):
+        if isinstance(batch, Batch) and isinstance(own := batch.dataset, Shared):
+            if made.shard_size not in (None, own.shard_size):
                 raise ConfigError(
-                    f"[torch] shard_size is {made.size}, the DataLoader's {batch.shard_size}; give both the same"
+                    f"[torch] shard_size is {made.shard_size}, the DataLoader's {own.shard_size}; give both the same"
                 )
-            made.size = batch.shard_size
-            return batch.samples, lambda lo, hi: batch.shards[lo // batch.shard_size]
+            made.shard_size = own.shard_size
+            return len(own), own.shard
         batch = pytree.tree_map(lambda t: tree_of(t) if isinstance(t, Mapping) else t, batch)
         leaves = pytree.tree_leaves(batch)
         tensors = [t for t in leaves if isinstance(t, torch.Tensor) and t.dim()]
@@ -184,12 +176,12 @@ class DistributedDataParallel(torch.nn.Module):
         if not tensors or not len(tensors[0]):
             raise ConfigError("[torch] shards() of a batch without samples; give tensors (samples, ...)")
         samples = len(tensors[0])
-        made.size = made.size or default_shard_size(samples)
+        made.shard_size = made.shard_size or default_shard_size(samples)
 
         def piece(lo: int, hi: int) -> Any:
             def cut(t: Any) -> Any:
                 whole = not isinstance(t, torch.Tensor) or not t.dim() or len(t) != samples
-                return t if whole else t[lo:hi].clone()  # as batches.part() does
+                return t if whole else t[lo:hi].clone()  # as data.part() does
 
             return pytree.tree_map(cut, batch)
 

@@ -7,13 +7,18 @@ kept in memory, for `restore`. What it is not: a checkpoint; `odyssey inspect` d
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ..errors import DataError
+from ..train import resume
 from ..watch import files, runs
 from . import horovod, objects
 
@@ -24,7 +29,7 @@ class ObjectState:
     def __init__(self, **values: Any) -> None:
         self._names = list(values)
         self._callbacks: list[Callable[[], Any]] = []
-        self._committed: bytes | None = None
+        self._committed: Any = None  # a tree of objects.py
         self.__dict__.update(values)
 
     def register_reset_callbacks(self, callbacks: list[Callable[[], Any]]) -> None:
@@ -44,21 +49,22 @@ class ObjectState:
 
     def save(self) -> None:
         """Keeps the state in memory."""
-        self._committed = objects.encode(self._take())
+        self._committed = copy.deepcopy(objects.packed(self._take()))
 
     def restore(self) -> None:
         """Takes back what was saved last."""
         if self._committed is not None:
-            self._give(objects.decode(self._committed))
+            self._give(objects.unpacked(self._committed))
 
     def commit(self) -> None:
         """Saves, and under `odyssey launch` writes the file that a restarted job begins from."""
         self.save()
         path = _path()
         if path is not None and horovod.rank() == 0:
-            assert self._committed is not None
-            data = hashlib.sha256(self._committed).digest() + self._committed
-            files.write_whole(path, lambda file: file.write(data), durable=False)
+            text, arrays = resume.written(self._committed)
+            data = b"".join([len(text).to_bytes(8, "little"), text, *(a.tobytes() for a in arrays)])
+            whole = hashlib.sha256(data).digest() + data
+            files.write_whole(path, lambda file: file.write(whole), durable=False)
 
     def check_host_updates(self) -> None:
         """Nothing: ranks come and go when the job is started anew."""
@@ -66,12 +72,24 @@ class ObjectState:
     def sync(self) -> None:
         """Gives all ranks the last commit of the run, or rank 0's state where there is none."""
         path = _path()
-        data = path.read_bytes() if path is not None and horovod.rank() == 0 and path.exists() else b""
-        if data and hashlib.sha256(data[32:]).digest() != data[:32]:
-            raise DataError(f"[horovod] {path} is damaged; remove it to begin anew")
-        values = objects.decode(data[32:]) if data else self._take()
-        self._give(horovod.broadcast_object(values, 0))
+        there = path is not None and horovod.rank() == 0 and path.exists()
+        tree = _read(path) if there else objects.packed(self._take())
+        self._give(objects.unpacked(resume.spread(horovod.global_process_set._member("sync"), tree)))
         self.save()
+
+
+def _read(path: Path) -> Any:
+    """The tree of a file that `commit` wrote. Raises DataError: it is damaged."""
+    data = path.read_bytes()
+    if hashlib.sha256(data[32:]).digest() != data[:32]:
+        raise DataError(f"[horovod] {path} is damaged; remove it to begin anew")
+    start = 40 + int.from_bytes(data[32:40], "little")
+    rest = io.BytesIO(data[start:])
+
+    def take(dtype: str, shape: list[int]) -> np.ndarray:
+        return np.frombuffer(bytearray(rest.read(shape[0])), dtype)  # bytes, as `packed` has them
+
+    return resume.read(data[40:start], take)
 
 
 class TorchState(ObjectState):

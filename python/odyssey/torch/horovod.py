@@ -17,12 +17,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from .. import comm as communication
-from ..comm import Communicator, ReduceOp
+from ..comm import Communicator, ReduceOp, Request
+from ..distributed.collectives import Work, collective
+from ..distributed.groups import ProcessGroup, World, destroy_process_group
 from ..errors import CollectiveError, ConfigError, ShapeError
 from ..train.resume import spread
 from . import objects
-from .c10d import array, host, put
+from .c10d import array, exchange, host, put, tensor_of
 
 HorovodInternalError = CollectiveError
 Average, Sum, Min, Max, Product = ReduceOp.MEAN, ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PROD
@@ -32,25 +33,23 @@ _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.in
 _DTYPES += (torch.int8, torch.uint8)
 
 
-class ProcessSet:
+class ProcessSet(ProcessGroup):
     """Some of the ranks, for `process_set=`; usable once `init(process_sets=)` or `add_process_set` has made it."""
 
+    process_set_id: int | None = None
+
     def __init__(self, ranks: Iterable[int]) -> None:
-        self.ranks = sorted({int(r) for r in ranks})
-        self.comm: Communicator | None = None
-        self.process_set_id: int | None = None
+        self.ranks, self.comm = sorted({int(r) for r in ranks}), None  # type: ignore[assignment]
 
     def included(self) -> bool:
         """Whether this process is one of them."""
         return rank() in self.ranks
 
-    def rank(self) -> int:
-        """This process's place among them."""
-        return _comm(self).rank
-
-    def size(self) -> int:
-        """How many they are."""
-        return len(self.ranks)
+    def _member(self, what: str) -> Communicator:
+        if self.process_set_id is None:
+            call = "hvd.init()" if self is global_process_set else "hvd.add_process_set() of the process set"
+            raise ConfigError(f"[horovod] {what} before {call}; call it first, on all ranks")
+        return super()._member(what)
 
 
 global_process_set = ProcessSet(())
@@ -59,18 +58,18 @@ _number = itertools.count(1)
 
 def init(comm: Any = None, process_sets: Iterable[ProcessSet | list[int]] | None = None) -> None:
     """Meets the other ranks. comm: None, or the list of all ranks; other subsets are process sets."""
-    world = communication.world()
-    if comm is not None and list(comm) != list(range(world.size)):
+    world = World()
+    if comm is not None and list(comm) != list(world.ranks):
         raise ConfigError("[horovod] init(comm=...) takes all ranks or None; use process_sets= for some of them")
-    global_process_set.comm, global_process_set.ranks = world, list(range(world.size))
-    global_process_set.process_set_id = 0
+    every = global_process_set
+    every.ranks, every.comm, every.process_set_id = list(world.ranks), world.comm, 0  # type: ignore[assignment]
     for given in process_sets or ():
         add_process_set(given)
 
 
 def shutdown() -> None:
     """Ends the use of Horovod's names; the ranks stay connected until they end."""
-    global_process_set.comm = None
+    global_process_set.comm = global_process_set.process_set_id = None
 
 
 def is_initialized() -> bool:
@@ -78,18 +77,11 @@ def is_initialized() -> bool:
     return global_process_set.comm is not None
 
 
-def _comm(process_set: ProcessSet | None = None) -> Communicator:
-    found = (process_set or global_process_set).comm
-    if found is None:
-        why = "this process is not of it, or add_process_set was not called" if process_set else "call hvd.init() first"
-        raise ConfigError(f"[horovod] {'the process set' if process_set else 'Horovod'} cannot be used: {why}")
-    return found
-
-
 def add_process_set(process_set: ProcessSet | list[int]) -> ProcessSet:
     """Makes a group of ranks; all ranks call it."""
     made = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
-    made.comm, made.process_set_id = _comm().group(made.ranks), next(_number)
+    made._open(made.ranks, _world("add_process_set").group(made.ranks))
+    made.process_set_id = next(_number)
     return made
 
 
@@ -97,24 +89,21 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     """Gives a group of ranks back; all its ranks call it."""
     if process_set is global_process_set or process_set.process_set_id is None:
         return False
-    if process_set.comm is not None:
-        process_set.comm.close()
-    process_set.comm = process_set.process_set_id = None
+    destroy_process_group(process_set)
+    process_set.process_set_id = None
     return True
 
 
-def _made(name: str, text: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def named(function: Callable[..., Any]) -> Callable[..., Any]:
-        function.__name__, function.__doc__ = name, text
-        return function
-
-    return named
+def _named(name: str, text: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    function.__name__, function.__doc__ = name, text
+    return function
 
 
 def _asked(name: str, text: str, of: Callable[[Communicator], int]) -> Callable[[], int]:
-    return _made(name, text)(lambda: of(_comm()))
+    return _named(name, text, lambda: of(_world(name)))
 
 
+_world = global_process_set._member
 rank = _asked("rank", "This process's number, from 0.", lambda c: c.rank)
 size = _asked("size", "Number of processes.", lambda c: c.size)
 local_rank = _asked("local_rank", "This process's number on its machine.", lambda c: c.local_rank)
@@ -126,13 +115,13 @@ cross_size = _asked("cross_size", "Number of machines.", lambda c: -(-c.size // 
 
 def is_homogeneous() -> bool:
     """Whether all machines have as many ranks; asks them."""
-    return len(set(_comm().all_gather(np.array([local_size()]))[:, 0].tolist())) == 1
+    return len(set(_world("is_homogeneous").all_gather(np.array([local_size()]))[:, 0].tolist())) == 1
 
 
-mpi_built = mpi_enabled = mpi_threads_supported = _made("mpi_built", "True: ranks meet by MPI.")(lambda: True)
-gloo_built = gloo_enabled = nccl_built = ddl_built = ccl_built = cuda_built = rocm_built = _made(
-    "gloo_built", "False: no other way of Horovod's is here."
-)(lambda: False)
+mpi_built = mpi_enabled = mpi_threads_supported = _named("mpi_built", "True: ranks meet by MPI.", lambda: True)
+gloo_built = gloo_enabled = nccl_built = ddl_built = ccl_built = cuda_built = rocm_built = _named(
+    "gloo_built", "False: no other way of Horovod's is here.", lambda: False
+)
 
 
 class Compression:
@@ -165,10 +154,10 @@ class Compression:
         dtype = torch.bfloat16
 
 
-# --- collectives -----------------------------------------------------------------------------------------------------
+# --- collectives: declared once; their other forms are made of that ---------------------------------------------------
 
 
-def _reduction(op: Any, average: bool | None) -> ReduceOp:
+def _reduction(op: Any, average: bool | None = None) -> ReduceOp:
     if op == Adasum:
         raise ConfigError("[horovod] op=Adasum is not there; use op=hvd.Average")
     if average is not None:
@@ -176,56 +165,33 @@ def _reduction(op: Any, average: bool | None) -> ReduceOp:
     return Average if op is None else ReduceOp.of(op)
 
 
-class Handle:
-    """A call under way; `synchronize(handle)` gives its result."""
-
-    def __init__(self, request: Any, finish: Callable[[], Any]) -> None:
-        self._request, self._finish = request, finish
-        self._result: Any = None
-
-    def wait(self) -> Any:
-        """The result; again the same."""
-        if self._finish is not None:
-            self._request.wait()
-            self._result, self._finish = self._finish(), None
-        return self._result
-
-
-def synchronize(handle: Handle) -> Any:
+def synchronize(handle: Work | list[Work]) -> Any:
     """Waits for an `_async` call and gives its result."""
-    return handle.wait()
+    return [one.wait() for one in handle] if isinstance(handle, list) else handle.wait()
 
 
-def poll(handle: Handle) -> bool:
+def poll(handle: Work | list[Work]) -> bool:
     """Whether `synchronize` would return at once."""
-    return handle._request.test()
+    return all([one.is_completed() for one in (handle if isinstance(handle, list) else [handle])])
 
 
-def _waited(started: Callable[..., Handle]) -> Callable[..., Any]:
-    name = started.__name__.replace("_async", "")
-    return _made(name, f"`{started.__name__}`, waited for.")(lambda *given, **named: started(*given, **named).wait())
+def _async(call: Any) -> Callable[..., Work]:
+    name = call.__name__.rstrip("_")
+    return _named(call.__name__.replace(name, f"{name}_async"), f"Starts `{call.__name__}`; its handle.", call.start)
 
 
-def _of_a_copy(inplace: Callable[..., Handle]) -> Callable[..., Handle]:
-    def started(tensor: torch.Tensor, *given: Any, **named: Any) -> Handle:
-        return inplace(tensor.detach().clone(), *given, **named)
+def _of_a_copy(call: Callable[..., Any]) -> Callable[..., Any]:
+    def copied(tensor: torch.Tensor, *given: Any, **named: Any) -> Any:
+        return call(tensor.detach().clone(), *given, **named)
 
-    return _made(inplace.__name__.rstrip("_"), f"`{inplace.__name__}` of a copy.")(started)
-
-
-def _later(function: Callable[..., Any]) -> Callable[..., Handle]:
-    def started(*given: Any, **named: Any) -> Handle:
-        result = function(*given, **named)
-        return Handle(communication.Request(), lambda: result)
-
-    return _made(f"{function.__name__}_async", f"`{function.__name__}`, complete on return.")(started)
+    return _named(call.__name__.rstrip("_"), f"`{call.__name__}` of a copy.", copied)
 
 
-def _each(function: Callable[..., Any]) -> Callable[..., list[Any]]:
-    def grouped(tensors: list[torch.Tensor], *given: Any, **named: Any) -> list[Any]:
-        return [function(t, *given, **named) for t in tensors]
+def _grouped(call: Callable[..., Any]) -> Callable[..., list[Any]]:
+    def each(tensors: list[torch.Tensor], *given: Any, **named: Any) -> list[Any]:
+        return [call(t, *given, **named) for t in tensors]
 
-    return _made(f"grouped_{function.__name__}", f"`{function.__name__}` of each.")(grouped)
+    return _named(f"grouped_{call.__name__}", f"`{call.__name__}` of each.", each)
 
 
 def _announce(comm: Communicator, tensor: torch.Tensor | None, op: ReduceOp = Sum) -> np.ndarray:
@@ -234,22 +200,23 @@ def _announce(comm: Communicator, tensor: torch.Tensor | None, op: ReduceOp = Su
     return comm.all_gather(np.array(mine, np.int64))
 
 
-def allreduce_async_(
+@collective
+def allreduce_(
     tensor: torch.Tensor,
     average: bool | None = None,
     name: str | None = None,
     op: Any = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet | None = None,
-) -> Handle:
-    """Starts the combination of all ranks' tensors, in place. name: taken and not used; the order of calls counts.
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Combines all ranks' tensors, in place. name: taken and not used; the order of calls counts.
 
     Raises:
         ConfigError: Adasum, a mean of integers, or a dtype that cannot be added.
     """
-    kind, comm = _reduction(op, average), _comm(process_set)
-    values = host(tensor)
+    comm = yield process_set, False
+    kind, values = _reduction(op, average), host(tensor)
     if values.dtype not in _DTYPES:
         raise ConfigError(f"[horovod] allreduce of {values.dtype}; convert it to a number of 8 to 64 bits")
     if prescale_factor != 1.0:
@@ -257,18 +224,10 @@ def allreduce_async_(
     if comm.size > 1:
         _announce(comm, values, kind)
     flat = array(values).reshape(-1)
-    request = comm.all_reduce(flat, kind, flat, wait=False)
-
-    def finish() -> torch.Tensor:
-        if postscale_factor != 1.0:
-            values.mul_(postscale_factor)
-        put(values, tensor)
-        return tensor
-
-    return Handle(request, finish)
-
-
-allreduce_async, allreduce_ = _of_a_copy(allreduce_async_), _waited(allreduce_async_)
+    yield comm.all_reduce(flat, kind, flat, wait=False)
+    if postscale_factor != 1.0:
+        values.mul_(postscale_factor)
+    return put(values, tensor)
 
 
 def allreduce(
@@ -284,84 +243,69 @@ def allreduce(
     return compression.decompress(allreduce_(sent, average, name, op, **named), context)
 
 
-grouped_allreduce_async_, grouped_allreduce_, grouped_allreduce = map(_each, (allreduce_async_, allreduce_, allreduce))
+@collective
+def broadcast_(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Any:
+    """Overwrites `tensor` with that of `root_rank` (of all ranks)."""
+    comm, values = (yield process_set, False), host(tensor)
+    yield comm.broadcast(array(values).reshape(-1), process_set._place("broadcast from rank", root_rank), wait=False)
+    return put(values, tensor)
 
 
-def broadcast_async_(
-    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet | None = None
-) -> Handle:
-    """Starts overwriting `tensor` with that of `root_rank` (of all ranks)."""
-    comm, values = _comm(process_set), host(tensor)
-    root = comm.ranks.index(root_rank) if root_rank in comm.ranks else root_rank
-    flat = array(values).reshape(-1)
-
-    def finish() -> torch.Tensor:
-        put(values, tensor)
-        return tensor
-
-    return Handle(comm.broadcast(flat, root, wait=False), finish)
-
-
-broadcast_async, broadcast_ = _of_a_copy(broadcast_async_), _waited(broadcast_async_)
-broadcast = _waited(broadcast_async)
-
-
-def allgather(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet | None = None) -> torch.Tensor:
+@collective
+def allgather(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
     """All ranks' tensors one after the other; they may differ in their first dimension."""
-    comm, values = _comm(process_set), host(tensor)
-    rows = comm.all_gather(np.array([len(values)], np.int64))[:, 0].cumsum().tolist()
-    out = torch.empty((rows[-1], *values.shape[1:]), dtype=values.dtype)
-    starts = [0, *rows]
-    out[starts[comm.rank] : starts[comm.rank + 1]] = values
-    flat = array(out).reshape(-1)
-    width = flat.size // max(len(out), 1)
-    comm.all_gather_v(flat, [(a * width, b * width) for a, b in zip(starts, rows, strict=False)])
-    return out.to(tensor.device)
+    comm = yield process_set, False
+    yield Request(rows := comm.all_gather_each(array(host(tensor))))
+    return tensor_of(np.concatenate(rows), tensor).to(tensor.device)
 
 
+@collective
 def alltoall(
-    tensor: torch.Tensor,
-    splits: torch.Tensor | None = None,
-    name: str | None = None,
-    process_set: ProcessSet | None = None,
+    tensor: torch.Tensor, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
     """Rows of `tensor` to ranks 0, 1, ...: splits[p] rows to rank p, or equal parts.
 
     Returns what came, rank by rank; with `splits`, (that, rows from each rank).
     """
-    comm, values = _comm(process_set), host(tensor)
+    comm, values = (yield process_set, False), host(tensor)
     if splits is None and len(values) % comm.size:
         raise ShapeError(f"[horovod] alltoall of {len(values)} rows on {comm.size} ranks; give splits=")
-    send = [len(values) // comm.size] * comm.size if splits is None else [int(n) for n in splits]
+    send = [len(values) // comm.size] * comm.size if splits is None else splits.tolist()
     receive = comm.all_to_all(np.array(send, np.int64).reshape(-1, 1))[:, 0].tolist()
     out = torch.empty((sum(receive), *values.shape[1:]), dtype=values.dtype)
-    width = values.shape[1:].numel() * (1 if values.dtype in _DTYPES else values.element_size())
-    counts = [[n * width for n in counts] for counts in (send, receive)]
-    comm.all_to_all_v(array(values).reshape(-1), counts[0], array(out).reshape(-1), counts[1])
+    yield exchange(comm, out, values, receive, send)
     out = out.to(tensor.device)
     return out if splits is None else (out, torch.tensor(receive))
 
 
+@collective
 def reducescatter(
-    tensor: torch.Tensor, op: Any = Average, name: str | None = None, process_set: ProcessSet | None = None
-) -> torch.Tensor:
+    tensor: torch.Tensor, op: Any = Average, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Any:
     """This rank's rows of the combination; where they do not divide by the ranks, the first ranks have one more."""
-    comm, kind = _comm(process_set), _reduction(op, None)
+    comm, kind = (yield process_set, False), _reduction(op)
     rows, more = divmod(len(tensor), comm.size)
     lo = comm.rank * rows + min(comm.rank, more)
-    total = host(tensor).clone()
-    comm.all_reduce(array(total), kind, array(total))
-    return total[lo : lo + rows + (comm.rank < more)].clone().to(tensor.device)
+    total = yield comm.all_reduce(array(host(tensor)), kind, wait=False)
+    return tensor_of(total[lo : lo + rows + (comm.rank < more)], tensor).to(tensor.device)
 
 
-allgather_async, alltoall_async, reducescatter_async = map(_later, (allgather, alltoall, reducescatter))
-grouped_allgather, grouped_reducescatter = _each(allgather), _each(reducescatter)
-grouped_allreduce_async = _later(grouped_allreduce)
-
-
-def barrier(process_set: ProcessSet | None = None) -> None:
+@collective
+def barrier(process_set: ProcessSet = global_process_set) -> Any:
     """Waits for all ranks."""
-    _comm(process_set).barrier()
+    comm = yield process_set, False
+    yield comm.barrier(wait=False)
+
+
+allreduce_async_, broadcast_async_ = _async(allreduce_), _async(broadcast_)
+allreduce_async, broadcast_async = _of_a_copy(allreduce_async_), _of_a_copy(broadcast_async_)
+broadcast = _of_a_copy(broadcast_)
+allgather_async, alltoall_async, reducescatter_async = map(_async, (allgather, alltoall, reducescatter))
+grouped_allreduce, grouped_allreduce_ = _grouped(allreduce), _grouped(allreduce_)
+grouped_allreduce_async, grouped_allreduce_async_ = _grouped(allreduce_async), _grouped(allreduce_async_)
+grouped_allgather, grouped_reducescatter = _grouped(allgather), _grouped(reducescatter)
 
 
 def join(device: int = -1) -> int:
@@ -370,7 +314,7 @@ def join(device: int = -1) -> int:
     Means are over all ranks, those that have joined included. What the others may call meanwhile is allreduce and the
     steps of a DistributedOptimizer; another call is an error.
     """
-    comm, rounds = _comm(), 0
+    comm, rounds = _world("join"), 0
     while comm.size > 1:
         everyone = _announce(comm, None)
         active = np.flatnonzero(everyone[:, 0])
@@ -388,7 +332,7 @@ def join(device: int = -1) -> int:
 
 
 def broadcast_parameters(
-    params: Any, root_rank: int = 0, prefix: str | None = None, process_set: ProcessSet | None = None
+    params: Any, root_rank: int = 0, prefix: str | None = None, process_set: ProcessSet = global_process_set
 ) -> None:
     """Overwrites a state_dict's, or named_parameters', tensors with those of `root_rank`."""
     for _, p in params.items() if isinstance(params, dict) else list(params):
@@ -400,7 +344,7 @@ def broadcast_object(
     obj: Any = None,
     root_rank: int = 0,
     name: str | None = None,
-    process_set: ProcessSet | None = None,
+    process_set: ProcessSet = global_process_set,
     *,
     allow_pickle: bool = False,
 ) -> Any:
@@ -411,23 +355,23 @@ def broadcast_object(
     Raises:
         ConfigError: something else is in it, and allow_pickle is False.
     """
-    comm = _comm(process_set)
-    root = comm.ranks.index(root_rank)
-    data = objects.encode(obj, allow_pickle) if comm.rank == root else b""
-    sent = spread(comm, np.frombuffer(data, np.uint8), root)
-    return obj if comm.rank == root else objects.decode(sent.tobytes(), allow_pickle)
+    comm, root = process_set._member("broadcast_object"), process_set._place("broadcast_object from rank", root_rank)
+    sent = spread(comm, objects.packed(obj, allow_pickle) if comm.rank == root else None, root)
+    return obj if comm.rank == root else objects.unpacked(sent, allow_pickle)
 
 
 def allgather_object(
-    obj: Any, name: str | None = None, process_set: ProcessSet | None = None, *, allow_pickle: bool = False
+    obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set, *, allow_pickle: bool = False
 ) -> list[Any]:
     """The objects of all ranks, as `broadcast_object` sends them."""
-    ranks = _comm(process_set).ranks
-    return [broadcast_object(obj, r, process_set=process_set, allow_pickle=allow_pickle) for r in ranks]
+    return [broadcast_object(obj, r, name, process_set, allow_pickle=allow_pickle) for r in process_set.ranks]
 
 
 def broadcast_optimizer_state(
-    optimizer: torch.optim.Optimizer, root_rank: int = 0, model: Any = None, process_set: ProcessSet | None = None
+    optimizer: torch.optim.Optimizer,
+    root_rank: int = 0,
+    model: Any = None,
+    process_set: ProcessSet = global_process_set,
 ) -> None:
     """Gives all ranks the optimizer state of `root_rank`."""
     state = broadcast_object(optimizer.state_dict(), root_rank, process_set=process_set)
@@ -438,29 +382,24 @@ def broadcast_optimizer_state(
 class _Distributed:
     """Methods that `DistributedOptimizer` adds to the class of the user's optimizer, as Horovod does."""
 
-    def _begin(self, compression: Any, passes: int, op: Any, predivide: float, dense: bool, comm: Communicator) -> None:
-        self._parameters = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
-        self._compression, self._op, self._predivide, self._dense = compression, op, predivide, dense
-        self.backward_passes_per_step, self._comm = passes, comm
-        self._passes = [0]
-        self._synchronized, self._skip = False, False
-        for p in self._parameters[:1]:
-            p.register_post_accumulate_grad_hook(self._passed)
+    _passes = 0  # backward passes since the last step
+    _synchronized = _skip = False
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Backward passes before a step, from now on."""
         self.backward_passes_per_step = passes
 
     def _passed(self, parameter: torch.Tensor) -> None:
-        self._passes[0] += 1
-        if self._passes[0] > self.backward_passes_per_step and self._comm.size > 1:
+        self._passes += 1
+        if self._passes > self.backward_passes_per_step and self._process_set.size() > 1:
             raise ConfigError(
-                f"[horovod] {self._passes[0]} backward passes before step(), and backward_passes_per_step is "
+                f"[horovod] {self._passes} backward passes before step(), and backward_passes_per_step is "
                 f"{self.backward_passes_per_step}; give the number of passes"
             )
 
     def synchronize(self) -> None:
         """Replaces the gradients by those of all ranks, combined; a rank without one contributes zeros."""
+        ranks, predivide = self._process_set.size(), self._predivide
         for p in self._parameters:
             if p.grad is not None and p.grad.is_sparse:
                 if not self._dense:
@@ -468,23 +407,19 @@ class _Distributed:
                         "[horovod] a gradient is sparse; use sparse_as_dense=True, or Embedding(sparse=False)"
                     )
                 p.grad = p.grad.to_dense()
-            elif p.grad is None and self._comm.size > 1:
+            elif p.grad is None and ranks > 1:
                 p.grad = torch.zeros_like(p)
-        for dtype in dict.fromkeys(p.dtype for p in self._parameters) if self._comm.size > 1 else ():
+        for dtype in dict.fromkeys(p.dtype for p in self._parameters) if ranks > 1 else ():
             grads = [p.grad for p in self._parameters if p.dtype is dtype]
             flat = torch.cat([g.reshape(-1) for g in grads])
-            sent, context = self._compression.compress(flat.div_(self._predivide) if self._predivide != 1.0 else flat)
-            sent = host(sent)
-            kind = Sum if self._predivide != 1.0 else self._op
-            _announce(self._comm, sent, kind)
-            self._comm.all_reduce(array(sent), kind, array(sent))
-            flat = self._compression.decompress(sent, context)
-            if self._predivide != 1.0:
-                flat = flat * (self._predivide / self._comm.size)
+            sent, context = self._compression.compress(flat.div_(predivide) if predivide != 1.0 else flat)
+            kind = Sum if predivide != 1.0 else self._op
+            flat = self._compression.decompress(allreduce_(sent, op=kind, process_set=self._process_set), context)
+            if predivide != 1.0:
+                flat = flat * (predivide / ranks)
             for g, part in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
                 g.copy_(part.view(g.shape))
-        self._synchronized = True
-        self._passes[0] = 0
+        self._synchronized, self._passes = True, 0
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -506,7 +441,7 @@ class _Distributed:
         """The optimizer's own; between synchronize() and step() it would lose the gradients."""
         if self._synchronized:
             raise ConfigError("[horovod] optimizer.zero_grad() between synchronize() and step(); call step() first")
-        self._passes[0] = 0
+        self._passes = 0
         super(self.__class__, self).zero_grad(*arguments, **named)
 
 
@@ -520,7 +455,7 @@ def DistributedOptimizer(
     num_groups: int = 0,
     groups: Any = None,
     sparse_as_dense: bool = False,
-    process_set: ProcessSet | None = None,
+    process_set: ProcessSet = global_process_set,
 ) -> Any:
     """The optimizer, of a class that is a subclass of its own, whose steps are taken with all ranks' gradients.
 
@@ -529,29 +464,30 @@ def DistributedOptimizer(
     Raises:
         ConfigError: Adasum, parameters without a name or named twice, or a predivide factor without Average.
     """
-    kind = _reduction(op, None)
+    kind = _reduction(op)
     if gradient_predivide_factor != 1.0 and kind is not Average:
         raise ConfigError("[horovod] gradient_predivide_factor goes with op=hvd.Average")
     named = list(named_parameters or ())
     if len({name for name, _ in named}) < len(named):
         raise ConfigError("[horovod] named_parameters has a name twice; names must be unique")
     known = {id(p) for _, p in named}
-    lost = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    lost = [p for p in parameters if id(p) not in known]
     if named and lost:
         raise ConfigError(
             f"[horovod] {len(lost)} parameters of the optimizer are not in named_parameters; name them all"
         )
+    process_set._member("DistributedOptimizer")
     own = {name: value for name, value in vars(_Distributed).items() if not name.startswith("__")}
-    optimizer.__class__ = type(type(optimizer).__name__, (type(optimizer),), own)
-    optimizer._begin(  # type: ignore[attr-defined]
-        compression,
-        backward_passes_per_step,
-        kind,
-        gradient_predivide_factor,
-        sparse_as_dense,
-        _comm(process_set),
-    )
-    return optimizer
+    made: Any = optimizer
+    made.__class__ = type(type(optimizer).__name__, (type(optimizer),), own)
+    made._parameters = [p for p in parameters if p.requires_grad]
+    made._compression, made._op, made._predivide = compression, kind, gradient_predivide_factor
+    made._dense, made._process_set = sparse_as_dense, process_set
+    made.backward_passes_per_step = backward_passes_per_step
+    for p in made._parameters[:1]:
+        p.register_post_accumulate_grad_hook(made._passed)
+    return made
 
 
 def __getattr__(name: str) -> Any:

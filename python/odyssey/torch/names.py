@@ -25,7 +25,7 @@ class GradientNorm(Callback):
 
     def on_step_end(self, context: Context) -> None:
         trainer: Any = context.trainer
-        norm = torch.linalg.vector_norm(trainer._grads) if trainer.grad_norm is None else trainer.grad_norm
+        norm = torch.linalg.vector_norm(trainer.shards.gradient) if trainer.grad_norm is None else trainer.grad_norm
         context.tally.extra["grad_norm"] = float(norm)
 
 

@@ -29,6 +29,7 @@ from ..errors import ConfigError, OdysseyError
 from ..parallel import plan as planning
 from ..parallel import strategy as strategies
 from ..parallel.reduction import Reduction
+from ..train import agreement
 from .arena import ALIGN, Arena
 
 SUMS = 14  # loss, samples, metrics
@@ -39,6 +40,38 @@ def seed_of(*numbers: int) -> int:
     """A seed of torch's generator from numbers of 64 bits: the same for the same, unrelated for others."""
     data = struct.pack(f"<{len(numbers)}Q", *(n & (1 << 64) - 1 for n in numbers))
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") >> 1
+
+
+def environment() -> dict[str, Any]:
+    """What torch's bits depend on beside the model, as it is in this process."""
+    return {
+        "torch version": torch.__version__,
+        "instruction set": torch.backends.cpu.get_cpu_capability(),
+        "torch threads": torch.get_num_threads(),
+        "oneDNN": [torch.backends.mkldnn.is_available(), torch._C._get_mkldnn_enabled()],
+        "float32 products": torch.get_float32_matmul_precision(),
+    }
+
+
+def hold(threads: int, deterministic: str) -> None:
+    """Sets what torch's bits depend on, for this process. deterministic: "error" or "warn"."""
+    if deterministic not in ("error", "warn"):
+        raise ConfigError(f"[torch] deterministic is {deterministic!r}; choose from error, warn")
+    torch.set_num_threads(threads)
+    if not torch.are_deterministic_algorithms_enabled():
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(True, warn_only=deterministic == "warn")
+
+
+def described(arena: Arena) -> dict[str, Any]:
+    """A module, as far as it must be alike on all ranks, and when a training goes on."""
+    modules = list(arena.module.named_modules())
+    return {
+        "parameters": [[name, list(p.shape), p.requires_grad] for name, p in arena.named],
+        "layers": [[name, type(m).__name__, m.extra_repr()] for name, m in modules],
+        "channels-last parameters": [n for n, p in arena.named if p.dim() in (4, 5) and not p.is_contiguous()],
+        "torch.compile": any(type(m).__name__ == "OptimizedModule" or m._compiled_call_impl for _, m in modules),
+    }
 
 
 class LoopError(OdysseyError):
@@ -58,38 +91,48 @@ class Prepared:
 
 @dataclasses.dataclass
 class Sums:
-    """Over the samples of a global batch, on every rank: `gradients` are sums too, not yet divided."""
+    """Over the samples of a global batch, on every rank. reached: by trained parameter, whether a shard did."""
 
     loss: float
     samples: float
     metrics: list[float]
-    gradients: torch.Tensor | None = None
-    reached: list[bool] = dataclasses.field(default_factory=list)  # by trained parameter
+    reached: list[bool] = dataclasses.field(default_factory=list)
 
 
 class Shards:
-    """See the head of this file.
+    """See the head of this file. For this process, it sets what torch's bits depend on.
 
     Args:
-        size: samples per shard; may be set until the first batch.
+        module: on the CPU, parameters of float32, which move into `arena`.
+        shard_size: samples per shard; may be set until the first batch.
+        threads: of torch. deterministic: "error", or "warn": what cannot be held is told by `tell`, with a line.
         mean: backward() is of a shard's mean, not of its sum.
-        tell: called with a line where `strict` is False and something cannot be held.
+
+    Attributes:
+        gradient: the mean over the samples of the last batch; `arena.gradients` are its parts.
+
+    Raises:
+        ConfigError: a parameter or module that cannot be held, or a setting that is not allowed.
     """
 
     def __init__(
         self,
-        arena: Arena,
+        module: torch.nn.Module,
         comm: Communicator,
         strategy: strategies.Strategy,
         *,
-        size: int | None = None,
+        shard_size: int | None = None,
         seed: int = 0,
+        threads: int = 1,
+        deterministic: str = "error",
         mean: bool = False,
-        strict: bool = True,
         tell: Any = None,
     ) -> None:
-        self.arena, self.comm, self.strategy, self.size, self.seed = arena, comm, strategy, size, seed
-        self.mean, self.strict, self.tell = mean, strict, tell
+        hold(threads, deterministic)
+        self.arena = arena = Arena(module)
+        self.comm, self.strategy, self.shard_size, self.seed = comm, strategy, shard_size, seed
+        self.mean, self.strict, self.tell = mean, deterministic == "error", tell
+        self.gradient = torch.from_numpy(arena.grads)
         self.counts: Callable[[int], tuple[int, ...]] = lambda shards: ()  # of each rank; empty: equal shares
         self.memory: dict[str, Any] = {}  # of a compression
         self._prepared: dict[tuple[Any, ...], Prepared] = {}
@@ -100,12 +143,17 @@ class Shards:
         self._places = np.cumsum([arena.size, arena.floats, arena.floats, SUMS, params, norms]).tolist()
         self.running, self.kept = torch.from_numpy(arena.running), torch.from_numpy(arena.kept)
 
+    def agree(self, same: dict[str, Any]) -> None:
+        """Compares the module, what torch is told and `same` between ranks, and gives all of them rank 0's values."""
+        agreement.compare(self.comm, {**environment(), **described(self.arena), **same})
+        self.arena.send(self.comm)
+
     def prepared(self, samples: int, train: bool = True) -> Prepared:
         """For batches of so many samples; a collective call the first time."""
-        assert self.size is not None
-        shards = planning.shard_count(samples, self.size)
+        assert self.shard_size is not None
+        shards = planning.shard_count(samples, self.shard_size)
         counts = self.counts(shards) if train else ()
-        key = samples, self.size, train, counts
+        key = samples, self.shard_size, train, counts
         if key not in self._prepared:
             arena = self.arena
             for moved in [k for k in self._prepared if k[:3] == key[:3]]:  # shards have moved
@@ -133,17 +181,17 @@ class Shards:
 
     def share(self, samples: int, train: bool = True) -> tuple[int, int]:
         """The samples of a batch that this rank's shards have, (first, one past the last); one if it has no shard."""
-        assert self.size is not None
-        shards = planning.shard_count(samples, self.size)
+        assert self.shard_size is not None
+        shards = planning.shard_count(samples, self.shard_size)
         run = planning.runs(shards, self.comm.size, 1, self.counts(shards) if train else ())[self.comm.rank]
-        lo, hi = run[0] * self.size, min(run[1] * self.size, samples)
+        lo, hi = run[0] * self.shard_size, min(run[1] * self.shard_size, samples)
         return (lo, hi) if hi > lo else (0, min(1, samples))
 
     def __call__(self, samples: int, step: int, train: bool = True) -> Iterator[tuple[int, int]]:
         """This rank's shards of a batch, as (first sample, one past the last). Between two of them a caller runs one:
         backward() of the sum of its losses, and `count`. Then `sums`, on all ranks."""
         prepared, arena = self.prepared(samples, train), self.arena
-        plan, size = prepared.plan, self.size
+        plan, size = prepared.plan, self.shard_size
         if train:
             arena.check()
         fixed = [(name, t, t._version) for name, t in (*arena.others, *arena.named)]
@@ -210,7 +258,7 @@ class Shards:
         flat[at : at + len(reach)] = torch.tensor(reach)
 
     def sums(self) -> Sums:
-        """Completes the sums over all ranks, and sets the running statistics; a collective call."""
+        """Completes the sums over all ranks, and the mean gradient; `settle` is for after them. A collective call."""
         prepared, train, before = self._begun
         prepared.reduction.start()
         prepared.reduction.finish()
@@ -228,7 +276,8 @@ class Shards:
             self.merged = torch.where(result[changed : changed + n] > 0, mean, self.kept)
         raised = [math.ceil(total / prepared.plan.shards) for total in flags[arena.trained :]]
         self._counters = [value + by for value, by in zip(before, raised, strict=True)]
-        return Sums(loss, samples, metrics, result[: arena.size], [f > 0 for f in flags[: arena.trained]])
+        torch.div(result[: arena.size], samples, out=self.gradient)
+        return Sums(loss, samples, metrics, [f > 0 for f in flags[: arena.trained]])
 
     def settle(self, taken: bool = True) -> None:
         """The buffers of normalisations become those after the step, or those before it where it was not taken."""

@@ -19,43 +19,11 @@ from ..core.settings import Training, of_checkpoint
 from ..errors import CheckpointError, ConfigError
 from ..parallel.strategy import Strategy
 from ..train import resume
-from ..train.fit import Sharing
 from ..train.numerics import check_replicas
+from ..train.sharing import Sharing
 from ..train.state import as_json
 from .arena import Arena
-from .shards import Shards
-
-
-def environment() -> dict[str, Any]:
-    """What torch's bits depend on beside the model, as it is in this process."""
-    return {
-        "torch version": torch.__version__,
-        "instruction set": torch.backends.cpu.get_cpu_capability(),
-        "torch threads": torch.get_num_threads(),
-        "oneDNN": [torch.backends.mkldnn.is_available(), torch._C._get_mkldnn_enabled()],
-        "float32 products": torch.get_float32_matmul_precision(),
-    }
-
-
-def hold(threads: int, deterministic: str) -> None:
-    """Sets what torch's bits depend on, for this process. deterministic: "error" or "warn"."""
-    if deterministic not in ("error", "warn"):
-        raise ConfigError(f"[torch] deterministic is {deterministic!r}; choose from error, warn")
-    torch.set_num_threads(threads)
-    if not torch.are_deterministic_algorithms_enabled():
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    torch.use_deterministic_algorithms(True, warn_only=deterministic == "warn")
-
-
-def described(arena: Arena) -> dict[str, Any]:
-    """A module, as far as it must be alike on all ranks, and when a training goes on."""
-    modules = list(arena.module.named_modules())
-    return {
-        "parameters": [[name, list(p.shape), p.requires_grad] for name, p in arena.named],
-        "layers": [[name, type(m).__name__, m.extra_repr()] for name, m in modules],
-        "channels-last parameters": [n for n, p in arena.named if p.dim() in (4, 5) and not p.is_contiguous()],
-        "torch.compile": any(type(m).__name__ == "OptimizedModule" or m._compiled_call_impl for _, m in modules),
-    }
+from .shards import Shards, described, environment
 
 
 class TorchState(Sharing):
@@ -102,7 +70,7 @@ class TorchState(Sharing):
             {
                 **environment(),
                 **self._given,
-                "shard size": self.shards.size,
+                "shard size": self.shard_size,
                 "precision": self.precision,
                 "reduction": kind,
                 **of_checkpoint(self.settings),
@@ -158,15 +126,18 @@ class TorchState(Sharing):
     # --- the optimizer's state, of which with zero=1 each rank has a part ---
 
     @functools.cached_property
-    def owned(self) -> range:
-        """The trained parameters that this rank updates with zero=1: a run of them."""
-        return self._runs[self.comm.rank]
-
-    @functools.cached_property
     def _runs(self) -> list[range]:
+        """The trained parameters that each rank updates: with zero=1 a run of them, else all."""
         starts, ranks = self.arena.at[: self.arena.trained], self.comm.size
+        if not self.zero:
+            return [range(len(starts))] * ranks
         cuts = [bisect.bisect_left(starts, self.arena.size * r / ranks) for r in range(ranks)] + [len(starts)]
         return [range(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
+
+    @property
+    def owned(self) -> range:
+        """Those that this rank updates; its optimizer may have state of others as well, and never uses it."""
+        return self._runs[self.comm.rank]
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
@@ -176,9 +147,8 @@ class TorchState(Sharing):
 
     @property
     def _kept(self) -> list[tuple[str, nn.Parameter]]:
-        """The parameters whose state this rank keeps; some optimizers make it of others as well, and never use it."""
-        own = self.owned if self.zero else range(self.arena.trained)
-        return self.arena.named[own.start : own.stop]
+        """The parameters whose state this rank keeps."""
+        return self.arena.named[self.owned.start : self.owned.stop]
 
     def _optimizer_state(self) -> dict[str, Any]:
         """Arrays and numbers as "STATE/NAME", whole; a collective call with zero=1."""
@@ -246,13 +216,14 @@ class TorchState(Sharing):
         saved, now = values.get("configuration"), self.configuration()
         if not isinstance(saved, dict) or "torch version" not in saved:
             raise ConfigError(f"[resume] {name} is not of a PyTorch module; name another directory")
-        size = saved.get("shard size") if self.shards.size is None else self.shards.size
-        if saved.get("shard size") is None or self.shards.size is None:
+        size = saved.get("shard size") if self.shard_size is None else self.shard_size
+        if saved.get("shard size") is None or self.shard_size is None:
             now.pop("shard size")
         resume.check(saved, now, name)
         tensors = [
-            *((p, _found(arrays, "parameters", n, p, name)) for n, p in self.arena.named),
-            *((b, _found(arrays, "buffers", n, b, name)) for n, b in self.arena.buffers),
+            (t, torch.from_numpy(np.array(resume.tensor(arrays.get(stem, {}), n, t.detach().numpy(), name))))
+            for stem, named in (("parameters", self.arena.named), ("buffers", self.arena.buffers))
+            for n, t in named
         ]
         try:
             groups, numbers = values["optimizer"]["groups"], values["optimizer"]["numbers"]
@@ -277,7 +248,7 @@ class TorchState(Sharing):
         if self.scheduler is not None:
             self.scheduler.load_state_dict(_merged(self.scheduler.state_dict(), scheduler))
         self._scheduled = scheduled
-        self.shards.size, self.steps = size, snapshot.step
+        self.shard_size, self.steps = size, snapshot.step
 
     def _state_of(self, given: dict[str, Any]) -> dict[Any, dict[str, Any]]:
         """The optimizer's state by parameter, of what this rank keeps."""
@@ -325,12 +296,3 @@ def _merged(own: Any, saved: Any) -> Any:
     if isinstance(own, (list, tuple)) and isinstance(saved, list) and len(own) == len(saved):
         return type(own)(_merged(a, b) for a, b in zip(own, saved, strict=True))
     return saved
-
-
-def _found(arrays: dict[str, Any], stem: str, key: str, like: torch.Tensor, name: str) -> torch.Tensor:
-    found = arrays.get(stem, {}).get(key)
-    made = None if found is None else torch.from_numpy(np.array(found))
-    if made is None or made.shape != like.shape or made.dtype != like.dtype:
-        what = "is missing" if made is None else f"is {made.dtype} {tuple(made.shape)}"
-        raise CheckpointError(f"[resume] {name}: {stem}/{key} {what}; {like.dtype} {tuple(like.shape)} is needed")
-    return made

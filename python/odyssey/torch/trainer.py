@@ -20,25 +20,21 @@ from torch import nn
 from .. import callbacks
 from .. import comm as communication
 from .. import data as datasets
-from ..checkpoints.trainable import Evaluation, Mode, Step
+from ..checkpoints.trainable import Evaluation, Step
 from ..core import settings as declaration
 from ..core.settings import Training
 from ..engine.layout import Layout
-from ..errors import ConfigError
+from ..errors import ConfigError, check_kind
 from ..parallel.mesh import Mesh
 from ..parallel.strategy import MODES, Strategy
-from ..train import agreement
 from ..train.fit import in_batches, own_steps
-from ..train.numerics import NonFinite
 from ..train.resume import spread
 from ..watch import slot
 from ..watch.runs import Run
 from . import metrics as metric_sums
-from .arena import Arena
-from .batches import Sharded, batches, part
-from .data import DataLoader
+from .data import DataLoader, Shared, batches, part
 from .shards import Shards, Sums
-from .state import TorchState, environment, hold
+from .state import TorchState
 
 OURS = (
     "num_gpus",
@@ -100,75 +96,40 @@ class DistributedTrainer(TorchState):
         **settings: Any,
     ) -> None:
         given = {"shard_size": shard_size, "threads": threads, "backend": backend, **settings}
-        self.settings = made = declaration.made(Training, given)
+        made = declaration.made(Training, given)
         _check(made, module, optimizer, loss, scheduler, scheduler_interval)
-        self.comm = comm or communication.world(backend)
+        self._set(made, comm or communication.world(backend), progress)
         self.mesh = (mesh or Mesh()).fit(self.comm.size, 1)
         if self.mesh.pp * self.mesh.tp > 1:
             raise ConfigError(f"[torch] the mesh is {self.mesh}; a torch module is trained by replicas: Mesh(dp=)")
         self.strategy = declaration.part(Strategy, made)
         self.module, self.optimizer, self.scheduler = module, optimizer, scheduler
         self.per_epoch = scheduler_interval == "epoch"
+        self._scheduled = 0  # epochs that a scheduler of epochs has seen
         self.loss = nn.CrossEntropyLoss() if loss is None else loss
         self._loss_is_sum = getattr(self.loss, "reduction", "mean") == "sum"
         self.metrics = metric_sums.chosen(metrics)
-        self.seed, self.precision, self.clip_norm = made.seed, made.precision, made.clip_norm
-        self.accumulation_steps, self.check_every, self.zero = made.accumulation_steps, made.check_every, made.zero
-        self.threads, self.deterministic = threads, deterministic
-        self.numerics = NonFinite(made.nonfinite)
-        self.progress = progress if self.comm.rank == 0 else None
+        self.threads, self.deterministic, self.zero = threads, deterministic, made.zero
         self.replicas = self.comm.size
-        hold(threads, deterministic)
-        self.arena = Arena(module)
+        held: dict[str, Any] = {"threads": threads, "deterministic": deterministic, "tell": self.say}
+        self.shards = Shards(module, self.comm, self.strategy, shard_size=made.shard_size, seed=made.seed, **held)
+        self._train = self.shards
+        self.arena = self.shards.arena
         if not module.training:
             module.train()
-        self.shards = Shards(
-            self.arena,
-            self.comm,
-            self.strategy,
-            size=made.shard_size,
-            seed=made.seed,
-            strict=deterministic == "error",
-            tell=self.say,
-        )
         own = {"comm": self.comm, "workers": 1, "threads": 1, "reduction": self.strategy, "mesh": self.mesh}
         self.layout = declaration.part(Layout, made, **own)  # a rank runs its shards one after the other
         self.shards.counts = self.layout.counts
-        self.mode = Mode(self)
         self._given = self._description()
-        self._same_everywhere()
-        self._watch = agreement.Watch(self.comm, self.check_every)
-        self._grads = torch.from_numpy(self.arena.grads)
-        self._scheduled = 0  # epochs that a scheduler of epochs has seen
-        self.saved_in: set[str] = set()
-        self.data_configuration: dict[str, Any] = {}
-        self.context = callbacks.Context(self, callbacks=self.callbacks)
-        self.grad_norm: float | None = None  # of the last step, if clip_norm is given
-
-    def _same_everywhere(self) -> None:
-        """Compares the settings of all ranks, then gives all of them rank 0's parameters and buffers."""
-        if self.comm.size == 1:
-            return
-        same = {n: getattr(self.settings, n) for n, s in declaration.declared(Training).items() if s.same}
-        agreement.compare(self.comm, {**same, **environment(), **self._given, "zero": self.zero})
-        agreement.parameters(self.comm, self.arena)  # type: ignore[arg-type]
-        self.arena.send(self.comm)
+        self._compare_settings({"zero": self.zero})
+        self.shards.agree(self._given)
 
     # --- steps ---
-
-    @property
-    def shard_size(self) -> int | None:
-        """Samples per shard; None as long as neither it nor the global batch is known."""
-        return self.shards.size
-
-    @shard_size.setter
-    def shard_size(self, size: int | None) -> None:
-        self.shards.size = size
 
     def take_step(self, batch: datasets.Batch) -> Step:
         """One optimizer step over a global batch, of which this rank runs its shards. See train_step()."""
         self._share_out(len(batch.indices))
-        if self.layout.rebalance and isinstance(batch.dataset, Sharded):
+        if self.layout.rebalance and isinstance(batch.dataset, Shared):
             raise ConfigError(
                 "[torch] rebalance=True with odyssey.torch.DataLoader, which reads equal shares of the shards on all "
                 "ranks; use odyssey.data.DataLoader, or leave it out"
@@ -199,10 +160,7 @@ class DistributedTrainer(TorchState):
         """The learning rate of the next step, of the optimizer's first group."""
         return float(self.optimizer.param_groups[0]["lr"])
 
-    @property
-    def base_rate(self) -> float:
-        """The learning rate of the optimizer's first group."""
-        return self.rate
+    base_rate = rate
 
     def scale_rate(self, factor: float) -> None:
         """Multiplies the learning rates of all groups. Raises ConfigError: a scheduler sets them."""
@@ -250,18 +208,16 @@ class DistributedTrainer(TorchState):
         return contextlib.nullcontext()
 
     def _commit(self, sums: Sums) -> bool:
-        """Updates the parameters from sums of gradients, unless some are not finite: then nothing is changed."""
-        assert sums.gradients is not None
-        torch.div(sums.gradients, sums.samples, out=self._grads)
-        finite = math.isfinite(sums.loss) and all(math.isfinite(float(v)) for v in torch.aminmax(self._grads))
+        """Updates the parameters from the mean gradient, unless it is not finite: then nothing is changed."""
+        gradient = self.shards.gradient
+        finite = math.isfinite(sums.loss) and all(math.isfinite(float(v)) for v in torch.aminmax(gradient))
         if finite:
             if self.clip_norm is not None:
-                self.grad_norm = norm = float(torch.linalg.vector_norm(self._grads))
+                self.grad_norm = norm = float(torch.linalg.vector_norm(gradient))
                 if math.isfinite(norm) and norm > self.clip_norm:
-                    self._grads.mul_(self.clip_norm / norm)
-            own = self.owned if self.zero else range(self.arena.trained)
+                    gradient.mul_(self.clip_norm / norm)
             for i, (_, p) in enumerate(self.arena.named[: self.arena.trained]):
-                p.grad = self.arena.gradients[i] if sums.reached[i] and i in own else None
+                p.grad = self.arena.gradients[i] if sums.reached[i] and i in self.owned else None
             self.optimizer.step()
             if self.zero and self.comm.size > 1:
                 self.comm.all_gather_v(self.arena.params, self.ranges)
@@ -299,16 +255,15 @@ class DistributedTrainer(TorchState):
         own = type(sampler).__module__ == "torch.utils.data.sampler" and getattr(sampler, "generator", None) is None
         return own or super()._repeats(sampler)
 
-    def _end_epoch(self) -> None:
-        self._watch.end()
-
     def _evaluated(self, loader: Any, targets: bool = True) -> Iterator[datasets.Batch]:
         """A data set or loader as batches whose shards are known; of our own loaders this rank reads its samples."""
         if isinstance(loader, torch.utils.data.Dataset):
-            loader = DataLoader(loader, batch_size=256, shard_size=self.shards.size, comm=self.comm)
+            loader = DataLoader(loader, batch_size=256, shard_size=self.shard_size, comm=self.comm)
         loader = in_batches(loader)
         if own_steps(loader) and len(loader.dataset):
             self._share_out(min(loader.batch_size, len(loader.dataset)))
+            if isinstance(loader, DataLoader):
+                loader.set_epoch(0)  # samples that are drawn are the same each time, also after a resume
             yield from loader.steps(part=self._part(training=False))
             return
         for batch in batches(loader, 0, self.seed, 1, targets):
@@ -393,9 +348,7 @@ def in_a_line() -> Iterator[None]:
 def _check(made: Training, module: Any, optimizer: Any, loss: Any, scheduler: Any, interval: str) -> None:
     """ConfigError for what cannot be trained with, by name."""
     for what, given, kind in (("module", module, nn.Module), ("optimizer", optimizer, torch.optim.Optimizer)):
-        if not isinstance(given, kind):
-            name = f"the class {given.__name__}" if isinstance(given, type) else f"of type {type(given).__name__}"
-            raise ConfigError(f"[torch] {what} is {name}; give an object of torch's {kind.__name__}")
+        check_kind("torch", what, given, kind, "torch's ")
     name, own = type(optimizer).__name__, {id(p) for p in module.parameters()}
     defaults = {f.name: f.default for f in dataclasses.fields(Training)}
     ours = next((n for n in OURS if getattr(made, n) != defaults[n]), "")

@@ -19,13 +19,12 @@ import numpy as np
 
 from .. import data as datasets
 from ..callbacks import Callback, Context
-from ..checkpoints.trainable import KEEP, Evaluation, History, Mode, Saving, Step, Tally
+from ..checkpoints.trainable import KEEP, History, Mode, Saving, Step
 from ..comm import Communicator
 from ..core.offload import offload
 from ..data.trees import mapped
 from ..errors import ConfigError, NumericsError
 from ..loggers import asked
-from ..parallel.plan import default_shard_size, idle, shard_count
 from ..watch import slot
 from . import agreement, resume
 from .progress import Shown, make, tell
@@ -444,60 +443,6 @@ class Trainer:
             snapshot, name = resume.shared(self.comm, lambda: resume.find(Path(path), self.say))
         self.load(snapshot, name)
         return snapshot.step
-
-
-class Sharing(Trainer):
-    """A trainer whose workers share out the shards of a batch."""
-
-    shard_size: int | None  # samples per shard; None until the global batch is known
-    check_every: int
-    _watch: agreement.Watch
-    _counted_idle = False
-
-    def _share_out(self, samples: int) -> None:
-        """Once the global batch is known: decides its shards, and says if there are too few for all workers."""
-        if self.shard_size is None:
-            self.shard_size = default_shard_size(samples)
-        if self._counted_idle:
-            return
-        self._counted_idle = True
-        sharing, parts = self.mode.shared_out(samples)
-        without = sum(idle(sharing, part, self.shard_size) for part in parts)
-        if without:
-            workers, shards = sharing * len(parts), sum(shard_count(part, self.shard_size) for part in parts)
-            self.say(
-                f"{workers} workers but {shards} shard{'s' * (shards > 1)} (global batch {samples}, shard size "
-                f"{self.shard_size}): {without} {'is' if without == 1 else 'are'} idle"
-            )
-
-    def _move_shards(self, samples: int) -> None:
-        """A step of so many samples begins: with `rebalance`, shards may move to other ranks."""
-        balance = self.layout.balance
-        if balance is not None and (line := balance.before_step(shard_count(samples, self.shard_size))):
-            self.say(f"{line} (step {self.steps + 1})")
-
-    def shards_moved(self, samples: int) -> tuple[int, ...]:
-        balance = self.layout.balance
-        return balance.counts(shard_count(samples, self.shard_size)) if balance and samples else ()
-
-    def _evaluation(
-        self,
-        batches: Iterable[datasets.Batch],
-        sums: Callable[[datasets.Batch, int], tuple[float, float, dict[str, float], float]],
-        whole: datasets.ArrayDataset | None = None,
-    ) -> Evaluation:
-        """Means over some batches. sums: (loss, correct, metrics, samples) of a batch; whole: their data set, if it was
-        compared."""
-        total, watch = Tally(), agreement.Watch(self.comm, self.check_every, "validation batch")
-        watch.begin(whole, None if whole is not None else self._watch.tell)
-        for number, batch in enumerate(batches):
-            watch.batch(batch, number)
-            total.add(*sums(batch, number))
-        watch.end()
-        if not total.counted:
-            raise ConfigError("[evaluate] the data set is empty; give at least one sample")
-        means = total.means()
-        return Evaluation(means["loss"], means.get("accuracy"), int(total.counted), means)
 
 
 def _callbacks(given: Any) -> list[Callback]:

@@ -100,13 +100,20 @@ def _brief(value: Any, other: Any) -> str:
     return text if len(text) <= 120 else text[:117] + "..."
 
 
+def tensor(tensors: dict[str, np.ndarray], key: str, like: np.ndarray, name: str) -> np.ndarray:
+    """A tensor of a checkpoint called `name`. Raises CheckpointError: it is missing, or not of the form of `like`."""
+    found = tensors.get(key)
+    if found is None or found.shape != like.shape or found.dtype != like.dtype:
+        what = "is missing" if found is None else f"is {found.dtype} {found.shape}"
+        raise CheckpointError(f"[resume] {name}: {key} {what}; {like.dtype} {like.shape} is needed")
+    return found
+
+
 # --- out of a file, to all ranks -----------------------------------------------------------------------------------
 
 
-def spread(comm: Communicator, value: Any, root: int = 0) -> Any:
-    """A tree of JSON's values and arrays that rank `root` has, on all ranks; a collective call. Tuples become lists."""
-    if comm.size == 1:
-        return value
+def written(value: Any) -> tuple[bytes, list[np.ndarray]]:
+    """A tree of JSON's values and arrays as JSON, and the arrays in the order in which `read` asks for them."""
     arrays: list[np.ndarray] = []
 
     def described(found: Any) -> dict[str, Any]:
@@ -115,20 +122,29 @@ def spread(comm: Communicator, value: Any, root: int = 0) -> Any:
         arrays.append(found)
         return {_ARRAY: [found.dtype.name, list(found.shape)]}
 
-    text = json.dumps(value, default=described).encode() if comm.rank == root else b""
+    return json.dumps(value, default=described).encode(), arrays
+
+
+def read(text: bytes, take: Callable[[str, list[int]], np.ndarray]) -> Any:
+    """What `written` was given; take(dtype, shape) gives the next array. Tuples become lists."""
+    return json.loads(text, object_hook=lambda found: take(*found[_ARRAY]) if _ARRAY in found else found)
+
+
+def spread(comm: Communicator, value: Any, root: int = 0) -> Any:
+    """A tree of JSON's values and arrays that rank `root` has, on all ranks; a collective call. Tuples become lists."""
+    if comm.size == 1:
+        return value
+    text, arrays = written(value) if comm.rank == root else (b"", [])
     length = int(comm.broadcast(np.array([len(text)], np.int64), root)[0])
     text = comm.broadcast(np.frombuffer(bytearray(text) or bytearray(length), np.uint8), root).tobytes()
     own = iter(arrays)
 
-    def received(found: dict[str, Any]) -> Any:
-        if _ARRAY not in found:
-            return found
-        dtype, shape = found[_ARRAY]
+    def received(dtype: str, shape: list[int]) -> np.ndarray:
         array = np.array(next(own), order="C") if comm.rank == root else maker(np.empty)(shape, dtype)
         comm.broadcast(array.reshape(-1).view(np.uint8), root)  # bytes: of any dtype that a checkpoint holds
         return array
 
-    return json.loads(text, object_hook=received)
+    return read(text, received)
 
 
 def shared(comm: Communicator, read: Callable[[], tuple[Snapshot | None, str]]) -> tuple[Snapshot | None, str]:

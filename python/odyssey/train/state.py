@@ -26,8 +26,8 @@ from ..parallel.mesh import Mesh
 from ..watch.files import write_whole
 from ..watch.outputs import write_weights
 from . import resume
-from .fit import Sharing
 from .numerics import check_replicas
+from .sharing import Sharing
 
 if TYPE_CHECKING:
     from ..checkpoints import Snapshot
@@ -49,15 +49,6 @@ class EngineState(Sharing):
     _warned: bool
     _replicas: Callable[[], list[int]] | None = None
     _prints: dict[int, tuple[Any, Callable[[], list[int]]]]  # by id of a step's updates: these, and what makes them
-
-    @property
-    def shard_size(self) -> int | None:
-        """Samples per shard of a training step; None as long as neither it nor the global batch is known."""
-        return self._train.shard_size
-
-    @shard_size.setter
-    def shard_size(self, size: int | None) -> None:
-        self._train.shard_size = size
 
     # --- what ranks hold ---
 
@@ -408,12 +399,9 @@ def _entry(values: dict[str, Any], key: str, name: str) -> dict[str, Any]:
 def _flat(arena: Any, tensors: dict[str, np.ndarray], prefix: str, name: str) -> np.ndarray:
     """Named tensors as one array of the arena's layout."""
     flat = arena.make(arena.size)
-    for own, p in arena.named:
-        found = tensors.get(prefix + own)
-        if found is None or found.shape != tuple(p.shape) or found.dtype != np.float32:
-            what = "is missing" if found is None else f"is {found.dtype} {found.shape}"
-            raise CheckpointError(f"[resume] {name}: {prefix}{own} {what}; float32 {tuple(p.shape)} is needed")
-        arena.view(flat, own)[...] = found
+    for own, _ in arena.named:
+        view = arena.view(flat, own)
+        view[...] = resume.tensor(tensors, prefix + own, view, name)
     return flat
 
 

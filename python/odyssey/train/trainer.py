@@ -17,7 +17,7 @@ from .. import callbacks
 from .. import comm as communication
 from .. import data as datasets
 from ..build import gpus
-from ..checkpoints.trainable import Evaluation, History, Mode, Step
+from ..checkpoints.trainable import Evaluation, History, Step
 from ..comm.cores import default_threads
 from ..core import precision as precisions
 from ..core import settings as declaration
@@ -29,7 +29,7 @@ from ..engine.engine import Engine
 from ..engine.layout import Layout
 from ..engine.metrics import chosen
 from ..engine.runner import Sums
-from ..errors import ConfigError, DeviceError, NumericsError
+from ..errors import ConfigError, DeviceError, NumericsError, check_kind
 from ..nn import CrossEntropyLoss, Module, PipelineParallel
 from ..optim import Optimizer, Schedule, lr_factor
 from ..parallel.mesh import PARTS, Groups, Mesh
@@ -39,7 +39,6 @@ from ..watch.outputs import write_weights
 from . import agreement, resume, saved
 from .agreement import hash_of
 from .fit import evaluated, in_batches
-from .numerics import NonFinite
 from .state import EngineState
 
 __all__ = ["DistributedTrainer", "Evaluation", "History", "write_weights"]
@@ -90,28 +89,24 @@ class DistributedTrainer(EngineState):
             settings = {k: v for k, v in settings.items() if k not in ("scaler_init_scale", "scaler_growth_interval")}
         made = declaration.made(Training, {"num_gpus": num_gpus, "backend": backend, **settings})
         for what, given, kind in (("model", model, Module), ("optimizer", optimizer, Optimizer)):
-            if not isinstance(given, kind):
-                name = f"the class {given.__name__}" if isinstance(given, type) else f"of type {type(given).__name__}"
-                raise ConfigError(f"[train] {what} is {name}; give an object of a subclass of {kind.__name__}")
+            check_kind("train", what, given, kind, "a subclass of ")
         if schedule is not None and not callable(schedule):
             raise ConfigError(f"[train] schedule is {schedule!r}; give a function, such as optim.cosine(total_steps)")
         if mesh is not None and not isinstance(mesh, Mesh):
             raise ConfigError(f"[train] mesh is {mesh!r}; give Mesh(dp=, pp=, tp=)")
-        self.comm = comm or connect(made.backend, made.device, made.num_gpus)
-        devices, self.notice = choose_devices(made.device, made.num_gpus, self.comm, made.oversubscribe)
-        self.settings = made = dataclasses.replace(
+        comm = comm or connect(made.backend, made.device, made.num_gpus)
+        devices, self.notice = choose_devices(made.device, made.num_gpus, comm, made.oversubscribe)
+        made = dataclasses.replace(
             made,
             num_gpus=made.num_gpus or 1,
             device="gpu" if devices else "cpu",
-            threads=made.threads or default_threads(self.comm.local_size),
+            threads=made.threads or default_threads(comm.local_size),
             shard_size=shard_size_of(model, made.shard_size),
             pipeline_schedule=made.pipeline_schedule or getattr(model, "schedule", None) or "1f1b",
         )
         declaration.check(Training, {"pipeline_schedule": made.pipeline_schedule})
-        self.device, self.threads, self.seed, self.precision = made.device, made.threads, made.seed, made.precision
-        self.accumulation_steps, self.clip_norm = made.accumulation_steps, made.clip_norm
-        self.check_every, self.base_batch_size = made.check_every, made.base_batch_size
-        self.numerics = NonFinite(made.nonfinite)
+        self._set(made, comm, progress)
+        self.device, self.threads, self.base_batch_size = made.device, made.threads, made.base_batch_size
         self.mesh = (mesh or Mesh()).fit(self.comm.size, places(model))
         strategy = declaration.part(Strategy, made)
         strategy.check(self.mesh, made.zero, made.precision)
@@ -133,13 +128,11 @@ class DistributedTrainer(EngineState):
         self.workers, self.replicas = made.num_gpus * self.mesh.dp, self.mesh.dp  # that share out a batch
         self.model, self.optimizer = model, optimizer
         self.schedule = schedule or (lambda step: 1.0)
-        self.progress = progress if self.comm.rank == 0 else None
         check_shared(self.mesh, made.precision)
         self.scaler = precisions.GradScaler(
             made.scaler_init_scale, growth_interval=made.scaler_growth_interval, enabled=made.precision == "fp16"
         )
         self.lr_scaling, self._lr_factor, self._lr_scaled = made.lr_scaling, 1.0, False
-        self.steps = 0
         with offload(made.offload_dir):
             self.arena = Arena.of(model.named_parameters(), model.named_buffers())
             self.arena.move_to(maker())
@@ -169,7 +162,6 @@ class DistributedTrainer(EngineState):
                 f"[train] the loss has reduction={how!r}, but a trainer divides by the samples of the global batch; "
                 "use 'mean'"
             )
-        self.mode = Mode(self)
         groups = Groups(self.comm, self.mesh)
         common: dict[str, Any] = {key: getattr(made, key) for key in ("seed", "precision", "conv_algorithm")}
         common["metrics"] = None if metrics is None else chosen(metrics)
@@ -193,13 +185,8 @@ class DistributedTrainer(EngineState):
         )
         common["team"] = team
         self._eval = Engine(model, loss, self.arena, self.layout, groups, train=False, like=self._train, **common)
-        self._watch = agreement.Watch(self.comm, self.check_every)
         self._warned = False
-        self.saved_in: set[str] = set()  # directories of checkpoints of this trainer's fit()s
         self._prints = {}
-        self.data_configuration = {}
-        self.context = callbacks.Context(self, callbacks=self.callbacks)
-        self.grad_norm: float | None = None  # of the last step, if clip_norm is given
 
     def _same_everywhere(self) -> None:
         """Compares the settings of all ranks, then gives all of them rank 0's parameters."""
@@ -207,10 +194,8 @@ class DistributedTrainer(EngineState):
             return
         public = {k: v for k, v in vars(self.optimizer).items() if not k.startswith("_")}
         settings = {k: v for k, v in public.items() if isinstance(v, (int, float, str, tuple))}
-        agreement.compare(
-            self.comm,
+        self._compare_settings(
             {
-                **{n: getattr(self.settings, n) for n, s in declaration.declared(Training).items() if s.same},
                 "kind of GPUs": [gpus.found()[i].accelerator for i in self.layout.gpus],
                 "mesh": str(self.mesh),
                 "offload_dir is given": self.layout.offload_dir is not None,
@@ -376,9 +361,6 @@ class DistributedTrainer(EngineState):
         if not self.mode.together:  # each rank has samples of its own, and evaluates them all
             return None
         return self._train.part if training else self._eval.part
-
-    def _end_epoch(self) -> None:
-        self._watch.end()
 
     def evaluate(self, loader: Any) -> Evaluation:
         """Mean loss and metrics over a data set or loader, dropout off."""

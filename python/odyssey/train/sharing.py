@@ -1,0 +1,104 @@
+"""What trainers have in common whose workers share out the shards of a batch: the engine's, and that of torch modules.
+
+What it is not: fit(), which is fit.py's; how shards are computed, which a subclass knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from .. import data as datasets
+from ..callbacks import Context
+from ..checkpoints.trainable import Evaluation, Mode, Tally
+from ..comm import Communicator
+from ..core.settings import Training, declared
+from ..errors import ConfigError
+from ..parallel.plan import default_shard_size, idle, shard_count
+from . import agreement
+from .fit import Trainer
+from .numerics import NonFinite
+
+
+class Sharing(Trainer):
+    """A trainer whose workers share out the shards of a batch."""
+
+    settings: Training
+    _train: Any  # what runs the shards
+    _counted_idle = False
+
+    @property
+    def shard_size(self) -> int | None:
+        """Samples per shard of a training step; None as long as neither it nor the global batch is known."""
+        return self._train.shard_size
+
+    @shard_size.setter
+    def shard_size(self, size: int | None) -> None:
+        self._train.shard_size = size
+
+    def _set(self, made: Training, comm: Communicator, progress: Any) -> None:
+        """What is alike in every trainer, from its settings."""
+        self.settings, self.comm = made, comm
+        self.mode = Mode(self)
+        self.seed, self.precision, self.clip_norm = made.seed, made.precision, made.clip_norm
+        self.accumulation_steps, self.check_every = made.accumulation_steps, made.check_every
+        self.numerics = NonFinite(made.nonfinite)
+        self.progress = progress if comm.rank == 0 else None
+        self._watch = agreement.Watch(comm, made.check_every)
+        self.saved_in: set[str] = set()  # directories of checkpoints of this trainer's fit()s
+        self.data_configuration = {}
+        self.context = Context(self, callbacks=self.callbacks)
+        self.grad_norm: float | None = None  # of the last step, if clip_norm is given
+
+    def _compare_settings(self, more: dict[str, Any]) -> None:
+        """Raises ConfigError, on all ranks, if they differ in settings or `more`; a collective call."""
+        same = {name: getattr(self.settings, name) for name, s in declared(Training).items() if s.same}
+        agreement.compare(self.comm, {**same, **more})
+
+    def _end_epoch(self) -> None:
+        self._watch.end()
+
+    def _share_out(self, samples: int) -> None:
+        """Once the global batch is known: decides its shards, and says if there are too few for all workers."""
+        if self.shard_size is None:
+            self.shard_size = default_shard_size(samples)
+        if self._counted_idle:
+            return
+        self._counted_idle = True
+        sharing, parts = self.mode.shared_out(samples)
+        without = sum(idle(sharing, part, self.shard_size) for part in parts)
+        if without:
+            workers, shards = sharing * len(parts), sum(shard_count(part, self.shard_size) for part in parts)
+            self.say(
+                f"{workers} workers but {shards} shard{'s' * (shards > 1)} (global batch {samples}, shard size "
+                f"{self.shard_size}): {without} {'is' if without == 1 else 'are'} idle"
+            )
+
+    def _move_shards(self, samples: int) -> None:
+        """A step of so many samples begins: with `rebalance`, shards may move to other ranks."""
+        balance = self.layout.balance
+        if balance is not None and (line := balance.before_step(shard_count(samples, self.shard_size))):
+            self.say(f"{line} (step {self.steps + 1})")
+
+    def shards_moved(self, samples: int) -> tuple[int, ...]:
+        balance = self.layout.balance
+        return balance.counts(shard_count(samples, self.shard_size)) if balance and samples else ()
+
+    def _evaluation(
+        self,
+        batches: Iterable[datasets.Batch],
+        sums: Callable[[datasets.Batch, int], tuple[float, float, dict[str, float], float]],
+        whole: datasets.ArrayDataset | None = None,
+    ) -> Evaluation:
+        """Means over some batches. sums: (loss, correct, metrics, samples) of a batch; whole: their data set, if it was
+        compared."""
+        total, watch = Tally(), agreement.Watch(self.comm, self.check_every, "validation batch")
+        watch.begin(whole, None if whole is not None else self._watch.tell)
+        for number, batch in enumerate(batches):
+            watch.batch(batch, number)
+            total.add(*sums(batch, number))
+        watch.end()
+        if not total.counted:
+            raise ConfigError("[evaluate] the data set is empty; give at least one sample")
+        means = total.means()
+        return Evaluation(means["loss"], means.get("accuracy"), int(total.counted), means)
