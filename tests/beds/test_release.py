@@ -26,7 +26,7 @@ from odyssey.build import compiler, folder, pack
 
 ROOT = Path(__file__).resolve().parents[2]
 NAME = f"odyssey-{odyssey.__version__}"
-TRAIN = ["train", "--steps", "20", "--no-eval", "--no-progress"]
+TRAIN = ["train", "--steps", "20", "--no-eval"]
 MINORS = range(10, 15)  # of Python 3, those that scripts/release locks packages for
 OWN = sys.version_info.minor
 pytestmark = pytest.mark.skipif(folder.system() != "linux-x86_64", reason="wheels are tried on Linux, x86-64")
@@ -248,7 +248,7 @@ def test_arm_is_what_runs(arm):
 
 def test_arm_has_the_same_bits_on_one_rank_and_on_two(arm):
     one = run(*arm, "-m", "odyssey", *TRAIN)
-    two = run(Path(sys.executable).with_name("mpiexec"), "-n", "2", *arm, "-m", "odyssey", *TRAIN)
+    two = run(Path(sys.executable).with_name("mpiexec"), "-n", "2", *arm, "-m", "odyssey", *TRAIN, "-v")
     assert "2 ranks as dp(2)" in two and weights(two) == weights(one)
 
 
