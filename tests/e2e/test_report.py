@@ -31,14 +31,23 @@ def trained(monkeypatch, path, steps: int, **more) -> None:
 def test_two_runs_one_of_which_went_on(monkeypatch, tmp_path):
     trained(monkeypatch, tmp_path / "a", 10)
     trained(monkeypatch, tmp_path / "a", 20)
-    trained(monkeypatch, tmp_path / "b<script>", 5)
+    early = callbacks.EarlyStopping("train_loss", patience=1, min_delta=9.0)  # after two epochs
+    trained(monkeypatch, tmp_path / "b<script>", 20, callbacks=[early])
     about = {"command": ["train", "--lr", "<b>"], "ranks": 2, "directory": "/d", "versions": {"odyssey": "1"}}
     (tmp_path / "a" / "run.json").write_text(json.dumps(about))
     page = report.page([tmp_path / "a", tmp_path / "b<script>"])
     assert not re.search(r"https?:|<script|<link|<img|@import|url\((?!#)", page), "it loads nothing"
     assert "default-src 'none'" in page and "prefers-color-scheme:dark" in page
     text = html.unescape(re.sub(r"<[^>]+>", " ", page))
-    for said in ("20 steps", "2 starts", "b<script>", "odyssey launch -n 2 train --lr '<b>'", "20 in the log", "numpy"):
+    for said in (
+        "20 steps",
+        "2 starts",
+        "b<script>",
+        "odyssey launch -n 2 train --lr '<b>'",
+        "20 in the log",
+        "numpy",
+        "by EarlyStopping",
+    ):
         assert said in re.sub(r"\s+", " ", text), said
     assert page.count("<svg") == page.count("</svg>") >= 8
     places = set(re.findall(r"var\(--(\w+)\)", page))

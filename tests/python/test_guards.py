@@ -91,7 +91,7 @@ def test_unknown_reduction_is_refused_at_once() -> None:
         trainer(reduction="butterfly")
 
 
-@pytest.mark.parametrize("loader", [(np.zeros((4, 1, 28, 28)), np.zeros(4, int)), 3])
+@pytest.mark.parametrize("loader", [(np.zeros((4, 1, 28, 28)), np.zeros(4, int)), np.zeros((4, 1, 28, 28)), 3])
 def test_what_is_no_loader_is_refused(loader: object) -> None:
     with pytest.raises(ConfigError, match="expected a data.DataLoader .* as training data"):
         trainer().fit(loader)

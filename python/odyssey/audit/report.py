@@ -304,6 +304,7 @@ def _summary(run: Told) -> str:
         figures["samples/s, last epoch"] = float(f"{last['samples_per_second']:.3g}")
     end = run.rows[-1]
     state = "complete" if run.done else "under way, or killed" if end["event"] != "end" else "ended, not complete"
+    state += f", finished by {end['finished']}" if end.get("finished") else ""
     why = next((row["why"] for row in reversed(run.parts[-1]) if row["event"] in ("failed", "stopped")), None)
     begun = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(run.start))
     text = f"{begun} UTC, {_part_name(run.latest)}, {len(run.parts)} start{'s' * (len(run.parts) > 1)}: {state}"

@@ -475,10 +475,10 @@ def own_steps(loader: Any) -> bool:
 
 def check_batches(loader: Any, what: str = "data") -> None:
     """Raises ConfigError for what gives no batches."""
-    if not isinstance(loader, Iterable) or isinstance(loader, tuple):
+    if not isinstance(loader, Iterable) or isinstance(loader, (tuple, np.ndarray)):
         name = type(loader).__name__
         advice = f"; give data.DataLoader(your {name}, batch_size=...)" if is_data_set(loader) else ""
-        if isinstance(loader, tuple):
+        if isinstance(loader, (tuple, np.ndarray)):
             advice = "; give data.DataLoader(data.arrays(x, y), batch_size=...)"
         raise ConfigError(
             f"[train] expected a data.DataLoader or a list of (x, y) batches as {what}, got {name}{advice}"
