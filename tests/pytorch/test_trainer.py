@@ -615,3 +615,13 @@ def test_metrics_that_cannot_be_summed_are_refused():
         made(net(), metrics={"wrong": lambda out, y: out[:3]}).fit([(X, Y)])
     with pytest.raises(ConfigError, match="one of accuracy, mae, mse, top5"):
         made(net(), metrics=["f1"])
+
+
+def test_a_regression_has_no_accuracy():
+    torch.manual_seed(0)
+    module = torch.nn.Linear(3, 1)
+    trainer = DistributedTrainer(module, torch.optim.SGD(module.parameters(), lr=0.1), loss=torch.nn.MSELoss())
+    batches = [(torch.ones(4, 3), torch.zeros(4, 1))]
+    (record,) = trainer.fit(batches, batches, verbose=False).records
+    assert {"train_loss", "test_loss"} == {name for name in record if name.startswith(("train_", "test_"))}
+    assert trainer.evaluate(batches).accuracy is None

@@ -28,8 +28,8 @@ def top_k(out: Any, y: Any, k: int = 1) -> torch.Tensor:
 
 
 def accuracy(out: Any, y: Any) -> Any:
-    """What is counted where no metrics are given: 0 where targets are no classes."""
-    return top_k(out, y) if _of_classes(out, y) else torch.zeros(())
+    """What is counted where no metrics are given: below 0 where targets are no classes, so that nobody shows it."""
+    return top_k(out, y) if _of_classes(out, y) else torch.tensor(-1.0)
 
 
 NAMED: dict[str, Metric] = {"accuracy": top_k, "mae": F.l1_loss, "mse": F.mse_loss}

@@ -153,7 +153,8 @@ class DistributedTrainer(TorchState):
         return self.last
 
     def _measured(self, sums: Sums) -> dict[str, float]:
-        return dict(zip(self.metrics, sums.metrics, strict=False))
+        found = zip(self.metrics.items(), sums.metrics, strict=False)
+        return {name: v for (name, metric), v in found if metric is not metric_sums.accuracy or v >= 0}
 
     @property
     def rate(self) -> float:
