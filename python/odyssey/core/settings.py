@@ -256,11 +256,12 @@ class Training(Exchange):
     )
     overlap: bool = setting(RANKS, True, "reduce buckets during the backward pass", flags=("--overlap/--no-overlap",))
     rebalance: bool = setting(
-        RANKS, False, "move shards between steps from ranks that take long to the others; the same bits"
+        RANKS, False, "move shards between steps from ranks that take long to the others; the same bits",
+        alias="rebalance"
     )
     offload_dir: Path | None = setting(
         RANKS, None, "keep parameters, gradients and the optimizer's state in files here, on a disk, of which memory "
-        "holds what is in use", "in memory"
+        "holds what is in use", "in memory", alias="offload_dir"
     )
     nonfinite: str = setting(
         SAVING, "stop", "at a NaN or infinity: stop, skip the step, or go back to the last checkpoint and leave the "
