@@ -449,14 +449,6 @@ def every_call_may_be_waited_for_later(c):
 
 
 @case
-def the_older_spelling_starts_the_same_calls(c):
-    requests = [c.barrier_start(), c.all_reduce_start(np.ones(3), out=np.zeros(3)), c.all_gather_start(np.ones(1))]
-    assert requests[1].wait().tolist() == [c.size] * 3 and requests[2].wait().shape == (c.size, 1)
-    send, receive = c.send_start(np.ones(2), c.rank), c.recv_start(np.zeros(2), c.rank)
-    assert receive.wait().tolist() == [1, 1] and send.test()
-
-
-@case
 def requests_complete_out_of_order(c):
     requests = [c.all_reduce(np.full(i + 1, i + c.rank), wait=False) for i in range(20)]
     between = c.all_gather(np.array([c.rank]))  # a blocking call while others are under way

@@ -15,6 +15,7 @@ def test_a_model_has_the_same_bits_everywhere(model, precision, tmp_path):
     assert row[:2] == [model, precision] and row[-1].startswith("step 3: weight")
 
 
+@pytest.mark.long
 def test_ranks_that_hold_other_weights_are_told_which(launch):
     done = launch.python(torch_models.PROGRAM[1], "--bug", "--check", 1, ranks=3)
     assert done.returncode != 0
@@ -36,6 +37,7 @@ trainer.fit(batches())
 """
 
 
+@pytest.mark.long
 def test_a_sleeping_rank_is_named_with_its_own_line(launch):
     script = launch.folder / "sleeps.py"
     script.write_text(SLEEPS)

@@ -549,19 +549,3 @@ MAX_TAG = 16382  # MPI promises tags to 32767; a message takes two
 
 def _nothing() -> None:
     return None
-
-
-def _start_form(name: str) -> Callable[..., Request]:
-    def start(self: Communicator, *arguments: Any, **named: Any) -> Request:
-        return getattr(self, name)(*arguments, wait=False, **named)
-
-    start.__name__, start.__doc__ = f"{name}_start", f"`{name}` with wait=False."
-    return start
-
-
-# The older spelling: all_reduce_start(...) is all_reduce(..., wait=False).
-for _name in (
-    "barrier broadcast reduce all_reduce scatter gather all_gather reduce_scatter all_to_all all_to_all_v all_gather_v "
-    "send recv"
-).split():
-    setattr(Communicator, f"{_name}_start", _start_form(_name))
