@@ -133,10 +133,10 @@ ORDER = (
     *FRONT_ENDS[3:],
 )
 BUDGETS = {  # lines of all its files together
-    "mojo": 17_020,
+    "mojo": 16_700,
     "shared/training": 3_175,
-    "python/odyssey": 46_770,
-    "python/odyssey/comm": 3_940,
+    "python/odyssey": 46_765,
+    "python/odyssey/comm": 3_925,
     "python/odyssey/parallel": 3_625,
     "python/odyssey/distributed": 2_100,
     "python/odyssey/torch": 3_020,

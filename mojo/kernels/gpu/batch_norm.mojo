@@ -8,14 +8,16 @@ from max.gpu import barrier, block_idx, thread_idx
 
 from ..batch_norm import Gradient, Norm, Sizes, moved
 from ..lanes import F32, LANES, Ptr
-from .launch import GpuOp, Operand, Queue, StepContextPtr, blocks, call
-from .quads import THREADS, block_sum, index
-
-
-@always_inline
-def _of(p: Ptr, stride: Int64) -> Ptr:
-    """The operand of the shard of this block: shards lie along y."""
-    return p.unsafe_offset(block_idx.y * Int(stride))
+from .launch import (
+    GpuOp,
+    Operand,
+    Queue,
+    Sent,
+    StepContextPtr,
+    blocks,
+    call,
+)
+from .quads import THREADS, block_sum, index, of_shard
 
 
 @always_inline
@@ -42,34 +44,28 @@ def _lives(at: Int, C: Int, P: Int, live: Int) -> Bool:
 
 
 def _forward(
-    y_: Ptr,
-    ys: Int64,
-    stats_: Ptr,
-    ss: Int64,
-    x_: Ptr,
-    xs: Int64,
+    y_: Operand,
+    stats_: Operand,
+    x_: Operand,
     w: Ptr,
     b: Ptr,
     mean: Ptr,
     variance: Ptr,
-    G: Int32,
-    C_: Int32,
-    P_: Int32,
-    N: Int32,
+    sent: Sent[Sizes],
     eps: Float32,
     train: Int32,
     relu: Int32,
     ctx: StepContextPtr,
 ):
-    var C = Int(C_)
-    var P = Int(P_)
-    var z = Sizes(Int(G), C, P, Int(N))
+    var z = sent.sizes
+    var C = z.C
+    var P = z.P
     var valid = ctx[].valid(block_idx.y)
     var live = z.samples(valid)
     var count = z.numbers(valid)
     var c = block_idx.x
-    var x = _of(x_, xs)
-    var y = _of(y_, ys)
+    var x = of_shard(x_)
+    var y = of_shard(y_)
     var m = mean[unsafe_offset=c]
     var v = variance[unsafe_offset=c]
     var all = Float32(0)
@@ -96,7 +92,7 @@ def _forward(
         v = all / count
     var inverse = 1 / sqrt(v + eps)
     if thread_idx.x == 0:
-        var stats = _of(stats_, ss)
+        var stats = of_shard(stats_)
         stats[unsafe_offset=c] = m
         stats[unsafe_offset=C + c] = inverse
         stats[unsafe_offset=2 * C + c] = all / max(count - 1, 1)
@@ -129,20 +125,14 @@ def forward(
 ) raises:
     """Normalises; see the CPU's."""
     q.enqueue_function[_forward](
-        y.ptr(),
-        y.step(),
-        stats.ptr(),
-        stats.step(),
-        x.ptr(),
-        x.step(),
+        y,
+        stats,
+        x,
         w,
         b,
         mean,
         variance,
-        Int32(z.G),
-        Int32(z.C),
-        Int32(z.P),
-        Int32(z.N),
+        Sent(z),
         eps,
         Int32(train),
         Int32(relu),
@@ -153,36 +143,27 @@ def forward(
 
 
 def _backward(
-    dx_: Ptr,
-    dxs: Int64,
-    dw_: Ptr,
-    dws: Int64,
-    db_: Ptr,
-    dbs: Int64,
-    dy_: Ptr,
-    dys: Int64,
-    x_: Ptr,
-    xs: Int64,
-    stats_: Ptr,
-    ss: Int64,
+    dx_: Operand,
+    dw_: Operand,
+    db_: Operand,
+    dy_: Operand,
+    x_: Operand,
+    stats_: Operand,
     w: Ptr,
-    G: Int32,
-    C_: Int32,
-    P_: Int32,
-    N: Int32,
+    sent: Sent[Sizes],
     train: Int32,
     ctx: StepContextPtr,
 ):
-    var C = Int(C_)
-    var P = Int(P_)
-    var z = Sizes(Int(G), C, P, Int(N))
+    var z = sent.sizes
+    var C = z.C
+    var P = z.P
     var valid = ctx[].valid(block_idx.y)
     var live = z.samples(valid)
     var c = block_idx.x
-    var x = _of(x_, xs)
-    var dy = _of(dy_, dys)
-    var dx = _of(dx_, dxs)
-    var stats = _of(stats_, ss)
+    var x = of_shard(x_)
+    var dy = of_shard(dy_)
+    var dx = of_shard(dx_)
+    var stats = of_shard(stats_)
     var m = stats[unsafe_offset=c]
     var inverse = stats[unsafe_offset=C + c]
     var s = Float32(0)
@@ -198,8 +179,8 @@ def _backward(
     s = _summed(s)
     t = _summed(t)
     if thread_idx.x == 0:
-        _of(db_, dbs)[unsafe_offset=c] = s
-        _of(dw_, dws)[unsafe_offset=c] = t * inverse
+        of_shard(db_)[unsafe_offset=c] = s
+        of_shard(dw_)[unsafe_offset=c] = t * inverse
     var part = 1 / z.numbers(valid) if train != 0 else Float32(0)
     var by = Gradient(m, inverse, w[unsafe_offset=c], s * part, t * part)
 
@@ -227,23 +208,14 @@ def backward(
 ) raises:
     """The gradients, each shard's own."""
     q.enqueue_function[_backward](
-        dx.ptr(),
-        dx.step(),
-        dw.ptr(),
-        dw.step(),
-        db.ptr(),
-        db.step(),
-        dy.ptr(),
-        dy.step(),
-        x.ptr(),
-        x.step(),
-        stats.ptr(),
-        stats.step(),
+        dx,
+        dw,
+        db,
+        dy,
+        x,
+        stats,
         w,
-        Int32(z.G),
-        Int32(z.C),
-        Int32(z.P),
-        Int32(z.N),
+        Sent(z),
         Int32(train),
         ctx,
         grid_dim=(z.C, shards),
@@ -252,14 +224,10 @@ def backward(
 
 
 def _running(
-    dmean: Ptr,
-    dms: Int64,
-    dvariance: Ptr,
-    dvs: Int64,
-    dsteps: Ptr,
-    dss: Int64,
-    stats_: Ptr,
-    ss: Int64,
+    dmean: Operand,
+    dvariance: Operand,
+    dsteps: Operand,
+    stats_: Operand,
     mean: Ptr,
     variance: Ptr,
     C: Int32,
@@ -271,18 +239,18 @@ def _running(
     if c >= Int(C):
         return
     var n = Float32(Int(N) if N >= 0 else ctx[].valid(block_idx.y))
-    var stats = _of(stats_, ss)
-    _of(dmean, dms)[unsafe_offset=c] = moved(
+    var stats = of_shard(stats_)
+    of_shard(dmean)[unsafe_offset=c] = moved(
         n, momentum, mean[unsafe_offset=c], stats[unsafe_offset=c]
     )
-    _of(dvariance, dvs)[unsafe_offset=c] = moved(
+    of_shard(dvariance)[unsafe_offset=c] = moved(
         n,
         momentum,
         variance[unsafe_offset=c],
         stats[unsafe_offset=2 * Int(C) + c],
     )
     if c == 0:
-        _of(dsteps, dss)[] = -n
+        of_shard(dsteps)[] = -n
 
 
 def running(
@@ -302,14 +270,10 @@ def running(
 ) raises:
     """What each shard takes away from the running statistics."""
     q.enqueue_function[_running](
-        dmean.ptr(),
-        dmean.step(),
-        dvariance.ptr(),
-        dvariance.step(),
-        dsteps.ptr(),
-        dsteps.step(),
-        stats.ptr(),
-        stats.step(),
+        dmean,
+        dvariance,
+        dsteps,
+        stats,
         mean,
         variance,
         Int32(C),

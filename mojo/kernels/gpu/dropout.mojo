@@ -5,17 +5,15 @@ A thread takes one counter, four features of one sample; sixteen threads are the
 
 from max.gpu import block_idx
 
-from ..lanes import LANES, Ptr
+from ..lanes import LANES
 from ..random import philox, unit
 from .launch import blocks, GpuOp, Operand, Queue, StepContextPtr, call
 from .quads import THREADS, divide, divisor, of_shard, quads, small_index
 
 
 def _dropout(
-    y_: Ptr,
-    ys: Int64,
-    x_: Ptr,
-    xs: Int64,
+    y_: Operand,
+    x_: Operand,
     n: UInt32,
     F: UInt32,
     counters: UInt32,  # of a sample
@@ -29,8 +27,8 @@ def _dropout(
     var i = small_index()
     if i >= n:
         return
-    var y = of_shard(y_, ys)
-    var x = of_shard(x_, xs)
+    var y = of_shard(y_)
+    var x = of_shard(x_)
     var lane = i % UInt32(LANES)
     var counter = i // UInt32(LANES)
     var g = divide(counter, by_counters)
@@ -69,10 +67,8 @@ def dropout(
     _ = quads(G * F)
     var n = G * counters * LANES
     q.enqueue_function[_dropout](
-        y.ptr(),
-        y.step(),
-        x.ptr(),
-        x.step(),
+        y,
+        x,
         UInt32(n),
         UInt32(F),
         UInt32(counters),

@@ -73,12 +73,10 @@ def _same[w: Int](x: SIMD[F32, w], a: Float32) -> SIMD[F32, w]:
     return x
 
 
-def _map[
-    f: OfNumber
-](y_: Ptr, ys: Int64, x_: Ptr, xs: Int64, a: Float32, n_: Int64):
+def _map[f: OfNumber](y_: Operand, x_: Operand, a: Float32, n_: Int64):
     var n = Int(n_)
-    var y = of_shard(y_, ys)
-    var x = of_shard(x_, xs)
+    var y = of_shard(y_)
+    var x = of_shard(x_)
     var i = 4 * index()
     var end = min(i + 4, n)
     if i + 4 <= n and aligned(y) and aligned(x):
@@ -91,11 +89,11 @@ def _map[
 
 def _map2[
     f: Of2
-](y_: Ptr, ys: Int64, u_: Ptr, us: Int64, v_: Ptr, vs: Int64, n_: Int64,):
+](y_: Operand, u_: Operand, v_: Operand, n_: Int64,):
     var n = Int(n_)
-    var y = of_shard(y_, ys)
-    var u = of_shard(u_, us)
-    var v = of_shard(v_, vs)
+    var y = of_shard(y_)
+    var u = of_shard(u_)
+    var v = of_shard(v_)
     var i = 4 * index()
     var end = min(i + 4, n)
     if i + 4 <= n and aligned(y) and aligned(u) and aligned(v):
@@ -111,10 +109,8 @@ def _launch[
     f: OfNumber
 ](q: Queue, shards: Int, y: Operand, x: Operand, a: Float32, n: Int) raises:
     q.enqueue_function[_map[f]](
-        y.ptr(),
-        y.step(),
-        x.ptr(),
-        x.step(),
+        y,
+        x,
         a,
         Int64(n),
         grid_dim=(blocks(n, 4 * THREADS), shards),
@@ -127,12 +123,9 @@ def _launch2[
     f: Of2
 ](q: Queue, shards: Int, y: Operand, u: Operand, v: Operand, n: Int,) raises:
     q.enqueue_function[_map2[f]](
-        y.ptr(),
-        y.step(),
-        u.ptr(),
-        u.step(),
-        v.ptr(),
-        v.step(),
+        y,
+        u,
+        v,
         Int64(n),
         grid_dim=(blocks(n, 4 * THREADS), shards),
         block_dim=THREADS,
@@ -150,22 +143,17 @@ def _row(
     F: Int,
     number: Float32,
     a: Ptr,
-    a_s: Int64,
-    b: Ptr,
-    b_s: Int64,
-    c: Ptr,
-    c_s: Int64,
-    d: Ptr,
-    d_s: Int64,
-    e: Ptr,
-    e_s: Int64,
+    b: Operand,
+    c: Operand,
+    d: Operand,
+    e: Operand,
 ) -> Row[1]:
     return Row[1](
-        a.unsafe_offset(shard * Int(a_s)),
-        b.unsafe_offset(shard * Int(b_s)),
-        c.unsafe_offset(shard * Int(c_s)),
-        d.unsafe_offset(shard * Int(d_s)),
-        e.unsafe_offset(shard * Int(e_s)),
+        a,
+        b.at(shard),
+        c.at(shard),
+        d.at(shard),
+        e.at(shard),
         F,
         number,
         group,
@@ -177,16 +165,11 @@ def _row(
 def _rows[
     f: OfRow
 ](
-    a: Ptr,
-    a_s: Int64,
-    b: Ptr,
-    b_s: Int64,
-    c: Ptr,
-    c_s: Int64,
-    d: Ptr,
-    d_s: Int64,
-    e: Ptr,
-    e_s: Int64,
+    a: Operand,
+    b: Operand,
+    c: Operand,
+    d: Operand,
+    e: Operand,
     G: Int32,
     F: Int32,
     number: Float32,
@@ -201,16 +184,11 @@ def _rows[
             i % LANES,
             Int(F),
             number,
-            a,
-            a_s,
+            of_shard(a),
             b,
-            b_s,
             c,
-            c_s,
             d,
-            d_s,
             e,
-            e_s,
         )
     )
 
@@ -218,16 +196,11 @@ def _rows[
 def _columns[
     f: OfTerm
 ](
-    a: Ptr,
-    a_s: Int64,
-    b: Ptr,
-    b_s: Int64,
-    c: Ptr,
-    c_s: Int64,
-    d: Ptr,
-    d_s: Int64,
-    e: Ptr,
-    e_s: Int64,
+    a: Operand,
+    b: Operand,
+    c: Operand,
+    d: Operand,
+    e: Operand,
     G: Int32,
     F: Int32,
     number: Float32,
@@ -252,23 +225,18 @@ def _columns[
                         lane,
                         Int(F),
                         number,
-                        a,
-                        0,
+                        a.ptr(),
                         b,
-                        b_s,
                         c,
-                        c_s,
                         d,
-                        d_s,
                         e,
-                        e_s,
                     ),
                     i,
                 )[0]
         return s
 
     var s = tree[1](of_shard_, min(Int(fold), Int(shards) - first))
-    var y = a.unsafe_offset(block_idx.y * Int(a_s))
+    var y = of_shard(a)
     if accumulate != 0:
         s += y[unsafe_offset=i]
     y[unsafe_offset=i] = s[0]
@@ -281,16 +249,11 @@ def _enqueue_rows[f: OfRow, operands: Int](q: Queue, r: Launch) raises:
     var e = r.op(min(5, operands))
     var G = r.int(operands + 1)
     q.enqueue_function[_rows[f]](
-        r.op(1).ptr(),
-        r.op(1).step(),
-        b.ptr(),
-        b.step(),
-        c.ptr(),
-        c.step(),
-        d.ptr(),
-        d.step(),
-        e.ptr(),
-        e.step(),
+        r.op(1),
+        b,
+        c,
+        d,
+        e,
         Int32(G),
         Int32(r.int(operands + 2)),
         r.float(operands + 3),
@@ -306,16 +269,11 @@ def _enqueue_columns[f: OfTerm, operands: Int](q: Queue, r: Launch) raises:
     var e = r.op(min(5, operands))
     var F = r.int(operands + 2)
     q.enqueue_function[_columns[f]](
-        r.op(1).ptr(),
-        r.op(1).step(),
-        b.ptr(),
-        b.step(),
-        c.ptr(),
-        c.step(),
-        d.ptr(),
-        d.step(),
-        e.ptr(),
-        e.step(),
+        r.op(1),
+        b,
+        c,
+        d,
+        e,
         Int32(r.int(operands + 1)),
         Int32(F),
         r.float(operands + 3),
@@ -327,9 +285,9 @@ def _enqueue_columns[f: OfTerm, operands: Int](q: Queue, r: Launch) raises:
     )
 
 
-def _fill(y_: Ptr, ys: Int64, a: Float32, n_: Int64):
+def _fill(y_: Operand, a: Float32, n_: Int64):
     var n = Int(n_)
-    var y = of_shard(y_, ys)
+    var y = of_shard(y_)
     var i = 4 * index()
     var end = min(i + 4, n)
     if i + 4 <= n and aligned(y):
@@ -343,8 +301,7 @@ def _fill(y_: Ptr, ys: Int64, a: Float32, n_: Int64):
 def fill(q: Queue, shards: Int, y: Operand, a: Float32, n: Int) raises:
     """Sets n floats of each shard to a."""
     q.enqueue_function[_fill](
-        y.ptr(),
-        y.step(),
+        y,
         a,
         Int64(n),
         grid_dim=(blocks(n, 4 * THREADS), shards),
@@ -352,17 +309,16 @@ def fill(q: Queue, shards: Int, y: Operand, a: Float32, n: Int) raises:
     )
 
 
-def _loss_scale(y: Ptr, ys: Int64, shards: Int32, ctx: StepContextPtr):
+def _loss_scale(y: Operand, shards: Int32, ctx: StepContextPtr):
     var s = index()
     if s < Int(shards):
-        y[unsafe_offset=s * Int(ys)] = ctx[].loss_scale
+        y.at(s)[] = ctx[].loss_scale
 
 
 def loss_scale(q: Queue, shards: Int, y: Operand, ctx: StepContextPtr) raises:
     """Writes the step's loss scale, one float per shard."""
     q.enqueue_function[_loss_scale](
-        y.ptr(),
-        y.step(),
+        y,
         Int32(shards),
         ctx,
         grid_dim=blocks(shards, THREADS),

@@ -2,24 +2,16 @@
 
 from std.utils.numerics import nan
 
-from ..lanes import F32, IntPtr, Ptr
-from .launch import GpuOp, Launch, Queue, blocks
+from max.gpu import block_idx
+
+from ..lanes import F32
+from .launch import GpuOp, Launch, Operand, Queue, blocks
 from .quads import THREADS, index, of_shard
 
 
 def _rows[
     backward: Bool
-](
-    y_: Ptr,
-    ys: Int64,
-    x_: Ptr,
-    xs: Int64,
-    rows_: Ptr,
-    rs: Int64,
-    n_: Int64,
-    V: Int64,
-    F_: Int64,
-):
+](y_: Operand, x_: Operand, rows_: Operand, n_: Int64, V: Int64, F_: Int64,):
     """Number i of the result: of row i // F of what was taken, or of the table's gradient.
     """
     var n = Int(n_)
@@ -27,9 +19,8 @@ def _rows[
     var i = index()
     if i >= (Int(V) if backward else n) * F:
         return
-    var x = of_shard(x_, xs)
-    var at = of_shard(rows_, rs)
-    var rows = IntPtr(unsafe_from_address=Int(at))
+    var x = of_shard(x_)
+    var rows = rows_.ints_at(block_idx.y)
     var s = Float32(0)
     comptime if backward:
         for j in range(n):
@@ -40,7 +31,7 @@ def _rows[
         s = nan[F32]()
         if 0 <= row < Int(V):
             s = x[unsafe_offset=row * F + i % F]
-    of_shard(y_, ys)[unsafe_offset=i] = s
+    of_shard(y_)[unsafe_offset=i] = s
 
 
 def _enqueue[backward: Bool](q: Queue, r: Launch) raises:
@@ -49,12 +40,9 @@ def _enqueue[backward: Bool](q: Queue, r: Launch) raises:
     var rows = r.op(3)
     var of_result = r.int(5) if backward else r.int(4)
     q.enqueue_function[_rows[backward]](
-        y.ptr(),
-        y.step(),
-        x.ptr(),
-        x.step(),
-        rows.ptr(),
-        rows.step(),
+        y,
+        x,
+        rows,
         Int64(r.int(4)),
         Int64(r.int(5)),
         Int64(r.int(6)),

@@ -16,6 +16,7 @@ enqueues: no synchronisation, no allocation. What it adds up, it adds up in an o
 alone, never on `shards`, `fold`, the grid or the device's size. No atomics on floats.
 """
 
+from std.builtin.device_passable import DevicePassable, DeviceTypeEncoder
 from std.math import ceildiv
 from std.memory import bitcast
 from std.utils import StaticTuple
@@ -41,12 +42,23 @@ comptime Queue = DeviceContext
 
 
 @fieldwise_init
-struct Operand(Argument):
-    """Where a tensor of the first shard is, and how many floats further that of the next.
+struct Operand(Argument, DevicePassable):
+    """Where a tensor of the first shard is, and how many floats further that of the next. A kernel takes it as it is.
     """
+
+    comptime device_type: AnyType = Self
 
     var address: Int
     var stride: Int  # floats; of int32 tensors as well
+
+    def _to_device_type(
+        self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]
+    ):
+        encoder.encode(self, target)
+
+    @staticmethod
+    def get_type_name() -> String:
+        return "Operand"
 
     @staticmethod
     @always_inline
@@ -65,9 +77,39 @@ struct Operand(Argument):
         return IntPtr(unsafe_from_address=self.address)
 
     @always_inline
+    def at(self, shard: Int) -> Ptr:
+        """The floats of a shard."""
+        return self.ptr().unsafe_offset(shard * self.stride)
+
+    @always_inline
+    def ints_at(self, shard: Int) -> IntPtr:
+        """The int32 numbers of a shard."""
+        return self.ints().unsafe_offset(shard * self.stride)
+
+    @always_inline
     def step(self) -> Int64:
         """The stride as a kernel takes it."""
         return Int64(self.stride)
+
+
+@fieldwise_init
+struct Sent[T: TrivialRegisterPassable](
+    DevicePassable, TrivialRegisterPassable
+):
+    """A struct of sizes as a kernel takes it."""
+
+    comptime device_type: AnyType = Self
+
+    var sizes: Self.T
+
+    def _to_device_type(
+        self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]
+    ):
+        encoder.encode(self, target)
+
+    @staticmethod
+    def get_type_name() -> String:
+        return "Sent"
 
 
 @fieldwise_init
@@ -137,6 +179,14 @@ struct Launch(Copyable, Source):
     @always_inline
     def int(self, i: Int) -> Int:
         return Int(self.at[unsafe_offset=i])
+
+    @always_inline
+    def ints[n: Int](self, first: Int) -> StaticTuple[Int64, n]:
+        """Arguments `first` to first + n - 1 as a kernel takes them."""
+        var numbers = StaticTuple[Int64, n](fill=0)
+        for i in range(n):
+            numbers[i] = Int64(self.int(first + i))
+        return numbers
 
     @always_inline
     def float(self, i: Int) -> Float32:

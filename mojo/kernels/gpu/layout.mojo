@@ -32,8 +32,7 @@ from .quads import (
 
 
 def _input(
-    y: Ptr,
-    ys: Int64,
+    y: Operand,
     n: UInt32,
     F: UInt32,
     by_F: UInt64,
@@ -67,7 +66,7 @@ def _input(
         )
         comptime for j in range(4):
             out[j] = v[j] if first + j < valid else 0
-    store4(of_shard(y, ys), 4 * Int(i), out)
+    store4(of_shard(y), 4 * Int(i), out)
 
 
 def input(
@@ -85,8 +84,7 @@ def input(
     in_lanes(y)
     var n = quads(G * F)
     q.enqueue_function[_input](
-        y.ptr(),
-        y.step(),
+        y,
         UInt32(n),
         UInt32(F),
         divisor(F),
@@ -98,8 +96,7 @@ def input(
 
 
 def _array(
-    y: IntPtr,
-    ys: Int64,
+    y: Operand,
     n: Int32,
     F: Int32,
     T: Int32,
@@ -123,7 +120,7 @@ def _array(
         )
         var place = Int(row) * Int(T) + lane % Int(T)
         v = x[unsafe_offset=place * Int(F) + i // LANES % Int(F)]
-    y[unsafe_offset=shard * Int(ys) + i] = v
+    y.ints_at(shard)[unsafe_offset=i] = v
 
 
 def array(
@@ -142,8 +139,7 @@ def array(
     """
     var n = G * F * LANES
     q.enqueue_function[_array](
-        y.ints(),
-        y.step(),
+        y,
         Int32(n),
         Int32(F),
         Int32(T),
@@ -156,10 +152,8 @@ def array(
 
 
 def _pack_rows(
-    y: Ptr,
-    ys: Int64,
-    x_: Ptr,
-    xs: Int64,
+    y: Operand,
+    x_: Operand,
     n: UInt32,
     N: Int32,
     F: UInt32,
@@ -172,12 +166,12 @@ def _pack_rows(
     var g = divide(vector, by_F)
     var f = Int(vector - g * F)
     var first = Int(g) * LANES + Int(i % UInt32(QUADS)) * 4
-    var x = of_shard(x_, xs)
+    var x = of_shard(x_)
     var v = Four(0)
     comptime for j in range(4):
         if first + j < Int(N):
             v[j] = x[unsafe_offset=(first + j) * Int(F) + f]
-    store4(of_shard(y, ys), 4 * Int(i), v)
+    store4(of_shard(y), 4 * Int(i), v)
 
 
 def pack_rows(
@@ -187,10 +181,8 @@ def pack_rows(
     in_lanes(y)
     var n = quads(blocks(N, LANES) * F)
     q.enqueue_function[_pack_rows](
-        y.ptr(),
-        y.step(),
-        x.ptr(),
-        x.step(),
+        y,
+        x,
         UInt32(n),
         Int32(N),
         UInt32(F),
@@ -201,10 +193,8 @@ def pack_rows(
 
 
 def _unpack_rows(
-    y_: Ptr,
-    ys: Int64,
-    x: Ptr,
-    xs: Int64,
+    y_: Operand,
+    x: Operand,
     n: UInt32,
     N: Int32,
     F: UInt32,
@@ -217,8 +207,8 @@ def _unpack_rows(
     var g = divide(vector, by_F)
     var f = Int(vector - g * F)
     var first = Int(g) * LANES + Int(i % UInt32(QUADS)) * 4
-    var y = of_shard(y_, ys)
-    var v = load4(of_shard(x, xs), 4 * Int(i))
+    var y = of_shard(y_)
+    var v = load4(of_shard(x), 4 * Int(i))
     comptime for j in range(4):
         if first + j < Int(N):
             y[unsafe_offset=(first + j) * Int(F) + f] = v[j]
@@ -231,10 +221,8 @@ def unpack_rows(
     in_lanes(x)
     var n = quads(blocks(N, LANES) * F)
     q.enqueue_function[_unpack_rows](
-        y.ptr(),
-        y.step(),
-        x.ptr(),
-        x.step(),
+        y,
+        x,
         UInt32(n),
         Int32(N),
         UInt32(F),
@@ -245,10 +233,8 @@ def unpack_rows(
 
 
 def _pad_forward(
-    y: Ptr,
-    ys: Int64,
-    x: Ptr,
-    xs: Int64,
+    y: Operand,
+    x: Operand,
     n: UInt32,
     H: Int32,
     W: Int32,
@@ -268,11 +254,11 @@ def _pad_forward(
     var v = Four(0)
     if h >= 0 and h < H and w >= 0 and w < W:
         v = load4(
-            of_shard(x, xs),
+            of_shard(x),
             Int((Int32(plane) * H + h) * W + w) * LANES
             + Int(i % UInt32(QUADS)) * 4,
         )
-    store4(of_shard(y, ys), 4 * Int(i), v)
+    store4(of_shard(y), 4 * Int(i), v)
 
 
 def pad_forward(
@@ -290,10 +276,8 @@ def pad_forward(
     in_lanes(y, x)
     var n = quads(planes * (H + 2 * ph) * (W + 2 * pw))
     q.enqueue_function[_pad_forward](
-        y.ptr(),
-        y.step(),
-        x.ptr(),
-        x.step(),
+        y,
+        x,
         UInt32(n),
         Int32(H),
         Int32(W),
@@ -307,10 +291,8 @@ def pad_forward(
 
 
 def _pad_backward(
-    dx: Ptr,
-    dx_s: Int64,
-    dy: Ptr,
-    dy_s: Int64,
+    dx: Operand,
+    dy: Operand,
     n: UInt32,
     H: UInt32,
     W: UInt32,
@@ -329,10 +311,10 @@ def _pad_backward(
     var h = row - plane * H
     var from_ = (plane * (H + 2 * ph) + h + ph) * (W + 2 * pw) + w + pw
     var v = load4(
-        of_shard(dy, dy_s),
+        of_shard(dy),
         Int(from_) * LANES + Int(i % UInt32(QUADS)) * 4,
     )
-    store4(of_shard(dx, dx_s), 4 * Int(i), v)
+    store4(of_shard(dx), 4 * Int(i), v)
 
 
 def pad_backward(
@@ -352,10 +334,8 @@ def pad_backward(
     _ = quads(planes * (H + 2 * ph) * (W + 2 * pw))
     var n = quads(planes * H * W)
     q.enqueue_function[_pad_backward](
-        dx.ptr(),
-        dx.step(),
-        dy.ptr(),
-        dy.step(),
+        dx,
+        dy,
         UInt32(n),
         UInt32(H),
         UInt32(W),

@@ -29,24 +29,16 @@ comptime Places = SIMD[DType.uint8, 4]
 
 
 @always_inline
-def _bytes(x: Operand) -> BytePtr:
-    return BytePtr(unsafe_from_address=x.address)
-
-
-@always_inline
-def _bytes_of_shard(p: BytePtr, stride: Int64) -> BytePtr:
-    return p.unsafe_offset(4 * block_idx.y * Int(stride))
+def _bytes_of_shard(x: Operand) -> BytePtr:
+    return BytePtr(unsafe_from_address=x.address + 4 * block_idx.y * x.stride)
 
 
 def _maxpool_forward[
     known: Int  # window and stride if they are equal and known at compile time, else 0
 ](
-    y: Ptr,
-    ys: Int64,
-    argmax: BytePtr,
-    argmax_s: Int64,
-    x: Ptr,
-    xs: Int64,
+    y: Operand,
+    argmax: Operand,
+    x: Operand,
     n: UInt32,  # threads
     H: Int32,
     W_: Int32,
@@ -71,7 +63,7 @@ def _maxpool_forward[
     var plane = divide(row, by_P)
     var p = Int(row - plane * P)
     var lane = Int(i % UInt32(QUADS)) * 4
-    var window = of_shard(x, xs).unsafe_offset(
+    var window = of_shard(x).unsafe_offset(
         ((Int(plane) * Int(H) + p * S) * W + q * S) * LANES + lane
     )
     var best = load4(window, 0)
@@ -93,10 +85,10 @@ def _maxpool_forward[
         for r in range(1, R):
             for t in range(T):
                 look(r, t)
-    store4(of_shard(y, ys), 4 * Int(i), best)
-    _bytes_of_shard(argmax, argmax_s).unsafe_offset(4 * Int(i)).unsafe_store[
-        alignment=4
-    ](0, at.cast[DType.uint8]())
+    store4(of_shard(y), 4 * Int(i), best)
+    _bytes_of_shard(argmax).unsafe_offset(4 * Int(i)).unsafe_store[alignment=4](
+        0, at.cast[DType.uint8]()
+    )
 
 
 def maxpool_forward(
@@ -120,12 +112,9 @@ def maxpool_forward(
     @always_inline
     def launch[known: Int]() raises {imm}:
         q.enqueue_function[_maxpool_forward[known]](
-            y.ptr(),
-            y.step(),
-            _bytes(argmax),
-            argmax.step(),
-            x.ptr(),
-            x.step(),
+            y,
+            argmax,
+            x,
             UInt32(n),
             Int32(s.H),
             Int32(s.W),
@@ -162,14 +151,10 @@ def _places(argmax: BytePtr, i: Int) -> Places:
 def _maxpool_backward[
     relu: Bool
 ](
-    dx: Ptr,
-    dx_s: Int64,
-    dy_: Ptr,
-    dy_s: Int64,
-    argmax_: BytePtr,
-    argmax_s: Int64,
-    y_: Ptr,
-    ys: Int64,
+    dx: Operand,
+    dy_: Operand,
+    argmax_: Operand,
+    y_: Operand,
     n: UInt32,
     H: UInt32,
     W: UInt32,
@@ -193,9 +178,9 @@ def _maxpool_backward[
     var plane = divide(row, by_H)
     var h = row - plane * H
     var lane = Int(i % UInt32(QUADS)) * 4
-    var dy = of_shard(dy_, dy_s)
-    var y = of_shard(y_, ys)
-    var argmax = _bytes_of_shard(argmax_, argmax_s)
+    var dy = of_shard(dy_)
+    var y = of_shard(y_)
+    var argmax = _bytes_of_shard(argmax_)
     var d = Four(0)
     var last_p = min(Int32(divide(h, by_S)), P - 1)
     var last_q = min(Int32(divide(w, by_S)), Q - 1)
@@ -209,7 +194,7 @@ def _maxpool_backward[
             d += won.select(_passing[relu](dy, y, j), Four(0))
             q += 1
         p += 1
-    store4(of_shard(dx, dx_s), 4 * Int(i), d)
+    store4(of_shard(dx), 4 * Int(i), d)
 
 
 @always_inline
@@ -223,14 +208,10 @@ def _first_window(h: UInt32, R: Int32, by_S: UInt64) -> Int32:
 def _maxpool_backward_2x2[
     relu: Bool
 ](
-    dx_: Ptr,
-    dx_s: Int64,
-    dy_: Ptr,
-    dy_s: Int64,
-    argmax_: BytePtr,
-    argmax_s: Int64,
-    y_: Ptr,
-    ys: Int64,
+    dx_: Operand,
+    dy_: Operand,
+    argmax_: Operand,
+    y_: Operand,
     n: UInt32,
     Q: UInt32,
     by_Q: UInt64,
@@ -243,10 +224,10 @@ def _maxpool_backward_2x2[
     var out = i // UInt32(QUADS)
     var row = divide(out, by_Q)  # of windows, over all planes
     var q = out - row * Q
-    var d = _passing[relu](of_shard(dy_, dy_s), of_shard(y_, ys), 4 * Int(i))
-    var at = _places(_bytes_of_shard(argmax_, argmax_s), 4 * Int(i))
+    var d = _passing[relu](of_shard(dy_), of_shard(y_), 4 * Int(i))
+    var at = _places(_bytes_of_shard(argmax_), 4 * Int(i))
     var W = 2 * Int(Q)
-    var top = of_shard(dx_, dx_s).unsafe_offset(
+    var top = of_shard(dx_).unsafe_offset(
         (2 * Int(row) * W + 2 * Int(q)) * LANES + Int(i % UInt32(QUADS)) * 4
     )
     comptime for j in range(4):
@@ -295,14 +276,10 @@ def _launch_maxpool_backward[
     var n = quads(s.planes * s.H * s.W)
     if s.are(2) and s.H % 2 == 0 and s.W % 2 == 0:
         q.enqueue_function[_maxpool_backward_2x2[relu]](
-            dx.ptr(),
-            dx.step(),
-            dy.ptr(),
-            dy.step(),
-            _bytes(argmax),
-            argmax.step(),
-            y.ptr(),
-            y.step(),
+            dx,
+            dy,
+            argmax,
+            y,
             UInt32(n // 4),
             UInt32(s.Q()),
             divisor(s.Q()),
@@ -311,14 +288,10 @@ def _launch_maxpool_backward[
         )
         return
     q.enqueue_function[_maxpool_backward[relu]](
-        dx.ptr(),
-        dx.step(),
-        dy.ptr(),
-        dy.step(),
-        _bytes(argmax),
-        argmax.step(),
-        y.ptr(),
-        y.step(),
+        dx,
+        dy,
+        argmax,
+        y,
         UInt32(n),
         UInt32(s.H),
         UInt32(s.W),
@@ -336,10 +309,8 @@ def _launch_maxpool_backward[
 
 
 def _avgpool_forward(
-    y: Ptr,
-    ys: Int64,
-    x: Ptr,
-    xs: Int64,
+    y: Operand,
+    x: Operand,
     n: UInt32,
     H: Int32,
     W_: Int32,
@@ -361,7 +332,7 @@ def _avgpool_forward(
     var plane = divide(row, by_P)
     var p = Int(row - plane * P)
     var lane = Int(i % UInt32(QUADS)) * 4
-    var window = of_shard(x, xs).unsafe_offset(
+    var window = of_shard(x).unsafe_offset(
         ((Int(plane) * Int(H) + p * Int(S)) * W + q * Int(S)) * LANES + lane
     )
     var s = Four(0)
@@ -369,7 +340,7 @@ def _avgpool_forward(
         for t in range(Int(T)):
             s += load4(window, (r * W + t) * LANES)
     var scale = Float32(1) / Float32(R * T)
-    store4(of_shard(y, ys), 4 * Int(i), s * scale)
+    store4(of_shard(y), 4 * Int(i), s * scale)
 
 
 def avgpool_forward(
@@ -384,10 +355,8 @@ def avgpool_forward(
     var n = quads(s.planes * s.P() * s.Q())
     _ = quads(s.planes * s.H * s.W)
     q.enqueue_function[_avgpool_forward](
-        y.ptr(),
-        y.step(),
-        x.ptr(),
-        x.step(),
+        y,
+        x,
         UInt32(n),
         Int32(s.H),
         Int32(s.W),
@@ -404,10 +373,8 @@ def avgpool_forward(
 
 
 def _avgpool_backward(
-    dx: Ptr,
-    dx_s: Int64,
-    dy_: Ptr,
-    dy_s: Int64,
+    dx: Operand,
+    dy_: Operand,
     n: UInt32,
     H: UInt32,
     W: UInt32,
@@ -428,7 +395,7 @@ def _avgpool_backward(
     var plane = divide(row, by_H)
     var h = row - plane * H
     var lane = Int(i % UInt32(QUADS)) * 4
-    var dy = of_shard(dy_, dy_s)
+    var dy = of_shard(dy_)
     var scale = Float32(1) / Float32(R * T)
     var d = Four(0)
     var last_p = min(Int32(divide(h, by_S)), P - 1)
@@ -441,7 +408,7 @@ def _avgpool_backward(
             d += rounded(load4(dy, j) * scale)
             q += 1
         p += 1
-    store4(of_shard(dx, dx_s), 4 * Int(i), d)
+    store4(of_shard(dx), 4 * Int(i), d)
 
 
 def avgpool_backward(
@@ -456,10 +423,8 @@ def avgpool_backward(
     in_lanes(dx, dy)
     var n = quads(s.planes * s.H * s.W)
     q.enqueue_function[_avgpool_backward](
-        dx.ptr(),
-        dx.step(),
-        dy.ptr(),
-        dy.step(),
+        dx,
+        dy,
         UInt32(n),
         UInt32(s.H),
         UInt32(s.W),

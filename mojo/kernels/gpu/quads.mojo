@@ -53,9 +53,9 @@ def in_lanes(*tensors: Operand) raises:
 
 
 @always_inline
-def of_shard(p: Ptr, stride: Int64) -> Ptr:
+def of_shard(x: Operand) -> Ptr:
     """The operand of the shard of this block: shards lie along y."""
-    return p.unsafe_offset(block_idx.y * Int(stride))
+    return x.at(block_idx.y)
 
 
 @always_inline

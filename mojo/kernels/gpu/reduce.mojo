@@ -147,12 +147,9 @@ def tree_sum_strided(
 
 
 def _stats(
-    totals_: Ptr,
-    totals_s: Int64,
-    loss: Ptr,
-    loss_s: Int64,
-    stats: Ptr,
-    stats_s: Int64,
+    totals_: Operand,
+    loss: Operand,
+    stats: Operand,
     at: Int32,
     shards: Int32,
     fold: Int32,
@@ -168,17 +165,17 @@ def _stats(
 
     @always_inline
     def losses(j: Int) {imm} -> SIMD[F32, 1]:
-        return loss[unsafe_offset=(first + j) * Int(loss_s)]
+        return loss.at(first + j)[]
 
     @always_inline
     def correct(j: Int) {imm} -> SIMD[F32, 1]:
-        return stats[unsafe_offset=(first + j) * Int(stats_s) + 2]
+        return stats.at(first + j)[unsafe_offset=2]
 
     @always_inline
     def valid(j: Int) {imm} -> SIMD[F32, 1]:
         return Float32(ctx[].valid(first + j))
 
-    var totals = totals_.unsafe_offset(b * Int(totals_s))
+    var totals = totals_.at(b)
     if at != 0:
         var sum = tree[1](losses, n)[0]
         if accumulate != 0:
@@ -212,12 +209,9 @@ def stats(
     _check_leaves(fold)
     var buffers = (shards + fold - 1) // fold
     q.enqueue_function[_stats](
-        totals.ptr(),
-        totals.step(),
-        loss.ptr(),
-        loss.step(),
-        stats_of_loss.ptr(),
-        stats_of_loss.step(),
+        totals,
+        loss,
+        stats_of_loss,
         Int32(at),
         Int32(shards),
         Int32(fold),
@@ -233,10 +227,8 @@ def stats(
 
 
 def _sum_lanes(
-    y: Ptr,
-    ys: Int64,
-    x_: Ptr,
-    xs: Int64,
+    y: Operand,
+    x_: Operand,
     N: Int32,
     vectors: Int32,
     by_F: UInt64,
@@ -246,14 +238,14 @@ def _sum_lanes(
     var t = thread_idx.x
     var lane = t % LANES
     var live = Int(N) if N >= 0 else ctx[].valid(block_idx.y)
-    var x = of_shard(x_, xs).unsafe_offset(lane)
+    var x = of_shard(x_).unsafe_offset(lane)
     var s = Float32(0)
     for i in range(t // LANES, Int(vectors), PARTS):
         if Int(divide(UInt32(i), by_F)) * LANES + lane < live:
             s += x[unsafe_offset=i * LANES]
     s = block_sum[THREADS](s)
     if t == 0:
-        y[unsafe_offset=block_idx.y * Int(ys)] = s
+        of_shard(y)[] = s
 
 
 def sum_lanes(
@@ -271,10 +263,8 @@ def sum_lanes(
     """
     _ = quads(G * F)
     q.enqueue_function[_sum_lanes](
-        y.ptr(),
-        y.step(),
-        x.ptr(),
-        x.step(),
+        y,
+        x,
         Int32(N),
         Int32(G * F),
         divisor(F),
@@ -285,10 +275,8 @@ def sum_lanes(
 
 
 def _sum_lanes_backward(
-    dx: Ptr,
-    dx_s: Int64,
-    dy: Ptr,
-    dy_s: Int64,
+    dx: Operand,
+    dy: Operand,
     N: Int32,
     n: UInt32,
     by_F: UInt64,
@@ -298,13 +286,13 @@ def _sum_lanes_backward(
     if i >= n:
         return
     var live = Int(N) if N >= 0 else ctx[].valid(block_idx.y)
-    var d = of_shard(dy, dy_s)[]
+    var d = of_shard(dy)[]
     var g = divide(i // UInt32(QUADS), by_F)
     var first = Int(g) * LANES + Int(i % UInt32(QUADS)) * 4
     var v = Four(0)
     comptime for j in range(4):
         v[j] = d if first + j < live else 0
-    store4(of_shard(dx, dx_s), 4 * Int(i), v)
+    store4(of_shard(dx), 4 * Int(i), v)
 
 
 def sum_lanes_backward(
@@ -322,10 +310,8 @@ def sum_lanes_backward(
     in_lanes(dx)
     var n = quads(G * F)
     q.enqueue_function[_sum_lanes_backward](
-        dx.ptr(),
-        dx.step(),
-        dy.ptr(),
-        dy.step(),
+        dx,
+        dy,
         Int32(N),
         UInt32(n),
         divisor(F),

@@ -1,71 +1,55 @@
 """kernels/reduce_axes.mojo on a GPU: a thread computes one number of the result, in the order of the CPU."""
 
+from std.utils import StaticTuple
+
+from max.gpu import block_idx
+
 from ..arithmetic import maximum, plus
-from ..lanes import Ptr
 from ..op import Of2
 from ..reduce_axes import LOWEST, argmax, fold
-from .launch import GpuOp, IntPtr, Launch, Queue, blocks
+from .launch import GpuOp, Launch, Operand, Queue, blocks
 from .quads import THREADS, index, of_shard
 
 
 def _reduce[
     f: Of2, start: Float32
 ](
-    y_: Ptr,
-    ys: Int64,
-    x_: Ptr,
-    xs: Int64,
-    k0: Int32,
-    k1: Int32,
-    k2: Int32,
-    r0: Int32,
-    r1: Int32,
-    r2: Int32,
-    sk0: Int64,
-    sk1: Int64,
-    sk2: Int64,
-    sr0: Int64,
-    sr1: Int64,
-    sr2: Int64,
+    y_: Operand,
+    x_: Operand,
+    sizes: StaticTuple[
+        Int64, 6
+    ],  # of the axes that are kept, and of the others
+    strides: StaticTuple[Int64, 6],
 ):
     var i = index()
-    if i >= Int(k0) * Int(k1) * Int(k2):
+    if i >= Int(sizes[0] * sizes[1] * sizes[2]):
         return
-    var k = i % Int(k2)
-    var j = i // Int(k2)
-    var at = (j // Int(k1)) * Int(sk0) + (j % Int(k1)) * Int(sk1) + k * Int(sk2)
-    var v = fold[f, start, 1](
-        of_shard(x_, xs).unsafe_offset(at),
-        Int(r0),
-        Int(r1),
-        Int(r2),
-        Int(sr0),
-        Int(sr1),
-        Int(sr2),
+    var j = Int64(i) // sizes[2]
+    var at = (
+        j // sizes[1] * strides[0]
+        + j % sizes[1] * strides[1]
+        + Int64(i) % sizes[2] * strides[2]
     )
-    of_shard(y_, ys)[unsafe_offset=i] = v[0]
+    var v = fold[f, start, 1](
+        of_shard(x_).unsafe_offset(Int(at)),
+        Int(sizes[3]),
+        Int(sizes[4]),
+        Int(sizes[5]),
+        Int(strides[3]),
+        Int(strides[4]),
+        Int(strides[5]),
+    )
+    of_shard(y_)[unsafe_offset=i] = v[0]
 
 
 def _enqueue[f: Of2, start: Float32](q: Queue, r: Launch) raises:
     var y = r.op(1)
     var x = r.op(2)
     q.enqueue_function[_reduce[f, start]](
-        y.ptr(),
-        y.step(),
-        x.ptr(),
-        x.step(),
-        Int32(r.int(3)),
-        Int32(r.int(4)),
-        Int32(r.int(5)),
-        Int32(r.int(6)),
-        Int32(r.int(7)),
-        Int32(r.int(8)),
-        Int64(r.int(9)),
-        Int64(r.int(10)),
-        Int64(r.int(11)),
-        Int64(r.int(12)),
-        Int64(r.int(13)),
-        Int64(r.int(14)),
+        y,
+        x,
+        r.ints[6](3),
+        r.ints[6](9),
         grid_dim=(
             blocks(r.int(3) * r.int(4) * r.int(5), THREADS),
             r.shards,
@@ -75,10 +59,8 @@ def _enqueue[f: Of2, start: Float32](q: Queue, r: Launch) raises:
 
 
 def _argmax(
-    y_: Ptr,
-    ys: Int64,
-    x_: Ptr,
-    xs: Int64,
+    y_: Operand,
+    x_: Operand,
     before: Int64,
     n: Int64,
     behind: Int64,
@@ -87,19 +69,16 @@ def _argmax(
     if i >= Int(before) * Int(behind):
         return
     var at = (i // Int(behind)) * Int(n) * Int(behind) + i % Int(behind)
-    var x = of_shard(x_, xs).unsafe_offset(at)
-    var y = IntPtr(unsafe_from_address=Int(of_shard(y_, ys)))
-    y[unsafe_offset=i] = argmax(x, Int(n), Int(behind))
+    var x = of_shard(x_).unsafe_offset(at)
+    y_.ints_at(block_idx.y)[unsafe_offset=i] = argmax(x, Int(n), Int(behind))
 
 
 def _enqueue_argmax(q: Queue, r: Launch) raises:
     var y = r.op(1)
     var x = r.op(2)
     q.enqueue_function[_argmax](
-        y.ptr(),
-        y.step(),
-        x.ptr(),
-        x.step(),
+        y,
+        x,
         Int64(r.int(3)),
         Int64(r.int(4)),
         Int64(r.int(5)),

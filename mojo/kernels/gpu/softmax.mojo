@@ -43,15 +43,15 @@ comptime NLL = 2  # writes nothing
 
 def _softmax_forward[
     K: Int, form: Int
-](y_: Ptr, ys: Int64, x_: Ptr, xs: Int64, G: Int32, F_: Int32):
+](y_: Operand, x_: Operand, G: Int32, F_: Int32):
     comptime GROUPS = THREADS // (LANES * K)
     var t = thread_idx.x
     var part = t // LANES % K
     var g = block_idx.x * GROUPS + t // (LANES * K)
     var F = Int(F_) if g < Int(G) else 0
     var at = g * Int(F_) * LANES + t % LANES
-    var y = of_shard(y_, ys).unsafe_offset(at)
-    var x = of_shard(x_, xs).unsafe_offset(at)
+    var y = of_shard(y_).unsafe_offset(at)
+    var x = of_shard(x_).unsafe_offset(at)
     var best = -inf[F32]()
     for f in range(part, F, K):
         best = max(best, x[unsafe_offset=f * LANES])
@@ -74,25 +74,16 @@ def _softmax_forward[
 
 def _softmax_backward[
     K: Int, form: Int
-](
-    dx_: Ptr,
-    dx_s: Int64,
-    dy_: Ptr,
-    dy_s: Int64,
-    y_: Ptr,
-    ys: Int64,
-    G: Int32,
-    F_: Int32,
-):
+](dx_: Operand, dy_: Operand, y_: Operand, G: Int32, F_: Int32,):
     comptime GROUPS = THREADS // (LANES * K)
     var t = thread_idx.x
     var part = t // LANES % K
     var g = block_idx.x * GROUPS + t // (LANES * K)
     var F = Int(F_) if g < Int(G) else 0
     var at = g * Int(F_) * LANES + t % LANES
-    var dx = of_shard(dx_, dx_s).unsafe_offset(at)
-    var dy = of_shard(dy_, dy_s).unsafe_offset(at)
-    var y = of_shard(y_, ys).unsafe_offset(at)
+    var dx = of_shard(dx_).unsafe_offset(at)
+    var dy = of_shard(dy_).unsafe_offset(at)
+    var y = of_shard(y_).unsafe_offset(at)
     var s = Float32(0)
     for f in range(part, F, K):
         var d = dy[unsafe_offset=f * LANES]
@@ -115,10 +106,8 @@ def _forward[
     K: Int, form: Int
 ](q: Queue, shards: Int, y: Operand, x: Operand, G: Int, F: Int) raises:
     q.enqueue_function[_softmax_forward[K, form]](
-        y.ptr(),
-        y.step(),
-        x.ptr(),
-        x.step(),
+        y,
+        x,
         Int32(G),
         Int32(F),
         grid_dim=(blocks(G, THREADS // (LANES * K)), shards),
@@ -139,12 +128,9 @@ def _backward[
     F: Int,
 ) raises:
     q.enqueue_function[_softmax_backward[K, form]](
-        dx.ptr(),
-        dx.step(),
-        dy.ptr(),
-        dy.step(),
-        y.ptr(),
-        y.step(),
+        dx,
+        dy,
+        y,
         Int32(G),
         Int32(F),
         grid_dim=(blocks(G, THREADS // (LANES * K)), shards),
@@ -212,14 +198,10 @@ def log_softmax_backward(
 def _loss[
     K: Int, kind: Int
 ](
-    stats: Ptr,
-    stats_s: Int64,
-    y_: Ptr,  # softmax or gradient
-    ys: Int64,
-    x_: Ptr,
-    xs: Int64,
-    labels_: IntPtr,
-    labels_s: Int64,
+    stats: Operand,
+    y_: Operand,  # softmax or gradient
+    x_: Operand,
+    labels_: Operand,
     G: Int32,
     F_: Int32,
     scaled: Int32,
@@ -230,7 +212,7 @@ def _loss[
     var part = t // LANES % K
     var group = t // (LANES * K)  # of this block
     var groups = block_dim.x // (LANES * K)
-    var labels = labels_.unsafe_offset(block_idx.y * Int(labels_s))
+    var labels = labels_.ints_at(block_idx.y)
     var scale = Float32(1)
     comptime if kind == GRADIENT:
         if scaled != 0:
@@ -242,7 +224,7 @@ def _loss[
         var g = first + group
         var F = Int(F_) if g < Int(G) else 0
         var at = g * Int(F_) * LANES + lane
-        var x = of_shard(x_, xs).unsafe_offset(at)
+        var x = of_shard(x_).unsafe_offset(at)
         var label = labels[unsafe_offset=g * LANES + lane] if F > 0 else -1
         # The first largest of x, as the CPU finds it: a NaN is never larger, and nothing is larger than a NaN in front.
         var best = -inf[F32]()
@@ -264,7 +246,7 @@ def _loss[
             s = sum_parts[K](s)
             lse = m + log(s)
             var inverse = 1 / s
-            var y = of_shard(y_, ys).unsafe_offset(at)
+            var y = of_shard(y_).unsafe_offset(at)
             for f in range(part, F, K):
                 var p = rounded(exp(x[unsafe_offset=f * LANES] - m) * inverse)
                 comptime if kind == GRADIENT:
@@ -280,9 +262,7 @@ def _loss[
             count += 1
             if label == top[1]:
                 right += 1
-    _write_stats[K](
-        stats.unsafe_offset(block_idx.y * Int(stats_s)), loss, count, right
-    )
+    _write_stats[K](of_shard(stats), loss, count, right)
 
 
 @always_inline
@@ -346,14 +326,10 @@ def _launch_loss[
     @always_inline
     def launch[K: Int]() raises {imm}:
         q.enqueue_function[_loss[K, kind]](
-            stats.ptr(),
-            stats.step(),
-            y.ptr(),
-            y.step(),
-            x.ptr(),
-            x.step(),
-            labels.ints(),
-            labels.step(),
+            stats,
+            y,
+            x,
+            labels,
             Int32(G),
             Int32(F),
             Int32(scaled),
@@ -441,14 +417,10 @@ def nll_forward(
 def _loss_backward[
     kind: Int
 ](
-    dx: Ptr,
-    dx_s: Int64,
-    dloss: Ptr,
-    dloss_s: Int64,
-    p: Ptr,
-    ps: Int64,
-    labels: IntPtr,
-    labels_s: Int64,
+    dx: Operand,
+    dloss: Operand,
+    p: Operand,
+    labels: Operand,
     n: UInt32,
     F: UInt32,
     by_F: UInt64,
@@ -456,25 +428,23 @@ def _loss_backward[
     var i = small_index()
     if i >= n:
         return
-    var d = of_shard(dloss, dloss_s)[]
+    var d = of_shard(dloss)[]
     var vector = i // UInt32(QUADS)
     var g = divide(vector, by_F)
     var f = Int32(vector - g * F)
     var lanes = Int(g) * LANES + Int(i % UInt32(QUADS)) * 4
     var v = Four(0)
     comptime if kind != NLL:
-        v = load4(of_shard(p, ps), 4 * Int(i))
+        v = load4(of_shard(p), 4 * Int(i))
     var out = Four(0)
     comptime for j in range(4):
-        var label = labels[
-            unsafe_offset=block_idx.y * Int(labels_s) + lanes + j
-        ]
+        var label = labels.ints_at(block_idx.y)[unsafe_offset=lanes + j]
         comptime if kind == NLL:
             out[j] = -d if label == f else 0
         else:
             var one = Float32(1) if label == f else Float32(0)
             out[j] = (v[j] - one) * d if label >= 0 else 0
-    store4(of_shard(dx, dx_s), 4 * Int(i), out)
+    store4(of_shard(dx), 4 * Int(i), out)
 
 
 @always_inline
@@ -493,14 +463,10 @@ def _launch_backward[
     in_lanes(dx, p)
     var n = quads(G * F)
     q.enqueue_function[_loss_backward[kind]](
-        dx.ptr(),
-        dx.step(),
-        dloss.ptr(),
-        dloss.step(),
-        p.ptr(),
-        p.step(),
-        labels.ints(),
-        labels.step(),
+        dx,
+        dloss,
+        p,
+        labels,
         UInt32(n),
         UInt32(F),
         divisor(F),

@@ -1,13 +1,14 @@
 """kernels/strided.mojo on a GPU: a thread computes one number of the result, shards lie side by side."""
 
 from std.math import ceildiv
+from std.utils import StaticTuple
 
 from max.gpu import block_idx
 
-from ..lanes import F32, Ptr
+from ..lanes import F32
 from ..op import Of2
 from ..strided import AXES, Strided
-from .launch import Enqueue, GpuOp, Launch, Queue, blocks
+from .launch import Enqueue, GpuOp, Launch, Operand, Queue, blocks
 from .quads import THREADS, index, of_shard
 from .reduce import tree
 
@@ -27,54 +28,40 @@ def _second[w: Int](a: SIMD[F32, w], b: SIMD[F32, w]) -> SIMD[F32, w]:
     return b
 
 
+comptime Axes = StaticTuple[Int64, AXES]
+
+
 def _pairs[
     f: Of2
 ](
-    y_: Ptr,
-    ys: Int64,
-    a_: Ptr,
-    a_s: Int64,
-    b_: Ptr,
-    b_s: Int64,
+    y_: Operand,
+    a_: Operand,
+    b_: Operand,
     n: Int64,
-    d1: Int32,
-    d2: Int32,
-    d3: Int32,
-    d4: Int32,
-    y0: Int64,
-    y1: Int64,
-    y2: Int64,
-    y3: Int64,
-    y4: Int64,
-    a0: Int64,
-    a1: Int64,
-    a2: Int64,
-    a3: Int64,
-    a4: Int64,
-    b0: Int64,
-    b1: Int64,
-    b2: Int64,
-    b3: Int64,
-    b4: Int64,
+    sizes: Axes,
+    y: Axes,
+    a: Axes,
+    b: Axes,
 ):
-    """Number i of n: y[.] = f(a[.], b[.])."""
+    """Number i of n: y[.] = f(a[.], b[.]); of each its strides."""
     var i = index()
     if i >= Int(n):
         return
     var rest = UInt32(i)
-    var i4 = Int64(rest % UInt32(d4))
-    rest //= UInt32(d4)
-    var i3 = Int64(rest % UInt32(d3))
-    rest //= UInt32(d3)
-    var i2 = Int64(rest % UInt32(d2))
-    rest //= UInt32(d2)
-    var i1 = Int64(rest % UInt32(d1))
-    var i0 = Int64(rest // UInt32(d1))
-    var at = Int(i0 * y0 + i1 * y1 + i2 * y2 + i3 * y3 + i4 * y4)
-    var u = Int(i0 * a0 + i1 * a1 + i2 * a2 + i3 * a3 + i4 * a4)
-    var v = Int(i0 * b0 + i1 * b1 + i2 * b2 + i3 * b3 + i4 * b4)
-    of_shard(y_, ys)[unsafe_offset=at] = f[1](
-        of_shard(a_, a_s)[unsafe_offset=u], of_shard(b_, b_s)[unsafe_offset=v]
+    var at = Int64(0)
+    var u = Int64(0)
+    var v = Int64(0)
+    comptime for j in range(AXES):
+        comptime axis = AXES - 1 - j
+        var k = Int64(rest)
+        comptime if axis > 0:
+            k = Int64(rest % UInt32(sizes[axis]))
+            rest //= UInt32(sizes[axis])
+        at += k * y[axis]
+        u += k * a[axis]
+        v += k * b[axis]
+    of_shard(y_)[unsafe_offset=Int(at)] = f[1](
+        of_shard(a_)[unsafe_offset=Int(u)], of_shard(b_)[unsafe_offset=Int(v)]
     )
 
 
@@ -84,23 +71,18 @@ def _launch[
 ](
     q: Queue,
     r: Launch,
-    y: Ptr,
-    y_: Int,
-    a: Ptr,
-    a_: Int,
-    b: Ptr,
-    b_: Int,
-    sizes: Int,
-    ys: Array[Int, AXES],
+    y: Operand,
+    a: Operand,
+    b: Operand,
+    sizes: Axes,
+    ys: Axes,
     at_a: Int,
     at_b: Int,
 ) raises:
-    """`sizes`, at_a, at_b: which arguments the sizes and the strides of a and b begin with; y_, a_, b_: floats from one shard
-    to the next.
-    """
+    """`at_a`, `at_b`: which arguments the strides of a and b begin with."""
     var n = 1
     for i in range(AXES):
-        n *= r.int(sizes + i)
+        n *= Int(sizes[i])
     if n >= 1 << 31:
         raise Error(
             t"[gpu] a tensor of {n} floats per shard is too large for one"
@@ -108,53 +90,30 @@ def _launch[
         )
     q.enqueue_function[_pairs[f]](
         y,
-        Int64(y_),
         a,
-        Int64(a_),
         b,
-        Int64(b_),
         Int64(n),
-        Int32(r.int(sizes + 1)),
-        Int32(r.int(sizes + 2)),
-        Int32(r.int(sizes + 3)),
-        Int32(r.int(sizes + 4)),
-        Int64(ys[0]),
-        Int64(ys[1]),
-        Int64(ys[2]),
-        Int64(ys[3]),
-        Int64(ys[4]),
-        Int64(r.int(at_a)),
-        Int64(r.int(at_a + 1)),
-        Int64(r.int(at_a + 2)),
-        Int64(r.int(at_a + 3)),
-        Int64(r.int(at_a + 4)),
-        Int64(r.int(at_b)),
-        Int64(r.int(at_b + 1)),
-        Int64(r.int(at_b + 2)),
-        Int64(r.int(at_b + 3)),
-        Int64(r.int(at_b + 4)),
+        sizes,
+        ys,
+        r.ints[AXES](at_a),
+        r.ints[AXES](at_b),
         grid_dim=(blocks(n, THREADS), r.shards),
         block_dim=THREADS,
     )
 
 
 def _enqueue_pairs[f: Of2](q: Queue, r: Launch) raises:
-    var gapless = Array[Int, AXES](fill=1)
+    var sizes = r.ints[AXES](4)
+    var gapless = Axes(fill=1)
     for i in range(AXES - 1):
-        gapless[AXES - 2 - i] = gapless[AXES - 1 - i] * r.int(8 - i)
-    var y = r.op(1)
-    var a = r.op(2)
-    var b = r.op(3)
+        gapless[AXES - 2 - i] = gapless[AXES - 1 - i] * sizes[AXES - 1 - i]
     _launch[f](
         q,
         r,
-        y.ptr(),
-        y.stride,
-        a.ptr(),
-        a.stride,
-        b.ptr(),
-        b.stride,
-        4,
+        r.op(1),
+        r.op(2),
+        r.op(3),
+        sizes,
         gapless,
         4 + AXES,
         4 + 2 * AXES,
@@ -162,23 +121,13 @@ def _enqueue_pairs[f: Of2](q: Queue, r: Launch) raises:
 
 
 def _copy(q: Queue, r: Launch) raises:
-    var strides = Array[Int, AXES](fill=0)
-    for i in range(AXES):
-        strides[i] = r.int(5 + AXES + i)
-    var x = r.op(2).ptr().unsafe_offset(r.int(4))
+    var y = r.op(1)
+    var x = r.op(2)
+    y.address += 4 * r.int(3)
+    x.address += 4 * r.int(4)
+    var at_x = 5 + 2 * AXES
     _launch[_second](
-        q,
-        r,
-        r.op(1).ptr().unsafe_offset(r.int(3)),
-        r.op(1).stride,
-        x,
-        r.op(2).stride,
-        x,
-        r.op(2).stride,
-        5,
-        strides,
-        5 + 2 * AXES,
-        5 + 2 * AXES,
+        q, r, y, x, x, r.ints[AXES](5), r.ints[AXES](5 + AXES), at_x, at_x
     )
 
 
@@ -186,10 +135,8 @@ def _copy(q: Queue, r: Launch) raises:
 
 
 def _accumulate(
-    y_: Ptr,
-    ys: Int64,
-    x: Ptr,
-    xs: Int64,
+    y_: Operand,
+    x: Operand,
     n: Int64,
     shards: Int32,
     fold: Int32,
@@ -202,10 +149,10 @@ def _accumulate(
 
     @always_inline
     def leaf(j: Int) {imm} -> SIMD[F32, 1]:
-        return x[unsafe_offset=(first + j) * Int(xs) + i]
+        return x.at(first + j)[unsafe_offset=i]
 
     var s = tree[1](leaf, min(Int(fold), Int(shards) - first))
-    var y = of_shard(y_, ys)
+    var y = of_shard(y_)
     if accumulate != 0:
         s += y[unsafe_offset=i]
     y[unsafe_offset=i] = s[0]
@@ -215,10 +162,8 @@ def _enqueue_accumulate(q: Queue, r: Launch) raises:
     var y = r.op(1)
     var x = r.op(2)
     q.enqueue_function[_accumulate](
-        y.ptr(),
-        y.step(),
-        x.ptr(),
-        x.step(),
+        y,
+        x,
         Int64(r.int(3)),
         Int32(r.shards),
         Int32(r.fold),
