@@ -4,6 +4,7 @@
 from std.sys import argv
 
 from example_accumulation import accumulation
+from example_gpt import gpt
 from example_large_model import large_model
 from example_lenet import lenet
 from example_manual_multi_device import manual_multi_device
@@ -25,6 +26,8 @@ def main() raises:
         var name = path[byte = path.rfind("/") + 1 : path.byte_length()]
         if name == "lenet":
             lenet()
+        elif name == "gpt":
+            gpt()
         elif name == "large_model":
             large_model()
         elif name == "pipeline":

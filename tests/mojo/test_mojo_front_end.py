@@ -4,6 +4,7 @@ has, and what must not compile."""
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import os
 import re
@@ -143,6 +144,25 @@ def test_an_op_of_ones_own(launch, program):
         assert weights(launch(program / "own_op", "--steps", 4, "--ops", ops, *MNIST, ranks=ranks)) == expected
     done = launch(program / "own_op", "--ops", "none.mojo", *MNIST)
     assert done.returncode == 64 and "there is no file none.mojo" in done.stderr
+
+
+def test_a_gpt_has_the_weights_of_the_python_example(launch, program):
+    """Ids, tokens, attention, blocks in a row, tied weights, vectors without decay."""
+    spec = importlib.util.spec_from_file_location("gpt_example", REPOSITORY / "examples" / "gpt.py")
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    nn.manual_seed(0)
+    optimizer = optim.AdamW(lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1)
+    optimizer.undecayed = optim.vectors
+    trainer = DistributedTrainer(
+        example.GPT(76, 64), optimizer, loss=nn.CrossEntropyLoss(), shard_size=3, clip_norm=1.0,
+        schedule=optim.schedule("cosine", 3, 0),
+    )  # fmt: skip
+    trainer.fit(data.DataLoader(data.shakespeare(length=64, train=True), 12, shuffle=True), steps=3)
+    for ranks in (0, 2):
+        done = launch(program / "gpt", "--steps", 3, "--no-eval", ranks=ranks)
+        assert weights(done) == trainer.weights_sha256(), ranks
+    assert len((EXAMPLES / "gpt.mojo").read_text().splitlines()) < 110
 
 
 def test_loops_of_ones_own(launch, program):

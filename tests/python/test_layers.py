@@ -134,7 +134,7 @@ ORDER = (
 )
 BUDGETS = {  # lines of all its files together
     "mojo": 16_700,
-    "shared/training": 3_175,
+    "shared/training": 3_445,
     "python/odyssey": 46_765,
     "python/odyssey/comm": 3_925,
     "python/odyssey/parallel": 3_625,

@@ -2,8 +2,14 @@
 
 from .arguments import argument, check_options, flag, number
 from .bridge import Value, stop
-from .composition import Module, PipelineParallel, Sequential, Stage
-from .data import Batch, DataLoader, Dataset
+from .composition import (
+    Module,
+    PipelineParallel,
+    Repeated,
+    Sequential,
+    Stage,
+)
+from .data import Batch, DataLoader, Dataset, shakespeare
 from .engine import Engine, Sums
 from .history import EpochRecord, Evaluation, History
 from .layers import (
@@ -11,6 +17,7 @@ from .layers import (
     Conv2d,
     Dropout,
     Flatten,
+    GELU,
     Layer,
     Linear,
     LogSoftmax,
@@ -40,10 +47,13 @@ from .optim import (
 )
 from .tensor import (
     AnyTensor,
+    Ids,
     Tensor,
+    Tokens,
     avg_pool2d,
     dropout,
     flatten,
+    gelu,
     log_softmax,
     max_pool2d,
     relu,
@@ -51,5 +61,6 @@ from .tensor import (
     softmax,
     tanh,
 )
+from .tokens import Embedding, LayerNorm, MultiheadAttention
 from .trainer import DistributedTrainer, mesh
 from .world import World, connect

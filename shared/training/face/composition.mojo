@@ -109,6 +109,41 @@ struct Sequential[*Ls: Layer, In: AnyTensor, Out: AnyTensor](Layer, Module):
         return v
 
 
+struct Repeated[M: Module & Defaultable, n: Int](Module):
+    """n modules of one type, one after the other; their names are 0, 1, 2, ...
+    """
+
+    comptime Input = Self.M.Input
+    """What the first takes."""
+    comptime Output = Self.M.Output
+    """What the last gives."""
+    var modules: List[Self.M]
+    """The modules."""
+
+    def __init__(out self):
+        """Makes them."""
+        comptime assert (
+            shape_of[Self.Input]() == shape_of[Self.Output]()
+        ), "a module that is repeated gives what it takes"
+        self.modules = []
+        for _ in range(Self.n):
+            self.modules.append(Self.M())
+
+    def build(mut self) raises -> PythonObject:
+        """Makes nn.Sequential."""
+        var made = Python.list()
+        for i in range(Self.n):
+            made.append(self.modules[i].build())
+        return odyssey().sequential(made)
+
+    def forward(self, x: Self.Input) raises -> Self.Output:
+        """What the modules compute."""
+        var v = x.value()
+        for i in range(Self.n):
+            v = self.modules[i].forward(Self.Input(v)).value()
+        return Self.Output(v)
+
+
 struct Stage[*Ls: Layer, device: Int](Layer):
     """Layers that are computed on one place, one after the other; their names are 0, 1, 2, ...
 
@@ -236,7 +271,7 @@ def _forward[
     )[]
     var y = model.forward(M.Input(_fitted(x, input))).value()
     if (
-        Int(py=y.features) != output.features()
+        Int(py=y.size) != Int(py=y.shape[0]) * output.features()
         or Int(py=y.device.slot) != output.device
     ):
         raise Error(
@@ -260,9 +295,12 @@ def _forward[
 def _fitted(x: PythonObject, to: Shape) raises -> PythonObject:
     """Samples in the shape that the model takes, if they have it, or as many features.
     """
-    if to.height * to.width == 1 and Int(py=x.features) == to.channels:
-        return x.flatten()
     var n = Int(py=x.shape[0])
+    if to.height * to.width == 1:
+        if x.shape == Python.tuple(n, to.channels):  # features, or ids
+            return x
+        if Int(py=x.features) == to.channels:
+            return x.flatten()
     var shape = Python.tuple(n, to.channels, to.height, to.width)
     if x.shape == shape:
         return x

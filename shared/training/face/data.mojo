@@ -70,6 +70,15 @@ struct Dataset(Movable, Sized):
             return 0
 
 
+def shakespeare(train: Bool, length: Int = 64) raises -> Dataset:
+    """Sequences of the characters of plays that come with odyssey, 76 different ones, and what follows each.
+    """
+    var settings = Python.dict()
+    settings["length"] = length
+    settings["train"] = train
+    return Dataset(call(part("data"), "shakespeare", settings=settings))
+
+
 @fieldwise_init
 struct Batch(ImplicitlyCopyable, Movable):
     """The samples of one global batch: indices into its data set."""

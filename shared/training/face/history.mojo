@@ -11,7 +11,7 @@ struct Evaluation(ImplicitlyCopyable, Movable):
     var loss: Float64
     """Mean loss."""
     var accuracy: Float64
-    """Share of samples that the model names right."""
+    """Share of samples that the model names right; NaN if they have no classes, as sequences."""
     var samples: Int
     """How many there were."""
 
@@ -25,7 +25,7 @@ struct EpochRecord(ImplicitlyCopyable, Movable):
     var train_loss: Float64
     """Mean over its samples."""
     var train_accuracy: Float64
-    """Share of them that was right when they were used."""
+    """Share of them that was right when they were used; NaN if they have no classes, as sequences."""
     var seconds: Float64
     """In training steps."""
     var samples_per_second: Float64
@@ -59,11 +59,13 @@ struct History(Movable):
                 EpochRecord(
                     Int(py=r["epoch"]),
                     number_of(r["train_loss"]).or_else(nan[DType.float64]()),
-                    Float64(py=r["train_accuracy"]),
+                    number_of(r.get("train_accuracy")).or_else(
+                        nan[DType.float64]()
+                    ),
                     Float64(py=r["seconds"]),
                     Float64(py=r["samples_per_second"]),
                     number_of(r["test_loss"]),
-                    number_of(r["test_accuracy"]),
+                    number_of(r.get("test_accuracy")),
                 )
             )
         self.steps = Int(py=py.steps)

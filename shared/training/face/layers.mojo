@@ -10,7 +10,7 @@ from std.python import PythonObject
 from std.reflection import reflect
 
 from .bridge import Value, odyssey, part
-from .tensor import AnyTensor, Tensor
+from .tensor import AnyTensor, Tensor, Tokens
 
 
 @fieldwise_init
@@ -48,7 +48,13 @@ trait Parametric(Deinitable, Movable):
             comptime field = names[i]
             comptime if conforms_to(T, Parametric):
                 module.__setattr__(String(field), r.field_ref[i](self).build())
+        self.begin(module)
         return module
+
+    def begin(self, module: PythonObject) raises:
+        """What a struct does with its parameters when they have their first numbers; `module` has them by name.
+        """
+        pass
 
 
 trait Layer(Parametric):
@@ -81,14 +87,17 @@ struct _Module(Movable):
         self._py = module
         return module.to(device)
 
-    def __call__(self, x: Value) raises -> Value:
+    def py(self) raises -> PythonObject:
         if not self._py:
             raise Error(
                 "[model] a layer is used that was not found in the model: it"
                 " is in a list, or not a field of a Module; make every layer a"
                 " field, or use Sequential"
             )
-        return self._py.value()(x)
+        return self._py.value()
+
+    def __call__(self, x: Value) raises -> Value:
+        return self.py()(x)
 
 
 struct Linear[inputs: Int, outputs: Int, *, bias: Bool = True, device: Int = 0](
@@ -122,19 +131,32 @@ struct Linear[inputs: Int, outputs: Int, *, bias: Bool = True, device: Int = 0](
         """What the layer computes."""
         return {self.apply(x.value())}
 
+    def forward[
+        t: Int, //
+    ](self, x: Tokens[t, Self.inputs, device=Self.device]) raises -> Tokens[
+        t, Self.outputs, device=Self.device
+    ]:
+        """The same for each token."""
+        return {self.apply(x.value())}
+
     @staticmethod
     def fits(x: Shape) -> Bool:
-        """Whether there are as many features, on this place."""
-        return x == Shape(Self.inputs, 1, 1, Self.device)
+        """Whether there are as many features, of a sample or of each token, on this place.
+        """
+        return x == Shape(Self.inputs, 1, 1, Self.device) or x == Shape(
+            x.channels, Self.inputs, 1, Self.device
+        )
 
     @staticmethod
     def output(x: Shape) -> Shape:
-        """(outputs)."""
+        """(outputs), or (tokens, outputs)."""
+        if x.height > 1:
+            return Shape(x.channels, Self.outputs, 1, Self.device)
         return Shape(Self.outputs, 1, 1, Self.device)
 
     def apply(self, x: Value) raises -> Value:
         """What the layer computes, of a value without a type."""
-        return self._module(x.flatten())
+        return self._module(x if Int(py=x.ndim) == 3 else x.flatten())
 
 
 struct Conv2d[
@@ -271,7 +293,7 @@ comptime AvgPool2d[size: Int, *, stride: Int = size] = Pool2d[
 
 
 struct Activation[name: String, function: String](Layer):
-    """A function that keeps the shape; ReLU, Tanh, Sigmoid, Softmax and LogSoftmax are of this type.
+    """A function that keeps the shape; ReLU, GELU, Tanh, Sigmoid, Softmax and LogSoftmax are of this type.
     """
 
     def __init__(out self):
@@ -293,6 +315,8 @@ struct Activation[name: String, function: String](Layer):
 
 comptime ReLU = Activation["ReLU", "relu"]
 """The larger of each number and 0."""
+comptime GELU = Activation["GELU", "gelu"]
+"""x times the normal distribution function of x."""
 comptime Tanh = Activation["Tanh", "tanh"]
 """Hyperbolic tangent."""
 comptime Sigmoid = Activation["Sigmoid", "sigmoid"]

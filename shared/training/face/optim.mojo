@@ -80,12 +80,17 @@ struct Adaptive[name: StaticString](Optimizer):
         beta2: Float64 = 0.999,
         eps: Float64 = 1e-8,
         weight_decay: Float64 = 0.01 if Self.name == "AdamW" else 0.0,
+        *,
+        decay_vectors: Bool = True,
     ) raises:
-        """Checks the settings."""
+        """Checks the settings; without `decay_vectors` norms and biases keep their size.
+        """
         var settings = Python.dict()
         settings["betas"] = Python.tuple(beta1, beta2)
         settings["eps"] = eps
         self._py = _made[Self.name](lr, weight_decay, settings)
+        if not decay_vectors:
+            self._py.undecayed = part("optim").vectors
 
     def value(self) -> PythonObject:
         """The Python optimizer."""

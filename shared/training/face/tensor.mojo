@@ -81,6 +81,56 @@ struct Tensor[
         return {self._value * PythonObject(factor)}
 
 
+struct Ids[length: Int, *, device: Int = 0](AnyTensor):
+    """A batch of sequences of `length` whole numbers, such as the ids of tokens, on a place.
+    """
+
+    comptime CHANNELS = Self.length
+    """Numbers of a sequence."""
+    comptime HEIGHT = 1
+    """1."""
+    comptime WIDTH = 1
+    """1."""
+    comptime DEVICE = Self.device
+    """The place."""
+    var _value: Value
+
+    def __init__(out self, value: Value):
+        """Covers a Python tensor of this shape."""
+        self._value = value
+
+    def value(self) -> Value:
+        """The Python tensor."""
+        return self._value
+
+
+struct Tokens[length: Int, features: Int, *, device: Int = 0](AnyTensor):
+    """A batch of sequences of `length` tokens of so many features, on a place.
+    """
+
+    comptime CHANNELS = Self.length
+    """Tokens of a sequence."""
+    comptime HEIGHT = Self.features
+    """Features of a token."""
+    comptime WIDTH = 1
+    """1."""
+    comptime DEVICE = Self.device
+    """The place."""
+    var _value: Value
+
+    def __init__(out self, value: Value):
+        """Covers a Python tensor of this shape."""
+        self._value = value
+
+    def value(self) -> Value:
+        """The Python tensor."""
+        return self._value
+
+    def __add__(self, other: Self) raises -> Self:
+        """The sum, element by element."""
+        return {self._value + other._value}
+
+
 def flatten[
     c: Int, h: Int, w: Int, d: Int, //
 ](x: Tensor[c, h, w, device=d]) raises -> Tensor[c * h * w, device=d]:
@@ -109,6 +159,11 @@ def avg_pool2d[
 def relu[T: AnyTensor](x: T) raises -> T:
     """The larger of each number and 0."""
     return T(part("functional").relu(x.value()))
+
+
+def gelu[T: AnyTensor](x: T) raises -> T:
+    """x times the normal distribution function of x."""
+    return T(part("functional").gelu(x.value()))
 
 
 def tanh[T: AnyTensor](x: T) raises -> T:

@@ -6,12 +6,13 @@ same bits.
 """
 
 from std.python import Python, PythonObject
+from std.utils.numerics import nan
 
 from .bridge import call, odyssey, part
 from .composition import Module, Traced
 from .data import Batch, DataLoader
 from .engine import Sums
-from .history import Evaluation, History
+from .history import Evaluation, History, number_of
 from .optim import CrossEntropyLoss, Loss, Optimizer, Schedule
 from .world import World
 
@@ -152,9 +153,8 @@ struct DistributedTrainer[M: Module, O: Optimizer, L: Loss = CrossEntropyLoss](
     def evaluate(mut self, loader: DataLoader) raises -> Evaluation:
         """Mean loss and accuracy over the batches of a loader, dropout off."""
         var e = call(self.py, "evaluate", loader.py)
-        return Evaluation(
-            Float64(py=e.loss), Float64(py=e.accuracy), Int(py=e.samples)
-        )
+        var right = number_of(e.accuracy).or_else(nan[DType.float64]())
+        return Evaluation(Float64(py=e.loss), right, Int(py=e.samples))
 
     def rate(self, step: Int) raises -> Float64:
         """The learning rate of a step, from 0."""
