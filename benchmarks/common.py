@@ -191,7 +191,8 @@ def program(name: str, kernels: Path | None = None) -> Path:
     source = HERE / f"{name}.mojo"
     read = [source, *sorted(kernels.rglob("*.mojo") if kernels else ())]
     parts = [file.read_bytes() for file in read]
-    key = hashlib.sha256(b"\0".join(parts) + f"{build.host_cpu()} {build.compiler_version()}".encode()).hexdigest()
+    where = f"{build.host_cpu()} {build.compiler_version()} {sys.prefix}"  # whose run-time library it links
+    key = hashlib.sha256(b"\0".join(parts) + where.encode()).hexdigest()
     target = build.cache_dir() / "benchmarks" / f"{name}-{key[:16]}"
     if target.is_file():
         return target
