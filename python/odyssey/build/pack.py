@@ -208,8 +208,6 @@ def ship(output: Path, system: str) -> None:
     try:
         for top in build.SOURCE_DIRS:
             shutil.copytree(root / top, _PLACE / top)
-        for path in _PLACE.rglob("*"):
-            os.utime(path, (0, 0))  # the order of its code depends on the times of the sources
         with concurrent.futures.ThreadPoolExecutor(min(2, os.cpu_count() or 1)) as pool:  # a compiler takes some GiB
             list(pool.map(lambda cpu: _ship(output / cpu, system, cpu), SHIPPED[system]))
     finally:
