@@ -68,11 +68,12 @@ KINDS = {
     "tests/tune/test_processes.py": "procs",
     "tests/watch/": "procs",
 }
-#: Files whose tests measure time: one after the other, on one worker, when the rest is done.
+#: Files whose tests measure time, or start what does (Ray): one after the other, on one worker, when the rest is done.
 TIMED = (
     "tests/launch/test_launch.py",
     "tests/launch/test_parts.py",
     "tests/launch/test_wrapper.py",
+    "tests/pytorch/test_ray.py",
     "tests/watch/test_ends.py",
     "tests/watch/test_entry.py",
     "tests/watch/test_slot.py",

@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import struct
+import time
 from pathlib import Path
 
 import numpy as np
@@ -126,12 +127,20 @@ def test_wandb_writes_a_run_without_a_network(tmp_path, monkeypatch):
     (logger,) = train(tmp_path, lambda: [loggers.WandbLogger("nets", tmp_path, 1)])
     (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     assert logger.run_id in file.name and wandb.run is None
+    wanted, end = list(range(1, 16)), time.monotonic() + 60
+    while (steps := wandb_steps(file.read_bytes())) != wanted and time.monotonic() < end:  # wandb's process writes
+        time.sleep(0.2)
+    assert steps == wanted
+
+
+def wandb_steps(raw: bytes) -> list[int]:
+    """The steps of which wandb has a loss."""
     steps = []
-    for record in wandb_records(file.read_bytes()):
+    for record in wandb_records(raw):
         if record.HasField("history"):
             names = {item.key or ".".join(item.nested_key) for item in record.history.item}
             steps += [record.history.step.num] if "loss" in names else []
-    assert steps == list(range(1, 16))
+    return steps
 
 
 def wandb_records(raw: bytes) -> list:

@@ -112,7 +112,7 @@ def test_numpy_protocols():
     assert Tensor(3).item() == 3.0
     assert len(t) == 1
     assert Tensor(t).numpy().tolist() == t.tolist()
-    assert repr(Tensor([1.0, 2.0])) == "Tensor([1. 2.])"
+    assert repr(Tensor([1.0, 2.0])) == "Tensor([1., 2.])"
     assert repr(Tensor([1.0], requires_grad=True)) == "Tensor([1.], requires_grad=True)"
 
 
