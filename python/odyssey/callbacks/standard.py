@@ -124,8 +124,10 @@ class EarlyStopping(Patience):
 
     def on_epoch_end(self, context: Context) -> None:
         if self.too_long(context):
-            what = "a number" if self.best is None else f"better than {self.best:.6g}"
-            context.finish(f"{self.monitor} was not {what} in {self.waited} epochs")
+            by = f" by {self.min_delta:g}" if self.min_delta else ""
+            what = "a number" if self.best is None else f"better than {self.best:.6g}{by}"
+            epochs = "an epoch" if self.waited == 1 else f"{self.waited} epochs"
+            context.finish(f"{self.monitor} was not {what} in {epochs}")
 
     def still_finished(self, context: Context) -> bool:
         return self.waited >= self.patience
