@@ -218,7 +218,8 @@ def _ship(home: Path, system: str, cpu: str) -> None:
     home.mkdir(parents=True)
     library, code = home / build.LIBRARY, home / "kernels.o"
     triple = f"{system.partition('-')[2]}-unknown-linux-gnu"
-    compiler.compile_kernels(_PLACE, build.ROOT_SOURCE, code, cpu, emit="object", triple=triple)
+    # With several threads the compiler makes one of two libraries at random.
+    compiler.compile_kernels(_PLACE, build.ROOT_SOURCE, code, cpu, emit="object", triple=triple, flags=("-j", "1"))
     # What is not defined is found at run time: the run-time libraries and the C library are there before it is loaded.
     linker = next((root / "bin" / "lld" for root in compiler.sdk_roots() if (root / "bin" / "lld").is_file()), None)
     if linker is None:
