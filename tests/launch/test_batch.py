@@ -97,7 +97,9 @@ def test_what_an_mpijob_says(schema):
 
 @pytest.mark.parametrize("form", ["job", "elastic"])
 def test_a_job_of_one_pod(schema, form):
-    made = batch.kubernetes(["train"], **{**ALL, "form": form, "least": 2})
+    made = batch.kubernetes(
+        ["train"], **{**ALL, "form": form, "slots": None, "least": 2 if form == "elastic" else None}
+    )
     assert (made["apiVersion"], made["kind"]) == ("batch/v1", "Job")
     assert set(made["spec"]) == {"backoffLimit", "podFailurePolicy", "suspend", "template"}
     pod = schema["properties"]["spec"]["properties"]["mpiReplicaSpecs"]["additionalProperties"]["properties"][
@@ -111,7 +113,8 @@ def test_a_job_of_one_pod(schema, form):
 @pytest.mark.parametrize("form", batch.FORMS)
 def test_yaml_says_the_same(form):
     yaml = pytest.importorskip("yaml")
-    made = batch.kubernetes(["train.py", "it's: \"#", "yes", "1e3"], **{**ALL, "form": form})
+    slots = {"slots": 4 if form == "mpijob" else None}
+    made = batch.kubernetes(["train.py", "it's: \"#", "yes", "1e3"], **{**ALL, "form": form, **slots})
     assert yaml.safe_load(batch.text(made)) == made
 
 
@@ -119,7 +122,14 @@ def test_yaml_says_the_same(form):
     ("given", "message"),
     [
         ({"ranks": 6}, "-n 6 is no multiple of --slots 4"),
-        ({"ranks": 0, "form": "job"}, "-n is 0"),
+        ({"ranks": 0}, "-n is 0"),
+        ({"slots": 0}, "--slots is 0"),
+        ({"form": "job"}, "--slots 4 is of --form mpijob, and this is job"),
+        ({"least": 2}, "--least 2 is of --form elastic, and this is mpijob"),
+        ({"form": "elastic", "slots": None, "least": 17}, "--least 17 is more than -n 16"),
+        ({"image": "I J"}, "--image is 'I J'"),
+        ({"memory": "500m"}, "--memory is '500m'"),
+        ({"memory": "1ki"}, "--memory is '1ki'"),
         ({"name": "A_b"}, "--name is 'A_b'"),
         ({"queue": "a\n"}, r"--queue is 'a\\n'"),
         ({"memory": "much"}, "--memory is 'much'"),
@@ -129,6 +139,25 @@ def test_yaml_says_the_same(form):
 def test_what_kubernetes_would_not_take(given, message):
     with pytest.raises(ConfigError, match=message):
         batch.kubernetes(["train"], **{**ALL, **given})
+
+
+def test_words_reach_the_container_as_they_are():
+    """Kubernetes (expansion of a container's command) makes "$$" into "$", and "$(A)" into a variable's value."""
+    made = batch.kubernetes(["train.py", "$(HOME)", "a$$b", "$"], image="I", ranks=1, name="n", form="job")
+    assert made["spec"]["template"]["spec"]["containers"][0]["command"][-3:] == ["$$(HOME)", "a$$$$b", "$$"]
+
+
+def test_the_pods_of_an_mpijob_share_the_run_directory():
+    spec = batch.kubernetes(["train.py"], image="I", ranks=2, name="n")["spec"]["mpiReplicaSpecs"]
+    for pod in spec.values():
+        assert {"name": "runs", "persistentVolumeClaim": {"claimName": "runs"}} in pod["template"]["spec"]["volumes"]
+
+
+def test_quantities_are_not_rounded():
+    worker = batch.kubernetes(["t"], image="I", ranks=3, name="n", slots=3, memory="8589934593", cpu="0.1")
+    limits = worker["spec"]["mpiReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]["resources"]["limits"]
+    assert limits == {"cpu": "0.3", "memory": "25769803779"}
+    batch.kubernetes(["t"], image="I", ranks=1, name="n", memory="1048576Ki", shm="1.5G")
 
 
 def test_names_of_jobs():
@@ -154,10 +183,44 @@ def test_a_script_for_sbatch_passes_words_whole(tmp_path):
     assert (done.stdout.splitlines(), done.stderr) == ([f"<{word}>" for word in wanted], "")
 
 
-@pytest.mark.parametrize("given", [{"options": ["--x=a b"]}, {"name": "a\nb"}, {"setup": ["a\nb"]}, {"nodes": 0}])
-def test_what_has_no_place_in_a_script(given):
-    with pytest.raises(ConfigError, match=r"\[batch\] .* is (allowed|.*allowed)|one line"):
-        batch.slurm(["train"], **{"nodes": 1, "ntasks_per_node": 1, "name": "n", **given})
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"options": ["--x=a b"]}, "--sbatch is '--x=a b'; .* is allowed"),
+        ({"options": ["partition=long"]}, "--sbatch is 'partition=long'; an option such as --partition=long"),
+        ({"options": ["--nodes=3"]}, "--sbatch '--nodes=3'; `odyssey slurm` has an option of its own"),
+        ({"options": ["-t5"]}, "--sbatch '-t5'; `odyssey slurm` has an option of its own"),
+        ({"name": "a\nb"}, "'--job-name=a.*is allowed"),
+        ({"setup": ["a\nb"]}, "one line is allowed"),
+        ({"nodes": 0}, "-N is 0"),
+        ({"array": "many"}, "--array is 'many'; such as 0-9"),
+        ({"time": "soon"}, "--time is 'soon'; such as 90"),
+        ({"time": "1:2:3:4"}, "--time is '1:2:3:4'"),
+        ({"time": "2"}, "--time 2 ends within --warn 120 seconds"),
+        ({"time": "0:01:59"}, "--time 0:01:59 ends within"),
+        ({"command": ["train", "--seed={task}"]}, "{task} is the number of a job array's task; give --array"),
+    ],
+)
+def test_what_has_no_place_in_a_script(given, message):
+    with pytest.raises(ConfigError, match=rf"\[batch\] .*{message}"):
+        batch.slurm(**{"command": ["train"], "nodes": 1, "ntasks_per_node": 1, "name": "n", **given})
+
+
+def test_time_limits_of_sbatch_are_taken():
+    for time in ("3", "2:01", "0:02:01", "1-0", "1-0:0", "0-0:2:1", "0", "0:00:00"):
+        options = {"nodes": 1, "ntasks_per_node": 1, "name": "n", "options": ["--nodelist=h1", "-pall"]}
+        assert f"\n#SBATCH --time={time}\n" in batch.slurm(["train"], time=time, array="1,3,5-9:2%2", **options)
+
+
+@pytest.mark.parametrize(
+    "words", [["slurm", "--scratc", "/x"], ["slurm", "--launch=--watchdg=5"], ["k8s", "--image=I", "--slot=3"]]
+)
+def test_a_mistyped_option_is_no_script(tmp_path, words):
+    done = subprocess.run(
+        [sys.executable, "-m", "odyssey", *words, "train"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (64, "") and "No such option '--" in done.stderr, done.stderr
+    assert "Did you mean" in done.stderr
 
 
 # -- `odyssey train` with the words of other platforms -----------------------------------------------------------------

@@ -62,6 +62,15 @@ def test_the_environment_of_ranks(tmp_path):
     assert "StrictHostKeyChecking=yes" in out["HYDRA_LAUNCHER_EXTRA_ARGS"]
 
 
+def test_srun_gives_ranks_the_cores_that_the_job_asked_for(tmp_path):
+    """srun reads SRUN_CPUS_PER_TASK, and since SLURM 22.05 no longer SLURM_CPUS_PER_TASK, which sbatch sets."""
+    srun, run = starting.Starter("srun", "srun", "srun", "mpich"), runs.Run(tmp_path, 1)
+    for given, wanted in (({"SLURM_CPUS_PER_TASK": "8"}, "8"), ({"SRUN_CPUS_PER_TASK": "2"}, "2"), ({}, None)):
+        given = {"SLURM_CPUS_PER_TASK": "8", **given} if given else {}
+        out = starting.environment(LaunchConfig(), given, srun, run, 2, "t" * 16)
+        assert out.get("SRUN_CPUS_PER_TASK") == wanted
+
+
 def test_a_launcher_that_is_not_there(tmp_path, monkeypatch):
     with pytest.raises(LaunchError, match="outside of a SLURM allocation"):
         starting.find(LaunchConfig(launcher="srun"), {})

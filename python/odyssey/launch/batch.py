@@ -18,7 +18,13 @@ from ..errors import ConfigError
 from .config import MOST
 
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,51}[a-z0-9])?", re.ASCII)  # of Kubernetes, with room for "-launcher-xxxxx"
-_WORD = re.compile(r"[\w.,:/@%+=*()\[\]{}$~-]+", re.ASCII)  # of a line "#SBATCH": no space, quote or control character
+_WORD = re.compile(r"-[\w.,:/@%+=*()\[\]{}$~-]+", re.ASCII)  # of a line "#SBATCH": no space, quote or control character
+_ARRAY = re.compile(r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*(%\d+)?", re.ASCII)
+_TIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}", re.ASCII)
+_OWN = re.compile(r"(-[NntaJ]|--(nodes|ntasks|ntasks-per-node|time|array|job-name|signal)(=|$))")
+_CPUS = re.compile(r"\d+(\.\d+)?m?", re.ASCII)
+_BYTES = re.compile(r"\d+(\.\d+)?([kMGT]|[KMGT]i)?", re.ASCII)
+_IMAGE = re.compile(r"\w[\w.:/@+-]*", re.ASCII)
 FORMS = ("mpijob", "job", "elastic")
 HOME = "/home/odyssey"  # as the Dockerfile has it
 
@@ -63,8 +69,8 @@ exit "$code"
 
 def slurm(
     command: Sequence[str], *, nodes: int, ntasks_per_node: int, name: str, run_dir: str | None = None,
-    options: Sequence[str] = (), array: str | None = None, warn: int = 120, scratch: str | None = None,
-    cache: str | None = None, setup: Sequence[str] = (), launch: Sequence[str] = (),
+    options: Sequence[str] = (), time: str | None = None, array: str | None = None, warn: int = 120,
+    scratch: str | None = None, cache: str | None = None, setup: Sequence[str] = (), launch: Sequence[str] = (),
 ) -> str:  # fmt: skip
     """A script for sbatch.
 
@@ -72,22 +78,35 @@ def slurm(
         command: what `odyssey launch` starts. "{task}" in a word of it becomes the number of a job array's task.
         nodes, ntasks_per_node: their product is the number of ranks. name: of the job. run_dir: default
             runs/NAME-JOB, for each task of an array its own.
-        options: more of sbatch's, such as "--partition=long". array: such as "0-9%2". warn: seconds before the time
-            limit at which it is stopped. scratch: a directory of each node; in it one for the job's temporary files is
-            made and removed. cache: where compiled kernels are kept. setup: lines of shell before the start.
+        options: more of sbatch's, such as "--partition=long". time: the limit, as sbatch takes it. array: such as
+            "0-9%2". warn: seconds before the limit at which it is stopped. scratch: a directory of each node; in it one
+            for the job's temporary files is made and removed. cache: where compiled kernels are kept. setup: lines of
+            shell before the start.
         launch: more options of `odyssey launch`.
 
     Raises:
-        ConfigError: a value that has no place in a script.
+        ConfigError: a value that has no place in a script, or that sbatch would not take.
     """
     ranks = _count("-N", nodes) * _count("--ntasks-per-node", ntasks_per_node)
     job = "${SLURM_ARRAY_JOB_ID}-${SLURM_ARRAY_TASK_ID}" if array else "${SLURM_JOB_ID}"
     own = [f"--job-name={name}", f"--nodes={nodes}", f"--ntasks-per-node={ntasks_per_node}", "--requeue"]
     own += ["--open-mode=append", f"--output={name}-{'%A-%a' if array else '%j'}.out", f"--signal=B:USR1@{warn}"]
-    own += [f"--array={array}"] if array else []
-    words = "a word without spaces and quotes is allowed"
+    own += (
+        [f"--array={_checked('--array', array, _ARRAY, 'such as 0-9, 0-9%2 or 1,3,5-7 is allowed')}"] if array else []
+    )
+    own += [f"--time={time}"] if time else []
+    if time and 0 < _seconds(time) <= warn:
+        raise ConfigError(
+            f"[batch] --time {time} ends within --warn {warn} seconds; give more time, or a shorter --warn"
+        )
+    if not array and any("{task}" in word for word in command):
+        raise ConfigError("[batch] {task} is the number of a job array's task; give --array, such as 0-9")
+    for option in options:
+        if _OWN.match(option):
+            raise ConfigError(f"[batch] --sbatch {ascii(option[:60])}; `odyssey slurm` has an option of its own for it")
+    words = "an option such as --partition=long, without spaces and quotes, is allowed"
     head = ["#!/bin/bash", "# Written by `odyssey slurm`; submit it with sbatch."]
-    head += [f"#SBATCH {_checked('an option of sbatch', option, _WORD, words)}" for option in (*own, *options)]
+    head += [f"#SBATCH {_checked('--sbatch', option, _WORD, words)}" for option in (*own, *options)]
     for line in setup:
         if not line.isprintable():
             raise ConfigError(f"[batch] --setup {ascii(line[:60])}; one line is allowed")
@@ -106,6 +125,18 @@ def slurm(
     )
 
 
+def _seconds(time: str) -> int:
+    """Seconds of a time limit as sbatch(1) has it: D-H[:M[:S]], H:M:S, M:S or M; 0: none. Raises ConfigError."""
+    if not _TIME.fullmatch(time):
+        raise ConfigError(
+            f"[batch] --time is {ascii(time[:60])}; such as 90 (minutes), 4:00:00 or 2-12:00:00 is allowed"
+        )
+    days, _, rest = time.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    units = (3600, 60, 1) if days or len(parts) == 3 else (60, 1)
+    return int(days or 0) * 86400 + sum(part * unit for part, unit in zip(parts, units, strict=False))
+
+
 def _word(word: str) -> str:
     """A word of the command for the shell, with the number of the array's task where it asks for it."""
     return '"${SLURM_ARRAY_TASK_ID}"'.join(shlex.quote(part) if part else "" for part in word.split("{task}")) or "''"
@@ -115,39 +146,49 @@ def _word(word: str) -> str:
 
 
 def kubernetes(
-    command: Sequence[str], *, image: str, ranks: int, name: str, form: str = "mpijob", slots: int = 1,
+    command: Sequence[str], *, image: str, ranks: int, name: str, form: str = "mpijob", slots: int | None = None,
     queue: str | None = None, claim: str | None = None, gpus: int = 0, cpu: str = "1", memory: str = "2Gi",
-    shm: str = "1Gi", least: int = 1,
+    shm: str = "1Gi", least: int | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """A manifest, as objects: `text` makes YAML of it.
 
     Args:
         command: what `odyssey launch` starts in the image.
         form: "mpijob": a launcher and `ranks` / `slots` workers; "job": all ranks in one pod; "elastic": the same,
-            going on with `least` ranks or more. slots: ranks of a worker. queue: Kueue's, for which the job waits.
-        claim: a PersistentVolumeClaim (ReadWriteMany for several pods) for run directories; without one they end with
-            the pods. gpus: of a rank. cpu, memory: of a rank. shm: of a pod's /dev/shm, which ranks exchange through.
+            going on with `least` (1) ranks or more. slots: ranks (1) of a worker. queue: Kueue's, for which it waits.
+        claim: a PersistentVolumeClaim for run directories. An MPIJob's launcher and workers are pods that must share
+            them (ReadWriteMany): without one its name is "runs". A Job's end with the pod where there is none.
+        gpus: of a rank. cpu, memory: of a rank. shm: of a pod's /dev/shm, which ranks exchange through.
 
     Raises:
-        ConfigError: a name that Kubernetes does not take, or ranks that slots do not divide.
+        ConfigError: what Kubernetes does not take, ranks that slots do not divide, or an option of another form.
     """
     names = "small letters, digits and '-' are allowed, at most 53"
     for what, value in (("--name", name), ("--queue", queue), ("--claim", claim)):
         if value is not None:
             _checked(what, value, _NAME, names)
-    for what, value in (("--cpu", cpu), ("--memory", memory), ("--shm", shm)):
-        _checked(
-            what, value, re.compile(r"[0-9]+(\.[0-9]+)?(m|[kMGT]i?)?"), "a quantity such as 2, 500m or 4Gi is allowed"
-        )
+    _checked("--image", image, _IMAGE, "letters, digits and . _ : / @ + - are allowed")
+    _checked("--cpu", cpu, _CPUS, "a quantity such as 2 or 500m is allowed")
+    for what, value in (("--memory", memory), ("--shm", shm)):
+        _checked(what, value, _BYTES, "a quantity such as 512Mi or 4Gi is allowed")
     if form not in FORMS:
         raise ConfigError(f"[batch] --form {form!r} is unknown; choose from {', '.join(FORMS)}")
-    pods = _count("-n", ranks) if form != "mpijob" else -(-ranks // _count("--slots", slots))
-    if form == "mpijob" and pods * slots != ranks:
+    for what, value, where in (("--slots", slots, "mpijob"), ("--least", least, "elastic")):
+        if value is not None and form != where:
+            raise ConfigError(f"[batch] {what} {value} is of --form {where}, and this is {form}; leave it out")
+    slots, least = 1 if slots is None else _count("--slots", slots), 1 if least is None else _count("--least", least)
+    if least > _count("-n", ranks):
+        raise ConfigError(f"[batch] --least {least} is more than -n {ranks}; at most {ranks} is allowed")
+    claim = claim or ("runs" if form == "mpijob" else None)
+    if form == "mpijob" and ranks % slots:
         raise ConfigError(f"[batch] -n {ranks} is no multiple of --slots {slots}; every worker has as many ranks")
     run = f"/runs/{name}"
     launch = ["odyssey", "launch", "-n", str(ranks), "--run-dir", run]
     labels = {"labels": {"kueue.x-k8s.io/queue-name": queue}} if queue else {}
     meta = {"name": name, **labels}
+    command = [
+        word.replace("$", "$$") for word in command
+    ]  # Kubernetes makes "$$" into "$", and "$(A)" into a variable
 
     def pod(words: list[str], count: int, gpus: int = gpus, **container: Any) -> dict[str, Any]:
         limits = {"cpu": _times(cpu, count), "memory": _times(memory, count)}
@@ -189,14 +230,14 @@ def kubernetes(
         template = pod([*words, *command], 1, gpus=0, **env, **probe)
         replicas = {
             "Launcher": {"replicas": 1, "restartPolicy": "OnFailure", "template": template},
-            "Worker": {"replicas": pods, "template": pod(ssh, slots, **ready)},
+            "Worker": {"replicas": ranks // slots, "template": pod(ssh, slots, **ready)},
         }
         spec = {"slotsPerWorker": slots, "mpiImplementation": "MPICH", "sshAuthMountPath": f"{HOME}/.ssh"}
         spec |= {"runPolicy": {"cleanPodPolicy": "Running", "backoffLimit": 20, **({"suspend": True} if queue else {})}}
         head = {"apiVersion": "kubeflow.org/v2beta1", "kind": "MPIJob", "metadata": meta}
         return {**head, "spec": {**spec, "mpiReplicaSpecs": replicas}}
     if form == "elastic":
-        launch += ["--elastic", f"{_count('--least', least)}:{ranks}"]
+        launch += ["--elastic", f"{least}:{ranks}"]
     template = pod([*launch, *command], ranks, **probe)
     template["spec"]["restartPolicy"] = "Never"
     # 75: stopped with a checkpoint, as a pod that is drained is; the next pod goes on and no failure is counted
@@ -207,7 +248,7 @@ def kubernetes(
 
 def _times(quantity: str, count: int) -> str:
     number, unit = re.fullmatch(r"([0-9.]+)(\D*)", quantity).groups()  # type: ignore[union-attr]
-    return f"{float(number) * count:g}{unit}"
+    return f"{float(number) * count:.15g}{unit}"
 
 
 def text(value: Any, indent: int = 0) -> str:

@@ -104,6 +104,9 @@ def environment(
     out.setdefault("MOJO_PYTHON", sys.executable)  # the Python that a Mojo program finds odyssey in
     if config.watchdog is not None:
         out["ODYSSEY_WATCHDOG"] = f"{config.watchdog:g}"
+    if starter.kind == "srun" and "SLURM_CPUS_PER_TASK" in out:
+        # srun does not take it over by itself since SLURM 22.05
+        out["SRUN_CPUS_PER_TASK"] = given.get("SRUN_CPUS_PER_TASK", out["SLURM_CPUS_PER_TASK"])
     if starter.mpi == "openmpi" and os.geteuid() == 0:
         # Open MPI asks root twice; `launch` has its own rule about root.
         out.update(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")

@@ -57,15 +57,20 @@ def command(
     from odyssey.launch.config import parse_elastic
     from odyssey.launch.starting import plain
 
-    if script.startswith("-") and script != "-m":
-        known = [name for option in command.params for name in option.opts if name.startswith("--")]
-        raise click.NoSuchOption(script, possibilities=near(script.partition("=")[0], known), ctx=context)
+    no_option(script, context)
     script, *rest = plain([script, *arguments])
     if script == "train":
         _check_configuration(tuple(rest))
     named, bounds = machines("launch", hosts, hostfile), None if elastic is None else parse_elastic(elastic)
     config = LaunchConfig(nproc_per_node=ranks, hosts=named, elastic=bounds, **given)
     sys.exit(DistributedLauncher(config).launch(script, *rest))
+
+
+def no_option(script: str, context: click.Context) -> None:
+    """Refuses what stands where a script should, and is an option that the command does not have."""
+    if script.startswith("-") and script != "-m":
+        known = [name for option in context.command.params for name in option.opts if name.startswith("--")]
+        raise click.NoSuchOption(script, possibilities=near(script.partition("=")[0], known), ctx=context)
 
 
 def _check_configuration(words: tuple[str, ...]) -> None:

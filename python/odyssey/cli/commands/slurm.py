@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from . import HELP
+from . import launch as starter
 
 
 @click.command(
@@ -30,9 +31,11 @@ from . import HELP
 @click.option("--launch", multiple=True, metavar="OPTION", help="One more of odyssey launch's; repeatable.")
 @click.argument("script", metavar="SCRIPT.py|-m MODULE|PROGRAM|train")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@click.pass_context
 def command(
-    time: str | None, sbatch: tuple[str, ...], script: str, arguments: tuple[str, ...], name: str | None, **given: Any
-) -> None:
+    context: click.Context, sbatch: tuple[str, ...], launch: tuple[str, ...], script: str, arguments: tuple[str, ...],
+    name: str | None, **given: Any,
+) -> None:  # fmt: skip
     """Write a job script: odyssey slurm -N 4 --ntasks-per-node 4 train.py > job.sh; sbatch job.sh
 
     The job starts `odyssey launch` in its allocation. Before its time limit it stops with a checkpoint and is queued
@@ -40,6 +43,8 @@ def command(
     """
     from ...launch import batch
 
+    starter.no_option(script, context)
+    with starter.command.make_context("launch", [*launch, "train"], parent=context.parent) as made:
+        starter.no_option(made.params["script"], made)
     words = [script, *arguments]
-    options = [*([f"--time={time}"] if time else []), *sbatch]
-    click.echo(batch.slurm(words, name=name or batch.name_of(words), options=options, **given), nl=False)
+    click.echo(batch.slurm(words, name=name or batch.name_of(words), options=sbatch, launch=launch, **given), nl=False)
