@@ -38,7 +38,13 @@ from .train.resume import spread
 
 try:
     import optuna
-    from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+    from optuna.distributions import (
+        BaseDistribution,
+        CategoricalDistribution,
+        FloatDistribution,
+        IntDistribution,
+        check_distribution_compatibility,
+    )
     from optuna.trial import TrialState
 except ImportError as e:
     raise ConfigError(f"[tune] odyssey.tune needs Optuna ({e}); pip install 'odyssey[tune]'") from e
@@ -261,8 +267,16 @@ class DistributedTuner:
                 f"[tune] the study {self._name!r} is to {self.study.direction.name.lower()} its figure, this tuner to "
                 f"{self.direction}; give direction=, or another study_name="
             )
-        self.study.set_user_attr(JOB, job)
         trials = self.study.get_trials(deepcopy=False)
+        for name, d in ((name, d) for trial in trials for name, d in trial.distributions.items() if name in self.space):
+            try:
+                check_distribution_compatibility(d, self.space[name])
+            except ValueError:
+                raise ConfigError(
+                    f"[tune] the study {self._name!r} draws {name!r} from {d}, this tuner from {self.space[name]}; a "
+                    "study keeps choices and scales: give these, or another study_name= or storage"
+                ) from None
+        self.study.set_user_attr(JOB, job)
         for trial in trials:
             if trial.state == TrialState.RUNNING:  # of a job that is gone
                 self._storage.set_trial_state_values(self._id(trial.number), TrialState.WAITING)
@@ -370,6 +384,10 @@ class DistributedTuner:
                 known = ", ".join(map(repr, result)) or "nothing"
                 raise ConfigError(f"[tune] train_fn returned {known}; say with metric= which of them is to judge by")
             result = result[name]
+            if result is None:
+                raise ConfigError(
+                    f"[tune] train_fn has no {name!r}: it did not evaluate; let it, or give another metric"
+                )
         try:
             return float(result)
         except (TypeError, ValueError):

@@ -85,6 +85,8 @@ def test_the_command(launch):
         ("--param lr:1:2 --save-weights x", "--save-weights is of one training"),
         ("--param momentum:-3:-2", "--momentum"),
         ("--param lr:1:2 --trials 0", "num_samples"),
+        ("--param lr:1:2 --lr 3", "--param lr draws what is given a second time"),
+        ("--param lr:1:2 --param lr:3:4", "--param lr draws what is given a second time"),
         ("", "Missing option '--param'"),
     ],
 )

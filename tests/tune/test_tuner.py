@@ -162,6 +162,25 @@ def test_a_study_with_another_direction(tmp_path):
         DistributedTuner(figure, SPACE, direction="minimize", storage=tmp_path / "s.log", verbose=False).tune(2)
 
 
+@pytest.mark.parametrize(
+    ("name", "other"), [("lr", tune.uniform(1e-4, 1)), ("kind", ["a", "c"]), ("n", tune.uniform(1, 4))]
+)
+def test_a_study_with_another_space(tmp_path, name, other):
+    """Optuna keeps one kind of distribution for a name; bounds may change."""
+    where = {"storage": tmp_path / "s.db", "verbose": False}
+    DistributedTuner(figure, SPACE, **where).tune(2)
+    with pytest.raises(ConfigError, match=rf"the study 'odyssey' draws '{name}' from \w+\(.*another study_name="):
+        DistributedTuner(figure, {**SPACE, name: other}, **where).tune(3)
+    wider = DistributedTuner(figure, {**SPACE, "x": tune.uniform(-2, 2)}, **where)
+    wider.tune(3)
+    assert [state for _, state, *_ in tried(wider)] == ["COMPLETE"] * 3
+
+
+def test_a_figure_that_was_not_measured():
+    with pytest.raises(ConfigError, match="train_fn has no 'test_accuracy': it did not evaluate"):
+        DistributedTuner(lambda config: {"test_accuracy": None}, SPACE, metric="test_accuracy", verbose=False).tune(1)
+
+
 def test_a_second_job_takes_the_study_over(tmp_path):
     def train_fn(config):
         if not others:

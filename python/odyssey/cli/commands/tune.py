@@ -54,7 +54,11 @@ def command(
     with on_all_ranks():
         from ... import tune
 
-        space = dict(_parameter(tune, text) for text in params)
+        space: dict[str, Any] = {}
+        for name, drawn in (_parameter(tune, text) for text in params):
+            if name in space or any(word.partition("=")[0] == f"--{name}" for word in options):
+                raise ConfigError(f"[tune] --param {name} draws what is given a second time; leave one of the two out")
+            space[name] = drawn
         first = {name: d.choices[0] if hasattr(d, "choices") else d.low for name, d in space.items()}
         _settings(options, first, 0)  # what is wrong is said before the first trial
         if json_file is not None:
