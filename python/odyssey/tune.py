@@ -38,13 +38,7 @@ from .train.resume import spread
 
 try:
     import optuna
-    from optuna.distributions import (
-        BaseDistribution,
-        CategoricalDistribution,
-        FloatDistribution,
-        IntDistribution,
-        check_distribution_compatibility,
-    )
+    from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
     from optuna.trial import TrialState
 except ImportError as e:
     raise ConfigError(f"[tune] odyssey.tune needs Optuna ({e}); pip install 'odyssey[tune]'") from e
@@ -270,7 +264,7 @@ class DistributedTuner:
         trials = self.study.get_trials(deepcopy=False)
         for name, d in ((name, d) for trial in trials for name, d in trial.distributions.items() if name in self.space):
             try:
-                check_distribution_compatibility(d, self.space[name])
+                optuna.distributions.check_distribution_compatibility(d, self.space[name])
             except ValueError:
                 raise ConfigError(
                     f"[tune] the study {self._name!r} draws {name!r} from {d}, this tuner from {self.space[name]}; a "

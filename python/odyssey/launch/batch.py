@@ -91,14 +91,11 @@ def slurm(
     job = "${SLURM_ARRAY_JOB_ID}-${SLURM_ARRAY_TASK_ID}" if array else "${SLURM_JOB_ID}"
     own = [f"--job-name={name}", f"--nodes={nodes}", f"--ntasks-per-node={ntasks_per_node}", "--requeue"]
     own += ["--open-mode=append", f"--output={name}-{'%A-%a' if array else '%j'}.out", f"--signal=B:USR1@{warn}"]
-    own += (
-        [f"--array={_checked('--array', array, _ARRAY, 'such as 0-9, 0-9%2 or 1,3,5-7 is allowed')}"] if array else []
-    )
+    numbers = "such as 0-9, 0-9%2 or 1,3,5-7 is allowed"
+    own += [f"--array={_checked('--array', array, _ARRAY, numbers)}"] if array else []
     own += [f"--time={time}"] if time else []
     if time and 0 < _seconds(time) <= warn:
-        raise ConfigError(
-            f"[batch] --time {time} ends within --warn {warn} seconds; give more time, or a shorter --warn"
-        )
+        raise ConfigError(f"[batch] --time {time} ends within --warn {warn} seconds; give more time, or less to --warn")
     if not array and any("{task}" in word for word in command):
         raise ConfigError("[batch] {task} is the number of a job array's task; give --array, such as 0-9")
     for option in options:
@@ -127,10 +124,7 @@ def slurm(
 
 def _seconds(time: str) -> int:
     """Seconds of a time limit as sbatch(1) has it: D-H[:M[:S]], H:M:S, M:S or M; 0: none. Raises ConfigError."""
-    if not _TIME.fullmatch(time):
-        raise ConfigError(
-            f"[batch] --time is {ascii(time[:60])}; such as 90 (minutes), 4:00:00 or 2-12:00:00 is allowed"
-        )
+    _checked("--time", time, _TIME, "such as 90 (minutes), 4:00:00 or 2-12:00:00 is allowed")
     days, _, rest = time.rpartition("-")
     parts = [int(part) for part in rest.split(":")]
     units = (3600, 60, 1) if days or len(parts) == 3 else (60, 1)
@@ -213,17 +207,8 @@ def kubernetes(
         ssh = ["/usr/sbin/sshd", "-De", "-f", f"{HOME}/.sshd_config"]
         ready = {"readinessProbe": {"tcpSocket": {"port": 2222}, "initialDelaySeconds": 2}}
         # workers come up one after the other: a start that finds none is taken again
-        words = [
-            *launch,
-            "--hostfile",
-            "/etc/mpi/hostfile",
-            "--launcher",
-            "mpirun",
-            "--max-restarts",
-            "10",
-            "--backoff",
-            "5",
-        ]
+        start = "--hostfile /etc/mpi/hostfile --launcher mpirun --max-restarts 10 --backoff 5"
+        words = [*launch, *start.split()]
         # hosts that are new with each job: their keys, which the operator makes, are taken as they come
         ssh_options = "-o StrictHostKeyChecking=accept-new -o UserKnownHostsFile=/tmp/known_hosts -o BatchMode=yes"
         env = {"env": [{"name": "HYDRA_LAUNCHER_EXTRA_ARGS", "value": ssh_options}]}
