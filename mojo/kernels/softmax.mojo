@@ -4,6 +4,8 @@ A loss is a sum and a count, never a mean: means are taken once, over the whole 
 without a sample; it counts nowhere and its gradient is 0.
 """
 
+from std.utils.numerics import nan
+
 from .functions import exp, log
 from .lanes import F32, IntPtr, LANES, Ptr, load, store, madd
 from .op import Op, by_layout, call
@@ -107,8 +109,9 @@ def _count[
 def _at_label[
     L: Int
 ](x: Ptr, label: SIMD[DType.int32, L], F: Int) -> SIMD[F32, L]:
-    """x[label] of each lane, 0 for lanes without a sample."""
-    var v = SIMD[F32, L](0)
+    """x[label] of each lane, 0 for lanes without a sample. NaN, which the check of a step finds, where there is no such
+    class."""
+    var v = label.ge(Int32(F)).select(SIMD[F32, L](nan[F32]()), 0)
     for f in range(F):
         v = label.eq(Int32(f)).select(load[L](x, f * L), v)
     return v

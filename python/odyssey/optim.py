@@ -24,7 +24,7 @@ from .errors import ConfigError, NumericsError
 
 
 def _number(owner: str, name: str, value: float, low: float, high: float, *, open_low: bool = False) -> float:
-    ok = (value > low if open_low else value >= low) and value < high
+    ok = not isinstance(value, str) and (value > low if open_low else value >= low) and value < high
     if not ok:
         raise ConfigError(
             f"[{owner}] {name} is {value}; it must be {'above' if open_low else 'at least'} {low:g} "
@@ -97,7 +97,10 @@ class Optimizer:
         if params is not None:
             named = [p if isinstance(p, tuple) else (str(i), p) for i, p in enumerate(params)]
             if any(not isinstance(p, Parameter) for _, p in named):
-                raise ConfigError(f"[{type(self).__name__}] params must be parameters; give model.parameters()")
+                raise ConfigError(
+                    f"[{type(self).__name__}] params must be parameters; give model.parameters(), and for groups "
+                    "without weight decay set optimizer.undecayed = optim.vectors, or a function of (name, parameter)"
+                )
             self.bind(Arena.of(named))
 
     @property

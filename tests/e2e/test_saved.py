@@ -66,6 +66,22 @@ def test_the_model_of_a_checkpoint(tmp_path):
     assert np.array_equal(nn.Linear(2, 2).weight.data, a)  # what is made next is what it would have been
 
 
+def test_a_layer_may_be_called_as_a_setting_is(tmp_path):
+    class Pooling(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.p, self.a = nn.Dropout(0.25), nn.Linear(6, 3)
+
+        def forward(self, x):
+            return self.a(self.p(x))
+
+    trainer = trained(tmp_path, Pooling())
+    assert trainer.configuration()["layers"] == [["Pooling"], ["Dropout", 0.25], ["Linear"]]
+    again = DistributedTrainer(Pooling(), optim.SGD(lr=0.1), threads=1)
+    again.load_checkpoint(tmp_path / "step_00000005")
+    assert again.weights_sha256() == trainer.weights_sha256()
+
+
 @pytest.mark.parametrize(
     "said",
     [

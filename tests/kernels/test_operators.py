@@ -8,6 +8,7 @@ import pytest
 
 from odyssey import Tensor, nn
 from odyssey import functional as F
+from odyssey.errors import ShapeError
 
 CASES = {
     "permute": (lambda x: x.permute(2, 0, 3, 1), [(3, 5, 2, 7)]),
@@ -99,6 +100,35 @@ def test_a_sum_has_the_same_bits_in_every_layout():
 def test_a_tensor_can_be_walked_through():
     x = Tensor([[1.0, 2.0], [3.0, 4.0]])
     assert [row.tolist() for row in x] == [[1, 2], [3, 4]]
+
+
+def test_equality_is_of_elements_and_truth_of_one_number():
+    a = np.array([[1.0, 0.0, 2.0], [0.0, 1.0, 1.0]], np.float32)
+    x = Tensor(a)
+    for found, wanted in ((x == 1, a == 1), (x != 1, a != 1), (a == x, a == a), (x == x[:1], a == a[:1])):
+        np.testing.assert_array_equal(found.numpy(), wanted)
+    assert (x == None) is False and x in [x] and len({x, Tensor(a)}) == 2  # noqa: E711
+    assert bool(x.sum() > 4) and not (x.sum() > 5) and not x[0, 1]
+    with pytest.raises(ShapeError, match="neither true nor false"):
+        bool(x)
+    with pytest.raises(ShapeError, match="no index; use where"):
+        x[x > 0]
+    with pytest.raises(ShapeError, match="one index of whole numbers alone"):
+        x[:, np.array([0, 2])]
+    with pytest.raises(ShapeError, match="one index of whole numbers alone"):
+        x[..., Tensor([0, 2], dtype=np.int32)]
+
+
+def test_numpy_leaves_arithmetic_to_the_tensor():
+    x = Tensor(np.ones((2, 3)), requires_grad=True)
+    (np.full(3, 2.0) * x - np.float32(1) / x).sum().backward()
+    np.testing.assert_array_equal(x.grad.numpy(), np.full((2, 3), 3))
+
+
+def test_flatten_begins_at_an_axis():
+    x = Tensor(np.arange(120).reshape(2, 3, 4, 5))
+    assert [F.flatten(x, d).shape for d in (0, 1, 2, -1)] == [(120,), (2, 60), (2, 3, 20), (2, 3, 4, 5)]
+    assert x.flatten(1).shape == x.flatten().shape == (2, 60)
 
 
 def test_an_embedding_adds_up_what_is_used_again():

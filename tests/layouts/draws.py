@@ -20,9 +20,9 @@ from typing import Any
 import kinds
 from chance import Random, draw, drawn
 from networks import Network
-from samples import Data, Joined, Loss, targets, token_ids
+from samples import Data, Joined, Loss, Parted, parted_loss, targets, token_ids
 
-from odyssey import optim
+from odyssey import nn, optim
 from odyssey.parallel.mesh import Mesh
 
 RANKS = 4  # of the largest layout
@@ -84,6 +84,12 @@ def none(random: Random) -> tuple[str, Callable[[int], float] | None]:
 def named(random: Random) -> tuple[str, Callable[[int], float] | None]:
     name, warmup = random.one(["step", "cosine", "linear-warmup"]), random.integer(0, 2)
     return f"{name} after {warmup}", optim.schedule(name, 6, warmup)
+
+
+@draw("schedule", 1)
+def joined(random: Random) -> tuple[str, Callable[[int], float] | None]:
+    first, turn = optim.linear(random.number(0.1, 0.9), 3), random.integer(1, 4)
+    return f"a line, from {turn} on steps", optim.sequential([first, optim.step_decay(2, 0.5)], [turn])
 
 
 # --- a training ------------------------------------------------------------------------------------------------------
@@ -182,6 +188,11 @@ def training(seed: int, index: int, all_data: bool = False) -> Training:
         if inputs != "one":
             whole = network.build
             network = dataclasses.replace(network, build=lambda: Joined(whole()))
+        if loss.build() is parted_loss and (network.micro or network.places > 1):
+            loss, metrics = Loss("MSELoss", nn.MSELoss), None
+        elif loss.build() is parted_loss:
+            single = network.build
+            network = dataclasses.replace(network, build=lambda: Parted(single()))
     settings = {
         "shard_size": shard,
         "accumulation_steps": random.one([1, 2, 3], [6, 2, 1]),

@@ -230,6 +230,125 @@ def _text(shape: Shape, ops: Sequence[Op]) -> str:
     return f"{'x'.join(map(str, shape))}: {', '.join(words)}"
 
 
+class Blocks(nn.Module):
+    """Planes (N, C, H, W), or signals (N, C, W) where H is 1, through blocks, then a linear layer."""
+
+    def __init__(self, blocks: Sequence[Op], shape: Shape, classes: int) -> None:
+        super().__init__()
+        self.blocks, self.signal = tuple(blocks), shape[1] == 1
+        make = nn.Conv1d if self.signal else nn.Conv2d
+        for i, (kind, *given) in enumerate(blocks):
+            layers: list[nn.Module] = []
+            if kind == "conv":
+                layers = [make(*given[:3], given[3], *given[4:])]
+            elif kind == "residual":  # a bottleneck: 1 x 1, groups and dilation, 1 x 1
+                c, mid, groups, dilation, norm = given
+                norms = [_plane_norm(norm, n, self.signal) for n in (mid, mid, c)]
+                wide = make(mid, mid, 3, 1, dilation, dilation, groups, bias=False)
+                layers = [make(c, mid, 1), norms[0], wide, norms[1], make(mid, c, 1), norms[2]]
+            elif kind == "u":  # down, across, up again and beside what was there
+                c, mid, pool = given
+                layers = [make(c, mid, 3, 1, 1), make(c + mid, c, 1), *([] if self.signal else [pool(2)])]
+            elif kind == "experts":
+                layers = [nn.Linear(given[0], given[1]), nn.Embedding(given[1], given[0])]
+            elif kind == "norm":
+                layers = [_plane_norm(given[1], given[0], self.signal)]
+            elif kind in ("max", "mean"):
+                layers = [nn.MaxPool2d(*given) if kind == "max" else nn.AdaptiveAvgPool2d(given)]
+            setattr(self, f"block{i}", nn.ModuleList(layers))
+        self.head = nn.Linear(math.prod(shape), classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.signal:
+            x = x.reshape(x.shape[0], *x.shape[-2:])
+        for i, (kind, *_) in enumerate(self.blocks):
+            x = getattr(self, f"_{kind}")(x, *getattr(self, f"block{i}"))
+        return self.head(x.flatten())
+
+    def _conv(self, x: Tensor, layer: nn.Module) -> Tensor:
+        return F.silu(layer(x))
+
+    def _residual(self, x: Tensor, *layers: nn.Module) -> Tensor:
+        y = x
+        for i, layer in enumerate(layers):
+            y = F.relu(layer(y)) if i in (1, 3) else layer(y)
+        return x + y
+
+    def _u(self, x: Tensor, across: nn.Module, join: nn.Module, *pool: nn.Module) -> Tensor:
+        y = F.relu(across(pool[0](x) if pool else x[..., ::2]))
+        n, c, *sizes = y.shape
+        if self.signal:
+            y = y.reshape(n, c, *sizes, 1).expand(n, c, *sizes, 2)
+        else:
+            y = y.reshape(n, c, sizes[0], 1, sizes[1], 1).expand(n, c, sizes[0], 2, sizes[1], 2)
+        return join(F.cat([y.reshape(n, c, *x.shape[2:]), x], 1))
+
+    def _experts(self, x: Tensor, gate: nn.Module, table: nn.Module) -> Tensor:
+        """Each sample adds the row of a table that its channels choose, and rows of it by softmax."""
+        chosen = gate(x.reshape(*x.shape[:2], -1).mean(2))
+        rows = table(chosen.argmax(1)) + F.softmax(chosen) @ table.weight[:]
+        return x + rows.reshape(*rows.shape, *[1] * (x.ndim - 2)) * (x > 0)
+
+    def _norm(self, x: Tensor, layer: nn.Module) -> Tensor:
+        return layer(x)
+
+    _max = _mean = _norm
+
+
+def _plane_norm(kind: str, channels: int, signal: bool) -> nn.Module:
+    batch = nn.BatchNorm1d if signal else nn.BatchNorm2d
+    if kind == "group":
+        return nn.GroupNorm(next(g for g in (3, 2, 1) if channels % g == 0), channels)
+    return {
+        "batch": lambda: batch(channels),
+        "plain batch": lambda: batch(channels, momentum=0.3, affine=False),
+        "batch of now": lambda: batch(channels, track_running_stats=False),
+        "none": nn.Identity,
+    }[kind]()
+
+
+@draw("network", 2)
+def blocks(random: Random) -> Network:
+    """Groups, dilation, bottlenecks, padded and adaptive pools, skips over other sizes, tables; signals as well."""
+    c, h, w = random.integer(1, 4), random.one([1, random.integer(5, 14)], [1, 3]), random.integer(5, 17)
+    made: list[Op] = []
+    shape, signal = (c, h, w), h == 1
+    norms = ["batch", "group", "plain batch", "batch of now", "none"]
+    for _ in range(random.integer(1, 4)):
+        kind = random.one(["conv", "residual", "u", "experts", "norm", "max", "mean"], [4, 3, 2, 1, 1, 1, 1])
+        if kind == "conv":
+            groups, kernel = random.one([g for g in range(1, c + 1) if c % g == 0]), random.integer(1, 3)
+            out, stride = groups * random.integer(1, 6), random.one([1, 1, 2])
+            padding, dilation = random.integer(0, 2), random.integer(1, 2)
+            sizes = [(n + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1 for n in (h, w)]
+            if min(sizes[signal:]) < 1:
+                continue
+            made.append((kind, c, out, kernel, stride, padding, dilation, groups, random.chance(0.7)))
+            c, h, w = out, 1 if signal else sizes[0], sizes[1]
+        elif kind == "residual":
+            groups = random.integer(1, 4)
+            mid = groups * random.integer(1, 3)
+            made.append((kind, c, mid, groups, random.integer(1, 3), random.one(norms)))
+        elif kind == "u" and w % 2 == 0 and (signal or h % 2 == 0):
+            made.append((kind, c, random.integer(1, 6), random.one([nn.MaxPool2d, nn.AvgPool2d])))
+        elif kind == "experts":
+            made.append((kind, c, random.integer(2, 5)))
+        elif kind == "norm":
+            made.append((kind, c, random.one(norms[:-1])))
+        elif kind == "max" and not signal and min(h, w) > 1:
+            stride = random.integer(1, 3)
+            made.append((kind, 3, stride, 1))
+            h, w = (h - 1) // stride + 1, (w - 1) // stride + 1
+        elif kind == "mean" and not signal:
+            h, w = random.integer(1, min(h, 4)), random.integer(1, min(w, 4))
+            made.append((kind, h, w))
+    classes = random.size(20)
+    words = [" ".join(getattr(g, "__name__", str(g)) for g in block) for block in made]
+    text = f"{'x'.join(map(str, shape))}: {', '.join([*words, f'linear {classes}'])}"
+    given = shape[::2] if signal else shape
+    return Network(text, given, classes, functools.partial(Blocks, tuple(made), (c, h, w), classes))
+
+
 def _unused(random: Random) -> list[int]:
     return [random.size(40)] if random.chance(0.1) else []
 
@@ -246,7 +365,7 @@ class Decoder(nn.Module):
         self.blocks, self.length = tuple(blocks), length
         for i, (kind, norm, *given) in enumerate(blocks):
             setattr(self, f"norm{i}", SAMPLE_NORMS[norm](width))
-            if kind == "attention":
+            if kind in ("attention", "masked"):
                 setattr(self, f"inner{i}", nn.MultiheadAttention(width, given[0], bias=given[1]))
             else:
                 setattr(self, f"inner{i}", nn.Linear(width, given[0]))
@@ -261,10 +380,24 @@ class Decoder(nn.Module):
             y = getattr(self, f"norm{i}")(x)
             if kind == "attention":
                 y = getattr(self, f"inner{i}")(y, is_causal=given[2])
+            elif kind == "masked":
+                y = self._masked(getattr(self, f"inner{i}"), y, ids, given[0], given[2])
             else:
                 y = getattr(self, f"outer{i}")(getattr(F, given[1])(getattr(self, f"inner{i}")(y)))
             x = x + F.dropout(y, given[-1], self.training)
         return self.head(x)
+
+    def _masked(self, layer: nn.Module, x: Tensor, ids: Tensor, heads: int, written: bool) -> Tensor:
+        """Attention written out, where tokens 0 are padding that nobody looks at; or PyTorch's function of heads."""
+        n, t, f = x.shape
+        qkv = F.linear(x, layer.in_proj_weight, layer.in_proj_bias).reshape(n, t, 3, heads, f // heads)
+        q, k, v = (qkv[:, :, i].transpose(1, 2) for i in range(3))
+        if written:
+            scores = q @ k.transpose(-1, -2) * (f // heads) ** -0.5
+            y = F.softmax(F.where(ids.float().eq(0).reshape(n, 1, 1, t), -1e4, scores)) @ v
+        else:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return layer.out_proj(y.transpose(1, 2).reshape(n, t, f))
 
 
 class Pooled(Decoder):
@@ -283,7 +416,8 @@ def sequences(random: Random) -> Network:
     for _ in range(random.integer(1, 3)):
         p = random.one([0.0, 0.2])
         if random.chance(0.6):
-            blocks.append(("attention", random.one(norms), heads, random.chance(0.7), random.chance(0.7), p))
+            kind = random.one(["attention", "masked"], [2, 1])
+            blocks.append((kind, random.one(norms), heads, random.chance(0.7), random.chance(0.7), p))
         else:
             inner = random.one(["gelu", "silu", "relu", "softplus"])
             blocks.append(("layers", random.one(norms), random.integer(1, 40), inner, p))

@@ -184,6 +184,23 @@ def mixed_loss(y: Tensor, target: Any) -> Tensor:
     return F.mse_loss(y, target[0]) * 0.5 + F.cross_entropy(y, target[1])
 
 
+class Parted(nn.Module):
+    """A model of two outputs in a dict."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *given: Any) -> dict[str, Tensor]:
+        y = self.model(*given)
+        return {"mean": y, "spread": F.softplus(y)}
+
+
+def parted_loss(y: dict[str, Tensor], target: Any) -> Tensor:
+    """Of both outputs, as a variational autoencoder's."""
+    return F.mse_loss(y["mean"], target) + (0.1 * (y["spread"] - F.log(y["spread"] + 1e-3))).sum(1).mean()
+
+
 def of_one_s_own(y: Tensor, target: Any) -> Tensor:
     """A loss written with ops."""
     d = F.tanh(y) - target
@@ -193,8 +210,15 @@ def of_one_s_own(y: Tensor, target: Any) -> Tensor:
 @draw("task", 2)
 def numbers_as_targets(random: Random) -> tuple[Loss, bool, tuple[str, ...] | dict[str, Any] | None]:
     kinds = [nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.BCEWithLogitsLoss]
-    made = random.one([*(Loss(k.__name__, k) for k in kinds), Loss("a loss of one's own", lambda: of_one_s_own)])
+    settings = [("SmoothL1Loss(beta=0.3)", lambda: nn.SmoothL1Loss(beta=0.3))]
+    settings += [("weighted BCE", lambda: nn.BCEWithLogitsLoss(pos_weight=1.7)), ("own", lambda: of_one_s_own)]
+    made = random.one([Loss(k.__name__, k) for k in kinds] + [Loss(*one) for one in settings])
     return made, False, random.one([None, ("mae",), {"mse": "mse", "own": of_one_s_own}])
+
+
+@draw("task", 0.5)
+def two_outputs(random: Random) -> tuple[Loss, bool, tuple[str, ...] | dict[str, Any] | None]:
+    return Loss("squares and spreads of two outputs", lambda: parted_loss), False, {"both": parted_loss}
 
 
 @draw("task", 1)

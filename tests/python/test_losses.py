@@ -8,7 +8,7 @@ import pytest
 from odyssey import DistributedTrainer, Tensor, data, nn, optim
 from odyssey import functional as F
 from odyssey.core.tensor import Parameter
-from odyssey.errors import ConfigError, ShapeError
+from odyssey.errors import ConfigError, NumericsError, ShapeError
 
 LOSSES = {
     "mse_loss": (nn.MSELoss, {}),
@@ -120,6 +120,40 @@ def test_abs():
 def test_what_is_refused(call, said):
     with pytest.raises(ShapeError, match=said):
         call(Tensor(np.zeros((4, 2))))
+
+
+@pytest.mark.parametrize("execution", ["replay", "eager"])
+@pytest.mark.parametrize("n", [4, 40])  # in rows, in lanes
+def test_the_class_of_a_token_that_is_out_of_range_ends_the_training(n, execution):
+    ids = np.random.default_rng(n).integers(0, 7, (n, 5)).astype(np.int32)
+    for loss in (nn.CrossEntropyLoss(), nn.CrossEntropyLoss(label_smoothing=0.1)):
+        for wrong, says in ((7, "a class or an index is out of range"), (2**30, "not finite"), (6, None)):
+            targets = ids.copy()
+            targets[n // 2, 3] = wrong
+            net = nn.Sequential(nn.Embedding(7, 8), nn.Linear(8, 7))
+            trainer = DistributedTrainer(net, optim.SGD(lr=0.1), loss=loss, execution=execution)
+            loader = data.DataLoader(data.arrays(ids, targets), batch_size=n)
+            if says is None:
+                trainer.fit(loader, verbose=False)
+                continue
+            before = trainer.weights_sha256()
+            with pytest.raises(NumericsError, match=says):
+                trainer.fit(loader, verbose=False)
+            assert trainer.weights_sha256() == before
+
+
+@pytest.mark.parametrize("smoothing", [0, 0.1])
+def test_a_loss_of_one_output_names_several(smoothing):
+    class Two(nn.Linear):
+        def forward(self, x):
+            return super().forward(x), x
+
+    x = np.ones((8, 3), np.float32)
+    loss, net = nn.CrossEntropyLoss(label_smoothing=smoothing), Two(3, 3)
+    with pytest.raises(ShapeError, match="the input is a tuple; give loss="):
+        DistributedTrainer(net, optim.SGD(lr=0.1), loss=loss).evaluate(data.arrays(x, np.zeros(8, int)))
+    with pytest.raises(ShapeError, match="the targets are a dict; give loss="):
+        DistributedTrainer(nn.Linear(3, 3), optim.SGD(lr=0.1)).evaluate(data.arrays(x, {"a": x}))
 
 
 def test_what_modules_refuse():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from odyssey import Tensor, nn
+from odyssey import DistributedTrainer, Tensor, nn, optim
 from odyssey import functional as F
 from odyssey.errors import ConfigError, ShapeError
 
@@ -180,6 +180,8 @@ def test_repr():
         (lambda: nn.Conv2d(1, 1, (3, 0)), "kernel_width is 0"),
         (lambda: nn.Conv2d(1, 1, 3, stride=0), "stride is 0"),
         (lambda: nn.Dropout(1.0), "p is 1.0"),
+        (lambda: nn.ReLU(inplace=True), "inplace=True was given; leave it out"),
+        (lambda: nn.Flatten(1), "takes no arguments"),
         (lambda: nn.manual_seed(-1), "-1"),
         (lambda: nn.manual_seed(2**63), "2^63"),
     ],
@@ -188,6 +190,25 @@ def test_settings_that_are_refused(make, says):
     with pytest.raises(ConfigError) as caught:
         make()
     assert says in str(caught.value)
+
+
+def test_a_mixin_behind_a_module_has_its_arguments():
+    class Named:
+        def __init__(self, name):
+            self.name = name
+
+    class Net(nn.Module, Named):
+        def __init__(self):
+            super().__init__("net")
+
+    assert Net().name == "net"
+
+
+def test_two_parameters_of_one_name_are_refused():
+    net = nn.Sequential(nn.Sequential(nn.Linear(2, 2)))
+    setattr(net, "0.0", nn.Linear(2, 2))
+    with pytest.raises(ConfigError, match="2 parameters are called 0.0.weight"):
+        DistributedTrainer(net, optim.SGD(lr=0.1))
 
 
 def test_a_module_without_forward_says_so():

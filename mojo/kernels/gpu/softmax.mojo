@@ -6,7 +6,7 @@ the same.
 """
 
 from std.memory import unsafe_stack_allocation
-from std.utils.numerics import inf, isnan
+from std.utils.numerics import inf, isnan, nan
 
 from max.gpu import AddressSpace, barrier, block_dim, block_idx, thread_idx
 
@@ -257,7 +257,10 @@ def _loss[
         else:
             barrier()  # before places are written again
         if part == 0 and label >= 0:
-            var v = x[unsafe_offset=Int(label) * LANES] if label < F_ else 0
+            var v = (
+                x[unsafe_offset=Int(label) * LANES] if label
+                < F_ else nan[F32]()
+            )
             loss += lse - v
             count += 1
             if label == top[1]:

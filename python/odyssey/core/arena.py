@@ -7,6 +7,7 @@ is a range, and the SHA-256 of the training is that of one buffer.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -91,6 +92,9 @@ class Arena:
     def of(cls, named: Iterable[tuple[str, Parameter]], buffers: Iterable[tuple[str, Buffer]] = ()) -> Arena:
         """The arena these parameters already fill, or a new one. Buffers that it has not are added."""
         named, buffers = list(named), list(buffers)
+        (name, times), *_ = Counter(name for name, _ in (*named, *buffers)).most_common(1) or [("", 0)]
+        if times > 1:
+            raise ConfigError(f"[arena] {times} parameters are called {name}; give attributes names without dots")
         placed = [p.memory.arena for _, p in named if isinstance(p.memory, Range)]
         if placed:
             arena, wanted = placed[0], [id(p) for _, p in named]
@@ -101,7 +105,7 @@ class Arena:
                 return arena
             raise ConfigError(
                 "[arena] these parameters belong to another optimizer or trainer together with others; "
-                "give both the same model"
+                "give both the same model, and set requires_grad = False of those that are not to be trained"
             )
         return cls(named, buffers)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..errors import ShapeError
 from .program import current
-from .shapes import permute, reshape, tokens
+from .shapes import as_image, permute, reshape, tokens
 from .tensor import Tensor, attach, empty
 
 __all__ = ["attention", "scaled_dot_product_attention"]
@@ -42,7 +42,7 @@ def attention(
     ):
         raise ShapeError(
             f"[attention] shapes {', '.join(str(t.shape) for t in given)} and {heads} heads; they must be (N, T, F), "
-            "(N, S, F), (N, S, F) with F a multiple of the heads, or (N, T, 3 F) alone"
+            f"(N, S, F), (N, S, F) with F a multiple of the heads, or (N, T, 3 F) alone{as_image(q.shape)}"
         )
     (n, t), s, d = q.shape[:2], keys[0], f // heads
     if past is not None and past < 0:

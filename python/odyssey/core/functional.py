@@ -296,6 +296,9 @@ def labels_of(target: Any, samples: int, classes: int, layout: str, ignored: int
 
     Raises ShapeError for a bad label.
     """
+    if isinstance(target, (tuple, dict)):
+        kind = "dict" if isinstance(target, dict) else "tuple"
+        raise ShapeError(f"[loss] the targets are a {kind}; give loss=, a function of (output, target)")
     if isinstance(target, Tensor):
         if target.ndim > 1:
             target = reshape(target, -1)
@@ -384,6 +387,10 @@ def cross_entropy(
     weight: what each class counts, (classes,). label_smoothing: how much of a target is spread over all classes
     (Szegedy et al. 2016). As in PyTorch, but that the mean in a trainer is over samples, whatever their class counts.
     """
+    if not isinstance(x, Tensor):
+        raise ShapeError(
+            f"[cross_entropy] the input is a {type(x).__name__}; give loss=, a function of (output, target)"
+        )
     if weight is None and label_smoothing == 0:
         return _loss("cross_entropy", x, target, reduction, ignore_index)
     classes = x.shape[-1] if x.ndim else 0

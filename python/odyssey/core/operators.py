@@ -221,6 +221,7 @@ def minimum(a: Tensor, b: Tensor | Number) -> Tensor:
 def _compared(op: str, a: Any, b: Any) -> Tensor:
     a, b, _ = _operands(op, a, b)
     y = _pair(op, a, b)
+    y.mask = True
     return attach(y, (a.detach(), b.detach()), lambda dy: (None, None), name=op)
 
 
@@ -447,7 +448,31 @@ def embedding(index: Any, weight: Tensor) -> Tensor:
     return take(weight, index)
 
 
+def _equal(a: Tensor, b: Any) -> Any:
+    """`==`: of numbers and arrays element by element; nothing else is equal to a tensor."""
+    return eq(a, b) if isinstance(b, (Tensor, int, float, np.generic, np.ndarray)) else NotImplemented
+
+
+def _different(a: Tensor, b: Any) -> Any:
+    same = _equal(a, b)
+    return same if same is NotImplemented else add(scale(same, -1.0), 1.0)
+
+
+def _truth(x: Tensor) -> bool:
+    """Of one number: whether it is not 0. In a recorded step there are no values, and reading one is refused."""
+    if x.size != 1:
+        raise ShapeError(
+            f"[tensor] a tensor of shape {x.shape} is neither true nor false; compare one number, such as (x > 0).max()"
+        )
+    return x.item() != 0
+
+
 def _indexed(x: Tensor, key: Any) -> Tensor:
+    if getattr(key, "mask", False):
+        raise ShapeError(
+            f"[index] the result of a comparison, {key.shape}, is 1 and 0 and no index; use where(condition, a, b), "
+            "or multiply with it"
+        )
     return take(x, key) if isinstance(key, (Tensor, np.ndarray, list)) else getitem(x, key)
 
 
@@ -470,6 +495,11 @@ _OPERATORS |= {"__rtruediv__": lambda x, other: divide(other, x), "__pow__": pow
 _OPERATORS |= {"__rpow__": lambda x, other: power(other, x), "__lt__": lt, "__le__": le, "__gt__": gt}
 _OPERATORS |= {
     "__ge__": ge,
+    "__eq__": _equal,
+    "__ne__": _different,
+    "__hash__": object.__hash__,
+    "__bool__": _truth,
+    "__array_priority__": 1000,  # so that NumPy leaves `array * tensor` to the tensor, which keeps its tape
     "__getitem__": _indexed,
     "__matmul__": matmul,
     "__iter__": lambda x: (getitem(x, i) for i in range(len(x))),

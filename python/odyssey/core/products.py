@@ -11,7 +11,7 @@ from ..errors import ConfigError, ShapeError
 from . import native
 from .program import Block, Memory, current
 from .recipes import CONV_ALGORITHMS
-from .shapes import batched, reshape, tokens
+from .shapes import as_image, batched, reshape, tokens
 from .tensor import Tensor, attach, empty, make, to_lanes, to_rows
 
 AUTO = "direct"  # what conv_algorithm="auto" stands for; docs/kernels.md has the errors of both
@@ -213,7 +213,10 @@ def conv1d(
 ) -> Tensor:
     """Cross-correlation of x (N, C, W) with weight (K, C / groups, T), plus bias (K): conv2d of one row of pixels."""
     if x.ndim != 3 or weight.ndim != 3:
-        raise ShapeError(f"[conv1d] input {x.shape} and weight {weight.shape}; they must be (N, C, W) and (K, C, T)")
+        raise ShapeError(
+            f"[conv1d] input {x.shape} and weight {weight.shape}; they must be (N, C, W) and (K, C, T)"
+            f"{as_image(x.shape)}"
+        )
     (n, c, w), (k, per, t) = x.shape, weight.shape
     y = _direct("conv1d", reshape(x, n, c, 1, w), weight, (k, per, 1, t), bias, stride, (0, padding), dilation, groups)
     return reshape(y, n, k, y.shape[3])

@@ -98,6 +98,15 @@ def _given(sizes: tuple[Any, ...]) -> tuple[int, ...]:
     return tuple(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else sizes
 
 
+def as_image(shape: Shape) -> str:
+    """What to tell about an input that may have become an image in a data set; "" where it has not."""
+    if len(shape) != 4 or shape[1] != 1:
+        return ""
+    return (
+        "; a data set makes (1, H, W) of samples (H, W): to have them as they are, give arrays((x,), y), or (x,) as x"
+    )
+
+
 def axis_of(name: str, dim: int, ndim: int) -> int:
     if not -ndim <= dim < ndim:
         raise ShapeError(f"[{name}] axis {dim} of a tensor of {ndim} axes; give {-ndim} to {ndim - 1}")
@@ -119,9 +128,9 @@ def reshape(x: Tensor, *shape: int) -> Tensor:
     return attach(y, (x,), lambda dy: (reshape(dy, before),))
 
 
-def flatten(x: Tensor) -> Tensor:
-    """(N, ...) to (N, F). No copy."""
-    return reshape(x, x.shape[0], -1)
+def flatten(x: Tensor, start_dim: int = 1) -> Tensor:
+    """(N, ...) to (N, F), or all axes from start_dim on as one. No copy."""
+    return reshape(x, *x.shape[: axis_of("flatten", start_dim, x.ndim)], -1)
 
 
 def unsqueeze(x: Tensor, dim: int) -> Tensor:
@@ -206,6 +215,12 @@ def _cut(x: Tensor, starts: Sequence[int], sizes: Sequence[int], steps: Sequence
 def getitem(x: Tensor, key: Any) -> Tensor:
     """x[key]: integers, slices of a positive step, ... and None, as in NumPy. The numbers are copied."""
     keys = list(key) if isinstance(key, tuple) else [key]
+    for k in keys:
+        if not (k is None or k is Ellipsis or isinstance(k, (int, np.integer, slice))) or isinstance(k, bool):
+            raise ShapeError(
+                f"[index] an index of type {type(k).__name__}; give integers, slices, ... or None, or one index of "
+                "whole numbers alone, for rows: of another axis x.transpose(0, axis)[index].transpose(0, axis)"
+            )
     named = len([k for k in keys if k is not None and k is not Ellipsis])
     if keys.count(Ellipsis) > 1 or named > x.ndim:
         raise ShapeError(f"[index] {len(keys)} indices for shape {x.shape}; give at most one for each axis")
@@ -223,13 +238,11 @@ def getitem(x: Tensor, key: Any) -> Tensor:
                 raise ShapeError(f"[index] a slice of step {step}; it must be at least 1")
             sizes.append(len(range(start, stop, step)))
             shape.append(sizes[-1])
-        elif isinstance(k, (int, np.integer)):
+        else:
             if not -n <= k < n:
                 raise ShapeError(f"[index] {k} of axis {len(starts)}, of size {n}; give {-n} to {n - 1}")
             start, step = int(k) % n, 1
             sizes.append(1)
-        else:
-            raise ShapeError(f"[index] an index of type {type(k).__name__}; give integers, slices, ... or None")
         starts.append(start)
         steps.append(step)
     if 0 in sizes:

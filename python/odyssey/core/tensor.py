@@ -75,7 +75,7 @@ class Tensor:
     `device` is the place it is on (placement.py): that of its inputs, and device(0) for what was made from an array.
     """
 
-    __slots__ = ("memory", "shape", "layout", "dtype", "requires_grad", "grad", "node", "device", "__weakref__")
+    __slots__ = ("memory", "shape", "layout", "dtype", "requires_grad", "grad", "node", "device", "mask", "__weakref__")
 
     def __init__(self, data: Any, requires_grad: bool = False, dtype: Any = np.float32) -> None:
         array = np.asarray(data)
@@ -93,6 +93,7 @@ class Tensor:
         self.grad: Tensor | None = None
         self.node: Node | None = None
         self.device: Device = FIRST
+        self.mask = False  # whether it is what a comparison gave
 
     # --- shape ---
 
@@ -193,7 +194,7 @@ class Tensor:
         def __mul__(self, other: Tensor | float) -> Tensor: ...
         def __neg__(self) -> Tensor: ...
         def reshape(self, *shape: int) -> Tensor: ...
-        def flatten(self) -> Tensor: ...
+        def flatten(self, start_dim: int = 1) -> Tensor: ...
         def to(self, device: int | str | Device) -> Tensor: ...
         def __getattr__(self, name: str) -> Any: ...
 

@@ -94,6 +94,13 @@ class Module:
     training = True
     arguments: dict[str, Any] | None = None  # that one of odyssey's own was made with, as JSON has them
 
+    def __init__(self, *args: Any, **named: Any) -> None:
+        order = type(self).__mro__
+        if (args or named) and order[order.index(Module) + 1] is object:
+            given = ", ".join([*map(repr, args), *(f"{k}={v!r}" for k, v in named.items())])
+            raise ConfigError(f"[{type(self).__name__}] takes no arguments, but {given} was given; leave it out")
+        super().__init__(*args, **named)
+
     def __init_subclass__(cls, **more: Any) -> None:
         super().__init_subclass__(**more)
         if cls.__module__.startswith(f"{__package__}."):

@@ -201,7 +201,7 @@ class EngineState(Sharing):
         names = [name for name, p in self.arena.named if optimizer.undecayed and optimizer.undecayed(name, p)]
         undecayed = {"undecayed": names} if names else {}
         modules = [
-            (type(m).__name__, *(getattr(m, k) for k in ("p", *getattr(m, "configured", ())) if hasattr(m, k)))
+            (type(m).__name__, *(getattr(m, k) for k in ("p", *getattr(m, "configured", ())) if _is_setting(m, k)))
             for m in self.model.modules()
         ]
         strategy = lay.reduction
@@ -403,6 +403,11 @@ def _flat(arena: Any, tensors: dict[str, np.ndarray], prefix: str, name: str) ->
         view = arena.view(flat, own)
         view[...] = resume.tensor(tensors, prefix + own, view, name)
     return flat
+
+
+def _is_setting(module: Any, name: str) -> bool:
+    """Whether a module has a setting of this name: a layer of one's own may call a layer so."""
+    return isinstance(getattr(module, name, None), (int, float))
 
 
 def as_json(value: Any) -> Any:
