@@ -135,7 +135,7 @@ ORDER = (
 BUDGETS = {  # lines of all its files together
     "mojo": 16_700,
     "shared/training": 3_445,
-    "python/odyssey": 46_850,
+    "python/odyssey": 46_930,
     "python/odyssey/comm": 3_925,
     "python/odyssey/parallel": 3_625,
     "python/odyssey/distributed": 2_100,
