@@ -31,6 +31,7 @@ import numpy as np
 
 from . import comm as communication
 from .callbacks import Callback, Context
+from .callbacks.standard import Monitor
 from .comm import base
 from .data.sampler import check_integer
 from .errors import ConfigError, printable
@@ -98,22 +99,20 @@ class Trial:
 
     def pruning(self, monitor: str) -> Callback:
         """A callback for fit(): reports a figure of each epoch, and finishes the training if the trial is pruned."""
-        return _Pruning(self, monitor)
+        return Pruning(self, monitor)
 
 
-class _Pruning(Callback):
+class Pruning(Monitor):
+    """See Trial.pruning()."""
+
     def __init__(self, trial: Trial, monitor: str) -> None:
-        self.trial, self.monitor = trial, monitor
+        super().__init__(monitor)
+        self.trial = trial
 
     def on_epoch_end(self, context: Context) -> None:
-        if self.monitor not in context.record:
-            error = ConfigError(
-                f"[tune] an epoch has no figure {self.monitor!r}; choose from {', '.join(context.record)}, or give "
-                "fit() a validation set"
-            )
-            error.raised_on_all_ranks = True
-            raise error
-        self.trial.report(context.record[self.monitor], context.epoch)
+        value = self.value(context)
+        if value is not None:
+            self.trial.report(value, context.epoch)
         if self.trial.should_prune():
             context.finish("the trial is pruned")
 

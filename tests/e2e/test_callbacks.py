@@ -189,7 +189,18 @@ def test_what_fit_refuses(tmp_path):
         trainer, loader = parts()
         with pytest.raises(ConfigError) as caught:
             trainer.fit(loader, callbacks=given)
-        assert message in str(caught.value)
+        assert message in str(caught.value) and trainer.steps == 0
+    trainer, loader = parts()
+    with pytest.raises(ConfigError, match="no figure 'test_acc'; choose from train_loss, test_loss, train_accuracy"):
+        trainer.fit(loader, loader.dataset, callbacks=[callbacks.ReduceLROnPlateau("test_acc")])
+    with pytest.raises(ConfigError, match="no figure 'lr'"):  # who would give it is not there
+        trainer.fit(loader, callbacks=[callbacks.EarlyStopping("lr")])
+    assert trainer.steps == 0
+    trainer.fit(loader, callbacks=[callbacks.EarlyStopping("lr"), callbacks.LearningRateMonitor()], verbose=False)
+    steps = trainer.steps
+    with pytest.raises(ConfigError, match="no figure 'mine'"):  # a callback might have given it: known after an epoch
+        trainer.fit(loader, callbacks=[callbacks.EarlyStopping("mine"), callbacks.Callback(), Odd()], verbose=False)
+    assert trainer.steps == 2 * steps
     trainer, loader = parts()
     with pytest.raises(ConfigError, match=r"\[Odd\] state_dict\(\) gives no JSON"):
         trainer.fit(loader, callbacks=Odd(), checkpoint_dir=tmp_path)

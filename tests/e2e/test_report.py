@@ -37,6 +37,7 @@ def test_two_runs_one_of_which_went_on(monkeypatch, tmp_path):
     (tmp_path / "a" / "run.json").write_text(json.dumps(about))
     page = report.page([tmp_path / "a", tmp_path / "b<script>"])
     assert not re.search(r"https?:|<script|<link|<img|@import|url\((?!#)", page), "it loads nothing"
+    assert ">fp32<" in page  # and no loss scale behind it
     assert "default-src 'none'" in page and "prefers-color-scheme:dark" in page
     text = html.unescape(re.sub(r"<[^>]+>", " ", page))
     for said in (

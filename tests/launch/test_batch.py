@@ -233,7 +233,7 @@ def train(tmp_path, *words):
 
 def test_a_script_is_started_by_train(tmp_path):
     (tmp_path / "show.py").write_text(
-        "import sys\nfrom mpi4py import MPI\nprint('size', MPI.COMM_WORLD.size, sys.argv[1:])\n"
+        "import sys\nfrom mpi4py import MPI\nsys.stdout.write(f'size {MPI.COMM_WORLD.size} {sys.argv[1:]}\\n')\n"
     )
     done = train(tmp_path, "--script", "show.py", "--num-gpus", "2", "--backend", "pytorch-ddp", "--lr", "0.1")
     assert (done.returncode, done.stdout) == (0, "size 2 ['--lr', '0.1']\n" * 2), done.stderr

@@ -402,6 +402,8 @@ def _configuration(run: Told) -> str:
     layers = about.pop("layers", None)
     if isinstance(layers, list):
         about["layers"] = ", ".join(str(layer[0]) for layer in layers)[:400]
+    if isinstance(about.get("precision"), list) and about["precision"][1:] == [0]:
+        del about["precision"][1:]  # no loss scale that grows
     rows = [(k, _plain(v)) for k, v in about.items() if v not in (None, ["none", None])]
     return _table([("epochs", run.latest.get("epochs")), *rows])
 

@@ -76,6 +76,7 @@ class Context:
     given: Sequence[Callback] = ()  # those of them that were given to fit()
     asking: Callback | None = None  # whose event it is, or was
     finisher: Callback | None = None  # who has finished it
+    figures: Sequence[str] | None = None  # what an epoch's record will have; None: not known before the first has ended
 
     def __repr__(self) -> str:
         where = f"epoch {min(self.epoch, self.epochs)} of {self.epochs}, step {self.steps}"

@@ -39,7 +39,8 @@ class Monitor(Callback):
 
     mode: "min" if less is better, "max", or "auto": "max" for what ends in accuracy or top5 (any number), else "min".
     min_delta: by how much it must be better than the best to count as better.
-    Raises ConfigError: a setting is not allowed; at the end of an epoch: it has no such figure.
+    Raises ConfigError: a setting is not allowed; an epoch has no such figure: before the first step where it can be
+    known then (Context.figures), else at the end of the first epoch.
     """
 
     def __init__(self, monitor: str = "test_loss", mode: str = "auto", min_delta: float = 0.0) -> None:
@@ -52,22 +53,29 @@ class Monitor(Callback):
         self.best: float | None = None
 
     def on_fit_start(self, context: Context) -> None:
-        """Nothing is known yet."""
+        """Nothing is known yet, but which figures there will be."""
         self.best = None
+        if context.figures is not None:
+            self.check(context.figures)
 
-    def value(self, context: Context) -> float | None:
-        """Rank 0's figure of this epoch, on all ranks; None where verify or replay leaves validation out."""
-        record = context.record
-        known = [name for name, v in record.items() if isinstance(v, (int, float)) and name != "epoch"]
+    def check(self, known: Sequence[str]) -> None:
+        """Raises ConfigError, on all ranks: `monitor` is none of the figures that an epoch has."""
         if self.monitor not in known:
-            if not context.validate:
-                return None
-            why = "give fit() a validation set, or " if self.monitor.startswith("test_") else ""
+            no_test = self.monitor.startswith("test_") and not any(name.startswith("test_") for name in known)
+            why = "give fit() a validation set, or " if no_test else ""
             error = ConfigError(
                 f"[{type(self).__name__}] an epoch has no figure {self.monitor!r}; {why}choose from {', '.join(known)}"
             )
             error.raised_on_all_ranks = True
             raise error
+
+    def value(self, context: Context) -> float | None:
+        """Rank 0's figure of this epoch, on all ranks; None where verify or replay leaves validation out."""
+        record = context.record
+        known = [name for name, v in record.items() if isinstance(v, (int, float)) and name != "epoch"]
+        if self.monitor not in known and not context.validate:
+            return None
+        self.check(known)
         return float(context.trainer.comm.broadcast(np.array([record[self.monitor]], np.float64))[0])
 
     def better(self, value: float, than: float | None) -> bool:
@@ -205,6 +213,7 @@ class ModelCheckpoint(Monitor):
         return self._folder / self.name if self.top and self._folder is not None else None
 
     def on_fit_start(self, context: Context) -> None:
+        super().on_fit_start(context)
         self.top, self._folder = [], context.folder
         if context.folder is None and not context.saving.off:
             error = ConfigError("[ModelCheckpoint] fit() makes no checkpoints; give it a checkpoint_dir")

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from .. import data as datasets
-from ..callbacks import Callback, Context
+from ..callbacks import Callback, Context, LambdaCallback, LearningRateMonitor
 from ..checkpoints.trainable import KEEP, History, Mode, Saving, Step
 from ..comm import Communicator
 from ..core.offload import offload
@@ -41,6 +41,7 @@ class Trainer:
     comm: Communicator
     layout: Any = None  # engine.layout.Layout
     mode: Mode
+    metrics: Any = None  # by name; None: accuracy, where targets are classes
     accumulation_steps: int
     numerics: Any
     progress: Any
@@ -263,6 +264,7 @@ class Trainer:
         if not context.validate:
             val_loader = None
         self._compare_data(train_loader, val_loader, context)
+        context.figures = self._figures(context, val_loader is not None)
         history, session = context.history, Session(self, train_loader, context)
         self._session = session
         try:
@@ -322,6 +324,16 @@ class Trainer:
 
             listeners.append(Requests(self.comm, session.run, [*self.callbacks, *given], signals=session.saves))
         return listeners
+
+    def _figures(self, context: Context, evaluates: bool) -> list[str] | None:
+        """What an epoch's record will have. None: not known, as ranks step apart, or a callback may add to it."""
+        own = all(type(c).__module__.startswith("odyssey.") and type(c) is not LambdaCallback for c in context.given)
+        if not (own and context.validate and self.mode.together):
+            return None
+        parts = ("train", "test") if evaluates else ("train",)
+        named = [f"{part}_{name}" for name in ("loss", *(self.metrics or ("accuracy",))) for part in parts]
+        named += ["lr"] * any(isinstance(c, LearningRateMonitor) for c in context.given)
+        return [*named, "samples_per_second", "seconds", "bytes_per_step", "bytes_per_step_uncompressed"]
 
     def _compare_data(self, loader: Any, val_loader: Any, context: Context) -> None:
         """Sees to it that all ranks have the same data. Raises ConfigError or DataError."""

@@ -164,7 +164,7 @@ class DistributedTrainer(EngineState):
             )
         groups = Groups(self.comm, self.mesh)
         common: dict[str, Any] = {key: getattr(made, key) for key in ("seed", "precision", "conv_algorithm")}
-        common["metrics"] = None if metrics is None else chosen(metrics)
+        self.metrics = common["metrics"] = None if metrics is None else chosen(metrics)
         layout, its_groups, own = self.layout, groups, {}
         if strategy.reduction in MODES and self.comm.size > 1:
             from . import asynchronous
