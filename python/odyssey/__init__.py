@@ -68,7 +68,7 @@ _MODULES = {
 
 _ELSEWHERE = {  # other platforms' names of what is done in another way here
     "TensorFlowDistributedTrainer": "TensorFlow's distribution is tf.distribute; a Keras model trains with "
-    "KERAS_BACKEND=torch and odyssey.torch.DistributedTrainer (docs/migration.md)",
+    "KERAS_BACKEND=torch and odyssey.torch.DistributedTrainer (docs/migration.md)"
 }
 
 if TYPE_CHECKING:

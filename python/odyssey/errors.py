@@ -33,13 +33,9 @@ class OdysseyError(Exception):
 class ConfigError(OdysseyError):
     """A setting has a value that is not allowed, alone or together with another."""
 
-    exit_code = 64
-
 
 class ShapeError(OdysseyError):
     """Tensors whose shapes, dtypes or layouts do not fit the operation."""
-
-    exit_code = 64
 
 
 class DataError(OdysseyError):
@@ -50,8 +46,6 @@ class DataError(OdysseyError):
 
 class CheckpointError(DataError):
     """A checkpoint is torn, altered, not signed as it must be, or no checkpoint: it is not used."""
-
-    exit_code = 65
 
 
 class NumericsError(OdysseyError):

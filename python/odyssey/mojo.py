@@ -47,11 +47,8 @@ def part(name: str) -> Any:
 
 
 def call(target: Any, name: str, arguments: Sequence[Any], settings: dict[str, Any]) -> Any:
-    """A function or method by name, with positional arguments and keywords.
-
-    Raises:
-        ConfigError: it has no such keyword; else what it raises.
-    """
+    """A function or method by name, with positional arguments and keywords. Raises ConfigError: it has no such keyword;
+    else what it raises."""
     global _latest
     function = getattr(target, name)
     try:
@@ -132,11 +129,8 @@ def dropout(x: Tensor, p: float) -> Tensor:
 def arrays(
     samples: np.ndarray, labels: np.ndarray, shape: Sequence[int], *, classes: int, name: str, **settings: Any
 ) -> data.ArrayDataset:
-    """data.arrays of flat samples of a shape (C, H, W), or of C features if H and W are 1.
-
-    Raises:
-        DataError: the sizes do not fit; and what data.arrays raises.
-    """
+    """data.arrays of flat samples of a shape (C, H, W), or of C features if H and W are 1. Raises DataError: the sizes
+    do not fit; and what data.arrays raises."""
     text = " x ".join(map(str, shape))
     if min(*shape, classes) < 1:
         raise DataError(f"[data] {name}: samples of {text} and {classes} classes; each must be at least 1")
@@ -163,11 +157,7 @@ def batch(loader: data.DataLoader, epoch: int, index: int, size: int) -> data.Ba
 
 
 def part_of(batch: data.Batch, first: int, samples: int) -> data.Batch:
-    """Some samples of a batch, as a batch.
-
-    Raises:
-        DataError: it does not have them.
-    """
+    """Some samples of a batch, as a batch. Raises DataError: it does not have them."""
     if first < 0 or samples < 1 or first + samples > len(batch):
         raise DataError(f"[data] samples {first} to {first + samples - 1} of a batch of {len(batch)}; there are none")
     return data.Batch(batch.dataset, batch.indices[first : first + samples], batch.epoch, batch.index)

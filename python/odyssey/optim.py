@@ -232,12 +232,14 @@ class Optimizer:
         """The update of one run as a record of ops.mojo; without weight decay if it does not `decay`."""
         raise TypeError(f"{type(self).__name__} has no update rule; write _record()")
 
-    def step(self) -> None:
-        """Updates the parameters from their `grad`.
+    def _places(self, op: str, lib: native.Library, u: Update, divisor: int) -> list[int]:
+        """What the records of all update rules begin with."""
+        state = (a + 4 * u.state for a in u.arrays or self._addresses)
+        return [lib.codes[op], u.params, *state, u.grads, divisor, u.n]
 
-        Raises:
-            NumericsError: a gradient is NaN or infinite; nothing was changed.
-        """
+    def step(self) -> None:
+        """Updates the parameters from their `grad`. Raises NumericsError: a gradient is NaN or infinite; nothing was
+        changed."""
         arena = self._bound()
         self.check_whole()
         one = np.ones(1, np.float32)
@@ -305,19 +307,8 @@ class SGD(Optimizer):
         super().__init__(params, lr)
 
     def _record(self, lib: native.Library, u: Update, divisor: int, lr: float, decays: bool = True) -> list[int]:
-        bits = native.float_bits
-        return [
-            lib.codes["sgd"],
-            u.params,
-            *(a + 4 * u.state for a in u.arrays or self._addresses),
-            u.grads,
-            divisor,
-            u.n,
-            bits(lr),
-            bits(self.momentum),
-            bits(self.weight_decay if decays else 0.0),
-            int(self.nesterov),
-        ]
+        numbers = lr, self.momentum, self.weight_decay if decays else 0.0
+        return [*self._places("sgd", lib, u, divisor), *map(native.float_bits, numbers), int(self.nesterov)]
 
 
 class Adam(Optimizer):
@@ -341,23 +332,10 @@ class Adam(Optimizer):
         super().__init__(params, lr)
 
     def _record(self, lib: native.Library, u: Update, divisor: int, lr: float, decays: bool = True) -> list[int]:
-        bits, (b1, b2) = native.float_bits, self.betas
-        return [
-            lib.codes["adam"],
-            u.params,
-            *(a + 4 * u.state for a in u.arrays or self._addresses),
-            u.grads,
-            divisor,
-            u.n,
-            bits(lr),
-            bits(b1),
-            bits(b2),
-            bits(self.eps),
-            bits(self.weight_decay if decays else 0.0),
-            int(self.decoupled),
-            bits(1 - b1**self.steps),
-            bits(1 - b2**self.steps),
-        ]
+        numbers = lr, *self.betas, self.eps, self.weight_decay if decays else 0.0
+        places, corrections = self._places("adam", lib, u, divisor), (1 - beta**self.steps for beta in self.betas)
+        numbers, corrections = (map(native.float_bits, some) for some in (numbers, corrections))
+        return [*places, *numbers, int(self.decoupled), *corrections]
 
 
 class AdamW(Adam):
@@ -472,8 +450,7 @@ def linear(start_factor: float, total: int, end_factor: float = 1.0) -> Schedule
 def sequential(schedules: Sequence[Schedule], milestones: Sequence[int]) -> Schedule:
     """One schedule after the other: number k from milestone k - 1 on, counting from there (PyTorch's SequentialLR).
 
-    Raises:
-        ConfigError: there is not one milestone between each two schedules, or they do not increase.
+    Raises ConfigError: there is not one milestone between each two schedules, or they do not increase.
     """
     schedules, milestones = list(schedules), list(milestones)
     if len(milestones) != len(schedules) - 1 or any(b <= a for a, b in zip([0, *milestones], milestones, strict=False)):
@@ -500,10 +477,8 @@ def per_epoch(by_epoch: Schedule, steps_per_epoch: int) -> Schedule:
 def lr_factor(scaling: str, batch_size: int, base_batch_size: int) -> float:
     """What the learning rate for batches of base_batch_size is multiplied with for batches of batch_size.
 
-    "linear": the ratio (Goyal et al. 2017); "sqrt": its root (Krizhevsky 2014); "none": 1.
-
-    Raises:
-        ConfigError: there is no such rule.
+    "linear": the ratio (Goyal et al. 2017); "sqrt": its root (Krizhevsky 2014); "none": 1. Raises ConfigError: there is
+    no such rule.
     """
     if scaling not in LR_SCALINGS:
         raise ConfigError(f"[train] lr_scaling is {scaling!r}; choose from {', '.join(LR_SCALINGS)}")

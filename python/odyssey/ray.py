@@ -59,9 +59,8 @@ def launch(
         cpus_per_worker: cores that Ray is to keep free for each rank.
         environment: variables of the ranks.
 
-    Raises:
-        ConfigError: num_workers is not allowed, or Ray will not have so many cores.
-        LaunchError: a rank failed; the message is its own. The others are ended.
+    Raises ConfigError: num_workers is not allowed, or Ray will not have so many cores. LaunchError: a rank failed; the
+    message is its own. The others are ended.
     """
     if num_workers < 1:
         raise ConfigError(f"[ray] num_workers is {num_workers}; it must be at least 1")

@@ -59,8 +59,7 @@ def check_op(
         tolerance: of values, relative to the largest one; of gradients ten times that, for the formula's differences.
         training: also train a small model with the op, in every layout.
 
-    Raises:
-        OpError: what differs, and by how much.
+    Raises OpError: what differs, and by how much.
     """
     for batch in batches:
         rng = np.random.default_rng([batch, *(n for shape in (*shapes, *parameters) for n in shape)])

@@ -141,8 +141,7 @@ class DistributedTuner:
         catch: exceptions of train_fn, raised on all ranks of a trial, that end the trial only.
         verbose: rank 0 prints a line for each trial that has ended.
 
-    Raises:
-        ConfigError: an argument is not allowed, or there are fewer ranks than a trial needs.
+    Raises ConfigError: an argument is not allowed, or there are fewer ranks than a trial needs.
     """
 
     def __init__(
@@ -209,8 +208,7 @@ class DistributedTuner:
         A study in a storage goes on: trials that have ended count, those that were under way are run again with
         their params. All ranks call it; one job at a time works on a study.
 
-        Raises:
-            ConfigError: num_samples is not allowed, the storage cannot be used, or train_fn returned no figure.
+        Raises ConfigError: num_samples is not allowed, the storage cannot be used, or train_fn returned no figure.
         """
         check_integer("[tune] num_samples", num_samples, 1)
         optuna.logging.set_verbosity(optuna.logging.WARNING)  # rank 0 speaks, in _tell

@@ -322,9 +322,8 @@ def replay(
         launcher: words that start several ranks, "{ranks}" standing for their number.
         tell: is given lines for the user while it goes on.
 
-    Raises:
-        DataError: the run has no such step, or no log or command. ConfigError: the layout, or the command failed.
-        OutputError: `save` cannot be written.
+    Raises DataError: the run has no such step, or no log or command. ConfigError: the layout, or the command failed.
+    OutputError: `save` cannot be written.
     """
     history = log_of(run)
     logged = history[history["step"] == step]

@@ -120,8 +120,7 @@ class StepLog:
     differences: pairs (record of before, record of now) of steps that came out otherwise than in an earlier attempt,
         the first KEPT_DIFFERENCES. notice: what the user should know about the file that was found, or None.
 
-    Raises:
-        OutputError: the file cannot be written.
+    Raises OutputError: the file cannot be written.
     """
 
     def __init__(self, path: str | Path, attempt: int = 0) -> None:
@@ -165,13 +164,10 @@ class StepLog:
         return file
 
     def append(self, record: Record) -> Record | None:
-        """Adds the record of a step, under this log's attempt.
+        """Adds the record of a step, under this log's attempt. Returns the newest record of the same step from before
+        this log was opened, if it differs; else None.
 
-        Returns:
-            The newest record of the same step from before this log was opened, if it differs; else None.
-
-        Raises:
-            DataError: a field is out of range. OutputError: the file cannot be written.
+        Raises DataError: a field is out of range. OutputError: the file cannot be written.
         """
         if record.attempt != self.attempt:
             record = record._replace(attempt=self.attempt)

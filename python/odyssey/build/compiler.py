@@ -110,8 +110,7 @@ def compile_kernels(
         cpu: a target such as "x86-64-v4+avx512bf16". accelerator: what GPU kernels are compiled for.
         emit: what `output` is: "shared-lib", "object" or "asm"; with the last one the kernels of a GPU lie beside it.
 
-    Raises:
-        BuildError: with what the compiler said.
+    Raises BuildError: with what the compiler said.
     """
     if emit != "asm" and not any(shutil.which(name) for name in ("cc", "gcc", "clang")):
         raise BuildError(

@@ -104,8 +104,7 @@ def library(home: Path, accelerator: str | None, sources: str | None) -> Path:
         accelerator: of the GPU; None: the library for the CPU. sources: SHA-256 of the Mojo sources of the odyssey that
             runs, None if it has none.
 
-    Raises:
-        BuildError: it is for another machine or another version, or a file is not as it was written.
+    Raises BuildError: it is for another machine or another version, or a file is not as it was written.
     """
     manifest = read(home)
     here = system()

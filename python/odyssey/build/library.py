@@ -94,9 +94,8 @@ def open_gpu_library(accelerator: str | None = None) -> Opened:
     Args:
         accelerator: such as "sm_90"; None: what gpus.accelerator() says of this machine.
 
-    Raises:
-        DeviceError: None, and there is no GPU; or no name. BuildError: they cannot be compiled, or the prebuilt ones
-            are for other GPUs.
+    Raises DeviceError: None, and there is no GPU; or no name. BuildError: they cannot be compiled, or the prebuilt ones
+    are for other GPUs.
     """
     name = _accelerator(accelerator)
     named = os.environ.get("ODYSSEY_KERNELS")
@@ -236,8 +235,7 @@ def open_own_library(source: bytes, exports: str, accelerator: str | None = None
     Args:
         source: the user's file. exports: the root file, which imports it as `own`.
 
-    Raises:
-        BuildError: it does not compile, or what is there is refused.
+    Raises BuildError: it does not compile, or what is there is refused.
     """
     root = source_root()
     what = plan(root, accelerator=_accelerator(accelerator) if accelerator is not None else None)

@@ -65,9 +65,8 @@ def pack(
         target_cpu: what the kernels for the CPU are compiled for. Default: compiler.portable_cpu().
         accelerators: the kinds of GPUs. dependencies: copy the packages of `DEPENDENCIES` too.
 
-    Raises:
-        BuildError: something does not compile, or a package is not installed here. OutputError: the folder cannot be
-            written, or holds something else.
+    Raises BuildError: something does not compile, or a package is not installed here. OutputError: the folder cannot be
+    written, or holds something else.
     """
     output = output.absolute()
     names = list(dict.fromkeys(gpus.canonical(name) for name in accelerators))
@@ -180,10 +179,7 @@ def _strip(library: Path) -> None:
 # -- for wheels -------------------------------------------------------------------------------------------------------
 
 # What a wheel has kernels for. compiler.host_cpu() says which are taken.
-SHIPPED = {
-    "linux-x86_64": ("x86-64-v3", "x86-64-v4", "x86-64-v4+avx512bf16"),
-    "linux-aarch64": ("generic",),
-}
+SHIPPED = {"linux-x86_64": ("x86-64-v3", "x86-64-v4", "x86-64-v4+avx512bf16"), "linux-aarch64": ("generic",)}
 GLIBC = (2, 34)  # what the wheels of `max` ask for
 # The compiler writes where a source lies into what it makes: with one place for all, one source has one library.
 _PLACE = Path("/tmp/odyssey-kernels")
@@ -196,8 +192,7 @@ def ship(output: Path, system: str) -> None:
     Args:
         output: a directory that is not there. system: one of `SHIPPED`.
 
-    Raises:
-        BuildError: it does not compile, or another process is at it.
+    Raises BuildError: it does not compile, or another process is at it.
     """
     root = build.source_root()
     try:

@@ -63,11 +63,9 @@ class Monitor(Callback):
         if self.monitor not in known:
             no_test = self.monitor.startswith("test_") and not any(name.startswith("test_") for name in known)
             why = "give fit() a validation set, or " if no_test else ""
-            error = ConfigError(
+            raise ConfigError(
                 f"[{type(self).__name__}] an epoch has no figure {self.monitor!r}; {why}choose from {', '.join(known)}"
-            )
-            error.raised_on_all_ranks = True
-            raise error
+            ).on_all_ranks()
 
     def value(self, context: Context) -> float | None:
         """Rank 0's figure of this epoch, on all ranks; None where verify or replay leaves validation out."""
@@ -216,9 +214,7 @@ class ModelCheckpoint(Monitor):
         super().on_fit_start(context)
         self.top, self._folder = [], context.folder
         if context.folder is None and not context.saving.off:
-            error = ConfigError("[ModelCheckpoint] fit() makes no checkpoints; give it a checkpoint_dir")
-            error.raised_on_all_ranks = True
-            raise error
+            raise ConfigError("[ModelCheckpoint] fit() makes no checkpoints; give it a checkpoint_dir").on_all_ranks()
 
     def on_epoch_end(self, context: Context) -> None:
         value = self.value(context)

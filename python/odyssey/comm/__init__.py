@@ -57,9 +57,8 @@ def world(backend: str = "auto") -> Communicator:
             ODYSSEY_BACKEND names. `why` of the result says what was picked. In a thread of `mock.run`, "auto" is the
             rank that this thread is.
 
-    Raises:
-        ConfigError: unknown backend, one that is not installed, or a launcher started several processes and MPI sees
-            only one.
+    Raises ConfigError: unknown backend, one that is not installed, or a launcher started several processes and MPI sees
+    only one.
     """
     if backend not in BACKENDS:
         raise ConfigError(f"[comm] backend {backend!r} is unknown; choose from {', '.join(BACKENDS)}")

@@ -136,12 +136,9 @@ def gpu_mpi() -> bool:
 
 def connect(comm: Communicator, gpus: Sequence[Gpu]) -> tuple[list[DeviceTransport], str]:
     """A transport per GPU of this process to those of the same number in the other ranks, and why; a collective call.
+    Returns no transport, and one line that says why, where sums have to go through the host.
 
-    Returns:
-        No transport, and one line that says why, where sums have to go through the host.
-
-    Raises:
-        DeviceError, ConfigError: NCCL refuses.
+    Raises DeviceError, ConfigError: NCCL refuses.
     """
     if comm.name == "nccl":
         from .nccl import NcclTransport

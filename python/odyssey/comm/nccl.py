@@ -138,8 +138,7 @@ class NcclTransport(DeviceTransport):
         comm: over which rank 0 tells the others NCCL's id.
         gpu: of this rank; no two ranks may have the same.
 
-    Raises:
-        ConfigError: two ranks have the same GPU. DeviceError: NCCL cannot connect them.
+    Raises ConfigError: two ranks have the same GPU. DeviceError: NCCL cannot connect them.
     """
 
     name = "nccl"

@@ -69,8 +69,7 @@ class ShmCommunicator(SteppedCommunicator):
         over: the MPI communicator of the same ranks, which this one owns.
         of: the communicator it is a part of; None for the world.
 
-    Raises:
-        ConfigError: the ranks are on several machines, or there is too little shared memory.
+    Raises ConfigError: the ranks are on several machines, or there is too little shared memory.
     """
 
     name = "shm"

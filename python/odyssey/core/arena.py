@@ -111,11 +111,7 @@ class Arena:
 
     @property
     def params(self) -> np.ndarray:
-        """The parameters (size,) float32.
-
-        Raises:
-            ConfigError: they are spread over the ranks (ZeRO stage 3).
-        """
+        """The parameters (size,) float32. Raises ConfigError: they are spread over the ranks (ZeRO stage 3)."""
         if self._params is None:
             raise ConfigError(
                 "[zero] the parameters are spread over the ranks (zero=3); call trainer.state_dict() on all ranks"

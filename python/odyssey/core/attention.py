@@ -11,12 +11,7 @@ __all__ = ["attention", "scaled_dot_product_attention"]
 
 
 def attention(
-    q: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    heads: int,
-    past: int | None = None,
-    scale: float | None = None,
+    q: Tensor, k: Tensor | None, v: Tensor | None, heads: int, past: int | None = None, scale: float | None = None
 ) -> Tensor:
     """softmax(q k^T scale) v of each head: q (N, T, F), k and v (N, S, F), F in `heads` equal parts; result (N, T, F).
 
@@ -27,8 +22,7 @@ def attention(
         past: query i sees the keys up to i + past; all if None.
         scale: 1 / sqrt(F / heads) unless given.
 
-    Raises:
-        ShapeError: shapes that do not fit.
+    Raises ShapeError: shapes that do not fit.
     """
     given = (q,) if k is None or v is None else (q, k, v)
     fused = len(given) == 1

@@ -39,8 +39,7 @@ def batch_norm(
             unbiased variance of the batch, in a trainer towards the mean over samples of those of the shards.
         steps: counts these moves.
 
-    Raises:
-        ShapeError: a shape does not fit, or a channel has one number to normalise by.
+    Raises ShapeError: a shape does not fit, or a channel has one number to normalise by.
     """
     c = x.shape[1] if x.ndim > 1 else 0
     for name, t in (("weight", weight), ("bias", bias), ("mean", running_mean), ("variance", running_var)):

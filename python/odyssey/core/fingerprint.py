@@ -57,10 +57,7 @@ class Runs:
 
 def of(values: np.ndarray, start: int = 0) -> int:
     """The fingerprint of a float32 array of any shape, in the order of its memory; `start` is the index of its first.
-
-    Raises:
-        ShapeError: the array is not float32, or not C-contiguous.
-    """
+    Raises ShapeError: the array is not float32, or not C-contiguous."""
     if values.dtype != np.float32 or not values.flags.c_contiguous:
         raise ShapeError(
             f"[fingerprint] an array of {values.dtype}{'' if values.flags.c_contiguous else ' with strides'}; "

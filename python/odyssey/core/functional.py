@@ -91,10 +91,7 @@ def _pool_sizes(name: str, x: Tensor, kernel: Any, stride: int | None) -> tuple[
 
 
 def max_pool2d(
-    x: Tensor,
-    kernel_size: int | tuple[int, int],
-    stride: int | None = None,
-    padding: int | tuple[int, int] = 0,
+    x: Tensor, kernel_size: int | tuple[int, int], stride: int | None = None, padding: int | tuple[int, int] = 0
 ) -> Tensor:
     """Largest value of each window of x (N, C, H, W), of at most 256 places; stride = kernel_size unless given.
 

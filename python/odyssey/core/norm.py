@@ -84,11 +84,9 @@ def clip_grad_norm_(
         max_norm: above 0.
         error_if_nonfinite: raise instead of leaving gradients that are not finite as they are.
 
-    Returns:
-        The norm before.
+    Returns the norm before.
 
-    Raises:
-        ConfigError: max_norm is not allowed. NumericsError: the norm is NaN or infinite, if so asked for.
+    Raises ConfigError: max_norm is not allowed. NumericsError: the norm is NaN or infinite, if so asked for.
     """
     if not 0 < max_norm < math.inf:
         raise ConfigError(f"[clip] max_norm is {max_norm!r}; it must be above 0 and finite")

@@ -47,11 +47,9 @@ def load_ops(path: str | os.PathLike[str]) -> tuple[str, ...]:
     Args:
         path: a Mojo file with `def ops[D: Device]() -> List[OpOf[D.Run]]`.
 
-    Returns:
-        The names of its ops.
+    Returns the names of its ops.
 
-    Raises:
-        ConfigError: there is no such file; an op's name is taken. BuildError: it does not compile.
+    Raises ConfigError: there is no such file; an op's name is taken. BuildError: it does not compile.
     """
     file = Path(path).resolve()
     if file in _loaded:

@@ -102,12 +102,9 @@ class GradScaler:
         self.skipped = 0  # steps altogether
 
     def update(self, finite: bool) -> bool:
-        """Counts one step and sets the scale for the next. Returns whether the step may be taken.
-
-        Raises:
-            NumericsError: a step was not finite and the scale cannot be lowered any more: a smaller one would be
-                below 1, so it is not the scale that overflows.
-        """
+        """Counts one step and sets the scale for the next. Returns whether the step may be taken. Raises NumericsError:
+        a step was not finite and the scale cannot be lowered any more: a smaller one would be below 1, so it is not the
+        scale that overflows."""
         if not self.enabled:
             return finite
         if finite:
@@ -145,11 +142,9 @@ class GradScaler:
         Args:
             optimizer: an optim.Optimizer.
 
-        Returns:
-            Whether the step was taken.
+        Returns whether the step was taken.
 
-        Raises:
-            NumericsError: see update(); or, when not enabled, a gradient is not finite.
+        Raises NumericsError: see update(); or, when not enabled, a gradient is not finite.
         """
         if not self.enabled:
             optimizer.step()

@@ -91,12 +91,10 @@ def conv2d(
         algorithm: "auto", "direct" or "winograd", which is for 3 x 3 with stride 1, at least 8 channels of x and y,
             y of at least 8 x 8 and float32 products, and leaves others direct; None: the trainer's conv_algorithm.
 
-    Returns:
-        (N, K, P, Q) with P = (H + 2 padding - dilation (R - 1) - 1) / stride + 1.
+    Returns (N, K, P, Q) with P = (H + 2 padding - dilation (R - 1) - 1) / stride + 1.
 
-    Raises:
-        ShapeError: the channels differ or are no multiples of groups, or the kernel is larger than the padded input.
-        ConfigError: another algorithm, or Winograd's on a GPU.
+    Raises ShapeError: the channels differ or are no multiples of groups, or the kernel is larger than the padded input.
+    ConfigError: another algorithm, or Winograd's on a GPU.
     """
     if x.ndim != 4 or weight.ndim != 4:
         raise ShapeError(

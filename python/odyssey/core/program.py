@@ -279,10 +279,7 @@ class Recorder(Executor):
 
 
 def serialize(
-    records: list[Record],
-    arena: Any,
-    keep: list[Any],
-    locate: Callable[[int, int], int] | None = None,
+    records: list[Record], arena: Any, keep: list[Any], locate: Callable[[int, int], int] | None = None
 ) -> np.ndarray:
     """The numbers of placed records, (n, RECORD) int64.
 

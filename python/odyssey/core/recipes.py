@@ -96,16 +96,7 @@ GPT_DROPOUT: dict[str, float] = {"gpt": 0.2, "gpt-mini": 0.0}
 GPT_BETAS: tuple[float, float] = (0.9, 0.99)
 
 SCHEDULES: tuple[str, ...] = ("constant", "step", "cosine", "linear-warmup")
-DATASETS: tuple[str, ...] = (
-    "mnist",
-    "fashion-mnist",
-    "cifar10",
-    "shakespeare",
-    "image-folder",
-    "csv",
-    "npz",
-    "text",
-)
+DATASETS: tuple[str, ...] = ("mnist", "fashion-mnist", "cifar10", "shakespeare", "image-folder", "csv", "npz", "text")
 
 REDUCTIONS: dict[str, bool] = {  # whether the bits are the same on any number of ranks
     "tree": True,

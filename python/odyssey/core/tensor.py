@@ -212,8 +212,7 @@ class Tensor:
         Args:
             gradient: dL/d(self), of this tensor's shape; 1 for a tensor of one element.
 
-        Raises:
-            ShapeError: no gradient was given for a tensor of several elements, or nothing here requires one.
+        Raises ShapeError: no gradient was given for a tensor of several elements, or nothing here requires one.
         """
         if self.node is None and not self.requires_grad:
             raise ShapeError("[tensor] backward() on a value that depends on nothing with requires_grad=True")
@@ -339,8 +338,7 @@ def attach(
         device: where the op runs and its output is, if that is not where its inputs are.
         name: of the op in messages; default that of the function that `backward` was written in.
 
-    Raises:
-        DeviceError: the inputs are on different places.
+    Raises DeviceError: the inputs are on different places.
     """
     where = inputs[0].device
     if out.dtype != np.int32 and any(t.dtype == np.int32 for t in inputs):

@@ -114,10 +114,7 @@ class DataLoader:
 
     def read_again(self, epoch: int, batch: int, join: int = 1) -> Batch:
         """Batch number `batch` (from 0) of `epoch`, with the `join` - 1 that follow, made now; nothing else changes.
-
-        Raises:
-            ConfigError: there is no such batch.
-        """
+        Raises ConfigError: there is no such batch."""
         before, first = self.next_epoch, self._first
         try:
             self.start_at(epoch, batch)

@@ -99,11 +99,7 @@ class Reader:
             self.dataset.set_epoch(epoch)
 
     def read(
-        self,
-        numbers: np.ndarray,
-        epoch: int,
-        stopped: Callable[[], bool] = lambda: False,
-        count: int | None = None,
+        self, numbers: np.ndarray, epoch: int, stopped: Callable[[], bool] = lambda: False, count: int | None = None
     ) -> tuple[Tree, Tree] | None:
         """Samples and targets, trees of arrays (B, ...), after the first `count` transforms or all; None once
         `stopped()`, which is asked between two samples."""
@@ -223,8 +219,7 @@ def noted(error: BaseException, text: str) -> None:
 def array(leaf: Any, what: str) -> np.ndarray:
     """Part of a sample as an array: of Python's integers int64, of floats float32, of a picture uint8 (C, H, W).
 
-    Raises:
-        DataError: it is no array of numbers.
+    Raises DataError: it is no array of numbers.
     """
     try:
         made = np.asarray(leaf)

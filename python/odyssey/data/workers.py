@@ -35,11 +35,8 @@ importing = False  # this process is a worker that imports the program it works 
 
 
 class Workers:
-    """So many processes that read for one Reader. Batch k is prepared by process k modulo their number.
-
-    Raises:
-        ConfigError: the data set or a transform cannot be sent to another process.
-    """
+    """So many processes that read for one Reader. Batch k is prepared by process k modulo their number. Raises
+    ConfigError: the data set or a transform cannot be sent to another process."""
 
     def __init__(self, reader: Any, count: int) -> None:
         from multiprocessing import spawn
@@ -96,12 +93,8 @@ class Workers:
             pass
 
     def get(self, batch: int) -> Any:
-        """What `ask` asked for, in the same order for each process: trees of arrays, samples and targets.
-
-        Raises:
-            OdysseyError: what the process has raised.
-            DataError: something else was raised, or the process has ended.
-        """
+        """What `ask` asked for, in the same order for each process: trees of arrays, samples and targets. Raises
+        OdysseyError: what the process has raised. DataError: something else was raised, or the process has ended."""
         at = batch % len(self)
         try:
             both, problem = self._links[at].recv()

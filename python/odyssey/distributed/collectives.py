@@ -227,11 +227,9 @@ def all_reduce(
         async_op: return a `Work` at once.
         out: Tensor or array that takes the result; `tensor` is then left as it is.
 
-    Returns:
-        `tensor`, or `out`; a new number for a number; or a Work.
+    Returns `tensor`, or `out`; a new number for a number; or a Work.
 
-    Raises:
-        CollectiveError: a rank calls something else. ShapeError, ConfigError: an argument is not allowed.
+    Raises CollectiveError: a rank calls something else. ShapeError, ConfigError: an argument is not allowed.
     """
     comm = yield group, async_op
     a = _array(tensor, "all_reduce")
@@ -301,8 +299,7 @@ def all_gather(
         tensor: of the same shape and dtype on all ranks.
         out: in the second form, a list as in the first, or an array (ranks, ...), that takes them.
 
-    Returns:
-        The list, or `out`, or a Work.
+    Returns the list, or `out`, or a Work.
     """
     listed = isinstance(tensor_list, (list, tuple))
     if not listed and tensor_list is not None and (tensor is None or isinstance(tensor, ProcessGroup)):
@@ -379,9 +376,8 @@ def scatter(
         scatter_list: on `src` only, one tensor or array per rank.
         out: in the second form, takes the piece.
 
-    Returns:
-        `tensor` or `out`; else a tensor if `src` gave tensors, or an array (a piece of a list of numbers is an array of
-        no axes).
+    Returns `tensor` or `out`; else a tensor if `src` gave tensors, or an array (a piece of a list of numbers is an
+    array of no axes).
     """
     if isinstance(scatter_list, (int, np.integer)):
         src, scatter_list, group, async_op = scatter_list, None, *_shifted(src, group, async_op)
@@ -570,11 +566,9 @@ def metric_average(value: Any, name: str = "metric", weight: float = 1.0, group:
         weight: of this rank, at least 0: its number of samples, say. A rank without samples gives 0, and its value is
             not looked at.
 
-    Returns:
-        The mean; NaN if all weights are 0. Added up exactly, so it does not depend on the order of ranks.
+    Returns the mean; NaN if all weights are 0. Added up exactly, so it does not depend on the order of ranks.
 
-    Raises:
-        CollectiveError: another rank averages another metric.
+    Raises CollectiveError: another rank averages another metric.
     """
     comm = yield group, False
     if not 0 <= weight < math.inf:

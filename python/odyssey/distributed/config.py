@@ -71,8 +71,7 @@ class DistributedConfig:
             mlflow_experiment, log_every_n_steps: loggers that fit_options() has (odyssey.loggers).
         find_unused_parameters: either; unused parameters count as zero and are named, which costs nothing.
 
-    Raises:
-        ConfigError: a key is unknown, a value not allowed, or a key is done in another way here.
+    Raises ConfigError: a key is unknown, a value not allowed, or a key is done in another way here.
     """
 
     if TYPE_CHECKING:

@@ -76,8 +76,7 @@ class DistributedDataParallel(Module):
         module: the model. reductions: synchronized backward passes so far. bytes_sent: by this rank, in those.
         active: False while `join` fills in for a rank without data.
 
-    Raises:
-        ConfigError: the ranks' models differ, a setting is not allowed, or there is no process group.
+    Raises ConfigError: the ranks' models differ, a setting is not allowed, or there is no process group.
     """
 
     def __init__(
@@ -243,8 +242,7 @@ class DistributedDataParallel(Module):
         Args:
             loader: has a length, and gives tuples of arrays, or data.Batch.
 
-        Raises:
-            ConfigError: the loader has no length, or gives another number of batches; no rank has data.
+        Raises ConfigError: the loader has no length, or gives another number of batches; no rank has data.
         """
         return Joined(self, loader)
 

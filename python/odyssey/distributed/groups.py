@@ -78,8 +78,7 @@ class ProcessGroup:
     Attributes:
         ranks: the same as a tuple. comm: the communicator; None on a rank that is not a member.
 
-    Raises:
-        ConfigError: no process group was initialized, or a rank is not in the world.
+    Raises ConfigError: no process group was initialized, or a rank is not in the world.
     """
 
     def __init__(self, ranks: Sequence[int]) -> None:
@@ -175,12 +174,10 @@ def init_process_group(
             that nobody launched needs no transport: its backend is "local" whatever was asked for.
         timeout: seconds, or a timedelta, that an operation waits for other ranks; default ODYSSEY_TIMEOUT, else 600.
 
-    Returns:
-        The world.
+    Returns the world.
 
-    Raises:
-        ConfigError: the world has another size or this process another rank than expected, the backend cannot be used,
-            or there is a process group already.
+    Raises ConfigError: the world has another size or this process another rank than expected, the backend cannot be
+    used, or there is a process group already.
     """
     state = state_here()
     if state.world is not None:

@@ -94,10 +94,9 @@ class PerformanceMonitor:
             data_loader: gone through again until there are enough steps.
             num_steps: to take. every: steps per line printed.
 
-        Returns:
-            steps, samples (of the items, by the length of their first part), seconds, samples_per_second,
-            step_seconds (median) and data_seconds (median). The timers "total_training", "data" and "train_step" have
-            the rest.
+        Returns steps, samples (of the items, by the length of their first part), seconds, samples_per_second,
+        step_seconds (median) and data_seconds (median). The timers "total_training", "data" and "train_step" have the
+        rest.
         """
         check_integer("[monitor] num_steps", num_steps, 1)
         check_integer("[monitor] every", every, 1)
@@ -160,10 +159,9 @@ def profile_communication(
         repeats, warm_up: times that count, and times before that do not.
         show: rank 0 prints a table.
 
-    Returns:
-        A dict per size: operation, ranks, backend, floats, bytes, seconds (median), best (seconds), bytes_per_second
-        (bytes / seconds), bus_bytes_per_second (that times what a rank has to send per byte: 2 (n - 1) / n for an
-        all-reduce over n ranks; 0 for one rank, which sends nothing).
+    Returns a dict per size: operation, ranks, backend, floats, bytes, seconds (median), best (seconds),
+    bytes_per_second (bytes / seconds), bus_bytes_per_second (that times what a rank has to send per byte: 2 (n - 1) / n
+    for an all-reduce over n ranks; 0 for one rank, which sends nothing).
     """
     g = joined(group)
     comm = g._member("profile_communication")

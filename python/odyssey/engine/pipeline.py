@@ -74,12 +74,7 @@ class PipelineRunner(Runner):
         used = sorted({p.place for p in parts})  # an evaluation may have nothing to do for some
         where = [used.index(next(p.place for p in parts if p.stage == s)) for s in range(stages)]
         self.schedule = schedules.make(
-            self._kind(where),
-            stages,
-            self.micro,
-            where,
-            edges=edges(parts),
-            backward=recorded.train,
+            self._kind(where), stages, self.micro, where, edges=edges(parts), backward=recorded.train
         )
         computes = self.schedule.compute[used.index(here)] if mine else ()
         self._actions = [(_phase(a), a.stage, a.micro) for a in computes]

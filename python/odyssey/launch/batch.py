@@ -84,8 +84,7 @@ def slurm(
             shell before the start.
         launch: more options of `odyssey launch`.
 
-    Raises:
-        ConfigError: a value that has no place in a script, or that sbatch would not take.
+    Raises ConfigError: a value that has no place in a script, or that sbatch would not take.
     """
     ranks = _count("-N", nodes) * _count("--ntasks-per-node", ntasks_per_node)
     job = "${SLURM_ARRAY_JOB_ID}-${SLURM_ARRAY_TASK_ID}" if array else "${SLURM_JOB_ID}"
@@ -154,8 +153,7 @@ def kubernetes(
             them (ReadWriteMany): without one its name is "runs". A Job's end with the pod where there is none.
         gpus: of a rank. cpu, memory: of a rank. shm: of a pod's /dev/shm, which ranks exchange through.
 
-    Raises:
-        ConfigError: what Kubernetes does not take, ranks that slots do not divide, or an option of another form.
+    Raises ConfigError: what Kubernetes does not take, ranks that slots do not divide, or an option of another form.
     """
     names = "small letters, digits and '-' are allowed, at most 53"
     for what, value in (("--name", name), ("--queue", queue), ("--claim", claim)):

@@ -42,8 +42,7 @@ class LaunchConfig:
             as well (MASTER_ADDR, MASTER_PORT, WORLD_SIZE, RANK, LOCAL_RANK).
         master_port: for that; default a free one.
 
-    Raises:
-        ConfigError: a value that is not allowed, alone or with another.
+    Raises ConfigError: a value that is not allowed, alone or with another.
     """
 
     nproc_per_node: int = 1

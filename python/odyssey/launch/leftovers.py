@@ -157,8 +157,7 @@ def clean(before: Snapshot, ended: float, temporary: str | None = None) -> list[
     Args:
         before: taken when it began. ended: wall-clock time at which the last of its processes was gone.
 
-    Returns:
-        The names of what was removed.
+    Returns the names of what was removed.
     """
     candidates = []
     for path in _named(places(temporary)):

@@ -24,13 +24,10 @@ def scale(path: Path, ranks: int, wait: float = 60.0, say: Callable[[str], None]
         path: the run's directory. ranks: how many are wanted. wait: seconds for the next attempt to come.
         say: is given lines about what happens.
 
-    Returns:
-        The number of the attempt that runs on `ranks` ranks.
+    Returns the number of the attempt that runs on `ranks` ranks.
 
-    Raises:
-        ConfigError: no such run, or a number of ranks that it cannot have.
-        LaunchError: no launcher is at work on it, or the next attempt did not come in time.
-        OutputError: the request cannot be written.
+    Raises ConfigError: no such run, or a number of ranks that it cannot have. LaunchError: no launcher is at work on
+    it, or the next attempt did not come in time. OutputError: the request cannot be written.
     """
     run = runs.Run(Path(path))
     name = printable(str(path))

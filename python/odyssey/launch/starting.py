@@ -151,11 +151,7 @@ def command(
 
 
 def words(
-    config: LaunchConfig,
-    starter: Starter,
-    ranks: int,
-    layout: Sequence[tuple[str, int]],
-    exported: Sequence[str],
+    config: LaunchConfig, starter: Starter, ranks: int, layout: Sequence[tuple[str, int]], exported: Sequence[str]
 ) -> list[str]:
     """The launcher and its options; what it is to start comes behind.
 

@@ -67,15 +67,13 @@ class DistributedLauncher:
         Args:
             script: a Python script; "train", odyssey's own training; "-m", with a module behind it; or a program.
 
-        Returns:
-            The exit code: 0 complete; 75 stopped on request, to be gone on with by the same call; 69 given up; 128 +
-            the signal if ranks did not stop in time; 73 if all is complete, but standard output did not take what ranks
-            printed; else that of the rank that failed first.
+        Returns the exit code: 0 complete; 75 stopped on request, to be gone on with by the same call; 69 given up; 128
+        + the signal if ranks did not stop in time; 73 if all is complete, but standard output did not take what ranks
+        printed; else that of the rank that failed first.
 
-        Raises:
-            ConfigError: something is not allowed, the script is not there, or the run directory belongs to another
-                command or a complete run. LaunchError: nothing can be started, or another launcher is at work.
-            OutputError: the run directory cannot be written.
+        Raises ConfigError: something is not allowed, the script is not there, or the run directory belongs to another
+        command or a complete run. LaunchError: nothing can be started, or another launcher is at work. OutputError: the
+        run directory cannot be written.
         """
         words = starting.plain([os.fspath(script), *map(str, arguments)])
         _check(words)

@@ -38,10 +38,8 @@ def checkpoint(fn: Callable[..., Tensor], *args: Any) -> Any:
             must do the same each time. All of it runs on one place.
         args: its arguments. Without any, checkpoint(fn) is what takes them: a module if fn is one.
 
-    Raises:
-        ConfigError: fn cannot be called.
-        ShapeError: fn gives something else than a tensor.
-        DeviceError: fn moves a value to another place.
+    Raises ConfigError: fn cannot be called. ShapeError: fn gives something else than a tensor. DeviceError: fn moves a
+    value to another place.
     """
     if not callable(fn):
         raise ConfigError(f"[checkpoint] a {type(fn).__name__} was given; give a module or a function")

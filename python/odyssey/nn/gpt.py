@@ -163,8 +163,7 @@ class GPT(Module):
             temperature: logits are divided by it; 0 takes the likeliest token.
             top_k: draw among so many likeliest ones; None: all.
 
-        Raises:
-            ConfigError: there is no token to go on from, or a number is not allowed.
+        Raises ConfigError: there is no token to go on from, or a number is not allowed.
         """
         if not len(ids) or temperature < 0 or (top_k is not None and top_k < 1):
             raise ConfigError(
@@ -183,11 +182,8 @@ class GPT(Module):
             yield new[0]
 
     def load_gpt2(self, state: Mapping[str, Any]) -> None:
-        """Copies weights in that have the names of nanoGPT or of transformers' GPT-2 (arrays or torch tensors).
-
-        Raises:
-            ShapeError: a name is missing or unknown, or a shape differs.
-        """
+        """Copies weights in that have the names of nanoGPT or of transformers' GPT-2 (arrays or torch tensors). Raises
+        ShapeError: a name is missing or unknown, or a shape differs."""
         own = self.state_dict()
         found = {}
         for name, value in state.items():

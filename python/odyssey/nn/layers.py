@@ -101,10 +101,7 @@ class MaxPool2d(Module):
     """Largest value of each window; see functional.max_pool2d."""
 
     def __init__(
-        self,
-        kernel_size: int | tuple[int, int],
-        stride: int | None = None,
-        padding: int | tuple[int, int] = 0,
+        self, kernel_size: int | tuple[int, int], stride: int | None = None, padding: int | tuple[int, int] = 0
     ) -> None:
         super().__init__()
         self.kernel_size, self.stride, self.padding = kernel_size, stride, padding

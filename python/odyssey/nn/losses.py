@@ -31,11 +31,7 @@ class CrossEntropyLoss(_Loss):
     """
 
     def __init__(
-        self,
-        reduction: str = "mean",
-        ignore_index: int = -100,
-        weight: Any = None,
-        label_smoothing: float = 0.0,
+        self, reduction: str = "mean", ignore_index: int = -100, weight: Any = None, label_smoothing: float = 0.0
     ) -> None:
         super().__init__(reduction)
         if not 0 <= label_smoothing <= 1:

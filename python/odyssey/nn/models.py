@@ -135,8 +135,7 @@ def build(name: str, *shape: Any, seed: int = 0, **settings: Any) -> Module:
     Args:
         shape, settings: what the model's class takes: of images sample_shape and classes, else see GPT.
 
-    Raises:
-        ConfigError: the name is unknown, samples that the model does not take, or a setting is none of the model's.
+    Raises ConfigError: the name is unknown, samples that the model does not take, or a setting is none of the model's.
     """
     if name not in MODELS:
         raise ConfigError(f"[model] {name!r} is unknown; choose from {', '.join(MODELS)}")

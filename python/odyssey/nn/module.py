@@ -131,11 +131,8 @@ class Module:
             yield from child.modules()
 
     def named_parameters(self, prefix: str = "") -> Iterator[tuple[str, Parameter]]:
-        """Parameters with dotted names, each once, in the order they were assigned.
-
-        Raises:
-            ConfigError: a list, tuple or dictionary holds a module or parameter that would not be found.
-        """
+        """Parameters with dotted names, each once, in the order they were assigned. Raises ConfigError: a list, tuple
+        or dictionary holds a module or parameter that would not be found."""
         self._refuse_lists()
         return ((name, p) for name, p in self._state(prefix) if not isinstance(p, Buffer))
 
@@ -153,11 +150,8 @@ class Module:
 
     def register_buffer(self, name: str, tensor: Any, persistent: bool = True) -> None:
         """Makes `tensor` an attribute that is part of the module's state, in `state_dict` and checkpoints, and trained
-        by no optimizer; not part of them unless `persistent`.
-
-        Raises:
-            ConfigError: it is not of float32 and persistent, or the name is taken.
-        """
+        by no optimizer; not part of them unless `persistent`. Raises ConfigError: it is not of float32 and persistent,
+        or the name is taken."""
         if hasattr(self, name) or not name.isidentifier():
             raise ConfigError(f"[register_buffer] the name {name!r} is taken, or no word; give another one")
         if not persistent:

@@ -41,15 +41,11 @@ class Stage(Module):
         layers: modules, or functions of one tensor (functional.relu, a lambda).
         device: the place of all their parameters; default the stage's position in its PipelineParallel.
 
-    Raises:
-        ConfigError: no layers, or one that is neither.
-        DeviceError: see placement.device.
+    Raises ConfigError: no layers, or one that is neither. DeviceError: see placement.device.
     """
 
     def __init__(
-        self,
-        layers: Sequence[Module | Callable[[Tensor], Tensor]],
-        device: int | str | Device | None = None,
+        self, layers: Sequence[Module | Callable[[Tensor], Tensor]], device: int | str | Device | None = None
     ) -> None:
         super().__init__()
         layers = list(layers) if isinstance(layers, Iterable) else [layers]
@@ -103,8 +99,7 @@ class PipelineParallel(Module):
         schedule: "gpipe", "1f1b" or "interleaved"; see parallel/schedule.py.
         loss: called as loss(model(x), labels) on the last stage's place; default the trainer's.
 
-    Raises:
-        ConfigError: there are no stages, their places do not fit the schedule, or two stages share a parameter.
+    Raises ConfigError: there are no stages, their places do not fit the schedule, or two stages share a parameter.
     """
 
     def __init__(

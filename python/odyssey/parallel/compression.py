@@ -378,8 +378,7 @@ class GradientCompression:
         compression_ratio: the share of each array's numbers that is kept, at least one number.
         error_feedback: False: what is left out is lost.
 
-    Raises:
-        ConfigError: the ratio is not above 0 and at most 1.
+    Raises ConfigError: the ratio is not above 0 and at most 1.
     """
 
     def __init__(self, compression_ratio: float = 0.1, *, error_feedback: bool = True) -> None:

@@ -113,8 +113,7 @@ def stages(
     Args:
         measured: by time on this machine; else by bytes that are touched, which are the same in every run.
 
-    Raises:
-        ConfigError: there are fewer ops than stages.
+    Raises ConfigError: there are fewer ops than stages.
     """
     if measured:
         costs = seconds(records, arena, samples) if comm.rank == 0 else np.zeros(len(records))

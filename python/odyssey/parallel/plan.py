@@ -128,11 +128,8 @@ def nodes(run: Run, shards: int) -> list[Node]:
 
 @functools.lru_cache(maxsize=64)
 def combine(given: tuple[Node, ...], shards: int) -> tuple[tuple[Action, ...], tuple[tuple[Node, int], ...]]:
-    """The additions that complete as much of the tree over `shards` leaves as some of its nodes allow.
-
-    Returns:
-        (adds, kept): actions over the numbers of `given`; the nodes that remain, in order, and where they are.
-    """
+    """The additions that complete as much of the tree over `shards` leaves as some of its nodes allow. Returns (adds,
+    kept): actions over the numbers of `given`; the nodes that remain, in order, and where they are."""
     number = {node: i for i, node in enumerate(given)}
     begin, end = min((lo for lo, _ in given), default=0), max((lo + n for lo, n in given), default=0)
     adds: list[Action] = []

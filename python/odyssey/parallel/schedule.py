@@ -103,8 +103,7 @@ def make(
             get something.
         backward: False for an evaluation: forward only.
 
-    Raises:
-        ConfigError: the numbers do not fit, with the equation.
+    Raises ConfigError: the numbers do not fit, with the equation.
     """
     if kind not in SCHEDULES:
         raise ConfigError(f"[pipeline] schedule is {kind!r}; choose from {', '.join(SCHEDULES)}")
@@ -212,8 +211,7 @@ def simulate(schedule: Schedule, forward: Cost = 1, backward: Cost = 2, transfer
         forward, backward: time of one forward and one backward, in any unit: for all stages, or one number per stage.
         transfer: time of a message between devices.
 
-    Raises:
-        ConfigError: devices wait for each other, or for what nobody computes.
+    Raises ConfigError: devices wait for each other, or for what nobody computes.
     """
     costs = {Forward: _per_stage(forward, schedule.stages), Backward: _per_stage(backward, schedule.stages)}
     end: dict[Compute, float] = {}

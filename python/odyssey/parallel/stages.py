@@ -52,8 +52,7 @@ def partition(records: list[Record], place_of: Callable[[Record], int]) -> list[
     Args:
         place_of: the position in the pipeline of a record's device.
 
-    Raises:
-        ConfigError: a value would be needed before it is made.
+    Raises ConfigError: a value would be needed before it is made.
     """
     forward = [r for r in records if r.phase == "forward"]
     users: dict[int, Record] = {}

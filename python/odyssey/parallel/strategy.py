@@ -47,8 +47,7 @@ class Content(NamedTuple):
 class Strategy(Exchange):
     """How gradients are summed between ranks: the settings of `settings.Exchange`, checked.
 
-    Raises:
-        ConfigError: a setting is not allowed, or belongs to another kind.
+    Raises ConfigError: a setting is not allowed, or belongs to another kind.
     """
 
     def __post_init__(self) -> None:

@@ -402,11 +402,7 @@ class _Rewriter:
                 split, ranges = "inputs", v.ranges
             elif shared != Piece() and all(b > a for a, b in self._owned(shape[0])):
                 split, ranges = "outputs", self._owned(shape[0])
-            self.ownership[name] = {
-                "outputs": Piece(0, ranges),
-                "inputs": Piece(1, ranges),
-                "whole": Piece(),
-            }[split]
+            self.ownership[name] = {"outputs": Piece(0, ranges), "inputs": Piece(1, ranges), "whole": Piece()}[split]
             plan = self.plans[w.offset] = _Plan(name.removesuffix(".weight"), shape, split, ranges)
         if isinstance(b, Range):  # a weight may have a bias of its own in each layer that shares it
             piece = Piece(0, plan.ranges) if plan.split == "outputs" else Piece()

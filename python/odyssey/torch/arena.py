@@ -45,8 +45,7 @@ class Arena:
         statistics: float buffers of normalisations (name, tensor), views of `running`; `kept`: their values before a
             step. counters: integer buffers of normalisations. others: buffers that a shard must leave as they are.
 
-    Raises:
-        ConfigError: a parameter or module cannot be trained this way; the message names it.
+    Raises ConfigError: a parameter or module cannot be trained this way; the message names it.
     """
 
     def __init__(self, module: nn.Module) -> None:

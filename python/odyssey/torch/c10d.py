@@ -33,11 +33,8 @@ _NUMBERS = {getattr(torch, name) for name in calls.DTYPES} | {torch.bool}
 
 
 def operation(opts: Any, dtype: torch.dtype) -> str:
-    """The name that `comm` has for the ReduceOp of torch's options of a call; without them, the sum.
-
-    Raises:
-        ConfigError: it has none (bitwise operations, PREMUL_SUM), or the dtype cannot be added.
-    """
+    """The name that `comm` has for the ReduceOp of torch's options of a call; without them, the sum. Raises
+    ConfigError: it has none (bitwise operations, PREMUL_SUM), or the dtype cannot be added."""
     op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
     kind = next((name for name, known in _KINDS if op == known), op)
     found = _OPS.get(kind)
@@ -303,10 +300,7 @@ _made: weakref.WeakKeyDictionary[Communicator, dict[tuple[int, ...], Communicato
 
 def create(options: Any, backend_options: Any = None) -> OdysseyProcessGroup:
     """The process group that torch.distributed asks for, in each of its members; all of them ask in the same order.
-
-    Raises:
-        ConfigError: torch.distributed and odyssey do not agree on who this process is.
-    """
+    Raises ConfigError: torch.distributed and odyssey do not agree on who this process is."""
     world = communication.world()
     asked = (options.group_rank, options.group_size)
     if not dist.is_initialized():

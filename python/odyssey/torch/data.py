@@ -134,8 +134,7 @@ class DataLoader(own.DataLoader):
         num_workers: processes of this rank that read; 0 reads in the loop.
         collate_fn, options: as torch.utils.data.DataLoader has them (pin_memory, timeout, prefetch_factor, ...).
 
-    Raises:
-        ConfigError: an argument is out of range, or belongs to the ranks' sharing (sampler, batch_sampler).
+    Raises ConfigError: an argument is out of range, or belongs to the ranks' sharing (sampler, batch_sampler).
     """
 
     def __init__(

@@ -52,8 +52,7 @@ class DistributedDataParallel(torch.nn.Module):
         deterministic: "error": an operation without a deterministic form, or a buffer that nothing merges, ends the
             training; "warn": it is told, and bits are not promised.
 
-    Raises:
-        ConfigError: a parameter or module that cannot be held; ranks whose modules or settings differ.
+    Raises ConfigError: a parameter or module that cannot be held; ranks whose modules or settings differ.
     """
 
     def __init__(
@@ -119,10 +118,9 @@ class DistributedDataParallel(torch.nn.Module):
             batch: what an `odyssey.torch.DataLoader` yields, or the whole global batch, alike on all ranks: tensors
                 (samples, ...) in tuples, lists or dictionaries.
 
-        Raises:
-            LoopError: zero_grad(), clipping or a step inside the loop, a shard without backward(), one loop inside
-                another, or another net's running statistics or gradients moved by it.
-            ConfigError: no tensor in the batch, or a loader with another shard_size.
+        Raises LoopError: zero_grad(), clipping or a step inside the loop, a shard without backward(), one loop inside
+        another, or another net's running statistics or gradients moved by it. ConfigError: no tensor in the batch, or a
+        loader with another shard_size.
         """
         if self._versions:
             raise LoopError("[torch] shards() inside a loop over shards(); end that one first")

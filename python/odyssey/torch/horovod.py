@@ -210,11 +210,8 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Combines all ranks' tensors, in place. name: taken and not used; the order of calls counts.
-
-    Raises:
-        ConfigError: Adasum, a mean of integers, or a dtype that cannot be added.
-    """
+    """Combines all ranks' tensors, in place. name: taken and not used; the order of calls counts. Raises ConfigError:
+    Adasum, a mean of integers, or a dtype that cannot be added."""
     comm = yield process_set, False
     kind, values = _reduction(op, average), host(tensor)
     if values.dtype not in _DTYPES:
@@ -352,8 +349,7 @@ def broadcast_object(
 
     allow_pickle: send anything else by pickle, which runs what the sender says; Horovod always does.
 
-    Raises:
-        ConfigError: something else is in it, and allow_pickle is False.
+    Raises ConfigError: something else is in it, and allow_pickle is False.
     """
     comm, root = process_set._member("broadcast_object"), process_set._place("broadcast_object from rank", root_rank)
     sent = spread(comm, objects.packed(obj, allow_pickle) if comm.rank == root else None, root)
@@ -461,8 +457,7 @@ def DistributedOptimizer(
 
     num_groups, groups: taken and not used; gradients go in one piece. Other arguments are Horovod's.
 
-    Raises:
-        ConfigError: Adasum, parameters without a name or named twice, or a predivide factor without Average.
+    Raises ConfigError: Adasum, parameters without a name or named twice, or a predivide factor without Average.
     """
     kind = _reduction(op)
     if gradient_predivide_factor != 1.0 and kind is not Average:

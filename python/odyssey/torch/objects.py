@@ -18,8 +18,7 @@ def packed(value: Any, allow_pickle: bool = False) -> Any:
     """A value as such a tree: numbers, texts, None, lists, tuples, dictionaries (keys: texts, integers) and tensors.
     Arrays share the memory of tensors on the CPU.
 
-    Raises:
-        ConfigError: something else is in it, and allow_pickle is False.
+    Raises ConfigError: something else is in it, and allow_pickle is False.
     """
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
@@ -41,12 +40,8 @@ def packed(value: Any, allow_pickle: bool = False) -> Any:
 
 
 def unpacked(tree: Any, allow_pickle: bool = False) -> Any:
-    """What `packed` was given; tensors have memory of their own.
-
-    Raises:
-        DataError: it is not what `packed` gives.
-        ConfigError: it is pickled, and allow_pickle is False.
-    """
+    """What `packed` was given; tensors have memory of their own. Raises DataError: it is not what `packed` gives.
+    ConfigError: it is pickled, and allow_pickle is False."""
     if not isinstance(tree, dict):
         return tree
     try:

@@ -111,8 +111,7 @@ class Shards:
     Attributes:
         gradient: the mean over the samples of the last batch; `arena.gradients` are its parts.
 
-    Raises:
-        ConfigError: a parameter or module that cannot be held, or a setting that is not allowed.
+    Raises ConfigError: a parameter or module that cannot be held, or a setting that is not allowed.
     """
 
     def __init__(

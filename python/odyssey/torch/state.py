@@ -207,11 +207,8 @@ class TorchState(Sharing):
         )
 
     def load(self, snapshot: Snapshot, name: str) -> None:
-        """Puts back a snapshot that all ranks have, of whatever number of ranks.
-
-        Raises:
-            ConfigError: it is of another training. CheckpointError: something is missing. Nothing was changed.
-        """
+        """Puts back a snapshot that all ranks have, of whatever number of ranks. Raises ConfigError: it is of another
+        training. CheckpointError: something is missing. Nothing was changed."""
         values, arrays = snapshot.values, snapshot.arrays
         saved, now = values.get("configuration"), self.configuration()
         if not isinstance(saved, dict) or "torch version" not in saved:

@@ -71,8 +71,7 @@ class DistributedTrainer(TorchState):
             each rank keeps the optimizer's state of its parameters), nonfinite, check_every, reduction, servers,
             ranks_per_node, compression, compression_ratio, compression_warmup_steps, powersgd_rank.
 
-    Raises:
-        ConfigError: something is not allowed, or cannot be held; the message names it. Or the ranks differ.
+    Raises ConfigError: something is not allowed, or cannot be held; the message names it. Or the ranks differ.
     """
 
     @callbacks.joined
@@ -166,9 +165,8 @@ class DistributedTrainer(TorchState):
     def scale_rate(self, factor: float) -> None:
         """Multiplies the learning rates of all groups. Raises ConfigError: a scheduler sets them."""
         if self.scheduler is not None:
-            error = ConfigError("[torch] a scheduler sets the learning rate; use either it or ReduceLROnPlateau")
-            error.raised_on_all_ranks = True
-            raise error
+            what = "a scheduler sets the learning rate; use either it or ReduceLROnPlateau"
+            raise ConfigError(f"[torch] {what}").on_all_ranks()
         for group in self.optimizer.param_groups:
             group["lr"] *= factor
 
@@ -302,8 +300,7 @@ class DistributedTrainer(TorchState):
         Args:
             loader: of batches (x, y), (x,) or x; or a data set; or one tensor of samples (N, ...).
 
-        Returns:
-            A tensor (N, ...) of the outputs' dtype, float32 for "bf16". Of outputs that are no tensor: ConfigError.
+        Returns a tensor (N, ...) of the outputs' dtype, float32 for "bf16". Of outputs that are no tensor: ConfigError.
         """
         if isinstance(loader, torch.Tensor):
             loader = torch.utils.data.TensorDataset(loader)

@@ -20,8 +20,7 @@ def load_torch(model: own.Module, source: Any, names: Mapping[str, str] | None =
         source: a torch module, or its state_dict(), such as safetensors.torch.load_file() gives.
         names: our name -> torch's, of parameters (or beginnings of names) that are called otherwise there.
 
-    Raises:
-        ShapeError: a name is missing or unknown, or a shape differs; nothing was changed.
+    Raises ShapeError: a name is missing or unknown, or a shape differs; nothing was changed.
     """
     state = source.state_dict() if isinstance(source, nn.Module) else dict(source)
     if not all(isinstance(value, (torch.Tensor, np.ndarray)) for value in state.values()):
@@ -33,8 +32,7 @@ def load_torch(model: own.Module, source: Any, names: Mapping[str, str] | None =
 def to_torch(model: Any, module: nn.Module, names: Mapping[str, str] | None = None) -> None:
     """The inverse: gives a torch module the weights of our model (or of a trainer's state_dict()).
 
-    Raises:
-        RuntimeError: torch's, naming what is missing or of another shape.
+    Raises RuntimeError: torch's, naming what is missing or of another shape.
     """
     state = model if isinstance(model, Mapping) else model.state_dict()
     module.load_state_dict({_renamed(name, names or {}): torch.from_numpy(np.array(v)) for name, v in state.items()})

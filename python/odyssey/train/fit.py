@@ -103,11 +103,9 @@ class Trainer:
         """One optimizer step over a global batch; returns (sum of losses, correct predictions) over its samples.
 
         Every rank is given the same batch and computes its own shards of it. With precision="fp16" a step whose
-        gradients overflowed changes nothing, on no rank, and counts as a step.
-
-        Raises:
-            NumericsError: the loss or a gradient is NaN or infinite (with "fp16": at a loss scale that cannot be
-                lowered any more); nothing was changed, on no rank.
+        gradients overflowed changes nothing, on no rank, and counts as a step. Raises NumericsError: the loss or a
+        gradient is NaN or infinite (with "fp16": at a loss scale that cannot be lowered any more); nothing was changed,
+        on no rank.
         """
         step, context, n = self.take_step(batch), self.context, len(batch.indices)
         tally = context.tally
@@ -226,8 +224,7 @@ class Trainer:
                 epoch elsewhere.
             max_steps: other platforms' name of `steps`. mlflow_experiment: adds loggers.MLflowLogger(experiment).
 
-        Returns:
-            A History, of all epochs since the training began.
+        Returns a History, of all epochs since the training began.
 
         Raises:
             ConfigError: a setting is not allowed, a checkpoint is of another training, or ranks differ.
@@ -424,10 +421,8 @@ class Trainer:
     def save_checkpoint(self, folder: str | Path) -> None:
         """Writes everything that training goes on from as the next step of a directory of checkpoints; all ranks call.
 
-        For a custom training loop; fit() makes its own, and says in them where it is in its data.
-
-        Raises:
-            OutputError: it could not be written; those that are there stay.
+        For a custom training loop; fit() makes its own, and says in them where it is in its data. Raises OutputError:
+        it could not be written; those that are there stay.
         """
         from ..checkpoints import Store, environment_key
 
@@ -447,9 +442,7 @@ class Trainer:
         Args:
             path: a checkpoint, or a directory of them: then the newest that is valid.
 
-        Raises:
-            CheckpointError: there is none that is valid.
-            ConfigError: it is of another training.
+        Raises CheckpointError: there is none that is valid. ConfigError: it is of another training.
         """
         with offload(self.layout and self.layout.offload_dir):
             snapshot, name = resume.shared(self.comm, lambda: resume.find(Path(path), self.say))

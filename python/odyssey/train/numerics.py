@@ -38,8 +38,7 @@ class NonFinite:
         "rollback": it goes back to its last checkpoint and leaves out the batch that did it; after more than
             `rollbacks` times to the same checkpoint it ends.
 
-    Raises:
-        ConfigError: no such policy, or a number below 1.
+    Raises ConfigError: no such policy, or a number below 1.
     """
 
     def __init__(self, policy: str = "stop", limit: int = SKIPS, rollbacks: int = ROLLBACKS) -> None:

@@ -147,12 +147,10 @@ def at_start(
         threads: that this rank computes with.
         environment: instead of that of the process.
 
-    Returns:
-        Warnings, the same on every rank: rank 0 shows them.
+    Returns warnings, the same on every rank: rank 0 shows them.
 
-    Raises:
-        ConfigError: on every rank alike: not as many ranks as were started, or a rank with another version or
-            configuration; the rank and the field are named.
+    Raises ConfigError: on every rank alike: not as many ranks as were started, or a rank with another version or
+    configuration; the rank and the field are named.
     """
     expected = environment.get(EXPECTED_RANKS, "")
     if expected.isascii() and expected.isdigit() and int(expected) != comm.size:

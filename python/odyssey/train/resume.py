@@ -148,11 +148,8 @@ def spread(comm: Communicator, value: Any, root: int = 0) -> Any:
 
 
 def shared(comm: Communicator, read: Callable[[], tuple[Snapshot | None, str]]) -> tuple[Snapshot | None, str]:
-    """What `read` gives on rank 0, a snapshot and its name, on all ranks; a collective call.
-
-    Raises:
-        OdysseyError: what `read` raised, on all ranks.
-    """
+    """What `read` gives on rank 0, a snapshot and its name, on all ranks; a collective call. Raises OdysseyError: what
+    `read` raised, on all ranks."""
     from ..checkpoints import Snapshot
 
     snapshot, name, error = None, "", None
@@ -166,17 +163,13 @@ def shared(comm: Communicator, read: Callable[[], tuple[Snapshot | None, str]]) 
     sent, name, said = spread(comm, [whole, name, said])
     if said is not None:
         error = error or getattr(errors, said[0])(said[1])
-        error.raised_on_all_ranks = True
-        raise error
+        raise error.on_all_ranks()
     return (snapshot if comm.size == 1 or sent is None else Snapshot(*sent)), name
 
 
 def find(path: Path, tell: Callable[[str], None]) -> tuple[Snapshot, str]:
     """The checkpoint at a path, or the newest valid one of a directory of them, with its name; no collective call.
-
-    Raises:
-        CheckpointError: there is none that is valid.
-    """
+    Raises CheckpointError: there is none that is valid."""
     from ..checkpoints import Store, environment_key
 
     if (path / "manifest.json").exists():

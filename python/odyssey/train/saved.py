@@ -165,8 +165,7 @@ def load(path: str | Path, model: nn.Module | None = None) -> nn.Module:
         path: a checkpoint, a directory of them (the newest valid one), or a run. `DIR/best`: of a ModelCheckpoint.
         model: takes its weights; needed where the model is of your own code.
 
-    Raises:
-        ConfigError: the model is of your own code, or is another. CheckpointError: no checkpoint is valid.
+    Raises ConfigError: the model is of your own code, or is another. CheckpointError: no checkpoint is valid.
     """
     return opened(path, model).model
 
@@ -192,21 +191,14 @@ def loss_of(found: Saved) -> nn.Module | None:
 
 def save_model(model: nn.Module, path: str | Path) -> None:
     """Writes a model of odyssey.nn as one safetensors file, from which load_model() builds it. Not collective: rank 0
-    calls it, then all wait in a barrier().
-
-    Raises:
-        OutputError: it cannot be written; a file that was there stays.
-    """
+    calls it, then all wait in a barrier(). Raises OutputError: it cannot be written; a file that was there stays."""
     state, said = model.state_dict(), {"odyssey": json.dumps(of_model(model))}
     write_whole(Path(path), lambda file: write_weights(file, state, said), mode=0o666)
 
 
 def load_model(path: str | Path, model: nn.Module | None = None) -> nn.Module:
     """The model of a file of save_model(), in training mode; `model` takes its weights, where it is of your own code.
-
-    Raises:
-        ConfigError: the model is of your own code, or another. CheckpointError: this is no such file.
-    """
+    Raises ConfigError: the model is of your own code, or another. CheckpointError: this is no such file."""
     weights, about = read_weights(Path(path))
     try:
         made = model or build(json.loads(about["odyssey"]), sum(value.size for value in weights.values()))
@@ -231,8 +223,7 @@ def predicted(
         shard: samples that are computed at once; the result depends on it in its last bits, and on no number of ranks.
         algorithm: conv_algorithm of the model's training.
 
-    Returns:
-        (N, ...) float32.
+    Returns (N, ...) float32.
     """
     size, wholes = shard or SHARD, []
     modes = [(m, m.training) for m in model.modules()]

@@ -292,9 +292,8 @@ class EngineState(Sharing):
         Args:
             name: of the checkpoint, for messages.
 
-        Raises:
-            ConfigError: it is of another training; nothing was changed.
-            CheckpointError: something is missing in it; nothing was changed.
+        Raises ConfigError: it is of another training; nothing was changed. CheckpointError: something is missing in it;
+        nothing was changed.
         """
         values, arrays, arena = snapshot.values, snapshot.arrays, self.arena
         now, saved = self.configuration(), _entry(values, "configuration", name)

@@ -63,9 +63,8 @@ class DistributedTrainer(EngineState):
 
     {settings}
 
-    Raises:
-        ConfigError: a setting is unknown or not allowed, or the ranks' models differ.
-        DeviceError: a GPU was asked for and there is none.
+    Raises ConfigError: a setting is unknown or not allowed, or the ranks' models differ. DeviceError: a GPU was asked
+    for and there is none.
     """
 
     @callbacks.joined
@@ -201,7 +200,7 @@ class DistributedTrainer(EngineState):
                 "offload_dir is given": self.layout.offload_dir is not None,
                 "optimizer": (type(self.optimizer).__name__, sorted(settings.items())),
                 "schedule": resume.probed(self.schedule),
-            },
+            }
         )
         agreement.parameters(self.comm, self.arena)
         self.comm.broadcast(self.arena.params)

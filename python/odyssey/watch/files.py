@@ -44,8 +44,7 @@ def write_whole(path: Path, write: Callable[[BinaryIO], Any], mode: int = 0o600,
         mode: permissions, less the umask.
         durable: flush file and directory to the disk; else a machine's crash may leave the file empty.
 
-    Raises:
-        OSError: it could not be written; `path` is as it was and nothing is left aside.
+    Raises OSError: it could not be written; `path` is as it was and nothing is left aside.
     """
     aside = path.with_name(f".{path.name[:100]}.{os.getpid()}.tmp")
     descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, mode)

@@ -123,7 +123,5 @@ def _settings(options: Sequence[str], config: dict[str, Any], number: int) -> An
         raise ConfigError("[tune] --ranks is of one training; start tune with mpirun -n, and give --ranks-per-trial")
     own = {name: getattr(made, name) for name in ("checkpoint_dir", "log_dir") if getattr(made, name) is not None}
     return dataclasses.replace(
-        made,
-        no_progress=True,
-        **{name: folder / f"trial-{number}" for name, folder in own.items()},
+        made, no_progress=True, **{name: folder / f"trial-{number}" for name, folder in own.items()}
     )

@@ -28,11 +28,8 @@ def wanted() -> bool:
 
 
 class Graph:
-    """What `enqueue` puts into a device's compute queue, captured; nothing of it is run here.
-
-    Raises:
-        DeviceError: the driver has no graphs, or something in it cannot be captured. The queue is as it was.
-    """
+    """What `enqueue` puts into a device's compute queue, captured; nothing of it is run here. Raises DeviceError: the
+    driver has no graphs, or something in it cannot be captured. The queue is as it was."""
 
     def __init__(self, gpu: Gpu, enqueue: Callable[[], None]) -> None:
         self._exec: ctypes.c_void_p | None = None

@@ -102,12 +102,7 @@ class Worker:
     def run(self, records: np.ndarray) -> None:
         """Enqueues records whose operands are addresses."""
         step = GpuStep(
-            program=records.ctypes.data,
-            records=len(records),
-            context=self.block,
-            flag=self.flag,
-            shards=1,
-            fold=1,
+            program=records.ctypes.data, records=len(records), context=self.block, flag=self.flag, shards=1, fold=1
         )
         self.gpu.run(step)
 
@@ -129,8 +124,7 @@ class DeviceGroup:
         numbers: the device of each worker; one may come several times (oversubscribed).
         arena: the parameters that they train.
 
-    Raises:
-        DeviceError: a device cannot be opened, or has too little memory.
+    Raises DeviceError: a device cannot be opened, or has too little memory.
     """
 
     def __init__(self, numbers: Sequence[int], arena: Arena) -> None:
@@ -395,8 +389,7 @@ def devices(
     Args:
         own: this rank sees GPUs that no other rank sees, as some launchers arrange it.
 
-    Raises:
-        DeviceError: there are too few, and they are not to be shared.
+    Raises DeviceError: there are too few, and they are not to be shared.
     """
     if own:
         local_rank, local_size = 0, 1
