@@ -11,37 +11,26 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.2.0"
 
-_HOME = {
-    "DDP": "distributed.ddp",
-    "DistributedConfig": "distributed.config",
-    "DistributedDataParallel": "distributed.ddp",
-    "DistributedTrainer": "train.trainer",
-    "DistributedTuner": "tune",
-    "GradScaler": "core.precision",
-    "GradientCompression": "parallel.compression",
-    "History": "train.trainer",
-    "Mesh": "parallel.mesh",
-    "Tensor": "core.tensor",
-    "no_grad": "core.tensor",
-    "offload": "core.offload",
-    "autocast": "core.precision",
-    "HorovodTrainer": "torch.names",  # front ends: loaded where they are asked for, by what they need
-    "PyTorchDDPTrainer": "torch.names",
-    "RayTrainer": "ray",
-    "load": "train.saved",
-    "load_model": "train.saved",
-    "save_model": "train.saved",
-    "load_ops": "core.own_ops",
-    "load_torch": "torch.weights",
-    "from_dlpack": "core.tensor",
-    "Device": "core.placement",
-    "device": "core.placement",
-    "manual_seed": "nn",
-    "checkpoint": "nn",
-    "PipelineParallel": "nn",
-    "Stage": "nn",
-    "OdysseyError": "errors",
+_HOMES = {  # what is loaded from where; front ends, such as torch.names, by what they need
+    "core.offload": "offload",
+    "core.own_ops": "load_ops",
+    "core.placement": "Device device",
+    "core.precision": "GradScaler autocast",
+    "core.tensor": "Tensor from_dlpack no_grad",
+    "distributed.config": "DistributedConfig",
+    "distributed.ddp": "DDP DistributedDataParallel",
+    "errors": "OdysseyError",
+    "nn": "PipelineParallel Stage checkpoint manual_seed",
+    "parallel.compression": "GradientCompression",
+    "parallel.mesh": "Mesh",
+    "ray": "RayTrainer",
+    "torch.names": "HorovodTrainer PyTorchDDPTrainer",
+    "torch.weights": "load_torch",
+    "train.saved": "load load_model save_model",
+    "train.trainer": "DistributedTrainer History",
+    "tune": "DistributedTuner",
 }
+_HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
 _SHORT = {  # modules by the names that users import them by: `import odyssey.functional as F`
     "functional": "core.functional",
     "placement": "core.placement",
@@ -50,21 +39,7 @@ _SHORT = {  # modules by the names that users import them by: `import odyssey.fu
     "trainer": "train.trainer",
     "verify": "audit.verify",
 }
-_MODULES = {
-    *_SHORT,
-    "callbacks",
-    "comm",
-    "data",
-    "distributed",
-    "errors",
-    "loggers",
-    "nn",
-    "optim",
-    "parallel",
-    "testing",
-    "torch",
-    "tune",
-}
+_MODULES = {*_SHORT, *"callbacks comm data distributed errors loggers nn optim parallel testing torch tune".split()}
 
 _ELSEWHERE = {  # other platforms' names of what is done in another way here
     "TensorFlowDistributedTrainer": "TensorFlow's distribution is tf.distribute; a Keras model trains with "
@@ -91,47 +66,12 @@ if TYPE_CHECKING:
     from .train.trainer import DistributedTrainer, History
 
 __all__ = [
-    "DDP",
-    "Device",
-    "DistributedConfig",
-    "DistributedDataParallel",
-    "DistributedTrainer",
-    "GradScaler",
-    "GradientCompression",
-    "History",
-    "Mesh",
-    "OdysseyError",
-    "PipelineParallel",
-    "Stage",
-    "Tensor",
-    "autocast",
-    "callbacks",
-    "checkpoint",
-    "comm",
-    "data",
-    "device",
-    "distributed",
-    "errors",
-    "from_dlpack",
-    "functional",
-    "load",
-    "load_model",
-    "load_ops",
-    "loggers",
-    "manual_seed",
-    "nn",
-    "no_grad",
-    "offload",
-    "optim",
-    "parallel",
-    "placement",
-    "save_model",
-    "steplog",
-    "tensor",
-    "testing",
-    "trainer",
-    "verify",
-]
+    "DDP", "Device", "DistributedConfig", "DistributedDataParallel", "DistributedTrainer", "GradScaler",
+    "GradientCompression", "History", "Mesh", "OdysseyError", "PipelineParallel", "Stage", "Tensor", "autocast",
+    "callbacks", "checkpoint", "comm", "data", "device", "distributed", "errors", "from_dlpack", "functional", "load",
+    "load_model", "load_ops", "loggers", "manual_seed", "nn", "no_grad", "offload", "optim", "parallel", "placement",
+    "save_model", "steplog", "tensor", "testing", "trainer", "verify",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -11,14 +11,6 @@ from .base import JOINING, Callback, Context, joined
 from .standard import EarlyStopping, LambdaCallback, LearningRateMonitor, ModelCheckpoint, ReduceLROnPlateau, Timer
 
 __all__ = [
-    "JOINING",
-    "Callback",
-    "Context",
-    "EarlyStopping",
-    "LambdaCallback",
-    "LearningRateMonitor",
-    "ModelCheckpoint",
-    "ReduceLROnPlateau",
-    "Timer",
-    "joined",
-]
+    "JOINING", "Callback", "Context", "EarlyStopping", "LambdaCallback", "LearningRateMonitor", "ModelCheckpoint",
+    "ReduceLROnPlateau", "Timer", "joined",
+]  # fmt: skip

@@ -8,61 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
+_EVERY = {"schedule": "cosine", "warmup_steps": 100}
 RECIPES: dict[str, dict[str, Any]] = {
-    "lenet5": {
-        "epochs": 8,
-        "optimizer": "sgd",
-        "lr": 0.05,
-        "momentum": 0.9,
-        "weight_decay": 5e-4,
-        "schedule": "cosine",
-        "warmup_steps": 100,
-    },
-    "mlp": {
-        "epochs": 5,
-        "optimizer": "adam",
-        "lr": 1e-3,
-        "momentum": 0.0,
-        "weight_decay": 0.0,
-        "schedule": "cosine",
-        "warmup_steps": 100,
-    },
-    "convnet": {
-        "epochs": 2,
-        "optimizer": "adam",
-        "lr": 1e-3,
-        "momentum": 0.0,
-        "weight_decay": 0.0,
-        "schedule": "cosine",
-        "warmup_steps": 100,
-    },
-    "resnet18": {
-        "epochs": 6,
-        "optimizer": "sgd",
-        "lr": 0.1,
-        "momentum": 0.9,
-        "weight_decay": 5e-4,
-        "schedule": "cosine",
-        "warmup_steps": 100,
-    },
-    "gpt": {
-        "epochs": 22,
-        "optimizer": "adamw",
-        "lr": 1e-3,
-        "momentum": 0.0,
-        "weight_decay": 0.1,
-        "schedule": "cosine",
-        "warmup_steps": 100,
-    },
-    "gpt-mini": {
-        "epochs": 2,
-        "optimizer": "adamw",
-        "lr": 1e-3,
-        "momentum": 0.0,
-        "weight_decay": 0.1,
-        "schedule": "cosine",
-        "warmup_steps": 100,
-    },
+    "lenet5": {"epochs": 8, "optimizer": "sgd", "lr": 0.05, "momentum": 0.9, "weight_decay": 5e-4, **_EVERY},
+    "mlp": {"epochs": 5, "optimizer": "adam", "lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0, **_EVERY},
+    "convnet": {"epochs": 2, "optimizer": "adam", "lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0, **_EVERY},
+    "resnet18": {"epochs": 6, "optimizer": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 5e-4, **_EVERY},
+    "gpt": {"epochs": 22, "optimizer": "adamw", "lr": 1e-3, "momentum": 0.0, "weight_decay": 0.1, **_EVERY},
+    "gpt-mini": {"epochs": 2, "optimizer": "adamw", "lr": 1e-3, "momentum": 0.0, "weight_decay": 0.1, **_EVERY},
 }
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -74,23 +27,10 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 
 # What is not said, beside the recipe: of every model, and of some (nanoGPT's settings for characters; mini: for CPUs).
 GENERAL: dict[str, Any] = {"dataset": "mnist", "global_batch_size": 128, "sequence_length": 64}
+_TEXT = {"dataset": "shakespeare", "clip_norm": 1.0}
 OWN: dict[str, dict[str, Any]] = {
-    "gpt": {
-        "dataset": "shakespeare",
-        "global_batch_size": 64,
-        "shard_size": 4,
-        "sequence_length": 256,
-        "clip_norm": 1.0,
-        "steps": 5000,
-    },
-    "gpt-mini": {
-        "dataset": "shakespeare",
-        "global_batch_size": 12,
-        "shard_size": 3,
-        "sequence_length": 64,
-        "clip_norm": 1.0,
-        "steps": 2000,
-    },
+    "gpt": {**_TEXT, "global_batch_size": 64, "shard_size": 4, "sequence_length": 256, "steps": 5000},
+    "gpt-mini": {**_TEXT, "global_batch_size": 12, "shard_size": 3, "sequence_length": 64, "steps": 2000},
 }
 GPT_DROPOUT: dict[str, float] = {"gpt": 0.2, "gpt-mini": 0.0}
 GPT_BETAS: tuple[float, float] = (0.9, 0.99)

@@ -13,25 +13,7 @@ from odyssey.data.sources import ImageFolder, columns, csv, npy, npz, opened, sh
 from odyssey.data.vocabulary import Vocabulary
 
 __all__ = [
-    "DATASETS",
-    "ArrayDataset",
-    "Batch",
-    "DataLoader",
-    "DistributedSampler",
-    "ImageFolder",
-    "Vocabulary",
-    "arrays",
-    "columns",
-    "csv",
-    "load",
-    "npy",
-    "npz",
-    "opened",
-    "permutation",
-    "read_idx",
-    "shakespeare",
-    "split",
-    "text",
-    "tokens",
-    "transforms",
-]
+    "DATASETS", "ArrayDataset", "Batch", "DataLoader", "DistributedSampler", "ImageFolder", "Vocabulary", "arrays",
+    "columns", "csv", "load", "npy", "npz", "opened", "permutation", "read_idx", "shakespeare", "split", "text",
+    "tokens", "transforms",
+]  # fmt: skip

@@ -23,26 +23,19 @@ if TYPE_CHECKING:
     from .trainer import DistributedTrainer
     from .weights import load_torch, to_torch
 
-_HOME = {
-    "DataLoader": "data",
-    "DistributedDataParallel": "ddp",
-    "DistributedTrainer": "trainer",
-    "HorovodTrainer": "names",
-    "PyTorchDDPTrainer": "names",
-    "load_torch": "weights",
-    "to_torch": "weights",
+_HOMES = {
+    "data": "DataLoader",
+    "ddp": "DistributedDataParallel",
+    "trainer": "DistributedTrainer",
+    "names": "HorovodTrainer PyTorchDDPTrainer",
+    "weights": "load_torch to_torch",
 }
+_HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
 
 __all__ = [
-    "DataLoader",
-    "DistributedDataParallel",
-    "DistributedTrainer",
-    "HorovodTrainer",
-    "PyTorchDDPTrainer",
-    "c10d",
-    "load_torch",
-    "to_torch",
-]
+    "DataLoader", "DistributedDataParallel", "DistributedTrainer", "HorovodTrainer", "PyTorchDDPTrainer", "c10d",
+    "load_torch", "to_torch",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

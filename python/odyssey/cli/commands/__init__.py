@@ -15,27 +15,10 @@ import click
 
 from ...errors import ConfigError, OdysseyError, printable
 
-COMMANDS: tuple[str, ...] = (  # names of modules in this package, as `odyssey --help` lists them
-    "train",
-    "launch",
-    "slurm",
-    "k8s",
-    "predict",
-    "evaluate",
-    "export",
-    "verify",
-    "top",
-    "trace",
-    "report",
-    "generate",
-    "tune",
-    "inspect",
-    "diff",
-    "replay",
-    "scale",
-    "doctor",
-    "build",
-    "completion",
+# names of modules in this package, as `odyssey --help` lists them
+COMMANDS: tuple[str, ...] = tuple(
+    "train launch slurm k8s predict evaluate export verify top trace report generate "
+    "tune inspect diff replay scale doctor build completion".split()
 )
 
 HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
