@@ -7,12 +7,12 @@ results travel by Ray's own serialization. What it is not: `odyssey launch`; a j
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable
 from typing import Any
 
 from .checkpoints.trainable import History
 from .errors import CollectiveError, ConfigError, LaunchError
+from .watch.launcher import free_port
 
 try:
     import ray
@@ -27,9 +27,7 @@ class _Rank:
 
     def address(self) -> tuple[str, int]:
         """This machine, and a port of it that is free now."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return ray.util.get_node_ip_address(), probe.getsockname()[1]
+        return ray.util.get_node_ip_address(), free_port()
 
     def run(self, variables: dict[str, str], function: Callable[..., Any], arguments: tuple, named: dict) -> Any:
         """The function's result, on this rank; the ranks part when all have it."""

@@ -35,7 +35,7 @@ from .callbacks.standard import Monitor
 from .comm import base
 from .data.sampler import check_integer
 from .errors import ConfigError, printable
-from .train.resume import spread
+from .train.resume import by_first
 
 try:
     import optuna
@@ -451,16 +451,9 @@ def _storage(place: str) -> optuna.storages.BaseStorage:
 
 
 def _shared(comm: base.Communicator, read: Callable[[], Any]) -> Any:
-    """What `read` gives on rank 0, on all ranks, as JSON has it. Raises ConfigError there if it does on rank 0."""
-    value, error = None, None
-    if comm.rank == 0:
-        try:
-            value = read()
-        except ConfigError as e:
-            error = str(e)
-    value, error = spread(comm, [value, error])
-    if error is not None:
-        problem = ConfigError(error)
-        problem.raised_on_all_ranks = comm.size == communication.world().size
-        raise problem
-    return value
+    """As by_first(); an error of a group is its own, and on all ranks only if they are in it."""
+    try:
+        return by_first(comm, read)
+    except ConfigError as error:
+        error.raised_on_all_ranks = comm.size == communication.world().size
+        raise

@@ -55,10 +55,8 @@ class Journal(Callback):
         """What runs where."""
         trainer, comm = context.trainer, context.trainer.comm
         self._rank = comm.rank
-        host = np.zeros(64, np.uint8)
-        name = os.uname().nodename.encode()[:64]
-        host[: len(name)] = list(name)
-        hosts = [bytes(row).rstrip(b"\0").decode(errors="replace") for row in comm.all_gather(host)]
+        names = comm.all_gather_each(np.frombuffer(os.uname().nodename.encode()[:64], np.uint8))
+        hosts = [name.tobytes().decode(errors="replace") for name in names]
         mesh, settings = getattr(trainer, "mesh", None), getattr(trainer, "settings", None)
         parts = {axis: getattr(mesh, axis) for axis in ("dp", "pp", "tp")} if mesh is not None else {"dp": comm.size}
         about = {"ranks": comm.size, "hosts": hosts, "mesh": parts, "backend": comm.name, "step": context.steps}

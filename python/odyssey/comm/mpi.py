@@ -39,6 +39,7 @@ _started = time.time_ns()
 
 from ..errors import CollectiveError, ConfigError  # noqa: E402
 from ..watch import entry, slot  # noqa: E402
+from ..watch.process import mapped  # noqa: E402
 from .base import Repeated  # noqa: E402
 from .calls import (  # noqa: E402
     PREFIX,
@@ -367,12 +368,10 @@ def _abort(code: int) -> None:
 
 def _unname(*names: str) -> None:
     """Removes the names of files in shared memory that the library has mapped here; the memory stays until all end."""
-    begin = tuple(f"/dev/shm/{name}" for name in names)
-    with contextlib.suppress(OSError), open("/proc/self/maps") as maps:
-        for path in {line.split(None, 5)[5].rstrip("\n") for line in maps if "/dev/shm/" in line}:
-            if path.startswith(begin) and not path.endswith(" (deleted)"):
-                with contextlib.suppress(OSError):
-                    os.unlink(path)
+    for path in mapped():
+        if path.startswith(tuple(f"/dev/shm/{name}" for name in names)):
+            with contextlib.suppress(OSError):
+                os.unlink(path)
 
 
 class _Meeting(Request):

@@ -24,7 +24,6 @@ from typing import Any
 import numpy as np
 
 from ..comm import Communicator, Request
-from ..comm.calls import CODES, DIMENSIONS, DTYPES
 from ..core import tensor as tensors
 from ..core.arena import Arena, Buffer
 from ..core.program import current
@@ -37,6 +36,7 @@ from ..parallel import strategy as strategies
 from ..parallel.buckets import FLOATS_PER_MB, Bucket, from_the_end
 from ..parallel.mesh import Mesh
 from ..parallel.reduction import TreeSum
+from ..train.resume import spread
 from .groups import ProcessGroup, joined, state_here
 
 AVERAGES = ("ranks", "samples")
@@ -292,16 +292,7 @@ class Joined:
         if self._lengths.all():
             return batch
         root, comm = int(np.flatnonzero(self._lengths)[0]), self._ddp._comm
-        arrays = [np.asarray(a, order="C") for a in batch] if comm.rank == root else []
-        count = comm.broadcast(np.array([len(arrays)], np.int64), root)[0]
-        for i in range(count):
-            head = np.zeros(2 + DIMENSIONS, np.int64)
-            if comm.rank == root:
-                head[: 2 + arrays[i].ndim] = (CODES[arrays[i].dtype], arrays[i].ndim, *arrays[i].shape)
-            code, ndim, *shape = comm.broadcast(head, root).tolist()
-            if comm.rank != root:
-                arrays.append(np.empty(shape[:ndim], list(DTYPES.values())[code]))
-            comm.broadcast(arrays[i], root)
+        arrays = spread(comm, [np.asarray(a) for a in batch] if comm.rank == root else None, root)
         return tuple(arrays) if batch is None else batch
 
 

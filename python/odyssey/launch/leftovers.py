@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from ..watch.process import mapped
 from ..watch.process import stat as status
 
 MEMORY = Path("/dev/shm")
@@ -219,10 +220,7 @@ def _held() -> tuple[set[str], list[float]]:
         with contextlib.suppress(OSError, ValueError, IndexError):
             if os.stat(f"/proc/{pid}").st_uid != os.geteuid():
                 continue  # this user's files are closed to others; root's own are looked at as root
-            for line in _read(f"/proc/{pid}/maps").splitlines():
-                words = line.split(None, 5)
-                if len(words) == 6 and words[5].startswith(b"/"):
-                    held.add(os.fsdecode(words[5]))
+            held.update(mapped(pid))
             state, _, rest = _read(f"/proc/{pid}/stat").rpartition(b")")
             if os.fsdecode(state.partition(b"(")[2]) in _PROXIES and _same_temporary(pid):
                 launchers.append(booted + int(rest.split()[19]) / ticks)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,7 @@ from typing import NamedTuple
 
 from ..errors import ConfigError, LaunchError, printable
 from ..watch import runs
+from ..watch.launcher import free_port
 from .config import LaunchConfig
 
 TOKEN = "ODYSSEY_LAUNCH"  # in the environment of every process of a launch, by which they are found
@@ -118,16 +118,10 @@ def environment(
         out.setdefault("FI_TCP_IFACE", config.bind_if)
         out.setdefault("UCX_NET_DEVICES", config.bind_if)
     # What env:// looks for; the wrapper of a rank adds RANK and LOCAL_RANK.
-    port = config.master_port or _free_port()
+    port = config.master_port or free_port()
     first = layout[0][0] if layout else "127.0.0.1"
     out.update(MASTER_ADDR=first, MASTER_PORT=str(port), WORLD_SIZE=str(ranks))
     return out
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]
 
 
 def _allowed(name: str, more: Sequence[str]) -> bool:

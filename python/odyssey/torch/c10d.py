@@ -24,6 +24,7 @@ from torch.futures import Future
 from .. import comm as communication
 from ..comm import Communicator, Request, base, bfloat16, calls
 from ..errors import ConfigError, ShapeError
+from ..train.resume import spread
 from ..watch import launcher
 
 _OPS = {"SUM": "sum", "AVG": "mean", "MAX": "max", "MIN": "min", "PRODUCT": "prod"}
@@ -344,13 +345,9 @@ def set_environment() -> None:
         return
     if not (os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT")):
         world = communication.world()
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            port = world.broadcast(np.array([probe.getsockname()[1]], np.int64))
-        name = np.frombuffer(socket.gethostname().encode()[:64].ljust(64, b"\0"), np.uint8).copy()
-        first = bytes(world.broadcast(name)).rstrip(b"\0").decode()
+        first, port = spread(world, [socket.gethostname(), launcher.free_port()])
         os.environ["MASTER_ADDR"] = "127.0.0.1" if world.local_size == world.size else first
-        os.environ["MASTER_PORT"] = str(int(port[0]))
+        os.environ["MASTER_PORT"] = str(port)
     numbers = (found.rank, found.size, found.local_rank, found.local_size)
     for name, value in zip(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), numbers, strict=True):
         os.environ.setdefault(name, str(value))

@@ -1,9 +1,10 @@
 """Trainings whose ranks do not take every step together: local SGD, and a parameter server with a staleness bound.
 
 What they have in common: an engine of one rank (`alone`), and parameters that are the same on all ranks only at times.
-The trainer asks its mode for the steps of an epoch, and a mode asks a `Worker`; everything else (evaluation, history,
-files) is the trainer's. Neither keeps the promise of the same bits on any number of ranks: `LocalSGD` gives the same
-bits in every run on the same number of ranks, `AsynchronousServer` in none, as its result depends on who comes first.
+The trainer asks its mode for the steps of an epoch, and a mode asks the trainer of its rank; everything else
+(evaluation, history, files) is the trainer's. Neither keeps the promise of the same bits on any number of ranks:
+`LocalSGD` gives the same bits in every run on the same number of ranks, `AsynchronousServer` in none, as its result
+depends on who comes first.
 """
 
 from __future__ import annotations
@@ -13,11 +14,10 @@ import itertools
 import math
 import time
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..callbacks import Context
 from ..checkpoints.trainable import Mode, Tally
 from ..comm import Communicator, Request
 from ..comm.requests import deadline
@@ -25,41 +25,14 @@ from ..core import native
 from ..data import Batch
 from ..engine.layout import Layout
 from ..errors import CollectiveError, NumericsError
-from ..optim import Optimizer, Update
+from ..optim import Update
 from ..parallel import plan as planning
 from ..parallel.mesh import Groups, Mesh
 from ..parallel.plan import ranges, share
 from ..parallel.strategy import Strategy, make
 
-
-class Worker(Protocol):
-    """What a mode asks of the trainer of its rank."""
-
-    comm: Communicator
-    layout: Layout
-    arena: Any
-    optimizer: Optimizer
-    context: Context
-    steps: int
-    metric_names: list[str]
-
-    def measured(self, sums: Any) -> dict[str, float]:
-        """The metrics of a step's sums."""
-
-    def take_steps(self, batches: Iterable[Batch], limit: int | None) -> None:
-        """A step for each of the batches, at most `limit`, counted in `context.tally`."""
-
-    def gradients(self, batch: Batch, step: int) -> tuple[Any, np.ndarray, float]:
-        """Sums over a batch computed by this rank alone, its gradients, and what they are to be divided by."""
-
-    def compare(self, batch: Batch) -> None:
-        """Compares what the ranks are given; a collective call."""
-
-    def rate(self, step: int) -> float:
-        """The learning rate of a step."""
-
-    def count_bytes(self, sent: int) -> None:
-        """Adds to what this rank has sent."""
+if TYPE_CHECKING:
+    from .trainer import DistributedTrainer
 
 
 def alone(layout: Layout, comm: Communicator) -> tuple[Layout, Groups]:
@@ -74,7 +47,7 @@ def added(comm: Communicator, *numbers: float) -> list[float]:
     return [math.fsum(column) for column in rows.T.tolist()]
 
 
-def summed(trainer: Worker, tally: Tally) -> Tally:
+def summed(trainer: DistributedTrainer, tally: Tally) -> Tally:
     """A tally with the sums of all ranks; a collective call."""
     names = trainer.metric_names
     mine = [tally.loss, tally.correct, *(tally.named.get(name, 0.0) for name in names)]
@@ -92,7 +65,7 @@ class LocalSGD(Mode):
 
     together = False
 
-    def __init__(self, trainer: Worker, every: int) -> None:
+    def __init__(self, trainer: DistributedTrainer, every: int) -> None:
         super().__init__(trainer)
         self.every = every
         self._since = 0
@@ -189,7 +162,7 @@ class AsynchronousServer(Mode):
     together = False
     own_loop = True
 
-    def __init__(self, trainer: Worker, staleness: int, servers: int) -> None:
+    def __init__(self, trainer: DistributedTrainer, staleness: int, servers: int) -> None:
         super().__init__(trainer)
         self.staleness = staleness
         self.servers = range(servers)
@@ -373,7 +346,7 @@ class AsynchronousServer(Mode):
         )
 
 
-def mode(trainer: Worker, strategy: Strategy) -> Mode:
+def mode(trainer: DistributedTrainer, strategy: Strategy) -> Mode:
     """How the trainer's ranks take steps."""
     if strategy.reduction == "local_sgd":
         return LocalSGD(trainer, strategy.local_steps)

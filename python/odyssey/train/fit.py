@@ -429,12 +429,11 @@ class Trainer:
         self.mode.settle()
         snapshot = self.state({})
 
-        def write() -> tuple[None, str]:
+        def write() -> None:
             with Store(Path(folder), key=environment_key()) as store:
                 store.save(snapshot)
-            return None, ""
 
-        resume.shared(self.comm, write)
+        resume.by_first(self.comm, write)
 
     def load_checkpoint(self, path: str | Path) -> int:
         """Takes back a checkpoint, made on any layout; returns its step. All ranks call.

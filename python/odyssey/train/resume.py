@@ -147,24 +147,34 @@ def spread(comm: Communicator, value: Any, root: int = 0) -> Any:
     return read(text, received)
 
 
-def shared(comm: Communicator, read: Callable[[], tuple[Snapshot | None, str]]) -> tuple[Snapshot | None, str]:
-    """What `read` gives on rank 0, a snapshot and its name, on all ranks; a collective call. Raises OdysseyError: what
-    `read` raised, on all ranks."""
-    from ..checkpoints import Snapshot
-
-    snapshot, name, error = None, "", None
+def by_first(comm: Communicator, act: Callable[[], Any]) -> Any:
+    """What `act` gives on rank 0, a tree as `spread` has it, on all ranks; a collective call. Raises OdysseyError: what
+    `act` raised, on all ranks."""
+    value, error = None, None
     if comm.rank == 0:
         try:
-            snapshot, name = read()
+            value = act()
         except OdysseyError as problem:
             error = problem
-    whole = None if snapshot is None else [snapshot.step, snapshot.arrays, snapshot.values]
-    said = None if error is None else [type(error).__name__, str(error)]
-    sent, name, said = spread(comm, [whole, name, said])
+    value, said = spread(comm, [value, error and [type(error).__name__, str(error)]])
     if said is not None:
-        error = error or getattr(errors, said[0])(said[1])
-        raise error.on_all_ranks()
-    return (snapshot if comm.size == 1 or sent is None else Snapshot(*sent)), name
+        raise (error or getattr(errors, said[0])(said[1])).on_all_ranks()
+    return value
+
+
+def shared(comm: Communicator, read: Callable[[], tuple[Snapshot | None, str]]) -> tuple[Snapshot | None, str]:
+    """The same for `read`, which gives a snapshot, or none, and its name."""
+    from ..checkpoints import Snapshot
+
+    if comm.size == 1:
+        return by_first(comm, read)
+
+    def parts() -> list[Any]:
+        snapshot, name = read()
+        return [snapshot and [snapshot.step, snapshot.arrays, snapshot.values], name]
+
+    sent, name = by_first(comm, parts)
+    return sent and Snapshot(*sent), name
 
 
 def find(path: Path, tell: Callable[[str], None]) -> tuple[Snapshot, str]:

@@ -147,13 +147,12 @@ class Session:
         """There is more to do: the run is not complete any more, or not yet."""
         incomplete()
 
-        def unmark() -> tuple[None, str]:
+        def unmark() -> None:
             if self.run is not None:
                 _check_attempt(self.run)
                 self.run.done.unlink(missing_ok=True)
-            return None, ""
 
-        resume.shared(self.comm, unmark)
+        resume.by_first(self.comm, unmark)
 
     def _first_in_its_directory(self) -> None:
         """ConfigError where an earlier fit() of this trainer saved here: it would only find its own end again."""
@@ -441,14 +440,13 @@ class Session:
                 text = json.dumps(finite(earlier), allow_nan=False).encode()
                 snapshot.arrays[EARLIER[0]] = {EARLIER[1]: np.frombuffer(text, np.uint8)}
 
-            def write() -> tuple[None, str]:
+            def write() -> None:
                 if snapshot is not None:
                     self._settle_store()
                     self._write(snapshot, wait, marks)
-                return None, ""
 
             if wait:
-                resume.shared(self.comm, write)  # nobody ends before it is there; all end if it cannot be written
+                resume.by_first(self.comm, write)  # nobody ends before it is there; all end if it cannot be written
             else:
                 write()
             self._saved = self.trainer.steps

@@ -7,6 +7,7 @@ comes from `odyssey.comm`.
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -90,6 +91,13 @@ def rank(environment: Mapping[str, str] = os.environ) -> int | None:
             return found
     found = rendezvous(environment)
     return None if found is None else found.rank
+
+
+def free_port() -> int:
+    """A port of this machine that nobody uses now."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
 
 
 def mpi_library(text: str) -> str:

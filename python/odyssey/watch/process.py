@@ -27,6 +27,17 @@ def stat(pid: int) -> list[bytes]:
         return file.read().rpartition(b")")[2].split()
 
 
+def mapped(pid: int | str = "self") -> dict[str, int]:
+    """The files that a process has mapped, name -> inode; none where that cannot be seen."""
+    found = {}
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/maps", errors="surrogateescape") as maps:
+        for line in maps:
+            words = line.rstrip("\n").split(maxsplit=5)
+            if len(words) == 6 and words[5][0] == "/" and words[4].isdigit() and not words[5].endswith(" (deleted)"):
+                found[words[5]] = int(words[4])
+    return found
+
+
 def attach(pid: int, descriptor: int) -> tuple[int, int]:
     """(a handle of a process, its slot opened for reading): they show how it ended also when it is long gone.
 
@@ -145,13 +156,7 @@ class Watched:
 
     def map_files(self) -> None:
         """Looks which files of MPI in shared memory it has mapped."""
-        with contextlib.suppress(OSError), open(f"/proc/{self.pid}/maps") as maps:
-            for line in maps:
-                words = line.split(maxsplit=5)
-                if len(words) == 6 and words[5].startswith(SHARED) and words[4].isdigit():
-                    path = words[5].rstrip("\n")
-                    if not path.endswith(" (deleted)"):
-                        self.files[path] = int(words[4])
+        self.files.update((path, inode) for path, inode in mapped(self.pid).items() if path.startswith(SHARED))
 
     def _use(self) -> float:
         if len(self._cpu) < 2:

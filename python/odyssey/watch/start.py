@@ -172,11 +172,9 @@ def _left_behind(started: list[list[int]]) -> list[str]:
     and the earliest end of `started`, in ns. If there are several of that age, none."""
     import tempfile
 
-    from .process import SHARED
+    from .process import SHARED, mapped
 
-    found = []
-    with contextlib.suppress(OSError), open("/proc/self/maps") as maps:
-        found = [line.split()[-1] for line in maps if SHARED[0] in line or SHARED[1] in line]
+    found = [path for path in mapped() if path.startswith(SHARED)]
     first, last = (min(times) for times in zip(*started, strict=True))
     made = []
     with contextlib.suppress(OSError):
