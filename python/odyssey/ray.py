@@ -53,9 +53,8 @@ def launch(
     Uses the Ray that is there (RAY_ADDRESS, or ray.init() before), or starts one of this machine. The function,
     its arguments and results are serialized by Ray, so a model that it trains is a copy: return its weights.
 
-    Args:
-        cpus_per_worker: cores that Ray is to keep free for each rank.
-        environment: variables of the ranks.
+    cpus_per_worker: cores that Ray is to keep free for each rank.
+    environment: variables of the ranks.
 
     Raises ConfigError: num_workers is not allowed, or Ray will not have so many cores. LaunchError: a rank failed; the
     message is its own. The others are ended.

@@ -100,9 +100,8 @@ def read(home: Path) -> Manifest:
 def library(home: Path, accelerator: str | None, sources: str | None) -> Path:
     """A library of a folder, after everything that can be wrong with it here has been looked at.
 
-    Args:
-        accelerator: of the GPU; None: the library for the CPU. sources: SHA-256 of the Mojo sources of the odyssey that
-            runs, None if it has none.
+    accelerator: of the GPU; None: the library for the CPU. sources: SHA-256 of the Mojo sources of the odyssey that
+        runs, None if it has none.
 
     Raises BuildError: it is for another machine or another version, or a file is not as it was written.
     """

@@ -91,8 +91,7 @@ def library_path() -> Path:
 def open_gpu_library(accelerator: str | None = None) -> Opened:
     """The kernels for a kind of GPU, found as `open_library` finds those for the CPU.
 
-    Args:
-        accelerator: such as "sm_90"; None: what gpus.accelerator() says of this machine.
+    accelerator: such as "sm_90"; None: what gpus.accelerator() says of this machine.
 
     Raises DeviceError: None, and there is no GPU; or no name. BuildError: they cannot be compiled, or the prebuilt ones
     are for other GPUs.
@@ -232,8 +231,7 @@ def cached_library(target_cpu: str | None = None, accelerator: str | None = None
 def open_own_library(source: bytes, exports: str, accelerator: str | None = None) -> Opened:
     """The library of a user's own ops, from the cache or compiled now.
 
-    Args:
-        source: the user's file. exports: the root file, which imports it as `own`.
+    source: the user's file. exports: the root file, which imports it as `own`.
 
     Raises BuildError: it does not compile, or what is there is refused.
     """

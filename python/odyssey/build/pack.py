@@ -189,8 +189,7 @@ def ship(output: Path, system: str) -> None:
     """Makes a folder for each CPU of a system that wheels have kernels for, on any machine that has the compiler: it is
     linked with the compiler's own linker, and the bytes depend on sources, compiler and CPU alone.
 
-    Args:
-        output: a directory that is not there. system: one of `SHIPPED`.
+    output: a directory that is not there. system: one of `SHIPPED`.
 
     Raises BuildError: it does not compile, or another process is at it.
     """

@@ -242,9 +242,8 @@ TAIL = _HEAD.size
 def mismatch(headers: Sequence[Header], ranks: Sequence[int]) -> str | None:
     """What is wrong with the calls of all ranks of a group, or None. The same answer on all of them.
 
-    Args:
-        headers: of ranks 0, 1, ... of the group.
-        ranks: their world ranks, for the message.
+    headers: of ranks 0, 1, ... of the group.
+    ranks: their world ranks, for the message.
     """
     first = headers[0]
     for p, other in enumerate(headers):

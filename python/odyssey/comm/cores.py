@@ -29,8 +29,7 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
 
     Docker's --cpus, Kubernetes' limits.cpu and systemd's CPUQuota= set one. Every group on the way to the root counts.
 
-    Args:
-        root: where proc and sys are.
+    root: where proc and sys are.
     """
     least: float | None = None
     for folder, version in _groups("cpu", root):

@@ -46,8 +46,7 @@ def files(comm: Communicator, processes: np.ndarray, size: int) -> list[np.ndarr
 
     The others open them through the number of the process, so all must agree on what these numbers mean.
 
-    Args:
-        processes: (pid, `process_space()`) of each rank.
+    processes: (pid, `process_space()`) of each rank.
     """
     handle, mine = -1, [os.getpid(), -1, 0]
     try:

@@ -146,9 +146,8 @@ ACTIVATIONS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {}  # name of t
 def unary(name: str, doc: str = "", *, saves: str = "y", layer: str = "") -> Callable[[Tensor], Tensor]:
     """An elementwise op from its two kernels, `name`_forward (y; x; n) and `name`_backward (dx; dy, saved; n).
 
-    Args:
-        saves: what its gradient needs: "x", or "y".
-        layer: its name in nn, if it is an activation.
+    saves: what its gradient needs: "x", or "y".
+    layer: its name in nn, if it is an activation.
     """
 
     def op(x: Tensor) -> Tensor:

@@ -44,8 +44,7 @@ def load_ops(path: str | os.PathLike[str]) -> tuple[str, ...]:
 
     Call it on every rank, before a model is trained, in the same order. A file that is loaded is left as it is.
 
-    Args:
-        path: a Mojo file with `def ops[D: Device]() -> List[OpOf[D.Run]]`.
+    path: a Mojo file with `def ops[D: Device]() -> List[OpOf[D.Run]]`.
 
     Returns the names of its ops.
 

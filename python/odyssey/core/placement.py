@@ -32,9 +32,8 @@ FIRST = Device()  # where the samples arrive, and where everything is that nobod
 def device(where: int | str | Device = 0) -> Device:
     """A place for layers and activations.
 
-    Args:
-        where: a slot, 0 or more; or "cpu", "cpu:1", "gpu:1" (also written "cuda:1"): the slot of that number, on a CPU
-            or a GPU. A `Device` is given back as it is.
+    where: a slot, 0 or more; or "cpu", "cpu:1", "gpu:1" (also written "cuda:1"): the slot of that number, on a CPU
+        or a GPU. A `Device` is given back as it is.
 
     Raises ConfigError: no such form. DeviceError: a GPU on a machine without one, or that this version cannot use.
     """

@@ -139,8 +139,7 @@ class GradScaler:
     def step(self, optimizer: Any) -> bool:
         """Divides the gradients by the scale and updates the parameters, or skips the step; then sets the next scale.
 
-        Args:
-            optimizer: an optim.Optimizer.
+        optimizer: an optim.Optimizer.
 
         Returns whether the step was taken.
 

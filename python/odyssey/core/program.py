@@ -283,9 +283,8 @@ def serialize(
 ) -> np.ndarray:
     """The numbers of placed records, (n, RECORD) int64.
 
-    Args:
-        keep: what the numbers name by address is appended here; it must live as long as they are used.
-        locate: (space, offset in the arena in floats) -> offset in floats from the base that the space will have.
+    keep: what the numbers name by address is appended here; it must live as long as they are used.
+    locate: (space, offset in the arena in floats) -> offset in floats from the base that the space will have.
     """
     lib = native.library()
 

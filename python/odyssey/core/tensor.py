@@ -209,8 +209,7 @@ class Tensor:
     def backward(self, gradient: Any = None) -> None:
         """Walks the tape from here and adds to `grad` of every leaf that requires it.
 
-        Args:
-            gradient: dL/d(self), of this tensor's shape; 1 for a tensor of one element.
+        gradient: dL/d(self), of this tensor's shape; 1 for a tensor of one element.
 
         Raises ShapeError: no gradient was given for a tensor of several elements, or nothing here requires one.
         """
@@ -334,9 +333,8 @@ def attach(
 ) -> Tensor:
     """Completes an op: its place, and the tape if one of its inputs wants a gradient.
 
-    Args:
-        device: where the op runs and its output is, if that is not where its inputs are.
-        name: of the op in messages; default that of the function that `backward` was written in.
+    device: where the op runs and its output is, if that is not where its inputs are.
+    name: of the op in messages; default that of the function that `backward` was written in.
 
     Raises DeviceError: the inputs are on different places.
     """

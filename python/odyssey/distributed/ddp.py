@@ -239,8 +239,7 @@ class DistributedDataParallel(Module):
         divisor stays the number of ranks, as in PyTorch; with "samples" the mean is over the samples there are. Use
         each batch before the next is taken: `active` is that of the newest.
 
-        Args:
-            loader: has a length, and gives tuples of arrays, or data.Batch.
+        loader: has a length, and gives tuples of arrays, or data.Batch.
 
         Raises ConfigError: the loader has no length, or gives another number of batches; no rank has data.
         """

@@ -466,8 +466,7 @@ class Engine:
     def commit_step(self, optimizer: Optimizer, sums: Sums, divisor: int, lr: float) -> bool:
         """Updates the parameters if loss and gradients are finite, on all ranks; returns whether they were.
 
-        Args:
-            divisor: address of the number (float32) that gradients are divided by.
+        divisor: address of the number (float32) that gradients are divided by.
         """
         if self.team is not None:
             return self.team.commit_step(optimizer, sums, divisor, lr)
@@ -479,8 +478,7 @@ class Engine:
     ) -> Callable[[], list[int]]:
         """A function that gives the fingerprints of several wholes, each in runs of memory where this engine has it.
 
-        Args:
-            after: the updates of the steps after which it will be called.
+        after: the updates of the steps after which it will be called.
         """
         if self.team is not None:
             return self.team.fingerprints(wholes, after)
@@ -585,8 +583,7 @@ class Engine:
     def trace(self, batch: Batch, step: int, listen: Callable[[Any], None]) -> None:
         """Runs the model for the first shard of a batch, as `execution` says: recorded once more, or op by op.
 
-        Args:
-            listen: called with the executor before.
+        listen: called with the executor before.
         """
         if self.layout.execution == "replay":
             self._record(self.shard_size_of(len(batch.indices)), batch.dataset.form, listen)

@@ -54,8 +54,7 @@ def record(
 ) -> dict[str, int]:
     """Records the sums of the metrics and returns their places among the statistics.
 
-    Args:
-        metrics: None: accuracy, where targets are classes.
+    metrics: None: accuracy, where targets are classes.
     """
     counted, found = executor.first_stats is not None, {}
     if metrics is None:

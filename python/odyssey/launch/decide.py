@@ -169,8 +169,7 @@ def in_doubt(outcome: Outcome) -> bool:
 def taken_back(action: Action, back: tuple[str, ...], config: LaunchConfig, wanted: int) -> Action:
     """The same with hosts that were lost before an earlier attempt and answer again.
 
-    Args:
-        back: their names, of config.hosts. wanted: ranks that the run has while nothing fails.
+    back: their names, of config.hosts. wanted: ranks that the run has while nothing fails.
     """
     names = {host.name for host in action.hosts}.union(back)
     hosts = tuple(host for host in config.hosts if host.name in names)

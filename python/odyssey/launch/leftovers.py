@@ -155,8 +155,7 @@ def snapshot(temporary: str | None = None) -> Snapshot:
 def clean(before: Snapshot, ended: float, temporary: str | None = None) -> list[str]:
     """Removes the files that are proven to be those of an attempt.
 
-    Args:
-        before: taken when it began. ended: wall-clock time at which the last of its processes was gone.
+    before: taken when it began. ended: wall-clock time at which the last of its processes was gone.
 
     Returns the names of what was removed.
     """

@@ -20,9 +20,8 @@ from .config import MOST
 def scale(path: Path, ranks: int, wait: float = 60.0, say: Callable[[str], None] = lambda line: None) -> int:
     """Asks, and waits until the next attempt has started.
 
-    Args:
-        path: the run's directory. ranks: how many are wanted. wait: seconds for the next attempt to come.
-        say: is given lines about what happens.
+    path: the run's directory. ranks: how many are wanted. wait: seconds for the next attempt to come.
+    say: is given lines about what happens.
 
     Returns the number of the attempt that runs on `ranks` ranks.
 

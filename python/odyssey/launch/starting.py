@@ -149,9 +149,8 @@ def words(
 ) -> list[str]:
     """The launcher and its options; what it is to start comes behind.
 
-    Args:
-        layout: hosts and how many ranks each gets; empty: this machine, or the allocation.
-        exported: names of variables that ranks on other machines need (for Open MPI, which sends none by itself).
+    layout: hosts and how many ranks each gets; empty: this machine, or the allocation.
+    exported: names of variables that ranks on other machines need (for Open MPI, which sends none by itself).
     """
     hosts = ",".join(f"{name}:{count}" for name, count in layout)
     out = [starter.path]

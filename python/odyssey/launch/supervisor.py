@@ -64,8 +64,7 @@ class DistributedLauncher:
     def launch(self, script: str, *arguments: str) -> int:
         """Runs `python script arguments...` as ranks; returns when the run is over.
 
-        Args:
-            script: a Python script; "train", odyssey's own training; "-m", with a module behind it; or a program.
+        script: a Python script; "train", odyssey's own training; "-m", with a module behind it; or a program.
 
         Returns the exit code: 0 complete; 75 stopped on request, to be gone on with by the same call; 69 given up; 128
         + the signal if ranks did not stop in time; 73 if all is complete, but standard output did not take what ranks

@@ -159,9 +159,8 @@ class GPT(Module):
         Logits have the bits of `forward` on the whole text, with a cache or without: a token's do not depend on what is
         computed beside it. A text longer than `context` goes on from its last `context` tokens, without a cache.
 
-        Args:
-            temperature: logits are divided by it; 0 takes the likeliest token.
-            top_k: draw among so many likeliest ones; None: all.
+        temperature: logits are divided by it; 0 takes the likeliest token.
+        top_k: draw among so many likeliest ones; None: all.
 
         Raises ConfigError: there is no token to go on from, or a number is not allowed.
         """

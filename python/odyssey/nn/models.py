@@ -132,8 +132,7 @@ MODELS: dict[str, Callable[..., Module]] = {
 def build(name: str, *shape: Any, seed: int = 0, **settings: Any) -> Module:
     """A model by name, with initial weights that depend on the seed alone.
 
-    Args:
-        shape, settings: what the model's class takes: of images sample_shape and classes, else see GPT.
+    shape, settings: what the model's class takes: of images sample_shape and classes, else see GPT.
 
     Raises ConfigError: the name is unknown, samples that the model does not take, or a setting is none of the model's.
     """

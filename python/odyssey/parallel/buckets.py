@@ -79,9 +79,8 @@ def cut(records: list[Record], arena: Arena, limit: int, *, by_params: bool = Fa
     Parameters written by one record stay together. A bucket takes in everything that would still be written while a
     later one is being filled. Parameters without a gradient come last, in the order in which they are read.
 
-    Args:
-        by_params: parameters that one record reads stay together as well, and whatever is read while a bucket's
-            gradients are written is in that bucket: what `segments` needs to have parameters of one bucket at a time.
+    by_params: parameters that one record reads stay together as well, and whatever is read while a bucket's
+        gradients are written is in that bucket: what `segments` needs to have parameters of one bucket at a time.
     """
     writes = [[o for o in touched(r, arena, native.GRADS) if o < arena.size] for r in records]
     reads = [touched(r, arena, native.PARAMS) if by_params else [] for r in records]

@@ -110,8 +110,7 @@ def stages(
 ) -> tuple[Callable[[Record], int], auto.Plan]:
     """Cuts a program into `count` stages by cost; a function from records to stages, and the plan.
 
-    Args:
-        measured: by time on this machine; else by bytes that are touched, which are the same in every run.
+    measured: by time on this machine; else by bytes that are touched, which are the same in every run.
 
     Raises ConfigError: there are fewer ops than stages.
     """

@@ -207,9 +207,8 @@ Cost = float | Sequence[float]
 def simulate(schedule: Schedule, forward: Cost = 1, backward: Cost = 2, transfer: float = 0) -> list[Slice]:
     """When everything is computed, each device starting as early as its order allows.
 
-    Args:
-        forward, backward: time of one forward and one backward, in any unit: for all stages, or one number per stage.
-        transfer: time of a message between devices.
+    forward, backward: time of one forward and one backward, in any unit: for all stages, or one number per stage.
+    transfer: time of a message between devices.
 
     Raises ConfigError: devices wait for each other, or for what nobody computes.
     """

@@ -49,8 +49,7 @@ class Part:
 def partition(records: list[Record], place_of: Callable[[Record], int]) -> list[Part]:
     """The parts of a program in the order of one micro-batch: forward 0, 1, ..., then backward ..., 1, 0.
 
-    Args:
-        place_of: the position in the pipeline of a record's device.
+    place_of: the position in the pipeline of a record's device.
 
     Raises ConfigError: a value would be needed before it is made.
     """

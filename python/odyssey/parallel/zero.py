@@ -117,8 +117,7 @@ class Parts:
     def fill(self, flat: np.ndarray, own: list[np.ndarray] | None = None) -> None:
         """Completes an array of the arena's layout on every rank from the parts.
 
-        Args:
-            own: this rank's part of each bucket; None: they are in `flat` already.
+        own: this rank's part of each bucket; None: they are in `flat` already.
         """
         if self.comm.size == 1:
             return

@@ -183,9 +183,8 @@ def batches(loader: Any, epoch: int, seed: int, steps: int, targets: bool = True
     torch's generator is seeded by the epoch first, so that a loader that shuffles with it gives all ranks the same
     order, and gives it again when a training goes on within the epoch.
 
-    Args:
-        steps: batches that make one step; those of tensors cannot be joined.
-        targets: whether they are needed; without, batches may be inputs alone.
+    steps: batches that make one step; those of tensors cannot be joined.
+    targets: whether they are needed; without, batches may be inputs alone.
     """
     check_batches(loader)
     check_sampler(loader)

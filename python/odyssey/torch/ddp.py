@@ -114,9 +114,8 @@ class DistributedDataParallel(torch.nn.Module):
     def shards(self, batch: Any) -> Iterator[Any]:
         """This rank's shards of a global batch, to run forward and backward on; to be used up.
 
-        Args:
-            batch: what an `odyssey.torch.DataLoader` yields, or the whole global batch, alike on all ranks: tensors
-                (samples, ...) in tuples, lists or dictionaries.
+        batch: what an `odyssey.torch.DataLoader` yields, or the whole global batch, alike on all ranks: tensors
+            (samples, ...) in tuples, lists or dictionaries.
 
         Raises LoopError: zero_grad(), clipping or a step inside the loop, a shard without backward(), one loop inside
         another, or another net's running statistics or gradients moved by it. ConfigError: no tensor in the batch, or a

@@ -289,8 +289,7 @@ class DistributedTrainer(TorchState):
     def predict(self, loader: Any) -> torch.Tensor:
         """What the module gives in eval mode for all samples, in order, whole on every rank.
 
-        Args:
-            loader: of batches (x, y), (x,) or x; or a data set; or one tensor of samples (N, ...).
+        loader: of batches (x, y), (x,) or x; or a data set; or one tensor of samples (N, ...).
 
         Returns a tensor (N, ...) of the outputs' dtype, float32 for "bf16". Of outputs that are no tensor: ConfigError.
         """

@@ -16,9 +16,8 @@ from ..errors import ConfigError
 def load_torch(model: own.Module, source: Any, names: Mapping[str, str] | None = None) -> None:
     """Gives one of our own models the weights of a torch module. Linear and Conv2d hold theirs alike in both.
 
-    Args:
-        source: a torch module, or its state_dict(), such as safetensors.torch.load_file() gives.
-        names: our name -> torch's, of parameters (or beginnings of names) that are called otherwise there.
+    source: a torch module, or its state_dict(), such as safetensors.torch.load_file() gives.
+    names: our name -> torch's, of parameters (or beginnings of names) that are called otherwise there.
 
     Raises ShapeError: a name is missing or unknown, or a shape differs; nothing was changed.
     """

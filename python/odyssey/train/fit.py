@@ -143,8 +143,7 @@ class Trainer:
     def read_again(self, loader: Any, epoch: int, step: int, begun: bool) -> datasets.Batch | None:
         """The batch that step `step` of an epoch took, read once more; None where a loader would have to give an epoch.
 
-        Args:
-            epoch: as the loader counts. begun: a loader that only counts up has this epoch before it.
+        epoch: as the loader counts. begun: a loader that only counts up has this epoch before it.
         """
         k = self.accumulation_steps
         if isinstance(loader, datasets.DataLoader):
@@ -438,8 +437,7 @@ class Trainer:
     def load_checkpoint(self, path: str | Path) -> int:
         """Takes back a checkpoint, made on any layout; returns its step. All ranks call.
 
-        Args:
-            path: a checkpoint, or a directory of them: then the newest that is valid.
+        path: a checkpoint, or a directory of them: then the newest that is valid.
 
         Raises CheckpointError: there is none that is valid. ConfigError: it is of another training.
         """

@@ -123,8 +123,7 @@ class Requests(Callback):
     def agreed(self, exact: bool = False) -> int:
         """Called by all ranks after each step: what one of them is asked for, if it is time to tell, else 0.
 
-        Args:
-            exact: it is time after every step; the same on all ranks.
+        exact: it is time after every step; the same on all ranks.
         """
         self._left -= 1
         self.met = self._left <= 0

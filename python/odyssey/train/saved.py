@@ -161,9 +161,8 @@ def opened(path: str | Path, model: nn.Module | None = None) -> Saved:
 def load(path: str | Path, model: nn.Module | None = None) -> nn.Module:
     """The model that a checkpoint holds, in eval mode.
 
-    Args:
-        path: a checkpoint, a directory of them (the newest valid one), or a run. `DIR/best`: of a ModelCheckpoint.
-        model: takes its weights; needed where the model is of your own code.
+    path: a checkpoint, a directory of them (the newest valid one), or a run. `DIR/best`: of a ModelCheckpoint.
+    model: takes its weights; needed where the model is of your own code.
 
     Raises ConfigError: the model is of your own code, or is another. CheckpointError: no checkpoint is valid.
     """

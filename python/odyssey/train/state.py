@@ -289,8 +289,7 @@ class EngineState(Sharing):
     def load(self, snapshot: Snapshot, name: str) -> None:
         """Puts a snapshot that all ranks have into their trainers, of whatever layout.
 
-        Args:
-            name: of the checkpoint, for messages.
+        name: of the checkpoint, for messages.
 
         Raises ConfigError: it is of another training; nothing was changed. CheckpointError: something is missing in it;
         nothing was changed.

@@ -429,9 +429,8 @@ def check_shared(mesh: Mesh, precision: str) -> None:
 def check_last_step(mesh: Mesh, loader: datasets.DataLoader, step: int, limit: int | None) -> None:
     """ConfigError, before the first step, if an epoch's last one has too few samples for layers that ranks share.
 
-    Args:
-        step: samples of the others.
-        limit: steps that will be taken; None: all of the epoch.
+    step: samples of the others.
+    limit: steps that will be taken; None: all of the epoch.
     """
     samples = len(loader.dataset if loader.sampler is None else loader.sampler)
     full, last = divmod(len(loader) * loader.batch_size if loader.drop_last else samples, step)

@@ -40,9 +40,8 @@ def current_directory() -> str:
 def write_whole(path: Path, write: Callable[[BinaryIO], Any], mode: int = 0o600, durable: bool = True) -> None:
     """Lets `write` fill a file aside, then puts it in place of `path`.
 
-    Args:
-        mode: permissions, less the umask.
-        durable: flush file and directory to the disk; else a machine's crash may leave the file empty.
+    mode: permissions, less the umask.
+    durable: flush file and directory to the disk; else a machine's crash may leave the file empty.
 
     Raises OSError: it could not be written; `path` is as it was and nothing is left aside.
     """

@@ -114,8 +114,7 @@ def mpi_library(text: str) -> str:
 def check_library(found: Launched | None, text: str) -> None:
     """Raises ConfigError where MPI would abort at its start, as the launcher is another MPI's.
 
-    Args:
-        text: what the MPI library says about itself.
+    text: what the MPI library says about itself.
     """
     library = mpi_library(text)
     if found is None or found.launcher not in ("Open MPI", "PMIx") or not library.startswith("MPICH"):

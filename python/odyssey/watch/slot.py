@@ -139,9 +139,8 @@ def call(sequence: int, text: str, group: tuple[int, str] = _EVERYONE) -> None:
 def enter(sequence: int, text: str, group: tuple[int, str] = _EVERYONE) -> None:
     """This process waits from now on, in a collective call (its number in its group) or for a message (-1).
 
-    Args:
-        text: what it is, with file and line, as `Header.text`.
-        group: (a number that is the same on all members, who they are as `ranges` writes it).
+    text: what it is, with file and line, as `Header.text`.
+    group: (a number that is the same on all members, who they are as `ranges` writes it).
     """
     q, now = _q, _now()
     _open()

@@ -74,8 +74,7 @@ class Exchange:
 def make(runner: GpuRunner, comm: Communicator, own: planning.Run) -> Exchange:
     """The exchange of a runner between the ranks of `comm`; a collective call.
 
-    Args:
-        own: shards of this process.
+    own: shards of this process.
     """
     chosen = runner.recorded.layout.reduction
     plain = chosen.reduction == "tree" and chosen.compression is None

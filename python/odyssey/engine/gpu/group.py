@@ -198,9 +198,8 @@ class DeviceGroup:
 
         The devices decide that themselves: the update is enqueued behind the check and does nothing if it failed.
 
-        Args:
-            sums: of runner.GpuRunner; those of its own step.
-            divisor: address of the number gradients are divided by: sums.samples_address, or one of the host.
+        sums: of runner.GpuRunner; those of its own step.
+        divisor: address of the number gradients are divided by: sums.samples_address, or one of the host.
         """
         lib, n = library(), self.arena.size
         self.write()
@@ -386,8 +385,7 @@ def devices(
 ) -> list[int]:
     """The devices of a process's workers: consecutive ones, rank after rank on a machine with `count` GPUs.
 
-    Args:
-        own: this rank sees GPUs that no other rank sees, as some launchers arrange it.
+    own: this rank sees GPUs that no other rank sees, as some launchers arrange it.
 
     Raises DeviceError: there are too few, and they are not to be shared.
     """

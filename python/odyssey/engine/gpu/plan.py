@@ -49,8 +49,7 @@ def fold_of(shards: int, most: int = FOLD) -> int:
 def worker(run: tuple[int, int], shards: int, limit: int, most: int = FOLD) -> WorkerPlan:
     """The plan of a worker that owns shards run[0] .. run[1]-1 of `shards`, and has memory for `limit` at a time.
 
-    Args:
-        most: largest fold allowed, 1 where gradients of a parameter come from several ops.
+    most: largest fold allowed, 1 where gradients of a parameter come from several ops.
     """
     own = tuple(nodes(run, shards))
     actions: list[Compute | Action] = []

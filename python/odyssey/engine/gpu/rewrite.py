@@ -104,9 +104,8 @@ def serialize(
 ) -> np.ndarray:
     """The numbers of placed records, (n, RECORD) int64.
 
-    Args:
-        constant: the address on the device of memory that is neither the program's nor the arena's.
-        without_gradients: gradient buffers hold only the statistics behind them.
+    constant: the address on the device of memory that is neither the program's nor the arena's.
+    without_gradients: gradient buffers hold only the statistics behind them.
     """
     lib = library()
 
