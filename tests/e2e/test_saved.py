@@ -319,7 +319,7 @@ def test_a_table_from_the_command_line_alone(launch, tmp_path):
     words = ("--model", "mlp", "--dataset", "csv", "--data-dir", "t.csv", "--target", "price", "--epochs", 20, "-q")
     done = launch.train(*words, "--global-batch-size", 16, "--run-dir", "run")
     assert done.returncode == 0, done.stderr
-    (tmp_path / "new.csv").write_text("c,b,a\n0,0,1\n0,1,0\n")  # columns are found by their names
+    (tmp_path / "new.csv").write_text("c;b;a\n0;0;1\n0;1;0\n")  # columns are found by their names
     said = launch.python("-m", "odyssey", "predict", "run", "new.csv", "--json")
     outputs = [json.loads(line)["output"][0] for line in said.stdout.splitlines()]
     assert outputs == pytest.approx([1, 2], abs=0.7), said.stderr

@@ -6,6 +6,8 @@ between, each with memory of its own that holds NaN where nothing was written.
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -188,11 +190,11 @@ class Rank:
             assert lib.run(table.ctypes.data, len(table), context) == -1, "a record was refused"
 
     def run(self, comm=None) -> list[np.ndarray]:
-        for segment in tp.segments(self.records):
-            if isinstance(segment, list):
-                self.native(segment)
-            else:
-                Exchange(comm, segment, self.works)()
+        for other, run in itertools.groupby(self.records, lambda record: isinstance(record, tp.Pseudo)):
+            if not other:
+                self.native(list(run))
+            for record in run if other else ():
+                Exchange(comm, record, self.works)()
         return self.grads
 
 

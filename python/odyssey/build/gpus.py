@@ -1,7 +1,6 @@
 """Which GPUs this machine has and what the compiler calls them: NVIDIA's driver is asked, AMD's has said so in /sys.
 
-NVML is what is asked: unlike CUDA it starts nothing on a GPU. What it is not: the use of a GPU, or a choice between
-GPUs and CPUs (trainer.py).
+NVML is what is asked: unlike CUDA it starts nothing on a GPU.
 
 Environment: `ODYSSEY_TARGET_ACCELERATOR` names the kind, whatever is here; `CUDA_VISIBLE_DEVICES`, and for AMD
 `ROCR_VISIBLE_DEVICES` and `HIP_VISIBLE_DEVICES`, as the drivers themselves read them.

@@ -1,7 +1,6 @@
 """A directory of checkpoints: saves them, finds the newest valid one, keeps some, and lets one job at a time write.
 
-What it is not: a decision when to save, or what a training's state is. One process of a job owns the store and writes;
-any process may read, without a lock.
+One process of a job owns the store and writes; any process may read, without a lock.
 """
 
 from __future__ import annotations

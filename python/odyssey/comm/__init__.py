@@ -9,7 +9,7 @@
 | gloo | gloo.py | processes with the variables of env://, through PyTorch's Gloo |
 | mock | mock.py | threads of this process, for tests: `mock.run(ranks, function)` |
 
-What it is not: who sends which bytes when; that is `odyssey.parallel`. docs/communication.md explains the contract.
+docs/communication.md explains the contract.
 """
 
 from __future__ import annotations

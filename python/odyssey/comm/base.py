@@ -2,7 +2,7 @@
 
 A backend is a subclass of `Communicator` that carries out a `Call` (`_begin`), sends, receives and makes sub-groups;
 what is the same for all of them is here or in calls.py, once: checks of arguments, waiting with a deadline, and what a
-call looks like to the other ranks. What it is not: a transport.
+call looks like to the other ranks.
 
 Arrays are C-contiguous NumPy arrays. An array that is only read is copied where it is not contiguous; one that is
 written (in place, `out=`) is refused.

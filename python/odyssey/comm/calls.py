@@ -1,7 +1,6 @@
 """What a call of a collective operation is: dtypes, operations, its buffers, and what the other ranks see of it.
 
-Functions and plain records: `mismatch` says what is wrong between the calls of several ranks. What it is not: a
-communicator (base.py), or a transport.
+Functions and plain records: `mismatch` says what is wrong between the calls of several ranks.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     MpiTransport              ODYSSEY_GPU_MPI=1: an MPI that reads and writes device memory; the host waits for it
 
 `connect` picks one for a communicator. What MPI claims is not believed: a pattern goes around all ranks first, and
-unless every bit arrives on every rank, sums go through the host. What it is not: sums (gpu/exchange.py).
+unless every bit arrives on every rank, sums go through the host.
 """
 
 from __future__ import annotations

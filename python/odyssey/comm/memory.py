@@ -1,7 +1,4 @@
-"""Memory that several ranks of one machine see: windows of MPI, and files without a name.
-
-What it is not: what is in it (shm.py, parallel/shared.py).
-"""
+"""Memory that several ranks of one machine see: windows of MPI, and files without a name."""
 
 from __future__ import annotations
 

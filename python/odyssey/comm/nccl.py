@@ -2,7 +2,7 @@
 
 NCCL is found at run time: the file that ODYSSEY_NCCL_LIBRARY names, the wheel nvidia-nccl-cu12 or -cu13, or the one of
 the system. The only file that knows the interfaces of NCCL. Backend "nccl" is the ordinary one of the ranks, with this
-between their GPUs. What it is not: a way for arrays of the host.
+between their GPUs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Operations under way: what a program holds of a call that it does not wait for, and how a rank waits for others.
 
 A backend makes subclasses of `Waiting` (or `Message`), which say what to test and whom they wait for; the back-off, the
-deadline and the end of a wait for a rank that is gone are here, once. What it is not: a communicator (base.py).
+deadline and the end of a wait for a rank that is gone are here, once.
 """
 
 from __future__ import annotations

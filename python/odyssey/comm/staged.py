@@ -1,7 +1,4 @@
-"""A communicator in two steps, headers and then data, over a transport that itself checks nothing.
-
-What it is not: a transport; mpi.py and gloo.py are.
-"""
+"""A communicator in two steps, headers and then data, over a transport that itself checks nothing."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What each kind of call does in the segments of shm.py, step by step: writes before a barrier, reads after it.
-
-What it is not: who moves the steps on, and waits at the barriers (shm.py).
-"""
+"""What each kind of call does in the segments of shm.py, step by step: writes before a barrier, reads after it."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 
@@ -103,6 +103,14 @@ class ImageFolder(Described):
 # --- tables and arrays -----------------------------------------------------------------------------------------------
 
 
+def table(file: TextIO) -> tuple[list[str], list[tuple[int, list[str]]]]:
+    """The names of columns, and the numbered lines that are not empty. Raises csv.Error for a quote that stays open."""
+    rows = file.readlines() or [""]
+    delimiter = max(",;\t", key=re.sub('"[^"]*"', "", rows[0]).count)
+    reader = tables.reader(rows, strict=True, delimiter=delimiter)
+    return [name.strip() for name in next(reader)], [(reader.line_num, line) for line in reader if line]
+
+
 def csv(
     path: str | Path, target: str | Sequence[str] | None = None, *, classes: bool = True, words: bool = True
 ) -> ArrayDataset:
@@ -118,11 +126,7 @@ def csv(
     path = Path(path)
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
-            delimiter = max(",;\t", key=re.sub('"[^"]*"', "", file.readline()).count)
-            file.seek(0)
-            reader = tables.reader(file, strict=True, delimiter=delimiter)
-            header = [name.strip() for name in next(reader, [])]
-            lines = [(reader.line_num, line) for line in reader if line]
+            header, lines = table(file)
     except (OSError, UnicodeDecodeError, tables.Error) as problem:
         why = getattr(problem, "strerror", None) or problem
         raise DataError(f"{path} cannot be read as a table ({why}); give a CSV file in UTF-8") from None

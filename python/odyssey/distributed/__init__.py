@@ -11,8 +11,7 @@ collective overwrites what it is given and returns it, as PyTorch's does; a numb
 on the tape.
 `DistributedDataParallel` (ddp.py) keeps a model's gradients in step.
 
-groups.py: who is in a group; collectives.py: what they send. What it is not: a transport (comm/), or a plan of who
-sends what when (parallel/). A DistributedTrainer needs none of it.
+groups.py: who is in a group; collectives.py: what they send. A DistributedTrainer needs none of it.
 """
 
 from __future__ import annotations

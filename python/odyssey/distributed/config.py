@@ -1,7 +1,6 @@
 """DistributedConfig: a training's settings under the names that other platforms use, turned into odyssey's own.
 
-What it is not: a place where defaults of odyssey live, or a reader of files (`odyssey train --config` is one). A key
-that is unknown, or a value that this version cannot do, is refused with what to use instead.
+A key that is unknown, or a value that this version cannot do, is refused with what to use instead.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Process groups: how processes meet, who is in a group, and what the world is.
-
-What it is not: communication; that is collectives.py, and the transports are in comm/.
-"""
+"""Process groups: how processes meet, who is in a group, and what the world is."""
 
 from __future__ import annotations
 

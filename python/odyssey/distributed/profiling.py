@@ -1,6 +1,6 @@
 """How long things take: named timers, a monitored training, and what communication costs at which size.
 
-What it is not: a profiler of kernels. Times are of this process's clock; where ranks differ, the slowest counts.
+Times are of this process's clock; where ranks differ, the slowest counts.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Starts a program that does not outlive its parent: `python -I -S die_with_parent.py PARENT_PID PROGRAM ARGUMENT ...`.
 
 The kernel kills it when the parent ends, however that ends (Linux: PR_SET_PDEATHSIG). It turns into the program (exec),
-so its process id is the program's. What it is not: a supervisor; rank_wrapper.py is. It imports nothing of the package:
-it is on the way of every restart.
+so its process id is the program's. It imports nothing of the package: it is on the way of every restart.
 """
 
 import ctypes

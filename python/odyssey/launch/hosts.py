@@ -1,7 +1,7 @@
 """Names of hosts and how many ranks each takes: strict readers of `--hosts` and of host files, and who gets how many.
 
-What it is not: a look-up. Nothing is resolved or connected to here; a name that passes is safe as one word of an
-argument list of mpirun, srun or ssh (it cannot begin with "-", and has no space, quote, colon or control character).
+Nothing is resolved or connected to here; a name that passes is safe as one word of an argument list of mpirun, srun or
+ssh (it cannot begin with "-", and has no space, quote, colon or control character).
 """
 
 from __future__ import annotations

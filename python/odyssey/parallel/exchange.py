@@ -1,6 +1,6 @@
 """The exchanges of tensor parallelism: carries out the pseudo-records of tensor.py, for one or several shards at once.
 
-What it is not: a decision. Who has what and who needs what stands in the record.
+Who has what and who needs what stands in the record.
 """
 
 from __future__ import annotations

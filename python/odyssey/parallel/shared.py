@@ -1,7 +1,7 @@
 """`tree` where all ranks see the same memory (backend "shm"): buffers and result lie in it, and nothing is sent.
 
 Rank p adds range p of the floats straight out of everyone's buffers, between two barriers. The additions are those of
-plan.py, as in TreeReduction, so the bits are the same. What it is not: a way to share memory; that is comm/shm.py.
+plan.py, as in TreeReduction, so the bits are the same.
 """
 
 from __future__ import annotations

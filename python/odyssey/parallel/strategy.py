@@ -1,6 +1,6 @@
 """Which reduction a training uses, with its settings: one record, checked once, and the function that makes them.
 
-What it is not: a reduction; those are in the files named below. docs/strategies.md compares them.
+docs/strategies.md compares them.
 """
 
 from __future__ import annotations

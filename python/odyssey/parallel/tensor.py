@@ -177,19 +177,6 @@ def describe(layers: Sequence[Layer], shards: int = 1) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def segments(records: Sequence[Record]) -> list[list[Record] | Pseudo]:
-    """Runs of native records, and the pseudo-records between them."""
-    out: list[list[Record] | Pseudo] = []
-    for r in records:
-        if isinstance(r, Pseudo):
-            out.append(r)
-        elif out and isinstance(out[-1], list):
-            out[-1].append(r)
-        else:
-            out.append([r])
-    return out
-
-
 # --- rewriting -------------------------------------------------------------------------------------------------------
 
 

@@ -1,7 +1,4 @@
-"""Objects as trees of JSON's values and arrays. The one place that pickles, where the caller wrote allow_pickle=True.
-
-What it is not: a way to the other ranks, or to a file; train/resume.py has that for such trees.
-"""
+"""Objects as trees of JSON's values and arrays. The one place that pickles, if the caller wrote allow_pickle=True."""
 
 from __future__ import annotations
 

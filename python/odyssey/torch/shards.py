@@ -9,7 +9,7 @@ Behind the gradients travel:
     parameters      whether the shard reached them: what no shard reaches has no gradient, as in torch alone
     counters        by how much it raised the integer buffers of normalisations
 
-What it is not: a loop over batches, or an optimizer. DistributedTrainer and DistributedDataParallel take it as it is.
+DistributedTrainer and DistributedDataParallel take it as it is.
 """
 
 from __future__ import annotations

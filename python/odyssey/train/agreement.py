@@ -7,7 +7,6 @@
     batches     which samples, and what they are; rates ahead  at the first step, then every check_every     Watch
 
 All ranks find the same, so all end with the same error, and rank 0 speaks. Rank 0 is what the others are compared with.
-What it is not: a comparison of weights (numerics.py), or of collective calls (comm/calls.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What trainers have in common whose workers share out the shards of a batch: the engine's, and that of torch modules.
-
-What it is not: fit(), which is fit.py's; how shards are computed, which a subclass knows.
-"""
+"""What trainers have in common whose workers share out the shards of a batch: the engine's and torch modules'."""
 
 from __future__ import annotations
 

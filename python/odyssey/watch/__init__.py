@@ -14,7 +14,7 @@
 | process.py, judge.py | one rank as the watcher sees it; who hangs, who is slow, and the words for it |
 | writer.py, link.py, view.py | what it writes; messages between watchers; what `odyssey top` reads |
 
-docs/watch.md explains it. Everything that trains lies above this folder. What it is not: a way to steer a training.
+docs/watch.md explains it. Everything that trains lies above this folder.
 """
 
 from . import slot

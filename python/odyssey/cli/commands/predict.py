@@ -94,27 +94,27 @@ def _table(path: str, data: dict[str, Any], shape: list[int]) -> tuple[list[str]
     """Rows of a table; columns by the names that they had in the training, where those are known."""
     import numpy as np
 
+    from ...data.sources import table
+
     try:
         if path == "-":
-            path, rows = "standard input", list(csv.reader(sys.stdin, strict=True))
+            path, (header, lines) = "standard input", table(sys.stdin)
         else:
             with open(path, newline="", encoding="utf-8-sig") as file:
-                rows = list(csv.reader(file, strict=True))
+                header, lines = table(file)
     except (OSError, UnicodeDecodeError, csv.Error) as problem:
         raise DataError(f"{printable(path)} cannot be read as a table ({problem}); give a CSV file") from None
-    if len(shape) != 1 or len(rows) < 2:
+    if len(shape) != 1 or not lines:
         what = "has no rows" if len(shape) == 1 else f"is a table, and the model takes samples {tuple(shape)}"
         raise DataError(f"{printable(path)} {what}; give a header and rows, or pictures")
-    header, wanted = [name.strip() for name in rows[0]], data.get("columns") or []
+    wanted = data.get("columns") or []
     missing = [name for name in wanted if name not in header]
     if missing or (not wanted and len(header) != shape[0]):
         what = f"has no column {missing[0]!r}" if missing else f"has {len(header)} columns, the model takes {shape[0]}"
         raise DataError(f"{printable(path)} {what}; its columns are {', '.join(header)}")
     at = [header.index(name) for name in wanted] or range(len(header))
     names, made = [], []
-    for number, row in enumerate(rows[1:], 2):
-        if not row:
-            continue
+    for number, row in lines:
         try:
             made.append([float(row[k]) for k in at])
         except (ValueError, IndexError):

@@ -6,8 +6,7 @@ sum on every device:
     StagedExchange   through pinned host memory and a reduction of parallel/: every kind of reduction, every transport
     DirectExchange   from device to device (comm/device.py), added up on the devices: reduction "tree" alone
 
-Both add along the same tree, so the bits are the same. What it is not: a transport, or the sums within a process
-(runner.py).
+Both add along the same tree, so the bits are the same.
 """
 
 from __future__ import annotations
