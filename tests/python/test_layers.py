@@ -135,11 +135,11 @@ ORDER = (
 BUDGETS = {  # lines of all its files together
     "mojo": 16_700,
     "shared/training": 3_445,
-    "python/odyssey": 46_930,
-    "python/odyssey/comm": 3_925,
-    "python/odyssey/parallel": 3_625,
-    "python/odyssey/distributed": 2_100,
-    "python/odyssey/torch": 3_020,
+    "python/odyssey": 46_300,
+    "python/odyssey/comm": 3_900,
+    "python/odyssey/parallel": 3_590,
+    "python/odyssey/distributed": 2_020,
+    "python/odyssey/torch": 2_965,
 }
 PACKAGE_LINES, FILE_LINES = 5_000, 620
 
