@@ -6,8 +6,10 @@ there is a C++ compiler; all with the fused optimizer, on ready tensors, and mal
 is torch.autocast there. "ratio" is the time of PyTorch's fastest side / ours, the median over turns; "% of peak" is of
 the FMA peak (bf16: of bf16 products, where there are such) that the same process measured before and after, operations
 being those of linear layers, convolutions as defined (however they are computed) and causal attention, with scores
-computed twice in the backward pass. "activations": of ours the workspace of all threads, of PyTorch what autograd keeps
-for the backward pass, and its peak is above that. --ops prints where our step's time goes, record by record.
+computed twice in the backward pass. "activations": of ours the workspace of all threads, scratch memory included; of
+PyTorch what autograd keeps for the backward pass, and the most that a step has at one time, by its profiler's memory
+events: all that the step allocates but the gradients of parameters. --ops prints where our step's time goes, record by
+record.
 """
 
 from __future__ import annotations
@@ -75,8 +77,8 @@ def ours(name: str, batch: int, threads: int, precision: str) -> tuple[Step, Any
     return lambda: trainer.train_step(next(turn)), trainer, dataset
 
 
-def torch_side(name: str, batch: int, precision: str, kind: str) -> tuple[Step, Callable[[], int]]:
-    """A step of PyTorch, and a function that gives the bytes that autograd keeps."""
+def torch_side(name: str, batch: int, precision: str, kind: str) -> tuple[Step, Callable[[], dict[str, int]]]:
+    """A step of PyTorch, and a function that gives the bytes that autograd keeps and the most that a step allocates."""
     import torch
 
     net = nets.torch_gpt(VOCABULARY, CONTEXT) if name == "gpt" else nets.torch_model(name)
@@ -111,7 +113,7 @@ def torch_side(name: str, batch: int, precision: str, kind: str) -> tuple[Step, 
         optimizer.step()
         return loss.item()
 
-    def kept() -> int:
+    def memory() -> dict[str, int]:
         own, found = {p.untyped_storage().data_ptr() for p in net.parameters()}, {}
 
         def note(t: Any) -> Any:
@@ -123,9 +125,30 @@ def torch_side(name: str, batch: int, precision: str, kind: str) -> tuple[Step, 
         with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
             loss = forward()
         loss.backward()
-        return sum(found.values())
+        return {"kept": sum(found.values()), "peak": allocated()}
 
-    return step, kept
+    def allocated() -> int:
+        """The most bytes of a step at one time, without the gradients of parameters that it leaves."""
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+            step()
+        left = {p.grad.untyped_storage().data_ptr() for p in net.parameters() if p.grad is not None}
+        events, todo = [], list(profile.profiler.kineto_results.experimental_event_tree())
+        while todo:
+            event = todo.pop()
+            todo += event.children
+            if event.tag == torch._C._profiler._EventType.Allocation:
+                events.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
+        events.sort()
+        final = {at: i for i, (_, at, size) in enumerate(events) if size > 0}
+        held, now, most = {}, 0, 0
+        for i, (_, at, size) in enumerate(events):
+            if size > 0 and not (at in left and final[at] == i):
+                held[at] = size
+            now += size if at in held and size > 0 else -held.pop(at, 0)
+            most = max(most, now)
+        return most
+
+    return step, memory
 
 
 def operations(record: Any, sizes: tuple[str, ...], lanes: float) -> float:
@@ -172,7 +195,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     core = common.pin() if threads == 1 else None
     step, trainer, dataset = ours(name, batch, threads, precision)
     sides: dict[str, Step] = {"ours": step}
-    kept: dict[str, int] = {}
+    theirs: dict[str, int] = {}
     missing = ""
     if common.have_torch():
         import torch
@@ -183,10 +206,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 kind == "compiled" and not shutil.which("g++")
             ):
                 continue
-            made, bytes_of = torch_side(name, batch, precision, kind)
+            made, memory = torch_side(name, batch, precision, kind)
             try:
                 made()
-                kept[kind] = bytes_of() if kind == "eager" else 0
+                theirs |= memory() if kind == "eager" else {}
             except Exception as problem:  # a compiler that cannot
                 missing = f"{kind}: {type(problem).__name__}"
                 continue
@@ -202,7 +225,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     row |= {"operations": flops, "missing": missing, "ops": by_op, "shard_size": trainer.shard_size}
     row["seconds"] = {key: common.median([t for one in found for t in one]) for key, found in times.items()}
     row["share"] = {key: flops / seconds * 1e-9 / peak for key, seconds in row["seconds"].items()}
-    row["activations"] = {"ours": trainer.memory()["activations"], "torch": kept.get("eager")}
+    row["activations"] = {
+        "ours": trainer.memory()["activations"],
+        "torch": theirs.get("kept"),
+        "peak": theirs.get("peak"),
+    }
     others = {key: seconds for key, seconds in row["seconds"].items() if key != "ours"}
     if others:
         row["fastest"] = min(others, key=others.__getitem__)
@@ -225,9 +252,9 @@ def show(rows: list[dict[str, Any]], kinds: list[str]) -> str:
         line += (
             [common.number(row["ratio"]["median"], 2), common.number(100 * row["share"][fastest], 1)] if fastest else []
         )
-        memory = (row["activations"][key] for key in ("ours", "torch"))
+        memory = (row["activations"][key] for key in ("ours", "kept", "peak"))
         lines.append([*line, *[None] * (len(headers) - len(line)), *(m and common.number(m / 2**20) for m in memory)])
-    return common.table([*headers, "activations MiB", "PyTorch's"], lines)
+    return common.table([*headers, "activations MiB", "PyTorch keeps", "its peak"], lines)
 
 
 def show_ops(row: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ one is made of. N is -1 for the samples that the shard really has.
 
 from std.math import sqrt
 
-from .elementwise import fill, relu
+from .elementwise import relu, relu_gradient
 from .lanes import (
     F32,
     LANES,
@@ -150,10 +150,11 @@ def _forward(
     z: Sizes,
     eps: Float32,
     train: Bool,
+    again: Bool,
     relu: Bool,
     r: Record,
 ):
-    """By the statistics of the shard if `train`, else by the mean and variance given.
+    """By the statistics of the shard if `train`, else by the mean and variance given; if `again`, by `stats` as they are.
     """
     var L = r.lanes()
     var live = z.samples(Int(r.context[].valid))
@@ -161,7 +162,7 @@ def _forward(
     for c in range(z.C):
         var m = mean[unsafe_offset=c]
         var v = variance[unsafe_offset=c]
-        if train:
+        if train and not again:
             var sums = _Parts(fill=Vec(0))
 
             @always_inline
@@ -187,11 +188,15 @@ def _forward(
             var all = _total(squares)
             v = all / count
             stats[unsafe_offset=2 * z.C + c] = all / max(count - 1, 1)
-        var inverse = 1 / sqrt(v + eps)
-        stats[unsafe_offset=c] = m
-        stats[unsafe_offset=z.C + c] = inverse
+        if not again:
+            stats[unsafe_offset=c] = m
+            stats[unsafe_offset=z.C + c] = 1 / sqrt(v + eps)
         var norm = Norm(
-            m, inverse, w[unsafe_offset=c], b[unsafe_offset=c], relu
+            stats[unsafe_offset=c],
+            stats[unsafe_offset=z.C + c],
+            w[unsafe_offset=c],
+            b[unsafe_offset=c],
+            relu,
         )
 
         @always_inline
@@ -203,7 +208,9 @@ def _forward(
         _walk(put, z, L, live, c)
 
 
-def _backward(
+def _backward[
+    relu: Bool
+](
     dx: Ptr,
     dw: Ptr,
     db: Ptr,
@@ -211,6 +218,7 @@ def _backward(
     x: Ptr,
     stats: Ptr,
     w: Ptr,
+    b: Ptr,
     z: Sizes,
     train: Bool,
     r: Record,
@@ -221,6 +229,19 @@ def _backward(
     for c in range(z.C):
         var m = stats[unsafe_offset=c]
         var inverse = stats[unsafe_offset=z.C + c]
+        var norm = Norm(
+            m, inverse, w[unsafe_offset=c], b[unsafe_offset=c], False
+        )
+
+        @always_inline
+        def passed[
+            whole: Bool
+        ](i: Int, own: Int, v: Vec) {imm dy, imm norm} -> Vec:
+            var d = _load[whole](dy, i, own)
+            comptime if relu:
+                d = relu_gradient[LANES](d, norm.at[LANES](v))
+            return d
+
         var sums = _Parts(fill=Vec(0))
         var products = _Parts(fill=Vec(0))
 
@@ -228,11 +249,12 @@ def _backward(
         def add[
             whole: Bool, j: Int
         ](i: Int, own: Int, there: Int) {
-            mut sums, mut products, imm x, imm dy, imm m
+            mut sums, mut products, imm x, imm m, imm passed
         }:
-            var d = _load[whole](dy, i, own)
+            var v = _load[whole](x, i, own)
+            var d = passed[whole](i, own, v)
             sums[j] += d
-            products[j] = madd(d, _load[whole](x, i, own) - m, products[j])
+            products[j] = madd(d, v - m, products[j])
 
         _walk(add, z, L, live, c)
         var s = _total(sums)
@@ -245,15 +267,36 @@ def _backward(
         @always_inline
         def put[
             whole: Bool, j: Int
-        ](i: Int, own: Int, there: Int) {imm x, imm dy, imm dx, imm by}:
-            var v = by.at[LANES](
-                _load[whole](dy, i, own), _load[whole](x, i, own)
-            )
+        ](i: Int, own: Int, there: Int) {imm x, imm dx, imm by, imm passed}:
+            var v = _load[whole](x, i, own)
+            v = by.at[LANES](passed[whole](i, own, v), v)
             comptime if not whole:
                 v = first(own).select(v, Vec(0))
             _store[whole](dx, i, v, there)
 
         _walk(put, z, L, live, c)
+
+
+def _backward_op(
+    dx: Ptr,
+    dw: Ptr,
+    db: Ptr,
+    dy: Ptr,
+    x: Ptr,
+    stats: Ptr,
+    w: Ptr,
+    b: Ptr,
+    z: Sizes,
+    train: Bool,
+    relu: Bool,
+    r: Record,
+):
+    """With `relu`, dy is the gradient of max(y, 0): where y > 0 is computed again, so that y need not be kept.
+    """
+    if relu:
+        _backward[True](dx, dw, db, dy, x, stats, w, b, z, train, r)
+    else:
+        _backward[False](dx, dw, db, dy, x, stats, w, b, z, train, r)
 
 
 @always_inline
@@ -299,13 +342,17 @@ def ops() -> List[Op]:
     return [
         Op(
             "batch_norm_forward",
-            "y, stats; x, w, b, mean, variance; G, C, P, N, eps, train, relu",
+            (
+                "y, stats; x, w, b, mean, variance; G, C, P, N, eps, train,"
+                " again, relu"
+            ),
             call[_forward],
+            "again",
         ),
         Op(
             "batch_norm_backward",
-            "dx, dw, db; dy, x, stats, w; G, C, P, N, train",
-            call[_backward],
+            "dx, dw, db; dy, x, stats, w, b; G, C, P, N, train, relu",
+            call[_backward_op],
         ),
         Op(
             "batch_norm_running",

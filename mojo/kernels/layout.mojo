@@ -264,6 +264,7 @@ def ops() -> List[Op]:
             "pad_forward",
             "y; x; planes, H, W, ph, pw",
             by_layout[call[pad_forward[LANES]], call[pad_forward[1]]],
+            "again",
         ),
         Op(
             "pad_backward",

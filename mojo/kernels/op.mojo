@@ -9,6 +9,8 @@ scratch memory, of as many bytes as the op's last function says. Traits are word
     lanes     there is no form for rows: the parts of layers that ranks share
     sums      what it adds up is a sum over samples: shards may share the buffer that it adds to
     features  every feature is computed by itself, so it runs on some of them as on all; the last size counts numbers
+    again     it is quickly computed once more, so that its first output need not be kept for the backward pass; the others
+              are, and where the op has a size `again`, 1 says that they are there
 
 Everything else is generic: Python reads the table of the library (python/odyssey/core/native.py), so an op's name is written
 in its kernel file and in python/odyssey/core/functional.py and nowhere else. A kernel file ends with the list of its ops.

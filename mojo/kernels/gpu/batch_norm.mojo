@@ -7,6 +7,7 @@ from std.math import ceildiv, sqrt
 from max.gpu import barrier, block_idx, thread_idx
 
 from ..batch_norm import Gradient, Norm, Sizes, moved
+from ..elementwise import relu_gradient
 from ..lanes import F32, LANES, Ptr
 from .launch import (
     GpuOp,
@@ -54,6 +55,7 @@ def _forward(
     sent: Sent[Sizes],
     eps: Float32,
     train: Int32,
+    again: Int32,
     relu: Int32,
     ctx: StepContextPtr,
 ):
@@ -69,7 +71,7 @@ def _forward(
     var m = mean[unsafe_offset=c]
     var v = variance[unsafe_offset=c]
     var all = Float32(0)
-    if train != 0:
+    if train != 0 and again == 0:
         var s = Float32(0)
 
         @always_inline
@@ -91,8 +93,11 @@ def _forward(
         all = _summed(t)
         v = all / count
     var inverse = 1 / sqrt(v + eps)
-    if thread_idx.x == 0:
-        var stats = of_shard(stats_)
+    var stats = of_shard(stats_)
+    if again != 0:
+        m = stats[unsafe_offset=c]
+        inverse = stats[unsafe_offset=C + c]
+    elif thread_idx.x == 0:
         stats[unsafe_offset=c] = m
         stats[unsafe_offset=C + c] = inverse
         stats[unsafe_offset=2 * C + c] = all / max(count - 1, 1)
@@ -120,6 +125,7 @@ def forward(
     z: Sizes,
     eps: Float32,
     train: Bool,
+    again: Bool,
     relu: Bool,
     ctx: StepContextPtr,
 ) raises:
@@ -135,6 +141,7 @@ def forward(
         Sent(z),
         eps,
         Int32(train),
+        Int32(again),
         Int32(relu),
         ctx,
         grid_dim=(z.C, shards),
@@ -150,8 +157,10 @@ def _backward(
     x_: Operand,
     stats_: Operand,
     w: Ptr,
+    b: Ptr,
     sent: Sent[Sizes],
     train: Int32,
+    relu: Int32,
     ctx: StepContextPtr,
 ):
     var z = sent.sizes
@@ -166,14 +175,24 @@ def _backward(
     var stats = of_shard(stats_)
     var m = stats[unsafe_offset=c]
     var inverse = stats[unsafe_offset=C + c]
+    var norm = Norm(m, inverse, w[unsafe_offset=c], b[unsafe_offset=c], False)
+
+    @always_inline
+    def passed(at: Int) {imm} -> Float32:
+        var d = dy[unsafe_offset=at]
+        if relu != 0:
+            d = relu_gradient[1](d, norm.at[1](x[unsafe_offset=at]))[0]
+        return d
+
     var s = Float32(0)
     var t = Float32(0)
 
     @always_inline
     def add(at: Int) {mut s, mut t, imm}:
         if _lives(at, C, P, live):
-            s += dy[unsafe_offset=at]
-            t += dy[unsafe_offset=at] * (x[unsafe_offset=at] - m)
+            var d = passed(at)
+            s += d
+            t += d * (x[unsafe_offset=at] - m)
 
     _each(add, z.G, C, P, live)
     s = _summed(s)
@@ -186,7 +205,7 @@ def _backward(
 
     @always_inline
     def put(at: Int) {imm}:
-        var v = by.at[1](dy[unsafe_offset=at], x[unsafe_offset=at])
+        var v = by.at[1](passed(at), x[unsafe_offset=at])
         dx[unsafe_offset=at] = v[0] if _lives(at, C, P, live) else 0
 
     _each(put, z.G, C, P, live)
@@ -202,8 +221,10 @@ def backward(
     x: Operand,
     stats: Operand,
     w: Ptr,
+    b: Ptr,
     z: Sizes,
     train: Bool,
+    relu: Bool,
     ctx: StepContextPtr,
 ) raises:
     """The gradients, each shard's own."""
@@ -215,8 +236,10 @@ def backward(
         x,
         stats,
         w,
+        b,
         Sent(z),
         Int32(train),
+        Int32(relu),
         ctx,
         grid_dim=(z.C, shards),
         block_dim=THREADS,

@@ -59,7 +59,9 @@ def batch_norm(
     variance = ones if running_var is None else running_var.memory
     y, stats = empty(x.shape, x.layout), executor.alloc(12 * c)
     given = x.memory, w, b, mean, variance
-    executor.emit("batch_norm_forward", y.memory, stats, *given, *size, float(eps), int(training), 0, layout=x.layout)
+    executor.emit(
+        "batch_norm_forward", y.memory, stats, *given, *size, float(eps), int(training), 0, 0, layout=x.layout
+    )
     running = [t for t in (running_mean, running_var, steps) if t is not None] if training else []
     if running and not executor.shard:
         if not executor.scope.recompute:
@@ -70,8 +72,8 @@ def batch_norm(
     def backward(dy: Tensor) -> tuple[Tensor | None, ...]:
         dx, dw, db = empty(x.shape, x.layout), empty((c,)), empty((c,))
         out = dx.memory, dw.memory, db.memory
-        saved = dy.memory, x.memory, stats, w
-        current().emit("batch_norm_backward", *out, *saved, *size, int(training), layout=x.layout)
+        saved = dy.memory, x.memory, stats, w, b
+        current().emit("batch_norm_backward", *out, *saved, *size, int(training), 0, layout=x.layout)
         own = [g for t, g in ((weight, dw), (bias, db)) if t is not None]
         return (dx, *own, *(_moves(running, stats, c, samples, momentum) if running else ()))
 

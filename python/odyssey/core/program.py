@@ -9,6 +9,7 @@ shard out in a workspace, `serialize` writes the records as the numbers that the
 
 from __future__ import annotations
 
+import bisect
 import copy
 import dataclasses
 import threading
@@ -332,7 +333,8 @@ def encode(lib: Any, op: str, args: Any, operand: Any, layout: str = "lanes", dt
 def plan_memory(records: list[Record]) -> int:
     """Gives every slot an offset so that slots in use at the same time do not overlap; returns the bytes needed.
 
-    First fit over the intervals between a slot's first and last record, largest slots first.
+    First fit over the intervals between a slot's first and last record, in the order that needs least of three: the
+    largest slots first, those that live longest, or those whose size times life is largest.
     """
     slots: dict[int, Slot] = {}
     for i, r in enumerate(records):
@@ -342,9 +344,20 @@ def plan_memory(records: list[Record]) -> int:
                     slots[id(a)] = a
                     a.first = i
                 a.last = i
+    orders = (
+        sorted(slots.values(), key=lambda s: (-s.nbytes, s.first)),
+        sorted(slots.values(), key=lambda s: (s.first - s.last, -s.nbytes, s.first)),
+        sorted(slots.values(), key=lambda s: ((s.first - s.last - 1) * s.nbytes, s.first)),
+    )
+    best = min(orders, key=_place)
+    return -(-_place(best) // 4096) * 4096
+
+
+def _place(slots: list[Slot]) -> int:
+    """Gives each slot, in this order, the first place that is free while it lives; returns the bytes needed."""
     placed: list[Slot] = []
     total = 0
-    for s in sorted(slots.values(), key=lambda s: (-s.nbytes, s.first)):
+    for s in slots:
         at = 0
         for p in placed:  # in order of offset
             if p.first <= s.last and s.first <= p.last:
@@ -353,9 +366,8 @@ def plan_memory(records: list[Record]) -> int:
                 at = max(at, -(-(p.offset + p.nbytes) // native.ALIGNMENT) * native.ALIGNMENT)
         s.offset = at
         total = max(total, at + s.nbytes)
-        placed.append(s)
-        placed.sort(key=lambda p: p.offset)
-    return -(-total // 4096) * 4096
+        bisect.insort(placed, s, key=lambda p: p.offset)
+    return total
 
 
 # --- what need not be repeated ---------------------------------------------------------------
@@ -373,14 +385,75 @@ def eliminate_dead_code(records: list[Record]) -> list[Record]:
     return kept[::-1]
 
 
+# --- what need not be kept -------------------------------------------------------------------
+
+
+def recompute(records: list[Record]) -> list[Record]:
+    """The same program with less to keep from the forward pass to the backward pass.
+
+    What an op with the trait "again" makes (padding, a normalised batch) is made once more before the first backward
+    record that reads it, if all that it is made of is there at that time anyway. Records that are changed are copies.
+    """
+    start = next((i for i, r in enumerate(records) if r.phase == "backward"), len(records))
+    uses: dict[int, list[int]] = {}
+    makers: dict[int, list[Record]] = {}
+    for i, r in enumerate(records):
+        for a in r.args:
+            if isinstance(a, Slot):
+                uses.setdefault(id(a), []).append(i)
+        for a in r.args[: len(r.declared.outputs)]:
+            makers.setdefault(id(a), []).append(r)
+    dropped: set[int] = set()  # slots that are not kept
+
+    def repeated(slot: Slot, at: int) -> tuple[list[Record], Slot] | None:
+        """The records that make the slot's value once more before record `at`, and where; None if they cannot."""
+        maker, *others = makers[id(slot)]
+        if others or maker.phase == "backward" or "again" not in maker.declared.traits or maker.args[0] is not slot:
+            return None
+        new, before = maker.changed(args=[*maker.args], phase="backward", recompute=True), []
+        for j, a in enumerate(maker.args):
+            if not isinstance(a, Slot) or a is slot:
+                continue
+            if id(a) in dropped or uses[id(a)][-1] < at:
+                made = repeated(a, at)
+                if made is None:
+                    return None
+                before += made[0]
+                new.args[j] = made[1]
+            elif len(makers[id(a)]) > 1:
+                return None
+        sizes = maker.declared.sizes
+        if "again" in sizes:
+            new.args[sizes.index("again") - len(sizes)] = 1
+        new.args[0] = Slot(slot.nbytes)
+        return [*before, new], new.args[0]
+
+    inserted: dict[int, list[Record]] = {}
+    out = list(records)
+    for r in records[:start]:
+        slot = r.args[0] if r.declared.outputs else None
+        again = [i for i in uses.get(id(slot), []) if i >= start]
+        made = repeated(slot, again[0]) if again else None
+        if made is None:
+            continue
+        dropped.add(id(slot))
+        inserted.setdefault(again[0], []).extend(made[0])
+        for i in again:
+            out[i] = out[i].changed(args=[made[1] if a is slot else a for a in out[i].args])
+        for new in made[0]:
+            new.device, new.tag = records[again[0]].device, records[again[0]].tag
+    return [r for i, one in enumerate(out) for r in (*inserted.get(i, ()), one)]
+
+
 # --- fusion ----------------------------------------------------------------------------------
 
 
 def fuse(records: list[Record]) -> list[Record]:
     """The same program with pairs of ops made one where not a bit changes (tests/python/test_replay.py).
 
-    A ReLU becomes the epilogue of the convolution or linear layer before it; the backward of a ReLU whose output went
-    only into a max-pool becomes part of the pool's backward.
+    A ReLU becomes the epilogue of the convolution, linear layer or batch norm before it, and its backward part of that
+    of the batch norm, for which the output need not be kept; the backward of a ReLU whose output went only into a
+    max-pool becomes part of the pool's backward.
     """
     users: dict[int, list[int]] = {}
     for i, r in enumerate(records):
@@ -389,6 +462,7 @@ def fuse(records: list[Record]) -> list[Record]:
                 users.setdefault(id(a), []).append(i)
     out: list[Record | None] = [r.changed(args=list(r.args)) for r in records]
     pooled = {id(r.args[2]): r for r in records if r.op == "maxpool_forward"}  # by input
+    rectified: dict[int, Record] = {}  # ops with a ReLU, by output
     merged: dict[int, int] = {}  # forward op -> the one it is part of now, to which its backward belongs as well
     for i, r in enumerate(records):
         if r.op == "relu_forward":
@@ -401,10 +475,20 @@ def fuse(records: list[Record]) -> list[Record]:
                     maker.args[-1] = 1
                     out[i] = None
                     merged[r.tag] = maker.tag
+                    rectified[id(y)] = maker
         elif r.op == "relu_backward":
             dx, dy, y = r.args[:3]
-            before = users.get(id(dy), [])
-            if len(before) == 2 and before[1] == i and id(y) in pooled:
+            before, after = users.get(id(dy), []), users.get(id(dx), [])
+            if id(y) in rectified and len(after) == 2 and records[after[1]].op == "batch_norm_backward":
+                norm, of = out[after[1]], rectified[id(y)]
+                if (
+                    norm is not None
+                    and of.op == "batch_norm_forward"
+                    and (norm.args[3], norm.args[4]) == (dx, of.args[2])
+                ):
+                    norm.args[3], norm.args[-1] = dy, 1
+                    out[i] = None
+            elif len(before) == 2 and before[1] == i and id(y) in pooled:
                 maker, pool = out[before[0]], pooled[id(y)]
                 if maker is not None and maker.op == "maxpool_backward" and maker.args[2] is pool.args[1]:
                     maker.args[0] = dx

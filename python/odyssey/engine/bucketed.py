@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..core import native
-from ..core.program import plan_memory, serialize
+from ..core.program import plan_memory, recompute, serialize
 from ..optim import Update
 from ..parallel import plan as planning
 from ..parallel import reduction, strategy
@@ -32,7 +32,10 @@ class BucketedRunner(Runner):
         lay, comm, arena, records = recorded.layout, recorded.groups.dp, recorded.arena, recorded.records
         self.plan = planning.make(self.shards, comm.rank, comm.size, lay.workers, lay.threads, lay.counts(self.shards))
         self.parts = parts = recorded.parts
-        self.segments = segments(records, arena, parts.buckets, by_params=parts.partitioned or bool(lay.offload_dir))
+        by_params = parts.partitioned or bool(lay.offload_dir)
+        if not by_params:  # else parameters would be brought twice
+            records = recompute(records)
+        self.segments = segments(records, arena, parts.buckets, by_params=by_params)
         own = self.plan.run[1] - self.plan.run[0]
         work_bytes = plan_memory(records)
         self._work = recorded.storage("work", max(own, 1) * work_bytes).reshape(max(own, 1), work_bytes)

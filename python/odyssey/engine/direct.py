@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..core import native
-from ..core.program import Block, ShardEager, plan_memory, serialize
+from ..core.program import Block, ShardEager, plan_memory, recompute, serialize
 from ..optim import Update
 from ..parallel import plan as planning
 from ..parallel import strategy
@@ -40,10 +40,11 @@ class DirectRunner(Runner):
             samples=self.samples,
         )
         if lay.execution == "replay":
-            work_bytes = plan_memory(recorded.records)
+            records = recompute(recorded.records)
+            work_bytes = plan_memory(records)
             threads = len(self.plan.threads)
             work = recorded.storage("work", threads * work_bytes).reshape(threads, work_bytes)
-            table = serialize(recorded.records, arena, self._keep, None if recorded.train else self._without_gradients)
+            table = serialize(records, arena, self._keep, None if recorded.train else self._without_gradients)
             self.step.program, self.step.records = table.ctypes.data, len(table)
             self.step.work, self.step.work_bytes = work.ctypes.data, work_bytes
             self.work_bytes = work.nbytes
