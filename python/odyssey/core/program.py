@@ -481,11 +481,7 @@ def fuse(records: list[Record]) -> list[Record]:
             before, after = users.get(id(dy), []), users.get(id(dx), [])
             if id(y) in rectified and len(after) == 2 and records[after[1]].op == "batch_norm_backward":
                 norm, of = out[after[1]], rectified[id(y)]
-                if (
-                    norm is not None
-                    and of.op == "batch_norm_forward"
-                    and (norm.args[3], norm.args[4]) == (dx, of.args[2])
-                ):
+                if of.op == "batch_norm_forward" and norm.args[3] is dx and norm.args[4] is of.args[2]:
                     norm.args[3], norm.args[-1] = dy, 1
                     out[i] = None
             elif len(before) == 2 and before[1] == i and id(y) in pooled:
