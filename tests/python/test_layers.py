@@ -133,9 +133,9 @@ ORDER = (
     *FRONT_ENDS[3:],
 )
 BUDGETS = {  # lines of all its files together
-    "mojo": 16_700,
+    "mojo": 16_760,
     "shared/training": 3_445,
-    "python/odyssey": 46_300,
+    "python/odyssey": 46_390,
     "python/odyssey/comm": 3_900,
     "python/odyssey/parallel": 3_590,
     "python/odyssey/distributed": 2_020,

@@ -16,6 +16,7 @@ from odyssey.core.arena import Arena
 from odyssey.core.program import Slot
 from odyssey.core.tensor import Tensor
 from odyssey.engine.engine import Engine, Layout
+from odyssey.engine.recompute import recompute
 from odyssey.errors import ConfigError
 from odyssey.train.trainer import DistributedTrainer
 
@@ -222,7 +223,7 @@ def planned(name, shape, size, **settings):
         model = nn.models.build(name, sample_shape=shape)
         dataset = data.arrays(np.zeros((size, *shape), np.float32), np.zeros(size, np.int32), classes=10)
     trainer = DistributedTrainer(model, optim.SGD(lr=0.1), shard_size=size, threads=1, metrics=[], **settings)
-    records = program.recompute(trainer._train.record(size, dataset.form))
+    records = recompute(trainer._train.record(size, dataset.form))
     return records, program.plan_memory(records)
 
 
@@ -266,8 +267,8 @@ def test_what_is_computed_again_has_the_same_bits(samples, monkeypatch):
     counts = []
 
     def noted(records):
-        counts.append(sum(r.recompute for r in program.recompute(records)))
-        return program.recompute(records) if len(counts) == 1 else records
+        counts.append(sum(r.recompute for r in recompute(records)))
+        return recompute(records) if len(counts) == 1 else records
 
     monkeypatch.setattr("odyssey.engine.direct.recompute", noted)
     assert sums("resnet18", samples) == sums("resnet18", samples)

@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 
 from ..core import native
-from ..core.program import plan_memory, recompute, serialize
+from ..core.program import plan_memory, serialize
 from ..optim import Update
 from ..parallel import plan as planning
 from ..parallel import reduction, strategy
 from ..parallel.buckets import STATS, Segment, segments
+from .recompute import recompute
 from .runner import Recorded, Runner, Sums
 
 

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 
 from ..core import native
-from ..core.program import Block, ShardEager, plan_memory, recompute, serialize
+from ..core.program import Block, ShardEager, plan_memory, serialize
 from ..optim import Update
 from ..parallel import plan as planning
 from ..parallel import strategy
+from .recompute import recompute
 from .runner import Recorded, Runner, Sums
 
 
