@@ -7,6 +7,7 @@ from std.runtime import initialize_runtime
 
 from kernels.fingerprint import fingerprint_runs
 from kernels.lanes import BytePtr, LANES, LongPtr
+from kernels.amx import permitted
 from kernels.lowp import HAS_BF16
 from kernels.op import addresses, describe, scratch_of
 from kernels.record import ContextPtr, RECORD, STATS
@@ -31,7 +32,8 @@ def odyssey_init() abi("C"):
 
 @export
 def odyssey_constant(which: Int) abi("C") -> Int:
-    """LANES (0), RECORD (1), STATS (2), whether the target multiplies bf16 (3).
+    """LANES (0), RECORD (1), STATS (2), whether the target multiplies bf16 (3), whether the system lets this process use
+    what the target needs (4).
     """
     if which == 0:
         return LANES
@@ -39,7 +41,9 @@ def odyssey_constant(which: Int) abi("C") -> Int:
         return RECORD
     elif which == 2:
         return STATS
-    return Int(HAS_BF16)
+    elif which == 3:
+        return Int(HAS_BF16)
+    return Int(permitted())
 
 
 @export

@@ -23,6 +23,7 @@ comptime HalfPtr = Pointer[BFloat16, MutUntrackedOrigin]
 comptime HAS_BF16 = CompilationTarget.is_x86() and CompilationTarget._has_feature[
     "avx512bf16"
 ]()
+comptime HAS_AMX = HAS_BF16 and CompilationTarget._has_feature["amx-bf16"]()
 
 
 # --- pairs -----------------------------------------------------------------------------

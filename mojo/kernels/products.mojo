@@ -1,8 +1,8 @@
 """Ops of convolutions and linear layers: which kernel computes a record, in lanes and in rows, in float32 and in 16 bits,
 a whole layer or a part of one.
 
-The processor's own bf16 products are taken where it has them and the batch is in lanes; else float32 copies of the rounded
-operands, in scratch memory, for the float32 kernels.
+The processor's own bf16 products are taken where it has them, of tiles before those of pairs, and the batch is in lanes (a
+forward pass: in rows too); else float32 copies of the rounded operands, in scratch memory, for the float32 kernels.
 """
 
 from .conv2d import (
@@ -12,6 +12,14 @@ from .conv2d import (
     conv2d_backward_weight,
     conv2d_forward,
 )
+from .conv2d_amx import (
+    conv2d_backward_input_amx,
+    conv2d_forward_amx,
+    forward_scratch,
+    input_scratch,
+)
+from .conv2d_amx_weight import conv2d_backward_weight_amx
+from .conv2d_amx_weight import weight_scratch as amx_weight_scratch
 from .conv2d_bf16 import (
     conv2d_backward_input_bf16,
     conv2d_backward_weight_bf16,
@@ -47,7 +55,7 @@ from .linear_rows import (
     linear_backward_weight_rows,
     linear_forward_rows,
 )
-from .lowp import HAS_BF16, bias_gradient, rounded
+from .lowp import HAS_AMX, HAS_BF16, bias_gradient, rounded
 from .op import Op, call
 from .record import BF16, FP32, Record, sizes_of
 
@@ -56,6 +64,18 @@ from .record import BF16, FP32, Record, sizes_of
 def _packed(r: Record) -> Bool:
     """Whether pairs of bf16 are multiplied."""
     return HAS_BF16 and r.dtype() == BF16 and not r.rows()
+
+
+@always_inline
+def _tiled(r: Record) -> Bool:
+    """Whether tiles of bf16 are multiplied: in lanes, and in rows in the forward pass.
+    """
+    return HAS_AMX and r.dtype() == BF16
+
+
+def _linear(G: Int, I: Int, O: Int) -> Conv:
+    """A linear layer as a convolution of one pixel and one tap."""
+    return Conv(G, I, 1, 1, O, 1, 1, 1)
 
 
 @always_inline
@@ -90,6 +110,10 @@ def _half(n: Int) -> Int:
 def _conv2d_forward[
     relu: Bool
 ](y: Ptr, x: Ptr, w: Ptr, b: Ptr, scratch: Ptr, size: Conv, r: Record):
+    if _tiled(r):
+        comptime if HAS_AMX:
+            conv2d_forward_amx[relu](y, x, w, b, scratch, size, r.rows())
+        return
     if _packed(r):
         comptime if HAS_BF16:
             conv2d_forward_bf16[relu](y, x, w, b, scratch, size)
@@ -121,6 +145,10 @@ def _conv2d_forward_op(
 def _conv2d_backward_weight(
     dw: Ptr, db: Ptr, dy: Ptr, x: Ptr, scratch: Ptr, size: Conv, r: Record
 ):
+    if _tiled(r) and not r.rows():
+        comptime if HAS_AMX:
+            conv2d_backward_weight_amx(dw, db, dy, x, scratch, size)
+        return
     if _packed(r):
         comptime if HAS_BF16:
             conv2d_backward_weight_bf16(dw, db, dy, x, scratch, size)
@@ -142,6 +170,10 @@ def _conv2d_backward_weight(
 def _conv2d_backward_input(
     dx: Ptr, dy: Ptr, w: Ptr, scratch: Ptr, size: Conv, r: Record
 ):
+    if _tiled(r) and not r.rows():
+        comptime if HAS_AMX:
+            conv2d_backward_input_amx(dx, dy, w, scratch, size)
+        return
     if _packed(r):
         comptime if HAS_BF16:
             conv2d_backward_input_bf16(dx, dy, w, scratch, size)
@@ -160,6 +192,8 @@ def _conv2d_forward_scratch(r: Record, shards: Int, fold: Int) -> Int:
     var size = sizes_of[Conv](r, 6)
     if r.dtype() == FP32:
         return 0
+    if _tiled(r):
+        return forward_scratch(size, r.rows())
     if _packed(r):  # one group of x, all weights
         var pixels = LANES * size.H * size.W
         return 4 * _half(size.C) * (pixels + size.K * size.R * size.T)
@@ -170,6 +204,8 @@ def _conv2d_weight_scratch(r: Record, shards: Int, fold: Int) -> Int:
     var size = sizes_of[Conv](r, 6)
     if r.dtype() == FP32:
         return 0
+    if _tiled(r) and not r.rows():
+        return amx_weight_scratch(size)
     if _packed(r):  # two groups of x and dy
         return 4 * LANES * (size.x() + size.y())
     return 4 * (size.G * (size.x() + size.y()) * r.lanes() + size.K)
@@ -180,6 +216,8 @@ def _conv2d_input_scratch(r: Record, shards: Int, fold: Int) -> Int:
     var T = size.T
     if r.dtype() == FP32:
         return 0
+    if _tiled(r) and not r.rows():
+        return input_scratch(size)
     if _packed(r):
         var pixels = LANES * size.P() * size.Q()  # one group of dy, all weights
         return 4 * _half(size.K) * (pixels + size.C * size.R * T)
@@ -202,6 +240,11 @@ def _linear_forward[
     O: Int,
     r: Record,
 ):
+    if _tiled(r):
+        comptime if HAS_AMX:
+            var size = _linear(G, I, O)
+            conv2d_forward_amx[relu](y, x, w, b, scratch, size, r.rows())
+        return
     if _packed(r):
         comptime if HAS_BF16:
             linear_forward_bf16[relu](y, x, w, b, scratch, G, I, O)
@@ -247,6 +290,11 @@ def _linear_backward_weight(
     O: Int,
     r: Record,
 ):
+    if _tiled(r) and not r.rows():
+        comptime if HAS_AMX:
+            var size = _linear(G, I, O)
+            conv2d_backward_weight_amx(dw, db, dy, x, scratch, size)
+        return
     if _packed(r):
         comptime if HAS_BF16:
             linear_backward_weight_bf16(dw, db, dy, x, scratch, G, I, O)
@@ -270,6 +318,11 @@ def _linear_backward_weight(
 def _linear_backward_input(
     dx: Ptr, dy: Ptr, w: Ptr, scratch: Ptr, G: Int, I: Int, O: Int, r: Record
 ):
+    if _tiled(r) and not r.rows():
+        comptime if HAS_AMX:
+            var size = _linear(G, I, O)
+            conv2d_backward_input_amx(dx, dy, w, scratch, size)
+        return
     if _packed(r):
         comptime if HAS_BF16:
             linear_backward_input_bf16(dx, dy, w, scratch, G, I, O)
@@ -287,6 +340,8 @@ def _linear_forward_scratch(r: Record, shards: Int, fold: Int) -> Int:
     var n = r.int(6) * r.lanes()
     if r.dtype() == FP32:
         return 0
+    if _tiled(r):
+        return forward_scratch(_linear(r.int(6), I, r.int(8)), r.rows())
     if _packed(r):
         return 4 * _half(I) * (n + 12)  # x and 12 rows of w
     return 4 * I * (n + r.int(8))
@@ -298,6 +353,8 @@ def _linear_weight_scratch(r: Record, shards: Int, fold: Int) -> Int:
     var n = r.int(6) * r.lanes()
     if r.dtype() == FP32:
         return 0 if r.rows() else 4 * WEIGHT_SCRATCH
+    if _tiled(r) and not r.rows():
+        return amx_weight_scratch(_linear(r.int(6), I, O))
     if _packed(r):
         return 4 * weight_scratch(r.int(6), O)
     return 4 * (n * (I + O) + O + WEIGHT_SCRATCH)
@@ -309,6 +366,8 @@ def _linear_input_scratch(r: Record, shards: Int, fold: Int) -> Int:
     var packed = 0 if r.rows() else 4 * columns_scratch(r.int(5), O)
     if r.dtype() == FP32:
         return packed
+    if _tiled(r) and not r.rows():
+        return input_scratch(_linear(r.int(5), r.int(6), O))
     if _packed(r):
         return 4 * _half(O) * (n + 96)  # dy and 96 columns of w
     return 4 * O * (n + r.int(6)) + packed

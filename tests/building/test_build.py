@@ -251,6 +251,8 @@ AVX512 = AVX2 | set("avx512f avx512bw avx512cd avx512dq avx512vl".split())
         (AVX512, "x86-64-v4"),
         (AVX512 | {"amx_tile", "avx512_fp16"}, "x86-64-v4"),
         (AVX512 | {"avx512_bf16"}, "x86-64-v4+avx512bf16"),
+        (AVX512 | {"avx512_bf16", "amx_tile", "amx_bf16"}, "x86-64-v4+avx512bf16+amx-bf16"),
+        (AVX512 | {"amx_tile", "amx_bf16"}, "x86-64-v4"),
         (AVX2 | {"avx512_bf16"}, "x86-64-v3"),
         (AVX512 - {"avx512vl"}, "x86-64-v3"),
         (AVX2, "x86-64-v3"),
@@ -270,6 +272,7 @@ def test_target_options():
         "--target-features",
         "+avx512bf16",
     ]
+    assert build.target_options("x86-64-v4+avx512bf16+amx-bf16")[-1] == "+avx512bf16,+amx-bf16"
 
 
 @pytest.mark.parametrize(
@@ -294,6 +297,7 @@ def test_target_cpu_from_the_environment_and_the_argument(tree, monkeypatch):
         ("x86-64-v3", []),
         ("x86-64-v4", ["avx512f"]),
         ("x86-64-v4+avx512bf16", ["avx512_bf16", "avx512f"]),
+        ("x86-64-v4+avx512bf16+amx-bf16", ["amx_bf16", "avx512_bf16", "avx512f"]),
         ("haswell", []),  # what it needs is not known here
     ],
 )
@@ -303,6 +307,27 @@ def test_what_a_cpu_lacks(monkeypatch, cpu, lacks):
     assert compiler.lacking(cpu) == lacks
     monkeypatch.setattr(compiler, "cpu_features", frozenset)
     assert compiler.lacking(cpu) == []
+
+
+REFUSED = """
+import ctypes, mmap, sys
+from odyssey.build import compiler
+small = mmap.mmap(-1, 4096)  # a stack for signals that does not hold tiles: for such a process Linux has none
+class Stack(ctypes.Structure):
+    _fields_ = [("p", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t)]
+at = ctypes.addressof(ctypes.c_char.from_buffer(small))
+assert ctypes.CDLL(None).sigaltstack(ctypes.byref(Stack(at, 0, 4096)), None) == 0
+print(compiler.host_cpu(), compiler.lacking("x86-64-v4+avx512bf16+amx-bf16"))
+from odyssey.core import native
+native.Library(sys.argv[1], [])
+"""
+
+
+@pytest.mark.skipif("amx" not in build.host_cpu(), reason="this machine has no AMX that may be used")
+def test_a_process_that_is_refused_tiles_multiplies_pairs(launch):
+    refused = launch.python("-c", REFUSED, build.cached_library(build.host_cpu()))
+    assert refused.stdout.strip() == "x86-64-v4+avx512bf16 ['amx_bf16']", refused.stderr
+    assert "which Linux does not let this process use; set ODYSSEY_TARGET_CPU=x86-64-v4" in refused.stderr
 
 
 # -- kernels for GPUs -------------------------------------------------------------------------------------------------

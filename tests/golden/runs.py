@@ -21,7 +21,7 @@ import numpy as np
 
 from odyssey import DistributedTrainer, Mesh, data, nn, optim
 from odyssey import functional as F
-from odyssey.build.library import compiler_version, host_cpu
+from odyssey.build.library import compiler_version, plan, source_root
 from odyssey.comm import mock
 
 HERE = Path(__file__).parent
@@ -177,8 +177,8 @@ def gpu_runs() -> Iterator[tuple[str, Callable[[], str]]]:
 
 
 def path(gpu: bool = False) -> Path:
-    """The file of this machine's CPU target."""
-    return HERE / f"{host_cpu()}{'-gpu' if gpu else ''}.json"
+    """The file of the CPU target: of this machine, or ODYSSEY_TARGET_CPU."""
+    return HERE / f"{plan(source_root()).cpu}{'-gpu' if gpu else ''}.json"
 
 
 def measured(gpu: bool = False) -> dict[str, str]:
@@ -191,7 +191,7 @@ def main() -> int:
     found = measured(gpu)
     print(f"{len(found)} trainings in {time.perf_counter() - began:.1f} s")
     if "--record" in sys.argv:
-        content = {"target": host_cpu(), "compiler": compiler_version(), "weights_sha256": found}
+        content = {"target": plan(source_root()).cpu, "compiler": compiler_version(), "weights_sha256": found}
         path(gpu).write_text(json.dumps(content, indent=1) + "\n")
         return 0
     known = json.loads(path(gpu).read_text())["weights_sha256"]

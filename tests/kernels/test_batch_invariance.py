@@ -8,8 +8,10 @@ import pytest
 
 from odyssey import Tensor, autocast, nn, no_grad
 from odyssey import functional as F
+from odyssey.build import library as build
 
 SAMPLES = 40
+TILES = "amx" in build.plan(build.source_root()).cpu  # which are multiplied in rows as well
 
 
 class Strided(nn.Module):
@@ -66,8 +68,14 @@ def outputs(model: nn.Module, x: np.ndarray, precision: str = "fp32") -> np.ndar
 
 @pytest.mark.parametrize(
     ("name", "precision"),
-    # convolutions whose operands are bf16 add pairs in lanes and single products in rows
-    [*((name, "fp32") for name in MODELS), ("relu", "bf16"), ("gelu", "bf16"), ("relu", "fp16"), ("lenet5", "fp16")],
+    [
+        *((name, "fp32") for name in MODELS),
+        *((name, "bf16") for name in ("relu", "gelu", "tanh", "linear")),
+        # but for AMX, convolutions whose operands are bf16 add pairs in lanes and single products in rows
+        *((name, "bf16") for name in ("lenet5", "convnet", "strided") if TILES),
+        ("relu", "fp16"),
+        ("lenet5", "fp16"),
+    ],
 )
 def test_a_sample_has_the_same_bits_in_any_batch(name, precision):
     rng = np.random.default_rng(len(name))

@@ -73,7 +73,7 @@ def check(precision, op, formula, backward, x, w, b):
 @pytest.mark.parametrize(
     ("i", "o"), [(1, 1), (400, 120), (84, 10), (17, 33), (16, 12), (15, 5), (3, 64), (130, 23), (97, 26), (200, 7)]
 )
-def test_linear(precision, n, i, o):
+def test_linear(i, o, n, precision):
     check(precision, F.linear, R.linear, R.linear_backward, normal(n, i), normal(o, i), normal(o))
 
 
@@ -95,7 +95,7 @@ CONVOLUTIONS = [
 @pytest.mark.parametrize("precision", NARROW)
 @pytest.mark.parametrize("n", (1, 4, 5, 17, 33))
 @pytest.mark.parametrize(("c", "h", "w", "k", "r", "t", "stride", "padding"), CONVOLUTIONS)
-def test_conv2d(precision, n, c, h, w, k, r, t, stride, padding):
+def test_conv2d(n, c, h, w, k, r, t, stride, padding, precision):
     check(
         precision,
         lambda x, weight, bias: F.conv2d(x, weight, bias, stride, padding),
@@ -105,6 +105,27 @@ def test_conv2d(precision, n, c, h, w, k, r, t, stride, padding):
         normal(k, c, r, t),
         normal(k),
     )
+
+
+# more than a tile of everything, images and batches of more than is packed at once (amx.mojo)
+LARGE = [
+    (33, 70, 11, 9, 50, 3, 3, 1, 1),
+    (48, 33, 12, 12, 65, 3, 2, 2, 1),
+    (17, 64, 40, 41, 33, 3, 3, 1, 1),
+    (35, 65, 46, 45, 34, 4, 5, 3, 2),
+    (80, 40, 5, 6, 97, 1, 1, 1, 0),
+    (3, 40, 50, 51, 33, 5, 4, 1, 1),
+]
+
+
+@pytest.mark.parametrize(("n", "c", "h", "w", "k", "r", "t", "stride", "padding"), LARGE)
+def test_large_convolutions_in_bf16(n, c, h, w, k, r, t, stride, padding):
+    test_conv2d(n, c, h, w, k, r, t, stride, padding, "bf16")
+
+
+@pytest.mark.parametrize(("n", "i", "o"), [(1000, 384, 80), (200, 1500, 33), (513, 65, 190), (4, 700, 129)])
+def test_large_layers_in_bf16(n, i, o):
+    test_linear(i, o, n, "bf16")
 
 
 @pytest.mark.parametrize("precision", NARROW)

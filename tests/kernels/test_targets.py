@@ -8,7 +8,7 @@ import pytest
 
 from odyssey.build import library as build
 
-LEVELS = ["x86-64", "x86-64-v3", "x86-64-v4", "x86-64-v4+avx512bf16"]
+LEVELS = ["x86-64", "x86-64-v3", "x86-64-v4", "x86-64-v4+avx512bf16", "x86-64-v4+avx512bf16+amx-bf16"]
 HOST = build.host_cpu()
 
 

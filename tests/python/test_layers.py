@@ -63,6 +63,7 @@ def test_the_sources_are_found():
         (
             "ctypes",
             {
+                "build/compiler.py",
                 "core/native.py",
                 "core/gpu_native.py",
                 "engine/gpu/graph.py",
@@ -133,7 +134,7 @@ ORDER = (
     *FRONT_ENDS[3:],
 )
 BUDGETS = {  # lines of all its files together
-    "mojo": 16_760,
+    "mojo": 17_810,
     "shared/training": 3_445,
     "python/odyssey": 46_390,
     "python/odyssey/comm": 3_900,

@@ -173,7 +173,8 @@ def check_accelerator(name: str) -> None:
 # The features of the x86-64 levels, as /proc/cpuinfo spells them (abm: lzcnt).
 _V3 = frozenset("avx avx2 bmi1 bmi2 f16c fma abm movbe xsave".split())
 _V4 = _V3 | frozenset("avx512f avx512bw avx512cd avx512dq avx512vl".split())
-_CPUINFO = {"avx512bf16": "avx512_bf16"}  # the compiler's name: that of /proc/cpuinfo
+_CPUINFO = {"avx512bf16": "avx512_bf16", "amx-bf16": "amx_bf16"}  # the compiler's name: that of /proc/cpuinfo
+_ARCH_PRCTL, _REQUEST, _TILES = 158, 0x1023, 18  # syscall, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
 
 
 def host_cpu() -> str:
@@ -187,9 +188,10 @@ def host_cpu() -> str:
 
 
 def x86_level(features: frozenset[str]) -> str:
-    """The highest x86-64 level whose features are all there, and the bf16 products if they are."""
+    """The highest x86-64 level whose features are all there, and the bf16 products, of pairs and tiles, if they are."""
     if features >= _V4:
-        return "x86-64-v4+avx512bf16" if "avx512_bf16" in features else "x86-64-v4"
+        tiles = "+amx-bf16" if "amx_bf16" in features else ""
+        return f"x86-64-v4+avx512bf16{tiles}" if "avx512_bf16" in features else "x86-64-v4"
     if features >= _V3:
         return "x86-64-v3"
     return "x86-64"
@@ -219,8 +221,18 @@ def portable_cpu() -> str:
 
 
 def cpu_features() -> frozenset[str]:
+    """Of /proc/cpuinfo, less the tile registers where Linux does not let this process use them; () elsewhere."""
     with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
         for line in file:
             if line.startswith("flags"):
-                return frozenset(line.partition(":")[2].split())
+                found = frozenset(line.partition(":")[2].split())
+                return found if "amx_bf16" not in found or tiles_permitted() else found - {"amx_bf16"}
     return frozenset()
+
+
+def tiles_permitted() -> bool:
+    """Asks Linux for AMX's tile registers, for all threads of this process; whether they are given (not before Linux
+    5.16, nor in a sandbox without this system call)."""
+    import ctypes
+
+    return ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST, _TILES) == 0

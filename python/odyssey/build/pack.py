@@ -179,7 +179,10 @@ def _strip(library: Path) -> None:
 # -- for wheels -------------------------------------------------------------------------------------------------------
 
 # What a wheel has kernels for. compiler.host_cpu() says which are taken.
-SHIPPED = {"linux-x86_64": ("x86-64-v3", "x86-64-v4", "x86-64-v4+avx512bf16"), "linux-aarch64": ("generic",)}
+SHIPPED = {
+    "linux-x86_64": ("x86-64-v3", "x86-64-v4", "x86-64-v4+avx512bf16", "x86-64-v4+avx512bf16+amx-bf16"),
+    "linux-aarch64": ("generic",),
+}
 GLIBC = (2, 34)  # what the wheels of `max` ask for
 # The compiler writes where a source lies into what it makes: with one place for all, one source has one library.
 _PLACE = Path("/tmp/odyssey-kernels")

@@ -21,6 +21,7 @@ CPUS: tuple[tuple[str, str], ...] = (
     ("x86_64-unknown-linux-gnu", "x86-64-v3"),
     ("x86_64-unknown-linux-gnu", "x86-64-v4"),
     ("x86_64-unknown-linux-gnu", "x86-64-v4+avx512bf16"),
+    ("x86_64-unknown-linux-gnu", "x86-64-v4+avx512bf16+amx-bf16"),
     ("aarch64-unknown-linux-gnu", "generic"),
 )
 ACCELERATORS = ("sm_90", "sm_80", "gfx942")

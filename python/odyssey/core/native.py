@@ -172,6 +172,11 @@ class Library(Table):
         constant = declared(lib, "odyssey_constant", [number])
         self.lanes, self.record, self.stats = (constant(i) for i in range(3))
         self.bf16 = bool(constant(3))  # products of bf16 are instructions, not emulated
+        if not constant(4):
+            raise BuildError(
+                f"[build] {path} multiplies with AMX's tile registers, which Linux does not let this process use; set "
+                "ODYSSEY_TARGET_CPU=x86-64-v4+avx512bf16"
+            )
         super().__init__(lib, "odyssey")
         self.timeline: Any = None  # that is open (timeline.py)
         self._kernels[len(self.codes) :] = self._kernels[self.codes["unknown"]]  # a code that is no op's ends a program

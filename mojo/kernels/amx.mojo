@@ -1,0 +1,218 @@
+"""Intel's AMX: products of whole tiles of bf16 (`HAS_AMX`), and how operands are packed for them.
+
+A tile register is 16 rows of 64 bytes. One instruction adds to C (16 x 16 float32) the product of A (16 x 32 bf16) and B
+(32 x 16, as 16 rows of 16 pairs of neighbours): 8,192 multiplications in 16 cycles. In lanes C is 16 outputs of one group,
+as they lie in memory, and B is 32 inputs of it as pairs (lowp.mojo). The sum of 32 products is made first and then added to
+C, so where the summed axis is cut decides bits: always at multiples of 32 channels, for each tap by itself. A last tile is
+filled with zeros, which change nothing.
+
+Each tile is packed into 1 KiB of its own: in a tensor its rows are far apart and fall into a few places of a cache. A linear
+layer is a convolution of one pixel and one tap. Four C are summed side by side, 2 x 2, or 4 x 1 for a last group, so that
+each A or B that is loaded is used twice.
+"""
+
+from std.ffi import external_call
+from std.math import ceildiv
+from std.memory import unsafe_stack_allocation
+from std.sys import llvm_intrinsic
+
+from .lanes import LANES, Ptr, Vec, load, load_first
+from .layout import transpose
+from .lowp import BF16, HAS_AMX, HalfPtr, pair, store_pair
+
+comptime TILE = 512  # bf16 numbers of a tile
+comptime SUMS = LANES * LANES  # float32 of a C
+comptime KB = 1024
+comptime ROOM = 1792  # KiB, and tiles, that are packed at once: a second-level cache of 2 MiB
+comptime BLOCK = 8  # pixels that are packed, and written, together
+
+
+# --- instructions --------------------------------------------------------------------------------
+
+
+def permitted() -> Bool:
+    """Asks Linux for the tile registers of all threads of this process, where the target has them; whether it gives them.
+    """
+    comptime if HAS_AMX:
+        comptime ARCH_PRCTL = 158
+        comptime REQUEST = 0x1023  # ARCH_REQ_XCOMP_PERM
+        comptime TILES = 18  # XFEATURE_XTILEDATA
+        return (
+            external_call["syscall", Int, num_fixed_args=1](
+                ARCH_PRCTL, REQUEST, TILES
+            )
+            == 0
+        )
+    return True
+
+
+def begin():
+    """Makes this thread's eight tile registers 16 rows of 64 bytes each. The process has asked for them (capi.mojo).
+    """
+    var shape = unsafe_stack_allocation[64, DType.uint8, alignment=64]()
+    for i in range(64):
+        shape[unsafe_offset=i] = 0
+    shape[unsafe_offset=0] = 1  # palette
+    for t in range(8):
+        shape[unsafe_offset=16 + 2 * t] = 64
+        shape[unsafe_offset=48 + t] = LANES
+    llvm_intrinsic["llvm.x86.ldtilecfg", NoneType](shape)
+
+
+def end():
+    """Gives them back: until then the system saves them whenever it changes threads.
+    """
+    llvm_intrinsic["llvm.x86.tilerelease", NoneType]()
+
+
+@always_inline
+def zero_tile[t: Int]():
+    llvm_intrinsic["llvm.x86.tilezero", NoneType](Int8(t))
+
+
+@always_inline
+def load_tile[t: Int](p: Pointer[mut=True, ...], row: Int = 64):
+    llvm_intrinsic["llvm.x86.tileloadd64", NoneType](Int8(t), p, Int64(row))
+
+
+@always_inline
+def store_tile[t: Int](p: Ptr, row: Int = 64):
+    llvm_intrinsic["llvm.x86.tilestored64", NoneType](Int8(t), p, Int64(row))
+
+
+@always_inline
+def multiply[c: Int, a: Int, b: Int]():
+    llvm_intrinsic["llvm.x86.tdpbf16ps", NoneType](Int8(c), Int8(a), Int8(b))
+
+
+# --- packing ---------------------------------------------------------------------------------------
+
+
+@always_inline
+def tiles_of(n: Int) -> Int:
+    """Of an axis that is summed."""
+    return ceildiv(n, 2 * LANES)
+
+
+@always_inline
+def vectors_of(n: Int) -> Int:
+    """Of an axis that is not."""
+    return ceildiv(n, LANES)
+
+
+@always_inline
+def _samples(x: Ptr, at: Int, step: Int, n: Int) -> Vec:
+    """A number of n samples in rows, which are `step` apart; zeros in the other lanes.
+    """
+    var v = Vec(0)
+    for l in range(n):
+        v[l] = x[unsafe_offset=at + l * step]
+    return v
+
+
+def pack_pixels[
+    rows: Bool
+](
+    y: HalfPtr,  # (n, tiles of F, 16, L, 2)
+    x: Ptr,  # (F, plane, L) of a group, or (samples, F, plane) in rows
+    F: Int,
+    plane: Int,
+    n: Int,
+    samples: Int,  # in rows, at most 16
+):
+    """Tiles of the first n pixels: pairs of neighbouring features."""
+    var pairs = tiles_of(F) * LANES
+
+    @always_inline
+    def vector(f: Int, i: Int) {imm} -> Vec:
+        if f >= F:
+            return Vec(0)
+        comptime if rows:
+            return _samples(x, f * plane + i, F * plane, samples)
+        else:
+            return load(x, (f * plane + i) * LANES)
+
+    for i0 in range(0, n, BLOCK):
+        for p in range(pairs):
+            for i in range(i0, min(n, i0 + BLOCK)):
+                var two = pair(vector(2 * p, i), vector(2 * p + 1, i))
+                store_pair(y, i * pairs + p, two)
+
+
+def pack_weights(
+    y: HalfPtr,  # (vectors of A, taps, tiles of B, 16, 32)
+    w: Ptr,  # weight (a, b, tap) at a a_step + b b_step + tap
+    A: Int,
+    B: Int,
+    taps: Int,
+    a_step: Int,
+    b_step: Int,
+):
+    """Tiles of 16 along A by 32 along B, for each tap; first along the axis whose steps are short.
+    """
+    var vectors = vectors_of(A)
+    var tiles = tiles_of(B)
+
+    @always_inline
+    def put(v: Vec, a: Int, b: Int, tap: Int) {imm}:
+        var tile = (a // LANES * taps + tap) * tiles + b // (2 * LANES)
+        var row = a % LANES * 2 * LANES + b % (2 * LANES)
+        y.unsafe_store(tile * TILE + row, v.cast[BF16]())
+
+    for i in range(vectors * tiles):
+        var a0 = (i // tiles if a_step > b_step else i % vectors) * LANES
+        var b0 = (i % tiles if a_step > b_step else i // vectors) * 2 * LANES
+        for b in range(b0, b0 + 2 * LANES, LANES):
+            if taps == 1 and b_step == 1:
+                for a in range(a0, a0 + LANES):
+                    var v = Vec(0)
+                    if a < A:
+                        v = load_first(w, a * a_step + b, B - b)
+                    put(v, a, b, 0)
+                continue
+            if taps == 1 and a_step == 1:
+                var v = Array[Vec, LANES](fill=Vec(0))
+                comptime for j in range(LANES):
+                    if b + j < B:
+                        v[j] = load_first(w, (b + j) * b_step + a0, A - a0)
+                transpose(v)
+                comptime for j in range(LANES):
+                    put(v[j], a0 + j, b, 0)
+                continue
+            for a in range(a0, a0 + LANES):
+                for tap in range(0, taps, LANES):
+                    var v = Array[Vec, LANES](fill=Vec(0))
+                    var at = a * a_step + b * b_step + tap
+                    comptime for j in range(LANES):
+                        if a < A and b + j < B:
+                            v[j] = load_first(w, at + j * b_step, taps - tap)
+                    transpose(v)
+                    comptime for j in range(LANES):
+                        if tap + j < taps:
+                            put(v[j], a, b, tap + j)
+
+
+# --- how much is packed at once ------------------------------------------------------------------
+
+
+trait Cut:
+    def packed(self, rows: Int) -> Int:
+        """Tiles that so many rows are computed from."""
+        ...
+
+
+@always_inline
+def cut_to_fit[
+    T: Cut & Copyable
+](of: T, units: Int, rows: Int, least: Int) -> Tuple[Int, Int]:
+    """How many units (groups, or pairs of groups), at least `least` if there are, and rows of them fit ROOM.
+    """
+    var whole = of.packed(rows)
+    if least * whole <= ROOM:
+        var parts = ceildiv(units, ROOM // whole // least * least)
+        var n = ceildiv(ceildiv(units, parts), least) * least
+        return min(units, n), rows
+    var n = rows
+    while n > 1 and least * of.packed(n) > ROOM:
+        n -= 1
+    return min(units, least), n

@@ -1,0 +1,319 @@
+"""Convolutions and linear layers by AMX (amx.mojo): the gradient of the weights.
+
+A product sums over the samples of two groups: A is dy as it lies, B has x's pairs of samples along its rows. A last group
+meets zeros, so a shard of one group takes as long as two.
+"""
+
+from std.math import ceildiv
+from std.memory import bitcast
+
+from .amx import (
+    BLOCK,
+    Cut,
+    KB,
+    SUMS,
+    TILE,
+    begin,
+    cut_to_fit,
+    end,
+    load_tile,
+    multiply,
+    store_tile,
+    vectors_of,
+    zero_tile,
+)
+from .conv2d import Conv
+from .elementwise import fill
+from .lanes import LANES, Ptr, Vec, load, load_first, store, store_first
+from .layout import transpose
+from .lowp import BF16, HalfPtr, halves
+
+
+@fieldwise_init
+struct _Weights(Cut, TrivialRegisterPassable):
+    """Sizes of the gradient of the weights."""
+
+    var size: Conv
+
+    @always_inline
+    def pairs(self) -> Int:
+        return ceildiv(self.size.G, 2)
+
+    @always_inline
+    def steps(self, rows: Int) -> Int:
+        """Tiles of dy of 16 channels of a pair of groups."""
+        return rows * self.size.Q()
+
+    @always_inline
+    def pixels(self, rows: Int) -> Int:
+        """Tiles of x of 16 channels of a pair of groups, for so many rows of dy.
+        """
+        return ((rows - 1) * self.size.S + self.size.R) * self.size.W
+
+    def packed(self, rows: Int) -> Int:
+        """Tiles of a pair of groups."""
+        return self.steps(rows) * vectors_of(self.size.K) + self.pixels(
+            rows
+        ) * vectors_of(self.size.C)
+
+    def cut(self) -> Tuple[Int, Int]:
+        """Pairs of groups, and rows of dy, that are packed at once."""
+        return cut_to_fit(self, self.pairs(), self.size.P(), 1)
+
+    def scratch(self) -> Int:
+        """Bytes of scratch memory: what is packed, and four sums of all taps.
+        """
+        var part = self.cut()
+        var sums = 4 * self.size.R * self.size.T + vectors_of(self.size.K)
+        return KB * (sums + part[0] * self.packed(part[1]))
+
+
+@always_inline
+def _two_groups(
+    x: Ptr, at: Int, group: Int, both: Bool
+) -> SIMD[BF16, 2 * LANES]:
+    """A number of all samples of two groups, `group` floats apart."""
+    var second = load(x, at + group) if both else Vec(0)
+    return halves(load(x, at).join(second))
+
+
+def _pack_dy(
+    y: HalfPtr,  # (vectors of K, vector_step) tiles: n of (16, 32)
+    bias: Ptr,  # (K, L), added to
+    dy: Ptr,  # (K, plane, L) of the first group
+    K: Int,
+    plane: Int,
+    n: Int,
+    group: Int,
+    both: Bool,
+    vector_step: Int,
+):
+    """Packs dy, and adds it up for the gradient of the bias, not rounded."""
+    for v in range(vectors_of(K)):
+        for i0 in range(0, n, BLOCK):
+            for k in range(LANES):
+                var channel = v * LANES + k
+                var sum = load(bias, channel * LANES) if channel < K else Vec(0)
+                for i in range(i0, min(n, i0 + BLOCK)):
+                    var a = Vec(0)
+                    var b = Vec(0)
+                    if channel < K:
+                        var at = (channel * plane + i) * LANES
+                        a = load(dy, at)
+                        if both:
+                            b = load(dy, at + group)
+                    sum += a + b
+                    var to = (v * vector_step + i) * TILE + k * 2 * LANES
+                    y.unsafe_store(to, halves(a.join(b)))
+                if channel < K:
+                    store(bias, channel * LANES, sum)
+
+
+def _pack_x(
+    y: HalfPtr,  # (vectors of C, vector_step) tiles: n of (16 pairs of samples, 16, 2)
+    x: Ptr,  # (C, plane, L) of the first group
+    C: Int,
+    plane: Int,
+    n: Int,
+    group: Int,
+    both: Bool,
+    vector_step: Int,
+):
+    for v in range(vectors_of(C)):
+        for i in range(n):
+            var a = Array[SIMD[DType.uint32, LANES], LANES](fill=0)
+            comptime for c in range(LANES):
+                if v * LANES + c < C:
+                    a[c] = bitcast[DType.uint32, LANES](
+                        _two_groups(
+                            x,
+                            ((v * LANES + c) * plane + i) * LANES,
+                            group,
+                            both,
+                        )
+                    )
+            transpose(a)
+            var to = y.unsafe_offset((v * vector_step + i) * TILE)
+            comptime for p in range(LANES):
+                to.unsafe_bitcast[UInt32]().unsafe_store(p * LANES, a[p])
+
+
+@no_inline
+def _weight_block[
+    mb: Int, nb: Int
+](
+    sums: Ptr,  # (mb, nb, taps, 16, 16); of the first tap
+    dy: HalfPtr,
+    dy_vector: Int,
+    x: HalfPtr,
+    x_vector: Int,
+    taps: Int,
+    pairs: Int,
+    dy_pair: Int,
+    x_pair: Int,
+    P: Int,
+    Q: Int,
+    S: Int,
+    W: Int,
+):
+    """The sums of a tap over all packed pixels."""
+    comptime for c in range(mb * nb):
+        zero_tile[c]()
+    for j in range(pairs):
+        for p in range(P):
+            var a = dy.unsafe_offset((j * dy_pair + p * Q) * TILE)
+            var b = x.unsafe_offset((j * x_pair + p * S * W) * TILE)
+            for _ in range(Q):
+                comptime for n in range(nb):
+                    load_tile[4 + n](b.unsafe_offset(n * x_vector * TILE))
+                comptime for m in range(mb):
+                    comptime A = 4 + nb + m % (4 - nb)
+                    load_tile[A](a.unsafe_offset(m * dy_vector * TILE))
+                    comptime for n in range(nb):
+                        multiply[m * nb + n, A, 4 + n]()
+                a = a.unsafe_offset(TILE)
+                b = b.unsafe_offset(S * TILE)
+    comptime for c in range(mb * nb):
+        store_tile[c](sums.unsafe_offset(c * taps * SUMS))
+
+
+def _add_sums(
+    dw: Ptr,  # (rows, row) from the first of the channels on
+    sums: Ptr,  # (taps, 16, 16)
+    outputs: Int,
+    inputs: Int,
+    taps: Int,
+    row: Int,
+):
+    """Adds tiles of `outputs` x `inputs` sums of each tap to weights (outputs, inputs, taps), `row` numbers per output.
+    """
+    for k in range(outputs):
+        var to = dw.unsafe_offset(k * row)
+        if taps == 1:
+            var v = load_first(to, 0, inputs) + load(sums, k * LANES)
+            store_first(to, 0, v, inputs)
+            continue
+        for tap in range(0, taps, LANES):
+            var n = min(LANES, taps - tap)
+            var a = Array[Vec, LANES](fill=Vec(0))
+            comptime for j in range(LANES):
+                if j < n:
+                    a[j] = load(sums, (tap + j) * SUMS + k * LANES)
+            transpose(a)
+            comptime for c in range(LANES):
+                if c < inputs:
+                    var at = c * taps + tap
+                    store_first(to, at, load_first(to, at, n) + a[c], n)
+
+
+def conv2d_backward_weight_amx(
+    dw: Ptr,  # (K, C, R, T), added to
+    db: Ptr,  # (K), added to
+    dy: Ptr,  # (G, K, P, Q, L)
+    x: Ptr,  # (G, C, H, W, L)
+    scratch: Ptr,  # weight_scratch bytes
+    size: Conv,
+):
+    """Adds the gradients of weights and bias, summed over samples and pixels.
+    """
+    var of = _Weights(size)
+    var part = of.cut()
+    var taps = size.R * size.T
+    var P = size.P()
+    var Q = size.Q()
+    var sums = scratch
+    var bias = scratch.unsafe_offset(4 * taps * SUMS)  # (K, L)
+    fill(bias, 0, size.K * LANES)
+    var dyp = bias.unsafe_offset(vectors_of(size.K) * SUMS).unsafe_bitcast[
+        BFloat16
+    ]()
+    var xp = dyp.unsafe_offset(
+        part[0] * of.steps(part[1]) * vectors_of(size.K) * TILE
+    )
+    begin()
+    for j0 in range(0, of.pairs(), part[0]):
+        var pairs = min(part[0], of.pairs() - j0)
+        for p0 in range(0, P, part[1]):
+            var rows = min(part[1], P - p0)
+            var steps = of.steps(rows)
+            var pixels = of.pixels(rows)
+            for j in range(pairs):
+                var g = 2 * (j0 + j)
+                var both = g + 1 < size.G
+                _pack_dy(
+                    dyp.unsafe_offset(j * steps * TILE),
+                    bias,
+                    dy.unsafe_offset((g * size.y() + p0 * Q) * LANES),
+                    size.K,
+                    P * Q,
+                    steps,
+                    size.y() * LANES,
+                    both,
+                    pairs * steps,
+                )
+                _pack_x(
+                    xp.unsafe_offset(j * pixels * TILE),
+                    x.unsafe_offset(
+                        (g * size.x() + p0 * size.S * size.W) * LANES
+                    ),
+                    size.C,
+                    size.H * size.W,
+                    pixels,
+                    size.x() * LANES,
+                    both,
+                    pairs * pixels,
+                )
+
+            @always_inline
+            def block[mb: Int, nb: Int](v: Int, u: Int) {imm}:
+                """Vectors v.. of output channels, u.. of input channels."""
+                for tap in range(taps):
+                    var at = tap // size.T * size.W + tap % size.T
+                    _weight_block[mb, nb](
+                        sums.unsafe_offset(tap * SUMS),
+                        dyp.unsafe_offset(v * pairs * steps * TILE),
+                        pairs * steps,
+                        xp.unsafe_offset((u * pairs * pixels + at) * TILE),
+                        pairs * pixels,
+                        taps,
+                        pairs,
+                        steps,
+                        pixels,
+                        rows,
+                        Q,
+                        size.S,
+                        size.W,
+                    )
+                comptime for m in range(mb):
+                    comptime for n in range(nb):
+                        var k = (v + m) * LANES
+                        var c = (u + n) * LANES
+                        _add_sums(
+                            dw.unsafe_offset((k * size.C + c) * taps),
+                            sums.unsafe_offset((m * nb + n) * taps * SUMS),
+                            min(LANES, size.K - k),
+                            min(LANES, size.C - c),
+                            taps,
+                            size.C * taps,
+                        )
+
+            var outputs = vectors_of(size.K)
+            var inputs = vectors_of(size.C)
+            for v in range(0, outputs, 2):
+                for u in range(0, inputs, 2):
+                    if v + 1 < outputs and u + 1 < inputs:
+                        block[2, 2](v, u)
+                    elif v + 1 < outputs:
+                        block[2, 1](v, u)
+                    elif u + 1 < inputs:
+                        block[1, 2](v, u)
+                    else:
+                        block[1, 1](v, u)
+    end()
+    for k in range(size.K):
+        db[unsafe_offset=k] += load(bias, k * LANES).reduce_add()
+
+
+def weight_scratch(size: Conv) -> Int:
+    """Bytes of scratch memory that conv2d_backward_weight_amx wants."""
+    return _Weights(size).scratch()
