@@ -11,18 +11,19 @@ import pytest
 PROGRAM = Path(__file__).with_name("slow_rank.py")
 
 
-@pytest.mark.parametrize("kind", ["ours", "torch"])
+@pytest.mark.parametrize("kind", ["ours", "pipeline", "torch"])
 def test_a_slow_rank_hands_on_shards_and_no_bit_changes(launch, kind):
     if kind == "torch":
         pytest.importorskip("torch")
-    moved, equal = (launch.python(PROGRAM, kind, *more, ranks=n) for n, more in ((2, ["rebalance"]), (1, [])))
+    ranks, slow = (4, "ranks 2-3") if kind == "pipeline" else (2, "rank 1")
+    moved, equal = (launch.python(PROGRAM, kind, *more, ranks=n) for n, more in ((ranks, ["rebalance"]), (1, [])))
     assert moved.returncode == 0 == equal.returncode, moved.stderr + equal.stderr
     (weights, counts), (alone, none) = (done.stdout.split(maxsplit=1) for done in (moved, equal))
     assert weights == alone
     first, second = ast.literal_eval(counts)
     assert first > second > 0 and first + second == 8 and ast.literal_eval(none) == ()
     assert re.search(
-        r"\[rebalance\] a shard takes rank 1 \d+\.\dx as long as the fastest: .* instead of 4", moved.stderr
+        rf"\[rebalance\] a shard takes {slow} \d+\.\dx as long as the fastest: .* instead of 4", moved.stderr
     )
 
 

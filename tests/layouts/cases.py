@@ -63,7 +63,7 @@ class Anywhere(Balance):
 
     def counts(self, shards: int) -> tuple[int, ...]:
         random = np.random.default_rng([self.at, shards])
-        cuts = np.sort(random.integers(0, shards + 1, self.comm.size - 1)) * (random.random() < 0.7)
+        cuts = np.sort(random.integers(0, shards + 1, self.comm.size // self.members - 1)) * (random.random() < 0.7)
         return tuple(np.diff(cuts, prepend=0, append=shards).tolist())
 
 
@@ -86,7 +86,7 @@ def trained(
         **layout.settings,
     )
     if trainer.layout.balance:
-        trainer.layout.balance = Anywhere(comm, 1)
+        trainer.layout.balance = Anywhere(comm, 1, trainer.layout.balance.members)
     try:
         loader = case.data.loader(data.DataLoader if last is None else _Failing, layout.readers)
         if last is not None:

@@ -340,9 +340,10 @@ def layout(seed: int, index: int, of: Training, number: int = 0, all_data: bool 
     """The layout of a case, or number so and so of several."""
     made = drawn("layout", Random(seed, index, f"layout {number}"), of)
     mesh = made.settings.get("mesh", Mesh(1, 1, 1))
-    if mesh.pp == 1 and mesh.tp in (None, 1) and Random(seed, index, f"rebalance {number}").chance(0.4):
+    one = (mesh.pp, mesh.tp or 1) == (1, 1)
+    if (one or mesh.dp > 1) and Random(seed, index, f"rebalance {number}").chance(0.4):
         made.settings["rebalance"] = True  # cases.Anywhere
-    if mesh.pp == 1 and mesh.tp in (None, 1) and "execution" not in made.settings:
+    if one and "execution" not in made.settings:
         if Random(seed, index, f"offload {number}").chance(0.3):
             made.settings["offload_dir"] = tempfile.gettempdir()
     readers = Random(seed, index, f"readers {number}").one([0, 1, 2], [6, 1, 1]) if all_data else 0

@@ -73,7 +73,7 @@ def trained(comm, folder, settings, steps=None, moved=True):
         **{"threads": 1, "shard_size": 4, "device": "cpu", "check_every": 3, **settings},
     )
     if moved and comm.size > 1:
-        trainer.layout.balance = cases.Anywhere(comm, 1)
+        trainer.layout.balance = cases.Anywhere(comm, 1, trainer.layout.balance.members)
     loader = data.DataLoader(Read(), batch_size=34, shuffle=True, transform=data.transforms.RandomCrop(padding=2))
     seen = []
     take = trainer.take_step
@@ -96,11 +96,14 @@ def trained(comm, folder, settings, steps=None, moved=True):
         (2, {"zero": 2, "bucket_size_mb": 1e-4}),
         (3, {"zero": 3, "reduction": "hierarchical", "ranks_per_node": 2}),
         (3, {"reduction": "parameter_server", "servers": 2}),
+        (4, {"mesh": Mesh(dp=2, pp=2)}),
+        (6, {"mesh": Mesh(dp=3, pp=2), "zero": 1, "pipeline_schedule": "gpipe"}),
+        (4, {"mesh": Mesh(dp=2, tp=2), "reduction": "hierarchical", "ranks_per_node": 2, "shard_size": 16}),
     ],
     ids=str,
 )
 def test_any_assignment_has_the_bits_and_the_order_of_one_process(tmp_path, ranks, settings):
-    alone = {k: v for k, v in settings.items() if k in ("accumulation_steps",)}
+    alone = {k: v for k, v in settings.items() if k in ("accumulation_steps", "shard_size")}
     one = mock.run(1, trained, tmp_path / "one", alone)[0]
     for got in mock.run(ranks, trained, tmp_path / "many", {**settings, "rebalance": True}):
         assert got == one
@@ -119,24 +122,37 @@ def test_ranks_agree_and_move_shards_from_who_is_slow(monkeypatch):
     assert "[rebalance] a shard takes rank 1 2.0x as long" in next(line for _, line in moves[0] if line)
 
 
-def _moves(comm, monkeypatch, spent):
-    made = balance.Balance(comm, 1)
+def test_a_pipeline_is_as_slow_as_its_slowest_stage(monkeypatch):
+    """Rank 3, the second stage of the second of two replicas, takes twice as long as the others."""
+    spent = [0.0] * 4
+    moves = mock.run(4, _moves, monkeypatch, spent, 2)
+    assert moves[0] == moves[1] == moves[2] == moves[3]
+    found = [(counts, line) for counts, line in moves[0] if line]
+    assert len(found) == 1 and found[0][0] == (6, 2)
+    assert (
+        "[rebalance] a shard takes ranks 2-3 2.0x as long" in found[0][1] and "ranks 0-1 6 instead of 4" in found[0][1]
+    )
+
+
+def _moves(comm, monkeypatch, spent, members=1):
+    made = balance.Balance(comm, 1, members)
     monkeypatch.setattr(slot, "busy", lambda: int(spent[base.here.world.rank] * 1e9))
     found = []
     for step in range(80):
         line = made.before_step(8)
         comm.barrier()
         found.append((made.counts(8), line))
-        given = (made.counts(8) or (4, 4))[comm.rank]
-        spent[comm.rank] += given * (0.1 if (comm.rank == 1) == (step < 40) else 0.05)
+        given = (made.counts(8) or (4, 4))[comm.rank // members]
+        slow = (comm.rank == 1) == (step < 40) if members == 1 else comm.rank == 3
+        spent[comm.rank] += given * (0.1 if slow else 0.05)
     return found
 
 
 @pytest.mark.parametrize(
     ("ranks", "settings", "says"),
     [
-        (2, {"mesh": Mesh(pp=2)}, "each rank must have a whole model"),
-        (2, {"mesh": Mesh(tp=2)}, "each rank must have a whole model"),
+        (2, {"mesh": Mesh(pp=2)}, "it has one replica"),
+        (2, {"mesh": Mesh(tp=2)}, "it has one replica"),
         (2, {"reduction": "ring"}, "ring: bits would change"),
         (2, {"reduction": "mpi"}, "mpi: bits would change"),
         (2, {"reduction": "local_sgd"}, "local_sgd: bits would change"),

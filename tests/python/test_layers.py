@@ -136,7 +136,7 @@ ORDER = (
 BUDGETS = {  # lines of all its files together
     "mojo": 17_810,
     "shared/training": 3_445,
-    "python/odyssey": 46_390,
+    "python/odyssey": 46_510,
     "python/odyssey/comm": 3_900,
     "python/odyssey/parallel": 3_590,
     "python/odyssey/distributed": 2_020,

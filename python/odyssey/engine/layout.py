@@ -48,14 +48,17 @@ class Layout:
             )
 
         self.reduction.check(self.mesh, self.zero)
-        if self.rebalance and (self.split or not self.reduction.same_bits):
+        members = self.mesh.pp * self.mesh.tp
+        if self.rebalance and (self.comm.size == members > 1 or not self.reduction.same_bits):
             how = self.reduction.compression or self.reduction.reduction
-            wrong = f"{self.mesh}: each rank must have a whole model" if self.split else f"{how}: bits would change"
+            wrong = f"{self.mesh}: it has one replica" if self.reduction.same_bits else f"{how}: bits would change"
             raise ConfigError(
-                f"[train] rebalance=True moves shards from rank to rank, which does not go with {wrong}; use --pp 1 "
-                "--tp 1 and reduction='tree', 'hierarchical' or 'parameter_server', or leave it out"
+                f"[train] rebalance=True moves shards from replica to replica, which does not go with {wrong}; use "
+                "--dp 2 or more and reduction='tree', 'hierarchical' or 'parameter_server', or leave it out"
             )
-        self.balance = Balance(self.comm, self.threads) if self.rebalance and self.comm.size > 1 else None
+        self.balance = None
+        if self.rebalance and self.comm.size > 1:
+            self.balance = Balance(self.comm, 1 if self.split else self.threads, members)
         if self.gpus:
             self._check_gpus()
         if self.offload_dir and (self.split or self.execution == "eager" or self.reduction.reduction in strategy.MODES):

@@ -57,7 +57,7 @@ class PipelineRunner(Runner):
         self.groups, self.parts = recorded.groups, recorded.parts
         lay, lib, records = recorded.layout, native.library(), recorded.records
         comm, here = self.groups.dp, self.groups.p
-        self.plan = planning.make(self.shards, comm.rank, comm.size, lay.workers, 1)
+        self.plan = planning.make(self.shards, comm.rank, comm.size, lay.workers, 1, lay.counts(self.shards))
         self._stats_slot = Slot(4 * lib.stats)  # `stats` adds to it; it lives as long as its micro-batch
         for r in records:
             if r.op == "stats":

@@ -1,7 +1,8 @@
-"""Moves shards from slow ranks to fast ones, between steps: `rebalance`.
+"""Moves shards from slow replicas of the model to fast ones, between steps: `rebalance`.
 
 Shards are logical and added along one tree (plan.py), so who computes which changes no bit. Every EVERY steps ranks
-tell each other how long they were busy, without waiting for others, and all decide the same from the same numbers.
+tell each other how long they were busy, without waiting for others, and all decide the same from the same numbers. A
+replica is a rank, or those of a pipeline or of shared layers, which is as slow as the slowest of them.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ EVERY = 8  # steps from one comparison to the next
 SECONDS = 0.25  # that the busiest rank was busy, at least: shorter times are noise
 GAIN = 1.1  # how many times as fast steps must become, as estimated, for shards to move
 
-Costs = tuple[tuple[float, int], ...]  # of each rank: seconds of a round, and shards of one, which threads share out
+Costs = tuple[tuple[float, int], ...]  # of each replica: seconds of a round, and shards of one, which threads share out
 
 
 @functools.lru_cache(maxsize=64)
 def counts(shards: int, costs: Costs) -> tuple[int, ...]:
-    """How many shards each rank computes so that the last one is done as early as possible; pure.
+    """How many shards each replica computes so that the last one is done as early as possible; pure.
 
     Each has one, if there are so many, for else nobody would see it become fast again. No costs: no counts, which
     stands for equal shares.
@@ -36,15 +37,15 @@ def counts(shards: int, costs: Costs) -> tuple[int, ...]:
 
 
 def span(given: tuple[int, ...], costs: Costs) -> float:
-    """Seconds that the last rank takes."""
+    """Seconds that the last replica takes."""
     return max(-(-n // threads) * seconds for n, (seconds, threads) in zip(given, costs, strict=True))
 
 
 class Balance:
-    """How many shards each rank computes, the same on all. `threads`: of this rank."""
+    """How many shards each replica of `members` ranks computes, the same on all ranks. `threads`: of this rank."""
 
-    def __init__(self, comm: Communicator, threads: int) -> None:
-        self.comm, self.threads = comm, threads
+    def __init__(self, comm: Communicator, threads: int, members: int = 1) -> None:
+        self.comm, self.threads, self.members = comm, threads, members
         self.costs: Costs = ()
         self._begin()
 
@@ -52,11 +53,11 @@ class Balance:
         self._steps, self._rounds, self._since = -1, 0, 0
 
     def counts(self, shards: int) -> tuple[int, ...]:
-        """Of a step of so many shards, by rank; empty: equal shares."""
+        """Of a step of so many shards, by replica; empty: equal shares."""
         return counts(shards, self.costs)
 
     def _given(self, shards: int) -> tuple[int, ...]:
-        return self.counts(shards) or tuple(b - a for a, b in runs(shards, self.comm.size, 1))
+        return self.counts(shards) or tuple(b - a for a, b in runs(shards, self.comm.size // self.members, 1))
 
     def before_step(self, shards: int) -> str:
         """A step of so many shards begins: a collective call now and then. A line where shards move, else ""."""
@@ -67,12 +68,13 @@ class Balance:
             said = self._compare(shards)
         self._steps += 1
         if self._steps > 0:
-            self._rounds += -(-self._given(shards)[self.comm.rank] // self.threads)
+            self._rounds += -(-self._given(shards)[self.comm.rank // self.members] // self.threads)
         return said
 
     def _compare(self, shards: int) -> str:
         mine = (slot.busy() - self._since) / 1e9, self._rounds, self.threads
-        everyone = self.comm.all_gather(np.array(mine, np.float64)).tolist()
+        ranks = self.comm.all_gather(np.array(mine, np.float64)).tolist()
+        everyone = [max(ranks[r : r + self.members]) for r in range(0, len(ranks), self.members)]
         if max(seconds for seconds, *_ in everyone) < SECONDS:
             return ""
         measured = [max(seconds, 1e-9) / rounds for seconds, rounds, _ in everyone if rounds]
@@ -89,13 +91,18 @@ class Balance:
             self._steps, self._since = 0, slot.busy()
             return ""
         self.costs = costs
-        moved = [f"rank {r} {b} instead of {a}" for r, (a, b) in enumerate(zip(old, new, strict=True)) if a != b]
+        moved = [f"{self._name(r)} {b} instead of {a}" for r, (a, b) in enumerate(zip(old, new, strict=True)) if a != b]
         slow = max(range(len(costs)), key=lambda r: costs[r][0] / costs[r][1])
         times = costs[slow][0] / costs[slow][1] / min(seconds / threads for seconds, threads in costs)
-        if old[self.comm.rank] != new[self.comm.rank]:
-            slot.note(f"{new[self.comm.rank]} shards instead of {old[self.comm.rank]}")
+        here = self.comm.rank // self.members
+        if old[here] != new[here]:
+            slot.note(f"{new[here]} shards instead of {old[here]}")
         more = f", and {len(moved) - 8} more" * (len(moved) > 8)
         return (
-            f"[rebalance] a shard takes rank {slow} {times:.1f}x as long as the fastest: shards of a step from now "
-            f"on: {', '.join(moved[:8])}{more}"
+            f"[rebalance] a shard takes {self._name(slow)} {times:.1f}x as long as the fastest: shards of a step from "
+            f"now on: {', '.join(moved[:8])}{more}"
         )
+
+    def _name(self, replica: int) -> str:
+        first = replica * self.members
+        return f"rank {first}" if self.members == 1 else f"ranks {first}-{first + self.members - 1}"

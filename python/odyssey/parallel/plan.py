@@ -228,7 +228,7 @@ def unshared(plan: Plan) -> Plan:
     lo, hi = plan.run
     runs = tuple(Action("run", s, s - lo) for s in range(lo, hi))
     adds, partial = combine(tuple((s, 1) for s in range(lo, hi)), plan.shards)
-    return Plan(plan.shards, plan.run, ((*runs, *adds),), (), partial, max(hi - lo, 1))
+    return Plan(plan.shards, plan.run, ((*runs, *adds),), (), partial, max(hi - lo, 1), counts=plan.counts)
 
 
 class Exchange(NamedTuple):
