@@ -1,4 +1,4 @@
-"""A training whose parameters and optimizer state are several times the memory that it may use, with `offload_dir`.
+"""A training whose parameters and optimizer state are several times the memory that it may use, with `offload`.
 
 The same training runs twice in processes of their own: in memory without a limit, and in files within a limit. The
 limit is a control group's (v1 or v2; then the whole process has no more memory than that, pages of files included),
@@ -65,7 +65,7 @@ def train(options: Any) -> None:
     with odyssey.offload(options.folder):
         layers = [nn.Linear(options.width, options.width) for _ in range(options.layers)]
         model = nn.Sequential(*layers, nn.Linear(options.width, 10))
-    settings = {"threads": 1, "shard_size": options.batch // options.shards, "offload_dir": options.folder}
+    settings = {"threads": 1, "shard_size": options.batch // options.shards, "offload": options.folder}
     settings["bucket_size_mb"] = 4
     trainer = odyssey.DistributedTrainer(model, optim.SGD(lr=1e-4, momentum=0.9), **settings)
     trainer.train_step(batch)

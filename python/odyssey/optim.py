@@ -209,7 +209,7 @@ class Optimizer:
             at, end = u.at, u.at + u.n
             for lo, hi in [*frozen, (end, end)]:
                 if at < (stop := min(lo, end)):
-                    pieces.append(_run(u, at, stop))
+                    pieces.append(run(u, at, stop))
                 at = max(at, min(hi, end))
         return pieces
 
@@ -223,9 +223,9 @@ class Optimizer:
         for (name, p), lo, hi in zip(arena.named, starts, starts[1:], strict=False):
             a, b, decays = max(lo, u.at), min(hi, u.at + u.n), not self.undecayed(name, p)
             if a < b and found and found[-1][1] == decays:
-                found[-1] = (_run(u, found[-1][0].at, b), decays)
+                found[-1] = (run(u, found[-1][0].at, b), decays)
             elif a < b:
-                found.append((_run(u, a, b), decays))
+                found.append((run(u, a, b), decays))
         return found
 
     def _record(self, lib: native.Library, u: Update, divisor: int, lr: float, decays: bool = True) -> list[int]:
@@ -275,7 +275,7 @@ class Optimizer:
         self.steps, self.lr = int(state["steps"]), float(state["lr"])
 
 
-def _run(u: Update, lo: int, hi: int) -> Update:
+def run(u: Update, lo: int, hi: int) -> Update:
     """The part of an update from `lo` up to `hi`, of the arena's floats."""
     by = lo - u.at
     return Update(u.params + 4 * by, u.grads + 4 * by, u.state + by, hi - lo, lo, u.arrays)

@@ -28,7 +28,7 @@ def test_a_full_disk_is_one_line(launch, tmp_path):
     mount = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=1m none "$0" && exec "$@"', str(tmp_path)]
     if shutil.which("unshare") is None or subprocess.run([*mount, "true"], capture_output=True).returncode:
         pytest.skip("this user cannot mount a small disk")
-    train = [sys.executable, "-m", "odyssey.train", "--model", "mlp", "--steps", "1", "--no-eval", "--offload-dir"]
+    train = [sys.executable, "-m", "odyssey.train", "--model", "mlp", "--steps", "1", "--no-eval", "--offload"]
     done = launch(*mount, *train, tmp_path)
     assert done.returncode == 73, done.stderr
     said = [line for line in done.stderr.splitlines() if "[offload]" in line]

@@ -65,6 +65,12 @@ def plain() -> list[dict[str, int]]:
 
 
 @case
+def offloaded() -> list[dict[str, int]]:
+    """The optimizer's state in host memory: no copies, its kernel reads it there."""
+    return fitted(offload="cpu")
+
+
+@case
 def step_log() -> list[dict[str, int]]:
     with tempfile.TemporaryDirectory() as folder:
         records: list[Records] = []

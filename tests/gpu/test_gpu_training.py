@@ -56,7 +56,7 @@ def test_every_op_agrees_with_the_cpu() -> None:
 
 @pytest.mark.parametrize("settings", [{"gpus": 2}, {"gpus": 1, "late": 1, "order": 7}], ids=["two", "one, late"])
 def test_trainings(settings: dict[str, int]) -> None:
-    names = ["workers", "data_that_does_not_fit", "checkpoints", "touched"] if "late" in settings else []
+    names = ["workers", "data_that_does_not_fit", "checkpoints", "touched", "offloaded"] if "late" in settings else []
     results = json.loads(run(sys.executable, HERE / "trainings.py", *names, **settings).stdout.splitlines()[-1])
     assert len(results) == len(names or results) >= 4
     assert {name: r for name, r in results.items() if not r["ok"]} == {}
@@ -71,6 +71,7 @@ def test_what_a_step_asks_the_driver_for() -> None:
     results = json.loads(said.splitlines()[-1])
     expected = {
         "plain": {"launches": 2, "up": 2, "down": 2, "waits": 1},
+        "offloaded": {"launches": 2, "up": 2, "down": 2, "waits": 1},
         "step_log": {"launches": 6, "up": 2, "down": 3, "waits": 1},
         "fp16": {"launches": 2, "up": 2, "down": 2, "waits": 1},
         "clipped": {"launches": 6, "up": 3, "down": 3, "waits": 2},

@@ -10,6 +10,7 @@ by this process: what is left has to be done in another one.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import sys
@@ -306,6 +307,100 @@ def fingerprints() -> dict[str, Any]:
     there = norm.global_norm([(t.last.updates[0].grads, gradients.size)], machine=team)
     host = fingerprint.of(t.arena.params)
     return {"ok": device == pieces == host and here == there, "values": [device, pieces, host, here, there]}
+
+
+@check
+def offloaded() -> dict[str, Any]:
+    """State in host memory, or in files: the bits of state on the device, also over resumes in both directions, and
+    the device is asked for fewer bytes, by all of the state or all but a window."""
+    from odyssey.core.gpu_native import Gpu
+
+    asked, own = [0], Gpu.allocate
+
+    def allocate(self: Gpu, nbytes: int) -> int:
+        asked[0] += nbytes
+        return own(self, nbytes)
+
+    def fit(n: int, folder: str, **settings: Any) -> tuple[Any, ...]:
+        make = settings.pop("make")
+        gc.collect()  # trainers go by that, with what they have on the device
+        asked[0] = 0
+        t = trainer("mlp", make(), **settings)
+        t.fit(loader(), epochs=1, steps=n, checkpoint_dir=folder, checkpoint_every=2)
+        state = {k: np.asarray(v).tobytes() for k, v in t.optimizer_state().items()}
+        return (t.weights_sha256(), state), asked[0] / (4 * t.arena.size), len(t.optimizer.states)
+
+    def momentum() -> Any:
+        return optim.SGD(lr=0.05, momentum=0.9, weight_decay=1e-3)
+
+    def adamw() -> Any:
+        made = optim.AdamW(lr=0.001)
+        made.undecayed = optim.vectors
+        return made
+
+    found: dict[str, Any] = {}
+    Gpu.allocate = allocate  # type: ignore[method-assign]
+    try:
+        with tempfile.TemporaryDirectory() as name:
+            at = iter(range(1000))
+
+            def new() -> str:
+                return str(Path(name) / str(next(at)))
+
+            for make, more in (
+                (momentum, {}),
+                (adamw, {"num_gpus": 3}),
+                (momentum, {"clip_norm": 0.05, "precision": "fp16", "scaler_init_scale": 256.0}),
+            ):
+                more = {**more, "make": make}
+                plain, before, states = fit(5, new(), **more)
+                for where in ("cpu", f"{name}/files"):
+                    what = f"{make.__name__} {more.get('precision', 'fp32')} {where[-5:]}"
+                    there, after, _ = fit(5, new(), **more, offload=where)
+                    out, into = new(), new()
+                    fit(3, out, **more, offload=where)
+                    fit(3, into, **more)
+                    resumed = fit(5, out, **more)[0], fit(5, into, **more, offload=where)[0]
+                    saved = (before - after) / more.get("num_gpus", 1)
+                    found[what] = [there == plain, resumed == (plain, plain), saved == states]
+    finally:
+        Gpu.allocate = own  # type: ignore[method-assign]
+    return {"ok": all(all(f) for f in found.values()), **found}
+
+
+@check
+def offloaded_in_turns() -> dict[str, Any]:
+    """Trainers with the state here and there, of one model and one optimizer, go on where the other was; what a user
+    writes into state in host memory is what the next step starts from, and it outlives its trainer."""
+
+    def run(*places: str | None) -> str:
+        model, optimizer = nn.models.build("mlp", seed=1), optim.AdamW(lr=0.001)
+        of = [
+            DistributedTrainer(
+                model,
+                optimizer,
+                backend="local",
+                device="gpu",
+                num_gpus=2,
+                oversubscribe=True,
+                threads=1,
+                offload=place,
+            )
+            for place in places
+        ]
+        it = iter(loader())
+        for k in range(6):
+            of[k % len(of)].train_step(next(it))
+        optimizer.state["m"][...] *= 0.5
+        of[0].train_step(next(it))
+        found = of[0].weights_sha256()
+        del of
+        gc.collect()
+        return found + str(float(np.abs(optimizer.state["v"]).sum()))
+
+    with tempfile.TemporaryDirectory() as folder:
+        found = [run(*p) for p in ((None,), ("cpu",), (None, "cpu"), ("cpu", None), ("cpu", "cpu"), (folder, "cpu"))]
+    return {"ok": len(set(found)) == 1, "found": found}
 
 
 @check

@@ -345,7 +345,7 @@ def layout(seed: int, index: int, of: Training, number: int = 0, all_data: bool 
         made.settings["rebalance"] = True  # cases.Anywhere
     if one and "execution" not in made.settings:
         if Random(seed, index, f"offload {number}").chance(0.3):
-            made.settings["offload_dir"] = tempfile.gettempdir()
+            made.settings["offload"] = tempfile.gettempdir()
     readers = Random(seed, index, f"readers {number}").one([0, 1, 2], [6, 1, 1]) if all_data else 0
     return dataclasses.replace(made, readers=readers)
 

@@ -71,7 +71,7 @@ def trained(comm, settings, saving=None, steps=None, within=None, optimizer=opti
 def test_the_bits_of_memory_also_over_resumes(tmp_path, ranks, settings):
     decides = {k: v for k, v in settings.items() if k in ("clip_norm", "precision", "accumulation_steps")}
     one = mock.run(1, trained, decides)[0][0]
-    there = {**settings, "offload_dir": tmp_path / "files"}
+    there = {**settings, "offload": tmp_path / "files"}
     for got, trainer in mock.run(ranks, trained, there):
         assert got == one
         kept = [trainer.arena.grads, *trainer.optimizer.state.values()]
@@ -93,7 +93,7 @@ def in_a_file(array):
 
 def test_models_and_optimizers_are_made_in_files(tmp_path):
     one = mock.run(1, trained, {})[0][0]
-    got, trainer = mock.run(1, trained, {"offload_dir": tmp_path}, None, None, tmp_path / "made")[0]
+    got, trainer = mock.run(1, trained, {"offload": tmp_path}, None, None, tmp_path / "made")[0]
     assert got == one and trainer.arena.make.folder == tmp_path / "made"
     made = nn.Linear(64, 64)
     assert not in_a_file(made.weight.memory.array)
@@ -104,7 +104,7 @@ def test_models_and_optimizers_are_made_in_files(tmp_path):
 def test_a_folder_that_cannot_be_used_is_named_in_a_line(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     with pytest.raises(OutputError, match=r"\[offload\] .*/file cannot be used") as error:
-        trained(mock.run(1, lambda comm: comm)[0], {"offload_dir": tmp_path / "file"})
+        trained(mock.run(1, lambda comm: comm)[0], {"offload": tmp_path / "file"})
     assert "\n" not in str(error.value)
 
     def full(*_):
@@ -122,9 +122,10 @@ def test_a_folder_that_cannot_be_used_is_named_in_a_line(tmp_path, monkeypatch):
         ({"mesh": Mesh(pp=2)}, r"does not go with dp\(1\) x pp\(2\)"),
         ({"execution": "eager"}, "does not go with execution='eager'"),
         ({"reduction": "local_sgd"}, "does not go with reduction='local_sgd'"),
+        ({"offload": "cpu"}, r"offload='cpu' .* where CPU workers have it; use --device gpu"),
     ],
 )
 def test_what_it_does_not_go_with_is_refused_in_a_line(tmp_path, settings, says):
     with pytest.raises(ConfigError, match=says) as error:
-        mock.run(2, trained, {**settings, "offload_dir": tmp_path})
+        mock.run(2, trained, {"offload": tmp_path, **settings})
     assert "\n" not in str(error.value)

@@ -50,7 +50,7 @@ class Plain(Trainer):
         self.context = Context(self)
         self.accumulation_steps = self.replicas = 1
         self.check_every, self.saved_in, self.numerics = 0, set(), NonFinite()
-        self.layout = type("Layout", (), {"workers": 1, "offload_dir": None})
+        self.layout = type("Layout", (), {"workers": 1, "offload": None})
         self.mode = Mode(self)
         self.weights, self.gradient = np.ones(6, np.float32), np.zeros(6, np.float32)
         self.partial, self.state_bytes = False, 24

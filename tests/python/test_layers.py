@@ -138,7 +138,7 @@ BUDGETS = {  # lines of all its files together
     "shared/training": 3_445,
     "python/odyssey": 46_510,
     "python/odyssey/comm": 3_900,
-    "python/odyssey/parallel": 3_590,
+    "python/odyssey/parallel": 3_600,
     "python/odyssey/distributed": 2_020,
     "python/odyssey/torch": 2_965,
 }

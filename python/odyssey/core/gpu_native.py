@@ -173,10 +173,12 @@ class Gpu:
         return out.value
 
     def pinned(self, nbytes: int) -> np.ndarray:
-        """Host memory (nbytes,) uint8, zero, that the device reads and writes by itself, while it is open."""
+        """Host memory (nbytes,) uint8, zero, that the device reads and writes by itself, also in kernels."""
         out = ctypes.c_int64()
         self._call("allocate", nbytes, 1, ctypes.addressof(out))
-        return host.memory(out.value, nbytes) if nbytes else np.zeros(0, np.uint8)
+        made = host.memory(out.value, max(nbytes, 1))
+        made.base.gpu = self  # which must stay open
+        return made[:nbytes]
 
     def free(self, address: int) -> None:
         """Gives memory of either kind back."""

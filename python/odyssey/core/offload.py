@@ -1,4 +1,4 @@
-"""Arrays in files without a name: what a training keeps and need not fit into memory, `offload_dir`.
+"""Arrays in files without a name: what a training keeps and need not fit into memory, `offload`.
 
 The system brings a page of such a file when it is touched, and writes it back and takes it away when memory is short;
 the engine touches one layer after the other (engine/bucketed.py). The idea is that of ZeRO-Infinity (Rajbhandari et al.
@@ -70,11 +70,11 @@ def maker(usual: Any = native.aligned) -> Any:
 def offload(folder: str | Path | None) -> Iterator[None]:
     """Models and optimizers that are made within it have their parameters and state in files of a folder.
 
-    For a model that does not fit into memory before a trainer has it; give the trainer the same `offload_dir`. None:
-    nothing is changed.
+    For a model that does not fit into memory before a trainer has it; give the trainer the same `offload`. None, and
+    "cpu", which is no folder: nothing is changed.
     """
     before = maker(None)
-    _here.maker = before if folder is None else Files(Path(folder))
+    _here.maker = before if folder in (None, "cpu") else Files(Path(folder))
     try:
         yield
     finally:

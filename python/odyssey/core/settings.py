@@ -259,9 +259,10 @@ class Training(Exchange):
         RANKS, False, "move shards between steps from ranks that take long to the others; the same bits",
         alias="rebalance"
     )
-    offload_dir: Path | None = setting(
-        RANKS, None, "keep parameters, gradients and the optimizer's state in files here, on a disk, of which memory "
-        "holds what is in use", "in memory", alias="offload_dir"
+    offload: str | None = setting(
+        RANKS, None, "where the optimizer's state is kept: cpu, the host's memory, for GPUs; or a folder on a disk, "
+        "for files, of which memory holds what is in use, and on CPU workers for parameters and gradients too",
+        "where it is computed", metavar="cpu|DIR", alias="offload", alike=False
     )
     nonfinite: str = setting(
         SAVING, "stop", "at a NaN or infinity: stop, skip the step, or go back to the last checkpoint and leave the "

@@ -20,7 +20,7 @@ from ..nn import Module
 
 # What stands in other platforms' configurations and is done in another way here, or not yet.
 _INSTEAD = {
-    "deepspeed_config": "use zero_stage=1, 2 or 3, its zero_optimization's stage; offload_dir where it offloads",
+    "deepspeed_config": "use zero_stage=1, 2 or 3, its zero_optimization's stage; offload where it offloads",
     "device_ids": "leave it out: the ranks decide",
     "bucket_cap_mb": "use bucket_size_mb",
     "pin_memory": "leave it out",

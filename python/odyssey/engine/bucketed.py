@@ -33,7 +33,7 @@ class BucketedRunner(Runner):
         lay, comm, arena, records = recorded.layout, recorded.groups.dp, recorded.arena, recorded.records
         self.plan = planning.make(self.shards, comm.rank, comm.size, lay.workers, lay.threads, lay.counts(self.shards))
         self.parts = parts = recorded.parts
-        by_params = parts.partitioned or bool(lay.offload_dir)
+        by_params = parts.partitioned or bool(lay.offload)
         if not by_params:  # else parameters would be brought twice
             records = recompute(records)
         self.segments = segments(records, arena, parts.buckets, by_params=by_params)
@@ -56,7 +56,7 @@ class BucketedRunner(Runner):
     def _make_reductions(self) -> None:
         recorded, parts, lib = self.recorded, self.parts, native.library()
         lay, comm = recorded.layout, recorded.groups.dp
-        pooled = (parts.stage >= 2 and comm.size > 1) or bool(lay.offload_dir)
+        pooled = (parts.stage >= 2 and comm.size > 1) or bool(lay.offload)
         scatter = parts.stage > 0 and comm.size > 1
 
         def make(b: int, storage: np.ndarray | None = None) -> reduction.Reduction:

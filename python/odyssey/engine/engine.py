@@ -201,7 +201,7 @@ class Engine:
 
             return PipelineRunner(recorded)
         several = parts is not None and self.train and (parts.stage > 1 or len(parts.buckets) > 1)
-        if parts is not None and (lay.offload_dir or lay.comm.size > 1 and (parts.partitioned or several)):
+        if parts is not None and (lay.offload or lay.comm.size > 1 and (parts.partitioned or several)):
             from .bucketed import BucketedRunner
 
             return BucketedRunner(recorded)
@@ -268,9 +268,9 @@ class Engine:
             if lay.split:
                 buckets = [self._share(records, self.shard_size_of(samples), form)]
             else:
-                cuts = lay.comm.size > 1 or lay.offload_dir
+                cuts = lay.comm.size > 1 or lay.offload
                 limit = lay.bucket_floats(self.arena.size) if cuts else self.arena.size
-                buckets = bucketing.cut(records, self.arena, limit, by_params=lay.zero == 3 or bool(lay.offload_dir))
+                buckets = bucketing.cut(records, self.arena, limit, by_params=lay.zero == 3 or bool(lay.offload))
             self._parts = Parts(lay.zero, buckets, self.groups.dp, self.arena)
         return self._parts
 

@@ -32,7 +32,7 @@ class Layout:
     overlap: bool = True
     schedule: str = "1f1b"
     rebalance: bool = False  # shards may move from rank to rank between steps
-    offload_dir: Path | None = None  # for files of what a training keeps
+    offload: str | Path | None = None  # "cpu", or a folder for files of what a training keeps
     gpus: tuple[int, ...] = ()  # the device of each worker of this process; none: they compute on the CPU
 
     def __post_init__(self) -> None:
@@ -61,11 +61,16 @@ class Layout:
             self.balance = Balance(self.comm, 1 if self.split else self.threads, members)
         if self.gpus:
             self._check_gpus()
-        if self.offload_dir and (self.split or self.execution == "eager" or self.reduction.reduction in strategy.MODES):
+        elif self.offload == "cpu":
+            raise ConfigError(
+                "[train] offload='cpu' keeps the optimizer's state of GPUs in host memory, where CPU workers have it; "
+                "use --device gpu, name a folder on a disk, or leave it out"
+            )
+        if self.offload and (self.split or self.execution == "eager" or self.reduction.reduction in strategy.MODES):
             wrong = f"{self.mesh}" if self.split else "execution='eager'"
             wrong = f"reduction={self.reduction.reduction!r}" if self.reduction.reduction in strategy.MODES else wrong
             raise ConfigError(
-                f"[train] offload_dir does not go with {wrong}: layers come and go in recorded steps of whole models; "
+                f"[train] offload does not go with {wrong}: layers come and go in recorded steps of whole models; "
                 "use --pp 1 --tp 1, or leave it out"
             )
 
@@ -82,7 +87,6 @@ class Layout:
                     (f"bucket_size_mb={self.bucket_size_mb}", self.bucket_size_mb is not None),
                     ("overlap=False", not self.overlap),
                     ("rebalance=True", self.rebalance),
-                    ("offload_dir", self.offload_dir),
                 )
                 if found
             ),
@@ -97,13 +101,13 @@ class Layout:
     def bucket_floats(self, size: int) -> int:
         """Floats of a bucket of a model of `size` floats: as given, or 25 MB.
 
-        With ZeRO 2 and 3, or `offload_dir`, a rank has four buckets on top of its parts (two gathered, two being
+        With ZeRO 2 and 3, or `offload`, a rank has four buckets on top of its parts (two gathered, two being
         reduced), so by default they are at most a 32nd of the model.
         """
         if self.bucket_size_mb is not None:
             return int(self.bucket_size_mb * bucketing.FLOATS_PER_MB)
         floats = int(BUCKET_MB * bucketing.FLOATS_PER_MB)
-        return min(floats, size // 32) if self.zero > 1 or self.offload_dir else floats
+        return min(floats, size // 32) if self.zero > 1 or self.offload else floats
 
     def counts(self, shards: int) -> tuple[int, ...]:
         """Of a step's shards how many each rank computes now; empty: equal shares."""

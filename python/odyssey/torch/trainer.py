@@ -37,7 +37,7 @@ from .shards import Shards, Sums
 from .state import TorchState
 
 OURS = (
-    "num_gpus oversubscribe execution pipeline_schedule bucket_size_mb overlap lr_scaling conv_algorithm offload_dir"
+    "num_gpus oversubscribe execution pipeline_schedule bucket_size_mb overlap lr_scaling conv_algorithm offload"
 ).split()
 
 

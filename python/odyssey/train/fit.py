@@ -264,7 +264,7 @@ class Trainer:
         history, session = context.history, Session(self, train_loader, context)
         self._session = session
         try:
-            with offload(self.layout and self.layout.offload_dir):  # a checkpoint is read into files as well
+            with offload(self.layout and self.layout.offload):  # a checkpoint is read into files as well
                 session.begin()
             context.callbacks = [*self.callbacks, *self._listeners(session, verbose)]
             if trace is not None or profile:
@@ -441,7 +441,7 @@ class Trainer:
 
         Raises CheckpointError: there is none that is valid. ConfigError: it is of another training.
         """
-        with offload(self.layout and self.layout.offload_dir):
+        with offload(self.layout and self.layout.offload):
             snapshot, name = resume.shared(self.comm, lambda: resume.find(Path(path), self.say))
         self.load(snapshot, name)
         return snapshot.step

@@ -132,7 +132,7 @@ class DistributedTrainer(EngineState):
             made.scaler_init_scale, growth_interval=made.scaler_growth_interval, enabled=made.precision == "fp16"
         )
         self.lr_scaling, self._lr_factor, self._lr_scaled = made.lr_scaling, 1.0, False
-        with offload(made.offload_dir):
+        with offload(made.offload):
             self.arena = Arena.of(model.named_parameters(), model.named_buffers())
             self.arena.move_to(maker())
         strategy.check_buffers([name for name, b in self.arena.buffers if b.requires_grad])
@@ -148,7 +148,7 @@ class DistributedTrainer(EngineState):
                     "[train] conv_algorithm is 'winograd', which CPUs have; use 'auto' or 'direct', or --device cpu"
                 )
             team = DeviceGroup(devices, self.arena)
-            team.keep(optimizer)
+            team.keep(optimizer, made.offload, max(self.layout.bucket_floats(self.arena.size), 1 << 14))
             self.notice = team.describe()
         elif made.precision == "tf32":
             raise ConfigError("[train] precision is 'tf32', which only GPUs have; use 'bf16', or --device gpu")
@@ -197,7 +197,7 @@ class DistributedTrainer(EngineState):
             {
                 "kind of GPUs": [gpus.found()[i].accelerator for i in self.layout.gpus],
                 "mesh": str(self.mesh),
-                "offload_dir is given": self.layout.offload_dir is not None,
+                "offload is given": self.layout.offload is not None,
                 "optimizer": (type(self.optimizer).__name__, sorted(settings.items())),
                 "schedule": resume.probed(self.schedule),
             }

@@ -214,7 +214,7 @@ def run(made: Settings, *, verbose: bool = False, listeners: Sequence[Any] = (),
     with on_all_ranks():
         epochs, total = made.length(-(-len(loader) // made.accumulation_steps))
         schedule = optim.schedule(made.schedule, total_steps=total, warmup_steps=made.warmup(total))
-        with offload(made.offload_dir):
+        with offload(made.offload):
             model = nn.models.build(made.model, seed=made.seed, **_model_settings(train_set, made))
         kinds = {"sgd": optim.SGD, "adam": optim.Adam, "adamw": optim.AdamW, "rmsprop": optim.RMSprop}
         kind = kinds[made.optimizer]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from ...errors import DeviceError
 from ...optim import Update
 from . import graph
 from .mirror import Mirror
+from .offloaded import Offloaded
 
 if TYPE_CHECKING:
     from ...core import fingerprint
@@ -135,6 +137,7 @@ class DeviceGroup:
         self.parameters = Mirror(self.gpus, lambda: [arena.host])
         arena.mirror = self.parameters
         self._state: Mirror | None = None
+        self._offloaded: Offloaded | None = None
         self._records = [np.zeros((3, host.library().record), np.int64) for _ in numbers]  # of an update
         self._checks: list[Fingerprints] = []
         self._asked: dict[int, Fingerprints] = {}  # that are taken with a step, by its updates
@@ -167,10 +170,15 @@ class DeviceGroup:
             text += f" ({len(names)} workers)"
         return text
 
-    def keep(self, optimizer: Optimizer) -> None:
-        """Takes the optimizer's state to the devices."""
+    def keep(self, optimizer: Optimizer, offload: str | Path | None = None, window: int = 0) -> None:
+        """Takes the optimizer's state to the devices, or to where it is offloaded: "cpu", or `window` floats of it at a
+        time through pinned memory out of files."""
         _ = optimizer.state
         self._optimizer = optimizer
+        if offload is not None:
+            size = self.arena.size
+            self._offloaded = Offloaded(self.workers, optimizer, size, None if offload == "cpu" else window)
+            return
         self._state = Mirror(self.gpus, lambda: list(optimizer.arrays.values()))
         optimizer.mirror = self._state
 
@@ -187,11 +195,21 @@ class DeviceGroup:
                 self._optimizer.mirror = self._state
                 self._state.outdated()
             self._state.write()
+        elif self._offloaded is not None:
+            self._offloaded.take_back()
 
     def update(self, w: int, result: int) -> Update:
         """The update of all parameters on worker w from gradients at `result`."""
         state = () if self._state is None else tuple(self._state.addresses[w])
         return Update(self.parameters.addresses[w][0], result, 0, self.arena.size, 0, state)
+
+    def _enqueue(self, w: int, records: list[list[int]]) -> None:
+        """Enqueues records on worker w, written into memory that stays: most steps have the same number of them."""
+        if len(self._records[w]) < len(records):
+            self._records[w] = np.zeros((len(records), host.library().record), np.int64)
+        for i, record in enumerate(records):
+            self._records[w][i, : len(record)] = record
+        self.workers[w].run(self._records[w][: len(records)])
 
     def commit_step(self, optimizer: Optimizer, sums: Any, divisor: int, lr: float) -> bool:
         """Takes the step on all workers if the loss and all gradients are finite; returns whether they were.
@@ -215,15 +233,20 @@ class DeviceGroup:
                     worker.gpu.upload(worker.divisor, worker.host_block[Block.divisor.offset :][:4])
                 by = worker.divisor
             counted = result + 4 * (n + 1)  # the samples
-            pieces = optimizer.trained([self.update(w, result)])
-            rules = [rule for piece in pieces for rule in optimizer.records(lib, piece, by, lr, counted)]
-            if len(self._records[w]) <= len(rules):
-                self._records[w] = np.zeros((1 + len(rules), host.library().record), np.int64)
-            records = self._records[w]
-            records[0, :3] = (lib.codes["finite"], result, n + host.library().stats)
-            for i, rule in enumerate(rules):
-                records[1 + i, : len(rule)] = rule
-            worker.run(records[: 1 + len(rules)])
+            checked = [[lib.codes["finite"], result, n + host.library().stats]]
+
+            def rules(u: Update, by: int = by, counted: int = counted) -> list[list[int]]:
+                pieces = optimizer.trained([u])
+                return [rule for piece in pieces for rule in optimizer.records(lib, piece, by, lr, counted)]
+
+            whole = self.update(w, result)
+            if self._offloaded is None:
+                self._enqueue(w, checked + rules(whole))
+                continue
+            self._enqueue(w, checked)
+            self._offloaded.update(w, whole, lambda u, w=w, rules=rules: self._enqueue(w, rules(u)))
+        if self._offloaded is not None:
+            self._offloaded.exchange(self.parameters.addresses)
         self.parameters.changed()
         if self._state is not None:
             self._state.changed()

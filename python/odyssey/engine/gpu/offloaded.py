@@ -1,7 +1,8 @@
 """An optimizer's state that stays in host memory while GPUs train: kernels read and write it there.
 
-Pinned memory has one address for the host and all devices (CUDA's unified addressing), so an update takes it as it takes
-device memory: its bytes cross the bus once each way, in order, at about the speed of copies (Min et al. 2020, EMOGI).
+Pinned memory has one address for the host and all devices (CUDA's unified addressing), so an update takes it as it
+takes device memory: its bytes cross the bus once each way, in order, at about the speed of copies (Min et al. 2020,
+"EMOGI").
 State in files passes through a window of pinned memory, piece by piece. As in ZeRO's first stage (Rajbhandari et al.
 2020) a worker updates a part of the parameters, which the other workers of its process take from it.
 """
@@ -39,9 +40,10 @@ class Offloaded:
             try:
                 self._kept[name] = workers[0].gpu.pinned(4 * size).view(np.float32)
             except DeviceError as problem:
+                wanted = 4 * size * len(optimizer.states) >> 20
                 raise DeviceError(
-                    f"[offload] the optimizer's state wants {len(optimizer.states) * 4 * size >> 20} MiB of pinned host "
-                    f"memory, which is not there ({problem}); use fewer ranks on a machine, or --offload with a folder"
+                    f"[offload] the optimizer's state wants {wanted} MiB of pinned host memory, which is not there "
+                    f"({problem}); use fewer ranks on a machine, or --offload with a folder"
                 ) from None
 
     def take_back(self) -> None:
