@@ -2,7 +2,8 @@
 
 Scores never leave the cache: of a block of queries, in lanes, the scores of all its keys, or in the backward pass of a
 block of keys (Dao 2023, FlashAttention-2; the maximum is taken before anything is exponentiated, so nothing is rescaled).
-Saved is the log of the sum of exponentials; the backward pass computes probabilities again.
+Saved is the log of the sum of exponentials; the backward pass computes probabilities again, and draws again which of
+them stay if there is dropout.
 
 Every sum is one chain of multiply-adds over ascending keys, queries or features, whatever the blocks are. A sequence
 that does not begin a group of lanes is moved to where it would (`panel_of`). So a token's result is the same bits beside any
@@ -11,152 +12,32 @@ other sequences, at any place in the batch, and with keys computed in another ca
     N  sequences       T  queries of each       S  keys of each       H  heads       D  features of a head
     past  keys before the first query: query i sees keys up to i + past. S: all; 0: up to its own
     fused  1 if q, k and v are thirds of the features of one tensor
+    p, layer  dropout of probabilities, and its number in the model; 0: none
 """
 
-from std.math import ceildiv, iota
+from std.math import ceildiv
 from std.memory import unsafe_memset_zero
 from std.utils.numerics import inf
 
-from .functions import exp, log
-from .lanes import (
-    F32,
-    LANES,
-    REGISTERS,
-    Ptr,
-    Vec,
-    load,
-    madd,
-    splat,
-    store,
+from .attention_tiles import (
+    AREA,
+    Attention,
+    BLOCK,
+    Drawn,
+    SIDE,
+    TILE,
+    all_see,
+    combine,
+    dots,
+    drop,
+    last_seen,
 )
+from .functions import exp, log
+from .lanes import F32, LANES, Ptr, Vec, load, madd, store
 from .layout import transpose
 from .panels import Panel, clear_rest, panel_of, put_group
 from .op import Op, call, no_scratch
-from .record import Record, sizes_of
-
-# Register tiles: TILE broadcast numbers x BLOCK vectors. 8 x 2 sums: 16 FMAs for 10 loads.
-comptime TILE = 8 if REGISTERS == 32 else (4 if REGISTERS == 8 else 2)
-comptime TILES: List[Int] = [8, 4, 2, 1]
-comptime BLOCK = 2 if REGISTERS == 32 else 1
-"""Groups of queries at once; and of keys, in the backward pass."""
-comptime SIDE = BLOCK * LANES
-comptime AREA = SIDE * SIDE
-"""Scores of a block of queries and a block of keys."""
-
-
-@fieldwise_init
-struct Attention(TrivialRegisterPassable):
-    """The sizes, as above, in the order of the record."""
-
-    var N: Int
-    var T: Int
-    var S: Int
-    var H: Int
-    var D: Int
-    var past: Int
-    var fused: Int
-    var scale: Float32
-
-    @always_inline
-    def features(self) -> Int:
-        """Of the tensors that q, k, v and their gradients are or are thirds of.
-        """
-        return self.H * self.D * (3 if self.fused else 1)
-
-    @always_inline
-    def at(self, third: Int, head: Int) -> Int:
-        """The first feature of a head of q (0), k (1) or v (2)."""
-        return head * self.D + (third * self.H * self.D if self.fused else 0)
-
-    @always_inline
-    def panel(self, tokens: Int) -> Int:
-        """Floats of a head of one sequence."""
-        return ceildiv(tokens, LANES) * self.D * LANES
-
-
-# --- tiles --------------------------------------------------------------------------------------------------------------
-
-
-@always_inline
-def _dots[
-    n: Int, gb: Int
-](a: Panel, g: Int, b: Ptr, D: Int) -> Array[Vec, n * gb]:
-    """Products of the tokens of gb groups of a, from g on, with the n tokens from lane b on.
-    """
-    var acc = Array[Vec, n * gb](fill=Vec(0))
-    var p = a.group(g)
-    for d in range(D):
-        var v = Array[Vec, gb](fill=Vec(0))
-        comptime for i in range(gb):
-            v[i] = load(p, i * a.step + d * LANES)
-        comptime for j in range(n):
-            var s = splat(b, d * LANES + j)
-            comptime for i in range(gb):
-                acc[j * gb + i] = madd(v[i], s, acc[j * gb + i])
-    return acc^
-
-
-@always_inline
-def _combine[
-    gb: Int
-](
-    y: Ptr,  # (gb, D, L), added to
-    weights: Ptr,  # (count, L) for each of the gb groups
-    of_group: Int,  # floats from one group's weights to the next
-    of_token: Int,  # from one token's to the next
-    b: Panel,
-    g: Int,
-    count: Int,
-    D: Int,
-):
-    """Adds the `count` tokens of b from group g on, each times its weights, to y.
-    """
-
-    @always_inline
-    def tile[n: Int](d: Int) {imm}:
-        var acc = Array[Vec, n * gb](fill=Vec(0))
-        comptime for j in range(n):
-            comptime for i in range(gb):
-                acc[j * gb + i] = load(y, (i * D + d + j) * LANES)
-        for group in range(ceildiv(count, LANES)):
-            var p = b.group(g + group).unsafe_offset(d * LANES)
-            var w = weights.unsafe_offset(group * LANES * of_token)
-            for l in range(min(count - group * LANES, LANES)):
-                var v = Array[Vec, gb](fill=Vec(0))
-                comptime for i in range(gb):
-                    v[i] = load(w, l * of_token + i * of_group)
-                comptime for j in range(n):
-                    var s = splat(p, j * LANES + l)
-                    comptime for i in range(gb):
-                        acc[j * gb + i] = madd(v[i], s, acc[j * gb + i])
-        comptime for j in range(n):
-            comptime for i in range(gb):
-                store(y, (i * D + d + j) * LANES, acc[j * gb + i])
-
-    var d = 0
-    comptime for i in range(len(TILES)):
-        comptime n = materialize[TILES]()[i]
-        comptime if n <= TILE:
-            while d + n <= D:
-                tile[n](d)
-                d += n
-
-
-@always_inline
-def _seen(size: Attention, g: Int) -> SIMD[DType.int32, LANES]:
-    """The last key that each query of a group sees."""
-    var last = iota[DType.int32, LANES](Int32(g * LANES + size.past))
-    return min(last, SIMD[DType.int32, LANES](Int32(size.S - 1)))
-
-
-@always_inline
-def _all_see(size: Attention, g: Int, keys: Int) -> Int:
-    """How many of the keys of a block of two groups, from g on, the first group sees as well, if that is whole groups;
-    else all. What it does not see need not be computed for it.
-    """
-    var first = (g + 1) * LANES + size.past
-    return first if first % LANES == 0 and first < keys else keys
-
+from .record import ContextPtr, Record, sizes_of
 
 # --- forward ------------------------------------------------------------------------------------------------------------
 
@@ -178,9 +59,9 @@ def _score[
     """
     for key in range(start, end, TILE):
         var from_ = k.group(key // LANES).unsafe_offset(key % LANES)
-        var s = _dots[TILE, gb - lo](q, g + lo, from_, size.D)
+        var s = dots[TILE, gb - lo](q, g + lo, from_, size.D)
         comptime for i in range(lo, gb):
-            var last = _seen(size, g + i)
+            var last = last_seen(size, g + i)
             comptime for j in range(TILE):
                 var score = s[j * (gb - lo) + i - lo] * size.scale
                 var seen = last.ge(Int32(key + j))
@@ -203,7 +84,7 @@ def _exponentiate[
     """Turns scores into exponentials, 0 for keys that are not seen, and adds them up.
     """
     comptime for i in range(lo, gb):
-        var last = _seen(size, g + i)
+        var last = last_seen(size, g + i)
         for key in range(start, end):
             var at = (key * gb + i) * LANES
             # selected before as well: exp takes long where it ends in subnormal numbers
@@ -224,6 +105,7 @@ def _forward_block[
     q: Panel,
     k: Panel,
     v: Panel,
+    drawn: Drawn,
     g: Int,
     size: Attention,
 ):
@@ -233,17 +115,21 @@ def _forward_block[
     var total = Array[Vec, gb](fill=Vec(0))
     var all = keys
     comptime if gb == 2:
-        all = _all_see(size, g, keys)
+        all = all_see(size, g, keys)
     _score[0, gb](scores, most, q, k, g, 0, all, size)
     comptime if gb == 2:
         _score[1, gb](scores, most, q, k, g, all, keys, size)
     _exponentiate[0, gb](scores, total, most, g, 0, all, size)
+    if size.p > 0:
+        drop[0, gb](scores, drawn, g, 0, 0, all, size)
     unsafe_memset_zero(y, gb * size.D * LANES)
-    _combine[gb](y, scores, LANES, gb * LANES, v, 0, all, size.D)
+    combine[gb](y, scores, LANES, gb * LANES, v, 0, all, size.D)
     comptime if gb == 2:
         if all < keys:
             _exponentiate[1, gb](scores, total, most, g, all, keys, size)
-            _combine[1](
+            if size.p > 0:
+                drop[1, gb](scores, drawn, g, 0, all, keys, size)
+            combine[1](
                 y.unsafe_offset(size.D * LANES),
                 scores.unsafe_offset((all * gb + 1) * LANES),
                 LANES,
@@ -269,9 +155,11 @@ def _attention_forward(
     v: Ptr,
     scratch: Ptr,
     size: Attention,
+    context: ContextPtr,
 ):
-    """Computes y = softmax(q k^T scale) v."""
+    """Computes y = dropout(softmax(q k^T scale)) v."""
     var s = size
+    var token = UInt32(context[].first) * UInt32(s.T)
     var scores = scratch
     var block = scores.unsafe_offset(_padded(s.S) * SIDE)
     var sums = block.unsafe_offset(SIDE * s.D)
@@ -283,10 +171,11 @@ def _attention_forward(
             var qp = panel_of(q, s.features(), s.at(0, h), n, s.T, s.D, qr)
             var kp = panel_of(k, s.features(), s.at(1, h), n, s.S, s.D, kr)
             var vp = panel_of(v, s.features(), s.at(2, h), n, s.S, s.D, vr)
+            var drawn = Drawn(token + UInt32(n * s.T), s.draws(h), context)
 
             @always_inline
             def queries[gb: Int](g: Int) {imm}:
-                _forward_block[gb](block, sums, scores, qp, kp, vp, g, s)
+                _forward_block[gb](block, sums, scores, qp, kp, vp, drawn, g, s)
                 comptime for i in range(gb):
                     var part = block.unsafe_offset(i * s.D * LANES)
                     var at = h * s.D
@@ -327,6 +216,8 @@ def _differentiate[
 ](
     p: Ptr,  # (keys of the block, gb, L of queries)
     ds: Ptr,
+    factors: Ptr,  # for dropout
+    drawn: Drawn,
     dy: Panel,
     q: Panel,
     k: Panel,
@@ -339,20 +230,29 @@ def _differentiate[
     end: Int,
     size: Attention,
 ):
-    """The probabilities and the gradients of the scores of keys start .. end - 1 of the block from key `first` on, and
-    of groups lo .. gb - 1 of queries.
+    """The probabilities, after dropout, and the gradients of the scores of keys start .. end - 1 of the block from key
+    `first` on, and of groups lo .. gb - 1 of queries.
     """
     comptime n = gb - lo
+    if size.p > 0:
+        for i in range(start * gb, end * gb):
+            store(factors, i * LANES, Vec(1))
+        drop[lo, gb](factors, drawn, g, first, start, end, size)
     for key in range(start, end, TILE):
         var group = (first + key) // LANES
-        var s = _dots[TILE, n](
+        var s = dots[TILE, n](
             q, g + lo, k.group(group).unsafe_offset(key % LANES), size.D
         )
-        var d = _dots[TILE, n](
+        var d = dots[TILE, n](
             dy, g + lo, v.group(group).unsafe_offset(key % LANES), size.D
         )
+        if size.p > 0:
+            comptime for i in range(lo, gb):
+                comptime for j in range(TILE):
+                    var at = ((key + j) * gb + i) * LANES
+                    d[j * n + i - lo] *= load(factors, at)
         comptime for i in range(lo, gb):
-            var last = _seen(size, g + i)
+            var last = last_seen(size, g + i)
             var log_sum = load(lse.group(g + i), 0)
             var shift = load(delta.group(g + i), 0)
             comptime for j in range(TILE):
@@ -364,6 +264,10 @@ def _differentiate[
                 store(p, at, share)
                 var slope = (d[from_] - shift) * (share * size.scale)
                 store(ds, at, seen.select(slope, Vec(0)))
+    if size.p > 0:
+        for i in range(start * gb, end * gb):
+            var at = i * LANES
+            store(p, at, load(p, at) * load(factors, at))
 
 
 @always_inline
@@ -373,7 +277,8 @@ def _backward_block[
     dq: Ptr,  # (gb, D, L)
     dk: Ptr,  # (groups of S, D, L), added to
     dv: Ptr,
-    room: Ptr,  # 4 AREA
+    room: Ptr,  # 5 AREA
+    drawn: Drawn,
     dy: Panel,
     q: Panel,
     k: Panel,
@@ -388,12 +293,13 @@ def _backward_block[
     var keys = min(size.S, (g + gb) * LANES + size.past)
     var all = keys
     comptime if gb == 2:
-        all = _all_see(size, g, keys)
+        all = all_see(size, g, keys)
     var queries = min(size.T - g * LANES, gb * LANES)
     var p = room  # (keys of the block, gb, L of queries)
     var ds = room.unsafe_offset(AREA)
     var pt = room.unsafe_offset(2 * AREA)  # (groups, queries, L of keys)
     var dst = room.unsafe_offset(3 * AREA)
+    var factors = room.unsafe_offset(4 * AREA)
     unsafe_memset_zero(dq, gb * D * LANES)
     for start in range(0, keys, SIDE):
         var count = min(keys - start, SIDE)
@@ -404,6 +310,8 @@ def _backward_block[
         _differentiate[0, gb](
             p,
             ds,
+            factors,
+            drawn,
             dy,
             q,
             k,
@@ -416,12 +324,14 @@ def _backward_block[
             LANES if corner else groups * LANES,
             size,
         )
-        _combine[gb](dq, ds, LANES, gb * LANES, k, start // LANES, whole, D)
+        combine[gb](dq, ds, LANES, gb * LANES, k, start // LANES, whole, D)
         comptime if gb == 2:
             if corner:
                 _differentiate[1, gb](
                     p,
                     ds,
+                    factors,
+                    drawn,
                     dy,
                     q,
                     k,
@@ -434,7 +344,7 @@ def _backward_block[
                     2 * LANES,
                     size,
                 )
-                _combine[1](
+                combine[1](
                     dq.unsafe_offset(D * LANES),
                     ds.unsafe_offset((LANES * gb + 1) * LANES),
                     LANES,
@@ -452,7 +362,7 @@ def _backward_block[
         def columns[kb: Int](first: Int, count: Int) {imm}:
             var w = first * LANES
             var from_ = g + first // LANES
-            _combine[kb](
+            combine[kb](
                 dv.unsafe_offset(at),
                 pt.unsafe_offset(w),
                 SIDE * LANES,
@@ -462,7 +372,7 @@ def _backward_block[
                 count,
                 D,
             )
-            _combine[kb](
+            combine[kb](
                 dk.unsafe_offset(at),
                 dst.unsafe_offset(w),
                 SIDE * LANES,
@@ -506,14 +416,16 @@ def _attention_backward(
     v: Ptr,
     scratch: Ptr,
     size: Attention,
+    context: ContextPtr,
 ):
     """Computes the gradients of q, k and v. With p the probabilities: dv = p^T dy, ds = p (dy v^T - sum dy y) scale,
-    dq = ds k, dk = ds^T q.
+    dq = ds k, dk = ds^T q. With dropout, of factors f: dv = (p f)^T dy, ds = p (dy v^T f - sum dy y) scale.
     """
     var s = size
+    var token = UInt32(context[].first) * UInt32(s.T)
     var of = s.features()
     var room = scratch
-    var dqr = room.unsafe_offset(4 * AREA)
+    var dqr = room.unsafe_offset(5 * AREA)
     var dkr = dqr.unsafe_offset(SIDE * s.D)
     var dvr = dkr.unsafe_offset(s.panel(s.S))
     var qr = dvr.unsafe_offset(s.panel(s.S))
@@ -532,12 +444,13 @@ def _attention_backward(
             var dp = panel_of(dy, s.H * s.D, h * s.D, n, s.T, s.D, dyr)
             var lp = panel_of(lse, s.H, h, n, s.T, 1, lr)
             var ep = panel_of(delta, s.H, h, n, s.T, 1, er)
+            var drawn = Drawn(token + UInt32(n * s.T), s.draws(h), context)
             unsafe_memset_zero(dkr, 2 * s.panel(s.S))
 
             @always_inline
             def queries[gb: Int](g: Int) {imm}:
                 _backward_block[gb](
-                    dqr, dkr, dvr, room, dp, qp, kp, vp, lp, ep, g, s
+                    dqr, dkr, dvr, room, drawn, dp, qp, kp, vp, lp, ep, g, s
                 )
                 comptime for i in range(gb):
                     var part = dqr.unsafe_offset(i * s.D * LANES)
@@ -580,7 +493,7 @@ def _backward_scratch(r: Record, shards: Int, fold: Int) -> Int:
     var s = sizes_of[Attention](r, 11)
     var panels = 2 * s.panel(s.T) + 4 * s.panel(s.S) + 2 * _padded(s.T)
     var delta = _padded(s.N * s.T) * s.H
-    return 4 * (4 * AREA + SIDE * s.D + panels + delta)
+    return 4 * (5 * AREA + SIDE * s.D + panels + delta)
 
 
 def ops() -> List[Op]:
@@ -588,7 +501,10 @@ def ops() -> List[Op]:
     return [
         Op(
             "attention_forward",
-            "y, lse; q, k, v, ~scratch; N, T, S, H, D, past, fused, scale",
+            (
+                "y, lse; q, k, v, ~scratch;"
+                " N, T, S, H, D, past, fused, scale, p, layer"
+            ),
             call[_attention_forward],
             "lanes",
             _forward_scratch,
@@ -597,7 +513,7 @@ def ops() -> List[Op]:
             "attention_backward",
             (
                 "dq, dk, dv; dy, y, lse, q, k, v, ~scratch;"
-                " N, T, S, H, D, past, fused, scale"
+                " N, T, S, H, D, past, fused, scale, p, layer"
             ),
             call[_attention_backward],
             "lanes",

@@ -22,22 +22,24 @@ def philox[
 ) -> Array[SIMD[U32, w], 4]:
     """Four random words for each of w counters (c0, c1, c2, c3) under the key `seed`.
     """
-    var a = c0
-    var b = c1
-    var c = c2
-    var d = c3
+    # Words stay in 64 bits, of which the upper half means nothing but in a product: half of the instructions
+    comptime LOW = SIMD[U64, w](0xFFFFFFFF)
+    var a = c0.cast[U64]()
+    var b = c1.cast[U64]()
+    var c = c2.cast[U64]()
+    var d = c3.cast[U64]()
     var k0 = UInt32(seed & 0xFFFFFFFF)
     var k1 = UInt32(seed >> 32)
     comptime for _ in range(10):
-        var m0 = a.cast[U64]() * 0xD2511F53
-        var m1 = c.cast[U64]() * 0xCD9E8D57
-        a = (m1 >> 32).cast[U32]() ^ b ^ SIMD[U32, w](k0)
-        c = (m0 >> 32).cast[U32]() ^ d ^ SIMD[U32, w](k1)
-        b = m1.cast[U32]()
-        d = m0.cast[U32]()
+        var m0 = (a & LOW) * 0xD2511F53
+        var m1 = (c & LOW) * 0xCD9E8D57
+        a = (m1 >> 32) ^ b ^ SIMD[U64, w](UInt64(k0))
+        c = (m0 >> 32) ^ d ^ SIMD[U64, w](UInt64(k1))
+        b = m1
+        d = m0
         k0 += 0x9E3779B9
         k1 += 0xBB67AE85
-    return [a, b, c, d]
+    return [a.cast[U32](), b.cast[U32](), c.cast[U32](), d.cast[U32]()]
 
 
 @always_inline

@@ -164,32 +164,55 @@ def test_dropout() raises:
         var stride = G * F * L + 7
         var x = 0
         var y = up(shards * stride)
-        var context = y + up(shards * stride)
+        var bits = y + up(shards * stride)
+        var dx = bits + up(shards * stride)
+        var context = dx + up(shards * stride)
         var lab = Lab(q, context + 32)
         var shape = Shape(first=64, samples=150, shard_size=32)
         var ctx = put_context(lab, context, shape)
         lab.upload()
         for s in range(shards):
-            cpu_dropout.dropout[L](
+            cpu_dropout.dropout_forward[L](
                 lab.ptr(y + s * stride),
+                lab.bytes(bits + s * stride),
                 lab.ptr(x + s * stride),
                 G,
                 F,
                 0.4,
                 9,
                 4,
-                cpu_record(lab, shape, s),
+                cpu_record(lab, shape, s).context,
             )
-        gpu_dropout.dropout(
+            cpu_dropout.dropout_backward[L](
+                lab.ptr(dx + s * stride),
+                lab.ptr(x + s * stride),
+                lab.bytes(bits + s * stride),
+                G,
+                F,
+                0.4,
+            )
+        gpu_dropout.dropout_forward(
             q,
             shards,
             lab.op(y, stride),
+            lab.op(bits, stride),
             lab.op(x, stride),
             G,
             F,
             0.4,
             9,
             4,
+            ctx,
+        )
+        gpu_dropout.dropout_backward(
+            q,
+            shards,
+            lab.op(dx, stride),
+            lab.op(x, stride),
+            lab.op(bits, stride),
+            G,
+            F,
+            0.4,
             ctx,
         )
         lab.compare(String(t"dropout {F}"))

@@ -221,13 +221,34 @@ def others() -> Iterator[Case]:
     for F in (1, 5, 130):
         yield Case(
             f"dropout {F}",
-            [w("x", 2 * F * LANES), w("y", 2 * F * LANES, "zero", True)],
-            [("dropout", "y", "x", 2, F, 0.3, 5, 1)],
+            [
+                *(w("x", 2 * F * LANES), w("y", 2 * F * LANES, "zero", True), w("dx", 2 * F * LANES, "zero", True)),
+                w("bits", -(-F // 8) * 2 * LANES // 4, "zero", True),
+            ],
+            [
+                ("dropout_forward", "y", "bits", "x", 2, F, 0.3, 5, 1),
+                ("dropout_backward", "dx", "x", "bits", 2, F, 0.3),
+            ],
         )
         yield Case(
             f"sum_lanes {F}",
             [w("x", 2 * F * LANES), w("t", 16, "zero"), w("dx", 2 * F * LANES, "zero")],
             [("sum_lanes", "t", "x", -1, 2, F), ("sum_lanes_backward", "dx", "t", -1, 2, F)],
+        )
+    for past, t, s, drop in ((0, 17, 17, 0.0), (0, 17, 17, 0.3), (9, 5, 19, 0.6), (40, 7, 40, 0.1)):
+        n, h, d = 3, 2, 6
+        many = [-(-n * tokens // LANES) * LANES for tokens in (t, s, s)]
+        each = [w(name, h * d * size) for name, size in zip(("q", "k", "v"), many, strict=True)]
+        slopes = [w("d" + x.name, x.floats, "zero") for x in each]
+        rest = [w("y", h * d * many[0], "zero"), w("lse", h * many[0], "zero"), w("dy", h * d * many[0])]
+        sizes = (n, t, s, h, d, past, 0, 0.4, drop, 3)
+        yield Case(
+            f"attention {t}x{s} dropout {drop}",
+            [*each, *slopes, *rest, w("s", 1 << 16)],
+            [
+                ("attention_forward", "y", "lse", "q", "k", "v", "s", *sizes),
+                ("attention_backward", "dq", "dk", "dv", "dy", "y", "lse", "q", "k", "v", "s", *sizes),
+            ],
         )
     yield Case("loss_scale", [w("y", 16, "zero", True)], [("loss_scale", "y")])
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import reference as R
 
 from odyssey import Tensor, nn
 from odyssey import functional as F
-from odyssey.errors import ShapeError
+from odyssey.core.program import Eager, using
+from odyssey.errors import ConfigError, ShapeError
 
 
 def arrays(n, t, s, f, seed=0):
@@ -15,12 +17,114 @@ def arrays(n, t, s, f, seed=0):
     return [rng.standard_normal((n, length, f)).astype(np.float32) for length in (t, s, s, t)]
 
 
-def computed(q, k, v, dy, heads, past):
-    """The result and the gradients of q, k and v."""
-    given = [Tensor(a, requires_grad=True) for a in (q, k, v)]
-    y = F.attention(*given, heads, past)
-    y.backward(dy)
-    return [y.numpy(), *(t.grad.numpy() for t in given)]
+def computed(q, k, v, dy, heads, past, dropout=0.0, seed=0, step=0, first=0, layer=0):
+    """The result and the gradients of q, k and v; of sequences from number `first` of the global batch on."""
+    executor = Eager()
+    executor.context.seed, executor.context.step, executor.context.first = seed, step, first
+    executor.layer = layer
+    with using(executor):
+        given = [Tensor(a, requires_grad=True) for a in (q, k, v)]
+        y = F.attention(*given, heads, past, dropout=dropout)
+        y.backward(dy)
+        return [y.numpy(), *(t.grad.numpy() for t in given)]
+
+
+def by_pytorch(q, k, v, dy, heads, past, kept, p):
+    """The same in float64; kept: which weights (N, T, heads, S) stay."""
+    torch = pytest.importorskip("torch")
+    given = [torch.tensor(a, dtype=torch.float64, requires_grad=True) for a in (q, k, v)]
+    n, t, f = q.shape
+    a, b, c = (x.reshape(n, x.shape[1], heads, -1).transpose(1, 2) for x in given)
+    scores = a @ b.transpose(2, 3) * (f // heads) ** -0.5
+    seen = torch.arange(scores.shape[3]) <= torch.arange(t)[:, None] + (scores.shape[3] if past is None else past)
+    weights = scores.masked_fill(~seen, -torch.inf).softmax(3) * torch.tensor(kept).transpose(1, 2) / (1 - p)
+    y = (weights @ c).transpose(1, 2).reshape(n, t, f)
+    y.backward(torch.tensor(dy, dtype=torch.float64))
+    return [y.detach().numpy(), *(x.grad.numpy() for x in given)]
+
+
+def kept(n, t, s, heads, p, seed, step, first, layer):
+    """Which weights stay: those of dropout over tokens with heads times S features, S rounded up to a multiple of 4."""
+    wide = -(-s // 4) * 4
+    return R.dropout_kept((n * t, heads * wide), p, seed, step, first * t, layer).reshape(n, t, heads, wide)[..., :s]
+
+
+@pytest.mark.parametrize("case", range(40))
+def test_dropout_has_the_gradients_of_pytorch_with_the_same_mask(case):
+    rng = np.random.default_rng(case)
+    n, t, heads = (int(rng.integers(1, top)) for top in (6, 70, 4))
+    fused, p = case % 2 == 0, float(rng.choice([0.1, 0.5, 0.9]))
+    s = t if fused else int(rng.integers(1, 70))
+    f, past = heads * int(rng.integers(1, 20)), [0, None, int(rng.integers(0, 70))][case % 3]
+    counters = {"seed": int(rng.integers(0, 2**62)), "step": case, "first": int(rng.integers(0, 1000)), "layer": case}
+    q, k, v, dy = arrays(n, t, s, f, case)
+    wanted = by_pytorch(q, k, v, dy, heads, past, kept(n, t, s, heads, p, **counters), p)
+    found = computed(q, k, v, dy, heads, past, p, **counters)
+    for a, b in zip(found, wanted, strict=True):
+        assert np.abs(a - b).max() <= 2e-5 * max(1, np.abs(b).max())
+    if fused:
+        executor = Eager()
+        executor.context.seed, executor.context.step = counters["seed"], counters["step"]
+        executor.context.first, executor.layer = counters["first"], counters["layer"]
+        with using(executor):
+            x = Tensor(np.concatenate((q, k, v), 2), requires_grad=True)
+            y = F.attention(x, None, None, heads, past, dropout=p)
+            y.backward(dy)
+            assert np.array_equal(y.numpy(), found[0])
+            assert np.array_equal(x.grad.numpy(), np.concatenate(found[1:], 2))
+
+
+def test_what_dropout_keeps_has_the_mean_of_all():
+    ones = np.ones((8, 64, 12), np.float32)
+    y = F.attention(*map(Tensor, np.random.default_rng(0).standard_normal((2, 8, 64, 12)).astype(np.float32)),
+                    Tensor(ones), 3, dropout=0.4).numpy()  # fmt: skip
+    assert y.mean() == pytest.approx(1, abs=0.01)
+    assert y.std() > 0.05
+    assert np.ptp(y.reshape(8, 64, 3, 4), axis=3).max() < 1e-5  # of a head all features get the same weights
+
+
+def test_every_weight_is_dropped_by_itself():
+    """Of equal keys whose values are unit vectors a result shows what stayed: other keys for each head and query."""
+    n, t, heads = 4, 32, 2
+    q = np.zeros((n, t, heads * t), np.float32)
+    y = F.attention(
+        Tensor(q), Tensor(q), Tensor(np.tile(np.eye(t, dtype=np.float32), (n, 1, heads))), heads, dropout=0.5
+    )
+    found = y.numpy().reshape(n * t * heads, t) > 0
+    assert found.mean() == pytest.approx(0.5, abs=0.02)
+    assert len({row.tobytes() for row in found}) == n * t * heads
+    assert np.abs(found.mean(axis=0) - 0.5).max() < 0.12
+
+
+@pytest.mark.parametrize(("n", "t", "s", "past"), [(4, 7, 7, 0), (3, 33, 50, 17), (5, 1, 13, 12), (2, 64, 64, 0)])
+def test_a_sequence_has_the_same_dropout_in_any_shard(n, t, s, past):
+    given = arrays(n, t, s, 12)
+    together = computed(*given, 2, past, 0.3, seed=3, first=5)
+    for i in range(n):
+        alone = computed(*(a[i : i + 1] for a in given), 2, past, 0.3, seed=3, first=5 + i)
+        assert all(np.array_equal(a[0], b[i]) for a, b in zip(alone, together, strict=True))
+
+
+def test_without_dropout_nothing_is_counted():
+    executor, given = Eager(), arrays(2, 5, 5, 6)
+    with using(executor):
+        plain = F.attention(*map(Tensor, given[:3]), 2).numpy()
+        assert np.array_equal(F.attention(*map(Tensor, given[:3]), 2, dropout=0.0).numpy(), plain)
+        layer = nn.MultiheadAttention(6, 2, dropout=0.5).eval()
+        layer(Tensor(given[0]))
+        assert executor.layer == 0
+        layer.train()(Tensor(given[0]))
+        F.scaled_dot_product_attention(*(Tensor(a[:, None]) for a in given[:3]), dropout_p=0.1)
+        assert executor.layer == 2
+
+
+@pytest.mark.parametrize("p", [-0.1, 1.0, 1.5])
+def test_a_dropout_that_is_no_probability(p):
+    x = Tensor(np.zeros((1, 1, 3, 4)))
+    with pytest.raises(ShapeError, match=f"p is {p}; it must be at least 0 and below 1"):
+        F.scaled_dot_product_attention(x, x, x, dropout_p=p)
+    with pytest.raises(ConfigError, match=f"p is {p}; it must be at least 0 and below 1"):
+        nn.MultiheadAttention(4, 2, dropout=p)
 
 
 @pytest.mark.parametrize(
@@ -60,6 +164,11 @@ def test_a_query_has_the_same_bits_with_the_keys_of_an_earlier_call():
 def test_shapes_that_do_not_fit(shapes):
     with pytest.raises(ShapeError, match="and 2 heads"):
         F.attention(*(Tensor(np.zeros(s)) for s in shapes), 2)
+
+
+def test_a_bias_where_the_dropout_is():
+    with pytest.raises(ConfigError, match="dropout is False, which is no number; say bias=False"):
+        nn.MultiheadAttention(4, 2, False)
 
 
 def test_multihead_attention_is_pytorchs():

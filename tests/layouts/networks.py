@@ -366,7 +366,7 @@ class Decoder(nn.Module):
         for i, (kind, norm, *given) in enumerate(blocks):
             setattr(self, f"norm{i}", SAMPLE_NORMS[norm](width))
             if kind in ("attention", "masked"):
-                setattr(self, f"inner{i}", nn.MultiheadAttention(width, given[0], bias=given[1]))
+                setattr(self, f"inner{i}", nn.MultiheadAttention(width, given[0], given[-1], given[1]))
             else:
                 setattr(self, f"inner{i}", nn.Linear(width, given[0]))
                 setattr(self, f"outer{i}", nn.Linear(given[0], width))
@@ -396,7 +396,8 @@ class Decoder(nn.Module):
             scores = q @ k.transpose(-1, -2) * (f // heads) ** -0.5
             y = F.softmax(F.where(ids.float().eq(0).reshape(n, 1, 1, t), -1e4, scores)) @ v
         else:
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            p = layer.dropout.p if self.training else 0.0
+            y = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True)
         return layer.out_proj(y.transpose(1, 2).reshape(n, t, f))
 
 

@@ -243,7 +243,7 @@ def test_an_op_that_differs_is_named_with_its_layer_and_line(layout):
     ), error
     assert f"; on rank 0 {a.activations[0]}_forward (240) {line}" in str(error)
     error = ended([a, dataclasses.replace(a, p=0.25)], **layout)[0]
-    assert "in op 5: dropout (1, 15, 0.25, 0, 1) in layer drop (Dropout) at " in str(error)
+    assert "in op 5: dropout_forward (1, 15, 0.25, 0, 1) in layer drop (Dropout) at " in str(error)
     assert not any("forward" in vars(m) for m in Net(a).modules())
 
 

@@ -190,7 +190,7 @@ def test_every_record_says_where_it_runs_and_what_it_belongs_to(train, monkeypat
     forward = [r for r in records if r.phase == "forward"]
     backward = [r for r in records if r.phase == "backward"]
     assert records == forward + backward and bool(backward) == train
-    assert [(r.op, r.device) for r in forward if r.op not in ("relu_forward", "tanh_forward", "dropout")] == [
+    assert [(r.op, r.device) for r in forward if r.op not in ("relu_forward", "tanh_forward", "dropout_forward")] == [
         ("input", 0),
         ("linear_forward", 0),
         ("copy", 1),

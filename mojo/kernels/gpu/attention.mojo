@@ -1,14 +1,24 @@
 """kernels/attention.mojo on a GPU, in the plainest form: a thread has a query, or a key, of a head, and walks over what it
-sees. Nothing is kept but sums, which are added in the CPU's order.
+sees. Nothing is kept but sums, which are added in the CPU's order; dropout draws the CPU's numbers.
 """
 
+from max.gpu import block_idx
 from std.utils.numerics import inf
 
-from ..attention import Attention
+from ..attention_tiles import Attention
+from ..dropout import stays
 from ..functions import exp, log
 from ..lanes import F32, LANES, Ptr
 from ..record import sizes_of
-from .launch import GpuOp, Launch, Operand, Queue, Sent, blocks
+from .launch import (
+    GpuOp,
+    Launch,
+    Operand,
+    Queue,
+    Sent,
+    StepContextPtr,
+    blocks,
+)
 from .quads import THREADS, index, of_shard
 
 
@@ -47,6 +57,28 @@ def _whose(tokens: Int, H: Int) -> Tuple[Int, Int, Bool]:
     return token, i // LANES % H, token < (tokens + LANES - 1) // LANES * LANES
 
 
+@always_inline
+def _factor(
+    s: Attention, ctx: StepContextPtr, token: Int, h: Int, key: Int
+) -> Float32:
+    """What the probability of a key is multiplied with by dropout, for a token of this shard.
+    """
+    if s.p == 0:
+        return 1
+    var shard = UInt32(ctx[].first) + UInt32(block_idx.y) * UInt32(
+        ctx[].shard_size
+    )
+    var stay = stays[1](
+        s.draws(h) + key // 4,
+        shard * UInt32(s.T) + UInt32(token),
+        s.layer,
+        s.p,
+        ctx[].step,
+        ctx[].seed,
+    )
+    return Float32(1) / (1 - s.p) if stay[key % 4] else 0
+
+
 def _forward(
     y_: Operand,
     lse_: Operand,
@@ -54,6 +86,7 @@ def _forward(
     k_: Operand,
     v_: Operand,
     sent: Sent[Attention],
+    ctx: StepContextPtr,
 ):
     var s = sent.sizes
     var H = s.H
@@ -86,6 +119,7 @@ def _forward(
         var kj = k.unsafe_offset(_at(of, third + h * D, j))
         var p = exp(_dot(q, kj, D) * s.scale - most)
         total += p
+        p *= _factor(s, ctx, token, h, j - first)
         _add(y, p, v.unsafe_offset(_at(of, 2 * third + h * D, j)), D)
     lse[] = most + log(total)
     for d in range(D):
@@ -105,6 +139,7 @@ def _backward[
     k_: Operand,
     v_: Operand,
     sent: Sent[Attention],
+    ctx: StepContextPtr,
 ):
     """The gradient of a query, or with `keys` of a key and its value."""
     var s = sent.sizes
@@ -146,10 +181,11 @@ def _backward[
         var k = of_shard(k_).unsafe_offset(_at(of, third + h * D, j))
         var v = of_shard(v_).unsafe_offset(_at(of, 2 * third + h * D, j))
         var p = exp(_dot(q, k, D) * s.scale - lse)
-        var ds = (_dot(dy, v, D) - _dot(dy, y, D)) * p * s.scale
+        var factor = _factor(s, ctx, i, h, j - n * s.S)
+        var ds = (_dot(dy, v, D) * factor - _dot(dy, y, D)) * (p * s.scale)
         comptime if keys:
             _add(dk, ds, q, D)
-            _add(dv, p, dy, D)
+            _add(dv, p * factor, dy, D)
         else:
             _add(dq, ds, k, D)
 
@@ -165,6 +201,7 @@ def attention_forward(queue: Queue, r: Launch) raises:
         r.op(4),
         r.op(5),
         Sent(s),
+        r.context,
         grid_dim=(blocks(lanes * s.H, THREADS), r.shards),
         block_dim=THREADS,
     )
@@ -185,6 +222,7 @@ def _enqueue[keys: Bool](queue: Queue, r: Launch, s: Attention) raises:
         r.op(8),
         r.op(9),
         Sent(s),
+        r.context,
         grid_dim=(blocks(lanes * s.H, THREADS), r.shards),
         block_dim=THREADS,
     )

@@ -15,6 +15,7 @@ from .quads import (
     QUADS,
     THREADS,
     Four,
+    bytes_of_shard,
     divide,
     divisor,
     in_lanes,
@@ -26,11 +27,6 @@ from .quads import (
 )
 
 comptime Places = SIMD[DType.uint8, 4]
-
-
-@always_inline
-def _bytes_of_shard(x: Operand) -> BytePtr:
-    return BytePtr(unsafe_from_address=x.address + 4 * block_idx.y * x.stride)
 
 
 def _maxpool_forward[
@@ -86,7 +82,7 @@ def _maxpool_forward[
             for t in range(T):
                 look(r, t)
     store4(of_shard(y), 4 * Int(i), best)
-    _bytes_of_shard(argmax).unsafe_offset(4 * Int(i)).unsafe_store[alignment=4](
+    bytes_of_shard(argmax).unsafe_offset(4 * Int(i)).unsafe_store[alignment=4](
         0, at.cast[DType.uint8]()
     )
 
@@ -180,7 +176,7 @@ def _maxpool_backward[
     var lane = Int(i % UInt32(QUADS)) * 4
     var dy = of_shard(dy_)
     var y = of_shard(y_)
-    var argmax = _bytes_of_shard(argmax_)
+    var argmax = bytes_of_shard(argmax_)
     var d = Four(0)
     var last_p = min(Int32(divide(h, by_S)), P - 1)
     var last_q = min(Int32(divide(w, by_S)), Q - 1)
@@ -225,7 +221,7 @@ def _maxpool_backward_2x2[
     var row = divide(out, by_Q)  # of windows, over all planes
     var q = out - row * Q
     var d = _passing[relu](of_shard(dy_), of_shard(y_), 4 * Int(i))
-    var at = _places(_bytes_of_shard(argmax_), 4 * Int(i))
+    var at = _places(bytes_of_shard(argmax_), 4 * Int(i))
     var W = 2 * Int(Q)
     var top = of_shard(dx_).unsafe_offset(
         (2 * Int(row) * W + 2 * Int(q)) * LANES + Int(i % UInt32(QUADS)) * 4

@@ -8,7 +8,7 @@ from std.memory import unsafe_stack_allocation
 
 from max.gpu import AddressSpace, barrier, block_idx, thread_idx
 
-from ..lanes import F32, LANES, Ptr
+from ..lanes import BytePtr, F32, LANES, Ptr
 from .launch import Operand
 
 comptime THREADS = 256  # of a block
@@ -56,6 +56,12 @@ def in_lanes(*tensors: Operand) raises:
 def of_shard(x: Operand) -> Ptr:
     """The operand of the shard of this block: shards lie along y."""
     return x.at(block_idx.y)
+
+
+@always_inline
+def bytes_of_shard(x: Operand) -> BytePtr:
+    """The same of an operand of bytes."""
+    return BytePtr(unsafe_from_address=x.address + 4 * block_idx.y * x.stride)
 
 
 @always_inline

@@ -18,6 +18,7 @@ from ..errors import DeviceError, ShapeError
 from . import native
 from .attention import *  # noqa: F403
 from .batch_norm import batch_norm as batch_norm
+from .dropout import dropout as dropout
 from .operators import *  # noqa: F403
 from .operators import mean, mean_over_samples, multiply, scale, sum
 from .placement import Device
@@ -197,27 +198,6 @@ def leaky_relu(x: Tensor, negative_slope: float = 0.01) -> Tensor:
         return y
 
     return attach(apply("leaky_relu"), (x,), lambda dy: (multiply(dy, apply("leaky_slope")),))
-
-
-def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
-    """Zeroes each element with probability p in [0, 1) and divides the others by 1 - p; x itself unless `training`.
-
-    The mask is a function of (seed, step, position of the sample in the global batch, number of the dropout in the
-    model, element): the same on any number of workers.
-    """
-    if not 0 <= p < 1:
-        raise ShapeError(f"[dropout] p is {p}; it must be at least 0 and below 1")
-    if not training or p == 0:
-        return x
-    x = to_lanes(x, "tokens") if x.ndim == 3 else batched(x)
-    layer, per = current().next_layer(), x.lanes // x.shape[0]
-
-    def apply(v: Tensor) -> Tensor:
-        y = empty(x.shape, x.layout)
-        current().emit("dropout", y.memory, v.memory, x.groups, x.features, float(p), layer, per, layout=x.layout)
-        return y
-
-    return attach(apply(x), (x,), lambda dy: (apply(dy),))
 
 
 def _over_classes(name: str, doc: str, layer: str) -> Callable[[Tensor], Tensor]:

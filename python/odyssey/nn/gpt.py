@@ -27,19 +27,19 @@ class SelfAttention(Module):
         self.heads = heads
         self.c_attn = Linear(width, 3 * width, bias)
         self.c_proj = Linear(width, width, bias)
-        self.dropout = Dropout(dropout)
+        self.attn_dropout, self.resid_dropout = Dropout(dropout), Dropout(dropout)
 
     def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
-        qkv = self.c_attn(x)
+        qkv, p = self.c_attn(x), self.attn_dropout.p if self.training else 0.0
         if cache is None:
-            y = F.attention(qkv, None, None, self.heads, past=0)
+            y = F.attention(qkv, None, None, self.heads, past=0, dropout=p)
         else:
             q, k, v = F.split(qkv, x.shape[2], dim=2)
             before = cache.pop(0)
             k, v = (F.cat([b, new], 1) if b.size else new for b, new in zip(before, (k, v), strict=True))
             cache.append((k, v))
-            y = F.attention(q, k, v, self.heads, past=k.shape[1] - q.shape[1])
-        return self.dropout(self.c_proj(y))
+            y = F.attention(q, k, v, self.heads, past=k.shape[1] - q.shape[1], dropout=p)
+        return self.resid_dropout(self.c_proj(y))
 
 
 class FeedForward(Module):
@@ -91,8 +91,8 @@ class GPT(Module):
     """Token ids (N, T), T up to `context`, to the logits (N, T, vocab_size) of the tokens that follow each.
 
     Weights are normal with deviation 0.02, of the layers that end a
-    residual branch by sqrt(2 layers) less, biases 0 (GPT-2). `dropout` acts on embeddings and on what each branch adds,
-    not on the probabilities of attention.
+    residual branch by sqrt(2 layers) less, biases 0 (GPT-2). `dropout` acts on embeddings, on the probabilities of
+    attention and on what each branch adds.
 
     Args:
         context: longest sequence.

@@ -288,14 +288,17 @@ class Embedding(Module):
 
 class MultiheadAttention(Module):
     """Attention of query (N, T, embed_dim) over key and value (N, S, embed_dim), (query, query) unless given: (N, T,
-    embed_dim). Vaswani et al. 2017. Names and first weights are PyTorch's, the batch is the first axis."""
+    embed_dim). Vaswani et al. 2017. Names and first weights are PyTorch's, the batch is the first axis. `dropout`: that
+    of probabilities while training."""
 
-    def __init__(self, embed_dim: int, num_heads: int, bias: bool = True) -> None:
+    def __init__(self, embed_dim: int, num_heads: int, dropout: float = 0.0, bias: bool = True) -> None:
         super().__init__()
         _at_least_one("MultiheadAttention", embed_dim=embed_dim, num_heads=num_heads)
         if embed_dim % num_heads:
             raise ConfigError(f"[MultiheadAttention] {embed_dim} features in {num_heads} heads; they must be equal")
-        self.num_heads = num_heads
+        if isinstance(dropout, bool):
+            raise ConfigError(f"[MultiheadAttention] dropout is {dropout}, which is no number; say bias={dropout}")
+        self.num_heads, self.dropout = num_heads, Dropout(dropout)
         self.in_proj_weight = uniform((3 * embed_dim, embed_dim), math.sqrt(6 / (4 * embed_dim)))  # Glorot, Bengio 2010
         self.in_proj_bias = Parameter(np.zeros(3 * embed_dim, np.float32)) if bias else None
         self.out_proj = Linear(embed_dim, embed_dim, bias)
@@ -305,16 +308,16 @@ class MultiheadAttention(Module):
     def forward(
         self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
-        past = 0 if is_causal else None
+        past, dropout = 0 if is_causal else None, self.dropout.p if self.training else 0.0
         if key is None:
             qkv = F.linear(query, self.in_proj_weight, self.in_proj_bias)
-            return self.out_proj(F.attention(qkv, None, None, self.num_heads, past))
+            return self.out_proj(F.attention(qkv, None, None, self.num_heads, past, dropout=dropout))
         f = self.in_proj_weight.shape[1]
         parts = []
         for i, x in enumerate((query, key, key if value is None else value)):
             y = F.linear(x, self.in_proj_weight, self.in_proj_bias)
             parts.append(y[:, :, i * f : (i + 1) * f])
-        return self.out_proj(F.attention(*parts, self.num_heads, past))
+        return self.out_proj(F.attention(*parts, self.num_heads, past, dropout=dropout))
 
 
 class Flatten(Module):

@@ -88,9 +88,15 @@ struct LayerNorm[features: Int, *, device: Int = 0](Layer):
 
 
 struct MultiheadAttention[
-    features: Int, heads: Int, *, is_causal: Bool = False, device: Int = 0
+    features: Int,
+    heads: Int,
+    *,
+    is_causal: Bool = False,
+    dropout: Float64 = 0.0,
+    device: Int = 0,
 ](Layer):
-    """Each token's attention to all tokens of its sequence, or to those up to it (Vaswani et al. 2017).
+    """Each token's attention to all tokens of its sequence, or to those up to it (Vaswani et al. 2017). While training
+    each is left out with probability `dropout`.
     """
 
     var _module: _Module
@@ -104,7 +110,9 @@ struct MultiheadAttention[
 
     def build(mut self) raises -> PythonObject:
         """Makes nn.MultiheadAttention."""
-        var made = part("nn").MultiheadAttention(Self.features, Self.heads)
+        var made = part("nn").MultiheadAttention(
+            Self.features, Self.heads, Self.dropout
+        )
         return self._module.set(made, Self.device)
 
     def forward[

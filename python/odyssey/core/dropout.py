@@ -1,0 +1,41 @@
+"""Dropout, of activations (mojo/kernels/dropout.mojo) and, in attention.py, of probabilities."""
+
+from __future__ import annotations
+
+from ..errors import ShapeError
+from . import native
+from .program import current
+from .shapes import batched
+from .tensor import Tensor, attach, empty, to_lanes
+
+
+def drawn(op: str, p: float, training: bool = True) -> tuple[float, int]:
+    """What a record of dropout has: p, and which dropout of the model it is. Of none both are 0, and it is not counted.
+
+    Raises ShapeError: p is not in [0, 1).
+    """
+    if not 0 <= p < 1:
+        raise ShapeError(f"[{op}] p is {p}; it must be at least 0 and below 1")
+    return (float(p), current().next_layer()) if p and training else (0.0, 0)
+
+
+def dropout(x: Tensor, p: float = 0.5, training: bool = True) -> Tensor:
+    """Zeroes each element with probability p in [0, 1) and divides the others by 1 - p; x itself unless `training`.
+
+    The mask is a function of (seed, step, position of the sample in the global batch, number of the dropout in the
+    model, element): the same on any number of workers. Kept for the backward pass is a bit per element.
+    """
+    p, layer = drawn("dropout", p, training)
+    if p == 0:
+        return x
+    x = to_lanes(x, "tokens") if x.ndim == 3 else batched(x)
+    sizes, y = (x.groups, x.features, p), empty(x.shape, x.layout)
+    kept = current().alloc(x.groups * -(-x.features // 8) * (1 if x.layout == "rows" else native.library().lanes))
+    current().emit("dropout_forward", y.memory, kept, x.memory, *sizes, layer, x.lanes // x.shape[0], layout=x.layout)
+
+    def backward(dy: Tensor) -> tuple[Tensor]:
+        dx = empty(y.shape, y.layout)
+        current().emit("dropout_backward", dx.memory, dy.memory, kept, *sizes, layout=y.layout)
+        return (dx,)
+
+    return attach(y, (x,), backward)
