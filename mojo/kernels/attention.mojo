@@ -212,7 +212,7 @@ def _transposed[gb: Int](y: Ptr, x: Ptr, groups: Int):
 
 @always_inline
 def _differentiate[
-    lo: Int, gb: Int
+    lo: Int, gb: Int, dropping: Bool
 ](
     p: Ptr,  # (keys of the block, gb, L of queries)
     ds: Ptr,
@@ -234,7 +234,7 @@ def _differentiate[
     `first` on, and of groups lo .. gb - 1 of queries.
     """
     comptime n = gb - lo
-    if size.p > 0:
+    comptime if dropping:
         for i in range(start * gb, end * gb):
             store(factors, i * LANES, Vec(1))
         drop[lo, gb](factors, drawn, g, first, start, end, size)
@@ -246,7 +246,7 @@ def _differentiate[
         var d = dots[TILE, n](
             dy, g + lo, v.group(group).unsafe_offset(key % LANES), size.D
         )
-        if size.p > 0:
+        comptime if dropping:
             comptime for i in range(lo, gb):
                 comptime for j in range(TILE):
                     var at = ((key + j) * gb + i) * LANES
@@ -264,7 +264,7 @@ def _differentiate[
                 store(p, at, share)
                 var slope = (d[from_] - shift) * (share * size.scale)
                 store(ds, at, seen.select(slope, Vec(0)))
-    if size.p > 0:
+    comptime if dropping:
         for i in range(start * gb, end * gb):
             var at = i * LANES
             store(p, at, load(p, at) * load(factors, at))
@@ -272,7 +272,7 @@ def _differentiate[
 
 @always_inline
 def _backward_block[
-    gb: Int
+    gb: Int, dropping: Bool
 ](
     dq: Ptr,  # (gb, D, L)
     dk: Ptr,  # (groups of S, D, L), added to
@@ -307,7 +307,7 @@ def _backward_block[
         # whether the second group of keys is seen by the second group of queries alone
         var corner = start + LANES == all and groups == 2
         var whole = LANES if corner else count
-        _differentiate[0, gb](
+        _differentiate[0, gb, dropping](
             p,
             ds,
             factors,
@@ -327,7 +327,7 @@ def _backward_block[
         combine[gb](dq, ds, LANES, gb * LANES, k, start // LANES, whole, D)
         comptime if gb == 2:
             if corner:
-                _differentiate[1, gb](
+                _differentiate[1, gb, dropping](
                     p,
                     ds,
                     factors,
@@ -449,9 +449,23 @@ def _attention_backward(
 
             @always_inline
             def queries[gb: Int](g: Int) {imm}:
-                _backward_block[gb](
-                    dqr, dkr, dvr, room, drawn, dp, qp, kp, vp, lp, ep, g, s
-                )
+                comptime for dropping in range(2):
+                    if (s.p > 0) == (dropping == 1):
+                        _backward_block[gb, dropping == 1](
+                            dqr,
+                            dkr,
+                            dvr,
+                            room,
+                            drawn,
+                            dp,
+                            qp,
+                            kp,
+                            vp,
+                            lp,
+                            ep,
+                            g,
+                            s,
+                        )
                 comptime for i in range(gb):
                     var part = dqr.unsafe_offset(i * s.D * LANES)
                     put_group(dq, of, s.at(0, h), n, s.T, s.D, part, g + i)
