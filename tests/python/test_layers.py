@@ -134,9 +134,9 @@ ORDER = (
     *FRONT_ENDS[3:],
 )
 BUDGETS = {  # lines of all its files together
-    "mojo": 17_810,
-    "shared/training": 3_445,
-    "python/odyssey": 46_510,
+    "mojo": 18_040,
+    "shared/training": 3_450,
+    "python/odyssey": 46_540,
     "python/odyssey/comm": 3_900,
     "python/odyssey/parallel": 3_600,
     "python/odyssey/distributed": 2_020,
