@@ -11,7 +11,7 @@ import pytest
 import odyssey
 from odyssey import DistributedTrainer, Tensor, data, nn, optim
 from odyssey import functional as F
-from odyssey.comm import mock
+from odyssey.comm import Communicator, mock
 from odyssey.errors import CheckpointError, ConfigError, ShapeError
 from odyssey.nn.export import onnx_model
 from odyssey.parallel.mesh import Mesh
@@ -166,6 +166,31 @@ def test_frozen_parameters_keep_their_bits_and_others_theirs_on_all_layouts(froz
         assert set(mock.run(ranks, lambda comm, layout=layout: work(comm, **layout))) == {alone}, layout
 
 
+def test_predictions_of_several_outputs_are_of_their_form_on_any_ranks():
+    class Several(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(6, 3), nn.Linear(6, 2)
+
+        def forward(self, x):
+            return {"a": self.a(x), "rest": (self.b(x), x[:, :1].reshape(-1, 1, 1) * 2)}
+
+    def work(comm):
+        nn.manual_seed(2)
+        trainer = DistributedTrainer(Several(), optim.SGD(lr=0.1), comm=comm, shard_size=40)
+        found = trainer.predict(SET), trainer.predict(SET.take(1))
+        return [[tree["a"], *tree["rest"]] for tree in found], trainer.model
+
+    ((whole, one), model) = work(Communicator())
+    x, _ = SET.gather(np.arange(70))
+    assert [a.shape for a in whole] == [(70, 3), (70, 2), (70, 1, 1)]
+    np.testing.assert_allclose(whole[0], model.a(Tensor(x)).numpy(), atol=1e-5)
+    np.testing.assert_array_equal(whole[2][:, 0, 0], x[:, 0] * 2)
+    for found, _ in mock.run(3, work):  # the third has no shard
+        for a, b in zip((whole, one), found, strict=True):
+            assert all(np.array_equal(p, q) for p, q in zip(a, b, strict=True))
+
+
 def test_frozen_layers_are_those_of_pytorch():
     torch = pytest.importorskip("torch")
     model = Own()
@@ -207,6 +232,14 @@ class Residual(nn.Module):
         return self.f(F.flatten(F.avg_pool2d(y + self.b(y), 2)))
 
 
+class Dilated(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Conv2d(4, 6, (2, 3), padding=2, dilation=2, groups=2, bias=False), nn.Conv2d(6, 3, 3, 2, 0, 1, 3),
+            nn.Flatten(), nn.Linear(75, 5), nn.LeakyReLU(0.2),
+        )  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("make", "shape"),
     [
@@ -215,6 +248,7 @@ class Residual(nn.Module):
         (lambda: nn.ConvNet((3, 12, 12), 3), (3, 12, 12)),
         (plain, (6,)),
         (Residual, (3, 16, 16)),
+        (Dilated, (4, 9, 11)),
         (lambda: nn.Sequential(nn.Linear(6, 4), nn.SiLU(), nn.Softplus(), nn.Tanh(), nn.Softmax()), (6,)),
     ],
 )

@@ -67,6 +67,23 @@ class _Graph:
         self.constants[name] = array
         return name
 
+    def convolution(
+        self,
+        a: Any,
+        c: int,
+        h: int,
+        w: int,
+        k: int,
+        rows: int,
+        columns: int,
+        stride: int,
+        apart: int = 1,
+        group: int = 1,
+    ) -> str:
+        inputs = [self.value(a[1], (c, h, w)), self.weight(a[2]), self.weight(a[3])]
+        to = (k, *((n - apart * (taps - 1) - 1) // stride + 1 for n, taps in ((h, rows), (w, columns))))
+        return self.add("Conv", inputs, to, strides=[stride, stride], dilations=[apart, apart], group=group)
+
     def record(self, r: Record) -> None:
         """The node, or nodes, of a record."""
         a, shape = r.args, self.shapes
@@ -76,10 +93,9 @@ class _Graph:
             frame = self.constant(np.array([0, 0, ph, pw, 0, 0, ph, pw], np.int64))
             made = self.add("Pad", [self.value(a[1], (planes, h, w)), frame], (planes, h + 2 * ph, w + 2 * pw))
         elif r.op == "conv2d_forward":
-            _, c, h, w, k, rows, columns, stride, _ = a[-9:]
-            inputs = [self.value(a[1], (c, h, w)), self.weight(a[2]), self.weight(a[3])]
-            to = (k, (h - rows) // stride + 1, (w - columns) // stride + 1)
-            made = self.add("Conv", inputs, to, strides=[stride, stride])
+            made = self.convolution(a, *a[-8:-1])
+        elif r.op == "conv2d_general_forward":
+            made = self.convolution(a, *a[-9:])
         elif r.op == "linear_forward":
             groups, i, o, _ = a[-4:]
             if groups != 1:
@@ -117,6 +133,9 @@ class _Graph:
         elif r.op == "scale":
             x = self.values[id(a[1])]
             made = self.add("Mul", [x, self.constant(np.array(a[2], np.float32))], shape[x])
+        elif r.op == "leaky_relu":
+            x = self.values[id(a[1])]
+            made = self.add("LeakyRelu", [x], shape[x], alpha=a[2])
         elif r.op == "silu_forward":
             x = self.values[id(a[1])]
             made = self.add("Mul", [x, self.add("Sigmoid", [x], shape[x])], shape[x])

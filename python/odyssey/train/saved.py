@@ -10,6 +10,7 @@ import dataclasses
 import importlib
 import inspect
 import json
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -214,7 +215,7 @@ def load_model(path: str | Path, model: nn.Module | None = None) -> nn.Module:
 
 def predicted(
     model: nn.Module, batches: Iterable[Batch], comm: Communicator, shard: int | None = None, algorithm: str = "auto"
-) -> np.ndarray:
+) -> Any:
     """What a model gives for all samples of some batches, in their order, whole on every rank; a collective call.
 
     Args:
@@ -222,7 +223,7 @@ def predicted(
         shard: samples that are computed at once; the result depends on it in its last bits, and on no number of ranks.
         algorithm: conv_algorithm of the model's training.
 
-    Returns (N, ...) float32.
+    Returns (N, ...) float32, or a tuple or dict of such, as forward() gives them.
     """
     size, wholes = shard or SHARD, []
     modes = [(m, m.training) for m in model.modules()]
@@ -239,39 +240,52 @@ def predicted(
             m.training = training
     if not wholes:
         raise ConfigError("[predict] the loader gave no batch; give it data")
-    return np.concatenate(wholes)
+    return _joined(wholes)
 
 
-def _of_batch(model: nn.Module, batch: Batch, comm: Communicator, size: int) -> np.ndarray:
+def _of_batch(model: nn.Module, batch: Batch, comm: Communicator, size: int) -> Any:
     n = len(batch.indices)
     cuts = [share(shard_count(n, size), comm.size, rank) for rank in range(comm.size)]
     runs = [(min(lo * size, n), min(hi * size, n)) for lo, hi in cuts]
     lo, hi = runs[comm.rank]
     rows = [forward(model, batch, a, min(a + size, hi)) for a in range(lo, hi, size)]
     if comm.size == 1:
-        return np.concatenate(rows)
-    shapes = comm.all_gather(np.array([*(rows[0].shape[1:] if rows else ()), *[-1] * 8][:8], np.int64))
-    shape = next(tuple(int(k) for k in row if k >= 0) for row, (a, b) in zip(shapes, runs, strict=True) if b > a)
-    whole = np.zeros((n, *shape), np.float32)
-    if rows:
-        whole[lo:hi] = np.concatenate(rows)
-    floats = int(np.prod(shape, dtype=np.int64))
-    comm.all_gather_v(whole.reshape(-1), [(a * floats, b * floats) for a, b in runs])
-    return whole
+        return _joined(rows)
+    made = _joined(rows) if rows else forward(model, batch, 0, 1)  # one sample has the form as well
+
+    def gathered(own: np.ndarray) -> np.ndarray:
+        whole = np.zeros((n, *own.shape[1:]), np.float32)
+        whole[lo:hi] = own[: hi - lo]
+        floats = math.prod(own.shape[1:])
+        comm.all_gather_v(whole.reshape(-1), [(a * floats, b * floats) for a, b in runs])
+        return whole
+
+    return mapped(gathered, made)
 
 
-def forward(model: nn.Module, batch: Batch, lo: int, hi: int) -> np.ndarray:
-    """Of some samples of a batch; (hi - lo, ...)."""
+def _joined(trees: list[Any]) -> Any:
+    return mapped(lambda *parts: np.concatenate(parts), *trees)
+
+
+def forward(model: nn.Module, batch: Batch, lo: int, hi: int) -> Any:
+    """Of some samples of a batch; (hi - lo, ...), or a tuple or dict of such."""
     data, which = batch.dataset, batch.indices[lo:hi]
     if isinstance(data, ArrayDataset) and data.normalised:
         x = _normalised(data, which)
     else:
         x = mapped(lambda a: Tensor(a, dtype=np.int32 if a.dtype.kind in "iu" else np.float32), data.gather(which)[0])
     y = model(*x) if isinstance(x, tuple) else model(x)
-    if not isinstance(y, Tensor) or y.shape[:1] != (hi - lo,):
-        what = f"a tensor {y.shape}" if isinstance(y, Tensor) else type(y).__name__
-        raise ConfigError(f"[predict] forward() gives {what} for {hi - lo} samples; a tensor (N, ...) is needed")
-    return np.array(y.numpy(), np.float32)
+
+    def numbers(t: Any) -> np.ndarray:
+        if not isinstance(t, Tensor) or t.shape[:1] != (hi - lo,):
+            what = f"a tensor {t.shape}" if isinstance(t, Tensor) else type(t).__name__
+            raise ConfigError(
+                f"[predict] forward() gives {what} for {hi - lo} samples; a tensor (N, ...), or a tuple or dict of "
+                "such, is needed"
+            )
+        return np.array(t.numpy(), np.float32)
+
+    return mapped(numbers, y)
 
 
 def _normalised(data: ArrayDataset, which: np.ndarray) -> Tensor:

@@ -380,9 +380,9 @@ class DistributedTrainer(EngineState):
         slot.phase("compute")
         return found
 
-    def predict(self, loader: Any) -> np.ndarray:
-        """What the model gives for all samples of a data set or loader, in order, dropout off: (N, ...) float32, whole
-        on every rank. All ranks call it."""
+    def predict(self, loader: Any) -> Any:
+        """What the model gives for all samples of a data set or loader, in order, dropout off: (N, ...) float32, or a
+        tuple or dict of such, whole on every rank. All ranks call it."""
         self.mode.settle()
         with self.arena.lent(self._train.parameters()):
             algorithm = self.settings.conv_algorithm
