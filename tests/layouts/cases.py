@@ -186,8 +186,8 @@ def judged(expected: Ran, everyone: Sequence[Ran]) -> Outcome:
     if isinstance(expected, Exception) or isinstance(first, Exception):
         if isinstance(first, ConfigError) or (isinstance(first, NumericsError) and "[checkpoint]" in str(first)):
             return Outcome("refused", str(first))  # numbers that are not finite are never saved
-        if str(expected) == str(first):
-            return Outcome("same")  # a step that is not finite ends both
+        if str(expected) == str(first) and isinstance(first, NumericsError):
+            return Outcome("same")  # a step that is not finite ends both; any other error would show nothing
         ends = [str(r) if isinstance(r, Exception) else "a result" for r in (first, expected)]
         return Outcome("differs", f"ends with {ends[0]} instead of {ends[1]}")
     for rank, found in enumerate(everyone):

@@ -488,6 +488,8 @@ def placed(random: Random) -> Network:
         for _ in range(random.integer(1, 2)):
             draft.linear(width if random.chance(0.6) else random.size())
             draft.activation()
+        if random.chance(0.3):
+            draft.put("general", random.one(list(GENERAL)))
         draft.extra()
     schedules = ("gpipe", "1f1b")
     if random.chance(0.3):  # back where it began

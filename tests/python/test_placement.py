@@ -8,7 +8,7 @@ import pytest
 
 from odyssey import Tensor, data, device, nn, no_grad, optim, placement
 from odyssey import functional as F
-from odyssey.comm import Communicator
+from odyssey.comm import Communicator, mock
 from odyssey.core.arena import Arena
 from odyssey.core.placement import Device
 from odyssey.data.trees import Form
@@ -182,6 +182,45 @@ def test_places_change_no_bit():
     for execution in ("replay", "eager"):
         assert raw(engine(Split(), execution=execution)) == plain
     assert np.isfinite(np.frombuffer(plain, np.float32)).all()
+
+
+ELSEWHERE = {
+    "exp": lambda x: F.exp(-x * x),
+    "roots": lambda x: F.sqrt(x * x + 1) + F.log(x * x + 1),
+    "powers": lambda x: (x * x + 1) ** (x * 0.1) + 2.0**x,
+    "quotients": lambda x: 1 / (1 + x * x) + np.ones(8, np.float32) / (2 + x * x),
+    "extremes": lambda x: x - x.max(1, True) + F.minimum(x, 0.2),
+    "an array": lambda x: x @ np.eye(8, dtype=np.float32) + np.arange(8, dtype=np.float32) * x,
+    "choices": lambda x: F.where(np.arange(8) % 2, x, 0.0) * (x == x[:, :1]) + x.clamp(-0.3, 0.4),
+    "a norm": lambda x: x / (x.var(1, keepdim=True) + 1) + F.softmax(x),
+}
+WEIGHTED = {"classes": nn.CrossEntropyLoss(weight=[1, 2, 3]), "outputs": nn.BCEWithLogitsLoss(pos_weight=[1, 2, 3])}
+
+
+@pytest.mark.parametrize("name", [*ELSEWHERE, *WEIGHTED])
+def test_an_op_elsewhere_has_the_bits_of_one_here(name):
+    class Elsewhere(nn.Module):
+        def __init__(self, place):
+            super().__init__()
+            nn.manual_seed(3)
+            self.place, self.fc1, self.fc2 = device(place), nn.Linear(16, 8) @ device(place), nn.Linear(8, 3)
+            self.fc2.to(place)
+
+        def forward(self, x):
+            return self.fc2(ELSEWHERE.get(name, F.relu)(self.fc1(F.flatten(x).to(self.place))))
+
+    def trained(comm, place):
+        loss = WEIGHTED.get(name)
+        trainer = DistributedTrainer(Elsewhere(place), optim.SGD(lr=0.1), comm=comm, shard_size=5, loss=loss)
+        samples = batch().dataset
+        if name == "outputs":
+            samples = data.arrays(samples.images, np.linspace(0, 1, 60).reshape(20, 3))
+        trainer.fit(data.DataLoader(samples, batch_size=15), verbose=False)
+        return trainer.weights_sha256()
+
+    here = trained(Communicator(), 0)
+    assert trained(Communicator(), 1) == here
+    assert mock.run(2, lambda comm: trained(comm, 1)) == [here, here]
 
 
 @pytest.mark.parametrize("train", [True, False])

@@ -377,7 +377,7 @@ def cross_entropy(
             "for each class, and a label_smoothing from 0 to 1"
         )
     p = log_softmax(x)
-    weighted = p if weight is None else p * Tensor(w)
+    weighted = p if weight is None else p * w
     y = weighted * (1.0 - label_smoothing)
     if label_smoothing:  # the same for all classes, so that it is there whatever the target
         y = y + weighted.sum(-1, True) * (label_smoothing / classes)
@@ -450,7 +450,7 @@ def binary_cross_entropy_with_logits(
     Computed as p t log(1 + exp(-x)) + (1 - t) log(1 + exp(x)). The mean or sum over all numbers, or each ("none").
     """
     x, t = _difference("binary_cross_entropy_with_logits", x, target)
-    w, p = (None if c is None else Tensor(np.asarray(c, np.float32)) for c in (weight, pos_weight))
+    w, p = (None if c is None else np.asarray(c, np.float32) for c in (weight, pos_weight))
     losses = (t if p is None else t * p) * softplus(-x) + (1.0 - t) * softplus(x)
     return _reduced("binary_cross_entropy_with_logits", losses if w is None else losses * w, reduction)
 

@@ -59,12 +59,25 @@ def _number(value: float, like: Tensor) -> Tensor:
     return t
 
 
+def _array(values: Any, like: Any) -> Tensor:
+    t = Tensor(values)
+    t.device = getattr(like, "device", t.device)
+    return t
+
+
+def _saved(y: Tensor, x: Tensor) -> Tensor:
+    """The result of an op of x, for its gradient: not y itself, whose node would hold it, and it its node."""
+    kept = new_like(y, y.memory)
+    kept.device = x.device
+    return kept
+
+
 def _operands(name: str, a: Any, b: Any) -> tuple[Tensor, Tensor, Shape]:
     """The two as tensors that an op can read side by side, and the shape of the result."""
     if not isinstance(a, Tensor):
-        a = _number(a, b) if np.ndim(a) == 0 else Tensor(a)
+        a = _number(a, b) if np.ndim(a) == 0 else _array(a, b)
     if not isinstance(b, Tensor):
-        b = _number(b, a) if np.ndim(b) == 0 else Tensor(b)
+        b = _number(b, a) if np.ndim(b) == 0 else _array(b, a)
     try:
         shape = np.broadcast_shapes(a.shape, b.shape)
     except ValueError:
@@ -174,7 +187,7 @@ def divide(a: Tensor | Number, b: Tensor | Number) -> Tensor:
         return scale(a, 1.0 / b)  # type: ignore[arg-type]
     a, b, _ = _operands("divide", _full(a), _full(b))
     y = _pair("divide", a, b)
-    saved = new_like(y, y.memory)  # not y: its node would hold it, and it its node
+    saved = _saved(y, a)
     return _attached(
         "divide", y, a, b, lambda dy: divide(dy, b), lambda dy: scale(divide(multiply(dy, saved), b), -1.0)
     )
@@ -194,7 +207,7 @@ def power(a: Tensor | Number, b: Tensor | Number) -> Tensor:
             return sqrt(a)
     a, b, _ = _operands("power", _full(a), _full(b))
     y = _pair("power", a, b)
-    saved = new_like(y, y.memory)
+    saved = _saved(y, a)
 
     def by_exponent(dy: Tensor) -> Tensor:
         return multiply(multiply(dy, saved), log(a))
@@ -253,6 +266,9 @@ def eq(a: Tensor, b: Tensor | Number) -> Tensor:
 def where(condition: Tensor, a: Tensor | Number, b: Tensor | Number) -> Tensor:
     """a where the condition is not 0, b elsewhere; broadcast."""
 
+    if not isinstance(condition, Tensor):
+        condition = _array(condition, a if isinstance(a, Tensor) else b)
+
     def part(op: str, x: Any) -> Tensor:
         c, v, _ = _operands("where", condition, x)
         return _attached("where", _pair(op, c, v), c.detach(), v, lambda dy: dy, lambda dy: _pair(op, c, dy))
@@ -283,7 +299,7 @@ def _map(op: str, x: Tensor, derivative: Callable[[Tensor, Tensor, Tensor], Tens
     """An op of one number; derivative(dy, x, y) is its gradient."""
     y = empty(x.shape, x.layout)
     current().emit(op, y.memory, x.memory, y.floats)
-    saved = new_like(y, y.memory)
+    saved = _saved(y, x)
     return attach(y, (x,), lambda dy: (derivative(dy, x, saved),), name=op)
 
 
@@ -326,7 +342,7 @@ def max(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
     """The largest element, or over some axes; those that are equal share its gradient."""
     dims = axes_of("max", x, dim)
     y = reduced("reduce_max", x, dims)
-    saved = new_like(y, y.memory)
+    saved = _saved(y, x)
 
     def backward(dy: Tensor) -> tuple[Tensor]:
         mask = _pair("equal", x, saved)
@@ -384,7 +400,7 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     Each number is one chain of multiply-adds in float32, in the order of K.
     """
     if not isinstance(b, Tensor):
-        b = Tensor(b)
+        b = _array(b, a)
     if 1 in (a.ndim, b.ndim):
         rows, columns = a.ndim == 1, b.ndim == 1
         y = matmul(unsqueeze(a, 0) if rows else a, unsqueeze(b, 1) if columns else b)
