@@ -47,7 +47,10 @@ def batch_norm(
             given = f", {name} {t.shape}" if t is not None else ""
             raise ShapeError(f"[batch_norm] input {x.shape}{given}; they must be (N, C, ...) and (C)")
     if training and x.size == c:
-        raise ShapeError(f"[batch_norm] input {x.shape}: one number per channel has no variance; use larger shards")
+        raise ShapeError(
+            f"[batch_norm] input {x.shape}: one number per channel has no variance; use larger shards, and where the "
+            "last batch is one sample, drop_last=True or another batch size"
+        )
     if not training and (running_mean is None or running_var is None):
         raise ShapeError("[batch_norm] no running mean and variance to evaluate with; give both, or training=True")
     x, executor = batched(x), current()

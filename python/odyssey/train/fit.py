@@ -248,8 +248,8 @@ class Trainer:
             steps = max_steps
         if mlflow_experiment is not None:
             callbacks = [*_callbacks(callbacks), *asked(mlflow_experiment=mlflow_experiment)]
-        if epochs < 1:
-            raise ConfigError(f"[train] epochs is {epochs}; it must be at least 1")
+        if epochs < 1 or epochs != int(epochs):
+            raise ConfigError(f"[train] epochs is {epochs}; it must be an integer of at least 1")
         if steps is not None and steps < 1:
             raise ConfigError(f"[train] steps is {steps}; it must be at least 1")
         started = time.perf_counter()

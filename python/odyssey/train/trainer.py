@@ -250,11 +250,12 @@ class DistributedTrainer(EngineState):
             agreement.programs(self.comm, engine, batch, self.steps)
 
     def rate(self, step: int) -> float:
-        """The learning rate of a step, counted from 0. Raises NumericsError if the schedule makes it no number."""
-        rate = self.optimizer.lr * self._lr_factor * self.schedule(step)
-        if not math.isfinite(rate):
+        """The learning rate of a step, counted from 0. Raises NumericsError if the schedule makes it no rate."""
+        factor = self.schedule(step)
+        rate = self.optimizer.lr * self._lr_factor * factor if isinstance(factor, (int, float, np.number)) else math.nan
+        if not 0 <= rate < math.inf:
             error = NumericsError(
-                f"[train] the learning rate of step {step + 1} is {rate:g}; a schedule must give finite factors"
+                f"[train] the schedule gives {factor!r} for step {step + 1}; it must give a finite number of at least 0"
             )
             error.raised_on_all_ranks = self.mode.together
             raise error
