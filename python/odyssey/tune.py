@@ -279,13 +279,8 @@ class DistributedTuner:
         try:
             self._storage = _storage(place)
             if make:
-                return optuna.create_study(
-                    storage=self._storage,
-                    study_name=self._name,
-                    direction=self.direction,
-                    pruner=self._pruner,
-                    load_if_exists=True,
-                )
+                how = {"direction": self.direction, "pruner": self._pruner, "load_if_exists": True}
+                return optuna.create_study(storage=self._storage, study_name=self._name, **how)
             return optuna.load_study(storage=self._storage, study_name=self._name, pruner=self._pruner)
         except (OSError, ImportError, KeyError, ValueError, optuna.exceptions.StorageInternalError) as e:
             why = printable(str(e), limit=200)

@@ -163,6 +163,29 @@ def test_an_error_on_one_rank_hangs_nobody(error, code, line):
     assert line in done.stderr.splitlines()
 
 
+@pytest.mark.parametrize(
+    ("message", "line"),
+    [
+        ("'it is torn'", r"odyssey: error: it is torn"),
+        ("f'rank {world.rank} it is'", r"odyssey: \[rank (\d)\] error: rank \1 it is"),
+    ],
+)
+def test_ranks_that_come_to_the_same_error_have_one_line_without_a_rank(message, line):
+    program = f"""
+from odyssey import comm
+from odyssey.errors import DataError
+from odyssey.watch import entry
+entry.TOGETHER_S = 3
+world = comm.world("mpi")
+world.barrier()
+raise DataError({message})
+"""
+    done = run(mpiexec(), "-n", "3", sys.executable, "-c", program)
+    assert done.returncode == 65
+    (said,) = [row for row in done.stderr.splitlines() if row.startswith("odyssey:")]
+    assert re.fullmatch(line, said), done.stderr
+
+
 ONE_RANK_FAILS_AND_SHARES_MEMORY = """
 import re
 from pathlib import Path

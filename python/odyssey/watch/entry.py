@@ -34,6 +34,7 @@ from .hooks import connect, worlds
 DEFECT, INTERRUPTED, HUNG = 70, 130, 77
 MARK = "ODYSSEY_RANK_PROCESS"  # the pid of the rank; its child processes, which inherit it, are no ranks
 
+TOGETHER_S = 0.2  # within which ranks that come to the same end say so, and one speaks for all
 JOIN_S = 3.0  # seconds in which a rank that fails before MPI may join the others to end them
 
 _before: dict[str, Callable[..., Any]] = {}  # the hooks for exceptions that were there before, where not Python's own
@@ -292,12 +293,18 @@ def end(
         if late:
             time.sleep(0.25)
         if _first():
-            _say(line, text, None if code == INTERRUPTED else rank)
+            found = launcher.launched() or launcher.rendezvous()
+            ranks = world.size if world is not None else found.size if found is not None else 0
+            alike = not late and not text and _all_say(line or "", ranks)
+            _say(line, text, None if code == INTERRUPTED or alike else rank)
         elif late or code == INTERRUPTED:
             record(code, line or "", following=True)
             time.sleep(1.5)  # who spoke ends the job
         else:
-            time.sleep(0.05)
+            with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+                sender.setblocking(False)
+                sender.sendto((line or "").encode(errors="replace")[: 2 * LINE], _name())
+            time.sleep(0.05 + TOGETHER_S)
     record(code, line or "")
     wait_until_read(2)
     if world is not None:
@@ -307,6 +314,16 @@ def end(
     return code
 
 
+def _all_say(line: str, ranks: int) -> bool:
+    """Whether all other ranks come to the same line within a moment, on this machine: it is not of one rank then."""
+    until, others = time.monotonic() + TOGETHER_S, 1
+    while others < ranks and _held and (left := until - time.monotonic()) > 0:
+        _held[0].settimeout(left)
+        with contextlib.suppress(OSError):
+            others += _held[0].recv(2 * LINE) == line.encode(errors="replace")[: 2 * LINE]
+    return others == ranks
+
+
 def _first() -> bool:
     """Whether no other rank of this machine has come here before: a name that only one process can have at a time."""
     if _held:
@@ -314,11 +331,15 @@ def _first() -> bool:
     try:
         holder = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         _held.append(holder)
-        holder.bind(f"\0odyssey-end-{os.getuid()}-{_job or _job_before_mpi()}")
+        holder.bind(_name())
     except OSError as problem:  # no such names on macOS: better said by several than by none
         del _held[:]
         return problem.errno != errno.EADDRINUSE
     return True
+
+
+def _name() -> str:
+    return f"\0odyssey-end-{os.getuid()}-{_job or _job_before_mpi()}"
 
 
 def _job_before_mpi() -> str:

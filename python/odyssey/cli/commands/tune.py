@@ -30,17 +30,9 @@ OPEN = {**HELP, "ignore_unknown_options": True, "allow_extra_args": True}
 @click.option("--json", "json_file", type=FILE, metavar="FILE", help="Write params and figures of all trials.")
 @click.argument("options", nargs=-1, type=click.UNPROCESSED, metavar="[OPTIONS OF odyssey train]")
 def command(
-    params: Sequence[str],
-    trials: int,
-    ranks_per_trial: int,
-    metric: str,
-    direction: str | None,
-    storage: str | None,
-    sampler: str,
-    prune: bool,
-    json_file: Path | None,
-    options: tuple[str, ...],
-) -> None:
+    params: Sequence[str], trials: int, metric: str, prune: bool, json_file: Path | None, options: tuple[str, ...],
+    **given: Any,
+) -> None:  # fmt: skip
     """Train with other values of options, and print the best ones.
 
     \b
@@ -69,15 +61,7 @@ def command(
         gc.unfreeze()
         return train.run(made, listeners=[trial.pruning(metric)] if prune else (), quiet=True)
 
-    tuner = tune.DistributedTuner(
-        play,
-        space,
-        metric=metric,
-        direction=direction,
-        storage=storage,
-        sampler=sampler,
-        ranks_per_trial=ranks_per_trial,
-    )
+    tuner = tune.DistributedTuner(play, space, metric=metric, **given)
     tuner.tune(trials)
     if tuner.comm.rank:
         return
