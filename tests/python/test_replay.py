@@ -10,7 +10,7 @@ import pytest
 
 from odyssey import data, nn, optim
 from odyssey import functional as F
-from odyssey.comm import Communicator
+from odyssey.comm import Communicator, mock
 from odyssey.core import native, program
 from odyssey.core.arena import Arena
 from odyssey.core.program import Slot
@@ -273,6 +273,28 @@ def test_what_is_computed_again_has_the_same_bits(samples, monkeypatch):
     monkeypatch.setattr("odyssey.engine.direct.recompute", noted)
     assert sums("resnet18", samples) == sums("resnet18", samples)
     assert counts[0] == 25, "16 paddings, and 9 normalised batches with their ReLU"
+
+
+def padded():
+    """Convolutions that pad, and a norm by a batch's statistics."""
+    nn.manual_seed(1)
+    parts = nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 6, 3, padding=1), nn.ReLU()
+    return nn.Sequential(*parts, nn.Flatten(), nn.Linear(6 * 64, 10))
+
+
+def trained_in_buckets(comm, **settings):
+    rng = np.random.default_rng(0)
+    dataset = data.arrays(rng.normal(size=(32, 1, 8, 8)).astype(np.float32), rng.integers(0, 10, 32))
+    trainer = DistributedTrainer(padded(), optim.SGD(lr=0.1), comm=comm, threads=1, shard_size=8, **settings)
+    for batch in data.DataLoader(dataset, batch_size=16):
+        trainer.train_step(batch)
+    return trainer.weights_sha256()
+
+
+def test_what_is_computed_again_bucket_by_bucket_has_the_same_bits():
+    alone = mock.run(1, trained_in_buckets)
+    for settings in ({"bucket_size_mb": 1e-4}, {"bucket_size_mb": 1e-4, "zero": 2}):
+        assert set(mock.run(2, lambda comm, s=settings: trained_in_buckets(comm, **s))) == set(alone)
 
 
 def test_only_what_is_there_anyway_is_computed_again():

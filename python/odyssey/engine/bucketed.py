@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..core import native
-from ..core.program import plan_memory, serialize
+from ..core.program import Record, plan_memory, serialize
 from ..optim import Update
 from ..parallel import plan as planning
 from ..parallel import reduction, strategy
@@ -46,7 +46,7 @@ class BucketedRunner(Runner):
         self._make_reductions()
         self._keep: list[Any] = []
         self._tables = np.array(self.plan.tables(), np.int64)  # of all segments: one runs at a time
-        self._steps = [self._step(s) for s in self.segments]
+        self._steps = [self._step(s, records) for s in self.segments]
         self._next_need = self._needs()
         self.updates = self._updates() if recorded.train else []
         self.waited = self.computed = 0.0
@@ -89,9 +89,9 @@ class BucketedRunner(Runner):
         self._stats = strategy.make(lay.reduction, comm, self.plan, lib.stats, lay.workers)
         self.reductions = (*self._reductions.values(), self._stats)
 
-    def _step(self, s: Segment) -> native.Step:
+    def _step(self, s: Segment, records: list[Record]) -> native.Step:
         buffers = self._stats if s.grads in (None, STATS) else self._reductions[s.grads]
-        table = serialize(self.recorded.records[s.start : s.stop], self.recorded.arena, self._keep, self._locate(s))
+        table = serialize(records[s.start : s.stop], self.recorded.arena, self._keep, self._locate(s))
         self._keep.append(table)
         return native.Step(
             program=table.ctypes.data,
