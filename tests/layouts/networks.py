@@ -231,11 +231,11 @@ def _text(shape: Shape, ops: Sequence[Op]) -> str:
 
 
 class Blocks(nn.Module):
-    """Planes (N, C, H, W), or signals (N, C, W) where H is 1, through blocks, then a linear layer."""
+    """Planes (N, C, H, W), or signals (N, C, W), through blocks, then a linear layer."""
 
-    def __init__(self, blocks: Sequence[Op], shape: Shape, classes: int) -> None:
+    def __init__(self, blocks: Sequence[Op], shape: Shape, classes: int, signal: bool) -> None:
         super().__init__()
-        self.blocks, self.signal = tuple(blocks), shape[1] == 1
+        self.blocks, self.signal = tuple(blocks), signal
         make = nn.Conv1d if self.signal else nn.Conv2d
         for i, (kind, *given) in enumerate(blocks):
             layers: list[nn.Module] = []
@@ -346,7 +346,7 @@ def blocks(random: Random) -> Network:
     words = [" ".join(getattr(g, "__name__", str(g)) for g in block) for block in made]
     text = f"{'x'.join(map(str, shape))}: {', '.join([*words, f'linear {classes}'])}"
     given = shape[::2] if signal else shape
-    return Network(text, given, classes, functools.partial(Blocks, tuple(made), (c, h, w), classes))
+    return Network(text, given, classes, functools.partial(Blocks, tuple(made), (c, h, w), classes, signal))
 
 
 def _unused(random: Random) -> list[int]:
