@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from _pytest.mark.expression import Expression
 from xdist.scheduler import LoadFileScheduling
 
 import odyssey
@@ -85,11 +87,32 @@ _unit: str | None = None  # the unit test that is running
 _started: list[str] = []  # processes that it started
 
 
+@functools.cache
+def _kind(path: str) -> str:
+    return KINDS.get(max((p for p in KINDS if path.startswith(p)), key=len, default=""), "unit")
+
+
+@functools.cache
+def _may_choose(expression: str, kind: str) -> bool:
+    """Whether -m can choose a test of this kind; of marks that are not ours nobody knows."""
+    if not set(re.findall(r"[A-Za-z_]\w*", expression)) <= {"and", "or", "not", "unit", "long", *KINDS.values()}:
+        return True
+    chosen = Expression.compile(expression).evaluate
+    return any(chosen(lambda name, marks=marks, **_: name in marks) for marks in ((kind,), (kind, "long")))
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """A file of which -m chooses nothing is not read: every worker would import what it imports, torch for one."""
+    path = collection_path.relative_to(config.rootpath).as_posix() if collection_path.suffix == ".py" else ""
+    expression = config.option.markexpr
+    return True if path and expression and not _may_choose(expression, _kind(path)) else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     turn = {}
     for item in items:
-        path = item.location[0]
-        kind = KINDS.get(max((p for p in KINDS if path.startswith(p)), key=len, default=""), "unit")
+        path = item.nodeid.partition("::")[0]
+        kind = _kind(path)
         item.add_marker(kind)
         turn[item] = ORDER.index("timed" if path in TIMED else kind)
     items.sort(key=turn.__getitem__)

@@ -34,12 +34,15 @@ def _missing(backend: str) -> str | None:
     return None
 
 
+def _marks(backend: str, ranks: int) -> list[pytest.MarkDecorator]:
+    """Three ranks have groups of two and one, and a tree that is not full: other numbers are variations."""
+    if why := _missing(backend):
+        return [pytest.mark.skip(reason=why)]
+    return [pytest.mark.long] if ranks not in (1, 3) and backend != "mock" or (backend, ranks) == ("gloo", 1) else []
+
+
 WORLDS = [
-    pytest.param(
-        (backend, ranks),
-        id=f"{backend}-{ranks}",
-        marks=[pytest.mark.skip(reason=_missing(backend))] if _missing(backend) else [],
-    )
+    pytest.param((backend, ranks), id=f"{backend}-{ranks}", marks=_marks(backend, ranks))
     for backend in BACKENDS
     for ranks in ((1,) if backend == "local" or _missing(backend) else (1, 2, 3, 4))
 ]
@@ -118,10 +121,14 @@ def results(request, launch_once):
 
 
 @pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.parametrize("case", contract.CASES)
-def test_contract(results, case, group):
-    for rank, result in enumerate(results):
-        assert result.get(f"{group} {case}", "did not run") == "", f"rank {rank}"
+def test_contract(results, group):
+    failed = [
+        f"rank {rank}, {case}: {said}"
+        for case in contract.CASES
+        for rank, result in enumerate(results)
+        if (said := result.get(f"{group} {case}", "did not run"))
+    ]
+    assert not failed, "\n".join(failed)
 
 
 def test_the_processes_end_well(results):

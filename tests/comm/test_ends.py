@@ -22,7 +22,7 @@ from test_backends import together  # noqa: E402
 
 SHM = pytest.mark.skipif(importlib.util.find_spec("odyssey.comm.shm") is None, reason="no shared-memory backend")
 GLOO = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed (extra [torch])")
-BACKENDS = ["mpi", pytest.param("shm", marks=SHM), pytest.param("gloo", marks=GLOO)]
+BACKENDS = ["mpi", pytest.param("shm", marks=SHM), pytest.param("gloo", marks=[GLOO, pytest.mark.long])]
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ import clock  # noqa: E402
 RANKS = Path(__file__).parent / "shm_ranks.py"
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 5])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.long), 3, 5])
 @pytest.mark.parametrize("case", ["bits", "long", "memory", "window", "short_and_long_way", "ring"])
 def test_on_ranks(launch, case, ranks):
     """5 ranks are more than this machine may have cores."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import types
 
 import numpy as np
 import pytest
+from cases import each
 
 from odyssey.data import DistributedSampler, arrays, permutation, sampler
 from odyssey.errors import ConfigError
@@ -93,9 +95,7 @@ def shares(n: int, replicas: int, **options: object) -> list[list[int]]:
     return [list(DistributedSampler(n, replicas, rank, **options)) for rank in range(replicas)]  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("shuffle", [True, False])
-@pytest.mark.parametrize("replicas", REPLICAS)
-@pytest.mark.parametrize("n", SIZES)
+@each("n, replicas, shuffle", itertools.product(SIZES, REPLICAS, (True, False)))
 def test_shares_hold_everything_exactly_once(n: int, replicas: int, shuffle: bool) -> None:
     parts = shares(n, replicas, shuffle=shuffle, seed=9)
     assert sorted(sum(parts, [])) == list(range(n))
@@ -104,8 +104,7 @@ def test_shares_hold_everything_exactly_once(n: int, replicas: int, shuffle: boo
     assert lengths == [len(DistributedSampler(n, replicas, rank)) for rank in range(replicas)]
 
 
-@pytest.mark.parametrize("replicas", REPLICAS)
-@pytest.mark.parametrize("n", SIZES)
+@each("n, replicas", itertools.product(SIZES, REPLICAS))
 def test_drop_last_gives_equal_disjoint_shares(n: int, replicas: int) -> None:
     parts = shares(n, replicas, drop_last=True)
     together = sum(parts, [])
@@ -114,8 +113,7 @@ def test_drop_last_gives_equal_disjoint_shares(n: int, replicas: int) -> None:
     assert len(set(together)) == len(together)
 
 
-@pytest.mark.parametrize("replicas", REPLICAS)
-@pytest.mark.parametrize("n", SIZES)
+@each("n, replicas", itertools.product(SIZES, REPLICAS))
 def test_pad_repeats_from_the_start(n: int, replicas: int) -> None:
     parts = shares(n, replicas, pad=True, seed=4)
     length = -(-n // replicas)

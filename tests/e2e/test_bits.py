@@ -43,7 +43,13 @@ def compare(launch, layouts, *options):
 
 
 @pytest.mark.parametrize(
-    ("batch", "layouts"), [pytest.param(256, EVEN, marks=pytest.mark.long), (250, LAYOUTS)], ids=["256", "250"]
+    ("batch", "layouts"),
+    [
+        pytest.param(256, EVEN, marks=pytest.mark.long),
+        (250, (*SHORT, "3 workers, 2 threads")),
+        pytest.param(250, LAYOUTS, marks=pytest.mark.long),
+    ],
+    ids=["256", "250", "250, all"],
 )
 def test_lenet5(launch, batch, layouts):
     """250 samples are seven shards and a partly filled one."""
@@ -89,7 +95,7 @@ def test_evaluation_is_the_same_too(launch):
 
 
 def test_what_is_meant_to_change_the_result_does(launch):
-    run = functools.partial(launch.result, *LENET5)
+    run = functools.partial(launch.result, "--steps", 3, *LENET5[2:])
     hashes = [
         run()["weights_sha256"],
         run("--seed", 1)["weights_sha256"],

@@ -101,8 +101,8 @@ def text_says(launch, session) -> None:
     ("make", "stop", "log", "read", "says"),
     [
         (pictures, "test_accuracy:2:0.9", "tensorboard", tensorboard_reads, pictures_say),
-        (table, "test_mae:2:9", "mlflow", mlflow_reads, table_says),
-        (text, "train_loss:2:9", "csv", table_reads, text_says),
+        pytest.param(table, "test_mae:2:9", "mlflow", mlflow_reads, table_says, marks=pytest.mark.long),
+        pytest.param(text, "train_loss:2:9", "csv", table_reads, text_says, marks=pytest.mark.long),
     ],
 )
 def test_a_training_from_the_command_line_alone(launch, monkeypatch, make, stop, log, read, says):

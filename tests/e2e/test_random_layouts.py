@@ -18,10 +18,9 @@ def more(*options: str, count: int) -> object:
     ("options", "count"),
     [
         (("--transport", "mock"), 20),
-        (("--transport", "auto"), 10),
         (("--transport", "auto", "--data", "--resume"), 3),
         more("--transport", "mock", count=60),
-        more("--transport", "auto", count=40),
+        more("--transport", "auto", count=50),
         more("--transport", "mpi", count=20),
         more("--transport", "mock", "--resume", count=16),
         more("--transport", "auto", "--resume", count=8),

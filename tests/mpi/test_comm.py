@@ -63,26 +63,28 @@ def test_a_launcher_that_mpi_knows_nothing_of(launch):
     assert said in done.stderr.splitlines()[-1]  # mpi4py warns before
 
 
-@pytest.mark.parametrize(
-    ("which", "name"),
-    [
-        ("workers", "num_gpus"),
-        ("shard", "shard_size"),
-        ("reduction", "reduction"),
-        ("seed", "seed"),
-        ("rate", "optimizer"),
-        ("schedule", "schedule"),
-        ("batch", "batch size"),
-        ("order", "data order"),
-        ("length", "length"),
-    ],
-)
-def test_ranks_that_differ_are_refused_by_name(launch, which, name):
-    done = launch.python(HERE / "different.py", which, ranks=3)
+DIFFERENT = {
+    "workers": "num_gpus",
+    "shard": "shard_size",
+    "reduction": "reduction",
+    "seed": "seed",
+    "rate": "optimizer",
+    "schedule": "schedule",
+    "batch": "batch size",
+    "order": "data order",
+    "length": "length",
+}
+
+
+def test_ranks_that_differ_are_refused_by_name(launch):
+    """One training after the other in the same processes."""
+    done = launch.python(HERE / "different.py", *DIFFERENT, ranks=3)
     assert done.returncode == 0, done.stderr
-    text = f"[train] the {name} of rank 1 differs from that of rank 0; start all ranks alike"
-    for rank in range(3):
-        assert done.stdout.count(f"rank {rank}: {text}") == 1
+    for which, name in DIFFERENT.items():
+        text = f"[train] the {name} of rank 1 differs from that of rank 0; start all ranks alike"
+        for rank in range(3):
+            assert done.stdout.count(f"{which}: rank {rank}: {text}") == 1, which
+    assert done.stdout.count("rank 0: ") == len(DIFFERENT)
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long)])

@@ -85,7 +85,15 @@ def results(request, launch_once, tmp_path_factory):
         yield {page: pool.submit(run, page) for page in sorted(asked, key=lambda page: -len(page.read_text()))}
 
 
-@pytest.mark.parametrize("page", SHOWN, ids=lambda page: str(page.relative_to(ROOT)))
+#: What a new user reads first; the blocks of the other pages, minutes of them, are for who changes pages or commands.
+FIRST = {"README.md", "tour.md"}
+
+
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=[] if page.name in FIRST else pytest.mark.long) for page in SHOWN],
+    ids=lambda page: str(page.relative_to(ROOT)),
+)
 def test_a_page_s_blocks_do_what_they_show(page, results):
     said, errors = results[page].result()
     assert said, errors

@@ -7,6 +7,7 @@ import itertools
 import random
 
 import pytest
+from cases import each
 
 from odyssey.errors import ConfigError
 from odyssey.parallel import schedule
@@ -18,7 +19,7 @@ ANYWHERE = [("gpipe", len(d), m, d) for d in ((0, 1, 0), (1, 0, 2, 1), (0, 0, 1)
 ALL = PLAIN + INTERLEAVED + ANYWHERE
 
 
-@pytest.mark.parametrize(("kind", "stages", "micro", "devices"), ALL)
+@each("kind, stages, micro, devices", ALL)
 def test_everything_is_done_once_and_in_order(kind, stages, micro, devices):
     s = schedule.make(kind, stages, micro, devices)
     done = list(itertools.chain(*s.compute))
@@ -41,7 +42,7 @@ def test_everything_is_done_once_and_in_order(kind, stages, micro, devices):
         assert x.device != y.device or x.end <= y.start or y.end <= x.start
 
 
-@pytest.mark.parametrize(("kind", "stages", "micro", "devices"), ALL)
+@each("kind, stages, micro, devices", ALL)
 def test_an_evaluation_goes_forward_only(kind, stages, micro, devices):
     forward = schedule.make(kind, stages, micro, devices, backward=False)
     assert len(schedule.simulate(forward)) == stages * micro
@@ -52,15 +53,14 @@ def test_an_evaluation_goes_forward_only(kind, stages, micro, devices):
 # --- what it costs ---
 
 
-@pytest.mark.parametrize("costs", [(1, 2), (1, 1), (3.0, 0.5)])
-@pytest.mark.parametrize(("kind", "p", "m", "_"), [x for x in PLAIN if x[2]])
+@each("kind, stages, micro, devices, costs", [(*x, c) for x in PLAIN if x[2] for c in ((1, 2), (1, 1), (3.0, 0.5))])
 def test_idle_time_of_gpipe_and_1f1b(kind, p, m, _, costs):
     expected = (p - 1) / (m + p - 1)
     got = schedule.bubble(schedule.make(kind, p, m), *costs)
     assert got == pytest.approx(expected) if kind == "gpipe" or m >= p else got <= expected + 1e-9
 
 
-@pytest.mark.parametrize(("p", "v", "rounds"), list(itertools.product((1, 2, 3, 4, 8), (2, 3, 4), (1, 2, 5))))
+@each("devices, stages per device, rounds", itertools.product((1, 2, 3, 4, 8), (2, 3, 4), (1, 2, 5)))
 def test_idle_time_of_interleaved(p, v, rounds):
     m = p * rounds
     s = schedule.make("interleaved", p * v, m, p)
@@ -69,7 +69,7 @@ def test_idle_time_of_interleaved(p, v, rounds):
         assert schedule.bubble(s) < schedule.bubble(schedule.make("1f1b", p, m))
 
 
-@pytest.mark.parametrize(("kind", "p", "m", "_"), PLAIN)
+@each("kind, stages, micro, devices", PLAIN)
 def test_micro_batches_under_way(kind, p, m, _):
     peak = schedule.peak(schedule.make(kind, p, m))
     assert peak == tuple(m if kind == "gpipe" else min(p - d, m) for d in range(p))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from cases import each
 
 from odyssey import device, nn, optim
 from odyssey import functional as F
@@ -90,8 +91,8 @@ def test_a_model_placed_by_hand(train):
     assert [p.place for p in labels] == [0] and labels[0].stage == 3  # where the loss is, not sent
 
 
-@pytest.mark.parametrize("cut", list(itertools.combinations(range(1, 11), 2)))
-def test_any_cut_of_lenet(cut):
+@each("cut", itertools.combinations(range(1, 11), 2))
+def test_any_cut_of_lenet(*cut):
     """Two cuts between any two ops: also between those without parameters, and inside of what was one layer."""
     records = program(nn.LeNet5())
     tags = sorted({r.tag for r in records if r.phase == "forward" and r.op not in ("array", "stats")})
@@ -104,8 +105,8 @@ def test_any_cut_of_lenet(cut):
         schedules.simulate(schedules.make(kind, 3, micro, edges=edges(parts)))
 
 
-@pytest.mark.parametrize("cuts", list(itertools.combinations(range(1, 14), 3)))
-def test_any_interleaved_cut_of_a_norm_made_of_ops(cuts):
+@each("cuts", itertools.combinations(range(1, 14), 3))
+def test_any_interleaved_cut_of_a_norm_made_of_ops(*cuts):
     """Two places, each with two stages; some of the norm's ops have records in the backward pass alone."""
     records = program(nn.Sequential(nn.Flatten(), nn.Linear(784, 6), nn.RMSNorm(6), nn.Tanh(), nn.Linear(6, 10)))
     tags = sorted({r.tag for r in records if r.phase == "forward" and r.op not in ("array", "stats")})

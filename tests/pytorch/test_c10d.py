@@ -31,7 +31,9 @@ def test_random_collectives_under_torchrun(launch):
     assert done.stdout.replace("compared", "compared ").split() == ["compared"] * 2  # of two processes on one pipe
 
 
-@pytest.mark.parametrize("launcher", ["mpirun", pytest.param("odyssey launch", marks=pytest.mark.long), "torchrun"])
+@pytest.mark.parametrize(
+    "launcher", ["mpirun", *(pytest.param(other, marks=pytest.mark.long) for other in ("odyssey launch", "torchrun"))]
+)
 def test_ddp_fsdp_and_zero_train_as_over_gloo(launch, launcher):
     program = [HERE / "c10d_wrappers.py"]
     if launcher == "mpirun":

@@ -35,7 +35,8 @@ def example(launch, name: str) -> Path:
 
 
 @needs_torchvision
-@pytest.mark.parametrize("name", ["pytorch_mnist.py", pytest.param("pytorch_mnist_elastic.py", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["pytorch_mnist.py", "pytorch_mnist_elastic.py"])
 def test_horovods_mnist_examples(launch, name):
     program = example(launch, name)
     done = launch.python(

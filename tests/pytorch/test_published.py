@@ -58,6 +58,7 @@ def test_accelerates_cv_example(launch):
     assert [line.split(":")[0] for line in done.stdout.splitlines()] == ["epoch 0", "epoch 1", "epoch 2"]
 
 
+@pytest.mark.long
 @needs["lightning"]
 def test_fabrics_image_classifier(launch):
     example = changed(

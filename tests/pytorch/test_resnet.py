@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import numpy as np
 import pytest
 
 from odyssey import Tensor, nn
 from odyssey import functional as F
 
-torch = pytest.importorskip("torch")
-torchvision = pytest.importorskip("pytorch.vision").torchvision
-safetensors = pytest.importorskip("safetensors")
+pytestmark = pytest.mark.skipif(  # not imported here: every worker would wait for it
+    not all(importlib.util.find_spec(name) for name in ("torch", "torchvision")), reason="torchvision is not installed"
+)
 
 
-def theirs(large: bool) -> torch.nn.Module:
+def theirs(large: bool):
+    import torch
+    from pytorch.vision import torchvision
+
     torch.manual_seed(3)
     model = torchvision.models.resnet18(num_classes=7)
     if not large:  # the usual change for CIFAR-10
@@ -24,6 +29,7 @@ def theirs(large: bool) -> torch.nn.Module:
 
 @pytest.mark.parametrize(("size", "n"), [(64, 3), (13, 4)])
 def test_against_torchvision(size, n, tmp_path):
+    import torch
     from safetensors.numpy import load_file
     from safetensors.torch import save_file
 

@@ -51,6 +51,7 @@ def test_random_modules_have_the_same_bits_on_any_ranks(launch, seed):
     assert "8 same (" in done.stdout and "0 refused, 0 differ, 0 crashed" in done.stdout, done.stdout
 
 
+@pytest.mark.long
 def test_a_killed_rank_costs_time_only(launch):
     """kill -9 of a rank under odyssey launch: the bytes of a training on one rank that was never disturbed."""
     plain = launch.python(TRAINING, 120)
@@ -84,6 +85,7 @@ def test_a_killed_rank_costs_time_only(launch):
     assert replayed.returncode == 0, replayed.stdout + replayed.stderr
 
 
+@pytest.mark.long
 def test_verify_compares_and_names_a_fault(launch):
     verify = ("-m", "odyssey", "verify", "--script", TRAINING, "--layouts")
     done = launch.python(*verify, "dp=3,zero=1")

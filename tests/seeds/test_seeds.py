@@ -20,6 +20,7 @@ needs = pytest.mark.skipif(
 
 
 @needs
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [0, 2])
 def test_the_blocks_of_the_documents_run(launch, ranks):
     launch.environment["MLFLOW_TRACKING_URI"] = f"sqlite:///{launch.folder}/mlflow.db"
