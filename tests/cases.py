@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
 
 
@@ -19,8 +18,7 @@ def each(names: str, cases: Iterable[tuple]) -> Callable[[Callable[..., None]], 
                 except Exception as error:
                     raise AssertionError(f"case {names} = {row}") from error
 
-        return functools.update_wrapper(
-            run, test, assigned=("__module__", "__name__", "__qualname__", "__doc__"), updated=()
-        )
+        run.__name__, run.__qualname__, run.__doc__ = test.__name__, test.__qualname__, test.__doc__
+        return run  # without __wrapped__, whose arguments pytest would take for fixtures
 
     return decorate

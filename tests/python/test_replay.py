@@ -59,6 +59,7 @@ class Tied(nn.Module):
 
 MODELS = {name: made for name, made in nn.models.MODELS.items() if not name.startswith("gpt")}  # which takes tokens
 MODELS |= {"residual": Residual, "tied": Tied}
+LARGE = ("convnet", "resnet18")  # a few samples take as long as hundreds of the others
 
 
 def images(n, seed=0):
@@ -99,7 +100,7 @@ def raw(engine, batch, step) -> bytes:
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize("name", MODELS)
 def test_eager_is_replay(name, train):
-    sizes = (1, 3, 20, 70) if name != "convnet" else (2, 40)
+    sizes = (1, 3, 20, 70) if name not in LARGE else (2, 40)
     for samples in sizes:
         replayed = sums(name, samples, train=train)
         assert sums(name, samples, train=train, execution="eager") == replayed, f"{samples} samples"
@@ -109,7 +110,7 @@ def test_eager_is_replay(name, train):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_workers_and_threads_change_no_bit(name):
-    samples, size = (150, 16) if name != "convnet" else (40, 8)
+    samples, size = (150, 16) if name not in LARGE else (40, 8)
     one = sums(name, samples, shard_size=size)
     for workers, threads in ((1, 2), (2, 1), (3, 2), (5, 4)):
         assert sums(name, samples, shard_size=size, workers=workers, threads=threads) == one
