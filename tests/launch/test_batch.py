@@ -90,6 +90,7 @@ def test_what_an_mpijob_says(schema):
     assert launcher["containers"][0]["resources"]["limits"] == {"cpu": "500m", "memory": "1.5Gi"}
     for pod in (launcher, worker):
         assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
         assert {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "2Gi"}} in pod["volumes"]
         assert {"name": "runs", "persistentVolumeClaim": {"claimName": "runs"}} in pod["volumes"]
     assert "top" in launcher["containers"][0]["livenessProbe"]["exec"]["command"]

@@ -193,6 +193,7 @@ def kubernetes(
         safe = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
         one = {"name": "odyssey", "image": image, "command": words, "securityContext": safe}
         user = {"runAsNonRoot": True, "runAsUser": 1000, "runAsGroup": 1000, "fsGroup": 1000}
+        user["seccompProfile"] = {"type": "RuntimeDefault"}  # the Pod Security Standard "restricted" asks for it
         one |= {"resources": {"requests": limits, "limits": limits}, "volumeMounts": mounts, **container}
         # as long as ranks may take to stop with a checkpoint (odyssey launch --grace, four times of it while writing)
         spec = {"terminationGracePeriodSeconds": 150, "securityContext": user, "containers": [one], "volumes": volumes}
