@@ -32,6 +32,7 @@ from ..data import Batch
 from ..data.trees import Form, Leaf, leaves, mapped
 from ..errors import ConfigError, OdysseyError
 from ..nn import Module
+from ..nn.module import in_mode
 from ..optim import Optimizer, Update
 from ..parallel import buckets as bucketing
 from ..parallel import plan as planning
@@ -593,13 +594,7 @@ class Engine:
         ready.run_eager(0, native.aligned(ready.floats), listen)
 
     def _traced(self, executor: Recorder | ShardEager, n: int, form: Form) -> None:
-        before = [(m, m.training) for m in self.model.modules()]
         executor.conv_algorithm = self.conv_algorithm
-        self.model.train(self.train)
-        try:
-            with using(executor), contextlib.nullcontext() if self.train else no_grad():
-                self._pass(executor, n, form)
-        finally:
-            for m, training in before:
-                m.training = training
+        with in_mode(self.model, self.train), using(executor), contextlib.nullcontext() if self.train else no_grad():
+            self._pass(executor, n, form)
         self._outputs = executor.outputs

@@ -17,7 +17,7 @@ from ..core.tensor import Tensor, empty, no_grad
 from ..errors import ConfigError
 from .gpt import GPT
 from .layers import LayerNorm, Linear
-from .module import Module
+from .module import Module, in_mode
 
 SAMPLES = 16  # of the pass that is looked at: one group of lanes
 OPSET = 20
@@ -211,14 +211,9 @@ def onnx_model(model: Module, sample_shape: tuple[int, ...] = ()) -> Any:
         return _made(onnx, graph, model, graph.decoder(model), ["N", "T"], onnx.TensorProto.INT64, logits, {})
     arena = Arena.of(model.named_parameters(), model.named_buffers())
     recorder = Recorder(arena, 4 * arena.size, SAMPLES)
-    modes = [(m, m.training) for m in model.modules()]
-    try:
-        with using(recorder), no_grad():
-            x = empty((SAMPLES, *sample_shape), "lanes")
-            y = model.eval()(x)
-    finally:
-        for m, training in modes:
-            m.training = training
+    with in_mode(model, False), using(recorder), no_grad():
+        x = empty((SAMPLES, *sample_shape), "lanes")
+        y = model(x)
     if not isinstance(y, Tensor) or y.layout != "lanes" or y.shape[:1] != (SAMPLES,):
         raise ConfigError("[export] forward() must give a tensor (N, ...) for ONNX; use --format safetensors")
     graph = _Graph(onnx, {4 * at: name for name, at in arena.offsets.items()})

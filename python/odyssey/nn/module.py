@@ -85,6 +85,18 @@ def limited(numbers: int) -> Iterator[None]:
         vars(_init).update(before)
 
 
+@contextlib.contextmanager
+def in_mode(model: Any, training: bool) -> Iterator[None]:
+    """A model, also torch's, in the mode of training or that of evaluation; afterwards each layer is in its own."""
+    before = [(m, m.training) for m in model.modules()]
+    model.train(training)
+    try:
+        yield
+    finally:
+        for m, mode in before:
+            m.training = mode
+
+
 # --- modules -----------------------------------------------------------------------------------
 
 

@@ -25,6 +25,7 @@ from ..core import settings as declaration
 from ..core.settings import Training
 from ..engine.layout import Layout
 from ..errors import ConfigError, check_kind
+from ..nn.module import in_mode
 from ..parallel.mesh import Mesh
 from ..parallel.strategy import MODES, Strategy
 from ..train.fit import in_batches, own_steps
@@ -264,15 +265,11 @@ class DistributedTrainer(TorchState):
     @contextlib.contextmanager
     def _evaluating(self) -> Iterator[None]:
         """Everything in eval mode, without gradients; the modes are what they were afterwards."""
-        modes = [(m, m.training) for m in self.module.modules()]
         before = slot.phase("evaluate")
-        self.module.eval()
         try:
-            with torch.no_grad():
+            with in_mode(self.module, False), torch.no_grad():
                 yield
         finally:
-            for m, training in modes:
-                m.training = training
             slot.phase(before)
 
     def evaluate(self, loader: Any) -> Evaluation:

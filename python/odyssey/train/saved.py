@@ -26,7 +26,7 @@ from ..core.tensor import Tensor, empty, layout_of, no_grad
 from ..data import ArrayDataset, Batch
 from ..data.trees import mapped
 from ..errors import CheckpointError, ConfigError, OdysseyError, ShapeError
-from ..nn.module import limited
+from ..nn.module import in_mode, limited
 from ..parallel.plan import shard_count, share
 from ..watch.files import write_whole
 from ..watch.outputs import read_weights, write_weights
@@ -225,19 +225,14 @@ def predicted(
 
     Returns (N, ...) float32, or a tuple or dict of such, as forward() gives them.
     """
-    size, wholes = shard or SHARD, []
-    modes = [(m, m.training) for m in model.modules()]
+    size = shard or SHARD
     executor = current()
     before, executor.conv_algorithm = executor.conv_algorithm, algorithm
-    model.eval()
     try:
-        with no_grad():
-            for batch in batches:
-                wholes.append(_of_batch(model, batch, comm, size))
+        with in_mode(model, False), no_grad():
+            wholes = [_of_batch(model, batch, comm, size) for batch in batches]
     finally:
         executor.conv_algorithm = before
-        for m, training in modes:
-            m.training = training
     if not wholes:
         raise ConfigError("[predict] the loader gave no batch; give it data")
     return _joined(wholes)
