@@ -124,7 +124,7 @@ class _Graph:
             inputs = [self.value(a[1], (planes, h, w)), frame, self.constant(np.array(self.fills[id(out)], np.float32))]
             made = self.add("Pad", inputs, (planes, high, wide))
         elif r.op == "batch_norm_forward":
-            channels, pixels, epsilon = a[-6], a[-5], a[-3]
+            channels, pixels, epsilon = a[8], a[9], a[11]
             inputs = [self.value(a[2], (channels, pixels)), *map(self.weight, a[3:7])]
             made = self.add("BatchNormalization", inputs, (channels, pixels), epsilon=epsilon)
         elif r.op == "reduce_sum" and a[4:8] == [SAMPLES, 1, 1, a[7]] and a[8:] == _last_axis(a[7]):
