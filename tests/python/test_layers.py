@@ -136,7 +136,7 @@ ORDER = (
 BUDGETS = {  # lines of all its files together
     "mojo": 18_040,
     "shared/training": 3_450,
-    "python/odyssey": 46_600,
+    "python/odyssey": 46_610,
     "python/odyssey/comm": 3_900,
     "python/odyssey/parallel": 3_600,
     "python/odyssey/distributed": 2_020,

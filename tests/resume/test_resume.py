@@ -42,6 +42,33 @@ def loader() -> data.DataLoader:
     return data.DataLoader(dataset(), batch_size=32, shuffle=True, seed=7)
 
 
+def convolutional(dilation: int = 1, slope: float = 0.1, **loss) -> DistributedTrainer:
+    layers = nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=dilation, dilation=dilation), nn.LeakyReLU(slope), nn.Flatten(), nn.Linear(144, 4)
+    )
+    return DistributedTrainer(layers, optim.SGD(lr=0.05), loss=nn.CrossEntropyLoss(**loss), shard_size=8)
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ({"dilation": 2}, r'\["Conv2d", "dilation", 1\], this training has \["Conv2d", "dilation", 2\]'),
+        ({"slope": 0.2}, r'"negative_slope", 0.1\], this training'),
+        ({"label_smoothing": 0.1}, r'"label_smoothing", 0.0\], this training'),
+        ({"weight": np.ones(4, np.float32)}, r'\["CrossEntropyLoss", "weight", null\], this training'),
+    ],
+)
+def test_layers_and_a_loss_of_other_settings_are_refused(other, said):
+    snapshot = convolutional().state({})
+    convolutional().load(snapshot, "step_0")
+    with pytest.raises(ConfigError, match=said):
+        convolutional(**other).load(snapshot, "step_0")
+    older = {k: v for k, v in snapshot.values["configuration"].items() if not k.startswith("settings of")}
+    convolutional(**other).load(
+        dataclasses.replace(snapshot, values={**snapshot.values, "configuration": older}), "old"
+    )
+
+
 def test_a_checkpoint_of_other_kernels_is_resumed_and_said(capsys):
     before = trainer()
     before.fit(loader(), epochs=1)

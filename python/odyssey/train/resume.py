@@ -27,9 +27,12 @@ if TYPE_CHECKING:
 
 #: Steps whose learning-rate factor is compared: schedules are functions and cannot be.
 PROBES = (0, *(n * 10**k for k in range(6) for n in (1, 2, 5)))
+_NO_SETTINGS = ("training", "arguments")  # of a module
 _ARRAY = "\0array"  # in JSON: dtype and shape of one that follows
 #: What a checkpoint was made with that is older than the setting.
 BEFORE = {"convolution algorithm": "auto"}
+#: What older checkpoints, and those of loops of one's own, say nothing of.
+UNSAID = ("accumulation", "settings of layers", "settings of the loss")
 
 
 # --- what must be the same -------------------------------------------------------------------------------------------
@@ -44,6 +47,19 @@ def probed(schedule: Schedule) -> list[float | None]:
         except Exception:
             factors.append(None)
     return factors
+
+
+def settings_of(module: object) -> list[list[Any]]:
+    """[class, name, value] of what a layer or loss of odyssey.nn was made with; a class of the user's own may count."""
+    if not type(module).__module__.startswith("odyssey."):
+        return []
+    found: list[list[Any]] = []
+    for name, value in sorted(vars(module).items()):
+        if isinstance(value, np.ndarray):
+            value = hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()[:16]
+        if isinstance(value, (int, float, str, tuple, type(None))) and name[0] != "_" and name not in _NO_SETTINGS:
+            found.append([type(module).__name__, name, value])
+    return found
 
 
 def data_configuration(loader: DataLoader, batch_size: int) -> dict[str, Any]:
@@ -70,7 +86,7 @@ def data_configuration(loader: DataLoader, batch_size: int) -> dict[str, Any]:
 def check(saved: dict[str, Any], now: dict[str, Any], name: str) -> None:
     """ConfigError if a checkpoint called `name` was made with other settings: going on would be another training."""
     for key, value in now.items():
-        if key not in saved and key == "accumulation":  # of a loop of one's own; the checkpoint is fit()'s
+        if key not in saved and key in UNSAID:
             continue
         if key not in saved and key in BEFORE:
             saved = {**saved, key: BEFORE[key]}
