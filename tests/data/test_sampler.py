@@ -7,7 +7,7 @@ import types
 
 import numpy as np
 import pytest
-from cases import each
+from each_case import each
 
 from odyssey.data import DistributedSampler, arrays, permutation, sampler
 from odyssey.errors import ConfigError

@@ -7,7 +7,7 @@ import itertools
 import random
 
 import pytest
-from cases import each
+from each_case import each
 
 from odyssey.errors import ConfigError
 from odyssey.parallel import schedule

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from cases import each
+from each_case import each
 
 from odyssey import device, nn, optim
 from odyssey import functional as F
