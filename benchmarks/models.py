@@ -1,15 +1,15 @@
 """One whole training step of GPT, ResNet-18, LeNet-5 and MLP: ours against the fastest of PyTorch's.
 
 A case is MODEL:BATCH, with each number of threads and each precision. The sides take turns in one process, which has
-one core for one thread: ours; PyTorch eager, with the channels-last memory format (images), and under torch.compile if
-there is a C++ compiler; all with the fused optimizer, on ready tensors, and malloc keeps large blocks (MALLOC_*). bf16
-is torch.autocast there. "ratio" is the time of PyTorch's fastest side / ours, the median over turns; "% of peak" is of
-the FMA peak (bf16: of bf16 products, where there are such) that the same process measured before and after, operations
-being those of linear layers, convolutions as defined (however they are computed) and causal attention, with scores
-computed twice in the backward pass. "activations": of ours the workspace of all threads, scratch memory included; of
-PyTorch what autograd keeps for the backward pass, and the most that a step has at one time, by its profiler's memory
-events: all that the step allocates but the gradients of parameters. --ops prints where our step's time goes, record by
-record.
+one core for one thread: ours, ResNet-18 in fp32 also with Winograd's convolutions; PyTorch eager, with the
+channels-last memory format (images), and under torch.compile if there is a C++ compiler; all with the fused optimizer,
+on ready tensors, and malloc keeps large blocks (MALLOC_*). bf16 is torch.autocast there. "ratio" is the time of
+PyTorch's fastest side / ours, the median over turns; "% of peak" is of the FMA peak (bf16: of products of pairs, where
+there are such; AMX's tiles can be above it) that the same process measured before and after, operations being those of
+linear layers, convolutions as defined (however they are computed) and causal attention, with scores computed twice in
+the backward pass. "activations": of ours the workspace of all threads, scratch memory included; of PyTorch what
+autograd keeps for the backward pass, and the most that a step has at one time, by its profiler's memory events: all
+that the step allocates but the gradients of parameters. --ops prints where our step's time goes, record by record.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def our_model(name: str) -> Any:
     return nn.models.build(name, sample_shape=IMAGES[name])
 
 
-def ours(name: str, batch: int, threads: int, precision: str) -> tuple[Step, Any, Any]:
+def ours(name: str, batch: int, threads: int, precision: str, algorithm: str = "auto") -> tuple[Step, Any, Any]:
     """A step of odyssey, its trainer, and its data set."""
     from odyssey import DistributedTrainer, data, optim
 
@@ -66,7 +66,14 @@ def ours(name: str, batch: int, threads: int, precision: str) -> tuple[Step, Any
     size = size if batch >= size * threads else -(-batch // threads)  # a shard for each thread
     model = our_model(name)
     trainer = DistributedTrainer(
-        model, optimizer, threads=threads, precision=precision, shard_size=size, backend="local", metrics=[]
+        model,
+        optimizer,
+        threads=threads,
+        precision=precision,
+        conv_algorithm=algorithm,
+        shard_size=size,
+        backend="local",
+        metrics=[],
     )
 
     def batches() -> Any:
@@ -195,6 +202,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     core = common.pin() if threads == 1 else None
     step, trainer, dataset = ours(name, batch, threads, precision)
     sides: dict[str, Step] = {"ours": step}
+    if name == "resnet18" and precision == "fp32":
+        sides["winograd"] = ours(name, batch, threads, precision, "winograd")[0]
     theirs: dict[str, int] = {}
     missing = ""
     if common.have_torch():
@@ -230,28 +239,28 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "torch": theirs.get("kept"),
         "peak": theirs.get("peak"),
     }
-    others = {key: seconds for key, seconds in row["seconds"].items() if key != "ours"}
+    others = {key: seconds for key, seconds in row["seconds"].items() if key not in ("ours", "winograd")}
     if others:
         row["fastest"] = min(others, key=others.__getitem__)
-        ratios = [
-            common.median(a) / common.median(b) for a, b in zip(times[row["fastest"]], times["ours"], strict=True)
-        ]
-        row["ratio"] = common.spread(ratios)
+        for side in sides.keys() - others.keys():
+            turns = zip(times[row["fastest"]], times[side], strict=True)
+            row[side] = common.spread([common.median(a) / common.median(b) for a, b in turns])
     return row
 
 
 def show(rows: list[dict[str, Any]], kinds: list[str]) -> str:
     """A line per case."""
-    headers = ["case", "threads", "", "ours ms", "% of peak", *(f"{kind} ms" for kind in kinds), "ratio", "% of peak"]
+    headers = ["case", "threads", "", "ours ms", "% of peak", "Winograd ms", *(f"{kind} ms" for kind in kinds)]
+    headers += ["ratio", "Winograd's", "% of peak"]
+    shown = ("winograd", *kinds)
     lines = []
     for row in rows:
         line = [row["case"], row["threads"], row["precision"], common.number(1e3 * row["seconds"]["ours"], 2)]
         line += [common.number(100 * row["share"]["ours"], 1)]
-        line += [common.number(1e3 * row["seconds"][k], 2) if k in row["seconds"] else None for k in kinds]
+        line += [common.number(1e3 * row["seconds"][k], 2) if k in row["seconds"] else None for k in shown]
         fastest = row.get("fastest")
-        line += (
-            [common.number(row["ratio"]["median"], 2), common.number(100 * row["share"][fastest], 1)] if fastest else []
-        )
+        line += [common.number(row[k]["median"], 2) if k in row else None for k in ("ours", "winograd")]
+        line += [common.number(100 * row["share"][fastest], 1)] if fastest else []
         memory = (row["activations"][key] for key in ("ours", "kept", "peak"))
         lines.append([*line, *[None] * (len(headers) - len(line)), *(m and common.number(m / 2**20) for m in memory)])
     return common.table([*headers, "activations MiB", "PyTorch keeps", "its peak"], lines)
