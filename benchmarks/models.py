@@ -236,7 +236,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     row["share"] = {key: flops / seconds * 1e-9 / peak for key, seconds in row["seconds"].items()}
     row["activations"] = {
         "ours": trainer.memory()["activations"],
-        "torch": theirs.get("kept"),
+        "kept": theirs.get("kept"),
         "peak": theirs.get("peak"),
     }
     others = {key: seconds for key, seconds in row["seconds"].items() if key not in ("ours", "winograd")}
@@ -327,7 +327,8 @@ def main() -> int:
                 rows.append(json.loads(done.stdout.splitlines()[-1]))
                 asked = {k: getattr(options, k) for k in ("rounds", "seconds", "steps", "sides")}
                 common.write_json(options.json, "models", facts, options=asked, rows=rows)
-                print(f"{case}, {threads} threads, {precision}: done", file=sys.stderr, flush=True)
+                ratio = rows[-1].get("ours", {}).get("median")
+                print(f"{case}, {threads} threads, {precision}: {ratio or 'done'}", file=sys.stderr, flush=True)
     print(show(rows, options.sides))
     for row in rows:
         if options.ops and row["threads"] == min(options.threads):
