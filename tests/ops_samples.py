@@ -90,6 +90,13 @@ CONVOLUTIONS = [
     (1, 9, 9, 2, 4, 3, 3, 2),
     (2, 4, 29, 3, 3, 3, 1, 1),
 ]
+# C, H, W, K, R, T, stride, padding, dilation, groups
+GENERAL = [
+    (6, 7, 9, 9, 3, 2, 1, 1, 1, 3),
+    (4, 6, 5, 4, 3, 3, 1, 1, 1, 4),
+    (4, 12, 9, 10, 2, 3, 2, (0, 3), 3, 2),
+    (3, 7, 8, 5, 3, 3, 1, 2, 2, 1),
+]
 LINEAR = [(13, 9), (1, 1), (400, 120), (120, 84), (84, 10), (17, 33), (16, 12), (15, 5), (3, 64), (130, 23)]
 # H, W, window, stride; with the first two a model is trained as well
 POOLS = [
@@ -104,6 +111,17 @@ POOLS = [
     (16, 17, 16, 1),  # 256 places
     (3, 3, 1, None),
 ]
+
+
+def grouped(x, w, b, stride, padding, dilation, groups):
+    taps = np.zeros((*w.shape[:2], *(dilation * (n - 1) + 1 for n in w.shape[2:])), w.dtype)
+    taps[:, :, ::dilation, ::dilation] = w
+    runs = zip(*(np.split(a, groups, axis) for a, axis in ((x, 1), (taps, 0), (b, 0))), strict=True)
+    return np.concatenate([R.conv2d(*run, stride, padding) for run in runs], axis=1)
+
+
+def signals(x, w, b, stride, padding, dilation, groups):
+    return grouped(x[:, :, None], w[:, :, None], b, stride, (0, padding), dilation, groups)[:, :, 0]
 
 
 def pools(op: Any, formula: Any) -> list[Sample]:
@@ -184,6 +202,24 @@ SAMPLES = [
             i < 2,
         )
         for i, (c, h, w, k, r, t, s, p) in enumerate(CONVOLUTIONS)
+    ),
+    *(
+        Sample(
+            lambda x, w, b, how=how: F.conv2d(x, w, b, *how),
+            lambda x, w, b, how=how: grouped(x, w, b, *how),
+            ((c, h, w),),
+            ((k, c // how[3], r, t), (k,)),
+        )
+        for c, h, w, k, r, t, *how in GENERAL
+    ),
+    *(
+        Sample(
+            lambda x, w, b, how=how: F.conv1d(x, w, b, *how),
+            lambda x, w, b, how=how: signals(x, w, b, *how),
+            ((c, 20),),
+            ((6, c // how[3], 3), (6,)),
+        )
+        for c, *how in ((3, 1, 1, 1, 1), (4, 2, 3, 3, 2))
     ),
     Sample(lambda x, w: F.conv2d(x, w), lambda x, w: R.conv2d(x, w, np.zeros(4), 1, 0), ((2, 5, 6),), ((4, 2, 3, 3),)),
 ]

@@ -5,7 +5,7 @@ channels of its run, so w is (K, C / groups, R, T). With dilation D the taps are
 are faster for layers without either; these are one form for both layouts, and each sum has the same order in both.
 """
 
-from .conv2d import KB, QB, TB
+from .conv2d import Conv, KB, QB, TB
 from .lanes import F32, LANES, Ptr, load, madd, store
 from .op import Op, call
 from .record import Record
@@ -25,6 +25,11 @@ struct General(TrivialRegisterPassable):
     var S: Int
     var D: Int
     var groups: Int
+
+    @implicit
+    def __init__(out self, s: Conv):
+        """One group, whose taps are neighbours."""
+        self = Self(s.G, s.C, s.H, s.W, s.K, s.R, s.T, s.S, 1, 1)
 
     @always_inline
     def P(self) -> Int:

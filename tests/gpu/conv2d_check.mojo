@@ -14,6 +14,7 @@ from std.testing import assert_true
 from max.gpu.host import DeviceBuffer
 
 from kernels import conv2d as cpu
+from kernels import conv2d_general as general
 from kernels.gpu.conv2d import (
     conv2d_backward_input,
     conv2d_backward_weight,
@@ -30,7 +31,6 @@ from numbers import Floats, GUARD
 comptime Wide = SIMD[DType.float64, LANES]
 
 
-@fieldwise_init
 struct Case(Copyable):
     var name: String
     var G: Int
@@ -41,17 +41,54 @@ struct Case(Copyable):
     var R: Int
     var T: Int
     var S: Int
+    var D: Int
+    var groups: Int
+
+    def __init__(
+        out self,
+        name: String,
+        G: Int,
+        C: Int,
+        H: Int,
+        W: Int,
+        K: Int,
+        R: Int,
+        T: Int,
+        S: Int,
+        D: Int = 1,
+        groups: Int = 1,
+    ):
+        self.name = name
+        self.G = G
+        self.C = C
+        self.H = H
+        self.W = W
+        self.K = K
+        self.R = R
+        self.T = T
+        self.S = S
+        self.D = D
+        self.groups = groups
 
     def P(self) -> Int:
-        return (self.H - self.R) // self.S + 1
+        return (self.H - self.D * (self.R - 1) - 1) // self.S + 1
 
     def Q(self) -> Int:
-        return (self.W - self.T) // self.S + 1
+        return (self.W - self.D * (self.T - 1) - 1) // self.S + 1
 
-    def size(self) -> Conv:
+    def plain(self) -> Conv:
         return Conv(
             self.G, self.C, self.H, self.W, self.K, self.R, self.T, self.S
         )
+
+    def size(self) -> general.General:
+        var s = general.General(self.plain())
+        s.D = self.D
+        s.groups = self.groups
+        return s
+
+    def inputs(self) -> Int:
+        return self.C // self.groups
 
     def x(self) -> Int:
         return self.G * self.C * self.H * self.W * LANES
@@ -60,7 +97,7 @@ struct Case(Copyable):
         return self.G * self.K * self.P() * self.Q() * LANES
 
     def w(self) -> Int:
-        return self.K * self.C * self.R * self.T
+        return self.K * self.inputs() * self.R * self.T
 
 
 # --- memory of the device --------------------------------------------------------------
@@ -153,14 +190,18 @@ def exact[precision: Int](c: Case, x: Ptr, w: Ptr, b: Ptr, dy: Ptr) -> Exact:
                     var sum = Wide(Float64(b[unsafe_offset=k]))
                     var d = factors[precision](dy, out)
                     db[k] += raw(dy, out).reduce_add()
-                    for ch in range(c.C):
+                    var from_ = k // (c.K // c.groups) * c.inputs()
+                    for ch in range(c.inputs()):
                         for r in range(c.R):
                             for t in range(c.T):
-                                var wi = ((k * c.C + ch) * c.R + r) * c.T + t
+                                var wi = (
+                                    (k * c.inputs() + ch) * c.R + r
+                                ) * c.T + t
+                                var h = p * c.S + r * c.D
                                 var xi = (
-                                    ((g * c.C + ch) * c.H + p * c.S + r) * c.W
+                                    ((g * c.C + from_ + ch) * c.H + h) * c.W
                                     + q * c.S
-                                    + t
+                                    + t * c.D
                                 ) * LANES
                                 var wv = factor[precision](w[unsafe_offset=wi])
                                 var xv = factors[precision](x, xi)
@@ -326,13 +367,12 @@ def check_values[precision: Int](q: Queue, c: Case, shards: Int) raises:
     ):
         # The forward sum is the chain of the CPU's kernel.
         var y = Floats(c.y())
-        cpu.conv2d_forward[False](
-            y.p,
-            x.host.p,
-            w.host.p,
-            b.host.p,
-            c.size(),
-        )
+        if c.D * c.groups > 1:
+            general._forward[LANES](y.p, x.host.p, w.host.p, b.host.p, c.size())
+        else:
+            cpu.conv2d_forward[False](
+                y.p, x.host.p, w.host.p, b.host.p, c.plain()
+            )
         check_same("y of the CPU", got.y.host.p, y.p, c.y())
     print(c.name, "precision", precision, "shards", shards, "ok")
 
@@ -448,7 +488,7 @@ def check_pooled[
         x.at(c.x()),
         w.at(),
         b.at(),
-        c.size(),
+        c.plain(),
         PR,
         PT,
         PS,
@@ -474,7 +514,7 @@ def check_pooled[
             x_low.p,
             w_low.p,
             b.host.p,
-            c.size(),
+            c.plain(),
         )
         maxpool_forward[LANES](
             pooled.p,
@@ -517,6 +557,14 @@ def run() raises:
         Case("thin", 1, 2, 3, 4, 3, 3, 3, 1),
         Case("point", 1, 3, 5, 5, 5, 5, 5, 1),
         Case("seven", 1, 3, 13, 13, 8, 7, 7, 2),
+        Case("groups", 2, 6, 8, 10, 9, 3, 2, 1, 1, 3),
+        Case("depthwise", 1, 7, 9, 11, 7, 3, 3, 1, 1, 7),
+        Case("multiplier", 1, 3, 9, 8, 6, 3, 3, 2, 1, 3),
+        Case("dilation", 1, 5, 12, 13, 6, 3, 3, 1, 2),
+        Case("both", 2, 8, 12, 15, 20, 2, 3, 2, 3, 2),
+        Case("stride over dilation", 1, 4, 15, 16, 6, 3, 4, 3, 2, 2),
+        Case("common factor", 1, 2, 17, 14, 2, 3, 2, 4, 6, 2),
+        Case("signal", 1, 6, 1, 40, 4, 1, 5, 2, 3, 2),
     ]
     for c in cases:
         if wanted(c.name):
@@ -525,6 +573,7 @@ def run() raises:
         Case("bits5", 1, 2, 8, 9, 6, 5, 5, 1),
         Case("bits3", 2, 3, 6, 10, 17, 3, 3, 1),
         Case("bits0", 1, 3, 7, 9, 5, 3, 2, 2),
+        Case("bits of groups", 2, 6, 9, 8, 10, 3, 2, 2, 2, 2),
     ]
     for c in small:
         if wanted(c.name):
@@ -555,6 +604,7 @@ def run() raises:
             check_values[BF16](q, c, 1)
             check_values[FP16](q, c, 1)
             check_values[TF32](q, c, 1)
+        check_values[BF16](q, Case("both", 1, 48, 6, 12, 96, 2, 3, 1, 2, 2), 1)
         check_bits[BF16](q, small[1])
         check_bits[TF32](q, small[1])
     if wanted("errors"):

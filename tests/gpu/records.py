@@ -112,6 +112,25 @@ def conv(G, C, H, W, K, R, T, S, form="fp32", fold=1) -> Iterator[Case]:
     yield from products("conv2d", (G, C, H, W, K, R, T, S), n, form, fold)
 
 
+def general(*sizes: int, fold: int = 1) -> Iterator[Case]:
+    """A convolution with groups or dilation: both gradients with it."""
+    G, C, H, W, K, R, T, S, D, groups = sizes
+    P, Q = (H - D * (R - 1) - 1) // S + 1, (W - D * (T - 1) - 1) // S + 1
+    n, m, weights = G * C * H * W * LANES, G * K * P * Q * LANES, K * C // groups * R * T
+    operands = [w("y", m, "zero"), w("x", n), w("dx", n, "zero"), w("dy", m), p("w", weights), p("b", K)]
+    records = [
+        ("conv2d_general_forward", "y", "x", "w", "b", *sizes),
+        ("conv2d_general_backward_input", "dx", "dy", "w", *sizes),
+        ("conv2d_general_backward_weight", "dw", "db", "dy", "x", *sizes),
+    ]
+    yield Case(
+        f"conv2d_general {'x'.join(map(str, sizes))} fold={fold}",
+        [*operands, g("dw", weights), g("db", K)],
+        records,
+        fold=fold,
+    )
+
+
 def pools(planes, H, W, R, T, S) -> Iterator[Case]:
     P, Q = (H - R) // S + 1, (W - T) // S + 1
     n, m = planes * H * W * LANES, planes * P * Q * LANES
@@ -268,6 +287,16 @@ def cases() -> Iterator[Case]:
     yield from conv(1, 1, 1, 1, 1, 1, 1, 1)
     yield from conv(1, 32, 12, 12, 64, 3, 3, 1)
     yield from conv(1, 5, 9, 10, 3, 1, 1, 3)
+    for fold in (1, 2, 8):
+        yield from general(2, 6, 7, 9, 9, 3, 2, 1, 1, 3, fold=fold)
+    yield from general(1, 8, 9, 12, 8, 3, 3, 1, 1, 8)  # each channel by itself
+    yield from general(2, 3, 9, 10, 6, 3, 3, 2, 1, 3)
+    yield from general(1, 4, 15, 13, 5, 3, 3, 1, 2, 1)
+    yield from general(2, 4, 12, 15, 10, 2, 3, 2, 3, 2)
+    yield from general(1, 20, 6, 11, 24, 3, 1, 3, 2, 4)
+    yield from general(1, 6, 1, 23, 4, 1, 4, 2, 3, 2)  # of signals
+    yield from general(1, 2, 5, 5, 2, 5, 5, 1, 1, 2)
+    yield from general(1, 2, 1, 3, 2, 1, 1, 2, 1, 2)
     sizes = (2, 1, 32, 32, 6, 5, 5, 1)
     pooled = 2 * 6 * 14 * 14 * LANES
     yield Case(

@@ -28,7 +28,8 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = HERE / "conv2d_check.mojo"
     key = hashlib.sha256((compiler.compiler_version() + Path(__file__).read_text()).encode())
     kernels = sorted((root / "mojo" / "kernels" / "gpu").glob("conv2d*.mojo"))
-    others = [root / "mojo" / "kernels" / f"{name}.mojo" for name in ("lanes", "conv2d", "pool", "gpu/launch")]
+    names = ("lanes", "conv2d", "conv2d_general", "pool", "gpu/launch")
+    others = [root / "mojo" / "kernels" / f"{name}.mojo" for name in names]
     for path in (source, root / "tests" / "mojo" / "numbers.mojo", *kernels, *others):
         key.update(path.read_bytes())
     target = build.cache_dir() / "tests" / f"conv2d_check-{key.hexdigest()[:16]}"
@@ -51,6 +52,9 @@ def check(program: Path, *names: str, **settings: object) -> str:
     return done.stdout
 
 
+GENERAL = [
+    *("groups", "depthwise", "multiplier", "dilation", "both", "stride over dilation", "common factor", "signal"),
+]
 LAYERS = ["lenet1", "lenet2", "convnet1", "convnet2", "1x1", "stride2", "oblong", "thin", "point", "seven"]
 
 
@@ -59,12 +63,17 @@ def test_results_are_close_to_float64(program):
     assert check(program, *LAYERS).count(" ok\n") == len(LAYERS) + 1
 
 
+def test_groups_and_dilation(program):
+    """The same of convolutions with groups of channels or dilation, also where strides pass over taps."""
+    assert check(program, *GENERAL, late=1, order=3).count(" ok\n") == len(GENERAL) + 1
+
+
 @pytest.mark.parametrize("name", ["large5", "large3", "large1"])
 def test_large_tiles(program, name):
     check(program, name)
 
 
-@pytest.mark.parametrize("name", ["bits5", "bits3", "bits0"])
+@pytest.mark.parametrize("name", ["bits5", "bits3", "bits0", "bits of groups"])
 def test_bits_do_not_depend_on_shards_and_fold(program, name):
     """1, 2, 3, 5 and 8 shards, 1 to 8 of them in a buffer; added to a buffer and written to one."""
     assert f"{name} precision 0 bits ok" in check(program, name)
@@ -78,7 +87,7 @@ def test_pooling_in_the_same_launch(program):
 def test_low_precision(program):
     """Against float64 sums of rounded factors; on tensor cores where the layer is large enough."""
     out = check(program, "low")
-    assert out.count("shards 1 ok") == 12 and out.count("bits ok") == 2
+    assert out.count("shards 1 ok") == 13 and out.count("bits ok") == 2
 
 
 def test_results_are_the_same_when_warps_run_in_another_order(program):

@@ -11,7 +11,6 @@ from odyssey import nn
 from odyssey.core.tensor import Tensor
 from odyssey.errors import ConfigError, ShapeError
 from odyssey.nn.module import Parameter
-from odyssey.testing import check_op
 
 # n, c, (h, w), k, kernel, stride, padding, dilation, groups
 IMAGES = [
@@ -54,17 +53,6 @@ def test_values_and_gradients(case):
     for name, got, right in pairs:
         assert got.shape == right.shape
         assert np.abs(got.numpy() - right.numpy()).max() < 3e-6 * np.abs(right.numpy()).max(), name
-
-
-@pytest.mark.parametrize("case", [IMAGES[0], IMAGES[4]])
-def test_a_training_has_the_same_bits_in_every_layout(case):
-    _, c, size, k, kernel, *how = case
-    shapes = [(k, c // how[3], *kernel), (k,)]
-    check_op(lambda x, w, b: F.conv2d(x, w, b, *how), None, (c, *size), parameters=shapes, batches=())
-
-
-def test_conv1d_trains_in_every_layout():
-    check_op(lambda x, w, b: F.conv1d(x, w, b, 1, 1), None, (3, 11), parameters=[(6, 3, 3), (6,)], batches=())
 
 
 def test_a_sample_has_the_same_bits_in_any_batch():

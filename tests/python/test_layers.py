@@ -134,7 +134,7 @@ ORDER = (
     *FRONT_ENDS[3:],
 )
 BUDGETS = {  # lines of all its files together
-    "mojo": 18_040,
+    "mojo": 18_065,
     "shared/training": 3_450,
     "python/odyssey": 46_610,
     "python/odyssey/comm": 3_900,

@@ -6,15 +6,16 @@ Which kernel computes what is chosen here and in correlate(), by the sizes:
     conv2d_weight.mojo      float32 multiply-adds: gradient of the weights
     conv2d_mma.mojo         tensor cores of NVIDIA GPUs, for tf32, bf16 and fp16
     conv2d_mma_weight.mojo  likewise, gradient of the weights
-    conv2d_any.mojo         sizes that are left
+    conv2d_any.mojo         sizes that are left, groups and dilation (their weights: conv2d_weight.mojo)
     conv2d_tiles.mojo       what they share
 """
 
 from std.sys.info import _has_nvidia_gpu_accelerator
 
 from ..conv2d import Conv
+from ..conv2d_general import General
 from ..lanes import Ptr
-from .conv2d_any import gather_input
+from .conv2d_any import correlate_any, gather_input
 from .conv2d_direct import correlate
 from .conv2d_mma import correlate_mma, worth_it
 from .conv2d_mma_weight import (
@@ -41,17 +42,21 @@ def conv2d_forward[
     shards: Int,
     y: Operand,  # (G, K, P, Q, 16)
     x: Operand,  # (G, C, H, W, 16)
-    w: Operand,  # (K, C, R, T)
+    w: Operand,  # (K, C / groups, R, T)
     b: Operand,  # (K)
-    size: Conv,
+    size: General,
 ) raises:
     """Computes y = x * w + b (cross-correlation), then max(y, 0) if `relu`."""
     var s = Shape.forward(size, precision, relu)
+    comptime low = precision != FP32
+    if s.D * s.groups > 1:
+        correlate_any[PLAIN, low](q, shards, y, NONE, x, w, b, s)
+        return
     comptime if _on_tensor_cores[precision]():
         if worth_it(s):
             correlate_mma[precision, False](q, shards, y, x, w, b, s)
             return
-    correlate[PLAIN, precision != FP32](q, shards, y, NONE, x, w, b, s)
+    correlate[PLAIN, low](q, shards, y, NONE, x, w, b, s)
 
 
 def conv2d_relu_maxpool_forward[
@@ -91,12 +96,12 @@ def conv2d_backward_input[
     shards: Int,
     dx: Operand,  # (G, C, H, W, 16)
     dy: Operand,  # (G, K, P, Q, 16)
-    w: Operand,  # (K, C, R, T)
-    size: Conv,
+    w: Operand,  # (K, C / groups, R, T)
+    size: General,
 ) raises:
     """Writes the gradient of the (padded) input."""
     var s = Shape.forward(size, precision, False)
-    if size.S != 1:
+    if size.S * size.D * size.groups != 1:
         gather_input[precision != FP32](q, shards, dx, dy, w, s)
         return
     s.C = size.K
@@ -117,14 +122,14 @@ def conv2d_backward_input[
 def conv2d_backward_weight_scratch(
     shards: Int,
     fold: Int,
-    size: Conv,
+    size: General,
 ) -> Int:
     """Floats of scratch memory that conv2d_backward_weight wants."""
     var s = Shape.forward(size, FP32, False)
     var most = pieces(s)
     comptime if _on_tensor_cores[BF16]():
         most = max(most, pieces_mma(s))
-    return shards * most * size.K * (size.taps() + 1)
+    return shards * most * s.K * (s.taps() + 1)
 
 
 def conv2d_backward_weight[
@@ -133,12 +138,12 @@ def conv2d_backward_weight[
     q: Queue,
     shards: Int,
     fold: Int,  # 1, 2, 4 or 8
-    dw: Operand,  # (K, C, R, T), one for `fold` shards
+    dw: Operand,  # (K, C / groups, R, T), one for `fold` shards
     db: Operand,  # (K), likewise
     dy: Operand,  # (G, K, P, Q, 16)
     x: Operand,  # (G, C, H, W, 16)
     scratch: Ptr,
-    size: Conv,
+    size: General,
     accumulate: Bool,
 ) raises:
     """Writes the gradients of weights and bias, or adds them to what is there if `accumulate`.
@@ -154,7 +159,7 @@ def conv2d_backward_weight[
         )
     var s = Shape.forward(size, precision, False)
     comptime if _on_tensor_cores[precision]():
-        if worth_it_for_weights(s):
+        if s.D * s.groups == 1 and worth_it_for_weights(s):
             weight_gradient_mma[precision](
                 q, shards, fold, dw, db, dy, x, scratch, s, accumulate
             )

@@ -1,7 +1,8 @@
-"""Correlation on a GPU for sizes that no other kernel takes: one output a thread, everything from global memory.
+"""Correlation on a GPU for sizes that no other kernel takes, groups of channels and dilation among them: one output a
+thread, everything from global memory.
 
-Sums have the order of conv2d_direct.mojo. Here too is the gradient of the input for strides above 1, where each pixel
-gathers the taps that used it.
+Sums have the order of conv2d_direct.mojo. Here too is the gradient of the input for strides above 1, groups and dilation,
+where each pixel gathers the taps that used it.
 """
 
 from std.utils.numerics import isnan
@@ -16,6 +17,7 @@ from .conv2d_tiles import (
     Sizes,
     THREADS,
     at_least,
+    quotient,
     rounded,
     split,
 )
@@ -30,14 +32,16 @@ def _sum_at[
 ) -> Float32:
     """One output of one sample; x is at its lane."""
     var taps = s.R * s.T
+    var inputs = s.inputs()
+    var first = quotient(k, s.outputs()) * inputs
     var sum = start
-    for c in range(s.C):
+    for c in range(inputs):
         for r in range(s.R):
             for t in range(s.T):
-                var h = p * s.S + r - s.pad_rows
-                var i = q * s.S + t - s.pad_columns
-                var wi = (k * s.C + c) * taps + r * s.T + t
-                comptime if padded:
+                var h = p * s.S + r * s.D - s.pad_rows
+                var i = q * s.S + t * s.D - s.pad_columns
+                var wi = (k * inputs + c) * taps + r * s.T + t
+                comptime if padded:  # of one group
                     wi = (c * s.K + k) * taps + taps - 1 - r * s.T - t
                     if not (
                         UInt32(h) < UInt32(s.H) and UInt32(i) < UInt32(s.W)
@@ -45,7 +49,9 @@ def _sum_at[
                         continue
                 sum = rounded[low](
                     x[
-                        unsafe_offset=(((g * s.C + c) * s.H + h) * s.W + i)
+                        unsafe_offset=(
+                            ((g * s.C + first + c) * s.H + h) * s.W + i
+                        )
                         * LANES
                     ],
                     s.precision,
@@ -113,40 +119,43 @@ def _each[
 def _each_input[
     low: Bool
 ](dx: Ptr, dx_step: Int64, dy: Ptr, dy_step: Int64, w: Ptr, sizes: Sizes):
-    """Gradient of the input for any stride; sizes are those of the convolution.
-    """
+    """Gradient of the input of any convolution, whose sizes these are."""
     var s = Shape(sizes)
     var n = global_idx.x // LANES
     var i = split(n, s.W)
     var h = split(n, s.H)
-    var c = split(n, s.C)
+    var group = split(n, s.C)
     if n >= s.G:
         return
+    var inputs = s.inputs()
+    var outputs = s.outputs()
+    var c = split(group, inputs)
     var dyp = dy.unsafe_offset(
         block_idx.z * Int(dy_step)
         + n * s.K * s.P * s.Q * LANES
         + thread_idx.x % LANES
     )
+    var step = s.S if s.D == 1 else 1  # else taps may meet more often
     var sum = Float32(0)
-    for k in range(s.K):
-        for r in range(h % s.S, min(s.R, h + 1), s.S):
-            var p = (h - r) // s.S
-            for t in range(i % s.S, min(s.T, i + 1), s.S):
-                var q = (i - t) // s.S
-                if p < s.P and q < s.Q:
-                    sum = rounded[low](
-                        dyp[unsafe_offset=((k * s.P + p) * s.Q + q) * LANES],
+    for k in range(group * outputs, (group + 1) * outputs):
+        for r in range(h % step, min(s.R, h + 1), step):
+            var p = h - r * s.D
+            if p < 0 or split(p, s.S) != 0 or p >= s.P:
+                continue
+            for t in range(i % step, min(s.T, i + 1), step):
+                var q = i - t * s.D
+                if q < 0 or split(q, s.S) != 0 or q >= s.Q:
+                    continue
+                sum = rounded[low](
+                    dyp[unsafe_offset=((k * s.P + p) * s.Q + q) * LANES],
+                    s.precision,
+                ).fma(
+                    rounded[low](
+                        w[unsafe_offset=((k * inputs + c) * s.R + r) * s.T + t],
                         s.precision,
-                    ).fma(
-                        rounded[low](
-                            w[
-                                unsafe_offset=((k * s.C + c) * s.R + r) * s.T
-                                + t
-                            ],
-                            s.precision,
-                        ),
-                        sum,
-                    )
+                    ),
+                    sum,
+                )
     dx[unsafe_offset=block_idx.z * Int(dx_step) + global_idx.x] = sum
 
 
@@ -188,8 +197,7 @@ def gather_input[
 ](
     q: Queue, shards: Int, dx: Operand, dy: Operand, w: Operand, shape: Shape
 ) raises:
-    """The gradient of the input for any stride; `shape` is that of the convolution.
-    """
+    """The gradient of the input of any convolution, whose shape this is."""
     q.enqueue_function[_each_input[low]](
         dx.ptr(),
         dx.step(),

@@ -15,7 +15,7 @@ from std.utils.numerics import isnan
 from max.gpu import WARP_SIZE
 from max.gpu.primitives.warp import shuffle_xor
 
-from ..conv2d import Conv
+from ..conv2d_general import General
 from ..lanes import F32, LANES
 from .launch import BF16, FP16
 
@@ -33,12 +33,13 @@ comptime PLAIN = 0
 comptime PADDED = 1  # the gradient of the input: zeros around, the weights turned
 comptime POOLED = 2  # ReLU, then the maximum of each window; 2 x 2 in conv2d_direct.mojo
 
-comptime Sizes = StaticTuple[Int32, 23]
+comptime FIELDS = 25  # of Shape
+comptime Sizes = StaticTuple[Int32, FIELDS]
 
 
 @fieldwise_init
 struct Shape(TrivialRegisterPassable):
-    """The sizes of a correlation: y (G, K, P, Q, 16) from x (G, C, H, W, 16) and w (K, C, R, T).
+    """The sizes of a correlation: y (G, K, P, Q, 16) from x (G, C, H, W, 16) and w (K, C / groups, R, T).
 
     `pad_rows` rows and `pad_columns` columns of zeros are around x without being in memory.
     """
@@ -53,6 +54,8 @@ struct Shape(TrivialRegisterPassable):
     var R: Int
     var T: Int
     var S: Int
+    var D: Int  # from one tap to the next
+    var groups: Int  # of channels (conv2d_general.mojo)
     var pad_rows: Int
     var pad_columns: Int
     var k_warps: Int  # warps of a block that differ in their output channels
@@ -68,90 +71,58 @@ struct Shape(TrivialRegisterPassable):
     var tiles: Int  # of pixels that each warp computes, one after the other
 
     @staticmethod
-    def forward(size: Conv, precision: Int, relu: Bool) -> Self:
+    def forward(size: General, precision: Int, relu: Bool) -> Self:
         """A convolution as the launchers have it."""
-        return Self(
-            size.G,
-            size.C,
-            size.H,
-            size.W,
-            size.K,
-            size.P(),
-            size.Q(),
-            size.R,
-            size.T,
-            size.S,
-            0,
-            0,
-            1,
-            1,
-            precision,
-            1 if relu else 0,
-            1,
-            1,
-            1,
-            1,
-            1,
-            1,
-            1,
-        )
+        var s = Self(Sizes(fill=1))
+        s.G = size.G
+        s.C = size.C
+        s.H = size.H
+        s.W = size.W
+        s.K = size.K
+        s.P = size.P()
+        s.Q = size.Q()
+        s.R = size.R
+        s.T = size.T
+        s.S = size.S
+        s.D = size.D
+        s.groups = size.groups
+        s.pad_rows = 0
+        s.pad_columns = 0
+        s.precision = precision
+        s.relu = 1 if relu else 0
+        return s
 
     @always_inline
     def __init__(out self, s: Sizes):
         """What pack() made."""
-        self = Self(
-            Int(s[0]),
-            Int(s[1]),
-            Int(s[2]),
-            Int(s[3]),
-            Int(s[4]),
-            Int(s[5]),
-            Int(s[6]),
-            Int(s[7]),
-            Int(s[8]),
-            Int(s[9]),
-            Int(s[10]),
-            Int(s[11]),
-            Int(s[12]),
-            Int(s[13]),
-            Int(s[14]),
-            Int(s[15]),
-            Int(s[16]),
-            Int(s[17]),
-            Int(s[18]),
-            Int(s[19]),
-            Int(s[20]),
-            Int(s[21]),
-            Int(s[22]),
-        )
+        var numbers = Array[Int, FIELDS](fill=0)
+        comptime for i in range(FIELDS):
+            numbers[i] = Int(s[i])
+        self = numbers.unsafe_ptr().unsafe_bitcast[Self]()[]
 
     def pack(self) -> Sizes:
-        """As an argument of a kernel."""
-        return Sizes(
-            Int32(self.G),
-            Int32(self.C),
-            Int32(self.H),
-            Int32(self.W),
-            Int32(self.K),
-            Int32(self.P),
-            Int32(self.Q),
-            Int32(self.R),
-            Int32(self.T),
-            Int32(self.S),
-            Int32(self.pad_rows),
-            Int32(self.pad_columns),
-            Int32(self.k_warps),
-            Int32(self.chunk),
-            Int32(self.precision),
-            Int32(self.relu),
-            Int32(self.PR),
-            Int32(self.PT),
-            Int32(self.PS),
-            Int32(self.pieces),
-            Int32(self.units),
-            Int32(self.pixel_warps),
-            Int32(self.tiles),
-        )
+        """As an argument of a kernel: its fields in order."""
+        comptime assert FIELDS == reflect[Self].field_count()
+        var numbers = Pointer(to=self).unsafe_bitcast[Int]()
+        var s = Sizes(fill=0)
+        for i in range(FIELDS):
+            s[i] = Int32(numbers[unsafe_offset=i])
+        return s
+
+    @always_inline
+    def inputs(self) -> Int:
+        """Channels of x that a channel of y reads."""
+        return quotient(self.C, self.groups)
+
+    @always_inline
+    def outputs(self) -> Int:
+        """Channels of y that read a channel of x."""
+        return quotient(self.K, self.groups)
+
+    @always_inline
+    def taps(self) -> Int:
+        """Weights of one output channel."""
+        return self.inputs() * self.R * self.T
 
 
 @always_inline

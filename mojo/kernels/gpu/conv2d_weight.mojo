@@ -48,7 +48,7 @@ comptime SEGMENT = 12  # pixels of a segment, at least
 @always_inline
 def known(s: Shape) -> Bool:
     """True for the kernels that have a form of their own."""
-    return s.S == 1 and s.R == s.T and (s.T == 3 or s.T == 5)
+    return s.S * s.D * s.groups == 1 and s.R == s.T and (s.T == 3 or s.T == 5)
 
 
 @always_inline
@@ -62,9 +62,15 @@ def tile_of_k(s: Shape) -> Int:
 
 
 @always_inline
+def tiles_of_k(s: Shape) -> Int:
+    """Tiles that the output channels are cut into, each group for itself."""
+    return s.groups * ceildiv(s.outputs(), tile_of_k(s))
+
+
+@always_inline
 def tiles_of_taps(s: Shape) -> Int:
     """Tiles that the taps of all input channels are cut into."""
-    return s.C if known(s) else ceildiv(s.C * s.R * s.T, ANY_TAPS)
+    return s.C if known(s) else ceildiv(s.taps(), ANY_TAPS)
 
 
 @always_inline
@@ -81,7 +87,7 @@ def units_of_a_team(s: Shape) -> Int:
     shard remain.
     """
     var taps = s.T * s.T if known(s) else ANY_TAPS
-    var tiles = ceildiv(s.K, tile_of_k(s)) * tiles_of_taps(s)
+    var tiles = tiles_of_k(s) * tiles_of_taps(s)
     var units = s.G * s.P * segments(s)
     var work = ceildiv(s.Q, segments(s)) * tile_of_k(s) * taps
     var wide = units * tiles // (TEAMS * 512)
@@ -106,10 +112,12 @@ def _store[
     sums: Array[Float32, n],
     s: Shape,
     k: Int,
+    last: Int,
     tap: Int,
     taps: Int,
 ):
-    """Writes the warp's KT x TT weights and KT biases of its tile, which begins at (k, tap).
+    """Writes the warp's KT x TT weights and KT biases of its tile, which begins at (k, tap) and has no channel from `last`
+    on.
     """
     var lane = thread_idx.x % WARP_SIZE
     comptime for group in range(ceildiv(n, WARP_SIZE)):
@@ -117,9 +125,9 @@ def _store[
         var i = group * WARP_SIZE + lane
         if i < KT * TT:
             var j = tap + i % TT
-            if k + i // TT < s.K and j < taps:
+            if k + i // TT < last and j < taps:
                 partial[unsafe_offset=(k + i // TT) * taps + j] = sum
-        elif i < n and tap == 0 and k + i - KT * TT < s.K:
+        elif i < n and tap == 0 and k + i - KT * TT < last:
             partial[unsafe_offset=s.K * taps + k + i - KT * TT] = sum
 
 
@@ -215,6 +223,7 @@ def _sums[
         acc,
         s,
         k,
+        s.K,
         c * TT,
         taps,
     )
@@ -223,7 +232,7 @@ def _sums[
 def _sums_any[
     low: Bool
 ](scratch: Ptr, dy: Ptr, dy_step: Int64, x: Ptr, x_step: Int64, sizes: Sizes,):
-    """Any kernel and stride. Tile: ANY_K output channels x ANY_TAPS taps (c, r, t) in a row.
+    """Any convolution. Tile: ANY_K output channels of a group x ANY_TAPS taps (c, r, t) in a row.
     """
     comptime N = ANY_K * ANY_TAPS + ANY_K
     var s = Shape(sizes)
@@ -234,13 +243,17 @@ def _sums_any[
     var k_warp = split(warp, s.k_warps)
     var c_warp = split(warp, s.chunk)
     var block = block_idx.y
-    var k = (
-        split(block, ceildiv(s.K, ANY_K * s.k_warps)) * s.k_warps + k_warp
-    ) * ANY_K
+    var tiles = ceildiv(s.outputs(), ANY_K)
+    var group = (
+        split(block, ceildiv(s.groups * tiles, s.k_warps)) * s.k_warps + k_warp
+    )
+    var k = split(group, tiles) * ANY_K
+    k += group * s.outputs()
+    var last = (group + 1) * s.outputs()
     var tap = (block * s.chunk + c_warp) * ANY_TAPS
     var piece = block_idx.x * s.pixel_warps + warp
-    var taps = s.C * s.R * s.T
-    if k >= s.K or tap >= taps or piece >= s.pieces:
+    var taps = s.taps()
+    if group >= s.groups or tap >= taps or piece >= s.pieces:
         return
     var cuts = segments(s)
     var units = s.G * s.P * cuts
@@ -251,7 +264,8 @@ def _sums_any[
         var c = min(tap + j, taps - 1)
         var t = split(c, s.T)
         var r = split(c, s.R)
-        offset[j] = ((c * s.H + r) * s.W + t) * LANES
+        c += group * s.inputs()
+        offset[j] = ((c * s.H + r * s.D) * s.W + t * s.D) * LANES
 
     var acc = Array[Float32, N](fill=0)
     for unit in range(
@@ -277,7 +291,7 @@ def _sums_any[
             comptime for j in range(ANY_TAPS):
                 v[j] = rounded[low](xp[unsafe_offset=offset[j]], s.precision)
             comptime for i in range(ANY_K):
-                var d = dp[unsafe_offset=min(i, s.K - 1 - k) * plane]
+                var d = dp[unsafe_offset=min(i, last - 1 - k) * plane]
                 acc[ANY_K * ANY_TAPS + i] += d
                 d = rounded[low](d, s.precision)
                 comptime for j in range(ANY_TAPS):
@@ -290,6 +304,7 @@ def _sums_any[
         acc,
         s,
         k,
+        last,
         tap,
         taps,
     )
@@ -392,7 +407,7 @@ def weight_gradient[
     var s = shape
     s.pieces = pieces(s)
     s.units = units_of_a_team(s)
-    var tiles_k = ceildiv(s.K, tile_of_k(s))
+    var tiles_k = tiles_of_k(s)
     spread_warps(s, shards, tiles_k, tiles_of_taps(s))
 
     @always_inline
@@ -431,7 +446,7 @@ def weight_gradient[
         db,
         scratch,
         s.pieces,
-        s.K * s.C * s.R * s.T,
+        s.K * s.taps(),
         s.K,
         accumulate,
     )

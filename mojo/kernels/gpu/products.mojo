@@ -1,6 +1,7 @@
 """Ops of convolutions and linear layers on a GPU: the launcher for a record's precision, with or without its ReLU."""
 
 from ..conv2d import Conv
+from ..conv2d_general import General
 from ..record import Record, sizes_of
 from .conv2d import (
     conv2d_backward_input,
@@ -44,6 +45,14 @@ def _conv2d_forward[precision: Int](q: Queue, r: Launch) raises:
 
 
 def _conv2d_backward_weight[precision: Int](q: Queue, r: Launch) raises:
+    _weights[precision](q, r, sizes_of[Conv](r, 6))
+
+
+def _general_backward_weight(q: Queue, r: Launch) raises:
+    _weights[FP32](q, r, sizes_of[General](r, 5))
+
+
+def _weights[precision: Int](q: Queue, r: Launch, size: General) raises:
     conv2d_backward_weight[precision](
         q,
         r.shards,
@@ -53,7 +62,7 @@ def _conv2d_backward_weight[precision: Int](q: Queue, r: Launch) raises:
         r.op(3),
         r.op(4),
         r.scratch,
-        sizes_of[Conv](r, 6),
+        size,
         r.accumulate,
     )
 
@@ -61,6 +70,12 @@ def _conv2d_backward_weight[precision: Int](q: Queue, r: Launch) raises:
 def _conv2d_scratch(r: Record, shards: Int, fold: Int) -> Int:
     return 4 * conv2d_backward_weight_scratch(
         shards, fold, sizes_of[Conv](r, 6)
+    )
+
+
+def _general_scratch(r: Record, shards: Int, fold: Int) -> Int:
+    return 4 * conv2d_backward_weight_scratch(
+        shards, fold, sizes_of[General](r, 5)
     )
 
 
@@ -133,6 +148,16 @@ def ops() -> List[GpuOp]:
                 " pool S"
             ),
             call[conv2d_relu_maxpool_forward[FP32]],
+        ),
+        GpuOp("conv2d_general_forward", call[conv2d_forward[FP32, False]]),
+        GpuOp(
+            "conv2d_general_backward_weight",
+            _general_backward_weight,
+            _general_scratch,
+        ),
+        GpuOp(
+            "conv2d_general_backward_input",
+            call[conv2d_backward_input[FP32]],
         ),
         GpuOp("linear_forward", _by_dtype[_linear_forward]),
         GpuOp("linear_backward_weight", _by_dtype[_linear_backward_weight]),

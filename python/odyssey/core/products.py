@@ -87,7 +87,7 @@ def conv2d(
     Args:
         dilation: pixels from one tap of a kernel to the next.
         groups: runs of channels of x, each of which a run of channels of y reads. With these two, products are float32
-            in every precision, and CPUs alone compute them.
+            in every precision.
         algorithm: "auto", "direct" or "winograd", which is for 3 x 3 with stride 1, at least 8 channels of x and y,
             y of at least 8 x 8 and float32 products, and leaves others direct; None: the trainer's conv_algorithm.
 
