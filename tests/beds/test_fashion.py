@@ -1,6 +1,6 @@
 """ResNet-18 on Fashion-MNIST, 50 steps of it; Debian's package dataset-fashion-mnist has the pictures. The whole of it
-is `odyssey train --model resnet18 --dataset fashion-mnist --data-dir /usr/share/datasets --nesterov --epochs 5`, with 93.35 %
-in bf16 (docs/log.md)."""
+is `odyssey train --model resnet18 --dataset fashion-mnist --data-dir /usr/share/datasets --nesterov --epochs 5`, with
+93.35 % in bf16 (docs/log.md)."""
 
 from __future__ import annotations
 
