@@ -11,7 +11,7 @@ import itertools
 import numpy as np
 import pytest
 
-from odyssey import device, nn
+from odyssey import data, device, nn, optim
 from odyssey import functional as F
 from odyssey.comm import mock
 from odyssey.core import native
@@ -21,8 +21,10 @@ from odyssey.core.tensor import empty, layout_of, make
 from odyssey.errors import ConfigError
 from odyssey.parallel import tensor as tp
 from odyssey.parallel.exchange import Exchange
+from odyssey.parallel.mesh import Mesh
 from odyssey.parallel.plan import nodes
 from odyssey.parallel.stages import partition
+from odyssey.train.trainer import DistributedTrainer
 
 SIZES = (1, 2, 3, 4)
 
@@ -427,3 +429,19 @@ def test_layers_too_narrow_stay_whole():
     finally:
         MODELS.pop("narrow")
         MODELS.pop("narrower", None)
+
+
+def test_a_shared_layer_smaller_than_a_vector_of_lanes():
+    """Its part on a rank is 8 numbers of a bucket of 16."""
+    rng = np.random.default_rng(0)
+    samples = data.arrays(rng.normal(size=(64, 2)).astype(np.float32), np.arange(64) % 8, classes=8)
+
+    def run(comm=None, **settings):
+        model = nn.Sequential(nn.Linear(2, 8, bias=False))
+        model[0].weight.data[...] = np.linspace(-1, 1, 16, dtype=np.float32).reshape(8, 2)
+        t = DistributedTrainer(model, optim.AdamW(lr=0.01), shard_size=8, comm=comm, **settings)
+        t.fit(data.DataLoader(samples, batch_size=32), epochs=1, verbose=False)
+        return t.weights_sha256()
+
+    wanted = run()
+    assert mock.run(4, lambda comm: run(comm, mesh=Mesh(dp=2, tp=2), zero=1)) == [wanted] * 4

@@ -124,8 +124,8 @@ class Parts:
         requests = []
         for b, bucket in enumerate(self.buckets):
             lo, hi = self.own[b]
-            direct = len(bucket.pieces) == 1
             first = bucket.pieces[0].lo if bucket.pieces else 0
+            direct = len(bucket.pieces) == 1 and first + bucket.floats <= flat.size  # padded, it may be longer
             whole = flat[first : first + bucket.floats] if direct else np.empty(bucket.floats, flat.dtype)
             if own is not None:
                 whole[lo:hi] = own[b]
