@@ -232,7 +232,7 @@ class _Around(nn.Module):
         if self.positive:
             values = [F.add(F.sigmoid(v), 0.1) for v in values]
         y = self.op(*values, *(getattr(self, name) for name in self.names))
-        return self.after(F.flatten(y))
+        return self.after(F.reshape(y, n, -1))
 
 
 def _check_training(
