@@ -34,7 +34,7 @@ history = trainer.fit(data.DataLoader(train, batch_size=32), epochs=1)
 reveal_type(model(Tensor(np.zeros((2, 784), np.float32))))  # Tensor
 reveal_type(F.relu(Tensor([1.0])) + 1)  # Tensor
 reveal_type(history.records)  # list[dict[str, Any]]
-reveal_type(trainer.predict(train))  # ndarray
+reveal_type(trainer.predict(train))  # Any
 reveal_type(load("runs/1"))  # Module
 nn.Linear("a", 10)  # wrong
 optim.SGD(lr="fast")  # wrong
