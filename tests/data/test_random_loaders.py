@@ -181,3 +181,14 @@ def test_each_rank_reads_its_own(number):
                     for leaf, value in zip(own_leaves, leaves(wanted), strict=True):
                         assert leaf[i].astype(np.float64).tobytes() == np.asarray(value, np.float64).tobytes()
             same(batch.whole(), numbers, samples)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: transforms.RandomCrop(padding=2), transforms.HorizontalFlip, lambda: transforms.Cutout(3)]
+)
+def test_grey_pictures_without_a_channel_are_transformed_like_those_with_one(make):
+    grey, draw = np.random.default_rng(3).random((5, 7, 6), np.float32), transforms.Draw(1, 2, np.arange(5), 0)
+    found = make().batch(grey, draw)
+    assert found.shape == (5, 1, 7, 6)
+    np.testing.assert_array_equal(found, make().batch(grey[:, None], draw))
+    assert (found[:, 0] != grey).any()

@@ -1,7 +1,8 @@
 """Augmentation whose random numbers are a function of (seed, epoch, sample): the same on any layout, after any resume.
 
 A transform of one's own is a function of (sample, rng); those here work on all samples of a batch at once, and give
-each the numbers that it would have alone. Images are (C, H, W), as the model gets them.
+each the numbers that it would have alone. Images are (C, H, W), as the model gets them; crops, flips and cutouts make
+(1, H, W) of (H, W).
 """
 
 from __future__ import annotations
@@ -70,10 +71,12 @@ class Vectorized:
 
 
 def _images(images: Tree, who: str) -> np.ndarray:
+    if isinstance(images, np.ndarray) and images.ndim == 3:
+        images = images[:, None]
     if not isinstance(images, np.ndarray) or images.ndim != 4:
         shape = getattr(images, "shape", (0,))[1:]
         kind = f"an array {shape}" if isinstance(images, np.ndarray) else f"a {type(images).__name__}"
-        raise DataError(f"[data] {who}: a sample is {kind}; images (C, H, W) are allowed")
+        raise DataError(f"[data] {who}: a sample is {kind}; images (C, H, W) and (H, W) are allowed")
     return images
 
 
@@ -90,7 +93,8 @@ class RandomCrop(Vectorized):
         self.fill = fill
 
     def batch(self, images: np.ndarray, draw: Draw) -> np.ndarray:
-        n, channels, h, w = _images(images, "RandomCrop").shape
+        images = _images(images, "RandomCrop")
+        n, channels, h, w = images.shape
         p, height, width = self.padding, self.size[0] or h, self.size[1] or w
         if height > h + 2 * p or width > w + 2 * p:
             raise DataError(
@@ -112,7 +116,8 @@ class HorizontalFlip(Vectorized):
         self.p = _probability("HorizontalFlip", p)
 
     def batch(self, images: np.ndarray, draw: Draw) -> np.ndarray:
-        out, flip = _images(images, "HorizontalFlip").copy(), draw.uniform(0) < self.p
+        images, flip = _images(images, "HorizontalFlip"), draw.uniform(0) < self.p
+        out = images.copy()
         out[flip] = images[flip, :, :, ::-1]
         return out
 
@@ -125,7 +130,8 @@ class Cutout(Vectorized):
         self.p = _probability("Cutout", p)
 
     def batch(self, images: np.ndarray, draw: Draw) -> np.ndarray:
-        out = _images(images, "Cutout").copy()
+        images = _images(images, "Cutout")
+        out = images.copy()
         inside = draw.uniform(2)[:, None, None] < self.p
         for which, axis in ((0, 2), (1, 3)):
             length = images.shape[axis]
