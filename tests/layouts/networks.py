@@ -367,6 +367,9 @@ class Decoder(nn.Module):
             setattr(self, f"norm{i}", SAMPLE_NORMS[norm](width))
             if kind in ("attention", "masked"):
                 setattr(self, f"inner{i}", nn.MultiheadAttention(width, given[0], given[-1], given[1]))
+            elif kind == "separate":
+                setattr(self, f"inner{i}", nn.ModuleList(nn.Linear(width, width, given[1]) for _ in "qkv"))
+                setattr(self, f"outer{i}", nn.Linear(width, width, given[1]))
             else:
                 setattr(self, f"inner{i}", nn.Linear(width, given[0]))
                 setattr(self, f"outer{i}", nn.Linear(given[0], width))
@@ -380,6 +383,10 @@ class Decoder(nn.Module):
             y = getattr(self, f"norm{i}")(x)
             if kind == "attention":
                 y = getattr(self, f"inner{i}")(y, is_causal=given[2])
+            elif kind == "separate":
+                q, k, v = (layer(y) for layer in getattr(self, f"inner{i}"))
+                past, p = 0 if given[2] else None, given[-1] if self.training else 0.0
+                y = getattr(self, f"outer{i}")(F.attention(q, k, v, given[0], past, dropout=p))
             elif kind == "masked":
                 y = self._masked(getattr(self, f"inner{i}"), y, ids, given[0], given[2])
             else:
@@ -411,13 +418,14 @@ class Pooled(Decoder):
 @draw("network", 2)
 def sequences(random: Random) -> Network:
     """A decoder or encoder of tokens, of any odd sizes; the output layer may be the embedding's."""
-    heads, length, vocabulary = random.integer(1, 4), random.integer(1, 20), random.integer(2, 30)
+    heads = random.one([1, 2, 3, 4, 8], [2, 3, 2, 5, 3])  # those of which ranks have some, and others
+    length, vocabulary = random.integer(1, 20), random.integer(2, 30)
     width, tied, each = heads * random.integer(1, 9), random.chance(0.4), random.chance(0.6)
     blocks, norms = [], ["layer_norm", "rms_norm"]
     for _ in range(random.integer(1, 3)):
         p = random.one([0.0, 0.2])
         if random.chance(0.6):
-            kind = random.one(["attention", "masked"], [2, 1])
+            kind = random.one(["attention", "separate", "masked"], [3, 2, 1])
             blocks.append((kind, random.one(norms), heads, random.chance(0.7), random.chance(0.7), p))
         else:
             inner = random.one(["gelu", "silu", "relu", "softplus"])
