@@ -13,6 +13,7 @@ other sequences, at any place in the batch, and with keys computed in another ca
     past  keys before the first query: query i sees keys up to i + past. S: all; 0: up to its own
     fused  1 if q, k and v are thirds of the features of one tensor
     p, layer  dropout of probabilities, and its number in the model; 0: none
+    head  number of the first head in the layer, for dropout: of a layer's heads a rank may have some
 """
 
 from std.math import ceildiv
@@ -514,20 +515,20 @@ def ops() -> List[Op]:
             "attention_forward",
             (
                 "y, lse; q, k, v, ~scratch;"
-                " N, T, S, H, D, past, fused, scale, p, layer"
+                " N, T, S, H, D, past, fused, scale, p, layer, head"
             ),
             call[_attention_forward],
-            "lanes",
+            "lanes heads",
             _forward_scratch,
         ),
         Op(
             "attention_backward",
             (
                 "dq, dk, dv; dy, y, lse, q, k, v, ~scratch;"
-                " N, T, S, H, D, past, fused, scale, p, layer"
+                " N, T, S, H, D, past, fused, scale, p, layer, head"
             ),
             _attention_backward,
-            "lanes",
+            "lanes heads",
             _backward_scratch,
         ),
     ]

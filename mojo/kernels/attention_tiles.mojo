@@ -34,6 +34,7 @@ struct Attention(TrivialRegisterPassable):
     var scale: Float32
     var p: Float32
     var layer: Int
+    var head: Int
 
     @always_inline
     def features(self) -> Int:
@@ -56,7 +57,7 @@ struct Attention(TrivialRegisterPassable):
         """The first number of a head's keys, in fours. A query draws as a token of H times S features does in Dropout,
         with S rounded up to a multiple of 4.
         """
-        return head * ceildiv(self.S, 4)
+        return (self.head + head) * ceildiv(self.S, 4)
 
 
 @fieldwise_init

@@ -9,6 +9,7 @@ scratch memory, of as many bytes as the op's last function says. Traits are word
     lanes     there is no form for rows: the parts of layers that ranks share
     sums      what it adds up is a sum over samples: shards may share the buffer that it adds to
     features  every feature is computed by itself, so it runs on some of them as on all; the last size counts numbers
+    heads     every head is computed by itself, so it runs on some of them: H heads of D features, `head` is the first one's number
     again     it is quickly computed once more, so that its first output need not be kept for the backward pass; the others
               are, and where the op has a size `again`, 1 says that they are there
 

@@ -260,7 +260,7 @@ def others() -> Iterator[Case]:
         each = [w(name, h * d * size) for name, size in zip(("q", "k", "v"), many, strict=True)]
         slopes = [w("d" + x.name, x.floats, "zero") for x in each]
         rest = [w("y", h * d * many[0], "zero"), w("lse", h * many[0], "zero"), w("dy", h * d * many[0])]
-        sizes = (n, t, s, h, d, past, 0, 0.4, drop, 3)
+        sizes = (n, t, s, h, d, past, 0, 0.4, drop, 3, 5)
         yield Case(
             f"attention {t}x{s} dropout {drop}",
             [*each, *slopes, *rest, w("s", 1 << 16)],

@@ -6,7 +6,9 @@ between, each with memory of its own that holds NaN where nothing was written.
 
 from __future__ import annotations
 
+import functools
 import itertools
+import random
 
 import numpy as np
 import pytest
@@ -102,6 +104,36 @@ class Stages(nn.Module):
         return self.d(F.tanh(self.c(x)))
 
 
+class Attentive(nn.Module):
+    """Random attention: of any heads, from one layer or three, over T tokens or others', with what may be around it."""
+
+    def __init__(self, seed):
+        super().__init__()
+        rng = random.Random(f"attention {seed}")
+        self.heads, self.tokens = rng.choice([1, 2, 3, 4, 4, 8]), rng.randint(2, 20)
+        self.width, self.kind = self.heads * rng.randint(1, 6), rng.choice(["qkv", "qkv", "q, k, v", "of few", "q"])
+        self.past, self.p, bias = rng.choice([0, None]), rng.choice([0.0, 0.3]), rng.random() < 0.5
+        self.between = rng.choice([None, None, None, F.gelu, F.relu, lambda x: F.dropout(x, 0.2)])
+        layers, each = {"qkv": (1, 3 * self.width), "q": (1, self.width)}.get(self.kind, (3, self.width))
+        self.qkv = nn.ModuleList(nn.Linear(self.width, each, bias) for _ in range(layers))
+        self.out, self.checkpointed = nn.Linear(self.width, self.width, bias), rng.random() < 0.2
+        self.twice = rng.random() < 0.15  # somebody else needs all of y
+        self.head, self.loss = nn.Linear(self.width, 5), nn.CrossEntropyLoss()
+
+    def attention(self, x):
+        few = x[:, : max(self.tokens // 2, 1)] if self.kind == "of few" else x
+        given = [layer(x if i == 0 else few) for i, layer in enumerate(self.qkv)]
+        given = [self.between(t) if self.between else t for t in given] + [x if self.kind == "q" else None] * 2
+        y = F.attention(*given[:3], self.heads, self.past, dropout=self.p)
+        return self.out(y) + y if self.twice else self.out(y)
+
+    def forward(self, x):
+        x = x.reshape(x.shape[0], self.tokens, self.width)
+        x = x + (nn.checkpoint(self.attention, x) if self.checkpointed else self.attention(x))
+        return self.head(x.mean(1))
+
+
+ATTENTIVE = {f"attention {seed}": functools.partial(Attentive, seed) for seed in range(24)}
 MODELS = {
     "lenet5": (lambda: nn.models.build("lenet5", seed=1), (1, 28, 28)),
     "mlp": (lambda: nn.models.build("mlp", seed=1), (1, 28, 28)),
@@ -112,6 +144,7 @@ MODELS = {
     "frozen": (Frozen, (37,)),
     "checkpointed": (Checkpointed, (37,)),
     "stages": (Stages, (20,)),
+    **{name: (make, (make().tokens * make().width,)) for name, make in ATTENTIVE.items()},
 }
 
 

@@ -136,9 +136,9 @@ ORDER = (
 BUDGETS = {  # lines of all its files together
     "mojo": 18_065,
     "shared/training": 3_450,
-    "python/odyssey": 46_610,
+    "python/odyssey": 46_720,
     "python/odyssey/comm": 3_900,
-    "python/odyssey/parallel": 3_600,
+    "python/odyssey/parallel": 3_700,
     "python/odyssey/distributed": 2_020,
     "python/odyssey/torch": 2_965,
 }
@@ -234,9 +234,9 @@ LAZY = tuple(
     "numpy.ma multiprocessing concurrent.futures odyssey.audit.verify odyssey.audit.replay odyssey.comm.mock "
     "odyssey.audit.steplog odyssey.checkpoints.store odyssey.checkpoints.manifest odyssey.train.requests "
     "odyssey.engine.bucketed odyssey.engine.pipeline odyssey.engine.gpu odyssey.parallel.compression "
-    "odyssey.parallel.exchange odyssey.parallel.hierarchical odyssey.parallel.ring odyssey.parallel.schedule "
-    "odyssey.parallel.shared odyssey.parallel.stages odyssey.parallel.tensor odyssey.train.asynchronous "
-    "odyssey.watch.judge odyssey.watch.process".split()
+    "odyssey.parallel.exchange odyssey.parallel.hierarchical odyssey.parallel.meetings odyssey.parallel.ring "
+    "odyssey.parallel.schedule odyssey.parallel.shared odyssey.parallel.stages odyssey.parallel.tensor "
+    "odyssey.train.asynchronous odyssey.watch.judge odyssey.watch.process".split()
 )
 
 

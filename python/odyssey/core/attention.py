@@ -51,7 +51,7 @@ def attention(
     if past is not None and past < 0:
         raise ShapeError(f"[attention] past is {past}; it must be at least 0")
     scale = float(d**-0.5 if scale is None else scale)
-    sizes = (n, t, s, heads, d, s if past is None else past, int(fused), scale, *drawn("attention", dropout))
+    sizes = (n, t, s, heads, d, s if past is None else past, int(fused), scale, *drawn("attention", dropout), 0)
     parts = tuple(tokens(x) for x in given)
     memories = [x.memory for x in parts] * (3 if fused else 1)
     y = empty((n * t, f), "lanes")

@@ -13,8 +13,9 @@ import numpy as np
 
 from ..core import native
 from ..core.program import Slot
+from .meetings import LANES, Gather, Pseudo, Regroup, TreeSlice, blocks, by_all
+from .plan import Run
 from .reduction import Kernels
-from .tensor import LANES, Gather, Pseudo, TreeSlice, blocks, by_all
 
 if TYPE_CHECKING:
     from ..comm import Communicator
@@ -42,6 +43,8 @@ class Exchange:
             self._prepare_gather(record, len(works))
         elif isinstance(record, TreeSlice):
             self._prepare_slice(record, len(works))
+        elif isinstance(record, Regroup):
+            self._prepare_regroup(record)
         else:
             self._prepare_sum(record.floats, len(works))
 
@@ -63,14 +66,42 @@ class Exchange:
         self._unpack = [
             (whole[s][:, a:b], pieces[t][s]) for t, (a, b) in enumerate(record.ranges) for s in range(shards)
         ]
-        self._run = self._gather
+        self._move = functools.partial(self._comm.all_gather_v, self._flat, self._ranges)
+        self._run = self._packed
 
-    def _gather(self) -> None:
+    def _packed(self) -> None:
         for to, value in self._pack:
             to[...] = value
-        self._comm.all_gather_v(self._flat, self._ranges)
+        self._move()
         for to, value in self._unpack:
             to[...] = value
+
+    def _prepare_regroup(self, record: Regroup) -> None:
+        rank, everyone = self._comm.rank, range(self._comm.size)
+        gives = [record.moved(rank, t) for t in everyone]
+        comes = [record.moved(t, rank) for t in everyone]
+        send, counts, self._pack = self._cut(self._mine, record.groups, record.before[rank], gives)
+        flat, came, pairs = self._cut(self._y, record.groups, record.after[rank], comes)
+        self._unpack = [(value, piece) for piece, value in pairs]
+        self._move = functools.partial(self._comm.all_to_all_v, send, counts, flat, came)
+        self._run = self._packed
+
+    @staticmethod
+    def _cut(
+        values: Sequence[np.ndarray], G: int, held: Sequence[Run], pieces: Sequence[Sequence[Run]]
+    ) -> tuple[np.ndarray, list[int], list[tuple[np.ndarray, np.ndarray]]]:
+        """A buffer of the runs of features for each rank, of all shards; how long each rank's piece is; and views of it
+        beside those of the values, in which the runs `held` lie one behind the other."""
+        counts = [sum(b - a for a, b in runs) * G * LANES * len(values) for runs in pieces]
+        flat, at, pairs = native.aligned(sum(counts)), 0, []
+        features = np.concatenate([np.arange(a, b) for a, b in held])
+        for a, b in (run for runs in pieces for run in runs):
+            start, n = int(np.searchsorted(features, a)), (b - a) * G * LANES
+            for value in values:
+                there = value[: len(features) * G * LANES].reshape(G, -1, LANES)[:, start : start + b - a]
+                pairs.append((flat[at : at + n].reshape(there.shape), there))
+                at += n
+        return flat, counts, pairs
 
     def _prepare_sum(self, floats: int, shards: int) -> None:
         ranks, rank = self._comm.size, self._comm.rank

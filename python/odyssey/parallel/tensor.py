@@ -22,94 +22,12 @@ import numpy as np
 from ..core.native import PARAMS
 from ..core.program import Block, Memory, Range, Record, Slot
 from ..errors import ConfigError
+from .meetings import LANES, Gather, Pseudo, Regroup, TreeSlice, TreeSum, owned, parts
 from .mesh import PARTS
-from .plan import Run, share
+from .plan import Run
 
 POOL = ("planes", "H", "W", "R", "T", "S")  # the sizes of an op that computes each channel by itself
-LANES = 16  # samples of a group, as in mojo/kernels/lanes.mojo
-
-# A sum over more ranks than two is made by everyone from everyone's nodes up to this many bytes of a node; above it,
-# each rank makes a part of it: fewer bytes, one message more.
-ALL_GATHER_BYTES = 65536
-
-
-def parts(rank: int, size: int) -> Run:
-    """The parts of every split sum that a rank owns: a node of their tree, for all `size` of 1 to 4."""
-    return share(PARTS, size, rank)
-
-
-def owned(n: int, rank: int, size: int) -> Run:
-    """The run of an axis of n elements that a rank owns: where its parts lie."""
-    a, b = parts(rank, size)
-    return (n * a // PARTS, n * b // PARTS)
-
-
-def by_all(ranks: int, floats: int) -> bool:
-    """Whether everyone adds everything (one all-gather), or each a range (an all-to-all, then an all-gather)."""
-    return ranks == 2 or 4 * floats <= ALL_GATHER_BYTES
-
-
-def blocks(floats: int, ranks: int) -> tuple[Run, ...]:
-    """The range of a sum that each rank adds, in whole vectors."""
-    cuts = [floats // LANES * t // ranks * LANES for t in range(ranks)] + [floats]
-    return tuple((cuts[t], cuts[t + 1]) for t in range(ranks))
-
-
 # --- what a rewritten program consists of ----------------------------------------------------------------------------
-
-
-class Pseudo(Record):
-    """A place between native records where the ranks meet. args: [y, mine]: what it makes, from what each rank has."""
-
-    layer = ""  # whose output or gradient it is
-
-    def received(self, rank: int) -> int:
-        """Bytes that one rank gets from the others, for one shard that is exchanged alone."""
-        raise NotImplementedError
-
-
-class Gather(Pseudo):
-    """y (groups, F, 16) from every rank's compact slice `mine` (groups, F_r, 16).
-
-    `ranges[r]` are the features of rank r; together they are 0..F.
-    """
-
-    def __init__(self, args: list[Any], groups: int, ranges: tuple[Run, ...]) -> None:
-        super().__init__("tp_gather", args)
-        self.groups, self.ranges = groups, ranges
-
-    def received(self, rank: int) -> int:
-        a, b = self.ranges[rank]
-        return 4 * LANES * self.groups * (self.ranges[-1][1] - (b - a))
-
-
-class TreeSum(Pseudo):
-    """y (floats,) becomes the sum of all ranks' nodes `mine` along their tree."""
-
-    def __init__(self, args: list[Any], floats: int, ranks: int) -> None:
-        super().__init__("tp_sum", args)
-        self.floats, self.ranks = floats, ranks
-
-    def received(self, rank: int) -> int:
-        if by_all(self.ranks, self.floats):
-            return 4 * self.floats * (self.ranks - 1)
-        a, b = blocks(self.floats, self.ranks)[rank]
-        return 4 * ((b - a) * (self.ranks - 1) + self.floats - (b - a))
-
-
-class TreeSlice(Pseudo):
-    """y (groups, F_r, 16) becomes features ranges[r] of that sum, on rank r.
-
-    `mine` is a node (groups, F, 16). For a sum of which nobody needs more than his features: half of TreeSum's bytes.
-    """
-
-    def __init__(self, args: list[Any], groups: int, ranges: tuple[Run, ...]) -> None:
-        super().__init__("tp_slice", args)
-        self.groups, self.ranges = groups, ranges
-
-    def received(self, rank: int) -> int:
-        a, b = self.ranges[rank]
-        return 4 * LANES * self.groups * (b - a) * (len(self.ranges) - 1)
 
 
 class Piece(NamedTuple):
@@ -225,6 +143,7 @@ class _Value:
     whole: bool = False  # its own memory holds it
     node: Slot | None = None  # what this rank adds to it, if neither is made yet
     floats: int = 0  # of the node
+    heads: Slot | None = None  # this rank's heads of q, k and v side by side, if it is these
 
 
 class _Plan(NamedTuple):
@@ -271,6 +190,8 @@ class _Rewriter:
             self._pool(r)
         elif "features" in traits:
             self._features(r)
+        elif "heads" in traits:
+            self._heads(r)
         else:
             self._any(r)
 
@@ -495,6 +416,44 @@ class _Rewriter:
         """The value of an activation that a layer made split, whether it was gathered later or not."""
         v = self.values.get(id(memory))
         return v if v is not None and v.layer else None
+
+    def _heads(self, r: Record) -> None:
+        """Attention, forward or backward, of the heads that are this rank's features of y, if q lies split.
+
+        q, k and v of one layer are thirds of its outputs, of which a rank has another run: the sums of its input's
+        gradient are cut so. Its y is regrouped for attention, and the gradient of y back.
+        """
+        a = _arguments(r)
+        backward, d = "dy" in a, a["D"]
+        v = self._made_split(a["lse"]) if backward else self._lies_split(a["q"])
+        features = self._owned(a["H"] * d)
+        if v is None or any(hi == lo or lo % d or hi % d for lo, hi in features):
+            return self._any(r)
+        heads = tuple((lo // d, hi // d) for lo, hi in features)
+        lo, hi = heads[self.rank]
+        g = {name: -(-a["N"] * a["S" if name in ("k", "v", "dk", "dv") else "T"] // LANES) for name in a}
+        some = {**a, "H": hi - lo, "head": a["head"] + lo}
+        if a["fused"]:
+            qkv = self.values[id(a["q"])]
+            thirds = tuple(tuple((i * a["H"] * d + x, i * a["H"] * d + y) for i in range(3)) for x, y in features)
+            outputs = tuple((run,) for run in qkv.ranges)
+            if qkv.heads is None:
+                qkv.heads = self._slot(g["q"], 3 * (hi - lo) * d)
+                self._meet(r, qkv, Regroup([qkv.heads, qkv.mine], g["q"], outputs, thirds))
+            some |= dict.fromkeys(("q", "k", "v"), qkv.heads)
+        if a["fused"] and backward:
+            some |= dict.fromkeys(("dq", "dk", "dv"), self._slot(g["q"], 3 * (hi - lo) * d))
+        for name in (*r.declared.outputs, *r.declared.inputs):
+            if some[name] is a[name] and name != "scratch":
+                ranges = heads if name == "lse" else features
+                if name in r.declared.outputs:
+                    some[name] = self._split_value(a[name], r, g[name], ranges, v.layer)
+                else:
+                    some[name] = self._mine(a[name], r, g[name], ranges)
+        self._emit(r, r.op, *some.values())
+        if a["fused"] and backward:
+            mine = self._split_value(a["dq"], r, g["q"], qkv.ranges, v.layer)
+            self._meet(r, self.values[id(a["dq"])], Regroup([mine, some["dq"]], g["q"], thirds, outputs))
 
     def _pool(self, r: Record) -> None:
         """A pool, forward or backward, whose channels are split."""
