@@ -424,9 +424,6 @@ def named(names: str, folder: Path | None, log_every_n_steps: int = 10) -> list[
     return made
 
 
-# --- other platforms' settings ---------------------------------------------------------------------------------------
-
-
 def asked(
     tensorboard: bool = False,
     tensorboard_dir: str | Path | None = None,

@@ -403,9 +403,6 @@ def run(
     return Analysis(tuner.tune(num_samples), tuner.best_value)
 
 
-# --- small things ---
-
-
 def _falls(name: str) -> bool:
     """Whether less of a figure is better, by its name."""
     return any(word in name.lower() for word in ("loss", "error"))

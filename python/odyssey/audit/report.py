@@ -117,9 +117,6 @@ class Told:
         return at, rate
 
 
-# --- pictures --------------------------------------------------------------------------------------------------------
-
-
 def _figure(draw: Callable[[Any], Any], width: float = 4.6, height: float = 2.5) -> str:
     """A picture as SVG, of axes that `draw` fills."""
     try:
@@ -266,9 +263,6 @@ def _memory(runs: Sequence[Told]) -> str | None:
         axes.grid(axis="x", visible=False)
 
     return _figure(draw)
-
-
-# --- the page --------------------------------------------------------------------------------------------------------
 
 
 def _e(value: Any) -> str:

@@ -139,8 +139,6 @@ class Timeline:
             context.times = 0
             self._collect(self._program(lib, program, records))
 
-    # --- records ---
-
     def _room(self, threads: int, entries: int) -> int:
         if (threads, entries) not in self._rooms:  # the system gives memory that is written to
             areas = np.zeros((threads, HEAD + 3 * entries), np.int64)
@@ -187,8 +185,6 @@ class Timeline:
                 at = int(np.searchsorted(self._starts, (place & (1 << 56) - 1) // 4, "right")) - 1
                 layer = layer or self._names[int(self._starts[max(at, 0)])]
         return Op(op.name, layer, flops, row[-1] >> 1, bool(row[-1] & 1))
-
-    # --- files ---
 
     def due(self) -> None:
         """Between two steps: writes what has gathered, now and then."""

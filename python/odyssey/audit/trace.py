@@ -129,9 +129,6 @@ def clock(comm: Communicator) -> tuple[int, int]:
     return (low + high) // 2, abs(high - low + 1) // 2
 
 
-# --- the picture -----------------------------------------------------------------------------------------------------
-
-
 def write(file: Path, folder: Path | None, run: Path | None) -> int:
     """Writes the timeline of a directory of recordings, and of a run; returns the number of its events. Raises
     DataError: there is nothing to be shown, or a recording is damaged. OutputError."""

@@ -31,9 +31,6 @@ def source_root() -> Path:
     )
 
 
-# -- the compiler -----------------------------------------------------------------------------------------------------
-
-
 def mojo_package() -> Path | None:
     """The directory of the installed `mojo` package. A folder or file of that name in the current directory may stand
     before it on the path: only the one with the entry points counts."""

@@ -453,9 +453,6 @@ def _build(root: Path, what: Plan, kernels: Path) -> Opened:
             shutil.rmtree(path, ignore_errors=True)
 
 
-# -- the lock ---------------------------------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[tuple[files.LockFile, bool]]:
     """Hold the lock file; yields it and whether another process had it first. On a file system without locks everybody
@@ -475,9 +472,6 @@ def _locked(path: Path) -> Iterator[tuple[files.LockFile, bool]]:
         yield lock, waited
     finally:
         lock.release(empty=False)  # who waits reads it
-
-
-# -- prebuilt libraries -----------------------------------------------------------------------------------------------
 
 
 def _prebuilt(named: Path, accelerator: str | None = None) -> Path:
@@ -500,9 +494,6 @@ def _prebuilt(named: Path, accelerator: str | None = None) -> Path:
             f"{f' --target {accelerator}' if accelerator else ''}`, or unset ODYSSEY_KERNELS to compile the kernels"
         )
     return path
-
-
-# -- small things -----------------------------------------------------------------------------------------------------
 
 
 def _say(line: str) -> None:

@@ -130,9 +130,6 @@ def _put(aside: Path, output: Path) -> None:
         os.rename(aside, output)
 
 
-# -- libraries --------------------------------------------------------------------------------------------------------
-
-
 def _libraries(libraries: Iterable[Path], target: Path) -> tuple[int, ...]:
     """Copies the kernels, and of the compiler's run-time libraries those that they need, directly or not; the glibc
     that all of them need."""
@@ -231,9 +228,6 @@ def _ship(home: Path, system: str, cpu: str) -> None:
     (home / folder.MANIFEST).write_text(json.dumps(manifest.json(), indent=1) + "\n")
 
 
-# -- Python -----------------------------------------------------------------------------------------------------------
-
-
 def _package(target: Path) -> None:
     """Copies the package that runs, with the Mojo sources and its version where a wheel has them."""
     package = Path(odyssey.__file__).resolve().parent
@@ -267,9 +261,6 @@ def _copy(source: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(source, target)
     target.chmod(0o755 if source.stat().st_mode & stat.S_IXUSR else 0o644)
-
-
-# -- the manifest -----------------------------------------------------------------------------------------------------
 
 
 def _names(home: Path) -> Iterator[str]:

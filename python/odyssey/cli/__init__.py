@@ -73,9 +73,6 @@ def group(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-# -- the way out ------------------------------------------------------------------------------------------------------
-
-
 def main(
     arguments: Sequence[str] | None = None, prog_name: str = "odyssey", command: click.Command = group
 ) -> NoReturn:

@@ -91,9 +91,6 @@ def _tasks(plan: Plan, alone: Callable[[], Probed]) -> list[Callable[[], Check |
     ]
 
 
-# -- what is installed ------------------------------------------------------------------------------------------------
-
-
 def python() -> Check:
     return Check("python", OK, f"{'.'.join(map(str, sys.version_info[:3]))}, {sys.executable}")
 
@@ -172,9 +169,6 @@ def _gpu_kernels(text: str, accelerator: str) -> Check:
         advice = f"the first run that uses one does it; `odyssey build --target {accelerator}` does it now"
         return Check("gpus", WARN, f"{text}, kernels not compiled yet", advice)
     return Check("gpus", OK, f"{text}, kernels {path}")
-
-
-# -- MPI --------------------------------------------------------------------------------------------------------------
 
 
 class Probed(NamedTuple):
@@ -269,9 +263,6 @@ def reach(host: str) -> Check:
             theirs = printable(str(said[-1].get(key)), limit=40)
             return Check(name, FAIL, f"{key} {theirs} there, {value} here", "install the same versions")
     return Check(name, OK, "the same versions")
-
-
-# -- room -------------------------------------------------------------------------------------------------------------
 
 
 def cores(ranks: int, threads: int | None, mask: int | None = None) -> Check:
@@ -404,9 +395,6 @@ def user(uid: int, others: Sequence[int]) -> Check:
         advice = "train as an ordinary user (`odyssey launch` wants --allow-root)"
         return Check("user", WARN, f"root, and user {others[0]} works on this machine too", advice)
     return Check("user", OK, "root, and nobody else works here")
-
-
-# -- processes --------------------------------------------------------------------------------------------------------
 
 
 def _run(words: Sequence[str], more: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:

@@ -46,9 +46,6 @@ here = threading.local()
 _REFUSED_S = 1.0  # for the others to come and hear of a refused call; they may not, where only this rank made it
 
 
-# --- communicators ---------------------------------------------------------------------------------------------------
-
-
 class Communicator:
     """A group of ranks, and this process's place in it. This class itself is a group of one, and does it all alone.
 

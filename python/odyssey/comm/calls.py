@@ -66,9 +66,6 @@ UFUNCS = {
 }
 
 
-# --- 16-bit floats ---------------------------------------------------------------------------------------------------
-
-
 def widen(array: np.ndarray) -> np.ndarray:
     """float16 or bfloat16 as float32, exactly."""
     if array.dtype == bfloat16:

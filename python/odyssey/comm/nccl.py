@@ -45,9 +45,6 @@ class _Id(ctypes.Structure):
     _fields_ = [("bytes", ctypes.c_uint8 * 128)]
 
 
-# --- the library ---------------------------------------------------------------------------------------------------
-
-
 class Nccl:
     """The loaded library. A function that fails raises with NCCL's words."""
 
@@ -126,9 +123,6 @@ def _candidates() -> list[str]:
 def spelled(version: int) -> str:
     """NCCL's number of a version as people write it: 22105 is 2.21.5."""
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
-
-
-# --- ranks that are connected ----------------------------------------------------------------------------------------
 
 
 class NcclTransport(DeviceTransport):

@@ -30,9 +30,6 @@ _SHAKESPEARE = Path(__file__).parent / "shakespeare" / "shakespeare.txt.gz"
 _SHAKESPEARE_SHA256 = "b821e946a8a5f8b5f04eed56abd8562fd42856bbcb83c71435b54ca1b8377e7f"
 
 
-# --- pictures --------------------------------------------------------------------------------------------------------
-
-
 class ImageFolder(Described):
     """Pictures in a folder per class, root/class/picture.jpg: uint8 (3, H, W), read when asked for. Needs Pillow.
 
@@ -98,9 +95,6 @@ class ImageFolder(Described):
                 return np.ascontiguousarray(np.asarray(made).transpose(2, 0, 1))
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as problem:
             raise DataError(f"{path} cannot be read as a picture ({problem}); replace or remove it") from None
-
-
-# --- tables and arrays -----------------------------------------------------------------------------------------------
 
 
 def table(file: TextIO) -> tuple[list[str], list[tuple[int, list[str]]]]:
@@ -256,9 +250,6 @@ class npy(Gathered):  # noqa: N801 - called like the functions here
         return x, y
 
 
-# --- text ------------------------------------------------------------------------------------------------------------
-
-
 class Tokens(Gathered):
     """Stretches of a long list of token ids: sample i is ids[i T : i T + T], its target the ids that follow each.
 
@@ -347,9 +338,6 @@ def shakespeare(*, length: int = 64, train: bool | None = None) -> Tokens:
     return text(_SHAKESPEARE, length=length, train=train)
 
 
-# --- other data sets -------------------------------------------------------------------------------------------------
-
-
 class columns(Described):  # noqa: N801
     """A data set whose rows are dicts, as those of Hugging Face, as one of (sample, target).
 
@@ -408,9 +396,6 @@ def split(dataset: Any, fraction: float = 0.1, seed: int = 0) -> tuple[Any, Any]
         return Subset(dataset, parts[0]), Subset(dataset, parts[1])
     rows = [dataset.rows(part) for part in parts]
     return tuple(dataclasses.replace(dataset, images=x, labels=y) for x, y in rows)
-
-
-# --- by name ---------------------------------------------------------------------------------------------------------
 
 
 def opened(

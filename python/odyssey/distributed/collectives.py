@@ -29,8 +29,6 @@ Op = ReduceOp | str
 Sizes = Sequence[int] | None
 _NUMBERS = (bool, int, float, np.generic)
 
-# --- values ----------------------------------------------------------------------------------------------------------
-
 
 def _torch(value: Any) -> Any:
     """PyTorch, which is not imported for that, if it is a tensor of it."""
@@ -137,9 +135,6 @@ def _rows(array: np.ndarray, shape: tuple[int, ...], size: int, what: str) -> np
     return array.reshape((size, *shape))
 
 
-# --- work under way --------------------------------------------------------------------------------------------------
-
-
 class Work:
     """A collective or message under way (async_op=True). Its arguments must stay as they are until `wait()`."""
 
@@ -209,9 +204,6 @@ def _shifted(before: Any, group: Any, async_op: bool) -> tuple[Any, bool]:
     if isinstance(group, bool):
         group, async_op = None, group
     return before if isinstance(before, ProcessGroup) else group, async_op
-
-
-# --- collectives -----------------------------------------------------------------------------------------------------
 
 
 @collective
@@ -524,9 +516,6 @@ def barrier(group: Group = None, async_op: bool = False) -> Work | None:
     yield comm.barrier(wait=False)
 
 
-# --- one to one ------------------------------------------------------------------------------------------------------
-
-
 def send(tensor: Any, dst: int, group: Group = None, tag: int = 0) -> None:
     """Sends to world rank `dst`. May wait until it is received: in a ring, use isend or irecv."""
     isend(tensor, dst, group, tag).wait()
@@ -551,9 +540,6 @@ def irecv(tensor: Any, src: int, group: Group = None, tag: int = 0) -> Work:
     g = joined(group)
     comm, place = g._member("recv"), _Place(tensor, "recv")
     return Work(comm.recv(place.memory, g._place("recv from rank", src), tag, wait=False), place.filled)
-
-
-# --- metrics ---------------------------------------------------------------------------------------------------------
 
 
 @collective

@@ -156,8 +156,6 @@ class DistributedDataParallel(Module):
         if said := agreement.difference(self._comm, mine):
             raise ConfigError(f"[ddp] {said}")
 
-    # --- as a module ---
-
     def forward(self, *args: Any) -> Any:
         """The model's forward pass."""
         if self._replaced:
@@ -201,8 +199,6 @@ class DistributedDataParallel(Module):
         if self._comm.size > 1 and self.broadcast_buffers:
             for _, b in self._buffers():
                 self._comm.broadcast(b)
-
-    # --- synchronization ---
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -312,8 +308,6 @@ class _Pass(Watcher):
         self._weight: float | None = None  # of this pass; None: it does not matter to this object
         self._reached: set[int] = set()  # parameters
 
-    # --- one pass ---
-
     def begin(self, ops: set[int]) -> None:
         ddp = self.ddp()
         if ddp is None:  # the wrapper is gone, the module lives on alone
@@ -366,8 +360,6 @@ class _Pass(Watcher):
         self._weight, self._reached = 0, set()
         self._sync.begin(self._samples if by_samples else None, self._fill)
         self._complete()
-
-    # --- parts of it ---
 
     def _take_in(self) -> None:
         """Looks at what p.grad holds before a pass, and sets it to zero: the pass is to be a leaf of its own.

@@ -39,9 +39,6 @@ class Backend(str, enum.Enum):
         return self.value
 
 
-# --- groups ----------------------------------------------------------------------------------------------------------
-
-
 class _State:
     """What init_process_group() made: one per process, and one per thread of a mock world."""
 

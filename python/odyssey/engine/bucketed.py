@@ -51,8 +51,6 @@ class BucketedRunner(Runner):
         self.updates = self._updates() if recorded.train else []
         self.waited = self.computed = 0.0
 
-    # --- preparation ---
-
     def _make_reductions(self) -> None:
         recorded, parts, lib = self.recorded, self.parts, native.library()
         lay, comm = recorded.layout, recorded.groups.dp
@@ -143,8 +141,6 @@ class BucketedRunner(Runner):
                 grads, origin = zeros.ctypes.data, 0
             updates += self.parts.updates(b, lambda p, at=grads - 4 * origin: at + 4 * p.at)
         return updates
-
-    # --- a step ---
 
     def run(self) -> Sums:
         lib, parts, pending = native.library(), self.parts, []

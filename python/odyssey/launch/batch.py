@@ -48,8 +48,6 @@ def _count(name: str, value: int) -> int:
     return value
 
 
-# -- SLURM ------------------------------------------------------------------------------------------------------------
-
 _SCRIPT = """\
 # Asked to end before the time limit, the job stops with a checkpoint and is queued again: the same command goes on. One
 # that is cancelled stays so; after the loss of a node, or a preemption, SLURM itself queues it again (--requeue).
@@ -133,9 +131,6 @@ def _seconds(time: str) -> int:
 def _word(word: str) -> str:
     """A word of the command for the shell, with the number of the array's task where it asks for it."""
     return '"${SLURM_ARRAY_TASK_ID}"'.join(shlex.quote(part) if part else "" for part in word.split("{task}")) or "''"
-
-
-# -- Kubernetes -------------------------------------------------------------------------------------------------------
 
 
 def kubernetes(

@@ -204,9 +204,6 @@ def _left(
     return outcome.ranks, hosts, ""
 
 
-# --- in words --------------------------------------------------------------------------------------------------------
-
-
 def _failure(outcome: Outcome, cause: End | None) -> str:
     if outcome.lost and cause is None:
         of = [r for r, s in sorted(outcome.started.items()) if s.host in outcome.lost]

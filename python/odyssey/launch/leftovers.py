@@ -31,9 +31,6 @@ _PROXIES = ("hydra_pmi_proxy", "mpirun", "mpiexec", "mpiexec.hydra")
 _STARTING = 3.0  # seconds in which a launcher writes its description of the machine
 
 
-# --- processes -------------------------------------------------------------------------------------------------------
-
-
 def processes(token: str, seconds: float = 0.2) -> list[int]:
     """Processes of this user on this machine that have `token` (a "NAME=value" text) in their environment.
 
@@ -107,9 +104,6 @@ def _dead(pid: int) -> bool:
 def _kernel(pid: int) -> bool:
     """Whether this is a thread of the kernel, which has no environment and no arguments ever (PF_KTHREAD)."""
     return bool(int(status(pid)[6]) & 0x00200000)
-
-
-# --- files -----------------------------------------------------------------------------------------------------------
 
 
 class Snapshot(NamedTuple):

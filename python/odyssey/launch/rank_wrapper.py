@@ -105,9 +105,6 @@ def end(code: int) -> None:
     os._exit(128 - code)
 
 
-# --- what is written -------------------------------------------------------------------------------------------------
-
-
 def number(name: str) -> int:
     """A number from the environment, -1 if it is none."""
     text = os.environ.get(name, "")
@@ -172,9 +169,6 @@ def reason(folder: str, rank: int, attempt: int) -> dict:
             if type(said.get("code")) is int:
                 found["own"] = said["code"]
     return found
-
-
-# --- memory ----------------------------------------------------------------------------------------------------------
 
 
 def cgroup(name: str, old: str) -> str:

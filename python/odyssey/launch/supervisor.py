@@ -94,8 +94,6 @@ class DistributedLauncher:
         finally:
             lock.close()
 
-    # -- the run's directory ----------------------------------------------------------------------
-
     def _open(self, run: runs.Run, words: list[str], starter: starting.Starter, renewed: float) -> int:
         """Checks that the directory is this command's, clears up behind a launcher that was killed; next attempt."""
         advice = "name another --run-dir, or delete the directory"
@@ -149,8 +147,6 @@ class DistributedLauncher:
         }
         write_json(run.attempt_file, record)
         return record
-
-    # -- attempts ---------------------------------------------------------------------------------
 
     def _attempts(self, run: runs.Run, number: int, words: list[str], starter: starting.Starter, lock: Lock) -> int:
         config = self.config
@@ -311,9 +307,6 @@ def launch_distributed_training(script: str, *arguments: str, **settings: Any) -
     if unknown:
         raise ConfigError(f"[launch] {unknown[0]!r} is no setting of LaunchConfig; choose from {', '.join(known)}")
     return DistributedLauncher(LaunchConfig(**settings)).launch(script, *arguments)
-
-
-# --- small things ----------------------------------------------------------------------------------------------------
 
 
 def default_run_dir(script: str, now: datetime.datetime | None = None) -> Path:

@@ -79,9 +79,6 @@ class Slice(NamedTuple):
     end: float
 
 
-# --- making one -----------------------------------------------------------------------------
-
-
 def make(
     kind: str,
     stages: int,
@@ -191,9 +188,6 @@ def _interleaved(own: list[int], d: int, p: int, m: int) -> list[Compute]:
     return [a for a in order if a.micro < m]
 
 
-# --- what it costs ----------------------------------------------------------------------------
-
-
 def _needs(schedule: Schedule, a: Compute) -> list[Compute]:
     """What must be done before a."""
     if isinstance(a, Forward):
@@ -271,9 +265,6 @@ def peak(schedule: Schedule) -> tuple[int, ...]:
                 high = max(high, now)
         most.append(high)
     return tuple(most)
-
-
-# --- showing it -----------------------------------------------------------------------------
 
 
 def text(schedule: Schedule, forward: Cost = 1, backward: Cost = 2) -> str:

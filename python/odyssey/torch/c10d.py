@@ -294,8 +294,6 @@ def _copy(outputs: Sequence[torch.Tensor], rows: np.ndarray, like: torch.Tensor)
         out.detach().copy_(tensor_of(np.asarray(row), like).view(like.shape))
 
 
-# --- groups ----------------------------------------------------------------------------------------------------------
-
 _made: weakref.WeakKeyDictionary[Communicator, dict[tuple[int, ...], Communicator]] = weakref.WeakKeyDictionary()
 
 

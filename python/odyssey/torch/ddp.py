@@ -109,8 +109,6 @@ class DistributedDataParallel(torch.nn.Module):
         self._arena.kept[:] = self._arena.running
         return found
 
-    # --- a global batch ---
-
     def shards(self, batch: Any) -> Iterator[Any]:
         """This rank's shards of a global batch, to run forward and backward on; to be used up.
 
@@ -183,8 +181,6 @@ class DistributedDataParallel(torch.nn.Module):
             return pytree.tree_map(cut, batch)
 
         return samples, piece
-
-    # --- wrong use ---
 
     def _norms(self) -> tuple[bytes, list[int]]:
         """Running statistics and counters of the normalisations, as they are now."""

@@ -325,9 +325,6 @@ def join(device: int = -1) -> int:
     return int(np.flatnonzero(waited == waited.min())[-1])
 
 
-# --- models, optimizers, objects -------------------------------------------------------------------------------------
-
-
 def broadcast_parameters(
     params: Any, root_rank: int = 0, prefix: str | None = None, process_set: ProcessSet = global_process_set
 ) -> None:

@@ -46,8 +46,6 @@ class TorchState(Sharing):
 
     partial = False
 
-    # --- what is alike ---
-
     def _description(self) -> dict[str, Any]:
         """The training as it was given: what must be alike on all ranks, and when it goes on."""
         names = {id(p): name for name, p in self.arena.named}
@@ -77,8 +75,6 @@ class TorchState(Sharing):
                 **(self.data_configuration or {"accumulation": self.accumulation_steps}),
             }
         )
-
-    # --- what ranks hold ---
 
     @functools.cached_property
     def _prints(self) -> tuple[fingerprint.Runs, fingerprint.Runs]:
@@ -171,8 +167,6 @@ class TorchState(Sharing):
             whole.update(resume.spread(self.comm, found, rank))
         order = {name: i for i, (name, _) in enumerate(self.arena.named)}
         return dict(sorted(whole.items(), key=lambda item: order[item[0].partition("/")[2]]))
-
-    # --- checkpoints ---
 
     @property
     def state_bytes(self) -> int:

@@ -116,8 +116,6 @@ class DistributedTrainer(TorchState):
         self._compare_settings({"zero": self.zero})
         self.shards.agree(self._given)
 
-    # --- steps ---
-
     def take_step(self, batch: datasets.Batch) -> Step:
         """One optimizer step over a global batch, of which this rank runs its shards. See train_step()."""
         self._share_out(len(batch.indices))
@@ -215,8 +213,6 @@ class DistributedTrainer(TorchState):
                 self.comm.all_gather_v(self.arena.params, self.ranges)
         self.shards.settle(finite)
         return finite
-
-    # --- fit() ---
 
     def traffic(self) -> tuple[int, int]:
         return self.shards.traffic()

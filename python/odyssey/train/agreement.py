@@ -59,9 +59,6 @@ def texts(comm: Communicator, mine: str, limit: int = TEXT) -> list[str]:
     return [row.tobytes().decode(errors="ignore") for row in found]
 
 
-# --- settings --------------------------------------------------------------------------------------------------------
-
-
 def difference(comm: Communicator, settings: dict[str, Any]) -> str | None:
     """What to say of the first setting that a rank has otherwise than the first one of a group; a collective call."""
     everyone = comm.all_gather(np.array([hash_of(v) for v in settings.values()], np.int64))
@@ -105,9 +102,6 @@ def _first_other_line(comm: Communicator, lines: list[str]) -> tuple[int, int] |
     differ = np.flatnonzero(hashes[:common] != theirs[:common])
     first = comm.all_gather(np.array([differ[0] if len(differ) else common], np.int64))
     return other, int(first[other, 0])
-
-
-# --- programs --------------------------------------------------------------------------------------------------------
 
 
 def programs(comm: Communicator, engine: Engine, batch: Batch, step: int) -> None:
@@ -256,9 +250,6 @@ def watched(model: Module) -> Iterator[list[str]]:
                 vars(module)["forward"] = own
 
 
-# --- data sets in memory ---------------------------------------------------------------------------------------------
-
-
 def data_set(comm: Communicator, data: ArrayDataset, what: str = "training") -> None:
     """Compares all bytes of a data set, at the speed of memory; a collective call. Raises ConfigError, DataError: on
     all ranks, naming what differs and the first sample."""
@@ -313,9 +304,6 @@ def _of_words(array: np.ndarray, start: int = 0) -> int:
         rest[: flat.size - whole] = flat[whole:]
         parts.append(fingerprint.of(rest.view(np.float32), start + whole // 4))
     return fingerprint.add(parts)
-
-
-# --- batches ---------------------------------------------------------------------------------------------------------
 
 
 def of_batch(batch: Batch) -> int:

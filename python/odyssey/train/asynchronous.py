@@ -125,8 +125,6 @@ class LocalSGD(Mode):
         return self.whole_tally(tally)
 
 
-# --- the asynchronous parameter server ---
-
 TAG = 1
 PUSH, DONE = 0, 1
 TAIL = 32  # floats behind the gradients or parameters of a message
@@ -201,8 +199,6 @@ class AsynchronousServer(Mode):
         whole.counted, whole.samples, whole.steps, whole.extra = samples, int(samples), int(steps), self._figures()
         return whole
 
-    # --- a worker ---
-
     def _work(self, batches: Iterable[Batch], limit: int | None, tally: Tally) -> None:
         trainer, comm, params = self.trainer, self.comm, self.trainer.arena.params
         out = [Message(b - a) for a, b in self.ranges]
@@ -235,8 +231,6 @@ class AsynchronousServer(Mode):
         for s in self.servers:
             out[s].numbers[:2] = DONE, tally.steps
             comm.send(out[s].array, s, TAG)
-
-    # --- a server ---
 
     def _serve(self) -> None:
         comm, trainer = self.comm, self.trainer
@@ -313,8 +307,6 @@ class AsynchronousServer(Mode):
             [Update(trainer.arena.address(native.PARAMS) + 4 * at, message.body.ctypes.data, at, n, at)] if n else []
         )
         return trainer.optimizer.apply(updates, message.floats.ctypes.data, trainer.rate(step) / (1 + age))
-
-    # --- all of them ---
 
     def _hand_out(self) -> None:
         """Gives all ranks what the servers have."""

@@ -176,8 +176,6 @@ class Trainer:
         if self.comm.rank == 0:
             tell(getattr(self._shown or self.progress, "say", None), line)
 
-    # --- epochs ---
-
     def fit(
         self,
         train_loader: Any,
@@ -414,8 +412,6 @@ class Trainer:
             context.emit("on_validation_end")
         history.records.append(record)
         session.epoch_ended()
-
-    # --- checkpoints of a custom training loop ---
 
     def save_checkpoint(self, folder: str | Path) -> None:
         """Writes everything that training goes on from as the next step of a directory of checkpoints; all ranks call.

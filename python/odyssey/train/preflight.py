@@ -61,9 +61,6 @@ def versions() -> dict[str, str]:
     }
 
 
-# -- between the ranks ------------------------------------------------------------------------------------------------
-
-
 class Odd(NamedTuple):
     """Rank `rank` has something else in column `column` than the ranks like `other`."""
 

@@ -35,9 +35,6 @@ BEFORE = {"convolution algorithm": "auto"}
 UNSAID = ("accumulation", "settings of layers", "settings of the loss")
 
 
-# --- what must be the same -------------------------------------------------------------------------------------------
-
-
 def probed(schedule: Schedule) -> list[float | None]:
     """A schedule's factors at PROBES; None where it has none, as one made of a table."""
     factors: list[float | None] = []
@@ -123,9 +120,6 @@ def tensor(tensors: dict[str, np.ndarray], key: str, like: np.ndarray, name: str
         what = "is missing" if found is None else f"is {found.dtype} {found.shape}"
         raise CheckpointError(f"[resume] {name}: {key} {what}; {like.dtype} {like.shape} is needed")
     return found
-
-
-# --- out of a file, to all ranks -----------------------------------------------------------------------------------
 
 
 def written(value: Any) -> tuple[bytes, list[np.ndarray]]:

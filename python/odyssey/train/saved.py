@@ -36,9 +36,6 @@ LISTS = {"Sequential": nn.Sequential, "ModuleList": nn.ModuleList}
 SHARD = 32  # samples that are computed at once, where no training says
 
 
-# --- recipes ---------------------------------------------------------------------------------------------------------
-
-
 def recipe(trainer: Any, loader: Any) -> dict[str, Any]:
     """What a checkpoint says of the model and of what it was trained on, as JSON values."""
     model = getattr(trainer, "model", None) or getattr(trainer, "module", None)
@@ -99,9 +96,6 @@ def _build(said: dict[str, Any], most: int) -> nn.Module:
     if any(n > max(most, 1 << 16) for n in sizes):
         raise ValueError(f"{name}{given} is larger than its weights")
     return kind(**given)
-
-
-# --- the model of a checkpoint ---------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,9 +202,6 @@ def load_model(path: str | Path, model: nn.Module | None = None) -> nn.Module:
             f"[load] {path} does not say how to build this model ({problem}); build it and give load_model(path, model)"
         ) from problem
     return made
-
-
-# --- predictions -----------------------------------------------------------------------------------------------------
 
 
 def predicted(

@@ -108,8 +108,6 @@ class Session:
         """Whether it makes checkpoints."""
         return self.folder is not None
 
-    # --- begin ---
-
     def begin(self) -> None:
         """Goes to where the newest valid checkpoint is, or starts at the first step.
 
@@ -347,8 +345,6 @@ class Session:
         self._go_to(snapshot, name)
         self.trainer.numerics.load_state_dict(numerics)  # it knows which batch to leave out now
 
-    # --- in between ---
-
     def stepped(self, batch: Batch, samples: int) -> None:
         """After a step on a batch, over so many samples: none, if it was left out. Raises Stopped: somebody asked for
         it; a checkpoint of this step is there."""
@@ -506,8 +502,6 @@ class Session:
             "origin": self._origin,
             "recipe": saved.recipe(self.trainer, self.loader),
         }
-
-    # --- end ---
 
     def end(self) -> None:
         """The training is complete: its last checkpoint, and in a run the record that says so."""

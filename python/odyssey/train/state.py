@@ -50,8 +50,6 @@ class EngineState(Sharing):
     _replicas: Callable[[], list[int]] | None = None
     _prints: dict[int, tuple[Any, Callable[[], list[int]]]]  # by id of a step's updates: these, and what makes them
 
-    # --- what ranks hold ---
-
     @property
     def partial(self) -> bool:
         """Whether fingerprints() are of this rank's part."""
@@ -89,8 +87,6 @@ class EngineState(Sharing):
                 self._replicas = self._train.fingerprints([(at + 4 * lo, n, lo) for lo, n in runs])
             (mine,) = self._replicas()
         check_replicas(self.comm, self.steps, {"weights": mine}, self._train.groups.model.rank)
-
-    # --- everything on every rank ---
 
     def weights_sha256(self) -> str:
         """SHA-256 over the bytes of the arena: one value for one training, on any layout. Collective, as below."""
@@ -178,8 +174,6 @@ class EngineState(Sharing):
         state = self.state_dict()
         if self.comm.rank == 0:
             write_whole(Path(path), lambda file: write_weights(file, state), mode=0o666)
-
-    # --- checkpoints ---
 
     @property
     def state_bytes(self) -> int:

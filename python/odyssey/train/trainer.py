@@ -205,8 +205,6 @@ class DistributedTrainer(EngineState):
         agreement.parameters(self.comm, self.arena)
         self.comm.broadcast(self.arena.params)
 
-    # --- steps ---
-
     def take_step(self, batch: datasets.Batch) -> Step:
         """See train_step()."""
         if self.mode.own_loop:
@@ -340,8 +338,6 @@ class DistributedTrainer(EngineState):
                 f"[precision] step {self.steps + 1} skipped: gradients overflowed at loss scale "
                 f"{precisions.scale_text(before)}; scale is now {precisions.scale_text(self.scaler.value)}"
             )
-
-    # --- fit() ---
 
     def traffic(self) -> tuple[int, int]:
         return self._train.bytes_sent, self._train.bytes_plain

@@ -92,9 +92,6 @@ def _no_core_files() -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
 
 
-# --- what happened ---------------------------------------------------------------------------------------------------
-
-
 def _uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     if os.getpid() != _installed:
         _before.get("main", sys.__excepthook__)(kind, error, trace)
@@ -239,9 +236,6 @@ def _leave_before_mpi() -> None:
         _flush(sys.stdout)
         wait_until_read(2)
         end_before_mpi(code)
-
-
-# --- the end ---------------------------------------------------------------------------------------------------------
 
 
 def named(job: str) -> None:
@@ -452,9 +446,6 @@ def _end_in(seconds: float, code: int) -> None:
     with contextlib.suppress(ValueError, AttributeError):
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, seconds + 1)
-
-
-# --- what the watcher asks -------------------------------------------------------------------------------------------
 
 
 def listen() -> None:

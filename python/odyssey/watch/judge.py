@@ -91,9 +91,6 @@ def _number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 2**63
 
 
-# --- hangs -----------------------------------------------------------------------------------------------------------
-
-
 class Hang(NamedTuple):
     """Ranks that others wait for in vain, and one of the waits: the longest. `circle`: they wait for each other."""
 
@@ -254,9 +251,6 @@ def place(stack: str) -> str:
 def short(file: str) -> str:
     """The last two parts of a path, as in the texts of calls."""
     return "/".join(file.split("/")[-2:])
-
-
-# --- stragglers ------------------------------------------------------------------------------------------------------
 
 
 def stragglers(ranks: Sequence[Seen]) -> list[tuple[int, float, str]]:

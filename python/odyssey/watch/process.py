@@ -93,8 +93,6 @@ class Watched:
                     opened = os.open(f"/proc/{pid}/fd/{number}", flags | os.O_CLOEXEC) if number > 2 else -1
                     setattr(self, f"_{name}", opened)
 
-    # --- looking ---
-
     def look(self, now: float, floor: float) -> Seen:
         """What it does now. No time is counted from before `floor`, when the watcher itself did not run."""
         self._look_at_process(now)
@@ -189,8 +187,6 @@ class Watched:
         if steps < WINDOW or end[0] - first[0] < 1 or now - end[0] > 60:
             return 0.0, 0.0
         return (end[2] - first[2]) / steps / 1e9, (end[3] - first[3]) / steps / 1e9
-
-    # --- acting ---
 
     def signal(self, number: int) -> bool:
         """Sends a signal, to this process and no later one of the same number."""

@@ -79,9 +79,6 @@ def _open() -> None:
     _q[_VERSION] = _version - 1
 
 
-# --- what a rank says ------------------------------------------------------------------------------------------------
-
-
 def phase(name: str) -> str:
     """This process now does `name`, one of PHASES; returns what it did before."""
     q, now, code = _q, _now(), CODES[name]
@@ -275,9 +272,6 @@ def ranks_of(text: str, size: int) -> list[int] | None:
     return found
 
 
-# --- where it is ---------------------------------------------------------------------------------------------------
-
-
 def describe(rank: int, world: int, attempt: int = 0) -> None:
     """Who this process is."""
     _open()
@@ -336,9 +330,6 @@ def _forked() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forked)
-
-
-# --- reading ---------------------------------------------------------------------------------------------------------
 
 
 class Slot(NamedTuple):

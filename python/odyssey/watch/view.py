@@ -170,8 +170,6 @@ def of_run(run: Path) -> Job:
 _FIELDS = ("host", "pid", "address", "secret")
 
 
-# --- the table -------------------------------------------------------------------------------------------------------
-
 COLUMNS = ("rank", "host", "step", "samples/s", "memory", "data", "compute", "wait", "now")
 
 

@@ -106,8 +106,6 @@ class Watcher:
         except (OSError, KeyError):
             self.local = None
 
-    # --- the loop ---
-
     def run(self) -> None:
         """Until all ranks of this machine are gone."""
         self._write_address()
@@ -202,8 +200,6 @@ class Watcher:
                 self._say(judge.slow_line(self.seen[rank], times, where))
                 return
 
-    # --- hangs ---
-
     def _hang(self, found: judge.Hang) -> None:
         stacks = self._gather_stacks()
         for rank, watched in self.ranks.items():
@@ -259,8 +255,6 @@ class Watcher:
 
     def _say(self, text: str) -> None:
         self.writer.put(lambda: writer.say(text))
-
-    # --- ends ---
 
     def _also_gone(self) -> list[Watched]:
         """Other ranks of which the kernel says at this moment that they are gone."""
@@ -337,8 +331,6 @@ class Watcher:
                 path = os.path.join(self.run_dir, name)
                 self.writer.put(functools.partial(writer.remove, path, **mine))
         self.writer.drain(WORDS_S)
-
-    # --- files of a run ---
 
     def _write(self, name: str, value: Any) -> None:
         path = os.path.join(self.run_dir, name)

@@ -160,9 +160,6 @@ def without(words: Sequence[str], options: dict[str, int]) -> list[str]:
     return left
 
 
-# --- the run ---------------------------------------------------------------------------------------------------------
-
-
 def run(made: Settings, *, verbose: bool = False, listeners: Sequence[Any] = (), quiet: bool = False) -> Any:
     """Train as the settings say: print one summary line, unless `quiet`, and write the files that were asked for.
     listeners: callbacks of fit(), whose history is returned."""

@@ -105,8 +105,6 @@ class GpuRunner(Runner):
         self._placed: list[Placed | None] = []
         self._prepared: list[_Prepared | None] = [None] * lay.workers
 
-    # --- what it needs ---
-
     def _constant(self, memory: Any, w: int) -> int:
         """A copy on worker w's device of what a program names by address, such as the zeros of a missing bias."""
         for known, addresses in self._constants:
@@ -141,8 +139,6 @@ class GpuRunner(Runner):
     def looks_ahead(self) -> bool:
         """Whether it helps to name the next batch (`upcoming`)."""
         return None in self._placed
-
-    # --- a step ---
 
     def run(self) -> Any:
         """Enqueues the step; see GpuSums."""
