@@ -1,15 +1,8 @@
 """Checkpoints: the state of a training on disk, whole or not there, and every byte of it checked before it is used.
 
-    snapshot.py    what is saved, in memory: arrays and values; what names may look like
-    header.py      the header of a safetensors file: made, and parsed without trusting it
-    manifest.py    manifest.json: what a checkpoint consists of, with a SHA-256 for every part
-    reader.py      opens, verifies and reads one checkpoint
-    writer.py      writes one checkpoint aside and puts it in place
-    lock.py        one writer per directory
-    store.py       a directory of checkpoints: newest valid, keep, background save, fencing
-
-What it is not: `odyssey.checkpoint`, which recomputes activations; nor does it know a trainer, ranks or MPI. The format
-and what is promised: docs/checkpoints.md. Names are loaded when they are used: most trainings keep no checkpoints.
+docs/checkpoints.md has the format and what is promised, docs/data-flow.md what each file is. What it is not:
+`odyssey.checkpoint`, which recomputes activations; nor does it know a trainer, ranks or MPI. Names are loaded when they
+are used: most trainings keep no checkpoints.
 """
 
 from __future__ import annotations
