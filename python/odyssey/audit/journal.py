@@ -73,7 +73,6 @@ class Journal(Callback):
         self._write("start", **about, epochs=context.epochs, batch_size=context.batch_size)
 
     def on_sync(self, context: Context) -> None:
-        """How far it is, once a second."""
         if time.monotonic() - self._told > SECONDS:
             self._told = time.monotonic()
             self._progress(context)
@@ -83,7 +82,6 @@ class Journal(Callback):
         self._write("progress", step=context.steps, loss=context.loss, **({"shards": shards} if shards else {}))
 
     def on_checkpoint(self, context: Context) -> None:
-        """A checkpoint is made."""
         if context.steps != self._saved:  # else it is there already
             self._saved = context.steps
             self._write("checkpoint", step=context.steps)
@@ -95,12 +93,10 @@ class Journal(Callback):
         self._write("epoch", step=context.steps, record=context.record, memory=memory)
 
     def on_exception(self, context: Context) -> None:
-        """It fails, or is asked to stop."""
         what = "stopped" if type(context.error).__name__ == "Stopped" else "failed"
         self._write(what, step=context.steps, why=f"{context.error}"[:500])
 
     def on_fit_end(self, context: Context) -> None:
-        """It is over."""
         self._progress(context)
         self._write("end", step=context.steps, finished=context.finished, complete=context.error is None)
 

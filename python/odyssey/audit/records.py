@@ -32,7 +32,6 @@ class Records(Callback):
         self._told = self._failed = False
 
     def on_step_end(self, context: Context) -> None:
-        """The step that was just taken, or skipped."""
         gradients = weights = 0
         trainer, cursor, step, log = self._trainer, context.cursor, context.step, self._log
         if trainer.partial or log is not None:
@@ -46,7 +45,6 @@ class Records(Callback):
             self._write(record)
 
     def on_sync(self, context: Context) -> None:
-        """Writes what is waiting."""
         self.flush()
 
     def on_checkpoint(self, context: Context) -> None:
@@ -54,7 +52,6 @@ class Records(Callback):
         self.flush(to_disk=True)
 
     def on_fit_end(self, context: Context) -> None:
-        """Writes what is complete."""
         self.close()
 
     def flush(self, to_disk: bool = False) -> None:

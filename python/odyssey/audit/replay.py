@@ -96,12 +96,10 @@ class Session(Callback):
         return {"zero": 0, "servers": 1, **verify.arguments(verify.parse(self.layout))} if self.layout else {}
 
     def on_fit_plan(self, context: Context) -> None:
-        """Nothing is written but the log."""
         start = "auto" if self.checkpoint is None else self.checkpoint
         context.saving = dataclasses.replace(context.saving, folder=None, every=None, resume=start, off=True)
 
     def on_fit_start(self, context: Context) -> None:
-        """Opens the log."""
         self.records = Records(context.trainer, self.log, 0)
 
     def on_step_end(self, context: Context) -> None:

@@ -53,7 +53,6 @@ class Recording(Callback):
         return self._beside if self._run is None or self._file is None else self._run.timeline
 
     def on_fit_start(self, context: Context) -> None:
-        """Opens the timeline, with the clock of rank 0."""
         trainer, comm = context.trainer, context.trainer.comm
         number = 0
         if comm.rank == 0 and self._folder is not None:
@@ -87,7 +86,6 @@ class Recording(Callback):
             self._timeline.due()
 
     def on_fit_end(self, context: Context) -> None:
-        """Closes the timeline; rank 0 makes the picture."""
         timeline, self._timeline = self._timeline, None
         if timeline is None:
             return

@@ -118,7 +118,6 @@ class Trace(Callback):
         return cls(Path(folder), int(steps), parse(os.environ.get(LAYOUT, "")))
 
     def arguments(self, given: dict[str, Any]) -> dict[str, Any]:
-        """The layout."""
         from ..parallel.strategy import MODES
 
         own = given.get("accumulation_steps", 1)
@@ -139,7 +138,6 @@ class Trace(Callback):
         context.pieces = self.options.get("accumulation_steps", 1)
 
     def on_step_end(self, context: Context) -> None:
-        """Writes what a trainer holds after a step; called by all its ranks."""
         if self.trainer is None:
             self.trainer = next(_numbers)
         self.done += 1

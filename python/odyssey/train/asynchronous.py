@@ -48,7 +48,6 @@ def added(comm: Communicator, *numbers: float) -> list[float]:
 
 
 def summed(trainer: DistributedTrainer, tally: Tally) -> Tally:
-    """A tally with the sums of all ranks; a collective call."""
     names = trainer.metric_names
     mine = [tally.loss, tally.correct, *(tally.named.get(name, 0.0) for name in names)]
     loss, correct, *metrics = added(trainer.comm, *mine)
@@ -72,33 +71,27 @@ class LocalSGD(Mode):
         self._reduction: Any = None
 
     def part(self, batch: Batch) -> Batch | None:
-        """This rank's share of a batch, None if it has none."""
         comm = self.trainer.comm
         lo, hi = share(len(batch.indices), comm.size, comm.rank)
         return Batch(batch.dataset, batch.indices[lo:hi], batch.epoch, batch.index) if hi > lo else None
 
     def shared_out(self, samples: int) -> tuple[int, list[int]]:
-        """Workers that share a part of a batch of so many samples, and the parts' numbers of samples."""
         size = self.trainer.comm.size
         return self.trainer.layout.workers, [hi - lo for lo, hi in (share(samples, size, r) for r in range(size))]
 
     def stepped(self) -> None:
-        """After a step of all ranks."""
         self._since += 1
         if self._since == self.every:
             self.settle()
 
     @property
     def settled(self) -> bool:
-        """Whether parameters and state are the same on all ranks now."""
         return not self._since
 
     def whole_tally(self, tally: Tally) -> Tally:
-        """A tally with the sums of all ranks; a collective call."""
         return summed(self.trainer, tally)
 
     def settle(self) -> None:
-        """Makes parameters and state the same on all ranks, if they are not; a collective call."""
         if not self._since:
             return
         self._since = 0
@@ -172,7 +165,6 @@ class AsynchronousServer(Mode):
         self._steps = dict.fromkeys(self.workers, 0)
 
     def shared_out(self, samples: int) -> tuple[int, list[int]]:
-        """A batch belongs to one rank."""
         return self.trainer.layout.workers, [samples]
 
     def epoch(self, batches: Iterable[Batch], limit: int | None) -> Tally:
@@ -329,7 +321,6 @@ class AsynchronousServer(Mode):
         }
 
     def summary(self, record: dict[str, Any]) -> str:
-        """Steps of the workers, and how late they were."""
         steps = ", ".join(f"{n} of rank {w}" for w, n in record["steps_of_worker"].items())
         return (
             f"[async] steps: {steps}; a gradient was {record['staleness_mean']:.2f} updates old in the mean, at most "

@@ -44,16 +44,13 @@ class Shown(Callback):
         self._before = 0  # samples of the epoch before it went on
 
     def on_fit_start(self, context: Context) -> None:
-        """The run starts."""
         self.progress.begin(context.epochs, context.steps_per_epoch, context.batch_size)
 
     def on_epoch_start(self, context: Context) -> None:
-        """Time starts."""
         self._since = self._shown = time.perf_counter()
         self._before = context.tally.samples
 
     def on_step_end(self, context: Context) -> None:
-        """Shows a step, at most ten times a second."""
         now = time.perf_counter()
         if now - self._shown > 0.1:
             self._shown, tally = now, context.tally
@@ -63,11 +60,9 @@ class Shown(Callback):
     on_server_update = on_step_end
 
     def on_epoch_end(self, context: Context) -> None:
-        """Shows an epoch."""
         self.progress.epoch(context.record)
 
     def on_fit_end(self, context: Context) -> None:
-        """The run is over, finished or not."""
         self.progress.end()
 
 
@@ -130,14 +125,12 @@ class PlainProgress:
         self._epochs = 0
 
     def begin(self, epochs: int, steps_per_epoch: int, batch: int) -> None:
-        """Remember how many epochs there are."""
         self._epochs = epochs
 
     def step(self, epoch: int, step_in_epoch: int, loss: float, samples_per_second: float) -> None:
         """Nothing: a file wants no line per step."""
 
     def epoch(self, record: dict[str, Any]) -> None:
-        """Print the epoch's line."""
         line = epoch_line(record, self._epochs)
         if self._stream is None:
             LOGGER.info(line)
@@ -145,7 +138,6 @@ class PlainProgress:
             print(line, file=self._stream, flush=True)
 
     def say(self, line: str) -> None:
-        """Print the line."""
         print(f"odyssey: {line}", file=self._stream, flush=True)
 
     def end(self) -> None:
@@ -174,13 +166,11 @@ class RichProgress:
         self._steps = 0
 
     def begin(self, epochs: int, steps_per_epoch: int, batch: int) -> None:
-        """Draw the empty bar."""
         self._epochs, self._steps = epochs, steps_per_epoch
         self._task = self._bar.add_task(f"epoch 1/{epochs}", total=epochs * steps_per_epoch, loss="-", rate="-")
         self._bar.start()
 
     def step(self, epoch: int, step_in_epoch: int, loss: float, samples_per_second: float) -> None:
-        """Move the bar."""
         self._bar.update(
             self._task,
             completed=epoch * self._steps + step_in_epoch,
@@ -190,13 +180,10 @@ class RichProgress:
         )
 
     def epoch(self, record: dict[str, Any]) -> None:
-        """Leave the epoch's line above the bar."""
         self._console.print(epoch_line(record, self._epochs), highlight=False, markup=False, soft_wrap=True)
 
     def say(self, line: str) -> None:
-        """Print the line above the bar."""
         self._console.print(f"odyssey: {line}", highlight=False, markup=False, soft_wrap=True)
 
     def end(self) -> None:
-        """Take the bar away."""
         self._bar.stop()

@@ -67,7 +67,6 @@ class Requests(Callback):
             self._before[number] = signal.signal(number, self._asked) or signal.SIG_DFL  # None: C's, in a Mojo program
 
     def on_fit_end(self, context: Context) -> None:
-        """Gives the signals back."""
         for number in list(self._before):
             signal.signal(number, self._before.pop(number))
 
@@ -79,7 +78,6 @@ class Requests(Callback):
             os.kill(os.getpid(), number)
 
     def on_step_end(self, context: Context) -> None:
-        """Asks the others, if it is time to."""
         self._hear(context)
         if context.trainer.mode.settled:  # else each rank has weights of its own: no step to stop at
             self._answer(context, self.agreed(self._exact))
@@ -87,7 +85,6 @@ class Requests(Callback):
                 context.emit("on_sync")
 
     def on_epoch_end(self, context: Context) -> None:
-        """Asks the others."""
         self._hear(context)
         self.met = True
         self._answer(context, self._agree())
