@@ -67,9 +67,7 @@ def _string(data: bytes, at: int) -> str:
     return data[at : data.index(b"\0", at)].decode()
 
 
-def newest(versions: dict[str, tuple[str, ...]], family: str = "GLIBC_") -> tuple[int, ...]:
-    """The highest version of a family that is asked of any library, such as (2, 34); () if none is."""
-    found = [
-        re.fullmatch(re.escape(family) + r"(\d+(?:\.\d+)*)", name) for names in versions.values() for name in names
-    ]
+def newest(versions: dict[str, tuple[str, ...]]) -> tuple[int, ...]:
+    """The highest version of glibc that is asked of any library, such as (2, 34); () if none is."""
+    found = [re.fullmatch(r"GLIBC_(\d+(?:\.\d+)*)", name) for names in versions.values() for name in names]
     return max((tuple(map(int, form[1].split("."))) for form in found if form), default=())

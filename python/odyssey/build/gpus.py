@@ -46,18 +46,13 @@ def count() -> int:
     return len(found())
 
 
-def accelerator(index: int = 0) -> str | None:
-    """What kernels are compiled for: `ODYSSEY_TARGET_ACCELERATOR`, else the kind of GPU `index`; None without a GPU.
-    Raises DeviceError: no name of an accelerator, or there are GPUs but fewer."""
+def accelerator() -> str | None:
+    """What kernels are compiled for: `ODYSSEY_TARGET_ACCELERATOR`, else the kind of the first GPU; None without a GPU.
+    Raises DeviceError: no name of an accelerator."""
     named = os.environ.get("ODYSSEY_TARGET_ACCELERATOR")
     if named:
         return canonical(named, "ODYSSEY_TARGET_ACCELERATOR")
-    here = found()
-    if not here:
-        return None
-    if not 0 <= index < len(here):
-        raise DeviceError(f"[gpu] GPU {index} was asked for and {len(here)} found; the first one is 0")
-    return here[index].accelerator
+    return found()[0].accelerator if found() else None
 
 
 def canonical(name: str, source: str = "--target") -> str:

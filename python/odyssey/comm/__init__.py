@@ -42,11 +42,6 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def launched() -> launcher.Launched | None:
-    """What an MPI launcher announced in the environment (rank, size, ...), or None."""
-    return launcher.launched()
-
-
 def world(backend: str = "auto") -> Communicator:
     """All processes of this run; the same object whenever it is asked for again.
 

@@ -28,7 +28,6 @@ _GZIP_MAGIC = b"\x1f\x8b"
 _MAX_NDIM = 8
 # Deflate cannot do better than 1032:1, so a header that claims more than this is wrong whatever follows it.
 _MAX_INFLATION = 1032
-_CHUNK = 1 << 20
 
 
 def read_idx(path: Path, *, ndim: int | None = None, sha256: str | None = None) -> np.ndarray:
@@ -116,15 +115,14 @@ def _read(
             "get the file again"
         )
     try:
-        values = np.empty(math.prod(shape), np.uint8)
+        content = stream.read(math.prod(shape))
     except MemoryError:
         raise DataError(f"{path} ({_by(shape)}) does not fit into memory; use a machine with more") from None
-    found = len(header) + _fill(stream, values)
     # Reading on to the end makes gzip verify its checksum. Not further than one byte: a few bytes can unpack to many.
-    _check_length(path, header, shape, "more" if stream.read(1) else found)
+    _check_length(path, header, shape, "more" if stream.read(1) else len(header) + len(content))
+    values = np.frombuffer(content, np.uint8)
     if sha256 is not None:
         _check_digest(path, header, values, sha256)
-    values.flags.writeable = False
     return values.reshape(shape)
 
 
@@ -155,17 +153,6 @@ def _read_header(stream: BinaryIO | gzip.GzipFile, path: Path, ndim: int | None)
     if 0 in shape:
         raise DataError(f"{path} has the size {_by(shape)}; every dimension must be at least 1; get the file again")
     return magic + sizes, shape
-
-
-def _fill(stream: BinaryIO | gzip.GzipFile, values: np.ndarray) -> int:
-    """Read into `values` until it is full or the stream ends; returns the bytes read."""
-    view, at = memoryview(values), 0
-    while at < len(view):
-        got = stream.readinto(view[at : at + _CHUNK])
-        if not got:
-            break
-        at += got
-    return at
 
 
 def _check_digest(path: Path, header: bytes, values: np.ndarray, sha256: str) -> None:

@@ -25,6 +25,7 @@ from ..core import fingerprint, native
 from ..core.program import Block, Executor, Memory, Range, Record, Slot
 from ..data import ArrayDataset, Batch
 from ..errors import ConfigError, DataError, OdysseyError
+from . import resume
 
 if TYPE_CHECKING:
     from ..core.arena import Arena
@@ -368,13 +369,13 @@ class Watch:
             return
         self._first = False
         ahead = range(step, step + min(self.every or 1, AHEAD))
-        rates = [] if rate is None else [_or_none(rate, s) for s in ahead]
+        rates = [] if rate is None else resume.probed(rate, ahead)  # one that fails says so where it is needed
         order = self._order()
         known = self.whole is not None and batch.dataset is self.whole
         batch = batch if known else batch.whole()
         mine = [
             hash_of((len(order), batch.dataset.form)),
-            _of_order(order),
+            fingerprint.signed(_of_words(order)),
             0 if known else fingerprint.signed(of_batch(batch)),
             hash_of(rates),
         ]
@@ -405,7 +406,7 @@ class Watch:
         if self.comm.size == 1 or not self.every:
             return
         order = self._order()
-        everyone = self.comm.all_gather(np.array([len(order), _of_order(order)], np.int64))
+        everyone = self.comm.all_gather(np.array([len(order), fingerprint.signed(_of_words(order))], np.int64))
         other = _first_other(everyone)
         if other is not None:
             raise DataError(
@@ -457,14 +458,3 @@ def _silent(line: str) -> None:
 
 def _name(batch: Batch) -> str:
     return batch.dataset.name.partition(",")[0]
-
-
-def _of_order(order: np.ndarray) -> int:
-    return fingerprint.signed(_of_words(order))
-
-
-def _or_none(rate: Callable[[int], float], step: int) -> float | None:
-    try:
-        return float(rate(step))
-    except Exception:  # where it is needed it says so itself
-        return None

@@ -11,7 +11,7 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -199,16 +199,10 @@ def _text(settings: Mapping[str, Any] | None) -> str:
     return json.dumps(kept, sort_keys=True, default=str)
 
 
-def _mask(cores: Iterable[int] | None = None) -> int:
+def _mask() -> int:
     """The cores of this process as bits; 0 where that is not known."""
-    if cores is None:
-        cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 0)
-    mask = 0
-    for core in cores:
-        if core >= _CORES:
-            return 0
-        mask |= 1 << core
-    return mask
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 0)
+    return sum(1 << core for core in cores) if max(cores, default=0) < _CORES else 0
 
 
 def _free(directory: Path) -> int:

@@ -117,7 +117,7 @@ def traffic(sent: float | None, uncompressed: float | None) -> list[str]:
     return [f"{sent / 1e3:,.1f} KB/step sent (uncompressed {uncompressed / 1e3:,.1f})"]
 
 
-class PlainProgress:
+class PlainProgress(Progress):
     """One line per epoch, no control characters: for pipes, files and batch systems; without a stream to the logger."""
 
     def __init__(self, stream: TextIO | None) -> None:
@@ -126,9 +126,6 @@ class PlainProgress:
 
     def begin(self, epochs: int, steps_per_epoch: int, batch: int) -> None:
         self._epochs = epochs
-
-    def step(self, epoch: int, step_in_epoch: int, loss: float, samples_per_second: float) -> None:
-        """Nothing: a file wants no line per step."""
 
     def epoch(self, record: dict[str, Any]) -> None:
         line = epoch_line(record, self._epochs)
@@ -140,11 +137,8 @@ class PlainProgress:
     def say(self, line: str) -> None:
         print(f"odyssey: {line}", file=self._stream, flush=True)
 
-    def end(self) -> None:
-        """Nothing to put away."""
 
-
-class RichProgress:
+class RichProgress(Progress):
     """One live line: epoch, bar, loss, samples per second, time left; each finished epoch stays above it."""
 
     def __init__(self, stream: TextIO) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,10 +35,10 @@ BEFORE = {"convolution algorithm": "auto"}
 UNSAID = ("accumulation", "settings of layers", "settings of the loss")
 
 
-def probed(schedule: Schedule) -> list[float | None]:
-    """A schedule's factors at PROBES; None where it has none, as one made of a table."""
+def probed(schedule: Schedule, steps: Iterable[int] = PROBES) -> list[float | None]:
+    """A schedule's factors at these steps; None where it has none, as one made of a table."""
     factors: list[float | None] = []
-    for step in PROBES:
+    for step in steps:
         try:
             factors.append(float(schedule(step)))
         except Exception:

@@ -437,9 +437,15 @@ class Session:
                 snapshot.arrays[EARLIER[0]] = {EARLIER[1]: np.frombuffer(text, np.uint8)}
 
             def write() -> None:
-                if snapshot is not None:
-                    self._settle_store()
-                    self._write(snapshot, wait, marks)
+                if snapshot is None:
+                    return
+                self._settle_store()
+                try:
+                    (self._store.save if wait else self._store.save_later)(snapshot, marks)
+                except NumericsError as problem:
+                    if wait:
+                        raise
+                    self.trainer.say(str(problem))  # an update has overflowed: the next step finds it, on all ranks
 
             if wait:
                 resume.by_first(self.comm, write)  # nobody ends before it is there; all end if it cannot be written
@@ -461,15 +467,6 @@ class Session:
             self._settle_store()
             there = self._store.path_of(self.trainer.steps).exists()
         return bool(self.comm.broadcast(np.array([there], np.int32))[0])
-
-    def _write(self, snapshot: Snapshot, wait: bool, marks: tuple[str, ...]) -> None:
-        if wait:
-            self._store.save(snapshot, marks)
-            return
-        try:
-            self._store.save_later(snapshot, marks)
-        except NumericsError as problem:  # an update has overflowed: the next step finds it, on all ranks
-            self.trainer.say(f"{problem}")
 
     def _values(self) -> dict[str, Any]:
         """This session's part of a checkpoint; a collective call where ranks have tallies of their own."""

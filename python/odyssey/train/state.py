@@ -370,17 +370,11 @@ class EngineState(Sharing):
 
 def _collect(comm: Communicator, arrays: dict[str, np.ndarray], counts: dict[str, int]) -> None:
     """Brings what the other stages of a pipeline have to the first."""
-    text = json.dumps([counts, [[key, a.dtype.name, list(a.shape)] for key, a in arrays.items()]]).encode()
-    texts = comm.all_gather_each(np.frombuffer(text, np.uint8))
-    if comm.rank:
-        for array in arrays.values():
-            comm.send(array, 0)
-        return
     for stage in range(1, comm.size):
-        found, table = json.loads(texts[stage].tobytes())
-        counts.update(found)
-        for key, dtype, shape in table:
-            arrays[key] = comm.recv(np.empty(shape, dtype), stage)
+        theirs = resume.spread(comm, [counts, arrays], stage)
+        if comm.rank == 0:
+            counts.update(theirs[0])
+            arrays.update(theirs[1])
 
 
 def _entry(values: dict[str, Any], key: str, name: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import hashlib
 import json
 import os
 import socket
@@ -64,7 +65,7 @@ def begin(world: Any) -> None:
     attached = {rank: attach(*everyone[rank][:2]) for rank in mine} if watches else {}
     secret = np.frombuffer(os.urandom(32), np.uint8).copy()
     world.broadcast(secret)
-    entry.named(entry_name(secret))
+    entry.named(hashlib.sha256(b"name" + secret.tobytes()).hexdigest()[:16])
     listener, where = None, np.zeros(2, np.int64)
     if len(nodes) > 1:
         if world.rank == 0:
@@ -101,21 +102,12 @@ def _leave(process: int) -> None:
         slot.ended(*entry.leaving())
 
 
-def entry_name(secret: np.ndarray) -> str:
-    """A job's public name, of its secret."""
-    import hashlib
-
-    return hashlib.sha256(b"name" + secret.tobytes()).hexdigest()[:16]
-
-
 def _start(settings: dict[str, Any], descriptors: list[int]) -> None:
     """Starts the watcher, which takes over these open files."""
     program = Path(__file__).with_name("watcher.py")
     with contextlib.suppress(OSError):
-        words, pipes = (
-            [sys.executable, "-I", "-S", str(program)],
-            {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL},
-        )
+        words = [sys.executable, "-I", "-S", str(program)]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL}
         # in a session of its own: it outlives the ranks by a moment, also when their process group is killed
         process = subprocess.Popen(words, **pipes, start_new_session=True, pass_fds=descriptors)
         # It goes on in a process that is no child of this one.
