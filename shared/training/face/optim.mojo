@@ -19,7 +19,6 @@ struct CrossEntropyLoss(Loss):
 
     @staticmethod
     def build() raises -> PythonObject:
-        """Makes nn.CrossEntropyLoss."""
         return part("nn").CrossEntropyLoss()
 
 
@@ -28,7 +27,6 @@ struct NLLLoss(Loss):
 
     @staticmethod
     def build() raises -> PythonObject:
-        """Makes nn.NLLLoss."""
         return part("nn").NLLLoss()
 
 
@@ -64,7 +62,6 @@ struct SGD(Optimizer):
         self._py = _made["SGD"](lr, weight_decay, settings)
 
     def value(self) -> PythonObject:
-        """The Python optimizer."""
         return self._py
 
 
@@ -93,7 +90,6 @@ struct Adaptive[name: StaticString](Optimizer):
             self._py.undecayed = part("optim").vectors
 
     def value(self) -> PythonObject:
-        """The Python optimizer."""
         return self._py
 
 

@@ -38,13 +38,9 @@ struct Tensor[
     """
 
     comptime CHANNELS = Self.channels
-    """Channels, or features if it has no other axes."""
     comptime HEIGHT = Self.height
-    """Rows of a channel."""
     comptime WIDTH = Self.width
-    """Columns of a channel."""
     comptime DEVICE = Self.device
-    """The place."""
     var _value: Value
 
     def __init__(out self, value: Value):
@@ -53,7 +49,6 @@ struct Tensor[
         self._value = value
 
     def value(self) -> Value:
-        """The Python tensor."""
         return self._value
 
     def to[
@@ -86,13 +81,9 @@ struct Ids[length: Int, *, device: Int = 0](AnyTensor):
     """
 
     comptime CHANNELS = Self.length
-    """Numbers of a sequence."""
     comptime HEIGHT = 1
-    """1."""
     comptime WIDTH = 1
-    """1."""
     comptime DEVICE = Self.device
-    """The place."""
     var _value: Value
 
     def __init__(out self, value: Value):
@@ -100,7 +91,6 @@ struct Ids[length: Int, *, device: Int = 0](AnyTensor):
         self._value = value
 
     def value(self) -> Value:
-        """The Python tensor."""
         return self._value
 
 
@@ -109,13 +99,9 @@ struct Tokens[length: Int, features: Int, *, device: Int = 0](AnyTensor):
     """
 
     comptime CHANNELS = Self.length
-    """Tokens of a sequence."""
     comptime HEIGHT = Self.features
-    """Features of a token."""
     comptime WIDTH = 1
-    """1."""
     comptime DEVICE = Self.device
-    """The place."""
     var _value: Value
 
     def __init__(out self, value: Value):
@@ -123,7 +109,6 @@ struct Tokens[length: Int, features: Int, *, device: Int = 0](AnyTensor):
         self._value = value
 
     def value(self) -> Value:
-        """The Python tensor."""
         return self._value
 
     def __add__(self, other: Self) raises -> Self:

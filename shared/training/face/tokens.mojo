@@ -17,7 +17,6 @@ struct Embedding[count: Int, features: Int, *, device: Int = 0](Layer):
         self._module = {}
 
     def build(mut self) raises -> PythonObject:
-        """Makes nn.Embedding."""
         var made = part("nn").Embedding(Self.count, Self.features)
         return self._module.set(made, Self.device)
 
@@ -41,16 +40,13 @@ struct Embedding[count: Int, features: Int, *, device: Int = 0](Layer):
 
     @staticmethod
     def fits(x: Shape) -> Bool:
-        """Whether there are ids, on this place."""
         return x == Shape(x.channels, 1, 1, Self.device)
 
     @staticmethod
     def output(x: Shape) -> Shape:
-        """(tokens, features)."""
         return Shape(x.channels, Self.features, 1, x.device)
 
     def apply(self, x: Value) raises -> Value:
-        """What the layer computes, of a value without a type."""
         return self._module(x)
 
 
@@ -65,7 +61,6 @@ struct LayerNorm[features: Int, *, device: Int = 0](Layer):
         self._module = {}
 
     def build(mut self) raises -> PythonObject:
-        """Makes nn.LayerNorm."""
         var made = part("nn").LayerNorm(Self.features)
         return self._module.set(made, Self.device)
 
@@ -79,11 +74,9 @@ struct LayerNorm[features: Int, *, device: Int = 0](Layer):
 
     @staticmethod
     def fits(x: Shape) -> Bool:
-        """Whether there are tokens of so many features, on this place."""
         return x == Shape(x.channels, Self.features, 1, Self.device)
 
     def apply(self, x: Value) raises -> Value:
-        """What the layer computes, of a value without a type."""
         return self._module(x)
 
 
@@ -109,7 +102,6 @@ struct MultiheadAttention[
         self._module = {}
 
     def build(mut self) raises -> PythonObject:
-        """Makes nn.MultiheadAttention."""
         var made = part("nn").MultiheadAttention(
             Self.features, Self.heads, Self.dropout
         )
@@ -125,9 +117,7 @@ struct MultiheadAttention[
 
     @staticmethod
     def fits(x: Shape) -> Bool:
-        """Whether there are tokens of so many features, on this place."""
         return x == Shape(x.channels, Self.features, 1, Self.device)
 
     def apply(self, x: Value) raises -> Value:
-        """What the layer computes, of a value without a type."""
         return self._module.py()(x, is_causal=Self.is_causal)
