@@ -6,6 +6,7 @@ and exits with the code; the library raises it. Anything that is not an `Odyssey
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 Error = TypeVar("Error", bound="OdysseyError")
@@ -104,6 +105,13 @@ def printable(text: str, *, keep: str = "", limit: int | None = None) -> str:
     if not text.isprintable():
         text = "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode("ascii") for c in text)
     return f"{text}... ({more} more characters)" if more else text
+
+
+def near(word: str, known: Iterable[str], alike: float = 0.6) -> list[str]:
+    """Those of the known words that one may have meant, at most three; `alike`: from 0 to 1, how much they must be."""
+    import difflib
+
+    return difflib.get_close_matches(word[:60], list(known), 3, alike)
 
 
 def check_kind(who: str, what: str, given: Any, kind: type, of: str) -> None:

@@ -30,7 +30,6 @@ MAGIC, VERSION = b"odysteps", 1
 SIZE = 64  # bytes of a record, and of the header
 LIMIT = 1 << 30  # bytes of a log that is read: 16 million steps
 FLUSH_SECONDS = 0.5
-KEPT_DIFFERENCES = 100
 UNKNOWN = "not known"  # a fingerprint that was not taken, in words
 
 # name, type: the fields of a record. `flags`: 1 the step was taken, 2 and 4 the fingerprints are known.
@@ -117,15 +116,13 @@ class StepLog:
     path: the file; made if it is not there, and so is its directory. attempt: of this process; 0 if nobody counts them:
         then that of the last record found.
 
-    differences: pairs (record of before, record of now) of steps that came out otherwise than in an earlier attempt,
-        the first KEPT_DIFFERENCES. notice: what the user should know about the file that was found, or None.
+    notice: what the user should know about the file that was found, or None.
 
     Raises OutputError: the file cannot be written.
     """
 
     def __init__(self, path: str | Path, attempt: int = 0) -> None:
         self.path, self.attempt = Path(path), attempt
-        self.differences: list[tuple[Record, Record]] = []
         self.notice: str | None = None
         self._earlier: dict[int, Record] | None = None  # of the steps that may be taken again
         try:
@@ -180,11 +177,7 @@ class StepLog:
         if not self._earlier:
             return None
         before = self._earlier.pop(record.step, None)
-        if before is None or difference(before, record) is None:
-            return None
-        if len(self.differences) < KEPT_DIFFERENCES:
-            self.differences.append((before, record))
-        return before
+        return None if before is None or difference(before, record) is None else before
 
     def flush(self) -> None:
         """Gives all records to the operating system: the end of this process loses none of them any more. Raises

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from odyssey.errors import BuildError
+from odyssey.errors import BuildError, near
 
 ROOT_SOURCE = Path("mojo") / "capi.mojo"
 _STDERR_LINES = 40
@@ -146,10 +146,8 @@ def _unknown_cpu(cpu: str, triple: str | None) -> str:
 
 
 def _near(name: str, names: list[str]) -> str:
-    import difflib
-
-    near = difflib.get_close_matches(name, names, 3, 0.5)
-    return f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(names[:12])}, ..."
+    meant = near(name, names, 0.5)
+    return f"did you mean {' or '.join(meant)}?" if meant else f"known are {', '.join(names[:12])}, ..."
 
 
 def check_accelerator(name: str) -> None:

@@ -17,17 +17,11 @@ from typing import Any, NoReturn
 import click
 
 from .. import __version__
-from ..errors import LINE, CollectiveError, OdysseyError, OutputError, printable
+from ..errors import LINE, CollectiveError, OdysseyError, OutputError, near, printable
 from ..watch import files, outputs
-from .commands import COMMANDS, HELP, near
+from .commands import COMMANDS, HELP
 
 USAGE, DEFECT, INTERRUPTED, BROKEN_PIPE = 64, 70, 130, 141
-
-
-def _print_version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
-    if wanted and not context.resilient_parsing:
-        click.echo(f"odyssey {__version__}")
-        context.exit()
 
 
 class _Commands(click.Group):
@@ -57,15 +51,7 @@ class _Commands(click.Group):
 
 
 @click.group(cls=_Commands, context_settings=HELP, invoke_without_command=True)
-@click.option(
-    "--version",
-    "-V",
-    is_flag=True,
-    is_eager=True,
-    expose_value=False,
-    callback=_print_version,
-    help="Print the version and exit.",
-)
+@click.version_option(__version__, "--version", "-V", message="odyssey %(version)s", help="Print the version and exit.")
 @click.pass_context
 def group(context: click.Context) -> None:
     """Train neural nets: Mojo kernels, Python, MPI. The same bits on any number of workers."""

@@ -15,9 +15,7 @@ from typing import Any
 
 import click
 
-from odyssey.errors import ConfigError, DataError, printable
-
-from .commands import near
+from odyssey.errors import ConfigError, DataError, near, printable
 
 LIMIT = 64 << 10  # bytes of a file
 LINE = 8 << 10  # characters of a line; a TOML parser takes quadratic time for one key of many parts

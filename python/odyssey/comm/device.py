@@ -78,13 +78,13 @@ class Exchanged(Waiting):
         links: all that are used for it.
     """
 
-    __slots__ = ("_links", "_sequence", "_marked")
+    __slots__ = ("_links", "_sequence")
 
     def __init__(self, comm: Communicator, links: Sequence[DeviceTransport], text: str) -> None:
         super().__init__(comm, text)
         if comm._broken is not None:
             raise comm._broken
-        self._links, self._marked = links, False
+        self._links = links
         self._sequence = comm._sequence  # one of the calls of its group, so a watcher sees who has not come so far
         comm._sequence += 1
         slot.call(self._sequence, text, comm._mark)
@@ -93,7 +93,6 @@ class Exchanged(Waiting):
         """All of it is enqueued."""
         for link in self._links:
             link.mark()
-        self._marked = True
 
     def test(self) -> bool:
         if not self._complete:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from ..errors import ConfigError
+from ..errors import ConfigError, near
 from ..watch import runs
 from . import recipes
 from .placement import SCHEDULES as PIPELINES
@@ -448,10 +448,8 @@ def made(kind: type[Kind], given: Mapping[str, Any]) -> Kind:
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The end of a message about a name that is unknown."""
-    import difflib
-
-    near = difflib.get_close_matches(name[:60], list(known), 1)
-    return f"; did you mean {near[0]!r}?" if near else f"; choose from {', '.join(known)}"
+    meant = near(name, known)
+    return f"; did you mean {meant[0]!r}?" if meant else f"; choose from {', '.join(known)}"
 
 
 def part(kind: type[Kind], of: Any, **more: Any) -> Kind:

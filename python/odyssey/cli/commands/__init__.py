@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +52,6 @@ def machines(who: str, hosts: str | None, hostfile: Path | None) -> Any:
     if hosts is not None and hostfile is not None:
         raise ConfigError(f"[{who}] --hosts and --hostfile are both given; give one")
     return parse_hosts(hosts) if hosts is not None else parse_hostfile(hostfile) if hostfile is not None else ()
-
-
-def near(word: str, known: Iterable[str]) -> list[str]:
-    """Those of the known words that one may have meant."""
-    import difflib
-
-    return difflib.get_close_matches(word[:60], list(known), 3)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,8 @@ from typing import Any
 
 import click
 
-from . import FILE, HELP, machines, near
+from ...errors import near
+from . import FILE, HELP, machines
 
 
 @click.command(
