@@ -135,12 +135,12 @@ ORDER = (
 )
 BUDGETS = {  # lines of all its files together
     "mojo": 18_065,
-    "shared/training": 3_450,
-    "python/odyssey": 46_720,
-    "python/odyssey/comm": 3_900,
+    "shared/training": 3_385,
+    "python/odyssey": 46_275,
+    "python/odyssey/comm": 3_885,
     "python/odyssey/parallel": 3_700,
-    "python/odyssey/distributed": 2_020,
-    "python/odyssey/torch": 2_965,
+    "python/odyssey/distributed": 2_000,
+    "python/odyssey/torch": 2_945,
 }
 PACKAGE_LINES, FILE_LINES = 5_000, 620
 
