@@ -39,7 +39,7 @@ def test_a_training_and_its_text(launch, tmp_path):
 def trained(comm=None, steps=4, folder=None, **settings):
     ids = np.random.default_rng(0).integers(0, 11, (20, 10)).astype(np.int32)
     loader = data.DataLoader(data.arrays(ids[:, :-1], ids[:, 1:]), batch_size=10, shuffle=True)
-    model = nn.models.build("gpt", vocab_size=11, context=9, layers=2, heads=2, width=16, dropout=0.1, tied=False)
+    model = nn.models.build("gpt", vocab_size=11, context=9, layers=2, heads=2, width=16, dropout=0.1)
     trainer = DistributedTrainer(
         model, optim.AdamW(lr=1e-2), shard_size=2, **({"comm": comm} if comm else {}), **settings
     )
@@ -51,7 +51,9 @@ def trained(comm=None, steps=4, folder=None, **settings):
     return trainer.weights_sha256()
 
 
-@pytest.mark.parametrize("mesh", [(3, 1, 1), (1, 2, 1), (1, 3, 1), (1, 1, 2), (1, 1, 4), (2, 1, 2)])
+@pytest.mark.parametrize(
+    "mesh", [(3, 1, 1), (1, 2, 1), (1, 3, 1), (2, 2, 1), (1, 1, 2), (1, 1, 4), (1, 2, 2), (2, 1, 2)]
+)
 def test_the_same_bits_on_every_mesh(mesh):
     wanted = trained(backend="local")
     assert set(mock.run(mesh[0] * mesh[1] * mesh[2], lambda comm: trained(comm, mesh=Mesh(*mesh)))) == {wanted}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -58,6 +59,18 @@ SAMPLE_NORMS: dict[str, Callable[..., nn.Module]] = {
 }  # fmt: skip
 
 
+def _layer(name: str, *given: Any) -> nn.Module:
+    """The layer of an op that has one."""
+    if name == "norm":
+        return (nn.BatchNorm2d if given[1] else nn.BatchNorm1d)(given[0])
+    if name in SAMPLE_NORMS:
+        return SAMPLE_NORMS[name](*given)
+    return (nn.Conv2d if name == "conv" else nn.Linear)(*given[:-1], bias=given[-1])
+
+
+LAYERS = ("linear", "conv", "add linear", "from input", "norm", *SAMPLE_NORMS)
+
+
 class Chain(nn.Module):
     """Ops one after the other, as `Draft` writes them down."""
 
@@ -65,21 +78,14 @@ class Chain(nn.Module):
         super().__init__()
         self.ops = tuple(ops)
         for i, (name, place, *given) in enumerate(ops):
-            if name == "norm":
-                layer = (nn.BatchNorm2d if given[1] else nn.BatchNorm1d)(given[0])
-                setattr(self, f"layer{i}", layer @ device(place) if place else layer)
-            if name in SAMPLE_NORMS:
-                layer = SAMPLE_NORMS[name](*given)
-                setattr(self, f"layer{i}", layer @ device(place) if place else layer)
-            make = {"linear": nn.Linear, "conv": nn.Conv2d, "add linear": nn.Linear, "from input": nn.Linear}.get(name)
-            if make is not None:
-                layer = make(*given[:-1], bias=given[-1])
-                setattr(self, f"layer{i}", layer @ device(place) if place else layer)
-            if name == "tied":  # the weight of another layer, a bias of its own
-                other = getattr(self, f"layer{given[0]}")
-                layer = nn.Linear(*other.weight.shape[::-1])
-                layer.weight = other.weight
-                setattr(self, f"layer{i}", layer @ device(place) if place else layer)
+            if name in LAYERS:
+                setattr(self, f"layer{i}", _layer(name, *given) @ device(place))
+            if name == "tied":  # the weight of another layer, perhaps all that it has; of any place
+                kind, _, *made = self.ops[given[0]]
+                layer, other = _layer(kind, *made), getattr(self, f"layer{given[0]}")
+                for shared in vars(other) if given[1] else ["weight"]:
+                    setattr(layer, shared, getattr(other, shared))
+                setattr(self, f"layer{i}", layer @ device(place))
         for i in frozen:
             getattr(self, f"layer{i}").weight.requires_grad = False
         for i, size in enumerate(unused):
@@ -126,7 +132,7 @@ class Draft:
     shapes: list[Shape] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.inputs = math.prod(self.shape)
+        self.inputs, self.first = math.prod(self.shape), self.shape
 
     def put(self, name: str, *given: Any, shape: Shape | None = None) -> None:
         self.shape = shape or self.shape
@@ -142,19 +148,25 @@ class Draft:
         self.put(self.random.one(["relu", "tanh", "sigmoid", "gate"], [4, 3, 2, 1]))
 
     def extra(self) -> None:
-        """Perhaps a residual addition, a layer used again, dropout."""
+        """Perhaps a residual addition, a layer used again or tied, dropout."""
         random, (n, *more) = self.random, self.shape
+        shapes = [(self.first if i == 0 else self.shapes[i - 1], shape) for i, shape in enumerate(self.shapes)]
+        squares = [
+            i
+            for i, op in enumerate(self.ops)
+            if op[0] in ("linear", "conv", "norm", *SAMPLE_NORMS) and shapes[i] == (self.shape, self.shape)
+        ]
         if random.chance(0.1):
             self.put("scale", random.one([0.5, -1.25]))
         if random.chance(0.05) and not more:
             self.put(random.one(["softmax", "log_softmax"]))
         if not more and n <= 60 and random.chance(0.2):
             self.put("add linear", n, n, random.chance(0.5))
-        squares = [
-            i for i, op in enumerate(self.ops) if op[0] == "linear" and op[1:4] == (self.place, n, n) and not more
-        ]
         if squares and random.chance(0.6):
-            self.put(random.one(["again", "checkpoint", "tied"]), random.one(squares))
+            chosen = random.one(squares)
+            kinds = ["again", "checkpoint", "tied"] if self.ops[chosen][1] == self.place else ["tied"]
+            kind = random.one(kinds)
+            self.put(kind, chosen, *[random.chance(0.5)] * (kind == "tied"))
         if not more and random.chance(0.08):
             self.put("from input", self.inputs, n, random.chance(0.5))
         same = [i for i, shape in enumerate(self.shapes[:-1]) if shape == self.shape]
@@ -512,14 +524,19 @@ def staged(random: Random) -> Network:
     widths = [random.size() for _ in range(random.integer(1, 3))]
     sizes = [shape[0], *widths, classes]
     kind = random.one([nn.Tanh, nn.ReLU, nn.Sigmoid])
+    tied = random.one(["", "weight", "layer"])  # of all stages but the last
+    if tied:
+        sizes[:-1] = [shape[0]] * len(sizes[:-1])
     micro = random.integer(5, 20) if random.chance(0.8) else random.integer(1, 4)
 
     def build() -> nn.Module:
-        stages = []
-        for i, (a, b) in enumerate(zip(sizes, sizes[1:], strict=False)):
-            last = i == len(sizes) - 2
-            stages.append(nn.Stage([nn.Linear(a, b), *([] if last else [kind()])]))
+        *layers, last = [nn.Linear(a, b) for a, b in itertools.pairwise(sizes)]
+        if tied == "layer":
+            layers = layers[:1] * len(layers)
+        for layer in layers if tied else ():
+            layer.weight = layers[0].weight
+        stages = [nn.Stage([layer, kind()]) for layer in layers] + [nn.Stage([last])]
         return nn.PipelineParallel(stages, micro_batch_size=micro, schedule="1f1b")
 
-    text = f"stages {'-'.join(map(str, sizes))} {kind.__name__}, micro-batches of {micro}"
+    text = f"stages {'-'.join(map(str, sizes))} {kind.__name__}{f', one {tied}' * bool(tied)}, micro-batches of {micro}"
     return Network(text, shape, classes, build, len(sizes) - 1, ("gpipe", "1f1b"), micro)

@@ -136,9 +136,9 @@ ORDER = (
 BUDGETS = {  # lines of all its files together
     "mojo": 18_065,
     "shared/training": 3_385,
-    "python/odyssey": 46_275,
+    "python/odyssey": 46_325,
     "python/odyssey/comm": 3_885,
-    "python/odyssey/parallel": 3_700,
+    "python/odyssey/parallel": 3_740,
     "python/odyssey/distributed": 2_000,
     "python/odyssey/torch": 2_945,
 }

@@ -21,7 +21,7 @@ from .batch_norm import batch_norm as batch_norm
 from .dropout import dropout as dropout
 from .operators import *  # noqa: F403
 from .operators import mean, mean_over_samples, multiply, scale, sum
-from .placement import Device
+from .placement import Device, different_places
 from .placement import device as place_of
 from .products import bias_memory, grad_memory, pair
 from .products import conv1d as conv1d
@@ -30,7 +30,7 @@ from .products import linear as linear
 from .products import pad2d as pad2d
 from .program import Block, Memory, Recorder, ShardEager, current
 from .shapes import axis_of, batched, framed, reshape, tokens, transpose
-from .tensor import Tensor, attach, different_places, empty, in_checkpoint, make
+from .tensor import Tensor, attach, empty, in_checkpoint, make
 from .tensor import to_lanes as to_lanes
 from .tensor import to_rows as to_rows
 

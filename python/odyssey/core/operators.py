@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import DeviceError, ShapeError
+from .placement import different_places, elsewhere
 from .program import Slot, current
 from .shapes import (
     AXES,
@@ -40,7 +41,7 @@ from .shapes import (
     unsqueeze,
     without,
 )
-from .tensor import Shape, Tensor, attach, different_places, empty, new_like, to_lanes, to_rows
+from .tensor import Shape, Tensor, attach, empty, new_like, to_lanes, to_rows
 
 __all__ = [
     "add", "argmax", "cat", "clamp", "divide", "embedding", "eq", "exp", "expand", "flatten", "ge", "getitem",
@@ -444,7 +445,7 @@ def take(x: Tensor, index: Any) -> Tensor:
     rows = _places("index", index, x.shape[0])
     if not isinstance(index, Tensor):
         rows.device = x.device
-    elif rows.device.slot != x.device.slot:
+    elif elsewhere(x, rows.device):
         raise DeviceError(different_places("index", rows, x))
     y = empty((*rows.shape, *x.shape[1:]))
     y.dtype = x.dtype
@@ -456,7 +457,7 @@ def take(x: Tensor, index: Any) -> Tensor:
         current().emit("take_backward", dx.memory, dy.memory, rows.memory, *sizes)
         return (dx,)
 
-    return attach(y, (x,), backward)
+    return attach(y, (x,), backward, rows.device)
 
 
 def embedding(index: Any, weight: Tensor) -> Tensor:

@@ -10,8 +10,14 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from ..errors import ConfigError, DeviceError
+
+if TYPE_CHECKING:
+    from .tensor import Tensor
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved")  # orders in which a pipeline runs its micro-batches; parallel/schedule.py
 
@@ -60,6 +66,28 @@ def device(where: int | str | Device = 0) -> Device:
         if where.isdigit():
             return device(int(where))
     raise ConfigError(f"[device] {where!r} is no place; give a slot from 0, or 'cpu', 'cpu:1', 'gpu:1'")
+
+
+def elsewhere(t: Tensor, where: Device) -> bool:
+    """Whether a tensor is on another place; a parameter is on those of all modules that share it."""
+    return t.device.slot != where.slot and where not in getattr(t, "places", {}).values()
+
+
+def different_places(op: str, a: Tensor, b: Tensor) -> str:
+    """What to say about two inputs of an op that are on different places."""
+
+    def named(t: Tensor) -> str:
+        if hasattr(t, "places"):
+            return f"the {'bias' if t.ndim == 1 else 'weight'} {t.name or t.shape}"
+        return "the label tensor" if t.dtype == np.int32 else "the input"
+
+    if hasattr(a, "places") and not hasattr(b, "places"):
+        a, b = b, a
+    move = named(a) if not hasattr(a, "places") else "the layer"
+    one, other = named(a), named(b)
+    if one == other:
+        one, other, move = "one input", "another", "one"
+    return f"[{op}] {one} is on {a.device}, {other} on {b.device}; move {move} with .to({b.device})"
 
 
 def check_places(schedule: str, place: Sequence[int]) -> None:

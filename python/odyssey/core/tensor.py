@@ -24,7 +24,7 @@ import numpy as np
 from ..errors import DeviceError, ShapeError
 from . import native, program
 from .offload import maker
-from .placement import FIRST, Device
+from .placement import FIRST, Device, different_places, elsewhere
 from .program import Block, Memory, Range, Slot
 
 # LeNet-5 on one core, forward and backward: 33 us for one sample in rows, 58 for two, 172 for 1 to 16 in lanes.
@@ -253,14 +253,15 @@ _gradient: Any = Tensor.grad  # the slot
 class Parameter(Tensor):
     """A tensor that a module trains. Its gradient exists from the start and is added to by every backward pass.
 
-    `name` is its name in the model, once an optimizer or trainer has it; for messages.
+    `name` is its name in the model, once an optimizer or trainer has it; for messages. `places`: where modules that
+    share it are, by their id; `device` is one of them.
     """
 
-    __slots__ = ("name",)
+    __slots__ = ("name", "places")
 
     def __init__(self, data: Any) -> None:
         super().__init__(data, requires_grad=True)
-        self.name = ""
+        self.name, self.places = "", {}
         make = maker()
         own = make(self.shape)
         own[...] = self.data
@@ -285,9 +286,9 @@ class Parameter(Tensor):
         _gradient.__set__(self, make(grad, self.shape))
         self.grad.device = self.device
 
-    def put(self, device: Device) -> None:
-        """Says which place computes with the parameter, and so with its gradient."""
-        self.device = device
+    def put(self, device: Device, module: Any = None) -> None:
+        """Says which place computes with the parameter, and so with its gradient; or which one for a module."""
+        self.device, self.places = device, {} if module is None else {**self.places, id(module): device}
         if self.grad is not None:
             self.grad.device = device
 
@@ -345,7 +346,7 @@ def attach(
             f"[{op}] a tensor of integers, {inputs[0].shape}, where numbers are computed; use its .float()"
         )
     for t in inputs[1:]:
-        if t.device.slot != where.slot:
+        if elsewhere(t, where):
             raise DeviceError(different_places(name or backward.__qualname__.split(".")[0].lstrip("_"), inputs[0], t))
     out.device = where if device is None else device
     number = program.current().close(out.device)
@@ -395,23 +396,6 @@ def checkpointed(fn: Callable[..., Tensor], args: tuple[Any, ...]) -> Tensor:
 def in_checkpoint() -> bool:
     """Whether the function of a checkpoint is being computed."""
     return _tape.checkpoints > 0
-
-
-def different_places(op: str, a: Tensor, b: Tensor) -> str:
-    """What to say about two inputs of an op that are on different places."""
-
-    def named(t: Tensor) -> str:
-        if isinstance(t, Parameter):
-            return f"the {'bias' if t.ndim == 1 else 'weight'} {t.name or t.shape}"
-        return "the label tensor" if t.dtype == np.int32 else "the input"
-
-    if isinstance(a, Parameter) and not isinstance(b, Parameter):
-        a, b = b, a
-    move = named(a) if not isinstance(a, Parameter) else "the layer"
-    one, other = named(a), named(b)
-    if one == other:
-        one, other, move = "one input", "another", "one"
-    return f"[{op}] {one} is on {a.device}, {other} on {b.device}; move {move} with .to({b.device})"
 
 
 class Watcher:

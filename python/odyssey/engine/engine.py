@@ -106,7 +106,8 @@ class Engine:
         self._ownership: dict[str, tensor.Piece] = {}  # of tensor parallelism: what this rank trains
         self._places: Any = None  # record -> position in the pipeline
         self._cut_by: tuple[Any, ...] | None = None  # the program that was cut automatically
-        self._owner: dict[int, int] = {}  # parameter (offset) -> position in the pipeline
+        self._used: dict[int, list[int]] = {}  # parameter (offset) -> positions in the pipeline of the ops that read it
+        self._several: dict[str, int] = {}  # parameters of several positions, and the one that updates them
         self._outputs: int | None = None  # of the model, as the loss saw them
         self._records: dict[tuple[int, ...], list[Record]] = {}
         self._prepared: dict[tuple[Any, ...], Runner] = {}  # the latest last
@@ -279,28 +280,27 @@ class Engine:
         """The position in the pipeline of each record of the program of one shard of n samples.
 
         An automatic cut was made by the numbers of the ops of one program. In others, of an evaluation without dropout
-        or of another layout, ops have other numbers: there an op with parameters is where these are, and what follows
-        it as well.
+        or of another layout, ops have other numbers: there the k-th op with some parameters is where it was in that
+        one, and what follows it as well.
         """
         source = self._like or self
         if self.layout.mesh.pp == 1:
             return lambda r: 0
         if source._cut_by in (None, (self.train, n, *form)):
             return source._places
-        owner, of_tag = source._owner, {}
+        of_tag: dict[int, int] = {}
+        met: dict[int, list[int]] = {}  # parameter -> ops so far that read it
         # not `records`: tensor parallelism may have moved on from the first row of a parameter
-        fused = self._fused(n, form)
-        forward = [r for r in fused if r.phase == "forward"]
-        used = {id(r): bucketing.touched(r, self.arena, native.PARAMS) for r in forward}
-        here = next((owner[o[0]] for r in forward if (o := used[id(r)])), 0)
-        for r in forward:
-            if used[id(r)]:
-                here = owner[used[id(r)][0]]
-            of_tag[r.tag] = here
-        # An op may have records of the backward pass alone: it is where its parameter or the op before it is.
-        for r in fused:
-            if r.phase == "backward" and (o := bucketing.touched(r, self.arena, native.GRADS)):
-                of_tag.setdefault(r.tag, owner[o[0]])
+        forward = [r for r in self._fused(n, form) if r.phase == "forward"]
+        used = [(r.tag, bucketing.touched(r, self.arena, native.PARAMS)) for r in forward]
+        here = next((source._used[o[0]][0] for _, o in used if o and o[0] in source._used), 0)
+        for tag, offsets in used:
+            for o in offsets:
+                met.setdefault(o, []).extend([tag] * (tag not in met.get(o, ())))
+            if offsets:
+                places = source._used.get(offsets[0], [here])
+                here = places[min(len(met[offsets[0]]), len(places)) - 1]
+            of_tag[tag] = here
         return lambda r: of_tag[max((tag for tag in of_tag if tag <= r.tag), default=min(of_tag))]
 
     def _first_placing(self, records: list[Record], n: int, form: Form) -> Callable[[Record], int]:
@@ -332,23 +332,20 @@ class Engine:
             self._places = self._first_placing(records, n, form)
         place_of = self.placing(records, n, form)
         names = {o: n for n, o in self.arena.offsets.items()}
-        users: dict[str, set[int]] = {}
-        for r in records:
+        users: dict[int, dict[int, int]] = {}
+        for r in sorted(records, key=lambda r: r.tag):
             for o in bucketing.touched(r, self.arena, native.PARAMS):
-                users.setdefault(names[o], set()).add(place_of(r))
-        for name, where in users.items():
-            if len(where) > 1:
-                raise ConfigError(
-                    f"[pipeline] the parameter {name} is used by stages {min(where)} and {max(where)}; a parameter has "
-                    "one place: put the layers that share it on one device"
-                )
-        self._owner = {self.arena.offsets[name]: min(where) for name, where in users.items()}
-        here = [n for n in self.arena.offsets if users.get(n, {self.groups.p}) == {self.groups.p}]
+                users.setdefault(o, {}).setdefault(r.tag, place_of(r))
+        self._used = {o: list(by_op.values()) for o, by_op in users.items()}
+        owner = {names[o]: where[0] for o, where in self._used.items()}
+        self._several = {names[o]: where[0] for o, where in self._used.items() if len(set(where)) > 1}
+        here = [n for n in self.arena.offsets if owner.get(n, self.groups.p) == self.groups.p]
         ownership: dict[str, tensor.Piece] = {}
         if self.layout.mesh.tp > 1:
             from ..parallel import tensor
 
-            split = tensor.rewrite(records, self.groups.t, self.layout.mesh.tp)
+            whole = dict.fromkeys(self._several, tensor.Piece())
+            split = tensor.rewrite(records, self.groups.t, self.layout.mesh.tp, whole)
             ownership = self._ownership = split.ownership
             self.plans.append(
                 f"each layer is shared by {self.layout.mesh.tp} ranks; received per shard by the first of them:\n"
@@ -496,6 +493,8 @@ class Engine:
         """After an update: brings parameters to the ranks that compute with them."""
         if self._parts is not None:
             self._parts.changed()
+        for name, place in self._several.items():
+            self.groups.pp.broadcast(self.arena.view(self.arena.params, name), place)
 
     def shard_size_of(self, samples: int) -> int:
         """Samples per shard in a batch of so many: of `shard_size`, or of the default for such a batch."""

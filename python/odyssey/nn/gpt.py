@@ -99,7 +99,7 @@ class GPT(Module):
         layers, heads, width: blocks, heads of each, features.
         bias: whether layers and norms have biases.
         gelu: "none", or "tanh" for GPT-2's approximation.
-        tied: whether the output layer's weight is the embedding's; a pipeline can be cut into stages if not.
+        tied: whether the output layer's weight is the embedding's.
     """
 
     def __init__(

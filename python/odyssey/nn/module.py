@@ -208,10 +208,13 @@ class Module:
             yield b
 
     def to(self, device: int | str | Device) -> Module:
-        """Places the parameters of this module and all below it (placement.device), and returns the module."""
+        """Places the parameters of this module and all below it (placement.device), and returns the module. One that
+        several modules share is where each of them was placed."""
         where = place_of(device)
-        for _, p in self._state():
-            p.put(where)
+        for m in self.modules():
+            for p in vars(m).values():
+                if isinstance(p, Parameter):
+                    p.put(where, m)
         return self
 
     def __matmul__(self, device: int | str | Device) -> Module:

@@ -72,6 +72,8 @@ class Stage(Module):
         """Places the stage: its parameters, and where its input is moved to."""
         super().to(device)
         self.device = place_of(device)
+        for _, p in self._state():
+            p.put(self.device, self)  # a module may be in several stages
         return self
 
     def forward(self, x: Tensor) -> Tensor:
@@ -99,7 +101,9 @@ class PipelineParallel(Module):
         schedule: "gpipe", "1f1b" or "interleaved"; see parallel/schedule.py.
         loss: called as loss(model(x), labels) on the last stage's place; default the trainer's.
 
-    Raises ConfigError: there are no stages, their places do not fit the schedule, or two stages share a parameter.
+    Stages may share layers, or layers parameters.
+
+    Raises ConfigError: there are no stages, or their places do not fit the schedule.
     """
 
     def __init__(
@@ -129,14 +133,6 @@ class PipelineParallel(Module):
             if stage.device is None:
                 stage.to(i)
         check_places(schedule, [s.device.slot for s in stages])
-        owner: dict[int, tuple[int, str]] = {}
-        for i, stage in enumerate(stages):
-            for name, p in stage.named_parameters():
-                j, other = owner.setdefault(id(p), (i, name))
-                if j != i:
-                    raise ConfigError(
-                        f"[pipeline] {name} of stage {i} is {other} of stage {j}; give each stage layers of its own"
-                    )
         self.micro_batch_size = micro_batch_size
         self.schedule = schedule
         self.loss = loss

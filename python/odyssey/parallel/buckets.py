@@ -85,7 +85,7 @@ def cut(records: list[Record], arena: Arena, limit: int, *, by_params: bool = Fa
     writes = [[o for o in touched(r, arena, native.GRADS) if o < arena.size] for r in records]
     reads = [touched(r, arena, native.PARAMS) if by_params else [] for r in records]
     last = {o: i for i, found in enumerate(writes) for o in found}
-    sizes = _sizes(arena)
+    sizes = padded(arena)
     begun = {o: i for i, r in reversed(list(enumerate(records))) for o in touched(r, arena, native.PARAMS)}
     rest = sorted((o for o in sizes if o not in last), key=lambda o: (begun.get(o, len(records)), o))
     cuts = _grouped([*sorted(last, key=lambda o: (last[o], o)), *rest], sizes, limit, last)
@@ -97,11 +97,11 @@ def cut(records: list[Record], arena: Arena, limit: int, *, by_params: bool = Fa
 def from_the_end(arena: Arena, limit: int) -> list[Bucket]:
     """Buckets of at least `limit` floats for programs that are not recorded: the last parameters first, as backward
     passes mostly finish them; each is one piece of the arena."""
-    sizes = _sizes(arena)
+    sizes = padded(arena)
     return _named(arena, _grouped(sorted(sizes, reverse=True), sizes, limit, {}))
 
 
-def _sizes(arena: Arena) -> dict[int, int]:
+def padded(arena: Arena) -> dict[int, int]:
     """Floats of each parameter, with what follows it up to a vector boundary, by its offset."""
     return {arena.offsets[name]: -(-p.size // 16) * 16 for name, p in arena.named}
 
@@ -155,7 +155,7 @@ def _joined(cuts: list[list[int]], writes: list[list[int]], reads: list[list[int
 
 def some(arena: Arena, names: Iterable[str]) -> Bucket:
     """One bucket of some parameters."""
-    sizes = _sizes(arena)
+    sizes = padded(arena)
     return of_ranges([(arena.offsets[n], sizes[arena.offsets[n]]) for n in names], tuple(names))
 
 

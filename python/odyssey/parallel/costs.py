@@ -57,48 +57,40 @@ def seconds(records: list[Record], arena: Arena, samples: int) -> np.ndarray:
 def ops(records: list[Record], arena: Arena, samples: int, costs: np.ndarray) -> tuple[list[int], list[auto.Op]]:
     """The forward ops of a program with their costs: the first tag of each, and what auto.cut wants to know.
 
-    Backward records count for the op they belong to; what fusion has taken away, for the op before it. Ops that share a
-    parameter, and those between them, are one: a parameter has one place.
+    Backward records count for the op they belong to; what fusion has taken away, for the op before it. A parameter of
+    several ops counts for the first, and is sent between them as a value is: as its gradient, for each shard.
     """
     forward = [r for r in records if r.phase == "forward" and r.op not in ("array", "stats")]
-    users: dict[int, list[int]] = {}
-    for r in records:  # a gradient may be of an op that has a record in the backward pass alone: weight.reshape(1, -1)
-        for o in touched(r, arena, native.PARAMS if r.phase == "forward" else native.GRADS):
-            users.setdefault(o, []).append(r.tag)
-    inside = {t for found in users.values() for t in range(min(found) + 1, max(found) + 1)}
-    tags = sorted({r.tag for r in forward} - inside)
+    tags = sorted({r.tag for r in forward})
     at = {id(r): max(bisect.bisect_right(tags, r.tag) - 1, 0) for r in records}
     n = len(tags)
-    time_of, params, kept, crossing = np.zeros(n), [set() for _ in tags], np.zeros(n), np.zeros(n)
+    time_of, weights, kept, crossing = np.zeros(n), [0] * n, np.zeros(n), np.zeros(n)
     names: list[str] = [""] * n
     made: dict[int, int] = {}
     last: dict[int, int] = {}
-    slots: dict[int, Slot] = {}
+    nbytes = {arena.offsets[name]: 4 * p.size for name, p in arena.named}  # of parameters; and of slots
     saved: set[int] = set()  # forward values that the backward pass reads
     name_of = {o: name.rsplit(".", 1)[0] for name, o in arena.offsets.items()}
     for r, cost in zip(records, costs, strict=True):
         i = at[id(r)]
         time_of[i] += cost
         offsets = touched(r, arena, native.PARAMS)
-        params[i].update(offsets)
         if r.phase == "forward" and not names[i] and r.op not in ("array", "stats"):
             names[i] = name_of[offsets[0]] if offsets else r.op.removesuffix("_forward")
-        for a in r.args:
-            if not isinstance(a, Slot) or r.op == "array":
-                continue
-            slots[id(a)] = a
-            if r.phase == "forward":
-                made.setdefault(id(a), i)
-                last[id(a)] = max(last.get(id(a), i), i)
-            elif id(a) in made:
-                saved.add(id(a))
-                last[id(a)] = max(last[id(a)], i)
-    for s, i in made.items():
-        kept[i] += slots[s].nbytes / samples if s in saved else 0
-        for j in range(i, last[s]):
-            crossing[j] += slots[s].nbytes / samples
-    sizes = {arena.offsets[name]: 4 * p.size for name, p in arena.named}
-    weights = [sum(sizes[o] for o in p) for p in params]
+        slots = {} if r.op == "array" else {id(a): a.nbytes for a in r.args if isinstance(a, Slot)}
+        nbytes |= slots
+        for a in (*slots, *offsets):
+            if r.phase == "forward" or a in offsets:
+                made.setdefault(a, i)
+                last[a] = max(last.get(a, i), i)
+            elif a in made:
+                saved.update({a} & slots.keys())
+                last[a] = max(last[a], i)
+    for a, i in made.items():
+        kept[i] += nbytes[a] / samples if a in saved else 0
+        weights[i] += nbytes[a] if a in name_of else 0
+        for j in range(i, last[a]):
+            crossing[j] += nbytes[a] / samples
     return tags, [
         auto.Op(names[i] or f"op {tags[i]}", time_of[i], weights[i], round(kept[i]), round(crossing[i]))
         for i in range(n)

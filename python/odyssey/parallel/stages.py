@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import itertools
 from collections.abc import Callable
 
-from ..core.program import Record, Slot
+from ..core.native import GRADS, PARAMS
+from ..core.program import Range, Record, Slot
 from ..errors import ConfigError
+from .buckets import padded
 
 
 @dataclasses.dataclass
@@ -84,26 +87,41 @@ def partition(records: list[Record], place_of: Callable[[Record], int]) -> list[
     index = {(p.phase, p.stage): i for i, p in enumerate(parts)}
     made: dict[int, int] = {}  # slot -> part of the first record that uses it
     tags = sorted(stage_of)
+    readers: dict[int, list[tuple[int, int]]] = {}  # parameter (offset) -> ops that read it, and their stages
+    for r in records:
+        for a in r.args:
+            if isinstance(a, Range) and a.space == PARAMS and r.tag in stage_of:
+                readers.setdefault(a.offset, []).append((r.tag, stage_of[r.tag]))
+    adds: dict[int, dict[int, Range]] = {}  # parameter -> parts that add to its gradient
     for r in records:
         s = stages.get(id(r), stage_of.get(r.tag, -1))
+        given = [a for a in r.args if isinstance(a, Range) and a.space == GRADS] if r.phase == "backward" else []
         if s < 0:  # its op has a record in the backward pass alone: of the stage of the op before it, or later
             before = stage_of[tags[max(bisect.bisect_left(tags, r.tag) - 1, 0)]]
             there = [i for i in range(count) if places[i] == place(r)]
             s = min((i for i in there if i >= before), default=there[-1])
-        part = parts[index[r.phase, s]]
+            if given:  # a view of a parameter: of the stage of the op that reads it
+                s = next((stage for tag, stage in sorted(readers.get(given[0].offset, ())) if tag > r.tag), s)
+        # what comes after another addition to the same gradient stays after it
+        i = max((index[r.phase, s], *(max(adds.get(a.offset, (0,))) for a in given)))
+        for a in given:
+            adds.setdefault(a.offset, {})[i] = a
         for a in r.args:
             if isinstance(a, Slot):
-                made.setdefault(id(a), index[r.phase, s])
+                made.setdefault(id(a), i)
         if r.op == "array":
-            part.records.insert(0, r)
+            parts[i].records.insert(0, r)
         else:
-            part.records.append(r)
-    _transfers(parts, made)
+            parts[i].records.append(r)
+    number = _transfers(parts, made)
+    for offset, where in adds.items():
+        owner = index["backward", min((s for _, s in readers.get(offset, ())), default=count - 1)]
+        number = _hand_on(parts, sorted({*where, max(owner, *where)}), where[max(where)], number)
     return parts
 
 
-def _transfers(parts: list[Part], made: dict[int, int]) -> None:
-    """Fills in what the parts send each other. made: slot -> part that makes it."""
+def _transfers(parts: list[Part], made: dict[int, int]) -> int:
+    """Fills in what the parts send each other, and returns how much. made: slot -> part that makes it."""
     have = {(slot, parts[i].place) for slot, i in made.items()}
     number = 0
     for i, part in enumerate(parts):
@@ -115,11 +133,39 @@ def _transfers(parts: list[Part], made: dict[int, int]) -> None:
                 if made[id(a)] > i:
                     raise ConfigError(f"[pipeline] {r.op} of stage {part.stage} needs a value that is made later")
                 if (id(a), part.place) not in have:
-                    t = Transfer(number, a, source.place, part.place)
-                    number += 1
-                    source.sends.append(t)
-                    part.receives.append(t)
+                    number = _send(source, part, a, number)
                     have.add((id(a), part.place))
+    return number
+
+
+def _send(source: Part, target: Part, slot: Slot, number: int) -> int:
+    t = Transfer(number, slot, source.place, target.place)
+    source.sends.append(t)
+    target.receives.append(t)
+    return number + 1
+
+
+def _hand_on(parts: list[Part], where: list[int], gradient: Range, number: int) -> int:
+    """Where parts on several places add to a gradient, makes it a value that each hands on to the next one, so that the
+    last has it in the end. Returns the number of the next transfer."""
+    if len({parts[i].place for i in where}) == 1:
+        return number
+    floats = padded(gradient.arena)[gradient.offset // 4]
+    slot = Slot(4 * floats)
+    for part in (parts[i] for i in where):
+        for j, r in enumerate(part.records):
+            if any(_same(a, gradient) for a in r.args):
+                part.records[j] = r.changed(args=[slot if _same(a, gradient) else a for a in r.args])
+    parts[where[0]].records.insert(0, Record("fill", [slot, 0.0, floats], phase="backward"))
+    parts[where[-1]].records.append(Record("copy", [gradient, slot, floats], phase="backward"))
+    for a, b in itertools.pairwise(where):
+        if parts[a].place != parts[b].place:
+            number = _send(parts[a], parts[b], slot, number)
+    return number
+
+
+def _same(a: object, b: Range) -> bool:
+    return isinstance(a, Range) and (a.space, a.offset) == (b.space, b.offset)
 
 
 def edges(parts: list[Part]) -> set[tuple[int, int]]:

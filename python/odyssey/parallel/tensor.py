@@ -106,10 +106,10 @@ def rewrite(records: Sequence[Record], rank: int, size: int, like: Mapping[str, 
     which some rank would get none, stays whole. Between two layers, values stay split as long as only pooling and ops
     with the trait "features" (mojo/kernels/op.mojo) use them, and are gathered before anything else.
 
-    `like` is the ownership of another program of the same model, whose splits are to be followed: a rank may read only
-    what it trains, and an evaluation, without dropout, would be split in another way than the training. Raises
-    ConfigError: size is not 1 to 4; a shard in rows (of at most four samples); products of another precision than fp32;
-    a program of which nothing can be split.
+    `like` is the ownership of some parameters, or of another program of the same model, whose splits are to be
+    followed: a rank may read only what it trains, and an evaluation, without dropout, would be split in another way
+    than the training. Raises ConfigError: size is not 1 to 4; a shard in rows (of at most four samples); products of
+    another precision than fp32; a program of which nothing can be split.
     """
     if not 1 <= size <= PARTS or not 0 <= rank < size:
         raise ConfigError(
@@ -163,7 +163,7 @@ class _Rewriter:
         self.part, end = parts(rank, size)
         self.parts = end - self.part
         self.out: list[Record] = []
-        self.ownership: dict[str, Piece] = {}
+        self.ownership = dict(like)
         self.plans: dict[int, _Plan] = {}  # by the weight's offset in the arena
         self.tags: dict[int, _Plan] = {}  # by forward op
         self.pools: dict[int, tuple[_Value, tuple[Run, ...]]] = {}  # inputs and channels of split pools, by forward op

@@ -405,8 +405,9 @@ def shard_size_of(model: Module, shard_size: int | None) -> int | None:
 
 def places(model: Module) -> int:
     """On how many devices a model is placed; 1 also for one without parameters, which the arena refuses."""
-    placed = model.places if isinstance(model, PipelineParallel) else (p.device.slot for p in model.parameters())
-    return len(set(placed)) or 1
+    if isinstance(model, PipelineParallel):
+        return len(set(model.places))
+    return len({d.slot for p in model.parameters() for d in p.places.values() or [p.device]}) or 1
 
 
 def check_shared(mesh: Mesh, precision: str) -> None:
