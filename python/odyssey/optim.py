@@ -247,7 +247,7 @@ class Optimizer:
         if not self.apply([everything], one.ctypes.data, self.lr):
             raise NumericsError("[optimizer] a gradient is NaN or infinite; nothing was changed. Lower the rate")
 
-    def zero_grad(self) -> None:
+    def zero_grad(self, set_to_none: bool = True) -> None:
         """Sets all gradients to zero."""
         self._bound().grads[:] = 0
 
@@ -499,3 +499,55 @@ def schedule(name: str, total_steps: int, warmup_steps: int = 0) -> Schedule:
     if name not in bodies:
         raise ConfigError(f"[schedule] {name!r} is unknown; choose from {', '.join(SCHEDULES)}")
     return linear_warmup(warmup_steps, bodies[name]) if warmup_steps else bodies[name]
+
+
+# --- PyTorch's names ---------------------------------------------------------------------------------
+
+
+class LambdaLR:
+    """For a custom training loop: each step() gives the optimizer its first rate times the next factor of a schedule.
+
+    `lr_scheduler` has PyTorch's others. A trainer takes the schedule itself: DistributedTrainer(schedule=).
+    """
+
+    def __init__(self, optimizer: Optimizer, lr_lambda: Schedule) -> None:
+        vars(optimizer).setdefault("_first_lr", optimizer.lr)
+        self.optimizer, self.schedule, self.last_epoch = optimizer, lr_lambda, -1
+        self.step()
+
+    def step(self) -> None:
+        """Counts, and sets the rate."""
+        self.last_epoch += 1
+        self.optimizer.lr = vars(self.optimizer)["_first_lr"] * self.schedule(self.last_epoch)
+
+    def get_last_lr(self) -> list[float]:
+        """The rate, in a list."""
+        return [self.optimizer.lr]
+
+
+class lr_scheduler:  # noqa: N801
+    """PyTorch's schedulers, by the schedules that they are here."""
+
+    LambdaLR = LambdaLR
+
+    @staticmethod
+    def StepLR(optimizer: Optimizer, step_size: int, gamma: float = 0.1) -> LambdaLR:  # noqa: N802
+        """`step_decay`."""
+        return LambdaLR(optimizer, step_decay(step_size, gamma))
+
+    @staticmethod
+    def CosineAnnealingLR(optimizer: Optimizer, T_max: int, eta_min: float = 0.0) -> LambdaLR:  # noqa: N802, N803
+        """`cosine`, without the way up again."""
+        return LambdaLR(optimizer, cosine(T_max, eta_min / vars(optimizer).get("_first_lr", optimizer.lr)))
+
+    @staticmethod
+    def LinearLR(  # noqa: N802
+        optimizer: Optimizer, start_factor: float = 1 / 3, end_factor: float = 1.0, total_iters: int = 5
+    ) -> LambdaLR:
+        """`linear`."""
+        return LambdaLR(optimizer, linear(start_factor, total_iters, end_factor))
+
+    @staticmethod
+    def SequentialLR(optimizer: Optimizer, schedulers: Sequence[LambdaLR], milestones: Sequence[int]) -> LambdaLR:  # noqa: N802
+        """`sequential`."""
+        return LambdaLR(optimizer, sequential([s.schedule for s in schedulers], milestones))

@@ -333,7 +333,8 @@ def evaluated_between_steps() -> dict[str, Any]:
 @check
 def fingerprints() -> dict[str, Any]:
     """Fingerprints and norms taken on the device are those of the same numbers on the host."""
-    from odyssey.core import fingerprint, norm
+    from odyssey.core import fingerprint
+    from odyssey.nn import utils
 
     t = trainer()
     steps(t, 1)
@@ -342,8 +343,8 @@ def fingerprints() -> dict[str, Any]:
     whole = [(at, t.arena.size, 0)]
     device, pieces = team.fingerprints([whole, [(at + 4 * 160, t.arena.size - 160, 160), (at, 160, 0)]])()
     gradients = t._train.gradients(t.last.updates[0])
-    here = norm.global_norm([(gradients.ctypes.data, gradients.size)])
-    there = norm.global_norm([(t.last.updates[0].grads, gradients.size)], machine=team)
+    here = utils.global_norm([(gradients.ctypes.data, gradients.size)])
+    there = utils.global_norm([(t.last.updates[0].grads, gradients.size)], machine=team)
     host = fingerprint.of(t.arena.params)
     return {"ok": device == pieces == host and here == there, "values": [device, pieces, host, here, there]}
 

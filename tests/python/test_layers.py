@@ -136,7 +136,7 @@ ORDER = (
 BUDGETS = {  # lines of all its files together
     "mojo": 18_065,
     "shared/training": 3_385,
-    "python/odyssey": 46_325,
+    "python/odyssey": 46_650,
     "python/odyssey/comm": 3_885,
     "python/odyssey/parallel": 3_740,
     "python/odyssey/distributed": 2_000,

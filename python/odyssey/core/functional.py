@@ -23,13 +23,13 @@ from .operators import *  # noqa: F403
 from .operators import mean, mean_over_samples, multiply, scale, sum
 from .placement import Device, different_places
 from .placement import device as place_of
-from .products import bias_memory, grad_memory, pair
+from .products import bias_memory, grad_memory, one, pair
 from .products import conv1d as conv1d
 from .products import conv2d as conv2d
 from .products import linear as linear
 from .products import pad2d as pad2d
 from .program import Block, Memory, Recorder, ShardEager, current
-from .shapes import axis_of, batched, framed, reshape, tokens, transpose
+from .shapes import axis_of, batched, pad, reshape, tokens, transpose
 from .tensor import Tensor, attach, empty, in_checkpoint, make
 from .tensor import to_lanes as to_lanes
 from .tensor import to_rows as to_rows
@@ -65,23 +65,12 @@ def _clamp(x: Tensor, limit: float) -> Tensor:
     return attach(y, (x.detach(),), lambda dy: (None,))
 
 
-def to_float(x: Tensor) -> Tensor:
-    """Integers, such as a batch's targets, as numbers to compute with; x itself if it has these."""
-    if x.dtype != np.int32:
-        return x
-    y = empty(x.shape, x.layout)
-    current().emit("floats", y.memory, x.memory, y.floats)
-    bits = make(x.memory, x.shape, x.layout)
-    bits.device = x.device
-    return attach(y, (bits,), lambda dy: (None,))
-
-
 # --- layers -----------------------------------------------------------------------------------
 
 
-def _pool_sizes(name: str, x: Tensor, kernel: Any, stride: int | None) -> tuple[int, ...]:
+def _pool_sizes(name: str, x: Tensor, kernel: Any, stride: Any) -> tuple[int, ...]:
     r, t = pair(kernel)
-    s = r if stride is None else stride
+    s = r if stride is None else one(name, "stride", stride)
     if r < 1 or t < 1 or s < 1:
         raise ShapeError(f"[{name}] a window of {r} x {t} at stride {s}; all must be at least 1")
     if x.ndim != 4 or r > x.shape[2] or t > x.shape[3]:
@@ -103,7 +92,7 @@ def max_pool2d(
         raise ShapeError(f"[max_pool2d] padding {padding} of windows {kernel_size}; give 0 to half a window")
     x = batched(x)
     if ph or pw:
-        x = framed(x, ph, pw, -math.inf)
+        x = pad(x, (pw, pw, ph, ph), value=-math.inf)
     sizes = _pool_sizes("max_pool2d", x, kernel_size, stride)
     h, w, r, t, s = sizes
     if r * t > 256:
@@ -149,9 +138,10 @@ def unary(name: str, doc: str = "", *, saves: str = "y", layer: str = "") -> Cal
 
     saves: what its gradient needs: "x", or "y".
     layer: its name in nn, if it is an activation.
+    `inplace` of what is made is PyTorch's and changes nothing.
     """
 
-    def op(x: Tensor) -> Tensor:
+    def op(x: Tensor, inplace: bool = False) -> Tensor:  # x itself is never changed
         y = empty(x.shape, x.layout)
         saved, n = (x if saves == "x" else y).memory, y.floats  # not y: its node would hold it, and it its node
         current().emit(f"{name}_forward", y.memory, x.memory, n)
@@ -189,7 +179,7 @@ softplus = unary("softplus", "log(1 + exp(x)).", saves="x", layer="Softplus")
 abs = unary("abs", "|x|; its gradient is 0 for 0.", saves="x")
 
 
-def leaky_relu(x: Tensor, negative_slope: float = 0.01) -> Tensor:
+def leaky_relu(x: Tensor, negative_slope: float = 0.01, inplace: bool = False) -> Tensor:
     """x above 0, negative_slope x elsewhere (Maas, Hannun, Ng 2013)."""
 
     def apply(op: str) -> Tensor:
@@ -233,13 +223,26 @@ log_softmax = _over_classes(
 )
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+def layer_norm(
+    x: Tensor, normalized_shape: Any = None, weight: Any = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> Tensor:
     """Each row of x (..., F) moved and scaled to mean 0 and variance 1, times weight (F), plus bias (F) if given.
 
-    Ba, Kiros, Hinton 2016. The variance is that of the F numbers, plus eps. Raises ShapeError.
+    Ba, Kiros, Hinton 2016. The variance is that of the F numbers, plus eps. normalized_shape: PyTorch's (F,), which may
+    be left out: layer_norm(x, weight, bias). Raises ShapeError.
     """
+    if isinstance(normalized_shape, Tensor):
+        weight, bias = normalized_shape, weight
+    elif normalized_shape not in (None, x.shape[-1], x.shape[-1:], [x.shape[-1]]):
+        raise ShapeError(
+            f"[layer_norm] normalized_shape {normalized_shape} of {x.shape}; give the last axis, ({x.shape[-1]},): for "
+            "several make them one by reshape"
+        )
+    if weight is None:
+        weight = Tensor(np.ones(x.shape[-1], np.float32))
+        weight.device = x.device
     if x.ndim > 2:
-        return reshape(layer_norm(tokens(x), weight, bias, eps), x.shape)
+        return reshape(layer_norm(tokens(x), weight, bias, eps=eps), x.shape)
     if x.ndim != 2 or any(p is not None and p.shape != x.shape[1:] for p in (weight, bias)):
         shapes = f"weight {weight.shape}, bias {None if bias is None else bias.shape}"
         raise ShapeError(f"[layer_norm] input {x.shape}, {shapes}; they must be (..., F), (F), (F)")
@@ -476,6 +479,26 @@ def accuracy(x: Tensor, target: Any) -> float:
 
 # --- of a tensor ----------------------------------------------------------------------------------
 
-Tensor.to = to  # type: ignore[method-assign]
-Tensor.float = to_float  # type: ignore[attr-defined]
-Tensor.abs = Tensor.__abs__ = abs  # type: ignore[attr-defined]
+
+def _missing(x: Tensor, name: str) -> Any:
+    what = f"{type(x).__name__} has no {name}"
+    if name in globals():
+        what += f"; use functional.{name}(x)"
+    elif name.endswith("_") and name[:1] != "_":
+        what += f"; nothing is changed in place: x = x.{name[:-1]}(...)"
+    raise AttributeError(what)
+
+
+# Nothing is changed in place, so a copy is x itself.
+_METHODS = dict.fromkeys(("clone", "contiguous", "cpu"), lambda x: x) | {"view": reshape, "__abs__": abs}
+_METHODS |= {"mul": multiply, "div": divide, "pow": power, "sub": lambda x, y: x - y, "t": lambda x: transpose(x, 0, 1)}  # noqa: F405
+_METHODS |= {"dim": lambda x: x.ndim, "numel": lambda x: int(x.size), "bool": lambda x: ne(x, 0.0)}  # noqa: F405
+_METHODS |= {"float": to_float, "int": to_int, "long": to_int, "__getattr__": _missing}  # noqa: F405
+for _name in (
+    "abs add argmax chunk clamp eq exp expand flatten ge gelu gt le log log_softmax lt masked_fill matmul max mean min "
+    "ne normalize permute relu reshape sigmoid silu softmax split sqrt squeeze sum tanh to transpose unbind "
+    "unsqueeze var"
+).split():
+    _METHODS[_name] = globals()[_name]
+for _name, _op in _METHODS.items():
+    setattr(Tensor, _name, _op)

@@ -23,11 +23,13 @@ from .shapes import (
     axes_of,
     axis_of,
     cat,
+    chunk,
     expand,
     flatten,
     getitem,
     memory_shape,
     merged,
+    pad,
     permute,
     reduced,
     reshape,
@@ -38,17 +40,31 @@ from .shapes import (
     sum,
     sum_to,
     transpose,
+    unbind,
     unsqueeze,
     without,
 )
-from .tensor import Shape, Tensor, attach, empty, new_like, to_lanes, to_rows
+from .tensor import Shape, Tensor, attach, empty, make, new_like, to_lanes, to_rows
 
 __all__ = [
-    "add", "argmax", "cat", "clamp", "divide", "embedding", "eq", "exp", "expand", "flatten", "ge", "getitem",
-    "gt", "le", "log", "lt", "matmul", "max", "maximum", "mean", "min", "minimum", "multiply", "permute", "power",
-    "reshape", "scale", "split", "sqrt", "squeeze", "stack", "sum", "take", "transpose", "unsqueeze", "var", "where",
+    "add", "argmax", "cat", "chunk", "clamp", "divide", "embedding", "eq", "exp", "expand", "flatten", "ge", "getitem",
+    "gt", "le", "log", "lt", "masked_fill", "matmul", "max", "maximum", "mean", "min", "minimum", "multiply", "ne",
+    "normalize", "one_hot", "pad", "permute", "power", "reshape", "scale", "split", "sqrt", "squeeze", "stack", "sum",
+    "take", "to_float", "to_int", "transpose", "unbind", "unsqueeze", "var", "where",
 ]  # fmt: skip
 Number = float | int
+
+
+def to_float(x: Tensor) -> Tensor:
+    """Integers, such as a batch's targets, as numbers to compute with; x itself if it has these."""
+    if x.dtype != np.int32:
+        return x.detach() if x.mask else x
+    y = empty(x.shape, x.layout)
+    current().emit("floats", y.memory, x.memory, y.floats)
+    bits = make(x.memory, x.shape, x.layout)
+    bits.device = x.device
+    return attach(y, (bits,), lambda dy: (None,))
+
 
 # --- pairs of numbers -------------------------------------------------------------------------------------------------
 
@@ -233,6 +249,7 @@ def minimum(a: Tensor, b: Tensor | Number) -> Tensor:
 
 
 def _compared(op: str, a: Any, b: Any) -> Tensor:
+    a, b = (to_float(t) if isinstance(t, Tensor) else t for t in (a, b))
     a, b, _ = _operands(op, a, b)
     y = _pair(op, a, b)
     y.mask = True
@@ -264,17 +281,39 @@ def eq(a: Tensor, b: Tensor | Number) -> Tensor:
     return _compared("equal", a, b)
 
 
+def ne(a: Tensor, b: Tensor | Number) -> Tensor:
+    """0 where a = b, else 1."""
+    return _not(eq(a, b))
+
+
+def _mask(y: Tensor) -> Tensor:
+    y.mask = True
+    return y
+
+
+def _not(x: Tensor) -> Tensor:
+    if not x.mask:
+        raise ShapeError("[~] of a tensor that is no comparison's result; compare first, such as x == 0")
+    return _mask(add(scale(x, -1.0), 1.0))
+
+
 def where(condition: Tensor, a: Tensor | Number, b: Tensor | Number) -> Tensor:
     """a where the condition is not 0, b elsewhere; broadcast."""
 
     if not isinstance(condition, Tensor):
         condition = _array(condition, a if isinstance(a, Tensor) else b)
+    condition = to_float(condition)
 
     def part(op: str, x: Any) -> Tensor:
         c, v, _ = _operands("where", condition, x)
         return _attached("where", _pair(op, c, v), c.detach(), v, lambda dy: dy, lambda dy: _pair(op, c, dy))
 
     return add(part("where", a), part("where_not", b))
+
+
+def masked_fill(x: Tensor, mask: Tensor, value: Number) -> Tensor:
+    """`value` where the mask is not 0, x elsewhere."""
+    return where(mask, value, x)
 
 
 def clamp(x: Tensor, min: Number | None = None, max: Number | None = None) -> Tensor:
@@ -368,6 +407,13 @@ def argmax(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
     return without(attach(y, (x,), lambda dy: (None,)), (at,), keepdim)
 
 
+def normalize(x: Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12) -> Tensor:
+    """x divided by its Euclidean norm along an axis, or by eps where that is larger."""
+    if p != 2:
+        raise ShapeError(f"[normalize] p is {p}; 2 is supported: for 1, x / x.abs().sum(dim, True)")
+    return divide(x, sqrt(maximum(sum(multiply(x, x), dim, True), eps * eps)))
+
+
 # --- products and tables ----------------------------------------------------------------------------------------------
 
 
@@ -417,6 +463,17 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     )
 
 
+def to_int(x: Tensor) -> Tensor:
+    """Floats as int32, what is behind the point cut off; x itself if it is that."""
+    if x.dtype == np.int32:
+        return x
+    x = to_rows(x.detach())
+    y = empty(x.shape)
+    y.dtype, y.device = np.int32, x.device
+    current().emit("to_int32", y.memory, x.memory, x.floats)
+    return y
+
+
 def _places(name: str, index: Any, n: int) -> Tensor:
     """An index into n rows as the kernels read it, int32 in rows. Raises ShapeError for one that is out of range."""
     if not isinstance(index, Tensor):
@@ -424,11 +481,7 @@ def _places(name: str, index: Any, n: int) -> Tensor:
         if a.dtype.kind not in "iu":
             raise ShapeError(f"[{name}] an index of dtype {a.dtype}; give whole numbers")
         index = Tensor(np.where(a < 0, a + n, a) if a.size and -n <= a.min() else a, dtype=np.int32)
-    if index.dtype != np.int32:
-        x = to_rows(index.detach())
-        index = empty(x.shape)
-        index.dtype, index.device = np.int32, x.device
-        current().emit("to_int32", index.memory, x.memory, x.floats)
+    index = to_int(index)
     if not isinstance(index.memory, Slot) and index.size and not 0 <= index.data.min() <= index.data.max() < n:
         bad = index.data.min() if index.data.min() < 0 else index.data.max()
         raise ShapeError(f"[{name}] index {bad} of {n} rows; give 0 to {n - 1}")
@@ -460,9 +513,20 @@ def take(x: Tensor, index: Any) -> Tensor:
     return attach(y, (x,), backward, rows.device)
 
 
-def embedding(index: Any, weight: Tensor) -> Tensor:
-    """The rows of weight (V, D) that an index names: (...) to (..., D)."""
-    return take(weight, index)
+def embedding(index: Any, weight: Tensor, padding_idx: int | None = None) -> Tensor:
+    """The rows of weight (V, D) that an index names: (...) to (..., D). That of `padding_idx` gets no gradient."""
+    y = take(weight, index)
+    if padding_idx is None:
+        return y
+    if not isinstance(index, Tensor):
+        index = _array(index, y)
+    return where(unsqueeze(eq(index, padding_idx % len(weight)), -1), y.detach(), y)
+
+
+def one_hot(index: Any, num_classes: int) -> Tensor:
+    """1 at the class that an index (...) names and 0 elsewhere, float32 (..., num_classes)."""
+    index = index if isinstance(index, Tensor) else Tensor(index)
+    return to_float(eq(unsqueeze(to_float(index), -1), np.arange(num_classes)))
 
 
 def _equal(a: Tensor, b: Any) -> Any:
@@ -472,7 +536,7 @@ def _equal(a: Tensor, b: Any) -> Any:
 
 def _different(a: Tensor, b: Any) -> Any:
     same = _equal(a, b)
-    return same if same is NotImplemented else add(scale(same, -1.0), 1.0)
+    return same if same is NotImplemented else _not(same)
 
 
 def _truth(x: Tensor) -> bool:
@@ -520,9 +584,10 @@ _OPERATORS |= {
     "__getitem__": _indexed,
     "__matmul__": matmul,
     "__iter__": lambda x: (getitem(x, i) for i in range(len(x))),
+    "__invert__": _not,
+    "__and__": lambda a, b: _mask(multiply(a, b)),
+    "__or__": lambda a, b: _mask(maximum(a, b)),
     "T": property(lambda x: transpose(x, 0, 1)),
 }
-_METHODS = (argmax, clamp, eq, exp, expand, flatten, log, max, mean, min, permute, reshape, split, sqrt, squeeze)
-_METHODS += (sum, transpose, unsqueeze, var)
-for _name, _op in {**_OPERATORS, **{op.__name__: op for op in _METHODS}}.items():
+for _name, _op in _OPERATORS.items():
     setattr(Tensor, _name, _op)

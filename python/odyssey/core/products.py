@@ -7,6 +7,8 @@ so; the shape of the whole layer and that setting alone decide.
 
 from __future__ import annotations
 
+from typing import Any
+
 from ..errors import ConfigError, ShapeError
 from . import native
 from .program import Block, Memory, current
@@ -51,6 +53,18 @@ def pair(v: int | tuple[int, int]) -> tuple[int, int]:
     return (v, v) if isinstance(v, int) else (v[0], v[1])
 
 
+def one(layer: str, name: str, value: Any) -> Any:
+    """A size that is the same along all axes, also as a tuple. Raises ConfigError."""
+    if isinstance(value, (tuple, list)) and len(set(value)) == 1:
+        return value[0]
+    if isinstance(value, (tuple, list)):
+        raise ConfigError(
+            f"[{layer}] {name} is {tuple(value)}; give one number for all axes, and as strides slices of the result of "
+            "stride 1, such as y[:, :, ::2]"
+        )
+    return value
+
+
 def pad2d(x: Tensor, padding: int | tuple[int, int]) -> Tensor:
     """(N, C, H, W) in a frame of zeros, `padding` high and wide."""
     ph, pw = pair(padding)
@@ -75,9 +89,9 @@ def conv2d(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    stride: int = 1,
+    stride: int | tuple[int, int] = 1,
     padding: int | tuple[int, int] = 0,
-    dilation: int = 1,
+    dilation: int | tuple[int, int] = 1,
     groups: int = 1,
     *,
     algorithm: str | None = None,
@@ -100,7 +114,7 @@ def conv2d(
         raise ShapeError(
             f"[conv2d] input {x.shape} and weight {weight.shape}; they must be (N, C, H, W) and (K, C, R, T)"
         )
-    frame = pair(padding)
+    frame, stride, dilation = pair(padding), one("conv2d", "stride", stride), one("conv2d", "dilation", dilation)
     if _by_winograd(algorithm, weight.shape, stride, [n + 2 * p for n, p in zip(x.shape[2:], frame, strict=True)]) and (
         dilation == groups == 1 and x.shape[1] == weight.shape[1] and min(frame) >= 0
     ):

@@ -87,9 +87,26 @@ def _copy(
 
 def _like(x: Tensor, shape: Shape, layout: str) -> Tensor:
     y = empty(shape, layout)
-    y.dtype = x.dtype
+    y.dtype, y.mask = x.dtype, x.mask
     return y
 
+
+class Size(int):
+    """How many numbers a tensor has; called as PyTorch's size(dim=None), its shape or the size of an axis."""
+
+    shape: Shape
+
+    def __call__(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+
+def _size(x: Tensor) -> Size:
+    n = Size(math.prod(x.shape))
+    n.shape = x.shape
+    return n
+
+
+Tensor.size = property(_size)  # type: ignore[attr-defined]
 
 # --- shapes -----------------------------------------------------------------------------------------------------------
 
@@ -123,14 +140,15 @@ def reshape(x: Tensor, *shape: int) -> Tensor:
     if x.layout != "rows" and all(math.prod(new[:n]) != x.lanes for n in (1, 2)):
         x = to_rows(x)
     layout = "rows" if x.layout == "rows" else "lanes" if new[:1] == (x.lanes,) else "tokens"
-    y = make(x.memory, new, layout, x.dtype)
-    before = x.shape
+    y, before = make(x.memory, new, layout, x.dtype), x.shape
+    y.mask = x.mask
     return attach(y, (x,), lambda dy: (reshape(dy, before),))
 
 
-def flatten(x: Tensor, start_dim: int = 1) -> Tensor:
-    """(N, ...) to (N, F), or all axes from start_dim on as one. No copy."""
-    return reshape(x, *x.shape[: axis_of("flatten", start_dim, x.ndim)], -1)
+def flatten(x: Tensor, start_dim: int = 1, end_dim: int = -1) -> Tensor:
+    """(N, ...) to (N, F), or the axes from start_dim to end_dim as one. No copy."""
+    first, last = (axis_of("flatten", d, x.ndim) for d in (start_dim, end_dim))
+    return reshape(x, *x.shape[:first], -1, *x.shape[last + 1 :])
 
 
 def unsqueeze(x: Tensor, dim: int) -> Tensor:
@@ -139,10 +157,10 @@ def unsqueeze(x: Tensor, dim: int) -> Tensor:
     return reshape(x, *x.shape[:at], 1, *x.shape[at:])
 
 
-def squeeze(x: Tensor, dim: int) -> Tensor:
-    """Without an axis of one."""
-    at = axis_of("squeeze", dim, x.ndim)
-    return reshape(x, *x.shape[:at], *x.shape[at + 1 :]) if x.shape[at] == 1 else x
+def squeeze(x: Tensor, dim: Dims = None) -> Tensor:
+    """Without an axis of one, or all such axes."""
+    gone = axes_of("squeeze", x, dim)
+    return reshape(x, tuple(n for i, n in enumerate(x.shape) if n != 1 or i not in gone))
 
 
 def permute(x: Tensor, *dims: int) -> Tensor:
@@ -273,14 +291,22 @@ def cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     return attach(y, parts, lambda dy: split(dy, [t.shape[at] for t in parts], at))
 
 
-def framed(x: Tensor, high: int, wide: int, value: float) -> Tensor:
-    """(N, C, H, W) in a frame of one value, `high` above and below, `wide` left and right."""
-    n, c, h, w = x.shape
-    y = empty((n, c, h + 2 * high, w + 2 * wide), x.layout)
+def pad(x: Tensor, pad: Sequence[int], mode: str = "constant", value: float = 0.0) -> Tensor:
+    """x with `value` before and after its last axis, pad[0] and pad[1] times, the one before it, pad[2], pad[3], ..."""
+    many = len(pad) // 2
+    if mode != "constant" or len(pad) % 2 or many > x.ndim or builtins.min(pad, default=0) < 0:
+        raise ShapeError(
+            f"[pad] pad {tuple(pad)}, mode {mode!r} of shape {x.shape}; give two sizes from 0 on for each axis, the "
+            "last one first, and mode='constant': others are F.cat of slices, less is a slice"
+        )
+    x = to_rows(x) if x.layout == "tokens" or many == x.ndim else x
+    ends = [(0, 0)] * (x.ndim - many) + [(pad[2 * i], pad[2 * i + 1]) for i in reversed(range(many))]
+    y = empty(tuple(a + n + b for (a, b), n in zip(ends, x.shape, strict=True)), x.layout)
     current().emit("fill", y.memory, float(value), y.floats)
     dims, strides = memory_shape(x.shape, x.layout), strides_of(memory_shape(y.shape, y.layout))
-    _copy("pad", y.memory, x.memory, dims, strides, strides_of(dims), high * strides[2] + wide * strides[3])
-    inside = (slice(None), slice(None), slice(high, high + h), slice(wide, wide + w))
+    at = builtins.sum(a * step for (a, _), step in zip(ends, strides, strict=False))
+    _copy("pad", y.memory, x.memory, dims, strides, strides_of(dims), at)
+    inside = tuple(slice(a, a + n) for (a, _), n in zip(ends, x.shape, strict=True))
     return attach(y, (x,), lambda dy: (getitem(dy, inside),))
 
 
@@ -302,6 +328,16 @@ def split(x: Tensor, split_size: int | Sequence[int], dim: int = 0) -> tuple[Ten
     ends = np.cumsum(split_size).tolist()
     whole = (slice(None),) * at
     return tuple(getitem(x, (*whole, slice(end - size, end))) for size, end in zip(split_size, ends, strict=True))
+
+
+def chunk(x: Tensor, chunks: int, dim: int = 0) -> tuple[Tensor, ...]:
+    """`chunks` equal pieces along an axis, the last one being what is left."""
+    return split(x, -(-x.shape[axis_of("chunk", dim, x.ndim)] // chunks), dim)
+
+
+def unbind(x: Tensor, dim: int = 0) -> tuple[Tensor, ...]:
+    """The parts along an axis, without it."""
+    return tuple(squeeze(part, dim) for part in split(x, 1, dim))
 
 
 # --- over axes -------------------------------------------------------------------------------------------------------

@@ -102,10 +102,6 @@ class Tensor:
         return len(self.shape)
 
     @property
-    def size(self) -> int:
-        return math.prod(self.shape)
-
-    @property
     def features(self) -> int:
         """Numbers per sample, of tokens per token: the product of all axes but the leading ones."""
         return math.prod(self.shape[LEADING[self.layout] :])
@@ -194,9 +190,9 @@ class Tensor:
         def __mul__(self, other: Tensor | float) -> Tensor: ...
         def __neg__(self) -> Tensor: ...
         def reshape(self, *shape: int) -> Tensor: ...
-        def flatten(self, start_dim: int = 1) -> Tensor: ...
+        def flatten(self, start_dim: int = 1, end_dim: int = -1) -> Tensor: ...
         def to(self, device: int | str | Device) -> Tensor: ...
-        def __getattr__(self, name: str) -> Any: ...
+        def __getattr__(self, name: str) -> Any: ...  # size, and the others
 
         __radd__, __rmul__, __sub__, __rsub__ = __add__, __mul__, __add__, __add__
 
@@ -545,7 +541,7 @@ def to_lanes(x: Tensor, layout: str = "lanes") -> Tensor:
     if x.ndim < 1 or x.size == 0:
         raise ShapeError(f"[tensor] shape {x.shape} has no samples; the first axis is the batch and must not be empty")
     y = empty(x.shape, layout)
-    y.dtype = x.dtype
+    y.dtype, y.mask = x.dtype, x.mask
     program.current().emit("pack_rows", y.memory, x.memory, y.lanes, y.features)
     return attach(y, (x,), lambda dy: (to_rows(dy),))
 
@@ -557,9 +553,10 @@ def to_rows(x: Tensor) -> Tensor:
     layout = x.layout
     if x.features == 1:  # a number per lane lies as in rows
         y = make(x.memory, x.shape, "rows", x.dtype)
+        y.mask = x.mask
         return attach(y, (x,), lambda dy: (to_lanes(dy, layout),))
     y = empty(x.shape)
-    y.dtype = x.dtype
+    y.dtype, y.mask = x.dtype, x.mask
     program.current().emit("unpack_rows", y.memory, x.memory, x.lanes, x.features)
     return attach(y, (x,), lambda dy: (to_lanes(dy, layout),))
 

@@ -24,7 +24,6 @@ import numpy as np
 
 from ..core import fingerprint, native
 from ..core.arena import Arena
-from ..core.norm import global_norm
 from ..core.placement import FIRST, Device
 from ..core.program import Record, Recorder, ShardEager, fuse, using
 from ..core.tensor import Tensor, empty, layout_of, no_grad
@@ -33,6 +32,7 @@ from ..data.trees import Form, Leaf, leaves, mapped
 from ..errors import ConfigError, OdysseyError
 from ..nn import Module
 from ..nn.module import in_mode
+from ..nn.utils import global_norm
 from ..optim import Optimizer, Update
 from ..parallel import buckets as bucketing
 from ..parallel import plan as planning
@@ -374,7 +374,7 @@ class Engine:
         return self.arena.params.nbytes if self._parts is None else self._parts.nbytes
 
     def norm(self, sums: Sums) -> float:
-        """The Euclidean norm of all gradients, the same bits whoever has which of them (norm.py)."""
+        """The Euclidean norm of all gradients, the same bits whoever has which of them."""
         groups, comm = self.groups, self.layout.comm
 
         def largest(a: np.ndarray) -> np.ndarray:

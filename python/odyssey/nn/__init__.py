@@ -12,6 +12,7 @@ from .layers import (
     Conv1d,
     Conv2d,
     Dropout,
+    Dropout2d,
     Embedding,
     Flatten,
     GroupNorm,
@@ -25,15 +26,16 @@ from .layers import (
 )
 from .losses import BCEWithLogitsLoss, CrossEntropyLoss, L1Loss, MSELoss, NLLLoss, SmoothL1Loss
 from .models import MLP, ConvNet, LeNet5, ResNet18
-from .module import Module, ModuleList, Parameter, Sequential, manual_seed
+from .module import Module, ModuleDict, ModuleList, Parameter, ParameterList, Sequential, manual_seed
 from .pipeline import PipelineParallel, Stage
 
 __all__ = [
-    "GPT", "MLP", "AdaptiveAvgPool2d", "AvgPool2d", "BCEWithLogitsLoss", "BatchNorm1d", "BatchNorm2d", "Checkpoint",
-    "Conv1d", "Conv2d", "ConvNet", "CrossEntropyLoss", "Dropout", "Embedding", "Flatten", "GroupNorm", "Identity",
-    "L1Loss", "LayerNorm", "LeNet5", "LeakyReLU", "Linear", "MSELoss", "MaxPool2d", "Module", "ModuleList",
-    "MultiheadAttention", "NLLLoss", "Parameter", "PipelineParallel", "RMSNorm", "ResNet18", "Sequential",
-    "SmoothL1Loss", "Stage", "checkpoint", "init", "manual_seed", "models", "utils",
+    "AdaptiveAvgPool2d", "AvgPool2d", "BCEWithLogitsLoss", "BatchNorm1d", "BatchNorm2d", "Checkpoint", "Conv1d",
+    "Conv2d", "ConvNet", "CrossEntropyLoss", "Dropout", "Dropout2d", "Embedding", "Flatten", "GPT", "GroupNorm",
+    "Identity", "L1Loss", "LayerNorm", "LeNet5", "LeakyReLU", "Linear", "MLP", "MSELoss", "MaxPool2d", "Module",
+    "ModuleDict", "ModuleList", "MultiheadAttention", "NLLLoss", "Parameter", "ParameterList", "PipelineParallel",
+    "RMSNorm", "ResNet18", "Sequential", "SmoothL1Loss", "Stage", "checkpoint", "init", "manual_seed", "models",
+    "utils",
 ]  # fmt: skip
 
 __all__ += functional.ACTIVATIONS

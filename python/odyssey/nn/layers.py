@@ -6,6 +6,7 @@ with a = sqrt(5)).
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 
 from ..core import functional as F
 from ..core.arena import Buffer
+from ..core.products import one
 from ..core.tensor import Parameter, Tensor
 from ..errors import ConfigError, ShapeError
 from .module import Module, normal, uniform
@@ -52,15 +54,21 @@ class Conv2d(Module):
         self,
         in_channels: int,
         out_channels: int,
-        kernel_size: int | tuple[int, int],
-        stride: int = 1,
-        padding: int | tuple[int, int] = 0,
-        dilation: int = 1,
+        kernel_size: int | tuple[int, ...],
+        stride: int | tuple[int, ...] = 1,
+        padding: int | str | tuple[int, ...] = 0,
+        dilation: int | tuple[int, ...] = 1,
         groups: int = 1,
         bias: bool = True,
+        padding_mode: str = "zeros",
     ) -> None:
         super().__init__()
         name = type(self).__name__
+        stride, dilation = one(name, "stride", stride), one(name, "dilation", dilation)
+        if padding_mode != "zeros":
+            raise ConfigError(
+                f"[{name}] padding_mode is {padding_mode!r}; 'zeros' is supported: for others F.cat slices"
+            )
         kernel = (kernel_size,) * len(self.sizes) if isinstance(kernel_size, int) else kernel_size
         named = {f"kernel_{size}": n for size, n in zip(self.sizes, kernel, strict=True)}
         _at_least_one(
@@ -76,6 +84,15 @@ class Conv2d(Module):
             raise ConfigError(
                 f"[{name}] {in_channels} to {out_channels} channels in {groups} groups; they must be equal"
             )
+        if isinstance(padding, str):
+            odd = stride == 1 and all(k % 2 for k in kernel)
+            if padding != "valid" and not (padding == "same" and odd):
+                raise ConfigError(
+                    f"[{name}] padding is {padding!r}, kernel_size {kernel_size}, stride {stride}; give numbers, "
+                    "'valid', or 'same' for odd kernels of stride 1"
+                )
+            padding = tuple(dilation * (k // 2) if padding == "same" else 0 for k in kernel)
+        padding = padding[0] if isinstance(padding, tuple) and len(padding) == 1 else padding
         bound = 1 / math.sqrt(in_channels // groups * math.prod(kernel))
         self.weight = uniform((out_channels, in_channels // groups, *kernel), bound)
         self.bias = uniform((out_channels,), bound) if bias else None
@@ -101,10 +118,13 @@ class MaxPool2d(Module):
     """Largest value of each window; see functional.max_pool2d."""
 
     def __init__(
-        self, kernel_size: int | tuple[int, int], stride: int | None = None, padding: int | tuple[int, int] = 0
+        self,
+        kernel_size: int | tuple[int, int],
+        stride: int | tuple[int, int] | None = None,
+        padding: int | tuple[int, int] = 0,
     ) -> None:
         super().__init__()
-        self.kernel_size, self.stride, self.padding = kernel_size, stride, padding
+        self.kernel_size, self.stride, self.padding = kernel_size, one(type(self).__name__, "stride", stride), padding
 
     def forward(self, x: Tensor) -> Tensor:
         return F.max_pool2d(x, self.kernel_size, self.stride, self.padding)
@@ -116,23 +136,30 @@ class MaxPool2d(Module):
 class AvgPool2d(MaxPool2d):
     """Mean of each window; see functional.avg_pool2d."""
 
-    def __init__(self, kernel_size: int | tuple[int, int], stride: int | None = None) -> None:
-        super().__init__(kernel_size, stride)
-
     def forward(self, x: Tensor) -> Tensor:
-        return F.avg_pool2d(x, self.kernel_size, self.stride)
+        return F.avg_pool2d(F.pad2d(x, self.padding), self.kernel_size, self.stride)
 
 
 class Activation(Module):
-    """A function of one tensor that keeps its shape; a class for each of functional.ACTIVATIONS (nn.__getattr__)."""
+    """A function of one tensor that keeps its shape; a class for each of functional.ACTIVATIONS (nn.__getattr__), whose
+    arguments are those of the function behind x."""
 
-    function: Callable[[Tensor], Tensor]
+    function: Callable[..., Tensor]
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__()
+        try:
+            bound = inspect.signature(type(self).function).bind(None, *args, **named).arguments
+        except TypeError as problem:
+            raise ConfigError(f"[{type(self).__name__}] {problem}; give what functional's has behind x") from None
+        self.arguments = {name: value for i, (name, value) in enumerate(bound.items()) if i and name != "inplace"}
+        vars(self).update(self.arguments)  # which a resume compares
 
     def forward(self, x: Tensor) -> Tensor:
-        return type(self).function(x)
+        return type(self).function(x, **self.arguments)
 
 
-def activation(name: str, doc: str, function: Callable[[Tensor], Tensor]) -> type[Activation]:
+def activation(name: str, doc: str, function: Callable[..., Tensor]) -> type[Activation]:
     """The layer of an activation."""
     body = {"__doc__": doc, "__module__": __name__, "function": staticmethod(function)}
     return type(name, (Activation,), body)
@@ -141,7 +168,7 @@ def activation(name: str, doc: str, function: Callable[[Tensor], Tensor]) -> typ
 class LeakyReLU(Module):
     """x above 0, negative_slope x elsewhere; see functional.leaky_relu."""
 
-    def __init__(self, negative_slope: float = 0.01) -> None:
+    def __init__(self, negative_slope: float = 0.01, inplace: bool = False) -> None:
         super().__init__()
         self.negative_slope = negative_slope
 
@@ -152,25 +179,43 @@ class LeakyReLU(Module):
 class LayerNorm(Module):
     """Each row of (..., features) with mean 0 and variance 1, times weight plus bias; see functional.layer_norm."""
 
-    def __init__(self, features: int, eps: float = 1e-5, bias: bool = True) -> None:
+    def __init__(
+        self, features: int | tuple[int], eps: float = 1e-5, elementwise_affine: bool = True, bias: bool = True
+    ) -> None:
         super().__init__()
-        _at_least_one("LayerNorm", features=features)
-        self.weight, self.eps = Parameter(np.ones(features, np.float32)), eps
-        self.bias = Parameter(np.zeros(features, np.float32)) if bias else None
+        self._features, self.eps = (features := _last_axis("LayerNorm", features)), eps
+        self.weight = Parameter(np.ones(features, np.float32)) if elementwise_affine else None
+        self.bias = Parameter(np.zeros(features, np.float32)) if bias and elementwise_affine else None
+
+    @property
+    def normalized_shape(self) -> tuple[int]:
+        return (self._features,)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, self.weight, self.bias, self.eps)
+        return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
 
     def extra_repr(self) -> str:
-        return f"{self.weight.size}, eps={self.eps}"
+        return f"{self._features}, eps={self.eps}"
+
+
+def _last_axis(layer: str, features: Any) -> int:
+    """What is normalised, as a number or a tuple of one. Raises ConfigError."""
+    if isinstance(features, (tuple, list)):
+        if len(features) != 1:
+            raise ConfigError(
+                f"[{layer}] shape {tuple(features)}; give one number, and x with these axes made one, reshaped"
+            )
+        features = features[0]
+    _at_least_one(layer, features=features)
+    return features
 
 
 class RMSNorm(Module):
     """Each row of (..., features) divided by the root of its mean square, times weight (Zhang, Sennrich 2019)."""
 
-    def __init__(self, features: int, eps: float = 1e-6) -> None:
+    def __init__(self, features: int | tuple[int], eps: float | None = 1e-6) -> None:
         super().__init__()
-        _at_least_one("RMSNorm", features=features)
+        features, eps = _last_axis("RMSNorm", features), 2.0**-23 if eps is None else eps
         self.weight, self.eps = Parameter(np.ones(features, np.float32)), eps
 
     def forward(self, x: Tensor) -> Tensor:
@@ -277,13 +322,22 @@ class AdaptiveAvgPool2d(Module):
 class Embedding(Module):
     """The rows of weight (num_embeddings, embedding_dim), normal with variance 1 at first, that an index names."""
 
-    def __init__(self, num_embeddings: int, embedding_dim: int) -> None:
+    padding_idx: int | None = None
+
+    def __init__(self, num_embeddings: int, embedding_dim: int, padding_idx: int | None = None) -> None:
         super().__init__()
         _at_least_one("Embedding", num_embeddings=num_embeddings, embedding_dim=embedding_dim)
         self.weight = normal((num_embeddings, embedding_dim))
+        if padding_idx is not None:
+            self.padding_idx = padding_idx
+            if not -num_embeddings <= padding_idx < num_embeddings:
+                raise ConfigError(
+                    f"[Embedding] padding_idx is {padding_idx} of {num_embeddings} rows; give one of them"
+                )
+            self.weight.data[padding_idx] = 0
 
     def forward(self, index: Any) -> Tensor:
-        return F.embedding(index, self.weight)
+        return F.embedding(index, self.weight, self.padding_idx)
 
 
 class MultiheadAttention(Module):
@@ -291,11 +345,15 @@ class MultiheadAttention(Module):
     embed_dim). Vaswani et al. 2017. Names and first weights are PyTorch's, the batch is the first axis. `dropout`: that
     of probabilities while training."""
 
-    def __init__(self, embed_dim: int, num_heads: int, dropout: float = 0.0, bias: bool = True) -> None:
+    def __init__(
+        self, embed_dim: int, num_heads: int, dropout: float = 0.0, bias: bool = True, batch_first: bool = True
+    ) -> None:
         super().__init__()
         _at_least_one("MultiheadAttention", embed_dim=embed_dim, num_heads=num_heads)
         if embed_dim % num_heads:
             raise ConfigError(f"[MultiheadAttention] {embed_dim} features in {num_heads} heads; they must be equal")
+        if not batch_first:
+            raise ConfigError("[MultiheadAttention] batch_first=False; the batch is the first axis: x.transpose(0, 1)")
         if isinstance(dropout, bool):
             raise ConfigError(f"[MultiheadAttention] dropout is {dropout}, which is no number; say bias={dropout}")
         self.num_heads, self.dropout = num_heads, Dropout(dropout)
@@ -321,14 +379,22 @@ class MultiheadAttention(Module):
 
 
 class Flatten(Module):
-    """(N, ...) to (N, F)."""
+    """(N, ...) to (N, F), or the axes from start_dim to end_dim as one."""
+
+    def __init__(self, start_dim: int = 1, end_dim: int = -1) -> None:
+        super().__init__()
+        self._axes = start_dim, end_dim
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.flatten(x)
+        return F.flatten(x, *self._axes)
 
 
 class Identity(Module):
-    """Gives what it is given."""
+    """Gives what it is given; its arguments mean nothing."""
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__()
+        self.arguments = {}
 
     def forward(self, x: Tensor) -> Tensor:
         return x
@@ -337,10 +403,10 @@ class Identity(Module):
 class Dropout(Module):
     """Zeroes elements with probability p while training; see functional.dropout."""
 
-    def __init__(self, p: float = 0.5) -> None:
+    def __init__(self, p: float = 0.5, inplace: bool = False) -> None:
         super().__init__()
         if not 0 <= p < 1:
-            raise ConfigError(f"[Dropout] p is {p}; it must be at least 0 and below 1")
+            raise ConfigError(f"[{type(self).__name__}] p is {p}; it must be at least 0 and below 1")
         self.p = p
 
     def forward(self, x: Tensor) -> Tensor:
@@ -348,3 +414,13 @@ class Dropout(Module):
 
     def extra_repr(self) -> str:
         return f"{self.p}"
+
+
+class Dropout2d(Dropout):
+    """Zeroes whole channels of (N, C, ...) with probability p while training."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.p == 0:
+            return x
+        one = Tensor(np.ones(x.shape[1:2], np.float32)).expand(*x.shape[:2])
+        return x * F.dropout(one, self.p).reshape(*x.shape[:2], *[1] * (x.ndim - 2))

@@ -130,17 +130,42 @@ class Module:
             )
         return self.forward(*args, **named)
 
-    def children(self) -> Iterator[tuple[str, Module]]:
+    def named_children(self) -> Iterator[tuple[str, Module]]:
         """Sub-modules with their names, in the order they were assigned."""
         for name, value in vars(self).items():
             if isinstance(value, Module):
                 yield name, value
 
+    def children(self) -> Iterator[Module]:
+        """Sub-modules, in the order they were assigned."""
+        return (child for _, child in self.named_children())
+
+    def named_modules(self, prefix: str = "") -> Iterator[tuple[str, Module]]:
+        """This module and all below it, with dotted names; its own is `prefix`."""
+        yield prefix, self
+        for name, child in self.named_children():
+            yield from child.named_modules(f"{prefix}.{name}" if prefix else name)
+
     def modules(self) -> Iterator[Module]:
         """This module and all below it."""
-        yield self
-        for _, child in self.children():
-            yield from child.modules()
+        return (module for _, module in self.named_modules())
+
+    def apply(self, fn: Callable[[Module], Any]) -> Module:
+        """Calls fn with every module below this one, then with this one, which is returned."""
+        for child in self.children():
+            child.apply(fn)
+        fn(self)
+        return self
+
+    def add_module(self, name: str, module: Module | None) -> None:
+        """The same as assigning it."""
+        setattr(self, name, module)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Module:
+        """Says of all parameters whether they are trained, and returns the module."""
+        for p in self.parameters():
+            p.requires_grad = requires_grad
+        return self
 
     def named_parameters(self, prefix: str = "") -> Iterator[tuple[str, Parameter]]:
         """Parameters with dotted names, each once, in the order they were assigned. Raises ConfigError: a list, tuple
@@ -231,8 +256,8 @@ class Module:
         """Switches dropout and the like off."""
         return self.train(False)
 
-    def zero_grad(self) -> None:
-        """Sets all gradients to zero."""
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Sets all gradients to zero; they are never None."""
         for p in self.parameters():
             p.zero_grad()
 
@@ -264,7 +289,7 @@ class Module:
 
     def __repr__(self) -> str:
         lines: list[tuple[str, str]] = []  # names and layers; neighbours in a list that are alike are on one
-        for name, child in self.children():
+        for name, child in self.named_children():
             text = repr(child).replace("\n", "\n  ")
             if lines and name.isdecimal() and lines[-1][1] == text:
                 lines[-1] = (f"{lines[-1][0].partition('-')[0]}-{name}", text)
@@ -307,59 +332,103 @@ def _inside(value: Any) -> Iterator[Module | Parameter]:
 class ModuleList(Module):
     """A list of modules that are found: their names are 0, 1, 2, ... It has no forward; its owner calls them."""
 
-    def __init__(self, modules: Iterable[Module] = ()) -> None:
+    kind: type = Module
+
+    def __init__(self, modules: Iterable[Any] = ()) -> None:
         super().__init__()
         self.extend(modules)
 
-    def append(self, module: Module) -> ModuleList:
-        """Adds a module at the end."""
-        if not isinstance(module, Module):
-            raise ConfigError(f"[ModuleList] a {type(module).__name__} was given; give modules")
-        setattr(self, str(len(self)), module)
+    def _put(self, name: str, value: Any) -> None:
+        if not isinstance(value, self.kind):
+            what = f"{self.kind.__name__.lower()}s"
+            raise ConfigError(f"[{type(self).__name__}] a {type(value).__name__} was given; give {what}")
+        setattr(self, name, value)
+
+    def append(self, module: Any) -> Any:
+        """Adds one at the end."""
+        self._put(str(len(self)), module)
         return self
 
-    def extend(self, modules: Iterable[Module]) -> ModuleList:
-        """Adds modules at the end."""
+    def extend(self, modules: Iterable[Any]) -> None:
+        """Adds several at the end."""
         for module in modules:
             self.append(module)
-        return self
 
     def __len__(self) -> int:
-        return sum(1 for _ in self.children())
+        return sum(1 for _ in self)
 
-    def __iter__(self) -> Iterator[Module]:
-        return (m for _, m in self.children())
+    def __iter__(self) -> Iterator[Any]:
+        return (value for value in vars(self).values() if isinstance(value, self.kind))
 
     def __getitem__(self, i: int | slice) -> Any:
         found = list(self)[i]
-        return ModuleList(found) if isinstance(i, slice) else found
+        return type(self)(found) if isinstance(i, slice) else found
 
-    def __setitem__(self, i: int, module: Module) -> None:
-        if not isinstance(module, Module):
-            raise ConfigError(f"[ModuleList] a {type(module).__name__} was given; give modules")
-        setattr(self, str(range(len(self))[i]), module)
+    def __setitem__(self, i: int, module: Any) -> None:
+        self._put(str(range(len(self))[i]), module)
 
 
-class Sequential(Module):
-    """Modules one after the other; their names are 0, 1, 2, ..."""
+class ParameterList(ModuleList):
+    """A list of parameters that are found, likewise."""
 
-    def __init__(self, *layers: Module) -> None:
+    kind = Parameter
+
+
+class ModuleDict(Module):
+    """Modules by name, which are found; also attributes. It has no forward; its owner calls them."""
+
+    def __init__(self, modules: Mapping[str, Module] | None = None) -> None:
         super().__init__()
-        for i, layer in enumerate(layers):
-            if not isinstance(layer, Module):
-                raise ConfigError(f"[Sequential] argument {i} is a {type(layer).__name__}; give modules")
-            setattr(self, str(i), layer)
+        self.update(modules or {})
+
+    def update(self, modules: Mapping[str, Module]) -> None:
+        """Adds modules."""
+        for name, module in modules.items():
+            self[name] = module
+
+    def __setitem__(self, name: str, module: Module) -> None:
+        if not isinstance(module, Module) or hasattr(type(self), name):
+            raise ConfigError(f"[ModuleDict] {name!r}, a {type(module).__name__}; give modules, and other names")
+        setattr(self, name, module)
+
+    def items(self) -> Iterator[tuple[str, Module]]:
+        """Names and modules."""
+        return self.named_children()
+
+    def keys(self) -> list[str]:
+        """Names."""
+        return [name for name, _ in self.items()]
+
+    def values(self) -> Iterator[Module]:
+        """Modules."""
+        return self.children()
+
+    def __getitem__(self, name: str) -> Module:
+        return dict(self.items())[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
+    def __len__(self) -> int:
+        return len(self.keys())
+
+
+class Sequential(ModuleList):
+    """Modules one after the other; their names are 0, 1, 2, ..., or those of a dictionary."""
+
+    def __init__(self, *layers: Any) -> None:
+        given = layers[0] if len(layers) == 1 else None
+        if not isinstance(given, Mapping):
+            super().__init__(layers)
+            return
+        super().__init__()
+        for name, layer in given.items():
+            self._put(name, layer)
 
     def forward(self, x: Tensor) -> Tensor:
-        for _, layer in self.children():
+        for layer in self:
             x = layer(x)
         return x
 
-    def __len__(self) -> int:
-        return len(list(self.children()))
 
-    def __getitem__(self, i: int) -> Module:
-        return list(self.children())[i][1]
-
-
-__all__ = ["Module", "ModuleList", "Parameter", "Sequential", "manual_seed", "uniform"]
+__all__ = ["Module", "ModuleDict", "ModuleList", "Parameter", "ParameterList", "Sequential", "manual_seed", "uniform"]

@@ -78,13 +78,13 @@ class Stage(Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.to(self.device or FIRST)
-        for _, layer in self.children():
+        for layer in self.children():
             x = layer(x)
         return x
 
     def __repr__(self) -> str:
         where = f", device={self.device.slot}" if self.device else ""
-        return f"Stage([{', '.join(repr(layer) for _, layer in self.children())}]{where})"
+        return f"Stage([{', '.join(repr(layer) for layer in self.children())}]{where})"
 
 
 class PipelineParallel(Module):
@@ -142,7 +142,7 @@ class PipelineParallel(Module):
     @property
     def stages(self) -> tuple[Stage, ...]:
         """The stages in order."""
-        return tuple(m for _, m in self.children() if isinstance(m, Stage))
+        return tuple(m for m in self.children() if isinstance(m, Stage))
 
     @property
     def places(self) -> tuple[int, ...]:

@@ -230,15 +230,15 @@ def watched(model: Module) -> Iterator[list[str]]:
         forward = module.forward
         title = f"{name} ({type(module).__name__})" if name else type(module).__name__
 
-        def noted(*args: Any) -> Any:
+        def noted(*args: Any, **named: Any) -> Any:
             here.append(title)
             try:
-                return forward(*args)
+                return forward(*args, **named)
             finally:
                 here.pop()
 
         vars(module)["forward"] = noted
-        for child, inner in module.children():
+        for child, inner in module.named_children():
             watch(inner, f"{name}.{child}" if name else child)
 
     try:

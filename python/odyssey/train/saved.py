@@ -49,8 +49,8 @@ def of_model(model: Any) -> dict[str, Any]:
     of one that is, or has in it, a class of the user's."""
     kind = type(model)
     if kind.__module__.startswith("odyssey.nn."):
-        if kind.__name__ in LISTS:
-            parts = [of_model(child) for _, child in model.children()]
+        if kind.__name__ in LISTS and all(name.isdecimal() for name, _ in model.named_children()):
+            parts = [of_model(child) for child in model.children()]
             own = next((part for part in parts if "class" not in part), None)
             return own or {"class": kind.__name__, "parts": parts}
         if model.arguments is not None:
