@@ -52,8 +52,16 @@ class Placed(nn.Module):
         return self.d(c.to(0) + a)
 
 
+def checkpointed():
+    """Blocks that begin with ops without parameters, where no cut may part them from what follows."""
+    layers = (nn.Tanh(), nn.Tanh(), nn.Linear(24, 24), nn.RMSNorm(24), nn.Linear(24, 24))
+    blocks = (nn.checkpoint(nn.Sequential(*layers)) for _ in range(3))  # the same ones
+    return nn.Sequential(nn.Flatten(), nn.Linear(784, 24), *blocks, nn.Linear(24, 10))
+
+
 MODELS = {
     "lenet5": nn.LeNet5,
+    "checkpointed": checkpointed,
     "tied": Tied,
     "placed": Placed,
     "stages": lambda: PipelineParallel(
@@ -141,6 +149,13 @@ def test_pipelines(model, layout):
 def test_a_place_visited_twice(ranks, settings):
     trainers = same_bits("placed", ranks, settings, optimizer="sgd")
     assert trainers[0].mesh.pp == (1 if settings.get("zero") else 3)
+
+
+@pytest.mark.parametrize("pp,schedule", [(2, "1f1b"), (3, "gpipe"), (2, "interleaved")])
+def test_an_automatic_cut_leaves_checkpoints_whole(pp, schedule):
+    """Also in a last batch of three samples, whose program is cut as that of the others was."""
+    settings = {"mesh": Mesh(pp=pp), "pipeline_schedule": schedule}
+    same_bits("checkpointed", pp, settings, samples=67)
 
 
 def test_a_pipeline_of_the_models_own():

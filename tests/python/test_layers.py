@@ -136,9 +136,9 @@ ORDER = (
 BUDGETS = {  # lines of all its files together
     "mojo": 18_065,
     "shared/training": 3_385,
-    "python/odyssey": 46_650,
+    "python/odyssey": 46_670,
     "python/odyssey/comm": 3_885,
-    "python/odyssey/parallel": 3_740,
+    "python/odyssey/parallel": 3_770,
     "python/odyssey/distributed": 2_000,
     "python/odyssey/torch": 2_945,
 }

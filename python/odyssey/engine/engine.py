@@ -104,7 +104,7 @@ class Engine:
         self.loss_scale = 1.0  # of the next run, if `scaled`
         self._parts: Parts | None = None
         self._ownership: dict[str, tensor.Piece] = {}  # of tensor parallelism: what this rank trains
-        self._places: Any = None  # record -> position in the pipeline
+        self._places: Any = lambda r: 0  # record -> position in the pipeline
         self._cut_by: tuple[Any, ...] | None = None  # the program that was cut automatically
         self._used: dict[int, list[int]] = {}  # parameter (offset) -> positions in the pipeline of the ops that read it
         self._several: dict[str, int] = {}  # parameters of several positions, and the one that updates them
@@ -280,28 +280,15 @@ class Engine:
         """The position in the pipeline of each record of the program of one shard of n samples.
 
         An automatic cut was made by the numbers of the ops of one program. In others, of an evaluation without dropout
-        or of another layout, ops have other numbers: there the k-th op with some parameters is where it was in that
-        one, and what follows it as well.
+        or of another layout, ops have other numbers.
         """
         source = self._like or self
-        if self.layout.mesh.pp == 1:
-            return lambda r: 0
         if source._cut_by in (None, (self.train, n, *form)):
             return source._places
-        of_tag: dict[int, int] = {}
-        met: dict[int, list[int]] = {}  # parameter -> ops so far that read it
+        from ..parallel.stages import placed_like
+
         # not `records`: tensor parallelism may have moved on from the first row of a parameter
-        forward = [r for r in self._fused(n, form) if r.phase == "forward"]
-        used = [(r.tag, bucketing.touched(r, self.arena, native.PARAMS)) for r in forward]
-        here = next((source._used[o[0]][0] for _, o in used if o and o[0] in source._used), 0)
-        for tag, offsets in used:
-            for o in offsets:
-                met.setdefault(o, []).extend([tag] * (tag not in met.get(o, ())))
-            if offsets:
-                places = source._used.get(offsets[0], [here])
-                here = places[min(len(met[offsets[0]]), len(places)) - 1]
-            of_tag[tag] = here
-        return lambda r: of_tag[max((tag for tag in of_tag if tag <= r.tag), default=min(of_tag))]
+        return placed_like(self._fused(n, form), self.arena, source._used)
 
     def _first_placing(self, records: list[Record], n: int, form: Form) -> Callable[[Record], int]:
         """From records to positions in the pipeline: by the model's own placement, or an automatic one. Raises
@@ -331,15 +318,14 @@ class Engine:
         if self.layout.mesh.pp > 1:
             self._places = self._first_placing(records, n, form)
         place_of = self.placing(records, n, form)
-        names = {o: n for n, o in self.arena.offsets.items()}
         users: dict[int, dict[int, int]] = {}
         for r in sorted(records, key=lambda r: r.tag):
             for o in bucketing.touched(r, self.arena, native.PARAMS):
                 users.setdefault(o, {}).setdefault(r.tag, place_of(r))
         self._used = {o: list(by_op.values()) for o, by_op in users.items()}
-        owner = {names[o]: where[0] for o, where in self._used.items()}
-        self._several = {names[o]: where[0] for o, where in self._used.items() if len(set(where)) > 1}
-        here = [n for n in self.arena.offsets if owner.get(n, self.groups.p) == self.groups.p]
+        where = {n: self._used.get(o, [self.groups.p]) for n, o in self.arena.offsets.items()}
+        self._several = {n: places[0] for n, places in where.items() if len(set(places)) > 1}
+        here = [n for n, places in where.items() if places[0] == self.groups.p]
         ownership: dict[str, tensor.Piece] = {}
         if self.layout.mesh.tp > 1:
             from ..parallel import tensor

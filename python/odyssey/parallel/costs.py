@@ -19,6 +19,7 @@ from ..core.arena import Arena
 from ..core.program import Record, Slot, plan_memory, serialize
 from . import auto
 from .buckets import touched
+from .stages import together
 
 REPEATS = 5  # the fastest counts
 
@@ -61,7 +62,7 @@ def ops(records: list[Record], arena: Arena, samples: int, costs: np.ndarray) ->
     several ops counts for the first, and is sent between them as a value is: as its gradient, for each shard.
     """
     forward = [r for r in records if r.phase == "forward" and r.op not in ("array", "stats")]
-    tags = sorted({r.tag for r in forward})
+    tags = sorted({r.tag for r in forward} - together(records))
     at = {id(r): max(bisect.bisect_right(tags, r.tag) - 1, 0) for r in records}
     n = len(tags)
     time_of, weights, kept, crossing = np.zeros(n), [0] * n, np.zeros(n), np.zeros(n)

@@ -13,10 +13,11 @@ import dataclasses
 import itertools
 from collections.abc import Callable
 
+from ..core.arena import Arena
 from ..core.native import GRADS, PARAMS
 from ..core.program import Range, Record, Slot
 from ..errors import ConfigError
-from .buckets import padded
+from .buckets import padded, touched
 
 
 @dataclasses.dataclass
@@ -118,6 +119,42 @@ def partition(records: list[Record], place_of: Callable[[Record], int]) -> list[
         owner = index["backward", min((s for _, s in readers.get(offset, ())), default=count - 1)]
         number = _hand_on(parts, sorted({*where, max(owner, *where)}), where[max(where)], number)
     return parts
+
+
+def together(records: list[Record]) -> set[int]:
+    """The numbers of ops between which and the op before no cut can be: a checkpoint's, which are repeated in order."""
+    made: dict[int, int] = {}
+    found: set[int] = set()
+    for r in (r for r in records if r.phase == "backward"):
+        for a in r.args:
+            if isinstance(a, Slot):
+                found.update(range(made.setdefault(id(a), r.tag) + 1, r.tag + 1))
+    return found
+
+
+def placed_like(records: list[Record], arena: Arena, used: dict[int, list[int]]) -> Callable[[Record], int]:
+    """From records to positions in the pipeline, by those of the ops of another program that read each parameter.
+
+    The k-th op with some parameters is where it was there, and what follows it as well.
+    """
+    of_tag: dict[int, int] = {}
+    met: dict[int, list[int]] = {}  # parameter -> ops so far that read it
+    found = [(r.tag, touched(r, arena, PARAMS)) for r in records if r.phase == "forward"]
+    here = next((used[offsets[0]][0] for _, offsets in found if offsets and offsets[0] in used), 0)
+    for tag, offsets in found:
+        for o in offsets:
+            met.setdefault(o, []).extend([tag] * (tag not in met.get(o, ())))
+        if offsets:
+            places = used.get(offsets[0], [here])
+            here = places[min(len(met[offsets[0]]), len(places)) - 1]
+        of_tag[tag] = here
+
+    def place_of(number: int) -> int:
+        return of_tag[max((tag for tag in of_tag if tag <= number), default=min(of_tag))]
+
+    for tag in sorted(together(records), reverse=True):
+        of_tag[tag - 1] = place_of(tag)
+    return lambda r: place_of(r.tag)
 
 
 def _transfers(parts: list[Part], made: dict[int, int]) -> int:
