@@ -104,7 +104,7 @@ def rewrite(records: Sequence[Record], rank: int, size: int, like: Mapping[str, 
     Works on records before or after `program.fuse`, before `program.plan_memory`; the records given are not changed. A
     layer is split by inputs if its input lies split just so, else by outputs. A layer with fewer than four outputs, of
     which some rank would get none, stays whole. Between two layers, values stay split as long as only pooling and ops
-    with the trait "features" (mojo/kernels/op.mojo) use them, and are gathered before anything else.
+    with the trait "features" or "heads" (mojo/kernels/op.mojo) use them, and are gathered before anything else.
 
     `like` is the ownership of some parameters, or of another program of the same model, whose splits are to be
     followed: a rank may read only what it trains, and an evaluation, without dropout, would be split in another way
