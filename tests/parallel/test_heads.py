@@ -31,8 +31,8 @@ def drawn(seed):
     """A GPT that can be made again, and its samples."""
     rng = random.Random(f"heads {seed}")
     heads, context, vocabulary = rng.choice([2, 4, 4, 8]), rng.randint(2, 20), rng.randint(3, 40)
-    settings = {"layers": rng.randint(1, 2), "heads": heads, "width": heads * rng.randint(2, 7), "tied": False}
-    settings |= {"dropout": rng.choice([0.0, 0.2]), "bias": rng.random() < 0.5}
+    settings = {"layers": rng.randint(1, 2), "heads": heads, "width": heads * rng.randint(2, 7)}
+    settings |= {"dropout": rng.choice([0.0, 0.2]), "bias": rng.random() < 0.5, "tied": rng.random() < 0.5}
     ids = np.random.default_rng(seed).integers(0, vocabulary, (23, context + 1)).astype(np.int32)
     return lambda: nn.GPT(vocabulary, context, **settings), data.arrays(ids[:, :-1], ids[:, 1:])
 
