@@ -56,8 +56,7 @@ class DeviceTransport:
 class MpiTransport(DeviceTransport):
     """Over an MPI library that takes addresses of device memory. The host waits for the GPU, then for the messages.
 
-    Args:
-        comm: of backend "mpi" or "shm".
+    comm: of backend "mpi" or "shm".
     """
 
     name = "gpu-mpi"
@@ -74,8 +73,7 @@ class MpiTransport(DeviceTransport):
 class Exchanged(Waiting):
     """What a step has exchanged between GPUs, as an operation of a communicator: counted, with a deadline.
 
-    Args:
-        links: all that are used for it.
+    links: all that are used for it.
     """
 
     __slots__ = ("_links", "_sequence")

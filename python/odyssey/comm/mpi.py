@@ -555,8 +555,7 @@ ALONE_S = 0.7  # a rank that ends with an exit code other than 0 waits so long f
 class Window:
     """Memory that all ranks of a communicator see, `size` bytes from each; all of them make it and free it.
 
-    Attributes:
-        addresses: where the part of each rank begins, in this process.
+    addresses: where the part of each rank begins, in this process.
     """
 
     def __init__(self, comm: MPICommunicator, size: int) -> None:

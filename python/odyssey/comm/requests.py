@@ -78,8 +78,7 @@ class Request:
 class Waiting(Request):
     """A request that is not complete when it is made: waits by testing, with a back-off and a deadline.
 
-    Args:
-        text: what it is, for messages.
+    text: what it is, for messages.
     """
 
     __slots__ = ("_comm", "_text", "_suspect")
@@ -181,8 +180,7 @@ class Waiting(Request):
 class Collective(Waiting):
     """A collective call; `_late` is right at any time, and the status slot is told.
 
-    Args:
-        sequence: its number in its group.
+    sequence: its number in its group.
     """
 
     __slots__ = ("call", "_sequence")
@@ -200,11 +198,7 @@ class Collective(Waiting):
 
 
 class Message(Waiting):
-    """A message to or from another rank of the group.
-
-    Args:
-        envelope: what the receiver sees of it, or is to see.
-    """
+    """A message to or from another rank of the group. envelope: what the receiver sees of it, or is to see."""
 
     __slots__ = ("_peer", "_kind")
 

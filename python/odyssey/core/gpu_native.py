@@ -127,11 +127,7 @@ def library() -> Library:
 
 
 class Gpu:
-    """One device: memory, copies, events, programs. Its memory is given back with it.
-
-    Args:
-        number: of the device, from 0.
-    """
+    """One device: memory, copies, events, programs. Its memory is given back with it. number: of the device, from 0."""
 
     def __init__(self, number: int) -> None:
         self._library = library()

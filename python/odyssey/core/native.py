@@ -124,8 +124,7 @@ class Op(NamedTuple):
 class Table:
     """The ops of a library, by name, and where their kernels are, by code; programs may bring more.
 
-    Args:
-        lib: exports `prefix`_ops, `prefix`_op and `prefix`_kernels.
+    lib: exports `prefix`_ops, `prefix`_op and `prefix`_kernels.
     """
 
     def __init__(self, lib: ctypes.CDLL, prefix: str) -> None:

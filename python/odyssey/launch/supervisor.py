@@ -52,8 +52,7 @@ FORMAT = 1  # of run.json
 class DistributedLauncher:
     """Starts ranks of a script and keeps the run going; see LaunchConfig.
 
-    Args:
-        config: how. say: prints a line of the launcher; default to standard error.
+    config: how. say: prints a line of the launcher; default to standard error.
     """
 
     def __init__(self, config: LaunchConfig | None = None, say: Callable[[str], None] | None = None) -> None:

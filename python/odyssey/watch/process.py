@@ -64,8 +64,7 @@ def _signs(of: slot.Slot) -> tuple[int, ...]:
 class Watched:
     """A rank of this machine; `handle` and `slot_file` as `attach` gives them.
 
-    Attributes:
-        alive: its process is there. files: in shared memory, that MPI made and would leave behind; name -> inode.
+    alive: its process is there. files: in shared memory, that MPI made and would leave behind; name -> inode.
     """
 
     def __init__(self, rank: int, pid: int, handle: int, slot_file: int) -> None:
