@@ -6,6 +6,8 @@ and exits with the code; the library raises it. Anything that is not an `Odyssey
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
@@ -119,3 +121,24 @@ def check_kind(who: str, what: str, given: Any, kind: type, of: str) -> None:
     if not isinstance(given, kind):
         name = f"the class {given.__name__}" if isinstance(given, type) else f"of type {type(given).__name__}"
         raise ConfigError(f"[{who}] {what} is {name}; give an object of {of}{kind.__name__}")
+
+
+def check_integer(name: str, value: object, low: int, high: int | None = None) -> int:
+    """`value` as a Python int if it is an integer from `low` to `high` (both allowed), else ConfigError naming it."""
+    bound = f"at least {low}" if high is None else f"from {low} to {high}"
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise ConfigError(f"{name} is {value!r}; it must be an integer {bound}") from None
+    if number < low or (high is not None and number > high):
+        raise ConfigError(f"{name} is {number}; it must be {bound}")
+    return number
+
+
+def check_number(name: str, value: Any, low: float, high: float = math.inf, *, open_low: bool = False) -> float:
+    """`value` as a float if it is at least `low` (`open_low`: above it) and below `high`, else ConfigError."""
+    allowed = hasattr(value, "__float__") and (low < value if open_low else low <= value) and value < high
+    if not allowed:
+        above, below = "above" if open_low else "at least", "finite" if high == math.inf else f"below {high:g}"
+        raise ConfigError(f"{name} is {value!r}; it must be {above} {low:g} and {below}")
+    return float(value)

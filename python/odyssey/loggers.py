@@ -23,8 +23,7 @@ from typing import Any
 
 from .callbacks import Callback, Context
 from .core.settings import did_you_mean
-from .data.sampler import check_integer
-from .errors import ConfigError, OutputError, Stopped
+from .errors import ConfigError, OutputError, Stopped, check_integer
 from .watch.files import parse_json, write_whole
 
 Row = dict[str, Any]  # "step", "epoch" where it is an epoch's record, and figures

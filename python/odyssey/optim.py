@@ -20,17 +20,7 @@ from .core.arena import Arena
 from .core.recipes import LR_SCALINGS, SCHEDULES
 from .core.settings import brief
 from .core.tensor import Parameter
-from .errors import ConfigError, NumericsError
-
-
-def _number(owner: str, name: str, value: float, low: float, high: float, *, open_low: bool = False) -> float:
-    ok = not isinstance(value, str) and (value > low if open_low else value >= low) and value < high
-    if not ok:
-        raise ConfigError(
-            f"[{owner}] {name} is {value}; it must be {'above' if open_low else 'at least'} {low:g} "
-            f"and {'finite' if high == math.inf else f'below {high:g}'}"
-        )
-    return float(value)
+from .errors import ConfigError, NumericsError, check_number
 
 
 class Update(NamedTuple):
@@ -89,7 +79,7 @@ class Optimizer:
     __repr__ = brief
 
     def __init__(self, params: Iterable[Any] | None, lr: float) -> None:
-        self.lr = _number(type(self).__name__, "lr", lr, 0, math.inf, open_low=True)
+        self.lr = check_number(f"[{type(self).__name__}] lr", lr, 0, open_low=True)
         self.steps = 0
         self.arena: Arena | None = None
         self.arrays: dict[str, np.ndarray] = {}  # state as this process last saw it: GPUs may be ahead
@@ -299,8 +289,8 @@ class SGD(Optimizer):
         weight_decay: float = 0.0,
         nesterov: bool = False,
     ) -> None:
-        self.momentum = _number("SGD", "momentum", momentum, 0, 1)
-        self.weight_decay = _number("SGD", "weight_decay", weight_decay, 0, math.inf)
+        self.momentum = check_number("[SGD] momentum", momentum, 0, 1)
+        self.weight_decay = check_number("[SGD] weight_decay", weight_decay, 0)
         if nesterov and momentum == 0:
             raise ConfigError("[SGD] nesterov needs a momentum above 0")
         self.nesterov = nesterov
@@ -326,9 +316,12 @@ class Adam(Optimizer):
         weight_decay: float = 0.0,
     ) -> None:
         owner = type(self).__name__
-        self.betas = (_number(owner, "beta1", betas[0], 0, 1), _number(owner, "beta2", betas[1], 0, 1))
-        self.eps = _number(owner, "eps", eps, 0, math.inf, open_low=True)
-        self.weight_decay = _number(owner, "weight_decay", weight_decay, 0, math.inf)
+        self.betas = (
+            check_number(f"[{owner}] beta1", betas[0], 0, 1),
+            check_number(f"[{owner}] beta2", betas[1], 0, 1),
+        )
+        self.eps = check_number(f"[{owner}] eps", eps, 0, open_low=True)
+        self.weight_decay = check_number(f"[{owner}] weight_decay", weight_decay, 0)
         super().__init__(params, lr)
 
     def _record(self, lib: native.Library, u: Update, divisor: int, lr: float, decays: bool = True) -> list[int]:
@@ -368,7 +361,7 @@ class RMSprop(Adam):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
     ) -> None:
-        self.alpha = _number("RMSprop", "alpha", alpha, 0, 1)
+        self.alpha = check_number("[RMSprop] alpha", alpha, 0, 1)
         super().__init__(params, lr, (0.0, self.alpha), eps, weight_decay)
 
     def _record(self, lib: native.Library, u: Update, divisor: int, lr: float, decays: bool = True) -> list[int]:
@@ -442,7 +435,7 @@ def linear_warmup(warmup_steps: int, after: Schedule | None = None) -> Schedule:
 @_shown
 def linear(start_factor: float, total: int, end_factor: float = 1.0) -> Schedule:
     """A straight line from start_factor to end_factor over `total` steps, then end_factor (PyTorch's LinearLR)."""
-    _number("linear", "start_factor", start_factor, 0, math.inf)
+    check_number("[linear] start_factor", start_factor, 0)
     return lambda step: start_factor + (end_factor - start_factor) * min(step / max(total, 1), 1.0)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .checkpoints.trainable import History
-from .errors import CollectiveError, ConfigError, LaunchError
+from .errors import CollectiveError, ConfigError, LaunchError, check_integer
 from .watch.launcher import free_port
 
 try:
@@ -59,8 +59,7 @@ def launch(
     Raises ConfigError: num_workers is not allowed, or Ray will not have so many cores. LaunchError: a rank failed; the
     message is its own. The others are ended.
     """
-    if num_workers < 1:
-        raise ConfigError(f"[ray] num_workers is {num_workers}; it must be at least 1")
+    check_integer("[ray] num_workers", num_workers, 1)
     if not ray.is_initialized():
         ray.init(log_to_driver=False, include_dashboard=False)
     need, there = num_workers * cpus_per_worker, ray.cluster_resources().get("CPU", 0)

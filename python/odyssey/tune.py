@@ -33,8 +33,7 @@ from . import comm as communication
 from .callbacks import Callback, Context
 from .callbacks.standard import Monitor
 from .comm import base
-from .data.sampler import check_integer
-from .errors import ConfigError, printable
+from .errors import ConfigError, check_integer, printable
 from .train.resume import by_first
 
 try:

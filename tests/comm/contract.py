@@ -332,11 +332,11 @@ def messages_that_do_not_fit_are_errors(c):
 @case
 def wrong_peers_and_tags_are_refused(c):
     for peer in (-1, c.size, "0"):
-        with pytest.raises(ConfigError, match="it must be a rank from 0"):
+        with pytest.raises(ConfigError, match="it must be .*from 0"):
             c.send(np.zeros(1), peer)
-        with pytest.raises(ConfigError, match="it must be a rank from 0"):
+        with pytest.raises(ConfigError, match="it must be .*from 0"):
             c.recv(np.zeros(1), peer)
-        with pytest.raises(ConfigError, match="it must be a rank from 0"):
+        with pytest.raises(ConfigError, match="it must be .*from 0"):
             c.broadcast(np.zeros(1), peer)
     for tag in (-1, 1 << 20):
         with pytest.raises(ConfigError, match="tag"):

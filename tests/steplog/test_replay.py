@@ -151,7 +151,7 @@ def test_a_damaged_checkpoint_is_passed_over(launch, trained):
     ("options", "code", "said"),
     [
         (["--step", "6"], 65, "has no step 6; its log has steps 1 to 5"),
-        (["--step", "0"], 64, "--step is 0; 1 or more is allowed"),
+        (["--step", "0"], 64, "--step is 0; it must be at least 1"),
         (["--step", "3", "--ranks", "0"], 64, "--ranks is 0"),
         (["--step", "3", "--ranks", "2", "--layout", "dp=2"], 64, "give one"),
         (["--step", "3", "--layout", "nonsense"], 64, "'nonsense' in layout"),

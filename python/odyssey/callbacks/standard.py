@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 
 from ..core.settings import did_you_mean
-from ..data.sampler import check_integer
-from ..errors import ConfigError
+from ..errors import ConfigError, check_integer
 from .base import Callback, Context
 
 MODES = ("auto", "min", "max")

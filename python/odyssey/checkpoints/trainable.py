@@ -11,8 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from ..data.sampler import check_integer
-from ..errors import ConfigError
+from ..errors import ConfigError, check_integer
 
 if TYPE_CHECKING:
     import numpy as np

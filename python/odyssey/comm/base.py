@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import CollectiveError, ConfigError, ShapeError
+from ..errors import CollectiveError, ConfigError, ShapeError, check_integer
 from ..watch import slot
 from .calls import (
     CODES,
@@ -438,15 +438,11 @@ class Communicator:
         return send, out
 
     def _check_root(self, kind: str, root: int) -> int:
-        if not isinstance(root, (int, np.integer)) or not 0 <= root < self.size:
-            raise ConfigError(f"[comm] {kind} with root {root}; it must be a rank from 0 to {self.size - 1}")
-        return int(root)
+        return check_integer(f"[comm] {kind}: root", root, 0, self.size - 1)
 
     def _check_peer(self, kind: str, name: str, peer: int, tag: int) -> None:
-        if not isinstance(peer, (int, np.integer)) or not 0 <= peer < self.size:
-            raise ConfigError(f"[comm] {kind} with {name} {peer}; it must be a rank from 0 to {self.size - 1}")
-        if not isinstance(tag, (int, np.integer)) or not 0 <= tag <= MAX_TAG:
-            raise ConfigError(f"[comm] {kind} with tag {tag}; it must be from 0 to {MAX_TAG}")
+        check_integer(f"[comm] {kind}: {name}", peer, 0, self.size - 1)
+        check_integer(f"[comm] {kind}: tag", tag, 0, MAX_TAG)
         if self._broken is not None:
             raise self._broken
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import ConfigError, NumericsError
+from ..errors import ConfigError, NumericsError, check_integer
 from . import native
 from .program import current
 from .recipes import PRECISIONS
@@ -90,14 +90,10 @@ class GradScaler:
                 raise ConfigError(
                     f"[precision] {name} is {value:g}; a power of two from {low:g} to {high:g} is allowed"
                 )
-        if not isinstance(growth_interval, int) or growth_interval < 1:
-            raise ConfigError(
-                f"[precision] growth_interval is {growth_interval!r}; an integer of at least 1 is allowed"
-            )
         self.enabled = enabled
         self.value = float(init_scale) if enabled else 1.0
         self.growth_factor, self.backoff_factor = float(growth_factor), float(backoff_factor)
-        self.growth_interval = growth_interval
+        self.growth_interval = check_integer("[precision] growth_interval", growth_interval, 1)
         self.good_steps = 0  # since the scale last changed
         self.skipped = 0  # steps altogether
 

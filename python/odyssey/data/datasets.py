@@ -21,9 +21,8 @@ from typing import Any
 import numpy as np
 
 from odyssey.data.idx import read_idx, read_unpacked
-from odyssey.data.sampler import check_integer
 from odyssey.data.trees import Form, Leaf, leaves, mapped
-from odyssey.errors import ConfigError, DataError, printable
+from odyssey.errors import ConfigError, DataError, check_integer, printable
 
 from ..build.library import cache_dir
 

@@ -18,8 +18,8 @@ import numpy as np
 from odyssey.data import workers
 from odyssey.data.datasets import ArrayDataset, described, outside
 from odyssey.data.reader import Batch, Reader
-from odyssey.data.sampler import DistributedSampler, check_integer, permutation
-from odyssey.errors import ConfigError
+from odyssey.data.sampler import DistributedSampler, permutation
+from odyssey.errors import ConfigError, check_integer
 
 Pieces = Iterator[tuple[int, np.ndarray]]  # number of a batch in its epoch, and the indices of its samples
 Part = Callable[[int], tuple[int, int]]  # of a batch of so many samples: first that is read, one past the last

@@ -6,13 +6,12 @@ permutation for itself, which is why it must not depend on a library's random ge
 
 from __future__ import annotations
 
-import operator
 import sys
 from collections.abc import Iterator, Sized
 
 import numpy as np
 
-from odyssey.errors import ConfigError
+from odyssey.errors import ConfigError, check_integer
 
 _MASK = (1 << 64) - 1
 # SplitMix64: Steele, Lea, Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014.
@@ -111,18 +110,6 @@ class DistributedSampler:
         if self.pad:
             return share + (rest > 0)
         return share + (self.rank < rest)
-
-
-def check_integer(name: str, value: object, low: int, high: int | None = None) -> int:
-    """`value` as a Python int if it is an integer from `low` to `high` (both allowed), else ConfigError naming it."""
-    bound = f"at least {low}" if high is None else f"from {low} to {high}"
-    try:
-        number = operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise ConfigError(f"{name} is {value!r}; it must be an integer {bound}") from None
-    if number < low or (high is not None and number > high):
-        raise ConfigError(f"{name} is {number}; it must be {bound}")
-    return number
 
 
 def _mixed(values: np.ndarray) -> np.ndarray:

@@ -19,10 +19,10 @@ from typing import Any, TextIO
 import numpy as np
 
 from odyssey.data.datasets import DATASETS, ArrayDataset, Described, Gathered, arrays, load
-from odyssey.data.sampler import check_integer, permutation
+from odyssey.data.sampler import permutation
 from odyssey.data.trees import mapped
 from odyssey.data.vocabulary import Vocabulary
-from odyssey.errors import ConfigError, DataError
+from odyssey.errors import ConfigError, DataError, check_integer
 
 PICTURES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
 LITTER = ("Thumbs.db", "desktop.ini")  # what a Windows desktop leaves in folders of pictures

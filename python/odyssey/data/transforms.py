@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from odyssey.data.sampler import check_integer, mixed_words
-from odyssey.errors import ConfigError, DataError
+from odyssey.data.sampler import mixed_words
+from odyssey.errors import ConfigError, DataError, check_integer
 
 Tree = Any  # an array, or a tuple or dict of trees
 

@@ -21,7 +21,7 @@ import numpy as np
 from ..comm import ReduceOp, Request, bfloat16
 from ..core.program import Block
 from ..core.tensor import Tensor, make
-from ..errors import CollectiveError, ConfigError, ShapeError
+from ..errors import CollectiveError, ConfigError, ShapeError, check_number
 from .groups import ProcessGroup, joined
 
 Group = ProcessGroup | None  # None: the world
@@ -557,8 +557,7 @@ def metric_average(value: Any, name: str = "metric", weight: float = 1.0, group:
     Raises CollectiveError: another rank averages another metric.
     """
     comm = yield group, False
-    if not 0 <= weight < math.inf:
-        raise ConfigError(f"[dist] metric_average: weight is {weight!r}; it must be at least 0 and finite")
+    check_number("[dist] metric_average: weight", weight, 0)
     a = _array(value, "metric_average")
     if a.size != 1:
         raise ShapeError(f"[dist] metric_average of shape {a.shape}; give one number")

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 from .. import loggers
 from ..comm import BACKENDS
 from ..core.settings import Settings, Training, declared, did_you_mean
-from ..data.sampler import check_integer
-from ..errors import ConfigError
+from ..errors import ConfigError, check_integer
 from ..nn import Module
 
 # What stands in other platforms' configurations and is done in another way here, or not yet.

@@ -12,7 +12,6 @@ the number of all samples.
 
 from __future__ import annotations
 
-import math
 import sys
 import weakref
 from bisect import bisect
@@ -28,7 +27,7 @@ from ..core import tensor as tensors
 from ..core.arena import Arena, Buffer
 from ..core.program import current
 from ..core.tensor import Tensor, Watcher
-from ..errors import ConfigError
+from ..errors import ConfigError, check_number
 from ..nn import Module
 from ..nn.module import Parameter
 from ..parallel import plan as planning
@@ -99,8 +98,7 @@ class DistributedDataParallel(Module):
                 f"[ddp] device_ids is {list(device_ids)}, and a process has one replica; start more ranks "
                 "(odyssey launch -n), and leave it out"
             )
-        if not isinstance(bucket_size_mb, (int, float)) or not 0 < bucket_size_mb < math.inf:
-            raise ConfigError(f"[ddp] bucket_size_mb is {bucket_size_mb!r}; it must be above 0")
+        check_number("[ddp] bucket_size_mb", bucket_size_mb, 0, open_low=True)
         if average not in AVERAGES:
             raise ConfigError(f"[ddp] average is {average!r}; choose from {', '.join(AVERAGES)}")
         strategy = strategies.Strategy.of(reduction)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import enum
 import importlib.util
-import math
 import os
 import threading
 import weakref
@@ -17,7 +16,7 @@ from .. import comm as communication
 from ..comm import Communicator
 from ..comm import base as _base
 from ..comm.requests import deadline
-from ..errors import ConfigError
+from ..errors import ConfigError, check_integer, check_number
 from ..watch import launcher
 
 
@@ -183,11 +182,11 @@ def init_process_group(
     if name == "mock" and mocked is None:
         raise ConfigError("[dist] backend 'mock' is for threads that comm.mock.run started; use 'auto'")
     for what, value in (("world_size", world_size), ("rank", rank)):
-        if value is not None and (not isinstance(value, int) or value < (what == "world_size")):
-            raise ConfigError(f"[dist] {what} is {value!r}; it must be an integer of at least {what == 'world_size':d}")
+        if value is not None:
+            check_integer(f"[dist] {what}", value, int(what == "world_size"))
     seconds = timeout.total_seconds() if isinstance(timeout, datetime.timedelta) else timeout
-    if seconds is not None and not 0 < seconds < math.inf:
-        raise ConfigError(f"[dist] timeout is {timeout!r}; it must be a number of seconds above 0")
+    if seconds is not None:
+        check_number("[dist] timeout in seconds", seconds, 0, open_low=True)
     if mocked is not None:
         if name not in ("auto", "mock"):
             raise ConfigError(f"[dist] backend {name!r} in a thread of a mock world; use 'auto'")
@@ -336,7 +335,7 @@ def get_distributed_info() -> dict[str, Any]:
     """What is there, as a dict; before init_process_group() what is about the world is None.
 
     Keys: available, initialized, world_size, rank, local_rank and local_world_size (those on this machine), backend,
-    why (one line: why this backend), timeout (seconds), launcher (who started the processes, or None).
+    why (one line: why this backend), timeout in seconds, launcher (who started the processes, or None).
     """
     world = state_here().world
     comm = None if world is None else world.comm

@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ..data.sampler import check_integer
-from ..errors import ConfigError
+from ..errors import ConfigError, check_integer
 from ..train.fit import Trainer, batches_of
 from .groups import ProcessGroup, get_rank, is_initialized, joined
 

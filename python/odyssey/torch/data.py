@@ -21,9 +21,8 @@ from .. import data as own
 from ..comm import Communicator
 from ..data import ArrayDataset, Batch
 from ..data.loader import Part, Pieces
-from ..data.sampler import check_integer
 from ..data.trees import leaves, mapped
-from ..errors import ConfigError, DataError
+from ..errors import ConfigError, DataError, check_integer
 from ..parallel import plan
 from ..train.fit import check_batches, check_sampler
 from .shards import generator, seed_of

@@ -26,8 +26,7 @@ from torch.utils import _pytree as pytree
 from .. import comm as communication
 from ..comm import Communicator
 from ..data import Batch
-from ..data.sampler import check_integer
-from ..errors import ConfigError
+from ..errors import ConfigError, check_integer
 from ..parallel.plan import default_shard_size
 from ..parallel.strategy import Strategy
 from .data import Shared, tree_of

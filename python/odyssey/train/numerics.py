@@ -15,8 +15,7 @@ import numpy as np
 from ..comm import Communicator
 from ..core.fingerprint import signed
 from ..core.recipes import NONFINITE
-from ..data.sampler import check_integer
-from ..errors import ConfigError, NumericsError
+from ..errors import ConfigError, NumericsError, check_integer
 
 SKIPS, ROLLBACKS = 10, 3
 

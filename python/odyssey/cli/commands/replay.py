@@ -31,15 +31,14 @@ def command(
     """
     from ...audit.replay import replay
     from ...audit.steplog import COMPARED, UNKNOWN, shown
-    from ...errors import ConfigError
+    from ...errors import ConfigError, check_integer
     from ...watch import outputs
 
-    if step < 1:
-        raise ConfigError(f"[replay] --step is {step}; 1 or more is allowed")
+    check_integer("[replay] --step", step, 1)
     if ranks is not None and layout is not None:
         raise ConfigError("[replay] --ranks and --layout are given; give one")
-    if ranks is not None and ranks < 1:
-        raise ConfigError(f"[replay] --ranks is {ranks}; 1 or more is allowed")
+    if ranks is not None:
+        check_integer("[replay] --ranks", ranks, 1)
     for path, option in ((save, "--save"), (json_file, "--json")):
         if path is not None:
             outputs.check(path, option)

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from odyssey.errors import ConfigError
+from odyssey.errors import ConfigError, check_integer
 
 from ...watch import launcher as launchers
 from ...watch import outputs
@@ -69,8 +69,7 @@ def command(
     if not layouts or samples is not None:
         what = "--samples is for --inference RUN" if layouts else "nothing to compare is given"
         raise ConfigError(f"[verify] {what}; give --layouts, e.g. dp=2 tp=2, or --inference RUN")
-    if steps < 1:
-        raise ConfigError(f"[verify] --steps is {steps}; 1 or more is allowed")
+    check_integer("[verify] --steps", steps, 1)
     words = [sys.executable, *(["-m", "odyssey.train", "--no-progress"] if script is None else [str(script)]), *rest]
     width = max(len(text) for text in layouts)
 
