@@ -136,10 +136,10 @@ ORDER = (
 BUDGETS = {  # lines of all its files together
     "mojo": 18_065,
     "shared/training": 3_385,
-    "python/odyssey": 46_670,
-    "python/odyssey/comm": 3_885,
+    "python/odyssey": 46_635,
+    "python/odyssey/comm": 3_870,
     "python/odyssey/parallel": 3_770,
-    "python/odyssey/distributed": 2_000,
+    "python/odyssey/distributed": 1_995,
     "python/odyssey/torch": 2_945,
 }
 PACKAGE_LINES, FILE_LINES = 5_000, 620
