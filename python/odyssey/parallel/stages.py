@@ -8,7 +8,6 @@ they are the gradient of. Whatever a stage uses and another made is sent once, r
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import itertools
 from collections.abc import Callable
@@ -87,24 +86,21 @@ def partition(records: list[Record], place_of: Callable[[Record], int]) -> list[
         parts += [Part(s, "backward", places[s]) for s in reversed(range(count))]
     index = {(p.phase, p.stage): i for i, p in enumerate(parts)}
     made: dict[int, int] = {}  # slot -> part of the first record that uses it
-    tags = sorted(stage_of)
-    readers: dict[int, list[tuple[int, int]]] = {}  # parameter (offset) -> ops that read it, and their stages
+    first: dict[int, int] = {}  # parameter (offset) -> the first stage that reads it
     for r in records:
         for a in r.args:
             if isinstance(a, Range) and a.space == PARAMS and r.tag in stage_of:
-                readers.setdefault(a.offset, []).append((r.tag, stage_of[r.tag]))
+                first[a.offset] = min(first.get(a.offset, count), stage_of[r.tag])
     adds: dict[int, dict[int, Range]] = {}  # parameter -> parts that add to its gradient
     for r in records:
-        s = stages.get(id(r), stage_of.get(r.tag, -1))
         given = [a for a in r.args if isinstance(a, Range) and a.space == GRADS] if r.phase == "backward" else []
-        if s < 0:  # its op has a record in the backward pass alone: of the stage of the op before it, or later
-            before = stage_of[tags[max(bisect.bisect_left(tags, r.tag) - 1, 0)]]
-            there = [i for i in range(count) if places[i] == place(r)]
-            s = min((i for i in there if i >= before), default=there[-1])
-            if given:  # a view of a parameter: of the stage of the op that reads it
-                s = next((stage for tag, stage in sorted(readers.get(given[0].offset, ())) if tag > r.tag), s)
+        s = stages.get(id(r), stage_of.get(r.tag, count))
+        if s < count:
+            i = index[r.phase, s]
+        else:  # its op, a view, has a record in the backward pass alone: as soon as what it needs is there
+            i = max((count, *(made[id(a)] for a in r.args if id(a) in made)))
         # what comes after another addition to the same gradient stays after it
-        i = max((index[r.phase, s], *(max(adds.get(a.offset, (0,))) for a in given)))
+        i = max((i, *(max(adds.get(a.offset, (0,))) for a in given)))
         for a in given:
             adds.setdefault(a.offset, {})[i] = a
         for a in r.args:
@@ -116,7 +112,7 @@ def partition(records: list[Record], place_of: Callable[[Record], int]) -> list[
             parts[i].records.append(r)
     number = _transfers(parts, made)
     for offset, where in adds.items():
-        owner = index["backward", min((s for _, s in readers.get(offset, ())), default=count - 1)]
+        owner = index["backward", first.get(offset, count - 1)]
         number = _hand_on(parts, sorted({*where, max(owner, *where)}), where[max(where)], number)
     return parts
 
