@@ -43,6 +43,11 @@ def test_links_lead_somewhere(page):
             assert anchor in anchors(to), target
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_no_merge_is_left(page):
+    assert not re.search(r"^(<{7}|>{7}) ", page.read_text(), re.M)
+
+
 def commands(page: str, section: str) -> list[tuple[int, list[str]]]:
     """(ranks, arguments of `odyssey train`) of the commands in backticks of a section's table."""
     text = (ROOT / page).read_text().split(f"## {section}\n")[1].split("\n## ")[0]

@@ -103,6 +103,11 @@ def test_flatten_is_put_in_and_shown(made, flattens):
     assert repr(Stage(made())).count("Flatten") == flattens
 
 
+@pytest.mark.parametrize(("shape", "given"), [((2, 3, 4), (2, 3, 5)), ((2, 1, 4), (2, 1, 5)), ((2, 1, 1, 4), (2, 5))])
+def test_tokens_are_not_flattened(shape, given):
+    assert Stage([nn.LayerNorm(4), nn.Linear(4, 5)])(Tensor(np.ones(shape))).shape == given
+
+
 def test_a_micro_batch_is_a_shard():
     fcs = [nn.Linear(4, 4) for _ in range(4)]
     small = PipelineParallel([Stage([fcs[0]])], micro_batch_size=4)

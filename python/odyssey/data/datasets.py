@@ -218,7 +218,8 @@ def arrays(
             )
         if classes is None:
             classes = min(max(int(labels.max(initial=0)), 0) + 1, 2**31 - 1)
-        _check_labels(labels, count, classes, name)
+        advice = "correct the labels or the number of classes; give classes=0 if the loss is to ignore some"
+        _check_labels(labels, count, classes, name, advice)
         labels = labels.astype(np.int32)
     else:
         labels, classes = _as_tree(labels, count, "targets", name), 0
@@ -467,7 +468,10 @@ def _check_labels(
     labels: np.ndarray, count: int, classes: int, name: str, advice: str = "correct the labels or the number of classes"
 ) -> None:
     if labels.shape != (count,):
-        raise DataError(f"{name}: {count} samples but labels of the shape {labels.shape}; ({count},) expected")
+        raise DataError(
+            f"{name}: {count} samples but labels of the shape {labels.shape}; ({count},) expected of classes; leave "
+            "out classes= for other targets"
+        )
     if (wrong := outside(labels, classes)) is not None:
         raise DataError(f"{name}: label {labels[wrong]} at index {wrong}; 0 to {classes - 1} are allowed; {advice}")
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -30,12 +31,27 @@ class Function(Module):
         return getattr(self.fn, "__name__", type(self.fn).__name__)
 
 
+class _Flatten(Flatten):
+    """Before a Linear: (N, C, H, W) to (N, F); tokens (N, T, F) stay, as the Linear is one over the last axis."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self._features = features
+
+    def forward(self, x: Tensor) -> Tensor:
+        image = x.shape[-1] != self._features or x.ndim > 3 and math.prod(x.shape[1:]) == self._features
+        return super().forward(x) if image else x
+
+    def __repr__(self) -> str:
+        return "Flatten()"
+
+
 class Stage(Module):
     """Layers that are computed on one place, one after the other.
 
-    A `Flatten` is put before a Linear that may get more than (N, features): before each one that does not follow
-    another Linear or a Flatten, activations between them left aside. On (N, features) it does nothing. print(stage)
-    shows it. A layer's name is its position in `layers`, so that the parameters are "0.weight", "2.bias", ...
+    A `Flatten` is put before a Linear that may get an image: before each one that does not follow another Linear or a
+    Flatten, activations between them left aside. On (N, features) and tokens (N, T, features) it does nothing.
+    print(stage) shows it. A layer's name is its position in `layers`: parameters are "0.weight", "2.bias", ...
 
     Args:
         layers: modules, or functions of one tensor (functional.relu, a lambda).
@@ -59,7 +75,7 @@ class Stage(Module):
                 layer = Function(layer)
             elif isinstance(layer, Linear):
                 if not flat:
-                    setattr(self, f"flatten{i}", Flatten())
+                    setattr(self, f"flatten{i}", _Flatten(layer.weight.shape[1]))
                 flat = True
             elif not isinstance(layer, KEEP_SHAPE):
                 flat = isinstance(layer, Flatten)
