@@ -184,6 +184,7 @@ def test_schedulers(make):
         (lambda: F.normalize(Tensor(X), p=1), "p is 1; 2 is supported"),
         (lambda: ~Tensor(X), "compare first"),
         (lambda: nn.MultiheadAttention(4, 2, batch_first=False), r"x.transpose\(0, 1\)"),
+        (lambda: nn.MultiheadAttention(4, 2)(Tensor(X), need_weights=True), "need_weights=False"),
         (lambda: nn.Embedding(4, 2, padding_idx=4), "4 of 4 rows; give one of them"),
         (lambda: nn.ModuleDict({"keys": nn.Linear(1, 1)}), "other names"),
         (lambda: nn.ParameterList([nn.Linear(1, 1)]), "give parameters"),
@@ -195,3 +196,10 @@ def test_what_is_refused_says_what_to_use(call, said):
     with pytest.raises((ConfigError, ShapeError, AttributeError), match=said) as refused:
         call()
     assert "\n" not in str(refused.value)
+
+
+def test_attention_is_called_in_pytorchs_ways():
+    attention, x = nn.MultiheadAttention(6, 2), Tensor(np.random.default_rng(0).normal(size=(2, 5, 6)))
+    y, weights = attention(x, x, x, need_weights=False)
+    assert weights is None and (y.numpy() == attention(x).numpy()).all()
+    assert (y.numpy() == attention(x, x.detach(), x).numpy()).all()

@@ -364,18 +364,28 @@ class MultiheadAttention(Module):
             self.out_proj.bias.data[...] = 0
 
     def forward(
-        self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, is_causal: bool = False
-    ) -> Tensor:
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        is_causal: bool = False,
+        need_weights: bool | None = None,
+    ) -> Any:
+        """The output; with need_weights=False the pair (output, None), as PyTorch's."""
+        if need_weights:
+            raise ConfigError(
+                "[MultiheadAttention] need_weights=True; probabilities are not kept, say need_weights=False"
+            )
         past, dropout = 0 if is_causal else None, self.dropout.p if self.training else 0.0
-        if key is None:
+        if key is None or (key is query and (value is None or value is query)):  # one product for all three
             qkv = F.linear(query, self.in_proj_weight, self.in_proj_bias)
-            return self.out_proj(F.attention(qkv, None, None, self.num_heads, past, dropout=dropout))
-        f = self.in_proj_weight.shape[1]
-        parts = []
-        for i, x in enumerate((query, key, key if value is None else value)):
-            y = F.linear(x, self.in_proj_weight, self.in_proj_bias)
-            parts.append(y[:, :, i * f : (i + 1) * f])
-        return self.out_proj(F.attention(*parts, self.num_heads, past, dropout=dropout))
+            y = F.attention(qkv, None, None, self.num_heads, past, dropout=dropout)
+        else:
+            f, parts = self.in_proj_weight.shape[1], []
+            for i, x in enumerate((query, key, key if value is None else value)):
+                parts.append(F.linear(x, self.in_proj_weight, self.in_proj_bias)[:, :, i * f : (i + 1) * f])
+            y = F.attention(*parts, self.num_heads, past, dropout=dropout)
+        return self.out_proj(y) if need_weights is None else (self.out_proj(y), None)
 
 
 class Flatten(Module):
