@@ -7,7 +7,9 @@ In the gradient of the input the sum over K is cut in parts (parts.mojo), so tha
 together. No other sum here is ever shared between processes.
 """
 
+from std.math import ceildiv
 from std.memory import unsafe_stack_allocation
+from std.sys import prefetch
 
 from .lanes import (
     F32,
@@ -16,11 +18,12 @@ from .lanes import (
     Ptr,
     Vec,
     load,
+    madd,
     splat,
     store,
-    madd,
     totals,
 )
+from .lowp import bias_gradient
 from .parts import PARTS, cut, fold
 
 
@@ -157,9 +160,11 @@ def conv2d_forward[
 
 
 # --- gradient of the weights ---------------------------------------------------
-# A tap is one (c, r, t). A tile sums KB x TB weights over all pixels and samples: 4 x 5 sums + 4 + 1 registers,
-# 9 loads for 20 FMAs. Lanes are added up once, at the end of a tile.
-comptime TB = 5 if REGISTERS == 32 else (2 if REGISTERS == 8 else 1)
+# A tap is one (c, r, t). A tile sums WB channels x TB taps over all pixels and samples: 3 x 9 sums + 3 + 1 registers, 12
+# loads for 27 FMAs. A kernel of 3 x 3 then reads dy, which is in the second level of the cache, once per channel of x.
+# Lanes are added up once, at the end of a tile. A tile is given all sizes: a division takes as long as a pixel.
+comptime WB = 3 if REGISTERS == 32 else 2
+comptime TB = 9 if REGISTERS == 32 else (2 if REGISTERS == 8 else 1)
 
 
 @always_inline
@@ -181,13 +186,23 @@ def tap_offsets[n: Int](tap: Int, size: Conv) -> Array[Int, n]:
     return offset^
 
 
-@always_inline
+@no_inline
 def _weight_tile[
     kb: Int, tb: Int
-](dw: Ptr, dy: Ptr, x: Ptr, tap: Int, taps: Int, size: Conv,):
-    var P = size.P()
-    var Q = size.Q()
-    var offset = tap_offsets[tb](tap, size)
+](
+    dw: Ptr,
+    dy: Ptr,
+    x: Ptr,
+    offset: Array[Int, tb],
+    P: Int,
+    Q: Int,
+    size: Conv,
+):
+    var taps = size.taps()
+    # far apart and in no cache: as far away as the products of a small image are long
+    comptime for k in range(kb):
+        prefetch(dw.unsafe_offset(k * taps))
+        prefetch(dw.unsafe_offset(k * taps + tb - 1))
     var acc = Array[Vec, kb * tb](fill=Vec(0))
     for g in range(size.G):
         for p in range(P):
@@ -225,42 +240,36 @@ def conv2d_backward_weight(
     var Q = size.Q()
     var taps = size.taps()
 
-    @always_inline
-    def channels[kb: Int](k: Int) {imm}:
-        @always_inline
-        def tile[tb: Int](tap: Int) {imm}:
-            _weight_tile[kb, tb](
-                dw.unsafe_offset(k * taps + tap),
-                dy.unsafe_offset(k * P * Q * LANES),
-                x,
-                tap,
-                taps,
-                size,
-            )
+    # Taps of x meet all channels of dy that a quarter of the second level of the cache holds. Pieces are of nearly one
+    # length: a short one has too few sums to hide how long an addition takes.
+    var held = ceildiv(CACHED // 4, size.G * P * Q * LANES * WB) * WB
+    var tap_pieces = ceildiv(taps, TB)
+    for first in range(0, size.K, held):
+        var n = min(held, size.K - first)
+        var pieces = ceildiv(n, WB)
+        var short, longer = divmod(n, pieces)
+        for i in range(tap_pieces):
+            var tap = taps * i // tap_pieces
+            comptime for tb in range(1, TB + 1):
+                if taps * (i + 1) // tap_pieces - tap == tb:
+                    var offset = tap_offsets[tb](tap, size)
+                    var k = first
+                    for j in range(pieces):
+                        var long = short + Int(j < longer)
+                        comptime for kb in range(1, WB + 1):
+                            if long == kb:
+                                _weight_tile[kb, tb](
+                                    dw.unsafe_offset(k * taps + tap),
+                                    dy.unsafe_offset(k * P * Q * LANES),
+                                    x,
+                                    offset,
+                                    P,
+                                    Q,
+                                    size,
+                                )
+                        k += long
 
-        var tap = 0
-        while tap + TB <= taps:
-            tile[TB](tap)
-            tap += TB
-        comptime for n in range(1, TB):
-            if taps - tap == n:
-                tile[n](tap)
-
-    var k = 0
-    while k + KB <= size.K:
-        channels[KB](k)
-        k += KB
-    comptime for n in range(1, KB):
-        if size.K - k == n:
-            channels[n](k)
-
-    for kk in range(size.K):
-        var s = Vec(0)
-        for g in range(size.G):
-            var d = dy.unsafe_offset((g * size.K + kk) * P * Q * LANES)
-            for i in range(P * Q):
-                s += load(d, i * LANES)
-        db[unsafe_offset=kk] += s.reduce_add()
+    bias_gradient[LANES](db, dy, size.G, size.K, P * Q)
 
 
 # --- gradient of the input -----------------------------------------------------

@@ -25,6 +25,7 @@ from .lanes import (
     store_first,
 )
 from .layout import transpose
+from .lowp import bias_gradient
 from .parts import PARTS, cut, fold
 
 # --- register tiles -----------------------------------------------------------
@@ -413,11 +414,7 @@ def linear_backward_weight(
                         min(last * LANES, I) - first * LANES,
                         row_stride,
                     )
-    for oo in range(O):
-        var s = Vec(0)
-        for g in range(G):
-            s += load(dy, (g * O + oo) * LANES)
-        db[unsafe_offset=oo] += s.reduce_add()
+    bias_gradient[LANES](db, dy, G, O, 1)
 
 
 # --- the definitions -------------------------------------------------------------

@@ -142,10 +142,20 @@ def rounded[dtype: DType](y: Ptr, x: Ptr, n: Int):
 def bias_gradient[L: Int](db: Ptr, dy: Ptr, G: Int, O: Int, n: Int):
     """Adds to db (O) the sums of dy (G, O, n, L), which is not rounded: no product is taken.
     """
-    for o in range(O):
-        var s = SIMD[F32, L](0)
+
+    @always_inline
+    def outputs[ob: Int](o: Int) {imm}:
+        var s = Array[SIMD[F32, L], ob](fill=SIMD[F32, L](0))
         for g in range(G):
             var d = dy.unsafe_offset((g * O + o) * n * L)
             for i in range(n):
-                s += load[L](d, i * L)
-        db[unsafe_offset=o] += s.reduce_add()
+                comptime for j in range(ob):
+                    s[j] += load[L](d, (j * n + i) * L)
+        comptime for j in range(ob):
+            db[unsafe_offset=o + j] += s[j].reduce_add()
+
+    # several at once: an addition waits for the one before
+    for o in range(0, O - 3, 4):
+        outputs[4](o)
+    for o in range(O // 4 * 4, O):
+        outputs[1](o)

@@ -134,7 +134,7 @@ ORDER = (
     *FRONT_ENDS[3:],
 )
 BUDGETS = {  # lines of all its files together
-    "mojo": 18_065,
+    "mojo": 18_085,
     "shared/training": 3_385,
     "python/odyssey": 46_660,
     "python/odyssey/comm": 3_870,
