@@ -5,9 +5,10 @@ vector of a row is masked. Strides other than 1 are computed one float at a time
 """
 
 from std.math import iota
+from std.memory import unsafe_stack_allocation
 from std.sys import masked_load
 
-from .conv2d import Conv
+from .conv2d import Conv, tap_offsets
 from .conv2d_naive import conv2d_forward_naive
 from .lanes import (
     madd,
@@ -19,6 +20,7 @@ from .lanes import (
     load_first,
     splat,
     store_first,
+    totals,
 )
 
 # --- register tiles: kb channels x pb rows of one vector each; 6 x 4 sums + 4 + 1 registers ------
@@ -108,11 +110,7 @@ def _weight_tile[
 ](dw: Ptr, dy: Ptr, x: Ptr, tap: Int, size: Conv):
     var P = size.P()
     var Q = size.Q()
-    var offset = Array[Int, tb](fill=0)
-    comptime for j in range(tb):
-        var c = (tap + j) // (size.R * size.T)
-        var r = (tap + j) // size.T % size.R
-        offset[j] = (c * size.H + r) * size.W + (tap + j) % size.T
+    var offset = tap_offsets[tb](tap, size)
     var acc = Array[Vec, kb * tb](fill=Vec(0))
     for s in range(size.G):
         for p in range(P):
@@ -127,11 +125,13 @@ def _weight_tile[
                     var v = load_first(xp, offset[j], n)
                     comptime for k in range(kb):
                         acc[k * tb + j] = madd(v, d[k], acc[k * tb + j])
+    var sums = unsafe_stack_allocation[kb * tb + LANES, F32, alignment=64]()
+    totals(acc, sums)
     comptime for k in range(kb):
         comptime for j in range(tb):
-            dw[unsafe_offset=k * size.taps() + j] += acc[
-                k * tb + j
-            ].reduce_add()
+            dw[unsafe_offset=k * size.taps() + j] += sums[
+                unsafe_offset=k * tb + j
+            ]
 
 
 def conv2d_backward_weight_rows(
