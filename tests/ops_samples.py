@@ -45,14 +45,25 @@ def smooth_l1(x, t):
     return np.where(d < 1, d * d / 2, d - 0.5)
 
 
-def attention(q, k, v, heads, past):
-    """q (N, T, F), k and v (N, S, F); query i sees the keys up to i + past."""
+def attention(q, k, v, heads, past, mask=0.0):
+    """q (N, T, F), k and v (N, S, F); query i sees the keys up to i + past, of those that the mask names."""
     n, t, f = q.shape
     q, k, v = (a.reshape(n, a.shape[1], heads, f // heads).transpose(0, 2, 1, 3) for a in (q, k, v))
     s = q @ k.transpose(0, 1, 3, 2) / math.sqrt(f // heads)
+    s = s + (np.where(mask, 0.0, -np.inf) if np.asarray(mask).dtype == bool else mask)
     s = np.where(np.arange(s.shape[3]) <= np.arange(t)[:, None] + past, s, -np.inf)
-    p = np.exp(s - s.max(axis=-1, keepdims=True))
-    return (p / p.sum(axis=-1, keepdims=True) @ v).transpose(0, 2, 1, 3).reshape(n, t, f)
+    p = np.exp(s - np.maximum(s.max(axis=-1, keepdims=True), -1e30))
+    return (p / np.maximum(p.sum(axis=-1, keepdims=True), 1e-30) @ v).transpose(0, 2, 1, 3).reshape(n, t, f)
+
+
+ALIBI = np.where(np.arange(19) % 5 < 3, -0.1 * np.abs(np.arange(19) - np.arange(18)[:, None]), -np.inf)
+MASKS = [  # of q and k; T, S, features, heads, past; with the first two a model is trained as well
+    (lambda q, k: (k[:, :, 0] > 0.3)[:, None, None], 7, 7, 6, 2, 0),
+    (lambda q, k: q[:, :, 0][:, None, :, None] + k[:, :, 1][:, None, None] > np.float32(0.3), 5, 17, 8, 2, 17),
+    (lambda q, k: k[:, :, 0][:, None, None] > np.linspace(-1, 1, 102).reshape(3, 34, 1), 34, 21, 9, 3, 21),
+    (lambda q, k: np.arange(40) % 3 > np.arange(33)[:, None] % 4, 33, 40, 4, 1, 12),
+    (lambda q, k: ALIBI.astype(np.float32), 18, 19, 6, 3, 19),
+]
 
 
 def fused_attention(x):
@@ -158,6 +169,16 @@ SAMPLES = [
             t == 7,
         )
         for t, s, f, h, past in ((7, 7, 6, 2, 0), (1, 19, 5, 1, 18), (33, 40, 27, 3, 100), (5, 17, 8, 8, 12))
+    ),
+    *(
+        Sample(
+            lambda q, k, v, m=m, h=h, past=past: F.attention(q, k, v, h, past, mask=m(q, k)),
+            lambda q, k, v, m=m, h=h, past=past: attention(q, k, v, h, past, m(q, k)),
+            ((t, f), (s, f), (s, f)),
+            (),
+            i < 2,
+        )
+        for i, (m, t, s, f, h, past) in enumerate(MASKS)
     ),
     Sample(lambda x: F.attention(x, None, None, 2, 0), fused_attention, ((18, 24),), (), False),
     Sample(

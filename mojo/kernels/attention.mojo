@@ -14,6 +14,9 @@ other sequences, at any place in the batch, and with keys computed in another ca
     fused  1 if q, k and v are thirds of the features of one tensor
     p, layer  dropout of probabilities, and its number in the model; 0: none
     head  number of the first head in the layer, for dropout: of a layer's heads a rank may have some
+    masks  whether `mask` is added to the scores, and which of its axes are there, (N, H, S, T) with T last so that lanes
+           are neighbours. A key with -inf is not seen: it adds 0 to every chain, so that its place changes no bit. A
+           query that sees no key gives 0.
 """
 
 from std.math import ceildiv
@@ -25,6 +28,8 @@ from .attention_tiles import (
     Attention,
     BLOCK,
     Drawn,
+    HIDDEN,
+    Mask,
     SIDE,
     TILE,
     all_see,
@@ -45,12 +50,13 @@ from .record import ContextPtr, Record, sizes_of
 
 @always_inline
 def _score[
-    lo: Int, gb: Int
+    lo: Int, gb: Int, masked: Bool
 ](
     scores: Ptr,  # (keys, gb, L)
     mut most: Array[Vec, gb],
     q: Panel,
     k: Panel,
+    mask: Mask,
     g: Int,
     start: Int,
     end: Int,
@@ -65,6 +71,8 @@ def _score[
             var last = last_seen(size, g + i)
             comptime for j in range(TILE):
                 var score = s[j * (gb - lo) + i - lo] * size.scale
+                comptime if masked:
+                    score += mask.at(key + j, g + i)
                 var seen = last.ge(Int32(key + j))
                 most[i] = max(most[i], seen.select(score, most[i]))
                 store(scores, ((key + j) * gb + i) * LANES, score)
@@ -72,7 +80,7 @@ def _score[
 
 @always_inline
 def _exponentiate[
-    lo: Int, gb: Int
+    lo: Int, gb: Int, masked: Bool
 ](
     scores: Ptr,
     mut total: Array[Vec, gb],
@@ -90,6 +98,8 @@ def _exponentiate[
             var at = (key * gb + i) * LANES
             # selected before as well: exp takes long where it ends in subnormal numbers
             var seen = last.ge(Int32(key))
+            comptime if masked:
+                seen &= load(scores, at).gt(HIDDEN)
             var e = exp(seen.select(load(scores, at) - most[i], Vec(0)))
             e = seen.select(e, Vec(0))
             total[i] += e
@@ -98,7 +108,7 @@ def _exponentiate[
 
 @always_inline
 def _forward_block[
-    gb: Int
+    gb: Int, masked: Bool
 ](
     y: Ptr,  # (gb, D, L)
     lse: Ptr,  # (gb, L)
@@ -106,6 +116,7 @@ def _forward_block[
     q: Panel,
     k: Panel,
     v: Panel,
+    mask: Mask,
     drawn: Drawn,
     g: Int,
     size: Attention,
@@ -117,17 +128,19 @@ def _forward_block[
     var all = keys
     comptime if gb == 2:
         all = all_see(size, g, keys)
-    _score[0, gb](scores, most, q, k, g, 0, all, size)
+    _score[0, gb, masked](scores, most, q, k, mask, g, 0, all, size)
     comptime if gb == 2:
-        _score[1, gb](scores, most, q, k, g, all, keys, size)
-    _exponentiate[0, gb](scores, total, most, g, 0, all, size)
+        _score[1, gb, masked](scores, most, q, k, mask, g, all, keys, size)
+    _exponentiate[0, gb, masked](scores, total, most, g, 0, all, size)
     if size.p > 0:
         drop[0, gb](scores, drawn, g, 0, 0, all, size)
     unsafe_memset_zero(y, gb * size.D * LANES)
     combine[gb](y, scores, LANES, gb * LANES, v, 0, all, size.D)
     comptime if gb == 2:
         if all < keys:
-            _exponentiate[1, gb](scores, total, most, g, all, keys, size)
+            _exponentiate[1, gb, masked](
+                scores, total, most, g, all, keys, size
+            )
             if size.p > 0:
                 drop[1, gb](scores, drawn, g, 0, all, keys, size)
             combine[1](
@@ -141,6 +154,9 @@ def _forward_block[
                 size.D,
             )
     comptime for i in range(gb):
+        comptime if masked:  # of queries that see nothing
+            most[i] = total[i].gt(0).select(most[i], Vec(0))
+            total[i] = total[i].gt(0).select(total[i], Vec(1))
         store(lse, i * LANES, most[i] + log(total[i]))
         var inverse = 1 / total[i]
         for d in range(size.D):
@@ -148,12 +164,16 @@ def _forward_block[
             store(y, at, load(y, at) * inverse)
 
 
-def _attention_forward(
+@no_inline
+def _forward[
+    masked: Bool
+](
     y: Ptr,  # (G, H * D, L)
     lse: Ptr,  # (G, H, L): log sum exp of each query's scores
     q: Ptr,  # (G, features, L)
     k: Ptr,
     v: Ptr,
+    mask: Ptr,
     scratch: Ptr,
     size: Attention,
     context: ContextPtr,
@@ -172,11 +192,14 @@ def _attention_forward(
             var qp = panel_of(q, s.features(), s.at(0, h), n, s.T, s.D, qr)
             var kp = panel_of(k, s.features(), s.at(1, h), n, s.S, s.D, kr)
             var vp = panel_of(v, s.features(), s.at(2, h), n, s.S, s.D, vr)
+            var mp = Mask(mask, n, h, s)
             var drawn = Drawn(token + UInt32(n * s.T), s.draws(h), context)
 
             @always_inline
             def queries[gb: Int](g: Int) {imm}:
-                _forward_block[gb](block, sums, scores, qp, kp, vp, drawn, g, s)
+                _forward_block[gb, masked](
+                    block, sums, scores, qp, kp, vp, mp, drawn, g, s
+                )
                 comptime for i in range(gb):
                     var part = block.unsafe_offset(i * s.D * LANES)
                     var at = h * s.D
@@ -192,6 +215,13 @@ def _attention_forward(
                 queries[1](g)
                 g += 1
     clear_rest(y, s.H * s.D, 0, s.N * s.T, s.H * s.D)
+
+
+def _attention_forward(r: Record):
+    if sizes_of[Attention](r, 8).masks:
+        call[_forward[True]](r)
+    else:
+        call[_forward[False]](r)
 
 
 # --- backward -----------------------------------------------------------------------------------------------------------
@@ -213,11 +243,12 @@ def _transposed[gb: Int](y: Ptr, x: Ptr, groups: Int):
 
 @always_inline
 def _differentiate[
-    lo: Int, gb: Int, dropping: Bool
+    lo: Int, gb: Int, more: Bool
 ](
     p: Ptr,  # (keys of the block, gb, L of queries)
     ds: Ptr,
     factors: Ptr,  # for dropout
+    mask: Mask,
     drawn: Drawn,
     dy: Panel,
     q: Panel,
@@ -235,10 +266,11 @@ def _differentiate[
     `first` on, and of groups lo .. gb - 1 of queries.
     """
     comptime n = gb - lo
-    comptime if dropping:
+    comptime if more:
         for i in range(start * gb, end * gb):
             store(factors, i * LANES, Vec(1))
-        drop[lo, gb](factors, drawn, g, first, start, end, size)
+        if size.p > 0:
+            drop[lo, gb](factors, drawn, g, first, start, end, size)
     for key in range(start, end, TILE):
         var group = (first + key) // LANES
         var s = dots[TILE, n](
@@ -247,7 +279,7 @@ def _differentiate[
         var d = dots[TILE, n](
             dy, g + lo, v.group(group).unsafe_offset(key % LANES), size.D
         )
-        comptime if dropping:
+        comptime if more:
             comptime for i in range(lo, gb):
                 comptime for j in range(TILE):
                     var at = ((key + j) * gb + i) * LANES
@@ -260,12 +292,17 @@ def _differentiate[
                 var at = ((key + j) * gb + i) * LANES
                 var from_ = j * n + i - lo
                 var seen = last.ge(Int32(first + key + j))
-                var e = seen.select(s[from_] * size.scale - log_sum, Vec(0))
+                var e = s[from_] * size.scale - log_sum
+                comptime if more:  # added last: the rest is one multiply-add
+                    var added = mask.at(first + key + j, g + i)
+                    e += added
+                    seen &= added.gt(HIDDEN)
+                e = seen.select(e, Vec(0))
                 var share = seen.select(exp(e), Vec(0))
                 store(p, at, share)
                 var slope = (d[from_] - shift) * (share * size.scale)
                 store(ds, at, seen.select(slope, Vec(0)))
-    comptime if dropping:
+    comptime if more:
         for i in range(start * gb, end * gb):
             var at = i * LANES
             store(p, at, load(p, at) * load(factors, at))
@@ -273,12 +310,13 @@ def _differentiate[
 
 @always_inline
 def _backward_block[
-    gb: Int, dropping: Bool
+    gb: Int, more: Bool
 ](
     dq: Ptr,  # (gb, D, L)
     dk: Ptr,  # (groups of S, D, L), added to
     dv: Ptr,
     room: Ptr,  # 5 AREA
+    mask: Mask,
     drawn: Drawn,
     dy: Panel,
     q: Panel,
@@ -308,10 +346,11 @@ def _backward_block[
         # whether the second group of keys is seen by the second group of queries alone
         var corner = start + LANES == all and groups == 2
         var whole = LANES if corner else count
-        _differentiate[0, gb, dropping](
+        _differentiate[0, gb, more](
             p,
             ds,
             factors,
+            mask,
             drawn,
             dy,
             q,
@@ -328,10 +367,11 @@ def _backward_block[
         combine[gb](dq, ds, LANES, gb * LANES, k, start // LANES, whole, D)
         comptime if gb == 2:
             if corner:
-                _differentiate[1, gb, dropping](
+                _differentiate[1, gb, more](
                     p,
                     ds,
                     factors,
+                    mask,
                     drawn,
                     dy,
                     q,
@@ -407,7 +447,7 @@ def _delta(delta: Ptr, dy: Ptr, y: Ptr, size: Attention):
 
 @no_inline
 def _backward[
-    dropping: Bool
+    more: Bool  # a mask, or dropout
 ](
     dq: Ptr,  # (G, features, L); dk and dv are parts of the same memory if fused
     dk: Ptr,
@@ -418,6 +458,7 @@ def _backward[
     q: Ptr,
     k: Ptr,
     v: Ptr,
+    mask: Ptr,
     scratch: Ptr,
     size: Attention,
     context: ContextPtr,
@@ -448,13 +489,14 @@ def _backward[
             var dp = panel_of(dy, s.H * s.D, h * s.D, n, s.T, s.D, dyr)
             var lp = panel_of(lse, s.H, h, n, s.T, 1, lr)
             var ep = panel_of(delta, s.H, h, n, s.T, 1, er)
+            var mp = Mask(mask, n, h, s)
             var drawn = Drawn(token + UInt32(n * s.T), s.draws(h), context)
             unsafe_memset_zero(dkr, 2 * s.panel(s.S))
 
             @always_inline
             def queries[gb: Int](g: Int) {imm}:
-                _backward_block[gb, dropping](
-                    dqr, dkr, dvr, room, drawn, dp, qp, kp, vp, lp, ep, g, s
+                _backward_block[gb, more](
+                    dqr, dkr, dvr, room, mp, drawn, dp, qp, kp, vp, lp, ep, g, s
                 )
                 comptime for i in range(gb):
                     var part = dqr.unsafe_offset(i * s.D * LANES)
@@ -481,7 +523,8 @@ def _backward[
 
 def _attention_backward(r: Record):
     # Two functions: in one that has the code of both, a backward pass without dropout takes a fifth longer
-    if sizes_of[Attention](r, 11).p > 0:
+    var s = sizes_of[Attention](r, 12)
+    if s.p > 0 or s.masks:
         call[_backward[True]](r)
     else:
         call[_backward[False]](r)
@@ -496,13 +539,13 @@ def _padded(tokens: Int) -> Int:
 
 
 def _forward_scratch(r: Record, shards: Int, fold: Int) -> Int:
-    var s = sizes_of[Attention](r, 7)
+    var s = sizes_of[Attention](r, 8)
     var panels = s.panel(s.T) + 2 * s.panel(s.S)
     return 4 * (_padded(s.S) * SIDE + SIDE * (s.D + 1) + panels)
 
 
 def _backward_scratch(r: Record, shards: Int, fold: Int) -> Int:
-    var s = sizes_of[Attention](r, 11)
+    var s = sizes_of[Attention](r, 12)
     var panels = 2 * s.panel(s.T) + 4 * s.panel(s.S) + 2 * _padded(s.T)
     var delta = _padded(s.N * s.T) * s.H
     return 4 * (5 * AREA + SIDE * s.D + panels + delta)
@@ -514,18 +557,18 @@ def ops() -> List[Op]:
         Op(
             "attention_forward",
             (
-                "y, lse; q, k, v, ~scratch;"
-                " N, T, S, H, D, past, fused, scale, p, layer, head"
+                "y, lse; q, k, v, mask, ~scratch;"
+                " N, T, S, H, D, past, fused, scale, p, layer, head, masks"
             ),
-            call[_attention_forward],
+            _attention_forward,
             "lanes heads",
             _forward_scratch,
         ),
         Op(
             "attention_backward",
             (
-                "dq, dk, dv; dy, y, lse, q, k, v, ~scratch;"
-                " N, T, S, H, D, past, fused, scale, p, layer, head"
+                "dq, dk, dv; dy, y, lse, q, k, v, mask, ~scratch;"
+                " N, T, S, H, D, past, fused, scale, p, layer, head, masks"
             ),
             _attention_backward,
             "lanes heads",

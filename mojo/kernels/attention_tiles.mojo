@@ -3,9 +3,21 @@ file's.
 """
 
 from std.math import ceildiv, iota
+from std.utils.numerics import inf
 
 from .dropout import stays
-from .lanes import LANES, REGISTERS, Ptr, Vec, load, madd, splat, store
+from .lanes import (
+    F32,
+    LANES,
+    REGISTERS,
+    Ptr,
+    Vec,
+    load,
+    load_first,
+    madd,
+    splat,
+    store,
+)
 from .panels import Panel
 from .random import U32
 from .record import ContextPtr
@@ -18,6 +30,14 @@ comptime BLOCK = 2 if REGISTERS == 32 else 1
 comptime SIDE = BLOCK * LANES
 comptime AREA = SIDE * SIDE
 """Scores of a block of queries and a block of keys."""
+
+
+# The bits of `masks`: that there is one, and along which axes it has numbers of its own.
+comptime THERE = 1
+comptime SEQUENCES = 2
+comptime HEADS = 4
+comptime QUERIES = 8
+comptime HIDDEN = -inf[F32]()
 
 
 @fieldwise_init
@@ -35,6 +55,17 @@ struct Attention(TrivialRegisterPassable):
     var p: Float32
     var layer: Int
     var head: Int
+    var masks: Int
+
+    @always_inline
+    def mask(self, n: Int, h: Int) -> Int:
+        """Where the mask of a head of a sequence begins: (N, H, S, T), but for those axes along which it is the same.
+        """
+        var head = self.S * (self.T if self.masks & QUERIES else 1)
+        var sequence = head * (self.H if self.masks & HEADS else 1)
+        return (n * sequence if self.masks & SEQUENCES else 0) + (
+            h * head if self.masks & HEADS else 0
+        )
 
     @always_inline
     def features(self) -> Int:
@@ -58,6 +89,33 @@ struct Attention(TrivialRegisterPassable):
         with S rounded up to a multiple of 4.
         """
         return (self.head + head) * ceildiv(self.S, 4)
+
+
+@fieldwise_init
+struct Mask(TrivialRegisterPassable):
+    """What is added to a head's scores of a sequence; keys with -inf are not seen. Without one, 0.
+    """
+
+    var p: Ptr  # (S, T), or (S)
+    var size: Attention
+
+    @always_inline
+    def __init__(out self, p: Ptr, n: Int, h: Int, size: Attention):
+        self.p = p.unsafe_offset(size.mask(n, h))
+        self.size = size
+
+    @always_inline
+    def at(self, key: Int, g: Int) -> Vec:
+        """For the queries of a group."""
+        var s = min(key, self.size.S - 1)
+        if self.size.masks == 0:
+            return Vec(0)
+        if self.size.masks & QUERIES == 0:
+            return Vec(self.p[unsafe_offset=s])
+        var t = g * LANES
+        return load_first(
+            self.p, s * self.size.T + t, min(self.size.T - t, LANES)
+        )
 
 
 @fieldwise_init

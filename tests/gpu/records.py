@@ -254,19 +254,20 @@ def others() -> Iterator[Case]:
             [w("x", 2 * F * LANES), w("t", 16, "zero"), w("dx", 2 * F * LANES, "zero")],
             [("sum_lanes", "t", "x", -1, 2, F), ("sum_lanes_backward", "dx", "t", -1, 2, F)],
         )
-    for past, t, s, drop in ((0, 17, 17, 0.0), (0, 17, 17, 0.3), (9, 5, 19, 0.6), (40, 7, 40, 0.1)):
+    drawn = ((0, 17, 17, 0.0, 0), (0, 17, 17, 0.3, 0), (9, 5, 19, 0.6, 15), (40, 7, 40, 0.1, 3), (40, 7, 40, 0.0, 9))
+    for past, t, s, drop, masks in drawn:
         n, h, d = 3, 2, 6
         many = [-(-n * tokens // LANES) * LANES for tokens in (t, s, s)]
         each = [w(name, h * d * size) for name, size in zip(("q", "k", "v"), many, strict=True)]
         slopes = [w("d" + x.name, x.floats, "zero") for x in each]
         rest = [w("y", h * d * many[0], "zero"), w("lse", h * many[0], "zero"), w("dy", h * d * many[0])]
-        sizes = (n, t, s, h, d, past, 0, 0.4, drop, 3, 5)
+        sizes = (n, t, s, h, d, past, 0, 0.4, drop, 3, 5, masks)
         yield Case(
-            f"attention {t}x{s} dropout {drop}",
-            [*each, *slopes, *rest, w("s", 1 << 16)],
+            f"attention {t}x{s} dropout {drop} masks {masks}",
+            [*each, *slopes, *rest, w("m", n * h * t * s), w("s", 1 << 16)],
             [
-                ("attention_forward", "y", "lse", "q", "k", "v", "s", *sizes),
-                ("attention_backward", "dq", "dk", "dv", "dy", "y", "lse", "q", "k", "v", "s", *sizes),
+                ("attention_forward", "y", "lse", "q", "k", "v", "m", "s", *sizes),
+                ("attention_backward", "dq", "dk", "dv", "dy", "y", "lse", "q", "k", "v", "m", "s", *sizes),
             ],
         )
     yield Case("loss_scale", [w("y", 16, "zero", True)], [("loss_scale", "y")])

@@ -43,6 +43,97 @@ def by_pytorch(q, k, v, dy, heads, past, kept, p):
     return [y.detach().numpy(), *(x.grad.numpy() for x in given)]
 
 
+def masked(case):
+    """A random mask, of the shapes, kinds and densities that there are, and what it adds to scores."""
+    rng = np.random.default_rng(case)
+    n, t, s, heads = (int(rng.integers(1, top)) for top in (5, 50, 50, 4))
+    shapes = (s,), (t, s), (n, 1, 1, s), (n, 1, t, s), (1, heads, t, s), (n, heads, t, s), (n, heads, 1, s)
+    shape, p = shapes[case % len(shapes)], [0.1, 0.6, 1.0][case % 3]
+    seen = rng.random(shape) < p
+    bias = np.where(seen, rng.standard_normal(shape), -np.inf).astype(np.float32)
+    mask = (seen, bias, Tensor(seen, dtype=np.int32), Tensor(seen) > 0)[case % 4]
+    return (n, t, s, heads), mask, bias if case % 4 == 1 else np.where(seen, 0, -np.inf)
+
+
+@pytest.mark.parametrize("case", range(60))
+def test_masks_have_the_gradients_of_pytorch(case):
+    torch = pytest.importorskip("torch")
+    (n, t, s, heads), mask, bias = masked(case)
+    q, k, v, dy = arrays(n, t, s, heads * (1 + case % 9), case)
+    by_head = [a.reshape(n, a.shape[1], heads, -1).transpose(0, 2, 1, 3) for a in (q, k, v, dy)]
+    ours = [Tensor(a, requires_grad=True) for a in by_head[:3]]
+    y = F.scaled_dot_product_attention(*ours, mask, is_causal=case % 5 == 0)
+    y.backward(by_head[3])
+    theirs = [torch.tensor(a, dtype=torch.float64, requires_grad=True) for a in by_head[:3]]
+    scores = theirs[0] @ theirs[1].transpose(2, 3) * q.shape[2] ** -0.5 * heads**0.5 + torch.tensor(bias)
+    if case % 5 == 0:
+        scores = scores.masked_fill(torch.arange(s) > torch.arange(t)[:, None], -torch.inf)
+    nothing = torch.isinf(scores).all(-1, keepdim=True)
+    wanted = scores.masked_fill(nothing, 0).softmax(-1) * ~nothing @ theirs[2]  # a query that sees no key gives 0
+    wanted.backward(torch.tensor(by_head[3].copy(), dtype=torch.float64))
+    found, right = ([y, *(a.grad for a in ours)], [wanted.detach(), *(a.grad for a in theirs)])
+    for a, b in zip(found, right, strict=True):
+        assert np.abs(a.numpy() - b.numpy()).max() <= 2e-5 * max(1, np.abs(b.numpy()).max())
+
+
+@pytest.mark.parametrize("case", range(30))
+def test_padding_changes_no_bit(case):
+    """A sequence with padding in front, in between and behind has the bits that it has alone, gradients as well."""
+    rng = np.random.default_rng(case)
+    heads, s = int(rng.integers(1, 4)), int(rng.integers(1, 60))
+    q, k, v, dy = arrays(3, s, s, heads * int(rng.integers(1, 12)), case)
+    seen = rng.random((3, s)) < 0.7
+    seen[1], seen[2, 0] = False, True  # a sequence of padding alone, and one that has a token at least
+    past = None if case % 2 else 0
+    given = [Tensor(a, requires_grad=True) for a in (q, k, v)]
+    y = F.attention(*given, heads, past, mask=seen[:, None, None])
+    y.backward(dy * seen[..., None])  # the loss does not look at padding
+    for i, mine in enumerate(seen):
+        found = [y.numpy()[i], *(x.grad.numpy()[i] for x in given)]
+        if not mine.any():
+            assert not any(a.any() for a in found)
+            continue
+        alone = computed(*(a[i : i + 1, mine] for a in (q, k, v, dy)), heads, past)
+        for a, b in zip(found, alone, strict=True):
+            assert np.array_equal(a[mine], b[0])
+        assert not any(a[~mine].any() for a in found[2:])
+
+
+@pytest.mark.parametrize("case", range(6))
+def test_a_batch_with_padding_trains_as_pytorchs(case):
+    """nn.MultiheadAttention, with masks in PyTorch's conventions."""
+    torch = pytest.importorskip("torch")
+    rng, (x, other, *_) = np.random.default_rng(case), arrays(3, 5, 9, 12, case)
+    ours, theirs = nn.MultiheadAttention(12, 3, batch_first=True), torch.nn.MultiheadAttention(12, 3, batch_first=True)
+    ours.load_state_dict({name: p.detach().numpy() for name, p in theirs.state_dict().items()})
+    keys = x if case % 2 else other
+    s = keys.shape[1]
+    padding = np.arange(s) >= rng.integers(1, s + 1, (3, 1))
+    mask = (None, rng.random((5, s)) < 0.3, rng.standard_normal((9, 5, s)).astype(np.float32))[case % 3]
+    if mask is not None and case % 3 == 1:
+        mask[:, 0] = False  # every query sees something
+    to = [lambda a: None if a is None else torch.tensor(a), lambda a: a]
+    wanted, _ = theirs(*map(torch.tensor, (x, keys, keys)), to[0](padding), need_weights=False, attn_mask=to[0](mask))
+    inputs = [Tensor(x), Tensor(keys), Tensor(keys)] if case % 2 == 0 else [Tensor(x)] * 3
+    y, nothing = ours(*inputs, key_padding_mask=Tensor(padding) > 0, need_weights=False, attn_mask=mask)
+    assert nothing is None and np.abs(y.numpy() - wanted.detach().numpy()).max() < 1e-6
+    y.sum().backward()
+    wanted.sum().backward()
+    for name, p in theirs.named_parameters():
+        assert np.abs(dict(ours.named_parameters())[name].grad.numpy() - p.grad.numpy()).max() < 2e-5
+
+
+def test_masks_that_do_not_fit():
+    x = Tensor(np.zeros((2, 3, 4)))
+    for shape in ((2,), (2, 3), (2, 2, 2, 3), (1, 1, 1, 1, 3)):
+        with pytest.raises(ShapeError, match=r"scores \(2, 2, 3, 3\); give \(T, S\)"):
+            F.attention(x, x, x, 2, mask=np.ones(shape, bool))
+    with pytest.raises(ShapeError, match="with a gradient, .* one that is learnt is added to q @ k"):
+        F.attention(x, x, x, 2, mask=Tensor(np.zeros((3, 3)), requires_grad=True))
+    with pytest.raises(ConfigError, match="weights are not kept"):
+        nn.MultiheadAttention(4, 2)(x, x, x, need_weights=True)
+
+
 def kept(n, t, s, heads, p, seed, step, first, layer):
     """Which weights stay: those of dropout over tokens with heads times S features, S rounded up to a multiple of 4."""
     wide = -(-s // 4) * 4
@@ -179,4 +270,6 @@ def test_multihead_attention_is_pytorchs():
     for given in ((x,), (x, other), (x, other, other[:, ::-1].copy())):
         key, value = (*given, *given[-1:], *given[-1:])[1:3]
         wanted, _ = theirs(*map(torch.tensor, (x, key, value)))
-        assert np.abs(ours(*map(Tensor, given)).numpy() - wanted.detach().numpy()).max() < 1e-6
+        found = ours(*map(Tensor, given))
+        found = found[0] if len(given) == 3 else found
+        assert np.abs(found.numpy() - wanted.detach().numpy()).max() < 1e-6

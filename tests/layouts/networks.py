@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 from chance import Random, draw
 
 from odyssey import device, nn
@@ -394,7 +395,8 @@ class Decoder(nn.Module):
         for i, (kind, _, *given) in enumerate(self.blocks):
             y = getattr(self, f"norm{i}")(x)
             if kind == "attention":
-                y = getattr(self, f"inner{i}")(y, is_causal=given[2])
+                padding = ids == 0 if not given[2] and i % 2 == 0 else None
+                y = getattr(self, f"inner{i}")(y, key_padding_mask=padding, is_causal=given[2])
             elif kind == "separate":
                 q, k, v = (layer(y) for layer in getattr(self, f"inner{i}"))
                 past, p = 0 if given[2] else None, given[-1] if self.training else 0.0
@@ -416,7 +418,8 @@ class Decoder(nn.Module):
             y = F.softmax(F.where(ids.float().eq(0).reshape(n, 1, 1, t), -1e4, scores)) @ v
         else:
             p = layer.dropout.p if self.training else 0.0
-            y = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True)
+            mask = (ids != 0)[:, None, None] if n % 2 else np.arange(t) - np.arange(t)[:, None] > -5
+            y = F.scaled_dot_product_attention(q, k, v, mask, dropout_p=p, is_causal=t % 3 > 0)
         return layer.out_proj(y.transpose(1, 2).reshape(n, t, f))
 
 

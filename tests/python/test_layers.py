@@ -134,9 +134,9 @@ ORDER = (
     *FRONT_ENDS[3:],
 )
 BUDGETS = {  # lines of all its files together
-    "mojo": 18_085,
+    "mojo": 18_220,
     "shared/training": 3_385,
-    "python/odyssey": 46_660,
+    "python/odyssey": 46_705,
     "python/odyssey/comm": 3_870,
     "python/odyssey/parallel": 3_770,
     "python/odyssey/distributed": 1_995,

@@ -5,7 +5,7 @@ sees. Nothing is kept but sums, which are added in the CPU's order; dropout draw
 from max.gpu import block_idx
 from std.utils.numerics import inf
 
-from ..attention_tiles import Attention
+from ..attention_tiles import Attention, HIDDEN, QUERIES
 from ..dropout import stays
 from ..functions import exp, log
 from ..lanes import F32, LANES, Ptr
@@ -79,12 +79,32 @@ def _factor(
     return Float32(1) / (1 - s.p) if stay[key % 4] else 0
 
 
+@always_inline
+def _score(
+    s: Attention,
+    q: Ptr,
+    k: Ptr,
+    mask_: Operand,
+    n: Int,
+    h: Int,
+    t: Int,
+    key: Int,
+) -> Float32:
+    """HIDDEN if the mask hides the key."""
+    var score = _dot(q, k, s.D) * s.scale
+    if s.masks == 0:
+        return score
+    var at = key * s.T + t if s.masks & QUERIES else key
+    return score + of_shard(mask_)[unsafe_offset=s.mask(n, h) + at]
+
+
 def _forward(
     y_: Operand,
     lse_: Operand,
     q_: Operand,
     k_: Operand,
     v_: Operand,
+    mask_: Operand,
     sent: Sent[Attention],
     ctx: StepContextPtr,
 ):
@@ -105,22 +125,29 @@ def _forward(
         return
     var third = H * D if s.fused != 0 else 0
     var of = H * D + 2 * third
-    var first = token // s.T * s.S
-    var keys = min(s.S, token % s.T + s.past + 1)
+    var n = token // s.T
+    var t = token % s.T
+    var first = n * s.S
+    var keys = min(s.S, t + s.past + 1)
     var q = of_shard(q_).unsafe_offset(_at(of, h * D, token))
     var k = of_shard(k_)
     var v = of_shard(v_)
     var most = -inf[F32]()
     for j in range(first, first + keys):
         var kj = k.unsafe_offset(_at(of, third + h * D, j))
-        most = max(most, _dot(q, kj, D) * s.scale)
+        most = max(most, _score(s, q, kj, mask_, n, h, t, j - first))
     var total = Float32(0)
     for j in range(first, first + keys):
         var kj = k.unsafe_offset(_at(of, third + h * D, j))
-        var p = exp(_dot(q, kj, D) * s.scale - most)
+        var score = _score(s, q, kj, mask_, n, h, t, j - first)
+        if s.masks != 0 and score == HIDDEN:
+            continue
+        var p = exp(score - most)
         total += p
         p *= _factor(s, ctx, token, h, j - first)
         _add(y, p, v.unsafe_offset(_at(of, 2 * third + h * D, j)), D)
+    if s.masks != 0 and total == 0:
+        return
     lse[] = most + log(total)
     for d in range(D):
         y[unsafe_offset=d * LANES] *= 1 / total
@@ -138,6 +165,7 @@ def _backward[
     q_: Operand,
     k_: Operand,
     v_: Operand,
+    mask_: Operand,
     sent: Sent[Attention],
     ctx: StepContextPtr,
 ):
@@ -180,7 +208,10 @@ def _backward[
         var q = of_shard(q_).unsafe_offset(_at(of, h * D, i))
         var k = of_shard(k_).unsafe_offset(_at(of, third + h * D, j))
         var v = of_shard(v_).unsafe_offset(_at(of, 2 * third + h * D, j))
-        var p = exp(_dot(q, k, D) * s.scale - lse)
+        var score = _score(s, q, k, mask_, n, h, i - n * s.T, j - n * s.S)
+        if s.masks != 0 and score == HIDDEN:
+            continue
+        var p = exp(score - lse)
         var factor = _factor(s, ctx, i, h, j - n * s.S)
         var ds = (_dot(dy, v, D) * factor - _dot(dy, y, D)) * (p * s.scale)
         comptime if keys:
@@ -192,7 +223,7 @@ def _backward[
 
 def attention_forward(queue: Queue, r: Launch) raises:
     """Arguments as the CPU's."""
-    var s = sizes_of[Attention](r, 7)
+    var s = sizes_of[Attention](r, 8)
     var lanes = (s.N * s.T + LANES - 1) // LANES * LANES
     queue.enqueue_function[_forward](
         r.op(1),
@@ -200,6 +231,7 @@ def attention_forward(queue: Queue, r: Launch) raises:
         r.op(3),
         r.op(4),
         r.op(5),
+        r.op(6),
         Sent(s),
         r.context,
         grid_dim=(blocks(lanes * s.H, THREADS), r.shards),
@@ -221,6 +253,7 @@ def _enqueue[keys: Bool](queue: Queue, r: Launch, s: Attention) raises:
         r.op(7),
         r.op(8),
         r.op(9),
+        r.op(10),
         Sent(s),
         r.context,
         grid_dim=(blocks(lanes * s.H, THREADS), r.shards),
@@ -230,7 +263,7 @@ def _enqueue[keys: Bool](queue: Queue, r: Launch, s: Attention) raises:
 
 def attention_backward(queue: Queue, r: Launch) raises:
     """Arguments as the CPU's."""
-    var s = sizes_of[Attention](r, 11)
+    var s = sizes_of[Attention](r, 12)
     _enqueue[False](queue, r, s)
     _enqueue[True](queue, r, s)
 

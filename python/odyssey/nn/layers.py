@@ -15,6 +15,7 @@ import numpy as np
 
 from ..core import functional as F
 from ..core.arena import Buffer
+from ..core.attention import added
 from ..core.products import one
 from ..core.tensor import Parameter, Tensor
 from ..errors import ConfigError, ShapeError
@@ -368,24 +369,36 @@ class MultiheadAttention(Module):
         query: Tensor,
         key: Tensor | None = None,
         value: Tensor | None = None,
-        is_causal: bool = False,
+        key_padding_mask: Any = None,
         need_weights: bool | None = None,
+        attn_mask: Any = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
     ) -> Any:
-        """The output; with need_weights=False the pair (output, None), as PyTorch's."""
+        """The result; with `value`, or need_weights=False, (the result, None): what PyTorch gives without weights.
+
+        key_padding_mask: (N, S), True at keys that nobody sees, or floats that are added to scores. attn_mask: (T, S)
+        or (N heads, T, S) likewise. is_causal: query i sees the keys up to i, whatever the masks say.
+        """
         if need_weights:
-            raise ConfigError(
-                "[MultiheadAttention] need_weights=True; probabilities are not kept, say need_weights=False"
-            )
+            raise ConfigError("[MultiheadAttention] need_weights=True; weights are not kept, say need_weights=False")
         past, dropout = 0 if is_causal else None, self.dropout.p if self.training else 0.0
+        mask = None if attn_mask is None else added(attn_mask, query, False)
+        if mask is not None and mask.ndim == 3:
+            mask = mask.reshape(-1, self.num_heads, *mask.shape[1:])
+        if key_padding_mask is not None:
+            padding = added(key_padding_mask, query, False)
+            padding = padding.reshape(padding.shape[0], 1, 1, -1)
+            mask = padding if mask is None else mask + padding
+        f = self.in_proj_weight.shape[1]
         if key is None or (key is query and (value is None or value is query)):  # one product for all three
-            qkv = F.linear(query, self.in_proj_weight, self.in_proj_bias)
-            y = F.attention(qkv, None, None, self.num_heads, past, dropout=dropout)
+            parts: Any = (F.linear(query, self.in_proj_weight, self.in_proj_bias), None, None)
         else:
-            f, parts = self.in_proj_weight.shape[1], []
-            for i, x in enumerate((query, key, key if value is None else value)):
-                parts.append(F.linear(x, self.in_proj_weight, self.in_proj_bias)[:, :, i * f : (i + 1) * f])
-            y = F.attention(*parts, self.num_heads, past, dropout=dropout)
-        return self.out_proj(y) if need_weights is None else (self.out_proj(y), None)
+            given = (query, key, key if value is None else value)
+            made = (F.linear(x, self.in_proj_weight, self.in_proj_bias) for x in given)
+            parts = [y[:, :, i * f : (i + 1) * f] for i, y in enumerate(made)]
+        y = self.out_proj(F.attention(*parts, self.num_heads, past, dropout=dropout, mask=mask))
+        return y if value is None and need_weights is None else (y, None)
 
 
 class Flatten(Module):

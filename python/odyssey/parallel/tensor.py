@@ -427,7 +427,8 @@ class _Rewriter:
         backward, d = "dy" in a, a["D"]
         v = self._made_split(a["lse"]) if backward else self._lies_split(a["q"])
         features = self._owned(a["H"] * d)
-        if v is None or any(hi == lo or lo % d or hi % d for lo, hi in features):
+        by_head = a["masks"] & 4  # a mask with the axis of heads stays whole
+        if v is None or by_head or any(hi == lo or lo % d or hi % d for lo, hi in features):
             return self._any(r)
         heads = tuple((lo // d, hi // d) for lo, hi in features)
         lo, hi = heads[self.rank]
@@ -444,12 +445,13 @@ class _Rewriter:
         if a["fused"] and backward:
             some |= dict.fromkeys(("dq", "dk", "dv"), self._slot(g["q"], 3 * (hi - lo) * d))
         for name in (*r.declared.outputs, *r.declared.inputs):
-            if some[name] is a[name] and name != "scratch":
+            if some[name] is a[name] and name not in ("mask", "scratch"):
                 ranges = heads if name == "lse" else features
                 if name in r.declared.outputs:
                     some[name] = self._split_value(a[name], r, g[name], ranges, v.layer)
                 else:
                     some[name] = self._mine(a[name], r, g[name], ranges)
+        some["mask"] = self._whole(a["mask"], r) if a["masks"] else some["q"]
         self._emit(r, r.op, *some.values())
         if a["fused"] and backward:
             mine = self._split_value(a["dq"], r, g["q"], qkv.ranges, v.layer)
