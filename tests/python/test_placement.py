@@ -131,7 +131,8 @@ def test_a_wrong_place_is_named():
     with pytest.raises(DeviceError) as caught:
         fc(x)
     assert str(caught.value) == (
-        "[linear] the input is on device(0), the weight (3, 4) on device(1); move the input with .to(device(1))"
+        "[linear] the input is on device(0), the weight (3, 4) on device(1); move the input with .to(device(1)), "
+        "or place the layer with @ device(0), after its weights are shared"
     )
     fc.bias.put(device(2))
     with pytest.raises(DeviceError, match=r"the bias \(3,\) on device\(2\)"):
@@ -152,7 +153,8 @@ def test_a_trainer_refuses_it_before_anything_runs():
     with pytest.raises(DeviceError) as caught:
         trainer.train_step(batch())
     assert str(caught.value) == (
-        "[linear] the input is on device(0), the weight 2.weight on device(1); move the input with .to(device(1))"
+        "[linear] the input is on device(0), the weight 2.weight on device(1); move the input with .to(device(1)), "
+        "or place the layer with @ device(0), after its weights are shared"
     )
     assert trainer.weights_sha256() == before and trainer.steps == 0
 

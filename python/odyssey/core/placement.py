@@ -87,7 +87,8 @@ def different_places(op: str, a: Tensor, b: Tensor) -> str:
     one, other = named(a), named(b)
     if one == other:
         one, other, move = "one input", "another", "one"
-    return f"[{op}] {one} is on {a.device}, {other} on {b.device}; move {move} with .to({b.device})"
+    place = f", or place the layer with @ {a.device}, after its weights are shared" if hasattr(b, "places") else ""
+    return f"[{op}] {one} is on {a.device}, {other} on {b.device}; move {move} with .to({b.device}){place}"
 
 
 def check_places(schedule: str, place: Sequence[int]) -> None:
