@@ -8,6 +8,7 @@ import pytest
 import odyssey
 from odyssey import PipelineParallel, Stage, Tensor, data, device, nn, optim
 from odyssey import functional as F
+from odyssey.comm import Communicator, mock
 from odyssey.core.program import fuse
 from odyssey.errors import ConfigError
 from odyssey.train.trainer import DistributedTrainer
@@ -164,3 +165,40 @@ def test_what_is_refused():
         with pytest.raises(ConfigError, match=says):
             make()
     assert odyssey.Stage is nn.Stage and odyssey.PipelineParallel is nn.PipelineParallel
+
+
+TOKENS = {
+    "numbers": lambda x, w: 1 - x.clamp(-0.3) / 2,
+    "an array": lambda x, w: x * np.arange(6, dtype=np.float32),
+    "an axis": lambda x, w: (x - x.mean(-1, True)) / (x.var(-1, keepdim=True) + 1) + F.normalize(x, dim=-1),
+    "choices": lambda x, w: x.masked_fill(x > 0.5, 0.1) + F.where(x > 0, x, 0.5),
+    "a shared parameter": lambda x, w: F.maximum(w, x) + (w + w * x),
+}
+
+
+class Of(nn.Module):
+    """An op of tokens and a parameter."""
+
+    def __init__(self, name, w):
+        super().__init__()
+        self.name, self.fc, self.w = name, nn.Linear(6, 6), w
+
+    def forward(self, x):
+        return TOKENS[self.name](self.fc(x), self.w)
+
+
+@pytest.mark.parametrize("name", TOKENS)
+def test_ops_of_tokens_are_on_their_stage(name):
+    ids = np.random.default_rng(0).integers(0, 9, (2, 17, 7))
+
+    def trained(comm):
+        nn.manual_seed(0)
+        w = nn.Parameter(np.linspace(0.5, 1.5, 6))
+        stages = [Stage([nn.Embedding(9, 6), Of(name, w)]), Stage([Of(name, w), nn.Linear(6, 9)])]
+        loss = nn.CrossEntropyLoss(weight=np.linspace(1, 2, 9), label_smoothing=0.1)
+        model = PipelineParallel(stages, micro_batch_size=5)
+        trainer = DistributedTrainer(model, optim.SGD(lr=0.1), loss=loss, comm=comm)
+        trainer.fit(data.DataLoader(data.arrays((ids[0],), ids[1]), batch_size=10), epochs=2, verbose=False)
+        return trainer.weights_sha256()
+
+    assert mock.run(2, trained) == [trained(Communicator())] * 2

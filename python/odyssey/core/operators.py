@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import DeviceError, ShapeError
-from .placement import different_places, elsewhere
+from .placement import different_places, elsewhere, place_of_op
 from .program import Slot, current
 from .shapes import (
     AXES,
@@ -127,7 +127,9 @@ def _pair(op: str, a: Any, b: Any) -> Tensor:
         flat = [
             reshape(t, *t.shape[builtins.max(t.ndim - len(shape) + 2, 0) :]) if t.layout == "rows" else t for t in flat
         ]
-        return reshape(_pair(op, *flat), shape)
+        y = _pair(op, *flat)
+        y.device = place_of_op((a, b))  # the reshape closes the op
+        return reshape(y, shape)
     layout = "lanes" if "lanes" in (a.layout, b.layout) else "rows"
     y = empty(shape, layout)
     dims = memory_shape(shape, layout)

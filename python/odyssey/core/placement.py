@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -71,6 +71,12 @@ def device(where: int | str | Device = 0) -> Device:
 def elsewhere(t: Tensor, where: Device) -> bool:
     """Whether a tensor is on another place; a parameter is on those of all modules that share it."""
     return t.device.slot != where.slot and where not in getattr(t, "places", {}).values()
+
+
+def place_of_op(inputs: tuple[Any, ...]) -> Device:
+    """Where an op runs: where its first input is, or the others, if that is a parameter of several places."""
+    shared = len(getattr(inputs[0], "places", ())) > 1
+    return next((t.device for t in inputs if not (shared and hasattr(t, "places"))), inputs[0].device)
 
 
 def different_places(op: str, a: Tensor, b: Tensor) -> str:

@@ -356,6 +356,7 @@ def reduced(op: str, x: Tensor, dims: tuple[int, ...]) -> Tensor:
         return reshape(y, *x.shape[:2], *y.shape[1:])
     x = to_rows(x) if 0 in dims or x.layout == "tokens" else x
     y = empty(tuple(1 if i in dims else n for i, n in enumerate(x.shape)), x.layout)
+    y.device = x.device  # a reshape of it may close the op
     memory = memory_shape(x.shape, x.layout)
     axes = [(i in dims, n, s) for i, (n, s) in enumerate(zip(memory, strides_of(memory), strict=True))]
     sizes = [

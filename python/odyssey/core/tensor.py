@@ -24,7 +24,7 @@ import numpy as np
 from ..errors import DeviceError, ShapeError
 from . import native, program
 from .offload import maker
-from .placement import FIRST, Device, different_places, elsewhere
+from .placement import FIRST, Device, different_places, elsewhere, place_of_op
 from .program import Block, Memory, Range, Slot
 
 # LeNet-5 on one core, forward and backward: 33 us for one sample in rows, 58 for two, 172 for 1 to 16 in lanes.
@@ -335,7 +335,7 @@ def attach(
 
     Raises DeviceError: the inputs are on different places.
     """
-    where = inputs[0].device
+    where = place_of_op(inputs)
     if out.dtype != np.int32 and any(t.dtype == np.int32 for t in inputs):
         op = name or backward.__qualname__.split(".")[0].lstrip("_")
         raise ShapeError(
@@ -501,7 +501,7 @@ def _walk(root: Tensor, seed: Tensor, watch: _Watch | None = None) -> None:
             if watch is not None:
                 watch.repeated(order, again)
             continue
-        number, place = t.node.number, t.node.inputs[0].device
+        number, place = t.node.number, place_of_op(t.node.inputs)
         executor.enter(number, t.device)
         grad = _as_layout(grad, t.layout)
         executor.enter(number, place)  # where the gradients are wanted
