@@ -136,7 +136,7 @@ ORDER = (
 BUDGETS = {  # lines of all its files together
     "mojo": 18_220,
     "shared/training": 3_385,
-    "python/odyssey": 46_705,
+    "python/odyssey": 46_715,
     "python/odyssey/comm": 3_870,
     "python/odyssey/parallel": 3_770,
     "python/odyssey/distributed": 1_995,

@@ -190,6 +190,9 @@ def test_schedulers(make):
         (lambda: nn.ParameterList([nn.Linear(1, 1)]), "give parameters"),
         (lambda: Tensor(X).add_(1), r"nothing is changed in place: x = x.add\(...\)"),
         (lambda: Tensor(X).softplus(), r"use functional.softplus\(x\)"),
+        (lambda: Tensor(X) + (Tensor(X), None), r"one operand is a tuple of 2; give one of them, such as y\[0\]"),
+        (lambda: nn.Linear(5, 2)((Tensor(X), None)), "called with a tuple; give it a Tensor"),
+        (lambda: float(Tensor(X)), "needs one element"),
     ],
 )
 def test_what_is_refused_says_what_to_use(call, said):
@@ -203,3 +206,8 @@ def test_attention_is_called_in_pytorchs_ways():
     y, weights = attention(x, x, x, need_weights=False)
     assert weights is None and (y.numpy() == attention(x).numpy()).all()
     assert (y.numpy() == attention(x, x.detach(), x)[0].numpy()).all()
+
+
+def test_a_tensor_of_one_number_is_one():
+    x = Tensor(np.float32(3.25))
+    assert (float(x), int(x), f"{x:.1f}", f"{x}") == (3.25, 3, "3.2", repr(x))

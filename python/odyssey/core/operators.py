@@ -91,6 +91,11 @@ def _saved(y: Tensor, x: Tensor) -> Tensor:
 
 def _operands(name: str, a: Any, b: Any) -> tuple[Tensor, Tensor, Shape]:
     """The two as tensors that an op can read side by side, and the shape of the result."""
+    for t in (a, b):
+        if isinstance(t, (tuple, list)) and any(isinstance(part, Tensor) for part in t):
+            raise ShapeError(
+                f"[{name}] one operand is a {type(t).__name__} of {len(t)}; give one of them, such as y[0]"
+            )
     if not isinstance(a, Tensor):
         a = _number(a, b) if np.ndim(a) == 0 else _array(a, b)
     if not isinstance(b, Tensor):
@@ -576,6 +581,8 @@ _OPERATORS |= {"__neg__": lambda x: x * -1.0, "__sub__": lambda x, other: x + (-
 _OPERATORS |= {"__rsub__": lambda x, other: (-x) + other}
 _OPERATORS |= {"__rtruediv__": lambda x, other: divide(other, x), "__pow__": power}
 _OPERATORS |= {"__rpow__": lambda x, other: power(other, x), "__lt__": lt, "__le__": le, "__gt__": gt}
+_OPERATORS |= {"__float__": Tensor.item, "__int__": lambda x: int(x.item())}
+_OPERATORS |= {"__format__": lambda x, how: format(x.item(), how) if how else repr(x)}  # f"{loss:.4f}"
 _OPERATORS |= {
     "__ge__": ge,
     "__eq__": _equal,

@@ -236,9 +236,9 @@ def conv1d(
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x (..., I) times weight (O, I) transposed, plus bias (O): (..., O)."""
-    if x.ndim > 2 and weight.ndim == 2 and x.shape[-1] == weight.shape[1]:
+    if isinstance(x, Tensor) and x.ndim > 2 and weight.ndim == 2 and x.shape[-1] == weight.shape[1]:
         return reshape(linear(tokens(x), weight, bias), *x.shape[:-1], weight.shape[0])
-    if x.ndim != 2 or weight.ndim != 2 or x.shape[1] != weight.shape[1]:
+    if isinstance(x, Tensor) and (x.ndim != 2 or weight.ndim != 2 or x.shape[1] != weight.shape[1]):
         raise ShapeError(
             f"[linear] input {x.shape} and weight {weight.shape}; they must be (..., I) and (O, I) with the same I"
         )

@@ -26,8 +26,7 @@ Dims = int | Sequence[int] | None
 
 
 def batched(x: Tensor) -> Tensor:
-    """The same samples in the layout that a batch of this size is computed in. Raises ShapeError for an empty batch, or
-    what is no tensor."""
+    """The same samples in the layout that a batch of this size is computed in. ShapeError: none, or no tensor."""
     if not isinstance(x, Tensor):
         raise ShapeError(f"[tensor] a layer is called with a {type(x).__name__}; give it a Tensor, such as Tensor(x)")
     if x.size == 0:
