@@ -12,8 +12,6 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from ..errors import ConfigError, DeviceError
 
 if TYPE_CHECKING:
@@ -85,7 +83,7 @@ def different_places(op: str, a: Tensor, b: Tensor) -> str:
     def named(t: Tensor) -> str:
         if hasattr(t, "places"):
             return f"the {'bias' if t.ndim == 1 else 'weight'} {t.name or t.shape}"
-        return "the label tensor" if t.dtype == np.int32 else "the input"
+        return "the label tensor" if t.dtype.__name__ == "int32" else "the input"
 
     if hasattr(a, "places") and not hasattr(b, "places"):
         a, b = b, a
