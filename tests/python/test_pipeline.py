@@ -172,7 +172,7 @@ TOKENS = {
     "an array": lambda x, w: x * np.arange(6, dtype=np.float32),
     "an axis": lambda x, w: (x - x.mean(-1, True)) / (x.var(-1, keepdim=True) + 1) + F.normalize(x, dim=-1),
     "choices": lambda x, w: x.masked_fill(x > 0.5, 0.1) + F.where(x > 0, x, 0.5),
-    "a shared parameter": lambda x, w: F.maximum(w, x) + (w + w * x),
+    "a shared parameter": lambda x, w: F.maximum(w, x) + (w + w * x) + w / (2 + x * x),
 }
 
 

@@ -341,8 +341,8 @@ def attach(
         raise ShapeError(
             f"[{op}] a tensor of integers, {inputs[0].shape}, where numbers are computed; use its .float()"
         )
-    for t in inputs[1:]:
-        if elsewhere(t, where):
+    for t in inputs[1:]:  # in the backward pass the walk says where ops run
+        if program.current().scope.phase == "forward" and elsewhere(t, where):
             raise DeviceError(different_places(name or backward.__qualname__.split(".")[0].lstrip("_"), inputs[0], t))
     out.device = where if device is None else device
     number = program.current().close(out.device)
