@@ -60,7 +60,9 @@ struct Sequential[*Ls: Layer, In: AnyTensor, Out: AnyTensor](Layer, Module):
     """
 
     comptime Input = Self.In
+    """What the first takes."""
     comptime Output = Self.Out
+    """What the last gives."""
     var layers: Tuple[*Self.Ls]
     """The layers."""
 
@@ -70,6 +72,7 @@ struct Sequential[*Ls: Layer, In: AnyTensor, Out: AnyTensor](Layer, Module):
         self.layers = Tuple(*layers^)
 
     def build(mut self) raises -> PythonObject:
+        """Makes nn.Sequential."""
         var made = Python.list()
         comptime for i in range(len(Self.Ls)):
             made.append(self.layers[i].build())
@@ -81,13 +84,16 @@ struct Sequential[*Ls: Layer, In: AnyTensor, Out: AnyTensor](Layer, Module):
 
     @staticmethod
     def fits(x: Shape) -> Bool:
+        """Whether samples have the shape and place of In."""
         return x == shape_of[Self.In]()
 
     @staticmethod
     def output(x: Shape) -> Shape:
+        """The shape and place of Out."""
         return shape_of[Self.Out]()
 
     def apply(self, x: Value) raises -> Value:
+        """What the layers compute, of a value without a type."""
         # here and not in forward(): a Sequential within another has its own In and Out as well
         comptime first = wrong_layer[*Self.Ls](shape_of[Self.In]())
         comptime assert first < 0, (
@@ -108,7 +114,9 @@ struct Repeated[M: Module & Defaultable, n: Int](Module):
     """
 
     comptime Input = Self.M.Input
+    """What the first takes."""
     comptime Output = Self.M.Output
+    """What the last gives."""
     var modules: List[Self.M]
     """The modules."""
 
@@ -122,6 +130,7 @@ struct Repeated[M: Module & Defaultable, n: Int](Module):
             self.modules.append(Self.M())
 
     def build(mut self) raises -> PythonObject:
+        """Makes nn.Sequential."""
         var made = Python.list()
         for i in range(Self.n):
             made.append(self.modules[i].build())
@@ -150,6 +159,7 @@ struct Stage[*Ls: Layer, device: Int](Layer):
         self.layers = Tuple(*layers^)
 
     def build(mut self) raises -> PythonObject:
+        """Makes nn.Stage."""
         var made = Python.list()
         comptime for i in range(len(Self.Ls)):
             made.append(self.layers[i].build())
@@ -157,13 +167,16 @@ struct Stage[*Ls: Layer, device: Int](Layer):
 
     @staticmethod
     def fits(x: Shape) -> Bool:
+        """Whether the layers take such samples once they are on this place."""
         return wrong_layer[*Self.Ls](moved(x, Self.device)) < 0
 
     @staticmethod
     def output(x: Shape) -> Shape:
+        """What the layers make of them."""
         return chained[*Self.Ls](moved(x, Self.device))
 
     def apply(self, x: Value) raises -> Value:
+        """Moves a value to the place of the stage and computes the layers."""
         var v = x.to(Self.device)
         comptime for i in range(len(Self.Ls)):
             v = self.layers[i].apply(v)
@@ -185,7 +198,9 @@ struct PipelineParallel[
     """
 
     comptime Input = Self.In
+    """What the first stage takes."""
     comptime Output = Self.Out
+    """What the last gives, on its place."""
     var stages: Tuple[*Self.Stages]
     """The stages."""
 
@@ -195,6 +210,7 @@ struct PipelineParallel[
         self.stages = Tuple(*stages^)
 
     def build(mut self) raises -> PythonObject:
+        """Makes nn.PipelineParallel."""
         var made = Python.list()
         comptime for i in range(len(Self.Stages)):
             made.append(self.stages[i].build())

@@ -115,6 +115,7 @@ struct Linear[inputs: Int, outputs: Int, *, bias: Bool = True, device: Int = 0](
         self._module = {}
 
     def build(mut self) raises -> PythonObject:
+        """Makes nn.Linear."""
         var made = part("nn").Linear(Self.inputs, Self.outputs, bias=Self.bias)
         return self._module.set(made, Self.device)
 
@@ -140,17 +141,21 @@ struct Linear[inputs: Int, outputs: Int, *, bias: Bool = True, device: Int = 0](
 
     @staticmethod
     def fits(x: Shape) -> Bool:
+        """Whether there are as many features, of a sample or of each token, on this place.
+        """
         return x == Shape(Self.inputs, 1, 1, Self.device) or x == Shape(
             x.channels, Self.inputs, 1, Self.device
         )
 
     @staticmethod
     def output(x: Shape) -> Shape:
+        """(outputs), or (tokens, outputs)."""
         if x.height > 1:
             return Shape(x.channels, Self.outputs, 1, Self.device)
         return Shape(Self.outputs, 1, 1, Self.device)
 
     def apply(self, x: Value) raises -> Value:
+        """What the layer computes, of a value without a type."""
         return self._module(x if Int(py=x.ndim) == 3 else x.flatten())
 
 
@@ -181,6 +186,7 @@ struct Conv2d[
         self._module = {}
 
     def build(mut self) raises -> PythonObject:
+        """Makes nn.Conv2d."""
         var made = part("nn").Conv2d(
             Self.in_channels,
             Self.out_channels,
@@ -211,6 +217,7 @@ struct Conv2d[
 
     @staticmethod
     def fits(x: Shape) -> Bool:
+        """Whether there are as many channels, large enough, on this place."""
         return (
             x.channels == Self.in_channels
             and x.device == Self.device
@@ -219,6 +226,7 @@ struct Conv2d[
 
     @staticmethod
     def output(x: Shape) -> Shape:
+        """(out_channels, P, Q)."""
         return Shape(
             Self.out_channels,
             (x.height + 2 * Self.padding - Self.kernel_size) // Self.stride + 1,
@@ -227,6 +235,7 @@ struct Conv2d[
         )
 
     def apply(self, x: Value) raises -> Value:
+        """What the layer computes, of a value without a type."""
         return self._module(x)
 
 
@@ -238,6 +247,7 @@ struct Pool2d[name: String, function: String, size: Int, stride: Int](Layer):
         pass
 
     def build(mut self) raises -> PythonObject:
+        """Makes the module of nn."""
         return part("nn").__getattr__(Self.name)(Self.size, Self.stride)
 
     def forward[
@@ -253,10 +263,12 @@ struct Pool2d[name: String, function: String, size: Int, stride: Int](Layer):
 
     @staticmethod
     def fits(x: Shape) -> Bool:
+        """Whether there is a window."""
         return min(x.height, x.width) >= Self.size
 
     @staticmethod
     def output(x: Shape) -> Shape:
+        """(C, P, Q)."""
         return Shape(
             x.channels,
             (x.height - Self.size) // Self.stride + 1,
@@ -265,6 +277,7 @@ struct Pool2d[name: String, function: String, size: Int, stride: Int](Layer):
         )
 
     def apply(self, x: Value) raises -> Value:
+        """What the layer computes, of a value without a type."""
         var pool = part("functional").__getattr__(Self.function)
         return pool(x, Self.size, Self.stride)
 
@@ -288,6 +301,7 @@ struct Activation[name: String, function: String](Layer):
         pass
 
     def build(mut self) raises -> PythonObject:
+        """Makes the module of nn."""
         return part("nn").__getattr__(Self.name)()
 
     def forward[T: AnyTensor](self, x: T) raises -> T:
@@ -295,6 +309,7 @@ struct Activation[name: String, function: String](Layer):
         return T(self.apply(x.value()))
 
     def apply(self, x: Value) raises -> Value:
+        """What the layer computes, of a value without a type."""
         return part("functional").__getattr__(Self.function)(x)
 
 
@@ -322,6 +337,7 @@ struct Dropout[p: Float64 = 0.5](Layer):
         ), "p must be at least 0 and below 1"
 
     def build(mut self) raises -> PythonObject:
+        """Makes nn.Dropout."""
         return part("nn").Dropout(Self.p)
 
     def forward[T: AnyTensor](self, x: T) raises -> T:
@@ -329,6 +345,7 @@ struct Dropout[p: Float64 = 0.5](Layer):
         return T(self.apply(x.value()))
 
     def apply(self, x: Value) raises -> Value:
+        """What the layer computes, of a value without a type."""
         return odyssey().dropout(x, Self.p)
 
 
@@ -340,6 +357,7 @@ struct Flatten(Layer):
         pass
 
     def build(mut self) raises -> PythonObject:
+        """Makes nn.Flatten."""
         return part("nn").Flatten()
 
     def forward[
@@ -350,7 +368,9 @@ struct Flatten(Layer):
 
     @staticmethod
     def output(x: Shape) -> Shape:
+        """(C H W)."""
         return Shape(x.features(), 1, 1, x.device)
 
     def apply(self, x: Value) raises -> Value:
+        """What the layer computes, of a value without a type."""
         return x.flatten()

@@ -10,7 +10,9 @@ struct LeNet5(Module):
     """
 
     comptime Input = Tensor[1, 28, 28]
+    """Images."""
     comptime Output = Tensor[10]
+    """Logits of ten classes."""
 
     var conv1: Conv2d[1, 6, 5, padding=2]
     """On images in a frame of zeros, 32 x 32."""
@@ -43,7 +45,9 @@ struct MLP[hidden: Int = 512](Module):
     """784-hidden-10 with ReLU."""
 
     comptime Input = Tensor[1, 28, 28]
+    """Images."""
     comptime Output = Tensor[10]
+    """Logits of ten classes."""
 
     var fc1: Linear[784, Self.hidden]
     """On the pixels."""

@@ -19,6 +19,7 @@ struct CrossEntropyLoss(Loss):
 
     @staticmethod
     def build() raises -> PythonObject:
+        """Makes nn.CrossEntropyLoss."""
         return part("nn").CrossEntropyLoss()
 
 
@@ -27,6 +28,7 @@ struct NLLLoss(Loss):
 
     @staticmethod
     def build() raises -> PythonObject:
+        """Makes nn.NLLLoss."""
         return part("nn").NLLLoss()
 
 
@@ -62,6 +64,7 @@ struct SGD(Optimizer):
         self._py = _made["SGD"](lr, weight_decay, settings)
 
     def value(self) -> PythonObject:
+        """The Python optimizer."""
         return self._py
 
 
@@ -90,6 +93,7 @@ struct Adaptive[name: StaticString](Optimizer):
             self._py.undecayed = part("optim").vectors
 
     def value(self) -> PythonObject:
+        """The Python optimizer."""
         return self._py
 
 

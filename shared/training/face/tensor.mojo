@@ -38,9 +38,13 @@ struct Tensor[
     """
 
     comptime CHANNELS = Self.channels
+    """Channels, or features if it has no other axes."""
     comptime HEIGHT = Self.height
+    """Rows of a channel."""
     comptime WIDTH = Self.width
+    """Columns of a channel."""
     comptime DEVICE = Self.device
+    """The place."""
     var _value: Value
 
     def __init__(out self, value: Value):
@@ -49,6 +53,7 @@ struct Tensor[
         self._value = value
 
     def value(self) -> Value:
+        """The Python tensor."""
         return self._value
 
     def to[
@@ -81,9 +86,13 @@ struct Ids[length: Int, *, device: Int = 0](AnyTensor):
     """
 
     comptime CHANNELS = Self.length
+    """Numbers of a sequence."""
     comptime HEIGHT = 1
+    """1."""
     comptime WIDTH = 1
+    """1."""
     comptime DEVICE = Self.device
+    """The place."""
     var _value: Value
 
     def __init__(out self, value: Value):
@@ -91,6 +100,7 @@ struct Ids[length: Int, *, device: Int = 0](AnyTensor):
         self._value = value
 
     def value(self) -> Value:
+        """The Python tensor."""
         return self._value
 
 
@@ -99,9 +109,13 @@ struct Tokens[length: Int, features: Int, *, device: Int = 0](AnyTensor):
     """
 
     comptime CHANNELS = Self.length
+    """Tokens of a sequence."""
     comptime HEIGHT = Self.features
+    """Features of a token."""
     comptime WIDTH = 1
+    """1."""
     comptime DEVICE = Self.device
+    """The place."""
     var _value: Value
 
     def __init__(out self, value: Value):
@@ -109,6 +123,7 @@ struct Tokens[length: Int, features: Int, *, device: Int = 0](AnyTensor):
         self._value = value
 
     def value(self) -> Value:
+        """The Python tensor."""
         return self._value
 
     def __add__(self, other: Self) raises -> Self:

@@ -17,6 +17,7 @@ struct Embedding[count: Int, features: Int, *, device: Int = 0](Layer):
         self._module = {}
 
     def build(mut self) raises -> PythonObject:
+        """Makes nn.Embedding."""
         var made = part("nn").Embedding(Self.count, Self.features)
         return self._module.set(made, Self.device)
 
@@ -40,13 +41,16 @@ struct Embedding[count: Int, features: Int, *, device: Int = 0](Layer):
 
     @staticmethod
     def fits(x: Shape) -> Bool:
+        """Whether there are ids, on this place."""
         return x == Shape(x.channels, 1, 1, Self.device)
 
     @staticmethod
     def output(x: Shape) -> Shape:
+        """(tokens, features)."""
         return Shape(x.channels, Self.features, 1, x.device)
 
     def apply(self, x: Value) raises -> Value:
+        """What the layer computes, of a value without a type."""
         return self._module(x)
 
 
@@ -61,6 +65,7 @@ struct LayerNorm[features: Int, *, device: Int = 0](Layer):
         self._module = {}
 
     def build(mut self) raises -> PythonObject:
+        """Makes nn.LayerNorm."""
         var made = part("nn").LayerNorm(Self.features)
         return self._module.set(made, Self.device)
 
@@ -74,9 +79,11 @@ struct LayerNorm[features: Int, *, device: Int = 0](Layer):
 
     @staticmethod
     def fits(x: Shape) -> Bool:
+        """Whether there are tokens of so many features, on this place."""
         return x == Shape(x.channels, Self.features, 1, Self.device)
 
     def apply(self, x: Value) raises -> Value:
+        """What the layer computes, of a value without a type."""
         return self._module(x)
 
 
@@ -102,6 +109,7 @@ struct MultiheadAttention[
         self._module = {}
 
     def build(mut self) raises -> PythonObject:
+        """Makes nn.MultiheadAttention."""
         var made = part("nn").MultiheadAttention(
             Self.features, Self.heads, Self.dropout
         )
@@ -117,7 +125,9 @@ struct MultiheadAttention[
 
     @staticmethod
     def fits(x: Shape) -> Bool:
+        """Whether there are tokens of so many features, on this place."""
         return x == Shape(x.channels, Self.features, 1, Self.device)
 
     def apply(self, x: Value) raises -> Value:
+        """What the layer computes, of a value without a type."""
         return self._module.py()(x, is_causal=Self.is_causal)
