@@ -24,8 +24,7 @@ comptime REPETITIONS = 300
 
 @always_inline
 def madd(a: Vec, c: Vec) -> Vec:
-    """Returns a c + a, as the kernels do it: an x86 processor without FMA instructions multiplies and adds.
-    """
+    """Returns a c + a, as the kernels do it: an x86 processor without FMA instructions multiplies and adds."""
     comptime if CompilationTarget.is_x86() and not CompilationTarget.has_fma():
         return a * c + a
     else:
@@ -48,8 +47,7 @@ def once(a: Vec) -> Float64:
 
 
 def once_bf16(a: SIMD[BF16, 32]) -> Float64:
-    """GFLOP/s of one repetition with bf16 products: 32 multiplications and 32 additions per instruction.
-    """
+    """GFLOP/s of one repetition with bf16 products: 32 multiplications and 32 additions per instruction."""
     var acc = Array[SIMD[DType.float32, 16], ACCUMULATORS](fill=0)
     var start = perf_counter_ns()
     for _ in range(ROUNDS):

@@ -50,8 +50,7 @@ comptime SECONDS = 0.15  # of each product, at least
 
 
 def now() -> Int:
-    """Nanoseconds of processor time of this thread: other programs take turns with it.
-    """
+    """Nanoseconds of processor time of this thread: other programs take turns with it."""
     var time = Array[Int64, 2](fill=0)
     _ = external_call["clock_gettime", c_int](c_int(3), time.unsafe_ptr())
     return Int(time[0]) * 1_000_000_000 + Int(time[1])
@@ -88,9 +87,7 @@ def peak[half: Bool]() -> Float64:
     return Float64(flops) / Float64(end - start)
 
 
-def measured[
-    F: def() -> None, //, half: Bool = False
-](f: F, flops: Int) -> String:
+def measured[F: def() -> None, //, half: Bool = False](f: F, flops: Int) -> String:
     """The best GFLOP/s of f and the share of the best peak in turns with it."""
     var best: Float64 = 0
     var most: Float64 = 0
@@ -145,8 +142,7 @@ def linear[half: Bool](I: Int, O: Int, rows: Int) -> String:
 
 
 def convolution[half: Bool](size: Conv, winograd: Bool) -> String:
-    """Those of a convolution. `winograd`: GFLOP/s are those of a direct one that takes as long.
-    """
+    """Those of a convolution. `winograd`: GFLOP/s are those of a direct one that takes as long."""
     var x = floats(size.G * size.x() * LANES)
     var y = floats(size.G * size.y() * LANES)
     var w = floats(size.K * size.taps())

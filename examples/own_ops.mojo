@@ -25,7 +25,5 @@ def mish_gradient[w: Int](dy: SIMD[F32, w], x: SIMD[F32, w]) -> SIMD[F32, w]:
 def ops[D: Device]() -> List[OpOf[D.Run]]:
     return [
         OpOf("mish_forward", "y; x; n", D.map[mish](), "features"),
-        OpOf(
-            "mish_backward", "dx; dy, x; n", D.map[mish_gradient](), "features"
-        ),
+        OpOf("mish_backward", "dx; dy, x; n", D.map[mish_gradient](), "features"),
     ]

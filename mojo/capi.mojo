@@ -54,15 +54,13 @@ def odyssey_ops() abi("C") -> Int:
 
 @export
 def odyssey_op(op: Int, text: BytePtr, size: Int) abi("C") -> Int:
-    """Writes name, roles and traits of an op (op.describe); returns the length.
-    """
+    """Writes name, roles and traits of an op (op.describe); returns the length."""
     return describe(ops(), op, text, size)
 
 
 @export
 def odyssey_kernels() abi("C") -> LongPtr:
-    """Addresses of the kernel and of the scratch function of each op (op.addresses).
-    """
+    """Addresses of the kernel and of the scratch function of each op (op.addresses)."""
     return addresses(ops())
 
 
@@ -103,9 +101,7 @@ def odyssey_fingerprint(runs: LongPtr, count: Int) abi("C") -> UInt64:
 
 
 @export
-def odyssey_shared_arrive(
-    team: TeamPtr, sequence: Int, signature: Int
-) abi("C"):
+def odyssey_shared_arrive(team: TeamPtr, sequence: Int, signature: Int) abi("C"):
     """Arrives at the next barrier (shared_reduce.arrive)."""
     arrive(team[], sequence, signature)
 
@@ -117,9 +113,7 @@ def odyssey_shared_wait(team: TeamPtr, nanoseconds: Int) abi("C") -> Int:
 
 
 @export
-def odyssey_shared_all_reduce(
-    team: TeamPtr, job: JobPtr, nanoseconds: Int
-) abi("C") -> Int:
+def odyssey_shared_all_reduce(team: TeamPtr, job: JobPtr, nanoseconds: Int) abi("C") -> Int:
     """Moves an all-reduce on (shared_reduce.all_reduce)."""
     return all_reduce(team[], job[], nanoseconds)
 
@@ -135,8 +129,7 @@ def odyssey_shared_all_reduce_at_once(
     signature: Int,
     nanoseconds: Int,
 ) abi("C") -> Int:
-    """Begins an all-reduce of the array whose address is at x into that whose address is at y, and moves it on.
-    """
+    """Begins an all-reduce of the array whose address is at x into that whose address is at y, and moves it on."""
     job[].x, job[].y = Int(x[]), Int(y[])
     job[].count = count
     job[].step, job[].arrived = 0, 0
@@ -145,8 +138,6 @@ def odyssey_shared_all_reduce_at_once(
 
 
 @export
-def odyssey_shared_reduce(
-    y: Int, buffers: LongPtr, n: Int, count: Int, dtype: Int, op: Int
-) abi("C"):
+def odyssey_shared_reduce(y: Int, buffers: LongPtr, n: Int, count: Int, dtype: Int, op: Int) abi("C"):
     """Reduces n buffers along the tree (shared_reduce.reduce_buffers)."""
     reduce_buffers(y, buffers, n, count, dtype, op)

@@ -55,22 +55,18 @@ def odyssey_gpu_ops() abi("C") -> Int:
 
 @export
 def odyssey_gpu_op(op: Int, text: BytePtr, size: Int) abi("C") -> Int:
-    """Writes name, roles and traits of an op (op.describe); returns the length.
-    """
+    """Writes name, roles and traits of an op (op.describe); returns the length."""
     return describe(gpu_ops(), op, text, size)
 
 
 @export
 def odyssey_gpu_kernels() abi("C") -> LongPtr:
-    """Addresses of the launcher and of the scratch function of each op (op.addresses).
-    """
+    """Addresses of the launcher and of the scratch function of each op (op.addresses)."""
     return addresses(gpu_ops())
 
 
 @export
-def odyssey_gpu_open(
-    number: Int, handle: LongPtr, error: BytePtr, size: Int
-) abi("C") -> Int:
+def odyssey_gpu_open(number: Int, handle: LongPtr, error: BytePtr, size: Int) abi("C") -> Int:
     """Opens a GPU; writes its handle."""
     try:
         var gpu = Gpu(number)
@@ -100,9 +96,7 @@ def odyssey_gpu_name(gpu: GpuPtr, text: BytePtr, size: Int) abi("C") -> Int:
 
 
 @export
-def odyssey_gpu_memory(
-    gpu: GpuPtr, into: LongPtr, error: BytePtr, size: Int
-) abi("C") -> Int:
+def odyssey_gpu_memory(gpu: GpuPtr, into: LongPtr, error: BytePtr, size: Int) abi("C") -> Int:
     """Writes bytes of free and of all device memory."""
     try:
         var free, total = gpu[].compute.get_memory_info()
@@ -114,11 +108,8 @@ def odyssey_gpu_memory(
 
 
 @export
-def odyssey_gpu_peer(
-    gpu: GpuPtr, other: GpuPtr, error: BytePtr, size: Int
-) abi("C") -> Int:
-    """Whether kernels of `gpu` can read the memory of `other` (1 or 0), which they may from now on.
-    """
+def odyssey_gpu_peer(gpu: GpuPtr, other: GpuPtr, error: BytePtr, size: Int) abi("C") -> Int:
+    """Whether kernels of `gpu` can read the memory of `other` (1 or 0), which they may from now on."""
     try:
         if not gpu[].compute.can_access(other[].compute):
             return 0
@@ -139,18 +130,14 @@ def odyssey_gpu_allocate(
 ) abi("C") -> Int:
     """Writes the address of new device memory, or of new pinned host memory."""
     try:
-        into[] = Int64(
-            gpu[].allocate_pinned(bytes) if pinned else gpu[].allocate(bytes)
-        )
+        into[] = Int64(gpu[].allocate_pinned(bytes) if pinned else gpu[].allocate(bytes))
         return 0
     except e:
         return _fail(error, size, e)
 
 
 @export
-def odyssey_gpu_free(
-    gpu: GpuPtr, address: Int, error: BytePtr, size: Int
-) abi("C") -> Int:
+def odyssey_gpu_free(gpu: GpuPtr, address: Int, error: BytePtr, size: Int) abi("C") -> Int:
     """Gives memory back."""
     try:
         gpu[].free(address)
@@ -243,9 +230,7 @@ def odyssey_gpu_event(
 
 
 @export
-def odyssey_gpu_synchronize(
-    gpu: GpuPtr, queue: Int, error: BytePtr, size: Int
-) abi("C") -> Int:
+def odyssey_gpu_synchronize(gpu: GpuPtr, queue: Int, error: BytePtr, size: Int) abi("C") -> Int:
     """Blocks until a queue is empty."""
     try:
         gpu[].synchronize(queue)
@@ -255,9 +240,7 @@ def odyssey_gpu_synchronize(
 
 
 @export
-def odyssey_gpu_stream(
-    gpu: GpuPtr, queue: Int, error: BytePtr, size: Int
-) abi("C") -> Int:
+def odyssey_gpu_stream(gpu: GpuPtr, queue: Int, error: BytePtr, size: Int) abi("C") -> Int:
     """The CUstream of a queue (Gpu.native_stream)."""
     try:
         return gpu[].native_stream(queue)
@@ -266,9 +249,7 @@ def odyssey_gpu_stream(
 
 
 @export
-def odyssey_gpu_run(
-    gpu: GpuPtr, step: GpuStepPtr, error: BytePtr, size: Int
-) abi("C") -> Int:
+def odyssey_gpu_run(gpu: GpuPtr, step: GpuStepPtr, error: BytePtr, size: Int) abi("C") -> Int:
     """Enqueues a program (Gpu.run)."""
     try:
         gpu[].run(step[])
@@ -278,9 +259,7 @@ def odyssey_gpu_run(
 
 
 @export
-def odyssey_gpu_scratch(
-    gpu: GpuPtr, step: GpuStepPtr, error: BytePtr, size: Int
-) abi("C") -> Int:
+def odyssey_gpu_scratch(gpu: GpuPtr, step: GpuStepPtr, error: BytePtr, size: Int) abi("C") -> Int:
     """Floats of scratch memory that a program wants."""
     return gpu[].scratch(step[])
 
@@ -312,11 +291,8 @@ def odyssey_gpu_tree_sum(
 
 
 @export
-def odyssey_gpu_norm(
-    gpu: GpuPtr, y: Int, x: Int, floats: Int, error: BytePtr, size: Int
-) abi("C") -> Int:
-    """Enqueues what a norm is made of: writes two int64 (fixed_squares), then the largest magnitude, a float32.
-    """
+def odyssey_gpu_norm(gpu: GpuPtr, y: Int, x: Int, floats: Int, error: BytePtr, size: Int) abi("C") -> Int:
+    """Enqueues what a norm is made of: writes two int64 (fixed_squares), then the largest magnitude, a float32."""
     try:
         var most = Ptr(unsafe_from_address=y + 16)
         var numbers = Ptr(unsafe_from_address=x)
@@ -350,8 +326,7 @@ def odyssey_gpu_fingerprint(
     error: BytePtr,
     size: Int,
 ) abi("C") -> Int:
-    """Enqueues the fingerprint of runs in device memory (kernels/gpu/fingerprint.mojo).
-    """
+    """Enqueues the fingerprint of runs in device memory (kernels/gpu/fingerprint.mojo)."""
     try:
         fingerprint(gpu[].compute, y, scratch, runs, count, longest)
         return 0

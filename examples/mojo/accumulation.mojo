@@ -22,9 +22,7 @@ from shared.training.mnist import mnist
 def train_with_accumulation(batch_size: Int, steps: Int) raises -> String:
     """The weights after some steps of 128 samples, in batches of batch_size."""
     var loader = DataLoader(mnist(train=True), batch_size, shuffle=True)
-    var trainer = DistributedTrainer(
-        LeNet5(), Adam(lr=0.003), accumulation_steps=128 // batch_size
-    )
+    var trainer = DistributedTrainer(LeNet5(), Adam(lr=0.003), accumulation_steps=128 // batch_size)
     var history = trainer.train(loader, epochs=9, steps=steps)
     if trainer.comm.rank() == 0:
         print(128 // batch_size, "x", batch_size, end=": ")

@@ -26,14 +26,10 @@ from shared.training.mnist import mnist
 
 
 def lenet() raises:
-    """Trains, and prints what the Python command prints: accuracy and the weights' SHA-256.
-    """
+    """Trains, and prints what the Python command prints: accuracy and the weights' SHA-256."""
     _ = connect()  # first of all: whatever is wrong on one rank ends the others
     check_options(
-        (
-            "data-dir epochs steps seed batch-size accumulation-steps threads"
-            " checkpoint-dir checkpoint-every stop-at"
-        ),
+        "data-dir epochs steps seed batch-size accumulation-steps threads checkpoint-dir checkpoint-every stop-at",
         flags="no-eval",
     )
     var seed = UInt64(number("seed", 0, at_least=0))

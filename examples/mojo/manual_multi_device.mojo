@@ -12,8 +12,7 @@ from shared.training.mnist import mnist
 
 
 def split_batch(batch: Batch, parts: Int) raises -> List[Batch]:
-    """The batch as consecutive pieces of one size: only then is a mean of means the mean.
-    """
+    """The batch as consecutive pieces of one size: only then is a mean of means the mean."""
     if batch.samples % parts:
         raise Error("[usage] the batch does not divide by --devices")
     var n = batch.samples // parts
@@ -43,9 +42,7 @@ def manual_multi_device() raises:
         models.append(Engine(LeNet5(), seed=0))  # all copies start alike
         models[k].to(device=k)
         optimizers.append(SGD(lr=0.1))
-    var loader = DataLoader(
-        mnist(train=True), 128, shuffle=True, drop_last=True
-    )
+    var loader = DataLoader(mnist(train=True), 128, shuffle=True, drop_last=True)
     for step in range(number("steps", 50)):
         var batch = loader.batch(step // len(loader), step % len(loader), 128)
         var pieces = split_batch(batch, devices)

@@ -37,18 +37,12 @@ def permitted() -> Bool:
         comptime ARCH_PRCTL = 158
         comptime REQUEST = 0x1023  # ARCH_REQ_XCOMP_PERM
         comptime TILES = 18  # XFEATURE_XTILEDATA
-        return (
-            external_call["syscall", Int, num_fixed_args=1](
-                ARCH_PRCTL, REQUEST, TILES
-            )
-            == 0
-        )
+        return external_call["syscall", Int, num_fixed_args=1](ARCH_PRCTL, REQUEST, TILES) == 0
     return True
 
 
 def begin():
-    """Makes this thread's eight tile registers 16 rows of 64 bytes each. The process has asked for them (capi.mojo).
-    """
+    """Makes this thread's eight tile registers 16 rows of 64 bytes each. The process has asked for them (capi.mojo)."""
     var shape = unsafe_stack_allocation[64, DType.uint8, alignment=64]()
     for i in range(64):
         shape[unsafe_offset=i] = 0
@@ -60,8 +54,7 @@ def begin():
 
 
 def end():
-    """Gives them back: until then the system saves them whenever it changes threads.
-    """
+    """Gives them back: until then the system saves them whenever it changes threads."""
     llvm_intrinsic["llvm.x86.tilerelease", NoneType]()
 
 
@@ -102,8 +95,7 @@ def vectors_of(n: Int) -> Int:
 
 @always_inline
 def _samples(x: Ptr, at: Int, step: Int, n: Int) -> Vec:
-    """A number of n samples in rows, which are `step` apart; zeros in the other lanes.
-    """
+    """A number of n samples in rows, which are `step` apart; zeros in the other lanes."""
     var v = Vec(0)
     for l in range(n):
         v[l] = x[unsafe_offset=at + l * step]
@@ -148,8 +140,7 @@ def pack_weights(
     a_step: Int,
     b_step: Int,
 ):
-    """Tiles of 16 along A by 32 along B, for each tap; first along the axis whose steps are short.
-    """
+    """Tiles of 16 along A by 32 along B, for each tap; first along the axis whose steps are short."""
     var vectors = vectors_of(A)
     var tiles = tiles_of(B)
 
@@ -202,11 +193,8 @@ trait Cut:
 
 
 @always_inline
-def cut_to_fit[
-    T: Cut & Copyable
-](of: T, units: Int, rows: Int, least: Int) -> Tuple[Int, Int]:
-    """How many units (groups, or pairs of groups), at least `least` if there are, and rows of them fit ROOM.
-    """
+def cut_to_fit[T: Cut & Copyable](of: T, units: Int, rows: Int, least: Int) -> Tuple[Int, Int]:
+    """How many units (groups, or pairs of groups), at least `least` if there are, and rows of them fit ROOM."""
     var whole = of.packed(rows)
     if least * whole <= ROOM:
         var parts = ceildiv(units, ROOM // whole // least * least)

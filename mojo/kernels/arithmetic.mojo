@@ -76,8 +76,7 @@ def _equal[w: Int](a: SIMD[F32, w], b: SIMD[F32, w]) -> SIMD[F32, w]:
 
 @always_inline
 def _share[w: Int](a: SIMD[F32, w], b: SIMD[F32, w]) -> SIMD[F32, w]:
-    """The derivative of max(a, b) by a: 1, 0, or half each where they are equal.
-    """
+    """The derivative of max(a, b) by a: 1, 0, or half each where they are equal."""
     var ties = a.eq(b).select(SIMD[F32, w](0.5), SIMD[F32, w](0))
     return a.gt(b).select(SIMD[F32, w](1), ties)
 
@@ -102,9 +101,7 @@ def maps[D: Device]() -> List[OpOf[D.Run]]:
     ]
 
 
-comptime PAIR = (
-    "y; a, b; d0, d1, d2, d3, d4, a0, a1, a2, a3, a4, b0, b1, b2, b3, b4"
-)
+comptime PAIR = "y; a, b; d0, d1, d2, d3, d4, a0, a1, a2, a3, a4, b0, b1, b2, b3, b4"
 
 
 def pairs[S: Strided]() -> List[OpOf[S.Run]]:

@@ -62,8 +62,7 @@ def _score[
     end: Int,
     size: Attention,
 ):
-    """The scores of keys start .. end - 1 and groups lo .. gb - 1 of a block.
-    """
+    """The scores of keys start .. end - 1 and groups lo .. gb - 1 of a block."""
     for key in range(start, end, TILE):
         var from_ = k.group(key // LANES).unsafe_offset(key % LANES)
         var s = dots[TILE, gb - lo](q, g + lo, from_, size.D)
@@ -81,17 +80,8 @@ def _score[
 @always_inline
 def _exponentiate[
     lo: Int, gb: Int, masked: Bool
-](
-    scores: Ptr,
-    mut total: Array[Vec, gb],
-    most: Array[Vec, gb],
-    g: Int,
-    start: Int,
-    end: Int,
-    size: Attention,
-):
-    """Turns scores into exponentials, 0 for keys that are not seen, and adds them up.
-    """
+](scores: Ptr, mut total: Array[Vec, gb], most: Array[Vec, gb], g: Int, start: Int, end: Int, size: Attention,):
+    """Turns scores into exponentials, 0 for keys that are not seen, and adds them up."""
     comptime for i in range(lo, gb):
         var last = last_seen(size, g + i)
         for key in range(start, end):
@@ -138,9 +128,7 @@ def _forward_block[
     combine[gb](y, scores, LANES, gb * LANES, v, 0, all, size.D)
     comptime if gb == 2:
         if all < keys:
-            _exponentiate[1, gb, masked](
-                scores, total, most, g, all, keys, size
-            )
+            _exponentiate[1, gb, masked](scores, total, most, g, all, keys, size)
             if size.p > 0:
                 drop[1, gb](scores, drawn, g, 0, all, keys, size)
             combine[1](
@@ -197,9 +185,7 @@ def _forward[
 
             @always_inline
             def queries[gb: Int](g: Int) {imm}:
-                _forward_block[gb, masked](
-                    block, sums, scores, qp, kp, vp, mp, drawn, g, s
-                )
+                _forward_block[gb, masked](block, sums, scores, qp, kp, vp, mp, drawn, g, s)
                 comptime for i in range(gb):
                     var part = block.unsafe_offset(i * s.D * LANES)
                     var at = h * s.D
@@ -229,8 +215,7 @@ def _attention_forward(r: Record):
 
 @always_inline
 def _transposed[gb: Int](y: Ptr, x: Ptr, groups: Int):
-    """The scores of `groups` groups of keys, x (keys, gb, L of queries), as y (groups, queries, L of keys).
-    """
+    """The scores of `groups` groups of keys, x (keys, gb, L of queries), as y (groups, queries, L of keys)."""
     for group in range(groups):
         comptime for i in range(gb):
             var a = Array[Vec, LANES](fill=Vec(0))
@@ -273,12 +258,8 @@ def _differentiate[
             drop[lo, gb](factors, drawn, g, first, start, end, size)
     for key in range(start, end, TILE):
         var group = (first + key) // LANES
-        var s = dots[TILE, n](
-            q, g + lo, k.group(group).unsafe_offset(key % LANES), size.D
-        )
-        var d = dots[TILE, n](
-            dy, g + lo, v.group(group).unsafe_offset(key % LANES), size.D
-        )
+        var s = dots[TILE, n](q, g + lo, k.group(group).unsafe_offset(key % LANES), size.D)
+        var d = dots[TILE, n](dy, g + lo, v.group(group).unsafe_offset(key % LANES), size.D)
         comptime if more:
             comptime for i in range(lo, gb):
                 comptime for j in range(TILE):
@@ -495,9 +476,7 @@ def _backward[
 
             @always_inline
             def queries[gb: Int](g: Int) {imm}:
-                _backward_block[gb, more](
-                    dqr, dkr, dvr, room, mp, drawn, dp, qp, kp, vp, lp, ep, g, s
-                )
+                _backward_block[gb, more](dqr, dkr, dvr, room, mp, drawn, dp, qp, kp, vp, lp, ep, g, s)
                 comptime for i in range(gb):
                     var part = dqr.unsafe_offset(i * s.D * LANES)
                     put_group(dq, of, s.at(0, h), n, s.T, s.D, part, g + i)
@@ -556,20 +535,14 @@ def ops() -> List[Op]:
     return [
         Op(
             "attention_forward",
-            (
-                "y, lse; q, k, v, mask, ~scratch;"
-                " N, T, S, H, D, past, fused, scale, p, layer, head, masks"
-            ),
+            "y, lse; q, k, v, mask, ~scratch; N, T, S, H, D, past, fused, scale, p, layer, head, masks",
             _attention_forward,
             "lanes heads",
             _forward_scratch,
         ),
         Op(
             "attention_backward",
-            (
-                "dq, dk, dv; dy, y, lse, q, k, v, mask, ~scratch;"
-                " N, T, S, H, D, past, fused, scale, p, layer, head, masks"
-            ),
+            "dq, dk, dv; dy, y, lse, q, k, v, mask, ~scratch; N, T, S, H, D, past, fused, scale, p, layer, head, masks",
             _attention_backward,
             "lanes heads",
             _backward_scratch,

@@ -63,14 +63,11 @@ struct Attention(TrivialRegisterPassable):
         """
         var head = self.S * (self.T if self.masks & QUERIES else 1)
         var sequence = head * (self.H if self.masks & HEADS else 1)
-        return (n * sequence if self.masks & SEQUENCES else 0) + (
-            h * head if self.masks & HEADS else 0
-        )
+        return (n * sequence if self.masks & SEQUENCES else 0) + (h * head if self.masks & HEADS else 0)
 
     @always_inline
     def features(self) -> Int:
-        """Of the tensors that q, k, v and their gradients are or are thirds of.
-        """
+        """Of the tensors that q, k, v and their gradients are or are thirds of."""
         return self.H * self.D * (3 if self.fused else 1)
 
     @always_inline
@@ -93,8 +90,7 @@ struct Attention(TrivialRegisterPassable):
 
 @fieldwise_init
 struct Mask(TrivialRegisterPassable):
-    """What is added to a head's scores of a sequence; keys with -inf are not seen. Without one, 0.
-    """
+    """What is added to a head's scores of a sequence; keys with -inf are not seen. Without one, 0."""
 
     var p: Ptr  # (S, T), or (S)
     var size: Attention
@@ -113,9 +109,7 @@ struct Mask(TrivialRegisterPassable):
         if self.size.masks & QUERIES == 0:
             return Vec(self.p[unsafe_offset=s])
         var t = g * LANES
-        return load_first(
-            self.p, s * self.size.T + t, min(self.size.T - t, LANES)
-        )
+        return load_first(self.p, s * self.size.T + t, min(self.size.T - t, LANES))
 
 
 @fieldwise_init
@@ -128,11 +122,8 @@ struct Drawn(TrivialRegisterPassable):
 
 
 @always_inline
-def dots[
-    n: Int, gb: Int
-](a: Panel, g: Int, b: Ptr, D: Int) -> Array[Vec, n * gb]:
-    """Products of the tokens of gb groups of a, from g on, with the n tokens from lane b on.
-    """
+def dots[n: Int, gb: Int](a: Panel, g: Int, b: Ptr, D: Int) -> Array[Vec, n * gb]:
+    """Products of the tokens of gb groups of a, from g on, with the n tokens from lane b on."""
     var acc = Array[Vec, n * gb](fill=Vec(0))
     var p = a.group(g)
     for d in range(D):
@@ -159,8 +150,7 @@ def combine[
     count: Int,
     D: Int,
 ):
-    """Adds the `count` tokens of b from group g on, each times its weights, to y.
-    """
+    """Adds the `count` tokens of b from group g on, each times its weights, to y."""
 
     @always_inline
     def tile[n: Int](d: Int) {imm}:
@@ -211,15 +201,7 @@ def all_see(size: Attention, g: Int, keys: Int) -> Int:
 @always_inline
 def drop[
     lo: Int, gb: Int
-](
-    x: Ptr,  # (keys, gb, L)
-    drawn: Drawn,
-    g: Int,
-    first: Int,
-    start: Int,
-    end: Int,
-    size: Attention,
-):
+](x: Ptr, drawn: Drawn, g: Int, first: Int, start: Int, end: Int, size: Attention,):  # (keys, gb, L)
     """Divides those of keys start .. end - 1 behind key `first` that stay by 1 - p, zeroes the others, of groups lo ..
     gb - 1 of queries. start must be a multiple of 4.
     """

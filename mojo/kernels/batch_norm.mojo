@@ -89,9 +89,7 @@ struct Gradient(TrivialRegisterPassable):
 
 
 @always_inline
-def _walk[
-    B: def[whole: Bool, j: Int](Int, Int, Int) -> None, //
-](body: B, z: Sizes, L: Int, live: Int, channel: Int):
+def _walk[B: def[whole: Bool, j: Int](Int, Int, Int) -> None, //](body: B, z: Sizes, L: Int, live: Int, channel: Int):
     """Calls body[whole, j](at, live, there) for each vector of a channel, j being 0, 1, 2, 3 in turn: where it begins, how
     many of its floats are a sample's, how many are in memory; all 16 if it is whole.
     """
@@ -166,9 +164,7 @@ def _forward(
             var sums = _Parts(fill=Vec(0))
 
             @always_inline
-            def add[
-                whole: Bool, j: Int
-            ](i: Int, own: Int, there: Int) {mut sums, imm x}:
+            def add[whole: Bool, j: Int](i: Int, own: Int, there: Int) {mut sums, imm x}:
                 sums[j] += _load[whole](x, i, own)
 
             _walk(add, z, L, live, c)
@@ -176,9 +172,7 @@ def _forward(
             var squares = _Parts(fill=Vec(0))
 
             @always_inline
-            def square[
-                whole: Bool, j: Int
-            ](i: Int, own: Int, there: Int) {mut squares, imm x, imm m}:
+            def square[whole: Bool, j: Int](i: Int, own: Int, there: Int) {mut squares, imm x, imm m}:
                 var d = _load[whole](x, i, own) - m
                 comptime if not whole:
                     d = first(own).select(d, Vec(0))
@@ -200,9 +194,7 @@ def _forward(
         )
 
         @always_inline
-        def put[
-            whole: Bool, j: Int
-        ](i: Int, own: Int, there: Int) {imm x, imm y, imm norm}:
+        def put[whole: Bool, j: Int](i: Int, own: Int, there: Int) {imm x, imm y, imm norm}:
             _store[whole](y, i, norm.at[LANES](_load[whole](x, i, own)), there)
 
         _walk(put, z, L, live, c)
@@ -210,33 +202,17 @@ def _forward(
 
 def _backward[
     relu: Bool
-](
-    dx: Ptr,
-    dw: Ptr,
-    db: Ptr,
-    dy: Ptr,
-    x: Ptr,
-    stats: Ptr,
-    w: Ptr,
-    b: Ptr,
-    z: Sizes,
-    train: Bool,
-    r: Record,
-):
+](dx: Ptr, dw: Ptr, db: Ptr, dy: Ptr, x: Ptr, stats: Ptr, w: Ptr, b: Ptr, z: Sizes, train: Bool, r: Record,):
     var L = r.lanes()
     var live = z.samples(Int(r.context[].valid))
     var count = z.numbers(Int(r.context[].valid))
     for c in range(z.C):
         var m = stats[unsafe_offset=c]
         var inverse = stats[unsafe_offset=z.C + c]
-        var norm = Norm(
-            m, inverse, w[unsafe_offset=c], b[unsafe_offset=c], False
-        )
+        var norm = Norm(m, inverse, w[unsafe_offset=c], b[unsafe_offset=c], False)
 
         @always_inline
-        def passed[
-            whole: Bool
-        ](i: Int, own: Int, v: Vec) {imm dy, imm norm} -> Vec:
+        def passed[whole: Bool](i: Int, own: Int, v: Vec) {imm dy, imm norm} -> Vec:
             var d = _load[whole](dy, i, own)
             comptime if relu:
                 d = relu_gradient[LANES](d, norm.at[LANES](v))
@@ -246,11 +222,7 @@ def _backward[
         var products = _Parts(fill=Vec(0))
 
         @always_inline
-        def add[
-            whole: Bool, j: Int
-        ](i: Int, own: Int, there: Int) {
-            mut sums, mut products, imm x, imm m, imm passed
-        }:
+        def add[whole: Bool, j: Int](i: Int, own: Int, there: Int) {mut sums, mut products, imm x, imm m, imm passed}:
             var v = _load[whole](x, i, own)
             var d = passed[whole](i, own, v)
             sums[j] += d
@@ -265,9 +237,7 @@ def _backward[
         var by = Gradient(m, inverse, w[unsafe_offset=c], s * part, t * part)
 
         @always_inline
-        def put[
-            whole: Bool, j: Int
-        ](i: Int, own: Int, there: Int) {imm x, imm dx, imm by, imm passed}:
+        def put[whole: Bool, j: Int](i: Int, own: Int, there: Int) {imm x, imm dx, imm by, imm passed}:
             var v = _load[whole](x, i, own)
             v = by.at[LANES](passed[whole](i, own, v), v)
             comptime if not whole:
@@ -291,8 +261,7 @@ def _backward_op(
     relu: Bool,
     r: Record,
 ):
-    """With `relu`, dy is the gradient of max(y, 0): where y > 0 is computed again, so that y need not be kept.
-    """
+    """With `relu`, dy is the gradient of max(y, 0): where y > 0 is computed again, so that y need not be kept."""
     if relu:
         _backward[True](dx, dw, db, dy, x, stats, w, b, z, train, r)
     else:
@@ -300,11 +269,8 @@ def _backward_op(
 
 
 @always_inline
-def moved(
-    n: Float32, momentum: Float32, before: Float32, now: Float32
-) -> Float32:
-    """What n samples take away from a running statistic, so that it goes by `momentum` towards theirs.
-    """
+def moved(n: Float32, momentum: Float32, before: Float32, now: Float32) -> Float32:
+    """What n samples take away from a running statistic, so that it goes by `momentum` towards theirs."""
     return n * momentum * (before - now)
 
 
@@ -323,9 +289,7 @@ def _running(
 ):
     var n = Float32(N if N >= 0 else Int(r.context[].valid))
     for c in range(C):
-        dmean[unsafe_offset=c] = moved(
-            n, momentum, mean[unsafe_offset=c], stats[unsafe_offset=c]
-        )
+        dmean[unsafe_offset=c] = moved(n, momentum, mean[unsafe_offset=c], stats[unsafe_offset=c])
         dvariance[unsafe_offset=c] = moved(
             n,
             momentum,
@@ -342,10 +306,7 @@ def ops() -> List[Op]:
     return [
         Op(
             "batch_norm_forward",
-            (
-                "y, stats; x, w, b, mean, variance; G, C, P, N, eps, train,"
-                " again, relu"
-            ),
+            "y, stats; x, w, b, mean, variance; G, C, P, N, eps, train, again, relu",
             call[_forward],
             "again",
         ),
@@ -356,10 +317,7 @@ def ops() -> List[Op]:
         ),
         Op(
             "batch_norm_running",
-            (
-                "dmean, dvariance, dsteps; stats, mean, variance, steps; C, N,"
-                " momentum"
-            ),
+            "dmean, dvariance, dsteps; stats, mean, variance, steps; C, N, momentum",
             call[_running],
         ),
     ]

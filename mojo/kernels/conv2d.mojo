@@ -111,22 +111,14 @@ def _forward_tile[
 
 def conv2d_forward[
     relu: Bool
-](
-    y: Ptr,  # (G, K, P, Q, L)
-    x: Ptr,  # (G, C, H, W, L)
-    w: Ptr,  # (K, C, R, T)
-    b: Ptr,  # (K)
-    size: Conv,
-):
+](y: Ptr, x: Ptr, w: Ptr, b: Ptr, size: Conv,):  # (G, K, P, Q, L)  # (G, C, H, W, L)  # (K, C, R, T)  # (K)
     """Computes y = x * w + b (cross-correlation), then max(y, 0) if `relu`."""
     var P = size.P()
     var Q = size.Q()
     var taps = size.taps()
     for g in range(size.G):
         for p in range(P):
-            var xr = x.unsafe_offset(
-                ((g * size.C) * size.H + p * size.S) * size.W * LANES
-            )
+            var xr = x.unsafe_offset(((g * size.C) * size.H + p * size.S) * size.W * LANES)
 
             @always_inline
             def row[kb: Int](k: Int) {imm}:
@@ -169,8 +161,7 @@ comptime TB = 9 if REGISTERS == 32 else (2 if REGISTERS == 8 else 1)
 
 @always_inline
 def tap_offsets[n: Int](tap: Int, size: Conv) -> Array[Int, n]:
-    """Where in x, in vectors, n taps begin. Divisions would take as long as the products of a small image.
-    """
+    """Where in x, in vectors, n taps begin. Divisions would take as long as the products of a small image."""
     var offset = Array[Int, n](fill=0)
     var c, rest = divmod(tap, size.R * size.T)
     var r, t = divmod(rest, size.T)
@@ -189,15 +180,7 @@ def tap_offsets[n: Int](tap: Int, size: Conv) -> Array[Int, n]:
 @no_inline
 def _weight_tile[
     kb: Int, tb: Int
-](
-    dw: Ptr,
-    dy: Ptr,
-    x: Ptr,
-    offset: Array[Int, tb],
-    P: Int,
-    Q: Int,
-    size: Conv,
-):
+](dw: Ptr, dy: Ptr, x: Ptr, offset: Array[Int, tb], P: Int, Q: Int, size: Conv,):
     var taps = size.taps()
     # far apart and in no cache: as far away as the products of a small image are long
     comptime for k in range(kb):
@@ -207,9 +190,7 @@ def _weight_tile[
     for g in range(size.G):
         for p in range(P):
             var dyp = dy.unsafe_offset((g * size.K * P + p) * Q * LANES)
-            var xp = x.unsafe_offset(
-                (g * size.C * size.H + p * size.S) * size.W * LANES
-            )
+            var xp = x.unsafe_offset((g * size.C * size.H + p * size.S) * size.W * LANES)
             for _ in range(Q):
                 var d = Array[Vec, kb](fill=Vec(0))
                 comptime for k in range(kb):
@@ -234,8 +215,7 @@ def conv2d_backward_weight(
     x: Ptr,  # (G, C, H, W, L)
     size: Conv,
 ):
-    """Adds the gradients of weights and bias, summed over samples and pixels.
-    """
+    """Adds the gradients of weights and bias, summed over samples and pixels."""
     var P = size.P()
     var Q = size.Q()
     var taps = size.taps()
@@ -313,9 +293,7 @@ def _spread_piece[
     `carry` (parts, cb, T - 1, L) comes from the piece on the left and goes to the one on the right.
     """
     comptime n = qb + T - 1
-    var saved = unsafe_stack_allocation[
-        2 * cb * qb * LANES, F32, alignment=64
-    ]()
+    var saved = unsafe_stack_allocation[2 * cb * qb * LANES, F32, alignment=64]()
     var start = cut(K, part)
 
     @always_inline
@@ -336,9 +314,7 @@ def _spread_piece[
                     comptime for t in range(T):
                         var wt = splat(wr, c * w_input + t)
                         comptime for q in range(qb):
-                            acc[c * n + q + t] = madd(
-                                v[q], wt, acc[c * n + q + t]
-                            )
+                            acc[c * n + q + t] = madd(v[q], wt, acc[c * n + q + t])
         comptime for c in range(cb):
             comptime for i in range(T - 1):
                 store(old, (c * (T - 1) + i) * LANES, acc[c * n + qb + i])
@@ -365,23 +341,12 @@ def _spread_piece[
 @always_inline
 def _spread_row[
     T: Int, cb: Int
-](
-    dx: Ptr,
-    dy: Ptr,
-    w: Ptr,
-    size: Conv,
-    part: Int,
-    parts: Int,
-    r0: Int,
-    r1: Int,
-):
+](dx: Ptr, dy: Ptr, w: Ptr, size: Conv, part: Int, parts: Int, r0: Int, r1: Int,):
     """One row of cb input channels, in pieces from left to right."""
     var P = size.P()
     var Q = size.Q()
     # one vector more than needed, so that there is one for T = 1
-    var carry = unsafe_stack_allocation[
-        (PARTS * cb * (T - 1) + 1) * LANES, F32, alignment=64
-    ]()
+    var carry = unsafe_stack_allocation[(PARTS * cb * (T - 1) + 1) * LANES, F32, alignment=64]()
     var saved = unsafe_stack_allocation[2 * LANES, F32, alignment=64]()
     var channel = size.H * size.W * LANES
     for i in range(parts * cb * (T - 1)):
@@ -433,9 +398,7 @@ def _backward_input_spread[
             def channels[cb: Int](c: Int) {imm}:
                 for h in range(h0, min(h0 + block, size.H)):
                     _spread_row[T, cb](
-                        dx.unsafe_offset(
-                            ((g * size.C + c) * size.H + h) * size.W * LANES
-                        ),
+                        dx.unsafe_offset(((g * size.C + c) * size.H + h) * size.W * LANES),
                         dy.unsafe_offset((g * held * P + h) * Q * LANES),
                         w.unsafe_offset((start * size.C + c) * size.R * T),
                         size,
@@ -469,15 +432,13 @@ trait Gather(TrivialRegisterPassable):
     """How a tile of dx is computed."""
 
     def tile[cb: Int, qb: Int](self, c: Int, h: Int, i: Int):
-        """Pixels i, i + S ... of row h of channels c, c + 1 ..., which all have the taps of the first.
-        """
+        """Pixels i, i + S ... of row h of channels c, c + 1 ..., which all have the taps of the first."""
         ...
 
 
 @always_inline
 def gather_rows[T: Gather, //](of: T, size: Conv, c: Int, h0: Int, h1: Int):
-    """Rows h0 to h1 of the channels from c on: KB of them, or those that are left.
-    """
+    """Rows h0 to h1 of the channels from c on: KB of them, or those that are left."""
     var Q = size.Q()
 
     @always_inline
@@ -522,9 +483,7 @@ struct _Gather[L: Int](Gather):
         var P = size.P()
         var Q = size.Q()
         var start = cut(size.K, self.part)
-        var saved = unsafe_stack_allocation[
-            2 * cb * qb * Self.L, F32, alignment=64
-        ]()
+        var saved = unsafe_stack_allocation[2 * cb * qb * Self.L, F32, alignment=64]()
         var acc = Array[SIMD[F32, Self.L], cb * qb](fill=SIMD[F32, Self.L](0))
         var used = h % size.S < size.R and i % size.S < size.T  # by any tap
         for part in range(self.parts if used else 0):
@@ -540,26 +499,16 @@ struct _Gather[L: Int](Gather):
                     var q = (i - t) // size.S
                     if i < t or q >= Q:
                         continue
-                    var d = self.dy.unsafe_offset(
-                        (((k0 - start) * P + p) * Q + q) * Self.L
-                    )
-                    var w = self.w.unsafe_offset(
-                        ((k0 * size.C + c) * size.R + r) * size.T + t
-                    )
+                    var d = self.dy.unsafe_offset((((k0 - start) * P + p) * Q + q) * Self.L)
+                    var w = self.w.unsafe_offset(((k0 * size.C + c) * size.R + r) * size.T + t)
                     for _ in range(k0, k1):
-                        var v = Array[SIMD[F32, Self.L], qb](
-                            fill=SIMD[F32, Self.L](0)
-                        )
+                        var v = Array[SIMD[F32, Self.L], qb](fill=SIMD[F32, Self.L](0))
                         comptime for n in range(qb):
                             v[n] = load[Self.L](d, n * Self.L)
                         comptime for m in range(cb):
-                            var wm = SIMD[F32, Self.L](
-                                w[unsafe_offset=m * size.R * size.T]
-                            )
+                            var wm = SIMD[F32, Self.L](w[unsafe_offset=m * size.R * size.T])
                             comptime for n in range(qb):
-                                acc[m * qb + n] = madd(
-                                    v[n], wm, acc[m * qb + n]
-                                )
+                                acc[m * qb + n] = madd(v[n], wm, acc[m * qb + n])
                         d = d.unsafe_offset(P * Q * Self.L)
                         w = w.unsafe_offset(size.taps())
             fold(acc, saved, part, self.parts)

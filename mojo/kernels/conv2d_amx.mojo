@@ -49,19 +49,8 @@ struct _Sum(TrivialRegisterPassable):
 @no_inline
 def _block[
     mb: Int, nb: Int
-](
-    y: Ptr,
-    y_vector: Int,
-    y_group: Int,
-    w: HalfPtr,
-    w_vector: Int,
-    x: HalfPtr,
-    x_group: Int,
-    start: Ptr,
-    s: _Sum,
-):
-    """Writes a pixel of mb vectors of channels of nb groups; sums start from `start` (mb, 16, 16).
-    """
+](y: Ptr, y_vector: Int, y_group: Int, w: HalfPtr, w_vector: Int, x: HalfPtr, x_group: Int, start: Ptr, s: _Sum,):
+    """Writes a pixel of mb vectors of channels of nb groups; sums start from `start` (mb, 16, 16)."""
     comptime for m in range(mb):
         comptime for n in range(nb):
             load_tile[m * nb + n](start.unsafe_offset(m * SUMS))
@@ -86,8 +75,7 @@ def _block[
 
 @fieldwise_init
 struct _Pass[forward: Bool](Cut, TrivialRegisterPassable):
-    """The forward pass, or the gradient of the input: what is read and what is written.
-    """
+    """The forward pass, or the gradient of the input: what is read and what is written."""
 
     var size: Conv
     var samples: Int  # in rows; 0: lanes
@@ -141,8 +129,7 @@ struct _Pass[forward: Bool](Cut, TrivialRegisterPassable):
         return n * self.line() * tiles_of(self.inputs())
 
     def cut(self) -> Tuple[Int, Int]:
-        """Groups, and rows of them, that are computed from what is packed at once.
-        """
+        """Groups, and rows of them, that are computed from what is packed at once."""
         return cut_to_fit(self, self.groups(), self.height(), 2)
 
     def weights(self) -> Int:
@@ -183,9 +170,7 @@ struct _Pass[forward: Bool](Cut, TrivialRegisterPassable):
                 -tiles,
             )
 
-    def run[
-        relu: Bool
-    ](self, y: Ptr, x: Ptr, w: Ptr, bias: Optional[Ptr], scratch: Ptr):
+    def run[relu: Bool](self, y: Ptr, x: Ptr, w: Ptr, bias: Optional[Ptr], scratch: Ptr):
         """Computes y from x."""
         var size = self.size
         var taps = size.R * size.T
@@ -211,9 +196,7 @@ struct _Pass[forward: Bool](Cut, TrivialRegisterPassable):
                         var sample = (g0 + g) * LANES
                         pack_pixels[True](
                             to,
-                            x.unsafe_offset(
-                                sample * self.inputs() * self.plane() + n0
-                            ),
+                            x.unsafe_offset(sample * self.inputs() * self.plane() + n0),
                             self.inputs(),
                             self.plane(),
                             n,
@@ -229,9 +212,7 @@ struct _Pass[forward: Bool](Cut, TrivialRegisterPassable):
                             n,
                             0,
                         )
-                self._groups[relu](
-                    y, xp, wp, bias, g0, groups, room, h0, h1, rows[0]
-                )
+                self._groups[relu](y, xp, wp, bias, g0, groups, room, h0, h1, rows[0])
         end()
 
     def _groups[
@@ -249,15 +230,12 @@ struct _Pass[forward: Bool](Cut, TrivialRegisterPassable):
         h1: Int,
         first: Int,
     ):
-        """Rows h0 to h1 - 1 of some groups, which are packed, `room` numbers each.
-        """
+        """Rows h0 to h1 - 1 of some groups, which are packed, `room` numbers each."""
         var M = self.channels()
         var plane = self.height() * self.width()
         var per_vector = self.size.R * self.size.T * tiles_of(self.inputs())
         var start = unsafe_stack_allocation[4 * SUMS, F32, alignment=64]()
-        var sums = unsafe_stack_allocation[
-            BLOCK * 4 * SUMS, F32, alignment=64
-        ]()
+        var sums = unsafe_stack_allocation[BLOCK * 4 * SUMS, F32, alignment=64]()
 
         @always_inline
         def block[mb: Int, nb: Int](v: Int, from_: Int, to: Int) {imm}:
@@ -269,12 +247,7 @@ struct _Pass[forward: Bool](Cut, TrivialRegisterPassable):
                     value = bias.value()[unsafe_offset=v * LANES + m]
                 store(start, m * LANES, Vec(value))
             # Pixels of a channel are neighbours, its channels are not: a run of pixels is written at once.
-            var direct = (
-                plane == 1
-                and not relu
-                and self.samples == 0
-                and valid == mb * LANES
-            )
+            var direct = plane == 1 and not relu and self.samples == 0 and valid == mb * LANES
             for g in range(from_, to, nb):
                 for h in range(h0, h1):
                     for i0 in range(0, self.width(), BLOCK):
@@ -284,9 +257,7 @@ struct _Pass[forward: Bool](Cut, TrivialRegisterPassable):
                             var group = SUMS
                             if direct:
                                 group = M * LANES
-                                to_ = y.unsafe_offset(
-                                    ((g0 + g) * M + v * LANES) * LANES
-                                )
+                                to_ = y.unsafe_offset(((g0 + g) * M + v * LANES) * LANES)
                             _block[mb, nb](
                                 to_,
                                 SUMS if direct else nb * SUMS,
@@ -308,10 +279,7 @@ struct _Pass[forward: Bool](Cut, TrivialRegisterPassable):
                                     v * LANES + m,
                                     h * self.width() + i0,
                                     n,
-                                    sums.unsafe_offset(
-                                        (m // LANES * nb + j) * SUMS
-                                        + m % LANES * LANES
-                                    ),
+                                    sums.unsafe_offset((m // LANES * nb + j) * SUMS + m % LANES * LANES),
                                 )
 
         var vectors = vectors_of(M)
@@ -329,9 +297,7 @@ struct _Pass[forward: Bool](Cut, TrivialRegisterPassable):
                     block[rest, 1](vectors - rest, two, groups)
 
     @always_inline
-    def _write[
-        relu: Bool
-    ](self, y: Ptr, g: Int, m: Int, pixel: Int, n: Int, sums: Ptr):
+    def _write[relu: Bool](self, y: Ptr, g: Int, m: Int, pixel: Int, n: Int, sums: Ptr):
         """Writes channel m of n pixels of group g, which are 4 SUMS apart."""
         var M = self.channels()
         var plane = self.height() * self.width()
@@ -358,8 +324,7 @@ def conv2d_forward_amx[
     size: Conv,
     rows: Bool,
 ):
-    """Computes y = x * w + b (cross-correlation), then max(y, 0) if `relu`; in rows L is 1, with the bits of lanes.
-    """
+    """Computes y = x * w + b (cross-correlation), then max(y, 0) if `relu`; in rows L is 1, with the bits of lanes."""
     _Pass[True](size, size.G if rows else 0).run[relu](y, x, w, b, scratch)
 
 

@@ -46,32 +46,26 @@ struct _Weights(Cut, TrivialRegisterPassable):
 
     @always_inline
     def pixels(self, rows: Int) -> Int:
-        """Tiles of x of 16 channels of a pair of groups, for so many rows of dy.
-        """
+        """Tiles of x of 16 channels of a pair of groups, for so many rows of dy."""
         return ((rows - 1) * self.size.S + self.size.R) * self.size.W
 
     def packed(self, rows: Int) -> Int:
         """Tiles of a pair of groups."""
-        return self.steps(rows) * vectors_of(self.size.K) + self.pixels(
-            rows
-        ) * vectors_of(self.size.C)
+        return self.steps(rows) * vectors_of(self.size.K) + self.pixels(rows) * vectors_of(self.size.C)
 
     def cut(self) -> Tuple[Int, Int]:
         """Pairs of groups, and rows of dy, that are packed at once."""
         return cut_to_fit(self, self.pairs(), self.size.P(), 1)
 
     def scratch(self) -> Int:
-        """Bytes of scratch memory: what is packed, and four sums of all taps.
-        """
+        """Bytes of scratch memory: what is packed, and four sums of all taps."""
         var part = self.cut()
         var sums = 4 * self.size.R * self.size.T + vectors_of(self.size.K)
         return KB * (sums + part[0] * self.packed(part[1]))
 
 
 @always_inline
-def _two_groups(
-    x: Ptr, at: Int, group: Int, both: Bool
-) -> SIMD[BF16, 2 * LANES]:
+def _two_groups(x: Ptr, at: Int, group: Int, both: Bool) -> SIMD[BF16, 2 * LANES]:
     """A number of all samples of two groups, `group` floats apart."""
     var second = load(x, at + group) if both else Vec(0)
     return halves(load(x, at).join(second))
@@ -214,8 +208,7 @@ def conv2d_backward_weight_amx(
     scratch: Ptr,  # weight_scratch bytes
     size: Conv,
 ):
-    """Adds the gradients of weights and bias, summed over samples and pixels.
-    """
+    """Adds the gradients of weights and bias, summed over samples and pixels."""
     var of = _Weights(size)
     var part = of.cut()
     var taps = size.R * size.T
@@ -224,12 +217,8 @@ def conv2d_backward_weight_amx(
     var sums = scratch
     var bias = scratch.unsafe_offset(4 * taps * SUMS)  # (K, L)
     fill(bias, 0, size.K * LANES)
-    var dyp = bias.unsafe_offset(vectors_of(size.K) * SUMS).unsafe_bitcast[
-        BFloat16
-    ]()
-    var xp = dyp.unsafe_offset(
-        part[0] * of.steps(part[1]) * vectors_of(size.K) * TILE
-    )
+    var dyp = bias.unsafe_offset(vectors_of(size.K) * SUMS).unsafe_bitcast[BFloat16]()
+    var xp = dyp.unsafe_offset(part[0] * of.steps(part[1]) * vectors_of(size.K) * TILE)
     begin()
     for j0 in range(0, of.pairs(), part[0]):
         var pairs = min(part[0], of.pairs() - j0)
@@ -253,9 +242,7 @@ def conv2d_backward_weight_amx(
                 )
                 _pack_x(
                     xp.unsafe_offset(j * pixels * TILE),
-                    x.unsafe_offset(
-                        (g * size.x() + p0 * size.S * size.W) * LANES
-                    ),
+                    x.unsafe_offset((g * size.x() + p0 * size.S * size.W) * LANES),
                     size.C,
                     size.H * size.W,
                     pixels,

@@ -41,24 +41,19 @@ def _pack_weights(
     a_stride: Int,
     b_stride: Int,
 ):
-    """Pairs of neighbours along B of the weights at a a_stride + b b_stride + i, i < n.
-    """
+    """Pairs of neighbours along B of the weights at a a_stride + b b_stride + i, i < n."""
     var at = 0
     for a in range(A):
         for b in range(0, B, 2):
             var p = w.unsafe_offset(a * a_stride + b * b_stride)
             for i in range(n):
                 y[unsafe_offset=at] = p[unsafe_offset=i].cast[DType.bfloat16]()
-                y[unsafe_offset=at + 1] = (
-                    p[unsafe_offset=b_stride + i] if b + 1 < B else 0
-                ).cast[DType.bfloat16]()
+                y[unsafe_offset=at + 1] = (p[unsafe_offset=b_stride + i] if b + 1 < B else 0).cast[DType.bfloat16]()
                 at += 2
 
 
 @no_inline
-def _forward_tile[
-    kb: Int, qb: Int, relu: Bool
-](y: Ptr, x: HalfPtr, w: HalfPtr, b: Ptr, pairs: Int, size: Conv):
+def _forward_tile[kb: Int, qb: Int, relu: Bool](y: Ptr, x: HalfPtr, w: HalfPtr, b: Ptr, pairs: Int, size: Conv):
     """One row piece: kb output channels, qb neighbouring pixels."""
     var plane = size.P() * size.Q()
     var acc = Array[Vec, kb * qb](fill=Vec(0))
@@ -105,12 +100,8 @@ def conv2d_forward_bf16[
     var pairs = (size.C + 1) // 2
     var taps = pairs * size.R * size.T
     var xp = scratch.unsafe_bitcast[BFloat16]()  # (pairs, H, W, L, 2)
-    var wp = xp.unsafe_offset(
-        pairs * size.H * size.W * 2 * LANES
-    )  # (K, pairs, R, T, 2)
-    _pack_weights(
-        wp, w, size.K, size.C, size.R * size.T, size.taps(), size.R * size.T
-    )
+    var wp = xp.unsafe_offset(pairs * size.H * size.W * 2 * LANES)  # (K, pairs, R, T, 2)
+    _pack_weights(wp, w, size.K, size.C, size.R * size.T, size.taps(), size.R * size.T)
     var pieces = (Q + QB - 1) // QB
     for g in range(size.G):
         pack_neighbours(
@@ -130,14 +121,8 @@ def conv2d_forward_bf16[
                     comptime for qb in range(1, QB + 1):
                         if n == qb:
                             _forward_tile[kb, qb, relu](
-                                y.unsafe_offset(
-                                    (((g * size.K + k) * P + p) * Q + q) * LANES
-                                ),
-                                xp.unsafe_offset(
-                                    (p * size.S * size.W + q * size.S)
-                                    * 2
-                                    * LANES
-                                ),
+                                y.unsafe_offset((((g * size.K + k) * P + p) * Q + q) * LANES),
+                                xp.unsafe_offset((p * size.S * size.W + q * size.S) * 2 * LANES),
                                 wp.unsafe_offset(2 * k * taps),
                                 b.unsafe_offset(k),
                                 pairs,
@@ -160,9 +145,7 @@ def conv2d_forward_bf16[
 
 
 @no_inline
-def _weight_tile[
-    kb: Int, tb: Int
-](dw: Ptr, dy: HalfPtr, x: HalfPtr, tap: Int, taps: Int, size: Conv):
+def _weight_tile[kb: Int, tb: Int](dw: Ptr, dy: HalfPtr, x: HalfPtr, tap: Int, taps: Int, size: Conv):
     var P = size.P()
     var Q = size.Q()
     var offset = tap_offsets[tb](tap, size)
@@ -199,20 +182,15 @@ def conv2d_backward_weight_bf16(
     scratch: Ptr,  # pairs of two groups of x and dy
     size: Conv,
 ):
-    """Adds the gradients of weights and bias, summed over samples and pixels.
-    """
+    """Adds the gradients of weights and bias, summed over samples and pixels."""
     var P = size.P()
     var Q = size.Q()
     var taps = size.taps()
     var xp = scratch.unsafe_bitcast[BFloat16]()  # (C, H, W, L, 2)
     # Some channels of dy at a time, a multiple of 3 and of 4: half of a second-level cache of 1 MiB. Packed right before
     # they are used, they stay there for all taps.
-    var batch = (
-        max(1, min(512 * 1024 // (P * Q * 4 * LANES), size.K) // 12) * 12
-    )
-    var dyp = xp.unsafe_offset(
-        size.C * size.H * size.W * 2 * LANES
-    )  # (batch, P, Q, L, 2)
+    var batch = max(1, min(512 * 1024 // (P * Q * 4 * LANES), size.K) // 12) * 12
+    var dyp = xp.unsafe_offset(size.C * size.H * size.W * 2 * LANES)  # (batch, P, Q, L, 2)
     for g in range(0, size.G, 2):
         var xg = x.unsafe_offset(g * size.C * size.H * size.W * LANES)
         var dyg = dy.unsafe_offset(g * size.K * P * Q * LANES)
@@ -244,9 +222,7 @@ def conv2d_backward_weight_bf16(
                 var second = Optional[Ptr]()
                 if dyg2:
                     second = dyg2.value().unsafe_offset(at)
-                pack_two(
-                    dyp, dyg.unsafe_offset(at), second, (end - first) * P * Q
-                )
+                pack_two(dyp, dyg.unsafe_offset(at), second, (end - first) * P * Q)
                 for tap in range(0, taps, tb):
                     var n = min(tb, taps - tap)
                     var k = first
@@ -343,9 +319,7 @@ def _spread[T: Int](dx: Ptr, dy: HalfPtr, w: HalfPtr, size: Conv):
                 comptime for qb in range(1, longest + 1):
                     if n == qb:
                         _spread_piece[T, cb, qb](
-                            dx.unsafe_offset(
-                                ((c * size.H + h) * size.W + q) * LANES
-                            ),
+                            dx.unsafe_offset(((c * size.H + h) * size.W + q) * LANES),
                             dy.unsafe_offset((h * Q + q) * 2 * LANES),
                             w.unsafe_offset(2 * c * pairs * size.R * T),
                             pairs,
@@ -396,9 +370,7 @@ struct _Gather(Gather):
                 if i < t or q >= Q:
                     continue
                 var d = self.dy.unsafe_offset((p * Q + q) * 2 * LANES)
-                var w = self.w.unsafe_offset(
-                    2 * (c * pairs * taps + r * size.T + t)
-                )
+                var w = self.w.unsafe_offset(2 * (c * pairs * taps + r * size.T + t))
                 for _ in range(pairs):
                     var v = Array[Pair, qb](fill=Pair(0))
                     comptime for n in range(qb):
@@ -430,9 +402,7 @@ def conv2d_backward_input_bf16(
     var pairs = (size.K + 1) // 2
     var taps = size.R * size.T
     var dyp = scratch.unsafe_bitcast[BFloat16]()  # (pairs, P, Q, L, 2)
-    var wp = dyp.unsafe_offset(
-        pairs * pixels * 2 * LANES
-    )  # (C, pairs, R, T, 2)
+    var wp = dyp.unsafe_offset(pairs * pixels * 2 * LANES)  # (C, pairs, R, T, 2)
     _pack_weights(wp, w, size.C, size.K, taps, taps, size.C * taps)
     for g in range(size.G):
         var dyg = dy.unsafe_offset(g * size.y() * LANES)

@@ -60,9 +60,7 @@ struct General(TrivialRegisterPassable):
 
 
 @always_inline
-def _forward_tile[
-    L: Int, kb: Int, qb: Int
-](y: Ptr, x: Ptr, w: Ptr, b: Ptr, s: General):
+def _forward_tile[L: Int, kb: Int, qb: Int](y: Ptr, x: Ptr, w: Ptr, b: Ptr, s: General):
     """Neighbouring pixels of kb channels."""
     var acc = Array[SIMD[F32, L], kb * qb](fill=SIMD[F32, L](0))
     comptime for k in range(kb):
@@ -103,9 +101,7 @@ def _forward[L: Int](y: Ptr, x: Ptr, w: Ptr, b: Ptr, s: General):
                     def pixels[qb: Int](q: Int) {imm}:
                         var o = first + k
                         _forward_tile[L, kb, qb](
-                            y.unsafe_offset(
-                                (((g * s.K + o) * P + p) * Q + q) * L
-                            ),
+                            y.unsafe_offset((((g * s.K + o) * P + p) * Q + q) * L),
                             xj.unsafe_offset((p * s.W + q) * s.S * L),
                             w.unsafe_offset(o * taps),
                             b.unsafe_offset(o),
@@ -130,9 +126,7 @@ def _forward[L: Int](y: Ptr, x: Ptr, w: Ptr, b: Ptr, s: General):
 
 
 @always_inline
-def _weight_tile[
-    L: Int, kb: Int, tb: Int
-](dw: Ptr, dy: Ptr, x: Ptr, tap: Int, s: General):
+def _weight_tile[L: Int, kb: Int, tb: Int](dw: Ptr, dy: Ptr, x: Ptr, tap: Int, s: General):
     """The sums of tb taps of kb channels over all pixels and samples."""
     var P = s.P()
     var Q = s.Q()
@@ -193,9 +187,7 @@ def _weight[L: Int](dw: Ptr, db: Ptr, dy: Ptr, x: Ptr, s: General):
 
 
 @always_inline
-def _input_tile[
-    L: Int, cb: Int
-](dx: Ptr, dy: Ptr, w: Ptr, h: Int, i: Int, s: General):
+def _input_tile[L: Int, cb: Int](dx: Ptr, dy: Ptr, w: Ptr, h: Int, i: Int, s: General):
     """Pixel (h, i) of cb channels, from all output channels that read them."""
     var P = s.P()
     var Q = s.Q()
@@ -271,8 +263,7 @@ def conv2d_general_backward_weight(
     size: General,
     r: Record,
 ):
-    """Adds the gradients of weights and bias, summed over samples and pixels.
-    """
+    """Adds the gradients of weights and bias, summed over samples and pixels."""
     if r.rows():
         _weight[1](dw, db, dy, x, size)
     else:

@@ -20,40 +20,22 @@ def conv2d_forward_naive[
                             for r in range(size.R):
                                 for t in range(size.T):
                                     s += (
-                                        w[
-                                            unsafe_offset=(
-                                                (k * size.C + c) * size.R + r
-                                            )
-                                            * size.T
-                                            + t
-                                        ]
+                                        w[unsafe_offset=((k * size.C + c) * size.R + r) * size.T + t]
                                         * x[
                                             unsafe_offset=(
-                                                (
-                                                    (g * size.C + c) * size.H
-                                                    + p * size.S
-                                                    + r
-                                                )
-                                                * size.W
-                                                + q * size.S
-                                                + t
+                                                ((g * size.C + c) * size.H + p * size.S + r) * size.W + q * size.S + t
                                             )
                                             * L
                                             + l
                                         ]
                                     )
-                        y[
-                            unsafe_offset=(((g * size.K + k) * P + p) * Q + q)
-                            * L
-                            + l
-                        ] = s
+                        y[unsafe_offset=(((g * size.K + k) * P + p) * Q + q) * L + l] = s
 
 
 def conv2d_backward_naive[
     L: Int = LANES
 ](dx: Ptr, dw: Ptr, db: Ptr, dy: Ptr, x: Ptr, w: Ptr, size: Conv,):
-    """Every product of the forward sum hands dy to both its factors. Adds to dx, too.
-    """
+    """Every product of the forward sum hands dy to both its factors. Adds to dx, too."""
     var P = size.P()
     var Q = size.Q()
     for g in range(size.G):
@@ -61,31 +43,14 @@ def conv2d_backward_naive[
             for p in range(P):
                 for q in range(Q):
                     for l in range(L):
-                        var d = dy[
-                            unsafe_offset=(((g * size.K + k) * P + p) * Q + q)
-                            * L
-                            + l
-                        ]
+                        var d = dy[unsafe_offset=(((g * size.K + k) * P + p) * Q + q) * L + l]
                         db[unsafe_offset=k] += d
                         for c in range(size.C):
                             for r in range(size.R):
                                 for t in range(size.T):
-                                    var wi = (
-                                        (k * size.C + c) * size.R + r
-                                    ) * size.T + t
+                                    var wi = ((k * size.C + c) * size.R + r) * size.T + t
                                     var xi = (
-                                        (
-                                            (g * size.C + c) * size.H
-                                            + p * size.S
-                                            + r
-                                        )
-                                        * size.W
-                                        + q * size.S
-                                        + t
+                                        ((g * size.C + c) * size.H + p * size.S + r) * size.W + q * size.S + t
                                     ) * L + l
-                                    dw[unsafe_offset=wi] += (
-                                        d * x[unsafe_offset=xi]
-                                    )
-                                    dx[unsafe_offset=xi] += (
-                                        d * w[unsafe_offset=wi]
-                                    )
+                                    dw[unsafe_offset=wi] += d * x[unsafe_offset=xi]
+                                    dx[unsafe_offset=xi] += d * w[unsafe_offset=wi]

@@ -29,9 +29,7 @@ comptime ROWS: List[Int] = [4, 2, 1]
 
 
 @always_inline
-def _forward_tile[
-    kb: Int, pb: Int, relu: Bool
-](y: Ptr, x: Ptr, w: Ptr, b: Ptr, size: Conv, n: Int):
+def _forward_tile[kb: Int, pb: Int, relu: Bool](y: Ptr, x: Ptr, w: Ptr, b: Ptr, size: Conv, n: Int):
     """Kb channels of pb rows, n <= LANES pixels wide."""
     var P = size.P()
     var Q = size.Q()
@@ -61,8 +59,7 @@ def _forward_tile[
 
 
 def conv2d_forward_rows[relu: Bool](y: Ptr, x: Ptr, w: Ptr, b: Ptr, size: Conv):
-    """Computes y = x * w + b, then max(y, 0) if `relu`. Shapes as for conv2d_forward with L = 1.
-    """
+    """Computes y = x * w + b, then max(y, 0) if `relu`. Shapes as for conv2d_forward with L = 1."""
     var P = size.P()
     var Q = size.Q()
     if size.S != 1:
@@ -84,12 +81,8 @@ def conv2d_forward_rows[relu: Bool](y: Ptr, x: Ptr, w: Ptr, b: Ptr, size: Conv):
                         while p + pb <= P:
                             for q in range(0, Q, LANES):
                                 _forward_tile[kb, pb, relu](
-                                    y.unsafe_offset(
-                                        ((s * size.K + k) * P + p) * Q + q
-                                    ),
-                                    x.unsafe_offset(
-                                        (s * size.C * size.H + p) * size.W + q
-                                    ),
+                                    y.unsafe_offset(((s * size.K + k) * P + p) * Q + q),
+                                    x.unsafe_offset((s * size.C * size.H + p) * size.W + q),
                                     w.unsafe_offset(k * size.taps()),
                                     b.unsafe_offset(k),
                                     size,
@@ -105,9 +98,7 @@ comptime TB = 5 if REGISTERS == 32 else (2 if REGISTERS == 8 else 1)
 
 
 @always_inline
-def _weight_tile[
-    kb: Int, tb: Int
-](dw: Ptr, dy: Ptr, x: Ptr, tap: Int, size: Conv):
+def _weight_tile[kb: Int, tb: Int](dw: Ptr, dy: Ptr, x: Ptr, tap: Int, size: Conv):
     var P = size.P()
     var Q = size.Q()
     var offset = tap_offsets[tb](tap, size)
@@ -129,9 +120,7 @@ def _weight_tile[
     totals(acc, sums)
     comptime for k in range(kb):
         comptime for j in range(tb):
-            dw[unsafe_offset=k * size.taps() + j] += sums[
-                unsafe_offset=k * tb + j
-            ]
+            dw[unsafe_offset=k * size.taps() + j] += sums[unsafe_offset=k * tb + j]
 
 
 def conv2d_backward_weight_rows(
@@ -141,8 +130,7 @@ def conv2d_backward_weight_rows(
     x: Ptr,
     size: Conv,
 ):
-    """Adds the gradients of weights and bias. Shapes as for conv2d_backward_weight with L = 1.
-    """
+    """Adds the gradients of weights and bias. Shapes as for conv2d_backward_weight with L = 1."""
     var P = size.P()
     var Q = size.Q()
     var taps = size.taps()
@@ -154,14 +142,10 @@ def conv2d_backward_weight_rows(
                     for p in range(P):
                         for q in range(Q):
                             sum += (
-                                dy[
-                                    unsafe_offset=((s * size.K + k) * P + p) * Q
-                                    + q
-                                ]
+                                dy[unsafe_offset=((s * size.K + k) * P + p) * Q + q]
                                 * x[
                                     unsafe_offset=(
-                                        (s * size.C + i // (size.R * size.T))
-                                        * size.H
+                                        (s * size.C + i // (size.R * size.T)) * size.H
                                         + p * size.S
                                         + i // size.T % size.R
                                     )
@@ -215,8 +199,7 @@ def conv2d_backward_weight_rows(
 
 @always_inline
 def _input_tile[cb: Int](dx: Ptr, dy: Ptr, w: Ptr, size: Conv, h: Int, i0: Int):
-    """Cb channels of one row, one vector from column i0 on; masks stand for the zeros around dy.
-    """
+    """Cb channels of one row, one vector from column i0 on; masks stand for the zeros around dy."""
     var P = size.P()
     var Q = size.Q()
     var acc = Array[Vec, cb](fill=Vec(0))
@@ -226,9 +209,7 @@ def _input_tile[cb: Int](dx: Ptr, dy: Ptr, w: Ptr, size: Conv, h: Int, i0: Int):
             for t in range(size.T):
                 var column = i0 - t
                 var live = first_between(-column, Q - column)
-                var v = masked_load[LANES](
-                    row.unsafe_offset(column), live, Vec(0)
-                )
+                var v = masked_load[LANES](row.unsafe_offset(column), live, Vec(0))
                 comptime for c in range(cb):
                     acc[c] = madd(
                         v,
@@ -252,8 +233,7 @@ def conv2d_backward_input_rows(
     w: Ptr,
     size: Conv,
 ):
-    """Writes the gradient of the (padded) input at stride 1. Shapes as for conv2d_backward_input with L = 1.
-    """
+    """Writes the gradient of the (padded) input at stride 1. Shapes as for conv2d_backward_input with L = 1."""
     var P = size.P()
     var Q = size.Q()
     for s in range(size.G):
@@ -265,10 +245,7 @@ def conv2d_backward_input_rows(
                     while c + cb <= size.C:
                         for i0 in range(0, size.W, LANES):
                             _input_tile[cb](
-                                dx.unsafe_offset(
-                                    ((s * size.C + c) * size.H + h) * size.W
-                                    + i0
-                                ),
+                                dx.unsafe_offset(((s * size.C + c) * size.H + h) * size.W + i0),
                                 dy.unsafe_offset(s * size.K * P * Q),
                                 w.unsafe_offset(c * size.R * size.T),
                                 size,

@@ -24,7 +24,9 @@ def stays[
     p: Float32,
     step: Int64,
     seed: UInt64,
-) -> Array[SIMD[DType.bool, w], 4]:
+) -> Array[
+    SIMD[DType.bool, w], 4
+]:
     """Whether elements 4 block .. 4 block + 3 of w samples stay: where a number in [0, 1) is at least p.
 
     The number of element f of a sample is that of the upper 24 bits (random.unit) of word f % 4 of the counter (f / 4,
@@ -72,9 +74,7 @@ def dropout_forward[
             comptime for half in range(2):
                 var block = 2 * byte + half
                 if 4 * block < F:
-                    var stay = stays[L](
-                        block, sample, layer, p, run.step, run.seed
-                    )
+                    var stay = stays[L](block, sample, layer, p, run.step, run.seed)
                     comptime for j in range(4):
                         if 4 * block + j < F:
                             var i = (g * F + 4 * block + j) * L
@@ -89,14 +89,7 @@ def dropout_forward[
 
 def dropout_backward[
     L: Int
-](
-    dx: Ptr,  # (G, F, L)
-    dy: Ptr,  # (G, F, L)
-    bits: BytePtr,  # (G, F / 8, L): what stayed
-    G: Int,
-    F: Int,
-    p: Float32,
-):
+](dx: Ptr, dy: Ptr, bits: BytePtr, G: Int, F: Int, p: Float32,):  # (G, F, L)  # (G, F, L)  # (G, F / 8, L): what stayed
     """Computes dx = dy / (1 - p) where x stayed, else 0."""
     var keep = Float32(1) / (1 - p)
     var bytes = ceildiv(F, 8)
@@ -114,12 +107,8 @@ def dropout_backward[
 
 def ops() -> List[Op]:
     """The ops of this file."""
-    comptime forward = by_layout[
-        call[dropout_forward[LANES]], call[dropout_forward[1]]
-    ]
-    comptime backward = by_layout[
-        call[dropout_backward[LANES]], call[dropout_backward[1]]
-    ]
+    comptime forward = by_layout[call[dropout_forward[LANES]], call[dropout_forward[1]]]
+    comptime backward = by_layout[call[dropout_backward[LANES]], call[dropout_backward[1]]]
     return [
         Op("dropout_forward", "y, bits; x; G, F, p, layer, T", forward),
         Op("dropout_backward", "dx; dy, bits; G, F, p", backward),

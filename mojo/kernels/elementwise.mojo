@@ -34,8 +34,7 @@ def tanh_gradient[w: Int](dy: SIMD[F32, w], y: SIMD[F32, w]) -> SIMD[F32, w]:
 
 @always_inline
 def sigmoid[w: Int](x: SIMD[F32, w]) -> SIMD[F32, w]:
-    """One over one plus e to the minus |x|, mirrored for negative x, so that nothing overflows.
-    """
+    """One over one plus e to the minus |x|, mirrored for negative x, so that nothing overflows."""
     var e = exp(-abs(x))
     return x.lt(0).select(e, SIMD[F32, w](1)) / (1 + e)
 
@@ -72,9 +71,7 @@ def _bent[w: Int](x: SIMD[F32, w]) -> SIMD[F32, w]:
 
 
 @always_inline
-def gelu_tanh_gradient[
-    w: Int
-](dy: SIMD[F32, w], x: SIMD[F32, w]) -> SIMD[F32, w]:
+def gelu_tanh_gradient[w: Int](dy: SIMD[F32, w], x: SIMD[F32, w]) -> SIMD[F32, w]:
     # From 16 on tanh is 1; infinity times 0 would be no number.
     var v = clamp(x, 16)
     var t = tanh(_bent(v))
@@ -121,9 +118,7 @@ def softplus[w: Int](x: SIMD[F32, w]) -> SIMD[F32, w]:
 
 
 @always_inline
-def softplus_gradient[
-    w: Int
-](dy: SIMD[F32, w], x: SIMD[F32, w]) -> SIMD[F32, w]:
+def softplus_gradient[w: Int](dy: SIMD[F32, w], x: SIMD[F32, w]) -> SIMD[F32, w]:
     return dy * sigmoid(x)
 
 
@@ -174,13 +169,9 @@ def maps[D: Device]() -> List[OpOf[D.Run]]:
     """The ops that are one function of vectors."""
     return [
         OpOf("relu_forward", "y; x; n", D.map[relu](), "features"),
-        OpOf(
-            "relu_backward", "dx; dy, y; n", D.map[relu_gradient](), "features"
-        ),
+        OpOf("relu_backward", "dx; dy, y; n", D.map[relu_gradient](), "features"),
         OpOf("tanh_forward", "y; x; n", D.map[_tanh](), "features"),
-        OpOf(
-            "tanh_backward", "dx; dy, y; n", D.map[tanh_gradient](), "features"
-        ),
+        OpOf("tanh_backward", "dx; dy, y; n", D.map[tanh_gradient](), "features"),
         OpOf("sigmoid_forward", "y; x; n", D.map[sigmoid](), "features"),
         OpOf(
             "sigmoid_backward",
@@ -189,9 +180,7 @@ def maps[D: Device]() -> List[OpOf[D.Run]]:
             "features",
         ),
         OpOf("gelu_forward", "y; x; n", D.map[gelu](), "features"),
-        OpOf(
-            "gelu_backward", "dx; dy, x; n", D.map[gelu_gradient](), "features"
-        ),
+        OpOf("gelu_backward", "dx; dy, x; n", D.map[gelu_gradient](), "features"),
         OpOf("gelu_tanh_forward", "y; x; n", D.map[gelu_tanh](), "features"),
         OpOf(
             "gelu_tanh_backward",
@@ -200,9 +189,7 @@ def maps[D: Device]() -> List[OpOf[D.Run]]:
             "features",
         ),
         OpOf("silu_forward", "y; x; n", D.map[silu](), "features"),
-        OpOf(
-            "silu_backward", "dx; dy, x; n", D.map[silu_gradient](), "features"
-        ),
+        OpOf("silu_backward", "dx; dy, x; n", D.map[silu_gradient](), "features"),
         OpOf("abs_forward", "y; x; n", D.map[_abs](), "features"),
         OpOf("abs_backward", "dx; dy, x; n", D.map[abs_gradient](), "features"),
         OpOf("softplus_forward", "y; x; n", D.map[softplus](), "features"),
@@ -214,9 +201,7 @@ def maps[D: Device]() -> List[OpOf[D.Run]]:
         ),
         OpOf("clamp", "y; x; limit, n", D.map[_clamp]()),
         OpOf("leaky_relu", "y; x; slope, n", D.map[_leaky_relu](), "features"),
-        OpOf(
-            "leaky_slope", "y; x; slope, n", D.map[_leaky_slope](), "features"
-        ),
+        OpOf("leaky_slope", "y; x; slope, n", D.map[_leaky_slope](), "features"),
         OpOf("floats", "y; x; n", D.map[_floats]()),
         OpOf("add", "y; a, b; n", D.map[_add]()),
         OpOf("multiply", "y; a, b; n", D.map[_multiply]()),

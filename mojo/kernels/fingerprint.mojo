@@ -43,16 +43,13 @@ def _some(x: Ptr, n: Int, start: Int) -> UInt64:
     var sum = UInt64(0)
     for j in range(n):
         var i = start + j
-        var key = odd_key[1](ROWS_SEED, UInt64(i // ROW)) * odd_key[1](
-            COLUMNS_SEED, UInt64(i % ROW)
-        )
+        var key = odd_key[1](ROWS_SEED, UInt64(i // ROW)) * odd_key[1](COLUMNS_SEED, UInt64(i % ROW))
         sum += key * UInt64(words[unsafe_offset=j])
     return sum
 
 
 def fingerprint(x: Ptr, n: Int, start: Int) -> UInt64:
-    """The share of n floats at x, the first of which is number `start` of the whole.
-    """
+    """The share of n floats at x, the first of which is number `start` of the whole."""
     var head = min(n, -start % ROW)
     var total = _some(x, head, start)
     var rows = (n - head) // ROW
@@ -62,9 +59,7 @@ def fingerprint(x: Ptr, n: Int, start: Int) -> UInt64:
     var odd = Words(0)
     for r in range(rows):
         var row = Words(odd_key[1](ROWS_SEED, UInt64(first + r)))
-        var two = pairs.unsafe_offset(r * PAIRS).unsafe_load[
-            width=PAIRS, alignment=4
-        ]()
+        var two = pairs.unsafe_offset(r * PAIRS).unsafe_load[width=PAIRS, alignment=4]()
         even += row * (two & LOW)
         odd += row * (two >> 32)
     var column = iota[U64, PAIRS]() * 2

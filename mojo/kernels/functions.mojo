@@ -41,9 +41,7 @@ def exp[w: SIMDLength, //](x: SIMD[F32, w]) -> SIMD[F32, w]:
 def _power_of_two[w: SIMDLength, //](y: SIMD[F32, w]) -> SIMD[F32, w]:
     var z = SIMD[F32, w]()
     comptime for i in range(Int(w)):
-        z[i] = llvm_intrinsic[
-            "llvm.nvvm.ex2.approx.ftz.f", Float32, has_side_effect=False
-        ](y[i])
+        z[i] = llvm_intrinsic["llvm.nvvm.ex2.approx.ftz.f", Float32, has_side_effect=False](y[i])
     return z
 
 
@@ -114,8 +112,7 @@ def tanh[w: SIMDLength, //](x: SIMD[F32, w]) -> SIMD[F32, w]:
 
 @always_inline
 def erf[w: SIMDLength, //](x: SIMD[F32, w]) -> SIMD[F32, w]:
-    """The error function: an odd rational function of degree 13 over 8 on [-4, 4] (Eigen's); NaN stays NaN.
-    """
+    """The error function: an odd rational function of degree 13 over 8 on [-4, 4] (Eigen's); NaN stays NaN."""
     var v = clamp(x, 4)
     var s = v * v
     var p = SIMD[F32, w](-2.72614225801306e-10)

@@ -19,8 +19,7 @@ def _to_int32[w: Int](x: SIMD[F32, w]) -> SIMD[F32, w]:
 
 
 def _take(r: Record):
-    """Arguments y; x, index; n, V, F: row i of y (n, F) is row index[i] of x (V, F).
-    """
+    """Arguments y; x, index; n, V, F: row i of y (n, F) is row index[i] of x (V, F)."""
     var index = IntPtr(unsafe_from_address=r.address(3))
     var F = r.int(6)
     for i in range(r.int(4)):
@@ -33,8 +32,7 @@ def _take(r: Record):
 
 
 def _take_backward(r: Record):
-    """Arguments dx; dy, index; n, V, F: dx (V, F) is the sum of the rows of dy that were taken from it.
-    """
+    """Arguments dx; dy, index; n, V, F: dx (V, F) is the sum of the rows of dy that were taken from it."""
     var index = IntPtr(unsafe_from_address=r.address(3))
     var F = r.int(6)
     fill(r.ptr(1), 0, r.int(5) * F)

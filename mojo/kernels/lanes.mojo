@@ -58,9 +58,7 @@ def store[L: Int = LANES](p: Ptr, i: Int, v: SIMD[F32, L]):
 
 
 @always_inline
-def madd[
-    dtype: DType, w: SIMDLength, //
-](a: SIMD[dtype, w], b: SIMD[dtype, w], c: SIMD[dtype, w]) -> SIMD[dtype, w]:
+def madd[dtype: DType, w: SIMDLength, //](a: SIMD[dtype, w], b: SIMD[dtype, w], c: SIMD[dtype, w]) -> SIMD[dtype, w]:
     """a b + c, rounded once where the processor can; without FMA instructions that would be a library call per float.
     """
     comptime if CompilationTarget.is_x86() and not CompilationTarget.has_fma():
@@ -77,8 +75,7 @@ def first[L: Int = LANES](n: Int) -> SIMD[DType.bool, L]:
 
 @always_inline
 def load_first(p: Ptr, i: Int, n: Int) -> Vec:
-    """Loads the first n of LANES floats; the others are 0 and their memory is not touched.
-    """
+    """Loads the first n of LANES floats; the others are 0 and their memory is not touched."""
     return masked_load[LANES](p.unsafe_offset(i), first(n), Vec(0))
 
 

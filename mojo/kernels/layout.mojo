@@ -13,8 +13,7 @@ from .record import Context, Record
 
 @always_inline
 def transpose[dtype: DType](mut a: Array[SIMD[dtype, LANES], LANES]):
-    """Transposes 16 x 16: four rounds of a perfect shuffle (one permutation per vector and round).
-    """
+    """Transposes 16 x 16: four rounds of a perfect shuffle (one permutation per vector and round)."""
     comptime for _ in range(4):
         var b = a.copy()
         comptime for i in range(LANES // 2):
@@ -51,9 +50,7 @@ def _input_in_lanes[dtype: DType](y: Ptr, G: Int, F: Int, C: Int, ctx: Context):
             var a = Array[SIMD[dtype, LANES], LANES](fill=0)
             comptime for l in range(LANES):
                 if l < valid:
-                    var row = x.unsafe_offset(
-                        Int(ctx.rows[unsafe_offset=g * LANES + l]) * F + f
-                    )
+                    var row = x.unsafe_offset(Int(ctx.rows[unsafe_offset=g * LANES + l]) * F + f)
                     if n == LANES:
                         a[l] = row.unsafe_load[width=LANES]()
                     else:
@@ -80,11 +77,7 @@ def _input_in_rows[dtype: DType](y: Ptr, G: Int, F: Int, C: Int, ctx: Context):
             var from_ = Int(ctx.rows[unsafe_offset=n]) * F + at if n < N else 0
             var i = 0
             while i + LANES <= plane:
-                var v = (
-                    x.unsafe_offset(from_ + i)
-                    .unsafe_load[width=LANES]()
-                    .cast[F32]()
-                )
+                var v = x.unsafe_offset(from_ + i).unsafe_load[width=LANES]().cast[F32]()
                 store(y, n * F + at + i, v * a + b)
                 i += LANES
             while i < plane:
@@ -95,15 +88,7 @@ def _input_in_rows[dtype: DType](y: Ptr, G: Int, F: Int, C: Int, ctx: Context):
 
 def array[
     L: Int
-](
-    y: IntPtr,  # (G, F, L), numbers of 32 bits
-    G: Int,
-    F: Int,
-    T: Int,
-    k: Int,
-    rest: Int,
-    r: Record,
-):
+](y: IntPtr, G: Int, F: Int, T: Int, k: Int, rest: Int, r: Record,):  # (G, F, L), numbers of 32 bits
     """Lane n T + t of y becomes place t of row rows[n] of array k, (samples, T, F), bit by bit; lanes without a sample
     become `rest` (labels: -1, which every loss ignores). T is 1 unless lanes are tokens.
     """
@@ -116,9 +101,7 @@ def array[
         if there:
             at = (Int(ctx.rows[unsafe_offset=n // T]) * T + n % T) * F
         for f in range(F):
-            to[unsafe_offset=f * L] = x[
-                unsafe_offset=at + f
-            ] if there else Int32(rest)
+            to[unsafe_offset=f * L] = x[unsafe_offset=at + f] if there else Int32(rest)
 
 
 def pack_rows(y: Ptr, x: Ptr, N: Int, F: Int):
@@ -168,9 +151,7 @@ def unpack_rows(y: Ptr, x: Ptr, N: Int, F: Int):
 def _load_part(x: Ptr, at: Int, n: Int) -> Vec:
     if n == LANES:
         return load(x, at)
-    return masked_load[LANES](
-        x.unsafe_offset(at), iota[F32, LANES]().lt(Float32(n)), Vec(0)
-    )
+    return masked_load[LANES](x.unsafe_offset(at), iota[F32, LANES]().lt(Float32(n)), Vec(0))
 
 
 def take_features(
@@ -220,11 +201,8 @@ def pad_forward[
             at += L
 
 
-def pad_backward[
-    L: Int
-](dx: Ptr, dy: Ptr, planes: Int, H: Int, W: Int, ph: Int, pw: Int):
-    """Copies the inside of the frame dy (G, C, H + 2 ph, W + 2 pw, L) to dx (G, C, H, W, L).
-    """
+def pad_backward[L: Int](dx: Ptr, dy: Ptr, planes: Int, H: Int, W: Int, ph: Int, pw: Int):
+    """Copies the inside of the frame dy (G, C, H + 2 ph, W + 2 pw, L) to dx (G, C, H, W, L)."""
     var wide = W + 2 * pw
     for plane in range(planes):
         for h in range(H):

@@ -50,19 +50,14 @@ def _tile[
     x_group: Int,
     y_group: Int,
 ):
-    """Outputs are w_out apart in w, inputs w_in; x and w start at the first input of `part`.
-    """
-    var saved = unsafe_stack_allocation[
-        2 * nb * gb * LANES, F32, alignment=64
-    ]()
+    """Outputs are w_out apart in w, inputs w_in; x and w start at the first input of `part`."""
+    var saved = unsafe_stack_allocation[2 * nb * gb * LANES, F32, alignment=64]()
     var acc = Array[Vec, nb * gb](fill=Vec(0))
     var start = cut(inputs, part)
     for p in range(parts):
         comptime for i in range(nb * gb):
             acc[i] = Vec(0)
-        for i in range(
-            cut(inputs, part + p) - start, cut(inputs, part + p + 1) - start
-        ):
+        for i in range(cut(inputs, part + p) - start, cut(inputs, part + p + 1) - start):
             var v = Array[Vec, gb](fill=Vec(0))
             comptime for g in range(gb):
                 v[g] = load(x, g * x_group + i * LANES)
@@ -167,8 +162,7 @@ def _product[
 
 @always_inline
 def _pack(y: Ptr, w: Ptr, rows: Int, columns: Int, stride: Int):
-    """The first `columns` numbers of each row of w (rows, stride), to y (rows, PANEL).
-    """
+    """The first `columns` numbers of each row of w (rows, stride), to y (rows, PANEL)."""
     for r in range(rows):
         var from_ = w.unsafe_offset(r * stride)
         var to = y.unsafe_offset(r * PANEL)
@@ -181,24 +175,14 @@ def _pack(y: Ptr, w: Ptr, rows: Int, columns: Int, stride: Int):
 
 
 def columns_scratch(G: Int, O: Int) -> Int:
-    """Floats of scratch memory that linear_backward_input, and its forms for O outputs or columns, want.
-    """
+    """Floats of scratch memory that linear_backward_input, and its forms for O outputs or columns, want."""
     return PANEL * O if G > GB else 0
 
 
 def linear_forward[
     relu: Bool
-](
-    y: Ptr,  # (G, O, L)
-    x: Ptr,  # (G, I, L)
-    w: Ptr,  # (O, I)
-    b: Ptr,  # (O)
-    G: Int,
-    I: Int,
-    O: Int,
-):
-    """Computes y = W x + b, then max(y, 0) if `relu`. The sum over I in parts, then the bias.
-    """
+](y: Ptr, x: Ptr, w: Ptr, b: Ptr, G: Int, I: Int, O: Int,):  # (G, O, L)  # (G, I, L)  # (O, I)  # (O)
+    """Computes y = W x + b, then max(y, 0) if `relu`. The sum over I in parts, then the bias."""
     _product[relu, False](y, x, w, b, None, G, O, I, 0, PARTS, I)
 
 
@@ -228,8 +212,7 @@ def linear_forward_parts(
     part: Int,
     parts: Int,
 ):
-    """The sum of `parts` parts (1, 2 or 4) from `part` on, without bias; linear_bias finishes the sum of all.
-    """
+    """The sum of `parts` parts (1, 2 or 4) from `part` on, without bias; linear_bias finishes the sum of all."""
     _product[False, False](y, x, w, None, None, G, O, I, part, parts, I)
 
 
@@ -258,24 +241,14 @@ def linear_backward_input_columns(
     O: Int,
     row_stride: Int,
 ):
-    """Some features of linear_backward_input: those whose weights are the first `columns` of each row from w on.
-    """
-    _product[False, True](
-        dx, dy, w, None, packed, G, columns, O, 0, PARTS, row_stride
-    )
+    """Some features of linear_backward_input: those whose weights are the first `columns` of each row from w on."""
+    _product[False, True](dx, dy, w, None, packed, G, columns, O, 0, PARTS, row_stride)
 
 
 def linear_bias[
     relu: Bool
-](
-    y: Ptr,  # (G, O, L)
-    x: Ptr,  # (G, O, L), may be y
-    b: Ptr,  # (O)
-    G: Int,
-    O: Int,
-):
-    """Computes y = x + b, then max(y, 0) if `relu`: the end of linear_forward.
-    """
+](y: Ptr, x: Ptr, b: Ptr, G: Int, O: Int,):  # (G, O, L)  # (G, O, L), may be y  # (O)
+    """Computes y = x + b, then max(y, 0) if `relu`: the end of linear_forward."""
     for g in range(G):
         for o in range(O):
             var at = (g * O + o) * LANES
@@ -302,8 +275,7 @@ comptime WEIGHT_SCRATCH = BLOCK * LANES * IB * LANES
 def _weight_tile[
     ob: Int, ib: Int
 ](dw: Ptr, dy: Ptr, xt: Ptr, G: Int, O: Int, valid: Int, row_stride: Int,):
-    """The dw of ob outputs and ib vectors of inputs, of which the last has `valid` inputs.
-    """
+    """The dw of ob outputs and ib vectors of inputs, of which the last has `valid` inputs."""
     # From beyond the second level it takes as long as the samples of a small shard.
     comptime for o in range(ob):
         comptime for i in range(ib):
@@ -333,19 +305,8 @@ def _weight_tile[
 @always_inline
 def _weight_panel[
     ib: Int
-](
-    dw: Ptr,
-    dy: Ptr,
-    x: Ptr,
-    xt: Ptr,
-    G: Int,
-    I: Int,
-    O: Int,
-    inputs: Int,
-    row_stride: Int,
-):
-    """All outputs of `inputs` inputs, which fill ib vectors, over G groups; x is transposed into xt (G * L, ib * L).
-    """
+](dw: Ptr, dy: Ptr, x: Ptr, xt: Ptr, G: Int, I: Int, O: Int, inputs: Int, row_stride: Int,):
+    """All outputs of `inputs` inputs, which fill ib vectors, over G groups; x is transposed into xt (G * L, ib * L)."""
     for g in range(G):
         comptime for i in range(ib):
             var n = min(inputs - i * LANES, LANES)
@@ -420,27 +381,19 @@ def linear_backward_weight(
 # --- the definitions -------------------------------------------------------------
 
 
-def linear_forward_naive(
-    y: Ptr, x: Ptr, w: Ptr, b: Ptr, G: Int, I: Int, O: Int
-):
+def linear_forward_naive(y: Ptr, x: Ptr, w: Ptr, b: Ptr, G: Int, I: Int, O: Int):
     """The sum as it is written in a textbook, one float at a time."""
     for g in range(G):
         for o in range(O):
             for l in range(LANES):
                 var s = b[unsafe_offset=o]
                 for i in range(I):
-                    s += (
-                        w[unsafe_offset=o * I + i]
-                        * x[unsafe_offset=(g * I + i) * LANES + l]
-                    )
+                    s += w[unsafe_offset=o * I + i] * x[unsafe_offset=(g * I + i) * LANES + l]
                 y[unsafe_offset=(g * O + o) * LANES + l] = s
 
 
-def linear_backward_naive(
-    dx: Ptr, dw: Ptr, db: Ptr, dy: Ptr, x: Ptr, w: Ptr, G: Int, I: Int, O: Int
-):
-    """Every product of the forward sum hands dy to both its factors. Adds to dx, too.
-    """
+def linear_backward_naive(dx: Ptr, dw: Ptr, db: Ptr, dy: Ptr, x: Ptr, w: Ptr, G: Int, I: Int, O: Int):
+    """Every product of the forward sum hands dy to both its factors. Adds to dx, too."""
     for g in range(G):
         for o in range(O):
             for l in range(LANES):

@@ -244,9 +244,7 @@ def linear_forward_rows_bf16[
                 comptime for c in range(LANES):
                     if p + c < pairs:
                         var v = splat_pair(xp, n * pairs + p + c)
-                        acc = dot2(
-                            acc, v, bitcast[DType.bfloat16, 2 * LANES](a[c])
-                        )
+                        acc = dot2(acc, v, bitcast[DType.bfloat16, 2 * LANES](a[c]))
             comptime if relu:
                 acc = acc.lt(0).select(Vec(0), acc)
             store_first(y, n * O + o, acc, rows)
@@ -305,8 +303,7 @@ def linear_backward_input_bf16(
 
 @always_inline
 def _pack_columns(y: HalfPtr, w: Ptr, n: Int, row: Int, two: Bool):
-    """Pairs of n columns of a row of w and the next one, or zeros if there is none.
-    """
+    """Pairs of n columns of a row of w and the next one, or zeros if there is none."""
     for v in range(0, n, LANES):
         var left = n - v
         var a = load_first(w, v, left)
@@ -359,9 +356,7 @@ def _words(v: Pair) -> SIMD[DType.uint32, LANES]:
 
 
 @no_inline
-def _weight_tile[
-    ob: Int, ib: Int
-](dw: Ptr, dy: HalfPtr, xt: HalfPtr, G: Int, I: Int, O: Int, valid: Int):
+def _weight_tile[ob: Int, ib: Int](dw: Ptr, dy: HalfPtr, xt: HalfPtr, G: Int, I: Int, O: Int, valid: Int):
     """The dw of ob outputs and ib vectors of inputs, of which the last has `valid` inputs. That of the tile below is
     fetched: of a shard of 32 samples it takes longer than the products.
     """
@@ -404,9 +399,7 @@ def linear_backward_weight_bf16(
     var vectors = ceildiv(I, LANES)
     var panels = ceildiv(vectors, IB)
     var xt = scratch.unsafe_bitcast[BFloat16]()  # (groups, HALF, ib L, 2)
-    var dyp = xt.unsafe_offset(
-        GROUPS * HALF * IB * 2 * LANES
-    )  # (groups, O, HALF, 2)
+    var dyp = xt.unsafe_offset(GROUPS * HALF * IB * 2 * LANES)  # (groups, O, HALF, 2)
     for first in range(0, G, GROUPS):
         var groups = min(GROUPS, G - first)
         pack_row(dyp, dy.unsafe_offset(first * O * LANES), groups * O * LANES)
@@ -417,9 +410,7 @@ def linear_backward_weight_bf16(
                 for i in range(ib):
                     _pack_samples(
                         xt.unsafe_offset((g * HALF * ib + i) * 2 * LANES),
-                        x.unsafe_offset(
-                            ((first + g) * I + (v + i) * LANES) * LANES
-                        ),
+                        x.unsafe_offset(((first + g) * I + (v + i) * LANES) * LANES),
                         ib * LANES,
                         I - (v + i) * LANES,
                     )

@@ -27,9 +27,7 @@ comptime WIDE = 8 if REGISTERS == 32 else 2  # vectors of inputs (backward) at o
 comptime SAMPLES = 4  # at once (forward)
 
 
-def linear_forward_rows[
-    relu: Bool
-](y: Ptr, x: Ptr, w: Ptr, b: Ptr, G: Int, I: Int, O: Int):
+def linear_forward_rows[relu: Bool](y: Ptr, x: Ptr, w: Ptr, b: Ptr, G: Int, I: Int, O: Int):
     """Computes y = W x + b, then max(y, 0) if `relu`. Shapes as for linear_forward with L = 1.
 
     A vector is 16 outputs of one input, so the weights are transposed on their way, 16 x 16 at a time.
@@ -58,9 +56,7 @@ def linear_forward_rows[
 
 
 @always_inline
-def _outputs[
-    ns: Int, relu: Bool
-](y: Ptr, x: Ptr, w: Ptr, b: Ptr, I: Int, O: Int, rows: Int):
+def _outputs[ns: Int, relu: Bool](y: Ptr, x: Ptr, w: Ptr, b: Ptr, I: Int, O: Int, rows: Int):
     """The first `rows` <= LANES outputs of ns samples."""
     var saved = unsafe_stack_allocation[2 * ns * LANES, F32, alignment=64]()
     var acc = Array[Vec, ns](fill=Vec(0))
@@ -100,18 +96,13 @@ def _outputs[
         store_first(y, n * O, s, rows)
 
 
-def linear_backward_input_rows(
-    dx: Ptr, dy: Ptr, w: Ptr, G: Int, I: Int, O: Int
-):
+def linear_backward_input_rows(dx: Ptr, dy: Ptr, w: Ptr, G: Int, I: Int, O: Int):
     """Computes dx = W^T dy. Shapes as for linear_backward_input with L = 1."""
 
     @always_inline
     def inputs[wide: Int](n: Int, i: Int) {imm}:
-        """Of `wide` vectors of inputs, the last of which may be partly there.
-        """
-        var saved = unsafe_stack_allocation[
-            2 * wide * LANES, F32, alignment=64
-        ]()
+        """Of `wide` vectors of inputs, the last of which may be partly there."""
+        var saved = unsafe_stack_allocation[2 * wide * LANES, F32, alignment=64]()
         var acc = Array[Vec, wide](fill=Vec(0))
         for p in range(PARTS):
             comptime for j in range(wide):
@@ -122,9 +113,7 @@ def linear_backward_input_rows(
                     comptime if wide > 1:
                         acc[j] = madd(load(w, o * I + i + j * LANES), d, acc[j])
                     else:
-                        acc[j] = madd(
-                            load_first(w, o * I + i, I - i), d, acc[j]
-                        )
+                        acc[j] = madd(load_first(w, o * I + i, I - i), d, acc[j])
             fold(acc, saved, p, PARTS)
         comptime for j in range(wide):
             comptime if wide > 1:
@@ -142,11 +131,8 @@ def linear_backward_input_rows(
             i += LANES
 
 
-def linear_backward_weight_rows(
-    dw: Ptr, db: Ptr, dy: Ptr, x: Ptr, G: Int, I: Int, O: Int
-):
-    """Adds dW += dy x^T and db += dy, summed over samples. Shapes as for linear_backward_weight with L = 1.
-    """
+def linear_backward_weight_rows(dw: Ptr, db: Ptr, dy: Ptr, x: Ptr, G: Int, I: Int, O: Int):
+    """Adds dW += dy x^T and db += dy, summed over samples. Shapes as for linear_backward_weight with L = 1."""
     for o in range(O):
         var row = dw.unsafe_offset(o * I)
         for n in range(G):
@@ -160,9 +146,7 @@ def linear_backward_weight_rows(
                 store_first(
                     row,
                     i,
-                    madd(
-                        load_first(xn, i, I - i), d, load_first(row, i, I - i)
-                    ),
+                    madd(load_first(xn, i, I - i), d, load_first(row, i, I - i)),
                     I - i,
                 )
             db[unsafe_offset=o] += dy[unsafe_offset=n * O + o]

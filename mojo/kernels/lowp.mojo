@@ -20,9 +20,7 @@ comptime F16 = DType.float16
 comptime Pair = SIMD[BF16, 2 * LANES]  # element 2 l + j: number j of lane l
 comptime HalfPtr = Pointer[BFloat16, MutUntrackedOrigin]
 
-comptime HAS_BF16 = CompilationTarget.is_x86() and CompilationTarget._has_feature[
-    "avx512bf16"
-]()
+comptime HAS_BF16 = CompilationTarget.is_x86() and CompilationTarget._has_feature["avx512bf16"]()
 comptime HAS_AMX = HAS_BF16 and CompilationTarget._has_feature["amx-bf16"]()
 
 
@@ -31,17 +29,13 @@ comptime HAS_AMX = HAS_BF16 and CompilationTarget._has_feature["amx-bf16"]()
 
 @always_inline
 def dot2(acc: Vec, a: Pair, b: Pair) -> Vec:
-    """Adds a0 b0 + a1 b1 to each lane of acc. Only for targets with HAS_BF16.
-    """
-    return llvm_intrinsic[
-        "llvm.x86.avx512bf16.dpbf16ps.512", Vec, has_side_effect=False
-    ](acc, a, b)
+    """Adds a0 b0 + a1 b1 to each lane of acc. Only for targets with HAS_BF16."""
+    return llvm_intrinsic["llvm.x86.avx512bf16.dpbf16ps.512", Vec, has_side_effect=False](acc, a, b)
 
 
 @always_inline
 def pair(a: Vec, b: Vec) -> Pair:
-    """Rounds both to the nearest bf16, ties to even; a is number 0 of each lane.
-    """
+    """Rounds both to the nearest bf16, ties to even; a is number 0 of each lane."""
     return a.cast[BF16]().interleave(b.cast[BF16]())
 
 
@@ -77,8 +71,7 @@ def pack_neighbours(
     F: Int,
     n: Int,
 ):
-    """Makes pairs of neighbouring features 2 f and 2 f + 1, for n vectors each; a last odd one meets zeros.
-    """
+    """Makes pairs of neighbouring features 2 f and 2 f + 1, for n vectors each; a last odd one meets zeros."""
     var pairs = (F + 1) // 2
     for plane in range(planes):
         for f in range(pairs):
@@ -87,17 +80,14 @@ def pack_neighbours(
             if 2 * f + 1 < F:
                 var b = a.unsafe_offset(n * LANES)
                 for i in range(n):
-                    store_pair(
-                        out, i, pair(load(a, i * LANES), load(b, i * LANES))
-                    )
+                    store_pair(out, i, pair(load(a, i * LANES), load(b, i * LANES)))
             else:
                 for i in range(n):
                     store_pair(out, i, pair(load(a, i * LANES), Vec(0)))
 
 
 def pack_two(y: HalfPtr, a: Ptr, b: Optional[Ptr], n: Int):
-    """Makes pairs of n vectors of two groups a and b; without b they meet zeros.
-    """
+    """Makes pairs of n vectors of two groups a and b; without b they meet zeros."""
     if b:
         var second = b.value()
         for i in range(n):
@@ -128,8 +118,7 @@ def pack_row(y: HalfPtr, x: Ptr, n: Int):
 
 
 def rounded[dtype: DType](y: Ptr, x: Ptr, n: Int):
-    """Computes y = x rounded to `dtype`, to nearest, ties to even; what is too large for it becomes infinite.
-    """
+    """Computes y = x rounded to `dtype`, to nearest, ties to even; what is too large for it becomes infinite."""
     var i = 0
     while i + LANES <= n:
         store(y, i, load(x, i).cast[dtype]().cast[F32]())
@@ -140,8 +129,7 @@ def rounded[dtype: DType](y: Ptr, x: Ptr, n: Int):
 
 
 def bias_gradient[L: Int](db: Ptr, dy: Ptr, G: Int, O: Int, n: Int):
-    """Adds to db (O) the sums of dy (G, O, n, L), which is not rounded: no product is taken.
-    """
+    """Adds to db (O) the sums of dy (G, O, n, L), which is not rounded: no product is taken."""
 
     @always_inline
     def outputs[ob: Int](o: Int) {imm}:

@@ -26,8 +26,7 @@ comptime WIDE = 3 if REGISTERS >= 32 else 1  # vectors of a panel
 
 @fieldwise_init
 struct Product(TrivialRegisterPassable):
-    """The sizes of a record, from argument `first` on: batches, M, N, K, then the strides.
-    """
+    """The sizes of a record, from argument `first` on: batches, M, N, K, then the strides."""
 
     var outer: Int
     var inner: Int
@@ -69,16 +68,12 @@ def _pack(p: Ptr, b: Ptr, K: Int, n: Int, bk: Int, bn: Int, V: Int):
         while k < K:
             store(to, k * W, Vec(0))
             for j in range(left):
-                to[unsafe_offset=k * W + j] = from_[
-                    unsafe_offset=k * bk + j * bn
-                ]
+                to[unsafe_offset=k * W + j] = from_[unsafe_offset=k * bk + j * bn]
             k += 1
 
 
 @always_inline
-def _tile[
-    M: Int, V: Int
-](c: Ptr, C: Int, a: Ptr, am: Int, ak: Int, p: Ptr, K: Int, n: Int):
+def _tile[M: Int, V: Int](c: Ptr, C: Int, a: Ptr, am: Int, ak: Int, p: Ptr, K: Int, n: Int):
     """M rows of n columns of c, whose rows are C apart."""
     var acc = Array[Vec, M * V](fill=0)
     for k in range(K):
@@ -102,9 +97,7 @@ def _panel[V: Int](c: Ptr, a: Ptr, b: Ptr, p: Ptr, s: Product, n: Int):
     var m = 0
     while m + MOST <= s.M:
         var at = a.unsafe_offset(m * s.a_m)
-        _tile[MOST, V](
-            c.unsafe_offset(m * s.N), s.N, at, s.a_m, s.a_k, p, s.K, n
-        )
+        _tile[MOST, V](c.unsafe_offset(m * s.N), s.N, at, s.a_m, s.a_k, p, s.K, n)
         m += MOST
     while m < s.M:
         var at = a.unsafe_offset(m * s.a_m)
@@ -125,9 +118,7 @@ def matmul(c: Ptr, a: Ptr, b: Ptr, scratch: Ptr, s: Product):
                 var cn = ci.unsafe_offset(n)
                 var bn = bi.unsafe_offset(n * s.b_n)
                 if left > LANES and WIDE > 1:
-                    _panel[WIDE](
-                        cn, ai, bn, scratch, s, min(left, WIDE * LANES)
-                    )
+                    _panel[WIDE](cn, ai, bn, scratch, s, min(left, WIDE * LANES))
                     n += WIDE * LANES
                 else:
                     _panel[1](cn, ai, bn, scratch, s, min(left, LANES))
@@ -171,10 +162,7 @@ def ops() -> List[Op]:
     return [
         Op(
             "matmul",
-            (
-                "c; a, b, ~scratch; outer, inner, M, N, K, a_outer, a_inner,"
-                " a_m, a_k, b_outer, b_inner, b_k, b_n"
-            ),
+            "c; a, b, ~scratch; outer, inner, M, N, K, a_outer, a_inner, a_m, a_k, b_outer, b_inner, b_k, b_n",
             _matmul,
             "",
             _scratch,

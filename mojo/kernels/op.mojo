@@ -129,8 +129,7 @@ comptime Op = OpOf[Kernel]
 
 
 trait Device:
-    """The loops of a device, for functions of vectors that are the same on all.
-    """
+    """The loops of a device, for functions of vectors that are the same on all."""
 
     comptime Run: Copyable & Deinitable
     """Its kernels."""
@@ -152,14 +151,12 @@ trait Device:
 
     @staticmethod
     def rows[f: OfRow, operands: Int]() -> Self.Run:
-        """`operands` arguments, then G, F and a number: f of every row (of what is no sample's as well).
-        """
+        """`operands` arguments, then G, F and a number: f of every row (of what is no sample's as well)."""
         ...
 
     @staticmethod
     def columns[f: OfTerm, operands: Int]() -> Self.Run:
-        """The same arguments: adds f(row, i) of all rows to number i of the first operand, for i below F.
-        """
+        """The same arguments: adds f(row, i) of all rows to number i of the first operand, for i below F."""
         ...
 
 
@@ -254,9 +251,7 @@ def map2[f: Of2](y: Ptr, a: Ptr, b: Ptr, n: Int):
         store(y, i, f[LANES](load(a, i), load(b, i)))
         i += LANES
     while i < n:
-        y[unsafe_offset=i] = f[1](
-            SIMD[F32, 1](a[unsafe_offset=i]), SIMD[F32, 1](b[unsafe_offset=i])
-        )
+        y[unsafe_offset=i] = f[1](SIMD[F32, 1](a[unsafe_offset=i]), SIMD[F32, 1](b[unsafe_offset=i]))
         i += 1
 
 
@@ -271,11 +266,8 @@ def by_layout[lanes: Kernel, rows: Kernel](r: Record):
         lanes(r)
 
 
-def call[
-    Ts: TypeList[Trait=AnyType, ...], //, f: def(* args: * Ts) thin
-](r: Record):
-    """f of the record's arguments, each read as the type that f declares (record.Arguments).
-    """
+def call[Ts: TypeList[Trait=AnyType, ...], //, f: def(* args: * Ts) thin](r: Record):
+    """f of the record's arguments, each read as the type that f declares (record.Arguments)."""
     var arguments = Arguments[Ts]()
     var pack = arguments.read(r)
     f(*pack)
@@ -285,11 +277,8 @@ def call[
 # --- a table for others ---------------------------------------------------------------------------------------------------
 
 
-def describe[
-    Run: Copyable & Deinitable, //
-](ops: List[OpOf[Run]], op: Int, text: BytePtr, size: Int) -> Int:
-    """Writes an op's name, roles and traits, each with an end of line (at most `size` bytes); returns the length.
-    """
+def describe[Run: Copyable & Deinitable, //](ops: List[OpOf[Run]], op: Int, text: BytePtr, size: Int) -> Int:
+    """Writes an op's name, roles and traits, each with an end of line (at most `size` bytes); returns the length."""
     var line = String(ops[op].name, ops[op].roles, ops[op].traits, sep="\n")
     var bytes = line.as_bytes()
     for i in range(min(len(bytes), size)):
@@ -300,29 +289,20 @@ def describe[
 @always_inline
 def kernel_of[Run: Copyable & Deinitable](table: LongPtr, code: Int) -> Run:
     """The kernel of a code, from an array as `addresses` makes it."""
-    return Pointer[Run, MutUntrackedOrigin](
-        unsafe_from_address=Int(table) + 16 * code
-    )[].copy()
+    return Pointer[Run, MutUntrackedOrigin](unsafe_from_address=Int(table) + 16 * code)[].copy()
 
 
 def scratch_of(table: LongPtr, at: LongPtr, shards: Int, fold: Int) -> Int:
     """Bytes of scratch memory that the record at `at` wants."""
     var r = Record(at, at, ContextPtr(unsafe_from_address=Int(at)))
-    var scratch = Pointer[Scratch, MutUntrackedOrigin](
-        unsafe_from_address=Int(table) + 16 * r.code() + 8
-    )
+    var scratch = Pointer[Scratch, MutUntrackedOrigin](unsafe_from_address=Int(table) + 16 * r.code() + 8)
     return scratch[](r, shards, fold)
 
 
 def addresses[Run: Copyable & Deinitable, //](ops: List[OpOf[Run]]) -> LongPtr:
-    """An array of (address of `run`, address of `scratch`) of all ops, which is never freed.
-    """
+    """An array of (address of `run`, address of `scratch`) of all ops, which is never freed."""
     var at = alloc(Layout[Int64](count=2 * len(ops))).unsafe_leak()
     for i in range(len(ops)):
-        Pointer[Run, MutUntrackedOrigin](
-            unsafe_from_address=Int(at) + 16 * i
-        ).unsafe_write(ops[i].run.copy())
-        Pointer[Scratch, MutUntrackedOrigin](
-            unsafe_from_address=Int(at) + 16 * i + 8
-        ).unsafe_write(ops[i].scratch)
+        Pointer[Run, MutUntrackedOrigin](unsafe_from_address=Int(at) + 16 * i).unsafe_write(ops[i].run.copy())
+        Pointer[Scratch, MutUntrackedOrigin](unsafe_from_address=Int(at) + 16 * i + 8).unsafe_write(ops[i].scratch)
     return LongPtr(unsafe_from_address=Int(at))

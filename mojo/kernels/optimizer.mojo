@@ -26,14 +26,11 @@ from .op import Op, call
 
 @always_inline
 def _root[L: SIMDLength, //](x: SIMD[F32, L]) -> SIMD[F32, L]:
-    """The square root, rounded once; the library's is an approximation on NVIDIA's GPUs.
-    """
+    """The square root, rounded once; the library's is an approximation on NVIDIA's GPUs."""
     comptime if is_nvidia_gpu():
         var y = SIMD[F32, L]()
         comptime for i in range(Int(L)):
-            y[i] = llvm_intrinsic[
-                "llvm.nvvm.sqrt.rn.f", Float32, has_side_effect=False
-            ](x[i])
+            y[i] = llvm_intrinsic["llvm.nvvm.sqrt.rn.f", Float32, has_side_effect=False](x[i])
         return y
     else:
         return sqrt(x)
@@ -89,14 +86,7 @@ struct Adam(TrivialRegisterPassable):
     @always_inline
     def update[
         L: SIMDLength, //
-    ](
-        self,
-        mut w: SIMD[F32, L],
-        mut m: SIMD[F32, L],
-        mut v: SIMD[F32, L],
-        g: SIMD[F32, L],
-        mean: Float32,
-    ):
+    ](self, mut w: SIMD[F32, L], mut m: SIMD[F32, L], mut v: SIMD[F32, L], g: SIMD[F32, L], mean: Float32,):
         """One step of L weights; `mean` g is the gradient."""
         var d = g * mean
         if self.decoupled:
@@ -105,9 +95,7 @@ struct Adam(TrivialRegisterPassable):
             d = madd(w, SIMD[F32, L](self.weight_decay), d)
         m = m * self.beta1 + d * (1 - self.beta1)
         v = v * self.beta2 + d * d * (1 - self.beta2)
-        var step = (m / self.correction1) / (
-            _root(v / self.correction2) + self.eps
-        )
+        var step = (m / self.correction1) / (_root(v / self.correction2) + self.eps)
         w = madd(step, SIMD[F32, L](-self.lr), w)
 
 
@@ -126,8 +114,7 @@ def _store[whole: Bool](p: Ptr, i: Int, v: Vec, n: Int):
 
 @always_inline
 def _each[F: def[whole: Bool](Int) -> None, //](f: F, n: Int):
-    """Calls f with the beginning of every vector of n floats, and whether it is a whole one.
-    """
+    """Calls f with the beginning of every vector of n floats, and whether it is a whole one."""
     var i = 0
     while i + LANES <= n:
         f[True](i)
@@ -182,10 +169,7 @@ def ops() -> List[Op]:
         ),
         Op(
             "adam",
-            (
-                "+w, +m, +v; g, samples; n, lr, beta1, beta2, eps, weight"
-                " decay, decoupled, correction1, correction2"
-            ),
+            "+w, +m, +v; g, samples; n, lr, beta1, beta2, eps, weight decay, decoupled, correction1, correction2",
             call[adam],
         ),
     ]

@@ -20,11 +20,8 @@ struct Panel(TrivialRegisterPassable):
         return self.p.unsafe_offset(g * self.step)
 
 
-def panel_of(
-    x: Ptr, of: Int, at: Int, n: Int, tokens: Int, D: Int, room: Ptr
-) -> Panel:
-    """Features at .. at + D - 1 of sequence n of x (G, of, L): where they are, or copied to `room`.
-    """
+def panel_of(x: Ptr, of: Int, at: Int, n: Int, tokens: Int, D: Int, room: Ptr) -> Panel:
+    """Features at .. at + D - 1 of sequence n of x (G, of, L): where they are, or copied to `room`."""
     var shift = n * tokens % LANES
     var p = x.unsafe_offset((n * tokens // LANES * of + at) * LANES)
     if shift == 0:
@@ -38,17 +35,12 @@ def panel_of(
             store(room, to, load_first(p, i + shift, here))
             if rest > 0:
                 var v = load_first(p, i + of * LANES, rest)
-                masked_store[LANES](
-                    v, room.unsafe_offset(to + here), first(rest)
-                )
+                masked_store[LANES](v, room.unsafe_offset(to + here), first(rest))
     return Panel(room, D * LANES)
 
 
-def put_group(
-    x: Ptr, of: Int, at: Int, n: Int, tokens: Int, D: Int, y: Ptr, group: Int
-):
-    """Writes group `group` of sequence n, y (D, L), to features at .. at + D - 1 of x (G, of, L).
-    """
+def put_group(x: Ptr, of: Int, at: Int, n: Int, tokens: Int, D: Int, y: Ptr, group: Int):
+    """Writes group `group` of sequence n, y (D, L), to features at .. at + D - 1 of x (G, of, L)."""
     var start = n * tokens + group * LANES
     var valid = min(tokens - group * LANES, LANES)
     var shift = start % LANES
@@ -62,9 +54,7 @@ def put_group(
         masked_store[LANES](v, p.unsafe_offset(d * LANES + shift), first(here))
         if valid > here:
             v = load_first(y, d * LANES + here, valid - here)
-            masked_store[LANES](
-                v, p.unsafe_offset((of + d) * LANES), first(valid - here)
-            )
+            masked_store[LANES](v, p.unsafe_offset((of + d) * LANES), first(valid - here))
 
 
 def clear_rest(x: Ptr, of: Int, at: Int, tokens: Int, D: Int):
@@ -73,6 +63,4 @@ def clear_rest(x: Ptr, of: Int, at: Int, tokens: Int, D: Int):
     if used:
         var p = x.unsafe_offset((tokens // LANES * of + at) * LANES)
         for d in range(D):
-            masked_store[LANES](
-                Vec(0), p.unsafe_offset(d * LANES), ~first(used)
-            )
+            masked_store[LANES](Vec(0), p.unsafe_offset(d * LANES), ~first(used))

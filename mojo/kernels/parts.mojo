@@ -23,9 +23,7 @@ def cut(n: Int, i: Int) -> Int:
 
 
 @always_inline
-def fold[
-    L: SIMDLength, n: Int, //
-](mut acc: Array[SIMD[F32, L], n], saved: Ptr, i: Int, parts: Int):
+def fold[L: SIMDLength, n: Int, //](mut acc: Array[SIMD[F32, L], n], saved: Ptr, i: Int, parts: Int):
     """Takes n sums of the i-th of `parts` parts (1, 2 or 4); after the last, acc is the sum of the node.
 
     `saved` has room for 2 n vectors: a part and a pair that wait for their neighbours. They wait in memory because the
@@ -41,9 +39,7 @@ def fold[
         acc[j] = saved.unsafe_offset(j * w).unsafe_load[width=L]() + acc[j]
     if i == 3:
         comptime for j in range(n):
-            acc[j] = (
-                saved.unsafe_offset((n + j) * w).unsafe_load[width=L]() + acc[j]
-            )
+            acc[j] = saved.unsafe_offset((n + j) * w).unsafe_load[width=L]() + acc[j]
     elif parts == 4:
         comptime for j in range(n):
             saved.unsafe_store((n + j) * w, acc[j])

@@ -91,9 +91,7 @@ def _maxpool_forward[
                     var v = load[L](row, (r * W + t) * L)
                     var better = v.gt(best) | isnan(v)
                     best = better.select(v, best)
-                    at = better.select(
-                        SIMD[DType.int32, L](Int32(r * T + t)), at
-                    )
+                    at = better.select(SIMD[DType.int32, L](Int32(r * T + t)), at)
 
                 comptime if known:
                     comptime for j in range(1, known * known):
@@ -108,8 +106,7 @@ def _maxpool_forward[
 
 
 def _maxpool_forward_2x2_rows(y: Ptr, argmax: BytePtr, x: Ptr, s: Windows):
-    """Sixteen windows of a row at a time: pixels of two rows, the even and the odd ones.
-    """
+    """Sixteen windows of a row at a time: pixels of two rows, the even and the odd ones."""
     var Q = s.Q()
     for row in range(s.planes * s.P()):
         var plane = row // s.P()
@@ -137,11 +134,7 @@ def _maxpool_forward_2x2_rows(y: Ptr, argmax: BytePtr, x: Ptr, s: Windows):
 @always_inline
 def _two(p: Ptr, i: Int, n: Int) -> Tuple[Vec, Vec]:
     """The even and the odd ones of the first n of 32 floats."""
-    return (
-        load_first(p, i, n)
-        .join(load_first(p, i + LANES, n - LANES))
-        .deinterleave()
-    )
+    return load_first(p, i, n).join(load_first(p, i + LANES, n - LANES)).deinterleave()
 
 
 def maxpool_backward[
@@ -163,9 +156,7 @@ def maxpool_backward[
         _maxpool_backward[L, False](dx, dy, argmax, y, s)
 
 
-def _maxpool_backward[
-    L: Int, relu: Bool
-](dx: Ptr, dy: Ptr, argmax: BytePtr, y: Ptr, s: Windows):
+def _maxpool_backward[L: Int, relu: Bool](dx: Ptr, dy: Ptr, argmax: BytePtr, y: Ptr, s: Windows):
     if s.are(2) and s.H % 2 == 0 and s.W % 2 == 0:
         comptime if L == 1:
             _maxpool_backward_2x2_rows[relu](dx, dy, argmax, y, s)
@@ -201,11 +192,8 @@ def _passing[L: Int, relu: Bool](dy: Ptr, y: Ptr, i: Int) -> SIMD[F32, L]:
 
 
 @always_inline
-def _maxpool_backward_2x2[
-    L: Int, relu: Bool
-](dx: Ptr, dy: Ptr, argmax: BytePtr, y: Ptr, s: Windows):
-    """Windows that tile the plane: every element is written once, none is read.
-    """
+def _maxpool_backward_2x2[L: Int, relu: Bool](dx: Ptr, dy: Ptr, argmax: BytePtr, y: Ptr, s: Windows):
+    """Windows that tile the plane: every element is written once, none is read."""
     var out = 0
     var W = s.W
     for row in range(s.planes * s.H // 2):
@@ -222,9 +210,7 @@ def _maxpool_backward_2x2[
             out += L
 
 
-def _maxpool_backward_2x2_rows[
-    relu: Bool
-](dx: Ptr, dy: Ptr, argmax: BytePtr, y: Ptr, s: Windows):
+def _maxpool_backward_2x2_rows[relu: Bool](dx: Ptr, dy: Ptr, argmax: BytePtr, y: Ptr, s: Windows):
     """The same, sixteen windows of a row at a time."""
     var Q = s.W // 2
     for row in range(s.planes * s.H // 2):
@@ -269,8 +255,7 @@ def avgpool_forward[L: Int](y: Ptr, x: Ptr, s: Windows):
 
 
 def avgpool_backward[L: Int](dx: Ptr, dy: Ptr, s: Windows):
-    """Spreads each gradient evenly over its window. Shapes as for maxpool_backward.
-    """
+    """Spreads each gradient evenly over its window. Shapes as for maxpool_backward."""
     var scale = Float32(1) / Float32(s.R * s.T)
     unsafe_memset_zero(dx, s.planes * s.H * s.W * L)
     var out = 0
@@ -287,8 +272,7 @@ def avgpool_backward[L: Int](dx: Ptr, dy: Ptr, s: Windows):
 
 
 def ops() -> List[Op]:
-    """The ops of this file. relu: the gradient of a ReLU before the pool is taken with it.
-    """
+    """The ops of this file. relu: the gradient of a ReLU before the pool is taken with it."""
     return [
         Op(
             "maxpool_forward",

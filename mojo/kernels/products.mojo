@@ -68,8 +68,7 @@ def _packed(r: Record) -> Bool:
 
 @always_inline
 def _tiled(r: Record) -> Bool:
-    """Whether tiles of bf16 are multiplied: in lanes, and in rows in the forward pass.
-    """
+    """Whether tiles of bf16 are multiplied: in lanes, and in rows in the forward pass."""
     return HAS_AMX and r.dtype() == BF16
 
 
@@ -107,9 +106,7 @@ def _half(n: Int) -> Int:
 # --- convolutions ---------------------------------------------------------------------------------------------------------
 
 
-def _conv2d_forward[
-    relu: Bool
-](y: Ptr, x: Ptr, w: Ptr, b: Ptr, scratch: Ptr, size: Conv, r: Record):
+def _conv2d_forward[relu: Bool](y: Ptr, x: Ptr, w: Ptr, b: Ptr, scratch: Ptr, size: Conv, r: Record):
     if _tiled(r):
         comptime if HAS_AMX:
             conv2d_forward_amx[relu](y, x, w, b, scratch, size, r.rows())
@@ -142,9 +139,7 @@ def _conv2d_forward_op(
         _conv2d_forward[False](y, x, w, b, scratch, size, r)
 
 
-def _conv2d_backward_weight(
-    dw: Ptr, db: Ptr, dy: Ptr, x: Ptr, scratch: Ptr, size: Conv, r: Record
-):
+def _conv2d_backward_weight(dw: Ptr, db: Ptr, dy: Ptr, x: Ptr, scratch: Ptr, size: Conv, r: Record):
     if _tiled(r) and not r.rows():
         comptime if HAS_AMX:
             conv2d_backward_weight_amx(dw, db, dy, x, scratch, size)
@@ -167,9 +162,7 @@ def _conv2d_backward_weight(
         _bias(r, db, dy, size.G, size.K, size.P() * size.Q())
 
 
-def _conv2d_backward_input(
-    dx: Ptr, dy: Ptr, w: Ptr, scratch: Ptr, size: Conv, r: Record
-):
+def _conv2d_backward_input(dx: Ptr, dy: Ptr, w: Ptr, scratch: Ptr, size: Conv, r: Record):
     if _tiled(r) and not r.rows():
         comptime if HAS_AMX:
             conv2d_backward_input_amx(dx, dy, w, scratch, size)
@@ -229,17 +222,7 @@ def _conv2d_input_scratch(r: Record, shards: Int, fold: Int) -> Int:
 
 def _linear_forward[
     relu: Bool
-](
-    y: Ptr,
-    x: Ptr,
-    w: Ptr,
-    b: Ptr,
-    scratch: Ptr,
-    G: Int,
-    I: Int,
-    O: Int,
-    r: Record,
-):
+](y: Ptr, x: Ptr, w: Ptr, b: Ptr, scratch: Ptr, G: Int, I: Int, O: Int, r: Record,):
     if _tiled(r):
         comptime if HAS_AMX:
             var size = _linear(G, I, O)
@@ -315,9 +298,7 @@ def _linear_backward_weight(
         _bias(r, db, dy, G, O, 1)
 
 
-def _linear_backward_input(
-    dx: Ptr, dy: Ptr, w: Ptr, scratch: Ptr, G: Int, I: Int, O: Int, r: Record
-):
+def _linear_backward_input(dx: Ptr, dy: Ptr, w: Ptr, scratch: Ptr, G: Int, I: Int, O: Int, r: Record):
     if _tiled(r) and not r.rows():
         comptime if HAS_AMX:
             var size = _linear(G, I, O)

@@ -13,15 +13,8 @@ comptime U64 = DType.uint64
 @always_inline
 def philox[
     w: Int
-](
-    c0: SIMD[U32, w],
-    c1: SIMD[U32, w],
-    c2: SIMD[U32, w],
-    c3: SIMD[U32, w],
-    seed: UInt64,
-) -> Array[SIMD[U32, w], 4]:
-    """Four random words for each of w counters (c0, c1, c2, c3) under the key `seed`.
-    """
+](c0: SIMD[U32, w], c1: SIMD[U32, w], c2: SIMD[U32, w], c3: SIMD[U32, w], seed: UInt64,) -> Array[SIMD[U32, w], 4]:
+    """Four random words for each of w counters (c0, c1, c2, c3) under the key `seed`."""
     # Words stay in 64 bits, of which the upper half means nothing but in a product: half of the instructions
     comptime LOW = SIMD[U64, w](0xFFFFFFFF)
     var a = c0.cast[U64]()
@@ -49,9 +42,7 @@ def unit[w: Int](bits: SIMD[U32, w]) -> SIMD[F32, w]:
     return (bits >> 8).cast[F32]() * STEP
 
 
-def uniform(
-    y: Ptr, n: Int, seed: UInt64, stream: UInt32, low: Float32, high: Float32
-):
+def uniform(y: Ptr, n: Int, seed: UInt64, stream: UInt32, low: Float32, high: Float32):
     """Fills y with numbers from [low, high): element i is word i % 4 of counter (i / 4, 0, stream, "init").
 
     n must be below 2^34.

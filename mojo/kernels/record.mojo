@@ -52,8 +52,7 @@ comptime FP16 = 3
 
 @fieldwise_init
 struct Context(TrivialRegisterPassable):
-    """What a run of a program needs besides addresses. native.py has the same, field by field.
-    """
+    """What a run of a program needs besides addresses. native.py has the same, field by field."""
 
     var seed: UInt64
     """Of all random numbers."""
@@ -88,8 +87,7 @@ comptime ContextPtr = Pointer[Context, MutUntrackedOrigin]
 
 
 trait Source:
-    """What has the arguments of an op: a record on the CPU, a launch on a GPU. The first argument is number 1.
-    """
+    """What has the arguments of an op: a record on the CPU, a launch on a GPU. The first argument is number 1."""
 
     def int(self, i: Int) -> Int:
         """Argument i as a size."""
@@ -117,15 +115,13 @@ trait Argument(TrivialRegisterPassable):
 
     @staticmethod
     def read[S: Source](r: S, mut i: Int) -> Self:
-        """Of the arguments from i on; i becomes that of the first it does not need.
-        """
+        """Of the arguments from i on; i becomes that of the first it does not need."""
         ...
 
 
 @fieldwise_init
 struct Record(Argument, Source):
-    """One op with its arguments, as its kernel reads them. As an argument of a kernel it is itself.
-    """
+    """One op with its arguments, as its kernel reads them. As an argument of a kernel it is itself."""
 
     var at: LongPtr
     """Its RECORD numbers."""
@@ -165,9 +161,7 @@ struct Record(Argument, Source):
 
     @always_inline
     def float(self, i: Int) -> Float32:
-        return bitcast[DType.float32](
-            UInt32(self.at[unsafe_offset=i] & 0xFFFFFFFF)
-        )
+        return bitcast[DType.float32](UInt32(self.at[unsafe_offset=i] & 0xFFFFFFFF))
 
     @always_inline
     def address(self, i: Int) -> Int:
@@ -198,15 +192,9 @@ struct Arguments[Ts: TypeList[Trait=AnyType, ...]]:
     `read` fills it from a record, in order, and returns them as what `f(*pack)` takes; they live as long as this does.
     """
 
-    comptime Value[T: AnyType]: Movable & Deinitable = downcast[
-        T, TrivialRegisterPassable
-    ]
-    comptime Place[T: AnyType]: ImplicitlyCopyable & Deinitable = Pointer[
-        T, MutUntrackedOrigin
-    ]
-    comptime Pack = VariadicPack[
-        origin=MutUntrackedOrigin, element_trait=AnyType, False, *Self.Ts
-    ]
+    comptime Value[T: AnyType]: Movable & Deinitable = downcast[T, TrivialRegisterPassable]
+    comptime Place[T: AnyType]: ImplicitlyCopyable & Deinitable = Pointer[T, MutUntrackedOrigin]
+    comptime Pack = VariadicPack[origin=MutUntrackedOrigin, element_trait=AnyType, False, *Self.Ts]
     var values: Tuple[*Self.Ts.map[Self.Value]()]
     var places: Tuple[*Self.Ts.map[Self.Place]()]
 
@@ -220,23 +208,17 @@ struct Arguments[Ts: TypeList[Trait=AnyType, ...]]:
         """The arguments of r."""
         var at = 1
         comptime for i in range(Self.Ts.length):
-            var place = Pointer(to=self.values[i]).unsafe_origin_cast[
-                MutUntrackedOrigin
-            ]()
+            var place = Pointer(to=self.values[i]).unsafe_origin_cast[MutUntrackedOrigin]()
             self.places[i] = rebind[type_of(self.places[i])](place)
             _read(r, at, rebind[Self.Place[Self.Ts[i]]](place))
         # The language makes packs of arguments that are written out alone; the standard library does this for Python's.
         return Self.Pack(
-            __mlir_op.`lit.ref.pack.from_pointer_pack`[
-                _type=Self.Pack._mlir_type
-            ](self.places._mlir_value)
+            __mlir_op.`lit.ref.pack.from_pointer_pack`[_type=Self.Pack._mlir_type](self.places._mlir_value)
         )
 
 
 @always_inline
-def _read[
-    T: AnyType, S: Source
-](r: S, mut i: Int, to: Pointer[T, MutUntrackedOrigin]):
+def _read[T: AnyType, S: Source](r: S, mut i: Int, to: Pointer[T, MutUntrackedOrigin]):
     comptime if conforms_to(T, Argument):
         comptime A = downcast[T, Argument]
         to.unsafe_bitcast[A]().unsafe_write(A.read(r, i))
@@ -255,9 +237,7 @@ def _read[
     else:
         comptime for field in range(reflect[T].field_count()):
             ref place = reflect[T].field_ref[field](to[])
-            _read(
-                r, i, Pointer(to=place).unsafe_origin_cast[MutUntrackedOrigin]()
-            )
+            _read(r, i, Pointer(to=place).unsafe_origin_cast[MutUntrackedOrigin]())
         return
     i += 1
 

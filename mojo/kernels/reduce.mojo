@@ -34,19 +34,13 @@ def split(n: Int) -> Int:
 @always_inline
 def _tree[w: Int](buffers: LongPtr, lo: Int, n: Int, i: Int) -> SIMD[F32, w]:
     if n == 1:
-        return load[w](
-            Ptr(unsafe_from_address=Int(buffers[unsafe_offset=lo])), i
-        )
+        return load[w](Ptr(unsafe_from_address=Int(buffers[unsafe_offset=lo])), i)
     return _tree_node[w](buffers, lo, n, i)
 
 
-def _tree_node[
-    w: Int
-](buffers: LongPtr, lo: Int, n: Int, i: Int) -> SIMD[F32, w]:
+def _tree_node[w: Int](buffers: LongPtr, lo: Int, n: Int, i: Int) -> SIMD[F32, w]:
     var left = split(n)
-    return _tree[w](buffers, lo, left, i) + _tree[w](
-        buffers, lo + left, n - left, i
-    )
+    return _tree[w](buffers, lo, left, i) + _tree[w](buffers, lo + left, n - left, i)
 
 
 def tree_sum(
@@ -66,8 +60,7 @@ def tree_sum(
 
 
 def largest(y: Ptr, x: Ptr, n: Int):
-    """Writes the largest magnitude of n floats; infinity if one of them is NaN or infinite.
-    """
+    """Writes the largest magnitude of n floats; infinity if one of them is NaN or infinite."""
     var acc = Vec(0)
     var bad = Vec(0)
     var i = 0
@@ -108,8 +101,7 @@ def fixed_squares(y: LongPtr, x: Ptr, n: Int, unit: Float32):
 
 
 def is_finite(x: Ptr, n: Int) -> Bool:
-    """True if none of n floats is NaN or infinite (x - x is 0 for finite x, NaN for the others).
-    """
+    """True if none of n floats is NaN or infinite (x - x is 0 for finite x, NaN for the others)."""
     var acc = Vec(0)
     var i = 0
     while i + LANES <= n:
@@ -129,8 +121,7 @@ def _samples(N: Int, r: Record) -> Int:
 
 
 def sum_lanes[L: Int](y: Ptr, x: Ptr, N: Int, G: Int, F: Int, r: Record):
-    """Writes the sum over all features of the first N lanes of x (G, F, L); of the shard's samples if N is -1.
-    """
+    """Writes the sum over all features of the first N lanes of x (G, F, L); of the shard's samples if N is -1."""
     var s = SIMD[F32, L](0)
     for g in range(G):
         var live = first[L](_samples(N, r) - g * L)
@@ -141,9 +132,7 @@ def sum_lanes[L: Int](y: Ptr, x: Ptr, N: Int, G: Int, F: Int, r: Record):
     y[] = s.reduce_add()
 
 
-def sum_lanes_backward[
-    L: Int
-](dx: Ptr, dy: Ptr, N: Int, G: Int, F: Int, r: Record):
+def sum_lanes_backward[L: Int](dx: Ptr, dy: Ptr, N: Int, G: Int, F: Int, r: Record):
     """Writes dy into the first N lanes of dx (G, F, L), 0 into the rest."""
     for g in range(G):
         var live = first[L](_samples(N, r) - g * L)
@@ -184,8 +173,6 @@ def ops() -> List[Op]:
         Op(
             "sum_lanes_backward",
             "dx; dy; N, G, F",
-            by_layout[
-                call[sum_lanes_backward[LANES]], call[sum_lanes_backward[1]]
-            ],
+            by_layout[call[sum_lanes_backward[LANES]], call[sum_lanes_backward[1]]],
         ),
     ]

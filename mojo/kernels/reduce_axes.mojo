@@ -17,9 +17,7 @@ comptime LOWEST = -inf[F32]()
 
 
 @always_inline
-def halved[
-    f: Of2, L: Int
-](mut parts: Array[SIMD[F32, L], PARTS]) -> SIMD[F32, L]:
+def halved[f: Of2, L: Int](mut parts: Array[SIMD[F32, L], PARTS]) -> SIMD[F32, L]:
     """Puts the partial results together."""
     comptime for level in range(4):
         comptime half = PARTS >> (level + 1)
@@ -29,9 +27,7 @@ def halved[
 
 
 @always_inline
-def fold[
-    f: Of2, start: Float32, L: Int
-](x: Ptr, r0: Int, r1: Int, r2: Int, s0: Int, s1: Int, s2: Int) -> SIMD[F32, L]:
+def fold[f: Of2, start: Float32, L: Int](x: Ptr, r0: Int, r1: Int, r2: Int, s0: Int, s1: Int, s2: Int) -> SIMD[F32, L]:
     """Puts r0 x r1 x r2 numbers together, L neighbours at once."""
     var parts = Array[SIMD[F32, L], PARTS](fill=start)
     var i = 0
@@ -61,8 +57,7 @@ def _fold_neighbours[f: Of2, start: Float32](x: Ptr, n: Int) -> SIMD[F32, 1]:
 
 
 def _reduce[f: Of2, start: Float32](r: Record):
-    """Arguments y; x; 3 kept sizes, 3 reduced sizes, 3 strides of the kept, 3 of the reduced.
-    """
+    """Arguments y; x; 3 kept sizes, 3 reduced sizes, 3 strides of the kept, 3 of the reduced."""
     var y = r.ptr(1)
     var n = r.int(5)
     var r0 = r.int(6)
@@ -93,8 +88,7 @@ def _reduce[f: Of2, start: Float32](r: Record):
 
 @always_inline
 def argmax(x: Ptr, n: Int, step: Int) -> Int32:
-    """The first place of the largest number; of the first NaN if there is one.
-    """
+    """The first place of the largest number; of the first NaN if there is one."""
     var best = 0
     var most = x[]
     for i in range(1, n):
@@ -106,22 +100,17 @@ def argmax(x: Ptr, n: Int, step: Int) -> Int32:
 
 
 def _argmax(r: Record):
-    """Arguments y; x; kept before, reduced, kept behind; x and y without gaps, y int32.
-    """
+    """Arguments y; x; kept before, reduced, kept behind; x and y without gaps, y int32."""
     var after = r.int(5)
     for i in range(r.int(3)):
         for k in range(after):
             var x = r.ptr(2).unsafe_offset(i * r.int(4) * after + k)
-            IntPtr(unsafe_from_address=r.address(1))[
-                unsafe_offset=i * after + k
-            ] = argmax(x, r.int(4), after)
+            IntPtr(unsafe_from_address=r.address(1))[unsafe_offset=i * after + k] = argmax(x, r.int(4), after)
 
 
 def ops() -> List[Op]:
     """The ops of this file."""
-    comptime ROLES = (
-        "y; x; k0, k1, k2, r0, r1, r2, sk0, sk1, sk2, sr0, sr1, sr2"
-    )
+    comptime ROLES = "y; x; k0, k1, k2, r0, r1, r2, sk0, sk1, sk2, sr0, sr1, sr2"
     return [
         Op("reduce_sum", ROLES, _reduce[plus, 0]),
         Op("reduce_max", ROLES, _reduce[maximum, LOWEST]),

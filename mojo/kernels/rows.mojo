@@ -62,8 +62,7 @@ def _layer_norm_bias[L: Int](r: Row[L], f: Int) -> SIMD[F32, L]:
 
 
 def _top_k[L: Int](r: Row[L]):
-    """Arguments y; x, labels; G, F, k. Of equal numbers the first counts as larger, as in the loss ops.
-    """
+    """Arguments y; x, labels; G, F, k. Of equal numbers the first counts as larger, as in the loss ops."""
     var label = bitcast[DType.int32, L](r.get(r.c, 0, 1))
     var mine = SIMD[F32, L](0)
     for f in range(r.F):
@@ -77,8 +76,7 @@ def _top_k[L: Int](r: Row[L]):
 
 
 def ops[D: Device]() -> List[OpOf[D.Run]]:
-    """The ops of this file. `top_k`: 1 for samples whose label is among the k largest of their F numbers, else 0.
-    """
+    """The ops of this file. `top_k`: 1 for samples whose label is among the k largest of their F numbers, else 0."""
     return [
         OpOf("top_k", "y; x, labels; G, F, k", D.rows[_top_k, 3]()),
         OpOf(

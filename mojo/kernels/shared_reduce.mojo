@@ -38,8 +38,7 @@ comptime PAUSES = 4
 
 
 struct Team(ImplicitlyCopyable, Movable):
-    """Mirrors `Team` in python/odyssey/core/native.py: one communicator as one of its ranks sees it.
-    """
+    """Mirrors `Team` in python/odyssey/core/native.py: one communicator as one of its ranks sees it."""
 
     var ranks: Int
     var rank: Int
@@ -75,25 +74,17 @@ def _sleepers(team: Team) -> WordPtr:
 
 @always_inline
 def _header(team: Team, rank: Int) -> LongPtr:
-    return LongPtr(
-        unsafe_from_address=Int(team.bases[unsafe_offset=rank])
-        + HEADER * (team.barrier & 1)
-    )
+    return LongPtr(unsafe_from_address=Int(team.bases[unsafe_offset=rank]) + HEADER * (team.barrier & 1))
 
 
 @always_inline
 def slot(team: Team, rank: Int, parity: Int) -> Int:
     """Address of one of the two slots of a rank."""
-    return (
-        Int(team.bases[unsafe_offset=rank])
-        + team.slots
-        + parity * team.slot_bytes
-    )
+    return Int(team.bases[unsafe_offset=rank]) + team.slots + parity * team.slot_bytes
 
 
 def futex(word: WordPtr, operation: Int, value: Int, nanoseconds: Int):
-    """Waits while the word has the value (operation 0), or wakes `value` waiters (1); not private to the process.
-    """
+    """Waits while the word has the value (operation 0), or wakes `value` waiters (1); not private to the process."""
     comptime if CompilationTarget.is_linux():
         comptime NUMBER = 202 if CompilationTarget.is_x86() else 98
         var timeout = Array[Int64, 2](fill=0)
@@ -111,9 +102,7 @@ def futex(word: WordPtr, operation: Int, value: Int, nanoseconds: Int):
         _ = timeout
     else:
         if operation == 0:
-            _ = external_call["usleep", Int32](
-                UInt32(min(nanoseconds // 1000, 100))
-            )
+            _ = external_call["usleep", Int32](UInt32(min(nanoseconds // 1000, 100)))
 
 
 @always_inline
@@ -124,17 +113,14 @@ def _behind(team: Team) -> Bool:
 
 
 def arrive(mut team: Team, sequence: Int, signature: Int):
-    """Publishes this rank's header and everything written so far, and counts it as arrived.
-    """
+    """Publishes this rank's header and everything written so far, and counts it as arrived."""
     team.barrier += 1
     var mine = _header(team, team.rank)
     mine[unsafe_offset=1] = Int64(sequence)
     mine[unsafe_offset=2] = Int64(signature)
     Atomic.store[ordering=Ordering.RELEASE](mine, Int64(team.barrier))
     var before = Atomic.fetch_add(_counter(team), 1)
-    if before + 1 == UInt32(team.ranks * team.barrier) and (
-        Atomic.load(_sleepers(team)) > 0
-    ):
+    if before + 1 == UInt32(team.ranks * team.barrier) and (Atomic.load(_sleepers(team)) > 0):
         futex(_counter(team), 1, 0x7FFFFFFF, 0)
 
 
@@ -172,10 +158,7 @@ def compare(team: Team) -> Int:
     var mine = _header(team, team.rank)
     for r in range(team.ranks):
         var other = _header(team, r)
-        if (
-            other[unsafe_offset=1] != mine[unsafe_offset=1]
-            or other[unsafe_offset=2] != mine[unsafe_offset=2]
-        ):
+        if other[unsafe_offset=1] != mine[unsafe_offset=1] or other[unsafe_offset=2] != mine[unsafe_offset=2]:
             return DIFFERENT
     return DONE
 
@@ -213,9 +196,7 @@ def _sum_few[n: Int](y: Ptr, buffers: LongPtr, count: Int):
 
 
 @always_inline
-def _combine[
-    dtype: DType, op: Int, w: Int
-](a: SIMD[dtype, w], b: SIMD[dtype, w]) -> SIMD[dtype, w]:
+def _combine[dtype: DType, op: Int, w: Int](a: SIMD[dtype, w], b: SIMD[dtype, w]) -> SIMD[dtype, w]:
     comptime if op == 0:
         return a + b
     elif op == 1:
@@ -232,13 +213,9 @@ def _combine[
         return m
 
 
-def _reduce[
-    dtype: DType, op: Int, w: Int
-](buffers: LongPtr, lo: Int, n: Int, i: Int) -> SIMD[dtype, w]:
+def _reduce[dtype: DType, op: Int, w: Int](buffers: LongPtr, lo: Int, n: Int, i: Int) -> SIMD[dtype, w]:
     if n == 1:
-        var p = Pointer[Scalar[dtype], MutUntrackedOrigin](
-            unsafe_from_address=Int(buffers[unsafe_offset=lo])
-        )
+        var p = Pointer[Scalar[dtype], MutUntrackedOrigin](unsafe_from_address=Int(buffers[unsafe_offset=lo]))
         return p.unsafe_offset(i).unsafe_load[width=w]()
     var left = split(n)
     return _combine[op=op](
@@ -247,9 +224,7 @@ def _reduce[
     )
 
 
-def _reduce_all[
-    dtype: DType, op: Int
-](y: Int, buffers: LongPtr, n: Int, count: Int):
+def _reduce_all[dtype: DType, op: Int](y: Int, buffers: LongPtr, n: Int, count: Int):
     var to = Pointer[Scalar[dtype], MutUntrackedOrigin](unsafe_from_address=y)
     var i = 0
     while i + LANES <= count:
@@ -312,8 +287,7 @@ def copy(to: Int, source: Int, bytes: Int):
 
 
 struct Job(ImplicitlyCopyable, Movable):
-    """Mirrors `Job` in python/odyssey/core/native.py: one all-reduce under way.
-    """
+    """Mirrors `Job` in python/odyssey/core/native.py: one all-reduce under way."""
 
     var x: Int  # address of what this rank gives
     var y: Int  # address of the result, may be x; 0 if this rank wants none
@@ -403,16 +377,11 @@ def all_reduce(mut team: Team, mut job: Job, nanoseconds: Int) -> Int:
 
 
 def _result(team: Team, rank: Int, parity: Int) -> Int:
-    """Address of one of the two places for results of a rank, behind its slots.
-    """
-    return slot(team, rank, 2) + parity * (
-        team.slot_bytes // team.ranks // HEADER * HEADER + 2 * HEADER
-    )
+    """Address of one of the two places for results of a rank, behind its slots."""
+    return slot(team, rank, 2) + parity * (team.slot_bytes // team.ranks // HEADER * HEADER + 2 * HEADER)
 
 
-def _reduce_slots(
-    team: Team, job: Job, y: Int, first: Int, count: Int, own: Int = 0
-):
+def _reduce_slots(team: Team, job: Job, y: Int, first: Int, count: Int, own: Int = 0):
     """Reduces numbers first, first + 1, ... of all ranks' slots of the barrier that was passed, into y; this rank's
     are at address `own` instead, if that is given.
     """
@@ -420,13 +389,7 @@ def _reduce_slots(
         return
     var buffers = Array[Int64, MAX_RANKS](uninitialized=True)
     for r in range(team.ranks):
-        buffers[r] = Int64(
-            (
-                own if own != 0
-                and r == team.rank else slot(team, r, team.barrier & 1)
-            )
-            + first * job.item
-        )
+        buffers[r] = Int64((own if own != 0 and r == team.rank else slot(team, r, team.barrier & 1)) + first * job.item)
     reduce_buffers(
         y,
         buffers.unsafe_ptr().unsafe_origin_cast[MutUntrackedOrigin](),

@@ -22,9 +22,7 @@ def _max[L: Int](x: Ptr, F: Int) -> SIMD[F32, L]:
 def softmax_forward[L: Int](y: Ptr, x: Ptr, G: Int, F: Int):
     """Computes y = exp(x - max x) / sum exp(x - max x), x and y (G, F, L)."""
     for g in range(G):
-        _ = _softmax[L](
-            y.unsafe_offset(g * F * L), x.unsafe_offset(g * F * L), F
-        )
+        _ = _softmax[L](y.unsafe_offset(g * F * L), x.unsafe_offset(g * F * L), F)
 
 
 @always_inline
@@ -85,13 +83,8 @@ def log_softmax_backward[L: Int](dx: Ptr, dy: Ptr, y: Ptr, G: Int, F: Int):
 
 
 @always_inline
-def _count[
-    L: Int
-](x: Ptr, labels: IntPtr, F: Int, mut stats: SIMD[F32, 4]) -> SIMD[
-    DType.int32, L
-]:
-    """Counts samples and correct predictions (the first largest of x) of one group; returns its labels.
-    """
+def _count[L: Int](x: Ptr, labels: IntPtr, F: Int, mut stats: SIMD[F32, 4]) -> SIMD[DType.int32, L]:
+    """Counts samples and correct predictions (the first largest of x) of one group; returns its labels."""
     var label = labels.unsafe_load[width=L]()
     var m = load[L](x, 0)
     var at = SIMD[DType.int32, L](0)
@@ -106,9 +99,7 @@ def _count[
 
 
 @always_inline
-def _at_label[
-    L: Int
-](x: Ptr, label: SIMD[DType.int32, L], F: Int) -> SIMD[F32, L]:
+def _at_label[L: Int](x: Ptr, label: SIMD[DType.int32, L], F: Int) -> SIMD[F32, L]:
     """x[label] of each lane, 0 for lanes without a sample. NaN, which the check of a step finds, where there is no such
     class."""
     var v = label.ge(Int32(F)).select(SIMD[F32, L](nan[F32]()), 0)
@@ -134,17 +125,11 @@ def cross_entropy_forward[
         var xg = x.unsafe_offset(at)
         var label = _count[L](xg, labels.unsafe_offset(g * L), F, s)
         var lse = _softmax[L](p.unsafe_offset(at), xg, F)
-        s[0] += (
-            label.ge(0)
-            .select(lse - _at_label[L](xg, label, F), SIMD[F32, L](0))
-            .reduce_add()
-        )
+        s[0] += label.ge(0).select(lse - _at_label[L](xg, label, F), SIMD[F32, L](0)).reduce_add()
     stats.unsafe_store(0, s)
 
 
-def cross_entropy_backward[
-    L: Int
-](dx: Ptr, dloss: Ptr, p: Ptr, labels: IntPtr, G: Int, F: Int):
+def cross_entropy_backward[L: Int](dx: Ptr, dloss: Ptr, p: Ptr, labels: IntPtr, G: Int, F: Int):
     """Computes dx = (p - onehot(label)) dloss, 0 in lanes without a sample."""
     var d = SIMD[F32, L](dloss[])
     for g in range(G):
@@ -156,8 +141,7 @@ def cross_entropy_backward[
 
 
 def nll_forward[L: Int](stats: Ptr, x: Ptr, labels: IntPtr, G: Int, F: Int):
-    """Writes stats; the loss of a sample is -x[label], x being log-probabilities (G, F, L).
-    """
+    """Writes stats; the loss of a sample is -x[label], x being log-probabilities (G, F, L)."""
     var s = SIMD[F32, 4](0)
     for g in range(G):
         var xg = x.unsafe_offset(g * F * L)
@@ -195,16 +179,12 @@ def ops() -> List[Op]:
         Op(
             "log_softmax_forward",
             "y; x; G, F",
-            by_layout[
-                call[log_softmax_forward[LANES]], call[log_softmax_forward[1]]
-            ],
+            by_layout[call[log_softmax_forward[LANES]], call[log_softmax_forward[1]]],
         ),
         Op(
             "log_softmax_backward",
             "dx; dy, y; G, F",
-            by_layout[
-                call[log_softmax_backward[LANES]], call[log_softmax_backward[1]]
-            ],
+            by_layout[call[log_softmax_backward[LANES]], call[log_softmax_backward[1]]],
         ),
         Op(
             "cross_entropy_forward",

@@ -21,8 +21,7 @@ trait Strided:
 
     @staticmethod
     def pairs[f: Of2]() -> Self.Run:
-        """Arguments y; a, b; 5 sizes, 5 strides of a, 5 of b: y = f(a, b), y without gaps.
-        """
+        """Arguments y; a, b; 5 sizes, 5 strides of a, 5 of b: y = f(a, b), y without gaps."""
         ...
 
 
@@ -58,8 +57,7 @@ def walk[B: def(Int, Int, Int) -> None](at: LongPtr, body: B):
 
 
 def _copy(r: Record):
-    """Arguments y; x; where y begins, where x begins, 5 sizes, 5 strides of y, 5 of x.
-    """
+    """Arguments y; x; where y begins, where x begins, 5 sizes, 5 strides of y, 5 of x."""
     var y = r.ptr(1).unsafe_offset(r.int(3))
     var x = r.ptr(2).unsafe_offset(r.int(4))
     var at = r.at.unsafe_offset(5)
@@ -101,9 +99,7 @@ def _pairs[f: Of2](r: Record):
                 store(y, row * n + i, f[LANES](p, q))
                 i += LANES
         while i < n:
-            y[unsafe_offset=row * n + i] = f[1](
-                a[unsafe_offset=u + i * sa], b[unsafe_offset=v + i * sb]
-            )
+            y[unsafe_offset=row * n + i] = f[1](a[unsafe_offset=u + i * sa], b[unsafe_offset=v + i * sb])
             i += 1
 
     walk(at, body)
@@ -118,10 +114,7 @@ def ops() -> List[Op]:
     return [
         Op(
             "copy_strided",
-            (
-                "y; x; from_y, from_x, d0, d1, d2, d3, d4, y0, y1, y2, y3, y4,"
-                " x0, x1, x2, x3, x4"
-            ),
+            "y; x; from_y, from_x, d0, d1, d2, d3, d4, y0, y1, y2, y3, y4, x0, x1, x2, x3, x4",
             _copy,
         ),
         Op("accumulate", "+y; x; n", call[_accumulate], "sums"),

@@ -104,11 +104,8 @@ def _of_weights[m: Int](a: Vec, b: Vec, c: Vec) -> Array[Vec, m + 2]:
 # --- the weights --------------------------------------------------------------------------------------------------------
 
 
-def _weights[
-    m: Int, turned: Bool
-](u: Ptr, w: Ptr, O: Int, I: Int, w_out: Int, w_in: Int):
-    """Makes u (n n, O, I) of w, whose 3 x 3 kernels lie w_out floats apart by outputs and w_in by inputs.
-    """
+def _weights[m: Int, turned: Bool](u: Ptr, w: Ptr, O: Int, I: Int, w_out: Int, w_in: Int):
+    """Makes u (n n, O, I) of w, whose 3 x 3 kernels lie w_out floats apart by outputs and w_in by inputs."""
     comptime n = m + 2
     for i in range(0, I, LANES):
         var some = min(I - i, LANES)
@@ -122,9 +119,7 @@ def _weights[
             comptime for c in range(3):
                 comptime at = 8 - c if turned else c
                 comptime step = -3 if turned else 3
-                var column = _of_weights[m](
-                    a[at], a[at + step], a[at + 2 * step]
-                )
+                var column = _of_weights[m](a[at], a[at + step], a[at + 2 * step])
                 comptime for r in range(n):
                     t[r * 3 + c] = column[r]
             comptime for r in range(n):
@@ -146,8 +141,7 @@ comptime NB = 4 if REGISTERS == 32 else 2
 
 @fieldwise_init
 struct _Images(TrivialRegisterPassable):
-    """What is read, I channels of H x W, and what is written, O channels of P x Q, of a group.
-    """
+    """What is read, I channels of H x W, and what is written, O channels of P x Q, of a group."""
 
     var I: Int
     var H: Int
@@ -176,8 +170,7 @@ struct _Images(TrivialRegisterPassable):
 
 @always_inline
 def _framed[n: Int](to: Ptr, x: Ptr, h: Int, w: Int, H: Int, W: Int):
-    """The n x n numbers of a channel x from (h, w) on, with zeros where it has none.
-    """
+    """The n x n numbers of a channel x from (h, w) on, with zeros where it has none."""
     comptime for r in range(n):
         comptime for c in range(n):
             var inside = h + r >= 0 and h + r < H and w + c >= 0 and w + c < W
@@ -188,8 +181,7 @@ def _framed[n: Int](to: Ptr, x: Ptr, h: Int, w: Int, H: Int, W: Int):
 
 
 def _read[m: Int, nb: Int](v: Ptr, x: Ptr, first: Int, s: _Images):
-    """Makes v (n n, I, nb) of the nb tiles from `first` on of all channels of x.
-    """
+    """Makes v (n n, I, nb) of the nb tiles from `first` on of all channels of x."""
     comptime n = m + 2
     var frame = unsafe_stack_allocation[n * n * LANES, F32, alignment=64]()
     var h = Array[Int, nb](fill=0)
@@ -223,11 +215,8 @@ def _read[m: Int, nb: Int](v: Ptr, x: Ptr, first: Int, s: _Images):
                     store(v, (((r * n + c) * s.I + i) * nb + j) * LANES, y[c])
 
 
-def _write[
-    m: Int, nb: Int, relu: Bool
-](y: Ptr, z: Ptr, b: Optional[Ptr], first: Int, s: _Images):
-    """Makes the nb tiles from `first` on of all channels of y of z (n n, O, nb).
-    """
+def _write[m: Int, nb: Int, relu: Bool](y: Ptr, z: Ptr, b: Optional[Ptr], first: Int, s: _Images):
+    """Makes the nb tiles from `first` on of all channels of y of z (n n, O, nb)."""
     comptime n = m + 2
     for j in range(nb):
         var p = s.row(m, first + j)
@@ -262,14 +251,9 @@ def _write[
 
 
 @always_inline
-def _sums[
-    ob: Int, nb: Int, split: Bool
-](z: Ptr, v: Ptr, u: Ptr, I: Int, inputs: Int, part: Int, parts: Int):
-    """ob outputs of nb tiles, for one place of the tiles; rows of u are I floats apart.
-    """
-    var saved = unsafe_stack_allocation[
-        2 * ob * nb * LANES, F32, alignment=64
-    ]()
+def _sums[ob: Int, nb: Int, split: Bool](z: Ptr, v: Ptr, u: Ptr, I: Int, inputs: Int, part: Int, parts: Int):
+    """ob outputs of nb tiles, for one place of the tiles; rows of u are I floats apart."""
+    var saved = unsafe_stack_allocation[2 * ob * nb * LANES, F32, alignment=64]()
     var acc = Array[Vec, ob * nb](fill=Vec(0))
     var start = cut(inputs, part) if split else 0
     for p in range(parts):
@@ -293,16 +277,7 @@ def _sums[
 
 def _multiply[
     nb: Int, split: Bool
-](
-    z: Ptr,
-    v: Ptr,
-    u: Ptr,
-    places: Int,
-    s: _Images,
-    inputs: Int,
-    part: Int,
-    parts: Int,
-):
+](z: Ptr, v: Ptr, u: Ptr, places: Int, s: _Images, inputs: Int, part: Int, parts: Int,):
     """Makes z (places, O, nb) of v (places, I, nb) and u (places, O, I)."""
     for e in range(places):
         var ve = v.unsafe_offset(e * s.I * nb * LANES)
@@ -326,8 +301,7 @@ def _multiply[
 
 
 def scratch_floats(size: Conv, m: Int) -> Int:
-    """Of scratch memory that an op wants: the weights, a block of tiles and its sums.
-    """
+    """Of scratch memory that an op wants: the weights, a block of tiles and its sums."""
     var block = NB * (size.C + size.K) * LANES
     return LANES + (m + 2) * (m + 2) * (size.C * size.K + block)
 
@@ -337,9 +311,7 @@ def _scratch[at: Int](r: Record, shards: Int, fold: Int) -> Int:
     return 4 * scratch_floats(sizes_of[Conv](r, at), r.int(at + 10))
 
 
-def _forward[
-    m: Int, relu: Bool
-](y: Ptr, x: Ptr, w: Ptr, b: Ptr, u: Ptr, G: Int, s: _Images):
+def _forward[m: Int, relu: Bool](y: Ptr, x: Ptr, w: Ptr, b: Ptr, u: Ptr, G: Int, s: _Images):
     comptime n = m + 2
     var v = u.unsafe_offset(ceildiv(n * n * s.I * s.O, LANES) * LANES)
     var z = v.unsafe_offset(n * n * s.I * NB * LANES)
@@ -359,17 +331,7 @@ def _forward[
 
 def _backward[
     m: Int, whole: Bool
-](
-    dx: Ptr,
-    dy: Ptr,
-    w: Ptr,
-    u: Ptr,
-    G: Int,
-    s: _Images,
-    K: Int,
-    part: Int,
-    parts: Int,
-):
+](dx: Ptr, dy: Ptr, w: Ptr, u: Ptr, G: Int, s: _Images, K: Int, part: Int, parts: Int,):
     """dx, or if not `whole` what `winograd_backward_input_end` makes it of."""
     comptime n = m + 2
     var v = u.unsafe_offset(ceildiv(n * n * s.I * s.O, LANES) * LANES)
@@ -432,8 +394,7 @@ def winograd_forward(
     of: Int,  # m
     relu: Bool,
 ):
-    """Computes y = x * w + b, x in a frame of zeros; then max(y, 0) if `relu`.
-    """
+    """Computes y = x * w + b, x in a frame of zeros; then max(y, 0) if `relu`."""
     var s = _Images(
         size.C,
         size.H - 2 * ph,
@@ -487,14 +448,10 @@ def winograd_backward_input_parts(
     comptime for m in range(2, 5, 2):
         if of == m:
             var s = _back(size, ph, pw, held)
-            _backward[m, False](
-                dz, dy, w, scratch, size.G, s, size.K, part, parts
-            )
+            _backward[m, False](dz, dy, w, scratch, size.G, s, size.K, part, parts)
 
 
-def winograd_backward_input_end(
-    dx: Ptr, dz: Ptr, size: Conv, ph: Int, pw: Int, of: Int
-):
+def winograd_backward_input_end(dx: Ptr, dz: Ptr, size: Conv, ph: Int, pw: Int, of: Int):
     """The gradient of x from the sum of all parts."""
     comptime for m in range(2, 5, 2):
         if of == m:
@@ -502,8 +459,7 @@ def winograd_backward_input_end(
 
 
 def ops() -> List[Op]:
-    """The ops of this file. H and W are those of x in its frame of zeros, ph high and pw wide on each side.
-    """
+    """The ops of this file. H and W are those of x in its frame of zeros, ph high and pw wide on each side."""
     return [
         Op(
             "winograd_forward",
@@ -521,10 +477,7 @@ def ops() -> List[Op]:
         ),
         Op(
             "winograd_backward_input_parts",
-            (
-                "dz; dy, w, ~scratch; G, C, H, W, K, R, T, S, ph, pw, m, part,"
-                " parts"
-            ),
+            "dz; dy, w, ~scratch; G, C, H, W, K, R, T, S, ph, pw, m, part, parts",
             call[winograd_backward_input_parts],
             "lanes",
             _scratch[5],

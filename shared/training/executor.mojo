@@ -166,9 +166,7 @@ struct Times(TrivialRegisterPassable):
 
     @always_inline
     def of(self, thread: Int) -> LongPtr:
-        return self.at.unsafe_offset(
-            thread * (2 + 3 * Int(self.at[unsafe_offset=1]))
-        )
+        return self.at.unsafe_offset(thread * (2 + 3 * Int(self.at[unsafe_offset=1])))
 
     @always_inline
     def note(self, first: Int, record: Int, begun: Int, ended: Int):
@@ -183,8 +181,7 @@ struct Times(TrivialRegisterPassable):
 
 @fieldwise_init
 struct Step(TrivialRegisterPassable):
-    """The forward and backward passes of one process in one step, as Python describes them.
-    """
+    """The forward and backward passes of one process in one step, as Python describes them."""
 
     var table: LongPtr
     """The ops, as op.addresses has them."""
@@ -286,17 +283,14 @@ struct Tables(TrivialRegisterPassable):
 
     def reset(self):
         """Before a step."""
-        unsafe_memset_zero(
-            self.complete, (Int(self.place) - Int(self.complete)) // 8
-        )
+        unsafe_memset_zero(self.complete, (Int(self.place) - Int(self.complete)) // 8)
         unsafe_memset_zero(self.used, self.pooled)
         for t in range(self.threads):
             self.next[unsafe_offset=STRIDE * t] = self.begins[unsafe_offset=t]
             self.stopped[unsafe_offset=STRIDE * t] = Int64(_DONE)
 
     def take_buffer(self, t: Int) -> Int:
-        """A buffer of the pool, by preference one that thread t had before; its place in the pool, or NONE.
-        """
+        """A buffer of the pool, by preference one that thread t had before; its place in the pool, or NONE."""
         var start = self.pooled * t // self.threads
         for i in range(self.pooled):
             var p = (start + i) % self.pooled
@@ -309,9 +303,7 @@ struct Tables(TrivialRegisterPassable):
 
     @always_inline
     def give_back(self, p: Int):
-        Atomic.store[ordering=Ordering.RELEASE](
-            self.used.unsafe_offset(p), Int64(0)
-        )
+        Atomic.store[ordering=Ordering.RELEASE](self.used.unsafe_offset(p), Int64(0))
 
 
 def run_shared(s: Step, helpers: Int) -> Int:
@@ -336,8 +328,7 @@ def run_shared(s: Step, helpers: Int) -> Int:
 
 
 def _take_shards(step: Int, t: Int):
-    """Takes shards until none is left: those of the run of thread t, then those of the runs after it.
-    """
+    """Takes shards until none is left: those of the run of thread t, then those of the runs after it."""
     var mode = FloatMode()
     var s = StepPtr(unsafe_from_address=step)[]
     var tables = Tables(s.tables)
@@ -388,14 +379,11 @@ def _take_shards(step: Int, t: Int):
 
 @always_inline
 def _buffer(s: Step, b: Int64) -> Ptr:
-    return Ptr(
-        unsafe_from_address=Int(s.buffers) + Int(b) * Int(s.buffer_floats) * 4
-    )
+    return Ptr(unsafe_from_address=Int(s.buffers) + Int(b) * Int(s.buffer_floats) * 4)
 
 
 def _add_up(s: Step, tables: Tables, shard: Int, b: Int64, pooled: Int):
-    """A shard is complete, in buffer b: makes all sums that are complete with it.
-    """
+    """A shard is complete, in buffer b: makes all sums that are complete with it."""
     # A place says which buffer, and where in the pool it is (above), so that it can be given back.
     var node = shard
     tables.place[unsafe_offset=node] = b | Int64(pooled + 1) << 32
@@ -405,17 +393,11 @@ def _add_up(s: Step, tables: Tables, shard: Int, b: Int64, pooled: Int):
             return
         if Atomic.fetch_add(tables.complete.unsafe_offset(parent), 1) == 0:
             return  # whoever completes the other child goes on
-        var x = tables.place[
-            unsafe_offset=Int(tables.left[unsafe_offset=parent])
-        ]
-        var y = tables.place[
-            unsafe_offset=Int(tables.right[unsafe_offset=parent])
-        ]
+        var x = tables.place[unsafe_offset=Int(tables.left[unsafe_offset=parent])]
+        var y = tables.place[unsafe_offset=Int(tables.right[unsafe_offset=parent])]
         var to = _buffer(s, x & 0xFFFFFFFF)
         add(to, to, _buffer(s, y & 0xFFFFFFFF), Int(s.buffer_floats))
-        tables.give_back(
-            Int(y >> 32) - 1
-        )  # of the pool, as it is no left child
+        tables.give_back(Int(y >> 32) - 1)  # of the pool, as it is no left child
         tables.place[unsafe_offset=parent] = x
         node = parent
 

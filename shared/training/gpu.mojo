@@ -232,9 +232,7 @@ struct Gpu(Movable):
         """
         var q = self.queue(which)
         q.enqueue_copy(
-            DeviceBuffer[U8](
-                q, U8Ptr(unsafe_from_address=dst), bytes, owning=False
-            ),
+            DeviceBuffer[U8](q, U8Ptr(unsafe_from_address=dst), bytes, owning=False),
             U8Ptr(unsafe_from_address=src),
         )
 
@@ -253,9 +251,7 @@ struct Gpu(Movable):
         var q = self.queue(which)
         q.enqueue_copy(
             U8Ptr(unsafe_from_address=dst),
-            DeviceBuffer[U8](
-                q, U8Ptr(unsafe_from_address=src), bytes, owning=False
-            ),
+            DeviceBuffer[U8](q, U8Ptr(unsafe_from_address=src), bytes, owning=False),
         )
 
     def clear(self, address: Int, bytes: Int, which: Int) raises:
@@ -271,9 +267,7 @@ struct Gpu(Movable):
         """
         var q = self.queue(which)
         q.enqueue_memset(
-            DeviceBuffer[U8](
-                q, U8Ptr(unsafe_from_address=address), bytes, owning=False
-            ),
+            DeviceBuffer[U8](q, U8Ptr(unsafe_from_address=address), bytes, owning=False),
             UInt8(0),
         )
 
@@ -386,9 +380,7 @@ struct Gpu(Movable):
                         Int(s.fold),
                         s.accumulate != 0,
                         Ptr(unsafe_from_address=max(Int(s.scratch), 16)),
-                        StepContextPtr(
-                            unsafe_from_address=max(Int(s.context), 16)
-                        ),
+                        StepContextPtr(unsafe_from_address=max(Int(s.context), 16)),
                         Int(s.flag),
                     ),
                 )
@@ -407,7 +399,5 @@ struct Gpu(Movable):
         var most = 0
         for i in range(Int(s.records)):
             var at = s.program.unsafe_offset(i * RECORD)
-            most = max(
-                most, scratch_of(s.table, at, Int(s.shards), Int(s.fold))
-            )
+            most = max(most, scratch_of(s.table, at, Int(s.shards), Int(s.fold)))
         return most // 4

@@ -97,11 +97,7 @@ def together[task: Task](pool: Int, step: Int, threads: Int):
         threads: How many threads may take part.
     """
     var free = Int64(0)
-    if (
-        threads < 2
-        or pool == 0
-        or not Atomic.compare_exchange(_long(pool, OWNER), free, 1)
-    ):
+    if threads < 2 or pool == 0 or not Atomic.compare_exchange(_long(pool, OWNER), free, 1):
         return task(step, 0)
     _start[task](pool, threads - 1)
     if _long(pool, WITHOUT)[] > 0:
@@ -140,9 +136,7 @@ def _own_time() -> Int:
     """Nanoseconds that the calling thread has had a core."""
     comptime THREAD_CPU_TIME = 3 if CompilationTarget.is_linux() else 16
     var time = Array[Int64, 2](fill=0)
-    _ = external_call["clock_gettime", c_int](
-        c_int(THREAD_CPU_TIME), time.unsafe_ptr()
-    )
+    _ = external_call["clock_gettime", c_int](c_int(THREAD_CPU_TIME), time.unsafe_ptr())
     return Int(time[0]) * 1_000_000_000 + Int(time[1])
 
 
@@ -165,8 +159,7 @@ def _wait_for_helpers(pool: Int):
 
 
 def _start[task: Task](pool: Int, count: Int):
-    """Starts helpers until there are `count`; fewer where the system refuses. Signals are left to other threads.
-    """
+    """Starts helpers until there are `count`; fewer where the system refuses. Signals are left to other threads."""
     var process = Int64(external_call["getpid", c_int]())
     if _long(pool, PROCESS)[] != process:  # the first time, or after a fork
         _long(pool, PROCESS)[] = process
@@ -177,30 +170,19 @@ def _start[task: Task](pool: Int, count: Int):
     var signals = Array[Int64, 16](fill=-1)  # sigset_t, all of them
     var before = Array[Int64, 16](fill=0)
     comptime SIG_SETMASK = 2
-    _ = external_call["pthread_sigmask", c_int](
-        c_int(SIG_SETMASK), Int(signals.unsafe_ptr()), Int(before.unsafe_ptr())
-    )
+    _ = external_call["pthread_sigmask", c_int](c_int(SIG_SETMASK), Int(signals.unsafe_ptr()), Int(before.unsafe_ptr()))
     while _long(pool, STARTED)[] < Int64(count):
         # What a helper is told: where the pool is, and its number. It keeps it for ever.
-        var told = LongPtr(
-            unsafe_from_address=external_call["aligned_alloc", Int](LINE, LINE)
-        )
+        var told = LongPtr(unsafe_from_address=external_call["aligned_alloc", Int](LINE, LINE))
         told[] = Int64(pool)
         told[unsafe_offset=1] = _long(pool, STARTED)[] + 1
         var thread = Int64(0)
-        if (
-            external_call["pthread_create", c_int](
-                Pointer(to=thread), 0, _helper[task], told
-            )
-            != 0
-        ):
+        if external_call["pthread_create", c_int](Pointer(to=thread), 0, _helper[task], told) != 0:
             _long(pool, STARTED)[] = Int64(count)  # do not ask again
             break
         _ = external_call["pthread_detach", c_int](thread)
         _long(pool, STARTED)[] += 1
-    _ = external_call["pthread_sigmask", c_int](
-        c_int(SIG_SETMASK), Int(before.unsafe_ptr()), 0
-    )
+    _ = external_call["pthread_sigmask", c_int](c_int(SIG_SETMASK), Int(before.unsafe_ptr()), 0)
     _ = signals
     _ = before
 

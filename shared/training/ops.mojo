@@ -31,8 +31,7 @@ def _unknown(r: Record):
 
 
 def ops() -> List[Op]:
-    """All ops of the CPU. The last one is what codes stand for that are no op's: it ends the program.
-    """
+    """All ops of the CPU. The last one is what codes stand for that are no op's: it ends the program."""
     var all = elementwise.maps[Cpu]()
     all.extend(rows.ops[Cpu]())
     all.extend(elementwise.ops())

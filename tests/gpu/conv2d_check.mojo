@@ -77,9 +77,7 @@ struct Case(Copyable):
         return (self.W - self.D * (self.T - 1) - 1) // self.S + 1
 
     def plain(self) -> Conv:
-        return Conv(
-            self.G, self.C, self.H, self.W, self.K, self.R, self.T, self.S
-        )
+        return Conv(self.G, self.C, self.H, self.W, self.K, self.R, self.T, self.S)
 
     def size(self) -> general.General:
         var s = general.General(self.plain())
@@ -194,15 +192,9 @@ def exact[precision: Int](c: Case, x: Ptr, w: Ptr, b: Ptr, dy: Ptr) -> Exact:
                     for ch in range(c.inputs()):
                         for r in range(c.R):
                             for t in range(c.T):
-                                var wi = (
-                                    (k * c.inputs() + ch) * c.R + r
-                                ) * c.T + t
+                                var wi = ((k * c.inputs() + ch) * c.R + r) * c.T + t
                                 var h = p * c.S + r * c.D
-                                var xi = (
-                                    ((g * c.C + from_ + ch) * c.H + h) * c.W
-                                    + q * c.S
-                                    + t * c.D
-                                ) * LANES
+                                var xi = (((g * c.C + from_ + ch) * c.H + h) * c.W + q * c.S + t * c.D) * LANES
                                 var wv = factor[precision](w[unsafe_offset=wi])
                                 var xv = factors[precision](x, xi)
                                 sum += xv * wv
@@ -216,9 +208,7 @@ def exact[precision: Int](c: Case, x: Ptr, w: Ptr, b: Ptr, dy: Ptr) -> Exact:
     return Exact(y^, dx^, dw^, db^)
 
 
-def check_close(
-    what: String, got: Ptr, want: List[Float64], tolerance: Float64 = 1e-5
-) raises:
+def check_close(what: String, got: Ptr, want: List[Float64], tolerance: Float64 = 1e-5) raises:
     var largest = Float64(0)
     var error = Float64(0)
     var at = 0
@@ -249,8 +239,7 @@ def check_close(
 def check_same(what: String, a: Ptr, b: Ptr, n: Int) raises:
     for i in range(n):
         assert_true(
-            bitcast[DType.uint32](a[unsafe_offset=i])
-            == bitcast[DType.uint32](b[unsafe_offset=i]),
+            bitcast[DType.uint32](a[unsafe_offset=i]) == bitcast[DType.uint32](b[unsafe_offset=i]),
             String(
                 what,
                 ": element ",
@@ -291,8 +280,7 @@ def compute[
     first: Int = 0,
     accumulate: Bool = False,
 ) raises -> Results:
-    """Runs forward and backward for `shards` shards from `first` on; what is added to begins with 1.
-    """
+    """Runs forward and backward for `shards` shards from `first` on; what is added to begins with 1."""
     var start = Float32(1) if accumulate else Float32(77)
     var buffers = (shards + fold - 1) // fold
     var y = remote(q, Floats(shards * c.y(), 77))
@@ -362,24 +350,19 @@ def check_values[precision: Int](q: Queue, c: Case, shards: Int) raises:
         check_close("dx", got.dx.host.p.unsafe_offset(s * c.x()), want.dx)
         check_close("dw", got.dw.host.p.unsafe_offset(s * c.w()), want.dw)
         check_close("db", got.db.host.p.unsafe_offset(s * c.K), want.db)
-    comptime if precision == FP32 and (
-        not CompilationTarget.is_x86() or CompilationTarget.has_fma()
-    ):
+    comptime if precision == FP32 and (not CompilationTarget.is_x86() or CompilationTarget.has_fma()):
         # The forward sum is the chain of the CPU's kernel.
         var y = Floats(c.y())
         if c.D * c.groups > 1:
             general._forward[LANES](y.p, x.host.p, w.host.p, b.host.p, c.size())
         else:
-            cpu.conv2d_forward[False](
-                y.p, x.host.p, w.host.p, b.host.p, c.plain()
-            )
+            cpu.conv2d_forward[False](y.p, x.host.p, w.host.p, b.host.p, c.plain())
         check_same("y of the CPU", got.y.host.p, y.p, c.y())
     print(c.name, "precision", precision, "shards", shards, "ok")
 
 
 def check_bits[precision: Int](q: Queue, c: Case) raises:
-    """A shard's results do not depend on who is computed with it, and buffers have the sum along the tree.
-    """
+    """A shard's results do not depend on who is computed with it, and buffers have the sum along the tree."""
     comptime MOST = 8
     var x = remote(q, Floats(MOST * c.x(), noise=1))
     var dy = remote(q, Floats(MOST * c.y(), noise=2))
@@ -450,14 +433,10 @@ def tree(p: Ptr, n: Int, stride: Int) -> Float32:
     var left = 1
     while 2 * left < n:
         left *= 2
-    return tree(p, left, stride) + tree(
-        p.unsafe_offset(left * stride), n - left, stride
-    )
+    return tree(p, left, stride) + tree(p.unsafe_offset(left * stride), n - left, stride)
 
 
-def check_tree(
-    what: String, got: Ptr, parts: Ptr, n: Int, size: Int, accumulate: Bool
-) raises:
+def check_tree(what: String, got: Ptr, parts: Ptr, n: Int, size: Int, accumulate: Bool) raises:
     var want = Floats(size)
     for i in range(size):
         var sum = tree(parts.unsafe_offset(i), n, size)
@@ -465,9 +444,7 @@ def check_tree(
     check_same(what, got, want.p, size)
 
 
-def check_pooled[
-    precision: Int
-](q: Queue, c: Case, shards: Int, PR: Int, PT: Int, PS: Int) raises:
+def check_pooled[precision: Int](q: Queue, c: Case, shards: Int, PR: Int, PT: Int, PS: Int) raises:
     """Conv + ReLU + max-pool in one launch, against the CPU's kernels one after the other: the same bits.
 
     With rounded factors against float64.
@@ -498,17 +475,13 @@ def check_pooled[
     var x_low = Floats(c.x())
     var w_low = Floats(c.w())
     for i in range(c.w()):
-        w_low.p[unsafe_offset=i] = Float32(
-            factor[precision](w.host.p[unsafe_offset=i])
-        )
+        w_low.p[unsafe_offset=i] = Float32(factor[precision](w.host.p[unsafe_offset=i]))
     var full = Floats(c.y())
     var pooled = Floats(n)
     var places = Floats(n // 4)
     for s in range(shards):
         for i in range(c.x()):
-            x_low.p[unsafe_offset=i] = Float32(
-                factor[precision](x.host.p[unsafe_offset=s * c.x() + i])
-            )
+            x_low.p[unsafe_offset=i] = Float32(factor[precision](x.host.p[unsafe_offset=s * c.x() + i]))
         cpu.conv2d_forward[True](
             full.p,
             x_low.p,

@@ -46,12 +46,8 @@ def matmul(y: Ptr, x: Ptr, n_: Int32):
     var M, N, K = 33, 17, 50
     var a = x
     var b = x.unsafe_offset(33 * 50)
-    var As = unsafe_stack_allocation[
-        TILE * TILE, F32, address_space=AddressSpace.SHARED
-    ]()
-    var Bs = unsafe_stack_allocation[
-        TILE * TILE, F32, address_space=AddressSpace.SHARED
-    ]()
+    var As = unsafe_stack_allocation[TILE * TILE, F32, address_space=AddressSpace.SHARED]()
+    var Bs = unsafe_stack_allocation[TILE * TILE, F32, address_space=AddressSpace.SHARED]()
     var tx, ty = thread_idx.x, thread_idx.y
     var row = block_idx.y * TILE + ty
     var col = block_idx.x * TILE + tx
@@ -59,18 +55,11 @@ def matmul(y: Ptr, x: Ptr, n_: Int32):
     for t in range(ceildiv(K, TILE)):
         var ka = t * TILE + tx
         var kb = t * TILE + ty
-        As[unsafe_offset=ty * TILE + tx] = (
-            a[unsafe_offset=row * K + ka] if row < M and ka < K else 0
-        )
-        Bs[unsafe_offset=ty * TILE + tx] = (
-            b[unsafe_offset=kb * N + col] if kb < K and col < N else 0
-        )
+        As[unsafe_offset=ty * TILE + tx] = a[unsafe_offset=row * K + ka] if row < M and ka < K else 0
+        Bs[unsafe_offset=ty * TILE + tx] = b[unsafe_offset=kb * N + col] if kb < K and col < N else 0
         barrier()
         comptime for q in range(TILE):
-            acc += (
-                As[unsafe_offset=ty * TILE + q]
-                * Bs[unsafe_offset=q * TILE + tx]
-            )
+            acc += As[unsafe_offset=ty * TILE + q] * Bs[unsafe_offset=q * TILE + tx]
         barrier()
     if row < M and col < N:
         y[unsafe_offset=row * N + col] = acc
@@ -145,12 +134,10 @@ def tensor_core(y: Ptr, x: Ptr, n: Int32):
         comptime for h in range(2):
             comptime for e in range(2):
                 comptime for r in range(2):
-                    fa[h * 4 + r * 2 + e] = a[
-                        unsafe_offset=(g + 8 * r) * 32 + k0 + t * 2 + e + 8 * h
-                    ].cast[DType.bfloat16]()
-                fb[h * 2 + e] = b[
-                    unsafe_offset=(k0 + t * 2 + e + 8 * h) * 8 + g
-                ].cast[DType.bfloat16]()
+                    fa[h * 4 + r * 2 + e] = a[unsafe_offset=(g + 8 * r) * 32 + k0 + t * 2 + e + 8 * h].cast[
+                        DType.bfloat16
+                    ]()
+                fb[h * 2 + e] = b[unsafe_offset=(k0 + t * 2 + e + 8 * h) * 8 + g].cast[DType.bfloat16]()
         mma(acc, fa, fb, acc)
     comptime for r in range(2):
         comptime for e in range(2):
@@ -159,14 +146,10 @@ def tensor_core(y: Ptr, x: Ptr, n: Int32):
 
 # 4 KiB per block through dynamic shared memory, each thread reads what another one has copied
 def asynchronous(y: Ptr, x: Ptr, n: Int32):
-    var smem = external_memory[
-        Float32, address_space=AddressSpace.SHARED, alignment=16
-    ]()
+    var smem = external_memory[Float32, address_space=AddressSpace.SHARED, alignment=16]()
     var i = thread_idx.x * 4
     async_copy[16](
-        x.unsafe_offset(block_idx.x * 1024 + i).unsafe_address_space_cast[
-            AddressSpace.GLOBAL
-        ](),
+        x.unsafe_offset(block_idx.x * 1024 + i).unsafe_address_space_cast[AddressSpace.GLOBAL](),
         smem.unsafe_offset(i),
     )
     async_copy_wait_all()
@@ -182,15 +165,11 @@ def counting(y: Ptr, x: Ptr, n: Int32):
     var i = global_idx.x
     var counts = IPtr(unsafe_from_address=Int(y))
     if i < Int(n):
-        _ = Atomic.fetch_add(
-            counts.unsafe_offset(Int(x[unsafe_offset=i]) & 15), Int32(1)
-        )
+        _ = Atomic.fetch_add(counts.unsafe_offset(Int(x[unsafe_offset=i]) & 15), Int32(1))
 
 
 def race(y: Ptr, x: Ptr, n: Int32):
-    var s = unsafe_stack_allocation[
-        256, F32, address_space=AddressSpace.SHARED
-    ]()
+    var s = unsafe_stack_allocation[256, F32, address_space=AddressSpace.SHARED]()
     s[unsafe_offset=thread_idx.x] = x[unsafe_offset=thread_idx.x]
     if n == 0:  # it is not
         barrier()
@@ -198,9 +177,7 @@ def race(y: Ptr, x: Ptr, n: Int32):
 
 
 def missing_barrier(y: Ptr, x: Ptr, n: Int32):
-    var s = unsafe_stack_allocation[
-        256, F32, address_space=AddressSpace.SHARED
-    ]()
+    var s = unsafe_stack_allocation[256, F32, address_space=AddressSpace.SHARED]()
     s[unsafe_offset=thread_idx.x] = x[unsafe_offset=thread_idx.x]
     if thread_idx.x < Int(n):
         barrier()
@@ -232,27 +209,17 @@ def run(name: String, source: String, target: String) raises:
     if name == "elementwise":
         q.enqueue_function[elementwise](y, x, m, grid_dim=3, block_dim=96)
     elif name == "matmul":
-        q.enqueue_function[matmul](
-            y, x, m, grid_dim=(2, 3), block_dim=(TILE, TILE)
-        )
+        q.enqueue_function[matmul](y, x, m, grid_dim=(2, 3), block_dim=(TILE, TILE))
     elif name == "reductions":
-        q.enqueue_function[reductions](
-            y, x, m, grid_dim=n // 256, block_dim=256
-        )
+        q.enqueue_function[reductions](y, x, m, grid_dim=n // 256, block_dim=256)
     elif name == "divergence":
-        q.enqueue_function[divergence](
-            y, x, m, grid_dim=ceildiv(n, 128), block_dim=128
-        )
+        q.enqueue_function[divergence](y, x, m, grid_dim=ceildiv(n, 128), block_dim=128)
     elif name == "small_types":
-        q.enqueue_function[small_types](
-            y, x, m, grid_dim=ceildiv(n, 128), block_dim=128
-        )
+        q.enqueue_function[small_types](y, x, m, grid_dim=ceildiv(n, 128), block_dim=128)
     elif name == "local_memory":
         q.enqueue_function[local_memory](y, x, m, grid_dim=1, block_dim=n // 32)
     elif name == "tensor_core":
-        q.enqueue_function[tensor_core](
-            y, x, m, grid_dim=1, block_dim=WARP_SIZE
-        )
+        q.enqueue_function[tensor_core](y, x, m, grid_dim=1, block_dim=WARP_SIZE)
     elif name == "asynchronous":
         q.enqueue_function[asynchronous](
             y,
@@ -263,15 +230,11 @@ def run(name: String, source: String, target: String) raises:
             shared_mem_bytes=4096,
         )
     elif name == "counting":
-        q.enqueue_function[counting](
-            y, x, m, grid_dim=ceildiv(n, 128), block_dim=128
-        )
+        q.enqueue_function[counting](y, x, m, grid_dim=ceildiv(n, 128), block_dim=128)
     elif name == "race":
         q.enqueue_function[race](y, x, m, grid_dim=1, block_dim=256)
     elif name == "missing_barrier":
-        q.enqueue_function[missing_barrier](
-            y, x, m - 128, grid_dim=1, block_dim=256
-        )
+        q.enqueue_function[missing_barrier](y, x, m - 128, grid_dim=1, block_dim=256)
     elif name == "beyond":
         q.enqueue_function[beyond](x, y, m, grid_dim=1, block_dim=n)
     else:

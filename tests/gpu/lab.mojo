@@ -97,9 +97,7 @@ struct Lab:
                 continue
             if isnan(a) and isnan(b):
                 continue
-            if tolerance > 0 and abs(a - b) <= tolerance * max(
-                Float32(1), abs(b)
-            ):
+            if tolerance > 0 and abs(a - b) <= tolerance * max(Float32(1), abs(b)):
                 continue
             raise Error(t"{name}: float {i} is {a} on the GPU, {b} on the CPU")
 
@@ -114,9 +112,7 @@ def added(lab: Lab, at: Int, stride: Int, n: Int) -> Float32:
     if n == 1:
         return lab.host[at]
     var left = split(n)
-    return added(lab, at, stride, left) + added(
-        lab, at + left * stride, stride, n - left
-    )
+    return added(lab, at, stride, left) + added(lab, at + left * stride, stride, n - left)
 
 
 @fieldwise_init
@@ -130,9 +126,7 @@ struct Shape(TrivialRegisterPassable):
     def valid(self, s: Int) -> Int:
         return max(
             0,
-            min(
-                self.samples - self.first - s * self.shard_size, self.shard_size
-            ),
+            min(self.samples - self.first - s * self.shard_size, self.shard_size),
         )
 
 
@@ -147,8 +141,7 @@ def put_context(
     scale: Int = 0,
     shift: Int = 0,
 ) -> StepContextPtr:
-    """Writes a StepContext with addresses on the device into the host's memory at `at`; returns where it will be.
-    """
+    """Writes a StepContext with addresses on the device into the host's memory at `at`; returns where it will be."""
     var here = StepContextPtr(unsafe_from_address=lab.address(at))
     here[] = StepContext(
         seed=0x123456789ABCDEF,
@@ -179,8 +172,7 @@ def cpu_record(
     scale: Int = 0,
     shift: Int = 0,
 ) -> Record:
-    """A record without arguments, for CPU kernels that read the same context for one shard; never freed.
-    """
+    """A record without arguments, for CPU kernels that read the same context for one shard; never freed."""
     var context = alloc(Layout[Context](count=1)).unsafe_leak()
     context.unsafe_write(
         Context(

@@ -31,17 +31,11 @@ def run[precision: Int](q: Queue, job: List[Int], o: List[Operand]) raises:
     var tile, shards, fold = job[2], job[3], job[4]
     var G, I, O = job[5], job[6], job[7]
     if job[0] == 0 and job[8] == 1:
-        linear_forward[precision, True](
-            q, shards, o[0], o[1], o[2], o[3], G, I, O, tile
-        )
+        linear_forward[precision, True](q, shards, o[0], o[1], o[2], o[3], G, I, O, tile)
     elif job[0] == 0:
-        linear_forward[precision, False](
-            q, shards, o[0], o[1], o[2], o[3], G, I, O, tile
-        )
+        linear_forward[precision, False](q, shards, o[0], o[1], o[2], o[3], G, I, O, tile)
     elif job[0] == 1:
-        linear_backward_input[precision](
-            q, shards, o[0], o[1], o[2], G, I, O, tile
-        )
+        linear_backward_input[precision](q, shards, o[0], o[1], o[2], G, I, O, tile)
     else:
         linear_backward_weight[precision](
             q,

@@ -12,8 +12,7 @@ import ops_walks
 
 
 def main() raises:
-    """All tests. There is no discovery over several files: each lists its own.
-    """
+    """All tests. There is no discovery over several files: each lists its own."""
     var suite = TestSuite()
     ops_walks.add_tests(suite)
     ops_planes.add_tests(suite)

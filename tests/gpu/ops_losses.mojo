@@ -71,9 +71,7 @@ def each_loss(q: Queue, G: Int, F: Int, odd: Bool) raises:
             var label = Int32((i * 7 + s) % (F + 1) - 1)
             lab.ints(labels)[unsafe_offset=s * ls + i] = label
             if i % 3 == 0 and label >= 0:  # some predictions are right
-                lab.host[
-                    x + s * xs + ((i // L) * F + Int(label)) * L + i % L
-                ] = 5
+                lab.host[x + s * xs + ((i // L) * F + Int(label)) * L + i % L] = 5
         lab.host[dloss + s * 3] = 1024
     if odd:
         lab.host[x] = nan[DType.float32]()
@@ -93,12 +91,8 @@ def each_loss(q: Queue, G: Int, F: Int, odd: Bool) raises:
     for s in range(shards):
         var px = lab.ptr(x + s * xs)
         var label = lab.ints(labels + s * ls)
-        cpu_softmax.cross_entropy_forward[L](
-            lab.ptr(stats + s * 5), lab.ptr(p + s * xs), px, label, G, F
-        )
-    gpu_softmax.cross_entropy_forward(
-        q, shards, ostats, lab.op(p, xs), ox, olabels, G, F
-    )
+        cpu_softmax.cross_entropy_forward[L](lab.ptr(stats + s * 5), lab.ptr(p + s * xs), px, label, G, F)
+    gpu_softmax.cross_entropy_forward(q, shards, ostats, lab.op(p, xs), ox, olabels, G, F)
     lab.compare("cross_entropy_forward" + name, 1e-5)
 
     lab.upload()  # both have the same p from here on
@@ -111,36 +105,24 @@ def each_loss(q: Queue, G: Int, F: Int, odd: Bool) raises:
             G,
             F,
         )
-    gpu_softmax.cross_entropy_backward(
-        q, shards, lab.op(dx, xs), odloss, lab.op(p, xs), olabels, G, F
-    )
+    gpu_softmax.cross_entropy_backward(q, shards, lab.op(dx, xs), odloss, lab.op(p, xs), olabels, G, F)
     lab.compare("cross_entropy_backward" + name)
 
     for s in range(shards):
         for i in range(n):
             lab.host[dx2 + s * xs + i] = lab.host[dx + s * xs + i]
-    gpu_softmax.cross_entropy(
-        q, shards, ostats, lab.op(dx2, xs), ox, olabels, G, F, True, ctx
-    )
+    gpu_softmax.cross_entropy(q, shards, ostats, lab.op(dx2, xs), ox, olabels, G, F, True, ctx)
     lab.compare("cross_entropy" + name, 2e-3)  # times 1024
     for s in range(shards):
         for i in range(n):
             lab.host[dx2 + s * xs + i] /= 1024
-    gpu_softmax.cross_entropy(
-        q, shards, ostats, lab.op(dx2, xs), ox, olabels, G, F, False, ctx
-    )
+    gpu_softmax.cross_entropy(q, shards, ostats, lab.op(dx2, xs), ox, olabels, G, F, False, ctx)
     lab.compare("cross_entropy, not scaled" + name, 1e-5)
 
     # The gradient in one launch is that of two, to the bit.
-    gpu_softmax.cross_entropy_forward(
-        q, shards, ostats, lab.op(p, xs), ox, olabels, G, F
-    )
-    gpu_softmax.cross_entropy_backward(
-        q, shards, lab.op(dx, xs), odloss, lab.op(p, xs), olabels, G, F
-    )
-    gpu_softmax.cross_entropy(
-        q, shards, ostats, lab.op(dx2, xs), ox, olabels, G, F, True, ctx
-    )
+    gpu_softmax.cross_entropy_forward(q, shards, ostats, lab.op(p, xs), ox, olabels, G, F)
+    gpu_softmax.cross_entropy_backward(q, shards, lab.op(dx, xs), odloss, lab.op(p, xs), olabels, G, F)
+    gpu_softmax.cross_entropy(q, shards, ostats, lab.op(dx2, xs), ox, olabels, G, F, True, ctx)
     var got = List[Float32](length=lab.n, fill=0)
     q.enqueue_copy(got.unsafe_ptr(), lab.device)
     q.synchronize()
@@ -156,9 +138,7 @@ def each_loss(q: Queue, G: Int, F: Int, odd: Bool) raises:
         var px = lab.ptr(x + s * xs)
         var label = lab.ints(labels + s * ls)
         cpu_softmax.nll_forward[L](lab.ptr(stats + s * 5), px, label, G, F)
-        cpu_softmax.nll_backward[L](
-            lab.ptr(dx + s * xs), lab.ptr(dloss + s * 3), label, G, F
-        )
+        cpu_softmax.nll_backward[L](lab.ptr(dx + s * xs), lab.ptr(dloss + s * 3), label, G, F)
     gpu_softmax.nll_forward(q, shards, ostats, ox, olabels, G, F)
     gpu_softmax.nll_backward(q, shards, lab.op(dx, xs), odloss, olabels, G, F)
     lab.compare("nll" + name, Float32(0) if G <= 2 else Float32(1e-5))

@@ -16,9 +16,7 @@ comptime L = LANES
 # --- pools --------------------------------------------------------------------------------------
 
 
-def each_pool(
-    q: Queue, planes: Int, H: Int, W: Int, R: Int, T: Int, S: Int
-) raises:
+def each_pool(q: Queue, planes: Int, H: Int, W: Int, R: Int, T: Int, S: Int) raises:
     var shards = 3
     var P = (H - R) // S + 1
     var Q = (W - T) // S + 1
@@ -86,12 +84,8 @@ def each_pool(
     lab.host[x + 7] = 1
     lab.upload()
     for s in range(shards):
-        cpu_pool.avgpool_forward[L](
-            lab.ptr(y + s * ys), lab.ptr(x + s * xs), sizes
-        )
-        cpu_pool.avgpool_backward[L](
-            lab.ptr(dx + s * xs), lab.ptr(dy + s * ys), sizes
-        )
+        cpu_pool.avgpool_forward[L](lab.ptr(y + s * ys), lab.ptr(x + s * xs), sizes)
+        cpu_pool.avgpool_backward[L](lab.ptr(dx + s * xs), lab.ptr(dy + s * ys), sizes)
     gpu_pool.avgpool_forward(q, shards, lab.op(y, ys), lab.op(x, xs), sizes)
     gpu_pool.avgpool_backward(q, shards, lab.op(dx, xs), lab.op(dy, ys), sizes)
     lab.compare("avgpool" + name)
@@ -182,22 +176,15 @@ def test_rows() raises:
             var lab = Lab(q, z + up(shards * xs))
             lab.upload()
             for s in range(shards):
-                cpu_layout.pack_rows(
-                    lab.ptr(y + s * ys), lab.ptr(x + s * xs), N, F
-                )
-                cpu_layout.unpack_rows(
-                    lab.ptr(z + s * xs), lab.ptr(y + s * ys), N, F
-                )
+                cpu_layout.pack_rows(lab.ptr(y + s * ys), lab.ptr(x + s * xs), N, F)
+                cpu_layout.unpack_rows(lab.ptr(z + s * xs), lab.ptr(y + s * ys), N, F)
             gpu_layout.pack_rows(q, shards, lab.op(y, ys), lab.op(x, xs), N, F)
-            gpu_layout.unpack_rows(
-                q, shards, lab.op(z, xs), lab.op(y, ys), N, F
-            )
+            gpu_layout.unpack_rows(q, shards, lab.op(z, xs), lab.op(y, ys), N, F)
             lab.compare(String(t"rows {N} x {F}"))
 
 
 def test_input_and_labels() raises:
-    """Full shards, a part of one, and shards without a sample; not from the first shard on.
-    """
+    """Full shards, a part of one, and shards without a sample; not from the first shard on."""
     var q = Queue(device_id=0)
     var shards = 4
     var G = 2
@@ -254,13 +241,9 @@ def test_input_and_labels() raises:
                             shift=scale + 8,
                         )
                         cpu_layout.input[L](lab.ptr(y + s * ys), G, F, C, r)
-                        cpu_layout.array[L](
-                            lab.ints(labels + s * ls), G, 1, 1, 0, -1, r
-                        )
+                        cpu_layout.array[L](lab.ints(labels + s * ls), G, 1, 1, 0, -1, r)
                     gpu_layout.input(q, shards, lab.op(y, ys), G, F, C, ctx)
-                    gpu_layout.array(
-                        q, shards, lab.op(labels, ls), G, 1, 1, 0, -1, ctx
-                    )
+                    gpu_layout.array(q, shards, lab.op(labels, ls), G, 1, 1, 0, -1, ctx)
                     lab.compare(String(t"input {C} x {plane}, {samples}"))
 
 

@@ -30,14 +30,10 @@ def test_tree_sums() raises:
                 var table = up(n * stride + 32)
                 var lab = Lab(q, table + 2 * n)
                 lab.upload()
-                gpu_reduce.tree_sum_strided(
-                    q, lab.dptr(odd), lab.dptr(odd), stride, n, size - odd
-                )
+                gpu_reduce.tree_sum_strided(q, lab.dptr(odd), lab.dptr(odd), stride, n, size - odd)
                 var sums = List[Float32](length=size, fill=0)
                 for i in range(n):
-                    lab.longs(table)[unsafe_offset=i] = Int64(
-                        lab.address(odd + i * stride)
-                    )
+                    lab.longs(table)[unsafe_offset=i] = Int64(lab.address(odd + i * stride))
                 cpu_reduce.tree_sum(
                     Ptr(unsafe_from_address=Int(sums.unsafe_ptr())),
                     lab.longs(table),
@@ -46,9 +42,7 @@ def test_tree_sums() raises:
                 )
                 for i in range(size - odd):
                     lab.host[odd + i] = sums[i]
-                lab.compare(
-                    String(t"tree_sum_strided {n} x {size}"), 0, table, 2 * n
-                )
+                lab.compare(String(t"tree_sum_strided {n} x {size}"), 0, table, 2 * n)
     var lab = Lab(q, 64)
     with assert_raises(contains="[gpu] the sum of 8192 buffers"):
         gpu_reduce.tree_sum_strided(q, lab.dptr(0), lab.dptr(0), 16, 8192, 16)
@@ -117,9 +111,7 @@ def test_sum_lanes() raises:
                 lab.upload()
                 for s in range(shards):
                     var r = cpu_record(lab, shape, s)
-                    cpu_reduce.sum_lanes[L](
-                        lab.ptr(y + 3 * s), lab.ptr(x + s * xs), N, G, F, r
-                    )
+                    cpu_reduce.sum_lanes[L](lab.ptr(y + 3 * s), lab.ptr(x + s * xs), N, G, F, r)
                 gpu_reduce.sum_lanes(
                     q,
                     shards,
@@ -134,9 +126,7 @@ def test_sum_lanes() raises:
                 lab.upload()
                 for s in range(shards):
                     var r = cpu_record(lab, shape, s)
-                    cpu_reduce.sum_lanes_backward[L](
-                        lab.ptr(dx + s * xs), lab.ptr(y + 3 * s), N, G, F, r
-                    )
+                    cpu_reduce.sum_lanes_backward[L](lab.ptr(dx + s * xs), lab.ptr(y + 3 * s), N, G, F, r)
                 gpu_reduce.sum_lanes_backward(
                     q,
                     shards,
@@ -186,15 +176,12 @@ def each_flat(q: Queue, n: Int, first: Int) raises:
     ]:
         var most = bitcast[DType.float32](bits)
         for i in range(n):
-            lab.host[x + i] = most if i == 0 else lab.host[x + i - 1] * Float32(
-                -0.7
-            )
+            lab.host[x + i] = most if i == 0 else lab.host[x + i - 1] * Float32(-0.7)
         lab.host[0] = most
         lab.upload()
         var exponent = Int(bits >> 23) - 126
         var unit = bitcast[DType.float32](
-            UInt32(127 - exponent) << 23 if exponent
-            < 127 else UInt32(1) << UInt32(149 - exponent)
+            UInt32(127 - exponent) << 23 if exponent < 127 else UInt32(1) << UInt32(149 - exponent)
         )
         cpu_reduce.fixed_squares(lab.longs(2), lab.ptr(x), n, unit)
         gpu_reduce.fixed_squares(q, lab.dlongs(2), lab.dints(0), lab.dptr(x), n)
@@ -217,8 +204,7 @@ def test_flat_reductions() raises:
 
 
 def each_optimizer(q: Queue, n: Int, m: Int) raises:
-    """Arenas of n floats, a multiple of 16 for the CPU; the GPU's n may be smaller, as m.
-    """
+    """Arenas of n floats, a multiple of 16 for the CPU; the GPU's n may be smaller, as m."""
     var w = 0
     var v = n
     var g = 2 * n
@@ -236,9 +222,7 @@ def each_optimizer(q: Queue, n: Int, m: Int) raises:
         var before = lab.host.copy()
         if form < 3:
             var rule = Sgd(0.05, Float32(0.9 if form else 0.0), 0.01, form == 2)
-            cpu_optimizer.sgd(
-                lab.ptr(w), lab.ptr(v), lab.ptr(g), lab.ptr(ok + 1), n, rule
-            )
+            cpu_optimizer.sgd(lab.ptr(w), lab.ptr(v), lab.ptr(g), lab.ptr(ok + 1), n, rule)
             gpu_optimizer.sgd(
                 q,
                 lab.dints(ok),
@@ -250,9 +234,7 @@ def each_optimizer(q: Queue, n: Int, m: Int) raises:
                 rule,
             )
         else:
-            var rule = Adam(
-                0.01, 0.9, 0.999, 1e-8, 0.01, form == 4, 0.271, 0.003
-            )
+            var rule = Adam(0.01, 0.9, 0.999, 1e-8, 0.01, form == 4, 0.271, 0.003)
             if form < 5:
                 cpu_optimizer.adam(
                     lab.ptr(w),
@@ -320,18 +302,14 @@ def test_fingerprint() raises:
     ]
     for count in range(1, len(cases) + 1):
         for i in range(count):
-            lab.longs(table)[unsafe_offset=3 * i] = Int64(
-                lab.address(cases[i][0])
-            )
+            lab.longs(table)[unsafe_offset=3 * i] = Int64(lab.address(cases[i][0]))
             lab.longs(table)[unsafe_offset=3 * i + 1] = Int64(cases[i][1])
             lab.longs(table)[unsafe_offset=3 * i + 2] = Int64(cases[i][2])
         var wanted = cpu_fingerprint.fingerprint_runs(lab.longs(table), count)
         var longest = 0
         for i in range(count):
             longest = max(longest, cases[i][1])
-            lab.longs(table)[unsafe_offset=3 * i] = Int64(
-                lab.there(cases[i][0])
-            )
+            lab.longs(table)[unsafe_offset=3 * i] = Int64(lab.there(cases[i][0]))
         for hint in [longest, 1]:  # a wrong hint makes it slow, not wrong
             var words = gpu_fingerprint.fingerprint_scratch(count, hint)
             assert_true(2 * words < 900)

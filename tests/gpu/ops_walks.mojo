@@ -17,10 +17,7 @@ from kernels.record import ContextPtr, RECORD, Record, SPACES
 from lab import Lab, Shape, cpu_record, put_context, up
 
 comptime L = LANES
-comptime EXACT = (
-    " relu_forward relu_backward tanh_backward sigmoid_backward add multiply"
-    " scale "
-)
+comptime EXACT = " relu_forward relu_backward tanh_backward sigmoid_backward add multiply scale "
 
 
 # --- index arithmetic -------------------------------------------------------------------
@@ -71,11 +68,8 @@ def special(mut lab: Lab, at: Int):
         lab.host[at + i] = odd[i]
 
 
-def each_map(
-    q: Queue, mut lab: Lab, shards: Int, n: Int, stride: Int, first: Int
-) raises:
-    """All elementwise ops of the tables over operands at `first`, one after the other.
-    """
+def each_map(q: Queue, mut lab: Lab, shards: Int, n: Int, stride: Int, first: Int) raises:
+    """All elementwise ops of the tables over operands at `first`, one after the other."""
     var size = up(first + shards * stride)
     var a = size + first  # what was saved, if the op is a gradient
     var b = 2 * size + first
@@ -144,13 +138,9 @@ def test_tensors_in_lanes_must_be_aligned() raises:
     var q = Queue(device_id=0)
     var lab = Lab(q, 64)
     with assert_raises(contains="multiples of 16 bytes"):
-        gpu_layout.pad_forward(
-            q, 2, lab.op(0, 16), lab.op(32, 15), 1, 1, 1, 0, 0
-        )
+        gpu_layout.pad_forward(q, 2, lab.op(0, 16), lab.op(32, 15), 1, 1, 1, 0, 0)
     with assert_raises(contains="too large"):
-        gpu_layout.pad_forward(
-            q, 1, lab.op(0), lab.op(32), 1 << 15, 1 << 15, 1, 0, 0
-        )
+        gpu_layout.pad_forward(q, 1, lab.op(0), lab.op(32), 1 << 15, 1 << 15, 1, 0, 0)
 
 
 # --- random numbers -----------------------------------------------------------------------------------

@@ -10,8 +10,7 @@ comptime MARK = Float32(12345.5)
 
 
 struct Floats(Movable):
-    """So many floats, never freed: an address that a kernel gets keeps nothing alive.
-    """
+    """So many floats, never freed: an address that a kernel gets keeps nothing alive."""
 
     var start: Ptr
     var p: Ptr
@@ -28,30 +27,24 @@ struct Floats(Movable):
             self.p[unsafe_offset=i] = fill
 
     def __init__(out self, n: Int, *, noise: Int):
-        """Numbers between -1 and 1 that look random, others for another `noise`.
-        """
+        """Numbers between -1 and 1 that look random, others for another `noise`."""
         self = Self(n)
         var state = UInt32(2654435761) * UInt32(noise + 1)
         for i in range(n):
             state = state * 1664525 + 1013904223
-            self.p[unsafe_offset=i] = (
-                Float32(state >> 8) * Float32(2.0**-23) - 1
-            )
+            self.p[unsafe_offset=i] = Float32(state >> 8) * Float32(2.0**-23) - 1
 
     def check_guards(self) raises:
         """Fails if a kernel wrote before the first float or behind the last."""
         for i in range(GUARD):
-            assert_true(
-                self.start[unsafe_offset=i] == MARK, "written before the array"
-            )
+            assert_true(self.start[unsafe_offset=i] == MARK, "written before the array")
             assert_true(
                 self.p[unsafe_offset=self.n + i] == MARK,
                 "written behind the array",
             )
 
     def check_close(self, other: Self, what: String) raises:
-        """Fails if a number is further from `other` than 1e-5 of the largest one.
-        """
+        """Fails if a number is further from `other` than 1e-5 of the largest one."""
         var largest = Float32(0)
         var error = Float32(0)
         for i in range(self.n):
@@ -67,7 +60,6 @@ struct Floats(Movable):
         """Fails if a bit differs."""
         for i in range(self.n):
             assert_true(
-                self.p[unsafe_offset=i].to_bits()
-                == other.p[unsafe_offset=i].to_bits(),
+                self.p[unsafe_offset=i].to_bits() == other.p[unsafe_offset=i].to_bits(),
                 String(what, ": number ", i, " differs"),
             )

@@ -63,9 +63,7 @@ def rows(classes: Int) raises -> Dataset:
     var labels = List[Int32]()
     for i in range(8):
         labels.append(Int32(i % classes))
-    return Dataset(
-        List[Float32](length=32, fill=0.5), labels^, channels=4, classes=classes
-    )
+    return Dataset(List[Float32](length=32, fill=0.5), labels^, channels=4, classes=classes)
 
 
 def sizes(channels: Int, height: Int, width: Int, classes: Int) raises:
@@ -120,9 +118,7 @@ def refusals() raises:
     try:
         _ = engine.run(three.batch(0, 1, 8), three.dataset)
     except e:
-        expect(
-            "[train] the batch has no samples: number 1 of epoch 0", String(e)
-        )
+        expect("[train] the batch has no samples: number 1 of epoch 0", String(e))
         n += 1
     var five = DataLoader(rows(5), 8)  # a batch size that it has met
     try:

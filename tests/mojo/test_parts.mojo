@@ -72,9 +72,7 @@ def _slice(x: Floats, G: Int, F: Int, a: Int, b: Int) -> Floats:
     var y = Floats(G * (b - a) * LANES)
     for g in range(G):
         for i in range((b - a) * LANES):
-            y.p[unsafe_offset=g * (b - a) * LANES + i] = x.p[
-                unsafe_offset=(g * F + a) * LANES + i
-            ]
+            y.p[unsafe_offset=g * (b - a) * LANES + i] = x.p[unsafe_offset=(g * F + a) * LANES + i]
     return y^
 
 
@@ -120,9 +118,7 @@ def test_linear_adds_in_this_order() raises:
             for g in range(G):
                 for i in range(I):
                     for l in range(LANES):
-                        dx_wanted.p[
-                            unsafe_offset=(g * I + i) * LANES + l
-                        ] = _chains(
+                        dx_wanted.p[unsafe_offset=(g * I + i) * LANES + l] = _chains(
                             w.p.unsafe_offset(i),
                             I,
                             dy.p.unsafe_offset(g * O * LANES + l),
@@ -134,8 +130,7 @@ def test_linear_adds_in_this_order() raises:
 
 
 def test_linear_weight_gradients_add_in_this_order() raises:
-    """A chain per block of samples; the chains of the blocks one after the other.
-    """
+    """A chain per block of samples; the chains of the blocks one after the other."""
     for size in materialize[LINEARS]():
         var I = size[0]
         var O = size[1]
@@ -154,18 +149,8 @@ def test_linear_weight_gradients_add_in_this_order() raises:
                         for g in range(first, min(first + BLOCK, G)):
                             for l in range(LANES):
                                 chain = madd(
-                                    One(
-                                        x.p[
-                                            unsafe_offset=(g * I + i) * LANES
-                                            + l
-                                        ]
-                                    ),
-                                    One(
-                                        dy.p[
-                                            unsafe_offset=(g * O + o) * LANES
-                                            + l
-                                        ]
-                                    ),
+                                    One(x.p[unsafe_offset=(g * I + i) * LANES + l]),
+                                    One(dy.p[unsafe_offset=(g * O + o) * LANES + l]),
                                     chain,
                                 )
                         sum += chain[0]
@@ -177,8 +162,7 @@ def test_linear_weight_gradients_add_in_this_order() raises:
 
 
 def test_rows_have_the_bits_of_lanes() raises:
-    """Forward, and the gradient of the input: what else is in the batch, and the layout, change nothing.
-    """
+    """Forward, and the gradient of the input: what else is in the batch, and the layout, change nothing."""
     for size in materialize[LINEARS]():
         var I = size[0]
         var O = size[1]
@@ -211,8 +195,7 @@ def test_rows_have_the_bits_of_lanes() raises:
 
 
 def test_losses_in_rows_have_the_bits_of_lanes() raises:
-    """Lanes without a label count nowhere, so a group's loss can be that of one sample.
-    """
+    """Lanes without a label count nowhere, so a group's loss can be that of one sample."""
     for F in [1, 2, 10, 65, 133]:
         var x = Floats(F * LANES, noise=F)
         var p = Floats(F * LANES)
@@ -239,9 +222,7 @@ def test_losses_in_rows_have_the_bits_of_lanes() raises:
             for f in range(F):
                 var at = f * LANES + l
                 assert_equal(row_p.p[unsafe_offset=f], p.p[unsafe_offset=at])
-                assert_equal(
-                    row_logs.p[unsafe_offset=f], logs.p[unsafe_offset=at]
-                )
+                assert_equal(row_logs.p[unsafe_offset=f], logs.p[unsafe_offset=at])
 
 
 def _add_nodes(mut nodes: List[Floats]):
@@ -257,8 +238,7 @@ def _add_nodes(mut nodes: List[Floats]):
 
 
 def test_nodes_of_linear_add_up() raises:
-    """Processes 0..n-1 own parts 4 t // n to 4 (t + 1) // n; each has its features only.
-    """
+    """Processes 0..n-1 own parts 4 t // n to 4 (t + 1) // n; each has its features only."""
     for size in materialize[LINEARS]():
         var I = size[0]
         var O = size[1]
@@ -312,8 +292,7 @@ def test_nodes_of_linear_add_up() raises:
 
 
 def test_weight_gradients_of_some_columns() raises:
-    """They lie where the whole gradient has them, and the others are left alone.
-    """
+    """They lie where the whole gradient has them, and the others are left alone."""
     for size in materialize[LINEARS]():
         var I = size[0]
         var O = size[1]
@@ -343,9 +322,7 @@ def test_weight_gradients_of_some_columns() raises:
         pieces.check_guards()
 
 
-def _check_convolution[
-    any: Bool
-](size: Tuple[Int, Int, Int, Int, Int, Int, Int]) raises:
+def _check_convolution[any: Bool](size: Tuple[Int, Int, Int, Int, Int, Int, Int]) raises:
     var G = 2
     var C = size[0]
     var H = size[1]
@@ -361,9 +338,7 @@ def _check_convolution[
 
     def run(dx: Floats, dy: Floats, part: Int, parts: Int) {imm w, imm sizes}:
         comptime if any:
-            conv2d_backward_input_any[LANES](
-                dx.p, dy.p, w.p, sizes, part, parts
-            )
+            conv2d_backward_input_any[LANES](dx.p, dy.p, w.p, sizes, part, parts)
         else:
             conv2d_backward_input(dx.p, dy.p, w.p, sizes, part, parts)
 
@@ -377,9 +352,7 @@ def _check_convolution[
             nodes.append(Floats(dx.n, fill=7))
             run(
                 nodes[t],
-                _slice(
-                    dy, G, K * pixels, cut(K, p) * pixels, cut(K, q) * pixels
-                ),
+                _slice(dy, G, K * pixels, cut(K, p) * pixels, cut(K, q) * pixels),
                 p,
                 q - p,
             )

@@ -61,9 +61,7 @@ def test_rows_have_the_bits_of_lanes() raises:
             var dx = Floats(x.n, fill=7)
             var dx_lanes = Floats(x.n * LANES)
             maxpool_backward[1](dx.p, dy.p, at, y.p, s, relu)
-            maxpool_backward[LANES](
-                dx_lanes.p, dy_lanes.p, at_lanes, y_lanes.p, s, relu
-            )
+            maxpool_backward[LANES](dx_lanes.p, dy_lanes.p, at_lanes, y_lanes.p, s, relu)
             for i in range(x.n):
                 assert_equal(
                     dx.p[unsafe_offset=i].to_bits(),

@@ -171,9 +171,7 @@ def test_linear_in_lanes() raises:
             var db_wanted = Floats(O, fill=-0.25)
             var scratch = Floats(WEIGHT_SCRATCH)
             var packed = Floats(columns_scratch(G, O))
-            linear_backward_naive(
-                dx_wanted.p, dw_wanted.p, db_wanted.p, dy.p, x.p, w.p, G, I, O
-            )
+            linear_backward_naive(dx_wanted.p, dw_wanted.p, db_wanted.p, dy.p, x.p, w.p, G, I, O)
             linear_backward_weight(dw.p, db.p, dy.p, x.p, scratch.p, G, I, O, I)
             linear_backward_input(dx.p, dy.p, w.p, packed.p, G, I, O)
             dx.check_close(dx_wanted, "gradient of the input")

@@ -42,8 +42,7 @@ def _known(
 
 
 def test_philox_known_answers() raises:
-    """Vectors of Random123 for philox4x32-10; the key is (low, high) of the seed.
-    """
+    """Vectors of Random123 for philox4x32-10; the key is (low, high) of the seed."""
     _known(0, 0, 0, 0, 0, 0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)
     _known(
         0xFFFFFFFF,
@@ -104,9 +103,7 @@ def _explicit(n: Int, v: List[Float32]) raises -> Float32:
         return ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + v[6])
     elif n == 8:
         return ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]))
-    return (
-        ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]))
-    ) + v[8]
+    return (((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]))) + v[8]
 
 
 def test_tree_sum() raises:
@@ -149,9 +146,7 @@ def test_split_is_the_largest_power_of_two_below() raises:
 
 def squares(x: Floats, n: Int, unit: Float32) -> Tuple[Int64, Int64]:
     var y: List[Int64] = [-1, -1]
-    fixed_squares(
-        LongPtr(unsafe_from_address=Int(y.unsafe_ptr())), x.p, n, unit
-    )
+    fixed_squares(LongPtr(unsafe_from_address=Int(y.unsafe_ptr())), x.p, n, unit)
     return (y[0], y[1])
 
 
@@ -163,10 +158,7 @@ def test_fixed_squares() raises:
             var v = x.p[unsafe_offset=i].cast[DType.float64]()
             wanted += v * v
         var s = squares(x, n, 0.125)
-        var found = (
-            s[0].cast[DType.float64]() * 2.0**-31
-            + s[1].cast[DType.float64]() * 2.0**-62
-        )
+        var found = s[0].cast[DType.float64]() * 2.0**-31 + s[1].cast[DType.float64]() * 2.0**-62
         assert_almost_equal(64 * found, wanted, rtol=1e-12, atol=0)
         # in two pieces, cut anywhere: the same integers
         for cut in [0, n // 3, n]:

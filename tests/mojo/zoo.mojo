@@ -58,8 +58,7 @@ def noise() raises -> Dataset:
 
 
 struct Zoo(Module):
-    """Strides, no biases, tanh, sigmoid, mean pooling, dropout, a skip, a product, places, log-softmax.
-    """
+    """Strides, no biases, tanh, sigmoid, mean pooling, dropout, a skip, a product, places, log-softmax."""
 
     comptime Input = Tensor[2, 11, 11]
     comptime Output = Tensor[5, device=1]
@@ -67,9 +66,7 @@ struct Zoo(Module):
     var norm: Conv2d[4, 4, 1]
     var fc: Linear[36, 20]
     var gate: Linear[20, 20, bias=False]
-    var tail: Sequential[
-        Dropout[0.25], Linear[20, 5], In=Tensor[20], Out=Tensor[5]
-    ]
+    var tail: Sequential[Dropout[0.25], Linear[20, 5], In=Tensor[20], Out=Tensor[5]]
 
     def __init__(out self):
         self.conv = {}

@@ -134,8 +134,8 @@ ORDER = (
     *FRONT_ENDS[3:],
 )
 BUDGETS = {  # lines of all its files together
-    "mojo": 18_220,
-    "shared/training": 3_385,
+    "mojo": 16_910,
+    "shared/training": 3_265,
     "python/odyssey": 46_715,
     "python/odyssey/comm": 3_870,
     "python/odyssey/parallel": 3_770,

@@ -58,16 +58,11 @@ def _whose(tokens: Int, H: Int) -> Tuple[Int, Int, Bool]:
 
 
 @always_inline
-def _factor(
-    s: Attention, ctx: StepContextPtr, token: Int, h: Int, key: Int
-) -> Float32:
-    """What the probability of a key is multiplied with by dropout, for a token of this shard.
-    """
+def _factor(s: Attention, ctx: StepContextPtr, token: Int, h: Int, key: Int) -> Float32:
+    """What the probability of a key is multiplied with by dropout, for a token of this shard."""
     if s.p == 0:
         return 1
-    var shard = UInt32(ctx[].first) + UInt32(block_idx.y) * UInt32(
-        ctx[].shard_size
-    )
+    var shard = UInt32(ctx[].first) + UInt32(block_idx.y) * UInt32(ctx[].shard_size)
     var stay = stays[1](
         s.draws(h) + key // 4,
         shard * UInt32(s.T) + UInt32(token),

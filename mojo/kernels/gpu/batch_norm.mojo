@@ -101,9 +101,7 @@ def _forward(
         stats[unsafe_offset=c] = m
         stats[unsafe_offset=C + c] = inverse
         stats[unsafe_offset=2 * C + c] = all / max(count - 1, 1)
-    var norm = Norm(
-        m, inverse, w[unsafe_offset=c], b[unsafe_offset=c], relu != 0
-    )
+    var norm = Norm(m, inverse, w[unsafe_offset=c], b[unsafe_offset=c], relu != 0)
 
     @always_inline
     def put(at: Int) {imm}:
@@ -263,9 +261,7 @@ def _running(
         return
     var n = Float32(Int(N) if N >= 0 else ctx[].valid(block_idx.y))
     var stats = of_shard(stats_)
-    of_shard(dmean)[unsafe_offset=c] = moved(
-        n, momentum, mean[unsafe_offset=c], stats[unsafe_offset=c]
-    )
+    of_shard(dmean)[unsafe_offset=c] = moved(n, momentum, mean[unsafe_offset=c], stats[unsafe_offset=c])
     of_shard(dvariance)[unsafe_offset=c] = moved(
         n,
         momentum,

@@ -160,10 +160,6 @@ def conv2d_backward_weight[
     var s = Shape.forward(size, precision, False)
     comptime if _on_tensor_cores[precision]():
         if s.D * s.groups == 1 and worth_it_for_weights(s):
-            weight_gradient_mma[precision](
-                q, shards, fold, dw, db, dy, x, scratch, s, accumulate
-            )
+            weight_gradient_mma[precision](q, shards, fold, dw, db, dy, x, scratch, s, accumulate)
             return
-    weight_gradient[precision != FP32](
-        q, shards, fold, dw, db, dy, x, scratch, s, accumulate
-    )
+    weight_gradient[precision != FP32](q, shards, fold, dw, db, dy, x, scratch, s, accumulate)

@@ -27,9 +27,7 @@ from .launch import Operand, Queue, blocks
 @always_inline
 def _sum_at[
     padded: Bool, low: Bool
-](
-    x: Ptr, w: Ptr, start: Float32, s: Shape, g: Int, k: Int, p: Int, q: Int
-) -> Float32:
+](x: Ptr, w: Ptr, start: Float32, s: Shape, g: Int, k: Int, p: Int, q: Int) -> Float32:
     """One output of one sample; x is at its lane."""
     var taps = s.R * s.T
     var inputs = s.inputs()
@@ -43,17 +41,10 @@ def _sum_at[
                 var wi = (k * inputs + c) * taps + r * s.T + t
                 comptime if padded:  # of one group
                     wi = (c * s.K + k) * taps + taps - 1 - r * s.T - t
-                    if not (
-                        UInt32(h) < UInt32(s.H) and UInt32(i) < UInt32(s.W)
-                    ):
+                    if not (UInt32(h) < UInt32(s.H) and UInt32(i) < UInt32(s.W)):
                         continue
                 sum = rounded[low](
-                    x[
-                        unsafe_offset=(
-                            ((g * s.C + first + c) * s.H + h) * s.W + i
-                        )
-                        * LANES
-                    ],
+                    x[unsafe_offset=(((g * s.C + first + c) * s.H + h) * s.W + i) * LANES],
                     s.precision,
                 ).fma(rounded[low](w[unsafe_offset=wi], s.precision), sum)
     return sum
@@ -61,17 +52,7 @@ def _sum_at[
 
 def _each[
     form: Int, low: Bool
-](
-    y: Ptr,
-    y_step: Int64,
-    argmax: BytePtr,
-    argmax_step: Int64,
-    x: Ptr,
-    x_step: Int64,
-    w: Ptr,
-    b: Ptr,
-    sizes: Sizes,
-):
+](y: Ptr, y_step: Int64, argmax: BytePtr, argmax_step: Int64, x: Ptr, x_step: Int64, w: Ptr, b: Ptr, sizes: Sizes,):
     var s = Shape(sizes)
     var n = global_idx.x // LANES
     var out = global_idx.x
@@ -108,17 +89,11 @@ def _each[
         argmax[unsafe_offset=shard * Int(argmax_step) + out] = UInt8(at)
     else:
         comptime padded = form == PADDED
-        var v = _sum_at[padded, low](
-            xp, w, Float32(0) if padded else b[unsafe_offset=k], s, n, k, p, q
-        )
-        y[unsafe_offset=shard * Int(y_step) + out] = (
-            at_least(v, 0) if s.relu != 0 else v
-        )
+        var v = _sum_at[padded, low](xp, w, Float32(0) if padded else b[unsafe_offset=k], s, n, k, p, q)
+        y[unsafe_offset=shard * Int(y_step) + out] = at_least(v, 0) if s.relu != 0 else v
 
 
-def _each_input[
-    low: Bool
-](dx: Ptr, dx_step: Int64, dy: Ptr, dy_step: Int64, w: Ptr, sizes: Sizes):
+def _each_input[low: Bool](dx: Ptr, dx_step: Int64, dy: Ptr, dy_step: Int64, w: Ptr, sizes: Sizes):
     """Gradient of the input of any convolution, whose sizes these are."""
     var s = Shape(sizes)
     var n = global_idx.x // LANES
@@ -130,11 +105,7 @@ def _each_input[
     var inputs = s.inputs()
     var outputs = s.outputs()
     var c = split(group, inputs)
-    var dyp = dy.unsafe_offset(
-        block_idx.z * Int(dy_step)
-        + n * s.K * s.P * s.Q * LANES
-        + thread_idx.x % LANES
-    )
+    var dyp = dy.unsafe_offset(block_idx.z * Int(dy_step) + n * s.K * s.P * s.Q * LANES + thread_idx.x % LANES)
     var step = s.S if s.D == 1 else 1  # else taps may meet more often
     var sum = Float32(0)
     for k in range(group * outputs, (group + 1) * outputs):
@@ -161,18 +132,8 @@ def _each_input[
 
 def correlate_any[
     form: Int, low: Bool
-](
-    q: Queue,
-    shards: Int,
-    y: Operand,
-    argmax: Operand,
-    x: Operand,
-    w: Operand,
-    b: Operand,
-    shape: Shape,
-) raises:
-    """Takes any sizes; P and Q of `shape` are the pooled ones if POOLED, with any window.
-    """
+](q: Queue, shards: Int, y: Operand, argmax: Operand, x: Operand, w: Operand, b: Operand, shape: Shape,) raises:
+    """Takes any sizes; P and Q of `shape` are the pooled ones if POOLED, with any window."""
     q.enqueue_function[_each[form, low]](
         y.ptr(),
         y.step(),
@@ -192,11 +153,7 @@ def correlate_any[
     )
 
 
-def gather_input[
-    low: Bool
-](
-    q: Queue, shards: Int, dx: Operand, dy: Operand, w: Operand, shape: Shape
-) raises:
+def gather_input[low: Bool](q: Queue, shards: Int, dx: Operand, dy: Operand, w: Operand, shape: Shape) raises:
     """The gradient of the input of any convolution, whose shape this is."""
     q.enqueue_function[_each_input[low]](
         dx.ptr(),

@@ -44,8 +44,7 @@ comptime ENOUGH_WARPS = 8 * MULTIPROCESSORS  # two for each of their four schedu
 
 @always_inline
 def _slots(kt: Int) -> Int:
-    """Floats between the weights of two taps; a multiple of 4 for vectors of 4.
-    """
+    """Floats between the weights of two taps; a multiple of 4 for vectors of 4."""
     return kt if kt <= 2 else ceildiv(kt, 4) * 4
 
 
@@ -78,15 +77,9 @@ def _share_weights[
             comptime if turned:
                 var c = tap
                 var t = split(c, taps)
-                v = w[
-                    unsafe_offset=((c_first + c) * s.K + k_first + k + 1) * taps
-                    - 1
-                    - t
-                ]
+                v = w[unsafe_offset=((c_first + c) * s.K + k_first + k + 1) * taps - 1 - t]
             else:
-                v = w[
-                    unsafe_offset=((k_first + k) * s.C + c_first) * taps + tap
-                ]
+                v = w[unsafe_offset=((k_first + k) * s.C + c_first) * taps + tap]
         to[unsafe_offset=tap * KS + k] = rounded[low](v, s.precision)
         tap += s.pixel_warps * each
 
@@ -98,23 +91,11 @@ def _direct[
     QT: Int,
     form: Int,
     low: Bool,  # round the factors
-](
-    y: Ptr,
-    y_step: Int64,
-    argmax: BytePtr,
-    argmax_step: Int64,
-    x: Ptr,
-    x_step: Int64,
-    w: Ptr,
-    b: Ptr,
-    sizes: Sizes,
-):
+](y: Ptr, y_step: Int64, argmax: BytePtr, argmax_step: Int64, x: Ptr, x_step: Int64, w: Ptr, b: Ptr, sizes: Sizes,):
     comptime KS = _slots(KT)
     comptime N = KT * RT * QT
     var s = Shape(sizes)
-    var shared = external_memory[
-        Float32, address_space=AddressSpace.SHARED, alignment=16
-    ]()
+    var shared = external_memory[Float32, address_space=AddressSpace.SHARED, alignment=16]()
     var R = T if T else s.R
     var columns = T if T else s.T
     var S = 1 if T else s.S
@@ -130,9 +111,9 @@ def _direct[
     for tile in range(s.tiles):
         # Which pixels: tiles of RT x QT, the last of a row moved back so that it ends with the row.
         comptime across = QT // 2 if form == POOLED else QT
-        var n = (
-            (block_idx.x * s.tiles + tile) * s.pixel_warps + pixel_warp
-        ) * TEAMS + (thread_idx.x % WARP_SIZE) // LANES
+        var n = ((block_idx.x * s.tiles + tile) * s.pixel_warps + pixel_warp) * TEAMS + (
+            thread_idx.x % WARP_SIZE
+        ) // LANES
         var q_first = min(split(n, ceildiv(s.Q, across)) * across, s.Q - across)
         var p_first = split(n, s.P)
         var there = n < s.G
@@ -142,13 +123,7 @@ def _direct[
         comptime if form == POOLED:
             row *= 2
             column *= 2
-        var xp = x.unsafe_offset(
-            shard * Int(x_step)
-            + g * s.C * x_channel
-            + row * x_row
-            + column * LANES
-            + lane
-        )
+        var xp = x.unsafe_offset(shard * Int(x_step) + g * s.C * x_channel + row * x_row + column * LANES + lane)
 
         var acc = Array[Float32, N](fill=0)
         comptime if form != PADDED:
@@ -180,22 +155,16 @@ def _direct[
             var wp = shared.unsafe_offset(k_warp * s.chunk * taps * KS)
 
             @always_inline
-            def multiply[
-                tap: Int, rt: Int, shift: Int, m: Int
-            ](values: Array[Float32, m]) {mut acc, imm}:
+            def multiply[tap: Int, rt: Int, shift: Int, m: Int](values: Array[Float32, m]) {mut acc, imm}:
                 """Adds the products of one tap for one row of pixels."""
                 var f = Array[Float32, KS](fill=0)
                 comptime if KT == 2:
-                    var two = wp.unsafe_offset(tap * KS).unsafe_load[
-                        width=2, alignment=8
-                    ]()
+                    var two = wp.unsafe_offset(tap * KS).unsafe_load[width=2, alignment=8]()
                     f[0] = two[0]
                     f[1] = two[1]
                 else:
                     comptime for j in range(KS // 4):
-                        var four = wp.unsafe_offset(
-                            tap * KS + 4 * j
-                        ).unsafe_load[width=4, alignment=16]()
+                        var four = wp.unsafe_offset(tap * KS + 4 * j).unsafe_load[width=4, alignment=16]()
                         comptime for e in range(4):
                             f[4 * j + e] = four[e]
                 comptime for k in range(KT):
@@ -213,16 +182,10 @@ def _direct[
                     var xr = xp.unsafe_offset(r * x_row)
                     comptime for j in range(M):
                         comptime if form == PADDED:
-                            if UInt32(row + r) < UInt32(s.H) and UInt32(
-                                column + j
-                            ) < UInt32(s.W):
-                                v[r * M + j] = rounded[low](
-                                    xr[unsafe_offset=j * LANES], s.precision
-                                )
+                            if UInt32(row + r) < UInt32(s.H) and UInt32(column + j) < UInt32(s.W):
+                                v[r * M + j] = rounded[low](xr[unsafe_offset=j * LANES], s.precision)
                         else:
-                            v[r * M + j] = rounded[low](
-                                xr[unsafe_offset=j * LANES], s.precision
-                            )
+                            v[r * M + j] = rounded[low](xr[unsafe_offset=j * LANES], s.precision)
 
                 # A small tile has few warps beside it that work while it waits: it loads a channel ahead.
                 comptime ahead = KT == 2
@@ -266,9 +229,7 @@ def _direct[
                             var xr = xp.unsafe_offset(r * x_row + t * LANES)
                             comptime for j in range(QT):
                                 comptime if form == PADDED:
-                                    if UInt32(row + r) < UInt32(s.H) and UInt32(
-                                        column + t + j
-                                    ) < UInt32(s.W):
+                                    if UInt32(row + r) < UInt32(s.H) and UInt32(column + t + j) < UInt32(s.W):
                                         values[j] = rounded[low](
                                             xr[unsafe_offset=j * LANES],
                                             s.precision,
@@ -285,11 +246,7 @@ def _direct[
 
         var held = s.K - k_first if there else 0
         var plane = s.P * s.Q * LANES
-        var out = (
-            (g * s.K + k_first) * plane
-            + (p_first * s.Q + q_first) * LANES
-            + lane
-        )
+        var out = (g * s.K + k_first) * plane + (p_first * s.Q + q_first) * LANES + lane
         var yp = y.unsafe_offset(shard * Int(y_step) + out)
         var ap = argmax
         comptime if form == POOLED:
@@ -302,9 +259,7 @@ def _direct[
                         var best = at_least(acc[k * RT * QT + 2 * j], 0)
                         var at = UInt8(0)
                         comptime for i in range(1, 4):
-                            var v = at_least(
-                                acc[(k * RT + i // 2) * QT + 2 * j + i % 2], 0
-                            )
+                            var v = at_least(acc[(k * RT + i // 2) * QT + 2 * j + i % 2], 0)
                             if v > best or isnan(v):
                                 best = v
                                 at = UInt8(i)
@@ -313,9 +268,7 @@ def _direct[
                     ap = ap.unsafe_offset(plane)
                 else:
                     comptime for j in range(QT):
-                        yp[unsafe_offset=j * LANES] = at_least(
-                            acc[k * QT + j], least
-                        )
+                        yp[unsafe_offset=j * LANES] = at_least(acc[k * QT + j], least)
                 yp = yp.unsafe_offset(plane)
 
 
@@ -324,16 +277,7 @@ def _direct[
 
 def correlate[
     form: Int, low: Bool
-](
-    q: Queue,
-    shards: Int,
-    y: Operand,
-    argmax: Operand,
-    x: Operand,
-    w: Operand,
-    b: Operand,
-    shape: Shape,
-) raises:
+](q: Queue, shards: Int, y: Operand, argmax: Operand, x: Operand, w: Operand, b: Operand, shape: Shape,) raises:
     """Chooses a tile by the sizes and the work there is, and launches. P and Q of `shape` are the pooled ones if POOLED.
     """
     comptime rows = 2 if form == POOLED else 1
@@ -341,8 +285,7 @@ def correlate[
 
     @always_inline
     def fits[T: Int, KT: Int, QT: Int](most: Int) raises {imm} -> Bool:
-        """Launches if a row has enough pixels and shared memory takes one channel's weights.
-        """
+        """Launches if a row has enough pixels and shared memory takes one channel's weights."""
         comptime across = QT // 2 if form == POOLED else QT
         var s = shape
         var one = s.R * s.T * _slots(KT)
@@ -353,11 +296,7 @@ def correlate[
         s.pixel_warps = max(1, WARPS // 2 // k_warps)
         var units = s.G * s.P * ceildiv(s.Q, across)
         var across_k = ceildiv(s.K, k_warps * KT)
-        while (
-            s.pixel_warps > 1
-            and blocks(units, s.pixel_warps * TEAMS) * across_k * shards
-            < 2 * MULTIPROCESSORS
-        ):
+        while s.pixel_warps > 1 and blocks(units, s.pixel_warps * TEAMS) * across_k * shards < 2 * MULTIPROCESSORS:
             s.pixel_warps //= 2
         var n = blocks(units, s.pixel_warps * TEAMS)
         if s.chunk == s.C:

@@ -45,9 +45,7 @@ comptime ROWS = 2  # tiles of 16 output channels of a warp
 comptime PIXELS = 4  # of a warp: 8 tiles of 8 columns
 comptime SHARED_BYTES = 40960
 comptime MOST_STEPS = 64  # of a chunk
-comptime SharedInts = Pointer[
-    Int32, MutUntrackedOrigin, address_space=AddressSpace.SHARED
-]
+comptime SharedInts = Pointer[Int32, MutUntrackedOrigin, address_space=AddressSpace.SHARED]
 
 
 # --- fragments -------------------------------------------------------------------------
@@ -62,9 +60,7 @@ def kind(precision: Int) -> DType:
 
 
 @always_inline
-def factors[
-    precision: Int, n: Int
-](v: SIMD[F32, n]) -> SIMD[kind(precision), n]:
+def factors[precision: Int, n: Int](v: SIMD[F32, n]) -> SIMD[kind(precision), n]:
     """Rounded to the nearest, ties to even."""
     var u = v
     comptime if precision == TF32:
@@ -76,13 +72,8 @@ def factors[
 @always_inline
 def multiply[
     precision: Int
-](
-    a: SIMD[kind(precision), 8],
-    b: SIMD[kind(precision), 4],
-    c: SIMD[F32, 4],
-) -> SIMD[F32, 4]:
-    """One step of a 16 x 8 tile: adds 16 terms. Elements are those of m16n8k16.
-    """
+](a: SIMD[kind(precision), 8], b: SIMD[kind(precision), 4], c: SIMD[F32, 4],) -> SIMD[F32, 4]:
+    """One step of a 16 x 8 tile: adds 16 terms. Elements are those of m16n8k16."""
     var d = c
     comptime if precision == TF32:
         # Two products of 8 terms: h is which of them, e the half of its terms.
@@ -93,9 +84,7 @@ def multiply[
                 a[4 * h + 1].cast[F32](),
                 a[4 * h + 3].cast[F32](),
             )
-            var bh = SIMD[F32, 2](
-                b[2 * h].cast[F32](), b[2 * h + 1].cast[F32]()
-            )
+            var bh = SIMD[F32, 2](b[2 * h].cast[F32](), b[2 * h + 1].cast[F32]())
             mma(d, ah, bh, d)
     else:
         mma(d, a, b, d)
@@ -128,8 +117,7 @@ def _share_factors[
     first: Int,
     held: Int,
 ):
-    """Copies the block's weights of `held` steps as fragments, and where the pixels of their taps are.
-    """
+    """Copies the block's weights of `held` steps as fragments, and where the pixels of their taps are."""
     comptime STEP = ROWS * WARP_SIZE * 8
     var area = s.R * s.T
     var taps = s.C * area
@@ -139,9 +127,7 @@ def _share_factors[
         var c = min(first * TERMS + i, taps - 1)
         var column = split(c, s.T)
         var row = split(c, s.R)
-        offsets[unsafe_offset=i] = Int32(
-            ((c * s.H + row) * s.W + column) * LANES
-        )
+        offsets[unsafe_offset=i] = Int32(((c * s.H + row) * s.W + column) * LANES)
         comptime if padded:
             places[unsafe_offset=i] = Int32(row << 16 | column)
         i += block_dim.x
@@ -156,38 +142,25 @@ def _share_factors[
         comptime for h in range(2):
             comptime for r in range(2):
                 comptime for e in range(2):
-                    var k = (
-                        k_block + (a_warp * ROWS + m) * 16 + 8 * r + a_lane // 4
-                    )
-                    var tap = (
-                        (first + step) * TERMS + a_lane % 4 * 2 + e + 8 * h
-                    )
+                    var k = k_block + (a_warp * ROWS + m) * 16 + 8 * r + a_lane // 4
+                    var tap = (first + step) * TERMS + a_lane % 4 * 2 + e + 8 * h
                     if k < s.K and tap < taps:
                         comptime if padded:
                             var c = tap
                             var within = split(c, area)
-                            a[4 * h + 2 * r + e] = w[
-                                unsafe_offset=(c * s.K + k) * area
-                                + area
-                                - 1
-                                - within
-                            ]
+                            a[4 * h + 2 * r + e] = w[unsafe_offset=(c * s.K + k) * area + area - 1 - within]
                         else:
-                            a[4 * h + 2 * r + e] = w[
-                                unsafe_offset=k * taps + tap
-                            ]
+                            a[4 * h + 2 * r + e] = w[unsafe_offset=k * taps + tap]
         var f = factors[precision, 8](a)
         var at = (a_warp * s.chunk + step) * STEP + m * WARP_SIZE * 8
         comptime if precision == TF32:
             # two vectors of 16 bytes, each next to those of the other lanes
             comptime for h in range(2):
-                weights.unsafe_offset(
-                    at + (h * WARP_SIZE + a_lane) * 4
-                ).unsafe_store[alignment=16](0, f.slice[4, offset=4 * h]())
+                weights.unsafe_offset(at + (h * WARP_SIZE + a_lane) * 4).unsafe_store[alignment=16](
+                    0, f.slice[4, offset=4 * h]()
+                )
         else:
-            weights.unsafe_offset(at + a_lane * 8).unsafe_store[alignment=16](
-                0, f
-            )
+            weights.unsafe_offset(at + a_lane * 8).unsafe_store[alignment=16](0, f)
         i += block_dim.x
 
 
@@ -201,13 +174,9 @@ def _correlate[
     comptime D = kind(precision)
     comptime STEP = ROWS * WARP_SIZE * 8  # elements
     var s = Shape(sizes)
-    var weights = external_memory[
-        Scalar[D], address_space=AddressSpace.SHARED, alignment=16
-    ]()
+    var weights = external_memory[Scalar[D], address_space=AddressSpace.SHARED, alignment=16]()
     # where a tap's pixel is, and its row and column as two halves of a number
-    var offsets = unsafe_stack_allocation[
-        MOST_STEPS * TERMS, DType.int32, address_space=AddressSpace.SHARED
-    ]()
+    var offsets = unsafe_stack_allocation[MOST_STEPS * TERMS, DType.int32, address_space=AddressSpace.SHARED]()
     var places = unsafe_stack_allocation[
         MOST_STEPS * TERMS if padded else 1,
         DType.int32,
@@ -236,9 +205,7 @@ def _correlate[
         var column = q_first * s.S - s.pad_columns
         # samples 2 row_of_tile and 2 row_of_tile + 1: the column of this thread in two tiles
         var xp = x.unsafe_offset(
-            shard * Int(x_step)
-            + (g * s.C * s.H * s.W + row * s.W + column) * LANES
-            + 2 * row_of_tile
+            shard * Int(x_step) + (g * s.C * s.H * s.W + row * s.W + column) * LANES + 2 * row_of_tile
         )
 
         var acc = Array[SIMD[F32, 4], ROWS * PIXELS * 2](fill=SIMD[F32, 4](0))
@@ -259,40 +226,26 @@ def _correlate[
             if tile == 0 or s.chunk < steps:
                 if tile > 0 or first > 0:
                     barrier()
-                _share_factors[precision, padded](
-                    weights, offsets, places, w, s, k_block, first, held
-                )
+                _share_factors[precision, padded](weights, offsets, places, w, s, k_block, first, held)
                 barrier()
 
             for step in range(held):
-                var values = Array[SIMD[F32, 4], PIXELS * 2](
-                    fill=SIMD[F32, 4](0)
-                )
+                var values = Array[SIMD[F32, 4], PIXELS * 2](fill=SIMD[F32, 4](0))
                 comptime for h in range(2):
                     comptime for e in range(2):
                         var tap = step * TERMS + 2 * t + e + 8 * h
-                        var from_ = xp.unsafe_offset(
-                            Int(offsets[unsafe_offset=tap])
-                        )
+                        var from_ = xp.unsafe_offset(Int(offsets[unsafe_offset=tap]))
                         var place = 0
                         comptime if padded:
                             place = Int(places[unsafe_offset=tap])
-                        var row_there = not padded or UInt32(
-                            row + (place >> 16)
-                        ) < UInt32(s.H)
+                        var row_there = not padded or UInt32(row + (place >> 16)) < UInt32(s.H)
                         comptime for j in range(PIXELS):
                             var two = SIMD[F32, 2](0)
                             comptime if padded:
-                                if row_there and UInt32(
-                                    column + (place & 0xFFFF) + j
-                                ) < UInt32(s.W):
-                                    two = from_.unsafe_offset(
-                                        j * LANES
-                                    ).unsafe_load[width=2, alignment=8]()
+                                if row_there and UInt32(column + (place & 0xFFFF) + j) < UInt32(s.W):
+                                    two = from_.unsafe_offset(j * LANES).unsafe_load[width=2, alignment=8]()
                             else:
-                                two = from_.unsafe_offset(
-                                    j * s.S * LANES
-                                ).unsafe_load[width=2, alignment=8]()
+                                two = from_.unsafe_offset(j * s.S * LANES).unsafe_load[width=2, alignment=8]()
                             values[2 * j][2 * h + e] = two[0]
                             values[2 * j + 1][2 * h + e] = two[1]
                 var a = Array[SIMD[D, 8], ROWS](fill=SIMD[D, 8](0))
@@ -300,15 +253,15 @@ def _correlate[
                 comptime for m in range(ROWS):
                     comptime if precision == TF32:
                         comptime for h in range(2):
-                            var four = weights.unsafe_offset(
-                                at + (m * 2 + h) * WARP_SIZE * 4 + lane * 4
-                            ).unsafe_load[width=4, alignment=16]()
+                            var four = weights.unsafe_offset(at + (m * 2 + h) * WARP_SIZE * 4 + lane * 4).unsafe_load[
+                                width=4, alignment=16
+                            ]()
                             comptime for e in range(4):
                                 a[m][4 * h + e] = four[e]
                     else:
-                        a[m] = weights.unsafe_offset(
-                            at + (m * WARP_SIZE + lane) * 8
-                        ).unsafe_load[width=8, alignment=16]()
+                        a[m] = weights.unsafe_offset(at + (m * WARP_SIZE + lane) * 8).unsafe_load[
+                            width=8, alignment=16
+                        ]()
                 comptime for j in range(PIXELS * 2):
                     var f = factors[precision, 4](values[j])
                     comptime for m in range(ROWS):
@@ -332,37 +285,19 @@ def _correlate[
                         if s.relu != 0:
                             v = v.lt(0).select(SIMD[F32, 4](0), v)
                         y.unsafe_offset(
-                            shard * Int(y_step)
-                            + (((g * s.K + k) * s.P + p) * s.Q + q_first + j)
-                            * LANES
-                            + 4 * t
+                            shard * Int(y_step) + (((g * s.K + k) * s.P + p) * s.Q + q_first + j) * LANES + 4 * t
                         ).unsafe_store[alignment=16](0, v)
 
 
 @always_inline
 def worth_it(s: Shape) -> Bool:
-    """Whether a correlation is large enough for tensor cores; depends on the layer alone.
-    """
-    return (
-        s.K >= 16
-        and s.C * s.R * s.T >= 2 * TERMS
-        and s.Q >= PIXELS
-        and s.R < 1 << 15
-        and s.T < 1 << 15
-    )
+    """Whether a correlation is large enough for tensor cores; depends on the layer alone."""
+    return s.K >= 16 and s.C * s.R * s.T >= 2 * TERMS and s.Q >= PIXELS and s.R < 1 << 15 and s.T < 1 << 15
 
 
 def correlate_mma[
     precision: Int, padded: Bool
-](
-    q: Queue,
-    shards: Int,
-    y: Operand,
-    x: Operand,
-    w: Operand,
-    b: Operand,
-    shape: Shape,
-) raises:
+](q: Queue, shards: Int, y: Operand, x: Operand, w: Operand, b: Operand, shape: Shape,) raises:
     """Launches _correlate."""
     var s = shape
     s.k_warps = min(ceildiv(s.K, ROWS * 16), 4)

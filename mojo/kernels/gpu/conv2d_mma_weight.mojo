@@ -20,14 +20,7 @@ comptime TAP_TILES = 4  # tiles of 8 taps of a warp
 
 def _weights[
     precision: Int
-](
-    scratch: Ptr,  # (shards, pieces, weights + biases)
-    dy: Ptr,
-    dy_step: Int64,
-    x: Ptr,
-    x_step: Int64,
-    sizes: Sizes,
-):
+](scratch: Ptr, dy: Ptr, dy_step: Int64, x: Ptr, x_step: Int64, sizes: Sizes,):  # (shards, pieces, weights + biases)
     """A warp has ROWS x 16 output channels x TAP_TILES x 8 taps and one piece of the pixels, `units` rows of them.
 
     One pixel is one step: its 16 samples are the terms.
@@ -43,9 +36,7 @@ def _weights[
     var block = block_idx.y
     comptime KT = ROWS * 16
     comptime TT = TAP_TILES * 8
-    var k_first = (
-        split(block, ceildiv(s.K, KT * s.k_warps)) * s.k_warps + k_warp
-    ) * KT
+    var k_first = (split(block, ceildiv(s.K, KT * s.k_warps)) * s.k_warps + k_warp) * KT
     var tap_first = (block * s.chunk + tap_warp) * TT
     var piece = block_idx.x * s.pixel_warps + warp
     var taps = s.C * s.R * s.T
@@ -69,47 +60,29 @@ def _weights[
     for unit in range(piece * s.units, min(s.G * s.P, (piece + 1) * s.units)):
         var g = unit
         var p = split(g, s.P)
-        var dp = dy.unsafe_offset(
-            shard * Int(dy_step) + g * s.K * plane + p * s.Q * LANES
-        )
-        var xp = x.unsafe_offset(
-            shard * Int(x_step) + (g * s.C * s.H + p * s.S) * s.W * LANES
-        )
+        var dp = dy.unsafe_offset(shard * Int(dy_step) + g * s.K * plane + p * s.Q * LANES)
+        var xp = x.unsafe_offset(shard * Int(x_step) + (g * s.C * s.H + p * s.S) * s.W * LANES)
         for _ in range(s.Q):
-            var b = Array[SIMD[kind(precision), 4], TAP_TILES](
-                fill=SIMD[kind(precision), 4](0)
-            )
+            var b = Array[SIMD[kind(precision), 4], TAP_TILES](fill=SIMD[kind(precision), 4](0))
             comptime for j in range(TAP_TILES):
-                b[j] = factors[precision, 4](
-                    xp.unsafe_offset(x_at[j]).unsafe_load[
-                        width=4, alignment=16
-                    ]()
-                )
+                b[j] = factors[precision, 4](xp.unsafe_offset(x_at[j]).unsafe_load[width=4, alignment=16]())
             comptime for m in range(ROWS):
                 # samples 4 t + 2 h + e are the terms 2 t + e + 8 h, here as in b
                 var a = SIMD[F32, 8](0)
                 comptime for r in range(2):
-                    var four = dp.unsafe_offset(dy_at[2 * m + r]).unsafe_load[
-                        width=4, alignment=16
-                    ]()
+                    var four = dp.unsafe_offset(dy_at[2 * m + r]).unsafe_load[width=4, alignment=16]()
                     if tap_first == 0:
-                        bias[2 * m + r] += (four[0] + four[1]) + (
-                            four[2] + four[3]
-                        )
+                        bias[2 * m + r] += (four[0] + four[1]) + (four[2] + four[3])
                     comptime for h in range(2):
                         comptime for e in range(2):
                             a[4 * h + 2 * r + e] = four[2 * h + e]
                 var f = factors[precision, 8](a)
                 comptime for j in range(TAP_TILES):
-                    acc[m * TAP_TILES + j] = multiply[precision](
-                        f, b[j], acc[m * TAP_TILES + j]
-                    )
+                    acc[m * TAP_TILES + j] = multiply[precision](f, b[j], acc[m * TAP_TILES + j])
             dp = dp.unsafe_offset(LANES)
             xp = xp.unsafe_offset(s.S * LANES)
 
-    var to = scratch.unsafe_offset(
-        (shard * s.pieces + piece) * s.K * (taps + 1)
-    )
+    var to = scratch.unsafe_offset((shard * s.pieces + piece) * s.K * (taps + 1))
     comptime for m in range(ROWS):
         comptime for r in range(2):
             var k = k_first + 16 * m + 8 * r + row
@@ -121,9 +94,7 @@ def _weights[
                     comptime for e in range(2):
                         var tap = tap_first + 8 * j + 2 * t + e
                         if tap < taps:
-                            to[unsafe_offset=k * taps + tap] = acc[
-                                m * TAP_TILES + j
-                            ][2 * r + e]
+                            to[unsafe_offset=k * taps + tap] = acc[m * TAP_TILES + j][2 * r + e]
                 if tap_first == 0 and t == 0:
                     to[unsafe_offset=s.K * taps + k] = sum
 
@@ -134,11 +105,8 @@ def worth_it_for_weights(s: Shape) -> Bool:
 
 
 def rows_of_a_piece(s: Shape) -> Int:
-    """Rows of pixels that a warp adds up: as many as leave 96 warps for each shard.
-    """
-    var tiles = ceildiv(s.K, ROWS * 16) * ceildiv(
-        s.C * s.R * s.T, TAP_TILES * 8
-    )
+    """Rows of pixels that a warp adds up: as many as leave 96 warps for each shard."""
+    var tiles = ceildiv(s.K, ROWS * 16) * ceildiv(s.C * s.R * s.T, TAP_TILES * 8)
     return max(1, s.G * s.P * tiles // 96)
 
 

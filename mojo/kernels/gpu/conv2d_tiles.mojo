@@ -25,9 +25,7 @@ comptime WARPS = THREADS // WARP_SIZE
 comptime MULTIPROCESSORS = 132  # of the GPU that tiles are chosen for; they change no result
 # Blocks that a launch should have before each of them does the work of two: four for each multiprocessor, four times.
 # Tests have a smaller number.
-comptime ENOUGH_BLOCKS = get_defined_int[
-    "CONV_ENOUGH_BLOCKS", 16 * MULTIPROCESSORS
-]()
+comptime ENOUGH_BLOCKS = get_defined_int["CONV_ENOUGH_BLOCKS", 16 * MULTIPROCESSORS]()
 # What a correlation is for.
 comptime PLAIN = 0
 comptime PADDED = 1  # the gradient of the input: zeros around, the weights turned
@@ -127,8 +125,7 @@ struct Shape(TrivialRegisterPassable):
 
 @always_inline
 def split(mut n: Int, size: Int) -> Int:
-    """Takes n % size off n, which becomes n / size. In 32 bits, where a division is short.
-    """
+    """Takes n % size off n, which becomes n / size. In 32 bits, where a division is short."""
     var a = UInt32(n)
     var quotient = a // UInt32(size)
     n = Int(quotient)
@@ -180,9 +177,7 @@ def rounded[on: Bool](v: Float32, precision: Int) -> Float32:
 
 
 @always_inline
-def sum_warp[
-    n: Int, //, first: Int
-](v: Array[Float32, n], lane: Int) -> Float32:
+def sum_warp[n: Int, //, first: Int](v: Array[Float32, n], lane: Int) -> Float32:
     """The sum over the warp's threads of v[first + lane]; 0 where there is no such element.
 
     WARP_SIZE sums in as many shuffles, where one by one they would take log2(WARP_SIZE) each. Adds in a fixed tree.

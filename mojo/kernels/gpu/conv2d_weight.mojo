@@ -107,15 +107,7 @@ def pieces(s: Shape) -> Int:
 @always_inline
 def _store[
     n: Int, //, KT: Int, TT: Int
-](
-    partial: Ptr,  # (K, taps) and then (K)
-    sums: Array[Float32, n],
-    s: Shape,
-    k: Int,
-    last: Int,
-    tap: Int,
-    taps: Int,
-):
+](partial: Ptr, sums: Array[Float32, n], s: Shape, k: Int, last: Int, tap: Int, taps: Int,):  # (K, taps) and then (K)
     """Writes the warp's KT x TT weights and KT biases of its tile, which begins at (k, tap) and has no channel from `last`
     on.
     """
@@ -145,9 +137,7 @@ def _sums[
     var k_warp = split(warp, s.k_warps)
     var c_warp = split(warp, s.chunk)
     var block = block_idx.y
-    var k = (
-        split(block, ceildiv(s.K, KT * s.k_warps)) * s.k_warps + k_warp
-    ) * KT
+    var k = (split(block, ceildiv(s.K, KT * s.k_warps)) * s.k_warps + k_warp) * KT
     var c = block * s.chunk + c_warp
     var piece = block_idx.x * s.pixel_warps + warp
     if k >= s.K or c >= s.C or piece >= s.pieces:
@@ -161,26 +151,14 @@ def _sums[
 
     var acc = Array[Float32, N](fill=0)
 
-    for unit in range(
-        piece * each + team, min(units, (piece + 1) * each), TEAMS
-    ):
+    for unit in range(piece * each + team, min(units, (piece + 1) * each), TEAMS):
         var g = unit
         var segment = split(g, cuts)
         var p = split(g, s.P)
         var q_first = quotient(s.Q * segment, cuts)
         var q_last = quotient(s.Q * (segment + 1), cuts)
-        var dp = dy.unsafe_offset(
-            shard * Int(dy_step)
-            + (g * s.K + k) * plane
-            + (p * s.Q + q_first) * LANES
-            + lane
-        )
-        var xp = x.unsafe_offset(
-            shard * Int(x_step)
-            + ((g * s.C + c) * s.H + p) * x_row
-            + q_first * LANES
-            + lane
-        )
+        var dp = dy.unsafe_offset(shard * Int(dy_step) + (g * s.K + k) * plane + (p * s.Q + q_first) * LANES + lane)
+        var xp = x.unsafe_offset(shard * Int(x_step) + ((g * s.C + c) * s.H + p) * x_row + q_first * LANES + lane)
 
         @always_inline
         def step[M: Int]() {mut acc, imm}:
@@ -197,9 +175,7 @@ def _sums[
             comptime for r in range(T):
                 var v = Array[Float32, M + T - 1](fill=0)
                 comptime for j in range(M + T - 1):
-                    v[j] = rounded[low](
-                        xp[unsafe_offset=r * x_row + j * LANES], s.precision
-                    )
+                    v[j] = rounded[low](xp[unsafe_offset=r * x_row + j * LANES], s.precision)
                 comptime for i in range(KT):
                     comptime for t in range(T):
                         comptime for q in range(M):
@@ -232,8 +208,7 @@ def _sums[
 def _sums_any[
     low: Bool
 ](scratch: Ptr, dy: Ptr, dy_step: Int64, x: Ptr, x_step: Int64, sizes: Sizes,):
-    """Any convolution. Tile: ANY_K output channels of a group x ANY_TAPS taps (c, r, t) in a row.
-    """
+    """Any convolution. Tile: ANY_K output channels of a group x ANY_TAPS taps (c, r, t) in a row."""
     comptime N = ANY_K * ANY_TAPS + ANY_K
     var s = Shape(sizes)
     var shard = block_idx.z
@@ -244,9 +219,7 @@ def _sums_any[
     var c_warp = split(warp, s.chunk)
     var block = block_idx.y
     var tiles = ceildiv(s.outputs(), ANY_K)
-    var group = (
-        split(block, ceildiv(s.groups * tiles, s.k_warps)) * s.k_warps + k_warp
-    )
+    var group = split(block, ceildiv(s.groups * tiles, s.k_warps)) * s.k_warps + k_warp
     var k = split(group, tiles) * ANY_K
     k += group * s.outputs()
     var last = (group + 1) * s.outputs()
@@ -268,24 +241,13 @@ def _sums_any[
         offset[j] = ((c * s.H + r * s.D) * s.W + t * s.D) * LANES
 
     var acc = Array[Float32, N](fill=0)
-    for unit in range(
-        piece * each + team, min(units, (piece + 1) * each), TEAMS
-    ):
+    for unit in range(piece * each + team, min(units, (piece + 1) * each), TEAMS):
         var g = unit
         var segment = split(g, cuts)
         var p = split(g, s.P)
         var q_first = quotient(s.Q * segment, cuts)
-        var dp = dy.unsafe_offset(
-            shard * Int(dy_step)
-            + (g * s.K + k) * plane
-            + (p * s.Q + q_first) * LANES
-            + lane
-        )
-        var xp = x.unsafe_offset(
-            shard * Int(x_step)
-            + ((g * s.C * s.H + p * s.S) * s.W + q_first * s.S) * LANES
-            + lane
-        )
+        var dp = dy.unsafe_offset(shard * Int(dy_step) + (g * s.K + k) * plane + (p * s.Q + q_first) * LANES + lane)
+        var xp = x.unsafe_offset(shard * Int(x_step) + ((g * s.C * s.H + p * s.S) * s.W + q_first * s.S) * LANES + lane)
         for _ in range(q_first, quotient(s.Q * (segment + 1), cuts)):
             var v = Array[Float32, ANY_TAPS](fill=0)
             comptime for j in range(ANY_TAPS):
@@ -326,8 +288,7 @@ def _add_pieces(
     shards: Int32,
     accumulate: Int32,
 ):
-    """A block takes WARP_SIZE numbers of one buffer; a thread one of them and one strand, later one shard.
-    """
+    """A block takes WARP_SIZE numbers of one buffer; a thread one of them and one strand, later one shard."""
     var sums = unsafe_stack_allocation[
         STRANDS * STRANDS * WARP_SIZE,
         F32,
@@ -342,9 +303,7 @@ def _add_pieces(
     for j in range(held):
         var sum = Float32(0)
         if i < n:
-            var p = scratch.unsafe_offset(
-                ((first + j) * Int(pieces) + strand) * n + i
-            )
+            var p = scratch.unsafe_offset(((first + j) * Int(pieces) + strand) * n + i)
             for _ in range(strand, Int(pieces), STRANDS):
                 sum += p[]
                 p = p.unsafe_offset(STRANDS * n)
@@ -411,9 +370,7 @@ def weight_gradient[
     spread_warps(s, shards, tiles_k, tiles_of_taps(s))
 
     @always_inline
-    def launch[
-        kernel: def(Ptr, Ptr, Int64, Ptr, Int64, Sizes) thin
-    ]() raises {imm}:
+    def launch[kernel: def(Ptr, Ptr, Int64, Ptr, Int64, Sizes) thin]() raises {imm}:
         q.enqueue_function[kernel](
             scratch,
             dy.ptr(),
@@ -423,8 +380,7 @@ def weight_gradient[
             s.pack(),
             grid_dim=(
                 ceildiv(s.pieces, s.pixel_warps),
-                ceildiv(tiles_k, s.k_warps)
-                * ceildiv(tiles_of_taps(s), s.chunk),
+                ceildiv(tiles_k, s.k_warps) * ceildiv(tiles_of_taps(s), s.chunk),
                 shards,
             ),
             block_dim=s.pixel_warps * s.k_warps * s.chunk * WARP_SIZE,

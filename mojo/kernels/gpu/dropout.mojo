@@ -48,19 +48,11 @@ def _dropout[
     var mask = UInt8(0)
     comptime if forward:
         var sample = (
-            (
-                UInt32(ctx[].first)
-                + UInt32(block_idx.y) * UInt32(ctx[].shard_size)
-            )
-            * T
-            + g * UInt32(LANES)
-            + lane
+            (UInt32(ctx[].first) + UInt32(block_idx.y) * UInt32(ctx[].shard_size)) * T + g * UInt32(LANES) + lane
         )
         comptime for half in range(2):
             var block = 2 * Int(byte) + half
-            var stay = stays[1](
-                block, sample, Int(layer), p, ctx[].step, ctx[].seed
-            )
+            var stay = stays[1](block, sample, Int(layer), p, ctx[].step, ctx[].seed)
             comptime for j in range(4):
                 comptime bit = 4 * half + j
                 if stay[j] and 8 * byte + UInt32(bit) < F:
@@ -72,9 +64,7 @@ def _dropout[
     comptime for j in range(8):
         if 8 * byte + UInt32(j) < F:
             var v = x[unsafe_offset=at + j * LANES] * keep
-            y[unsafe_offset=at + j * LANES] = (
-                v if (mask >> UInt8(j)) & 1 != 0 else 0
-            )
+            y[unsafe_offset=at + j * LANES] = v if (mask >> UInt8(j)) & 1 != 0 else 0
 
 
 def _enqueue[
@@ -126,8 +116,7 @@ def dropout_forward(
     T: Int,
     ctx: StepContextPtr,
 ) raises:
-    """Computes y = x / (1 - p) where it `stays`, else 0. sample = first + s shard_size + position in the shard.
-    """
+    """Computes y = x / (1 - p) where it `stays`, else 0. sample = first + s shard_size + position in the shard."""
     _enqueue[True](q, shards, y, bits, x, G, F, p, layer, T, ctx)
 
 

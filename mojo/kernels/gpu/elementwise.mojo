@@ -105,9 +105,7 @@ def _map2[
 
 
 @always_inline
-def _launch[
-    f: OfNumber
-](q: Queue, shards: Int, y: Operand, x: Operand, a: Float32, n: Int) raises:
+def _launch[f: OfNumber](q: Queue, shards: Int, y: Operand, x: Operand, a: Float32, n: Int) raises:
     q.enqueue_function[_map[f]](
         y,
         x,
@@ -164,16 +162,7 @@ def _row(
 
 def _rows[
     f: OfRow
-](
-    a: Operand,
-    b: Operand,
-    c: Operand,
-    d: Operand,
-    e: Operand,
-    G: Int32,
-    F: Int32,
-    number: Float32,
-):
+](a: Operand, b: Operand, c: Operand, d: Operand, e: Operand, G: Int32, F: Int32, number: Float32,):
     var i = index()
     if i >= Int(G) * LANES:
         return

@@ -27,9 +27,7 @@ comptime Word = Pointer[UInt32, MutUntrackedOrigin]
 
 def _shares(sums: LongPtr, runs: LongPtr):
     """Block (b, r) takes every grid-th chunk of run r from chunk b on."""
-    var keys = unsafe_stack_allocation[
-        CHUNK, UInt64, address_space=AddressSpace.SHARED
-    ]()
+    var keys = unsafe_stack_allocation[CHUNK, UInt64, address_space=AddressSpace.SHARED]()
     var run = runs.unsafe_offset(3 * block_idx.y)
     var words = Word(unsafe_from_address=Int(run[]))
     var start = Int(run[unsafe_offset=2])
@@ -47,9 +45,7 @@ def _shares(sums: LongPtr, runs: LongPtr):
             var r = t // ROW + j * AT_ONCE
             var i = (row + r) * ROW + column
             if i >= start and i < end:
-                sum += keys[unsafe_offset=r] * UInt64(
-                    words[unsafe_offset=i - start]
-                )
+                sum += keys[unsafe_offset=r] * UInt64(words[unsafe_offset=i - start])
         barrier()
         row += grid_dim.x * CHUNK
     sum = block_sum[THREADS](sum * odd_key[1](COLUMNS_SEED, UInt64(column)))
@@ -87,9 +83,5 @@ def fingerprint(
 ) raises:
     """The sum over runs, modulo 2^64; two launches. count is at most 65535."""
     var n = _blocks(longest)
-    q.enqueue_function[_shares](
-        scratch, runs, grid_dim=(n, count), block_dim=THREADS
-    )
-    q.enqueue_function[_total](
-        y, scratch, Int32(count * n), grid_dim=1, block_dim=THREADS
-    )
+    q.enqueue_function[_shares](scratch, runs, grid_dim=(n, count), block_dim=THREADS)
+    q.enqueue_function[_total](y, scratch, Int32(count * n), grid_dim=1, block_dim=THREADS)

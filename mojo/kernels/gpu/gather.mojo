@@ -12,8 +12,7 @@ from .quads import THREADS, index, of_shard
 def _rows[
     backward: Bool
 ](y_: Operand, x_: Operand, rows_: Operand, n_: Int64, V: Int64, F_: Int64,):
-    """Number i of the result: of row i // F of what was taken, or of the table's gradient.
-    """
+    """Number i of the result: of row i // F of what was taken, or of the table's gradient."""
     var n = Int(n_)
     var F = Int(F_)
     var i = index()

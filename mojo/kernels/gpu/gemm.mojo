@@ -109,15 +109,11 @@ def product[
     var rows, columns, terms = U(rows32), U(columns32), U(terms32)
     var G, teams, flags = U(G32), U(teams32), U(flags32)
     var aligned = flags & U(ALIGNED) != 0
-    var shared = external_memory[
-        Float32, address_space=AddressSpace.SHARED, alignment=16
-    ]()
+    var shared = external_memory[Float32, address_space=AddressSpace.SHARED, alignment=16]()
 
     # the block's tile, and the thread's place in it
     var down = (rows + ROWS - 1) // ROWS
-    var across = (
-        columns * U(1 if op == WEIGHT else LANES) + COLUMNS - 1
-    ) // COLUMNS
+    var across = (columns * U(1 if op == WEIGHT else LANES) + COLUMNS - 1) // COLUMNS
     var block = U(block_idx.x)
     var tile_column = block // down
     var row0 = (block - tile_column * down) * ROWS
@@ -227,8 +223,7 @@ def product[
 
     @always_inline
     def fetch(chunk: U, until: U) {mut va, mut vb, mut pa, mut pb, imm}:
-        """Loads chunks, as many as fit, into registers. Terms beyond the last are 0.
-        """
+        """Loads chunks, as many as fit, into registers. Terms beyond the last are 0."""
         var stop = terms
         comptime if T.CHUNKS > 1:
             stop = until * 16
@@ -244,9 +239,7 @@ def product[
                 comptime if op == WEIGHT:
                     if row0 + unit // 4 % ROWS >= rows:
                         left = 0
-                va[u] = four_of[size == SMALL and op == FORWARD](
-                    pa, a_at[u], left, aligned
-                )
+                va[u] = four_of[size == SMALL and op == FORWARD](pa, a_at[u], left, aligned)
         else:
             comptime for u in range(T.A_QUADS // 2):
                 var unit = t + U(u) * TEAM
@@ -259,9 +252,7 @@ def product[
                             left = min(left, rows - m if m < rows else 0)
                         comptime if T.SPARE:
                             left = left if unit < ROWS * 2 else 0
-                    va[2 * u + h] = four_of[size == SMALL](
-                        pa.unsafe_offset(h * Int(rows)), a_at[u], left, aligned
-                    )
+                    va[2 * u + h] = four_of[size == SMALL](pa.unsafe_offset(h * Int(rows)), a_at[u], left, aligned)
         comptime if T.B_BY_TERM:
             comptime for u in range(T.B_QUADS):
                 var unit = t + U(u) * TEAM
@@ -294,9 +285,7 @@ def product[
                 var m = unit // 4 % T.ROWS
                 var term = unit // (4 * T.ROWS) * CHUNK + unit % 4 * 4
                 comptime if T.BY_ROW:
-                    sa.unsafe_store[alignment=16](
-                        m * T.A_ROW + term, rounded[precision](va[u])
-                    )
+                    sa.unsafe_store[alignment=16](m * T.A_ROW + term, rounded[precision](va[u]))
                 else:
                     put_by_term[precision, T.PAIRS, T.A_ROW](sa, m, term, va[u])
         else:
@@ -309,13 +298,9 @@ def product[
                         var r = rounded[precision](va[2 * u + h])
                         if not T.SPARE or unit < ROWS * 2:
                             comptime for j in range(4):
-                                sa[
-                                    unsafe_offset=(m + j) * T.A_ROW + term + h
-                                ] = r[j]
+                                sa[unsafe_offset=(m + j) * T.A_ROW + term + h] = r[j]
                 else:
-                    put_by_row[precision, T.PAIRS, T.A_ROW](
-                        sa, m, term, va[2 * u], va[2 * u + 1]
-                    )
+                    put_by_row[precision, T.PAIRS, T.A_ROW](sa, m, term, va[2 * u], va[2 * u + 1])
         comptime if T.B_BY_TERM:
             comptime for u in range(T.B_QUADS):
                 var unit = Int(t + U(u) * TEAM)
@@ -330,18 +315,14 @@ def product[
                 var unit = t + U(u) * TEAM
                 put_by_row[precision, T.PAIRS, T.B_ROW](
                     sb,
-                    Int(
-                        group_of[op, precision, size](unit) * 16 + unit % 4 * 4
-                    ),
+                    Int(group_of[op, precision, size](unit) * 16 + unit % 4 * 4),
                     Int(pair_of[op, precision, size](unit) * 2),
                     vb[2 * u],
                     vb[2 * u + 1],
                 )
 
     var acc = Array[Quad, T.QUADS](fill=Quad(0))
-    var region = shared.unsafe_offset(
-        0 if size == LARGE else Int(team) * T.REGION
-    )
+    var region = shared.unsafe_offset(0 if size == LARGE else Int(team) * T.REGION)
     var stage = 0
     var run = U(0)
     var chunk = begin
@@ -364,9 +345,7 @@ def product[
         var next_end = runs_end
         comptime if size == LARGE:
             if next == runs_end:
-                next_end = (
-                    runs_end + G if op == WEIGHT else chunks * (run + 2) // n
-                )
+                next_end = runs_end + G if op == WEIGHT else chunks * (run + 2) // n
         if next < end:
             comptime if op == WEIGHT and size == LARGE:
                 if next == runs_end:  # the next shard's first
@@ -445,9 +424,7 @@ def product[
             var v = Array[Quad, TEAMS](fill=Quad(0))
             comptime for i in range(TEAMS):
                 if U(i) < n:
-                    v[i] = p.unsafe_offset(i * T.REGION).unsafe_load[
-                        width=4, alignment=16
-                    ]()
+                    v[i] = p.unsafe_offset(i * T.REGION).unsafe_load[width=4, alignment=16]()
             var s = v[0]
             comptime if op == WEIGHT:
                 s = tree_of(v, n)
@@ -490,16 +467,11 @@ def _finish_shard[
         if left & 1 == 1:
             comptime for q in range(quads):
                 acc[q] = (
-                    saved.unsafe_offset(
-                        level * T.SAVED + q * 4 * T.TEAM
-                    ).unsafe_load[width=4, alignment=16]()
-                    + acc[q]
+                    saved.unsafe_offset(level * T.SAVED + q * 4 * T.TEAM).unsafe_load[width=4, alignment=16]() + acc[q]
                 )
         left >>= 1
         level += 1
     if not last:
         comptime for q in range(quads):
-            saved.unsafe_store[alignment=16](
-                level * T.SAVED + q * 4 * T.TEAM, acc[q]
-            )
+            saved.unsafe_store[alignment=16](level * T.SAVED + q * 4 * T.TEAM, acc[q])
             acc[q] = Quad(0)

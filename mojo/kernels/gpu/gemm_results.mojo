@@ -92,8 +92,7 @@ def write_quad[
     last: Bool,  # the sum is complete
     flags: U,
 ):
-    """Writes four sums of a thread, which begin at `row` and at the column that is `at`.
-    """
+    """Writes four sums of a thread, which begin at `row` and at the column that is `at`."""
     comptime if Tile[op, precision, size].TENSOR:
         comptime for h in range(2):
             _write[op, 2](

@@ -37,15 +37,12 @@ comptime NVIDIA_ARCH = ARCH.find("sm_") >= 0
 comptime NVIDIA = NVIDIA_ARCH and not is_defined["PORTABLE"]()
 # Shared memory that a block may have, in bytes.
 comptime SHARED_LIMIT = (
-    227 * 1024 if ARCH.find("sm_9") >= 0
-    or ARCH.find("sm_10") >= 0 else 99 * 1024
+    227 * 1024 if ARCH.find("sm_9") >= 0 or ARCH.find("sm_10") >= 0 else 99 * 1024
 ) if NVIDIA_ARCH else (64 * 1024 if ARCH.find("gfx") >= 0 else 32 * 1024)
 
 comptime U = UInt32  # indices: 64-bit arithmetic is slow, and no tensor of a shard has 2^32 floats
 comptime Quad = SIMD[F32, 4]
-comptime Shared = Pointer[
-    Float32, MutUntrackedOrigin, address_space=AddressSpace.SHARED
-]
+comptime Shared = Pointer[Float32, MutUntrackedOrigin, address_space=AddressSpace.SHARED]
 
 
 def parts_of(terms: Int, rows: Int) -> Int:
@@ -54,37 +51,26 @@ def parts_of(terms: Int, rows: Int) -> Int:
     Layers with few rows are short of work for a whole GPU, so there a run may be as short as two chunks; with many, it
     is long enough for the additions of the runs not to show.
     """
-    return max(
-        1, min(TEAMS, ceildiv(terms, CHUNK) // (2 if rows < 1024 else 12))
-    )
+    return max(1, min(TEAMS, ceildiv(terms, CHUNK) // (2 if rows < 1024 else 12)))
 
 
 struct Tile[op: Int, precision: Int, size: Int]:
-    """The sizes of a kernel, all known when it is compiled. Lengths in floats or words of 4 bytes.
-    """
+    """The sizes of a kernel, all known when it is compiled. Lengths in floats or words of 4 bytes."""
 
     comptime TENSOR = NVIDIA and Self.precision != FP32
     comptime PAIRS = Self.TENSOR and Self.precision != TF32  # two terms a word
     comptime BY_ROW = Self.size == SMALL and not Self.TENSOR  # a in shared memory: row by row
-    comptime WARP_ROWS = 32 if Self.size != SMALL else (
-        16 if Self.TENSOR else 8
-    )
+    comptime WARP_ROWS = 32 if Self.size != SMALL else (16 if Self.TENSOR else 8)
     comptime WARP_COLUMNS = 64 if Self.size != SMALL else 16
     comptime WARPS_DOWN = 4 if Self.size == LARGE else 1
     comptime WARPS_ACROSS = 2 if Self.size == LARGE else 1
     comptime ROWS = Self.WARP_ROWS * Self.WARPS_DOWN
     comptime COLUMNS = Self.WARP_COLUMNS * Self.WARPS_ACROSS
     comptime TEAM = THREADS * Self.WARPS_DOWN * Self.WARPS_ACROSS
-    comptime QUADS = Self.WARP_ROWS * Self.WARP_COLUMNS // (
-        4 * THREADS
-    )  # sums of a thread, in fours
-    comptime ACROSS = Self.WARP_COLUMNS // 8 if Self.TENSOR else (
-        2 if Self.size != SMALL else 1
-    )  # of these in a row
+    comptime QUADS = Self.WARP_ROWS * Self.WARP_COLUMNS // (4 * THREADS)  # sums of a thread, in fours
+    comptime ACROSS = Self.WARP_COLUMNS // 8 if Self.TENSOR else (2 if Self.size != SMALL else 1)  # of these in a row
     comptime CHUNKS = 4 if Self.size == SMALL and NVIDIA else (
-        2 if Self.size == LARGE
-        and Self.TENSOR
-        and (Self.PAIRS or Self.op != WEIGHT) else 1  # eight shards must fit
+        2 if Self.size == LARGE and Self.TENSOR and (Self.PAIRS or Self.op != WEIGHT) else 1  # eight shards must fit
     )  # in shared memory at a time
     comptime WORDS = CHUNK // 2 if Self.PAIRS else CHUNK  # of a chunk
     comptime A_BY_TERM = Self.op != INPUT  # in memory, terms of the sum are neighbours
@@ -93,15 +79,11 @@ struct Tile[op: Int, precision: Int, size: Int]:
     comptime B_ROW = Self.COLUMNS + 8
     comptime A_CHUNK = CHUNK if Self.BY_ROW else Self.WORDS * (Self.A_ROW + 2)
     comptime B_CHUNK = Self.WORDS * (Self.B_ROW + 2)
-    comptime A_WORDS = Self.ROWS * Self.A_ROW if Self.BY_ROW else (
-        Self.CHUNKS * Self.A_CHUNK
-    )
+    comptime A_WORDS = Self.ROWS * Self.A_ROW if Self.BY_ROW else (Self.CHUNKS * Self.A_CHUNK)
     comptime STAGE = Self.A_WORDS + Self.CHUNKS * Self.B_CHUNK
     comptime STAGES = 2 if Self.size == LARGE else 1
     comptime SAVED = 4 * Self.QUADS * Self.TEAM  # a tile of partial sums
-    comptime REGION = Self.STAGES * Self.STAGE if Self.size == LARGE else max(
-        Self.STAGE, Self.SAVED
-    )
+    comptime REGION = Self.STAGES * Self.STAGE if Self.size == LARGE else max(Self.STAGE, Self.SAVED)
     comptime A_QUADS = max(
         1 if Self.A_BY_TERM else 2,
         Self.ROWS * Self.CHUNKS * CHUNK // (4 * Self.TEAM),
@@ -128,8 +110,7 @@ struct Tile[op: Int, precision: Int, size: Int]:
 
 @always_inline
 def rounded[precision: Int, n: SIMDLength](v: SIMD[F32, n]) -> SIMD[F32, n]:
-    """The nearest numbers of the precision's format, ties to even, as float32.
-    """
+    """The nearest numbers of the precision's format, ties to even, as float32."""
     comptime if precision == TF32:
         var r = v
         comptime for i in range(Int(n)):
@@ -175,15 +156,12 @@ def four_of[checked: Bool](p: Ptr, at: U, n: U, aligned: Bool) -> Quad:
 
 @always_inline
 def position[row: Int](word: Int, m: Int) -> Int:
-    """Where row (or column) m of the tile is in the given row of shared memory.
-    """
+    """Where row (or column) m of the tile is in the given row of shared memory."""
     return word * row + word // 4 * 8 + m
 
 
 @always_inline
-def put_by_term[
-    precision: Int, pairs: Bool, row: Int
-](s: Shared, m: Int, term: Int, v: Quad):
+def put_by_term[precision: Int, pairs: Bool, row: Int](s: Shared, m: Int, term: Int, v: Quad):
     """Four neighbouring terms of row m of the tile."""
     comptime if pairs:
         var at = position[row](term // 2, m)
@@ -197,9 +175,7 @@ def put_by_term[
 
 
 @always_inline
-def put_by_row[
-    precision: Int, pairs: Bool, row: Int
-](s: Shared, m: Int, term: Int, v0: Quad, v1: Quad):
+def put_by_row[precision: Int, pairs: Bool, row: Int](s: Shared, m: Int, term: Int, v0: Quad, v1: Quad):
     """Terms `term` (even) and the next of rows m to m + 3 of the tile."""
     comptime if pairs:
         var word = Quad()
@@ -277,8 +253,7 @@ def _quad_at(p: Shared, i: Int) -> Quad:
 def multiply[
     op: Int, precision: Int, size: Int, quads: Int
 ](mut acc: Array[Quad, quads], a: Shared, b: Shared, lane: Int, chunks: Int,):
-    """Adds the products of the chunks in shared memory to the sums; a and b begin at the warp's rows and columns.
-    """
+    """Adds the products of the chunks in shared memory to the sums; a and b begin at the warp's rows and columns."""
     comptime T = Tile[op, precision, size]
     comptime if T.TENSOR:
         var g = lane // 4
@@ -294,9 +269,7 @@ def multiply[
                 comptime for i in range(DOWN):
                     comptime for h in range(2):
                         comptime for r in range(2):
-                            comptime at = position[T.A_ROW](
-                                step * 8 + 4 * h, i * 16 + r * 8
-                            )
+                            comptime at = position[T.A_ROW](step * 8 + 4 * h, i * 16 + r * 8)
                             fa[i][2 * h + r] = ca[unsafe_offset=at]
                 comptime for j in range(T.ACROSS):
                     var fb = SIMD[F32, 2](0)
@@ -322,9 +295,7 @@ def multiply[
                                 acc[q],
                             )
     else:
-        var pa = a.unsafe_offset(
-            row_of[op, precision, size](0, lane) * (T.A_ROW if T.BY_ROW else 1)
-        )
+        var pa = a.unsafe_offset(row_of[op, precision, size](0, lane) * (T.A_ROW if T.BY_ROW else 1))
         var pb = b.unsafe_offset(column_of[op, precision, size](0, lane))
         for chunk in range(chunks):
             var ca = pa.unsafe_offset(chunk * T.A_CHUNK)
@@ -381,11 +352,8 @@ def column_of[op: Int, precision: Int, size: Int](q: Int, lane: Int) -> Int:
 
 
 @always_inline
-def tree_of[
-    w: SIMDLength, //
-](v: Array[SIMD[F32, w], TEAMS], n: U) -> SIMD[F32, w]:
-    """The sum of the first n: a node over n splits after the largest power of two smaller than n.
-    """
+def tree_of[w: SIMDLength, //](v: Array[SIMD[F32, w], TEAMS], n: U) -> SIMD[F32, w]:
+    """The sum of the first n: a node over n splits after the largest power of two smaller than n."""
     var s = Array[SIMD[F32, w], TEAMS](fill=0)
     comptime for i in range(TEAMS):
         s[i] = v[i]

@@ -38,9 +38,7 @@ def _tree[K: Int](mut v: Array[Float32, K]) -> Float32:
 @always_inline
 def sum_parts[K: Int](value: Float32) -> Float32:
     """The sum over the parts of a lane, in all its threads."""
-    var shared = unsafe_stack_allocation[
-        MOST_THREADS, Float32, address_space=AddressSpace.SHARED
-    ]()
+    var shared = unsafe_stack_allocation[MOST_THREADS, Float32, address_space=AddressSpace.SHARED]()
     shared[unsafe_offset=thread_idx.x] = value
     barrier()
     var v = Array[Float32, K](fill=0)
@@ -51,14 +49,9 @@ def sum_parts[K: Int](value: Float32) -> Float32:
 
 @always_inline
 def best_part[K: Int](value: Float32, place: Int32) -> Tuple[Float32, Int32]:
-    """The largest value over the parts of a lane and its place, the smallest of equals.
-    """
-    var values = unsafe_stack_allocation[
-        MOST_THREADS, Float32, address_space=AddressSpace.SHARED
-    ]()
-    var places = unsafe_stack_allocation[
-        MOST_THREADS, Int32, address_space=AddressSpace.SHARED
-    ]()
+    """The largest value over the parts of a lane and its place, the smallest of equals."""
+    var values = unsafe_stack_allocation[MOST_THREADS, Float32, address_space=AddressSpace.SHARED]()
+    var places = unsafe_stack_allocation[MOST_THREADS, Int32, address_space=AddressSpace.SHARED]()
     values[unsafe_offset=thread_idx.x] = value
     places[unsafe_offset=thread_idx.x] = place
     barrier()

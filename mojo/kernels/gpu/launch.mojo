@@ -51,9 +51,7 @@ struct Operand(Argument, DevicePassable):
     var address: Int
     var stride: Int  # floats; of int32 tensors as well
 
-    def _to_device_type(
-        self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]
-    ):
+    def _to_device_type(self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]):
         encoder.encode(self, target)
 
     @staticmethod
@@ -93,18 +91,14 @@ struct Operand(Argument, DevicePassable):
 
 
 @fieldwise_init
-struct Sent[T: TrivialRegisterPassable](
-    DevicePassable, TrivialRegisterPassable
-):
+struct Sent[T: TrivialRegisterPassable](DevicePassable, TrivialRegisterPassable):
     """A struct of sizes as a kernel takes it."""
 
     comptime device_type: AnyType = Self
 
     var sizes: Self.T
 
-    def _to_device_type(
-        self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]
-    ):
+    def _to_device_type(self, mut encoder: Some[DeviceTypeEncoder], target: MutOpaquePointer[_]):
         encoder.encode(self, target)
 
     @staticmethod
@@ -137,9 +131,7 @@ struct StepContext(TrivialRegisterPassable):
     @always_inline
     def valid(self, shard: Int) -> Int:
         """Samples that shard `shard` of the launch has."""
-        var left = (
-            Int(self.samples) - Int(self.first) - shard * Int(self.shard_size)
-        )
+        var left = Int(self.samples) - Int(self.first) - shard * Int(self.shard_size)
         return max(0, min(left, Int(self.shard_size)))
 
 
@@ -190,9 +182,7 @@ struct Launch(Copyable, Source):
 
     @always_inline
     def float(self, i: Int) -> Float32:
-        return bitcast[DType.float32](
-            UInt32(self.at[unsafe_offset=i] & 0xFFFFFFFF)
-        )
+        return bitcast[DType.float32](UInt32(self.at[unsafe_offset=i] & 0xFFFFFFFF))
 
     @always_inline
     def address(self, i: Int) -> Int:
@@ -234,8 +224,7 @@ def call[
     //,
     f: def(Queue, Int, /, * args: * Ts) raises thin,
 ](q: Queue, r: Launch) raises:
-    """f for all shards, with the record's arguments, each read as the type that f declares (record.Arguments).
-    """
+    """f for all shards, with the record's arguments, each read as the type that f declares (record.Arguments)."""
     var arguments = Arguments[Ts]()
     var pack = arguments.read(r)
     f(q, r.shards, *pack)

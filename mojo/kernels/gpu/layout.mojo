@@ -112,12 +112,8 @@ def _array(
     var sample = lane // Int(T)
     var v = rest
     if sample < ctx[].valid(shard):
-        var row = ctx[].rows[
-            unsafe_offset=shard * Int(ctx[].shard_size) + sample
-        ]
-        var x = IntPtr(
-            unsafe_from_address=Int(ctx[].arrays[unsafe_offset=Int(k)])
-        )
+        var row = ctx[].rows[unsafe_offset=shard * Int(ctx[].shard_size) + sample]
+        var x = IntPtr(unsafe_from_address=Int(ctx[].arrays[unsafe_offset=Int(k)]))
         var place = Int(row) * Int(T) + lane % Int(T)
         v = x[unsafe_offset=place * Int(F) + i // LANES % Int(F)]
     y.ints_at(shard)[unsafe_offset=i] = v
@@ -174,9 +170,7 @@ def _pack_rows(
     store4(of_shard(y), 4 * Int(i), v)
 
 
-def pack_rows(
-    q: Queue, shards: Int, y: Operand, x: Operand, N: Int, F: Int
-) raises:
+def pack_rows(q: Queue, shards: Int, y: Operand, x: Operand, N: Int, F: Int) raises:
     """Writes rows x (N, F) into lanes y (G, F, L); lanes from N on become 0."""
     in_lanes(y)
     var n = quads(blocks(N, LANES) * F)
@@ -214,9 +208,7 @@ def _unpack_rows(
             y[unsafe_offset=(first + j) * Int(F) + f] = v[j]
 
 
-def unpack_rows(
-    q: Queue, shards: Int, y: Operand, x: Operand, N: Int, F: Int
-) raises:
+def unpack_rows(q: Queue, shards: Int, y: Operand, x: Operand, N: Int, F: Int) raises:
     """Writes the first N lanes of x (G, F, L) into rows y (N, F)."""
     in_lanes(x)
     var n = quads(blocks(N, LANES) * F)
@@ -255,8 +247,7 @@ def _pad_forward(
     if h >= 0 and h < H and w >= 0 and w < W:
         v = load4(
             of_shard(x),
-            Int((Int32(plane) * H + h) * W + w) * LANES
-            + Int(i % UInt32(QUADS)) * 4,
+            Int((Int32(plane) * H + h) * W + w) * LANES + Int(i % UInt32(QUADS)) * 4,
         )
     store4(of_shard(y), 4 * Int(i), v)
 
@@ -328,8 +319,7 @@ def pad_backward(
     ph: Int,
     pw: Int,
 ) raises:
-    """Copies the inside of the frame dy (G, C, H + 2 ph, W + 2 pw, L) to dx (G, C, H, W, L).
-    """
+    """Copies the inside of the frame dy (G, C, H + 2 ph, W + 2 pw, L) to dx (G, C, H, W, L)."""
     in_lanes(dx, dy)
     _ = quads(planes * (H + 2 * ph) * (W + 2 * pw))
     var n = quads(planes * H * W)

@@ -83,9 +83,7 @@ def _launch[
         grid_dim=(grid, buffers),
         block_dim=threads,
         shared_mem_bytes=T.shared_bytes(teams),
-        func_attribute=FuncAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES(
-            UInt32(min(SHARED_LIMIT, T.shared_bytes(TEAMS)))
-        ),
+        func_attribute=FuncAttribute.MAX_DYNAMIC_SHARED_SIZE_BYTES(UInt32(min(SHARED_LIMIT, T.shared_bytes(TEAMS)))),
     )
 
 
@@ -122,37 +120,21 @@ def _choose[
 
     @always_inline
     def fits[size: Int]() {imm} -> Bool:
-        return Tile[op, precision, size].shared_bytes(
-            teams
-        ) <= SHARED_LIMIT and (op == WEIGHT or flags & ALIGNED != 0)
+        return Tile[op, precision, size].shared_bytes(teams) <= SHARED_LIMIT and (op == WEIGHT or flags & ALIGNED != 0)
 
     var size = tile
     if tile < 0:
         size = SMALL
-        if (
-            tiles[LARGE]() >= ENOUGH_BLOCKS
-            and 7 * area[LARGE]() <= 8 * area[MEDIUM]()
-            and fits[LARGE]()
-        ):
+        if tiles[LARGE]() >= ENOUGH_BLOCKS and 7 * area[LARGE]() <= 8 * area[MEDIUM]() and fits[LARGE]():
             size = LARGE
-        elif (
-            tiles[MEDIUM]() * teams >= ENOUGH_WARPS
-            and area[MEDIUM]() <= 2 * area[SMALL]()
-            and fits[MEDIUM]()
-        ):
+        elif tiles[MEDIUM]() * teams >= ENOUGH_WARPS and area[MEDIUM]() <= 2 * area[SMALL]() and fits[MEDIUM]():
             size = MEDIUM
     if size == LARGE:
-        _launch[op, precision, LARGE](
-            q, y, a, b, bias, rows, columns, terms, G, shards, teams, flags
-        )
+        _launch[op, precision, LARGE](q, y, a, b, bias, rows, columns, terms, G, shards, teams, flags)
     elif size == MEDIUM:
-        _launch[op, precision, MEDIUM](
-            q, y, a, b, bias, rows, columns, terms, G, shards, teams, flags
-        )
+        _launch[op, precision, MEDIUM](q, y, a, b, bias, rows, columns, terms, G, shards, teams, flags)
     else:
-        _launch[op, precision, SMALL](
-            q, y, a, b, bias, rows, columns, terms, G, shards, teams, flags
-        )
+        _launch[op, precision, SMALL](q, y, a, b, bias, rows, columns, terms, G, shards, teams, flags)
 
 
 def linear_forward[
@@ -239,8 +221,7 @@ def linear_backward_weight[
     """
     if fold > TEAMS:
         raise Error(
-            t"[gpu] fold={fold} is refused: linear_backward_weight adds at most"
-            t" {TEAMS} shards; use a smaller fold"
+            t"[gpu] fold={fold} is refused: linear_backward_weight adds at most {TEAMS} shards; use a smaller fold"
         )
     _choose[WEIGHT, precision](
         q,

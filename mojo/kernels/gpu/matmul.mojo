@@ -24,12 +24,8 @@ def _matmul(
     rest //= s.M
     var j = rest % s.inner
     var i = rest // s.inner
-    var a = of_shard(a_).unsafe_offset(
-        i * s.a_outer + j * s.a_inner + row * s.a_m
-    )
-    var b = of_shard(b_).unsafe_offset(
-        i * s.b_outer + j * s.b_inner + col * s.b_n
-    )
+    var a = of_shard(a_).unsafe_offset(i * s.a_outer + j * s.a_inner + row * s.a_m)
+    var b = of_shard(b_).unsafe_offset(i * s.b_outer + j * s.b_inner + col * s.b_n)
     var sum = Float32(0)
     for k in range(s.K):
         sum = a[unsafe_offset=k * s.a_k].fma(b[unsafe_offset=k * s.b_k], sum)

@@ -59,9 +59,7 @@ def _maxpool_forward[
     var plane = divide(row, by_P)
     var p = Int(row - plane * P)
     var lane = Int(i % UInt32(QUADS)) * 4
-    var window = of_shard(x).unsafe_offset(
-        ((Int(plane) * Int(H) + p * S) * W + q * S) * LANES + lane
-    )
+    var window = of_shard(x).unsafe_offset(((Int(plane) * Int(H) + p * S) * W + q * S) * LANES + lane)
     var best = load4(window, 0)
     var at = SIMD[DType.int32, 4](0)
 
@@ -82,9 +80,7 @@ def _maxpool_forward[
             for t in range(T):
                 look(r, t)
     store4(of_shard(y), 4 * Int(i), best)
-    bytes_of_shard(argmax).unsafe_offset(4 * Int(i)).unsafe_store[alignment=4](
-        0, at.cast[DType.uint8]()
-    )
+    bytes_of_shard(argmax).unsafe_offset(4 * Int(i)).unsafe_store[alignment=4](0, at.cast[DType.uint8]())
 
 
 def maxpool_forward(
@@ -163,8 +159,7 @@ def _maxpool_backward[
     by_W: UInt64,
     by_S: UInt64,
 ):
-    """Input pixel (h, w) is in the windows p with p S <= h < p S + R, q likewise.
-    """
+    """Input pixel (h, w) is in the windows p with p S <= h < p S + R, q likewise."""
     var i = small_index()
     if i >= n:
         return
@@ -203,17 +198,8 @@ def _first_window(h: UInt32, R: Int32, by_S: UInt64) -> Int32:
 
 def _maxpool_backward_2x2[
     relu: Bool
-](
-    dx_: Operand,
-    dy_: Operand,
-    argmax_: Operand,
-    y_: Operand,
-    n: UInt32,
-    Q: UInt32,
-    by_Q: UInt64,
-):
-    """Windows that tile the plane: a thread writes the four pixels of one window.
-    """
+](dx_: Operand, dy_: Operand, argmax_: Operand, y_: Operand, n: UInt32, Q: UInt32, by_Q: UInt64,):
+    """Windows that tile the plane: a thread writes the four pixels of one window."""
     var i = small_index()
     if i >= n:
         return
@@ -223,9 +209,7 @@ def _maxpool_backward_2x2[
     var d = _passing[relu](of_shard(dy_), of_shard(y_), 4 * Int(i))
     var at = _places(bytes_of_shard(argmax_), 4 * Int(i))
     var W = 2 * Int(Q)
-    var top = of_shard(dx_).unsafe_offset(
-        (2 * Int(row) * W + 2 * Int(q)) * LANES + Int(i % UInt32(QUADS)) * 4
-    )
+    var top = of_shard(dx_).unsafe_offset((2 * Int(row) * W + 2 * Int(q)) * LANES + Int(i % UInt32(QUADS)) * 4)
     comptime for j in range(4):
         store4(
             top,
@@ -255,15 +239,7 @@ def maxpool_backward(
 
 def _launch_maxpool_backward[
     relu: Bool
-](
-    q: Queue,
-    shards: Int,
-    dx: Operand,
-    dy: Operand,
-    argmax: Operand,
-    y: Operand,
-    s: Windows,
-) raises:
+](q: Queue, shards: Int, dx: Operand, dy: Operand, argmax: Operand, y: Operand, s: Windows,) raises:
     in_lanes(dx, dy)
     if argmax.address & 3 != 0:
         raise Error("[gpu] the places of a max-pool are not at a multiple of 4")
@@ -328,9 +304,7 @@ def _avgpool_forward(
     var plane = divide(row, by_P)
     var p = Int(row - plane * P)
     var lane = Int(i % UInt32(QUADS)) * 4
-    var window = of_shard(x).unsafe_offset(
-        ((Int(plane) * Int(H) + p * Int(S)) * W + q * Int(S)) * LANES + lane
-    )
+    var window = of_shard(x).unsafe_offset(((Int(plane) * Int(H) + p * Int(S)) * W + q * Int(S)) * LANES + lane)
     var s = Four(0)
     for r in range(Int(R)):
         for t in range(Int(T)):
@@ -414,8 +388,7 @@ def avgpool_backward(
     dy: Operand,
     s: Windows,
 ) raises:
-    """Spreads each gradient evenly over its window. Shapes as for maxpool_backward.
-    """
+    """Spreads each gradient evenly over its window. Shapes as for maxpool_backward."""
     in_lanes(dx, dy)
     var n = quads(s.planes * s.H * s.W)
     q.enqueue_function[_avgpool_backward](

@@ -18,9 +18,7 @@ from .linear import (
 )
 
 
-def _by_dtype[
-    f: def[precision: Int](Queue, Launch) raises thin
-](q: Queue, r: Launch) raises:
+def _by_dtype[f: def[precision: Int](Queue, Launch) raises thin](q: Queue, r: Launch) raises:
     """f for the record's precision."""
     if r.dtype() == FP32:
         f[FP32](q, r)
@@ -35,13 +33,9 @@ def _by_dtype[
 def _conv2d_forward[precision: Int](q: Queue, r: Launch) raises:
     var size = sizes_of[Conv](r, 6)
     if r.int(14):
-        conv2d_forward[precision, True](
-            q, r.shards, r.op(1), r.op(2), r.op(3), r.op(4), size
-        )
+        conv2d_forward[precision, True](q, r.shards, r.op(1), r.op(2), r.op(3), r.op(4), size)
     else:
-        conv2d_forward[precision, False](
-            q, r.shards, r.op(1), r.op(2), r.op(3), r.op(4), size
-        )
+        conv2d_forward[precision, False](q, r.shards, r.op(1), r.op(2), r.op(3), r.op(4), size)
 
 
 def _conv2d_backward_weight[precision: Int](q: Queue, r: Launch) raises:
@@ -68,27 +62,19 @@ def _weights[precision: Int](q: Queue, r: Launch, size: General) raises:
 
 
 def _conv2d_scratch(r: Record, shards: Int, fold: Int) -> Int:
-    return 4 * conv2d_backward_weight_scratch(
-        shards, fold, sizes_of[Conv](r, 6)
-    )
+    return 4 * conv2d_backward_weight_scratch(shards, fold, sizes_of[Conv](r, 6))
 
 
 def _general_scratch(r: Record, shards: Int, fold: Int) -> Int:
-    return 4 * conv2d_backward_weight_scratch(
-        shards, fold, sizes_of[General](r, 5)
-    )
+    return 4 * conv2d_backward_weight_scratch(shards, fold, sizes_of[General](r, 5))
 
 
 def _conv2d_backward_input[precision: Int](q: Queue, r: Launch) raises:
     var size = sizes_of[Conv](r, 5)
-    conv2d_backward_input[precision](
-        q, r.shards, r.op(1), r.op(2), r.op(3), size
-    )
+    conv2d_backward_input[precision](q, r.shards, r.op(1), r.op(2), r.op(3), size)
 
 
-def _linear_forward_with[
-    precision: Int, relu: Bool
-](q: Queue, r: Launch) raises:
+def _linear_forward_with[precision: Int, relu: Bool](q: Queue, r: Launch) raises:
     linear_forward[precision, relu](
         q,
         r.shards,
@@ -126,9 +112,7 @@ def _linear_backward_weight[precision: Int](q: Queue, r: Launch) raises:
 
 
 def _linear_backward_input[precision: Int](q: Queue, r: Launch) raises:
-    linear_backward_input[precision](
-        q, r.shards, r.op(1), r.op(2), r.op(3), r.int(5), r.int(6), r.int(7)
-    )
+    linear_backward_input[precision](q, r.shards, r.op(1), r.op(2), r.op(3), r.int(5), r.int(6), r.int(7))
 
 
 def ops() -> List[GpuOp]:
@@ -143,10 +127,7 @@ def ops() -> List[GpuOp]:
         GpuOp("conv2d_backward_input", _by_dtype[_conv2d_backward_input]),
         GpuOp(
             "conv2d_relu_maxpool_forward",
-            (
-                "y, argmax; x, w, b; G, C, H, W, K, R, T, S, pool R, pool T,"
-                " pool S"
-            ),
+            "y, argmax; x, w, b; G, C, H, W, K, R, T, S, pool R, pool T, pool S",
             call[conv2d_relu_maxpool_forward[FP32]],
         ),
         GpuOp("conv2d_general_forward", call[conv2d_forward[FP32, False]]),

@@ -22,8 +22,7 @@ comptime MOST = 1 << 31  # what `divide` takes stays below
 
 @always_inline
 def load4(p: Ptr, i: Int) -> Four:
-    """Four floats at element offset i, in one access: p + i must be a multiple of 16 bytes.
-    """
+    """Four floats at element offset i, in one access: p + i must be a multiple of 16 bytes."""
     return p.unsafe_offset(i).unsafe_load[width=4, alignment=16]()
 
 
@@ -103,8 +102,7 @@ def quads(vectors: Int) raises -> Int:
     var n = vectors * QUADS
     if n >= MOST:
         raise Error(
-            t"[gpu] a tensor of {vectors * LANES} floats per shard is too large"
-            t" for one launch; make shard_size smaller"
+            t"[gpu] a tensor of {vectors * LANES} floats per shard is too large for one launch; make shard_size smaller"
         )
     return n
 
@@ -113,14 +111,9 @@ def quads(vectors: Int) raises -> Int:
 
 
 @always_inline
-def block_sum[
-    dtype: DType, //, threads: Int
-](value: Scalar[dtype]) -> Scalar[dtype]:
-    """The sum over the threads of a block, a power of two, in thread 0: halves are added. All threads must call it.
-    """
-    var shared = unsafe_stack_allocation[
-        threads, Scalar[dtype], address_space=AddressSpace.SHARED
-    ]()
+def block_sum[dtype: DType, //, threads: Int](value: Scalar[dtype]) -> Scalar[dtype]:
+    """The sum over the threads of a block, a power of two, in thread 0: halves are added. All threads must call it."""
+    var shared = unsafe_stack_allocation[threads, Scalar[dtype], address_space=AddressSpace.SHARED]()
     var t = thread_idx.x
     shared[unsafe_offset=t] = value
     barrier()
@@ -134,22 +127,16 @@ def block_sum[
 
 
 @always_inline
-def block_max[
-    dtype: DType, //, threads: Int
-](value: Scalar[dtype]) -> Scalar[dtype]:
+def block_max[dtype: DType, //, threads: Int](value: Scalar[dtype]) -> Scalar[dtype]:
     """The largest of a block's values, as block_sum."""
-    var shared = unsafe_stack_allocation[
-        threads, Scalar[dtype], address_space=AddressSpace.SHARED
-    ]()
+    var shared = unsafe_stack_allocation[threads, Scalar[dtype], address_space=AddressSpace.SHARED]()
     var t = thread_idx.x
     shared[unsafe_offset=t] = value
     barrier()
     var half = threads // 2
     while half > 0:
         if t < half:
-            shared[unsafe_offset=t] = max(
-                shared[unsafe_offset=t], shared[unsafe_offset=t + half]
-            )
+            shared[unsafe_offset=t] = max(shared[unsafe_offset=t], shared[unsafe_offset=t + half])
         barrier()
         half //= 2
     return shared[unsafe_offset=0]

@@ -52,17 +52,14 @@ comptime LEAVES = RUN << LEVELS  # below this many
 
 @always_inline
 def tree[w: Int, L: def(Int) -> SIMD[F32, w]](leaf: L, n: Int) -> SIMD[F32, w]:
-    """The sum of leaf(0) .. leaf(n - 1) along the tree; n < LEAVES, 0 for none.
-    """
+    """The sum of leaf(0) .. leaf(n - 1) along the tree; n < LEAVES, 0 for none."""
     var waiting = Array[SIMD[F32, w], LEVELS](fill=0)
     var runs = n // RUN
     for i in range(runs):
         var v = Array[SIMD[F32, w], RUN](fill=0)
         comptime for j in range(RUN):
             v[j] = leaf(i * RUN + j)
-        var node = ((v[0] + v[1]) + (v[2] + v[3])) + (
-            (v[4] + v[5]) + (v[6] + v[7])
-        )
+        var node = ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]))
         var carried = True
         comptime for level in range(LEVELS):
             if carried:
@@ -95,10 +92,7 @@ def tree[w: Int, L: def(Int) -> SIMD[F32, w]](leaf: L, n: Int) -> SIMD[F32, w]:
 @always_inline
 def _check_leaves(n: Int) raises:
     if n < 1 or n >= LEAVES:
-        raise Error(
-            t"[gpu] the sum of {n} buffers was asked for; 1 to"
-            t" {LEAVES - 1} are possible"
-        )
+        raise Error(t"[gpu] the sum of {n} buffers was asked for; 1 to {LEAVES - 1} are possible")
 
 
 def _tree_sum_strided(y: Ptr, x: Ptr, stride: Int64, n_: Int32, size_: Int64):
@@ -126,11 +120,8 @@ def _tree_sum_strided(y: Ptr, x: Ptr, stride: Int64, n_: Int32, size_: Int64):
         i += 1
 
 
-def tree_sum_strided(
-    q: Queue, y: Ptr, x: Ptr, stride: Int, n: Int, size: Int
-) raises:
-    """Sums n buffers of `size` floats that lie `stride` floats apart along the tree. y may be x, or any of them.
-    """
+def tree_sum_strided(q: Queue, y: Ptr, x: Ptr, stride: Int, n: Int, size: Int) raises:
+    """Sums n buffers of `size` floats that lie `stride` floats apart along the tree. y may be x, or any of them."""
     _check_leaves(n)
     q.enqueue_function[_tree_sum_strided](
         y,
@@ -182,9 +173,7 @@ def _stats(
             sum += totals[unsafe_offset=Int(at)]
         totals[unsafe_offset=Int(at)] = sum
         return
-    var sums = SIMD[F32, 4](
-        tree[1](losses, n), tree[1](valid, n), tree[1](correct, n), 0
-    )
+    var sums = SIMD[F32, 4](tree[1](losses, n), tree[1](valid, n), tree[1](correct, n), 0)
     comptime for i in range(3):
         if accumulate != 0:
             totals[unsafe_offset=i] += sums[i]
@@ -305,8 +294,7 @@ def sum_lanes_backward(
     F: Int,
     ctx: StepContextPtr,
 ) raises:
-    """Writes dy into the first N lanes of dx (the samples that exist if N is -1), 0 into the rest.
-    """
+    """Writes dy into the first N lanes of dx (the samples that exist if N is -1), 0 into the rest."""
     in_lanes(dx)
     var n = quads(G * F)
     q.enqueue_function[_sum_lanes_backward](
@@ -328,9 +316,7 @@ def sum_lanes_backward(
 comptime MANY = 1024  # threads of a block
 comptime ALONE = 1 << 16
 comptime MOST_BLOCKS = 264
-comptime NOT_FINITE = UInt32(
-    0x7F800000
-)  # infinity; the bits of larger magnitudes are NaNs
+comptime NOT_FINITE = UInt32(0x7F800000)  # infinity; the bits of larger magnitudes are NaNs
 
 
 def _clear(y: IntPtr, n: Int32):
@@ -349,8 +335,7 @@ def _clear_for(q: Queue, y: IntPtr, words: Int, n: Int) raises -> Int:
 
 @always_inline
 def _each[F: def(UInt32) -> None, //](visit: F, x: Ptr, n: Int):
-    """Calls visit with the bits of the floats of this thread, any block of MANY threads.
-    """
+    """Calls visit with the bits of the floats of this thread, any block of MANY threads."""
     var step = grid_dim.x * MANY
     var i = block_idx.x * MANY + thread_idx.x
     var words = x.unsafe_bitcast[UInt32]()
@@ -358,9 +343,7 @@ def _each[F: def(UInt32) -> None, //](visit: F, x: Ptr, n: Int):
     if aligned(x):
         var fours = n // 4
         while i < fours:
-            var v = words.unsafe_offset(4 * i).unsafe_load[
-                width=4, alignment=16
-            ]()
+            var v = words.unsafe_offset(4 * i).unsafe_load[width=4, alignment=16]()
             comptime for j in range(4):
                 visit(v[j])
             i += step
@@ -393,15 +376,12 @@ def largest(q: Queue, y: Ptr, x: Ptr, n: Int) raises:
     """
     var result = y.unsafe_bitcast[Int32]()
     var grid = _clear_for(q, result, 1, n)
-    q.enqueue_function[_largest](
-        result, x, Int64(n), grid_dim=grid, block_dim=MANY
-    )
+    q.enqueue_function[_largest](result, x, Int64(n), grid_dim=grid, block_dim=MANY)
 
 
 @always_inline
 def _square(t: Float32) -> UInt64:
-    """t^2 2^62, cut; |t| < 1. t = m 2^(e - 150), so this is m^2 2^(2 e - 238).
-    """
+    """t^2 2^62, cut; |t| < 1. t = m 2^(e - 150), so this is m^2 2^(2 e - 238)."""
     var bits = bitcast[DType.uint32](t) & 0x7FFFFFFF
     var e = Int32(bits >> 23)
     var m = UInt64(bits & 0x7FFFFF)
@@ -419,8 +399,7 @@ def _square(t: Float32) -> UInt64:
 
 @always_inline
 def _unit(largest: Int32) -> Float32:
-    """2^-e for a largest magnitude of these bits in [2^(e - 1), 2^e), as norm.py has it; at most 2^126.
-    """
+    """2^-e for a largest magnitude of these bits in [2^(e - 1), 2^e), as norm.py has it; at most 2^126."""
     var e = 253 - (largest >> 23)
     if e >= 1:
         return bitcast[F32](UInt32(e) << 23)
@@ -448,9 +427,7 @@ def _fixed_squares(y: LongPtr, largest: IntPtr, x: Ptr, n: Int64):
         else:
             comptime if not is_apple_gpu():
                 _ = Atomic.fetch_add[ordering=Ordering.RELAXED](y, high)
-                _ = Atomic.fetch_add[ordering=Ordering.RELAXED](
-                    y.unsafe_offset(1), low
-                )
+                _ = Atomic.fetch_add[ordering=Ordering.RELAXED](y.unsafe_offset(1), low)
 
 
 def fixed_squares(q: Queue, y: LongPtr, largest: IntPtr, x: Ptr, n: Int) raises:
@@ -460,9 +437,7 @@ def fixed_squares(q: Queue, y: LongPtr, largest: IntPtr, x: Ptr, n: Int) raises:
     host need not wait for it in between.
     """
     var grid = _clear_for(q, y.unsafe_bitcast[Int32](), 4, n)
-    q.enqueue_function[_fixed_squares](
-        y, largest, x, Int64(n), grid_dim=grid, block_dim=MANY
-    )
+    q.enqueue_function[_fixed_squares](y, largest, x, Int64(n), grid_dim=grid, block_dim=MANY)
 
 
 def _finite(flag: IntPtr, x: Ptr, n: Int64):
@@ -479,8 +454,7 @@ def _finite(flag: IntPtr, x: Ptr, n: Int64):
 
 
 def finite(q: Queue, flag: IntPtr, x: Ptr, n: Int) raises:
-    """Sets the flag to 0 if one of n floats is NaN or infinite, else leaves it alone.
-    """
+    """Sets the flag to 0 if one of n floats is NaN or infinite, else leaves it alone."""
     q.enqueue_function[_finite](
         flag,
         x,

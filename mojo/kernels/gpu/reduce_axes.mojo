@@ -16,20 +16,14 @@ def _reduce[
 ](
     y_: Operand,
     x_: Operand,
-    sizes: StaticTuple[
-        Int64, 6
-    ],  # of the axes that are kept, and of the others
+    sizes: StaticTuple[Int64, 6],  # of the axes that are kept, and of the others
     strides: StaticTuple[Int64, 6],
 ):
     var i = index()
     if i >= Int(sizes[0] * sizes[1] * sizes[2]):
         return
     var j = Int64(i) // sizes[2]
-    var at = (
-        j // sizes[1] * strides[0]
-        + j % sizes[1] * strides[1]
-        + Int64(i) % sizes[2] * strides[2]
-    )
+    var at = j // sizes[1] * strides[0] + j % sizes[1] * strides[1] + Int64(i) % sizes[2] * strides[2]
     var v = fold[f, start, 1](
         of_shard(x_).unsafe_offset(Int(at)),
         Int(sizes[3]),

@@ -41,9 +41,7 @@ comptime NLL = 2  # writes nothing
 # --- softmax and log-softmax ---------------------------------------------------------------
 
 
-def _softmax_forward[
-    K: Int, form: Int
-](y_: Operand, x_: Operand, G: Int32, F_: Int32):
+def _softmax_forward[K: Int, form: Int](y_: Operand, x_: Operand, G: Int32, F_: Int32):
     comptime GROUPS = THREADS // (LANES * K)
     var t = thread_idx.x
     var part = t // LANES % K
@@ -63,9 +61,7 @@ def _softmax_forward[
     comptime if form == SOFTMAX:
         var inverse = 1 / s
         for f in range(part, F, K):
-            y[unsafe_offset=f * LANES] = (
-                exp(x[unsafe_offset=f * LANES] - m) * inverse
-            )
+            y[unsafe_offset=f * LANES] = exp(x[unsafe_offset=f * LANES] - m) * inverse
     else:
         m += log(s)
         for f in range(part, F, K):
@@ -102,9 +98,7 @@ def _softmax_backward[
 
 
 @always_inline
-def _forward[
-    K: Int, form: Int
-](q: Queue, shards: Int, y: Operand, x: Operand, G: Int, F: Int) raises:
+def _forward[K: Int, form: Int](q: Queue, shards: Int, y: Operand, x: Operand, G: Int, F: Int) raises:
     q.enqueue_function[_softmax_forward[K, form]](
         y,
         x,
@@ -118,15 +112,7 @@ def _forward[
 @always_inline
 def _backward[
     K: Int, form: Int
-](
-    q: Queue,
-    shards: Int,
-    dx: Operand,
-    dy: Operand,
-    y: Operand,
-    G: Int,
-    F: Int,
-) raises:
+](q: Queue, shards: Int, dx: Operand, dy: Operand, y: Operand, G: Int, F: Int,) raises:
     q.enqueue_function[_softmax_backward[K, form]](
         dx,
         dy,
@@ -138,9 +124,7 @@ def _backward[
     )
 
 
-def softmax_forward(
-    q: Queue, shards: Int, y: Operand, x: Operand, G: Int, F: Int
-) raises:
+def softmax_forward(q: Queue, shards: Int, y: Operand, x: Operand, G: Int, F: Int) raises:
     """Computes y = exp(x - max x) / sum exp(x - max x), x and y (G, F, L)."""
     if F <= FEW:
         _forward[4, SOFTMAX](q, shards, y, x, G, F)
@@ -164,9 +148,7 @@ def softmax_backward(
         _backward[16, SOFTMAX](q, shards, dx, dy, y, G, F)
 
 
-def log_softmax_forward(
-    q: Queue, shards: Int, y: Operand, x: Operand, G: Int, F: Int
-) raises:
+def log_softmax_forward(q: Queue, shards: Int, y: Operand, x: Operand, G: Int, F: Int) raises:
     """Computes y = x - log sum exp(x)."""
     if F <= FEW:
         _forward[4, LOG_SOFTMAX](q, shards, y, x, G, F)
@@ -257,10 +239,7 @@ def _loss[
         else:
             barrier()  # before places are written again
         if part == 0 and label >= 0:
-            var v = (
-                x[unsafe_offset=Int(label) * LANES] if label
-                < F_ else nan[F32]()
-            )
+            var v = x[unsafe_offset=Int(label) * LANES] if label < F_ else nan[F32]()
             loss += lse - v
             count += 1
             if label == top[1]:
@@ -272,15 +251,9 @@ def _loss[
 def _write_stats[K: Int](stats: Ptr, loss: Float32, count: Int32, right: Int32):
     """Adds the lanes and groups of the threads with part 0."""
     comptime ROOM = MOST_THREADS // K
-    var losses = unsafe_stack_allocation[
-        ROOM, Float32, address_space=AddressSpace.SHARED
-    ]()
-    var counts = unsafe_stack_allocation[
-        ROOM, Int32, address_space=AddressSpace.SHARED
-    ]()
-    var rights = unsafe_stack_allocation[
-        ROOM, Int32, address_space=AddressSpace.SHARED
-    ]()
+    var losses = unsafe_stack_allocation[ROOM, Float32, address_space=AddressSpace.SHARED]()
+    var counts = unsafe_stack_allocation[ROOM, Int32, address_space=AddressSpace.SHARED]()
+    var rights = unsafe_stack_allocation[ROOM, Int32, address_space=AddressSpace.SHARED]()
     var t = thread_idx.x
     var lane = t % LANES
     var part = t // LANES % K
@@ -401,8 +374,7 @@ def nll_forward(
     G: Int,
     F: Int,
 ) raises:
-    """Writes stats; the loss of a sample is -x[label], x being log-probabilities (G, F, L).
-    """
+    """Writes stats; the loss of a sample is -x[label], x being log-probabilities (G, F, L)."""
     _launch_loss[NLL](
         q,
         shards,
@@ -419,15 +391,7 @@ def nll_forward(
 
 def _loss_backward[
     kind: Int
-](
-    dx: Operand,
-    dloss: Operand,
-    p: Operand,
-    labels: Operand,
-    n: UInt32,
-    F: UInt32,
-    by_F: UInt64,
-):
+](dx: Operand, dloss: Operand, p: Operand, labels: Operand, n: UInt32, F: UInt32, by_F: UInt64,):
     var i = small_index()
     if i >= n:
         return
@@ -453,16 +417,7 @@ def _loss_backward[
 @always_inline
 def _launch_backward[
     kind: Int
-](
-    q: Queue,
-    shards: Int,
-    dx: Operand,
-    dloss: Operand,
-    p: Operand,
-    labels: Operand,
-    G: Int,
-    F: Int,
-) raises:
+](q: Queue, shards: Int, dx: Operand, dloss: Operand, p: Operand, labels: Operand, G: Int, F: Int,) raises:
     in_lanes(dx, p)
     var n = quads(G * F)
     q.enqueue_function[_loss_backward[kind]](
@@ -506,8 +461,7 @@ def nll_backward(
 
 
 def ops() -> List[GpuOp]:
-    """The ops of this file. cross_entropy is the loss with its gradient, times the loss scale if `scaled`.
-    """
+    """The ops of this file. cross_entropy is the loss with its gradient, times the loss scale if `scaled`."""
     return [
         GpuOp("softmax_forward", call[softmax_forward]),
         GpuOp("softmax_backward", call[softmax_backward]),

@@ -33,16 +33,7 @@ comptime Axes = StaticTuple[Int64, AXES]
 
 def _pairs[
     f: Of2
-](
-    y_: Operand,
-    a_: Operand,
-    b_: Operand,
-    n: Int64,
-    sizes: Axes,
-    y: Axes,
-    a: Axes,
-    b: Axes,
-):
+](y_: Operand, a_: Operand, b_: Operand, n: Int64, sizes: Axes, y: Axes, a: Axes, b: Axes,):
     """Number i of n: y[.] = f(a[.], b[.]); of each its strides."""
     var i = index()
     if i >= Int(n):
@@ -60,34 +51,19 @@ def _pairs[
         at += k * y[axis]
         u += k * a[axis]
         v += k * b[axis]
-    of_shard(y_)[unsafe_offset=Int(at)] = f[1](
-        of_shard(a_)[unsafe_offset=Int(u)], of_shard(b_)[unsafe_offset=Int(v)]
-    )
+    of_shard(y_)[unsafe_offset=Int(at)] = f[1](of_shard(a_)[unsafe_offset=Int(u)], of_shard(b_)[unsafe_offset=Int(v)])
 
 
 @always_inline
 def _launch[
     f: Of2
-](
-    q: Queue,
-    r: Launch,
-    y: Operand,
-    a: Operand,
-    b: Operand,
-    sizes: Axes,
-    ys: Axes,
-    at_a: Int,
-    at_b: Int,
-) raises:
+](q: Queue, r: Launch, y: Operand, a: Operand, b: Operand, sizes: Axes, ys: Axes, at_a: Int, at_b: Int,) raises:
     """`at_a`, `at_b`: which arguments the strides of a and b begin with."""
     var n = 1
     for i in range(AXES):
         n *= Int(sizes[i])
     if n >= 1 << 31:
-        raise Error(
-            t"[gpu] a tensor of {n} floats per shard is too large for one"
-            t" launch; make shard_size smaller"
-        )
+        raise Error(t"[gpu] a tensor of {n} floats per shard is too large for one launch; make shard_size smaller")
     q.enqueue_function[_pairs[f]](
         y,
         a,
@@ -126,9 +102,7 @@ def _copy(q: Queue, r: Launch) raises:
     y.address += 4 * r.int(3)
     x.address += 4 * r.int(4)
     var at_x = 5 + 2 * AXES
-    _launch[_second](
-        q, r, y, x, x, r.ints[AXES](5), r.ints[AXES](5 + AXES), at_x, at_x
-    )
+    _launch[_second](q, r, y, x, x, r.ints[AXES](5), r.ints[AXES](5 + AXES), at_x, at_x)
 
 
 # --- gradients of parameters ----------------------------------------------------------------------------------------------

@@ -4,8 +4,7 @@ from std.sys import argv
 
 
 def check_options(names: String, flags: String = "") raises:
-    """Refuses words that a program does not have, and options without their value.
-    """
+    """Refuses words that a program does not have, and options without their value."""
     var words = argv()
     var i = 1
     while i < len(words):
@@ -61,9 +60,7 @@ def number(name: String, default: Int, at_least: Int = Int.MIN) raises -> Int:
     except:
         raise Error("[usage] --", name, " is ", word, "; give a whole number")
     if n < at_least:
-        raise Error(
-            "[usage] --", name, " is ", n, "; it must be at least ", at_least
-        )
+        raise Error("[usage] --", name, " is ", n, "; it must be at least ", at_least)
     return n
 
 

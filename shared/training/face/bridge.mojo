@@ -16,8 +16,7 @@ comptime Value = PythonObject
 
 @no_inline
 def odyssey() raises -> PythonObject:
-    """The Python side, python/odyssey/mojo.py; one line says so where there is none.
-    """
+    """The Python side, python/odyssey/mojo.py; one line says so where there is none."""
     if not _python_runs():
         _check_python()
     try:
@@ -46,8 +45,7 @@ def call(
     *arguments: PythonObject,
     settings: Optional[PythonObject] = None,
 ) raises -> PythonObject:
-    """What a function or method of a Python object returns; `settings` is a dict of keywords.
-    """
+    """What a function or method of a Python object returns; `settings` is a dict of keywords."""
     var words = Python.list()
     for a in arguments:
         words.append(a)

@@ -32,8 +32,7 @@ def shape_of[T: AnyTensor]() -> Shape:
 
 
 def wrong_layer[*Ls: Layer](x: Shape) -> Int:
-    """The first of some layers that does not take what the one before it gives; -1 if all fit.
-    """
+    """The first of some layers that does not take what the one before it gives; -1 if all fit."""
     var s = x
     comptime for i in range(len(Ls)):
         if not Ls[i].fits(s):
@@ -56,8 +55,7 @@ def moved(x: Shape, device: Int) -> Shape:
 
 
 struct Sequential[*Ls: Layer, In: AnyTensor, Out: AnyTensor](Layer, Module):
-    """Layers one after the other; their names are 0, 1, 2, ... `Ls` are inferred.
-    """
+    """Layers one after the other; their names are 0, 1, 2, ... `Ls` are inferred."""
 
     comptime Input = Self.In
     """What the first takes."""
@@ -67,8 +65,7 @@ struct Sequential[*Ls: Layer, In: AnyTensor, Out: AnyTensor](Layer, Module):
     """The layers."""
 
     def __init__(out self, var *layers: *Self.Ls):
-        """Takes the layers in order, such as Linear[784, 512](), ReLU(), Linear[512, 10]().
-        """
+        """Takes the layers in order, such as Linear[784, 512](), ReLU(), Linear[512, 10]()."""
         self.layers = Tuple(*layers^)
 
     def build(mut self) raises -> PythonObject:
@@ -96,10 +93,9 @@ struct Sequential[*Ls: Layer, In: AnyTensor, Out: AnyTensor](Layer, Module):
         """What the layers compute, of a value without a type."""
         # here and not in forward(): a Sequential within another has its own In and Out as well
         comptime first = wrong_layer[*Self.Ls](shape_of[Self.In]())
-        comptime assert first < 0, (
-            "a layer of a Sequential does not fit what comes before it: sizes"
-            " or devices differ, or a Flatten is missing"
-        )
+        comptime assert (
+            first < 0
+        ), "a layer of a Sequential does not fit what comes before it: sizes or devices differ, or a Flatten is missing"
         comptime assert (
             chained[*Self.Ls](shape_of[Self.In]()) == shape_of[Self.Out]()
         ), "the last layer of a Sequential does not give its Out"
@@ -110,8 +106,7 @@ struct Sequential[*Ls: Layer, In: AnyTensor, Out: AnyTensor](Layer, Module):
 
 
 struct Repeated[M: Module & Defaultable, n: Int](Module):
-    """n modules of one type, one after the other; their names are 0, 1, 2, ...
-    """
+    """n modules of one type, one after the other; their names are 0, 1, 2, ..."""
 
     comptime Input = Self.M.Input
     """What the first takes."""
@@ -154,8 +149,7 @@ struct Stage[*Ls: Layer, device: Int](Layer):
     """The layers."""
 
     def __init__(out self, var *layers: *Self.Ls):
-        """Takes the layers in order, such as Linear[784, 512, device=1](), ReLU().
-        """
+        """Takes the layers in order, such as Linear[784, 512, device=1](), ReLU()."""
         self.layers = Tuple(*layers^)
 
     def build(mut self) raises -> PythonObject:
@@ -205,8 +199,7 @@ struct PipelineParallel[
     """The stages."""
 
     def __init__(out self, var *stages: *Self.Stages):
-        """Takes the stages in order: Stage[device=0, ...](...), Stage[device=1, ...](...), ...
-        """
+        """Takes the stages in order: Stage[device=0, ...](...), Stage[device=1, ...](...), ..."""
         self.stages = Tuple(*stages^)
 
     def build(mut self) raises -> PythonObject:
@@ -214,9 +207,7 @@ struct PipelineParallel[
         var made = Python.list()
         comptime for i in range(len(Self.Stages)):
             made.append(self.stages[i].build())
-        return part("nn").PipelineParallel(
-            made, Self.micro_batch_size, Self.schedule
-        )
+        return part("nn").PipelineParallel(made, Self.micro_batch_size, Self.schedule)
 
     def forward(self, x: Self.Input) raises -> Self.Output:
         """What the stages compute."""
@@ -245,11 +236,8 @@ struct Traced[M: Module](Movable):
     var py: PythonObject
     """The Python module: the parameters, and forward()."""
 
-    def __init__(
-        out self, var model: Self.M, loss: PythonObject, seed: UInt64
-    ) raises:
-        """Makes the Python modules of all layers, their numbers a function of the seed.
-        """
+    def __init__(out self, var model: Self.M, loss: PythonObject, seed: UInt64) raises:
+        """Makes the Python modules of all layers, their numbers a function of the seed."""
         self.model = OwnedPointer(model^)
         _ = call(part("nn"), "manual_seed", Python.int(String(seed)))
         self.py = self.model[].build()
@@ -259,21 +247,13 @@ struct Traced[M: Module](Movable):
         _ = odyssey().traced(self.py, builder.finalize().forward, address, loss)
 
 
-def _forward[
-    M: Module
-](address: PythonObject, x: PythonObject) raises -> PythonObject:
-    """What Python calls while it records; Python has checked that x has the samples' features.
-    """
+def _forward[M: Module](address: PythonObject, x: PythonObject) raises -> PythonObject:
+    """What Python calls while it records; Python has checked that x has the samples' features."""
     comptime input = shape_of[M.Input]()
     comptime output = shape_of[M.Output]()
-    ref model = Pointer[M, MutUntrackedOrigin](
-        unsafe_from_address=Int(py=address)
-    )[]
+    ref model = Pointer[M, MutUntrackedOrigin](unsafe_from_address=Int(py=address))[]
     var y = model.forward(M.Input(_fitted(x, input))).value()
-    if (
-        Int(py=y.size) != Int(py=y.shape[0]) * output.features()
-        or Int(py=y.device.slot) != output.device
-    ):
+    if Int(py=y.size) != Int(py=y.shape[0]) * output.features() or Int(py=y.device.slot) != output.device:
         raise Error(
             "[model] forward() gives samples of ",
             y.shape[1:],
@@ -293,8 +273,7 @@ def _forward[
 
 
 def _fitted(x: PythonObject, to: Shape) raises -> PythonObject:
-    """Samples in the shape that the model takes, if they have it, or as many features.
-    """
+    """Samples in the shape that the model takes, if they have it, or as many features."""
     var n = Int(py=x.shape[0])
     if to.height * to.width == 1:
         if x.shape == Python.tuple(n, to.channels):  # features, or ids

@@ -71,8 +71,7 @@ struct Dataset(Movable, Sized):
 
 
 def shakespeare(train: Bool, length: Int = 64) raises -> Dataset:
-    """Sequences of the characters of plays that come with odyssey, 76 different ones, and what follows each.
-    """
+    """Sequences of the characters of plays that come with odyssey, 76 different ones, and what follows each."""
     var settings = Python.dict()
     settings["length"] = length
     settings["train"] = train
@@ -101,8 +100,7 @@ struct Batch(ImplicitlyCopyable, Movable):
 
 
 struct DataLoader(Movable, Sized):
-    """The batches of epochs over a data set, in an order that is a function of (seed, epoch).
-    """
+    """The batches of epochs over a data set, in an order that is a function of (seed, epoch)."""
 
     var py: PythonObject
     """The Python loader (data.DataLoader)."""
@@ -121,8 +119,7 @@ struct DataLoader(Movable, Sized):
         seed: UInt64 = 0,
         drop_last: Bool = False,
     ) raises:
-        """Checks the settings; `drop_last` leaves out a last batch with fewer samples.
-        """
+        """Checks the settings; `drop_last` leaves out a last batch with fewer samples."""
         var settings = Python.dict()
         settings["shuffle"] = shuffle
         settings["seed"] = Python.int(String(seed))
@@ -143,7 +140,6 @@ struct DataLoader(Movable, Sized):
         return self._batches
 
     def batch(self, epoch: Int, index: Int, size: Int) raises -> Batch:
-        """Samples index * size up to (index + 1) * size of an epoch, from 0; fewer at its end.
-        """
+        """Samples index * size up to (index + 1) * size of an epoch, from 0; fewer at its end."""
         var py = call(odyssey(), "batch", self.py, epoch, index, size)
         return Batch(py, Int(py=py.__len__()), 0)

@@ -33,8 +33,7 @@ struct Parameters(Copyable, Movable):
 
 
 struct Engine[M: Module, L: Loss = CrossEntropyLoss](Movable):
-    """A model with its parameters, and sums over batches that this process computes alone.
-    """
+    """A model with its parameters, and sums over batches that this process computes alone."""
 
     var py: PythonObject
     """The Python side (mojo.Loop)."""
@@ -45,13 +44,10 @@ struct Engine[M: Module, L: Loss = CrossEntropyLoss](Movable):
     var _model: Traced[Self.M]
 
     def __init__(out self, var model: Self.M, *, seed: UInt64 = 0) raises:
-        """Lays the parameters out and gives them their initial numbers, a function of the seed.
-        """
+        """Lays the parameters out and gives them their initial numbers, a function of the seed."""
         var loss = Self.L.build()
         self._model = Traced(model^, loss, seed)
-        self.py = call(
-            odyssey(), "Loop", self._model.py, Python.int(String(seed))
-        )
+        self.py = call(odyssey(), "Loop", self._model.py, Python.int(String(seed)))
         var names = List[String]()
         for name in self.py.names:
             names.append(String(py=name))
@@ -59,15 +55,11 @@ struct Engine[M: Module, L: Loss = CrossEntropyLoss](Movable):
         self.device = 0
 
     def to(mut self, *, device: Int):
-        """Places this copy of the model; batches that it computes must be there.
-        """
+        """Places this copy of the model; batches that it computes must be there."""
         self.device = device
 
-    def run(
-        mut self, batch: Batch, data: Dataset, step: Int = 0
-    ) raises -> Sums:
-        """The sums and gradients over a batch of `data`; `step` is what dropout is a function of.
-        """
+    def run(mut self, batch: Batch, data: Dataset, step: Int = 0) raises -> Sums:
+        """The sums and gradients over a batch of `data`; `step` is what dropout is a function of."""
         if batch.device != self.device:
             raise Error(
                 "[model] the batch is on device ",
@@ -79,17 +71,12 @@ struct Engine[M: Module, L: Loss = CrossEntropyLoss](Movable):
                 ")",
             )
         var s = call(self.py, "run", batch.py, step)
-        return Sums(
-            Float64(py=s[0]), Float64(py=s[1]), Float64(py=s[2]), Int(py=s[3])
-        )
+        return Sums(Float64(py=s[0]), Float64(py=s[1]), Float64(py=s[2]), Int(py=s[3]))
 
     def gradients(self, sums: Sums) -> Span[Float32, MutUntrackedOrigin]:
-        """The gradients of a run, in the layout of the parameters; valid until the next run, and may be changed.
-        """
+        """The gradients of a run, in the layout of the parameters; valid until the next run, and may be changed."""
         return Span(
-            unsafe_ptr=Pointer[Float32, MutUntrackedOrigin](
-                unsafe_from_address=sums.grads
-            ),
+            unsafe_ptr=Pointer[Float32, MutUntrackedOrigin](unsafe_from_address=sums.grads),
             length=self.parameters.size,
         )
 
@@ -102,8 +89,7 @@ struct Engine[M: Module, L: Loss = CrossEntropyLoss](Movable):
         divisor: Float32,
         rate: Float64,
     ) raises -> Bool:
-        """Takes a step with grads / divisor, if all are finite; returns whether they were.
-        """
+        """Takes a step with grads / divisor, if all are finite; returns whether they were."""
         return Bool(
             py=call(
                 self.py,

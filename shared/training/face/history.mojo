@@ -59,9 +59,7 @@ struct History(Movable):
                 EpochRecord(
                     Int(py=r["epoch"]),
                     number_of(r["train_loss"]).or_else(nan[DType.float64]()),
-                    number_of(r.get("train_accuracy")).or_else(
-                        nan[DType.float64]()
-                    ),
+                    number_of(r.get("train_accuracy")).or_else(nan[DType.float64]()),
                     Float64(py=r["seconds"]),
                     Float64(py=r["samples_per_second"]),
                     number_of(r["test_loss"]),
@@ -73,20 +71,17 @@ struct History(Movable):
         self.seconds = Float64(py=py.seconds)
 
     def train_loss(self) -> Float64:
-        """Mean training loss over the samples of the last epoch; NaN before there is one.
-        """
+        """Mean training loss over the samples of the last epoch; NaN before there is one."""
         if not len(self.records):
             return nan[DType.float64]()
         return self.records[len(self.records) - 1].train_loss
 
     def test_loss(self) raises -> Optional[Float64]:
-        """Mean loss on the validation set after the last epoch, if there was one.
-        """
+        """Mean loss on the validation set after the last epoch, if there was one."""
         return number_of(self.py.test_loss)
 
     def test_accuracy(self) raises -> Optional[Float64]:
-        """Share of the validation set that is right after the last epoch, if there was one.
-        """
+        """Share of the validation set that is right after the last epoch, if there was one."""
         return number_of(self.py.test_accuracy)
 
     def best_accuracy(self) raises -> Optional[Float64]:
@@ -94,8 +89,7 @@ struct History(Movable):
         return number_of(self.py.best_accuracy)
 
     def samples_per_second(self) -> Float64:
-        """Training samples of all ranks per second of training; 0 before there is one.
-        """
+        """Training samples of all ranks per second of training; 0 before there is one."""
         return Float64(self.samples) / self.seconds if self.seconds > 0 else 0
 
 

@@ -15,8 +15,7 @@ from .tensor import AnyTensor, Tensor, Tokens
 
 @fieldwise_init
 struct Shape(Equatable, ImplicitlyCopyable, Movable, Writable):
-    """The shape of a sample and its place, as numbers that the compiler computes with.
-    """
+    """The shape of a sample and its place, as numbers that the compiler computes with."""
 
     var channels: Int
     """C, or the number of features."""
@@ -36,8 +35,7 @@ trait Parametric(Deinitable, Movable):
     """What may have parameters: layers, and structs with layers as fields."""
 
     def build(mut self) raises -> PythonObject:
-        """Makes the Python module: one with a module for each field that is a layer or a module, under its name.
-        """
+        """Makes the Python module: one with a module for each field that is a layer or a module, under its name."""
         comptime r = reflect[Self]
         comptime names = r.field_names()
         comptime types = r.field_types()
@@ -52,8 +50,7 @@ trait Parametric(Deinitable, Movable):
         return module
 
     def begin(self, module: PythonObject) raises:
-        """What a struct does with its parameters when they have their first numbers; `module` has them by name.
-        """
+        """What a struct does with its parameters when they have their first numbers; `module` has them by name."""
         pass
 
 
@@ -100,18 +97,14 @@ struct _Module(Movable):
         return self.py()(x)
 
 
-struct Linear[inputs: Int, outputs: Int, *, bias: Bool = True, device: Int = 0](
-    Layer
-):
+struct Linear[inputs: Int, outputs: Int, *, bias: Bool = True, device: Int = 0](Layer):
     """W x + b for W (outputs, inputs), on a place where its input must be."""
 
     var _module: _Module
 
     def __init__(out self):
         """Its parameters get their numbers from the trainer."""
-        comptime assert (
-            Self.inputs > 0 and Self.outputs > 0
-        ), "sizes must be positive"
+        comptime assert Self.inputs > 0 and Self.outputs > 0, "sizes must be positive"
         self._module = {}
 
     def build(mut self) raises -> PythonObject:
@@ -121,31 +114,23 @@ struct Linear[inputs: Int, outputs: Int, *, bias: Bool = True, device: Int = 0](
 
     def forward[
         d: Int, //
-    ](self, x: Tensor[Self.inputs, device=d]) raises -> Tensor[
-        Self.outputs, device=Self.device
-    ] where (
+    ](self, x: Tensor[Self.inputs, device=d]) raises -> Tensor[Self.outputs, device=Self.device] where (
         d == Self.device,
-        "the input is on another device than the layer; move it with"
-        " .to[DEVICE]()",
+        "the input is on another device than the layer; move it with .to[DEVICE]()",
     ):
         """What the layer computes."""
         return {self.apply(x.value())}
 
     def forward[
         t: Int, //
-    ](self, x: Tokens[t, Self.inputs, device=Self.device]) raises -> Tokens[
-        t, Self.outputs, device=Self.device
-    ]:
+    ](self, x: Tokens[t, Self.inputs, device=Self.device]) raises -> Tokens[t, Self.outputs, device=Self.device]:
         """The same for each token."""
         return {self.apply(x.value())}
 
     @staticmethod
     def fits(x: Shape) -> Bool:
-        """Whether there are as many features, of a sample or of each token, on this place.
-        """
-        return x == Shape(Self.inputs, 1, 1, Self.device) or x == Shape(
-            x.channels, Self.inputs, 1, Self.device
-        )
+        """Whether there are as many features, of a sample or of each token, on this place."""
+        return x == Shape(Self.inputs, 1, 1, Self.device) or x == Shape(x.channels, Self.inputs, 1, Self.device)
 
     @staticmethod
     def output(x: Shape) -> Shape:
@@ -169,8 +154,7 @@ struct Conv2d[
     bias: Bool = True,
     device: Int = 0,
 ](Layer):
-    """Cross-correlation with square kernels, on a place where its input must be.
-    """
+    """Cross-correlation with square kernels, on a place where its input must be."""
 
     var _module: _Module
 
@@ -204,11 +188,7 @@ struct Conv2d[
         (h + 2 * Self.padding - Self.kernel_size) / Self.stride + 1,
         (w + 2 * Self.padding - Self.kernel_size) / Self.stride + 1,
         device=Self.device,
-    ] where (
-        d == Self.device,
-        "the input is on another device than the layer; move it with"
-        " .to[DEVICE]()",
-    ):
+    ] where (d == Self.device, "the input is on another device than the layer; move it with .to[DEVICE]()",):
         """What the layer computes."""
         comptime assert (
             min(h, w) + 2 * Self.padding >= Self.kernel_size
@@ -282,19 +262,14 @@ struct Pool2d[name: String, function: String, size: Int, stride: Int](Layer):
         return pool(x, Self.size, Self.stride)
 
 
-comptime MaxPool2d[size: Int, *, stride: Int = size] = Pool2d[
-    "MaxPool2d", "max_pool2d", size, stride
-]
+comptime MaxPool2d[size: Int, *, stride: Int = size] = Pool2d["MaxPool2d", "max_pool2d", size, stride]
 """The largest number of each window of `size` x `size`."""
-comptime AvgPool2d[size: Int, *, stride: Int = size] = Pool2d[
-    "AvgPool2d", "avg_pool2d", size, stride
-]
+comptime AvgPool2d[size: Int, *, stride: Int = size] = Pool2d["AvgPool2d", "avg_pool2d", size, stride]
 """The mean of each window of `size` x `size`."""
 
 
 struct Activation[name: String, function: String](Layer):
-    """A function that keeps the shape; ReLU, GELU, Tanh, Sigmoid, Softmax and LogSoftmax are of this type.
-    """
+    """A function that keeps the shape; ReLU, GELU, Tanh, Sigmoid, Softmax and LogSoftmax are of this type."""
 
     def __init__(out self):
         """It has no parameters."""
@@ -332,9 +307,7 @@ struct Dropout[p: Float64 = 0.5](Layer):
 
     def __init__(out self):
         """It has no parameters."""
-        comptime assert (
-            Self.p >= 0 and Self.p < 1
-        ), "p must be at least 0 and below 1"
+        comptime assert Self.p >= 0 and Self.p < 1, "p must be at least 0 and below 1"
 
     def build(mut self) raises -> PythonObject:
         """Makes nn.Dropout."""

@@ -6,8 +6,7 @@ from .tensor import Tensor, flatten, max_pool2d, relu
 
 
 struct LeNet5(Module):
-    """LeNet-5 (LeCun et al. 1998) with ReLU and max-pooling, on 28 x 28 grey images; 61,706 parameters.
-    """
+    """LeNet-5 (LeCun et al. 1998) with ReLU and max-pooling, on 28 x 28 grey images; 61,706 parameters."""
 
     comptime Input = Tensor[1, 28, 28]
     """Images."""

@@ -36,8 +36,7 @@ struct NLLLoss(Loss):
 
 
 trait Optimizer(Deinitable, Movable):
-    """A rule for updates, made without parameters; a trainer or an Engine binds it to those of its model.
-    """
+    """A rule for updates, made without parameters; a trainer or an Engine binds it to those of its model."""
 
     def value(self) -> PythonObject:
         """The Python optimizer."""
@@ -45,8 +44,7 @@ trait Optimizer(Deinitable, Movable):
 
 
 struct SGD(Optimizer):
-    """Stochastic gradient descent with momentum, Nesterov momentum and weight decay, in PyTorch's form.
-    """
+    """Stochastic gradient descent with momentum, Nesterov momentum and weight decay, in PyTorch's form."""
 
     var _py: PythonObject
 
@@ -83,8 +81,7 @@ struct Adaptive[name: StaticString](Optimizer):
         *,
         decay_vectors: Bool = True,
     ) raises:
-        """Checks the settings; without `decay_vectors` norms and biases keep their size.
-        """
+        """Checks the settings; without `decay_vectors` norms and biases keep their size."""
         var settings = Python.dict()
         settings["betas"] = Python.tuple(beta1, beta2)
         settings["eps"] = eps
@@ -103,9 +100,7 @@ comptime AdamW = Adaptive["AdamW"]
 """Adam with decoupled weight decay (Loshchilov and Hutter 2019)."""
 
 
-def _made[
-    name: StaticString
-](lr: Float64, decay: Float64, settings: PythonObject) raises -> PythonObject:
+def _made[name: StaticString](lr: Float64, decay: Float64, settings: PythonObject) raises -> PythonObject:
     settings["lr"] = lr
     settings["weight_decay"] = decay
     return call(part("optim"), name, settings=settings)
@@ -116,8 +111,7 @@ def _made[
 
 @fieldwise_init
 struct Schedule(ImplicitlyCopyable, Movable):
-    """A factor on the learning rate as a function of the step, from 0; made by the functions below.
-    """
+    """A factor on the learning rate as a function of the step, from 0; made by the functions below."""
 
     var py: PythonObject
     """The Python function; any other will do as well."""
@@ -138,25 +132,16 @@ def step_decay(every: Int, gamma: Float64 = 0.1) raises -> Schedule:
 
 
 def cosine(total_steps: Int, floor: Float64 = 0) raises -> Schedule:
-    """Half a cosine from 1 to `floor` over total_steps (Loshchilov and Hutter 2017, without restarts).
-    """
+    """Half a cosine from 1 to `floor` over total_steps (Loshchilov and Hutter 2017, without restarts)."""
     return Schedule(call(part("optim"), "cosine", total_steps, floor))
 
 
-def linear_warmup(
-    steps: Int, after: Optional[Schedule] = None
-) raises -> Schedule:
-    """A straight line from 1 / steps to 1, then `after` (default 1), counted from the end of the warm-up.
-    """
+def linear_warmup(steps: Int, after: Optional[Schedule] = None) raises -> Schedule:
+    """A straight line from 1 / steps to 1, then `after` (default 1), counted from the end of the warm-up."""
     var then = after.value() if after else constant()
     return Schedule(call(part("optim"), "linear_warmup", steps, then.py))
 
 
-def schedule(
-    name: String, total_steps: Int, warmup_steps: Int = 0
-) raises -> Schedule:
-    """A schedule by name, after `warmup_steps` of warm-up: "constant", "step", "cosine" or "linear-warmup".
-    """
-    return Schedule(
-        call(part("optim"), "schedule", name, total_steps, warmup_steps)
-    )
+def schedule(name: String, total_steps: Int, warmup_steps: Int = 0) raises -> Schedule:
+    """A schedule by name, after `warmup_steps` of warm-up: "constant", "step", "cosine" or "linear-warmup"."""
+    return Schedule(call(part("optim"), "schedule", name, total_steps, warmup_steps))

@@ -19,19 +19,15 @@ def load_ops(path: String) raises:
 
 
 struct Unary(ImplicitlyCopyable, Movable):
-    """An elementwise op by its name, with its gradient: `var mish = Unary("mish", saves="x")`, then `mish(x)`.
-    """
+    """An elementwise op by its name, with its gradient: `var mish = Unary("mish", saves="x")`, then `mish(x)`."""
 
     var _op: PythonObject
 
     def __init__(out self, name: String, *, saves: String = "y") raises:
-        """The op of the kernels `name`_forward and `name`_backward; its gradient needs "x" or "y".
-        """
+        """The op of the kernels `name`_forward and `name`_backward; its gradient needs "x" or "y"."""
         var keywords = Python.dict()
         keywords["saves"] = PythonObject(saves)
-        self._op = call(
-            part("functional"), "unary", PythonObject(name), settings=keywords
-        )
+        self._op = call(part("functional"), "unary", PythonObject(name), settings=keywords)
 
     def __call__[T: AnyTensor](self, x: T) raises -> T:
         """The op of each number."""

@@ -31,11 +31,8 @@ trait AnyTensor(Deinitable, ImplicitlyCopyable, Movable):
         ...
 
 
-struct Tensor[
-    channels: Int, height: Int = 1, width: Int = 1, *, device: Int = 0
-](AnyTensor):
-    """A batch of samples of (channels, height, width), or of `channels` features, on a place.
-    """
+struct Tensor[channels: Int, height: Int = 1, width: Int = 1, *, device: Int = 0](AnyTensor):
+    """A batch of samples of (channels, height, width), or of `channels` features, on a place."""
 
     comptime CHANNELS = Self.channels
     """Channels, or features if it has no other axes."""
@@ -48,19 +45,14 @@ struct Tensor[
     var _value: Value
 
     def __init__(out self, value: Value):
-        """Covers a Python tensor of this shape; forward() gets tensors and has no need of it.
-        """
+        """Covers a Python tensor of this shape; forward() gets tensors and has no need of it."""
         self._value = value
 
     def value(self) -> Value:
         """The Python tensor."""
         return self._value
 
-    def to[
-        where_to: Int
-    ](self) raises -> Tensor[
-        Self.channels, Self.height, Self.width, device=where_to
-    ]:
+    def to[where_to: Int](self) raises -> Tensor[Self.channels, Self.height, Self.width, device=where_to]:
         """The same numbers on another place; the gradient goes the way back."""
         return {self._value.to(where_to)}
 
@@ -82,8 +74,7 @@ struct Tensor[
 
 
 struct Ids[length: Int, *, device: Int = 0](AnyTensor):
-    """A batch of sequences of `length` whole numbers, such as the ids of tokens, on a place.
-    """
+    """A batch of sequences of `length` whole numbers, such as the ids of tokens, on a place."""
 
     comptime CHANNELS = Self.length
     """Numbers of a sequence."""
@@ -105,8 +96,7 @@ struct Ids[length: Int, *, device: Int = 0](AnyTensor):
 
 
 struct Tokens[length: Int, features: Int, *, device: Int = 0](AnyTensor):
-    """A batch of sequences of `length` tokens of so many features, on a place.
-    """
+    """A batch of sequences of `length` tokens of so many features, on a place."""
 
     comptime CHANNELS = Self.length
     """Tokens of a sequence."""
@@ -131,27 +121,21 @@ struct Tokens[length: Int, features: Int, *, device: Int = 0](AnyTensor):
         return {self._value + other._value}
 
 
-def flatten[
-    c: Int, h: Int, w: Int, d: Int, //
-](x: Tensor[c, h, w, device=d]) raises -> Tensor[c * h * w, device=d]:
+def flatten[c: Int, h: Int, w: Int, d: Int, //](x: Tensor[c, h, w, device=d]) raises -> Tensor[c * h * w, device=d]:
     """Samples of (C, H, W) as samples of C H W features, without a copy."""
     return {x.value().flatten()}
 
 
 def max_pool2d[
     c: Int, h: Int, w: Int, d: Int, //, size: Int, *, stride: Int = size
-](x: Tensor[c, h, w, device=d]) raises -> Tensor[
-    c, (h - size) / stride + 1, (w - size) / stride + 1, device=d
-]:
+](x: Tensor[c, h, w, device=d]) raises -> Tensor[c, (h - size) / stride + 1, (w - size) / stride + 1, device=d]:
     """The largest number of each window of `size` x `size`."""
     return {part("functional").max_pool2d(x.value(), size, stride)}
 
 
 def avg_pool2d[
     c: Int, h: Int, w: Int, d: Int, //, size: Int, *, stride: Int = size
-](x: Tensor[c, h, w, device=d]) raises -> Tensor[
-    c, (h - size) / stride + 1, (w - size) / stride + 1, device=d
-]:
+](x: Tensor[c, h, w, device=d]) raises -> Tensor[c, (h - size) / stride + 1, (w - size) / stride + 1, device=d]:
     """The mean of each window of `size` x `size`."""
     return {part("functional").avg_pool2d(x.value(), size, stride)}
 

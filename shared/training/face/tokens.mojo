@@ -21,22 +21,14 @@ struct Embedding[count: Int, features: Int, *, device: Int = 0](Layer):
         var made = part("nn").Embedding(Self.count, Self.features)
         return self._module.set(made, Self.device)
 
-    def forward[
-        t: Int, //
-    ](self, x: Ids[t, device=Self.device]) raises -> Tokens[
-        t, Self.features, device=Self.device
-    ]:
+    def forward[t: Int, //](self, x: Ids[t, device=Self.device]) raises -> Tokens[t, Self.features, device=Self.device]:
         """The vectors of the ids."""
         return {self.apply(x.value())}
 
     def first[
         t: Int
-    ](self) raises -> Tokens[t, Self.features, device=Self.device] where (
-        t <= Self.count,
-        "there are fewer vectors",
-    ):
-        """Those of ids 0 to t - 1, the same for each sequence: of places in it.
-        """
+    ](self) raises -> Tokens[t, Self.features, device=Self.device] where (t <= Self.count, "there are fewer vectors",):
+        """Those of ids 0 to t - 1, the same for each sequence: of places in it."""
         return {self._module.py().weight[0:t]}
 
     @staticmethod
@@ -55,8 +47,7 @@ struct Embedding[count: Int, features: Int, *, device: Int = 0](Layer):
 
 
 struct LayerNorm[features: Int, *, device: Int = 0](Layer):
-    """The features of each token with mean 0 and variance 1, times weight, plus bias (Ba, Kiros, Hinton 2016).
-    """
+    """The features of each token with mean 0 and variance 1, times weight, plus bias (Ba, Kiros, Hinton 2016)."""
 
     var _module: _Module
 
@@ -69,11 +60,7 @@ struct LayerNorm[features: Int, *, device: Int = 0](Layer):
         var made = part("nn").LayerNorm(Self.features)
         return self._module.set(made, Self.device)
 
-    def forward[
-        t: Int, //
-    ](self, x: Tokens[t, Self.features, device=Self.device]) raises -> type_of(
-        x
-    ):
+    def forward[t: Int, //](self, x: Tokens[t, Self.features, device=Self.device]) raises -> type_of(x):
         """What the layer computes."""
         return {self.apply(x.value())}
 
@@ -103,23 +90,15 @@ struct MultiheadAttention[
 
     def __init__(out self):
         """Its parameters get their numbers from the trainer."""
-        comptime assert (
-            Self.heads > 0 and Self.features % Self.heads == 0
-        ), "the features must divide by the heads"
+        comptime assert Self.heads > 0 and Self.features % Self.heads == 0, "the features must divide by the heads"
         self._module = {}
 
     def build(mut self) raises -> PythonObject:
         """Makes nn.MultiheadAttention."""
-        var made = part("nn").MultiheadAttention(
-            Self.features, Self.heads, Self.dropout
-        )
+        var made = part("nn").MultiheadAttention(Self.features, Self.heads, Self.dropout)
         return self._module.set(made, Self.device)
 
-    def forward[
-        t: Int, //
-    ](self, x: Tokens[t, Self.features, device=Self.device]) raises -> type_of(
-        x
-    ):
+    def forward[t: Int, //](self, x: Tokens[t, Self.features, device=Self.device]) raises -> type_of(x):
         """What the layer computes."""
         return {self.apply(x.value())}
 

@@ -17,11 +17,8 @@ from .optim import CrossEntropyLoss, Loss, Optimizer, Schedule
 from .world import World
 
 
-struct DistributedTrainer[M: Module, O: Optimizer, L: Loss = CrossEntropyLoss](
-    Movable
-):
-    """Trains a model on all workers of all ranks, with the same bits whatever their number.
-    """
+struct DistributedTrainer[M: Module, O: Optimizer, L: Loss = CrossEntropyLoss](Movable):
+    """Trains a model on all workers of all ranks, with the same bits whatever their number."""
 
     var py: PythonObject
     """The Python trainer: what has no method here is a method of it."""
@@ -143,12 +140,9 @@ struct DistributedTrainer[M: Module, O: Optimizer, L: Loss = CrossEntropyLoss](
         return _fit(self.py, loader, epochs, steps, given)
 
     def train_step(mut self, batch: Batch, loader: DataLoader) raises -> Sums:
-        """One optimizer step over a global batch, the same on all ranks, of which each computes its shards.
-        """
+        """One optimizer step over a global batch, the same on all ranks, of which each computes its shards."""
         var both = call(self.py, "train_step", batch.py)
-        return Sums(
-            Float64(py=both[0]), Float64(py=both[1]), Float64(batch.samples), 0
-        )
+        return Sums(Float64(py=both[0]), Float64(py=both[1]), Float64(batch.samples), 0)
 
     def evaluate(mut self, loader: DataLoader) raises -> Evaluation:
         """Mean loss and accuracy over the batches of a loader, dropout off."""
@@ -204,6 +198,4 @@ def _fit(
 ) raises -> History:
     settings["epochs"] = epochs
     settings["steps"] = steps.value() if steps else PythonObject(None)
-    return History(
-        call(odyssey(), "fit", trainer, loader.py, settings=settings)
-    )
+    return History(call(odyssey(), "fit", trainer, loader.py, settings=settings))
