@@ -210,7 +210,7 @@ class Tensor:
         Raises ShapeError: no gradient was given for a tensor of several elements, or nothing here requires one.
         """
         if self.node is None and not self.requires_grad:
-            raise ShapeError("[tensor] backward() on a value that depends on nothing with requires_grad=True")
+            raise ShapeError("[tensor] backward() of what depends on nothing with requires_grad=True; is all frozen?")
         if gradient is None:
             if self.size != 1:
                 raise ShapeError(f"[tensor] backward() of shape {self.shape} needs a gradient of that shape")
