@@ -142,7 +142,7 @@ BUDGETS = {  # lines of all its files together
     "python/odyssey/distributed": 1_995,
     "python/odyssey/torch": 2_945,
 }
-PACKAGE_LINES, FILE_LINES = 5_000, 620
+PACKAGE_LINES, FILE_LINES = 5_000, 600
 
 
 def test_the_rooms_of_the_package():

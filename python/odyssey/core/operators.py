@@ -306,7 +306,6 @@ def _not(x: Tensor) -> Tensor:
 
 def where(condition: Tensor, a: Tensor | Number, b: Tensor | Number) -> Tensor:
     """a where the condition is not 0, b elsewhere; broadcast."""
-
     if not isinstance(condition, Tensor):
         condition = _array(condition, a if isinstance(a, Tensor) else b)
     condition = to_float(condition)
@@ -542,8 +541,7 @@ def _equal(a: Tensor, b: Any) -> Any:
 
 
 def _different(a: Tensor, b: Any) -> Any:
-    same = _equal(a, b)
-    return same if same is NotImplemented else _not(same)
+    return NotImplemented if (same := _equal(a, b)) is NotImplemented else _not(same)
 
 
 def _truth(x: Tensor) -> bool:
@@ -578,9 +576,8 @@ def mean_over_samples(total: Tensor, samples: float) -> Tensor:
 
 _OPERATORS = {"__add__": add, "__radd__": add, "__mul__": multiply, "__rmul__": multiply, "__truediv__": divide}
 _OPERATORS |= {"__neg__": lambda x: x * -1.0, "__sub__": lambda x, other: x + (-other)}
-_OPERATORS |= {"__rsub__": lambda x, other: (-x) + other}
-_OPERATORS |= {"__rtruediv__": lambda x, other: divide(other, x), "__pow__": power}
-_OPERATORS |= {"__rpow__": lambda x, other: power(other, x), "__lt__": lt, "__le__": le, "__gt__": gt}
+_OPERATORS |= {"__rsub__": lambda x, other: (-x) + other, "__rtruediv__": lambda x, other: divide(other, x)}
+_OPERATORS |= {"__pow__": power, "__rpow__": lambda x, other: power(other, x), "__lt__": lt, "__le__": le, "__gt__": gt}
 _OPERATORS |= {"__float__": Tensor.item, "__int__": lambda x: int(x.item())}
 _OPERATORS |= {"__format__": lambda x, how: format(x.item(), how) if how else repr(x)}  # f"{loss:.4f}"
 _OPERATORS |= {
