@@ -260,11 +260,6 @@ def _differentiate[
         var group = (first + key) // LANES
         var s = dots[TILE, n](q, g + lo, k.group(group).unsafe_offset(key % LANES), size.D)
         var d = dots[TILE, n](dy, g + lo, v.group(group).unsafe_offset(key % LANES), size.D)
-        comptime if more:
-            comptime for i in range(lo, gb):
-                comptime for j in range(TILE):
-                    var at = ((key + j) * gb + i) * LANES
-                    d[j * n + i - lo] *= load(factors, at)
         comptime for i in range(lo, gb):
             var last = last_seen(size, g + i)
             var log_sum = load(lse.group(g + i), 0)
@@ -281,7 +276,10 @@ def _differentiate[
                 e = seen.select(e, Vec(0))
                 var share = seen.select(exp(e), Vec(0))
                 store(p, at, share)
-                var slope = (d[from_] - shift) * (share * size.scale)
+                var slope = d[from_] - shift
+                comptime if more:  # said, as the compiler makes one multiply-add of it or not by what stands around it
+                    slope = madd(d[from_], load(factors, at), -shift)
+                slope *= share * size.scale
                 store(ds, at, seen.select(slope, Vec(0)))
     comptime if more:
         for i in range(start * gb, end * gb):

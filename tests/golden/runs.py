@@ -83,6 +83,48 @@ def parallel_net() -> nn.Module:
     )
 
 
+class Blocks(nn.Module):
+    """Batch norm, groups, a stride beside a 1 x 1 convolution, 3 x 3 convolutions for Winograd's algorithm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv0 = nn.Conv2d(3, 8, 3)
+        self.conv1, self.norm1 = nn.Conv2d(8, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16)
+        self.conv2, self.norm2 = nn.Conv2d(16, 24, 3, stride=2, padding=1, groups=2, bias=False), nn.BatchNorm2d(24)
+        self.short, self.norm3 = nn.Conv2d(16, 24, 1, stride=2), nn.GroupNorm(4, 24)
+        self.fc = nn.Linear(24, 7)
+
+    def forward(self, x):
+        x = F.relu(self.norm1(self.conv1(self.conv0(x))))
+        x = F.relu(self.norm2(self.conv2(x)) + self.norm3(self.short(x)))
+        return self.fc(x.mean((2, 3)))
+
+
+class Encoder(nn.Module):
+    """Attention that does not see padding, and drops probabilities."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(29, 24), nn.RMSNorm(24)
+        self.attention = nn.MultiheadAttention(24, 3, dropout=0.1)
+        self.fc = nn.Linear(24, 29)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        x = x + self.attention(self.norm(x), key_padding_mask=ids == 0)
+        return self.fc(F.silu(x))
+
+
+def gpt() -> nn.Module:
+    sizes = {"vocab_size": 29, "context": 21, "layers": 2, "heads": 3, "width": 24}
+    return nn.models.build("gpt", seed=3, dropout=0.2, **sizes)
+
+
+def texts(n: int = 240) -> data.ArrayDataset:
+    ids = np.random.default_rng(7).integers(0, 29, (n, 22)).astype(np.int32)
+    return data.arrays(ids[:, :-1].copy(), ids[:, 1:].copy())
+
+
 def images(n: int = 240) -> data.ArrayDataset:
     rng = np.random.default_rng(7)
     pixels = rng.normal(size=(n, 3, 19, 21)).astype(np.float32)
@@ -99,17 +141,24 @@ OPTIMIZERS: dict[str, Callable[[], optim.Optimizer]] = {
 
 
 def build(name: str) -> nn.Module:
-    if name in nn.models.MODELS:
+    if name in nn.models.MODELS and name != "gpt":
         return nn.models.build(name, seed=3)
     nn.manual_seed(3)
-    return {"residual": Residual, "wide": Wide, "parallel": parallel_net}[name]()
+    own = {
+        "residual": Residual,
+        "wide": Wide,
+        "parallel": parallel_net,
+        "blocks": Blocks,
+        "encoder": Encoder,
+        "gpt": gpt,
+    }
+    return own[name]()
 
 
 def train(
     model: str, precision: str = "fp32", optimizer: str = "momentum", batch: int = 80, steps: int = 3, **settings
 ) -> str:
     """The hash of the weights after some steps."""
-    own = model not in nn.models.MODELS
     trainer = DistributedTrainer(
         build(model),
         OPTIMIZERS[optimizer](),
@@ -123,7 +172,10 @@ def train(
             **settings,
         },
     )
-    dataset = images() if own else data.load("mnist", train=True).take(512)
+    if model in ("gpt", "encoder"):
+        dataset = texts()
+    else:
+        dataset = images() if model not in nn.models.MODELS else data.load("mnist", train=True).take(512)
     loader = data.DataLoader(dataset, batch_size=batch, shuffle=True, seed=2)
     for each in itertools.islice(loader, steps):
         trainer.train_step(each)
@@ -154,6 +206,10 @@ def runs() -> Iterator[tuple[str, Callable[[], str]]]:
     for model in ("lenet5", "residual"):
         yield f"{model} eager", lambda m=model: train(m, execution="eager", shard_size=16)
         yield f"{model} clipped", lambda m=model: train(m, clip_norm=0.1)
+    for model in ("gpt", "encoder"):
+        yield f"{model} fp32 adamw", lambda m=model: train(m, optimizer="adamw", batch=20, shard_size=7)
+    for algorithm in ("direct", "winograd"):
+        yield f"blocks fp32 {algorithm}", lambda a=algorithm: train("blocks", conv_algorithm=a)
     yield "parallel shared by 2", lambda: shared(2)
     yield "parallel adam shared by 2", lambda: shared(2, optimizer="adam")
     yield "parallel shared by 4", lambda: shared(4)
