@@ -102,12 +102,12 @@ def check_places(schedule: str, place: Sequence[int]) -> None:
         if list(place) != [s % count for s in range(len(place))] or len(place) % count:
             raise ConfigError(
                 f"[pipeline] schedule 'interleaved' needs stages = v x devices with stage s on device s mod devices, "
-                f"but {len(place)} stages are on {list(place)}; change Stage(device=), or add stages"
+                f"but {len(place)} stages are on {list(place)}; change Stage(device=) or @ device(k), or add stages"
             )
     elif list(place) != list(range(len(place))):
         raise ConfigError(
             f"[pipeline] schedule {schedule!r} needs stage s on device s, but the {len(place)} stages are on "
-            f"{list(place)}; change Stage(device=), or use 'interleaved' for several stages per device"
+            f"{list(place)}; change Stage(device=) or @ device(k), or use 'interleaved' for several stages per device"
         )
 
 
