@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from odyssey.data import idx, read_idx
+from odyssey.data import read_idx
 from odyssey.data.datasets import _SHIPPED
 from odyssey.errors import DataError
 
@@ -151,11 +151,15 @@ def test_what_is_no_file_does_not_keep_the_reader_waiting(tmp_path):
 
 
 def test_what_does_not_fit_into_memory_is_said(tmp_path, monkeypatch):
-    def full(*_):
-        raise MemoryError
+    read = gzip.GzipFile.read
 
-    (tmp_path / "a").write_bytes(GOOD_IMAGES)
-    monkeypatch.setattr(idx.np, "empty", full)
+    def full(stream, count):
+        if count > 100:
+            raise MemoryError
+        return read(stream, count)
+
+    (tmp_path / "a").write_bytes(gzip.compress(GOOD_IMAGES))
+    monkeypatch.setattr(gzip.GzipFile, "read", full)
     with pytest.raises(DataError, match="does not fit into memory"):
         read_idx(tmp_path / "a")
     monkeypatch.undo()
