@@ -40,7 +40,7 @@ def test_all_sources_are_formatted(tmp_path):
     folders = [f for f in ("mojo", "shared", "examples", "tests", "benchmarks") if (repository / f).is_dir()]
     files = sorted(p.relative_to(repository) for f in folders for p in (repository / f).rglob("*.mojo"))
     assert len(files) > 20
-    for file in files:
+    for file in (*files, "pyproject.toml"):  # which has the length of lines
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(repository / file, tmp_path / file)
     done = mojo("format", *files, cwd=tmp_path)
