@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import optuna
 import pytest
 
 import odyssey
 from odyssey import DistributedTuner, comm, data, nn, optim, tune
 from odyssey.comm import mock
 from odyssey.errors import ConfigError
+
+optuna = pytest.importorskip("optuna")
 
 SPACE = {"x": tune.uniform(-1, 1), "kind": ["a", "b"], "n": tune.randint(1, 4), "lr": tune.loguniform(1e-4, 1)}
 
