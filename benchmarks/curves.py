@@ -26,7 +26,7 @@ class Setting:
 
     def __init__(self, name: str, seed: int, steps: int | None) -> None:
         from odyssey import data, nn, optim
-        from odyssey.core import recipes
+        from odyssey.settings import recipes
 
         self.own, self.recipe = recipes.OWN[name], recipes.RECIPES[name]
         self.steps, self.batch = steps or self.own["steps"], self.own["global_batch_size"]
@@ -40,7 +40,7 @@ class Setting:
     def ours(self, every: int) -> Curve:
         """Losses of odyssey."""
         from odyssey import DistributedTrainer, callbacks, data, optim
-        from odyssey.core.recipes import GPT_BETAS
+        from odyssey.settings.recipes import GPT_BETAS
 
         optimizer = optim.AdamW(lr=self.recipe["lr"], betas=GPT_BETAS, weight_decay=self.recipe["weight_decay"])
         optimizer.undecayed = optim.vectors
@@ -70,7 +70,7 @@ class Setting:
         import torch
         from torch.nn.functional import cross_entropy
 
-        from odyssey.core.recipes import GPT_BETAS
+        from odyssey.settings.recipes import GPT_BETAS
 
         torch.set_num_threads(1)
         blocks = self.model.transformer.h

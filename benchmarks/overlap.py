@@ -65,7 +65,7 @@ def rank(options: Any) -> None:
                 waited[name].append((getattr(runner, "waited", 0.0) - before) / options.steps)
     weights = {name: made.weights_sha256() for name, (made, _) in runs.items() if name != "none"}
     if world.rank == 0:
-        parts = {name: len(made._train.parts.buckets) for name, (made, _) in runs.items()}
+        parts = {name: len(made._train.ownership.parts.buckets) for name, (made, _) in runs.items()}
         content = {"seconds": seconds, "waited": waited, "buckets": parts, "weights": weights, "backend": world.name}
         options.rank.write_text(json.dumps(content))
 

@@ -56,7 +56,7 @@ def rank(options: Any) -> None:
             seconds = dict(
                 zip(map(id, records), costs.seconds(records, trainer.arena, options.shard_size), strict=True)
             )
-            parts = partition(records, engine.placing(records, options.shard_size, Form.of_classes(options.width)))
+            parts = partition(records, engine.placing(options.shard_size, Form.of_classes(options.width)))
             cost = np.zeros((2, runner.schedule.stages))
             for part in parts:
                 cost[int(part.phase == "backward"), part.stage] = sum(seconds[id(r)] for r in part.records)

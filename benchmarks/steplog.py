@@ -57,7 +57,7 @@ def main() -> None:
 
 def loggers_and_callbacks(folder: Path) -> None:
     """Per step: the events of a step, and a row of each logger that is installed, flushed as at every hundredth."""
-    trainer = SimpleNamespace(steps=0, comm=Communicator(), say=print, configuration=dict)
+    trainer = SimpleNamespace(steps=0, comm=Communicator(), say=print, configuration=dict, gradient_norm=lambda: None)
     context = Context(trainer)
     context.step = Step(2.3, 1.0, 0.1, True, None, {})
     for name in ("csv", "jsonl", "tensorboard"):

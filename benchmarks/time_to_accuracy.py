@@ -1,6 +1,6 @@
 """Seconds of training until LeNet-5 has a test accuracy on MNIST: `odyssey train` against PyTorch DDP over Gloo.
 
-Both with the same recipe (odyssey.core.recipes), the same initial weights and order of samples, two processes of
+Both with the same recipe (odyssey.settings.recipes), the same initial weights and order of samples, two processes of
 one thread each, an evaluation after each epoch, in turns, several seeds. "Seconds" are those of training steps up to
 and including the epoch after which the accuracy was first reached; evaluation and start-up are not in them. The wall
 time of the whole command has both.

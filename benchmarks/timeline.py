@@ -1,15 +1,10 @@
-"""What --trace costs a step: trainings of one thread, rounds with and without in turns, CPU time of the process.
-
-    python benchmarks/timeline.py [off]
-
-"off": without turns, and without a timeline; to compare two versions of the package.
-"""
+"""What --trace costs a step: trainings of one thread, rounds with and without in turns, CPU time of the process."""
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -41,7 +36,9 @@ def cases() -> list[tuple[str, odyssey.DistributedTrainer, list]]:
 
 
 def main() -> None:
-    off = sys.argv[1:] == ["off"]
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--off", action="store_true", help="no turns, no timeline: to compare versions of the package")
+    off = parser.parse_args().off
     for name, trainer, batches in cases():
         again = itertools.cycle(batches)
         for _ in range(10):
@@ -55,7 +52,7 @@ def main() -> None:
             for i in range(ROUNDS * (1 if off else 2)):
                 recording = None
                 if not off and i % 2:
-                    from odyssey.audit.trace import Recording
+                    from odyssey.view.trace import Recording
 
                     recording = Recording(Path(folder) / f"{i}.json", None)
                     recording.on_fit_start(trainer.context)

@@ -78,10 +78,10 @@ def main() -> int:
     import torch
     import torch.distributed as dist
 
-    from odyssey.core.recipes import RECIPES
     from odyssey.data.sampler import permutation
     from odyssey.nn.models import build
     from odyssey.optim import schedule
+    from odyssey.settings.recipes import RECIPES
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

@@ -43,8 +43,8 @@ class Switch:
     """Puts parts off and on, in this process."""
 
     def __init__(self) -> None:
+        from odyssey.base import slot
         from odyssey.comm import base, mpi, shm
-        from odyssey.watch import slot
 
         self.watcher = watcher()
         self.slot, self.on = slot, {name: getattr(slot, name) for name in SLOT}
@@ -91,7 +91,7 @@ class Switch:
 
 def watcher() -> int | None:
     """The pid of the watcher that this process has started, which is no child of it; None of the other ranks."""
-    from odyssey.watch.entry import MARK
+    from odyssey.base.entry import MARK
 
     mine = f"{MARK}={os.getpid()}".encode()
     for path in Path("/proc").glob("[0-9]*/cmdline"):
@@ -128,7 +128,7 @@ def rank(options: Any) -> None:
     trainer.context = context = Context(trainer, epochs=1, saving=Saving(every=10**9))
     session = Session(trainer, loader, context)
     session.begin()
-    listeners = trainer._listeners(session)
+    listeners = trainer._listeners(session, verbose=False)
     context.callbacks = listeners
     context.emit("on_fit_start")
     time.sleep(1)  # the watcher has found its place

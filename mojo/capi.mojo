@@ -11,7 +11,7 @@ from kernels.amx import permitted
 from kernels.lowp import HAS_BF16
 from kernels.op import addresses, describe, scratch_of
 from kernels.record import ContextPtr, RECORD, STATS
-from kernels.shared_reduce import (
+from runtime.shared_reduce import (
     JobPtr,
     TeamPtr,
     all_reduce,
@@ -19,9 +19,9 @@ from kernels.shared_reduce import (
     reduce_buffers,
     wait,
 )
-from shared.training.executor import StepPtr, run_program, run_shared
-from shared.training.helpers import make_pool
-from shared.training.ops import ops
+from runtime.executor import StepPtr, run_program, run_shared
+from runtime.helpers import make_pool
+from runtime.ops import ops
 
 
 @export

@@ -13,8 +13,8 @@ from kernels.gpu.reduce import fixed_squares, largest, tree_sum_strided
 from kernels.lanes import BytePtr, IntPtr, LongPtr, Ptr
 from kernels.op import addresses, describe
 from max.gpu.host import DeviceContext
-from shared.training.gpu import Gpu, GpuStepPtr
-from shared.training.gpu_ops import gpu_ops
+from runtime.gpu import Gpu, GpuStepPtr
+from runtime.gpu_ops import gpu_ops
 
 comptime GpuPtr = Pointer[Gpu, MutUntrackedOrigin]
 

@@ -129,10 +129,10 @@ def _mojo() -> Iterator[str]:
     """What `from shared.training import ...` gives, by the compiler's own account."""
     yield "# Mojo: shared.training\n"
     yield "What a Mojo program imports by `from shared.training import ...`; [Mojo programs](../mojo.md) shows how.\n"
-    words = [shutil.which("mojo") or "mojo", "doc", "-I", "mojo", "-I", ".", "shared/training/face"]
+    words = [shutil.which("mojo") or "mojo", "doc", "-I", "mojo", "-I", ".", "shared/training"]
     made = json.loads(subprocess.run(words, cwd=ROOT, check=True, capture_output=True, text=True).stdout)
     for module in made["decl"]["modules"]:
-        shown = [one for kind in ("structs", "traits", "functions") for one in module.get(kind, [])]
+        shown = [one for kind in ("structs", "traits", "functions", "aliases") for one in module.get(kind, [])]
         shown = [one for one in shown if not one["name"].startswith("_") and _said(one)]
         if not shown:
             continue

@@ -123,6 +123,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadFileS
     return _Files(config, log)
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Writes the files of tests that were skipped for a missing package to where ODYSSEY_SKIPPED says (.ci/run)."""
+    if file := os.environ.get("ODYSSEY_SKIPPED"):
+        reports = terminalreporter.stats.get("skipped", [])
+        skipped = {
+            r.nodeid.partition("::")[0]
+            for r in reports
+            if re.search(r"not installed|could not import", str(r.longrepr))
+        }
+        Path(file).write_text("".join(f"{path}\n" for path in sorted(skipped)))
+
+
 class _Files(LoadFileScheduling):
     """A file's tests on one worker, those of all TIMED files on one."""
 

@@ -22,8 +22,8 @@ from .amx import (
     vectors_of,
     zero_tile,
 )
+from .buffers import fill
 from .conv2d import Conv
-from .elementwise import fill
 from .lanes import LANES, Ptr, Vec, load, load_first, store, store_first
 from .layout import transpose
 from .lowp import BF16, HalfPtr, halves

@@ -1,4 +1,4 @@
-"""Dropout over lanes with random numbers that depend on the sample, never on where it is computed (random.mojo).
+"""Dropout, once for all devices, with random numbers that depend on the sample, never on where it is computed (random.mojo).
 
 What stays is kept for the backward pass, a bit per element: bit f % 8 of byte (g, f / 8, lane). Attention (attention.mojo)
 has more weights than there is memory for, and draws the same numbers again.
@@ -6,10 +6,11 @@ has more weights than there is memory for, and draws the same numbers again.
 
 from std.math import ceil, ceildiv, iota
 
-from .lanes import BytePtr, F32, LANES, Ptr, load, store
+from .lanes import F32, Ptr
+from .op import Device, OpOf
 from .random import U32, philox
-from .op import Op, by_layout, call
-from .record import ContextPtr
+from .record import Source
+from .views import Cell, Cells
 
 comptime U8 = DType.uint8
 
@@ -50,66 +51,71 @@ def stays[
     ]
 
 
-def dropout_forward[
-    L: Int
-](
-    y: Ptr,  # (G, F, L)
-    bits: BytePtr,  # (G, F / 8, L): what stays
-    x: Ptr,  # (G, F, L)
-    G: Int,
-    F: Int,
-    p: Float32,
-    layer: Int,
-    T: Int,
-    context: ContextPtr,
-):
-    """Computes y = x / (1 - p) where it `stays`, else 0."""
-    ref run = context[]
-    var keep = Float32(1) / (1 - p)
-    var bytes = ceildiv(F, 8)
-    for g in range(G):
-        var sample = iota[U32, L](UInt32(run.first) * UInt32(T) + UInt32(g * L))
-        for byte in range(bytes):
-            var mask = SIMD[U32, L](0)
-            comptime for half in range(2):
-                var block = 2 * byte + half
-                if 4 * block < F:
-                    var stay = stays[L](block, sample, layer, p, run.step, run.seed)
-                    comptime for j in range(4):
-                        if 4 * block + j < F:
-                            var i = (g * F + 4 * block + j) * L
-                            var v = load[L](x, i) * keep
-                            store[L](y, i, stay[j].select(v, SIMD[F32, L](0)))
-                            mask |= stay[j].select(
-                                SIMD[U32, L](1 << (4 * half + j)),
-                                SIMD[U32, L](0),
-                            )
-            bits.unsafe_store((g * bytes + byte) * L, mask.cast[U8]())
+@fieldwise_init
+struct Bits(Cells):
+    """What is computed: a byte of what stays, eight features of a sample."""
+
+    var G: Int
+    var F: Int
+    var keep: Float32  # 1 / (1 - p)
+    var p: Float32
+    var layer: Int  # this and T: forward alone
+    var T: Int
+
+    @staticmethod
+    @always_inline
+    def read[S: Source](r: S, mut i: Int) -> Self:
+        i += 5
+        var p = r.float(i - 3)
+        return Self(r.int(i - 5), r.int(i - 4), Float32(1) / (1 - p), p, r.int(i - 2), r.int(i - 1))
+
+    @always_inline
+    def planes(self) -> Int:
+        return self.G
+
+    @always_inline
+    def rows(self) -> Int:
+        return 1
+
+    @always_inline
+    def columns(self) -> Int:
+        return ceildiv(self.F, 8)
+
+    @always_inline
+    def apply[L: Int](self, c: Cell[L], y: Ptr, x: Ptr, mask: SIMD[U8, L]):
+        """Writes x / (1 - p) where the bits of a byte are 1, else 0."""
+        comptime for j in range(8):
+            if 8 * c.column + j < self.F:
+                var i = c.plane * self.F + 8 * c.column + j
+                var stay = (mask & SIMD[U8, L](1 << j)).ne(0)
+                c.put(y, i, stay.select(c.get(x, i) * self.keep, SIMD[F32, L](0)))
 
 
-def dropout_backward[
-    L: Int
-](dx: Ptr, dy: Ptr, bits: BytePtr, G: Int, F: Int, p: Float32,):  # (G, F, L)  # (G, F, L)  # (G, F / 8, L): what stayed
-    """Computes dx = dy / (1 - p) where x stayed, else 0."""
-    var keep = Float32(1) / (1 - p)
-    var bytes = ceildiv(F, 8)
-    for g in range(G):
-        for byte in range(bytes):
-            var at = bits.unsafe_offset((g * bytes + byte) * L)
-            var mask = at.unsafe_load[width=L]().cast[U32]()
-            comptime for j in range(8):
-                if 8 * byte + j < F:
-                    var i = (g * F + 8 * byte + j) * L
-                    var stayed = (mask & SIMD[U32, L](1 << j)).ne(0)
-                    var v = load[L](dy, i) * keep
-                    store[L](dx, i, stayed.select(v, SIMD[F32, L](0)))
+@always_inline
+def _dropout[L: Int](c: Cell[L], z: Bits):
+    """Arguments y, bits (G, F / 8, L); x: y = x / (1 - p) where it `stays`, else 0."""
+    var sample = iota[U32, L](UInt32(c.run.first) * UInt32(z.T) + UInt32(c.plane * c.stride + c.lane))
+    var mask = SIMD[U8, L](0)
+    comptime for half in range(2):
+        if 8 * c.column + 4 * half < z.F:
+            var stay = stays[L](2 * c.column + half, sample, z.layer, z.p, c.run.step, c.run.seed)
+            comptime for j in range(4):
+                comptime bit = 4 * half + j
+                if 8 * c.column + bit < z.F:
+                    mask |= stay[j].select(SIMD[U8, L](1 << bit), SIMD[U8, L](0))
+    c.put_bytes(c.b, c.at, mask)
+    z.apply(c, c.a, c.c, mask)
 
 
-def ops() -> List[Op]:
+@always_inline
+def _dropout_backward[L: Int](c: Cell[L], z: Bits):
+    """Arguments dx; dy, bits: dx = dy / (1 - p) where x stayed, else 0."""
+    z.apply(c, c.a, c.b, c.get_bytes(c.c, c.at))
+
+
+def ops[D: Device]() -> List[OpOf[D.Run]]:
     """The ops of this file."""
-    comptime forward = by_layout[call[dropout_forward[LANES]], call[dropout_forward[1]]]
-    comptime backward = by_layout[call[dropout_backward[LANES]], call[dropout_backward[1]]]
     return [
-        Op("dropout_forward", "y, bits; x; G, F, p, layer, T", forward),
-        Op("dropout_backward", "dx; dy, bits; G, F, p", backward),
+        OpOf("dropout_forward", "y, bits; x; G, F, p, layer, T", D.cells[Bits, _dropout, 3, 1]()),
+        OpOf("dropout_backward", "dx; dy, bits; G, F, p", D.cells[Bits, _dropout_backward, 3, 1]()),
     ]

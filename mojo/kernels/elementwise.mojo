@@ -3,27 +3,14 @@
 An activation is one function of a vector and one of (dy, saved) for its gradient, where `saved` is x or y.
 """
 
-from std.memory import bitcast, unsafe_memcpy
+from std.memory import bitcast
 
-from .functions import clamp, erf, exp, log, tanh
-from .lanes import F32, LANES, Ptr, Vec, load, madd, store
-from .op import Device, Op, OpOf, call, map2
-from .record import Record
+from .functions import clamp, erf, exp, log, relu, relu_gradient, tanh
+from .lanes import F32
+from .op import Device, OpOf
 
 
 # --- activations and their gradients ----------------------------------------------------------------------------------
-
-
-@always_inline
-def relu[w: Int](x: SIMD[F32, w]) -> SIMD[F32, w]:
-    """Zero for negative x; NaN stays NaN."""
-    return x.lt(0).select(SIMD[F32, w](0), x)
-
-
-@always_inline
-def relu_gradient[w: Int](dy: SIMD[F32, w], y: SIMD[F32, w]) -> SIMD[F32, w]:
-    """Passes dy where y > 0."""
-    return y.gt(0).select(dy, SIMD[F32, w](0))
 
 
 @always_inline
@@ -168,8 +155,8 @@ def _scale[w: Int](x: SIMD[F32, w], a: Float32) -> SIMD[F32, w]:
 def maps[D: Device]() -> List[OpOf[D.Run]]:
     """The ops that are one function of vectors."""
     return [
-        OpOf("relu_forward", "y; x; n", D.map[relu](), "features"),
-        OpOf("relu_backward", "dx; dy, y; n", D.map[relu_gradient](), "features"),
+        OpOf("relu_forward", "y; x; n", D.map[relu](), "features relu"),
+        OpOf("relu_backward", "dx; dy, y; n", D.map[relu_gradient](), "features relu"),
         OpOf("tanh_forward", "y; x; n", D.map[_tanh](), "features"),
         OpOf("tanh_backward", "dx; dy, y; n", D.map[tanh_gradient](), "features"),
         OpOf("sigmoid_forward", "y; x; n", D.map[sigmoid](), "features"),
@@ -206,52 +193,4 @@ def maps[D: Device]() -> List[OpOf[D.Run]]:
         OpOf("add", "y; a, b; n", D.map[_add]()),
         OpOf("multiply", "y; a, b; n", D.map[_multiply]()),
         OpOf("scale", "y; x; a, n", D.map[_scale]()),
-    ]
-
-
-# --- on the CPU alone ---------------------------------------------------------------------------------------------------
-
-
-def add(y: Ptr, a: Ptr, b: Ptr, n: Int):
-    """Computes y = a + b. y may be a or b."""
-    map2[_add](y, a, b, n)
-
-
-def axpy(y: Ptr, x: Ptr, a: Float32, n: Int):
-    """Computes y += a x."""
-    var i = 0
-    while i + LANES <= n:
-        store(y, i, madd(load(x, i), Vec(a), load(y, i)))
-        i += LANES
-    while i < n:
-        y[unsafe_offset=i] = madd(x[unsafe_offset=i], a, y[unsafe_offset=i])
-        i += 1
-
-
-def fill(y: Ptr, a: Float32, n: Int):
-    """Sets n floats to a."""
-    var i = 0
-    while i + LANES <= n:
-        store(y, i, Vec(a))
-        i += LANES
-    while i < n:
-        y[unsafe_offset=i] = a
-        i += 1
-
-
-def _copy(y: Ptr, x: Ptr, n: Int):
-    unsafe_memcpy(dest=y, src=x, count=n)
-
-
-def _loss_scale(y: Ptr, r: Record):
-    y[] = Float32(r.context[].loss_scale)
-
-
-def ops() -> List[Op]:
-    """Those with a loop of their own."""
-    return [
-        Op("axpy", "+y; x; a, n", call[axpy]),
-        Op("copy", "y; x; n", call[_copy]),
-        Op("fill", "y; ; a, n", call[fill]),
-        Op("loss_scale", "y", call[_loss_scale]),
     ]

@@ -1,4 +1,4 @@
-"""exp, log, tanh and erf of vectors, for every device.
+"""exp, log, tanh, erf and other functions of vectors that several kernels have in common, for every device.
 
 What a device's library computes differs; which form is taken is decided at compile time. On the CPU the library's are
 taken, with NaN kept: they turn it into a number, and a training that left the numbers must show it. On a GPU they are the
@@ -128,6 +128,18 @@ def erf[w: SIMDLength, //](x: SIMD[F32, w]) -> SIMD[F32, w]:
     q = madd(q, s, SIMD[F32, w](-7.37332916720468e-03))
     q = madd(q, s, SIMD[F32, w](-1.42647390514189e-02))
     return v * p / q
+
+
+@always_inline
+def relu[w: Int](x: SIMD[F32, w]) -> SIMD[F32, w]:
+    """Zero for negative x; NaN stays NaN."""
+    return x.lt(0).select(SIMD[F32, w](0), x)
+
+
+@always_inline
+def relu_gradient[w: Int](dy: SIMD[F32, w], y: SIMD[F32, w]) -> SIMD[F32, w]:
+    """Passes dy where y > 0."""
+    return y.gt(0).select(dy, SIMD[F32, w](0))
 
 
 @always_inline

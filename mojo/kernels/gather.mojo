@@ -6,7 +6,7 @@ A number that the table does not have gives a row of NaN, which the check of a s
 from std.memory import bitcast, unsafe_memcpy
 from std.utils.numerics import nan
 
-from .elementwise import add, fill
+from .buffers import add, fill
 from .lanes import F32, IntPtr, Ptr
 from .op import Device, Op, OpOf
 from .record import Record

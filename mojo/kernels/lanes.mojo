@@ -27,7 +27,7 @@ several uses of one parameter sum up; gradients of activations are written (=).
 """
 
 from std.math import iota
-from std.sys import CompilationTarget, masked_load, masked_store
+from std.sys import CompilationTarget, is_gpu, masked_load, masked_store
 from std.utils import IndexList
 
 comptime F32 = DType.float32
@@ -47,14 +47,14 @@ comptime REGISTERS = 32 if CompilationTarget.has_avx512f() else (
 
 @always_inline
 def load[L: Int = LANES](p: Ptr, i: Int) -> SIMD[F32, L]:
-    """Loads the L floats at element offset `i`."""
-    return p.unsafe_offset(i).unsafe_load[width=L]()
+    """Loads the L floats at element offset `i`; on a GPU p + i must be a multiple of 4 L bytes."""
+    return p.unsafe_offset(i).unsafe_load[width=L, alignment=4 * L if is_gpu() else 4]()
 
 
 @always_inline
 def store[L: Int = LANES](p: Ptr, i: Int, v: SIMD[F32, L]):
-    """Stores L floats at element offset `i`."""
-    p.unsafe_store(i, v)
+    """Stores L floats at element offset `i`, as `load`."""
+    p.unsafe_offset(i).unsafe_store[alignment=4 * L if is_gpu() else 4](0, v)
 
 
 @always_inline
@@ -83,6 +83,24 @@ def load_first(p: Ptr, i: Int, n: Int) -> Vec:
 def store_first(p: Ptr, i: Int, v: Vec, n: Int):
     """Stores the first n of LANES floats."""
     masked_store[LANES](v, p.unsafe_offset(i), first(n))
+
+
+@always_inline
+def load_part[whole: Bool, L: Int = LANES](p: Ptr, i: Int, n: Int) -> SIMD[F32, L]:
+    """Loads L floats if `whole`, else the first n of them."""
+    comptime if whole:
+        return load[L](p, i)
+    else:
+        return masked_load[L](p.unsafe_offset(i), first[L](n), SIMD[F32, L](0))
+
+
+@always_inline
+def store_part[whole: Bool, L: Int = LANES](p: Ptr, i: Int, v: SIMD[F32, L], n: Int):
+    """Stores L floats if `whole`, else the first n of them."""
+    comptime if whole:
+        store[L](p, i, v)
+    else:
+        masked_store[L](v, p.unsafe_offset(i), first[L](n))
 
 
 @always_inline

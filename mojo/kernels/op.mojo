@@ -10,71 +10,49 @@ scratch memory, of as many bytes as the op's last function says. Traits are word
     sums      what it adds up is a sum over samples: shards may share the buffer that it adds to
     features  every feature is computed by itself, so it runs on some of them as on all; the last size counts numbers
     heads     every head is computed by itself, so it runs on some of them: H heads of D features, `head` is the first one's number
+    relu      it is max(x, 0), or the gradient of that: an op whose last size is `relu` takes it along where that is 1, at
+              the end of its forward pass; one whose last size is `relu of x`, that of its x
+    of:a+b    on a GPU: it stands for the op a with its ReLU and b, which alone reads its y: `S of y` is the S of b; or for the
+              loss a and its gradient b: `scaled` is 1 if that starts from the loss scale, 0 if from 1
     again     it is quickly computed once more, so that its first output need not be kept for the backward pass; the others
               are, and where the op has a size `again`, 1 says that they are there
 
 Everything else is generic: Python reads the table of the library (python/odyssey/core/native.py), so an op's name is written
 in its kernel file and in python/odyssey/core/functional.py and nowhere else. A kernel file ends with the list of its ops.
 
-An op whose arithmetic is one function - of vectors, of a sample's row, of a term of a sum over samples - is declared once
-for all devices: `Device` has the loops.
+An op whose arithmetic is one function - of vectors, of a sample's row, of a term of a sum over samples, of a place of a plane, of a
+channel - or the rule of an optimizer is declared once for all devices: `Device` has the loops, views.mojo what they give to it.
 """
 
 from std.memory import Layout, alloc
 
-from .lanes import BytePtr, F32, LANES, LongPtr, Ptr, load, store
-from .record import Arguments, ContextPtr, Record
+from .lanes import BytePtr, F32, LANES, LongPtr, Ptr, Vec, first, load, load_part, store, store_part
+from .record import Arguments, ContextPtr, Record, sizes_of
+from .views import (
+    Cell,
+    Cells,
+    Channel,
+    Channels,
+    Of1,
+    Of2,
+    OfLoss,
+    OfChannels,
+    OfNumber,
+    OfRow,
+    OfShared,
+    OfTerm,
+    Row,
+    Rule,
+    Shard,
+    Team,
+    Two,
+    Weights,
+)
 
 comptime Kernel = def(Record) thin
 """Computes a record on the CPU."""
 comptime Scratch = def(Record, Int, Int) thin -> Int
 """Bytes of scratch memory that a record wants; for so many shards, of which so many share a gradient buffer."""
-
-# Functions of vectors: of one, of one and a number that is the same everywhere, of two.
-comptime Of1 = def[w: Int](SIMD[F32, w]) thin -> SIMD[F32, w]
-comptime OfNumber = def[w: Int](SIMD[F32, w], Float32) thin -> SIMD[F32, w]
-comptime Of2 = def[w: Int](SIMD[F32, w], SIMD[F32, w]) thin -> SIMD[F32, w]
-
-
-@fieldwise_init
-struct Row[L: Int](TrivialRegisterPassable):
-    """L samples side by side that a function of a row computes: a group in lanes, or one sample (L 1).
-
-    `get` and `put` reach feature f of an activation that has `of` features; `at` reads a parameter. a to e are the
-    record's first five operands, in its order; of fewer, the last one is repeated.
-    """
-
-    var a: Ptr
-    var b: Ptr
-    var c: Ptr
-    var d: Ptr
-    var e: Ptr
-    var F: Int  # features
-    var number: Float32  # the argument behind G, F
-    var group: Int
-    var lane: Int
-    var stride: Int  # samples per group, in memory
-
-    @always_inline
-    def get(self, p: Ptr, f: Int, of: Int) -> SIMD[F32, Self.L]:
-        """Feature f."""
-        var i = (self.group * of + f) * self.stride + self.lane
-        return load[Self.L](p, i)
-
-    @always_inline
-    def put(self, p: Ptr, f: Int, of: Int, v: SIMD[F32, Self.L]):
-        """Writes feature f."""
-        var i = (self.group * of + f) * self.stride + self.lane
-        store[Self.L](p, i, v)
-
-    @always_inline
-    def at(self, p: Ptr, f: Int) -> SIMD[F32, Self.L]:
-        """Number f of a parameter, for all samples."""
-        return SIMD[F32, Self.L](p[unsafe_offset=f])
-
-
-comptime OfRow = def[L: Int](Row[L]) thin
-comptime OfTerm = def[L: Int](Row[L], Int) thin -> SIMD[F32, L]
 
 
 def no_scratch(r: Record, shards: Int, fold: Int) -> Int:
@@ -126,6 +104,8 @@ struct OpOf[Run: Copyable & Deinitable](Copyable):
 
 comptime Op = OpOf[Kernel]
 """One op of the CPU."""
+comptime OpsPtr = Pointer[List[Op], MutUntrackedOrigin]
+"""A table that a family of kernels adds its ops to (mojo/families)."""
 
 
 trait Device:
@@ -159,6 +139,52 @@ trait Device:
         """The same arguments: adds f(row, i) of all rows to number i of the first operand, for i below F."""
         ...
 
+    @staticmethod
+    def shared_rows[f: OfShared, operands: Int]() -> Self.Run:
+        """`operands` arguments, then G and F: f of every row, by teams."""
+        ...
+
+    @staticmethod
+    def losses[f: OfLoss, operands: Int]() -> Self.Run:
+        """The same, and the first operand becomes (sum of losses, samples, right predictions, 0), exact up to 2^24 samples but
+        for the rounding of the sum itself. A row's number is 1, or the step's loss scale if the argument behind F is 1.
+        """
+        ...
+
+    @staticmethod
+    def cells[Z: Cells, f: def[L: Int](Cell[L], Z) thin, operands: Int, wide: Int = 4]() -> Self.Run:
+        """`operands` arguments, then what Z reads: f of every place. A GPU's thread has `wide` samples, 1 or 4."""
+        ...
+
+    @staticmethod
+    def cells[Z: Cells, f: def[L: Int](Cell[L], Z) thin, operands: Int, *, cpu: Kernel]() -> Self.Run:
+        """The same, but on a CPU its own kernel."""
+        ...
+
+    @staticmethod
+    def either[
+        Z: Cells,
+        f: def[L: Int](Cell[L], Z) thin,
+        test: def(Z) thin -> Bool,
+        Y: Cells,
+        g: def[L: Int](Cell[L], Y) thin,
+        operands: Int,
+        cpu: Kernel,
+    ]() -> Self.Run:
+        """The same: f of every place of Z if Z passes the test, else g of every place of Y; but on a CPU its own kernel.
+        """
+        ...
+
+    @staticmethod
+    def channels[A: Channels, f: def[T: Channel](T, A) thin]() -> Self.Run:
+        """Arguments as A: f of every channel."""
+        ...
+
+    @staticmethod
+    def update[R: Rule]() -> Self.Run:
+        """Arguments w, states; g, samples; n and the fields of R: one step of n weights."""
+        ...
+
 
 # --- the CPU -------------------------------------------------------------------------------------------------------------
 
@@ -187,6 +213,42 @@ struct Cpu(Device):
     @staticmethod
     def columns[f: OfTerm, operands: Int]() -> Self.Run:
         return by_layout[_columns[f, operands, LANES], _columns[f, operands, 1]]
+
+    @staticmethod
+    def shared_rows[f: OfShared, operands: Int]() -> Self.Run:
+        return by_layout[_shared_rows[f, operands, LANES], _shared_rows[f, operands, 1]]
+
+    @staticmethod
+    def losses[f: OfLoss, operands: Int]() -> Self.Run:
+        return by_layout[_losses[f, operands, LANES], _losses[f, operands, 1]]
+
+    @staticmethod
+    def cells[Z: Cells, f: def[L: Int](Cell[L], Z) thin, operands: Int, wide: Int = 4]() -> Self.Run:
+        return by_layout[each_cell[Z, f, operands, LANES], each_cell[Z, f, operands, 1]]
+
+    @staticmethod
+    def cells[Z: Cells, f: def[L: Int](Cell[L], Z) thin, operands: Int, *, cpu: Kernel]() -> Self.Run:
+        return cpu
+
+    @staticmethod
+    def either[
+        Z: Cells,
+        f: def[L: Int](Cell[L], Z) thin,
+        test: def(Z) thin -> Bool,
+        Y: Cells,
+        g: def[L: Int](Cell[L], Y) thin,
+        operands: Int,
+        cpu: Kernel,
+    ]() -> Self.Run:
+        return cpu
+
+    @staticmethod
+    def channels[A: Channels, f: def[T: Channel](T, A) thin]() -> Self.Run:
+        return _channels[A, f]
+
+    @staticmethod
+    def update[R: Rule]() -> Self.Run:
+        return _update[R]
 
 
 @always_inline
@@ -253,6 +315,181 @@ def map2[f: Of2](y: Ptr, a: Ptr, b: Ptr, n: Int):
     while i < n:
         y[unsafe_offset=i] = f[1](SIMD[F32, 1](a[unsafe_offset=i]), SIMD[F32, 1](b[unsafe_offset=i]))
         i += 1
+
+
+@fieldwise_init
+struct _Alone[samples: Int](Team):
+    comptime K = 1
+    comptime L = Self.samples
+
+    @always_inline
+    def part(self) -> Int:
+        return 0
+
+    @always_inline
+    def sum(self, v: SIMD[F32, Self.L]) -> SIMD[F32, Self.L]:
+        return v
+
+    @always_inline
+    def best(
+        self, v: SIMD[F32, Self.L], place: SIMD[DType.int32, Self.L]
+    ) -> Tuple[SIMD[F32, Self.L], SIMD[DType.int32, Self.L]]:
+        return (v, place)
+
+
+def _shared_rows[f: OfShared, operands: Int, L: Int](r: Record):
+    for g in range(r.int(operands + 1)):
+        f(_Alone[L](), _row[L, operands](r, g))
+
+
+def _losses[f: OfLoss, operands: Int, L: Int](r: Record):
+    var s = SIMD[F32, 4](0)
+    for g in range(r.int(operands + 1)):
+        var row = _row[L, operands](r, g)
+        row.number = Float32(r.context[].loss_scale) if r.int(operands + 3) == 1 else 1
+        var one = f(_Alone[L](), row)
+        s[0] += one.loss.reduce_add()
+        s[1] += one.counts.cast[F32]().reduce_add()
+        s[2] += one.right.cast[F32]().reduce_add()
+    r.ptr(1).unsafe_store(0, s)
+
+
+def each_cell[Z: Cells, f: def[L: Int](Cell[L], Z) thin, operands: Int, L: Int](r: Record):
+    """Computes f of every place."""
+    var i = operands + 1
+    var z = Z.read(r, i)
+    # read once: for all the compiler knows, what f writes may be the record
+    var cell = Cell[L](
+        r.ptr(1),
+        r.ptr(min(2, operands)),
+        r.ptr(min(3, operands)),
+        r.ptr(min(4, operands)),
+        Shard(r.context[].seed, r.context[].step, r.context[].first),
+        0,
+        0,
+        0,
+        0,
+        0,
+        L,
+    )
+    for plane in range(z.planes()):
+        cell.plane = plane
+        for row in range(z.rows()):
+            cell.row = row
+            for column in range(z.columns()):
+                cell.column = column
+                f[L](cell, z)
+                cell.at += 1
+
+
+@fieldwise_init
+struct _Channel(Channel):
+    """One after the other, sixteen neighbours at a time."""
+
+    comptime L = LANES
+    var z: OfChannels
+    var channel: Int
+    var live: Int  # samples that count
+    var lanes: Int
+
+    @always_inline
+    def number(self) -> Int:
+        return self.channel
+
+    @always_inline
+    def samples(self) -> Int:
+        return self.live
+
+    @always_inline
+    def count(self) -> Float32:
+        return Float32(max(self.live * self.z.P, 1))
+
+    @always_inline
+    def leads(self) -> Bool:
+        return True
+
+    @staticmethod
+    @always_inline
+    def load[whole: Bool](p: Ptr, at: Int, own: Int) -> SIMD[F32, Self.L]:
+        return load_part[whole](p, at, own)
+
+    @staticmethod
+    @always_inline
+    def own[whole: Bool](v: SIMD[F32, Self.L], own: Int) -> SIMD[F32, Self.L]:
+        comptime if whole:
+            return v
+        else:
+            return first(own).select(v, Vec(0))
+
+    @staticmethod
+    @always_inline
+    def store[whole: Bool](p: Ptr, at: Int, v: SIMD[F32, Self.L], there: Int):
+        store_part[whole](p, at, v, there)
+
+    @always_inline
+    def fold[B: def[whole: Bool](Int, Int, Two[Self.L]) -> Two[Self.L], //, both: Bool](self, body: B) -> Two[1]:
+        """Four partial sums take turns."""
+        var sums = Array[Two[Self.L], 4](fill=Two[Self.L](0, 0))
+
+        @always_inline
+        def add[whole: Bool, j: Int](at: Int, own: Int, there: Int) {mut sums, imm body}:
+            sums[j] = body[whole](at, own, sums[j])
+
+        self.walk(add)
+        return Two[1](
+            ((sums[0].s + sums[1].s) + (sums[2].s + sums[3].s)).reduce_add(),
+            ((sums[0].t + sums[1].t) + (sums[2].t + sums[3].t)).reduce_add(),
+        )
+
+    @always_inline
+    def each[B: def[whole: Bool](Int, Int, Int) -> None, //](self, body: B):
+        @always_inline
+        def put[whole: Bool, j: Int](at: Int, own: Int, there: Int) {imm body}:
+            body[whole](at, own, there)
+
+        self.walk(put)
+
+    @always_inline
+    def walk[B: def[whole: Bool, j: Int](Int, Int, Int) -> None, //](self, body: B):
+        """Calls body[whole, j](at, own, there) for each vector, j being 0, 1, 2, 3 in turn."""
+        var L = self.lanes
+        var n = self.z.P * L
+        for g in range(self.z.G):
+            var at = (g * self.z.C + self.channel) * n
+            var left = self.live - g * L
+            var i = 0
+            if left >= L:
+                while i + 4 * LANES <= n:
+                    comptime for j in range(4):
+                        body[True, j](at + i + j * LANES, LANES, LANES)
+                    i += 4 * LANES
+                while i + LANES <= n:
+                    body[True, 0](at + i, LANES, LANES)
+                    i += LANES
+            while i < n:
+                var there = min(n - i, LANES)
+                var own = there if left >= L else (0 if L == 1 else max(left, 0))
+                body[False, 0](at + i, own, there)
+                i += LANES
+
+
+def _channels[A: Channels, f: def[T: Channel](T, A) thin](r: Record):
+    var a = sizes_of[A](r, 1)
+    var z = a.sizes()
+    var live = z.N if z.N >= 0 else Int(r.context[].valid)
+    for c in range(z.C):
+        f(_Channel(z, c, live, r.lanes()), a)
+
+
+def _update[R: Rule](r: Record):
+    var weights = Weights[R].read(r)
+    var mean = 1 / weights.samples[]
+    var i = 0
+    while i + LANES <= weights.n:
+        weights.step[LANES](i, mean)
+        i += LANES
+    if i < weights.n:
+        weights.step[LANES, False](i, mean)
 
 
 # --- kernels that take their arguments one by one ------------------------------------------------------------------------

@@ -1,25 +1,28 @@
-"""Max- and average-pooling over lanes (see lanes.mojo for the layout and the letters). No padding.
+"""Max- and average-pooling, once for all devices (see lanes.mojo for the layout and the letters). No padding.
 
-R x T is the window, S the stride; P = (H - R) / S + 1 as for a convolution.
+R x T is the window, S the stride; P = (H - R) / S + 1 as for a convolution. Backwards a pixel gets what the windows over it
+hand down: window rows first, then columns.
 """
 
 from std.memory import unsafe_memset_zero
 from std.sys import masked_load, masked_store
 from std.utils.numerics import isnan
 
+from .division import divide, divisor
+from .functions import rounded
 from .lanes import (
+    BytePtr,
     F32,
     LANES,
-    BytePtr,
     Ptr,
     Vec,
     first,
-    load,
     load_first,
-    store,
     store_first,
 )
-from .op import Op, by_layout, call
+from .op import Device, OpOf, by_layout, call, each_cell
+from .record import Record, Source, sizes_of
+from .views import Cell, Cells
 
 
 @fieldwise_init
@@ -49,64 +52,153 @@ struct Windows(TrivialRegisterPassable):
         return self.R == n and self.T == n and self.S == n
 
 
-def maxpool_forward[
-    L: Int
-](
-    y: Ptr,  # (planes, P, Q, L)
-    argmax: BytePtr,  # (planes, P, Q, L): which place of the window, r * T + t
-    x: Ptr,  # (planes, H, W, L)
-    s: Windows,
-):
-    """Largest value of each window; the first one of equals; NaN wins, so that it is not hidden.
+@fieldwise_init
+struct Pool[backward: Bool](Cells):
+    """What is computed: a number for each window, or backwards for each pixel."""
 
-    R * T must be at most 256.
-    """
-    comptime if L == 1:
-        if s.are(2):
-            return _maxpool_forward_2x2_rows(y, argmax, x, s)
-    if s.are(2):
-        _maxpool_forward[L, 2](y, argmax, x, s)
-    else:
-        _maxpool_forward[L, 0](y, argmax, x, s)
+    var s: Windows
+    var relu: Bool  # maxpool_backward alone
+    var P: Int
+    var Q: Int
+    var by_S: UInt64
+
+    @staticmethod
+    @always_inline
+    def read[S: Source](r: S, mut i: Int) -> Self:
+        var s = sizes_of[Windows](r, i)
+        i += 7
+        return Self(s, r.int(i - 1) != 0, s.P(), s.Q(), divisor(s.S))
+
+    @always_inline
+    def planes(self) -> Int:
+        return self.s.planes
+
+    @always_inline
+    def rows(self) -> Int:
+        return self.s.H if Self.backward else self.P
+
+    @always_inline
+    def columns(self) -> Int:
+        return self.s.W if Self.backward else self.Q
+
+    @always_inline
+    def corner[L: Int](self, c: Cell[L]) -> Int:
+        """The first pixel of window c."""
+        return (c.plane * self.s.H + c.row * self.s.S) * self.s.W + c.column * self.s.S
+
+    @always_inline
+    def over(self, h: Int, R: Int, P: Int) -> Tuple[Int, Int]:
+        """The first window p of those over pixel h, p S <= h < p S + R, and the one behind the last."""
+        var begin = Int(divide(UInt32(h - R), self.by_S)) + 1 if h >= R else 0
+        return (begin, min(Int(divide(UInt32(h), self.by_S)), P - 1) + 1)
 
 
 @always_inline
-def _maxpool_forward[
-    L: Int,
-    known: Int,  # window and stride if they are equal and known at compile time, else 0
-](y: Ptr, argmax: BytePtr, x: Ptr, s: Windows):
-    var T = known if known else s.T
-    var S = known if known else s.S
-    var W = s.W
-    var out = 0
-    for plane in range(s.planes):
-        for p in range(s.P()):
-            var row = x.unsafe_offset((plane * s.H + p * S) * W * L)
-            for _ in range(s.Q()):
-                var best = load[L](row, 0)
-                var at = SIMD[DType.int32, L](0)
+def _maxpool[L: Int](c: Cell[L], z: Pool[False]):
+    """Arguments y, argmax (which place of the window, r * T + t); x. The largest value of each window; the first one of equals;
+    NaN wins, so that it is not hidden. R * T must be at most 256.
+    """
+    var corner = z.corner(c)
+    var best = c.get(c.c, corner)
+    var at = SIMD[DType.int32, L](0)
 
-                @always_inline
-                def look(r: Int, t: Int) {mut best, mut at, imm}:
-                    var v = load[L](row, (r * W + t) * L)
-                    var better = v.gt(best) | isnan(v)
-                    best = better.select(v, best)
-                    at = better.select(SIMD[DType.int32, L](Int32(r * T + t)), at)
+    @always_inline
+    def look(r: Int, t: Int, j: Int) {mut best, mut at, imm}:
+        var v = c.get(c.c, corner + r * z.s.W + t)
+        var better = v.gt(best) | isnan(v)
+        best = better.select(v, best)
+        at = better.select(SIMD[DType.int32, L](Int32(j)), at)
 
-                comptime if known:
-                    comptime for j in range(1, known * known):
-                        look(j // known, j % known)
-                else:
-                    for j in range(1, s.R * T):
-                        look(j // T, j % T)
-                store[L](y, out, best)
-                argmax.unsafe_store(out, at.cast[DType.uint8]())
-                out += L
-                row = row.unsafe_offset(S * L)
+    if z.s.are(2):
+        comptime for j in range(1, 4):
+            look(j // 2, j % 2, j)
+    else:
+        for t in range(1, z.s.T):
+            look(0, t, t)
+        for r in range(1, z.s.R):
+            for t in range(z.s.T):
+                look(r, t, r * z.s.T + t)
+    c.put(c.a, c.at, best)
+    c.put_bytes(c.b, c.at, at.cast[DType.uint8]())
 
 
-def _maxpool_forward_2x2_rows(y: Ptr, argmax: BytePtr, x: Ptr, s: Windows):
-    """Sixteen windows of a row at a time: pixels of two rows, the even and the odd ones."""
+@always_inline
+def _avgpool[L: Int](c: Cell[L], z: Pool[False]):
+    """Arguments y; x: the mean of each window."""
+    var corner = z.corner(c)
+    var s = SIMD[F32, L](0)
+    for r in range(z.s.R):
+        for t in range(z.s.T):
+            s += c.get(c.b, corner + r * z.s.W + t)
+    c.put(c.a, c.at, s * (Float32(1) / Float32(z.s.R * z.s.T)))
+
+
+@always_inline
+def _passing[L: Int](c: Cell[L], relu: Bool, i: Int) -> SIMD[F32, L]:
+    """What window i hands down. With `relu`, x is the output of a ReLU and its backward is done in the same pass: where the
+    winner is 0 nothing passes; y is read only then.
+    """
+    var d = c.get(c.b, i)
+    if relu:
+        d = c.get(c.d, i).gt(0).select(d, SIMD[F32, L](0))
+    return d
+
+
+@always_inline
+def _maxpool_backward[L: Int](c: Cell[L], z: Pool[True]):
+    """Arguments dx; dy, argmax, y: hands each gradient to the place that won."""
+    var d = SIMD[F32, L](0)
+    var rows = z.over(c.row, z.s.R, z.P)
+    var columns = z.over(c.column, z.s.T, z.Q)
+    for p in range(rows[0], rows[1]):
+        for q in range(columns[0], columns[1]):
+            var i = (c.plane * z.P + p) * z.Q + q
+            var place = (c.row - p * z.s.S) * z.s.T + c.column - q * z.s.S
+            var won = c.get_bytes(c.c, i).eq(UInt8(place))
+            d += won.select(_passing(c, z.relu, i), SIMD[F32, L](0))
+    c.put(c.a, c.at, d)
+
+
+def _tiled(z: Pool[False]) -> Bool:
+    """Whether windows of 2 x 2 tile the planes."""
+    return z.s.are(2) and z.s.H % 2 == 0 and z.s.W % 2 == 0
+
+
+@always_inline
+def _maxpool_backward_2x2[L: Int](c: Cell[L], z: Pool[False]):
+    """The same if they do: a window writes its four pixels."""
+    var d = _passing(c, z.relu, c.at)
+    var at = c.get_bytes(c.c, c.at)
+    var corner = z.corner(c)
+    comptime for j in range(4):
+        c.put(c.a, corner + (j // 2) * z.s.W + j % 2, at.eq(UInt8(j)).select(d, SIMD[F32, L](0)))
+
+
+@always_inline
+def _avgpool_backward[L: Int](c: Cell[L], z: Pool[True]):
+    """Arguments dx; dy: spreads each gradient evenly over its window."""
+    var scale = Float32(1) / Float32(z.s.R * z.s.T)
+    var d = SIMD[F32, L](0)
+    var rows = z.over(c.row, z.s.R, z.P)
+    var columns = z.over(c.column, z.s.T, z.Q)
+    for p in range(rows[0], rows[1]):
+        for q in range(columns[0], columns[1]):
+            d += rounded(c.get(c.b, (c.plane * z.P + p) * z.Q + q) * scale)
+    c.put(c.a, c.at, d)
+
+
+# --- on a CPU: windows of 2 x 2 in rows sixteen at a time; gradients by windows, which is quicker there than by pixels -----
+
+
+def _maxpool_on_cpu(r: Record):
+    if r.rows() and sizes_of[Windows](r, 4).are(2):
+        call[_maxpool_2x2_rows](r)
+    else:
+        by_layout[each_cell[Pool[False], _maxpool, 3, LANES], each_cell[Pool[False], _maxpool, 3, 1]](r)
+
+
+def _maxpool_2x2_rows(y: Ptr, argmax: BytePtr, x: Ptr, s: Windows):
+    """Takes pixels of two rows, the even and the odd ones."""
     var Q = s.Q()
     for row in range(s.planes * s.P()):
         var plane = row // s.P()
@@ -137,87 +229,50 @@ def _two(p: Ptr, i: Int, n: Int) -> Tuple[Vec, Vec]:
     return load_first(p, i, n).join(load_first(p, i + LANES, n - LANES)).deinterleave()
 
 
-def maxpool_backward[
-    L: Int
-](
-    dx: Ptr,  # (planes, H, W, L)
-    dy: Ptr,  # (planes, P, Q, L)
-    argmax: BytePtr,  # (planes, P, Q, L), saved by forward
-    y: Ptr,  # (planes, P, Q, L), read only if `relu`
-    s: Windows,
-    relu: Bool,
-):
-    """Hands each gradient to the place that won. With `relu`, x is the output of a ReLU and its backward is done in the
-    same pass: where the winner is 0 nothing passes.
-    """
-    if relu:
-        _maxpool_backward[L, True](dx, dy, argmax, y, s)
-    else:
-        _maxpool_backward[L, False](dx, dy, argmax, y, s)
-
-
-def _maxpool_backward[L: Int, relu: Bool](dx: Ptr, dy: Ptr, argmax: BytePtr, y: Ptr, s: Windows):
-    if s.are(2) and s.H % 2 == 0 and s.W % 2 == 0:
-        comptime if L == 1:
-            _maxpool_backward_2x2_rows[relu](dx, dy, argmax, y, s)
-        else:
-            _maxpool_backward_2x2[L, relu](dx, dy, argmax, y, s)
-        return
-    unsafe_memset_zero(dx, s.planes * s.H * s.W * L)
-    var out = 0
-    for plane in range(s.planes):
-        for p in range(s.P()):
-            for q in range(s.Q()):
-                var d = _passing[L, relu](dy, y, out)
-                var at = argmax.unsafe_offset(out).unsafe_load[width=L]()
-                for r in range(s.R):
-                    for t in range(s.T):
-                        var row = plane * s.H + p * s.S + r
-                        var i = (row * s.W + q * s.S + t) * L
-                        var won = at.eq(UInt8(r * s.T + t))
-                        store[L](
-                            dx,
-                            i,
-                            load[L](dx, i) + won.select(d, SIMD[F32, L](0)),
-                        )
-                out += L
+@always_inline
+def _spread_max[L: Int](c: Cell[L], z: Pool[False]):
+    var d = _passing(c, z.relu, c.at)
+    var at = c.get_bytes(c.c, c.at)
+    for r in range(z.s.R):
+        for t in range(z.s.T):
+            var i = z.corner(c) + r * z.s.W + t
+            c.put(c.a, i, c.get(c.a, i) + at.eq(UInt8(r * z.s.T + t)).select(d, SIMD[F32, L](0)))
 
 
 @always_inline
-def _passing[L: Int, relu: Bool](dy: Ptr, y: Ptr, i: Int) -> SIMD[F32, L]:
-    comptime if relu:
-        return load[L](y, i).gt(0).select(load[L](dy, i), SIMD[F32, L](0))
+def _spread_mean[L: Int](c: Cell[L], z: Pool[False]):
+    var d = rounded(c.get(c.b, c.at) * (Float32(1) / Float32(z.s.R * z.s.T)))
+    for r in range(z.s.R):
+        for t in range(z.s.T):
+            var i = z.corner(c) + r * z.s.W + t
+            c.put(c.a, i, c.get(c.a, i) + d)
+
+
+def _maxpool_backward_on_cpu(r: Record):
+    var i = 5
+    var z = Pool[False].read(r, i)
+    if not _tiled(z):
+        unsafe_memset_zero(r.ptr(1), z.s.planes * z.s.H * z.s.W * r.lanes())
+        by_layout[each_cell[Pool[False], _spread_max, 4, LANES], each_cell[Pool[False], _spread_max, 4, 1]](r)
+    elif r.rows():
+        call[_maxpool_backward_2x2_rows](r)
     else:
-        return load[L](dy, i)
+        each_cell[Pool[False], _maxpool_backward_2x2, 4, LANES](r)
 
 
-@always_inline
-def _maxpool_backward_2x2[L: Int, relu: Bool](dx: Ptr, dy: Ptr, argmax: BytePtr, y: Ptr, s: Windows):
-    """Windows that tile the plane: every element is written once, none is read."""
-    var out = 0
-    var W = s.W
-    for row in range(s.planes * s.H // 2):
-        var top = dx.unsafe_offset(row * 2 * W * L)
-        for q in range(W // 2):
-            var d = _passing[L, relu](dy, y, out)
-            var at = argmax.unsafe_offset(out).unsafe_load[width=L]()
-            comptime for j in range(4):
-                store[L](
-                    top,
-                    ((j // 2) * W + 2 * q + j % 2) * L,
-                    at.eq(UInt8(j)).select(d, SIMD[F32, L](0)),
-                )
-            out += L
+def _avgpool_backward_on_cpu(r: Record):
+    var s = sizes_of[Windows](r, 3)
+    unsafe_memset_zero(r.ptr(1), s.planes * s.H * s.W * r.lanes())
+    by_layout[each_cell[Pool[False], _spread_mean, 2, LANES], each_cell[Pool[False], _spread_mean, 2, 1]](r)
 
 
-def _maxpool_backward_2x2_rows[relu: Bool](dx: Ptr, dy: Ptr, argmax: BytePtr, y: Ptr, s: Windows):
-    """The same, sixteen windows of a row at a time."""
+def _maxpool_backward_2x2_rows(dx: Ptr, dy: Ptr, argmax: BytePtr, y: Ptr, s: Windows, relu: Bool):
     var Q = s.W // 2
     for row in range(s.planes * s.H // 2):
         for q in range(0, Q, LANES):
             var n = min(Q - q, LANES)
             var d = load_first(dy, row * Q + q, n)
-            comptime if relu:
+            if relu:
                 d = load_first(y, row * Q + q, n).gt(0).select(d, Vec(0))
             var at = masked_load[LANES](
                 argmax.unsafe_offset(row * Q + q),
@@ -238,60 +293,25 @@ def _maxpool_backward_2x2_rows[relu: Bool](dx: Ptr, dy: Ptr, argmax: BytePtr, y:
                 )
 
 
-def avgpool_forward[L: Int](y: Ptr, x: Ptr, s: Windows):
-    """Mean of each window. Shapes as for maxpool_forward."""
-    var scale = Float32(1) / Float32(s.R * s.T)
-    var out = 0
-    for plane in range(s.planes):
-        for p in range(s.P()):
-            for q in range(s.Q()):
-                var sum = SIMD[F32, L](0)
-                for r in range(s.R):
-                    var row = (plane * s.H + p * s.S + r) * s.W + q * s.S
-                    for t in range(s.T):
-                        sum += load[L](x, (row + t) * L)
-                store[L](y, out, sum * scale)
-                out += L
-
-
-def avgpool_backward[L: Int](dx: Ptr, dy: Ptr, s: Windows):
-    """Spreads each gradient evenly over its window. Shapes as for maxpool_backward."""
-    var scale = Float32(1) / Float32(s.R * s.T)
-    unsafe_memset_zero(dx, s.planes * s.H * s.W * L)
-    var out = 0
-    for plane in range(s.planes):
-        for p in range(s.P()):
-            for q in range(s.Q()):
-                var d = load[L](dy, out) * scale
-                for r in range(s.R):
-                    var row = (plane * s.H + p * s.S + r) * s.W + q * s.S
-                    for t in range(s.T):
-                        var i = (row + t) * L
-                        store[L](dx, i, load[L](dx, i) + d)
-                out += L
-
-
-def ops() -> List[Op]:
-    """The ops of this file. relu: the gradient of a ReLU before the pool is taken with it."""
+def ops[D: Device]() -> List[OpOf[D.Run]]:
+    """The ops of this file."""
     return [
-        Op(
+        OpOf(
             "maxpool_forward",
             "y, argmax; x; planes, H, W, R, T, S",
-            by_layout[call[maxpool_forward[LANES]], call[maxpool_forward[1]]],
+            D.cells[Pool[False], _maxpool, 3, cpu=_maxpool_on_cpu](),
         ),
-        Op(
+        OpOf(
             "maxpool_backward",
-            "dx; dy, argmax, y; planes, H, W, R, T, S, relu",
-            by_layout[call[maxpool_backward[LANES]], call[maxpool_backward[1]]],
+            "dx; dy, argmax, y; planes, H, W, R, T, S, relu of x",
+            D.either[
+                Pool[False], _maxpool_backward_2x2, _tiled, Pool[True], _maxpool_backward, 4, _maxpool_backward_on_cpu
+            ](),
         ),
-        Op(
-            "avgpool_forward",
-            "y; x; planes, H, W, R, T, S",
-            by_layout[call[avgpool_forward[LANES]], call[avgpool_forward[1]]],
-        ),
-        Op(
+        OpOf("avgpool_forward", "y; x; planes, H, W, R, T, S", D.cells[Pool[False], _avgpool, 2]()),
+        OpOf(
             "avgpool_backward",
             "dx; dy; planes, H, W, R, T, S",
-            by_layout[call[avgpool_backward[LANES]], call[avgpool_backward[1]]],
+            D.cells[Pool[True], _avgpool_backward, 2, cpu=_avgpool_backward_on_cpu](),
         ),
     ]

@@ -1,7 +1,7 @@
 """A record: one op of a program, with its arguments; and what a run of a program brings to it.
 
 A record is RECORD int64 numbers: a header and the arguments. The header has the op's code in its low 16 bits (its place
-in the table, shared/training/ops.mojo), 1 << 16 if the activations are in rows instead of lanes (lanes.mojo), and in the
+in the table, mojo/runtime/ops.mojo), 1 << 16 if the activations are in rows instead of lanes (lanes.mojo), and in the
 bits from 24 on how the operands of products are rounded. An argument is a size, a float (its 32 bits) or an operand: a
 byte offset in the low 56 bits and a space in the high 8. A space is an entry of the table of base addresses that comes
 with a run, so one program serves every shard, thread and process:
@@ -37,8 +37,8 @@ comptime WORK = 3
 """The space of activations."""
 comptime SPACES = 4
 """How many spaces there are."""
-comptime STATS = 16
-"""Floats behind a gradient buffer, one vector."""
+comptime STATS = 32
+"""Floats behind a gradient buffer: sums of loss and metrics, then what ranks compare."""
 comptime OFFSET = (1 << 56) - 1
 """The bits of an operand that are its offset, in bytes."""
 

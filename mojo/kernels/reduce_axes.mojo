@@ -9,8 +9,9 @@ from std.utils.numerics import inf
 
 from .arithmetic import maximum, plus
 from .lanes import F32, IntPtr, LANES, Ptr, load, store
-from .op import Of2, Op
+from .op import Op
 from .record import Record
+from .views import Of2
 
 comptime PARTS = 16  # partial results
 comptime LOWEST = -inf[F32]()

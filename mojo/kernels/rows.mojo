@@ -1,10 +1,11 @@
-"""Ops that compute each sample's row, once for all devices (op.Row)."""
+"""Ops that compute each sample's row, once for all devices (views.Row)."""
 
 from std.math import sqrt
 from std.memory import bitcast
 
 from .lanes import F32, Ptr
-from .op import Device, OpOf, Row
+from .op import Device, OpOf
+from .views import Row
 
 
 # --- layer norm: Ba, Kiros, Hinton 2016. stats are (mean, 1 / standard deviation) of each sample --------------------------

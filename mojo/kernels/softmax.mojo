@@ -1,215 +1,233 @@
-"""Softmax, log-softmax and the losses on them, over lanes: each lane walks the F classes of its own sample.
+"""Softmax, log-softmax and the losses on them, once for all devices: of each sample's F classes, which the threads of a team
+share (views.Team).
 
 A loss is a sum and a count, never a mean: means are taken once, over the whole global batch. A label of -1 marks a lane
 without a sample; it counts nowhere and its gradient is 0.
 """
 
-from std.utils.numerics import nan
+from std.memory import bitcast
+from std.utils.numerics import inf, isnan, nan
 
-from .functions import exp, log
-from .lanes import F32, IntPtr, LANES, Ptr, load, store, madd
-from .op import Op, by_layout, call
+from .functions import exp, log, rounded
+from .lanes import F32, Ptr, madd
+from .op import Device, OpOf
+from .record import Source
+from .views import Cell, Cells, Loss, Row, Team
 
-
-@always_inline
-def _max[L: Int](x: Ptr, F: Int) -> SIMD[F32, L]:
-    var m = load[L](x, 0)
-    for f in range(1, F):
-        m = max(m, load[L](x, f * L))
-    return m
+comptime I32 = DType.int32
 
 
-def softmax_forward[L: Int](y: Ptr, x: Ptr, G: Int, F: Int):
-    """Computes y = exp(x - max x) / sum exp(x - max x), x and y (G, F, L)."""
-    for g in range(G):
-        _ = _softmax[L](y.unsafe_offset(g * F * L), x.unsafe_offset(g * F * L), F)
+# --- softmax and log-softmax ---------------------------------------------------------------------------------------------
 
 
 @always_inline
-def _softmax[L: Int](y: Ptr, x: Ptr, F: Int) -> SIMD[F32, L]:
-    """Writes the softmax and returns log sum exp(x)."""
-    var m = _max[L](x, F)
-    var s = SIMD[F32, L](0)
-    for f in range(F):
-        var e = exp(load[L](x, f * L) - m)
-        store[L](y, f * L, e)
+def _sum_exp[T: Team, kept: Bool](team: T, r: Row[T.L], y: Ptr, x: Ptr, m: SIMD[F32, T.L]) -> SIMD[F32, T.L]:
+    """Sum of exp(x - m); who is alone and wants them again, `kept`, finds them in y."""
+    var s = SIMD[F32, T.L](0)
+    for f in range(team.part(), r.F, T.K):
+        var e = exp(r.get(x, f, r.F) - m)
+        comptime if kept and T.K == 1:
+            r.put(y, f, r.F, e)
         s += e
-    var inverse = 1 / s
-    for f in range(F):
-        store[L](y, f * L, load[L](y, f * L) * inverse)
-    return m + log(s)
+    return team.sum(s)
 
 
-def softmax_backward[L: Int](dx: Ptr, dy: Ptr, y: Ptr, G: Int, F: Int):
-    """Computes dx = y (dy - sum dy y)."""
-    for g in range(G):
-        var at = g * F * L
-        var s = SIMD[F32, L](0)
-        for f in range(F):
-            s = madd(load[L](dy, at + f * L), load[L](y, at + f * L), s)
-        for f in range(F):
-            var i = at + f * L
-            store[L](dx, i, load[L](y, i) * (load[L](dy, i) - s))
+@always_inline
+def _exp[T: Team](r: Row[T.L], y: Ptr, x: Ptr, m: SIMD[F32, T.L], f: Int) -> SIMD[F32, T.L]:
+    """What `_sum_exp` summed: computed again, but by who is alone."""
+    comptime if T.K == 1:
+        return r.get(y, f, r.F)
+    else:
+        return exp(r.get(x, f, r.F) - m)
 
 
-def log_softmax_forward[L: Int](y: Ptr, x: Ptr, G: Int, F: Int):
-    """Computes y = x - log sum exp(x)."""
-    for g in range(G):
-        var at = g * F * L
-        var m = _max[L](x.unsafe_offset(at), F)
-        var s = SIMD[F32, L](0)
-        for f in range(F):
-            s += exp(load[L](x, at + f * L) - m)
+@always_inline
+def _softmax_of[T: Team, logarithm: Bool](team: T, r: Row[T.L]):
+    var m = SIMD[F32, T.L](-inf[F32]())
+    for f in range(team.part(), r.F, T.K):
+        m = max(m, r.get(r.b, f, r.F))
+    m = team.best(m, SIMD[I32, T.L](0))[0]
+    var s = _sum_exp[T, not logarithm](team, r, r.a, r.b, m)
+    comptime if logarithm:
         m += log(s)
-        for f in range(F):
-            store[L](y, at + f * L, load[L](x, at + f * L) - m)
+        for f in range(team.part(), r.F, T.K):
+            r.put(r.a, f, r.F, r.get(r.b, f, r.F) - m)
+    else:
+        var inverse = 1 / s
+        for f in range(team.part(), r.F, T.K):
+            r.put(r.a, f, r.F, _exp[T](r, r.a, r.b, m, f) * inverse)
 
 
-def log_softmax_backward[L: Int](dx: Ptr, dy: Ptr, y: Ptr, G: Int, F: Int):
-    """Computes dx = dy - exp(y) sum dy."""
-    for g in range(G):
-        var at = g * F * L
-        var s = SIMD[F32, L](0)
-        for f in range(F):
-            s += load[L](dy, at + f * L)
-        for f in range(F):
-            var i = at + f * L
-            store[L](dx, i, load[L](dy, i) - exp(load[L](y, i)) * s)
+def _softmax[T: Team](team: T, r: Row[T.L]):
+    """Arguments y; x: y = exp(x - max x) / sum exp(x - max x)."""
+    _softmax_of[T, False](team, r)
 
 
-# --- losses --------------------------------------------------------------------------
-# `stats` is (sum of losses, samples, correct predictions); each is exact up to 2^24 samples but for the rounding of
-# the sum itself.
+def _log_softmax[T: Team](team: T, r: Row[T.L]):
+    """Arguments y; x: y = x - log sum exp(x)."""
+    _softmax_of[T, True](team, r)
+
+
+def _softmax_backward[T: Team](team: T, r: Row[T.L]):
+    """Arguments dx; dy, y: dx = y (dy - sum dy y)."""
+    var s = SIMD[F32, T.L](0)
+    for f in range(team.part(), r.F, T.K):
+        s = madd(r.get(r.b, f, r.F), r.get(r.c, f, r.F), s)
+    s = team.sum(s)
+    for f in range(team.part(), r.F, T.K):
+        r.put(r.a, f, r.F, r.get(r.c, f, r.F) * (r.get(r.b, f, r.F) - s))
+
+
+def _log_softmax_backward[T: Team](team: T, r: Row[T.L]):
+    """Arguments dx; dy, y: dx = dy - exp(y) sum dy."""
+    var s = SIMD[F32, T.L](0)
+    for f in range(team.part(), r.F, T.K):
+        s += r.get(r.b, f, r.F)
+    s = team.sum(s)
+    for f in range(team.part(), r.F, T.K):
+        r.put(r.a, f, r.F, r.get(r.b, f, r.F) - exp(r.get(r.c, f, r.F)) * s)
+
+
+# --- losses --------------------------------------------------------------------------------------------------------------
+
+
+comptime CROSS_ENTROPY = 0  # writes the softmax
+comptime GRADIENT = 1  # the same loss, and writes its gradient instead
+comptime NLL = 2  # writes nothing
 
 
 @always_inline
-def _count[L: Int](x: Ptr, labels: IntPtr, F: Int, mut stats: SIMD[F32, 4]) -> SIMD[DType.int32, L]:
-    """Counts samples and correct predictions (the first largest of x) of one group; returns its labels."""
-    var label = labels.unsafe_load[width=L]()
-    var m = load[L](x, 0)
-    var at = SIMD[DType.int32, L](0)
-    for f in range(1, F):
-        var v = load[L](x, f * L)
-        var better = v.gt(m)
-        m = better.select(v, m)
-        at = better.select(SIMD[DType.int32, L](Int32(f)), at)
-    stats[1] += label.ge(0).cast[F32]().reduce_add()
-    stats[2] += label.eq(at).cast[F32]().reduce_add()
-    return label
-
-
-@always_inline
-def _at_label[L: Int](x: Ptr, label: SIMD[DType.int32, L], F: Int) -> SIMD[F32, L]:
+def _at_label[L: Int](r: Row[L], x: Ptr, label: SIMD[I32, L]) -> SIMD[F32, L]:
     """x[label] of each lane, 0 for lanes without a sample. NaN, which the check of a step finds, where there is no such
     class."""
-    var v = label.ge(Int32(F)).select(SIMD[F32, L](nan[F32]()), 0)
-    for f in range(F):
-        v = label.eq(Int32(f)).select(load[L](x, f * L), v)
+    var v = label.ge(Int32(r.F)).select(SIMD[F32, L](nan[F32]()), 0)
+    comptime if L == 1:
+        if 0 <= Int(label[0]) < r.F:
+            v = r.get(x, Int(label[0]), r.F)
+    else:
+        for f in range(r.F):
+            v = label.eq(Int32(f)).select(r.get(x, f, r.F), v)
     return v
 
 
-def cross_entropy_forward[
-    L: Int
-](
-    stats: Ptr,  # (4)
-    p: Ptr,  # (G, F, L): softmax(x), saved for backward
-    x: Ptr,  # (G, F, L)
-    labels: IntPtr,  # (G * L)
-    G: Int,
-    F: Int,
-):
-    """Writes stats; the loss of a sample is log sum exp(x) - x[label]."""
-    var s = SIMD[F32, 4](0)
-    for g in range(G):
-        var at = g * F * L
-        var xg = x.unsafe_offset(at)
-        var label = _count[L](xg, labels.unsafe_offset(g * L), F, s)
-        var lse = _softmax[L](p.unsafe_offset(at), xg, F)
-        s[0] += label.ge(0).select(lse - _at_label[L](xg, label, F), SIMD[F32, L](0)).reduce_add()
-    stats.unsafe_store(0, s)
+@always_inline
+def _gradient[L: Int](p: SIMD[F32, L], label: SIMD[I32, L], f: Int, d: Float32) -> SIMD[F32, L]:
+    """By x[f], of d times the cross-entropy: (p - onehot(label)) d, 0 in lanes without a sample."""
+    return label.ge(0).select((p - label.eq(Int32(f)).cast[F32]()) * d, SIMD[F32, L](0))
 
 
-def cross_entropy_backward[L: Int](dx: Ptr, dloss: Ptr, p: Ptr, labels: IntPtr, G: Int, F: Int):
-    """Computes dx = (p - onehot(label)) dloss, 0 in lanes without a sample."""
-    var d = SIMD[F32, L](dloss[])
-    for g in range(G):
-        var label = labels.unsafe_offset(g * L).unsafe_load[width=L]()
-        for f in range(F):
-            var i = (g * F + f) * L
-            var v = load[L](p, i) - label.eq(Int32(f)).cast[F32]()
-            store[L](dx, i, label.ge(0).select(v * d, SIMD[F32, L](0)))
+@always_inline
+def _loss[T: Team, kind: Int](team: T, r: Row[T.L], y: Ptr, x: Ptr, labels: Ptr) -> Loss[T.L]:
+    """Loss and prediction, the first largest of x: a NaN is never larger, and nothing is larger than a NaN in front."""
+    var label = bitcast[I32, T.L](r.get(labels, 0, 1))
+    var best = SIMD[F32, T.L](-inf[F32]())
+    var place = SIMD[I32, T.L](Int32(r.F if team.part() > 0 else 0))
+    for f in range(team.part(), r.F, T.K):
+        var v = r.get(x, f, r.F)
+        v = isnan(v).select(SIMD[F32, T.L](inf[F32]() if f == 0 else -inf[F32]()), v)
+        var better = v.gt(best)
+        best = better.select(v, best)
+        place = better.select(SIMD[I32, T.L](Int32(f)), place)
+    var top = team.best(best, place)
+    var all = SIMD[F32, T.L](0)
+    comptime if kind != NLL:
+        var m = top[0]
+        var s = _sum_exp[T, True](team, r, y, x, m)
+        all = m + log(s)
+        var inverse = 1 / s
+        for f in range(team.part(), r.F, T.K):
+            var p = _exp[T](r, y, x, m, f) * inverse
+            comptime if kind == GRADIENT:
+                p = _gradient(rounded(p), label, f, r.number)
+            r.put(y, f, r.F, p)
+    return Loss[T.L](
+        label.ge(0).select(all - _at_label(r, x, label), SIMD[F32, T.L](0)),
+        label.ge(0),
+        label.eq(top[1]),
+    )
 
 
-def nll_forward[L: Int](stats: Ptr, x: Ptr, labels: IntPtr, G: Int, F: Int):
-    """Writes stats; the loss of a sample is -x[label], x being log-probabilities (G, F, L)."""
-    var s = SIMD[F32, 4](0)
-    for g in range(G):
-        var xg = x.unsafe_offset(g * F * L)
-        var label = _count[L](xg, labels.unsafe_offset(g * L), F, s)
-        s[0] -= _at_label[L](xg, label, F).reduce_add()
-    stats.unsafe_store(0, s)
+def _cross_entropy[T: Team](team: T, r: Row[T.L]) -> Loss[T.L]:
+    """Arguments stats, p (softmax(x), saved for backward); x, labels. The loss of a sample is log sum exp(x) - x[label].
+    """
+    return _loss[T, CROSS_ENTROPY](team, r, r.b, r.c, r.d)
 
 
-def nll_backward[L: Int](dx: Ptr, dloss: Ptr, labels: IntPtr, G: Int, F: Int):
-    """Computes dx = -onehot(label) dloss."""
-    var d = SIMD[F32, L](-dloss[])
-    for g in range(G):
-        var label = labels.unsafe_offset(g * L).unsafe_load[width=L]()
-        for f in range(F):
-            store[L](
-                dx,
-                (g * F + f) * L,
-                label.eq(Int32(f)).select(d, SIMD[F32, L](0)),
-            )
+def _cross_entropy_gradient[T: Team](team: T, r: Row[T.L]) -> Loss[T.L]:
+    """Arguments stats, dx; x, labels: the gradient times the row's number, to the bit what the two ops give."""
+    return _loss[T, GRADIENT](team, r, r.b, r.c, r.d)
 
 
-def ops() -> List[Op]:
+def _nll[T: Team](team: T, r: Row[T.L]) -> Loss[T.L]:
+    """Arguments stats; x, labels. The loss of a sample is -x[label], x being log-probabilities."""
+    return _loss[T, NLL](team, r, r.b, r.b, r.c)
+
+
+@fieldwise_init
+struct Classes(Cells):
+    """Sizes of the classes of all samples."""
+
+    var G: Int
+    var F: Int
+
+    @staticmethod
+    @always_inline
+    def read[S: Source](r: S, mut i: Int) -> Self:
+        i += 2
+        return Self(r.int(i - 2), r.int(i - 1))
+
+    @always_inline
+    def planes(self) -> Int:
+        return self.G
+
+    @always_inline
+    def rows(self) -> Int:
+        return 1
+
+    @always_inline
+    def columns(self) -> Int:
+        return self.F
+
+
+@always_inline
+def _cross_entropy_backward[L: Int](c: Cell[L], z: Classes):
+    """Arguments dx; dloss, p, labels."""
+    var label = bitcast[I32, L](c.get(c.d, c.plane))
+    c.put(c.a, c.at, _gradient(c.get(c.c, c.at), label, c.column, c.b[]))
+
+
+@always_inline
+def _nll_backward[L: Int](c: Cell[L], z: Classes):
+    """Arguments dx; dloss, labels: dx = -onehot(label) dloss."""
+    var label = bitcast[I32, L](c.get(c.c, c.plane))
+    c.put(c.a, c.at, label.eq(Int32(c.column)).select(SIMD[F32, L](-c.b[]), SIMD[F32, L](0)))
+
+
+def ops[D: Device]() -> List[OpOf[D.Run]]:
     """The ops of this file."""
     return [
-        Op(
-            "softmax_forward",
-            "y; x; G, F",
-            by_layout[call[softmax_forward[LANES]], call[softmax_forward[1]]],
-        ),
-        Op(
-            "softmax_backward",
-            "dx; dy, y; G, F",
-            by_layout[call[softmax_backward[LANES]], call[softmax_backward[1]]],
-        ),
-        Op(
-            "log_softmax_forward",
-            "y; x; G, F",
-            by_layout[call[log_softmax_forward[LANES]], call[log_softmax_forward[1]]],
-        ),
-        Op(
-            "log_softmax_backward",
-            "dx; dy, y; G, F",
-            by_layout[call[log_softmax_backward[LANES]], call[log_softmax_backward[1]]],
-        ),
-        Op(
-            "cross_entropy_forward",
-            "stats, p; x, labels; G, F",
-            by_layout[
-                call[cross_entropy_forward[LANES]],
-                call[cross_entropy_forward[1]],
-            ],
-        ),
-        Op(
+        OpOf("softmax_forward", "y; x; G, F", D.shared_rows[_softmax, 2]()),
+        OpOf("softmax_backward", "dx; dy, y; G, F", D.shared_rows[_softmax_backward, 3]()),
+        OpOf("log_softmax_forward", "y; x; G, F", D.shared_rows[_log_softmax, 2]()),
+        OpOf("log_softmax_backward", "dx; dy, y; G, F", D.shared_rows[_log_softmax_backward, 3]()),
+        OpOf("cross_entropy_forward", "stats, p; x, labels; G, F", D.losses[_cross_entropy, 4]()),
+        OpOf(
             "cross_entropy_backward",
             "dx; dloss, p, labels; G, F",
-            by_layout[
-                call[cross_entropy_backward[LANES]],
-                call[cross_entropy_backward[1]],
-            ],
+            D.cells[Classes, _cross_entropy_backward, 4](),
         ),
-        Op(
-            "nll_forward",
-            "stats; x, labels; G, F",
-            by_layout[call[nll_forward[LANES]], call[nll_forward[1]]],
-        ),
-        Op(
-            "nll_backward",
-            "dx; dloss, labels; G, F",
-            by_layout[call[nll_backward[LANES]], call[nll_backward[1]]],
-        ),
+        OpOf("nll_forward", "stats; x, labels; G, F", D.losses[_nll, 3]()),
+        OpOf("nll_backward", "dx; dloss, labels; G, F", D.cells[Classes, _nll_backward, 3]()),
+    ]
+
+
+def fused[D: Device]() -> List[OpOf[D.Run]]:
+    """The loss with its gradient, times the step's loss scale if `scaled`; for devices on which a launch takes time."""
+    return [
+        OpOf(
+            "cross_entropy",
+            "stats, dx; x, labels; G, F, scaled",
+            D.losses[_cross_entropy_gradient, 4](),
+            "of:cross_entropy_forward+cross_entropy_backward",
+        )
     ]

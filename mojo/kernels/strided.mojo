@@ -5,10 +5,11 @@ of tensors that are broadcast is one loop over a function of two numbers (`Strid
 samples in lanes are two of the axes, the groups first and the 16 samples of a group last.
 """
 
-from .elementwise import add
+from .buffers import add
 from .lanes import LANES, LongPtr, Ptr, Vec, load, store
-from .op import Kernel, Of2, Op, call
+from .op import Kernel, Op, call
 from .record import Record
+from .views import Of2
 
 comptime AXES = 5
 

@@ -21,25 +21,22 @@ _HOMES = {  # what is loaded from where; front ends, such as torch.names, by wha
     "distributed.ddp": "DDP DistributedDataParallel",
     "errors": "OdysseyError",
     "nn": "PipelineParallel Stage checkpoint manual_seed",
-    "parallel.compression": "GradientCompression",
+    "inexact.compression": "GradientCompression",
     "parallel.mesh": "Mesh",
-    "ray": "RayTrainer",
-    "torch.names": "HorovodTrainer PyTorchDDPTrainer",
-    "torch.weights": "load_torch",
-    "train.saved": "load load_model save_model",
+    "train.saved": "export load load_model predict save_model",
     "train.trainer": "DistributedTrainer History",
-    "tune": "DistributedTuner",
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
 _SHORT = {  # modules by the names that users import them by: `import odyssey.functional as F`
     "functional": "core.functional",
     "placement": "core.placement",
     "steplog": "audit.steplog",
+    "watch": "base",
     "tensor": "core.tensor",
     "trainer": "train.trainer",
     "verify": "audit.verify",
 }
-_MODULES = {*_SHORT, *"callbacks comm data distributed errors loggers nn optim parallel testing torch tune".split()}
+_MODULES = {*_SHORT, *"callbacks comm data distributed errors loggers nn optim parallel testing".split()}
 
 _ELSEWHERE = {  # other platforms' names of what is done in another way here
     "TensorFlowDistributedTrainer": "TensorFlow's distribution is tf.distribute; a Keras model trains with "
@@ -58,19 +55,19 @@ if TYPE_CHECKING:
     from .distributed.config import DistributedConfig
     from .distributed.ddp import DDP, DistributedDataParallel
     from .errors import OdysseyError
+    from .inexact.compression import GradientCompression
     from .nn import PipelineParallel, Stage, checkpoint, manual_seed
-    from .parallel.compression import GradientCompression
     from .parallel.mesh import Mesh
     from .train import trainer
-    from .train.saved import load, load_model, save_model
+    from .train.saved import export, load, load_model, predict, save_model
     from .train.trainer import DistributedTrainer, History
 
 __all__ = [
     "DDP", "Device", "DistributedConfig", "DistributedDataParallel", "DistributedTrainer", "GradScaler",
     "GradientCompression", "History", "Mesh", "OdysseyError", "PipelineParallel", "Stage", "Tensor", "autocast",
-    "callbacks", "checkpoint", "comm", "data", "device", "distributed", "errors", "from_dlpack", "functional", "load",
-    "load_model", "load_ops", "loggers", "manual_seed", "nn", "no_grad", "offload", "optim", "parallel", "placement",
-    "save_model", "steplog", "tensor", "testing", "trainer", "verify",
+    "callbacks", "checkpoint", "comm", "data", "device", "distributed", "errors", "export", "from_dlpack",
+    "functional", "load", "load_model", "load_ops", "loggers", "manual_seed", "nn", "no_grad", "offload", "optim",
+    "parallel", "placement", "predict", "save_model", "steplog", "tensor", "testing", "trainer", "verify",
 ]  # fmt: skip
 
 
@@ -83,6 +80,11 @@ def __getattr__(name: str) -> Any:
         raise ConfigError(f"[odyssey] there is no {name}: {_ELSEWHERE[name]}")
     if name in _MODULES:
         return importlib.import_module(f".{_SHORT.get(name, name)}", __name__)
+    from .base import registry
+
+    for kind in ("names", "modules"):
+        if name in registry.provided(kind):
+            return registry.load(kind, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -90,15 +92,24 @@ def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])
 
 
+def _home(name: str) -> str:
+    """The module that a short name stands for; "": it is none."""
+    package, _, short = name.partition(".")
+    if package != __name__ or "." in short:
+        return ""
+    from .base import registry
+
+    return f"{__name__}.{_SHORT[short]}" if short in _SHORT else registry.provided("modules").get(short, "")
+
+
 class _Short:
-    """Finds the modules of _SHORT by their short names; asked last, for what is found nowhere else."""
+    """Finds modules by their short names; asked last, for what is found nowhere else."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        package, _, short = name.partition(".")
-        return importlib.machinery.ModuleSpec(name, self) if package == __name__ and short in _SHORT else None
+        return importlib.machinery.ModuleSpec(name, self) if _home(name) else None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> Any:
-        module = importlib.import_module(f".{_SHORT[spec.name.partition('.')[2]]}", __name__)
+        module = importlib.import_module(_home(spec.name))
         self._spec = module.__spec__
         return module
 
@@ -108,16 +119,18 @@ class _Short:
 
 def _enter() -> None:
     """Lets rooms hear of each other that do not know each other, and a process that a launcher started as one of
-    several ranks end as one: watch/entry.py."""
-    from .watch import hooks, launcher
+    several ranks end as one: base/entry.py."""
+    from .base import hooks, launcher
 
     sys.meta_path.append(_Short())
-    hooks.on_world.append(lambda world: importlib.import_module(".watch.start", __name__).begin(world))
+    hooks.on_world.append(lambda world: importlib.import_module(".run.start", __name__).begin(world))
     hooks.connect.append(lambda: importlib.import_module(".comm", __name__).world("auto"))
     if launcher.rank() is not None:
-        from .watch import entry
+        from .base import entry
 
         entry.install()
+    else:
+        hooks.end_with_exit_codes()
 
 
 _enter()

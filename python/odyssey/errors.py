@@ -2,6 +2,7 @@
 
 An error says who, what was given, what is allowed and what to do next, in one line. The command line prints that line
 and exits with the code; the library raises it. Anything that is not an `OdysseyError` is a defect with a traceback.
+Most are also the built-in error that PyTorch raises in such a place, so that a program written for it catches them.
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ class OdysseyError(Exception):
         return self
 
 
-class ConfigError(OdysseyError):
+class ConfigError(OdysseyError, ValueError):
     """A setting has a value that is not allowed, alone or together with another."""
 
 
-class ShapeError(OdysseyError):
+class ShapeError(OdysseyError, ValueError, RuntimeError):
     """Tensors whose shapes, dtypes or layouts do not fit the operation."""
 
 
-class DataError(OdysseyError):
+class DataError(OdysseyError, ValueError):
     """A data file is missing, truncated, altered or not what its name says."""
 
     exit_code = 65
@@ -51,26 +52,26 @@ class CheckpointError(DataError):
     """A checkpoint is torn, altered, not signed as it must be, or no checkpoint: it is not used."""
 
 
-class NumericsError(OdysseyError):
+class NumericsError(OdysseyError, ArithmeticError):
     """The training left the numbers (NaN or infinity); the step that did it was not applied."""
 
     exit_code = 65
 
 
-class BuildError(OdysseyError):
+class BuildError(OdysseyError, RuntimeError):
     """The kernels could not be compiled or loaded."""
 
     exit_code = 69
     lines = True  # the compiler's
 
 
-class DeviceError(OdysseyError):
+class DeviceError(OdysseyError, RuntimeError):
     """A device was asked for that this machine does not have."""
 
     exit_code = 69
 
 
-class LaunchError(OdysseyError):
+class LaunchError(OdysseyError, RuntimeError):
     """Ranks cannot be started here, or a run was given up."""
 
     exit_code = 69
@@ -88,7 +89,7 @@ class Stopped(OdysseyError):
     exit_code = 75
 
 
-class CollectiveError(OdysseyError):
+class CollectiveError(OdysseyError, RuntimeError):
     """The ranks did not do the same: a collective call, or a message, that differs between them, or a rank that did
     not come. No wrong number was used."""
 
@@ -120,7 +121,11 @@ def check_kind(who: str, what: str, given: Any, kind: type, of: str) -> None:
     """ConfigError for what is no object of a class; `of`: what is to be given instead, before the class's name."""
     if not isinstance(given, kind):
         name = f"the class {given.__name__}" if isinstance(given, type) else f"of type {type(given).__name__}"
-        raise ConfigError(f"[{who}] {what} is {name}; give an object of {of}{kind.__name__}")
+        instead = f"give an object of {of}{kind.__name__}"
+        theirs = any(base.__module__.partition(".")[0] == "torch" for base in type(given).__mro__)
+        if theirs and kind.__module__.startswith("odyssey."):
+            name, instead = f"PyTorch's ({name})", "odyssey.torch.DistributedTrainer trains PyTorch's modules"
+        raise ConfigError(f"[{who}] {what} is {name}; {instead}")
 
 
 def check_integer(name: str, value: object, low: int, high: int | None = None) -> int:

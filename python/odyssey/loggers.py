@@ -3,9 +3,10 @@
     from odyssey.loggers import CSVLogger, TensorBoardLogger
     trainer.fit(loader, validation, epochs=5, callbacks=[CSVLogger("logs"), TensorBoardLogger("logs")])
 
-Rank 0 writes: "loss" of every `log_every_n_steps`-th step and what callbacks gave Context.log(), and at the end of an
-epoch its record. A training that goes on from a checkpoint goes on in the same curves: what was written behind that
-checkpoint is taken away or not written again. docs/logging.md shows how to read the files.
+Rank 0 writes: "loss", "lr", "grad_norm" and "throughput" of every `log_every_n_steps`-th step and what callbacks gave
+Context.log(), and at the end of an epoch its record, "workers" and "batch_size". A training that goes on from a
+checkpoint goes on in the same curves: what was written behind that checkpoint is taken away or not written again.
+docs/logging.md shows how to read the files.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from .base.files import parse_json, write_whole
 from .callbacks import Callback, Context
-from .core.settings import did_you_mean
 from .errors import ConfigError, OutputError, Stopped, check_integer
-from .watch.files import parse_json, write_whole
+from .settings.declarations import did_you_mean
 
 Row = dict[str, Any]  # "step", "epoch" where it is an epoch's record, and figures
 
@@ -36,6 +37,7 @@ class Logger(Callback):
     """
 
     exact = False
+    writes = True
     after = 1  # what other callbacks log of an event is there
 
     def __init__(self, log_every_n_steps: int = 10) -> None:
@@ -44,6 +46,12 @@ class Logger(Callback):
         self._state: dict[str, Any] = {}
         self._opened = self._failed = False
         self._seen = 0  # of what callbacks logged
+        self._since, self._samples = 0.0, 0  # of what was trained after the last row
+
+    @classmethod
+    def at(cls, folder: Path, log_every_n_steps: int) -> Logger:
+        """The logger that `odyssey train --log NAME --log-dir FOLDER` makes."""
+        return cls(folder, log_every_n_steps)  # type: ignore[call-arg,arg-type]
 
     # --- what a subclass does, on rank 0 ---
 
@@ -78,14 +86,24 @@ class Logger(Callback):
             with self._told(context):
                 self.open(context, self._state)
                 self._opened = True
+        self._since, self._samples = time.perf_counter(), 0
 
     def on_step_end(self, context: Context) -> None:
-        if self._opened and context.steps % self.log_every_n_steps == 0:
-            self._row(context, {"step": context.steps, "loss": context.loss})
+        if not self._opened:
+            return
+        self._samples += len(context.batch.indices) if context.batch is not None else 0
+        if context.steps % self.log_every_n_steps == 0:
+            now = time.perf_counter()
+            row = {"step": context.steps, "loss": context.loss, "lr": context.step.rate if context.step else None}
+            row["grad_norm"] = context.trainer.gradient_norm()
+            row["throughput"] = self._samples / max(now - self._since, 1e-9) if self._samples else None
+            self._row(context, row)
+            self._since, self._samples = now, 0
 
     def on_epoch_end(self, context: Context) -> None:
         if self._opened:
-            self._row(context, {"step": context.steps, **context.record})
+            sizes = {"workers": context.trainer.workers, "batch_size": context.batch_size or None}
+            self._row(context, {"step": context.steps, **context.record, **sizes})
 
     def on_checkpoint(self, context: Context) -> None:
         if self._opened:
@@ -100,6 +118,8 @@ class Logger(Callback):
 
     def _row(self, context: Context, row: dict[str, Any]) -> None:
         known = {k: v for k, v in row.items() if isinstance(v, (int, float)) and not isinstance(v, bool)}
+        if not math.isfinite(known.get("grad_norm", 0.0)):
+            del known["grad_norm"]  # of a step that was not taken
         new = {name: value for name, (number, value) in context.logged.items() if number > self._seen}
         self._seen = context.log_calls
         with self._told(context):
@@ -215,6 +235,13 @@ class CSVLogger(_Rows):
             self.rewrite([*self.read(), *rows])
 
 
+def parameters(context: Context) -> dict[str, Any]:
+    """What a run of a tracking service is said to be of: the training's configuration, and its size."""
+    trainer = context.trainer
+    sizes = {"workers": trainer.workers, "ranks": trainer.comm.size, "learning_rate": trainer.base_rate}
+    return {**trainer.configuration(), "epochs": context.epochs, "batch_size": context.batch_size or None, **sizes}
+
+
 def _need(owner: Any, module: str, package: str) -> None:
     if importlib.util.find_spec(module) is None:
         raise ConfigError(f"[{type(owner).__name__}] the package {package} is not installed; pip install {package}")
@@ -267,6 +294,8 @@ class MLflowLogger(Logger):
     """A run of MLflow: the training's configuration as parameters, figures as metrics, the last checkpoint as artifact
     (its best, with a ModelCheckpoint). Needs mlflow or mlflow-skinny (with sqlalchemy for a SQLite store).
 
+    A run that the program has started (mlflow.start_run) is joined: it gets all of this and is left open; experiment
+    and run_name are then its own.
     experiment: its name. uri: of the store, such as "sqlite:///mlflow.db"; default: MLflow's own, MLFLOW_TRACKING_URI.
     artifacts: where those of a new experiment go; default: MLflow's own place, with SQLite ./mlruns.
     `run_id`: of the run. A training that goes on from a checkpoint goes on in the same run.
@@ -288,8 +317,18 @@ class MLflowLogger(Logger):
         self.experiment, self.uri, self.run_name, self.log_checkpoint = experiment, uri, run_name, log_checkpoint
         self.run_id: str | None = None
         self._client: Any = None
+        self._joined = False
         self._metrics: list[Any] = []
         self._known: dict[str, int] = {}  # the newest step of each metric that an earlier process has written
+
+    @classmethod
+    def at(cls, folder: Path, log_every_n_steps: int) -> MLflowLogger:
+        """Logs to MLFLOW_TRACKING_URI, or where that is not set into a SQLite store in the folder."""
+        if os.environ.get("MLFLOW_TRACKING_URI"):
+            return cls(log_every_n_steps=log_every_n_steps)
+        folder.mkdir(parents=True, exist_ok=True)
+        store, artifacts = f"sqlite:///{folder.absolute() / 'mlflow.db'}", folder / "mlruns"
+        return cls(uri=store, artifacts=artifacts, log_every_n_steps=log_every_n_steps)
 
     def on_fit_start(self, context: Context) -> None:
         super().on_fit_start(context)
@@ -299,25 +338,31 @@ class MLflowLogger(Logger):
         import mlflow
 
         self._client = client = mlflow.MlflowClient(self.uri)
-        self._known, self._metrics, self.run_id = {}, [], state.get("run")
+        self._known, self._metrics, self.run_id, said = {}, [], state.get("run"), {}
+        active = mlflow.active_run() if self.uri in (None, mlflow.get_tracking_uri()) else None
+        self._joined = active is not None
+        if active is not None:
+            self.run_id = active.info.run_id
         if self.run_id is not None:
             try:
                 run = client.get_run(self.run_id)
             except mlflow.MlflowException:  # another store, or removed
                 self.run_id = None
             else:
-                client.update_run(self.run_id, "RUNNING")
-                for key in run.data.metrics:
-                    self._known[key] = max(m.step for m in client.get_metric_history(self.run_id, key))
+                said = run.data.params
+                if not self._joined:
+                    client.update_run(self.run_id, "RUNNING")
+                if self.run_id == state.get("run"):
+                    for key in run.data.metrics:
+                        self._known[key] = max(m.step for m in client.get_metric_history(self.run_id, key))
         if self.run_id is None:
             found = client.get_experiment_by_name(self.experiment)
             number = (
                 client.create_experiment(self.experiment, self._artifacts) if found is None else found.experiment_id
             )
             self.run_id = client.create_run(number, run_name=self.run_name).info.run_id
-            parameters = {**context.trainer.configuration(), "epochs": context.epochs}
-            params = [mlflow.entities.Param(name, str(value)[:500]) for name, value in parameters.items()]
-            client.log_batch(self.run_id, params=params)
+        new = {name: str(value)[:500] for name, value in parameters(context).items() if name not in said}
+        client.log_batch(self.run_id, params=[mlflow.entities.Param(*pair) for pair in new.items()])
 
     def write(self, row: Row) -> None:
         from mlflow.entities import Metric
@@ -348,7 +393,8 @@ class MLflowLogger(Logger):
             chosen = best if best.exists() else context.folder / names[-1]
             self._client.log_artifacts(self.run_id, str(chosen), "checkpoint")
         how = "FINISHED" if context.error is None else "KILLED" if isinstance(context.error, Stopped) else "FAILED"
-        self._client.set_terminated(self.run_id, how)
+        if not self._joined:
+            self._client.set_terminated(self.run_id, how)
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "run": self.run_id}
@@ -371,6 +417,11 @@ class WandbLogger(Logger):
         self.run_id: str | None = None
         self._run: Any = None
 
+    @classmethod
+    def at(cls, folder: Path, log_every_n_steps: int) -> WandbLogger:
+        """Writes into the folder."""
+        return cls(folder=folder, log_every_n_steps=log_every_n_steps)
+
     def open(self, context: Context, state: dict[str, Any]) -> None:
         import wandb
 
@@ -381,7 +432,7 @@ class WandbLogger(Logger):
             mode=self.mode,
             id=state.get("run"),
             resume="allow" if state.get("run") else None,
-            config=context.trainer.configuration(),
+            config=parameters(context),
             settings=wandb.Settings(silent=True, console="off"),
         )
         self.run_id = self._run.id
@@ -396,7 +447,13 @@ class WandbLogger(Logger):
         return {**super().state_dict(), "run": self.run_id}
 
 
-NAMES = ("csv", "jsonl", "tensorboard", "mlflow", "wandb")
+KINDS: dict[str, type[Logger]] = {  # by the names of `--log`
+    "csv": CSVLogger,
+    "jsonl": JSONLLogger,
+    "tensorboard": TensorBoardLogger,
+    "mlflow": MLflowLogger,
+    "wandb": WandbLogger,
+}
 
 
 def named(names: str, folder: Path | None, log_every_n_steps: int = 10) -> list[Logger]:
@@ -404,23 +461,11 @@ def named(names: str, folder: Path | None, log_every_n_steps: int = 10) -> list[
 
     Raises ConfigError: there is no such logger.
     """
-    folder = folder or Path("logs")
-    made: list[Logger] = []
-    for name in dict.fromkeys(part.strip() for part in names.split(",")):
-        if name not in NAMES:
-            raise ConfigError(f"[train] --log names {name!r}{did_you_mean(name, NAMES)}")
-        if name == "mlflow":
-            where: dict[str, Any] = {}
-            if not os.environ.get("MLFLOW_TRACKING_URI"):
-                folder.mkdir(parents=True, exist_ok=True)
-                where = {"uri": f"sqlite:///{folder.absolute() / 'mlflow.db'}", "artifacts": folder / "mlruns"}
-            made.append(MLflowLogger(log_every_n_steps=log_every_n_steps, **where))
-        elif name == "wandb":
-            made.append(WandbLogger(folder=folder, log_every_n_steps=log_every_n_steps))
-        else:
-            kind = {"csv": CSVLogger, "jsonl": JSONLLogger, "tensorboard": TensorBoardLogger}[name]
-            made.append(kind(folder, log_every_n_steps))
-    return made
+    wanted = dict.fromkeys(part.strip() for part in names.split(","))
+    for name in wanted:
+        if name not in KINDS:
+            raise ConfigError(f"[train] --log names {name!r}{did_you_mean(name, KINDS)}")
+    return [KINDS[name].at(folder or Path("logs"), log_every_n_steps) for name in wanted]
 
 
 def asked(

@@ -1,4 +1,4 @@
-"""Optimizers over an arena, and learning-rate schedules.
+"""Optimizers over an arena; `lr_schedules` has the schedules, which are names here as well.
 
 An optimizer is one kernel over all parameters (mojo/kernels/optimizer.mojo); this file holds its settings and state.
 `step()` is for a custom training loop; a trainer calls `apply()` with the summed gradients of the whole global batch.
@@ -7,20 +7,21 @@ Both check first that the gradients are finite and change nothing if they are no
 
 from __future__ import annotations
 
-import bisect
-import functools
-import math
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from .core import native
+from .core import changes, native
 from .core.arena import Arena
-from .core.recipes import LR_SCALINGS, SCHEDULES
-from .core.settings import brief
+from .core.guarded import guarded
 from .core.tensor import Parameter
 from .errors import ConfigError, NumericsError, check_number
+from .lr_schedules import *  # noqa: F403
+from .lr_schedules import Schedule, cosine, linear, sequential, step_decay
+from .settings.declarations import brief
+from .settings.recipes import OPTIMIZERS, check_listed
 
 
 class Update(NamedTuple):
@@ -64,7 +65,7 @@ class Group(MutableMapping[str, Any]):
         raise TypeError(f"an optimizer keeps its {name}")
 
 
-class Optimizer:
+class Optimizer(changes.Watched):
     """Base: binds to an arena, keeps state of the arena's layout, runs one record.
 
     Args:
@@ -76,10 +77,12 @@ class Optimizer:
 
     undecayed: Callable[[str, Parameter], bool] | None = None
     states: tuple[str, ...] = ()  # names of the state arrays
+    locked = False  # ranks have parts of the state: written only within a trainer's writing()
+    unwatched = frozenset({"steps", "arena", "arrays", "mirror", "locked"})
     __repr__ = brief
 
     def __init__(self, params: Iterable[Any] | None, lr: float) -> None:
-        self.lr = check_number(f"[{type(self).__name__}] lr", lr, 0, open_low=True)
+        self.lr = check_number(f"[{type(self).__name__}] lr", lr, 0)
         self.steps = 0
         self.arena: Arena | None = None
         self.arrays: dict[str, np.ndarray] = {}  # state as this process last saw it: GPUs may be ahead
@@ -92,6 +95,25 @@ class Optimizer:
                     "without weight decay set optimizer.undecayed = optim.vectors, or a function of (name, parameter)"
                 )
             self.bind(Arena.of(named))
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The numbers that an update is made with by name ("lr", ...); they may be set in the middle of a training."""
+        public = ((k, v) for k, v in vars(self).items() if k[0] != "_" and k not in self.unwatched)
+        return {k: v for k, v in public if isinstance(v, (int, float, str, tuple))}
+
+    @property
+    def undecayed_names(self) -> list[str]:
+        """The names of the parameters that `undecayed` exempts from weight decay."""
+        return [name for name, p in self._bound().named if self.undecayed and self.undecayed(name, p)]
+
+    def restore(self, settings: Mapping[str, Any], undecayed: Sequence[str]) -> None:
+        """Sets `settings`, as this property gave them, and the parameters that do not decay."""
+        for name, value in settings.items():
+            setattr(self, name, tuple(value) if isinstance(value, list) else value)
+        if list(undecayed) != self.undecayed_names:
+            exempt = frozenset(undecayed)
+            self.undecayed = (lambda name, p: name in exempt) if exempt else None
 
     @property
     def param_groups(self) -> list[Group]:
@@ -124,10 +146,19 @@ class Optimizer:
 
     @property
     def state(self) -> dict[str, np.ndarray]:
-        """The state arrays by name, as the last step left them."""
+        """The state arrays by name, as the last step left them; read-only where ranks have parts of them."""
         if self.mirror is not None:
             self.mirror.read()
-        return self.arrays
+        return {k: guarded(v) for k, v in self.arrays.items()} if self.locked else self.arrays
+
+    @contextlib.contextmanager
+    def whole(self, arrays: dict[str, np.ndarray]) -> Iterator[None]:
+        """Inside, `state` is these arrays, which may be written."""
+        before, self.arrays, locked, self.locked = self.arrays, arrays, self.locked, False
+        try:
+            yield
+        finally:
+            self.arrays, self.locked = before, locked
 
     def check_whole(self) -> None:
         """Raises ConfigError if this rank keeps only a part of the state: another trainer has spread it over ranks."""
@@ -365,133 +396,15 @@ class RMSprop(Adam):
         super().__init__(params, lr, (0.0, self.alpha), eps, weight_decay)
 
     def _record(self, lib: native.Library, u: Update, divisor: int, lr: float, decays: bool = True) -> list[int]:
+        self.betas = 0.0, self.alpha  # which may have been changed
         one = native.float_bits(1.0)
         return [*super()._record(lib, u, divisor, lr, decays)[:-2], one, one]
 
 
-# --- schedules -----------------------------------------------------------------------------------
-
-Schedule = Callable[[int], float]
-
-
-def _shown(make: Callable[..., Schedule]) -> Callable[..., Schedule]:
-    """Decorates what makes a schedule: that shows itself as the call that made it."""
-
-    class Made:
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            self.factor = make(*args, **kwargs)
-            self._call = ", ".join([*map(repr, args), *(f"{k}={v!r}" for k, v in kwargs.items())])
-
-        def __call__(self, step: int) -> float:
-            return self.factor(step)
-
-        def __repr__(self) -> str:
-            return f"{make.__name__}({self._call})"
-
-    return functools.update_wrapper(lambda *args, **kwargs: Made(*args, **kwargs), make)
-
-
-@_shown
-def constant() -> Schedule:
-    """Always 1."""
-    return lambda step: 1.0
-
-
-@_shown
-def step_decay(every: int, gamma: float = 0.1) -> Schedule:
-    """gamma to the power of (step // every). Raises ConfigError if `every` is below 1."""
-    if every < 1:
-        raise ConfigError(f"[schedule] step_decay every {every} steps; at least 1 is allowed")
-    return lambda step: gamma ** (step // every)
-
-
-@_shown
-def cosine(total_steps: int, floor: float = 0.0) -> Schedule:
-    """Half a cosine from 1 to `floor` over total_steps (Loshchilov and Hutter 2017, without restarts)."""
-
-    def factor(step: int) -> float:
-        return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(step / max(total_steps, 1), 1.0)))
-
-    return factor
-
-
-@_shown
-def linear_warmup(warmup_steps: int, after: Schedule | None = None) -> Schedule:
-    """A straight line from 1 / warmup_steps to 1, then `after` (counted from the end of the warm-up), else 1.
-
-    Raises ConfigError if `warmup_steps` is negative.
-    """
-    if warmup_steps < 0:
-        raise ConfigError(f"[schedule] a warm-up of {warmup_steps} steps; 0 or more are allowed")
-
-    def factor(step: int) -> float:
-        if step < warmup_steps:
-            return (step + 1) / warmup_steps
-        return after(step - warmup_steps) if after else 1.0
-
-    return factor
-
-
-@_shown
-def linear(start_factor: float, total: int, end_factor: float = 1.0) -> Schedule:
-    """A straight line from start_factor to end_factor over `total` steps, then end_factor (PyTorch's LinearLR)."""
-    check_number("[linear] start_factor", start_factor, 0)
-    return lambda step: start_factor + (end_factor - start_factor) * min(step / max(total, 1), 1.0)
-
-
-@_shown
-def sequential(schedules: Sequence[Schedule], milestones: Sequence[int]) -> Schedule:
-    """One schedule after the other: number k from milestone k - 1 on, counting from there (PyTorch's SequentialLR).
-
-    Raises ConfigError: there is not one milestone between each two schedules, or they do not increase.
-    """
-    schedules, milestones = list(schedules), list(milestones)
-    if len(milestones) != len(schedules) - 1 or any(b <= a for a, b in zip([0, *milestones], milestones, strict=False)):
-        raise ConfigError(
-            f"[schedule] {len(schedules)} schedules with milestones {milestones}; "
-            f"give {max(len(schedules) - 1, 0)} milestones that increase, from 1 on"
-        )
-
-    def factor(step: int) -> float:
-        k = bisect.bisect_right(milestones, step)
-        return schedules[k](step - (milestones[k - 1] if k else 0))
-
-    return factor
-
-
-@_shown
-def per_epoch(by_epoch: Schedule, steps_per_epoch: int) -> Schedule:
-    """A schedule over epochs as one over steps: the factor changes once per epoch."""
-    if steps_per_epoch < 1:
-        raise ConfigError(f"[schedule] steps_per_epoch is {steps_per_epoch}; it must be at least 1")
-    return lambda step: by_epoch(step // steps_per_epoch)
-
-
-def lr_factor(scaling: str, batch_size: int, base_batch_size: int) -> float:
-    """What the learning rate for batches of base_batch_size is multiplied with for batches of batch_size.
-
-    "linear": the ratio (Goyal et al. 2017); "sqrt": its root (Krizhevsky 2014); "none": 1. Raises ConfigError: there is
-    no such rule.
-    """
-    if scaling not in LR_SCALINGS:
-        raise ConfigError(f"[train] lr_scaling is {scaling!r}; choose from {', '.join(LR_SCALINGS)}")
-    ratio = batch_size / base_batch_size
-    return {"none": 1.0, "sqrt": math.sqrt(ratio), "linear": ratio}[scaling]
-
-
-def schedule(name: str, total_steps: int, warmup_steps: int = 0) -> Schedule:
-    """A schedule by name: a factor on the learning rate as a function of the step, after `warmup_steps` of warm-up.
-
-    "step" divides by 10 at one and two thirds of the way; "linear-warmup" is a constant after its warm-up (a tenth of
-    the way unless given).
-    """
-    if name == "linear-warmup":
-        return linear_warmup(warmup_steps or max(total_steps // 10, 1))
-    rest = max(total_steps - warmup_steps, 1)
-    bodies = {"constant": constant(), "step": step_decay(max(-(-rest // 3), 1)), "cosine": cosine(rest)}
-    if name not in bodies:
-        raise ConfigError(f"[schedule] {name!r} is unknown; choose from {', '.join(SCHEDULES)}")
-    return linear_warmup(warmup_steps, bodies[name]) if warmup_steps else bodies[name]
+_KINDS = [kind for kind in globals().values() if isinstance(kind, type) and issubclass(kind, Optimizer)]
+#: The optimizers of this file by the names of `--optimizer`, their own in small letters.
+BY_NAME: dict[str, type[Optimizer]] = {kind.__name__.lower(): kind for kind in _KINDS if kind is not Optimizer}
+check_listed("optimizers", BY_NAME, OPTIMIZERS)
 
 
 # --- PyTorch's names ---------------------------------------------------------------------------------

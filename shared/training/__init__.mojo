@@ -1,9 +1,19 @@
-"""Training neural networks from Mojo: a typed face over the Python package (face/), and beside it what computes.
+"""Typed tensors, layers, models, data and trainers over the objects of the Python package (docs/mojo.md)."""
 
-    from shared.training import DistributedTrainer, LeNet5, SGD
-
-Layers, tensors and models have their sizes and places in their types (docs/mojo.md). What is recorded of a model runs
-natively (executor.mojo, ops.mojo, gpu.mojo); these files import nothing of the face, and no step goes through it.
-"""
-
-from .face import *
+from .arguments import argument, check_options, flag, number
+from .bridge import Value, stop
+from .composition import Module, PipelineParallel, Repeated, Sequential, Stage
+from .data import Batch, DataLoader, Dataset, shakespeare
+from .engine import Engine, Sums
+from .history import EpochRecord, Evaluation, History
+from .layers import AvgPool2d, Conv2d, Dropout, Flatten, GELU, Layer, Linear
+from .layers import LogSoftmax, MaxPool2d, ReLU, Sigmoid, Softmax, Tanh
+from .models import LeNet5, MLP
+from .optim import Adam, AdamW, CrossEntropyLoss, Loss, NLLLoss, Optimizer, RMSprop, SGD
+from .optim import Schedule, constant, cosine, linear_warmup, schedule, step_decay
+from .own_ops import Unary, load_ops
+from .tensor import AnyTensor, Ids, Shape, Tensor, Tokens, avg_pool2d, dropout, flatten
+from .tensor import gelu, log_softmax, max_pool2d, relu, sigmoid, softmax, tanh
+from .tokens import Embedding, LayerNorm, MultiheadAttention
+from .trainer import DistributedTrainer, mesh
+from .world import World, connect

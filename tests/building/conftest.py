@@ -69,6 +69,30 @@ def tree(tmp_path, monkeypatch):
     return root
 
 
+FAMILY = """from kernels.numbers import {name}
+
+
+@export
+def od_{name}() abi("C") -> Int32:
+    return {name}()
+"""
+
+
+@pytest.fixture
+def family_tree(tree):
+    """The same with two families, each with a kernel of its own, and one file that both import."""
+    for folder in ("kernels", "families"):
+        (tree / "mojo" / folder).mkdir()
+    (tree / "mojo" / "kernels" / "__init__.mojo").touch()
+    (tree / "mojo" / "kernels" / "both.mojo").write_text("comptime TEN: Int32 = 10\n")
+    for number, name in enumerate(("one", "two"), 1):
+        kernel = f"from .both import TEN\n\n\ndef {name}() -> Int32:\n    return TEN + {number}\n"
+        (tree / "mojo" / "kernels" / f"{name}.mojo").write_text(kernel)
+        text = FAMILY.format(name=name).replace("kernels.numbers", f"kernels.{name}")
+        (tree / "mojo" / "families" / f"{name}.mojo").write_text(text)
+    return tree
+
+
 @pytest.fixture
 def gpu_tree(tree):
     """The same with a kernel for GPUs."""
@@ -89,25 +113,28 @@ def no_gpus(monkeypatch):
 
 @pytest.fixture
 def entries(tmp_path):
-    """What is in the cache, without the lock files."""
+    """What is in the cache, without the lock files and the parts of libraries."""
 
     def names():
-        kernels = tmp_path / "cache" / "kernels"
-        return sorted(path.name for path in kernels.iterdir() if path.suffix != ".lock") if kernels.exists() else []
+        found = (path for path in (tmp_path / "cache" / "kernels").glob("*") if path.suffix != ".lock")
+        return sorted(path.name for path in found if not (path / "part.o").exists())
 
     return names
 
 
 @pytest.fixture
 def start(tree):
-    """Start a process that asks for the library of the stand-in; `compiler` replaces the compiler's command."""
+    """Start a process that asks for the library of the stand-in; `compiler` replaces the compiler's command, `linker`
+    the function that links."""
     running = []
 
-    def run(compiler: str | None = None, **environment: str) -> subprocess.Popen[str]:
+    def run(compiler: str | None = None, linker: str | None = None, **environment: str) -> subprocess.Popen[str]:
         script = "import sys; from pathlib import Path; from odyssey.build import compiler, library as build\n"
         script += f"build.source_root = lambda: Path({str(tree)!r})\n"
         if compiler is not None:
             script += f"compiler.mojo_command = lambda: [sys.executable, '-c', {compiler!r}]\n"
+            if linker is not None:
+                script += f"compiler.link = {linker}\n"
         script += (
             "try: print(build.library_path())\nexcept build.BuildError as error: sys.exit(f'BuildError {error}')\n"
         )

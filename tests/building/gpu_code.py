@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from building import ptx
 
-from odyssey.build import compiler
+from odyssey.build import compiler, sources
 from odyssey.build import library as build
 from odyssey.errors import BuildError
 
@@ -108,7 +108,7 @@ def kernels(root: Path, accelerator: str, directory: Path) -> list[Kernel]:
     cpu = compiler.portable_cpu()
     options = ["-g1"]  # tables of lines, from which a kernel's function is known; the code is the same
     compiler.compile_kernels(
-        root, build.GPU_ROOT_SOURCE, output, cpu, accelerator=accelerator, emit="asm", flags=options
+        root, Path(sources.GPU_ROOT), output, cpu, accelerator=accelerator, emit="asm", flags=options
     )
     known = sorted(launched(root))
     found = []
@@ -184,9 +184,8 @@ def launched(root: Path) -> set[tuple[str, str]]:
     """The kernels that the sources launch, as (file, function): what stands in `enqueue_function[...]`, or what is put
     in for it where that is a parameter."""
     texts = {}
-    for top in build.SOURCE_DIRS:
-        for path in sorted((root / top).rglob("*.mojo")):
-            texts[path.relative_to(root).as_posix()] = re.sub(r"#.*", "", path.read_text())
+    for path in sorted((root / sources.FOLDER).rglob("*.mojo")):
+        texts[path.relative_to(root).as_posix()] = re.sub(r"#.*", "", path.read_text())
     found = set()
     for file, text in texts.items():
         names = re.findall(r"\benqueue_function\[\s*(\w+)", text)

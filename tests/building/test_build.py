@@ -5,12 +5,12 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import re
 import sys
+from pathlib import Path
 
 import pytest
 
-from odyssey.build import compiler
+from odyssey.build import compiler, sources
 from odyssey.build import library as build
 from odyssey.errors import BuildError, DeviceError
 
@@ -29,15 +29,15 @@ def test_first_use_compiles_and_the_second_does_not(tree, entries, capfd):
     record = json.loads((path.parent / "build.json").read_text())
     assert record["cpu"] == build.host_cpu()
     assert record["compiler"] == build.compiler_version()
-    assert record["source_sha256"] == build.source_hash(tree, gpu=False)
+    assert record["source_sha256"] == build.plan(tree).sources
     assert record["bytes"] == path.stat().st_size
 
 
 def test_key_follows_everything_that_matters(tree, monkeypatch):
     keys = [build.plan(tree).key]
-    (tree / "shared" / "extra.mojo").write_text("# nothing\n")
+    (tree / "mojo" / "extra.mojo").write_text("# nothing\n")
     keys.append(build.plan(tree).key)
-    (tree / "shared" / "extra.mojo").rename(tree / "shared" / "other.mojo")
+    (tree / "mojo" / "extra.mojo").rename(tree / "mojo" / "other.mojo")
     keys.append(build.plan(tree).key)
     keys.append(build.plan(tree, "x86-64").key)
     monkeypatch.setattr(build, "FLAGS", ("-D", "FAST"))
@@ -46,6 +46,7 @@ def test_key_follows_everything_that_matters(tree, monkeypatch):
     keys.append(build.plan(tree).key)
     assert len(set(keys)) == len(keys)
     (tree / "mojo" / "README.md").write_text("not a source\n")
+    (tree / "shared" / "face.mojo").write_text("# of Mojo programs\n")
     assert build.plan(tree).key == keys[-1]
 
 
@@ -69,6 +70,96 @@ def test_changed_source_is_compiled_again_and_the_old_entry_stays(tree, entries)
     assert new != old
     assert ctypes.CDLL(str(new)).od_answer() == 43
     assert len(entries()) == 2
+
+
+@pytest.fixture
+def compiles(monkeypatch):
+    """The root files that were compiled, by their names."""
+    found, compiled = [], compiler.compile_kernels
+
+    def counted(root, source, *given, **named):
+        found.append(source.stem)
+        compiled(root, source, *given, **named)
+
+    monkeypatch.setattr(compiler, "compile_kernels", counted)
+    return found
+
+
+def answers() -> tuple[int, int, int]:
+    library = ctypes.CDLL(str(build.library_path()))
+    return library.od_answer(), library.od_one(), library.od_two()
+
+
+def test_an_edit_compiles_the_parts_that_import_it(family_tree, compiles, capfd):
+    kernels = family_tree / "mojo" / "kernels"
+    assert answers() == (42, 11, 12) and sorted(compiles) == ["capi", "one", "two"]
+    compiles.clear()
+    capfd.readouterr()
+    (kernels / "two.mojo").write_text((kernels / "two.mojo").read_text().replace("+ 2", "+ 3"))
+    assert answers() == (42, 11, 13) and compiles == ["two"]
+    lines = capfd.readouterr().err.splitlines()
+    assert f"for {build.host_cpu()}, 1 of 3 parts (two), once" in lines[0] and "done in" in lines[1]
+    compiles.clear()
+    (kernels / "both.mojo").write_text("comptime TEN: Int32 = 20\n")
+    assert answers() == (42, 21, 23) and sorted(compiles) == ["one", "two"]
+    compiles.clear()
+    (kernels / "nobody.mojo").write_text("nonsense, which nobody imports\n")
+    assert answers() == (42, 21, 23) and compiles == []
+    (kernels / "two.mojo").write_text("def two() -> Int32:\n    return zork\n")
+    with pytest.raises(BuildError, match=r"(?m)^mojo/kernels/two.mojo:2:12: error: .*zork") as caught:
+        build.library_path()
+    assert str(build.cache_dir()) not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "files"),
+    [
+        ("from .a import f", "a.mojo"),
+        ("from kernels.a import f as g, h", "a.mojo"),
+        ("from kernels import (\n    a,  # (one)\n    b as c,\n)", "a.mojo b.mojo"),
+        ("from . import a, deep", "a.mojo deep/__init__.mojo"),
+        ("import kernels.a, kernels.deep.c as d", "a.mojo deep/__init__.mojo deep/c.mojo"),
+        ("from .deep.c import f", "deep/__init__.mojo deep/c.mojo ../other.mojo"),
+        ("def f():\n    from .b import g", "b.mojo"),
+        ("# from .a import f\nfrom std.math import exp", ""),
+    ],
+)
+def test_what_a_file_imports(text, files):
+    kernels = "mojo/kernels/"
+    names = "__init__.mojo a.mojo b.mojo deep/__init__.mojo deep/c.mojo".split()
+    texts = {kernels + name: b"" for name in names} | {"mojo/other.mojo": b"", kernels + "x.mojo": text.encode()}
+    texts[kernels + "deep/c.mojo"] = b"from ...other import z"
+    wanted = {str(os.path.normpath(kernels + name)) for name in files.split()} | {kernels + "x.mojo"}
+    if "deep/c.mojo" in files:
+        wanted.add("mojo/other.mojo")
+    assert set(sources.imported(texts, kernels + "x.mojo")) - {kernels + "__init__.mojo"} == wanted
+
+
+def test_every_source_of_the_kernels_is_in_a_part():
+    texts = sources.read(build.source_root(), gpu=False)
+    parts = [sources.imported(texts, root) for root in sources.roots(texts)]
+    assert set().union(*parts) == set(texts) and not any(map(sources.for_gpus, texts))
+    table = texts["mojo/runtime/ops.mojo"].decode()
+    for name in sources.roots(texts)[1:]:
+        assert f'"odyssey_{Path(name).stem}"' in table and f"def odyssey_{Path(name).stem}(" in texts[name].decode()
+
+
+def test_what_is_kept_under_a_key_is_of_the_sources_that_the_key_says(tree, monkeypatch):
+    """Whatever becomes of the files while they are compiled."""
+    source = tree / "mojo" / "capi.mojo"
+    before, compiled = source.read_text(), compiler.compile_kernels
+
+    def edited(*given, **named):
+        source.write_text(before.replace("42", "43"))
+        compiled(*given, **named)
+
+    monkeypatch.setattr(compiler, "compile_kernels", edited)
+    old = build.library_path()
+    assert ctypes.CDLL(str(old)).od_answer() == 42
+    new = build.library_path()
+    assert new != old and ctypes.CDLL(str(new)).od_answer() == 43
+    source.write_text(before)
+    assert build.library_path() == old
 
 
 def test_a_truncated_library_is_compiled_again(tree):
@@ -298,7 +389,7 @@ def test_what_a_cpu_lacks(monkeypatch, cpu, lacks):
 
 REFUSED = """
 import ctypes, mmap, sys
-from odyssey.build import compiler
+from odyssey.build import compiler, sources
 small = mmap.mmap(-1, 4096)  # a stack for signals that does not hold tiles: for such a process Linux has none
 class Stack(ctypes.Structure):
     _fields_ = [("p", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t)]
@@ -343,17 +434,6 @@ def test_gpu_sources_are_not_the_cpu_librarys(gpu_tree):
     root.write_text(root.read_text() + "# changed")
     after = build.plan(gpu_tree).key, build.plan(gpu_tree, accelerator="sm_90").key
     assert before[0] == after[0] and before[1] != after[1]
-
-
-def test_the_cpu_library_imports_no_gpu_source():
-    """Or a change there would not be compiled."""
-    root = build.source_root()
-    files = [path.relative_to(root).as_posix() for top in build.SOURCE_DIRS for path in (root / top).rglob("*.mojo")]
-    assert {build.for_gpus(name) for name in files} == {True, False}
-    for name in files:
-        if not build.for_gpus(name):
-            text = (root / name).read_text()
-            assert not re.search(r"^\s*(from|import)\s+[\w.]*\bgpu(_\w+)?\b", text, re.MULTILINE), name
 
 
 def test_no_gpu_and_none_named(tree, no_gpus):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import time
 from pathlib import Path
@@ -25,6 +26,23 @@ def test_four_processes_compile_once(start, entries):
     assert len(paths) == 1 and next(iter(paths)).endswith("libodyssey.so\n")
     assert sum("compiling the kernels for" in err for _, err in done) == 1
     assert len(entries()) == 1
+
+
+COUNTING = """
+import os, sys
+with open({log!r}, "a") as file:
+    file.write(os.path.basename(sys.argv[4]) + "\\n")
+"""
+
+
+def test_processes_compile_each_part_once(start, family_tree, tmp_path):
+    log = tmp_path / "calls"
+    processes = [start(COUNTING.format(log=str(log)) + REAL) for _ in range(4)]
+    paths = {process.communicate(timeout=120)[0].strip() for process in processes}
+    assert len(paths) == 1
+    assert sorted(log.read_text().split()) == ["capi.mojo", "one.mojo", "two.mojo"]
+    library = ctypes.CDLL(paths.pop())
+    assert (library.od_answer(), library.od_one(), library.od_two()) == (42, 11, 12)
 
 
 def test_killed_builder_is_taken_over(start, entries):
@@ -51,7 +69,7 @@ def test_a_killed_builder_takes_its_compiler_along(start, entries):
 
 
 def children(pid: int) -> list[str]:
-    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return " ".join(path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")).split()
 
 
 def test_ranks_other_than_the_first_wait_in_silence(start, entries):
@@ -81,7 +99,7 @@ sys.exit("capi.mojo:1:1: error: zork")
     go.touch()
     for process in (first, second):
         out, err = process.communicate(timeout=60)
-        assert process.returncode == 1
+        assert process.returncode == 69
         assert "error: zork" in err
     assert log.read_text() == "x"
     assert entries() == []

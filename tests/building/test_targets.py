@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-import sys
-
 import pytest
 from building import gpu_code, ptx
 
-from odyssey.build import elf, targets
 from odyssey.build import library as build
+from odyssey.build import targets
 from odyssey.errors import BuildError
 
 
@@ -154,30 +150,3 @@ def test_what_the_assembler_prints():
         "ptxas info    : Used 8 registers\n"
     )
     assert ptx.usages(said) == {"a_1": ptx.Usage(168, 1024, 16, 12), "b": ptx.Usage(8, 0, 0, 0)}
-
-
-# -- libraries --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ELF is Linux's")
-def test_what_a_library_needs(tmp_path, monkeypatch):
-    monkeypatch.delenv("ODYSSEY_KERNELS", raising=False)
-    for path in build.runtime_libraries():
-        found = elf.read(path)
-        assert "libMSupportGlobals.so" in found.needed and elf.newest(found.versions) >= (2, 14)
-        assert elf.newest({"libc.so.6": ("NONE_2.14",)}) == ()
-        if shutil.which("readelf"):
-            said = subprocess.run(["readelf", "-dV", path], capture_output=True, text=True, env={"LC_ALL": "C"}).stdout
-            assert list(found.needed) == [
-                line.split("[")[1].rstrip("]") for line in said.splitlines() if "(NEEDED)" in line
-            ]
-            own = {line.split("Name: ")[1].split()[0] for line in said.splitlines() if " Name: " in line}
-            assert own == {name for names in found.versions.values() for name in names}
-        torn = tmp_path / path.name
-        torn.write_bytes(path.read_bytes()[:5000])
-        with pytest.raises(ValueError, match="torn ELF file"):
-            elf.read(torn)
-    torn.write_text("#!/bin/sh\n")
-    assert not elf.is_elf(torn)
-    with pytest.raises(ValueError, match="no 64-bit little-endian ELF file"):
-        elf.read(torn)

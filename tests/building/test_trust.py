@@ -12,29 +12,38 @@ import sys
 
 import pytest
 
+from odyssey.base import files
 from odyssey.build import compiler
 from odyssey.build import library as build
 from odyssey.errors import BuildError
-from odyssey.watch import files
 
 ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
 NOBODY = 65534
 
 # A compiler that makes what the tree's sources say, and counts: the real one takes two seconds a time.
 FAKE = """
-import os, pathlib, sys
-open({log!r}, "a").write("x")
+import pathlib, sys
 pathlib.Path(sys.argv[sys.argv.index("-o") + 1]).write_bytes(bytes(range(256)) * 40)
 """
+SLOW = """lambda objects, library: (
+    __import__("time").sleep(1), open({log!r}, "a").write("x"), library.write_bytes(objects[0].read_bytes())
+)"""
 CODE = bytes(range(256)) * 40
 
 
 @pytest.fixture
 def fake(tree, tmp_path, monkeypatch):
-    """How often the kernels of the tree were compiled."""
+    """How often the library of the tree was made."""
     log = tmp_path / "calls"
     log.touch()
-    monkeypatch.setattr(compiler, "mojo_command", lambda: [sys.executable, "-c", FAKE.format(log=str(log))])
+    monkeypatch.setattr(compiler, "mojo_command", lambda: [sys.executable, "-c", FAKE])
+
+    def link(objects, library):
+        library.write_bytes(objects[0].read_bytes())
+        with open(log, "a") as file:
+            file.write("x")
+
+    monkeypatch.setattr(compiler, "link", link)
     return lambda: log.stat().st_size
 
 
@@ -86,13 +95,13 @@ def test_any_damage_is_compiled_anew_or_changes_nothing(fake, capfd):
             assert harmless and record.read_bytes() != record_before and lines == [], case
         else:
             assert fake() == before + 1
-            assert lines[0].startswith(f"odyssey: {path.parent} is damaged: ") and len(lines) == 3, lines
+            assert lines[0].startswith(f"odyssey: {path.parent} is damaged: ") and len(lines) == 1, lines
         assert sorted(entry.name for entry in path.parent.iterdir()) == ["build.json", "libodyssey.so"]
 
 
 def test_another_entry_s_library_is_not_taken(fake, tree, capfd):
     old = build.library_path().parent
-    (tree / "shared" / "more.mojo").write_text("# changed\n")
+    (tree / "mojo" / "more.mojo").write_text("# changed\n")
     new = build.library_path().parent
     shutil.rmtree(new)
     shutil.copytree(old, new)
@@ -105,14 +114,37 @@ def test_another_entry_s_library_is_not_taken(fake, tree, capfd):
 
 def test_processes_that_meet_a_damaged_entry_compile_once(start, tree, tmp_path):
     log = tmp_path / "calls"
-    slow = "import time; time.sleep(1)\n" + FAKE.format(log=str(log))
-    path = start(slow).communicate(timeout=60)[0].strip()
+    slow = SLOW.format(log=str(log))
+    path = start(FAKE, slow).communicate(timeout=60)[0].strip()
     with open(path, "r+b") as file:
         file.write(b"\xff")
-    done = [process.communicate(timeout=60) for process in [start(slow) for _ in range(4)]]
+    done = [process.communicate(timeout=60) for process in [start(FAKE, slow) for _ in range(4)]]
     assert {out.strip() for out, _ in done} == {path}
     assert log.read_text() == "xx"
     assert sum("is damaged" in err for _, err in done) == 1
+
+
+def test_a_damaged_part_is_compiled_anew_and_a_foreign_one_refused(tree, fake, monkeypatch, capfd):
+    """Parts are code that will run, and are looked at as libraries are."""
+    calls, compiled = [], compiler.compile_kernels
+    monkeypatch.setattr(
+        compiler, "compile_kernels", lambda *given, **named: (calls.append(1), compiled(*given, **named))
+    )
+    entry = build.library_path().parent
+    (part,) = entry.parent.glob("*/part.o")
+    for damage in (lambda: part.write_bytes(CODE[:-1]), lambda: part.write_bytes(CODE[1:] + b"x"), part.unlink):
+        shutil.rmtree(entry)
+        damage()
+        assert bytes_loaded() == part.read_bytes() == CODE
+        assert f"{part.parent} is damaged: " in capfd.readouterr().err
+    assert (len(calls), fake()) == (4, 4)
+    shutil.rmtree(entry)
+    part.chmod(0o777)
+    with pytest.raises(
+        BuildError, match=f"{part} is refused: everybody may write to it, and compiled kernels are code"
+    ):
+        build.open_library()
+    assert not entry.exists()
 
 
 def refused(path, why: str) -> None:
@@ -183,7 +215,7 @@ def test_one_s_own_is_used_whatever_the_umask(fake):
         path = build.library_path()
         assert bytes_loaded() == CODE and fake() == 1
     finally:
-        os.umask(mask)
+        assert os.umask(mask) == 0
     assert not any(place.stat().st_mode & 0o022 for place in (path, *[path.parents[i] for i in range(3)]))
 
 

@@ -18,11 +18,11 @@ import numpy as np
 import pytest
 from safetensors import numpy as library
 
+from odyssey.base import files
 from odyssey.checkpoints import CheckpointError, Refused, Snapshot, Store
 from odyssey.checkpoints import lock as locks
 from odyssey.checkpoints import writer as writers
 from odyssey.errors import ConfigError, NumericsError, OutputError
-from odyssey.watch import files
 
 
 def snapshot(step: int = 1, **values) -> Snapshot:

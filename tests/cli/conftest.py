@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import types
 
 import pytest
 
-from odyssey import callbacks, cli, loggers  # noqa: F401 - the real ones, before there are fakes below them
+from odyssey import callbacks, cli, loggers, optim  # noqa: F401 - the real ones, before there are fakes below them
 
 
 class World:
@@ -37,6 +38,12 @@ class Record:
             self.calls[name] = (args, kwargs)
             return result
 
+        return called
+
+    def optimizer(self, name, kind):
+        """A call that takes what the class takes."""
+        called = self.call(kind.__name__, name)
+        called.__signature__ = inspect.signature(kind)
         return called
 
 
@@ -105,10 +112,7 @@ def fake(monkeypatch):
         "train.preflight": types.SimpleNamespace(at_start=lambda *a, **k: []),
         "nn": types.SimpleNamespace(models=types.SimpleNamespace(build=record.call("model", "model"))),
         "optim": types.SimpleNamespace(
-            SGD=record.call("SGD", "sgd"),
-            Adam=record.call("Adam", "adam"),
-            AdamW=record.call("AdamW", "adamw"),
-            RMSprop=record.call("RMSprop", "rmsprop"),
+            BY_NAME={name: record.optimizer(name, kind) for name, kind in optim.BY_NAME.items()},
             schedule=record.call("schedule", "schedule"),
         ),
         "data": types.SimpleNamespace(opened=record.call("opened", Set()), DataLoader=lambda *a, **k: range(469)),
@@ -119,7 +123,7 @@ def fake(monkeypatch):
         home, _, last = f"odyssey.{name}".rpartition(".")
         monkeypatch.setattr(__import__("importlib").import_module(home), last, module, raising=False)
     # a rank that cannot join the others ends after a while whatever it does then: here it would be the tests
-    monkeypatch.setattr("odyssey.watch.entry._end_in", lambda seconds, code: None)
+    monkeypatch.setattr("odyssey.base.entry._end_in", lambda seconds, code: None)
     for name in ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
     return record

@@ -13,8 +13,8 @@ import odyssey
 from odyssey.build import gpus, pack, targets
 from odyssey.build import library as build
 from odyssey.comm import Request
-from odyssey.core.settings import OUTPUT, Settings, declared
 from odyssey.errors import BuildError, CollectiveError, ConfigError, NumericsError
+from odyssey.settings.declarations import OUTPUT, Settings, declared
 from odyssey.train import progress
 
 

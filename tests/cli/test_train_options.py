@@ -8,10 +8,10 @@ import types
 
 import pytest
 
+from odyssey.base import runs
 from odyssey.cli.commands import train
-from odyssey.core.recipes import OPTIMIZERS, RECIPES, SCHEDULES
-from odyssey.core.settings import SECTIONS, Settings, declared
-from odyssey.watch import runs
+from odyssey.settings.declarations import SECTIONS, Settings, declared
+from odyssey.settings.recipes import OPTIMIZERS, RECIPES, SCHEDULES
 
 
 def test_defaults_are_the_recipe(odyssey_command, fake):
@@ -57,7 +57,7 @@ def test_no_eval_loads_no_test_set(odyssey_command, fake):
         (["test_accuracy", "--metrics", "top2, mae"], "choose from test_loss, test_top2, test_mae, train_loss"),
         (["test_loss:soon"], "is 'test_loss:soon'; give FIGURE[:PATIENCE[:MIN_DELTA]], such as test_loss:3:0.01"),
         (["test_loss:3:0.1:min"], "is 'test_loss:3:0.1:min'; give FIGURE"),
-        (["test_loss:0"], "[EarlyStopping] patience is 0; it must be"),
+        (["test_loss:-1"], "[EarlyStopping] patience is -1; it must be"),
         (["test_loss:2:nan"], "[EarlyStopping] min_delta is nan; it must be"),
     ],
 )
@@ -120,7 +120,7 @@ def test_length_of_a_run(odyssey_command, fake, given, epochs, total, warmup):
         (["--shard-size", "0"], "--shard-size is 0"),
         (["--num-gpus", "0"], "--num-gpus is 0"),
         (["--threads", "0"], "--threads is 0"),
-        (["--lr", "0"], "--lr is 0.0; it must be a number above 0 and finite"),
+        (["--lr", "-1"], "--lr is -1.0; it must be a number of at least 0 and finite"),
         (["--lr", "nan"], "--lr is nan"),
         (["--lr", "inf"], "--lr is inf"),
         (["--momentum", "1"], "--momentum is 1.0"),

@@ -7,9 +7,9 @@ import importlib.util
 import pytest
 
 from odyssey import comm
+from odyssey.base import launcher
 from odyssey.comm import mock
 from odyssey.errors import ConfigError
-from odyssey.watch import launcher
 
 HYDRA = {"PMI_RANK": "3", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
 OPEN_MPI = {
@@ -83,7 +83,7 @@ def test_what_auto_stands_for(environment, wanted, monkeypatch):
 
 def test_a_backend_that_is_asked_for_must_be_one(monkeypatch):
     monkeypatch.setenv("ODYSSEY_BACKEND", "auto")
-    with pytest.raises(ConfigError, match="ODYSSEY_BACKEND=auto; choose from mpi, shm, local, gloo, nccl, or leave"):
+    with pytest.raises(ConfigError, match="ODYSSEY_BACKEND=auto; choose from mpi, shm, local, nccl, gloo, or leave"):
         comm._pick()
 
 
@@ -113,7 +113,7 @@ def test_srun_without_pmi_is_no_world_of_one(launch):
 
 @pytest.mark.skipif(importlib.util.find_spec("torch") is not None, reason="torch is installed")
 def test_gloo_without_torch_says_what_to_install():
-    with pytest.raises(ConfigError, match=r"backend gloo needs PyTorch .*pip install 'odyssey\[torch\]'"):
+    with pytest.raises(ConfigError, match=r"needs PyTorch .*pip install 'odyssey\[torch\]'"):
         comm.world("gloo")
 
 

@@ -163,7 +163,7 @@ def test_a_program_s_own_classes(tmp_path):
     done = run(tmp_path / "own.py", OWN.format(call='if __name__ == "__main__": main()'))
     assert done.stdout == "[0.0, 1.0, 2.0, 3.0]\n[4.0, 5.0, 6.0, 7.0]\n[8.0, 9.0, 10.0, 11.0]\n", done.stderr
     done = run(tmp_path / "own.py", OWN.format(call="main()"))
-    assert done.returncode == 1 and done.stdout == ""
+    assert done.returncode == 64 and done.stdout == ""
     assert 'put what trains under `if __name__ == "__main__":`, or use num_workers=0' in done.stderr
     done = subprocess.run([sys.executable, "-c", OWN.format(call="main()")], capture_output=True, text=True)
     assert (

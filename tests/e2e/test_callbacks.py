@@ -160,7 +160,7 @@ def test_a_timer_ends_a_training_and_more_time_lets_it_go_on(tmp_path):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: callbacks.EarlyStopping(patience=0), "[EarlyStopping] patience is 0"),
+        (lambda: callbacks.EarlyStopping(patience=-1), "[EarlyStopping] patience is -1"),
         (lambda: callbacks.EarlyStopping(mode="least"), "[EarlyStopping] mode is 'least'; choose from auto, min, max"),
         (lambda: callbacks.ReduceLROnPlateau(factor=2), "[ReduceLROnPlateau] factor is 2; it must be between 0 and 1"),
         (lambda: callbacks.Timer("soon"), "[Timer] duration is 'soon'; give seconds above 0"),
@@ -180,8 +180,8 @@ def test_what_fit_refuses(tmp_path):
             return {"best": float("nan")}
 
     for given, message in (
-        ([callbacks.EarlyStopping("val_loss")], "no figure 'val_loss'; choose from train_loss"),
-        ([callbacks.EarlyStopping()], "no figure 'test_loss'; give fit() a validation set, or choose from"),
+        ([callbacks.EarlyStopping("val_loss")], "no figure 'val_loss'; give fit() a validation set, whose"),
+        ([callbacks.EarlyStopping()], "no figure 'test_loss'; give fit() a validation set, whose"),
         ([callbacks.EarlyStopping], "callbacks has the class EarlyStopping; give objects"),
         ([callbacks.ModelCheckpoint("train_loss")], "fit() makes no checkpoints; give it a checkpoint_dir"),
         ([print], "callbacks has a builtin_function_or_method"),

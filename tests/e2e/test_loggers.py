@@ -17,7 +17,7 @@ import pytest
 from odyssey import DistributedTrainer, callbacks, data, loggers, nn, optim
 from odyssey.errors import ConfigError
 
-TIMES = ("seconds", "samples_per_second")
+TIMES = ("seconds", "samples_per_second", "throughput")
 
 
 class Fail(callbacks.Callback):
@@ -76,6 +76,10 @@ def test_tables_have_the_rows_of_a_training_that_was_never_stopped(tmp_path, fai
     assert by_json(tmp_path / "2") == by_json(tmp_path / "1") == whole
     assert [row["step"] for row in whole] == [2, 4, 5, 6, 8, 10, 10, 12, 14, 15]
     assert [row["epoch"] for row in whole if "epoch" in row] == [1, 2, 3]
+    assert [row["grad_norm"] > 0 for row in whole if "loss" in row] == [True] * 7
+    assert all((row["workers"], row["batch_size"]) == (1, 8) for row in whole if "epoch" in row)
+    with open(tmp_path / "1" / "metrics.csv", newline="") as file:
+        assert all(float(row["throughput"]) > 0 for row in csv.DictReader(file) if row["loss"])
     assert whole[0]["lr"] == 0.1 and [row.get("odd") for row in whole] == [1, 3, 5, None, 7, 9, None, 11, 13, 15]
 
 
@@ -119,6 +123,61 @@ def test_mlflow_has_parameters_metrics_and_the_checkpoint(tmp_path, monkeypatch)
     assert sorted(m.step for m in history) == list(range(1, 16))
     assert sorted(m.step for m in client.get_metric_history(run.info.run_id, "test_loss")) == [5, 10, 15]
     assert "checkpoint/manifest.json" in [f.path for f in client.list_artifacts(run.info.run_id, "checkpoint")]
+
+
+def test_mlflow_joins_the_run_that_the_program_has_started(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    monkeypatch.chdir(tmp_path)
+    before = mlflow.get_tracking_uri()
+    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
+    try:
+        with mlflow.start_run(run_name="mine") as mine:
+            mlflow.log_param("learning_rate", "as I call it")
+            (logger,) = train(tmp_path, lambda: [loggers.MLflowLogger(log_every_n_steps=1)], 10)
+            assert logger.run_id == mine.info.run_id == mlflow.active_run().info.run_id
+            train(tmp_path, lambda: [loggers.MLflowLogger(log_every_n_steps=1)])
+            client = mlflow.MlflowClient()
+            assert client.get_run(mine.info.run_id).info.status == "RUNNING"  # the program's own
+            mlflow.log_metric("afterwards", 1)
+        run = client.get_run(mine.info.run_id)
+        assert run.info.status == "FINISHED" and run.info.run_name == "mine"
+        assert sorted(m.step for m in client.get_metric_history(mine.info.run_id, "grad_norm")) == list(range(1, 16))
+        assert {"loss", "lr", "throughput", "workers", "batch_size", "afterwards"} <= run.data.metrics.keys()
+        wanted = {"workers": "1", "ranks": "1", "batch_size": "8", "learning_rate": "as I call it", "epochs": "3"}
+        assert wanted.items() <= run.data.params.items()
+        assert len(client.search_runs([run.info.experiment_id])) == 1
+        assert client.get_experiment_by_name("odyssey") is None
+    finally:
+        mlflow.set_tracking_uri(before)
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.1])
+@pytest.mark.parametrize("kind", ["own", "own eager", "own bucketed", "fp16", "torch"])
+def test_the_gradient_norm_is_of_the_mean_gradient(tmp_path, kind, clip_norm):
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(8, 6)).astype(np.float32), rng.integers(0, 3, 8)
+    more = {"clip_norm": clip_norm, "threads": 1, "shard_size": 4}
+    if kind == "torch":
+        torch = pytest.importorskip("torch")
+        from odyssey.torch import DistributedTrainer as TorchTrainer
+
+        model = torch.nn.Linear(6, 3)
+        w, b = (p.detach().numpy().copy() for p in model.parameters())
+        trainer = TorchTrainer(model, torch.optim.SGD(model.parameters(), lr=0.1), **more)
+    else:
+        model = nn.Linear(6, 3)
+        w, b = model.weight.numpy().copy(), model.bias.numpy().copy()
+        more |= {"own eager": {"execution": "eager"}, "own bucketed": {"bucket_size_mb": 1e-5}}.get(kind, {})
+        more |= {"precision": "fp16"} if kind == "fp16" else {}
+        trainer = DistributedTrainer(model, optim.SGD(lr=0.1), **more)
+    z = np.exp(x @ w.T + b)
+    d = (z / z.sum(1, keepdims=True) - np.eye(3)[y]) / 8
+    wanted = math.sqrt(np.square(d.T @ x).sum() + np.square(d.sum(0)).sum())
+    loader = data.DataLoader(data.arrays(x, y, classes=3), 8)
+    trainer.fit(loader, epochs=1, callbacks=[loggers.CSVLogger(tmp_path, 1)], verbose=False)
+    assert by_csv(tmp_path)[0]["grad_norm"] == pytest.approx(wanted, rel=2e-3 if kind == "fp16" else 1e-5)
+    assert trainer.gradient_norm() == pytest.approx(wanted, rel=2e-3 if kind == "fp16" else 1e-5)
 
 
 def test_wandb_writes_a_run_without_a_network(tmp_path, monkeypatch):

@@ -19,6 +19,7 @@ def more(*options: str, count: int) -> object:
     [
         (("--transport", "mock"), 20),
         (("--transport", "auto", "--data", "--resume"), 3),
+        (("--transport", "mock", "--changes", "--resume", "--ranks", "8"), 8),
         more("--transport", "mock", count=60),
         more("--transport", "auto", count=50),
         more("--transport", "mpi", count=20),
@@ -26,6 +27,9 @@ def more(*options: str, count: int) -> object:
         more("--transport", "auto", "--resume", count=8),
         more("--transport", "mock", "--data", count=20),
         more("--transport", "auto", "--data", "--resume", count=8),
+        more("--transport", "mock", "--ranks", "8", count=20),
+        more("--transport", "mock", "--changes", count=40),
+        more("--transport", "auto", "--changes", "--resume", count=12),
     ],
 )
 def test_the_bits_of_one_process(launch, options, count):
@@ -38,7 +42,9 @@ def test_the_bits_of_one_process(launch, options, count):
         ).groups(),
     )
     assert same + refused == count
-    assert split >= count // 2 and refused <= count // 10
+    changing = "--changes" in options  # of which some are to be refused
+    assert split >= count // (3 if changing else 2) and refused <= count // (2 if changing else 10)
+    assert refused == sum(map(int, re.findall(r"^refused (\d+): \S", done.stdout, re.M)))
 
 
 def test_a_case_is_a_function_of_seed_and_number(launch):

@@ -10,10 +10,8 @@ import numpy as np
 import pytest
 
 from odyssey import DistributedTrainer, callbacks, data, nn, optim
-from odyssey.audit import report
 from odyssey.errors import ConfigError, DataError, Stopped
-
-pytest.importorskip("matplotlib")
+from odyssey.view import picture, report
 
 
 def trained(monkeypatch, path, steps: int, **more) -> None:
@@ -53,10 +51,76 @@ def test_two_runs_one_of_which_went_on(monkeypatch, tmp_path):
     assert page.count("<svg") == page.count("</svg>") >= 8
     places = set(re.findall(r"var\(--(\w+)\)", page))
     assert {"text", "muted", "grid", "s0", "s1"} <= places <= set(re.findall(r"--(\w+):", page))
-    assert not re.search("#12340|#5e51", page)  # no stand-in for a colour is left
-    ids = re.findall(r' id="([^"]+)"', page)
-    used = set(re.findall(r'(?:href="#|url\(#)([^")]+)', page))
-    assert used <= set(ids)
+    assert "<pre>Linear(6, 3)</pre>" in page  # the model, as it prints itself
+
+
+def marks(picture: str) -> list[tuple[float, float, str]]:
+    """The marks of a picture: place, and what they say."""
+    found = re.findall(r'translate\(([-\d.]+) ([-\d.]+)\)"><title>([^<]*)<', picture)
+    return [(float(x), float(y), said) for x, y, said in found]
+
+
+def test_pictures_hold_what_they_show(monkeypatch, tmp_path):
+    trained(monkeypatch, tmp_path / "a", 20)
+    page = report.page([tmp_path / "a"])
+    for drawn in re.findall(r'<svg viewBox="0 0 (?!20 20).*?</svg>', page):
+        width, height = map(float, re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', drawn).groups())
+        texts = re.findall(r'<text x="([\d.-]+)" y="([\d.-]+)" text-anchor="(\w+)">([^<]+)<', drawn)
+        assert texts
+        for x, y, anchor, text in texts:  # DejaVu, a wide font, takes 0.64 of its height for a digit
+            wide = 0.64 * picture.TEXT * len(text)
+            left = float(x) - (wide if anchor == "end" else wide / 2)
+            assert left >= 0 and left + wide <= width and picture.TEXT <= float(y) <= height, text
+        for x, y in re.findall(r"[ML]([\d.-]+) ([\d.-]+)", re.sub(r"<g .*?</g>", "", drawn)):
+            assert 0 <= float(x) <= width and 0 <= float(y) <= height
+    line = next(svg for svg in re.findall(r"<svg.*?</svg>", page) if "end of epoch 1, step 5" in svg)
+    said = sorted(marks(line))
+    assert [text for *_, text in said if "epoch" in text] == [f"end of epoch {e}, step {5 * e}" for e in (1, 2, 3, 4)]
+    assert any(text == "checkpoint, step 20" for *_, text in said)
+    legend = re.findall(r'<svg class="mark".*?</svg>([\w ]+?) ?(?=<)', page)
+    assert legend == ["end of epoch", "checkpoint"]  # what is not drawn is not in it
+
+
+def test_every_name_is_escaped(monkeypatch, tmp_path):
+    path = tmp_path / "<script>run"
+    trained(monkeypatch, path, 5)
+    journal = path / "journal.jsonl"
+    rows = [json.loads(line) for line in journal.read_text().splitlines()]
+    for row in rows:
+        row["attempt"], row["why"] = "<script>attempt", "<script>why"
+        row["model"], row["hosts"] = "<script>Net()", ["<script>host"]
+        row.get("configuration", {}).update({"<script>key": ["<script>class", {"<script>": "<script>"}]})
+        row.get("environment", {}).update({"<script>package": "<script>1.0"})
+        row.get("record", {}).update({"test_<script>column": 0.5})
+    rows.insert(-1, {**rows[-1], "event": "failed"})
+    journal.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (path / "run.json").write_text(json.dumps({"command": ["<script>c"], "versions": {"<script>": "<script>v"}}))
+    page = report.page([path])
+    assert "<script" not in page
+    for name in "run attempt why Net() host key class package 1.0 column c v".split():
+        assert f"&lt;script&gt;{name}" in page, name
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "whole", "wanted"),
+    [
+        (0, 1, False, "0.0 0.2 0.4 0.6 0.8 1.0"),
+        (-0.5, 1.5, True, "0 1"),
+        (1, 20, True, "5 10 15 20"),
+        (2_300, 2_301, False, "2,300.0 2,300.2 2,300.4 2,300.6 2,300.8 2,301.0"),
+        (0, 3e-8, False, "0 5e-09 1e-08 1.5e-08 2e-08 2.5e-08 3e-08"),
+        (0, 4e12, False, "0 1e+12 2e+12 3e+12 4e+12"),
+    ],
+)
+def test_ticks_are_round(low, high, whole, wanted):
+    assert [text for _, text in picture.ticks(low, high, whole)] == wanted.split()
+
+
+@pytest.mark.parametrize("values", [[], [np.nan, np.inf], [3.0], [0.0, 0.0], [1e-300, 1e300], [-5, 7]])
+def test_a_span_has_room(values):
+    low, high = picture.span(values, 0.05)
+    finite = [v for v in values if np.isfinite(v)]
+    assert low < high and all(low <= v <= high for v in finite) and 1 < len(picture.ticks(low, high)) <= 7
 
 
 def test_a_run_that_was_stopped_and_damaged_ones(monkeypatch, tmp_path):

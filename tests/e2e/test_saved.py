@@ -11,9 +11,10 @@ import pytest
 import odyssey
 from odyssey import DistributedTrainer, Tensor, data, nn, optim
 from odyssey import functional as F
+from odyssey.base.outputs import read_weights
 from odyssey.comm import Communicator, mock
 from odyssey.errors import CheckpointError, ConfigError, ShapeError
-from odyssey.nn.export import onnx_model
+from odyssey.onnx.graph import onnx_model
 from odyssey.parallel.mesh import Mesh
 from odyssey.train import saved
 
@@ -232,6 +233,17 @@ class Residual(nn.Module):
         return self.f(F.flatten(F.avg_pool2d(y + self.b(y), 2)))
 
 
+class Functions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        positive = abs(x) + F.exp(x)
+        return positive.sqrt() * 0.5 + positive.log()
+
+
 class Dilated(nn.Sequential):
     def __init__(self) -> None:
         super().__init__(
@@ -249,7 +261,8 @@ class Dilated(nn.Sequential):
         (plain, (6,)),
         (Residual, (3, 16, 16)),
         (Dilated, (4, 9, 11)),
-        (lambda: nn.Sequential(nn.Linear(6, 4), nn.SiLU(), nn.Softplus(), nn.Tanh(), nn.Softmax()), (6,)),
+        *[(lambda layer=layer: nn.Sequential(nn.Linear(6, 4), getattr(nn, layer)()), (6,)) for layer in F.ACTIVATIONS],
+        (Functions, (6,)),
     ],
 )
 def test_onnx_runs_elsewhere_with_the_same_numbers(make, shape):
@@ -294,6 +307,93 @@ def test_an_op_without_an_onnx_form_is_named():
     pytest.importorskip("onnx")
     with pytest.raises(ConfigError, match=r"\[export\] \w+ has no ONNX form here; .* Use --format safetensors"):
         onnx_model(nn.Sequential(nn.Linear(6, 8), nn.RMSNorm(8)), (6,))
+
+
+OWN = """
+from odyssey import nn
+
+class Own(nn.Module):
+    def __init__(self, hidden=5):
+        super().__init__()
+        self.a, self.b = nn.Linear(6, hidden), nn.Linear(hidden, 3)
+
+    def forward(self, x):
+        return self.b(self.a(x).relu())
+
+def wide():
+    return Own(7)
+
+number = 3
+def needs(size): return Own(size)
+def other(): return 3
+"""
+TRAINED = """
+import sys
+import numpy as np
+from odyssey import DistributedTrainer, data, nn, optim
+from net import Own, wide
+nn.manual_seed(0)
+rng = np.random.default_rng(0)
+x = rng.normal(size=(40, 6)).astype(np.float32)
+model = wide() if sys.argv[1] == "wide" else Own()
+trainer = DistributedTrainer(model, optim.SGD(lr=0.1))
+trainer.fit(data.DataLoader(data.arrays(x, rng.integers(0, 3, 40)), batch_size=20), checkpoint_dir=sys.argv[1])
+np.save(sys.argv[1] + ".npy", trainer.predict(data.arrays(x, np.zeros(40, int))))
+np.savetxt("rows.csv", x, delimiter=",", header=",".join("abcdef"), comments="")
+labelled = np.hstack([x, rng.integers(0, 3, (40, 1))])
+np.savetxt("labelled.csv", labelled, ["%.6f"] * 6 + ["%d"], delimiter=",", header=",".join("abcdefy"), comments="")
+"""
+
+
+def test_a_class_of_ones_own_on_the_command_line(launch):
+    (launch.folder / "net.py").write_text(OWN)
+    (launch.folder / "train.py").write_text(TRAINED)
+    for place, name in (("net.py:Own", "plain"), ("net.py:wide", "wide")):
+        done = launch.python("train.py", name)
+        assert done.returncode == 0, done.stderr
+        said = launch.python("-m", "odyssey", "predict", name, "rows.csv", "--json", "--model", place)
+        rows = [json.loads(line) for line in said.stdout.splitlines()]
+        logits = np.load(launch.folder / f"{name}.npy", allow_pickle=False)
+        assert [row["classes"][0] for row in rows] == logits.argmax(1).tolist(), said.stderr
+        words = ("-m", "odyssey", "export", name, "--format", "safetensors", "--output", "w.safetensors")
+        assert launch.python(*words).returncode == 0
+        words = ("--dataset", "csv", "--data-dir", "labelled.csv", "--model", place)
+        own = launch.python("-m", "odyssey", "evaluate", name, *words)
+        assert own.returncode == 0 and "accuracy" in own.stdout and "4 samples" in own.stdout, own.stderr
+    refused = launch.python("-m", "odyssey", "predict", "plain", "rows.csv")
+    assert refused.returncode == 64 and "net.py:Own on the command line" in refused.stderr
+    for place, said in (
+        ("net.py", "write FILE.py:NAME"),
+        ("none.py:Own", "there is no file none.py"),
+        ("net.py:Onw", "net.py has no class Onw, but Own"),
+        ("net.py:number", "net.py has no class number"),
+        ("net.py:needs", "name a function without arguments"),
+        ("net.py:other", "gives a int; an odyssey.nn.Module is needed"),
+        ("net.py:wide", "a.weight"),
+    ):
+        done = launch.python("-m", "odyssey", "predict", "plain", "rows.csv", "--model", place)
+        assert done.returncode == 64 and said in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+def test_export_and_predict_in_python(tmp_path):
+    model = Own()
+    x = RNG.normal(size=(70, 6)).astype(np.float32)
+    expected = model.eval()(Tensor(x)).numpy()
+    loader = data.DataLoader(data.arrays(x, np.zeros(70, int)), batch_size=20)
+    for given in (x, x.astype(np.float64), Tensor(x), loader.dataset, loader):
+        assert np.allclose(odyssey.predict(model, given), expected, atol=1e-6)
+    assert mock.run(2, lambda comm: odyssey.predict(model, x).tobytes())[1] == odyssey.predict(model, x).tobytes()
+    odyssey.export(model, tmp_path / "m.safetensors")
+    assert set(read_weights(tmp_path / "m.safetensors")[0]) == set(model.state_dict())
+    for words, said in (
+        ((model, tmp_path / "m.bin"), "has no ending of .safetensors"),
+        ((model, tmp_path / "m", "tflite"), "'tflite' is unknown; choose from safetensors"),
+        ((x, tmp_path / "m.onnx"), "the model is a ndarray"),
+        ((model, tmp_path / "m.onnx"), "give sample_shape="),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            odyssey.export(*words)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m.safetensors"]
 
 
 def pictures(folder) -> None:
@@ -360,3 +460,48 @@ def test_a_table_from_the_command_line_alone(launch, tmp_path):
     for word, message in (("t.png", "are no pictures; give a table"), ("no.csv", "cannot be read as a table")):
         said = launch.python("-m", "odyssey", "predict", "run", word)
         assert said.returncode in (64, 65) and message in said.stderr and said.stderr.count("\n") == 1
+
+
+def test_a_table_that_is_prepared_from_the_command_line_alone(launch, tmp_path):
+    draw = np.random.default_rng(0)
+    area, rooms, town = draw.uniform(20, 2000, 80), draw.integers(1, 6, 80), draw.choice(["Oslo", "Rome"], 80)
+    price = area / 400 + rooms + 2 * (town == "Rome")
+    every = enumerate(zip(area, rooms, town, price, strict=True))
+    rows = [f"{i},{a:.3f},{r},{t},{p:.4f}\n" for i, (a, r, t, p) in every]
+    rows[3] = rows[3].replace(f",{rooms[3]},", ",,")
+    (tmp_path / "t.csv").write_text("id,area,rooms,town,price\n" + "".join(rows))
+    words = ("--model", "mlp", "--dataset", "csv", "--data-dir", "t.csv", "--epochs", 40, "--global-batch-size", 16)
+    more = ("--normalize", "--drop-columns", "id", "--fill", "mean", "--run-dir", "run", "--json", "r.json")
+    done = launch.train(*words, *more, ranks=2)
+    assert done.returncode == 0 and "column town is text, and becomes 2 numbers: Oslo, Rome" in done.stderr, done.stderr
+    trained = json.loads((tmp_path / "r.json").read_text())
+    assert trained["normalize"] is True and trained["test_loss"] < 1.5
+    raw = launch.train(*words, "--drop-columns", "id", "--fill", "mean", "--steps", 1, "--no-eval")
+    assert "column area: numbers of about 1," in raw.stderr and "; give --normalize" in raw.stderr
+    said = launch.python("-m", "odyssey", "evaluate", "run", "--json", ranks=2)
+    assert json.loads(said.stdout)["loss"] == pytest.approx(trained["test_loss"], rel=1e-6), said.stderr
+    (tmp_path / "new.csv").write_text("town,rooms,area\nRome,2,800\nOslo,,400\n")
+    said = launch.python("-m", "odyssey", "predict", "run", "new.csv", "--json")
+    outputs = np.array([json.loads(line)["output"] for line in said.stdout.splitlines()])
+    assert outputs.reshape(-1) == pytest.approx([6, 1 + rooms.mean()], abs=1.5), said.stderr
+    (tmp_path / "bad.csv").write_text("town,rooms,area\nBonn,2,800\n")
+    said = launch.python("-m", "odyssey", "predict", "run", "bad.csv")
+    assert said.returncode == 65 and "bad.csv, line 2, column town: 'Bonn' is unknown; the training had" in said.stderr
+    onnx = pytest.importorskip("onnx")
+    done = launch.python("-m", "odyssey", "export", "run", "--format", "onnx", "--output", "m.onnx")
+    assert done.returncode == 0, done.stderr
+    about = {p.key: json.loads(p.value) for p in onnx.load(tmp_path / "m.onnx").metadata_props}
+    assert about == {"columns": ["area", "rooms", "town=Oslo", "town=Rome"]}
+    session = pytest.importorskip("onnxruntime").InferenceSession(tmp_path / "m.onnx")
+    (y,) = session.run(None, {"x": np.array([[800, 2, 0, 1]], np.float32)})  # as the table has them
+    np.testing.assert_allclose(y, outputs[:1], rtol=1e-4)
+
+
+def test_onnx_has_what_is_used_alone():
+    onnx = pytest.importorskip("onnx")
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(8, 3))
+    assert "1.num_batches_tracked" in model.state_dict()
+    graph = onnx.load_from_string(saved.content("onnx", model, {}, (1, 4, 4))).graph
+    names = {i.name for i in graph.initializer}
+    assert names <= {name for node in graph.node for name in node.input}
+    assert "1.running_mean" in names and "1.num_batches_tracked" not in names

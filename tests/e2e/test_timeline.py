@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 from odyssey import DistributedTrainer, callbacks, data, nn, optim
-from odyssey.audit import journal, trace
-from odyssey.audit.timeline import Timeline
+from odyssey.base import slot
 from odyssey.comm import mock
 from odyssey.core import native
-from odyssey.watch import slot
+from odyssey.view import journal, trace
+from odyssey.view.timeline import Timeline
 
 PHASES = {"X", "i", "C", "M"}
 

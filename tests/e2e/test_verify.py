@@ -144,6 +144,25 @@ def test_a_launcher_that_is_not_there(launch):
     assert "FAILED  /no/mpirun cannot be started: No such file or directory; `odyssey doctor` says" in done.stdout
 
 
+def test_a_script_that_keeps_checkpoints_and_logs(launch):
+    script = """
+        from odyssey.loggers import JSONLLogger
+        trainer = DistributedTrainer(nn.MLP(), optim.SGD(lr=0.1), shard_size=16)
+        trainer.fit(loader, epochs=1, checkpoint_dir="mine", checkpoint_every=1, callbacks=[JSONLLogger("mine.jsonl")])
+    """
+    for _ in range(2):  # a second one finds nothing of the first
+        code, lines, errors, _ = run(launch, "--layouts", "dp=2", "--steps", 2, script=script)
+        assert code == 0 and lines[-1] == "1 of 1 layouts give the bits of one process", errors
+        assert sorted(path.name for path in launch.folder.iterdir()) == ["script.py", "verify.json"]
+    done = launch.python("script.py")
+    assert done.returncode == 0 and (launch.folder / "mine").is_dir(), done.stderr
+    again = script.replace("checkpoint_every=1", "resume='mine'").replace(
+        'checkpoint_dir="mine", ', 'checkpoint_dir="other", '
+    )
+    code, _, errors, _ = run(launch, "--layouts", "dp=2", "--steps", 2, script=again)
+    assert code == 64 and "it goes on from a checkpoint that is complete already" in errors
+
+
 def test_scripts_that_cannot_be_compared(launch):
     code, _, errors, _ = run(launch, "--layouts", "dp=2", script="print('no trainer')")
     assert code == 64 and "took no step with a DistributedTrainer" in errors

@@ -23,20 +23,17 @@ from mutate import JSON_LITERALS, NUMBERS, WORDS, Spans, Statistics, fuzz, json_
 
 from odyssey import steplog  # noqa: E402
 from odyssey.audit import verify  # noqa: E402
+from odyssey.base import slot
+from odyssey.base.files import parse_json  # noqa: E402
 from odyssey.checkpoints import header, manifest  # noqa: E402
 from odyssey.cli.commands.train import command as train  # noqa: E402
 from odyssey.cli.configfile import parse_config  # noqa: E402
-from odyssey.core.settings import settings  # noqa: E402
 from odyssey.data.datasets import _read_records  # noqa: E402
 from odyssey.data.idx import read_idx  # noqa: E402
 from odyssey.errors import DataError, OdysseyError  # noqa: E402
-from odyssey.launch.hosts import parse_hostfile_text, parse_hosts  # noqa: E402
-from odyssey.watch import (  # noqa: E402
-    judge,
-    link,
-    slot,  # noqa: E402
-)
-from odyssey.watch.files import parse_json  # noqa: E402
+from odyssey.run import judge, link
+from odyssey.run.hosts import parse_hostfile_text, parse_hosts  # noqa: E402
+from odyssey.settings.declarations import settings  # noqa: E402
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import targets  # noqa: E402
 from odyssey.errors import DataError  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
-COUNT = 2000  # of each parser here; `.ci/run` has 100,000
+COUNT = 2000  # of each parser here; `.ci/run --all` has 100,000
 
 
 def test_no_parser_does_more_than_refuse(tmp_path):

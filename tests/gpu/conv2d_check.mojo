@@ -15,6 +15,7 @@ from max.gpu.host import DeviceBuffer
 
 from kernels import conv2d as cpu
 from kernels import conv2d_general as general
+from kernels import pool
 from kernels.gpu.conv2d import (
     conv2d_backward_input,
     conv2d_backward_weight,
@@ -25,8 +26,8 @@ from kernels.gpu.conv2d import (
 from kernels.conv2d import Conv
 from kernels.gpu.launch import BF16, FP16, FP32, Operand, Queue, TF32
 from kernels.lanes import F32, LANES, Ptr
-from kernels.pool import Windows, maxpool_forward
-from numbers import Floats, GUARD
+from kernels.op import Cpu
+from numbers import Floats, GUARD, run_op
 
 comptime Wide = SIMD[DType.float64, LANES]
 
@@ -489,11 +490,11 @@ def check_pooled[precision: Int](q: Queue, c: Case, shards: Int, PR: Int, PT: In
             b.host.p,
             c.plain(),
         )
-        maxpool_forward[LANES](
-            pooled.p,
-            places.p.unsafe_bitcast[UInt8](),
-            full.p,
-            Windows(c.G * c.K, c.P(), c.Q(), PR, PT, PS),
+        run_op(
+            pool.ops[Cpu](),
+            "maxpool_forward",
+            False,
+            [Int(pooled.p), Int(places.p), Int(full.p), c.G * c.K, c.P(), c.Q(), PR, PT, PS],
         )
         check_same("pooled y", y.host.p.unsafe_offset(s * n), pooled.p, n)
         check_same(

@@ -6,10 +6,20 @@ everything, so a write beside a tensor is found as well.
 
 from std.math import isnan
 from std.memory import Layout, alloc, bitcast
+from std.utils import StaticTuple
 
-from kernels.gpu.launch import Operand, Queue, StepContext, StepContextPtr
+from kernels.gpu.launch import (
+    Enqueue,
+    GpuOp,
+    Launch,
+    Operand,
+    Queue,
+    StepContext,
+    StepContextPtr,
+)
 from kernels.lanes import F32, BytePtr, IntPtr, LongPtr, Ptr
-from kernels.record import Context, ContextPtr, Record
+from kernels.op import Kernel, Op
+from kernels.record import Context, ContextPtr, RECORD, Record, SPACES
 from kernels.reduce import split
 from max.gpu.host import DeviceBuffer
 
@@ -193,3 +203,105 @@ def cpu_record(
     )
     var none = lab.longs(0)
     return Record(none, none, ContextPtr(unsafe_from_address=Int(context)))
+
+
+# --- ops by their names ---------------------------------------------------------------------------------------------------
+
+
+def kernel(ops: List[Op], name: StaticString) raises -> Kernel:
+    """The op of a table."""
+    for op in ops:
+        if op.name == name:
+            return op.run
+    raise Error(t"no op {name} in the CPU's table")
+
+
+def kernel(ops: List[GpuOp], name: StaticString) raises -> Enqueue:
+    """The same of a GPU's table."""
+    for op in ops:
+        if op.name == name:
+            return op.run
+    raise Error(t"no op {name} in the GPU's table")
+
+
+def bits(x: Float32) -> Int:
+    """A float as the argument of a record."""
+    return Int(bitcast[DType.uint32](x))
+
+
+@fieldwise_init
+struct Part(Copyable):
+    """An operand of an op: where it lies in a lab for shard 0, and floats to that of the next shard."""
+
+    var at: Int
+    var stride: Int
+
+
+@fieldwise_init
+struct Call(Copyable):
+    """The arguments of an op and what a run brings to it, for both sides. At most four operands differ in their strides.
+    """
+
+    var operands: List[Part]
+    var sizes: List[Int]
+    var shards: Int
+    var shape: Shape
+    var context: Int  # where put_context wrote; -1: none
+    var flag: Int  # where the int32 lies that stops an optimizer; -1: none
+
+    def __init__(out self, *operands: Part, sizes: List[Int], shards: Int = 1):
+        self = Self(List[Part](), sizes.copy(), shards, Shape(0, 0, 0), -1, -1)
+        for part in operands:
+            self.operands.append(part.copy())
+
+    def on_cpu(self, mut lab: Lab, kernel: Kernel) raises:
+        """Computes all shards, one after the other."""
+        for s in range(self.shards):
+            var r = cpu_record(lab, self.shape, s)
+            var numbers = List[Int64](length=RECORD, fill=0)
+            var bases = List[Int64](length=SPACES, fill=0)
+            for i in range(len(self.operands)):
+                ref part = self.operands[i]
+                numbers[1 + i] = Int64(lab.address(part.at + s * part.stride))
+            for i in range(len(self.sizes)):
+                numbers[1 + len(self.operands) + i] = Int64(self.sizes[i])
+            kernel(
+                Record(
+                    LongPtr(unsafe_from_address=Int(numbers.unsafe_ptr())),
+                    LongPtr(unsafe_from_address=Int(bases.unsafe_ptr())),
+                    r.context,
+                )
+            )
+            _ = numbers^
+            _ = bases^
+
+    def on_gpu(self, lab: Lab, enqueue: Enqueue) raises:
+        """Computes all shards in one launch. Each stride is that of a space of its own."""
+        var numbers = List[Int64](length=RECORD, fill=0)
+        var strides = List[Int]()
+        for i in range(len(self.operands)):
+            ref part = self.operands[i]
+            if part.stride not in strides:
+                strides.append(part.stride)
+            var space = 0
+            while strides[space] != part.stride:
+                space += 1
+            numbers[1 + i] = Int64(space << 56 | lab.there(part.at))
+        for i in range(len(self.sizes)):
+            numbers[1 + len(self.operands) + i] = Int64(self.sizes[i])
+        var of_spaces = StaticTuple[Int, SPACES](fill=0)
+        for i in range(len(strides)):
+            of_spaces[i] = strides[i]
+        var launch = Launch(
+            LongPtr(unsafe_from_address=Int(numbers.unsafe_ptr())),
+            StaticTuple[Int, SPACES](fill=0),
+            of_spaces,
+            self.shards,
+            1,
+            False,
+            lab.ptr(0),
+            StepContextPtr(unsafe_from_address=lab.there(max(self.context, 0))),
+            lab.there(max(self.flag, 0)),
+        )
+        enqueue(lab.q, launch)
+        _ = numbers^

@@ -3,12 +3,13 @@
 from std.testing import TestSuite
 from std.utils.numerics import nan
 from kernels import layout as cpu_layout
-from kernels import pool as cpu_pool
+from kernels import pool
 from kernels.gpu import layout as gpu_layout
-from kernels.gpu import pool as gpu_pool
+from kernels.gpu.elementwise import OnGpu
 from kernels.gpu.launch import Queue
 from kernels.lanes import LANES
-from lab import Lab, Shape, cpu_record, put_context, up
+from kernels.op import Cpu
+from lab import Call, Lab, Part, Shape, cpu_record, kernel, put_context, up
 
 comptime L = LANES
 
@@ -20,7 +21,6 @@ def each_pool(q: Queue, planes: Int, H: Int, W: Int, R: Int, T: Int, S: Int) rai
     var shards = 3
     var P = (H - R) // S + 1
     var Q = (W - T) // S + 1
-    var sizes = cpu_pool.Windows(planes, H, W, R, T, S)
     var n = planes * H * W * L
     var m = planes * P * Q * L
     var xs = n + 16
@@ -39,56 +39,27 @@ def each_pool(q: Queue, planes: Int, H: Int, W: Int, R: Int, T: Int, S: Int) rai
             lab.host[x + i] = 0
     lab.host[x + 7] = nan[DType.float32]()
     lab.host[dy + 3] = -0.0
-    var name = String(t" {planes} x {H} x {W}, {R} x {T}, {S}")
+    var px = Part(x, xs)
+    var py = Part(y, ys)
+    var pdx = Part(dx, xs)
+    var pdy = Part(dy, ys)
+    var won = Part(argmax, places)
+    var sizes: List[Int] = [planes, H, W, R, T, S, 0]
+
+    def check(name: StaticString, call: Call) raises {mut lab, imm}:
+        call.on_cpu(lab, kernel(pool.ops[Cpu](), name))
+        call.on_gpu(lab, kernel(pool.ops[OnGpu](), name))
+        lab.compare(String(t"{name} {planes} x {H} x {W}, {R} x {T}, {S}"))
 
     lab.upload()
-    for s in range(shards):
-        cpu_pool.maxpool_forward[L](
-            lab.ptr(y + s * ys),
-            lab.bytes(argmax + s * places),
-            lab.ptr(x + s * xs),
-            sizes,
-        )
-    gpu_pool.maxpool_forward(
-        q,
-        shards,
-        lab.op(y, ys),
-        lab.op(argmax, places),
-        lab.op(x, xs),
-        sizes,
-    )
-    lab.compare("maxpool_forward" + name)
-
-    comptime for relu in range(2):
-        for s in range(shards):
-            cpu_pool.maxpool_backward[L](
-                lab.ptr(dx + s * xs),
-                lab.ptr(dy + s * ys),
-                lab.bytes(argmax + s * places),
-                lab.ptr(y + s * ys),
-                sizes,
-                relu == 1,
-            )
-        gpu_pool.maxpool_backward(
-            q,
-            shards,
-            lab.op(dx, xs),
-            lab.op(dy, ys),
-            lab.op(argmax, places),
-            lab.op(y, ys),
-            sizes,
-            relu == 1,
-        )
-        lab.compare("maxpool_backward" + name)
-
+    check("maxpool_forward", Call(py, won, px, sizes=sizes, shards=shards))
+    for relu in range(2):
+        sizes[6] = relu
+        check("maxpool_backward", Call(pdx, pdy, won, py, sizes=sizes, shards=shards))
     lab.host[x + 7] = 1
     lab.upload()
-    for s in range(shards):
-        cpu_pool.avgpool_forward[L](lab.ptr(y + s * ys), lab.ptr(x + s * xs), sizes)
-        cpu_pool.avgpool_backward[L](lab.ptr(dx + s * xs), lab.ptr(dy + s * ys), sizes)
-    gpu_pool.avgpool_forward(q, shards, lab.op(y, ys), lab.op(x, xs), sizes)
-    gpu_pool.avgpool_backward(q, shards, lab.op(dx, xs), lab.op(dy, ys), sizes)
-    lab.compare("avgpool" + name)
+    check("avgpool_forward", Call(py, px, sizes=sizes, shards=shards))
+    check("avgpool_backward", Call(pdx, pdy, sizes=sizes, shards=shards))
 
 
 def test_pools() raises:

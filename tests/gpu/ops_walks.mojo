@@ -3,9 +3,8 @@
 from std.testing import TestSuite, assert_equal, assert_raises
 from std.utils import StaticTuple
 from std.utils.numerics import inf, nan
-from kernels import dropout as cpu_dropout
+from kernels import dropout
 from kernels.elementwise import maps
-from kernels.gpu import dropout as gpu_dropout
 from kernels.gpu import elementwise as gpu
 from kernels.gpu import layout as gpu_layout
 from kernels.gpu.elementwise import OnGpu
@@ -14,7 +13,7 @@ from kernels.gpu.quads import divide, divisor
 from kernels.lanes import LANES, LongPtr
 from kernels.op import Cpu
 from kernels.record import ContextPtr, RECORD, Record, SPACES
-from lab import Lab, Shape, cpu_record, put_context, up
+from lab import Call, Lab, Part, Shape, bits, kernel, put_context, up
 
 comptime L = LANES
 comptime EXACT = " relu_forward relu_backward tanh_backward sigmoid_backward add multiply scale "
@@ -154,57 +153,33 @@ def test_dropout() raises:
         var stride = G * F * L + 7
         var x = 0
         var y = up(shards * stride)
-        var bits = y + up(shards * stride)
-        var dx = bits + up(shards * stride)
+        var bits_ = y + up(shards * stride)
+        var dx = bits_ + up(shards * stride)
         var context = dx + up(shards * stride)
         var lab = Lab(q, context + 32)
         var shape = Shape(first=64, samples=150, shard_size=32)
         var ctx = put_context(lab, context, shape)
         lab.upload()
-        for s in range(shards):
-            cpu_dropout.dropout_forward[L](
-                lab.ptr(y + s * stride),
-                lab.bytes(bits + s * stride),
-                lab.ptr(x + s * stride),
-                G,
-                F,
-                0.4,
-                9,
-                4,
-                cpu_record(lab, shape, s).context,
-            )
-            cpu_dropout.dropout_backward[L](
-                lab.ptr(dx + s * stride),
-                lab.ptr(x + s * stride),
-                lab.bytes(bits + s * stride),
-                G,
-                F,
-                0.4,
-            )
-        gpu_dropout.dropout_forward(
-            q,
-            shards,
-            lab.op(y, stride),
-            lab.op(bits, stride),
-            lab.op(x, stride),
-            G,
-            F,
-            0.4,
-            9,
-            4,
-            ctx,
+        var forward = Call(
+            Part(y, stride),
+            Part(bits_, stride),
+            Part(x, stride),
+            sizes=[G, F, bits(0.4), 9, 4],
+            shards=shards,
         )
-        gpu_dropout.dropout_backward(
-            q,
-            shards,
-            lab.op(dx, stride),
-            lab.op(x, stride),
-            lab.op(bits, stride),
-            G,
-            F,
-            0.4,
-            ctx,
+        var backward = Call(
+            Part(dx, stride),
+            Part(x, stride),
+            Part(bits_, stride),
+            sizes=[G, F, bits(0.4)],
+            shards=shards,
         )
+        forward.shape = shape
+        forward.context = context
+        forward.on_cpu(lab, kernel(dropout.ops[Cpu](), "dropout_forward"))
+        forward.on_gpu(lab, kernel(dropout.ops[OnGpu](), "dropout_forward"))
+        backward.on_cpu(lab, kernel(dropout.ops[Cpu](), "dropout_backward"))
+        backward.on_gpu(lab, kernel(dropout.ops[OnGpu](), "dropout_backward"))
         lab.compare(String(t"dropout {F}"))
         gpu.loss_scale(q, shards, lab.op(y, stride), ctx)
         for s in range(shards):

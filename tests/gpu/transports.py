@@ -123,7 +123,7 @@ def nccl() -> dict[str, str]:
     found = {"direct": train("nccl", exchange.DirectExchange)[0]}
     with asked(False, 30_000):
         found["hierarchical"], trainer = train("nccl", exchange.StagedExchange, reduction="hierarchical")
-    (said,) = trainer._train.warnings
+    (said,) = trainer._train.ownership.warnings
     assert said == "reduction='hierarchical' goes through the host: only reduction='tree' goes from GPU to GPU"
     return found
 
@@ -134,7 +134,7 @@ def gpu_mpi() -> dict[str, str]:
     for backend in ("mpi", "shm"):
         with asked():
             found[backend], trainer = train(backend, exchange.DirectExchange)
-        assert not trainer._train.warnings
+        assert not trainer._train.ownership.warnings
     return found
 
 
@@ -155,7 +155,7 @@ def wrong_bits() -> dict[str, str]:
             found, trainer = train("mpi", exchange.StagedExchange)
     finally:
         devices.MpiTransport.exchange = right
-    (said,) = trainer._train.warnings
+    (said,) = trainer._train.ownership.warnings
     assert said.startswith("ODYSSEY_GPU_MPI=1, but the probe failed on rank 1"), said
     assert said.endswith(": gradients go through the host")
     assert ("1 of 64 bytes are wrong" in said) == (trainer.comm.rank == 1), said

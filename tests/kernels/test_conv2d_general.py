@@ -86,7 +86,7 @@ def test_layers():
     nn.manual_seed(1)
     conv, line = nn.Conv2d(4, 6, 3, padding=1, dilation=2, groups=2, bias=False), nn.Conv1d(4, 6, 3, stride=2)
     assert conv.weight.shape == (6, 2, 3, 3) and line.weight.shape == (6, 4, 3) and conv.bias is None
-    assert "dilation=2, groups=2" in repr(conv) and repr(line) == "Conv1d(4, 6, (3,), stride=2, padding=0)"
+    assert "dilation=2, groups=2" in repr(conv) and repr(line) == "Conv1d(4, 6, 3, stride=2)"
     assert conv(Tensor(np.ones((2, 4, 9, 9), np.float32))).shape == (2, 6, 7, 7)
     assert line(Tensor(np.ones((2, 4, 9), np.float32))).shape == (2, 6, 4)
 

@@ -16,7 +16,7 @@ import time
 import numpy as np
 from mpi4py import MPI
 
-from odyssey.watch import runs
+from odyssey.base import runs
 
 comm = MPI.COMM_WORLD
 run = runs.Run.current()

@@ -28,8 +28,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from odyssey.launch.attempt import newest_step
-from odyssey.watch import slot
+from odyssey.base import slot
+from odyssey.run.attempt import newest_step
 
 TRAINING = "--steps 600 --global-batch-size 256 --checkpoint-every 20 --no-eval --no-progress".split()
 PHASES = ("start", "data", "compute", "checkpoint", "evaluate")

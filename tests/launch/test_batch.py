@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from odyssey.errors import ConfigError
-from odyssey.launch import batch
+from odyssey.jobs import batch
 
 CRD = Path(__file__).parents[1] / "third_party" / "mpi-operator" / "kubeflow.org_mpijobs.yaml.gz"
 JSON = {"object": dict, "array": list, "string": str, "integer": int, "boolean": bool, "number": (int, float)}

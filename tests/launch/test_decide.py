@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from odyssey.errors import ConfigError
-from odyssey.launch.attempt import allowed
-from odyssey.launch.config import LaunchConfig, parse_elastic
-from odyssey.launch.decide import Action, Outcome, Past, decide, in_doubt, taken_back
-from odyssey.launch.ends import End, Started, first
-from odyssey.launch.hosts import parse_hosts
+from odyssey.run.attempt import allowed
+from odyssey.run.config import LaunchConfig, parse_elastic
+from odyssey.run.decide import Action, Outcome, Past, decide, in_doubt, taken_back
+from odyssey.run.ends import End, Started, first
+from odyssey.run.hosts import parse_hosts
 
 CONFIG = LaunchConfig(nproc_per_node=4, max_restarts=3)
 NONE = Past()

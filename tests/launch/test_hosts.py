@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from odyssey.errors import ConfigError
-from odyssey.launch.hosts import FILE_LIMIT, Host, parse_hostfile, parse_hostfile_text, parse_hosts, place
+from odyssey.run.hosts import FILE_LIMIT, Host, parse_hostfile, parse_hostfile_text, parse_hosts, place
 
 
 def test_a_list():

@@ -17,15 +17,15 @@ from pathlib import Path
 import pytest
 
 import odyssey
+from odyssey.base import runs
 from odyssey.errors import ConfigError, LaunchError, OutputError
-from odyssey.launch import LaunchConfig, attempt, decide, leftovers, output, starting, supervisor, users
-from odyssey.launch import lock as lock_file
-from odyssey.launch.__main__ import parse
-from odyssey.launch.hosts import parse_hosts, place
-from odyssey.launch.lock import Lock, holder
-from odyssey.launch.output import LINE_LIMIT, Pump
-from odyssey.launch.supervisor import DistributedLauncher, default_run_dir, launch_distributed_training
-from odyssey.watch import runs
+from odyssey.launch import LaunchConfig, parse
+from odyssey.run import attempt, decide, leftovers, output, starting, supervisor, users
+from odyssey.run import lock as lock_file
+from odyssey.run.hosts import parse_hosts, place
+from odyssey.run.lock import Lock, holder
+from odyssey.run.output import LINE_LIMIT, Pump
+from odyssey.run.supervisor import DistributedLauncher, default_run_dir, launch_distributed_training
 
 WRAPPER = Path(odyssey.__file__).parent / "launch" / "rank_wrapper.py"
 MPICH = starting.Starter("mpich", "/x/mpirun", "MPICH 5", "mpich")

@@ -11,7 +11,8 @@ import time
 from pathlib import Path
 
 import odyssey
-from odyssey.launch import LaunchConfig, decide, ends, leftovers, starting
+from odyssey.launch import LaunchConfig
+from odyssey.run import decide, ends, leftovers, starting
 
 WRAPPER = Path(odyssey.__file__).parent / "launch" / "rank_wrapper.py"
 MPICH = starting.Starter("mpich", "/x/mpirun", "MPICH 5", "mpich")

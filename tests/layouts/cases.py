@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import json
+import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -16,9 +18,10 @@ from typing import Any
 
 import draws
 import numpy as np
-from draws import ALONE, Layout, Stop, Training
+from draws import Layout, Stop, Training
 
 from odyssey import data, nn
+from odyssey.callbacks import Callback
 from odyssey.comm import Communicator, mock
 from odyssey.core import offload
 from odyssey.errors import CollectiveError, ConfigError, NumericsError, OdysseyError, ShapeError
@@ -73,8 +76,10 @@ def trained(
     """What a rank holds after the training, which fails at batch `last`, if it is given."""
     nn.manual_seed(case.settings["seed"])
     quiet = Quiet()
+    model = case.network.build()
+    given = [callback for change in case.changes for callback in change.make(model)]
     trainer = DistributedTrainer(
-        case.network.build(),
+        model,
         case.optimizer[1](),
         comm=comm,
         device="cpu",
@@ -92,6 +97,8 @@ def trained(
         if last is not None:
             loader.last = last
         evaluated = loader.dataset if loader.in_memory else case.data.loader()
+        if given:
+            fit["callbacks"] = given
         history, sums = _looped(case, trainer, loader, **{"epochs": case.epochs, **fit})
         evaluation = trainer.evaluate(evaluated)
         result = {f"weight {name}": value for name, value in trainer.state_dict().items()}
@@ -100,17 +107,34 @@ def trained(
         for i, record in enumerate(history.records):
             for name, value in record.items():
                 if name.startswith(("train_", "test_")):
-                    result[f"{name} of epoch {i + 1}"] = np.asarray(value, np.float64)
+                    known = value is not None and np.isfinite(value)  # checkpoints have no inf
+                    result[f"{name} of epoch {i + 1}"] = np.asarray(value if known else np.nan, np.float64)
         result["sums of steps"] = np.array(sums)
         result["evaluation"] = np.array([*evaluation.metrics.values(), evaluation.samples])
         result["steps"] = np.array([trainer.steps, history.steps, history.samples])
+        if trainer.last is None and case.changes:
+            result["complete already"] = np.array(True)
         if trainer.grad_norm is not None:
             result["norm of the gradients"] = np.asarray(trainer.grad_norm)
         result["loss scale"] = np.asarray(trainer.scaler.value)
         result["weights_sha256"] = np.frombuffer(bytes.fromhex(trainer.weights_sha256()), np.uint8)
-        return result
+        return result if not case.changes else {**result, **_now(trainer, given)}
     finally:
         _close(trainer, comm)
+
+
+def _now(trainer: DistributedTrainer, given: Sequence[Callback]) -> Result:
+    """What is set when the training has ended, and what its callbacks keep."""
+    found = {f"state of callback {i}": callback.state_dict() for i, callback in enumerate(given)}
+    for name in ("lr", "momentum", "weight_decay", "betas", "eps", "alpha"):
+        found[f"setting optimizer.{name}"] = getattr(trainer.optimizer, name, None)
+    for path, module in trainer.model.named_modules("model"):
+        for name, value in {"training": module.training, **vars(module)}.items():
+            if isinstance(value, (bool, int, float, list)):
+                found[f"setting {path}.{name}"] = value
+    found |= {f"{name} is trained": p.requires_grad for name, p in trainer.model.named_parameters()}
+    found |= {"setting clip_norm": trainer.clip_norm, "setting base_rate": trainer.base_rate}
+    return {name: np.frombuffer(json.dumps(value).encode(), np.uint8) for name, value in found.items()}
 
 
 def _looped(
@@ -118,7 +142,7 @@ def _looped(
 ) -> tuple[History, list[tuple[float, float]]]:
     """Trains as case.loop says; the last History, and what train_step() gave."""
     if case.loop == "fit with a validation set":
-        fit["val_loader"] = case.data.loader()
+        fit["val_loader"] = dataclasses.replace(case.data, shuffle=False, sampler=None).loader()  # whose order counts
     if case.loop in ("fit", "fit with a validation set"):
         return trainer.fit(loader, **fit), []
     history, sums = History(), []
@@ -144,6 +168,9 @@ def _close(trainer: DistributedTrainer, comm: Communicator) -> None:
 
 def difference(expected: Result, found: Result) -> str:
     """The first difference, in words; empty if there is none."""
+    if "complete already" in found:  # no step, so no norm; no epoch began, so forward() may read what nobody has set
+        left_out = "norm of the gradients", "evaluation", "complete already"
+        expected, found = ({k: v for k, v in r.items() if k not in left_out} for r in (expected, found))
     if list(expected) != list(found):
         return f"holds {sorted(set(expected) ^ set(found))[:3]}, or in another order"
     for name, x in expected.items():
@@ -175,12 +202,20 @@ def attempted(trained: Callable[..., Result]) -> Callable[..., Ran]:
     return tried
 
 
-tried = attempted(trained)
+def tried(case: Training, *given: Any, **fit: Any) -> Ran:
+    """What a rank holds after the training, or the error that says why not; of what must be refused without numbers, as
+    a generator gives each rank others."""
+    ran = attempted(trained)(case, *given, **fit)
+    refused = case.refused and isinstance(ran, ConfigError)
+    return ConfigError(re.sub(r"\d[\d.e-]*", "N", str(ran))) if refused else ran
 
 
-def judged(expected: Ran, everyone: Sequence[Ran]) -> Outcome:
-    """Of what one process gave, and what each rank of a layout gave."""
+def judged(expected: Ran, everyone: Sequence[Ran], refused: bool = False) -> Outcome:
+    """Of what one process gave, and what each rank of a layout gave; `refused`: they must be refused."""
     first = everyone[0]
+    if refused and not (isinstance(first, ConfigError) and isinstance(expected, ConfigError)):
+        ends = [str(r) if isinstance(r, Exception) else "a result" for r in (first, expected)]
+        return Outcome("differs", f"is not refused: ends with {ends[0]}, on one process with {ends[1]}")
     if any(str(e) != str(first) for e in everyone if isinstance(e, Exception) or isinstance(first, Exception)):
         return Outcome("differs", f"not all ranks end with: {next(e for e in everyone if isinstance(e, Exception))}")
     if isinstance(expected, Exception) or isinstance(first, Exception):
@@ -275,12 +310,21 @@ def _digest(found: Any) -> str:
     return digest.hexdigest()
 
 
-def play(team: Threads | Processes, seed: int, index: int, all_data: bool = False) -> tuple[Outcome, bool, str]:
-    """A case on its layout and on one process; what became of it, whether ranks had parts, what it was."""
-    case = draws.case(seed, index, all_data)
-    everyone = team.run(case.layout.ranks, lambda comm: tried(case.training, case.layout, comm))
-    expected = team.alone(lambda comm: tried(case.training, ALONE, comm))
-    outcome = judged(expected, everyone) if team.leads else Outcome("")
+def play(team: Threads | Processes, seed: int, index: int, **how: bool) -> tuple[Outcome, bool, str]:
+    """A case on its layout and on one process; what became of it, whether ranks had parts, what it was.
+
+    how: which cases, as draws.case() takes it.
+    """
+    case = draws.case(seed, index, **how)
+    what = case.training
+    with team.folder() if what.at_checkpoints else contextlib.nullcontext() as folder:
+
+        def run(name: str, layout: Layout, comm: Communicator) -> Ran:
+            return tried(what, layout, comm, **({"checkpoint_dir": folder / name} if folder else {}))
+
+        everyone = team.run(case.layout.ranks, lambda comm: run("layout", case.layout, comm))
+        expected = team.alone(lambda comm: run("alone", what.alone, comm))
+    outcome = judged(expected, everyone, what.refused) if team.leads else Outcome("")
     return outcome, case.layout.splits, str(case)
 
 
@@ -315,19 +359,21 @@ def _until(case: Training, stop: Stop, comm: Communicator, folder: Path, every: 
         return {}
 
 
-def play_resumed(team: Threads | Processes, seed: int, index: int, all_data: bool = False) -> tuple[Outcome, bool, str]:
+def play_resumed(team: Threads | Processes, seed: int, index: int, **how: bool) -> tuple[Outcome, bool, str]:
     """An interrupted training of a case, and the undisturbed one."""
-    case = draws.interrupted(seed, index, all_data)
-    what = case.training
-    expected = team.run(case.undisturbed.ranks, lambda comm: tried(what, case.undisturbed, comm))
+    case = draws.interrupted(seed, index, **how)
+    what, first = case.training, case.undisturbed
     outcome = None
     with team.folder() as folder:
+        saving = {"checkpoint_dir": folder / "whole", "checkpoint_every": case.every} if what.at_checkpoints else {}
+        expected = team.run(first.ranks, lambda comm: tried(what, first, comm, **saving))
+        parts = folder / "parts"
         for stop in case.stops:
-            everyone = team.run(stop.layout.ranks, lambda comm, at=stop: _until(what, at, comm, folder, case.every))
+            everyone = team.run(stop.layout.ranks, lambda comm, at=stop: _until(what, at, comm, parts, case.every))
             team.meet()
             if outcome is None and team.leads:
                 errors = [str(ran) for ran in everyone if isinstance(ran, Exception)]
                 if errors or stop.after is None:
-                    outcome = judged(expected[0], everyone)
+                    outcome = judged(expected[0], everyone, what.refused)
                     outcome.text += f" ({stop})" * bool(errors)
     return outcome or Outcome(""), any(s.layout.splits for s in case.stops), str(case)

@@ -17,15 +17,16 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
+import changes
 import kinds
 from chance import Random, draw, drawn
 from networks import Network
 from samples import Data, Joined, Loss, Parted, parted_loss, targets, token_ids
 
 from odyssey import nn, optim
-from odyssey.parallel.mesh import Mesh
+from odyssey.parallel.mesh import PARTS, Mesh
 
-RANKS = 4  # of the largest layout
+RANKS = 4  # of the largest layout, unless --ranks says otherwise
 ROWS = 4  # samples of a shard up to which it is computed in rows, which tensor parallelism does not split
 
 # --- optimizers, schedules -------------------------------------------------------------------------------------------
@@ -110,6 +111,7 @@ class Training:
     epochs: int
     loop: str = "fit"  # one of LOOPS
     metrics: Any = None
+    changes: tuple[changes.Change, ...] = ()  # while it runs
 
     @property
     def shards(self) -> int:
@@ -127,6 +129,21 @@ class Training:
         return -(-self.data.samples // (self.data.batch * self.settings["accumulation_steps"]))
 
     @property
+    def at_checkpoints(self) -> bool:
+        """Whether checkpoints change it, so that only trainings which make the same ones are alike."""
+        return any(change.at_checkpoints for change in self.changes)
+
+    @property
+    def refused(self) -> bool:
+        """Whether it must be refused, wherever it runs."""
+        return any(change.refused for change in self.changes)
+
+    @property
+    def alone(self) -> Layout:
+        """The layout of one process whose results are right."""
+        return EAGER if self.changes else ALONE
+
+    @property
     def rows(self) -> bool:
         """Whether a shard of some step is so small that it is computed in rows."""
         n, batch = self.data.samples, self.data.batch
@@ -139,7 +156,7 @@ class Training:
         }
         words = [
             self.network.text,
-            f"{self.data.samples} samples ({self.data.text}{', shuffled' * self.data.shuffle}) by {self.data.batch}",
+            f"{self.data.samples} samples ({self.data.text}{self.data.order}) by {self.data.batch}",
             self.loss.text,
             self.optimizer[0],
             self.schedule[0],
@@ -147,12 +164,14 @@ class Training:
             *([self.loop] if self.loop != LOOPS[0] else []),
             *(f"{k}={v}" for k, v in given.items()),
             f"metrics {' '.join(self.metrics)}" if self.metrics else "",
+            *(f"change: {change.text}" for change in self.changes),
         ]
         return "; ".join(filter(None, words))
 
 
-def training(seed: int, index: int, all_data: bool = False) -> Training:
-    """The training of a case; `all_data`: its data set is of any kind (kinds.py)."""
+def training(seed: int, index: int, all_data: bool = False, changing: bool = False) -> Training:
+    """The training of a case; `all_data`: its data set is of any kind (kinds.py); `changing`: it changes while it runs
+    (changes.py)."""
     kind = functools.partial(Random, seed, index)
     random = kind("training")
     network, chosen = drawn("network", kind("network")), ""
@@ -203,7 +222,7 @@ def training(seed: int, index: int, all_data: bool = False) -> Training:
         "nonfinite": random.one(["skip", "stop"], [3, 1]),
         "check_every": random.one([100, 1, 2]),
     }
-    return Training(
+    made = Training(
         network,
         Data(text, samples, batch, build, random.chance(0.5), random.one([0, 0, 2]), transform),
         loss,
@@ -213,6 +232,7 @@ def training(seed: int, index: int, all_data: bool = False) -> Training:
         random.integer(1, 2),
         metrics=metrics,
     )
+    return changes.adapted(kind("changes"), made) if changing else made
 
 
 # --- layouts ---------------------------------------------------------------------------------------------------------
@@ -239,6 +259,7 @@ class Layout:
 
 
 ALONE = Layout(1, {"threads": 1})
+EAGER = Layout(1, {"threads": 1, "execution": "eager"})  # what a step computes is what the program says then
 
 
 def _workers(random: Random, training: Training, dp: int) -> dict[str, Any]:
@@ -260,8 +281,8 @@ def _buckets(random: Random) -> dict[str, Any]:
     return settings
 
 
-def _replicas(random: Random, training: Training, most: int = RANKS) -> int:
-    return random.integer(1, max(1, min(most, training.shards)))
+def _replicas(random: Random, training: Training, most: int | None = None) -> int:
+    return random.integer(1, max(1, min(most or RANKS, training.shards)))
 
 
 def _several(random: Random, training: Training) -> int:
@@ -304,7 +325,7 @@ def shared_layers(random: Random, training: Training) -> Layout:
     """Tensor parallelism, also of replicas and of a pipeline's stages."""
     if training.rows or training.settings["precision"] != "fp32":
         return zero(random, training)
-    tp = random.integer(2, RANKS)
+    tp = random.integer(2, min(RANKS, PARTS))
     pp = random.integer(1, min(RANKS // tp, _stages(training)))
     return _mesh(random, training, pp, tp)
 
@@ -361,10 +382,10 @@ class Case:
         return f"{self.training} | {self.layout}"
 
 
-def case(seed: int, index: int, all_data: bool = False) -> Case:
-    """Case number `index` of a seed; only what is stopped and resumed is always one fit()."""
-    random, made = Random(seed, index, "loop"), training(seed, index, all_data)
-    if (loop := random.one(LOOPS, [5, 1, 1, 1])) != LOOPS[0]:
+def case(seed: int, index: int, all_data: bool = False, changing: bool = False) -> Case:
+    """Case number `index` of a seed; only what is stopped and resumed, or changes, is always one fit()."""
+    random, made = Random(seed, index, "loop"), training(seed, index, all_data, changing)
+    if not changing and (loop := random.one(LOOPS, [5, 1, 1, 1])) != LOOPS[0]:
         made = dataclasses.replace(made, loop=loop, epochs=random.integer(2, 4))
     return Case(made, layout(seed, index, made, 0, all_data))
 
@@ -400,9 +421,9 @@ class Interrupted:
         return f"{self.training} | checkpoint every {self.every or 'epoch'} | {' | '.join(map(str, self.stops))}"
 
 
-def interrupted(seed: int, index: int, all_data: bool = False) -> Interrupted:
+def interrupted(seed: int, index: int, all_data: bool = False, changing: bool = False) -> Interrupted:
     """The interrupted training of a case: on other layouts, or with sums that only such a layout gives."""
-    random, made = Random(seed, index, "stops"), training(seed, index, all_data)
+    random, made = Random(seed, index, "stops"), training(seed, index, all_data, changing)
     while made.steps * made.epochs < 2:
         made = dataclasses.replace(made, epochs=made.epochs + 1)
     alike = made.shards > 1 and random.chance(0.2)
@@ -411,9 +432,10 @@ def interrupted(seed: int, index: int, all_data: bool = False) -> Interrupted:
     stops = []
     for number, after in enumerate([*dict.fromkeys(points), None]):
         where = _alike(random, made, first) if alike else layout(seed, index, made, number, all_data)
-        stops.append(Stop(where, after, random.one(["limit", "failure"])))
+        kind = random.one(["limit", "failure"])  # the first makes a checkpoint more
+        stops.append(Stop(where, after, "failure" if made.at_checkpoints else kind))
     every = random.one([None, 1, 2, 3])
-    return Interrupted(made, first if alike else ALONE, tuple(stops), every)
+    return Interrupted(made, first if alike else made.alone, tuple(stops), every)
 
 
 def of_its_own(random: Random, training: Training) -> Layout:

@@ -29,10 +29,18 @@ class Data:
     shuffle: bool = False
     prefetch: int = 0
     transform: Any = None
+    sampler: Callable[[int], Any] | None = None  # of so many samples
+
+    @property
+    def order(self) -> str:
+        """In words."""
+        return f", {self.sampler.__name__}" if self.sampler else ", shuffled" * self.shuffle
 
     def loader(self, kind: type[data.DataLoader] = data.DataLoader, workers: int = 0) -> data.DataLoader:
         """A new one."""
         how = {"shuffle": self.shuffle, "seed": self.samples, "prefetch": self.prefetch, "transform": self.transform}
+        if self.sampler is not None:
+            how["sampler"] = self.sampler(self.samples)
         return kind(self.build(), batch_size=self.batch, num_workers=workers, **how)
 
 

@@ -19,6 +19,7 @@ from torch_draws import ALONE, Layout, Training
 from odyssey import data
 from odyssey.comm import Communicator
 from odyssey.data.trees import mapped
+from odyssey.nn import settings
 from odyssey.torch import DataLoader, DistributedDataParallel, DistributedTrainer
 
 warnings.filterwarnings("ignore", message=".*(lr_scheduler|epoch parameter|nested tensor|Overriding).*")
@@ -44,7 +45,8 @@ def trained(case: Training, layout: Layout, comm: Communicator, **fit: Any) -> R
     )
     if trainer.layout.balance:
         trainer.layout.balance = Anywhere(comm, 1)
-    history = trainer.fit(case.batches(comm), epochs=case.epochs, **fit)
+    changes = case.callbacks(scheduler is not None, module)
+    history = trainer.fit(case.batches(comm), epochs=case.epochs, callbacks=changes, **fit)
     evaluation, found = trainer.evaluate(case.batches(comm)), trainer.predict(case.batches(comm))
     result = dict(sorted(trainer.named_state().items()))
     for i, record in enumerate(history.records):
@@ -55,6 +57,11 @@ def trained(case: Training, layout: Layout, comm: Communicator, **fit: Any) -> R
     result["prediction"] = found.numpy()
     result["steps"] = np.array([trainer.steps, history.steps, history.samples])
     result["rate"] = np.array(trainer.rate)
+    held = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    own = ("seen", "last")  # set by forward(), of the shards of this rank
+    seen = {k: v for k, v in settings.values(module).items() if k.rpartition(".")[2] not in own}
+    for name, value in {"groups": held, "settings": seen, "callbacks": [c.state_dict() for c in changes]}.items():
+        result[name] = np.frombuffer(repr(value).encode(), np.uint8)
     return result
 
 

@@ -15,12 +15,13 @@ import zlib
 from typing import Any
 
 import torch
+import torch_changes as changes
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import lr_scheduler as schedulers
 
 import odyssey.torch
-from odyssey import data
+from odyssey import callbacks, data
 from odyssey.comm import Communicator
 from odyssey.data.trees import mapped
 
@@ -129,13 +130,15 @@ def rows(r: random.Random, shape: tuple[int, ...], out: int) -> nn.Module:
 class Tokens(nn.Module):
     """A language model over (T,) integers: tied weights, attention or a recurrent layer or a bag."""
 
-    def __init__(self, r: random.Random, length: int, words: int) -> None:
+    def __init__(self, r: random.Random, length: int, words: int, rounds: bool) -> None:
         super().__init__()
         heads = r.randint(1, 3)
         d = heads * r.randint(1, 9)
         self.embed = nn.Embedding(words, d, padding_idx=r.choice([None, 0]), scale_grad_by_freq=r.random() < 0.2)
         self.place = nn.Parameter(torch.randn(length, d) * 0.1) if r.random() < 0.5 else None
         kind = r.choice(["gru", "lstm", "attention", "block", "linear"])
+        if rounds and kind == "lstm":
+            kind = "gru"  # oneDNN has no LSTM in bf16 for processors without instructions for it
         self.kind = kind
         if kind in ("gru", "lstm"):
             both = r.random() < 0.3
@@ -251,7 +254,7 @@ class Training:
         r = self._numbers("module")
         torch.manual_seed(self.seed * 1_000_003 + self.index)
         if self.kind == "tokens":
-            made: nn.Module = Tokens(r, self.length, self.words)
+            made: nn.Module = Tokens(r, self.length, self.words, self.settings["precision"] == "bf16")
         elif self.kind == "pair":
             width = (x["numbers"] if isinstance(x, dict) else x[0]).shape[1]
             made = Pair(r, width, self.words, self.out)
@@ -269,9 +272,16 @@ class Training:
             for part in made.modules():
                 if isinstance(part, nn.modules.batchnorm._BatchNorm) and part.track_running_stats:
                     part.eval()  # a normalisation that is not trained any more
-        if self.channels_last and self.kind == "images":
+        # torch 2.13 corrupts its heap in the backward pass of channels-last 1 x 1 convolutions with a stride
+        corrupts = any(isinstance(m, nn.Conv2d) and m.kernel_size == (1, 1) != m.stride for m in made.modules())
+        if self.channels_last and self.kind == "images" and not corrupts:
             made = made.to(memory_format=torch.channels_last)
-        return made
+        return changes.Gain(made) if self._numbers("gain").random() < 0.3 else made
+
+    def callbacks(self, scheduled: bool, module: nn.Module) -> list[callbacks.Callback]:
+        """What changes things while it runs; of trainings by fit() only."""
+        fragile = self.channels_last and any(isinstance(m, nn.GroupNorm) for m in module.modules())
+        return changes.drawn(self._numbers("changes"), scheduled, fragile)
 
     def loss(self) -> Any:
         """A function of (output, target)."""
@@ -364,6 +374,10 @@ class Training:
                 Samples(x, y), self.batch, self.shuffle, self.index, shard_size=self.shard, comm=comm
             )
         if self.loader == "torch":
+            r = self._numbers("sampler")
+            if r.random() < 0.5:
+                own = changes.sampler(r, self.samples, self.index)
+                return torch.utils.data.DataLoader(Samples(x, y), self.batch, sampler=own)
             return torch.utils.data.DataLoader(Samples(x, y), self.batch, shuffle=self.shuffle)
         cuts = [slice(at, at + self.batch) for at in range(0, self.samples, self.batch)]
         return [tuple(mapped(lambda t, c=c: t[c], tree) for tree in (x, y)) for c in cuts]
@@ -378,7 +392,7 @@ class Training:
         loss = self.loss()
         return (
             f"{', '.join(about)}; {words[0]}, frozen {frozen}; {words[1]}; {type(scheduler).__name__}; "
-            f"{getattr(loss, '__name__', loss)}"
+            f"{getattr(loss, '__name__', loss)}; {[*map(str, self.callbacks(scheduler is not None, module))]}"
         )
 
 

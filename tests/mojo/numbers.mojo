@@ -3,7 +3,9 @@
 from std.memory import alloc, Layout
 from std.testing import assert_true
 
-from kernels.lanes import Ptr
+from kernels.lanes import LongPtr, Ptr
+from kernels.op import Op
+from kernels.record import RECORD, ROWS, SPACES, ContextPtr, Record
 
 comptime GUARD = 64
 comptime MARK = Float32(12345.5)
@@ -63,3 +65,26 @@ struct Floats(Movable):
                 self.p[unsafe_offset=i].to_bits() == other.p[unsafe_offset=i].to_bits(),
                 String(what, ": number ", i, " differs"),
             )
+
+
+def run_op(ops: List[Op], name: StaticString, rows: Bool, arguments: List[Int]) raises:
+    """Computes an op of the CPU's tables; operands are addresses."""
+    var numbers = List[Int64](length=RECORD, fill=0)
+    var at = LongPtr(unsafe_from_address=Int(numbers.unsafe_ptr()))
+    var bases = List[Int64](length=SPACES, fill=0)
+    numbers[0] = Int64(Int(rows) << ROWS)
+    for i in range(len(arguments)):
+        numbers[1 + i] = Int64(arguments[i])
+    for op in ops:
+        if op.name == name:
+            op.run(
+                Record(
+                    at,
+                    LongPtr(unsafe_from_address=Int(bases.unsafe_ptr())),
+                    ContextPtr(unsafe_from_address=Int(at)),
+                )
+            )
+            _ = numbers^
+            _ = bases^
+            return
+    raise Error(t"no op {name}")

@@ -4,6 +4,7 @@ Not a test by itself: part of front_end.mojo, started by test_mojo_front_end.py.
 """
 
 from shared.training import (
+    Adam,
     DataLoader,
     Dataset,
     DistributedTrainer,
@@ -169,5 +170,15 @@ def refusals() raises:
         _ = DistributedTrainer(Plain(), SGD(lr=0.1), zork=1)
     except e:
         expect("unexpected keyword argument 'zork'", String(e))
+        n += 1
+    try:
+        _ = SGD(lr=0.1, zork=1)
+    except e:
+        expect("[SGD] got an unexpected keyword argument 'zork'", String(e))
+        n += 1
+    try:
+        _ = Adam(1e-3, 1.5)
+    except e:
+        expect("[Adam] beta1", String(e))
         n += 1
     print(n, "refused")

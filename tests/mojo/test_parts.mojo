@@ -10,7 +10,7 @@ from kernels.conv2d import (
     conv2d_backward_input,
     conv2d_backward_input_any,
 )
-from kernels.elementwise import add
+from kernels.buffers import add
 from kernels.lanes import F32, IntPtr, LANES, Ptr, madd
 from kernels.layout import unpack_rows
 from kernels.linear import (
@@ -28,9 +28,10 @@ from kernels.linear_rows import (
     linear_backward_input_rows,
     linear_forward_rows,
 )
+from kernels.op import Cpu
 from kernels.parts import PARTS, cut
-from kernels.softmax import cross_entropy_forward, log_softmax_forward
-from numbers import Floats
+from kernels.softmax import ops
+from numbers import Floats, run_op
 
 comptime One = SIMD[F32, 1]
 # I, O
@@ -200,7 +201,7 @@ def test_losses_in_rows_have_the_bits_of_lanes() raises:
         var x = Floats(F * LANES, noise=F)
         var p = Floats(F * LANES)
         var logs = Floats(F * LANES)
-        log_softmax_forward[LANES](logs.p, x.p, 1, F)
+        run_op(ops[Cpu](), "log_softmax_forward", False, [Int(logs.p), Int(x.p), 1, F])
         for l in range(LANES):
             var row = Floats(F)
             var labels = Floats(LANES)
@@ -213,12 +214,22 @@ def test_losses_in_rows_have_the_bits_of_lanes() raises:
             var one = many.unsafe_offset(l)
             var wanted = Floats(4)
             var stats = Floats(4)
-            cross_entropy_forward[LANES](wanted.p, p.p, x.p, many, 1, F)
+            run_op(
+                ops[Cpu](),
+                "cross_entropy_forward",
+                False,
+                [Int(wanted.p), Int(p.p), Int(x.p), Int(many), 1, F],
+            )
             var row_p = Floats(F)
-            cross_entropy_forward[1](stats.p, row_p.p, row.p, one, 1, F)
+            run_op(
+                ops[Cpu](),
+                "cross_entropy_forward",
+                True,
+                [Int(stats.p), Int(row_p.p), Int(row.p), Int(one), 1, F],
+            )
             stats.check_same(wanted, "cross-entropy")
             var row_logs = Floats(F)
-            log_softmax_forward[1](row_logs.p, row.p, 1, F)
+            run_op(ops[Cpu](), "log_softmax_forward", True, [Int(row_logs.p), Int(row.p), 1, F])
             for f in range(F):
                 var at = f * LANES + l
                 assert_equal(row_p.p[unsafe_offset=f], p.p[unsafe_offset=at])

@@ -6,8 +6,9 @@ from std.utils.numerics import nan
 
 from kernels.lanes import F32, LANES, BytePtr
 from kernels.layout import pack_rows
-from kernels.pool import Windows, maxpool_backward, maxpool_forward
-from numbers import Floats
+from kernels.op import Cpu
+from kernels.pool import Windows, ops
+from numbers import Floats, run_op
 
 # planes, H, W, R = T, S
 comptime POOLS: List[Tuple[Int, Int, Int, Int, Int]] = [
@@ -30,6 +31,12 @@ def _bytes(n: Int) -> BytePtr:
     return BytePtr(unsafe_from_address=Int(p))
 
 
+def _run(name: StaticString, rows: Bool, operands: List[Int], s: Windows, relu: Bool = False) raises:
+    var arguments = operands.copy()
+    arguments.extend([s.planes, s.H, s.W, s.R, s.T, s.S, Int(relu)])
+    run_op(ops[Cpu](), name, rows, arguments)
+
+
 def test_rows_have_the_bits_of_lanes() raises:
     for size in materialize[POOLS]():
         var C = size[0]
@@ -48,8 +55,8 @@ def test_rows_have_the_bits_of_lanes() raises:
         var y_lanes = Floats(outs * LANES)
         var at = _bytes(outs)
         var at_lanes = _bytes(outs * LANES)
-        maxpool_forward[1](y.p, at, x.p, s)
-        maxpool_forward[LANES](y_lanes.p, at_lanes, x_lanes.p, s)
+        _run("maxpool_forward", True, [Int(y.p), Int(at), Int(x.p)], s)
+        _run("maxpool_forward", False, [Int(y_lanes.p), Int(at_lanes), Int(x_lanes.p)], s)
         for i in range(outs):
             assert_equal(
                 y.p[unsafe_offset=i].to_bits(),
@@ -60,8 +67,9 @@ def test_rows_have_the_bits_of_lanes() raises:
         for relu in [False, True]:
             var dx = Floats(x.n, fill=7)
             var dx_lanes = Floats(x.n * LANES)
-            maxpool_backward[1](dx.p, dy.p, at, y.p, s, relu)
-            maxpool_backward[LANES](dx_lanes.p, dy_lanes.p, at_lanes, y_lanes.p, s, relu)
+            _run("maxpool_backward", True, [Int(dx.p), Int(dy.p), Int(at), Int(y.p)], s, relu)
+            var lanes: List[Int] = [Int(dx_lanes.p), Int(dy_lanes.p), Int(at_lanes), Int(y_lanes.p)]
+            _run("maxpool_backward", False, lanes, s, relu)
             for i in range(x.n):
                 assert_equal(
                     dx.p[unsafe_offset=i].to_bits(),

@@ -15,7 +15,7 @@ from kernels.conv2d_rows import (
     conv2d_backward_weight_rows,
     conv2d_forward_rows,
 )
-from kernels.elementwise import relu
+from kernels.functions import relu
 from kernels.lanes import LANES
 from kernels.layout import pack_rows, unpack_rows
 from kernels.linear import (

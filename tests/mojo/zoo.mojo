@@ -18,6 +18,7 @@ from shared.training import (
     Module,
     NLLLoss,
     Optimizer,
+    RMSprop,
     SGD,
     Sequential,
     Sigmoid,
@@ -88,9 +89,11 @@ def zoo() raises:
     """Trains with the optimizer that --optimizer names."""
     var name = argument("optimizer", "sgd")
     if name == "adam":
-        train(Adam(lr=0.01, beta1=0.8, weight_decay=0.1))
+        train(Adam(0.01, 0.8, weight_decay=0.1))
     elif name == "adamw":
         train(AdamW(lr=0.01))
+    elif name == "rmsprop":
+        train(RMSprop(lr=0.01, alpha=0.9))
     else:
         train(SGD(lr=0.1, momentum=0.8, nesterov=True, weight_decay=0.01))
 

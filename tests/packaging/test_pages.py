@@ -147,6 +147,7 @@ b
 
 def test_a_page_is_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(pages, "at_home", lambda: True)
     page = tmp_path / "page.md"
 
     def wrong(text: str) -> list[tuple[int, str]]:
@@ -172,6 +173,9 @@ def test_a_page_is_run(tmp_path, monkeypatch):
         assert old in right
         assert said in wrong(right.replace(old, new, 1))[0][1]
     assert wrong("<!-- not run: a fragment -->\n```mojo\nfoo\n```\n") == []
+    monkeypatch.setattr(pages, "at_home", lambda: False)  # other bits: other figures, and the same words
+    assert wrong(right.replace("```output\n1", "```output\n2", 1)) == []
+    assert "the block before it prints\n1" in wrong(right.replace("```output\n1", "```output\none", 1))[0][1]
 
 
 @pytest.mark.parametrize(
@@ -183,7 +187,8 @@ def test_a_page_is_run(tmp_path, monkeypatch):
         ("...\nepoch 1", "epoch\n", "epoch 1"),
     ],
 )
-def test_what_differs(shown, printed, line):
+def test_what_differs(shown, printed, line, monkeypatch):
+    monkeypatch.setattr(pages, "at_home", lambda: True)
     assert pages.differs(shown, printed) == line
 
 
@@ -217,7 +222,10 @@ def test_every_python_file_has_its_line():
     assert {path for path in here if not path.endswith("__init__.py")} - named == set()
 
 
-@pytest.mark.parametrize("module", ["", ".comm", ".data", ".distributed", ".nn"])
+ROOMS = "base settings core comm nn data parallel engine checkpoints callbacks audit train run distributed".split()
+
+
+@pytest.mark.parametrize("module", ["", *(f".{room}" for room in ROOMS)])
 def test_every_public_name_is_described(module):
     names = importlib.import_module(f"odyssey{module}").__all__
     page = (ROOT / "docs" / "api.md").read_text()

@@ -4,9 +4,12 @@ not needed."""
 from __future__ import annotations
 
 import os
+import re
 import shlex
+import shutil
 import subprocess
 import sys
+from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
@@ -108,3 +111,61 @@ def test_the_pinned_max_is_the_installed_one():
 
 def test_platforms_have_a_kernel_target():
     assert set(PIXI["workspace"]["platforms"]) == {"linux-64", "linux-aarch64", "osx-arm64"}
+
+
+def test_the_c_library_that_max_needs_is_declared():
+    """Wheels of max are for glibc 2.34 (manylinux_2_34); pixi resolves for 2.28 where nothing is said."""
+    tags = distribution("max-core").read_text("WHEEL")
+    found = re.search(r"manylinux_2_(\d+)_", tags)
+    assert found, tags
+    libc = PIXI["system-requirements"]["libc"]
+    assert libc["family"] == "glibc" and libc["version"] == f"2.{found[1]}"
+
+
+# -- what pixi resolves, by uv, which pixi uses for packages of Python -------------------------------------------------
+
+UV = shutil.which("uv", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
+LIBC = PIXI["system-requirements"]["libc"]["version"]
+PLATFORMS = {
+    "linux-64": "x86_64-manylinux_{}",
+    "linux-aarch64": "aarch64-manylinux_{}",
+    "osx-arm64": "aarch64-apple-darwin",
+}
+OLDEST, NEWEST = "3.10", "3.14"  # of the range of `python`
+
+
+def resolved(platform: str, libc: str, python: str) -> subprocess.CompletedProcess[str]:
+    """What uv makes of the package with pixi's extras on a platform; of wheels alone where they depend on it."""
+    extras = [f"--extra={name}" for name in PIXI["pypi-dependencies"]["odyssey"]["extras"]]
+    where = ["--python-platform", PLATFORMS[platform].format(libc.replace(".", "_")), "--python-version", python]
+    words = [UV, "pip", "compile", "-q", "--no-header", "--only-binary", "max", *extras, *where, "pyproject.toml"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    if "Failed to fetch" in done.stderr or "error sending request" in done.stderr:
+        pytest.skip("no registry of packages can be reached")
+    return done
+
+
+uv = pytest.mark.skipif(UV is None, reason="uv is not installed (extra [release])")
+
+
+def test_every_python_in_the_range_is_meant():
+    floor, ceiling = PIXI["dependencies"]["python"].split(",")
+    major, minor = NEWEST.split(".")
+    assert floor == f">={OLDEST}" and ceiling == f"<{major}.{int(minor) + 1}"
+    assert set(PLATFORMS) == set(PIXI["workspace"]["platforms"])
+
+
+@uv
+@pytest.mark.parametrize("python", [OLDEST, NEWEST])
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_what_is_declared_can_be_resolved(platform, python):
+    done = resolved(platform, LIBC, python)
+    assert done.returncode == 0, done.stderr
+    assert next(d for d in PROJECT["dependencies"] if d.startswith("max=")) in done.stdout.split()
+
+
+@uv
+def test_without_the_declared_c_library_it_cannot():
+    """A bare linux-64 means glibc 2.28."""
+    done = resolved("linux-64", "2.28", OLDEST)
+    assert done.returncode != 0 and f"manylinux_{LIBC.replace('.', '_')}" in done.stderr

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from odyssey import data, nn, optim
+from odyssey.base import slot
 from odyssey.comm import base, mock
 from odyssey.errors import ConfigError
 from odyssey.parallel import balance, plan
 from odyssey.parallel.mesh import Mesh
 from odyssey.train.trainer import DistributedTrainer
-from odyssey.watch import slot
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "layouts"))
 import cases

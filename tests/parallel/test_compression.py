@@ -8,12 +8,13 @@ import pytest
 from odyssey import DistributedTrainer, data, nn, optim
 from odyssey.comm import mock
 from odyssey.errors import ConfigError, NumericsError
+from odyssey.inexact.compression import GradientCompression, count, largest, orthonormal
 from odyssey.parallel import costs
 from odyssey.parallel import plan as planning
 from odyssey.parallel import strategy as strategies
-from odyssey.parallel.compression import COMPRESSIONS, GradientCompression, count, largest, orthonormal
 from odyssey.parallel.mesh import Mesh
 from odyssey.parallel.strategy import Content, Strategy
+from odyssey.settings import recipes
 
 SHAPES = ((0, (20, 30)), (608, (30,)), (640, (8, 4, 5)))
 FLOATS, REST = 800, 8
@@ -50,7 +51,7 @@ def exact(ranks: int, step: int = 0) -> np.ndarray:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("compression", COMPRESSIONS)
+@pytest.mark.parametrize("compression", recipes.COMPRESSIONS)
 def test_all_ranks_get_the_same_and_the_same_again(compression, ranks):
     first = mock.run(ranks, session, Strategy(compression=compression), 3)
     again = mock.run(ranks, session, Strategy(compression=compression), 3)
@@ -153,7 +154,7 @@ def test_what_is_kept_counts_for_batches_of_other_sizes(compression):
     assert np.abs(memory[name]).sum() < 0.6 * np.abs(first[name]).sum()
 
 
-@pytest.mark.parametrize("compression", COMPRESSIONS)
+@pytest.mark.parametrize("compression", recipes.COMPRESSIONS)
 def test_a_number_that_is_not_finite_reaches_all_and_nothing_of_it_is_kept(compression):
     def given(rank, step):
         g = gradient(rank, step)

@@ -81,6 +81,8 @@ def test_a_weight_with_two_biases_is_shared_by_ranks():
 @pytest.mark.parametrize("ranks,settings", [(1, {"execution": "eager"}), (2, {"mesh": Mesh(pp=2)})])
 def test_gradients_of_subnormal_numbers(ranks, settings):
     """Where a probability is subnormal and a sample huge, both count: on every thread."""
+    if F.exp(nn.Parameter(np.full(32, -88.0, np.float32))).data[0] == 0:
+        pytest.skip("exp() of this instruction set has no subnormal results")
 
     def found(comm, settings):
         nn.manual_seed(1)

@@ -39,7 +39,7 @@ def drawn(monkeypatch):
     """Cases are of networks with shared parameters, on pipelines, some of them with tensor parallelism."""
     plain, words = draws.training, (" tied", "again ", "checkpoint ", "one weight", "one layer")
 
-    def training(seed, index, all_data=False):
+    def training(seed, index, all_data=False, changing=False):
         tries = (plain(seed + 1000 * i, index) for i in itertools.count())
         return next(made for made in tries if any(word in made.network.text for word in words))
 

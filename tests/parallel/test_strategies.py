@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from odyssey import DistributedTrainer, data, nn, optim
+from odyssey.base.registry import provided
 from odyssey.comm import mock
-from odyssey.core import recipes
 from odyssey.errors import CollectiveError, ConfigError
 from odyssey.parallel import plan as planning
 from odyssey.parallel import strategy as strategies
-from odyssey.parallel.compression import COMPRESSIONS
 from odyssey.parallel.hierarchical import combine
 from odyssey.parallel.mesh import Mesh
 from odyssey.parallel.strategy import MODES, REDUCTIONS, Strategy
+from odyssey.settings import recipes
 
 KEEP_THE_TREE = [
     Strategy("tree"),
@@ -214,7 +214,7 @@ def test_settings_that_are_refused(settings, message):
 def test_the_command_line_knows_the_same_names():
     """recipes.py is plain data that imports nothing."""
     assert (*REDUCTIONS, *MODES) == tuple(recipes.REDUCTIONS)
-    assert tuple(COMPRESSIONS) == recipes.COMPRESSIONS
+    assert tuple(provided("compressions")) == recipes.COMPRESSIONS
 
 
 def test_what_does_not_combine_is_refused():

@@ -11,11 +11,11 @@ import threading
 import numpy as np
 import pytest
 
+from odyssey.base import limits
+from odyssey.base.launcher import Launched
 from odyssey.comm import mock
 from odyssey.errors import ConfigError, OutputError
 from odyssey.train import preflight
-from odyssey.watch import limits
-from odyssey.watch.launcher import Launched
 
 SETTINGS = {"lr": 0.1, "model": "mlp", "data_dir": None}
 
@@ -191,7 +191,7 @@ def test_limits_are_looked_at_wherever_kernels_are_loaded():
         "from odyssey.core import native; native.library()"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1 and "ConfigError: [preflight] address space is limited to 1024 MiB" in done.stderr
+    assert done.returncode == 64 and "ConfigError: [preflight] address space is limited to 1024 MiB" in done.stderr
 
 
 def test_a_place_that_cannot_be_seen_is_not_the_end(monkeypatch, tmp_path):

@@ -51,7 +51,7 @@ def quick(monkeypatch):
     for name in ("mpi", "launching", "kernels"):
         monkeypatch.setattr(doctor, name, lambda *_, name=name: doctor.Check(name, OK, "x"))
     monkeypatch.setattr(doctor, "probe", lambda words: doctor.Probed([{"MPI": "MPICH 5.0.2"}]))
-    from odyssey.watch.launcher import VARIABLES
+    from odyssey.base.launcher import VARIABLES
 
     for variable in VARIABLES:
         monkeypatch.delenv(variable, raising=False)

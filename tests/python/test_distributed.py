@@ -167,8 +167,9 @@ def test_collectives_give_values_of_the_same_kind(ranks, kind):
         check(dist.all_reduce(copy()), base * n + ranks_sum)
         check(dist.all_reduce(copy(), dist.ReduceOp.AVERAGE), base + ranks_sum / n)
         check(dist.all_reduce(copy(), "max"), base + n - 1)
-        check(dist.all_reduce_sum(copy()), base * n + ranks_sum)
-        check(dist.all_reduce_mean(copy()), base + ranks_sum / n)
+        check(dist.all_reduce_sum(mine), base * n + ranks_sum)  # of what is left as it was
+        check(dist.all_reduce_mean(mine), base + ranks_sum / n)
+        check(mine, base + r)
         reduced = dist.reduce(copy(), dst=n - 1, op="min")
         if r == n - 1:
             check(reduced, base)

@@ -10,6 +10,7 @@ import pytest
 
 from odyssey import nn, optim
 from odyssey.errors import ConfigError
+from odyssey.settings.recipes import OPTIMIZERS, SCHEDULES, check_listed
 
 
 def trained(optimizer, model, steps, start=0):
@@ -63,7 +64,7 @@ def test_state_of_another_model_is_refused():
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: optim.SGD(lr=0), "lr is 0"),
+        (lambda: optim.SGD(lr=-1), "lr is -1"),
         (lambda: optim.SGD(lr=math.nan), "lr is nan"),
         (lambda: optim.SGD(lr=math.inf), "lr is inf"),
         (lambda: optim.SGD(momentum=1.0), "momentum is 1.0"),
@@ -235,3 +236,16 @@ def test_learning_rate_scaling():
     assert [optim.lr_factor(rule, 512, 128) for rule in ("none", "sqrt", "linear")] == [1, 2, 4]
     with pytest.raises(ConfigError, match="choose from none, sqrt, linear"):
         optim.lr_factor("cubic", 512, 128)
+
+
+def test_every_name_of_the_settings_is_declared_in_one_place():
+    """The classes and schedules are found by themselves; one that settings/recipes.py lacks is refused at import."""
+    assert list(optim.BY_NAME) == list(OPTIMIZERS)
+    for name in SCHEDULES:
+        assert 0 <= optim.schedule(name, 30, 3)(29) <= 1
+    with pytest.raises(
+        ConfigError, match=r"\[settings\] optimizers: 'zork' is not in settings/recipes.py; add it there"
+    ):
+        check_listed("optimizers", {**optim.BY_NAME, "zork": optim.Adam}, OPTIMIZERS)
+    with pytest.raises(ConfigError, match="schedules: 'step' of settings/recipes.py has no code"):
+        check_listed("schedules", {*SCHEDULES} - {"step"}, SCHEDULES)

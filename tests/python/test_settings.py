@@ -14,7 +14,9 @@ import pytest
 from odyssey import DistributedTrainer, data, nn, optim
 from odyssey.cli.commands.train import _option
 from odyssey.cli.configfile import parse_config
-from odyssey.core.settings import (
+from odyssey.distributed.config import DistributedConfig
+from odyssey.errors import ConfigError
+from odyssey.settings.declarations import (
     ELSEWHERE,
     OF_FIT,
     RANKS,
@@ -28,8 +30,6 @@ from odyssey.core.settings import (
     option,
     setting,
 )
-from odyssey.distributed.config import DistributedConfig
-from odyssey.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,6 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from odyssey import distributed as dist
+from odyssey.comm import mock
+from odyssey.errors import ConfigError, ShapeError
+
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("torch") is None, reason="torch is not installed (extra [torch])"
@@ -107,6 +111,30 @@ def test_what_is_not_there_is_refused_in_a_line(launch):
     assert len(said) == len(REFUSED), (done.stdout, done.stderr)
     for message in REFUSED.values():
         assert any(re.search(message, line) for line in said), (message, said)
+
+
+def test_own_collectives_take_tensors_of_any_dtype_and_strides():
+    import torch
+
+    def work(comm):
+        dist.init_process_group()
+        flags = torch.tensor([[comm.rank == 0, True], [False, True]]).t()
+        assert dist.all_reduce(flags) is flags and flags.tolist() == [[True, False], [True, True]]
+        assert dist.all_reduce(torch.tensor(comm.rank == 0), "prod").item() is False
+        half = torch.full((2, 3), comm.rank + 0.5, dtype=torch.bfloat16, requires_grad=True)
+        assert dist.all_reduce(half) is half and half.dtype is torch.bfloat16 and half.tolist() == [[2.0] * 3] * 2
+        parts = dist.all_gather(torch.tensor(1j * comm.rank))
+        assert [p.item() for p in parts] == [0, 1j] and parts[0].dtype is torch.complex64
+        wide = torch.zeros(3, 4, dtype=torch.complex128).t()
+        dist.all_gather_into_tensor(wide, torch.full((2, 3), 1j + comm.rank, dtype=torch.complex128))
+        assert wide[:, 0].tolist() == [1j, 1j, 1 + 1j, 1 + 1j]
+        with pytest.raises(ConfigError, match="all_reduce cannot combine torch.complex64 by sum"):
+            dist.all_reduce(torch.ones(1, dtype=torch.complex64))
+        with pytest.raises(ShapeError, match="takes dense tensors"):
+            dist.broadcast(torch.ones(2).to_sparse())
+        dist.destroy_process_group()
+
+    mock.run(2, work)
 
 
 def test_importing_odyssey_does_not_import_torch(launch):

@@ -262,14 +262,15 @@ def test_a_parameter_that_forward_changes_is_refused():
         made(module).fit([(X, Y)])
 
 
-def test_a_parameter_that_was_frozen_stays_so():
+def test_a_parameter_that_is_unfrozen_is_trained():
     module = net()
     module[0].weight.requires_grad_(False)
-    trainer = made(module)
+    trainer, before = made(module), module[0].weight.detach().clone()
     trainer.fit([(X, Y)])
+    assert torch.equal(module[0].weight, before)
     module[0].weight.requires_grad_(True)
-    with pytest.raises(ConfigError, match="0.weight was frozen and is not any more; make a new trainer"):
-        trainer.fit([(X, Y)])
+    trainer.fit([(X, Y)])
+    assert not torch.equal(module[0].weight, before)
 
 
 def test_a_scheduler_of_figures_is_refused():

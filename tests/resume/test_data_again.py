@@ -58,9 +58,9 @@ def test_a_data_set_that_does_not_repeat_itself(tmp_path, capfd, steps):
     epoch, step = divmod(steps - 1, 8)
     assert str(caught.value) == (
         f"[resume] the last batch before step_{steps:08d} (epoch {epoch + 1}, step {step + 1} of it), read again, is "
-        "another: the data set does not repeat itself, so training would go on with other bits; draw random numbers "
-        "from (seed, epoch, sample index), as transform= of DataLoader does and docs/determinism.md shows, or use "
-        "--allow-nondeterministic-data "
+        "another: files changed, or the data set does not repeat itself, so training would go on with other bits; draw "
+        "random numbers from (seed, epoch, sample index), as transform= of DataLoader does and docs/determinism.md "
+        "shows, or use --allow-nondeterministic-data "
         "(allow_nondeterministic_data=True)"
     )
     assert caught.value.exit_code == 65
@@ -178,4 +178,45 @@ def test_on_other_ranks(launch):
     assert launch.python(script, "repeats", 3, folder, ranks=3).returncode == 0
     done = launch.python(script, "on1", 0, folder, ranks=3)
     assert done.returncode == 65
-    assert done.stderr.count("\n") == 1 and "read again, is another on rank 1: the data set does not" in done.stderr
+    assert done.stderr.count("\n") == 1 and "read again, is another on rank 1: files changed, or" in done.stderr
+
+
+def test_files_that_changed_are_refused_as_that(tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    for i in range(12):
+        path = tmp_path / "pictures" / "ab"[i % 2] / f"{i}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        image.fromarray(np.random.default_rng(i).integers(0, 256, (4, 4, 3), np.uint8)).save(path)
+
+    def trained(steps, **fit):
+        manual_seed(0)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(48, 2))
+        t = DistributedTrainer(model, optim.SGD(lr=0.1), shard_size=4, threads=1)
+        loader = data.DataLoader(data.ImageFolder(tmp_path / "pictures"), batch_size=4)
+        t.fit(loader, epochs=3, steps=steps, checkpoint_dir=tmp_path / "kept", verbose=False, **fit)
+        return t.steps
+
+    assert trained(2) == 2
+    kept = manifest(tmp_path / "kept")["configuration"]["data set"]
+    assert kept[0] == 12 and kept[1] == data.ImageFolder(tmp_path / "pictures").fingerprint()
+    last = tmp_path / "pictures" / "b" / "11.png"  # which no batch before the checkpoint has
+    before = last.read_bytes()
+    last.write_bytes(before + b"\0")
+    with pytest.raises(ConfigError, match=r"another data set \(12 samples, fingerprint .*files changed, or other ones"):
+        trained(4)
+    last.write_bytes(before)
+    assert trained(4) == 4
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_checkpoint_of_before_fingerprints_goes_on(tmp_path, known):
+    from odyssey.train import resume
+
+    own = data.arrays(np.arange(40.0).reshape(10, 4), np.arange(10) % 3) if known else Drawing(True)
+    now = resume.data_configuration(data.DataLoader(own, batch_size=4), 4)
+    count, found, before = now["data set"]
+    assert (found is None) is not known and (before == "e3b0c44298fc1c14") is not known
+    resume.check({**now, "data set": [count, before]}, now, "step_1")
+    for other in ([count, "0" * 16], [count + 1, before], [count, "0" * 16, before], [], "x", None):
+        with pytest.raises(ConfigError, match="another data set"):
+            resume.check({**now, "data set": other}, now, "step_1")

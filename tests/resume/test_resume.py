@@ -412,7 +412,7 @@ def test_batches_of_ones_own(tmp_path, undisturbed):
 
 def test_two_fits_of_a_run_go_on_where_they_were(tmp_path, monkeypatch):
     """The second begins where the first left the loader, also where the first only finds its own end."""
-    from odyssey.train import session
+    from odyssey.train import completion, session
 
     def both(t: DistributedTrainer, dies: int | None = None) -> str:
         monkeypatch.setattr(session, "_fits", 0)
@@ -430,7 +430,7 @@ def test_two_fits_of_a_run_go_on_where_they_were(tmp_path, monkeypatch):
         both(trainer(), dies=6)
     assert both(trainer(seed=1)) == expected
     assert not (tmp_path / "b" / "DONE.json").exists()  # the program has not ended
-    session.incomplete()
+    completion.incomplete()
 
 
 def test_a_second_fit_needs_a_directory_of_its_own(tmp_path):

@@ -10,8 +10,8 @@ import sys
 
 import pytest
 
+from odyssey.base.files import LockFile, private_directory, write_whole
 from odyssey.errors import DataError, OutputError, printable
-from odyssey.watch.files import LockFile, private_directory, write_whole
 
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give a directory to another user")
 

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
+from odyssey.base.files import DIGITS, parse_json, read_json
 from odyssey.errors import DataError
-from odyssey.watch.files import DIGITS, parse_json, read_json
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from odyssey.errors import ConfigError
-from odyssey.launch import users
+from odyssey.run import users
 
 
 @pytest.fixture

@@ -43,7 +43,8 @@ def test_the_reference_has_python_and_mojo(site):
     assert "min_delta" in (site / "reference/odyssey.callbacks/index.html").read_text()
     trainer = (site / "reference/odyssey/index.html").read_text()
     assert "DistributedTrainer" in trainer and "{settings}" not in trainer
-    assert "LeNet5" in (site / "reference/mojo/index.html").read_text()
+    mojo = (site / "reference/mojo/index.html").read_text()
+    assert "LeNet5" in mojo and 'id="rmsprop"' in mojo
     assert any(
         "EarlyStopping" in entry["text"]
         for entry in json.loads((site / "search/search_index.json").read_text())["docs"]

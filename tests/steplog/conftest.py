@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from odyssey.audit.steplog import NAME, Record, StepLog
-from odyssey.watch.files import write_json
-from odyssey.watch.runs import Run
+from odyssey.base.files import write_json
+from odyssey.base.runs import Run
 
 
 def step(at: int, **changes) -> Record:

@@ -13,11 +13,11 @@ from click.testing import CliRunner
 
 from odyssey.audit import replay
 from odyssey.audit.replay import REPLAY, Session
+from odyssey.base.files import write_json
+from odyssey.base.runs import RUN_DIR
 from odyssey.cli.commands.replay import command
 from odyssey.errors import ConfigError, DataError, OdysseyError
 from odyssey.parallel.mesh import Mesh
-from odyssey.watch.files import write_json
-from odyssey.watch.runs import RUN_DIR
 
 # Halves a vector's distance to its target each step, as a user's script might; FLAKY changes one weight at step 8.
 SCRIPT = """
@@ -27,7 +27,7 @@ from odyssey import comm
 from odyssey.core import fingerprint
 from odyssey.checkpoints import Snapshot, Store
 from odyssey.audit.replay import Session
-from odyssey.watch.runs import Run
+from odyssey.base.runs import Run
 from odyssey.audit.steplog import Record, StepLog
 
 session, world = Session.current(), comm.world()

@@ -136,7 +136,7 @@ open(sys.argv[1], "a").write("trained")
 
 
 def test_a_script_ends_after_the_step(launch_once, tmp_path):
-    from odyssey.watch.files import write_json
+    from odyssey.base.files import write_json
 
     script, run, out = tmp_path / "script.py", tmp_path / "run", tmp_path / "out"
     script.write_text(SCRIPT)

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-optuna = pytest.importorskip("optuna")
+optuna = pytest.importorskip("optuna", reason="Optuna is not installed (extra: tune)")
 
 PROGRAM = """
 import os, signal, sys

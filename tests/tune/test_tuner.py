@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 
 import odyssey
-from odyssey import DistributedTuner, comm, data, nn, optim, tune
+from odyssey import comm, data, nn, optim
 from odyssey.comm import mock
 from odyssey.errors import ConfigError
 
-optuna = pytest.importorskip("optuna")
+optuna = pytest.importorskip("optuna", reason="Optuna is not installed (extra: tune)")
+tune = pytest.importorskip("odyssey.tune")  # which imports it
+DistributedTuner = tune.DistributedTuner
 
 SPACE = {"x": tune.uniform(-1, 1), "kind": ["a", "b"], "n": tune.randint(1, 4), "lr": tune.loguniform(1e-4, 1)}
 

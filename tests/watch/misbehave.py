@@ -16,9 +16,9 @@ from starved import starved
 
 import odyssey
 from odyssey import comm
+from odyssey.base import slot
 from odyssey.data import DataLoader
 from odyssey.errors import ConfigError
-from odyssey.watch import slot
 
 how = sys.argv[1]
 mine = int(os.environ.get("PMI_RANK") or os.environ["OMPI_COMM_WORLD_RANK"])

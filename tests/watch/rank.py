@@ -9,7 +9,7 @@ from __future__ import annotations
 import select
 import sys
 
-from odyssey.watch import entry, slot
+from odyssey.base import entry, slot
 
 rank, world = map(int, sys.argv[1:3])
 slot.describe(rank, world)

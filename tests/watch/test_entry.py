@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from odyssey.watch import entry, launcher
+from odyssey.base import entry, launcher
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="names of sockets that are no files")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from odyssey.watch import judge
-from odyssey.watch.judge import Seen
+from odyssey.run import judge
+from odyssey.run.judge import Seen
 
 CALL = "all_reduce float32 (8,) sum at train.py:32"
 

@@ -8,7 +8,7 @@ import socket
 
 import pytest
 
-from odyssey.watch import link
+from odyssey.run import link
 
 SECRET = b"s" * 32
 

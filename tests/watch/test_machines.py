@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from odyssey.watch import link, view, watcher
-from odyssey.watch.process import attach
+from odyssey.base.proc import attach
+from odyssey.run import link, watcher
+from odyssey.view import top as view
 
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the watcher reads /proc")

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from odyssey.watch import judge, process, slot
+from odyssey.base import proc, slot
+from odyssey.run import judge, process
 
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the watcher reads /proc")
@@ -51,7 +52,7 @@ def test_a_rank_is_seen_signalled_and_its_end_noticed(rank):
     started, descriptor = rank
     link = os.readlink(f"/proc/{started.pid}/fd/{descriptor}")
     assert "odyssey-slot" in link and "(deleted)" in link  # nothing is left behind
-    watched = process.Watched(0, started.pid, *process.attach(started.pid, descriptor))
+    watched = process.Watched(0, started.pid, *proc.attach(started.pid, descriptor))
     assert watched.alive and watched.last is not None
     until(lambda: watched.look(time.monotonic(), 0.0).step > 3)
     at = watched.ask_for_stacks()
@@ -95,7 +96,7 @@ def test_who_was_gone_before_anybody_could_look_is_waited_for_in_vain():
 
 def test_a_number_that_belongs_to_another_process_now_is_not_signalled(rank):
     started, descriptor = rank
-    watched = process.Watched(0, started.pid, *process.attach(started.pid, descriptor))
+    watched = process.Watched(0, started.pid, *proc.attach(started.pid, descriptor))
     if watched.handle >= 0:
         os.close(watched.handle)
         watched.handle = -1

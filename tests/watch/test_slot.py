@@ -12,8 +12,8 @@ import time
 import numpy as np
 import pytest
 
+from odyssey.base import slot
 from odyssey.comm import mock
-from odyssey.watch import slot
 
 
 @pytest.fixture

@@ -14,7 +14,8 @@ import time
 import pytest
 
 from odyssey.errors import DataError, LaunchError
-from odyssey.watch import judge, view
+from odyssey.run import judge
+from odyssey.view import top as view
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the watcher reads /proc")
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from odyssey.watch import link, process, watcher, writer
+from odyssey.run import link, process, watcher, writer
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the watcher reads /proc")
 

@@ -1,4 +1,4 @@
-"""The loops of kernels/elementwise.mojo on a GPU: one launch each, four floats per thread, shards side by side.
+"""The loops of a `Device` (kernels/op.mojo) on a GPU: one launch each, shards side by side.
 
 n counts the floats of one shard and may be any number. What neither divides nor has exp or tanh has the bits of the CPU.
 """
@@ -7,24 +7,56 @@ from std.math import ceildiv
 
 from max.gpu import block_idx
 
-from ..lanes import F32, LANES, Ptr
-from ..op import Device, Of1, Of2, OfNumber, OfRow, OfTerm, Row
+from ..lanes import F32, IntPtr, LANES
+from ..op import Device, Kernel
+from ..views import (
+    Cell,
+    Cells,
+    Channel,
+    Channels,
+    Of1,
+    Of2,
+    OfLoss,
+    OfNumber,
+    OfRow,
+    OfShared,
+    OfTerm,
+    Row,
+    Rule,
+    Shard,
+    Weights,
+)
+from .channels import enqueue_channels
+from .lane_parts import Rows, enqueue_losses, enqueue_shared_rows
 from .launch import (
     Enqueue,
     GpuOp,
     Launch,
     Operand,
     Queue,
+    Sent,
     StepContextPtr,
     blocks,
     call,
 )
-from .quads import THREADS, Four, aligned, index, load4, of_shard, store4
+from .quads import (
+    THREADS,
+    aligned,
+    divide,
+    divisor,
+    in_lanes,
+    index,
+    load4,
+    of_shard,
+    quads,
+    small_index,
+    store4,
+)
 from .reduce import tree
 
 
 struct OnGpu(Device):
-    """The maps of a GPU."""
+    """The loops of a GPU."""
 
     comptime Run = Enqueue
 
@@ -48,29 +80,44 @@ struct OnGpu(Device):
     def columns[f: OfTerm, operands: Int]() -> Self.Run:
         return _enqueue_columns[f, operands]
 
+    @staticmethod
+    def shared_rows[f: OfShared, operands: Int]() -> Self.Run:
+        return enqueue_shared_rows[f, operands]
 
-def _enqueue1[f: Of1](q: Queue, r: Launch) raises:
-    @always_inline
-    def g[w: Int](x: SIMD[F32, w], a: Float32) -> SIMD[F32, w]:
-        return f[w](x)
+    @staticmethod
+    def losses[f: OfLoss, operands: Int]() -> Self.Run:
+        return enqueue_losses[f, operands]
 
-    _launch[g](q, r.shards, r.op(1), r.op(2), 0, r.int(3))
+    @staticmethod
+    def cells[Z: Cells, f: def[L: Int](Cell[L], Z) thin, operands: Int, wide: Int = 4]() -> Self.Run:
+        return _enqueue_cells[Z, f, operands, wide]
+
+    @staticmethod
+    def cells[Z: Cells, f: def[L: Int](Cell[L], Z) thin, operands: Int, *, cpu: Kernel]() -> Self.Run:
+        return _enqueue_cells[Z, f, operands, 4]
+
+    @staticmethod
+    def either[
+        Z: Cells,
+        f: def[L: Int](Cell[L], Z) thin,
+        test: def(Z) thin -> Bool,
+        Y: Cells,
+        g: def[L: Int](Cell[L], Y) thin,
+        operands: Int,
+        cpu: Kernel,
+    ]() -> Self.Run:
+        return _enqueue_either[Z, f, test, Y, g, operands]
+
+    @staticmethod
+    def channels[A: Channels, f: def[T: Channel](T, A) thin]() -> Self.Run:
+        return enqueue_channels[A, f]
+
+    @staticmethod
+    def update[R: Rule]() -> Self.Run:
+        return _enqueue_update[R]
 
 
-def _enqueue_number[f: OfNumber](q: Queue, r: Launch) raises:
-    _launch[f](q, r.shards, r.op(1), r.op(2), r.float(3), r.int(4))
-
-
-def _enqueue2[f: Of2](q: Queue, r: Launch) raises:
-    _launch2[f](q, r.shards, r.op(1), r.op(2), r.op(3), r.int(4))
-
-
-# --- one kernel for all -----------------------------------------------------------------
-
-
-@always_inline
-def _same[w: Int](x: SIMD[F32, w], a: Float32) -> SIMD[F32, w]:
-    return x
+# --- maps: a thread has four floats -------------------------------------------------------------------------------------------
 
 
 def _map[f: OfNumber](y_: Operand, x_: Operand, a: Float32, n_: Int64):
@@ -87,9 +134,7 @@ def _map[f: OfNumber](y_: Operand, x_: Operand, a: Float32, n_: Int64):
         i += 1
 
 
-def _map2[
-    f: Of2
-](y_: Operand, u_: Operand, v_: Operand, n_: Int64,):
+def _map2[f: Of2](y_: Operand, u_: Operand, v_: Operand, n_: Int64):
     var n = Int(n_)
     var y = of_shard(y_)
     var u = of_shard(u_)
@@ -106,196 +151,214 @@ def _map2[
 
 @always_inline
 def _launch[f: OfNumber](q: Queue, shards: Int, y: Operand, x: Operand, a: Float32, n: Int) raises:
-    q.enqueue_function[_map[f]](
-        y,
-        x,
-        a,
-        Int64(n),
-        grid_dim=(blocks(n, 4 * THREADS), shards),
-        block_dim=THREADS,
-    )
+    q.enqueue_function[_map[f]](y, x, a, Int64(n), grid_dim=(blocks(n, 4 * THREADS), shards), block_dim=THREADS)
 
 
-@always_inline
-def _launch2[
-    f: Of2
-](q: Queue, shards: Int, y: Operand, u: Operand, v: Operand, n: Int,) raises:
-    q.enqueue_function[_map2[f]](
-        y,
-        u,
-        v,
-        Int64(n),
-        grid_dim=(blocks(n, 4 * THREADS), shards),
-        block_dim=THREADS,
-    )
+def _enqueue1[f: Of1](q: Queue, r: Launch) raises:
+    @always_inline
+    def g[w: Int](x: SIMD[F32, w], a: Float32) -> SIMD[F32, w]:
+        return f[w](x)
+
+    _launch[g](q, r.shards, r.op(1), r.op(2), 0, r.int(3))
+
+
+def _enqueue_number[f: OfNumber](q: Queue, r: Launch) raises:
+    _launch[f](q, r.shards, r.op(1), r.op(2), r.float(3), r.int(4))
+
+
+def _enqueue2[f: Of2](q: Queue, r: Launch) raises:
+    var n = r.int(4)
+    var y = r.op(1)
+    var u = r.op(2)
+    var v = r.op(3)
+    q.enqueue_function[_map2[f]](y, u, v, Int64(n), grid_dim=(blocks(n, 4 * THREADS), r.shards), block_dim=THREADS)
 
 
 # --- rows and columns: a thread has a sample, or a feature of all samples of a gradient buffer -----------------------------
 
 
-@always_inline
-def _row(
-    shard: Int,
-    group: Int,
-    lane: Int,
-    F: Int,
-    number: Float32,
-    a: Ptr,
-    b: Operand,
-    c: Operand,
-    d: Operand,
-    e: Operand,
-) -> Row[1]:
-    return Row[1](
-        a,
-        b.at(shard),
-        c.at(shard),
-        d.at(shard),
-        e.at(shard),
-        F,
-        number,
-        group,
-        lane,
-        LANES,
-    )
-
-
-def _rows[
-    f: OfRow
-](a: Operand, b: Operand, c: Operand, d: Operand, e: Operand, G: Int32, F: Int32, number: Float32,):
+def _rows[f: OfRow](sent: Sent[Rows]):
+    var rows = sent.sizes
     var i = index()
-    if i >= Int(G) * LANES:
-        return
-    f[1](
-        _row(
-            block_idx.y,
-            i // LANES,
-            i % LANES,
-            Int(F),
-            number,
-            of_shard(a),
-            b,
-            c,
-            d,
-            e,
-        )
-    )
+    if i < rows.G * LANES:
+        f[1](rows.row(block_idx.y, i // LANES, i % LANES))
 
 
-def _columns[
-    f: OfTerm
-](
-    a: Operand,
-    b: Operand,
-    c: Operand,
-    d: Operand,
-    e: Operand,
-    G: Int32,
-    F: Int32,
-    number: Float32,
-    shards: Int32,
-    fold: Int32,
-    accumulate: Int32,
-):
+def _enqueue_rows[f: OfRow, operands: Int](q: Queue, r: Launch) raises:
+    var rows = Rows.read[operands](r)
+    q.enqueue_function[_rows[f]](Sent(rows), grid_dim=(blocks(rows.G * LANES, THREADS), r.shards), block_dim=THREADS)
+
+
+def _columns[f: OfTerm](sent: Sent[Rows], shards: Int32, fold: Int32, accumulate: Int32):
+    var rows = sent.sizes
     var i = index()
-    if i >= Int(F):
+    if i >= rows.F:
         return
     var first = block_idx.y * Int(fold)
 
     @always_inline
     def of_shard_(j: Int) {imm} -> SIMD[F32, 1]:
         var s = Float32(0)
-        for g in range(Int(G)):
+        for g in range(rows.G):
             for lane in range(LANES):
-                s += f[1](
-                    _row(
-                        first + j,
-                        g,
-                        lane,
-                        Int(F),
-                        number,
-                        a.ptr(),
-                        b,
-                        c,
-                        d,
-                        e,
-                    ),
-                    i,
-                )[0]
+                s += f[1](rows.row(first + j, g, lane), i)[0]
         return s
 
     var s = tree[1](of_shard_, min(Int(fold), Int(shards) - first))
-    var y = of_shard(a)
+    var y = of_shard(rows.a)
     if accumulate != 0:
         s += y[unsafe_offset=i]
     y[unsafe_offset=i] = s[0]
 
 
-def _enqueue_rows[f: OfRow, operands: Int](q: Queue, r: Launch) raises:
-    var b = r.op(min(2, operands))
-    var c = r.op(min(3, operands))
-    var d = r.op(min(4, operands))
-    var e = r.op(min(5, operands))
-    var G = r.int(operands + 1)
-    q.enqueue_function[_rows[f]](
-        r.op(1),
-        b,
-        c,
-        d,
-        e,
-        Int32(G),
-        Int32(r.int(operands + 2)),
-        r.float(operands + 3),
-        grid_dim=(blocks(G * LANES, THREADS), r.shards),
-        block_dim=THREADS,
-    )
-
-
 def _enqueue_columns[f: OfTerm, operands: Int](q: Queue, r: Launch) raises:
-    var b = r.op(min(2, operands))
-    var c = r.op(min(3, operands))
-    var d = r.op(min(4, operands))
-    var e = r.op(min(5, operands))
-    var F = r.int(operands + 2)
+    var rows = Rows.read[operands](r)
     q.enqueue_function[_columns[f]](
-        r.op(1),
-        b,
-        c,
-        d,
-        e,
-        Int32(r.int(operands + 1)),
-        Int32(F),
-        r.float(operands + 3),
+        Sent(rows),
         Int32(r.shards),
         Int32(r.fold),
         Int32(r.accumulate),
-        grid_dim=(blocks(F, THREADS), ceildiv(r.shards, r.fold)),
+        grid_dim=(blocks(rows.F, THREADS), ceildiv(r.shards, r.fold)),
         block_dim=THREADS,
     )
 
 
-def _fill(y_: Operand, a: Float32, n_: Int64):
-    var n = Int(n_)
-    var y = of_shard(y_)
-    var i = 4 * index()
-    var end = min(i + 4, n)
-    if i + 4 <= n and aligned(y):
-        store4(y, i, Four(a))
+# --- places of planes -----------------------------------------------------------------------------------------------------
+
+
+@fieldwise_init
+struct _Grid(TrivialRegisterPassable):
+    """Operands, and how threads find their places."""
+
+    var a: Operand
+    var b: Operand
+    var c: Operand
+    var d: Operand
+    var context: StepContextPtr
+    var threads: UInt32
+    var rows: UInt32
+    var columns: UInt32
+    var by_rows: UInt64
+    var by_columns: UInt64
+
+
+def _cells[Z: Cells, f: def[L: Int](Cell[L], Z) thin, wide: Int](sent: Sent[_Grid], z: Sent[Z]):
+    var grid = sent.sizes
+    var i = small_index()
+    if i >= grid.threads:
         return
+    comptime PER = UInt32(LANES // wide)  # threads of a place
+    var at = i // PER
+    var row = divide(at, grid.by_columns)
+    var plane = divide(row, grid.by_rows)
+    ref step = grid.context[]
+    f[wide](
+        Cell[wide](
+            of_shard(grid.a),
+            of_shard(grid.b),
+            of_shard(grid.c),
+            of_shard(grid.d),
+            Shard(step.seed, step.step, step.first + Int64(block_idx.y) * step.shard_size),
+            Int(at),
+            Int(plane),
+            Int(row - plane * grid.rows),
+            Int(at - row * grid.columns),
+            Int(i % PER) * wide,
+            LANES,
+        ),
+        z.sizes,
+    )
+
+
+def _enqueue_cells[Z: Cells, f: def[L: Int](Cell[L], Z) thin, operands: Int, wide: Int](q: Queue, r: Launch) raises:
+    comptime if wide == 4:
+        comptime for i in range(operands):
+            in_lanes(r.op(1 + i))
+    var i = operands + 1
+    var z = Z.read(r, i)
+    var n = quads(z.planes() * z.rows() * z.columns()) * (4 // wide)
+    var grid = _Grid(
+        r.op(1),
+        r.op(min(2, operands)),
+        r.op(min(3, operands)),
+        r.op(min(4, operands)),
+        r.context,
+        UInt32(n),
+        UInt32(z.rows()),
+        UInt32(z.columns()),
+        divisor(z.rows()),
+        divisor(z.columns()),
+    )
+    q.enqueue_function[_cells[Z, f, wide]](
+        Sent(grid),
+        Sent(z),
+        grid_dim=(blocks(n, THREADS), r.shards),
+        block_dim=THREADS,
+    )
+
+
+def _enqueue_either[
+    Z: Cells,
+    f: def[L: Int](Cell[L], Z) thin,
+    test: def(Z) thin -> Bool,
+    Y: Cells,
+    g: def[L: Int](Cell[L], Y) thin,
+    operands: Int,
+](q: Queue, r: Launch) raises:
+    var i = operands + 1
+    if test(Z.read(r, i)):
+        _enqueue_cells[Z, f, operands, 4](q, r)
+    else:
+        _enqueue_cells[Y, g, operands, 4](q, r)
+
+
+# --- optimizers: the device decides itself whether the step is taken, so that no host has to wait for it --------------------
+
+
+def _update[R: Rule](ok: IntPtr, sent: Sent[Weights[R]]):
+    var weights = sent.sizes
+    var i = 4 * index()
+    if i >= weights.n or ok[] == 0:
+        return
+    var mean = 1 / weights.samples[]
+    var all = aligned(weights.w) and aligned(weights.g)
+    comptime for j in range(R.STATES):
+        all = all and aligned(weights.states[j])
+    if i + 4 <= weights.n and all:
+        weights.step[4](i, mean)
+        return
+    var end = min(i + 4, weights.n)
     while i < end:
-        y[unsafe_offset=i] = a
+        weights.step[1](i, mean)
         i += 1
 
 
-def fill(q: Queue, shards: Int, y: Operand, a: Float32, n: Int) raises:
-    """Sets n floats of each shard to a."""
-    q.enqueue_function[_fill](
-        y,
-        a,
-        Int64(n),
-        grid_dim=(blocks(n, 4 * THREADS), shards),
+def _enqueue_update[R: Rule](q: Queue, r: Launch) raises:
+    var weights = Weights[R].read(r)
+    q.enqueue_function[_update[R]](
+        r.ok(),
+        Sent(weights),
+        grid_dim=blocks(weights.n, 4 * THREADS),
         block_dim=THREADS,
     )
+
+
+# --- ops with a loop of their own ----------------------------------------------------------------------------------------
+
+
+@always_inline
+def _same[w: Int](x: SIMD[F32, w]) -> SIMD[F32, w]:
+    return x
+
+
+@always_inline
+def _number[w: Int](x: SIMD[F32, w], a: Float32) -> SIMD[F32, w]:
+    return a
+
+
+def _fill(q: Queue, r: Launch) raises:
+    """Arguments y; ; a, n. What _number is given is not read."""
+    _launch[_number](q, r.shards, r.op(1), r.op(1), r.float(2), r.int(3))
 
 
 def _loss_scale(y: Operand, shards: Int32, ctx: StepContextPtr):
@@ -315,15 +378,10 @@ def loss_scale(q: Queue, shards: Int, y: Operand, ctx: StepContextPtr) raises:
     )
 
 
-def copy(q: Queue, shards: Int, y: Operand, x: Operand, n: Int) raises:
-    """Copies n floats of each shard."""
-    _launch[_same](q, shards, y, x, 0, n)
-
-
 def ops() -> List[GpuOp]:
     """The ops of this file."""
     return [
-        GpuOp("copy", call[copy]),
-        GpuOp("fill", call[fill]),
+        GpuOp("copy", OnGpu.map[_same]()),
+        GpuOp("fill", _fill),
         GpuOp("loss_scale", call[loss_scale]),
     ]

@@ -2,7 +2,7 @@
 
 The only file that imports the host side of MAX's GPU modules; kernel files import what they need from here.
 
-A program (shared/training/ops.mojo) is written for one shard. On a GPU one launch computes an op for all shards of a
+A program (mojo/runtime/ops.mojo) is written for one shard. On a GPU one launch computes an op for all shards of a
 chunk: an operand is the address it has for the first shard and a stride, the floats from one shard's copy to the
 next (0 where all shards share it, as parameters). Layouts are those of the CPU (lanes.mojo), so a buffer means the
 same on both, and the letters of lanes.mojo hold here too. In addition

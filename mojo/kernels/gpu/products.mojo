@@ -127,8 +127,9 @@ def ops() -> List[GpuOp]:
         GpuOp("conv2d_backward_input", _by_dtype[_conv2d_backward_input]),
         GpuOp(
             "conv2d_relu_maxpool_forward",
-            "y, argmax; x, w, b; G, C, H, W, K, R, T, S, pool R, pool T, pool S",
+            "y, argmax; x, w, b; G, C, H, W, K, R, T, S, R of y, T of y, S of y",
             call[conv2d_relu_maxpool_forward[FP32]],
+            "of:conv2d_forward+maxpool_forward",
         ),
         GpuOp("conv2d_general_forward", call[conv2d_forward[FP32, False]]),
         GpuOp(

@@ -1,20 +1,21 @@
-"""How a thread finds its work: four neighbouring floats each, index arithmetic without divisions, sums over a block.
+"""How a thread finds its work: four neighbouring floats each, index arithmetic without divisions (division.mojo), sums over a
+block.
 
 Most ops only walk over memory. Their threads take four floats each, one access of 16 bytes where the address allows it:
-of a tensor in lanes, four samples of one feature. Device code, but for `divisor`, `quads` and `in_lanes`.
+of a tensor in lanes, four samples of one feature. Device code, but for `quads` and `in_lanes`.
 """
 
 from std.memory import unsafe_stack_allocation
 
 from max.gpu import AddressSpace, barrier, block_idx, thread_idx
 
+from ..division import MOST, divide, divisor
 from ..lanes import BytePtr, F32, LANES, Ptr
 from .launch import Operand
 
 comptime THREADS = 256  # of a block
 comptime Four = SIMD[F32, 4]
 comptime QUADS = LANES // 4  # per vector of lanes
-comptime MOST = 1 << 31  # what `divide` takes stays below
 
 
 # --- four floats ------------------------------------------------------------------------
@@ -73,28 +74,6 @@ def index() -> Int:
 def small_index() -> UInt32:
     """The same for up to 2^32 threads, with the arithmetic of 32 bits."""
     return UInt32(block_idx.x) * THREADS + UInt32(thread_idx.x)
-
-
-# --- divisions ----------------------------------------------------------------------------
-# A division of integers is some twenty instructions on a GPU, as many as a thread has time for while its data move. By a
-# number that is known before the launch it is a multiplication and a shift (Granlund and Montgomery: "Division by
-# invariant integers using multiplication", PLDI 1994).
-
-
-def divisor(d: Int) -> UInt64:
-    """What `divide` needs to divide by d, 1 <= d <= 2^31: ceil(2^(31 + l) / d) in the upper half, 31 + l in the lower,
-    with 2^l the first power of two that is at least d.
-    """
-    var l = 0
-    while (1 << l) < d:
-        l += 1
-    return UInt64(((1 << (31 + l)) + d - 1) // d) << 32 | UInt64(31 + l)
-
-
-@always_inline
-def divide(n: UInt32, by: UInt64) -> UInt32:
-    """Computes n // d for n < 2^31, `by` = divisor(d)."""
-    return UInt32((UInt64(n) * (by >> 32)) >> (by & 63))
 
 
 def quads(vectors: Int) raises -> Int:

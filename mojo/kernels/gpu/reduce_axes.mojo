@@ -5,8 +5,8 @@ from std.utils import StaticTuple
 from max.gpu import block_idx
 
 from ..arithmetic import maximum, plus
-from ..op import Of2
 from ..reduce_axes import LOWEST, argmax, fold
+from ..views import Of2
 from .launch import GpuOp, Launch, Operand, Queue, blocks
 from .quads import THREADS, index, of_shard
 

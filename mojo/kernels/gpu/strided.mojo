@@ -6,8 +6,8 @@ from std.utils import StaticTuple
 from max.gpu import block_idx
 
 from ..lanes import F32
-from ..op import Of2
 from ..strided import AXES, Strided
+from ..views import Of2
 from .launch import Enqueue, GpuOp, Launch, Operand, Queue, blocks
 from .quads import THREADS, index, of_shard
 from .reduce import tree

@@ -22,12 +22,12 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
+from ..base.files import read_json, write_json, write_whole
+from ..base.outputs import write_weights
+from ..base.runs import ATTEMPT, EXPECTED_RANKS, RUN_DIR, Run
 from ..callbacks import Callback, Context
 from ..comm import Communicator
 from ..errors import ConfigError, DataError, OdysseyError, OutputError
-from ..watch.files import read_json, write_json, write_whole
-from ..watch.outputs import write_weights
-from ..watch.runs import ATTEMPT, EXPECTED_RANKS, RUN_DIR, Run
 from . import steplog, verify
 from .records import Records
 from .steplog import Record, difference

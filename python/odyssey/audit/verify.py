@@ -27,15 +27,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..base.files import write_whole
+from ..base.launcher import OPEN_MPI
 from ..callbacks import Callback, Context
 from ..errors import ConfigError, printable
-from ..watch.files import write_whole
-from ..watch.launcher import OPEN_MPI
 
 if TYPE_CHECKING:
     import numpy as np
 
 TRACE, LAYOUT = "ODYSSEY_TRACE", "ODYSSEY_TRACE_LAYOUT"
+COMPLETE = "complete"  # a file of a trace: fit() had nothing to do
 
 # key of a layout -> (what it is in the trainer, its type)
 KEYS: dict[str, tuple[str, type]] = {
@@ -132,7 +133,9 @@ class Trace(Callback):
         return out
 
     def on_fit_plan(self, context: Context) -> None:
-        """Some steps, without evaluation; with accumulation a step sees the same samples as without."""
+        """Some steps, without evaluation, checkpoints and loggers; with accumulation a step sees the same samples as
+        without."""
+        context.saving = dataclasses.replace(context.saving, folder=None, every=None, off=True)
         context.limit = min(context.limit or self.steps, self.steps)
         context.validate = False
         context.pieces = self.options.get("accumulation_steps", 1)
@@ -152,6 +155,10 @@ class Trace(Callback):
         if trainer.comm.rank == 0:
             file = step_file(self.folder, self.trainer, self.done)
             write_whole(file, lambda target: np.savez(target, **arrays), durable=False)
+
+    def on_fit_end(self, context: Context) -> None:
+        if self.done == 0 and context.error is None and context.trainer.comm.rank == 0:
+            (self.folder / COMPLETE).touch()
 
 
 _numbers = itertools.count()
@@ -288,7 +295,9 @@ class Verifier:
             if error:
                 raise ConfigError(f"[verify] the run on one process failed: {error}")
             if not step_file(reference, 0, 1).exists():
-                raise ConfigError("[verify] the run on one process took no step with a DistributedTrainer")
+                complete = (reference / COMPLETE).exists()
+                why = ": it goes on from a checkpoint that is complete already; give it another" if complete else ""
+                raise ConfigError(f"[verify] the run on one process took no step with a DistributedTrainer{why}")
             for text, options in plans:
                 result = Result(text, ranks(options))
                 found = Path(folder) / "layout"

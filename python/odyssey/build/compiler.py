@@ -14,19 +14,20 @@ from pathlib import Path
 
 from odyssey.errors import BuildError, near
 
-ROOT_SOURCE = Path("mojo") / "capi.mojo"
+from . import sources
+
 _STDERR_LINES = 40
-_DIE_WITH_PARENT = Path(__file__).parents[1] / "launch" / "die_with_parent.py"
+_DIE_WITH_PARENT = Path(__file__).parents[1] / "run" / "die_with_parent.py"
 
 
 def source_root() -> Path:
     """The directory that holds `mojo/` and `shared/`: inside an installed wheel, else the checkout."""
     package = Path(__file__).resolve().parents[1]
     for root in (package / "_mojo", package.parents[1]):
-        if (root / ROOT_SOURCE).is_file():
+        if (root / sources.ROOT).is_file():
             return root
     raise BuildError(
-        f"[build] the kernel sources ({ROOT_SOURCE}) are neither in {package / '_mojo'} nor in {package.parents[1]}; "
+        f"[build] the kernel sources ({sources.ROOT}) are neither in {package / '_mojo'} nor in {package.parents[1]}; "
         "install odyssey again, or name a prebuilt library with ODYSSEY_KERNELS"
     )
 
@@ -96,36 +97,55 @@ def compile_kernels(
     cpu: str,
     *,
     accelerator: str | None = None,
-    emit: str = "shared-lib",
+    emit: str = "object",
     triple: str | None = None,
     flags: Iterable[str] = (),
 ) -> None:
     """One call of the compiler.
 
     Args:
-        root: directory of `mojo/` and `shared/`. source: the root file, below it.
+        root: directory of `mojo/`. source: the root file, relative to it. The compiler names sources as they are named
+            here, in messages and in what it makes: one source has one object wherever it lies.
         cpu: a target such as "x86-64-v4+avx512bf16". accelerator: what GPU kernels are compiled for.
-        emit: what `output` is: "shared-lib", "object" or "asm"; with the last one the kernels of a GPU lie beside it.
+        emit: what `output` is: "object" or "asm"; with the latter the kernels of a GPU lie beside it.
 
     Raises BuildError: with what the compiler said.
     """
     if emit != "asm" and not any(shutil.which(name) for name in ("cc", "gcc", "clang")):
         raise BuildError(
-            "[build] no C compiler (cc, gcc or clang) is on PATH, and the kernels are linked with one; install it "
+            "[build] no C compiler (cc, gcc or clang) is on PATH, and Mojo's compiler asks for one; install it "
             "(`apt-get install gcc`, `dnf install gcc`, `conda install c-compiler`, `xcode-select --install`), "
             "or name a prebuilt library with ODYSSEY_KERNELS"
         )
-    command = ["build", "--emit", emit, str(root / source), "-I", str(root / "mojo"), "-I", str(root)]
+    command = ["build", "--emit", emit, str(source), "-I", "mojo"]
     command += [*target_options(cpu), *(["--target-triple", triple] if triple else []), *flags]
     command += [*(["--target-accelerator", accelerator] if accelerator else []), "-o", str(output)]
-    done = run_mojo(command, cwd=output.parent)
+    done = run_mojo(command, cwd=root)
     if done.returncode == 0 and output.is_file():
         return
     said = done.stderr.strip() or done.stdout.strip() or f"nothing, exit code {done.returncode}"
+    said = said.replace(f"{root}/", "")
     if "unknown target CPU" in said:
         raise BuildError(_unknown_cpu(cpu, triple))
     target = f"{accelerator} and {cpu}" if accelerator else cpu
     raise BuildError(f"[build] the kernels did not compile for {target} (mojo {compiler_version()}):\n{_trim(said)}")
+
+
+def link(objects: Iterable[Path], library: Path, *options: str, apple: bool = sys.platform == "darwin") -> None:
+    """Links a library, with the compiler's own linker (for macOS with `cc`). What is not defined is found at run time:
+    the run-time libraries and the C library are there before it is loaded. Raises BuildError: it cannot be linked."""
+    lld = next((root / "bin" / "lld" for root in sdk_roots() if (root / "bin" / "lld").is_file()), "lld")
+    command = [str(lld), "-flavor", "gnu", "-shared", f"-soname={library.name}", *options]
+    if apple:
+        command = ["cc", "-dynamiclib", "-undefined", "dynamic_lookup"]
+    command += ["-o", str(library), *map(str, objects)]
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
+    except OSError as problem:
+        why = f"the linker {command[0]} cannot be started ({problem.strerror})"
+        raise BuildError(f"[build] {why}; install the package `max`, which brings it") from problem
+    if done.returncode:
+        raise BuildError(f"[build] the kernels cannot be linked:\n{_trim(done.stderr.strip())}")
 
 
 def _trim(text: str) -> str:

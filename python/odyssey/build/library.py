@@ -1,11 +1,13 @@
 """Compiles the Mojo kernels into shared libraries, once, and says where they are.
 
-What it is: the way from `mojo/` and `shared/` (the sources) to `libodyssey.so`, and to `libodyssey-sm_90.so` for a kind
-of GPU, in the user's cache. The cache key is the sources, the compiler's version, the target, the flags and the
-platform, so a changed kernel is a new entry and nothing is ever out of date. Processes that start together compile
-once. Nothing here opens a library; see `odyssey.core.native`.
+What it is: the way from `mojo/` (the sources) to `libodyssey.so`, and to `libodyssey-sm_90.so` for a kind
+of GPU, in the user's cache. A library is linked from parts, the objects of its root files (sources.py), which are
+compiled side by side. The cache key is the sources, the compiler's version, the target, the flags and the platform, so
+a changed kernel is a new entry and nothing is ever out of date; of the sources, a part's key has those that the part
+imports. Processes that start together compile once. Nothing here opens a library; see `odyssey.core.native`.
 
     <cache>/kernels/<key>/libodyssey.so     the library
+    <cache>/kernels/<key>/part.o            or a part of one, an entry like any other
     <cache>/kernels/<key>/build.json        what it was built from, and its SHA-256
     <cache>/kernels/<key>.lock              held while compiling; names the process that does
     <cache>/kernels/<key>.tmp-*             a build that is going on, or was killed: the next builder removes it
@@ -25,31 +27,30 @@ import hashlib
 import json
 import os
 import platform
-import re
 import shutil
 import stat
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from ..base import files, launcher, slot
 from ..errors import BuildError, DeviceError
-from ..watch import files, launcher, slot
-from . import compiler, folder
-from .compiler import ROOT_SOURCE, compiler_version, host_cpu, run_mojo, source_root, target_options  # noqa: F401
+from . import compiler, folder, sources
+from .compiler import compiler_version, host_cpu, run_mojo, source_root, target_options  # noqa: F401
 
 LIBRARY = folder.library_name(None)
-GPU_ROOT_SOURCE = Path("mojo") / "gpu_capi.mojo"
-SOURCE_DIRS = ("mojo", "shared")
+OWN = f"{sources.FOLDER}/own.mojo"  # where a file of a user's own ops lies for the compiler
 SHIPPED = Path(__file__).resolve().parents[1] / "_kernels"
-FACE = "shared/training/face/"  # of Mojo programs; libraries are made without it
 FLAGS: tuple[str, ...] = ()  # more options for `mojo build`; part of the key
 
 # What the kernels need at run time. A loader opens these with RTLD_GLOBAL; they find those that they need beside them.
 _RUNTIME = ("KGENCompilerRTShared", "AsyncRTMojoBindings")
 
 _WAIT_NOTICE_S = 2.0
+_ASKING = threading.Lock()  # the umask, which is asked for by setting it
 _RECORD_LIMIT = 1 << 16  # bytes of build.json
 _DIRECTORY = os.O_DIRECTORY | getattr(os, "O_PATH", os.O_RDONLY)  # with Linux's O_PATH it need not be readable
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -143,64 +144,64 @@ def runtime_libraries() -> list[Path]:
 # -- what is compiled -----------------------------------------------------------------------------------------------
 
 
-def source_hash(root: Path, gpu: bool = True) -> str:
-    """SHA-256 over the names and the bytes of every Mojo file under `mojo/` and `shared/`, but not the face of
-    Mojo programs; gpu False: without those that are for GPUs alone, a folder `gpu` and files `gpu_*`, which the library
-    for the CPU does not import."""
-    digest = hashlib.sha256()
-    for top in SOURCE_DIRS:
-        for path in sorted((root / top).rglob("*.mojo")):
-            relative = path.relative_to(root).as_posix()
-            if relative.startswith(FACE) or (not gpu and for_gpus(relative)):
-                continue
-            name, data = relative.encode(), path.read_bytes()
-            digest.update(b"%d %d\n" % (len(name), len(data)))
-            digest.update(name)
-            digest.update(data)
-    return digest.hexdigest()
-
-
-def for_gpus(name: str) -> bool:
-    """Whether a source such as "mojo/kernels/gpu/pool.mojo" is for GPUs alone, by its name."""
-    return re.search(r"/gpu[/_.]", f"/{name}") is not None
+def source_hash(root: Path) -> str:
+    """SHA-256 over the names and the bytes of every Mojo file under `mojo/`."""
+    return sources.digest(sources.read(root))
 
 
 class Plan(NamedTuple):
-    """Everything a library depends on."""
+    """Everything that a library, or a part of one, depends on."""
 
-    sources: str  # source_hash
+    sources: str  # sources.digest of the texts
     compiler: str
     cpu: str
     flags: tuple[str, ...]
     system: str
     accelerator: str | None = None  # of the kernels for GPUs
-    own: tuple[bytes, str] | None = None  # a file of a user's own ops (own_ops.py), and the root file that exports them
+    texts: Mapping[str, bytes] = {}  # what may be imported
+    roots: tuple[str, ...] = ()  # root files of its parts
+    part: str = ""  # the root file, if it is a part
+    library: str = LIBRARY  # the name of the file
 
     @property
     def key(self) -> str:
         """The name of the cache entry."""
         parts = [self.sources, self.compiler, self.cpu, self.flags, self.system]
-        text = json.dumps([*parts, self.accelerator] if self.accelerator else parts)
+        text = json.dumps([*parts, *(more for more in (self.accelerator, self.part) if more)])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def record(self) -> dict[str, object]:
         """The same for build.json."""
-        accelerator = {"accelerator": self.accelerator} if self.accelerator else {}
+        more = {"accelerator": self.accelerator, "part": self.part}
         rest = {"flags": list(self.flags), "system": self.system, "source_sha256": self.sources}
-        return {"compiler": self.compiler, "cpu": self.cpu, **accelerator, **rest}
+        some = {name: value for name, value in more.items() if value}
+        return {"compiler": self.compiler, "cpu": self.cpu, **some, **rest}
 
-    @property
-    def library(self) -> str:
-        """The name of the file."""
-        return "libown.so" if self.own else folder.library_name(self.accelerator)
+    def parts(self) -> list[Plan]:
+        """Its parts, those first of which the most is to be compiled."""
+        found = []
+        for root in self.roots:
+            texts = sources.imported(self.texts, root)
+            found.append(self._replace(sources=sources.digest(texts), texts=texts, part=root, library="part.o"))
+        return sorted(found, key=lambda part: -sum(map(len, part.texts.values())))
 
 
 def plan(root: Path, target_cpu: str | None = None, accelerator: str | None = None) -> Plan:
     """What would be compiled from `root` on this machine. A library for GPUs only starts work on the CPU: unless told
     otherwise it is for all CPUs of this kind, and one file serves all."""
     own = compiler.portable_cpu() if accelerator else os.environ.get("ODYSSEY_TARGET_CPU") or host_cpu()
-    sources = source_hash(root, gpu=accelerator is not None)
-    return Plan(sources, compiler_version(), target_cpu or own, FLAGS, folder.system(), accelerator)
+    texts = sources.read(root, gpu=accelerator is not None)
+    return Plan(
+        sources.digest(texts),
+        compiler_version(),
+        target_cpu or own,
+        FLAGS,
+        folder.system(),
+        accelerator,
+        texts,
+        sources.roots(texts, gpu=accelerator is not None),
+        library=folder.library_name(accelerator),
+    )
 
 
 # -- the cache --------------------------------------------------------------------------------------------------------
@@ -235,16 +236,16 @@ def open_own_library(source: bytes, exports: str, accelerator: str | None = None
 
     Raises BuildError: it does not compile, or what is there is refused.
     """
-    root = source_root()
-    what = plan(root, accelerator=_accelerator(accelerator) if accelerator is not None else None)
-    sources = hashlib.sha256(b"\0".join((what.sources.encode(), source, exports.encode()))).hexdigest()
-    return _from_cache(root, what._replace(sources=sources, own=(source, exports)))
+    what = plan(source_root(), accelerator=_accelerator(accelerator) if accelerator is not None else None)
+    texts = {**what.texts, OWN: source, f"{sources.FOLDER}/root.mojo": exports.encode()}
+    roots = (f"{sources.FOLDER}/root.mojo",)
+    return _from_cache(what._replace(sources=sources.digest(texts), texts=texts, roots=roots, library="libown.so"))
 
 
 def _cached_library(target_cpu: str | None = None, accelerator: str | None = None) -> Opened:
     root = source_root()
     what = plan(root, target_cpu, accelerator)
-    return _shipped(root, what) or _from_cache(root, what)
+    return _shipped(root, what) or _from_cache(what)
 
 
 def _shipped(root: Path, what: Plan) -> Opened | None:
@@ -253,16 +254,16 @@ def _shipped(root: Path, what: Plan) -> Opened | None:
     if what.accelerator or what.flags or not folder.is_folder(home):
         return None
     try:
-        made, sources = folder.read(home), source_hash(root)
-        if (made.compiler, made.sources) != (what.compiler, sources):
+        made, here = folder.read(home), source_hash(root)
+        if (made.compiler, made.sources) != (what.compiler, here):
             return None
-        return Opened(folder.library(home, None, sources))
+        return Opened(folder.library(home, None, here))
     except BuildError as problem:
         _say(f"{problem}; or install odyssey again. Other kernels are taken")
         return None
 
 
-def _from_cache(root: Path, what: Plan) -> Opened:
+def _from_cache(what: Plan) -> Opened:
     cache = cache_dir()
     if (found := _whole(cache, what)) is not None:
         return found
@@ -277,7 +278,7 @@ def _from_cache(root: Path, what: Plan) -> Opened:
         cache = fallback
     before = slot.phase("compile")
     try:
-        return _build_once(root, what, cache)
+        return _build_once(what, cache)
     finally:
         slot.phase(before)
 
@@ -378,7 +379,7 @@ def _temporary_cache(instead_of: Path) -> Path:
     return path
 
 
-def _build_once(root: Path, what: Plan, cache: Path) -> Opened:
+def _build_once(what: Plan, cache: Path) -> Opened:
     """Compile into the entry unless another process has just done so. Whoever waited for a build that failed gets
     the same error instead of compiling the same sources again."""
     kernels = cache / "kernels"
@@ -399,42 +400,36 @@ def _build_once(root: Path, what: Plan, cache: Path) -> Opened:
         me = {"pid": os.getpid(), "host": platform.node()}
         lock.write(me)
         try:
-            return _build(root, what, kernels)
+            return _build(what, kernels)
         except BuildError as error:
             lock.write({**me, "failed": str(error)})
             raise
 
 
-def _build(root: Path, what: Plan, kernels: Path) -> Opened:
-    """Compile beside the entry, then rename: an entry is there whole or not at all."""
+def _build(what: Plan, kernels: Path) -> Opened:
+    """Compile, or link, beside the entry, then rename: an entry is there whole or not at all."""
     import tempfile
 
     directory = Path(tempfile.mkdtemp(prefix=f"{what.key}.tmp-", dir=kernels))
     aside = directory.with_name(f"{directory.name}-damaged")
     entry = kernels / what.key
     try:
-        os.chmod(directory, 0o755 & ~_umask())
-        if what.accelerator:
-            compiler.check_accelerator(what.accelerator)
-        target, up_to = (what.accelerator, "some minutes") if what.accelerator else (what.cpu, "a minute")
-        start = time.perf_counter()
-        source, library = (GPU_ROOT_SOURCE if what.accelerator else ROOT_SOURCE), directory / what.library
-        if what.own:  # some seconds
-            source = directory / "root.mojo"
-            (directory / "own.mojo").write_bytes(what.own[0])
-            source.write_text(what.own[1])
+        start, library = time.perf_counter(), directory / what.library
+        if what.part:
+            _compile(what, library)
         else:
-            _say(f"compiling the kernels for {target}, once (up to {up_to}) ...")
-        compiler.compile_kernels(root, source, library, what.cpu, accelerator=what.accelerator, flags=what.flags)
+            _compile_and_link(what, kernels.parent, library)
         seconds = time.perf_counter() - start
         code = library.read_bytes()
         record = {**what.record(), "bytes": len(code), "sha256": hashlib.sha256(code).hexdigest()}
         record |= {"seconds": round(seconds, 1), "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
         (directory / "build.json").write_text(json.dumps(record, indent=1) + "\n")
+        mask = _umask()
         for name, mode in ((what.library, 0o755), ("build.json", 0o644)):
-            os.chmod(directory / name, mode & ~_umask())
+            os.chmod(directory / name, mode & ~mask)
             with open(directory / name, "rb") as file:
                 os.fsync(file.fileno())
+        os.chmod(directory, 0o755 & ~mask)  # nobody else's until now
         if os.path.lexists(entry):  # damaged, or it would have been used
             files.exchange(directory, entry, aside)
         else:
@@ -443,14 +438,60 @@ def _build(root: Path, what: Plan, kernels: Path) -> Opened:
         found = _whole(kernels.parent, what)
         if found is None:
             raise BuildError(f"[build] {entry} cannot be written, or is damaged at once; set ODYSSEY_CACHE_DIR")
-        if not what.own:
-            _say(f"compiling the kernels ... done in {seconds:.0f} s")
         return found
     except OSError as problem:
         raise BuildError(f"[build] {entry} cannot be written: {problem}; set ODYSSEY_CACHE_DIR") from problem
     finally:
         for path in (directory, aside):
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _compile(part: Plan, output: Path) -> None:
+    """Compiles a part, of the sources that it imports alone, out of a directory that is gone afterwards."""
+    root = output.parent / "sources"
+    for name, text in part.texts.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(text)
+    options = {"accelerator": part.accelerator, "flags": part.flags}
+    compiler.compile_kernels(root, Path(part.part), output, part.cpu, **options)
+    shutil.rmtree(root)
+
+
+def _compile_and_link(what: Plan, cache: Path, library: Path) -> None:
+    """Compiles the parts that are not in the cache, as many at a time as this process has cores, and links all."""
+    from concurrent.futures import ThreadPoolExecutor, as_completed
+
+    if what.accelerator:
+        compiler.check_accelerator(what.accelerator)
+    parts, start = what.parts(), time.perf_counter()
+    found = {part.key: _whole(cache, part) for part in parts}
+    missing = [part for part in parts if found[part.key] is None]
+    target, up_to = (what.accelerator, "some minutes") if what.accelerator else (what.cpu, "a minute")
+    if loud := bool(missing) and OWN not in what.texts:  # own ops take seconds
+        names = ", ".join(sorted(Path(part.part).stem for part in missing))
+        some = "" if len(missing) == len(parts) else f", {len(missing)} of {len(parts)} parts ({names})"
+        _say(f"compiling the kernels for {target}{some}, once (up to {up_to}) ...")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    pool = ThreadPoolExecutor(cores)
+
+    def make(part: Plan) -> None:
+        found[part.key] = _build_once(part, cache)
+
+    try:
+        for number, done in enumerate(as_completed([pool.submit(make, part) for part in missing]), 1):
+            done.result()
+            if loud and sys.stderr.isatty():  # shorter than the line that follows
+                line = f"odyssey: compiling the kernels ... {number} of {len(missing)}"
+                print(line, end="\r", file=sys.stderr, flush=True)
+        objects = [found[part.key] for part in parts]
+        compiler.link([Path(part.to_load()) for part in objects if part], library)
+    finally:
+        pool.shutdown(cancel_futures=True)
+        for part in found.values():
+            if part:
+                part.close()
+    if loud:
+        _say(f"compiling the kernels ... done in {time.perf_counter() - start:.0f} s")
 
 
 @contextlib.contextmanager
@@ -480,10 +521,10 @@ def _prebuilt(named: Path, accelerator: str | None = None) -> Path:
     path = named.absolute()
     home = path if path.is_dir() else path.parent
     if folder.is_folder(home):
-        sources = None
+        here = None
         with contextlib.suppress(BuildError):
-            sources = source_hash(source_root())
-        return folder.library(home, accelerator, sources)
+            here = source_hash(source_root())
+        return folder.library(home, accelerator, here)
     if accelerator:
         path = home / folder.library_name(accelerator)
     elif path.is_dir():
@@ -501,6 +542,7 @@ def _say(line: str) -> None:
 
 
 def _umask() -> int:
-    mask = os.umask(0o022)
-    os.umask(mask)
+    with _ASKING:
+        mask = os.umask(0o022)
+        os.umask(mask)
     return mask

@@ -7,6 +7,7 @@ import concurrent.futures
 import hashlib
 import json
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -19,19 +20,13 @@ from typing import NamedTuple
 import odyssey
 from odyssey.errors import BuildError, OutputError
 
-from ..watch.files import exchange
-from . import compiler, elf, folder, gpus
+from ..base.files import exchange
+from . import compiler, folder, gpus, sources
 from . import library as build
 
 # What odyssey imports besides numpy and mpi4py, which are compiled for a version of Python and bring an MPI: click for
 # every command, rich for a terminal, safetensors to write weights.
 DEPENDENCIES = ("click", "rich", "markdown-it-py", "mdurl", "pygments", "safetensors")
-# What a system with glibc and a C++ program has.
-_SYSTEM = frozenset(
-    "libc.so.6 libm.so.6 libdl.so.2 libpthread.so.0 librt.so.1 libstdc++.so.6 libgcc_s.so.1 ld-linux-x86-64.so.2 "
-    "ld-linux-aarch64.so.1".split()
-)
-
 _LAUNCHER = """\
 #!/bin/sh
 # Runs odyssey from this folder with its compiled kernels. ODYSSEY_PYTHON names the Python, 3.10 or newer.
@@ -85,8 +80,8 @@ def pack(
             (aside / "odyssey").write_text(_LAUNCHER)
             (aside / "odyssey").chmod(0o755)
             versions = odyssey.__version__, build.compiler_version(), folder.system()
-            sources, digests = build.source_hash(build.source_root()), dict(_digests(aside))
-            manifest = folder.Manifest(*versions, cpu, tuple(names), sources, glibc, digests)
+            hashed, digests = build.source_hash(build.source_root()), dict(_digests(aside))
+            manifest = folder.Manifest(*versions, cpu, tuple(names), hashed, glibc, digests)
             (aside / folder.MANIFEST).write_text(json.dumps(manifest.json(), indent=1) + "\n")
             _put(aside, output)
         finally:
@@ -131,46 +126,28 @@ def _put(aside: Path, output: Path) -> None:
 
 
 def _libraries(libraries: Iterable[Path], target: Path) -> tuple[int, ...]:
-    """Copies the kernels, and of the compiler's run-time libraries those that they need, directly or not; the glibc
+    """Copies the kernels, and of the compiler's run-time libraries those that are loaded with them; returns the glibc
     that all of them need."""
     (target / "lib").mkdir()
-    open_ = [(path, target / path.name) for path in libraries]
     runtime = build.runtime_libraries()
-    open_ += [(path, target / "lib" / path.name) for path in runtime]
-    done: set[str] = set()
-    glibc: tuple[int, ...] = ()
-    while open_:
-        source, copy = open_.pop()
-        if source.name in done:
-            continue
-        done.add(source.name)
+    runtime += runtime[0].parent.glob(f"lib*Globals{runtime[0].suffix}")  # which those need
+    copies = [(path, target / path.name) for path in libraries]
+    copies += [(path, target / "lib" / path.name) for path in runtime]
+    strip, glibc = shutil.which("strip"), ()
+    for source, copy in copies:
         shutil.copyfile(source, copy)
         copy.chmod(0o755)
-        _strip(copy)
-        if not elf.is_elf(copy):  # macOS: the run-time libraries name each other by their install names
-            open_ += [(path, target / "lib" / path.name) for path in runtime[0].parent.glob("lib*Globals.dylib")]
-            continue
-        try:
-            needs = elf.read(copy)
-        except ValueError as problem:
-            raise BuildError(f"[build] {problem}") from problem
-        glibc = max(glibc, elf.newest(needs.versions))
-        for name in needs.needed:
-            beside = runtime[0].parent / name
-            if beside.is_file():
-                open_.append((beside, target / "lib" / name))
-            elif name not in _SYSTEM:
-                what = f"{source.name} needs {name}, which is neither the compiler's nor the system's"
-                raise BuildError(f"[build] {what}")
+        if strip and copy.suffix == ".so":  # what only a linker or a debugger reads; where it fails, it is as it was
+            command = [strip, "--strip-unneeded", str(copy)]
+            subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True)
+        glibc = max(glibc, newest_glibc(copy.read_bytes()))
     return glibc
 
 
-def _strip(library: Path) -> None:
-    """Removes what only a linker or a debugger reads, where there is a tool for it."""
-    strip = shutil.which("strip")
-    if strip and elf.is_elf(library):
-        command = [strip, "--strip-unneeded", str(library)]  # where it fails, the library is as it was
-        subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True)
+def newest_glibc(library: bytes) -> tuple[int, ...]:
+    """The highest version of glibc that a library names among the versions of symbols, such as (2, 34); () if none."""
+    found = re.findall(rb"\0GLIBC_(\d+(?:\.\d+)*)(?=\0)", library)
+    return max((tuple(map(int, version.split(b"."))) for version in found), default=())
 
 
 # -- for wheels -------------------------------------------------------------------------------------------------------
@@ -181,50 +158,33 @@ SHIPPED = {
     "linux-aarch64": ("generic",),
 }
 GLIBC = (2, 34)  # what the wheels of `max` ask for
-# The compiler writes where a source lies into what it makes: with one place for all, one source has one library.
-_PLACE = Path("/tmp/odyssey-kernels")
 
 
 def ship(output: Path, system: str) -> None:
-    """Makes a folder for each CPU of a system that wheels have kernels for, on any machine that has the compiler: it is
-    linked with the compiler's own linker, and the bytes depend on sources, compiler and CPU alone.
+    """Makes a folder for each CPU of a system that wheels have kernels for, on any machine that has the compiler: the
+    bytes depend on sources, compiler and CPU alone.
 
     output: a directory that is not there. system: one of `SHIPPED`.
 
-    Raises BuildError: it does not compile, or another process is at it.
+    Raises BuildError: it does not compile.
     """
-    root = build.source_root()
-    try:
-        _PLACE.mkdir(mode=0o700)
-    except FileExistsError as problem:
-        why = f"{_PLACE} is there: wheels are being built on this machine, or a build was killed"
-        raise BuildError(f"[build] {why}; wait, or remove it") from problem
-    try:
-        for top in build.SOURCE_DIRS:
-            shutil.copytree(root / top, _PLACE / top)
-        with concurrent.futures.ThreadPoolExecutor(min(2, os.cpu_count() or 1)) as pool:  # a compiler takes some GiB
-            list(pool.map(lambda cpu: _ship(output / cpu, system, cpu), SHIPPED[system]))
-    finally:
-        shutil.rmtree(_PLACE)
+    with concurrent.futures.ThreadPoolExecutor(min(2, os.cpu_count() or 1)) as pool:  # a compiler takes some GiB
+        list(pool.map(lambda cpu: _ship(output / cpu, system, cpu), SHIPPED[system]))
 
 
 def _ship(home: Path, system: str, cpu: str) -> None:
     home.mkdir(parents=True)
-    library, code = home / build.LIBRARY, home / "kernels.o"
+    root, objects = build.source_root(), home / "objects"
+    objects.mkdir()
     triple = f"{system.partition('-')[2]}-unknown-linux-gnu"
-    # With several threads the compiler makes one of two libraries at random.
-    compiler.compile_kernels(_PLACE, build.ROOT_SOURCE, code, cpu, emit="object", triple=triple, flags=("-j", "1"))
-    # What is not defined is found at run time: the run-time libraries and the C library are there before it is loaded.
-    linker = next((root / "bin" / "lld" for root in compiler.sdk_roots() if (root / "bin" / "lld").is_file()), None)
-    if linker is None:
-        raise BuildError("[build] the compiler's linker, lld, is not installed in this environment; pip install max")
-    command = [linker, "-flavor", "gnu", "-shared", "--strip-all", f"-soname={build.LIBRARY}", "-o", library, code]
-    done = subprocess.run(list(map(str, command)), stdin=subprocess.DEVNULL, capture_output=True, text=True)
-    if done.returncode:
-        raise BuildError(f"[build] the kernels for {cpu} cannot be linked: {done.stderr.strip()}")
-    code.unlink()
-    versions, sources = (odyssey.__version__, build.compiler_version(), system), build.source_hash(_PLACE)
-    manifest = folder.Manifest(*versions, cpu, (), sources, GLIBC, dict(_digests(home)))
+    for source in map(Path, sources.roots(sources.read(root, gpu=False))):
+        # With several threads the compiler makes one of two objects at random.
+        output = objects / f"{source.stem}.o"
+        compiler.compile_kernels(root, source, output, cpu, triple=triple, flags=("-j", "1"))
+    compiler.link(sorted(objects.iterdir()), home / build.LIBRARY, "--strip-all", apple=False)
+    shutil.rmtree(objects)
+    versions, hashed = (odyssey.__version__, build.compiler_version(), system), build.source_hash(root)
+    manifest = folder.Manifest(*versions, cpu, (), hashed, GLIBC, dict(_digests(home)))
     (home / folder.MANIFEST).write_text(json.dumps(manifest.json(), indent=1) + "\n")
 
 
@@ -235,7 +195,7 @@ def _package(target: Path) -> None:
         if not name.startswith(("_mojo/", "_kernels/")) and not name.endswith((".so", ".pyc")):
             _copy(package / name, target / "odyssey" / name)
     root = build.source_root()
-    for top in build.SOURCE_DIRS:
+    for top in ("mojo", "shared"):
         for path in sorted((root / top).rglob("*.mojo")):
             _copy(path, target / "odyssey" / "_mojo" / path.relative_to(root))
     info = target / f"odyssey-{odyssey.__version__}.dist-info"

@@ -8,11 +8,10 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from odyssey.errors import BuildError
 
-from . import compiler
+from . import compiler, sources
 from . import library as build
 
 # (triple, CPU)
@@ -33,7 +32,9 @@ def check_cpus(report: Callable[[str], None]) -> int:
 
     def compile_for(number: int, home: Path) -> None:
         triple, cpu = CPUS[number]
-        _compile(build.ROOT_SOURCE, home / "kernels.o", cpu, emit="object", triple=triple)
+        root = build.source_root()
+        for n, source in enumerate(sources.roots(sources.read(root, gpu=False))):
+            compiler.compile_kernels(root, Path(source), home / f"{n}.o", cpu, triple=triple)
 
     return _check(report, names, compile_for)
 
@@ -43,13 +44,10 @@ def check_accelerators(report: Callable[[str], None], accelerators: Sequence[str
 
     def compile_for(number: int, home: Path) -> None:
         compiler.check_accelerator(name := accelerators[number])
-        _compile(build.GPU_ROOT_SOURCE, home / "gpu.s", compiler.portable_cpu(), emit="asm", accelerator=name)
+        source, cpu = Path(sources.GPU_ROOT), compiler.portable_cpu()
+        compiler.compile_kernels(build.source_root(), source, home / "gpu.s", cpu, emit="asm", accelerator=name)
 
     return _check(report, accelerators, compile_for)
-
-
-def _compile(source: Path, output: Path, cpu: str, **options: Any) -> None:
-    compiler.compile_kernels(build.source_root(), source, output, cpu, **options)
 
 
 def _check(report: Callable[[str], None], names: Sequence[str], compile_for: Callable[[int, Path], None]) -> int:

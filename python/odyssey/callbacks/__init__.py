@@ -7,10 +7,18 @@ The events and their order are in base.py, those that come with odyssey in stand
 to use and write them. Loggers (odyssey.loggers) are callbacks as well.
 """
 
-from .base import JOINING, Callback, Context, joined
-from .standard import EarlyStopping, LambdaCallback, LearningRateMonitor, ModelCheckpoint, ReduceLROnPlateau, Timer
+from .base import Callback, Context, joined
+from .standard import (
+    EarlyStopping,
+    LambdaCallback,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    Monitor,
+    ReduceLROnPlateau,
+    Timer,
+)
 
 __all__ = [
-    "JOINING", "Callback", "Context", "EarlyStopping", "LambdaCallback", "LearningRateMonitor", "ModelCheckpoint",
+    "Callback", "Context", "EarlyStopping", "LambdaCallback", "LearningRateMonitor", "ModelCheckpoint", "Monitor",
     "ReduceLROnPlateau", "Timer", "joined",
 ]  # fmt: skip

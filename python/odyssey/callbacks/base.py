@@ -20,22 +20,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 import inspect
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..base import registry
 from ..checkpoints.trainable import Cursor, History, Saving, Step, Tally, Trainable
-from ..core.settings import brief
+from ..settings.declarations import brief
 
 if TYPE_CHECKING:
     from ..data import Batch
-
-#: A variable of the environment -> the module whose joins() gives a callback for every trainer of the process. These
-#: are loaded only where the variable is set.
-JOINING = {"ODYSSEY_TRACE": "audit.verify", "ODYSSEY_REPLAY": "audit.replay"}
 
 
 @dataclasses.dataclass
@@ -103,6 +99,11 @@ class Context:
         returns. Said by any rank, in on_step_end, on_validation_end or on_epoch_end."""
         self.finished, self.finisher = why, self.asking
 
+    @property
+    def own_code(self) -> bool:
+        """True if fit() was given callbacks of the user's own code."""
+        return any(c.own_code for c in self.given)
+
     def log(self, name: str, value: float) -> None:
         """Gives loggers a number: it stands with what they write next."""
         self.log_calls += 1
@@ -124,13 +125,20 @@ class Callback:
     exact: where on_step_end is overridden, a wish to stop or finish takes effect at its very step: ranks then talk
     after each. False: within about a tenth of a second.
     after: hears of each event after those whose `after` is lower.
+    writes: leaves something that outlives the training, so it is left out where one is only tried: verify, replay.
     """
 
     exact = True
     after = 0
+    writes = False
 
     def __repr__(self) -> str:
         return brief(self)
+
+    @property
+    def own_code(self) -> bool:
+        """True if the user has written what it does, which may change the training."""
+        return not type(self).__module__.startswith("odyssey.")
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps for it, as JSON has it: rank 0's."""
@@ -182,9 +190,9 @@ class Callback:
 
 
 def joining() -> list[Callback]:
-    """The callbacks that the environment asks for."""
-    names = [name for variable, name in JOINING.items() if os.environ.get(variable)]
-    return [importlib.import_module(f"..{name}", __package__).joins() for name in names[:1]]
+    """The callbacks that the environment asks for: at most one."""
+    names = [variable for variable in registry.provided("joining") if os.environ.get(variable)]
+    return [registry.load("joining", name)() for name in names[:1]]
 
 
 def joined(init: Callable[..., None]) -> Callable[..., None]:

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from ..core.settings import did_you_mean
 from ..errors import ConfigError, check_integer
+from ..settings.declarations import did_you_mean
 from .base import Callback, Context
 
 MODES = ("auto", "min", "max")
@@ -60,8 +60,13 @@ class Monitor(Callback):
     def check(self, known: Sequence[str]) -> None:
         """Raises ConfigError, on all ranks: `monitor` is none of the figures that an epoch has."""
         if self.monitor not in known:
-            no_test = self.monitor.startswith("test_") and not any(name.startswith("test_") for name in known)
-            why = "give fit() a validation set, or " if no_test else ""
+            tests = any(name.startswith("test_") for name in known)
+            theirs, _, figure = self.monitor.partition("_")
+            why = "give fit() a validation set, whose figures are test_loss, ..., or " if not tests else ""
+            if theirs in ("val", "valid", "validation", "eval") and f"test_{figure}" in known:
+                why = f"write 'test_{figure}', or "
+            elif theirs not in ("test", "val", "valid", "validation", "eval"):
+                why = ""
             raise ConfigError(
                 f"[{type(self).__name__}] an epoch has no figure {self.monitor!r}; {why}choose from {', '.join(known)}"
             ).on_all_ranks()
@@ -93,7 +98,7 @@ class Patience(Monitor):
 
     def __init__(self, monitor: str, patience: int, min_delta: float, mode: str) -> None:
         super().__init__(monitor, mode, min_delta)
-        self.patience = check_integer(f"[{type(self).__name__}] patience", patience, 1)
+        self.patience = check_integer(f"[{type(self).__name__}] patience", patience, 0)
         self.waited = 0
 
     def on_fit_start(self, context: Context) -> None:
@@ -109,7 +114,7 @@ class Patience(Monitor):
             self.best, self.waited = value, 0
         else:
             self.waited += 1
-        return self.waited >= self.patience
+        return self.waited >= max(self.patience, 1)
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "waited": self.waited}
@@ -135,7 +140,7 @@ class EarlyStopping(Patience):
             context.finish(f"{self.monitor} was not {what} in {epochs}")
 
     def still_finished(self, context: Context) -> bool:
-        return self.waited >= self.patience
+        return self.waited >= max(self.patience, 1)
 
     @classmethod
     def parse(cls, text: str, figures: Sequence[str]) -> EarlyStopping:
@@ -148,6 +153,8 @@ class EarlyStopping(Patience):
             raise ConfigError(f"[train] --early-stopping names {monitor!r}; choose from {', '.join(figures)}")
         try:
             return cls(monitor, *(kind(n) for kind, n in zip((int, float, None), numbers, strict=False)))
+        except ConfigError:
+            raise
         except (TypeError, ValueError):
             raise ConfigError(
                 f"[train] --early-stopping is {text!r}; give FIGURE[:PATIENCE[:MIN_DELTA]], such as {monitor}:3:0.01"
@@ -303,6 +310,8 @@ class LambdaCallback(Callback):
 
     Raises ConfigError: there is no such event.
     """
+
+    own_code = True
 
     def __init__(self, **functions: Callable[[Context], Any]) -> None:
         events = [name for name in vars(Callback) if name.startswith("on_")]

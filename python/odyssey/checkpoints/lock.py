@@ -13,9 +13,9 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from ..base.files import LockFile
+from ..base.hooks import gone
 from ..errors import OutputError, printable
-from ..watch.files import LockFile
-from ..watch.hooks import gone
 from .writer import host_name
 
 NAME = ".lock"

@@ -15,8 +15,8 @@ import stat
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..base.files import parse_json
 from ..errors import CheckpointError, ConfigError, DataError
-from ..watch.files import parse_json
 from .header import INTEGER_LIMIT, TENSORS_LIMIT, Tensor, check_tensor, check_tiling
 from .snapshot import is_file_name
 

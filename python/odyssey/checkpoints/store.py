@@ -6,6 +6,7 @@ One process of a job owns the store and writes; any process may read, without a 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -14,11 +15,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..base import slot
+from ..base.files import private_directory, read_json
+from ..base.hooks import gone
+from ..base.runs import Run
 from ..errors import CheckpointError, ConfigError, DataError, OdysseyError, OutputError, printable
-from ..watch import slot
-from ..watch.files import private_directory, read_json
-from ..watch.hooks import gone
-from ..watch.runs import Run
 from . import reader
 from .lock import Lock
 from .manifest import Manifest
@@ -170,6 +171,24 @@ class Store:
             return reader.load(path, self.key, follow=True)[0]
         except CheckpointError as problem:
             raise CheckpointError(f"[checkpoint] {printable(str(path))} is refused: {problem}") from problem.__cause__
+
+    def put_aside(self) -> Path | None:
+        """Moves all checkpoints into a directory beside this one, so that a new training can begin here; None: there
+        are none. Raises OutputError: they cannot be moved."""
+        names = self.names()
+        if not names:
+            return None
+        places = (self.folder.with_name(f"{self.folder.name}-before-{n}") for n in itertools.count(1))
+        aside = next(place for place in places if not place.exists())
+        try:
+            private_directory(aside)
+            for name in os.listdir(self.folder):
+                path = self.folder / name
+                if name in names or path.is_symlink():  # such as best
+                    os.rename(path, aside / name)
+        except OSError as problem:
+            raise OutputError(f"[checkpoint] {self._place} cannot be moved to {aside}: {problem.strerror}") from problem
+        return aside
 
     # --- writing ---------------------------------------------------------------------------------------------------
 

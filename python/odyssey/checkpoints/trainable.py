@@ -178,7 +178,7 @@ class Saving:
 
 
 class Mode:
-    """How ranks take steps: all of them together. The others are in train/asynchronous.py."""
+    """How ranks take steps: all of them together. The others are in inexact/asynchronous.py."""
 
     together = True
     settled = True  # weights and the optimizer's state are the same on all ranks now
@@ -223,16 +223,20 @@ class Trainable(Protocol):
     mode: Mode
     steps: int  # optimizer steps so far, over all fit()s
     accumulation_steps: int  # batches of a loader that make one of them
-    check_every: int  # steps from one check_replicas() to the next; 0: never
+    check_every: int  # steps from one check_alike() to the next; 0: never
     saved_in: set[str]  # directories of checkpoints of its fit()s
     numerics: Any  # numerics.NonFinite
     last: Step | None
+    workers: int  # that share out a batch
 
     def say(self, line: str) -> None:
         """One line to the user, from rank 0, without tearing a progress bar; not collective."""
 
     def take_step(self, batch: Batch) -> Step:
         """One optimizer step over a global batch."""
+
+    def gradient_norm(self) -> float | None:
+        """The norm of the mean gradient of the last step, before clipping; None: it is not known. Not collective."""
 
     @property
     def base_rate(self) -> float:
@@ -251,6 +255,10 @@ class Trainable(Protocol):
         """Takes back what state() gave, on whatever layout; `name` is for messages. Raises ConfigError: it is of
         another training. CheckpointError: something is missing. Nothing was changed."""
 
+    def load_weights(self, snapshot: Snapshot, name: str) -> None:
+        """Takes the weights and buffers of a snapshot, and nothing else. Raises CheckpointError: one is missing, or of
+        another shape; nothing was changed."""
+
     @property
     def state_bytes(self) -> int:
         """About how large a checkpoint is; not collective."""
@@ -265,8 +273,17 @@ class Trainable(Protocol):
     def fingerprints(self) -> tuple[int, int]:
         """Fingerprints of the gradients of the last step, and of the weights (fingerprint.py)."""
 
-    def check_replicas(self) -> None:
-        """Compares what ranks hold alike. Raises NumericsError."""
+    def put_back(self, snapshot: Snapshot, name: str) -> None:
+        """Takes the same snapshot back once more, in silence."""
+
+    def expect(self, snapshot: Snapshot, name: str, exactly: bool) -> None:
+        """The next step must compute what the snapshot says, if `exactly`; not collective."""
+
+    def stays(self, inside: bool = True) -> None:
+        """Raises ConfigError: what a step computes has changed though no setting has. inside: of an epoch."""
+
+    def check_alike(self) -> None:
+        """Compares what ranks hold alike: settings, weights. Raises ConfigError, NumericsError."""
 
     def named_state(self) -> Mapping[str, np.ndarray]:
         """Weights ("weight NAME") and the optimizer's arrays ("optimizer STATE of NAME"), whole, on every rank."""

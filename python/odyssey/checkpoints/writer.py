@@ -16,8 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from ..base.files import exchange, sync_directory
 from ..errors import CheckpointError, OutputError
-from ..watch.files import exchange, sync_directory
 from . import manifest
 from .header import make_header
 from .manifest import File, Manifest, parse_manifest

@@ -17,22 +17,22 @@ from typing import Any, NoReturn
 import click
 
 from .. import __version__
+from ..base import files, outputs
 from ..errors import LINE, CollectiveError, OdysseyError, OutputError, near, printable
-from ..watch import files, outputs
 from .commands import COMMANDS, HELP
 
 USAGE, DEFECT, INTERRUPTED, BROKEN_PIPE = 64, 70, 130, 141
 
 
 class _Commands(click.Group):
-    """Finds the commands of odyssey/cli/commands when they are asked for: each is `command` of a module of its own."""
+    """Finds commands when they are asked for: each is `command` of a module of its own."""
 
     def list_commands(self, context: click.Context) -> list[str]:
         return list(COMMANDS)
 
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
         if name in COMMANDS:
-            return importlib.import_module(f"odyssey.cli.commands.{name}").command
+            return importlib.import_module(COMMANDS[name]).command
         return super().get_command(context, name)
 
     def resolve_command(self, context: click.Context, args: list[str]) -> Any:
@@ -111,10 +111,10 @@ def _unwritable(error: OSError) -> str:
 
 
 def _end(code: int, line: str | None, *, text: str = "", on_all_ranks: bool = False, late: bool = False) -> int:
-    """Says what happened and takes the other ranks along, which may be waiting for this one: watch/entry.py."""
-    if "odyssey.train.session" in sys.modules:
-        sys.modules["odyssey.train.session"].incomplete()
-    from ..watch import entry
+    """Says what happened and takes the other ranks along, which may be waiting for this one: base/entry.py."""
+    if "odyssey.train.completion" in sys.modules:
+        sys.modules["odyssey.train.completion"].incomplete()
+    from ..base import entry
 
     return entry.end(code, line, text=text, on_all_ranks=on_all_ranks, late=late and not on_all_ranks, world=_world())
 

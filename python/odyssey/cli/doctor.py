@@ -23,11 +23,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..base import launcher
+from ..base import limits as machine
 from ..comm.cores import memory_limit
 from ..errors import BuildError, ConfigError, OdysseyError, printable
 from ..train import preflight
-from ..watch import launcher
-from ..watch import limits as machine
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 MIB, GIB = 1 << 20, 1 << 30
@@ -71,7 +71,7 @@ def examine(plan: Plan) -> list[Check]:
 
 
 def _tasks(plan: Plan, alone: Callable[[], Probed]) -> list[Callable[[], Check | list[Check]]]:
-    from ..launch import users
+    from ..run import users
 
     return [
         python,
@@ -128,8 +128,8 @@ def kernels() -> list[Check]:
     cpu = "named by ODYSSEY_KERNELS" if named else f"for {build.host_cpu()}"
     if path is None:
         if not any(map(shutil.which, ("cc", "gcc", "clang"))):
-            advice = "install a C compiler, which links them (cc, gcc or clang), then run `odyssey build`"
-            return [compiler, Check("kernels", FAIL, f"not compiled {cpu}, and there is no linker", advice)]
+            advice = "install a C compiler (cc, gcc or clang), which Mojo's asks for, then run `odyssey build`"
+            return [compiler, Check("kernels", FAIL, f"not compiled {cpu}, and there is no C compiler", advice)]
         advice = "the first run does it, in up to a minute; `odyssey build` does it now"
         return [compiler, Check("kernels", WARN, f"not compiled yet {cpu}", advice)]
     load = "from odyssey.core import native; native.library()"  # in another process: a wrong library may end it
@@ -156,11 +156,12 @@ def gpus() -> Check:
 
 def _gpu_kernels(text: str, accelerator: str) -> Check:
     from ..build import library as build
+    from ..build import sources
 
     try:
         if os.environ.get("ODYSSEY_KERNELS"):
             return Check("gpus", OK, f"{text}, kernels {build.gpu_library_path(accelerator)}")
-        if not (build.source_root() / build.GPU_ROOT_SOURCE).is_file():
+        if not (build.source_root() / sources.GPU_ROOT).is_file():
             return Check("gpus", WARN, f"{text}, which this version has no kernels for", "CPU workers are used")
         path = build.cached(accelerator)
     except OdysseyError as problem:

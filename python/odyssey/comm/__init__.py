@@ -6,8 +6,9 @@
 | mpi | mpi.py | processes under an MPI launcher |
 | shm | shm.py | the same, on one machine, through shared memory |
 | nccl | nccl.py | mpi or shm, and NVIDIA's NCCL between the GPUs of the ranks, one of its own each |
-| gloo | gloo.py | processes with the variables of env://, through PyTorch's Gloo |
 | mock | mock.py | threads of this process, for tests: `mock.run(ranks, function)` |
+
+Others are provided by other folders (base/registry.py), as Gloo for processes with the variables of env:// is.
 
 docs/communication.md explains the contract.
 """
@@ -15,31 +16,36 @@ docs/communication.md explains the contract.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
-from typing import Any
 
-from ..core.recipes import BACKENDS
-from ..errors import ConfigError
-from ..watch import hooks, launcher, limits
+from ..base import hooks, launcher, limits, registry
+from ..base.lazy import attach
+from ..errors import ConfigError, OdysseyError
+from ..settings.recipes import BACKENDS
 from . import base
 from .base import Communicator, Request
 from .calls import DTYPES, ReduceOp, bfloat16
 
-__all__ = ["DTYPES", "Communicator", "ReduceOp", "Request", "bfloat16", "mock", "world"]
+__getattr__, _, _more = attach(  # what a back end of another folder is made of
+    __name__,
+    {
+        "comm.base": "base",
+        "comm.calls": "CODES Call Header Run calls check_envelope envelope_bytes header_bytes pack pack_envelope "
+        "tree_reduce unpack unpack_envelope",
+        "comm.cores": "cores",
+        "comm.mock": "mock",
+        "comm.requests": "Message deadline",
+        "comm.staged": "Staged",
+    },
+)
+__all__ = ["DTYPES", "Communicator", "ReduceOp", "Request", "bfloat16", "world", *_more]
 
 ASKED = "ODYSSEY_BACKEND"  # what "auto" stands for, where that is not to be found out
 
 # Modules of this package with a function `connect() -> Communicator`, all processes of the run.
-_MODULES = {"mpi": ".mpi", "shm": ".shm", "gloo": ".gloo", "nccl": ".nccl"}
+_OVER_MPI = {"mpi": ".mpi", "shm": ".shm", "nccl": ".nccl"}
 
 _worlds: dict[str, Communicator] = {}
-
-
-def __getattr__(name: str) -> Any:
-    if name == "mock":  # imported where it is used
-        return importlib.import_module(".mock", __name__)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def world(backend: str = "auto") -> Communicator:
@@ -94,7 +100,10 @@ def _pick() -> tuple[str, str]:
         return "mpi", f"{found.launcher} started {found.size} processes"
     met = launcher.rendezvous()
     if found is None and met is not None and met.size > 1:
-        return "gloo", f"WORLD_SIZE is {met.size} and there is no MPI launcher"
+        why = f"WORLD_SIZE is {met.size} and there is no MPI launcher"
+        for name in registry.provided("backends"):
+            return name, why
+        raise ConfigError(f"[comm] {why}, and no back end of this installation meets by MASTER_ADDR; use mpirun")
     return "local", "no launcher" if found is None else f"{found.launcher} started one"
 
 
@@ -114,19 +123,20 @@ def nearer(mpi: Communicator, why: str) -> tuple[str, str]:
 
 
 def _connect(backend: str) -> Communicator:
-    if importlib.util.find_spec(_MODULES[backend], __name__) is None:
-        raise ConfigError(f"[comm] backend {backend!r} is not part of this installation; use auto")
-    if backend != "gloo":
-        limits.before_mpi(launcher.launched())
-        try:
-            importlib.import_module(".mpi", __name__)
-        except (ImportError, RuntimeError) as e:
-            raise ConfigError(
-                f"[comm] MPI cannot be loaded ({e}); pip install mpi4py mpich, or load your site's MPI"
-            ) from e
-    comm = importlib.import_module(_MODULES[backend], __name__).connect()
+    if backend not in _OVER_MPI:
+        return registry.load("backends", backend).connect()
+    limits.before_mpi(launcher.launched())
+    try:
+        importlib.import_module(".mpi", __name__)
+    except OdysseyError:
+        raise
+    except (ImportError, RuntimeError) as e:
+        raise ConfigError(
+            f"[comm] MPI cannot be loaded ({e}); pip install mpi4py mpich, or load your site's MPI"
+        ) from e
+    comm = importlib.import_module(_OVER_MPI[backend], __name__).connect()
     found = launcher.launched()
-    if backend != "gloo" and found is not None and found.size > 1 and comm.size == 1:
+    if found is not None and found.size > 1 and comm.size == 1:
         how = (
             "the mpirun in use and the MPI library of mpi4py are different; use the mpirun of this environment"
             if found.mpi

@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
+from ..base import slot
 from ..errors import CollectiveError, ConfigError, ShapeError, check_integer
-from ..watch import slot
 from .calls import (
     CODES,
     DIMENSIONS,

@@ -42,6 +42,10 @@ class ReduceOp(str, enum.Enum):
     MIN = "min"
     PROD = "prod"
     PRODUCT = "prod"
+    Sum = "sum"
+    Mean = "mean"
+    Max = "max"
+    Min = "min"
 
     def __str__(self) -> str:
         return self.value
@@ -49,6 +53,8 @@ class ReduceOp(str, enum.Enum):
     @classmethod
     def of(cls, op: ReduceOp | str) -> ReduceOp:
         """The operation of a name; "average" and "avg" are "mean". Raises ConfigError: there is none of this name."""
+        if isinstance(op, ReduceOp):
+            return op
         found = _OPERATIONS.get(op) if isinstance(op, str) else None
         if found is None:
             raise ConfigError(f"[comm] operation {op!r}; it must be sum, mean, max, min or prod")
@@ -56,7 +62,7 @@ class ReduceOp(str, enum.Enum):
 
 
 _OPERATIONS: dict[Any, ReduceOp] = {op.value: op for op in ReduceOp}
-_OPERATIONS |= {op: op for op in ReduceOp} | {"average": ReduceOp.MEAN, "avg": ReduceOp.MEAN}
+_OPERATIONS |= {"average": ReduceOp.MEAN, "avg": ReduceOp.MEAN}
 UFUNCS = {
     ReduceOp.SUM: np.add,
     ReduceOp.MEAN: np.add,

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..base import slot
 from ..errors import CollectiveError, ConfigError, DeviceError
-from ..watch import slot
 from .base import Communicator
 from .requests import Waiting
 

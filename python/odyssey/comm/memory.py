@@ -7,9 +7,9 @@ import os
 
 import numpy as np
 
+from ..base.hooks import gone, process_space
+from ..base.limits import shared_memory
 from ..errors import ConfigError
-from ..watch.hooks import gone, process_space
-from ..watch.limits import shared_memory
 from . import mpi
 from .base import Communicator
 

@@ -30,16 +30,16 @@ from mpi4py import rc  # noqa: E402
 rc.finalize, rc.initialize = rc.initialize if rc.finalize is None else rc.finalize, False
 from mpi4py import MPI  # noqa: E402
 
-from ..watch import launcher  # noqa: E402
+from ..base import launcher  # noqa: E402
 
 if not MPI.Is_initialized():
     launcher.check_library(launcher.launched(), MPI.Get_library_version())
     MPI.Init_thread(getattr(MPI, f"THREAD_{rc.thread_level.upper()}"))
 _started = time.time_ns()
 
+from ..base import entry, slot  # noqa: E402
+from ..base.proc import mapped  # noqa: E402
 from ..errors import CollectiveError, ConfigError  # noqa: E402
-from ..watch import entry, slot  # noqa: E402
-from ..watch.process import mapped  # noqa: E402
 from .base import Repeated  # noqa: E402
 from .calls import (  # noqa: E402
     PREFIX,
@@ -62,7 +62,7 @@ from .cores import cores  # noqa: E402
 from .requests import Message, Request, Waiting, deadline  # noqa: E402
 from .staged import Headed, Staged  # noqa: E402
 
-STARTED = _begun, _started  # ns; between these MPI started, and its launcher made a file for it (watch/start.py)
+STARTED = _begun, _started  # ns; between these MPI started, and its launcher made a file for it (run/start.py)
 
 _OPS = {ReduceOp.SUM: MPI.SUM, ReduceOp.MAX: MPI.MAX, ReduceOp.MIN: MPI.MIN, ReduceOp.PROD: MPI.PROD}
 _NUMBERS = {
@@ -580,6 +580,6 @@ def connect() -> MPICommunicator:
 
 
 def finalize() -> None:
-    """Ends MPI in a process whose end is not that of its interpreter (watch/entry.py); nothing is called after."""
+    """Ends MPI in a process whose end is not that of its interpreter (base/entry.py); nothing is called after."""
     if MPI.Is_initialized() and not MPI.Is_finalized():
         MPI.Finalize()

@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..base import launcher, slot
+from ..base.hooks import machine
 from ..core.cuda import driver
 from ..core.native import declared
 from ..errors import CollectiveError, ConfigError, DeviceError, OdysseyError
-from ..watch import launcher, slot
-from ..watch.hooks import machine
 from .base import Communicator
 from .device import DeviceTransport, Message
 

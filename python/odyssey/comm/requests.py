@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..base import limits, slot
 from ..errors import CollectiveError
-from ..watch import limits, slot
 from .calls import Call, Header, check_envelope
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ Everything moves in *intervals* between barriers: what a rank writes before barr
 read by the others between barriers k and k + 1, and written again after that. So one barrier per piece of a slot's size
 is enough, for every operation, and memory does not depend on the size of a message. At its first barrier a call
 compares the headers of all ranks; the check costs no message of its own. Barriers, waiting and sums are in
-mojo/kernels/shared_reduce.mojo. Sums are added along the fixed tree, whoever adds them: same bits for every rank count
+mojo/runtime/shared_reduce.mojo. Sums are added along the fixed tree, whoever adds them: same bits for every rank count
 of a thread, and on every call.
 
 What it is not: a transport of its own for everything. `send` and `recv` go over the MPI communicator underneath, which
@@ -31,10 +31,10 @@ from typing import Any
 
 import numpy as np
 
+from ..base import slot
+from ..base.hooks import process_space
 from ..core import native
 from ..errors import CollectiveError, ConfigError
-from ..watch import slot
-from ..watch.hooks import process_space
 from . import memory, mpi
 from .calls import Call, Header, ReduceOp, caller_location, describe, header_bytes
 from .cores import cores

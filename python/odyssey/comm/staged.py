@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+from ..base import slot
 from ..errors import CollectiveError
-from ..watch import slot
 from .base import Communicator
 from .calls import Call, Header, mismatch, piece
 from .requests import YIELD_S, Collective, Request, Waiting

@@ -1,1 +1,15 @@
 """Tensors and their ops, the program that is recorded of a step, and the compiled kernels that run it."""
+
+from ..base.lazy import attach
+
+__getattr__, __dir__, __all__ = attach(
+    __name__,
+    {
+        "core.arena": "Arena",
+        "core.fingerprint": "fingerprint",
+        "core.functional": "functional",
+        "core.native": "native",
+        "core.program": "ONNX Range Record Recorder using",
+        "core.tensor": "Tensor empty no_grad",
+    },
+)

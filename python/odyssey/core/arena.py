@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from ..errors import ConfigError
-from . import native
+from . import changes, native
 from .offload import maker
 from .program import Range
-from .tensor import Parameter, Watcher
+from .tape import Parameter, Watcher
 
 ALIGN = 16  # floats; every parameter starts on a vector
 
@@ -51,7 +51,9 @@ class Arena:
         self.size = 0
         self.watcher: Watcher | None = None  # hears of backward passes that reach these parameters
         self.mirror: Any = None  # of the parameters on GPUs that train them (gpu/mirror.py)
+        self.locked = False  # ranks have parts of the parameters: a write on one of them would be lost, or theirs alone
         self._addresses: dict[int, int] = {}
+        self._frozen: tuple[Any, list[tuple[int, int]]] = (None, [])
         self.make = maker()  # of arrays that a training keeps: as native.aligned, or in files (offload.py)
         named, buffers = list(named), list(buffers)
         if not named:
@@ -134,8 +136,11 @@ class Arena:
     @property
     def frozen(self) -> list[tuple[int, int]]:
         """Runs (first, one past the last) of parameters that are not to be trained, in order."""
-        sizes = ((self.offsets[name], p) for name, p in self.named if not p.requires_grad)
-        return [(at, at + -(-p.size // ALIGN) * ALIGN) for at, p in sizes if at < self.trained]
+        stamp = changes.models.value, self.size, self.trained
+        if self._frozen[0] != stamp:  # an update asks in every step
+            sizes = ((self.offsets[name], p) for name, p in self.named if not p.requires_grad)
+            self._frozen = stamp, [(at, at + -(-p.size // ALIGN) * ALIGN) for at, p in sizes if at < self.trained]
+        return self._frozen[1]
 
     @contextmanager
     def lent(self, flat: np.ndarray) -> Iterator[None]:
@@ -148,6 +153,17 @@ class Arena:
             self._addresses.pop(native.PARAMS)
             if before is not None:
                 self._addresses[native.PARAMS] = before
+
+    @contextmanager
+    def whole(self, flat: np.ndarray) -> Iterator[None]:
+        """Inside, parameters are those of an array of this layout, which may be written."""
+        before, locked = self._params, self.locked
+        self._params, self.locked = flat, False
+        try:
+            with self.lent(flat):
+                yield
+        finally:
+            self._params, self.locked = before, locked
 
     def address(self, space: int) -> int:
         """Where the parameters (native.PARAMS) or the gradients (native.GRADS) start."""

@@ -11,7 +11,7 @@ from .dropout import drawn
 from .operators import to_float, where
 from .program import current
 from .shapes import as_image, permute, reshape, tokens
-from .tensor import Tensor, attach, empty, to_rows
+from .tape import Tensor, attach, empty, to_rows
 
 __all__ = ["attention", "scaled_dot_product_attention"]
 

@@ -13,9 +13,9 @@ import numpy as np
 
 from ..errors import ShapeError
 from . import native
-from .program import Block, Memory, current
+from .program import ONNX, Block, Memory, current
 from .shapes import batched
-from .tensor import Tensor, attach, empty
+from .tape import Tensor, attach, empty
 
 if TYPE_CHECKING:
     from .arena import Buffer  # which imports the tensors that import this
@@ -81,6 +81,9 @@ def batch_norm(
         return (dx, *own, *(_moves(running, stats, c, samples, momentum) if running else ()))
 
     return attach(y, (x, *(t for t in (weight, bias) if t is not None), *running), backward)
+
+
+ONNX["batch_norm_forward"] = "BatchNormalization"
 
 
 def _moves(running: list[Buffer], stats: Memory, c: int, samples: int, momentum: float) -> list[Tensor]:

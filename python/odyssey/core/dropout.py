@@ -6,7 +6,7 @@ from ..errors import ShapeError
 from . import native
 from .program import current
 from .shapes import batched
-from .tensor import Tensor, attach, empty, to_lanes
+from .tape import Tensor, attach, empty, to_lanes
 
 
 def drawn(op: str, p: float, training: bool = True) -> tuple[float, int]:

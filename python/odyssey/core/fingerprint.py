@@ -16,7 +16,9 @@ SHA-256 (checkpoints).
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -79,3 +81,8 @@ def signed(value: int) -> int:
 def unsigned(value: int) -> int:
     """The inverse of `signed`."""
     return int(value) & MASK
+
+
+def hash_of(value: Any) -> int:
+    """63 bits of a SHA-256 over a value's repr."""
+    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:8], "little") >> 1

@@ -28,11 +28,11 @@ from .products import conv1d as conv1d
 from .products import conv2d as conv2d
 from .products import linear as linear
 from .products import pad2d as pad2d
-from .program import Block, Memory, Recorder, ShardEager, current
+from .program import ONNX, Block, Memory, Recorder, ShardEager, current
 from .shapes import axis_of, batched, pad, reshape, tokens, transpose
-from .tensor import Tensor, attach, empty, in_checkpoint, make
-from .tensor import to_lanes as to_lanes
-from .tensor import to_rows as to_rows
+from .tape import Tensor, attach, empty, in_checkpoint, make
+from .tape import to_lanes as to_lanes
+from .tape import to_rows as to_rows
 
 # --- places -----------------------------------------------------------------------------
 
@@ -127,17 +127,20 @@ def avg_pool2d(x: Tensor, kernel_size: int | tuple[int, int], stride: int | None
     return attach(y, (x,), backward)
 
 
+ONNX |= {"maxpool_forward": "MaxPool", "avgpool_forward": "AveragePool"}
+
 # --- activations --------------------------------------------------------------------------------
 
 
 ACTIVATIONS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {}  # name of the layer in nn: what it is, the function
 
 
-def unary(name: str, doc: str = "", *, saves: str = "y", layer: str = "") -> Callable[[Tensor], Tensor]:
+def unary(name: str, doc: str = "", *, saves: str = "y", layer: str = "", onnx: str = "") -> Callable[[Tensor], Tensor]:
     """An elementwise op from its two kernels, `name`_forward (y; x; n) and `name`_backward (dx; dy, saved; n).
 
     saves: what its gradient needs: "x", or "y".
     layer: its name in nn, if it is an activation.
+    onnx: the node of ONNX that computes the same, if there is one.
     `inplace` of what is made is PyTorch's and changes nothing.
     """
 
@@ -156,14 +159,16 @@ def unary(name: str, doc: str = "", *, saves: str = "y", layer: str = "") -> Cal
     op.__name__, op.__qualname__, op.__doc__ = name, name, doc
     if layer:
         ACTIVATIONS[layer] = doc, op
+    if onnx:
+        ONNX[f"{name}_forward"] = onnx
     return op
 
 
-relu = unary("relu", "max(x, 0).", layer="ReLU")
-tanh = unary("tanh", "Hyperbolic tangent.", layer="Tanh")
-sigmoid = unary("sigmoid", "1 / (1 + exp(-x)).", layer="Sigmoid")
+relu = unary("relu", "max(x, 0).", layer="ReLU", onnx="Relu")
+tanh = unary("tanh", "Hyperbolic tangent.", layer="Tanh", onnx="Tanh")
+sigmoid = unary("sigmoid", "1 / (1 + exp(-x)).", layer="Sigmoid", onnx="Sigmoid")
 _gelu_tanh = unary("gelu_tanh", saves="x")
-_gelu = unary("gelu", saves="x")
+_gelu = unary("gelu", saves="x", onnx="Gelu")
 
 
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
@@ -174,9 +179,9 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
 
 
 ACTIVATIONS["GELU"] = "x times the share of a normal distribution that lies below x.", gelu
-silu = unary("silu", "x sigmoid(x).", saves="x", layer="SiLU")
-softplus = unary("softplus", "log(1 + exp(x)).", saves="x", layer="Softplus")
-abs = unary("abs", "|x|; its gradient is 0 for 0.", saves="x")
+silu = unary("silu", "x sigmoid(x).", saves="x", layer="SiLU", onnx="Swish")
+softplus = unary("softplus", "log(1 + exp(x)).", saves="x", layer="Softplus", onnx="Softplus")
+abs = unary("abs", "|x|; its gradient is 0 for 0.", saves="x", onnx="Abs")
 
 
 def leaky_relu(x: Tensor, negative_slope: float = 0.01, inplace: bool = False) -> Tensor:
@@ -188,6 +193,9 @@ def leaky_relu(x: Tensor, negative_slope: float = 0.01, inplace: bool = False) -
         return y
 
     return attach(apply("leaky_relu"), (x,), lambda dy: (multiply(dy, apply("leaky_slope")),))
+
+
+ONNX["leaky_relu"] = "LeakyRelu"
 
 
 def _over_classes(name: str, doc: str, layer: str) -> Callable[[Tensor], Tensor]:
@@ -213,7 +221,7 @@ def _over_classes(name: str, doc: str, layer: str) -> Callable[[Tensor], Tensor]
         return attach(y, (x,), backward, name=name)
 
     op.__name__, op.__qualname__, op.__doc__ = name, name, doc
-    ACTIVATIONS[layer] = doc, op
+    ACTIVATIONS[layer], ONNX[f"{name}_forward"] = (doc, op), layer
     return op
 
 
@@ -266,6 +274,8 @@ def layer_norm(
 
     return attach(y, (x, weight, weight if bias is None else bias), backward)
 
+
+ONNX["layer_norm_forward"] = "LayerNormalization"
 
 # --- losses ---------------------------------------------------------------------------------------
 

@@ -35,7 +35,7 @@ class StepContext(ctypes.Structure):
 
 
 class GpuStep(ctypes.Structure):
-    """Mirrors `GpuStep` in shared/training/gpu.mojo."""
+    """Mirrors `GpuStep` in mojo/runtime/gpu.mojo."""
 
     _fields_ = host.numbers(
         "table program records params grads grad_floats work work_floats scratch context flag shards fold accumulate"

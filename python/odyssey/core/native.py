@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..base import limits
 from ..build import library as build
 from ..errors import BuildError, ConfigError
-from ..watch import limits
-from .recipes import PRECISIONS
+from ..settings.recipes import PRECISIONS
 
 # Spaces of an operand: (space << 56) | byte offset.
 ABSOLUTE, PARAMS, GRADS, WORK = range(4)
@@ -51,7 +51,7 @@ class Context(ctypes.Structure):
 
 
 class Step(ctypes.Structure):
-    """Mirrors `Step` in shared/training/executor.mojo."""
+    """Mirrors `Step` in mojo/runtime/executor.mojo."""
 
     _fields_ = [
         *numbers("table program records threads tables params work work_bytes slots base zero buffers buffer_floats"),
@@ -61,13 +61,13 @@ class Step(ctypes.Structure):
 
 
 class Team(ctypes.Structure):
-    """Mirrors `Team` in mojo/kernels/shared_reduce.mojo."""
+    """Mirrors `Team` in mojo/runtime/shared_reduce.mojo."""
 
     _fields_ = numbers("ranks rank counter bases slots slot_bytes barrier spins yields")
 
 
 class Job(ctypes.Structure):
-    """Mirrors `Job` in mojo/kernels/shared_reduce.mojo."""
+    """Mirrors `Job` in mojo/runtime/shared_reduce.mojo."""
 
     _fields_ = numbers("x y count item dtype op direct step arrived sequence signature")
 
@@ -95,6 +95,16 @@ class Op(NamedTuple):
     added: frozenset[str] = frozenset()
     scratch: int | None = None
     traits: frozenset[str] = frozenset()
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """The names of all arguments, in their order."""
+        return (*self.outputs, *self.inputs, *self.sizes)
+
+    @property
+    def of(self) -> tuple[str, ...]:
+        """The names of the two ops that it stands for, by its trait `of:`; () of most ops."""
+        return next((tuple(word[3:].split("+")) for word in self.traits if word.startswith("of:")), ())
 
     @classmethod
     def parse(cls, code: int, text: str) -> Op:
@@ -158,7 +168,7 @@ class Table:
 class Library(Table):
     """The loaded library: its constants, its ops, and the two ways to run a program.
 
-    `shared_*` are the functions of mojo/kernels/shared_reduce.mojo; addresses and numbers, as they are.
+    `shared_*` are the functions of mojo/runtime/shared_reduce.mojo; addresses and numbers, as they are.
     """
 
     def __init__(self, path: str, runtime: list[str]) -> None:

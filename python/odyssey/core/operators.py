@@ -15,7 +15,7 @@ import numpy as np
 
 from ..errors import DeviceError, ShapeError
 from .placement import different_places, elsewhere, place_of_op
-from .program import Slot, current
+from .program import ONNX, Slot, current
 from .shapes import (
     AXES,
     Dims,
@@ -44,7 +44,7 @@ from .shapes import (
     unsqueeze,
     without,
 )
-from .tensor import Shape, Tensor, attach, empty, make, new_like, to_lanes, to_rows
+from .tape import Shape, Tensor, attach, empty, make, new_like, to_lanes, to_rows
 
 __all__ = [
     "add", "argmax", "cat", "chunk", "clamp", "divide", "embedding", "eq", "exp", "expand", "flatten", "ge", "getitem",
@@ -53,6 +53,7 @@ __all__ = [
     "take", "to_float", "to_int", "transpose", "unbind", "unsqueeze", "var", "where",
 ]  # fmt: skip
 Number = float | int
+ONNX |= {"add": "Add", "multiply": "Mul", "scale": "Mul", "exp": "Exp", "log": "Log", "sqrt": "Sqrt"}
 
 
 def to_float(x: Tensor) -> Tensor:

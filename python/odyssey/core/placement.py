@@ -15,9 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import ConfigError, DeviceError
 
 if TYPE_CHECKING:
-    from .tensor import Tensor
-
-SCHEDULES = ("gpipe", "1f1b", "interleaved")  # orders in which a pipeline runs its micro-batches; parallel/schedule.py
+    from .tape import Tensor
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import ConfigError, NumericsError, check_integer
+from ..settings.recipes import PRECISIONS
 from . import native
 from .program import current
-from .recipes import PRECISIONS
 
 if TYPE_CHECKING:
-    from .tensor import Tensor
+    from .tape import Tensor
 
 LARGEST_SCALE = 2.0**64  # times 2^24 samples it is a float32, and so is what one is divided by it
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 from typing import Any
 
 from ..errors import ConfigError, ShapeError
+from ..settings.recipes import CONV_ALGORITHMS
 from . import native
-from .program import Block, Memory, current
-from .recipes import CONV_ALGORITHMS
+from .program import ONNX, Block, Memory, current
 from .shapes import as_image, batched, reshape, tokens
-from .tensor import Tensor, attach, empty, make, to_lanes, to_rows
+from .tape import Tensor, attach, empty, make, to_lanes, to_rows
 
 AUTO = "direct"  # what conv_algorithm="auto" stands for; docs/kernels.md has the errors of both
 LEAST = 8  # channels of x and of y, height and width of y that gain by Winograd's algorithm
@@ -261,3 +261,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return (dx, None, None)
 
     return attach(y, (x, weight, weight if bias is None else bias), backward)
+
+
+ONNX |= {"pad_forward": "Pad", "linear_forward": "Gemm"}
+ONNX |= dict.fromkeys(("conv2d_forward", "conv2d_general_forward"), "Conv")

@@ -1,6 +1,6 @@
 """Who runs an op: at once (`Eager`), at once for one shard of a batch (`ShardEager`), or later (`Recorder`).
 
-Every op of tensor.py and functional.py asks the current executor for memory and hands it records; it does not know
+Every op of tape.py and functional.py asks the current executor for memory and hands it records; it does not know
 which one it is talking to. That is why eager and replayed training have the same bits: they are the same records.
 
 A recorder computes nothing. `fuse` makes one op of two where that changes no bit, `plan_memory` lays the memory of one
@@ -67,6 +67,10 @@ class Slot:
 
 
 Memory = Block | Range | Slot
+
+
+#: ONNX's nodes by the ops that they are, each declared beside the op's function in Python; odyssey.onnx reads them.
+ONNX: dict[str, str] = {}
 
 
 # --- executors ---------------------------------------------------------------------------
@@ -237,6 +241,11 @@ class Record:
         """What its kernel file says of the op."""
         return native.library().ops[self.op]
 
+    @property
+    def named(self) -> dict[str, Any]:
+        """Its arguments by the names that its kernel file gives them."""
+        return dict(zip(self.declared.arguments, self.args, strict=True))
+
 
 class Recorder(Executor):
     """Writes down the ops of one shard instead of running them."""
@@ -391,9 +400,9 @@ def eliminate_dead_code(records: list[Record]) -> list[Record]:
 def fuse(records: list[Record]) -> list[Record]:
     """The same program with pairs of ops made one where not a bit changes (tests/python/test_replay.py).
 
-    A ReLU becomes the epilogue of the convolution, linear layer or batch norm before it, and its backward part of that
-    of the batch norm, for which the output need not be kept; the backward of a ReLU whose output went only into a
-    max-pool becomes part of the pool's backward.
+    A ReLU becomes the epilogue of the op before it, such as a convolution, where that has a size `relu`. Its backward
+    part becomes part of that op's backward where that has one too, as a batch norm's, for which the output need not be
+    kept; or of the backward of the only op that read its output, such as a max-pool, where that has a `relu of x`.
     """
     users: dict[int, list[int]] = {}
     for i, r in enumerate(records):
@@ -401,39 +410,44 @@ def fuse(records: list[Record]) -> list[Record]:
             if isinstance(a, Slot):
                 users.setdefault(id(a), []).append(i)
     out: list[Record | None] = [r.changed(args=list(r.args)) for r in records]
-    pooled = {id(r.args[2]): r for r in records if r.op == "maxpool_forward"}  # by input
     rectified: dict[int, Record] = {}  # ops with a ReLU, by output
     merged: dict[int, int] = {}  # forward op -> the one it is part of now, to which its backward belongs as well
     for i, r in enumerate(records):
-        if r.op == "relu_forward":
+        if "relu" not in r.declared.traits:
+            continue
+        if r.declared.inputs == ("x",):
             y, x = r.args[0], r.args[1]
             before = users.get(id(x), [])
             if len(before) == 2 and before[1] == i:
                 maker = out[before[0]]
                 if maker is not None and maker.declared.sizes[-1:] == ("relu",) and maker.args[0] is x:
-                    maker.args[0] = y
-                    maker.args[-1] = 1
+                    maker.args[0], maker.args[-1] = y, 1
                     out[i] = None
                     merged[r.tag] = maker.tag
                     rectified[id(y)] = maker
-        elif r.op == "relu_backward":
+        else:
             dx, dy, y = r.args[:3]
             before, after = users.get(id(dy), []), users.get(id(dx), [])
-            if id(y) in rectified and len(after) == 2 and records[after[1]].op == "batch_norm_backward":
-                norm, of = out[after[1]], rectified[id(y)]
-                if of.op == "batch_norm_forward" and norm.args[3] is dx and norm.args[4] is of.args[2]:
-                    norm.args[3], norm.args[-1] = dy, 1
+            reader = out[after[1]] if len(after) == 2 else None
+            maker = out[before[0]] if len(before) == 2 and before[1] == i else None
+            of = rectified.get(id(y))
+            if of is not None and reader is not None and reader.declared.sizes[-1:] == ("relu",):
+                if reader.named.get("dy") is dx and reader.named.get("x") is of.named.get("x"):
+                    reader.args[reader.declared.arguments.index("dy")], reader.args[-1] = dy, 1
                     out[i] = None
-            elif len(before) == 2 and before[1] == i and id(y) in pooled:
-                maker, pool = out[before[0]], pooled[id(y)]
-                if maker is not None and maker.op == "maxpool_backward" and maker.args[2] is pool.args[1]:
-                    maker.args[0] = dx
-                    maker.args[-1] = 1
+            elif maker is not None and maker.declared.sizes[-1:] == ("relu of x",):
+                if any(isinstance(a, Slot) and _made_from(records[users[id(a)][0]], y) for a in maker.args[2:]):
+                    maker.args[0], maker.args[-1] = dx, 1
                     out[i] = None
     for r in out:
         if r is not None:
             r.tag = merged.get(r.tag, r.tag)
     return [r for r in out if r is not None]
+
+
+def _made_from(r: Record, y: Memory) -> bool:
+    """True if a record reads y, as the forward pass of what saved something for its gradient did."""
+    return any(a is y for a in r.args[len(r.declared.outputs) :])
 
 
 # --- the current one -----------------------------------------------------------------------

@@ -16,8 +16,8 @@ import numpy as np
 
 from ..errors import ConfigError, ShapeError
 from . import native
-from .program import Memory, Recorder, ShardEager, current
-from .tensor import Shape, Tensor, attach, empty, layout_of, make, new_like, to_lanes, to_rows
+from .program import ONNX, Memory, Recorder, ShardEager, current
+from .tape import Shape, Tensor, attach, empty, layout_of, make, new_like, to_lanes, to_rows
 
 AXES = 5  # of a strided op, as in mojo/kernels/strided.mojo
 Dims = int | Sequence[int] | None
@@ -408,3 +408,6 @@ def sum(x: Tensor, dim: Dims = None, keepdim: bool = False) -> Tensor:
     y, before = reduced("reduce_sum", x, dims), x.shape
     attach(y, (x,), lambda dy: (expand(dy, before),), name="sum")
     return without(y, dims, keepdim)
+
+
+ONNX |= {"fill": "Constant", "copy_strided": "Pad", "reduce_sum": "ReduceSum"}  # a pad is a copy into what was filled

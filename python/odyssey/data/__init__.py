@@ -6,14 +6,16 @@ It does not train, split batches over workers or use a device.
 from odyssey.data import transforms
 from odyssey.data.datasets import DATASETS, ArrayDataset, arrays, load
 from odyssey.data.idx import read_idx
-from odyssey.data.loader import DataLoader
+from odyssey.data.loader import DataLoader, Part, Pieces
 from odyssey.data.reader import Batch
 from odyssey.data.sampler import DistributedSampler, permutation
-from odyssey.data.sources import ImageFolder, columns, csv, npy, npz, opened, shakespeare, split, text, tokens
+from odyssey.data.sources import ImageFolder, columns, npy, npz, opened, shakespeare, split, text, tokens
+from odyssey.data.tables import csv
+from odyssey.data.trees import leaves, mapped
 from odyssey.data.vocabulary import Vocabulary
 
 __all__ = [
-    "DATASETS", "ArrayDataset", "Batch", "DataLoader", "DistributedSampler", "ImageFolder", "Vocabulary", "arrays",
-    "columns", "csv", "load", "npy", "npz", "opened", "permutation", "read_idx", "shakespeare", "split", "text",
-    "tokens", "transforms",
+    "DATASETS", "ArrayDataset", "Batch", "DataLoader", "DistributedSampler", "ImageFolder", "Part", "Pieces",
+    "Vocabulary", "arrays", "columns", "csv", "leaves", "load", "mapped", "npy", "npz", "opened", "permutation",
+    "read_idx", "shakespeare", "split", "text", "tokens", "transforms",
 ]  # fmt: skip

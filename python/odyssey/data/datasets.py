@@ -38,6 +38,17 @@ _MNIST_SHA256 = {
 _CIFAR_RECORD = 1 + 3 * 32 * 32
 
 
+FINGERPRINT = 1 << 22  # bytes that a fingerprint is of, about 10 ms
+
+
+def digest(*parts: np.ndarray | str) -> str:
+    """16 hexadecimal digits of the SHA-256 of arrays and texts."""
+    found = hashlib.sha256()
+    for part in parts:
+        found.update(part.encode() + b"\0" if isinstance(part, str) else np.ascontiguousarray(part).tobytes())
+    return found.hexdigest()[:16]
+
+
 def outside(numbers: np.ndarray, count: int) -> int | None:
     """The place of the first of some integers that is not in 0..count-1; None if all are."""
     if not numbers.size or (numbers.min() >= 0 and numbers.max() < count):
@@ -69,6 +80,12 @@ class Gathered(Described):
         both = self.gather(np.array([range(len(self))[i]]))
         return tuple(mapped(lambda a: a[0], tree) for tree in both)
 
+    def fingerprint(self) -> str:
+        """16 hexadecimal digits that stand for the samples; of many, those at even distances, FINGERPRINT bytes."""
+        size = sum(leaf.nbytes for leaf in leaves(self.gather(np.zeros(1, np.int64))))
+        count = min(len(self), 10_000, max(3, FINGERPRINT // size))
+        return digest(*leaves(self.gather(np.linspace(0, len(self) - 1, count).astype(np.int64))))
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ArrayDataset(Gathered):
@@ -81,7 +98,8 @@ class ArrayDataset(Gathered):
     scale, shift: (C,) float32, (1,) for (N, F); a pixel p of channel c stands for the value p * scale[c] + shift[c].
         Trees are taken as they are.
     name: what error messages call it.
-    columns, class_names: of (N, F) that come from a table, and what classes are called, where that is known.
+    columns, class_names: of (N, F) that come from a table (tables.Columns), and what classes are called, where that is
+        known.
     Raises DataError where one of these does not hold.
     """
 
@@ -91,7 +109,7 @@ class ArrayDataset(Gathered):
     scale: np.ndarray
     shift: np.ndarray
     name: str
-    columns: tuple[str, ...] = ()
+    columns: Any = None
     class_names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

@@ -21,7 +21,7 @@ import numpy as np
 
 from odyssey.errors import DataError, OdysseyError
 
-from ..watch.files import private_directory, write_whole
+from ..base.files import private_directory, write_whole
 
 _UINT8 = 0x08
 _GZIP_MAGIC = b"\x1f\x8b"

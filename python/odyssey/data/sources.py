@@ -5,22 +5,20 @@ Files are read strictly: what is wrong is named with its file and place. Nothing
 
 from __future__ import annotations
 
-import csv as tables
 import dataclasses
 import gzip
 import hashlib
 import math
 import os
-import re
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 
-from odyssey.data.datasets import DATASETS, ArrayDataset, Described, Gathered, arrays, load
+from odyssey.data.datasets import DATASETS, ArrayDataset, Described, Gathered, arrays, digest, load
 from odyssey.data.sampler import permutation
-from odyssey.data.trees import mapped
+from odyssey.data.tables import Columns, Table, csv, dataset
+from odyssey.data.trees import leaves, mapped
 from odyssey.data.vocabulary import Vocabulary
 from odyssey.errors import ConfigError, DataError, check_integer
 
@@ -82,6 +80,18 @@ class ImageFolder(Described):
             )
         return pixels, number
 
+    def fingerprint(self) -> str:
+        """16 hexadecimal digits that stand for names, classes and sizes of the files; sizes of at most 10,000."""
+        some = {self.files[i][0] for i in np.linspace(0, len(self) - 1, min(len(self), 10_000)).astype(np.int64)}
+        try:
+            lines = [
+                f"{self.classes[k]}/{os.path.basename(path)} {os.path.getsize(path) if path in some else ''}"
+                for path, k in self.files
+            ]
+        except OSError as problem:
+            raise DataError(f"{problem.filename} was removed ({problem.strerror}); put it back") from None
+        return digest(f"{self._size} {self._cut}", *lines)
+
     def _read(self, path: str) -> np.ndarray:
         from PIL import Image, ImageOps
 
@@ -95,81 +105,6 @@ class ImageFolder(Described):
                 return np.ascontiguousarray(np.asarray(made).transpose(2, 0, 1))
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as problem:
             raise DataError(f"{path} cannot be read as a picture ({problem}); replace or remove it") from None
-
-
-def table(file: TextIO) -> tuple[list[str], list[tuple[int, list[str]]]]:
-    """The names of columns, and the numbered lines that are not empty. Raises csv.Error for a quote that stays open."""
-    rows = file.readlines() or [""]
-    delimiter = max(",;\t", key=re.sub('"[^"]*"', "", rows[0]).count)
-    reader = tables.reader(rows, strict=True, delimiter=delimiter)
-    return [name.strip() for name in next(reader)], [(reader.line_num, line) for line in reader if line]
-
-
-def csv(
-    path: str | Path, target: str | Sequence[str] | None = None, *, classes: bool = True, words: bool = True
-) -> ArrayDataset:
-    """A table of numbers with a header: samples (N, F) float32 of all columns but the targets.
-
-    Fields are separated by what the header has most of: commas, semicolons or tabs.
-    target: name of a column, or names; default the last one. One column of whole numbers from 0, or of words, is
-        classes (words in sorted order); anything else becomes float32, (N, T) for T names.
-    classes: False: whole numbers are no classes, such as prices. words: False: words are none, as another file may have
-        other ones.
-    Raises DataError for a missing column, a line of another length, a field that is no finite number.
-    """
-    path = Path(path)
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            header, lines = table(file)
-    except (OSError, UnicodeDecodeError, tables.Error) as problem:
-        why = getattr(problem, "strerror", None) or problem
-        raise DataError(f"{path} cannot be read as a table ({why}); give a CSV file in UTF-8") from None
-    if not lines:
-        raise DataError(f"{path} has no lines of numbers below a line with the names of columns")
-    if header != [str(i) for i in range(len(header))] and all(_number(name) is not None for name in header):
-        raise DataError(f"{path} begins with numbers ({', '.join(header[:4])}); put a line with names of columns first")
-    if twice := next((name for name in header if header.count(name) > 1), None):
-        raise DataError(f"{path} has two columns {twice!r}; rename one")
-    wanted = [header[-1]] if target is None else [target] if isinstance(target, str) else list(target)
-    if missing := [name for name in wanted if name not in header]:
-        raise DataError(f"{path} has no column {missing[0]!r}; its columns are {', '.join(header)}")
-    if wrong := next((number for number, line in lines if len(line) != len(header)), None):
-        raise DataError(f"{path}, line {wrong}: {len(header)} fields expected, as in the header")
-
-    def column(name: str) -> np.ndarray:
-        at = header.index(name)
-        values = np.array([_number(line[at]) for _, line in lines], np.float64)  # None: NaN
-        if (wrong := np.flatnonzero(~np.isfinite(values))).size:
-            empty = (i for i in wrong if not lines[i][1][at].strip())
-            number, line = lines[next(empty, wrong[0])]
-            fault = f"{path}, line {number}, column {name}: {line[at]!r} is no finite number"
-            advice = "write it as a number" if line[at].strip() else "fill it"
-            raise DataError(f"{fault}; {advice}, or leave the line or the column out")
-        return values.astype(np.float32)
-
-    x = np.stack([column(name) for name in header if name not in wanted], 1) if len(header) > len(wanted) else None
-    columns = tuple(name for name in header if name not in wanted)
-    if x is None:
-        raise DataError(f"{path} has no column besides the target; samples need one")
-    fields = [line[header.index(wanted[0])].strip() for _, line in lines]
-    names: Any = ()
-    if len(wanted) > 1:
-        made = arrays(x, np.stack([column(name) for name in wanted], 1), name=path.name)
-    elif classes and all(field.isdecimal() for field in fields):
-        made = arrays(x, np.array([int(field) for field in fields]), name=path.name)
-    elif classes and words and all(field and _number(field) is None for field in fields):
-        names, labels = np.unique(fields, return_inverse=True)
-        made = arrays(x, labels, classes=len(names), name=path.name)
-    else:
-        made = arrays(x, column(wanted[0])[:, None], name=path.name)
-    return dataclasses.replace(made, columns=columns, class_names=tuple(map(str, names)))
-
-
-def _number(field: str) -> float | None:
-    try:
-        return float(field)
-    except ValueError:
-        return None
 
 
 def npz(path: str | Path, inputs: Any = "x", targets: Any = "y") -> ArrayDataset:
@@ -187,6 +122,8 @@ def npz(path: str | Path, inputs: Any = "x", targets: Any = "y") -> ArrayDataset
                     return np.lib.format.read_array(part, allow_pickle=False)
 
             return arrays(mapped(array, inputs), mapped(array, targets), name=Path(path).name)
+    except DataError:
+        raise
     except (OSError, ValueError, zipfile.BadZipFile) as problem:
         raise DataError(f"{path} cannot be read as .npz ({problem}); write it with numpy.savez") from None
 
@@ -361,6 +298,13 @@ class columns(Described):  # noqa: N801
 
         return mapped(part, self.inputs), mapped(part, self.targets)
 
+    def fingerprint(self) -> str:
+        """What stands for the rows: Hugging Face's own fingerprint; of a list 16 hexadecimal digits of a few."""
+        if not isinstance(self.rows, (list, tuple)):
+            return str(getattr(self.rows, "_fingerprint", ""))
+        some = np.linspace(0, len(self) - 1, min(len(self), 100)).astype(np.int64).tolist()
+        return digest(*(np.asarray(leaf) for i in some for leaf in leaves(self[i])))
+
 
 class Subset(Described):
     """Some samples of a data set, by their numbers (N,)."""
@@ -384,14 +328,29 @@ class Subset(Described):
     def _gather(self, indices: np.ndarray) -> Any:
         return self.dataset.gather(self.numbers[indices])
 
+    def fingerprint(self) -> str:
+        """16 hexadecimal digits that stand for the data set and the numbers."""
+        return digest(fingerprint(self.dataset) or "", self.numbers)
+
+
+def fingerprint(dataset: Any) -> str | None:
+    """What stands for the samples of a data set, by its own method `fingerprint`; None: it has none."""
+    own = getattr(dataset, "fingerprint", None)
+    return str(own()) or None if callable(own) else None
+
+
+def _parts(samples: int, fraction: float = 0.1, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """The numbers of the samples of a training and a test part."""
+    count = max(1, round(samples * fraction))
+    if not 0 < fraction < 1 or count >= samples:
+        raise ConfigError(f"[data] split: {count} of {samples} samples for the test; leave some for training")
+    order = permutation(samples, seed, 0)
+    return np.sort(order[count:]), np.sort(order[:count])
+
 
 def split(dataset: Any, fraction: float = 0.1, seed: int = 0) -> tuple[Any, Any]:
     """(training part, test part) of a data set: a random `fraction` of the samples, at least one, is for the test."""
-    count = max(1, round(len(dataset) * fraction))
-    if not 0 < fraction < 1 or count >= len(dataset):
-        raise ConfigError(f"[data] split: {count} of {len(dataset)} samples for the test; leave some for training")
-    order = permutation(len(dataset), seed, 0)
-    parts = np.sort(order[count:]), np.sort(order[:count])
+    parts = _parts(len(dataset), fraction, seed)
     if not isinstance(dataset, ArrayDataset):
         return Subset(dataset, parts[0]), Subset(dataset, parts[1])
     rows = [dataset.rows(part) for part in parts]
@@ -399,12 +358,23 @@ def split(dataset: Any, fraction: float = 0.1, seed: int = 0) -> tuple[Any, Any]
 
 
 def opened(
-    name: str, path: Path | None, *, train: bool, size: int = 32, target: str | None = None, length: int = 64
+    name: str,
+    path: Path | None,
+    *,
+    train: bool,
+    size: int = 32,
+    target: str | None = None,
+    length: int = 64,
+    normalize: bool = False,
+    drop_columns: str | None = None,
+    fill: str | None = None,
+    like: Columns | None = None,
 ) -> Any:
     """One part of what `odyssey train --dataset NAME --data-dir PATH` names.
 
     PATH is a file, of which a tenth is for the test, or a folder with `train` and `test` (train.csv and so on); a text
-    is one file. size: of pictures. target: of a table. length: of stretches of text.
+    is one file. size: of pictures. target, normalize, drop_columns (with commas), fill: of a table, whose training part
+    decides; like: of a table of that, which goes before them. length: of stretches of text.
     """
     if name in DATASETS:
         return load(name, train=train, data_dir=path)
@@ -419,7 +389,15 @@ def opened(
     whole = not parts[0].exists()
     here = path if whole else parts[0 if train else 1]
     if name == "csv":
-        found: Any = csv(here, target, words=whole)
+        dropped = [] if drop_columns is None else [name.strip() for name in drop_columns.split(",")]
+        how = {"normalize": normalize, "drop_columns": dropped, "fill": fill}
+        if not whole and not train and like is None:
+            like = csv(parts[0], target, words=False, **how).columns
+        if like is not None:
+            how = {"like": like}
+        table = Table(here)
+        training = _parts(len(table.lines))[0] if whole else slice(None)
+        found: Any = dataset(table, target, words=whole, training=training, **how)
     else:
         found = npz(here) if name == "npz" else ImageFolder(here, size)
         if name == "npz" and not found.classes and np.ndim(found.labels) == 1:  # numbers (N,), for an output (N, 1)

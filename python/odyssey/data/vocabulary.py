@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from odyssey.base.files import parse_json
 from odyssey.errors import ConfigError, DataError
-from odyssey.watch.files import parse_json
 
 
 class Vocabulary(list[str]):

@@ -11,7 +11,8 @@ collective overwrites what it is given and returns it, as PyTorch's does; a numb
 on the tape.
 `DistributedDataParallel` (ddp.py) keeps a model's gradients in step.
 
-groups.py: who is in a group; collectives.py: what they send. A DistributedTrainer needs none of it.
+groups.py: who is in a group; collectives.py: what they send; values.py: how it becomes arrays. A DistributedTrainer
+needs none of it.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from .collectives import (
     all_to_all_single,
     barrier,
     broadcast,
+    calling,
     gather,
     irecv,
     isend,
@@ -58,6 +60,7 @@ from .groups import (
     new_group,
     no_sync,
 )
+from .values import Place, array_of, like, operation
 
 if TYPE_CHECKING:
     from ..data import DistributedSampler
@@ -76,13 +79,14 @@ _HOMES = {
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
 
 __all__ = [
-    "DDP", "Backend", "DistributedConfig", "DistributedDataParallel", "DistributedLauncher", "DistributedSampler",
-    "LaunchConfig", "PerformanceMonitor", "ProcessGroup", "ReduceOp", "Work", "World", "all_gather",
+    "Backend", "DDP", "DistributedConfig", "DistributedDataParallel", "DistributedLauncher", "DistributedSampler",
+    "LaunchConfig", "PerformanceMonitor", "Place", "ProcessGroup", "ReduceOp", "Work", "World", "all_gather",
     "all_gather_into_tensor", "all_reduce", "all_reduce_mean", "all_reduce_sum", "all_reduce_sum_group", "all_to_all",
-    "all_to_all_single", "barrier", "broadcast", "destroy_process_group", "gather", "get_backend",
-    "get_distributed_info", "get_rank", "get_world_size", "init_process_group", "irecv", "is_available",
-    "is_initialized", "isend", "launch_distributed_training", "metric_average", "new_group", "no_sync",
-    "profile_communication", "recv", "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter", "send",
+    "all_to_all_single", "array_of", "barrier", "broadcast", "calling", "destroy_process_group", "gather",
+    "get_backend", "get_distributed_info", "get_rank", "get_world_size", "init_process_group", "irecv", "is_available",
+    "is_initialized", "isend", "launch_distributed_training", "like", "metric_average", "new_group", "no_sync",
+    "operation", "profile_communication", "recv", "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter",
+    "send",
 ]  # fmt: skip
 
 

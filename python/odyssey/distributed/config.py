@@ -5,17 +5,17 @@ A key that is unknown, or a value that this version cannot do, is refused with w
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import loggers
+from ..base import registry
 from ..comm import BACKENDS
-from ..core.settings import Settings, Training, declared, did_you_mean
 from ..errors import ConfigError, check_integer
 from ..nn import Module
+from ..settings.declarations import Settings, Training, declared, did_you_mean
 
 # What stands in other platforms' configurations and is done in another way here, or not yet.
 _INSTEAD = {
@@ -24,11 +24,7 @@ _INSTEAD = {
     "bucket_cap_mb": "use bucket_size_mb",
     "pin_memory": "leave it out",
 }
-_TRAINERS = {  # of a torch module; a model of our own has one, whatever its name elsewhere
-    "pytorch-ddp": ("odyssey.torch", "PyTorchDDPTrainer"),
-    "horovod": ("odyssey.torch", "HorovodTrainer"),
-    "ray": ("odyssey.ray", "RayTrainer"),
-}
+_TRAINERS = registry.provided("trainers")  # of a torch module; a model of our own has one, whatever its name elsewhere
 _FRAMEWORKS = {
     "tensorflow": "a Keras model trains with KERAS_BACKEND=torch and backend='pytorch-ddp' (docs/migration.md)",
     "deepspeed": "use zero_stage=1, 2 or 3",
@@ -172,12 +168,10 @@ class DistributedConfig:
         odyssey.torch.PyTorchDDPTrainer, whose optimizer is by default Adam; fit_options() are its own already.
         """
         if not isinstance(model, Module):
-            home, name = _TRAINERS[self.backend or "pytorch-ddp"]  # these rooms are above
-            given = {**self.given, **more}
-            if self.backend == "ray":
-                config = {"num_workers": self.workers(1), **{k: v for k, v in given.items() if k != "backend"}}
-                return importlib.import_module(home).RayTrainer(model, config, optimizer=optimizer)
-            return getattr(importlib.import_module(home), name)(model, optimizer=optimizer, **given)
+            if not _TRAINERS:
+                raise ConfigError(f"[config] the model is a {type(model).__name__}; give an odyssey.nn.Module")
+            make = registry.load("trainers", self.backend or next(iter(_TRAINERS)))
+            return make(model, optimizer=optimizer, **{**self.given, **more})
         from ..comm import world
         from ..train.trainer import DistributedTrainer
 

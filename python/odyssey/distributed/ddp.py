@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from ..comm import Communicator, Request
-from ..core import tensor as tensors
+from ..core import tape
 from ..core.arena import Arena, Buffer
 from ..core.program import current
 from ..core.tensor import Tensor, Watcher
@@ -160,14 +160,14 @@ class DistributedDataParallel(Module):
             raise ConfigError("[ddp] this model was wrapped again; use the newer DistributedDataParallel")
         if current().shard:
             raise ConfigError("[ddp] a DistributedTrainer synchronizes by itself; give it the model, ddp.module")
-        if not tensors._tape.enabled:
+        if not tape._tape.enabled:
             return self.module(*args)
         if self.broadcast_buffers and self.training and self._enabled:
             self._broadcast_buffers()
         shape = getattr(args[0], "shape", ()) if args else ()
-        start = tensors.tick()
+        start = tape.tick()
         out = self.module(*args)
-        self._forwards.append((start, tensors.tick(), shape[0] if shape else 0))
+        self._forwards.append((start, tape.tick(), shape[0] if shape else 0))
         return out
 
     def _samples_of(self, ops: set[int]) -> int:

@@ -13,11 +13,11 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from .. import comm as communication
+from ..base import launcher
 from ..comm import Communicator
 from ..comm import base as _base
 from ..comm.requests import deadline
 from ..errors import ConfigError, check_integer, check_number
-from ..watch import launcher
 
 
 class Backend(str, enum.Enum):
@@ -33,6 +33,9 @@ class Backend(str, enum.Enum):
     LOCAL = "local"
     MOCK = "mock"
     NCCL = "nccl"
+    Mpi = "mpi"
+    Gloo = "gloo"
+    Nccl = "nccl"
 
     def __str__(self) -> str:
         return self.value

@@ -1,7 +1,6 @@
 """`python -m odyssey.distributed.launcher`: `python -m odyssey.launch` by the name of other platforms."""
 
-from ..launch import DistributedLauncher, LaunchConfig, launch_distributed_training
-from ..launch.__main__ import main
+from ..launch import DistributedLauncher, LaunchConfig, launch_distributed_training, main
 
 __all__ = ["DistributedLauncher", "LaunchConfig", "launch_distributed_training"]
 

@@ -17,7 +17,7 @@ from ..core.program import Record, plan_memory, serialize
 from ..optim import Update
 from ..parallel import plan as planning
 from ..parallel import reduction, strategy
-from ..parallel.buckets import STATS, Segment, segments
+from ..parallel.buckets import STATS, segments
 from .recompute import recompute
 from .runner import Recorded, Runner, Sums
 
@@ -36,7 +36,9 @@ class BucketedRunner(Runner):
         by_params = parts.partitioned or bool(lay.offload)
         if not by_params:  # else parameters would be brought twice
             records = recompute(records)
-        self.segments = segments(records, arena, parts.buckets, by_params=by_params)
+        records, self.segments = segments(records, arena, parts.buckets, by_params=by_params)
+        self._bucket_of = {arena.offsets[name]: i for i, b in enumerate(parts.buckets) for name in b.names}
+        self._places = parts.places([s.params for s in self.segments]) if parts.partitioned else []
         own = self.plan.run[1] - self.plan.run[0]
         work_bytes = plan_memory(records)
         self._work = recorded.storage("work", max(own, 1) * work_bytes).reshape(max(own, 1), work_bytes)
@@ -46,8 +48,7 @@ class BucketedRunner(Runner):
         self._make_reductions()
         self._keep: list[Any] = []
         self._tables = np.array(self.plan.tables(), np.int64)  # of all segments: one runs at a time
-        self._steps = [self._step(s, records) for s in self.segments]
-        self._next_need = self._needs()
+        self._steps = [self._step(i, records) for i in range(len(self.segments))]
         self.updates = self._updates() if recorded.train else []
         self.waited = self.computed = 0.0
 
@@ -71,25 +72,35 @@ class BucketedRunner(Runner):
             )
 
         written = [s.grads for s in self.segments if s.grads not in (None, STATS)]
-        self._pool: list[np.ndarray] = []
+        self._pools: dict[int, np.ndarray] = {}  # bucket -> what its reduction works in: buckets take turns with two
         if pooled and written:
-            # what a reduction of the largest bucket needs is known by making one
-            probe = make(max(written, key=lambda b: parts.buckets[b].floats)).floats_needed
-            names = [f"pool {i}" for i in range(min(2, len(written)))]
-            self._pool = [recorded.storage(name, 4 * probe).view(np.float32) for name in names]
-        for i, b in enumerate(written):
-            self._reductions[b] = make(b, self._pool[i % len(self._pool)] if pooled else None)
+            # Of all buckets, as another program may write others. The largest does not always need most: with some
+            # numbers of ranks this rank's range of a smaller one is longer.
+            first = {bucket.floats: b for b, bucket in reversed(list(enumerate(parts.buckets)))}
+            needed = recorded.kept("needed", lambda: {n: make(b).floats_needed for n, b in sorted(first.items())})
+            for turn in (0, 1):
+                taking = range(turn, len(parts.buckets), 2)
+                if taking:
+                    most = max(needed[parts.buckets[b].floats] for b in taking)
+                    pool = recorded.storage(f"pool {turn}", 4 * most).view(np.float32)
+                    self._pools.update(dict.fromkeys(taking, pool))
+        for b in written:
+            self._reductions[b] = recorded.kept(("bucket", b), lambda b=b: make(b, self._pools.get(b)))
             if pooled:
                 a, z = parts.own[b]
                 made = recorded.storage(f"gradients {b}", 4 * (z - a), recorded.arena.make)
                 self._own_grads[b] = made.view(np.float32)
         self._pooled = pooled
-        self._stats = strategy.make(lay.reduction, comm, self.plan, lib.stats, lay.workers)
+        self._stats = recorded.kept(
+            "statistics", lambda: strategy.make(lay.reduction, comm, self.plan, lib.stats, lay.workers)
+        )
+        self.marked = self._stats if comm.size > 1 else None
         self.reductions = (*self._reductions.values(), self._stats)
 
-    def _step(self, s: Segment, records: list[Record]) -> native.Step:
+    def _step(self, i: int, records: list[Record]) -> native.Step:
+        s = self.segments[i]
         buffers = self._stats if s.grads in (None, STATS) else self._reductions[s.grads]
-        table = serialize(records[s.start : s.stop], self.recorded.arena, self._keep, self._locate(s))
+        table = serialize(records[s.start : s.stop], self.recorded.arena, self._keep, self._locate(i))
         self._keep.append(table)
         return native.Step(
             program=table.ctypes.data,
@@ -108,27 +119,27 @@ class BucketedRunner(Runner):
             samples=self.samples,
         )
 
-    def _locate(self, s: Segment) -> Any:
-        """Where an offset of the arena (in floats) is for the records of a segment."""
-        buckets, size = self.parts.buckets, self.recorded.arena.size
+    def _locate(self, i: int) -> Any:
+        """Where an offset of the arena (in floats) is for the records of segment i, from the base of its space: that of
+        parameters which come and go is address 0."""
+        parts, s, size = self.parts, self.segments[i], self.recorded.arena.size
 
         def locate(space: int, offset: int) -> int:
             if space == native.GRADS:
-                return offset - size if offset >= size else buckets[s.grads].locate(offset)
-            return buckets[s.params].locate(offset) if self.parts.partitioned else offset
+                return offset - size if offset >= size else parts.buckets[s.grads].locate(offset)
+            if not parts.partitioned:
+                return offset
+            b = self._bucket_of[offset]
+            return parts.address(self._places[i].at[b]) // 4 + parts.buckets[b].locate(offset)
 
         return locate
 
-    def _needs(self) -> list[int | None]:
-        """For each segment the next bucket of parameters that a later one needs."""
-        out: list[int | None] = []
-        for i, s in enumerate(self.segments):
-            later = (t.params for t in self.segments[i + 1 :] if t.params not in (None, s.params))
-            out.append(next(later, None))
-        return out
-
     def _updates(self) -> list[Update]:
         updates = []
+        missing = [hi - lo for b, (lo, hi) in enumerate(self.parts.own) if b not in self._reductions]
+        zeros = self.recorded.storage("no gradients", 4 * max(missing, default=0), self.recorded.arena.make)
+        zeros[:] = 0
+        self._keep.append(zeros)
         for b in range(len(self.parts.buckets)):
             lo = self.parts.own[b][0]
             if b in self._own_grads:
@@ -136,9 +147,7 @@ class BucketedRunner(Runner):
             elif b in self._reductions:
                 grads, origin = self._reductions[b].result.ctypes.data, 0
             else:  # no parameter of this bucket has a gradient
-                zeros = self.recorded.arena.make(self.parts.buckets[b].floats)
-                self._keep.append(zeros)
-                grads, origin = zeros.ctypes.data, 0
+                grads, origin = zeros.ctypes.data, lo
             updates += self.parts.updates(b, lambda p, at=grads - 4 * origin: at + 4 * p.at)
         return updates
 
@@ -146,20 +155,22 @@ class BucketedRunner(Runner):
         lib, parts, pending = native.library(), self.parts, []
         started = time.perf_counter()
         done = 0
-        for s, step, need in zip(self.segments, self._steps, self._next_need, strict=True):
+        for i, (s, step) in enumerate(zip(self.segments, self._steps, strict=True)):
             if parts.partitioned:
-                if s.params is not None:
-                    step.params = parts.use(s.params)
-                if need is not None:
-                    parts.prefetch(need)
+                for b, slot in self._places[i].at.items():
+                    parts.use(b, slot)
+                for b, slot in self._places[i].ahead:
+                    parts.prefetch(b, slot)
             reducing = s.grads is not None and s.grads != STATS
-            if reducing and self._pooled and len(pending) - done >= len(self._pool):
+            pool = self._pools.get(s.grads) if reducing else None
+            while pool is not None and any(self._pools[b] is pool for b in pending[done:]):
                 self._finish(pending[done])
                 done += 1
             step.context = self.context
             step.rows = self.context.rows
             lib.step(step)
             if s.grads == STATS:
+                self._add_mark()
                 self._stats.start()
             elif reducing:
                 pending.append(s.grads)

@@ -12,6 +12,7 @@ from ..core.program import Block, ShardEager, plan_memory, serialize
 from ..optim import Update
 from ..parallel import plan as planning
 from ..parallel import strategy
+from ..parallel.failures import Part
 from .recompute import recompute
 from .runner import Recorded, Runner, Sums
 
@@ -26,8 +27,11 @@ class DirectRunner(Runner):
         self.stats_at = self.floats - lib.stats
         self.plan = planning.make(self.shards, comm.rank, comm.size, lay.workers, lay.threads, lay.counts(self.shards))
         content = recorded.content(whole=True)
-        self._reduce = strategy.make(lay.reduction, comm, self.plan, self.floats, lay.workers, content=content)
+        self._reduce = recorded.kept(
+            "sums", lambda: strategy.make(lay.reduction, comm, self.plan, self.floats, lay.workers, content=content)
+        )
         self.reductions = (self._reduce,)
+        self.marked = self._reduce if comm.size > 1 else None
         tables = np.array(self.plan.tables(), np.int64)
         self._keep: list[Any] = [tables]
         self.step = native.Step(
@@ -71,13 +75,25 @@ class DirectRunner(Runner):
         s.rows = self.context.rows
         if self.recorded.arena.mirror is not None:  # another trainer's GPUs may be ahead
             s.params = self.recorded.arena.address(native.PARAMS)
+        if self.marked is None:
+            self._compute()
+        else:
+            part = Part(self._reduce, self.stats_at + 1)
+            with part.tried():
+                self._compute()
+            part.tell()
+            self._add_mark()
+            self._reduce.start()
+            self._reduce.finish()
+            part.end(self.stats[1])
+        return Sums(self.stats.tolist(), self.samples_address, self.updates)
+
+    def _compute(self) -> None:
+        """Computes this rank's shards."""
         if self.recorded.layout.execution == "replay":
-            native.library().step(s)
+            native.library().step(self.step)
         else:
             self._run_eager()
-        self._reduce.start()
-        self._reduce.finish()
-        return Sums(self.stats.tolist(), self.samples_address, self.updates)
 
     def _run_eager(self) -> None:
         """The same plan, each shard through Python, one after the other."""

@@ -12,14 +12,13 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from ..core import functional as F
-from ..core import native
 from ..core.program import Recorder, ShardEager
 from ..core.tensor import Tensor, no_grad
 from ..data.trees import Form
 from ..errors import ConfigError, OdysseyError
 
 Metric = Callable[[Any, Any], Tensor]
-CORRECT, FIRST = 2, 4  # places among the statistics: of the correct predictions of a loss, and of metrics
+CORRECT, FIRST, END = 2, 4, 16  # places among the statistics: of correct predictions, of metrics, behind these
 
 NAMED: dict[str, Metric] = {"accuracy": F.top_k, "mae": F.l1_loss, "mse": F.mse_loss}
 
@@ -44,7 +43,7 @@ def chosen(given: Any, named: dict[str, Metric] = NAMED, top_k: Metric = F.top_k
                 f"[train] metrics has {name!r}: {metric!r}; allowed are words, with functions of (output, target) or "
                 f"one of {', '.join(named)}, top5 (any number)"
             )
-    if len(found) > (most := native.library().stats - FIRST):
+    if len(found) > (most := END - FIRST):
         raise ConfigError(f"[train] {len(found)} metrics are given; at most {most} are summed: leave some out")
     return found
 

@@ -87,10 +87,14 @@ class PipelineRunner(Runner):
         bucket = self.parts.buckets[0]
         scatter = self.parts.stage > 0 and comm.size > 1
         floats = bucket.floats if recorded.train else 0
-        self._sum = strategy.make(
-            lay.reduction, comm, self.plan, floats, lay.workers, scatter=scatter, content=recorded.content()
+        how, plan = (lay.reduction, comm), self.plan
+        self._sum = recorded.kept(
+            ("sum", self._late),
+            lambda: strategy.make(*how, plan, floats, lay.workers, scatter=scatter, content=recorded.content()),
         )
-        self._stats = strategy.make(lay.reduction, comm, self.plan, lib.stats, lay.workers)
+        self._stats = recorded.kept(
+            ("statistics", self._late), lambda: strategy.make(*how, plan, lib.stats, lay.workers)
+        )
         self.reductions = (self._sum, self._stats)
         self.grad_bytes = 4 * self._sum.floats_needed
         self._bases = np.zeros(4, np.int64)

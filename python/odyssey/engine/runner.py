@@ -22,19 +22,38 @@ from ..parallel.strategy import Content
 from ..parallel.zero import Parts
 from .layout import Layout
 
+#: Statistics that compare what ranks must have alike (`Runner.mark`), behind those of losses and metrics.
+MARKS = slice(16, 32)
+EXACT = 1 << 24  # up to which float32 has all integers
+
+
+def digits(code: int, ranks: int) -> np.ndarray:
+    """The bits of a code as float32 (16,) that tell by their sums over so many ranks whether all have the same code.
+
+    Each number holds as many bits as fit, as digits of base ranks + 1, so that sums carry nothing: then all ranks have
+    the same bit if a digit of the sum is 0 or the number of ranks that were added.
+    """
+    base, places = ranks + 1, MARKS.stop - MARKS.start
+    each = max(k for k in range(1, 25) if base**k <= EXACT or k == 1)
+    values = [sum((code >> (i * each + j) & 1) * base**j for j in range(each)) for i in range(places)]
+    return np.array(values, np.float32)
+
 
 class Storage:
     """Memory (bytes,) uint8 by name that all runners of an engine use for the same thing, as one runs at a time.
 
-    Where one needs more than the others, on any rank, they are made anew when they are needed again (`grown`).
+    Where one needs more than the others, on any rank, they are made anew when they are needed again (`grown`). While it
+    is `fixed` one that needs more has memory of its own.
     """
 
     def __init__(self) -> None:
         self.arrays: dict[str, np.ndarray] = {}
-        self.grown = False
+        self.grown = self.fixed = False
 
     def __call__(self, name: str, nbytes: int, make: Callable[..., np.ndarray] = native.aligned) -> np.ndarray:
         if name not in self.arrays or len(self.arrays[name]) < nbytes:
+            if self.fixed:
+                return make(nbytes, np.uint8, zero=False)
             self.grown = True
             self.arrays[name] = make(nbytes, np.uint8, zero=False)
         return self.arrays[name][:nbytes]
@@ -47,6 +66,7 @@ class Recorded(NamedTuple):
     an executor. parts: which parameters this rank computes with and updates. place_of: position in the pipeline of a
     record. counted: runs of the arena whose gradients are this rank's share of the global norm. memories: what a
     strategy keeps from step to step, by bucket, for batches of all sizes. warnings: for the user, in the first step.
+    reductions: of batches of this size, made for whatever program came first.
     """
 
     records: list[Record]
@@ -67,6 +87,13 @@ class Recorded(NamedTuple):
     storage: Storage
     memories: dict[int, dict[str, Any]]
     warnings: list[str]
+    reductions: dict[Any, Any]
+
+    def kept(self, name: Any, make: Callable[[], Any]) -> Any:
+        """The reduction of this name, made when it is first asked for: a collective call."""
+        if name not in self.reductions:
+            self.reductions[name] = make()
+        return self.reductions[name]
 
     def content(self, b: int = 0, whole: bool = False) -> Content | None:
         """What a reduction holds: bucket b, or the `whole` arena; None if no gradients."""
@@ -122,6 +149,11 @@ class Runner:
     bytes_moved = 0  # by this rank so far, beside those of its reductions
     grad_bytes = 0
     looks_ahead = False  # it can bring the next batch to its device while this one is computed
+    fingerprint = 0  # of its program: what ranks must have alike
+    marked: Reduction | None = None  # the reduction whose statistics compare that, in its last floats
+    expected: list[float] | None = None  # what these sums are where all ranks have the same
+    _digits: np.ndarray | None = None
+    _code: int | None = None
 
     def __init__(self, recorded: Recorded) -> None:
         self.recorded, self.samples, self.shard_size = recorded, recorded.samples, recorded.shard_size
@@ -140,6 +172,21 @@ class Runner:
     def bytes_plain(self) -> int:
         """The same if gradients were summed along the tree, uncompressed."""
         return self.bytes_moved + sum(r.bytes_plain for r in self.reductions)
+
+    def mark(self, code: int) -> None:
+        """Sets what this rank must have in common with the others in the next steps."""
+        if self.marked is None or code == self._code:
+            return
+        senders = sum(bool(nodes) for nodes in self.marked.exchange.nodes)
+        self._code, self._digits = code, digits(code, senders)
+        self.expected = (self._digits * senders).tolist()
+
+    def _add_mark(self) -> None:
+        """Once the sums of shards are there: adds the mark to one of this rank's, if it has some."""
+        if self._digits is not None and self.marked.plan.partial:
+            at = self.marked.floats - native.library().stats
+            _, buffer = self.marked.plan.partial[0]
+            self.marked.buffers[buffer, at + MARKS.start : at + MARKS.stop] += self._digits
 
     def use(self, data: ArrayDataset) -> None:
         """Points at the arrays of a data set."""

@@ -1,7 +1,7 @@
 """Layers, losses and models. A model is a `Module` with `forward`; nobody writes a backward pass."""
 
 from ..core import functional
-from . import init, layers, models, utils
+from . import init, layers, models, settings, utils
 from .checkpoint import Checkpoint, checkpoint
 from .gpt import GPT
 from .layers import (
@@ -26,7 +26,7 @@ from .layers import (
 )
 from .losses import BCEWithLogitsLoss, CrossEntropyLoss, L1Loss, MSELoss, NLLLoss, SmoothL1Loss
 from .models import MLP, ConvNet, LeNet5, ResNet18
-from .module import Module, ModuleDict, ModuleList, Parameter, ParameterList, Sequential, manual_seed
+from .module import Module, ModuleDict, ModuleList, Parameter, ParameterList, Sequential, in_mode, manual_seed
 from .pipeline import PipelineParallel, Stage
 
 __all__ = [
@@ -34,8 +34,8 @@ __all__ = [
     "Conv2d", "ConvNet", "CrossEntropyLoss", "Dropout", "Dropout2d", "Embedding", "Flatten", "GPT", "GroupNorm",
     "Identity", "L1Loss", "LayerNorm", "LeNet5", "LeakyReLU", "Linear", "MLP", "MSELoss", "MaxPool2d", "Module",
     "ModuleDict", "ModuleList", "MultiheadAttention", "NLLLoss", "Parameter", "ParameterList", "PipelineParallel",
-    "RMSNorm", "ResNet18", "Sequential", "SmoothL1Loss", "Stage", "checkpoint", "init", "manual_seed", "models",
-    "utils",
+    "RMSNorm", "ResNet18", "Sequential", "SmoothL1Loss", "Stage", "checkpoint", "in_mode", "init", "manual_seed",
+    "models", "settings", "utils",
 ]  # fmt: skip
 
 __all__ += functional.ACTIVATIONS

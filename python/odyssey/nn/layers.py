@@ -104,9 +104,10 @@ class Conv2d(Module):
 
     def extra_repr(self) -> str:
         k, c, *kernel = self.weight.shape
-        kernel = f"({', '.join(map(str, kernel))}{',' * (len(kernel) == 1)})"
-        more = "".join(f", {n}={v}" for n, v in (("dilation", self.dilation), ("groups", self.groups)) if v > 1)
-        return f"{c * self.groups}, {k}, {kernel}, stride={self.stride}, padding={self.padding}{more}"
+        size = kernel[0] if len(set(kernel)) == 1 else tuple(kernel)
+        usual = {"stride": 1, "padding": 0, "dilation": 1, "groups": 1}
+        more = "".join(f", {n}={getattr(self, n)}" for n, value in usual.items() if getattr(self, n) != value)
+        return f"{c * self.groups}, {k}, {size}{more}"
 
 
 class Conv1d(Conv2d):

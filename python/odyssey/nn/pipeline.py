@@ -7,10 +7,11 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from ..core.placement import FIRST, SCHEDULES, Device, check_places
+from ..core.placement import FIRST, Device, check_places
 from ..core.placement import device as place_of
 from ..core.tensor import Tensor
 from ..errors import ConfigError
+from ..settings.recipes import PIPELINES
 from .layers import Activation, Dropout, Flatten, Linear
 from .module import Module
 
@@ -143,8 +144,8 @@ class PipelineParallel(Module):
             raise ConfigError(
                 f"[pipeline] micro_batch_size is {micro_batch_size!r}; it must be an integer of at least 1"
             )
-        if schedule not in SCHEDULES:
-            raise ConfigError(f"[pipeline] schedule is {schedule!r}; choose from {', '.join(SCHEDULES)}")
+        if schedule not in PIPELINES:
+            raise ConfigError(f"[pipeline] schedule is {schedule!r}; choose from {', '.join(PIPELINES)}")
         for i, stage in enumerate(stages):
             if stage.device is None:
                 stage.to(i)

@@ -11,8 +11,8 @@ import functools
 
 import numpy as np
 
+from ..base import slot
 from ..comm import Communicator
-from ..watch import slot
 from .plan import runs
 
 EVERY = 8  # steps from one comparison to the next

@@ -3,6 +3,10 @@
 Pure functions over the records of one shard's program (program.py), the same on every rank. A bucket's reduction can
 start as soon as the last record that writes to it has run for all shards; with ZeRO 2 and 3 it is also the unit in
 which gradients and parameters come and go. No hooks: which record writes which gradient is there to be read.
+
+Buckets are cut once, by the first program, and then fit any other: one in which layers are frozen or not any more, or
+whose forward pass takes another way. What a program adds to a gradient before the segment of its bucket, as the output
+layer does to a weight that is the embedding's too, is summed in the shard's workspace until then (`segments`).
 """
 
 from __future__ import annotations
@@ -13,8 +17,7 @@ from typing import NamedTuple
 
 from ..core import native
 from ..core.arena import Arena
-from ..core.program import Range, Record
-from ..errors import ConfigError
+from ..core.program import Range, Record, Slot
 
 FLOATS_PER_MB = 2**20 // 4
 
@@ -51,15 +54,16 @@ class Bucket(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """Records [start, stop) of a program; `params` is the bucket they read (None: any), `grads` the one they write."""
+    """Records [start, stop) of a program; `params` are the buckets they read, `grads` the one they write."""
 
     start: int
     stop: int
-    params: int | None
+    params: tuple[int, ...]
     grads: int | None
 
 
 STATS = -1  # the "bucket" of the statistics behind the gradients
+MOST_READ = 2  # buckets of parameters that a segment with gradients reads: so many are there at a time (zero.py)
 
 
 def touched(record: Record, arena: Arena, space: int) -> list[int]:
@@ -73,32 +77,109 @@ def unused(records: list[Record], arena: Arena) -> list[str]:
     return [name for name, p in arena.named if p.requires_grad and arena.offsets[name] not in written]
 
 
-def cut(records: list[Record], arena: Arena, limit: int, *, by_params: bool = False) -> list[Bucket]:
+def cut(records: list[Record], arena: Arena, limit: int) -> list[Bucket]:
     """Buckets of at least `limit` floats (the last may be smaller), in the order in which they are finished.
 
-    Parameters written by one record stay together. A bucket takes in everything that would still be written while a
-    later one is being filled. Parameters without a gradient come last, in the order in which they are read.
-
-    by_params: parameters that one record reads stay together as well, and whatever is read while a bucket's
-        gradients are written is in that bucket: what `segments` needs to have parameters of one bucket at a time.
+    Parameters that one record uses stay together, and so do those whose ops take turns, as a recurrent layer's. A
+    parameter that is used again after others, of `limit` floats or more, is in a bucket of such parameters alone. One
+    that is frozen is where it would be if it were trained; those that no record uses come last.
     """
-    writes = [[o for o in touched(r, arena, native.GRADS) if o < arena.size] for r in records]
-    reads = [touched(r, arena, native.PARAMS) if by_params else [] for r in records]
-    last = {o: i for i, found in enumerate(writes) for o in found}
     sizes = padded(arena)
-    begun = {o: i for i, r in reversed(list(enumerate(records))) for o in touched(r, arena, native.PARAMS)}
-    rest = sorted((o for o in sizes if o not in last), key=lambda o: (begun.get(o, len(records)), o))
-    cuts = _grouped([*sorted(last, key=lambda o: (last[o], o)), *rest], sizes, limit, last)
-    while (joined := _joined(cuts, writes, reads)) != cuts:
-        cuts = joined
-    return _named(arena, cuts)
+    spans = _spans(records, arena, sizes)
+    far = {o for o, span in spans.items() if _within(span, spans, sizes) >= max(limit, 1)}
+    position = _positions(records, arena, sizes, spans)
+    made: list[tuple[tuple[float, int], list[int]]] = []
+    for chosen in (sizes.keys() - far, far):
+        units = _together(records, arena, chosen, {} if chosen is far else spans)
+        keyed = sorted((max(position[o] for o in unit), sorted(unit)) for unit in units)
+        groups = _grouped([unit for _, unit in keyed], sizes, limit)
+        made += [(max(position[o] for o in group), group) for group in groups]
+    return _named(arena, [group for _, group in sorted(made)])
+
+
+def _spans(records: list[Record], arena: Arena, sizes: dict[int, int]) -> dict[int, tuple[int, int]]:
+    """The numbers of the first and last forward op that use a parameter, by its offset."""
+    spans: dict[int, tuple[int, int]] = {}
+    for r in records:
+        for o in _used(r, arena):
+            if o in sizes and r.tag >= 0:
+                lo, hi = spans.get(o, (r.tag, r.tag))
+                spans[o] = (min(lo, r.tag), max(hi, r.tag))
+    return spans
+
+
+def _within(span: tuple[int, int], spans: dict[int, tuple[int, int]], sizes: dict[int, int]) -> int:
+    """Floats of the parameters that are used between the first and the last op of a span alone."""
+    lo, hi = span
+    return sum(sizes[o] for o, (a, b) in spans.items() if lo < a and b < hi) if hi - lo > 1 else 0
+
+
+def _positions(
+    records: list[Record], arena: Arena, sizes: dict[int, int], spans: dict[int, tuple[int, int]]
+) -> dict[int, tuple[float, int]]:
+    """For each parameter a key of the order in which gradients are finished: by the last record of the backward pass
+    that writes one, or, where none does, by where the backward of its first op would be."""
+    pass_back = [(i, r) for i, r in enumerate(records) if r.phase == "backward"]
+    # gradients that no kernel adds itself are added when all ops are through
+    summed = (i for i, r in pass_back if r.op == "accumulate" and touched(r, arena, native.GRADS))
+    end = next(summed, len(records))
+    written = {o: (i, 0) for i, r in pass_back for o in touched(r, arena, native.GRADS) if o in sizes}
+    found: dict[int, tuple[float, int]] = {}
+    for o in sizes:
+        if o in written:
+            found[o] = written[o]
+        elif o in spans:
+            first = spans[o][0]
+            before = next((i for i, r in pass_back if r.tag < first and i < end), end)
+            found[o] = (before - 0.5, -first)
+        else:
+            found[o] = (float("inf"), 0)
+    return found
+
+
+def _together(
+    records: list[Record], arena: Arena, chosen: Iterable[int], spans: dict[int, tuple[int, int]]
+) -> list[list[int]]:
+    """Some parameters in groups that must not be apart: of one record, or of ops that take turns by their `spans`."""
+    head = {o: o for o in chosen}
+
+    def find(o: int) -> int:
+        while head[o] != o:
+            head[o] = o = head[head[o]]
+        return o
+
+    for r in records:
+        found = [o for o in _used(r, arena) if o in head]
+        for o in found[1:]:
+            head[find(o)] = find(found[0])
+    while True:
+        extents: dict[int, tuple[int, int]] = {}
+        for o, (a, b) in spans.items():
+            if o in head and a < b:
+                lo, hi = extents.get(find(o), (a, b))
+                extents[find(o)] = (min(lo, a), max(hi, b))
+        several = extents.items()
+        turns = [(x, y) for x, (a, b) in several for y, (c, d) in several if a < c < b < d]
+        if not turns:
+            break
+        for x, y in turns:
+            head[find(x)] = find(y)
+    groups: dict[int, list[int]] = {}
+    for o in head:
+        groups.setdefault(find(o), []).append(o)
+    return list(groups.values())
+
+
+def _used(record: Record, arena: Arena) -> list[int]:
+    """Offsets of the parameters that a record reads, or whose gradients it writes."""
+    return [*touched(record, arena, native.PARAMS), *touched(record, arena, native.GRADS)]
 
 
 def from_the_end(arena: Arena, limit: int) -> list[Bucket]:
     """Buckets of at least `limit` floats for programs that are not recorded: the last parameters first, as backward
     passes mostly finish them; each is one piece of the arena."""
     sizes = padded(arena)
-    return _named(arena, _grouped(sorted(sizes, reverse=True), sizes, limit, {}))
+    return _named(arena, _grouped([[o] for o in sorted(sizes, reverse=True)], sizes, limit))
 
 
 def padded(arena: Arena) -> dict[int, int]:
@@ -111,46 +192,17 @@ def _named(arena: Arena, cuts: list[list[int]]) -> list[Bucket]:
     return [some(arena, tuple(names[o] for o in sorted(offsets))) for offsets in cuts]
 
 
-def _grouped(order: list[int], sizes: dict[int, int], limit: int, last: dict[int, int]) -> list[list[int]]:
-    """Parameters in order, a new group once one has `limit` floats; those that have one record as their `last` to write
-    them stay together."""
+def _grouped(units: list[list[int]], sizes: dict[int, int], limit: int) -> list[list[int]]:
+    """Units of parameters in order, a new group once one has `limit` floats."""
     cuts: list[list[int]] = []
-    before = None
-    for o in order:
-        together = o in last and last[o] == before
-        if cuts and (together or sum(sizes[x] for x in cuts[-1]) < limit):
-            cuts[-1].append(o)
-        else:
-            cuts.append([o])
-        before = last.get(o)
+    floats = 0
+    for unit in units:
+        if not cuts or floats >= limit:
+            cuts.append([])
+            floats = 0
+        cuts[-1] += unit
+        floats += sum(sizes[o] for o in unit)
     return cuts
-
-
-def _joined(cuts: list[list[int]], writes: list[list[int]], reads: list[list[int]]) -> list[list[int]]:
-    """The same groups of parameters, those made one that cannot be apart; writes and reads: of each record."""
-    group = {o: i for i, offsets in enumerate(cuts) for o in offsets}
-    spans: dict[int, list[int]] = {}
-    for i, found in enumerate(writes):
-        for o in found:
-            spans.setdefault(group[o], [i, i])[1] = i
-    head = list(range(len(cuts)))  # the first group of those that are one
-
-    def join(a: int, b: int) -> None:
-        a, b = sorted((head[a], head[b]))
-        if a != b:
-            head[:] = [a if h == b else h for h in head]
-
-    writing: list[int | None] = [None] * len(writes)
-    for g, (start, stop) in spans.items():
-        for i in range(start, stop + 1):
-            if writing[i] is not None:
-                join(writing[i], g)
-            writing[i] = g
-    for g, found in zip(writing, reads, strict=True):
-        together = [group[o] for o in found] + ([] if g is None else [g])
-        for other in together[1:] if found else ():
-            join(together[0], other)
-    return [[o for i, offsets in enumerate(cuts) if head[i] == h for o in offsets] for h in dict.fromkeys(sorted(head))]
 
 
 def some(arena: Arena, names: Iterable[str]) -> Bucket:
@@ -172,59 +224,124 @@ def of_ranges(ranges: Iterable[tuple[int, int]], names: tuple[str, ...]) -> Buck
     return Bucket(names, tuple(pieces), at)
 
 
-def segments(records: list[Record], arena: Arena, buckets: list[Bucket], *, by_params: bool) -> list[Segment]:
-    """The program cut so that each bucket of gradients is written by one segment and, if `by_params`, each segment
-    reads parameters of one bucket.
+def too_large(buckets: list[Bucket], setting: str) -> list[str]:
+    """Returns a line for the user where one bucket is more than half of a model, as that much is kept whole.
+
+    setting: what saves little memory then, as the user wrote it.
+    """
+    most, total = max(buckets, key=lambda b: b.floats), sum(b.floats for b in buckets)
+    if 2 * most.floats <= total:
+        return []
+    names = ", ".join(most.names[:2]) + (f" and {len(most.names) - 2} more" if len(most.names) > 2 else "")
+    return [
+        f"{names} are one bucket with {100 * most.floats / total:.0f} % of the parameters, which {setting} has whole "
+        "in memory while it is used; for less, lower bucket_size_mb if it has several layers, else use smaller layers, "
+        "or share them with tp"
+    ]
+
+
+def segments(
+    records: list[Record], arena: Arena, buckets: list[Bucket], *, by_params: bool
+) -> tuple[list[Record], list[Segment]]:
+    """The program cut so that each bucket of gradients is written by one segment and, if `by_params`, most segments
+    read parameters of one bucket. Returns the records to be run, and which of them each segment has.
 
     A bucket's gradients are complete after its segment; what comes between two of them is a segment without gradients.
+    What is added to a gradient before the segment of its bucket goes to a sum in the shard's workspace, with which that
+    segment begins: the additions and their order are those of the program, so no bit changes.
     """
     bucket_of = {arena.offsets[name]: i for i, b in enumerate(buckets) for name in b.names}
-    spans: dict[int, list[int]] = {}
-    for i, r in enumerate(records):
-        for o in touched(r, arena, native.GRADS):
-            spans.setdefault(bucket_of[o] if o < arena.size else STATS, [i, i])[1] = i
-    if STATS in spans and not by_params:
-        spans[STATS][0] = 0
-    out: list[Segment] = []
+    writes = [[STATS if o >= arena.size else bucket_of[o] for o in touched(r, arena, native.GRADS)] for r in records]
+    reads = [{bucket_of[o] for o in touched(r, arena, native.PARAMS)} if by_params else set() for r in records]
+    out: list[Record] = []
+    made: list[Segment] = []
+
+    def plain(start: int, stop: int) -> None:
+        """Appends records without gradients, in segments of one bucket of parameters each where that is possible."""
+        begun, current = len(out), set()
+        for r, found in zip(early[start:stop], reads[start:stop], strict=True):
+            if current and not found <= current:
+                made.append(Segment(begun, len(out), tuple(sorted(current)), None))
+                begun, current = len(out), set()
+            current |= found
+            out.extend(r)
+        if begun < len(out):
+            made.append(Segment(begun, len(out), tuple(sorted(current)), None))
+
+    regions = _regions(writes, reads, by_params)
+    early, sums = _early(records, arena, bucket_of, {b: start for b, start, _ in regions})
     at = 0
-    for b, (first, last) in sorted(spans.items(), key=lambda item: item[1]):
-        if first < at:
-            raise ConfigError(
-                "[train] a gradient is written again after its bucket is complete: this batch runs other ops than the "
-                "first one; raise bucket_size_mb"
-            )
-        out += _by_params(records, arena, bucket_of, at, first, None, by_params)
-        inside = _by_params(records, arena, bucket_of, first, last + 1, b, by_params)
-        if len(inside) > 1:
-            raise ConfigError(
-                "[zero] a bucket's gradients need parameters of another one: this batch runs other ops than the first "
-                "one; raise bucket_size_mb"
-            )
-        out += inside
-        at = last + 1
-    return out + _by_params(records, arena, bucket_of, at, len(records), None, by_params)
+    for b, start, stop in regions:
+        plain(at, start)
+        begun = len(out)
+        out += sums.get(b, [])
+        for r in early[start:stop]:
+            out += r
+        made.append(Segment(begun, len(out), tuple(sorted(set().union(*reads[start:stop]))), b))
+        at = stop
+    plain(at, len(records))
+    return out, made
 
 
-def _by_params(
-    records: list[Record],
-    arena: Arena,
-    bucket_of: dict[int, int],
-    start: int,
-    stop: int,
-    grads: int | None,
-    by_params: bool,
-) -> list[Segment]:
-    """Records [start, stop) as segments of one bucket of parameters each."""
-    if start == stop:
-        return []
-    if not by_params:
-        return [Segment(start, stop, None, grads)]
-    out: list[Segment] = []
-    begun, current = start, None
-    for i in range(start, stop):
-        for o in touched(records[i], arena, native.PARAMS):
-            if current not in (None, bucket_of[o]):
-                out.append(Segment(begun, i, current, grads))
-                begun = i
-            current = bucket_of[o]  # all that a record reads is in one bucket (cut)
-    return [*out, Segment(begun, stop, current, grads)]
+def _regions(writes: list[list[int]], reads: list[set[int]], by_params: bool) -> list[tuple[int, int, int]]:
+    """For each bucket that is written (or STATS) the records [start, stop) that may write to it, in order: those up to
+    the last that does, from the first that does after the bucket before it is complete. They may be none."""
+    begin: dict[int, int] = {}
+    end: dict[int, int] = {}
+    for i, found in enumerate(writes):
+        for b in found:
+            begin.setdefault(b, i)
+            end[b] = i
+    if STATS in end:
+        first = begin[STATS] if by_params else 0
+        # what is finished meanwhile comes right after them
+        end = {b: max(i, end[STATS]) if i >= first else i for b, i in end.items()}
+    regions: list[tuple[int, int, int]] = []
+    at = 0
+    for b, last in sorted(end.items(), key=lambda item: (item[1], item[0])):
+        start = stop = max(last + 1, at)
+        needed: set[int] = set()
+        for i in range(last, at - 1, -1):
+            needed |= reads[i]
+            if b != STATS and len(needed) > MOST_READ and i < last:
+                break  # the workspace keeps what was added before: parameters of more buckets would have to be there
+            if b in writes[i]:
+                start = i
+        if b == STATS and not by_params:
+            start = at
+        regions.append((b, start, stop))
+        at = stop
+    return regions
+
+
+def _early(
+    records: list[Record], arena: Arena, bucket_of: dict[int, int], starts: dict[int, int]
+) -> tuple[list[list[Record]], dict[int, list[Record]]]:
+    """The records that stand for each one where gradients are added to before their bucket's segment starts, and those
+    that each bucket's segment begins with.
+
+    starts: the first record of the segment of a bucket.
+    """
+    sizes = padded(arena)
+    slots: dict[int, Slot] = {}
+    out: list[list[Record]] = []
+    sums: dict[int, list[Record]] = {}
+    for i, r in enumerate(records):
+        new = [r]
+        for o in dict.fromkeys(touched(r, arena, native.GRADS)):
+            if o >= arena.size or i >= starts[bucket_of[o]]:
+                continue
+            if o not in slots:
+                slots[o] = Slot(4 * sizes[o])
+                new.insert(0, r.changed(op="fill", args=[slots[o], 0.0, sizes[o]], layout="lanes", dtype="fp32"))
+                gradient = Range(arena, native.GRADS, 4 * o)
+                added = [gradient, slots[o], sizes[o]]
+                sums.setdefault(bucket_of[o], []).append(Record("accumulate", added, tag=r.tag, phase="backward"))
+            args = [slots[o] if _is_gradient(a, arena, o) else a for a in new[-1].args]
+            new[-1] = new[-1].changed(args=args)
+        out.append(new)
+    return out, sums
+
+
+def _is_gradient(a: object, arena: Arena, offset: int) -> bool:
+    return isinstance(a, Range) and a.arena is arena and (a.space, a.offset) == (native.GRADS, 4 * offset)

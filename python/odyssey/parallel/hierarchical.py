@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..base import hooks
 from ..comm import Communicator, Request
-from ..watch import hooks
 from .plan import Run, combine, ranges
 from .reduction import Phased, adder, pack, rows
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..core.native import Op
 from ..core.program import Record
 from .mesh import PARTS
 from .plan import Run, share
@@ -43,6 +44,11 @@ class Pseudo(Record):
     """A place between native records where the ranks meet. args: [y, mine]: what it makes, from what each rank has."""
 
     layer = ""  # whose output or gradient it is
+
+    @property
+    def declared(self) -> Op:
+        """An op of no traits, which no table has."""
+        return Op(self.op, -1, ("y",), ("mine",))
 
     def received(self, rank: int) -> int:
         """Bytes that one rank gets from the others, for one shard that is exchanged alone."""

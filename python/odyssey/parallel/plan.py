@@ -46,7 +46,7 @@ class Plan(NamedTuple):
     counts: tuple[int, ...] = ()  # shards of each process, where they are not shared out equally
 
     def tables(self) -> list[int]:
-        """The plan as the executor reads it, as int64: `Tables` in shared/training/executor.mojo says what lies where.
+        """The plan as the executor reads it, as int64: `Tables` in mojo/runtime/executor.mojo says what lies where.
 
         It has room for the executor's own numbers of a step, so two steps must not use one at the same time.
         """

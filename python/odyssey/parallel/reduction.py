@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..base import slot
 from ..comm import Communicator, Request
 from ..core import native
 from ..core.program import Block, encode
-from ..watch import slot
 from .plan import Action, Plan, Run, exchange, ranges
 
 if TYPE_CHECKING:

@@ -22,8 +22,9 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from ..core.placement import SCHEDULES, check_places
+from ..core.placement import check_places
 from ..errors import ConfigError
+from ..settings.recipes import PIPELINES
 
 Edge = tuple[int, int]
 
@@ -102,8 +103,8 @@ def make(
 
     Raises ConfigError: the numbers do not fit, with the equation.
     """
-    if kind not in SCHEDULES:
-        raise ConfigError(f"[pipeline] schedule is {kind!r}; choose from {', '.join(SCHEDULES)}")
+    if kind not in PIPELINES:
+        raise ConfigError(f"[pipeline] schedule is {kind!r}; choose from {', '.join(PIPELINES)}")
     if stages < 1 or micro_batches < 0:
         raise ConfigError(
             f"[pipeline] {stages} stages and {micro_batches} micro-batches; give at least 1 stage, and 0 or more"

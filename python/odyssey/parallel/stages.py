@@ -13,6 +13,7 @@ import itertools
 from collections.abc import Callable
 
 from ..core.arena import Arena
+from ..core.fingerprint import hash_of
 from ..core.native import GRADS, PARAMS
 from ..core.program import Range, Record, Slot
 from ..errors import ConfigError
@@ -151,6 +152,25 @@ def placed_like(records: list[Record], arena: Arena, used: dict[int, list[int]])
     for tag in sorted(together(records), reverse=True):
         of_tag[tag - 1] = place_of(tag)
     return lambda r: place_of(r.tag)
+
+
+def ops_of(records: list[Record]) -> int:
+    """A hash of the ops of a program: those of equal ones have the same numbers, and so the same places."""
+    return hash_of([(r.op, r.tag, r.phase) for r in records])
+
+
+def check_used(
+    records: list[Record], arena: Arena, place_of: Callable[[Record], int], used: dict[int, list[int]]
+) -> None:
+    """Raises ConfigError: a parameter is used where it was not in the first program, so no rank there trains it."""
+    for r in records:
+        for o in touched(r, arena, PARAMS):
+            if place_of(r) not in used.get(o, ()):
+                name = next(name for name, at in arena.offsets.items() if at == o)
+                raise ConfigError(
+                    f"[pipeline] {name} is used on stage {place_of(r) + 1} now, where it was not in the first step, so "
+                    "it is not trained there; use it from the first step on, or --pp 1"
+                )
 
 
 def _transfers(parts: list[Part], made: dict[int, int]) -> int:

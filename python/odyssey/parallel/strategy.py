@@ -9,10 +9,11 @@ import dataclasses
 import importlib
 from typing import Any, NamedTuple
 
+from ..base import registry
 from ..comm import Communicator
-from ..core import recipes
-from ..core.settings import Exchange, check
 from ..errors import ConfigError
+from ..settings import recipes
+from ..settings.declarations import Exchange, check
 from .mesh import Mesh
 from .plan import Plan
 from .reduction import Reduction
@@ -149,9 +150,7 @@ def make(
         options: scatter and storage, as for Reduction.
     """
     if comm.size > 1 and strategy.compression and content is not None and content.floats:
-        from .compression import COMPRESSIONS
-
-        kind = COMPRESSIONS[strategy.compression]
+        kind = registry.load("compressions", strategy.compression)
     else:
         where = REDUCTIONS.get(strategy.reduction, REDUCTIONS["tree"])  # a mode still adds up evaluations
         if comm.size == 1:

@@ -337,7 +337,7 @@ class _Rewriter:
 
     def _product(self, r: Record) -> None:
         """A linear layer or a convolution, forward (y) or backward (dw, db; dx)."""
-        a = _arguments(r)
+        a = r.named
         if "K" in a:
             shape, inputs = (a["K"], a["C"], a["R"], a["T"]), a["C"] * a["H"] * a["W"]
         else:
@@ -423,7 +423,7 @@ class _Rewriter:
         q, k and v of one layer are thirds of its outputs, of which a rank has another run: the sums of its input's
         gradient are cut so. Its y is regrouped for attention, and the gradient of y back.
         """
-        a = _arguments(r)
+        a = r.named
         backward, d = "dy" in a, a["D"]
         v = self._made_split(a["lse"]) if backward else self._lies_split(a["q"])
         features = self._owned(a["H"] * d)
@@ -459,7 +459,7 @@ class _Rewriter:
 
     def _pool(self, r: Record) -> None:
         """A pool, forward or backward, whose channels are split."""
-        a = _arguments(r)
+        a = r.named
         size, pixels, backward = a["H"] * a["W"], _pixels(a), "dx" in a
         if not backward:
             self._split_pool(r, a["x"], a["planes"], size)
@@ -487,11 +487,6 @@ class _Rewriter:
             channels = tuple((a // size, b // size) for a, b in v.ranges)
             if channels[-1][1] * v.groups == planes:
                 self.pools[r.tag] = v, channels
-
-
-def _arguments(r: Record) -> dict[str, Any]:
-    """The arguments of a record by the names that its op declares."""
-    return dict(zip((*r.declared.outputs, *r.declared.inputs, *r.declared.sizes), r.args, strict=True))
 
 
 def _pixels(a: Mapping[str, Any]) -> int:

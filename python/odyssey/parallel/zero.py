@@ -5,13 +5,14 @@ of a bucket (buckets.py): rank r of the data-parallel group has the r-th of `pla
 range whose gradients it sums. An update is elementwise, so where it is computed changes no bit.
 
 With stage 3 a bucket's parameters are gathered into one of two slots just before a segment needs them, the next one's
-while it computes, and are overwritten afterwards.
+while it computes, and are overwritten afterwards. A bucket so large that two slots of its size would take more has
+memory of its own (`kept`): it is gathered once per step and there from its first use to its last.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,6 +22,22 @@ from ..core.arena import Arena
 from ..optim import Update
 from .buckets import Bucket, Piece
 from .plan import Run, exchange
+
+
+class Gathering(NamedTuple):
+    """What a segment of a program needs of the parameters: its buckets with their slots, and those, with their slots,
+    that are gathered while it runs."""
+
+    at: dict[int, int]
+    ahead: list[tuple[int, int]]
+
+
+def kept(floats: list[int]) -> tuple[int, ...]:
+    """Which buckets of these sizes have memory of their own, so that this and two slots for the others are smallest."""
+    order = sorted(range(len(floats)), key=lambda b: (-floats[b], b))
+    sizes = [*(floats[b] for b in order), 0]
+    needs = [sum(sizes[:n]) + 2 * sizes[n] for n in range(len(sizes))]
+    return tuple(order[: max(n for n in range(len(sizes)) if needs[n] == min(needs))])
 
 
 class Parts:
@@ -48,11 +65,19 @@ class Parts:
         if self.partitioned:
             cuts = zip(buckets, self.own, strict=True)
             self._store = [self._cut(arena.params, b, *own, arena.make) for b, own in cuts]
-            self._slots = [native.aligned(max(b.floats for b in buckets)) for _ in range(2)]
-            self._holds: list[int | None] = [None, None]
-            self._requests: list[Request | None] = [None, None]
-            self._current = 0
+            self.kept = kept([b.floats for b in buckets])
+            self._shared = max((b.floats for i, b in enumerate(buckets) if i not in self.kept), default=0)
+            self._slots: list[np.ndarray] = []  # of those that are kept, in order, then of the others
+            self._holds: list[int | None] = []
+            self._requests: list[Request | None] = []
+            for floats in (*(buckets[b].floats for b in self.kept), *[self._shared] * (2 if self._shared else 0)):
+                self._add_slot(floats)
             arena.release_full_parameters()
+
+    def _add_slot(self, floats: int) -> None:
+        self._slots.append(native.aligned(floats))
+        self._holds.append(None)
+        self._requests.append(None)
 
     @staticmethod
     def _cut(flat: np.ndarray, bucket: Bucket, a: int, b: int, make: Any = native.aligned) -> np.ndarray:
@@ -77,11 +102,48 @@ class Parts:
 
     # --- stage 3: parameters come and go ---
 
-    def prefetch(self, b: int) -> None:
-        """Starts to gather a bucket into the slot that is not in use."""
-        if b in self._holds:
+    def places(self, needed: list[tuple[int, ...]]) -> list[Gathering]:
+        """Where the parameters of each segment of a program will be, and what is gathered when.
+
+        needed: buckets that each segment reads. Makes further slots where one reads more than fit.
+        """
+        own = {b: i for i, b in enumerate(self.kept)}
+        holds: dict[int, int] = {}  # slot -> bucket
+        used = dict.fromkeys(range(len(own), len(self._slots)), -1)  # shared slot -> the last segment that reads it
+        made: list[Gathering] = []
+        before = 0  # the segment for which something was gathered last
+        for i, found in enumerate(needed):
+            at: dict[int, int] = {}
+            gathered = False
+            for b in found:
+                here = next((s for s, held in holds.items() if held == b), own.get(b))
+                if here is None:
+                    free = [s for s in used if holds.get(s) not in found]
+                    if not free:
+                        self._add_slot(self._shared)
+                        free = [len(self._slots) - 1]
+                        used[free[0]] = -1
+                    here = min(free, key=lambda s: used[s])
+                if holds.get(here) != b:
+                    early = max(before, used.get(here, -1) + 1)  # nobody reads the slot from there on
+                    if early < i:
+                        made[early].ahead.append((b, here))
+                    holds[here], gathered = b, True
+                if here in used:
+                    used[here] = i
+                at[b] = here
+            made.append(Gathering(at, []))
+            before = i if gathered else before
+        return made
+
+    def address(self, slot: int) -> int:
+        """Where a slot is; it stays there."""
+        return self._slots[slot].ctypes.data
+
+    def prefetch(self, b: int, slot: int) -> None:
+        """Starts to gather a bucket into a slot, which nobody reads now; nothing to do where it is there already."""
+        if self._holds[slot] == b:
             return
-        slot = 1 - self._current
         self._abandon(slot)
         lo, hi = self.own[b]
         into = self._slots[slot][: self.buckets[b].floats]
@@ -89,15 +151,12 @@ class Parts:
         self._holds[slot] = b
         self._requests[slot] = self.comm.all_gather_v(into, self.ranges[b], wait=False)
 
-    def use(self, b: int) -> int:
-        """The address of a bucket's parameters, complete; valid until the next `use` of another one."""
-        self.prefetch(b)
-        slot = self._holds.index(b)
+    def use(self, b: int, slot: int) -> None:
+        """Completes a bucket's parameters in a slot, until another one is gathered into it."""
+        self.prefetch(b, slot)
         if self._requests[slot] is not None:
             self._requests[slot].wait()
             self._requests[slot] = None
-        self._current = slot
-        return self._slots[slot].ctypes.data
 
     def _abandon(self, slot: int) -> None:
         if self._requests[slot] is not None:
@@ -109,7 +168,7 @@ class Parts:
         if self.comm.size == 1 or self.stage == 0:
             return
         if self.partitioned:
-            for slot in (0, 1):
+            for slot in range(len(self._slots)):
                 self._abandon(slot)
             return
         self.fill(self.arena.params)

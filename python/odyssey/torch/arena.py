@@ -7,7 +7,7 @@ too. What it is not: our own Arena (core/arena.py), whose parameters are not tor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -50,11 +50,31 @@ class Arena:
 
     def __init__(self, module: nn.Module) -> None:
         _refuse(module)
-        named = list(module.named_parameters())
-        self.named = sorted(named, key=lambda pair: not pair[1].requires_grad)
-        self.trained = sum(p.requires_grad for _, p in named)
-        if not self.trained:
+        self.module = module
+        trained = {name for name, p in module.named_parameters() if p.requires_grad}
+        if not trained:
             raise ConfigError(f"[torch] {type(module).__name__} has no parameter that requires a gradient")
+        self.arrange(trained)
+
+        of_norms = _of_norms(module)
+        buffers = [(n, b) for n, b in module.named_buffers() if b is not None]
+        self.statistics = [(n, b) for n, b in buffers if n in of_norms and b.is_floating_point()]
+        self.counters = [(n, b) for n, b in buffers if n in of_norms and not b.is_floating_point()]
+        self.others = [(n, b) for n, b in buffers if n not in of_norms]
+        places, self.floats = aligned_sizes([b for _, b in self.statistics])
+        self.running, self.kept = (native.aligned(max(self.floats, 1))[: self.floats] for _ in range(2))
+        self.running[:] = 0
+        for (_, b), at in zip(self.statistics, places, strict=True):
+            own = view(self.running, at, b.contiguous())
+            own.copy_(b)
+            b.data = own
+        self.kept[:] = self.running
+
+    def arrange(self, trained: Collection[str]) -> None:
+        """Puts the parameters of these names first, with places for their gradients, the others behind them."""
+        named = list(self.module.named_parameters())
+        self.named = sorted(named, key=lambda pair: pair[0] not in trained)
+        self.trained = sum(name in trained for name, _ in named)
         _make_dense(self.named)
         tensors = [p for _, p in self.named]
         self.at, floats = aligned_sizes(tensors)
@@ -69,21 +89,6 @@ class Arena:
         self.grads = native.aligned(self.size)
         self.grads[:] = 0
         self.gradients = self.views(self.grads)
-
-        of_norms = _of_norms(module)
-        buffers = [(n, b) for n, b in module.named_buffers() if b is not None]
-        self.module = module
-        self.statistics = [(n, b) for n, b in buffers if n in of_norms and b.is_floating_point()]
-        self.counters = [(n, b) for n, b in buffers if n in of_norms and not b.is_floating_point()]
-        self.others = [(n, b) for n, b in buffers if n not in of_norms]
-        places, self.floats = aligned_sizes([b for _, b in self.statistics])
-        self.running, self.kept = (native.aligned(max(self.floats, 1))[: self.floats] for _ in range(2))
-        self.running[:] = 0
-        for (_, b), at in zip(self.statistics, places, strict=True):
-            own = view(self.running, at, b.contiguous())
-            own.copy_(b)
-            b.data = own
-        self.kept[:] = self.running
 
     def check(self) -> None:
         """ConfigError if a parameter is not where it was put: what is trained would not be what is saved."""

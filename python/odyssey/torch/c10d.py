@@ -22,97 +22,48 @@ import torch.distributed as dist
 from torch.futures import Future
 
 from .. import comm as communication
-from ..comm import Communicator, Request, base, bfloat16, calls
-from ..errors import ConfigError, ShapeError
-from ..train.resume import spread
-from ..watch import launcher
+from .. import distributed
+from ..base import launcher
+from ..comm import Communicator, ReduceOp, base, calls
+from ..distributed import ProcessGroup, Work
+from ..errors import ConfigError
+from ..train import spread
 
-_OPS = {"SUM": "sum", "AVG": "mean", "MAX": "max", "MIN": "min", "PRODUCT": "prod"}
-_KINDS = [(name, getattr(dist.ReduceOp, name)) for name in dist.ReduceOp.RedOpType.__members__]
-_OF_BOOL = {"sum": "max", "max": "max", "prod": "min", "min": "min"}  # or, and
-_NUMBERS = {getattr(torch, name) for name in calls.DTYPES} | {torch.bool}
+_OPERATIONS = [(getattr(dist.ReduceOp, name), name) for name in dist.ReduceOp.RedOpType.__members__]
+_OURS = dict(ReduceOp.__members__)
 
 
-def operation(opts: Any, dtype: torch.dtype) -> str:
-    """The name that `comm` has for the ReduceOp of torch's options of a call; without them, the sum. Raises
-    ConfigError: it has none (bitwise operations, PREMUL_SUM), or the dtype cannot be added."""
+def operation(opts: Any, tensor: torch.Tensor) -> ReduceOp | str:
+    """The operation of torch's options of a call; without them, the sum. Raises ConfigError: odyssey has none such
+    (bitwise operations, PREMUL_SUM), or the dtype cannot be combined."""
     op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
-    kind = next((name for name, known in _KINDS if op == known), op)
-    found = _OPS.get(kind)
-    if dtype is torch.bool:
-        found = _OF_BOOL.get(found or "")
-    if found is None or dtype not in _NUMBERS:
-        raise ConfigError(
-            f"[torch] backend odyssey cannot combine {dtype} by {kind}; use SUM, AVG (of floats), MAX, MIN or PRODUCT "
-            "of integers, booleans, float16, bfloat16, float32 or float64"
-        )
-    return found
-
-
-def host(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor on the CPU with the values of `tensor`: itself where it is one."""
-    tensor = tensor.detach()
-    if tensor.layout is not torch.strided:
-        raise ShapeError("[torch] backend odyssey takes dense tensors, and this one is sparse; use tensor.to_dense()")
-    return tensor if tensor.is_contiguous() and not tensor.is_cuda else tensor.cpu().contiguous()
-
-
-def put(values: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Copies what was received into a `host(tensor)` to the tensor itself, where they are two; returns it."""
-    if values.data_ptr() != tensor.data_ptr():
-        tensor.detach().copy_(values)
-    return tensor
-
-
-def array(tensor: torch.Tensor) -> np.ndarray:
-    """The memory of a `host` tensor as an array that `comm` takes; of other dtypes than its own, the bytes."""
-    if tensor.dtype is torch.bfloat16:
-        return tensor.view(torch.uint16).numpy().view(bfloat16)
-    if tensor.dtype in _NUMBERS and tensor.dtype is not torch.bool:
-        return tensor.numpy()
-    return (tensor if tensor.dtype is torch.bool or tensor.dim() else tensor.reshape(1)).view(torch.uint8).numpy()
-
-
-def tensor_of(a: np.ndarray, like: torch.Tensor) -> torch.Tensor:
-    """The inverse of `array`: a tensor of the dtype of `like` with the memory of a contiguous array."""
-    return torch.from_numpy(a.view(np.uint16) if a.dtype == bfloat16 else a).view(like.dtype)
-
-
-def exchange(
-    comm: Communicator, output: torch.Tensor, tensor: torch.Tensor, receive: Sequence[int], send: Sequence[int]
-) -> Request:
-    """Starts sending rows of a `host` tensor to ranks 0, 1, ..., and receiving theirs: as many each, or equal parts."""
-    sides: list[Any] = []
-    for t, rows in ((tensor, send), (output, receive)):
-        flat = array(t).reshape(-1)
-        each = flat.size // max(len(t), 1)
-        sides += [flat, [int(n) * each for n in rows] if len(rows) else [flat.size // comm.size] * comm.size]
-    return comm.all_to_all_v(*sides, wait=False)
+    for known, name in _OPERATIONS:
+        if op == known:
+            return distributed.operation(_OURS.get(name, name), tensor, "backend odyssey")
+    return distributed.operation(op, tensor, "backend odyssey")
 
 
 class _Message(dist.Work):
-    """A message under way; what was received goes to the user's tensor when it is waited for."""
+    """A message under way; what was received is in the user's tensor when it is waited for."""
 
-    def __init__(self, request: Request, values: torch.Tensor, target: torch.Tensor | None = None) -> None:
+    def __init__(self, work: Work, tensors: Sequence[torch.Tensor]) -> None:
         super().__init__()
-        self._request, self._values, self._target = request, values, target
+        self._work, self._tensors = work, tensors
 
     def wait(self, timeout: Any = None) -> bool:
-        self._request.wait()
-        if self._target is not None:
-            put(self._values, self._target)
+        self._work.wait()
         return True
 
     synchronize = wait
 
     def is_completed(self) -> bool:
-        return self._request.test()
+        return self._work.is_completed()
 
     is_success = is_completed
 
     def get_future(self) -> Future:
         self.wait()
-        return _future([self._values])
+        return _future(self._tensors)
 
 
 def _future(value: Any) -> Future:
@@ -139,12 +90,19 @@ def _coalesced(single: Callable[..., Any]) -> Callable[..., Any]:
     return coalesced
 
 
+class _Members(ProcessGroup):
+    """The ranks of a communicator, for the functions of odyssey.distributed; roots are places among them."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self.ranks, self.comm = tuple(range(comm.size)), comm
+
+
 class OdysseyProcessGroup(dist.ProcessGroup):
     """A process group whose calls a communicator carries out. Methods are torch's; it calls them, not users."""
 
     def __init__(self, comm: Communicator) -> None:
         super().__init__(comm.rank, comm.size)
-        self.comm = comm
+        self.comm, self._members = comm, _Members(comm)
         self._name = self._desc = ""
         self._messages: list[_Message] = []  # sent and not waited for: their buffers must stay
 
@@ -176,76 +134,63 @@ class OdysseyProcessGroup(dist.ProcessGroup):
             message.wait()
         self._messages.clear()
 
-    # --- one tensor of each rank ---
+    # --- one tensor of each rank, or one that holds those of all: over the communicator, which is faster ---
 
     def _into(self, outputs: Sequence[torch.Tensor], opts: Any, call: Callable[[np.ndarray], Any]) -> Any:
         """Carries out a call for each of the tensors, which is given its memory to write to."""
         for t in outputs:
-            values = host(t)
-            call(array(values))
-            put(values, t)
+            place = distributed.Place(t, "backend odyssey")
+            call(place.memory)
+            place.filled()
         return _done(outputs, opts)
 
     def allreduce(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
-        op = operation(opts, tensors[0].dtype)
+        op = operation(opts, tensors[0])
         return self._into(tensors, opts, lambda a: self.comm.all_reduce(a, op, a))
 
     def broadcast(self, tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
         return self._into(tensors, opts, lambda a: self.comm.broadcast(a, opts.rootRank))
 
     def reduce(self, tensors: Sequence[torch.Tensor], opts: Any) -> Any:
-        op, root = operation(opts, tensors[0].dtype), opts.rootRank
+        op, root = operation(opts, tensors[0]), opts.rootRank
         return self._into(tensors, opts, lambda a: self.comm.reduce(a, op, root, a if self.comm.rank == root else None))
 
-    # --- one tensor that holds those of all ranks ---
-
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
-        given = array(host(tensor))
-        return self._into(
-            [output], opts, lambda a: self.comm.all_gather(given, a.reshape(self.comm.size, *given.shape))
-        )
+        a = distributed.array_of(tensor)
+        return self._into([output], opts, lambda out: self.comm.all_gather(a, out.reshape(self.comm.size, *a.shape)))
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
-        op, given = operation(opts, tensor.dtype), array(host(tensor)).reshape(-1)
-        return self._into([output], opts, lambda a: self.comm.reduce_scatter(given, op, a.reshape(-1)))
+        op, a = operation(opts, tensor), distributed.array_of(tensor).reshape(-1)
+        return self._into([output], opts, lambda out: self.comm.reduce_scatter(a, op, out.reshape(-1)))
 
     def all_to_all_single(
         self, output: torch.Tensor, tensor: torch.Tensor, receive: list[int], send: list[int], opts: Any = None
     ) -> Any:
-        values = host(output)
-        exchange(self.comm, values, host(tensor), receive, send).wait()
-        return _done([put(values, output)], opts)
+        distributed.all_to_all_single(output, tensor, receive, send, self._members)
+        return _done([output], opts)
 
     # --- lists of tensors, one per rank ---
 
     def allgather(self, outputs: Sequence[list[torch.Tensor]], tensors: Sequence[torch.Tensor], opts: Any = None):
         for out, t in zip(outputs, tensors, strict=True):
-            _copy(out, self.comm.all_gather(array(host(t))), t)
+            distributed.all_gather(out, t, self._members)
         return _done(outputs, opts)
 
     def reduce_scatter(self, outputs: Sequence[torch.Tensor], lists: Sequence[list[torch.Tensor]], opts: Any) -> Any:
         for out, given in zip(outputs, lists, strict=True):
-            self.reduce_scatter_single(out, torch.stack(list(given)), opts)
+            distributed.reduce_scatter(out, given, operation(opts, out), self._members)
         return _done(outputs, opts)
 
     def gather(self, outputs: Sequence[list[torch.Tensor]], tensors: Sequence[torch.Tensor], opts: Any) -> Any:
-        rows = self.comm.gather(array(host(tensors[0])), opts.rootRank)
-        if rows is not None:
-            _copy(outputs[0], rows, tensors[0])
+        distributed.gather(tensors[0], outputs[0] if outputs else None, opts.rootRank, self._members)
         return _done(outputs, opts)
 
     def scatter(self, outputs: Sequence[torch.Tensor], lists: Sequence[list[torch.Tensor]], opts: Any) -> Any:
-        rows = None
-        if self.comm.rank == opts.rootRank:
-            rows = array(host(torch.stack(list(lists[0])))).reshape(self.comm.size, -1)
-        return self._into(outputs, opts, lambda a: self.comm.scatter(rows, opts.rootRank, a.reshape(-1)))
+        distributed.scatter(outputs[0], lists[0] if lists else None, opts.rootRank, self._members)
+        return _done(outputs, opts)
 
     def alltoall(self, outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], opts: Any = None) -> Any:
-        sizes = [[t.numel() for t in each] for each in (outputs, tensors)]
-        values = torch.empty(sum(sizes[0]), dtype=tensors[0].dtype)
-        self.all_to_all_single(values, torch.cat([t.detach().reshape(-1) for t in tensors]), *sizes)
-        for out, part in zip(outputs, values.split(sizes[0]), strict=True):
-            out.detach().copy_(part.view(out.shape))
+        distributed.all_to_all(outputs, tensors, self._members)
         return _done(outputs, opts)
 
     # --- several calls in one: nothing is gained by keeping some back, each is carried out as it comes ---
@@ -265,14 +210,12 @@ class OdysseyProcessGroup(dist.ProcessGroup):
     # --- one to one ---
 
     def send(self, tensors: Sequence[torch.Tensor], rank: int, tag: int = 0) -> Any:
-        values = host(tensors[0])
-        message = _Message(self.comm.send(array(values), rank, tag, wait=False), values)
+        message = _Message(distributed.isend(tensors[0], rank, self._members, tag), tensors)
         self._messages = [m for m in self._messages if not m.is_completed()] + [message]
         return message
 
     def recv(self, tensors: Sequence[torch.Tensor], rank: int, tag: int = 0) -> Any:
-        values = host(tensors[0])
-        return _Message(self.comm.recv(array(values), rank, tag, wait=False), values, tensors[0])
+        return _Message(distributed.irecv(tensors[0], rank, self._members, tag), tensors)
 
     def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int = 0) -> Any:
         raise ConfigError("[torch] backend odyssey receives from a rank that is named; give recv(tensor, src=RANK)")
@@ -286,12 +229,6 @@ class OdysseyProcessGroup(dist.ProcessGroup):
     _allgather_base, _reduce_scatter_base, alltoall_base = all_gather_single, reduce_scatter_single, all_to_all_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-
-
-def _copy(outputs: Sequence[torch.Tensor], rows: np.ndarray, like: torch.Tensor) -> None:
-    """Rows that were received, of one tensor per rank, into the user's tensors."""
-    for out, row in zip(outputs, rows, strict=True):
-        out.detach().copy_(tensor_of(np.asarray(row), like).view(like.shape))
 
 
 _made: weakref.WeakKeyDictionary[Communicator, dict[tuple[int, ...], Communicator]] = weakref.WeakKeyDictionary()

@@ -19,13 +19,11 @@ import torch.utils.data
 from .. import comm as communication
 from .. import data as own
 from ..comm import Communicator
-from ..data import ArrayDataset, Batch
-from ..data.loader import Part, Pieces
-from ..data.trees import leaves, mapped
+from ..data import ArrayDataset, Batch, Part, Pieces, leaves, mapped
 from ..errors import ConfigError, DataError, check_integer
 from ..parallel import plan
-from ..train.fit import check_batches, check_sampler
-from .shards import generator, seed_of
+from ..train import check_batches, check_sampler
+from .shards import Share, generator, seed_of
 
 ORDER = 1 << 62  # apart from the numbers of steps, where loaders' seeds are made
 _NONE = np.empty(0, np.float32)
@@ -39,9 +37,9 @@ def tree_of(given: Any) -> Any:
 
 
 def _array(leaf: Any) -> np.ndarray:
-    """The memory of a tensor, or of what becomes one; float64 and bfloat16 as float32."""
+    """The memory of a tensor, or of what becomes one; bfloat16, which NumPy has not, as float32."""
     made = leaf.detach() if isinstance(leaf, torch.Tensor) else torch.from_numpy(np.array(leaf))
-    return (made.float() if made.dtype in (torch.float64, torch.bfloat16) else made).numpy()
+    return (made.float() if made.dtype is torch.bfloat16 else made).numpy()
 
 
 class Samples(ArrayDataset):
@@ -82,12 +80,18 @@ class Shared(Samples):
         """Samples lo to hi - 1, which are a shard; ConfigError if they are none of the loader's."""
         size = self.shard_size
         if lo % size or hi - lo != min(size, len(self) - lo):
-            raise ConfigError(f"[torch] the loader's shard_size is {size}, the trainer's {hi - lo}; give both the same")
+            raise _other_size(size, hi - lo)
         return self.shards[lo // size]
 
     def gather(self, indices: np.ndarray) -> tuple[Any, Any]:
         """Refused: other ranks have the other samples."""
         raise ConfigError("[torch] this is a global batch, shared out over ranks: `for x, y in net.shards(batch)`")
+
+
+def _other_size(loaders: int, trainers: int) -> ConfigError:
+    return ConfigError(
+        f"[torch] the loader's shard_size is {loaders}, the trainer's {trainers}; give both the same, or only one"
+    )
 
 
 class _Seeded(torch.utils.data.Dataset):
@@ -128,7 +132,8 @@ class DataLoader(own.DataLoader):
         batch_size: samples of a global batch, over all ranks.
         shuffle: a new order each epoch; False keeps 0, 1, ...
         seed: of the order and of the samples' generators.
-        shard_size: samples per shard; None: that of a `DistributedTrainer` for this batch size.
+        shard_size: samples per shard; None: that of the trainer it is given to, else the default of a
+            `DistributedTrainer` for this batch size.
         drop_last: leave out a last batch that is smaller.
         num_workers: processes of this rank that read; 0 reads in the loop.
         collate_fn, options: as torch.utils.data.DataLoader has them (pin_memory, timeout, prefetch_factor, ...).
@@ -155,6 +160,7 @@ class DataLoader(own.DataLoader):
                 )
         super().__init__(dataset, batch_size, shuffle, seed=seed, drop_last=drop_last, prefetch=0)
         default = plan.default_shard_size(self.batch_size)
+        self.fixed_size = shard_size is not None
         self.shard_size = check_integer("shard_size", default if shard_size is None else shard_size, 1)
         self.comm = communication.world() if comm is None else comm
         self._read = _Order()
@@ -163,8 +169,16 @@ class DataLoader(own.DataLoader):
         seeded = _Seeded(dataset, self.seed)
         self._loader = torch.utils.data.DataLoader(seeded, batch_sampler=self._read, **options)  # type: ignore[arg-type]
 
+    def follow(self, shard_size: int) -> None:
+        """Takes the shard size of a trainer. Raises ConfigError: this loader was given another one."""
+        if self.fixed_size and shard_size != self.shard_size:
+            raise _other_size(self.shard_size, shard_size)
+        self.shard_size = shard_size
+
     def _batches(self, cut: Pieces, epoch: int, part: Part | None, stopped: Callable[[], bool]) -> Iterator[Batch]:
         """Batches with this rank's shards; torch reads those of an epoch in one go, so that its workers are ahead."""
+        if isinstance(part, Share) and part.shards.shard_size is not None:
+            self.follow(part.shards.shard_size)
         pieces, size = list(cut), self.shard_size
         runs = [range(*plan.share(plan.shard_count(len(n), size), self.comm.size, self.comm.rank)) for _, n in pieces]
         shards = (n[s * size : (s + 1) * size] for (_, n), run in zip(pieces, runs, strict=True) for s in run)
@@ -204,13 +218,16 @@ def batches(loader: Any, epoch: int, seed: int, steps: int, targets: bool = True
 
 
 def _parts(item: Any, targets: bool) -> tuple[Any, Any]:
-    """Inputs and targets of a batch (x, y); where these are not needed, of (x,) or x as well, and none."""
+    """Inputs and targets of a batch (x, y). Of a dict, which holds both, all are inputs and the targets are (); where
+    targets are not needed, so are (x,) and x."""
+    if isinstance(item, Mapping):
+        return item, ()
     several = isinstance(item, (tuple, list))
     if not targets:
         return (item[0] if several and len(item) in (1, 2) else item), ()
     if not several or len(item) != 2:
         what = f"{type(item).__name__} of {len(item)}" if several else type(item).__name__
-        raise ConfigError(f"[train] the loader gave a {what}; give batches of (x, y), samples and targets")
+        raise ConfigError(f"[train] the loader gave a {what}; give batches of (x, y) or dicts for module(**batch)")
     return item[0], item[1]
 
 

@@ -27,8 +27,7 @@ from .. import comm as communication
 from ..comm import Communicator
 from ..data import Batch
 from ..errors import ConfigError, check_integer
-from ..parallel.plan import default_shard_size
-from ..parallel.strategy import Strategy
+from ..parallel import Strategy, default_shard_size
 from .data import Shared, tree_of
 from .shards import LoopError, Shards
 

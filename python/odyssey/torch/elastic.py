@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from ..base import files, runs
 from ..errors import DataError
 from ..train import resume
-from ..watch import files, runs
 from . import horovod, objects
 
 

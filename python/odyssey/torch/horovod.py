@@ -10,6 +10,7 @@ from the last commit. Adasum is refused. docs/migration.md has the table.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -17,13 +18,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from .. import distributed as dist
 from ..comm import Communicator, ReduceOp, Request
-from ..distributed.collectives import Work, collective
-from ..distributed.groups import ProcessGroup, World, destroy_process_group
+from ..distributed import ProcessGroup, Work, World, calling, destroy_process_group
 from ..errors import CollectiveError, ConfigError, ShapeError
-from ..train.resume import spread
+from ..train import spread
 from . import objects
-from .c10d import array, exchange, host, put, tensor_of
 
 HorovodInternalError = CollectiveError
 Average, Sum, Min, Max, Product = ReduceOp.MEAN, ReduceOp.SUM, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PROD
@@ -175,9 +175,14 @@ def poll(handle: Work | list[Work]) -> bool:
     return all([one.is_completed() for one in (handle if isinstance(handle, list) else [handle])])
 
 
-def _async(call: Any) -> Callable[..., Work]:
-    name = call.__name__.rstrip("_")
-    return _named(call.__name__.replace(name, f"{name}_async"), f"Starts `{call.__name__}`; its handle.", call.start)
+def _waited(start: Callable[..., Work]) -> Callable[..., Any]:
+    """The blocking form of an `_async` call."""
+
+    @functools.wraps(start)
+    def call(*given: Any, **named: Any) -> Any:
+        return start(*given, **named).wait()
+
+    return _named(start.__name__.replace("_async", ""), start.__doc__ or "", call)
 
 
 def _of_a_copy(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -200,8 +205,14 @@ def _announce(comm: Communicator, tensor: torch.Tensor | None, op: ReduceOp = Su
     return comm.all_gather(np.array(mine, np.int64))
 
 
-@collective
-def allreduce_(
+def _scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
+    """Multiplies a tensor, in place; returns it."""
+    if factor != 1.0:
+        tensor.detach().mul_(factor)
+    return tensor
+
+
+def allreduce_async_(
     tensor: torch.Tensor,
     average: bool | None = None,
     name: str | None = None,
@@ -209,22 +220,20 @@ def allreduce_(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> Any:
+) -> Work:
     """Combines all ranks' tensors, in place. name: taken and not used; the order of calls counts. Raises ConfigError:
     Adasum, a mean of integers, or a dtype that cannot be added."""
-    comm = yield process_set, False
-    kind, values = _reduction(op, average), host(tensor)
-    if values.dtype not in _DTYPES:
-        raise ConfigError(f"[horovod] allreduce of {values.dtype}; convert it to a number of 8 to 64 bits")
-    if prescale_factor != 1.0:
-        values.mul_(prescale_factor)
-    if comm.size > 1:
-        _announce(comm, values, kind)
-    flat = array(values).reshape(-1)
-    yield comm.all_reduce(flat, kind, flat, wait=False)
-    if postscale_factor != 1.0:
-        values.mul_(postscale_factor)
-    return put(values, tensor)
+    with calling(process_set, "allreduce_") as comm:
+        kind = _reduction(op, average)
+        if tensor.dtype not in _DTYPES:
+            raise ConfigError(f"[horovod] allreduce of {tensor.dtype}; convert it to a number of 8 to 64 bits")
+        _scaled(tensor, prescale_factor)
+        if comm.size > 1:
+            _announce(comm, tensor, kind)
+        place = dist.Place(tensor, "allreduce_")
+        flat = place.memory.reshape(-1)  # as `join` gives it
+        work = Work(comm.all_reduce(flat, kind, flat, wait=False), place.filled)
+    return work if postscale_factor == 1.0 else work.then(lambda _: _scaled(tensor, postscale_factor))
 
 
 def allreduce(
@@ -240,66 +249,57 @@ def allreduce(
     return compression.decompress(allreduce_(sent, average, name, op, **named), context)
 
 
-@collective
-def broadcast_(
+def broadcast_async_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Any:
+) -> Work:
     """Overwrites `tensor` with that of `root_rank` (of all ranks)."""
-    comm, values = (yield process_set, False), host(tensor)
-    yield comm.broadcast(array(values).reshape(-1), process_set._place("broadcast from rank", root_rank), wait=False)
-    return put(values, tensor)
+    return dist.broadcast(tensor, root_rank, process_set, async_op=True)
 
 
-@collective
-def allgather(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
+def allgather_async(
+    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Work:
     """All ranks' tensors one after the other; they may differ in their first dimension."""
-    comm = yield process_set, False
-    yield Request(rows := comm.all_gather_each(array(host(tensor))))
-    return tensor_of(np.concatenate(rows), tensor).to(tensor.device)
+    with calling(process_set, "allgather") as comm:
+        rows = comm.all_gather_each(dist.array_of(tensor))
+    return Work(Request(dist.like(tensor, np.concatenate(rows))))
 
 
-@collective
-def alltoall(
+def alltoall_async(
     tensor: torch.Tensor, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Any:
+) -> Work:
     """Rows of `tensor` to ranks 0, 1, ...: splits[p] rows to rank p, or equal parts.
 
     Returns what came, rank by rank; with `splits`, (that, rows from each rank).
     """
-    comm, values = (yield process_set, False), host(tensor)
-    if splits is None and len(values) % comm.size:
-        raise ShapeError(f"[horovod] alltoall of {len(values)} rows on {comm.size} ranks; give splits=")
-    send = [len(values) // comm.size] * comm.size if splits is None else splits.tolist()
-    receive = comm.all_to_all(np.array(send, np.int64).reshape(-1, 1))[:, 0].tolist()
-    out = torch.empty((sum(receive), *values.shape[1:]), dtype=values.dtype)
-    yield exchange(comm, out, values, receive, send)
-    out = out.to(tensor.device)
-    return out if splits is None else (out, torch.tensor(receive))
+    with calling(process_set, "alltoall") as comm:
+        if splits is None and len(tensor) % comm.size:
+            raise ShapeError(f"[horovod] alltoall of {len(tensor)} rows on {comm.size} ranks; give splits=")
+        send = [len(tensor) // comm.size] * comm.size if splits is None else splits.tolist()
+        receive = comm.all_to_all(np.array(send, np.int64).reshape(-1, 1))[:, 0].tolist()
+    out = tensor.new_empty((sum(receive), *tensor.shape[1:]))
+    work = dist.all_to_all_single(out, tensor, receive, send, process_set, async_op=True)
+    return work if splits is None else work.then(lambda out: (out, torch.tensor(receive)))
 
 
-@collective
-def reducescatter(
+def reducescatter_async(
     tensor: torch.Tensor, op: Any = Average, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Any:
+) -> Work:
     """This rank's rows of the combination; where they do not divide by the ranks, the first ranks have one more."""
-    comm, kind = (yield process_set, False), _reduction(op)
-    rows, more = divmod(len(tensor), comm.size)
-    lo = comm.rank * rows + min(comm.rank, more)
-    total = yield comm.all_reduce(array(host(tensor)), kind, wait=False)
-    return tensor_of(total[lo : lo + rows + (comm.rank < more)], tensor).to(tensor.device)
+    rows, more = divmod(len(tensor), process_set.size())
+    lo = process_set.rank() * rows + min(process_set.rank(), more)
+    work = dist.all_reduce(tensor, _reduction(op), process_set, async_op=True, out=torch.empty_like(tensor))
+    return work.then(lambda total: total[lo : lo + rows + (process_set.rank() < more)])
 
 
-@collective
-def barrier(process_set: ProcessSet = global_process_set) -> Any:
+def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Waits for all ranks."""
-    comm = yield process_set, False
-    yield comm.barrier(wait=False)
+    dist.barrier(process_set)
 
 
-allreduce_async_, broadcast_async_ = _async(allreduce_), _async(broadcast_)
-allreduce_async, broadcast_async = _of_a_copy(allreduce_async_), _of_a_copy(broadcast_async_)
-broadcast = _of_a_copy(broadcast_)
-allgather_async, alltoall_async, reducescatter_async = map(_async, (allgather, alltoall, reducescatter))
+allreduce_, broadcast_, allgather = map(_waited, (allreduce_async_, broadcast_async_, allgather_async))
+alltoall, reducescatter = map(_waited, (alltoall_async, reducescatter_async))
+allreduce_async, broadcast_async, broadcast = map(_of_a_copy, (allreduce_async_, broadcast_async_, broadcast_))
 grouped_allreduce, grouped_allreduce_ = _grouped(allreduce), _grouped(allreduce_)
 grouped_allreduce_async, grouped_allreduce_async_ = _grouped(allreduce_async), _grouped(allreduce_async_)
 grouped_allgather, grouped_reducescatter = _grouped(allgather), _grouped(reducescatter)
@@ -318,8 +318,8 @@ def join(device: int = -1) -> int:
         if not len(active):
             break
         _, dtype, elements, op = everyone[active[0]]
-        zeros = array(torch.zeros(int(elements), dtype=_DTYPES[dtype]))
-        comm.all_reduce(zeros, _OPS[op], zeros)
+        zeros = torch.zeros(int(elements), dtype=_DTYPES[dtype])
+        dist.all_reduce(zeros, _OPS[op], global_process_set)
         rounds += 1
     waited = comm.all_gather(np.array([rounds]))[:, 0]
     return int(np.flatnonzero(waited == waited.min())[-1])

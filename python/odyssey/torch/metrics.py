@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from ..engine import metrics as ours
 from ..errors import ConfigError
+from . import outputs
 
 Metric = Callable[[Any, Any], Any]
 
@@ -20,6 +21,7 @@ def top_k(out: Any, y: Any, k: int = 1) -> torch.Tensor:
     The classes are dimension 1 of outputs, as for torch's losses, or the last where targets have all others' shape. Of
     equal entries the first counts as larger.
     """
+    out, y = outputs.compared(out, y)
     if not _of_classes(out, y):
         raise ConfigError("[torch] accuracy and top5 are of targets that are class numbers; give metrics of your own")
     out = out.movedim(-1 if out.shape[:-1] == y.shape else 1, -1)
@@ -28,11 +30,20 @@ def top_k(out: Any, y: Any, k: int = 1) -> torch.Tensor:
 
 
 def accuracy(out: Any, y: Any) -> Any:
-    """What is counted where no metrics are given: below 0 where targets are no classes, so that nobody shows it."""
+    """What is counted where no metrics are given: below 0 where targets are no classes, so that nobody shows it. Of a
+    dict batch only where samples have one label each: those of tokens are shifted or masked, each model in its way."""
+    if isinstance(y, dict):
+        out, y = outputs.field(out, "logits"), y.get("labels")
+        if not isinstance(y, torch.Tensor) or y.dim() != 1:
+            return torch.tensor(-1.0)
     return top_k(out, y) if _of_classes(out, y) else torch.tensor(-1.0)
 
 
-NAMED: dict[str, Metric] = {"accuracy": top_k, "mae": F.l1_loss, "mse": F.mse_loss}
+NAMED: dict[str, Metric] = {
+    "accuracy": top_k,
+    "mae": lambda out, y: F.l1_loss(*outputs.compared(out, y)),
+    "mse": lambda out, y: F.mse_loss(*outputs.compared(out, y)),
+}
 
 
 def chosen(given: Any) -> dict[str, Metric]:

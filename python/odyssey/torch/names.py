@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from ..callbacks import Callback, Context
-from ..checkpoints.trainable import History
-from ..distributed.config import DistributedConfig
+from ..checkpoints import History
+from ..distributed import DistributedConfig
 from ..errors import ConfigError
 from .trainer import DistributedTrainer
 
@@ -24,9 +24,9 @@ class GradientNorm(Callback):
     """The norm of the mean gradient of an epoch's last step, in the epoch's record."""
 
     def on_step_end(self, context: Context) -> None:
-        trainer: Any = context.trainer
-        norm = torch.linalg.vector_norm(trainer.shards.gradient) if trainer.grad_norm is None else trainer.grad_norm
-        context.tally.extra["grad_norm"] = float(norm)
+        norm = context.trainer.gradient_norm()
+        if norm is not None:
+            context.tally.extra["grad_norm"] = norm
 
 
 class PyTorchDDPTrainer(DistributedTrainer):

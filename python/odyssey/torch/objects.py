@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..distributed import array_of
 from ..errors import ConfigError, DataError
-from .c10d import host
 
 
 def packed(value: Any, allow_pickle: bool = False) -> Any:
@@ -20,7 +20,7 @@ def packed(value: Any, allow_pickle: bool = False) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, torch.Tensor):
-        raw = host(value).reshape(-1).view(torch.uint8).numpy()
+        raw = array_of(value).reshape(-1).view(np.uint8)
         return {"tensor": [str(value.dtype).removeprefix("torch."), list(value.shape), raw]}
     if type(value) in (list, tuple):
         return {type(value).__name__: [packed(v, allow_pickle) for v in value]}
@@ -57,5 +57,7 @@ def unpacked(tree: Any, allow_pickle: bool = False) -> Any:
 
             return pickle.loads(inner.tobytes())  # noqa: S301 - the caller asked for it
         return {"list": list, "tuple": tuple}[kind](unpacked(v, allow_pickle) for v in inner)
+    except ConfigError:
+        raise
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as e:
         raise DataError(f"[horovod] this is no object as ranks send them: {e}") from None

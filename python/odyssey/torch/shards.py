@@ -18,7 +18,7 @@ import dataclasses
 import hashlib
 import math
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import numpy as np
@@ -26,9 +26,9 @@ import torch
 
 from ..comm import Communicator
 from ..errors import ConfigError, OdysseyError
+from ..parallel import Part, Reduction
 from ..parallel import plan as planning
 from ..parallel import strategy as strategies
-from ..parallel.reduction import Reduction
 from ..train import agreement
 from .arena import ALIGN, Arena
 
@@ -99,6 +99,17 @@ class Sums:
     reached: list[bool] = dataclasses.field(default_factory=list)
 
 
+@dataclasses.dataclass
+class Share:
+    """The samples of a batch that this rank's shards have, as `Shards.share` says; loaders read the shard size here."""
+
+    shards: Shards
+    train: bool
+
+    def __call__(self, samples: int) -> tuple[int, int]:
+        return self.shards.share(samples, self.train)
+
+
 class Shards:
     """See the head of this file. For this process, it sets what torch's bits depend on.
 
@@ -131,16 +142,33 @@ class Shards:
         self.arena = arena = Arena(module)
         self.comm, self.strategy, self.shard_size, self.seed = comm, strategy, shard_size, seed
         self.mean, self.strict, self.tell = mean, deterministic == "error", tell
-        self.gradient = torch.from_numpy(arena.grads)
         self.counts: Callable[[int], tuple[int, ...]] = lambda shards: ()  # of each rank; empty: equal shares
         self.memory: dict[str, Any] = {}  # of a compression
         self._prepared: dict[tuple[Any, ...], Prepared] = {}
         self._sent = 0, 0
         self._told: set[str] = set()
-        params, norms = arena.trained, len(arena.counters)
-        # gradients | statistics | whether changed | SUMS | reached | raised
-        self._places = np.cumsum([arena.size, arena.floats, arena.floats, SUMS, params, norms]).tolist()
+        self._lay_out()
         self.running, self.kept = torch.from_numpy(arena.running), torch.from_numpy(arena.kept)
+
+    def _lay_out(self) -> None:
+        arena = self.arena
+        self.gradient = torch.from_numpy(arena.grads)
+        # gradients | statistics | whether changed | SUMS | reached | raised
+        sizes = [arena.size, arena.floats, arena.floats, SUMS, arena.trained, len(arena.counters)]
+        self._places = np.cumsum(sizes).tolist()
+
+    def arrange(self, trained: Collection[str]) -> None:
+        """Makes places for the gradients of the parameters of these names; those of other batches are forgotten, so the
+        next one is a collective call. Raises ConfigError: a compression keeps what has no place any more."""
+        if self.memory:
+            raise ConfigError(
+                f"[torch] compression={self.strategy.compression!r} with parameters that are unfrozen while it runs, "
+                "as it keeps what was not sent of the others; use compression='none', or make a new trainer"
+            )
+        self._sent = self.traffic()
+        self._prepared.clear()
+        self.arena.arrange(trained)
+        self._lay_out()
 
     def agree(self, same: dict[str, Any]) -> None:
         """Compares the module, what torch is told and `same` between ranks, and gives all of them rank 0's values."""
@@ -189,14 +217,27 @@ class Shards:
     def __call__(self, samples: int, step: int, train: bool = True) -> Iterator[tuple[int, int]]:
         """This rank's shards of a batch, as (first sample, one past the last). Between two of them a caller runs one:
         backward() of the sum of its losses, and `count`. Then `sums`, on all ranks."""
-        prepared, arena = self.prepared(samples, train), self.arena
+        self.begin(samples, train)
+        yield from self.run(samples, step)
+
+    def begin(self, samples: int, train: bool = True) -> Part:
+        """Begins a batch: what is made for it, and this rank's part. A collective call the first time."""
+        prepared = self.prepared(samples, train)
+        before = [int(b) for _, b in self.arena.counters] if train else []
+        part = Part(prepared.reduction, (self._places[2] if train else 0) + 1)
+        self._begun = prepared, train, before, part
+        return part
+
+    def run(self, samples: int, step: int) -> Iterator[tuple[int, int]]:
+        """The shards of a batch that has begun, as calling this object gives them."""
+        arena = self.arena
+        prepared, train, before, _ = self._begun
         plan, size = prepared.plan, self.shard_size
         if train:
             arena.check()
         fixed = [(name, t, t._version) for name, t in (*arena.others, *arena.named)]
-        before = [int(b) for _, b in arena.counters] if train else []
         for name, p in arena.named[arena.trained :]:
-            if p.requires_grad:
+            if train and p.requires_grad:
                 raise ConfigError(f"[torch] {name} was frozen and is not any more; make a new trainer of the module")
         drawn = generator.get_state()
         try:
@@ -219,7 +260,6 @@ class Shards:
         finally:
             generator.set_state(drawn)
         self._check_fixed(fixed)
-        self._begun = prepared, train, before
 
     def count(self, loss: float, *metrics: float) -> None:
         """Sums over the samples of the shard that is being run."""
@@ -257,15 +297,20 @@ class Shards:
         flat[at : at + len(reach)] = torch.tensor(reach)
 
     def sums(self) -> Sums:
-        """Completes the sums over all ranks, and the mean gradient; `settle` is for after them. A collective call."""
-        prepared, train, before = self._begun
+        """Completes the sums over all ranks, and the mean gradient; `settle` is for after them. A collective call.
+        Raises what a rank's part failed with: on all ranks; nothing was changed."""
+        prepared, train, before, part = self._begun
+        part.tell()
         prepared.reduction.start()
         prepared.reduction.finish()
         result, arena = prepared.result, self.arena
+        statistics, changed, sums = self._places[:3] if train else (0, 0, 0)
+        if train and (part.error is not None or math.isnan(result[sums + 1])):
+            self.settle(False)
+        part.end(float(result[sums + 1]))
         if not train:
             loss, samples, *metrics = result[:SUMS].tolist()
             return Sums(loss, samples, metrics)
-        statistics, changed, sums = self._places[0], self._places[1], self._places[2]
         tail = result[sums : self._places[-1]].tolist()
         loss, samples, *metrics = tail[:SUMS]
         flags = tail[SUMS:]

@@ -15,14 +15,13 @@ from torch import nn
 
 from ..checkpoints import Snapshot
 from ..core import fingerprint
-from ..core.settings import Training, of_checkpoint
 from ..errors import CheckpointError, ConfigError
-from ..parallel.strategy import Strategy
-from ..train import resume
-from ..train.numerics import check_replicas
-from ..train.sharing import Sharing
-from ..train.state import as_json
+from ..parallel import Strategy
+from ..settings import Training, of_checkpoint
+from ..train import Sharing, as_json, check_replicas, resume
 from .arena import Arena
+from .changing import Settings
+from .orders import Orders
 from .shards import Shards, described, environment
 
 
@@ -43,6 +42,9 @@ class TorchState(Sharing):
     zero: int
     _given: dict[str, Any]
     _scheduled: int
+    _orders: Orders  # of the latest fit()
+    _built: Settings
+    _first: list[str]  # names of the parameters that are trained, as the trainer was made
 
     partial = False
 
@@ -119,6 +121,40 @@ class TorchState(Sharing):
             arrays[f"optimizer {state} of {name}"] = np.array(value)
         return arrays
 
+    # --- what may change while it runs ---
+
+    def standing(self) -> dict[str, Any]:
+        """What an update reads beside gradients and state: ranks must have it alike."""
+        groups = {f"group {i} of the optimizer": _hyper(g) for i, g in enumerate(self.optimizer.param_groups)}
+        return {**groups, "clip_norm": self.clip_norm, **self._built.values()}
+
+    def check_alike(self) -> None:
+        """Compares settings, parameters and running statistics of all ranks; a collective call. Raises ConfigError,
+        NumericsError: on all ranks: they differ."""
+        self._built.share(self.comm)
+        super().check_alike()
+
+    @property
+    def _trained(self) -> list[str]:
+        """The names of the parameters that have places for gradients."""
+        return [name for name, _ in self.arena.named[: self.arena.trained]]
+
+    def _arrange(self, trained: list[str]) -> None:
+        """Has places for the gradients of these; a collective call with zero=1, where others own them then."""
+        state = self._optimizer_state() if self.zero else {}
+        self.shards.arrange(trained)
+        for name in ("_prints", "_runs"):
+            vars(self).pop(name, None)
+        if self.zero:
+            self.optimizer.state.clear()
+            self.optimizer.state.update(self._state_of(state))
+
+    def _unfreeze(self) -> None:
+        """Parameters that a callback has unfrozen get places for their gradients."""
+        if any(p.requires_grad for _, p in self.arena.named[self.arena.trained :]):
+            found = {name for name, p in self.arena.named if p.requires_grad} | set(self._trained)
+            self._arrange([name for name, _ in self.arena.named if name in found])
+
     # --- the optimizer's state, of which with zero=1 each rank has a part ---
 
     @functools.cached_property
@@ -176,12 +212,15 @@ class TorchState(Sharing):
     def state(self, values: dict[str, Any]) -> Snapshot | None:
         """What a checkpoint of this moment holds, on rank 0; None on the others. A collective call."""
         optimizer = self._optimizer_state()
+        self._built.share(self.comm)
         if self.comm.rank != 0:
             return None
+        names = {id(p): name for name, p in self.arena.named}
         arrays = {
             "parameters": {name: p.detach().numpy() for name, p in self.arena.named},
             "buffers": {name: b.detach().numpy() for name, b in self.arena.buffers},
             "optimizer": {key: v for key, v in optimizer.items() if isinstance(v, np.ndarray)},
+            "generators": self._orders.state(),
         }
         return Snapshot(
             step=self.steps,
@@ -190,10 +229,16 @@ class TorchState(Sharing):
                 "configuration": self.configuration(),
                 "optimizer": {
                     "groups": [_hyper(group) for group in self.optimizer.param_groups],
+                    "names": [[names[id(p)] for p in group["params"]] for group in self.optimizer.param_groups],
                     "numbers": {key: v for key, v in optimizer.items() if not isinstance(v, np.ndarray)},
                 },
                 "scheduler": None if self.scheduler is None else _plain(self.scheduler.state_dict()),
                 "scheduled": self._scheduled,
+                "changed": {
+                    "clip_norm": self.clip_norm,
+                    "modules": self._built.changed(),
+                    "trained": [] if set(self._trained) == set(self._first) else sorted(self._trained),
+                },
                 "ranks": self.comm.size,
                 "layout": f"{self.comm.size} ranks, zero {self.zero}",
                 **values,
@@ -211,13 +256,16 @@ class TorchState(Sharing):
         if saved.get("shard size") is None or self.shard_size is None:
             now.pop("shard size")
         resume.check(saved, now, name)
-        tensors = [
-            (t, torch.from_numpy(np.array(resume.tensor(arrays.get(stem, {}), n, t.detach().numpy(), name))))
-            for stem, named in (("parameters", self.arena.named), ("buffers", self.arena.buffers))
-            for n, t in named
-        ]
+        tensors = self._weights_of(snapshot, name)
+        changed = values.get("changed")  # not there in older checkpoints: what was changed is left as it is
         try:
+            if changed is not None:
+                norm, trained = changed["clip_norm"], changed["trained"] or self._first
+                if set(trained) != set(self._trained):
+                    self.optimizer.state.clear()  # it is replaced below
+                    self._arrange(list(trained))
             groups, numbers = values["optimizer"]["groups"], values["optimizer"]["numbers"]
+            self._regroup(groups, values["optimizer"].get("names"))
             state = self._state_of({**arrays.get("optimizer", {}), **numbers})
             scheduler, scheduled = values["scheduler"], int(values["scheduled"])
             hyper = [_merged(_hyper(g), new) for g, new in zip(self.optimizer.param_groups, groups, strict=True)]
@@ -228,10 +276,7 @@ class TorchState(Sharing):
                 f"[resume] {name} was made by {values.get('ranks')} ranks, {self.comm.size} run now: with this "
                 "reduction the bits depend on it, so the training goes on with others"
             )
-        with torch.no_grad():
-            for t, value in tensors:
-                t.copy_(value)
-        self.arena.kept[:] = self.arena.running
+        self._take(tensors)
         self.optimizer.state.clear()
         self.optimizer.state.update(state)
         for group, new in zip(self.optimizer.param_groups, hyper, strict=True):
@@ -239,7 +284,39 @@ class TorchState(Sharing):
         if self.scheduler is not None:
             self.scheduler.load_state_dict(_merged(self.scheduler.state_dict(), scheduler))
         self._scheduled = scheduled
+        if changed is not None:
+            self._built.restore(changed["modules"], name)
+            self.clip_norm = None if norm is None else float(norm)
+        self._orders.load(arrays.get("generators", {}), name)
         self.shard_size, self.steps = size, snapshot.step
+
+    def load_weights(self, snapshot: Snapshot, name: str) -> None:
+        """Takes the weights and buffers of a snapshot that all ranks have, and nothing else."""
+        self._take(self._weights_of(snapshot, name))
+
+    def _weights_of(self, snapshot: Snapshot, name: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Each parameter and buffer with its value in a snapshot. Raises CheckpointError: one is missing."""
+        return [
+            (t, torch.from_numpy(np.array(resume.tensor(snapshot.arrays.get(stem, {}), n, t.detach().numpy(), name))))
+            for stem, named in (("parameters", self.arena.named), ("buffers", self.arena.buffers))
+            for n, t in named
+        ]
+
+    def _take(self, values: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        with torch.no_grad():
+            for t, value in values:
+                t.copy_(value)
+        self.arena.kept[:] = self.arena.running
+
+    def _regroup(self, groups: list[dict[str, Any]], names: list[list[str]] | None) -> None:
+        """Gives the optimizer the groups that were added to it before a checkpoint, and no others."""
+        own = self.optimizer.param_groups
+        if names is not None and len(own) != len(groups):
+            parameters = dict(self.arena.named)
+            del own[len(groups) :]
+            for hyper, wanted in zip(groups[len(own) :], names[len(own) :], strict=True):
+                made = _merged(self.optimizer.defaults, hyper)  # whose tuples are tuples
+                self.optimizer.add_param_group({**made, "params": [parameters[name] for name in wanted]})
 
     def _state_of(self, given: dict[str, Any]) -> dict[Any, dict[str, Any]]:
         """The optimizer's state by parameter, of what this rank keeps."""

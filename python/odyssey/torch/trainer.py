@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,21 +19,21 @@ from torch import nn
 from .. import callbacks
 from .. import comm as communication
 from .. import data as datasets
-from ..checkpoints.trainable import Evaluation, Step
-from ..core import settings as declaration
-from ..core.settings import Training
-from ..engine.layout import Layout
+from ..base import Run, slot
+from ..checkpoints import Evaluation, Step
+from ..engine import Layout
 from ..errors import ConfigError, check_kind
-from ..nn.module import in_mode
-from ..parallel.mesh import Mesh
-from ..parallel.strategy import MODES, Strategy
-from ..train.fit import in_batches, own_steps
-from ..train.resume import spread
-from ..watch import slot
-from ..watch.runs import Run
+from ..nn import in_mode
+from ..parallel import MODES, Mesh, Strategy
+from ..settings import Training
+from ..settings import declarations as declaration
+from ..train import in_batches, own_steps, spread
 from . import metrics as metric_sums
+from . import outputs
+from .changing import Settings
 from .data import DataLoader, Shared, batches, part
-from .shards import Shards, Sums
+from .orders import Orders, generators
+from .shards import Shards, Share, Sums
 from .state import TorchState
 
 OURS = (
@@ -49,11 +48,13 @@ class DistributedTrainer(TorchState):
         module: of float32 parameters on the CPU. In training it is used in the modes (train, eval) its parts are in.
         optimizer: a torch.optim optimizer over its parameters.
         loss: called as loss(module(x), y) on the samples of a shard; gives their mean, or their sum where its
-            `reduction` is "sum". Default nn.CrossEntropyLoss().
+            `reduction` is "sum". Default nn.CrossEntropyLoss(). Of batches that are dicts, as Hugging Face's loaders
+            give them: loss(module(**batch), batch), default the output's `loss`.
         scheduler: a torch scheduler of this optimizer; its step() is called here.
         scheduler_interval: "step": after each optimizer step; "epoch": after each epoch.
         metrics: a dict of names with functions of (output, target), or one of "accuracy", "top5", "mae", "mse"; or a
-            list of such names (metrics.py); default accuracy, where targets are classes.
+            list of such names (metrics.py); default accuracy, where targets are classes. Of batches that are dicts:
+            functions of (output, batch); names compare the output's `logits` with batch["labels"].
         shard_size: samples per shard, which torch runs as one batch: part of what is computed. Default: 32 from a
             global batch of 128 on, 16 from 32 on, one shard below.
         threads: of torch, in every rank: part of what is computed, so never the number of cores.
@@ -98,11 +99,12 @@ class DistributedTrainer(TorchState):
         self.module, self.optimizer, self.scheduler = module, optimizer, scheduler
         self.per_epoch = scheduler_interval == "epoch"
         self._scheduled = 0  # epochs that a scheduler of epochs has seen
-        self.loss = nn.CrossEntropyLoss() if loss is None else loss
+        self._orders = Orders()
+        self.loss, self._own_loss = nn.CrossEntropyLoss() if loss is None else loss, loss is not None
         self._loss_is_sum = getattr(self.loss, "reduction", "mean") == "sum"
         self.metrics = metric_sums.chosen(metrics)
         self.threads, self.deterministic, self.zero = threads, deterministic, made.zero
-        self.replicas = self.comm.size
+        self.workers = self.replicas = self.comm.size
         held: dict[str, Any] = {"threads": threads, "deterministic": deterministic, "tell": self.say}
         self.shards = Shards(module, self.comm, self.strategy, shard_size=made.shard_size, seed=made.seed, **held)
         self._train = self.shards
@@ -113,6 +115,7 @@ class DistributedTrainer(TorchState):
         self.layout = declaration.part(Layout, made, **own)  # a rank runs its shards one after the other
         self.shards.counts = self.layout.counts
         self._given = self._description()
+        self._built, self._first = Settings(module, self.loss, deterministic == "error"), self._trained
         self._compare_settings({"zero": self.zero})
         self.shards.agree(self._given)
 
@@ -126,6 +129,8 @@ class DistributedTrainer(TorchState):
             )
         self._move_shards(len(batch.indices))
         self._catch_up()
+        self._built.check_structure()
+        self._unfreeze()
         rate = self.rate
         self._watch.batch(batch, self.steps)
         sums = self._run(batch, self.steps)
@@ -170,22 +175,28 @@ class DistributedTrainer(TorchState):
 
     def _run(self, batch: datasets.Batch, step: int, train: bool = True) -> Sums:
         """Runs this rank's shards of a batch; the sums over all."""
-        batch = batch.covering(*self.shards.share(len(batch.indices), train))
-        for lo, hi in self.shards(len(batch.indices), step, train):
-            x, y = part(batch, lo, hi)
-            weight = 1 if self._loss_is_sum else hi - lo
-            with in_a_line():
-                with slot.span("forward"), self._autocast():
-                    out = self._forward(x)
-                    loss = self.loss(out, y)
-                if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-                    found = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-                    raise ConfigError(f"[torch] the loss of a shard is {found}; one number is needed: reduction='mean'")
-                if train:
-                    with slot.span("backward"):
-                        (loss if weight == 1 else loss * weight).backward()
-            self.shards.count(float(loss.detach()) * weight, *metric_sums.sums(self.metrics, out, y, hi - lo))
+        n = len(batch.indices)
+        with self.shards.begin(n, train).tried(), contextlib.closing(self.shards.run(n, step)) as run:
+            batch = batch.covering(*self.shards.share(n, train))
+            for lo, hi in run:
+                with self._built.looking():
+                    self._run_shard(*part(batch, lo, hi), hi - lo, train)
         return self.shards.sums()
+
+    def _run_shard(self, x: Any, y: Any, samples: int, train: bool) -> None:
+        weight = 1 if self._loss_is_sum else samples
+        whole = outputs.is_whole(x, y)
+        with in_a_line():
+            with slot.span("forward"), self._autocast():
+                out, y = self._forward(x), x if whole else y
+                loss = self.loss(out, y) if self._own_loss or not whole else outputs.loss(out)
+            if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+                found = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+                raise ConfigError(f"[torch] the loss of a shard is {found}; one number is needed: reduction='mean'")
+            if train:
+                with slot.span("backward"):
+                    (loss if weight == 1 else loss * weight).backward()
+        self.shards.count(float(loss.detach()) * weight, *metric_sums.sums(self.metrics, out, y, samples))
 
     def _forward(self, x: Any) -> Any:
         if isinstance(x, dict):
@@ -214,6 +225,11 @@ class DistributedTrainer(TorchState):
         self.shards.settle(finite)
         return finite
 
+    def gradient_norm(self) -> float | None:
+        if self.clip_norm is not None:
+            return self.grad_norm
+        return float(torch.linalg.vector_norm(self.shards.gradient))
+
     def traffic(self) -> tuple[int, int]:
         return self.shards.traffic()
 
@@ -230,24 +246,39 @@ class DistributedTrainer(TorchState):
                 f"[torch] compression={self.strategy.compression!r} keeps on each rank what it has not sent, which "
                 "checkpoints of torch modules do not hold; use compression='bf16', or no checkpoints"
             )
+        self._built.remember()
         self._watch.begin(whole, self.say if context.saving.nondeterministic else None)
 
+    def _take_size(self, loader: Any) -> None:
+        """The shard size of a loader that was given one is the trainer's, unless that has another. ConfigError."""
+        if isinstance(loader, DataLoader) and loader.fixed_size:
+            loader.follow(self.shard_size or loader.shard_size)
+            self.shard_size = loader.shard_size
+
+    def _compare_data(self, loader: Any, val_loader: Any, context: callbacks.Context) -> None:
+        self._take_size(loader)
+        self._take_size(val_loader)
+        super()._compare_data(loader, val_loader, context)
+        self._orders = Orders(*(None if own_steps(one) else one for one in (loader, val_loader)))
+
     def _batches(self, loader: Any, epoch: int) -> Iterator[datasets.Batch]:
+        self._orders.begin(epoch)
         return batches(loader, epoch, self.seed, self.accumulation_steps)
 
     def _part(self, training: bool) -> Callable[[int], tuple[int, int]] | None:
-        return functools.partial(self.shards.share, train=training)
+        return Share(self.shards, training)
 
     def _repeats(self, sampler: Any) -> bool:
-        """Those of torch draw from its generator, which each epoch is seeded anew, unless they have their own."""
-        own = type(sampler).__module__ == "torch.utils.data.sampler" and getattr(sampler, "generator", None) is None
+        """Torch's own draw from its generator, which each epoch is seeded anew, or from theirs, which is put back."""
+        own = type(sampler).__module__ == "torch.utils.data.sampler" or any(generators(sampler))
         return own or super()._repeats(sampler)
 
     def _evaluated(self, loader: Any, targets: bool = True) -> Iterator[datasets.Batch]:
         """A data set or loader as batches whose shards are known; of our own loaders this rank reads its samples."""
         if isinstance(loader, torch.utils.data.Dataset):
-            loader = DataLoader(loader, batch_size=256, shard_size=self.shard_size, comm=self.comm)
+            loader = DataLoader(loader, batch_size=256, comm=self.comm)
         loader = in_batches(loader)
+        self._take_size(loader)
         if own_steps(loader) and len(loader.dataset):
             self._share_out(min(loader.batch_size, len(loader.dataset)))
             if isinstance(loader, DataLoader):
@@ -282,9 +313,10 @@ class DistributedTrainer(TorchState):
     def predict(self, loader: Any) -> torch.Tensor:
         """What the module gives in eval mode for all samples, in order, whole on every rank.
 
-        loader: of batches (x, y), (x,) or x; or a data set; or one tensor of samples (N, ...).
+        loader: of batches (x, y), (x,), x or dicts; or a data set; or one tensor of samples (N, ...).
 
-        Returns a tensor (N, ...) of the outputs' dtype, float32 for "bf16". Of outputs that are no tensor: ConfigError.
+        Returns a tensor (N, ...) of the outputs' dtype, float32 for "bf16": the outputs, or their `logits`. Raises
+        ConfigError: they are no tensors, or have several shapes.
         """
         if isinstance(loader, torch.Tensor):
             loader = torch.utils.data.TensorDataset(loader)
@@ -294,7 +326,7 @@ class DistributedTrainer(TorchState):
             for number, batch in enumerate(self._evaluated(loader, targets=False)):
                 for lo, hi in self.shards(n := len(batch.indices), number, train=False):
                     with self._autocast():
-                        out = self._forward(part(batch, lo, hi, targets=False)[0])
+                        out = outputs.predictions(self._forward(part(batch, lo, hi, targets=False)[0]))
                     if not isinstance(out, torch.Tensor) or out.shape[:1] != (hi - lo,):
                         found = tuple(out.shape) if isinstance(out, torch.Tensor) else type(out).__name__
                         raise ConfigError(
@@ -305,6 +337,8 @@ class DistributedTrainer(TorchState):
         if not count:
             raise ConfigError("[predict] the loader gave no batch; give it data")
         whole = {k: v for rank in range(self.comm.size) for k, v in spread(self.comm, rows, rank).items()}
+        if len(shapes := sorted({a.shape[1:] for a in whole.values()})) > 1:
+            raise ConfigError(f"[predict] outputs have the shapes {shapes}; pad all batches to one length")
         return torch.from_numpy(np.concatenate([whole[k] for k in sorted(whole, key=int)]))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,9 +38,11 @@ def to_torch(model: Any, module: nn.Module, names: Mapping[str, str] | None = No
     module.load_state_dict({_renamed(name, names or {}): torch.from_numpy(np.array(v)) for name, v in state.items()})
 
 
-def save(state: Mapping[str, np.ndarray], file: Any) -> None:
-    """Writes a state dict of tensors, as torch.load(file, weights_only=True) reads it."""
-    torch.save({name: torch.from_numpy(np.array(value)) for name, value in state.items()}, file)
+def content(model: Any, arrays: Mapping[str, np.ndarray], sample_shape: tuple[int, ...] | None) -> bytes:
+    """A state dict of tensors as the bytes of a file that torch.load(file, weights_only=True) reads."""
+    file = io.BytesIO()
+    torch.save({name: torch.from_numpy(np.array(value)) for name, value in arrays.items()}, file)
+    return file.getvalue()
 
 
 def _renamed(name: str, names: Mapping[str, str]) -> str:

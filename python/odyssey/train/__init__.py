@@ -2,3 +2,20 @@
 
 docs/data-flow.md says what each file is. `python -m odyssey.train` is `odyssey train`.
 """
+
+from ..base.lazy import attach
+
+__getattr__, __dir__, __all__ = attach(
+    __name__,
+    {
+        "train.agreement": "agreement",
+        "train.fit": "check_batches check_sampler in_batches own_steps",
+        "train.numerics": "check_replicas",
+        "train.progress": "progress",
+        "train.resume": "by_first resume spread",
+        "train.saved": "saved",
+        "train.sharing": "Sharing",
+        "train.state": "as_json",
+        "train.trainer": "DistributedTrainer shard_size_of",
+    },
+)

@@ -12,25 +12,22 @@ All ranks find the same, so all end with the same error, and rank 0 speaks. Rank
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import os
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..comm import Communicator
-from ..core import fingerprint, native
-from ..core.program import Block, Executor, Memory, Range, Record, Slot
+from ..core import fingerprint
+from ..core.fingerprint import hash_of
 from ..data import ArrayDataset, Batch
+from ..engine.listing import Listed, said, watched
 from ..errors import ConfigError, DataError, OdysseyError
 from . import resume
 
 if TYPE_CHECKING:
     from ..core.arena import Arena
     from ..engine.engine import Engine
-    from ..nn import Module
 
 CURE = (
     "draw random numbers from (seed, epoch, sample index), as transform= of DataLoader does and docs/determinism.md "
@@ -38,14 +35,8 @@ CURE = (
 )
 BLOCKS = 256  # of a data set, when a sample that differs is looked for
 CHUNK = 1 << 20  # bytes that are copied at once where memory does not lie on words
-PACKAGE = __name__.partition(".")[0]
 AHEAD = 1000  # steps whose rates, or samples, are compared at once at most
 TEXT = 400  # bytes of what a rank says to the others
-
-
-def hash_of(value: Any) -> int:
-    """63 bits of a hash over a value's repr."""
-    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:8], "little") >> 1
 
 
 def _first_other(everyone: np.ndarray) -> int | None:
@@ -113,142 +104,60 @@ def programs(comm: Communicator, engine: Engine, batch: Batch, step: int) -> Non
     ranks, naming the first op that differs, its layer and, where it is the user's, its line. OdysseyError: on all
     ranks: a model cannot be run.
     """
-    error, listed = None, Listed()
+    error: Exception | None = None
+    listed = Listed()
     try:
-        if engine.layout.execution == "replay":
-            listed.records = engine.recorded(engine.shard_size_of(len(batch.indices)), batch.dataset.form)
-        else:
+        n = engine.shard_size_of(len(batch.indices))
+        recording = engine.programs.recording(n, batch.dataset.form)
+        if recording is None:
             engine.trace(batch, step, listed.listen)
-    except OdysseyError as problem:
+        else:
+            listed = Listed(recording.records)
+    except Exception as problem:
         error = problem
     lines = listed.lines()
     failed = comm.all_gather(np.array([error is not None], np.int32))[:, 0]
     if failed.any():
-        text = texts(comm, str(error or ""))[int(np.argmax(failed))]
-        if error is not None and failed.all():
+        known = isinstance(error, OdysseyError)
+        text = texts(comm, "" if error is None else str(error) if known else f"{type(error).__name__}: {error}")
+        if isinstance(error, OdysseyError) and failed.all():
             raise error.on_all_ranks()
+        if error is not None and not known:
+            raise error  # a defect of the program, which a traceback shows
         raise ConfigError(
-            f"[train] the model runs on rank {np.argmin(failed)}, but not on rank {np.argmax(failed)}: {text}"
+            f"[train] the model runs on rank {np.argmin(failed)}, but not on rank {np.argmax(failed)}: "
+            f"{text[int(np.argmax(failed))]}"
         ).on_all_ranks()
     found = _first_other_line(comm, lines)
     if found is None:
         return
     other, at = found
-    mine = f"no op: it has {len(lines)}"
-    if at < len(lines):
-        r, layers = listed.records[at], Listed()
-        with contextlib.suppress(Exception), watched(engine.model) as here:  # it has run before: its error is not news
-            engine.trace(batch, step, lambda executor: layers.listen(executor, here))
-        numbers = [f"{a:.9g}" if isinstance(a, float) else str(a) for a in r.args if isinstance(a, (int, float))]
-        rounded = "" if r.dtype == "fp32" else f" in {r.dtype}"
-        mine = f"{r.op}{rounded} ({', '.join(numbers)}){layers.where.get(r.tag, '')}"
-    said = texts(comm, mine)
+    layers = Listed()
+    with contextlib.suppress(Exception), watched(engine.model) as here:  # it has run before: its error is not news
+        engine.trace(batch, step, lambda executor: layers.listen(executor, here))
+    told = texts(comm, said(listed.records, at, layers.where))
     raise ConfigError(
-        f"[train] the model of rank {other} differs from that of rank 0 in op {at + 1}: {said[other]}; on rank 0 "
-        f"{said[0]}; start all ranks alike"
+        f"[train] the model of rank {other} differs from that of rank 0 in op {at + 1}: {told[other]}; on rank 0 "
+        f"{told[0]}; start all ranks alike"
     ).on_all_ranks()
 
 
-class Listed:
-    """The records that go through an executor, and where each forward op comes from.
-
-    Attributes:
-        records: in their order.
-        where: number of a forward op -> its layer and, where it is not odyssey's, its source line.
-    """
-
-    def __init__(self) -> None:
-        self.records: list[Record] = []
-        self.where: dict[int, str] = {}
-        self._made: set[int] = set()  # memory of values; other blocks are constants
-        self._kept: list[Memory] = []  # so that no two have one id
-
-    def listen(self, executor: Executor, layers: Sequence[str] = ()) -> None:
-        """Writes down what an executor is given from now on; `layers`: those being computed, the innermost last."""
-        alloc, emit, close = executor.alloc, executor.emit, executor.close
-
-        def note_alloc(nbytes: int) -> Memory:
-            memory = alloc(nbytes)
-            self._made.add(id(memory))
-            self._kept.append(memory)
-            return memory
-
-        def note_emit(op: str, *args: Any, layout: str = "lanes", dtype: str = "fp32") -> None:
-            scope = executor.scope
-            tag = scope.ops if scope.tag is None else scope.tag
-            self.records.append(
-                Record(op, list(args), layout, scope.device.slot, tag, scope.phase, scope.recompute, dtype)
-            )
-            emit(op, *args, layout=layout, dtype=dtype)
-
-        def note_close(device: Any) -> int:
-            number = close(device)
-            self.where.setdefault(number, (f" in layer {layers[-1]}" if layers else "") + _site())
-            return number
-
-        executor.alloc, executor.emit, executor.close = note_alloc, note_emit, note_close  # type: ignore[method-assign]
-
-    def lines(self) -> list[str]:
-        """A line per record: the op, its numbers as they are, its memory by its use; the same for equal programs."""
-        order: dict[int, int] = {}
-        return [self._line(r, order) for r in self.records]
-
-    def _line(self, r: Record, order: dict[int, int]) -> str:
-        words = [r.op, r.layout, r.dtype, f"{r.device}.{r.tag}.{r.phase}.{r.recompute:d}"]
-        for a in r.args:
-            if isinstance(a, Range):
-                words.append(f"{a.space}:{a.offset}")
-            elif isinstance(a, Block) and id(a) not in self._made and hasattr(a, "array"):
-                words.append(hashlib.sha256(a.array.tobytes()).hexdigest()[:16])
-            elif isinstance(a, (Block, Slot)):
-                words.append(f"value {order.setdefault(id(a), len(order))} {getattr(a, 'nbytes', '')}")
-            else:
-                words.append(f"{native.float_bits(a):x} f" if isinstance(a, float) else repr(a))
-        return " ".join(words)
-
-
-def _site() -> str:
-    """The line of the user's forward() that is running; nothing where only odyssey's own code is."""
-    frame = sys._getframe(2)
-    while frame is not None and frame.f_code.co_name != "_pass":
-        if frame.f_globals.get("__name__", "").partition(".")[0] != PACKAGE:
-            return f" at {'/'.join(frame.f_code.co_filename.split(os.sep)[-2:])}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
-
-
-@contextlib.contextmanager
-def watched(model: Module) -> Iterator[list[str]]:
-    """While it lasts, the list holds the layers of a model that are being computed, the innermost last."""
-    here: list[str] = []
-    changed: dict[int, tuple[Module, Any]] = {}  # with the forward() that is the object's own, if it has one
-
-    def watch(module: Module, name: str) -> None:
-        if id(module) in changed:
-            return
-        changed[id(module)] = module, vars(module).get("forward")
-        forward = module.forward
-        title = f"{name} ({type(module).__name__})" if name else type(module).__name__
-
-        def noted(*args: Any, **named: Any) -> Any:
-            here.append(title)
-            try:
-                return forward(*args, **named)
-            finally:
-                here.pop()
-
-        vars(module)["forward"] = noted
-        for child, inner in module.named_children():
-            watch(inner, f"{name}.{child}" if name else child)
-
-    try:
-        watch(model, "")
-        yield here
-    finally:
-        for module, own in changed.values():
-            vars(module).pop("forward")
-            if own is not None:
-                vars(module)["forward"] = own
+def standing(comm: Communicator, when: str, *groups: dict[str, Any]) -> None:
+    """Raises ConfigError, on all ranks, naming the first of some settings that a rank has otherwise than rank 0; a
+    collective call. groups: settings of an update, values of a model."""
+    settings = {name: value for group in groups for name, value in group.items()}
+    names = sorted(settings)
+    found = _first_other_line(comm, [f"{name} {settings[name]!r}" for name in names])
+    if found is None:
+        return
+    other, at = found
+    each = texts(comm, names[at] if at < len(names) else "")
+    name = min(filter(None, (each[0], each[other])))  # one may have it, and the other not
+    told = texts(comm, repr(settings[name]) if name in settings else "not there")
+    raise ConfigError(
+        f"[train] at {when} {name} is {told[other]} on rank {other}, and {told[0]} on rank 0; change it on all ranks "
+        "alike"
+    ).on_all_ranks()
 
 
 def data_set(comm: Communicator, data: ArrayDataset, what: str = "training") -> None:
@@ -321,6 +230,18 @@ def of_batch(batch: Batch) -> int:
         parts.append(_of_words(rows, at))
         at += rows.size
     return fingerprint.add(parts)
+
+
+def last_batch(comm: Communicator, batch: Batch, step: int) -> None:
+    """Compares the samples of the batch of step `step`, read once more where they are read; a collective call. Raises
+    DataError: on all ranks: a rank has others."""
+    mine = np.array([fingerprint.signed(of_batch(batch.whole()))], np.int64)
+    other = _first_other(comm.all_gather(mine))
+    if other is not None:
+        raise DataError(
+            f"[data] the samples of step {step}, read again, are not on rank {other} what they are on rank 0: every "
+            f"rank must be given the same samples; {CURE}"
+        ).on_all_ranks()
 
 
 def _rows(data: ArrayDataset, indices: np.ndarray) -> np.ndarray:
@@ -418,6 +339,10 @@ class Watch:
         new = self.comm.size > 1 and key not in self._programs
         self._programs.add(key)
         return new
+
+    def forget(self, key: tuple[Any, ...]) -> None:
+        """The program of this kind of batch is to be compared again."""
+        self._programs.discard(key)
 
     def _at(self, step: int) -> str:
         return f"{self.unit} {step + 1}"

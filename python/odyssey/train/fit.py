@@ -18,14 +18,14 @@ from typing import Any
 import numpy as np
 
 from .. import data as datasets
-from ..callbacks import Callback, Context, LambdaCallback, LearningRateMonitor
+from ..base import registry, slot
+from ..callbacks import Callback, Context, LearningRateMonitor
 from ..checkpoints.trainable import KEEP, History, Mode, Saving, Step
 from ..comm import Communicator
 from ..core.offload import offload
 from ..data.trees import mapped
-from ..errors import ConfigError, NumericsError
+from ..errors import ConfigError, NumericsError, check_integer
 from ..loggers import asked
-from ..watch import slot
 from . import agreement, resume
 from .progress import Shown, make, tell
 from .session import Session
@@ -54,6 +54,7 @@ class Trainer:
     last: Step | None = None  # step
     _session: Session | None = None  # of the fit() that is under way
     _shown: Any = None  # the progress of a fit() whose trainer was given none
+    _silent = False
 
     def __repr__(self) -> str:
         parts = ((name, vars(self).get(name)) for name in ("model", "module", "optimizer"))
@@ -61,6 +62,10 @@ class Trainer:
         return f"{type(self).__name__}({of}rank {self.comm.rank} of {self.comm.size}, {self.steps} steps)"
 
     # --- what a subclass may do, beside what Trainable asks of it ---
+
+    def gradient_norm(self) -> float | None:
+        """The norm of the mean gradient of the last step, before it was clipped; None: no rank has it by itself."""
+        return None
 
     def traffic(self) -> tuple[int, int]:
         """Bytes that this rank has sent so far to sum gradients, and what it would have sent without compression."""
@@ -92,6 +97,19 @@ class Trainer:
 
     def _end_epoch(self) -> None:
         """The last step of an epoch was taken."""
+
+    def epoch_begins(self) -> None:
+        """Callbacks of an epoch's start have been called: what the program computes may have changed."""
+
+    def stays(self, inside: bool = True) -> None:
+        """Raises ConfigError, on all ranks: the program has changed though no setting has; a collective call. inside:
+        of an epoch."""
+
+    def check_alike(self) -> None:
+        """Compares what ranks have alike; a collective call."""
+
+    def expect(self, snapshot: Any, name: str, exactly: bool) -> None:
+        """The training goes on from a checkpoint: the next step must compute what it says."""
 
     def _batches(self, loader: Any, epoch: int) -> Iterable[datasets.Batch]:
         """The batches of an epoch, from its first or from where the loader was told to start."""
@@ -173,7 +191,7 @@ class Trainer:
     def say(self, line: str) -> None:
         """One line to the user, from rank 0, without tearing a progress bar; to Python's logger "odyssey" where the
         program has made use of that (progress.LOGGER)."""
-        if self.comm.rank == 0:
+        if self.comm.rank == 0 and not self._silent:
             tell(getattr(self._shown or self.progress, "say", None), line)
 
     def fit(
@@ -246,15 +264,20 @@ class Trainer:
             steps = max_steps
         if mlflow_experiment is not None:
             callbacks = [*_callbacks(callbacks), *asked(mlflow_experiment=mlflow_experiment)]
-        if epochs < 1 or epochs != int(epochs):
-            raise ConfigError(f"[train] epochs is {epochs}; it must be an integer of at least 1")
+        epochs = int(epochs) if isinstance(epochs, float) and epochs.is_integer() else epochs
+        epochs = check_integer("[train] epochs", epochs, 1)
         if steps is not None and steps < 1:
             raise ConfigError(f"[train] steps is {steps}; it must be at least 1")
+        recordings = registry.provided("recordings")
+        if (trace is not None or profile) and not recordings:
+            raise ConfigError("[train] trace and profile need odyssey.view, which is not part of this installation")
         started = time.perf_counter()
         given = sorted(_callbacks(callbacks), key=lambda callback: callback.after)
         context = Context(self, History(), epochs, steps, saving=saving, callbacks=self.callbacks, given=given)
         self.context = context
         context.emit("on_fit_plan")
+        if context.saving.off:
+            context.given = [callback for callback in given if not callback.writes]
         if not context.validate:
             val_loader = None
         self._compare_data(train_loader, val_loader, context)
@@ -266,12 +289,11 @@ class Trainer:
                 session.begin()
             context.callbacks = [*self.callbacks, *self._listeners(session, verbose)]
             if trace is not None or profile:
-                from ..audit.trace import Recording
-
-                context.callbacks.append(Recording(None if trace is None else Path(trace), session.run, profile))
+                what = (None if trace is None else Path(trace), session.run, profile)
+                context.callbacks += [registry.load("recordings", name)(*what) for name in recordings]
             try:
                 context.emit("on_fit_start")
-                session.restore_callbacks()
+                session.put_back()
                 if context.batch_size:
                     self._share_out(context.batch_size)
                 before = history.total_time
@@ -280,7 +302,7 @@ class Trainer:
                         self._epoch(train_loader, val_loader, session)
                     except Rollback:
                         session.roll_back()
-                        session.restore_callbacks()
+                        session.put_back()
                     history.total_time = before + time.perf_counter() - started
                 session.end()
             except Exception as error:
@@ -309,9 +331,8 @@ class Trainer:
 
             listeners.append(Records(self, session.log, session.run.attempt))
         if session.run is not None:
-            from ..audit.journal import Journal
-
-            listeners.append(Journal(session.run, session.part))
+            made = (registry.load("listeners", name) for name in registry.provided("listeners"))
+            listeners += [listener(session.run, session.part) for listener in made]
         listeners += given
         if session.saves or given:
             from .requests import Requests
@@ -321,8 +342,7 @@ class Trainer:
 
     def _figures(self, context: Context, evaluates: bool) -> list[str] | None:
         """What an epoch's record will have. None: not known, as ranks step apart, or a callback may add to it."""
-        own = all(type(c).__module__.startswith("odyssey.") and type(c) is not LambdaCallback for c in context.given)
-        if not (own and context.validate and self.mode.together):
+        if context.own_code or not (context.validate and self.mode.together):
             return None
         parts = ("train", "test") if evaluates else ("train",)
         named = [f"{part}_{name}" for name in ("loss", *(self.metrics or ("accuracy",))) for part in parts]
@@ -370,6 +390,8 @@ class Trainer:
         sent, plain = self.traffic()
         now = time.perf_counter()
         context.emit("on_epoch_start")
+        session.put_back(in_epoch=True)
+        self.epoch_begins()
         session.leave_out(time.perf_counter() - now)  # loggers open their files there
         if own_steps(train_loader):
             batches = train_loader.steps(
@@ -422,6 +444,9 @@ class Trainer:
         from ..checkpoints import Store, environment_key
 
         self.mode.settle()
+        if self.mode.together:
+            self.stays()
+            self.check_alike()
         snapshot = self.state({})
 
         def write() -> None:

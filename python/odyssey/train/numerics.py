@@ -14,8 +14,8 @@ import numpy as np
 
 from ..comm import Communicator
 from ..core.fingerprint import signed
-from ..core.recipes import NONFINITE
 from ..errors import ConfigError, NumericsError, check_integer
+from ..settings.recipes import NONFINITE
 
 SKIPS, ROLLBACKS = 10, 3
 

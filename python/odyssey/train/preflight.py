@@ -1,7 +1,7 @@
 """What is checked before a run begins: that the ranks fit together, and that this machine has room for them.
 
 `at_start` is one all-gather of hashes: every rank compares the same numbers, so all raise the same error or none does.
-What it is not: a look at shared memory and limits, before MPI starts (watch/limits.py), or at everything that can be
+What it is not: a look at shared memory and limits, before MPI starts (base/limits.py), or at everything that can be
 wrong with a machine; that is `odyssey doctor` (doctor.py), which takes seconds.
 """
 
@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..base.hooks import machine
+from ..base.launcher import mpi_library
+from ..base.limits import MIB
+from ..base.runs import ATTEMPT, EXPECTED_RANKS
 from ..comm import Communicator
-from ..core.settings import Settings, declared
 from ..errors import ConfigError, OutputError, printable
-from ..watch.hooks import machine
-from ..watch.launcher import mpi_library
-from ..watch.limits import MIB
-from ..watch.runs import ATTEMPT, EXPECTED_RANKS
+from ..settings.declarations import Settings, declared
 from .agreement import hash_of, texts
 
 #: Settings that may differ between ranks: places on their hosts, and what only rank 0 does.

@@ -19,11 +19,11 @@ from typing import Any
 
 import numpy as np
 
+from ..base.files import read_json
+from ..base.runs import Run
 from ..callbacks import Callback, Context
 from ..comm import Communicator
 from ..errors import DataError
-from ..watch.files import read_json
-from ..watch.runs import Run
 
 PERIOD = 0.1  # seconds between two agreements
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)

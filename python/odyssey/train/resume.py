@@ -14,13 +14,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .. import errors
+from ..base.files import parse_json
 from ..core.offload import maker
 from ..data import ArrayDataset, Vocabulary
+from ..data.datasets import digest
+from ..data.sources import fingerprint
 from ..data.trees import leaves
 from ..errors import CheckpointError, ConfigError, OdysseyError
 
 if TYPE_CHECKING:
-    from ..checkpoints import Snapshot
+    from ..callbacks import Callback
+    from ..checkpoints import Snapshot, Store
     from ..comm import Communicator
     from ..data import DataLoader
     from ..optim import Schedule
@@ -29,8 +33,13 @@ if TYPE_CHECKING:
 PROBES = (0, *(n * 10**k for k in range(6) for n in (1, 2, 5)))
 _NO_SETTINGS = ("training", "arguments")  # of a module
 _ARRAY = "\0array"  # in JSON: dtype and shape of one that follows
+EARLIER = ("history", "records")  # file and tensor of a checkpoint: JSON of all epochs' records but the last one's
 #: What a checkpoint was made with that is older than the setting.
 BEFORE = {"convolution algorithm": "auto"}
+#: What helps where settings are others on purpose.
+ANEW = (
+    "take its weights alone into a new training (--resume weights), or start anew (--resume never, another directory)"
+)
 #: What older checkpoints, and those of loops of one's own, say nothing of.
 UNSAID = ("accumulation", "settings of layers", "settings of the loss")
 
@@ -60,24 +69,23 @@ def settings_of(module: object) -> list[list[Any]]:
 
 
 def data_configuration(loader: DataLoader, batch_size: int) -> dict[str, Any]:
-    """What decides which samples a step sees, where a DataLoader gives them.
-
-    Of the samples only some are looked at: the first and last of an ArrayDataset.
-    """
+    """What decides which samples a step sees, where a DataLoader gives them; a data set by its `fingerprint`."""
     data, sampler = loader.dataset, loader.sampler
-    digest = hashlib.sha256()
-    if isinstance(data, ArrayDataset):
-        ends = np.array(sorted({0, len(data) // 2, len(data) - 1}))
-        for array in leaves(data.gather(ends)):
-            digest.update(np.ascontiguousarray(array).tobytes())
     vocabulary = getattr(data, "vocabulary", None)
     return {
         **({"vocabulary": vocabulary.saved} if isinstance(vocabulary, Vocabulary) else {}),
         "batch size": batch_size,
-        "data set": [len(data), digest.hexdigest()[:16]],
+        "data set": [len(data), fingerprint(data), _ends(data)],
         "data order": [loader.seed, loader.shuffle, None if sampler is None else type(sampler).__name__],
         "short last batch": not loader.drop_last,
     }
+
+
+def _ends(data: Any) -> str:
+    """What checkpoints before 0.3 have for a fingerprint: of three samples of an ArrayDataset, of others nothing."""
+    if not isinstance(data, ArrayDataset):
+        return digest()
+    return digest(*leaves(data.gather(np.array(sorted({0, len(data) // 2, len(data) - 1})))))
 
 
 def check(saved: dict[str, Any], now: dict[str, Any], name: str) -> None:
@@ -92,14 +100,45 @@ def check(saved: dict[str, Any], now: dict[str, Any], name: str) -> None:
         if saved[key] != value and key == "schedule":  # told by probes of its factors, which say nothing to a reader
             raise ConfigError(
                 f"[resume] {name} was made with another learning rate over time than this training has; give the same "
-                "schedule and length (--schedule, --warmup-steps, --epochs, --steps), or start anew (--resume never, "
-                "another directory)"
+                f"schedule and length (--schedule, --warmup-steps, --epochs, --steps), or {ANEW}"
+            )
+        if saved[key] != value and key == "model" and (differs := _parameter(saved[key], value)):
+            raise ConfigError(f"[resume] {name} is of another model: {differs}; build the same, or start anew")
+        if key == "data set" and isinstance(saved[key], list) and len(saved[key]) == 2:  # of before 0.3
+            value = [value[0], value[2]]
+        if saved[key] != value and key == "data set":
+            raise ConfigError(
+                f"[resume] {name} was made with another data set ({_samples(saved[key])}) than this training has "
+                f"({_samples(value)}): files changed, or other ones are given; give the same, or start anew (--resume "
+                "never, another directory)"
             )
         if saved[key] != value:
             raise ConfigError(
                 f"[resume] {name} was made with {key} {_brief(saved[key], value)}, this training has "
-                f"{_brief(value, saved[key])}; give the same, or start anew (--resume never, another directory)"
+                f"{_brief(value, saved[key])}; give the same, or {ANEW}"
             )
+
+
+def _parameter(saved: Any, now: Any) -> str:
+    """The first parameter that two models do not have alike, in words; "": none was found."""
+    try:
+        before, after = ({name: (tuple(shape), *more) for name, shape, *more in rows} for rows in (saved, now))
+    except (TypeError, ValueError):
+        return ""
+    for name in (*after, *before):
+        was, is_now = before.get(name), after.get(name)
+        if was is None or is_now is None:
+            return f"{name} is {'not in it' if was is None else 'in it and not in this one'}"
+        if was != is_now:
+            shown = [f"{shape}{' (frozen)' * bool(more)}" for shape, *more in (was, is_now)]
+            return f"{name} is {shown[0]} there and {shown[1]} here"
+    return "its parameters come in another order"
+
+
+def _samples(value: Any) -> str:
+    """The data set of a configuration, for a message."""
+    count, found, *_ = value if isinstance(value, list) and len(value) > 1 else ("?", None)
+    return f"{count} samples" + f", fingerprint {found}" * bool(found)
 
 
 def _brief(value: Any, other: Any) -> str:
@@ -201,3 +240,37 @@ def find(path: Path, tell: Callable[[str], None]) -> tuple[Snapshot, str]:
     if snapshot is None:
         raise CheckpointError(f"[resume] {path} has no valid checkpoint; name another, or use resume 'auto'")
     return snapshot, f"{path.name}/{store.path_of(snapshot.step).name}"
+
+
+def wants_weights(asked: str | Path) -> bool:
+    """True if `resume` asks for weights alone: "weights", or "weights:PATH"."""
+    return str(asked).partition(":")[0] == "weights"
+
+
+def weights(asked: str, folder: Path | None, store: Store | None, say: Callable[[str], None]) -> tuple[Snapshot, str]:
+    """The checkpoint whose weights a new training begins with, and its name; those of the training's own directory are
+    put aside. Raises ConfigError: no directory is known. CheckpointError: none is valid there."""
+    place = asked.partition(":")[2] or folder
+    if place is None:
+        raise ConfigError("[checkpoint] resume is 'weights', but there is no checkpoint_dir; give 'weights:PATH'")
+    found = find(Path(place), say)
+    if store is not None and (aside := store.put_aside()) is not None:
+        say(f"[checkpoint] the checkpoints of before are in {aside}")
+    return found
+
+
+def earlier(snapshot: Snapshot) -> list[Any]:
+    """The records of epochs before the last one; in older checkpoints they are among `values`, as that one is."""
+    stem, name = EARLIER
+    text = snapshot.arrays.get(stem, {}).get(name)
+    return [] if text is None else parse_json(text.tobytes(), f"{stem}/{name}")
+
+
+def kept_by(name: str, callback: Callback) -> dict[str, Any]:
+    """What a checkpoint keeps of a callback. Raises ConfigError: it is not JSON."""
+    state = callback.state_dict()
+    try:
+        json.dumps(state, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as problem:
+        raise ConfigError(f"[{name}] state_dict() gives no JSON: {problem}; give numbers, texts, lists") from problem
+    return state

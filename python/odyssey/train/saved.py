@@ -7,10 +7,12 @@ that is: nothing of it is run or unpickled.
 from __future__ import annotations
 
 import dataclasses
-import importlib
+import importlib.util
 import inspect
+import io
 import json
 import math
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -19,17 +21,20 @@ import numpy as np
 
 from .. import data as datasets
 from .. import nn
+from ..base import registry
+from ..base.files import write_whole
+from ..base.outputs import read_weights, write_weights
 from ..checkpoints import Snapshot
-from ..comm import Communicator
+from ..comm import Communicator, world
 from ..core.program import Eager, current
 from ..core.tensor import Tensor, empty, layout_of, no_grad
 from ..data import ArrayDataset, Batch
+from ..data.tables import Columns
 from ..data.trees import mapped
 from ..errors import CheckpointError, ConfigError, OdysseyError, ShapeError
 from ..nn.module import in_mode, limited
 from ..parallel.plan import shard_count, share
-from ..watch.files import write_whole
-from ..watch.outputs import read_weights, write_weights
+from ..settings.recipes import FORMATS
 from . import resume
 
 LISTS = {"Sequential": nn.Sequential, "ModuleList": nn.ModuleList}
@@ -72,7 +77,10 @@ def of_data(data: Any) -> dict[str, Any]:
         if (value := getattr(data, key, None)) is not None:
             found[key] = np.asarray(value, np.float64).reshape(-1).tolist()
     found["classes"] = list(getattr(data, "class_names", ()) or ()) or classes
-    found["columns"] = list(getattr(data, "columns", ()))
+    columns = getattr(data, "columns", None)
+    found["columns"] = list(columns.names) if isinstance(columns, Columns) else []
+    if isinstance(columns, Columns):
+        found["table"] = columns.saved
     return found if data is not None else {}
 
 
@@ -130,8 +138,11 @@ def opened(path: str | Path, model: nn.Module | None = None) -> Saved:
     if model is None:
         todo = "build it and give odyssey.load(path, model)"
         if "user code" in said:
-            where = f"{said.get('file') or said.get('module')}"
-            raise ConfigError(f"[load] {name} is of a model of your own, {said['user code']} of {where}; {todo}")
+            where, kind = f"{said.get('file') or said.get('module')}", said["user code"]
+            raise ConfigError(
+                f"[load] {name} is of a model of your own, {kind} of {where}; {todo}, or say --model {where}:{kind} on "
+                "the command line"
+            )
         if not said:
             raise ConfigError(f"[load] {name} does not say what its model is, as it is of an older version; {todo}")
         try:
@@ -141,16 +152,115 @@ def opened(path: str | Path, model: nn.Module | None = None) -> Saved:
     try:
         if isinstance(model, nn.Module):
             model.load_state_dict(weights)
-        else:  # a torch module; that room is above
-            importlib.import_module("odyssey.torch.weights").to_torch(
-                {**weights, **snapshot.arrays.get("buffers", {})}, model
-            )
+        else:
+            arrays = {**weights, **snapshot.arrays.get("buffers", {})}
+            registry.load("weights", "torch").to_torch(arrays, model)
     except (ShapeError, RuntimeError, AttributeError) as problem:
         raise ConfigError(f"[load] {name}: {problem}; the model was changed after it was built: give it") from problem
     settings = snapshot.values.get("configuration") or {}
     algorithm = settings.get("convolution algorithm") or "auto"
     data, loss = about.get("data") or {}, about.get("loss") or ""
     return Saved(model.eval(), data, loss, name, snapshot.step, settings.get("vocabulary"), algorithm)
+
+
+def own_model(place: str | None) -> nn.Module | None:
+    """The model of the user's own code that "FILE.py:NAME" names, a class or a function without arguments; the file is
+    run as an import would run it. None: no place was given. Raises ConfigError: it is not there, or gives no model."""
+    if place is None:
+        return None
+    file, _, name = place.rpartition(":")
+    if not file.endswith(".py") or not name.isidentifier():
+        raise ConfigError(f"[load] --model {place!r}; write FILE.py:NAME, as in net.py:Net")
+    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except FileNotFoundError:
+        raise ConfigError(f"[load] --model {place}: there is no file {file}") from None
+    kind = getattr(module, name, None)
+    if not callable(kind):
+        there = [n for n, v in vars(module).items() if isinstance(v, type) and v.__module__ == spec.name]
+        raise ConfigError(f"[load] --model {place}: {file} has no class {name}, but {', '.join(there) or 'none'}")
+    try:
+        model = kind()
+    except TypeError as problem:
+        raise ConfigError(
+            f"[load] --model {place}: {problem}; name a function without arguments that builds the model"
+        ) from problem
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"[load] --model {place} gives a {type(model).__name__}; an odyssey.nn.Module is needed")
+    return model
+
+
+def exported(path: str | Path, kind: str, model: nn.Module | None = None) -> bytes:
+    """The model of a checkpoint, as the bytes of a file of a format. Raises ConfigError: as content()."""
+    snapshot, _ = found(path)
+    arrays = {**snapshot.arrays.get("parameters", {}), **snapshot.arrays.get("buffers", {})}
+    shape, more = None, {}
+    if kind == "onnx":
+        from_checkpoint = opened(path, model)
+        model, shape = from_checkpoint.model, tuple(from_checkpoint.data.get("sample_shape") or ())
+        if columns := _columns(from_checkpoint.data):
+            more = {"columns": columns}
+    return content(kind, model, arrays, shape, **more)
+
+
+def _columns(data: dict[str, Any]) -> Columns | None:
+    """How a table's columns become samples, if what was trained on was one."""
+    return Columns.of_saved(data.get("table"), data["columns"]) if data.get("columns") else None
+
+
+def content(kind: str, model: Any, arrays: dict[str, np.ndarray], shape: tuple[int, ...] | None, **more: Any) -> bytes:
+    """A model as the bytes of a file of a format, which may be given more. Raises ConfigError: there is no such format,
+    its package is missing, or it has no form for the model."""
+    if kind == "safetensors":
+        file = io.BytesIO()
+        write_weights(file, arrays)
+        return file.getvalue()
+    if kind not in registry.provided("formats"):
+        raise ConfigError(f"[export] format {kind!r} is unknown; choose from {', '.join(FORMATS)}")
+    try:
+        made = registry.load("formats", kind)
+    except ImportError:
+        raise ConfigError(f"[export] format {kind!r} needs a package; install odyssey[{kind}]") from None
+    return made(model, arrays, shape, **more)
+
+
+def export(
+    model: nn.Module, path: str | Path, format: str | None = None, sample_shape: tuple[int, ...] | None = None
+) -> None:
+    """Writes a model for other programs, in eval mode. Not collective: rank 0 calls it.
+
+    format: "safetensors" or "torch", weights by name; "onnx", the whole model; None: by the path's ending,
+    .safetensors, .pt or .onnx. sample_shape: of one sample, without the batch; needed for ONNX, but not of a GPT.
+
+    Raises ConfigError: the ending says no format, or an op of the model has no form. OutputError: the file cannot be
+    written; one that was there stays.
+    """
+    endings = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".onnx": "onnx"}
+    kind = format or endings.get(Path(path).suffix)
+    if kind is None:
+        raise ConfigError(f"[export] {path} has no ending of {', '.join(endings)}; give format=")
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"[export] the model is a {type(model).__name__}; give an odyssey.nn.Module")
+    made = content(kind, model, model.state_dict(), sample_shape)
+    write_whole(Path(path), lambda file: file.write(made), mode=0o666)
+
+
+def predict(model: nn.Module, samples: Any, batch_size: int = 1024) -> Any:
+    """What a model gives for all samples, in eval mode: (N, ...) float32, or a tuple or dict of such; collective.
+
+    samples: an array (N, ...), a data set, or a DataLoader. Raises ConfigError: it is none of them, or empty.
+    """
+    if isinstance(samples, (np.ndarray, Tensor)):
+        given = samples.numpy() if isinstance(samples, Tensor) else np.asarray(samples)
+        batches = batches_of_array(np.ascontiguousarray(given, None if given.dtype == np.uint8 else np.float32))
+    elif hasattr(samples, "__getitem__"):
+        batches = datasets.DataLoader(samples, batch_size=batch_size)
+    else:
+        batches = samples
+    return predicted(model, batches, world("auto"))
 
 
 def load(path: str | Path, model: nn.Module | None = None) -> nn.Module:
@@ -175,6 +285,8 @@ def samples(found: Saved, dataset: str | None = None, data_dir: Path | None = No
         )
     where = data_dir or (Path(source["data_dir"]) if source.get("data_dir") and not dataset else None)
     own = {key: source[key] for key in ("size", "target", "length") if source.get(key) is not None}
+    if name == "csv":
+        own["like"] = _columns(found.data)
     return datasets.opened(name, where, train=train, **own)
 
 

@@ -12,36 +12,31 @@ files.
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
 import json
 import math
 import os
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..callbacks import Callback, Context
+from ..base import slot
+from ..base.outputs import finite
+from ..base.runs import Run
+from ..callbacks import Context
 from ..checkpoints.trainable import Cursor, Tally, Trainable
 from ..comm.base import Communicator
 from ..data import Batch
-from ..errors import CheckpointError, ConfigError, DataError, NumericsError, OdysseyError, OutputError, Stopped
-from ..watch import entry, slot
-from ..watch.files import parse_json, read_json, write_json
-from ..watch.outputs import finite
-from ..watch.runs import Run
-from . import agreement, resume, saved
+from ..errors import CheckpointError, ConfigError, DataError, NumericsError, OutputError, Stopped
+from . import agreement, completion, resume, saved
 
 if TYPE_CHECKING:
     from ..checkpoints import Snapshot, Store
 
 RESUME = ("auto", "never")
-EARLIER = ("history", "records")  # file and tensor of a checkpoint: JSON of all epochs' records but the last one's
 
-_complete: dict[str, Any] = {}  # "record": what DONE.json will say
 _fits = 0  # calls of fit() of this process that belonged to a run: each has checkpoints of its own
 
 
@@ -62,8 +57,9 @@ class Session:
         context.cursor = Cursor(loader_epoch=int(getattr(loader, "next_epoch", 0)))
         self._before, self._since = 0.0, time.perf_counter()  # seconds of the epoch before it was resumed
         self._complete = False  # the limit was reached within an epoch
+        self._checked = -1  # the step at which ranks were compared last
         self._due = False  # a checkpoint, as soon as all ranks have the same weights
-        self._restored: dict[str, Any] = {}  # of a checkpoint: states of callbacks, and who has finished it
+        self._found: tuple[Snapshot, str] | None = None  # the checkpoint that was put back, until its epoch has begun
         self.run = None if saving.off else Run.current()
         self._store: Store | None = None
         self._saved: int | None = None  # the step of the newest checkpoint
@@ -71,7 +67,7 @@ class Session:
         self._origin: str | None = None  # the checkpoint of another directory that this training came from
         if not isinstance(saving.resume, (str, os.PathLike)):
             raise ConfigError(
-                f"[checkpoint] resume is {saving.resume!r}; give 'auto', 'never' or the path of a checkpoint"
+                f"[checkpoint] resume is {saving.resume!r}; give 'auto', 'never', 'weights' or the path of a checkpoint"
             )
         folder = saving.folder
         if self.run is not None:
@@ -81,7 +77,11 @@ class Session:
                 if _fits > 1:
                     folder = folder.with_name(f"{folder.name}-{_fits}")
         self.folder = context.folder = folder
-        if folder is None and not saving.off and (saving.every is not None or saving.resume not in RESUME):
+        if (
+            folder is None
+            and not saving.off
+            and (saving.every is not None or not (saving.resume in RESUME or resume.wants_weights(saving.resume)))
+        ):
             raise ConfigError(
                 "[checkpoint] checkpoint_every or resume is given, but no checkpoint_dir; give one, or leave both out"
             )
@@ -114,6 +114,10 @@ class Session:
         Raises ConfigError: the checkpoint is of another training. CheckpointError: the checkpoint that was asked for is
         not valid. OutputError: the directory cannot be used.
         """
+        if resume.wants_weights(self.saving.resume):
+            if self.run is None or self.run.attempt < 2:
+                return self._take_weights()
+            self.saving = dataclasses.replace(self.saving, resume="auto")  # a restart goes on with what was begun
         if self.folder is None:
             if self.saving.resume not in RESUME:
                 found = resume.shared(self.comm, lambda: resume.find(Path(self.saving.resume), self.trainer.say))
@@ -141,13 +145,33 @@ class Session:
             for warning in preflight.space(self.folder, self.trainer.state_bytes):
                 self.trainer.say(warning)
 
+    def _take_weights(self) -> None:
+        """A new training begins with the weights of a checkpoint."""
+        if self.folder is not None:
+            self._first_in_its_directory()
+            self._complete_no_more()
+
+        def source() -> tuple[Snapshot, str]:
+            self._store = None if self.folder is None else self._opened()
+            return resume.weights(str(self.saving.resume), self.folder, self._store, self.trainer.say)
+
+        snapshot, name = resume.shared(self.comm, source)
+        self.trainer.load_weights(snapshot, name)
+        self.trainer.say(f"the weights of {name} are taken; optimizer, schedule and epochs begin anew")
+
+    def _opened(self) -> Store:
+        from ..checkpoints import Store, environment_key
+
+        attempt = self.run.attempt if self.run else 0
+        return Store(self.folder, keep=self.saving.keep, attempt=attempt, key=environment_key(), tell=self.trainer.say)
+
     def _complete_no_more(self) -> None:
         """There is more to do: the run is not complete any more, or not yet."""
-        incomplete()
+        completion.incomplete()
 
         def unmark() -> None:
             if self.run is not None:
-                _check_attempt(self.run)
+                completion.check_attempt(self.run)
                 self.run.done.unlink(missing_ok=True)
 
         resume.by_first(self.comm, unmark)
@@ -164,12 +188,8 @@ class Session:
 
     def _find(self) -> tuple[Snapshot | None, str]:
         """The checkpoint to start from, and its name; opens the store."""
-        from ..checkpoints import Store, environment_key
-
         saving, folder = self.saving, self.folder
-        attempt = self.run.attempt if self.run else 0
-        key = environment_key()
-        self._store = Store(folder, keep=saving.keep, attempt=attempt, key=key, tell=self.trainer.say)
+        self._store = self._opened()
         if saving.resume == "never" and (self.run is None or self.run.attempt < 2):  # a restart of a run is no start
             if self._store.names():
                 raise ConfigError(
@@ -205,7 +225,7 @@ class Session:
             cursor = Cursor(**values["cursor"])
             tally, seconds = Tally(**values["tally"]), float(values["seconds"])
             history, numerics = type(self.context.history)(**values["history"]), dict(values["numerics"])
-            history.records = _earlier(snapshot) + history.records
+            history.records = resume.earlier(snapshot) + history.records
             cursor.check()
             if not all(isinstance(record, dict) for record in history.records):
                 raise TypeError("its history is no list of records")
@@ -219,7 +239,7 @@ class Session:
         if not self.trainer.mode.together and self.comm.rank:
             tally.put(0.0, 0.0, dict.fromkeys(tally.named, 0.0))  # rank 0 has those of all ranks
         self.context.cursor, self.context.tally = cursor, tally
-        self._restored = {key: values.get(key) or {} for key in ("callbacks", "finished", "logged")}
+        self._found = snapshot, name
         self._before, self._since = seconds, time.perf_counter()
         vars(self.context.history).update(vars(history))
         self._saved = snapshot.step
@@ -227,15 +247,34 @@ class Session:
             batch = min(cursor.step * self.trainer.accumulation_steps, len(self.loader))  # the last group may be short
             self.loader.start_at(cursor.loader_epoch, batch)
 
-    def restore_callbacks(self) -> None:
-        """Gives callbacks their states of the checkpoint that was put back, after on_fit_start; a training that one of
-        them had finished is left so, unless that one has changed its mind."""
-        context, restored, self._restored = self.context, self._restored, {}
-        logged = {name: (int(n), math.nan if v is None else v) for name, (n, v) in restored.get("logged", {}).items()}
+    def put_back(self, in_epoch: bool = False) -> None:
+        """Gives callbacks their states of the checkpoint that training goes on from, after on_fit_start; a training
+        that one of them had finished is left so, unless that one has changed its mind.
+
+        Callbacks hear of what was before the checkpoint once more: of the start of the training, and in the middle of
+        an epoch of its start (`in_epoch`). What they did to weights and settings then is in the checkpoint, so it is
+        put back after them.
+        """
+        if self._found is None:
+            return
+        context, (snapshot, name) = self.context, self._found
+        inside = context.cursor.step > 0
+        if context.own_code and (inside or not in_epoch):
+            self.trainer.put_back(snapshot, name)
+        if inside or not in_epoch:
+            self._restore_callbacks(snapshot.values, again=in_epoch)
+        if in_epoch:
+            self._found = None
+            self.trainer.expect(snapshot, name, inside or not context.own_code)
+
+    def _restore_callbacks(self, values: dict[str, Any], again: bool) -> None:
+        """again: for those of the user's own code, which have heard that the epoch begins."""
+        context = self.context
+        logged = {name: (int(n), math.nan if v is None else v) for name, (n, v) in (values.get("logged") or {}).items()}
         context.logged, context.log_calls = logged, max((n for n, _ in logged.values()), default=0)
         named = context.named()
-        for name, state in restored.get("callbacks", {}).items():
-            if name in named:
+        for name, state in (values.get("callbacks") or {}).items():
+            if name in named and (named[name].own_code or not again):
                 try:
                     named[name].load_state_dict(state)
                 except (KeyError, TypeError, ValueError, IndexError) as problem:
@@ -243,9 +282,10 @@ class Session:
                         f"[resume] the checkpoint's state of {name} is not taken back: {type(problem).__name__}: "
                         f"{problem}; leave the callback out, or start anew"
                     ) from problem
-        finisher = named.get(restored.get("finished", {}).get("by"))
-        if finisher is not None and finisher.still_finished(context):
-            context.finisher, context.finished = finisher, str(restored["finished"].get("why"))
+        finished = values.get("finished") or {}
+        finisher = named.get(finished.get("by"))
+        if not again and finisher is not None and finisher.still_finished(context):
+            context.finisher, context.finished = finisher, str(finished.get("why"))
             self._finish()
 
     def _finish(self) -> None:
@@ -280,7 +320,7 @@ class Session:
         where = "" if not found.any() else f" on rank {int(np.argmin(found))}"
         text = (
             f"[resume] the last batch before {name} (epoch {epoch + 1}, step {step + 1} of it), read again, is another"
-            f"{where}: the data set does not repeat itself"
+            f"{where}: files changed, or the data set does not repeat itself"
         )
         if self.saving.nondeterministic:
             self.trainer.say(f"{text}; training goes on, and its bits will not come again")
@@ -354,7 +394,8 @@ class Session:
         cursor.samples += samples
         every = self.trainer.check_every
         if every and self.trainer.steps % every == 0 and self.comm.size > 1 and self.trainer.mode.together:
-            self.trainer.check_replicas()
+            self.trainer.check_alike()
+            self._checked = self.trainer.steps
         if self.saves and self.saving.every is not None and self.trainer.steps % self.saving.every == 0:
             self._due = True
         if not self.trainer.mode.settled:
@@ -431,10 +472,11 @@ class Session:
             self._store.kept = frozenset(self.context.kept)
         marks = tuple(sorted(self.context.marks))
         if self._saved != self.trainer.steps or (wait and not self._there()):
+            self._check()
             snapshot = self.trainer.state(self._values())
             if snapshot is not None and (earlier := self.context.history.records[:-1]):
                 text = json.dumps(finite(earlier), allow_nan=False).encode()
-                snapshot.arrays[EARLIER[0]] = {EARLIER[1]: np.frombuffer(text, np.uint8)}
+                snapshot.arrays[resume.EARLIER[0]] = {resume.EARLIER[1]: np.frombuffer(text, np.uint8)}
 
             def write() -> None:
                 if snapshot is None:
@@ -460,6 +502,19 @@ class Session:
                 self.comm.barrier()
         slot.phase(before)
 
+    def _check(self) -> None:
+        """Before a checkpoint, and at the end: ranks must have the same, and a resumed training would compute it."""
+        trainer = self.trainer
+        if not trainer.mode.together:
+            return
+        if self.saves:
+            trainer.stays(inside=self.context.cursor.step > 0)
+        if trainer.check_every and self.comm.size > 1 and self._checked != trainer.steps:
+            trainer.check_alike()
+            self._checked = trainer.steps
+            if self._last is not None and not self.saving.nondeterministic:
+                agreement.last_batch(self.comm, self._last[2], trainer.steps)
+
     def _there(self) -> bool:
         """Whether the checkpoint of this step, begun in the background, has been written; a collective call."""
         there = False
@@ -484,7 +539,7 @@ class Session:
         named = self.context.named()
         if named:
             kept["logged"] = finite(self.context.logged)
-            kept["callbacks"] = {name: _state(name, callback) for name, callback in named.items()}
+            kept["callbacks"] = {name: resume.kept_by(name, callback) for name, callback in named.items()}
         if self.context.finished is not None:
             by = next((name for name, callback in named.items() if callback is self.context.finisher), None)
             kept["finished"] = {"by": by, "why": self.context.finished}
@@ -502,16 +557,15 @@ class Session:
 
     def end(self) -> None:
         """The training is complete: its last checkpoint, and in a run the record that says so."""
+        self._check()
         if not self.saves:
             return
         self._save(wait=True)
         if self.run is not None:
             sha = self.trainer.weights_sha256()
             if self.comm.rank == 0:
-                atexit.unregister(_write_complete)
-                atexit.register(_write_complete)
                 record = {"attempt": self.run.attempt, "steps": self.trainer.steps, "weights_sha256": sha}
-                _complete["record"] = (self.run, record)
+                completion.complete(self.run, record)
 
     def close(self) -> None:
         """Gives back threads and the directory, whatever happened."""
@@ -521,53 +575,3 @@ class Session:
             except (OutputError, NumericsError) as problem:  # where the training failed, that is the error
                 self.trainer.say(str(problem))
             self._store = None
-
-
-def _check_attempt(run: Run) -> None:
-    """DataError where a later attempt of the run has taken over."""
-    number = read_json(run.attempt_file)["attempt"] if run.attempt_file.exists() else 0
-    if number > run.attempt:
-        raise DataError(
-            f"[run] attempt {run.attempt} of {run.path} is over, attempt {number} writes now"
-            if run.attempt
-            else f"[run] {run.path} is a run of odyssey launch; go on with the command that began it"
-        )
-
-
-def incomplete() -> None:
-    """The program ends with an error: its run is not complete, whatever its fit()s did."""
-    _complete.clear()
-
-
-def _write_complete() -> None:
-    """At the end of the program: the record that says that its run is complete, if it ends in order.
-
-    Not at the end of a fit(): a program may have several. An exception, and an attempt that another has replaced, leave
-    no record.
-    """
-    found = _complete.pop("record", None)
-    if found is None or getattr(sys, "last_type", None) is not None or entry.leaving()[0]:
-        return
-    run, record = found
-    try:
-        _check_attempt(run)
-        write_json(run.done, record)
-    except (OSError, OdysseyError, AttributeError, TypeError) as problem:
-        print(f"odyssey: [run] {run.done} is not written: {problem}", file=sys.stderr, flush=True)
-
-
-def _earlier(snapshot: Snapshot) -> list[Any]:
-    """The records of epochs before the last one; in older checkpoints they are among `values`, as that one is."""
-    stem, name = EARLIER
-    text = snapshot.arrays.get(stem, {}).get(name)
-    return [] if text is None else parse_json(text.tobytes(), f"{stem}/{name}")
-
-
-def _state(name: str, callback: Callback) -> dict[str, Any]:
-    """What a checkpoint keeps of a callback. Raises ConfigError: it is not JSON."""
-    state = callback.state_dict()
-    try:
-        json.dumps(state, allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as problem:
-        raise ConfigError(f"[{name}] state_dict() gives no JSON: {problem}; give numbers, texts, lists") from problem
-    return state

@@ -9,9 +9,10 @@ from .. import data as datasets
 from ..callbacks import Context
 from ..checkpoints.trainable import Evaluation, Mode, Tally
 from ..comm import Communicator
-from ..core.settings import Training, declared
+from ..core import changes
 from ..errors import ConfigError
 from ..parallel.plan import default_shard_size, idle, shard_count
+from ..settings.declarations import Training, declared
 from . import agreement
 from .fit import Trainer
 from .numerics import NonFinite
@@ -23,6 +24,18 @@ class Sharing(Trainer):
     settings: Training
     _train: Any  # what runs the shards
     _counted_idle = False
+    _clip_norm: float | None = None
+
+    @property
+    def clip_norm(self) -> float | None:
+        """The largest norm of the mean gradient; may be set in the middle of a training. None: no limit."""
+        return self._clip_norm
+
+    @clip_norm.setter
+    def clip_norm(self, norm: float | None) -> None:
+        if norm != self._clip_norm:
+            changes.updates.rise()
+        self._clip_norm = norm
 
     @property
     def shard_size(self) -> int | None:
@@ -47,6 +60,32 @@ class Sharing(Trainer):
         self.context = Context(self, callbacks=self.callbacks)
         self.grad_norm: float | None = None  # of the last step, if clip_norm is given
 
+    def standing(self) -> dict[str, Any]:
+        """The settings that an update reads, as they are now: ranks must have them alike."""
+        return {}
+
+    def check_alike(self) -> None:
+        """Compares settings, and the weights that several ranks have; a collective call. Raises ConfigError,
+        NumericsError: on all ranks: they differ."""
+        agreement.standing(self.comm, f"step {self.steps}", self.standing())
+        self.check_replicas()
+
+    def check_replicas(self) -> None:
+        """Compares the weights that several ranks have; a collective call."""
+        raise NotImplementedError
+
+    def put_back(self, snapshot: Any, name: str) -> None:
+        """Takes a snapshot back once more, in silence; a collective call."""
+        self._silent = True
+        try:
+            self.load(snapshot, name)
+        finally:
+            self._silent = False
+
+    def load(self, snapshot: Any, name: str) -> None:
+        """Puts a snapshot that all ranks have into their trainers."""
+        raise NotImplementedError
+
     def _compare_settings(self, more: dict[str, Any]) -> None:
         """Raises ConfigError, on all ranks, if they differ in settings or `more`; a collective call."""
         same = {name: getattr(self.settings, name) for name, s in declared(Training).items() if s.same}
@@ -54,6 +93,9 @@ class Sharing(Trainer):
 
     def _end_epoch(self) -> None:
         self._watch.end()
+        self.expect(None, "", False)  # the checkpoint was made after the epoch's last step
+        if self.mode.together:
+            self.stays()
 
     def _share_out(self, samples: int) -> None:
         """Once the global batch is known: decides its shards, and says if there are too few for all workers."""
@@ -66,6 +108,11 @@ class Sharing(Trainer):
         without = sum(idle(sharing, part, self.shard_size) for part in parts)
         if without:
             workers, shards = sharing * len(parts), sum(shard_count(part, self.shard_size) for part in parts)
+            if sharing > max(64, 4 * shards):  # of each process; more likely a slip than a wish
+                raise ConfigError(
+                    f"[train] num_gpus is {sharing}, and a batch of {samples} samples has {shards} shards of at most "
+                    f"{self.shard_size}: more workers have no work; give at most {shards}, or a smaller shard_size"
+                ).on_all_ranks()
             self.say(
                 f"{workers} workers but {shards} shard{'s' * (shards > 1)} (global batch {samples}, shard size "
                 f"{self.shard_size}): {without} {'is' if without == 1 else 'are'} idle"

@@ -12,28 +12,28 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..base.files import write_whole
+from ..base.outputs import write_weights
 from ..comm import Communicator
 from ..core.arena import Arena
 from ..core.native import KERNELS
 from ..core.precision import GradScaler
-from ..core.settings import Training, of_checkpoint
 from ..engine.engine import Engine
 from ..engine.layout import Layout
 from ..errors import CheckpointError, ConfigError, NumericsError
 from ..nn import Module
 from ..optim import Optimizer, Schedule
 from ..parallel.mesh import Mesh
-from ..watch.files import write_whole
-from ..watch.outputs import write_weights
+from ..settings.declarations import Training, of_checkpoint
 from . import resume
+from .changing import Changing
 from .numerics import check_replicas
-from .sharing import Sharing
 
 if TYPE_CHECKING:
     from ..checkpoints import Snapshot
 
 
-class EngineState(Sharing):
+class EngineState(Changing):
     """The part of a DistributedTrainer that is about its state."""
 
     settings: Training
@@ -60,7 +60,7 @@ class EngineState(Sharing):
         updates = self.last.updates
         own = self._prints.get(id(updates))
         if own is None:  # the updates are kept, so that their id stays their own
-            counted = self._train.counted_updates(updates)
+            counted = self._train.ownership.counted_updates(updates)
             gradients, weights = [(u.grads, u.n, u.at) for u in counted], [(u.params, u.n, u.at) for u in counted]
             own = self._prints[id(updates)] = updates, self._train.fingerprints(gradients, weights, after=updates)
         gradients, weights = own[1]()
@@ -83,7 +83,7 @@ class EngineState(Sharing):
         else:
             if self._replicas is None:
                 at = self._train.parameters_address
-                runs = self._train.replicated()  # none on a rank whose stage has no parameters
+                runs = self._train.ownership.replicated()  # none on a rank whose stage has no parameters
                 self._replicas = self._train.fingerprints([(at + 4 * lo, n, lo) for lo, n in runs])
             (mine,) = self._replicas()
         check_replicas(self.comm, self.steps, {"weights": mine}, self._train.groups.model.rank)
@@ -91,12 +91,12 @@ class EngineState(Sharing):
     def weights_sha256(self) -> str:
         """SHA-256 over the bytes of the arena: one value for one training, on any layout. Collective, as below."""
         self.mode.settle()
-        return hashlib.sha256(self._train.parameters()).hexdigest()
+        return hashlib.sha256(self._train.ownership.parameters()).hexdigest()
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """The parameters by name, whole, on every rank; a collective call if ranks keep parts of them."""
         self.mode.settle()
-        flat = self._train.parameters()
+        flat = self._train.ownership.parameters()
         return {name: self.arena.view(flat, name).copy() for name, _ in self.arena.named}
 
     def optimizer_state(self) -> dict[str, Any]:
@@ -107,8 +107,9 @@ class EngineState(Sharing):
 
     def optimizer_arrays(self) -> dict[str, np.ndarray]:
         """The optimizer's arrays in the arena's layout, whole, on every rank; training may go on in them."""
-        whole = self._train.state if self._warned else lambda state: state  # cut into parts at the first step
-        return {name: whole(own) for name, own in self.optimizer.state.items()}
+        whole = self._train.ownership.state if self._warned else lambda state: state  # cut into parts at the first step
+        _ = self.optimizer.state  # as the last step left it, also on GPUs
+        return {name: whole(own) for name, own in self.optimizer.arrays.items()}
 
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
         """Takes back what optimizer_state() gave, on this layout or another; all ranks call it. Raises ConfigError: the
@@ -122,21 +123,21 @@ class EngineState(Sharing):
             )
         for name, whole in arrays.items():
             own = np.ascontiguousarray(whole, np.float32)
-            self.optimizer.state[name][...] = self._train.own_state(own) if self._warned else own
+            self.optimizer.arrays[name][...] = self._train.ownership.own_state(own) if self._warned else own
         self.optimizer.steps, self.optimizer.lr = int(state["steps"]), float(state["lr"])
 
     @property
     def plan(self) -> str:
         """How the model is cut over ranks, where odyssey decided it; known after the first step."""
-        return "\n".join(self._train.plans)
+        return "\n".join(self._train.ownership.plans)
 
     def memory(self) -> dict[str, int]:
         """Bytes that training takes on this rank: parameters, gradients and their reduction, optimizer, activations."""
         gradients, activations = self._train.memory()
         return {
-            "parameters": self._train.parameter_bytes,
+            "parameters": self._train.ownership.parameter_bytes,
             "gradients": gradients,
-            "optimizer": sum(a.nbytes for a in self.optimizer.state.values()),
+            "optimizer": sum(a.nbytes for a in self.optimizer.arrays.values()),
             "activations": activations,
         }
 
@@ -180,35 +181,34 @@ class EngineState(Sharing):
         """Bytes of the tensors of a checkpoint."""
         return 4 * self.arena.size * (1 + len(self.optimizer.states))
 
-    def _frozen(self, name: str, p: Any) -> list[str]:
-        trained = p.requires_grad or self.arena.offsets[name] >= self.arena.trained  # buffers are behind
-        return [] if trained else ["frozen"]
+    def _layers(self) -> dict[str, Any]:
+        modules = list(self.model.modules())
+        return {
+            "layers": [
+                (type(m).__name__, *(getattr(m, k) for k in ("p", *getattr(m, "configured", ())) if _is_setting(m, k)))
+                for m in modules
+            ],
+            "settings of layers": [said for m in modules for said in resume.settings_of(m)],
+            "settings of the loss": resume.settings_of(self.loss),
+        }
 
     def configuration(self) -> dict[str, Any]:
         """What decides the bits of a training, beside its data, as JSON values by the names that users know them by.
 
-        Ranks, workers, threads, mesh, ZeRO stage, buckets and execution are not in it: they change nothing.
+        Settings are those that it was built with. Ranks, workers, threads, mesh, ZeRO stage, buckets and execution are
+        not in it: they change nothing.
         """
-        lay, optimizer = self.layout, self.optimizer
-        public = {k: v for k, v in vars(optimizer).items() if not k.startswith("_") and k != "steps"}
-        settings = {k: v for k, v in public.items() if isinstance(v, (int, float, tuple))}
-        names = [name for name, p in self.arena.named if optimizer.undecayed and optimizer.undecayed(name, p)]
-        undecayed = {"undecayed": names} if names else {}
-        modules = [
-            (type(m).__name__, *(getattr(m, k) for k in ("p", *getattr(m, "configured", ())) if _is_setting(m, k)))
-            for m in self.model.modules()
-        ]
-        strategy = lay.reduction
+        built, frozen = self._built, self._built["frozen"]
+        settings = {k: v for k, v in built["optimizer"].items() if isinstance(v, (int, float, tuple, list))}
+        strategy = self.layout.reduction
         kind = "tree" if strategy.same_bits else repr(strategy)
         return as_json(
             {
-                "model": [[name, list(p.shape), *self._frozen(name, p)] for name, p in self.arena.named],
-                "optimizer": [type(optimizer).__name__, sorted({**settings, **undecayed}.items())],
+                "model": [[name, list(p.shape), *["frozen"] * (name in frozen)] for name, p in self.arena.named],
+                "optimizer": [type(self.optimizer).__name__, sorted(settings.items())],
                 "shard size": self.shard_size,
-                "layers": modules,
-                "settings of layers": [said for m in self.model.modules() for said in resume.settings_of(m)],
+                **built["layers"],
                 "loss": type(self.loss).__name__,
-                "settings of the loss": resume.settings_of(self.loss),
                 "precision": [self.precision, self.scaler.growth_interval if self.scaler.enabled else 0],
                 "reduction": kind,
                 **of_checkpoint(self.settings),
@@ -223,11 +223,12 @@ class EngineState(Sharing):
         The arrays may be those that training goes on with: copy or write them before the next step.
         """
         arena = self.arena
-        flat = self._train.parameters()
+        flat = self._train.ownership.parameters()
         states = self.optimizer_arrays()
         residuals, counts = self._residuals()
         if self.comm.rank != 0:
             return None
+        changed = self.changed()
         arrays = {
             "parameters": {name: arena.view(flat, name) for name, _ in arena.named},
             "optimizer": {
@@ -247,6 +248,8 @@ class EngineState(Sharing):
                 "optimizer": {"steps": optimizer.steps, "lr": optimizer.lr},
                 "scaler": self.scaler.state_dict(),
                 "lr_scaling": [self._lr_factor, self._lr_scaled],
+                "changed": changed,
+                "buckets": None if self.layout.reduction.same_bits else self._train.ownership.cut,
                 "configuration": self.configuration(),
                 "kernels": KERNELS,
                 "bucket size": self.layout.bucket_size_mb,
@@ -328,8 +331,15 @@ class EngineState(Sharing):
                 f"[resume] {name}: its state of the optimizer is not complete: {problem}"
             ) from problem
         self._train.load(flat, memories)
+        self._expected_cut = values.get("buckets"), name
+        if "changed" in values:  # older checkpoints have nothing of it
+            self.take_back(_entry(values, "changed", name), name)
         self.shard_size = size
         self.steps = snapshot.step
+
+    def load_weights(self, snapshot: Snapshot, name: str) -> None:
+        """Takes the weights and buffers of a snapshot that all ranks have, and nothing else."""
+        self._train.load(_flat(self.arena, snapshot.arrays.get("parameters", {}), "", name), {})
 
     def _other_layout(self, values: dict[str, Any], *names: str) -> tuple[str, str] | None:
         """What made a checkpoint and what runs now, in words, of the first of these parts of a layout that differs."""

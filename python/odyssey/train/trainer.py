@@ -16,14 +16,15 @@ import numpy as np
 from .. import callbacks
 from .. import comm as communication
 from .. import data as datasets
+from ..base import launcher, registry, slot
+from ..base.outputs import write_weights
 from ..build import gpus
 from ..checkpoints.trainable import Evaluation, History, Step
 from ..comm.cores import default_threads
+from ..core import changes
 from ..core import precision as precisions
-from ..core import settings as declaration
 from ..core.arena import Arena
 from ..core.offload import maker, offload
-from ..core.settings import Training
 from ..core.tensor import layout_of
 from ..engine.engine import Engine
 from ..engine.layout import Layout
@@ -34,8 +35,8 @@ from ..nn import CrossEntropyLoss, Module, PipelineParallel
 from ..optim import Optimizer, Schedule, lr_factor
 from ..parallel.mesh import PARTS, Groups, Mesh
 from ..parallel.strategy import MODES, Strategy
-from ..watch import launcher, slot
-from ..watch.outputs import write_weights
+from ..settings import declarations as declaration
+from ..settings.declarations import Training
 from . import agreement, resume, saved
 from .agreement import hash_of
 from .fit import evaluated, in_batches
@@ -124,6 +125,7 @@ class DistributedTrainer(EngineState):
             schedule=made.pipeline_schedule,
             gpus=devices,
         )
+        self._sums: Sums | None = None  # of the last step
         self.workers, self.replicas = made.num_gpus * self.mesh.dp, self.mesh.dp  # that share out a batch
         self.model, self.optimizer = model, optimizer
         self.schedule = schedule or (lambda step: 1.0)
@@ -166,8 +168,7 @@ class DistributedTrainer(EngineState):
         self.metrics = common["metrics"] = None if metrics is None else chosen(metrics)
         layout, its_groups, own = self.layout, groups, {}
         if strategy.reduction in MODES and self.comm.size > 1:
-            from . import asynchronous
-
+            asynchronous = registry.load("modes", strategy.reduction)
             self.mode = asynchronous.mode(self, strategy)
             layout, its_groups = asynchronous.alone(self.layout, self.comm)
             own = {"seed": (made.seed + 0x9E3779B97F4A7C15 * self.comm.rank) % 2**63}  # other masks for other samples
@@ -184,21 +185,22 @@ class DistributedTrainer(EngineState):
         )
         common["team"] = team
         self._eval = Engine(model, loss, self.arena, self.layout, groups, train=False, like=self._train, **common)
+        self._train.also = self.standing
         self._warned = False
         self._prints = {}
+        self.remember()
 
     def _same_everywhere(self) -> None:
         """Compares the settings of all ranks, then gives all of them rank 0's parameters."""
         if self.comm.size == 1:
             return
-        public = {k: v for k, v in vars(self.optimizer).items() if not k.startswith("_")}
-        settings = {k: v for k, v in public.items() if isinstance(v, (int, float, str, tuple))}
         self._compare_settings(
             {
                 "kind of GPUs": [gpus.found()[i].accelerator for i in self.layout.gpus],
                 "mesh": str(self.mesh),
                 "offload is given": self.layout.offload is not None,
-                "optimizer": (type(self.optimizer).__name__, sorted(settings.items())),
+                "optimizer": (type(self.optimizer).__name__, sorted(self.optimizer.settings.items())),
+                "parameters without weight decay (undecayed)": self.optimizer.undecayed_names,
                 "schedule": resume.probed(self.schedule),
             }
         )
@@ -213,6 +215,10 @@ class DistributedTrainer(EngineState):
         self._share_out(len(batch.indices))
         self._move_shards(len(batch.indices))
         self.compare(batch)
+        if self._expected is not None:
+            self._check_expected(batch)
+        if self._expected_cut[0] is not None:
+            self.check_cut(batch)
         part = self.mode.part(batch)
         if part is None:  # the others take this step; this rank's state counts it too
             self.steps, self.optimizer.steps = self.steps + 1, self.optimizer.steps + 1
@@ -222,13 +228,15 @@ class DistributedTrainer(EngineState):
         sums = self._train.run(part, self.steps)
         self._begin(sums)
         lr = self.rate(self.steps)
-        taken = self._train.commit_step(self.optimizer, sums, self._divisor(sums), lr)
+        taken = self._train.alike and self._train.commit_step(self.optimizer, sums, self._divisor(sums), lr)
+        if not self._train.alike:
+            self._apart(self._train, part)
         if self.scaler.enabled:
             self._scale(taken, part, lr)
         elif not taken:
             self._not_finite(part, "gradient" if math.isfinite(sums.loss) else "loss", lr)
         if taken:
-            self._train.updated()
+            self._train.ownership.updated()
             self.numerics.fine()
         self.steps += 1
         self.last = Step(sums.loss, sums.correct, lr, taken, sums.updates, self._train.measured(sums))
@@ -244,8 +252,23 @@ class DistributedTrainer(EngineState):
             engine = self._train
             self._watch.batch(batch, self.steps, self.rate)
         n = engine.shard_size_of(len(batch.indices))
-        if self._watch.program((engine.train, n, *batch.dataset.form)):
-            agreement.programs(self.comm, engine, batch, self.steps)
+        kind = (engine.train, n, *batch.dataset.form)
+        if self._watch.program(kind):
+            try:
+                agreement.programs(self.comm, engine, batch, self.steps)
+            except Exception:
+                self._watch.forget(kind)  # a program that catches this may go on
+                raise
+
+    def _apart(self, engine: Engine, batch: datasets.Batch) -> None:
+        """Raises ConfigError, on all ranks: what they computed in a step, which was not taken, differs."""
+        step = f"step {self.steps + 1}"
+        agreement.standing(self.comm, step, self.standing(), engine.programs.values())
+        agreement.programs(self.comm, engine, batch, self.steps)
+        self.check_replicas()
+        raise ConfigError(
+            f"[train] ranks do not compute the same at {step}, which was not taken; change settings on all ranks alike"
+        ).on_all_ranks()
 
     def rate(self, step: int) -> float:
         """The learning rate of a step, counted from 0. Raises NumericsError if the schedule makes it no rate."""
@@ -267,6 +290,7 @@ class DistributedTrainer(EngineState):
     def scale_rate(self, factor: float) -> None:
         """Multiplies the learning rate of all steps from here on; checkpoints keep it."""
         self._lr_factor *= factor
+        changes.updates.rise()
 
     def _scale_rate(self, batch: int) -> None:
         """Once the batch size is known: sets, and says, what `lr_scaling` makes of the rate."""
@@ -292,7 +316,7 @@ class DistributedTrainer(EngineState):
     @property
     def metric_names(self) -> list[str]:
         """Of the metrics that are summed, once a step was recorded."""
-        return sorted(self._train.metric_at)
+        return sorted(self._train.programs.metric_at)
 
     def count_bytes(self, sent: int) -> None:
         """For a mode: adds to what this rank has sent."""
@@ -304,24 +328,40 @@ class DistributedTrainer(EngineState):
         if self._warned:
             return
         self._warned = True
-        self.optimizer.keep({name: self._train.own_state(a) for name, a in self.optimizer.state.items()})
-        for line in self._train.warnings:
+        self.optimizer.keep({name: self._train.ownership.own_state(a) for name, a in self.optimizer.state.items()})
+        self.optimizer.locked = self._spread
+        self.arena.locked = self.comm.size > 1 and self._train.layout.split
+        if not self.model.training:
+            self.say(
+                f"[train] {type(self.model).__name__} is in eval mode: dropout is off and batch norm uses running "
+                "statistics; call model.train() if that is not meant"
+            )
+        for line in self._train.ownership.warnings:
             self.say(line)
         if self.progress is not None:
-            for plan in self._train.plans:
+            for plan in self._train.ownership.plans:
                 self.say(plan)
 
     def _divisor(self, sums: Sums) -> int:
         """Address of the number that gradients are divided by: samples, loss scale, and more if they are clipped."""
+        self.grad_norm, self._sums = None, sums
         if self.clip_norm is None and not self.scaler.enabled:
             return sums.samples_address
         divisor = sums.samples * self.scaler.value
         if self.clip_norm is not None:
-            norm = self.grad_norm = self._train.norm(sums) / divisor
+            norm = self.grad_norm = self._train.ownership.norm(sums) / divisor
             if math.isfinite(norm) and norm > self.clip_norm:
                 divisor *= norm / self.clip_norm
         self._divide = np.array([divisor], np.float32)
         return self._divide.ctypes.data
+
+    def gradient_norm(self) -> float | None:
+        if self.grad_norm is not None or self._sums is None or not self.mode.together:
+            return self.grad_norm
+        if self.layout.split or self.layout.zero:
+            return None  # ranks would have to add up theirs
+        divisor = float(self._divide[0]) if self.scaler.enabled else self._sums.samples
+        return self._train.ownership.norm(self._sums) / divisor
 
     def _scale(self, taken: bool, batch: datasets.Batch, lr: float) -> None:
         """Sets the loss scale for the next step; all ranks hold the same sums, so all set the same."""
@@ -349,6 +389,7 @@ class DistributedTrainer(EngineState):
     def _begin_fit(self, context: callbacks.Context, whole: datasets.ArrayDataset | None) -> None:
         self._watch.begin(whole, self.say if context.saving.nondeterministic else None)
         self.shard_size = self.layout.shard_size
+        self.remember()
 
     def _ahead(self, batches: Iterator[datasets.Batch]) -> Iterator[datasets.Batch]:
         return self._train.ahead(batches)
@@ -362,6 +403,7 @@ class DistributedTrainer(EngineState):
         """Mean loss and metrics over a data set or loader, dropout off."""
         self.mode.settle()
         slot.phase("evaluate")
+        self._eval.programs.refresh()
         loader = in_batches(loader)
         data = loader.dataset if isinstance(loader, datasets.DataLoader) else loader
         whole = data if isinstance(data, datasets.ArrayDataset) else None
@@ -371,6 +413,8 @@ class DistributedTrainer(EngineState):
         def sums(batch: datasets.Batch, number: int) -> tuple[float, float, dict[str, float], float]:
             self.compare(batch, self._eval)
             found = self._eval.run(batch, 0)
+            if not self._eval.alike:
+                self._apart(self._eval, batch)
             return found.loss, found.correct, self._eval.measured(found), found.samples
 
         found = self._evaluation(self._eval.ahead(iter(evaluated(loader, self._part(training=False)))), sums, whole)
@@ -381,7 +425,7 @@ class DistributedTrainer(EngineState):
         """What the model gives for all samples of a data set or loader, in order, dropout off: (N, ...) float32, or a
         tuple or dict of such, whole on every rank. All ranks call it."""
         self.mode.settle()
-        with self.arena.lent(self._train.parameters()):
+        with self.arena.lent(self._train.ownership.parameters()):
             algorithm = self.settings.conv_algorithm
             return saved.predicted(
                 self.model, evaluated(in_batches(loader), None), self.comm, self.shard_size, algorithm

@@ -13,13 +13,12 @@ from typing import Any
 
 import click
 
+from ...base.registry import provided
 from ...errors import ConfigError, OdysseyError, printable
 
-# names of modules in this package, as `odyssey --help` lists them
-COMMANDS: tuple[str, ...] = tuple(
-    "train launch slurm k8s predict evaluate export verify top trace report generate "
-    "tune inspect diff replay scale doctor build completion".split()
-)
+OWN = "train launch predict evaluate export verify generate inspect diff replay scale doctor build completion"
+#: Names of commands, as `odyssey --help` lists them, with their modules: those of this package, then others'.
+COMMANDS: dict[str, str] = {name: f"{__name__}.{name}" for name in OWN.split()} | provided("commands")
 
 HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
 NAME_LIMIT, PATH_LIMIT = 255, 4095  # bytes of a file's name and of a path, as Linux and macOS have them
@@ -39,6 +38,12 @@ FILE = File(path_type=Path)
 DIFFERENT, REFUSED, UNAVAILABLE = 1, 65, 69  # exit codes
 
 # Options of several commands.
+OWN_MODEL = click.option(
+    "--model",
+    "own",
+    metavar="FILE.py:NAME",
+    help="Your own class, or a function that builds the model. (default: what the checkpoint says)",
+)
 JSON = click.option("--json", "json_file", type=FILE, metavar="FILE", help="Write the result. (default: not written)")
 LAUNCHER = click.option(
     "--launcher", metavar="WORDS", help="What starts ranks. (default: 'mpirun -n {ranks}', that of this environment)"
@@ -47,7 +52,7 @@ LAUNCHER = click.option(
 
 def machines(who: str, hosts: str | None, hostfile: Path | None) -> Any:
     """The hosts that --hosts or --hostfile of a command names. Raises ConfigError."""
-    from ...launch.hosts import parse_hostfile, parse_hosts
+    from ...run.hosts import parse_hostfile, parse_hosts
 
     if hosts is not None and hostfile is not None:
         raise ConfigError(f"[{who}] --hosts and --hostfile are both given; give one")

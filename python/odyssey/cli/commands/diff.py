@@ -21,9 +21,9 @@ def command(run_a: Path, run_b: Path, json_file: Path | None) -> None:
     """
     from ...audit.replay import compare, log_of, settings_that_differ
     from ...audit.steplog import shown
+    from ...base import outputs
+    from ...base.runs import Run
     from ...errors import DataError
-    from ...watch import outputs
-    from ...watch.runs import Run
 
     if json_file is not None:
         outputs.check(json_file, "--json")

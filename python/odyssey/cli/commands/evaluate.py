@@ -7,8 +7,8 @@ from pathlib import Path
 
 import click
 
-from ...core.recipes import DATASETS
-from . import FILE, HELP, on_all_ranks
+from ...settings.recipes import DATASETS
+from . import FILE, HELP, OWN_MODEL, on_all_ranks
 
 
 @click.command("evaluate", short_help="Loss and metrics of a model.", context_settings=HELP)
@@ -16,8 +16,11 @@ from . import FILE, HELP, on_all_ranks
 @click.option("--dataset", type=click.Choice(DATASETS), help="The data set. (default: that of the training)")
 @click.option("--data-dir", type=FILE, help="Where its files are. (default: where they were)")
 @click.option("--train", "training", is_flag=True, help="Its training part, not its test part.")
+@OWN_MODEL
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def command(model: Path, dataset: str | None, data_dir: Path | None, training: bool, as_json: bool) -> None:
+def command(
+    model: Path, dataset: str | None, data_dir: Path | None, training: bool, own: str | None, as_json: bool
+) -> None:
     """Print the loss and metrics of a model on the test set of its training, or on another. Under mpirun ranks share
     the work: the same bits."""
     from ... import data, optim
@@ -25,7 +28,7 @@ def command(model: Path, dataset: str | None, data_dir: Path | None, training: b
     from ...train.trainer import DistributedTrainer
 
     with on_all_ranks():
-        found = saved.opened(model)
+        found = saved.opened(model, saved.own_model(own))
         test = saved.samples(found, dataset, data_dir, training)
     loss = saved.loss_of(found)
     trainer = DistributedTrainer(found.model, optim.SGD(lr=1.0), loss=loss, conv_algorithm=found.algorithm)

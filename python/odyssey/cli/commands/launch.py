@@ -18,7 +18,7 @@ from . import FILE, HELP, machines
     short_help="Start ranks, and start them again when something fails.",
     context_settings={**HELP, "ignore_unknown_options": True, "allow_interspersed_args": False},
 )
-@click.option("-n", "--ranks", type=click.IntRange(1), default=1, help="Ranks altogether. (default: 1)")
+@click.option("-n", "-np", "--ranks", type=click.IntRange(1), default=1, help="Ranks altogether. (default: 1)")
 @click.option("--run-dir", type=FILE, metavar="RUN", help="The run's directory. (default: runs/DATE-TIME-NAME)")
 @click.option("--hosts", metavar="H1,H2:N", help="Machines, and how many ranks each takes. (default: this one)")
 @click.option("--hostfile", type=FILE, metavar="FILE", help="The same from a file, one a line.")
@@ -55,8 +55,8 @@ def command(
     of the rank that failed.
     """
     from odyssey.launch import DistributedLauncher, LaunchConfig
-    from odyssey.launch.config import parse_elastic
-    from odyssey.launch.starting import plain
+    from odyssey.run.config import parse_elastic
+    from odyssey.run.starting import plain
 
     no_option(script, context)
     script, *rest = plain([script, *arguments])

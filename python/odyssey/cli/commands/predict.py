@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import csv
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import click
 
 from ...errors import ConfigError, DataError, printable
-from . import FILE, HELP, on_all_ranks
+from . import FILE, HELP, OWN_MODEL, on_all_ranks
 
 
 @click.command("predict", short_help="Predictions for pictures or a table.", context_settings=HELP)
 @click.argument("model", type=FILE, metavar="RUN|CHECKPOINT_DIR")
 @click.argument("inputs", nargs=-1, required=True, metavar="FILES...")
 @click.option("--top", default=1, show_default=True, type=click.IntRange(1), help="Classes that are shown.")
+@OWN_MODEL
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per input.")
-def command(model: Path, inputs: tuple[str, ...], top: int, as_json: bool) -> None:
+def command(model: Path, inputs: tuple[str, ...], top: int, own: str | None, as_json: bool) -> None:
     """Print what a model that was trained says of inputs: pictures, a table with a header (data.csv), or - for a table
     on standard input.
 
@@ -31,7 +30,7 @@ def command(model: Path, inputs: tuple[str, ...], top: int, as_json: bool) -> No
     from ...train import saved
 
     with on_all_ranks():
-        found = saved.opened(model)
+        found = saved.opened(model, saved.own_model(own))
         names, samples = _samples(inputs, found.data)
     world = comm.world(backend="auto")
     normal = (found.data.get("scale", 1.0), found.data.get("shift", 0.0))
@@ -91,33 +90,14 @@ def _pictures(paths: tuple[str, ...], shape: list[int]) -> Any:
 
 
 def _table(path: str, data: dict[str, Any], shape: list[int]) -> tuple[list[str], Any]:
-    """Rows of a table; columns by the names that they had in the training, where those are known."""
-    import numpy as np
+    """Rows of a table as samples; columns by the names that they had in the training, where those are known."""
+    from ...data.tables import Columns, Table
 
-    from ...data.sources import table
-
-    try:
-        if path == "-":
-            path, (header, lines) = "standard input", table(sys.stdin)
-        else:
-            with open(path, newline="", encoding="utf-8-sig") as file:
-                header, lines = table(file)
-    except (OSError, UnicodeDecodeError, csv.Error) as problem:
-        raise DataError(f"{printable(path)} cannot be read as a table ({problem}); give a CSV file") from None
-    if len(shape) != 1 or not lines:
-        what = "has no rows" if len(shape) == 1 else f"is a table, and the model takes samples {tuple(shape)}"
-        raise DataError(f"{printable(path)} {what}; give a header and rows, or pictures")
-    wanted = data.get("columns") or []
-    missing = [name for name in wanted if name not in header]
-    if missing or (not wanted and len(header) != shape[0]):
-        what = f"has no column {missing[0]!r}" if missing else f"has {len(header)} columns, the model takes {shape[0]}"
-        raise DataError(f"{printable(path)} {what}; its columns are {', '.join(header)}")
-    at = [header.index(name) for name in wanted] or range(len(header))
-    names, made = [], []
-    for number, row in lines:
-        try:
-            made.append([float(row[k]) for k in at])
-        except (ValueError, IndexError):
-            raise DataError(f"{printable(path)}, line {number}: {shape[0]} numbers are needed") from None
-        names.append(f"line {number}")
-    return names, np.array(made, np.float32)
+    table = Table(path)
+    wanted = data.get("columns") or table.header
+    if len(shape) != 1:
+        raise DataError(f"{table.path} is a table, and the model takes samples {tuple(shape)}; give pictures")
+    if not data.get("columns") and len(wanted) != shape[0]:
+        what = f"has {len(wanted)} columns, the model takes {shape[0]}"
+        raise DataError(f"{table.path} {what}; its columns are {', '.join(wanted)}")
+    return [f"line {number}" for number, _ in table.lines], Columns.of_saved(data.get("table"), wanted).samples(table)

@@ -31,8 +31,8 @@ def command(
     """
     from ...audit.replay import replay
     from ...audit.steplog import COMPARED, UNKNOWN, shown
+    from ...base import outputs
     from ...errors import ConfigError, check_integer
-    from ...watch import outputs
 
     check_integer("[replay] --step", step, 1)
     if ranks is not None and layout is not None:

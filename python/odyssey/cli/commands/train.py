@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import inspect
 import os
 import sys
 from collections.abc import Sequence
@@ -16,11 +17,11 @@ import click
 from odyssey import __version__
 from odyssey.errors import ConfigError
 
-from ...core import settings as core
-from ...core.recipes import GPT_BETAS, GPT_DROPOUT
-from ...core.settings import OF_FIT, SECTIONS, Command, Setting, Settings, Training, declared, option
-from ...watch import launcher as launchers
-from ...watch import outputs, runs
+from ...base import launcher as launchers
+from ...base import outputs, registry, runs
+from ...settings import declarations as core
+from ...settings.declarations import OF_FIT, SECTIONS, Command, Setting, Settings, Training, declared, option
+from ...settings.recipes import GPT_BETAS, GPT_DROPOUT
 from ..configfile import read_config
 from . import FILE, HELP, on_all_ranks
 
@@ -168,13 +169,13 @@ def run(made: Settings, *, verbose: bool = False, listeners: Sequence[Any] = (),
     again = os.environ.get(core.REPLAY)
     if made.run_dir is not None and not again:
         os.environ[runs.RUN_DIR] = os.path.realpath(made.run_dir)
-    from ...watch import limits
+    from ...base import limits
 
     limits.before_mpi(launchers.launched())  # also before NumPy, which needs memory as well
     from odyssey.comm.cores import default_threads
     from odyssey.parallel.mesh import Mesh
 
-    from ... import callbacks, comm
+    from ... import comm
     from ...train import preflight
 
     world = comm.world(backend="auto")
@@ -183,7 +184,7 @@ def run(made: Settings, *, verbose: bool = False, listeners: Sequence[Any] = (),
         threads = made.threads or default_threads(world.local_size)
         warnings = preflight.at_start(world, dataclasses.asdict(made), threads=threads)
         mesh = Mesh(made.dp, made.pp, made.tp)
-        if not any(map(os.environ.get, callbacks.JOINING)):  # else the layout is not that of the options
+        if not any(map(os.environ.get, registry.provided("joining"))):  # else the layout is not that of the options
             mesh = mesh.fit(world.size)
     if first:
         for path, name in ((made.save_weights, "--save-weights"), (made.json, "--json")):
@@ -200,26 +201,30 @@ def run(made: Settings, *, verbose: bool = False, listeners: Sequence[Any] = (),
     from ...train.trainer import DistributedTrainer, write_weights
 
     own = {"size": made.image_size, "target": made.target, "length": made.sequence_length}
-    train_set = data.opened(made.dataset, made.data_dir, train=True, **own)
+    table = {"normalize": made.normalize, "drop_columns": made.drop_columns, "fill": made.fill}
+    train_set, learnt = data.opened(made.dataset, made.data_dir, train=True, **own, **table), {}
+    if made.dataset == "csv":
+        from ...data.tables import notes
+
+        warnings, learnt = [*warnings, *notes(train_set)], {"like": train_set.columns}
     micro = made.global_batch_size // made.accumulation_steps
     workers = {"num_workers": made.num_workers}
     loader = data.DataLoader(train_set, batch_size=micro, shuffle=True, seed=made.seed, **workers)
     validation = None
     if made.evaluate:
-        test_set = data.opened(made.dataset, made.data_dir, train=False, **own)
+        test_set = data.opened(made.dataset, made.data_dir, train=False, **own, **learnt)
         validation = data.DataLoader(test_set, batch_size=1024, **workers)
     with on_all_ranks():
         epochs, total = made.length(-(-len(loader) // made.accumulation_steps))
         schedule = optim.schedule(made.schedule, total_steps=total, warmup_steps=made.warmup(total))
         with offload(made.offload):
             model = nn.models.build(made.model, seed=made.seed, **_model_settings(train_set, made))
-        kinds = {"sgd": optim.SGD, "adam": optim.Adam, "adamw": optim.AdamW, "rmsprop": optim.RMSprop}
-        kind = kinds[made.optimizer]
-        more = {"momentum": made.momentum, "nesterov": made.nesterov} if kind is optim.SGD else {}
         text = made.model in GPT_DROPOUT
-        if text and kind in (optim.Adam, optim.AdamW):
-            more["betas"] = GPT_BETAS
-        optimizer = kind(lr=made.lr, weight_decay=made.weight_decay, **more)
+        numbers = {name: getattr(made, name) for name in ("lr", "weight_decay", "momentum", "nesterov")}
+        numbers |= {"betas": GPT_BETAS} if text else {}
+        kind = optim.BY_NAME[made.optimizer]
+        takes = inspect.signature(kind).parameters
+        optimizer = kind(**{name: value for name, value in numbers.items() if name in takes})
         if text:
             optimizer.undecayed = optim.vectors
         if made.early_stopping is not None:
@@ -239,7 +244,7 @@ def run(made: Settings, *, verbose: bool = False, listeners: Sequence[Any] = (),
     if first:
         _tell_what_is_trained(made, trainer, world, warnings, verbose)
     gc.freeze()
-    gc.enable()  # train.py has turned it off
+    gc.enable()  # train/__main__.py has turned it off
     try:
         asked = {name: getattr(made, name) for name in OF_FIT}
         history = trainer.fit(loader, validation, epochs=epochs, callbacks=listeners, verbose=False, **asked)

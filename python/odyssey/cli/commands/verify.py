@@ -10,8 +10,8 @@ import click
 
 from odyssey.errors import ConfigError, check_integer
 
-from ...watch import launcher as launchers
-from ...watch import outputs
+from ...base import launcher as launchers
+from ...base import outputs
 from . import DIFFERENT, FILE, HELP, JSON, LAUNCHER, on_all_ranks
 
 

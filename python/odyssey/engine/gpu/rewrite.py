@@ -6,7 +6,7 @@ op: a convolution with its ReLU and max-pool, and a loss with its gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,8 +19,9 @@ from ...errors import ConfigError
 
 
 def fuse(records: list[Record]) -> list[Record]:
-    """The same program with fewer launches."""
-    return _with_pool(_with_gradient(records))
+    """The same program with fewer launches, by the ops of GPUs that stand for two (`of:` in mojo/kernels/op.mojo)."""
+    fused = {op.of: op for op in library().ops.values() if op.of}
+    return _with_reader(_with_gradient(records, fused), fused)
 
 
 def _users(records: Sequence[Record]) -> dict[int, list[int]]:
@@ -32,46 +33,45 @@ def _users(records: Sequence[Record]) -> dict[int, list[int]]:
     return users
 
 
-def _with_pool(records: list[Record]) -> list[Record]:
-    """A convolution with ReLU and the max-pool that alone reads it: one launch; the large output is never written."""
+def _with_reader(records: list[Record], fused: Mapping[tuple[str, ...], host.Op]) -> list[Record]:
+    """An op with its ReLU and what alone reads it, such as a convolution and a max-pool: the large output is never
+    written."""
     users = _users(records)
     out: list[Record | None] = list(records)
     for i, r in enumerate(records):
-        if r.op != "conv2d_forward" or r.dtype != "fp32" or r.args[-1] != 1:
+        used = users.get(id(r.args[0]), [])
+        op = fused.get((r.op, records[used[1]].op)) if len(used) == 2 and used[0] == i else None
+        if op is None or r.dtype != "fp32" or r.named.get("relu") != 1:
             continue
-        y = r.args[0]
-        used = users.get(id(y), [])
-        if len(used) != 2 or records[used[1]].op != "maxpool_forward" or records[used[1]].args[2] is not y:
-            continue
-        pool = records[used[1]]
-        pooled, argmax, _, _, _, _, *window = pool.args
-        _, x, w, b, _, *sizes, _ = r.args
-        out[used[1]] = pool.changed(op="conv2d_relu_maxpool_forward", args=[pooled, argmax, x, w, b, *sizes, *window])
+        reader = records[used[1]]
+        known = r.named | {f"{name} of y": value for name, value in reader.named.items()}
+        known |= zip(reader.declared.outputs, reader.args, strict=False)
+        out[used[1]] = reader.changed(op=op.name, args=[known[name] for name in op.arguments])
         out[i] = None
     return [r for r in out if r is not None]
 
 
-def _with_gradient(records: list[Record]) -> list[Record]:
-    """A cross-entropy whose sum is what is differentiated: loss and gradient in one launch."""
+def _with_gradient(records: list[Record], fused: Mapping[tuple[str, ...], host.Op]) -> list[Record]:
+    """A loss whose sum is what is differentiated: loss and gradient in one launch."""
     users = _users(records)
     out: list[Record | None] = list(records)
     for i, r in enumerate(records):
-        if r.op != "cross_entropy_forward":
+        readers = [k for k in users.get(id(r.args[1]), []) if k != i] if len(r.declared.outputs) > 1 else []
+        op = fused.get((r.op, records[readers[0]].op)) if len(readers) == 1 else None
+        if op is None or "scaled" not in op.sizes:
             continue
-        total, p, x, labels, *sizes = r.args
-        backward = [k for k in users.get(id(p), []) if k != i]
-        if len(backward) != 1 or records[backward[0]].op != "cross_entropy_backward":
-            continue
-        dx, seed, *_ = records[backward[0]].args
-        seeded = [k for k in users.get(id(seed), []) if k != backward[0]] if isinstance(seed, Slot) else []
+        gradient = records[readers[0]].named
+        seed = gradient["dloss"]
+        seeded = [k for k in users.get(id(seed), []) if k != readers[0]] if isinstance(seed, Slot) else []
         if len(seeded) != 1:
             continue
         first = records[seeded[0]]
-        scaled = first.op == "loss_scale"
-        if not scaled and not (first.op == "fill" and first.args[1] == 1.0 and first.args[2] == 1):
+        scaled = first.declared.outputs == ("scale",)
+        if not scaled and not (first.declared.arguments == ("y", "a", "n") and first.args[1:] == [1.0, 1]):
             continue
-        out[i] = r.changed(op="cross_entropy", args=[total, dx, x, labels, *sizes, int(scaled)])
-        out[backward[0]] = out[seeded[0]] = None
+        known = gradient | r.named | {"scaled": int(scaled)}
+        out[i] = r.changed(op=op.name, args=[known[name] for name in op.arguments])
+        out[readers[0]] = out[seeded[0]] = None
     return [r for r in out if r is not None]
 
 

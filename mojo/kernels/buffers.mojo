@@ -1,0 +1,57 @@
+"""Loops over floats in memory, for kernels and the executor: sums, copies, one number everywhere. On the CPU alone."""
+
+from std.memory import unsafe_memcpy
+
+from .lanes import F32, LANES, Ptr, Vec, load, madd, store
+from .op import Op, call, map2
+from .record import Record
+
+
+@always_inline
+def _sum[w: Int](a: SIMD[F32, w], b: SIMD[F32, w]) -> SIMD[F32, w]:
+    return a + b
+
+
+def add(y: Ptr, a: Ptr, b: Ptr, n: Int):
+    """Computes y = a + b. y may be a or b."""
+    map2[_sum](y, a, b, n)
+
+
+def axpy(y: Ptr, x: Ptr, a: Float32, n: Int):
+    """Computes y += a x."""
+    var i = 0
+    while i + LANES <= n:
+        store(y, i, madd(load(x, i), Vec(a), load(y, i)))
+        i += LANES
+    while i < n:
+        y[unsafe_offset=i] = madd(x[unsafe_offset=i], a, y[unsafe_offset=i])
+        i += 1
+
+
+def fill(y: Ptr, a: Float32, n: Int):
+    """Sets n floats to a."""
+    var i = 0
+    while i + LANES <= n:
+        store(y, i, Vec(a))
+        i += LANES
+    while i < n:
+        y[unsafe_offset=i] = a
+        i += 1
+
+
+def _copy(y: Ptr, x: Ptr, n: Int):
+    unsafe_memcpy(dest=y, src=x, count=n)
+
+
+def _loss_scale(y: Ptr, r: Record):
+    y[] = Float32(r.context[].loss_scale)
+
+
+def ops() -> List[Op]:
+    """The ops of these loops."""
+    return [
+        Op("axpy", "+y; x; a, n", call[axpy]),
+        Op("copy", "y; x; n", call[_copy]),
+        Op("fill", "y; ; a, n", call[fill]),
+        Op("loss_scale", "scale", call[_loss_scale]),
+    ]

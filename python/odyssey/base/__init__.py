@@ -1,0 +1,22 @@
+"""Needed everywhere: files written whole, a process as one of a job, what it is doing now, how it ends.
+
+docs/data-flow.md says what each file is. Everything that trains lies above this folder.
+"""
+
+from .lazy import attach
+
+__getattr__, __dir__, __all__ = attach(
+    __name__,
+    {
+        "base.entry": "entry",
+        "base.files": "files parse_json read_json",
+        "base.hooks": "machine",
+        "base.lazy": "attach",
+        "base.launcher": "free_port launcher",
+        "base.outputs": "finite outputs",
+        "base.proc": "stat",
+        "base.registry": "registry",
+        "base.runs": "Run runs",
+        "base.slot": "slot",
+    },
+)

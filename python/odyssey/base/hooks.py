@@ -1,0 +1,61 @@
+"""What lies above and what lies below hear of each other here; and names of this machine and its process numbers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+from ..errors import OdysseyError, Stopped
+
+# odyssey/__init__.py fills these lists: who calls need not know who is called.
+on_world: list[Callable[[Any], None]] = []  # with each communicator of all processes, when comm has made it
+connect: list[Callable[[], Any]] = []  # one function, which makes the communicator of all processes
+
+worlds: list[Any] = []  # the communicators of all processes that there are, as comm has made them
+
+
+def end_with_exit_codes() -> None:
+    """Lets a program that no launcher started end with the exit code of an OdysseyError that it does not catch; one
+    that was stopped on request says so in a line. A hook that somebody else has set is left alone."""
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = _uncaught
+
+
+def _uncaught(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    if not isinstance(error, OdysseyError) or hasattr(sys, "ps1"):
+        return sys.__excepthook__(kind, error, trace)
+    if isinstance(error, Stopped):
+        print(f"odyssey: {error}", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, trace)
+    raise SystemExit(error.exit_code)  # out of a hook the interpreter ends in order, with this code
+
+
+def machine() -> int:
+    """Names this machine, as two may have one host name."""
+    name = os.uname().nodename
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
+        name += file.read()
+    return zlib.crc32(name.encode())
+
+
+def gone(process: int) -> bool:
+    """Whether no process of this machine has this number, for certain."""
+    with contextlib.suppress(PermissionError, OverflowError):
+        try:
+            os.kill(process, 0)
+        except ProcessLookupError:
+            return True
+    return False
+
+
+def process_space() -> int:
+    """Names the space in which process numbers mean something; 0 where that is not known."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0

@@ -1,0 +1,426 @@
+"""The status slot of this process: where it is and what it waits for, in 1024 bytes that another process can read.
+
+Written by `odyssey.comm` (calls, waits) and by the trainer (phases, steps); read by the watcher of the node
+(run/watcher.py) out of /proc/PID/fd/N. `publish` puts it into a file without a name (a memfd, as a rule), of which
+nothing is left behind; before that, and where there is none, it is plain memory, so that writing never asks.
+
+Numbers are aligned 8-byte stores. A version, odd while something is written, says to a reader whether what it has
+copied is of one moment; who stops or ends in the middle of writing leaves an odd version, and `read` says so.
+
+What it is not: a log (only the present is here), or safe for several writers: phases, steps and waits are those of the
+thread that trains. The standard library only: the watcher runs without this package's dependencies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import mmap
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+SIZE = 1024
+MAGIC = int.from_bytes(b"odyslot1", "little")
+
+#: What a rank does. "wait" is never set: it is what `enter` and `leave` take off the phase around them.
+PHASES = ("start", "compile", "data", "compute", "wait", "evaluate", "checkpoint", "end")
+CODES = {name: code for code, name in enumerate(PHASES)}
+WAIT = CODES["wait"]
+SLOW = ("start", "compile", "checkpoint", "end")  # phases that may take long without any sign of life
+
+# Numbers of 8 bytes, from the start.
+# _SINCE is CLOCK_MONOTONIC ns: how far the times of phases are counted.
+(_MAGIC, _VERSION, _RANK, _WORLD, _PID, _ATTEMPT, _STEP, _SAMPLES, _PROGRESS, _PHASE, _SINCE, _TIMES) = range(12)
+(_CALL, _CALL_GROUP, _WAITING, _WAIT_SEQUENCE, _WAIT_GROUP, _ENDED, _CODE, _STACKS, _ORDERS) = range(
+    _TIMES + len(PHASES), _TIMES + len(PHASES) + 9
+)
+_NUMBERS = 32
+assert _ORDERS < _NUMBERS
+
+STACKS_SIGNAL = getattr(signal, "SIGRTMIN", 0) + 7  # a real-time one: none of the named ones is free in every MPI
+
+# Texts, UTF-8, padded with zeros.
+TEXT = 144  # as in comm/calls.py
+_SIZES = {"host": 64, "call_text": TEXT, "wait_text": TEXT, "members": 64, "missing": 64, "note": 112, "end": 176}
+_ENDS = tuple(itertools.accumulate(_SIZES.values(), initial=8 * _NUMBERS))
+_PLACES = {_name: (_at - _size, _at) for (_name, _size), _at in zip(_SIZES.items(), _ENDS[1:], strict=True)}
+assert _ENDS[-1] == SIZE
+
+_now = time.monotonic_ns
+
+_memory: Any = bytearray(SIZE)
+_q = memoryview(_memory).cast("q")
+_q[_MAGIC], _q[_PHASE], _q[_SINCE], _q[_RANK], _q[_WORLD], _q[_CALL] = MAGIC, CODES["start"], _now(), 0, 1, -1
+_version = 0
+_descriptor = -1
+_quick: Any = None  # the text of the latest call, if `quick` has written it
+listener: Any = None  # a timeline (view/timeline.py): it hears of phases and waits when they end
+
+
+@functools.lru_cache(512)
+def _fitted(text: str, name: str) -> bytes:
+    """A text as the bytes of its place, shortened at its end if need be."""
+    a, b = _PLACES[name]
+    data = text.encode(errors="replace")
+    if len(data) > b - a:
+        data = data[: b - a - 3].decode(errors="ignore").encode() + b"..."
+    return data.ljust(b - a, b"\0")
+
+
+def _open() -> None:
+    """A write begins: the version is odd until `_close`."""
+    global _version
+    _version += 2
+    _q[_VERSION] = _version - 1
+
+
+def phase(name: str) -> str:
+    """This process now does `name`, one of PHASES; returns what it did before."""
+    q, now, code = _q, _now(), CODES[name]
+    before = q[_PHASE]
+    _open()
+    q[_TIMES + before] += now - q[_SINCE]
+    q[_SINCE] = now
+    q[_PHASE] = code
+    q[_PROGRESS] += 1
+    q[_VERSION] = _version
+    if listener is not None:
+        listener.phase(name, now)
+    return PHASES[before]
+
+
+@contextlib.contextmanager
+def span(name: str) -> Iterator[None]:
+    """For timelines: what is done within it, on a track of its thread."""
+    if listener is None:
+        yield
+        return
+    heard, begun, thread = listener, _now(), threading.current_thread()
+    try:
+        yield
+    finally:
+        heard.span("main" if thread is threading.main_thread() else thread.name, name, begun, _now())
+
+
+def step(number: int, samples: int = 0) -> None:
+    """Step `number` (the count of steps so far) is complete; it had so many samples on this rank."""
+    q = _q
+    _open()
+    q[_STEP] = number
+    q[_SAMPLES] += samples
+    q[_PROGRESS] += 1
+    q[_VERSION] = _version
+
+
+_EVERYONE = (0, "all")
+
+
+def call(sequence: int, text: str, group: tuple[int, str] = _EVERYONE) -> None:
+    """A collective call was started: its number in its group, what it is and where it stands in the program."""
+    global _quick
+    q = _q
+    _quick = None
+    _open()
+    q[_CALL] = sequence
+    q[_CALL_GROUP] = group[0]
+    _memory[_CALL_AT:_CALL_TO] = _fitted(text, "call_text")
+    q[_PROGRESS] += 1
+    q[_VERSION] = _version
+
+
+def enter(sequence: int, text: str, group: tuple[int, str] = _EVERYONE) -> None:
+    """This process waits from now on, in a collective call (its number in its group) or for a message (-1).
+
+    text: what it is, with file and line, as `Header.text`.
+    group: (a number that is the same on all members, who they are as `ranges` writes it).
+    """
+    q, now = _q, _now()
+    _open()
+    if not q[_WAITING]:
+        q[_TIMES + q[_PHASE]] += now - q[_SINCE]
+        q[_SINCE] = now
+    q[_WAITING] = now
+    q[_WAIT_SEQUENCE] = sequence
+    q[_WAIT_GROUP] = group[0]
+    _memory[_WAIT_AT:_WAIT_TO] = _fitted(text, "wait_text")
+    _memory[_WAIT_TO:_MISSING_TO] = _waited_for(group[1])
+    q[_VERSION] = _version
+
+
+def leave() -> None:
+    """What was waited for is there, or will not come."""
+    q = _q
+    if not q[_WAITING]:
+        return
+    now = _now()
+    if listener is not None:
+        listener.waited(_memory[_WAIT_AT:_WAIT_TO].rstrip(b"\0").decode(errors="replace"), q[_WAITING], now)
+    _open()
+    q[_TIMES + WAIT] += now - q[_SINCE]
+    q[_SINCE] = now
+    q[_WAITING] = 0
+    q[_PROGRESS] += 1
+    q[_VERSION] = _version
+
+
+def missing(ranks: Sequence[int]) -> None:
+    """World ranks that this process waits for, as far as it can tell; said now and then while it waits."""
+    _text("missing", ranges(ranks))
+
+
+def waited(nanoseconds: int) -> None:
+    """So much of the time of this phase went by waiting, in a call that is too short for `enter` and `leave`."""
+    q = _q
+    q[_TIMES + q[_PHASE]] -= nanoseconds
+    q[_TIMES + WAIT] += nanoseconds
+    if listener is not None:
+        now = _now()
+        listener.waited("a short call", now - nanoseconds, now)
+
+
+def busy() -> int:
+    """Nanoseconds so far in which this process read data and computed, without those in which it waited."""
+    q, working = _q, [CODES[name] for name in ("start", "data", "compute")]
+    now = _now() - q[_SINCE] if q[_PHASE] in working and not q[_WAITING] else 0
+    return now + sum(q[_TIMES + code] for code in working)
+
+
+def quick(sequence: int, group: int, text: str) -> None:
+    """As `call`, for the shortest calls: the text is written when it is another object than the last time."""
+    global _quick
+    _q[_CALL] = sequence
+    if text is not _quick:
+        _quick = text
+        _q[_CALL_GROUP] = group
+        _text("call_text", text)
+
+
+def note(text: str) -> None:
+    """What it is busy with: a tensor, a file. It counts as a sign of life."""
+    _text("note", text)
+    _q[_PROGRESS] += 1
+
+
+def ended(code: int, line: str = "") -> None:
+    """This process ends, with an exit code and for a reason; the first reason stays."""
+    q = _q
+    if q[_ENDED]:
+        return
+    _text("end", line)
+    _open()
+    q[_CODE] = code
+    q[_ENDED] = 1
+    q[_PROGRESS] += 1
+    q[_VERSION] = _version
+
+
+def _text(name: str, text: str) -> None:
+    a, b = _PLACES[name]
+    _open()
+    _memory[a:b] = _fitted(text, name)
+    _q[_VERSION] = _version
+
+
+_CALL_AT, _CALL_TO = _PLACES["call_text"]
+_WAIT_AT, _WAIT_TO = _PLACES["wait_text"]
+_MISSING_TO = _PLACES["missing"][1]
+assert _PLACES["members"][0] == _WAIT_TO and _PLACES["members"][1] == _PLACES["missing"][0]
+
+
+@functools.lru_cache(512)
+def _waited_for(members: str) -> bytes:
+    """The members of a group, and, after them, that nobody is known to be missing yet."""
+    return _fitted(members, "members") + _fitted("", "missing")
+
+
+def ranges(ranks: Sequence[int]) -> str:
+    """Ranks as short text: "0-3,8". "" for none; "?" in the end where they are too many for a slot."""
+    parts: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if parts and parts[-1][1] == rank - 1:
+            parts[-1][1] = rank
+        else:
+            parts.append([rank, rank])
+    words, length = [], 0
+    for a, b in parts:
+        word = str(a) if a == b else f"{a}-{b}"
+        length += len(word) + 1
+        if length > 60:
+            return ",".join([*words, "?"])
+        words.append(word)
+    return ",".join(words)
+
+
+def ranks_of(text: str, size: int) -> list[int] | None:
+    """The ranks of `ranges`, in a world of `size`; None if they are not all known, or if it is no such text."""
+    if text == "all":
+        return list(range(size))
+    found: list[int] = []
+    for word in text.split(",") if text else ():
+        a, _, b = word.partition("-")
+        b = b or a
+        if not (a.isascii() and a.isdigit() and b.isascii() and b.isdigit() and len(a) < 7 and len(b) < 7):
+            return None
+        if not int(a) <= int(b) < size:
+            return None
+        found.extend(range(int(a), int(b) + 1))
+    return found
+
+
+def describe(rank: int, world: int, attempt: int = 0) -> None:
+    """Who this process is."""
+    _open()
+    _q[_RANK], _q[_WORLD], _q[_PID], _q[_ATTEMPT] = rank, world, os.getpid(), attempt
+    a, b = _PLACES["host"]
+    _memory[a:b] = _fitted(os.uname().nodename, "host")
+    _q[_VERSION] = _version
+
+
+def arm(stacks: int, orders: int) -> None:
+    """Descriptors of this process: the file that its stacks are dumped into, the pipe that it takes orders from."""
+    _open()
+    _q[_STACKS], _q[_ORDERS] = stacks, orders
+    _q[_VERSION] = _version
+
+
+def publish() -> int:
+    """Puts the slot where other processes of this user can open it; its descriptor here, or -1 where there is none."""
+    global _memory, _q, _descriptor
+    if _descriptor >= 0 and _q[_PID] == os.getpid():
+        return _descriptor
+    if not os.path.isdir("/proc/self/fd"):
+        return -1  # nobody could open it
+    try:
+        descriptor = nameless("odyssey-slot")
+        os.write(descriptor, bytes(SIZE))  # there must be room for it: a store into a file on a full disk is a SIGBUS
+        memory = mmap.mmap(descriptor, SIZE)
+    except OSError:
+        return -1
+    memory[:] = bytes(_memory[:])
+    _memory, _descriptor = memory, descriptor
+    _q = memoryview(memory).cast("q")
+    return descriptor
+
+
+def nameless(name: str) -> int:
+    """A descriptor of a file without a name: in memory, or, where an old Python or a filter of system calls is against
+    that, one of this user alone that was unlinked at once. Raises OSError: there is none to be had."""
+    with contextlib.suppress(AttributeError, OSError):
+        return os.memfd_create(name)
+    import tempfile
+
+    folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    descriptor, path = tempfile.mkstemp(prefix=f"{name}-", dir=folder)
+    os.unlink(path)
+    return descriptor
+
+
+def _forked() -> None:
+    """A child must not write into its parent's slot."""
+    global _memory, _q, _descriptor
+    _memory = bytearray(_memory[:])
+    _q = memoryview(_memory).cast("q")
+    _descriptor = -1
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
+
+
+class Slot(NamedTuple):
+    """What a slot says, in the order in which it stands there. Times are CLOCK_MONOTONIC of its machine in ns;
+    `waiting` is 0 for a rank that does not wait.
+
+    `times`: ns in each of PHASES, up to `since`. `whole`: it is of one moment. `call` numbers the latest collective
+    call that it has started, in group `call_group`; -1: none.
+    """
+
+    rank: int
+    world: int
+    pid: int
+    attempt: int
+    step: int
+    samples: int
+    progress: int
+    phase: str
+    since: int
+    times: tuple[int, ...]
+    call: int
+    call_group: int
+    waiting: int
+    wait_sequence: int
+    wait_group: int
+    ended: bool
+    code: int
+    stacks: int
+    orders: int
+    host: str
+    call_text: str
+    wait_text: str
+    members: str
+    missing: str
+    note: str
+    end: str
+    whole: bool
+
+    @property
+    def doing(self) -> str:
+        """The phase, or "wait"."""
+        return "wait" if self.waiting else self.phase
+
+
+def parse(data: bytes) -> Slot | None:
+    """A slot from its bytes, or None if they are none. Any bytes will do."""
+    if len(data) != SIZE:
+        return None
+    q = memoryview(data).cast("q")
+    if q[_MAGIC] != MAGIC or not 0 <= q[_PHASE] < len(PHASES):
+        return None
+    if not 0 <= q[_RANK] < q[_WORLD] < 1 << 24:
+        return None
+    texts = {
+        name: "".join(c if c.isprintable() else "?" for c in data[a:b].rstrip(b"\0").decode(errors="replace"))
+        for name, (a, b) in _PLACES.items()
+    }
+    return Slot(
+        *q[_RANK : _PROGRESS + 1],
+        PHASES[q[_PHASE]],
+        q[_SINCE],
+        tuple(q[_TIMES:_CALL]),
+        *q[_CALL : _WAIT_GROUP + 1],
+        bool(q[_ENDED]),
+        *q[_CODE : _ORDERS + 1],
+        whole=not q[_VERSION] & 1,
+        **texts,
+    )
+
+
+def version(data: bytes) -> int:
+    """The version in the bytes of a slot."""
+    return int.from_bytes(data[8 * _VERSION : 8 * _VERSION + 8], "little", signed=True)
+
+
+def read(descriptor: int, tries: int = 5) -> Slot | None:
+    """The slot in an open file; None if it is none. After some tries as it is, with `whole` False."""
+    found = None
+    for _ in range(tries):
+        data = os.pread(descriptor, SIZE, 0)
+        found = parse(data)
+        if found is None:
+            return None
+        if found.whole and version(os.pread(descriptor, 16, 0)) == version(data):
+            return found
+        time.sleep(1e-4)
+    return found._replace(whole=False) if found else None
+
+
+def mine() -> Slot:
+    """This process's own slot."""
+    found = parse(bytes(_memory[:]))
+    assert found is not None
+    return found

@@ -1,0 +1,89 @@
+"""Two numbers that rise when a setting changes: of a model, and of what an update reads. What was made from settings
+compares a number before it is used, so nothing is looked at in a step in which nothing has changed.
+
+A value that is set again to what it is changes nothing. Attributes that forward() sets on its modules do not count:
+they are noted (`Pass`) for whoever runs it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+_MISSING = object()
+_PLAIN = (bool, int, float, str, type(None))
+_numbers = itertools.count(1)  # never the same one twice, also where threads are ranks
+
+
+class Number:
+    """A number that rises with each change, in this process."""
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value = 0
+
+    def rise(self) -> None:
+        """Says that a setting has another value now."""
+        self.value = next(_numbers)
+
+
+models = Number()  # attributes of modules, which parameters are trained
+updates = Number()  # an optimizer's settings, clipping
+
+
+class Pass(threading.local):
+    """The forward() that this thread runs, if it does: `written` has the attributes that it has set, (module, name)."""
+
+    written: list[tuple[Any, str]] | None = None
+
+
+running = Pass()
+
+
+@contextlib.contextmanager
+def unnoticed() -> Iterator[list[tuple[Any, str]]]:
+    """Within it, this thread's changes of modules raise no number; gives the list of what was set."""
+    before, running.written = running.written, []
+    try:
+        yield running.written
+    finally:
+        running.written = before
+
+
+def same(before: Any, after: Any) -> bool:
+    """True if setting an attribute that is `before` to `after` changes nothing that a program could depend on."""
+    if before is after:
+        return True
+    if type(before) is not type(after):
+        return False
+    if isinstance(before, _PLAIN):
+        return before == after or (before != before and after != after)
+    if isinstance(before, tuple) and len(before) == len(after):
+        return all(same(a, b) for a, b in zip(before, after, strict=True))
+    return False
+
+
+def noted(owner: Any, name: str, after: Any = _MISSING) -> None:
+    """Notes that an attribute of a module is about to be set, or deleted: call it before."""
+    before = vars(owner).get(name, getattr(type(owner), name, _MISSING))
+    if same(before, after):
+        return
+    if running.written is not None:
+        running.written.append((owner, name))
+    else:
+        models.rise()
+
+
+class Watched:
+    """A base class whose attributes, set after __init__ or in it, raise `updates`; those in `unwatched` do not."""
+
+    unwatched: frozenset[str] = frozenset()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name[0] != "_" and name not in self.unwatched and not same(vars(self).get(name, _MISSING), value):
+            updates.rise()
+        object.__setattr__(self, name, value)

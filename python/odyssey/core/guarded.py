@@ -1,0 +1,38 @@
+"""Arrays of which this rank has a part that no other rank has: they can be read, and say how they are written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..errors import ConfigError
+
+
+class Guarded(np.ndarray):
+    """A read-only view. What is computed from it is an ordinary array."""
+
+    def _refuse(self) -> None:
+        raise ConfigError(
+            "[train] ranks have parts of the weights and of the optimizer's state on this layout, so a write on one "
+            "would be lost; write within `with trainer.writing():`, on all ranks"
+        )
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._refuse()
+
+    def fill(self, value: Any) -> None:
+        self._refuse()
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, out: tuple[Any, ...] = (), **named: Any) -> Any:
+        if any(isinstance(a, Guarded) for a in out):
+            self._refuse()
+        plain = [a.view(np.ndarray) if isinstance(a, Guarded) else a for a in inputs]
+        return getattr(ufunc, method)(*plain, **({"out": out} if out else {}), **named)
+
+
+def guarded(array: np.ndarray) -> np.ndarray:
+    """A view of an array that cannot be written."""
+    view = array.view(Guarded)
+    view.flags.writeable = False
+    return view

@@ -1,0 +1,295 @@
+"""Which parameters a rank computes with, updates and stands for: under ZeRO, pipelines and tensor parallelism.
+
+An `Ownership` is settled by the first program that is recorded, and shared by the engine that trains and the one that
+evaluates. Runs of the arena are (start, floats).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from ..core import fingerprint, native
+from ..core.arena import Arena
+from ..core.program import Record
+from ..errors import ConfigError
+from ..nn.utils import global_norm
+from ..optim import Update
+from ..parallel import buckets as bucketing
+from ..parallel.mesh import Groups
+from ..parallel.zero import Parts
+from .layout import Layout
+from .runner import Sums
+
+if TYPE_CHECKING:
+    from ..parallel import tensor
+    from .gpu.group import DeviceGroup
+
+
+def overlaps(run: tuple[int, int], runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The parts of a run (start, length) that are in one of several runs that do not overlap."""
+    lo, n = run
+    cut = ((max(lo, a), min(lo + n, a + k)) for a, k in runs)
+    return [(a, b - a) for a, b in cut if b > a]
+
+
+def without(run: tuple[int, int], runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The parts of a run (start, length) that are in none of several runs."""
+    left = [run]
+    for a, k in runs:
+        left = [
+            piece
+            for lo, n in left
+            for piece in ((lo, min(n, a - lo)), (max(lo, a + k), lo + n - max(lo, a + k)))
+            if piece[1] > 0
+        ]
+    return left
+
+
+class Owned(NamedTuple):
+    """What a rank has to do with a parameter; runs of the arena are (start, floats).
+
+    whole: the run that it updates. valid: the runs of it that come out right, and that other ranks take from it.
+    counted: whether its gradients are this rank's share of the global norm.
+    """
+
+    whole: tuple[int, int]
+    valid: list[tuple[int, int]]
+    counted: bool
+
+
+def owned(offset: int, shape: tuple[int, ...], piece: tensor.Piece | None, t: int) -> Owned:
+    """The share of rank t of a tensor-parallel group in a parameter; without a piece it is everybody's."""
+    floats = -(-math.prod(shape) // 16) * 16
+    if piece is None or piece.axis is None:
+        return Owned((offset, floats), [(offset, floats)], t == 0)
+    lo, hi = piece.ranges[t]
+    row = math.prod(shape[1:])
+    if piece.axis == 0:
+        run = (offset + lo * row, (hi - lo) * row)
+        return Owned(run, [run], True)
+    # columns: gradients of the others' are zero, and what becomes of their parameters here is never used
+    return Owned((offset, floats), [(offset + r * row + lo, hi - lo) for r in range(shape[0])], True)
+
+
+class Ownership:
+    """What of a model's parameters is this rank's.
+
+    Args:
+        arena: the model's parameters. groups: this rank's communicators along the axes of the mesh.
+        team: the GPUs of this process, if the layout names some.
+    """
+
+    def __init__(self, arena: Arena, layout: Layout, groups: Groups, team: DeviceGroup | None) -> None:
+        self.arena, self.layout, self.groups, self._team = arena, layout, groups, team
+        self.settled = False
+        self.pieces: dict[str, tensor.Piece] = {}  # of tensor parallelism: what this rank trains
+        self.counted: list[tuple[int, int]] = []  # runs that are this rank's share of the global norm
+        self.warnings: list[str] = []  # once it is settled: what the user should know,
+        self.plans: list[str] = []  # and how the model was cut
+        self.cut_by: int | None = None  # the ops of the program that was cut automatically
+        self._place_of: Callable[[Record], int] = lambda r: 0  # the position in the pipeline of a record
+        self._used: dict[int, list[int]] = {}  # parameter (offset) -> positions in the pipeline of the ops that read it
+        self._several: dict[str, int] = {}  # parameters of several positions, and the one that updates them
+        self._parts: Parts
+        self._valid: list[tuple[int, int]] = []  # runs that come out right here
+
+    def settle(self, records: list[Record], n: int) -> None:
+        """Cuts the parameters by the program of one shard of n samples; once."""
+        lay = self.layout
+        constant = [name for name, _ in self.arena.buffers]
+        unused = [name for name in bucketing.unused(records, self.arena) if name not in constant]
+        if unused:
+            self.warnings.append(f"no gradient reaches {', '.join(unused)}: counted as zero")
+        if lay.split:
+            buckets = [self._share(records, n)]
+        else:
+            cuts = lay.comm.size > 1 or lay.offload
+            limit = lay.bucket_floats(self.arena.size) if cuts else self.arena.size
+            buckets = bucketing.cut(records, self.arena, limit)
+            if lay.offload or (lay.zero > 1 and self.groups.dp.size > 1):
+                self.warnings += bucketing.too_large(buckets, f"zero={lay.zero}" if lay.zero > 1 else "offload")
+        self._parts = Parts(lay.zero, buckets, self.groups.dp, self.arena)
+        self.settled = True
+
+    @property
+    def parts(self) -> Parts:
+        """The parameters that this rank computes with and updates; known once this is settled."""
+        assert self.settled
+        return self._parts
+
+    @property
+    def cut(self) -> int | None:
+        """A hash of how the parameters are cut into buckets; None: they are not, or this is not settled."""
+        if self.layout.split or not self.settled:
+            return None
+        return fingerprint.hash_of([(b.names, b.floats) for b in self._parts.buckets])
+
+    def placing(self, records: list[Record]) -> Callable[[Record], int]:
+        """The position in the pipeline of each record of a program of one rank, before tensor parallelism.
+
+        An automatic cut was made by the numbers of the ops of one program. In others, of an evaluation without dropout
+        or of another layout, ops have other numbers.
+        """
+        if self.layout.mesh.pp == 1:
+            return self._place_of
+        from ..parallel import stages
+
+        place_of = self._place_of
+        if self.cut_by not in (None, stages.ops_of(records)):
+            place_of = stages.placed_like(records, self.arena, self._used)
+        if self._used:
+            stages.check_used(records, self.arena, place_of, self._used)
+        return place_of
+
+    def _first_placing(self, records: list[Record], n: int) -> Callable[[Record], int]:
+        """From records to positions in the pipeline: by the model's own placement, or an automatic one. Raises
+        ConfigError: the model is placed on a number of devices that does not fit."""
+        pp, interleaved = self.layout.mesh.pp, self.layout.schedule == "interleaved"
+        devices = sorted({r.device for r in records})
+        placed = len(devices)
+        if placed == 1:
+            from ..parallel import costs, stages
+
+            self.cut_by = stages.ops_of(records)
+            count, measured = 2 * pp if interleaved else pp, self.layout.reduction.same_bits
+            stage_of, plan = costs.stages(records, self.arena, n, count, self.layout.comm, measured=measured)
+            by = "measured cost" if measured else "bytes touched"
+            self.plans.append(f"the model is cut into {len(plan.parts)} stages by {by}:\n{plan}")
+            return lambda r: stage_of(r) % pp
+        if placed < pp or (interleaved and placed % pp):
+            raise ConfigError(
+                f"[pipeline] the model is placed on {placed} devices and pp is {pp}; "
+                f"use --pp {placed}, or place it on {'a multiple of ' if interleaved else ''}{pp}"
+            )
+        index = {d: i for i, d in enumerate(devices)}
+        return lambda r: index[r.device] % pp if interleaved else index[r.device] * pp // placed
+
+    def _share(self, records: list[Record], n: int) -> bucketing.Bucket:
+        """The parameters of this rank's part of the model, as one bucket."""
+        if self.layout.mesh.pp > 1:
+            self._place_of = self._first_placing(records, n)
+        place_of = self.placing(records)
+        users: dict[int, dict[int, int]] = {}
+        for r in sorted(records, key=lambda r: r.tag):
+            for o in bucketing.touched(r, self.arena, native.PARAMS):
+                users.setdefault(o, {}).setdefault(r.tag, place_of(r))
+        self._used = {o: list(by_op.values()) for o, by_op in users.items()}
+        where = {n: self._used.get(o, [self.groups.p]) for n, o in self.arena.offsets.items()}
+        self._several = {n: places[0] for n, places in where.items() if len(set(places)) > 1}
+        here = [n for n, places in where.items() if places[0] == self.groups.p]
+        if self.layout.mesh.tp > 1:
+            from ..parallel import tensor
+
+            whole = dict.fromkeys(self._several, tensor.Piece())
+            split = tensor.rewrite(records, self.groups.t, self.layout.mesh.tp, whole)
+            self.pieces = split.ownership
+            self.plans.append(
+                f"each layer is shared by {self.layout.mesh.tp} ranks; received per shard by the first of them:\n"
+                f"{split.describe()}"
+            )
+        runs = []
+        for name, p in self.arena.named:
+            if name in here:
+                runs.append(owned(self.arena.offsets[name], p.shape, self.pieces.get(name), self.groups.t))
+        self._valid = [run for r in runs for run in r.valid]
+        self.counted = [r.whole for r in runs if r.counted and r.whole[0] < self.arena.trained]
+        return bucketing.of_ranges([r.whole for r in runs], tuple(here))
+
+    def own_state(self, flat: np.ndarray) -> np.ndarray:
+        """This rank's part of an array of the arena's layout, as the optimizer keeps it."""
+        return flat if not self.settled else self._parts.cut_state(flat)
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of parameters on this rank."""
+        return self.arena.params.nbytes if not self.settled else self._parts.nbytes
+
+    def norm(self, sums: Sums) -> float:
+        """The Euclidean norm of all gradients, the same bits whoever has which of them."""
+        groups, comm = self.groups, self.layout.comm
+
+        def largest(a: np.ndarray) -> np.ndarray:
+            return comm.all_reduce(a, "max") if self.layout.split or self.layout.zero else a
+
+        def total(a: np.ndarray) -> np.ndarray:
+            if self.layout.zero and groups.dp.size > 1:
+                a = groups.dp.all_reduce(a, "sum")
+            return groups.model.all_reduce(a, "sum") if self.layout.split else a
+
+        runs = sums.counted
+        if runs is None:  # without buffers, which lie behind all parameters
+            cut = ((u.grads, min(self.arena.trained - u.at, u.n)) for u in sums.updates)
+            runs = [(at, n) for at, n in cut if n > 0]
+        return global_norm(runs, largest, total, self._team)
+
+    # --- what of all parameters this rank stands for ---
+
+    def replicated(self) -> list[tuple[int, int]]:
+        """Runs of the arena whose parameters are the same on all ranks of the data-parallel group, on this rank."""
+        if self.layout.zero == 3 and self.layout.comm.size > 1:
+            return []
+        return self._valid if self.layout.split and self.settled else [(0, self.arena.size)]
+
+    def counted_updates(self, updates: list[Update]) -> list[Update]:
+        """Of these updates what this rank counts, so that all ranks together count each parameter once; collective."""
+        lay, groups = self.layout, self.groups
+        if not lay.split:
+            return updates if lay.zero or lay.comm.rank == 0 else []
+        taken: list[tuple[int, int]] = []
+        if lay.zero or groups.dp.rank == 0:
+            taken = self._valid
+        everyone = groups.model.all_gather_each(np.array(self._valid, np.int64).reshape(-1, 2))
+        earlier = [run for own in everyone[: groups.model.rank] for run in own.tolist()]
+        counted = []
+        for u in updates:
+            for lo, n in overlaps((u.at, u.n), taken):
+                for a, b in without((lo, n), earlier):
+                    shift = a - u.at
+                    counted.append(Update(u.params + 4 * shift, u.grads + 4 * shift, 0, b, a))
+        return counted
+
+    # --- everything on every rank ---
+
+    def parameters(self) -> np.ndarray:
+        """All parameters, in the arena's layout, on every rank; collective if they are spread over ranks."""
+        if not self.settled:
+            return self.arena.params
+        return self._whole(self._parts.parameters())
+
+    def write(self, flat: np.ndarray) -> None:
+        """Takes all parameters from an array of the arena's layout that all ranks have alike."""
+        if not self.settled:
+            self.arena.params[:] = flat
+        else:
+            self._parts.load(flat)
+
+    def state(self, own: np.ndarray) -> np.ndarray:
+        """An array of the optimizer's state of this rank, as one of the arena's layout on every rank; collective."""
+        if not self.settled:
+            return own
+        return self._whole(self._parts.state(own))
+
+    def _whole(self, flat: np.ndarray) -> np.ndarray:
+        """Completes an array of which this rank has the floats of its share of the model."""
+        comm = self.groups.model
+        if comm.size == 1:
+            return flat
+        mine = np.array(self._valid, np.int64).reshape(-1, 2)
+        runs = np.concatenate(comm.all_gather_each(mine)).tolist()
+        values = np.concatenate(comm.all_gather_each(np.concatenate([flat[:0], *(flat[a : a + n] for a, n in mine)])))
+        at = 0
+        for lo, n in runs:
+            flat[lo : lo + n] = values[at : at + n]
+            at += n
+        return flat
+
+    def updated(self) -> None:
+        """After an update: brings parameters to the ranks that compute with them."""
+        if self.settled:
+            self._parts.changed()
+        for name, place in self._several.items():
+            self.groups.pp.broadcast(self.arena.view(self.arena.params, name), place)

@@ -1,0 +1,375 @@
+"""What a model, its loss and its metrics do with a shard: recorded, and kept for the settings it was recorded with.
+
+    number      core/changes.py: one comparison a step says whether a module's attribute, mode or requires_grad changed
+    settings    all of these (nn/settings.py); for each that was met a program per form of a shard is kept
+    lines       of a program (listing.py): what it is, to be compared with another recording, rank or checkpoint
+
+What no number tells of, a global or a list that forward() reads, is found by recording again (`again`), at epochs,
+checkpoints and resumes. A forward() that is not the same twice would depend on how many shards a rank computes: it is
+refused when it is first recorded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..core import changes
+from ..core.arena import Arena
+from ..core.fingerprint import hash_of
+from ..core.placement import FIRST, Device
+from ..core.program import Record, Recorder, ShardEager, using
+from ..core.tensor import Parameter, Tensor, empty, layout_of, no_grad
+from ..data.trees import Form, Leaf, leaves, mapped
+from ..errors import ConfigError
+from ..nn import Module, settings
+from ..nn.module import in_mode
+from .listing import Listed, first_difference, said, watched
+from .metrics import Metric
+from .metrics import record as record_metrics
+
+KEPT = 8  # settings whose programs are kept; a schedule of dropout has one a step
+
+Executor = Recorder | ShardEager
+
+
+class Setting(NamedTuple):
+    """Settings that were met: their number, the attributes of each module, and the names of what is not trained."""
+
+    number: int
+    snapshot: list[tuple[Any, dict[str, Any]]]
+    frozen: tuple[str, ...]
+
+
+Key = tuple[Any, ...]  # samples of a shard, and its form
+
+
+class Recording(NamedTuple):
+    """A recorded program: as the model makes it, the same on all ranks. Neither is to be changed."""
+
+    records: list[Record]
+    lines: list[str]
+    fingerprint: int  # 63 bits of a hash over the lines
+    training: list[str]  # the lines without those of metrics, which a resumed training may have others of
+
+
+class Programs:
+    """The programs of a model, with a backward pass if `train`. See the head of this file.
+
+    Args:
+        loss: called as loss(model(x), targets).
+        eager: shards are computed op by op; recordings are to compare.
+        like: the programs for training, where these are for evaluation.
+        Others: as Engine has them.
+
+    Attributes:
+        setting: a number for what the model was set to when `current` was called last.
+        outputs: of the model, as the loss saw them; metric_at: places of metrics among the statistics; known once
+            something was recorded.
+    """
+
+    def __init__(
+        self,
+        model: Module,
+        loss: Any,
+        metrics: dict[str, Metric] | None,
+        arena: Arena,
+        *,
+        train: bool,
+        precision: str,
+        conv_algorithm: str,
+        scaled: bool,
+        gpu: bool,
+        eager: bool = False,
+        like: Programs | None = None,
+    ) -> None:
+        self.model, self.loss, self.metrics, self.arena, self.train = model, loss, metrics, arena, train
+        self.precision, self.conv_algorithm, self.scaled, self.gpu = precision, conv_algorithm, scaled, gpu
+        self.eager = eager
+        self.shape: tuple[int, Form] | None = None  # of a shard of the last batch
+        self._used = 0  # the settings that it was computed with
+        self._of_metrics = 0, 0  # records of metrics, in the latest recording
+        self.metric_at: dict[str, int] = {}
+        self.outputs: int | None = None
+        self.by_forward: set[tuple[int, str]] = set() if like is None else like.by_forward  # attributes that it sets
+        self._seen = -1  # the number at which the settings were looked at
+        self._numbers = itertools.count(1)
+        self._known: dict[Key, Setting] = {}
+        self._kept: dict[Key, Recording] = {}
+        self._modules, self._parameters = dict(model.named_modules()), dict(model._state())
+        self._inside: dict[str, tuple[Any, Any]] = {}  # lists and dicts, which change without a word: what was in them
+        self.setting = 0
+
+    # --- settings ---
+
+    def current(self) -> int:
+        """The number of what the model is set to now. Raises ConfigError: it has other parameters or submodules."""
+        if changes.models.value != self._seen:
+            first = self._seen < 0
+            changed = self.look()
+            if changed is not None and self.train and not first:
+                raise ConfigError(f"[train] {self.in_place(changed)}")
+        return self.setting
+
+    def in_place(self, key: str) -> str:
+        """What to say of a list or dict that was changed within an epoch."""
+        return (
+            f"{key} of {type(self.model).__name__} was changed in place, which steps do not see; assign it anew "
+            "(module.x = [...]), or change it in on_epoch_start"
+        )
+
+    def look(self) -> str | None:
+        """Looks at all settings once more, as an epoch begins; returns the name of a list or dict that has changed."""
+        before = dict(self._inside)
+        self._look()
+        for key, (value, text) in before.items():
+            if key in self._inside and self._inside[key][0] is value and self._inside[key][1] != text:
+                return key
+        return None
+
+    def _look(self) -> None:
+        self._seen = changes.models.value
+        self._check_structure()
+        snapshot: dict[int, tuple[Any, dict[str, Any]]] = {}
+        found: list[tuple[str, Any]] = []
+        self._inside = {}
+        for prefix, module in (("", self.model), ("loss.", self.loss)):
+            if not isinstance(module, Module):
+                continue
+            for key, owner, name, value in settings.attributes(module):
+                if name in vars(owner) and not self._is_setting(owner, name):
+                    continue
+                plain = settings.is_value(value)
+                found.append((prefix + key, repr(settings.encoded(value)) if plain else id(value)))
+                if isinstance(value, (list, dict)) and plain:
+                    self._inside[prefix + key] = value, found[-1][1]
+                    value = copy.deepcopy(value)
+                snapshot.setdefault(id(owner), (owner, {}))[1][name] = value
+        frozen = tuple(name for name, p in self.arena.named if not p.requires_grad)
+        key = (frozen, *found)
+        met = self._known.pop(key, None) or Setting(next(self._numbers), list(snapshot.values()), frozen)
+        self._known[key], self.setting = met, met.number
+        while len(self._known) > KEPT:
+            gone = self._known.pop(next(iter(self._known)))
+            self._kept = {k: r for k, r in self._kept.items() if k[0] != gone.number}
+
+    def _check_structure(self) -> None:
+        """Raises ConfigError: a module or parameter was added, replaced or taken away since the trainer was made."""
+        now = dict(self.model.named_modules())
+        for path in {**self._modules, **now}:
+            if now.get(path) is not self._modules.get(path):
+                what = "was added" if path not in self._modules else "is gone" if path not in now else "was replaced"
+                kind = type(now.get(path) or self._modules[path]).__name__
+                raise ConfigError(
+                    f"[train] the submodule {path} ({kind}) {what} after the trainer was made; build the model first, "
+                    "and make a new trainer for another one"
+                )
+        here = dict(self.model._state())
+        for key in {**self._parameters, **here}:
+            if here.get(key) is not self._parameters.get(key):
+                what = "is new" if key not in self._parameters else "is gone" if key not in here else "is another one"
+                raise ConfigError(
+                    f"[train] the parameter {key} {what} since the trainer was made; change values in place "
+                    "(p.data[...] = ..., load_state_dict), or make a new trainer"
+                )
+
+    def values(self) -> dict[str, Any]:
+        """What the model is set to, as a checkpoint has it: without what forward() itself sets."""
+        own = {key for key, owner, name, _ in settings.attributes(self.model) if (id(owner), name) in self.by_forward}
+        return {key: value for key, value in settings.values(self.model).items() if key not in own}
+
+    # --- recordings ---
+
+    def recorded(self, n: int, form: Form) -> Recording:
+        """The program of a shard of n samples, of the present settings. Raises ConfigError: forward() looks at values,
+        or is not the same twice."""
+        key = (self.current(), n, *form)
+        if key not in self._kept:
+            made = self._recorded_twice(n, form)
+            self._seen = -1  # forward() may have set attributes that are known as its own now
+            key = (self.current(), n, *form)
+            self._kept[key] = made
+        return self._kept[key]
+
+    def recording(self, n: int, form: Form) -> Recording | None:
+        """The same; None where shards are computed op by op and forward() looks at values."""
+        try:
+            return self.recorded(n, form)
+        except ConfigError as problem:
+            if not (self.eager and str(problem).startswith("[replay]")):
+                raise
+            return None
+
+    def _recorded_twice(self, n: int, form: Form) -> Recording:
+        first, wrote, _ = self._recorded_once(n, form)
+        second, wrote_again, _ = self._recorded_once(n, form)
+        name = type(self.model).__name__
+        for key, value in wrote_again.items():
+            if wrote.get(key, value) != value:
+                raise ConfigError(
+                    f"[train] forward() of {name} sets {key} to something else each time ({wrote[key]}, then {value}): "
+                    "how often it runs depends on the layout; count steps in a callback (on_step_end) instead"
+                )
+        at = first_difference(first.lines, second.lines)
+        if at is not None:
+            raise ConfigError(
+                f"[train] forward() of {name} is not the same twice: op {at + 1}, {self.told(second, at, n, form)}. "
+                "It draws from random or NumPy, or counts its calls, and how often it runs depends on the layout; use "
+                "nn.Dropout or a transform of the data, or set an attribute by step in a callback"
+            )
+        return first
+
+    def _recorded_once(self, n: int, form: Form) -> tuple[Recording, dict[str, str], Recorder]:
+        """A recording, the values that forward() has set, and the recorder."""
+        recorder = self.recorder(n)
+        written = self.traced(recorder, n, form)
+        paths = {id(m): path for path, m in self.model.named_modules()}
+        wrote = {
+            f"{paths[id(owner)]}.{name}".lstrip("."): repr(vars(owner)[name])
+            for owner, name in written
+            if id(owner) in paths and settings.is_value(vars(owner).get(name, ...))
+        }
+        lines = Listed(recorder.records).lines()
+        first, last = self._of_metrics
+        training = Listed([*recorder.records[:first], *recorder.records[last:]]).lines()
+        return Recording(recorder.records, lines, hash_of(lines), training), wrote, recorder
+
+    def recorder(self, n: int) -> Recorder:
+        """A recorder for a shard of n samples."""
+        recorder = Recorder(self.arena, 4 * self.arena.size, n, self.precision)
+        recorder.gpu = self.gpu
+        return recorder
+
+    def ran(self, n: int, form: Form) -> None:
+        """A batch is run, with the program of the present settings."""
+        self.shape, self._used = (n, form), self.setting
+
+    def astray(self) -> str:
+        """The first op of the last batch's program that is another one when it is recorded again with the settings of
+        that batch, in words; empty: none is, or there was no such program."""
+        kept = None if self.shape is None else self._kept.get((self._used, self.shape[0], *self.shape[1]))
+        met = next((met for met in self._known.values() if met.number == self._used), None)
+        if kept is None or met is None:
+            return ""
+        with self._set_to(met):
+            made, _, _ = self._recorded_once(*self.shape)
+            at = first_difference(kept.lines, made.lines)
+            return "" if at is None else f"op {at + 1}, {self.told(made, at, *self.shape)}"
+
+    @contextlib.contextmanager
+    def _set_to(self, met: Setting) -> Iterator[None]:
+        """Within it the model is set to what it was then; nobody notices."""
+        before = [(vars(owner), dict(vars(owner))) for owner, _ in met.snapshot]
+        trained = {name: p.requires_grad for name, p in self.arena.named}
+        number = changes.models.value
+        try:
+            for owner, values in met.snapshot:
+                own = vars(owner)
+                for name in [n for n in own if n not in values and self._is_setting(owner, n)]:
+                    del own[name]  # it was set later
+                own.update(values)
+            for name, p in self.arena.named:
+                if (name in met.frozen) == trained[name]:
+                    p.requires_grad = not trained[name]
+            yield
+        finally:
+            for own, values in before:
+                own.clear()
+                own.update(values)
+            for name, p in self.arena.named:
+                if p.requires_grad != trained[name]:
+                    p.requires_grad = trained[name]
+            if self._seen == number:
+                self._seen = changes.models.value
+
+    def _is_setting(self, owner: Any, name: str) -> bool:
+        """True for an attribute of a module that programs depend on."""
+        ours = name in settings.OURS or (id(owner), name) in self.by_forward
+        return not ours and not isinstance(vars(owner)[name], (Module, Parameter))
+
+    def refresh(self) -> None:
+        """Takes up what the model computes now, also by what it reads beyond attributes of modules."""
+        if self.shape is None or self.astray():
+            self.forget()  # what was recorded before the first batch, for its parts, may be older
+        self.look()
+
+    def forget(self) -> None:
+        """Drops all programs: the model computes something else now, though its settings are the same."""
+        self._known.clear()
+        self._kept.clear()
+        self._seen = -1
+
+    def told(self, made: Recording, at: int, n: int, form: Form) -> str:
+        """Op number `at` of a program in words, with its layer and source line."""
+        layers = Listed()
+        with contextlib.suppress(Exception), watched(self.model) as here:  # it has run before: its error is not news
+            recorder = self.recorder(n)
+            layers.listen(recorder, here)
+            self.traced(recorder, n, form)
+        return said(made.records, at, layers.where)
+
+    # --- a pass ---
+
+    @contextlib.contextmanager
+    def _modes(self) -> Iterator[None]:
+        """Those of a pass: in training each layer is in the mode that the user has put it in."""
+        with contextlib.nullcontext() if self.train else in_mode(self.model, False):
+            yield
+
+    def traced(self, executor: Executor, n: int, form: Form) -> list[tuple[Any, str]]:
+        """Runs the model once with an executor; returns the attributes of modules that this has set."""
+        executor.conv_algorithm = self.conv_algorithm
+        with self._modes(), using(executor), contextlib.nullcontext() if self.train else no_grad():
+            with changes.unnoticed() as written:
+                self._pass(executor, n, form)
+        self.outputs = executor.outputs
+        self.by_forward.update((id(owner), name) for owner, name in written)
+        return written
+
+    def _pass(self, executor: Executor, n: int, form: Form) -> None:
+        """Forward and backward of one shard of n samples, through whatever executor is current."""
+        layout = layout_of(n)  # `executor` is the current one
+        number = itertools.count()  # of the array that is gathered
+
+        def gathered(leaf: Leaf, device: Device = FIRST, target: bool = False) -> Tensor:
+            sequence = leaf.dtype == "int32" and len(leaf.shape) == 1
+            t = empty((n, *leaf.shape), "tokens" if sequence else layout)
+            t.dtype, t.device = np.dtype(leaf.dtype).type, device
+            if leaf.normalised:
+                channels = leaf.shape[0] if len(leaf.shape) > 1 else 1
+                executor.emit("input", t.memory, t.groups, t.features, channels, layout=layout)
+            else:  # lanes without a sample: labels of -1, zeros
+                rest = -int(target and leaf.dtype == "int32")
+                sizes = t.groups, t.features, t.lanes // n, next(number), rest
+                executor.emit("array", t.memory, *sizes, layout=t.layout)
+            executor.close(device)
+            return t
+
+        x = mapped(gathered, form.inputs)
+        y = self.model(*x) if isinstance(x, tuple) else self.model(x)
+        if y is None:
+            raise ConfigError(f"[train] forward() of {type(self.model).__name__} returned None; return its result")
+        place = next((t.device for t in leaves(y) if isinstance(t, Tensor)), FIRST)
+        target = mapped(lambda leaf: gathered(leaf, place, True), form.targets)  # where the loss is computed
+        loss = self.loss(y, target)
+        if not isinstance(loss, Tensor) or loss.shape != ():
+            found = f"has shape {loss.shape}" if isinstance(loss, Tensor) else f"is a {type(loss).__name__}"
+            raise ConfigError(f"[train] the loss {found}; it must be one number, a sum or mean over samples")
+        stats = executor.first_stats
+        with executor.within(executor.scope.ops - 1, loss.device):
+            if stats is None:  # nobody counted correct predictions
+                stats = executor.alloc(16)
+                executor.emit("fill", stats, 0.0, 4)
+            before = len(getattr(executor, "records", ()))
+            self.metric_at = record_metrics(executor, self.metrics, form, y, target)
+            self._of_metrics = before, len(getattr(executor, "records", ()))
+        executor.emit("stats", executor.stats, loss.memory, stats, 0)
+        executor.close(loss.device)
+        if self.train:
+            executor.scaled = self.scaled
+            loss.backward()

@@ -1,0 +1,1 @@
+"""Batch systems: scripts for SLURM, manifests for Kubernetes."""

@@ -1,0 +1,102 @@
+"""What a model is set to now: attributes of its modules that JSON has, their modes, which parameters are trained.
+
+A recorded program depends on these values and a checkpoint holds those that a training has changed, so a callback may
+change them while it runs. Modules may be torch's. Not among them: tensors, and whatever else is no value of JSON.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+_TUPLE, _FLOAT = "\0tuple", "\0float"  # in JSON: what it has no form for
+OURS = ("arguments",)  # of a module: what it was made with
+
+
+def is_value(given: Any) -> bool:
+    """True for numbers, texts, None, and lists, tuples and dicts of such."""
+    if isinstance(given, (list, tuple)):
+        return all(map(is_value, given))
+    if isinstance(given, dict):
+        return all(isinstance(key, str) for key in given) and all(map(is_value, given.values()))
+    return given is None or isinstance(given, (bool, int, float, str, np.number, np.bool_))
+
+
+def attributes(model: Any) -> Iterator[tuple[str, Any, str, Any]]:
+    """(key, module, name, value) of all attributes of all modules that are no parameters or modules; "layer.p" is the
+    key of attribute p of module layer."""
+    for path, module in model.named_modules():
+        native = hasattr(module, "named_children") and not hasattr(module, "_parameters")
+        for name, value in {"training": module.training, **vars(module)}.items():
+            if name not in OURS and (native or name[0] != "_"):
+                yield f"{path}.{name}" if path else name, module, name, value
+
+
+def values(model: Any) -> dict[str, Any]:
+    """The values of a model's attributes by their keys, and of each parameter PATH.requires_grad; lists and dicts are
+    copies."""
+    found = {key: copy.deepcopy(value) for key, _, _, value in attributes(model) if is_value(value)}
+    found.update((f"{name}.requires_grad", bool(p.requires_grad)) for name, p in model.named_parameters())
+    return found
+
+
+def changed(now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of `now` that are not in `before`, or other values there, as JSON has them."""
+    return {k: encoded(v) for k, v in now.items() if k not in before or encoded(before[k]) != encoded(v)}
+
+
+def encoded(value: Any) -> Any:
+    """A value as JSON has it; `decoded` is the inverse. NumPy's numbers become Python's."""
+    if isinstance(value, (np.number, np.bool_)):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return {_FLOAT: repr(value)}
+    if isinstance(value, tuple):
+        return {_TUPLE: [encoded(v) for v in value]}
+    if isinstance(value, list):
+        return [encoded(v) for v in value]
+    return {k: encoded(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+
+def decoded(value: Any) -> Any:
+    """What `encoded` was given. Raises ValueError: it gave no such thing."""
+    if isinstance(value, list):
+        return [decoded(v) for v in value]
+    if isinstance(value, dict):
+        if value.keys() == {_FLOAT}:
+            return float(value[_FLOAT])
+        if value.keys() == {_TUPLE}:
+            return tuple(decoded(v) for v in value[_TUPLE])
+        return {k: decoded(v) for k, v in value.items()}
+    return value
+
+
+def restore(model: Any, saved: Mapping[str, Any]) -> None:
+    """Sets a model to values by their keys, as `values` gave them; what is that value already stays untouched. Raises
+    KeyError: there is no such module or parameter; nothing was changed."""
+    modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
+    found = []
+    for key, value in saved.items():
+        path, _, name = key.rpartition(".")
+        frozen = name == "requires_grad" and path in parameters
+        found.append((parameters[path] if frozen else modules[path], name, copy.deepcopy(value)))
+    for owner, name, value in found:
+        before = getattr(owner, name, None)
+        if is_value(before) and encoded(before) == encoded(value) and name in {**vars_of(owner), "requires_grad": 0}:
+            continue
+        if type(before) is type(value) is list:  # others may hold the list itself
+            before[:] = value
+        elif type(before) is type(value) is dict:
+            before.clear()
+            before.update(value)
+        else:
+            setattr(owner, name, value)
+
+
+def vars_of(owner: Any) -> Mapping[str, Any]:
+    """An object's own attributes; those of one with slots are none."""
+    return getattr(owner, "__dict__", {})

@@ -1,0 +1,1 @@
+"""Models as ONNX graphs, for `odyssey.export` and `odyssey export --format onnx`."""

@@ -1,0 +1,148 @@
+"""How ranks of an attempt began and ended, from the files in the run's directory; which end came first, in words.
+
+The rank wrappers write these files (rank_wrapper.py). What is read here may be torn, old or garbage: then it is not
+there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..base.files import read_json
+from ..errors import DataError, printable
+from .judge import signal_name
+
+_KILLED = (signal.SIGKILL, signal.SIGTERM)
+RECORD_LIMIT = 1 << 17  # bytes
+AFTERMATH = 3.0  # seconds in which ends that follow from the first one come
+HANG = 77  # ended by the watchdog
+CONTRACT = 76  # a collective that cannot go on: often because another rank ended
+
+
+class Started(NamedTuple):
+    """Where a rank runs."""
+
+    rank: int
+    host: str
+    pid: int
+    slurm: str | None = None  # job and step, as scancel names them
+
+
+class End(NamedTuple):
+    """How a rank ended: exit code or signal, never both (None, None: neither is known)."""
+
+    rank: int
+    host: str
+    code: int | None
+    signal: int | None
+    time: float
+    reason: str | None = None
+    step: int | None = None
+    oom: int | None = None  # the kernel ended it for lack of memory; bytes of the limit, 0 if unknown
+    memory: int | None = None  # bytes it had at most
+    following: bool = False  # by its own word the consequence of another rank's end
+
+    @property
+    def good(self) -> bool:
+        return self.code == 0
+
+    def __str__(self) -> str:
+        who = f"rank {self.rank} on host {self.host}"
+        if self.oom is not None:
+            limit = f", the limit is {self.oom >> 20} MiB" if self.oom else ""
+            had = f": it had {self.memory >> 20} MiB" if self.memory else ""
+            how = f"was ended by the kernel for lack of memory (OOM){had}{limit}"
+        elif self.code == HANG:
+            how = "hung"
+        elif self.signal is not None:
+            how = f"was killed by {signal_name(self.signal)}"
+        elif self.code is not None:
+            how = f"ended with exit code {self.code}"
+        else:
+            how = "ended"
+        at = "" if self.step is None else f" at step {self.step}" if self.step else " before its first step"
+        why = f" ({printable(self.reason, limit=200)})" if self.reason else ""
+        return f"{who} {how}{at}{why}"
+
+
+def started(folder: Path, attempt: int) -> dict[int, Started]:
+    """The ranks that a wrapper has started."""
+    found = {}
+    for rank, record in _records(folder, attempt).items():
+        if type(record.get("host")) is str and type(record.get("pid")) is int:
+            slurm = record.get("slurm")
+            known = type(slurm) is str and re.fullmatch(r"[0-9]{1,18}\.[0-9]{1,18}", slurm, re.ASCII)
+            found[rank] = Started(rank, _host(record), record["pid"], slurm if known else None)
+    return found
+
+
+def ended(folder: Path, attempt: int) -> dict[int, End]:
+    """The ranks whose end is known, from their wrapper or, where that was killed as well, from themselves."""
+    found = {}
+    for rank, record in _records(folder, attempt).items():
+        code, number, when = record.get("code"), record.get("signal"), record.get("time")
+        own = record.get("own")  # an MPI library may kill the rank that has called MPI_Abort
+        if type(own) is int and 0 < own < 128 and number in _KILLED:
+            code, number = own, None
+        if type(number) is int:
+            code = None  # 128 + the signal, as a shell says it, is no code that a rank chose
+        code, number = (value if type(value) is int else None for value in (code, number))
+        when = float(when) if type(when) in (int, float) else 0.0
+        kinds = {"reason": str, "step": int, "oom": int, "memory": int}
+        said = {name: record[name] for name, kind in kinds.items() if type(record.get(name)) is kind}
+        found[rank] = End(rank, _host(record), code, number, when, **said, following=record.get("following") is True)
+    return found
+
+
+def _host(record: dict[str, Any]) -> str:
+    host = record.get("host")
+    return printable(host)[:256] if type(host) is str else "?"
+
+
+def _records(folder: Path, attempt: int) -> dict[int, dict[str, Any]]:
+    """What the files N.json hold, of this attempt; N.reason.json where there is no N.json.
+
+    The folder is emptied before an attempt, so that a record without an attempt's number is of this one.
+    """
+    found: dict[int, dict[str, Any]] = {}
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return found
+    for name in sorted(names, key=lambda n: n.endswith(".reason.json")):
+        match = re.fullmatch(r"([0-9]{1,7})(\.reason)?\.json", name, re.ASCII)
+        known = found.get(int(match[1])) if match else None
+        if not match or (known is not None and "step" in known):
+            continue
+        try:
+            record = read_json(folder / name, RECORD_LIMIT)
+        except DataError:
+            continue
+        if isinstance(record, dict) and record.get("attempt", attempt) == attempt:
+            with contextlib.suppress(OSError):
+                record.setdefault("time", os.stat(folder / name).st_mtime)
+            if known is not None:  # the watcher's word came after the wrapper's
+                known.update((key, record[key]) for key in ("step", "following") if key in record)
+                continue
+            found[int(match[1])] = record
+    return found
+
+
+def first(ends: dict[int, End]) -> End | None:
+    """The end that the others follow from: the first that is no success.
+
+    A collective that could not go on is a consequence if another rank fails in another way within seconds. A request to
+    stop (75) is no failure.
+    """
+    bad = [e for e in ends.values() if not e.good and e.code != 75]
+    bad.sort(key=lambda e: (e.following, e.time, e.rank))
+    first = next(iter(bad), None)
+    if first is not None and first.code == CONTRACT:
+        others = [e for e in bad if e.code != CONTRACT and e.time - first.time <= AFTERMATH]
+        return next((e for e in others if e.signal != signal.SIGTERM), first)  # so launchers end the rest
+    return first

@@ -1,0 +1,274 @@
+"""What the watcher makes of what it sees: who hangs, who is slow, and how that is said. Pure functions, and the
+standard library only."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ..base.slot import SLOW, ranges, ranks_of
+
+LONG = 10, 600.0  # a slow phase may take so many times the watchdog's time, and at least so many seconds
+BUSY = 0.1  # of a core: who uses more than that computes, and does not sleep
+STRAGGLER = 1.8  # times the median of own time per step
+WINDOW = 20  # steps over which own time is measured
+
+
+class Seen(NamedTuple):
+    """A rank as its node's watcher sees it now. Times in seconds.
+
+    `state` is that of /proc/PID/stat ("R", "S", "T", ...), "gone" when the process is, "?" when nothing is known.
+    `idle`: since the last sign of life. `waited`: since it waits for what it waits for; 0 for one that does not.
+    `cpu`: cores used of late; `busy`: since the last sign of life. `own`, `own_data`: own time (before any wait) and
+    its part in data, per step of the last WINDOW; 0 if not known. `times`: in each phase so far. The other fields are
+    those of slot.Slot.
+    """
+
+    rank: int
+    host: str = ""
+    pid: int = 0
+    state: str = "?"
+    step: int = 0
+    samples: int = 0
+    phase: str = "start"
+    doing: str = "start"
+    call: int = -1
+    call_group: int = 0
+    call_text: str = ""
+    wait_sequence: int = -1
+    wait_group: int = 0
+    wait_text: str = ""
+    members: str = ""
+    missing: str = ""
+    note: str = ""
+    ended: bool = False
+    code: int = 0
+    end: str = ""
+    idle: float = 0.0
+    waited: float = 0.0
+    cpu: float = 0.0
+    busy: float = 0.0
+    rss: int = 0
+    rate: float = 0.0
+    own: float = 0.0
+    own_data: float = 0.0
+    times: tuple[float, ...] = ()
+
+    @property
+    def waits(self) -> bool:
+        return self.doing == "wait"
+
+    @property
+    def alive(self) -> bool:
+        return self.state not in ("gone", "Z", "X")
+
+
+def seen_of(value: Any) -> Seen | None:
+    """A `Seen` out of JSON from another process, or None if it is none."""
+    if not isinstance(value, dict) or not set(value) <= set(Seen._fields) or "rank" not in value:
+        return None
+    default = Seen(0)
+    for name, given in value.items():
+        wanted = getattr(default, name)
+        if name == "times":
+            right = isinstance(given, list) and len(given) <= 32 and all(_number(t) for t in given)
+        elif isinstance(wanted, bool):
+            right = isinstance(given, bool)
+        elif isinstance(wanted, str):
+            right = isinstance(given, str) and len(given) <= 400 and given.isprintable()
+        else:
+            right = _number(given) and (isinstance(given, int) or not isinstance(wanted, int))
+        if not right:
+            return None
+    if not 0 <= value["rank"] < 1 << 24:
+        return None
+    return Seen(**{**value, "times": tuple(value.get("times", ()))})
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 2**63
+
+
+class Hang(NamedTuple):
+    """Ranks that others wait for in vain, and one of the waits: the longest. `circle`: they wait for each other."""
+
+    culprits: tuple[int, ...]
+    waiting: tuple[int, ...]
+    victim: Seen
+    circle: bool = False
+
+
+def allowance(rank: Seen, limit: float, preparing: bool = False) -> float:
+    """How long this rank may show no sign of life while others wait for it.
+
+    Args:
+        preparing: nobody has said what the limit is to be. Then a rank that has not completed a step may take long in
+            what a program does before it trains, such as `if rank == 0: prepare_data()`: while it computes there, or a
+            trainer has begun with its first step.
+    """
+    if rank.waits or rank.ended or not rank.alive:
+        return limit
+    slow = rank.phase in SLOW
+    if preparing and not rank.step and rank.state not in ("T", "t"):
+        slow |= rank.busy > BUSY or rank.phase in ("data", "evaluate")
+    return max(LONG[0] * limit, LONG[1]) if slow else limit
+
+
+def blamed(rank: Seen, ranks: Mapping[int, Seen], world: int) -> list[int]:
+    """The ranks that this one waits for, as far as that can be told."""
+    if rank.missing and (named := ranks_of(rank.missing, world)):
+        return named
+    members = ranks_of(rank.members, world)
+    if members is None:
+        members = list(range(world))
+    if rank.wait_sequence < 0:
+        return members
+    others = [ranks[p] for p in members if p in ranks and p != rank.rank]
+    call = rank.wait_group, rank.wait_sequence
+    elsewhere = [s.rank for s in others if not (s.waits and (s.wait_group, s.wait_sequence) == call)]
+    stopped = [s.rank for s in others if s.state in ("T", "t") or not s.alive]
+    return elsewhere or stopped
+
+
+def hang(ranks: Mapping[int, Seen], world: int, limit: float, preparing: bool = False) -> Hang | None:
+    """The hang that lasts for `limit` seconds, or None: somebody waits for so long, and who it waits for, directly or
+    through others that wait as well, has shown no sign of life for as long as `allowance` says."""
+    victims = [s for s in ranks.values() if s.alive and s.waits and s.waited >= limit and s.state not in ("T", "t")]
+    for victim in sorted(victims, key=lambda s: -s.waited):
+        found, todo, roots, unseen = {victim.rank}, [victim.rank], set(), False
+        while todo:
+            for p in blamed(ranks[todo.pop()], ranks, world):
+                unseen |= p not in ranks
+                if p in found or p not in ranks:
+                    continue
+                found.add(p)
+                if ranks[p].waits and ranks[p].state not in ("T", "t") and ranks[p].alive and not ranks[p].ended:
+                    todo.append(p)
+                else:
+                    roots.add(p)
+        if not roots and unseen:  # it may be on its way; its machine is not watched
+            continue
+        circle = not roots
+        if circle:
+            roots = found
+        if all(ranks[p].idle >= allowance(ranks[p], limit, preparing) for p in roots):
+            waiting = sorted(s.rank for s in ranks.values() if s.waits and s.rank not in roots)
+            nearest = [s for s in victims if roots & set(blamed(s, ranks, world))]
+            best = max(nearest or [victim], key=lambda s: s.waited)
+            return Hang(tuple(sorted(roots)), tuple(waiting), best, circle)
+    return None
+
+
+def paragraph(
+    found: Hang, ranks: Mapping[int, Seen], stacks: Mapping[int, str], stacks_file: str, limit: float, code: int
+) -> str:
+    """What is printed about a hang."""
+    victim = found.victim
+    whom = name(found.culprits)
+    if victim.wait_sequence >= 0:
+        of = "" if victim.members in ("all", "") else f" of ranks {victim.members}"
+        what = f"did not come to call {victim.wait_sequence}{of}, {victim.wait_text}"
+    else:
+        what = f"did not answer rank {victim.rank}'s {victim.wait_text}"
+    waiting = sorted({victim.rank, *found.waiting})
+    waits = f"{name(waiting)} {'waits' if len(waiting) == 1 else 'wait'}, {victim.waited:.0f} s by now"
+    if found.circle:
+        what, waits = "wait for each other", f"{victim.waited:.0f} s by now"
+    lines = [f"odyssey: [watch] {whom} {what}; {waits}"]
+    for p in found.culprits[:8]:
+        lines.append(f"  {about(ranks[p], stacks.get(p, ''))}")
+    if len(found.culprits) > 8:
+        lines.append(f"  and {len(found.culprits) - 8} more")
+    for s in [ranks[p] for p in found.waiting if ranks[p].wait_text != victim.wait_text][:4]:
+        lines.append(f"  rank {s.rank} waits in {s.wait_text} for {s.waited:.0f} s")
+    if stacks_file:
+        lines.append(f"  stacks of all ranks: {stacks_file}")
+    lines.append(f"  all ranks are ended with exit code {code} (--watchdog {limit:g})")
+    return "\n".join(lines) + "\n"
+
+
+def about(rank: Seen, stack: str) -> str:
+    """Where a rank is instead of where it should be, in one line."""
+    where = place(stack)
+    at = f" at {where}" if where else ""
+    so_far = f"step {rank.step}" if rank.step else "before the first step"
+    if not rank.alive:
+        does = "is gone"
+    elif rank.ended:
+        does = f"has ended{f': {rank.end}' if rank.end else ''} (exit code {rank.code})"
+    elif rank.state in ("T", "t"):
+        does = f"is stopped (SIGSTOP, or a debugger), in {rank.wait_text if rank.waits else rank.phase}{at}"
+    elif rank.waits:
+        of = "" if rank.members in ("all", "") else f" of ranks {rank.members}"
+        number = f"call {rank.wait_sequence}{of}, " if rank.wait_sequence >= 0 else ""
+        does = f"waits in {number}{rank.wait_text} for {rank.waited:.0f} s"
+    elif rank.cpu > 0.1 or rank.state == "R":
+        does = f"computes without an end in sight, {100 * rank.cpu:.0f} % of a core, in {rank.phase}{at}"
+    else:
+        does = f"does nothing ({100 * rank.cpu:.0f} % of a core), in {rank.phase}{at}"
+    note = f", {rank.note}" if rank.note and not rank.ended else ""
+    last = f"; its last call was {rank.call}, {rank.call_text}" if rank.call >= 0 and not rank.waits else ""
+    return f"rank {rank.rank} (pid {rank.pid} on {rank.host}, {so_far}) {does}{note}{last}"
+
+
+def signal_name(number: int) -> str:
+    """ "SIGKILL" of 9."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def name(ranks: Sequence[int]) -> str:
+    """ "rank 2", "ranks 0-2,5"."""
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranges(ranks)}"
+
+
+_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
+
+
+def place(stack: str) -> str:
+    """Where a program is, from what faulthandler wrote: the innermost frame outside of odyssey and of Python itself,
+    of the main thread. "" if there is none."""
+    threads: list[list[tuple[str, str, str]]] = []
+    for line in stack.splitlines():
+        if "(most recent call first)" in line:
+            threads.append([])
+        elif threads and (found := _FRAME.match(line)):
+            threads[-1].append(found.groups())  # type: ignore[arg-type]
+    if not threads or not threads[-1]:
+        return ""
+    main = threads[-1]  # faulthandler begins with the newest thread
+    for file, line, function in main:
+        if "/odyssey/" not in file and "/lib/python3" not in file and not file.startswith("<"):
+            return f"{short(file)}:{line} in {function}"
+    file, line, function = main[0]
+    return f"{short(file)}:{line} in {function}"
+
+
+def short(file: str) -> str:
+    """The last two parts of a path, as in the texts of calls."""
+    return "/".join(file.split("/")[-2:])
+
+
+def stragglers(ranks: Sequence[Seen]) -> list[tuple[int, float, str]]:
+    """(rank, times the median, where) of ranks that take much longer than others before they wait."""
+    known = [s for s in ranks if s.own > 0 and s.alive and not s.ended]
+    if len(known) < 2:
+        return []
+    middle, middle_data = (
+        sorted(times)[(len(known) - 1) // 2] for times in zip(*((s.own, s.own_data) for s in known), strict=True)
+    )
+    found = []
+    for s in known:
+        if s.own > STRAGGLER * middle:
+            in_data = s.own_data - middle_data > 0.5 * (s.own - middle)
+            found.append((s.rank, s.own / middle, "in data loading" if in_data else "in computing"))
+    return found
+
+
+def slow_line(rank: Seen, times: float, where: str) -> str:
+    """What is printed about a straggler."""
+    return f"odyssey: [watch] rank {rank.rank} on {rank.host} is {times:.1f}x the median, {where} (step {rank.step})\n"

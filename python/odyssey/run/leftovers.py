@@ -1,0 +1,224 @@
+"""Processes and files that a killed attempt left on this machine: found, proven to be its own, removed.
+
+MPICH leaves a piece of shared memory and a description of the machine whenever a job is killed, Open MPI its session
+directory and segments whenever mpirun is. A process is ours if the launch's token is in its environment. A file is ours
+if its name is one that these libraries give, it is this user's, it was not there before the attempt, it is not newer
+than the attempt, and no process that lives has it open or mapped. A description of the machine is never held open:
+there no other launcher of this user that sees the same /tmp may have been starting when it was written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import stat
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from ..base.proc import mapped
+from ..base.proc import stat as status
+
+MEMORY = Path("/dev/shm")
+_SHARED = re.compile(r"(mpich_shm_|sm_segment\.|vader_segment\.|osc_sm\.|osc_rdma\.|ucx_shm_posix_|odyssey[-_.])\S*")
+_TEMPORARY = re.compile(r"(hydra_hwloc_xmlfile_\w{6}|ompi\.\d+)")
+_DESCRIPTION = "hydra_hwloc_xmlfile_"
+_PROXIES = ("hydra_pmi_proxy", "mpirun", "mpiexec", "mpiexec.hydra")
+_STARTING = 3.0  # seconds in which a launcher writes its description of the machine
+
+
+def processes(token: str, seconds: float = 0.2) -> list[int]:
+    """Processes of this user on this machine that have `token` (a "NAME=value" text) in their environment.
+
+    A process that has just begun a program shows neither environment nor arguments for an instant; while there is one,
+    and for at most `seconds`, all are looked at again.
+    """
+    until = time.monotonic() + seconds
+    while True:
+        found, starting = _look(token.encode())
+        if not starting or time.monotonic() > until:
+            return found
+        time.sleep(0.001)
+
+
+def kill(token: str, seconds: float = 10.0) -> list[int]:
+    """Kills the processes with `token` and waits until two looks in a row find none; those that are there after
+    `seconds`."""
+    until = time.monotonic() + seconds
+    nap = 0.002
+    before = None  # what the last look found
+    while True:
+        left = [pid for pid in processes(token) if not _dead(pid)]
+        if left == before == [] or time.monotonic() > until:
+            return left
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        before = left
+        time.sleep(nap)
+        nap = min(2 * nap, 0.05)
+
+
+def _look(token: bytes) -> tuple[list[int], bool]:
+    """The processes with the token, and whether there is one that has just begun a program and cannot be told yet."""
+    own, here = os.geteuid(), os.getpid()
+    found, starting = [], False
+    for pid in pids():
+        if pid != here:
+            with contextlib.suppress(OSError):
+                if os.stat(f"/proc/{pid}").st_uid != own:
+                    continue
+                environment = _read(f"/proc/{pid}/environ")
+                if token in environment.split(b"\0"):
+                    found.append(pid)
+                elif not environment and not _read(f"/proc/{pid}/cmdline"):
+                    starting = starting or not (_dead(pid) or _kernel(pid))
+    return found, starting
+
+
+def pids() -> Iterator[int]:
+    """The processes of this machine."""
+    with contextlib.suppress(OSError):
+        for name in os.listdir("/proc"):
+            if name.isdigit():
+                yield int(name)
+
+
+def _read(path: str) -> bytes:
+    with open(path, "rb") as file:
+        return file.read()
+
+
+def _dead(pid: int) -> bool:
+    """Whether a process is gone, or waits only for its parent to notice."""
+    try:
+        return status(pid)[0] in (b"Z", b"X")
+    except OSError:
+        return True
+
+
+def _kernel(pid: int) -> bool:
+    """Whether this is a thread of the kernel, which has no environment and no arguments ever (PF_KTHREAD)."""
+    return bool(int(status(pid)[6]) & 0x00200000)
+
+
+class Snapshot(NamedTuple):
+    """What lay there before an attempt: full names, and the wall-clock time."""
+
+    names: frozenset[str]
+    time: float
+
+    def json(self) -> dict:
+        """As a file can hold it."""
+        return {"names": sorted(self.names), "time": self.time}
+
+    @classmethod
+    def of(cls, value: object) -> Snapshot | None:
+        """From what `json` gave; None if it is something else."""
+        if not isinstance(value, dict) or type(value.get("time")) is not float:
+            return None
+        names = value.get("names")
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            return None
+        return cls(frozenset(names), value["time"])
+
+
+def places(temporary: str | None = None) -> list[tuple[Path, re.Pattern[str]]]:
+    """Directories in which the libraries leave something, and the names that it has."""
+    found = [(MEMORY, _SHARED), (Path("/tmp"), _TEMPORARY)]
+    if temporary and os.path.realpath(temporary) != "/tmp":
+        found.append((Path(temporary), _TEMPORARY))
+    return found
+
+
+def _named(where: Iterable[tuple[Path, re.Pattern[str]]]) -> Iterator[Path]:
+    for folder, pattern in where:
+        with contextlib.suppress(OSError):
+            yield from (folder / name for name in os.listdir(folder) if pattern.fullmatch(name))
+
+
+def snapshot(temporary: str | None = None) -> Snapshot:
+    """What lies there now."""
+    return Snapshot(frozenset(map(str, _named(places(temporary)))), time.time())
+
+
+def clean(before: Snapshot, ended: float, temporary: str | None = None) -> list[str]:
+    """Removes the files that are proven to be those of an attempt.
+
+    before: taken when it began. ended: wall-clock time at which the last of its processes was gone.
+
+    Returns the names of what was removed.
+    """
+    candidates = []
+    for path in _named(places(temporary)):
+        with contextlib.suppress(OSError):
+            found = os.lstat(path)
+            regular = stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)
+            between = before.time - 0.05 <= found.st_mtime and _begun(found) <= ended + 0.05
+            if regular and found.st_uid == os.geteuid() and between and str(path) not in before.names:
+                candidates.append((path, found))
+    if not candidates:
+        return []
+    try:
+        held, launchers = _held()
+    except (OSError, ValueError, IndexError):  # no /proc: nothing can be proven
+        return []
+    removed = []
+    for path, found in candidates:
+        name = str(path)
+        if name in held or any(other.startswith(f"{name}/") for other in held):
+            continue
+        if path.name.startswith(_DESCRIPTION) and any(
+            -0.1 <= found.st_mtime - begun <= _STARTING for begun in launchers
+        ):
+            continue
+        session = re.fullmatch(r"ompi\.(\d+)", path.name)
+        if session and not _dead(int(session[1])):
+            continue
+        with contextlib.suppress(OSError):
+            if stat.S_ISDIR(found.st_mode):
+                shutil.rmtree(path)
+            else:
+                os.unlink(path)
+            removed.append(name)
+    return removed
+
+
+def _begun(found: os.stat_result) -> float:
+    """When a file was written last, the best that is known of when it was made; a directory changes later too."""
+    return found.st_mtime if stat.S_ISREG(found.st_mode) else min(found.st_mtime, found.st_ctime)
+
+
+def _same_temporary(pid: int) -> bool:
+    """Whether a process sees the same /tmp as this one; in a container or a private one it writes elsewhere."""
+    try:
+        return os.path.samefile(f"/proc/{pid}/root/tmp", "/tmp")
+    except (FileNotFoundError, ProcessLookupError):  # it has just ended
+        return False
+    except OSError:
+        return True
+
+
+def _held() -> tuple[set[str], list[float]]:
+    """Names of files that a process has open or mapped, and when the living MPICH launchers of this user began."""
+    held: set[str] = set()
+    launchers = []
+    booted = time.time() - float(_read("/proc/uptime").split()[0])
+    ticks = os.sysconf("SC_CLK_TCK")
+    for pid in pids():
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            if os.stat(f"/proc/{pid}").st_uid != os.geteuid():
+                continue  # this user's files are closed to others; root's own are looked at as root
+            held.update(mapped(pid))
+            state, _, rest = _read(f"/proc/{pid}/stat").rpartition(b")")
+            if os.fsdecode(state.partition(b"(")[2]) in _PROXIES and _same_temporary(pid):
+                launchers.append(booted + int(rest.split()[19]) / ticks)
+            folder = f"/proc/{pid}/fd"
+            for name in os.listdir(folder):
+                with contextlib.suppress(OSError):
+                    held.add(os.readlink(f"{folder}/{name}"))
+    return held, launchers

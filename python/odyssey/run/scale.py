@@ -1,0 +1,90 @@
+"""Asks a running run to go on with another number of ranks: an agreed checkpoint, then the next attempt.
+
+The request is a file in the run's directory (control.json): the ranks read "stop", the launcher the number.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ..base import runs
+from ..base.files import read_json, write_json
+from ..errors import ConfigError, DataError, LaunchError, OutputError, printable
+from . import ends, lock
+from .config import MOST
+
+
+def scale(path: Path, ranks: int, wait: float = 60.0, say: Callable[[str], None] = lambda line: None) -> int:
+    """Asks, and waits until the next attempt has started.
+
+    path: the run's directory. ranks: how many are wanted. wait: seconds for the next attempt to come.
+    say: is given lines about what happens.
+
+    Returns the number of the attempt that runs on `ranks` ranks.
+
+    Raises ConfigError: no such run, or a number of ranks that it cannot have. LaunchError: no launcher is at work on
+    it, or the next attempt did not come in time. OutputError: the request cannot be written.
+    """
+    run = runs.Run(Path(path))
+    name = printable(str(path))
+    if not run.description.exists():
+        raise ConfigError(f"[scale] {name} is no run; give the directory that `odyssey launch --run-dir` names")
+    if run.done.exists():
+        raise ConfigError(f"[scale] {name} is complete")
+    if lock.holder(run.lock) is None:
+        advice = f"start it with `odyssey launch -n {ranks} --run-dir {name} ...`"
+        raise LaunchError(f"[scale] {name} is not running; {advice}")
+    now = _attempt(run)
+    least, most = _bounds(now)
+    room = now.get("room")
+    if type(room) is int and ranks > room:
+        raise ConfigError(f"[scale] {ranks} ranks for {name}, but its hosts have {room} slots")
+    if not least <= ranks <= most:
+        elastic = f" (--elastic {least}:{most})" if now.get("elastic") else ""
+        raise ConfigError(f"[scale] {ranks} ranks for {name}; {least} to {most} are allowed{elastic}")
+    number = now["attempt"]
+    if now.get("ranks") == ranks:
+        raise ConfigError(f"[scale] {name} runs on {ranks} ranks already (attempt {number})")
+    if not ends.started(run.ranks, number):
+        raise LaunchError(f"[scale] attempt {number} of {name} is only being started; try again in a moment")
+    try:
+        write_json(run.control, {"stop": "scale", "ranks": ranks, "attempt": number})
+    except OSError as problem:
+        raise OutputError(f"[scale] {name} cannot be written: {problem.strerror}") from problem
+    say(f"attempt {number} on {now.get('ranks')} ranks is asked to stop after its step and to go on with {ranks}")
+    until = time.monotonic() + wait
+    while time.monotonic() < until:
+        time.sleep(0.05)
+        if run.done.exists():
+            say(f"{name} was complete before that")
+            return number
+        then = _attempt(run)
+        if then["attempt"] > number and len(ends.started(run.ranks, then["attempt"])) == then.get("ranks"):
+            if then.get("ranks") != ranks:
+                raise LaunchError(f"[scale] attempt {then['attempt']} runs on {then.get('ranks')} ranks, not {ranks}")
+            say(f"attempt {then['attempt']} runs on {ranks} ranks")
+            return then["attempt"]
+        if lock.holder(run.lock, sure=False) is None:
+            raise LaunchError(f"[scale] the launcher of {name} has ended; its output says why")
+    advice = "it does after a step, if the script uses a DistributedTrainer"
+    raise LaunchError(f"[scale] attempt {number} of {name} did not stop within {wait:g} s; {advice}")
+
+
+def _attempt(run: runs.Run) -> dict[str, Any]:
+    try:
+        found = read_json(run.attempt_file)
+    except DataError as problem:
+        raise LaunchError(f"[scale] {problem}") from problem
+    if not isinstance(found, dict) or type(found.get("attempt")) is not int:
+        raise LaunchError(f"[scale] {printable(str(run.attempt_file))} names no attempt")
+    return found
+
+
+def _bounds(attempt: dict[str, Any]) -> tuple[int, int]:
+    elastic = attempt.get("elastic")
+    if isinstance(elastic, list) and len(elastic) == 2 and all(type(n) is int for n in elastic):
+        return elastic[0], elastic[1]
+    return 1, MOST

@@ -1,0 +1,178 @@
+"""Ranks get to know each other's processes, and one on each machine starts the watcher: called once, by `comm.world`.
+
+Everything that goes wrong here is survived: then a rank, or a machine, is not watched.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import hashlib
+import json
+import os
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..base import entry, runs, slot
+from ..base.hooks import machine, process_space
+from ..base.limits import seconds
+
+WATCHDOG, HEARTBEAT = "ODYSSEY_WATCHDOG", "ODYSSEY_HEARTBEAT"
+ADDRESSES = 6
+_begun = 0  # pid
+
+
+def begin(world: Any) -> None:
+    """Has this process and its peers watched; once per process, by all ranks of the world, a Communicator. Raises
+    ConfigError: ODYSSEY_WATCHDOG or ODYSSEY_HEARTBEAT is no time."""
+    global _begun
+    run = runs.Run.current()
+    if _begun == os.getpid() or (world.size == 1 and run is None):
+        return
+    from ..base.proc import attach
+    from .judge import name
+
+    _begun = os.getpid()
+    settings = {
+        "watchdog": seconds("watch", WATCHDOG, 60.0, least=0, most=1e9),
+        "given": bool(os.environ.get(WATCHDOG)),
+        "heartbeat": seconds("watch", HEARTBEAT, 5.0, most=1e9),
+        "world": world.size,
+        "attempt": run.attempt if run else 0,
+        "run": str(run.path.absolute()) if run else "",
+    }
+    slot.describe(world.rank, world.size, settings["attempt"])
+    descriptor = slot.publish()
+    entry.listen()
+    if world.size == 1 or world.name == "gloo":  # with MPI it tells the other ranks as well: comm/mpi.py
+        atexit.register(_leave, os.getpid())
+    started = getattr(sys.modules.get("odyssey.comm.mpi"), "STARTED", (0, 0))
+    me = [os.getpid(), descriptor, _node(), *started, *_addresses()]
+    everyone = world.all_gather(np.array(me, np.int64)).tolist()
+    nodes: dict[int, list[int]] = {}
+    for rank, (_, _, node, *_) in enumerate(everyone):
+        nodes.setdefault(node, []).append(rank)
+    mine = nodes[everyone[world.rank][2]]
+    watches = world.rank == mine[0] and any(everyone[rank][1] >= 0 for rank in mine)
+    # Now, as all are there: one of them may have ended, after a word, before the watcher runs.
+    attached = {rank: attach(*everyone[rank][:2]) for rank in mine} if watches else {}
+    secret = np.frombuffer(os.urandom(32), np.uint8).copy()
+    world.broadcast(secret)
+    entry.named(hashlib.sha256(b"name" + secret.tobytes()).hexdigest()[:16])
+    listener, where = None, np.zeros(2, np.int64)
+    if len(nodes) > 1:
+        if world.rank == 0:
+            listener, where = _listen(everyone[0][5:], [everyone[ranks[0]][5:] for ranks in nodes.values()])
+        world.broadcast(where)
+    unseen = [rank for rank, (_, its, *_) in enumerate(everyone) if its < 0]
+    if world.rank == 0 and unseen and settings["watchdog"]:
+        line = f"odyssey: [watch] {name(unseen)} cannot be watched: there is no memory that another process could read"
+        print(line, file=sys.stderr, flush=True)
+    if watches:
+        settings |= {
+            "ranks": [[rank, everyone[rank][0], *opened] for rank, opened in attached.items()],
+            "nodes": list(nodes.values()),
+            "secret": secret.tobytes().hex(),
+            "main": world.rank == 0,
+            "detach": True,
+            "listen": listener.fileno() if listener else -1,
+            "address": [_text(int(where[0])), int(where[1])] if where[1] else None,
+            "files": _left_behind([everyone[rank][3:5] for rank in mine]),
+        }
+        opened = [number for numbers in attached.values() for number in numbers if number >= 0]
+        _start(settings, [*opened, *([listener.fileno()] if listener else [])])
+        for number in opened:
+            os.close(number)
+    if listener is not None:
+        listener.close()
+    if slot.mine().phase == "start":
+        slot.phase("compute")  # until somebody says something else
+
+
+def _leave(process: int) -> None:
+    """In an exit handler: the watcher is to know that this process ends in order, and not by `os._exit`."""
+    if os.getpid() == process:
+        slot.ended(*entry.leaving())
+
+
+def _start(settings: dict[str, Any], descriptors: list[int]) -> None:
+    """Starts the watcher, which takes over these open files."""
+    program = Path(__file__).with_name("watcher.py")
+    with contextlib.suppress(OSError):
+        words = [sys.executable, "-I", "-S", str(program)]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL}
+        # in a session of its own: it outlives the ranks by a moment, also when their process group is killed
+        process = subprocess.Popen(words, **pipes, start_new_session=True, pass_fds=descriptors)
+        # It goes on in a process that is no child of this one.
+        threading.Thread(target=process.wait, name="odyssey watcher", daemon=True).start()
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(settings).encode() + b"\n")
+        process.stdin.close()
+
+
+def _node() -> int:
+    """Names a set of processes that see each other in /proc: machine, and space of process numbers."""
+    return machine() << 31 ^ process_space()
+
+
+def _addresses() -> list[int]:
+    """IPv4 addresses of this machine's interfaces, without loopback, as numbers; filled up with zeros."""
+    found = []
+    with contextlib.suppress(ImportError, OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+        import fcntl
+
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                answer = fcntl.ioctl(s.fileno(), 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
+                found.append(int.from_bytes(answer[20:24], "big"))
+    found = [a for a in found if a >> 24 not in (0, 127)]
+    return (found + [0] * ADDRESSES)[:ADDRESSES]
+
+
+def _text(address: int) -> str:
+    return socket.inet_ntoa(address.to_bytes(4, "big"))
+
+
+def _listen(mine: list[int], nodes: list[list[int]]) -> tuple[socket.socket | None, np.ndarray]:
+    """(listening socket, [address, port]) on the one address through which the other machines reach this one."""
+    for theirs in nodes[1:]:
+        for address in theirs:
+            if not address or address in mine:  # such as that of a bridge for containers, the same everywhere
+                continue
+            with contextlib.suppress(OSError):
+                with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+                    s.connect((_text(address), 9))  # sends nothing: asks which way it would go
+                    own = s.getsockname()[0]
+                listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+                listener.bind((own, 0))
+                listener.listen(128)
+                number = int.from_bytes(socket.inet_aton(own), "big")
+                return listener, np.array([number, listener.getsockname()[1]], np.int64)
+    return None, np.zeros(2, np.int64)
+
+
+def _left_behind(started: list[list[int]]) -> list[str]:
+    """Files that MPI leaves behind when a job is aborted: those in shared memory that this process has mapped, and the
+    one that hydra made for the ranks of this machine when the first of them started MPI: between the earliest begin
+    and the earliest end of `started`, in ns. If there are several of that age, none."""
+    import tempfile
+
+    from ..base.proc import SHARED, mapped
+
+    found = [path for path in mapped() if path.startswith(SHARED)]
+    first, last = (min(times) for times in zip(*started, strict=True))
+    made = []
+    with contextlib.suppress(OSError):
+        for path in Path(tempfile.gettempdir()).glob("hydra_hwloc_xmlfile_*") if first else ():
+            with contextlib.suppress(OSError):
+                status = path.lstat()
+                if status.st_uid == os.getuid() and first - 10_000_000 <= status.st_mtime_ns <= last:  # a clock's tick
+                    made.append(str(path))
+    return sorted({*found, *(made if len(made) == 1 else ())})

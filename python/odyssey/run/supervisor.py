@@ -1,0 +1,391 @@
+"""The launcher of a run: attempt after attempt until the run is complete, stopped or given up.
+
+    DistributedLauncher(LaunchConfig(nproc_per_node=4, max_restarts=3)).launch("train.py", "--epochs", "100")
+
+It holds the run's lock, gives each attempt its number before it starts (so that one of before can no longer write a
+checkpoint), cleans up after it, and does what decide.py says. It imports neither NumPy nor MPI.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import functools
+import os
+import platform
+import re
+import secrets
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from .. import __version__
+from ..base import limits, runs
+from ..base.files import NO_DIRECTORY, current_directory, private_directory, read_json, write_json
+from ..base.launcher import launched
+from ..errors import ConfigError, DataError, OutputError, printable
+from . import leftovers, starting, users
+from .attempt import Attempt
+from .config import LaunchConfig
+from .decide import Action, Outcome, decide, in_doubt, taken_back
+from .ends import signal_name
+from .hosts import Host, capacity, place
+from .lock import Lock
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+PROBE = 30.0  # seconds that a host has to start a process, when it is asked whether it is there
+RETURN = 5.0  # seconds that a host has which did not answer before: the others wait for it
+PROBE_VARIABLE = "ODYSSEY_HOST_PROBE"  # other seconds
+ROOM = 0.25  # share of /dev/shm below which a killed attempt's memory is removed before the next one starts
+FORMAT = 1  # of run.json
+
+
+class DistributedLauncher:
+    """Starts ranks of a script and keeps the run going; see LaunchConfig.
+
+    config: how. say: prints a line of the launcher; default to standard error.
+    """
+
+    def __init__(self, config: LaunchConfig | None = None, say: Callable[[str], None] | None = None) -> None:
+        self.config = LaunchConfig() if config is None else config
+        self._say = _to_stderr if say is None else say
+        self._signals: list[int] = []
+
+    def launch(self, script: str, *arguments: str) -> int:
+        """Runs `python script arguments...` as ranks; returns when the run is over.
+
+        script: a Python script; "train", odyssey's own training; "-m", with a module behind it; or a program.
+
+        Returns the exit code: 0 complete; 75 stopped on request, to be gone on with by the same call; 69 given up; 128
+        + the signal if ranks did not stop in time; 73 if all is complete, but standard output did not take what ranks
+        printed; else that of the rank that failed first.
+
+        Raises ConfigError: something is not allowed, the script is not there, or the run directory belongs to another
+        command or a complete run. LaunchError: nothing can be started, or another launcher is at work. OutputError: the
+        run directory cannot be written.
+        """
+        words = starting.plain([os.fspath(script), *map(str, arguments)])
+        _check(words)
+        users.check(self.config.allow_root)
+        probe_seconds()  # a wrong value is refused now, not when a host is lost
+        starter = starting.find(self.config, os.environ)
+        if self.config.nnodes > 1 and not self.config.hosts and starter.kind != "srun":
+            raise ConfigError(f"[launch] {self.config.nnodes} nodes, but no hosts; give --hosts or --hostfile")
+        path = self.config.run_dir or default_run_dir(words[words[0] == "-m"])
+        run = runs.Run(private_directory(Path(os.path.abspath(path))))
+        renewed = _modified(run.lock)
+        lock = Lock(run.lock)
+        try:
+            number = self._open(run, words, starter, renewed)
+            ranks = f"{self.config.ranks} rank{'s' * (self.config.ranks > 1)}"
+            self._say(f"run {_shown(run.path)}: attempt {number} on {ranks} ({starter.version})")
+            with self._hearing():
+                return self._attempts(run, number, words, starter, lock)
+        finally:
+            lock.close()
+
+    def _open(self, run: runs.Run, words: list[str], starter: starting.Starter, renewed: float) -> int:
+        """Checks that the directory is this command's, clears up behind a launcher that was killed; next attempt."""
+        advice = "name another --run-dir, or delete the directory"
+        if run.done.exists():
+            raise ConfigError(f"[launch] {_shown(run.path)} is complete (DONE.json); {advice}")
+        try:
+            if run.description.exists():
+                known = read_json(run.description)
+                before = known.get("command") if isinstance(known, dict) else None
+                if before != words:
+                    what = f"{_shown(run.path)} is a run of {_line(before)}, not of {_line(words)}"
+                    raise ConfigError(f"[launch] {what}; {advice}")
+            else:
+                write_json(run.description, _description(self.config, words, starter))
+            found = read_json(run.attempt_file) if run.attempt_file.exists() else {}
+        except OSError as problem:
+            raise _unwritable(run.path, problem) from problem
+        except DataError as problem:
+            raise ConfigError(f"[launch] {problem}; delete the directory to begin anew") from problem
+        last = found if isinstance(found, dict) else {}
+        number, token = last.get("attempt", 0), last.get("token")
+        if type(number) is not int or number < 0:
+            raise ConfigError(f"[launch] {_shown(run.attempt_file)} has no attempt's number; delete the directory")
+        if isinstance(token, str) and re.fullmatch(r"[0-9a-f]{16}", token) and not last.get("cleaned"):
+            left = leftovers.processes(f"{starting.TOKEN}={token}")
+            leftovers.kill(f"{starting.TOKEN}={token}")
+            before = leftovers.Snapshot.of(last.get("before"))
+            if before is not None:
+                leftovers.clean(before, time.time() if left else renewed + 6, os.environ.get("TMPDIR"))
+        return number + 1
+
+    def _prepare(self, run: runs.Run, ranks: int, hosts: tuple[Host, ...], token: str) -> dict[str, Any]:
+        """Writes the attempt's number where everybody checks it, and makes room for what its ranks write."""
+        for folder in (run.ranks, run.ends):
+            with contextlib.suppress(FileNotFoundError):
+                for name in os.listdir(folder):
+                    os.unlink(folder / name)
+            folder.mkdir(mode=0o700, exist_ok=True)
+        for file in (run.control, run.heartbeat):
+            file.unlink(missing_ok=True)
+        record = {
+            "attempt": run.attempt,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "ranks": ranks,
+            "hosts": [list(pair) for pair in place(hosts, ranks)] if hosts else [],
+            "elastic": list(self.config.elastic) if self.config.elastic else None,
+            "room": capacity(hosts),
+            "token": token,
+            "before": leftovers.snapshot(os.environ.get("TMPDIR")).json(),
+        }
+        write_json(run.attempt_file, record)
+        return record
+
+    def _attempts(self, run: runs.Run, number: int, words: list[str], starter: starting.Starter, lock: Lock) -> int:
+        config = self.config
+        action = Action("", None, config.ranks, config.hosts)
+        former: int | None = None
+        wanted = config.ranks
+        chores: list[Callable[[], object]] = []
+        unwritten = False
+        while True:
+            if self._signals:  # it came while nothing ran
+                self._say(f"attempt {number}: {signal_name(self._signals[0])} came before it was started")
+                code = 128 + self._signals[0]
+                break
+            run = runs.Run(run.path, number)
+            layout = place(action.hosts, action.ranks) if action.hosts else ()
+            token = secrets.token_hex(8)
+            try:
+                record = self._prepare(run, action.ranks, action.hosts, token)
+            except OSError as problem:
+                raise _unwritable(run.path, problem) from problem
+            environment = starting.environment(config, os.environ, starter, run, action.ranks, token, layout)
+            exported = _exported(environment, config)
+            command = starting.command(config, starter, action.ranks, layout, starting.program(words), exported)
+            attempt = Attempt(
+                *(config, run, starting.tied(command, os.getpid()), environment, action.ranks, layout),
+                *(self._signals, self._say),
+                scancel=str(Path(starter.path).with_name("scancel")) if starter.kind == "srun" else None,
+                idle=lambda: self._idle(lock, chores),
+                meets=words[0] == "train",
+            )
+            outcome = dataclasses.replace(attempt(), promised=words[0] == "train", former=former)
+            unwritten = unwritten or attempt.unwritten
+            ended = time.time()
+            before = leftovers.Snapshot.of(record["before"])
+            if before is not None:
+                chores.append(functools.partial(_clean, before, ended, run, record))
+            outcome = self._asked_hosts(outcome, starter, environment, lock.renew)
+            action = decide(outcome, action.past, config, action.hosts)
+            scaled = action.code is None and outcome.scale == action.ranks != outcome.ranks
+            if scaled or former is not None and action.ranks == former:
+                wanted = action.ranks
+            former = outcome.ranks if scaled else None
+            missing = [host.name for host in config.hosts if host not in action.hosts]
+            missing = [name for name in missing if name not in outcome.lost]
+            if action.code is None and missing and not self._signals:
+                gone = probe(config, starter, missing, environment, lock.renew, RETURN)
+                back = tuple(name for name in missing if name not in gone)
+                if back and action.ranks >= outcome.ranks:  # else a rank was just left out
+                    action = taken_back(action, back, config, wanted)
+                    self._say(f"{', '.join(back)} answers again: going on with {action.ranks} ranks")
+            if action.code != 0 or number > 1 or outcome.ended and not all(e.good for e in outcome.ended.values()):
+                self._say(action.line)
+            if action.code is not None:
+                code = action.code
+                break
+            if _full():
+                self._idle(lock, chores)
+            self._pause(action.delay, lock)
+            number += 1
+        self._idle(lock, chores)
+        return OutputError.exit_code if unwritten and code == 0 else code
+
+    def _asked_hosts(
+        self, outcome: Outcome, starter: starting.Starter, environment: dict[str, str], idle: Callable[[], None]
+    ) -> Outcome:
+        """After a failure on several hosts: which of them are not there any more."""
+        if starter.kind == "srun" or not in_doubt(outcome):
+            return outcome
+        lost = probe(self.config, starter, [name for name, _ in outcome.layout], environment, idle)
+        if len(lost) == len(outcome.layout):
+            self._say(f"attempt {outcome.attempt}: no host answers, which says more about the network than about them")
+            return dataclasses.replace(outcome, unsure=True)
+        return dataclasses.replace(outcome, lost=lost)
+
+    def _idle(self, lock: Lock, chores: list[Callable[[], object]]) -> None:
+        """What can wait until ranks run again."""
+        lock.renew()
+        while chores:
+            chores.pop()()
+
+    def _pause(self, seconds: float, lock: Lock) -> None:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and not self._signals:
+            lock.renew()
+            time.sleep(min(0.05, max(0.0, until - time.monotonic())))
+
+    @contextlib.contextmanager
+    def _hearing(self) -> Iterator[None]:
+        """Signals are noted instead of ending this process; only in the main thread, where Python allows it."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {}
+        if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:  # else the kernel keeps no exit codes for this process
+            before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for number in SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+                before[number] = signal.signal(number, lambda number, frame: self._signals.append(number))
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _clean(before: leftovers.Snapshot, ended: float, run: runs.Run, record: dict[str, Any]) -> None:
+    """Removes what an attempt left, and notes that it was done."""
+    leftovers.clean(before, ended, os.environ.get("TMPDIR"))
+    with contextlib.suppress(OSError, DataError):
+        if read_json(run.attempt_file).get("attempt") == run.attempt:
+            write_json(run.attempt_file, {**record, "before": None, "cleaned": True})
+
+
+def probe(
+    config: LaunchConfig,
+    starter: starting.Starter,
+    hosts: list[str],
+    environment: dict[str, str],
+    idle: Callable[[], None] = lambda: None,
+    seconds: float | None = None,
+) -> tuple[str, ...]:
+    """The hosts on which no process can be started within PROBE seconds, those of ODYSSEY_HOST_PROBE, or `seconds`."""
+    nothing = [sys.executable, "-I", "-S", "-c", ""]
+    running = {}
+    for host in hosts:
+        words = starting.words(config, starter, 1, ((host, 1),), ()) + nothing
+        silent = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+        tied = starting.tied(words, os.getpid())
+        running[host] = subprocess.Popen(tied, **silent, env=environment, start_new_session=True)
+    until = time.monotonic() + (probe_seconds() if seconds is None else seconds)
+    lost = []
+    for host, process in running.items():
+        while process.poll() is None and time.monotonic() < until:
+            idle()
+            time.sleep(0.02)
+        if process.returncode != 0:  # or None: no answer
+            lost.append(host)
+    leftovers.kill(f"{starting.TOKEN}={environment[starting.TOKEN]}")
+    for process in running.values():
+        process.wait()
+    return tuple(lost)
+
+
+def probe_seconds() -> float:
+    """How long a host has to answer. Raises ConfigError: the variable is no number of seconds from 1 to 3600."""
+    return limits.seconds("launch", PROBE_VARIABLE, PROBE, 1, 3600)
+
+
+def launch_distributed_training(script: str, *arguments: str, **settings: Any) -> int:
+    """`DistributedLauncher(LaunchConfig(**settings)).launch(script, *arguments)`, which see for exit code and errors.
+
+    launch_distributed_training("train.py", "--model", "mlp", nproc_per_node=4, nnodes=1, backend="gloo")
+
+    Raises ConfigError if a setting is unknown or not allowed.
+    """
+    known = [field.name for field in dataclasses.fields(LaunchConfig)]
+    unknown = sorted(set(settings) - set(known))
+    if unknown:
+        raise ConfigError(f"[launch] {unknown[0]!r} is no setting of LaunchConfig; choose from {', '.join(known)}")
+    return DistributedLauncher(LaunchConfig(**settings)).launch(script, *arguments)
+
+
+def default_run_dir(script: str, now: datetime.datetime | None = None) -> Path:
+    """./runs/20261121-093000-train for "train" or "train.py"; with a number behind it if that is there."""
+    now = datetime.datetime.now() if now is None else now
+    name = re.sub(r"[^A-Za-z0-9_.-]", "_", Path(script).stem)[:64] or "run"
+    base = Path("runs") / f"{now:%Y%m%d-%H%M%S}-{name}"
+    path, number = base, 2
+    while path.exists():
+        path, number = base.with_name(f"{base.name}-{number}"), number + 1
+    return path
+
+
+def _check(words: list[str]) -> None:
+    if not current_directory():
+        raise ConfigError(f"[launch] {NO_DIRECTORY}")
+    for word in words:
+        if "\0" in word:
+            raise ConfigError(f"[launch] {ascii(word[:60])} has a NUL character, which no argument can have")
+    starting.program(words)  # it can be started
+    rank = any(os.environ.get(name) for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK"))
+    started = launched()
+    alone = started is not None and started.size == 1  # an interactive shell, as `srun --pty bash`
+    if rank and not alone or os.environ.get("SLURM_STEP_NUM_TASKS", "1") not in ("", "1"):
+        raise ConfigError("[launch] it starts the ranks itself; run it once, without mpirun or srun")
+
+
+def _description(config: LaunchConfig, words: list[str], starter: starting.Starter) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "command": words,
+        "directory": os.getcwd(),
+        "ranks": config.ranks,
+        "hosts": [str(host) for host in config.hosts],
+        "elastic": list(config.elastic) if config.elastic else None,
+        "versions": {"odyssey": __version__, "python": platform.python_version(), "mpi": starter.version},
+        "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def _exported(environment: dict[str, str], config: LaunchConfig) -> list[str]:
+    names = ("ODYSSEY_", "MODULAR_", "OMP_", "PYTHON", "LD_LIBRARY_PATH", "MASTER_", "WORLD_SIZE", "FI_", "UCX_")
+    return sorted(n for n in environment if n.startswith(names) or n in config.env)
+
+
+def _modified(path: Path) -> float:
+    with contextlib.suppress(OSError):
+        return path.stat().st_mtime
+    return 0.0
+
+
+def _full() -> bool:
+    with contextlib.suppress(OSError):
+        usage = shutil.disk_usage(leftovers.MEMORY)
+        return usage.free < ROOM * usage.total
+    return False
+
+
+def _shown(path: object) -> str:
+    text = str(path)
+    with contextlib.suppress(ValueError):
+        near = os.path.relpath(text)
+        text = near if not near.startswith("..") else text
+    return printable(text)
+
+
+def _unwritable(path: Path, problem: OSError) -> OutputError:
+    return OutputError(f"[launch] {_shown(path)} cannot be written: {problem.strerror}")
+
+
+def _line(words: object) -> str:
+    if not isinstance(words, list):
+        return "something else"
+    return printable(" ".join(map(str, words)))[:300]
+
+
+def _to_stderr(line: str) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        if sys.stderr is None or not select.select([], [sys.stderr], [], 1.0)[1]:
+            return  # a stopped terminal: the ranks are not left alone for it
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write(f"odyssey: {line}\n")
+        sys.stderr.flush()

@@ -1,0 +1,543 @@
+"""The watcher: a small process on each machine of a job that reads the slots of its ranks four times a second.
+
+It is no thread of a rank, as a rank that is stopped, or that holds the interpreter's lock for ever, cannot watch
+itself. That of rank 0's machine, the main one, hears from the others, says what hangs, ends the job, keeps the
+heartbeat of a run, and answers `odyssey top`. A watcher ends with the last rank of its machine, and leaves nothing.
+
+Started by start.py as `python -I -S watcher.py`, with its settings on stdin; the standard library only. Nothing that
+happens to it can hurt the ranks, unless machines lose each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+if __name__ == "__main__":  # -I: the package is found by its place alone, and its own __init__.py does not run
+    sys.modules["odyssey"] = type(sys)("odyssey")
+    sys.modules["odyssey"].__path__ = [os.path.dirname(os.path.dirname(os.path.abspath(__file__)))]
+
+from odyssey.base import runs  # noqa: E402
+from odyssey.run import judge, link, writer
+from odyssey.run.process import Watched  # noqa: E402
+
+TICK = 0.25  # seconds between looks
+BEAT = 0.5  # seconds between messages of machines
+HUNG, LOST, DEFECT = 77, 69, 70
+WORDS_S = 1.5  # seconds in which words and files must be out before ranks are ended
+LAST_LOOK = 0.3  # seconds for which the last heartbeat stays
+GRACE = 1.0  # seconds that ranks have for ending the job themselves
+QUIET = 60.0  # seconds between lines about stragglers
+SLOW_LOOKS = 20  # in a row, before a rank is called slow: a busy machine slows one down for a moment
+STACKS_S = 2.0  # seconds for answers, of ranks that may have to wait for a core
+SETTLED_S = 0.15  # an answer that has not grown for so long is whole
+UNAUTHENTICATED_TIMEOUT = 2.0  # seconds that who calls has to show that it knows the secret
+UNAUTHENTICATED_LIMIT = 64  # callers that may be about to
+
+
+class Watcher:
+    """See the head of this file. `settings`: as start.py makes them."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self.world, self.limit = int(settings["world"]), float(settings["watchdog"])
+        self.preparing = not settings.get("given", True)  # nobody has said what the limit is to be
+        self.patience = float(settings["heartbeat"])
+        self.run_dir, self.attempt = settings["run"], int(settings["attempt"])
+        self.main, self.secret = bool(settings["main"]), bytes.fromhex(settings["secret"])
+        self.address = settings["address"]
+        self.files = {path: os.lstat(path).st_ino for path in settings["files"] if os.path.lexists(path)}
+        self.ranks = {rank: Watched(rank, *process) for rank, *process in settings["ranks"]}
+        self.nodes = [set(ranks) for ranks in settings["nodes"]]
+        self.writer = writer.Writer()
+        self.host = os.uname().nodename
+        self.pid = self.ranks[0].pid if 0 in self.ranks else 0  # of rank 0, which a job is known by
+        self.seen: dict[int, judge.Seen] = {}
+        self.poll = select.poll()
+        self.floor = self.last_tick = self.begun = time.monotonic()
+        self.next_beat = self.next_file = self.next_maps = 0.0
+        self.ending: float = 0.0  # when the ranks that are left are killed
+        self.slow: dict[int, int] = {}  # rank -> looks at which it was slow
+        self.next_slow = self.floor + 5
+        self.files_by_handle: dict[int, Any] = {}
+        for watched in self.ranks.values():
+            if watched.handle >= 0:
+                self._listen_to(watched.handle, watched)
+        # Between machines. Of the main one: who has called; of the others: their connection.
+        self.peers: dict[int, link.Lines] = {}
+        self.unauthenticated: dict[link.Lines, float] = {}  # who has called and not yet shown the secret, and when
+        self.heard: dict[int, float] = {}  # index of a node -> when it was last heard of
+        self.left: set[int] = set()  # nodes whose ranks have all ended
+        self.answers: dict[int, str] = {}
+        self.listener = self.local = self.up = None
+        self.up_heard = self.next_call = 0.0
+        self.told_unwatched = self.told_unseen = False
+        if self.main:
+            if settings["listen"] >= 0:
+                self.listener = socket.socket(fileno=settings["listen"])
+                self.listener.setblocking(False)
+                self._listen_to(self.listener.fileno(), self.listener)
+            self._open_local()
+
+    def _listen_to(self, handle: int, what: Any, events: int = select.POLLIN) -> None:
+        self.files_by_handle[handle] = what
+        self.poll.register(handle, events)
+
+    def _forget(self, handle: int) -> None:
+        if self.files_by_handle.pop(handle, None) is not None:
+            with contextlib.suppress(KeyError, OSError):
+                self.poll.unregister(handle)
+
+    def _open_local(self) -> None:
+        """Where `odyssey top` asks: a name that is no file, ends with this process, and that nobody can take before."""
+        try:
+            self.local = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            self.local.bind(f"\0odyssey-watch-{os.getuid()}-{self.ranks[0].pid}-{os.urandom(8).hex()}")
+            self.local.listen(8)
+            self.local.setblocking(False)
+            self._listen_to(self.local.fileno(), self.local)
+        except (OSError, KeyError):
+            self.local = None
+
+    def run(self) -> None:
+        """Until all ranks of this machine are gone."""
+        self._write_address()
+        try:
+            self.tick()
+            while any(watched.alive for watched in self.ranks.values()):
+                self.pump(TICK)
+                now = time.monotonic()
+                if now - self.last_tick >= TICK:
+                    self.tick()
+        finally:
+            self._finish()
+
+    def pump(self, seconds: float) -> None:
+        """Takes what comes within some time."""
+        for handle, _ in self.poll.poll(max(int(1000 * seconds), 1)):
+            what = self.files_by_handle.get(handle)
+            if what is None:  # dropped meanwhile
+                continue
+            if isinstance(what, Watched):
+                self._forget(handle)
+                self._gone([what, *self._also_gone()])
+            elif what is self.listener or what is self.local:
+                self._accept(what)
+            elif isinstance(what, link.Lines):
+                self._hear(what)
+
+    def tick(self) -> None:
+        now = time.monotonic()
+        if now - self.last_tick > 2 + 4 * TICK:  # it was stopped, or starved: what it did not see does not count
+            self.floor = now
+            self.up_heard = now if self.up_heard else 0.0
+            self.heard = dict.fromkeys(self.heard, now)
+        self.last_tick = now
+        for rank, watched in self.ranks.items():
+            before = watched.alive
+            self.seen[rank] = watched.look(now, self.floor)
+            if before and not watched.alive and watched.handle < 0:  # no handle told it
+                self._gone([watched])
+        if not self.told_unseen and now > self.begun + 2:
+            self.told_unseen = True
+            unseen = sorted(w.rank for w in self.ranks.values() if w.alive and w.last is None)
+            if unseen:
+                self._say(f"odyssey: [watch] {judge.name(unseen)} cannot be watched: no slot of theirs can be opened\n")
+        if now >= self.next_maps:
+            self.next_maps = now + 5
+            for watched in self.ranks.values():
+                watched.map_files()
+        if self.main:
+            self._tick_main(now)
+        elif self.address:
+            self._tick_other(now)
+        if self.ending and now >= self.ending:
+            self._kill()
+
+    def _tick_main(self, now: float) -> None:
+        for peer, since in list(self.unauthenticated.items()):
+            if now - since > UNAUTHENTICATED_TIMEOUT:
+                self._drop(peer)
+        if now >= self.next_beat:
+            self.next_beat = now + BEAT
+            self._tell_nodes({"beat": True})
+        if self.run_dir and now >= self.next_file:
+            self.next_file = now + 1
+            self._write_heartbeat()
+        if self.ending:
+            return
+        for node, heard in self.heard.items():
+            if now - heard > self.patience and node not in self.left:
+                self._lost(node, now - heard)
+                return
+        if not self.told_unwatched and len(self.nodes) > 1 and now > self.floor + 4 * self.patience:
+            self.told_unwatched = True
+            away = sorted(r for n, ranks in enumerate(self.nodes) if n and n not in self.heard for r in ranks)
+            if away:
+                self._say(f"odyssey: [watch] {judge.name(away)} cannot be watched: their machines did not call\n")
+        if self.limit:
+            found = judge.hang(self.seen, self.world, self.limit, self.preparing)
+            if found is not None:
+                self._hang(found)
+                return
+        self._look_for_stragglers(now)
+
+    def _look_for_stragglers(self, now: float) -> None:
+        slow = judge.stragglers(list(self.seen.values()))
+        self.slow = {rank: self.slow.get(rank, 0) + 1 for rank, _, _ in slow}
+        if now < self.next_slow:
+            return
+        for rank, times, where in sorted(slow, key=lambda found: -found[1]):
+            if self.slow[rank] >= SLOW_LOOKS:
+                self.next_slow = now + QUIET
+                self._say(judge.slow_line(self.seen[rank], times, where))
+                return
+
+    def _hang(self, found: judge.Hang) -> None:
+        stacks = self._gather_stacks()
+        for rank, watched in self.ranks.items():
+            self.seen[rank] = watched.look(time.monotonic(), self.floor)
+        if judge.hang(self.seen, self.world, self.limit, self.preparing) is None:
+            return  # it went on while the stacks were gathered
+        path = self._write_stacks(stacks)
+        text = judge.paragraph(found, self.seen, stacks, path, self.limit, HUNG)
+        self._say(text)
+        for rank in found.culprits:
+            self._write_reason(rank, HUNG, f"hang: {judge.about(self.seen[rank], stacks.get(rank, ''))}")
+        self._end(HUNG, avoid=set(found.culprits))
+
+    def _gather_stacks(self) -> dict[int, str]:
+        """The stacks of all ranks that can give any."""
+        starts = {rank: watched.ask_for_stacks() for rank, watched in self.ranks.items()}
+        self.answers = {}
+        self._tell_nodes({"stacks": True})
+        away = {rank for node in self.heard if node not in self.left for rank in self.nodes[node]}
+        found = self._settled(starts, STACKS_S, self.pump, lambda: away <= self.answers.keys())
+        return {**found, **self.answers}
+
+    def _settled(
+        self,
+        starts: dict[int, int],
+        seconds: float,
+        pause: Callable[[float], None],
+        others: Callable[[], bool] = lambda: True,
+    ) -> dict[int, str]:
+        """What ranks of this machine answer, when all have and `others` is true, or after so many seconds."""
+        sizes, since = [], time.monotonic()
+        until = since + seconds
+        while (now := time.monotonic()) < until:
+            before, sizes = sizes, [self.ranks[r].answer(at) for r, at in starts.items() if self.ranks[r].alive]
+            if sizes != before:
+                since = now
+            elif 0 not in sizes and now - since >= SETTLED_S and others():
+                break
+            pause(0.03)
+        return {rank: self.ranks[rank].stacks(at) for rank, at in starts.items()}
+
+    def _write_stacks(self, stacks: dict[int, str]) -> str:
+        folder = os.path.join(self.run_dir, "logs", f"attempt-{self.attempt}") if self.run_dir else ""
+        name = "stacks.txt" if folder else f"odyssey-stacks-{self.ranks[0].pid}.txt"
+        parts = []
+        for rank in sorted(self.seen):
+            about = judge.about(self.seen[rank], "")
+            parts.append(f"=== {about}\n{stacks.get(rank) or '(no stacks)'}\n")
+        path, text, done = os.path.join(folder, name), "\n".join(parts), []
+        self.writer.put(lambda: done.append(writer.write(path, text)))
+        self.writer.drain(WORDS_S)
+        return path if any(done) else ""
+
+    def _say(self, text: str) -> None:
+        self.writer.put(lambda: writer.say(text))
+
+    def _also_gone(self) -> list[Watched]:
+        """Other ranks of which the kernel says at this moment that they are gone."""
+        ready = {handle: self.files_by_handle.get(handle) for handle, _ in self.poll.poll(0)}
+        gone = {handle: what for handle, what in ready.items() if isinstance(what, Watched)}
+        for handle in gone:
+            self._forget(handle)
+        return list(gone.values())
+
+    def _gone(self, ranks: list[Watched]) -> None:
+        """Some ranks are gone, at the same time as far as can be told."""
+        statuses = {watched.rank: watched.code() for watched in ranks}
+        for watched in ranks:
+            self.seen[watched.rank] = watched.look(time.monotonic(), self.floor)._replace(state="gone")
+            watched.alive = False
+        # Who was gone before anybody could look may have said why, unless it was killed.
+        spoke = {w.rank for w in ranks if w.last is None and not (statuses[w.rank] or 0) & 0x7F}
+        silent = [w.rank for w in ranks if not self.seen[w.rank].ended and w.rank not in spoke]
+        known = any(s.ended and s.code for s in self.seen.values())  # somebody has said why the job ends
+        if self.ending or known or not silent or (len(silent) == len(self.ranks) > 1):
+            return
+        now = time.monotonic()
+        silent.sort(key=lambda rank: self.seen[rank].waits)  # who waited was ended with the first, as a rule
+        first, status = self.seen[silent[0]], statuses[silent[0]]
+        how, code, number = "was killed by a signal, or called os._exit", None, None
+        if status is not None and status & 0x7F:
+            number = status & 0x7F
+            how = f"was killed by {judge.signal_name(number)}"
+        elif status is not None:
+            how, code = f"exited without reporting an error (exit code {status >> 8}; os._exit?)", status >> 8 or DEFECT
+        last = f"; its last call was {first.call}, {first.call_text}" if first.call >= 0 else ""
+        doing = f"waiting in {first.wait_text}" if first.waits else f"in {first.phase}"
+        who = f"rank {first.rank} (pid {first.pid} on {first.host or self.host}, step {first.step}, {doing})"
+        self._write_reason(first.rank, code, f"{how}, {doing}", number)  # before the words: a launcher waits for these
+        self._say(f"odyssey: [watch] {who} {how}{last}; all ranks are ended\n")
+        self.ending = now + GRACE  # as a rule the launcher ends them before
+        if self.up is not None:
+            self._tell(self.up, {"down": code or DEFECT})
+
+    def _end(self, code: int, avoid: set[int]) -> None:
+        """Ends the job: by a rank that can, here or elsewhere; who is left is killed."""
+        self.writer.drain(WORDS_S)
+        self.ending = time.monotonic() + GRACE
+        there = [w for rank, w in self.ranks.items() if w.alive and rank not in avoid]
+        healthy = [w for w in there if self.seen[w.rank].state != "T"]
+        asked = [w for w in sorted(healthy, key=lambda w: not self.seen[w.rank].waits) if w.order(code)][:1]
+        self._tell_nodes({"end": code, "order": not asked})
+
+    def _kill(self) -> None:
+        for watched in self.ranks.values():
+            if watched.alive:
+                watched.signal(signal.SIGKILL)
+
+    def _finish(self) -> None:
+        """The last to leave: what MPI leaves behind in shared memory goes, and what is this watcher's own."""
+        for watched in self.ranks.values():
+            self.files |= watched.files
+        for path, inode in self.files.items():
+            with contextlib.suppress(OSError):
+                status = os.lstat(path)
+                if status.st_ino == inode and status.st_uid == os.getuid():
+                    os.unlink(path)
+        for peer in [*self.peers.values(), *([self.up] if self.up else [])]:
+            self._tell(peer, {"bye": True})
+            peer.close()
+        if self.main and self.run_dir:
+            if writer.is_of(os.path.join(self.run_dir, "heartbeat.json"), attempt=self.attempt):
+                self._write_heartbeat()
+                self.writer.drain(WORDS_S)
+                time.sleep(LAST_LOOK)
+            whose = {"attempt": self.attempt}, {"attempt": self.attempt, "host": self.host, "pid": self.pid}
+            for name, mine in zip(("heartbeat.json", "watch.json"), whose, strict=True):
+                # No heartbeat: these ranks are not watched any more.
+                path = os.path.join(self.run_dir, name)
+                self.writer.put(functools.partial(writer.remove, path, **mine))
+        self.writer.drain(WORDS_S)
+
+    def _write(self, name: str, value: Any) -> None:
+        path = os.path.join(self.run_dir, name)
+        self.writer.put(lambda: writer.write(path, json.dumps(value) + "\n"))
+
+    def _write_heartbeat(self) -> None:
+        ranks = [{"rank": s.rank, "step": s.step, "phase": s.doing} for _, s in sorted(self.seen.items())]
+        value = {"attempt": self.attempt, "time": time.time(), "ranks": ranks}
+        path = os.path.join(self.run_dir, "heartbeat.json")
+        self.writer.put(lambda: writer.renew(path, value, attempt=self.attempt), "heartbeat")
+
+    def _write_address(self) -> None:
+        if self.main and self.run_dir:
+            secret = self.secret.hex() if self.address else ""
+            who = {"host": self.host, "pid": self.pid, "attempt": self.attempt}
+            self._write("watch.json", {**who, "address": self.address, "secret": secret})
+
+    def _write_reason(self, rank: int, code: int | None, reason: str, number: int | None = None) -> None:
+        """For a rank that cannot do it. code: None where it is not known, or a signal (`number`) has ended it."""
+        if not self.run_dir:
+            return
+        seen = self.seen[rank]
+        value = runs.end_record(rank, seen.host, code, number, seen.step, reason, self.attempt)
+        self._write(os.path.join("ends", f"{rank}.reason.json"), value)
+
+    # --- between machines, and `odyssey top` ---
+
+    def _accept(self, listener: Any) -> None:
+        try:
+            connection, _ = listener.accept()
+        except OSError:
+            return
+        local = listener is self.local
+        full = len(self.peers) > 2 * len(self.nodes) + 16
+        if local:
+            refused = full or link.user_of(connection) not in (os.getuid(), 0)
+        else:
+            refused = full or len(self.unauthenticated) >= UNAUTHENTICATED_LIMIT
+        peer: link.Lines | None = None
+        if not refused:
+            with contextlib.suppress(link.Closed):
+                peer = link.Lines(connection) if local else link.Sealed(connection, self.secret, caller=False)
+        if peer is None:
+            connection.close()
+            return
+        if not local:
+            self.unauthenticated[peer] = time.monotonic()
+        self.peers[peer.fileno()] = peer
+        self._listen_to(peer.fileno(), peer)
+
+    def _tell(self, peer: link.Lines, value: Any) -> None:
+        try:
+            peer.send(value)
+        except link.Closed:
+            self._drop(peer)
+
+    def _tell_nodes(self, value: Any) -> None:
+        """To the watchers of all other machines."""
+        for peer in [peer for peer in self.peers.values() if peer.role == "node"]:
+            self._tell(peer, value)
+
+    def _drop(self, peer: link.Lines) -> None:
+        handle = peer.fileno()
+        self._forget(handle)
+        self.peers.pop(handle, None)
+        self.unauthenticated.pop(peer, None)
+        if peer is self.up:
+            self.up = None
+        peer.close()
+
+    def _hear(self, peer: link.Lines) -> None:
+        try:
+            values = peer.receive()
+        except link.Closed:
+            self._drop(peer)
+            return
+        if peer.ready:
+            self.unauthenticated.pop(peer, None)
+        if peer is self.up and peer.ready:
+            self.up_heard = time.monotonic()
+        for value in values:
+            if isinstance(value, dict):
+                if peer is self.up:
+                    self._from_main(value)
+                elif peer.role == "node":
+                    self._from_node(peer, value)
+                elif value.get("look"):
+                    self._tell(peer, self.snapshot())
+
+    def snapshot(self) -> dict[str, Any]:
+        """What `odyssey top` shows."""
+        slow = {str(rank): [times, where] for rank, times, where in judge.stragglers(list(self.seen.values()))}
+        ranks = [brief(s) for _, s in sorted(self.seen.items())]
+        job = {"host": self.host, "pid": self.pid, "world": self.world, "attempt": self.attempt, "run": self.run_dir}
+        return {**job, "watchdog": self.limit, "ranks": ranks, "slow": slow}
+
+    # --- the main watcher and the others ---
+
+    def _from_node(self, peer: link.Lines, value: dict[str, Any]) -> None:
+        node = value.get("node")
+        if not isinstance(node, int) or not 0 < node < len(self.nodes):
+            return
+        self.heard[node] = time.monotonic()
+        items = value.get("seen")
+        for seen in map(judge.seen_of, items if isinstance(items, list) else ()):
+            if seen is not None and seen.rank in self.nodes[node]:
+                self.seen[seen.rank] = seen
+        stacks = value.get("answer")
+        if isinstance(stacks, dict):
+            for rank, text in stacks.items():
+                if rank.isdigit() and int(rank) in self.nodes[node] and isinstance(text, str):
+                    self.answers[int(rank)] = text
+        if value.get("bye"):
+            self.left.add(node)
+        if isinstance(value.get("down"), int) and not self.ending:
+            self.ending = time.monotonic() + GRACE
+
+    def _lost(self, node: int, seconds: float) -> None:
+        ranks = sorted(self.nodes[node])
+        host = next((self.seen[r].host for r in ranks if r in self.seen), "?")
+        self._say(
+            f"odyssey: [watch] no sign of life from {host} ({judge.name(ranks)}) for {seconds:.0f} s: "
+            "it is dead or cut off; all ranks are ended\n"
+        )
+        for rank in ranks:
+            if rank in self.seen:
+                self._write_reason(rank, LOST, f"no sign of life from {host} for {seconds:.0f} s")
+        self._end(LOST, avoid=set(ranks))
+
+    def _tick_other(self, now: float) -> None:
+        """Of a machine without rank 0: tells the main watcher, and looks whether it is there."""
+        if self.up is None and now >= self.next_call:
+            self.next_call = now + BEAT
+            self._call()
+        up = self.up
+        if up is not None and up.ready and now >= self.next_beat:
+            self.next_beat = now + BEAT
+            ranks = [brief(self.seen[rank]) for rank in self.ranks]
+            self._tell(up, {"node": self._node, "seen": ranks})
+        if self.up_heard and now - self.up_heard > self.patience and not self.ending:
+            ended = f"{judge.name(sorted(self.ranks))} {'is' if len(self.ranks) == 1 else 'are'} ended"
+            what = f"is cut off from rank 0's machine for {now - self.up_heard:.0f} s"
+            self._say(f"odyssey: [watch] {self.host} {what}; {ended}\n")
+            for rank in self.ranks:
+                self._write_reason(rank, LOST, f"{self.host} was cut off from rank 0's machine")
+            self.writer.drain(WORDS_S)
+            self.ending = now
+            self._kill()
+
+    @property
+    def _node(self) -> int:
+        return next(n for n, ranks in enumerate(self.nodes) if next(iter(self.ranks)) in ranks)
+
+    def _call(self) -> None:
+        connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        connection.settimeout(0.2)
+        try:
+            connection.connect((self.address[0], int(self.address[1])))
+            self.up = link.Sealed(connection, self.secret, caller=True, role="node")
+        except (OSError, link.Closed):
+            connection.close()
+            return
+        self._listen_to(self.up.fileno(), self.up)
+
+    def _from_main(self, value: dict[str, Any]) -> None:
+        if value.get("stacks"):
+            starts = {rank: watched.ask_for_stacks() for rank, watched in self.ranks.items()}
+            found = self._settled(starts, min(0.75 * STACKS_S, self.patience / 2), time.sleep)
+            texts = {str(rank): text[:65536] for rank, text in found.items()}
+            if self.up is not None:
+                self._tell(self.up, {"node": self._node, "answer": texts})
+        if isinstance(value.get("end"), int):
+            self.ending = time.monotonic() + GRACE
+            if value.get("order"):
+                for rank in sorted(self.ranks, key=lambda r: not self.seen[r].waits):
+                    if self.seen[rank].state != "T" and self.ranks[rank].order(value["end"] & 0xFF):
+                        break
+        if value.get("bye"):
+            self.up_heard, self.address = 0.0, None  # rank 0's machine has ended in order
+
+
+def brief(seen: judge.Seen) -> dict[str, Any]:
+    """A `Seen` as JSON, without what is as it is when nothing is said."""
+    default = judge.Seen(0)
+    return {k: v for k, v in seen._asdict().items() if k == "rank" or v != getattr(default, k)}
+
+
+def main() -> None:
+    """Reads the settings and watches."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGPIPE):
+        signal.signal(number, signal.SIG_IGN)  # meant for the ranks, or for nobody; it ends with them
+    try:
+        settings = json.loads(sys.stdin.readline(16 << 20))
+    except ValueError:  # the rank that started this one is gone already
+        return
+    if settings.get("detach") and os.fork():
+        os._exit(0)  # what goes on is no child of a rank: nobody waits for it, or takes it for one of his own
+    try:
+        Watcher(settings).run()
+    except Exception as problem:
+        host = os.uname().nodename
+        last = writer.Writer()
+        line = f"odyssey: [watch] defect: the ranks on {host} go on unwatched: {type(problem).__name__}: {problem}\n"
+        last.put(lambda: writer.say(line))
+        last.drain(WORDS_S)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,313 @@
+"""Ranks connected by PyTorch's Gloo, without MPI. The only file that imports torch; extra `[torch]`.
+
+Processes find each other by the variables of env://: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, as torchrun sets them.
+Gloo moves bytes in threads of its own, so a rank that waits uses no core. A process group of torch.distributed that the
+program makes for itself is left alone. What it is not: fast; docs/log.md has figures beside those of MPI.
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import os
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from ..base import launcher, machine
+from ..comm import (
+    CODES,
+    Call,
+    Header,
+    Message,
+    ReduceOp,
+    Run,
+    Staged,
+    check_envelope,
+    cores,
+    deadline,
+    envelope_bytes,
+    header_bytes,
+    pack,
+    pack_envelope,
+    tree_reduce,
+    unpack,
+    unpack_envelope,
+)
+from ..errors import CollectiveError, ConfigError
+
+try:
+    import torch
+    import torch.distributed as dist
+except ImportError as e:
+    raise ConfigError(
+        f"[comm] backend gloo needs PyTorch ({e}); pip install 'odyssey[torch]', or use backend mpi"
+    ) from e
+
+_OPS = {
+    ReduceOp.SUM: dist.ReduceOp.SUM,
+    ReduceOp.MAX: dist.ReduceOp.MAX,
+    ReduceOp.MIN: dist.ReduceOp.MIN,
+    ReduceOp.PROD: dist.ReduceOp.PRODUCT,
+}
+_ADDED = {np.dtype(name) for name in ("float32", "float64", "int8", "uint8", "int32", "int64")}  # what Gloo can add
+
+
+class GlooCommunicator(Staged):
+    """A communicator over two Gloo groups: one for headers, one for data. Sums are added in the order of the library.
+
+    Integers that Gloo cannot add (16 bits, and unsigned of 32 and 64) are gathered and added here.
+    """
+
+    name = "gloo"
+
+    def __init__(self, store: Any, ranks: tuple[int, ...], me: int, of: GlooCommunicator | None = None) -> None:
+        super().__init__()
+        self._store, self.ranks = store, ranks
+        self.rank, self.size = ranks.index(me), len(ranks)
+        # A group is made anew each time, under a name of its own: the parent's and its number of calls, which are the
+        # same for all members.
+        self._path = "odyssey" if of is None else f"{of._path}/{of._sequence}:{'.'.join(map(str, ranks))}"
+        self._data, self._head = self._connect("data"), self._connect("head")
+        self._lines: dict[tuple[str, int, int], ThreadPoolExecutor] = {}
+        self._noted: set[int] = set()
+        if of is None:
+            self._nodes = self._machines()
+            self.why = f"gloo: {self.size} ranks, PyTorch {torch.__version__}"
+            self._crowded = self._nodes.count(self._nodes[me]) > cores.cores()
+            self._world_size = self.size
+        else:
+            self._nodes, self.why, self._crowded, self._world_size = of._nodes, of.why, of._crowded, of._world_size
+        here = [p for p in self.ranks if self._nodes[p] == self._nodes[me]]
+        self.local_rank, self.local_size = here.index(me), len(here)
+
+    def _connect(self, name: str) -> Any:
+        # torch's own deadline comes after ours, which names the ranks
+        limit = datetime.timedelta(seconds=min(2 * deadline() + 60, 1e6))
+        try:
+            store = dist.PrefixStore(f"{self._path}/{name}", self._store)
+            return dist.ProcessGroupGloo(store, self.rank, self.size, limit)
+        except RuntimeError as e:
+            raise _lost(e) from None
+
+    def _machines(self) -> list[int]:
+        """That of each rank."""
+        found = np.zeros((self.size, 1), np.int64)
+        self._head.allgather([list(torch.from_numpy(found))], [torch.from_numpy(np.array([machine()]))]).wait()
+        return found.reshape(-1).tolist()
+
+    # --- headers ---
+
+    def _send_header(self, header: Header) -> tuple:
+        mine = np.zeros(header_bytes(self.size), np.uint8)
+        pack(header, mine)
+        heads = np.zeros((self.size, len(mine)), np.uint8)
+        work = self._head.allgather([list(torch.from_numpy(heads))], [torch.from_numpy(mine)])
+        return work, heads, mine, header.sequence
+
+    def _headers(self, handle: tuple, mine: Header) -> list[Header] | None:
+        work, heads, *_ = handle
+        return [unpack(head, mine) for head in heads] if _done(work) else None
+
+    def _missing(self, handle: tuple) -> list[int]:
+        """Ranks that wait long leave a note in the store; those without one did not come."""
+        sequence = handle[3]
+        key = f"{self._path}/{sequence}"
+        try:
+            if sequence not in self._noted:
+                self._noted.add(sequence)
+                self._store.set(f"{key}/{self.rank}", "here")
+            return [p for p in range(self.size) if p != self.rank and not self._store.check([f"{key}/{p}"])]
+        except RuntimeError:  # the process that holds the store has ended
+            return []
+
+    # --- data ---
+
+    def _post(self, call: Call, blocking: bool) -> Callable[[], bool]:
+        kind, send, out, n, group = call.kind, call.send, call.out, self.size, self._data
+        bulk = send if send is not None else out
+        if kind in ("barrier", "group") or (not bulk.size and kind != "all_to_all_v"):
+            return _now
+        if call.op is not None:
+            return self._combine(call)
+        if kind == "broadcast":
+            return _when(group.broadcast([_bytes(out)], _options(dist.BroadcastOptions(), call.root)), out)
+        if kind == "all_gather":
+            return _when(group.allgather([list(_bytes(out).view(n, -1))], [_bytes(send)]), send, out)
+        gives, takes = call.routes(self.rank, n)
+        given, taken = _in_line(bulk if send is None else send, gives), _in_line(bulk if out is None else out, takes)
+        sizes = [[bulk.itemsize * (b - a) for a, b in found] for found in (takes, gives)]
+
+        def place() -> None:
+            at = 0
+            for a, b in takes if taken.base is None else ():
+                out.reshape(-1)[a:b] = taken[at : at + b - a]
+                at += b - a
+
+        return _when(group.alltoall_base(_bytes(taken), _bytes(given), *sizes), given, then=place)
+
+    def _combine(self, call: Call) -> Callable[[], bool]:
+        """Sums and the like, into an array of its own first; what Gloo cannot add is gathered and added here."""
+        kind, send, out, group = call.kind, call.send, call.out, self._data
+        every = send.copy()
+        if send.dtype not in _ADDED:
+            every = np.empty((self.size, send.size), send.dtype)
+            work = group.allgather([list(_bytes(every).view(self.size, -1))], [_bytes(send)])
+        elif kind == "reduce":
+            options = _options(dist.ReduceOptions(), call.root, call.op)
+            work = group.reduce([torch.from_numpy(every.reshape(-1))], options)
+        else:
+            options = _options(dist.AllreduceOptions(), op=call.op)
+            work = group.allreduce([torch.from_numpy(every.reshape(-1))], options)
+
+        def put() -> None:
+            if out is not None:
+                total = every if send.dtype in _ADDED else tree_reduce(list(every), call.op)
+                part = total.reshape(self.size, -1)[self.rank] if kind == "reduce_scatter" else total
+                out.reshape(-1)[...] = part.reshape(-1)
+
+        return _when(work, send, every, then=put)
+
+    def _posted(self, done: Callable[[], bool]) -> bool:
+        return done()
+
+    # --- one to one: an envelope that says what follows, then the data; threads wait for them, in order ---
+
+    def _in_line(self, way: str, peer: int, tag: int, work: Callable[[], Any]) -> Future:
+        line = self._lines.get((way, peer, tag))
+        if line is None:
+            line = self._lines[way, peer, tag] = ThreadPoolExecutor(1, f"odyssey {way} {peer} {tag}")
+        return line.submit(work)
+
+    def _send(self, array: np.ndarray, dest: int, tag: int, envelope: Header) -> _Message:
+        def work() -> None:
+            paper = torch.from_numpy(pack_envelope(envelope))
+            self._data.send([paper], dest, 2 * tag + 1).wait()
+            if array.size:
+                self._data.send([_bytes(array)], dest, 2 * tag).wait()
+
+        return _Message(self, envelope, dest, self._in_line("send", dest, tag, work))
+
+    def _recv(self, out: np.ndarray, source: int, tag: int, envelope: Header) -> _Message:
+        def work() -> np.ndarray:
+            paper = np.zeros(envelope_bytes(), np.uint8)
+            self._data.recv([torch.from_numpy(paper)], source, 2 * tag + 1).wait()
+            sent, text = unpack_envelope(paper)
+            wrong = check_envelope(sent, text, out, envelope, self.ranks[source], self.ranks[self.rank])
+            target = np.empty(sent[1], list(CODES)[sent[0]]) if wrong else out
+            if target.size:
+                self._data.recv([_bytes(target)], source, 2 * tag).wait()
+            if wrong:
+                raise CollectiveError(wrong)
+            return out
+
+        return _Message(self, envelope, source, self._in_line("recv", source, tag, work))
+
+    # --- groups and ends ---
+
+    def _sub(self, members: tuple[int, ...]) -> GlooCommunicator:
+        ranks = tuple(self.ranks[p] for p in members)
+        return GlooCommunicator(self._store, ranks, self.ranks[self.rank], self)
+
+    def abort(self, code: int) -> None:
+        """Ends this process; the others see its connections close and end with an error of their own."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+class _Message(Message):
+    __slots__ = ("_future",)
+
+    def __init__(self, comm: GlooCommunicator, envelope: Header, peer: int, future: Future) -> None:
+        super().__init__(comm, envelope, peer)
+        self._future = future
+
+    def test(self) -> bool:
+        if not self._complete and self._future.done():
+            error = self._future.exception()
+            if error is None:
+                self._result, self._complete = self._future.result(), True
+            else:
+                self._fail(error if isinstance(error, CollectiveError) else _lost(error))
+        return self._complete
+
+
+def _in_line(array: np.ndarray, pieces: Sequence[Run]) -> np.ndarray:
+    """The pieces of the flat array one after the other: a view where they lie so, else a copy."""
+    flat, pieces = array.reshape(-1), [(a, b) for a, b in pieces if a < b] or [(0, 0)]
+    if all(a[1] == b[0] for a, b in itertools.pairwise(pieces)):
+        return flat[pieces[0][0] : pieces[-1][1]]
+    return np.concatenate([flat[a:b] for a, b in pieces])
+
+
+def _bytes(array: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(array.reshape(-1).view(np.uint8))
+
+
+def _options(options: Any, root: int = -1, op: ReduceOp | None = None) -> Any:
+    if root >= 0:
+        options.rootRank = root
+    if op is not None:
+        options.reduceOp = _OPS[op]
+    return options
+
+
+def _lost(error: BaseException) -> CollectiveError:
+    """A failed transfer, in one line: as a rule the process at the other end is gone."""
+    line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return CollectiveError(f"[comm] a rank has ended, or cannot be reached: gloo says {line[:200]}")
+
+
+def _done(work: Any) -> bool:
+    if not work.is_completed():
+        return False
+    try:
+        work.wait()
+    except RuntimeError as e:
+        raise _lost(e) from None
+    return True
+
+
+def _now() -> bool:
+    return True
+
+
+def _when(work: Any, *kept: Any, then: Callable[[], None] | None = None) -> Callable[[], bool]:
+    """A test of a work that holds its buffers, and does `then` once when it has ended."""
+
+    def done() -> bool:
+        if not _done(work):
+            return False
+        if then is not None:
+            then()
+        assert kept is not None
+        return True
+
+    return done
+
+
+def connect() -> GlooCommunicator:
+    """All processes that the variables of env:// speak of; called once per process."""
+    found = launcher.rendezvous() or launcher.launched()
+    if found is None or not all(os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT")):
+        raise ConfigError(
+            "[comm] backend gloo finds its processes by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; start them with "
+            "torchrun, or set these"
+        )
+    limit = datetime.timedelta(seconds=min(deadline(), 1e6))
+    query = f"env://?rank={found.rank}&world_size={found.size}"
+    try:
+        store, rank, size = next(dist.rendezvous(query, timeout=limit))
+        store.set_timeout(limit)
+        return GlooCommunicator(store, tuple(range(size)), rank)
+    except (RuntimeError, ValueError, CollectiveError) as e:
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        line = str(e).strip().splitlines()[0][:200]
+        raise ConfigError(
+            f"[comm] gloo: rank {found.rank} of {found.size} does not meet the others at {where} ({line}); "
+            "start all ranks, with an address and a free port of rank 0's machine"
+        ) from None

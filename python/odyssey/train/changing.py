@@ -1,0 +1,229 @@
+"""What may change while a training runs: settings of the optimizer and of modules, modes, what is trained, the program.
+
+    built     the settings at the beginning of a fit(): the configuration that a checkpoint is compared by
+    now       what they are: state, which a checkpoint holds as far as it differs from `built`, and which is put back
+    program   what forward() computes with them: recorded again at epochs and checkpoints, compared with the one that
+              steps were taken with, and after a resume with the one that its checkpoint names
+
+Ranks compare settings and program in the exchange of the very step (engine.Runner.mark), and settings and weights
+before every checkpoint and at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..core import fingerprint
+from ..core.arena import Arena
+from ..core.fingerprint import hash_of
+from ..data import Batch
+from ..engine.engine import Engine
+from ..engine.listing import first_difference
+from ..errors import CheckpointError, ConfigError, NumericsError
+from ..nn import Module
+from ..nn import settings as of_modules
+from ..optim import Optimizer
+from . import agreement
+from .sharing import Sharing
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+WORD = 8  # hexadecimal digits of the hash of an op in a checkpoint
+
+
+class Changing(Sharing):
+    """The part of a DistributedTrainer that is about what changes."""
+
+    model: Module
+    optimizer: Optimizer
+    arena: Arena
+    _train: Engine
+    _lr_factor: float
+    _warned: bool
+    _built: dict[str, Any]  # what the training was built with
+    _expected_cut: tuple[int | None, str] = None, ""  # how a checkpoint's training cut parameters into buckets
+    _expected: tuple[dict[str, Any], str, bool] | None = None  # a checkpoint's program, its name, whether it must be it
+
+    def remember(self) -> None:
+        """Takes what the training is set to now as what it was built with."""
+        frozen = {n for n, p in self.arena.named if not p.requires_grad and self.arena.offsets[n] < self.arena.trained}
+        optimizer = dict(self.optimizer.settings)
+        if names := self.optimizer.undecayed_names:
+            optimizer["undecayed"] = names
+        self._built = {
+            "optimizer": optimizer,
+            "frozen": frozen,
+            "modules": self._train.programs.values(),
+            "layers": self._layers(),
+        }
+
+    def _layers(self) -> Any:
+        """What the configuration says of layers and loss."""
+        raise NotImplementedError
+
+    def standing(self) -> dict[str, Any]:
+        """What an update reads beside gradients and state, as it is now: ranks must have it alike."""
+        return {
+            **{f"{name} of the optimizer": value for name, value in sorted(self.optimizer.settings.items())},
+            "parameters without weight decay (undecayed)": self.optimizer.undecayed_names,
+            "clip_norm": self.clip_norm,
+            "factor on the learning rate": self._lr_factor,
+        }
+
+    # --- in a checkpoint ---
+
+    def changed(self) -> dict[str, Any]:
+        """What a checkpoint holds of all this, as JSON values."""
+        return {
+            "settings": {name: of_modules.encoded(v) for name, v in self.optimizer.settings.items()},
+            "undecayed": self.optimizer.undecayed_names,
+            "clip_norm": self.clip_norm,
+            "modules": of_modules.changed(self._train.programs.values(), self._built["modules"]),
+            "program": self._program(),
+        }
+
+    def take_back(self, saved: Mapping[str, Any], name: str) -> None:
+        """Puts back what `changed` gave. Raises CheckpointError: it is something else."""
+        try:
+            self.optimizer.restore(
+                {key: of_modules.decoded(v) for key, v in saved["settings"].items()}, list(saved["undecayed"])
+            )
+            norm = saved["clip_norm"]
+            self.clip_norm = None if norm is None else float(norm)
+            modules = {key: of_modules.decoded(value) for key, value in saved["modules"].items()}
+            of_modules.restore(self.model, {**self._built["modules"], **modules})
+        except (AttributeError, KeyError, TypeError, ValueError) as problem:
+            raise CheckpointError(f"[resume] {name}: what was changed while it ran is not taken back: {problem}") from (
+                problem
+            )
+
+    # --- the program ---
+
+    def epoch_begins(self) -> None:
+        """Takes up what forward() reads beyond attributes of modules, where it has changed: callbacks of an epoch's
+        start have been called."""
+        self._train.programs.refresh()
+
+    def stays(self, inside: bool = True) -> None:
+        """Raises ConfigError, on all ranks: forward() computes something else than it did in the last step, though no
+        attribute was assigned; a collective call. inside: of an epoch; between two, lists and dicts of modules may have
+        changed as well."""
+        text = self._astray(inside)
+        everyone = np.array([[bool(text)]], np.int32)
+        if self.comm.size > 1:
+            everyone = self.comm.all_gather(everyone[0])
+        if not everyone.any():
+            return
+        rank = int(np.argmax(everyone[:, 0]))
+        if self.comm.size > 1:
+            text = agreement.texts(self.comm, text)[rank]
+        raise ConfigError(f"[train] by step {self.steps} {text}").on_all_ranks()
+
+    def _astray(self, inside: bool) -> str:
+        """What has changed without a word, and what to do about it; empty: nothing has."""
+        programs, name = self._train.programs, type(self.model).__name__
+        changed = programs.look()
+        if inside and changed is not None:
+            return programs.in_place(changed)
+        astray = programs.astray()
+        return astray and (
+            f"forward() of {name} computes something else than in the steps before, though no attribute was assigned: "
+            f"{astray}. It reads a value outside of its modules: make that an attribute (module.gain = ...), or set it "
+            "in on_epoch_start"
+        )
+
+    def _program(self) -> dict[str, Any] | None:
+        """The program of the next step, if it is of the last one's form: a hash of each op."""
+        programs = self._train.programs
+        made = None if programs.shape is None else programs.recording(*programs.shape)
+        if made is None:
+            return None
+        n, form = programs.shape
+        ops = "".join(f"{hash_of(line):016x}"[-WORD:] for line in made.training)
+        return {"samples": n, "form": hash_of(form), "gpu": programs.gpu, "ops": ops}
+
+    def expect(self, snapshot: Any, name: str, exactly: bool) -> None:
+        """The next step of this epoch must compute what the checkpoint says, unless callbacks of an epoch's start may
+        have changed what forward() reads beyond attributes (not `exactly`). snapshot: None: no checkpoint says."""
+        saved = None if snapshot is None else snapshot.values.get("changed", {}).get("program")
+        self._expected = (saved, name, exactly) if isinstance(saved, dict) else None
+
+    def _check_expected(self, batch: Batch) -> None:
+        """Raises ConfigError, on all ranks: the program after a resume is not that of the checkpoint."""
+        saved, name, exactly = self._expected
+        self._expected = None
+        form, n, programs = batch.dataset.form, saved.get("samples"), self._train.programs
+        if type(n) is not int or saved.get("form") != hash_of(form) or saved.get("gpu") != programs.gpu or not exactly:
+            return
+        made = programs.recording(n, form)
+        if made is None:
+            return
+        text = str(saved.get("ops"))
+        ops = [text[i : i + WORD] for i in range(0, len(text), WORD)]
+        at = first_difference([f"{hash_of(line):016x}"[-WORD:] for line in made.training], ops)
+        if at is not None:
+            raise ConfigError(
+                f"[resume] forward() of {type(self.model).__name__} computes something else than when {name} was made: "
+                f"op {at + 1}, {programs.told(made, at, n, form)}. What it reads beside attributes of modules must be "
+                "set again by a callback in on_epoch_start; or start anew (--resume never, another directory)"
+            ).on_all_ranks()
+
+    def check_cut(self, batch: Batch) -> None:
+        """Raises ConfigError, on all ranks: gradients are compressed, and in other buckets than before a resume."""
+        (saved, name), self._expected_cut = self._expected_cut, (None, "")
+        self._train.settle(len(batch.indices), batch.dataset.form)
+        if saved not in (None, self._train.ownership.cut):
+            raise ConfigError(
+                f"[resume] {name}: the program has changed so that parameters are in other buckets than before, and "
+                f"the bits of {self.layout.reduction!r} depend on them; use reduction='tree', or one bucket "
+                "(bucket_size_mb)"
+            ).on_all_ranks()
+
+    # --- on all ranks ---
+
+    def check_alike(self) -> None:
+        """Compares settings of modules as well."""
+        agreement.standing(self.comm, f"step {self.steps}", self.standing(), self._train.programs.values())
+        self.check_replicas()
+
+    @property
+    def _spread(self) -> bool:
+        """True if ranks have parts of weights or of the optimizer's state that no other rank has."""
+        return self.comm.size > 1 and (self._train.layout.split or self._train.layout.zero > 0)
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Gives weights (p.data) and the optimizer's state (optimizer.state), whole on every rank, to be written alike.
+
+        A collective call: all ranks enter and leave it. On layouts where ranks have parts of them (ZeRO, pipelines,
+        tensor parallelism) they can be written nowhere else. Raises NumericsError: ranks have written other values;
+        nothing was changed. An exception inside changes nothing either.
+        """
+        self.mode.settle()
+        flat = self._train.ownership.parameters()
+        whole = flat.copy()
+        states = {name: array.copy() for name, array in self.optimizer_arrays().items()}
+        with self.arena.whole(whole), self.optimizer.whole(states):
+            yield
+        arrays = [whole, *states.values()]
+        prints = {f"value {i}": fingerprint.of(a) for i, a in enumerate(arrays)}
+        mine = np.array([fingerprint.signed(v) for v in prints.values()], np.int64)
+        everyone = self.comm.all_gather(mine) if self.comm.size > 1 else mine[None]
+        if (everyone != everyone[0]).any():
+            rank = int(np.flatnonzero((everyone != everyone[0]).any(axis=1))[0])
+            raise NumericsError(
+                f"[train] within writing() rank {rank} has written other values than rank 0; write the same on all "
+                "ranks, whatever part of the model they have"
+            ).on_all_ranks()
+        self._train.ownership.write(whole)
+        for name, array in states.items():
+            self.optimizer.arrays[name][...] = self._train.ownership.own_state(array) if self._warned else array
+
+    def optimizer_arrays(self) -> dict[str, np.ndarray]:
+        """The optimizer's arrays, whole."""
+        raise NotImplementedError

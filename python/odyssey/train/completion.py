@@ -1,0 +1,54 @@
+"""The record that a run is complete, written at the end of the program."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+from typing import Any
+
+from ..base import entry
+from ..base.files import read_json, write_json
+from ..base.runs import Run
+from ..errors import DataError, OdysseyError
+
+_complete: dict[str, Any] = {}
+
+
+def check_attempt(run: Run) -> None:
+    """DataError where a later attempt of the run has taken over."""
+    number = read_json(run.attempt_file)["attempt"] if run.attempt_file.exists() else 0
+    if number > run.attempt:
+        raise DataError(
+            f"[run] attempt {run.attempt} of {run.path} is over, attempt {number} writes now"
+            if run.attempt
+            else f"[run] {run.path} is a run of odyssey launch; go on with the command that began it"
+        )
+
+
+def complete(run: Run, record: dict[str, Any]) -> None:
+    """A training of a run is complete: its record is written when the program ends in order."""
+    atexit.unregister(_write_complete)
+    atexit.register(_write_complete)
+    _complete["record"] = (run, record)
+
+
+def incomplete() -> None:
+    """The program ends with an error: its run is not complete, whatever its fit()s did."""
+    _complete.clear()
+
+
+def _write_complete() -> None:
+    """At the end of the program: the record that says that its run is complete, if it ends in order.
+
+    Not at the end of a fit(): a program may have several. An exception, and an attempt that another has replaced, leave
+    no record.
+    """
+    found = _complete.pop("record", None)
+    if found is None or getattr(sys, "last_type", None) is not None or entry.leaving()[0]:
+        return
+    run, record = found
+    try:
+        check_attempt(run)
+        write_json(run.done, record)
+    except (OSError, OdysseyError, AttributeError, TypeError) as problem:
+        print(f"odyssey: [run] {run.done} is not written: {problem}", file=sys.stderr, flush=True)

@@ -1,0 +1,128 @@
+"""The journal of a run, RUN/journal.jsonl: what happened to it when. Rank 0 writes a line for each start, checkpoint,
+epoch, failure and end, and one a second that says how far it is; `odyssey report` and `odyssey trace` read it.
+
+A line is {"time": seconds since 1970, "attempt", "part": of this process's fit()s, "event", ...}; of "start" what it
+runs on and how, of others what they are of.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..base import Run, finite, parse_json
+from ..callbacks import Callback, Context
+from ..errors import DataError
+from ..parallel import default_shard_size
+
+NAME = "journal.jsonl"
+LIMIT = 256 << 20  # bytes that are read
+SECONDS = 1.0  # from one line of progress to the next
+RSS_UNIT = 1024 if sys.platform != "darwin" else 1  # bytes that ru_maxrss counts in
+
+
+class Journal(Callback):
+    """Writes the journal of a run; all ranks call it. `part`: number of the fit() of this process."""
+
+    exact = False
+
+    def __init__(self, run: Run, part: int) -> None:
+        self._path, self._attempt, self._part = run.path / NAME, run.attempt, part
+        self._told, self._rank, self._saved = 0.0, 0, -1
+
+    def _write(self, event: str, **more: Any) -> None:
+        if self._rank:
+            return
+        row = {"time": time.time(), "attempt": self._attempt, "part": self._part, "event": event, **more}
+        try:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+            with open(os.open(self._path, flags, 0o600), "a") as file:
+                file.write(json.dumps(finite(row), allow_nan=False, default=str) + "\n")
+        except OSError:  # a disk that is full costs the journal, not the training
+            self._rank = -1
+
+    def on_fit_start(self, context: Context) -> None:
+        """What runs where."""
+        trainer, comm = context.trainer, context.trainer.comm
+        self._rank = comm.rank
+        names = comm.all_gather_each(np.frombuffer(os.uname().nodename.encode()[:64], np.uint8))
+        hosts = [name.tobytes().decode(errors="replace") for name in names]
+        mesh, settings = getattr(trainer, "mesh", None), getattr(trainer, "settings", None)
+        parts = {axis: getattr(mesh, axis) for axis in ("dp", "pp", "tp")} if mesh is not None else {"dp": comm.size}
+        about = {"ranks": comm.size, "hosts": hosts, "mesh": parts, "backend": comm.name, "step": context.steps}
+        about["configuration"] = trainer.configuration()
+        about["model"] = repr(getattr(trainer, "model", None) or getattr(trainer, "module", None))[:20_000]
+        about["environment"] = {
+            "python": platform.python_version(), "numpy": np.__version__, "system": " ".join(os.uname()[:3:2]),
+            "processor": os.uname().machine, "cores": os.cpu_count(), "threads": getattr(trainer, "threads", None),
+            "device": getattr(trainer, "device", "cpu"), "launcher": comm.why,
+        }  # fmt: skip
+        if parts.get("pp", 1) > 1 and settings is not None:
+            size = trainer.shard_size or default_shard_size(max(context.batch_size, 1))
+            shards = -(-context.batch_size // size)
+            about["pipeline"] = {"schedule": settings.pipeline_schedule, "micro_batches": -(-shards // parts["dp"])}
+        self._write("start", **about, epochs=context.epochs, batch_size=context.batch_size)
+
+    def on_sync(self, context: Context) -> None:
+        if time.monotonic() - self._told > SECONDS:
+            self._told = time.monotonic()
+            self._progress(context)
+
+    def _progress(self, context: Context) -> None:
+        shards = context.trainer.shards_moved(context.batch_size)
+        self._write("progress", step=context.steps, loss=context.loss, **({"shards": shards} if shards else {}))
+
+    def on_checkpoint(self, context: Context) -> None:
+        if context.steps != self._saved:  # else it is there already
+            self._saved = context.steps
+            self._write("checkpoint", step=context.steps)
+
+    def on_epoch_end(self, context: Context) -> None:
+        """The record of an epoch, and what ranks have taken of memory."""
+        peak = np.array([resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RSS_UNIT], np.int64)
+        memory = context.trainer.comm.all_gather(peak)[:, 0].tolist()
+        self._write("epoch", step=context.steps, record=context.record, memory=memory)
+
+    def on_exception(self, context: Context) -> None:
+        what = "stopped" if type(context.error).__name__ == "Stopped" else "failed"
+        self._write(what, step=context.steps, why=f"{context.error}"[:500])
+
+    def on_fit_end(self, context: Context) -> None:
+        self._progress(context)
+        self._write("end", step=context.steps, finished=context.finished, complete=context.error is None)
+
+
+def read(run: Path) -> list[dict[str, Any]]:
+    """The lines of a run's journal, none if it has none; lines that are torn are left out. Raises DataError."""
+    path = run / NAME
+    if not path.is_file():
+        return []
+    if path.stat().st_size > LIMIT:
+        raise DataError(f"[report] {path} is longer than {LIMIT} bytes; a journal is not")
+    rows = []
+    for line in path.read_bytes().split(b"\n"):
+        try:
+            row = parse_json(line, NAME)
+        except DataError:
+            continue
+        if isinstance(row, dict) and isinstance(row.get("time"), (int, float)) and isinstance(row.get("event"), str):
+            rows.append(row)
+    return rows
+
+
+def parts(rows: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """The lines of a journal by fit()s: from each start to before the next."""
+    found: list[list[dict[str, Any]]] = []
+    for row in rows:
+        if row["event"] == "start" or not found:
+            found.append([])
+        found[-1].append(row)
+    return found

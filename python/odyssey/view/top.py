@@ -1,0 +1,225 @@
+"""What `odyssey top` shows: finds the main watcher of a job, asks it, makes a table of the answer. It only reads."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import select
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from ..base import read_json, slot, stat
+from ..errors import LaunchError, printable
+from ..run import judge, link
+
+WAIT_S = 3.0  # seconds for an answer
+
+
+class Job:
+    """A running job's main watcher, connected. Raises LaunchError: there is no such job, or it does not answer."""
+
+    def __init__(self, lines: link.Lines) -> None:
+        self._lines = lines
+        if isinstance(lines, link.Sealed):
+            self._until(lambda: lines.ready)
+
+    def look(self) -> dict[str, Any] | None:
+        """What its ranks do now; None when the job has ended."""
+        try:
+            self._lines.send({"look": True})
+            found: list[Any] = []
+            self._until(lambda: bool(found), found)
+        except link.Closed:
+            return None
+        return checked(found[-1])
+
+    def _until(self, done: Any, found: list[Any] | None = None) -> None:
+        until = time.monotonic() + WAIT_S
+        try:
+            while not done():
+                left = until - time.monotonic()
+                if left <= 0:
+                    raise LaunchError(f"[top] the job's watcher did not answer in {WAIT_S:g} s; it may be stopped")
+                select.select([self._lines], [self._lines] if self._lines.pending else [], [], left)
+                self._lines.flush()
+                values = [value for value in self._lines.receive() if isinstance(value, dict) and "ranks" in value]
+                if found is not None:
+                    found += values
+        except link.Closed:
+            if found is None:
+                raise LaunchError("[top] the job's watcher refuses the connection; the job may have ended") from None
+            raise
+
+    def close(self) -> None:
+        self._lines.close()
+
+
+def checked(value: dict[str, Any]) -> dict[str, Any]:
+    """A snapshot whose ranks are `Seen`; what else it says is made printable."""
+    ranks = [judge.seen_of(item) for item in value.get("ranks", []) if isinstance(value.get("ranks"), list)]
+    slow = value.get("slow")
+    numbers = {name: value.get(name) for name in ("pid", "world", "attempt")}
+    return {
+        "host": printable(str(value.get("host", "")), limit=100),
+        **{name: number if isinstance(number, int) else 0 for name, number in numbers.items()},
+        "run": printable(str(value.get("run", "")), limit=400),
+        "ranks": [seen for seen in ranks if seen is not None],
+        "slow": {
+            int(rank): (float(times), printable(str(where), limit=40))
+            for rank, (times, where) in (slow.items() if isinstance(slow, dict) else ())
+            if rank.isdigit()
+        },
+    }
+
+
+def pids() -> list[int]:
+    """Rank 0 of each job of this user on this machine, the newest first."""
+    found = set()
+    for pid, name in _names():
+        with contextlib.suppress(OSError), _asked(name, 0.0):
+            found.add(pid)
+    return sorted(found, key=lambda pid: _field(pid, 19), reverse=True)
+
+
+def _names() -> list[tuple[int, str]]:
+    """Rank 0, and the name of a socket, of what seems to be a watcher of this user: anybody can take such a name."""
+    try:
+        text = Path("/proc/net/unix").read_text(errors="replace")
+    except OSError:
+        return []
+    found = re.findall(rf" @(odyssey-watch-{os.getuid()}-([0-9]{{1,10}})-[0-9a-f]{{16}})$", text, re.MULTILINE)
+    return [(int(pid), name) for name, pid in sorted(set(found))]
+
+
+def _asked(name: str, seconds: float) -> socket.socket:
+    """A connection to what listens at a name. OSError: nobody does, or a process of another user."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.settimeout(seconds)
+        connection.connect(f"\0{name}")
+        if link.user_of(connection) != os.getuid():
+            raise PermissionError(errno.EPERM, "it is another user's")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _field(pid: int, number: int) -> int:
+    """A field of process.stat; 0 for a process that is gone."""
+    with contextlib.suppress(OSError, IndexError, ValueError):
+        return int(stat(pid)[number])
+    return 0
+
+
+def local(pid: int) -> Job:
+    """The job whose rank 0 is this process, on this machine."""
+    why: OSError | str = "it has no watcher"
+    for leader, name in _names():
+        if leader == pid:
+            try:
+                return Job(link.Lines(_asked(name, WAIT_S)))
+            except OSError as problem:
+                why = problem.strerror or problem
+    raise LaunchError(f"[top] the job of process {pid} cannot be asked: {why}")
+
+
+def of_process(pid: int) -> Job:
+    """The job that a process belongs to: one of its ranks, or what started them."""
+    for leader in pids():
+        chain, at = set(), leader
+        while at > 1:
+            chain.add(at)
+            at = _field(at, 1)
+        if pid in chain:
+            return local(leader)
+    for leader in pids():
+        job = local(leader)
+        now = job.look()
+        if now is not None and any(s.pid == pid for s in now["ranks"]):
+            return job
+        job.close()
+    raise LaunchError(f"[top] process {pid} belongs to no running job of this user on this machine")
+
+
+def of_run(run: Path) -> Job:
+    """The running job of a run directory, here or, of a job on several machines, from any of them. Raises LaunchError:
+    it is not running, or it runs on one other machine. DataError: RUN/watch.json is not what a watcher writes."""
+    path = run / "watch.json"
+    if not path.exists():
+        raise LaunchError(f"[top] {run} is not running, or not a run: there is no watch.json in it")
+    value = read_json(path, limit=65536)
+    host, pid, address, secret = (value.get(k) if isinstance(value, dict) else None for k in _FIELDS)
+    if host == os.uname().nodename and isinstance(pid, int) and pid in pids():
+        return local(pid)
+    if not (isinstance(address, list) and len(address) == 2 and isinstance(secret, str) and len(secret) == 64):
+        raise LaunchError(f"[top] {run} runs, or ran, on {printable(str(host), limit=100)}; ask there")
+    try:
+        connection = socket.create_connection((str(address[0]), int(address[1])), timeout=WAIT_S)
+        return Job(link.Sealed(connection, bytes.fromhex(secret), caller=True, role="top"))
+    except (OSError, ValueError, link.Closed) as problem:
+        where = printable(f"{host}, {address[0]}:{address[1]}", limit=120)
+        raise LaunchError(f"[top] the watcher of {run} at {where} cannot be reached: {problem}") from None
+
+
+_FIELDS = ("host", "pid", "address", "secret")
+
+
+COLUMNS = ("rank", "host", "step", "samples/s", "memory", "data", "compute", "wait", "now")
+
+
+def shares(seen: judge.Seen) -> tuple[float, float, float]:
+    """Parts of this rank's time in data, in computing (evaluation as well) and in waiting."""
+    times = dict(zip(slot.PHASES, seen.times, strict=False))
+    counted = ["data", "compute", "evaluate", "wait"]
+    total = sum(times.get(name, 0.0) for name in counted)
+    if total <= 0:
+        return 0.0, 0.0, 0.0
+    data, compute, evaluate, wait = (times.get(name, 0.0) / total for name in counted)
+    return data, compute + evaluate, wait
+
+
+def doing(seen: judge.Seen) -> str:
+    """What a rank does, in a few words."""
+    if not seen.alive:
+        return "gone"
+    if seen.ended:
+        return f"has ended ({seen.code})"
+    if seen.state in ("T", "t"):
+        return f"stopped, in {seen.doing}"
+    if not seen.waits:
+        return f"{seen.phase}{f': {seen.note}' if seen.note else ''}"
+    lacking = f", rank {seen.missing} is missing" if seen.missing else ""
+    return f"waits {seen.waited:.1f} s in {seen.wait_text}{lacking}"
+
+
+def rows(now: dict[str, Any]) -> list[tuple[str, ...]]:
+    """The cells of COLUMNS, per rank."""
+    found = []
+    for s in now["ranks"]:
+        slow = now["slow"].get(s.rank)
+        what = doing(s) + (f"; {slow[0]:.1f}x the median, {slow[1]}" if slow else "")
+        parts = (f"{100 * share:.0f} %" for share in shares(s))
+        found.append((str(s.rank), s.host, str(s.step), f"{s.rate:,.0f}", f"{s.rss / 2**20:,.0f} MB", *parts, what))
+    return found
+
+
+def title(now: dict[str, Any]) -> str:
+    """The line above the table."""
+    rate = sum(s.rate for s in now["ranks"])
+    step = max((s.step for s in now["ranks"]), default=0)
+    run = f", {now['run']}, attempt {now['attempt']}" if now["run"] else ""
+    where = f"rank 0 is process {now['pid']} on {now['host']}"
+    return f"{now['world']} ranks, step {step}, {rate:,.0f} samples/s; {where}{run}"
+
+
+def plain(now: dict[str, Any]) -> str:
+    """The table as lines of text."""
+    table = [COLUMNS, *rows(now)]
+    widths = [max(len(row[i]) for row in table) for i in range(len(COLUMNS) - 1)]
+    form = "  ".join(f"{{:{'<' if i == 1 else '>'}{width}}}" for i, width in enumerate(widths))
+    return "\n".join([title(now), *(f"{form.format(*row)}  {row[-1]}" for row in table)])

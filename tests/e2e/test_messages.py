@@ -1,0 +1,120 @@
+"""What a user's slip is answered: names, next steps and exit codes; with programs as users write them."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from odyssey import DistributedTrainer, data, nn, optim
+from odyssey.callbacks import EarlyStopping, ReduceLROnPlateau
+from odyssey.errors import CollectiveError, ConfigError, DataError, ShapeError
+
+RNG = np.random.default_rng(0)
+SET = data.arrays(RNG.normal(size=(40, 6)).astype(np.float32), RNG.integers(0, 3, 40))
+
+
+def trainer(**settings):
+    return DistributedTrainer(nn.Sequential(nn.Linear(6, 3)), optim.SGD(lr=0.1), **settings)
+
+
+def loader():
+    return data.DataLoader(SET, batch_size=20)
+
+
+@pytest.mark.parametrize(
+    ("do", "said"),
+    [
+        (lambda: trainer().fit(loader(), epochs="2", verbose=False), "epochs is '2'; it must be an integer"),
+        (lambda: trainer().fit(loader(), epochs=1.5, verbose=False), "epochs is 1.5; it must be an integer"),
+        (
+            lambda: trainer().fit(loader(), callbacks=EarlyStopping("val_loss"), verbose=False),
+            "give fit() a validation set, whose figures are test_loss",
+        ),
+        (
+            lambda: trainer().fit(loader(), SET, callbacks=EarlyStopping("val_loss"), verbose=False),
+            "write 'test_loss', or choose from",
+        ),
+        (
+            lambda: trainer(num_gpus=99, shard_size=8).fit(loader(), verbose=False),
+            "num_gpus is 99, and a batch of 20 samples has 3 shards .* give at most 3",
+        ),
+    ],
+)
+def test_slips_in_python(do, said):
+    with pytest.raises(ConfigError, match=said.replace("(", r"\(").replace(")", r"\)")):
+        do()
+
+
+def test_what_pytorch_allows_is_allowed():
+    made = DistributedTrainer(nn.Sequential(nn.Linear(6, 3)), optim.SGD(lr=0))
+    before = made.weights_sha256()
+    plateau = ReduceLROnPlateau("train_loss", patience=0, factor=0.5)
+    made.fit(loader(), epochs=2.0, verbose=False)
+    assert made.weights_sha256() == before
+    second = trainer()
+    second.fit(loader(), epochs=2, callbacks=plateau, verbose=False)
+    assert second.optimizer.lr == 0.1  # the loss fell: no epoch was without a better figure
+
+
+def test_a_pytorch_module_is_sent_to_its_trainer():
+    torch = pytest.importorskip("torch")
+    module = torch.nn.Linear(6, 3)
+    with pytest.raises(ConfigError, match="model is PyTorch's .*; odyssey.torch.DistributedTrainer trains"):
+        DistributedTrainer(module, optim.SGD(lr=0.1))
+    with pytest.raises(ConfigError, match="optimizer is PyTorch's"):
+        DistributedTrainer(nn.MLP(), torch.optim.SGD(module.parameters(), lr=0.1))
+
+
+def test_errors_are_built_in_ones_too():
+    for kind, builtin in (
+        (ConfigError, ValueError),
+        (ShapeError, RuntimeError),
+        (DataError, ValueError),
+        (CollectiveError, RuntimeError),
+    ):
+        assert issubclass(kind, builtin)
+    with pytest.raises(ValueError, match="lr is -1"):
+        optim.SGD(lr=-1)
+
+
+SCRIPT = """
+import sys, time
+import numpy as np
+from odyssey import DistributedTrainer, data, nn, optim
+from odyssey.callbacks import LambdaCallback
+if sys.argv[1] == "slip":
+    optim.SGD(lr=-1)
+x = np.zeros((4000, 6), np.float32)
+trainer = DistributedTrainer(nn.Sequential(nn.Linear(6, 3)), optim.SGD(lr=0.1))
+wait = LambdaCallback(on_step_end=lambda context: (print("step", flush=True), time.sleep(0.05)))
+trainer.fit(data.DataLoader(data.arrays(x, np.zeros(4000, int)), batch_size=4), callbacks=[wait], checkpoint_dir="kept")
+"""
+
+
+def test_exit_codes_of_programs_without_a_launcher(launch):
+    (launch.folder / "script.py").write_text(SCRIPT)
+    slip = launch.python("script.py", "slip")
+    assert slip.returncode == 64 and "lr is -1" in slip.stderr and "script.py" in slip.stderr  # with the place
+
+
+def test_ctrl_c_is_one_line(launch):
+    (launch.folder / "script.py").write_text(SCRIPT)
+    job = subprocess.Popen(
+        [sys.executable, "script.py", "go"],
+        cwd=launch.folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert job.stdout is not None and job.stdout.readline() == "step\n"
+    time.sleep(0.2)
+    job.send_signal(signal.SIGINT)
+    _, err = job.communicate(timeout=60)
+    assert job.returncode == 75, err
+    lines = [line for line in err.splitlines() if "stopped by" in line]
+    assert len(lines) == 1 and lines[0].startswith("odyssey: [train] stopped by") and "Traceback" not in err

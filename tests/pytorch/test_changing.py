@@ -1,0 +1,195 @@
+"""What callbacks change of a torch module while it is trained: applied, kept in checkpoints, the same on any ranks."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+if importlib.util.find_spec("torch") is None:
+    pytest.skip("torch is not installed (extra [torch])", allow_module_level=True)
+
+import torch
+from torch import nn
+
+from odyssey import callbacks
+from odyssey.errors import ConfigError
+from odyssey.torch import DistributedTrainer
+
+torch.manual_seed(1)
+BATCHES = [(torch.randn(12, 6), torch.randint(0, 3, (12,))) for _ in range(3)]
+
+
+class Net(nn.Module):
+    """With a number that a callback changes, and things that forward() leaves behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.drop = nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Dropout(0.1)
+        self.last = nn.Linear(5, 3)
+        self.gain, self.scales, self.seen = 1.0, {"first": 1.0}, None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.drop(self.norm(self.first(x))) * self.scales["first"]
+        self.seen, self.length, self.mean = x.detach(), len(x), float(x.detach().mean())
+        return self.last(x) * self.gain
+
+
+class Changes(callbacks.Callback):
+    """Calls a function of (trainer, steps) after each step."""
+
+    def __init__(self, after) -> None:
+        self.after = after
+
+    def on_step_end(self, context: callbacks.Context) -> None:
+        self.after(context.trainer, context.steps)
+
+
+def made(frozen: tuple[str, ...] = (), parameters=lambda m: m.parameters(), **settings) -> DistributedTrainer:
+    torch.manual_seed(0)
+    module = Net()
+    for name, p in module.named_parameters():
+        p.requires_grad_(name not in frozen)
+    return DistributedTrainer(module, torch.optim.SGD(parameters(module), 0.1, momentum=0.9), shard_size=4, **settings)
+
+
+def fitted(after, stop: int | None = None, frozen: tuple[str, ...] = (), more=None, **fit) -> DistributedTrainer:
+    trainer = made(frozen, **(more or {}))
+    trainer.fit(BATCHES, epochs=3, steps=stop, callbacks=[Changes(after)], verbose=False, **fit)
+    return trainer
+
+
+def at(step: int, change):
+    """A function of (trainer, steps) that does something after one step."""
+    return lambda trainer, steps: change(trainer, trainer.module) if steps == step else None
+
+
+def set_drop(trainer, module) -> None:
+    module.drop.p = 0.6
+
+
+def set_momentum(trainer, module) -> None:
+    module.norm.momentum = 0.9
+
+
+def set_gain(trainer, module) -> None:
+    module.gain *= 2.0
+
+
+def set_scales(trainer, module) -> None:
+    module.scales["first"] = 3.0
+
+
+def evaluate_norm(trainer, module) -> None:
+    module.norm.eval()
+
+
+def freeze(trainer, module) -> None:
+    module.first.weight.requires_grad_(False)
+
+
+def unfreeze(trainer, module) -> None:
+    module.first.weight.requires_grad_(True)
+
+
+def set_rate(trainer, module) -> None:
+    for group in trainer.optimizer.param_groups:
+        group["lr"] *= 0.5
+        group["momentum"] = 0.5
+
+
+def clip(trainer, module) -> None:
+    trainer.clip_norm = 0.01
+
+
+CHANGES = [set_drop, set_momentum, set_gain, set_scales, evaluate_norm, freeze, unfreeze, set_rate, clip]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_is_applied_and_survives_a_restart(tmp_path, change):
+    """Made after step 4; stopped after it in the same epoch, and an epoch later."""
+    frozen = ("first.weight",) if change is unfreeze else ()
+    plain = fitted(at(99, change), frozen=frozen).weights_sha256()
+    whole = fitted(at(4, change), frozen=frozen)
+    assert whole.weights_sha256() != plain
+    for stop in (5, 7):
+        saving = {"checkpoint_dir": tmp_path / str(stop), "checkpoint_every": 1}
+        fitted(at(4, change), stop, frozen, **saving)
+        after = fitted(at(4, change), None, frozen, **saving)
+        assert after.weights_sha256() == whole.weights_sha256()
+        assert after.module.norm.training == (change is not evaluate_norm)
+
+
+def test_a_second_fit_begins_with_what_the_first_left(tmp_path):
+    """A checkpoint's settings are compared with those at the beginning of its own fit()."""
+
+    def both(folder: str, stop: int | None) -> str:
+        trainer = fitted(at(4, set_gain), checkpoint_dir=tmp_path / folder / "1")
+        second = [Changes(at(12, set_drop))]
+        saving = {"checkpoint_dir": tmp_path / folder / "2", "checkpoint_every": 1}
+        trainer.fit(BATCHES, epochs=3, steps=stop, callbacks=second, verbose=False, **saving)
+        assert trainer.module.gain == 2.0
+        return trainer.weights_sha256()
+
+    whole = both("whole", None)
+    both("stopped", 5)
+    assert both("stopped", None) == whole
+
+
+def test_a_group_that_is_added_goes_on(tmp_path):
+    """As in gradual unfreezing: the optimizer is given what it did not have."""
+
+    def add(trainer, module) -> None:
+        module.first.weight.requires_grad_(True)
+        trainer.optimizer.add_param_group({"params": [module.first.weight], "lr": 0.3})
+
+    more = {"parameters": lambda m: [p for n, p in m.named_parameters() if n != "first.weight"]}
+    whole = fitted(at(4, add), None, ("first.weight",), more)
+    assert len(whole.optimizer.param_groups) == 2
+    saving = {"checkpoint_dir": tmp_path, "checkpoint_every": 1}
+    fitted(at(4, add), 5, ("first.weight",), more, **saving)
+    assert fitted(at(4, add), None, ("first.weight",), more, **saving).weights_sha256() == whole.weights_sha256()
+
+
+def test_what_forward_leaves_behind_is_no_setting(tmp_path):
+    trainer = fitted(at(99, set_gain), checkpoint_dir=tmp_path)
+    assert {"module.seen", "module.length", "module.mean"} <= trainer._built.by_forward
+    assert not {"module.seen", "module.length", "module.mean"} & set(trainer._built.values())
+
+
+def test_a_forward_that_counts_its_calls_is_refused():
+    class Counting(Net):
+        calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return super().forward(x)
+
+    module = Counting()
+    trainer = DistributedTrainer(module, torch.optim.SGD(module.parameters(), 0.1), shard_size=4)
+    with pytest.raises(ConfigError, match=r"forward\(\) counts in module.calls \(\d+, then \d+\)"):
+        trainer.fit(BATCHES, epochs=3, verbose=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda t, m: setattr(m, "more", nn.Linear(2, 2)), "the submodule more is new since"),
+        (lambda t, m: setattr(m, "last", nn.Linear(5, 3)), "the submodule last is another one since"),
+        (lambda t, m: m.register_parameter("bias", nn.Parameter(torch.zeros(3))), "the parameter bias is new since"),
+        (lambda t, m: setattr(m.last, "bias", nn.Parameter(torch.zeros(3))), "the parameter last.bias is another one"),
+    ],
+)
+def test_another_structure_is_refused_by_name(change, says):
+    with pytest.raises(ConfigError, match=says):
+        fitted(at(2, change))
+
+
+def test_an_older_checkpoint_leaves_settings_as_they_are(tmp_path):
+    trainer = fitted(at(4, set_gain))
+    snapshot = trainer.state({})
+    del snapshot.values["changed"], snapshot.values["optimizer"]["names"]
+    other = made()
+    other.module.gain = 7.0
+    other.load(snapshot, "an older one")
+    assert other.module.gain == 7.0 and other.steps == 9
