@@ -104,7 +104,7 @@ def test_ranks_that_have_not_met_are_told(job, tmp_path):
     """Such as one that hangs in MPI_Init, where no watcher is yet."""
     script, go = tmp_path / "script.py", tmp_path / "go"
     script.write_text(
-        "import os, time\nfrom odyssey import comm\nfrom odyssey.watch import launcher\n"
+        "import os, time\nfrom odyssey import comm\nfrom odyssey.base import launcher\n"
         f"while launcher.rank() == 1 and not os.path.exists({str(go)!r}):\n    time.sleep(0.01)\n"
         "print('met', comm.world().size, flush=True)\n"
     )

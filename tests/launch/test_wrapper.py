@@ -14,7 +14,7 @@ import odyssey
 from odyssey.launch import LaunchConfig
 from odyssey.run import decide, ends, leftovers, starting
 
-WRAPPER = Path(odyssey.__file__).parent / "launch" / "rank_wrapper.py"
+WRAPPER = Path(odyssey.__file__).parent / "run" / "rank_wrapper.py"
 MPICH = starting.Starter("mpich", "/x/mpirun", "MPICH 5", "mpich")
 OPEN_MPI = starting.Starter("openmpi", "/x/mpirun", "Open MPI 5", "openmpi")
 SRUN = starting.Starter("srun", "/x/srun", "srun", "mpich")

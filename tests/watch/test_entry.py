@@ -111,6 +111,6 @@ def test_a_thread_that_fails_after_the_end_ends_nobody():
 
 
 def test_a_rank_that_cannot_join_the_others_ends_all_the_same():
-    code = "import time; from odyssey.watch import entry; entry._end_in(0.2, 70); time.sleep(60)"
+    code = "import time; from odyssey.base import entry; entry._end_in(0.2, 70); time.sleep(60)"
     done = subprocess.run([sys.executable, "-c", code], timeout=50)
     assert done.returncode == 70

@@ -23,7 +23,7 @@ JOB = """
 import sys, time
 import numpy as np
 from odyssey import comm
-from odyssey.watch import slot
+from odyssey.base import slot
 world = comm.world()
 slot.note("a file")
 for i in range(100000):

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from odyssey.run import link, process, watcher, writer
+from odyssey.base import proc
+from odyssey.run import link, watcher, writer
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the watcher reads /proc")
 
@@ -156,7 +157,7 @@ def test_a_rank_that_ended_before_the_watcher_ran_is_believed(make, launch, monk
         ranks = []
         for rank, started in enumerate((one, other)):
             pid, descriptor = map(int, started.stdout.readline().split())
-            ranks.append([rank, pid, *process.attach(pid, descriptor)])
+            ranks.append([rank, pid, *proc.attach(pid, descriptor)])
         other.stdin.write(f"70 {word}".strip() + "\n")
         other.stdin.flush()
         assert not other.stdout.read()  # it has ended
