@@ -14,6 +14,7 @@ import random
 import zlib
 from typing import Any
 
+import numpy as np
 import torch
 import torch_changes as changes
 from torch import nn
@@ -370,8 +371,9 @@ class Training:
             made = Samples(x, y)
             return data.DataLoader(made, batch_size=self.batch, shuffle=self.shuffle, seed=self.index)
         if self.loader == "odyssey.torch":
+            kind = Noisy if self._numbers("noise").random() < 0.4 else Samples
             return odyssey.torch.DataLoader(
-                Samples(x, y), self.batch, self.shuffle, self.index, shard_size=self.shard, comm=comm
+                kind(x, y), self.batch, self.shuffle, self.index, shard_size=self.shard, comm=comm
             )
         if self.loader == "torch":
             r = self._numbers("sampler")
@@ -407,6 +409,16 @@ class Samples(torch.utils.data.Dataset):
 
     def __getitem__(self, i: int) -> Any:
         return mapped(lambda t: t[i], self.x), mapped(lambda t: t[i], self.y)
+
+
+class Noisy(Samples):
+    """Pairs of which some are drawn, by torch's, NumPy's or Python's generator."""
+
+    def __getitem__(self, i: int) -> Any:
+        x, y = super().__getitem__(i)
+        draw = (lambda: torch.rand(()), np.random.random, random.random)[i % 3]
+        scale = 1.0 if i % 7 < 5 else float(draw())
+        return mapped(lambda t: t * scale if t.is_floating_point() else t, x), y
 
 
 @dataclasses.dataclass

@@ -62,7 +62,7 @@ def test_what_is_no_loader_of_pairs_is_refused_in_a_line():
     ):
         with pytest.raises(ConfigError, match=says):
             made(net()).fit(loader)
-    with pytest.raises(ConfigError, match="resume is True; give 'auto', 'never' or the path of a checkpoint"):
+    with pytest.raises(ConfigError, match="resume is True; give 'auto', 'never', 'weights' or the path"):
         made(net()).fit([(X, Y)], resume=True)
 
 

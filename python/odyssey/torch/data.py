@@ -1,14 +1,12 @@
 """Global batches for torch: `DataLoader`, of which each rank reads its own fixed shards, and what any loader gives.
 
-The order is that of odyssey's own loaders, of which `DataLoader` is one. A sample is made with torch's, NumPy's and
-Python's generators seeded by (seed, epoch, index), so that random transforms (torchvision's v2 among them) draw the
-same for it on whatever rank and worker. Each shard is collated alone: padding does not depend on the ranks. What it is
-not: a DistributedSampler; `shards` of ddp.py and the trainer take what it yields.
+The order is that of odyssey's own loaders, of which `DataLoader` is one. Random transforms (torchvision's v2 among
+them) draw the same for a sample on whatever rank and worker (seeded.py). Each shard is collated alone: padding does not
+depend on the ranks. What it is not: a DistributedSampler; `shards` of ddp.py and the trainer take what it yields.
 """
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -23,6 +21,7 @@ from ..data import ArrayDataset, Batch, Part, Pieces, leaves, mapped
 from ..errors import ConfigError, DataError, check_integer
 from ..parallel import plan
 from ..train import check_batches, check_sampler
+from .seeded import Rows, Seeded
 from .shards import Share, generator, seed_of
 
 ORDER = 1 << 62  # apart from the numbers of steps, where loaders' seeds are made
@@ -73,7 +72,7 @@ class Shared(Samples):
     """
 
     def __init__(self, samples: int, shard_size: int, shards: dict[int, Any], name: str) -> None:
-        super().__init__(np.zeros((samples, 1), np.uint8), (), name)
+        ArrayDataset.__init__(self, np.zeros((samples, 1), np.uint8), (), 0, _NONE, _NONE, name)
         self.__dict__.update(shard_size=shard_size, shards=shards)
 
     def shard(self, lo: int, hi: int) -> Any:
@@ -92,27 +91,6 @@ def _other_size(loaders: int, trainers: int) -> ConfigError:
     return ConfigError(
         f"[torch] the loader's shard_size is {loaders}, the trainer's {trainers}; give both the same, or only one"
     )
-
-
-class _Seeded(torch.utils.data.Dataset):
-    """A data set by (epoch, index), with the generators seeded for each sample and put back afterwards."""
-
-    def __init__(self, dataset: Any, seed: int) -> None:
-        self.dataset, self.seed = dataset, seed
-
-    def __getitem__(self, key: tuple[int, int]) -> Any:
-        epoch, index = key
-        before = torch.get_rng_state(), np.random.get_state(), random.getstate()
-        number = seed_of(self.seed, epoch, index)
-        torch.default_generator.manual_seed(number)
-        np.random.seed(number & 0xFFFFFFFF)
-        random.seed(number)
-        try:
-            return self.dataset[index]
-        finally:
-            torch.set_rng_state(before[0])
-            np.random.set_state(before[1])
-            random.setstate(before[2])
 
 
 class _Order:
@@ -163,11 +141,11 @@ class DataLoader(own.DataLoader):
         self.fixed_size = shard_size is not None
         self.shard_size = check_integer("shard_size", default if shard_size is None else shard_size, 1)
         self.comm = communication.world() if comm is None else comm
-        self._read = _Order()
+        self._read, self._table = _Order(), Rows(dataset) if Rows.fit(dataset, options) else None
         # With a generator of its own: its base seed would be drawn from the global one, at every epoch.
         options = {"generator": torch.Generator(), **options}
-        seeded = _Seeded(dataset, self.seed)
-        self._loader = torch.utils.data.DataLoader(seeded, batch_sampler=self._read, **options)  # type: ignore[arg-type]
+        samples: Any = Seeded(dataset, self.seed)
+        self._loader = torch.utils.data.DataLoader(samples, batch_sampler=self._read, **options)  # type: ignore[arg-type]
 
     def follow(self, shard_size: int) -> None:
         """Takes the shard size of a trainer. Raises ConfigError: this loader was given another one."""
@@ -183,7 +161,7 @@ class DataLoader(own.DataLoader):
         runs = [range(*plan.share(plan.shard_count(len(n), size), self.comm.size, self.comm.rank)) for _, n in pieces]
         shards = (n[s * size : (s + 1) * size] for (_, n), run in zip(pieces, runs, strict=True) for s in run)
         self._read.now = ([(epoch, k) for k in numbers.tolist()] for numbers in shards)
-        read = iter(self._loader)
+        read: Iterator[Any] = iter(self._loader) if self._table is None else map(self._table, self._read.now)
         for (index, numbers), run in zip(pieces, runs, strict=True):
             n = len(numbers)
             data = Shared(n, size, {s: next(read) for s in run}, f"batch {index} of epoch {epoch}")

@@ -253,10 +253,11 @@ class Shards:
                 versions = self._enter(gradients, before) if train else []
                 generator.manual_seed(seed_of(self.seed, step, shard, train))
                 yield lo, hi
-                at = self._places[2] if train else 0
-                flat[at : at + SUMS] = torch.tensor(self._sums[:1] + [float(hi - lo)] + self._sums[1:])
+                tail = [self._sums[0], float(hi - lo), *self._sums[1:]]
                 if train:
-                    self._leave(flat, gradients, versions, before, hi - lo)
+                    tail += self._leave(flat, gradients, versions, before, hi - lo)
+                at = self._places[2] if train else 0
+                prepared.reduction.buffers[b][at : at + len(tail)] = tail
         finally:
             generator.set_state(drawn)
         self._check_fixed(fixed)
@@ -276,9 +277,9 @@ class Shards:
 
     def _leave(
         self, flat: torch.Tensor, gradients: list[torch.Tensor], versions: list[int], before: list[int], n: int
-    ) -> None:
-        """What a shard made, beside its gradients, goes behind them."""
-        arena, (statistics, changed, sums) = self.arena, self._places[:3]
+    ) -> list[float]:
+        """The statistics that a shard made go behind its gradients; gives what goes behind its sums."""
+        arena, (statistics, changed) = self.arena, self._places[:2]
         reach = []
         for (name, p), place, version in zip(arena.named, gradients, versions, strict=False):
             if p.grad is not place:
@@ -288,13 +289,12 @@ class Shards:
                 )
             reach.append(float(place._version != version))
         if self.mean:
-            flat[: arena.size] *= n
+            flat[: arena.size].mul_(n)
         if arena.floats:
             torch.mul(self.running, float(n), out=flat[statistics : statistics + arena.floats])
             flat[changed : changed + arena.floats] = (self.running != self.kept).float()
         reach += [float(int(b) - value) for (_, b), value in zip(arena.counters, before, strict=True)]
-        at = sums + SUMS
-        flat[at : at + len(reach)] = torch.tensor(reach)
+        return reach
 
     def sums(self) -> Sums:
         """Completes the sums over all ranks, and the mean gradient; `settle` is for after them. A collective call.

@@ -1,0 +1,117 @@
+"""Samples of a data set that may draw random numbers: those of a sample are f(seed, epoch, index).
+
+torch's, NumPy's and Python's generators are saved once per shard. A data set that has not drawn in its first shard is
+read without seeding and the generators are compared after each: a shard in which a sample did draw is read once more,
+seeded, as all are from then on. What it is not: for generators that a data set has of its own (a loader's: orders.py).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.utils.data
+
+from .shards import generator, seed_of
+
+Key = tuple[int, int]  # of a sample: epoch, index
+
+
+class Seeded(torch.utils.data.Dataset):
+    """A data set by (epoch, index), a shard at a time; the generators are afterwards what they were before."""
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self.dataset, self.seed = dataset, seed
+        self._draws: bool | None = None  # whether it is known to draw; None: nothing has been read
+
+    def __getitems__(self, keys: Sequence[Key]) -> list[Any]:
+        """The samples of one shard."""
+        before, same = _states(), False
+        try:
+            if self._draws is False:
+                made = [self.dataset[index] for _, index in keys]
+                same = _keys(_states()) == _keys(before)
+                if same:
+                    return made
+            made = [self._seeded(*key) for key in keys]
+            self._draws = bool(self._draws)
+            return made
+        finally:
+            for _, state, put_back in () if same else before:
+                put_back(state)
+
+    def _seeded(self, epoch: int, index: int) -> Any:
+        number = seed_of(self.seed, epoch, index)
+        generator.manual_seed(number)
+        np.random.seed(number & 0xFFFFFFFF)
+        random.seed(number)
+        if self._draws:
+            return self.dataset[index]
+        seeded = _keys(_states())
+        sample = self.dataset[index]
+        self._draws = True if _keys(_states()) != seeded else self._draws
+        return sample
+
+
+class Rows:
+    """A TensorDataset, or subset of one: the rows of a shard at once, as torch would stack them one by one."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __call__(self, keys: Sequence[Key]) -> list[torch.Tensor]:
+        """The tensors of one shard."""
+        dataset, indices = self.dataset, [index for _, index in keys]
+        while isinstance(dataset, torch.utils.data.Subset):
+            dataset, indices = dataset.dataset, [dataset.indices[i] for i in indices]
+        at = torch.tensor(indices)
+        return [t.index_select(0, at) for t in dataset.tensors]
+
+    @staticmethod
+    def fit(dataset: Any, options: dict[str, Any]) -> bool:
+        """Whether they are what torch's loader with these options would give."""
+        while type(dataset) is torch.utils.data.Subset:
+            dataset = dataset.dataset
+        return type(dataset) is torch.utils.data.TensorDataset and not any(options.values())
+
+
+def _states() -> list[tuple[Any, Any, Any]]:
+    """Of torch's, NumPy's and Python's generator: what tells two states apart, the state, what sets it."""
+    own, python = generator.get_state(), random.getstate()
+    numbers = python[1]  # of which each draw moves the last, a place in the others; all are new after 624 draws
+    return [
+        (own.numpy().tobytes(), own, generator.set_state),
+        (*_numpy_state(), np.random.set_state),
+        ((numbers[-1], numbers[:8], python[2]), python, random.setstate),
+    ]
+
+
+def _keys(states: list[tuple[Any, Any, Any]]) -> list[Any]:
+    return [key for key, _, _ in states]
+
+
+_seen: tuple[Any, Any] = b"", None  # the latest state of NumPy's generator that was read
+
+
+def _numpy_state() -> tuple[Any, Any]:
+    """What tells its state apart, and the state, which takes 60 us to read: anew only where its memory has changed."""
+    global _seen
+    bits = np.random.get_bit_generator()
+    if type(bits) is not np.random.MT19937:
+        state = np.random.get_state(legacy=False)
+        return repr(state), state
+    words = np.asarray(_Memory(bits.ctypes.state_address)).tobytes()
+    if _seen[0] != (words, 0, 0.0):  # with half of a pair of normal numbers left, drawing may leave its memory as it is
+        state = np.random.get_state()
+        _seen = (words, *state[3:]), state
+    return _seen
+
+
+class _Memory:
+    """The 624 words of a Mersenne twister of NumPy's, and its place in them."""
+
+    def __init__(self, address: int) -> None:
+        self.__array_interface__ = {"data": (address, True), "shape": (625,), "typestr": "=u4", "version": 3}
