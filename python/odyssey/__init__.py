@@ -125,6 +125,7 @@ def _enter() -> None:
     sys.meta_path.append(_Short())
     hooks.on_world.append(lambda world: importlib.import_module(".run.start", __name__).begin(world))
     hooks.connect.append(lambda: importlib.import_module(".comm", __name__).world("auto"))
+    launcher.announce()
     if launcher.rank() is not None:
         from .base import entry
 

@@ -83,6 +83,14 @@ def rendezvous(environment: Mapping[str, str] = os.environ) -> Launched | None:
     return _announced(environment, "env://", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", mpi=False)
 
 
+def announce() -> None:
+    """Sets RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE where mpirun or srun started this process and they are
+    not set: other programs look for them."""
+    found = launched()
+    for name, value in zip(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), (found or ())[1:5], strict=False):
+        os.environ.setdefault(name, str(value))
+
+
 def rank(environment: Mapping[str, str] = os.environ) -> int | None:
     """The rank that a launcher gave this process, None without one. Only for deciding who speaks."""
     for _, name, *_ in _NAMES:

@@ -4,7 +4,7 @@
 |---|---|---|
 | local | base.py | this process alone |
 | mpi | mpi.py | processes under an MPI launcher |
-| shm | shm.py | the same, on one machine, through shared memory |
+| shm | shm.py | the same, or Gloo's, on one machine, through shared memory |
 | nccl | nccl.py | mpi or shm, and NVIDIA's NCCL between the GPUs of the ranks, one of its own each |
 | mock | mock.py | threads of this process, for tests: `mock.run(ranks, function)` |
 
@@ -20,7 +20,7 @@ import os
 
 from ..base import hooks, launcher, limits, registry
 from ..base.lazy import attach
-from ..errors import ConfigError, OdysseyError
+from ..errors import BuildError, ConfigError, OdysseyError
 from ..settings.recipes import BACKENDS
 from . import base
 from .base import Communicator, Request
@@ -38,12 +38,12 @@ __getattr__, _, _more = attach(  # what a back end of another folder is made of
         "comm.staged": "Staged",
     },
 )
-__all__ = ["DTYPES", "Communicator", "ReduceOp", "Request", "bfloat16", "world", *_more]
+__all__ = ["DTYPES", "Communicator", "ReduceOp", "Request", "bfloat16", "adopt", "world", *_more]
 
 ASKED = "ODYSSEY_BACKEND"  # what "auto" stands for, where that is not to be found out
 
 # Modules of this package with a function `connect() -> Communicator`, all processes of the run.
-_OVER_MPI = {"mpi": ".mpi", "shm": ".shm", "nccl": ".nccl"}
+_OVER_MPI = {"mpi": ".mpi", "nccl": ".nccl"}
 
 _worlds: dict[str, Communicator] = {}
 
@@ -52,11 +52,11 @@ def world(backend: str = "auto") -> Communicator:
     """All processes of this run; the same object whenever it is asked for again.
 
     Args:
-        backend: "local" for this process alone, "mpi", "shm", "nccl" or "gloo" for that, or "auto": if a launcher
-            (mpirun, srun) started several processes, shared memory where all are on one machine, else MPI; Gloo if
-            RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say that there are several; else local; whatever else
-            ODYSSEY_BACKEND names. `why` of the result says what was picked. In a thread of `mock.run`, "auto" is the
-            rank that this thread is.
+        backend: "local" for this process alone, "mpi", "shm", "nccl" or "gloo" for that, or "auto": MPI if a launcher
+            (mpirun, srun) started several processes, Gloo if RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say that
+            there are several, and instead of either shared memory where all are on one machine; else local; whatever
+            else ODYSSEY_BACKEND names. `why` of the result says what was picked. In a thread of `mock.run`, "auto" is
+            the rank that this thread is.
 
     Raises ConfigError: unknown backend, one that is not installed, or a launcher started several processes and MPI sees
     only one.
@@ -69,18 +69,36 @@ def world(backend: str = "auto") -> Communicator:
             return mocked
         if "auto" not in _worlds:
             picked, why = _pick()
-            if picked == "mpi" and not os.environ.get(ASKED):
-                picked, why = nearer(world("mpi"), why)
+            if picked in ("mpi", "gloo") and not os.environ.get(ASKED):
+                picked, why = nearer(world(picked), why)
             _worlds["auto"] = world(picked)
             _worlds["auto"].why += f"; {why}"
         return _worlds["auto"]
     if backend not in _worlds:
-        _worlds[backend] = made = Communicator() if backend == "local" else _connect(backend)
-        made._is_world = True
-        hooks.worlds.append(made)
-        for hook in hooks.on_world:
-            hook(made)
+        _open(backend, Communicator() if backend == "local" else _connect(backend))
     return _worlds[backend]
+
+
+def _open(backend: str, made: Communicator) -> None:
+    _worlds[backend] = made
+    made._is_world = True
+    hooks.worlds.append(made)
+    for hook in hooks.on_world:
+        hook(made)
+
+
+def adopt(over: Communicator, why: str) -> Communicator:
+    """All processes of this run from now on are those of `over`, which have met by means of their own; those of before
+    are closed. Returns what `world` gives: shared memory in its place if all are on one machine."""
+    for old in {_worlds.pop(name, None) for name in (over.name, "shm", "auto")} - {None, _worlds.get("local")}:
+        hooks.worlds.remove(old)
+        old._is_world = False
+        old.close()
+    _open(over.name, over)
+    picked, why = (over.name, why) if os.environ.get(ASKED) == over.name else nearer(over, why)
+    _worlds["auto"] = world(picked)
+    _worlds["auto"].why += f"; {why}"
+    return _worlds["auto"]
 
 
 def met() -> Communicator | None:
@@ -95,6 +113,11 @@ def _pick() -> tuple[str, str]:
         if asked not in BACKENDS[1:]:
             raise ConfigError(f"[comm] {ASKED}={asked}; choose from {', '.join(BACKENDS[1:])}, or leave it out")
         return asked, f"{ASKED} asks for it"
+    return _found()
+
+
+def _found() -> tuple[str, str]:
+    """(backend, why) of what the environment says."""
     found = launcher.launched()
     if found is not None and found.size > 1:
         return "mpi", f"{found.launcher} started {found.size} processes"
@@ -107,22 +130,25 @@ def _pick() -> tuple[str, str]:
     return "local", "no launcher" if found is None else f"{found.launcher} started one"
 
 
-def nearer(mpi: Communicator, why: str) -> tuple[str, str]:
-    """Shared memory instead of MPI if all ranks are on one machine.
+def nearer(over: Communicator, why: str) -> tuple[str, str]:
+    """Shared memory instead of MPI or Gloo if all ranks are on one machine.
 
     There is no size from which it does not pay: from 1 KB to 64 MB an all-reduce takes 0.2 to 0.75 of the time of
     MPI_Allreduce on 2 and on 4 ranks of 2 cores (docs/log.md; single lines fall out on a busy machine).
     """
-    if mpi.size == 1 or mpi.local_size < mpi.size:
-        return "mpi", why
+    if over.size == 1 or over.local_size < over.size:
+        return over.name, why
     try:
         world("shm")
-    except ConfigError as e:  # on all ranks alike: too little shared memory
-        return "mpi", f"{why}; {e}"
+    except (ConfigError, BuildError) as e:  # on all ranks alike: too little shared memory, no kernels
+        return over.name, f"{why}; {e}"
     return "shm", why
 
 
 def _connect(backend: str) -> Communicator:
+    if backend == "shm":
+        over = world("gloo" if "gloo" in (_found()[0], *_worlds) else "mpi")
+        return importlib.import_module(".shm", __name__).ShmCommunicator(over)
     if backend not in _OVER_MPI:
         return registry.load("backends", backend).connect()
     limits.before_mpi(launcher.launched())

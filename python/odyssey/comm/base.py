@@ -76,6 +76,7 @@ class Communicator:
     _broken: BaseException | None = None
     _mark: tuple[int, str] = (0, "all")  # names the group in the status slot: the same number on all members, who
     _is_world: bool = False  # of its backend: ends with the process only
+    _exits: Any = None  # of MPI: what tells the other ranks that this one ends
 
     def __init__(self, parent: Communicator | None = None) -> None:
         """parent: the communicator of which this rank is split off alone."""

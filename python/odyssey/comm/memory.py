@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import mmap
 import os
+from typing import Any
 
 import numpy as np
 
 from ..base.hooks import gone, process_space
 from ..base.limits import shared_memory
 from ..errors import ConfigError
-from . import mpi
 from .base import Communicator
 
 LINE = 64  # bytes of a cache line
@@ -22,7 +22,23 @@ def up(n: int, to: int) -> int:
     return -(-n // to) * to
 
 
-def window(over: mpi.MPICommunicator, size: int) -> tuple[mpi.Window, list[int]]:
+class _Files:
+    """Files without a name, as a window: no end of a rank leaves any behind."""
+
+    def __init__(self, over: Communicator, processes: np.ndarray, size: int) -> None:
+        found = files(over, processes, size)
+        if found is None:
+            raise ConfigError(
+                f"[comm] the processes of the {over.size} ranks cannot share memory: each must see the others in "
+                "/proc; use backend 'gloo'"
+            )
+        self._arrays, self.addresses = found, [array.ctypes.data for array in found]
+
+    def free(self) -> None:
+        self._arrays.clear()
+
+
+def window(over: Communicator, processes: np.ndarray, size: int) -> tuple[Any, list[int]]:
     """Shared memory of `size` bytes on each rank, and where it begins, on whole cache lines; all ranks call it. Raises
     ConfigError: there is not so much."""
     size = up(size + LINE, PAGE)
@@ -33,7 +49,7 @@ def window(over: mpi.MPICommunicator, size: int) -> tuple[mpi.Window, list[int]]
             f"[comm] {over.size} ranks need {size * over.size >> 20} MiB of shared memory, but /dev/shm has "
             f"{free >> 20} MiB left; make it larger (docker run --shm-size), or use backend 'mpi'"
         )
-    made = mpi.Window(over, size)
+    made = over.window(size) if over._exits is not None else _Files(over, processes, size)
     return made, [up(address, LINE) for address in made.addresses]
 
 

@@ -318,6 +318,10 @@ class MPICommunicator(Staged):
         group.Free()
         return MPICommunicator(comm, self)
 
+    def window(self, size: int) -> Window:
+        """Memory of `size` bytes on each rank that all of them see; all ranks call it."""
+        return Window(self, size)
+
     def _repeated(self, make: Callable[[], Call]) -> Repeated | _Repeated:
         return _Repeated(self, make()) if 1 < self.size <= NEAR else super()._repeated(make)
 

@@ -1,6 +1,6 @@
-"""Ranks of one machine, connected by memory that all of them see: a communicator over an MPI shared-memory window.
+"""Ranks of one machine, connected by memory that all of them see: a communicator over one of MPI or Gloo.
 
-Each rank has a segment of the window; all segments look alike:
+Each rank has a segment of a window (memory.py); all segments look alike:
 
     two headers     64 bytes each: number of the barrier, sequence and signature of the call (Header)
     the counter     64 bytes, and 64 for the number of sleepers; only those of rank 0 are used
@@ -15,7 +15,7 @@ compares the headers of all ranks; the check costs no message of its own. Barrie
 mojo/runtime/shared_reduce.mojo. Sums are added along the fixed tree, whoever adds them: same bits for every rank count
 of a thread, and on every call.
 
-What it is not: a transport of its own for everything. `send` and `recv` go over the MPI communicator underneath, which
+What it is not: a transport of its own for everything. `send` and `recv` go over the communicator underneath, which
 also makes sub-groups. Ranks of several machines are refused.
 """
 
@@ -35,7 +35,8 @@ from ..base import slot
 from ..base.hooks import process_space
 from ..core import native
 from ..errors import CollectiveError, ConfigError
-from . import memory, mpi
+from . import memory
+from .base import Communicator
 from .calls import Call, Header, ReduceOp, caller_location, describe, header_bytes
 from .cores import cores
 from .memory import LINE, PAGE, up
@@ -66,7 +67,7 @@ class ShmCommunicator(SteppedCommunicator):
     """A communicator over shared memory; see the head of this file.
 
     Args:
-        over: the MPI communicator of the same ranks, which this one owns.
+        over: the communicator of the same ranks underneath, which this one owns.
         of: the communicator it is a part of; None for the world.
 
     Raises ConfigError: the ranks are on several machines, or there is too little shared memory.
@@ -74,7 +75,7 @@ class ShmCommunicator(SteppedCommunicator):
 
     name = "shm"
 
-    def __init__(self, over: mpi.MPICommunicator, of: ShmCommunicator | None = None) -> None:
+    def __init__(self, over: Communicator, of: ShmCommunicator | None = None) -> None:
         super().__init__()
         self._over = over
         self.rank, self.size, self.ranks = over.rank, over.size, over.ranks
@@ -92,7 +93,7 @@ class ShmCommunicator(SteppedCommunicator):
         self._queue: deque[_Pending] = deque()
         self._library = native.library()
         self._signatures: dict[tuple[int, ...], tuple[int, str]] = {}
-        self._windows: list[mpi.Window] = []
+        self._windows: list[Any] = []
         if of is None:
             self._core_count = self._all_cores()
             self._crowded = self.size > self._core_count
@@ -100,7 +101,8 @@ class ShmCommunicator(SteppedCommunicator):
         else:
             self._core_count, self._crowded, self.why = of._core_count, of._crowded, of.why
         self._world_size = over._world_size
-        over._exits.communicators.add(self)
+        if over._exits is not None:
+            over._exits.communicators.add(self)
         self._lay_out()
 
     def _all_cores(self) -> int:
@@ -116,6 +118,7 @@ class ShmCommunicator(SteppedCommunicator):
         envelope = up(header_bytes(self.size), LINE)
         slots = up(_ENVELOPES + 2 * envelope, PAGE)
         result = SLOT // self.size // LINE * LINE + 2 * LINE  # as `_result` in shared_reduce.mojo
+        self._processes = self._over.all_gather(np.array([os.getpid(), process_space()], np.int64))
         bases = self._window(slots + 2 * SLOT + 2 * result)
         native.memory(bases[self.rank], _ENVELOPES)[:] = 0
 
@@ -144,7 +147,6 @@ class ShmCommunicator(SteppedCommunicator):
         self._team_address = native.address(self._team)
         self._job = native.Job(item=4, dtype=0, op=0, direct=DIRECT)
         self._job_address = native.address(self._job)
-        self._processes = self._over.all_gather(np.array([os.getpid(), process_space()], np.int64))
         self._over.barrier()
 
     def shared(self, nbytes: int) -> list[np.ndarray]:
@@ -162,7 +164,7 @@ class ShmCommunicator(SteppedCommunicator):
         return found
 
     def _window(self, size: int) -> list[int]:
-        window, addresses = memory.window(self._over, size)
+        window, addresses = memory.window(self._over, self._processes, size)
         self._windows.append(window)
         return addresses
 
@@ -309,7 +311,8 @@ class ShmCommunicator(SteppedCommunicator):
         for window in self._windows:
             window.free()
         self._windows.clear()
-        self._over._exits.communicators.discard(self)
+        if self._over._exits is not None:
+            self._over._exits.communicators.discard(self)
         self._over.close()
         self._closed()
 
@@ -420,11 +423,3 @@ def _move() -> None:
         comm._advance()
     for message in tuple(_messages):
         message._try()
-
-
-def connect() -> ShmCommunicator:
-    """All processes that MPI knows, over the world of backend "mpi"; called once per process. Raises ConfigError: they
-    are on several machines, or there is too little shared memory."""
-    from . import world
-
-    return ShmCommunicator(world("mpi"))

@@ -274,7 +274,8 @@ def _check(comm: Communicator, world_size: int | None, rank: int | None) -> None
             "launcher knows it"
         )
     text = os.environ.get("WORLD_SIZE", "")
-    if comm.name != "mock" and text.isdigit() and int(text) != comm.size:
+    said = getattr(launcher.launched(), "size", None)  # who asks for one process of several means it
+    if comm.name != "mock" and text.isdigit() and int(text) not in (comm.size, said):
         raise ConfigError(
             f"[dist] WORLD_SIZE={text} in the environment, but {running} ({comm.why}); unset it, or start {text} "
             f"with mpirun -n {text}, or give all of RANK, MASTER_ADDR and MASTER_PORT for backend='gloo'"

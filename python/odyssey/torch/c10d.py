@@ -12,22 +12,23 @@ from __future__ import annotations
 import os
 import socket
 import sys
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 from torch.futures import Future
 
 from .. import comm as communication
 from .. import distributed
-from ..base import launcher
+from ..base import entry, launcher
 from ..comm import Communicator, ReduceOp, base, calls
 from ..distributed import ProcessGroup, Work
 from ..errors import ConfigError
 from ..train import spread
+from .gloo import meet
 
 _OPERATIONS = [(getattr(dist.ReduceOp, name), name) for name in dist.ReduceOp.RedOpType.__members__]
 _OURS = dict(ReduceOp.__members__)
@@ -231,32 +232,43 @@ class OdysseyProcessGroup(dist.ProcessGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
 
-_made: weakref.WeakKeyDictionary[Communicator, dict[tuple[int, ...], Communicator]] = weakref.WeakKeyDictionary()
+_made: dict[tuple[int, ...], Communicator] = {}  # by their ranks: those of the present default group, which is ()
 
 
 def create(options: Any, backend_options: Any = None) -> OdysseyProcessGroup:
     """The process group that torch.distributed asks for, in each of its members; all of them ask in the same order.
-    Raises ConfigError: torch.distributed and odyssey do not agree on who this process is."""
-    world = communication.world()
-    asked = (options.group_rank, options.group_size)
+    Raises CollectiveError: a rank did not come."""
     if not dist.is_initialized():
-        if asked != (world.rank, world.size):
-            raise ConfigError(
-                f"[torch] init_process_group is told rank {asked[0]} of {asked[1]}, but this process is rank "
-                f"{world.rank} of {world.size} ({world.why}); leave out rank= and world_size=, and start all ranks "
-                "with mpirun, odyssey launch or torchrun"
-            )
+        world = _world(options)
+        _made.clear()
+        _made[()] = _made[world.ranks] = world
         if launcher.rank() is not None:
             _show_errors()
         return OdysseyProcessGroup(world)
-    ranks = tuple(options.global_ranks_in_group) or tuple(range(world.size))
-    of = _made.setdefault(world, {tuple(range(world.size)): world})
-    if ranks not in of:
-        of[ranks] = world._part(ranks)  # only its members are here
-        return OdysseyProcessGroup(of[ranks])
-    again = of[ranks].group(range(len(ranks)))  # another group of the same ranks: apart from the first
+    ranks = tuple(options.global_ranks_in_group) or _made[()].ranks
+    if ranks not in _made:
+        _made[ranks] = _made[()]._part(ranks)  # only its members are here
+        return OdysseyProcessGroup(_made[ranks])
+    again = _made[ranks].group(range(len(ranks)))  # another group of the same ranks: apart from the first
     assert again is not None
     return OdysseyProcessGroup(again)
+
+
+def _world(options: Any) -> Communicator:
+    """All processes: MPI's where its launcher has started them; those of before, if they met without this group; else
+    those that meet in the store that init_process_group was given, or has made of its address."""
+    asked, found, met = (options.group_rank, options.group_size), launcher.launched(), communication.met()
+    a_rank = os.environ.get(entry.MARK, str(os.getpid())) == str(os.getpid())  # not started by one, with its variables
+    if found is not None and a_rank and (found.rank, found.size) == asked:
+        return communication.world()
+    if met is not None and met is not _made.get(()) and (met.rank, met.size) == asked:
+        return met
+    return meet(options.store, *asked, _seconds(options.timeout)) if asked[1] > 1 else communication.world("local")
+
+
+def _seconds(timeout: Any) -> float | None:
+    """Those of a `timeout=` that was given; None for torch's default, in whose place ODYSSEY_TIMEOUT is."""
+    return None if timeout is None or timeout == default_pg_timeout else timeout.total_seconds()
 
 
 def _show_errors() -> None:
@@ -272,20 +284,16 @@ def _show_errors() -> None:
 
 
 def set_environment() -> None:
-    """Sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT where mpirun or srun started
-    this process and they are not set: what env:// and other programs look for. All ranks call it, as importing
+    """Sets MASTER_ADDR and MASTER_PORT where mpirun or srun started this process and they are not set: with RANK and
+    WORLD_SIZE, which `import odyssey` sets, what env:// and other programs look for. All ranks call it, as importing
     `odyssey.torch` does: they agree on a port."""
-    found = launcher.launched()
-    if found is None or getattr(base.here, "world", None) is not None:
+    if launcher.launched() is None or getattr(base.here, "world", None) is not None:
         return
     if not (os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT")):
         world = communication.world()
         first, port = spread(world, [socket.gethostname(), launcher.free_port()])
         os.environ["MASTER_ADDR"] = "127.0.0.1" if world.local_size == world.size else first
         os.environ["MASTER_PORT"] = str(port)
-    numbers = (found.rank, found.size, found.local_rank, found.local_size)
-    for name, value in zip(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), numbers, strict=True):
-        os.environ.setdefault(name, str(value))
 
 
 def _env(url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:

@@ -1,6 +1,7 @@
 """Ranks connected by PyTorch's Gloo, without MPI. The only file that imports torch; extra `[torch]`.
 
-Processes find each other by the variables of env://: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, as torchrun sets them.
+Processes find each other by a store that init_process_group was given (`meet`), or by the variables of env://: RANK,
+WORLD_SIZE, MASTER_ADDR, MASTER_PORT, as torchrun sets them (`connect`).
 Gloo moves bytes in threads of its own, so a rank that waits uses no core. A process group of torch.distributed that the
 program makes for itself is left alone. What it is not: fast; docs/log.md has figures beside those of MPI.
 """
@@ -11,6 +12,7 @@ import datetime
 import itertools
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -21,11 +23,13 @@ from ..base import launcher, machine
 from ..comm import (
     CODES,
     Call,
+    Communicator,
     Header,
     Message,
     ReduceOp,
     Run,
     Staged,
+    adopt,
     check_envelope,
     cores,
     deadline,
@@ -212,6 +216,13 @@ class GlooCommunicator(Staged):
         ranks = tuple(self.ranks[p] for p in members)
         return GlooCommunicator(self._store, ranks, self.ranks[self.rank], self)
 
+    def close(self) -> None:
+        if not self._is_world:
+            for line in self._lines.values():
+                line.shutdown(wait=False)
+            self._data = self._head = None
+            self._closed()
+
     def abort(self, code: int) -> None:
         """Ends this process; the others see its connections close and end with an error of their own."""
         sys.stdout.flush()
@@ -290,6 +301,31 @@ def _when(work: Any, *kept: Any, then: Callable[[], None] | None = None) -> Call
     return done
 
 
+def meet(store: Any, rank: int, size: int, timeout: float | None = None) -> Communicator:
+    """All processes that share a store of torch.distributed, which are those of this run from now on. Raises
+    CollectiveError: some did not come within `timeout` seconds (ODYSSEY_TIMEOUT), which it names."""
+    return adopt(_together(store, rank, size, timeout), "they met in torch's store")
+
+
+def _together(store: Any, rank: int, size: int, timeout: float | None = None) -> GlooCommunicator:
+    # Of torchrun's restarts each has names of its own: the store outlives the ranks.
+    store = dist.PrefixStore(f"odyssey {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    limit = min(timeout or deadline(), 1e6)
+    here = [f"here/{p}" for p in range(size)]
+    store.set(here[rank], "")
+    until = time.monotonic() + limit
+    while not store.check(here):  # not `wait`, at whose end torch prints lines of its own
+        if time.monotonic() > until:
+            late = [p for p in range(size) if not store.check([here[p]])]
+            raise CollectiveError(
+                f"[comm] waited {limit:g} s for {size} ranks to meet: {'rank' if len(late) == 1 else 'ranks'} "
+                f"{', '.join(map(str, late))} did not come; start all of them, with one address and port"
+            )
+        time.sleep(0.01)
+    store.set_timeout(datetime.timedelta(seconds=limit))
+    return GlooCommunicator(store, tuple(range(size)), rank)
+
+
 def connect() -> GlooCommunicator:
     """All processes that the variables of env:// speak of; called once per process."""
     found = launcher.rendezvous() or launcher.launched()
@@ -302,8 +338,7 @@ def connect() -> GlooCommunicator:
     query = f"env://?rank={found.rank}&world_size={found.size}"
     try:
         store, rank, size = next(dist.rendezvous(query, timeout=limit))
-        store.set_timeout(limit)
-        return GlooCommunicator(store, tuple(range(size)), rank)
+        return _together(store, rank, size)
     except (RuntimeError, ValueError, CollectiveError) as e:
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         line = str(e).strip().splitlines()[0][:200]
