@@ -161,6 +161,20 @@ def test_a_change_at_any_event(event, tmp_path):
     assert eager == replayed
 
 
+@pytest.mark.parametrize("stops", [(2,), (4,), (3, 5)])
+def test_a_list_that_changes_in_place_within_an_epoch(stops, tmp_path):
+    """Also one that is what it was again when the epoch ends, so that nobody who looks only then sees it."""
+
+    def act(context: Context) -> None:
+        context.trainer.model.scales[0] = [1.0, 0.5, 0.7][context.steps % STEPS]
+        context.trainer.model.names["how"] = ["relu", "tanh", "tanh"][context.steps % STEPS]
+
+    change = LambdaCallback(on_step_end=act)
+    eager = fit(made(execution="eager"), change)
+    assert fit(made(), change) == resumed(tmp_path, stops, made, change) == eager != fit(made())
+    assert set(mock.run(3, lambda comm: fit(made(comm=comm, zero=2), change))) == {eager}
+
+
 class Counting(Callback):
     """Lowers the rate by what it has counted."""
 

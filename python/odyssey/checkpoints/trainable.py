@@ -279,8 +279,8 @@ class Trainable(Protocol):
     def expect(self, snapshot: Snapshot, name: str, exactly: bool) -> None:
         """The next step must compute what the snapshot says, if `exactly`; not collective."""
 
-    def stays(self, inside: bool = True) -> None:
-        """Raises ConfigError: what a step computes has changed though no setting has. inside: of an epoch."""
+    def stays(self) -> None:
+        """Raises ConfigError: what a step computes has changed though no setting has."""
 
     def check_alike(self) -> None:
         """Compares what ranks hold alike: settings, weights. Raises ConfigError, NumericsError."""

@@ -102,42 +102,24 @@ class Programs:
         self._known: dict[Key, Setting] = {}
         self._kept: dict[Key, Recording] = {}
         self._modules, self._parameters = dict(model.named_modules()), dict(model._state())
-        self._inside: dict[str, tuple[Any, Any]] = {}  # lists and dicts, which change without a word: what was in them
+        self._inside: list[tuple[Any, Any]] = []  # lists and dicts, which change without a word, and their copies
         self.setting = 0
 
     # --- settings ---
 
     def current(self) -> int:
         """The number of what the model is set to now. Raises ConfigError: it has other parameters or submodules."""
-        if changes.models.value != self._seen:
-            first = self._seen < 0
-            changed = self.look()
-            if changed is not None and self.train and not first:
-                raise ConfigError(f"[train] {self.in_place(changed)}")
+        if changes.models.value != self._seen or any(value != copied for value, copied in self._inside):
+            self.look()
         return self.setting
 
-    def in_place(self, key: str) -> str:
-        """What to say of a list or dict that was changed within an epoch."""
-        return (
-            f"{key} of {type(self.model).__name__} was changed in place, which steps do not see; assign it anew "
-            "(module.x = [...]), or change it in on_epoch_start"
-        )
-
-    def look(self) -> str | None:
-        """Looks at all settings once more, as an epoch begins; returns the name of a list or dict that has changed."""
-        before = dict(self._inside)
-        self._look()
-        for key, (value, text) in before.items():
-            if key in self._inside and self._inside[key][0] is value and self._inside[key][1] != text:
-                return key
-        return None
-
-    def _look(self) -> None:
+    def look(self) -> None:
+        """Looks at all settings once more."""
         self._seen = changes.models.value
         self._check_structure()
         snapshot: dict[int, tuple[Any, dict[str, Any]]] = {}
         found: list[tuple[str, Any]] = []
-        self._inside = {}
+        self._inside = []
         for prefix, module in (("", self.model), ("loss.", self.loss)):
             if not isinstance(module, Module):
                 continue
@@ -146,9 +128,9 @@ class Programs:
                     continue
                 plain = settings.is_value(value)
                 found.append((prefix + key, repr(settings.encoded(value)) if plain else id(value)))
-                if isinstance(value, (list, dict)) and plain:
-                    self._inside[prefix + key] = value, found[-1][1]
-                    value = copy.deepcopy(value)
+                if plain and _may_change(value):
+                    self._inside.append((value, copy.deepcopy(value)))
+                    value = self._inside[-1][1]
                 snapshot.setdefault(id(owner), (owner, {}))[1][name] = value
         frozen = tuple(name for name, p in self.arena.named if not p.requires_grad)
         key = (frozen, *found)
@@ -373,3 +355,8 @@ class Programs:
         if self.train:
             executor.scaled = self.scaled
             loss.backward()
+
+
+def _may_change(value: Any) -> bool:
+    """True for a value that can be changed in place: a list, a dict, a tuple that has one."""
+    return isinstance(value, (list, dict)) or (isinstance(value, tuple) and any(map(_may_change, value)))

@@ -109,11 +109,10 @@ class Changing(Sharing):
         start have been called."""
         self._train.programs.refresh()
 
-    def stays(self, inside: bool = True) -> None:
+    def stays(self) -> None:
         """Raises ConfigError, on all ranks: forward() computes something else than it did in the last step, though no
-        attribute was assigned; a collective call. inside: of an epoch; between two, lists and dicts of modules may have
-        changed as well."""
-        text = self._astray(inside)
+        attribute was changed; a collective call."""
+        text = self._astray()
         everyone = np.array([[bool(text)]], np.int32)
         if self.comm.size > 1:
             everyone = self.comm.all_gather(everyone[0])
@@ -124,17 +123,13 @@ class Changing(Sharing):
             text = agreement.texts(self.comm, text)[rank]
         raise ConfigError(f"[train] by step {self.steps} {text}").on_all_ranks()
 
-    def _astray(self, inside: bool) -> str:
+    def _astray(self) -> str:
         """What has changed without a word, and what to do about it; empty: nothing has."""
-        programs, name = self._train.programs, type(self.model).__name__
-        changed = programs.look()
-        if inside and changed is not None:
-            return programs.in_place(changed)
-        astray = programs.astray()
+        astray = self._train.programs.astray()
         return astray and (
-            f"forward() of {name} computes something else than in the steps before, though no attribute was assigned: "
-            f"{astray}. It reads a value outside of its modules: make that an attribute (module.gain = ...), or set it "
-            "in on_epoch_start"
+            f"forward() of {type(self.model).__name__} computes something else than in the steps before, though no "
+            f"attribute was changed: {astray}. It reads a value outside of its modules: make that an attribute "
+            "(module.gain = ...), or set it in on_epoch_start"
         )
 
     def _program(self) -> dict[str, Any] | None:

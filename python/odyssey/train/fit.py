@@ -101,9 +101,8 @@ class Trainer:
     def epoch_begins(self) -> None:
         """Callbacks of an epoch's start have been called: what the program computes may have changed."""
 
-    def stays(self, inside: bool = True) -> None:
-        """Raises ConfigError, on all ranks: the program has changed though no setting has; a collective call. inside:
-        of an epoch."""
+    def stays(self) -> None:
+        """Raises ConfigError, on all ranks: the program has changed though no setting has; a collective call."""
 
     def check_alike(self) -> None:
         """Compares what ranks have alike; a collective call."""

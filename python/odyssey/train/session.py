@@ -508,7 +508,7 @@ class Session:
         if not trainer.mode.together:
             return
         if self.saves:
-            trainer.stays(inside=self.context.cursor.step > 0)
+            trainer.stays()
         if trainer.check_every and self.comm.size > 1 and self._checked != trainer.steps:
             trainer.check_alike()
             self._checked = trainer.steps
