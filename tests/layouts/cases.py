@@ -220,6 +220,10 @@ def judged(expected: Ran, everyone: Sequence[Ran], refused: bool = False) -> Out
         return Outcome("differs", f"not all ranks end with: {next(e for e in everyone if isinstance(e, Exception))}")
     if isinstance(expected, Exception) or isinstance(first, Exception):
         alike = str(expected) == str(first)
+        if isinstance(expected, ConfigError) and "[pipeline] " in str(expected):
+            # of compressed gradients the reference has the layout too, and its stages are those of its first step; a
+            # training that was started again in between has met the parameter in its own first step
+            return Outcome("refused", str(expected))
         if isinstance(first, ShapeError) and alike:  # such as batch norm of a last sample alone
             return Outcome("refused", str(first))
         if isinstance(first, ConfigError) or (isinstance(first, NumericsError) and "[checkpoint]" in str(first)):
