@@ -35,7 +35,7 @@ __getattr__, _, _more = attach(  # what a back end of another folder is made of
         "comm.cores": "cores",
         "comm.mock": "mock",
         "comm.requests": "Message deadline",
-        "comm.staged": "Staged",
+        "comm.staged": "Met Staged",
     },
 )
 __all__ = ["DTYPES", "Communicator", "ReduceOp", "Request", "bfloat16", "adopt", "world", *_more]

@@ -383,13 +383,15 @@ class Communicator:
         if self._broken is not None:
             raise self._broken
         signature, text = describe(name or call.kind, call.described, *caller_location(3))
-        tail = ()
+        tail, balanced = (), 0
         if call.kind == "all_to_all_v":
-            tail = (*call.send_counts, *call.receive_counts)
+            tail, balanced = call.counts(self.rank)
         elif call.kind == "scatter":
             known = call.out if call.send is None else call.send
             tail = piece_tail(known, known.shape[0 if call.send is None else 1 :] if known is not None else ())
-        call.header = Header(self._sequence, signature, text, tail, call.kind, call.root, call.blocking)
+        call.header = Header(
+            self._sequence, signature, text, tail, call.kind, call.root, call.blocking, balance=balanced
+        )
         slot.call(self._sequence, text, self._mark)
         self._sequence += 1
         return self._begin(call)

@@ -153,6 +153,11 @@ class Call:
         """What the caller gets; called once, when `out` is filled."""
         return self.out if self.finish is None else self.finish()
 
+    def counts(self, rank: int) -> tuple[tuple[int, ...], int]:
+        """The tail of an all_to_all_v's header, and its balance."""
+        gives, takes = self.send_counts, self.receive_counts
+        return (max(gives), *gives, *takes), balance(rank, gives, takes)
+
     def routes(self, rank: int, size: int, unit: int = 1) -> tuple[Sequence[Run], Sequence[Run]]:
         """Elements [a, b) of the flat `send` that go to each of `size` ranks from `rank`, and of the flat `out` that
         come from each, times `unit`; for all kinds that move numbers and do not combine them."""
@@ -184,8 +189,9 @@ class Header(NamedTuple):
     """What the other ranks see of a call.
 
     `signature` is a hash of what must be equal; `text` says it to people, with the source line; `tail` has numbers
-    that each rank may have of its own: send and receive counts of an all_to_all_v; dtype code (-1: not known here),
-    dimensions and shape of a piece in a scatter. `repeated`: the data are already on their way (base.Repeated).
+    that each rank may have of its own: largest send count, send and receive counts of an all_to_all_v; dtype code (-1:
+    not known here), dimensions and shape of a piece in a scatter. `repeated`: the data are already on their way
+    (base.Repeated). `balance` is that of the counts.
     """
 
     sequence: int
@@ -196,16 +202,25 @@ class Header(NamedTuple):
     root: int = -1
     blocking: bool = False
     repeated: bool = False
+    balance: int = 0
 
 
 TEXT = 144  # bytes of a header's text
-_HEAD = struct.Struct(f"<qq??6x{TEXT}s")
+_HEAD = struct.Struct(f"<qqQ??6x{TEXT}s")
 DIMENSIONS = 8
+
+
+@functools.lru_cache(256)
+def balance(rank: int, gives: tuple[int, ...], takes: tuple[int, ...]) -> int:
+    """A number of 64 bits whose sum over all ranks is 0 where each expects from each what that gives: so counts are
+    compared in time proportional to the ranks, not to the pairs. Tuples of integers have the same hash everywhere."""
+    given = sum(hash((rank, p, n)) for p, n in enumerate(gives))
+    return (given - sum(hash((p, rank, n)) for p, n in enumerate(takes))) % 2**64
 
 
 def tail_length(size: int) -> int:
     """Numbers in the tail of a header in a group of `size`."""
-    return max(2 * size, 2 + DIMENSIONS)
+    return max(1 + 2 * size, 2 + DIMENSIONS)
 
 
 def header_bytes(size: int) -> int:
@@ -216,7 +231,8 @@ def header_bytes(size: int) -> int:
 def pack(header: Header, into: np.ndarray) -> None:
     """Writes a header into uint8 memory of `header_bytes(size)`."""
     text = _encoded(header.text)
-    _HEAD.pack_into(into, 0, header.sequence, header.signature, header.blocking, header.repeated, text)
+    numbers = header.sequence, header.signature, header.balance
+    _HEAD.pack_into(into, 0, *numbers, header.blocking, header.repeated, text)
     if header.tail:
         struct.pack_into(f"<{len(header.tail)}q", into, _HEAD.size, *header.tail)
 
@@ -227,18 +243,25 @@ def _encoded(text: str) -> bytes:
     return data if len(data) <= TEXT else data[: TEXT - 3].decode(errors="ignore").encode() + b"..."
 
 
-def unpack(data: np.ndarray, like: Header) -> Header:
-    """A header out of the bytes that `pack` wrote; its kind is that of `like`, which matters if they are equal."""
-    sequence, signature, blocking, repeated, text = _HEAD.unpack_from(data, 0)
-    tail = struct.unpack_from(f"<{len(like.tail)}q", data, _HEAD.size) if like.tail else ()
+def unpack(packed: Sequence[np.ndarray], like: Header) -> list[Header]:
+    """The headers of all ranks out of the bytes that `pack` wrote; their kind is that of `like`, which matters if they
+    are equal. Of an all_to_all_v without the counts, unless these do not fit."""
+    counts = like.kind == "all_to_all_v"
+    headers = [_unpacked(data, like, 1 if counts else len(like.tail)) for data in packed]
+    if counts and _unbalanced(headers):
+        headers = [_unpacked(data, like, len(like.tail)) for data in packed]
+    return headers
+
+
+def _unpacked(data: np.ndarray, like: Header, numbers: int) -> Header:
+    sequence, signature, balance, blocking, repeated, text = _HEAD.unpack_from(data, 0)
+    tail = struct.unpack_from(f"<{numbers}q", data, _HEAD.size) if numbers else ()
     text = text.rstrip(b"\0").decode(errors="replace")
-    return Header(sequence, signature, text, tail, like.kind, like.root, blocking, repeated)
+    return Header(sequence, signature, text, tail, like.kind, like.root, blocking, repeated, balance)
 
 
-#: The first bytes of a packed header hold the sequence, the signature and the flags: equal bytes, equal calls.
-PREFIX = 18
-#: Where the numbers of the tail begin in a packed header.
-TAIL = _HEAD.size
+def _unbalanced(headers: Sequence[Header]) -> bool:
+    return bool(sum(header.balance for header in headers) % 2**64)
 
 
 def mismatch(headers: Sequence[Header], ranks: Sequence[int]) -> str | None:
@@ -255,10 +278,10 @@ def mismatch(headers: Sequence[Header], ranks: Sequence[int]) -> str | None:
                 f"all ranks of a group must make the same calls in the same order (this was call {first.sequence})"
             )
     n = len(headers)
-    if first.kind == "all_to_all_v":
+    if first.kind == "all_to_all_v" and _unbalanced(headers):
         for a, sender in enumerate(headers):
             for b, receiver in enumerate(headers):
-                gives, wants = sender.tail[b], receiver.tail[n + a]
+                gives, wants = sender.tail[1 + b], receiver.tail[1 + n + a]
                 if gives != wants:
                     return (
                         f"[comm] rank {ranks[a]} sends {gives} elements to rank {ranks[b]} in {sender.text}, but that "

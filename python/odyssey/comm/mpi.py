@@ -1,13 +1,12 @@
 """Ranks connected by MPI. The only file that imports mpi4py; buffer calls only, nothing is pickled.
 
 Each group has two MPI communicators of its own, one for headers and one for data, so that neither meets calls that a
-program makes on COMM_WORLD. A header goes to every other rank of the group by a persistent send (docs/communication.md
-has what it costs); when all have come and agree, the data follow by the library's own collective.
+program makes on COMM_WORLD. The ranks learn in rounds of persistent messages (rounds.py; docs/communication.md has what
+it costs) whether they make the same call; if so, the data follow by the library's own collective.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import sys
@@ -42,8 +41,6 @@ from ..base.proc import mapped  # noqa: E402
 from ..errors import CollectiveError, ConfigError  # noqa: E402
 from .base import Repeated  # noqa: E402
 from .calls import (  # noqa: E402
-    PREFIX,
-    TAIL,
     Call,
     Header,
     ReduceOp,
@@ -51,16 +48,16 @@ from .calls import (  # noqa: E402
     check_envelope,
     describe,
     envelope_bytes,
-    header_bytes,
     mismatch,
-    pack,
     pack_envelope,
     unpack,
     unpack_envelope,
 )
 from .cores import cores  # noqa: E402
-from .requests import Message, Request, Waiting, deadline  # noqa: E402
-from .staged import Headed, Staged  # noqa: E402
+from .exits import Exits  # noqa: E402
+from .requests import Message, Request, Waiting  # noqa: E402
+from .rounds import Heads, Roll  # noqa: E402
+from .staged import Headed, Met, Staged  # noqa: E402
 
 STARTED = _begun, _started  # ns; between these MPI started, and its launcher made a file for it (run/start.py)
 
@@ -86,22 +83,10 @@ _FUNCTIONS = {  # of a kind of call: at once, and when it is done
     "all_gather_v": (MPI.Comm.Iallgatherv, MPI.Comm.Allgatherv),
 }
 MEMORY_TAG = 32767  # above those of messages, which take two each; MPI promises so many
+DATA_TAG = 200  # of calls made again and again, beside the headers: above those of rounds.py
 # Up to so many ranks each sends its data to each other itself (`_Repeated`); beyond that the library knows better ways.
 NEAR = 32
 _WORDS = {1: MPI.UINT8_T, 2: MPI.UINT16_T, 4: MPI.UINT32_T, 8: MPI.UINT64_T}  # for what is only moved
-
-
-class _Heads:
-    """A header of mine and those of the others, with the persistent requests that exchange them."""
-
-    def __init__(self, comm: Any, rank: int, size: int) -> None:
-        self.heads = np.zeros((size, header_bytes(size)), np.uint8)
-        self.mine = self.heads[rank]
-        others = [p for p in range(size) if p != rank]
-        self.receives = {p: comm.Recv_init([self.heads[p], MPI.BYTE], p, 0) for p in others}
-        self.requests = [*self.receives.values(), *(comm.Send_init([self.mine, MPI.BYTE], p, 0) for p in others)]
-        self.prefix = memoryview(self.mine)[:PREFIX]
-        self.prefixes = [memoryview(self.heads[p])[:PREFIX] for p in others]
 
 
 class _Repeated(Headed):
@@ -112,33 +97,30 @@ class _Repeated(Headed):
     may be left over, so the group is then over.
     """
 
-    __slots__ = ("_header", "_heads", "_number_of", "_place", "_messages", "_all", "_own", "_ends", "_known")
+    __slots__ = ("_header", "_heads", "_place", "_messages", "_own")
 
     def __init__(self, comm: MPICommunicator, call: Call) -> None:
         super().__init__(comm, call, call.kind, -1)
-        self._complete, self._all = True, []
+        self._complete = True
         # Messages of two such calls do not meet: each has a tag, and all ranks count alike, or their headers differ.
-        tag = 1 + comm._repeats % (MEMORY_TAG - 1)
+        tag = 1 + comm._repeats % (MEMORY_TAG - DATA_TAG - 1)
         comm._repeats += 1
         dtype, shape, root, op, more = call.described
         text = f"again {tag}" if more is None else f"again {tag} of {str(more).replace(' ', '')}"
         call.described = (dtype, shape, root, op, text)
-        self._header: Header | None = None
         me, size = comm.rank, comm.size
-        self._heads = head = _Heads(comm._head, me, size)
-        self._number_of = memoryview(head.mine)[:8].cast("q")
+        self._heads = Heads(comm._head, me, size)
+        tail, balance = call.counts(me) if call.kind == "all_to_all_v" else ((), 0)
+        self._header = Header(0, 0, "", tail, call.kind, repeated=True, balance=balance)
         self._place: tuple[str, int] = ("", 0)
         gives, takes = call.routes(me, size)
         self._own = None if call.send is call.out else (call.out[slice(*takes[me])], call.send[slice(*gives[me])])
         word, others = _WORDS[call.out.dtype.itemsize], [p for p in range(size) if p != me]
-        self._messages = []
+        self._messages: list[Any] = []
         for make, array, runs in ((comm._head.Recv_init, call.out, takes), (comm._head.Send_init, call.send, gives)):
-            self._messages += [make([array[slice(*runs[p])], word], p, tag) for p in others if runs[p][0] < runs[p][1]]
-        self._all = [*head.requests, *self._messages]
-        self._ends = [
-            memoryview(head.heads[p])[TAIL : TAIL + 16 * size * (call.kind == "all_to_all_v")] for p in others
-        ]
-        self._known: list[bytes] | None = None  # the tails of the others, once they agreed with mine
+            self._messages += [
+                make([array[slice(*runs[p])], word], p, DATA_TAG + tag) for p in others if runs[p][0] < runs[p][1]
+            ]
         comm._repeated_calls.add(self)
 
     def start(self) -> _Repeated:
@@ -147,19 +129,17 @@ class _Repeated(Headed):
             raise comm._broken
         if not self._complete:
             raise CollectiveError(f"[comm] {self._text} is started again before it is complete; wait for it first")
-        sequence, place = comm._sequence, caller_location(2)
+        place = caller_location(2)
         if place != self._place:
             self._place = place
             signature, self._text = describe(call.kind, call.described, *place)
-            tail = (*call.send_counts, *call.receive_counts)
-            self._header = Header(sequence, signature, self._text, tail, call.kind, repeated=True)
-            pack(self._header, self._heads.mine)
-        comm._sequence = sequence + 1
-        self._sequence = self._number_of[0] = sequence
-        slot.quick(sequence, comm._mark[0], self._text)
+            self._header = self._header._replace(signature=signature, text=self._text)
+        self._sequence = comm._sequence
+        comm._sequence += 1
+        slot.quick(self._sequence, comm._mark[0], self._text)
         self._result, self._error, self._complete, self.posted, self._suspect = None, None, False, False, 0
         comm._active.add(self)
-        MPI.Prequest.Startall(self._all)
+        MPI.Prequest.Startall(comm._meet(self._heads, self._header, self._sequence) + self._messages)
         if self._own is not None:
             self._own[0][...] = self._own[1]
         return self
@@ -168,45 +148,35 @@ class _Repeated(Headed):
         if self._complete:
             return True
         if not self.posted:
-            if not MPI.Request.Testall(self._heads.requests):
+            met = self._comm._met(self._heads, self._header)
+            if met is None:
                 if self._comm._broken is None:
                     return False
                 self._fail(self._comm._broken)
                 return True
-            wrong = self._differs()
-            if wrong is not None:
-                self._fail(wrong)  # it stays among the active: its messages are under way for ever
-                return True
+            if met.headers:
+                wrong = mismatch(met.headers, self._comm.ranks) or ""
+                self._fail(self._comm._different(wrong, met.headers))
+                return True  # it stays among the active: its messages are under way for ever
             self.posted = True
+            if self._header.balance:  # counts are compared the first time: they stay what they are
+                self._header = self._header._replace(balance=0)
         if MPI.Request.Testall(self._messages):
             self._complete = True
             self._comm._active.discard(self)
         return self._complete
-
-    def _differs(self) -> CollectiveError | None:
-        """What is wrong, once all headers have come."""
-        head = self._heads
-        if self._known == self._ends and all(prefix == head.prefix for prefix in head.prefixes):
-            return None
-        comm, mine = self._comm, self._header._replace(sequence=self._sequence)
-        headers = [unpack(h, mine) for h in head.heads]
-        wrong = mismatch(headers, comm.ranks)
-        if wrong is None:
-            self._known = [bytes(tail) for tail in self._ends]
-            return None
-        return comm._different(wrong, headers)
 
     def _late(self) -> list[int]:
         return [] if self.posted else self._comm._missing(self._heads)
 
     def free(self) -> None:
         """Gives the requests back; not while they are under way."""
-        requests, self._all = self._all, []
+        requests, self._messages, self._heads.requests = self._messages + self._heads.requests, [], []
         for request in requests:
             request.Free()
 
     def __del__(self) -> None:
-        if self._all and not MPI.Is_finalized():
+        if self._heads.requests and not MPI.Is_finalized():
             self.free()
 
 
@@ -227,7 +197,9 @@ class MPICommunicator(Staged):
         node = comm.Split_type(MPI.COMM_TYPE_SHARED)
         self.local_rank, self.local_size = node.Get_rank(), node.Get_size()
         node.Free()
-        self._heads: list[_Heads] = []  # not in use
+        self._heads: list[Heads] = []  # not in use
+        self._meeting: deque[Heads] = deque()  # of calls under way whose words have not all come, in order
+        self._roll = Roll(self._head, self.rank, self.size)
         self._repeats = 0
         self._active: set[_Repeated] = set()
         self._repeated_calls: weakref.WeakSet[_Repeated] = weakref.WeakSet()
@@ -235,7 +207,7 @@ class MPICommunicator(Staged):
         if of is None:
             self.ranks = tuple(range(self.size))
             self.why = f"mpi: {self.size} ranks, {launcher.mpi_library(MPI.Get_library_version())}"
-            self._exits = _Exits(self)
+            self._exits = Exits(self, MPI.Is_finalized, _abort)
             crowded = np.array([self.local_size > cores()], np.uint8)
             comm.Allreduce(MPI.IN_PLACE, crowded, MPI.MAX)
             self._crowded = bool(crowded[0])  # on all or none: a blocking call does not match one that is not
@@ -248,22 +220,58 @@ class MPICommunicator(Staged):
 
     # --- headers ---
 
-    def _send_header(self, header: Header) -> _Heads:
-        heads = self._heads.pop() if self._heads else _Heads(self._head, self.rank, self.size)
-        pack(header, heads.mine)
-        MPI.Prequest.Startall(heads.requests)
+    def _send_header(self, header: Header) -> Heads:
+        heads = self._heads.pop() if self._heads else Heads(self._head, self.rank, self.size)
+        MPI.Prequest.Startall(self._meet(heads, header, header.sequence))
         return heads
 
-    def _headers(self, heads: _Heads, mine: Header) -> list[Header] | None:
-        if not MPI.Request.Testall(heads.requests):
-            return None
-        self._heads.append(heads)
-        if not mine.tail and all(prefix == heads.prefix for prefix in heads.prefixes):
-            return []
-        return [unpack(head, mine) for head in heads.heads]
+    def _meet(self, heads: Heads, header: Header, sequence: int) -> list[Any]:
+        """Takes up a call; gives the requests to be started."""
+        if self._roll.needed:
+            self._roll.listen(self._sequence)  # else what ranks tell one that never waits long would pile up
+        self._meeting.append(heads)
+        return heads.start(header, sequence)
 
-    def _missing(self, heads: _Heads) -> list[int]:
-        return [p for p, request in heads.receives.items() if not request.Test()]
+    def _move_on(self, until: Heads | None = None) -> None:
+        """Moves the words of calls on, in their order, up to those of one."""
+        limit = sys.maxsize
+        if until is self._meeting[0]:
+            if until.advance(limit):
+                self._meeting.popleft()
+                until.finish()
+            return
+        for heads in tuple(self._meeting):
+            done, limit = heads.advance(limit), heads.begun
+            if done and heads is self._meeting[0]:
+                self._meeting.popleft().finish()
+                limit = sys.maxsize
+            if heads is until:
+                break
+
+    def _met(self, heads: Heads, mine: Header) -> Met | None:
+        if not heads.over:
+            self._move_on(heads)
+            if not heads.over:
+                return None
+        if heads.texts is None:
+            return heads.met()
+        found, request = heads.texts
+        return Met(unpack(found, mine)) if request.Test() else None
+
+    def _headers(self, heads: Heads, mine: Header) -> Met | None:
+        met = self._met(heads, mine)
+        if met is not None:
+            self._heads.append(heads)
+        return met
+
+    def listen(self) -> None:
+        """Moves calls on that are under way, and tells others who ask which calls this rank has begun."""
+        if self._meeting:
+            self._move_on()
+        self._roll.listen(self._sequence)
+
+    def _missing(self, heads: Heads) -> list[int]:
+        return self._roll.missing(heads, self._sequence)
 
     def _gone(self, ranks: Sequence[int]) -> list[int]:
         return [p for p in ranks if self._exits.ended(self.ranks[p])]
@@ -338,6 +346,7 @@ class MPICommunicator(Staged):
         for comm in self._exits.communicators:
             if not isinstance(comm, MPICommunicator):
                 continue  # shared memory carries its messages over one of these
+            comm.listen()
             for line in comm._receives.values():
                 while line and line[0]._request.Test():
                     line.popleft()._open()
@@ -476,84 +485,6 @@ class _Memory(Waiting):
 
     def _late(self) -> Sequence[int]:
         return self._peers
-
-
-class _Exits:
-    """Ranks that end tell the others, so that nobody waits for them until the deadline; and nobody hangs at the end.
-
-    At the end of the interpreter each rank sends a notice to all others and waits for theirs, sleeping, before
-    MPI_Finalize, which would wait as well, but on a core. A rank with an operation that never completed, or one that
-    gave up waiting, cannot finalize: it ends all ranks with the exit code of a CollectiveError.
-    """
-
-    def __init__(self, world: MPICommunicator) -> None:
-        self.owner = weakref.ref(world)
-        self.rank, self.size = world.rank, world.size
-        self.communicators: weakref.WeakSet[MPICommunicator] = weakref.WeakSet()
-        self._alarm = world._data.Dup()
-        if self.size > 1:
-            atexit.register(self._leave, os.getpid())
-
-    def ended(self, rank: int) -> bool:
-        """Whether this world rank has said that it ends, in order."""
-        return rank != self.rank and self._alarm.Iprobe(rank, 0)
-
-    def barrier(self) -> Any:
-        """Starts a barrier of all ranks of the world."""
-        return self._alarm.Ibarrier()
-
-    def _leave(self, process: int) -> None:
-        if os.getpid() != process or MPI.Is_finalized():
-            return
-        code, why = entry.leaving()
-        # Others may be late with a call of this rank, but they come; with one that fails they are not waited for long.
-        until = time.monotonic() + (ALONE_S if code else deadline())
-        for comm in list(self.communicators):
-            known = comm._broken is not None
-            if not known:
-                self._wait_for_last(comm, until)
-            if comm._broken is not None or comm.unfinished():
-                sys.stdout.flush()
-                if not known:
-                    first = next((r.describe() for r in comm.unfinished()), "")
-                    if code:
-                        entry.end(code, f"{why}, while {first} is unfinished; all are ended", world=self.owner())
-                    text = str(comm._broken or f"[comm] ends while {first} is unfinished")
-                    print(f"odyssey: [rank {self.rank}] {text}", file=sys.stderr)
-                    entry.record(CollectiveError.exit_code, text)
-                sys.stderr.flush()
-                time.sleep(0.5)  # the others say what they have to say, and the launcher reads it, before all is ended
-                _abort(CollectiveError.exit_code)
-        slot.phase("end")
-        entry.record(code, why)
-        others = [p for p in range(self.size) if p != self.rank]
-        notes = np.zeros((self.size, 1), np.uint8)
-        # On tag 1 of a rank that fails: it ends all itself, if the others do not do the same.
-        requests = [self._alarm.Isend([notes[self.rank], MPI.BYTE], p, int(code != 0)) for p in others]
-        requests += [self._alarm.Irecv([notes[p], MPI.BYTE], p, MPI.ANY_TAG) for p in others]
-        nap, patience = 1e-5, time.monotonic() + ALONE_S
-        while not MPI.Request.Testall(requests):
-            if code and time.monotonic() > patience:
-                line = f"{why}, and others go on; all are ended"
-                entry.end(code, line, world=self.owner())
-            time.sleep(nap)
-            nap = min(1.5 * nap, 5e-3)
-
-    def _wait_for_last(self, comm: MPICommunicator, until: float) -> None:
-        """Waits for the calls of a group that are under way, as long as others may still come to them."""
-        shown = None
-        while (left := [r for r in comm.unfinished() if not r.test()]) and (now := time.monotonic()) <= until:
-            if left[0] is not shown:  # the watcher is to see that this rank waits, and in what
-                shown = left[0]
-                slot.enter(shown._number(), shown.describe(), shown._waited_for())
-            if until - now > LAST_S and any(map(self.ended, comm.ranks)):
-                until = now + LAST_S
-            time.sleep(1e-3)
-        slot.leave()
-
-
-LAST_S = 2.0  # what a rank that has ended had sent before has arrived by then
-ALONE_S = 0.7  # a rank that ends with an exit code other than 0 waits so long for the others to do the same
 
 
 class Window:

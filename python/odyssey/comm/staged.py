@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..base import slot
 from ..errors import CollectiveError
@@ -20,6 +20,18 @@ _SLOWEST = 1e8
 
 
 _active: weakref.WeakSet[Staged] = weakref.WeakSet()  # those with calls whose headers have not come
+
+
+class Met(NamedTuple):
+    """What the headers of all ranks came to.
+
+    headers: of all ranks, where they may differ; none if they are known to agree. piece: the tail of a scatter's root.
+    blocking: all ranks wait for the call at once.
+    """
+
+    headers: Sequence[Header] = ()
+    piece: Sequence[int] | None = None
+    blocking: bool = False
 
 
 class Staged(Communicator):
@@ -61,18 +73,18 @@ class Staged(Communicator):
         with self._lock:
             while self._queue:
                 head = self._queue[0]
-                headers = self._headers(head.handle, head.call.header)
-                if headers is None:
+                met = self._headers(head.handle, head.call.header)
+                if met is None:
                     return
                 self._queue.popleft()
-                wrong = headers and mismatch(headers, self.ranks)
+                wrong = met.headers and mismatch(met.headers, self.ranks)
                 if wrong:
-                    head._fail(self._different(wrong, headers))
+                    head._fail(self._different(wrong, met.headers))
                     continue
                 call = head.call
                 if call.place is not None:
-                    call.place(*piece(headers[call.root].tail))
-                blocking = self._crowded and (all(h.blocking for h in headers) if headers else call.blocking)
+                    call.place(*piece(met.piece))
+                blocking = self._crowded and met.blocking
                 if blocking:
                     slot.enter(call.header.sequence, call.header.text, self._mark)
                 try:
@@ -102,11 +114,8 @@ class Staged(Communicator):
         """Starts the exchange of headers; returns a handle."""
         raise NotImplementedError
 
-    def _headers(self, handle: Any, mine: Header) -> list[Header] | None:
-        """The headers of all ranks when they have come, None before; called until then.
-
-        An empty list says that all are equal to `mine`, except for their texts; not for kinds that have a tail.
-        """
+    def _headers(self, handle: Any, mine: Header) -> Met | None:
+        """What the headers of all ranks came to when they have come, None before; called until then."""
         raise NotImplementedError
 
     def _missing(self, handle: Any) -> list[int]:

@@ -95,7 +95,7 @@ class SteppedCommunicator(Communicator):
         state = yield None
         if state == DIFFERENT:
             yield from self._explain(call)
-        return [unpack(envelopes[self._last], call.header) for envelopes in self._envelopes]
+        return unpack([envelopes[self._last] for envelopes in self._envelopes], call.header)
 
     def _agree(self, headers: list[Header]) -> None:
         """Raises where numbers that each rank may have of its own do not fit those of the others."""
@@ -136,7 +136,7 @@ class SteppedCommunicator(Communicator):
             call.place(*piece(headers[call.root].tail))
         send, received, gives, wants, longest = self._bytes_of(call)
         if call.kind == "all_to_all_v":
-            longest = max(max(header.tail[: self.size]) for header in headers) * call.out.itemsize
+            longest = max(header.tail[0] for header in headers) * call.out.itemsize
         share = self._share
         at = self.rank * share
         for a in _pieces(longest, share) if longest or call.kind != "all_to_all_v" else ():

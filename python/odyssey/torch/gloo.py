@@ -26,6 +26,7 @@ from ..comm import (
     Communicator,
     Header,
     Message,
+    Met,
     ReduceOp,
     Run,
     Staged,
@@ -112,9 +113,12 @@ class GlooCommunicator(Staged):
         work = self._head.allgather([list(torch.from_numpy(heads))], [torch.from_numpy(mine)])
         return work, heads, mine, header.sequence
 
-    def _headers(self, handle: tuple, mine: Header) -> list[Header] | None:
+    def _headers(self, handle: tuple, mine: Header) -> Met | None:
         work, heads, *_ = handle
-        return [unpack(head, mine) for head in heads] if _done(work) else None
+        if not _done(work):
+            return None
+        headers = unpack(heads, mine)
+        return Met(headers, headers[max(mine.root, 0)].tail, all(header.blocking for header in headers))
 
     def _missing(self, handle: tuple) -> list[int]:
         """Ranks that wait long leave a note in the store; those without one did not come."""

@@ -1,0 +1,125 @@
+"""The end of a world of MPI: ranks that end wait for each other, and tell those who ask that they have ended."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import time
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..base import entry, slot
+from ..errors import CollectiveError
+from .requests import deadline
+from .rounds import distances
+from .staged import Staged
+
+if TYPE_CHECKING:
+    from .base import Communicator
+    from .mpi import MPICommunicator
+
+_ASK, _ENDED = 100, 101  # tags beyond those of rounds
+LAST_S = 2.0  # what a rank that has ended had sent before has arrived by then
+ALONE_S = 0.7  # a rank that ends with an exit code other than 0 waits so long for the others to do the same
+
+
+class Exits:
+    """Ranks that end tell the others, so that nobody waits for them until the deadline; and nobody hangs at the end.
+
+    At the end of the interpreter the ranks wait for each other in the rounds of rounds.py, sleeping, before
+    MPI_Finalize, which would wait as well, but on a core; a rank that waits there tells those who ask. A rank with an
+    operation that never completed, or one that gave up waiting, cannot finalize: it ends all ranks with the exit code
+    of a CollectiveError.
+    """
+
+    def __init__(self, world: MPICommunicator, finalized: Callable[[], bool], abort: Callable[[int], None]) -> None:
+        self.owner, self._finalized, self._abort = weakref.ref(world), finalized, abort
+        self.rank, self.size = world.rank, world.size
+        self.communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()
+        self._alarm = world._data.Dup()
+        self._asked: set[int] = set()
+        self._over: set[int] = set()
+        self._notes: list[Any] = []
+        if self.size > 1:
+            atexit.register(self._leave, os.getpid())
+
+    def ended(self, rank: int) -> bool:
+        """Whether this world rank has said that it ends, in order; it is asked the first time."""
+        if rank != self.rank and rank not in self._asked:
+            self._asked.add(rank)
+            self._tell(rank, _ASK)
+        while self._alarm.Iprobe(tag=_ENDED):
+            says = np.zeros(1, np.int64)
+            self._alarm.Recv(says, tag=_ENDED)
+            self._over.add(int(says[0]))
+        return rank in self._over
+
+    def barrier(self) -> Any:
+        """Starts a barrier of all ranks of the world."""
+        return self._alarm.Ibarrier()
+
+    def _leave(self, process: int) -> None:
+        if os.getpid() != process or self._finalized():
+            return
+        code, why = entry.leaving()
+        # Others may be late with a call of this rank, but they come; with one that fails they are not waited for long.
+        until = time.monotonic() + (ALONE_S if code else deadline())
+        for comm in list(self.communicators):
+            known = comm._broken is not None
+            if not known:
+                self._wait_for_last(comm, until)
+            if comm._broken is not None or comm.unfinished():
+                sys.stdout.flush()
+                if not known:
+                    first = next((r.describe() for r in comm.unfinished()), "")
+                    if code:
+                        entry.end(code, f"{why}, while {first} is unfinished; all are ended", world=self.owner())
+                    text = str(comm._broken or f"[comm] ends while {first} is unfinished")
+                    print(f"odyssey: [rank {self.rank}] {text}", file=sys.stderr)
+                    entry.record(CollectiveError.exit_code, text)
+                sys.stderr.flush()
+                time.sleep(0.5)  # the others say what they have to say, and the launcher reads it, before all is ended
+                self._abort(CollectiveError.exit_code)
+        slot.phase("end")
+        entry.record(code, why)
+        nap, patience, note = 1e-5, time.monotonic() + ALONE_S, np.zeros(1, np.uint8)
+        for k, far in enumerate(distances(self.size)):
+            requests = [self._alarm.Isend(note, (self.rank + d) % self.size, k) for d in far]
+            requests += [self._alarm.Irecv(np.zeros(1, np.uint8), (self.rank - d) % self.size, k) for d in far]
+            while not requests[0].Testall(requests):
+                if not code:  # a rank that fails ends all itself, if the others do not do the same
+                    self._answer()
+                elif time.monotonic() > patience:
+                    entry.end(code, f"{why}, and others go on; all are ended", world=self.owner())
+                time.sleep(nap)
+                nap = min(1.5 * nap, 5e-3)
+
+    def _answer(self) -> None:
+        """Tells those who ask that this rank has ended; and in groups of which calls it had begun before."""
+        while self._alarm.Iprobe(tag=_ASK):
+            asks = np.zeros(1, np.int64)
+            self._alarm.Recv(asks, tag=_ASK)
+            self._tell(int(asks[0]), _ENDED)
+        for comm in self.communicators:
+            if isinstance(comm, Staged):
+                comm.listen()
+
+    def _tell(self, to: int, tag: int) -> None:
+        self._notes.append(self._alarm.Isend(np.array([self.rank], np.int64), to, tag))
+
+    def _wait_for_last(self, comm: MPICommunicator, until: float) -> None:
+        """Waits for the calls of a group that are under way, as long as others may still come to them."""
+        shown = None
+        while (left := [r for r in comm.unfinished() if not r.test()]) and (now := time.monotonic()) <= until:
+            comm._progress()
+            if left[0] is not shown:  # the watcher is to see that this rank waits, and in what
+                shown = left[0]
+                slot.enter(shown._number(), shown.describe(), shown._waited_for())
+            if until - now > LAST_S and any(map(self.ended, comm.ranks)):
+                until = now + LAST_S
+            time.sleep(1e-3)
+        slot.leave()

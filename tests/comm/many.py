@@ -1,0 +1,47 @@
+"""Run under mpirun by test_rounds.py: calls of many ranks, alike, different on one, and many in flight."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+
+from odyssey import comm
+from odyssey.errors import CollectiveError
+
+world = comm.world("mpi")
+n, rank, odd = world.size, world.rank, world.size * 2 // 3
+
+
+def refused(function) -> str:
+    try:
+        function()
+    except CollectiveError as error:
+        return str(error)
+    raise AssertionError("calls that differ were not noticed")
+
+
+requests = [world.all_reduce(np.full(3, float(rank + i)), wait=False) for i in range(4)]
+again = world.all_to_all_v_init(np.full(n, rank, np.float32), [1] * n, into := np.zeros(n, np.float32), [1] * n)
+for _ in range(2):
+    again.start().wait()
+    assert into.tolist() == list(range(n))
+for i, request in reversed(list(enumerate(requests))):
+    assert (request.wait() == sum(range(n)) + i * n).all()
+assert world.scatter(np.arange(2 * n).reshape(n, 2) if rank == 1 else None, 1).tolist() == [2 * rank, 2 * rank + 1]
+counts = [(rank + p) % 3 for p in range(n)]
+received = np.zeros(sum(counts))
+world.all_to_all_v(np.full(sum(counts), float(rank)), counts, received, counts)
+assert received.tolist() == [float(p) for p, c in enumerate(counts) for _ in range(c)]
+
+said = [refused(world.barrier if rank == odd else lambda: world.all_reduce(np.zeros(2)))]
+more = [c + (rank == odd and p == 0) for p, c in enumerate(counts)]
+said.append(refused(lambda: world.all_to_all_v(np.zeros(sum(more)), more, received, counts)))
+piece = np.zeros(3) if rank == odd else None
+said.append(refused(lambda: world.scatter(np.zeros((n, 2)) if rank == 0 else None, 0, piece)))
+assert world.all_reduce(1 * np.ones(1))[0] == n  # the group goes on
+if len(sys.argv) > 1:
+    said.append(refused(lambda: (world.barrier if rank == odd else again.start().wait)()))
+if rank in (0, odd, n - 1):
+    for line in said:
+        print(f"rank {rank}: {line}\n", end="", flush=True)
