@@ -23,7 +23,7 @@ _HOMES = {  # what is loaded from where; front ends, such as torch.names, by wha
     "nn": "PipelineParallel Stage checkpoint manual_seed",
     "inexact.compression": "GradientCompression",
     "parallel.mesh": "Mesh",
-    "train.saved": "export load load_model predict save_model",
+    "train.saved": "export load load_checkpoint load_model predict save_checkpoint save_model",
     "train.trainer": "DistributedTrainer History",
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
@@ -59,15 +59,16 @@ if TYPE_CHECKING:
     from .nn import PipelineParallel, Stage, checkpoint, manual_seed
     from .parallel.mesh import Mesh
     from .train import trainer
-    from .train.saved import export, load, load_model, predict, save_model
+    from .train.saved import export, load, load_checkpoint, load_model, predict, save_checkpoint, save_model
     from .train.trainer import DistributedTrainer, History
 
 __all__ = [
     "DDP", "Device", "DistributedConfig", "DistributedDataParallel", "DistributedTrainer", "GradScaler",
     "GradientCompression", "History", "Mesh", "OdysseyError", "PipelineParallel", "Stage", "Tensor", "autocast",
     "callbacks", "checkpoint", "comm", "data", "device", "distributed", "errors", "export", "from_dlpack",
-    "functional", "load", "load_model", "load_ops", "loggers", "manual_seed", "nn", "no_grad", "offload", "optim",
-    "parallel", "placement", "predict", "save_model", "steplog", "tensor", "testing", "trainer", "verify",
+    "functional", "load", "load_checkpoint", "load_model", "load_ops", "loggers", "manual_seed", "nn", "no_grad",
+    "offload", "optim", "parallel", "placement", "predict", "save_checkpoint", "save_model", "steplog", "tensor",
+    "testing", "trainer", "verify",
 ]  # fmt: skip
 
 

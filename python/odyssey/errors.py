@@ -145,5 +145,6 @@ def check_number(name: str, value: Any, low: float, high: float = math.inf, *, o
     allowed = hasattr(value, "__float__") and (low < value if open_low else low <= value) and value < high
     if not allowed:
         above, below = "above" if open_low else "at least", "finite" if high == math.inf else f"below {high:g}"
-        raise ConfigError(f"{name} is {value!r}; it must be {above} {low:g} and {below}")
+        kind = "" if hasattr(value, "__float__") else "a number "
+        raise ConfigError(f"{name} is {value!r}; it must be {kind}{above} {low:g} and {below}")
     return float(value)

@@ -30,6 +30,8 @@ def loader():
     ("do", "said"),
     [
         (lambda: trainer().fit(loader(), epochs="2", verbose=False), "epochs is '2'; it must be an integer"),
+        (lambda: trainer().fit(loader(), max_steps="3", verbose=False), "steps is '3'; it must be an integer"),
+        (lambda: optim.SGD(lr="0.1"), "lr is '0.1'; it must be a number at least 0"),
         (lambda: trainer().fit(loader(), epochs=1.5, verbose=False), "epochs is 1.5; it must be an integer"),
         (
             lambda: trainer().fit(loader(), callbacks=EarlyStopping("val_loss"), verbose=False),
@@ -118,3 +120,14 @@ def test_ctrl_c_is_one_line(launch):
     assert job.returncode == 75, err
     lines = [line for line in err.splitlines() if "stopped by" in line]
     assert len(lines) == 1 and lines[0].startswith("odyssey: [train] stopped by") and "Traceback" not in err
+
+
+def test_ctrl_c_where_nothing_is_saved_is_one_line(launch):
+    (launch.folder / "script.py").write_text(SCRIPT.replace('"kept"', "None"))
+    words = [sys.executable, "script.py", "go"]
+    job = subprocess.Popen(words, cwd=launch.folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert job.stdout is not None and job.stdout.readline() == "step\n"
+    time.sleep(0.2)
+    job.send_signal(signal.SIGINT)
+    _, err = job.communicate(timeout=60)
+    assert (job.returncode, err.splitlines()[-1]) == (130, "odyssey: interrupted") and "Traceback" not in err

@@ -253,7 +253,8 @@ def test_a_script_is_started_by_train(tmp_path):
             "`odyssey launch -n 32 --hosts h1:8,h2:8 t.py`",
         ),
         (["--address", "ray://head:10001", "--backend", "ray"], "odyssey.ray.RayTrainer"),
-        (["--script", "t.py", "--backend", "mxnet"], "'mxnet' is not one of 'auto'"),
+        (["--script", "t.py", "--backend", "mxnet"], "--backend mxnet is unknown; choose from auto"),
+        (["--backend", "tensorflow"], "another framework; a Keras model trains with KERAS_BACKEND=torch"),
         (["--num-nodes", "many"], "'many' is not a valid integer"),
     ],
 )

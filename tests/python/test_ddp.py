@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import odyssey
 from odyssey import Tensor, checkpoint, data, nn, optim
 from odyssey import distributed as dist
 from odyssey import functional as F
@@ -27,6 +28,20 @@ sys.path.insert(0, str(Path(__file__).parent))
 from thread_ranks import RNG, X, Y, on, one_pass  # noqa: E402
 
 # --- gradients -------------------------------------------------------------------------------------------------------
+
+
+def test_module_is_the_model_called_or_not(tmp_path):
+    """`ddp.module()` is a method elsewhere, and what is saved."""
+    dist.init_process_group()
+    try:
+        ddp = dist.DDP(nn.Linear(3, 2))
+        assert ddp.module() is ddp.module
+        odyssey.save_checkpoint(ddp.module(), tmp_path / "c")
+        assert np.array_equal(odyssey.load_checkpoint(tmp_path / "c").weight.numpy(), ddp.module.weight.numpy())
+        with pytest.raises(ConfigError, match="Linear is called without inputs"):
+            nn.Linear(3, 2)()
+    finally:
+        dist.destroy_process_group()
 
 
 def test_buckets_are_cut_from_the_end():

@@ -299,7 +299,11 @@ def test_a_plain_list_of_what_is_found_anyway_is_not_refused():
 
 @pytest.mark.parametrize("rows", [2, 20])
 @pytest.mark.parametrize("layer", [nn.Linear(4, 3), nn.Sequential(nn.Conv2d(1, 2, 2), nn.ReLU())])
-def test_an_array_is_no_tensor(layer, rows):
+def test_an_array_is_taken_as_a_tensor(layer, rows):
     shape = (4,) if isinstance(layer, nn.Linear) else (1, 4, 4)
-    with pytest.raises(ShapeError, match=r"a layer is called with a ndarray; give it a Tensor, such as Tensor\(x\)"):
-        layer(np.ones((rows, *shape), np.float32))
+    x = np.random.default_rng(0).normal(size=(rows, *shape)).astype(np.float32)
+    assert layer.forward(x).numpy().tobytes() == layer(Tensor(x)).numpy().tobytes()
+    for op in (F.relu, F.flatten, nn.GELU()):
+        assert op(x).numpy().tobytes() == op(Tensor(x)).numpy().tobytes()
+    with pytest.raises(ShapeError, match=r"a layer is called with a list; give an array, or an odyssey.Tensor"):
+        layer(x.tolist())

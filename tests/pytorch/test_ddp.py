@@ -150,3 +150,30 @@ def test_a_batch_of_what_is_not_cut_is_refused(net):
 
     with pytest.raises(Exception, match="a batch with a ndarray, which is not cut; give tensors"):
         next(net.shards((torch.ones(5, 4), np.ones(5))))
+
+
+MEAN = """
+import torch, odyssey.torch
+torch.manual_seed(0)
+x = torch.randn(21, 4)
+net = odyssey.torch.DistributedDataParallel(torch.nn.Linear(4, 2), shard_size=4)
+whole = net.module(x).square().mean().item()
+for batch in (x, x[:3]):  # of six shards and of one
+    losses = []
+    for (part,) in net.shards((batch,)):
+        loss = net(part).square().mean()
+        loss.backward()
+        losses.append((loss, len(part)))
+    print(repr(net.mean(losses)), whole, net.mean([]))
+"""
+
+
+def test_the_mean_of_a_loss_is_the_same_on_any_number_of_ranks(launch):
+    lines = set()
+    for ranks in (0, 2, 5):
+        done = launch.python("-c", MEAN, ranks=ranks)
+        assert done.returncode == 0 and not done.stderr, done.stderr
+        lines |= {line for line in done.stdout.splitlines() if line}
+    assert len(lines) == 2
+    found = [[float(word) for word in line.split()] for line in lines]
+    assert min(abs(mean / whole - 1) for mean, whole, _ in found) < 1e-5 and all(none != none for *_, none in found)

@@ -26,7 +26,7 @@ def fit(made, folder, epochs=1, **more):
 
 def test_a_finished_training_goes_on_with_other_settings(tmp_path, capsys):
     first = fit(trainer(), tmp_path / "c")
-    with pytest.raises(ConfigError, match=r'\["lr", 0.1\].*--resume weights'):
+    with pytest.raises(ConfigError, match=r"optimizer lr = 0.1, this training has lr = 0.01; .*resume='weights'"):
         fit(trainer(lr=0.01), tmp_path / "c", epochs=2)
     second = trainer(lr=0.01, kind=optim.Adam)
     fit(second, tmp_path / "c", epochs=2, resume="weights")
@@ -63,3 +63,23 @@ def test_what_cannot_be_taken(tmp_path):
         fit(trainer(width=9), tmp_path / "d", resume=f"weights:{tmp_path / 'c'}")
     with pytest.raises(ConfigError, match=r"another model: 0.weight is \(8, 6\) there and \(9, 6\) here;"):
         fit(trainer(width=9), tmp_path / "c", epochs=2)
+
+
+def test_what_cannot_be_taken_leaves_the_directory_as_it_is(tmp_path):
+    fit(trainer(), tmp_path / "c")
+    with pytest.raises(CheckpointError, match="0.weight is float32"):
+        fit(trainer(width=9), tmp_path / "c", resume="weights")
+    assert [p.name for p in (tmp_path / "c").glob("step_*")] == ["step_00000003"]
+    assert not (tmp_path / "c-before-1").exists()
+
+
+def test_of_a_run_by_its_name(launch, tmp_path):
+    """The step log of the training before is put aside with its checkpoints, else each step would differ from it."""
+    words = ("--model", "mlp", "--no-eval", "--no-progress")
+    assert launch.train(*words, "--steps", 4, "--run-dir", "run").returncode == 0
+    done = launch.train(*words, "--steps", 6, "--run-dir", "run", "--resume", "weights")
+    assert done.returncode == 0 and "the weights of checkpoints/step_00000004 are taken" in done.stderr, done.stderr
+    assert "came out otherwise" not in done.stderr
+    assert (tmp_path / "run" / "checkpoints-before-1" / "steps.log").exists()
+    again = launch.train(*words, "--steps", 6, "--run-dir", "new", "--resume", "run")  # a run, not its checkpoints
+    assert again.returncode == 0 and "resumed from checkpoints/step_00000006" in again.stderr, again.stderr

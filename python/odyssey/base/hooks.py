@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import traceback
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -20,19 +21,22 @@ worlds: list[Any] = []  # the communicators of all processes that there are, as 
 
 def end_with_exit_codes() -> None:
     """Lets a program that no launcher started end with the exit code of an OdysseyError that it does not catch; one
-    that was stopped on request says so in a line. A hook that somebody else has set is left alone."""
+    that was stopped on request, or interrupted in a training, says so in a line. Somebody else's hook is left alone."""
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = _uncaught
 
 
 def _uncaught(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    if not isinstance(error, OdysseyError) or hasattr(sys, "ps1"):
+    training = isinstance(error, KeyboardInterrupt) and any(  # elsewhere it is the program's own affair
+        str(frame.f_globals.get("__name__")).startswith("odyssey.") for frame, _ in traceback.walk_tb(trace)
+    )
+    if not (training or isinstance(error, OdysseyError)) or hasattr(sys, "ps1"):
         return sys.__excepthook__(kind, error, trace)
-    if isinstance(error, Stopped):
-        print(f"odyssey: {error}", file=sys.stderr)
+    if training or isinstance(error, Stopped):
+        print(f"odyssey: {'interrupted' if training else error}", file=sys.stderr)
     else:
         sys.__excepthook__(kind, error, trace)
-    raise SystemExit(error.exit_code)  # out of a hook the interpreter ends in order, with this code
+    raise SystemExit(130 if training else error.exit_code)  # the interpreter ends in order
 
 
 def machine() -> int:

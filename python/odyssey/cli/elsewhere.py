@@ -11,7 +11,7 @@ import click
 
 from ..errors import ConfigError
 
-OPTIONS = ("--script", "--num-nodes", "--gpus-per-node", "--address")
+OPTIONS = ("--script", "--num-nodes", "--gpus-per-node", "--address", "--backend")
 BACKENDS = {"auto": "auto", "mpi": "auto", "horovod": "auto", "gloo": "gloo", "pytorch-ddp": "gloo"}
 NUMBER = click.IntRange(1, 1 << 20)
 
@@ -26,7 +26,7 @@ def asked(words: list[str]) -> bool:
 @click.option("--num-gpus", type=NUMBER, default=1)
 @click.option("--num-nodes", type=NUMBER, default=1)
 @click.option("--gpus-per-node", type=NUMBER)
-@click.option("--backend", type=click.Choice([*BACKENDS, "ray"]), default="auto")
+@click.option("--backend", default="auto")
 @click.option("--address")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def command(
@@ -34,8 +34,12 @@ def command(
     arguments: tuple[str, ...],
 ) -> NoReturn:  # fmt: skip
     """Start the ranks of a script."""
+    from ..distributed.config import FRAMEWORKS
     from ..launch import DistributedLauncher, LaunchConfig
 
+    if backend not in (*BACKENDS, "ray"):
+        why = f"is another framework; {FRAMEWORKS[backend]}" if backend in FRAMEWORKS else "is unknown"
+        raise ConfigError(f"[train] --backend {backend} {why}; choose from {', '.join((*BACKENDS, 'ray'))}")
     each = gpus_per_node or num_gpus
     launch = f"`odyssey launch -n {num_nodes * each} --hosts h1:{each},h2:{each} {script}`"
     if address is not None or backend == "ray":

@@ -29,7 +29,7 @@ from .products import conv2d as conv2d
 from .products import linear as linear
 from .products import pad2d as pad2d
 from .program import ONNX, Block, Memory, Recorder, ShardEager, current
-from .shapes import axis_of, batched, pad, reshape, tokens, transpose
+from .shapes import as_tensor, axis_of, batched, pad, reshape, tokens, transpose
 from .tape import Tensor, attach, empty, in_checkpoint, make
 from .tape import to_lanes as to_lanes
 from .tape import to_rows as to_rows
@@ -145,6 +145,7 @@ def unary(name: str, doc: str = "", *, saves: str = "y", layer: str = "", onnx: 
     """
 
     def op(x: Tensor, inplace: bool = False) -> Tensor:  # x itself is never changed
+        x = as_tensor(x)
         y = empty(x.shape, x.layout)
         saved, n = (x if saves == "x" else y).memory, y.floats  # not y: its node would hold it, and it its node
         current().emit(f"{name}_forward", y.memory, x.memory, n)

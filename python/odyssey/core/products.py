@@ -13,7 +13,7 @@ from ..errors import ConfigError, ShapeError
 from ..settings.recipes import CONV_ALGORITHMS
 from . import native
 from .program import ONNX, Block, Memory, current
-from .shapes import as_image, batched, reshape, tokens
+from .shapes import as_image, as_tensor, batched, reshape, tokens
 from .tape import Tensor, attach, empty, make, to_lanes, to_rows
 
 AUTO = "direct"  # what conv_algorithm="auto" stands for; docs/kernels.md has the errors of both
@@ -110,6 +110,7 @@ def conv2d(
     Raises ShapeError: the channels differ or are no multiples of groups, or the kernel is larger than the padded input.
     ConfigError: another algorithm, or Winograd's on a GPU.
     """
+    x = as_tensor(x)
     if x.ndim != 4 or weight.ndim != 4:
         raise ShapeError(
             f"[conv2d] input {x.shape} and weight {weight.shape}; they must be (N, C, H, W) and (K, C, R, T)"

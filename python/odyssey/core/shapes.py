@@ -25,10 +25,19 @@ Dims = int | Sequence[int] | None
 # --- how tensors lie in memory ----------------------------------------------------------------------------------------
 
 
-def batched(x: Tensor) -> Tensor:
-    """The same samples in the layout that a batch of this size is computed in. ShapeError: none, or no tensor."""
+def as_tensor(x: Any) -> Tensor:
+    """A tensor as it is, an array as one. ShapeError: it is neither."""
+    if isinstance(x, np.ndarray):
+        return Tensor(x)
     if not isinstance(x, Tensor):
-        raise ShapeError(f"[tensor] a layer is called with a {type(x).__name__}; give it a Tensor, such as Tensor(x)")
+        name = f"{type(x).__module__}.{type(x).__name__}".removeprefix("builtins.")
+        raise ShapeError(f"[tensor] a layer is called with a {name}; give an array, or an odyssey.Tensor: Tensor(x)")
+    return x
+
+
+def batched(x: Any) -> Tensor:
+    """The same samples in the layout that a batch of this size is computed in. ShapeError: none, or no tensor."""
+    x = as_tensor(x)
     if x.size == 0:
         raise ShapeError(f"[tensor] shape {x.shape} has no samples; the first axis is the batch and must not be empty")
     if x.layout == "tokens":
@@ -131,7 +140,7 @@ def axis_of(name: str, dim: int, ndim: int) -> int:
 
 def reshape(x: Tensor, *shape: int) -> Tensor:
     """The same numbers in another shape. One size may be -1."""
-    given = _given(shape)
+    x, given = as_tensor(x), _given(shape)
     known = math.prod(s for s in given if s != -1)
     new = tuple(x.size // builtins.max(known, 1) if s == -1 else s for s in given)
     if builtins.min(new, default=1) < 0 or given.count(-1) > 1 or math.prod(new) != x.size:

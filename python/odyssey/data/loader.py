@@ -48,6 +48,7 @@ class DataLoader:
     num_workers: processes that read and transform samples ahead, `prefetch` batches and one for each; 0: a thread of
         this one does. They import the program anew, so it must train under `if __name__ == "__main__":` only, and its
         data set and transforms must be defined at the top of a module. What they give does not depend on their number.
+    pin_memory: either; a training reads batches where they lie, and a GPU's copies go through pinned memory anyway.
 
     Epochs count up from 0 with each iteration; `set_epoch` on the loader, or on a DistributedSampler that it has, fixes
     the next one, and counting goes on from there.
@@ -71,6 +72,7 @@ class DataLoader:
         prefetch: int = 2,
         transform: Any = None,
         num_workers: int = 0,
+        pin_memory: bool = False,
     ) -> None:
         workers.refuse_import()
         _check_dataset(dataset)

@@ -267,7 +267,8 @@ def _read(path: str | Path) -> str:
         content = Path(path).read_bytes()
         return (gzip.decompress(content) if str(path).endswith(".gz") else content).decode()
     except (OSError, EOFError, UnicodeDecodeError) as problem:
-        raise DataError(f"{path} cannot be read as text ({problem}); give a file in UTF-8") from None
+        why = getattr(problem, "strerror", None) or problem
+        raise DataError(f"{path} cannot be read as text ({why}); give a file in UTF-8") from None
 
 
 def shakespeare(*, length: int = 64, train: bool | None = None) -> Tokens:

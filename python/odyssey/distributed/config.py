@@ -25,7 +25,7 @@ _INSTEAD = {
     "pin_memory": "leave it out",
 }
 _TRAINERS = registry.provided("trainers")  # of a torch module; a model of our own has one, whatever its name elsewhere
-_FRAMEWORKS = {
+FRAMEWORKS = {
     "tensorflow": "a Keras model trains with KERAS_BACKEND=torch and backend='pytorch-ddp' (docs/migration.md)",
     "deepspeed": "use zero_stage=1, 2 or 3",
 }
@@ -44,6 +44,7 @@ _OWN: dict[str, Any] = {  # keys that mean something else than a setting of odys
     **_LOGGING,
 }
 _SETTINGS = {s.alias: s for s in declared(Settings).values() if s.alias}
+_SETTINGS["compression"] = declared(Settings)["compression"]
 _SETTINGS["bucket_size_mb"] = _SETTINGS["bucket_size_mb"]._replace(default=25.0)
 for _key, _default in (("epochs", 1), ("learning_rate", 0.001)):  # here no recipe gives them
     _SETTINGS[_key] = _SETTINGS[_key]._replace(default=_default, optional=False)
@@ -89,8 +90,8 @@ class DistributedConfig:
     def _check(self) -> None:
         if self.backend in BACKENDS:
             raise ConfigError(f"[config] backend={self.backend!r}; say communication_backend={self.backend!r}")
-        if self.backend in _FRAMEWORKS:
-            raise ConfigError(f"[config] backend={self.backend!r} is another framework; {_FRAMEWORKS[self.backend]}")
+        if self.backend in FRAMEWORKS:
+            raise ConfigError(f"[config] backend={self.backend!r} is another framework; {FRAMEWORKS[self.backend]}")
         if self.backend not in (None, *_TRAINERS):
             raise ConfigError(f"[config] backend={self.backend!r} is unknown; choose from {', '.join(_TRAINERS)}")
         for key, setting in _SETTINGS.items():

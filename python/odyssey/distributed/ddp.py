@@ -108,6 +108,7 @@ class DistributedDataParallel(Module):
                 f"{', '.join(strategies.REDUCTIONS)}"
             )
         self.module = module
+        object.__setattr__(module, "_wrapped", True)
         self.average, self.broadcast_buffers = average, bool(broadcast_buffers)
         self.find_unused_parameters = bool(find_unused_parameters)
         self.reductions = 0

@@ -113,6 +113,7 @@ class Module:
     """Base of layers and models: assign parameters and modules as attributes, write `forward`."""
 
     training = True
+    _wrapped = False  # by a DistributedDataParallel
     arguments: dict[str, Any] | None = None  # that one of odyssey's own was made with, as JSON has them
 
     def __init__(self, *args: Any, **named: Any) -> None:
@@ -141,10 +142,9 @@ class Module:
 
     def __call__(self, *args: Any, **named: Any) -> Tensor:
         if not args and not named and inspect.signature(self.forward).parameters:
-            raise ConfigError(
-                f"[nn] {type(self).__name__} is called without inputs; give them, and of DistributedDataParallel, "
-                "ddp.module is the model itself"
-            )
+            if self._wrapped:  # ddp.module(), as it is a method elsewhere
+                return self  # type: ignore[return-value]
+            raise ConfigError(f"[nn] {type(self).__name__} is called without inputs; give them")
         return self.forward(*args, **named)
 
     def named_children(self) -> Iterator[tuple[str, Module]]:

@@ -14,11 +14,13 @@ of ranks; that works over `init_process_group("odyssey")`.
 
 from __future__ import annotations
 
+import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch.optim import optimizer as optimizers
 from torch.utils import _pytree as pytree
@@ -146,6 +148,16 @@ class DistributedDataParallel(torch.nn.Module):
         self._stepped.clear()
         self._open = False
         self.steps += 1
+
+    def mean(self, values: Iterable[tuple[Any, float]]) -> float:
+        """The mean of (number, weight) pairs of all ranks, such as the loss and the samples of each shard: the same
+        on all ranks, on any number of them. Collective; a rank without shards gives none. NaN: nobody gave any."""
+        own = np.array([(v.item() if isinstance(v, torch.Tensor) else v, n) for v, n in values], float).reshape(-1, 2)
+        most = int(self.comm.all_reduce(np.array([len(own)], np.int64), "max")[0])
+        padded = np.zeros((most, 2))
+        padded[: len(own)] = own
+        numbers, weights = self.comm.all_gather(padded).reshape(-1, 2).T
+        return math.fsum(numbers * weights) / total if (total := math.fsum(weights)) else math.nan
 
     def _pieces(self, batch: Any) -> tuple[int, Callable[[int, int], Any]]:
         """(samples, function from a shard's first and last to its data); the shard size is known from here on."""

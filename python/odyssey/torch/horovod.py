@@ -482,9 +482,20 @@ def DistributedOptimizer(
     return made
 
 
+_TIMELINE = "`odyssey launch -n 4 train.py` and `odyssey trace RUN`, or fit(trace=FILE), draw when each rank did what"
+_ELSEWHERE = {
+    "start_timeline": _TIMELINE,
+    "stop_timeline": _TIMELINE,
+    "SyncBatchNorm": "statistics over all ranks depend on how many there are; torch.nn.BatchNorm in an odyssey.torch."
+    "DistributedDataParallel has the same on any number",
+}
+
+
 def __getattr__(name: str) -> Any:
     if name == "elastic":
         from . import elastic
 
         return elastic
+    if name in _ELSEWHERE:
+        raise ConfigError(f"[horovod] there is no {name}: {_ELSEWHERE[name]} (docs/migration.md)")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from .. import nn as own
-from ..errors import ConfigError
+from ..core.tensor import Tensor
+from ..errors import ConfigError, ShapeError
 
 
 def load_torch(model: own.Module, source: Any, names: Mapping[str, str] | None = None) -> None:
@@ -36,6 +37,26 @@ def to_torch(model: Any, module: nn.Module, names: Mapping[str, str] | None = No
     """
     state = model if isinstance(model, Mapping) else model.state_dict()
     module.load_state_dict({_renamed(name, names or {}): torch.from_numpy(np.array(v)) for name, v in state.items()})
+
+
+class Wrapped(own.Module):
+    """A torch module as a model of ours, for predictions and figures; its weights are not ours to train."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.wrapped = module.eval()
+        self.numbers = own.ParameterList(own.Parameter(_array(p)) for p in module.parameters())  # as many, and unused
+
+    @torch.no_grad()
+    def forward(self, *x: Tensor) -> Tensor:
+        """What the torch module computes."""
+        try:
+            y = self.wrapped(*(torch.from_numpy(np.array(t.numpy())) for t in x))
+        except RuntimeError as problem:
+            raise ShapeError(f"[torch] samples {tuple(x[0].shape[1:])}: {problem}; the model takes others") from problem
+        if not isinstance(y, torch.Tensor):
+            raise ConfigError(f"[torch] the module gives a {type(y).__name__}; one tensor (N, ...) is needed")
+        return Tensor(y.numpy())
 
 
 def content(model: Any, arrays: Mapping[str, np.ndarray], sample_shape: tuple[int, ...] | None) -> bytes:

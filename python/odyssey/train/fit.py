@@ -265,8 +265,8 @@ class Trainer:
             callbacks = [*_callbacks(callbacks), *asked(mlflow_experiment=mlflow_experiment)]
         epochs = int(epochs) if isinstance(epochs, float) and epochs.is_integer() else epochs
         epochs = check_integer("[train] epochs", epochs, 1)
-        if steps is not None and steps < 1:
-            raise ConfigError(f"[train] steps is {steps}; it must be at least 1")
+        if steps is not None:
+            steps = check_integer("[train] steps", steps, 1)
         recordings = registry.provided("recordings")
         if (trace is not None or profile) and not recordings:
             raise ConfigError("[train] trace and profile need odyssey.view, which is not part of this installation")

@@ -24,7 +24,7 @@ from ..errors import CheckpointError, ConfigError, OdysseyError
 
 if TYPE_CHECKING:
     from ..callbacks import Callback
-    from ..checkpoints import Snapshot, Store
+    from ..checkpoints import Snapshot
     from ..comm import Communicator
     from ..data import DataLoader
     from ..optim import Schedule
@@ -38,7 +38,8 @@ EARLIER = ("history", "records")  # file and tensor of a checkpoint: JSON of all
 BEFORE = {"convolution algorithm": "auto"}
 #: What helps where settings are others on purpose.
 ANEW = (
-    "take its weights alone into a new training (--resume weights), or start anew (--resume never, another directory)"
+    "take its weights alone into a new training (resume='weights', --resume weights), or start anew (resume='never', "
+    "--resume never, and another directory)"
 )
 #: What older checkpoints, and those of loops of one's own, say nothing of.
 UNSAID = ("accumulation", "settings of layers", "settings of the loss")
@@ -103,14 +104,15 @@ def check(saved: dict[str, Any], now: dict[str, Any], name: str) -> None:
                 f"schedule and length (--schedule, --warmup-steps, --epochs, --steps), or {ANEW}"
             )
         if saved[key] != value and key == "model" and (differs := _parameter(saved[key], value)):
-            raise ConfigError(f"[resume] {name} is of another model: {differs}; build the same, or start anew")
+            raise ConfigError(
+                f"[resume] {name} is of another model: {differs}; build the same, or take another directory"
+            )
         if key == "data set" and isinstance(saved[key], list) and len(saved[key]) == 2:  # of before 0.3
             value = [value[0], value[2]]
         if saved[key] != value and key == "data set":
             raise ConfigError(
                 f"[resume] {name} was made with another data set ({_samples(saved[key])}) than this training has "
-                f"({_samples(value)}): files changed, or other ones are given; give the same, or start anew (--resume "
-                "never, another directory)"
+                f"({_samples(value)}): files changed, or other ones are given; give the same, or {ANEW}"
             )
         if saved[key] != value:
             raise ConfigError(
@@ -148,7 +150,8 @@ def _brief(value: Any, other: Any) -> str:
         if pair is None or not isinstance(pair[0], list):
             break
         value, other = pair
-    text = json.dumps(value)
+    named = isinstance(value, list) and len(value) == 2 and isinstance(value[0], str)  # of pairs (name, value)
+    text = f"{value[0]} = {json.dumps(value[1])}" if named else json.dumps(value)
     return text if len(text) <= 120 else text[:117] + "..."
 
 
@@ -227,10 +230,12 @@ def shared(comm: Communicator, read: Callable[[], tuple[Snapshot | None, str]]) 
 
 
 def find(path: Path, tell: Callable[[str], None]) -> tuple[Snapshot, str]:
-    """The checkpoint at a path, or the newest valid one of a directory of them, with its name; no collective call.
-    Raises CheckpointError: there is none that is valid."""
+    """The checkpoint at a path, or the newest valid one of a directory of them or of a run, with its name; no
+    collective call. Raises CheckpointError: there is none that is valid."""
     from ..checkpoints import Store, environment_key
 
+    if (path / "checkpoints").is_dir():
+        path = path / "checkpoints"
     if (path / "manifest.json").exists():
         return Store(path.parent, owner=False, key=environment_key()).load(path), path.name
     store = Store(path, owner=False, key=environment_key())
@@ -238,7 +243,9 @@ def find(path: Path, tell: Callable[[str], None]) -> tuple[Snapshot, str]:
     for one in refused:
         tell(one.message(snapshot))
     if snapshot is None:
-        raise CheckpointError(f"[resume] {path} has no valid checkpoint; name another, or use resume 'auto'")
+        raise CheckpointError(
+            f"[resume] {path} has no valid checkpoint; name another path, or 'auto', 'never' or 'weights'"
+        )
     return snapshot, f"{path.name}/{store.path_of(snapshot.step).name}"
 
 
@@ -247,16 +254,13 @@ def wants_weights(asked: str | Path) -> bool:
     return str(asked).partition(":")[0] == "weights"
 
 
-def weights(asked: str, folder: Path | None, store: Store | None, say: Callable[[str], None]) -> tuple[Snapshot, str]:
-    """The checkpoint whose weights a new training begins with, and its name; those of the training's own directory are
-    put aside. Raises ConfigError: no directory is known. CheckpointError: none is valid there."""
+def weights(asked: str, folder: Path | None, say: Callable[[str], None]) -> tuple[Snapshot, str]:
+    """The checkpoint whose weights a new training begins with, and its name. Raises ConfigError: no
+    directory is known. CheckpointError: none is valid there."""
     place = asked.partition(":")[2] or folder
     if place is None:
         raise ConfigError("[checkpoint] resume is 'weights', but there is no checkpoint_dir; give 'weights:PATH'")
-    found = find(Path(place), say)
-    if store is not None and (aside := store.put_aside()) is not None:
-        say(f"[checkpoint] the checkpoints of before are in {aside}")
-    return found
+    return find(Path(place), say)
 
 
 def earlier(snapshot: Snapshot) -> list[Any]:

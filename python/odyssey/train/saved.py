@@ -135,8 +135,16 @@ def opened(path: str | Path, model: nn.Module | None = None) -> Saved:
     snapshot, name = found(path)
     about = snapshot.values.get("recipe") or {}
     said, weights = about.get("model") or {}, snapshot.arrays.get("parameters", {})
+    mismatch = "the checkpoint is of another model: give the one that was trained"
     if model is None:
+        mismatch = "the model was changed after it was built: give it"
         todo = "build it and give odyssey.load(path, model)"
+        if "user code" in said and str(said.get("module")).startswith("torch."):
+            kind = said["user code"]
+            raise ConfigError(
+                f"[load] {name} is of a PyTorch module, {kind}; {todo}, or say --model FILE.py:NAME on the command "
+                "line, a class or a function that builds it"
+            )
         if "user code" in said:
             where, kind = f"{said.get('file') or said.get('module')}", said["user code"]
             raise ConfigError(
@@ -150,13 +158,14 @@ def opened(path: str | Path, model: nn.Module | None = None) -> Saved:
         except (KeyError, TypeError, ValueError, AttributeError, ConfigError) as problem:
             raise CheckpointError(f"[load] {name}: its model cannot be built: {problem}; {todo}") from problem
     try:
-        if isinstance(model, nn.Module):
-            model.load_state_dict(weights)
+        theirs = getattr(model, "wrapped", model)
+        if isinstance(theirs, nn.Module):
+            theirs.load_state_dict(weights)
         else:
             arrays = {**weights, **snapshot.arrays.get("buffers", {})}
-            registry.load("weights", "torch").to_torch(arrays, model)
+            registry.load("weights", "torch").to_torch(arrays, theirs)
     except (ShapeError, RuntimeError, AttributeError) as problem:
-        raise ConfigError(f"[load] {name}: {problem}; the model was changed after it was built: give it") from problem
+        raise ConfigError(f"[load] {name}: {problem}; {mismatch}") from problem
     settings = snapshot.values.get("configuration") or {}
     algorithm = settings.get("convolution algorithm") or "auto"
     data, loss = about.get("data") or {}, about.get("loss") or ""
@@ -188,8 +197,10 @@ def own_model(place: str | None) -> nn.Module | None:
         raise ConfigError(
             f"[load] --model {place}: {problem}; name a function without arguments that builds the model"
         ) from problem
+    if not isinstance(model, nn.Module) and hasattr(model, "named_parameters") and "torch" in sys.modules:
+        model = registry.load("weights", "torch").Wrapped(model)
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"[load] --model {place} gives a {type(model).__name__}; an odyssey.nn.Module is needed")
+        raise ConfigError(f"[load] --model {place} gives a {type(model).__name__}; an nn.Module is needed")
     return model
 
 
@@ -199,6 +210,8 @@ def exported(path: str | Path, kind: str, model: nn.Module | None = None) -> byt
     arrays = {**snapshot.arrays.get("parameters", {}), **snapshot.arrays.get("buffers", {})}
     shape, more = None, {}
     if kind == "onnx":
+        if hasattr(model, "wrapped"):
+            raise ConfigError("[export] this is a PyTorch module; odyssey.load() it, and torch.onnx.export()")
         from_checkpoint = opened(path, model)
         model, shape = from_checkpoint.model, tuple(from_checkpoint.data.get("sample_shape") or ())
         if columns := _columns(from_checkpoint.data):
@@ -251,9 +264,12 @@ def export(
 def predict(model: nn.Module, samples: Any, batch_size: int = 1024) -> Any:
     """What a model gives for all samples, in eval mode: (N, ...) float32, or a tuple or dict of such; collective.
 
-    samples: an array (N, ...), a data set, or a DataLoader. Raises ConfigError: it is none of them, or empty.
+    samples: an array (N, ...), or what NumPy makes one of, such as PyTorch's tensors; a data set, or a DataLoader.
+    Raises ConfigError: it is none of them, or empty.
     """
-    if isinstance(samples, (np.ndarray, Tensor)):
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"[predict] the model is a {type(model).__name__}; give an odyssey.nn.Module")
+    if isinstance(samples, (np.ndarray, Tensor)) or hasattr(samples, "__array__"):
         given = samples.numpy() if isinstance(samples, Tensor) else np.asarray(samples)
         batches = batches_of_array(np.ascontiguousarray(given, None if given.dtype == np.uint8 else np.float32))
     elif hasattr(samples, "__getitem__"):
@@ -285,6 +301,8 @@ def samples(found: Saved, dataset: str | None = None, data_dir: Path | None = No
         )
     where = data_dir or (Path(source["data_dir"]) if source.get("data_dir") and not dataset else None)
     own = {key: source[key] for key in ("size", "target", "length") if source.get(key) is not None}
+    if name == "image-folder" and "size" not in own and len(found.data.get("sample_shape") or ()) == 3:
+        own["size"] = found.data["sample_shape"][1:]
     if name == "csv":
         own["like"] = _columns(found.data)
     return datasets.opened(name, where, train=train, **own)
@@ -295,14 +313,14 @@ def loss_of(found: Saved) -> nn.Module | None:
     return getattr(nn, found.loss)() if found.loss in nn.__all__ else None
 
 
-def save_model(model: nn.Module, path: str | Path) -> None:
+def save_model(model: nn.Module, path: str | Path = "checkpoint.safetensors") -> None:
     """Writes a model of odyssey.nn as one safetensors file, from which load_model() builds it. Not collective: rank 0
     calls it, then all wait in a barrier(). Raises OutputError: it cannot be written; a file that was there stays."""
     state, said = model.state_dict(), {"odyssey": json.dumps(of_model(model))}
     write_whole(Path(path), lambda file: write_weights(file, state, said), mode=0o666)
 
 
-def load_model(path: str | Path, model: nn.Module | None = None) -> nn.Module:
+def load_model(path: str | Path = "checkpoint.safetensors", model: nn.Module | None = None) -> nn.Module:
     """The model of a file of save_model(), in training mode; `model` takes its weights, where it is of your own code.
     Raises ConfigError: the model is of your own code, or another. CheckpointError: this is no such file."""
     weights, about = read_weights(Path(path))
@@ -314,6 +332,9 @@ def load_model(path: str | Path, model: nn.Module | None = None) -> nn.Module:
             f"[load] {path} does not say how to build this model ({problem}); build it and give load_model(path, model)"
         ) from problem
     return made
+
+
+save_checkpoint, load_checkpoint = save_model, load_model  # as other platforms call them
 
 
 def predicted(

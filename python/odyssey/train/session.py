@@ -153,11 +153,19 @@ class Session:
 
         def source() -> tuple[Snapshot, str]:
             self._store = None if self.folder is None else self._opened()
-            return resume.weights(str(self.saving.resume), self.folder, self._store, self.trainer.say)
+            return resume.weights(str(self.saving.resume), self.folder, self.trainer.say)
 
         snapshot, name = resume.shared(self.comm, source)
         self.trainer.load_weights(snapshot, name)
+        resume.by_first(self.comm, self._put_aside)
         self.trainer.say(f"the weights of {name} are taken; optimizer, schedule and epochs begin anew")
+
+    def _put_aside(self) -> None:
+        """Moves checkpoints and step log of an earlier training of this directory beside it."""
+        if self._store is not None and (aside := self._store.put_aside()) is not None:
+            if self.run is not None and self.log.exists():
+                os.replace(self.log, aside / self.log.name)
+            self.trainer.say(f"[checkpoint] the checkpoints of before are in {aside}")
 
     def _opened(self) -> Store:
         from ..checkpoints import Store, environment_key

@@ -34,6 +34,25 @@ class File(click.Path):
         return path
 
 
+class DataSet(click.Choice[str]):
+    """A name, or NAME:PATH, which is short for NAME with --data-dir PATH."""
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        name, colon, path = value.partition(":")
+        return super().convert(name, param, ctx) + colon + path
+
+    @staticmethod
+    def parted(who: str, dataset: str | None, data_dir: Path | None) -> tuple[str | None, Path | None]:
+        """The name and the path of --dataset and --data-dir. Raises ConfigError: two paths, or none after a colon."""
+        name, colon, path = (dataset or "").partition(":")
+        if not colon:
+            return dataset, data_dir
+        if data_dir is not None or not path:
+            what = "and --data-dir are both given" if path else "names no file"
+            raise ConfigError(f"[{who}] --dataset {name}: {what}; write --dataset {name}:PATH, or use --data-dir")
+        return name, Path(path)
+
+
 FILE = File(path_type=Path)
 DIFFERENT, REFUSED, UNAVAILABLE = 1, 65, 69  # exit codes
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import click
 
 from ...settings.recipes import DATASETS
-from . import FILE, HELP, OWN_MODEL, on_all_ranks
+from . import FILE, HELP, OWN_MODEL, DataSet, on_all_ranks
 
 
 @click.command("evaluate", short_help="Loss and metrics of a model.", context_settings=HELP)
 @click.argument("model", type=FILE, metavar="RUN|CHECKPOINT_DIR")
-@click.option("--dataset", type=click.Choice(DATASETS), help="The data set. (default: that of the training)")
+@click.option("--dataset", type=DataSet(DATASETS), help="The data set. (default: that of the training)")
 @click.option("--data-dir", type=FILE, help="Where its files are. (default: where they were)")
 @click.option("--train", "training", is_flag=True, help="Its training part, not its test part.")
 @OWN_MODEL
@@ -28,10 +28,13 @@ def command(
     from ...train.trainer import DistributedTrainer
 
     with on_all_ranks():
+        dataset, data_dir = DataSet.parted("evaluate", dataset, data_dir)
         found = saved.opened(model, saved.own_model(own))
         test = saved.samples(found, dataset, data_dir, training)
     loss = saved.loss_of(found)
-    trainer = DistributedTrainer(found.model, optim.SGD(lr=1.0), loss=loss, conv_algorithm=found.algorithm)
+    how = "eager" if hasattr(found.model, "wrapped") else "replay"  # of PyTorch's there is no program
+    settings = {"loss": loss, "conv_algorithm": found.algorithm, "execution": how}
+    trainer = DistributedTrainer(found.model, optim.SGD(lr=1.0), **settings)
     result = trainer.evaluate(data.DataLoader(test, batch_size=1024))
     if trainer.comm.rank:
         return

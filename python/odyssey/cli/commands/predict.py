@@ -56,11 +56,11 @@ def command(model: Path, inputs: tuple[str, ...], top: int, own: str | None, as_
 def _samples(inputs: tuple[str, ...], data: dict[str, Any]) -> tuple[list[str], Any]:
     """The inputs' names, and their pixels or numbers (N, ...), as a data set holds them."""
     shape = data.get("sample_shape")
-    if not shape:
-        raise ConfigError(
-            "[predict] the checkpoint does not say what its samples are; use odyssey.load() and the model"
-        )
     tables = [name for name in inputs if name == "-" or name.lower().endswith(".csv")]
+    if not shape and not tables:
+        raise ConfigError(
+            "[predict] the checkpoint does not say what its samples are; give a table, or use odyssey.load()"
+        )
     if not tables:
         return list(inputs), _pictures(inputs, shape)
     if len(inputs) > 1:
@@ -89,12 +89,13 @@ def _pictures(paths: tuple[str, ...], shape: list[int]) -> Any:
     return made
 
 
-def _table(path: str, data: dict[str, Any], shape: list[int]) -> tuple[list[str], Any]:
+def _table(path: str, data: dict[str, Any], shape: list[int] | None) -> tuple[list[str], Any]:
     """Rows of a table as samples; columns by the names that they had in the training, where those are known."""
     from ...data.tables import Columns, Table
 
     table = Table(path)
     wanted = data.get("columns") or table.header
+    shape = shape or [len(wanted)]
     if len(shape) != 1:
         raise DataError(f"{table.path} is a table, and the model takes samples {tuple(shape)}; give pictures")
     if not data.get("columns") and len(wanted) != shape[0]:

@@ -23,7 +23,7 @@ from ...settings import declarations as core
 from ...settings.declarations import OF_FIT, SECTIONS, Command, Setting, Settings, Training, declared, option
 from ...settings.recipes import GPT_BETAS, GPT_DROPOUT
 from ..configfile import read_config
-from . import FILE, HELP, on_all_ranks
+from . import FILE, HELP, DataSet, on_all_ranks
 
 
 def _load_config(context: click.Context, _: click.Parameter, path: Path | None) -> None:
@@ -34,17 +34,9 @@ def _load_config(context: click.Context, _: click.Parameter, path: Path | None) 
                 context.default_map.pop(name, None)
 
 
-class _DataSet(click.Choice[str]):
-    """A name, or NAME:PATH, which is short for NAME with --data-dir PATH."""
-
-    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        name, colon, path = value.partition(":")
-        return super().convert(name, param, ctx) + colon + path
-
-
 def _option(s: Setting) -> click.Option:
     """The option of a setting."""
-    choice = _DataSet if s.name == "dataset" else click.Choice
+    choice = DataSet if s.name == "dataset" else click.Choice
     kind = choice(s.choices) if s.choices else FILE if s.kind is Path else s.kind
     files = ("FILE", "DIR")[s.name.endswith("_dir")] if s.kind is Path else None
     more: dict[str, Any] = {"is_flag": True} if s.kind is bool else {"type": kind, "metavar": s.metavar or files}
@@ -116,12 +108,7 @@ def settings_of(context: click.Context) -> Settings:
     verbose, batch_size, ranks = (given.pop(name) for name in ("verbose", "batch_size", "ranks"))
     if given["no_progress"] and verbose:
         raise ConfigError("[train] --quiet and --verbose are both given; leave one out")
-    name, colon, path = (given["dataset"] or "").partition(":")
-    if colon:
-        if given["data_dir"] is not None or not path:
-            what = "and --data-dir are both given" if path else "names no file"
-            raise ConfigError(f"[train] --dataset {name}: {what}; write --dataset {name}:PATH, or use --data-dir")
-        given["dataset"], given["data_dir"] = name, Path(path)
+    given["dataset"], given["data_dir"] = DataSet.parted("train", given["dataset"], given["data_dir"])
     core.check(Command, {"batch_size": batch_size, "ranks": ranks}, option)
     if batch_size is not None:
         given["global_batch_size"] = _one_batch_size(context, batch_size, ranks, given["num_gpus"])
@@ -294,7 +281,11 @@ def _tell_what_is_trained(made: Settings, trainer: Any, world: Any, warnings: Se
 def _model_settings(train_set: Any, made: Settings) -> dict[str, Any]:
     """What models.build is told of the data."""
     if made.model not in GPT_DROPOUT:
-        return {"sample_shape": train_set.sample_shape, "classes": _outputs(train_set, made)}
+        outputs: dict[str, Any] = {"sample_shape": train_set.sample_shape, "classes": _outputs(train_set, made)}
+        if made.normalize and made.model == "mlp" and not train_set.classes:
+            numbers = train_set.labels.astype("float64")
+            outputs["targets"] = (float(numbers.mean()), float(numbers.std()) or 1.0)
+        return outputs
     if not hasattr(train_set, "vocabulary"):
         raise ConfigError(
             f"[train] --model {made.model} is for text, --dataset {made.dataset} has none; use shakespeare, or text"
