@@ -18,7 +18,7 @@ ROOT = build.source_root()
 CEILINGS = {
     "core": 30_280,
     "kernels": 13_430,
-    "torch": 2_790,
+    "torch": 2_820,
     "mojo": 1_100,
     "view": 1_280,
     "tune": 417,
