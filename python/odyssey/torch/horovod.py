@@ -482,13 +482,9 @@ def DistributedOptimizer(
     return made
 
 
-_TIMELINE = "`odyssey launch -n 4 train.py` and `odyssey trace RUN`, or fit(trace=FILE), draw when each rank did what"
-_ELSEWHERE = {
-    "start_timeline": _TIMELINE,
-    "stop_timeline": _TIMELINE,
-    "SyncBatchNorm": "statistics over all ranks depend on how many there are; torch.nn.BatchNorm in an odyssey.torch."
-    "DistributedDataParallel has the same on any number",
-}
+_TIMELINE = "fit(trace=FILE) of a trainer, and `odyssey trace RUN` of a run, draw when each rank did what"
+_ELSEWHERE = dict.fromkeys(("start_timeline", "stop_timeline"), _TIMELINE)
+_ELSEWHERE["SyncBatchNorm"] = "torch.nn.BatchNorm in odyssey.torch.DistributedDataParallel is the same on any ranks"
 
 
 def __getattr__(name: str) -> Any:
