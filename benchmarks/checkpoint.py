@@ -4,11 +4,16 @@ Two sizes: LeNet-5 with momentum (2 x 61,706 floats in 20 tensors) and 100 MB (2
 turns, safetensors' own `save_file` and `np.savez` of the same arrays to one file: these write in place, compute no
 SHA-256 and do not flush to the disk, so `np.savez, flushed` and `save_file, flushed` have the fsync of file and
 directory added. Not measured: other frameworks' checkpoints.
+
+Then what checkpoints in parts take of each of four ranks: MB above what a rank had in its steps, of 81 MB of parameters
+and Adam's 162 MB (tests/resume/memory_ranks.py).
 """
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -87,6 +92,15 @@ def measure(folder: Path, floats: int, rounds: int) -> dict[str, dict[str, float
     return {name: common.spread(values) for name, values in seconds.items()}
 
 
+def peaks(layout: dict[str, int], floats: int = 20_250_000) -> dict[str, list[float]]:
+    """MB of four ranks by what is done."""
+    script = Path(__file__).parents[1] / "tests" / "resume" / "memory_ranks.py"
+    with common.scratch() as folder:
+        words = [*common.mpirun(4), sys.executable, script, folder / "c", floats, json.dumps(layout)]
+        done = subprocess.run([str(word) for word in words], capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
+
+
 def _load(path: Path) -> dict[str, np.ndarray]:
     with np.load(path, allow_pickle=False) as file:
         return {name: file[name] for name in file.files}
@@ -114,6 +128,9 @@ def main() -> int:
             [way, *(common.number(1e3 * one[key], 2) for key in ("median", "p10", "p90"))] for way, one in found.items()
         ]
         print(common.table(["", "median", "p10", "p90"], rows))
+    rows = [(zero, what, " ".join(map(str, mb))) for zero in (1, 3) for what, mb in peaks({"zero": zero}).items()]
+    print(f"\n4 ranks, MB above what each had in steps\n{common.table(['zero', 'what', 'MB'], rows)}")
+    content.append({"peaks": rows})
     common.write_json(options.json, "checkpoint", facts, options={"rounds": options.rounds}, rows=content)
     return 0
 

@@ -78,7 +78,7 @@ class Optimizer(changes.Watched):
     undecayed: Callable[[str, Parameter], bool] | None = None
     states: tuple[str, ...] = ()  # names of the state arrays
     locked = False  # ranks have parts of the state: written only within a trainer's writing()
-    unwatched = frozenset({"steps", "arena", "arrays", "mirror", "locked"})
+    unwatched = frozenset({"steps", "arena", "arrays", "mirror", "locked", "coming"})
     __repr__ = brief
 
     def __init__(self, params: Iterable[Any] | None, lr: float) -> None:
@@ -87,6 +87,7 @@ class Optimizer(changes.Watched):
         self.arena: Arena | None = None
         self.arrays: dict[str, np.ndarray] = {}  # state as this process last saw it: GPUs may be ahead
         self.mirror: Any = None  # of the state on GPUs (gpu/mirror.py)
+        self.coming: Callable[[], None] | None = None  # brings the state of a checkpoint, once it is known whose it is
         if params is not None:
             named = [p if isinstance(p, tuple) else (str(i), p) for i, p in enumerate(params)]
             if any(not isinstance(p, Parameter) for _, p in named):
@@ -149,6 +150,9 @@ class Optimizer(changes.Watched):
         """The state arrays by name, as the last step left them; read-only where ranks have parts of them."""
         if self.mirror is not None:
             self.mirror.read()
+        if self.coming is not None:
+            come, self.coming = self.coming, None
+            come()
         return {k: guarded(v) for k, v in self.arrays.items()} if self.locked else self.arrays
 
     @contextlib.contextmanager

@@ -1,5 +1,7 @@
 """Kills a process that saves checkpoints, with SIGKILL, at random moments, again and again; see scripts/kill-saves.
 
+With --ranks N the checkpoints are in parts: N processes of mpirun write them, and one of them, any one, is killed.
+
 After each kill the newest checkpoint must be valid, hold the numbers of one step only, and be at least as new as the
 last one whose save had returned; then the next process opens the directory and goes on from it.
 """
@@ -13,6 +15,7 @@ import os
 import random
 import select
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -50,6 +53,52 @@ def save_for_ever(folder: Path, attempt: int, done: int) -> None:
         os.write(done, step.to_bytes(8, "little"))
 
 
+def parts_for_ever(folder: Path, attempt: int) -> None:
+    """A rank of several, each of which writes its part: leaves its number beside the checkpoints, and rank 0 the steps
+    whose saves have returned."""
+    from odyssey import comm
+    from odyssey.checkpoints.header import Run
+    from odyssey.checkpoints.snapshot import Piece
+    from odyssey.train import parts
+
+    world = comm.world()
+    store = Store(folder, attempt=attempt) if world.rank == 0 else None
+    found, _ = Store(folder, owner=False).newest()
+    (folder.parent / f"pid.{world.rank}").write_text(str(os.getpid()))
+    step = int(world.broadcast(np.array([found.step if found else 0]))[0])
+    while True:
+        step += 1
+        whole, pieces = snapshot(step), []
+        for stem, some in whole.arrays.items():
+            for name, array in some.items():
+                lo, hi = (array.size * (world.rank + i) // world.size for i in (0, 1))
+                pieces.append(Piece(stem, name, array.shape, Run(lo, hi - lo, hi - lo, 1), array, 0))
+        assert parts.save(world, store, Snapshot(step, {}, whole.values, pieces=pieces))
+        if store is not None:
+            with (folder.parent / "returned").open("ab") as file:
+                file.write(step.to_bytes(8, "little"))
+
+
+def one_rank_killed(folder: Path, attempt: int, wait: float, ranks: int, victim: int) -> dict[str, Any]:
+    """As one_kill, of one rank of several."""
+    beside = Path(sys.executable).parent / "mpirun"
+    said = folder.parent / "returned"
+    said.unlink(missing_ok=True)
+    words = [beside if beside.exists() else "mpirun", "-n", ranks, sys.executable, __file__, "--work", attempt]
+    job = subprocess.Popen(
+        [*map(str, words), "--folder", str(folder.parent)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    while not said.exists() and job.poll() is None:
+        time.sleep(0.01)
+    time.sleep(wait)
+    if job.poll() is not None:
+        return {"ok": False, "why": f"the job ended by itself: {job.returncode}"}
+    os.kill(int((folder.parent / f"pid.{victim}").read_text()), signal.SIGKILL)
+    job.wait(120)
+    data = said.read_bytes()
+    return judged(folder, int.from_bytes(data[len(data) // 8 * 8 - 8 :][:8], "little"))
+
+
 def moment(folder: Path) -> str:
     """What the kill interrupted, by what lies aside."""
     asides = [(parsed, folder / name) for name in os.listdir(folder) if (parsed := Aside.parse(name))]
@@ -61,7 +110,7 @@ def moment(folder: Path) -> str:
     files = sorted(os.listdir(path))
     if "manifest.json" in files:
         return "after the manifest was begun"
-    return f"with {len(files)} of 2 files begun"
+    return f"with {len(files)} files begun"
 
 
 def one_kill(folder: Path, attempt: int, wait: float) -> dict[str, Any]:
@@ -86,7 +135,11 @@ def one_kill(folder: Path, attempt: int, wait: float) -> dict[str, Any]:
     _, status = os.waitpid(child, 0)
     if not os.WIFSIGNALED(status) or not data:
         return {"ok": False, "why": f"the process ended by itself, or saved nothing: status {status}"}
-    returned = int.from_bytes(data[len(data) // 8 * 8 - 8 :][:8], "little")
+    return judged(folder, int.from_bytes(data[len(data) // 8 * 8 - 8 :][:8], "little"))
+
+
+def judged(folder: Path, returned: int) -> dict[str, Any]:
+    """What is there after a kill, where step `returned` was saved at least."""
     when = moment(folder)
     found, refused = Store(folder, owner=False).newest()
     if found is None or refused:
@@ -107,16 +160,24 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=200, help="kills (200)")
     parser.add_argument("--seed", type=int, default=0, help="of the moments (0)")
     parser.add_argument("--longest", type=float, default=0.03, help="seconds until the kill, at most (0.03)")
+    parser.add_argument("--ranks", type=int, default=0, help="that write a checkpoint in parts (one process, whole)")
+    parser.add_argument("--work", type=int, help=argparse.SUPPRESS)  # a rank of this attempt
     parser.add_argument("--folder", type=Path, help="where to save (a temporary directory)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args()
+    if options.work is not None:
+        parts_for_ever(options.folder / "checkpoints", options.work)
     dice = random.Random(options.seed)
     moments: collections.Counter[str] = collections.Counter()
     lost, began = [], time.monotonic()
     with tempfile.TemporaryDirectory() as temporary:
         folder = (options.folder or Path(temporary)) / "checkpoints"
         for number in range(options.count):
-            result = one_kill(folder, number + 1, dice.uniform(0, options.longest))
+            wait = dice.uniform(0, options.longest)
+            if options.ranks:
+                result = one_rank_killed(folder, number + 1, wait, options.ranks, dice.randrange(options.ranks))
+            else:
+                result = one_kill(folder, number + 1, wait)
             moments[result.get("moment", "none")] += 1
             if not result["ok"]:
                 lost.append({"kill": number, **result})

@@ -118,6 +118,13 @@ def test_sigkill_at_random_moments_leaves_a_whole_checkpoint(tmp_path):
     )
 
 
+def test_sigkill_of_any_rank_while_a_checkpoint_is_written_in_parts(tmp_path):
+    words = [sys.executable, HERE / "kills.py", "--ranks", "3", "--count", "3", "--json", "--folder", tmp_path]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
+    found = json.loads(done.stdout)
+    assert found["resumable"] == 3 and not found["left"], found
+
+
 FULL_DISK = """
 import json, os, sys
 import numpy as np

@@ -21,7 +21,7 @@ from safetensors import numpy as library
 from odyssey.base import files
 from odyssey.checkpoints import CheckpointError, Refused, Snapshot, Store
 from odyssey.checkpoints import lock as locks
-from odyssey.checkpoints import writer as writers
+from odyssey.checkpoints import store as stores
 from odyssey.errors import ConfigError, NumericsError, OutputError
 
 
@@ -248,8 +248,8 @@ def test_a_store_for_reading_does_not_write(tmp_path):
 
 def test_a_save_in_the_background_has_the_state_of_the_call(tmp_path, monkeypatch):
     go = threading.Event()
-    write = writers.Planned.write
-    monkeypatch.setattr(writers.Planned, "write", lambda *given: go.wait(30) and write(*given))
+    write = stores.write_file
+    monkeypatch.setattr(stores, "write_file", lambda *given: go.wait(30) and write(*given))
     with Store(tmp_path) as store:
         given = snapshot(1)
         store.save_later(given)
@@ -274,7 +274,7 @@ def test_what_went_wrong_in_the_background_is_raised_at_the_next_call_and_once(t
 
     store = Store(tmp_path)
     with monkeypatch.context() as patched:
-        patched.setattr(writers.Planned, "write", fail)
+        patched.setattr(stores, "place", fail)
         store.save_later(snapshot(1))
         with pytest.raises(OutputError, match="step_00000001 cannot be saved .*parameters.safetensors: No space left"):
             getattr(store, call)(*([snapshot(2)] if "save" in call else []))
@@ -381,8 +381,8 @@ class _NoFlock:
     [
         ({"host": "elsewhere", "pid": 1, "attempt": 0}, 0, False),
         ({"host": "elsewhere", "pid": 1, "attempt": 1}, 2, True),
-        ({"host": writers.host_name(), "pid": os.getppid(), "attempt": 0}, 0, False),
-        ({"host": writers.host_name(), "pid": 2**22 + 1, "attempt": 0}, 0, True),
+        ({"host": stores.host_name(), "pid": os.getppid(), "attempt": 0}, 0, False),
+        ({"host": stores.host_name(), "pid": 2**22 + 1, "attempt": 0}, 0, True),
     ],
 )
 def test_without_flock_the_file_decides(tmp_path, monkeypatch, held, attempt, free):
@@ -399,10 +399,10 @@ def test_without_flock_the_file_decides(tmp_path, monkeypatch, held, attempt, fr
 @pytest.mark.parametrize(
     ("name", "gone"),
     [
-        (f".step_00000003.tmp.0.{writers.host_name()}.{2**22 + 1}", True),
-        (f".step_00000003.old.0.{writers.host_name()}.{2**22 + 1}", True),
-        (f".step_00000003.tmp.0.{writers.host_name()}.{os.getpid()}", True),
-        (f".step_00000003.tmp.5.{writers.host_name()}.{os.getppid()}", False),
+        (f".step_00000003.tmp.0.{stores.host_name()}.{2**22 + 1}", True),
+        (f".step_00000003.old.0.{stores.host_name()}.{2**22 + 1}", True),
+        (f".step_00000003.tmp.0.{stores.host_name()}.{os.getpid()}", True),
+        (f".step_00000003.tmp.5.{stores.host_name()}.{os.getppid()}", False),
         (".step_00000003.tmp.4.elsewhere.1", True),
         (".step_00000003.tmp.5.elsewhere.1", False),
         (".step_00000003.tmp", False),

@@ -174,7 +174,7 @@ def _steps_spans() -> Spans:
 
 
 _ARRAYS = {"conv1.weight": np.zeros((2, 3), "<f4"), "step": np.zeros((), "<i8"), "none": np.zeros((0, 4), "|i1")}
-_TENSORS = header.make_header(_ARRAYS)
+_TENSORS = header.make_header({name: (array.dtype, array.shape) for name, array in _ARRAYS.items()})
 _SPACE = sum(tensor.nbytes for tensor in _TENSORS[1])
 
 
@@ -188,7 +188,12 @@ def _manifests() -> list[bytes]:
     file = manifest.File("weights.safetensors", size, digest, tensors, (digest,) * len(tensors))
     whole = manifest.Manifest(120, 1, {"epoch": 1, "rates": [0.1, None], "seed": 7}, (file,))
     least = manifest.Manifest(0, 0, {}, (manifest.File("a.safetensors", 8, digest, (), ()),))
-    return [whole.encoded(), whole.encoded(b"k" * 16), least.encoded()]
+    files = []
+    for rank, run in enumerate([(0, 2, 4, 3), (2, 2, 4, 3)]):
+        part = header.Tensor(f"p/w/{run[0]}", "F32", (6,), 0, 24, (3, 4), header.Run(*run))
+        files.append(manifest.File(f"rank-{rank}.safetensors", 100, digest, (part,), (digest,)))
+    parts = manifest.Manifest(3, 1, {}, tuple(files))
+    return [whole.encoded(), whole.encoded(b"k" * 16), least.encoded(), parts.encoded(b"k" * 16), parts.encoded()]
 
 
 def _sealed_manifest(data: bytes) -> Any:

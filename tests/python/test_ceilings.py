@@ -16,9 +16,9 @@ ROOT = build.source_root()
 #: Lines of code (no blanks, comments, docstrings): what there was when the borders were drawn, and 3 %. "mojo" is
 #: all of the Mojo face.
 CEILINGS = {
-    "core": 30_280,
+    "core": 30_570,
     "kernels": 13_430,
-    "torch": 2_820,
+    "torch": 2_825,
     "mojo": 1_100,
     "view": 1_280,
     "tune": 417,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +23,7 @@ RANK_LIMIT = 8
 NAME_LIMIT = 512
 INTEGER_LIMIT = 1 << 63
 LENGTH_BYTES = 8
+ROWS_LIMIT = 1 << 22  # of all parts of a tensor
 
 DTYPES = {  # name in the file -> numpy dtype, little-endian; numpy has no bfloat16: its bits come as uint16
     **{"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"},
@@ -34,18 +35,65 @@ _NAMES = {code: name for name, code in DTYPES.items() if name != "BF16"}
 _CHARACTERS = re.compile(r"[A-Za-z0-9_./-]+")
 
 
+class Run(NamedTuple):
+    """Elements of a tensor in C order: `count` times `length` of them, from `start` on, `step` apart."""
+
+    start: int
+    length: int
+    step: int
+    count: int
+
+    @property
+    def size(self) -> int:
+        return self.length * self.count
+
+    @property
+    def stop(self) -> int:
+        return self.start + (self.count - 1) * self.step + self.length
+
+    def spans(self, lo: int, hi: int) -> Iterator[tuple[int, int, int]]:
+        """The elements lo to hi of the run, as (the first one's number in the run, its number in the tensor, how many
+        follow each other)."""
+        while lo < hi:
+            row, column = divmod(lo, self.length)
+            n = min(self.length - column, hi - lo)
+            yield lo, self.start + row * self.step + column, n
+            lo += n
+
+
+def rows(runs: list[tuple[int, int]]) -> list[Run]:
+    """Runs (start, length) in their order, where neighbours of one length that are equally far apart are one."""
+    made: list[Run] = []
+    for at, n in runs:
+        last = made[-1] if made else None
+        if last and last.length == n and (last.count == 1 or at - last.start == last.count * last.step):
+            made[-1] = last._replace(step=(at - last.start) // last.count, count=last.count + 1)
+        else:
+            made.append(Run(at, n, n, 1))
+    return made
+
+
 class Tensor(NamedTuple):
-    """One tensor of a file: bytes `begin` to `end` of the data that follows the header."""
+    """One tensor of a file: bytes `begin` to `end` of the data that follows the header. It may be a part of one: `run`
+    of a tensor of shape `whole`."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     begin: int
     end: int
+    whole: tuple[int, ...] | None = None
+    run: Run | None = None
 
     @property
     def nbytes(self) -> int:
         return self.end - self.begin
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Of a part: the stem of the file that its tensor would be in otherwise, and the tensor's name."""
+        stem, _, name = self.name.rpartition("/")[0].partition("/")
+        return stem, name
 
 
 def name_problem(name: Any) -> str | None:
@@ -85,6 +133,33 @@ def check_tiling(tensors: list[Tensor], space: int) -> None:
         raise CheckpointError(f"the tensors fill {at} bytes, the file has {space} of data")
 
 
+def check_part(tensor: Tensor, whole: Any, run: Any) -> Tensor:
+    """The tensor of a file as a part of another one; CheckpointError if it cannot be."""
+    if not _whole_numbers(whole) or len(whole) > RANK_LIMIT or not _whole_numbers(run) or len(run) != 4:
+        raise CheckpointError(f"{tensor.name}: whole and run are whole numbers, not {ascii([whole, run])[:80]}")
+    made, name = Run(*run), tensor.key[1]
+    fits = made.count == 1 or made.length <= made.step
+    if not name or not fits or made.count < 1 or (made.size,) != tensor.shape or made.stop > math.prod(whole):
+        raise CheckpointError(f"{tensor.name}: {ascii(run)[:80]} is no part of a tensor of shape {ascii(whole)[:80]}")
+    return tensor._replace(whole=tuple(whole), run=made)
+
+
+def check_parts(parts: Sequence[Tensor]) -> None:
+    """Refuses parts of one tensor that leave gaps, overlap, or are of several kinds."""
+    first = parts[0]
+    size = math.prod(first.whole or ())
+    if any((one.dtype, one.whole) != (first.dtype, first.whole) for one in parts):
+        raise CheckpointError(f"{'/'.join(first.key)}: its parts are of several dtypes or shapes")
+    runs = [one.run for one in parts if one.run is not None and one.run.size]
+    if sum(run.size for run in runs) != size or sum(run.count for run in runs) > ROWS_LIMIT:
+        raise CheckpointError(f"{'/'.join(first.key)}: its parts are not {size} elements in at most {ROWS_LIMIT} rows")
+    starts = np.concatenate([np.zeros(0, np.int64), *(run.start + run.step * np.arange(run.count) for run in runs)])
+    lengths = np.repeat([run.length for run in runs], [run.count for run in runs])
+    order = np.argsort(starts)
+    if len(runs) and (starts[order] != np.concatenate([[0], np.cumsum(lengths[order])[:-1]])).any():
+        raise CheckpointError(f"{'/'.join(first.key)}: its parts leave a gap, or overlap")
+
+
 def encode_header(tensors: Sequence[Tensor]) -> bytes:
     """The header of a file with these tensors: length and JSON."""
     entries = {t.name: {"dtype": t.dtype, "shape": t.shape, "data_offsets": [t.begin, t.end]} for t in tensors}
@@ -93,27 +168,27 @@ def encode_header(tensors: Sequence[Tensor]) -> bytes:
     return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
 
-def make_header(arrays: Mapping[str, np.ndarray]) -> tuple[bytes, list[Tensor]]:
-    """The header for these arrays (length and JSON), and their places in the order of the data.
+def make_header(forms: Mapping[str, tuple[np.dtype, tuple[int, ...]]]) -> tuple[bytes, list[Tensor]]:
+    """The header for tensors of these dtypes and shapes (length and JSON), and their places in the order of the data.
 
     Wide dtypes come first, so each tensor is aligned; then by name: the same arrays give the same bytes. Raises
     OutputError: a name or a dtype that the format, or its limits, do not have.
     """
-    for name, array in arrays.items():
+    for name, (dtype, shape) in forms.items():
         problem = name_problem(name)
-        if problem is None and array.dtype.str not in _NAMES:
-            problem = f"dtype {array.dtype} cannot be saved; {' '.join(sorted(_NAMES.values()))} can"
-        if problem is None and array.ndim > RANK_LIMIT:
-            problem = f"{array.ndim} dimensions are more than {RANK_LIMIT}"
+        if problem is None and dtype.str not in _NAMES:
+            problem = f"dtype {dtype} cannot be saved; {' '.join(sorted(_NAMES.values()))} can"
+        if problem is None and len(shape) > RANK_LIMIT:
+            problem = f"{len(shape)} dimensions are more than {RANK_LIMIT}"
         if problem:
             raise OutputError(f"{ascii(name)[:80]}: {problem}")
-    if len(arrays) > TENSORS_LIMIT:
-        raise OutputError(f"{len(arrays)} tensors in one file are more than {TENSORS_LIMIT}")
+    if len(forms) > TENSORS_LIMIT:
+        raise OutputError(f"{len(forms)} tensors in one file are more than {TENSORS_LIMIT}")
     tensors, at = [], 0
-    for name in sorted(arrays, key=lambda name: (-arrays[name].dtype.itemsize, name)):
-        array = arrays[name]
-        tensors.append(Tensor(name, _NAMES[array.dtype.str], array.shape, at, at + array.nbytes))
-        at += array.nbytes
+    for name, (dtype, shape) in sorted(forms.items(), key=lambda item: (-item[1][0].itemsize, item[0])):
+        end = at + math.prod(shape) * dtype.itemsize
+        tensors.append(Tensor(name, _NAMES[dtype.str], shape, at, end))
+        at = end
     header = encode_header(tensors)
     if len(header) - LENGTH_BYTES > HEADER_LIMIT:
         raise OutputError(f"a header of {len(header)} bytes is longer than {HEADER_LIMIT}; use fewer tensors per file")

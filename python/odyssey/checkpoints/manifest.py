@@ -16,20 +16,21 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..base.files import parse_json
-from ..errors import CheckpointError, ConfigError, DataError
-from .header import INTEGER_LIMIT, TENSORS_LIMIT, Tensor, check_tensor, check_tiling
-from .snapshot import is_file_name
+from ..errors import CheckpointError, ConfigError, DataError, OutputError
+from .header import INTEGER_LIMIT, TENSORS_LIMIT, Tensor, check_part, check_parts, check_tensor, check_tiling
+from .snapshot import SUFFIX, is_file_name
 
 NAME = "manifest.json"
 FORMAT = "odyssey checkpoint"
-VERSION = 1
+WHOLE, PARTS = VERSIONS = (1, 2)  # of the format: whole tensors; parts of tensors
 LIMIT = 64 << 20  # bytes
-FILES_LIMIT = 64
+FILES_LIMIT = 1 << 14
 KEY_FILE = "ODYSSEY_CHECKPOINT_KEY_FILE"  # names a key file where no option does
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _KEYS = ("format", "version", "step", "attempt", "values", "files", "sha256")
 _FILE_KEYS = ("name", "size", "header_sha256", "tensors")
 _TENSOR_KEYS = ("name", "dtype", "shape", "data_offsets", "sha256")
+_PART_KEYS = (*_TENSOR_KEYS, "whole", "run")
 
 
 class File(NamedTuple):
@@ -56,6 +57,21 @@ class Manifest(NamedTuple):
         """Bytes of all files but the manifest."""
         return sum(file.size for file in self.files)
 
+    @property
+    def version(self) -> int:
+        """Of the format."""
+        return PARTS if any(one.run is not None for file in self.files for one in file.tensors) else WHOLE
+
+    @property
+    def tensors(self) -> dict[tuple[str, str], list[tuple[File, Tensor, str]]]:
+        """Of each tensor, by (stem, name), the parts: each a tensor of a file, and its digest."""
+        found: dict[tuple[str, str], list[tuple[File, Tensor, str]]] = {}
+        for file in self.files:
+            for one, digest in zip(file.tensors, file.digests, strict=True):
+                key = (file.name.removesuffix(SUFFIX), one.name) if one.run is None else one.key
+                found.setdefault(key, []).append((file, one, digest))
+        return found
+
     def same_content(self, other: Manifest) -> bool:
         """Whether the two say the same, whoever wrote them."""
         return (self.step, self.values, self.files) == (other.step, other.values, other.files)
@@ -68,9 +84,10 @@ class Manifest(NamedTuple):
 
     def _body(self) -> bytes:
         """Everything but the digests. One line per tensor: it can be read, and compared with diff."""
-        head = {"format": FORMAT, "version": VERSION, "step": self.step, "attempt": self.attempt, "values": self.values}
+        head = {"format": FORMAT, "version": self.version, "step": self.step, "attempt": self.attempt}
+        head["values"] = self.values
         lines = [f'"{name}":{_text(value)}' for name, value in head.items()]
-        files = ",\n".join(_file_text(file) for file in self.files)
+        files = ",\n".join(file_text(file) for file in self.files)
         return ("{\n" + ",\n".join([*lines, f'"files":[\n{files}\n]'])).encode()
 
 
@@ -85,8 +102,9 @@ def parse_manifest(data: bytes, key: bytes | None = None) -> Manifest:
         raise CheckpointError(str(problem)) from None
     if type(content) is not dict or content.get("format") != FORMAT:
         raise CheckpointError(f"{NAME} is not that of a checkpoint")
-    if type(content.get("version")) is not int or content["version"] != VERSION:
-        raise CheckpointError(f"{NAME} has format version {ascii(content.get('version'))[:40]}; {VERSION} can be read")
+    version = content.get("version")
+    if type(version) is not int or version not in VERSIONS:
+        raise CheckpointError(f"{NAME} has format version {ascii(version)[:40]}; {WHOLE} and {PARTS} can be read")
     mac = content.pop("hmac_sha256", None)
     if tuple(content) != _KEYS or not (mac is None or _is_digest(mac)):
         raise CheckpointError(f"{NAME} does not have the entries {' '.join(_KEYS)}, in this order")
@@ -95,10 +113,13 @@ def parse_manifest(data: bytes, key: bytes | None = None) -> Manifest:
     files = content["files"]
     if type(files) is not list or not 0 < len(files) <= FILES_LIMIT:
         raise CheckpointError(f"{NAME}: files is a list of 1 to {FILES_LIMIT}")
-    made = tuple(_parse_file(file) for file in files)
+    made = tuple(_parse_file(file, version == PARTS) for file in files)
     if len({file.name for file in made}) < len(made):
         raise CheckpointError(f"{NAME} names a file twice")
     found = Manifest(content["step"], content["attempt"], content["values"], made, signed=mac is not None)
+    if version == PARTS:
+        for parts in found.tensors.values():
+            check_parts([one for _, one, _ in parts])
     try:
         body = found._body()
     except ValueError:  # a number such as 1e999
@@ -136,7 +157,24 @@ def environment_key() -> bytes | None:
     return read_key(Path(path)) if path else None
 
 
-def _parse_file(entry: Any) -> File:
+def sealed(found: Manifest, key: bytes | None) -> bytes:
+    """The text of a manifest. Raises OutputError: it could not be read again as it is."""
+    text = found.encoded(key)
+    try:
+        readable = parse_manifest(text, key) == found
+    except CheckpointError as problem:
+        raise OutputError(f"it could not be read again: {problem}") from None
+    if not readable:
+        raise OutputError("it would not be read again as it is: its values change in JSON")
+    return text
+
+
+def file_of(entry: Any) -> File:
+    """A file with parts of tensors. Raises CheckpointError: the entry is of none."""
+    return _parse_file(entry, True)
+
+
+def _parse_file(entry: Any, parts: bool) -> File:
     if type(entry) is not dict or tuple(entry) != _FILE_KEYS:
         raise CheckpointError(f"{NAME}: a file has the entries {' '.join(_FILE_KEYS)}")
     name, size, tensors = entry["name"], entry["size"], entry["tensors"]
@@ -147,7 +185,7 @@ def _parse_file(entry: Any) -> File:
     if len(tensors) > TENSORS_LIMIT:
         raise CheckpointError(f"{NAME}: {name}: {len(tensors)} tensors are more than {TENSORS_LIMIT}")
     try:
-        made = tuple(_parse_tensor(one, size) for one in tensors)
+        made = tuple(_parse_tensor(one, size, parts) for one in tensors)
         check_tiling(list(made), sum(one.nbytes for one in made))
     except CheckpointError as problem:
         raise CheckpointError(f"{NAME}: {name}: {problem}") from None
@@ -156,20 +194,27 @@ def _parse_file(entry: Any) -> File:
     return File(name, size, entry["header_sha256"], made, tuple(one["sha256"] for one in tensors))
 
 
-def _parse_tensor(entry: Any, size: int) -> Tensor:
-    if type(entry) is not dict or tuple(entry) != _TENSOR_KEYS or not _is_digest(entry["sha256"]):
-        raise CheckpointError(f"a tensor has the entries {' '.join(_TENSOR_KEYS)}")
-    return check_tensor(entry["name"], entry["dtype"], entry["shape"], entry["data_offsets"], size)
+def _parse_tensor(entry: Any, size: int, part: bool) -> Tensor:
+    keys = _PART_KEYS if part else _TENSOR_KEYS
+    if type(entry) is not dict or tuple(entry) != keys or not _is_digest(entry["sha256"]):
+        raise CheckpointError(f"a tensor has the entries {' '.join(keys)}")
+    made = check_tensor(entry["name"], entry["dtype"], entry["shape"], entry["data_offsets"], size)
+    return check_part(made, entry["whole"], entry["run"]) if part else made
 
 
-def _file_text(file: File) -> str:
+def file_text(file: File) -> str:
+    """A file as JSON, of whose values `file_of` makes it again."""
     tensors = ",\n".join(
         f'{{"name":{_text(one.name)},"dtype":"{one.dtype}","shape":{_text(one.shape)},'
-        f'"data_offsets":[{one.begin},{one.end}],"sha256":"{digest}"}}'
+        f'"data_offsets":[{one.begin},{one.end}],"sha256":"{digest}"{_part_text(one)}}}'
         for one, digest in zip(file.tensors, file.digests, strict=True)
     )
     head = f'"name":{_text(file.name)},"size":{file.size},"header_sha256":"{file.header_sha256}"'
     return f'{{{head},"tensors":[\n{tensors}\n]}}'
+
+
+def _part_text(one: Tensor) -> str:
+    return "" if one.run is None else f',"whole":{_text(one.whole)},"run":{_text(one.run)}'
 
 
 def _end(body: bytes, mac: str | None) -> bytes:

@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
+import math
 import os
 import stat
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,54 +20,114 @@ import numpy as np
 
 from ..errors import CheckpointError
 from . import manifest
-from .header import DTYPES, Tensor, encode_header
+from .header import DTYPES, Run, Tensor, encode_header
 from .manifest import File, Manifest, parse_manifest
 from .snapshot import SUFFIX, Snapshot, step_name, step_of
 
-PIECE = 1 << 20  # bytes hashed at a time when nothing is kept
+PIECE = 1 << 20  # bytes read and hashed at a time
 THREADS_FROM = 4 << 20  # bytes from which on threads are worth starting: hashing runs at about 1 GB/s
 
 
-def load(path: Path, key: bytes | None = None, follow: bool = False) -> tuple[Snapshot, Manifest]:
-    """The checkpoint in a directory; `follow` allows the directory itself to be a symbolic link. CheckpointError says
-    what is wrong with which file and tensor."""
+class Stored:
+    """A tensor of a checkpoint that is read when it is asked for, whole or in part. What is read is hashed."""
+
+    def __init__(self, folder: Folder, parts: list[tuple[int, File, Tensor, str]], make: Any) -> None:
+        """parts: each with where the data of its file begins, and its SHA-256. `make`: of arrays."""
+        one = parts[0][2]
+        self.shape, self.dtype = one.shape if one.whole is None else one.whole, np.dtype(DTYPES[one.dtype])
+        self.size = math.prod(self.shape)
+        self._folder, self._parts, self._make = folder, parts, make
+
+    def read(self, lo: int, out: np.ndarray) -> None:
+        """Fills an array (n,) with elements lo to lo + n; an empty one: checks all of it. Raises CheckpointError: they
+        are not what was written."""
+        for start, file, tensor, digest in self._parts:
+            run = tensor.run or Run(0, self.size, self.size, 1)
+            if out.size == 0 or (run.start < lo + out.size and run.stop > lo):
+                self._take(start, file, tensor, run, digest, lo, out)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        whole = self._make(self.shape, self.dtype)
+        self.read(0, whole.reshape(-1))
+        return whole if dtype is None else whole.astype(dtype, copy=False)
+
+    def _take(self, start: int, file: File, tensor: Tensor, run: Run, digest: str, lo: int, out: np.ndarray) -> None:
+        """Reads a part in pieces: into `out`, which begins at element lo, or past it."""
+        found, hi, step = hashlib.sha256(), lo + len(out), PIECE // self.dtype.itemsize
+        buffer = np.empty(min(step, run.size), self.dtype)
+        with _file(self._folder.descriptor, file.name) as (descriptor, _), _naming(file.name):
+            for a in range(0, run.size, step):
+                spans = list(run.spans(a, min(a + step, run.size))) if len(out) else []
+                direct = len(spans) == 1 and lo <= spans[0][1] and spans[0][1] + spans[0][2] <= hi
+                piece = out[spans[0][1] - lo :][: spans[0][2]] if direct else buffer[: run.size - a]
+                _read_into(descriptor, bytes_of(piece), start + tensor.begin + a * self.dtype.itemsize)
+                found.update(piece)
+                for i, at, n in [] if direct else spans:
+                    first, last = max(at, lo), min(at + n, hi)
+                    if first < last:
+                        out[first - lo : last - lo] = piece[i - a + first - at : i - a + last - at]
+            if not hmac.compare_digest(found.hexdigest(), digest):
+                raise CheckpointError(f"{tensor.name} does not match its SHA-256")
+
+
+class Folder:
+    """The directory of a checkpoint, open as long as there is somebody to read from it."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = os.dup(descriptor)
+        weakref.finalize(self, os.close, self.descriptor)
+
+
+def opened(path: Path, key: bytes | None = None, follow: bool = False) -> tuple[Snapshot, Manifest]:
+    """The checkpoint in a directory, of tensors that are read when they are asked for (Stored); `follow` allows the
+    directory itself to be a symbolic link. CheckpointError says what is wrong with manifest, sizes and headers."""
     from ..core.offload import maker
 
     make = maker(np.empty)  # on this thread
-    arrays: dict[str, dict[str, np.ndarray]] = {}
-
-    def keep(descriptor: int, start: int, file: File, tensor: Tensor) -> str:
-        array = make(tensor.shape, DTYPES[tensor.dtype])
-        flat = bytes_of(array)
-        _read_into(descriptor, flat, start + tensor.begin)
-        arrays[file.name.removesuffix(SUFFIX)][tensor.name] = array
-        return hashlib.sha256(flat).hexdigest()
-
     with _opened(path, follow) as directory:
-        found = _manifest(directory, path, key)
+        found, digest = _manifest(directory, path, key)
+        starts = {}
         for file in found.files:
-            arrays[file.name.removesuffix(SUFFIX)] = dict.fromkeys(tensor.name for tensor in file.tensors)  # its order
-        _check_files(directory, found, keep)
-    return Snapshot(found.step, arrays, found.values), found
+            with _file(directory, file.name) as (descriptor, size), _naming(file.name):
+                if size != file.size:
+                    raise CheckpointError(f"it has {size} bytes, not {file.size}")
+                starts[file.name] = _check_header(descriptor, file)
+        folder = Folder(directory)
+    arrays: dict[str, dict[str, Any]] = {}
+    for (stem, name), parts in found.tensors.items():
+        arrays.setdefault(stem, {})[name] = Stored(
+            folder, [(starts[file.name], file, *one) for file, *one in parts], make
+        )
+    for file in found.files:
+        if found.version == manifest.WHOLE:
+            arrays.setdefault(file.name.removesuffix(SUFFIX), {})
+    return Snapshot(found.step, arrays, found.values, source=(os.path.abspath(path), digest)), found
+
+
+def load(path: Path, key: bytes | None = None, follow: bool = False, whole: bool = True) -> tuple[Snapshot, Manifest]:
+    """As `opened`, with every byte checked, and unless not `whole` with all arrays in memory. CheckpointError says what
+    is wrong with which file and tensor."""
+    snapshot, found = opened(path, key, follow)
+    keys = list(found.tensors)
+
+    def act(key: tuple[str, str]) -> np.ndarray | None:
+        tensor = snapshot.arrays[key[0]][key[1]]
+        return np.asarray(tensor) if whole else tensor.read(0, np.empty(0, tensor.dtype))
+
+    try:
+        made = in_threads(act, keys, found.nbytes)
+    except MemoryError:
+        raise CheckpointError(f"its {found.nbytes} bytes do not fit into memory") from None
+    if whole:
+        for (stem, name), array in zip(keys, made, strict=True):
+            snapshot.arrays[stem][name] = array
+        snapshot.source = None
+    return snapshot, found
 
 
 def verify(path: Path, key: bytes | None = None, follow: bool = False) -> Manifest:
     """As `load`, in constant memory: reads and checks every byte, keeps none."""
-
-    def look(descriptor: int, start: int, file: File, tensor: Tensor) -> str:
-        digest, at = hashlib.sha256(), tensor.begin
-        piece = memoryview(bytearray(min(PIECE, tensor.nbytes)))
-        while at < tensor.end:
-            part = piece[: tensor.end - at]
-            _read_into(descriptor, part, start + at)
-            digest.update(part)
-            at += len(part)
-        return digest.hexdigest()
-
-    with _opened(path, follow) as directory:
-        found = _manifest(directory, path, key)
-        _check_files(directory, found, look)
-    return found
+    return load(path, key, follow, whole=False)[1]
 
 
 def bytes_of(array: np.ndarray) -> memoryview:
@@ -95,7 +157,8 @@ def in_threads(work: Callable[[Any], Any], items: Sequence[Any], nbytes: int) ->
     return [work(item) for item in items]
 
 
-def _manifest(directory: int, path: Path, key: bytes | None) -> Manifest:
+def _manifest(directory: int, path: Path, key: bytes | None) -> tuple[Manifest, str]:
+    """The manifest, and the SHA-256 of all of its text."""
     with _file(directory, manifest.NAME) as (descriptor, size):
         if size > manifest.LIMIT:
             raise CheckpointError(f"{manifest.NAME} is longer than {manifest.LIMIT} bytes")
@@ -106,30 +169,7 @@ def _manifest(directory: int, path: Path, key: bytes | None) -> Manifest:
     named = step_of(path.name)
     if named is not None and named != found.step:
         raise CheckpointError(f"{manifest.NAME} is that of {step_name(found.step)}")
-    return found
-
-
-def _check_files(directory: int, found: Manifest, digest: Callable[[int, int, File, Tensor], str]) -> None:
-    """Compares every file with the manifest; `digest` reads one tensor's bytes and says their SHA-256."""
-
-    def check(descriptor: int, start: int, file: File, tensor: Tensor, expected: str) -> None:
-        with _naming(file.name):
-            if not hmac.compare_digest(digest(descriptor, start, file, tensor), expected):
-                raise CheckpointError(f"{tensor.name} does not match its SHA-256")
-
-    with contextlib.ExitStack() as stack:
-        work = []
-        for file in found.files:
-            descriptor, size = stack.enter_context(_file(directory, file.name))
-            with _naming(file.name):
-                if size != file.size:
-                    raise CheckpointError(f"it has {size} bytes, not {file.size}")
-                start = _check_header(descriptor, file)
-            work += [(descriptor, start, file, *one) for one in zip(file.tensors, file.digests, strict=True)]
-        try:
-            in_threads(lambda one: check(*one), work, found.nbytes)
-        except MemoryError:
-            raise CheckpointError(f"its {found.nbytes} bytes do not fit into memory") from None
+    return found, hashlib.sha256(data).hexdigest()
 
 
 def _check_header(descriptor: int, file: File) -> int:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..errors import NumericsError, OutputError
+from .header import Run
 
 FINITE = ("parameters", "optimizer")  # files in which a NaN or an infinity is never saved
 SUFFIX = ".safetensors"
@@ -32,6 +33,37 @@ class Snapshot:
     arrays: dict[str, dict[str, np.ndarray]] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     make: Callable[[tuple[int, ...], Any], np.ndarray] = np.empty  # of copies of arrays
+    pieces: list[Piece] = field(default_factory=list)  # of a rank: its parts of tensors, beside `arrays`
+    source: tuple[str, str] | None = None  # of tensors that are read when asked for: directory, SHA-256 of its manifest
+
+
+class Piece(NamedTuple):
+    """A part of a tensor that a rank has: `run` of the tensor `stem`/`name` of this shape; the tensor's element i is
+    element i + `shift` of `source` (n,)."""
+
+    stem: str
+    name: str
+    whole: tuple[int, ...]
+    run: Run
+    source: np.ndarray
+    shift: int
+
+    @classmethod
+    def of(cls, stem: str, name: str, array: np.ndarray) -> Piece:
+        """A whole tensor."""
+        return cls(stem, name, array.shape, Run(0, array.size, array.size, 1), array.reshape(-1), 0)
+
+    @property
+    def key(self) -> str:
+        """Its name in a file of parts."""
+        return f"{self.stem}/{self.name}/{self.run.start}"
+
+    def parts(self, most: int) -> Iterator[np.ndarray]:
+        """Its elements, at most so many at a time, in C order."""
+        for a in range(0, self.run.size, most):
+            cut = [(i + self.shift, n) for _, i, n in self.run.spans(a, min(a + most, self.run.size))]
+            rows = [self.source[i : i + n] for i, n in cut]
+            yield rows[0] if len(rows) == 1 else np.concatenate(rows)
 
 
 def step_name(step: int) -> str:

@@ -5,7 +5,6 @@ One process of a job owns the store and writes; any process may read, without a 
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import os
 import shutil
@@ -22,9 +21,9 @@ from ..base.runs import Run
 from ..errors import CheckpointError, ConfigError, DataError, OdysseyError, OutputError, printable
 from . import reader
 from .lock import Lock
-from .manifest import Manifest
-from .snapshot import Snapshot, check_finite, check_step, plain_values, step_name, step_of
-from .writer import Aside, Planned, host_name, remove, settle
+from .manifest import File, Manifest, sealed
+from .snapshot import Piece, Snapshot, check_finite, check_step, plain_values, step_name, step_of
+from .writer import Aside, begin, host_name, place, remove, saying, settle, write_file
 
 LOOKS = 5  # at checkpoints that are removed or replaced while they are read
 
@@ -123,16 +122,16 @@ class Store:
             raise CheckpointError(f"[checkpoint] {self._place} cannot be read: {problem.strerror}") from problem
         return sorted(found, key=lambda name: step_of(name) or 0)
 
-    def newest(self) -> tuple[Snapshot | None, list[Refused]]:
-        """The newest checkpoint whose every byte is as it was written, and those that were refused on the way to it.
-        Raises CheckpointError: the directory itself cannot be read."""
+    def newest(self, whole: bool = True) -> tuple[Snapshot | None, list[Refused]]:
+        """The newest checkpoint whose every byte is as it was written, and those that were refused on the way to it;
+        its arrays in memory if `whole`. Raises CheckpointError: the directory itself cannot be read."""
         for look in range(LOOKS):
             refused: list[Refused] = []
             for name in reversed(self.names()):
                 path = self.folder / name
                 before = _identity(path)
                 try:
-                    snapshot, _manifest = reader.load(path, self.key)
+                    snapshot, _manifest = reader.load(path, self.key, False, whole)
                 except CheckpointError as problem:
                     if before is not None and _identity(path) == before:
                         refused.append(Refused(path, str(problem)))
@@ -164,11 +163,12 @@ class Store:
                         break
         return found
 
-    def load(self, path: Path | str) -> Snapshot:
-        """One checkpoint, wherever it is. Raises CheckpointError: it is none, or was changed; names file and tensor."""
+    def load(self, path: Path | str, whole: bool = True) -> Snapshot:
+        """One checkpoint, wherever it is; its arrays in memory if `whole`. Raises CheckpointError: it is none, or was
+        changed; names file and tensor."""
         path = Path(path)
         try:
-            return reader.load(path, self.key, follow=True)[0]
+            return reader.load(path, self.key, True, whole)[0]
         except CheckpointError as problem:
             raise CheckpointError(f"[checkpoint] {printable(str(path))} is refused: {problem}") from problem.__cause__
 
@@ -202,7 +202,9 @@ class Store:
         """
         self.wait()
         arrays = {stem: {name: _plain(one) for name, one in some.items()} for stem, some in snapshot.arrays.items()}
-        return self._save(self._checked(Snapshot(snapshot.step, arrays, snapshot.values)), marks)
+        self._check_open()
+        check_step(snapshot.step)
+        return self._save(Snapshot(snapshot.step, arrays, plain_values(snapshot.step, snapshot.values)), marks)
 
     def save_later(self, snapshot: Snapshot, marks: Sequence[str] = ()) -> None:
         """Copies a snapshot, which may change after the call, and writes it on a thread.
@@ -223,8 +225,13 @@ class Store:
                 np.copyto(copy, one)
                 arrays[stem][name] = staged[stem, name] = copy
         self._staged = staged
-        checked = self._checked(Snapshot(snapshot.step, arrays, snapshot.values))
-        self._writing = self._thread.submit(self._save, checked, marks)
+        self._check_open()
+        check_step(snapshot.step)
+        for stem, some in arrays.items():
+            for name, one in some.items():
+                check_finite(snapshot.step, stem, name, one)
+        taken = Snapshot(snapshot.step, arrays, plain_values(snapshot.step, snapshot.values))
+        self._writing = self._thread.submit(self._save, taken, marks)
 
     def mark(self, step: int, names: Sequence[str]) -> None:
         """Gives the checkpoint of a step further names in this directory: links, put in place of what they were.
@@ -247,41 +254,44 @@ class Store:
         if writing is not None:
             writing.result()
 
-    def _checked(self, snapshot: Snapshot) -> Snapshot:
-        """Refuses what must not be saved; returns it with the values as they will be read."""
+    def _check_open(self) -> None:
         if self._lock is None:
             raise OutputError(f"[checkpoint] {self._place} is open for reading only, or closed")
-        check_step(snapshot.step)
-        for stem, some in snapshot.arrays.items():
-            for name, one in some.items():
-                check_finite(snapshot.step, stem, name, one)
-        return dataclasses.replace(snapshot, values=plain_values(snapshot.step, snapshot.values))
 
-    @slot.span("write checkpoint")
-    def _save(self, snapshot: Snapshot, marks: Sequence[str]) -> Path:
-        step, name, written = snapshot.step, step_name(snapshot.step), False
-        try:
+    def begin(self, step: int) -> Path:
+        """Begins a checkpoint whose files are written by others, into the directory that this gives (write_file).
+        Raises OutputError, as `save`."""
+        self.wait()
+        self._check_open()
+        check_step(step)
+        return self._begin(step)
+
+    def _begin(self, step: int) -> Path:
+        with saying(step_name(step), self._place):
             self._hold()
-            planned = Planned(snapshot, self.attempt, self.key)
-            if not self._is_there(name, planned):
-                self._valid.discard(name)
-                planned.write(self.folder, self._aside(step, "tmp"), self._check_fence)
-                written = True
-        except OutputError as problem:
-            raise OutputError(f"[checkpoint] {name} is not saved: {problem}") from None
-        except MemoryError:
-            what = "out of memory; those before it are as they were"
-            raise OutputError(f"[checkpoint] {name} is not saved: {what}") from None
-        except OSError as problem:
-            where = printable(os.path.basename(str(problem.filename))) + ": " if problem.filename else ""
-            raise OutputError(
-                f"[checkpoint] {name} cannot be saved in {self._place}: {where}{problem.strerror}; "
-                "those before it are as they were"
-            ) from problem
+            return begin(self.folder, self._aside(step, "tmp"))
+
+    def finish(self, step: int, values: dict[str, Any], files: Sequence[File], marks: Sequence[str] = ()) -> Path:
+        """Ends what `begin` began, once these files are on the disk; as `save`. Raises OutputError, as `save`."""
+        name, written, aside = step_name(step), False, self._aside(step, "tmp")
+        made = Manifest(step, self.attempt, values, tuple(files), signed=self.key is not None)
+        try:
+            with saying(name, self._place):
+                encoded = sealed(made, self.key)
+                for file in files:
+                    if os.stat(self.folder / aside.name / file.name).st_size != file.size:
+                        raise OutputError(f"{file.name} is not whole; do all hosts see {self._place}?")
+                if not self._is_there(name, made):
+                    self._valid.discard(name)
+                    place(self.folder, aside, encoded, self._check_fence)
+                    written = True
+        finally:
+            if not written:
+                self.abandon(step)
         self._valid.add(name)
         if written:
             try:
-                settle(self.folder, self._aside(step, "tmp"))
+                settle(self.folder, aside)
             except OSError as problem:
                 raise OutputError(
                     f"[checkpoint] {name} is in place, but {self._place} cannot be flushed to the disk: "
@@ -290,6 +300,26 @@ class Store:
         self.mark(step, marks)
         self._remove_old(name)
         return self.path_of(step)
+
+    def abandon(self, step: int) -> None:
+        """Removes what `begin` began."""
+        shutil.rmtree(self.folder / self._aside(step, "tmp").name, ignore_errors=True)
+
+    @slot.span("write checkpoint")
+    def _save(self, snapshot: Snapshot, marks: Sequence[str]) -> Path:
+        folder = self._begin(snapshot.step)
+
+        def write(stem: str) -> File:
+            pieces = [Piece.of(stem, name, array) for name, array in snapshot.arrays[stem].items()]
+            return write_file(folder, stem, snapshot.step, pieces, False)
+
+        try:
+            nbytes = sum(one.nbytes for some in snapshot.arrays.values() for one in some.values())
+            files = reader.in_threads(write, list(snapshot.arrays), nbytes)
+        except BaseException:
+            self.abandon(snapshot.step)
+            raise
+        return self.finish(snapshot.step, snapshot.values, files, marks)
 
     def _hold(self) -> None:
         """Makes the directory and its lock anew where somebody has removed them: the training is worth more than that,
@@ -304,7 +334,7 @@ class Store:
         self._valid.clear()
         self.tell(f"[checkpoint] {what} was removed by somebody else, and is made anew")
 
-    def _is_there(self, name: str, planned: Planned) -> bool:
+    def _is_there(self, name: str, made: Manifest) -> bool:
         """Whether a valid checkpoint of this name says the same already; refuses to replace a later attempt's."""
         path = self.folder / name
         if not os.path.lexists(path):
@@ -313,7 +343,7 @@ class Store:
             there = reader.verify(path, self.key)
         except CheckpointError:
             return False
-        if there.same_content(planned.manifest):
+        if there.same_content(made):
             return True
         if there.attempt > self.attempt:
             raise OutputError(f"attempt {there.attempt} has written it, and this is attempt {self.attempt}")

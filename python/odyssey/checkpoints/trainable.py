@@ -248,8 +248,13 @@ class Trainable(Protocol):
     def configuration(self) -> dict[str, Any]:
         """What decides the bits of the training, as JSON values by the names that users know; not collective."""
 
-    def state(self, values: dict[str, Any]) -> Snapshot | None:
-        """All that training goes on from, and `values`: on rank 0. Arrays may be those that training goes on with."""
+    @property
+    def in_parts(self) -> bool:
+        """Whether ranks have parts of the state that no other rank has; not collective."""
+
+    def state(self, values: dict[str, Any], parts: bool = False) -> Snapshot | None:
+        """All that training goes on from, and `values`: on rank 0; with `parts` on each rank what it has. Arrays may be
+        those that training goes on with."""
 
     def load(self, snapshot: Snapshot, name: str) -> None:
         """Takes back what state() gave, on whatever layout; `name` is for messages. Raises ConfigError: it is of

@@ -12,17 +12,17 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from ..base.files import exchange, sync_directory
-from ..errors import CheckpointError, OutputError
+from ..errors import OutputError, printable
 from . import manifest
 from .header import make_header
-from .manifest import File, Manifest, parse_manifest
-from .reader import bytes_of, in_threads
-from .snapshot import SUFFIX, Snapshot, is_file_name, step_name
+from .manifest import File
+from .reader import PIECE, bytes_of
+from .snapshot import SUFFIX, Piece, check_finite, is_file_name, step_name
 
 _ASIDE = re.compile(r"\.step_([0-9]{8,18})\.(tmp|old)\.([0-9]{1,18})\.([A-Za-z0-9_.-]{1,64})\.([0-9]{1,10})")
 
@@ -51,67 +51,77 @@ def host_name() -> str:
     return re.sub(r"[^A-Za-z0-9_.-]", "_", os.uname().nodename)[:64] or "unknown"
 
 
-class Planned:
-    """The files of a checkpoint before they are written: headers and digests of everything."""
+@contextlib.contextmanager
+def saying(name: str, place: str) -> Iterator[None]:
+    """Raises OutputError, naming the checkpoint and its directory, for what goes wrong while it is written."""
+    try:
+        yield
+    except OutputError as problem:
+        raise OutputError(f"[checkpoint] {name} is not saved: {problem}") from None
+    except MemoryError:
+        what = "out of memory; those before it are as they were"
+        raise OutputError(f"[checkpoint] {name} is not saved: {what}") from None
+    except OSError as problem:
+        where = printable(os.path.basename(str(problem.filename))) + ": " if problem.filename else ""
+        raise OutputError(
+            f"[checkpoint] {name} cannot be saved in {place}: {where}{problem.strerror}; "
+            "those before it are as they were"
+        ) from problem
 
-    def __init__(self, snapshot: Snapshot, attempt: int, key: bytes | None = None) -> None:
-        """Its arrays are contiguous and stay as they are until the checkpoint is written. Raises OutputError for what a
-        checkpoint cannot have, and would be refused when it is read."""
-        arrays = snapshot.arrays
-        self.headers: list[bytes] = []
-        self.data: list[list[memoryview]] = []
-        tensors = []
-        if not 0 < len(arrays) <= manifest.FILES_LIMIT:
-            raise OutputError(f"a checkpoint has 1 to {manifest.FILES_LIMIT} files, not {len(arrays)}")
-        for stem in arrays:
-            if not isinstance(stem, str) or not is_file_name(stem + SUFFIX):
-                raise OutputError(f"a file of a checkpoint is not called {ascii(stem)[:80]}")
-            try:
-                header, places = make_header(arrays[stem])
-            except OutputError as problem:
-                raise OutputError(f"{stem}{SUFFIX}: {problem}") from None
-            self.headers.append(header)
-            self.data.append([bytes_of(arrays[stem][one.name]) for one in places])
-            tensors.append(tuple(places))
-        flat = [part for parts in self.data for part in parts]
-        digests = iter(in_threads(_digest, flat, sum(len(part) for part in flat)))
-        files = []
-        for stem, header, places, parts in zip(arrays, self.headers, tensors, self.data, strict=True):
-            size = len(header) + sum(len(part) for part in parts)
-            own = tuple(next(digests) for _ in places)
-            files.append(File(stem + SUFFIX, size, hashlib.sha256(header).hexdigest(), places, own))
-        self.manifest = Manifest(snapshot.step, attempt, snapshot.values, tuple(files), signed=key is not None)
-        self.encoded = self.manifest.encoded(key)
+
+def begin(folder: Path, aside: Aside) -> Path:
+    """Makes the directory that a checkpoint is written into."""
+    temporary = folder / aside.name
+    with contextlib.suppress(FileNotFoundError):
+        shutil.rmtree(temporary)  # our own, from a save that could not clean up
+    os.mkdir(temporary, 0o700)
+    return temporary
+
+
+def place(folder: Path, aside: Aside, encoded: bytes, allowed: Callable[[], None]) -> None:
+    """Ends a checkpoint whose files are written: its manifest, and then its name; `allowed` raises if somebody else has
+    taken over, and is asked last. What had its name before lies aside afterwards: see `settle`. Raises OSError: what
+    was there before is as it was."""
+    temporary, final = folder / aside.name, folder / step_name(aside.step)
+    _write_file(temporary / manifest.NAME, [memoryview(encoded)])
+    sync_directory(temporary)
+    allowed()
+    if os.path.lexists(final):
+        exchange(temporary, final, folder / aside._replace(kind="old").name)
+    else:
+        os.rename(temporary, final)
+
+
+def write_file(folder: Path, stem: str, step: int, pieces: Sequence[Piece], parts: bool) -> File:
+    """Writes a file of whole tensors, or of parts of some, of which no copy is made, and flushes it. Raises
+    NumericsError: one holds NaN or infinity. OutputError: it cannot be written, or could not be read again."""
+    given = {piece.key if parts else piece.name: piece for piece in pieces}
+    digests: list[str] = []
+
+    def content() -> Iterator[memoryview]:
+        yield memoryview(header)
+        for place in places:
+            piece, digest = given[place.name], hashlib.sha256()
+            for part in piece.parts(PIECE // piece.source.dtype.itemsize):
+                check_finite(step, piece.stem, piece.name, part)
+                digest.update(bytes_of(part))
+                yield bytes_of(part)
+            digests.append(digest.hexdigest())
+
+    with saying(step_name(step), printable(str(folder.parent))):
+        name = f"{stem}{SUFFIX}"
+        if not is_file_name(name):
+            raise OutputError(f"a file of a checkpoint is not called {ascii(stem)[:80]}")
         try:
-            readable = parse_manifest(self.encoded, key) == self.manifest
-        except CheckpointError as problem:
-            raise OutputError(f"it could not be read again: {problem}") from None
-        if not readable:
-            raise OutputError("it would not be read again as it is: its values change in JSON")
-
-    def write(self, folder: Path, aside: Aside, allowed: Callable[[], None]) -> None:
-        """Puts the checkpoint into `folder`; `allowed` raises if somebody else has taken over, and is asked last.
-
-        What had its name before lies aside afterwards: see `settle`. Raises OSError: with the file in `filename`; what
-        was there before is as it was, and nothing is left aside.
-        """
-        temporary, final = folder / aside.name, folder / step_name(aside.step)
-        with contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(temporary)  # our own, from a save that could not clean up
-        os.mkdir(temporary, 0o700)
-        try:
-            for file, header, parts in zip(self.manifest.files, self.headers, self.data, strict=True):
-                _write_file(temporary / file.name, [memoryview(header), *parts])
-            _write_file(temporary / manifest.NAME, [memoryview(self.encoded)])
-            sync_directory(temporary)
-            allowed()
-            if os.path.lexists(final):
-                exchange(temporary, final, folder / aside._replace(kind="old").name)
-            else:
-                os.rename(temporary, final)
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
+            forms = {key: (one.source.dtype, (one.run.size,) if parts else one.whole) for key, one in given.items()}
+            header, places = make_header(forms)
+        except OutputError as problem:
+            raise OutputError(f"{name}: {problem}") from None
+        _write_file(folder / name, content())
+    if parts:
+        places = [one._replace(whole=given[one.name].whole, run=given[one.name].run) for one in places]
+    size = len(header) + sum(one.nbytes for one in places)
+    return File(name, size, hashlib.sha256(header).hexdigest(), tuple(places), tuple(digests))
 
 
 def settle(folder: Path, aside: Aside) -> None:
@@ -143,11 +153,7 @@ def _discard(path: Path) -> None:
             path.unlink()
 
 
-def _digest(part: memoryview) -> str:
-    return hashlib.sha256(part).hexdigest()
-
-
-def _write_file(path: Path, parts: list[memoryview]) -> None:
+def _write_file(path: Path, parts: Iterable[memoryview]) -> None:
     """Writes a new file and flushes it to the disk; errors name it."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)

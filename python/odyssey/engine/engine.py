@@ -304,9 +304,9 @@ class Engine:
         """Where the parameters are that are trained: on the host, or on the first GPU."""
         return self.arena.address(native.PARAMS) if self.team is None else self.team.parameters.addresses[0][0]
 
-    def load(self, flat: np.ndarray, memories: dict[int, dict[str, Any]]) -> None:
-        """Takes all parameters from an array of the arena's layout, and what a strategy keeps; all ranks call it."""
-        self.ownership.write(flat)
+    def load(self, read: Callable[[int, np.ndarray], None], memories: dict[int, dict[str, Any]]) -> None:
+        """Takes parameters from `read` (Ownership), and what a strategy keeps; all ranks call it."""
+        self.ownership.load(read)
         if self.memories or memories:
             self._drop(list(self._prepared))  # they hold on to arrays of the memories
         self.memories = memories

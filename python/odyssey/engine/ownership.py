@@ -6,8 +6,11 @@ evaluates. Runs of the arena are (start, floats).
 
 from __future__ import annotations
 
+import bisect
+import hashlib
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -30,23 +33,31 @@ if TYPE_CHECKING:
 
 
 def overlaps(run: tuple[int, int], runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The parts of a run (start, length) that are in one of several runs that do not overlap."""
+    """The parts of a run (start, length) that are in one of several runs, in order, that do not overlap."""
     lo, n = run
-    cut = ((max(lo, a), min(lo + n, a + k)) for a, k in runs)
+    first = max(bisect.bisect_right(runs, (lo, math.inf)) - 1, 0)
+    inside = itertools.takewhile(lambda other: other[0] < lo + n, itertools.islice(runs, first, None))
+    cut = ((max(lo, a), min(lo + n, a + k)) for a, k in inside)
     return [(a, b - a) for a, b in cut if b > a]
 
 
-def without(run: tuple[int, int], runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The parts of a run (start, length) that are in none of several runs."""
-    left = [run]
-    for a, k in runs:
-        left = [
-            piece
-            for lo, n in left
-            for piece in ((lo, min(n, a - lo)), (max(lo, a + k), lo + n - max(lo, a + k)))
-            if piece[1] > 0
-        ]
+def without(runs: list[tuple[int, int]], taken: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The parts of runs (start, length), in their order, that are in none of others."""
+    taken, left, first = sorted(taken), [], 0
+    for lo, n in runs:
+        end = lo + n
+        while first < len(taken) and sum(taken[first]) <= lo:
+            first += 1
+        for a, k in itertools.takewhile(lambda run, end=end: run[0] < end, itertools.islice(taken, first, None)):
+            if a > lo:
+                left.append((lo, a - lo))
+            lo = max(lo, a + k)
+        if lo < end:
+            left.append((lo, end - lo))
     return left
+
+
+WINDOW = 1 << 20  # parameters of which a digest is taken at a time
 
 
 class Owned(NamedTuple):
@@ -95,7 +106,8 @@ class Ownership:
         self._used: dict[int, list[int]] = {}  # parameter (offset) -> positions in the pipeline of the ops that read it
         self._several: dict[str, int] = {}  # parameters of several positions, and the one that updates them
         self._parts: Parts
-        self._valid: list[tuple[int, int]] = []  # runs that come out right here
+        self._valid: list[tuple[int, int]] = []  # runs that come out right here,
+        self._alone: list[tuple[int, int]] | None = None  # and of them those of no rank before this one of its model
 
     def settle(self, records: list[Record], n: int) -> None:
         """Cuts the parameters by the program of one shard of n samples; once."""
@@ -236,21 +248,60 @@ class Ownership:
 
     def counted_updates(self, updates: list[Update]) -> list[Update]:
         """Of these updates what this rank counts, so that all ranks together count each parameter once; collective."""
-        lay, groups = self.layout, self.groups
+        lay = self.layout
         if not lay.split:
             return updates if lay.zero or lay.comm.rank == 0 else []
-        taken: list[tuple[int, int]] = []
-        if lay.zero or groups.dp.rank == 0:
-            taken = self._valid
-        everyone = groups.model.all_gather_each(np.array(self._valid, np.int64).reshape(-1, 2))
-        earlier = [run for own in everyone[: groups.model.rank] for run in own.tolist()]
-        counted = []
+        counted, mine = [], self._stood_for
         for u in updates:
-            for lo, n in overlaps((u.at, u.n), taken):
-                for a, b in without((lo, n), earlier):
-                    shift = a - u.at
-                    counted.append(Update(u.params + 4 * shift, u.grads + 4 * shift, 0, b, a))
+            for a, b in overlaps((u.at, u.n), mine):
+                shift = a - u.at
+                counted.append(Update(u.params + 4 * shift, u.grads + 4 * shift, 0, b, a))
         return counted
+
+    @property
+    def _stood_for(self) -> list[tuple[int, int]]:
+        """Runs that no rank before this one of its model has; collective when it is asked for first."""
+        lay, groups = self.layout, self.groups
+        if not lay.split:
+            return [(0, self.arena.size)] if lay.zero or lay.comm.rank == 0 else []
+        if self._alone is None:
+            everyone = groups.model.all_gather_each(np.array(self._valid, np.int64).reshape(-1, 2))
+            earlier = [(lo, n) for own in everyone[: groups.model.rank] for lo, n in own.tolist()]
+            self._alone = without(self._valid, earlier)
+        return self._alone if lay.zero or groups.dp.rank == 0 else []
+
+    def held(self) -> Iterator[tuple[int, np.ndarray, int]]:
+        """What this rank has of the parameters: see Parts."""
+        return self._parts.held() if self.settled else iter([(0, self.arena.params, 0)])
+
+    def saved(self) -> Iterator[tuple[str, list[tuple[int, int]], np.ndarray, int, int]]:
+        """The numbers of parameters that this rank saves, so that all ranks together save each once: name, runs, an
+        array, and the shifts from the parameter's numbers to those of the array and of the optimizer's state."""
+        mine = self._stood_for if self.settled else [(0, self.arena.size)] * (self.layout.comm.rank == 0)
+        tensors = [(self.arena.offsets[name], p.size, name) for name, p in self.arena.named]
+        for lo, params, state in self.held():
+            hi, first = lo + params.size, max(bisect.bisect_right(tensors, (lo, math.inf)) - 1, 0)
+            for offset, size, name in itertools.takewhile(lambda tensor, hi=hi: tensor[0] < hi, tensors[first:]):
+                a, b = max(offset, lo), min(offset + size, hi)
+                runs = [(at - offset, n) for at, n in overlaps((a, b - a), mine)] if a < b else []
+                if runs:
+                    yield name, runs, params, offset - lo, offset - lo + state
+
+    def digest(self) -> str:
+        """SHA-256 over all parameters in the arena's layout; a collective call if they are spread over ranks."""
+        if not self.settled or not (self._parts.partitioned or self.groups.model.size > 1):
+            return hashlib.sha256(self.parameters()).hexdigest()
+        found, window = hashlib.sha256(), np.empty(min(WINDOW, self.arena.size), np.int32)
+        mine, parts = self._stood_for, [(lo, params.view(np.int32)) for lo, params, _ in self.held()]
+        for at in range(0, self.arena.size, WINDOW):  # whole numbers: the others add zeros to what one has
+            part = window[: self.arena.size - at]
+            part[:] = 0
+            for lo, params in parts:
+                a, b = max(lo, at), min(lo + params.size, at + part.size)
+                for first, n in overlaps((a, b - a), mine) if a < b else []:
+                    part[first - at : first - at + n] = params[first - lo : first - lo + n]
+            found.update(self.layout.comm.all_reduce(part, "sum"))
+        return found.hexdigest()
 
     # --- everything on every rank ---
 
@@ -260,12 +311,13 @@ class Ownership:
             return self.arena.params
         return self._whole(self._parts.parameters())
 
-    def write(self, flat: np.ndarray) -> None:
-        """Takes all parameters from an array of the arena's layout that all ranks have alike."""
+    def load(self, read: Callable[[int, np.ndarray], None]) -> None:
+        """Takes the parameters that this rank has from `read`, which puts those of the arena from a place on into an
+        array."""
         if not self.settled:
-            self.arena.params[:] = flat
+            read(0, self.arena.params)
         else:
-            self._parts.load(flat)
+            self._parts.load(read)
 
     def state(self, own: np.ndarray) -> np.ndarray:
         """An array of the optimizer's state of this rank, as one of the arena's layout on every rank; collective."""

@@ -11,7 +11,7 @@ memory of its own (`kept`): it is gathered once per step and there from its firs
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -173,22 +173,16 @@ class Parts:
             return
         self.fill(self.arena.params)
 
-    def fill(self, flat: np.ndarray, own: list[np.ndarray] | None = None) -> None:
-        """Completes an array of the arena's layout on every rank from the parts.
-
-        own: this rank's part of each bucket; None: they are in `flat` already.
-        """
+    def fill(self, flat: np.ndarray) -> None:
+        """Completes an array of the arena's layout, in which each rank has its parts, on every rank."""
         if self.comm.size == 1:
             return
         requests = []
         for b, bucket in enumerate(self.buckets):
-            lo, hi = self.own[b]
             first = bucket.pieces[0].lo if bucket.pieces else 0
             direct = len(bucket.pieces) == 1 and first + bucket.floats <= flat.size  # padded, it may be longer
             whole = flat[first : first + bucket.floats] if direct else np.empty(bucket.floats, flat.dtype)
-            if own is not None:
-                whole[lo:hi] = own[b]
-            elif not direct:
+            if not direct:
                 for p in self.pieces(b):
                     whole[p.at : p.at + p.n] = flat[p.lo : p.lo + p.n]
             requests.append((bucket, whole, direct, self.comm.all_gather_v(whole, self.ranges[b], wait=False)))
@@ -203,17 +197,31 @@ class Parts:
         if not self.partitioned:
             return self.arena.params
         flat = self.arena.make(self.arena.size)
-        self.fill(flat, self._store)
+        for lo, params, _ in self.held():
+            flat[lo : lo + params.size] = params
+        self.fill(flat)
         return flat
 
-    def load(self, flat: np.ndarray) -> None:
-        """Takes all parameters from an array of the arena's layout that all ranks have."""
+    def load(self, read: Callable[[int, np.ndarray], None]) -> None:
+        """Takes the parameters that this rank has from `read`, which puts those of the arena from a place on into an
+        array."""
         if not self.partitioned:
-            self.arena.params[:] = flat
+            read(0, self.arena.params)
             return
         self.changed()
-        for store, bucket, own in zip(self._store, self.buckets, self.own, strict=True):
-            store[:] = self._cut(flat, bucket, *own)
+        for lo, params, _ in self.held():
+            read(lo, params)
+
+    def held(self) -> Iterator[tuple[int, np.ndarray, int]]:
+        """This rank's parts: where each begins in the arena, its parameters, and where it is in the optimizer's state,
+        in floats."""
+        if self.whole and not self.partitioned:
+            yield 0, self.arena.params, 0
+            return
+        for b, (lo, _) in enumerate(self.own):
+            for p in self.pieces(b):
+                flat, at = (self._store[b], p.at - lo) if self.partitioned else (self.arena.params, p.lo)
+                yield p.lo, flat[at : at + p.n], self.state_at(b, p)
 
     def state_at(self, b: int, piece: Piece) -> int:
         """Where a piece of this rank's part of bucket b is in the optimizer's state, in floats."""
@@ -224,13 +232,10 @@ class Parts:
         if self.whole:
             return own
         flat = self.arena.make(self.arena.size)
-        parts = [own[s : s + b - a] for s, (a, b) in zip(self.starts, self.own, strict=True)]
-        if self.stage and self.comm.size > 1:
-            self.fill(flat, parts)
-            return flat
-        for bucket, part in zip(self.buckets, parts, strict=True):
-            for p in bucket.pieces:
-                flat[p.lo : p.lo + p.n] = part[p.at : p.at + p.n]
+        for lo, params, at in self.held():
+            flat[lo : lo + params.size] = own[at : at + params.size]
+        if self.stage:
+            self.fill(flat)
         return flat
 
     def cut_state(self, flat: np.ndarray) -> np.ndarray:
@@ -238,10 +243,8 @@ class Parts:
         if self.whole:
             return flat
         own = self.arena.make(self.floats)
-        for b in range(len(self.buckets)):
-            for p in self.pieces(b):
-                at = self.state_at(b, p)
-                own[at : at + p.n] = flat[p.lo : p.lo + p.n]
+        for lo, params, at in self.held():
+            own[at : at + params.size] = flat[lo : lo + params.size]
         return own
 
     @property

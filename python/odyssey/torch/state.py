@@ -182,8 +182,13 @@ class TorchState(Sharing):
         """The parameters whose state this rank keeps."""
         return self.arena.named[self.owned.start : self.owned.stop]
 
-    def _optimizer_state(self) -> dict[str, Any]:
-        """Arrays and numbers as "STATE/NAME", whole; a collective call with zero=1."""
+    @property
+    def in_parts(self) -> bool:
+        """Whether each rank has a part of the optimizer's state."""
+        return self.zero > 0 and self.comm.size > 1
+
+    def _optimizer_state(self, parts: bool = False) -> dict[str, Any]:
+        """Arrays and numbers as "STATE/NAME", whole, or of the arrays this rank's; a collective call with zero=1."""
         found: dict[str, Any] = {}
         for name, p in self._kept:
             for key, value in self.optimizer.state.get(p, {}).items():
@@ -196,11 +201,13 @@ class TorchState(Sharing):
                         f"[torch] {type(self.optimizer).__name__} keeps {key} of {name} as a {type(value).__name__}; "
                         "checkpoints hold tensors and numbers"
                     )
-        if not self.zero or self.comm.size == 1:
+        if not self.in_parts:
             return found
         whole: dict[str, Any] = {}
+        sent = {key: value for key, value in found.items() if not (parts and isinstance(value, np.ndarray))}
         for rank in range(self.comm.size):
-            whole.update(resume.spread(self.comm, found, rank))
+            whole.update(resume.spread(self.comm, sent, rank))
+        whole.update(found)
         order = {name: i for i, (name, _) in enumerate(self.arena.named)}
         return dict(sorted(whole.items(), key=lambda item: order[item[0].partition("/")[2]]))
 
@@ -209,17 +216,19 @@ class TorchState(Sharing):
         """About the bytes of a checkpoint: parameters, and two arrays as large for the optimizer."""
         return 12 * self.arena.params.size + 4 * self.arena.floats
 
-    def state(self, values: dict[str, Any]) -> Snapshot | None:
-        """What a checkpoint of this moment holds, on rank 0; None on the others. A collective call."""
-        optimizer = self._optimizer_state()
+    def state(self, values: dict[str, Any], parts: bool = False) -> Snapshot | None:
+        """What a checkpoint of this moment holds, on rank 0; None on the others. A collective call. parts: a snapshot
+        on each rank, of the parts that it has."""
+        optimizer = self._optimizer_state(parts)
+        arrays = {key: v for key, v in optimizer.items() if isinstance(v, np.ndarray)}
         self._built.share(self.comm)
         if self.comm.rank != 0:
-            return None
+            return Snapshot(self.steps, {"optimizer": arrays}) if parts else None
         names = {id(p): name for name, p in self.arena.named}
         arrays = {
             "parameters": {name: p.detach().numpy() for name, p in self.arena.named},
             "buffers": {name: b.detach().numpy() for name, b in self.arena.buffers},
-            "optimizer": {key: v for key, v in optimizer.items() if isinstance(v, np.ndarray)},
+            "optimizer": arrays,
             "generators": self._orders.state(),
         }
         return Snapshot(
@@ -294,18 +303,18 @@ class TorchState(Sharing):
         """Takes the weights and buffers of a snapshot that all ranks have, and nothing else."""
         self._take(self._weights_of(snapshot, name))
 
-    def _weights_of(self, snapshot: Snapshot, name: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _weights_of(self, snapshot: Snapshot, name: str) -> list[tuple[torch.Tensor, Any]]:
         """Each parameter and buffer with its value in a snapshot. Raises CheckpointError: one is missing."""
         return [
-            (t, torch.from_numpy(np.array(resume.tensor(snapshot.arrays.get(stem, {}), n, t.detach().numpy(), name))))
+            (t, resume.tensor(snapshot.arrays.get(stem, {}), n, tuple(t.shape), t.detach().numpy().dtype, name))
             for stem, named in (("parameters", self.arena.named), ("buffers", self.arena.buffers))
             for n, t in named
         ]
 
-    def _take(self, values: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def _take(self, values: list[tuple[torch.Tensor, Any]]) -> None:
         with torch.no_grad():
             for t, value in values:
-                t.copy_(value)
+                t.copy_(torch.from_numpy(np.array(value)))
         self.arena.kept[:] = self.arena.running
 
     def _regroup(self, groups: list[dict[str, Any]], names: list[list[str]] | None) -> None:
@@ -329,7 +338,7 @@ class TorchState(Sharing):
             if name not in mine:
                 continue
             p = mine[name]
-            if isinstance(value, np.ndarray):
+            if not isinstance(value, (int, float)):
                 like = torch.from_numpy(np.array(value))
                 value = torch.empty_like(p, dtype=like.dtype).copy_(like) if like.shape == p.shape else like
             state.setdefault(p, {})[what] = value

@@ -187,7 +187,7 @@ class Changing(Sharing):
         self.check_replicas()
 
     @property
-    def _spread(self) -> bool:
+    def in_parts(self) -> bool:
         """True if ranks have parts of weights or of the optimizer's state that no other rank has."""
         return self.comm.size > 1 and (self._train.layout.split or self._train.layout.zero > 0)
 
@@ -215,7 +215,7 @@ class Changing(Sharing):
                 f"[train] within writing() rank {rank} has written other values than rank 0; write the same on all "
                 "ranks, whatever part of the model they have"
             ).on_all_ranks()
-        self._train.ownership.write(whole)
+        self._train.ownership.load(lambda lo, out: np.copyto(out, whole[lo : lo + out.size]))
         for name, array in states.items():
             self.optimizer.arrays[name][...] = self._train.ownership.own_state(array) if self._warned else array
 

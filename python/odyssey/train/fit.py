@@ -6,6 +6,7 @@ session.py's; who hears of it is wired here.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -26,7 +27,7 @@ from ..core.offload import offload
 from ..data.trees import mapped
 from ..errors import ConfigError, NumericsError, check_integer
 from ..loggers import asked
-from . import agreement, resume
+from . import agreement, parts, resume
 from .progress import Shown, make, tell
 from .session import Session
 
@@ -50,6 +51,7 @@ class Trainer:
     replicas: int  # that share out a batch
     data_source: dict[str, Any] = {}  # what checkpoints say of where the data are
     data_configuration: dict[str, Any]  # of the data of fit(), to compare with a checkpoint's
+    in_parts = False  # ranks have parts of weights or of the optimizer's state that no other rank has
     steps = 0
     last: Step | None = None  # step
     _session: Session | None = None  # of the fit() that is under way
@@ -446,13 +448,14 @@ class Trainer:
         if self.mode.together:
             self.stays()
             self.check_alike()
-        snapshot = self.state({})
-
-        def write() -> None:
-            with Store(Path(folder), key=environment_key()) as store:
-                store.save(snapshot)
-
-        resume.by_first(self.comm, write)
+        with contextlib.ExitStack() as stack:
+            store = None
+            with resume.on_all_ranks(self.comm):
+                if self.comm.rank == 0:
+                    store = stack.enter_context(Store(Path(folder), key=environment_key()))
+            if not (self.in_parts and parts.save(self.comm, store, self.state({}, True))):
+                snapshot = self.state({})
+                resume.by_first(self.comm, lambda: str(store.save(snapshot)))
 
     def load_checkpoint(self, path: str | Path) -> int:
         """Takes back a checkpoint, made on any layout; returns its step. All ranks call.
@@ -462,7 +465,8 @@ class Trainer:
         Raises CheckpointError: there is none that is valid. ConfigError: it is of another training.
         """
         with offload(self.layout and self.layout.offload):
-            snapshot, name = resume.shared(self.comm, lambda: resume.find(Path(path), self.say))
+            found = resume.shared(self.comm, lambda whole: resume.find(Path(path), self.say, whole), self.in_parts)
+        snapshot, name = found
         self.load(snapshot, name)
         return snapshot.step
 

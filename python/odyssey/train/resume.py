@@ -5,9 +5,10 @@ What the state of a training is, its trainer knows (state.py); how it is kept, c
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -155,12 +156,13 @@ def _brief(value: Any, other: Any) -> str:
     return text if len(text) <= 120 else text[:117] + "..."
 
 
-def tensor(tensors: dict[str, np.ndarray], key: str, like: np.ndarray, name: str) -> np.ndarray:
-    """A tensor of a checkpoint called `name`. Raises CheckpointError: it is missing, or not of the form of `like`."""
+def tensor(tensors: dict[str, Any], key: str, shape: tuple[int, ...], dtype: Any, name: str) -> Any:
+    """A tensor of a checkpoint called `name`, in memory or Stored. Raises CheckpointError: it is missing, or not of
+    this form."""
     found = tensors.get(key)
-    if found is None or found.shape != like.shape or found.dtype != like.dtype:
+    if found is None or found.shape != shape or found.dtype != dtype:
         what = "is missing" if found is None else f"is {found.dtype} {found.shape}"
-        raise CheckpointError(f"[resume] {name}: {key} {what}; {like.dtype} {like.shape} is needed")
+        raise CheckpointError(f"[resume] {name}: {key} {what}; {dtype} {shape} is needed")
     return found
 
 
@@ -202,44 +204,78 @@ def spread(comm: Communicator, value: Any, root: int = 0) -> Any:
 def by_first(comm: Communicator, act: Callable[[], Any]) -> Any:
     """What `act` gives on rank 0, a tree as `spread` has it, on all ranks; a collective call. Raises OdysseyError: what
     `act` raised, on all ranks."""
-    value, error = None, None
-    if comm.rank == 0:
-        try:
+    value = None
+    with on_all_ranks(comm):
+        if comm.rank == 0:
             value = act()
-        except OdysseyError as problem:
-            error = problem
-    value, said = spread(comm, [value, error and [type(error).__name__, str(error)]])
+    return spread(comm, value)
+
+
+@contextlib.contextmanager
+def on_all_ranks(comm: Communicator, agree: bool = True) -> Iterator[None]:
+    """Raises what goes wrong inside on one rank on all of them, if they `agree`: a collective call then."""
+    error: OdysseyError | None = None
+    try:
+        yield
+    except OdysseyError as problem:
+        if not agree or comm.size == 1:
+            raise
+        error = problem
+    if not agree or comm.size == 1:
+        return
+    mine = b"" if error is None else json.dumps([type(error).__name__, str(error)]).encode()
+    said = next((text for text in comm.all_gather_each(np.frombuffer(mine, np.uint8)) if text.size), None)
     if said is not None:
-        raise (error or getattr(errors, said[0])(said[1])).on_all_ranks()
-    return value
+        kind, text = json.loads(said.tobytes())
+        raise (error or getattr(errors, kind)(text)).on_all_ranks()
 
 
-def shared(comm: Communicator, read: Callable[[], tuple[Snapshot | None, str]]) -> tuple[Snapshot | None, str]:
-    """The same for `read`, which gives a snapshot, or none, and its name."""
-    from ..checkpoints import Snapshot
+def shared(
+    comm: Communicator, read: Callable[[bool], tuple[Snapshot | None, str]], parts: bool = False
+) -> tuple[Snapshot | None, str]:
+    """The snapshot, or none, and its name that `read` gives on rank 0, on all ranks; a collective call. Raises as
+    `by_first`.
+
+    parts: no rank needs all of it: its arrays are read when they are asked for, where all ranks see the files; else
+    rank 0 reads and the others are sent everything. `read` is asked whether arrays must be in memory.
+    """
+    from ..checkpoints import Snapshot, reader
 
     if comm.size == 1:
-        return by_first(comm, read)
+        return by_first(comm, lambda: read(True))
+    own: Snapshot | None = None
 
-    def parts() -> list[Any]:
-        snapshot, name = read()
-        return [snapshot and [snapshot.step, snapshot.arrays, snapshot.values], name]
+    def first() -> list[Any]:
+        nonlocal own
+        own, name = read(not parts)
+        return [own and [own.step, {} if own.source else own.arrays, own.values, own.source], name]
 
-    sent, name = by_first(comm, parts)
-    return sent and Snapshot(*sent), name
+    sent, name = by_first(comm, first)
+    if sent is None or sent[3] is None:
+        return sent and Snapshot(*sent[:3]), name
+    step, arrays, values, source = sent
+    if comm.rank:
+        with contextlib.suppress(OdysseyError):
+            own = reader.opened(Path(source[0]), follow=True)[0]
+    seen = own is not None and list(own.source or ()) == list(source)
+    if not comm.all_gather(np.array([seen], np.int32)).all():
+        read_all = ((s, {n: np.asarray(t) for n, t in some.items()}) for s, some in (own.arrays.items() if own else ()))
+        arrays = by_first(comm, lambda: dict(read_all))
+        return Snapshot(step, arrays, values), name
+    return Snapshot(step, own.arrays, values, source=tuple(source)), name
 
 
-def find(path: Path, tell: Callable[[str], None]) -> tuple[Snapshot, str]:
+def find(path: Path, tell: Callable[[str], None], whole: bool = True) -> tuple[Snapshot, str]:
     """The checkpoint at a path, or the newest valid one of a directory of them or of a run, with its name; no
-    collective call. Raises CheckpointError: there is none that is valid."""
+    collective call. Its arrays are in memory if `whole`. Raises CheckpointError: there is none that is valid."""
     from ..checkpoints import Store, environment_key
 
     if (path / "checkpoints").is_dir():
         path = path / "checkpoints"
     if (path / "manifest.json").exists():
-        return Store(path.parent, owner=False, key=environment_key()).load(path), path.name
+        return Store(path.parent, owner=False, key=environment_key()).load(path, whole), path.name
     store = Store(path, owner=False, key=environment_key())
-    snapshot, refused = store.newest()
+    snapshot, refused = store.newest(whole)
     for one in refused:
         tell(one.message(snapshot))
     if snapshot is None:
@@ -254,20 +290,20 @@ def wants_weights(asked: str | Path) -> bool:
     return str(asked).partition(":")[0] == "weights"
 
 
-def weights(asked: str, folder: Path | None, say: Callable[[str], None]) -> tuple[Snapshot, str]:
+def weights(asked: str, folder: Path | None, say: Callable[[str], None], whole: bool) -> tuple[Snapshot, str]:
     """The checkpoint whose weights a new training begins with, and its name. Raises ConfigError: no
     directory is known. CheckpointError: none is valid there."""
     place = asked.partition(":")[2] or folder
     if place is None:
         raise ConfigError("[checkpoint] resume is 'weights', but there is no checkpoint_dir; give 'weights:PATH'")
-    return find(Path(place), say)
+    return find(Path(place), say, whole)
 
 
 def earlier(snapshot: Snapshot) -> list[Any]:
     """The records of epochs before the last one; in older checkpoints they are among `values`, as that one is."""
     stem, name = EARLIER
     text = snapshot.arrays.get(stem, {}).get(name)
-    return [] if text is None else parse_json(text.tobytes(), f"{stem}/{name}")
+    return [] if text is None else parse_json(np.asarray(text).tobytes(), f"{stem}/{name}")
 
 
 def kept_by(name: str, callback: Callback) -> dict[str, Any]:

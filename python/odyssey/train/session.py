@@ -17,6 +17,7 @@ import json
 import math
 import os
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,8 +30,8 @@ from ..callbacks import Context
 from ..checkpoints.trainable import Cursor, Tally, Trainable
 from ..comm.base import Communicator
 from ..data import Batch
-from ..errors import CheckpointError, ConfigError, DataError, NumericsError, OutputError, Stopped
-from . import agreement, completion, resume, saved
+from ..errors import CheckpointError, ConfigError, DataError, NumericsError, OdysseyError, OutputError, Stopped
+from . import agreement, completion, parts, resume, saved
 
 if TYPE_CHECKING:
     from ..checkpoints import Snapshot, Store
@@ -120,12 +121,11 @@ class Session:
             self.saving = dataclasses.replace(self.saving, resume="auto")  # a restart goes on with what was begun
         if self.folder is None:
             if self.saving.resume not in RESUME:
-                found = resume.shared(self.comm, lambda: resume.find(Path(self.saving.resume), self.trainer.say))
-                self._go_to(*found)
+                self._go_to(*self._shared(lambda whole: resume.find(Path(self.saving.resume), self.trainer.say, whole)))
             return
         self._first_in_its_directory()
         self._complete_no_more()
-        snapshot, name = resume.shared(self.comm, self._find)
+        snapshot, name = self._shared(self._find)
         if snapshot is not None:
             self._go_to(snapshot, name)
             self._check_data(snapshot, name)
@@ -151,11 +151,11 @@ class Session:
             self._first_in_its_directory()
             self._complete_no_more()
 
-        def source() -> tuple[Snapshot, str]:
+        def source(whole: bool) -> tuple[Snapshot, str]:
             self._store = None if self.folder is None else self._opened()
-            return resume.weights(str(self.saving.resume), self.folder, self.trainer.say)
+            return resume.weights(str(self.saving.resume), self.folder, self.trainer.say, whole)
 
-        snapshot, name = resume.shared(self.comm, source)
+        snapshot, name = self._shared(source)
         self.trainer.load_weights(snapshot, name)
         resume.by_first(self.comm, self._put_aside)
         self.trainer.say(f"the weights of {name} are taken; optimizer, schedule and epochs begin anew")
@@ -166,6 +166,9 @@ class Session:
             if self.run is not None and self.log.exists():
                 os.replace(self.log, aside / self.log.name)
             self.trainer.say(f"[checkpoint] the checkpoints of before are in {aside}")
+
+    def _shared(self, read: Callable[[bool], tuple[Snapshot | None, str]]) -> tuple[Snapshot | None, str]:
+        return resume.shared(self.comm, read, self.trainer.in_parts)
 
     def _opened(self) -> Store:
         from ..checkpoints import Store, environment_key
@@ -194,8 +197,8 @@ class Session:
             )
         self.trainer.saved_in.add(place)
 
-    def _find(self) -> tuple[Snapshot | None, str]:
-        """The checkpoint to start from, and its name; opens the store."""
+    def _find(self, whole: bool) -> tuple[Snapshot | None, str]:
+        """The checkpoint to start from, and its name; opens the store. `whole`: as Store.newest."""
         saving, folder = self.saving, self.folder
         self._store = self._opened()
         if saving.resume == "never" and (self.run is None or self.run.attempt < 2):  # a restart of a run is no start
@@ -205,14 +208,14 @@ class Session:
                     "'never'; name another directory, or resume"
                 )
             return None, ""
-        snapshot, refused = self._store.newest()
+        snapshot, refused = self._store.newest(whole)
         if snapshot is not None:
             self._origin = snapshot.values.get("origin")
         if saving.resume in RESUME or (snapshot is not None and self._origin == self._asked):
             for one in refused:
                 self.trainer.say(one.message(snapshot))
             return snapshot, "" if snapshot is None else self._store.path_of(snapshot.step).name
-        found, name = resume.find(Path(saving.resume), self.trainer.say)
+        found, name = resume.find(Path(saving.resume), self.trainer.say, whole)
         if snapshot is not None and snapshot.step != found.step:
             raise ConfigError(
                 f"[checkpoint] resume is {saving.resume} (step {found.step}), but {folder} has checkpoints that do not "
@@ -379,16 +382,16 @@ class Session:
         try:
             self._store.wait()
         except (OutputError, NumericsError) as problem:
-            self.trainer.say(f"{problem}; training goes on, the one before stays")
+            self.trainer.say(_told(problem))
 
     def roll_back(self) -> None:
         """Goes back to the newest checkpoint."""
 
-        def newest() -> tuple[Snapshot | None, str]:
+        def newest(whole: bool) -> tuple[Snapshot | None, str]:
             self._settle_store()
-            return resume.find(self.folder, self.trainer.say)
+            return resume.find(self.folder, self.trainer.say, whole)
 
-        snapshot, name = resume.shared(self.comm, newest)
+        snapshot, name = self._shared(newest)
         numerics = self.trainer.numerics.state_dict()
         self._go_to(snapshot, name)
         self.trainer.numerics.load_state_dict(numerics)  # it knows which batch to leave out now
@@ -481,26 +484,7 @@ class Session:
         marks = tuple(sorted(self.context.marks))
         if self._saved != self.trainer.steps or (wait and not self._there()):
             self._check()
-            snapshot = self.trainer.state(self._values())
-            if snapshot is not None and (earlier := self.context.history.records[:-1]):
-                text = json.dumps(finite(earlier), allow_nan=False).encode()
-                snapshot.arrays[resume.EARLIER[0]] = {resume.EARLIER[1]: np.frombuffer(text, np.uint8)}
-
-            def write() -> None:
-                if snapshot is None:
-                    return
-                self._settle_store()
-                try:
-                    (self._store.save if wait else self._store.save_later)(snapshot, marks)
-                except NumericsError as problem:
-                    if wait:
-                        raise
-                    self.trainer.say(str(problem))  # an update has overflowed: the next step finds it, on all ranks
-
-            if wait:
-                resume.by_first(self.comm, write)  # nobody ends before it is there; all end if it cannot be written
-            else:
-                write()
+            self._write(self._values(), marks, wait)
             self._saved = self.trainer.steps
         else:
             if self._store is not None and marks:
@@ -509,6 +493,29 @@ class Session:
             if wait:
                 self.comm.barrier()
         slot.phase(before)
+
+    def _write(self, values: dict[str, Any], marks: Sequence[str], wait: bool) -> None:
+        def state(in_parts: bool) -> Snapshot | None:
+            snapshot = self.trainer.state(values, in_parts)
+            if self.comm.rank == 0 and (earlier := self.context.history.records[:-1]):
+                text = json.dumps(finite(earlier), allow_nan=False).encode()
+                snapshot.arrays[resume.EARLIER[0]] = {resume.EARLIER[1]: np.frombuffer(text, np.uint8)}
+            return snapshot
+
+        if self.comm.rank == 0:
+            self._settle_store()
+        try:
+            if self.trainer.in_parts and parts.save(self.comm, self._store, state(True), marks):
+                return
+            snapshot = state(False)
+            if wait:  # nobody ends before it is there; all end if it cannot be written
+                resume.by_first(self.comm, lambda: str(self._store.save(snapshot, marks)))
+            elif snapshot is not None:
+                self._store.save_later(snapshot, marks)
+        except (OutputError, NumericsError) as problem:
+            if wait:
+                raise
+            self.trainer.say(_told(problem))  # if an update has overflowed, the next step finds it, on all ranks
 
     def _check(self) -> None:
         """Before a checkpoint, and at the end: ranks must have the same, and a resumed training would compute it."""
@@ -583,3 +590,8 @@ class Session:
             except (OutputError, NumericsError) as problem:  # where the training failed, that is the error
                 self.trainer.say(str(problem))
             self._store = None
+
+
+def _told(problem: OdysseyError) -> str:
+    """What the user is told of a checkpoint that was not written."""
+    return f"{problem}; training goes on, the one before stays"

@@ -4,7 +4,7 @@ ZeRO stages, put back on any layout, and looked at.
 
 from __future__ import annotations
 
-import hashlib
+import bisect
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +31,7 @@ from .numerics import check_replicas
 
 if TYPE_CHECKING:
     from ..checkpoints import Snapshot
+    from ..checkpoints.snapshot import Piece
 
 
 class EngineState(Changing):
@@ -91,7 +92,7 @@ class EngineState(Changing):
     def weights_sha256(self) -> str:
         """SHA-256 over the bytes of the arena: one value for one training, on any layout. Collective, as below."""
         self.mode.settle()
-        return hashlib.sha256(self._train.ownership.parameters()).hexdigest()
+        return self._train.ownership.digest()
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """The parameters by name, whole, on every rank; a collective call if ranks keep parts of them."""
@@ -108,7 +109,7 @@ class EngineState(Changing):
     def optimizer_arrays(self) -> dict[str, np.ndarray]:
         """The optimizer's arrays in the arena's layout, whole, on every rank; training may go on in them."""
         whole = self._train.ownership.state if self._warned else lambda state: state  # cut into parts at the first step
-        _ = self.optimizer.state  # as the last step left it, also on GPUs
+        _ = self.optimizer.state  # as the last step left it, also on GPUs or in a checkpoint
         return {name: whole(own) for name, own in self.optimizer.arrays.items()}
 
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
@@ -121,6 +122,7 @@ class EngineState(Changing):
                 f"[train] the state has no {wrong or 'steps and lr'} of this optimizer and model "
                 f"({self.arena.size} numbers); give what optimizer_state() gave"
             )
+        self.optimizer.coming = None
         for name, whole in arrays.items():
             own = np.ascontiguousarray(whole, np.float32)
             self.optimizer.arrays[name][...] = self._train.ownership.own_state(own) if self._warned else own
@@ -217,33 +219,34 @@ class EngineState(Changing):
             }
         )
 
-    def state(self, values: dict[str, Any]) -> Snapshot | None:
+    def state(self, values: dict[str, Any], parts: bool = False) -> Snapshot | None:
         """What a checkpoint of this moment holds, on rank 0; None on the others. A collective call.
 
-        The arrays may be those that training goes on with: copy or write them before the next step.
+        parts: a snapshot on each rank, of the parts that it has. The arrays may be those that training goes on with:
+        copy or write them before the next step.
         """
-        arena = self.arena
-        flat = self._train.ownership.parameters()
-        states = self.optimizer_arrays()
-        residuals, counts = self._residuals()
-        if self.comm.rank != 0:
-            return None
-        changed = self.changed()
-        arrays = {
-            "parameters": {name: arena.view(flat, name) for name, _ in arena.named},
-            "optimizer": {
-                f"{state}/{name}": arena.view(whole, name) for state, whole in states.items() for name, _ in arena.named
-            },
-        }
-        if residuals:
-            arrays["residuals"] = residuals
         from ..checkpoints import Snapshot
 
+        arena, arrays = self.arena, {}
+        if not parts:
+            flat, states = self._train.ownership.parameters(), self.optimizer_arrays()
+            arrays["parameters"] = {name: arena.view(flat, name) for name, _ in arena.named}
+            arrays["optimizer"] = {
+                f"{state}/{name}": arena.view(whole, name) for state, whole in states.items() for name, _ in arena.named
+            }
+        pieces = self._pieces() if parts else []
+        residuals, counts = self._residuals()
+        if self.comm.rank != 0:
+            return Snapshot(self.steps, pieces=pieces) if parts else None
+        changed = self.changed()
+        if residuals:
+            arrays["residuals"] = residuals
         optimizer = self.optimizer
         return Snapshot(
             make=arena.make,
             step=self.steps,
             arrays={stem: tensors for stem, tensors in arrays.items() if tensors},
+            pieces=pieces,
             values={
                 "optimizer": {"steps": optimizer.steps, "lr": optimizer.lr},
                 "scaler": self.scaler.state_dict(),
@@ -261,6 +264,21 @@ class EngineState(Changing):
                 **values,
             },
         )
+
+    def _pieces(self) -> list[Piece]:
+        """The parts of parameters and of the optimizer's arrays that this rank saves."""
+        from ..checkpoints.header import rows
+        from ..checkpoints.snapshot import Piece
+
+        states, shapes, made = dict(self.optimizer.state), {n: p.shape for n, p in self.arena.named}, []
+        for name, runs, params, shift, at in self._train.ownership.saved():
+            at = at if self._warned else self.arena.offsets[name]  # the state is cut into parts at the first step
+            for run in rows(runs):
+                made.append(Piece("parameters", name, shapes[name], run, params, shift))
+                for state, own in states.items():
+                    flat = own.view(np.ndarray)
+                    made.append(Piece("optimizer", f"{state}/{name}", shapes[name], run, flat, at))
+        return made
 
     def _residuals(self) -> tuple[dict[str, np.ndarray], dict[str, int]]:
         """What a compression still has to send: arrays (replicas, ...) on rank 0, and numbers that replicas have alike.
@@ -319,18 +337,22 @@ class EngineState(Changing):
                 "so the training goes on with others"
             )
         optimizer, scaler = _entry(values, "optimizer", name), _entry(values, "scaler", name)
-        flat = _flat(arena, arrays.get("parameters", {}), "", name)
-        states = {s: _flat(arena, arrays.get("optimizer", {}), f"{s}/", name) for s in self.optimizer.states}
+        parameters = _Named(arena, arrays.get("parameters", {}), "", name)
+        states = {s: _Named(arena, arrays.get("optimizer", {}), f"{s}/", name) for s in self.optimizer.states}
         memories = self._memories(snapshot, name)
         try:
             self.scaler.load_state_dict(scaler)
             self._lr_factor, self._lr_scaled = float(values["lr_scaling"][0]), bool(values["lr_scaling"][1])
-            self.load_optimizer_state({**states, "steps": optimizer["steps"], "lr": optimizer["lr"]})
+            self.optimizer.steps, self.optimizer.lr = int(optimizer["steps"]), float(optimizer["lr"])
         except (KeyError, ConfigError, TypeError, ValueError) as problem:
             raise CheckpointError(
                 f"[resume] {name}: its state of the optimizer is not complete: {problem}"
             ) from problem
-        self._train.load(flat, memories)
+        self.optimizer.coming = lambda: self._take_states(states)
+        with resume.on_all_ranks(self.comm, snapshot.source is not None):
+            self._train.load(parameters.read, memories)
+            if self._warned or snapshot.source is None:  # else it is not known yet whose parts are whose
+                _ = self.optimizer.state
         self._expected_cut = values.get("buckets"), name
         if "changed" in values:  # older checkpoints have nothing of it
             self.take_back(_entry(values, "changed", name), name)
@@ -339,7 +361,19 @@ class EngineState(Changing):
 
     def load_weights(self, snapshot: Snapshot, name: str) -> None:
         """Takes the weights and buffers of a snapshot that all ranks have, and nothing else."""
-        self._train.load(_flat(self.arena, snapshot.arrays.get("parameters", {}), "", name), {})
+        parameters = _Named(self.arena, snapshot.arrays.get("parameters", {}), "", name)
+        with resume.on_all_ranks(self.comm, snapshot.source is not None):
+            self._train.load(parameters.read, {})
+
+    def _take_states(self, states: dict[str, _Named]) -> None:
+        """Puts the state of a checkpoint into the optimizer's arrays, as far as this rank has them."""
+        for state, tensors in states.items():
+            own = self.optimizer.arrays[state]
+            if not self._warned:
+                tensors.read(0, own)
+                continue
+            for lo, params, at in self._train.ownership.held():
+                tensors.read(lo, own[at : at + params.size])
 
     def _other_layout(self, values: dict[str, Any], *names: str) -> tuple[str, str] | None:
         """What made a checkpoint and what runs now, in words, of the first of these parts of a layout that differs."""
@@ -368,7 +402,7 @@ class EngineState(Changing):
             memories.setdefault(int(b), {})[what] = int(value)
         for key in sorted(arrays, key=lambda k: [int(w) if w.isdigit() else w for w in k.split("/")]):
             b, what, *index = key.split("/")
-            memory, own = memories.setdefault(int(b), {}), np.array(arrays[key][groups.dp.rank], order="C")
+            memory, own = memories.setdefault(int(b), {}), np.array(np.asarray(arrays[key])[groups.dp.rank], order="C")
             if index:
                 memory.setdefault(what, []).append(own)
             else:
@@ -394,13 +428,24 @@ def _entry(values: dict[str, Any], key: str, name: str) -> dict[str, Any]:
     return found
 
 
-def _flat(arena: Any, tensors: dict[str, np.ndarray], prefix: str, name: str) -> np.ndarray:
-    """Named tensors as one array of the arena's layout."""
-    flat = arena.make(arena.size)
-    for own, _ in arena.named:
-        view = arena.view(flat, own)
-        view[...] = resume.tensor(tensors, prefix + own, view, name)
-    return flat
+class _Named:
+    """Named tensors of a checkpoint, of the arena's layout. Raises CheckpointError: one is missing, or is another."""
+
+    def __init__(self, arena: Arena, tensors: dict[str, Any], prefix: str, name: str) -> None:
+        each = ((own, p.shape, np.dtype(np.float32)) for own, p in arena.named)
+        found = [resume.tensor(tensors, prefix + own, shape, dtype, name) for own, shape, dtype in each]
+        self._tensors = list(zip(arena.offsets.values(), found, strict=True))
+
+    def read(self, lo: int, out: np.ndarray) -> None:
+        """Puts what is from float lo of the arena on into an array."""
+        first = max(bisect.bisect_right(self._tensors, lo, key=lambda tensor: tensor[0]) - 1, 0)
+        last = bisect.bisect_left(self._tensors, lo + out.size, key=lambda tensor: tensor[0])
+        for at, tensor in self._tensors[first:last]:
+            a, b = max(at, lo), min(at + tensor.size, lo + out.size)
+            if a < b and isinstance(tensor, np.ndarray):
+                out[a - lo : b - lo] = tensor.reshape(-1)[a - at : b - at]
+            elif a < b:
+                tensor.read(a - at, out[a - lo : b - lo])
 
 
 def _is_setting(module: Any, name: str) -> bool:

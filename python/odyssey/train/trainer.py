@@ -328,8 +328,11 @@ class DistributedTrainer(EngineState):
         if self._warned:
             return
         self._warned = True
+        come, self.optimizer.coming = self.optimizer.coming, None
         self.optimizer.keep({name: self._train.ownership.own_state(a) for name, a in self.optimizer.state.items()})
-        self.optimizer.locked = self._spread
+        if come is not None:
+            come()
+        self.optimizer.locked = self.in_parts
         self.arena.locked = self.comm.size > 1 and self._train.layout.split
         if not self.model.training:
             self.say(

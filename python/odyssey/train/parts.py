@@ -1,0 +1,53 @@
+"""Checkpoints of which each rank writes the part that it has, in a file of its own (docs/checkpoints.md).
+
+No rank has, or is sent, more than it trains with. How they are read, resume.shared says.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..comm import Communicator
+from .resume import by_first, on_all_ranks
+
+if TYPE_CHECKING:
+    from ..checkpoints import Snapshot, Store
+
+
+def save(comm: Communicator, store: Store | None, snapshot: Snapshot, marks: Sequence[str] = ()) -> bool:
+    """Writes a checkpoint of which each rank has a part; a collective call.
+
+    store: on rank 0. snapshot: of rank 0, with values and arrays that it alone has; of each rank, its pieces.
+
+    Returns False if not all ranks see the directory of the store: then nothing was written. Raises OutputError,
+    NumericsError: as Store.save, on all ranks.
+    """
+    from ..checkpoints.manifest import file_of, file_text
+    from ..checkpoints.snapshot import Piece, plain_values
+    from ..checkpoints.writer import write_file
+
+    own = [Piece.of(stem, name, array) for stem, some in snapshot.arrays.items() for name, array in some.items()]
+    own += snapshot.pieces
+    folder = Path(by_first(comm, lambda: str(store.begin(snapshot.step))))
+    entries = None
+    try:
+        if not comm.all_gather(np.array([folder.is_dir()], np.int32)).all():
+            return False
+        text = b""
+        with on_all_ranks(comm):
+            if own:
+                written = write_file(folder, f"rank-{comm.rank:05}", snapshot.step, own, True)
+                text = file_text(written).encode()
+        entries = comm.all_gather_each(np.frombuffer(text, np.uint8))
+    finally:
+        if entries is None and store is not None:
+            store.abandon(snapshot.step)
+    files = (file_of(json.loads(text.tobytes())) for text in entries if text.size)
+    values = snapshot.values
+    by_first(comm, lambda: str(store.finish(snapshot.step, plain_values(snapshot.step, values), list(files), marks)))
+    return True
