@@ -12,6 +12,7 @@ from kernels.conv2d_amx import conv2d_backward_input_amx, conv2d_forward_amx, fo
 from kernels.conv2d_amx_weight import conv2d_backward_weight_amx
 from kernels.conv2d_amx_weight import weight_scratch as amx_weight_scratch
 from kernels.conv2d_bf16 import conv2d_backward_input_bf16, conv2d_backward_weight_bf16, conv2d_forward_bf16
+from kernels.conv2d_bf16 import input_scratch as pairs_input_scratch, weight_scratch as pairs_weight_scratch
 from kernels.conv2d_rows import conv2d_backward_input_rows, conv2d_backward_weight_rows, conv2d_forward_rows
 from kernels.lanes import LANES, Ptr
 from kernels.lowp import HAS_AMX, HAS_BF16
@@ -113,21 +114,19 @@ def _conv2d_weight_scratch(r: Record, shards: Int, fold: Int) -> Int:
         return 0
     if in_tiles(r) and not r.rows():
         return amx_weight_scratch(size)
-    if in_pairs(r):  # two groups of x and dy
-        return 4 * LANES * (size.x() + size.y())
+    if in_pairs(r):
+        return pairs_weight_scratch(size)
     return 4 * (size.G * (size.x() + size.y()) * r.lanes() + size.K)
 
 
 def _conv2d_input_scratch(r: Record, shards: Int, fold: Int) -> Int:
     var size = sizes_of[Conv](r, 5)
-    var T = size.T
     if r.dtype() == FP32:
         return 0
     if in_tiles(r) and not r.rows():
         return input_scratch(size)
     if in_pairs(r):
-        var pixels = LANES * size.P() * size.Q()  # one group of dy, all weights
-        return 4 * half(size.K) * (pixels + size.C * size.R * T)
+        return pairs_input_scratch(size)
     return 4 * (size.G * size.y() * r.lanes() + size.K * size.taps())
 
 

@@ -1,27 +1,32 @@
 """Two-dimensional convolution over lanes with bf16 products (AVX512-BF16): conv2d.mojo with operands packed in pairs.
 
 Pairs are neighbours along an axis that is summed: input channels in forward, output channels in the gradient of the
-input, groups of samples in the gradient of the weights. A last odd one meets zeros, so an odd number of channels
-wastes half of one pair, and the weight gradient of a single group takes as long as that of two. Activations are packed
-a group at a time: what was packed is still in the second-level cache when it is used.
+input, samples of a group in the gradient of the weights. A last odd one meets zeros, so an odd number of channels
+wastes half of one pair. Activations are packed a group at a time: what was packed is still in the second-level cache when
+it is used.
 
 A layer of one input channel would multiply every second time with zero; it stays in float32 (functional.py).
 """
 
-from std.memory import unsafe_stack_allocation
-from std.sys import prefetch
+from std.math import ceildiv
+from std.sys import masked_store, prefetch
 
 from .conv2d import Conv, Gather, gather_rows, tap_offsets
-from .lanes import F32, LANES, Ptr, Vec, load, splat, store, totals
+from .lanes import LANES, Ptr, Vec, first, load, load_first, splat, store, store_first
+from .layout import transpose
 from .lowp import (
+    HALF,
     HalfPtr,
     Pair,
     bias_gradient,
     dot2,
     load_pair,
     pack_neighbours,
-    pack_two,
+    pack_row,
+    pack_samples,
+    pair,
     splat_pair,
+    words,
 )
 
 # --- register tiles --------------------------------------------------------------------------
@@ -42,14 +47,14 @@ def _pack_weights(
     b_stride: Int,
 ):
     """Pairs of neighbours along B of the weights at a a_stride + b b_stride + i, i < n."""
-    var at = 0
+    var to = y.unsafe_bitcast[UInt32]()
     for a in range(A):
         for b in range(0, B, 2):
             var p = w.unsafe_offset(a * a_stride + b * b_stride)
-            for i in range(n):
-                y[unsafe_offset=at] = p[unsafe_offset=i].cast[DType.bfloat16]()
-                y[unsafe_offset=at + 1] = (p[unsafe_offset=b_stride + i] if b + 1 < B else 0).cast[DType.bfloat16]()
-                at += 2
+            for i in range(0, n, LANES):
+                var two = pair(load_first(p, i, n - i), load_first(p, b_stride + i, n - i if b + 1 < B else 0))
+                masked_store[LANES](words(two), to.unsafe_offset(i), first(n - i))
+            to = to.unsafe_offset(n)
 
 
 @no_inline
@@ -139,39 +144,60 @@ def conv2d_forward_bf16[
 
 
 # --- gradient of the weights -------------------------------------------------------------------
-# A tap is one (c, r, t). A tile sums kb x tb weights over all pixels of a pair of groups. Its dy comes from the second
-# level of the cache, so a tile wants many taps of the same x: 3 x 9 sums + 3 + 1 registers, 12 loads for 27 dot2, where
-# a channel has 9 taps; otherwise 4 x 5, 9 loads for 20.
+# A tap is one (c, r, t). As in linear_bf16.mojo, pairs are samples that neighbour in a group, and a vector of sums is 16
+# output channels: nothing is added up across lanes but the channels of a last vector. kb vectors of channels x tb taps of
+# sums, kb of dy and one of x must fit 32 registers. dy comes from the second level of the cache: blocks of rows of KV
+# vectors are packed right before they meet all taps.
+comptime KV = 4
+comptime TAPS: List[Int] = [12, 12, 9, 6]  # of 1, 2 ... KV vectors
+comptime BLOCK = 512 * 1024  # bytes of packed dy
+
+
+@always_inline
+def _rows(size: Conv) -> Int:
+    """Rows of dy of a block."""
+    return min(size.P(), max(1, BLOCK // (KV * LANES * size.Q() * 2 * LANES)))
+
+
+def weight_scratch(size: Conv) -> Int:
+    """Bytes of scratch memory that conv2d_backward_weight_bf16 wants: one group of x, a block of dy."""
+    return 2 * LANES * (size.x() + KV * LANES * _rows(size) * size.Q())
 
 
 @no_inline
-def _weight_tile[kb: Int, tb: Int](dw: Ptr, dy: HalfPtr, x: HalfPtr, tap: Int, taps: Int, size: Conv):
-    var P = size.P()
-    var Q = size.Q()
+def _weight_tile[
+    kb: Int, tb: Int
+](dw: Ptr, dy: HalfPtr, x: HalfPtr, tap: Int, channels: Int, taps: Int, rows: Int, size: Conv):
+    """Adds to the weights of tb taps and of kb vectors of output channels, so many `channels`."""
     var offset = tap_offsets[tb](tap, size)
     # far apart and in no cache: as far away as the products of a small image are long
-    comptime for k in range(kb):
+    for k in range(channels):
         prefetch(dw.unsafe_offset(k * taps))
         prefetch(dw.unsafe_offset(k * taps + tb - 1))
     var acc = Array[Vec, kb * tb](fill=Vec(0))
-    for p in range(P):
-        var dyp = dy.unsafe_offset(p * Q * 2 * LANES)
-        var xp = x.unsafe_offset(p * size.S * size.W * 2 * LANES)
-        for _ in range(Q):
-            var d = Array[Pair, kb](fill=Pair(0))
-            comptime for k in range(kb):
-                d[k] = load_pair(dyp, k * P * Q)
-            comptime for j in range(tb):
-                var v = load_pair(xp, offset[j])
+    var d = dy
+    for p in range(rows):
+        var xp = x.unsafe_offset(p * size.S * size.W * LANES)
+        for _ in range(size.Q()):
+            for l in range(HALF):
+                var v = Array[Pair, kb](fill=Pair(0))
                 comptime for k in range(kb):
-                    acc[k * tb + j] = dot2(acc[k * tb + j], v, d[k])
-            dyp = dyp.unsafe_offset(2 * LANES)
-            xp = xp.unsafe_offset(size.S * 2 * LANES)
-    var sums = unsafe_stack_allocation[kb * tb + LANES, F32, alignment=64]()
-    totals(acc, sums)
+                    v[k] = load_pair(d, k)
+                comptime for j in range(tb):
+                    var s = splat_pair(xp, offset[j] * HALF + l)
+                    comptime for k in range(kb):
+                        acc[k * tb + j] = dot2(acc[k * tb + j], v[k], s)
+                d = d.unsafe_offset(kb * 2 * LANES)
+            xp = xp.unsafe_offset(size.S * LANES)
     comptime for k in range(kb):
+        var a = Array[Vec, LANES](fill=Vec(0))
         comptime for j in range(tb):
-            dw[unsafe_offset=k * taps + j] += sums[unsafe_offset=k * tb + j]
+            a[j] = acc[k * tb + j]
+        transpose(a)
+        comptime for i in range(LANES):
+            if k * LANES + i < channels:
+                var at = (k * LANES + i) * taps
+                store_first(dw, at, load_first(dw, at, tb) + a[i], tb)
 
 
 def conv2d_backward_weight_bf16(
@@ -179,80 +205,81 @@ def conv2d_backward_weight_bf16(
     db: Ptr,  # (K), added to
     dy: Ptr,  # (G, K, P, Q, L)
     x: Ptr,  # (G, C, H, W, L)
-    scratch: Ptr,  # pairs of two groups of x and dy
+    scratch: Ptr,  # weight_scratch bytes
     size: Conv,
 ):
     """Adds the gradients of weights and bias, summed over samples and pixels."""
-    var P = size.P()
-    var Q = size.Q()
+    var pixels = size.P() * size.Q()
     var taps = size.taps()
-    var xp = scratch.unsafe_bitcast[BFloat16]()  # (C, H, W, L, 2)
-    # Some channels of dy at a time, a multiple of 3 and of 4: half of a second-level cache of 1 MiB. Packed right before
-    # they are used, they stay there for all taps.
-    var batch = max(1, min(512 * 1024 // (P * Q * 4 * LANES), size.K) // 12) * 12
-    var dyp = xp.unsafe_offset(size.C * size.H * size.W * 2 * LANES)  # (batch, P, Q, L, 2)
-    for g in range(0, size.G, 2):
-        var xg = x.unsafe_offset(g * size.C * size.H * size.W * LANES)
-        var dyg = dy.unsafe_offset(g * size.K * P * Q * LANES)
-        var xg2 = Optional[Ptr]()
-        var dyg2 = Optional[Ptr]()
-        if g + 1 < size.G:
-            xg2 = xg.unsafe_offset(size.C * size.H * size.W * LANES)
-            dyg2 = dyg.unsafe_offset(size.K * P * Q * LANES)
-        pack_two(xp, xg, xg2, size.C * size.H * size.W)
+    var xp = scratch.unsafe_bitcast[BFloat16]()  # (C, H, W, HALF, 2)
+    var dyp = xp.unsafe_offset(size.x() * LANES)  # (pixels of a block, HALF, vectors, L, 2)
+    var vectors = ceildiv(size.K, LANES)
+    var panels = ceildiv(vectors, KV)
+    for g in range(size.G):
+        pack_row(xp, x.unsafe_offset(g * size.x() * LANES), size.x() * LANES)
 
         @always_inline
-        def channels[kb: Int, longest: Int](k: Int, tap: Int, n: Int) {imm}:
-            comptime for tb in range(1, longest + 1):
-                if n == tb:
-                    _weight_tile[kb, tb](
-                        dw.unsafe_offset(k * taps + tap),
-                        dyp.unsafe_offset(k % batch * P * Q * 2 * LANES),
-                        xp,
-                        tap,
-                        taps,
-                        size,
-                    )
+        def panel[kb: Int](v: Int) {imm}:
+            comptime most = materialize[TAPS]()[kb - 1]
+            var k = v * LANES
+            var channels = min(size.K - k, kb * LANES)
+            for p in range(0, size.P(), _rows(size)):
+                var rows = min(_rows(size), size.P() - p)
+                for i in range(rows * size.Q()):
+                    var at = (g * size.K + k) * pixels + p * size.Q() + i
+                    for j in range(kb):
+                        pack_samples(
+                            dyp.unsafe_offset((i * HALF * kb + j) * 2 * LANES),
+                            dy.unsafe_offset((at + j * LANES * pixels) * LANES),
+                            pixels * LANES,
+                            kb * LANES,
+                            channels - j * LANES,
+                        )
+                for tap in range(0, taps, most):
+                    comptime for tb in range(1, most + 1):
+                        if min(most, taps - tap) == tb:
+                            _weight_tile[kb, tb](
+                                dw.unsafe_offset(k * taps + tap),
+                                dyp,
+                                xp.unsafe_offset(p * size.S * size.W * LANES),
+                                tap,
+                                channels,
+                                taps,
+                                rows,
+                                size,
+                            )
 
-        @always_inline
-        def all[kb: Int, tb: Int]() {imm}:
-            for first in range(0, size.K, batch):
-                var end = min(first + batch, size.K)
-                var at = first * P * Q * LANES
-                var second = Optional[Ptr]()
-                if dyg2:
-                    second = dyg2.value().unsafe_offset(at)
-                pack_two(dyp, dyg.unsafe_offset(at), second, (end - first) * P * Q)
-                for tap in range(0, taps, tb):
-                    var n = min(tb, taps - tap)
-                    var k = first
-                    while k + kb <= end:
-                        channels[kb, tb](k, tap, n)
-                        k += kb
-                    comptime for rest in range(1, kb):
-                        if end - k == rest:
-                            channels[rest, tb](k, tap, n)
-
-        if size.R * size.T == 9:
-            all[3, 9]()
-        else:
-            all[4, 5]()
-    bias_gradient[LANES](db, dy, size.G, size.K, P * Q)
+        for i in range(panels):
+            var v = vectors * i // panels
+            comptime for kb in range(1, KV + 1):
+                if vectors * (i + 1) // panels - v == kb:
+                    panel[kb](v)
+    bias_gradient[LANES](db, dy, size.G, size.K, pixels)
 
 
 # --- gradient of the input -----------------------------------------------------------------------
 # As in conv2d.mojo, a piece of a row of dy is spread over its neighbours in dx, so nothing is multiplied with a
-# border's zeros; two input channels at once, so that a sum is not needed again before it is there.
-# cb (qb + T - 1) sums + qb pixels + 1 weight must fit 32 registers: 8 pixels at T = 3, 7 at T = 5. Pieces are shorter
-# where the dy of a piece, all channels and kernel rows, would not stay in the first-level cache for all of dx.
+# border's zeros; two input channels at once, three of short rows, so that a sum is not needed again before it is there.
+# cb (qb + T - 1) sums + qb pixels + 1 weight must fit 32 registers: of two channels 8 pixels at T = 3, 7 at T = 5.
+comptime CACHED = 640 * 1024  # bytes of packed dy that stay in a second-level cache of 1 MiB
 
 
 @always_inline
-def _longest(T: Int) -> Int:
-    return (30 - 2 * (T - 1)) // 3
+def _longest(T: Int, cb: Int) -> Int:
+    return (31 - cb * (T - 1)) // (cb + 1)
 
 
-comptime CACHE = 40 * 1024  # bytes of dy that stay in a first-level cache of 48 KiB
+@always_inline
+def _plane(size: Conv) -> Int:
+    """Vectors from one pair of channels of dy to the next: planes a page apart would meet in one set of the first-level cache.
+    """
+    var pixels = size.P() * size.Q()
+    return pixels + Int(pixels % 64 == 0)
+
+
+def input_scratch(size: Conv) -> Int:
+    """Bytes of scratch memory that conv2d_backward_input_bf16 wants: one group of dy, all weights."""
+    return 4 * ((size.K + 1) // 2) * (LANES * _plane(size) + size.taps())
 
 
 @no_inline
@@ -304,41 +331,42 @@ def _spread[T: Int](dx: Ptr, dy: HalfPtr, w: HalfPtr, size: Conv):
     var P = size.P()
     var Q = size.Q()
     var pairs = (size.K + 1) // 2
-    comptime longest = _longest(T)
-    var fitting = min(longest, max(1, CACHE // (pairs * size.R * 4 * LANES)))
-    var pieces = (Q + fitting - 1) // fitting
-    for h in range(size.H):
-        var r0 = max(0, h - P + 1)
-        var r1 = min(size.R, h + 1)
+    var short = Q <= _longest(T, 3)
+    # All rows of dx take the weights of some channels one after the other, if the dy of a group stays in the cache.
+    var block = size.H if pairs * _plane(size) * 4 * LANES <= CACHED else 1
+
+    @always_inline
+    def channels[cb: Int](c: Int, h: Int) {imm}:
+        comptime longest = _longest(T, max(cb, 2))
+        var pieces = ceildiv(Q, longest)
         for i in range(pieces):
             var q = Q * i // pieces
-            var n = Q * (i + 1) // pieces - q
+            comptime for qb in range(1, longest + 1):
+                if Q * (i + 1) // pieces - q == qb:
+                    _spread_piece[T, cb, qb](
+                        dx.unsafe_offset(((c * size.H + h) * size.W + q) * LANES),
+                        dy.unsafe_offset((h * Q + q) * 2 * LANES),
+                        w.unsafe_offset(2 * c * pairs * size.R * T),
+                        pairs,
+                        max(0, h - P + 1),
+                        min(size.R, h + 1),
+                        size.H * size.W * LANES,
+                        _plane(size),
+                        Q,
+                        pairs * size.R * T,
+                        size.R * T,
+                        i > 0,
+                    )
 
-            @always_inline
-            def piece[cb: Int](c: Int) {imm}:
-                comptime for qb in range(1, longest + 1):
-                    if n == qb:
-                        _spread_piece[T, cb, qb](
-                            dx.unsafe_offset(((c * size.H + h) * size.W + q) * LANES),
-                            dy.unsafe_offset((h * Q + q) * 2 * LANES),
-                            w.unsafe_offset(2 * c * pairs * size.R * T),
-                            pairs,
-                            r0,
-                            r1,
-                            size.H * size.W * LANES,
-                            P * Q,
-                            Q,
-                            pairs * size.R * T,
-                            size.R * T,
-                            i > 0,
-                        )
-
-            var c = 0
-            while c + 2 <= size.C:
-                piece[2](c)
-                c += 2
-            if c < size.C:
-                piece[1](c)
+    for h0 in range(0, size.H, block):
+        var c = 0
+        while c < size.C:
+            var n = min(3 if short else 2, size.C - c)
+            for h in range(h0, min(h0 + block, size.H)):
+                comptime for cb in range(1, 4):
+                    if n == cb:
+                        channels[cb](c, h)
+            c += n
 
 
 # Any other stride or kernel: a pixel gathers the taps that used it, as in conv2d.mojo.
@@ -379,7 +407,7 @@ struct _Gather(Gather):
                         var wm = splat_pair(w, m * pairs * taps)
                         comptime for n in range(qb):
                             acc[m * qb + n] = dot2(acc[m * qb + n], v[n], wm)
-                    d = d.unsafe_offset(P * Q * 2 * LANES)
+                    d = d.unsafe_offset(_plane(size) * 2 * LANES)
                     w = w.unsafe_offset(2 * taps)
         comptime for m in range(cb):
             comptime for n in range(qb):
@@ -394,20 +422,28 @@ def conv2d_backward_input_bf16(
     dx: Ptr,  # (G, C, H, W, L)
     dy: Ptr,  # (G, K, P, Q, L)
     w: Ptr,  # (K, C, R, T)
-    scratch: Ptr,  # pairs of one group of dy, and of w
+    scratch: Ptr,  # input_scratch bytes
     size: Conv,
 ):
     """Writes the gradient of the (padded) input."""
     var pixels = size.P() * size.Q()
     var pairs = (size.K + 1) // 2
     var taps = size.R * size.T
-    var dyp = scratch.unsafe_bitcast[BFloat16]()  # (pairs, P, Q, L, 2)
-    var wp = dyp.unsafe_offset(pairs * pixels * 2 * LANES)  # (C, pairs, R, T, 2)
+    var plane = _plane(size)
+    var dyp = scratch.unsafe_bitcast[BFloat16]()  # (pairs, plane, L, 2)
+    var wp = dyp.unsafe_offset(pairs * plane * 2 * LANES)  # (C, pairs, R, T, 2)
     _pack_weights(wp, w, size.C, size.K, taps, taps, size.C * taps)
     for g in range(size.G):
         var dyg = dy.unsafe_offset(g * size.y() * LANES)
         var dxg = dx.unsafe_offset(g * size.x() * LANES)
-        pack_neighbours(dyp, dyg, 1, size.K, pixels)
+        for k in range(0, size.K, 2):
+            pack_neighbours(
+                dyp.unsafe_offset(k * plane * LANES),
+                dyg.unsafe_offset(k * pixels * LANES),
+                1,
+                min(2, size.K - k),
+                pixels,
+            )
         var spread = False
         comptime for T in range(1, 6, 2):
             if size.S == 1 and size.T == T:

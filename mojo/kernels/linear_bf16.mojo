@@ -21,6 +21,7 @@ from .lanes import (
 )
 from .layout import transpose
 from .lowp import (
+    HALF,
     HalfPtr,
     Pair,
     bias_gradient,
@@ -28,9 +29,10 @@ from .lowp import (
     load_pair,
     pack_neighbours,
     pack_row,
+    pack_samples,
     pair,
     splat_pair,
-    store_pair,
+    words,
 )
 
 # --- register tiles: as in linear.mojo; 24 dot2 start in 12 cycles, 14 loads in 7 -----------
@@ -239,7 +241,7 @@ def linear_forward_rows_bf16[
                         var left = I - 2 * p
                         var low = load_first(w, at, left)
                         var high = load_first(w, at + LANES, left - LANES)
-                        a[r] = _words(low.join(high).cast[DType.bfloat16]())
+                        a[r] = words(low.join(high).cast[DType.bfloat16]())
                 transpose(a)
                 comptime for c in range(LANES):
                     if p + c < pairs:
@@ -319,40 +321,11 @@ def _pack_columns(y: HalfPtr, w: Ptr, n: Int, row: Int, two: Bool):
 comptime OB = 5
 comptime IB = 5
 comptime GROUPS = 16  # of a block
-comptime HALF = LANES // 2  # pairs of samples in a group
 
 
 def weight_scratch(G: Int, O: Int) -> Int:
     """Floats of scratch memory that linear_backward_weight_bf16 wants."""
     return GROUPS * HALF * IB * LANES + min(G, GROUPS) * HALF * O
-
-
-@always_inline
-def _pack_samples(y: HalfPtr, x: Ptr, row: Int, n: Int):
-    """One group, n <= 16 features of x (n, L): pairs of samples leave the lanes, to y (HALF, row, 2). Sixteen features
-    of a pair are a vector; those from n on are zeros.
-
-    A transposition of 16 x 8 numbers of 32 bits, held in 8 vectors: four rounds of a perfect shuffle.
-    """
-    var a = Array[SIMD[DType.uint32, LANES], HALF](fill=0)
-    comptime for i in range(HALF):
-        var first = load(x, 2 * i * LANES) if 2 * i < n else Vec(0)
-        var second = load(x, (2 * i + 1) * LANES) if 2 * i + 1 < n else Vec(0)
-        var both = first.join(second).cast[DType.bfloat16]()
-        a[i] = _words(both)
-    comptime for _ in range(4):
-        var b = a.copy()
-        comptime for i in range(HALF // 2):
-            var z = b[i].interleave(b[i + HALF // 2])
-            a[2 * i] = z.slice[LANES, offset=0]()
-            a[2 * i + 1] = z.slice[LANES, offset=LANES]()
-    comptime for i in range(HALF):
-        y.unsafe_bitcast[UInt32]().unsafe_store(i * row, a[i])
-
-
-@always_inline
-def _words(v: Pair) -> SIMD[DType.uint32, LANES]:
-    return bitcast[DType.uint32, LANES](v)
 
 
 @no_inline
@@ -408,9 +381,10 @@ def linear_backward_weight_bf16(
         def panel[ib: Int](v: Int) {imm}:
             for g in range(groups):
                 for i in range(ib):
-                    _pack_samples(
+                    pack_samples(
                         xt.unsafe_offset((g * HALF * ib + i) * 2 * LANES),
                         x.unsafe_offset(((first + g) * I + (v + i) * LANES) * LANES),
+                        LANES,
                         ib * LANES,
                         I - (v + i) * LANES,
                     )

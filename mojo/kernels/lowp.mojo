@@ -18,6 +18,7 @@ from .lanes import F32, LANES, Ptr, Vec, load, load_first, store
 comptime BF16 = DType.bfloat16
 comptime F16 = DType.float16
 comptime Pair = SIMD[BF16, 2 * LANES]  # element 2 l + j: number j of lane l
+comptime HALF = LANES // 2  # pairs of samples in a group
 comptime HalfPtr = Pointer[BFloat16, MutUntrackedOrigin]
 
 comptime HAS_BF16 = CompilationTarget.is_x86() and CompilationTarget._has_feature["avx512bf16"]()
@@ -64,6 +65,12 @@ def halves(v: SIMD[F32, 2 * LANES]) -> Pair:
     return v.cast[BF16]()
 
 
+@always_inline
+def words(v: Pair) -> SIMD[DType.uint32, LANES]:
+    """Each pair as one number."""
+    return bitcast[DType.uint32, LANES](v)
+
+
 def pack_neighbours(
     y: HalfPtr,  # (planes, ceil(F / 2), n, L, 2)
     x: Ptr,  # (planes, F, n, L)
@@ -86,15 +93,26 @@ def pack_neighbours(
                     store_pair(out, i, pair(load(a, i * LANES), Vec(0)))
 
 
-def pack_two(y: HalfPtr, a: Ptr, b: Optional[Ptr], n: Int):
-    """Makes pairs of n vectors of two groups a and b; without b they meet zeros."""
-    if b:
-        var second = b.value()
-        for i in range(n):
-            store_pair(y, i, pair(load(a, i * LANES), load(second, i * LANES)))
-    else:
-        for i in range(n):
-            store_pair(y, i, pair(load(a, i * LANES), Vec(0)))
+@always_inline
+def pack_samples(y: HalfPtr, x: Ptr, apart: Int, row: Int, n: Int):
+    """One group, n <= 16 features of x, `apart` floats from one to the next: pairs of samples leave the lanes, to
+    y (HALF, row, 2). Sixteen features of a pair are a vector; those from n on are zeros.
+
+    A transposition of 16 x 8 numbers of 32 bits, held in 8 vectors: four rounds of a perfect shuffle.
+    """
+    var a = Array[SIMD[DType.uint32, LANES], HALF](fill=0)
+    comptime for i in range(HALF):
+        var first = load(x, 2 * i * apart) if 2 * i < n else Vec(0)
+        var second = load(x, (2 * i + 1) * apart) if 2 * i + 1 < n else Vec(0)
+        a[i] = words(halves(first.join(second)))
+    comptime for _ in range(4):
+        var b = a.copy()
+        comptime for i in range(HALF // 2):
+            var z = b[i].interleave(b[i + HALF // 2])
+            a[2 * i] = z.slice[LANES, offset=0]()
+            a[2 * i + 1] = z.slice[LANES, offset=LANES]()
+    comptime for i in range(HALF):
+        y.unsafe_bitcast[UInt32]().unsafe_store(i * row, a[i])
 
 
 def pack_row(y: HalfPtr, x: Ptr, n: Int):

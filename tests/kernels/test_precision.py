@@ -178,6 +178,25 @@ def test_what_is_not_finite_is_not_hidden(precision, bad, n):
 
 
 @pytest.mark.parametrize("precision", NARROW)
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize(
+    ("n", "h", "k", "stride"), [(3, 7, 5, 1), (16, 7, 5, 1), (17, 8, 17, 1), (16, 9, 3, 2), (33, 8, 33, 2)]
+)
+def test_what_is_not_finite_stays_in_its_channel(precision, bad, n, h, k, stride):
+    """Also where a last channel, sample or row of an odd number is padded with zeros."""
+    x, w, dy = normal(n, 3, h, 6), normal(k, 3, 3, 3), normal(n, k, (h - 3) // stride + 1, 3 // stride + 1)
+    x[n - 1, 1, h // 2, 3] = bad
+    with odyssey.autocast(precision):
+        inputs = Tensor(x, requires_grad=True), Parameter(w)
+        y = F.conv2d(*inputs, None, stride)
+    y.backward(dy[:, :, :, : y.shape[3]])
+    dx, dw = (t.grad.numpy() for t in inputs)
+    assert np.isfinite(dx).all()
+    assert np.isfinite(dw[:, [0, 2]]).all()
+    assert not np.isfinite(dw[:, 1]).all()
+
+
+@pytest.mark.parametrize("precision", NARROW)
 def test_gradients_are_added_to(precision):
     x, w = Tensor(normal(17, 6)), Parameter(normal(4, 6))
     with odyssey.autocast(precision):
