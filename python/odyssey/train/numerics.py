@@ -61,7 +61,7 @@ class NonFinite:
         said = f"[train] the {what} is not finite at step {step} (epoch {epoch + 1}, batch {batch + 1}, rate {rate:g})"
         cure = "lower --lr, or warm up"
         if what == "loss":
-            cure += "; it is so too where a class or an index is out of range"
+            cure += "; a label or index out of range also causes this"
         if self.policy == "stop":
             raise NumericsError(f"{said}; the step was not taken. {cure[0].upper()}{cure[1:]}").on_all_ranks()
         if self.policy == "skip":
