@@ -179,3 +179,17 @@ def test_the_first_batch_of_a_trainer_may_take_long():
     loading = busy(0, idle=61, state="S", phase="data", doing="data")
     assert judge.hang(ranks(loading, waiting(1, 61)), 2, 60, preparing=True) is None
     assert judge.hang(ranks(loading._replace(step=1), waiting(1, 61)), 2, 60, preparing=True).culprits == (0,)
+
+
+def test_a_look_at_many_ranks_asks_once_per_call(monkeypatch):
+    """All wait in one call for rank 0, which writes a checkpoint: who is to blame is asked once, not once per rank."""
+    asked = []
+    blamed = judge.blamed
+    monkeypatch.setattr(judge, "blamed", lambda *given: asked.append(given[0].rank) or blamed(*given))
+    wait = {"doing": "wait", "state": "S", "wait_sequence": 7, "members": "all", "waited": 90.0, "idle": 90.0}
+    ranks = {r: judge.Seen(r, **wait) for r in range(1, 1024)}
+    ranks[0] = judge.Seen(0, state="R", doing="checkpoint", phase="checkpoint", idle=90.0)
+    assert judge.hang(ranks, 1024, 60) is None
+    assert len(asked) == 1
+    ranks[0] = ranks[0]._replace(phase="compute", doing="compute")
+    assert judge.hang(ranks, 1024, 60).culprits == (0,)

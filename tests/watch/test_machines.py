@@ -175,10 +175,21 @@ def test_a_machine_that_is_dead_is_named_and_the_rest_is_ended(machines):
 def test_a_machine_that_is_cut_off_ends_its_own_ranks(machines):
     m = machines(patience=PATIENCE)
     m.together()
-    m.watchers[0].send_signal(signal.SIGSTOP)  # silent, but for the kernel, as a cable that was pulled
+    m.watchers[0].kill()  # the connection is gone, and nobody answers a call
     assert ended(m.ranks[1][0]) == -signal.SIGKILL
     assert ended(m.watchers[1]) == 0
     assert silence(m.said[1], "is cut off from rank 0's machine for SECONDS s; rank 1 is ended") >= PATIENCE
+
+
+def test_a_main_watcher_that_is_late_ends_nobody(machines):
+    m = machines(patience=PATIENCE)
+    m.together()
+    m.watchers[0].send_signal(signal.SIGSTOP)  # its machine answers as before: the connection stays
+    time.sleep(3 * PATIENCE)
+    m.watchers[0].send_signal(signal.SIGCONT)
+    m.together()
+    assert all(process.poll() is None for process in (*m.watchers, *(rank for rank, _ in m.ranks)))
+    assert [path.read_text() for path in m.said] == ["", ""]
 
 
 def test_strangers_are_not_heard(machines):

@@ -93,14 +93,12 @@ def opened(path: Path, key: bytes | None = None, follow: bool = False) -> tuple[
                     raise CheckpointError(f"it has {size} bytes, not {file.size}")
                 starts[file.name] = _check_header(descriptor, file)
         folder = Folder(directory)
-    arrays: dict[str, dict[str, Any]] = {}
+    stems = [file.name.removesuffix(SUFFIX) for file in found.files if found.version == manifest.WHOLE]
+    arrays: dict[str, dict[str, Any]] = {stem: {} for stem in stems}
     for (stem, name), parts in found.tensors.items():
         arrays.setdefault(stem, {})[name] = Stored(
             folder, [(starts[file.name], file, *one) for file, *one in parts], make
         )
-    for file in found.files:
-        if found.version == manifest.WHOLE:
-            arrays.setdefault(file.name.removesuffix(SUFFIX), {})
     return Snapshot(found.step, arrays, found.values, source=(os.path.abspath(path), digest)), found
 
 

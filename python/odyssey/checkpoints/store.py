@@ -202,8 +202,7 @@ class Store:
         """
         self.wait()
         arrays = {stem: {name: _plain(one) for name, one in some.items()} for stem, some in snapshot.arrays.items()}
-        self._check_open()
-        check_step(snapshot.step)
+        self._check(snapshot.step)
         return self._save(Snapshot(snapshot.step, arrays, plain_values(snapshot.step, snapshot.values)), marks)
 
     def save_later(self, snapshot: Snapshot, marks: Sequence[str] = ()) -> None:
@@ -225,8 +224,7 @@ class Store:
                 np.copyto(copy, one)
                 arrays[stem][name] = staged[stem, name] = copy
         self._staged = staged
-        self._check_open()
-        check_step(snapshot.step)
+        self._check(snapshot.step)
         for stem, some in arrays.items():
             for name, one in some.items():
                 check_finite(snapshot.step, stem, name, one)
@@ -254,16 +252,16 @@ class Store:
         if writing is not None:
             writing.result()
 
-    def _check_open(self) -> None:
+    def _check(self, step: int) -> None:
         if self._lock is None:
             raise OutputError(f"[checkpoint] {self._place} is open for reading only, or closed")
+        check_step(step)
 
     def begin(self, step: int) -> Path:
         """Begins a checkpoint whose files are written by others, into the directory that this gives (write_file).
         Raises OutputError, as `save`."""
         self.wait()
-        self._check_open()
-        check_step(step)
+        self._check(step)
         return self._begin(step)
 
     def _begin(self, step: int) -> Path:

@@ -132,14 +132,25 @@ def blamed(rank: Seen, ranks: Mapping[int, Seen], world: int) -> list[int]:
     return elsewhere or stopped
 
 
+def _wait(rank: Seen) -> tuple[Any, ...]:
+    return rank.missing, rank.members, rank.wait_group, rank.wait_sequence
+
+
 def hang(ranks: Mapping[int, Seen], world: int, limit: float, preparing: bool = False) -> Hang | None:
     """The hang that lasts for `limit` seconds, or None: somebody waits for so long, and who it waits for, directly or
     through others that wait as well, has shown no sign of life for as long as `allowance` says."""
     victims = [s for s in ranks.values() if s.alive and s.waits and s.waited >= limit and s.state not in ("T", "t")]
+    cleared: set[tuple[Any, ...]] = set()  # waits that are no hang: those who wait in one call wait for the same ranks
     for victim in sorted(victims, key=lambda s: -s.waited):
-        found, todo, roots, unseen = {victim.rank}, [victim.rank], set(), False
+        if _wait(victim) in cleared:
+            continue
+        found, todo, roots, unseen, looked = {victim.rank}, [victim.rank], set(), False, set()
         while todo:
-            for p in blamed(ranks[todo.pop()], ranks, world):
+            rank = ranks[todo.pop()]
+            if _wait(rank) in looked:
+                continue
+            looked.add(_wait(rank))
+            for p in blamed(rank, ranks, world):
                 unseen |= p not in ranks
                 if p in found or p not in ranks:
                     continue
@@ -148,6 +159,8 @@ def hang(ranks: Mapping[int, Seen], world: int, limit: float, preparing: bool = 
                     todo.append(p)
                 else:
                     roots.add(p)
+        if roots or unseen:
+            cleared.add(_wait(victim))
         if not roots and unseen:  # it may be on its way; its machine is not watched
             continue
         circle = not roots

@@ -471,7 +471,8 @@ class Watcher:
             self.next_beat = now + BEAT
             ranks = [brief(self.seen[rank]) for rank in self.ranks]
             self._tell(up, {"node": self._node, "seen": ranks})
-        if self.up_heard and now - self.up_heard > self.patience and not self.ending:
+        # late alone is not cut off: as long as that machine answers, its kernel keeps the connection
+        if self.up is None and self.up_heard and now - self.up_heard > self.patience and not self.ending:
             ended = f"{judge.name(sorted(self.ranks))} {'is' if len(self.ranks) == 1 else 'are'} ended"
             what = f"is cut off from rank 0's machine for {now - self.up_heard:.0f} s"
             self._say(f"odyssey: [watch] {self.host} {what}; {ended}\n")
@@ -488,6 +489,7 @@ class Watcher:
     def _call(self) -> None:
         connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         connection.settimeout(0.2)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * self.patience))
         try:
             connection.connect((self.address[0], int(self.address[1])))
             self.up = link.Sealed(connection, self.secret, caller=True, role="node")

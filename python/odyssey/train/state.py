@@ -276,8 +276,7 @@ class EngineState(Changing):
             for run in rows(runs):
                 made.append(Piece("parameters", name, shapes[name], run, params, shift))
                 for state, own in states.items():
-                    flat = own.view(np.ndarray)
-                    made.append(Piece("optimizer", f"{state}/{name}", shapes[name], run, flat, at))
+                    made.append(Piece("optimizer", f"{state}/{name}", shapes[name], run, own.view(np.ndarray), at))
         return made
 
     def _residuals(self) -> tuple[dict[str, np.ndarray], dict[str, int]]:
