@@ -52,8 +52,7 @@ class Run(NamedTuple):
         return self.start + (self.count - 1) * self.step + self.length
 
     def spans(self, lo: int, hi: int) -> Iterator[tuple[int, int, int]]:
-        """The elements lo to hi of the run, as (the first one's number in the run, its number in the tensor, how many
-        follow each other)."""
+        """Elements lo to hi of the run: (number in the run, number in the tensor, how many follow each other)."""
         while lo < hi:
             row, column = divmod(lo, self.length)
             n = min(self.length - column, hi - lo)
@@ -74,8 +73,7 @@ def rows(runs: list[tuple[int, int]]) -> list[Run]:
 
 
 class Tensor(NamedTuple):
-    """One tensor of a file: bytes `begin` to `end` of the data that follows the header. It may be a part of one: `run`
-    of a tensor of shape `whole`."""
+    """One tensor of a file, or `run` of one of shape `whole`: bytes `begin` to `end` of what follows the header."""
 
     name: str
     dtype: str

@@ -32,15 +32,13 @@ class Stored:
     """A tensor of a checkpoint that is read when it is asked for, whole or in part. What is read is hashed."""
 
     def __init__(self, folder: Folder, parts: list[tuple[int, File, Tensor, str]], make: Any) -> None:
-        """parts: each with where the data of its file begins, and its SHA-256. `make`: of arrays."""
         one = parts[0][2]
         self.shape, self.dtype = one.shape if one.whole is None else one.whole, np.dtype(DTYPES[one.dtype])
         self.size = math.prod(self.shape)
         self._folder, self._parts, self._make = folder, parts, make
 
     def read(self, lo: int, out: np.ndarray) -> None:
-        """Fills an array (n,) with elements lo to lo + n; an empty one: checks all of it. Raises CheckpointError: they
-        are not what was written."""
+        """Fills an array (n,) with elements lo to lo + n; an empty one: checks all. Raises CheckpointError."""
         for start, file, tensor, digest in self._parts:
             run = tensor.run or Run(0, self.size, self.size, 1)
             if out.size == 0 or (run.start < lo + out.size and run.stop > lo):
@@ -103,8 +101,7 @@ def opened(path: Path, key: bytes | None = None, follow: bool = False) -> tuple[
 
 
 def load(path: Path, key: bytes | None = None, follow: bool = False, whole: bool = True) -> tuple[Snapshot, Manifest]:
-    """As `opened`, with every byte checked, and unless not `whole` with all arrays in memory. CheckpointError says what
-    is wrong with which file and tensor."""
+    """As `opened`, with every byte checked, and, if `whole`, all arrays in memory."""
     snapshot, found = opened(path, key, follow)
     keys = list(found.tensors)
 

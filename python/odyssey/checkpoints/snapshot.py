@@ -38,8 +38,7 @@ class Snapshot:
 
 
 class Piece(NamedTuple):
-    """A part of a tensor that a rank has: `run` of the tensor `stem`/`name` of this shape; the tensor's element i is
-    element i + `shift` of `source` (n,)."""
+    """A part of a tensor: `run` of `stem`/`name` of shape `whole`, whose element i is i + `shift` of `source` (n,)."""
 
     stem: str
     name: str

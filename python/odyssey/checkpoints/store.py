@@ -258,8 +258,7 @@ class Store:
         check_step(step)
 
     def begin(self, step: int) -> Path:
-        """Begins a checkpoint whose files are written by others, into the directory that this gives (write_file).
-        Raises OutputError, as `save`."""
+        """Begins a checkpoint whose files others write into the directory that this gives (write_file)."""
         self.wait()
         self._check(step)
         return self._begin(step)

@@ -79,9 +79,8 @@ def begin(folder: Path, aside: Aside) -> Path:
 
 
 def place(folder: Path, aside: Aside, encoded: bytes, allowed: Callable[[], None]) -> None:
-    """Ends a checkpoint whose files are written: its manifest, and then its name; `allowed` raises if somebody else has
-    taken over, and is asked last. What had its name before lies aside afterwards: see `settle`. Raises OSError: what
-    was there before is as it was."""
+    """Writes the manifest of a checkpoint whose files are there, then gives it its name; `allowed` raises if somebody
+    else has taken over, and is asked last. What had its name before lies aside afterwards: see `settle`."""
     temporary, final = folder / aside.name, folder / step_name(aside.step)
     _write_file(temporary / manifest.NAME, [memoryview(encoded)])
     sync_directory(temporary)
@@ -93,8 +92,7 @@ def place(folder: Path, aside: Aside, encoded: bytes, allowed: Callable[[], None
 
 
 def write_file(folder: Path, stem: str, step: int, pieces: Sequence[Piece], parts: bool) -> File:
-    """Writes a file of whole tensors, or of parts of some, of which no copy is made, and flushes it. Raises
-    NumericsError: one holds NaN or infinity. OutputError: it cannot be written, or could not be read again."""
+    """Writes a file of whole tensors, or of parts, and flushes it; copies none. Raises NumericsError, OutputError."""
     given = {piece.key if parts else piece.name: piece for piece in pieces}
     digests: list[str] = []
 

@@ -275,8 +275,8 @@ class Ownership:
         return self._parts.held() if self.settled else iter([(0, self.arena.params, 0)])
 
     def saved(self) -> Iterator[tuple[str, list[tuple[int, int]], np.ndarray, int, int]]:
-        """The numbers of parameters that this rank saves, so that all ranks together save each once: name, runs, an
-        array, and the shifts from the parameter's numbers to those of the array and of the optimizer's state."""
+        """What this rank saves, so that all ranks together save each number once: a parameter's name, runs of it, an
+        array, and the shifts from its numbers to those of the array and of the optimizer's state."""
         mine = self._stood_for if self.settled else [(0, self.arena.size)] * (self.layout.comm.rank == 0)
         tensors = [(self.arena.offsets[name], p.size, name) for name, p in self.arena.named]
         for lo, params, state in self.held():
@@ -312,8 +312,7 @@ class Ownership:
         return self._whole(self._parts.parameters())
 
     def load(self, read: Callable[[int, np.ndarray], None]) -> None:
-        """Takes the parameters that this rank has from `read`, which puts those of the arena from a place on into an
-        array."""
+        """Takes what this rank has from `read`, which puts the arena's parameters from a place on into an array."""
         if not self.settled:
             read(0, self.arena.params)
         else:

@@ -203,8 +203,7 @@ class Parts:
         return flat
 
     def load(self, read: Callable[[int, np.ndarray], None]) -> None:
-        """Takes the parameters that this rank has from `read`, which puts those of the arena from a place on into an
-        array."""
+        """Takes what this rank has from `read`, which puts the arena's parameters from a place on into an array."""
         if not self.partitioned:
             read(0, self.arena.params)
             return
@@ -213,8 +212,7 @@ class Parts:
             read(lo, params)
 
     def held(self) -> Iterator[tuple[int, np.ndarray, int]]:
-        """This rank's parts: where each begins in the arena, its parameters, and where it is in the optimizer's state,
-        in floats."""
+        """This rank's parts: first float in the arena, parameters, first float in the optimizer's state."""
         if self.whole and not self.partitioned:
             yield 0, self.arena.params, 0
             return

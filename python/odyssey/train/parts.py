@@ -20,12 +20,9 @@ if TYPE_CHECKING:
 
 
 def save(comm: Communicator, store: Store | None, snapshot: Snapshot, marks: Sequence[str] = ()) -> bool:
-    """Writes a checkpoint of which each rank has a part; a collective call.
+    """Writes a checkpoint of which each rank has a part (its pieces, and the arrays that it alone has); collective.
 
-    store: on rank 0. snapshot: of rank 0, with values and arrays that it alone has; of each rank, its pieces.
-
-    Returns False if not all ranks see the directory of the store: then nothing was written. Raises OutputError,
-    NumericsError: as Store.save, on all ranks.
+    store: on rank 0. Returns False if not all ranks see its directory: nothing was written. Raises as Store.save.
     """
     from ..checkpoints.manifest import file_of, file_text
     from ..checkpoints.snapshot import Piece, plain_values

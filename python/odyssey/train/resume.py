@@ -214,15 +214,14 @@ def by_first(comm: Communicator, act: Callable[[], Any]) -> Any:
 @contextlib.contextmanager
 def on_all_ranks(comm: Communicator, agree: bool = True) -> Iterator[None]:
     """Raises what goes wrong inside on one rank on all of them, if they `agree`: a collective call then."""
+    if not agree or comm.size == 1:
+        yield
+        return
     error: OdysseyError | None = None
     try:
         yield
     except OdysseyError as problem:
-        if not agree or comm.size == 1:
-            raise
         error = problem
-    if not agree or comm.size == 1:
-        return
     mine = b"" if error is None else json.dumps([type(error).__name__, str(error)]).encode()
     said = next((text for text in comm.all_gather_each(np.frombuffer(mine, np.uint8)) if text.size), None)
     if said is not None:
@@ -233,12 +232,8 @@ def on_all_ranks(comm: Communicator, agree: bool = True) -> Iterator[None]:
 def shared(
     comm: Communicator, read: Callable[[bool], tuple[Snapshot | None, str]], parts: bool = False
 ) -> tuple[Snapshot | None, str]:
-    """The snapshot, or none, and its name that `read` gives on rank 0, on all ranks; a collective call. Raises as
-    `by_first`.
-
-    parts: no rank needs all of it: its arrays are read when they are asked for, where all ranks see the files; else
-    rank 0 reads and the others are sent everything. `read` is asked whether arrays must be in memory.
-    """
+    """The snapshot, or none, and its name that `read` gives on rank 0, on all ranks, as `by_first`. `read` is asked
+    whether its arrays must be in memory: not if ranks need `parts` of it and all see the files, which each reads."""
     from ..checkpoints import Snapshot, reader
 
     if comm.size == 1:
@@ -253,15 +248,14 @@ def shared(
     sent, name = by_first(comm, first)
     if sent is None or sent[3] is None:
         return sent and Snapshot(*sent[:3]), name
-    step, arrays, values, source = sent
+    step, _, values, source = sent
     if comm.rank:
         with contextlib.suppress(OdysseyError):
             own = reader.opened(Path(source[0]), follow=True)[0]
     seen = own is not None and list(own.source or ()) == list(source)
     if not comm.all_gather(np.array([seen], np.int32)).all():
         read_all = ((s, {n: np.asarray(t) for n, t in some.items()}) for s, some in (own.arrays.items() if own else ()))
-        arrays = by_first(comm, lambda: dict(read_all))
-        return Snapshot(step, arrays, values), name
+        return Snapshot(step, by_first(comm, lambda: dict(read_all)), values), name
     return Snapshot(step, own.arrays, values, source=tuple(source)), name
 
 

@@ -222,8 +222,7 @@ class EngineState(Changing):
     def state(self, values: dict[str, Any], parts: bool = False) -> Snapshot | None:
         """What a checkpoint of this moment holds, on rank 0; None on the others. A collective call.
 
-        parts: a snapshot on each rank, of the parts that it has. The arrays may be those that training goes on with:
-        copy or write them before the next step.
+        parts: one on each rank, of what it has. Arrays may be those that training goes on with: copy or write them.
         """
         from ..checkpoints import Snapshot
 
@@ -234,8 +233,7 @@ class EngineState(Changing):
             arrays["optimizer"] = {
                 f"{state}/{name}": arena.view(whole, name) for state, whole in states.items() for name, _ in arena.named
             }
-        pieces = self._pieces() if parts else []
-        residuals, counts = self._residuals()
+        (residuals, counts), pieces = self._residuals(), self._pieces() if parts else []
         if self.comm.rank != 0:
             return Snapshot(self.steps, pieces=pieces) if parts else None
         changed = self.changed()
