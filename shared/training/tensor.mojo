@@ -62,9 +62,9 @@ struct Tensor[channels: Int, height: Int = 1, width: Int = 1, *, device: Int = 0
     def value(self) -> Value:
         return self._value
 
-    def to[device: Int](self) raises -> Tensor[Self.channels, Self.height, Self.width, device=device, of=Self.of]:
+    def to[where_to: Int](self) raises -> Tensor[Self.channels, Self.height, Self.width, device=where_to, of=Self.of]:
         """The same numbers on another place; the gradient goes the way back."""
-        return {self._value.to(device)}
+        return {self._value.to(where_to)}
 
     def __add__(self, other: Self) raises -> Self:
         """The sum, element by element."""

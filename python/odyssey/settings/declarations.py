@@ -440,7 +440,7 @@ OF_FIT = ("steps", "checkpoint_dir", "checkpoint_every", "keep", "resume", "allo
 #: Who takes what a trainer does not.
 ELSEWHERE = {
     "fit()": "train_loader val_loader epochs max_steps callbacks verbose profile checkpoint_epochs mlflow_experiment",
-    "data.DataLoader": "dataset batch_size shuffle sampler drop_last prefetch transform num_workers",
+    "data.DataLoader": "dataset batch_size shuffle sampler drop_last prefetch transform num_workers pin_memory",
     "the optimizer": "lr momentum nesterov betas eps weight_decay",
     "optim.schedule()": "warmup_steps total_steps",
 }
