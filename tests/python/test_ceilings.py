@@ -18,7 +18,7 @@ ROOT = build.source_root()
 CEILINGS = {
     "core": 30_570,
     "kernels": 13_430,
-    "torch": 2_825,
+    "torch": 2_826,
     "mojo": 1_100,
     "view": 1_280,
     "tune": 417,

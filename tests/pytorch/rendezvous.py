@@ -45,6 +45,10 @@ def train(rank: int, size: int, again: bool = False) -> None:
     dist.send(torch.full((3,), float(rank)), (rank + 1) % size)
     work.wait()
     assert ring.tolist() == [(rank - 1) % size] * 3
+    for group in [dist.new_group(list(range(size))) for _ in range(3)]:  # the same ranks, each apart from the others
+        total = torch.ones(1)
+        dist.all_reduce(total, group=group)
+        assert total.item() == size
     part = dist.new_group([0, size - 1])
     total = torch.ones(1)
     if rank in (0, size - 1):

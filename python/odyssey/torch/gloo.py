@@ -73,9 +73,9 @@ class GlooCommunicator(Staged):
         super().__init__()
         self._store, self.ranks = store, ranks
         self.rank, self.size = ranks.index(me), len(ranks)
-        # A group is made anew each time, under a name of its own: the parent's and its number of calls, which are the
-        # same for all members.
-        self._path = "odyssey" if of is None else f"{of._path}/{of._sequence}:{'.'.join(map(str, ranks))}"
+        # A group's name is its parent's, and how often that had a part of these ranks: the same for all members.
+        self._parts: dict[tuple[int, ...], int] = {}
+        self._path = "odyssey" if of is None else f"{of._path}/{of._parts[ranks]}:{'.'.join(map(str, ranks))}"
         self._data, self._head = self._connect("data"), self._connect("head")
         self._lines: dict[tuple[str, int, int], ThreadPoolExecutor] = {}
         self._noted: set[int] = set()
@@ -218,6 +218,7 @@ class GlooCommunicator(Staged):
 
     def _sub(self, members: tuple[int, ...]) -> GlooCommunicator:
         ranks = tuple(self.ranks[p] for p in members)
+        self._parts[ranks] = self._parts.get(ranks, 0) + 1
         return GlooCommunicator(self._store, ranks, self.ranks[self.rank], self)
 
     def close(self) -> None:
