@@ -58,8 +58,7 @@ def test_names_of_other_platforms(tmp_path, capsys):
     assert np.array_equal(DDP(again)(x).numpy(), ddp(x).numpy())
     with pytest.raises(ConfigError, match="device_ids is .0, 1., and a process has one replica; start more ranks"):
         DDP(nn.Linear(2, 2), device_ids=[0, 1])
-    with pytest.raises(ConfigError, match="ddp.module is the model itself"):
-        ddp.module()
+    assert ddp.module() is model
     dist.destroy_process_group()
 
     optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
