@@ -215,6 +215,10 @@ struct Step(TrivialRegisterPassable):
     """Samples of the global batch."""
     var rows: LongPtr
     """Samples of the global batch, int64."""
+    var tail: LongPtr
+    """Records of the last shard, if it has fewer samples and a program for them."""
+    var tail_records: Int64
+    """How many; 0: it runs that of the others."""
     var context: Context
     """First, valid and rows are set per shard."""
 
@@ -418,10 +422,11 @@ def _run_shard(s: Step, t: Int, shard: Int, grads: Ptr) -> Int:
     ctx[].first = Int64(shard) * s.shard_size
     ctx[].valid = min(s.shard_size, s.samples - ctx[].first)
     ctx[].rows = s.rows.unsafe_offset(Int(ctx[].first))
+    var last = s.tail_records > 0 and ctx[].valid < s.shard_size
     var stopped = _replay(
         s.table,
-        s.program,
-        Int(s.records),
+        s.tail if last else s.program,
+        Int(s.tail_records if last else s.records),
         bases.unsafe_ptr().unsafe_origin_cast[MutUntrackedOrigin](),
         ctx.unsafe_origin_cast[MutUntrackedOrigin](),
     )

@@ -55,9 +55,16 @@ class Step(ctypes.Structure):
 
     _fields_ = [
         *numbers("table program records threads tables params work work_bytes slots base zero buffers buffer_floats"),
-        *numbers("shard_size samples rows"),
+        *numbers("shard_size samples rows tail tail_records"),
         ("context", Context),
     ]
+
+    def take(self, tables: Sequence[np.ndarray]) -> None:
+        """Sets what is run: a table of records for all shards, and one for a last shard of fewer samples, if any."""
+        self.kept = tables  # as long as this
+        self.program, self.records = tables[0].ctypes.data, len(tables[0])
+        if len(tables) > 1:
+            self.tail, self.tail_records = tables[1].ctypes.data, len(tables[1])
 
 
 class Team(ctypes.Structure):

@@ -98,6 +98,8 @@ class Executor:
         self.precision = "fp32"  # see precision.py
         self.conv_algorithm = "auto"  # see products.py
         self.gpu = False  # what is recorded will run on GPUs
+        self.in_lanes = False  # so is a batch of any size, also one that would be in rows
+        self.extent = 0  # the most lanes of a tensor so far
         self.scaled = False  # backward() starts from the context's loss scale instead of 1
         self.scope = Scope()
         self.layer = 0  # number of the next dropout

@@ -319,6 +319,8 @@ def empty(shape: Shape, layout: str = "rows") -> Tensor:
     """An uninitialised tensor from the current executor."""
     executor, t = program.current(), make(None, shape, layout)  # type: ignore[arg-type]
     t.memory, t.device = executor.alloc(max(4 * t.floats, 16)), executor.scope.device
+    if layout != "rows":
+        executor.extent = max(executor.extent, t.lanes)
     return t
 
 
@@ -575,7 +577,7 @@ def to_rows(x: Tensor) -> Tensor:
 
 def layout_of(samples: int) -> str:
     """The layout in which a batch of so many samples is computed; on GPUs always in lanes."""
-    return "rows" if samples <= SMALL_BATCH and not program.current().gpu else "lanes"
+    return "rows" if samples <= SMALL_BATCH and not program.current().in_lanes else "lanes"
 
 
 def _view(memory: Memory, shape: Shape, dtype: Any) -> np.ndarray:

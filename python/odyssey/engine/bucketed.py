@@ -30,17 +30,19 @@ class BucketedRunner(Runner):
 
     def __init__(self, recorded: Recorded) -> None:
         super().__init__(recorded)
-        lay, comm, arena, records = recorded.layout, recorded.groups.dp, recorded.arena, recorded.records
+        lay, comm, arena = recorded.layout, recorded.groups.dp, recorded.arena
         self.plan = planning.make(self.shards, comm.rank, comm.size, lay.workers, lay.threads, lay.counts(self.shards))
         self.parts = parts = recorded.parts
         by_params = parts.partitioned or bool(lay.offload)
-        if not by_params:  # else parameters would be brought twice
-            records = recompute(records)
-        records, self.segments = segments(records, arena, parts.buckets, by_params=by_params)
+        programs: list[list[Record]] = []
+        for program in recorded.programs:  # the same segments, as they differ in sizes alone
+            records = program.records if by_params else recompute(program.records)  # parameters would be brought twice
+            records, self.segments = segments(records, arena, parts.buckets, by_params=by_params)
+            programs.append(records)
         self._bucket_of = {arena.offsets[name]: i for i, b in enumerate(parts.buckets) for name in b.names}
         self._places = parts.places([s.params for s in self.segments]) if parts.partitioned else []
         own = self.plan.run[1] - self.plan.run[0]
-        work_bytes = plan_memory(records)
+        work_bytes = max(plan_memory(records) for records in programs)
         self._work = recorded.storage("work", max(own, 1) * work_bytes).reshape(max(own, 1), work_bytes)
         self.work_bytes = self._work.nbytes
         self._reductions: dict[int, reduction.Reduction] = {}
@@ -48,7 +50,7 @@ class BucketedRunner(Runner):
         self._make_reductions()
         self._keep: list[Any] = []
         self._tables = np.array(self.plan.tables(), np.int64)  # of all segments: one runs at a time
-        self._steps = [self._step(i, records) for i in range(len(self.segments))]
+        self._steps = [self._step(i, programs) for i in range(len(self.segments))]
         self.updates = self._updates() if recorded.train else []
         self.waited = self.computed = 0.0
 
@@ -97,14 +99,10 @@ class BucketedRunner(Runner):
         self.marked = self._stats if comm.size > 1 else None
         self.reductions = (*self._reductions.values(), self._stats)
 
-    def _step(self, i: int, records: list[Record]) -> native.Step:
+    def _step(self, i: int, programs: list[list[Record]]) -> native.Step:
         s = self.segments[i]
         buffers = self._stats if s.grads in (None, STATS) else self._reductions[s.grads]
-        table = serialize(records[s.start : s.stop], self.recorded.arena, self._keep, self._locate(i))
-        self._keep.append(table)
-        return native.Step(
-            program=table.ctypes.data,
-            records=len(table),
+        step = native.Step(
             threads=len(self.plan.threads),
             tables=self._tables.ctypes.data,
             params=0 if self.parts.partitioned else self.recorded.arena.address(native.PARAMS),
@@ -118,6 +116,9 @@ class BucketedRunner(Runner):
             shard_size=self.shard_size,
             samples=self.samples,
         )
+        cut = (self.recorded.arena, self._keep, self._locate(i))
+        step.take([serialize(records[s.start : s.stop], *cut) for records in programs])
+        return step
 
     def _locate(self, i: int) -> Any:
         """Where an offset of the arena (in floats) is for the records of segment i, from the base of its space: that of

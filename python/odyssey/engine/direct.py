@@ -45,15 +45,15 @@ class DirectRunner(Runner):
             samples=self.samples,
         )
         if lay.execution == "replay":
-            records = recompute(recorded.records)
-            work_bytes = plan_memory(records)
+            programs = [recompute(program.records) for program in recorded.programs]
+            work_bytes = max(plan_memory(records) for records in programs)
             threads = len(self.plan.threads)
             work = recorded.storage("work", threads * work_bytes).reshape(threads, work_bytes)
-            table = serialize(records, arena, self._keep, None if recorded.train else self._without_gradients)
-            self.step.program, self.step.records = table.ctypes.data, len(table)
+            locate = None if recorded.train else self._without_gradients
+            self.step.take([serialize(records, arena, self._keep, locate) for records in programs])
             self.step.work, self.step.work_bytes = work.ctypes.data, work_bytes
             self.work_bytes = work.nbytes
-            self._keep += [table, work]
+            self._keep.append(work)
         self.result = result = self._reduce.result  # (floats,): gradients if it trains, then the statistics
         self.stats = result[self.stats_at :]
         self.samples_address = self.stats[1:].ctypes.data
@@ -114,7 +114,10 @@ class DirectRunner(Runner):
         c.first = shard * s.shard_size
         c.valid = min(s.shard_size, s.samples - c.first)
         c.rows += 8 * c.first
-        executor = ShardEager(c, buffer.ctypes.data, 4 * self.stats_at, s.shard_size, self.recorded.precision)
+        tail = self.recorded.tail
+        program = self.recorded.whole if tail is None or c.valid == s.shard_size else tail
+        executor = ShardEager(c, buffer.ctypes.data, 4 * self.stats_at, program.samples, self.recorded.precision)
+        executor.in_lanes = program.lanes
         if listen is not None:
             listen(executor)
         self.recorded.trace(executor)

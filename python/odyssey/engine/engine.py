@@ -37,20 +37,12 @@ from .layout import Layout
 from .metrics import Metric
 from .ownership import Ownership
 from .programs import Programs
-from .runner import MARKS, Recorded, Runner, Storage, Sums
+from .runner import MARKS, Program, Recorded, Runner, Storage, Sums
 
 if TYPE_CHECKING:
     from .gpu.group import DeviceGroup
 
 RUNNERS = 8  # batch sizes that are kept prepared; an epoch has two, batches of one's own may have any number
-
-
-def effective_shard_size(samples: int, shard_size: int, gpu: bool = False) -> int:
-    """The shard size of a batch; one smaller than a shard gets no more groups of lanes than it fills."""
-    if samples >= shard_size:
-        return shard_size
-    lanes = native.library().lanes
-    return samples if layout_of(samples) == "rows" and not gpu else min(shard_size, -(-samples // lanes) * lanes)
 
 
 class Engine:
@@ -189,8 +181,9 @@ class Engine:
         self._storage.fixed = known is not None
         runner = self._runner(samples, form, self._reductions.setdefault(shape, {}))
         recording = self.programs.recording(size, form)
-        runner.fingerprint = (
-            recording.fingerprint if recording else fingerprint.hash_of(sorted(self.programs.values().items()))
+        tail = runner.recorded.tail
+        runner.fingerprint = fingerprint.hash_of(
+            (recording.fingerprint if recording else sorted(self.programs.values().items()), tail and tail.samples)
         )
         # making a runner may be a collective call, so all ranks keep the same ones
         if known is None and self.layout.comm.all_reduce(np.array([self._storage.grown], np.int32), "max")[0]:
@@ -207,14 +200,15 @@ class Engine:
             self._reductions.pop(shape, None)
 
     def _runner(self, samples: int, form: Form, reductions: dict[Any, Any]) -> Runner:
-        lay, n, parts, records = self.layout, self.shard_size_of(samples), None, []
+        lay, n, parts = self.layout, self.shard_size_of(samples), None
         if lay.execution == "replay":
             self.settle(samples, form)
             parts = self.ownership.parts
-            records = self.record(n, form)
+        rest = self.programs.tail(n, samples % n, form)
         recorded = Recorded(
-            records,
-            lambda executor: self.programs.traced(executor, n, form),
+            self._program(n, form),
+            None if rest == n else self._program(rest, form, layout_of(n) == "lanes"),
+            lambda executor: self.programs.traced(executor, executor.samples, form),
             self.arena,
             lay,
             self.groups,
@@ -225,7 +219,6 @@ class Engine:
             n,
             form,
             parts,
-            self.placing(n, form),
             self.ownership.cut_by is not None,
             self.ownership.counted,
             self._storage,
@@ -294,10 +287,10 @@ class Engine:
             n = self.shard_size_of(samples)
             self.ownership.settle((self._like or self)._fused(n, form), n)
 
-    def placing(self, n: int, form: Form) -> Callable[[Record], int]:
+    def placing(self, n: int, form: Form, lanes: bool = False) -> Callable[[Record], int]:
         """The position in the pipeline of each record of the program of one shard of n samples."""
         pipelined = self.layout.mesh.pp > 1
-        return self.ownership.placing(self._fused(n, form) if pipelined else [])
+        return self.ownership.placing(self._fused(n, form, lanes) if pipelined else [])
 
     @property
     def parameters_address(self) -> int:
@@ -350,8 +343,7 @@ class Engine:
 
     def shard_size_of(self, samples: int) -> int:
         """Samples per shard in a batch of so many: of `shard_size`, or of the default for such a batch."""
-        size = self.shard_size or planning.default_shard_size(samples)
-        return effective_shard_size(samples, size, self.team is not None)
+        return min(samples, self.shard_size or planning.default_shard_size(samples))
 
     def part(self, samples: int) -> tuple[int, int]:
         """Which run of a batch's samples this rank computes, (first, one past the last); one sample if it has none."""
@@ -363,9 +355,15 @@ class Engine:
 
     # --- programs ---
 
-    def record(self, n: int, form: Form) -> list[Record]:
+    def _program(self, n: int, form: Form, lanes: bool = False) -> Program:
+        """What this rank runs for one shard of n samples; no records where shards are computed op by op."""
+        if self.layout.execution != "replay":
+            return Program(n, [], lambda record: 0, lanes)
+        return Program(n, self.record(n, form, lanes), self.placing(n, form, lanes), lanes)
+
+    def record(self, n: int, form: Form, lanes: bool = False) -> list[Record]:
         """The records of one shard of n samples as this rank runs them; a fresh list whose records may be changed."""
-        records = self._fused(n, form)
+        records = self._fused(n, form, lanes)
         if self.layout.mesh.tp > 1:
             from ..parallel import tensor
 
@@ -373,9 +371,9 @@ class Engine:
             records = tensor.rewrite(records, self.groups.t, self.layout.mesh.tp, pieces).records
         return records
 
-    def _fused(self, n: int, form: Form) -> list[Record]:
+    def _fused(self, n: int, form: Form, lanes: bool = False) -> list[Record]:
         """The records of one shard of n samples on one rank."""
-        return fuse(self.programs.recorded(n, form).records)
+        return fuse(self.programs.recorded(n, form, lanes).records)
 
     def trace(self, batch: Batch, step: int, listen: Callable[[Any], None]) -> None:
         """Runs the model for the first shard of a batch, as `execution` says: recorded once more, or op by op.

@@ -24,7 +24,7 @@ from ..parallel import schedule as schedules
 from ..parallel import strategy, tensor
 from ..parallel.exchange import Exchange
 from ..parallel.stages import Part, Transfer, edges, partition
-from .runner import Recorded, Runner, Sums
+from .runner import Program, Recorded, Runner, Sums
 
 
 class Native(NamedTuple):
@@ -32,6 +32,15 @@ class Native(NamedTuple):
 
     address: int
     records: int
+
+
+class Prepared(NamedTuple):
+    """A program on this rank: its parts, of which some are this rank's, and where its workspace has the statistics."""
+
+    parts: list[Part]
+    mine: list[Part]
+    work_bytes: int
+    stats_at: int
 
 
 class Move(NamedTuple):
@@ -55,20 +64,14 @@ class PipelineRunner(Runner):
     def __init__(self, recorded: Recorded) -> None:
         super().__init__(recorded)
         self.groups, self.parts = recorded.groups, recorded.parts
-        lay, lib, records = recorded.layout, native.library(), recorded.records
+        lay, lib = recorded.layout, native.library()
         comm, here = self.groups.dp, self.groups.p
         self.plan = planning.make(self.shards, comm.rank, comm.size, lay.workers, 1, lay.counts(self.shards))
-        self._stats_slot = Slot(4 * lib.stats)  # `stats` adds to it; it lives as long as its micro-batch
-        for r in records:
-            if r.op == "stats":
-                r.args[0] = self._stats_slot
-        parts = partition(records, recorded.place_of)
-        mine = [p for p in parts if p.place == here]
+        prepared = [self._prepared(program) for program in recorded.programs]
+        parts, mine = prepared[0].parts, prepared[0].mine  # of a tail they are as many, of the same places
         self.loss_place = next(p.place for p in parts for r in p.records if r.op == "stats")
-        items = [item for p in mine for item in (*p.receives, *p.records, *p.sends)]
-        marker = Record("stats", [self._stats_slot])
-        work_bytes = plan_memory([marker, *items, marker])
-        self._stats_at = self._stats_slot.offset
+        work_bytes = max(one.work_bytes for one in prepared)
+        self._stats_at = [one.stats_at for one in prepared]
         self.micro = self.plan.run[1] - self.plan.run[0]
         stages = 1 + max(p.stage for p in parts)
         used = sorted({p.place for p in parts})  # an evaluation may have nothing to do for some
@@ -82,7 +85,7 @@ class PipelineRunner(Runner):
         self._work = native.aligned((self._window, work_bytes), np.uint8, zero=False)
         self.work_bytes = self._work.nbytes
         self._keep: list[Any] = []
-        self._code = {(p.phase, p.stage): self._steps(p) for p in mine}
+        self._code = [{(p.phase, p.stage): self._steps(p) for p in one.mine} for one in prepared]
         self._plan_sums()
         bucket = self.parts.buckets[0]
         scatter = self.parts.stage > 0 and comm.size > 1
@@ -105,6 +108,19 @@ class PipelineRunner(Runner):
         self.waited = self.computed = 0.0
 
     # --- preparation ---
+
+    def _prepared(self, program: Program) -> Prepared:
+        """Cuts a program into parts and gives those of this rank their places in a workspace."""
+        slot = Slot(4 * native.library().stats)  # `stats` adds to it; it lives as long as its micro-batch
+        for r in program.records:
+            if r.op == "stats":
+                r.args[0] = slot
+        parts = partition(program.records, program.place_of)
+        mine = [p for p in parts if p.place == self.groups.p]
+        items = [item for p in mine for item in (*p.receives, *p.records, *p.sends)]
+        marker = Record("stats", [slot])
+        work_bytes = plan_memory([marker, *items, marker])
+        return Prepared(parts, mine, work_bytes, slot.offset)
 
     def _kind(self, where: list[int]) -> str:
         """The schedule's kind: of a last, small batch an automatic cut may have other stages than it was made for."""
@@ -210,14 +226,15 @@ class PipelineRunner(Runner):
             c.first = (run + m) * self.shard_size
             c.valid = min(self.shard_size, self.samples - c.first)
             c.rows = self.context.rows + 8 * c.first
-            here = self._work[slot]
+            here, which = self._work[slot], int(self.own_tail and c.valid < self.shard_size)
+            stats_at = self._stats_at[which]
             if m not in seen:
                 seen.add(m)
-                here[self._stats_at : self._stats_at + stats_bytes] = 0
+                here[stats_at : stats_at + stats_bytes] = 0
             if i in self._begins:
                 grads[self._buffer[m]] = 0  # (of an evaluation: no floats)
             bases[native.GRADS] = grads[self._buffer[m]].ctypes.data
-            for step in self._code[phase, stage]:
+            for step in self._code[which][phase, stage]:
                 if isinstance(step, Native):
                     started = time.perf_counter()
                     lib.run(step.address, step.records, c, bases_address)
@@ -229,7 +246,7 @@ class PipelineRunner(Runner):
                     step[slot]()
                     self.waited += time.perf_counter() - started
             if i in self._ends:
-                stats[self._buffer[m]] = here[self._stats_at : self._stats_at + stats_bytes].view(np.float32)
+                stats[self._buffer[m]] = here[stats_at : stats_at + stats_bytes].view(np.float32)
                 if not self._late:
                     self._add(m)
         if self._late:

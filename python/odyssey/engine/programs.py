@@ -19,14 +19,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..core import changes
+from ..core import changes, native
 from ..core.arena import Arena
 from ..core.fingerprint import hash_of
 from ..core.placement import FIRST, Device
-from ..core.program import Record, Recorder, ShardEager, using
+from ..core.program import Range, Record, Recorder, ShardEager, using
 from ..core.tensor import Parameter, Tensor, empty, layout_of, no_grad
 from ..data.trees import Form, Leaf, leaves, mapped
-from ..errors import ConfigError
+from ..errors import ConfigError, OdysseyError
 from ..nn import Module, settings
 from ..nn.module import in_mode
 from .listing import Listed, first_difference, said, watched
@@ -46,7 +46,7 @@ class Setting(NamedTuple):
     frozen: tuple[str, ...]
 
 
-Key = tuple[Any, ...]  # samples of a shard, and its form
+Key = tuple[Any, ...]  # samples of a shard, whether they must be in lanes, and the form
 
 
 class Recording(NamedTuple):
@@ -56,6 +56,7 @@ class Recording(NamedTuple):
     lines: list[str]
     fingerprint: int  # 63 bits of a hash over the lines
     training: list[str]  # the lines without those of metrics, which a resumed training may have others of
+    extent: int  # the most lanes of one of its tensors
 
 
 class Programs:
@@ -167,16 +168,35 @@ class Programs:
 
     # --- recordings ---
 
-    def recorded(self, n: int, form: Form) -> Recording:
-        """The program of a shard of n samples, of the present settings. Raises ConfigError: forward() looks at values,
-        or is not the same twice."""
-        key = (self.current(), n, *form)
+    def recorded(self, n: int, form: Form, lanes: bool = False) -> Recording:
+        """The program of a shard of n samples, of the present settings; however few, in `lanes`. Raises ConfigError:
+        forward() looks at values, or is not the same twice."""
+        key = (self.current(), n, lanes, *form)
         if key not in self._kept:
-            made = self._recorded_twice(n, form)
+            made = self._recorded_twice(n, form, lanes)
             self._seen = -1  # forward() may have set attributes that are known as its own now
-            key = (self.current(), n, *form)
+            key = (self.current(), n, lanes, *form)
             self._kept[key] = made
         return self._kept[key]
+
+    def tail(self, n: int, rest: int, form: Form) -> int:
+        """Samples of the program of a last shard that has `rest` where the others have n: so many, where that saves
+        work and nothing but sizes is another, in the layout of the others; else n, the missing ones being zeros."""
+        whole = self.recording(n, form) if rest and not self.gpu else None
+        lanes, groups = layout_of(n) == "lanes", native.library().lanes
+        if whole is None or (lanes and -(-whole.extent // groups) == -(-whole.extent * rest // n // groups)):
+            return n
+        try:
+            own = self.recorded(rest, form, lanes)
+        except OdysseyError:  # a model that counts on the size
+            return n
+        return rest if _skeleton(own.records) == _skeleton(whole.records) else n
+
+    def rows(self, form: Form) -> int:
+        """Rows of a sample in lanes, as most of one tensor of the model's: 1 for an image, for a text its tokens."""
+        recorder = self.recorder(1, lanes=True)
+        self.traced(recorder, 1, form)
+        return max(recorder.extent, 1)
 
     def recording(self, n: int, form: Form) -> Recording | None:
         """The same; None where shards are computed op by op and forward() looks at values."""
@@ -187,9 +207,9 @@ class Programs:
                 raise
             return None
 
-    def _recorded_twice(self, n: int, form: Form) -> Recording:
-        first, wrote, _ = self._recorded_once(n, form)
-        second, wrote_again, _ = self._recorded_once(n, form)
+    def _recorded_twice(self, n: int, form: Form, lanes: bool) -> Recording:
+        first, wrote, _ = self._recorded_once(n, form, lanes)
+        second, wrote_again, _ = self._recorded_once(n, form, lanes)
         name = type(self.model).__name__
         for key, value in wrote_again.items():
             if wrote.get(key, value) != value:
@@ -206,9 +226,9 @@ class Programs:
             )
         return first
 
-    def _recorded_once(self, n: int, form: Form) -> tuple[Recording, dict[str, str], Recorder]:
+    def _recorded_once(self, n: int, form: Form, lanes: bool = False) -> tuple[Recording, dict[str, str], Recorder]:
         """A recording, the values that forward() has set, and the recorder."""
-        recorder = self.recorder(n)
+        recorder = self.recorder(n, lanes)
         written = self.traced(recorder, n, form)
         paths = {id(m): path for path, m in self.model.named_modules()}
         wrote = {
@@ -219,12 +239,12 @@ class Programs:
         lines = Listed(recorder.records).lines()
         first, last = self._of_metrics
         training = Listed([*recorder.records[:first], *recorder.records[last:]]).lines()
-        return Recording(recorder.records, lines, hash_of(lines), training), wrote, recorder
+        return Recording(recorder.records, lines, hash_of(lines), training, recorder.extent), wrote, recorder
 
-    def recorder(self, n: int) -> Recorder:
+    def recorder(self, n: int, lanes: bool = False) -> Recorder:
         """A recorder for a shard of n samples."""
         recorder = Recorder(self.arena, 4 * self.arena.size, n, self.precision)
-        recorder.gpu = self.gpu
+        recorder.gpu, recorder.in_lanes = self.gpu, self.gpu or lanes
         return recorder
 
     def ran(self, n: int, form: Form) -> None:
@@ -234,7 +254,7 @@ class Programs:
     def astray(self) -> str:
         """The first op of the last batch's program that is another one when it is recorded again with the settings of
         that batch, in words; empty: none is, or there was no such program."""
-        kept = None if self.shape is None else self._kept.get((self._used, self.shape[0], *self.shape[1]))
+        kept = None if self.shape is None else self._kept.get((self._used, self.shape[0], False, *self.shape[1]))
         met = next((met for met in self._known.values() if met.number == self._used), None)
         if kept is None or met is None:
             return ""
@@ -360,3 +380,12 @@ class Programs:
 def _may_change(value: Any) -> bool:
     """True for a value that can be changed in place: a list, a dict, a tuple that has one."""
     return isinstance(value, (list, dict)) or (isinstance(value, tuple) and any(map(_may_change, value)))
+
+
+def _skeleton(records: list[Record]) -> list[Any]:
+    """What programs that differ in sizes alone have alike: ops, where they run, and which parameters they read."""
+    return [
+        (r.op, r.layout, r.dtype, r.device, r.tag, r.phase, r.recompute)
+        + tuple((a.space, a.offset) for a in r.args if isinstance(a, Range))
+        for r in records
+    ]

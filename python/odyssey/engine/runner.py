@@ -59,17 +59,31 @@ class Storage:
         return self.arrays[name][:nbytes]
 
 
+class Program(NamedTuple):
+    """What a rank runs for a shard of so many samples.
+
+    records: the runner's own, to be changed; none where shards are computed op by op. place_of: position in the
+    pipeline of a record. lanes: however few samples, they are in lanes.
+    """
+
+    samples: int
+    records: list[Record]
+    place_of: Callable[[Record], int]
+    lanes: bool
+
+
 class Recorded(NamedTuple):
     """What a runner is made from: the program of one shard as this rank runs it, and where shards are computed.
 
-    records: the runner's own, to be changed; none where shards are computed op by op. trace: runs the model once with
-    an executor. parts: which parameters this rank computes with and updates. place_of: position in the pipeline of a
-    record. counted: runs of the arena whose gradients are this rank's share of the global norm. memories: what a
-    strategy keeps from step to step, by bucket, for batches of all sizes. warnings: for the user, in the first step.
-    reductions: of batches of this size, made for whatever program came first.
+    tail: that of the last shard, which has fewer samples; the same records with other sizes. None: it is filled up.
+    trace: runs the model once with an executor. parts: which parameters this rank computes with and updates. counted:
+    runs of the arena whose gradients are this rank's share of the global norm. memories: what a strategy keeps from
+    step to step, by bucket, for batches of all sizes. warnings: for the user, in the first step. reductions: of batches
+    of this size, made for whatever program came first.
     """
 
-    records: list[Record]
+    whole: Program
+    tail: Program | None
     trace: Callable[[Any], None]
     arena: Arena
     layout: Layout
@@ -81,13 +95,17 @@ class Recorded(NamedTuple):
     shard_size: int
     form: Form
     parts: Parts | None
-    place_of: Callable[[Record], int]
     cut_automatically: bool
     counted: list[tuple[int, int]]
     storage: Storage
     memories: dict[int, dict[str, Any]]
     warnings: list[str]
     reductions: dict[Any, Any]
+
+    @property
+    def programs(self) -> list[Program]:
+        """Of whole shards, and of the last one where it has a program of its own."""
+        return [self.whole] if self.tail is None else [self.whole, self.tail]
 
     def kept(self, name: Any, make: Callable[[], Any]) -> Any:
         """The reduction of this name, made when it is first asked for: a collective call."""
@@ -158,6 +176,7 @@ class Runner:
     def __init__(self, recorded: Recorded) -> None:
         self.recorded, self.samples, self.shard_size = recorded, recorded.samples, recorded.shard_size
         self.shards = planning.shard_count(self.samples, self.shard_size)
+        self.own_tail = recorded.tail is not None  # the last shard has a program of its own
         self.context = native.Context(seed=recorded.seed)
         self.batch: Batch | None = None  # that is being run
         self.upcoming: Batch | None = None  # the one after it, where known

@@ -75,7 +75,7 @@ class GpuRunner(Runner):
         lay, lib, arena, comm = recorded.layout, host.library(), recorded.arena, recorded.groups.dp
         self.floats = (arena.size if self.train else 0) + lib.stats
         self.stats_at = self.floats - lib.stats
-        records = rewrite.fuse(recorded.records)
+        records = rewrite.fuse(recorded.whole.records)
         rewrite.check(records)
         self.work_floats = plan_memory(records) // 4
         self.once = rewrite.written_once(records, arena)
