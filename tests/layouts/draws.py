@@ -24,7 +24,9 @@ from networks import Network
 from samples import Data, Joined, Loss, Parted, parted_loss, targets, token_ids
 
 from odyssey import nn, optim
+from odyssey.parallel import default_shard_size
 from odyssey.parallel.mesh import PARTS, Mesh
+from odyssey.train.trainer import DistributedTrainer
 
 RANKS = 4  # of the largest layout, unless --ranks says otherwise
 ROWS = 4  # samples of a shard up to which it is computed in rows, which tensor parallelism does not split
@@ -113,10 +115,20 @@ class Training:
     metrics: Any = None
     changes: tuple[changes.Change, ...] = ()  # while it runs
 
+    @functools.cached_property
+    def shard(self) -> int:
+        """Samples of a shard: as given, or the smallest that a loop's first batch may make the default."""
+        if self.settings["shard_size"] is not None:
+            return self.settings["shard_size"]
+        first = next(iter(self.data.loader()))
+        settings = {"loss": self.loss.build(), "backend": "local", "device": "cpu"}
+        rows = DistributedTrainer(self.network.build(), optim.SGD(), **settings)._rows(first.dataset.form)
+        return min(default_shard_size(n, rows) for n in (self.step, min(self.data.batch, self.data.samples)))
+
     @property
     def shards(self) -> int:
         """Of a step over as many samples as there are."""
-        return -(-self.step // self.settings["shard_size"])
+        return -(-self.step // self.shard)
 
     @property
     def step(self) -> int:
@@ -148,7 +160,7 @@ class Training:
         """Whether a shard of some step is so small that it is computed in rows."""
         n, batch = self.data.samples, self.data.batch
         sizes = self.step, n % (batch * self.settings["accumulation_steps"]), n % batch  # these: of an evaluation
-        return self.settings["shard_size"] <= ROWS or any(0 < size <= ROWS for size in sizes)
+        return self.shard <= ROWS or any(0 < size <= ROWS for size in sizes)
 
     def __str__(self) -> str:
         given = {
@@ -222,6 +234,8 @@ def training(seed: int, index: int, all_data: bool = False, changing: bool = Fal
         "nonfinite": random.one(["skip", "stop"], [3, 1]),
         "check_every": random.one([100, 1, 2]),
     }
+    if network.micro is None and not all_data and kind("shard size").chance(0.25):
+        settings["shard_size"] = None
     made = Training(
         network,
         Data(text, samples, batch, build, random.chance(0.5), random.one([0, 0, 2]), transform),

@@ -80,11 +80,18 @@ def shard_count(samples: int, shard_size: int) -> int:
     return -(-samples // shard_size)
 
 
-def default_shard_size(samples: int) -> int:
-    """Samples per shard where nothing else is given, for a global batch of so many.
+ROWS = 1024  # of a shard of sequences: they keep the kernels busy, and their activations stay small
 
-    Shards of 32 keep the kernels busy; from 32 samples on there are at least two, for two workers. Fewer are one shard.
+
+def default_shard_size(samples: int, rows: int = 1) -> int:
+    """Samples per shard where nothing else is given, for a global batch of so many samples of so many rows each.
+
+    Where a row is a sample fewer than 16 would leave lanes empty: shards of 32 keep the kernels busy, and from 32
+    samples on there are at least two, for two workers. Sequences fill lanes by themselves: shards of about ROWS rows,
+    and of fewer where eight workers would not have one each.
     """
+    if rows > 1:
+        return max(1, min(ROWS // rows, -(-samples // 8)))
     return 16 if 32 <= samples < 128 else 32
 
 

@@ -24,7 +24,7 @@ from ..callbacks import Callback, Context, LearningRateMonitor
 from ..checkpoints.trainable import KEEP, History, Mode, Saving, Step
 from ..comm import Communicator
 from ..core.offload import offload
-from ..data.trees import mapped
+from ..data.trees import Form, mapped
 from ..errors import ConfigError, NumericsError, check_integer
 from ..loggers import asked
 from . import agreement, parts, resume
@@ -79,8 +79,8 @@ class Trainer:
     def _begin_fit(self, context: Context, whole: datasets.ArrayDataset | None) -> None:
         """All ranks have the same data; `whole`: the data set, if it was compared."""
 
-    def _share_out(self, samples: int) -> None:
-        """The samples of a step are known."""
+    def _share_out(self, samples: int, form: Form | None = None) -> None:
+        """The samples of a step are known, and by now perhaps the form of one."""
 
     def _ahead(self, batches: Iterator[datasets.Batch]) -> Iterator[datasets.Batch]:
         return batches
@@ -296,7 +296,7 @@ class Trainer:
                 context.emit("on_fit_start")
                 session.put_back()
                 if context.batch_size:
-                    self._share_out(context.batch_size)
+                    self._share_out(context.batch_size, getattr(getattr(train_loader, "dataset", None), "form", None))
                 before = history.total_time
                 while not session.finished:
                     try:

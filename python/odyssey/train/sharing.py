@@ -10,6 +10,7 @@ from ..callbacks import Context
 from ..checkpoints.trainable import Evaluation, Mode, Tally
 from ..comm import Communicator
 from ..core import changes
+from ..data.trees import Form
 from ..errors import ConfigError
 from ..parallel.plan import default_shard_size, idle, shard_count
 from ..settings.declarations import Training, declared
@@ -97,10 +98,17 @@ class Sharing(Trainer):
         if self.mode.together:
             self.stays()
 
-    def _share_out(self, samples: int) -> None:
+    def _rows(self, form: Form | None) -> int | None:
+        """Rows that a sample takes in kernels, alike on all ranks; None: the form of a sample is not known yet."""
+        return 1
+
+    def _share_out(self, samples: int, form: Form | None = None) -> None:
         """Once the global batch is known: decides its shards, and says if there are too few for all workers."""
         if self.shard_size is None:
-            self.shard_size = default_shard_size(samples)
+            rows = self._rows(form)
+            if rows is None:
+                return  # the first batch says it
+            self.shard_size = default_shard_size(self.context.batch_size or samples, rows)
         if self._counted_idle:
             return
         self._counted_idle = True
@@ -115,7 +123,8 @@ class Sharing(Trainer):
                 ).on_all_ranks()
             self.say(
                 f"{workers} workers but {shards} shard{'s' * (shards > 1)} (global batch {samples}, shard size "
-                f"{self.shard_size}): {without} {'is' if without == 1 else 'are'} idle"
+                f"{self.shard_size}): {without} {'is' if without == 1 else 'are'} idle; "
+                + busy(sharing * len(parts), sharing, min(parts))
             )
 
     def _move_shards(self, samples: int) -> None:
@@ -146,3 +155,12 @@ class Sharing(Trainer):
             raise ConfigError("[evaluate] the data set is empty; give at least one sample")
         means = total.means()
         return Evaluation(means["loss"], means.get("accuracy"), int(total.counted), means)
+
+
+def busy(workers: int, sharing: int, samples: int) -> str:
+    """What to set so that each of the workers has a shard, of which `sharing` share the fewest samples."""
+    if samples < sharing:
+        return f"each has one with a global batch of at least {workers} and a shard size of 1, and other bits"
+    return (
+        f"each has one with a shard size of {(samples - 1) // (sharing - 1)} (shard_size, --shard-size), and other bits"
+    )

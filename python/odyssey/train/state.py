@@ -48,6 +48,7 @@ class EngineState(Changing):
     arena: Arena
     _train: Engine
     _warned: bool
+    _old_default: bool  # of shard sizes, for a training that a checkpoint of before it began
     _replicas: Callable[[], list[int]] | None = None
     _prints: dict[int, tuple[Any, Callable[[], list[int]]]]  # by id of a step's updates: these, and what makes them
 
@@ -253,6 +254,7 @@ class EngineState(Changing):
                 "buckets": None if self.layout.reduction.same_bits else self._train.ownership.cut,
                 "configuration": self.configuration(),
                 "kernels": KERNELS,
+                "default shard size": "by rows",  # older ones went by samples alone
                 "bucket size": self.layout.bucket_size_mb,
                 "ranks": self.comm.size,
                 "mesh": str(self.mesh),
@@ -314,6 +316,7 @@ class EngineState(Changing):
         size = saved.get("shard size") if own_size is None else own_size
         if saved.get("shard size") is None:  # made before the first step: it had none yet
             now.pop("shard size")
+            self._old_default = "default shard size" not in values
         elif own_size is None:
             now["shard size"] = size
         resume.check(saved, now, name)

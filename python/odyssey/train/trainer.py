@@ -26,6 +26,7 @@ from ..core import precision as precisions
 from ..core.arena import Arena
 from ..core.offload import maker, offload
 from ..core.tensor import layout_of
+from ..data.trees import Form
 from ..engine.engine import Engine
 from ..engine.layout import Layout
 from ..engine.metrics import chosen
@@ -186,7 +187,7 @@ class DistributedTrainer(EngineState):
         common["team"] = team
         self._eval = Engine(model, loss, self.arena, self.layout, groups, train=False, like=self._train, **common)
         self._train.also = self.standing
-        self._warned = False
+        self._warned = self._old_default = False
         self._prints = {}
         self.remember()
 
@@ -212,7 +213,7 @@ class DistributedTrainer(EngineState):
         if self.mode.own_loop:
             raise ConfigError("[async] ranks do not take steps together; call fit()")
         self._scale_rate(len(batch.indices))
-        self._share_out(len(batch.indices))
+        self._share_out(len(batch.indices), batch.dataset.form)
         self._move_shards(len(batch.indices))
         self.compare(batch)
         if self._expected is not None:
@@ -245,6 +246,17 @@ class DistributedTrainer(EngineState):
             while self._train.team.notes:
                 self.say(self._train.team.notes.pop())
         return self.last
+
+    def _rows(self, form: Form | None) -> int | None:
+        if self._old_default:
+            return 1
+        if form is None:
+            return None
+        try:
+            rows = self._train.programs.rows(form)
+        except Exception:  # all ranks are told what is wrong with the model when they compare programs
+            rows = 1
+        return int(self.comm.broadcast(np.array([rows], np.int64))[0]) if self.mode.together else rows
 
     def compare(self, batch: datasets.Batch, engine: Engine | None = None) -> None:
         """Compares what the ranks are given and what their models do with it, where that is due (agreement.py)."""
