@@ -88,7 +88,7 @@ def default_shard_size(samples: int, rows: int = 1) -> int:
 
     Where a row is a sample fewer than 16 would leave lanes empty: shards of 32 keep the kernels busy, and from 32
     samples on there are at least two, for two workers. Sequences fill lanes by themselves: shards of about ROWS rows,
-    and of fewer where eight workers would not have one each.
+    but of at most an eighth of the batch, for eight workers.
     """
     if rows > 1:
         return max(1, min(ROWS // rows, -(-samples // 8)))

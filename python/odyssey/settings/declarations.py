@@ -184,7 +184,7 @@ class Training(Exchange):
     shard_size: int | None = setting(
         DATA, None, "samples per shard, whose gradient is computed as one piece; part of what is computed",
         "the checkpoint's, else for images and tables 32 from a global batch of 128 on, 16 from 32 on, and one shard "
-        "below; for sequences about 1,024 tokens, and at least eight shards from eight samples on", low=1
+        "below; for sequences about 1,024 tokens, but at most an eighth of the batch", low=1
     )
     seed: int = setting(
         DATA, 0, "of the weights, the data order and dropout", low=0, high=2**63 - 1, alias="seed", checkpoint="seed"
