@@ -21,7 +21,6 @@ import numpy as np
 from ..base import Run, finite, parse_json
 from ..callbacks import Callback, Context
 from ..errors import DataError
-from ..parallel import default_shard_size
 
 NAME = "journal.jsonl"
 LIMIT = 256 << 20  # bytes that are read
@@ -55,7 +54,7 @@ class Journal(Callback):
         self._rank = comm.rank
         names = comm.all_gather_each(np.frombuffer(os.uname().nodename.encode()[:64], np.uint8))
         hosts = [name.tobytes().decode(errors="replace") for name in names]
-        mesh, settings = getattr(trainer, "mesh", None), getattr(trainer, "settings", None)
+        mesh = getattr(trainer, "mesh", None)
         parts = {axis: getattr(mesh, axis) for axis in ("dp", "pp", "tp")} if mesh is not None else {"dp": comm.size}
         about = {"ranks": comm.size, "hosts": hosts, "mesh": parts, "backend": comm.name, "step": context.steps}
         about["configuration"] = trainer.configuration()
@@ -65,10 +64,6 @@ class Journal(Callback):
             "processor": os.uname().machine, "cores": os.cpu_count(), "threads": getattr(trainer, "threads", None),
             "device": getattr(trainer, "device", "cpu"), "launcher": comm.why,
         }  # fmt: skip
-        if parts.get("pp", 1) > 1 and settings is not None:
-            size = trainer.shard_size or default_shard_size(max(context.batch_size, 1))
-            shards = -(-context.batch_size // size)
-            about["pipeline"] = {"schedule": settings.pipeline_schedule, "micro_batches": -(-shards // parts["dp"])}
         self._write("start", **about, epochs=context.epochs, batch_size=context.batch_size)
 
     def on_sync(self, context: Context) -> None:
@@ -77,8 +72,15 @@ class Journal(Callback):
             self._progress(context)
 
     def _progress(self, context: Context) -> None:
-        shards = context.trainer.shards_moved(context.batch_size)
-        self._write("progress", step=context.steps, loss=context.loss, **({"shards": shards} if shards else {}))
+        trainer, about = context.trainer, {}
+        if shards := trainer.shards_moved(context.batch_size):
+            about["shards"] = shards
+        mesh = getattr(trainer, "mesh", None)
+        if mesh is not None and mesh.pp > 1 and trainer.shard_size:
+            shards = -(-context.batch_size // trainer.shard_size)
+            schedule = trainer.settings.pipeline_schedule
+            about["pipeline"] = {"schedule": schedule, "micro_batches": -(-shards // mesh.dp)}
+        self._write("progress", step=context.steps, loss=context.loss, **about)
 
     def on_checkpoint(self, context: Context) -> None:
         if context.steps != self._saved:  # else it is there already

@@ -204,7 +204,8 @@ def _part_name(row: dict[str, Any]) -> str:
 
 def _pipeline(run: Told) -> str | None:
     """The schedule of a step on paper: forward costs 1, backward 2."""
-    about, places = run.latest.get("pipeline"), run.latest.get("mesh", {}).get("pp", 1)
+    about = next((row["pipeline"] for row in reversed(run.parts[-1]) if row.get("pipeline")), None)
+    places = run.latest.get("mesh", {}).get("pp", 1)
     if not about:
         return None
     kind, micro = about["schedule"], min(int(about["micro_batches"]), 24)
