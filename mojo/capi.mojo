@@ -11,14 +11,7 @@ from kernels.amx import permitted
 from kernels.lowp import HAS_BF16
 from kernels.op import addresses, describe, scratch_of
 from kernels.record import ContextPtr, RECORD, STATS
-from runtime.shared_reduce import (
-    JobPtr,
-    TeamPtr,
-    all_reduce,
-    arrive,
-    reduce_buffers,
-    wait,
-)
+from runtime.shared_reduce import JobPtr, TeamPtr, all_reduce, arrive, reduce_buffers, wait
 from runtime.executor import StepPtr, run_program, run_shared
 from runtime.helpers import make_pool
 from runtime.ops import ops
@@ -71,13 +64,7 @@ def odyssey_scratch(table: LongPtr, record: LongPtr) abi("C") -> Int:
 
 
 @export
-def odyssey_run(
-    table: LongPtr,
-    program: LongPtr,
-    records: Int,
-    bases: LongPtr,
-    ctx: ContextPtr,
-) abi("C") -> Int:
+def odyssey_run(table: LongPtr, program: LongPtr, records: Int, bases: LongPtr, ctx: ContextPtr) abi("C") -> Int:
     """Runs a program (executor.run_program)."""
     return run_program(table, program, records, bases, ctx)
 

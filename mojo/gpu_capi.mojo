@@ -189,14 +189,7 @@ def odyssey_gpu_copy_peer(
 
 
 @export
-def odyssey_gpu_clear(
-    gpu: GpuPtr,
-    address: Int,
-    bytes: Int,
-    queue: Int,
-    error: BytePtr,
-    size: Int,
-) abi("C") -> Int:
+def odyssey_gpu_clear(gpu: GpuPtr, address: Int, bytes: Int, queue: Int, error: BytePtr, size: Int) abi("C") -> Int:
     """Enqueues setting memory to 0."""
     try:
         gpu[].clear(address, bytes, queue)
@@ -277,14 +270,7 @@ def odyssey_gpu_tree_sum(
 ) abi("C") -> Int:
     """Enqueues the sum along the tree of n buffers, `stride` floats apart."""
     try:
-        tree_sum_strided(
-            gpu[].compute,
-            Ptr(unsafe_from_address=y),
-            Ptr(unsafe_from_address=x),
-            stride,
-            n,
-            floats,
-        )
+        tree_sum_strided(gpu[].compute, Ptr(unsafe_from_address=y), Ptr(unsafe_from_address=x), stride, n, floats)
         return 0
     except e:
         return _fail(error, size, e)

@@ -16,16 +16,7 @@ from std.time import perf_counter_ns
 from kernels.buffers import add
 from kernels.lanes import LongPtr, Ptr
 from kernels.op import Kernel, kernel_of
-from kernels.record import (
-    Context,
-    ContextPtr,
-    GRADS,
-    PARAMS,
-    RECORD,
-    Record,
-    SPACES,
-    WORK,
-)
+from kernels.record import Context, ContextPtr, GRADS, PARAMS, RECORD, Record, SPACES, WORK
 
 from .helpers import together
 
@@ -63,12 +54,7 @@ struct FloatMode:
 def _mxcsr() -> UInt32:
     var word = Array[UInt32, 1](fill=0)
     var p = word.unsafe_ptr()
-    inlined_assembly[
-        "stmxcsr ($0)",
-        NoneType,
-        constraints="r,~{memory}",
-        has_side_effect=True,
-    ](Int(p))
+    inlined_assembly["stmxcsr ($0)", NoneType, constraints="r,~{memory}", has_side_effect=True](Int(p))
     return p[unsafe_offset=0]
 
 
@@ -84,13 +70,7 @@ def _set_mxcsr(value: UInt32):
     _ = word^
 
 
-def run_program(
-    table: LongPtr,
-    program: LongPtr,
-    records: Int,
-    bases: LongPtr,
-    ctx: ContextPtr,
-) -> Int:
+def run_program(table: LongPtr, program: LongPtr, records: Int, bases: LongPtr, ctx: ContextPtr) -> Int:
     """Runs all records in order.
 
     Args:
@@ -110,13 +90,7 @@ def run_program(
 
 
 @always_inline
-def _replay(
-    table: LongPtr,
-    program: LongPtr,
-    records: Int,
-    bases: LongPtr,
-    ctx: ContextPtr,
-) -> Int:
+def _replay(table: LongPtr, program: LongPtr, records: Int, bases: LongPtr, ctx: ContextPtr) -> Int:
     ctx[].stopped = 0
     if Int(ctx[].times):
         return _replay_timed(table, program, records, bases, ctx)
@@ -130,13 +104,7 @@ def _replay(
 
 
 @no_inline
-def _replay_timed(
-    table: LongPtr,
-    program: LongPtr,
-    records: Int,
-    bases: LongPtr,
-    ctx: ContextPtr,
-) -> Int:
+def _replay_timed(table: LongPtr, program: LongPtr, records: Int, bases: LongPtr, ctx: ContextPtr) -> Int:
     var stopped = Pointer(to=ctx[].stopped)
     var times = Times(ctx[].times)
     var first = Int(ctx[].first)

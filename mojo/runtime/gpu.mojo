@@ -9,13 +9,7 @@ from std.collections import Dict
 from std.memory import unsafe_memset_zero
 from std.utils import StaticTuple
 
-from max.gpu.host import (
-    DeviceBuffer,
-    DeviceContext,
-    DeviceEvent,
-    DeviceStream,
-    HostBuffer,
-)
+from max.gpu.host import DeviceBuffer, DeviceContext, DeviceEvent, DeviceStream, HostBuffer
 from max.gpu.host._nvidia_cuda import CUDA
 
 from kernels.gpu.launch import Enqueue, Launch, Queue, StepContextPtr
@@ -184,11 +178,7 @@ struct Gpu(Movable):
             Error: The device refuses.
         """
         var q = self.queue(which)
-        q.enqueue_copy(
-            U8Ptr(unsafe_from_address=dst),
-            U8Ptr(unsafe_from_address=src),
-            bytes,
-        )
+        q.enqueue_copy(U8Ptr(unsafe_from_address=dst), U8Ptr(unsafe_from_address=src), bytes)
 
     def take(self, other: Gpu, dst: Int, src: Int, bytes: Int) raises:
         """Enqueues a copy from another device's memory, behind what is in that device's compute queue now.
@@ -204,18 +194,8 @@ struct Gpu(Movable):
         """
         self.compute.enqueue_wait_for(other.compute)
         self.compute.enqueue_copy(
-            DeviceBuffer[U8](
-                self.compute,
-                U8Ptr(unsafe_from_address=dst),
-                bytes,
-                owning=False,
-            ),
-            DeviceBuffer[U8](
-                other.compute,
-                U8Ptr(unsafe_from_address=src),
-                bytes,
-                owning=False,
-            ),
+            DeviceBuffer[U8](self.compute, U8Ptr(unsafe_from_address=dst), bytes, owning=False),
+            DeviceBuffer[U8](other.compute, U8Ptr(unsafe_from_address=src), bytes, owning=False),
         )
 
     def upload(self, dst: Int, src: Int, bytes: Int, which: Int) raises:
@@ -266,10 +246,7 @@ struct Gpu(Movable):
             Error: The device refuses.
         """
         var q = self.queue(which)
-        q.enqueue_memset(
-            DeviceBuffer[U8](q, U8Ptr(unsafe_from_address=address), bytes, owning=False),
-            UInt8(0),
-        )
+        q.enqueue_memset(DeviceBuffer[U8](q, U8Ptr(unsafe_from_address=address), bytes, owning=False), UInt8(0))
 
     # --- order ---
 

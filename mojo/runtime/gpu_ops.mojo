@@ -5,17 +5,7 @@ with this table's code; ops that share a layer between ranks have no form here.
 from kernels import arithmetic, batch_norm, dropout, optimizer, pool, rows, softmax
 from kernels import gather as shared_gather
 from kernels.elementwise import maps
-from kernels.gpu import (
-    attention,
-    elementwise,
-    gather,
-    layout,
-    matmul,
-    products,
-    reduce,
-    reduce_axes,
-    strided,
-)
+from kernels.gpu import attention, elementwise, gather, layout, matmul, products, reduce, reduce_axes, strided
 from kernels.gpu.elementwise import OnGpu
 from kernels.gpu.launch import GpuOp
 from kernels.gpu.strided import GpuStrided

@@ -276,11 +276,7 @@ def reduce_buffers(
 
 def copy(to: Int, source: Int, bytes: Int):
     """Copies bytes that do not overlap."""
-    unsafe_memcpy(
-        dest=BytePtr(unsafe_from_address=to),
-        src=BytePtr(unsafe_from_address=source),
-        count=bytes,
-    )
+    unsafe_memcpy(dest=BytePtr(unsafe_from_address=to), src=BytePtr(unsafe_from_address=source), count=bytes)
 
 
 # --- all-reduce ---------------------------------------------------------------------------
@@ -351,25 +347,14 @@ def all_reduce(mut team: Team, mut job: Job, nanoseconds: Int) -> Int:
                 var n = min(chunk, job.count - at)
                 var a = _part(n, team.ranks, team.rank)
                 var b = _part(n, team.ranks, team.rank + 1)
-                _reduce_slots(
-                    team,
-                    job,
-                    _result(team, team.rank, next),
-                    a,
-                    b - a,
-                    job.x + at * job.item,
-                )
+                _reduce_slots(team, job, _result(team, team.rank, next), a, b - a, job.x + at * job.item)
             if 2 <= job.step and job.y != 0:
                 var at = (job.step - 2) * chunk
                 var n = min(chunk, job.count - at)
                 for r in range(team.ranks):
                     var a = _part(n, team.ranks, r)
                     var b = _part(n, team.ranks, r + 1)
-                    copy(
-                        job.y + (at + a) * job.item,
-                        _result(team, r, 1 - next),
-                        (b - a) * job.item,
-                    )
+                    copy(job.y + (at + a) * job.item, _result(team, r, 1 - next), (b - a) * job.item)
         if job.step == last:
             return DONE
         arrive(team, job.sequence, job.signature)

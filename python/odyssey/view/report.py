@@ -415,11 +415,7 @@ def _page(runs: Sequence[Told]) -> str:
     sections = [("", "".join(map(_summary, runs))), ("Curves", "".join(curves))]
     for run in runs:
         cards = [
-            _card(
-                "Starts, checkpoints, stops",
-                _time_line(run),
-                wide=True,
-            ),
+            _card("Starts, checkpoints, stops", _time_line(run), wide=True),
             _card("A step of the pipeline", _pipeline(run), wide=True),
             _card("Epochs", _epochs(run), wide=True),
         ]
