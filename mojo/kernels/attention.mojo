@@ -382,26 +382,8 @@ def _backward_block[
         def columns[kb: Int](first: Int, count: Int) {imm}:
             var w = first * LANES
             var from_ = g + first // LANES
-            combine[kb](
-                dv.unsafe_offset(at),
-                pt.unsafe_offset(w),
-                SIDE * LANES,
-                LANES,
-                dy,
-                from_,
-                count,
-                D,
-            )
-            combine[kb](
-                dk.unsafe_offset(at),
-                dst.unsafe_offset(w),
-                SIDE * LANES,
-                LANES,
-                q,
-                from_,
-                count,
-                D,
-            )
+            combine[kb](dv.unsafe_offset(at), pt.unsafe_offset(w), SIDE * LANES, LANES, dy, from_, count, D)
+            combine[kb](dk.unsafe_offset(at), dst.unsafe_offset(w), SIDE * LANES, LANES, q, from_, count, D)
 
         if corner:
             columns[1](0, LANES)

@@ -6,18 +6,7 @@ from std.math import ceildiv, iota
 from std.utils.numerics import inf
 
 from .dropout import stays
-from .lanes import (
-    F32,
-    LANES,
-    REGISTERS,
-    Ptr,
-    Vec,
-    load,
-    load_first,
-    madd,
-    splat,
-    store,
-)
+from .lanes import F32, LANES, REGISTERS, Ptr, Vec, load, load_first, madd, splat, store
 from .panels import Panel
 from .random import U32
 from .record import ContextPtr

@@ -26,11 +26,7 @@ struct Norm(TrivialRegisterPassable):
     @always_inline
     def at[w: Int](self, x: SIMD[F32, w]) -> SIMD[F32, w]:
         """The output for an input."""
-        var y = madd(
-            x - self.mean,
-            SIMD[F32, w](self.inverse * self.weight),
-            SIMD[F32, w](self.bias),
-        )
+        var y = madd(x - self.mean, SIMD[F32, w](self.inverse * self.weight), SIMD[F32, w](self.bias))
         return relu[w](y) if self.relu else y
 
 
@@ -49,11 +45,7 @@ struct Gradient(TrivialRegisterPassable):
     @always_inline
     def at[w: Int](self, dy: SIMD[F32, w], x: SIMD[F32, w]) -> SIMD[F32, w]:
         """The gradient by x."""
-        var d = madd(
-            x - self.mean,
-            SIMD[F32, w](-self.inverse * self.inverse * self.t),
-            dy - self.s,
-        )
+        var d = madd(x - self.mean, SIMD[F32, w](-self.inverse * self.inverse * self.t), dy - self.s)
         return d * (self.inverse * self.weight)
 
 

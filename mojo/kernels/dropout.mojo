@@ -18,16 +18,7 @@ comptime U8 = DType.uint8
 @always_inline
 def stays[
     w: Int
-](
-    block: Int,
-    sample: SIMD[U32, w],
-    layer: Int,
-    p: Float32,
-    step: Int64,
-    seed: UInt64,
-) -> Array[
-    SIMD[DType.bool, w], 4
-]:
+](block: Int, sample: SIMD[U32, w], layer: Int, p: Float32, step: Int64, seed: UInt64) -> Array[SIMD[DType.bool, w], 4]:
     """Whether elements 4 block .. 4 block + 3 of w samples stay: where a number in [0, 1) is at least p.
 
     The number of element f of a sample is that of the upper 24 bits (random.unit) of word f % 4 of the counter (f / 4,
@@ -43,12 +34,7 @@ def stays[
     )
     # the same as unit(word) >= p, in integers
     var least = SIMD[U32, w](UInt32(ceil(p * 16777216)) << 8)
-    return [
-        words[0].ge(least),
-        words[1].ge(least),
-        words[2].ge(least),
-        words[3].ge(least),
-    ]
+    return [words[0].ge(least), words[1].ge(least), words[2].ge(least), words[3].ge(least)]
 
 
 @fieldwise_init

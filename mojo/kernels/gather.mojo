@@ -50,7 +50,4 @@ def maps[D: Device]() -> List[OpOf[D.Run]]:
 
 def ops() -> List[Op]:
     """The ops of this file."""
-    return [
-        Op("take", "y; x, index; n, V, F", _take),
-        Op("take_backward", "dx; dy, index; n, V, F", _take_backward),
-    ]
+    return [Op("take", "y; x, index; n, V, F", _take), Op("take_backward", "dx; dy, index; n, V, F", _take_backward)]

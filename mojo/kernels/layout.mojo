@@ -139,11 +139,7 @@ def unpack_rows(y: Ptr, x: Ptr, N: Int, F: Int):
                     if n == LANES:
                         store(y, at, a[l])
                     else:
-                        masked_store[LANES](
-                            a[l],
-                            y.unsafe_offset(at),
-                            iota[F32, LANES]().lt(Float32(n)),
-                        )
+                        masked_store[LANES](a[l], y.unsafe_offset(at), iota[F32, LANES]().lt(Float32(n)))
             f += LANES
 
 
@@ -210,34 +206,18 @@ def pad_backward[L: Int](dx: Ptr, dy: Ptr, planes: Int, H: Int, W: Int, ph: Int,
                 store[L](
                     dx,
                     ((plane * H + h) * W + i) * L,
-                    load[L](
-                        dy,
-                        ((plane * (H + 2 * ph) + h + ph) * wide + i + pw) * L,
-                    ),
+                    load[L](dy, ((plane * (H + 2 * ph) + h + ph) * wide + i + pw) * L),
                 )
 
 
 def ops() -> List[Op]:
     """The ops of this file."""
     return [
-        Op(
-            "input",
-            "y; ; G, F, C",
-            by_layout[call[input[LANES]], call[input[1]]],
-        ),
-        Op(
-            "array",
-            "y; ; G, F, T, k, rest",
-            by_layout[call[array[LANES]], call[array[1]]],
-        ),
+        Op("input", "y; ; G, F, C", by_layout[call[input[LANES]], call[input[1]]]),
+        Op("array", "y; ; G, F, T, k, rest", by_layout[call[array[LANES]], call[array[1]]]),
         Op("pack_rows", "y; x; N, F", call[pack_rows]),
         Op("unpack_rows", "y; x; N, F", call[unpack_rows]),
-        Op(
-            "take_features",
-            "y; x; G, F, first, n",
-            call[take_features],
-            "lanes",
-        ),
+        Op("take_features", "y; x; G, F, first, n", call[take_features], "lanes"),
         Op(
             "pad_forward",
             "y; x; planes, H, W, ph, pw",

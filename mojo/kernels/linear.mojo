@@ -11,19 +11,7 @@ from std.math import ceildiv
 from std.memory import unsafe_stack_allocation
 from std.sys import prefetch
 
-from .lanes import (
-    F32,
-    LANES,
-    REGISTERS,
-    Ptr,
-    Vec,
-    load,
-    load_first,
-    madd,
-    splat,
-    store,
-    store_first,
-)
+from .lanes import F32, LANES, REGISTERS, Ptr, Vec, load, load_first, madd, splat, store, store_first
 from .layout import transpose
 from .lowp import bias_gradient
 from .parts import PARTS, cut, fold
@@ -144,13 +132,7 @@ def _product[
     for first in range(0, outputs, PANEL):
         var end = min(first + PANEL, outputs)
         if packs:
-            _pack(
-                packed.value(),
-                wp.unsafe_offset(first),
-                held,
-                end - first,
-                stride,
-            )
+            _pack(packed.value(), wp.unsafe_offset(first), held, end - first, stride)
         var g = 0
         while g + GB <= G:
             groups[GB](g, first, end)

@@ -9,16 +9,7 @@ from std.math import ceildiv
 from std.memory import bitcast
 from std.sys import prefetch
 
-from .lanes import (
-    LANES,
-    Ptr,
-    Vec,
-    load,
-    load_first,
-    splat,
-    store,
-    store_first,
-)
+from .lanes import LANES, Ptr, Vec, load, load_first, splat, store, store_first
 from .layout import transpose
 from .lowp import (
     HALF,

@@ -7,19 +7,7 @@ weights, so each pass over them does all it can.
 
 from std.memory import unsafe_stack_allocation
 
-from .lanes import (
-    madd,
-    F32,
-    LANES,
-    REGISTERS,
-    Ptr,
-    Vec,
-    load,
-    load_first,
-    splat,
-    store,
-    store_first,
-)
+from .lanes import madd, F32, LANES, REGISTERS, Ptr, Vec, load, load_first, splat, store, store_first
 from .layout import transpose
 from .parts import PARTS, cut, fold
 
@@ -143,10 +131,5 @@ def linear_backward_weight_rows(dw: Ptr, db: Ptr, dy: Ptr, x: Ptr, G: Int, I: In
                 store(row, i, madd(load(xn, i), d, load(row, i)))
                 i += LANES
             if i < I:
-                store_first(
-                    row,
-                    i,
-                    madd(load_first(xn, i, I - i), d, load_first(row, i, I - i)),
-                    I - i,
-                )
+                store_first(row, i, madd(load_first(xn, i, I - i), d, load_first(row, i, I - i)), I - i)
             db[unsafe_offset=o] += dy[unsafe_offset=n * O + o]

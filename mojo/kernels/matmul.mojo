@@ -5,17 +5,7 @@ Each number of C is one chain of additions in the order of k, whatever the sizes
 a panel of B, which is copied first: as many vectors of 16 columns as the registers hold.
 """
 
-from .lanes import (
-    LANES,
-    Ptr,
-    REGISTERS,
-    Vec,
-    load,
-    madd,
-    splat,
-    store,
-    store_first,
-)
+from .lanes import LANES, Ptr, REGISTERS, Vec, load, madd, splat, store, store_first
 from .layout import transpose
 from .op import Op
 from .record import Record

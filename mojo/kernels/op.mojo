@@ -88,12 +88,7 @@ struct OpOf[Run: Copyable & Deinitable](Copyable):
         self.traits = traits
         self.scratch = scratch
 
-    def __init__(
-        out self,
-        name: StaticString,
-        run: Self.Run,
-        scratch: Scratch = no_scratch,
-    ):
+    def __init__(out self, name: StaticString, run: Self.Run, scratch: Scratch = no_scratch):
         """Of another device, for an op that the CPU's table declares."""
         self.name = name
         self.roles = ""

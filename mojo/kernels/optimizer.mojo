@@ -82,11 +82,7 @@ struct Adam(Rule):
 def ops[D: Device]() -> List[OpOf[D.Run]]:
     """The ops of this file: weights, states; the gradients' sum, its samples; n, then the fields of the rule."""
     return [
-        OpOf(
-            "sgd",
-            "+w, +v; g, samples; n, lr, momentum, weight decay, nesterov",
-            D.update[Sgd](),
-        ),
+        OpOf("sgd", "+w, +v; g, samples; n, lr, momentum, weight decay, nesterov", D.update[Sgd]()),
         OpOf(
             "adam",
             "+w, +m, +v; g, samples; n, lr, beta1, beta2, eps, weight decay, decoupled, correction1, correction2",

@@ -10,16 +10,7 @@ from std.utils.numerics import isnan
 
 from .division import divide, divisor
 from .functions import rounded
-from .lanes import (
-    BytePtr,
-    F32,
-    LANES,
-    Ptr,
-    Vec,
-    first,
-    load_first,
-    store_first,
-)
+from .lanes import BytePtr, F32, LANES, Ptr, Vec, first, load_first, store_first
 from .op import Device, OpOf, by_layout, call, each_cell
 from .record import Record, Source, sizes_of
 from .views import Cell, Cells
@@ -274,23 +265,14 @@ def _maxpool_backward_2x2_rows(dx: Ptr, dy: Ptr, argmax: BytePtr, y: Ptr, s: Win
             var d = load_first(dy, row * Q + q, n)
             if relu:
                 d = load_first(y, row * Q + q, n).gt(0).select(d, Vec(0))
-            var at = masked_load[LANES](
-                argmax.unsafe_offset(row * Q + q),
-                first(n),
-                SIMD[DType.uint8, LANES](0),
-            )
+            var at = masked_load[LANES](argmax.unsafe_offset(row * Q + q), first(n), SIMD[DType.uint8, LANES](0))
             comptime for r in range(2):
                 var even = at.eq(UInt8(2 * r)).select(d, Vec(0))
                 var odd = at.eq(UInt8(2 * r + 1)).select(d, Vec(0))
                 var both = even.interleave(odd)
                 var to = (row * 2 + r) * s.W + 2 * q
                 store_first(dx, to, both.slice[LANES, offset=0](), 2 * n)
-                store_first(
-                    dx,
-                    to + LANES,
-                    both.slice[LANES, offset=LANES](),
-                    2 * n - LANES,
-                )
+                store_first(dx, to + LANES, both.slice[LANES, offset=LANES](), 2 * n - LANES)
 
 
 def ops[D: Device]() -> List[OpOf[D.Run]]:

@@ -55,14 +55,7 @@ def uniform(y: Ptr, n: Int, seed: UInt64, stream: UInt32, low: Float32, high: Fl
 
 
 def _uniform(r: Record):
-    uniform(
-        r.ptr(1),
-        r.int(2),
-        UInt64(r.int(3)),
-        UInt32(r.int(4)),
-        r.float(5),
-        r.float(6),
-    )
+    uniform(r.ptr(1), r.int(2), UInt64(r.int(3)), UInt32(r.int(4)), r.float(5), r.float(6))
 
 
 def ops() -> List[Op]:

@@ -7,18 +7,7 @@ owns a subtree.
 
 from std.utils.numerics import inf
 
-from .lanes import (
-    F32,
-    LANES,
-    LongPtr,
-    Ptr,
-    Vec,
-    first,
-    load,
-    load_first,
-    madd,
-    store,
-)
+from .lanes import F32, LANES, LongPtr, Ptr, Vec, first, load, load_first, madd, store
 from .op import Op, by_layout, call
 from .record import Record
 
@@ -165,11 +154,7 @@ def ops() -> List[Op]:
         Op("fixed_squares", "y; x; n, unit", call[fixed_squares]),
         Op("finite", "; x; n", call[_finite]),
         Op("stats", "+totals; loss, stats; at", call[_stats], "sums"),
-        Op(
-            "sum_lanes",
-            "y; x; N, G, F",
-            by_layout[call[sum_lanes[LANES]], call[sum_lanes[1]]],
-        ),
+        Op("sum_lanes", "y; x; N, G, F", by_layout[call[sum_lanes[LANES]], call[sum_lanes[1]]]),
         Op(
             "sum_lanes_backward",
             "dx; dy; N, G, F",

@@ -80,26 +80,8 @@ def ops[D: Device]() -> List[OpOf[D.Run]]:
     """The ops of this file. `top_k`: 1 for samples whose label is among the k largest of their F numbers, else 0."""
     return [
         OpOf("top_k", "y; x, labels; G, F, k", D.rows[_top_k, 3]()),
-        OpOf(
-            "layer_norm_forward",
-            "y, stats; x, w, b; G, F, eps",
-            D.rows[_layer_norm, 5](),
-        ),
-        OpOf(
-            "layer_norm_backward_input",
-            "dx; dy, x, stats, w; G, F",
-            D.rows[_layer_norm_input, 5](),
-        ),
-        OpOf(
-            "layer_norm_backward_weight",
-            "+dw; dy, x, stats; G, F",
-            D.columns[_layer_norm_weight, 4](),
-            "sums",
-        ),
-        OpOf(
-            "layer_norm_backward_bias",
-            "+db; dy; G, F",
-            D.columns[_layer_norm_bias, 2](),
-            "sums",
-        ),
+        OpOf("layer_norm_forward", "y, stats; x, w, b; G, F, eps", D.rows[_layer_norm, 5]()),
+        OpOf("layer_norm_backward_input", "dx; dy, x, stats, w; G, F", D.rows[_layer_norm_input, 5]()),
+        OpOf("layer_norm_backward_weight", "+dw; dy, x, stats; G, F", D.columns[_layer_norm_weight, 4](), "sums"),
+        OpOf("layer_norm_backward_bias", "+db; dy; G, F", D.columns[_layer_norm_bias, 2](), "sums"),
     ]

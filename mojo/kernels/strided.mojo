@@ -113,10 +113,6 @@ def _accumulate(y: Ptr, x: Ptr, n: Int):
 def ops() -> List[Op]:
     """The ops of this file."""
     return [
-        Op(
-            "copy_strided",
-            "y; x; from_y, from_x, d0, d1, d2, d3, d4, y0, y1, y2, y3, y4, x0, x1, x2, x3, x4",
-            _copy,
-        ),
+        Op("copy_strided", "y; x; from_y, from_x, d0, d1, d2, d3, d4, y0, y1, y2, y3, y4, x0, x1, x2, x3, x4", _copy),
         Op("accumulate", "+y; x; n", call[_accumulate], "sums"),
     ]

@@ -15,19 +15,7 @@ from std.math import ceildiv
 from std.memory import unsafe_stack_allocation
 
 from .conv2d import Conv
-from .lanes import (
-    F32,
-    LANES,
-    REGISTERS,
-    Ptr,
-    Vec,
-    load,
-    load_first,
-    madd,
-    splat,
-    store,
-    store_first,
-)
+from .lanes import F32, LANES, REGISTERS, Ptr, Vec, load, load_first, madd, splat, store, store_first
 from .layout import transpose
 from .op import Op, call
 from .parts import PARTS, cut, fold
@@ -370,16 +358,7 @@ def _end[m: Int](dx: Ptr, z: Ptr, G: Int, s: _Images):
 
 def _back(size: Conv, ph: Int, pw: Int, held: Int) -> _Images:
     """dy of `held` channels, and dx."""
-    return _Images(
-        held,
-        size.P(),
-        size.Q(),
-        size.C,
-        size.H - 2 * ph,
-        size.W - 2 * pw,
-        2 - ph,
-        2 - pw,
-    )
+    return _Images(held, size.P(), size.Q(), size.C, size.H - 2 * ph, size.W - 2 * pw, 2 - ph, 2 - pw)
 
 
 def winograd_forward(
@@ -395,16 +374,7 @@ def winograd_forward(
     relu: Bool,
 ):
     """Computes y = x * w + b, x in a frame of zeros; then max(y, 0) if `relu`."""
-    var s = _Images(
-        size.C,
-        size.H - 2 * ph,
-        size.W - 2 * pw,
-        size.K,
-        size.P(),
-        size.Q(),
-        ph,
-        pw,
-    )
+    var s = _Images(size.C, size.H - 2 * ph, size.W - 2 * pw, size.K, size.P(), size.Q(), ph, pw)
     comptime for m in range(2, 5, 2):
         if of == m:
             if relu:
