@@ -161,6 +161,5 @@ def busy(workers: int, sharing: int, samples: int) -> str:
     """What to set so that each of the workers has a shard, of which `sharing` share the fewest samples."""
     if samples < sharing:
         return f"each has one with a global batch of at least {workers} and a shard size of 1, and other bits"
-    return (
-        f"each has one with a shard size of {(samples - 1) // (sharing - 1)} (shard_size, --shard-size), and other bits"
-    )
+    size = (samples - 1) // (sharing - 1)
+    return f"each has one with a shard size of {size} (shard_size, --shard-size), and other bits"
