@@ -29,7 +29,8 @@ def test_headers_of_a_step_grow_with_the_logarithm_of_the_ranks(settings):
     few, many = (largest(counted(ranks, train, settings)) for ranks in (8, 16))
     assert {"step", "evaluate"} <= set(few)
     for name in set(few) - {"start"}:
-        assert many[name].calls == few[name].calls
+        more = 2 if settings.get("reduction") == "hierarchical" else 0  # a round more between 4 machines than between 2
+        assert few[name].calls <= many[name].calls <= few[name].calls + more
         assert many[name].words - many[name].envelopes <= many[name].calls * words(16)
         around = 2 if settings.get("reduction") == "ring" else 1
         assert many[name].envelopes <= around * few[name].envelopes + around

@@ -14,8 +14,8 @@ from odyssey.comm import mock
 from odyssey.errors import CollectiveError, ConfigError
 from odyssey.parallel import plan as planning
 from odyssey.parallel import strategy as strategies
-from odyssey.parallel.hierarchical import combine
 from odyssey.parallel.mesh import Mesh
+from odyssey.parallel.plan import combine
 from odyssey.parallel.strategy import MODES, REDUCTIONS, Strategy
 from odyssey.settings import recipes
 

@@ -331,7 +331,11 @@ class MPICommunicator(Staged):
         return Window(self, size)
 
     def _repeated(self, make: Callable[[], Call]) -> Repeated | _Repeated:
-        return _Repeated(self, make()) if 1 < self.size <= NEAR else super()._repeated(make)
+        call = make()
+        senders = (
+            sum(a < b for a, b in call.ranges) if call.kind == "all_gather_v" else self.size
+        )  # the same on all ranks
+        return _Repeated(self, call) if self.size > 1 and senders <= NEAR else super()._repeated(make)
 
     def meet_start(self) -> Request:
         return super().meet_start() if self._broken is None else _Meeting(self._exits.barrier())

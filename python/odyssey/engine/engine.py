@@ -98,12 +98,12 @@ class Engine:
         self._prepared: dict[tuple[Any, ...], Runner] = {}  # the latest last
         self._storage = Storage()
         self.memories: dict[int, dict[str, Any]] = {}  # of a strategy, by bucket
-        self.bytes_sent = self.bytes_plain = 0  # by this rank, so far (Runner)
+        self.bytes_sent = self.bytes_plain = self.bytes_wire = 0  # by this rank, so far (Runner)
 
     def run(self, batch: Batch, step: int) -> Sums:
         """The sums over all shards of all ranks; gradients are valid until the next call."""
         ready = self._ready(batch, step)
-        sent, plain = ready.bytes_sent, ready.bytes_plain
+        sent, plain, wire = ready.bytes_sent, ready.bytes_plain, ready.bytes_wire
         if self.layout.comm.size > 1:
             self._mark(ready)
         sums = ready.run()
@@ -111,6 +111,7 @@ class Engine:
             self.alike = sums.values[MARKS] == ready.expected
         self.bytes_sent += ready.bytes_sent - sent
         self.bytes_plain += ready.bytes_plain - plain
+        self.bytes_wire += ready.bytes_wire - wire
         if self.layout.execution != "replay":
             self._check_labels(batch.dataset)
         return sums

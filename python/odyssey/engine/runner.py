@@ -188,6 +188,11 @@ class Runner:
         return self.bytes_moved + sum(r.bytes_sent for r in self.reductions)
 
     @property
+    def bytes_wire(self) -> int:
+        """Of them to other machines, by sums along the tree."""
+        return sum(getattr(r, "bytes_wire", 0) for r in self.reductions)
+
+    @property
     def bytes_plain(self) -> int:
         """The same if gradients were summed along the tree, uncompressed."""
         return self.bytes_moved + sum(r.bytes_plain for r in self.reductions)

@@ -1,27 +1,30 @@
-"""`hierarchical`: sums within a node first, then between nodes, then back to all ranks of the node.
+"""The tree between machines, in rounds: sums within a machine first, then between machines, then back the same way.
 
-Between nodes each rank talks only to its counterparts, and only about its share of the floats: a node of L ranks sends
-what one rank of `tree` would, instead of L times that. Nodes may have different numbers of ranks; as many ranks of each
-take part between nodes as the smallest node has.
+Which rounds there are says routes.py. Between machines each rank talks only to its counterparts, and only about its
+range of the floats: a machine of L ranks sends what one rank alone would, instead of L times that. Machines may have
+different numbers of ranks; as many ranks of each take part between machines as the smallest has.
 
-All of the promise is kept: the additions are those of the tree of plan.py, whatever the placement. A node completes as
-much of the tree as its ranks' shards allow and hands on the rest as it is: with neighbouring ranks on a node (how
+All of the promise is kept: the additions are those of the tree of plan.py, whatever the placement. A machine completes
+as much of the tree as its ranks' shards allow and hands on the rest as it is: with neighbouring ranks on a machine (how
 mpirun places them) about one partial sum, with ranks dealt round-robin all of them, which saves nothing.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..base import hooks
 from ..comm import Communicator, Request
-from .plan import Run, combine, ranges
-from .reduction import Phased, adder, pack, rows
-
-Machines = tuple[tuple[int, ...], ...]  # ranks of each machine
+from ..comm.base import Repeated
+from . import routes
+from .plan import Node, Plan, Run, combine
+from .reduction import Kernels, Phased, Reduction, TreeReduction, adder, rows
+from .routes import Machines, Round, Route
 
 
 def machines(comm: Communicator, ranks_per_node: int | None) -> Machines:
@@ -36,105 +39,192 @@ def machines(comm: Communicator, ranks_per_node: int | None) -> Machines:
     return tuple(tuple(ranks) for ranks in found.values())
 
 
-class Places(NamedTuple):
-    """This rank among its neighbours: two communicators of each kind, one per phase that uses it (see Lanes).
+class Places:
+    """Which ranks of a communicator share a machine (`near`: this one's), and the communicators of the rounds, one for
+    each way (see Lanes)."""
 
-    between is None where this rank has no counterpart on the smallest node.
-    """
+    _of: weakref.WeakKeyDictionary[Communicator, dict[int | None, Places]] = weakref.WeakKeyDictionary()
 
-    machines: Machines
-    machine: int  # this rank's
-    place: int  # this rank's in it
-    within: tuple[Communicator, Communicator]
-    between: tuple[Communicator, Communicator] | None
-
-    _of = weakref.WeakKeyDictionary()
+    def __init__(self, comm: Communicator, ranks_per_node: int | None) -> None:
+        self.machines = machines(comm, ranks_per_node)
+        self.near = next(frozenset(ranks) for ranks in self.machines if comm.rank in ranks)
+        self._comms: dict[tuple[Route, int], tuple[Communicator | None, Communicator | None]] = {}
 
     @classmethod
     def of(cls, comm: Communicator, ranks_per_node: int | None) -> Places:
         """Those of a communicator's ranks; a collective call the first time."""
         known = cls._of.setdefault(comm, {})
         if ranks_per_node not in known:
-            found = machines(comm, ranks_per_node)
-            machine = next(m for m, ranks in enumerate(found) if comm.rank in ranks)
-            place = found[machine].index(comm.rank)
-            wide = min(map(len, found))
-            within = [comm.split(machine, comm.rank) for _ in range(2)]
-            between = [comm.split(place if place < wide else None, comm.rank) for _ in range(2)]
-            known[ranks_per_node] = cls(found, machine, place, tuple(within), tuple(between) if place < wide else None)
+            known[ranks_per_node] = cls(comm, ranks_per_node)
         return known[ranks_per_node]
 
+    def groups(self, comm: Communicator, key: tuple[Route, int], members: Sequence[int]) -> tuple[Any, Any]:
+        """Those of a round of a route, of `members`, if this rank takes part; a collective call the first time."""
+        if key not in self._comms:
+            color, at = (members[0], members.index(comm.rank)) if members else (None, 0)
+            self._comms[key] = comm.split(color, at), comm.split(color, at)
+        return self._comms[key]
 
-class HierarchicalReduction(Phased):
-    """The tree, completed in four phases: to ranks of this node, to their counterparts, and the two ways back.
 
-    The ranks of a node share the floats out (`shares`), and each share is cut again between the nodes (`parts`).
+class _Both(Request):
+    """Two operations; the error of the first comes first."""
+
+    __slots__ = ("_two",)
+
+    def __init__(self, *two: Request) -> None:
+        super().__init__()
+        self._complete, self._two = False, two
+
+    def test(self) -> bool:
+        self._complete = self._complete or all([one.test() for one in self._two])
+        return self._complete
+
+    def _block(self) -> None:
+        for one in self._two:
+            one.wait()
+        self._complete = True
+
+    def wait(self) -> Any:
+        for one in self._two:
+            one.wait()
+
+
+class _Step(NamedTuple):
+    """What a rank does in one round: adds what came in the round before, packs and sends; and the way back.
+
+    sent, returned: bytes, and those of them that go to other machines.
     """
+
+    add: Kernels | None
+    pack: Sequence[tuple[np.ndarray, np.ndarray]]
+    out: Repeated
+    sent: tuple[int, int]
+    back: Repeated | None
+    returned: tuple[int, int]
+
+
+class RoundsReduction(Phased):
+    """The tree, completed along a route: exchanges and additions, round after round, and the way back."""
+
+    in_place = True
 
     def _prepare(self) -> None:
         super()._prepare()
-        self.places = p = Places.of(self.comm, self.strategy.ranks_per_node if self.strategy else None)
-        wide = min(map(len, p.machines))
-        here = p.machines[p.machine]
-        self.shares: tuple[Run, ...] = ranges(self.floats, wide) + ((self.floats, self.floats),) * (len(here) - wide)
-        lo, hi = self.shares[p.place]
-        mine = len(self.plan.partial)
-        # first phase
-        self._send = self._take(mine * self.floats)
-        self._send_counts = [mine * (b - a) for a, b in self.shares]
-        given = tuple(tuple(node for r in ranks for node in self.exchange.nodes[r]) for ranks in p.machines)
-        merged = [combine(nodes, self.plan.shards) for nodes in given]
-        self._came_counts = [len(self.exchange.nodes[r]) * (hi - lo) for r in here]
-        self._came = self._take(sum(self._came_counts))
-        pieces = rows(self._came, len(given[p.machine]), hi - lo)
-        adds, kept = merged[p.machine]
-        self._within = adder(pieces, adds)
-        self._kept = [pieces[i] for _, i in kept] if pieces else []
-        self.phases = (self._to_node, self._gather_in_node)
-        # second phase
-        if p.between is not None:
-            self._parts = ranges(hi - lo, len(p.machines))
-            a, b = self._parts[p.machine]
-            self._out = self._take(len(self._kept) * (hi - lo))
-            self._out_counts = [len(self._kept) * (d - c) for c, d in self._parts]
-            self._in_counts = [len(k) * (b - a) for _, k in merged]
-            self._in = self._take(sum(self._in_counts))
-            nodes = tuple(node for _, k in merged for node, _ in k)
-            adds, root = combine(nodes, self.plan.shards)
-            assert not nodes or len(root) == 1
-            pieces = rows(self._in, len(nodes), b - a)
-            self._across = adder(pieces, adds)
-            self._root = pieces[root[0][1]] if pieces else self._in[:0]
-            self.phases = (self._to_node, self._to_counterparts, self._from_counterparts, self._gather_in_node)
+        comm, rank = self.comm, self.comm.rank
+        self.places = places = Places.of(comm, self.strategy.ranks_per_node if self.strategy else None)
+        nodes, shards = self.exchange.nodes, self.plan.shards
+        self.route = route = routes.choose(nodes, shards, places.machines)
+        within = max(map(len, places.machines)) > 1
+        own = self.ranges if self.scatter and len(set(map(len, places.machines))) == 1 else None
+        made = routes.rounds(rank, nodes, shards, route, self.floats, own)
+        # The groups of the rounds see their own calls only: beside the first, all ranks say that they take this step.
+        self._check = comm.all_gather_v_init(np.zeros(0, np.float32), [(0, 0)] * comm.size)
+        have = {node: self.buffers[b] for node, b in self.plan.partial}
+        held: tuple[Run, ...] = ((0, self.floats),)
+        add: Kernels | None = None
+        steps: list[_Step | None] = []
+        for k in range(within + route.mended + len(route.radices)):
+            members = made[k].members if k < len(made) else ()
+            out, back = places.groups(comm, (route, k), members)
+            if k >= len(made):
+                steps.append(None)
+                continue
+            returns = own is None and not (route.mended and k == within)
+            step, add, have, held = self._step(made[k], out, back if returns else None, add, have, held)
+            steps.append(step)
+        self._end = add, next(iter(have.values()), None), held[0] if held else (0, 0)
+        ways = [functools.partial(self._go, step, not k) for k, step in enumerate(steps)]
+        for k in reversed(range(len(steps) if own is None else 0)):
+            if not (route.mended and k == within):
+                ways.append(functools.partial(self._come, steps[k]))
+        self.phases = (*ways[: len(steps)], self._sum, *ways[len(steps) :])
+
+    def _step(
+        self,
+        round: Round,
+        out: Communicator,
+        back: Communicator | None,
+        add: Kernels | None,
+        have: dict[Node, np.ndarray],
+        held: tuple[Run, ...],
+    ) -> tuple[_Step, Kernels, dict[Node, np.ndarray], tuple[Run, ...]]:
+        """One round, of a rank that has sums of nodes over the floats `held`; and what it has after it."""
+        me, near = round.members.index(self.comm.rank), [p in self.places.near for p in round.members]
+
+        def of_all(counts: Sequence[int]) -> tuple[int, int]:
+            given = [(4 * n, other) for p, (n, other) in enumerate(zip(counts, near, strict=True)) if p != me]
+            return sum(n for n, _ in given), sum(n for n, other in given if not other)
+
+        views = [
+            [have[node][a:b] for node in gives for a, b in _inside(held, runs)]
+            for gives, runs in zip(round.gives, round.runs, strict=True)
+        ]
+        gives = [sum(view.size for view in some) for some in views]
+        flat = [view for some in views for view in some]
+        in_order = sorted((run for runs in round.runs for run in runs), key=lambda run: run[0])
+        if (
+            len(have) == 1
+            and in_order == [run for runs in round.runs for run in runs]
+            and sum(gives) == sum(b - a for a, b in held)
+        ):  # one sum, whose ranges are already in the order of the members, is sent from where it is
+            send, pack = next(iter(have.values())), []
         else:
-            self.phases = (self._to_node, self._nothing, self._nothing, self._gather_in_node)
+            send, pack, at = self._take(sum(gives)), [], 0
+            for view in flat:
+                pack.append((send[at : at + view.size], view))
+                at += view.size
+        size = sum(b - a for a, b in round.runs[me])
+        takes = [len(nodes) * size for nodes in round.takes]
+        came = self._take(sum(takes))
+        given = tuple(node for nodes in round.takes for node in nodes)
+        pieces = rows(came, len(given), size)
+        adds, kept = combine(given, self.plan.shards)
+        comes, returned = None, (0, 0)
+        if back is not None:
+            whole_runs = [(runs[0][0], runs[-1][1]) if runs else (0, 0) for runs in round.runs]
+            comes = back.all_gather_v_init(self.result, whole_runs)
+            returned = of_all([size] * len(round.members))
+        step = _Step(add, pack, out.all_to_all_v_init(send, gives, came, takes), of_all(gives), comes, returned)
+        after = {node: pieces[i] for node, i in kept} if pieces else {}
+        return step, adder(pieces, adds), after, round.runs[me]
 
-    def _to_node(self) -> Request:
-        pack(self._send, [self.buffers[b] for _, b in self.plan.partial], self.shares)
-        self.bytes_sent += 4 * (self._send.size - self._send_counts[self.places.place])
-        comm = self.places.within[0]
-        return comm.all_to_all_v(self._send, self._send_counts, self._came, self._came_counts, wait=False)
+    def _go(self, step: _Step | None, first: bool) -> Request | None:
+        check = self._check.start() if first else None
+        if step is None:
+            return check
+        if step.add is not None:
+            step.add.run()
+        for to, value in step.pack:
+            to[...] = value
+        self.bytes_sent, self.bytes_wire = self.bytes_sent + step.sent[0], self.bytes_wire + step.sent[1]
+        request = step.out.start()
+        return request if check is None else _Both(check, request)
 
-    def _to_counterparts(self) -> Request:
-        self._within.run()
-        pack(self._out, self._kept, self._parts)
-        self.bytes_sent += 4 * (self._out.size - self._out_counts[self.places.machine])
-        comm = self.places.between[0]
-        return comm.all_to_all_v(self._out, self._out_counts, self._in, self._in_counts, wait=False)
+    def _sum(self) -> None:
+        """The sum of this rank's range is complete."""
+        add, root, (a, b) = self._end
+        if add is not None:
+            add.run()
+        if root is not None:
+            self.result[a:b] = root
 
-    def _from_counterparts(self) -> Request:
-        self._across.run()
-        lo, hi = self.shares[self.places.place]
-        share = self.result[lo:hi]
-        a, b = self._parts[self.places.machine]
-        share[a:b] = self._root
-        self.bytes_sent += 4 * (b - a) * (len(self._parts) - 1)
-        return self.places.between[1].all_gather_v(share, self._parts, wait=False)
+    def _come(self, step: _Step | None) -> Request | None:
+        if step is None or step.back is None:
+            return None
+        self.bytes_sent, self.bytes_wire = self.bytes_sent + step.returned[0], self.bytes_wire + step.returned[1]
+        return step.back.start()
 
-    def _nothing(self) -> None:
-        """This rank has no part in this phase."""
 
-    def _gather_in_node(self) -> Request:
-        lo, hi = self.shares[self.places.place]
-        self.bytes_sent += 4 * (hi - lo) * (len(self.shares) - 1)
-        return self.places.within[1].all_gather_v(self.result, self.shares, wait=False)
+def _inside(held: Sequence[Run], wanted: Sequence[Run]) -> list[Run]:
+    """Where runs are in an array of the runs that it holds, one behind the other."""
+    found, at = [], 0
+    for lo, hi in held:
+        found += [(at + a - lo, at + b - lo) for a, b in wanted if lo <= a and b <= hi]
+        at += hi - lo
+    return found
+
+
+def tree(comm: Communicator, plan: Plan, floats: int, workers: int, **options: Any) -> Reduction:
+    """`tree` where ranks do not share memory: in rounds where they are on several machines."""
+    kind = TreeReduction if comm.local_size == comm.size else RoundsReduction
+    return kind(comm, plan, floats, workers, **options)

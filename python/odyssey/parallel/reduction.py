@@ -40,7 +40,8 @@ class Reduction:
     buffers: (plan.buffers, floats) float32, where the engine puts the sums of shards. result: (floats,), the sum over
     all shards once `finish()` has returned it, valid until `buffers` are written again. own: the range of `result`
     that is valid then: all of it, or this rank's part if `scatter`. ranges: the parts of all ranks. bytes_sent: by this
-    rank, so far; bytes_plain: what the tree would have sent.
+    rank, so far; bytes_wire: of them to other machines, as far as it is counted; bytes_plain: what the tree would
+    have sent.
 
     Args:
         plan: what this process computes. workers: workers of each process.
@@ -66,7 +67,7 @@ class Reduction:
         self.exchange = exchange(plan.shards, comm.size, workers, floats, counts=plan.counts)
         self.ranges: tuple[Run, ...] = self.exchange.ranges
         self.own: Run = self.ranges[comm.rank] if scatter else (0, floats)
-        self.bytes_sent = 0
+        self.bytes_sent = self.bytes_wire = 0
         self._storage = storage
         self._taken = 0
         self.buffers = self._take_buffers()

@@ -19,10 +19,10 @@ from .plan import Plan
 from .reduction import Reduction
 
 REDUCTIONS = {  # imported when one is made
-    "tree": "reduction.TreeReduction",
+    "tree": "hierarchical.tree",
     "mpi": "reduction.LibraryReduction",
     "ring": "ring.RingReduction",
-    "hierarchical": "hierarchical.HierarchicalReduction",
+    "hierarchical": "hierarchical.RoundsReduction",
     "parameter_server": "reduction.ServerReduction",
 }
 MODES = ("async_parameter_server", "local_sgd")  # where ranks do not take each step together (asynchronous.py)

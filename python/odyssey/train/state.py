@@ -150,6 +150,11 @@ class EngineState(Changing):
         return self._train.bytes_sent / max(self.steps, 1)
 
     @property
+    def wire_bytes_per_step(self) -> float:
+        """Of `bytes_per_step` those that go to other machines, where gradients are summed along the tree."""
+        return self._train.bytes_wire / max(self.steps, 1)
+
+    @property
     def bytes_per_step_uncompressed(self) -> float:
         """The same if gradients were summed along the tree, uncompressed."""
         return self._train.bytes_plain / max(self.steps, 1)

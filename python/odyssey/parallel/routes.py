@@ -1,0 +1,223 @@
+"""Routes: in which rounds ranks on several machines complete the tree of plan.py. Pure functions, no MPI.
+
+First the ranks of a machine add, each a range of the floats; then machines add in rounds of radix g: g neighbouring
+blocks of machines become one, and each rank's range is cut into g, of which it keeps one. It goes back the same way.
+Where tree nodes straddle machines (a machine's shards are no power of two), the sides of a border first meet on one of
+them. Each round adds what can be added of the tree, so the bits do not depend on the route.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+from .plan import Node, Run, combine, ranges, split
+
+Machines = tuple[tuple[int, ...], ...]  # ranks of each machine
+MESSAGE_S, BYTE_S = (
+    2e-5,
+    1e-9,
+)  # between machines: the first to have begun costs more, so the guess is for many small ones
+MOST = 3  # rounds between machines
+
+
+class Route(NamedTuple):
+    """Rounds of a world: `radices` between machines, whose product is their number; `mended`: borders meet first."""
+
+    machines: Machines
+    radices: tuple[int, ...]
+    mended: bool
+
+
+class Round(NamedTuple):
+    """One round of a rank, with some others (`members`, it among them).
+
+    gives, takes: nodes for, and of, each. runs: of floats that each has after it.
+    """
+
+    members: tuple[int, ...]
+    gives: tuple[tuple[Node, ...], ...]
+    takes: tuple[tuple[Node, ...], ...]
+    runs: tuple[tuple[Run, ...], ...]
+
+
+def _kept(given: tuple[Node, ...], shards: int) -> tuple[Node, ...]:
+    return tuple(node for node, _ in combine(given, shards)[1])
+
+
+def _straddling(border: int, begin: int, end: int, shards: int) -> list[Node]:
+    """The nodes of the tree that lie inside [begin, end) and have shards on both sides of a border."""
+    found, (lo, n) = [], (0, shards)
+    while n > 1 and lo < border < lo + n:
+        if begin <= lo and lo + n <= end:
+            found.append((lo, n))
+        left = split(n)
+        lo, n = (lo, left) if border < lo + left else (lo + left, n - left)
+    return found
+
+
+Gifts = dict[tuple[int, int], tuple[Node, ...]]  # from a machine to another
+
+
+def _mend(brought: tuple[tuple[Node, ...], ...], shards: int) -> Gifts:
+    """What machines give to those beside them, so that nodes that straddle a border are completed: the fewer move."""
+    gifts: Gifts = {}
+    for a, b in zip(range(len(brought)), range(1, len(brought)), strict=False):
+        left, right = brought[a], brought[b]
+        if not left or not right or left[-1][0] + left[-1][1] != right[0][0]:
+            continue
+        best = 0.0
+        for lo, n in _straddling(right[0][0], left[0][0], right[-1][0] + right[-1][1], shards):
+            sides = [tuple(node for node in side if lo <= node[0] and sum(node) <= lo + n) for side in (left, right)]
+            few = min(sides, key=len)
+            gain = (len(sides[0]) + len(sides[1]) - 1) * (1 - 1 / len(brought)) - len(few)
+            if gain > best:
+                best = gain
+                gifts.pop((a, b), None), gifts.pop((b, a), None)
+                gifts[(a, b) if few is sides[0] else (b, a)] = few
+    return gifts
+
+
+class Levels(NamedTuple):
+    """What machines have before each round between them, and what they give to mend borders."""
+
+    brought: tuple[tuple[tuple[Node, ...], ...], ...]
+    gifts: Gifts
+
+
+@functools.lru_cache(16)
+def levels(nodes: tuple[tuple[Node, ...], ...], shards: int, route: Route) -> Levels:
+    """Of ranks that hand on `nodes`."""
+    given = (tuple(node for r in ranks for node in nodes[r]) for ranks in route.machines)
+    at = tuple(_kept(own, shards) for own in given)
+    found, gifts = [at], _mend(at, shards) if route.mended else {}
+    if route.mended:
+        moved: list[list[Node]] = [list(own) for own in at]
+        for (a, b), some in gifts.items():
+            moved[a] = [node for node in moved[a] if node not in some]
+            moved[b] += some
+        found.append(at := tuple(_kept(tuple(own), shards) for own in moved))
+    size = 1
+    for radix in route.radices[:-1]:
+        size *= radix
+        blocks = [
+            _kept(tuple(dict.fromkeys(node for own in at[i : i + size] for node in own)), shards)
+            for i in range(0, len(at), size)
+        ]
+        at = tuple(blocks[b // size] for b in range(len(at)))
+        found.append(at)
+    return Levels(tuple(found), gifts)
+
+
+def rounds(
+    rank: int, nodes: tuple[tuple[Node, ...], ...], shards: int, route: Route, floats: int, own: tuple[Run, ...] | None
+) -> list[Round]:
+    """Those of a rank; fewer where it takes no part between machines. own: the range that each rank must have in the
+    end, where it is not to be chosen."""
+    machines, radices = route.machines, route.radices
+    wide, count = min(map(len, machines)), len(machines)
+    machine = next(m for m, ranks in enumerate(machines) if rank in ranks)
+    place = machines[machine].index(rank)
+    final: dict[tuple[int, int], Run] = {}
+    cut = ranges(floats, wide * count)
+    for b in range(count):
+        index, rest, below = 0, b, count
+        for radix in radices:
+            below //= radix
+            index, rest = index + rest % radix * below, rest // radix
+        for p in range(wide):
+            final[b, p] = cut[p * count + index] if own is None else own[machines[b][p]]
+
+    def held(b: int, p: int, size: int) -> tuple[Run, ...]:
+        """What a rank has after rounds that made blocks of so many machines."""
+        if p >= wide:
+            return ()
+        found: list[Run] = []
+        for lo, hi in sorted(final[other, p] for other in range(b % size, count, size)):
+            if found and found[-1][1] == lo:
+                found[-1] = (found[-1][0], hi)
+            elif hi > lo:
+                found.append((lo, hi))
+        return tuple(found)
+
+    here = machines[machine]
+    made = []
+    if max(map(len, machines)) > 1:
+        runs = tuple(held(machine, p, 1) for p in range(len(here)))
+        made.append(Round(here, (nodes[rank],) * len(here), tuple(nodes[r] for r in here), runs))
+    if place >= wide:
+        return made
+    found, gifts = levels(nodes, shards, route)
+    everyone = tuple(ranks[place] for ranks in machines)
+    if route.mended:
+        at = found[0]
+        stays = tuple(node for node in at[machine] if not any(node in v for (a, _), v in gifts.items() if a == machine))
+        gives = tuple(stays if b == machine else gifts.get((machine, b), ()) for b in range(count))
+        takes = tuple(stays if b == machine else gifts.get((b, machine), ()) for b in range(count))
+        made.append(Round(everyone, gives, takes, tuple(held(b, place, 1) for b in range(count))))
+        found = found[1:]
+    size = 1
+    for at, radix in zip(found, radices, strict=False):
+        first = machine // (size * radix) * size * radix + machine % size
+        group = range(first, first + size * radix, size)
+        size *= radix
+        made.append(
+            Round(
+                tuple(everyone[b] for b in group),
+                (at[machine],) * radix,
+                tuple(at[b] for b in group),
+                tuple(held(b, place, size) for b in group),
+            )
+        )
+    return made
+
+
+def traffic(nodes: tuple[tuple[Node, ...], ...], shards: int, route: Route) -> tuple[float, float, int]:
+    """(what all machines send to others, what the one sends that sends most, in floats per float of the gradients;
+    messages of a rank), there and back."""
+    found, gifts = levels(nodes, shards, route)
+    count = len(route.machines)
+    sent = [float(sum(len(some) for (a, _), some in gifts.items() if a == b)) for b in range(count)]
+    size, messages = 1, max(map(len, route.machines)) - 1 + route.mended
+    for at, radix in zip(found[route.mended :], route.radices, strict=False):
+        for b in range(count):
+            sent[b] += len(at[b]) * (1 - 1 / radix) / size + (radix - 1) / (size * radix)
+        size, messages = size * radix, messages + radix - 1
+    return sum(sent), max(sent), 2 * messages
+
+
+def minimum(nodes: tuple[tuple[Node, ...], ...], shards: int, machines: Machines) -> float:
+    """What all machines must send to others at least, in floats per float of the gradients, there and back: each sum of
+    the tree is completed on some machine, so that as few as possible have to travel (Fitch's parsimony)."""
+    at = {node: m for m, ranks in enumerate(machines) for r in ranks for node in nodes[r]}
+
+    def least(lo: int, n: int) -> tuple[frozenset[int], int]:
+        if (lo, n) in at:
+            return frozenset((at[lo, n],)), 0
+        left = split(n)
+        (a, x), (b, y) = least(lo, left), least(lo + left, n - left)
+        return (a & b, x + y) if a & b else (a | b, x + y + 1)
+
+    return least(0, shards)[1] + len(machines) - 1
+
+
+def _products(count: int, most: int) -> list[tuple[int, ...]]:
+    """Ways to write a number as a product of at most so many, in any order."""
+    if count == 1:
+        return [()]
+    if most == 1:
+        return [(count,)]
+    return [(g, *more) for g in range(2, count + 1) if count % g == 0 for more in _products(count // g, most - 1)]
+
+
+@functools.lru_cache(64)
+def choose(nodes: tuple[tuple[Node, ...], ...], shards: int, machines: Machines) -> Route:
+    """Of the routes that send hardly more between machines than the best the one with the fewest messages of a rank."""
+    at = tuple(_kept(tuple(node for r in ranks for node in nodes[r]), shards) for ranks in machines)
+    ways, borders = _products(len(machines), MOST), (False, True) if _mend(at, shards) else (False,)
+    found = [Route(machines, way, mended) for way in ways for mended in borders]
+    costs = [traffic(nodes, shards, route) for route in found]
+    enough = 1.02 * min(total for total, _, _ in costs)
+    return min(
+        (messages, total, route) for (total, _, messages), route in zip(costs, found, strict=True) if total <= enough
+    )[2]
