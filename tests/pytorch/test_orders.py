@@ -96,6 +96,18 @@ def test_a_training_that_goes_on_draws_what_it_would_have_drawn(tmp_path, kind, 
     assert trained(LOADERS[kind], **saving) == whole
 
 
+@pytest.mark.parametrize("size", [40, 20])
+def test_a_sampler_that_draws_once_more_at_its_end_goes_on(tmp_path, size):
+    """RandomSampler does; stopped at the end of an epoch, of one batch or of two."""
+    whole = trained(lambda d: data.DataLoader(d, size, sampler=data.RandomSampler(d, generator=seeded())), epochs=3)
+    saving = {"epochs": 3, "checkpoint_dir": tmp_path, "checkpoint_every": 1}
+    for stop in (40 // size, 80 // size, None):
+        found = trained(
+            lambda d: data.DataLoader(d, size, sampler=data.RandomSampler(d, generator=seeded())), steps=stop, **saving
+        )
+    assert found == whole
+
+
 def test_validation_that_draws_goes_on_as_well(tmp_path):
     """From a generator of its own, and from that of the training."""
     for val in (

@@ -7,6 +7,7 @@ depend on the ranks. What it is not: a DistributedSampler; `shards` of ddp.py an
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -183,7 +184,7 @@ def batches(loader: Any, epoch: int, seed: int, steps: int, targets: bool = True
     for told in () if hasattr(loader, "start_at") else (loader, getattr(loader, "sampler", None)):
         if hasattr(told, "set_epoch"):
             told.set_epoch(epoch)
-    for index, item in enumerate(loader):
+    for index, item in enumerate(_ended(loader)):
         if isinstance(item, Batch):
             yield item
             continue
@@ -193,6 +194,20 @@ def batches(loader: Any, epoch: int, seed: int, steps: int, targets: bool = True
                 f"[torch] accumulation_steps is {steps}, and batches of tensors are not joined; use a larger batch"
             )
         yield Batch(data, np.arange(len(data)), epoch, index)
+
+
+def _ended(loader: Any) -> Iterator[Any]:
+    """Iterates over a loader; before the last item is given the loader has come to its end, where samplers such as
+    RandomSampler draw once more: a checkpoint of that step holds the generators that the next epoch begins with."""
+    items, last = iter(loader), len(loader) if hasattr(type(loader), "__len__") else 0
+    for number in itertools.count(1):
+        try:
+            item = next(items)
+        except StopIteration:
+            return
+        ahead = [next(items, items)] if number == last else []  # `items`: the end
+        yield item
+        yield from (more for more in ahead if more is not items)
 
 
 def _parts(item: Any, targets: bool) -> tuple[Any, Any]:
