@@ -7,6 +7,7 @@ depend on the ranks. What it is not: a DistributedSampler; `shards` of ddp.py an
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -199,7 +200,9 @@ def batches(loader: Any, epoch: int, seed: int, steps: int, targets: bool = True
 def _ended(loader: Any) -> Iterator[Any]:
     """Iterates over a loader; before the last item is given the loader has come to its end, where samplers such as
     RandomSampler draw once more: a checkpoint of that step holds the generators that the next epoch begins with."""
-    items, last = iter(loader), len(loader) if hasattr(type(loader), "__len__") else 0
+    items, last = iter(loader), 0
+    with contextlib.suppress(TypeError, NotImplementedError):  # a stream has no length
+        last = len(loader)
     for number in itertools.count(1):
         try:
             item = next(items)
