@@ -287,6 +287,8 @@ class Training:
     def loss(self) -> Any:
         """A function of (output, target)."""
         r = self._numbers("loss")
+        if self.settings.get("gather"):
+            return r.choice([contrastive, decorrelating, ranking])
         self.tensors  # noqa: B018  says whether targets are classes
         if self.kind == "tokens" or self.classes:
             weight = torch.linspace(0.5, 2, self.words if self.kind == "tokens" else self.out)
@@ -411,6 +413,25 @@ class Samples(torch.utils.data.Dataset):
         return mapped(lambda t: t[i], self.x), mapped(lambda t: t[i], self.y)
 
 
+def contrastive(out: torch.Tensor, y: Any) -> torch.Tensor:
+    """Each sample is to be told from all others of the batch but the next, which it is to be like."""
+    z = F.normalize(out.flatten(1).float(), eps=1e-3)
+    return F.cross_entropy(z @ z.T / 0.2, (torch.arange(len(z)) + 1) % len(z))
+
+
+def decorrelating(out: torch.Tensor, y: Any) -> torch.Tensor:
+    """Features of the batch are to be without correlation, after dropout of the loss's own."""
+    z = F.dropout(out.flatten(1).float(), 0.1)
+    z = z - z.mean(0)
+    return ((z.T @ z / len(z)) - torch.eye(z.shape[1])).square().mean()
+
+
+def ranking(out: torch.Tensor, y: Any) -> torch.Tensor:
+    """Pairs of samples are to be in the order of their targets."""
+    score, value = out.flatten(1).float().mean(1), y.flatten(1).float().mean(1) if y.dim() > 1 else y.float()
+    return (F.softplus(score[None] - score[:, None]) * (value[:, None] > value[None])).mean()
+
+
 class Noisy(Samples):
     """Pairs of which some are drawn, by torch's, NumPy's or Python's generator."""
 
@@ -494,6 +515,8 @@ def case(seed: int, index: int) -> Case:
         "scheduler_interval": r.choice(["step", "step", "epoch"]),
     }
     loop = "own" if accumulation == 1 and r.random() < 0.2 else "fit"
+    if loop == "fit" and numbers(seed, index, "gather").random() < 0.25:
+        settings["gather"] = True
     training = Training(
         seed,
         index,

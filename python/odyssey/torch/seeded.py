@@ -27,21 +27,21 @@ class Seeded(torch.utils.data.Dataset):
         self.dataset, self.seed = dataset, seed
         self._draws: bool | None = None  # whether it is known to draw; None: nothing has been read
 
-    def __getitems__(self, keys: Sequence[Key]) -> list[Any]:
+    def __getitems__(self, wanted: Sequence[Key]) -> list[Any]:
         """The samples of one shard."""
-        before, same = _states(), False
+        before, same = states(), False
         try:
             if self._draws is False:
-                made = [self.dataset[index] for _, index in keys]
-                same = _keys(_states()) == _keys(before)
+                made = [self.dataset[index] for _, index in wanted]
+                same = keys(states()) == keys(before)
                 if same:
                     return made
-            made = [self._seeded(*key) for key in keys]
+            made = [self._seeded(*key) for key in wanted]
             self._draws = bool(self._draws)
             return made
         finally:
-            for _, state, put_back in () if same else before:
-                put_back(state)
+            if not same:
+                put_back(before)
 
     def _seeded(self, epoch: int, index: int) -> Any:
         number = seed_of(self.seed, epoch, index)
@@ -50,9 +50,9 @@ class Seeded(torch.utils.data.Dataset):
         random.seed(number)
         if self._draws:
             return self.dataset[index]
-        seeded = _keys(_states())
+        seeded = keys(states())
         sample = self.dataset[index]
-        self._draws = True if _keys(_states()) != seeded else self._draws
+        self._draws = True if keys(states()) != seeded else self._draws
         return sample
 
 
@@ -62,9 +62,9 @@ class Rows:
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
 
-    def __call__(self, keys: Sequence[Key]) -> list[torch.Tensor]:
+    def __call__(self, wanted: Sequence[Key]) -> list[torch.Tensor]:
         """The tensors of one shard."""
-        dataset, indices = self.dataset, [index for _, index in keys]
+        dataset, indices = self.dataset, [index for _, index in wanted]
         while isinstance(dataset, torch.utils.data.Subset):
             dataset, indices = dataset.dataset, [dataset.indices[i] for i in indices]
         at = torch.tensor(indices)
@@ -78,7 +78,7 @@ class Rows:
         return type(dataset) is torch.utils.data.TensorDataset and not any(options.values())
 
 
-def _states() -> list[tuple[Any, Any, Any]]:
+def states() -> list[tuple[Any, Any, Any]]:
     """Of torch's, NumPy's and Python's generator: what tells two states apart, the state, what sets it."""
     own, python = generator.get_state(), random.getstate()
     numbers = python[1]  # of which each draw moves the last, a place in the others; all are new after 624 draws
@@ -89,8 +89,15 @@ def _states() -> list[tuple[Any, Any, Any]]:
     ]
 
 
-def _keys(states: list[tuple[Any, Any, Any]]) -> list[Any]:
-    return [key for key, _, _ in states]
+def keys(of: list[tuple[Any, Any, Any]]) -> list[Any]:
+    """What tells states apart from others."""
+    return [key for key, _, _ in of]
+
+
+def put_back(before: list[tuple[Any, Any, Any]]) -> None:
+    """Sets the generators to what `states` gave."""
+    for _, state, put in before:
+        put(state)
 
 
 _seen: tuple[Any, Any] = b"", None  # the latest state of NumPy's generator that was read

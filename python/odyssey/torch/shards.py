@@ -14,6 +14,7 @@ DistributedTrainer and DistributedDataParallel take it as it is.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import math
@@ -33,6 +34,7 @@ from ..train import agreement
 from .arena import ALIGN, Arena
 
 SUMS = 14  # loss, samples, metrics
+ALL = 1 << 61  # in the place of a shard's number: of all of them
 generator = torch.random.default_generator
 
 
@@ -262,6 +264,27 @@ class Shards:
             generator.set_state(drawn)
         self._check_fixed(fixed)
 
+    def preview(self, samples: int, step: int) -> Iterator[tuple[int, int]]:
+        """The shards of a batch that has begun, for a pass before theirs: with the same random numbers and running
+        statistics, and nothing is kept of it."""
+        prepared, train, before, _ = self._begun
+        with self.drawing(step, train):
+            for shard in (action.a for action in prepared.plan.threads[0] if action.kind != "add"):
+                if train:
+                    self._begin_statistics(before)
+                generator.manual_seed(seed_of(self.seed, step, shard, train))
+                yield shard * self.shard_size, min((shard + 1) * self.shard_size, samples)
+
+    @contextlib.contextmanager
+    def drawing(self, step: int, train: bool) -> Iterator[None]:
+        """Has torch's generator seeded for what all ranks do alike; afterwards it is what it was."""
+        drawn = generator.get_state()
+        generator.manual_seed(seed_of(self.seed, step, ALL, train))
+        try:
+            yield
+        finally:
+            generator.set_state(drawn)
+
     def count(self, loss: float, *metrics: float) -> None:
         """Sums over the samples of the shard that is being run."""
         self._sums[: 1 + len(metrics)] = loss, *metrics
@@ -269,11 +292,15 @@ class Shards:
     def _enter(self, gradients: list[torch.Tensor], before: list[int]) -> list[int]:
         for (_, p), place in zip(self.arena.named, gradients, strict=False):
             p.grad = place
+        self._begin_statistics(before)
+        return [g._version for g in gradients]
+
+    def _begin_statistics(self, before: list[int]) -> None:
+        """Running statistics and counters are those before the step."""
         if before or self.arena.floats:
             self.running.copy_(self.kept)
             for (_, b), value in zip(self.arena.counters, before, strict=True):
                 b.fill_(value)
-        return [g._version for g in gradients]
 
     def _leave(
         self, flat: torch.Tensor, gradients: list[torch.Tensor], versions: list[int], before: list[int], n: int

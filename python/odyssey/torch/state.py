@@ -35,6 +35,7 @@ class TorchState(Sharing):
     scheduler: Any
     per_epoch: bool
     loss: Any
+    gather: bool
     arena: Arena
     shards: Shards
     precision: str
@@ -58,7 +59,7 @@ class TorchState(Sharing):
                 **described(self.arena),
                 "optimizer": [type(self.optimizer).__name__, groups],
                 "scheduler": [type(self.scheduler).__name__, self.per_epoch, scheduler],
-                "loss": getattr(self.loss, "__name__", type(self.loss).__name__),
+                "loss": getattr(self.loss, "__name__", type(self.loss).__name__) + ", gathered" * self.gather,
                 "deterministic algorithms": self.deterministic,
             }
         )

@@ -24,14 +24,15 @@ from ..checkpoints import Evaluation, Step
 from ..engine import Layout
 from ..errors import ConfigError, check_kind
 from ..nn import in_mode
-from ..parallel import MODES, Mesh, Strategy
+from ..parallel import MODES, Mesh, Part, Strategy
 from ..settings import Training
 from ..settings import declarations as declaration
 from ..train import in_batches, own_steps, spread
 from . import metrics as metric_sums
-from . import outputs
+from . import outputs, separable
 from .changing import Settings
-from .data import DataLoader, Shared, batches, part
+from .data import DataLoader, Shared, batches, part, tree_of
+from .gathered import Joined, Outputs
 from .orders import Orders, generators
 from .shards import Shards, Share, Sums
 from .state import TorchState
@@ -60,6 +61,8 @@ class DistributedTrainer(TorchState):
         threads: of torch, in every rank: part of what is computed, so never the number of cores.
         deterministic: "error": an operation without a deterministic form ends the training, and so does a buffer that
             nothing merges; "warn": it is told, and bits are not promised.
+        gather: for a loss that compares samples with each other (contrastive, ranking): it is given the outputs and
+            targets of the whole batch, whose shards run twice: for their outputs, then for the gradients of these.
         mesh, progress, comm, backend: as for odyssey.DistributedTrainer; replicas only.
         settings: by keyword: seed, precision ("fp32", or "bf16": autocast), clip_norm, accumulation_steps, zero (0, 1:
             each rank keeps the optimizer's state of its parameters), nonfinite, check_every, reduction, servers,
@@ -82,6 +85,7 @@ class DistributedTrainer(TorchState):
         shard_size: int | None = None,
         threads: int = 1,
         deterministic: str = "error",
+        gather: bool = False,
         mesh: Mesh | None = None,
         progress: Any = None,
         comm: communication.Communicator | None = None,
@@ -100,6 +104,7 @@ class DistributedTrainer(TorchState):
         self.per_epoch = scheduler_interval == "epoch"
         self._scheduled = 0  # epochs that a scheduler of epochs has seen
         self._orders = Orders()
+        self.gather, self._looked_at = gather, False
         self.loss, self._own_loss = nn.CrossEntropyLoss() if loss is None else loss, loss is not None
         self._loss_is_sum = getattr(self.loss, "reduction", "mean") == "sum"
         self.metrics = metric_sums.chosen(metrics)
@@ -176,27 +181,96 @@ class DistributedTrainer(TorchState):
     def _run(self, batch: datasets.Batch, step: int, train: bool = True) -> Sums:
         """Runs this rank's shards of a batch; the sums over all."""
         n = len(batch.indices)
-        with self.shards.begin(n, train).tried(), contextlib.closing(self.shards.run(n, step)) as run:
+        begun = self.shards.begin(n, train)
+        joined: Joined | None = None
+        several = n > (self.shards.shard_size or n)
+        with begun.tried():
             batch = batch.covering(*self.shards.share(n, train))
-            for lo, hi in run:
-                with self._built.looking():
-                    self._run_shard(*part(batch, lo, hi), hi - lo, train)
+            if several and train and not self._looked_at:
+                self._look_at_loss(batch, n)
+        if several and self.gather:
+            joined = self._joined(begun, batch, step, train)
+        with begun.tried(), contextlib.closing(self.shards.run(n, step)) as run:
+            for lo, hi in run if begun.error is None else ():
+                with self._built.looking(), in_a_line():
+                    if joined is None:
+                        self._run_shard(*part(batch, lo, hi), hi - lo, train)
+                    else:
+                        self._run_joined(joined, *part(batch, lo, hi), lo, hi, n, train)
         return self.shards.sums()
 
     def _run_shard(self, x: Any, y: Any, samples: int, train: bool) -> None:
         weight = 1 if self._loss_is_sum else samples
-        whole = outputs.is_whole(x, y)
-        with in_a_line():
-            with slot.span("forward"), self._autocast():
-                out, y = self._forward(x), x if whole else y
-                loss = self.loss(out, y) if self._own_loss or not whole else outputs.loss(out)
-            if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-                found = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-                raise ConfigError(f"[torch] the loss of a shard is {found}; one number is needed: reduction='mean'")
-            if train:
-                with slot.span("backward"):
-                    (loss if weight == 1 else loss * weight).backward()
+        with self._autocast():
+            out, y = self._output(x, y)
+            loss = self._loss_of(out, y)
+        if train:
+            with slot.span("backward"):
+                (loss if weight == 1 else loss * weight).backward()
         self.shards.count(float(loss.detach()) * weight, *metric_sums.sums(self.metrics, out, y, samples))
+
+    def _output(self, x: Any, y: Any) -> tuple[Any, Any]:
+        """What forward() makes of a shard, and what the loss compares it with."""
+        with slot.span("forward"), self._autocast():
+            return self._forward(x), x if outputs.is_whole(x, y) else y
+
+    def _loss_of(self, out: Any, y: Any) -> torch.Tensor:
+        loss = self.loss(out, y) if self._own_loss or not isinstance(y, dict) else outputs.loss(out)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            found = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise ConfigError(f"[torch] the loss of a shard is {found}; one number is needed: reduction='mean'")
+        return loss
+
+    def _joined(self, begun: Part, batch: datasets.Batch, step: int, train: bool) -> Joined | None:
+        """The loss of all outputs of a batch, on ranks that have a shard; a collective call. Raises what a rank's part
+        failed with: on all ranks; nothing was changed."""
+        made, n = Outputs(), len(batch.indices)
+        with begun.tried(), contextlib.closing(self.shards.preview(n, step)) as run:
+            for lo, hi in run if begun.error is None else ():
+                with self._built.looking(), in_a_line():
+                    made.add(lo, hi, *self._output(*part(batch, lo, hi)))
+        everyone = made.exchanged(self.comm, begun.error is not None)
+        if everyone is None:
+            if train:
+                self.shards.settle(False)
+            begun.end(math.nan)
+        with begun.tried(), self.shards.drawing(step, train), self._autocast():
+            if made.shards:
+                scale = (1 if self._loss_is_sum else n) if train else None
+                return Joined(made, everyone or [], self._loss_of, scale)
+        return None
+
+    def _run_joined(self, joined: Joined, x: Any, y: Any, lo: int, hi: int, samples: int, train: bool) -> None:
+        """The second pass of a shard."""
+        out, y = self._output(x, y)
+        if train:
+            with slot.span("backward"):
+                joined.backward(lo, hi, out)
+        part_of = (hi - lo) / samples if self._loss_is_sum else hi - lo
+        self.shards.count(joined.loss * part_of, *metric_sums.sums(self.metrics, out, y, hi - lo))
+
+    def _look_at_loss(self, batch: datasets.Batch, n: int) -> None:
+        """Says on rank 0 if the loss is no mean over samples, by its first shard; shards would change its meaning."""
+        self._looked_at = True
+        size = self.shards.shard_size or n
+        if self.comm.rank or self.gather or size < 2:
+            return
+        owners = [m for m in (self.module, self.loss) if isinstance(m, nn.Module)]
+        both = tree_of(part(batch, 0, size))
+        kind, values = separable.looked_at(owners, lambda both: self._loss_of(*self._output(*both)), both)
+        if kind not in ("neither", "sum") or (kind == "sum" and self._loss_is_sum):
+            return
+        whole, *halves = (f"{value:.5g}" for value in values)
+        line = f"({whole} of the {size} samples of a shard, {' and '.join(halves)} of their halves"
+        if kind == "sum":
+            line = f"a sum over samples {line}) and is taken as their mean: divide it by them, or set its `reduction`"
+        else:
+            line = (
+                f"no mean over samples {line}, and no weights make one of the other). In shards of {size} it is "
+                f"another loss than that of the batch of {n}: give shard_size={n}, where one rank has the batch, or "
+                "gather=True, where all have its outputs (docs/pytorch.md, losses that look across the batch)"
+            )
+        self.say(f"[torch] the loss is {line}")
 
     def _forward(self, x: Any) -> Any:
         if isinstance(x, dict):
