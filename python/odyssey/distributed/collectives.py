@@ -44,6 +44,11 @@ class Work:
             self._result, self._done = self._finish(result), True
         return self._result
 
+    @property
+    def source(self) -> int:
+        """The place in the group of the rank from which a message came."""
+        return self._request.source
+
     def is_completed(self) -> bool:
         """Whether it is over, and the result in its place or lost; calling it moves the operation on."""
         over = self._request.test()
