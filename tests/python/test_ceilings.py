@@ -18,7 +18,7 @@ ROOT = build.source_root()
 CEILINGS = {
     "core": 30_900,
     "kernels": 13_340,
-    "torch": 2_826,
+    "torch": 3_260,
     "mojo": 1_100,
     "view": 1_280,
     "tune": 417,
