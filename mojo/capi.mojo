@@ -5,6 +5,7 @@ Functions take addresses and sizes and return numbers; nothing here computes.
 
 from std.runtime import initialize_runtime
 
+from kernels.bf16_bits import Halves, Words, narrow_bf16, widen_bf16
 from kernels.fingerprint import fingerprint_runs
 from kernels.lanes import BytePtr, LANES, LongPtr
 from kernels.amx import permitted
@@ -85,6 +86,18 @@ def odyssey_step(step: StepPtr, helpers: Int) abi("C") -> Int:
 def odyssey_fingerprint(runs: LongPtr, count: Int) abi("C") -> UInt64:
     """The fingerprint of runs of floats (fingerprint.fingerprint_runs)."""
     return fingerprint_runs(runs, count)
+
+
+@export
+def odyssey_narrow_bf16(y: Halves, x: Words, n: Int) abi("C"):
+    """Rounds floats to bf16 (bf16_bits.narrow_bf16)."""
+    narrow_bf16(y, x, n)
+
+
+@export
+def odyssey_widen_bf16(y: Words, x: Halves, n: Int) abi("C"):
+    """Makes floats of bf16 (bf16_bits.widen_bf16)."""
+    widen_bf16(y, x, n)
 
 
 @export

@@ -8,6 +8,7 @@ import reference as R
 
 import odyssey
 from odyssey import functional as F
+from odyssey.comm.calls import bfloat16, narrow, widen
 from odyssey.core import native, program
 from odyssey.core.precision import PRECISIONS
 from odyssey.core.tensor import Tensor, no_grad
@@ -230,6 +231,22 @@ def test_the_same_op_twice_gives_the_same_bits(precision):
     x, w = Tensor(normal(33, 3, 9, 9)), Parameter(normal(5, 3, 3, 3))
     with odyssey.autocast(precision), no_grad():
         assert np.array_equal(F.conv2d(x, w).numpy(), F.conv2d(x, w).numpy())
+
+
+@pytest.mark.parametrize("n", [0, 1, 15, 16, 17, 1000, 65_537])
+def test_bf16_for_the_wire_has_the_bits_of_its_definition(n):
+    """Random bits: NaN, infinities and subnormals among them; NaN keeps sign and upper bits, as a quiet one."""
+    bits = np.random.default_rng(n).integers(0, 1 << 32, n, dtype=np.uint32)
+    special = np.array([0, 1, 0x7F800000, 0xFF800000, 0x7F800001, 0xFFFFFFFF, 0x7F7FFFFF, 0x8000, 0x18000, 0x807FFFFF])
+    bits[: len(special)] = special.astype(np.uint32)[:n]
+    out = np.zeros(n + 1, bfloat16)
+    narrow(bits.view(np.float32), out[:n])
+    upper = (bits >> 16).astype(np.uint16)
+    nearest = ((bits.astype(np.uint64) + 0x7FFF + (upper & 1)) >> 16).astype(np.uint16)
+    wanted = np.where(np.isnan(bits.view(np.float32)), upper | 0x7FC0, nearest)
+    assert np.array_equal(out[:n].view(np.uint16), wanted)
+    assert out[n:].view(np.uint16) == 0
+    assert np.array_equal(widen(out[:n]).view(np.uint32), wanted.astype(np.uint32) << 16)
 
 
 # --- nothing is written behind the scratch memory ------------------------------------------------

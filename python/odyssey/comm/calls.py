@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..core import native
 from ..errors import ConfigError
 
 #: bfloat16 as a NumPy dtype: 16 bits with a name. `a.view(bfloat16)` of a uint16 array costs nothing, nor does the way
@@ -76,17 +77,17 @@ UFUNCS = {
 def widen(array: np.ndarray) -> np.ndarray:
     """float16 or bfloat16 as float32, exactly."""
     if array.dtype == bfloat16:
-        wide = np.empty(array.shape, np.uint32)  # given as out, or an array without dimensions would become a number
-        return np.left_shift(array.view(np.uint16), 16, out=wide, dtype=np.uint32).view(np.float32)
+        array, wide = np.ascontiguousarray(array), np.empty(array.shape, np.float32)
+        native.library().widen_bf16(wide.ctypes.data, array.ctypes.data, wide.size)
+        return wide
     return array.astype(np.float32)
 
 
 def narrow(array: np.ndarray, out: np.ndarray) -> np.ndarray:
-    """float32 rounded to the nearest float16 or bfloat16 (ties to even), into `out`."""
+    """float32 rounded to the nearest float16 or bfloat16 (ties to even), into `out` (contiguous, as large)."""
     if out.dtype == bfloat16:
-        bits = array.view(np.uint32)
-        rounded = (bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16
-        out.view(np.uint16)[...] = np.where(np.isnan(array), 0x7FC0 | (bits >> 16), rounded)
+        array = np.ascontiguousarray(array, np.float32)
+        native.library().narrow_bf16(out.ctypes.data, array.ctypes.data, out.size)
     else:
         with np.errstate(over="ignore"):
             out[...] = array

@@ -200,6 +200,9 @@ class Library(Table):
         self._run = declared(lib, "odyssey_run", [pointer, pointer, number, pointer, ctypes.POINTER(Context)])
         self._step = declared(lib, "odyssey_step", [ctypes.POINTER(Step), number])
         self._helpers = declared(lib, "odyssey_helpers")()
+        # mojo/kernels/bf16_bits.mojo
+        self.narrow_bf16 = declared(lib, "odyssey_narrow_bf16", [pointer, pointer, number])
+        self.widen_bf16 = declared(lib, "odyssey_widen_bf16", [pointer, pointer, number])
         # mojo/kernels/fingerprint.mojo
         self.fingerprint = declared(lib, "odyssey_fingerprint", [pointer, number], ctypes.c_uint64)
         for name, arguments in (

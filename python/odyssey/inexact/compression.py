@@ -127,13 +127,13 @@ class HalfReduction(Compressed):
             if top > 0 and math.isfinite(top):
                 scale = np.float32(2.0 ** min(max(15 - math.frexp(top)[1], -100), 100))
         words[:2] = scale.reshape(1).view(np.uint16)
-        scaled = self._scaled[: values.size]
-        np.multiply(values, scale, out=scaled)
-        narrow(scaled, words[2:].view(self._dtype))
+        if scale != 1:
+            values = np.multiply(values, scale, out=self._scaled[: values.size])
+        narrow(values, words[2:].view(self._dtype))
 
     def _unpacked(self, words: np.ndarray) -> np.ndarray:
-        scale = words[:2].copy().view(np.float32)[0]
-        return widen(words[2:].view(self._dtype)) * np.float32(1 / scale)
+        scale, wide = words[:2].copy().view(np.float32)[0], widen(words[2:].view(self._dtype))
+        return wide if scale == 1 else np.multiply(wide, np.float32(1 / scale), out=wide)
 
     def _hand_out(self) -> Request:
         at = 0
